@@ -1,0 +1,48 @@
+"""What do all of our records have in common?"""
+
+import time
+from typing import Any, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+
+
+class Record(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    """A JSON object of the public vocabulary: immutable, keyword-only, unknown fields refused."""
+
+
+class Wire(msgspec.Struct, array_like=True, frozen=True):
+    """A message between our own processes: a MessagePack array, fields in declared order.
+
+    New fields go at the end with a default, so that an older peer's messages still decode.
+    """
+
+
+_json_encoder = msgspec.json.Encoder()
+_msgpack_encoder = msgspec.msgpack.Encoder()
+
+
+def to_json(value: Any) -> bytes:
+    """`value` as UTF-8 JSON; bytes become base64."""
+    return _json_encoder.encode(value)
+
+
+def from_json(raw: bytes | str, kind: type[T]) -> T:
+    """Decode JSON into `kind`; raises `msgspec.ValidationError` naming the field path."""
+    return msgspec.json.decode(raw, type=kind)
+
+
+def to_msgpack(value: Any) -> bytes:
+    """`value` as MessagePack."""
+    return _msgpack_encoder.encode(value)
+
+
+def from_msgpack(raw: bytes, kind: type[T]) -> T:
+    """Decode MessagePack into `kind`; raises `msgspec.ValidationError`."""
+    return msgspec.msgpack.decode(raw, type=kind)
+
+
+def now() -> float:
+    """The one clock: seconds since the Unix epoch."""
+    return time.time()

@@ -1,0 +1,61 @@
+"""What can go wrong, and how does it cross the wire? RFC 9457 problem details with the field at fault."""
+
+from .base import Record
+
+#: Problem types; the HTTP status each is answered with. `type` on the wire is `urn:midstream:<kind>`.
+STATUS_OF_KIND: dict[str, int] = {
+    "invalid_request": 400,  # the body or a parameter is wrong; `field` says which
+    "unauthorized": 401,
+    "not_found": 404,
+    "conflict": 409,  # the job's state does not allow it
+    "gone": 410,
+    "payload_too_large": 413,
+    "unsupported_media_type": 415,
+    "idempotency_mismatch": 422,  # the Idempotency-Key was used with another body
+    "internal": 500,
+    "capture_failed": 500,  # a rank could not capture or persist what was asked for
+    "intervention_failed": 500,  # a rank could not apply what was asked for
+    "ranks_disagree": 500,  # ranks of one pipeline stage applied different actions
+    "engine_failed": 500,
+    "worker_lost": 500,  # every attempt ended with the worker's death
+    "unavailable": 503,
+    "receipts_timed_out": 504,  # not every rank reported in time
+}
+
+
+class Problem(Record, omit_defaults=True):
+    """RFC 9457 problem details; `field` is a JSON-pointer-like path, such as `capture.layers`."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    field: str | None = None
+    instance: str | None = None
+    allowed: str | None = None
+
+
+class MidstreamError(Exception):
+    """A failure with a kind from `STATUS_OF_KIND`; carries over HTTP and in a job's `error`."""
+
+    def __init__(self, kind: str, detail: str, *, field: str | None = None, allowed: str | None = None):
+        super().__init__(detail if field is None else f"{field}: {detail}")
+        self.kind = kind
+        self.detail = detail
+        self.field = field
+        self.allowed = allowed
+
+    @property
+    def status(self) -> int:
+        return STATUS_OF_KIND[self.kind]
+
+    def problem(self, instance: str | None = None) -> Problem:
+        return Problem(
+            type=f"urn:midstream:{self.kind}", title=self.kind.replace("_", " ").capitalize(), status=self.status,
+            detail=self.detail, field=self.field, allowed=self.allowed, instance=instance,
+        )
+
+
+def invalid(field: str, detail: str, allowed: str | None = None) -> MidstreamError:
+    """Bad input: answered 400 with the field's name."""
+    return MidstreamError("invalid_request", detail, field=field, allowed=allowed)

@@ -1,0 +1,220 @@
+"""What is a job, in which states can it be, and what does it give back?"""
+
+from enum import StrEnum
+from typing import Annotated, Literal
+
+import msgspec
+
+from .base import Record
+from .errors import Problem
+from .specs import CaptureSpec, CaptureStatus, SteeringSpec, StoredCapture, StoredSteering
+
+
+class State(StrEnum):
+    QUEUED = "queued"  # accepted and durable; no worker has it
+    RUNNING = "running"  # a worker holds it under a lease
+    CANCELLING = "cancelling"  # cancel was asked for while it ran
+    SUCCEEDED = "succeeded"  # outputs stored, every capture durable, every rank agrees
+    FAILED = "failed"  # `error` says why
+    CANCELLED = "cancelled"  # stopped on request while it ran
+    ABORTED = "aborted"  # ended before it ever ran
+    EXPIRED = "expired"  # its result was removed after the retention time
+
+
+#: Which state may follow which; the Lua transitions are generated from this table. Terminal states have no successor
+#: but `expired`, which removes the result and not the fact.
+TRANSITIONS: dict[State, frozenset[State]] = {
+    State.QUEUED: frozenset({State.RUNNING, State.ABORTED, State.FAILED}),
+    State.RUNNING: frozenset({State.QUEUED, State.CANCELLING, State.SUCCEEDED, State.FAILED}),
+    State.CANCELLING: frozenset({State.CANCELLED, State.SUCCEEDED, State.FAILED}),
+    State.SUCCEEDED: frozenset(),
+    State.FAILED: frozenset(),
+    State.CANCELLED: frozenset(),
+    State.ABORTED: frozenset(),
+    State.EXPIRED: frozenset(),
+}
+TERMINAL = frozenset(state for state, following in TRANSITIONS.items() if not following)
+
+#: A prompt is text or token ids.
+Prompt = str | list[int]
+
+
+class Sampling(Record):
+    """vLLM's sampling parameters that a job may set; defaults are greedy."""
+
+    max_tokens: Annotated[int, msgspec.Meta(ge=1)] = 16
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] = 0.0
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, msgspec.Meta(ge=0)] = 0  # 0: all
+    seed: int | None = None
+    stop: list[str] = []
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None  # of the generated tokens
+
+
+class JobRequest(Record):
+    """Body of `POST /v1/jobs`."""
+
+    model: str
+    prompts: Annotated[list[Prompt], msgspec.Meta(min_length=1, max_length=4096)]
+    sampling: Sampling = Sampling()
+    capture: CaptureSpec | None = None
+    steering: list[SteeringSpec] = []
+    metadata: Annotated[dict[str, str], msgspec.Meta(max_length=16)] = {}
+
+
+class StoredPrompt(Record):
+    """A prompt after tokenisation; the token ids are the truth from here on."""
+
+    token_ids: list[int]
+    text: str | None = None
+
+
+class Job(Record):
+    """A validated job as the ledger keeps it and the worker reads it. Never changes after acceptance."""
+
+    id: str
+    kind: Literal["generate", "completion", "chat"]
+    model: str
+    prompts: list[StoredPrompt]
+    sampling: Sampling
+    created: float
+    #: One list per prompt: positions are resolved against that prompt. Empty when nothing is asked for.
+    steering: list[list[StoredSteering]] = []
+    captures: list[StoredCapture] = []
+    stream: bool = False  # publish token events while generating
+    metadata: dict[str, str] = {}
+
+    @property
+    def wants_receipts(self) -> bool:
+        return bool(self.captures) or any(self.steering)
+
+
+class TokenLogprob(Record):
+    token_id: int
+    token: str
+    logprob: float
+    top: list["TokenLogprob"] = []
+
+
+class Output(Record):
+    """What one prompt generated."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str  # stop | length
+    prompt_tokens: int
+    cached_tokens: int = 0  # prompt tokens served by the prefix cache
+    logprobs: list[TokenLogprob] | None = None
+
+
+class FileEntry(Record):
+    """A durable capture file as the user sees it."""
+
+    path: str  # relative to the capture root
+    request: int  # index of the prompt
+    rank: int
+    pp: int
+    bytes: int
+    crc32: int
+    rows: int
+    layers: list[int]
+    positions: int
+
+
+class CaptureResults(Record):
+    """`ok` is said only when every file is durable and every rank reported."""
+
+    status: CaptureStatus
+    job: str
+    url: str | None = None  # where the manifest and the tensors are
+    root: str | None = None  # the capture root, for readers on the same machine
+    files: list[FileEntry] = []
+    bytes: int = 0
+    rows: int = 0
+    detail: str = ""
+
+
+class RankReport(Record):
+    rank: int
+    tp: int
+    request: int
+    step: int
+    checksum: str  # 16 hex digits
+    actions: int
+    applied: int
+    status: str
+    message: str = ""
+
+
+class StageReport(Record):
+    """The ranks of one pipeline stage; they must agree for every request."""
+
+    pp: int
+    consistent: bool
+    ranks: list[RankReport]
+
+
+class Determinism(Record):
+    consistent: bool
+    stages: list[StageReport]
+    worker: str = ""
+
+
+class JobView(Record, omit_defaults=True):
+    """Answer of `GET /v1/jobs/{id}`."""
+
+    id: str
+    kind: str
+    model: str
+    state: State
+    attempt: int  # how many times a worker has started it
+    version: int  # grows with every change; the ETag
+    created: float
+    queued: float | None = None
+    started: float | None = None
+    generated: float | None = None  # all outputs stored; captures may still be landing
+    cancelling: float | None = None
+    finished: float | None = None
+    worker: str | None = None
+    capture_status: CaptureStatus = "not_requested"
+    receipts: int = 0  # arrived
+    receipts_expected: int = 0
+    prompts: int = 0
+    error: Problem | None = None
+    metadata: dict[str, str] = {}
+
+
+class JobResult(Record):
+    """Answer of `GET /v1/jobs/{id}/result`."""
+
+    id: str
+    model: str
+    state: State
+    outputs: list[Output]
+    capture_results: CaptureResults
+    determinism: Determinism | None  # null when the job asked for no capture and no intervention
+    attempt: int
+
+
+class JobPage(Record):
+    jobs: list[JobView]
+    next: str | None = None  # pass as `?cursor=`
+
+
+EventKind = Literal["state", "token", "output", "receipt", "done"]
+
+
+class Event(Record):
+    """One entry of a job's event stream; its id is the SSE id.
+
+    state: {state, attempt} · token: {index, text, token_ids, finish_reason} · output: {index} ·
+    receipt: {request, rank, status} · done: {state}
+    """
+
+    event: EventKind
+    data: dict[str, msgspec.Raw | str | int | float | list[int] | None]
+    attempt: int = 0
+    id: str = ""

@@ -1,0 +1,46 @@
+"""What does a worker say about the model it serves, so that the API can validate without an engine?"""
+
+from .base import Record
+
+
+class ModelInfo(Record):
+    """Published in Redis when a worker's engine is up; kept when it goes, so that jobs are accepted meanwhile."""
+
+    name: str
+    version: str  # Midstream's version on the worker
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    max_model_len: int  # tokens, prompt and generated together
+    dtype: str
+    hooks: list[str]
+    tokenizer: str  # SHA-256 of the tokenizer bundle's bytes, the key of its blob
+    tp: int = 1
+    pp: int = 1
+    runner: str = "v1"
+
+
+class TokenizerBundle(Record):
+    """The tokenizer exactly as the worker's engine uses it; `tokenizers` reads it without torch."""
+
+    tokenizer_json: str
+    chat_template: str | None
+    special_tokens: dict[str, str]  # bos_token, eos_token, … for the chat template
+    eos_token_ids: list[int]
+
+
+class WorkerInfo(Record):
+    """A live worker, renewed with its heartbeat."""
+
+    worker: str
+    boot: str
+    model: str
+    version: str
+    host: str
+    pid: int
+    started: float
+    tp: int
+    pp: int
+    healthy: bool = True
+    detail: str = ""

@@ -1,0 +1,53 @@
+"""What does a rank say about a request once it is finished there? And how is that carried to the relay?"""
+
+import msgspec
+
+from .base import Wire
+
+#: Version of the frames between ranks and relay: `[PROTOCOL, kind, epoch, seq u64be, payload]`.
+PROTOCOL = 1
+
+
+class CapturedFile(Wire):
+    """One file that is durable: content and directory entry were fsynced before the receipt was written."""
+
+    path: str  # relative to the capture root
+    bytes: int
+    crc32: int  # of the whole file
+    rows: int  # (layer, position) pairs in it
+    layers: list[int] = []
+    positions: int = 0  # how many token positions
+
+
+class Receipt(Wire):
+    """One rank's account of one request. Sent for every request with an intervention or a capture."""
+
+    version: str  # Midstream's version on the rank
+    worker: str
+    boot: str  # which start of the worker
+    job: str
+    request: int
+    attempt: int
+    rank: int  # global rank
+    world: int  # number of ranks: this many receipts settle the request
+    tp: int  # place inside the pipeline stage
+    pp: int  # pipeline stage
+    step: int  # engine step in which the request finished here
+    actions: int  # actions in this rank's ledger so far
+    checksum: str  # the ledger's u64 as 16 hex digits
+    status: str  # ok | partial | error
+    message: str = ""
+    applied: int = 0  # token rows that an intervention changed, over all layers
+    files: list[CapturedFile] = []
+
+
+class LostRange(Wire):
+    """The sender no longer has receipts `first..last` of this epoch (its outbox was damaged)."""
+
+    first: int
+    last: int
+    jobs: list[str] = []
+    message: str = ""
+
+
+receipt_decoder = msgspec.msgpack.Decoder(Receipt)

@@ -1,0 +1,77 @@
+"""Which layers, which positions? Selectors as users write them, resolved to plain numbers."""
+
+from typing import Literal
+
+#: The only hook point so far; `post_block` L is the residual stream leaving block L (HF `hidden_states[L+1]`).
+Hook = Literal["post_block"]
+
+#: `all`, `a-b` (inclusive), one layer, or a list; negative numbers count from the last layer.
+LayerSelector = str | int | list[int]
+
+#: Named position sets; anything else is a list of absolute token positions, negative from the prompt's end.
+PositionName = Literal["last_prompt", "all_prompt", "all_generated", "all"]
+PositionSelector = PositionName | list[int]
+
+
+def resolve_layers(selector: LayerSelector, num_layers: int) -> list[int]:
+    """Sorted unique layer numbers in `[0, num_layers)`.
+
+    Raises ValueError saying what is wrong and what would be right.
+    """
+    if isinstance(selector, str):
+        if selector == "all":
+            return list(range(num_layers))
+        first, dash, last = selector.partition("-")
+        if not (dash and first.isdigit() and last.isdigit()):
+            raise ValueError(f"{selector!r} is not a layer selector: use \"all\", \"a-b\", a number or a list of numbers")
+        if int(first) > int(last):
+            raise ValueError(f"range {selector!r} is empty: the first layer is above the last")
+        wanted = [int(first), int(last)]
+        _check_layers(wanted, num_layers)
+        return list(range(wanted[0], wanted[1] + 1))
+    wanted = [selector] if isinstance(selector, int) else list(selector)
+    if not wanted:
+        raise ValueError("no layer named: give at least one")
+    _check_layers(wanted, num_layers)
+    return sorted({layer % num_layers for layer in wanted})
+
+
+def _check_layers(layers: list[int], num_layers: int) -> None:
+    for layer in layers:
+        if not -num_layers <= layer < num_layers:
+            raise ValueError(f"layer {layer} is out of range: the model has layers 0 to {num_layers - 1}")
+
+
+def resolve_positions(selector: PositionSelector, prompt_tokens: int) -> PositionSelector:
+    """A name is kept; a list becomes sorted unique absolute positions, each inside the prompt.
+
+    Raises ValueError for a position outside `[-prompt_tokens, prompt_tokens)` or an empty list.
+    """
+    if isinstance(selector, str):
+        return selector
+    if not selector:
+        raise ValueError("no position named: give at least one")
+    for position in selector:
+        if not -prompt_tokens <= position < prompt_tokens:
+            raise ValueError(f"position {position} is beyond the prompt, which has {prompt_tokens} tokens (0 to {prompt_tokens - 1})")
+    return sorted({position % prompt_tokens for position in selector})
+
+
+def lowest_position(selector: PositionSelector, prompt_tokens: int) -> int:
+    """The first absolute position that a resolved selector names."""
+    if isinstance(selector, str):
+        return {"last_prompt": prompt_tokens - 1, "all_generated": prompt_tokens, "all_prompt": 0, "all": 0}[selector]
+    return min(selector)
+
+
+def select(selector: PositionSelector, start: int, stop: int, prompt_tokens: int) -> list[int] | range:
+    """The absolute positions in the window `[start, stop)` that a resolved selector names, ascending."""
+    if selector == "all":
+        return range(start, stop)
+    if selector == "all_prompt":
+        return range(start, min(stop, prompt_tokens))
+    if selector == "all_generated":
+        return range(max(start, prompt_tokens), stop)
+    if selector == "last_prompt":
+        return range(prompt_tokens - 1, prompt_tokens) if start < prompt_tokens <= stop else range(0)
+    return [position for position in selector if start <= position < stop]  # type: ignore[misc,operator]

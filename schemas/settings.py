@@ -1,0 +1,126 @@
+"""Which settings are there? One object from environment and one TOML file, validated once at start."""
+
+import os
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from .base import Record
+
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+
+PREFIX = "MIDSTREAM_"
+FILE_VARIABLE = "MIDSTREAM_CONFIG"
+
+
+class SettingsError(ValueError):
+    """A setting is wrong; the message names it and where it came from."""
+
+
+class Settings(Record):
+    """Every setting. `MIDSTREAM_<NAME>` in the environment wins over the file, the file over the default."""
+
+    # Where things are
+    data_dir: str = ".midstream"  # Redis AOF, outboxes, captures, logs
+    redis_url: str = ""  # empty: `midstream up` starts its own on a free loopback port
+    relay_url: str = ""  # tcp://host:port of the relay's ROUTER; empty: `midstream up` picks a free port
+    api_host: str = "127.0.0.1"
+    api_port: Port = 8321  # 0: a free port
+    flower_port: Port = 5555  # 0: a free port
+    public_url: str = ""  # how users reach the API; empty: relative links
+
+    # The model
+    model: str = ""  # a checkpoint folder or hub name
+    model_name: str = ""  # the name users ask for; empty: last part of `model`
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    max_model_len: Count | None = None  # tokens; default: the model's own
+    tensor_parallel_size: Count = 1
+    pipeline_parallel_size: Count = 1
+    runner: Literal["auto", "v1", "v2"] = "auto"
+    enforce_eager: bool = True  # false: torch.compile and graphs (slower start, faster steps)
+    max_num_seqs: Count = 64  # requests in one engine step
+    max_num_batched_tokens: Count = 2048  # tokens in one engine step
+    enable_prefix_caching: bool = True
+    kv_cache_gib: Positive = 1.0  # CPU only
+    num_gpu_blocks: Count | None = None  # override of the KV cache's size in blocks
+
+    # The data plane
+    steering_rows: Count = 64  # distinct steering configurations in one step
+    vector_cache_mib: Count = 256  # vectors kept on the ranks
+    capture_queue_mib: Count = 512  # captured rows waiting for the writers, per rank; full: the step waits
+    writer_threads: Count = 2
+
+    # The worker
+    engine: Literal["vllm", "fake"] = "vllm"  # `fake` generates without a model: control-plane tests and benchmarks only
+    worker_id: str = ""  # stable over restarts; empty: host name and model
+    worker_concurrency: Count = 128  # jobs held at once by one worker
+    capture_timeout_s: Positive = 60.0  # from the last output to the last receipt
+    lease_s: Positive = 15.0  # a running job's lease; renewed every third of it
+    max_attempts: Count = 5
+    visibility_timeout_s: Count = 30
+    sweep_interval_s: Positive = 2.0
+
+    # The edge
+    max_body_mib: Count = 64
+    max_wait_s: Positive = 600.0  # the longest a response is held
+    result_ttl_s: Count = 7 * 24 * 3600  # after this a finished job's record is gone
+    event_limit: Count = 10_000  # events kept per job
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    fault: str = ""  # tests only: a named fault, such as `apply:rank=1`
+
+    @property
+    def served_model(self) -> str:
+        return self.model_name or Path(self.model).name
+
+    @property
+    def capture_root(self) -> Path:
+        return Path(self.data_dir).resolve() / "captures"
+
+
+def load_settings(environ: dict[str, str] | None = None, **overrides: Any) -> Settings:
+    """Settings from defaults, the TOML file named by `MIDSTREAM_CONFIG`, the environment, and `overrides`, in this order.
+
+    Raises SettingsError naming the setting and its source.
+    """
+    env = dict(os.environ) if environ is None else environ
+    known = {field.name: field for field in msgspec.structs.fields(Settings)}
+    values: dict[str, Any] = {}
+    file = env.get(FILE_VARIABLE)
+    if file:
+        try:
+            values.update(_checked(tomllib.loads(Path(file).read_text()), known, f"file {file}"))
+        except (OSError, tomllib.TOMLDecodeError) as error:
+            raise SettingsError(f"{FILE_VARIABLE}={file}: {error}") from error
+    from_env = {
+        name[len(PREFIX):].lower(): text for name, text in env.items() if name.startswith(PREFIX) and name != FILE_VARIABLE
+    }
+    values.update(_checked(from_env, known, "environment"))
+    values.update(_checked({name: value for name, value in overrides.items() if value is not None}, known, "arguments"))
+    return Settings(**values)
+
+
+def _checked(raw: dict[str, Any], known: dict[str, Any], source: str) -> dict[str, Any]:
+    """Each value converted to its setting's type; text is read as the type asks (`"false"` is false)."""
+    checked = {}
+    for name, value in raw.items():
+        label = f"{PREFIX}{name.upper()}" if source == "environment" else name
+        if name not in known:
+            raise SettingsError(f"{label} ({source}): there is no such setting")
+        try:
+            checked[name] = msgspec.convert(value, known[name].type, strict=source != "environment")
+        except msgspec.ValidationError as error:
+            raise SettingsError(f"{label}={value!r} ({source}): {error}") from error
+    return checked
+
+
+def to_environment(settings: Settings) -> dict[str, str]:
+    """The settings as `MIDSTREAM_*` variables for a child process; `load_settings` reads them back equal."""
+    env = {}
+    for name, value in msgspec.structs.asdict(settings).items():
+        if value is not None and value != "":
+            env[PREFIX + name.upper()] = str(value).lower() if isinstance(value, bool) else str(value)
+    return env

@@ -1,0 +1,78 @@
+"""What may a user ask to be captured or steered? And in which compact form does a rank get it?"""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from .base import Record
+from .selectors import Hook, LayerSelector, PositionSelector
+from .tensors import Tensor
+
+#: A tag is a folder name: one path segment, so it cannot leave the capture root.
+Tag = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
+
+
+class CaptureSpec(Record):
+    """Record rows of the residual stream. One row per (layer, position): `[hidden_size]` in the model's dtype.
+
+    `all_generated` names the generated tokens that were fed back to the model: the last sampled token never is,
+    so n generated tokens give n − 1 rows.
+    """
+
+    layers: LayerSelector = "all"
+    hook: Hook = "post_block"
+    positions: PositionSelector = "last_prompt"
+    tag: Tag = "default"
+
+
+class SteeringSpec(Record):
+    """Add `scale · vector` to the residual stream at `hook` of each of `layers`, at `positions`.
+
+    `vector`: `[hidden_size]`, finite. Activation addition: Turner et al. 2023, arXiv:2308.10248.
+    """
+
+    layers: LayerSelector
+    vector: Tensor
+    scale: float = 1.0
+    hook: Hook = "post_block"
+    positions: PositionSelector = "all"
+
+
+class StoredSteering(Record):
+    """A `SteeringSpec` after validation: layers are numbers, the vector is named by its content hash."""
+
+    layers: list[int]
+    vector: str
+    scale: float
+    hook: Hook
+    positions: PositionSelector
+
+
+class StoredCapture(Record):
+    """A `CaptureSpec` after validation."""
+
+    layers: list[int]
+    hook: Hook
+    positions: PositionSelector
+    tag: str
+
+
+class RankSpec(Record):
+    """What a rank is told about one request, in `SamplingParams.extra_args["midstream"]` (as plain containers).
+
+    Positions are resolved against this request's prompt.
+    """
+
+    version: str  # Midstream's version; a rank of another version refuses
+    job: str
+    request: int  # index of the prompt in its job
+    attempt: int  # fencing token
+    prompt_tokens: int
+    steering: list[StoredSteering] = []
+    capture: StoredCapture | None = None
+    digest: str = ""  # content of the interventions; empty when there is none
+    first_affected: int = -1  # lowest absolute position an intervention touches; -1: none
+    lowest_captured: int = -1  # lowest captured prompt position; -1: none
+
+
+CaptureStatus = Literal["not_requested", "pending", "ok", "partial", "error", "timed_out"]
