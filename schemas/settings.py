@@ -26,6 +26,7 @@ class Settings(Record):
 
     # Where things are
     data_dir: str = ".midstream"  # Redis AOF, outboxes, captures, logs
+    cache_dir: str = "~/.cache/midstream"  # demo model; shared by all data directories
     redis_url: str = ""  # empty: `midstream up` starts its own on a free loopback port
     relay_url: str = ""  # tcp://host:port of the relay's ROUTER; empty: `midstream up` picks a free port
     api_host: str = "127.0.0.1"
