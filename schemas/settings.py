@@ -10,6 +10,7 @@ import msgspec
 from .base import Record
 
 Positive = Annotated[float, msgspec.Meta(gt=0)]
+NonNegative = Annotated[float, msgspec.Meta(ge=0)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 
@@ -57,6 +58,7 @@ class Settings(Record):
 
     # The worker
     engine: Literal["vllm", "fake"] = "vllm"  # `fake` generates without a model: control-plane tests and benchmarks only
+    fake_token_s: NonNegative = 0.0  # seconds that the fake engine takes for a token
     worker_id: str = ""  # stable over restarts; empty: host name and model
     worker_concurrency: Count = 128  # jobs held at once by one worker
     capture_timeout_s: Positive = 60.0  # from the last output to the last receipt
