@@ -1,6 +1,8 @@
 """What does a worker say about the model it serves, so that the API can validate without an engine?"""
 
-from .base import Record
+import hashlib
+
+from .base import Record, to_msgpack
 
 
 class ModelInfo(Record):
@@ -28,6 +30,12 @@ class TokenizerBundle(Record):
     chat_template: str | None
     special_tokens: dict[str, str]  # bos_token, eos_token, … for the chat template
     eos_token_ids: list[int]
+
+
+def encode_bundle(bundle: TokenizerBundle) -> tuple[str, bytes]:
+    """(SHA-256, MessagePack): the key of the bundle's blob, as in `ModelInfo.tokenizer`, and the blob."""
+    raw = to_msgpack(bundle)
+    return hashlib.sha256(raw).hexdigest(), raw
 
 
 class WorkerInfo(Record):
