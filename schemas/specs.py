@@ -1,5 +1,6 @@
 """What may a user ask to be captured or steered? And in which compact form does a rank get it?"""
 
+import hashlib
 from typing import Annotated, Literal
 
 import msgspec
@@ -9,7 +10,8 @@ from .selectors import Hook, LayerSelector, PositionSelector
 from .tensors import Tensor
 
 #: A tag is a folder name: one path segment, so it cannot leave the capture root.
-Tag = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
+#: (`(?!\n)`: Python's `$` would let one line break follow.)
+Tag = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}(?!\n)$")]
 
 
 class CaptureSpec(Record):
@@ -76,3 +78,37 @@ class RankSpec(Record):
 
 
 CaptureStatus = Literal["not_requested", "pending", "ok", "partial", "error", "timed_out"]
+
+
+class SteeringRow(Record):
+    """Entries of one request that share their positions: one row of the rank's steering table.
+
+    `key` names the row's content (layers, vectors, scales), not where it is applied, so that equal configurations
+    share a row.
+    """
+
+    key: str
+    positions: PositionSelector
+    entries: list[StoredSteering]
+
+
+def steering_rows(steering: list[StoredSteering]) -> list[SteeringRow]:
+    """Group a request's steering by its positions, in the order first named."""
+    groups: dict[str, list[StoredSteering]] = {}
+    for entry in steering:
+        groups.setdefault(str(entry.positions), []).append(entry)
+    return [
+        SteeringRow(key=_content_key([(e.hook, e.layers, e.vector, e.scale) for e in group]), positions=group[0].positions, entries=group)
+        for group in groups.values()
+    ]
+
+
+def steering_digest(steering: list[StoredSteering]) -> str:
+    """Names everything that the steering does to a request's KV cache; empty when there is none."""
+    if not steering:
+        return ""
+    return _content_key([(e.hook, e.layers, e.vector, e.scale, e.positions) for e in steering])
+
+
+def _content_key(content: object) -> str:
+    return hashlib.sha256(msgspec.msgpack.encode(content)).hexdigest()

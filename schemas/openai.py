@@ -1,0 +1,242 @@
+"""What do the OpenAI-style endpoints accept and answer? OpenAI's shapes, with `steering`, `capture` and `capture_wait` added.
+
+Fields of OpenAI's that change nothing here (`user`, `store`, …) are accepted. Fields that we do not serve are accepted only
+at the value that asks for nothing (`ONLY`), and refused by name otherwise; any other field is unknown and refused as well.
+"""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from .base import Record
+from .jobs import CaptureResults, Determinism
+from .specs import CaptureSpec, SteeringSpec
+
+#: Field → the values that ask for nothing. Anything else is refused with the field's name.
+ONLY: dict[str, tuple[Any, ...]] = {
+    "n": (1, None),
+    "best_of": (1, None),
+    "echo": (False, None),
+    "suffix": (None, ""),
+    "presence_penalty": (0, None),
+    "frequency_penalty": (0, None),
+    "logit_bias": (None, {}),
+    "tools": (None, []),
+    "tool_choice": (None, "none"),
+    "parallel_tool_calls": (None, False, True),
+    "functions": (None, []),
+    "function_call": (None, "none"),
+    "response_format": (None, {"type": "text"}),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "prediction": (None,),
+    "web_search_options": (None,),
+}
+
+
+class StreamOptions(Record):
+    include_usage: bool = False
+    include_obfuscation: bool = False  # nothing is padded either way
+
+
+class OpenAIRequest(Record, kw_only=True):
+    """What both endpoints share. `temperature` is 1 by default, as in OpenAI's API; a job's is 0."""
+
+    model: str
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = 1.0
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = 1.0
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    metadata: Annotated[dict[str, str], msgspec.Meta(max_length=16)] | None = None
+
+    # Ours
+    steering: list[SteeringSpec] = []
+    capture: CaptureSpec | None = None
+    #: Hold the answer until every capture is durable and every rank has reported. A steered answer is always held for the
+    #: ranks' reports, so that an intervention which was not applied is never answered as if it were.
+    capture_wait: bool = False
+    top_k: Annotated[int, msgspec.Meta(ge=0)] = 0  # 0: all
+    ignore_eos: bool = False
+    stop_token_ids: list[int] = []
+
+    # Accepted, and without effect
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    service_tier: str | None = None
+    store: bool | None = None
+
+    # Only at the value that asks for nothing: see `ONLY`
+    n: Any = 1
+    presence_penalty: Any = 0
+    frequency_penalty: Any = 0
+    logit_bias: Any = None
+
+
+class CompletionRequest(OpenAIRequest, kw_only=True):
+    """Body of `POST /v1/completions`."""
+
+    #: Text, several texts, token ids, or several lists of token ids.
+    prompt: str | list[str | int | list[int]]
+    max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = 16
+    logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None  # how many alternatives per token
+
+    best_of: Any = 1
+    echo: Any = False
+    suffix: Any = None
+
+
+class TextPart(Record):
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(Record):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: str | None = None
+    refusal: None = None
+
+
+class ChatRequest(OpenAIRequest, kw_only=True):
+    """Body of `POST /v1/chat/completions`."""
+
+    messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1)]
+    max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None  # default: what the model's length leaves
+    max_completion_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    logprobs: bool | None = False
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
+
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: Any = None
+    functions: Any = None
+    function_call: Any = None
+    response_format: Any = None
+    modalities: Any = None
+    audio: Any = None
+    prediction: Any = None
+    web_search_options: Any = None
+
+
+class CachedTokens(Record):
+    cached_tokens: int
+
+
+class Usage(Record):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+class Answer(Record, kw_only=True):
+    """What every answer and chunk carries. `created` is in seconds since the epoch; `id` is the job's."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    #: Present when capture or steering was asked for, in the last chunk of a stream.
+    capture_results: CaptureResults | UnsetType = UNSET
+    determinism: Determinism | None | UnsetType = UNSET
+
+
+class CompletionLogprobs(Record):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(Record):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+
+
+class Completion(Answer, kw_only=True):
+    """Answer of `POST /v1/completions`."""
+
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class CompletionChunk(Answer, kw_only=True):
+    choices: list[CompletionChoice]
+    usage: Usage | None | UnsetType = UNSET
+
+
+class ChatLogprob(Record):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    top_logprobs: list["ChatLogprob"] = []
+
+
+class ChatLogprobs(Record):
+    content: list[ChatLogprob]
+    refusal: None = None
+
+
+class AnswerMessage(Record):
+    role: Literal["assistant"]
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(Record):
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str
+
+
+class ChatCompletion(Answer, kw_only=True):
+    """Answer of `POST /v1/chat/completions`."""
+
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class Delta(Record):
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(Record):
+    index: int
+    delta: Delta
+    finish_reason: str | None
+    logprobs: None = None
+
+
+class ChatChunk(Answer, kw_only=True):
+    choices: list[ChatChunkChoice]
+    usage: Usage | None | UnsetType = UNSET
+
+
+class ModelCard(Record):
+    """One model as OpenAI lists it, with what a user needs to name layers, vectors and positions."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    max_model_len: int
+    dtype: str
+    hooks: list[str]
+    workers: int  # live ones
+
+
+class ModelList(Record):
+    object: Literal["list"]
+    data: list[ModelCard]
