@@ -1,0 +1,55 @@
+"""Does our own Redis start, hold its data through a kill, and say what is wrong when it cannot?"""
+
+from pathlib import Path
+
+import pytest
+import redis
+
+from midstream.broker import redis_server
+from midstream.schemas.errors import MidstreamError
+
+
+def test_what_was_written_is_there_after_kill_9_and_restart(tmp_path: Path) -> None:  # field case 37
+    server = redis_server.start(tmp_path)
+    with redis.Redis.from_url(server.url) as client:
+        for number in range(200):
+            client.rpush("list", number)
+    server.kill()
+    again = redis_server.start(tmp_path, port=server.port)
+    try:
+        with redis.Redis.from_url(again.url) as client:
+            assert client.llen("list") == 200
+            assert client.config_get("appendonly")["appendonly"] == "yes"
+            assert client.config_get("maxmemory-policy")["maxmemory-policy"] == "noeviction"
+            assert client.config_get("bind")["bind"] == "127.0.0.1"
+    finally:
+        again.stop()
+
+
+def test_a_second_server_on_the_same_directory_is_refused_with_the_pid(tmp_path: Path) -> None:
+    server = redis_server.start(tmp_path)
+    try:
+        with pytest.raises(MidstreamError, match=str(server.pid)) as caught:
+            redis_server.start(tmp_path)
+        assert caught.value.kind == "conflict"
+    finally:
+        server.stop()
+    redis_server.start(tmp_path).stop()
+
+
+def test_a_taken_port_is_an_error_with_the_log_and_not_a_hang(tmp_path: Path) -> None:
+    first = redis_server.start(tmp_path / "first")
+    try:
+        with pytest.raises(MidstreamError) as caught:
+            redis_server.start(tmp_path / "second", port=first.port)
+        assert caught.value.kind == "unavailable"
+        assert "in use" in caught.value.detail
+    finally:
+        first.stop()
+
+
+def test_stop_may_be_repeated(tmp_path: Path) -> None:
+    server = redis_server.start(tmp_path)
+    server.stop()
+    server.stop()
+    assert server.process.returncode == 0
