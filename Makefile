@@ -1,0 +1,96 @@
+# Everything a fresh machine with Python 3.11, make, git and gcc needs: `make demo`, `make test`. `make help` lists the rest.
+#   PYTHON=…       the interpreter (default: python3.11)
+#   TORCH_INDEX=…  an index with CPU builds of torch, where pip's own configuration names none
+#   PYTEST_ARGS=…  passed on, such as PYTEST_ARGS="-k sweeper -x"
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+PYTHON ?= python3.11
+TORCH_INDEX ?=
+PYTEST_ARGS ?=
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PACKAGES := api broker client kernels schemas workers
+
+# The model comes from a folder: nothing is asked of a hub, nothing is reported to anybody.
+export PYTHON TORCH_INDEX
+export HF_HUB_OFFLINE := 1
+export VLLM_NO_USAGE_STATS := 1
+export DO_NOT_TRACK := 1
+export PYTHONUNBUFFERED := 1
+export PATH := $(abspath $(BIN)):$(PATH)
+
+PYTEST = $(BIN)/pytest -ra --durations=15 $(PYTEST_ARGS)
+
+.PHONY: help setup model demo up test lint format types test-unit test-system test-engine bench lock clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(READY) ## the environment in .venv, from the locks
+
+$(READY): requirements/cpu.lock requirements/torch-cpu.lock requirements/install.sh pyproject.toml
+	@echo "== setting up"
+	@requirements/install.sh $(VENV)
+	@touch $@
+
+model: $(READY) ## the demo model, in the cache folder
+	@echo "== demo model"
+	@$(BIN)/python -m midstream.client.models
+
+demo: $(READY) ## start everything, capture and steer a real model, stop
+	@$(BIN)/midstream demo
+
+up: $(READY) ## run the whole stack here until Ctrl-C
+	@$(BIN)/midstream up
+
+test: $(READY) ## lint, then unit, system and engine tests; all run, any failure fails
+	@failed=""; started=$$SECONDS; \
+	for stage in lint test-unit test-system test-engine; do \
+	  $(MAKE) $$stage || failed="$$failed $$stage"; \
+	done; \
+	took=$$((SECONDS - started)); \
+	if [ -n "$$failed" ]; then echo "== FAILED:$$failed (after $$took s)"; exit 1; fi; \
+	echo "== all passed in $$took s"
+
+lint: $(READY) ## ruff and mypy
+	@echo "== lint: ruff"
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(MAKE) types
+
+# mypy finds `midstream` through a link with that name: the repository's folder may be called anything.
+types: $(READY)
+	@echo "== lint: mypy"
+	@mkdir -p .cache/types && ln -sfn "$(CURDIR)" .cache/types/midstream
+	@cd .cache/types && MYPYPATH=. "$(abspath $(BIN))/mypy" --config-file "$(CURDIR)/pyproject.toml" --cache-dir "$(CURDIR)/.mypy_cache" \
+	  -m midstream $(PACKAGES:%=-p midstream.%)
+
+format: $(READY) ## rewrite the code as ruff wants it
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+test-unit: $(READY) ## no engine, no server
+	@echo "== unit tests"
+	@$(PYTEST) tests/unit
+
+test-system: $(READY) model ## real Redis, Celery, ZeroMQ and HTTP
+	@echo "== system tests"
+	@$(PYTEST) tests/system
+
+test-engine: $(READY) model ## real vLLM on CPU
+	@echo "== engine tests"
+	@$(PYTEST) tests/engine
+
+bench: $(READY) model ## the figures of benchmarks/RESULTS.md, one after the other
+	@for script in benchmarks/[a-z]*.py; do echo "== $$script"; $(BIN)/python $$script; done
+
+lock: ## resolve the dependencies anew (UPGRADE=1: to their newest versions)
+	@PYTHON=$(PYTHON) requirements/compile.sh $(if $(UPGRADE),--upgrade)
+
+clean: ## the environment, caches and the demo's data; not the model
+	rm -rf .venv .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info .midstream
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,23 @@
+"""In which order do tests run, and which mark does each get? Cheap ones first; the folder is the mark."""
+
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+#: Folders in the order in which they run.
+STAGES = ("unit", "system", "engine")
+
+
+def stage_of(path: Path) -> str:
+    """The folder under `tests/` that `path` lies in. Raises ValueError for a test outside of the known ones."""
+    stage = path.relative_to(TESTS).parts[0]
+    if stage not in STAGES:
+        raise ValueError(f"{path} lies in none of {', '.join(f'tests/{name}' for name in STAGES)}")
+    return stage
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        item.add_marker(stage_of(item.path))
+    items.sort(key=lambda item: STAGES.index(stage_of(item.path)))

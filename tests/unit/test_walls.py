@@ -1,0 +1,241 @@
+"""Do the folders import only what lies below them, and does the tree hold only what belongs there? (design: arrows go down)"""
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("api", "broker", "client", "kernels", "schemas", "workers")
+
+#: Folder → our folders it may import.
+ALLOWED: dict[str, set[str]] = {
+    "schemas": set(),
+    "kernels": {"schemas"},
+    "broker": {"schemas"},
+    "workers": {"broker", "kernels", "schemas"},
+    "api": {"broker", "schemas"},
+    "client": {"schemas"},
+}
+#: Modules of the client that start the stack on this machine: they may reach further, inside functions only.
+STARTERS = {"client/supervisor.py", "client/demo.py", "client/cli.py"}
+STARTERS_MAY = {"broker"}
+
+#: Package → the folders (or single modules) that may import it at all.
+OWNERS: dict[str, set[str]] = {
+    "litestar": {"api"},
+    "uvicorn": {"api"},
+    "vllm": {"workers"},
+    "torch": {"workers", "kernels", "client/models.py"},
+    "triton": {"kernels", "workers"},
+    "transformers": {"workers", "client/models.py"},
+    "celery": {"broker", "workers"},
+    "kombu": {"broker", "workers"},
+    "zmq": {"broker"},
+}
+#: Here the packages of OWNERS are imported inside functions only: they run in a child process.
+LAZY_ONLY = {"client/models.py"}
+
+#: Formats that run code when they are read. Torch's own reader is among them.
+CODE_CARRIERS = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
+
+TOP_LEVEL = {
+    *PACKAGES,
+    "tests", "benchmarks", "docs", "requirements", ".ci",
+    "__init__.py", "py.typed", "pyproject.toml", "Makefile", "README.md", "LICENSE", "CHANGELOG.md", ".gitignore",
+    "compose.yaml", "Dockerfile", ".dockerignore",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Import:
+    where: str  # file:line
+    module: str  # absolute: `midstream.broker.ledger`, `torch.nn`
+    lazy: bool  # inside a function
+    typing: bool  # under `if TYPE_CHECKING`
+
+
+def tracked() -> list[Path]:
+    """Files that git tracks or would track, relative to the root."""
+    listing = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return [Path(line) for line in listing.stdout.splitlines() if (ROOT / line).is_file()]
+
+
+def imports_of(path: Path) -> Iterator[Import]:
+    """Every import in the file at `path`, relative ones made absolute."""
+    relative = path.relative_to(ROOT)
+    package = ["midstream", *relative.parent.parts]
+
+    def walk(node: ast.AST, lazy: bool, typing: bool) -> Iterator[Import]:
+        where = f"{relative}:{getattr(node, 'lineno', 0)}"
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(where, alias.name, lazy, typing)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            stem = ".".join([*base, *([node.module] if node.module else [])])
+            for alias in node.names:
+                yield Import(where, f"{stem}.{alias.name}", lazy, typing)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("importlib.import_module", "import_module", "__import__"):
+            if node.args and isinstance(node.args[0], ast.Constant):
+                yield Import(where, str(node.args[0].value), lazy, typing)
+        inside = lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        hidden = typing or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
+        for child in ast.iter_child_nodes(node):
+            yield from walk(child, inside, hidden)
+
+    yield from walk(ast.parse(path.read_text(), str(path)), lazy=False, typing=False)
+
+
+def sources(*folders: str) -> list[Path]:
+    found = [ROOT / path for path in tracked() if path.suffix == ".py" and path.parts[0] in folders]
+    assert found, f"no source in {folders}"
+    return found
+
+
+@pytest.mark.parametrize("folder", PACKAGES)
+def test_a_folder_imports_only_folders_below_it(folder: str) -> None:
+    wrong = []
+    for path in sources(folder):
+        name = str(path.relative_to(ROOT))
+        for found in imports_of(path):
+            parts = found.module.split(".")
+            if parts[0] != "midstream" or len(parts) < 2 or parts[1] not in PACKAGES or found.typing:
+                continue
+            may = ALLOWED[folder] | {folder} | (STARTERS_MAY if name in STARTERS and found.lazy else set())
+            if parts[1] not in may:
+                wrong.append(f"{found.where} imports {found.module}")
+    assert wrong == []
+
+
+def test_inside_the_package_our_own_imports_are_relative() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in sources(*PACKAGES)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if (isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] == "midstream")
+        or (isinstance(node, ast.Import) and any(alias.name.split(".")[0] == "midstream" for alias in node.names))
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("package", OWNERS)
+def test_a_heavy_package_is_imported_only_by_its_owners(package: str) -> None:
+    wrong = []
+    for path in sources(*PACKAGES):
+        name = str(path.relative_to(ROOT))
+        for found in imports_of(path):
+            if found.module.split(".")[0] != package:
+                continue
+            if not ({name, name.split("/")[0]} & OWNERS[package]):
+                wrong.append(f"{found.where} imports {found.module}")
+            elif name in LAZY_ONLY and not found.lazy:
+                wrong.append(f"{found.where} imports {found.module} outside of a function")
+    assert wrong == []
+
+
+# field case 42
+def test_nothing_that_runs_code_when_it_is_read_is_imported_anywhere() -> None:
+    wrong = [
+        f"{found.where} imports {found.module}"
+        for path in sources(*PACKAGES, "tests", "benchmarks")
+        for found in imports_of(path)
+        if found.module.split(".")[0] in CODE_CARRIERS or found.module.startswith("torch.load")
+    ]
+    assert wrong == []
+
+
+# field case 42
+def test_nothing_that_runs_code_when_it_is_read_is_called_anywhere() -> None:
+    forbidden = re.compile(r"(torch|joblib)\.(load|save)|(np|numpy)\.load|eval|exec|yaml\.(unsafe_|full_)?load")
+    wrong = []
+    for path in sources(*PACKAGES):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and forbidden.fullmatch(ast.unparse(node.func)):
+                wrong.append(f"{path.relative_to(ROOT)}:{node.lineno} calls {ast.unparse(node.func)}")
+            if isinstance(node, ast.keyword) and node.arg == "allow_pickle" and ast.unparse(node.value) != "False":
+                wrong.append(f"{path.relative_to(ROOT)}:{node.value.lineno} allows pickle")
+            if isinstance(node, ast.Constant) and node.value in CODE_CARRIERS:
+                wrong.append(f"{path.relative_to(ROOT)}:{node.lineno} names {node.value}")
+    assert wrong == []
+
+
+#: What starts with the key must not pull in the values, however deep the import goes.
+LIGHT = {
+    "midstream.schemas": ("torch", "vllm", "transformers", "litestar", "celery", "zmq", "redis"),
+    "midstream.client": ("torch", "vllm", "transformers", "litestar", "celery", "zmq", "redis"),
+    "midstream.broker": ("torch", "vllm", "transformers", "litestar"),
+    "midstream.api": ("torch", "vllm", "transformers"),
+}
+
+
+@pytest.mark.parametrize("package", LIGHT)
+def test_importing_every_module_of_a_light_package_loads_nothing_heavy(package: str) -> None:
+    modules = [
+        ".".join(["midstream", *path.relative_to(ROOT).with_suffix("").parts]).removesuffix(".__init__")
+        for path in sources(package.split(".")[1])
+        if path.name != "__main__.py"
+    ]
+    assert loaded_by(modules) & set(LIGHT[package]) == set()
+
+
+def test_importing_the_workers_tasks_does_not_load_the_edge() -> None:
+    assert loaded_by(["midstream.workers"]) & {"litestar", "uvicorn", "vllm"} == set()
+
+
+def loaded_by(modules: list[str]) -> set[str]:
+    """Top-level packages in `sys.modules` after a fresh interpreter imported `modules`."""
+    program = f"import sys\nfor name in {modules!r}: __import__(name)\nprint(*sorted({{name.split('.')[0] for name in sys.modules}}))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd="/")
+    assert done.returncode == 0, done.stderr[-2000:]
+    return set(done.stdout.split())
+
+
+def test_the_top_level_of_the_tree_holds_only_what_was_agreed() -> None:
+    assert {path.parts[0] for path in tracked()} - TOP_LEVEL == set()
+
+
+def test_every_folder_of_the_package_is_packaged() -> None:
+    import tomllib
+
+    listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
+    there = {".".join(["midstream", *path.parent.relative_to(ROOT).parts]) for path in sources(*PACKAGES)} | {"midstream"}
+    assert listed == there
+
+
+#: Hosts that serve packages, and folders that exist on one machine only. In pieces, so that this file names none either.
+FOREIGN = re.compile(
+    "|".join(
+        [
+            r"pypi" + r"\.org",
+            r"python" + r"hosted",
+            r"download\.py" + r"torch",
+            r"(?<![\w.}/])/(?:work|home|root|Users|tmp/w)" + r"/",
+            r"/opt/(?:py" + r"pi|wheels)",
+        ]
+    )
+)
+
+
+def test_no_file_names_a_package_registry_or_a_path_of_one_machine() -> None:
+    wrong = []
+    for path in tracked():
+        raw = (ROOT / path).read_bytes()
+        if path == Path("benchmarks/data/bench_prompts.json") or b"\0" in raw:
+            continue
+        for number, line in enumerate(raw.decode().splitlines(), 1):
+            if found := FOREIGN.search(line):
+                wrong.append(f"{path}:{number}: {found.group()}")
+    assert wrong == []
+
+
+def test_no_file_is_larger_than_a_source_file_should_be() -> None:
+    limit = 1_000_000  # bytes: data sets and checkpoints do not belong in the tree
+    assert [str(path) for path in tracked() if (ROOT / path).stat().st_size > limit] == []
