@@ -39,6 +39,7 @@ class Receipt(Wire):
     message: str = ""
     applied: int = 0  # token rows that an intervention changed, over all layers
     files: list[CapturedFile] = []
+    kind: str = ""  # with `error`: capture_failed | intervention_failed; empty: what the job asked for decides
 
 
 class LostRange(Wire):
