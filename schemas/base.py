@@ -1,17 +1,20 @@
 """What do all of our records have in common?"""
 
 import time
-from typing import Any, TypeVar
+from typing import Any, TypeVar, dataclass_transform
 
 import msgspec
 
 T = TypeVar("T")
 
 
+# Type checkers do not inherit `frozen` and `kw_only` from a base class; this tells them.
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(msgspec.field,))
 class Record(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     """A JSON object of the public vocabulary: immutable, keyword-only, unknown fields refused."""
 
 
+@dataclass_transform(frozen_default=True, field_specifiers=(msgspec.field,))
 class Wire(msgspec.Struct, array_like=True, frozen=True):
     """A message between our own processes: a MessagePack array, fields in declared order.
 

@@ -74,4 +74,4 @@ def select(selector: PositionSelector, start: int, stop: int, prompt_tokens: int
         return range(max(start, prompt_tokens), stop)
     if selector == "last_prompt":
         return range(prompt_tokens - 1, prompt_tokens) if start < prompt_tokens <= stop else range(0)
-    return [position for position in selector if start <= position < stop]  # type: ignore[misc,operator]
+    return [position for position in selector if start <= position < stop]
