@@ -44,6 +44,9 @@ LAZY_ONLY = {"client/models.py"}
 #: Formats that run code when they are read. Torch's own reader is among them.
 CODE_CARRIERS = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 
+#: Calls that import what their first argument names.
+DYNAMIC = {"importlib.import_module", "import_module", "__import__"}
+
 TOP_LEVEL = {
     *PACKAGES,
     "tests", "benchmarks", "docs", "requirements", ".ci",
@@ -83,9 +86,8 @@ def imports_of(path: Path) -> Iterator[Import]:
             stem = ".".join([*base, *([node.module] if node.module else [])])
             for alias in node.names:
                 yield Import(where, f"{stem}.{alias.name}", lazy, typing)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("importlib.import_module", "import_module", "__import__"):
-            if node.args and isinstance(node.args[0], ast.Constant):
-                yield Import(where, str(node.args[0].value), lazy, typing)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in DYNAMIC and node.args and isinstance(node.args[0], ast.Constant):
+            yield Import(where, str(node.args[0].value), lazy, typing)
         inside = lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         hidden = typing or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
         for child in ast.iter_child_nodes(node):
