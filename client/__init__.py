@@ -1,0 +1,23 @@
+"""How do people and programs use Midstream? The Python client, the CLI, and what starts the stack on one machine.
+
+Importing this is light: no torch, no vLLM, no Celery.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .http import AsyncClient as AsyncClient
+    from .http import Client as Client
+    from .reader import CaptureReader as CaptureReader
+    from .wire import Answer as Answer
+    from .wire import VersionMismatch as VersionMismatch
+
+_HOMES = {"AsyncClient": "http", "Client": "http", "CaptureReader": "reader", "Answer": "wire", "VersionMismatch": "wire"}
+__all__ = ["Answer", "AsyncClient", "CaptureReader", "Client", "VersionMismatch"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_HOMES[name]}", __name__), name)

@@ -18,6 +18,7 @@ STATUS_OF_KIND: dict[str, int] = {
     "ranks_disagree": 500,  # ranks of one pipeline stage applied different actions
     "engine_failed": 500,
     "worker_lost": 500,  # every attempt ended with the worker's death
+    "version_mismatch": 500,  # two parts of Midstream run different versions; the detail names both
     "unavailable": 503,
     "receipts_timed_out": 504,  # not every rank reported in time
 }

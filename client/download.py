@@ -1,0 +1,70 @@
+"""Where do a job's capture files lie for this client: on this machine already, or to be fetched over HTTP?"""
+
+import atexit
+import json
+import shutil
+import tempfile
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from urllib.parse import quote
+
+from ..schemas.errors import MidstreamError
+from .reader import FILE_NAME
+from .wire import Manifest, ManifestFile
+
+
+def in_place(manifest: Manifest, job_id: str) -> list[Path]:
+    """The files under the server's capture root if they are on this machine, whole; else nothing.
+
+    Raises MidstreamError when the job has no files, saying why.
+    """
+    if not manifest.files:
+        raise MidstreamError("not_found", f"job {job_id} has no capture files: status {manifest.status}{_because(manifest.detail)}")
+    if manifest.root is None:
+        return []
+    paths = [Path(manifest.root) / file.path for file in manifest.files]
+    here = all(path.is_file() and path.stat().st_size == file.bytes for path, file in zip(paths, manifest.files, strict=True))
+    return paths if here else []
+
+
+def target_folder(folder: Path | str | None) -> Path:
+    """`folder`, made if it is not there; or a temporary one, removed when the program ends."""
+    if folder is None:
+        target = Path(tempfile.mkdtemp(prefix="midstream-capture-"))
+        atexit.register(shutil.rmtree, target, ignore_errors=True)
+        return target
+    target = Path(folder).expanduser()
+    target.mkdir(parents=True, exist_ok=True)
+    return target
+
+
+def file_url(job_id: str, file: ManifestFile) -> str:
+    return f"/v1/captures/{quote(job_id)}/files/{quote(file.name)}"
+
+
+def save(folder: Path, job_id: str, file: ManifestFile, chunks: Iterable[bytes]) -> Path:
+    """Write a downloaded file and a manifest for `verify`; raises MidstreamError when size or CRC32 are not as promised.
+
+    Only names of capture files are accepted, so a server cannot write outside `folder`.
+    """
+    if not FILE_NAME.match(file.name):
+        raise MidstreamError("capture_failed", f"the server names a file {file.name!r}, which is not a capture file's name")
+    path = folder / file.name
+    partial = path.with_name(f".{file.name}.part")
+    size = crc = 0
+    with partial.open("wb") as handle:
+        for chunk in chunks:
+            handle.write(chunk)
+            size, crc = size + len(chunk), zlib.crc32(chunk, crc)
+    if (size, crc) != (file.bytes, file.crc32):
+        partial.unlink()
+        wanted = f"{file.bytes} bytes with CRC32 {file.crc32:08x}"
+        raise MidstreamError("capture_failed", f"{file.name} of job {job_id} arrived as {size} bytes with CRC32 {crc:08x}, not {wanted}")
+    path.with_suffix(".json").write_text(json.dumps({"job": job_id, "file": file.name, "bytes": size, "crc32": crc}))
+    partial.rename(path)
+    return path
+
+
+def _because(detail: str) -> str:
+    return f" ({detail})" if detail else ""

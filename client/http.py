@@ -1,0 +1,389 @@
+"""How does a Python program talk to Midstream? `Client` blocks, `AsyncClient` awaits; both offer the same calls."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from .. import __version__
+from ..schemas.errors import MidstreamError
+from ..schemas.jobs import Event, JobPage, JobRequest, JobResult, JobView
+from . import download, wire
+from .reader import CaptureReader
+from .wire import Answer, Call, Capture, Steering
+
+_AGENT = f"midstream/{__version__}"
+
+
+def _submission(request: JobRequest | None, idempotency_key: str | None, fields: dict[str, Any]) -> Call:
+    headers = {"idempotency-key": idempotency_key or wire.idempotency_key(), "prefer": "respond-async"}
+    return Call("POST", "/v1/jobs", body=wire.job_request(request, fields), headers=headers)
+
+
+def _page(state: str | None, model: str | None, limit: int | None, cursor: str | None) -> Call:
+    given = {"state": state, "model": model, "limit": limit, "cursor": cursor}
+    return Call("GET", "/v1/jobs", params={name: value for name, value in given.items() if value is not None})
+
+
+def _poll(job_id: str, version: str, seconds: float) -> Call:
+    headers = {"if-none-match": version} if version else {}
+    return Call("GET", f"/v1/jobs/{job_id}", params={"wait": round(seconds, 3)}, headers=headers, timeout=seconds + 30)
+
+
+def _events(job_id: str, after: str) -> dict[str, Any]:
+    headers = {"accept": "text/event-stream", **({"last-event-id": after} if after else {})}
+    # The server sends a comment every 15 s: silence for longer means that the connection is dead.
+    return {"method": "GET", "url": f"/v1/jobs/{job_id}/events", "headers": headers, "timeout": httpx.Timeout(10.0, read=45.0)}
+
+
+class _Patience:
+    """Decides, after a failed poll, whether to try again; an API that restarts is waited for, one that is gone is not."""
+
+    def __init__(self, seconds: float = wire.PATIENCE_S):
+        self._seconds = seconds
+        self._since: float | None = None
+
+    def ok(self) -> None:
+        self._since = None
+
+    def check(self, error: MidstreamError) -> None:
+        """Raises `error` when it is not of the passing kind, or has lasted too long."""
+        if error.kind != "unavailable":
+            raise error
+        self._since = self._since or time.monotonic()
+        if time.monotonic() - self._since > self._seconds:
+            raise error
+
+
+class Client:
+    """The blocking client. `url`: where the API is, such as `http://127.0.0.1:8321`.
+
+    Every call raises MidstreamError for what the server refuses or cannot do (with its `kind` and `field`), VersionMismatch
+    when the two versions do not understand each other, and MidstreamError("unavailable") when nobody answers.
+    """
+
+    def __init__(self, url: str = "http://127.0.0.1:8321"):
+        self.url = url.rstrip("/")
+        self._http = httpx.Client(base_url=self.url, headers={"user-agent": _AGENT}, limits=httpx.Limits(max_connections=256))
+
+    def __enter__(self) -> "Client":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._http.close()
+
+    def submit(self, request: JobRequest | None = None, *, idempotency_key: str | None = None, **fields: Any) -> JobView:
+        """Submit a job, by struct or by its fields (`model=…, prompts=[…], capture={…}, steering=[…]`); returns at once.
+
+        Safe to repeat: a key of its own makes a retried submission the same job.
+        """
+        return wire.decode(self._send_patiently(_submission(request, idempotency_key, fields)), JobView)
+
+    def job(self, job_id: str) -> JobView:
+        return wire.decode(self._send(Call("GET", f"/v1/jobs/{job_id}")), JobView)
+
+    def jobs(self, *, state: str | None = None, model: str | None = None, limit: int | None = None, cursor: str | None = None) -> JobPage:
+        """One page of jobs, newest first; `next` of the page is the next `cursor`."""
+        return wire.decode(self._send(_page(state, model, limit, cursor)), JobPage)
+
+    def wait(self, job_id: str, timeout: float | None = None) -> JobView:
+        """The job once it is over, however it ended. Raises TimeoutError after `timeout` seconds; survives an API restart."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        etag, state, patience = "", "queued", _Patience()
+        while True:
+            left = wire.POLL_S if deadline is None else min(wire.POLL_S, deadline - time.monotonic())
+            if left <= 0:
+                raise TimeoutError(f"job {job_id} is still {state} after {timeout} s")
+            try:
+                response = self._send(_poll(job_id, etag, left))
+                if response.status_code != 304:
+                    view = wire.decode(response, JobView)
+                    if wire.is_over(view):
+                        return view
+                    etag, state = response.headers.get("etag", ""), view.state
+                patience.ok()
+            except MidstreamError as error:
+                patience.check(error)
+                time.sleep(wire.PAUSE_S)
+
+    def result(self, job_id: str) -> JobResult:
+        """The result of a job that succeeded; raises what went wrong of one that failed, `conflict` of one not over yet."""
+        return wire.decode(self._send(Call("GET", f"/v1/jobs/{job_id}/result")), JobResult)
+
+    def run(self, request: JobRequest | None = None, *, timeout: float | None = None, **fields: Any) -> JobResult:
+        """Submit, wait, and return the result: every requested capture is durable then."""
+        view = self.submit(request, **fields)
+        self.wait(view.id, timeout)
+        return self.result(view.id)
+
+    def events(self, job_id: str, after: str = "") -> Iterator[Event]:
+        """The job's events until it is over; after a lost connection it resumes behind the last one seen."""
+        parser, patience = wire.EventParser(after), _Patience()
+        while True:
+            try:
+                with self._http.stream(**_events(job_id, parser.last_id)) as response:
+                    if response.status_code >= 400:
+                        response.read()
+                        wire.raise_problem(response)
+                    for line in response.iter_lines():
+                        patience.ok()
+                        event = parser.feed(line)
+                        if event is not None:
+                            yield event
+                            if event.event == "done":
+                                return
+            except httpx.TransportError as error:
+                patience.check(wire.unreachable(self.url, error))
+            except MidstreamError as error:
+                patience.check(error)
+            time.sleep(wire.PAUSE_S)
+
+    def cancel(self, job_id: str) -> JobView:
+        """Ask for cancellation; raises `conflict` when the job is over."""
+        return wire.decode(self._send(Call("POST", f"/v1/jobs/{job_id}/cancel")), JobView)
+
+    def models(self) -> list[str]:
+        """Names of the models that are served."""
+        return [entry["id"] for entry in wire.decode(self._send(Call("GET", "/v1/models")), dict[str, Any])["data"]]
+
+    def ready(self) -> bool:
+        """Whether a live worker serves a model. Raises nothing when nobody answers: that is not ready either."""
+        try:
+            return self._send(Call("GET", "/readyz", timeout=5.0)).status_code == 200
+        except MidstreamError:
+            return False
+
+    def completion(
+        self,
+        model: str,
+        prompt: str | list[str] | list[int] | list[list[int]],
+        *,
+        steering: Sequence[Steering] = (),
+        capture: Capture | None = None,
+        capture_wait: bool = False,
+        **openai: Any,
+    ) -> Answer:
+        """`POST /v1/completions` with OpenAI's fields (`max_tokens`, `temperature`, …) and ours."""
+        return self._held(
+            "/v1/completions", wire.openai_body({"model": model, "prompt": prompt, **openai}, steering, capture, capture_wait)
+        )
+
+    def chat(
+        self,
+        model: str,
+        messages: Sequence[dict[str, Any]],
+        *,
+        steering: Sequence[Steering] = (),
+        capture: Capture | None = None,
+        capture_wait: bool = False,
+        **openai: Any,
+    ) -> Answer:
+        """`POST /v1/chat/completions` with OpenAI's fields and ours."""
+        body = wire.openai_body({"model": model, "messages": list(messages), **openai}, steering, capture, capture_wait)
+        return self._held("/v1/chat/completions", body)
+
+    def capture(self, job_id: str, folder: Path | str | None = None) -> CaptureReader:
+        """The captured rows of a job: read in place on the server's machine, else downloaded and checked.
+
+        `folder`: where to keep a download; by default a folder that is gone when the program ends.
+        """
+        manifest = wire.decode(self._send(Call("GET", f"/v1/captures/{job_id}")), wire.Manifest)
+        found = download.in_place(manifest, job_id) if folder is None else None
+        if found:
+            return CaptureReader(found)
+        target = download.target_folder(folder)
+        paths = []
+        for file in manifest.files:
+            with self._http.stream("GET", download.file_url(job_id, file)) as response:
+                if response.status_code >= 400:
+                    response.read()
+                    wire.raise_problem(response)
+                paths.append(download.save(target, job_id, file, response.iter_bytes()))
+        return CaptureReader(paths)
+
+    def _held(self, path: str, body: dict[str, Any]) -> Answer:
+        response = self._send(Call("POST", path, body=body, timeout=wire.HELD_S))
+        if response.status_code != 202:
+            return wire.answer(response)
+        view = wire.decode(response, JobView)
+        self.wait(view.id)
+        return wire.answer_from_result(self.result(view.id))
+
+    def _send(self, call: Call) -> httpx.Response:
+        try:
+            return self._http.request(**call.arguments())
+        except httpx.TransportError as error:
+            raise wire.unreachable(self.url, error) from error
+
+    def _send_patiently(self, call: Call) -> httpx.Response:
+        """For calls that are safe to repeat: tried again for a few seconds while nobody answers."""
+        patience = _Patience(seconds=5.0)
+        while True:
+            try:
+                response = self._send(call)
+                if response.status_code not in wire.RETRYABLE:
+                    return response
+                wire.raise_problem(response)
+            except MidstreamError as error:
+                patience.check(error)
+                time.sleep(wire.PAUSE_S)
+
+
+class AsyncClient:
+    """The awaiting client: the calls of `Client`, as coroutines. Raises the same."""
+
+    def __init__(self, url: str = "http://127.0.0.1:8321"):
+        self.url = url.rstrip("/")
+        limits = httpx.Limits(max_connections=4096, max_keepalive_connections=256)
+        self._http = httpx.AsyncClient(base_url=self.url, headers={"user-agent": _AGENT}, limits=limits)
+
+    async def __aenter__(self) -> "AsyncClient":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def submit(self, request: JobRequest | None = None, *, idempotency_key: str | None = None, **fields: Any) -> JobView:
+        return wire.decode(await self._send_patiently(_submission(request, idempotency_key, fields)), JobView)
+
+    async def job(self, job_id: str) -> JobView:
+        return wire.decode(await self._send(Call("GET", f"/v1/jobs/{job_id}")), JobView)
+
+    async def jobs(
+        self, *, state: str | None = None, model: str | None = None, limit: int | None = None, cursor: str | None = None
+    ) -> JobPage:
+        return wire.decode(await self._send(_page(state, model, limit, cursor)), JobPage)
+
+    async def wait(self, job_id: str, timeout: float | None = None) -> JobView:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        etag, state, patience = "", "queued", _Patience()
+        while True:
+            left = wire.POLL_S if deadline is None else min(wire.POLL_S, deadline - time.monotonic())
+            if left <= 0:
+                raise TimeoutError(f"job {job_id} is still {state} after {timeout} s")
+            try:
+                response = await self._send(_poll(job_id, etag, left))
+                if response.status_code != 304:
+                    view = wire.decode(response, JobView)
+                    if wire.is_over(view):
+                        return view
+                    etag, state = response.headers.get("etag", ""), view.state
+                patience.ok()
+            except MidstreamError as error:
+                patience.check(error)
+                await asyncio.sleep(wire.PAUSE_S)
+
+    async def result(self, job_id: str) -> JobResult:
+        return wire.decode(await self._send(Call("GET", f"/v1/jobs/{job_id}/result")), JobResult)
+
+    async def run(self, request: JobRequest | None = None, *, timeout: float | None = None, **fields: Any) -> JobResult:
+        view = await self.submit(request, **fields)
+        await self.wait(view.id, timeout)
+        return await self.result(view.id)
+
+    async def events(self, job_id: str, after: str = "") -> AsyncIterator[Event]:
+        parser, patience = wire.EventParser(after), _Patience()
+        while True:
+            try:
+                async with self._http.stream(**_events(job_id, parser.last_id)) as response:
+                    if response.status_code >= 400:
+                        await response.aread()
+                        wire.raise_problem(response)
+                    async for line in response.aiter_lines():
+                        patience.ok()
+                        event = parser.feed(line)
+                        if event is not None:
+                            yield event
+                            if event.event == "done":
+                                return
+            except httpx.TransportError as error:
+                patience.check(wire.unreachable(self.url, error))
+            except MidstreamError as error:
+                patience.check(error)
+            await asyncio.sleep(wire.PAUSE_S)
+
+    async def cancel(self, job_id: str) -> JobView:
+        return wire.decode(await self._send(Call("POST", f"/v1/jobs/{job_id}/cancel")), JobView)
+
+    async def models(self) -> list[str]:
+        return [entry["id"] for entry in wire.decode(await self._send(Call("GET", "/v1/models")), dict[str, Any])["data"]]
+
+    async def ready(self) -> bool:
+        try:
+            return (await self._send(Call("GET", "/readyz", timeout=5.0))).status_code == 200
+        except MidstreamError:
+            return False
+
+    async def completion(
+        self,
+        model: str,
+        prompt: str | list[str] | list[int] | list[list[int]],
+        *,
+        steering: Sequence[Steering] = (),
+        capture: Capture | None = None,
+        capture_wait: bool = False,
+        **openai: Any,
+    ) -> Answer:
+        body = wire.openai_body({"model": model, "prompt": prompt, **openai}, steering, capture, capture_wait)
+        return await self._held("/v1/completions", body)
+
+    async def chat(
+        self,
+        model: str,
+        messages: Sequence[dict[str, Any]],
+        *,
+        steering: Sequence[Steering] = (),
+        capture: Capture | None = None,
+        capture_wait: bool = False,
+        **openai: Any,
+    ) -> Answer:
+        body = wire.openai_body({"model": model, "messages": list(messages), **openai}, steering, capture, capture_wait)
+        return await self._held("/v1/chat/completions", body)
+
+    async def capture(self, job_id: str, folder: Path | str | None = None) -> CaptureReader:
+        manifest = wire.decode(await self._send(Call("GET", f"/v1/captures/{job_id}")), wire.Manifest)
+        found = download.in_place(manifest, job_id) if folder is None else None
+        if found:
+            return CaptureReader(found)
+        target = download.target_folder(folder)
+        paths = []
+        for file in manifest.files:
+            response = await self._send(Call("GET", download.file_url(job_id, file)))
+            wire.raise_problem(response)
+            paths.append(await asyncio.to_thread(download.save, target, job_id, file, [response.content]))
+        return CaptureReader(paths)
+
+    async def _held(self, path: str, body: dict[str, Any]) -> Answer:
+        response = await self._send(Call("POST", path, body=body, timeout=wire.HELD_S))
+        if response.status_code != 202:
+            return wire.answer(response)
+        view = wire.decode(response, JobView)
+        await self.wait(view.id)
+        return wire.answer_from_result(await self.result(view.id))
+
+    async def _send(self, call: Call) -> httpx.Response:
+        try:
+            return await self._http.request(**call.arguments())
+        except httpx.TransportError as error:
+            raise wire.unreachable(self.url, error) from error
+
+    async def _send_patiently(self, call: Call) -> httpx.Response:
+        patience = _Patience(seconds=5.0)
+        while True:
+            try:
+                response = await self._send(call)
+                if response.status_code not in wire.RETRYABLE:
+                    return response
+                wire.raise_problem(response)
+            except MidstreamError as error:
+                patience.check(error)
+                await asyncio.sleep(wire.PAUSE_S)

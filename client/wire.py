@@ -1,0 +1,268 @@
+"""What does a request to the API look like, and what does an answer mean? Shared by the blocking and the async client."""
+
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Any, TypeVar
+
+import httpx
+import msgspec
+import numpy as np
+
+from .. import __version__
+from ..schemas.base import to_json
+from ..schemas.errors import STATUS_OF_KIND, MidstreamError, Problem, invalid
+from ..schemas.jobs import TERMINAL, CaptureResults, Determinism, Event, JobRequest, JobResult, JobView
+from ..schemas.specs import CaptureSpec, SteeringSpec
+from ..schemas.tensors import from_numpy
+
+T = TypeVar("T")
+
+VERSION_HEADER = "x-midstream-version"
+JOB_HEADER = "x-midstream-job"
+#: One long poll; shorter than what proxies commonly allow.
+POLL_S = 25.0
+#: A held response may take this long before the client gives up on the connection (the server's `max_wait_s` and some).
+HELD_S = 660.0
+#: How long a waiting client puts up with an API that does not answer (it may be restarting).
+PATIENCE_S = 60.0
+PAUSE_S = 0.5
+#: Statuses after which the same call may simply be made again.
+RETRYABLE = frozenset({502, 503, 504})
+
+#: A steering entry as users write it: a struct, or its fields with the vector as a numpy array or list of numbers.
+Steering = SteeringSpec | Mapping[str, Any]
+Capture = CaptureSpec | Mapping[str, Any]
+
+
+class VersionMismatch(MidstreamError):
+    """Client and server cannot understand each other because their versions differ."""
+
+    def __init__(self, server: str, problem: str):
+        super().__init__("version_mismatch", f"client {__version__} and server {server} do not understand each other: {problem}")
+        self.server = server
+
+
+@dataclass(frozen=True)
+class Call:
+    """One HTTP request, not yet sent."""
+
+    method: str
+    path: str
+    body: Any = None
+    params: dict[str, str | int | float] = field(default_factory=dict)
+    headers: dict[str, str] = field(default_factory=dict)
+    timeout: float = 60.0  # seconds until the answer must have begun
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments for `httpx.Client.request`."""
+        headers = dict(self.headers)
+        content = None
+        if self.body is not None:
+            content, headers["content-type"] = to_json(self.body), "application/json"
+        timeout = httpx.Timeout(10.0, read=self.timeout)
+        return {"method": self.method, "url": self.path, "content": content, "params": self.params, "headers": headers, "timeout": timeout}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a completion or a chat gave back, as far as Midstream adds to OpenAI's shape."""
+
+    job: str
+    texts: list[str]  # one per prompt
+    finish_reasons: list[str]
+    capture_results: CaptureResults | None
+    determinism: Determinism | None
+    raw: dict[str, Any]  # the whole answer as it came
+
+    @property
+    def text(self) -> str:
+        """The first prompt's text."""
+        return self.texts[0]
+
+
+class ManifestFile(msgspec.Struct):
+    """A file in the answer of `GET /v1/captures/{id}`, as far as a reader needs it."""
+
+    path: str
+    bytes: int
+    crc32: int
+
+    @property
+    def name(self) -> str:
+        return PurePosixPath(self.path).name
+
+
+class Manifest(msgspec.Struct):
+    """The answer of `GET /v1/captures/{id}`, as far as a reader needs it."""
+
+    status: str
+    files: list[ManifestFile] = []
+    root: str | None = None
+    detail: str = ""
+
+
+def job_request(request: JobRequest | None, fields: dict[str, Any]) -> JobRequest:
+    """The body of a submission from a struct or from keyword arguments; raises MidstreamError naming the field."""
+    if request is not None:
+        if fields:
+            raise invalid(next(iter(fields)), "give either a JobRequest or keyword arguments, not both")
+        return request
+    if "steering" in fields:
+        fields = {**fields, "steering": pack_steering(fields["steering"])}
+    if isinstance(fields.get("prompts"), str):
+        fields = {**fields, "prompts": [fields["prompts"]]}
+    return checked(fields, JobRequest)
+
+
+def pack_steering(entries: Sequence[Steering]) -> list[SteeringSpec]:
+    """Steering entries with their vectors packed; numpy arrays and lists of numbers become tensors."""
+    packed = []
+    for index, entry in enumerate(entries):
+        if isinstance(entry, SteeringSpec):
+            packed.append(entry)
+            continue
+        fields = dict(entry)
+        vector = fields.get("vector")
+        if isinstance(vector, list | np.ndarray):
+            array = np.asarray(vector)
+            if array.dtype.kind not in "fiu":
+                raise invalid(f"steering[{index}].vector", f"an array of {array.dtype} is not a vector of numbers")
+            fields["vector"] = from_numpy(array)
+        packed.append(checked(fields, SteeringSpec, f"steering[{index}]"))
+    return packed
+
+
+def openai_body(fields: dict[str, Any], steering: Sequence[Steering], capture: Capture | None, capture_wait: bool) -> dict[str, Any]:
+    """The body of an OpenAI-style call with Midstream's fields, which are left out when not used."""
+    body = {name: value for name, value in fields.items() if value is not None}
+    if steering:
+        body["steering"] = pack_steering(steering)
+    if capture is not None:
+        body["capture"] = capture if isinstance(capture, CaptureSpec) else checked(dict(capture), CaptureSpec, "capture")
+        body["capture_wait"] = capture_wait
+    elif capture_wait:
+        body["capture_wait"] = True
+    return body
+
+
+def checked(fields: dict[str, Any], kind: type[T], prefix: str = "") -> T:
+    """`fields` as `kind`; raises MidstreamError with the field's path before anything is sent."""
+    try:
+        return msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        detail, _, path = str(error).partition(" - at ")
+        inner = path.strip("`").removeprefix("$").removeprefix(".")
+        raise invalid(".".join(part for part in (prefix, inner) if part) or kind.__name__, detail) from error
+
+
+def idempotency_key() -> str:
+    return uuid.uuid4().hex
+
+
+def unreachable(url: str, error: Exception) -> MidstreamError:
+    return MidstreamError("unavailable", f"no Midstream answers at {url} ({error or type(error).__name__}); `midstream up` starts one")
+
+
+def decode(response: httpx.Response, kind: type[T]) -> T:
+    """The body of a good answer as `kind`; raises what `raise_problem` does, or VersionMismatch when it cannot be read."""
+    raise_problem(response)
+    try:
+        return msgspec.json.decode(response.content, type=kind)
+    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        raise not_understood(response, f"the answer of {response.request.url.path} is not a {kind.__name__}: {error}") from error
+
+
+def raise_problem(response: httpx.Response) -> None:
+    """Raises MidstreamError when the answer is an error; a problem document keeps its kind, field and advice."""
+    if response.status_code < 400:
+        return
+    try:
+        problem = msgspec.convert(_lenient(response.content), Problem)
+    except (msgspec.ValidationError, msgspec.DecodeError, ValueError) as error:
+        text = response.text.strip().partition("\n")[0][:200]
+        raise not_understood(response, f"status {response.status_code} with {text!r}") from error
+    kind = problem.type.rpartition(":")[2]
+    server = response.headers.get(VERSION_HEADER)
+    if server != __version__ and (kind not in STATUS_OF_KIND or kind == "invalid_request"):
+        # The other version may have other fields: say so, or the message sends the user looking for a mistake of their own.
+        raise VersionMismatch(server or "of unknown version", f"{problem.field + ': ' if problem.field else ''}{problem.detail}")
+    raise MidstreamError(kind if kind in STATUS_OF_KIND else "internal", problem.detail, field=problem.field, allowed=problem.allowed)
+
+
+def _lenient(content: bytes) -> dict[str, Any]:
+    """A problem document without the extension members that we do not know (RFC 9457 tells clients to ignore them)."""
+    document = json.loads(content)
+    if not isinstance(document, dict):
+        raise ValueError("not a problem document")
+    return {name: value for name, value in document.items() if name in Problem.__struct_fields__}
+
+
+def not_understood(response: httpx.Response, problem: str) -> MidstreamError:
+    """The error for an answer that cannot be read: it names both versions when they differ."""
+    server = response.headers.get(VERSION_HEADER)
+    if server is None:
+        return MidstreamError("unavailable", f"what answers at {response.request.url} is not Midstream: {problem}")
+    if server != __version__:
+        return VersionMismatch(server, problem)
+    return MidstreamError("internal", problem)
+
+
+def answer(response: httpx.Response) -> Answer:
+    """An OpenAI-style answer with status 200."""
+    raw = decode(response, dict[str, Any])
+    try:
+        choices = sorted(raw["choices"], key=lambda choice: choice["index"])
+        return Answer(
+            job=response.headers.get(JOB_HEADER, ""),
+            texts=[choice["message"]["content"] if "message" in choice else choice["text"] for choice in choices],
+            finish_reasons=[choice["finish_reason"] for choice in choices],
+            capture_results=msgspec.convert(raw["capture_results"], CaptureResults) if raw.get("capture_results") else None,
+            determinism=msgspec.convert(raw["determinism"], Determinism) if raw.get("determinism") else None,
+            raw=raw,
+        )
+    except (KeyError, TypeError, msgspec.ValidationError) as error:
+        raise not_understood(response, f"the answer of {response.request.url.path} has another shape: {error!r}") from error
+
+
+def answer_from_result(result: JobResult) -> Answer:
+    """The same from a job's result: for a response that was held until the server's limit and then became a job."""
+    captures = result.capture_results if result.capture_results.status != "not_requested" else None
+    return Answer(
+        job=result.id,
+        texts=[output.text for output in result.outputs],
+        finish_reasons=[output.finish_reason for output in result.outputs],
+        capture_results=captures,
+        determinism=result.determinism,
+        raw=msgspec.to_builtins(result),
+    )
+
+
+def is_over(view: JobView) -> bool:
+    return view.state in TERMINAL
+
+
+class EventParser:
+    """Server-sent events, line by line, into `Event`s; remembers the last id for resuming."""
+
+    def __init__(self, after: str = ""):
+        self.last_id = after
+        self._fields: dict[str, list[str]] = {}
+
+    def feed(self, line: str) -> Event | None:
+        """The event that `line` (without its newline) completes, if it does. Comments are ignored."""
+        if line:
+            name, _, value = line.partition(":")
+            if name:
+                self._fields.setdefault(name, []).append(value.removeprefix(" "))
+            return None
+        fields, self._fields = self._fields, {}
+        if "data" not in fields:
+            return None
+        self.last_id = fields.get("id", [self.last_id])[-1]
+        body = json.loads("\n".join(fields["data"]))
+        attempt = body.pop("attempt", 0) if set(body) >= {"event", "data"} else 0
+        data = body["data"] if set(body) >= {"event", "data"} else body
+        return msgspec.convert({"event": fields["event"][-1], "data": data, "attempt": attempt, "id": self.last_id}, Event)
