@@ -1,0 +1,179 @@
+"""What does the control plane do when no model is in the way?
+
+`FakeEngine` generates without a model: deterministic text, a settable time per token, and real receipts and real capture
+files for every rank it claims to have. For control-plane tests and benchmarks only; nothing it says is about a language
+model. Faults that `settings.fault` may name, as `name:key=value`: `engine_dies:tokens=N` (after N tokens in all),
+`hold:rank=R` (rank R refuses vectors), `generate:request=I` (that prompt of each job fails), `disagree:rank=R` (rank R
+folds another action), `start:reason=TEXT`, `silent:rank=R` (rank R never reports).
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable
+
+from tokenizers import Tokenizer
+
+from ..schemas.errors import MidstreamError
+from ..schemas.jobs import Job, Output, Sampling, TokenLogprob
+from ..schemas.settings import Settings
+from ..schemas.tensors import Tensor
+from .engine import Fetch, Progress
+from .fake_model import HIDDEN_SIZE, Dice, make_bundle, make_info, make_tokenizer
+from .fake_ranks import FakeRanks
+
+
+class FakeEngine:
+    """An `Engine` without a model. `settings.fake_token_s`: seconds per token; 0 gives a whole output at once."""
+
+    def __init__(self, settings: Settings):
+        self._settings = settings
+        self._fault, self._fault_arguments = parse_fault(settings.fault)
+        self._tokenizer = make_tokenizer()
+        self.tokenizer = make_bundle(self._tokenizer)
+        self.info = make_info(settings, self._tokenizer, self.tokenizer)
+        self.world = settings.tensor_parallel_size * settings.pipeline_parallel_size
+        self._vectors: dict[str, Tensor] = {}
+        self._slots = asyncio.Semaphore(settings.max_num_seqs)
+        self._tokens = 0  # generated so far, over all requests
+        self._death: asyncio.Event = asyncio.Event()
+        self._reason = ""
+        self._active: Counter[tuple[str, int]] = Counter()  # requests of an attempt that are being generated
+        self._aborted: set[tuple[str, int]] = set()
+        self._ranks: FakeRanks | None = None
+
+    async def start(self) -> None:
+        if self._fault == "start":
+            raise MidstreamError("engine_failed", self._fault_arguments["reason"])
+        self._ranks = FakeRanks(self._settings, disagree=self._fault_rank("disagree"), silent=self._fault_rank("silent"))
+        await self._ranks.start()
+
+    async def hold_vectors(self, job: Job, fetch: Fetch) -> None:
+        refusing = self._fault_rank("hold")
+        for name in {entry.vector for steering in job.steering for entry in steering}:
+            if refusing is not None:
+                raise MidstreamError("intervention_failed", f"rank {refusing} did not take vector {name[:12]}: refused by an injected fault")
+            if name not in self._vectors:
+                tensor = await fetch(name)
+                if tensor.shape != [HIDDEN_SIZE]:
+                    raise MidstreamError("intervention_failed", f"rank 0: vector {name[:12]} has shape {tensor.shape}, not [{HIDDEN_SIZE}]")
+                self._vectors[name] = tensor
+
+    async def release_vectors(self, job: Job) -> None:
+        """Nothing to do: the vectors stay as a cache."""
+
+    async def generate(self, job: Job, request: int, attempt: int) -> AsyncGenerator[Progress, None]:
+        self._active[job.id, attempt] += 1
+        try:
+            async for progress in self._generate(job, request, attempt):
+                yield progress
+        finally:
+            self._active[job.id, attempt] -= 1
+            if not self._active[job.id, attempt]:
+                del self._active[job.id, attempt]
+                self._aborted.discard((job.id, attempt))
+
+    async def _generate(self, job: Job, request: int, attempt: int) -> AsyncGenerator[Progress, None]:
+        assert self._ranks is not None, "start() first"
+        async with self._slots:
+            if self._fault == "generate" and int(self._fault_arguments["request"]) == request:
+                raise MidstreamError("intervention_failed", f"rank 0: prompt {request} was refused by an injected fault")
+            writing = _Writing(self._tokenizer, job, request)
+            while writing.finish_reason is None:
+                await self._take_time(job)
+                if (job.id, attempt) in self._aborted:
+                    return
+                writing.add_token()
+                if writing.finish_reason is None and (job.stream or self._settings.fake_token_s):
+                    yield writing.progress()
+            self._ranks.report(job, request, attempt, writing.token_ids)
+        yield writing.progress()
+
+    async def _take_time(self, job: Job) -> None:
+        if self._settings.fake_token_s:
+            await asyncio.sleep(self._settings.fake_token_s)
+        elif job.stream:
+            await asyncio.sleep(0)
+        if self._reason:
+            raise MidstreamError("engine_failed", self._reason)
+        self._tokens += 1
+        if self._fault == "engine_dies" and self._tokens >= int(self._fault_arguments["tokens"]):
+            self._reason = f"the fake engine died after {self._tokens} tokens"
+            self._death.set()
+            raise MidstreamError("engine_failed", self._reason)
+
+    async def abort(self, job_id: str, attempt: int) -> None:
+        if (job_id, attempt) in self._active:
+            self._aborted.add((job_id, attempt))
+
+    async def shutdown(self) -> None:
+        if self._ranks is not None:
+            await self._ranks.close()
+
+    async def failed(self) -> str:
+        await self._death.wait()
+        return self._reason
+
+    def _fault_rank(self, name: str) -> int | None:
+        return int(self._fault_arguments["rank"]) if self._fault == name else None
+
+
+def parse_fault(text: str) -> tuple[str, dict[str, str]]:
+    """`name:key=value,key=value` as (name, {key: value}); an empty text names no fault."""
+    name, _, rest = text.partition(":")
+    return name, dict(pair.split("=", 1) for pair in rest.split(",") if pair)
+
+
+class _Writing:
+    """One output on its way."""
+
+    def __init__(self, tokenizer: Tokenizer, job: Job, request: int):
+        self.token_ids: list[int] = []
+        self.finish_reason: str | None = None
+        self._text = ""
+        self._sent_tokens = 0
+        self._sent_text = 0
+        self._job, self._request, self._dice = job, request, Dice(tokenizer, job, request)
+        self._decode: Callable[[list[int]], str] = tokenizer.decode
+        #: Characters held back while they may turn out to begin a stop string.
+        self._held_back = max((len(stop) for stop in job.sampling.stop), default=1) - 1
+
+    def add_token(self) -> None:
+        sampling = self._job.sampling
+        self.token_ids.append(self._dice.roll())
+        self._text += self._decode(self.token_ids[-1:])
+        ends = [found for stop in sampling.stop if (found := self._text.find(stop)) >= 0]
+        if ends:
+            self._text, self.finish_reason = self._text[: min(ends)], "stop"
+        elif self.token_ids[-1] in sampling.stop_token_ids:
+            self.finish_reason = "stop"
+        elif len(self.token_ids) >= sampling.max_tokens:
+            self.finish_reason = "length"
+
+    def progress(self) -> Progress:
+        until = len(self._text) if self.finish_reason else max(len(self._text) - self._held_back, self._sent_text)
+        text, tokens = self._text[self._sent_text : until], self.token_ids[self._sent_tokens :]
+        self._sent_text, self._sent_tokens = until, len(self.token_ids)
+        return Progress(self._request, text, tokens, self._output() if self.finish_reason else None)
+
+    def _output(self) -> Output:
+        assert self.finish_reason is not None
+        prompt = self._job.prompts[self._request]
+        return Output(
+            index=self._request, text=self._text, token_ids=self.token_ids, finish_reason=self.finish_reason,
+            prompt_tokens=len(prompt.token_ids), logprobs=self._logprobs(self._job.sampling),
+        )  # fmt: skip
+
+    def _logprobs(self, sampling: Sampling) -> list[TokenLogprob] | None:
+        """Each token as if all letters had the same chance."""
+        if sampling.logprobs is None:
+            return None
+        chance = -3.2958  # ln(1/27)
+        return [
+            TokenLogprob(
+                token_id=token, token=self._decode([token]), logprob=chance,
+                top=[TokenLogprob(token_id=token, token=self._decode([token]), logprob=chance)] * min(sampling.logprobs, 1),
+            )
+            for token in self.token_ids
+        ]  # fmt: skip
+
+
