@@ -1,0 +1,158 @@
+"""How is one child process started, watched, understood from its log, and stopped without a trace?"""
+
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+#: A log file above this size is set aside as `<name>.log.1` when its process is started anew.
+LOG_LIMIT_BYTES = 32 << 20
+#: First and longest pause before a dead child is started again; a child that ran this long starts over at the first.
+BACKOFF_S = (1.0, 30.0)
+HEALTHY_AFTER_S = 60.0
+
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+#: What a line of a dying process looks like that says why: `ValueError: …`, `error: …`, `… ERROR …`.
+_COMPLAINT = re.compile(r"\b\w*(error|exception|refused|fatal)\b", re.IGNORECASE)
+#: Noise that may follow the reason.
+_NOISE = re.compile(r"^(During handling|The above exception|Traceback|\s*File |\s*\^|sys:1|.*ResourceWarning|.*leaked )", re.IGNORECASE)
+
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Child:
+    """A process of ours: its command, its log file, and how often it has died.
+
+    It runs in a session of its own, so that a Ctrl-C at the terminal reaches only the supervisor, which then stops
+    everything in order; and it is told by the kernel when the supervisor is killed.
+    """
+
+    def __init__(self, name: str, command: Sequence[str], environment: dict[str, str], log: Path, stop_timeout_s: float):
+        self.name = name
+        self.command = list(command)
+        self.environment = environment
+        self.log = log
+        self.stop_timeout_s = stop_timeout_s
+        self.process: subprocess.Popen[bytes] | None = None
+        self._log_start = 0  # where this start's output begins
+        self._started = 0.0
+        self._deaths = 0
+        self._not_before = 0.0  # monotonic time of the next start
+
+    def start(self) -> None:
+        """Start it; its output goes to the end of its log."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        if self.log.exists() and self.log.stat().st_size > LOG_LIMIT_BYTES:
+            self.log.rename(self.log.with_name(self.log.name + ".1"))
+        with self.log.open("ab") as handle:
+            self._log_start = handle.tell()
+            self.process = subprocess.Popen(
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=handle,
+                stderr=subprocess.STDOUT,
+                env=self.environment,
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )
+        self._started = time.monotonic()
+
+    @property
+    def pid(self) -> int | None:
+        return self.process.pid if self.process else None
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs or was never started."""
+        return self.process.poll() if self.process else None
+
+    def output(self) -> str:
+        """What it has written since its last start."""
+        with self.log.open("rb") as handle:
+            handle.seek(self._log_start)
+            return _ANSI.sub("", handle.read().decode(errors="replace"))
+
+    def last_words(self) -> str:
+        """The line that best says why it ended: the last complaint, else the last line."""
+        lines = [line.strip() for line in self.output().splitlines() if line.strip() and not _NOISE.match(line)]
+        complaints = [line for line in lines if _COMPLAINT.search(line)]
+        return (complaints or lines or ["it wrote nothing"])[-1][:500]
+
+    def died(self) -> float:
+        """Note a death; returns the pause in seconds before it should be started again."""
+        first, longest = BACKOFF_S
+        if time.monotonic() - self._started > HEALTHY_AFTER_S:
+            self._deaths = 0
+        pause: float = min(longest, first * 2.0**self._deaths)
+        self._deaths += 1
+        self._not_before = time.monotonic() + pause
+        self.sweep_group()
+        self.process = None
+        return pause
+
+    @property
+    def due(self) -> bool:
+        """Whether it is dead and its pause is over."""
+        return self.process is None and time.monotonic() >= self._not_before
+
+    def stop(self, hurry: Callable[[], bool] = lambda: False) -> bool:
+        """SIGTERM, wait, and after `stop_timeout_s` (or when `hurry()`) SIGKILL. Whether it went of its own accord."""
+        if self.process is None:
+            return True
+        if self.process.poll() is None:
+            self.process.terminate()
+        willing = wait_for(lambda: self.process is None or self.process.poll() is not None, self.stop_timeout_s, hurry)
+        if not willing:
+            self.process.kill()
+        self.process.wait()
+        self.sweep_group()
+        self.process = None
+        return willing
+
+    def sweep_group(self) -> None:
+        """Kill what the dead process left behind in its process group (engine ranks, pool children)."""
+        assert self.process is not None
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)  # its pid is its group's id: it leads its session
+        except ProcessLookupError:
+            return
+
+
+def _die_with_parent() -> None:
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def wait_for(condition: Callable[[], bool], timeout: float, hurry: Callable[[], bool] = lambda: False, step: float = 0.05) -> bool:
+    """Poll `condition` until it holds; False after `timeout` seconds, or at once when `hurry()`."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > deadline or hurry():
+            return False
+        time.sleep(step)
+    return True
+
+
+def birth(pid: int) -> int:
+    """When the process was started, in clock ticks since boot; 0 if there is none. With the pid it names a process for good."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    fields = stat.rpartition(")")[2].split()
+    return 0 if fields[0] == "Z" else int(fields[19])
+
+
+def end_leftover(pid: int, born: int, timeout: float = 20.0) -> bool:
+    """Stop a process of a supervisor that was killed, if it still runs and is the same one. Whether there was one."""
+    if not born or birth(pid) != born:
+        return False
+    os.kill(pid, signal.SIGTERM)
+    if not wait_for(lambda: birth(pid) != born, timeout):
+        os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: birth(pid) != born, timeout)
+    return True

@@ -1,0 +1,172 @@
+"""How do jobs, receipts and captures look on a terminal?"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from ..schemas.jobs import CaptureResults, Determinism, Event, JobResult, JobView
+from .reader import CaptureReader, Check
+
+_COLOURS = {
+    "succeeded": "green", "ok": "green", "running": "cyan", "queued": "blue", "cancelling": "yellow", "partial": "yellow", "pending": "blue",
+    "failed": "red", "error": "red", "timed_out": "red", "cancelled": "magenta", "aborted": "magenta", "expired": "dim",
+}  # fmt: skip
+#: Longer tables are cut, and say so.
+TABLE_ROWS = 24
+
+
+def coloured(state: str) -> str:
+    colour = _COLOURS.get(state, "white")
+    return f"[{colour}]{escape(state)}[/]"
+
+
+def size(count: float) -> str:
+    """Bytes for people: `1.4 MiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError("unreachable")
+
+
+def seconds(start: float | None, end: float | None) -> str:
+    return "" if start is None or end is None else f"{end - start:.2f} s"
+
+
+def table(title: str, *columns: str) -> Table:
+    made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        right = column in ("rank", "request", "step", "actions", "applied", "rows", "bytes", "layers", "positions", "tokens")
+        made.add_column(column, justify="right" if right else "left", overflow="fold")
+    return made
+
+
+def job(view: JobView) -> Table:
+    """Everything known about one job."""
+    shown = Table(show_header=False, box=None, pad_edge=False)
+    shown.add_column(style="dim")
+    shown.add_column(overflow="fold")
+    rows: list[tuple[str, str]] = [
+        ("job", view.id),
+        ("state", coloured(view.state)),
+        ("kind", f"{view.kind}, {view.prompts} prompt{'s' if view.prompts != 1 else ''}, model {escape(view.model)}"),
+        ("attempt", str(view.attempt)),
+        ("waited", seconds(view.queued or view.created, view.started)),
+        ("generated in", seconds(view.started, view.generated)),
+        ("over after", seconds(view.created, view.finished)),
+        ("worker", escape(view.worker or "")),
+        ("captures", coloured(view.capture_status) if view.capture_status != "not_requested" else "none asked for"),
+        ("receipts", f"{view.receipts} of {view.receipts_expected}" if view.receipts_expected else ""),
+        ("error", f"[red]{escape(view.error.detail)}[/]" if view.error else ""),
+    ]
+    for name, value in rows:
+        if value:
+            shown.add_row(name, value)
+    return shown
+
+
+def jobs(views: Iterable[JobView]) -> Table:
+    shown = table("", "job", "state", "model", "prompts", "attempt", "captures", "took")
+    for view in views:
+        took = seconds(view.created, view.finished)
+        shown.add_row(
+            view.id, coloured(view.state), escape(view.model), str(view.prompts), str(view.attempt), coloured(view.capture_status), took
+        )
+    return shown
+
+
+def outputs(result: JobResult) -> Table:
+    shown = table("Outputs", "request", "text", "tokens", "finish")
+    for output in result.outputs:
+        shown.add_row(str(output.index), escape(repr(output.text)), str(len(output.token_ids)), output.finish_reason)
+    return shown
+
+
+def receipts(captures: CaptureResults, determinism: Determinism | None) -> Table:
+    """What every rank said about every request: the proof behind `ok`."""
+    shown = table("Receipts", "request", "rank", "stage", "step", "actions", "checksum", "rows", "bytes", "file")
+    files = {(file.request, file.rank): file for file in captures.files}
+    reports = [(report, stage.pp) for stage in (determinism.stages if determinism else []) for report in stage.ranks]
+    reports.sort(key=lambda pair: (pair[0].request, pair[1], pair[0].rank))
+    for report, stage in reports[:TABLE_ROWS]:
+        file = files.get((report.request, report.rank))
+        written = (str(file.rows), size(file.bytes), Path(file.path).name) if file else ("", "", "")
+        status = "" if report.status == "ok" else f" [red]{escape(report.status)}: {escape(report.message)}[/]"
+        shown.add_row(
+            str(report.request), str(report.rank), f"pp{stage} tp{report.tp}", str(report.step), str(report.actions),
+            report.checksum + status, *written,
+        )  # fmt: skip
+    if len(reports) > TABLE_ROWS:
+        shown.caption = f"… and {len(reports) - TABLE_ROWS} more"
+    return shown
+
+
+def determinism_line(determinism: Determinism | None) -> str:
+    if determinism is None:
+        return "determinism: nothing to compare (no intervention, no capture)"
+    ranks = len({report.rank for stage in determinism.stages for report in stage.ranks})
+    count = f"{ranks} rank{'s' if ranks != 1 else ''} in {len(determinism.stages)} stage{'s' if len(determinism.stages) != 1 else ''}"
+    if determinism.consistent:
+        return f"determinism: [green]consistent[/], {count}, every checksum and action count agrees"
+    return f"determinism: [red]ranks disagree[/] ({count})"
+
+
+def capture(reader: CaptureReader) -> Table:
+    """What rows there are, per request."""
+    shown = table("Captured rows", "request", "hook", "layers", "positions", "shape", "norm, first → last layer")
+    for request in reader.requests()[:TABLE_ROWS]:
+        positions = reader.positions(request)
+        for hook in reader.hooks(request):
+            layers = reader.layers(request, hook)
+            first, last = reader.array(layers[0], hook, request), reader.array(layers[-1], hook, request)
+            shape = f"[{len(layers)}, {len(positions)}, {first.shape[-1]}]"
+            norms = " → ".join(f"{(array**2).sum(-1).mean() ** 0.5:.4g}" if len(positions) else "-" for array in (first, last))
+            shown.add_row(str(request), hook, spans(layers), spans(positions), escape(shape), norms)
+    if len(reader.requests()) > TABLE_ROWS:
+        shown.caption = f"… and {len(reader.requests()) - TABLE_ROWS} more requests"
+    return shown
+
+
+def checks(found: Iterable[Check]) -> Table:
+    shown = table("Files against their manifests", "file", "bytes", "crc32", "verdict")
+    for check in found:
+        verdict = "[green]right[/]" if check.ok else f"[red]wrong: {escape(check.detail)}[/]"
+        shown.add_row(check.path.name, size(check.bytes), f"{check.crc32:08x}", verdict)
+    return shown
+
+
+def spans(numbers: list[int]) -> str:
+    """`[0, 1, 2, 5]` as `0-2, 5`."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+
+
+def event(entry: Event) -> str:
+    data: dict[str, Any] = dict(entry.data)
+    fields = " ".join(f"{name}={value!r}" for name, value in data.items() if value is not None)
+    return f"[dim]{escape(entry.id)}[/] [bold]{entry.event}[/] {escape(fields)}"
+
+
+def side_by_side(console: Console, left: tuple[str, str], right: tuple[str, str]) -> None:
+    """Two texts in two panels, beside each other."""
+    grid = Table.grid(expand=True, padding=(0, 1))
+    grid.add_column(ratio=1)
+    grid.add_column(ratio=1)
+    panels = [
+        Panel(Text(text.strip()), title=title, title_align="left", border_style=style)
+        for (title, text), style in ((left, "blue"), (right, "magenta"))
+    ]
+    grid.add_row(*panels)
+    console.print(grid)

@@ -1,0 +1,316 @@
+"""How does the whole stack run on one machine? Redis, relay, worker, API, callbacks and Flower as children of one process."""
+
+import fcntl
+import importlib.util
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import IO, TYPE_CHECKING, Any
+
+import httpx
+import msgspec
+
+from .. import __version__
+from ..schemas.base import now
+from ..schemas.errors import MidstreamError
+from ..schemas.settings import FILE_VARIABLE, PREFIX, Settings, SettingsError, to_environment
+from .models import fetch_demo_model
+from .processes import Child, birth, end_leftover
+
+if TYPE_CHECKING:
+    from ..broker.redis_server import RedisServer
+
+Say = Callable[[str], None]
+
+#: Name → module and seconds that a stop may take. Started in this order, after Redis.
+MODULES: dict[str, tuple[str, float]] = {
+    "relay": ("midstream.broker.relay", 15.0),
+    "worker": ("midstream.workers", 60.0),  # finishes the jobs it holds
+    "api": ("midstream.api", 15.0),
+    "callbacks": ("midstream.broker.callbacks", 15.0),
+}
+FLOWER_STOP_S = 5.0
+#: Those who give work stop first, then those who do it, then those who carry its results; Redis goes last.
+STOP_ORDER = ("api", "callbacks", "flower", "worker", "relay")
+#: The worker prints this once its engine is up; an old heartbeat in Redis could make `/readyz` say so too early.
+WORKER_READY = "worker ready"
+#: Loading a large model and compiling it take minutes.
+READY_TIMEOUT_S = 1800.0
+TICK_S = 0.2
+STATE_FILE = "up.json"
+LOCK_FILE = "up.lock"
+
+
+class Supervisor:
+    """The stack on this machine. `start()` returns when it is ready, `watch()` keeps it so, `stop()` ends it.
+
+    `settings` may leave out the model (the demo model is fetched), ports (0: free ones) and Redis (one of its own).
+    Raises SettingsError for a setting that cannot work, MidstreamError("conflict") when the data directory is in use, and
+    MidstreamError with a child's last error line when the stack does not come up.
+    """
+
+    def __init__(self, settings: Settings, say: Say = print):
+        self._say = say
+        self.data = Path(settings.data_dir).expanduser().resolve()
+        self.settings = settings
+        self._children: dict[str, Child] = {}
+        self._redis: RedisServer | None = None
+        self._own_redis = not settings.redis_url
+        self._lock: IO[str] | None = None
+        self._stopping = threading.Event()
+        self._hurry = False
+        self._started = now()
+
+    @property
+    def url(self) -> str:
+        """Where the API answers."""
+        return f"http://{_reachable(self.settings.api_host)}:{self.settings.api_port}"
+
+    @property
+    def flower_url(self) -> str:
+        return f"http://127.0.0.1:{self.settings.flower_port}" if "flower" in self._children else ""
+
+    def __enter__(self) -> "Supervisor":
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def run(self) -> int:
+        """Start, watch until SIGINT or SIGTERM, stop in order; a second signal kills what is left. The exit code."""
+        with _signals(self._on_signal):
+            try:
+                self.start()
+                self.watch()
+            except KeyboardInterrupt:
+                pass  # a signal during the start: everything is stopped already
+            except MidstreamError:
+                if not self._stopping.is_set():  # a Ctrl-C also reaches a fetch of the model, which then fails
+                    raise
+            finally:
+                self.stop()
+        return 0
+
+    def start(self, timeout: float = READY_TIMEOUT_S) -> None:
+        """Start everything and wait until a live worker serves the model. On any failure everything is stopped again."""
+        try:
+            self._take_lock()
+            self.settings = prepare(self.settings, self.data, self._say)
+            if self._own_redis:
+                self._start_redis()
+            self._children = {child.name: child for child in self._make_children()}
+            for child in self._children.values():
+                child.start()
+            self._write_state()
+            self._await_ready(timeout)
+        except BaseException:
+            self.stop()
+            raise
+        parts = [f"api {self.url}", f"openapi {self.url}/schema", f"flower {self.flower_url}" if self.flower_url else ""]
+        parts += [f"redis {self.settings.redis_url}", f"model {self.settings.served_model}", f"data {self.data}"]
+        self._say(f"midstream {__version__} ready: " + " · ".join(part for part in parts if part))
+
+    def watch(self) -> None:
+        """Until a signal: start again, after a growing pause, whatever has died."""
+        while not self._stopping.wait(TICK_S):
+            self.tend()
+
+    def tend(self) -> None:
+        """One look at every child; says what died and what is started again."""
+        if self._redis is not None and self._redis.process.poll() is not None:
+            self._say(f"redis ended with {self._redis.process.returncode}; starting it again")
+            self._start_redis()
+        for child in self._children.values():
+            if child.exit_code is not None:
+                code, words = child.exit_code, child.last_words()
+                pause = child.died()
+                self._say(f"{child.name} ended with {code}; starting again in {pause:.0f} s ({words}; log: {child.log})")
+            elif child.due:
+                child.start()
+                self._say(f"{child.name} started again")
+                self._write_state()
+
+    def stop(self) -> None:
+        """End everything, in order; harmless when repeated. Nothing of the stack is left running."""
+        for name in STOP_ORDER:
+            child = self._children.get(name)
+            if child is not None and not child.stop(lambda: self._hurry):
+                why = "" if self._hurry else f": it did not stop within {child.stop_timeout_s:.0f} s"
+                self._say(f"{name} was killed{why}")
+        if self._redis is not None:
+            self._redis.stop()
+            self._redis = None
+        if self._lock is not None:
+            (self.data / STATE_FILE).unlink(missing_ok=True)
+            self._lock.close()
+            self._lock = None
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._stopping.is_set():
+            self._hurry = True
+        else:
+            self._say("stopping … (again to kill)")
+        self._stopping.set()
+
+    def _take_lock(self) -> None:
+        """One supervisor per data directory; what a killed one left running is ended first."""
+        self.data.mkdir(parents=True, exist_ok=True)
+        lock = (self.data / LOCK_FILE).open("a")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            other = read_state(self.data)
+            where = f"pid {other.get('pid', 'unknown')}, {other.get('url') or 'not ready yet'}"
+            raise MidstreamError("conflict", f"{self.data} is in use by another `midstream up` ({where})", field="data_dir") from None
+        self._lock = lock
+        left = read_state(self.data).get("processes", {})
+        for name in [*STOP_ORDER, "redis"]:
+            if name in left and end_leftover(*left[name]):
+                self._say(f"ended {name} (pid {left[name][0]}), left by a `midstream up` that was killed")
+        self._write_state()
+
+    def _start_redis(self) -> None:
+        from ..broker import redis_server
+
+        port = self._redis.port if self._redis else _port_of(self.settings.redis_url)
+        self._redis = redis_server.start(self.data / "redis", port)
+        self.settings = msgspec.structs.replace(self.settings, redis_url=self._redis.url)
+        self._write_state()
+
+    def _make_children(self) -> Iterator[Child]:
+        environment = child_environment(self.settings)
+        logs = self.data / "logs"
+        for name, (module, seconds) in MODULES.items():
+            yield Child(name, [sys.executable, "-m", module], environment, logs / f"{name}.log", seconds)
+        if importlib.util.find_spec("flower") is None:
+            self._say("flower is not installed: no dashboard")
+            return
+        options = [f"--port={self.settings.flower_port}", "--address=127.0.0.1", "--persistent=True", f"--db={self.data / 'flower.db'}"]
+        # Its own name for the application: the module that names ours needs settings which Flower does not.
+        command = [sys.executable, "-m", "celery", "--broker", self.settings.redis_url, "flower", *options]
+        yield Child("flower", command, environment, logs / "flower.log", FLOWER_STOP_S)
+
+    def _await_ready(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        worker = self._children["worker"]
+        with httpx.Client(timeout=5.0) as http:
+            while not (WORKER_READY in worker.output() and _answers(http, f"{self.url}/readyz")):
+                for child in self._children.values():
+                    if child.exit_code is not None:
+                        detail = f"{child.name} ended with {child.exit_code} while starting: {child.last_words()} (log: {child.log})"
+                        raise MidstreamError("engine_failed" if child is worker else "unavailable", detail)
+                if time.monotonic() > deadline:
+                    raise MidstreamError("unavailable", f"not ready after {timeout:.0f} s; logs: {self.data / 'logs'}")
+                if self._stopping.wait(TICK_S):
+                    raise KeyboardInterrupt
+
+    def _write_state(self) -> None:
+        """Who runs here, for a second `up`, for the CLI, and for a successor that has to clean up."""
+        pids = {name: child.pid for name, child in self._children.items() if child.pid}
+        if self._redis is not None:
+            pids["redis"] = self._redis.pid
+        state = {
+            "pid": os.getpid(),
+            "version": __version__,
+            "url": self.url if self._children else "",
+            "model": self.settings.served_model,
+            "started": self._started,
+            "processes": {name: [pid, birth(pid)] for name, pid in pids.items()},
+        }
+        path = self.data / STATE_FILE
+        path.with_suffix(".tmp").write_text(json.dumps(state))
+        path.with_suffix(".tmp").rename(path)
+
+
+def prepare(settings: Settings, data: Path, say: Say) -> Settings:
+    """Settings with everything decided: absolute folders, free ports, a model. Raises SettingsError naming the setting."""
+    changes: dict[str, Any] = {"data_dir": str(data)}
+    if settings.engine == "fake":
+        changes["model_name"] = settings.served_model or "fake"
+    elif not settings.model:
+        say("no model is set (MIDSTREAM_MODEL, --model): taking the demo model")
+        changes["model"] = str(fetch_demo_model(Path(settings.cache_dir), say))
+    elif settings.model.startswith(("/", "./", "../", "~")):
+        folder = Path(settings.model).expanduser().resolve()
+        if not (folder / "config.json").is_file():
+            raise SettingsError(f"model={settings.model!r}: there is no checkpoint (no config.json in {folder})")
+        changes["model"] = str(folder)
+    elif (Path(settings.model) / "config.json").is_file():
+        changes["model"] = str(Path(settings.model).resolve())
+    changes["api_port"] = _decided_port("api_port", settings.api_host, settings.api_port, say)
+    changes["flower_port"] = _decided_port("flower_port", "127.0.0.1", settings.flower_port, say)
+    if not settings.relay_url:
+        changes["relay_url"] = f"tcp://127.0.0.1:{free_port('127.0.0.1')}"
+    return msgspec.structs.replace(settings, **changes)
+
+
+def child_environment(settings: Settings) -> dict[str, str]:
+    """This process's environment with exactly these settings, read from nowhere else."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX) and name != FILE_VARIABLE}
+    environment |= to_environment(settings)
+    environment |= {"PYTHONUNBUFFERED": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    if Path(settings.model).is_dir():
+        environment["HF_HUB_OFFLINE"] = "1"  # everything is there: a hub that does not answer must not hold up the start
+    return environment
+
+
+def read_state(data: Path) -> dict[str, Any]:
+    """What the supervisor of a data directory wrote down; empty when none runs there."""
+    path = data / STATE_FILE
+    return dict(json.loads(path.read_text())) if path.is_file() else {}
+
+
+def free_port(host: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def _decided_port(name: str, host: str, wanted: int, say: Say) -> int:
+    if not wanted:
+        return free_port(host)
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, wanted))
+        except OSError as error:
+            port = free_port(host)
+            say(f"{name} {wanted} cannot be used ({error.strerror}): using {port}")
+            return port
+    return wanted
+
+
+def _port_of(redis_url: str) -> int:
+    return int(redis_url.rpartition(":")[2].partition("/")[0]) if redis_url else 0
+
+
+def _reachable(host: str) -> str:
+    """An address that a client on this machine can call."""
+    return "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
+
+
+def _answers(http: httpx.Client, url: str) -> bool:
+    try:
+        return http.get(url).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+@contextmanager
+def _signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
