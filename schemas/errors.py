@@ -7,6 +7,7 @@ STATUS_OF_KIND: dict[str, int] = {
     "invalid_request": 400,  # the body or a parameter is wrong; `field` says which
     "unauthorized": 401,
     "not_found": 404,
+    "method_not_allowed": 405,
     "conflict": 409,  # the job's state does not allow it
     "gone": 410,
     "payload_too_large": 413,

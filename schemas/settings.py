@@ -30,6 +30,7 @@ class Settings(Record):
     cache_dir: str = "~/.cache/midstream"  # demo model; shared by all data directories
     redis_url: str = ""  # empty: `midstream up` starts its own on a free loopback port
     relay_url: str = ""  # tcp://host:port of the relay's ROUTER; empty: `midstream up` picks a free port
+    relay_allow_remote: bool = False  # let the relay listen off loopback: it does not authenticate, so only in a trusted network
     api_host: str = "127.0.0.1"
     api_port: Port = 8321  # 0: a free port
     flower_port: Port = 5555  # 0: a free port

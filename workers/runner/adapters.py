@@ -1,0 +1,95 @@
+"""How do vLLM's v1 and v2 model runners tell what they do in a step? Nothing else here knows a runner's attribute.
+
+Both adapters are mixed in front of the platform's runner class; see `docs/decisions/0001-contracts.md`.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from .scheduler import finishes
+from .step import NewRequest, RequestRows, StepView
+
+if TYPE_CHECKING:
+    from .plane import DataPlane
+
+EXTRA_ARGS_KEY = "midstream"
+
+
+def _new_requests(scheduler_output: Any) -> list[NewRequest]:
+    found = []
+    for data in scheduler_output.scheduled_new_reqs:
+        extra = data.sampling_params.extra_args if data.sampling_params is not None else None
+        if extra and EXTRA_ARGS_KEY in extra:
+            found.append(NewRequest(data.req_id, extra[EXTRA_ARGS_KEY], data.prompt_token_ids))
+    return found
+
+
+class _Adapter:
+    """What both runners share: the order of begin, forward, drain."""
+
+    midstream: "DataPlane | None" = None
+
+    def _begin(self, scheduler_output: Any) -> None:
+        if self.midstream is not None:
+            self.midstream.begin(_new_requests(scheduler_output), finishes(scheduler_output))
+
+    def _drain(self) -> None:
+        if self.midstream is not None:
+            self.midstream.drain()
+
+
+class V1Adapter(_Adapter):
+    """`vllm.v1.worker.gpu_model_runner.GPUModelRunner` and its CPU subclass."""
+
+    def execute_model(self, scheduler_output: Any, intermediate_tensors: Any = None) -> Any:
+        self._begin(scheduler_output)
+        output = super().execute_model(scheduler_output, intermediate_tensors)  # type: ignore[misc]
+        self._drain()
+        return output
+
+    def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any, *args: Any, **kwargs: Any) -> Any:
+        prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens, *args, **kwargs)  # type: ignore[misc]
+        if self.midstream is not None:
+            batch = self.input_batch  # type: ignore[attr-defined]
+            counts = [int(count) for count in num_scheduled_tokens]
+            self.midstream.plan(_view(batch.req_ids[: len(counts)], counts, batch.num_computed_tokens_cpu))
+        return prepared
+
+    def make_pipeline_buffers(self) -> None:
+        """Eager CPU runs skip the dummy run that would make a later stage's input buffers."""
+        if self.intermediate_tensors is None:  # type: ignore[has-type]
+            self.intermediate_tensors = self.model.make_empty_intermediate_tensors(  # type: ignore[attr-defined]
+                batch_size=self.max_num_tokens,  # type: ignore[attr-defined]
+                dtype=self.model_config.dtype,  # type: ignore[attr-defined]
+                device=self.device,  # type: ignore[attr-defined]
+            )
+
+
+class V2Adapter(_Adapter):
+    """`vllm.v1.worker.gpu.model_runner.GPUModelRunner` and its CPU subclass."""
+
+    def execute_model(self, scheduler_output: Any, intermediate_tensors: Any = None, dummy_run: bool = False, **kwargs: Any) -> Any:
+        if dummy_run:
+            return super().execute_model(scheduler_output, intermediate_tensors, dummy_run=True, **kwargs)  # type: ignore[misc]
+        self._begin(scheduler_output)
+        output = super().execute_model(scheduler_output, intermediate_tensors, **kwargs)  # type: ignore[misc]
+        self._drain()
+        return output
+
+    def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
+        batch = super().prepare_inputs(*args, **kwargs)  # type: ignore[misc]
+        if self.midstream is not None:
+            counts = [int(count) for count in batch.num_scheduled_tokens[: batch.num_reqs]]
+            self.midstream.plan(_view(batch.req_ids, counts, batch.num_computed_tokens_np))
+        return batch
+
+    def make_pipeline_buffers(self) -> None:
+        """The v2 runner makes them itself."""
+
+
+def _view(req_ids: list[str], counts: list[int], computed: Any) -> StepView:
+    """Rows lie in batch order, request after request."""
+    requests, row = [], 0
+    for index, (req_id, count) in enumerate(zip(req_ids, counts, strict=True)):
+        requests.append(RequestRows(req_id, row, count, int(computed[index])))
+        row += count
+    return StepView(requests, row)

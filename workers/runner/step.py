@@ -1,0 +1,39 @@
+"""What does the data plane need to know of an engine step? The same for vLLM's v1 and v2 runners."""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class NewRequest:
+    """A request seen for the first time, or again after a preemption."""
+
+    id: str  # the engine's internal id: unique among live requests
+    spec: dict[str, Any]  # `SamplingParams.extra_args["midstream"]`
+    prompt_token_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """How a request ended in the scheduler. `token_ids`: prompt and generated, the last sampled token included."""
+
+    token_ids: list[int]
+    aborted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRows:
+    """A request's share of the step's token rows: row `first_row + i` is token position `first_position + i`."""
+
+    id: str
+    first_row: int
+    num_rows: int
+    first_position: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepView:
+    """One real forward pass; padded rows and dummy runs never appear."""
+
+    requests: list[RequestRows]
+    num_rows: int

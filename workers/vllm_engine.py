@@ -1,0 +1,278 @@
+"""How is stock vLLM hosted? One AsyncLLM, told to use our worker and scheduler classes, and nothing patched in its files."""
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from vllm import SamplingParams, TokensPrompt
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from .. import __version__
+from ..schemas.errors import MidstreamError
+from ..schemas.jobs import Job, Output, TokenLogprob
+from ..schemas.models import ModelInfo, TokenizerBundle
+from ..schemas.selectors import lowest_position
+from ..schemas.settings import Settings
+from ..schemas.specs import RankSpec, steering_digest, steering_rows
+from .engine import Fetch, Progress
+from .identity import BOOT
+from .row_admission import RowAdmission
+from .runner.config import PlaneConfig
+from .runner.sites import HOOKS
+from .tokenizer import tokenizer_bundle
+from .vectors import RankVectors
+
+logger = logging.getLogger(__name__)
+
+#: How often a quiet engine is asked whether it is still alive.
+_HEALTH_INTERVAL_S = 0.25
+
+
+class VllmEngine:
+    """`workers.engine.Engine` on vLLM's v1 engine, with either model runner."""
+
+    info: ModelInfo
+    tokenizer: TokenizerBundle
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self.world = settings.tensor_parallel_size * settings.pipeline_parallel_size
+        self._rows = RowAdmission(settings.steering_rows)
+        self._live: dict[tuple[str, int], set[str]] = {}
+        self._stopping = False
+
+    async def start(self) -> None:
+        settings = self._settings
+        _environment(settings)
+        plane = PlaneConfig(
+            version=__version__,
+            worker=settings.worker_id,
+            boot=BOOT,
+            relay_url=settings.relay_url,
+            outbox_dir=str(Path(settings.data_dir).resolve() / "outbox"),
+            capture_root=str(settings.capture_root),
+            steering_rows=settings.steering_rows,
+            capture_tokens=settings.max_num_batched_tokens,
+            capture_queue_mib=settings.capture_queue_mib,
+            writer_threads=settings.writer_threads,
+            fault=settings.fault,
+        )
+        plane.export()
+        try:
+            self._llm = await asyncio.to_thread(AsyncLLM.from_engine_args, _engine_args(settings, plane))
+            self.tokenizer = await asyncio.to_thread(tokenizer_bundle, settings.model)
+        except Exception as error:
+            raise MidstreamError("engine_failed", f"the engine did not start: {error}") from error
+        self._vectors = RankVectors(self._call, self.world, settings.vector_cache_mib << 20)
+        config = self._llm.model_config
+        self.info = ModelInfo(
+            name=settings.served_model,
+            version=__version__,
+            architecture=config.architectures[0],
+            num_layers=config.get_total_num_hidden_layers(),
+            hidden_size=config.get_hidden_size(),
+            vocab_size=config.get_vocab_size(),
+            max_model_len=config.max_model_len,
+            dtype=str(config.dtype).removeprefix("torch."),
+            hooks=list(HOOKS),
+            tokenizer="",
+            tp=settings.tensor_parallel_size,
+            pp=settings.pipeline_parallel_size,
+            runner="v2" if self._llm.vllm_config.use_v2_model_runner else "v1",
+        )
+
+    async def hold_vectors(self, job: Job, fetch: Fetch) -> None:
+        names = _vector_names(job)
+        if names:
+            await self._vectors.hold(names, fetch)
+
+    async def release_vectors(self, job: Job) -> None:
+        self._vectors.release(_vector_names(job))
+
+    async def generate(self, job: Job, request: int, attempt: int) -> AsyncGenerator[Progress, None]:
+        spec = rank_spec(job, request, attempt)
+        rows = frozenset(row.key for row in steering_rows(spec.steering)) if spec else frozenset()
+        request_id = f"{job.id}.{request}.{attempt}"
+        live = self._live.setdefault((job.id, attempt), set())
+        live.add(request_id)
+        try:
+            async with self._rows.admitted(rows):
+                prompt = TokensPrompt(prompt_token_ids=job.prompts[request].token_ids)
+                parts = _Parts(request)
+                async for output in self._llm.generate(prompt, sampling_params(job, spec), request_id):
+                    progress = parts.add(output)
+                    if progress is not None:
+                        yield progress
+        except EngineDeadError as error:
+            raise MidstreamError("engine_failed", f"the engine died: {error}") from error
+        finally:
+            live.discard(request_id)
+            if not live:
+                self._live.pop((job.id, attempt), None)
+
+    async def abort(self, job_id: str, attempt: int) -> None:
+        for request_id in list(self._live.get((job_id, attempt), ())):
+            await self._llm.abort(request_id)
+
+    async def status(self) -> list[dict[str, Any]]:
+        """Each rank's checksum, counts and occupancy, in rank order."""
+        return [dict(status) for status in await self._call("midstream_status", ())]
+
+    async def shutdown(self) -> None:
+        """Captures and receipts that are on their way are written and sent first."""
+        self._stopping = True
+        if not self._llm.errored:
+            await self._call("midstream_close", ())
+        await asyncio.to_thread(self._llm.shutdown)
+
+    async def failed(self) -> str:
+        while True:
+            if self._llm.errored and not self._stopping:
+                return f"the engine died: {self._llm.dead_error}"
+            await asyncio.sleep(_HEALTH_INTERVAL_S)
+
+    async def _call(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+        results: list[Any] = await self._llm.collective_rpc(method, args=args)
+        return results
+
+
+def rank_spec(job: Job, request: int, attempt: int) -> RankSpec | None:
+    """What the ranks are told about one prompt of a job; None when it asks for nothing."""
+    steering = job.steering[request] if job.steering else []
+    capture = job.captures[request] if job.captures else None
+    if not steering and capture is None:
+        return None
+    prompt_tokens = len(job.prompts[request].token_ids)
+    lowest = lowest_position(capture.positions, prompt_tokens) if capture else prompt_tokens
+    return RankSpec(
+        version=__version__,
+        job=job.id,
+        request=request,
+        attempt=attempt,
+        prompt_tokens=prompt_tokens,
+        steering=steering,
+        capture=capture,
+        digest=steering_digest(steering),
+        first_affected=min((lowest_position(entry.positions, prompt_tokens) for entry in steering), default=-1),
+        lowest_captured=lowest if lowest < prompt_tokens else -1,
+    )
+
+
+def sampling_params(job: Job, spec: RankSpec | None) -> SamplingParams:
+    """vLLM's parameters of a job's sampling, with the spec for the ranks."""
+    sampling = job.sampling
+    return SamplingParams(
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        seed=sampling.seed,
+        stop=sampling.stop,
+        stop_token_ids=sampling.stop_token_ids,
+        ignore_eos=sampling.ignore_eos,
+        logprobs=sampling.logprobs,
+        output_kind=RequestOutputKind.DELTA,
+        extra_args={"midstream": msgspec.to_builtins(spec, builtin_types=(bytes,))} if spec else None,
+    )
+
+
+class _Parts:
+    """Joins vLLM's deltas of one prompt into the whole output."""
+
+    def __init__(self, request: int) -> None:
+        self._request = request
+        self._text: list[str] = []
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprob] | None = None
+
+    def add(self, output: RequestOutput) -> Progress | None:
+        part = output.outputs[0]
+        self._text.append(part.text)
+        self._token_ids += part.token_ids
+        if part.logprobs is not None:
+            self._logprobs = (self._logprobs or []) + _logprobs(part)
+        if not output.finished:
+            return Progress(self._request, part.text, list(part.token_ids)) if part.token_ids or part.text else None
+        if part.finish_reason not in ("stop", "length"):
+            raise MidstreamError("engine_failed", f"the engine ended the request with {part.finish_reason!r}")
+        finished = Output(
+            index=self._request,
+            text="".join(self._text),
+            token_ids=self._token_ids,
+            finish_reason=part.finish_reason,
+            prompt_tokens=len(output.prompt_token_ids or []),
+            cached_tokens=output.num_cached_tokens or 0,
+            logprobs=self._logprobs,
+        )
+        return Progress(self._request, part.text, list(part.token_ids), finished)
+
+
+def _logprobs(part: CompletionOutput) -> list[TokenLogprob]:
+    found = []
+    for token_id, choices in zip(part.token_ids, part.logprobs or [], strict=True):
+        entries = {
+            other: TokenLogprob(token_id=other, token=choice.decoded_token or "", logprob=choice.logprob)
+            for other, choice in choices.items()
+        }
+        chosen = entries[token_id]
+        top = sorted(entries.values(), key=lambda entry: -entry.logprob)
+        found.append(msgspec.structs.replace(chosen, top=top))
+    return found
+
+
+def _vector_names(job: Job) -> list[str]:
+    return sorted({entry.vector for entries in job.steering for entry in entries})
+
+
+def _engine_args(settings: Settings, plane: PlaneConfig) -> AsyncEngineArgs:
+    # The v1 runner does not support asynchronous scheduling over pipeline stages; without it nothing is lost but overlap.
+    overlap = settings.pipeline_parallel_size == 1
+    scheduler = "MidstreamAsyncScheduler" if overlap else "MidstreamScheduler"
+    options: dict[str, Any] = {
+        "model": settings.model,
+        "served_model_name": settings.served_model,
+        "dtype": settings.dtype,
+        "max_model_len": settings.max_model_len,
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "pipeline_parallel_size": settings.pipeline_parallel_size,
+        "enforce_eager": settings.enforce_eager,
+        "max_num_seqs": settings.max_num_seqs,
+        "max_num_batched_tokens": settings.max_num_batched_tokens,
+        "enable_prefix_caching": settings.enable_prefix_caching,
+        "num_gpu_blocks_override": settings.num_gpu_blocks,
+        "async_scheduling": overlap,
+        "worker_cls": "midstream.workers.runner.worker_class.MidstreamWorker",
+        "scheduler_cls": f"midstream.workers.runner.scheduler.{scheduler}",
+        "additional_config": plane.layout(),
+        "disable_log_stats": True,
+        "generation_config": "vllm",  # sampling is what the job says, never a file beside the weights
+    }
+    if current_platform.is_cpu():
+        options["kv_cache_memory_bytes"] = int(settings.kv_cache_gib * (1 << 30))
+    return AsyncEngineArgs(**options)
+
+
+def _environment(settings: Settings) -> None:
+    """What vLLM reads from the environment; set before its processes start."""
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    runner = settings.runner
+    if runner == "auto" and current_platform.is_cpu():
+        runner = "v1"  # the v2 runner needs Triton, which has no CPU backend
+    if runner != "auto":
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if runner == "v2" else "0"
+    ranks = settings.tensor_parallel_size * settings.pipeline_parallel_size
+    if current_platform.is_cpu() and ranks > 1 and "VLLM_CPU_OMP_THREADS_BIND" not in os.environ:
+        cores = sorted(os.sched_getaffinity(0))
+        share = max(1, len(cores) // ranks)
+        groups = [cores[rank * share : (rank + 1) * share] or [cores[rank % len(cores)]] for rank in range(ranks)]
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, group)) for group in groups)
