@@ -44,14 +44,14 @@ class FakeEngine:
     async def start(self) -> None:
         if self._fault == "start":
             raise MidstreamError("engine_failed", self._fault_arguments["reason"])
-        self._ranks = FakeRanks(self._settings, disagree=self._fault_rank("disagree"), silent=self._fault_rank("silent"))
+        self._ranks = FakeRanks(self._settings, self._die, disagree=self._fault_rank("disagree"), silent=self._fault_rank("silent"))
         await self._ranks.start()
 
     async def hold_vectors(self, job: Job, fetch: Fetch) -> None:
         refusing = self._fault_rank("hold")
         for name in {entry.vector for steering in job.steering for entry in steering}:
             if refusing is not None:
-                raise MidstreamError("intervention_failed", f"rank {refusing} did not take vector {name[:12]}: refused by an injected fault")
+                raise MidstreamError("intervention_failed", f"rank {refusing} refused vector {name[:12]}: injected fault")
             if name not in self._vectors:
                 tensor = await fetch(name)
                 if tensor.shape != [HIDDEN_SIZE]:
@@ -76,7 +76,7 @@ class FakeEngine:
         assert self._ranks is not None, "start() first"
         async with self._slots:
             if self._fault == "generate" and int(self._fault_arguments["request"]) == request:
-                raise MidstreamError("intervention_failed", f"rank 0: prompt {request} was refused by an injected fault")
+                raise MidstreamError("intervention_failed", f"rank 0 refused prompt {request}: injected fault")
             writing = _Writing(self._tokenizer, job, request)
             while writing.finish_reason is None:
                 await self._take_time(job)
@@ -97,8 +97,7 @@ class FakeEngine:
             raise MidstreamError("engine_failed", self._reason)
         self._tokens += 1
         if self._fault == "engine_dies" and self._tokens >= int(self._fault_arguments["tokens"]):
-            self._reason = f"the fake engine died after {self._tokens} tokens"
-            self._death.set()
+            self._die(f"the fake engine died after {self._tokens} tokens")
             raise MidstreamError("engine_failed", self._reason)
 
     async def abort(self, job_id: str, attempt: int) -> None:
@@ -108,6 +107,10 @@ class FakeEngine:
     async def shutdown(self) -> None:
         if self._ranks is not None:
             await self._ranks.close()
+
+    def _die(self, reason: str) -> None:
+        self._reason = reason
+        self._death.set()
 
     async def failed(self) -> str:
         await self._death.wait()
@@ -159,9 +162,13 @@ class _Writing:
         assert self.finish_reason is not None
         prompt = self._job.prompts[self._request]
         return Output(
-            index=self._request, text=self._text, token_ids=self.token_ids, finish_reason=self.finish_reason,
-            prompt_tokens=len(prompt.token_ids), logprobs=self._logprobs(self._job.sampling),
-        )  # fmt: skip
+            index=self._request,
+            text=self._text,
+            token_ids=self.token_ids,
+            finish_reason=self.finish_reason,
+            prompt_tokens=len(prompt.token_ids),
+            logprobs=self._logprobs(self._job.sampling),
+        )
 
     def _logprobs(self, sampling: Sampling) -> list[TokenLogprob] | None:
         """Each token as if all letters had the same chance."""
@@ -170,10 +177,10 @@ class _Writing:
         chance = -3.2958  # ln(1/27)
         return [
             TokenLogprob(
-                token_id=token, token=self._decode([token]), logprob=chance,
+                token_id=token,
+                token=self._decode([token]),
+                logprob=chance,
                 top=[TokenLogprob(token_id=token, token=self._decode([token]), logprob=chance)] * min(sampling.logprobs, 1),
             )
             for token in self.token_ids
-        ]  # fmt: skip
-
-
+        ]

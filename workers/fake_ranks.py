@@ -2,6 +2,7 @@
 
 import asyncio
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,8 +34,10 @@ class _Finished:
 class FakeRanks:
     """`tp x pp` ranks; TP rank 0 of each stage writes the stage's layers."""
 
-    def __init__(self, settings: Settings, disagree: int | None = None, silent: int | None = None):
+    def __init__(self, settings: Settings, on_fatal: Callable[[str], None], disagree: int | None = None, silent: int | None = None):
+        """`on_fatal(reason)` is called on the loop when receipts can no longer be kept or delivered."""
         self._settings = settings
+        self._on_fatal = on_fatal
         self._disagree = disagree
         self._silent = silent
         self._stages = np.array_split(np.arange(NUM_LAYERS), settings.pipeline_parallel_size)
@@ -52,8 +55,14 @@ class FakeRanks:
     async def start(self) -> None:
         """Open the outboxes, which replay what a former start left in them."""
         directory = Path(self._settings.data_dir).resolve() / "outbox"
+        loop = asyncio.get_running_loop()
+
+        def fatal(error: Exception) -> None:
+            loop.call_soon_threadsafe(self._on_fatal, f"receipts cannot be delivered: {error}")
+
         self._outboxes = [
-            await asyncio.to_thread(Outbox, directory, self._settings.worker_id, rank, self._settings.relay_url) for rank in range(self.world)
+            await asyncio.to_thread(Outbox, directory, self._settings.worker_id, rank, self._settings.relay_url, fatal)
+            for rank in range(self.world)
         ]
         self._writer = asyncio.create_task(self._write())
 
@@ -106,11 +115,24 @@ class FakeRanks:
             mine = files[pp] if tp == 0 else None
             outbox.append(
                 Receipt(
-                    version=__version__, worker=self._settings.worker_id, boot=BOOT, job=job.id, request=finished.request,
-                    attempt=finished.attempt, rank=rank, world=self.world, tp=tp, pp=pp, step=self._steps, actions=self._actions,
-                    checksum=f"{self._checksum ^ (rank == self._disagree):016x}", status="error" if message else "ok", message=message,
-                    applied=self._applied(finished, pp), files=[mine] if mine else [],
-                )  # fmt: skip
+                    version=__version__,
+                    worker=self._settings.worker_id,
+                    boot=BOOT,
+                    job=job.id,
+                    request=finished.request,
+                    attempt=finished.attempt,
+                    rank=rank,
+                    world=self.world,
+                    tp=tp,
+                    pp=pp,
+                    step=self._steps,
+                    actions=self._actions,
+                    checksum=f"{self._checksum ^ (rank == self._disagree):016x}",
+                    status="error" if message else "ok",
+                    message=message,
+                    applied=self._applied(finished, pp),
+                    files=[mine] if mine else [],
+                )
             )
 
     def _applied(self, finished: _Finished, pp: int) -> int:
@@ -138,9 +160,16 @@ class FakeRanks:
         token_ids = fed[positions]
         blocks = [(f"post_block.{layer}", residual_rows(layer, positions, token_ids)) for layer in layers]
         manifest = {
-            "job": job.id, "request": finished.request, "attempt": finished.attempt, "stage": pp, "hook": capture.hook, "layers": layers,
-            "dtype": "float32", "positions": positions.tolist(), "token_ids": token_ids.tolist(),
-        }  # fmt: skip
+            "job": job.id,
+            "request": finished.request,
+            "attempt": finished.attempt,
+            "stage": pp,
+            "hook": capture.hook,
+            "layers": layers,
+            "dtype": "float32",
+            "positions": positions.tolist(),
+            "token_ids": token_ids.tolist(),
+        }
         return PendingFile(
             path=f"{capture.tag}/{job.id}/p{finished.request:04d}.a{finished.attempt}.pp{pp}.safetensors",
             tensors=[

@@ -1,0 +1,256 @@
+"""The whole service as separate processes on free loopback ports, for tests that kill, stop and restart its parts.
+
+    with Stack(tmp_path, engine="fake") as stack:
+        job_id = stack.submit(["a prompt"])
+        stack.kill("worker")
+        stack.restart("worker")
+        assert stack.wait(job_id).state == "succeeded"
+
+Processes: `redis`, `relay`, `callbacks`, `worker` (also `worker-2`, … when asked for) and, with `api=True`, `api`.
+"""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from midstream.broker import redis_server
+from midstream.broker.celery_app import enqueue, make_app
+from midstream.broker.ledger import Ledger
+from midstream.schemas.base import now
+from midstream.schemas.jobs import TERMINAL, Job, JobResult, JobView, Sampling, State, StoredPrompt
+from midstream.schemas.settings import Settings, to_environment
+from midstream.schemas.specs import StoredCapture, StoredSteering
+
+T = TypeVar("T")
+
+MODULES = {
+    "relay": "midstream.broker.relay",
+    "callbacks": "midstream.broker.callbacks",
+    "worker": "midstream.workers",
+    "api": "midstream.api",
+}
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 30.0
+POLL_S = 0.02
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Stack:
+    """`settings` override those below; everything the stack writes lies in `directory`."""
+
+    def __init__(self, directory: Path, *, api: bool = False, callbacks: bool = True, workers: int = 1, **settings: Any):
+        chosen: dict[str, Any] = {
+            "data_dir": str(directory),
+            "relay_url": f"tcp://127.0.0.1:{free_port()}",
+            "api_port": free_port(),
+            "engine": "fake",
+            "model": "fake-model",
+            "worker_id": "w1",
+            "lease_s": 3.0,
+            "visibility_timeout_s": 4,
+            "sweep_interval_s": 0.5,
+            "worker_concurrency": 32,
+        }
+        self._chosen = chosen | settings
+        self._redis_port = free_port()
+        self._chosen["redis_url"] = f"redis://127.0.0.1:{self._redis_port}/0"
+        self.directory = directory
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._redis: redis_server.RedisServer | None = None
+        names = ["relay", *(["callbacks"] if callbacks else []), "worker", *[f"worker-{n}" for n in range(2, workers + 1)]]
+        self.names = [*names[: len(names) if workers else -1], *(["api"] if api else [])]
+        self._loop = asyncio.new_event_loop()
+        self._ledger: Ledger | None = None
+        self.settings = Settings(**self._chosen)
+        self.app = make_app(self.settings)
+
+    # Processes
+
+    @property
+    def url(self) -> str:
+        """Where the API listens."""
+        return f"http://127.0.0.1:{self.settings.api_port}"
+
+    def __enter__(self) -> "Stack":
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> "Stack":
+        try:
+            self._start_redis()
+            for name in self.names:
+                self._spawn(name)
+            for name in self.names:
+                self.wait_ready(name)
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def stop(self) -> None:
+        """End everything, the clients of a server before the server; nothing is left behind."""
+        if self._ledger is not None:
+            self._loop.run_until_complete(self._ledger.close())
+            self._ledger = None
+        for name in reversed(list(self.processes)):
+            self.end(name)
+        if self._redis is not None:
+            self._redis.stop()
+        self.app.close()
+        self._loop.close()
+
+    def end(self, name: str, timeout: float = STOP_TIMEOUT_S) -> int:
+        """SIGTERM and wait; returns the exit code. A process that does not end in time is killed, which fails the test."""
+        process = self.processes[name]
+        if process.poll() is None:
+            process.send_signal(signal.SIGCONT)  # a stopped process does not see SIGTERM
+            process.terminate()
+        try:
+            return process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            raise AssertionError(f"{name} did not end within {timeout} s of SIGTERM:\n{self.log(name)[-3000:]}") from None
+
+    def kill(self, name: str, how: signal.Signals = signal.SIGKILL) -> None:
+        """Send `how`; for SIGKILL wait until the process is gone."""
+        if name == "redis":
+            assert self._redis is not None
+            self._redis.kill()
+            return
+        self.processes[name].send_signal(how)
+        if how == signal.SIGKILL:
+            self.processes[name].wait()
+
+    def restart(self, name: str, **changed: Any) -> None:
+        """Start a process that is gone, with some settings changed, and wait until it is ready."""
+        if name == "redis":
+            self._start_redis()
+            return
+        assert self.processes[name].poll() is not None, f"{name} still runs"
+        self._spawn(name, **changed)
+        self.wait_ready(name)
+
+    def exit_code(self, name: str, timeout: float = STOP_TIMEOUT_S) -> int:
+        """Wait for a process to end by itself."""
+        return self.processes[name].wait(timeout)
+
+    def pid(self, name: str) -> int:
+        return self.processes[name].pid
+
+    def log(self, name: str) -> str:
+        path = self.directory / "logs" / f"{name}.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def _start_redis(self) -> None:
+        self._redis = redis_server.start(self.directory / "redis", port=self._redis_port)
+
+    def _spawn(self, name: str, **changed: Any) -> None:
+        values = dict(self._chosen) | changed
+        kind, _, number = name.partition("-")
+        if number:
+            values["worker_id"] = f"{values['worker_id']}-{number}"
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("MIDSTREAM_")}
+        environment |= to_environment(Settings(**values)) | {"PYTHONUNBUFFERED": "1"}
+        log = self.directory / "logs" / f"{name}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        if log.exists():
+            log.rename(log.with_suffix(f".{time.monotonic_ns()}.log"))
+        with log.open("wb") as output:
+            self.processes[name] = subprocess.Popen(
+                [sys.executable, "-m", MODULES[kind]],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                cwd=self.directory,
+                start_new_session=True,
+            )
+
+    def wait_ready(self, name: str) -> None:
+        """Until the process has printed its ready line."""
+        word = f"{name.partition('-')[0]} ready"
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while word not in self.log(name):
+            if self.processes[name].poll() is not None:
+                raise AssertionError(f"{name} ended with {self.processes[name].returncode}:\n{self.log(name)[-3000:]}")
+            if time.monotonic() > deadline:
+                raise AssertionError(f"{name} was not ready within {START_TIMEOUT_S} s:\n{self.log(name)[-3000:]}")
+            time.sleep(POLL_S)
+
+    # Jobs, straight through the ledger
+
+    def do(self, call: Callable[[Ledger], Awaitable[T]]) -> T:
+        """`call(ledger)` on the stack's own loop."""
+
+        async def run() -> T:
+            if self._ledger is None:
+                self._ledger = Ledger.connect(self.settings)
+            return await call(self._ledger)
+
+        return self._loop.run_until_complete(run())
+
+    def submit(
+        self,
+        prompts: list[str],
+        *,
+        max_tokens: int = 8,
+        capture: StoredCapture | None = None,
+        steering: list[StoredSteering] | None = None,
+        blobs: dict[str, Any] | None = None,
+        stream: bool = False,
+    ) -> str:
+        """Commit a job and enqueue it, as the API does; token ids are the fake engine's (one per byte)."""
+        from midstream.workers.fake_model import make_tokenizer
+
+        tokenizer = make_tokenizer()
+        job = Job(
+            id=Ledger.new_job_id(),
+            kind="generate",
+            model=self.settings.served_model,
+            prompts=[StoredPrompt(token_ids=tokenizer.encode(text).ids, text=text) for text in prompts],
+            sampling=Sampling(max_tokens=max_tokens),
+            created=now(),
+            stream=stream,
+            captures=[capture] * len(prompts) if capture else [],
+            steering=[steering] * len(prompts) if steering else [],
+        )
+        self.do(lambda ledger: ledger.submit(job, blobs or {}))
+        enqueue(self.app, job.id, job.kind, job.model)
+        return job.id
+
+    def view(self, job_id: str) -> JobView:
+        return self.do(lambda ledger: ledger.view(job_id))
+
+    def result(self, job_id: str) -> JobResult:
+        return self.do(lambda ledger: ledger.result(job_id))
+
+    def wait(self, job_id: str, timeout: float = 60.0, until: Callable[[JobView], bool] | None = None) -> JobView:
+        """The job's view once it is over, or once `until(view)` holds."""
+        deadline = time.monotonic() + timeout
+        while True:
+            view = self.view(job_id)
+            if until(view) if until else view.state in TERMINAL:
+                return view
+            if time.monotonic() > deadline:
+                raise AssertionError(f"{job_id} after {timeout} s: {msgspec.json.encode(view).decode()}\n{self.log('worker')[-3000:]}")
+            time.sleep(POLL_S)
+
+    def wait_running(self, job_id: str) -> JobView:
+        return self.wait(job_id, until=lambda view: view.state is State.RUNNING)

@@ -1,0 +1,112 @@
+"""Is the fake engine a fair stand-in? Deterministic, one delta after the other, and honest about its tokenizer."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from midstream.schemas.errors import MidstreamError
+from midstream.schemas.jobs import Job, Output, Sampling, StoredPrompt
+from midstream.schemas.models import encode_bundle
+from midstream.schemas.settings import Settings
+from midstream.schemas.specs import StoredSteering
+from midstream.workers.engine import Progress, make_engine
+from midstream.workers.fake_engine import FakeEngine, parse_fault
+
+
+def settings(tmp_path: Path, **changed: object) -> Settings:
+    values = {"data_dir": str(tmp_path), "engine": "fake", "model": "fake-model", "worker_id": "w1", "relay_url": "tcp://127.0.0.1:9"}
+    return Settings(**(values | changed))  # type: ignore[arg-type]
+
+
+def job(prompt: str = "abc", *, stream: bool = False, steering: list[StoredSteering] | None = None, **sampling: object) -> Job:
+    return Job(
+        id="job_x",
+        kind="generate",
+        model="fake-model",
+        prompts=[StoredPrompt(token_ids=list(prompt.encode()))],
+        created=0.0,
+        sampling=Sampling(**sampling),
+        stream=stream,
+        steering=[steering] if steering else [],  # type: ignore[arg-type]
+    )
+
+
+def generate(engine: FakeEngine, wanted: Job) -> list[Progress]:
+    async def run() -> list[Progress]:
+        await engine.start()
+        try:
+            return [progress async for progress in engine.generate(wanted, 0, 1)]
+        finally:
+            await engine.shutdown()
+
+    return asyncio.run(run())
+
+
+def output(tmp_path: Path, wanted: Job) -> Output:
+    finished = generate(FakeEngine(settings(tmp_path)), wanted)[-1].finished
+    assert finished is not None
+    return finished
+
+
+def test_the_same_prompt_gives_the_same_text(tmp_path: Path) -> None:
+    assert output(tmp_path, job()) == output(tmp_path, job())
+
+
+def test_steering_changes_the_text(tmp_path: Path) -> None:
+    steering = [StoredSteering(layers=[1], vector="00", scale=1.0, hook="post_block", positions="all")]
+    assert output(tmp_path, job()).text != output(tmp_path, job(steering=steering)).text
+
+
+def test_deltas_of_a_stream_add_up_to_the_output(tmp_path: Path) -> None:
+    progress = generate(FakeEngine(settings(tmp_path)), job(stream=True, max_tokens=6))
+    finished = progress[-1].finished
+    assert finished is not None
+    assert len(progress) == 6
+    assert "".join(part.text for part in progress) == finished.text
+    assert [token for part in progress for token in part.token_ids] == finished.token_ids
+
+
+def test_a_stop_string_ends_the_text_before_it(tmp_path: Path) -> None:
+    full = output(tmp_path, job(max_tokens=12)).text
+    progress = generate(FakeEngine(settings(tmp_path)), job(stream=True, max_tokens=12, stop=[full[4:6]]))
+    finished = progress[-1].finished
+    assert finished is not None
+    assert finished.finish_reason == "stop"
+    assert finished.text == full[: full.index(full[4:6])] == "".join(part.text for part in progress)
+
+
+def test_the_published_tokenizer_writes_what_the_engine_reads(tmp_path: Path) -> None:
+    engine = FakeEngine(settings(tmp_path))
+    tokenizer = Tokenizer.from_str(engine.tokenizer.tokenizer_json)
+    assert tokenizer.decode(tokenizer.encode("héllo wörld").ids) == "héllo wörld"
+    assert engine.info.tokenizer == encode_bundle(engine.tokenizer)[0]
+    assert engine.info.vocab_size == tokenizer.get_vocab_size()
+
+
+def test_a_dead_engine_says_why_and_generates_nothing(tmp_path: Path) -> None:
+    engine = FakeEngine(settings(tmp_path, fault="engine_dies:tokens=3"))
+
+    async def run() -> str:
+        await engine.start()
+        try:
+            with pytest.raises(MidstreamError, match="died after 3 tokens"):
+                async for _ in engine.generate(job(max_tokens=5), 0, 1):
+                    pass
+            with pytest.raises(MidstreamError, match="died"):
+                await anext(engine.generate(job(), 0, 1))
+            return await asyncio.wait_for(engine.failed(), 1)
+        finally:
+            await engine.shutdown()
+
+    assert "died after 3 tokens" in asyncio.run(run())
+
+
+def test_the_setting_names_the_engine(tmp_path: Path) -> None:
+    assert isinstance(make_engine(settings(tmp_path)), FakeEngine)
+
+
+@pytest.mark.parametrize(("text", "expected"), [("", ("", {})), ("hold:rank=1", ("hold", {"rank": "1"}))])
+def test_a_fault_is_named_with_its_arguments(text: str, expected: tuple[str, dict[str, str]]) -> None:
+    assert parse_fault(text) == expected

@@ -1,0 +1,39 @@
+"""Does a worker know who it is, and that there is only one of it?"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from midstream.schemas.errors import MidstreamError
+from midstream.schemas.settings import Settings
+from midstream.workers.identity import WorkerLock, with_worker_id
+
+
+def test_a_worker_without_an_id_is_named_after_host_and_model() -> None:
+    first, second = (with_worker_id(Settings(model="org/some model")).worker_id for _ in range(2))
+    assert first == second
+    assert first.endswith("-some-model")
+
+
+def test_an_id_becomes_a_plain_file_name() -> None:
+    assert with_worker_id(Settings(worker_id="../a b@c")).worker_id == "..-a-b-c"
+
+
+def test_a_second_worker_of_the_same_id_is_refused_with_the_pid_of_the_first(tmp_path: Path) -> None:
+    settings = Settings(data_dir=str(tmp_path), worker_id="w1")
+    hold = (
+        "import sys, time; from midstream.schemas.settings import Settings; from midstream.workers.identity import WorkerLock\n"
+        f"lock = WorkerLock(Settings(data_dir={str(tmp_path)!r}, worker_id='w1')); print('held', flush=True); time.sleep(60)"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE)
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        with pytest.raises(MidstreamError, match=f"pid {holder.pid}"):
+            WorkerLock(settings, patience_s=0)
+    finally:
+        holder.kill()
+        holder.wait()
+    WorkerLock(settings, patience_s=5).release()  # the lock died with its holder

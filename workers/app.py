@@ -1,0 +1,125 @@
+"""How does a Celery worker host an engine? A bootstep that starts before the pool and stops after it has drained.
+
+Nothing is consumed before the engine is ready, and the engine outlives the last running task. When the engine dies, the
+jobs go back to the queue and the process ends with `EXIT_ENGINE_DIED`, so that a supervisor starts another.
+"""
+
+import logging
+import os
+import signal
+import sys
+import threading
+from typing import Any
+
+from celery import Celery, bootsteps, signals
+from celery.utils.nodenames import default_nodename, host_format
+from celery.worker import state as worker_state
+from celery.worker.components import Pool
+
+from ..broker.celery_app import make_app, queue_of
+from ..broker.lease import LeaseStep
+from ..schemas.errors import MidstreamError
+from ..schemas.settings import Settings, SettingsError, load_settings
+from . import control as _control  # registers the remote-control commands  # noqa: F401
+from .host import EngineHost
+from .identity import WorkerLock, with_worker_id
+from .tasks import register_tasks
+
+logger = logging.getLogger(__name__)
+
+EXIT_BAD_SETTINGS = 2
+EXIT_NO_ENGINE = 3  # it never started
+EXIT_ENGINE_DIED = 70
+#: An orderly end after the engine's death takes a second or two; after this the process ends anyway.
+EXIT_DEADLINE_S = 6.0
+
+
+class EngineStep(bootsteps.StartStopStep):
+    """Starts the host before the pool, stops it after. The pool requires this step, not the other way round."""
+
+    def create(self, parent: Any) -> "EngineStep":
+        return self
+
+    def start(self, parent: Any) -> None:
+        # Celery would answer a hang-up by starting `sys.argv` again, which is not how a package is run.
+        signal.signal(signal.SIGHUP, signal.getsignal(signal.SIGTERM))
+        host: EngineHost = parent.app.engine_host
+        try:
+            host.start(check_interrupt=worker_state.maybe_shutdown)
+        except MidstreamError as error:
+            print(f"worker failed: {error}", file=sys.stderr, flush=True)
+            raise SystemExit(EXIT_NO_ENGINE) from error
+
+    def stop(self, parent: Any) -> None:
+        parent.app.engine_host.stop()
+
+    terminate = stop
+
+
+def make_worker_app(settings: Settings) -> Celery:
+    """The Celery app of a worker, with its host, tasks and bootsteps."""
+    app = make_app(settings)
+    app.engine_host = EngineHost(app, settings, on_death=lambda reason: _end_process(app))
+    register_tasks(app, app.engine_host)
+    app.steps["worker"].add(EngineStep)
+    app.steps["consumer"].add(LeaseStep)
+    if EngineStep not in Pool.requires:
+        Pool.requires = (*Pool.requires, EngineStep)
+    return app
+
+
+def _end_process(app: Celery) -> None:
+    """Make the main thread leave its loop, and see to it that the process ends even if it does not."""
+    worker_state.should_terminate = EXIT_ENGINE_DIED
+    deadline = threading.Timer(EXIT_DEADLINE_S, os._exit, (EXIT_ENGINE_DIED,))
+    deadline.daemon = True
+    deadline.start()
+
+
+def main() -> int:
+    """Run a worker until it is told to stop; returns the exit code."""
+    try:
+        settings = with_worker_id(load_settings())
+        _check(settings)
+        lock = WorkerLock(settings)
+    except (SettingsError, MidstreamError) as error:
+        print(f"worker failed: {error}", file=sys.stderr, flush=True)
+        return EXIT_BAD_SETTINGS
+    logging.basicConfig(level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    signals.setup_logging.connect(_keep_logging)
+    app = make_worker_app(settings)
+
+    @signals.worker_ready.connect(weak=False)
+    def _say_ready(**_: Any) -> None:
+        print(f"worker ready model={settings.served_model} worker={settings.worker_id}", flush=True)
+
+    worker = app.Worker(
+        hostname=host_format(default_nodename(f"{settings.worker_id}@%h")),
+        pool="threads",
+        concurrency=settings.worker_concurrency,
+        queues=[queue_of(settings.served_model)],
+        task_events=True,
+        without_gossip=True,
+        without_mingle=True,
+        quiet=True,
+        loglevel=settings.log_level,
+        redirect_stdouts=False,
+    )
+    worker.start()
+    lock.release()
+    if app.engine_host.death:
+        print(f"worker failed: {app.engine_host.death}", file=sys.stderr, flush=True)
+        return EXIT_ENGINE_DIED
+    return int(worker.exitcode or 0)
+
+
+def _check(settings: Settings) -> None:
+    for name in ("redis_url", "relay_url"):
+        if not getattr(settings, name):
+            raise SettingsError(f"MIDSTREAM_{name.upper()}: a worker needs it")
+    if not settings.served_model:
+        raise SettingsError("MIDSTREAM_MODEL: a worker needs a model to serve")
+
+
+def _keep_logging(**_: Any) -> None:
+    """Connected so that Celery leaves the logging as it is."""

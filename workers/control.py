@@ -1,0 +1,23 @@
+"""Which remote-control commands does a worker answer? Importing this module registers them with Celery.
+
+`app.control.broadcast("midstream_cancel", arguments={"job_id": …})` stops a running job within milliseconds. A broadcast
+may be lost, so the ledger is told first, and the heartbeat notices as well.
+"""
+
+from typing import Any
+
+from celery.worker.control import control_command, inspect_command
+
+
+@control_command(args=[("job_id", str)], signature="<job_id>")
+def midstream_cancel(state: Any, job_id: str, **_: Any) -> dict[str, str]:
+    """Stop a job if it runs here."""
+    state.app.engine_host.cancel(job_id)
+    return {"ok": job_id}
+
+
+@inspect_command()
+def midstream_engine(state: Any, **_: Any) -> dict[str, Any]:
+    """The model, its ranks and the jobs that run."""
+    description: dict[str, Any] = state.app.engine_host.describe()
+    return description

@@ -1,0 +1,54 @@
+"""How does a worker show that it lives, keep the leases of its jobs, and learn that one is not its own any more?"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from ..broker.ledger import Ledger
+from ..schemas.errors import MidstreamError
+from ..schemas.models import WorkerInfo
+from .patience import LONGEST_PAUSE_S, UNAVAILABLE
+from .runs import Outcome, Runs
+
+logger = logging.getLogger(__name__)
+
+#: Leases are renewed this many times within their length, so that one missed renewal costs nothing.
+RENEWALS_PER_LEASE = 3
+
+
+class Heartbeat:
+    """`publish` is called again after Redis was away: a restored Redis may have lost what was said last."""
+
+    def __init__(self, ledger: Ledger, runs: Runs, lease_s: float, info: Callable[[], WorkerInfo], publish: Callable[[], Awaitable[None]]):
+        self._ledger = ledger
+        self._runs = runs
+        self._period_s = lease_s / RENEWALS_PER_LEASE
+        self._info = info
+        self._publish = publish
+
+    async def run(self) -> str:
+        """Beat until cancelled; returns never, raises what is no passing trouble of Redis."""
+        away = False
+        while True:
+            await asyncio.sleep(min(self._period_s, LONGEST_PAUSE_S) if away else self._period_s)
+            try:
+                await self.beat()
+                if away:
+                    await self._publish()
+                away = False
+            except MidstreamError as error:
+                if error.kind != UNAVAILABLE:
+                    raise
+                if not away:
+                    logger.warning("no heartbeat, Redis is away: %s", error)
+                away = True
+
+    async def beat(self) -> None:
+        """Renew every lease, stop what was lost or is being cancelled, and say that the worker lives."""
+        info = self._info()
+        held = self._runs.held
+        if held:
+            renewal = await self._ledger.renew(info.worker, info.boot, held)
+            self._runs.stop(renewal.lost, Outcome.LOST)
+            self._runs.stop(renewal.cancelling, Outcome.CANCELLED)
+        await self._ledger.heartbeat(info)

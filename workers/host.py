@@ -1,0 +1,209 @@
+"""Where does the engine live inside a Celery worker, and what happens when it dies there?
+
+One thread runs one event loop for the process's whole life; on it are the engine, the ledger's connections, the runs and
+the heartbeat. Everybody else reaches them through this class. The thread must not end before the process: the engine's
+children are told to die with the thread that started them.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+from celery import Celery
+
+from .. import __version__
+from ..broker.celery_app import enqueue
+from ..broker.ledger import Ledger
+from ..broker.sweeper import Sweeper
+from ..schemas.base import now
+from ..schemas.jobs import Job
+from ..schemas.models import WorkerInfo, encode_bundle
+from ..schemas.settings import Settings
+from .engine import Engine, make_engine
+from .heartbeat import Heartbeat
+from .identity import BOOT
+from .patience import patiently
+from .runs import Outcome, Runs
+
+logger = logging.getLogger(__name__)
+
+#: How often a blocking start looks whether it should give up.
+INTERRUPT_CHECK_S = 0.2
+#: After the engine's death, how long releasing its jobs and stopping what is left of it may take together.
+DEATH_GRACE_S = 4.0
+
+
+class EngineHost:
+    """Owns the event-loop thread. `on_death(reason)` is called once, on that thread, when the engine has died by itself."""
+
+    def __init__(self, app: Celery, settings: Settings, on_death: Callable[[str], None]):
+        self._app = app
+        self.settings = settings
+        self.started_at = now()
+        self.death = ""  # why the engine died; empty while it has not
+        self._on_death = on_death
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="engine", daemon=True)
+        self._background: list[asyncio.Task[None]] = []
+        self._engine: Engine | None = None
+        self._runs: Runs | None = None
+        self._ledger: Ledger | None = None
+
+    # From the outside, any thread
+
+    def start(self, check_interrupt: Callable[[], None]) -> None:
+        """Block until the engine is ready. `check_interrupt` is called meanwhile and may raise to give up.
+
+        Raises MidstreamError when the engine does not start; whatever was started is stopped again.
+        """
+        self._thread.start()
+        starting = self._schedule(self._start())
+        try:
+            while True:
+                with contextlib.suppress(TimeoutError):
+                    starting.result(INTERRUPT_CHECK_S)
+                    return
+                if starting.done():  # its own TimeoutError
+                    starting.result()
+                check_interrupt()
+        except BaseException:
+            starting.cancel()
+            self.stop()
+            raise
+
+    def run(self, job_id: str) -> Outcome:
+        """Run a job on the engine's loop and wait for its end. Raises JobFailed when it ended with a problem."""
+        assert self._runs is not None, "start() first"
+        return self._schedule(self._runs.run_job(job_id)).result()
+
+    def cancel(self, job_id: str) -> None:
+        """Stop a job if it runs here; returns at once."""
+        if self._runs is not None:
+            self._loop.call_soon_threadsafe(self._runs.stop, [job_id], Outcome.CANCELLED)
+
+    def describe(self) -> dict[str, Any]:
+        """What `inspect midstream_engine` shows."""
+        assert self._engine is not None, "start() first"
+        assert self._runs is not None, "start() first"
+        info = self._engine.info
+        return {
+            "model": info.name,
+            "architecture": info.architecture,
+            "tp": info.tp,
+            "pp": info.pp,
+            "runner": info.runner,
+            "worker": self.settings.worker_id,
+            "boot": BOOT,
+            "healthy": not self.death,
+            "running": self._runs.held,
+        }
+
+    def stop(self) -> None:
+        """Stop engine and loop; called when no run is left, or when they no longer matter."""
+        if not self._thread.is_alive():
+            return
+        stopping = self._schedule(self._stop())
+        try:
+            stopping.result(DEATH_GRACE_S if self.death else None)
+        except TimeoutError:
+            logger.error("the engine did not stop in %s s; leaving it to the process's end", DEATH_GRACE_S)
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(DEATH_GRACE_S)
+
+    def _schedule(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    # On the loop
+
+    async def _start(self) -> None:
+        settings = self.settings
+        self._ledger = Ledger.connect(settings)
+        await patiently(self._ledger.ping, "start")
+        await patiently(self._release_former_boots, "start")
+        engine = make_engine(settings)
+        await engine.start()
+        self._engine = engine
+        died = asyncio.Event()
+        self._runs = Runs(self._ledger, engine, settings.worker_id, BOOT, died, self._enqueue)
+        heartbeat = Heartbeat(self._ledger, self._runs, settings.lease_s, self._info, self._publish)
+        await patiently(self._publish, "start")
+        await patiently(heartbeat.beat, "start")
+        self._background = [
+            self._loop.create_task(self._watch(engine.failed(), died), name="engine watch"),
+            self._loop.create_task(self._watch(heartbeat.run(), died), name="heartbeat"),
+        ]
+
+    async def _publish(self) -> None:
+        """Tell everybody what this engine serves and how to write token ids for it."""
+        assert self._engine is not None
+        name, raw = encode_bundle(self._engine.tokenizer)
+        await self._ledger.put_blob(name, raw)
+        await self._ledger.publish_model(msgspec.structs.replace(self._engine.info, tokenizer=name))
+
+    def _info(self) -> WorkerInfo:
+        assert self._engine is not None
+        info = self._engine.info
+        return WorkerInfo(
+            worker=self.settings.worker_id,
+            boot=BOOT,
+            model=info.name,
+            version=__version__,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            started=self.started_at,
+            tp=info.tp,
+            pp=info.pp,
+            healthy=not self.death,
+            detail=self.death,
+        )
+
+    async def _watch(self, watched: Coroutine[Any, Any, str], died: asyncio.Event) -> None:
+        """`watched` returns, or raises, only when this worker can do no more work."""
+        try:
+            reason = await watched
+        except Exception as error:
+            logger.exception("the worker's own machinery failed")
+            reason = f"{type(error).__name__}: {error}"
+        if not self.death:
+            await self._die(reason, died)
+
+    async def _die(self, reason: str, died: asyncio.Event) -> None:
+        """Hand the running jobs to another attempt, then ask for the process's end."""
+        logger.critical("engine died: %s", reason)
+        self.death = reason
+        died.set()
+        assert self._runs is not None
+        try:
+            async with asyncio.timeout(DEATH_GRACE_S / 2):
+                self._runs.stop(list(self._runs.held), Outcome.RELEASED)
+                await self._runs.drain()
+        except TimeoutError:
+            logger.error("the running jobs could not be released in time; their leases expire instead")
+        finally:
+            self._on_death(reason)
+
+    async def _release_former_boots(self) -> None:
+        """Requeue at once what this worker held when it was last killed."""
+        released = await Sweeper(self._ledger, self._app, self.settings).release_boots(self.settings.worker_id, BOOT)
+        if released:
+            logger.warning("requeued %s, which a former start of this worker held", released)
+
+    def _enqueue(self, job: Job) -> None:
+        enqueue(self._app, job.id, job.kind, job.model)
+
+    async def _stop(self) -> None:
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        if self._engine is not None:
+            await self._engine.shutdown()
+        if self._ledger is not None:
+            await self._ledger.close()

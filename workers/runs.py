@@ -1,0 +1,222 @@
+"""How does a worker take one job from claim to stored outputs, whatever happens in between?
+
+Every way out ends in the ledger: outputs, a typed problem, a cancellation, or a release to another attempt. A run that
+lost its lease says nothing any more: its attempt is fenced.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from contextlib import aclosing
+from dataclasses import dataclass
+from enum import StrEnum
+
+from ..broker.ledger import Claim, Ledger
+from ..schemas.errors import MidstreamError, Problem
+from ..schemas.jobs import Event, Job, Output, State
+from ..schemas.tensors import Tensor, content_hash
+from .engine import Engine, Progress
+from .patience import patiently
+
+logger = logging.getLogger(__name__)
+
+#: A request may see the engine's death before the watch on the engine does; how long the verdict is waited for.
+VERDICT_S = 5.0
+
+
+class Outcome(StrEnum):
+    """How a run ended; what the Celery task returns, so that Flower shows it."""
+
+    GENERATED = "generated"  # outputs are stored; receipts may still settle
+    NOT_OURS = "not ours"  # someone else has the job, or it is over
+    CANCELLED = "cancelled"
+    LOST = "lost"  # the lease went to another attempt
+    RELEASED = "released"  # the engine died; another attempt follows
+
+
+class JobFailed(Exception):
+    """The job ended with a problem, which is in the ledger already."""
+
+
+@dataclass(eq=False)
+class Run:
+    """One attempt at one job, on this worker, now."""
+
+    job: Job
+    attempt: int
+    task: "asyncio.Task[object]"
+    ending: Outcome | None = None  # why it is being stopped
+    closed: bool = False  # past the point where stopping it means anything
+
+    def stop(self, ending: Outcome) -> None:
+        """Cancel the run; the first reason counts."""
+        if not self.closed and self.ending is None:
+            self.ending = ending
+            self.task.cancel()
+
+
+class Runs:
+    """The attempts that this worker holds. Used from the engine's event loop only."""
+
+    def __init__(self, ledger: Ledger, engine: Engine, worker: str, boot: str, engine_died: asyncio.Event, enqueue: Callable[[Job], None]):
+        """`enqueue` sends a released job's message; it may block."""
+        self._ledger = ledger
+        self._enqueue = enqueue
+        self._engine = engine
+        self._worker = worker
+        self._boot = boot
+        self._engine_died = engine_died
+        self._running: dict[str, Run] = {}
+
+    @property
+    def held(self) -> dict[str, int]:
+        """job id → attempt, for the renewal of leases."""
+        return {job_id: run.attempt for job_id, run in self._running.items()}
+
+    def stop(self, job_ids: Iterable[str], ending: Outcome) -> None:
+        for job_id in job_ids:
+            if job_id in self._running:
+                self._running[job_id].stop(ending)
+
+    async def drain(self) -> None:
+        """Wait until every run is over."""
+        while self._running:
+            await asyncio.wait([run.task for run in self._running.values()])
+
+    async def run_job(self, job_id: str) -> Outcome:
+        """Claim and run a job. Raises JobFailed when it ended with a problem."""
+        if self._engine_died.is_set():
+            return Outcome.NOT_OURS
+        claim = await self._claim(job_id)
+        if claim is None:
+            return Outcome.NOT_OURS
+        task = asyncio.current_task()
+        assert task is not None, "run_job runs as a task"
+        run = Run(claim.job, claim.attempt, task)
+        former = self._running.get(job_id)
+        if former is not None:  # our own, from before a stall that cost us the lease
+            former.stop(Outcome.LOST)
+        self._running[job_id] = run
+        try:
+            return await self._attempt(run)
+        finally:
+            if self._running.get(job_id) is run:
+                del self._running[job_id]
+
+    async def _claim(self, job_id: str) -> Claim | None:
+        """The claimed job, or None when there is nothing to run. Raises JobFailed for a job that cannot be read."""
+        try:
+            return await patiently(lambda: self._ledger.claim(job_id, self._worker, self._boot, self._engine.world), f"claim of {job_id}")
+        except MidstreamError as error:
+            if error.kind == "not_found":  # removed, or lost with Redis's last second
+                logger.warning("message for %s, of which the ledger knows nothing", job_id)
+                return None
+            problem = error.problem()
+            # Claimed all the same, perhaps: whoever waits for it must be told.
+            view = await patiently(lambda: self._ledger.view(job_id), f"view of {job_id}")
+            if view.worker == self._worker and job_id not in self._running:
+                await patiently(lambda: self._ledger.fail(job_id, view.attempt, problem), f"failure of {job_id}")
+            raise JobFailed(f"{job_id}: {error}") from error
+
+    async def _attempt(self, run: Run) -> Outcome:
+        try:
+            outputs = await self._generate(run)
+            stored = await patiently(lambda: self._ledger.store_outputs(run.job.id, run.attempt, outputs), f"outputs of {run.job.id}")
+            run.closed = True
+            return Outcome.GENERATED if stored else Outcome.LOST
+        except asyncio.CancelledError:
+            if run.ending is None:
+                raise  # the event loop itself is going down
+            run.closed = True
+            run.task.uncancel()
+            return await self._abandon(run, run.ending)
+        except (Exception, BaseExceptionGroup) as error:
+            run.closed = True
+            return await self._give_up(run, problem_of(error))
+
+    async def _generate(self, run: Run) -> list[Output]:
+        """Every prompt of the job at once: they batch in the engine with each other and with other jobs."""
+        job = run.job
+        steered = any(job.steering)
+        if steered:
+            await self._engine.hold_vectors(job, self._fetch)
+        try:
+            async with asyncio.TaskGroup() as group:
+                outputs = [group.create_task(self._prompt(run, request)) for request in range(len(job.prompts))]
+        finally:
+            if steered:
+                await self._engine.release_vectors(job)
+        return [output.result() for output in outputs]
+
+    async def _prompt(self, run: Run, request: int) -> Output:
+        output: Output | None = None
+        async with aclosing(self._engine.generate(run.job, request, run.attempt)) as stream:
+            async for progress in stream:
+                output = progress.finished
+                if run.job.stream and (progress.text or progress.token_ids or output):
+                    await self._emit(run, _token_event(progress, run.attempt))
+        if output is None:
+            raise MidstreamError("engine_failed", f"the engine ended prompt {request} without an output")
+        await self._emit(run, Event(event="output", data={"index": request}, attempt=run.attempt))
+        return output
+
+    async def _emit(self, run: Run, event: Event) -> None:
+        await patiently(lambda: self._ledger.emit(run.job.id, run.attempt, event), f"event of {run.job.id}")
+
+    async def _fetch(self, name: str) -> Tensor:
+        tensor = await patiently(lambda: self._ledger.get_tensor(name), f"vector {name[:12]}")
+        if content_hash(tensor) != name:
+            raise MidstreamError("intervention_failed", f"vector {name[:12]} does not have the content that its name says")
+        return tensor
+
+    async def _abandon(self, run: Run, ending: Outcome) -> Outcome:
+        """Stop the attempt in the engine, and say in the ledger what follows from it."""
+        logger.info("job %s attempt %d stops: %s", run.job.id, run.attempt, ending)
+        if ending is Outcome.RELEASED:
+            state = await patiently(lambda: self._ledger.release(run.job.id, run.attempt), f"release of {run.job.id}")
+            if state is State.QUEUED:
+                await asyncio.to_thread(self._enqueue, run.job)
+            return ending
+        await self._engine.abort(run.job.id, run.attempt)
+        if ending is Outcome.CANCELLED:
+            await patiently(lambda: self._ledger.finish_cancel(run.job.id, run.attempt), f"cancel of {run.job.id}")
+        return ending
+
+    async def _give_up(self, run: Run, problem: Problem) -> Outcome:
+        """End the job with a problem, unless the engine's death is behind it: then another attempt follows."""
+        if problem.type.endswith(":engine_failed") and await self._engine_is_dead():
+            return await self._abandon(run, Outcome.RELEASED)
+        await self._engine.abort(run.job.id, run.attempt)
+        await patiently(lambda: self._ledger.fail(run.job.id, run.attempt, problem), f"failure of {run.job.id}")
+        raise JobFailed(f"{problem.title}: {problem.detail}")
+
+    async def _engine_is_dead(self) -> bool:
+        try:
+            await asyncio.wait_for(self._engine_died.wait(), VERDICT_S)
+        except TimeoutError:
+            return False
+        return True
+
+
+def problem_of(error: BaseException) -> Problem:
+    """The typed problem behind an exception; of a group, the first typed one, else the first."""
+    leaves = list(_leaves(error))
+    for leaf in leaves:
+        if isinstance(leaf, MidstreamError):
+            return leaf.problem()
+    logger.error("unexpected %s while running a job", type(leaves[0]).__name__, exc_info=leaves[0])
+    return MidstreamError("internal", f"{type(leaves[0]).__name__}: {leaves[0]}").problem()
+
+
+def _leaves(error: BaseException) -> Iterable[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _leaves(inner)
+    else:
+        yield error
+
+
+def _token_event(progress: Progress, attempt: int) -> Event:
+    finish_reason = progress.finished.finish_reason if progress.finished else None
+    data = {"index": progress.request, "text": progress.text, "token_ids": progress.token_ids, "finish_reason": finish_reason}
+    return Event(event="token", data=data, attempt=attempt)

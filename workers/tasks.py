@@ -1,0 +1,31 @@
+"""Which Celery tasks does a worker run? One per kind of job, all with the same body: the job's id is all that they carry."""
+
+import time
+from collections.abc import Callable
+
+from celery import Celery
+from celery.exceptions import Reject
+
+from .host import EngineHost
+from .runs import JobFailed
+
+KINDS = ("generate", "completion", "chat")
+
+#: A dead engine's messages go back to the queue; not so fast that they come round in circles until the consumer closes.
+REJECT_PAUSE_S = 0.2
+
+
+def register_tasks(app: Celery, host: EngineHost) -> None:
+    """Give `app` the tasks `midstream.<kind>`; the route in Flower is the kind, the argument the job's id."""
+    for kind in KINDS:
+        app.task(name=f"midstream.{kind}", throws=(JobFailed,))(_body(host))
+
+
+def _body(host: EngineHost) -> Callable[[str], str]:
+    def run(job_id: str) -> str:
+        if host.death:
+            time.sleep(REJECT_PAUSE_S)
+            raise Reject(host.death, requeue=True)
+        return host.run(job_id).value
+
+    return run
