@@ -1,0 +1,97 @@
+"""How is the queue set up: which queues, which priorities, which of Celery's many switches?
+
+A message carries a job id and nothing else. It is a hint that a job waits: the ledger decides who runs it, the sweeper
+sends it again when it was lost.
+"""
+
+import re
+
+from celery import Celery
+from kombu import Queue
+
+from ..schemas.settings import Settings
+
+#: Redis priorities of kombu: one list per step, 0 is served first.
+PRIORITY_STEPS = (0, 3, 6, 9)
+#: Someone waits for an answer at the OpenAI-style endpoints; a batch of jobs does not mind.
+PRIORITY_OF_KIND = {"chat": 3, "completion": 3, "generate": 6}
+#: The queue of the `callbacks` worker.
+CALLBACKS_QUEUE = "midstream.callbacks"
+#: Abandoned messages are looked for this often, in seconds (kombu's default amounts to about 100 s).
+RESTORE_INTERVAL_S = 2
+#: Between the queue's name and the priority in the name of kombu's Redis lists.
+SEPARATOR = "\x06\x16"
+
+
+def queue_of(model: str) -> str:
+    """`midstream.<model>`; characters that do not belong into a queue's name become `_` and their code."""
+    return "midstream." + re.sub(r"[^A-Za-z0-9.-]", lambda odd: f"_{ord(odd[0]):x}_", model)
+
+
+def lists_of(queue: str) -> list[str]:
+    """The Redis lists that a queue's messages wait in, one per priority."""
+    return [queue if step == 0 else f"{queue}{SEPARATOR}{step}" for step in PRIORITY_STEPS]
+
+
+def task_of(kind: str) -> str:
+    """The name of the task that runs jobs of a kind: `midstream.generate`, `.completion`, `.chat`."""
+    return f"midstream.{kind}"
+
+
+def make_app(settings: Settings) -> Celery:
+    """The Celery app that API, workers and callbacks share; there is no result backend, the ledger holds results."""
+    app = Celery("midstream", broker=settings.redis_url, set_as_current=False)
+    app.conf.update(
+        accept_content=["json"],
+        task_serializer="json",
+        event_serializer="json",
+        result_accept_content=["json"],
+        task_ignore_result=True,
+        task_store_errors_even_if_ignored=False,
+        task_acks_late=True,
+        task_acks_on_failure_or_timeout=True,  # a failed task has written its problem to the ledger: its message is done
+        task_track_started=True,
+        task_send_sent_event=True,
+        worker_send_task_events=True,
+        worker_prefetch_multiplier=1,
+        worker_cancel_long_running_tasks_on_connection_loss=False,  # not possible on threads
+        worker_enable_remote_control=True,
+        broker_connection_retry_on_startup=True,
+        broker_connection_max_retries=None,  # Redis may restart: keep trying
+        # A publisher that cannot reach Redis says so soon; the job is committed, and the sweeper sends its message later.
+        task_publish_retry_policy={"max_retries": 2, "interval_start": 0, "interval_step": 0.2, "interval_max": 0.5},
+        broker_transport_options={
+            "visibility_timeout": settings.visibility_timeout_s,
+            "unacked_restore_interval": RESTORE_INTERVAL_S,
+            "unacked_restore_throttle": 1,
+            "priority_steps": list(PRIORITY_STEPS),
+            "sep": SEPARATOR,
+            "queue_order_strategy": "priority",
+            "socket_keepalive": True,
+            "socket_connect_timeout": 5,
+        },
+        task_default_queue=CALLBACKS_QUEUE,
+        task_create_missing_queues=True,
+        task_queues=None,
+        enable_utc=True,
+    )
+    return app
+
+
+def queue(name: str) -> Queue:
+    """A queue of ours for `app.amqp` or a publisher: direct, same exchange and routing key as its name."""
+    return Queue(name, exchange=name, routing_key=name)
+
+
+def enqueue(app: Celery, job_id: str, kind: str, model: str, attempt: int = 0) -> None:
+    """Send the message that a job waits. `attempt`: how many were made, so that each message has an id of its own.
+
+    Blocks for a round trip to Redis; thread-safe. Raises kombu.exceptions.OperationalError when Redis is away.
+    """
+    app.send_task(
+        task_of(kind),
+        args=[job_id],
+        queue=queue_of(model),
+        priority=PRIORITY_OF_KIND[kind],
+        task_id=job_id if attempt == 0 else f"{job_id}.{attempt}",
+    )

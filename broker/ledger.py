@@ -1,0 +1,342 @@
+"""What is true about each job? The ledger in Redis: accepted, claimed, stored, ended, and what readers see of it.
+
+Everything here may be called from any process at any time; what changes a job is one Lua script (`scripts.py`). Whatever a
+worker says carries its `attempt`: a stale one changes nothing, and the call says so by returning None or False.
+"""
+
+import functools
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import NamedTuple, ParamSpec, TypeVar, cast
+
+import msgspec
+import redis.asyncio
+import redis.exceptions
+from redis.asyncio.retry import Retry
+from redis.backoff import ExponentialBackoff
+
+from .. import __version__
+from ..schemas.base import from_json, from_msgpack, to_json, to_msgpack
+from ..schemas.errors import MidstreamError, Problem
+from ..schemas.jobs import Event, Job, JobPage, JobResult, JobView, Output, State
+from ..schemas.models import ModelInfo, WorkerInfo
+from ..schemas.settings import Settings
+from ..schemas.tensors import Tensor
+from . import reading, scripts
+
+P = ParamSpec("P")
+T = TypeVar("T")
+list_ = list  # the method `Ledger.list` hides the builtin inside the class
+
+#: Connections to Redis that one process opens at most; more callers wait for a free one.
+MAX_CONNECTIONS = 64
+#: Seconds without an answer after which Redis counts as away.
+SOCKET_TIMEOUT_S = 10.0
+#: Repeats of a command whose connection broke. Every script may be repeated: what was done already is seen as done or refused.
+RETRIES = 3
+#: Jobs read at once while a filtered page is filled, and the most that are read for one page.
+PAGE_CHUNK, PAGE_SCAN = 100, 5000
+#: Crockford's base 32: no letter that reads like a digit.
+ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
+
+
+class Claim(NamedTuple):
+    job: Job
+    attempt: int  # the fencing token: everything the worker says about the job carries it
+
+
+class Renewal(NamedTuple):
+    lost: set[str]  # no longer this boot's: stop them, drop what they give
+    cancelling: set[str]  # still held, but nobody wants them any more
+
+
+def new_job_id() -> str:
+    """`job_`, 9 digits of time (so that ids sort by age) and 26 of secret randomness (130 bits)."""
+    stamp, prefix = int(time.time() * 1000), ""
+    for _ in range(9):
+        stamp, digit = divmod(stamp, 32)
+        prefix = ALPHABET[digit] + prefix
+    return "job_" + prefix + "".join(secrets.choice(ALPHABET) for _ in range(26))
+
+
+def reachable(call: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
+    """Redis away, loading or full is one typed error: MidstreamError("unavailable")."""
+
+    @functools.wraps(call)
+    async def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return await call(*args, **kwargs)
+        except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError, redis.exceptions.OutOfMemoryError) as error:
+            raise MidstreamError("unavailable", f"the job ledger is not reachable: {error}") from error
+
+    return guarded
+
+
+def not_found(job_id: str) -> MidstreamError:
+    return MidstreamError("not_found", f"there is no job {job_id}")
+
+
+class Ledger:
+    """The job ledger over one asyncio Redis client. Belongs to the event loop it is first used on."""
+
+    def __init__(self, client: redis.asyncio.Redis, settings: Settings) -> None:
+        self.redis = client
+        self.settings = settings
+        self._scripts = scripts.Scripts(client)
+
+    @classmethod
+    def connect(cls, settings: Settings) -> "Ledger":
+        """A ledger on `settings.redis_url`, with its own connections; end it with `close()`."""
+        pool = redis.asyncio.BlockingConnectionPool.from_url(
+            settings.redis_url,
+            max_connections=MAX_CONNECTIONS,
+            timeout=SOCKET_TIMEOUT_S,
+            socket_timeout=SOCKET_TIMEOUT_S,
+            socket_connect_timeout=SOCKET_TIMEOUT_S,
+            # A pooled connection that Redis's restart has cut is mended in silence; a Redis that is away is told within a second.
+            retry=Retry(ExponentialBackoff(cap=0.4, base=0.05), RETRIES),
+        )
+        return cls(redis.asyncio.Redis.from_pool(pool), settings)
+
+    async def close(self) -> None:
+        await self.redis.aclose()
+
+    @reachable
+    async def ping(self) -> None:
+        """Raises MidstreamError("unavailable") when Redis does not answer."""
+        await cast(Awaitable[bool], self.redis.ping())
+
+    # ---- accepting -------------------------------------------------------------------------------------------------
+
+    @reachable
+    async def submit(self, job: Job, blobs: Mapping[str, bytes | Tensor], idempotency: tuple[str, str] | None = None) -> tuple[str, bool]:
+        """Accept `job` and its vectors (content hash -> tensor) in one commit; returns its id and whether it is new.
+
+        The caller enqueues it then; if that fails, the sweeper does. `idempotency`: (the client's key, SHA-256 of the body).
+        Same key and same body: the first job's id and False. Raises MidstreamError("idempotency_mismatch") for another body.
+        """
+        raw = {name: to_msgpack(blob) if isinstance(blob, Tensor) else blob for name, blob in blobs.items()}
+        outcome, job_id = scripts.text(await self._scripts.submit(args=scripts.submit(self.settings, job, raw, idempotency, __version__)))
+        if outcome == "mismatch":
+            raise MidstreamError(
+                "idempotency_mismatch", f"this Idempotency-Key was used for job {job_id} with another body", field="Idempotency-Key"
+            )
+        if outcome == "exists":
+            raise MidstreamError("conflict", f"job {job_id} exists already")
+        return job_id, outcome == "created"
+
+    @reachable
+    async def request_cancel(self, job_id: str) -> JobView:
+        """Queued: aborted at once. Running: `cancelling`, until the worker says that it has stopped.
+
+        Raises not_found, and conflict when the job is over. Asking twice is harmless.
+        """
+        (outcome, *state) = scripts.text(await self._scripts.cancel(args=[*scripts.context(self.settings), job_id]))
+        if outcome == "unknown":
+            raise not_found(job_id)
+        if outcome == "refused":
+            raise MidstreamError("conflict", f"job {job_id} is over: its state is {state[0]}")
+        return await self.view(job_id)
+
+    # ---- the worker's side -----------------------------------------------------------------------------------------
+
+    @reachable
+    async def claim(self, job_id: str, worker: str, boot: str, ranks: int) -> Claim | None:
+        """Take a queued job: running, attempt + 1, leased for `lease_s`. None when somebody else has it, or it is over.
+
+        `ranks`: how many receipts each request with an intervention or a capture will get. Raises not_found.
+        """
+        outcome, *rest = await self._scripts.claim(args=scripts.claim(self.settings, job_id, worker, boot, ranks))
+        if outcome == b"unknown":
+            raise not_found(job_id)
+        if outcome == b"refused":
+            return None
+        return Claim(self._decode_job(job_id, rest[1]), int(rest[0]))
+
+    async def store_outputs(self, job_id: str, attempt: int, outputs: list[Output]) -> bool:
+        """All outputs of the attempt, at once. False: the attempt is stale or was cancelled, nothing is kept."""
+        return await self._tell("store", job_id, attempt, self.settings.capture_timeout_s, to_msgpack(outputs)) == "stored"
+
+    async def fail(self, job_id: str, attempt: int, problem: Problem) -> bool:
+        """End the job `failed` with `problem`. False: the attempt is stale."""
+        return await self._tell("fail", job_id, attempt, to_json(problem)) == "failed"
+
+    async def finish_cancel(self, job_id: str, attempt: int) -> bool:
+        """The cancelled job has left the engine. False: the attempt is stale, or nobody asked for its end."""
+        return await self._tell("cancelled", job_id, attempt) == "cancelled"
+
+    async def release(self, job_id: str, attempt: int) -> State | None:
+        """Give the job back: queued (the caller enqueues it), failed `worker_lost` after the last attempt, or cancelled.
+
+        Returns the state after it; None when the attempt is stale.
+        """
+        outcome = await self._tell("release", job_id, attempt)
+        return None if outcome == "stale" else State(outcome)
+
+    async def emit(self, job_id: str, attempt: int, event: Event) -> bool:
+        """Append to the job's event stream. False: the attempt is stale."""
+        return await self._tell("emit", job_id, attempt, to_json(event)) == "emitted"
+
+    @reachable
+    async def _tell(self, script: str, job_id: str, attempt: int, *rest: scripts.Argument) -> str:
+        reply = await getattr(self._scripts, script)(args=scripts.of_attempt(self.settings, job_id, attempt, *rest))
+        outcome = cast(bytes, reply).decode()
+        if outcome == "unknown":
+            raise not_found(job_id)
+        return outcome
+
+    @reachable
+    async def renew(self, worker: str, boot: str, held: Mapping[str, int]) -> Renewal:
+        """Renew the leases of `held` (job id -> attempt) by `lease_s`."""
+        lost, cancelling = await self._scripts.renew(args=scripts.renew(self.settings, worker, boot, held))
+        return Renewal(set(scripts.text(lost)), set(scripts.text(cancelling)))
+
+    # ---- reading ---------------------------------------------------------------------------------------------------
+
+    @reachable
+    async def job(self, job_id: str) -> Job:
+        """The job as accepted. Raises not_found."""
+        raw = await cast(Awaitable[bytes | None], self.redis.hget(f"ms:job:{job_id}", "spec"))
+        if raw is None:
+            raise not_found(job_id)
+        return self._decode_job(job_id, raw)
+
+    @reachable
+    async def view(self, job_id: str) -> JobView:
+        """Where the job stands. Raises not_found."""
+        values = await cast(Awaitable[list[bytes | None]], self.redis.hmget(f"ms:job:{job_id}", reading.FIELDS))
+        view = reading.view(job_id, values, self.settings)
+        if view is None:
+            raise not_found(job_id)
+        return view
+
+    @reachable
+    async def result(self, job_id: str) -> JobResult:
+        """Outputs, captures and determinism as far as they are known: read `state` for whether the job is over.
+
+        Raises not_found, and gone when the retention time is over.
+        """
+        async with self.redis.pipeline(transaction=True) as pipe:
+            pipe.hmget(f"ms:job:{job_id}", reading.FIELDS).get(f"ms:out:{job_id}").hvals(f"ms:ticket:{job_id}")
+            values, outputs, receipts = await pipe.execute()
+        view = reading.view(job_id, values, self.settings)
+        if view is None:
+            raise not_found(job_id)
+        if view.state is State.EXPIRED:
+            raise MidstreamError("gone", f"the result of job {job_id} was removed after {self.settings.result_ttl_s} s")
+        return reading.result(view, reading.asks(values), outputs, receipts, self.settings)
+
+    @reachable
+    async def list(self, state: State | None = None, model: str | None = None, limit: int = 50, cursor: str | None = None) -> JobPage:
+        """Jobs, newest first. `cursor` is a former page's `next`. A rare filter may give a short page with a `next`.
+
+        Raises MidstreamError("invalid_request") for a cursor that is not ours.
+        """
+        score, last = reading.parse_cursor(cursor)
+        found: list[JobView] = []
+        scanned = 0
+        while len(found) < limit and scanned < PAGE_SCAN:
+            chunk = await self._older(score, last)
+            if not chunk:
+                return JobPage(jobs=found)
+            async with self.redis.pipeline(transaction=False) as pipe:
+                for name, _ in chunk:
+                    pipe.hmget(f"ms:job:{name}", reading.FIELDS)
+                records = await pipe.execute()
+            for (name, created), values in zip(chunk, records, strict=True):
+                score, last = created, name
+                scanned += 1
+                view = reading.view(name, values, self.settings)
+                if view and (state is None or view.state is state) and (model is None or view.model == model):
+                    found.append(view)
+                    if len(found) == limit:
+                        break
+        more = await self._older(score, last, 1)
+        return JobPage(jobs=found, next=reading.format_cursor(score, last) if more else None)
+
+    async def _older(self, score: float, last: str, count: int = PAGE_CHUNK) -> list_[tuple[str, float]]:
+        """Up to `count` (job id, creation time) after the place (score, last), newest first."""
+        found: list_[tuple[str, float]] = []
+        offset = 0
+        while len(found) < count:  # jobs of one and the same time are ordered by id: skip those already given
+            rows = await self.redis.zrevrangebyscore("ms:jobs", score, "-inf", start=offset, num=count, withscores=True)
+            offset += count
+            found += [(name.decode(), at) for name, at in rows if at < score or name.decode() < last]
+            if len(rows) < count:
+                break
+        return found[:count]
+
+    @reachable
+    async def events(self, job_id: str, after: str = "", count: int = 1000) -> list_[Event]:
+        """Up to `count` events after the event id `after` (empty: from the first kept). Unknown or expired job: raises not_found.
+
+        Raises MidstreamError("invalid_request") for an id that is not one of a stream.
+        """
+        entries = await self.redis.xrange(f"ms:events:{job_id}", min=reading.after_id(after), count=count)
+        if not entries and not await self.redis.exists(f"ms:job:{job_id}"):
+            raise not_found(job_id)
+        return [msgspec.structs.replace(from_json(fields[b"e"], Event), id=name.decode()) for name, fields in entries]
+
+    @reachable
+    async def version(self, job_id: str) -> int | None:
+        """The job's version; None when there is no such job."""
+        raw = await cast(Awaitable[bytes | None], self.redis.hget(f"ms:job:{job_id}", "version"))
+        return None if raw is None else int(raw)
+
+    def _decode_job(self, job_id: str, raw: bytes) -> Job:
+        try:
+            return from_msgpack(raw, Job)
+        except msgspec.ValidationError as error:
+            raise MidstreamError(
+                "internal", f"job {job_id} was accepted by another version of Midstream than this one, {__version__}: {error}"
+            ) from error
+
+    # ---- blobs, models, workers ------------------------------------------------------------------------------------
+
+    @reachable
+    async def put_blob(self, name: str, data: bytes) -> None:
+        """Keep `data` under its content hash, without end: for tokenizer bundles. A job's vectors come with `submit`."""
+        await self.redis.set(f"ms:blob:{name}", data)
+
+    @reachable
+    async def get_blob(self, name: str) -> bytes | None:
+        return cast(bytes | None, await self.redis.get(f"ms:blob:{name}"))
+
+    async def get_tensor(self, name: str) -> Tensor:
+        """A steering vector by its content hash. Raises MidstreamError("intervention_failed") when it is gone."""
+        raw = await self.get_blob(name)
+        if raw is None:
+            raise MidstreamError("intervention_failed", f"the vector {name} is no longer stored")
+        return from_msgpack(raw, Tensor)
+
+    @reachable
+    async def publish_model(self, info: ModelInfo) -> None:
+        await cast(Awaitable[int], self.redis.hset("ms:models", info.name, to_json(info)))
+
+    @reachable
+    async def model(self, name: str) -> ModelInfo | None:
+        raw = await cast(Awaitable[bytes | None], self.redis.hget("ms:models", name))
+        return None if raw is None else from_json(raw, ModelInfo)
+
+    @reachable
+    async def models(self) -> list_[ModelInfo]:
+        """Every model that a worker has ever served, by name."""
+        raw = await cast(Awaitable[dict[bytes, bytes]], self.redis.hgetall("ms:models"))
+        return [from_json(raw[name], ModelInfo) for name in sorted(raw)]
+
+    @reachable
+    async def heartbeat(self, info: WorkerInfo) -> None:
+        """This worker lives for another `lease_s`."""
+        async with self.redis.pipeline(transaction=True) as pipe:
+            pipe.hset("ms:workers", info.worker, to_json(info))
+            pipe.set(f"ms:alive:{info.worker}", info.boot, px=int(self.settings.lease_s * 1000))
+            await pipe.execute()
+
+    @reachable
+    async def workers(self) -> list_[WorkerInfo]:
+        """The workers whose heartbeat is fresh, by id."""
+        raw = await cast(Awaitable[dict[bytes, bytes]], self.redis.hgetall("ms:workers"))
+        infos = [from_json(raw[name], WorkerInfo) for name in sorted(raw)]
+        boots = await self.redis.mget([f"ms:alive:{info.worker}" for info in infos]) if infos else []
+        return [info for info, boot in zip(infos, boots, strict=True) if boot is not None and boot.decode() == info.boot]

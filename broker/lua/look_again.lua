@@ -1,0 +1,7 @@
+-- A queued job has its message (or has just got one): look at it later.
+-- args: id, at
+local job = read(ARGV[FIRST])
+if job and job.state == 'queued' then
+  look_at(job, tonumber(ARGV[FIRST + 1]))
+end
+return 'ok'

@@ -1,0 +1,19 @@
+-- A worker has started: whatever its former starts held is put back.
+-- args: worker, boot of this start
+-- returns {id, state, kind, model, attempt, ...} for each job touched
+local worker, boot = unpack(ARGV, FIRST, FIRST + 1)
+local touched = {}
+for _, id in ipairs(redis.call('SMEMBERS', key('held', worker))) do
+  local job = read(id)
+  if job and working(job, job.attempt) and job.worker == worker then
+    if job.boot ~= boot then
+      put_back(job)
+      for _, value in ipairs({id, job.state, job.kind, job.model, job.attempt}) do
+        touched[#touched + 1] = value
+      end
+    end
+  else
+    redis.call('SREM', key('held', worker), id)
+  end
+end
+return touched

@@ -1,0 +1,85 @@
+-- A batch of receipts of one stream, committed together with the stream's mark, the tickets and the jobs.
+-- keys: the mark of (worker, rank, epoch)
+-- args: then (seq, job, request, rank, pp, attempt, status, kind, checksum, actions, message, packed receipt) per receipt, by seq
+-- returns {mark, applied, duplicate, stale, unknown, beyond a gap}
+local WIDTH = 12
+local before = tonumber(redis.call('GET', KEYS[1]) or '0')
+local mark = before
+local applied, duplicate, stale, unknown, beyond = 0, 0, 0, 0, 0
+local jobs, touched = {}, {}
+
+local function place(rank, pp)
+  return 'rank ' .. rank .. ' (stage ' .. pp .. ')'
+end
+
+-- An error or a disagreement ends the job at once; what is wanted no more is not failed, its cancel is under way.
+local function judge(job, request, rank, pp, status, kind, checksum, actions, message)
+  if status == 'error' then
+    if kind == '' then
+      kind = (job.captures or not job.steers) and 'capture_failed' or 'intervention_failed'
+    end
+    fail(job, kind, 'request ' .. request .. ', ' .. place(rank, pp) .. ': ' .. (message ~= '' and message or 'no reason was given'))
+    return
+  end
+  local field, told = request .. '/' .. pp, checksum .. ':' .. actions
+  if redis.call('HSETNX', key('agree', job.id), field, told .. ':' .. rank) == 0 then
+    local first_sum, first_count, first_rank =
+      string.match(redis.call('HGET', key('agree', job.id), field), '^(.*):(.*):(.*)$')
+    if first_sum .. ':' .. first_count ~= told then
+      fail(job, 'ranks_disagree', 'request ' .. request .. ', stage ' .. pp .. ': rank ' .. first_rank .. ' reports checksum '
+        .. first_sum .. ' after ' .. first_count .. ' actions, rank ' .. rank .. ' reports ' .. checksum .. ' after ' .. actions)
+    end
+  end
+end
+
+local function receive(id, request, rank, pp, attempt, status, kind, checksum, actions, message, packed)
+  local job = jobs[id]
+  if job == nil then
+    job = read(id) or false
+    jobs[id] = job
+  end
+  if not job then
+    unknown = unknown + 1
+  elseif not working(job, attempt) then
+    stale = stale + 1
+  elseif redis.call('HSETNX', key('ticket', id), request .. '/' .. rank, packed) == 0 then
+    duplicate = duplicate + 1
+  else
+    applied = applied + 1
+    job.receipts = job.receipts + 1
+    if not job.touched then
+      job.touched = true
+      touched[#touched + 1] = job
+    end
+    if status == 'partial' then
+      job.partial = '1'
+      redis.call('HSET', key('job', id), 'partial', '1')
+    end
+    redis.call('HINCRBY', key('job', id), 'receipts', 1)
+    event(job, 'receipt', '{"request":' .. request .. ',"rank":' .. rank .. ',"status":"' .. status .. '"}')
+    if job.state == 'running' then
+      judge(job, request, rank, pp, status, kind, checksum, actions, message)
+    end
+  end
+end
+
+for at = FIRST, #ARGV, WIDTH do
+  local seq = tonumber(ARGV[at])
+  if seq <= mark then
+    duplicate = duplicate + 1
+  elseif seq == mark + 1 then
+    mark = seq
+    receive(unpack(ARGV, at + 1, at + WIDTH - 1))
+  else
+    beyond = beyond + 1
+  end
+end
+if mark > before then
+  redis.call('SET', KEYS[1], mark)
+end
+for _, job in ipairs(touched) do
+  if not TERMINAL[job.state] and not finish(job) then
+    changed(job)
+  end
+end
+return {mark, applied, duplicate, stale, unknown, beyond}

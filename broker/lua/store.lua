@@ -1,0 +1,27 @@
+-- The outputs of an attempt, all at once. From here on the job waits for its receipts alone.
+-- args: id, attempt, capture_timeout_s, outputs
+-- returns 'unknown' | 'stale' | 'cancelled' (asked for meanwhile: the outputs are dropped) | 'stored'
+local id, attempt, capture_timeout, outputs = unpack(ARGV, FIRST, FIRST + 3)
+local job = read(id)
+if not job then
+  return 'unknown'
+end
+if not working(job, attempt) then
+  return 'stale'
+end
+if job.state == 'cancelling' then
+  move(job, 'cancelled')
+  return 'cancelled'
+end
+if job.generated then
+  return 'stored'
+end
+local deadline = now + tonumber(capture_timeout)
+job.generated = now
+redis.call('SET', key('out', id), outputs)
+redis.call('HSET', key('job', id), 'generated', ARGV[1], 'lease', deadline)
+look_at(job, deadline)
+if not finish(job) then
+  changed(job)
+end
+return 'stored'

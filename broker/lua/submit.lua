@@ -1,0 +1,37 @@
+-- Accept a job: record, blobs, listing and idempotency key in one commit.
+-- args: id, spec, created, kind, model, prompts, asked, captures, steers, metadata, written_by, idempotency key, body sha256,
+--       blob ttl, then (sha256, bytes) per blob
+-- returns {'created', id} | {'repeated', id of the first} | {'mismatch', id of the first} | {'exists', id}
+local id, spec, created, kind, model, prompts, asked, captures, steers, metadata, written_by, idem, body, blob_ttl =
+  unpack(ARGV, FIRST, FIRST + 13)
+if idem ~= '' then
+  local first = redis.call('GET', key('idem', idem))
+  if first then
+    local first_id, first_body = string.match(first, '^([^:]+):(.*)$')
+    if redis.call('EXISTS', key('job', first_id)) == 1 then
+      if first_body ~= body then
+        return {'mismatch', first_id}
+      end
+      return {first_id == id and 'created' or 'repeated', first_id}
+    end
+  end
+end
+local there = redis.call('HGET', key('job', id), 'spec')
+if there then -- the same again: a client whose connection broke before it got the answer
+  return {there == spec and 'created' or 'exists', id}
+end
+for at = FIRST + 14, #ARGV, 2 do
+  redis.call('SET', key('blob', ARGV[at]), ARGV[at + 1], 'EX', blob_ttl)
+end
+redis.call('HSET', key('job', id), 'spec', spec, 'state', 'queued', 'attempt', 0, 'version', 1, 'created', created, 'queued', ARGV[1],
+  'kind', kind, 'model', model, 'prompts', prompts, 'asked', asked, 'captures', captures, 'steers', steers, 'metadata', metadata,
+  'written_by', written_by, 'receipts', 0, 'expected', 0, 'capture_status', captures == '1' and 'pending' or 'not_requested')
+redis.call('ZADD', 'ms:jobs', created, id)
+if idem ~= '' then
+  redis.call('SET', key('idem', idem), id .. ':' .. body, 'EX', result_ttl)
+end
+local job = read(id)
+look_at(job, now + QUEUED_LOOK_S)
+event(job, 'state', '{"state":"queued","attempt":0}')
+redis.call('PUBLISH', key('changed', id), 1)
+return {'created', id}

@@ -1,0 +1,31 @@
+-- One job that the sweeper was to look at by now.
+-- args: id, capture_timeout_s (for the message)
+-- returns {what was found or done, kind, model, attempt}:
+--   gone | held (not due after all) | queued (does it have a message?) | requeued | failed | timed_out | cancelled
+local id, capture_timeout = unpack(ARGV, FIRST, FIRST + 1)
+local job = read(id)
+if not job or TERMINAL[job.state] then
+  redis.call('ZREM', 'ms:live', id)
+  return {'gone'}
+end
+local function answer(what)
+  return {what, job.kind, job.model, job.attempt}
+end
+if job.state == 'queued' then
+  return answer('queued')
+end
+if job.lease > now then
+  look_at(job, job.lease)
+  return answer('held')
+end
+if job.generated and job.state == 'running' then
+  -- A worker that is known to be gone sends no more receipts: try again. Otherwise the receipts are late: say so.
+  local known = redis.call('HEXISTS', 'ms:workers', job.worker) == 1
+  if not known or redis.call('GET', key('alive', job.worker)) == job.boot then
+    fail(job, 'receipts_timed_out', job.receipts .. ' of ' .. job.expected .. ' receipts arrived within ' .. capture_timeout
+      .. ' s of the last output', 'timed_out')
+    return answer('timed_out')
+  end
+end
+put_back(job)
+return answer(job.state == 'queued' and 'requeued' or job.state)

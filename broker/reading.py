@@ -1,0 +1,176 @@
+"""How does a job's record in Redis become what users read: view, result, ticket, determinism?"""
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, cast
+
+from ..schemas.base import from_json, from_msgpack, now
+from ..schemas.errors import Problem, invalid
+from ..schemas.jobs import (
+    TERMINAL,
+    CaptureResults,
+    Determinism,
+    FileEntry,
+    JobResult,
+    JobView,
+    Output,
+    RankReport,
+    StageReport,
+    State,
+)
+from ..schemas.receipts import Receipt, receipt_decoder
+from ..schemas.settings import Settings
+from ..schemas.specs import CaptureStatus
+
+#: The fields of `ms:job:{id}` that a view needs; not `spec`, which may be large.
+FIELDS = [
+    "state", "kind", "model", "attempt", "version", "created", "queued", "started", "generated", "cancelling", "finished", "worker",
+    "capture_status", "receipts", "expected", "prompts", "error", "metadata", "captures", "steers",
+]  # fmt: skip
+
+_STREAM_ID = re.compile(r"^\d{1,20}(-\d{1,20})?$")
+_CURSOR = re.compile(r"^(\d+(?:\.\d+)?):([A-Za-z0-9_]+)$")
+
+
+class Asks(NamedTuple):
+    captures: bool
+    steers: bool
+
+
+def asks(values: Sequence[bytes | None]) -> Asks:
+    record = dict(zip(FIELDS, values, strict=True))
+    return Asks(captures=record["captures"] == b"1", steers=record["steers"] == b"1")
+
+
+def view(job_id: str, values: Sequence[bytes | None], settings: Settings) -> JobView | None:
+    """`values` as HMGET gives them for `FIELDS`; None when there is no such job. A result past its retention reads `expired`."""
+    record = {name: value for name, value in zip(FIELDS, values, strict=True) if value is not None}
+    if "state" not in record:
+        return None
+
+    def moment(name: str) -> float | None:
+        return float(record[name]) if name in record else None
+
+    state, finished = State(record["state"].decode()), moment("finished")
+    if state in TERMINAL and finished is not None and now() > finished + settings.result_ttl_s:
+        state = State.EXPIRED
+    return JobView(
+        id=job_id,
+        kind=record["kind"].decode(),
+        model=record["model"].decode(),
+        state=state,
+        attempt=int(record["attempt"]),
+        version=int(record["version"]),
+        created=float(record["created"]),
+        queued=moment("queued"),
+        started=moment("started"),
+        generated=moment("generated"),
+        cancelling=moment("cancelling"),
+        finished=finished,
+        worker=record["worker"].decode() if "worker" in record else None,
+        capture_status=cast(CaptureStatus, record["capture_status"].decode()),
+        receipts=int(record["receipts"]),
+        receipts_expected=int(record["expected"]),
+        prompts=int(record["prompts"]),
+        error=from_json(record["error"], Problem) if "error" in record else None,
+        metadata=from_json(record["metadata"], dict[str, str]),
+    )
+
+
+def result(view: JobView, asked: Asks, outputs: bytes | None, receipts: Iterable[bytes], settings: Settings) -> JobResult:
+    """`outputs` and `receipts` as stored; receipts of one attempt, in any order."""
+    ticket = sorted((receipt_decoder.decode(raw) for raw in receipts), key=lambda told: (told.request, told.pp, told.rank))
+    return JobResult(
+        id=view.id,
+        model=view.model,
+        state=view.state,
+        outputs=from_msgpack(outputs, list[Output]) if outputs else [],
+        capture_results=capture_results(view, asked, ticket, settings),
+        determinism=determinism(view, ticket) if asked.captures or asked.steers else None,
+        attempt=view.attempt,
+    )
+
+
+def capture_results(view: JobView, asked: Asks, ticket: Sequence[Receipt], settings: Settings) -> CaptureResults:
+    """The files of the receipts that arrived, under the status that the ledger settled on."""
+    if not asked.captures:
+        return CaptureResults(status="not_requested", job=view.id)
+    files = [
+        FileEntry(
+            path=file.path, request=told.request, rank=told.rank, pp=told.pp, bytes=file.bytes, crc32=file.crc32, rows=file.rows,
+            layers=file.layers, positions=file.positions,
+        )
+        for told in ticket
+        for file in told.files
+    ]  # fmt: skip
+    return CaptureResults(
+        status=view.capture_status,
+        job=view.id,
+        url=f"{settings.public_url.rstrip('/')}/v1/captures/{view.id}",
+        root=str(settings.capture_root),
+        files=files,
+        bytes=sum(file.bytes for file in files),
+        rows=sum(file.rows for file in files),
+        detail=_capture_detail(view, ticket),
+    )
+
+
+def _capture_detail(view: JobView, ticket: Sequence[Receipt]) -> str:
+    """Why the status is what it is, when it is not `ok`."""
+    if view.error is not None:
+        return view.error.detail
+    if view.capture_status == "pending":
+        if view.receipts_expected == 0:
+            return "no worker has started the job yet"
+        return f"{view.receipts} of {view.receipts_expected} receipts have arrived"
+    if view.capture_status == "partial":
+        told = (f"request {item.request}, rank {item.rank}: {item.message}" for item in ticket if item.status == "partial")
+        return "; ".join(told)
+    if view.capture_status == "error":
+        return f"the job was {view.state}"
+    return ""
+
+
+def determinism(view: JobView, ticket: Sequence[Receipt]) -> Determinism:
+    """Whether, for every request, the ranks of each pipeline stage report the same checksum and number of actions.
+
+    Says it of the receipts that have arrived; a rank that has not reported agrees with nobody and contradicts nobody.
+    """
+    stages = []
+    for pp in sorted({told.pp for told in ticket}):
+        of_stage = [told for told in ticket if told.pp == pp]
+        accounts: dict[int, set[tuple[str, int]]] = {}
+        for told in of_stage:
+            accounts.setdefault(told.request, set()).add((told.checksum, told.actions))
+        ranks = [
+            RankReport(
+                rank=told.rank, tp=told.tp, request=told.request, step=told.step, checksum=told.checksum, actions=told.actions,
+                applied=told.applied, status=told.status, message=told.message,
+            )
+            for told in of_stage
+        ]  # fmt: skip
+        stages.append(StageReport(pp=pp, consistent=all(len(told) == 1 for told in accounts.values()), ranks=ranks))
+    return Determinism(consistent=all(stage.consistent for stage in stages), stages=stages, worker=view.worker or "")
+
+
+def after_id(last: str) -> str:
+    """XRANGE's lower bound for the entries after `last`. Raises MidstreamError("invalid_request") for what is no stream id."""
+    if last in ("", "0"):
+        return "-"
+    if not _STREAM_ID.match(last):
+        raise invalid("Last-Event-ID", f"{last!r} is not an event id", "an id from this stream, such as 1700000000000-0")
+    return f"({last}"
+
+
+def format_cursor(score: float, last: str) -> str:
+    return f"{score!r}:{last}"
+
+
+def parse_cursor(cursor: str | None) -> tuple[float, str]:
+    """(creation time, job id) to go on after. Raises MidstreamError("invalid_request") for what is no cursor."""
+    if not cursor:
+        return float("inf"), ""
+    match = _CURSOR.match(cursor)
+    if match is None:
+        raise invalid("cursor", f"{cursor!r} is not a cursor", "the `next` of a former page")
+    return float(match[1]), match[2]

@@ -1,0 +1,146 @@
+"""Which Lua scripts change the ledger, and in which order do they take their arguments?
+
+Every change of a job is one script in `lua/`, so that it is atomic. The tables of states and problems that the scripts read
+are generated from `schemas`, so that there is one truth. The packers below are the scripts' typed signatures.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..schemas.base import now, to_json, to_msgpack
+from ..schemas.errors import STATUS_OF_KIND, MidstreamError
+from ..schemas.jobs import TERMINAL, TRANSITIONS, Job, State
+from ..schemas.receipts import LostRange, Receipt
+from ..schemas.settings import Settings
+
+#: A job that has been queued this long without being claimed is looked for in the broker's lists.
+QUEUED_LOOK_S = 10.0
+#: Blobs outlive the jobs that name them: they were stored before, and a repeated submit refreshes them.
+BLOB_TTL_FACTOR = 3
+
+NAMES = (
+    "submit", "claim", "store", "fail", "cancel", "cancelled", "release", "release_boots", "renew", "emit",
+    "settle", "lost", "sweep", "look_again",
+)  # fmt: skip
+
+#: The hash field that gets the time at which a state was entered.
+STAMP: dict[State, str] = {
+    State.QUEUED: "queued",
+    State.RUNNING: "started",
+    State.CANCELLING: "cancelling",
+    **dict.fromkeys(TERMINAL, "finished"),
+}
+
+Argument = bytes | str | int | float
+
+
+class Registry(Protocol):
+    """A redis-py client, synchronous or asynchronous."""
+
+    def register_script(self, script: str) -> Any: ...
+
+
+class Scripts:
+    """The scripts bound to a client: `scripts.claim(args=…)`; awaitable when the client is. Reloaded after a Redis restart."""
+
+    def __init__(self, client: Registry) -> None:
+        self._bound = {name: client.register_script(source(name)) for name in NAMES}
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self._bound[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+@cache
+def source(name: str) -> str:
+    """The whole text of a script: generated tables, prelude, body."""
+    folder = Path(__file__).parent / "lua"
+    return "\n".join([_tables(), (folder / "prelude.lua").read_text(), (folder / f"{name}.lua").read_text()])
+
+
+def _tables() -> str:
+    allowed = {state: dict.fromkeys(following, True) for state, following in TRANSITIONS.items()}
+    problems = {kind: [(problem := MidstreamError(kind, "").problem()).title, problem.status] for kind in STATUS_OF_KIND}
+    return "\n".join(
+        [
+            f"local ALLOWED = {_lua(allowed)}",
+            f"local TERMINAL = {_lua(dict.fromkeys(TERMINAL, True))}",
+            f"local STAMP = {_lua(STAMP)}",
+            f"local PROBLEMS = {_lua(problems)}",
+            f"local QUEUED_LOOK_S = {QUEUED_LOOK_S}",
+        ]
+    )
+
+
+def _lua(value: Any) -> str:
+    """A Lua literal of a constant; strings here are our own identifiers."""
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"[{_lua(key)}]={_lua(item)}" for key, item in sorted(value.items())) + "}"
+    if isinstance(value, list):
+        return "{" + ",".join(map(_lua, value)) + "}"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return f"'{value}'"
+    return repr(value)
+
+
+def context(settings: Settings, at: float | None = None) -> list[Argument]:
+    """The four arguments that every script begins with; `at` is the time, in seconds since the epoch."""
+    return [repr(now() if at is None else at), settings.result_ttl_s, settings.event_limit, settings.max_attempts]
+
+
+def asked_requests(job: Job) -> int:
+    """How many of the job's prompts have an intervention or a capture, and so get a receipt from every rank."""
+    captured, steered = bool(job.captures), job.steering
+    return sum(1 for place in range(len(job.prompts)) if captured or (place < len(steered) and steered[place]))
+
+
+def submit(
+    settings: Settings, job: Job, blobs: Mapping[str, bytes], idempotency: tuple[str, str] | None, written_by: str
+) -> list[Argument]:
+    key, body = idempotency or ("", "")
+    flat = [part for pair in blobs.items() for part in pair]
+    return [
+        *context(settings),
+        job.id, to_msgpack(job), repr(job.created), job.kind, job.model, len(job.prompts), asked_requests(job),
+        int(bool(job.captures)), int(any(job.steering)), to_json(job.metadata), written_by, key, body,
+        BLOB_TTL_FACTOR * settings.result_ttl_s, *flat,
+    ]  # fmt: skip
+
+
+def claim(settings: Settings, job_id: str, worker: str, boot: str, ranks: int) -> list[Argument]:
+    return [*context(settings), job_id, worker, boot, ranks, settings.lease_s]
+
+
+def of_attempt(settings: Settings, job_id: str, attempt: int, *rest: Argument) -> list[Argument]:
+    """What every script of a worker's attempt begins with."""
+    return [*context(settings), job_id, attempt, *rest]
+
+
+def renew(settings: Settings, worker: str, boot: str, held: Mapping[str, int]) -> list[Argument]:
+    return [*context(settings), worker, boot, settings.lease_s, *[part for pair in held.items() for part in pair]]
+
+
+def settle(settings: Settings, receipts: Iterable[tuple[int, Receipt]]) -> list[Argument]:
+    """`receipts` ascending by sequence number."""
+    arguments = context(settings)
+    for seq, told in receipts:
+        arguments += (
+            seq, told.job, told.request, told.rank, told.pp, told.attempt, told.status, told.kind, told.checksum, told.actions,
+            told.message, to_msgpack(told),
+        )  # fmt: skip
+    return arguments
+
+
+def lost(settings: Settings, worker: str, rank: int, lost_range: LostRange) -> list[Argument]:
+    return [*context(settings), lost_range.first, lost_range.last, worker, rank, lost_range.message, *lost_range.jobs]
+
+
+def text(reply: Sequence[Any]) -> list[str]:
+    """A script's flat reply as strings."""
+    return [part.decode() if isinstance(part, bytes) else str(part) for part in reply]

@@ -1,0 +1,99 @@
+"""How do receipts become part of the ledger, each exactly once, many at a time?
+
+The relay calls this with what one stream (worker, rank, epoch) sent. A batch, the stream's mark, the tickets and the jobs
+are committed in one script, so a crash in between leaves the mark where the receipts are.
+"""
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import redis
+
+from ..schemas.receipts import LostRange, Receipt
+from ..schemas.settings import Settings
+from . import scripts
+
+log = logging.getLogger(__name__)
+
+#: Receipts in one script call: enough to make the round trip cheap, few enough to hold Redis for a few milliseconds only.
+BATCH = 256
+
+
+@dataclass
+class SettleCounts:
+    """What has become of the receipts of this process, for metrics and tests."""
+
+    applied: int = 0  # changed a ticket
+    duplicate: int = 0  # sequence number committed before, or a rank that had told this already
+    stale: int = 0  # of a former attempt, or of a job that is over: acknowledged, changes nothing
+    unknown: int = 0  # of a job that the ledger does not have (any more): acknowledged
+    beyond_gap: int = 0  # not taken: a predecessor is missing, so the sender has to replay
+    lost: int = 0  # jobs failed by a LOST range
+
+
+def mark_key(worker: str, rank: int, epoch: str) -> str:
+    return f"ms:mark:{worker}:{rank}:{epoch}"
+
+
+class Settler:
+    """Commits receipts through one synchronous Redis client; used by one thread.
+
+    Errors of Redis (`redis.RedisError`) come through: nothing of the failing batch counts as committed then, and
+    settling it again is harmless.
+    """
+
+    def __init__(self, client: redis.Redis, settings: Settings) -> None:
+        self._redis = client
+        self._settings = settings
+        self._scripts = scripts.Scripts(client)
+        self.counts = SettleCounts()
+
+    def mark(self, worker: str, rank: int, epoch: str) -> int:
+        """The last sequence number of the stream up to which all receipts are committed; 0 for a new stream."""
+        raw = cast(bytes | None, self._redis.get(mark_key(worker, rank, epoch)))
+        return 0 if raw is None else int(raw)
+
+    def settle(self, worker: str, rank: int, epoch: str, receipts: Iterable[tuple[int, Receipt]]) -> int:
+        """Commit (sequence number, receipt) pairs, in any order; returns the stream's new mark.
+
+        Numbers at or below the mark are dropped as duplicates; from a gap on nothing is taken and the mark stays before it.
+        """
+        ordered = sorted(receipts, key=lambda item: item[0])
+        if not ordered:
+            return self.mark(worker, rank, epoch)
+        keys = [mark_key(worker, rank, epoch)]
+        mark = 0
+        for start in range(0, len(ordered), BATCH):
+            batch = ordered[start : start + BATCH]
+            reply = cast(list[int], self._scripts.settle(keys=keys, args=scripts.settle(self._settings, batch)))
+            mark, beyond = reply[0], reply[5]
+            self._count(reply)
+            if beyond:
+                log.warning("receipts of worker %s rank %d epoch %s: gap after %d", worker, rank, epoch, mark)
+                self.counts.beyond_gap += len(ordered) - start - len(batch)
+                break
+        return mark
+
+    def lost(self, worker: str, rank: int, epoch: str, lost: LostRange) -> int:
+        """The sender has lost `lost.first..lost.last`: its jobs fail with the reason, the mark passes the range.
+
+        A range beyond a gap or below the mark changes nothing. Returns the stream's mark.
+        """
+        reply: Any = self._scripts.lost(keys=[mark_key(worker, rank, epoch)], args=scripts.lost(self._settings, worker, rank, lost))
+        mark, failed = int(reply[0]), int(reply[1])
+        self.counts.lost += failed
+        if mark == lost.last:
+            log.error(
+                "worker %s rank %d epoch %s lost receipts %d to %d: %d jobs failed", worker, rank, epoch, lost.first, lost.last, failed
+            )
+        return mark
+
+    def _count(self, reply: list[int]) -> None:
+        _, applied, duplicate, stale, unknown, beyond = reply
+        self.counts.applied += applied
+        self.counts.duplicate += duplicate
+        self.counts.stale += stale
+        self.counts.unknown += unknown
+        self.counts.beyond_gap += beyond

@@ -1,0 +1,165 @@
+"""How do thousands of held responses learn that their job has changed, without thousands of connections, and never hang?
+
+One pub/sub connection per process hears of every change. A message is only a hint: it may be lost with the connection, so
+whoever waits also looks by itself from time to time, and everybody looks when the connection is back.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+from types import TracebackType
+from typing import TypeVar
+
+import redis.asyncio
+import redis.exceptions
+
+from ..schemas.errors import MidstreamError
+from .ledger import Ledger, not_found
+from .reading import after_id
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+#: Seconds between looks of one waiter while messages come through, and while the connection is down.
+POLL_S, POLL_DEAF_S = 2.0, 0.25
+#: Seconds after which the silent pub/sub connection is asked whether it still lives.
+HEALTH_CHECK_S = 5
+RECONNECT_S = 0.2
+PATTERN = "ms:changed:*"
+PREFIX = len("ms:changed:")
+
+
+class Watcher:
+    """Waits for changes of jobs on one pub/sub connection. Belongs to one event loop.
+
+    Use as `async with Watcher(ledger)`, or `start()` and `close()`.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._waiting: dict[str, set[asyncio.Event]] = {}
+        self._task: asyncio.Task[None] | None = None
+        self._hearing = asyncio.Event()
+
+    async def __aenter__(self) -> "Watcher":
+        self.start()
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self.close()
+
+    def start(self) -> None:
+        """Begin to listen; harmless when repeated. Must be called on the event loop."""
+        if self._task is None:
+            self._task = asyncio.create_task(self._listen(), name="midstream-watcher")
+
+    async def close(self) -> None:
+        """Stop listening and wake everybody who waits; they see their deadline or go on by polling."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+            self._task = None
+        self._hearing.clear()
+        self._wake_all()
+
+    @property
+    def waiting(self) -> int:
+        """How many calls wait now."""
+        return sum(map(len, self._waiting.values()))
+
+    async def changed(self, job_id: str, version: int, timeout: float) -> int:
+        """The job's current version: at once when it is above `version`, else when it grows, or after `timeout` seconds.
+
+        While Redis is away it waits on; then, at the timeout, it returns `version`. Raises not_found.
+        """
+
+        async def look() -> int | None:
+            current = await self._ledger.version(job_id)
+            if current is None:
+                raise not_found(job_id)
+            return current if current > version else None
+
+        found = await self._until(job_id, look, timeout)
+        return version if found is None else found
+
+    async def stirred(self, job_id: str, after: str, timeout: float) -> bool:
+        """Whether the job's event stream has an entry after the event id `after`; waits up to `timeout` seconds for one.
+
+        Raises not_found, and invalid_request for what is no event id.
+        """
+        after_id(after)
+
+        async def look() -> bool | None:
+            return bool(await self._ledger.events(job_id, after, count=1)) or None
+
+        return await self._until(job_id, look, timeout) is not None
+
+    async def _until(self, job_id: str, look: Callable[[], Awaitable[T | None]], timeout: float) -> T | None:
+        """What `look` finds, or None after `timeout`. Registers before it looks, so that no change slips in between."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout
+        woken = asyncio.Event()
+        self._waiting.setdefault(job_id, set()).add(woken)
+        try:
+            while True:
+                woken.clear()
+                try:
+                    async with asyncio.timeout_at(deadline):
+                        found = await look()
+                    if found is not None:
+                        return found
+                except TimeoutError:
+                    return None
+                except MidstreamError as error:
+                    if error.kind != "unavailable":
+                        raise
+                patience = min(deadline - loop.time(), POLL_S if self._hearing.is_set() else POLL_DEAF_S)
+                if patience <= 0:
+                    return None
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(patience):
+                        await woken.wait()
+        finally:
+            waiters = self._waiting[job_id]
+            waiters.discard(woken)
+            if not waiters:
+                del self._waiting[job_id]
+
+    async def _listen(self) -> None:
+        """Hear messages for ever; after any failure wake everybody, connect again, wake everybody again."""
+        while True:
+            try:
+                await self._hear()
+            except (redis.exceptions.RedisError, OSError) as error:
+                log.warning("job changes are not heard, %d waiters poll: %s", self.waiting, error)
+            finally:
+                self._hearing.clear()
+                self._wake_all()
+            await asyncio.sleep(RECONNECT_S)
+
+    async def _hear(self) -> None:
+        settings = self._ledger.settings
+        # A connection of its own, that reports a failure at once instead of mending it in silence.
+        client = redis.asyncio.Redis.from_url(
+            settings.redis_url, retry=None, socket_connect_timeout=5, socket_timeout=None, socket_keepalive=True
+        )
+        async with client, client.pubsub(ignore_subscribe_messages=False) as pubsub:
+            await pubsub.psubscribe(PATTERN)
+            while True:
+                message = await pubsub.get_message(timeout=HEALTH_CHECK_S)
+                if message is None:
+                    await pubsub.ping()  # its answer is a message; a dead peer makes the next read or write fail
+                elif message["type"] == "psubscribe":
+                    self._hearing.set()
+                    self._wake_all()  # what changed while nobody heard
+                elif message["type"] == "pmessage":
+                    for waiter in self._waiting.get(message["channel"][PREFIX:].decode(), ()):
+                        waiter.set()
+
+    def _wake_all(self) -> None:
+        for waiters in self._waiting.values():
+            for waiter in waiters:
+                waiter.set()
