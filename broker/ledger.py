@@ -8,7 +8,7 @@ import functools
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import NamedTuple, ParamSpec, TypeVar, cast
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import msgspec
 import redis.asyncio
@@ -81,7 +81,7 @@ class Ledger:
     """The job ledger over one asyncio Redis client. Belongs to the event loop it is first used on."""
 
     def __init__(self, client: redis.asyncio.Redis, settings: Settings) -> None:
-        self.redis = client
+        self.redis: Any = client  # redis-py types each answer as the union of all that it can be configured to give
         self.settings = settings
         self._scripts = scripts.Scripts(client)
 
@@ -105,7 +105,7 @@ class Ledger:
     @reachable
     async def ping(self) -> None:
         """Raises MidstreamError("unavailable") when Redis does not answer."""
-        await cast(Awaitable[bool], self.redis.ping())
+        await self.redis.ping()
 
     # ---- accepting -------------------------------------------------------------------------------------------------
 
@@ -181,7 +181,7 @@ class Ledger:
     @reachable
     async def _tell(self, script: str, job_id: str, attempt: int, *rest: scripts.Argument) -> str:
         reply = await getattr(self._scripts, script)(args=scripts.of_attempt(self.settings, job_id, attempt, *rest))
-        outcome = cast(bytes, reply).decode()
+        outcome = str(reply.decode())
         if outcome == "unknown":
             raise not_found(job_id)
         return outcome
@@ -197,7 +197,7 @@ class Ledger:
     @reachable
     async def job(self, job_id: str) -> Job:
         """The job as accepted. Raises not_found."""
-        raw = await cast(Awaitable[bytes | None], self.redis.hget(f"ms:job:{job_id}", "spec"))
+        raw = await self.redis.hget(f"ms:job:{job_id}", "spec")
         if raw is None:
             raise not_found(job_id)
         return self._decode_job(job_id, raw)
@@ -205,7 +205,7 @@ class Ledger:
     @reachable
     async def view(self, job_id: str) -> JobView:
         """Where the job stands. Raises not_found."""
-        values = await cast(Awaitable[list[bytes | None]], self.redis.hmget(f"ms:job:{job_id}", reading.FIELDS))
+        values = await self.redis.hmget(f"ms:job:{job_id}", reading.FIELDS)
         view = reading.view(job_id, values, self.settings)
         if view is None:
             raise not_found(job_id)
@@ -281,7 +281,7 @@ class Ledger:
     @reachable
     async def version(self, job_id: str) -> int | None:
         """The job's version; None when there is no such job."""
-        raw = await cast(Awaitable[bytes | None], self.redis.hget(f"ms:job:{job_id}", "version"))
+        raw = await self.redis.hget(f"ms:job:{job_id}", "version")
         return None if raw is None else int(raw)
 
     def _decode_job(self, job_id: str, raw: bytes) -> Job:
@@ -301,7 +301,8 @@ class Ledger:
 
     @reachable
     async def get_blob(self, name: str) -> bytes | None:
-        return cast(bytes | None, await self.redis.get(f"ms:blob:{name}"))
+        raw: bytes | None = await self.redis.get(f"ms:blob:{name}")
+        return raw
 
     async def get_tensor(self, name: str) -> Tensor:
         """A steering vector by its content hash. Raises MidstreamError("intervention_failed") when it is gone."""
@@ -312,17 +313,17 @@ class Ledger:
 
     @reachable
     async def publish_model(self, info: ModelInfo) -> None:
-        await cast(Awaitable[int], self.redis.hset("ms:models", info.name, to_json(info)))
+        await self.redis.hset("ms:models", info.name, to_json(info))
 
     @reachable
     async def model(self, name: str) -> ModelInfo | None:
-        raw = await cast(Awaitable[bytes | None], self.redis.hget("ms:models", name))
+        raw = await self.redis.hget("ms:models", name)
         return None if raw is None else from_json(raw, ModelInfo)
 
     @reachable
     async def models(self) -> list_[ModelInfo]:
         """Every model that a worker has ever served, by name."""
-        raw = await cast(Awaitable[dict[bytes, bytes]], self.redis.hgetall("ms:models"))
+        raw = await self.redis.hgetall("ms:models")
         return [from_json(raw[name], ModelInfo) for name in sorted(raw)]
 
     @reachable
@@ -336,7 +337,7 @@ class Ledger:
     @reachable
     async def workers(self) -> list_[WorkerInfo]:
         """The workers whose heartbeat is fresh, by id."""
-        raw = await cast(Awaitable[dict[bytes, bytes]], self.redis.hgetall("ms:workers"))
+        raw = await self.redis.hgetall("ms:workers")
         infos = [from_json(raw[name], WorkerInfo) for name in sorted(raw)]
         boots = await self.redis.mget([f"ms:alive:{info.worker}" for info in infos]) if infos else []
         return [info for info, boot in zip(infos, boots, strict=True) if boot is not None and boot.decode() == info.boot]

@@ -1,0 +1,132 @@
+"""Who looks after jobs that nobody holds? The `callbacks` worker: a Celery worker with the sweeper beside its pool.
+
+The sweeper runs on a thread of its own and not as a task, because it must also run when messages get lost.
+Run as `python -m midstream.broker.callbacks`; settings come from the environment.
+"""
+
+import asyncio
+import logging
+import sys
+import threading
+from typing import Any
+
+from celery import Celery, bootsteps, signals
+from celery.utils.nodenames import default_nodename, host_format
+
+from ..schemas.settings import Settings, SettingsError, load_settings
+from .celery_app import CALLBACKS_QUEUE, make_app
+from .ledger import Ledger
+from .sweeper import Sweeper
+
+log = logging.getLogger(__name__)
+
+EXIT_BAD_SETTINGS = 2
+CONCURRENCY = 4
+#: Seconds that a sweep under way may take to end at shutdown.
+STOP_TIMEOUT_S = 10.0
+
+
+class SweeperThread:
+    """Sweeps every `sweep_interval_s` until stopped; a sweep that fails is logged and the next one tries again."""
+
+    def __init__(self, app: Celery, settings: Settings) -> None:
+        self._app = app
+        self._settings = settings
+        self._loop = asyncio.new_event_loop()
+        self._task: asyncio.Task[None] | None = None
+        self._thread = threading.Thread(target=self._main, name="sweeper", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends after the sweep under way; harmless when repeated."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._cancel)
+            self._thread.join(STOP_TIMEOUT_S)
+
+    terminate = stop
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    def _main(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._task = self._loop.create_task(self._run())
+        try:
+            self._loop.run_until_complete(self._task)
+        except asyncio.CancelledError:
+            log.info("sweeper stopped")
+        finally:
+            self._loop.close()
+
+    async def _run(self) -> None:
+        ledger = Ledger.connect(self._settings)
+        sweeper = Sweeper(ledger, self._app, self._settings)
+        try:
+            while True:
+                try:
+                    report = await sweeper.sweep()
+                    if report:
+                        log.info("swept: %s", report)
+                except Exception:
+                    # Whatever it was, the other jobs still need the next sweep.
+                    log.exception("a sweep failed; the next one is in %s s", self._settings.sweep_interval_s)
+                await asyncio.sleep(self._settings.sweep_interval_s)
+        finally:
+            await ledger.close()
+
+
+class SweeperStep(bootsteps.StartStopStep):
+    """Worker bootstep that owns the sweeper's thread."""
+
+    def create(self, parent: Any) -> SweeperThread:
+        return SweeperThread(parent.app, parent.app.midstream_settings)
+
+
+def make_callbacks_app(settings: Settings) -> Celery:
+    """The Celery app of the `callbacks` worker."""
+    app = make_app(settings)
+    app.midstream_settings = settings
+    app.steps["worker"].add(SweeperStep)
+    return app
+
+
+def main() -> int:
+    """Run until told to stop; returns the exit code."""
+    try:
+        settings = load_settings()
+        if not settings.redis_url:
+            raise SettingsError("MIDSTREAM_REDIS_URL: the callbacks worker needs it")
+    except SettingsError as error:
+        print(f"callbacks failed: {error}", file=sys.stderr, flush=True)
+        return EXIT_BAD_SETTINGS
+    logging.basicConfig(level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    @signals.setup_logging.connect(weak=False)
+    def _keep_logging(**_: Any) -> None:
+        """Connected so that Celery leaves the logging as it is."""
+
+    @signals.worker_ready.connect(weak=False)
+    def _say_ready(**_: Any) -> None:
+        print("callbacks ready", flush=True)
+
+    worker = make_callbacks_app(settings).Worker(
+        hostname=host_format(default_nodename("callbacks@%h")),
+        pool="threads",
+        concurrency=CONCURRENCY,
+        queues=[CALLBACKS_QUEUE],
+        task_events=True,
+        without_gossip=True,
+        without_mingle=True,
+        quiet=True,
+        loglevel=settings.log_level,
+        redirect_stdouts=False,
+    )
+    worker.start()
+    return int(worker.exitcode or 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

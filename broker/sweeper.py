@@ -1,0 +1,158 @@
+"""What has been left lying, and what becomes of it? Messages that were lost, workers that died, receipts that never came.
+
+The queue is not at-least-once by itself (kombu pops a message before it notes it as unacknowledged), so the ledger is asked
+instead: `ms:live` holds every job that is not over by when it must be looked at next.
+"""
+
+import asyncio
+import logging
+import re
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from celery import Celery
+
+from ..schemas.base import now
+from ..schemas.settings import Settings
+from . import scripts
+from .celery_app import enqueue, lists_of, queue_of
+from .ledger import Ledger, reachable
+
+log = logging.getLogger(__name__)
+
+#: Jobs looked at in one sweep; the rest is due in the next one.
+SWEEP_LIMIT = 5000
+#: Messages read from a list at once.
+MESSAGES_CHUNK = 500
+#: Old jobs whose listing entry is checked in one sweep.
+PRUNE_LIMIT = 200
+#: A queued job that has its message is looked at again after `QUEUED_LOOK_S` and this many seconds per message that had
+#: to be read for it, so that a long queue is not read all the time.
+SECONDS_PER_MESSAGE = 1e-3
+#: kombu's hash of messages that were delivered and not acknowledged.
+UNACKED = "unacked"
+
+#: The task id in a message's headers; `\\` because a message may be quoted inside another JSON document.
+_TASK_ID = re.compile(rb'\\?"id\\?": ?\\?"([^"\\]+)')
+_RETRY_SUFFIX = re.compile(r"\.\d+$")
+
+
+@dataclass
+class SweepReport:
+    """Job ids by what one sweep did to them."""
+
+    resent: list[str] = field(default_factory=list)  # queued, but their message was lost
+    requeued: list[str] = field(default_factory=list)  # their worker's lease had run out
+    failed: list[str] = field(default_factory=list)  # ... and it was the last attempt
+    timed_out: list[str] = field(default_factory=list)  # generated, but receipts are missing
+    cancelled: list[str] = field(default_factory=list)  # their worker died before it could say so
+    pruned: int = 0  # entries of the listing whose job's record has expired
+
+    def __bool__(self) -> bool:
+        return bool(self.resent or self.requeued or self.failed or self.timed_out or self.cancelled or self.pruned)
+
+
+class Sweeper:
+    """Runs on the ledger's event loop. Several may run at once: every step is a compare-and-set, a second message is harmless."""
+
+    def __init__(self, ledger: Ledger, app: Celery, settings: Settings) -> None:
+        self._app = app
+        self._settings = settings
+        self._redis = ledger.redis
+        self._scripts = scripts.Scripts(ledger.redis)
+
+    @reachable
+    async def sweep(self, at: float | None = None) -> SweepReport:
+        """Look at every job that is due at `at` (seconds since the epoch; default: now).
+
+        Raises MidstreamError("unavailable") when Redis is away and kombu.exceptions.OperationalError when a message could
+        not be sent: what was not done is still due in the next sweep.
+        """
+        at = now() if at is None else at
+        report = SweepReport()
+        queued: dict[str, list[tuple[str, str, int]]] = defaultdict(list)  # model -> (id, kind, attempt)
+        due: list[bytes] = await self._redis.zrangebyscore("ms:live", "-inf", at, start=0, num=SWEEP_LIMIT)
+        for raw in due:
+            job_id = raw.decode()
+            reply = await self._scripts.sweep(args=[*scripts.context(self._settings, at), job_id, self._settings.capture_timeout_s])
+            found, *record = scripts.text(reply)
+            if found in ("gone", "held"):
+                continue
+            kind, model, attempt = record[0], record[1], int(record[2])
+            if found == "queued":
+                queued[model].append((job_id, kind, attempt))
+            else:
+                getattr(report, found).append(job_id)
+                log.warning("job %s, attempt %d: %s", job_id, attempt, found)
+            if found == "requeued":
+                await self._send(job_id, kind, model, attempt)
+        for model, jobs in queued.items():
+            report.resent += await self._resend_lost(model, jobs, at)
+        report.pruned = await self._prune(at)
+        return report
+
+    @reachable
+    async def release_boots(self, worker: str, boot: str) -> list[str]:
+        """Put back at once what former starts of `worker` held; `boot` is its present start. Returns the requeued ids."""
+        reply = scripts.text(await self._scripts.release_boots(args=[*scripts.context(self._settings), worker, boot]))
+        requeued = []
+        for at in range(0, len(reply), 5):
+            job_id, state, kind, model, attempt = reply[at : at + 5]
+            if state == "queued":
+                requeued.append(job_id)
+                await self._send(job_id, kind, model, int(attempt))
+        return requeued
+
+    async def _send(self, job_id: str, kind: str, model: str, attempt: int) -> None:
+        await asyncio.to_thread(enqueue, self._app, job_id, kind, model, attempt)
+
+    async def _resend_lost(self, model: str, jobs: list[tuple[str, str, int]], at: float) -> list[str]:
+        """Send a message again for each of `jobs` that has none; returns their ids."""
+        waiting, read = await self._messages(queue_of(model))
+        resent = []
+        for job_id, kind, attempt in jobs:
+            if job_id not in waiting:
+                log.warning("job %s has no message in the queue: sending another", job_id)
+                await self._send(job_id, kind, model, attempt)
+                resent.append(job_id)
+            later = at + scripts.QUEUED_LOOK_S + SECONDS_PER_MESSAGE * read
+            await self._scripts.look_again(args=[*scripts.context(self._settings, at), job_id, later])
+        return resent
+
+    async def _messages(self, queue: str) -> tuple[set[str], int]:
+        """The job ids that have a message waiting in `queue` or delivered from any queue, and how many messages were read."""
+        found: set[str] = set()
+        read = 0
+        # Waiting first: a message that is delivered in between is found among the delivered, not in neither.
+        for name in lists_of(queue):
+            start = 0
+            while True:
+                # From the publishers' end: a message put in meanwhile makes us read another twice, none is passed over.
+                chunk: list[bytes] = await self._redis.lrange(name, start, start + MESSAGES_CHUNK - 1)
+                found.update(map(_job_of, chunk))
+                read += len(chunk)
+                start += MESSAGES_CHUNK
+                if len(chunk) < MESSAGES_CHUNK:
+                    break
+        delivered: list[bytes] = await self._redis.hvals(UNACKED)
+        found.update(map(_job_of, delivered))
+        return found, read + len(delivered)
+
+    async def _prune(self, at: float) -> int:
+        """Drop the oldest listing entries whose records have expired."""
+        before = at - self._settings.result_ttl_s
+        old: list[bytes] = await self._redis.zrangebyscore("ms:jobs", "-inf", before, start=0, num=PRUNE_LIMIT)
+        if not old:
+            return 0
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for name in old:
+                pipe.exists(f"ms:job:{name.decode()}")
+            there = await pipe.execute()
+        gone = [name for name, exists in zip(old, there, strict=True) if not exists]
+        return int(await self._redis.zrem("ms:jobs", *gone)) if gone else 0
+
+
+def _job_of(message: bytes) -> str:
+    """The job id of a Celery message: its task id without the number of the attempt; empty for what is none of ours."""
+    match = _TASK_ID.search(message)
+    return _RETRY_SUFFIX.sub("", match[1].decode()) if match else ""
