@@ -142,7 +142,7 @@ class Answer(Record, kw_only=True):
     model: str
     #: Present when capture or steering was asked for, in the last chunk of a stream.
     capture_results: CaptureResults | UnsetType = UNSET
-    determinism: Determinism | None | UnsetType = UNSET
+    determinism: Determinism | UnsetType | None = UNSET
 
 
 class CompletionLogprobs(Record):
@@ -168,7 +168,7 @@ class Completion(Answer, kw_only=True):
 
 class CompletionChunk(Answer, kw_only=True):
     choices: list[CompletionChoice]
-    usage: Usage | None | UnsetType = UNSET
+    usage: Usage | UnsetType | None = UNSET
 
 
 class ChatLogprob(Record):
@@ -217,7 +217,7 @@ class ChatChunkChoice(Record):
 
 class ChatChunk(Answer, kw_only=True):
     choices: list[ChatChunkChoice]
-    usage: Usage | None | UnsetType = UNSET
+    usage: Usage | UnsetType | None = UNSET
 
 
 class ModelCard(Record):

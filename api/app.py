@@ -1,0 +1,50 @@
+"""What is the HTTP edge made of? `make_app` puts the routes, the error answers and the documents together. Stateless: run many."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from litestar import Litestar
+from litestar.datastructures import MutableScopeHeaders
+from litestar.plugins.prometheus import PrometheusConfig
+from litestar.types import Message, Scope
+
+from .. import __version__
+from ..schemas.settings import Settings
+from . import captures, completions, jobs, openapi, problems, service
+from .body import JsonRequest
+from .edge import open_edge
+
+VERSION_HEADER = "x-midstream-version"
+
+ROUTES = [*jobs.ROUTES, *completions.ROUTES, *captures.ROUTES, *service.ROUTES]
+
+
+async def _name_version(message: Message, scope: Scope) -> None:
+    """Every answer names our version, so that a client of another one can say so."""
+    if message["type"] == "http.response.start":
+        MutableScopeHeaders.from_message(message)[VERSION_HEADER] = __version__
+
+
+def make_app(settings: Settings) -> Litestar:
+    """The application over the Redis of `settings.redis_url`; needs no worker, relay or Redis to start."""
+
+    @asynccontextmanager
+    async def edge(app: Litestar) -> AsyncIterator[None]:
+        async with open_edge(settings) as opened:
+            app.state.edge = opened
+            yield
+
+    records = openapi.Records()
+    return Litestar(
+        route_handlers=ROUTES,
+        lifespan=[edge],
+        request_class=JsonRequest,
+        request_max_body_size=settings.max_body_mib * 1024 * 1024,
+        exception_handlers=problems.HANDLERS,
+        before_send=[_name_version],
+        middleware=[PrometheusConfig(app_name="midstream", prefix="midstream_http", group_path=True).middleware],
+        openapi_config=openapi.config(records),
+        plugins=[records],
+        logging_config=None,
+        debug=False,
+    )

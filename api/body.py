@@ -1,0 +1,70 @@
+"""How is a request's body read? Bounded before it is buffered, JSON only, and decoded strictly into the handler's type."""
+
+import hashlib
+from typing import Any
+
+import anyio
+import msgspec
+from litestar import Request
+from litestar.exceptions import InternalServerException
+from litestar.exceptions.http_exceptions import RequestEntityTooLarge
+
+from ..schemas.base import from_json
+from ..schemas.errors import MidstreamError, invalid
+from . import problems
+
+#: A client that sends too much hears of it only once it has stopped sending; we read this many times the limit for it.
+DRAIN_FACTOR = 4
+DRAIN_S = 5.0
+
+MAX_KEY_LENGTH = 255
+
+
+class JsonRequest(Request[Any, Any, Any]):
+    """Litestar's request with our reading of the body. (Litestar itself would convert loosely, `"1"` to 1.)"""
+
+    async def body(self) -> bytes:
+        try:
+            return await super().body()
+        except RequestEntityTooLarge as error:
+            limit = self.route_handler.resolve_request_max_body_size() or 0
+            await self._drain(limit * DRAIN_FACTOR)
+            raise MidstreamError(
+                "payload_too_large", "the body is too large", allowed=f"at most {limit} bytes (MIDSTREAM_MAX_BODY_MIB)"
+            ) from error
+        except InternalServerException as error:  # how Litestar says that the client left in the middle
+            raise problems.ClientGone from error
+
+    async def json(self) -> Any:
+        media, _ = self.content_type
+        if media != "application/json":
+            raise MidstreamError(
+                "unsupported_media_type", f"the body is {media or 'of unnamed type'}", field="Content-Type", allowed="application/json"
+            )
+        wanted = self.route_handler.parsed_data_field
+        try:
+            return from_json(await self.body(), wanted.annotation if wanted else Any)
+        except msgspec.DecodeError as error:
+            raise problems.malformed(error) from error
+
+    async def _drain(self, most: int) -> None:
+        """Throw away what is still being sent, up to `most` bytes and a few seconds."""
+        if "expect" in self.headers:  # this client asks before it sends
+            return
+        with anyio.move_on_after(DRAIN_S):
+            while most > 0:
+                message = await self.receive()
+                if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                    return
+                most -= len(message.get("body", b""))
+
+    async def idempotency(self) -> tuple[str, str] | None:
+        """The `Idempotency-Key` and the SHA-256 of what was asked under it, or None without a key."""
+        key = self.headers.get("idempotency-key")
+        if key is None:
+            return None
+        if not 0 < len(key) <= MAX_KEY_LENGTH or not (key.isascii() and key.isprintable()):
+            raise invalid("Idempotency-Key", "is not 1 to 255 printable ASCII characters")
+        asked = hashlib.sha256(self.url.path.encode() + b"\0")
+        asked.update(await self.body())
+        return key, asked.hexdigest()

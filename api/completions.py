@@ -1,0 +1,84 @@
+"""The OpenAI-style routes. A completion is a job like any other; these handlers wait for it and answer in OpenAI's shape.
+
+When is a response answered? With `capture_wait: true`, or with steering, once the job is over: then every capture is durable,
+every rank has reported and all agree. (A steered answer is never given before: a rank might still report that it applied
+nothing.) Without either, as soon as the outputs are stored; captures are `pending` then, with the place to look.
+"""
+
+from typing import Any
+
+from litestar import Response, post
+from litestar.openapi.datastructures import ResponseSpec
+from litestar.response import Stream
+
+from ..schemas.base import now
+from ..schemas.jobs import JobView
+from ..schemas.openai import ChatCompletion, ChatRequest, Completion, CompletionRequest, OpenAIRequest
+from . import events, shapes
+from .body import JsonRequest
+from .edge import edge_of, unless_client_leaves
+from .jobs import PROBLEM, SUBMIT_ERRORS
+from .outcome import JOB_HEADER, accepted, failed, failure_of, is_over, job_url, result_of
+from .shapes import Shape
+from .streaming import Streamed
+from .wishes import Wish, wish_of_chat, wish_of_completion
+
+RESPONSES = {
+    202: ResponseSpec(JobView, description="Held for as long as responses are held; the job goes on", generate_examples=False),
+    409: PROBLEM,
+    500: PROBLEM,
+    504: PROBLEM,
+    **SUBMIT_ERRORS,
+}
+DESCRIPTION = (
+    "OpenAI's API with `steering`, `capture` and `capture_wait`. With `stream: true` the answer is server-sent chunks; the last one "
+    "before `[DONE]` carries `capture_results` and `determinism`."
+)
+
+
+async def _answer(request: JsonRequest, body: OpenAIRequest, wish: Wish, shape: Shape) -> Response[Any]:
+    edge = edge_of(request)
+    created = now()
+    job_id = await edge.submit(wish, await request.idempotency())
+    headers = {JOB_HEADER: job_id, "Location": job_url(edge, job_id)}
+    hold = body.capture_wait or bool(wish.steering)
+    asked = wish.capture is not None or bool(wish.steering)
+
+    def until(view: JobView) -> bool:
+        return is_over(view) or (not hold and view.generated is not None)
+
+    if wish.stream:
+        streamed = Streamed(
+            edge=edge,
+            shape=shape,
+            job_id=job_id,
+            model=wish.model,
+            created=created,
+            prompts=len(wish.prompts),
+            until=until,
+            with_usage=body.stream_options is not None and body.stream_options.include_usage,
+            with_extras=asked,
+        )
+        return Stream(streamed.body(), media_type=events.MEDIA_TYPE, headers={**events.HEADERS, **headers}, status_code=200)
+    view = await unless_client_leaves(request, edge.wait(job_id, until, edge.settings.max_wait_s))
+    if not until(view):
+        return accepted(edge, view, headers)
+    problem = failure_of(view) if is_over(view) else None
+    if problem is not None:
+        return failed(problem, headers)
+    result = await result_of(edge, job_id)
+    more = shapes.extras(result, asked, is_over(view))
+    return Response(shapes.whole(shape, result, created, more), status_code=200, headers=headers)
+
+
+@post("/v1/completions", status_code=200, summary="Complete prompts", description=DESCRIPTION, responses=RESPONSES)
+async def complete(data: CompletionRequest, request: JsonRequest) -> Response[Completion]:
+    return await _answer(request, data, wish_of_completion(data), shapes.COMPLETION)
+
+
+@post("/v1/chat/completions", status_code=200, summary="Answer a conversation", description=DESCRIPTION, responses=RESPONSES)
+async def chat(data: ChatRequest, request: JsonRequest) -> Response[ChatCompletion]:
+    return await _answer(request, data, wish_of_chat(data), shapes.CHAT)
+
+
+ROUTES = [complete, chat]

@@ -1,0 +1,187 @@
+"""What do the routes stand on? One `Edge` per process: ledger, watcher, Celery and the tokenizers it has met. Keeps no job state."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import anyio.to_thread
+from litestar import Request
+
+from ..broker.celery_app import enqueue
+from ..broker.celery_app import make_app as make_celery
+from ..broker.ledger import Ledger, new_job_id
+from ..broker.watch import Watcher
+from ..schemas.base import from_msgpack
+from ..schemas.errors import MidstreamError
+from ..schemas.jobs import Job, JobView, State
+from ..schemas.models import ModelInfo, TokenizerBundle
+from ..schemas.settings import Settings
+from . import admission
+from .problems import ClientGone
+from .text import Codec
+from .wishes import Wish
+
+log = logging.getLogger("midstream.api")
+
+T = TypeVar("T")
+
+#: A held response outlives a Redis that restarts within this many seconds.
+OUTAGE_S = 20.0
+OUTAGE_PAUSE_S = 0.25
+#: Handing a job to Celery may take this long; then the sweeper does it.
+ENQUEUE_S = 5.0
+
+
+class Edge:
+    """Everything a handler needs. Build with `open_edge`."""
+
+    def __init__(self, settings: Settings, ledger: Ledger, watcher: Watcher, celery: Any):
+        self.settings = settings
+        self.ledger = ledger
+        self.watcher = watcher
+        self.celery = celery
+        self._codecs: dict[str, Codec] = {}
+        self._closing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def close(self) -> None:
+        """The server is stopping: held responses are answered with what is known by now. The jobs go on."""
+        if not self._closing.done():
+            self._closing.set_result(None)
+
+    @property
+    def closing(self) -> bool:
+        return self._closing.done()
+
+    # --- Submission ---
+
+    async def model(self, name: str) -> ModelInfo:
+        """Raises `not_found` naming the models there are."""
+        info = await self.ledger.model(name)
+        if info is None:
+            raise admission.unknown_model(name, [model.name for model in await self.ledger.models()])
+        return info
+
+    async def codec(self, info: ModelInfo) -> Codec:
+        """The model's tokenizer, read once per process and content hash."""
+        known = self._codecs.get(info.tokenizer)
+        if known is None:
+            raw = await self.ledger.get_blob(info.tokenizer)
+            if raw is None:
+                raise MidstreamError("unavailable", f"the tokenizer of {info.name!r} has not been published yet", field="model")
+            known = await anyio.to_thread.run_sync(lambda: Codec(from_msgpack(raw, TokenizerBundle)))
+            self._codecs[info.tokenizer] = known
+        return known
+
+    async def submit(self, wish: Wish, idempotency: tuple[str, str] | None) -> str:
+        """Validate, commit to the ledger, hand to Celery; returns the job's id. Once this returns the job is durable.
+
+        Raises MidstreamError: 4xx for a bad wish, `idempotency_mismatch`, `unavailable` when nothing was accepted.
+        """
+        info = await self.model(wish.model)
+        admitted = await admission.admit(wish, info, await self.codec(info), new_job_id())
+        job_id, created = await self.ledger.submit(admitted.job, admitted.blobs, idempotency)
+        if created:
+            await self._enqueue(admitted.job)
+        return job_id
+
+    async def _enqueue(self, job: Job) -> None:
+        """The job is in the ledger by now, so a failure here delays it until the sweeper's next round and loses nothing."""
+        try:
+            with anyio.fail_after(ENQUEUE_S):
+                await anyio.to_thread.run_sync(enqueue, self.celery, job.id, job.kind, job.model, abandon_on_cancel=True)
+        except Exception as error:  # kombu raises what its transport raises
+            log.warning("job %s waits for the sweeper: it could not be handed to Celery (%r)", job.id, error)
+
+    async def cancel(self, job_id: str) -> JobView:
+        """Raises `conflict` for a job that is over. The broadcast is a hint; a worker also sees the state when it renews."""
+        view = await self.ledger.request_cancel(job_id)
+        if view.state is State.CANCELLING:
+            try:
+                await anyio.to_thread.run_sync(lambda: self.celery.control.broadcast("midstream_cancel", arguments={"job_id": job_id}))
+            except Exception as error:  # kombu raises what its transport raises
+                log.warning("cancel of job %s waits for the worker's next renewal: broadcast failed (%r)", job_id, error)
+        return view
+
+    # --- Waiting ---
+
+    async def wait(self, job_id: str, until: Callable[[JobView], bool], seconds: float) -> JobView:
+        """The job as soon as `until` holds of it, or as it is after `seconds` (or when the server stops).
+
+        Raises `not_found`; `unavailable` when Redis stays away longer than a restart takes.
+        """
+        deadline = time.monotonic() + min(seconds, self.settings.max_wait_s)
+        while True:
+            view = await self.patiently(lambda: self.ledger.view(job_id))
+            left = deadline - time.monotonic()
+            if until(view) or left <= 0 or self.closing:
+                return view
+            await self.or_closing(self.watcher.changed(job_id, view.version, left))
+
+    async def patiently(self, read: Callable[[], Awaitable[T]]) -> T:
+        """`read`, repeated while Redis restarts."""
+        until: float | None = None
+        while True:
+            try:
+                return await read()
+            except MidstreamError as error:
+                until = until or time.monotonic() + OUTAGE_S
+                if error.kind != "unavailable" or self.closing or time.monotonic() > until:
+                    raise
+            await self.or_closing(asyncio.sleep(OUTAGE_PAUSE_S))
+
+    async def or_closing(self, wait: Any) -> None:
+        """`wait`, cut short when the server stops."""
+        task = asyncio.ensure_future(wait)
+        try:
+            await asyncio.wait({task, self._closing}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done() and (error := task.exception()) is not None:
+                if not (isinstance(error, MidstreamError) and error.kind == "unavailable"):
+                    raise error
+                await asyncio.sleep(OUTAGE_PAUSE_S)  # the read that follows says what to do about it
+        finally:
+            task.cancel()
+
+
+@asynccontextmanager
+async def open_edge(settings: Settings) -> AsyncIterator[Edge]:
+    ledger = Ledger.connect(settings)
+    try:
+        async with Watcher(ledger) as watcher:
+            edge = Edge(settings, ledger, watcher, make_celery(settings))
+            try:
+                yield edge
+            finally:
+                edge.close()
+    finally:
+        await ledger.close()
+
+
+def edge_of(request: Request[Any, Any, Any]) -> Edge:
+    edge: Edge = request.app.state.edge
+    return edge
+
+
+async def unless_client_leaves(request: Request[Any, Any, Any], work: Awaitable[T]) -> T:
+    """`work`, given up with ClientGone when the connection closes. (The framework would leave the handler waiting.)
+
+    Only for waiting: what changes anything is done before.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGone
+    finally:
+        for one in (task, gone):
+            one.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)  # both are over before the handler is
+
+
+async def _disconnected(request: Request[Any, Any, Any]) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,73 @@
+"""How does a client follow a job as it runs? Server-sent events out of the job's event stream, resumable by id."""
+
+import re
+import time
+from collections.abc import AsyncIterator
+
+from ..schemas.base import to_json
+from ..schemas.errors import invalid
+from ..schemas.jobs import TERMINAL, Event
+from .edge import Edge
+
+MEDIA_TYPE = "text/event-stream"
+#: For proxies that would gather a stream before passing it on.
+HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+#: Silence for longer lets proxies and clients think that the connection is dead.
+PING_S = 15.0
+PING = b": ping\n\n"
+BATCH = 256
+
+#: Ids are those of the Redis stream.
+_ID = re.compile(r"\d{1,20}-\d{1,20}")
+BEGINNING = "0-0"
+
+
+def resume_point(header: str | None) -> str:
+    """Where `Last-Event-ID` says that the client is; raises a 400 for what is not an id of ours."""
+    if header is None or header == "":
+        return BEGINNING
+    if not _ID.fullmatch(header):
+        raise invalid(
+            "Last-Event-ID", f"{header[:40]!r} is not the id of an event", allowed="an `id` of this stream, such as 1700000000000-0"
+        )
+    return header
+
+
+async def follow(edge: Edge, job_id: str, after: str) -> AsyncIterator[list[Event]]:
+    """Batches of events after the id `after`, in order, up to `done`; an empty batch is a sign of life.
+
+    Also ends when the job is over and has no further events (they were trimmed), and when the server stops.
+    """
+    last_sign = time.monotonic()
+    over = False
+    while True:
+        batch = await edge.patiently(lambda after=after: edge.ledger.events(job_id, after, BATCH))  # type: ignore[misc]
+        if batch:
+            yield batch
+            if any(event.event == "done" for event in batch):
+                return
+            after, last_sign = batch[-1].id, time.monotonic()
+            continue
+        if over or edge.closing:
+            return
+        left = last_sign + PING_S - time.monotonic()
+        if left <= 0:
+            yield []
+            last_sign = time.monotonic()
+            # Looked at before the events are read again, so that none slips between the two.
+            over = (await edge.patiently(lambda: edge.ledger.view(job_id))).state in TERMINAL
+        else:
+            await edge.or_closing(edge.watcher.stirred(job_id, after, left))
+
+
+def encode(event: Event) -> bytes:
+    """One server-sent event; the attempt travels in the data, so that a reader of tokens sees when a job began anew."""
+    data = to_json({**event.data, "attempt": event.attempt})
+    return b"id: %b\nevent: %b\ndata: %b\n\n" % (event.id.encode(), event.event.encode(), data)
+
+
+async def server_sent(edge: Edge, job_id: str, after: str) -> AsyncIterator[bytes]:
+    """The body of `GET /v1/jobs/{id}/events`."""
+    async for batch in follow(edge, job_id, after):
+        yield b"".join(map(encode, batch)) if batch else PING

@@ -1,0 +1,136 @@
+"""The routes of jobs: submit, look, list, follow, fetch the result, cancel."""
+
+import re
+from typing import Annotated, Any
+
+from litestar import Response, get, post
+from litestar.openapi.datastructures import ResponseSpec
+from litestar.params import Parameter
+from litestar.response import Stream
+
+from ..schemas.errors import Problem
+from ..schemas.jobs import JobPage, JobRequest, JobResult, JobView, State
+from . import events, problems
+from .body import JsonRequest
+from .edge import edge_of, unless_client_leaves
+from .outcome import accepted, etag, finished, is_over, job_url, matches, not_ready
+from .wishes import wish_of_job
+
+WAIT = re.compile(r"\s*wait\s*=\s*\"?(\d{1,9})\"?\s*")
+MAX_PAGE = 200
+
+PROBLEM = ResponseSpec(Problem, media_type=problems.MEDIA_TYPE, description="What is wrong, with the field's path", generate_examples=False)
+ERRORS = {400: PROBLEM, 404: PROBLEM, 503: PROBLEM}
+SUBMIT_ERRORS = {**ERRORS, 413: PROBLEM, 415: PROBLEM, 422: PROBLEM}
+
+JobId = Annotated[str, Parameter(description="The job's id")]
+Wait = Annotated[
+    float | None,
+    Parameter(ge=0, description="Seconds to hold the answer: until the job is over, or with If-None-Match until it has changed"),
+]
+
+
+def preferred_wait(header: str | None) -> float | None:
+    """Seconds from `Prefer: wait=N` (RFC 7240); a preference that cannot be read is ignored, as the RFC wants."""
+    for preference in (header or "").split(","):
+        if match := WAIT.fullmatch(preference):
+            return float(match[1])
+    return None
+
+
+@post(
+    "/v1/jobs",
+    status_code=202,
+    summary="Submit a job",
+    description="Durable once answered. `Prefer: wait=N` holds the answer and gives the result with 200 if the job is over in time; "
+    "`Idempotency-Key` makes a repeated submission the same job.",
+    responses={200: ResponseSpec(JobResult, description="The result, with `Prefer: wait=N`", generate_examples=False), **SUBMIT_ERRORS},
+)
+async def submit_job(data: JobRequest, request: JsonRequest) -> Response[JobView]:
+    edge = edge_of(request)
+    job_id = await edge.submit(wish_of_job(data), await request.idempotency())
+    seconds = preferred_wait(request.headers.get("prefer"))
+    if seconds is None:
+        return accepted(edge, await edge.patiently(lambda: edge.ledger.view(job_id)))
+    view = await unless_client_leaves(request, edge.wait(job_id, is_over, seconds))
+    applied = {"Preference-Applied": f"wait={seconds:.0f}"}
+    return await finished(edge, view, applied) if is_over(view) else accepted(edge, view, applied)
+
+
+@get(
+    "/v1/jobs",
+    summary="List jobs, newest first",
+    responses=ERRORS,
+)
+async def list_jobs(
+    request: JsonRequest,
+    job_state: Annotated[State | None, Parameter(query="state", description="Only jobs in this state")] = None,
+    model: Annotated[str | None, Parameter(description="Only jobs of this model")] = None,
+    limit: Annotated[int, Parameter(ge=1, le=MAX_PAGE)] = 50,
+    cursor: Annotated[str | None, Parameter(description="`next` of the page before")] = None,
+) -> JobPage:
+    return await edge_of(request).ledger.list(state=job_state, model=model, limit=limit, cursor=cursor)
+
+
+@get(
+    "/v1/jobs/{job_id:str}",
+    summary="Look at a job",
+    responses={304: ResponseSpec(None, description="Unchanged since If-None-Match"), **ERRORS},
+)
+async def get_job(job_id: JobId, request: JsonRequest, wait: Wait = None) -> Response[JobView]:
+    edge = edge_of(request)
+    known = request.headers.get("if-none-match")
+
+    def news(view: JobView) -> bool:
+        return is_over(view) if known is None else is_over(view) or not matches(known, etag(view.version))
+
+    view = await unless_client_leaves(request, edge.wait(job_id, news, wait or 0.0))
+    headers = {"ETag": etag(view.version), "Cache-Control": "no-cache"}
+    if matches(known, etag(view.version)):
+        return Response(None, status_code=304, headers=headers)  # type: ignore[arg-type]
+    return Response(view, headers=headers)
+
+
+@get(
+    "/v1/jobs/{job_id:str}/events",
+    summary="Follow a job",
+    description="Server-sent events: `state`, `token`, `output`, `receipt`, and `done` as the last. Resume with `Last-Event-ID`; "
+    "204 when there is nothing after it and the job is over.",
+    media_type=events.MEDIA_TYPE,
+    responses={204: ResponseSpec(None, description="The job is over and has no later event"), **ERRORS},
+)
+async def job_events(job_id: JobId, request: JsonRequest) -> Response[Any]:
+    edge = edge_of(request)
+    after = events.resume_point(request.headers.get("last-event-id"))
+    view = await edge.ledger.view(job_id)
+    if is_over(view) and not await edge.ledger.events(job_id, after, 1):
+        return Response(None, status_code=204)  # an EventSource stops reconnecting at this
+    return Stream(events.server_sent(edge, job_id, after), media_type=events.MEDIA_TYPE, headers=events.HEADERS)
+
+
+@get(
+    "/v1/jobs/{job_id:str}/result",
+    summary="The result of a job",
+    responses={409: PROBLEM, 410: PROBLEM, 500: PROBLEM, 504: PROBLEM, **ERRORS},
+)
+async def job_result(job_id: JobId, request: JsonRequest) -> Response[JobResult]:
+    edge = edge_of(request)
+    view = await edge.ledger.view(job_id)
+    if not is_over(view):
+        raise not_ready(view)
+    return await finished(edge, view)
+
+
+@post(
+    "/v1/jobs/{job_id:str}/cancel",
+    status_code=202,
+    summary="Cancel a job",
+    responses={409: PROBLEM, **ERRORS},
+)
+async def cancel_job(job_id: JobId, request: JsonRequest) -> Response[JobView]:
+    edge = edge_of(request)
+    view = await edge.cancel(job_id)
+    return Response(view, status_code=202, headers={"Location": job_url(edge, job_id), "ETag": etag(view.version)})
+
+
+ROUTES = [submit_job, list_jobs, get_job, job_events, job_result, cancel_job]

@@ -1,0 +1,105 @@
+"""What does the OpenAPI document say? What our types mean, including that unknown fields are refused; and a page that needs no network."""
+
+import html
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from litestar import Litestar, Request
+from litestar.enums import MediaType
+from litestar.openapi.config import OpenAPIConfig
+from litestar.openapi.plugins import JsonRenderPlugin, OpenAPIRenderPlugin, SwaggerRenderPlugin
+from litestar.openapi.spec import Schema
+from litestar.plugins import OpenAPISchemaPlugin
+from litestar.typing import FieldDefinition
+
+from .. import __version__
+
+if TYPE_CHECKING:
+    from litestar._openapi.schema_generation import SchemaCreator
+
+DESCRIPTION = "Activation steering and capture on stock vLLM, as a job service. Errors are RFC 9457 problem details that name the field."
+
+
+class Records(OpenAPISchemaPlugin):
+    """Our types in the document, as msgspec itself describes them: bounds, patterns, defaults, and unknown fields refused.
+
+    (Litestar's own description leaves the last two out.) Litestar names the types where routes use them; `complete` fills them in.
+    """
+
+    def __init__(self) -> None:
+        self._met: dict[str, type[msgspec.Struct]] = {}
+
+    def is_plugin_supported_field(self, field_definition: FieldDefinition) -> bool:
+        return not field_definition.is_union and field_definition.is_subclass_of(msgspec.Struct)
+
+    def to_openapi_schema(self, field_definition: FieldDefinition, schema_creator: "SchemaCreator") -> Schema:
+        kind = field_definition.annotation
+        self._met[kind.__name__] = kind
+        return schema_creator.create_component_schema(field_definition, required=[], property_fields={})
+
+    def complete(self, document: dict[str, Any]) -> dict[str, Any]:
+        """The document with every type described."""
+        kinds = [self._met[name] for name in sorted(self._met)]
+        _, described = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+        components = document.get("components", {})
+        return {**document, "components": {**components, "schemas": {**components.get("schemas", {}), **described}}}
+
+
+class Document(JsonRenderPlugin):
+    """`/schema/openapi.json`."""
+
+    def __init__(self, records: Records):
+        super().__init__(path="/openapi.json")
+        self._records = records
+
+    def render(self, request: Request[Any, Any, Any], openapi_schema: dict[str, Any]) -> bytes:
+        return msgspec.json.encode(self._records.complete(openapi_schema))
+
+
+class Interactive(SwaggerRenderPlugin):
+    """`/schema/swagger`."""
+
+    def __init__(self, records: Records):
+        super().__init__(path="/swagger")
+        self._records = records
+
+    def render(self, request: Request[Any, Any, Any], openapi_schema: dict[str, Any]) -> bytes:
+        return super().render(request, self._records.complete(openapi_schema))
+
+
+class Page(OpenAPIRenderPlugin):
+    """A list of the operations, drawn here: no script, no other host. The interactive page is one link away."""
+
+    def __init__(self) -> None:
+        super().__init__(path="/", media_type=MediaType.HTML)
+
+    def render(self, request: Request[Any, Any, Any], openapi_schema: dict[str, Any]) -> bytes:
+        rows = [
+            f"<tr><td><b>{method.upper()}</b></td><td><code>{html.escape(path)}</code></td>"
+            f"<td>{html.escape(operation.get('summary') or '')}<br>"
+            f"<small>{html.escape(operation.get('description') or '')}</small></td></tr>"
+            for path, operations in sorted(openapi_schema["paths"].items())
+            for method, operation in operations.items()
+            if isinstance(operation, dict)
+        ]
+        return f"""<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>Midstream {__version__}</title>
+<style>body{{font:16px/1.5 sans-serif;max-width:60em;margin:2em auto;padding:0 1em}}td{{vertical-align:top;padding:.3em .8em .3em 0}}
+small{{color:#555}}</style></head><body><h1>Midstream {__version__}</h1><p>{html.escape(DESCRIPTION)}</p>
+<p>The document: <a href="/schema/openapi.json">openapi.json</a>. To try things out (loads scripts from the network):
+<a href="/schema/swagger">Swagger UI</a>.</p><table>{"".join(rows)}</table></body></html>""".encode()
+
+
+def config(records: Records) -> OpenAPIConfig:
+    return OpenAPIConfig(
+        title="Midstream",
+        version=__version__,
+        description=DESCRIPTION,
+        path="/schema",
+        render_plugins=[Page(), Document(records), Interactive(records)],
+    )
+
+
+def document(app: Litestar) -> bytes:
+    """The document as it is kept in `docs/openapi.json`: indented, keys in order, so that a change shows in a review."""
+    complete = app.plugins.get(Records).complete(app.openapi_schema.to_schema())
+    return msgspec.json.format(msgspec.json.encode(complete, order="deterministic"), indent=2) + b"\n"

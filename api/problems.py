@@ -1,0 +1,103 @@
+"""How is every failure answered? As RFC 9457 problem details that name the field, never as a traceback."""
+
+import logging
+import re
+import secrets
+from typing import Any
+
+import msgspec
+from litestar import Request, Response
+from litestar.exceptions import HTTPException, ValidationException
+from litestar.status_codes import HTTP_500_INTERNAL_SERVER_ERROR
+
+from ..schemas.base import to_json
+from ..schemas.errors import STATUS_OF_KIND, MidstreamError, Problem, invalid
+
+log = logging.getLogger("midstream.api")
+
+MEDIA_TYPE = "application/problem+json"
+
+#: After how many seconds a client may try again when we are unavailable.
+RETRY_AFTER_S = 1
+
+#: nginx's status for a client that left before its answer; nobody receives it, the metrics count it.
+CLIENT_GONE = 499
+
+_KIND_OF_STATUS = {status: kind for kind, status in STATUS_OF_KIND.items() if status < HTTP_500_INTERNAL_SERVER_ERROR and status != 422}
+
+#: msgspec writes "… - at `$.capture.layers`"; at the top level it writes no path.
+_PATH = re.compile(r"^(?P<detail>.*?)(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
+#: These name a field that is not part of the path.
+_NAMED = re.compile(r"^Object (?:contains unknown|missing required) field `(?P<name>.*)`$", re.DOTALL)
+
+
+class ClientGone(Exception):
+    """The client closed its connection while we worked or waited for it. Its job goes on."""
+
+
+def malformed(error: msgspec.DecodeError) -> MidstreamError:
+    """What msgspec found wrong in a body, with the field's path: `$.capture.layers` becomes `capture.layers`."""
+    if not isinstance(error, msgspec.ValidationError):
+        return MidstreamError("invalid_request", f"the body is not JSON: {error}")
+    match = _PATH.match(str(error))
+    detail, path = (match["detail"], match["path"] or "") if match else (str(error), "")
+    if named := _NAMED.match(detail):
+        path = f"{path}.{named['name']}" if path else named["name"]
+        detail = "there is no such field" if "unknown" in detail else "is required"
+    return invalid(path, detail) if path else MidstreamError("invalid_request", f"the body: {detail}")
+
+
+def answer(problem: Problem, headers: dict[str, str] | None = None) -> Response[bytes]:
+    """The problem with its own status."""
+    headers = dict(headers or {})
+    if problem.status == STATUS_OF_KIND["unavailable"]:
+        headers.setdefault("Retry-After", str(RETRY_AFTER_S))
+    return Response(to_json(problem), status_code=problem.status, media_type=MEDIA_TYPE, headers=headers)
+
+
+def on_midstream_error(request: Request[Any, Any, Any], error: MidstreamError) -> Response[bytes]:
+    return answer(error.problem(instance=request.url.path))
+
+
+def on_http_error(request: Request[Any, Any, Any], error: HTTPException) -> Response[bytes]:
+    """Litestar's own refusals: no such route, wrong method, parameters that do not convert."""
+    if error.status_code >= HTTP_500_INTERNAL_SERVER_ERROR:
+        return on_any_error(request, error)
+    kind = _KIND_OF_STATUS.get(error.status_code, "invalid_request")
+    found = MidstreamError(kind, error.detail or kind.replace("_", " "))
+    if kind == "not_found":
+        found = MidstreamError(kind, f"there is nothing at {request.url.path}")
+    elif kind == "method_not_allowed":
+        found = MidstreamError(kind, f"{request.method} is not offered at {request.url.path}", allowed=(error.headers or {}).get("allow"))
+    elif isinstance(error, ValidationException):
+        found = _parameter(error)
+    return answer(found.problem(instance=request.url.path), dict(error.headers or {}))
+
+
+def _parameter(error: ValidationException) -> MidstreamError:
+    """The first parameter that did not convert; a missing body counts as one."""
+    first = error.extra[0] if isinstance(error.extra, list) and error.extra else {}
+    name, message = first.get("key", ""), first.get("message", error.detail)
+    if name == "data" or "`data`" in message:
+        return MidstreamError("invalid_request", "the body is empty: a JSON object is expected")
+    return invalid(name, message) if name else MidstreamError("invalid_request", message)
+
+
+def on_client_gone(request: Request[Any, Any, Any], error: ClientGone) -> Response[bytes]:
+    return Response(b"", status_code=CLIENT_GONE, media_type=MEDIA_TYPE)
+
+
+def on_any_error(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
+    """A failure of ours: logged with its traceback under a number, which is all that the client is told."""
+    number = secrets.token_hex(4)
+    log.error("failure %s at %s %s", number, request.method, request.url.path, exc_info=error)
+    found = MidstreamError("internal", f"the server failed on this request; its log says why under {number}")
+    return answer(found.problem(instance=request.url.path))
+
+
+HANDLERS: dict[Any, Any] = {
+    MidstreamError: on_midstream_error,
+    HTTPException: on_http_error,
+    ClientGone: on_client_gone,
+    Exception: on_any_error,
+}

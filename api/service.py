@@ -1,0 +1,104 @@
+"""The routes about the service itself: models, health, readiness, metrics."""
+
+from collections import Counter as Tally
+from typing import Any
+
+from litestar import Response, get
+from litestar.openapi.datastructures import ResponseSpec
+from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, Gauge, generate_latest
+
+from .. import __version__
+from ..broker.ledger import Ledger, reachable
+from ..schemas.errors import MidstreamError
+from ..schemas.health import Health, Readiness
+from ..schemas.models import ModelInfo, WorkerInfo
+from ..schemas.openai import ModelCard, ModelList
+from .body import JsonRequest
+from .edge import Edge, edge_of
+from .jobs import PROBLEM
+
+#: The relay's sign of life.
+RELAY_KEY = "ms:relay"
+
+WORKERS = Gauge("midstream_workers", "Live workers, by model and health", ["model", "healthy"])
+LEDGER = Gauge("midstream_ledger_reachable", "Whether the job ledger answers this API")
+HELD = Gauge("midstream_held_responses", "Calls of this process that wait for a job to change")
+
+
+@get("/v1/models", summary="The models that are served", responses={503: PROBLEM})
+async def list_models(request: JsonRequest) -> ModelList:
+    ledger = edge_of(request).ledger
+    live = Tally(worker.model for worker in await ledger.workers())
+    return ModelList(object="list", data=[_card(info, live[info.name]) for info in await ledger.models()])
+
+
+def _card(info: ModelInfo, workers: int) -> ModelCard:
+    return ModelCard(
+        id=info.name,
+        object="model",
+        created=0,
+        owned_by="midstream",
+        architecture=info.architecture,
+        num_layers=info.num_layers,
+        hidden_size=info.hidden_size,
+        vocab_size=info.vocab_size,
+        max_model_len=info.max_model_len,
+        dtype=info.dtype,
+        hooks=info.hooks,
+        workers=workers,
+    )
+
+
+@get("/healthz", summary="This process answers")
+async def healthz() -> Health:
+    return Health(status="ok", version=__version__)
+
+
+@get(
+    "/readyz",
+    summary="A job would run now",
+    responses={503: ResponseSpec(Readiness, description="Not ready; `missing` says why", generate_examples=False)},
+)
+async def readyz(request: JsonRequest) -> Response[Readiness]:
+    readiness = await look(edge_of(request))
+    return Response(readiness, status_code=200 if readiness.ready else 503, headers={} if readiness.ready else {"Retry-After": "1"})
+
+
+async def look(edge: Edge) -> Readiness:
+    """Redis answers, and a healthy worker serves a model that is known. Without a relay jobs run, but captures wait for it."""
+    try:
+        relay = await _relay_seen(edge.ledger)
+        workers = await edge.ledger.workers()
+        known = {info.name for info in await edge.ledger.models()}
+    except MidstreamError as error:
+        return Readiness(ready=False, missing=[f"redis: {error.detail}"], models=[], workers=[], relay=False)
+    served = sorted({worker.model for worker in workers if worker.healthy} & known)
+    missing = ([] if served else _why(workers)) + ([] if relay else ["relay: has not been seen lately, captures would wait for it"])
+    return Readiness(ready=bool(served), missing=missing, models=served, workers=workers, relay=relay)
+
+
+@reachable
+async def _relay_seen(ledger: Ledger) -> bool:
+    return bool(await ledger.redis.exists(RELAY_KEY))
+
+
+def _why(workers: list[WorkerInfo]) -> list[str]:
+    ill = [f"worker {worker.worker}: {worker.detail or 'is not healthy'}" for worker in workers if not worker.healthy]
+    return ill or ["worker: none is alive"]
+
+
+@get("/metrics", summary="Prometheus metrics", include_in_schema=False, media_type=CONTENT_TYPE_LATEST)
+async def metrics(request: JsonRequest) -> Response[Any]:
+    edge = edge_of(request)
+    WORKERS.clear()
+    HELD.set(edge.watcher.waiting)
+    try:
+        for worker in await edge.ledger.workers():
+            WORKERS.labels(worker.model, str(worker.healthy).lower()).inc()
+        LEDGER.set(1)
+    except MidstreamError:  # the metrics of this process are worth having while Redis is away
+        LEDGER.set(0)
+    return Response(generate_latest(REGISTRY), media_type=CONTENT_TYPE_LATEST)
+
+
+ROUTES = [list_models, healthz, readyz, metrics]

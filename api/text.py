@@ -1,0 +1,105 @@
+"""How does text become token ids, exactly as the worker's engine would do it, without torch or transformers?
+
+The worker publishes its tokenizer as a bundle; `tokenizers` reads it. Chat templates come with the model (from the operator,
+never from a client) and run in jinja2's sandbox with the environment that transformers gives them.
+"""
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from functools import cached_property
+from typing import Any, NoReturn
+
+import anyio.to_thread
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+from tokenizers import Tokenizer
+
+from ..schemas.errors import invalid
+from ..schemas.models import TokenizerBundle
+
+#: Above this many characters tokenisation leaves the event loop; below, the hop to a thread costs more than the work.
+INLINE_CHARACTERS = 4096
+
+
+class Codec:
+    """One model's tokenizer and chat template. Immutable after construction; safe to share between threads."""
+
+    def __init__(self, bundle: TokenizerBundle):
+        self._bundle = bundle
+        self._tokenizer = Tokenizer.from_str(bundle.tokenizer_json)
+        # A saved tokenizer may carry the truncation of its last caller; a prompt is never cut silently.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+
+    async def encode(self, texts: Sequence[str], *, special_tokens: bool) -> list[list[int]]:
+        """Token ids per text; `special_tokens` adds what the model's tokenizer adds around plain text, such as BOS."""
+        if sum(map(len, texts)) <= INLINE_CHARACTERS:
+            return self._encode(texts, special_tokens)
+        return await anyio.to_thread.run_sync(self._encode, texts, special_tokens)
+
+    def _encode(self, texts: Sequence[str], special_tokens: bool) -> list[list[int]]:
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=special_tokens)
+        return [encoding.ids for encoding in encodings]
+
+    async def encode_chat(self, messages: Sequence[dict[str, str]]) -> tuple[list[int], str]:
+        """Token ids and text of a conversation, opened for the assistant's turn.
+
+        Raises a 400 naming `messages` when the model has no chat template or its template refuses the conversation.
+        """
+        text = self.render(messages)
+        (ids,) = await self.encode([text], special_tokens=False)  # the template writes them itself
+        return ids, text
+
+    def render(self, messages: Sequence[dict[str, str]]) -> str:
+        template = self._template
+        try:
+            return template.render(messages=messages, tools=None, documents=None, add_generation_prompt=True, **self._bundle.special_tokens)
+        except Exception as error:  # whatever a template may raise, it is this conversation that it refuses
+            raise invalid("messages", f"the model's chat template refuses them: {error}") from error
+
+    @cached_property
+    def _template(self) -> jinja2.Template:
+        if self._bundle.chat_template is None:
+            raise invalid("messages", "this model has no chat template", allowed="use /v1/completions")
+        try:
+            return _environment().from_string(self._bundle.chat_template)
+        except jinja2.TemplateSyntaxError as error:
+            raise invalid("messages", f"this model's chat template is broken: {error}", allowed="use /v1/completions") from error
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks the assistant's text for training; here its content is rendered as it is."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> jinja2.Environment:
+    """The environment of `transformers.utils.chat_template_utils`, whose templates these are."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
+    """jinja2's own filter escapes HTML; templates expect plain JSON with these options."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
