@@ -131,6 +131,8 @@ class Client:
                     if response.status_code >= 400:
                         response.read()
                         wire.raise_problem(response)
+                    if response.status_code == 204:  # over, and nothing more to tell
+                        return
                     for line in response.iter_lines():
                         patience.ok()
                         event = parser.feed(line)
@@ -298,6 +300,8 @@ class AsyncClient:
                     if response.status_code >= 400:
                         await response.aread()
                         wire.raise_problem(response)
+                    if response.status_code == 204:  # over, and nothing more to tell
+                        return
                     async for line in response.aiter_lines():
                         patience.ok()
                         event = parser.feed(line)

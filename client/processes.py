@@ -17,9 +17,12 @@ HEALTHY_AFTER_S = 60.0
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 #: What a line of a dying process looks like that says why: `ValueError: …`, `error: …`, `… ERROR …`.
-_COMPLAINT = re.compile(r"\b\w*(error|exception|refused|fatal)\b", re.IGNORECASE)
+_COMPLAINT = re.compile(r"\b\w*(error|exception|refused|fatal|failed)\b", re.IGNORECASE)
 #: Noise that may follow the reason.
 _NOISE = re.compile(r"^(During handling|The above exception|Traceback|\s*File |\s*\^|sys:1|.*ResourceWarning|.*leaked )", re.IGNORECASE)
+
+#: Places in `/proc/<pid>/stat`, counted from behind the name (proc(5) counts from 1 with pid and name).
+_STATE, _SESSION, _STARTTIME = 0, 3, 19
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -139,12 +142,24 @@ def wait_for(condition: Callable[[], bool], timeout: float, hurry: Callable[[], 
 
 def birth(pid: int) -> int:
     """When the process was started, in clock ticks since boot; 0 if there is none. With the pid it names a process for good."""
+    fields = _stat(pid)
+    return int(fields[_STARTTIME]) if fields else 0
+
+
+def members(session: int) -> list[int]:
+    """Pids of the living processes of a session."""
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return [pid for pid in pids if (fields := _stat(pid)) and int(fields[_SESSION]) == session]
+
+
+def _stat(pid: int) -> list[str]:
+    """`/proc/<pid>/stat` behind the name, which may hold anything; empty for a process that is gone or a zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
-        return 0
+        return []
     fields = stat.rpartition(")")[2].split()
-    return 0 if fields[0] == "Z" else int(fields[19])
+    return [] if fields[_STATE] == "Z" else fields
 
 
 def end_leftover(pid: int, born: int, timeout: float = 20.0) -> bool:

@@ -15,8 +15,8 @@ from ..schemas.jobs import CaptureResults, Determinism, Event, JobResult, JobVie
 from .reader import CaptureReader, Check
 
 _COLOURS = {
-    "succeeded": "green", "ok": "green", "running": "cyan", "queued": "blue", "cancelling": "yellow", "partial": "yellow", "pending": "blue",
-    "failed": "red", "error": "red", "timed_out": "red", "cancelled": "magenta", "aborted": "magenta", "expired": "dim",
+    "succeeded": "green", "ok": "green", "running": "cyan", "queued": "blue", "cancelling": "yellow", "partial": "yellow",
+    "pending": "blue", "failed": "red", "error": "red", "timed_out": "red", "cancelled": "magenta", "aborted": "magenta", "expired": "dim",
 }  # fmt: skip
 #: Longer tables are cut, and say so.
 TABLE_ROWS = 24

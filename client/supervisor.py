@@ -23,7 +23,7 @@ from ..schemas.base import now
 from ..schemas.errors import MidstreamError
 from ..schemas.settings import FILE_VARIABLE, PREFIX, Settings, SettingsError, to_environment
 from .models import fetch_demo_model
-from .processes import Child, birth, end_leftover
+from .processes import Child, birth, end_leftover, members
 
 if TYPE_CHECKING:
     from ..broker.redis_server import RedisServer
@@ -68,6 +68,7 @@ class Supervisor:
         self._stopping = threading.Event()
         self._hurry = False
         self._started = now()
+        self._sessions: set[int] = set()  # every child leads a session with its pid as id
 
     @property
     def url(self) -> str:
@@ -154,6 +155,10 @@ class Supervisor:
             self._lock.close()
             self._lock = None
 
+    def survivors(self) -> list[int]:
+        """Pids of processes that this stack started, directly or not, and that still run."""
+        return sorted(pid for session in self._sessions for pid in members(session))
+
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._stopping.is_set():
             self._hurry = True
@@ -219,6 +224,7 @@ class Supervisor:
         pids = {name: child.pid for name, child in self._children.items() if child.pid}
         if self._redis is not None:
             pids["redis"] = self._redis.pid
+        self._sessions.update(pids.values())
         state = {
             "pid": os.getpid(),
             "version": __version__,

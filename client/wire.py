@@ -263,6 +263,5 @@ class EventParser:
             return None
         self.last_id = fields.get("id", [self.last_id])[-1]
         body = json.loads("\n".join(fields["data"]))
-        attempt = body.pop("attempt", 0) if set(body) >= {"event", "data"} else 0
-        data = body["data"] if set(body) >= {"event", "data"} else body
-        return msgspec.convert({"event": fields["event"][-1], "data": data, "attempt": attempt, "id": self.last_id}, Event)
+        attempt = body.pop("attempt", 0)
+        return msgspec.convert({"event": fields["event"][-1], "data": body, "attempt": attempt, "id": self.last_id}, Event)

@@ -1,0 +1,113 @@
+"""What can one type? `midstream up`, `demo`, `model`, `version`; with `submit`, `job` and `capture` from `cli_jobs`."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from .. import __version__
+from ..schemas.errors import MidstreamError
+from ..schemas.settings import SettingsError, load_settings
+from . import cli_jobs
+from .cli_jobs import Url, find_url, out
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    help="Activation steering and capture on stock vLLM, as a job service.",
+)  # fmt: skip
+model_app = typer.Typer(no_args_is_help=True, help="Checkpoints.")
+app.add_typer(model_app, name="model")
+cli_jobs.register(app)
+
+err = Console(stderr=True, soft_wrap=True, highlight=False)
+
+
+@app.command()
+def up(
+    model: Annotated[str | None, typer.Option(help="Checkpoint folder or hub name; default: the demo model.")] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Where Redis, captures and logs live.")] = None,
+    port: Annotated[int | None, typer.Option(help="The API's port; 0: a free one.")] = None,
+    flower_port: Annotated[int | None, typer.Option(help="Flower's port; 0: a free one.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Any other setting; repeat as needed.")] = None,
+) -> None:
+    """Run the whole stack on this machine until Ctrl-C.
+
+    Settings come from the file named by MIDSTREAM_CONFIG, MIDSTREAM_* in the environment, and these options, the last one wins.
+    """
+    from .supervisor import Supervisor
+
+    given = {"model": model, "data_dir": str(data_dir) if data_dir else None, "api_port": port, "flower_port": flower_port}
+    settings = load_settings({**os.environ, **_overrides(set_ or [])}, **given)
+    raise typer.Exit(Supervisor(settings, say=lambda line: print(line, flush=True)).run())
+
+
+@app.command()
+def demo(
+    keep: Annotated[Path | None, typer.Option(help="Keep data and captures in this folder.")] = None,
+) -> None:
+    """Start everything, capture and steer a real model, check the files, stop. Non-zero if anything fell short."""
+    from .demo import run_demo
+
+    raise typer.Exit(run_demo(keep))
+
+
+@model_app.command("fetch")
+def model_fetch(
+    verify: Annotated[bool, typer.Option("--verify", help="Recompute the checksums of what is in the cache.")] = False,
+) -> None:
+    """Get the demo model, SmolLM2-135M-Instruct, into the cache folder; prints where it is."""
+    from .models import fetch_demo_model
+
+    folder = fetch_demo_model(say=lambda line: err.print(line, style="dim"), verify=verify)
+    print(folder)
+
+
+@app.command()
+def version(url: Url = None) -> None:
+    """This version, and the server's if one answers."""
+    import httpx
+
+    from .wire import VERSION_HEADER
+
+    print(f"midstream {__version__}")
+    where = find_url(url)
+    try:
+        found = httpx.get(f"{where}/healthz", timeout=3.0).headers.get(VERSION_HEADER)
+        print(f"server {found} at {where}" if found else f"what answers at {where} is not Midstream")
+    except httpx.TransportError:
+        print(f"no server at {where}")
+
+
+def _overrides(pairs: list[str]) -> dict[str, str]:
+    """`--set name=value` as if it stood in the environment: the same conversion, the same complaints."""
+    values = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise SettingsError(f"--set {pair!r}: write it as NAME=VALUE, such as kv_cache_gib=2")
+        values[f"MIDSTREAM_{name.strip().upper()}"] = value
+    return values
+
+
+def main(arguments: list[str] | None = None) -> Any:
+    """The console script: whatever goes wrong is one readable line on stderr and a non-zero exit."""
+    try:
+        return app(arguments, prog_name="midstream")
+    except MidstreamError as error:
+        advice = f" (allowed: {error.allowed})" if error.allowed else ""
+        _fail(f"{error}{advice}")
+    except (SettingsError, TimeoutError, OSError) as error:
+        _fail(str(error))
+
+
+def _fail(message: str) -> None:
+    out.file.flush()
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,312 @@
+"""What can one do with jobs and captures from a terminal? `submit`, `job …`, `capture …`."""
+
+import json
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from ..schemas.base import to_json
+from ..schemas.errors import MidstreamError, invalid
+from ..schemas.jobs import JobRequest, JobResult, JobView, State
+from ..schemas.settings import load_settings
+from . import show
+from .http import Client
+from .reader import CaptureReader
+
+out = Console(soft_wrap=False, highlight=False)
+
+Url = Annotated[str | None, typer.Option(help="Where the API is; default: the stack that runs on the data directory.")]
+JobId = Annotated[str, typer.Argument(metavar="JOB", help="A job's id.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+#: Between two looks at a job while a progress bar is shown.
+LOOK_S = 0.25
+
+job_app = typer.Typer(no_args_is_help=True, help="Look at jobs, wait for them, cancel them.")
+capture_app = typer.Typer(no_args_is_help=True, help="Look at captured activations.")
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's commands to `midstream`."""
+    app.command()(submit)
+    app.add_typer(job_app, name="job")
+    app.add_typer(capture_app, name="capture")
+
+
+def find_url(given: str | None) -> str:
+    """The API's address: `--url`, else the setting `public_url`, else what runs on the data directory, else host and port."""
+    from .supervisor import read_state
+
+    settings = load_settings()
+    running = read_state(Path(settings.data_dir).expanduser().resolve()).get("url")
+    return given or settings.public_url or running or f"http://{settings.api_host}:{settings.api_port}"
+
+
+def connect(given: str | None) -> Client:
+    return Client(find_url(given))
+
+
+def submit(
+    prompts: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT]...", help="One or more prompts.")] = None,
+    file: Annotated[Path | None, typer.Option(help="More prompts: one a line, or a JSON list of texts.")] = None,
+    body: Annotated[Path | None, typer.Option(help="A whole JobRequest as JSON instead of all options.")] = None,
+    model: Annotated[str | None, typer.Option(help="Default: the first model served.")] = None,
+    layers: Annotated[str | None, typer.Option(help="Capture these layers: all, 3, 0-5, 1,4,-1.")] = None,
+    positions: Annotated[str, typer.Option(help="last_prompt, all_prompt, all_generated, all, or 0,5,-1.")] = "last_prompt",
+    tag: Annotated[str, typer.Option(help="Folder name of the capture.")] = "default",
+    steer: Annotated[list[str] | None, typer.Option(metavar="FILE.npy:LAYERS[:SCALE]", help="Add a vector; repeat as needed.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate per prompt.")] = 16,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait for the result, or print the id and go.")] = True,
+    json_: AsJson = False,
+    url: Url = None,
+) -> None:
+    """Submit a job; by default wait for it and show what came out."""
+    with connect(url) as client:
+        if body is not None:
+            request = read_request(body)
+        else:
+            texts = [*(prompts or []), *(read_prompts(file) if file else [])]
+            if not texts:
+                raise invalid("prompts", "give a prompt, --file or --body")
+            fields: dict[str, Any] = {"model": model or only_model(client), "prompts": texts}
+            fields["sampling"] = {"max_tokens": max_tokens, "temperature": temperature}
+            fields["steering"] = [parse_steer(text) for text in steer or []]
+            if layers is not None:
+                fields["capture"] = {"layers": parse_layers(layers), "positions": parse_positions(positions), "tag": tag}
+            from .wire import job_request
+
+            request = job_request(None, fields)
+        view = client.submit(request)
+        if not wait:
+            print(to_json(view).decode() if json_ else view.id)
+            return
+        if not json_:
+            follow(client, view)
+        report_end(client, client.wait(view.id), json_)
+
+
+@job_app.command("show")
+def job_show(job_id: JobId, json_: AsJson = False, url: Url = None) -> None:
+    """One job, and its outputs and receipts once it is over."""
+    with connect(url) as client:
+        view = client.job(job_id)
+        if json_:
+            print(to_json(view).decode())
+            return
+        out.print(show.job(view))
+        if view.state is State.SUCCEEDED:
+            print_result(client.result(job_id))
+
+
+@job_app.command("list")
+def job_list(
+    state: Annotated[State | None, typer.Option(help="Only jobs in this state.")] = None,
+    model: Annotated[str | None, typer.Option(help="Only jobs of this model.")] = None,
+    limit: Annotated[int, typer.Option(help="How many.")] = 20,
+    json_: AsJson = False,
+    url: Url = None,
+) -> None:
+    """The newest jobs."""
+    with connect(url) as client:
+        page = client.jobs(state=state.value if state else None, model=model, limit=limit)
+    if json_:
+        print(to_json(page).decode())
+    elif page.jobs:
+        out.print(show.jobs(page.jobs))
+    else:
+        out.print("no jobs", style="dim")
+
+
+@job_app.command("wait")
+def job_wait(
+    job_id: JobId,
+    timeout: Annotated[float | None, typer.Option(help="Seconds; default: as long as it takes.")] = None,
+    json_: AsJson = False,
+    url: Url = None,
+) -> None:
+    """Wait until a job is over; the exit code says whether it succeeded."""
+    with connect(url) as client:
+        report_end(client, client.wait(job_id, timeout), json_)
+
+
+@job_app.command("result")
+def job_result(job_id: JobId, url: Url = None) -> None:
+    """A job's result as JSON."""
+    with connect(url) as client:
+        print(to_json(client.result(job_id)).decode())
+
+
+@job_app.command("cancel")
+def job_cancel(job_id: JobId, url: Url = None) -> None:
+    """Ask for a job's cancellation."""
+    with connect(url) as client:
+        out.print(f"{job_id} {show.coloured(client.cancel(job_id).state)}")
+
+
+@job_app.command("events")
+def job_events(
+    job_id: JobId,
+    after: Annotated[str, typer.Option(help="Resume behind this event id.")] = "",
+    json_: AsJson = False,
+    url: Url = None,
+) -> None:
+    """Follow a job's events until it is over."""
+    with connect(url) as client:
+        for event in client.events(job_id, after):
+            if json_:
+                print(to_json(event).decode(), flush=True)
+            else:
+                out.print(show.event(event), soft_wrap=True)
+
+
+@capture_app.command("show")
+def capture_show(
+    source: Annotated[str, typer.Argument(metavar="JOB|FOLDER", help="A job's id, or a folder with capture files.")],
+    values: Annotated[int | None, typer.Option(metavar="LAYER", help="Also print this layer's rows of the first request.")] = None,
+    url: Url = None,
+) -> None:
+    """What was captured: requests, layers, positions, shapes, norms."""
+    reader = open_capture(source, url)
+    out.print(show.capture(reader))
+    if values is not None:
+        first = reader.requests()[0]
+        array = reader.array(values, request=first)
+        with np.printoptions(precision=4, edgeitems=4, threshold=40):
+            out.print(f"layer {values}, request {first}, float32 {list(array.shape)}\n{array}", markup=False)
+    out.print(f"files: {reader.files[0].parent}", markup=False, soft_wrap=True)
+
+
+@capture_app.command("verify")
+def capture_verify(
+    source: Annotated[str, typer.Argument(metavar="JOB|FOLDER", help="A job's id, or a folder with capture files.")],
+    url: Url = None,
+) -> None:
+    """Recompute every file's CRC32; the exit code says whether all are right."""
+    found = open_capture(source, url).verify()
+    out.print(show.checks(found))
+    wrong = [check for check in found if not check.ok]
+    if wrong:
+        raise MidstreamError("capture_failed", f"{len(wrong)} of {len(found)} files are not what their manifests say")
+
+
+@capture_app.command("save")
+def capture_save(
+    job_id: JobId,
+    folder: Annotated[Path, typer.Argument(help="Where to put the files.")],
+    url: Url = None,
+) -> None:
+    """Download a job's capture files, checked on arrival."""
+    with connect(url) as client:
+        reader = client.capture(job_id, folder)
+    out.print(f"{len(reader.files)} files in {folder}", markup=False, soft_wrap=True)
+
+
+def open_capture(source: str, url: str | None) -> CaptureReader:
+    """A folder of capture files when there is one of that name, else a job's captures through the API."""
+    if Path(source).exists():
+        return CaptureReader(source)
+    with connect(url) as client:
+        return client.capture(source)
+
+
+def follow(client: Client, view: JobView) -> None:
+    """A progress bar until the job is over; prompts cannot be counted from outside, so receipts are, and the state is named."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn())
+    with Progress(*columns, console=out, transient=True) as progress:
+        task = progress.add_task(view.id, total=None, note="")
+        while view.finished is None:
+            note = f"receipts {view.receipts}/{view.receipts_expected}" if view.receipts_expected else ""
+            expected = view.receipts_expected or None
+            progress.update(task, description=f"{view.id} {show.coloured(view.state)}", total=expected, completed=view.receipts, note=note)
+            time.sleep(LOOK_S)
+            view = client.job(view.id)
+
+
+def report_end(client: Client, view: JobView, as_json: bool) -> None:
+    """The result of a job that succeeded; raises what stands in the way of one that did not."""
+    if view.state is not State.SUCCEEDED:
+        if view.error is not None:
+            raise MidstreamError(
+                view.error.type.rpartition(":")[2], f"job {view.id} {view.state}: {view.error.detail}", field=view.error.field
+            )
+        raise MidstreamError("conflict", f"job {view.id} ended {view.state}")
+    result = client.result(view.id)
+    if as_json:
+        print(to_json(result).decode())
+    else:
+        out.print(show.job(view))
+        print_result(result)
+
+
+def print_result(result: JobResult) -> None:
+    out.print(show.outputs(result))
+    captures = result.capture_results
+    if result.determinism is not None:
+        out.print(show.receipts(captures, result.determinism))
+        out.print(show.determinism_line(result.determinism))
+    if captures.status != "not_requested":
+        out.print(
+            f"captures {show.coloured(captures.status)}: {len(captures.files)} files, {captures.rows} rows, {show.size(captures.bytes)}"
+        )
+        out.print(f"midstream capture show {result.id}", style="bold", markup=False, soft_wrap=True)
+
+
+def only_model(client: Client) -> str:
+    served = client.models()
+    if not served:
+        raise MidstreamError("unavailable", "no model is served yet")
+    return served[0]
+
+
+def read_request(path: Path) -> JobRequest:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=JobRequest)
+    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        raise invalid("body", f"{path}: {error}") from error
+
+
+def read_prompts(path: Path) -> list[str]:
+    text = path.read_text()
+    if text.lstrip().startswith("["):
+        found = json.loads(text)
+        if not all(isinstance(entry, str) for entry in found):
+            raise invalid("file", f"{path}: a JSON file of prompts is a list of texts")
+        return list(found)
+    return [line for line in text.splitlines() if line.strip()]
+
+
+def parse_layers(text: str) -> str | int | list[int]:
+    """`all` and `a-b` stay text for the server; `3` and `1,4,-1` become numbers."""
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        return text
+    return numbers[0] if len(numbers) == 1 else numbers
+
+
+def parse_positions(text: str) -> str | list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        return text
+
+
+def parse_steer(text: str) -> dict[str, Any]:
+    """`FILE.npy:LAYERS[:SCALE]`; raises MidstreamError naming `--steer`."""
+    path, _, rest = text.partition(":")
+    layers, _, scale = rest.partition(":")
+    if not layers:
+        raise invalid("--steer", f"{text!r} names no layers", allowed="FILE.npy:LAYERS[:SCALE], such as joy.npy:15:4.0")
+    try:
+        vector = np.load(path, allow_pickle=False)
+        factor = float(scale or 1.0)
+    except (OSError, ValueError) as error:
+        raise invalid("--steer", f"{text!r}: {error}") from error
+    return {"layers": parse_layers(layers), "vector": vector, "scale": factor}

@@ -1,0 +1,284 @@
+"""Does it all work here? `midstream demo`: the real stack, a real model, a real capture, real steering, and a check of each."""
+
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from .. import __version__
+from ..schemas.settings import Settings, load_settings
+from . import show
+from .http import Client
+from .models import MODEL_NAME, fetch_demo_model
+from .reader import CaptureReader
+from .supervisor import LOCK_FILE, Supervisor, read_state
+from .wire import Answer
+
+FACTS = (
+    "The Eiffel Tower is located in the city of",
+    "The capital of Japan is",
+    "Water is made of hydrogen and",
+    "The opposite of hot is",
+    "Monday, Tuesday, Wednesday,",
+    "The author of Romeo and Juliet is William",
+)
+FACT_TOKENS = 6
+
+#: Contrasting texts; the direction is the difference of their mean activations (Turner et al. 2023, arXiv:2308.10248).
+SEA = (
+    "The ocean waves crash on the sandy beach",
+    "A ship sails across the deep blue sea",
+    "Fish and whales swim in the salty ocean water",
+    "The sailor watched the tide from his boat",
+)
+LAND = (
+    "The office printer is out of paper again",
+    "A train crosses the dry inland plain",
+    "Cars and trucks drive on the busy city road",
+    "The accountant watched the numbers on his screen",
+)
+STEERED = (
+    "My favourite thing to do at the weekend is",
+    "When I woke up this morning, I looked out of the window and saw",
+)
+STEER_TOKENS = 32
+LAYER = 14
+SCALE = 1.0
+#: The first token's activation is a sink a hundred times larger than the rest, and says nothing about the text.
+SINK = 1
+#: One layer later the edit is still there, but that layer has added to it: at least this part of it must be seen.
+LEAST_SHIFT = 0.5
+
+
+@dataclass(frozen=True)
+class Shift:
+    """How far the stream moved along a direction, and how far it was pushed."""
+
+    asked: float
+    found: float
+
+
+class Verdict:
+    """What was checked, and what fell short."""
+
+    def __init__(self, console: Console):
+        self._console = console
+        self.short: list[str] = []
+
+    def check(self, holds: bool, claim: str) -> None:
+        self._console.print(f"  [green]✓[/] {claim}" if holds else f"  [red]✗ {claim}[/]")
+        if not holds:
+            self.short.append(claim)
+
+
+def run_demo(keep: Path | None = None, console: Console | None = None) -> int:
+    """The demo; its exit code. `keep`: the data directory, by default `demo/` in the setting `data_dir`, made anew."""
+    console = console or Console(highlight=False)
+    began = time.monotonic()
+    console.rule(f"[bold]Midstream {__version__}[/]: activation capture and steering on stock vLLM")
+    settings = _settings(keep, console)
+    with _sigterm_as_interrupt(), Supervisor(settings, say=lambda line: None) as stack, Client(stack.url) as client:
+        console.print(
+            f"  [green]✓[/] stack up: [bold]{stack.url}[/] · API docs {stack.url}/schema · dashboard {stack.flower_url or 'none'}"
+        )
+        verdict = Verdict(console)
+        model = client.models()[0]
+        job = _capture(client, model, console, verdict)
+        _steer(client, model, console, verdict)
+        console.print()
+        console.print("stopping the stack …", style="dim")
+    verdict.check(not stack.survivors(), "everything stopped, no process left behind")
+    _farewell(console, stack.settings, job, time.monotonic() - began)
+    if verdict.short:
+        console.print(f"[red]{len(verdict.short)} of the checks fell short[/]; logs: {Path(stack.settings.data_dir) / 'logs'}")
+        return 1
+    return 0
+
+
+def _settings(keep: Path | None, console: Console) -> Settings:
+    """Free ports, the demo model, a data directory of its own; other settings as the user has them."""
+    base = load_settings()
+    folder = Path(keep or Path(base.data_dir) / "demo").expanduser().resolve()
+    if keep is None and (folder / LOCK_FILE).exists() and not _in_use(folder):
+        shutil.rmtree(folder)  # the demo before this one
+    with console.status("the demo model …"):
+        model = fetch_demo_model(Path(base.cache_dir), say=lambda line: console.print(f"  {escape(line)}", style="dim"))
+    console.print(f"  [green]✓[/] model: {MODEL_NAME}, 30 layers, hidden size 576 [dim]({model})[/]")
+    console.print("  starting Redis, relay, worker, API, callbacks and Flower; the engine takes about half a minute …", style="dim")
+    return load_settings(
+        model=str(model), model_name=MODEL_NAME, data_dir=str(folder), api_port=0, flower_port=0, redis_url="", relay_url=""
+    )
+
+
+def _capture(client: Client, model: str, console: Console, verdict: Verdict) -> str:
+    """Every layer of every prompt token, held until durable; returns one job's id."""
+    console.print()
+    console.rule("[bold]Capture[/]: every layer at every prompt token, answered when all is on disk", align="left")
+    wish = {"layers": "all", "positions": "all_prompt", "tag": "demo"}
+
+    def ask(prompt: str) -> Answer:
+        return client.completion(model, prompt, capture=wish, capture_wait=True, max_tokens=FACT_TOKENS, temperature=0)
+
+    answers = _all([partial(ask, prompt) for prompt in FACTS], "held responses", console)
+    for prompt, answer in zip(FACTS, answers, strict=True):
+        console.print(f"  [dim]{escape(prompt)}[/][bold]{escape(answer.text)}[/]")
+    console.print()
+    console.print(_receipts(answers))
+    readers = [client.capture(answer.job) for answer in answers]
+    _draw_norms(console, readers[0], FACTS[0])
+    statuses = [answer.capture_results.status if answer.capture_results else "missing" for answer in answers]
+    verdict.check(statuses == ["ok"] * len(FACTS), f"{statuses.count('ok')}/{len(FACTS)} captures ok when the answer came")
+    checks = [check for reader in readers for check in reader.verify()]
+    total = show.size(sum(check.bytes for check in checks))
+    verdict.check(all(check.ok for check in checks), f"CRC32 of {len(checks)} files ({total}) recomputed and right")
+    stacks = [reader.stack() for reader in readers]
+    shapes = all(stack.shape == (30, len(reader.token_ids()), 576) for stack, reader in zip(stacks, readers, strict=True))
+    rows = sum(stack.shape[0] * stack.shape[1] for stack in stacks)
+    verdict.check(
+        shapes and all(bool(np.isfinite(stack).all()) for stack in stacks), f"{rows} rows, 30 layers × every token × 576, all finite"
+    )
+    agree = all(answer.determinism is not None and answer.determinism.consistent for answer in answers)
+    verdict.check(agree, "determinism: every rank's checksum and action count agrees")
+    verdict.check("Paris" in answers[0].text, "and the Eiffel Tower is in Paris")
+    return answers[0].job
+
+
+def _steer(client: Client, model: str, console: Console, verdict: Verdict) -> None:
+    """The same prompts plain and steered, side by side."""
+    console.print()
+    console.rule(f"[bold]Steering[/]: a direction out of our own captures, added at layer {LAYER}", align="left")
+    wish = {"layers": LAYER, "positions": "all_prompt", "tag": "direction"}
+    source = client.run(model=model, prompts=[*SEA, *LAND], capture=wish, sampling={"max_tokens": 1})
+    reader = client.capture(source.id)
+    means = np.stack([reader.array(LAYER, request=request)[SINK:].mean(0) for request in reader.requests()])
+    direction = means[: len(SEA)].mean(0) - means[len(SEA) :].mean(0)
+    norm = float(np.linalg.norm(direction))
+    typical = float(np.linalg.norm(means, axis=1).mean())
+    console.print(
+        f"  mean of {len(SEA)} texts about the sea − mean of {len(LAND)} others: norm {norm:.1f}, beside activations of {typical:.1f}"
+    )
+
+    def ask(steering: list[dict[str, Any]]) -> Answer:
+        capture = {"layers": LAYER + 1, "positions": "all_prompt", "tag": "steered" if steering else "plain"}
+        return client.completion(
+            model, list(STEERED), steering=steering, capture=capture, capture_wait=True, max_tokens=STEER_TOKENS, temperature=0
+        )  # fmt: skip
+
+    push = [{"layers": LAYER, "vector": direction, "scale": SCALE}]
+    plain, steered = _all([partial(ask, []), partial(ask, push)], "one batch, plain and steered", console)
+    for index, prompt in enumerate(STEERED):
+        console.print(f"\n  [bold]{escape(prompt)} …[/]")
+        show.side_by_side(console, ("as it is", plain.texts[index]), (f"+ {SCALE:g} · sea", steered.texts[index]))
+    shift = _shift(client.capture(plain.job), client.capture(steered.job), direction)
+    verdict.check(plain.texts != steered.texts, "the steered answers differ from the plain ones of the same batch")
+    moved = f"at layer {LAYER + 1} the stream lies {shift.found:.1f} further along the direction (pushed by {shift.asked:.1f})"
+    verdict.check(shift.found >= LEAST_SHIFT * shift.asked, moved)
+    applied = sum(report.applied for stage in steered.determinism.stages for report in stage.ranks) if steered.determinism else 0
+    verdict.check(applied > 0, f"receipts: {applied} token rows changed")
+    console.print(f"  {show.determinism_line(steered.determinism)}")
+
+
+def _shift(plain: CaptureReader, steered: CaptureReader, direction: np.ndarray) -> Shift:
+    """Mean projection of (steered − plain) on the direction, over the prompt tokens after the sink."""
+    unit = direction / np.linalg.norm(direction)
+    moved = [
+        (steered.array(LAYER + 1, request=request) - plain.array(LAYER + 1, request=request))[SINK:] @ unit for request in plain.requests()
+    ]
+    return Shift(asked=SCALE * float(np.linalg.norm(direction)), found=float(np.concatenate(moved).mean()))
+
+
+def _all(calls: list[Callable[[], Answer]], title: str, console: Console) -> list[Answer]:
+    """The calls at once, with a bar that moves as their answers come; in the order of the calls."""
+    columns = (TextColumn("  {task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress, ThreadPoolExecutor(len(calls)) as pool:
+        task = progress.add_task(title, total=len(calls))
+        futures = [pool.submit(call) for call in calls]
+        for _ in as_completed(futures):
+            progress.advance(task)
+        return [future.result() for future in futures]
+
+
+def _receipts(answers: list[Answer]) -> Any:
+    """One row per receipt, over all the jobs."""
+    shown = show.table(
+        "Receipts: what each rank says it did", "prompt", "rank", "step", "actions", "checksum", "rows", "bytes", "crc32", "file"
+    )
+    for index, answer in enumerate(answers):
+        files = {(file.request, file.rank): file for file in answer.capture_results.files} if answer.capture_results else {}
+        for stage in answer.determinism.stages if answer.determinism else []:
+            for report in stage.ranks:
+                file = files.get((report.request, report.rank))
+                written = (str(file.rows), show.size(file.bytes), f"{file.crc32:08x}", Path(file.path).name) if file else ("", "", "", "")
+                shown.add_row(str(index), str(report.rank), str(report.step), str(report.actions), report.checksum, *written)
+    return shown
+
+
+def _draw_norms(console: Console, reader: CaptureReader, prompt: str) -> None:
+    """The norm of the stream at the last prompt token, layer by layer."""
+    norms = np.linalg.norm(reader.stack()[:, -1, :], axis=-1)
+    levels = np.clip(norms / norms.max() * 8, 0, 7).astype(int)
+    line = "".join("▁▂▃▄▅▆▇█"[level] for level in levels)
+    console.print(f"  the stream's norm at the last token of “{escape(prompt)}”, layer 0 to {len(norms) - 1}:")
+    console.print(f"  [cyan]{line}[/]  {norms[0]:.0f} → {norms[-1]:.0f}\n")
+
+
+def _farewell(console: Console, settings: Settings, job: str, seconds: float) -> None:
+    folder = _short(settings.capture_root / "demo" / job)
+    command = _command()
+    console.print()
+    console.rule(f"[bold]Done in {seconds:.0f} s[/]", align="left")
+    console.print(f"  captures: {_short(settings.capture_root)}\n", soft_wrap=True)
+    console.print("  Try next:")
+    tries = (
+        (f"{command} capture show {folder} --values {LAYER}", "the rows of the first prompt as numbers"),
+        (f"{command} up", "the stack, until Ctrl-C; then, in another terminal:"),
+        (f'{command} submit "The sky is" --layers all --positions all_prompt', "your own prompt's activations"),
+    )
+    for line, why in tries:
+        console.print(f"    [bold]{escape(line)}[/]   [dim]{why}[/]", soft_wrap=True)
+    console.print()
+
+
+def _command() -> str:
+    """How this program was called, as short as it can be typed here."""
+    called = Path(sys.argv[0])
+    if called.name != "midstream":
+        return f"{_short(Path(sys.executable))} -m midstream.client.cli"
+    return _short(called.absolute()) if called.parent != Path(".") else "midstream"
+
+
+def _short(path: Path) -> str:
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative
+
+
+def _in_use(folder: Path) -> bool:
+    """Whether a supervisor's processes may still live there: then nothing is removed, and the supervisor says what is wrong."""
+    return bool(read_state(folder))
+
+
+@contextmanager
+def _sigterm_as_interrupt() -> Iterator[None]:
+    """SIGTERM unwinds like Ctrl-C, so that the stack is stopped."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
