@@ -57,7 +57,7 @@ class Settles(Protocol):
 
     def settle(self, worker: str, rank: int, epoch: str, receipts: list[tuple[int, Receipt]]) -> int: ...
 
-    def lost(self, worker: str, rank: int, epoch: str, lost: LostRange) -> object: ...
+    def lost(self, worker: str, rank: int, epoch: str, lost: LostRange) -> int: ...
 
 
 class Batch:
@@ -116,6 +116,8 @@ class Relay:
         self.received = 0  # receipts taken from the socket
         self.refused = 0
         self._stopping = False
+        self._closed = False
+        self._gave_up = False  # while stopping, Redis was found away
         self._next_beat = 0.0
         self._complained: OrderedDict[str, float] = OrderedDict()
         self._wake_read, self._wake_write = os.pipe()
@@ -125,7 +127,8 @@ class Relay:
     def stop(self) -> None:
         """Commit what has arrived, then end; from any thread or a signal handler."""
         self._stopping = True
-        os.write(self._wake_write, b"s")
+        if not self._closed:
+            os.write(self._wake_write, b"s")
 
     def serve(self) -> None:
         """Runs until `stop`."""
@@ -142,6 +145,7 @@ class Relay:
             while time.monotonic() < deadline and (batch := self._take()):
                 self._commit(batch)
         finally:
+            self._closed = True
             self._close()
             os.close(self._wake_read)
             os.close(self._wake_write)
@@ -196,32 +200,34 @@ class Relay:
             log.error(
                 "worker %s rank %d lost receipts %d to %d of jobs %s: %s", *stream[:2], lost.first, lost.last, lost.jobs, lost.message
             )
-            mark = self._patiently(stream, partial(self._lose, stream, lost))
+            mark = self._patiently(stream, partial(self._settler.lost, *stream, lost))
             self._answer(batch, stream, Kind.ACK, mark)
         for stream, nonce in batch.greetings.items():
             mark = self._patiently(stream, partial(self._settler.mark, *stream))
             self._answer(batch, stream, Kind.MARK, mark, to_msgpack(nonce))
 
-    def _lose(self, stream: Stream, lost: LostRange) -> int:
-        self._settler.lost(*stream, lost)
-        return self._settler.mark(*stream)
-
     def _patiently(self, stream: Stream, call: Callable[[], int]) -> int | None:
-        """`call`'s mark, once Redis can be reached; None when Redis refuses it, or when stopping."""
+        """`call`'s mark, once Redis can be reached; None when it is refused, or when stopping without Redis."""
         pause = RETRY_S
-        while True:
+        while not self._gave_up:
             try:
                 return call()
             except (redis.ConnectionError, redis.TimeoutError, OSError) as error:
                 if self._stopping:
-                    log.warning("stopping without Redis (%s): receipts of %s/%d stay in their outbox", error, *stream[:2])
-                    return None
+                    self._gave_up = True
+                    log.warning("stopping without Redis (%s): receipts stay in their outboxes", error)
+                    break
                 self._complain("redis", "Redis cannot be reached, receipts stay unacknowledged: %s", error)
                 self._pause(pause)
                 pause = min(2 * pause, MAX_RETRY_S)
             except redis.RedisError as error:
                 self._complain(f"{stream} redis", "Redis refuses receipts of worker %s rank %d: %s", *stream[:2], error)
-                return None
+                break
+            except Exception:
+                # One stream that cannot be settled must not stop the others; its outbox keeps it and asks again.
+                log.exception("receipts of worker %s rank %d cannot be settled", *stream[:2])
+                break
+        return None
 
     def _pause(self, seconds: float) -> None:
         """Sleep, but not through a `stop`."""

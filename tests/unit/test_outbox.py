@@ -1,0 +1,315 @@
+"""Does an outbox keep what it is given, on the disk it has, with nobody at the other end?"""
+
+import os
+import shutil
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from midstream.broker.outbox import Outbox, OutboxError
+from midstream.broker.outbox_store import JobLog, Store, file_stem
+from midstream.schemas.receipts import Receipt, receipt_decoder
+
+NOBODY = "tcp://127.0.0.1:9"  # the discard port: nothing listens
+
+
+def receipt(number: int, worker: str = "w", rank: int = 0) -> Receipt:
+    return Receipt("0.1.0", worker, "boot", f"job_{number}", 0, 1, rank, 1, rank, 0, number, number, f"{number:016x}", "ok")
+
+
+def rows_on_disk(path: Path) -> list[tuple[int, str]]:
+    with sqlite3.connect(path) as other:
+        return other.execute("SELECT seq, job FROM receipts ORDER BY seq").fetchall()
+
+
+@pytest.fixture
+def outbox(tmp_path: Path) -> Iterator[Outbox]:
+    with Outbox(tmp_path, "w", 0, NOBODY) as box:
+        yield box
+
+
+def test_a_receipt_is_on_disk_when_its_caller_is_told_so(outbox: Outbox) -> None:
+    seen: list[list[tuple[int, str]]] = []
+    told = threading.Event()
+
+    def on_durable() -> None:
+        seen.append(rows_on_disk(outbox.path))
+        told.set()
+
+    outbox.append(receipt(1), on_durable)
+    assert told.wait(10)
+    assert seen == [[(1, "job_1")]]
+    assert outbox.depth() == 1
+
+
+def test_commits_reach_the_disk_each_time(outbox: Outbox) -> None:
+    with sqlite3.connect(outbox.path) as other:
+        assert other.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+    assert outbox._store._db.execute("PRAGMA synchronous").fetchone() == (2,)  # FULL: one fsync of the log per commit
+
+
+# field case 46
+def test_many_receipts_share_one_transaction(outbox: Outbox) -> None:
+    durable = threading.Semaphore(0)
+    for number in range(5000):
+        outbox.append(receipt(number), durable.release)
+    for _ in range(5000):
+        assert durable.acquire(timeout=30)
+    assert len(rows_on_disk(outbox.path)) == 5000
+    assert outbox.transactions <= 250  # at most one disk round trip per 20 receipts
+
+
+def test_receipts_of_many_threads_are_all_kept_in_the_order_of_each(outbox: Outbox) -> None:
+    def work(base: int) -> None:
+        for number in range(base, base + 200):
+            outbox.append(receipt(number))
+
+    threads = [threading.Thread(target=work, args=(1000 * n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    outbox.close()
+    jobs = [int(job.removeprefix("job_")) for _, job in rows_on_disk(outbox.path)]
+    for base in range(0, 8000, 1000):
+        assert [job for job in jobs if base <= job < base + 1000] == list(range(base, base + 200))
+
+
+def test_flush_without_a_relay_says_no_in_time(outbox: Outbox) -> None:
+    outbox.append(receipt(1))
+    start = time.monotonic()
+    assert outbox.flush(0.2) is False
+    assert time.monotonic() - start < 2
+
+
+def test_flush_of_an_empty_outbox_says_yes(outbox: Outbox) -> None:
+    assert outbox.flush(0) is True
+
+
+def test_what_was_appended_is_durable_when_close_returns_and_the_next_process_has_it(tmp_path: Path) -> None:
+    with Outbox(tmp_path, "w", 0, NOBODY) as first:
+        for number in range(300):
+            first.append(receipt(number))
+        epoch = first.epoch
+    with Outbox(tmp_path, "w", 0, NOBODY) as second:
+        assert (second.epoch, second.depth()) == (epoch, 300)
+        second.append(receipt(300))
+    assert rows_on_disk(second.path) == [(number + 1, f"job_{number}") for number in range(301)]
+
+
+def test_a_closed_outbox_takes_nothing_and_may_be_closed_again(outbox: Outbox) -> None:
+    outbox.close()
+    outbox.close()
+    with pytest.raises(OutboxError, match="closed"):
+        outbox.append(receipt(1))
+
+
+def test_a_receipt_of_another_rank_is_refused(outbox: Outbox) -> None:
+    with pytest.raises(ValueError, match="w/1 in the outbox of w/0"):
+        outbox.append(receipt(1, rank=1))
+
+
+def test_a_second_process_on_the_same_outbox_is_told_who_has_it(tmp_path: Path) -> None:
+    program = f"""
+import sys, time
+from pathlib import Path
+from midstream.broker.outbox import Outbox
+with Outbox(Path({str(tmp_path)!r}), "w", 0, {NOBODY!r}):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+    holder = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        with pytest.raises(OutboxError, match=f"process {holder.pid} on ") as caught:
+            Outbox(tmp_path, "w", 0, NOBODY, lock_wait_s=0.3)
+        assert caught.value.kind == "conflict"
+        # A process that is on its way out is waited for.
+        threading.Timer(0.3, holder.kill).start()
+        Outbox(tmp_path, "w", 0, NOBODY, lock_wait_s=10).close()
+    finally:
+        holder.kill()
+        holder.communicate()
+
+
+def test_the_outbox_of_another_worker_is_refused_by_name(tmp_path: Path) -> None:
+    Store(tmp_path, "w", 0).close()
+    for tail in (".sqlite", ".jobs"):
+        shutil.move(tmp_path / f"w.rank0{tail}", tmp_path / f"v.rank0{tail}")
+    with pytest.raises(OutboxError, match="belongs to worker 'w', rank 0"):
+        Store(tmp_path, "v", 0)
+
+
+def test_an_outbox_of_a_later_layout_is_refused_and_left_alone(tmp_path: Path) -> None:
+    store = Store(tmp_path, "w", 0)
+    store._db.execute("PRAGMA user_version = 9")
+    store.close()
+    with pytest.raises(OutboxError, match="layout 9"):
+        Store(tmp_path, "w", 0)
+    assert [path.name for path in tmp_path.glob("*damaged*")] == []
+
+
+def test_workers_with_odd_names_have_files_of_their_own(tmp_path: Path) -> None:
+    names = ["a/b", "a_b", "a b", "../up", "x" * 190]
+    assert len({file_stem(name) for name in names}) == len(names)
+    for name in names:
+        Store(tmp_path, name, 0).close()
+    assert {path.parent for path in tmp_path.rglob("*")} == {tmp_path}
+
+
+# field case 19
+def test_a_full_disk_holds_receipts_back_until_there_is_room(tmp_path: Path) -> None:
+    told = threading.Event()
+    with Outbox(tmp_path, "w", 0, NOBODY) as outbox:
+        pages = outbox._store._db.execute("PRAGMA page_count").fetchone()[0]
+        outbox._store._db.execute(f"PRAGMA max_page_count = {pages}")  # SQLite answers as it does when the disk is full
+        for number in range(2000):
+            outbox.append(receipt(number), told.set if number == 1999 else None)
+        assert not told.wait(0.5)
+        assert rows_on_disk(outbox.path) == []
+        outbox._store._db.execute("PRAGMA max_page_count = 1000000")
+        assert told.wait(10)
+    assert [seq for seq, _ in rows_on_disk(outbox.path)] == list(range(1, 2001))
+
+
+# field case 19
+def test_a_disk_that_stays_broken_is_reported_and_ends_in_errors_not_in_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("midstream.broker.outbox.GIVE_UP_S", 0.2)
+    errors: list[Exception] = []
+    told = threading.Event()
+
+    def on_fatal(error: Exception) -> None:
+        errors.append(error)
+        told.set()
+
+    outbox = Outbox(tmp_path, "w", 0, NOBODY, on_fatal)
+    outbox._store._db.execute("PRAGMA query_only = 1")
+    outbox.append(receipt(1))
+    assert told.wait(10)
+    assert "readonly" in str(errors[0])
+    assert outbox.flush(10) is False
+    with pytest.raises(OutboxError, match="has failed"):
+        outbox.append(receipt(2))
+    outbox.close()
+
+
+@pytest.mark.parametrize("how", ["header", "page", "truncated", "emptied", "removed"])
+def test_a_damaged_database_is_moved_aside_and_its_epoch_remembered(tmp_path: Path, how: str) -> None:
+    store = Store(tmp_path, "w", 0)
+    store.commit([(f"job_{number}", os.urandom(200)) for number in range(400)])
+    former = store.epoch
+    store._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    store.close()
+    damage(store.path, how)
+
+    store = Store(tmp_path, "w", 0)
+    try:
+        assert store.epoch != former
+        assert store.last == 0
+        assert store.read(0, 10) == []
+        (lost,) = store.formers()
+        assert (lost.epoch, lost.last) == (former, 400)
+        assert lost.jobs == [(number + 1, f"job_{number}") for number in range(400)]
+        if how != "removed":
+            assert len(list(tmp_path.glob("w.rank0.sqlite.damaged-*"))) == 1
+        store.forget(former)
+        assert store.formers() == []
+    finally:
+        store.close()
+    assert Store(tmp_path, "w", 0).epoch == store.epoch  # the fresh one is sound
+
+
+def damage(path: Path, how: str) -> None:
+    if how == "removed":
+        path.unlink()
+    elif how == "emptied":
+        path.write_bytes(b"")
+    elif how == "truncated":
+        os.truncate(path, path.stat().st_size // 2)
+    else:
+        with path.open("r+b") as file:
+            file.seek(0 if how == "header" else 4096 * 5)
+            file.write(b"\xa5" * (100 if how == "header" else 4096 * 3))
+
+
+def test_a_row_whose_bytes_changed_on_disk_is_known_as_damaged(tmp_path: Path) -> None:
+    store = Store(tmp_path, "w", 0)
+    store.commit([("job_a", b"first"), ("job_b", b"second")])
+    store._db.execute("UPDATE receipts SET payload = x'00' WHERE seq = 2")
+    assert store.read(0, 10) == [(1, "job_a", b"first"), (2, "job_b", None)]
+    assert store.jobs_of(2, 2) == ["job_b"]
+    store.close()
+
+
+def test_numbers_go_on_after_everything_was_acknowledged_and_deleted(tmp_path: Path) -> None:
+    store = Store(tmp_path, "w", 0)
+    store.commit([("job", b"x")] * 5)
+    store.commit([], acked=5, prune=5)
+    store.close()
+    store = Store(tmp_path, "w", 0)
+    assert (store.last, store.acked, store.read(0, 10)) == (5, 5, [])
+    assert store.commit([("job", b"y")]) == 6
+    store.close()
+
+
+def test_a_new_epoch_renumbers_what_this_opening_added(tmp_path: Path) -> None:
+    store = Store(tmp_path, "w", 0)
+    store.commit([("old", b"old")] * 3)
+    store.close()
+    store = Store(tmp_path, "w", 0)
+    former = store.epoch
+    store.commit([(f"job_{number}", b"%d" % number) for number in range(1000)])
+    assert store.restart_epoch() == 1000
+    assert store.epoch != former
+    assert [(row.seq, row.payload) for row in store.read(0, 2000)] == [(number + 1, b"%d" % number) for number in range(1000)]
+    store.close()
+    assert Store(tmp_path, "w", 0).last == 1000
+
+
+def test_the_job_log_survives_a_torn_last_line(tmp_path: Path) -> None:
+    log = JobLog(tmp_path / "x.jobs")
+    log.rewrite("ab" * 16, 3, [(3, "job_3")])
+    log.append([(4, "job_4"), (5, "job_5")])
+    log.close()
+    os.truncate(log.path, log.path.stat().st_size - 4)
+    assert log.read() == ("ab" * 16, 4, [(3, "job_3"), (4, "job_4")])
+
+
+def test_the_job_log_does_not_grow_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("midstream.broker.outbox_store.JOB_LOG_BYTES", 10_000)
+    store = Store(tmp_path, "w", 0)
+    for _ in range(100):
+        last = store.commit([("job_" + "x" * 30, b"x")] * 100, acked=store.last, prune=store.last)
+    size = (tmp_path / "w.rank0.jobs").stat().st_size
+    store.close()
+    assert size < 25_000
+    known = JobLog(tmp_path / "w.rank0.jobs").read()
+    assert known is not None
+    assert known.last == last
+
+
+def test_an_idle_outbox_does_not_burn_cpu(outbox: Outbox) -> None:
+    outbox.append(receipt(1))  # waits for a relay that is not there
+    time.sleep(0.3)
+    before = time.process_time()
+    time.sleep(1.5)
+    assert time.process_time() - before < 0.05
+
+
+def test_receipts_read_back_from_disk_are_the_ones_appended(outbox: Outbox) -> None:
+    outbox.append(receipt(7))
+    outbox.close()
+    with sqlite3.connect(outbox.path) as other:
+        assert receipt_decoder.decode(other.execute("SELECT payload FROM receipts").fetchone()[0]) == receipt(7)
+
+
+def test_the_outbox_brings_nothing_heavy_into_a_rank_process() -> None:
+    program = "import sys; import midstream.broker.outbox; print({'torch', 'vllm', 'celery', 'redis', 'asyncio'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "set()\n"
