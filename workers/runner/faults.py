@@ -1,18 +1,37 @@
-"""Tests only: which fault is this rank told to have? `name` or `name:rank=1`, several separated by commas."""
+"""Tests only: which faults is this rank told to have? `name` or `name:rank=1`, several separated by commas."""
+
+#: What can be made to fail, and what then happens.
+KNOWN = {
+    "put_vectors": "registering vectors fails on this rank",
+    "admit": "applying a request's steering fails on this rank",
+    "skip_action": "one kind of action is applied but not accounted for",
+    "write": "writing a capture raises OSError",
+    "plan": "planning a step raises",
+    "rpc": "faults may be switched while the engine runs",
+}
 
 
 class Faults:
-    """`MIDSTREAM_FAULT`, read once at boot. Empty in production.
-
-    put_vectors: registering vectors fails on this rank · admit: applying a request's steering fails ·
-    skip_action: one action is applied but not accounted for · write: writing a capture raises
-    """
+    """Read from `MIDSTREAM_FAULT` at boot. Empty in production, where nothing can switch one on."""
 
     def __init__(self, text: str, rank: int) -> None:
-        self._active = set()
+        self._rank = rank
+        self._active: set[str] = set()
+        self._add(text)
+
+    def switch(self, text: str) -> None:
+        """Replace the active faults; raises RuntimeError unless booted with `rpc`."""
+        if "rpc" not in self._active:
+            raise RuntimeError("this rank was not started for fault tests")
+        self._active = {"rpc"}
+        self._add(text)
+
+    def _add(self, text: str) -> None:
         for fault in filter(None, text.split(",")):
             name, _, condition = fault.partition(":")
-            if condition in ("", f"rank={rank}"):
+            if name not in KNOWN:
+                raise ValueError(f"unknown fault {name!r}; known: {', '.join(KNOWN)}")
+            if condition in ("", f"rank={self._rank}"):
                 self._active.add(name)
 
     def __contains__(self, name: str) -> bool:

@@ -4,6 +4,7 @@ The adapters call `begin` (who came, who ended), `plan` (which rows are whose), 
 Nothing that goes wrong in here may take the engine down: it fails the requests concerned, through their receipts.
 """
 
+import itertools
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -75,7 +76,7 @@ class DataPlane:
         """`traced`: the forward is compiled or graph-captured, so the sites' buffers may not be replaced."""
         self._config, self._place, self._sites, self._shared, self._switch = config, place, list(sites), shared, switch
         self._traced = traced
-        self._faults = Faults(config.fault, place.rank)
+        self.faults = Faults(config.fault, place.rank)
         reference = self._sites[0].captured
         self._device, self._hidden_size, self._dtype = reference.device, reference.shape[1], reference.dtype
         self.actions = ActionLedger()
@@ -83,9 +84,10 @@ class DataPlane:
         self._table = RowTable(self._sites, config.steering_rows, self.vectors)
         self._budget = SlabBudget(config.capture_queue_mib << 20)
         self._outbox = Outbox(Path(config.outbox_dir), config.worker, place.rank, config.relay_url)
-        self._writer = Writer(Path(config.capture_root), self._outbox, config.writer_threads, fail_writes="write" in self._faults)
+        self._writer = Writer(Path(config.capture_root), self._outbox, config.writer_threads, fail_writes=lambda: "write" in self.faults)
         self._tracked: dict[str, Tracked] = {}
         self._step = 0
+        self._preemptions = 0
         self._counts = np.zeros((len(self._sites), 4), dtype=np.int32)
         self._runs: list[tuple[Tracked, int, int, int]] = []  # (request, slab row, first position, rows)
         self._slab: torch.Tensor | None = None
@@ -97,7 +99,7 @@ class DataPlane:
         """Keep vectors by content hash; all or none."""
         added = []
         try:
-            if "put_vectors" in self._faults:
+            if "put_vectors" in self.faults:
                 raise RuntimeError("fault injected: put_vectors")
             for name, tensor in sorted(vectors.items()):
                 if name not in self.vectors:
@@ -132,6 +134,7 @@ class DataPlane:
             "rows": self._config.steering_rows,
             "vectors": len(self.vectors),
             "requests": len(self._tracked),
+            "preemptions": self._preemptions,
             "outbox": self._outbox.depth(),
         }
 
@@ -143,9 +146,13 @@ class DataPlane:
 
     # -- the step ---------------------------------------------------------------------------------------------------
 
-    def begin(self, new: Sequence[NewRequest], finished: dict[str, Finish]) -> None:
-        """Who ended before this step, then who came: rows are given back before they are asked for."""
+    def begin(self, new: Sequence[NewRequest], finished: dict[str, Finish], preempted: int) -> None:
+        """Who ended before this step, then who came: rows are given back before they are asked for.
+
+        `preempted`: requests that lost their KV cache before this step; their rows stay recorded.
+        """
         self._step += 1
+        self._preemptions += preempted
         for request_id in sorted(finished):
             tracked = self._tracked.pop(request_id, None)
             if tracked is not None:
@@ -164,6 +171,8 @@ class DataPlane:
             return
         mine = [(self._tracked[rows.id], rows) for rows in view.requests if rows.id in self._tracked]
         with self._guard([tracked for tracked, _ in mine]):
+            if "plan" in self.faults:
+                raise RuntimeError("fault injected: plan")
             self._counts[:] = 0
             self._plan_steering(mine)
             self._plan_capture(mine)
@@ -218,12 +227,12 @@ class DataPlane:
             held = {site.layer for site in self._sites}
             tracked.recording = Recording(spec.capture, [layer for layer in spec.capture.layers if layer in held])
         try:
-            if spec.steering and "admit" in self._faults:
+            if spec.steering and "admit" in self.faults:
                 raise RuntimeError("fault injected: admit")
             for row_spec in steering_rows(spec.steering):
                 row, written = self._table.acquire(row_spec)
                 tracked.rows.append((row, row_spec))
-                if written and "skip_action" not in self._faults:
+                if written and "skip_action" not in self.faults:
                     self.actions.fold(self._step, "row_admit", row_spec.key)
             if spec.steering:
                 self.actions.fold(self._step, "steer", spec.job, spec.request, spec.attempt, spec.digest)
@@ -411,7 +420,7 @@ def _contiguous(values: np.ndarray) -> list[tuple[int, int]]:
     """(first index, length) of each run of consecutive values."""
     breaks = np.flatnonzero(np.diff(values) != 1) + 1
     edges = [0, *breaks.tolist(), len(values)]
-    return [(a, b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    return [(a, b - a) for a, b in itertools.pairwise(edges)]
 
 
 def _expected_rows(capture: StoredCapture, prompt_tokens: int, num_tokens: int) -> list[int]:

@@ -76,6 +76,11 @@ class MidstreamWorker(PlatformWorker):
     def midstream_status(self) -> dict[str, Any]:
         return self._connected().status()
 
+    def midstream_fault(self, text: str) -> tuple[bool, str]:
+        """Tests only, see `faults`."""
+        self._connected().faults.switch(text)
+        return True, ""
+
     def midstream_close(self) -> tuple[bool, str]:
         self._connected().close()
         return True, ""

@@ -37,7 +37,7 @@ class WriteJob:
 class Writer:
     """Threads that publish files in groups and then hand the receipts to the outbox."""
 
-    def __init__(self, root: Path, outbox: Outbox, threads: int, fail_writes: bool = False) -> None:
+    def __init__(self, root: Path, outbox: Outbox, threads: int, fail_writes: Callable[[], bool]) -> None:
         self._root = root
         self._outbox = outbox
         self._fail_writes = fail_writes
@@ -112,6 +112,6 @@ class Writer:
             self._outbox.append(msgspec.structs.replace(job.receipt, files=[file]))
 
     def _publish(self, group: list[WriteJob]) -> list[CapturedFile]:
-        if self._fail_writes:
+        if self._fail_writes():
             raise OSError("fault injected: write")
         return publish(self._root, [job.build() for job in group if job.build is not None])

@@ -1,0 +1,39 @@
+"""Engines that tests share: each starts once. An idle engine costs memory only."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from host import Host
+from tiny import Reference, tiny_llama, tiny_qwen3
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("tiny-llama"))
+
+
+@pytest.fixture(scope="session")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_qwen3(tmp_path_factory.mktemp("tiny-qwen3"))
+
+
+@pytest.fixture(scope="session")
+def reference(llama: Path) -> Reference:
+    return Reference(llama)
+
+
+@pytest.fixture(scope="session")
+def v1(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
+    """Eager, v1 runner, steps of at most 64 tokens: prompts longer than that are prefilled in chunks."""
+    host = Host(tmp_path_factory.mktemp("v1"), llama, max_num_batched_tokens=64, enable_prefix_caching=False, steering_rows=4, fault="rpc")
+    yield host
+    host.close()
+
+
+@pytest.fixture(scope="session")
+def cached(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
+    """Prefix cache on, and so few KV blocks that concurrent requests preempt one another."""
+    host = Host(tmp_path_factory.mktemp("cached"), llama, num_gpu_blocks=8, max_model_len=512)
+    yield host
+    host.close()

@@ -1,0 +1,84 @@
+"""A real `VllmEngine` in a process of its own, driven by JSON lines: each engine needs an environment of its own.
+
+Run as `python engine_process.py`; settings come from the environment. Used through `host.Host`.
+"""
+
+import asyncio
+import sys
+from typing import Any
+
+import msgspec
+from midstream.schemas.base import from_json, to_json
+from midstream.schemas.errors import MidstreamError
+from midstream.schemas.jobs import Job, Output
+from midstream.schemas.settings import load_settings
+from midstream.schemas.tensors import Tensor
+
+
+class Command(msgspec.Struct, omit_defaults=True):
+    """`jobs` run all at once; `cancel_after` aborts the named job after that many tokens; `call` is a collective RPC."""
+
+    jobs: list[Job] = []
+    vectors: dict[str, Tensor] = {}
+    cancel_after: dict[str, int] = {}
+    call: str = ""
+    arguments: list[Any] = []
+
+
+class Answer(msgspec.Struct, omit_defaults=True):
+    outputs: dict[str, list[Output]] = {}
+    errors: dict[str, str] = {}
+    result: list[Any] = []
+    info: Any = None
+
+
+async def serve(reply: Any) -> None:
+    from midstream.workers.vllm_engine import VllmEngine
+
+    engine = VllmEngine(load_settings())
+    await engine.start()
+    reply(Answer(info=msgspec.to_builtins(engine.info)))
+    for line in iter(lambda: sys.stdin.readline(), ""):
+        command = from_json(line, Command)
+        if command.call:
+            reply(Answer(result=await engine._call(command.call, tuple(command.arguments))))
+            continue
+        answer = Answer()
+        await asyncio.gather(*(run(engine, job, command, answer) for job in command.jobs))
+        reply(answer)
+    await engine.shutdown()
+
+
+async def run(engine: Any, job: Job, command: Command, answer: Answer) -> None:
+    async def fetch(name: str) -> Tensor:
+        return command.vectors[name]
+
+    async def one(request: int) -> Output | None:
+        tokens = 0
+        async for progress in engine.generate(job, request, 1):
+            tokens += len(progress.token_ids)
+            if tokens >= command.cancel_after.get(job.id, 1 << 30):
+                await engine.abort(job.id, 1)
+                return None
+            if progress.finished:
+                return progress.finished
+        return None
+
+    try:
+        await engine.hold_vectors(job, fetch)
+        try:
+            outputs = await asyncio.gather(*(one(request) for request in range(len(job.prompts))))
+        finally:
+            await engine.release_vectors(job)
+        answer.outputs[job.id] = [output for output in outputs if output is not None]
+    except MidstreamError as error:
+        answer.errors[job.id] = str(error)
+
+
+if __name__ == "__main__":
+    # vLLM logs to stdout; the answers go to the stream that was stdout when we started.
+    import os
+
+    channel = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)
+    asyncio.run(serve(lambda answer: channel.write(to_json(answer) + b"\n")))

@@ -1,0 +1,162 @@
+"""The tests' side of `engine_process`: start an engine, run jobs on it, read its receipts and files."""
+
+import contextlib
+import itertools
+import os
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from engine_process import Answer, Command
+from midstream.client.reader import CaptureReader
+from midstream.schemas.base import from_json, from_msgpack, to_json
+from midstream.schemas.jobs import Job, Output, Sampling, StoredPrompt
+from midstream.schemas.receipts import Receipt
+from midstream.schemas.selectors import PositionSelector, resolve_positions
+from midstream.schemas.settings import Settings, to_environment
+from midstream.schemas.specs import StoredCapture, StoredSteering
+from midstream.schemas.tensors import Tensor, content_hash, from_numpy
+
+_numbers = itertools.count()
+#: Nobody listens there: receipts stay in the outbox, where the tests read them.
+NO_RELAY = "tcp://127.0.0.1:9"
+
+
+def capture_of(layers: list[int], positions: PositionSelector, tag: str = "default") -> StoredCapture:
+    return StoredCapture(layers=layers, hook="post_block", positions=positions, tag=tag)
+
+
+def steer(vector: str, layers: list[int], scale: float = 1.0, positions: PositionSelector = "all") -> StoredSteering:
+    return StoredSteering(layers=layers, vector=vector, scale=scale, hook="post_block", positions=positions)
+
+
+class Host:
+    """One engine process."""
+
+    def __init__(self, directory: Path, model: Path, env: dict[str, str] | None = None, **settings: Any):
+        options: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "kv_cache_gib": 0.25, "max_num_seqs": 32} | settings
+        self.settings = Settings(
+            model=str(model), data_dir=str(directory), relay_url=NO_RELAY, worker_id="test-worker", **options
+        )
+        self.root = self.settings.capture_root
+        self._log = open(directory / "engine.log", "wb")  # noqa: SIM115 - open as long as the process
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("engine_process.py"))],
+            env={**os.environ, "HF_HUB_OFFLINE": "1", **to_environment(self.settings), **(env or {})},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+        )
+        self._vectors: dict[str, Tensor] = {}
+        try:
+            self.info = self._answer().info
+        except AssertionError:
+            self.close()
+            raise
+
+    def _answer(self) -> Answer:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, f"the engine process ended:\n{self.log()[-3000:]}"
+        return from_json(line, Answer)
+
+    def log(self) -> str:
+        return Path(self._log.name).read_text(errors="replace")
+
+    def send(self, command: Command) -> Answer:
+        assert self._process.stdin is not None
+        self._process.stdin.write(to_json(command) + b"\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        return self.send(Command(call=method, arguments=list(arguments))).result
+
+    def vector(self, values: np.ndarray) -> str:
+        """Register a steering vector; returns its content hash."""
+        tensor = from_numpy(values.astype(np.float32))
+        self._vectors[content_hash(tensor)] = tensor
+        return content_hash(tensor)
+
+    def job(
+        self,
+        *prompts: list[int],
+        max_tokens: int = 4,
+        capture: StoredCapture | None = None,
+        steering: list[StoredSteering] | None = None,
+        **sampling: Any,
+    ) -> Job:
+        """A job with a new id; the capture's positions are resolved against each prompt."""
+        return Job(
+            id=f"job{next(_numbers):05d}",
+            kind="generate",
+            model=self.settings.served_model,
+            prompts=[StoredPrompt(token_ids=prompt) for prompt in prompts],
+            sampling=Sampling(max_tokens=max_tokens, ignore_eos=True, **sampling),
+            created=0.0,
+            steering=[steering for _ in prompts] if steering else [],
+            captures=[_resolved(capture, prompt) for prompt in prompts] if capture else [],
+        )
+
+    def run(self, *jobs: Job, cancel_after: dict[str, int] | None = None) -> dict[str, list[Output]]:
+        """Run all at once; raises AssertionError with the reason when one fails."""
+        answer = self.run_any(*jobs, cancel_after=cancel_after)
+        assert not answer.errors, answer.errors
+        return answer.outputs
+
+    def run_any(self, *jobs: Job, cancel_after: dict[str, int] | None = None) -> Answer:
+        return self.send(Command(jobs=list(jobs), vectors=self._vectors, cancel_after=cancel_after or {}))
+
+    def receipts(self, job: Job, timeout: float = 20.0) -> list[Receipt]:
+        """The job's receipts of all ranks, when all are there; sorted by request and rank."""
+        world = self.settings.tensor_parallel_size * self.settings.pipeline_parallel_size
+        deadline = time.monotonic() + timeout
+        while True:
+            found = sorted((r for r in self.all_receipts() if r.job == job.id), key=lambda r: (r.request, r.rank))
+            if len(found) >= world * len(job.prompts):
+                return found
+            assert time.monotonic() < deadline, f"{len(found)} of {world * len(job.prompts)} receipts came"
+            time.sleep(0.02)
+
+    def all_receipts(self) -> list[Receipt]:
+        receipts = []
+        for file in sorted((Path(self.settings.data_dir) / "outbox").glob("*.sqlite")):
+            with contextlib.closing(sqlite3.connect(f"file:{file}?mode=ro", uri=True)) as database:
+                receipts += [from_msgpack(row[0], Receipt) for row in database.execute("SELECT payload FROM receipts ORDER BY seq")]
+        return receipts
+
+    def capture(self, job: Job) -> CaptureReader:
+        """The job's files, once every rank has reported that it is done."""
+        for receipt in self.receipts(job):
+            assert receipt.status == "ok", receipt
+        assert job.captures
+        return CaptureReader(self.root / job.captures[0].tag / job.id)
+
+    def close(self) -> None:
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        try:
+            self._process.wait(60)
+        finally:
+            self._process.kill()
+            self._process.wait()
+            self._log.close()
+
+
+def _resolved(capture: StoredCapture, prompt: list[int]) -> StoredCapture:
+    positions = resolve_positions(capture.positions, len(prompt))
+    return StoredCapture(layers=capture.layers, hook=capture.hook, positions=positions, tag=capture.tag)
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    """Random token ids of the tiny checkpoints' vocabulary, special tokens left out."""
+    return np.random.default_rng(seed).integers(4, 500, size=length).tolist()
+
+
+def relative_error(got: np.ndarray, wanted: np.ndarray) -> float:
+    """Largest row error, relative to the row's own length."""
+    return float((np.linalg.norm(got - wanted, axis=-1) / np.linalg.norm(wanted, axis=-1)).max())

@@ -1,0 +1,99 @@
+"""The prefix cache serves nobody what was computed under another's intervention, and no capture is short. v1, fp32.
+
+KV blocks hold 128 tokens on CPU, so the prompts here fill several.
+"""
+
+import numpy as np
+import pytest
+from host import Host, capture_of, prompt_of, relative_error, steer
+from tiny import HIDDEN, LAYERS, Reference
+from tolerances import FP32_ROWS
+
+ALL = list(range(LAYERS))
+BLOCK = 128
+
+
+def direction(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=HIDDEN).astype(np.float32)
+
+
+def rows_match(host: Host, reference: Reference, job, output, edits=None, steered=None) -> None:
+    tokens = job.prompts[0].token_ids + output.token_ids
+    wanted = reference.post_block(tokens[:-1], edits, steered)
+    positions = host.capture(job).positions(0)
+    for layer in job.captures[0].layers:
+        assert relative_error(host.capture(job).array(layer), wanted[layer][positions]) <= FP32_ROWS
+
+
+def test_steered_blocks_never_serve_a_plain_request(cached: Host, reference: Reference) -> None:
+    prompt, vector = prompt_of(300, seed=1), direction(1)  # field case 13
+    steered = cached.job(prompt, max_tokens=2, steering=[steer(cached.vector(vector), [0], 3.0)])
+    plain = cached.job(prompt, max_tokens=2, capture=capture_of(ALL, "last_prompt"))
+    cached.run(steered)
+    output = cached.run(plain)[plain.id][0]
+    assert output.cached_tokens == 0
+    rows_match(cached, reference, plain, output)
+
+
+def test_plain_blocks_never_serve_a_steered_request(cached: Host, reference: Reference) -> None:
+    prompt, vector = prompt_of(300, seed=2), direction(2)  # field case 13
+    cached.run(cached.job(prompt, max_tokens=2))
+    steered = cached.job(prompt, max_tokens=2, capture=capture_of(ALL, "last_prompt"), steering=[steer(cached.vector(vector), [0], 3.0)])
+    output = cached.run(steered)[steered.id][0]
+    assert output.cached_tokens == 0
+    rows_match(cached, reference, steered, output, {0: 3.0 * vector})
+
+
+def test_equal_interventions_share_blocks_and_another_scale_does_not(cached: Host, reference: Reference) -> None:
+    prompt, vector = prompt_of(300, seed=3), direction(3)
+    name = cached.vector(vector)
+    cached.run(cached.job(prompt, max_tokens=1, steering=[steer(name, [0])]))
+    same = cached.job(prompt, max_tokens=1, capture=capture_of(ALL, "last_prompt"), steering=[steer(name, [0])])
+    output = cached.run(same)[same.id][0]
+    assert output.cached_tokens == 2 * BLOCK
+    rows_match(cached, reference, same, output, {0: vector})
+    other = cached.job(prompt, max_tokens=1, steering=[steer(name, [0], 1.5)])
+    assert cached.run(other)[other.id][0].cached_tokens == 0
+
+
+@pytest.mark.parametrize(("positions", "shared"), [([290], 2 * BLOCK), ([140], BLOCK), ("all_generated", 2 * BLOCK), ("all", 0)])
+def test_blocks_below_the_first_steered_position_stay_shared(cached: Host, reference: Reference, positions, shared) -> None:
+    prompt, vector = prompt_of(300, seed=10 + shared), direction(4)
+    cached.run(cached.job(prompt, max_tokens=1))
+    job = cached.job(
+        prompt, max_tokens=3, capture=capture_of(ALL, "last_prompt"), steering=[steer(cached.vector(vector), [0], 1.0, positions)]
+    )
+    output = cached.run(job)[job.id][0]
+    assert output.cached_tokens == shared
+    where = {"all": None, "all_generated": [300, 301]}.get(positions) if isinstance(positions, str) else positions
+    rows_match(cached, reference, job, output, {0: vector}, where)
+
+
+@pytest.mark.parametrize(("positions", "reused"), [("all_prompt", 0), ([130], BLOCK), ("last_prompt", 2 * BLOCK), ("all_generated", 2 * BLOCK)])
+def test_a_capture_is_never_short_and_reuses_what_lies_below_its_first_row(cached: Host, reference: Reference, positions, reused) -> None:
+    prompt = prompt_of(300, seed=20 + reused)  # field case 14
+    cached.run(cached.job(prompt, max_tokens=1))
+    job = cached.job(prompt, max_tokens=4, capture=capture_of(ALL, positions))
+    output = cached.run(job)[job.id][0]
+    assert output.cached_tokens == reused
+    rows_match(cached, reference, job, output)
+
+
+def test_preempted_requests_have_every_row_once(cached: Host, reference: Reference) -> None:
+    """Seven blocks for six requests of up to three blocks each: they must take turns."""  # field case 6
+    before = cached.call("midstream_status")[0]["preemptions"]
+    vector = direction(5)
+    jobs = [
+        cached.job(
+            prompt_of(110, seed=200 + n), max_tokens=180, capture=capture_of(ALL, "all"),
+            steering=[steer(cached.vector(vector), [1], 0.3)] if n % 2 else None,
+        )
+        for n in range(6)
+    ]
+    answers = cached.run(*jobs)
+    assert cached.call("midstream_status")[0]["preemptions"] > before
+    for number, job in enumerate(jobs):
+        output = answers[job.id][0]
+        assert len(output.token_ids) == 180
+        assert cached.capture(job).positions(0) == list(range(289))
+        rows_match(cached, reference, job, output, {1: 0.3 * vector} if number % 2 else None)
