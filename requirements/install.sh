@@ -19,8 +19,8 @@ log=$venv/install.log
 # Runs pip with its whole output in the log and a progress line per 25 packages; on failure shows the end of the log.
 run_pip() {
     if ! "$venv/bin/python" -m pip --disable-pip-version-check --no-input "$@" 2>&1 | tee -a "$log" | awk '
-        /^(Collecting|Requirement already satisfied)/ { if (++n % 25 == 0) { print "  … " n " packages fetched"; fflush() } }
-        /^Installing collected packages/ { print "  … unpacking " n " packages"; fflush() }'; then
+        /^(Collecting|Processing) / { if (++n % 25 == 0) { print "  … " n " fetched"; fflush() } }
+        /^Installing collected packages/ { print "  … unpacking"; fflush() }'; then
         grep -v "^WARNING: Location" "$log" | tail -n 25 | cut -c1-300 >&2
         echo "installation failed; all of pip's output is in $log" >&2
         exit 1
