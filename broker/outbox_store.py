@@ -308,7 +308,12 @@ class Store:
         log.error("outbox %s is damaged (%s): moved aside as *%s, a new epoch starts; %s", self.path, damage, suffix, told)
 
     def _held(self) -> list[tuple[int, str]]:
-        return self._db.execute("SELECT seq, job FROM receipts ORDER BY seq").fetchall()
+        """Which receipts have not been acknowledged, or are still there: also those that only the job log knows."""
+        known = self._jobs.read()
+        logged = known.jobs if known and known.epoch == self.epoch else []
+        held = {seq: job for seq, job in logged if self.acked < seq <= self.last}
+        held.update(self._db.execute("SELECT seq, job FROM receipts"))
+        return sorted(held.items())
 
 
 class _Transaction:

@@ -1,0 +1,197 @@
+"""Jobs that wait for receipts, a relay to kill, and a look at what the ledger made of it all."""
+
+import asyncio
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+import redis
+
+from midstream.broker.ledger import Ledger, new_job_id
+from midstream.schemas.base import now
+from midstream.schemas.jobs import Job, JobView, Sampling, StoredPrompt
+from midstream.schemas.receipts import Receipt
+from midstream.schemas.settings import Settings, to_environment
+from midstream.schemas.specs import StoredCapture
+
+T = TypeVar("T")
+BOOT = "boot-1"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def receipt(job: str, request: int, *, worker: str = "w", rank: int = 0, world: int = 1, attempt: int = 1) -> Receipt:
+    return Receipt(
+        "0.1.0", worker, BOOT, job, request, attempt, rank, world, tp=rank, pp=0, step=request, actions=0, checksum="0" * 16, status="ok"
+    )
+
+
+class RelayProcess:
+    """`python -m midstream.broker.relay` on one port, which may be killed and started again."""
+
+    def __init__(self, redis_url: str, log: Path, url: str = ""):
+        self.url = url or f"tcp://127.0.0.1:{free_port()}"
+        self._environment = {name: value for name, value in os.environ.items() if not name.startswith("MIDSTREAM_")}
+        self._environment |= to_environment(Settings(redis_url=redis_url, relay_url=self.url))
+        self.log = log
+        self.process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    def start(self) -> None:
+        with self.log.open("ab") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "midstream.broker.relay"], env=self._environment, stdout=subprocess.PIPE, stderr=errors
+            )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline().decode()
+        assert line.startswith("relay ready tcp://127.0.0.1:"), line + self.log.read_text()
+        self.endpoint = line.split()[2]
+
+    def kill(self) -> None:
+        self._end(signal.SIGKILL)
+
+    def stop(self) -> int:
+        """SIGTERM; returns the exit code."""
+        return self._end(signal.SIGTERM)
+
+    def _end(self, how: signal.Signals) -> int:
+        assert self.process is not None
+        assert self.process.stdout is not None
+        if self.process.poll() is None:
+            self.process.send_signal(how)
+        try:
+            return self.process.wait(15)
+        finally:
+            self.process.kill()
+            self.process.wait()
+            self.process.stdout.close()
+
+
+class SenderProcess:
+    """A process that appends one receipt per `(job, request)` and says which are durable; to be killed."""
+
+    def __init__(self, directory: Path, relay_url: str, jobs: list[str], requests: int, first: int):
+        command = [sys.executable, __file__, str(directory), relay_url, json.dumps(jobs), str(requests), str(first)]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE)
+
+    def durable(self, until: float) -> int:
+        """How many receipts it called durable up to the monotonic moment `until`, or up to its end."""
+        assert self.process.stdout is not None
+        count = 0
+        with selectors.DefaultSelector() as ready:
+            ready.register(self.process.stdout, selectors.EVENT_READ)
+            while (left := until - time.monotonic()) > 0:
+                if ready.select(left):
+                    told = os.read(self.process.stdout.fileno(), 65536)
+                    if not told:
+                        break
+                    count += told.count(b".")
+        return count
+
+    def kill(self) -> int:
+        """kill -9; returns how many more receipts it had called durable."""
+        self.process.kill()
+        self.process.wait()
+        count = self.durable(time.monotonic() + 5)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        return count
+
+
+class Jobs:
+    """Claimed jobs in a real ledger."""
+
+    def __init__(self, redis_url: str):
+        self.settings = Settings(redis_url=redis_url, model="m", lease_s=600)
+        self.redis_url = redis_url
+
+    def ledger(self, call: Callable[[Ledger], Awaitable[T]]) -> T:
+        async def run() -> T:
+            ledger = Ledger.connect(self.settings)
+            try:
+                return await call(ledger)
+            finally:
+                await ledger.close()
+
+        return asyncio.run(run())
+
+    def claim(self, count: int, requests: int, *, worker: str = "w", ranks: int = 1) -> list[str]:
+        """`count` running jobs of `requests` prompts each, all of which wait for a receipt per prompt and rank."""
+        capture = StoredCapture(layers=[0], hook="post_block", positions="last_prompt", tag="t")
+
+        async def make(ledger: Ledger) -> list[str]:
+            made = []
+            for _ in range(count):
+                job = Job(
+                    id=new_job_id(), kind="generate", model="m", prompts=[StoredPrompt(token_ids=[1])] * requests,
+                    sampling=Sampling(), created=now(), captures=[capture] * requests,
+                )  # fmt: skip
+                await ledger.submit(job, {})
+                assert await ledger.claim(job.id, worker, BOOT, ranks) is not None
+                made.append(job.id)
+            return made
+
+        return self.ledger(make)
+
+    def view(self, job: str) -> JobView:
+        return self.ledger(lambda ledger: ledger.view(job))
+
+    def arrived(self, job: str) -> dict[tuple[int, int], int]:
+        """`(request, rank)` → how many times a receipt of it was counted."""
+        counts: dict[tuple[int, int], int] = {}
+        with redis.Redis.from_url(self.redis_url) as client:
+            for _, fields in client.xrange(f"ms:events:{job}"):
+                event = json.loads(fields[b"e"])
+                if event["event"] == "receipt":
+                    key = (event["data"]["request"], event["data"]["rank"])
+                    counts[key] = counts.get(key, 0) + 1
+            tickets = {tuple(map(int, field.decode().split("/"))) for field in client.hkeys(f"ms:ticket:{job}")}
+        assert tickets == set(counts)
+        return counts
+
+    def mark(self, epoch: str, worker: str = "w", rank: int = 0) -> int:
+        with redis.Redis.from_url(self.redis_url) as client:
+            return int(client.get(f"ms:mark:{worker}:{rank}:{epoch}") or 0)
+
+
+def once_each(requests: int, ranks: int = 1) -> dict[tuple[int, int], int]:
+    """What `arrived` gives when nothing was lost and nothing counted twice."""
+    return {(request, rank): 1 for request in range(requests) for rank in range(ranks)}
+
+
+def wait_until(true: Callable[[], bool], timeout: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout
+    while not true():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def main() -> None:
+    """The program of `SenderProcess`."""
+    from midstream.broker.outbox import Outbox
+
+    directory, relay_url, jobs, requests, first = sys.argv[1:]
+    total = len(json.loads(jobs)) * int(requests)
+    with Outbox(Path(directory), "w", 0, relay_url) as outbox:
+        for number in range(int(first), total):
+            job, request = divmod(number, int(requests))
+            outbox.append(receipt(json.loads(jobs)[job], request), lambda: os.write(1, b".") and None)
+            if number % 20 == 0:
+                time.sleep(0.01)  # so that a kill falls into the work and not behind it
+        outbox.flush(60)
+
+
+if __name__ == "__main__":
+    main()

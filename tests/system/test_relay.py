@@ -1,0 +1,559 @@
+"""Does every receipt reach the ledger, and count once, whichever process dies on the way?"""
+
+import os
+import shutil
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+import zmq
+from receipt_rig import Jobs, RelayProcess, SenderProcess, free_port, once_each, receipt, wait_until
+
+from midstream import __version__
+from midstream.broker import frames, redis_server
+from midstream.broker.frames import Frame, Kind
+from midstream.broker.outbox import Outbox, OutboxError
+from midstream.schemas.base import to_msgpack
+from midstream.schemas.jobs import Output, State
+from midstream.schemas.receipts import PROTOCOL, LostRange
+
+
+@pytest.fixture
+def relay(redis_url: str, tmp_path: Path) -> Iterator[RelayProcess]:
+    process = RelayProcess(redis_url, tmp_path / "relay.log")
+    yield process
+    process.kill()
+
+
+@pytest.fixture
+def jobs(redis_url: str) -> Jobs:
+    return Jobs(redis_url)
+
+
+class Peer:
+    """A bare DEALER that speaks for worker `w`, rank 0."""
+
+    def __init__(self, url: str, identity: bytes = b"w/0/test"):
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.ROUTING_ID, identity)
+        self.socket.linger = 0
+        self.socket.rcvtimeo = 10_000
+        self.socket.connect(url)
+        self.epoch = frames.new_epoch()
+
+    def send(self, kind: Kind, seq: int, payload: bytes = b"") -> None:
+        self.socket.send(frames.pack(kind, self.epoch, seq, payload))
+
+    def ask(self, kind: Kind, seq: int, payload: bytes = b"") -> Frame:
+        self.send(kind, seq, payload)
+        return self.answer()
+
+    def answer(self) -> Frame:
+        return frames.unpack(self.socket.recv())
+
+    def __enter__(self) -> "Peer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
+        self.context.term()
+
+
+# -- the plain way -------------------------------------------------------------------------------------------------------------
+
+
+# field case 18
+def test_a_job_succeeds_with_the_last_receipt_of_the_last_rank_and_not_before(relay: RelayProcess, jobs: Jobs, tmp_path: Path) -> None:
+    (job,) = jobs.claim(1, 2, ranks=2)
+    outputs = [Output(index=index, text="", token_ids=[1], finish_reason="length", prompt_tokens=1) for index in range(2)]
+    assert jobs.ledger(lambda ledger: ledger.store_outputs(job, 1, outputs))
+    with Outbox(tmp_path, "w", 0, relay.url) as first, Outbox(tmp_path, "w", 1, relay.url) as second:
+        for request in range(2):
+            first.append(receipt(job, request, world=2))
+        second.append(receipt(job, 0, rank=1, world=2))
+        assert first.flush(10)
+        assert second.flush(10)
+        assert jobs.view(job).state is State.RUNNING
+        second.append(receipt(job, 1, rank=1, world=2))
+        assert second.flush(10)
+    assert jobs.view(job).state is State.SUCCEEDED
+    assert jobs.arrived(job) == once_each(2, ranks=2)
+
+
+# field case 17
+def test_a_receipt_arrives_at_once_though_nothing_follows_it(relay: RelayProcess, jobs: Jobs, tmp_path: Path) -> None:
+    (job,) = jobs.claim(1, 2)
+    with Outbox(tmp_path, "w", 0, relay.url) as outbox:
+        outbox.append(receipt(job, 0))
+        assert outbox.flush(10)
+        time.sleep(1.0)  # everything is asleep now
+        start = time.monotonic()
+        outbox.append(receipt(job, 1))
+        assert outbox.flush(10)
+        assert time.monotonic() - start < 0.5
+    assert jobs.arrived(job) == once_each(2)
+
+
+# field case 20
+def test_a_receipt_does_not_wait_for_a_rank_that_never_stops_writing(relay: RelayProcess, jobs: Jobs, tmp_path: Path) -> None:
+    (noise,) = jobs.claim(1, 4000, ranks=2)
+    (job,) = jobs.claim(1, 1, ranks=2)
+    stop = threading.Event()
+
+    def never_idle(outbox: Outbox) -> None:
+        number = 0
+        while not stop.is_set():
+            outbox.append(receipt(noise, number % 4000, rank=1, world=2))
+            number += 1
+            time.sleep(0.0005)
+
+    with Outbox(tmp_path, "w", 0, relay.url) as quiet, Outbox(tmp_path, "w", 1, relay.url) as busy:
+        writer = threading.Thread(target=never_idle, args=(busy,))
+        writer.start()
+        try:
+            time.sleep(0.3)
+            busy.append(receipt(job, 0, rank=1, world=2))
+            quiet.append(receipt(job, 0, world=2))
+            start = time.monotonic()
+            assert busy.flush(10)
+            assert quiet.flush(10)
+            assert time.monotonic() - start < 2
+            assert jobs.view(job).receipts == 2
+        finally:
+            stop.set()
+            writer.join()
+
+
+def test_receipts_are_settled_in_groups(relay: RelayProcess, jobs: Jobs, tmp_path: Path, redis_url: str) -> None:
+    made = jobs.claim(5, 400)
+    with redis.Redis.from_url(redis_url) as client, Outbox(tmp_path, "w", 0, relay.url) as outbox:
+        before = client.info("commandstats").get("cmdstat_evalsha", {"calls": 0})["calls"]
+        for job in made:
+            for request in range(400):
+                outbox.append(receipt(job, request))
+        assert outbox.flush(30)
+        calls = client.info("commandstats")["cmdstat_evalsha"]["calls"] - before
+        assert outbox.transactions <= 100
+    assert calls <= 200  # for 2000 receipts
+    assert [jobs.arrived(job) for job in made] == [once_each(400)] * 5
+
+
+# -- one side dies -------------------------------------------------------------------------------------------------------------
+
+
+# field case 17, 38
+def test_five_kills_of_the_relay_under_load_lose_and_double_nothing(relay: RelayProcess, jobs: Jobs, tmp_path: Path) -> None:
+    made = jobs.claim(20, 200)
+    with Outbox(tmp_path, "w", 0, relay.url) as outbox:
+
+        def load() -> None:
+            for request in range(200):
+                for job in made:
+                    outbox.append(receipt(job, request))
+                time.sleep(0.02)
+
+        writer = threading.Thread(target=load)
+        writer.start()
+        for _ in range(5):
+            time.sleep(0.4)
+            relay.kill()
+            time.sleep(0.1)
+            relay.start()
+        writer.join()
+        assert outbox.flush(60)
+        assert jobs.mark(outbox.epoch) == 4000
+    assert [jobs.arrived(job) for job in made] == [once_each(200)] * 20
+
+
+# field case 37
+def test_five_kills_of_the_sending_process_lose_and_double_nothing_that_was_durable(
+    relay: RelayProcess, jobs: Jobs, tmp_path: Path
+) -> None:
+    made = jobs.claim(15, 200)
+    durable = 0
+    for _ in range(5):
+        sender = SenderProcess(tmp_path / "outbox", relay.url, made, 200, durable)
+        durable += sender.durable(time.monotonic() + 0.8)
+        durable += sender.kill()
+    assert 0 < durable < 3000, "the kills must fall into the work"
+    sender = SenderProcess(tmp_path / "outbox", relay.url, made, 200, durable)
+    try:
+        assert sender.process.wait(60) == 0
+    finally:
+        sender.kill()
+    assert [jobs.arrived(job) for job in made] == [once_each(200)] * 15
+
+
+def test_receipts_of_a_killed_process_arrive_though_the_next_one_has_nothing_to_say(jobs: Jobs, redis_url: str, tmp_path: Path) -> None:
+    made = jobs.claim(1, 50)
+    url = f"tcp://127.0.0.1:{free_port()}"
+    sender = SenderProcess(tmp_path / "outbox", url, made, 50, 0)  # there is no relay yet
+    assert sender.durable(time.monotonic() + 2) == 50
+    sender.kill()
+    relay = RelayProcess(redis_url, tmp_path / "relay.log", url)
+    try:
+        with Outbox(tmp_path / "outbox", "w", 0, url) as outbox:
+            assert outbox.depth() == 50
+            assert outbox.flush(10)
+        assert jobs.arrived(made[0]) == once_each(50)
+    finally:
+        relay.kill()
+
+
+# field case 37
+def test_a_kill_of_redis_under_load_loses_and_doubles_nothing(tmp_path: Path) -> None:
+    server = redis_server.start(tmp_path / "redis")
+    jobs = Jobs(server.url)
+    relay = RelayProcess(server.url, tmp_path / "relay.log")
+    try:
+        made = jobs.claim(10, 200)
+        with Outbox(tmp_path, "w", 0, relay.url) as outbox:
+
+            def load() -> None:
+                for request in range(200):
+                    for job in made:
+                        outbox.append(receipt(job, request))
+                    time.sleep(0.015)
+
+            writer = threading.Thread(target=load)
+            writer.start()
+            for _ in range(2):
+                time.sleep(0.5)
+                server.kill()
+                time.sleep(0.5)
+                server = redis_server.start(tmp_path / "redis", port=server.port)
+            writer.join()
+            assert outbox.flush(60)
+        assert relay.process is not None
+        assert relay.process.poll() is None, "the relay waited for Redis and did not die"
+        assert [jobs.arrived(job) for job in made] == [once_each(200)] * 10
+        assert "Redis cannot be reached" in relay.log.read_text()
+    finally:
+        relay.kill()
+        server.stop()
+
+
+def test_a_full_redis_refuses_receipts_and_gets_them_once_there_is_room(tmp_path: Path) -> None:
+    server = redis_server.start(tmp_path / "redis")
+    jobs = Jobs(server.url)
+    relay = RelayProcess(server.url, tmp_path / "relay.log")
+    try:
+        (job,) = jobs.claim(1, 100)
+        with redis.Redis.from_url(server.url) as client, Outbox(tmp_path, "w", 0, relay.url) as outbox:
+            wait_until(lambda: outbox.connected)
+            client.config_set("maxmemory", "1mb")
+            for request in range(100):
+                outbox.append(receipt(job, request))
+            assert not outbox.flush(1.0)
+            client.config_set("maxmemory", "0")
+            assert outbox.flush(30)
+        assert jobs.arrived(job) == once_each(100)
+    finally:
+        relay.kill()
+        server.stop()
+
+
+def test_sigterm_commits_what_had_arrived_and_exits_with_zero(relay: RelayProcess, jobs: Jobs, tmp_path: Path) -> None:
+    (job,) = jobs.claim(1, 1000)
+    with Outbox(tmp_path, "w", 0, relay.url) as outbox:
+        for request in range(1000):
+            outbox.append(receipt(job, request))
+        assert relay.stop() == 0
+        held = outbox.depth()
+        assert len(jobs.arrived(job)) >= 1000 - held
+        relay.start()
+        assert outbox.flush(10)
+    assert jobs.arrived(job) == once_each(1000)
+
+
+def test_sigterm_without_redis_exits_with_zero_and_in_time(tmp_path: Path) -> None:
+    relay = RelayProcess(f"redis://127.0.0.1:{free_port()}/0", tmp_path / "relay.log")
+    with Outbox(tmp_path, "w", 0, relay.url) as outbox:
+        outbox.append(receipt("job_x", 0))
+        wait_until(lambda: "Redis cannot be reached" in relay.log.read_text())
+        start = time.monotonic()
+        assert relay.stop() == 0
+        assert time.monotonic() - start < 8
+        assert outbox.depth() == 1
+
+
+# -- odd traffic ---------------------------------------------------------------------------------------------------------------
+
+
+def test_the_answer_to_hello_is_the_mark_and_the_nonce(relay: RelayProcess, jobs: Jobs) -> None:
+    (job,) = jobs.claim(1, 3)
+    with Peer(relay.url) as peer:
+        hello = to_msgpack(frames.Hello(__version__, os.getpid(), 0))
+        assert peer.ask(Kind.HELLO, 77, hello) == (Kind.MARK, peer.epoch, 0, to_msgpack(77))
+        assert peer.ask(Kind.RECEIPT, 1, to_msgpack(receipt(job, 0))) == (Kind.ACK, peer.epoch, 1, b"")
+        assert peer.ask(Kind.HELLO, 78, hello) == (Kind.MARK, peer.epoch, 1, to_msgpack(78))
+
+
+def test_a_receipt_sent_twice_counts_once(relay: RelayProcess, jobs: Jobs) -> None:
+    (job,) = jobs.claim(1, 2)
+    with Peer(relay.url) as peer:
+        payload = to_msgpack(receipt(job, 0))
+        assert [peer.ask(Kind.RECEIPT, 1, payload).seq for _ in range(3)] == [1, 1, 1]
+    assert jobs.arrived(job) == {(0, 0): 1}
+    assert jobs.view(job).receipts == 1
+
+
+def test_a_gap_never_advances_the_mark(relay: RelayProcess, jobs: Jobs) -> None:
+    (job,) = jobs.claim(1, 5)
+    with Peer(relay.url) as peer:
+        assert peer.ask(Kind.RECEIPT, 1, to_msgpack(receipt(job, 0))).seq == 1
+        assert peer.ask(Kind.RECEIPT, 3, to_msgpack(receipt(job, 2))).seq == 1
+        assert peer.ask(Kind.RECEIPT, 4, to_msgpack(receipt(job, 3))).seq == 1
+        assert jobs.arrived(job) == {(0, 0): 1}
+        for seq in (2, 3, 4):
+            answer = peer.ask(Kind.RECEIPT, seq, to_msgpack(receipt(job, seq - 1)))
+        assert answer.seq == 4
+    assert jobs.arrived(job) == once_each(4)
+
+
+def test_a_lost_range_fails_its_running_jobs_and_closes_the_gap(relay: RelayProcess, jobs: Jobs) -> None:
+    gone, other = jobs.claim(2, 2)
+    with Peer(relay.url) as peer:
+        peer.ask(Kind.RECEIPT, 1, to_msgpack(receipt(other, 0)))
+        beyond = peer.ask(Kind.LOST, 9, to_msgpack(LostRange(5, 9, [other])))
+        assert beyond.seq == 1, "a range beyond a gap closes nothing"
+        assert peer.ask(Kind.LOST, 3, to_msgpack(LostRange(2, 3, [gone], "the disk died"))).seq == 3
+        assert peer.ask(Kind.RECEIPT, 4, to_msgpack(receipt(other, 1))).seq == 4
+    view = jobs.view(gone)
+    assert (view.state, view.error and view.error.type) == (State.FAILED, "urn:midstream:capture_failed")
+    assert view.error is not None
+    assert "the disk died" in view.error.detail
+    assert jobs.arrived(other) == once_each(2)
+
+
+def test_receipts_of_jobs_that_nobody_knows_do_not_hold_up_the_others(relay: RelayProcess, jobs: Jobs, tmp_path: Path) -> None:
+    (job,) = jobs.claim(1, 1)
+    with Outbox(tmp_path, "w", 0, relay.url) as outbox:
+        outbox.append(receipt("job_unknown", 0))
+        outbox.append(receipt(job, 0, attempt=9))  # of an attempt that was fenced off
+        outbox.append(receipt(job, 0))
+        assert outbox.flush(10)
+    assert jobs.arrived(job) == once_each(1)
+
+
+def test_strangers_and_nonsense_are_answered_and_do_no_harm(relay: RelayProcess, jobs: Jobs, tmp_path: Path) -> None:
+    (job,) = jobs.claim(1, 1)
+    good = frames.pack(Kind.RECEIPT, frames.new_epoch(), 1, to_msgpack(receipt(job, 0)))
+    cases = [
+        (b"w/0/a", b"", "too short"),
+        (b"w/0/b", bytes([PROTOCOL, 99]) + bytes(24), "kind 99 is unknown"),
+        (b"w/0/c", frames.pack(Kind.RECEIPT, frames.new_epoch(), 1, b"\xc1"), "receipt cannot be read"),
+        (b"w/0/d", frames.pack(Kind.ACK, frames.new_epoch(), 1), "the relay's to say"),
+        (b"someone else", good, "worker/rank/instance"),
+        (b"v/0/e", good, "its sender is another"),
+    ]
+    for identity, raw, reason in cases:
+        with Peer(relay.url, identity) as peer:
+            peer.socket.send(raw)
+            answer = peer.answer()
+            assert answer.kind is Kind.REFUSED
+            assert reason in frames.refusal(answer).detail
+    assert jobs.arrived(job) == {}
+    with Peer(relay.url) as peer:
+        assert peer.ask(Kind.RECEIPT, 1, to_msgpack(receipt(job, 0))).seq == 1
+
+
+# -- versions ------------------------------------------------------------------------------------------------------------------
+
+
+# field case 43
+def test_a_sender_of_another_protocol_is_refused_with_both_versions(relay: RelayProcess) -> None:
+    with Peer(relay.url) as peer:
+        peer.socket.send(bytes([PROTOCOL + 1]) + b"\x01some other layout")
+        told = frames.refusal(peer.answer())
+    named = f"the relay speaks protocol {PROTOCOL} (midstream {__version__}), the sender speaks {PROTOCOL + 1}"
+    assert (told.reason, named in told.detail) == ("protocol", True)
+    wait_until(lambda: named in relay.log.read_text())
+
+
+# field case 43
+def test_a_rank_that_meets_a_relay_of_another_protocol_says_both_versions_and_keeps_its_receipts(
+    jobs: Jobs, redis_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (job,) = jobs.claim(1, 1)
+    context = zmq.Context()
+    other = context.socket(zmq.ROUTER)
+    other.linger = 0
+    port = other.bind_to_random_port("tcp://127.0.0.1")
+    url = f"tcp://127.0.0.1:{port}"
+    errors: list[Exception] = []
+    with Outbox(tmp_path, "w", 0, url, errors.append) as outbox:
+        outbox.append(receipt(job, 0))
+        identity, _hello = other.recv_multipart()
+        other.send_multipart([identity, bytes([PROTOCOL + 1]) + b"\x02" + bytes(24) + b"\xc1"])
+        wait_until(lambda: bool(errors))
+        assert isinstance(errors[0], OutboxError)
+        for text in (str(errors[0]), caplog.text):
+            assert f"relay protocol {PROTOCOL + 1}" in text
+            assert f"this side speaks {PROTOCOL} (midstream {__version__})" in text
+        assert outbox.depth() == 1
+        other.close()
+        context.term()
+        relay = RelayProcess(redis_url, tmp_path / "relay.log", url)  # the upgrade
+        try:
+            assert outbox.flush(15)
+        finally:
+            relay.kill()
+    assert len(errors) == 1
+    assert jobs.arrived(job) == once_each(1)
+
+
+# -- disks that lie ------------------------------------------------------------------------------------------------------------
+
+
+def unsent(jobs: Jobs, directory: Path, url: str, count: int) -> tuple[list[str], Outbox]:
+    """`count` jobs, each with one receipt in an outbox that is closed again before any was sent."""
+    made = jobs.claim(count, 1)
+    with Outbox(directory, "w", 0, url) as outbox:
+        for job in made:
+            outbox.append(receipt(job, 0))
+    return made, outbox
+
+
+def test_a_damaged_outbox_fails_the_jobs_it_lost_and_goes_on(jobs: Jobs, redis_url: str, tmp_path: Path) -> None:
+    url = f"tcp://127.0.0.1:{free_port()}"
+    made, outbox = unsent(jobs, tmp_path, url, 3)
+    outbox.path.write_bytes(b"this is not a database" * 1000)
+    relay = RelayProcess(redis_url, tmp_path / "relay.log", url)
+    try:
+        (fresh,) = jobs.claim(1, 1)
+        with Outbox(tmp_path, "w", 0, url) as again:
+            again.append(receipt(fresh, 0))
+            assert again.flush(15)
+            assert again.epoch != outbox.epoch
+        for job in made:
+            view = jobs.view(job)
+            assert view.state is State.FAILED
+            assert view.error is not None
+            assert "damaged" in view.error.detail
+        assert jobs.arrived(fresh) == once_each(1)
+        assert jobs.mark(outbox.epoch) == 3
+        with Outbox(tmp_path, "w", 0, url) as third:
+            assert third.flush(10), "what was lost is told once"
+    finally:
+        relay.kill()
+
+
+def test_a_damaged_outbox_fails_only_jobs_whose_receipts_had_not_arrived(relay: RelayProcess, jobs: Jobs, tmp_path: Path) -> None:
+    (arrived,) = jobs.claim(1, 2)
+    with Outbox(tmp_path, "w", 0, relay.url) as outbox:
+        outbox.append(receipt(arrived, 0))
+        assert outbox.flush(10)
+    outbox.path.unlink()
+    with Outbox(tmp_path, "w", 0, relay.url) as again:
+        again.append(receipt(arrived, 1))
+        assert again.flush(10)
+    assert jobs.view(arrived).state is State.RUNNING
+    assert jobs.arrived(arrived) == once_each(2)
+
+
+def test_single_damaged_and_missing_receipts_fail_their_jobs_and_no_others(jobs: Jobs, redis_url: str, tmp_path: Path) -> None:
+    url = f"tcp://127.0.0.1:{free_port()}"
+    made, outbox = unsent(jobs, tmp_path, url, 7)
+    with sqlite3.connect(outbox.path) as database:
+        database.execute("UPDATE receipts SET payload = x'c0' WHERE seq = 2")
+        database.execute("DELETE FROM receipts WHERE seq IN (4, 5)")
+    database.close()
+    relay = RelayProcess(redis_url, tmp_path / "relay.log", url)
+    try:
+        with Outbox(tmp_path, "w", 0, url) as again:
+            assert again.flush(15)
+        failed = [seq for seq, job in enumerate(made, 1) if jobs.view(job).state is State.FAILED]
+        assert failed == [2, 4, 5]
+        assert [jobs.arrived(made[seq - 1]) for seq in (1, 3, 6, 7)] == [once_each(1)] * 4
+    finally:
+        relay.kill()
+
+
+def test_an_outbox_put_back_to_an_older_state_does_not_lose_its_new_receipts(relay: RelayProcess, jobs: Jobs, tmp_path: Path) -> None:
+    (job,) = jobs.claim(1, 8)
+    with Outbox(tmp_path / "live", "w", 0, relay.url) as outbox:
+        for request in range(2):
+            outbox.append(receipt(job, request))
+        assert outbox.flush(10)
+    shutil.copytree(tmp_path / "live", tmp_path / "backup")
+    with Outbox(tmp_path / "live", "w", 0, relay.url) as outbox:
+        for request in range(2, 5):
+            outbox.append(receipt(job, request))
+        assert outbox.flush(10)
+    with Outbox(tmp_path / "backup", "w", 0, relay.url) as restored:
+        for request in range(5, 8):  # numbers 3 to 5 of the old epoch, which the relay has already
+            restored.append(receipt(job, request))
+        assert restored.flush(10)
+        assert restored.epoch != outbox.epoch
+    assert jobs.arrived(job) == once_each(8)
+
+
+def test_a_redis_that_forgot_its_last_second_is_given_those_receipts_again(
+    relay: RelayProcess, jobs: Jobs, redis_url: str, tmp_path: Path
+) -> None:
+    (job,) = jobs.claim(1, 10)
+    with Outbox(tmp_path, "w", 0, relay.url) as outbox, redis.Redis.from_url(redis_url) as client:
+        for request in range(10):
+            outbox.append(receipt(job, request))
+        assert outbox.flush(10)
+        relay.kill()
+        client.set(f"ms:mark:w:0:{outbox.epoch}", 7)
+        client.hdel(f"ms:ticket:{job}", "7/0", "8/0", "9/0")
+        client.hset(f"ms:job:{job}", "receipts", 7)
+        relay.start()
+        wait_until(lambda: jobs.view(job).receipts == 10)
+        assert jobs.mark(outbox.epoch) == 10
+
+
+# -- the process ---------------------------------------------------------------------------------------------------------------
+
+
+def test_the_relay_on_a_free_port_says_which(redis_url: str, tmp_path: Path) -> None:
+    relay = RelayProcess(redis_url, tmp_path / "relay.log", "tcp://127.0.0.1:0")
+    try:
+        with Outbox(tmp_path, "w", 0, relay.endpoint) as outbox:
+            wait_until(lambda: outbox.connected)
+    finally:
+        assert relay.stop() == 0
+
+
+def test_the_relay_shows_in_redis_that_it_lives(relay: RelayProcess, redis_url: str) -> None:
+    with redis.Redis.from_url(redis_url) as client:
+        wait_until(lambda: client.exists("ms:relay") == 1)
+        assert relay.url.encode() in client.get("ms:relay")
+        assert 0 < client.ttl("ms:relay") <= 15
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("RELAY_URL", "tcp://0.0.0.0:5557", "MIDSTREAM_RELAY_ALLOW_REMOTE"),
+        ("RELAY_URL", "tcp://*:5557", "off loopback"),
+        ("RELAY_URL", "127.0.0.1:5557", "not an address"),
+        ("RELAY_URL", "tcp://127.0.0.1:notaport", "relay_url"),
+        ("REDIS_URL", "", "MIDSTREAM_REDIS_URL"),
+    ],
+)
+def test_a_wrong_setting_ends_the_relay_with_its_name(name: str, value: str, said: str) -> None:
+    environment = {key: text for key, text in os.environ.items() if not key.startswith("MIDSTREAM_")}
+    environment |= {"MIDSTREAM_REDIS_URL": "redis://127.0.0.1:1/0", f"MIDSTREAM_{name}": value}
+    command = [sys.executable, "-m", "midstream.broker.relay"]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30)
+    assert ended.returncode == 2
+    assert said in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_second_relay_on_the_same_address_says_that_it_is_taken(relay: RelayProcess, redis_url: str) -> None:
+    environment = os.environ | {"MIDSTREAM_REDIS_URL": redis_url, "MIDSTREAM_RELAY_URL": relay.url}
+    command = [sys.executable, "-m", "midstream.broker.relay"]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30)
+    assert (ended.returncode, "in use" in ended.stderr) == (2, True)
