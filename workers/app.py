@@ -60,6 +60,7 @@ def make_worker_app(settings: Settings) -> Celery:
     """The Celery app of a worker, with its host, tasks and bootsteps."""
     app = make_app(settings)
     app.engine_host = EngineHost(app, settings, on_death=lambda reason: _end_process(app))
+    app.may_renew = lambda: not app.engine_host.death  # a dead engine's messages must come back to the queue
     register_tasks(app, app.engine_host)
     app.steps["worker"].add(EngineStep)
     app.steps["consumer"].add(LeaseStep)

@@ -4,7 +4,7 @@
 files for every rank it claims to have. For control-plane tests and benchmarks only; nothing it says is about a language
 model. Faults that `settings.fault` may name, as `name:key=value`: `engine_dies:tokens=N` (after N tokens in all),
 `hold:rank=R` (rank R refuses vectors), `generate:request=I` (that prompt of each job fails), `disagree:rank=R` (rank R
-folds another action), `start:reason=TEXT`, `silent:rank=R` (rank R never reports).
+folds another action), `start:reason=TEXT`, `slow_start:seconds=S`, `silent:rank=R` (rank R never reports).
 """
 
 import asyncio
@@ -44,6 +44,8 @@ class FakeEngine:
     async def start(self) -> None:
         if self._fault == "start":
             raise MidstreamError("engine_failed", self._fault_arguments["reason"])
+        if self._fault == "slow_start":
+            await asyncio.sleep(float(self._fault_arguments["seconds"]))
         self._ranks = FakeRanks(self._settings, self._die, disagree=self._fault_rank("disagree"), silent=self._fault_rank("silent"))
         await self._ranks.start()
 

@@ -17,12 +17,14 @@ from typing import Any
 
 import msgspec
 from celery import Celery
+from kombu.exceptions import OperationalError
 
 from .. import __version__
 from ..broker.celery_app import enqueue
 from ..broker.ledger import Ledger
 from ..broker.sweeper import Sweeper
 from ..schemas.base import now
+from ..schemas.errors import MidstreamError
 from ..schemas.jobs import Job
 from ..schemas.models import WorkerInfo, encode_bundle
 from ..schemas.settings import Settings
@@ -129,6 +131,7 @@ class EngineHost:
         await patiently(self._ledger.ping, "start")
         await patiently(self._release_former_boots, "start")
         engine = make_engine(settings)
+        logger.info("engine starts: %s", settings.model)
         await engine.start()
         self._engine = engine
         died = asyncio.Event()
@@ -192,12 +195,18 @@ class EngineHost:
 
     async def _release_former_boots(self) -> None:
         """Requeue at once what this worker held when it was last killed."""
-        released = await Sweeper(self._ledger, self._app, self.settings).release_boots(self.settings.worker_id, BOOT)
+        try:
+            released = await Sweeper(self._ledger, self._app, self.settings).release_boots(self.settings.worker_id, BOOT)
+        except OperationalError as error:
+            raise MidstreamError("unavailable", f"a message could not be sent: {error}") from error
         if released:
             logger.warning("requeued %s, which a former start of this worker held", released)
 
-    def _enqueue(self, job: Job) -> None:
-        enqueue(self._app, job.id, job.kind, job.model)
+    def _enqueue(self, job: Job, attempt: int) -> None:
+        try:
+            enqueue(self._app, job.id, job.kind, job.model, attempt)
+        except OperationalError as error:
+            logger.warning("job %s is queued without a message, which the sweeper sends later: %s", job.id, error)
 
     async def _stop(self) -> None:
         for task in self._background:

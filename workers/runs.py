@@ -58,8 +58,10 @@ class Run:
 class Runs:
     """The attempts that this worker holds. Used from the engine's event loop only."""
 
-    def __init__(self, ledger: Ledger, engine: Engine, worker: str, boot: str, engine_died: asyncio.Event, enqueue: Callable[[Job], None]):
-        """`enqueue` sends a released job's message; it may block."""
+    def __init__(
+        self, ledger: Ledger, engine: Engine, worker: str, boot: str, engine_died: asyncio.Event, enqueue: Callable[[Job, int], None]
+    ):
+        """`enqueue(job, attempts made)` sends a released job's message; it may block."""
         self._ledger = ledger
         self._enqueue = enqueue
         self._engine = engine
@@ -175,7 +177,7 @@ class Runs:
         if ending is Outcome.RELEASED:
             state = await patiently(lambda: self._ledger.release(run.job.id, run.attempt), f"release of {run.job.id}")
             if state is State.QUEUED:
-                await asyncio.to_thread(self._enqueue, run.job)
+                await asyncio.to_thread(self._enqueue, run.job, run.attempt)
             return ending
         await self._engine.abort(run.job.id, run.attempt)
         if ending is Outcome.CANCELLED:

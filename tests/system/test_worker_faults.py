@@ -1,0 +1,180 @@
+"""What becomes of accepted jobs when a part of the service is killed, stopped or restarted in the middle of them?"""
+
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+
+from stack import Stack
+
+from midstream.schemas.errors import MidstreamError
+from midstream.schemas.jobs import State
+from midstream.schemas.specs import StoredCapture
+from midstream.workers.app import EXIT_BAD_SETTINGS, EXIT_ENGINE_DIED, EXIT_NO_ENGINE
+
+CAPTURE = StoredCapture(layers=[0, 1, 2, 3], hook="post_block", positions="all", tag="t")
+TOKEN_S = 0.02
+
+
+def times_running(stack: Stack, job_id: str) -> int:
+    """How many attempts the job's history knows."""
+    events = stack.do(lambda ledger: ledger.events(job_id))
+    return sum(event.event == "state" and event.data["state"] == "running" for event in events)
+
+
+def captured(stack: Stack, job_id: str) -> list[str]:
+    return sorted(path.name for path in (stack.settings.capture_root / "t" / job_id).glob("*.safetensors"))
+
+
+# field case 37
+def test_a_worker_killed_in_the_middle_of_a_job_leaves_one_result_and_counts_nothing_twice(tmp_path: Path) -> None:
+    with Stack(tmp_path, fake_token_s=TOKEN_S, max_num_seqs=1) as stack:
+        job_id = stack.submit(["first", "second"], max_tokens=30, capture=CAPTURE)
+        stack.wait(job_id, until=lambda view: view.receipts == 1)  # the first prompt is captured, durable and reported
+        assert captured(stack, job_id) == ["p0000.a1.pp0.safetensors"]
+        stack.kill("worker")
+        stack.restart("worker")
+        view = stack.wait(job_id)
+        assert (view.state, view.attempt, view.receipts, view.receipts_expected) == (State.SUCCEEDED, 2, 2, 2)
+        result = stack.result(job_id)
+        assert [file.path.rpartition("/")[2] for file in result.capture_results.files] == [
+            "p0000.a2.pp0.safetensors",
+            "p0001.a2.pp0.safetensors",
+        ]
+        assert [output.index for output in result.outputs] == [0, 1]
+        events = stack.do(lambda ledger: ledger.events(job_id))
+        assert Counter(event.event for event in events)["done"] == 1
+
+
+def test_a_restarted_worker_takes_its_jobs_back_without_waiting_for_the_lease(tmp_path: Path) -> None:
+    with Stack(tmp_path, fake_token_s=TOKEN_S, lease_s=60, callbacks=False) as stack:
+        job_id = stack.submit(["a"], max_tokens=50)
+        stack.wait_running(job_id)
+        stack.kill("worker")
+        stack.restart("worker")
+        assert stack.wait(job_id, 10).attempt == 2
+
+
+# field case 37
+def test_when_the_engine_dies_the_worker_exits_and_its_jobs_are_run_again(tmp_path: Path) -> None:
+    with Stack(tmp_path, fake_token_s=TOKEN_S, lease_s=60, fault="engine_dies:tokens=30") as stack:
+        jobs = [stack.submit(["a", "b"], max_tokens=40) for _ in range(3)]
+        assert stack.exit_code("worker", 20) == EXIT_ENGINE_DIED
+        assert "worker failed: the fake engine died after 30 tokens" in stack.log("worker")
+        views = [stack.view(job_id) for job_id in jobs]
+        assert {view.state for view in views} == {State.QUEUED}, "released, not left to a lease of a minute"
+        stack.restart("worker", fault="")
+        views = [stack.wait(job_id) for job_id in jobs]
+        assert {view.state for view in views} == {State.SUCCEEDED}
+        assert [len(stack.result(job_id).outputs) for job_id in jobs] == [2, 2, 2]
+
+
+def test_a_job_whose_every_attempt_kills_the_engine_fails_in_the_end(tmp_path: Path) -> None:
+    with Stack(tmp_path, fake_token_s=TOKEN_S, max_attempts=2, fault="engine_dies:tokens=3") as stack:
+        job_id = stack.submit(["a"], max_tokens=40)
+        assert stack.exit_code("worker", 20) == EXIT_ENGINE_DIED
+        stack.restart("worker")
+        assert stack.exit_code("worker", 20) == EXIT_ENGINE_DIED
+        view = stack.wait(job_id)
+        assert view.state is State.FAILED
+        assert view.error is not None
+        assert view.error.type == "urn:midstream:worker_lost"
+
+
+# field case 37
+def test_sigterm_finishes_what_runs_and_leaves_the_rest_in_the_queue(tmp_path: Path) -> None:
+    with Stack(tmp_path, fake_token_s=TOKEN_S, worker_concurrency=2) as stack:
+        jobs = [stack.submit(["a"], max_tokens=60, capture=CAPTURE) for _ in range(6)]
+        stack.wait_running(jobs[0])
+        assert stack.end("worker") == 0
+        states = Counter(stack.wait(job_id, until=lambda view: view.state is not State.RUNNING).state for job_id in jobs)
+        assert states[State.SUCCEEDED] >= 2
+        assert set(states) == {State.SUCCEEDED, State.QUEUED}
+        stack.restart("worker")
+        views = [stack.wait(job_id) for job_id in jobs]
+        assert {(view.state, view.attempt) for view in views} == {(State.SUCCEEDED, 1)}
+
+
+# field case 37
+def test_redis_killed_under_load_loses_nothing_that_was_accepted(tmp_path: Path) -> None:
+    with Stack(tmp_path, fake_token_s=0.005) as stack:
+        accepted: list[str] = []
+        for number in range(60):
+            if number in (20, 40):
+                stack.kill("redis")
+                stack.restart("redis")
+            try:
+                accepted.append(stack.submit([f"prompt {number}"], max_tokens=10, capture=CAPTURE))
+            except MidstreamError as error:
+                assert error.kind == "unavailable", "not accepted, and said so"
+        views = [stack.wait(job_id) for job_id in accepted]
+        assert len(accepted) >= 55
+        assert {view.state for view in views} == {State.SUCCEEDED}
+        assert all(len(stack.result(job_id).capture_results.files) == 1 for job_id in accepted)
+
+
+# field case 37
+def test_a_job_three_times_longer_than_the_visibility_timeout_starts_once(tmp_path: Path) -> None:
+    with Stack(tmp_path, fake_token_s=TOKEN_S, visibility_timeout_s=2, lease_s=1.5) as stack:
+        job_id = stack.submit(["a"], max_tokens=320)
+        started = time.monotonic()
+        view = stack.wait(job_id)
+        assert time.monotonic() - started > 6
+        assert (view.state, view.attempt) == (State.SUCCEEDED, 1)
+        assert times_running(stack, job_id) == 1
+
+
+# field case 38
+def test_a_worker_stalled_past_its_lease_finds_its_late_result_fenced(tmp_path: Path) -> None:
+    with Stack(tmp_path, workers=2, fake_token_s=TOKEN_S, lease_s=1.5) as stack:
+        job_id = stack.submit(["a"], max_tokens=100, capture=CAPTURE)
+        first = stack.wait_running(job_id).worker
+        stalled = "worker" if first == "w1" else "worker-2"
+        stack.kill(stalled, signal.SIGSTOP)
+        view = stack.wait(job_id)
+        assert (view.state, view.attempt) == (State.SUCCEEDED, 2)
+        assert view.worker != first
+        stack.kill(stalled, signal.SIGCONT)
+        deadline = time.monotonic() + 10
+        while f"job {job_id} attempt 1 stops: lost" not in stack.log(stalled):
+            assert time.monotonic() < deadline, stack.log(stalled)[-2000:]
+            time.sleep(0.05)
+        assert stack.view(job_id) == view
+        assert [file.path.rpartition("/")[2] for file in stack.result(job_id).capture_results.files] == ["p0000.a2.pp0.safetensors"]
+        assert stack.wait(stack.submit(["next"], max_tokens=2)).state is State.SUCCEEDED
+
+
+# field case 38
+def test_a_lone_worker_stalled_past_its_lease_runs_the_job_again_and_drops_the_first_attempt(tmp_path: Path) -> None:
+    with Stack(tmp_path, fake_token_s=TOKEN_S, lease_s=1) as stack:
+        job_id = stack.submit(["a"], max_tokens=150, capture=CAPTURE)
+        stack.wait_running(job_id)
+        stack.kill("worker", signal.SIGSTOP)
+        stack.wait(job_id, until=lambda view: view.state is State.QUEUED)
+        stack.kill("worker", signal.SIGCONT)
+        view = stack.wait(job_id)
+        assert (view.state, view.attempt, view.receipts) == (State.SUCCEEDED, 2, 1)
+        assert "attempt 1 stops: lost" in stack.log("worker")
+
+
+def test_a_worker_that_is_told_to_stop_while_its_engine_starts_does_so(tmp_path: Path) -> None:
+    with Stack(tmp_path, workers=0) as stack:
+        stack.spawn("worker", fault="slow_start:seconds=120")
+        stack.wait_log("worker", "engine starts")
+        assert stack.end("worker", 10) == 0
+
+
+def test_an_engine_that_does_not_start_is_named_on_the_last_line(tmp_path: Path) -> None:
+    with Stack(tmp_path, workers=0) as stack:
+        stack.spawn("worker", fault="start:reason=no such architecture")
+        assert stack.exit_code("worker", 20) == EXIT_NO_ENGINE
+        assert stack.log("worker").splitlines()[-1] == "worker failed: no such architecture"
+
+
+def test_a_second_worker_of_the_same_id_is_refused(tmp_path: Path) -> None:
+    with Stack(tmp_path, workers=2) as stack:
+        stack.end("worker-2")
+        stack.spawn("worker-2", worker_id="w1", suffix=False)
+        assert stack.exit_code("worker-2", 20) == EXIT_BAD_SETTINGS
+        assert f"worker 'w1' already runs (pid {stack.pid('worker')})" in stack.log("worker-2")
+        assert stack.wait(stack.submit(["still works"])).state is State.SUCCEEDED

@@ -1,0 +1,173 @@
+"""Do jobs flow through queue, worker, ranks' receipts and ledger, with the fake engine and everything else real?"""
+
+import socket
+import time
+import zlib
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from stack import Stack
+
+from midstream.schemas.base import from_msgpack
+from midstream.schemas.errors import MidstreamError
+from midstream.schemas.jobs import State
+from midstream.schemas.models import TokenizerBundle, encode_bundle
+from midstream.schemas.specs import StoredCapture, StoredSteering
+from midstream.schemas.tensors import content_hash, from_numpy
+from midstream.workers.fake_model import HIDDEN_SIZE
+
+ALL_LAYERS = StoredCapture(layers=[0, 1, 2, 3], hook="post_block", positions="all_prompt", tag="t")
+VECTOR = from_numpy(np.arange(HIDDEN_SIZE, dtype=np.float32))
+
+
+def steering(name: str = content_hash(VECTOR)) -> list[StoredSteering]:
+    return [StoredSteering(layers=[1, 2], vector=name, scale=2.0, hook="post_block", positions="all")]
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """Two TP ranks in each of two pipeline stages; 20 ms a token, so that jobs overlap."""
+    directory = tmp_path_factory.mktemp("stack")
+    with Stack(directory, tensor_parallel_size=2, pipeline_parallel_size=2, fake_token_s=0.02) as running:
+        yield running
+
+
+def test_a_plain_job_ends_with_its_output(stack: Stack) -> None:
+    job_id = stack.submit(["hello"], max_tokens=5)
+    assert stack.wait(job_id).state is State.SUCCEEDED
+    result = stack.result(job_id)
+    assert len(result.outputs[0].token_ids) == 5
+    assert result.outputs[0].prompt_tokens == 5
+    assert result.capture_results.status == "not_requested"
+    assert result.determinism is None
+
+
+def test_eight_jobs_of_three_prompts_run_at_once_and_keep_their_own_outputs(stack: Stack) -> None:
+    alone = stack.submit(["job 3 prompt 1"], max_tokens=20)
+    stack.wait(alone)
+    started = time.monotonic()
+    jobs = [stack.submit([f"job {j} prompt {p}" for p in range(3)], max_tokens=20, capture=ALL_LAYERS) for j in range(8)]
+    assert {stack.wait(job_id).state for job_id in jobs} == {State.SUCCEEDED}
+    elapsed = time.monotonic() - started
+    results = [stack.result(job_id) for job_id in jobs]
+    assert elapsed < 8 * 20 * 0.02, "one after the other they take longer than this"
+    assert results[3].outputs[1].token_ids == stack.result(alone).outputs[0].token_ids
+    assert [[output.index for output in result.outputs] for result in results] == [[0, 1, 2]] * 8
+
+
+def test_a_capture_succeeds_when_every_rank_reported_and_its_files_are_durable(stack: Stack) -> None:
+    job_id = stack.submit(["one", "three"], capture=ALL_LAYERS, max_tokens=3)
+    view = stack.wait(job_id)
+    assert (view.state, view.capture_status, view.receipts, view.receipts_expected) == (State.SUCCEEDED, "ok", 8, 8)
+    results = stack.result(job_id).capture_results
+    assert sorted((file.request, file.pp, file.layers, file.positions) for file in results.files) == [
+        (0, 0, [0, 1], 3), (0, 1, [2, 3], 3), (1, 0, [0, 1], 5), (1, 1, [2, 3], 5),
+    ]  # fmt: skip
+    for file in results.files:
+        content = (stack.settings.capture_root / file.path).read_bytes()
+        assert (len(content), zlib.crc32(content)) == (file.bytes, file.crc32)
+
+
+def test_a_steered_job_reports_what_every_rank_applied(stack: Stack) -> None:
+    job_id = stack.submit(["abc"], steering=steering(), blobs={content_hash(VECTOR): VECTOR}, max_tokens=2)
+    assert stack.wait(job_id).state is State.SUCCEEDED
+    determinism = stack.result(job_id).determinism
+    assert determinism is not None
+    assert determinism.consistent
+    assert {(stage.pp, rank.tp, rank.applied) for stage in determinism.stages for rank in stage.ranks} == {
+        (pp, tp, 4) for pp in (0, 1) for tp in (0, 1)  # one layer a stage; three prompt tokens and one that was fed back
+    }  # fmt: skip
+
+
+# field case 21
+def test_a_vector_that_is_gone_fails_the_job_at_once(stack: Stack) -> None:
+    started = time.monotonic()
+    job_id = stack.submit(["abc"], steering=steering("0" * 64), max_tokens=2)
+    view = stack.wait(job_id)
+    assert view.state is State.FAILED
+    assert view.error is not None
+    assert view.error.type == "urn:midstream:intervention_failed"
+    assert time.monotonic() - started < 5, "nobody waits for receipts that never come"
+
+
+# field case 21
+def test_a_job_that_this_version_cannot_read_fails_with_both_versions_named(stack: Stack) -> None:
+    from midstream.broker.celery_app import enqueue
+
+    async def spoil(ledger):  # type: ignore[no-untyped-def]
+        await ledger.redis.hset(f"ms:job:{job_id}", "spec", b"\x93\x01\x02\x03")
+
+    job_id = stack.submit(["abc"], max_tokens=2, send=False)
+    stack.do(spoil)
+    enqueue(stack.app, job_id, "generate", stack.settings.served_model)
+    view = stack.wait(job_id, 5)
+    assert view.state is State.FAILED
+    assert view.error is not None
+    assert "version" in view.error.detail
+
+
+def test_a_running_job_is_cancelled_within_a_second(stack: Stack) -> None:
+    job_id = stack.submit(["long"], max_tokens=2000)
+    stack.wait_running(job_id)
+    asked = time.monotonic()
+    stack.do(lambda ledger: ledger.request_cancel(job_id))
+    stack.app.control.broadcast("midstream_cancel", arguments={"job_id": job_id})
+    assert stack.wait(job_id).state is State.CANCELLED
+    assert time.monotonic() - asked < 1
+
+
+def test_a_cancel_whose_broadcast_was_lost_is_noticed_all_the_same(stack: Stack) -> None:
+    job_id = stack.submit(["long"], max_tokens=2000)
+    stack.wait_running(job_id)
+    stack.do(lambda ledger: ledger.request_cancel(job_id))
+    assert stack.wait(job_id, 2 * stack.settings.lease_s).state is State.CANCELLED
+
+
+def test_a_stream_is_told_token_by_token(stack: Stack) -> None:
+    job_id = stack.submit(["abc"], max_tokens=6, stream=True)
+    stack.wait(job_id)
+    events = stack.do(lambda ledger: ledger.events(job_id))
+    tokens = [event.data for event in events if event.event == "token"]
+    output = stack.result(job_id).outputs[0]
+    assert len(tokens) == 6
+    assert "".join(str(token["text"]) for token in tokens) == output.text
+    assert [token["finish_reason"] for token in tokens] == [None] * 5 + ["length"]
+    assert [event.event for event in events if event.event != "token"] == ["state", "state", "output", "state", "done"]
+
+
+def test_the_worker_says_what_it_serves(stack: Stack) -> None:
+    info = stack.do(lambda ledger: ledger.model("fake-model"))
+    assert info is not None
+    assert (info.num_layers, info.hidden_size, info.tp, info.pp) == (4, HIDDEN_SIZE, 2, 2)
+    raw = stack.do(lambda ledger: ledger.get_blob(info.tokenizer))
+    assert raw is not None
+    assert encode_bundle(from_msgpack(raw, TokenizerBundle))[0] == info.tokenizer
+    (worker,) = stack.do(lambda ledger: ledger.workers())
+    assert (worker.worker, worker.model, worker.pid, worker.healthy) == ("w1", "fake-model", stack.pid("worker"), True)
+
+
+def test_inspect_shows_the_engine_and_its_jobs(stack: Stack) -> None:
+    job_id = stack.submit(["long"], max_tokens=2000)
+    stack.wait_running(job_id)
+    node = f"w1@{socket.gethostname()}"
+    reply = stack.app.control.inspect([node], timeout=2)._request("midstream_engine")[node]
+    assert (reply["model"], reply["tp"], reply["pp"]) == ("fake-model", 2, 2)
+    assert reply["running"][job_id] == 1
+    stack.do(lambda ledger: ledger.request_cancel(job_id))
+    stack.app.control.broadcast("midstream_cancel", arguments={"job_id": job_id})
+    stack.wait(job_id)
+
+
+def test_a_message_of_a_finished_or_unknown_job_does_nothing(stack: Stack) -> None:
+    from midstream.broker.celery_app import enqueue
+
+    job_id = stack.submit(["once"], max_tokens=2)
+    version = stack.wait(job_id).version
+    enqueue(stack.app, job_id, "generate", "fake-model")
+    enqueue(stack.app, "job_unknown", "generate", "fake-model")
+    after = stack.submit(["after"], max_tokens=2)
+    assert stack.wait(after).state is State.SUCCEEDED
+    assert stack.view(job_id).version == version
+    with pytest.raises(MidstreamError, match="job_unknown"):
+        stack.view("job_unknown")
