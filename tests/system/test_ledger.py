@@ -1,0 +1,362 @@
+"""Does a job change only as the table of transitions allows, once, and by nobody but its present attempt?"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from ledger_kit import BOOT, WORKER, claimed, make_job, open_ledger, outputs
+
+from midstream.broker import redis_server
+from midstream.broker.ledger import Ledger
+from midstream.schemas.errors import MidstreamError
+from midstream.schemas.jobs import TERMINAL, TRANSITIONS, Event, Job, State
+from midstream.schemas.models import ModelInfo, WorkerInfo
+from midstream.schemas.tensors import Tensor, content_hash
+
+PROBLEM = MidstreamError("engine_failed", "it broke").problem()
+
+
+async def bring_to(ledger: Ledger, state: State) -> Job:
+    """A job in `state`, after its first attempt where there was one."""
+    job = make_job()
+    await ledger.submit(job, {})
+    if state is State.ABORTED:
+        await ledger.request_cancel(job.id)
+    if state in (State.RUNNING, State.CANCELLING, State.SUCCEEDED, State.FAILED, State.CANCELLED):
+        await ledger.claim(job.id, WORKER, BOOT, 1)
+    if state in (State.CANCELLING, State.CANCELLED):
+        await ledger.request_cancel(job.id)
+    if state is State.SUCCEEDED:
+        await ledger.store_outputs(job.id, 1, outputs())
+    if state is State.FAILED:
+        await ledger.fail(job.id, 1, PROBLEM)
+    if state is State.CANCELLED:
+        await ledger.finish_cancel(job.id, 1)
+    assert (await ledger.view(job.id)).state is state
+    return job
+
+
+Deed = Callable[[Ledger, str], Awaitable[object]]
+#: What may be tried on a job, and the state that it leads to from each state that lets it; elsewhere nothing changes.
+DEEDS: dict[str, tuple[Deed, dict[State, State]]] = {
+    "claim": (lambda ledger, job_id: ledger.claim(job_id, "other", "other", 1), {State.QUEUED: State.RUNNING}),
+    "store": (
+        lambda ledger, job_id: ledger.store_outputs(job_id, 1, outputs()),
+        {State.RUNNING: State.SUCCEEDED, State.CANCELLING: State.CANCELLED},
+    ),
+    "fail": (lambda ledger, job_id: ledger.fail(job_id, 1, PROBLEM), {State.RUNNING: State.FAILED, State.CANCELLING: State.FAILED}),
+    "release": (lambda ledger, job_id: ledger.release(job_id, 1), {State.RUNNING: State.QUEUED, State.CANCELLING: State.CANCELLED}),
+    "finish_cancel": (lambda ledger, job_id: ledger.finish_cancel(job_id, 1), {State.CANCELLING: State.CANCELLED}),
+    "request_cancel": (
+        lambda ledger, job_id: ledger.request_cancel(job_id),
+        {State.QUEUED: State.ABORTED, State.RUNNING: State.CANCELLING},
+    ),
+}
+REACHABLE = [state for state in State if state is not State.EXPIRED]
+
+
+@pytest.mark.parametrize("state", REACHABLE)
+@pytest.mark.parametrize("deed", DEEDS)
+def test_a_deed_leads_where_the_table_allows_and_nowhere_else(redis_url: str, deed: str, state: State) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger:
+            job = await bring_to(ledger, state)
+            before = await ledger.view(job.id)
+            act, leads = DEEDS[deed]
+            try:
+                await act(ledger, job.id)
+            except MidstreamError as error:
+                assert error.kind == "conflict"
+            after = await ledger.view(job.id)
+            if state in leads:
+                assert after.state is leads[state]
+                assert after.state in TRANSITIONS[state]
+                assert after.version > before.version
+                assert await ledger.redis.zscore("ms:live", job.id) is None or after.state not in TERMINAL
+            else:
+                assert after == before
+
+    asyncio.run(main())
+
+
+def test_one_of_many_claims_wins(redis_url: str) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url) as first, open_ledger(redis_url) as second:
+            job = make_job()
+            await first.submit(job, {})
+            claims = await asyncio.gather(*[ledger.claim(job.id, f"w{place}", "b", 1) for place in range(20) for ledger in (first, second)])
+            won = [claim for claim in claims if claim is not None]
+            assert len(won) == 1
+            assert won[0].job == job
+            assert won[0].attempt == 1
+
+    asyncio.run(main())
+
+
+def test_a_stale_attempt_changes_nothing_and_is_told_so(redis_url: str) -> None:  # field case 37
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger:
+            job = make_job()
+            assert await claimed(ledger, job) == 1
+            assert await ledger.release(job.id, 1) is State.QUEUED
+            waiting = await ledger.view(job.id)
+            assert await ledger.store_outputs(job.id, 1, outputs(text="late")) is False, "nobody holds a queued job"
+            assert await ledger.view(job.id) == waiting
+            claim = await ledger.claim(job.id, "w2", "b2", 2)
+            assert claim is not None
+            assert claim.attempt == 2
+            before = await ledger.view(job.id)
+            assert await ledger.store_outputs(job.id, 1, outputs(text="late")) is False
+            assert await ledger.fail(job.id, 1, PROBLEM) is False
+            assert await ledger.finish_cancel(job.id, 1) is False
+            assert await ledger.release(job.id, 1) is None
+            assert await ledger.emit(job.id, 1, Event(event="output", data={"index": 0}, attempt=1)) is False
+            assert (await ledger.renew(WORKER, BOOT, {job.id: 1})).lost == {job.id}
+            assert await ledger.view(job.id) == before
+            assert await ledger.store_outputs(job.id, 2, outputs(text="good")) is True
+            result = await ledger.result(job.id)
+            assert (result.state, result.outputs[0].text, result.attempt) == (State.SUCCEEDED, "good", 2)
+
+    asyncio.run(main())
+
+
+def test_renewal_tells_what_is_lost_and_what_is_to_be_cancelled(redis_url: str) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger:
+            kept, lost, unwanted, done = (make_job() for _ in range(4))
+            for job in (kept, lost, unwanted, done):
+                await claimed(ledger, job)
+            await ledger.release(lost.id, 1)
+            await ledger.request_cancel(unwanted.id)
+            await ledger.store_outputs(done.id, 1, outputs())
+            lease = await ledger.redis.zscore("ms:live", kept.id)
+            await asyncio.sleep(0.02)
+            renewal = await ledger.renew(WORKER, BOOT, {job.id: 1 for job in (kept, lost, unwanted, done)} | {"job_unknown": 1})
+            assert renewal.lost == {lost.id, "job_unknown"}
+            assert renewal.cancelling == {unwanted.id}
+            assert await ledger.redis.zscore("ms:live", kept.id) > lease
+            assert (await ledger.renew(WORKER, "another boot", {kept.id: 1})).lost == {kept.id}
+
+    asyncio.run(main())
+
+
+def test_cancel_while_receipts_are_awaited_ends_the_job_at_once(redis_url: str) -> None:  # field case 38
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger:
+            job = make_job(capture=True)
+            await claimed(ledger, job)
+            await ledger.store_outputs(job.id, 1, outputs())
+            view = await ledger.request_cancel(job.id)
+            assert view.state is State.CANCELLED, "no worker is left that could say that it has stopped"
+            assert view.capture_status == "error"
+
+    asyncio.run(main())
+
+
+def test_the_same_submit_twice_is_one_job(redis_url: str) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger:
+            first, again, other = make_job(), make_job(), make_job()
+            assert await ledger.submit(first, {}, ("key", "body-a")) == (first.id, True)
+            assert await ledger.submit(again, {}, ("key", "body-a")) == (first.id, False)
+            with pytest.raises(MidstreamError) as caught:
+                await ledger.submit(other, {}, ("key", "body-b"))
+            assert caught.value.kind == "idempotency_mismatch"
+            assert [view.id for view in (await ledger.list()).jobs] == [first.id]
+            assert await ledger.submit(other, {}, ("other key", "body-b")) == (other.id, True)
+
+    asyncio.run(main())
+
+
+def test_concurrent_submits_with_one_key_make_one_job(redis_url: str) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger:
+            answers = await asyncio.gather(*[ledger.submit(make_job(), {}, ("key", "body")) for _ in range(30)])
+            assert len({job_id for job_id, _ in answers}) == 1
+            assert sum(created for _, created in answers) == 1
+
+    asyncio.run(main())
+
+
+def test_a_repeated_submit_after_a_broken_connection_is_no_conflict(redis_url: str) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger:
+            job = make_job()
+            assert await ledger.submit(job, {}, ("key", "body")) == (job.id, True)
+            assert await ledger.submit(job, {}, ("key", "body")) == (job.id, True)
+            assert await ledger.submit(job, {}) == (job.id, True)
+            with pytest.raises(MidstreamError, match="exists already"):
+                await ledger.submit(make_job(prompts=2, id=job.id), {})
+
+    asyncio.run(main())
+
+
+def test_vectors_come_back_as_they_were_submitted(redis_url: str) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger:
+            vector = Tensor(dtype="float32", shape=[2], data=b"\x00\x00\x80?\xff\x00\x80?")
+            await ledger.submit(make_job(), {content_hash(vector): vector})
+            assert await ledger.get_tensor(content_hash(vector)) == vector
+            assert await ledger.get_blob("unknown") is None
+            with pytest.raises(MidstreamError) as caught:
+                await ledger.get_tensor("unknown")
+            assert caught.value.kind == "intervention_failed"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda ledger: ledger.view("job_x"),
+        lambda ledger: ledger.job("job_x"),
+        lambda ledger: ledger.result("job_x"),
+        lambda ledger: ledger.events("job_x"),
+        lambda ledger: ledger.claim("job_x", "w", "b", 1),
+        lambda ledger: ledger.store_outputs("job_x", 1, []),
+        lambda ledger: ledger.fail("job_x", 1, PROBLEM),
+        lambda ledger: ledger.finish_cancel("job_x", 1),
+        lambda ledger: ledger.release("job_x", 1),
+        lambda ledger: ledger.emit("job_x", 1, Event(event="done", data={})),
+        lambda ledger: ledger.request_cancel("job_x"),
+    ],
+)
+def test_an_unknown_job_is_not_found(redis_url: str, ask: Callable[[Ledger], Awaitable[object]]) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger:
+            with pytest.raises(MidstreamError) as caught:
+                await ask(ledger)
+            assert caught.value.kind == "not_found"
+
+    asyncio.run(main())
+
+
+def test_events_are_read_from_where_the_reader_left_off(redis_url: str) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger:
+            job = make_job()
+            await claimed(ledger, job)
+            await ledger.emit(
+                job.id, 1, Event(event="token", data={"index": 0, "text": 'a"é', "token_ids": [1], "finish_reason": None}, attempt=1)
+            )
+            await ledger.store_outputs(job.id, 1, outputs())
+            events = await ledger.events(job.id)
+            assert [event.event for event in events] == ["state", "state", "token", "state", "done"]
+            assert [event.data["state"] for event in events if event.event == "state"] == ["queued", "running", "succeeded"]
+            assert events[2].data["text"] == 'a"é'
+            assert await ledger.events(job.id, after=events[2].id) == events[3:]
+            assert await ledger.events(job.id, after=events[-1].id) == []
+            with pytest.raises(MidstreamError) as caught:
+                await ledger.events(job.id, after="nonsense")
+            assert caught.value.kind == "invalid_request"
+
+    asyncio.run(main())
+
+
+def test_the_listing_pages_without_gap_or_repeat_also_for_equal_times(redis_url: str) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger:
+            jobs = [make_job(created=float(1000 + place // 7), model="even" if place % 2 == 0 else "odd") for place in range(40)]
+            for job in jobs:
+                await ledger.submit(job, {})
+            seen, cursor = [], None
+            while True:
+                page = await ledger.list(limit=6, cursor=cursor)
+                seen += [view.id for view in page.jobs]
+                cursor = page.next
+                if cursor is None:
+                    break
+            assert seen == [job.id for job in sorted(jobs, key=lambda job: (job.created, job.id), reverse=True)]
+            await ledger.request_cancel(jobs[3].id)
+            aborted = await ledger.list(state=State.ABORTED)
+            assert [view.id for view in aborted.jobs] == [jobs[3].id]
+            assert len((await ledger.list(model="even")).jobs) == 20
+            with pytest.raises(MidstreamError) as caught:
+                await ledger.list(cursor="nonsense")
+            assert caught.value.field == "cursor"
+
+    asyncio.run(main())
+
+
+def test_a_result_past_its_retention_is_gone_and_the_job_expired(redis_url: str) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url, result_ttl_s=1) as ledger:
+            job = make_job()
+            await claimed(ledger, job)
+            await ledger.store_outputs(job.id, 1, outputs())
+            assert (await ledger.result(job.id)).outputs == outputs()
+            await asyncio.sleep(1.1)
+            assert (await ledger.view(job.id)).state is State.EXPIRED
+            with pytest.raises(MidstreamError) as caught:
+                await ledger.result(job.id)
+            assert caught.value.kind == "gone"
+            assert await ledger.redis.exists(f"ms:out:{job.id}", f"ms:events:{job.id}") == 0
+
+    asyncio.run(main())
+
+
+def test_models_stay_and_workers_go_with_their_heartbeat(redis_url: str) -> None:
+    model = ModelInfo(
+        name="tiny", version="0", architecture="A", num_layers=2, hidden_size=4, vocab_size=8, max_model_len=16, dtype="float32",
+        hooks=["post_block"], tokenizer="0" * 64,
+    )  # fmt: skip
+    worker = WorkerInfo(worker="w", boot="b", model="tiny", version="0", host="h", pid=1, started=0.0, tp=1, pp=1)
+
+    async def main() -> None:
+        async with open_ledger(redis_url, lease_s=0.2) as ledger:
+            await ledger.publish_model(model)
+            await ledger.heartbeat(worker)
+            assert await ledger.workers() == [worker]
+            await asyncio.sleep(0.3)
+            assert await ledger.workers() == []
+            assert await ledger.models() == [model]
+            assert await ledger.model("tiny") == model
+            assert await ledger.model("other") is None
+
+    asyncio.run(main())
+
+
+def test_redis_away_is_one_typed_error_soon(tmp_path: Path) -> None:
+    server = redis_server.start(tmp_path)
+    server.kill()
+
+    async def main() -> None:
+        async with open_ledger(server.url) as ledger:
+            with pytest.raises(MidstreamError) as caught:
+                await asyncio.wait_for(ledger.submit(make_job(), {}), 5)
+            assert caught.value.kind == "unavailable"
+
+    asyncio.run(main())
+
+
+def test_everything_accepted_survives_kill_9_of_redis(tmp_path: Path) -> None:  # field case 37
+    async def main() -> None:
+        server = redis_server.start(tmp_path)
+        accepted: list[str] = []
+        async with open_ledger(server.url) as ledger:
+
+            async def submit_until_it_breaks() -> None:
+                while True:
+                    job = make_job()
+                    try:
+                        await ledger.submit(job, {})
+                    except MidstreamError as error:
+                        assert error.kind == "unavailable"
+                        return
+                    accepted.append(job.id)
+
+            tasks = [asyncio.create_task(submit_until_it_breaks()) for _ in range(8)]
+            await asyncio.sleep(0.5)
+            await asyncio.to_thread(server.kill)
+            await asyncio.gather(*tasks)
+            assert len(accepted) > 50
+            again = redis_server.start(tmp_path, port=server.port)
+            try:
+                for job_id in accepted:
+                    assert (await ledger.view(job_id)).state is State.QUEUED
+                assert (await ledger.claim(accepted[0], WORKER, BOOT, 1)) is not None, "scripts are loaded again"
+            finally:
+                again.stop()
+
+    asyncio.run(main())

@@ -1,0 +1,285 @@
+"""When is a job's ticket settled, by which receipts, and is each counted once?"""
+
+import asyncio
+import itertools
+
+import pytest
+from ledger_kit import BOOT, EPOCH, WORKER, claimed, make_job, open_ledger, outputs, receipt, settler
+
+from midstream.broker.ledger import Ledger
+from midstream.schemas.jobs import Job, State
+from midstream.schemas.receipts import CapturedFile, LostRange
+
+
+def file(path: str = "t/j/p0000.a1.pp0.safetensors") -> CapturedFile:
+    return CapturedFile(path=path, bytes=64, crc32=123, rows=4, layers=[0, 1], positions=2)
+
+
+async def state_of(ledger: Ledger, job: Job) -> State:
+    return (await ledger.view(job.id)).state
+
+
+#: One prompt-rank grid of 2 x 2 and the outputs: every order in which they may come.
+ARRIVALS = [(0, 0), (0, 1), (1, 0), (1, 1), "outputs"]
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(ARRIVALS))[::7])
+def test_a_job_succeeds_with_the_last_of_outputs_and_receipts_and_not_before(redis_url: str, order: tuple[object, ...]) -> None:
+    # field case 18: not with the first stage, not with the first prompt of a batch
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger:
+            job = make_job(prompts=2, capture=True)
+            await claimed(ledger, job, ranks=2)
+            settle = settler(redis_url)
+            for place, arrival in enumerate(order):
+                view = await ledger.view(job.id)
+                assert (view.state, view.capture_status) == (State.RUNNING, "pending")
+                assert (view.generated is not None) == ("outputs" in order[:place])
+                if arrival == "outputs":
+                    await ledger.store_outputs(job.id, 1, outputs(2))
+                else:
+                    request, rank = arrival  # type: ignore[misc]
+                    settle.settle(WORKER, rank, EPOCH + str(place), [(1, receipt(job, request, rank, pp=rank, files=[file()]))])
+            result = await ledger.result(job.id)
+            assert result.state is State.SUCCEEDED
+            assert result.capture_results.status == "ok"
+            assert len(result.capture_results.files) == 4
+            assert (result.capture_results.bytes, result.capture_results.rows) == (4 * 64, 4 * 4)
+            assert result.determinism is not None
+            assert [stage.pp for stage in result.determinism.stages] == [0, 1]
+
+    asyncio.run(main())
+
+
+def test_a_job_that_asked_for_nothing_succeeds_with_its_outputs(redis_url: str) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger:
+            job = make_job()
+            await claimed(ledger, job)
+            await ledger.store_outputs(job.id, 1, outputs())
+            result = await ledger.result(job.id)
+            assert result.state is State.SUCCEEDED
+            assert result.capture_results.status == "not_requested"
+            assert result.determinism is None
+
+    asyncio.run(main())
+
+
+def test_a_settled_job_does_not_wait_for_another(redis_url: str) -> None:  # field case 20
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger:
+            jobs = [make_job(capture=True) for _ in range(2)]
+            for job in jobs:
+                await claimed(ledger, job, ranks=1)
+                await ledger.store_outputs(job.id, 1, outputs())
+            settler(redis_url).settle(WORKER, 0, EPOCH, [(1, receipt(jobs[0]))])
+            assert await state_of(ledger, jobs[0]) is State.SUCCEEDED
+            assert await state_of(ledger, jobs[1]) is State.RUNNING
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("changed", [{"checksum": "0000000000000001"}, {"actions": 4}])
+def test_ranks_of_a_stage_that_disagree_fail_the_job_at_once(redis_url: str, changed: dict[str, object]) -> None:  # field case 29
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger:
+            job = make_job(prompts=2, steer=True)
+            await claimed(ledger, job)
+            settle = settler(redis_url)
+            settle.settle(WORKER, 0, EPOCH, [(1, receipt(job, 0, 0))])
+            settle.settle(WORKER, 1, EPOCH, [(1, receipt(job, 0, 1, **changed))])
+            view = await ledger.view(job.id)
+            assert view.state is State.FAILED
+            assert view.error is not None
+            assert view.error.type == "urn:midstream:ranks_disagree"
+            assert "rank 0" in view.error.detail
+            assert "rank 1" in view.error.detail
+            assert "fedcba9876543210" in view.error.detail
+            result = await ledger.result(job.id)
+            assert result.determinism is not None
+            assert not result.determinism.consistent
+            assert {rank.checksum for rank in result.determinism.stages[0].ranks} == {
+                "fedcba9876543210",
+                changed.get("checksum", "fedcba9876543210"),
+            }
+
+    asyncio.run(main())
+
+
+def test_stages_and_requests_may_differ_in_their_checksums(redis_url: str) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger:
+            job = make_job(prompts=2, steer=True)
+            await claimed(ledger, job, ranks=2)
+            told = [receipt(job, request, rank, pp=rank, checksum=f"{request}{rank}" * 8) for request in (0, 1) for rank in (0, 1)]
+            settler(redis_url).settle(WORKER, 0, EPOCH, list(enumerate(told, 1)))
+            await ledger.store_outputs(job.id, 1, outputs(2))
+            assert await state_of(ledger, job) is State.SUCCEEDED
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind", "expected"),
+    [
+        ({"capture": True}, "", "capture_failed"),
+        ({"steer": True}, "", "intervention_failed"),
+        ({"capture": True, "steer": True}, "intervention_failed", "intervention_failed"),
+        ({"capture": True, "steer": True}, "", "capture_failed"),
+    ],
+)
+def test_an_error_of_one_rank_fails_the_job_with_rank_and_reason(redis_url: str, asked: dict[str, bool], kind: str, expected: str) -> None:
+    async def main() -> None:  # field case 19, 29
+        async with open_ledger(redis_url) as ledger:
+            job = make_job(prompts=2, **asked)  # type: ignore[arg-type]
+            await claimed(ledger, job)
+            settler(redis_url).settle(
+                WORKER, 1, EPOCH, [(1, receipt(job, 1, 1, status="error", kind=kind, message='disk "full" \\ é')), (2, receipt(job, 0, 1))]
+            )
+            view = await ledger.view(job.id)
+            assert view.state is State.FAILED
+            assert view.error is not None
+            assert view.error.type == f"urn:midstream:{expected}"
+            assert view.error.status == 500
+            assert view.error.detail == 'request 1, rank 1 (stage 0): disk "full" \\ é'
+            assert view.capture_status == ("error" if "capture" in asked else "not_requested")
+
+    asyncio.run(main())
+
+
+def test_a_partial_receipt_makes_the_capture_partial_and_never_ok(redis_url: str) -> None:  # field case 19
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger:
+            job = make_job(capture=True)
+            await claimed(ledger, job)
+            settle = settler(redis_url)
+            settle.settle(WORKER, 0, EPOCH, [(1, receipt(job, 0, 0, status="partial", message="2 of 4 rows"))])
+            settle.settle(WORKER, 1, EPOCH, [(1, receipt(job, 0, 1))])
+            await ledger.store_outputs(job.id, 1, outputs())
+            results = (await ledger.result(job.id)).capture_results
+            assert results.status == "partial"
+            assert "2 of 4 rows" in results.detail
+
+    asyncio.run(main())
+
+
+def test_a_repeated_batch_is_counted_once(redis_url: str) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger:
+            job = make_job(prompts=3, capture=True)
+            await claimed(ledger, job, ranks=1)
+            settle = settler(redis_url)
+            batch = [(seq, receipt(job, seq - 1)) for seq in (1, 2)]
+            assert settle.settle(WORKER, 0, EPOCH, batch) == 2
+            assert settle.settle(WORKER, 0, EPOCH, batch) == 2
+            assert settle.settle(WORKER, 0, EPOCH, [(2, receipt(job, 1)), (1, receipt(job, 0))]) == 2
+            assert settle.settle(WORKER, 0, "another epoch", batch) == 2, "what a rank had told already, from a new outbox"
+            assert (settle.counts.applied, settle.counts.duplicate) == (2, 6)
+            assert (await ledger.view(job.id)).receipts == 2
+            assert len([event for event in await ledger.events(job.id) if event.event == "receipt"]) == 2
+
+    asyncio.run(main())
+
+
+def test_a_gap_holds_the_mark_until_it_is_filled(redis_url: str) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger:
+            job = make_job(prompts=4, capture=True)
+            await claimed(ledger, job, ranks=1)
+            settle = settler(redis_url)
+            assert settle.mark(WORKER, 0, EPOCH) == 0
+            assert settle.settle(WORKER, 0, EPOCH, [(1, receipt(job, 0)), (3, receipt(job, 2)), (4, receipt(job, 3))]) == 1
+            assert settle.counts.beyond_gap == 2
+            assert (await ledger.view(job.id)).receipts == 1
+            assert settle.settle(WORKER, 0, EPOCH, [(4, receipt(job, 3)), (2, receipt(job, 1)), (3, receipt(job, 2))]) == 4
+            assert settle.mark(WORKER, 0, EPOCH) == 4
+            assert settle.mark(WORKER, 1, EPOCH) == 0
+            assert (await ledger.view(job.id)).receipts == 4
+
+    asyncio.run(main())
+
+
+def test_a_batch_longer_than_one_script_call_is_settled_whole(redis_url: str) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger:
+            job = make_job(prompts=700, capture=True)
+            await claimed(ledger, job, ranks=1)
+            await ledger.store_outputs(job.id, 1, outputs(700))
+            assert settler(redis_url).settle(WORKER, 0, EPOCH, [(seq, receipt(job, seq - 1)) for seq in range(1, 701)]) == 700
+            assert await state_of(ledger, job) is State.SUCCEEDED
+
+    asyncio.run(main())
+
+
+def test_receipts_of_a_former_attempt_are_acknowledged_and_change_nothing(redis_url: str) -> None:  # field case 37
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger:
+            job = make_job(capture=True)
+            await claimed(ledger, job, ranks=1)
+            settle = settler(redis_url)
+            settle.settle(WORKER, 0, EPOCH, [(1, receipt(job, files=[file("first")]))])
+            await ledger.release(job.id, 1)
+            assert settle.settle(WORKER, 0, EPOCH, [(2, receipt(job, attempt=1))]) == 2, "nobody holds it now"
+            await ledger.claim(job.id, "w2", BOOT, 1)
+            assert (await ledger.view(job.id)).receipts == 0
+            assert settle.settle(WORKER, 0, EPOCH, [(3, receipt(job, attempt=1, status="error", message="late"))]) == 3
+            assert settle.counts.stale == 2
+            await ledger.store_outputs(job.id, 2, outputs())
+            settle.settle("w2", 0, EPOCH, [(1, receipt(job, attempt=2, files=[file("second")]))])
+            result = await ledger.result(job.id)
+            assert result.state is State.SUCCEEDED
+            assert [entry.path for entry in result.capture_results.files] == ["second"]
+            settle.settle("w2", 0, EPOCH, [(2, receipt(job, attempt=2, status="error", message="after the end"))])
+            assert await ledger.result(job.id) == result, "terminal is final"
+
+    asyncio.run(main())
+
+
+def test_receipts_of_an_unknown_job_are_acknowledged_and_counted(redis_url: str) -> None:
+    settle = settler(redis_url)
+    assert settle.settle(WORKER, 0, EPOCH, [(1, receipt("job_unknown"))]) == 1
+    assert settle.counts.unknown == 1
+
+
+def test_an_error_while_cancelling_does_not_turn_the_cancel_into_a_failure(redis_url: str) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger:
+            job = make_job(capture=True)
+            await claimed(ledger, job, ranks=1)
+            await ledger.request_cancel(job.id)
+            settler(redis_url).settle(WORKER, 0, EPOCH, [(1, receipt(job, status="error", message="aborted"))])
+            assert await state_of(ledger, job) is State.CANCELLING
+            assert await ledger.finish_cancel(job.id, 1)
+            assert await state_of(ledger, job) is State.CANCELLED
+
+    asyncio.run(main())
+
+
+def test_a_lost_range_fails_its_jobs_and_passes_the_mark(redis_url: str) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger:
+            hit, elsewhere, over = make_job(capture=True), make_job(capture=True), make_job()
+            await claimed(ledger, hit)
+            await claimed(ledger, elsewhere, worker="w2")
+            await claimed(ledger, over)
+            await ledger.store_outputs(over.id, 1, outputs())
+            settle = settler(redis_url)
+            settle.settle(WORKER, 1, EPOCH, [(1, receipt("job_unknown"))])
+            lost = LostRange(first=2, last=5, jobs=[hit.id, elsewhere.id, over.id, "job_unknown"], message="database is malformed")
+            beyond = LostRange(first=3, last=5, jobs=[hit.id])
+            assert settle.lost(WORKER, 1, EPOCH, beyond) == 1, "a gap before the range is a gap"
+            assert await state_of(ledger, hit) is State.RUNNING
+            assert settle.lost(WORKER, 1, EPOCH, lost) == 5
+            view = await ledger.view(hit.id)
+            assert view.state is State.FAILED
+            assert view.error is not None
+            assert "rank 1" in view.error.detail
+            assert "2 to 5" in view.error.detail
+            assert "database is malformed" in view.error.detail
+            assert await state_of(ledger, elsewhere) is State.RUNNING
+            assert await state_of(ledger, over) is State.SUCCEEDED
+            assert settle.lost(WORKER, 1, EPOCH, lost) == 5
+            assert settle.counts.lost == 1
+            assert settle.settle(WORKER, 1, EPOCH, [(6, receipt("job_unknown"))]) == 6
+
+    asyncio.run(main())

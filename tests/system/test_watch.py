@@ -1,0 +1,126 @@
+"""Is everybody who waits for a job woken, soon, also when Redis goes away in between?"""
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+from ledger_kit import claimed, make_job, open_ledger, outputs
+
+from midstream.broker import redis_server
+from midstream.broker.watch import Watcher
+from midstream.schemas.errors import MidstreamError
+from midstream.schemas.jobs import Event, State
+
+
+def test_a_thousand_waiters_on_one_connection_are_woken_by_the_change(redis_url: str) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger, Watcher(ledger) as watcher:
+            jobs = [make_job() for _ in range(10)]
+            for job in jobs:
+                await ledger.submit(job, {})
+            waits = [asyncio.create_task(watcher.changed(job.id, 1, 30)) for job in jobs for _ in range(100)]
+            while watcher.waiting < 1000:
+                await asyncio.sleep(0.01)
+            assert len([client for client in await ledger.redis.client_list() if int(client["psub"])]) == 1
+            for job in jobs:
+                await ledger.request_cancel(job.id)
+            began = time.monotonic()
+            assert set(await asyncio.gather(*waits)) == {2}
+            assert time.monotonic() - began < 1.5, "woken by the message, not by polling"
+            assert watcher.waiting == 0
+
+    asyncio.run(main())
+
+
+def test_a_change_before_the_wait_answers_at_once_and_none_answers_at_the_timeout(redis_url: str) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger, Watcher(ledger) as watcher:
+            job = make_job()
+            await claimed(ledger, job)
+            assert await watcher.changed(job.id, 1, 30) == 2
+            began = time.monotonic()
+            assert await watcher.changed(job.id, 2, 0.3) == 2
+            assert 0.25 < time.monotonic() - began < 2
+            with pytest.raises(MidstreamError) as caught:
+                await watcher.changed("job_unknown", 0, 30)
+            assert caught.value.kind == "not_found"
+
+    asyncio.run(main())
+
+
+def test_a_follower_of_events_is_woken_by_one_that_changes_no_state(redis_url: str) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger, Watcher(ledger) as watcher:
+            job = make_job()
+            await claimed(ledger, job)
+            last = (await ledger.events(job.id))[-1].id
+            assert await watcher.stirred(job.id, last, 0.2) is False
+            following = asyncio.create_task(watcher.stirred(job.id, last, 30))
+            still = asyncio.create_task(watcher.changed(job.id, (await ledger.view(job.id)).version, 1.0))
+            await asyncio.sleep(0.2)
+            began = time.monotonic()
+            await ledger.emit(job.id, 1, Event(event="output", data={"index": 0}, attempt=1))
+            assert await following is True
+            assert time.monotonic() - began < 1
+            assert await still == 2, "an event alone is no change of the job"
+
+    asyncio.run(main())
+
+
+def test_without_a_single_message_the_wait_still_ends(redis_url: str) -> None:  # field case 38
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger, Watcher(ledger) as watcher:
+            job = make_job()
+            await claimed(ledger, job)
+            waiting = asyncio.create_task(watcher.changed(job.id, 2, 30))
+            await asyncio.sleep(0.2)
+            await ledger.redis.hincrby(f"ms:job:{job.id}", "version", 1)  # a change whose notification is lost
+            assert await asyncio.wait_for(waiting, 10) == 3
+
+    asyncio.run(main())
+
+
+def test_a_waiter_gets_its_answer_over_a_restart_of_redis(tmp_path: Path) -> None:  # field case 38
+    async def main() -> None:
+        server = redis_server.start(tmp_path)
+        async with open_ledger(server.url) as ledger, Watcher(ledger) as watcher:
+            job, silent = make_job(), make_job()
+            for each in (job, silent):
+                await claimed(ledger, each)
+            waits = [asyncio.create_task(watcher.changed(job.id, 2, 60)) for _ in range(50)]
+            unanswered = asyncio.create_task(watcher.changed(silent.id, 2, 2.0))
+            await asyncio.sleep(0.3)
+            await asyncio.to_thread(server.kill)
+            await asyncio.sleep(0.7)
+            assert not any(wait.done() for wait in waits)
+            again = await asyncio.to_thread(redis_server.start, tmp_path, server.port)
+            try:
+                await ledger.store_outputs(job.id, 1, outputs())
+                assert set(await asyncio.wait_for(asyncio.gather(*waits), 10)) == {3}
+                assert (await ledger.view(job.id)).state is State.SUCCEEDED
+                assert await unanswered == 2
+                began = time.monotonic()  # and messages are heard again
+                later = asyncio.create_task(watcher.changed(silent.id, 2, 30))
+                await asyncio.sleep(1.0)
+                await ledger.store_outputs(silent.id, 1, outputs())
+                assert await later == 3
+                assert time.monotonic() - began < 1.7
+            finally:
+                again.stop()
+
+    asyncio.run(main())
+
+
+def test_a_wait_while_redis_stays_away_ends_at_its_timeout(tmp_path: Path) -> None:  # field case 38
+    async def main() -> None:
+        server = redis_server.start(tmp_path)
+        async with open_ledger(server.url) as ledger, Watcher(ledger) as watcher:
+            job = make_job()
+            await claimed(ledger, job)
+            waiting = asyncio.create_task(watcher.changed(job.id, 2, 1.5))
+            await asyncio.sleep(0.2)
+            server.kill()
+            assert await asyncio.wait_for(waiting, 4) == 2
+
+    asyncio.run(main())
