@@ -1,0 +1,137 @@
+"""How many receipts per second go from rank to ledger, durably at both ends?
+
+    python benchmarks/receipts.py [--receipts 20000] [--ranks 1 2] [--windows 1 64 1024]
+
+Real SQLite outboxes (synchronous=FULL), a relay process and a Redis with AOF, all on this machine's loopback. A receipt counts
+once the relay has acknowledged it, which it does after the commit in Redis. `append` is what a writer thread pays; `alone` is
+the time from append to acknowledgement of a single receipt in an idle system. Prints a table and a JSON line.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from midstream.broker import redis_server, sender
+from midstream.broker.ledger import Ledger, new_job_id
+from midstream.broker.outbox import Outbox
+from midstream.schemas.base import now
+from midstream.schemas.jobs import Job, Sampling, StoredPrompt
+from midstream.schemas.receipts import CapturedFile, Receipt
+from midstream.schemas.settings import Settings, to_environment
+from midstream.schemas.specs import StoredCapture
+
+WORKER, BOOT = "bench", "boot"
+PROMPTS = 512  # per job
+LONE = 50  # receipts for the latency of one
+
+
+def receipt(job: str, request: int, rank: int, world: int) -> Receipt:
+    file = CapturedFile(f"bench/{job}/p{request:04d}.a1.pp0.safetensors", 69_120, 123_456_789, rows=30, layers=list(range(30)), positions=1)
+    return Receipt(
+        "0.1.0", WORKER, BOOT, job, request, 1, rank, world, tp=rank, pp=0, step=request, actions=0, checksum="0" * 16, status="ok",
+        files=[file],
+    )  # fmt: skip
+
+
+async def claim_jobs(settings: Settings, count: int, ranks: int) -> list[str]:
+    """`count` running jobs that wait for `PROMPTS × ranks` receipts each."""
+    capture = StoredCapture(layers=list(range(30)), hook="post_block", positions="last_prompt", tag="bench")
+    ledger = Ledger.connect(settings)
+    made = []
+    for _ in range(count):
+        job = Job(
+            id=new_job_id(), kind="generate", model="bench", prompts=[StoredPrompt(token_ids=[1])] * PROMPTS, sampling=Sampling(),
+            created=now(), captures=[capture] * PROMPTS,
+        )  # fmt: skip
+        await ledger.submit(job, {})
+        await ledger.claim(job.id, WORKER, BOOT, ranks)
+        made.append(job.id)
+    await ledger.close()
+    return made
+
+
+def measure(settings: Settings, directory: Path, ranks: int, window: int, receipts: int) -> dict[str, Any]:
+    """`receipts` per rank through `ranks` outboxes of this process at once."""
+    jobs = asyncio.run(claim_jobs(settings, -(-receipts // PROMPTS), ranks))
+    sender.WINDOW = window
+    outboxes = [Outbox(directory, WORKER, rank, settings.relay_url) for rank in range(ranks)]
+    appended = [0.0] * ranks
+
+    def load(rank: int) -> None:
+        start = time.perf_counter()
+        for number in range(receipts):
+            outboxes[rank].append(receipt(jobs[number // PROMPTS], number % PROMPTS, rank, ranks))
+        appended[rank] = time.perf_counter() - start
+
+    threads = [threading.Thread(target=load, args=(rank,)) for rank in range(ranks)]
+    start = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if not all(outbox.flush(300) for outbox in outboxes):
+        raise SystemExit("receipts were not acknowledged within 300 s")
+    took = time.perf_counter() - start
+    transactions = sum(outbox.transactions for outbox in outboxes)
+    alone = []
+    for number in range(LONE):
+        begin = time.perf_counter()
+        outboxes[0].append(receipt(jobs[0], number, 0, ranks))
+        outboxes[0].flush(10)
+        alone.append(time.perf_counter() - begin)
+    for outbox in outboxes:
+        outbox.close()
+    return {
+        "ranks": ranks,
+        "window": window,
+        "receipts": ranks * receipts,
+        "settled_per_s": round(ranks * receipts / took),
+        "append_us": round(1e6 * max(appended) / receipts, 1),
+        "receipts_per_commit": round(ranks * receipts / transactions, 1),
+        "alone_ms": round(1e3 * statistics.median(alone), 2),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--receipts", type=int, default=20_000, help="per rank")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--windows", type=int, nargs="+", default=[1, 64, 1024])
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        server = redis_server.start(Path(scratch) / "redis")
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("MIDSTREAM_")}
+        environment |= to_environment(Settings(redis_url=server.url))
+        relay = subprocess.Popen([sys.executable, "-m", "midstream.broker.relay"], env=environment, stdout=subprocess.PIPE)
+        try:
+            assert relay.stdout is not None
+            settings = Settings(redis_url=server.url, relay_url=relay.stdout.readline().decode().split()[-1], lease_s=600)
+            results = []
+            print(f"{'ranks':>5} {'window':>7} {'receipts':>9} {'settled/s':>10} {'append µs':>10} {'per commit':>11} {'alone ms':>9}")
+            for ranks in options.ranks:
+                for window in options.windows:
+                    # One receipt per round trip is slow: a tenth of them shows it as well.
+                    count = options.receipts if window > 1 else max(1, options.receipts // 10)
+                    row = measure(settings, Path(scratch) / f"outbox-{ranks}-{window}", ranks, window, count)
+                    results.append(row)
+                    print("{ranks:>5} {window:>7} {receipts:>9} {settled_per_s:>10} {append_us:>10} {receipts_per_commit:>11} {alone_ms:>9}"
+                          .format(**row), flush=True)  # fmt: skip
+            print(json.dumps({"benchmark": "receipts", "cpus": os.cpu_count(), "results": results}))
+        finally:
+            relay.send_signal(signal.SIGTERM)
+            relay.wait(20)
+            server.stop()
+
+
+if __name__ == "__main__":
+    main()
