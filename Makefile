@@ -1,5 +1,5 @@
 # Everything a fresh machine with Python 3.11, make, git and gcc needs: `make demo`, `make test`. `make help` lists the rest.
-#   PYTHON=…       the interpreter (default: python3.11)
+#   PYTHON=…       the interpreter, 3.11 (default: python3.11, else python3)
 #   TORCH_INDEX=…  an index with CPU builds of torch, where pip's own configuration names none
 #   PYTEST_ARGS=…  passed on, such as PYTEST_ARGS="-k sweeper -x"
 SHELL := /bin/bash
@@ -7,7 +7,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-print-directory
 
-PYTHON ?= python3.11
+PYTHON ?= $(or $(shell command -v python3.11),python3)
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
 VENV ?= .venv
