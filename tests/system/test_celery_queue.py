@@ -1,0 +1,77 @@
+"""Does the queue deliver by priority, keep what runs, and hold to json? With a real Celery worker and Redis."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import redis
+from ledger_kit import MODEL, settings_for
+
+from midstream.broker.celery_app import enqueue, lists_of, make_app, queue_of
+
+WORKER = Path(__file__).with_name("lease_worker.py")
+
+
+def test_a_message_is_json_and_carries_the_job_id_alone(redis_url: str) -> None:  # field case 42
+    app = make_app(settings_for(redis_url))
+    enqueue(app, "job_1", "generate", MODEL)
+    enqueue(app, "job_1", "generate", MODEL, attempt=2)
+    with redis.Redis.from_url(redis_url) as client:
+        raw = [message for name in lists_of(queue_of(MODEL)) for message in client.lrange(name, 0, -1)]
+    messages = [json.loads(each) for each in raw]
+    assert {message["content-type"] for message in messages} == {"application/json"}
+    assert {message["headers"]["id"] for message in messages} == {"job_1", "job_1.2"}
+    assert {message["headers"]["argsrepr"] for message in messages} == {"['job_1']"}
+    app.close()
+
+
+def test_who_waits_for_an_answer_is_served_before_a_batch(redis_url: str) -> None:
+    app = make_app(settings_for(redis_url))
+    enqueue(app, "batch", "generate", MODEL)
+    enqueue(app, "answer", "chat", MODEL)
+    with app.connection_for_read() as connection, connection.SimpleQueue(queue_of(MODEL)) as queue:
+        order = []
+        for _ in range(2):
+            message = queue.get(timeout=5)
+            order.append(message.headers["id"])
+            message.ack()
+    assert order == ["answer", "batch"]
+    app.close()
+
+
+def test_an_enqueue_without_redis_fails_soon(redis_url: str) -> None:  # field case 39
+    app = make_app(settings_for("redis://127.0.0.1:1/0"))
+    began = time.monotonic()
+    with pytest.raises(Exception, match="refused"):
+        enqueue(app, "job_1", "generate", MODEL)
+    assert time.monotonic() - began < 10
+    app.close()
+
+
+def test_a_task_longer_than_the_visibility_timeout_runs_once_with_leases_and_twice_without(redis_url: str) -> None:  # field case 37
+    seconds = "6"
+    workers = {
+        leases: subprocess.Popen([sys.executable, str(WORKER), redis_url, leases, leases, seconds], stdout=subprocess.PIPE, text=True)
+        for leases in ("with", "without")
+    }
+    try:
+        app = make_app(settings_for(redis_url))
+        for leases in workers:
+            enqueue(app, f"job_{leases}", "generate", leases)
+        deadline = time.monotonic() + 60
+        with redis.Redis.from_url(redis_url) as client:
+            while any(client.exists(*lists_of(queue_of(leases))) for leases in workers):
+                assert time.monotonic() < deadline, "the workers did not take their messages"
+                time.sleep(0.1)
+            time.sleep(float(seconds) + 1)
+        app.close()
+    finally:
+        for worker in workers.values():
+            worker.kill()
+    said = {leases: worker.communicate()[0] for leases, worker in workers.items()}
+    assert said["with"].split("\n")[:2] == ["start job_with", "end job_with"]
+    assert said["with"].count("start") == 1
+    assert said["without"].count("start") > 1, "the control: without renewal the same task is given out again"

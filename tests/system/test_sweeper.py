@@ -1,0 +1,227 @@
+"""Is everything found that was left lying: lost messages, dead workers, receipts that never came?"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from celery import Celery
+from ledger_kit import BOOT, EPOCH, MODEL, WORKER, claimed, make_job, open_ledger, outputs, receipt, settings_for, settler
+
+from midstream.broker.celery_app import enqueue, lists_of, make_app, queue_of
+from midstream.broker.ledger import Ledger
+from midstream.broker.sweeper import Sweeper
+from midstream.schemas.base import now
+from midstream.schemas.jobs import State
+from midstream.schemas.models import WorkerInfo
+
+
+@asynccontextmanager
+async def opened(url: str, **changes: Any) -> AsyncIterator[tuple[Ledger, Sweeper, Celery]]:
+    async with open_ledger(url, **changes) as ledger:
+        settings = settings_for(url, **changes)
+        app = make_app(settings)
+        yield ledger, Sweeper(ledger, app, settings), app
+        app.close()
+
+
+async def messages(ledger: Ledger, model: str = MODEL) -> int:
+    return sum([await ledger.redis.llen(name) for name in lists_of(queue_of(model))])
+
+
+async def heartbeat(ledger: Ledger, boot: str) -> None:
+    await ledger.heartbeat(WorkerInfo(worker=WORKER, boot=boot, model=MODEL, version="0", host="h", pid=1, started=0.0, tp=1, pp=1))
+
+
+def test_a_queued_job_without_a_message_gets_one(redis_url: str) -> None:  # field case 37
+    async def main() -> None:
+        async with opened(redis_url) as (ledger, sweeper, app):
+            lost, sent = make_job(), make_job(kind="chat")
+            for job in (lost, sent):
+                await ledger.submit(job, {})
+            enqueue(app, sent.id, sent.kind, sent.model)
+            assert not await sweeper.sweep(), "both are young: the message may be on its way"
+            later = now() + 30
+            report = await sweeper.sweep(later)
+            assert report.resent == [lost.id]
+            assert await messages(ledger) == 2
+            assert not await sweeper.sweep(later), "and not a second time"
+            assert not await sweeper.sweep(later + 60), "also when it waits for long"
+
+    asyncio.run(main())
+
+
+def test_a_delivered_message_counts_as_there(redis_url: str) -> None:
+    async def main() -> None:
+        async with opened(redis_url) as (ledger, sweeper, app):
+            job = make_job()
+            await ledger.submit(job, {})
+            enqueue(app, job.id, job.kind, job.model, attempt=1)
+            with app.connection_for_read() as connection, connection.SimpleQueue(queue_of(MODEL)) as queue:
+                message = queue.get(timeout=5)
+                assert await messages(ledger) == 0
+                assert await ledger.redis.hlen("unacked") == 1
+                assert not await sweeper.sweep(now() + 30)
+                message.ack()
+            assert (await sweeper.sweep(now() + 90)).resent == [job.id]
+
+    asyncio.run(main())
+
+
+def test_the_messages_of_a_long_queue_are_all_seen(redis_url: str) -> None:
+    async def main() -> None:
+        async with opened(redis_url) as (ledger, sweeper, app):
+            jobs = [make_job() for _ in range(1203)]
+            for job in jobs:
+                await ledger.submit(job, {})
+            for job in jobs[:-1]:
+                enqueue(app, job.id, job.kind, job.model)
+            assert (await sweeper.sweep(now() + 60)).resent == [jobs[-1].id]
+
+    asyncio.run(main())
+
+
+def test_an_expired_lease_requeues_with_the_attempt_unchanged_and_the_claim_adds_one(redis_url: str) -> None:  # field case 37
+    async def main() -> None:
+        async with opened(redis_url) as (ledger, sweeper, _):
+            job = make_job()
+            assert await claimed(ledger, job) == 1
+            assert not await sweeper.sweep(now() + 14)
+            report = await sweeper.sweep(now() + 16)
+            assert report.requeued == [job.id]
+            view = await ledger.view(job.id)
+            assert (view.state, view.attempt, view.worker) == (State.QUEUED, 1, None)
+            assert await messages(ledger) == 1
+            claim = await ledger.claim(job.id, "w2", "b2", 1)
+            assert claim is not None
+            assert claim.attempt == 2
+
+    asyncio.run(main())
+
+
+def test_a_renewed_lease_is_left_alone(redis_url: str) -> None:
+    async def main() -> None:
+        async with opened(redis_url, lease_s=0.5) as (ledger, sweeper, _):
+            job = make_job()
+            await claimed(ledger, job)
+            for _ in range(4):
+                await asyncio.sleep(0.25)
+                await ledger.renew(WORKER, BOOT, {job.id: 1})
+                assert not await sweeper.sweep()
+            await asyncio.sleep(0.6)
+            assert (await sweeper.sweep()).requeued == [job.id]
+
+    asyncio.run(main())
+
+
+def test_the_last_attempt_ends_as_worker_lost(redis_url: str) -> None:
+    async def main() -> None:
+        async with opened(redis_url, max_attempts=2) as (ledger, sweeper, _):
+            job = make_job(capture=True)
+            await claimed(ledger, job)
+            assert (await sweeper.sweep(now() + 60)).requeued == [job.id]
+            await ledger.claim(job.id, WORKER, BOOT, 1)
+            assert (await sweeper.sweep(now() + 60)).failed == [job.id]
+            view = await ledger.view(job.id)
+            assert (view.state, view.capture_status) == (State.FAILED, "error")
+            assert view.error is not None
+            assert view.error.type == "urn:midstream:worker_lost"
+            assert WORKER in view.error.detail
+
+    asyncio.run(main())
+
+
+def test_missing_receipts_time_out_with_what_is_there_and_what_is_not(redis_url: str) -> None:  # field case 18, 20
+    async def main() -> None:
+        async with opened(redis_url, capture_timeout_s=5.0) as (ledger, sweeper, _):
+            job = make_job(prompts=2, capture=True)
+            await claimed(ledger, job, ranks=1)
+            settler(redis_url).settle(WORKER, 0, EPOCH, [(1, receipt(job, 0))])
+            await ledger.store_outputs(job.id, 1, outputs(2))
+            await ledger.renew(WORKER, BOOT, {job.id: 1})
+            assert not await sweeper.sweep(now() + 4)
+            assert (await sweeper.sweep(now() + 6)).timed_out == [job.id]
+            result = await ledger.result(job.id)
+            assert result.state is State.FAILED
+            assert result.capture_results.status == "timed_out"
+            assert "1 of 2 receipts" in result.capture_results.detail
+            error = (await ledger.view(job.id)).error
+            assert error is not None
+            assert (error.type, error.status) == ("urn:midstream:receipts_timed_out", 504)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("boot", "found"), [(BOOT, "timed_out"), ("a later boot", "requeued")])
+def test_receipts_of_a_worker_known_to_be_gone_are_not_awaited_but_tried_again(redis_url: str, boot: str, found: str) -> None:
+    async def main() -> None:
+        async with opened(redis_url) as (ledger, sweeper, _):
+            job = make_job(capture=True)
+            await claimed(ledger, job)
+            await ledger.store_outputs(job.id, 1, outputs())
+            await heartbeat(ledger, boot)
+            assert getattr(await sweeper.sweep(now() + 100), found) == [job.id]
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_job_whose_worker_died_ends_cancelled(redis_url: str) -> None:  # field case 38
+    async def main() -> None:
+        async with opened(redis_url) as (ledger, sweeper, _):
+            job = make_job()
+            await claimed(ledger, job)
+            await ledger.request_cancel(job.id)
+            assert (await sweeper.sweep(now() + 60)).cancelled == [job.id]
+            assert (await ledger.view(job.id)).state is State.CANCELLED
+            assert await messages(ledger) == 0
+
+    asyncio.run(main())
+
+
+def test_a_restarted_worker_puts_back_at_once_what_its_former_boots_held(redis_url: str) -> None:
+    async def main() -> None:
+        async with opened(redis_url) as (ledger, sweeper, _):
+            former, generated, unwanted, present, other, done = (make_job(capture=True) for _ in range(6))
+            for job in (former, generated, unwanted, done):
+                await claimed(ledger, job, ranks=1)
+            await claimed(ledger, present, boot="boot2")
+            await claimed(ledger, other, worker="w2")
+            await ledger.store_outputs(generated.id, 1, outputs())
+            await ledger.request_cancel(unwanted.id)
+            await ledger.store_outputs(done.id, 1, outputs())
+            settler(redis_url).settle(WORKER, 0, EPOCH, [(1, receipt(done))])
+            assert set(await sweeper.release_boots(WORKER, "boot2")) == {former.id, generated.id}
+            states = [(await ledger.view(job.id)).state.value for job in (former, generated, unwanted, present, other, done)]
+            assert states == ["queued", "queued", "cancelled", "running", "running", "succeeded"]
+            assert (await ledger.result(generated.id)).outputs == [], "the next attempt's outputs are not the former one's"
+            assert await messages(ledger) == 2
+            assert await sweeper.release_boots(WORKER, "boot2") == []
+
+    asyncio.run(main())
+
+
+def test_two_sweepers_at_once_requeue_a_job_once(redis_url: str) -> None:
+    async def main() -> None:
+        async with opened(redis_url) as (ledger, sweeper, _):
+            jobs = [make_job() for _ in range(20)]
+            for job in jobs:
+                await claimed(ledger, job)
+            reports = await asyncio.gather(*[sweeper.sweep(now() + 60) for _ in range(3)])
+            assert sorted(job_id for report in reports for job_id in report.requeued) == sorted(job.id for job in jobs)
+
+    asyncio.run(main())
+
+
+def test_the_listing_forgets_what_has_expired(redis_url: str) -> None:
+    async def main() -> None:
+        async with opened(redis_url, result_ttl_s=1) as (ledger, sweeper, _):
+            gone, kept = make_job(created=now() - 100), make_job(created=now() - 100)
+            await claimed(ledger, gone)
+            await claimed(ledger, kept)
+            await ledger.store_outputs(gone.id, 1, outputs())
+            await ledger.redis.delete(f"ms:job:{gone.id}")
+            assert (await sweeper.sweep()).pruned == 1
+            assert [view.id for view in (await ledger.list()).jobs] == [kept.id]
+
+    asyncio.run(main())
