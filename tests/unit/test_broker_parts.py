@@ -1,0 +1,108 @@
+"""Do the broker's tables, names and readings say what the vocabulary says? No server needed."""
+
+import inspect
+import re
+
+import pytest
+from celery.worker.consumer.tasks import Tasks
+from hypothesis import given
+from hypothesis import strategies as st
+from kombu.transport import redis as kombu_redis
+from kombu.transport.virtual import base as kombu_virtual
+
+from midstream.broker import reading, scripts
+from midstream.broker.celery_app import PRIORITY_OF_KIND, PRIORITY_STEPS, RESTORE_INTERVAL_S, lists_of, make_app, queue_of
+from midstream.broker.lease import RENEW_S, LeaseStep
+from midstream.broker.ledger import new_job_id
+from midstream.schemas.errors import STATUS_OF_KIND, MidstreamError
+from midstream.schemas.jobs import TERMINAL, TRANSITIONS, Job, State
+from midstream.schemas.settings import Settings
+
+
+def test_the_scripts_are_generated_from_the_table_of_transitions() -> None:
+    text = scripts.source("claim")
+    allowed = re.search(r"^local ALLOWED = (.*)$", text, re.MULTILINE)
+    assert allowed is not None
+    rows = re.finditer(r"\['(\w+)'\]=\{((?:\['\w+'\]=true,?)*)\}", allowed[1])
+    table = {row[1]: set(re.findall(r"\['(\w+)'\]=true", row[2])) for row in rows}
+    assert table == {state.value: {following.value for following in TRANSITIONS[state]} for state in State}
+    terminal = re.search(r"^local TERMINAL = (.*)$", text, re.MULTILINE)
+    assert terminal is not None
+    assert set(re.findall(r"\['(\w+)'\]=true", terminal[1])) == {state.value for state in TERMINAL}
+
+
+def test_every_script_file_has_a_name_and_every_problem_that_scripts_raise_is_known() -> None:
+    folder = scripts.Path(scripts.__file__).parent / "lua"
+    assert {file.stem for file in folder.glob("*.lua")} == {*scripts.NAMES, "prelude"}
+    raised = {kind for file in folder.glob("*.lua") for kind in re.findall(r"fail\(job, '(\w+)'", file.read_text())}
+    assert raised <= set(STATUS_OF_KIND)
+    assert "ranks_disagree" in raised
+
+
+def test_job_ids_cannot_be_guessed_and_sort_by_age() -> None:  # field case 40
+    ids = [new_job_id() for _ in range(2000)]
+    assert len({job_id[13:] for job_id in ids}) == 2000
+    assert all(re.fullmatch(r"job_[0-9a-hjkmnp-tv-z]{35}", job_id) for job_id in ids)
+    assert [job_id[:13] for job_id in ids] == sorted(job_id[:13] for job_id in ids)
+
+
+@given(st.text(min_size=1), st.text(min_size=1))
+def test_queue_names_are_plain_and_differ_when_models_do(one: str, other: str) -> None:
+    assert re.fullmatch(r"midstream\.[A-Za-z0-9._-]+", queue_of(one))
+    assert (queue_of(one) == queue_of(other)) == (one == other)
+
+
+def test_the_lists_of_a_queue_are_those_that_kombu_uses() -> None:
+    channel = kombu_redis.Channel
+    assert list(PRIORITY_STEPS) == kombu_redis.PRIORITY_STEPS
+    expected = [queue if not step else f"{queue}{channel.sep}{step}" for queue in ["q"] for step in PRIORITY_STEPS]
+    assert lists_of("q") == expected
+    assert channel.unacked_key == "unacked"
+    assert set(PRIORITY_OF_KIND.values()) <= set(PRIORITY_STEPS)
+    kinds = Job.__struct_config__ and Job.__annotations__["kind"].__args__
+    assert set(PRIORITY_OF_KIND) == set(kinds)
+
+
+def test_the_private_names_that_lease_renewal_reads_exist() -> None:
+    qos = kombu_virtual.QoS(channel=None)
+    qos._on_collect.cancel()  # it would restore messages through the channel at exit
+    assert list(qos._delivered) == []
+    assert qos._dirty == set()
+    qos.append("message", "tag")
+    qos.ack("tag")
+    assert set(qos._delivered) - qos._dirty == set()
+    assert kombu_redis.Channel.unacked_index_key == "unacked_index"
+    assert callable(kombu_redis.Channel.conn_or_acquire)
+    assert "unacked_index_key" in inspect.getsource(kombu_redis.QoS.append)
+    assert LeaseStep.requires == (f"{Tasks.__module__}:{Tasks.__name__}",)
+
+
+def test_the_app_is_set_up_for_late_acks_json_and_short_leases() -> None:
+    settings = Settings(redis_url="redis://127.0.0.1:1/0")
+    conf = make_app(settings).conf
+    assert conf.task_acks_late is True
+    assert conf.task_ignore_result is True
+    assert conf.result_backend is None
+    assert conf.worker_prefetch_multiplier == 1
+    assert conf.accept_content == conf.result_accept_content == ["json"]
+    assert conf.broker_transport_options["visibility_timeout"] == settings.visibility_timeout_s
+    assert settings.visibility_timeout_s > RENEW_S * 3
+    options = kombu_redis.Channel.from_transport_options
+    assert {"unacked_restore_interval", "unacked_restore_throttle", "visibility_timeout", "priority_steps", "sep"} <= set(options)
+    assert conf.broker_transport_options["unacked_restore_interval"] == RESTORE_INTERVAL_S
+
+
+def test_cursors_come_back_and_others_are_refused() -> None:
+    assert reading.parse_cursor(reading.format_cursor(1795145199.4220054, "job_a1")) == (1795145199.4220054, "job_a1")
+    assert reading.parse_cursor(None) == (float("inf"), "")
+    for bad in ("1", "x:job_a", "1:job a", "nan:job_a", "1:"):
+        with pytest.raises(MidstreamError):
+            reading.parse_cursor(bad)
+
+
+def test_event_ids_are_checked_before_they_reach_redis() -> None:
+    assert reading.after_id("") == reading.after_id("0") == "-"
+    assert reading.after_id("17-3") == "(17-3"
+    for bad in ("x", "17-", "17-3 COUNT 1", "-1"):
+        with pytest.raises(MidstreamError):
+            reading.after_id(bad)
