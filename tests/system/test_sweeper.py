@@ -115,6 +115,19 @@ def test_a_renewed_lease_is_left_alone(redis_url: str) -> None:
     asyncio.run(main())
 
 
+def test_a_lease_that_is_renewed_while_the_sweeper_looks_is_not_broken(redis_url: str) -> None:
+    async def main() -> None:
+        async with opened(redis_url) as (ledger, sweeper, _):
+            job = make_job()
+            await claimed(ledger, job)
+            await ledger.redis.zadd("ms:live", {job.id: 0})  # as if it had been due when the list was read
+            assert not await sweeper.sweep()
+            assert (await ledger.view(job.id)).state is State.RUNNING
+            assert await ledger.redis.zscore("ms:live", job.id) > now() + 10
+
+    asyncio.run(main())
+
+
 def test_the_last_attempt_ends_as_worker_lost(redis_url: str) -> None:
     async def main() -> None:
         async with opened(redis_url, max_attempts=2) as (ledger, sweeper, _):
