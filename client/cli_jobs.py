@@ -57,7 +57,7 @@ def submit(
     file: Annotated[Path | None, typer.Option(help="More prompts: one a line, or a JSON list of texts.")] = None,
     body: Annotated[Path | None, typer.Option(help="A whole JobRequest as JSON instead of all options.")] = None,
     model: Annotated[str | None, typer.Option(help="Default: the first model served.")] = None,
-    layers: Annotated[str | None, typer.Option(help="Capture these layers: all, 3, 0-5, 1,4,-1.")] = None,
+    layers: Annotated[str | None, typer.Option(help="Capture these layers: all, 3, 0-5, or 0-5,9,-1.")] = None,
     positions: Annotated[str, typer.Option(help="last_prompt, all_prompt, all_generated, all, or 0,5,-1.")] = "last_prompt",
     tag: Annotated[str, typer.Option(help="Folder name of the capture.")] = "default",
     steer: Annotated[list[str] | None, typer.Option(metavar="FILE.npy:LAYERS[:SCALE]", help="Add a vector; repeat as needed.")] = None,
@@ -212,6 +212,8 @@ def open_capture(source: str, url: str | None) -> CaptureReader:
     """A folder of capture files when there is one of that name, else a job's captures through the API."""
     if Path(source).exists():
         return CaptureReader(source)
+    if "/" in source:
+        raise MidstreamError("not_found", f"there is no folder {source}")
     with connect(url) as client:
         return client.capture(source)
 
@@ -249,8 +251,8 @@ def print_result(result: JobResult) -> None:
     out.print(show.outputs(result))
     captures = result.capture_results
     if result.determinism is not None:
-        out.print(show.receipts(captures, result.determinism))
-        out.print(show.determinism_line(result.determinism))
+        out.print(show.receipts("Receipts", [(result.id, captures, result.determinism)]))
+        out.print(show.determinism_line(result.determinism), soft_wrap=True)
     if captures.status != "not_requested":
         out.print(
             f"captures {show.coloured(captures.status)}: {len(captures.files)} files, {captures.rows} rows, {show.size(captures.bytes)}"
@@ -283,12 +285,17 @@ def read_prompts(path: Path) -> list[str]:
 
 
 def parse_layers(text: str) -> str | int | list[int]:
-    """`all` and `a-b` stay text for the server; `3` and `1,4,-1` become numbers."""
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        return text
-    return numbers[0] if len(numbers) == 1 else numbers
+    """`3`, `0-5,9,-1` become numbers; `all` and `a-b` stay text for the server, and so does what only it can complain about."""
+    layers: list[int] = []
+    for part in text.split(","):
+        if part.strip().lstrip("-").isdigit() and part.strip().count("-") <= 1:
+            layers.append(int(part))
+            continue
+        first, dash, last = part.strip().partition("-")
+        if "," not in text or not (dash and first.isdigit() and last.isdigit()):
+            return text
+        layers += range(int(first), int(last) + 1)
+    return layers[0] if len(layers) == 1 else layers
 
 
 def parse_positions(text: str) -> str | list[int]:

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from .. import __version__
 from ..schemas.settings import Settings, load_settings
@@ -36,6 +37,9 @@ FACTS = (
     "The author of Romeo and Juliet is William",
 )
 FACT_TOKENS = 6
+#: The demo model's shape: every capture is held against it.
+NUM_LAYERS = 30
+HIDDEN_SIZE = 576
 
 #: Contrasting texts; the direction is the difference of their mean activations (Turner et al. 2023, arXiv:2308.10248).
 SEA = (
@@ -52,7 +56,8 @@ LAND = (
 )
 STEERED = (
     "My favourite thing to do at the weekend is",
-    "When I woke up this morning, I looked out of the window and saw",
+    "The old man told us a story about",
+    "I close my eyes and I can hear",
 )
 STEER_TOKENS = 32
 LAYER = 14
@@ -79,7 +84,7 @@ class Verdict:
         self.short: list[str] = []
 
     def check(self, holds: bool, claim: str) -> None:
-        self._console.print(f"  [green]✓[/] {claim}" if holds else f"  [red]✗ {claim}[/]")
+        _line(self._console, f"[green]✓[/] {claim}" if holds else f"[red]✗ {claim}[/]")
         if not holds:
             self.short.append(claim)
 
@@ -90,22 +95,34 @@ def run_demo(keep: Path | None = None, console: Console | None = None) -> int:
     began = time.monotonic()
     console.rule(f"[bold]Midstream {__version__}[/]: activation capture and steering on stock vLLM")
     settings = _settings(keep, console)
-    with _sigterm_as_interrupt(), Supervisor(settings, say=lambda line: None) as stack, Client(stack.url) as client:
-        console.print(
-            f"  [green]✓[/] stack up: [bold]{stack.url}[/] · API docs {stack.url}/schema · dashboard {stack.flower_url or 'none'}"
-        )
+    with _sigterm_as_interrupt(), _started(settings, console) as stack, Client(stack.url) as client:
         verdict = Verdict(console)
         model = client.models()[0]
         job = _capture(client, model, console, verdict)
         _steer(client, model, console, verdict)
         console.print()
-        console.print("stopping the stack …", style="dim")
     verdict.check(not stack.survivors(), "everything stopped, no process left behind")
     _farewell(console, stack.settings, job, time.monotonic() - began)
     if verdict.short:
         console.print(f"[red]{len(verdict.short)} of the checks fell short[/]; logs: {Path(stack.settings.data_dir) / 'logs'}")
         return 1
     return 0
+
+
+@contextmanager
+def _started(settings: Settings, console: Console) -> Iterator[Supervisor]:
+    """The running stack; a line that counts the seconds while it starts. (Redrawn by the wait itself: no threads beside forks.)"""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, auto_refresh=False) as progress:
+        progress.add_task("Redis, relay, worker, API, callbacks, Flower; the engine takes about half a minute")
+        stack = Supervisor(settings, say=lambda line: None, waiting=progress.refresh)
+        stack.start()
+    try:
+        _line(console, f"[green]✓[/] stack up: [bold]{stack.url}[/] · API docs {stack.url}/schema · dashboard {stack.flower_url or 'none'}")
+        yield stack
+    finally:
+        _line(console, "stopping the stack …")
+        stack.stop()
 
 
 def _settings(keep: Path | None, console: Console) -> Settings:
@@ -116,8 +133,7 @@ def _settings(keep: Path | None, console: Console) -> Settings:
         shutil.rmtree(folder)  # the demo before this one
     with console.status("the demo model …"):
         model = fetch_demo_model(Path(base.cache_dir), say=lambda line: console.print(f"  {escape(line)}", style="dim"))
-    console.print(f"  [green]✓[/] model: {MODEL_NAME}, 30 layers, hidden size 576 [dim]({model})[/]")
-    console.print("  starting Redis, relay, worker, API, callbacks and Flower; the engine takes about half a minute …", style="dim")
+    _line(console, f"[green]✓[/] model: {MODEL_NAME}, {NUM_LAYERS} layers, hidden size {HIDDEN_SIZE} [dim]({_short(model)})[/]")
     return load_settings(
         model=str(model), model_name=MODEL_NAME, data_dir=str(folder), api_port=0, flower_port=0, redis_url="", relay_url=""
     )
@@ -134,9 +150,9 @@ def _capture(client: Client, model: str, console: Console, verdict: Verdict) -> 
 
     answers = _all([partial(ask, prompt) for prompt in FACTS], "held responses", console)
     for prompt, answer in zip(FACTS, answers, strict=True):
-        console.print(f"  [dim]{escape(prompt)}[/][bold]{escape(answer.text)}[/]")
+        _line(console, f"[dim]{escape(prompt)}[/][bold]{escape(answer.text.replace(chr(10), ' '))}[/]")
     console.print()
-    console.print(_receipts(answers))
+    console.print(_receipts("Receipts: what each rank says about each request", answers))
     readers = [client.capture(answer.job) for answer in answers]
     _draw_norms(console, readers[0], FACTS[0])
     statuses = [answer.capture_results.status if answer.capture_results else "missing" for answer in answers]
@@ -145,11 +161,10 @@ def _capture(client: Client, model: str, console: Console, verdict: Verdict) -> 
     total = show.size(sum(check.bytes for check in checks))
     verdict.check(all(check.ok for check in checks), f"CRC32 of {len(checks)} files ({total}) recomputed and right")
     stacks = [reader.stack() for reader in readers]
-    shapes = all(stack.shape == (30, len(reader.token_ids()), 576) for stack, reader in zip(stacks, readers, strict=True))
+    shapes = all(stack.shape == (NUM_LAYERS, len(reader.token_ids()), HIDDEN_SIZE) for stack, reader in zip(stacks, readers, strict=True))
     rows = sum(stack.shape[0] * stack.shape[1] for stack in stacks)
-    verdict.check(
-        shapes and all(bool(np.isfinite(stack).all()) for stack in stacks), f"{rows} rows, 30 layers × every token × 576, all finite"
-    )
+    finite = all(bool(np.isfinite(stack).all()) for stack in stacks)
+    verdict.check(shapes and finite, f"{rows} rows: {NUM_LAYERS} layers × every token × {HIDDEN_SIZE}, all finite")
     agree = all(answer.determinism is not None and answer.determinism.consistent for answer in answers)
     verdict.check(agree, "determinism: every rank's checksum and action count agrees")
     verdict.check("Paris" in answers[0].text, "and the Eiffel Tower is in Paris")
@@ -167,9 +182,8 @@ def _steer(client: Client, model: str, console: Console, verdict: Verdict) -> No
     direction = means[: len(SEA)].mean(0) - means[len(SEA) :].mean(0)
     norm = float(np.linalg.norm(direction))
     typical = float(np.linalg.norm(means, axis=1).mean())
-    console.print(
-        f"  mean of {len(SEA)} texts about the sea − mean of {len(LAND)} others: norm {norm:.1f}, beside activations of {typical:.1f}"
-    )
+    sets = f"mean of {len(SEA)} texts about the sea − mean of {len(LAND)} others"
+    _line(console, f"{sets}: norm {norm:.1f}, beside activations of {typical:.1f}")
 
     def ask(steering: list[dict[str, Any]]) -> Answer:
         capture = {"layers": LAYER + 1, "positions": "all_prompt", "tag": "steered" if steering else "plain"}
@@ -182,13 +196,16 @@ def _steer(client: Client, model: str, console: Console, verdict: Verdict) -> No
     for index, prompt in enumerate(STEERED):
         console.print(f"\n  [bold]{escape(prompt)} …[/]")
         show.side_by_side(console, ("as it is", plain.texts[index]), (f"+ {SCALE:g} · sea", steered.texts[index]))
+    console.print()
+    console.print(_receipts("Receipts of the steered answers", [steered]))
     shift = _shift(client.capture(plain.job), client.capture(steered.job), direction)
     verdict.check(plain.texts != steered.texts, "the steered answers differ from the plain ones of the same batch")
     moved = f"at layer {LAYER + 1} the stream lies {shift.found:.1f} further along the direction (pushed by {shift.asked:.1f})"
     verdict.check(shift.found >= LEAST_SHIFT * shift.asked, moved)
     applied = sum(report.applied for stage in steered.determinism.stages for report in stage.ranks) if steered.determinism else 0
     verdict.check(applied > 0, f"receipts: {applied} token rows changed")
-    console.print(f"  {show.determinism_line(steered.determinism)}")
+    agree = steered.determinism is not None and steered.determinism.consistent
+    verdict.check(agree, show.determinism_line(steered.determinism))
 
 
 def _shift(plain: CaptureReader, steered: CaptureReader, direction: np.ndarray) -> Shift:
@@ -211,19 +228,8 @@ def _all(calls: list[Callable[[], Answer]], title: str, console: Console) -> lis
         return [future.result() for future in futures]
 
 
-def _receipts(answers: list[Answer]) -> Any:
-    """One row per receipt, over all the jobs."""
-    shown = show.table(
-        "Receipts: what each rank says it did", "prompt", "rank", "step", "actions", "checksum", "rows", "bytes", "crc32", "file"
-    )
-    for index, answer in enumerate(answers):
-        files = {(file.request, file.rank): file for file in answer.capture_results.files} if answer.capture_results else {}
-        for stage in answer.determinism.stages if answer.determinism else []:
-            for report in stage.ranks:
-                file = files.get((report.request, report.rank))
-                written = (str(file.rows), show.size(file.bytes), f"{file.crc32:08x}", Path(file.path).name) if file else ("", "", "", "")
-                shown.add_row(str(index), str(report.rank), str(report.step), str(report.actions), report.checksum, *written)
-    return shown
+def _receipts(title: str, answers: list[Answer]) -> Table:
+    return show.receipts(title, [(answer.job, answer.capture_results, answer.determinism) for answer in answers])
 
 
 def _draw_norms(console: Console, reader: CaptureReader, prompt: str) -> None:
@@ -231,8 +237,8 @@ def _draw_norms(console: Console, reader: CaptureReader, prompt: str) -> None:
     norms = np.linalg.norm(reader.stack()[:, -1, :], axis=-1)
     levels = np.clip(norms / norms.max() * 8, 0, 7).astype(int)
     line = "".join("▁▂▃▄▅▆▇█"[level] for level in levels)
-    console.print(f"  the stream's norm at the last token of “{escape(prompt)}”, layer 0 to {len(norms) - 1}:")
-    console.print(f"  [cyan]{line}[/]  {norms[0]:.0f} → {norms[-1]:.0f}\n")
+    _line(console, f"the stream's norm at the last token of “{escape(prompt)}”, layer 0 to {len(norms) - 1}:")
+    _line(console, f"[cyan]{line}[/]  {norms[0]:.0f} → {norms[-1]:.0f}\n")
 
 
 def _farewell(console: Console, settings: Settings, job: str, seconds: float) -> None:
@@ -240,16 +246,22 @@ def _farewell(console: Console, settings: Settings, job: str, seconds: float) ->
     command = _command()
     console.print()
     console.rule(f"[bold]Done in {seconds:.0f} s[/]", align="left")
-    console.print(f"  captures: {_short(settings.capture_root)}\n", soft_wrap=True)
-    console.print("  Try next:")
+    _line(console, f"captures: {_short(settings.capture_root)}\n")
+    _line(console, "Try next:")
     tries = (
         (f"{command} capture show {folder} --values {LAYER}", "the rows of the first prompt as numbers"),
         (f"{command} up", "the stack, until Ctrl-C; then, in another terminal:"),
         (f'{command} submit "The sky is" --layers all --positions all_prompt', "your own prompt's activations"),
     )
     for line, why in tries:
-        console.print(f"    [bold]{escape(line)}[/]   [dim]{why}[/]", soft_wrap=True)
+        _line(console, f"  [dim]# {why}[/]")
+        _line(console, f"  [bold]{escape(line)}[/]")
     console.print()
+
+
+def _line(console: Console, text: str) -> None:
+    """One line, however wide the terminal: paths and addresses stay whole."""
+    console.print(f"  {text}", soft_wrap=True)
 
 
 def _command() -> str:

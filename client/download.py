@@ -7,7 +7,6 @@ import tempfile
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
-from urllib.parse import quote
 
 from ..schemas.errors import MidstreamError
 from .reader import FILE_NAME
@@ -37,10 +36,6 @@ def target_folder(folder: Path | str | None) -> Path:
     target = Path(folder).expanduser()
     target.mkdir(parents=True, exist_ok=True)
     return target
-
-
-def file_url(job_id: str, file: ManifestFile) -> str:
-    return f"/v1/captures/{quote(job_id)}/files/{quote(file.name)}"
 
 
 def save(folder: Path, job_id: str, file: ManifestFile, chunks: Iterable[bytes]) -> Path:

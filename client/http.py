@@ -30,13 +30,13 @@ def _page(state: str | None, model: str | None, limit: int | None, cursor: str |
 
 def _poll(job_id: str, version: str, seconds: float) -> Call:
     headers = {"if-none-match": version} if version else {}
-    return Call("GET", f"/v1/jobs/{job_id}", params={"wait": round(seconds, 3)}, headers=headers, timeout=seconds + 30)
+    return Call("GET", wire.job_path(job_id), params={"wait": round(seconds, 3)}, headers=headers, timeout=seconds + 30)
 
 
 def _events(job_id: str, after: str) -> dict[str, Any]:
     headers = {"accept": "text/event-stream", **({"last-event-id": after} if after else {})}
     # The server sends a comment every 15 s: silence for longer means that the connection is dead.
-    return {"method": "GET", "url": f"/v1/jobs/{job_id}/events", "headers": headers, "timeout": httpx.Timeout(10.0, read=45.0)}
+    return {"method": "GET", "url": wire.job_path(job_id, "events"), "headers": headers, "timeout": httpx.Timeout(10.0, read=45.0)}
 
 
 class _Patience:
@@ -86,7 +86,7 @@ class Client:
         return wire.decode(self._send_patiently(_submission(request, idempotency_key, fields)), JobView)
 
     def job(self, job_id: str) -> JobView:
-        return wire.decode(self._send(Call("GET", f"/v1/jobs/{job_id}")), JobView)
+        return wire.decode(self._send(Call("GET", wire.job_path(job_id))), JobView)
 
     def jobs(self, *, state: str | None = None, model: str | None = None, limit: int | None = None, cursor: str | None = None) -> JobPage:
         """One page of jobs, newest first; `next` of the page is the next `cursor`."""
@@ -114,7 +114,7 @@ class Client:
 
     def result(self, job_id: str) -> JobResult:
         """The result of a job that succeeded; raises what went wrong of one that failed, `conflict` of one not over yet."""
-        return wire.decode(self._send(Call("GET", f"/v1/jobs/{job_id}/result")), JobResult)
+        return wire.decode(self._send(Call("GET", wire.job_path(job_id, "result"))), JobResult)
 
     def run(self, request: JobRequest | None = None, *, timeout: float | None = None, **fields: Any) -> JobResult:
         """Submit, wait, and return the result: every requested capture is durable then."""
@@ -148,7 +148,7 @@ class Client:
 
     def cancel(self, job_id: str) -> JobView:
         """Ask for cancellation; raises `conflict` when the job is over."""
-        return wire.decode(self._send(Call("POST", f"/v1/jobs/{job_id}/cancel")), JobView)
+        return wire.decode(self._send(Call("POST", wire.job_path(job_id, "cancel"))), JobView)
 
     def models(self) -> list[str]:
         """Names of the models that are served."""
@@ -195,14 +195,14 @@ class Client:
 
         `folder`: where to keep a download; by default a folder that is gone when the program ends.
         """
-        manifest = wire.decode(self._send(Call("GET", f"/v1/captures/{job_id}")), wire.Manifest)
+        manifest = wire.decode(self._send(Call("GET", wire.capture_path(job_id))), wire.Manifest)
         found = download.in_place(manifest, job_id) if folder is None else None
         if found:
             return CaptureReader(found)
         target = download.target_folder(folder)
         paths = []
         for file in manifest.files:
-            with self._http.stream("GET", download.file_url(job_id, file)) as response:
+            with self._http.stream("GET", wire.capture_path(job_id, "files", file.name)) as response:
                 if response.status_code >= 400:
                     response.read()
                     wire.raise_problem(response)
@@ -258,7 +258,7 @@ class AsyncClient:
         return wire.decode(await self._send_patiently(_submission(request, idempotency_key, fields)), JobView)
 
     async def job(self, job_id: str) -> JobView:
-        return wire.decode(await self._send(Call("GET", f"/v1/jobs/{job_id}")), JobView)
+        return wire.decode(await self._send(Call("GET", wire.job_path(job_id))), JobView)
 
     async def jobs(
         self, *, state: str | None = None, model: str | None = None, limit: int | None = None, cursor: str | None = None
@@ -285,7 +285,7 @@ class AsyncClient:
                 await asyncio.sleep(wire.PAUSE_S)
 
     async def result(self, job_id: str) -> JobResult:
-        return wire.decode(await self._send(Call("GET", f"/v1/jobs/{job_id}/result")), JobResult)
+        return wire.decode(await self._send(Call("GET", wire.job_path(job_id, "result"))), JobResult)
 
     async def run(self, request: JobRequest | None = None, *, timeout: float | None = None, **fields: Any) -> JobResult:
         view = await self.submit(request, **fields)
@@ -316,7 +316,7 @@ class AsyncClient:
             await asyncio.sleep(wire.PAUSE_S)
 
     async def cancel(self, job_id: str) -> JobView:
-        return wire.decode(await self._send(Call("POST", f"/v1/jobs/{job_id}/cancel")), JobView)
+        return wire.decode(await self._send(Call("POST", wire.job_path(job_id, "cancel"))), JobView)
 
     async def models(self) -> list[str]:
         return [entry["id"] for entry in wire.decode(await self._send(Call("GET", "/v1/models")), dict[str, Any])["data"]]
@@ -354,14 +354,14 @@ class AsyncClient:
         return await self._held("/v1/chat/completions", body)
 
     async def capture(self, job_id: str, folder: Path | str | None = None) -> CaptureReader:
-        manifest = wire.decode(await self._send(Call("GET", f"/v1/captures/{job_id}")), wire.Manifest)
+        manifest = wire.decode(await self._send(Call("GET", wire.capture_path(job_id))), wire.Manifest)
         found = download.in_place(manifest, job_id) if folder is None else None
         if found:
             return CaptureReader(found)
         target = download.target_folder(folder)
         paths = []
         for file in manifest.files:
-            response = await self._send(Call("GET", download.file_url(job_id, file)))
+            response = await self._send(Call("GET", wire.capture_path(job_id, "files", file.name)))
             wire.raise_problem(response)
             paths.append(await asyncio.to_thread(download.save, target, job_id, file, [response.content]))
         return CaptureReader(paths)

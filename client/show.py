@@ -1,7 +1,6 @@
 """How do jobs, receipts and captures look on a terminal?"""
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -43,6 +42,9 @@ def seconds(start: float | None, end: float | None) -> str:
 def table(title: str, *columns: str) -> Table:
     made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
+        if column in ("checksum", "crc32", "job", "state"):
+            made.add_column(column, no_wrap=True)
+            continue
         right = column in ("rank", "request", "step", "actions", "applied", "rows", "bytes", "layers", "positions", "tokens")
         made.add_column(column, justify="right" if right else "left", overflow="fold")
     return made
@@ -89,22 +91,22 @@ def outputs(result: JobResult) -> Table:
     return shown
 
 
-def receipts(captures: CaptureResults, determinism: Determinism | None) -> Table:
-    """What every rank said about every request: the proof behind `ok`."""
-    shown = table("Receipts", "request", "rank", "stage", "step", "actions", "checksum", "rows", "bytes", "file")
-    files = {(file.request, file.rank): file for file in captures.files}
-    reports = [(report, stage.pp) for stage in (determinism.stages if determinism else []) for report in stage.ranks]
-    reports.sort(key=lambda pair: (pair[0].request, pair[1], pair[0].rank))
-    for report, stage in reports[:TABLE_ROWS]:
-        file = files.get((report.request, report.rank))
-        written = (str(file.rows), size(file.bytes), Path(file.path).name) if file else ("", "", "")
-        status = "" if report.status == "ok" else f" [red]{escape(report.status)}: {escape(report.message)}[/]"
-        shown.add_row(
-            str(report.request), str(report.rank), f"pp{stage} tp{report.tp}", str(report.step), str(report.actions),
-            report.checksum + status, *written,
-        )  # fmt: skip
-    if len(reports) > TABLE_ROWS:
-        shown.caption = f"… and {len(reports) - TABLE_ROWS} more"
+def receipts(title: str, jobs: Iterable[tuple[str, CaptureResults | None, Determinism | None]]) -> Table:
+    """What every rank said about every request: the proof behind `ok`. `jobs`: (id, captures, determinism)."""
+    shown = table(title, "job", "request", "rank", "step", "actions", "checksum", "applied", "rows", "crc32")
+    cells = []
+    for job_id, captures, determinism in jobs:
+        files = {(file.request, file.rank): file for file in captures.files} if captures else {}
+        reports = [report for stage in (determinism.stages if determinism else []) for report in stage.ranks]
+        for report in sorted(reports, key=lambda report: (report.request, report.rank)):
+            file = files.get((report.request, report.rank))
+            written = (str(file.rows), f"{file.crc32:08x}") if file else ("", "")
+            numbers = (str(number) for number in (report.request, report.rank, report.step, report.actions))
+            cells.append((f"…{job_id[-4:]}", *numbers, report.checksum, str(report.applied), *written))
+    for row in cells[:TABLE_ROWS]:
+        shown.add_row(*row)
+    if len(cells) > TABLE_ROWS:
+        shown.caption = f"… and {len(cells) - TABLE_ROWS} more"
     return shown
 
 

@@ -57,8 +57,9 @@ class Supervisor:
     MidstreamError with a child's last error line when the stack does not come up.
     """
 
-    def __init__(self, settings: Settings, say: Say = print):
+    def __init__(self, settings: Settings, say: Say = print, waiting: Callable[[], None] = lambda: None):
         self._say = say
+        self._waiting = waiting  # called several times a second while the stack starts
         self.data = Path(settings.data_dir).expanduser().resolve()
         self.settings = settings
         self._children: dict[str, Child] = {}
@@ -106,6 +107,8 @@ class Supervisor:
         try:
             self._take_lock()
             self.settings = prepare(self.settings, self.data, self._say)
+            logs = self.data / "logs"
+            self._say(f"midstream {__version__} starting with {self.settings.served_model}; a model takes a minute or so (logs: {logs})")
             if self._own_redis:
                 self._start_redis()
             self._children = {child.name: child for child in self._make_children()}
@@ -216,6 +219,7 @@ class Supervisor:
                         raise MidstreamError("engine_failed" if child is worker else "unavailable", detail)
                 if time.monotonic() > deadline:
                     raise MidstreamError("unavailable", f"not ready after {timeout:.0f} s; logs: {self.data / 'logs'}")
+                self._waiting()
                 if self._stopping.wait(TICK_S):
                     raise KeyboardInterrupt
 

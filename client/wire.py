@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 import httpx
 import msgspec
@@ -156,6 +157,16 @@ def checked(fields: dict[str, Any], kind: type[T], prefix: str = "") -> T:
         detail, _, path = str(error).partition(" - at ")
         inner = path.strip("`").removeprefix("$").removeprefix(".")
         raise invalid(".".join(part for part in (prefix, inner) if part) or kind.__name__, detail) from error
+
+
+def job_path(job_id: str, *parts: str) -> str:
+    """`/v1/jobs/<id>/<parts>`, with whatever a user takes for an id kept inside its segment."""
+    return "/".join(["/v1/jobs", quote(job_id, safe=""), *parts])
+
+
+def capture_path(job_id: str, *parts: str) -> str:
+    """`/v1/captures/<id>/<parts>`, likewise."""
+    return "/".join(["/v1/captures", quote(job_id, safe=""), *(quote(part, safe="") for part in parts)])
 
 
 def idempotency_key() -> str:
