@@ -37,3 +37,37 @@ def cached(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ho
     host = Host(tmp_path_factory.mktemp("cached"), llama, num_gpu_blocks=8, max_model_len=512)
     yield host
     host.close()
+
+
+@pytest.fixture(scope="session")
+def v2(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
+    """The v2 runner, through Triton's interpreter: right, and slow."""
+    backend = Path(__file__).with_name("triton_cpu")
+    env = {"PYTHONPATH": str(backend), "TRITON_INTERPRET": "1"}
+    host = Host(tmp_path_factory.mktemp("v2"), llama, env, runner="v2", max_num_batched_tokens=64, max_model_len=256, max_num_seqs=8)
+    yield host
+    host.close()
+
+
+@pytest.fixture(scope="session")
+def compiled(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
+    """torch.compile (inductor on CPU), v1 runner."""
+    host = Host(tmp_path_factory.mktemp("compiled"), llama, enforce_eager=False, max_num_batched_tokens=64, enable_prefix_caching=False)
+    yield host
+    host.close()
+
+
+@pytest.fixture(scope="session")
+def tp2(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
+    """Two tensor-parallel ranks."""
+    host = Host(tmp_path_factory.mktemp("tp2"), qwen3, tensor_parallel_size=2, fault="rpc")
+    yield host
+    host.close()
+
+
+@pytest.fixture(scope="session")
+def pp2(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
+    """Two pipeline stages."""
+    host = Host(tmp_path_factory.mktemp("pp2"), qwen3, pipeline_parallel_size=2)
+    yield host
+    host.close()

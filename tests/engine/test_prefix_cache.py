@@ -17,9 +17,9 @@ def direction(seed: int) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=HIDDEN).astype(np.float32)
 
 
-def rows_match(host: Host, reference: Reference, job, output, edits=None, steered=None) -> None:
+def rows_match(host: Host, reference: Reference, job, output, edits=()) -> None:
     tokens = job.prompts[0].token_ids + output.token_ids
-    wanted = reference.post_block(tokens[:-1], edits, steered)
+    wanted = reference.post_block(tokens[:-1], edits)
     positions = host.capture(job).positions(0)
     for layer in job.captures[0].layers:
         assert relative_error(host.capture(job).array(layer), wanted[layer][positions]) <= FP32_ROWS
@@ -41,7 +41,7 @@ def test_plain_blocks_never_serve_a_steered_request(cached: Host, reference: Ref
     steered = cached.job(prompt, max_tokens=2, capture=capture_of(ALL, "last_prompt"), steering=[steer(cached.vector(vector), [0], 3.0)])
     output = cached.run(steered)[steered.id][0]
     assert output.cached_tokens == 0
-    rows_match(cached, reference, steered, output, {0: 3.0 * vector})
+    rows_match(cached, reference, steered, output, [(0, 3.0 * vector, None)])
 
 
 def test_equal_interventions_share_blocks_and_another_scale_does_not(cached: Host, reference: Reference) -> None:
@@ -51,7 +51,7 @@ def test_equal_interventions_share_blocks_and_another_scale_does_not(cached: Hos
     same = cached.job(prompt, max_tokens=1, capture=capture_of(ALL, "last_prompt"), steering=[steer(name, [0])])
     output = cached.run(same)[same.id][0]
     assert output.cached_tokens == 2 * BLOCK
-    rows_match(cached, reference, same, output, {0: vector})
+    rows_match(cached, reference, same, output, [(0, vector, None)])
     other = cached.job(prompt, max_tokens=1, steering=[steer(name, [0], 1.5)])
     assert cached.run(other)[other.id][0].cached_tokens == 0
 
@@ -66,7 +66,7 @@ def test_blocks_below_the_first_steered_position_stay_shared(cached: Host, refer
     output = cached.run(job)[job.id][0]
     assert output.cached_tokens == shared
     where = {"all": None, "all_generated": [300, 301]}.get(positions) if isinstance(positions, str) else positions
-    rows_match(cached, reference, job, output, {0: vector}, where)
+    rows_match(cached, reference, job, output, [(0, vector, where)])
 
 
 @pytest.mark.parametrize(("positions", "reused"), [("all_prompt", 0), ([130], BLOCK), ("last_prompt", 2 * BLOCK), ("all_generated", 2 * BLOCK)])
@@ -96,4 +96,4 @@ def test_preempted_requests_have_every_row_once(cached: Host, reference: Referen
         output = answers[job.id][0]
         assert len(output.token_ids) == 180
         assert cached.capture(job).positions(0) == list(range(289))
-        rows_match(cached, reference, job, output, {1: 0.3 * vector} if number % 2 else None)
+        rows_match(cached, reference, job, output, [(1, 0.3 * vector, None)] if number % 2 else [])

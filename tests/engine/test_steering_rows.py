@@ -19,7 +19,7 @@ def test_a_steered_request_has_the_reference_stream_in_every_later_layer(v1: Hos
     prompt = prompt_of(100)
     job = v1.job(prompt, max_tokens=5, capture=capture_of(ALL, "all"), steering=[steer(v1.vector(vector), layers, 1.5)])
     tokens = prompt + v1.run(job)[job.id][0].token_ids
-    wanted = reference.post_block(tokens[:-1], dict.fromkeys(layers, 1.5 * vector))
+    wanted = reference.post_block(tokens[:-1], [(layer, 1.5 * vector, None) for layer in layers])
     plain = reference.post_block(tokens[:-1])
     for layer in ALL:
         got = v1.capture(job).array(layer)
@@ -34,12 +34,10 @@ def test_entries_for_one_layer_add_up(v1: Host, reference: Reference) -> None:
     entries = [steer(v1.vector(first), [1], 2.0), steer(v1.vector(second), [1, 2], -1.0), steer(v1.vector(second), [1], 0.5, [3, 4])]
     job = v1.job(prompt, max_tokens=1, capture=capture_of(ALL, "all"), steering=entries)
     v1.run(job)
-    everywhere = {1: 2.0 * first - second, 2: -second}
-    at_three_and_four = {1: everywhere[1] + 0.5 * second, 2: everywhere[2]}
-    whole = reference.post_block(prompt, everywhere)
-    assert relative_error(v1.capture(job).array(2)[:3], whole[2][:3]) <= FP32_ROWS
-    edited = reference.post_block(prompt[:4], {1: at_three_and_four[1], 2: at_three_and_four[2]}, steered=[3])
-    assert edited[1].shape == (4, HIDDEN)
+    edits = [(1, 2.0 * first, None), (1, -second, None), (2, -second, None), (1, 0.5 * second, [3, 4])]
+    wanted = reference.post_block(prompt, edits)
+    for layer in ALL:
+        assert relative_error(v1.capture(job).array(layer), wanted[layer]) <= FP32_ROWS
 
 
 @pytest.mark.parametrize("positions", [[3], [70, 2], [-1]])
@@ -49,7 +47,7 @@ def test_positional_steering_fires_once_at_its_position(v1: Host, reference: Ref
     where = sorted(position % 100 for position in positions)
     job = v1.job(prompt, max_tokens=6, capture=capture_of(ALL, "all"), steering=[steer(v1.vector(vector), [1], 1.0, where)])
     tokens = prompt + v1.run(job)[job.id][0].token_ids
-    wanted = reference.post_block(tokens[:-1], {1: vector}, steered=where)
+    wanted = reference.post_block(tokens[:-1], [(1, vector, where)])
     for layer in ALL:
         assert relative_error(v1.capture(job).array(layer), wanted[layer]) <= FP32_ROWS
     assert v1.receipts(job)[0].applied == len(where)
@@ -59,7 +57,7 @@ def test_generated_only_steering_leaves_the_prompt_alone(v1: Host, reference: Re
     vector, prompt = direction(4), prompt_of(30)
     job = v1.job(prompt, max_tokens=6, capture=capture_of(ALL, "all"), steering=[steer(v1.vector(vector), [0], 1.0, "all_generated")])
     tokens = prompt + v1.run(job)[job.id][0].token_ids
-    wanted = reference.post_block(tokens[:-1], {0: vector}, steered=list(range(30, 35)))
+    wanted = reference.post_block(tokens[:-1], [(0, vector, list(range(30, 35)))])
     for layer in ALL:
         assert relative_error(v1.capture(job).array(layer), wanted[layer]) <= FP32_ROWS
 
@@ -69,7 +67,7 @@ def test_the_second_prompt_of_a_job_is_steered_like_the_first(v1: Host, referenc
     job = v1.job(prompt_of(9), prompt_of(14, seed=1), max_tokens=1, capture=capture_of([3], "all"), steering=[steer(v1.vector(vector), [0])])
     v1.run(job)
     for request, prompt in enumerate(job.prompts):
-        wanted = reference.post_block(prompt.token_ids, {0: vector})
+        wanted = reference.post_block(prompt.token_ids, [(0, vector, None)])
         assert relative_error(v1.capture(job).array(3, request=request), wanted[3]) <= FP32_ROWS
 
 
@@ -108,7 +106,7 @@ def test_more_configurations_than_rows_wait_and_all_come_right(v1: Host, referen
     answers = v1.run(*jobs)
     for job, vector in zip(jobs, vectors, strict=True):
         tokens = job.prompts[0].token_ids + answers[job.id][0].token_ids
-        wanted = reference.post_block(tokens[:-1], {1: vector})
+        wanted = reference.post_block(tokens[:-1], [(1, vector, None)])
         assert relative_error(v1.capture(job).array(3), wanted[3]) <= FP32_ROWS
     assert v1.call("midstream_status")[0]["rows_used"] == 0
 

@@ -1,10 +1,14 @@
 """Small random checkpoints of real architectures, and what transformers says their residual stream is."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+#: (layer, vector `[hidden]` to add, positions or None for all)
+Edit = tuple[int, np.ndarray, list[int] | None]
 
 VOCABULARY = 512
 LAYERS = 4
@@ -55,16 +59,11 @@ class Reference:
         self._model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()
         self._layers = self._model.model.layers
 
-    def post_block(
-        self, token_ids: list[int], steer: dict[int, np.ndarray] | None = None, steered: list[int] | None = None
-    ) -> dict[int, np.ndarray]:
-        """Layer → stream leaving the block `[tokens, hidden]` float32, before this layer's own edit.
-
-        `steer`: layer → vector added at positions `steered` (all when None).
-        """
+    def post_block(self, token_ids: list[int], edits: Sequence[Edit] = ()) -> dict[int, np.ndarray]:
+        """Layer → stream leaving the block `[tokens, hidden]` float32, before this layer's own edits."""
         streams: dict[int, np.ndarray] = {}
         handles = [
-            layer.register_forward_hook(self._hook(number, streams, (steer or {}).get(number), steered))
+            layer.register_forward_hook(self._hook(number, streams, [edit for edit in edits if edit[0] == number]))
             for number, layer in enumerate(self._layers)
         ]
         try:
@@ -76,15 +75,14 @@ class Reference:
         return streams
 
     @staticmethod
-    def _hook(number: int, streams: dict[int, np.ndarray], vector: np.ndarray | None, steered: list[int] | None) -> object:
+    def _hook(number: int, streams: dict[int, np.ndarray], edits: list[Edit]) -> object:
         def hook(_module: object, _inputs: object, output: object) -> object:
             stream = output[0] if isinstance(output, tuple) else output
             streams[number] = stream[0].float().numpy().copy()
-            if vector is None:
-                return output
             edited = stream.clone()
-            where = slice(None) if steered is None else steered
-            edited[:, where] += torch.from_numpy(vector).to(edited.dtype)
+            for _, vector, positions in edits:
+                where = slice(None) if positions is None else positions
+                edited[:, where] += torch.from_numpy(vector).to(edited.dtype)
             return (edited, *output[1:]) if isinstance(output, tuple) else edited
 
         return hook

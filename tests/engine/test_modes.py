@@ -1,0 +1,95 @@
+"""The same rows from every way to run: v2 runner, torch.compile, two tensor-parallel ranks, two pipeline stages."""
+
+import numpy as np
+from host import Host, capture_of, prompt_of, relative_error, steer
+from tiny import HIDDEN, LAYERS, Reference
+from tolerances import FP32_ROWS, FP32_RUNNERS
+
+ALL = list(range(LAYERS))
+
+
+def direction(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=HIDDEN).astype(np.float32)
+
+
+def mixed_batch(host: Host, reference: Reference, longest: int = 100, max_tokens: int = 5) -> list:
+    """Captured, steered and plain requests together, chunked prefill among them; each checked against the reference."""
+    vector = direction(1)
+    name = host.vector(vector)
+    plain = host.job(prompt_of(longest, seed=1), max_tokens=max_tokens, capture=capture_of(ALL, "all"))
+    steered = host.job(prompt_of(20, seed=2), max_tokens=max_tokens, capture=capture_of(ALL, "all"), steering=[steer(name, [1, 2], 2.0)])
+    spot = host.job(prompt_of(30, seed=3), max_tokens=max_tokens, capture=capture_of([3], "all"), steering=[steer(name, [0], 1.0, [4])])
+    other = host.job(prompt_of(10, seed=4), max_tokens=max_tokens)
+    edits = {plain.id: [], steered.id: [(1, 2.0 * vector, None), (2, 2.0 * vector, None)], spot.id: [(0, vector, [4])]}
+    answers = host.run(plain, steered, spot, other)
+    for job in (plain, steered, spot):
+        tokens = job.prompts[0].token_ids + answers[job.id][0].token_ids
+        wanted = reference.post_block(tokens[:-1], edits[job.id])
+        assert host.capture(job).positions(0) == list(range(len(tokens) - 1))
+        for layer in job.captures[0].layers:
+            assert relative_error(host.capture(job).array(layer), wanted[layer]) <= FP32_ROWS, layer
+    return [plain, steered, spot]
+
+
+def test_compiled_forward_captures_and_steers_like_the_reference(compiled: Host, reference: Reference) -> None:
+    """The op is not dead code, and idle steps of the same graph leave nothing behind."""  # field case 5
+    mixed_batch(compiled, reference)
+    compiled.run(compiled.job(prompt_of(20), max_tokens=3))
+    mixed_batch(compiled, reference)
+
+
+def test_v2_runner_captures_and_steers_like_the_reference(v2: Host, reference: Reference) -> None:
+    assert v2.info["runner"] == "v2"
+    mixed_batch(v2, reference, longest=80, max_tokens=3)
+
+
+def test_v1_and_v2_rows_are_equal(v1: Host, v2: Host) -> None:
+    rows = []
+    for host in (v1, v2):
+        job = host.job(prompt_of(40, seed=9), max_tokens=1, capture=capture_of(ALL, "all"))
+        host.run(job)
+        rows.append([host.capture(job).array(layer) for layer in ALL])
+    for first, second in zip(*rows, strict=True):
+        assert relative_error(second, first) <= FP32_RUNNERS
+
+
+def test_two_tensor_parallel_ranks_agree_and_one_of_them_writes(tp2: Host, qwen3) -> None:
+    for job in mixed_batch(tp2, Reference(qwen3)):
+        first, second = tp2.receipts(job)
+        assert (first.checksum, first.actions, first.step) == (second.checksum, second.actions, second.step)
+        assert (len(first.files), len(second.files)) == (1, 0)
+        assert (first.tp, second.tp, first.world) == (0, 1, 2)
+
+
+def test_vectors_refused_by_one_rank_are_rolled_back_on_the_other(tp2: Host) -> None:
+    before = tp2.call("midstream_status")  # field case 29
+    tp2.call("midstream_fault", "put_vectors:rank=1")
+    job = tp2.job(prompt_of(9), max_tokens=2, steering=[steer(tp2.vector(direction(30)), [0])])
+    assert "rank 1: fault injected" in tp2.run_any(job).errors[job.id]
+    tp2.call("midstream_fault", "")
+    after = tp2.call("midstream_status")
+    assert [rank["vectors"] for rank in after] == [rank["vectors"] for rank in before]
+
+
+def test_an_action_applied_on_one_rank_and_failed_on_the_other_is_in_the_receipts(tp2: Host) -> None:
+    tp2.call("midstream_fault", "admit:rank=1")  # field case 29
+    job = tp2.job(prompt_of(9), max_tokens=2, steering=[steer(tp2.vector(direction(31)), [0])])
+    tp2.run(job)
+    tp2.call("midstream_fault", "")
+    assert [receipt.status for receipt in tp2.receipts(job)] == ["ok", "error"]
+
+
+def test_a_rank_that_skips_an_action_has_another_checksum_in_the_first_receipt(tp2: Host) -> None:
+    tp2.call("midstream_fault", "skip_action:rank=1")  # field case 30
+    job = tp2.job(prompt_of(9), max_tokens=2, steering=[steer(tp2.vector(direction(32)), [0])])
+    tp2.run(job)
+    tp2.call("midstream_fault", "")
+    first, second = tp2.receipts(job)
+    assert first.checksum != second.checksum
+
+
+def test_each_pipeline_stage_writes_its_own_layers_and_one_reader_sees_all(pp2: Host, qwen3) -> None:
+    for job in mixed_batch(pp2, Reference(qwen3)):
+        receipts = pp2.receipts(job)
+        assert [receipt.pp for receipt in receipts] == [0, 1]
+        assert sorted(layer for receipt in receipts for file in receipt.files for layer in file.layers) == job.captures[0].layers
