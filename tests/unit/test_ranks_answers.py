@@ -1,0 +1,116 @@
+"""Every rank's answer is looked at; what the worker believes of the ranks is what they said."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from midstream.schemas.errors import MidstreamError
+from midstream.schemas.tensors import content_hash, from_numpy
+from midstream.workers.collective import check_apply_results
+from midstream.workers.row_admission import RowAdmission
+from midstream.workers.vectors import RankVectors
+
+TENSORS = {content_hash(t): t for t in (from_numpy(np.full(4, n, dtype=np.float32)) for n in range(6))}
+NAMES = list(TENSORS)
+
+
+async def fetch(name: str):
+    return TENSORS[name]
+
+
+class Ranks:
+    """Two ranks that answer as told."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, list[str]]] = []
+        self.refuse: dict[str, tuple[bool, str]] = {}
+
+    async def __call__(self, method: str, args: tuple) -> list:
+        self.calls.append((method, sorted(args[0])))
+        return [(True, ""), self.refuse.get(method, (True, ""))]
+
+
+def test_a_failure_on_any_rank_raises_with_rank_and_reason() -> None:
+    with pytest.raises(MidstreamError, match="applying failed on rank 1: no memory; rank 2: late"):  # field case 29
+        check_apply_results("applying", [(True, ""), (False, "no memory"), (False, "late")], 3)
+    with pytest.raises(MidstreamError, match="1 of 2 ranks answered"):
+        check_apply_results("applying", [(True, "")], 2)
+    check_apply_results("applying", [(True, ""), (True, "fine")], 2)
+
+
+def test_vectors_refused_by_one_rank_are_dropped_on_all_and_sent_again_next_time() -> None:
+    async def story() -> None:
+        ranks = Ranks()
+        vectors = RankVectors(ranks, 2, 1 << 20)
+        ranks.refuse["midstream_put_vectors"] = (False, "wrong width")
+        with pytest.raises(MidstreamError, match="rank 1: wrong width"):
+            await vectors.hold(NAMES[:2], fetch)
+        ranks.refuse.clear()
+        await vectors.hold(NAMES[:2], fetch)
+        wanted = sorted(NAMES[:2])
+        assert ranks.calls == [("midstream_put_vectors", wanted), ("midstream_drop_vectors", wanted), ("midstream_put_vectors", wanted)]
+
+    asyncio.run(story())  # field case 29
+
+
+def test_only_vectors_that_no_job_holds_are_evicted_beyond_the_budget() -> None:
+    async def story() -> None:
+        ranks = Ranks()
+        vectors = RankVectors(ranks, 2, budget_bytes=3 * 16)
+        await vectors.hold(NAMES[:2], fetch)
+        await vectors.hold(NAMES[2:3], fetch)
+        vectors.release(NAMES[2:3])
+        await vectors.hold(NAMES[3:5], fetch)
+        assert [call for call in ranks.calls if call[0] == "midstream_drop_vectors"] == [("midstream_drop_vectors", [NAMES[2]])]
+
+    asyncio.run(story())
+
+
+def test_rows_beyond_the_table_wait_in_order_and_shared_rows_do_not_count_twice() -> None:
+    async def story() -> None:
+        admission, order = RowAdmission(2), []
+
+        async def use(label: str, *keys: str) -> None:
+            async with admission.admitted(frozenset(keys)):
+                order.append(label)
+                await asyncio.sleep(0.01)
+
+        await asyncio.gather(use("a", "x"), use("b", "x", "y"), use("c", "z", "w"), use("d", "x"), use("e"))
+        assert order[:2] == ["a", "b"]
+        assert order.index("c") < order.index("d")  # first come, first served
+        assert (admission.used, admission.waiting) == (0, 0)
+
+    asyncio.run(story())  # field case 24
+
+
+def test_a_cancelled_waiter_gives_up_its_place() -> None:
+    async def story() -> None:
+        admission = RowAdmission(1)
+
+        async def use(key: str, hold: asyncio.Event) -> None:
+            async with admission.admitted(frozenset({key})):
+                await hold.wait()
+
+        done = asyncio.Event()
+        first = asyncio.create_task(use("a", done))
+        second = asyncio.create_task(use("b", done))
+        third = asyncio.create_task(use("a", done))
+        await asyncio.sleep(0)
+        second.cancel()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert admission.waiting == 0
+        done.set()
+        await asyncio.gather(first, third)
+        assert admission.used == 0
+
+    asyncio.run(story())
+
+
+def test_a_request_that_alone_needs_too_many_rows_is_refused() -> None:
+    async def story() -> None:
+        with pytest.raises(MidstreamError, match="needs 3 steering rows, the engine has 2"):
+            async with RowAdmission(2).admitted(frozenset("abc")):
+                pass
+
+    asyncio.run(story())
