@@ -71,6 +71,7 @@ class Outbox:
         self._acked = self._store.acked
         self._shift = 0  # number in the current epoch + shift = place in the order of appending
         self._appended = self._store.last
+        self._rearm = False  # the writer must look again at how long it may sleep
         self._aging: tuple[float, int] | None = None  # (since when, up to which number) acknowledged rows are kept
         self._sender = Sender(
             self._store, relay_url, acked=self._note_acked, forget=self._note_forgotten, renumber=self._note_renumber, fatal=self._fatal
@@ -163,6 +164,7 @@ class Outbox:
             self._acked = acked
             if self._aging is None and acked > 0:
                 self._aging = (time.monotonic(), acked)
+                self._rearm = True
                 self._work.notify()
             self._changed.notify_all()
 
@@ -207,7 +209,7 @@ class Outbox:
             forgotten, self._forgotten = self._forgotten, []
             renumber, self._renumber = self._renumber, False
             acked, prune = self._acked, self._to_prune()
-            closing = self._closing
+            self._rearm, closing = False, self._closing
         for epoch in forgotten:
             self._persist(functools.partial(self._store.forget, epoch))
         if renumber:
@@ -223,7 +225,7 @@ class Outbox:
         return bool(group or not closing)
 
     def _has_work(self) -> bool:
-        return bool(self._queue or self._forgotten or self._renumber or self._closing)
+        return bool(self._queue or self._forgotten or self._renumber or self._rearm or self._closing)
 
     def _prune_in(self) -> float | None:
         """Seconds until acknowledged rows are old enough to be deleted; None: there are none."""

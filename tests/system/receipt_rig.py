@@ -86,13 +86,13 @@ class SenderProcess:
         command = [sys.executable, __file__, str(directory), relay_url, json.dumps(jobs), str(requests), str(first)]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE)
 
-    def durable(self, until: float) -> int:
-        """How many receipts it called durable up to the monotonic moment `until`, or up to its end."""
+    def durable(self, enough: int, timeout: float = 30.0) -> int:
+        """How many receipts it called durable: as soon as there are `enough`, or it has ended, or after `timeout` seconds."""
         assert self.process.stdout is not None
-        count = 0
+        count, until = 0, time.monotonic() + timeout
         with selectors.DefaultSelector() as ready:
             ready.register(self.process.stdout, selectors.EVENT_READ)
-            while (left := until - time.monotonic()) > 0:
+            while count < enough and (left := until - time.monotonic()) > 0:
                 if ready.select(left):
                     told = os.read(self.process.stdout.fileno(), 65536)
                     if not told:
@@ -104,7 +104,7 @@ class SenderProcess:
         """kill -9; returns how many more receipts it had called durable."""
         self.process.kill()
         self.process.wait()
-        count = self.durable(time.monotonic() + 5)
+        count = self.durable(sys.maxsize)
         assert self.process.stdout is not None
         self.process.stdout.close()
         return count
