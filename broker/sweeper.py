@@ -72,9 +72,11 @@ class Sweeper:
         report = SweepReport()
         queued: dict[str, list[tuple[str, str, int]]] = defaultdict(list)  # model -> (id, kind, attempt)
         due: list[bytes] = await self._redis.zrangebyscore("ms:live", "-inf", at, start=0, num=SWEEP_LIMIT)
+        up_since = await self._up_since() if due else 0.0
+        waits = self._settings.capture_timeout_s, self._settings.lease_s
         for raw in due:
             job_id = raw.decode()
-            reply = await self._scripts.sweep(args=[*scripts.context(self._settings, at), job_id, self._settings.capture_timeout_s])
+            reply = await self._scripts.sweep(args=[*scripts.context(self._settings, at), job_id, *waits, up_since])
             found, *record = scripts.text(reply)
             if found in ("gone", "held"):
                 continue
@@ -102,6 +104,11 @@ class Sweeper:
                 requeued.append(job_id)
                 await self._send(job_id, kind, model, int(attempt))
         return requeued
+
+    async def _up_since(self) -> float:
+        """When Redis started, in seconds since the epoch: while it was away, live workers could not renew their leases."""
+        server = await self._redis.info("server")
+        return float(now() - server["uptime_in_seconds"])
 
     async def _send(self, job_id: str, kind: str, model: str, attempt: int) -> None:
         await asyncio.to_thread(enqueue, self._app, job_id, kind, model, attempt)

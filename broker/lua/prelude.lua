@@ -14,7 +14,7 @@ end
 
 local FIELDS = {
   'state', 'attempt', 'version', 'worker', 'boot', 'lease', 'generated', 'receipts', 'expected',
-  'captures', 'steers', 'partial', 'kind', 'model', 'asked',
+  'captures', 'steers', 'partial', 'kind', 'model', 'asked', 'prompts',
 }
 
 -- The job as a table, or nil when there is none.
@@ -27,7 +27,7 @@ local function read(id)
   for place, name in ipairs(FIELDS) do
     job[name] = values[place]
   end
-  for _, name in ipairs({'attempt', 'version', 'lease', 'generated', 'receipts', 'expected', 'asked'}) do
+  for _, name in ipairs({'attempt', 'version', 'lease', 'generated', 'receipts', 'expected', 'asked', 'prompts'}) do
     job[name] = job[name] and tonumber(job[name])
   end
   job.captures = job.captures == '1'

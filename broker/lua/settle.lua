@@ -38,8 +38,11 @@ local function receive(id, request, rank, pp, attempt, status, kind, checksum, a
     job = read(id) or false
     jobs[id] = job
   end
-  if not job then
-    unknown = unknown + 1
+  if status ~= 'ok' and status ~= 'partial' then
+    status = 'error' -- what we do not know is not fine
+  end
+  if not job or tonumber(request) >= job.prompts then
+    unknown = unknown + 1 -- a request that the job does not have must not count towards those it has
   elseif not working(job, attempt) then
     stale = stale + 1
   elseif redis.call('HSETNX', key('ticket', id), request .. '/' .. rank, packed) == 0 then

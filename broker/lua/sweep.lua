@@ -1,8 +1,8 @@
 -- One job that the sweeper was to look at by now.
--- args: id, capture_timeout_s (for the message)
+-- args: id, capture_timeout_s, lease_s, since when Redis is up (while it was away nobody could renew or settle)
 -- returns {what was found or done, kind, model, attempt}:
 --   gone | held (not due after all) | queued (does it have a message?) | requeued | failed | timed_out | cancelled
-local id, capture_timeout = unpack(ARGV, FIRST, FIRST + 1)
+local id, capture_timeout, lease_s, up_since = unpack(ARGV, FIRST, FIRST + 3)
 local job = read(id)
 if not job or TERMINAL[job.state] then
   redis.call('ZREM', 'ms:live', id)
@@ -14,8 +14,13 @@ end
 if job.state == 'queued' then
   return answer('queued')
 end
-if job.lease > now then
-  look_at(job, job.lease)
+local grace = tonumber(lease_s)
+if job.generated then
+  grace = math.min(grace, tonumber(capture_timeout))
+end
+local deadline = math.max(job.lease, tonumber(up_since) + grace)
+if deadline > now then
+  look_at(job, deadline)
   return answer('held')
 end
 if job.generated and job.state == 'running' then

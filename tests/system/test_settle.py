@@ -241,6 +241,32 @@ def test_receipts_of_an_unknown_job_are_acknowledged_and_counted(redis_url: str)
     assert settle.counts.unknown == 1
 
 
+def test_a_receipt_of_a_request_that_the_job_does_not_have_does_not_count(redis_url: str) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger:
+            job = make_job(prompts=1, capture=True)
+            await claimed(ledger, job, ranks=1)
+            await ledger.store_outputs(job.id, 1, outputs())
+            settle = settler(redis_url)
+            settle.settle(WORKER, 0, EPOCH, [(1, receipt(job, request=1))])
+            assert await state_of(ledger, job) is State.RUNNING
+            assert settle.counts.unknown == 1
+
+    asyncio.run(main())
+
+
+def test_a_status_that_is_not_known_is_an_error(redis_url: str) -> None:  # field case 19
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger:
+            job = make_job(capture=True)
+            await claimed(ledger, job, ranks=1)
+            settler(redis_url).settle(WORKER, 0, EPOCH, [(1, receipt(job, status='fine"'))])
+            assert await state_of(ledger, job) is State.FAILED
+            assert [event.data["status"] for event in await ledger.events(job.id) if event.event == "receipt"] == ["error"]
+
+    asyncio.run(main())
+
+
 def test_an_error_while_cancelling_does_not_turn_the_cancel_into_a_failure(redis_url: str) -> None:
     async def main() -> None:
         async with open_ledger(redis_url) as ledger:

@@ -3,12 +3,14 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 from celery import Celery
 from ledger_kit import BOOT, EPOCH, MODEL, WORKER, claimed, make_job, open_ledger, outputs, receipt, settings_for, settler
 
+from midstream.broker import redis_server
 from midstream.broker.celery_app import enqueue, lists_of, make_app, queue_of
 from midstream.broker.ledger import Ledger
 from midstream.broker.sweeper import Sweeper
@@ -124,6 +126,24 @@ def test_a_lease_that_is_renewed_while_the_sweeper_looks_is_not_broken(redis_url
             assert not await sweeper.sweep()
             assert (await ledger.view(job.id)).state is State.RUNNING
             assert await ledger.redis.zscore("ms:live", job.id) > now() + 10
+
+    asyncio.run(main())
+
+
+def test_a_restart_of_redis_gives_every_live_worker_the_time_to_renew(tmp_path: Path) -> None:
+    async def main() -> None:
+        server = redis_server.start(tmp_path)
+        async with opened(server.url, lease_s=2.0) as (ledger, sweeper, _):
+            job = make_job()
+            await claimed(ledger, job)
+            server.kill()
+            await asyncio.sleep(2.5)
+            server = redis_server.start(tmp_path, port=server.port)
+            assert not await sweeper.sweep(), "the lease ran out while nobody could renew it"
+            await ledger.renew(WORKER, BOOT, {job.id: 1})
+            assert not await sweeper.sweep()
+            assert (await sweeper.sweep(now() + 10)).requeued == [job.id]
+        server.stop()
 
     asyncio.run(main())
 
