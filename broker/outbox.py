@@ -63,7 +63,7 @@ class Outbox:
         self._work = threading.Condition(lock)  # for the writer
         self._changed = threading.Condition(lock)  # for those who flush
         # All below is guarded by the lock.
-        self._queue: list[tuple[str, bytes, Callable[[], None] | None]] = []
+        self._queue: list[tuple[str, bytes, Callable[[], object] | None]] = []
         self._forgotten: list[str] = []  # former epochs that are settled
         self._renumber = False
         self._closing = False
@@ -84,7 +84,7 @@ class Outbox:
 
     # -- what callers use ---------------------------------------------------------------------------------------------------
 
-    def append(self, receipt: Receipt, on_durable: Callable[[], None] | None = None) -> None:
+    def append(self, receipt: Receipt, on_durable: Callable[[], object] | None = None) -> None:
         """Queue `receipt`; from any thread; does not wait for the disk.
 
         `on_durable()` is called from the writer thread once the receipt is on disk; it must be quick.
@@ -259,7 +259,7 @@ class Outbox:
                 time.sleep(pause)
                 pause = min(2 * pause, MAX_RETRY_S)
 
-    def _call(self, on_durable: Callable[[], None]) -> None:
+    def _call(self, on_durable: Callable[[], object]) -> None:
         try:
             on_durable()
         except Exception:

@@ -187,7 +187,7 @@ def main() -> None:
     with Outbox(Path(directory), "w", 0, relay_url) as outbox:
         for number in range(int(first), total):
             job, request = divmod(number, int(requests))
-            outbox.append(receipt(json.loads(jobs)[job], request), lambda: os.write(1, b".") and None)
+            outbox.append(receipt(json.loads(jobs)[job], request), lambda: os.write(1, b"."))
             if number % 20 == 0:
                 time.sleep(0.01)  # so that a kill falls into the work and not behind it
         outbox.flush(60)
