@@ -1,0 +1,84 @@
+"""Does every failure seen elsewhere that this stage touches have a test that carries its number?
+
+A test is marked by a comment above it or inside it: `# field case 12`, or `# field case 17, 20`.
+"""
+
+import ast
+import io
+import re
+import tokenize
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parents[1]
+
+#: Case → what must be shown not to happen.
+REQUIRED: dict[int, str] = {
+    1: "in a batch, rows of another request",
+    6: "rows captured twice after preemption",
+    7: "padded, dummy or warm-up rows captured",
+    8: "off by one layer",
+    9: "positional steering fires again on every decode step or prefill chunk",
+    11: "a prompt of a batch, or a streamed request, runs unsteered",
+    13: "steered KV serves a plain request",
+    14: "a capture is short by the cached prefix",
+    17: "results arrive only with the next engine step",
+    18: "the wait ends with the first stage or the first prompt",
+    19: "ok is reported before files are durable",
+    20: "finalising waits for all writers to be idle",
+    21: "a failure before registration leaves the wait to time out",
+    22: "no directory fsync after rename; a false setting read as true",
+    23: "Path objects become bytes on the way to the ranks",
+    27: "bad input reaches the engine",
+    29: "a rank's refusal is discarded",
+    37: "a crash loses jobs, or a job runs twice at once",
+    38: "a swallowed notification leaves a client waiting",
+    39: "a failure is answered 200",
+    40: "ids can be guessed or chosen; a tag escapes the root",
+    41: "a callback goes out unsigned, without limit, or anywhere",
+    42: "pickle or a client's code is executed",
+    43: "versions differ and nobody says which",
+    45: "a vector is hashed as text per request",
+    46: "one disk round trip per file",
+    47: "rows travel as JSON floats",
+}
+
+MARK = re.compile(r"#\s*field cases?\s+(\d+(?:\s*(?:,|and)\s*\d+)*)", re.IGNORECASE)
+
+
+def marks_of(source: str) -> dict[int, list[str]]:
+    """Case number → names of the tests in `source` that carry it."""
+    comments = {
+        token.start[0]: token.string for token in tokenize.generate_tokens(io.StringIO(source).readline) if token.type == tokenize.COMMENT
+    }
+    lines = source.splitlines()
+    found: dict[int, list[str]] = {}
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or not node.name.startswith("test_"):
+            continue
+        first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+        while first > 1 and lines[first - 2].lstrip().startswith("#"):
+            first -= 1
+        for number in range(first, (node.end_lineno or first) + 1):
+            for match in MARK.finditer(comments.get(number, "")):
+                for case in re.findall(r"\d+", match.group(1)):
+                    found.setdefault(int(case), []).append(node.name)
+    return found
+
+
+def test_every_field_case_of_this_stage_has_a_named_test() -> None:
+    covered: set[int] = set()
+    for path in TESTS.rglob("test_*.py"):
+        covered |= marks_of(path.read_text()).keys()
+    assert {number: what for number, what in REQUIRED.items() if number not in covered} == {}
+
+
+def test_a_mark_counts_only_where_a_test_carries_it() -> None:
+    source = "\n\n".join(
+        [
+            "# field case 1\nHELPER = 1",
+            "# field case 2, 3\n# and a word\n@decorated\ndef test_above(): ...",
+            "def test_inside():\n    # Field cases 4 and 5\n    text = '# field case 7'",
+            "def helper():\n    # field case 6\n    ...",
+        ]
+    )
+    assert marks_of(source) == {2: ["test_above"], 3: ["test_above"], 4: ["test_inside"], 5: ["test_inside"]}

@@ -1,0 +1,53 @@
+"""Are settings checked once at start, whatever they come from, and is a wrong one named?"""
+
+from pathlib import Path
+
+import pytest
+
+from midstream.schemas.settings import FILE_VARIABLE, Settings, SettingsError, load_settings, to_environment
+
+
+def test_without_anything_set_the_defaults_hold() -> None:
+    assert load_settings({}) == Settings()
+
+
+# field case 22
+@pytest.mark.parametrize(("text", "value"), [("false", False), ("0", False), ("true", True), ("1", True)])
+def test_a_boolean_in_the_environment_means_what_it_says(text: str, value: bool) -> None:
+    assert load_settings({"MIDSTREAM_ENABLE_PREFIX_CACHING": text}).enable_prefix_caching is value
+
+
+# field case 22
+def test_text_that_is_no_boolean_is_refused_and_not_taken_for_true(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="MIDSTREAM_ENABLE_PREFIX_CACHING"):
+        load_settings({"MIDSTREAM_ENABLE_PREFIX_CACHING": "off please"})
+    file = tmp_path / "midstream.toml"
+    file.write_text('enable_prefix_caching = "false"\n')
+    with pytest.raises(SettingsError, match="enable_prefix_caching"):
+        load_settings({FILE_VARIABLE: str(file)})
+
+
+def test_arguments_win_over_the_environment_and_the_environment_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "midstream.toml"
+    file.write_text('api_port = 1\nflower_port = 1\nmodel = "a"\n')
+    settings = load_settings({FILE_VARIABLE: str(file), "MIDSTREAM_API_PORT": "2", "MIDSTREAM_FLOWER_PORT": "2"}, api_port=3)
+    assert (settings.api_port, settings.flower_port, settings.model) == (3, 2, "a")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("API_PORT", "70000"), ("MAX_NUM_SEQS", "0"), ("LEASE_S", "-1"), ("DTYPE", "int8"), ("KV_CACHE_GIB", "much"), ("NO_SUCH", "1")],
+)
+def test_a_wrong_setting_is_refused_by_name(name: str, text: str) -> None:
+    with pytest.raises(SettingsError, match=f"MIDSTREAM_{name}"):
+        load_settings({f"MIDSTREAM_{name}": text})
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"gone\.toml"):
+        load_settings({FILE_VARIABLE: str(tmp_path / "gone.toml")})
+
+
+def test_a_child_process_reads_back_the_same_settings() -> None:
+    settings = Settings(model="/models/x", enable_prefix_caching=False, max_model_len=512, lease_s=2.5, runner="v2", log_level="DEBUG")
+    assert load_settings(to_environment(settings)) == settings

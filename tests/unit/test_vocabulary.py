@@ -1,0 +1,113 @@
+"""Do tensors, specs and jobs mean what they say, and do they cross our wires unchanged?"""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from midstream import __version__
+from midstream.schemas import jobs, specs
+from midstream.schemas.base import from_json, from_msgpack, to_json, to_msgpack
+from midstream.schemas.jobs import TERMINAL, TRANSITIONS, JobRequest, State
+from midstream.schemas.specs import CaptureSpec, RankSpec, StoredCapture, StoredSteering
+from midstream.schemas.tensors import Tensor, bfloat16_to_float32, content_hash, from_numpy, to_numpy
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=16))
+# field case 47
+def test_a_tensor_crosses_both_wires_bit_for_bit(values: list[float]) -> None:
+    array = np.array(values, dtype=np.float32)
+    tensor = from_numpy(array)
+    for copy in (from_json(to_json(tensor), Tensor), from_msgpack(to_msgpack(tensor), Tensor)):
+        assert to_numpy(copy).tobytes() == array.tobytes()
+        assert content_hash(copy) == content_hash(tensor)
+
+
+# field case 15, 45
+def test_a_tensor_is_named_by_its_content_and_nothing_else() -> None:
+    base = np.arange(6, dtype=np.float32)
+    assert content_hash(from_numpy(base)) == content_hash(from_numpy(base.copy()))
+    others = [base + 1, base.reshape(2, 3), base.astype(np.float16)]
+    assert len({content_hash(from_numpy(array)) for array in [base, *others]}) == 4
+
+
+def test_a_tensor_whose_bytes_do_not_fill_its_shape_is_refused() -> None:
+    with pytest.raises(msgspec.ValidationError, match="needs 16"):
+        from_json(b'{"dtype": "float32", "shape": [4], "data": "AAAA"}', Tensor)
+    with pytest.raises(msgspec.ValidationError, match="negative"):
+        from_json(b'{"dtype": "float32", "shape": [-1, -1], "data": "AAAAAA=="}', Tensor)
+
+
+def test_bfloat16_is_widened_exactly() -> None:
+    bits = np.array([0x3F80, 0xC000, 0x0001, 0x7F80], dtype=np.uint16)  # 1, -2, the smallest subnormal, infinity
+    assert bfloat16_to_float32(bits).tolist() == [1.0, -2.0, 2.0**-133, float("inf")]
+
+
+# field case 23
+def test_what_a_rank_is_told_is_plain_and_survives_the_engines_wire_unchanged() -> None:
+    spec = RankSpec(
+        version=__version__,
+        job="job_x",
+        request=1,
+        attempt=2,
+        prompt_tokens=5,
+        steering=[StoredSteering(layers=[3], vector="ab" * 32, scale=1.5, hook="post_block", positions=[0, 4])],
+        capture=StoredCapture(layers=[1, 2], hook="post_block", positions="all", tag="t"),
+        digest="cd" * 32,
+        first_affected=0,
+        lowest_captured=0,
+    )
+    plain = msgspec.to_builtins(spec, builtin_types=(bytes,))
+    assert {type(leaf) for leaf in leaves(plain)} <= {str, int, float}
+    arrived = msgspec.msgpack.decode(msgspec.msgpack.encode(plain))
+    assert arrived == plain
+    assert msgspec.convert(arrived, RankSpec) == spec
+
+
+def leaves(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return [leaf for key, inner in value.items() for leaf in [key, *leaves(inner)]]
+    if isinstance(value, list):
+        return [leaf for inner in value for leaf in leaves(inner)]
+    return [value]
+
+
+@pytest.mark.parametrize(
+    ("body", "path"),
+    [
+        (b'{"model": "m", "prompts": ["a"], "no_such": 1}', "no_such"),
+        (b'{"model": "m", "prompts": []}', r"\$\.prompts"),
+        (b'{"model": "m", "prompts": ["a"], "capture": {"tag": "../x"}}', r"\$\.capture\.tag"),
+        (b'{"model": "m", "prompts": ["a"], "capture": {"hook": "nowhere"}}', r"\$\.capture\.hook"),
+        (b'{"model": "m", "prompts": ["a"], "sampling": {"temperature": -1}}', r"\$\.sampling\.temperature"),
+    ],
+)
+# field case 27, 40
+def test_a_wrong_field_is_refused_with_its_path(body: bytes, path: str) -> None:
+    with pytest.raises(msgspec.ValidationError, match=path):
+        from_json(body, JobRequest)
+
+
+@pytest.mark.parametrize("tag", ["..", "../x", "a/b", "", ".hidden", "a" * 65, "a\n"])
+# field case 40
+def test_a_tag_that_is_no_plain_folder_name_is_refused(tag: str) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        from_json(to_json({"tag": tag}), CaptureSpec)
+
+
+def test_every_state_has_a_row_of_successors_and_the_terminal_ones_have_none() -> None:
+    assert set(TRANSITIONS) == set(State)
+    assert {State.SUCCEEDED, State.FAILED, State.CANCELLED, State.ABORTED} <= TERMINAL
+    assert all(not TRANSITIONS[state] for state in TERMINAL)
+    assert set().union(*TRANSITIONS.values()) >= TERMINAL - {State.EXPIRED}
+
+
+def test_every_record_of_the_vocabulary_refuses_unknown_fields() -> None:
+    records = [
+        kind for module in (jobs, specs) for kind in vars(module).values() if isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+    ]
+    assert records
+    assert [kind.__name__ for kind in records if not kind.__struct_config__.forbid_unknown_fields] == []
