@@ -1,0 +1,255 @@
+"""Does the client say what is wrong in the user's terms, before and after a request? Against a real HTTP server."""
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from midstream import __version__
+from midstream.client import Client, VersionMismatch, download, wire
+from midstream.schemas.errors import MidstreamError, invalid
+from midstream.schemas.jobs import JobRequest, JobView, State
+from midstream.schemas.specs import SteeringSpec
+from midstream.schemas.tensors import Tensor, to_numpy
+
+Reply = tuple[int, dict[str, str], bytes]
+
+
+@contextmanager
+def server(*replies: Reply) -> Iterator[tuple[str, list[str]]]:
+    """An HTTP server that gives these answers in turn (the last one for ever); its URL and the requests it saw."""
+    left, seen = list(replies), []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.rfile.read(int(self.headers.get("content-length") or 0))
+            token = self.headers.get("last-event-id") or self.headers.get("idempotency-key") or ""
+            seen.append(f"{self.command} {self.path} {token}".strip())
+            status, headers, body = left.pop(0) if len(left) > 1 else left[0]
+            self.send_response(status)
+            for name, value in {"content-length": str(len(body)), **headers}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_POST = do_GET
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{http.server_port}", seen
+    finally:
+        http.shutdown()
+        thread.join()
+        http.server_close()
+
+
+def reply(value: object, status: int = 200, version: str | None = __version__, **headers: str) -> Reply:
+    return status, {**({wire.VERSION_HEADER: version} if version else {}), **headers}, wire.to_json(value)
+
+
+def view(state: State = State.QUEUED) -> JobView:
+    return JobView(id="job_x", kind="generate", model="m", state=state, attempt=1, version=1, created=1.0)
+
+
+# --- Before a request ---
+
+
+def test_a_numpy_vector_becomes_bytes_of_the_same_values() -> None:
+    vector = np.array([1.5, -2.0, 3.25], dtype=np.float64)
+    (spec,) = wire.pack_steering([{"layers": 3, "vector": vector, "scale": 2.0}])
+    assert spec.vector.dtype == "float32"
+    np.testing.assert_array_equal(to_numpy(spec.vector), vector.astype(np.float32))
+    assert (spec.layers, spec.scale) == (3, 2.0)
+
+
+def test_half_precision_stays_half_precision() -> None:
+    (spec,) = wire.pack_steering([{"layers": 0, "vector": np.zeros(4, np.float16)}])
+    assert spec.vector.dtype == "float16"
+
+
+def test_a_list_of_numbers_and_a_ready_spec_are_taken_too() -> None:
+    ready = SteeringSpec(layers=1, vector=Tensor(dtype="float32", shape=[1], data=b"\0" * 4))
+    specs = wire.pack_steering([{"layers": 0, "vector": [1, 2]}, ready])
+    assert specs[0].vector.shape == [2]
+    assert specs[1] is ready
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"model": "m", "prompts": ["a"], "steering": [{"layers": 1, "vector": ["x"]}]}, "steering[0].vector"),
+        ({"model": "m", "prompts": ["a"], "steering": [{"layers": 1, "vector": [1.0], "sclae": 2}]}, "steering[0]"),
+        ({"model": "m", "prompts": ["a"], "capture": {"tag": "../up"}}, "capture.tag"),
+        ({"model": "m", "prompts": []}, "prompts"),
+        ({"model": "m", "prompts": ["a"], "sampling": {"max_tokens": 0}}, "sampling.max_tokens"),
+    ],
+)
+def test_a_bad_field_is_named_before_anything_is_sent(fields: dict[str, object], field: str) -> None:
+    with pytest.raises(MidstreamError) as caught:
+        Client("http://127.0.0.1:1").submit(**fields)
+    assert caught.value.kind == "invalid_request"
+    assert caught.value.field == field
+
+
+def test_one_prompt_may_be_given_as_text() -> None:
+    assert wire.job_request(None, {"model": "m", "prompts": "hello"}) == JobRequest(model="m", prompts=["hello"])
+
+
+def test_an_id_cannot_leave_its_place_in_the_path() -> None:
+    assert wire.job_path("../../healthz?x=1#", "result") == "/v1/jobs/..%2F..%2Fhealthz%3Fx%3D1%23/result"
+
+
+# --- After it ---
+
+
+def test_a_problem_document_becomes_an_error_with_kind_field_and_advice() -> None:
+    problem = invalid("capture.layers", "layer 99 is out of range", allowed="0 to 29").problem("/v1/jobs")
+    with server(reply(problem, 400)) as (url, _), pytest.raises(MidstreamError) as caught:
+        Client(url).job("job_x")
+    error = caught.value
+    assert (error.kind, error.field, error.detail, error.allowed) == (
+        "invalid_request",
+        "capture.layers",
+        "layer 99 is out of range",
+        "0 to 29",
+    )
+
+
+# field case 43
+def test_an_answer_that_cannot_be_read_names_both_versions() -> None:
+    stranger = {**json.loads(wire.to_json(view())), "moon_phase": 3}
+    with server(reply(stranger, version="9.9.9")) as (url, _), pytest.raises(VersionMismatch) as caught:
+        Client(url).job("job_x")
+    assert __version__ in str(caught.value)
+    assert "9.9.9" in str(caught.value)
+
+
+# field case 43
+def test_a_field_that_another_version_does_not_know_names_both_versions() -> None:
+    problem = invalid("capture.hook", "there is no such field").problem()
+    with server(reply(problem, 400, version="0.0.1")) as (url, _), pytest.raises(VersionMismatch, match=r"0\.0\.1.*capture\.hook"):
+        Client(url).job("job_x")
+
+
+# field case 43
+def test_another_version_that_is_understood_is_no_error() -> None:
+    with server(reply(view(), version="9.9.9")) as (url, _):
+        assert Client(url).job("job_x").id == "job_x"
+
+
+def test_what_is_not_midstream_is_called_so() -> None:
+    with (
+        server((404, {"content-type": "text/html"}, b"<html>nginx</html>")) as (url, _),
+        pytest.raises(MidstreamError, match="is not Midstream"),
+    ):
+        Client(url).job("job_x")
+
+
+def test_nobody_there_is_said_with_the_address() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{probe.getsockname()[1]}"
+    with pytest.raises(MidstreamError, match=url) as caught:
+        Client(url).job("job_x")
+    assert caught.value.kind == "unavailable"
+
+
+# field case 39
+def test_a_failed_result_is_raised_and_never_returned() -> None:
+    problem = MidstreamError("capture_failed", "rank 1: no space left on device").problem()
+    with server(reply(problem, 500)) as (url, _), pytest.raises(MidstreamError, match="no space left") as caught:
+        Client(url).result("job_x")
+    assert caught.value.kind == "capture_failed"
+
+
+def test_waiting_survives_an_api_that_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "PAUSE_S", 0.01)
+    busy = reply(MidstreamError("unavailable", "restarting").problem(), 503)
+    with server(reply(view(), etag='"1"'), busy, (304, {wire.VERSION_HEADER: __version__}, b""), reply(view(State.SUCCEEDED))) as (
+        url,
+        seen,
+    ):
+        assert Client(url).wait("job_x", timeout=10).state is State.SUCCEEDED
+    assert len(seen) == 4
+
+
+def test_waiting_ends_with_its_timeout_and_names_the_state() -> None:
+    with server(reply(view(State.RUNNING))) as (url, _), pytest.raises(TimeoutError, match="still running"):
+        Client(url).wait("job_x", timeout=0.05)
+
+
+def test_waiting_for_a_job_that_is_not_there_does_not_go_on() -> None:
+    with server(reply(MidstreamError("not_found", "there is no job job_x").problem(), 404)) as (url, seen), pytest.raises(MidstreamError):
+        Client(url).wait("job_x", timeout=10)
+    assert len(seen) == 1
+
+
+def test_a_submission_is_repeated_with_the_same_key_while_the_api_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "PAUSE_S", 0.01)
+    busy = reply(MidstreamError("unavailable", "restarting").problem(), 503)
+    with server(busy, reply(view(), 202)) as (url, seen):
+        assert Client(url).submit(model="m", prompts=["a"]).id == "job_x"
+    assert len(seen) == 2
+    assert seen[0] == seen[1]
+    assert len(seen[0].split()) == 3
+
+
+def test_events_resume_behind_the_last_one_seen_after_a_cut_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "PAUSE_S", 0.01)
+    first = b': ping\n\nid: 1-0\nevent: state\ndata: {"state": "running", "attempt": 2}\n\nid: 2-0\nevent: outp'
+    second = (
+        b'id: 2-0\nevent: output\ndata: {"index": 0, "attempt": 2}\n\nid: 3-0\nevent: done\ndata: {"state": "succeeded", "attempt": 2}\n\n'
+    )
+    cut = {"content-length": "5000", "connection": "close"}  # the server promises more than it sends
+    with server((200, cut, first), (200, {}, second)) as (url, seen):
+        events = list(Client(url).events("job_x"))
+    assert [(event.event, event.id, event.attempt) for event in events] == [("state", "1-0", 2), ("output", "2-0", 2), ("done", "3-0", 2)]
+    assert seen == ["GET /v1/jobs/job_x/events", "GET /v1/jobs/job_x/events 1-0"]
+
+
+def test_following_a_job_that_is_long_over_ends_at_once() -> None:
+    with server((204, {}, b"")) as (url, _):
+        assert list(Client(url).events("job_x", after="9-0")) == []
+
+
+# --- Downloads ---
+
+
+def promised(name: str, content: bytes) -> wire.ManifestFile:
+    return wire.ManifestFile(path=f"tag/job_x/{name}", bytes=len(content), crc32=zlib.crc32(content))
+
+
+def test_a_download_that_is_not_what_was_promised_is_not_kept(tmp_path: Path) -> None:
+    file = promised("p0000.a1.pp0.safetensors", b"right")
+    with pytest.raises(MidstreamError, match="CRC32"):
+        download.save(tmp_path, "job_x", file, [b"wro", b"ng"])
+    assert list(tmp_path.iterdir()) == []
+
+
+# field case 40
+@pytest.mark.parametrize("name", ["..", "../../.bashrc", "notes.txt", ".safetensors"])
+def test_a_server_cannot_choose_where_a_download_goes(tmp_path: Path, name: str) -> None:
+    with pytest.raises(MidstreamError, match="not a capture file's name"):
+        download.save(tmp_path, "job_x", promised(name, b"x"), [b"x"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_importing_the_client_loads_nothing_heavy() -> None:
+    code = "import sys, midstream.client as c; c.Client, c.AsyncClient, c.CaptureReader; import midstream.client.cli; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    heavy = {"torch", "vllm", "celery", "litestar", "transformers", "redis", "zmq"} & set(loaded)
+    assert heavy == set()
