@@ -1,0 +1,193 @@
+"""Does one process get started, understood and stopped as the supervisor promises? With real processes, without a stack."""
+
+import fcntl
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from midstream.client import processes, supervisor
+from midstream.client.processes import Child, birth, end_leftover, members, wait_for
+from midstream.client.supervisor import Supervisor, child_environment, prepare
+from midstream.schemas.errors import MidstreamError
+from midstream.schemas.settings import Settings, SettingsError, load_settings
+
+
+def child(tmp_path: Path, code: str, stop_timeout_s: float = 5.0) -> Child:
+    return Child("part", [sys.executable, "-c", code], dict(os.environ), tmp_path / "logs" / "part.log", stop_timeout_s)
+
+
+def ended(part: Child) -> bool:
+    return wait_for(lambda: part.exit_code is not None, 10)
+
+
+# --- Settings on their way to the children ---
+
+
+def test_settings_reach_a_child_as_they_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MIDSTREAM_MAX_WAIT_S", "1")
+    config = tmp_path / "midstream.toml"
+    config.write_text('model_name = "from-file"')
+    monkeypatch.setenv("MIDSTREAM_CONFIG", str(config))
+    settings = Settings(data_dir=str(tmp_path), max_wait_s=7.5, enable_prefix_caching=False, model="some/model", max_model_len=64)
+    environment = child_environment(settings)
+    assert load_settings(environment) == settings
+    assert environment["PATH"] == os.environ["PATH"]
+
+
+def test_a_model_in_a_folder_needs_no_hub(tmp_path: Path) -> None:
+    assert child_environment(Settings(model=str(tmp_path)))["HF_HUB_OFFLINE"] == "1"
+
+
+def test_a_port_that_is_taken_is_replaced_and_said(tmp_path: Path) -> None:
+    said: list[str] = []
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        taken = other.getsockname()[1]
+        settings = prepare(Settings(engine="fake", api_port=taken, flower_port=0), tmp_path, said.append)
+    assert settings.api_port not in (0, taken)
+    assert settings.flower_port != 0
+    assert settings.relay_url.startswith("tcp://127.0.0.1:")
+    assert any(f"api_port {taken}" in line and str(settings.api_port) in line for line in said)
+
+
+def test_a_folder_without_a_checkpoint_is_refused_by_the_settings_name(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"model=.*config\.json"):
+        prepare(Settings(model=str(tmp_path)), tmp_path, print)
+
+
+# --- One child ---
+
+
+def test_the_last_words_are_the_reason_and_not_the_noise_after_it(tmp_path: Path) -> None:
+    lines = ["loading", "\x1b[31mworker failed: GPT-J is not supported\x1b[0m", "bye"]
+    code = f"import sys; [print(line, flush=True) for line in {lines!r}]; sys.exit(3)"
+    part = child(tmp_path, code)
+    part.start()
+    assert ended(part)
+    assert part.exit_code == 3
+    assert part.last_words() == "worker failed: GPT-J is not supported"
+
+
+def test_only_the_last_start_is_quoted(tmp_path: Path) -> None:
+    part = child(tmp_path, "print('ValueError: old')")
+    part.start()
+    assert ended(part)
+    part.died()
+    part.command[-1] = "print('all is well')"
+    part.start()
+    assert ended(part)
+    assert part.last_words() == "all is well"
+
+
+def test_a_child_that_ignores_sigterm_is_killed_and_that_is_known(tmp_path: Path) -> None:
+    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
+    part = child(tmp_path, code, stop_timeout_s=0.2)
+    part.start()
+    assert wait_for(lambda: "deaf" in part.output(), 10)
+    pid = part.pid
+    assert part.stop() is False
+    assert pid is not None
+    assert birth(pid) == 0
+
+
+def test_what_a_dead_child_left_behind_is_ended_with_it(tmp_path: Path) -> None:
+    spawn = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']).pid, flush=True)"
+    part = child(tmp_path, spawn)
+    part.start()
+    assert ended(part)
+    orphan, session = int(part.output()), part.pid
+    assert session is not None
+    assert members(session) == [orphan]
+    part.died()
+    assert wait_for(lambda: birth(orphan) == 0, 5)
+
+
+def test_a_child_goes_when_its_supervisor_is_killed(tmp_path: Path) -> None:
+    code = f"""
+import sys, time
+from pathlib import Path
+from midstream.client.processes import Child
+part = Child("part", [sys.executable, "-c", "import time; time.sleep(60)"], {{}}, Path({str(tmp_path)!r}) / "part.log", 1.0)
+part.start()
+print(part.pid, flush=True)
+time.sleep(60)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    born = birth(pid)
+    assert born
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    assert wait_for(lambda: birth(pid) != born, 5)
+
+
+def test_the_pause_before_a_restart_grows_and_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "BACKOFF_S", (0.2, 0.5))
+    part = child(tmp_path, "raise SystemExit(1)")
+    pauses = []
+    for _ in range(3):
+        part.start()
+        assert ended(part)
+        pauses.append(part.died())
+        assert not part.due
+        assert wait_for(lambda: part.due, 2)
+    assert pauses == [0.2, 0.4, 0.5]
+
+
+def test_a_leftover_is_ended_only_if_it_is_the_same_process() -> None:
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    try:
+        born = birth(other.pid)
+        assert end_leftover(other.pid, born + 1) is False  # a later process that got the same pid
+        assert other.poll() is None
+        assert end_leftover(other.pid, born) is True
+        assert other.wait(5) == -signal.SIGTERM
+    finally:
+        other.kill()
+        other.wait()
+
+
+# --- The data directory ---
+
+
+def test_a_second_up_on_the_same_data_directory_names_the_first(tmp_path: Path) -> None:
+    with (tmp_path / supervisor.LOCK_FILE).open("a") as first:
+        fcntl.flock(first, fcntl.LOCK_EX)
+        (tmp_path / supervisor.STATE_FILE).write_text(json.dumps({"pid": 4711, "url": "http://127.0.0.1:8321"}))
+        with pytest.raises(MidstreamError, match=r"in use.*pid 4711, http://127\.0\.0\.1:8321") as caught:
+            Supervisor(Settings(engine="fake", data_dir=str(tmp_path)), say=lambda line: None).start()
+    assert caught.value.kind == "conflict"
+    assert caught.value.field == "data_dir"
+    assert json.loads((tmp_path / supervisor.STATE_FILE).read_text())["pid"] == 4711, "the first one's notes are its own"
+
+
+def test_what_a_killed_supervisor_left_running_is_ended_by_the_next(tmp_path: Path) -> None:
+    left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    try:
+        state = {"pid": 1, "processes": {"relay": [left.pid, birth(left.pid)]}}
+        (tmp_path / supervisor.STATE_FILE).write_text(json.dumps(state))
+        said: list[str] = []
+        stack = Supervisor(Settings(engine="fake", data_dir=str(tmp_path), model="/nowhere"), say=said.append)
+        stack._take_lock()
+        stack.stop()
+        assert left.wait(5) == -signal.SIGTERM
+        assert any("ended relay" in line for line in said)
+    finally:
+        left.kill()
+        left.wait()
+
+
+def test_waiting_gives_up_in_time() -> None:
+    began = time.monotonic()
+    assert wait_for(lambda: False, 0.1) is False
+    assert time.monotonic() - began < 2
