@@ -23,7 +23,17 @@ MAX_KEY_LENGTH = 255
 class JsonRequest(Request[Any, Any, Any]):
     """Litestar's request with our reading of the body. (Litestar itself would convert loosely, `"1"` to 1.)"""
 
+    _more = True  # whether more of the body is to come
+
     async def body(self) -> bytes:
+        receive = self.receive
+
+        async def noting() -> Any:
+            message = await receive()
+            self._more = message["type"] == "http.request" and message.get("more_body", False)
+            return message
+
+        self.receive = noting
         try:
             return await super().body()
         except RequestEntityTooLarge as error:
@@ -34,6 +44,8 @@ class JsonRequest(Request[Any, Any, Any]):
             ) from error
         except InternalServerException as error:  # how Litestar says that the client left in the middle
             raise problems.ClientGone from error
+        finally:
+            self.receive = receive
 
     async def json(self) -> Any:
         media, _ = self.content_type
@@ -52,11 +64,11 @@ class JsonRequest(Request[Any, Any, Any]):
         if "expect" in self.headers:  # this client asks before it sends
             return
         with anyio.move_on_after(DRAIN_S):
-            while most > 0:
+            while self._more and most > 0:
                 message = await self.receive()
-                if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                if message["type"] != "http.request":
                     return
-                most -= len(message.get("body", b""))
+                most -= len(message["body"])
 
     async def idempotency(self) -> tuple[str, str] | None:
         """The `Idempotency-Key` and the SHA-256 of what was asked under it, or None without a key."""

@@ -113,7 +113,7 @@ async def get_file(job_id: JobId, name: str, request: JsonRequest) -> Response[A
 def _whole(edge: Edge, entry: FileEntry, request: JsonRequest) -> Response[Any]:
     tag = ETag(value=f"{entry.crc32:08x}")
     if matches(request.headers.get("if-none-match"), f'"{tag.value}"'):
-        return Response(None, status_code=304, headers={"ETag": f'"{tag.value}"'})
+        return Response(b"", status_code=304, headers={"ETag": f'"{tag.value}"'})
     return File(_located(edge, entry), filename=_name(entry), etag=tag, media_type=MEDIA_TYPE)
 
 

@@ -65,7 +65,7 @@ async def _answer(request: JsonRequest, body: OpenAIRequest, wish: Wish, shape: 
         return accepted(edge, view, headers)
     problem = failure_of(view) if is_over(view) else None
     if problem is not None:
-        return failed(problem, headers)
+        return failed(request, problem, headers)
     result = await result_of(edge, job_id)
     more = shapes.extras(result, asked, is_over(view))
     return Response(shapes.whole(shape, result, created, more), status_code=200, headers=headers)

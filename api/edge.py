@@ -31,6 +31,8 @@ T = TypeVar("T")
 #: A held response outlives a Redis that restarts within this many seconds.
 OUTAGE_S = 20.0
 OUTAGE_PAUSE_S = 0.25
+#: A wait that is given up is over long before; if its cancellation was lost, it is cancelled again.
+CANCEL_AGAIN_S = 0.2
 #: Handing a job to Celery may take this long; then the sweeper does it.
 ENQUEUE_S = 5.0
 
@@ -142,7 +144,7 @@ class Edge:
                     raise error
                 await asyncio.sleep(OUTAGE_PAUSE_S)  # the read that follows says what to do about it
         finally:
-            task.cancel()
+            await _stopped(task)
 
 
 @asynccontextmanager
@@ -177,9 +179,23 @@ async def unless_client_leaves(request: Request[Any, Any, Any], work: Awaitable[
             return task.result()
         raise ClientGone
     finally:
-        for one in (task, gone):
-            one.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)  # both are over before the handler is
+        await _stopped(task, gone)
+
+
+async def _stopped(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel the tasks, and again until they are over.
+
+    Before Python 3.12 a cancellation is lost when it meets an `asyncio.wait_for` whose work has just finished, and redis-py
+    sends its commands through one: the waiter would go on as if nobody had left.
+    """
+    with anyio.CancelScope(shield=True):
+        while left := [task for task in tasks if not task.done()]:
+            for task in left:
+                task.cancel()
+            await asyncio.wait(left, timeout=CANCEL_AGAIN_S)
+    for task in tasks:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.debug("a wait that was given up had failed: %r", error)
 
 
 async def _disconnected(request: Request[Any, Any, Any]) -> None:

@@ -1,5 +1,6 @@
 """How does a client follow a job as it runs? Server-sent events out of the job's event stream, resumable by id."""
 
+import math
 import re
 import time
 from collections.abc import AsyncIterator
@@ -34,10 +35,11 @@ def resume_point(header: str | None) -> str:
     return header
 
 
-async def follow(edge: Edge, job_id: str, after: str) -> AsyncIterator[list[Event]]:
+async def follow(edge: Edge, job_id: str, after: str, deadline: float = math.inf) -> AsyncIterator[list[Event]]:
     """Batches of events after the id `after`, in order, up to `done`; an empty batch is a sign of life.
 
-    Also ends when the job is over and has no further events (they were trimmed), and when the server stops.
+    Also ends when the job is over and has no further events (they were trimmed), when the server stops, and at `deadline`
+    (of `time.monotonic`).
     """
     last_sign = time.monotonic()
     over = False
@@ -49,9 +51,9 @@ async def follow(edge: Edge, job_id: str, after: str) -> AsyncIterator[list[Even
                 return
             after, last_sign = batch[-1].id, time.monotonic()
             continue
-        if over or edge.closing:
+        if over or edge.closing or time.monotonic() >= deadline:
             return
-        left = last_sign + PING_S - time.monotonic()
+        left = min(last_sign + PING_S, deadline) - time.monotonic()
         if left <= 0:
             yield []
             last_sign = time.monotonic()

@@ -54,7 +54,7 @@ async def submit_job(data: JobRequest, request: JsonRequest) -> Response[JobView
         return accepted(edge, await edge.patiently(lambda: edge.ledger.view(job_id)))
     view = await unless_client_leaves(request, edge.wait(job_id, is_over, seconds))
     applied = {"Preference-Applied": f"wait={seconds:.0f}"}
-    return await finished(edge, view, applied) if is_over(view) else accepted(edge, view, applied)
+    return await finished(request, edge, view, applied) if is_over(view) else accepted(edge, view, applied)
 
 
 @get(
@@ -118,7 +118,7 @@ async def job_result(job_id: JobId, request: JsonRequest) -> Response[JobResult]
     view = await edge.ledger.view(job_id)
     if not is_over(view):
         raise not_ready(view)
-    return await finished(edge, view)
+    return await finished(request, edge, view)
 
 
 @post(

@@ -8,6 +8,7 @@ from litestar import Response
 from ..schemas.errors import MidstreamError, Problem
 from ..schemas.jobs import TERMINAL, JobResult, JobView, State
 from . import problems
+from .body import JsonRequest
 from .edge import Edge
 
 JOB_HEADER = "x-midstream-job"
@@ -55,9 +56,9 @@ def not_ready(view: JobView) -> MidstreamError:
     return MidstreamError("conflict", f"the job is {view.state}: it has no result yet", allowed=f"GET /v1/jobs/{view.id}?wait=30")
 
 
-def failed(problem: Problem, headers: dict[str, str]) -> Response[Any]:
+def failed(request: JsonRequest, problem: Problem, headers: dict[str, str]) -> Response[Any]:
     """The answer for a job that failed. Asking again would run it again: OpenAI's clients are told not to."""
-    return problems.answer(problem, {**headers, "x-should-retry": "false"})
+    return problems.answer(request, problem, {**headers, "x-should-retry": "false"})
 
 
 def accepted(edge: Edge, view: JobView, headers: dict[str, str] | None = None) -> Response[Any]:
@@ -71,10 +72,10 @@ async def result_of(edge: Edge, job_id: str) -> JobResult:
     return await edge.patiently(lambda: edge.ledger.result(job_id))
 
 
-async def finished(edge: Edge, view: JobView, headers: dict[str, str] | None = None) -> Response[Any]:
+async def finished(request: JsonRequest, edge: Edge, view: JobView, headers: dict[str, str] | None = None) -> Response[Any]:
     """The answer for a job that is over: 200 with its result, or its problem with its status."""
     headers = {JOB_HEADER: view.id, "Location": job_url(edge, view.id), **(headers or {})}
     problem = failure_of(view)
     if problem is not None:
-        return failed(problem, headers)
+        return failed(request, problem, headers)
     return Response(await result_of(edge, view.id), status_code=200, headers={**headers, "ETag": etag(view.version)})

@@ -17,6 +17,8 @@ log = logging.getLogger("midstream.api")
 
 MEDIA_TYPE = "application/problem+json"
 
+OPENAI_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/models"})
+
 #: After how many seconds a client may try again when we are unavailable.
 RETRY_AFTER_S = 1
 
@@ -47,16 +49,27 @@ def malformed(error: msgspec.DecodeError) -> MidstreamError:
     return invalid(path, detail) if path else MidstreamError("invalid_request", f"the body: {detail}")
 
 
-def answer(problem: Problem, headers: dict[str, str] | None = None) -> Response[bytes]:
-    """The problem with its own status."""
+def openai_error(problem: Problem) -> dict[str, Any]:
+    """The problem as OpenAI's clients read it: they show `message`, and nothing of a problem document."""
+    kind = problem.type.rpartition(":")[2]
+    where = f"{problem.field}: " if problem.field else ""
+    allowed = f" (allowed: {problem.allowed})" if problem.allowed else ""
+    return {"message": f"{where}{problem.detail}{allowed}", "type": kind, "code": kind, "param": problem.field}
+
+
+def answer(request: Request[Any, Any, Any], problem: Problem, headers: dict[str, str] | None = None) -> Response[bytes]:
+    """The problem with its own status; at the OpenAI-style endpoints also in OpenAI's words, as the member `error`."""
     headers = dict(headers or {})
     if problem.status == STATUS_OF_KIND["unavailable"]:
         headers.setdefault("Retry-After", str(RETRY_AFTER_S))
-    return Response(to_json(problem), status_code=problem.status, media_type=MEDIA_TYPE, headers=headers)
+    body = to_json(problem)
+    if request.url.path in OPENAI_PATHS:
+        body = to_json({**msgspec.to_builtins(problem), "error": openai_error(problem)})
+    return Response(body, status_code=problem.status, media_type=MEDIA_TYPE, headers=headers)
 
 
 def on_midstream_error(request: Request[Any, Any, Any], error: MidstreamError) -> Response[bytes]:
-    return answer(error.problem(instance=request.url.path))
+    return answer(request, error.problem(instance=request.url.path))
 
 
 def on_http_error(request: Request[Any, Any, Any], error: HTTPException) -> Response[bytes]:
@@ -70,17 +83,24 @@ def on_http_error(request: Request[Any, Any, Any], error: HTTPException) -> Resp
     elif kind == "method_not_allowed":
         found = MidstreamError(kind, f"{request.method} is not offered at {request.url.path}", allowed=(error.headers or {}).get("allow"))
     elif isinstance(error, ValidationException):
-        found = _parameter(error)
-    return answer(found.problem(instance=request.url.path), dict(error.headers or {}))
+        found = _parameter(request, error)
+    return answer(request, found.problem(instance=request.url.path), dict(error.headers or {}))
 
 
-def _parameter(error: ValidationException) -> MidstreamError:
+def _parameter(request: Request[Any, Any, Any], error: ValidationException) -> MidstreamError:
     """The first parameter that did not convert; a missing body counts as one."""
     first = error.extra[0] if isinstance(error.extra, list) and error.extra else {}
     name, message = first.get("key", ""), first.get("message", error.detail)
     if name == "data" or "`data`" in message:
         return MidstreamError("invalid_request", "the body is empty: a JSON object is expected")
-    return invalid(name, message) if name else MidstreamError("invalid_request", message)
+    return invalid(_public_name(request, name), message) if name else MidstreamError("invalid_request", message)
+
+
+def _public_name(request: Request[Any, Any, Any], name: str) -> str:
+    """What users call the handler's parameter `name`: some names are taken inside the framework."""
+    parameter = request.route_handler.parsed_fn_signature.parameters.get(name)
+    public: str | None = getattr(parameter.kwarg_definition, "query", None) if parameter else None
+    return public or name
 
 
 def on_client_gone(request: Request[Any, Any, Any], error: ClientGone) -> Response[bytes]:
@@ -92,7 +112,7 @@ def on_any_error(request: Request[Any, Any, Any], error: Exception) -> Response[
     number = secrets.token_hex(4)
     log.error("failure %s at %s %s", number, request.method, request.url.path, exc_info=error)
     found = MidstreamError("internal", f"the server failed on this request; its log says why under {number}")
-    return answer(found.problem(instance=request.url.path))
+    return answer(request, found.problem(instance=request.url.path))
 
 
 HANDLERS: dict[Any, Any] = {

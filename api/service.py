@@ -17,6 +17,8 @@ from .body import JsonRequest
 from .edge import Edge, edge_of
 from .jobs import PROBLEM
 
+#: Litestar adds the charset itself.
+METRICS_TYPE = CONTENT_TYPE_LATEST.partition("; charset")[0]
 #: The relay's sign of life.
 RELAY_KEY = "ms:relay"
 
@@ -87,7 +89,7 @@ def _why(workers: list[WorkerInfo]) -> list[str]:
     return ill or ["worker: none is alive"]
 
 
-@get("/metrics", summary="Prometheus metrics", include_in_schema=False, media_type=CONTENT_TYPE_LATEST)
+@get("/metrics", summary="Prometheus metrics", include_in_schema=False, media_type=METRICS_TYPE)
 async def metrics(request: JsonRequest) -> Response[Any]:
     edge = edge_of(request)
     WORKERS.clear()
@@ -98,7 +100,7 @@ async def metrics(request: JsonRequest) -> Response[Any]:
         LEDGER.set(1)
     except MidstreamError:  # the metrics of this process are worth having while Redis is away
         LEDGER.set(0)
-    return Response(generate_latest(REGISTRY), media_type=CONTENT_TYPE_LATEST)
+    return Response(generate_latest(REGISTRY), media_type=METRICS_TYPE)
 
 
 ROUTES = [list_models, healthz, readyz, metrics]

@@ -12,7 +12,7 @@ from typing import Any
 from ..schemas.base import to_json
 from ..schemas.errors import MidstreamError, Problem
 from ..schemas.jobs import Event, JobView
-from . import events, shapes
+from . import events, problems, shapes
 from .edge import Edge
 from .outcome import failure_of, is_over, job_url, result_of
 from .shapes import Shape
@@ -80,7 +80,7 @@ class Streamed:
     async def _tokens(self, deadline: float) -> AsyncIterator[bytes]:
         """The text as it is generated. Ends when every prompt is generated or the job is over."""
         finished: set[int] = set()
-        async for batch in events.follow(self.edge, self.job_id, events.BEGINNING):
+        async for batch in events.follow(self.edge, self.job_id, events.BEGINNING, deadline):
             chunks = []
             for event in batch:
                 if event.attempt > self.attempt:
@@ -154,9 +154,7 @@ class Streamed:
 
 def error_event(problem: Problem) -> bytes:
     """A failure in the middle of a stream, as OpenAI's clients understand it; the problem is inside."""
-    kind = problem.type.rpartition(":")[2]
-    body = {"message": problem.detail, "type": kind, "code": kind, "param": problem.field, "problem": problem}
-    return b"data: %b\n\n" % to_json({"error": body})
+    return b"data: %b\n\n" % to_json({"error": {**problems.openai_error(problem), "problem": problem}})
 
 
 def _number(event: Event, name: str) -> int:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import redis
+from edge import Api, Hand, running
 
 from midstream.broker import redis_server
 
@@ -20,3 +21,24 @@ def redis_url(redis_session: redis_server.RedisServer) -> str:
     with redis.Redis.from_url(redis_session.url) as client:
         client.flushall()
     return redis_session.url
+
+
+@pytest.fixture(scope="session")
+def api_session(redis_session: redis_server.RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
+    with running(tmp_path_factory.mktemp("api"), redis_session.url, lease_s=300.0) as api:
+        yield api
+
+
+@pytest.fixture
+def api(api_session: Api, redis_url: str) -> Api:
+    """An API over an empty Redis."""
+    return api_session
+
+
+@pytest.fixture
+def hand(api: Api) -> Iterator[Hand]:
+    """A worker by hand that serves the tiny model of `edge`."""
+    worker = Hand(api.settings)
+    worker.serve()
+    yield worker
+    worker.close()

@@ -1,0 +1,300 @@
+"""An API as its own process, and a worker by hand beside it: what the tests of the HTTP edge stand on.
+
+The ledger, the settler, Redis and HTTP are the real ones. `Hand` takes the place of worker and ranks: it claims jobs, stores
+outputs and settles receipts when the test says so, which makes every moment in between observable.
+"""
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import redis
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+import midstream
+from midstream.broker.ledger import Claim, Ledger
+from midstream.broker.settle import Settler
+from midstream.schemas.base import now
+from midstream.schemas.errors import Problem
+from midstream.schemas.jobs import Event, Job, JobView, Output, TokenLogprob
+from midstream.schemas.models import ModelInfo, TokenizerBundle, WorkerInfo, encode_bundle
+from midstream.schemas.receipts import CapturedFile, Receipt
+from midstream.schemas.settings import Settings, to_environment
+from midstream.workers.storage import PendingFile, publish
+
+T = TypeVar("T")
+
+MODEL = "tiny"
+LAYERS, HIDDEN, LONGEST = 4, 8, 32
+WORDS = ["<unk>", "<bos>", "hello", "there", "world", "user", "system", "assistant", ":", "a", "b", "c", "d"]
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ message['role'] }} : {{ message['content'] }} {% endfor %}"
+    "{% if add_generation_prompt %}assistant :{% endif %}"
+    "{% if messages[0]['role'] == 'assistant' %}{{ raise_exception('the user begins') }}{% endif %}"
+)
+START_TIMEOUT_S = 30.0
+
+
+def bundle() -> TokenizerBundle:
+    """One token per word of `WORDS`, and `<bos>` before plain text. Its saved truncation must not cut prompts."""
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
+    tokenizer.add_special_tokens(["<bos>"])
+    tokenizer.enable_truncation(3)
+    return TokenizerBundle(
+        tokenizer_json=tokenizer.to_str(), chat_template=TEMPLATE, special_tokens={"bos_token": "<bos>"}, eos_token_ids=[]
+    )
+
+
+def model_info(**changes: Any) -> ModelInfo:
+    facts: dict[str, Any] = {
+        "name": MODEL,
+        "version": midstream.__version__,
+        "architecture": "TinyForCausalLM",
+        "num_layers": LAYERS,
+        "hidden_size": HIDDEN,
+        "vocab_size": len(WORDS),
+        "max_model_len": LONGEST,
+        "dtype": "float32",
+        "hooks": ["post_block"],
+        "tokenizer": encode_bundle(bundle())[0],
+    }
+    return ModelInfo(**(facts | changes))
+
+
+class Api:
+    """`python -m midstream.api` on a free port, and a client of it."""
+
+    def __init__(self, settings: Settings, log: Path):
+        self.settings = settings
+        self._log = log
+        self.start()
+
+    def start(self) -> None:
+        """Start (again, on the same port) and wait for the ready line."""
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("MIDSTREAM_")}
+        with self._log.open("ab") as output:
+            mark = self._log.stat().st_size
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "midstream.api"],
+                env=environment | to_environment(self.settings),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+            )
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while "api ready " not in (text := self.log()[mark:]):
+            assert self.process.poll() is None, text
+            assert time.monotonic() < deadline, text
+            time.sleep(0.02)
+        self.url = text.split("api ready ")[1].split()[0]
+        self.http = httpx.Client(base_url=self.url, timeout=30)
+
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def stop(self) -> int:
+        """SIGTERM; the exit code."""
+        self.http.close()
+        self.process.terminate()
+        try:
+            return self.process.wait(15)
+        finally:
+            self.process.kill()
+
+    def kill(self) -> None:
+        self.http.close()
+        self.process.kill()
+        self.process.wait()
+
+    def submit(self, **body: Any) -> str:
+        """`POST /v1/jobs` of the tiny model; the new job's id."""
+        answer = self.http.post("/v1/jobs", json={"model": MODEL, "prompts": ["hello there"], **body})
+        assert answer.status_code == 202, answer.text
+        return str(answer.json()["id"])
+
+    def view(self, job_id: str, **parameters: Any) -> dict[str, Any]:
+        return dict(self.http.get(f"/v1/jobs/{job_id}", params=parameters).json())
+
+
+@contextmanager
+def running(directory: Path, redis_url: str, api_port: int = 0, **settings: Any) -> Iterator[Api]:
+    """An API over `redis_url`; its captures and log lie in `directory`."""
+    api = Api(Settings(data_dir=str(directory), redis_url=redis_url, api_port=api_port, **settings), directory / "api.log")
+    try:
+        yield api
+    finally:
+        if api.process.poll() is None:
+            api.stop()
+
+
+class Hand:
+    """A worker with `ranks` ranks, every move of which the test makes. Its ledger lives on a loop in a thread of its own."""
+
+    worker = "hand"
+
+    def __init__(self, settings: Settings, ranks: Sequence[tuple[int, int]] = ((0, 0),)):
+        self.settings = settings
+        self.ranks = ranks  # (tp, pp) of each rank
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self.ledger = Ledger.connect(settings)
+        self._redis = redis.Redis.from_url(settings.redis_url)
+        self._settler = Settler(self._redis, settings)
+        self._sequence = [0] * len(ranks)
+        self._epoch = os.urandom(8).hex()
+
+    def close(self) -> None:
+        self.do(self.ledger.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._redis.close()
+
+    def do(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(30)
+
+    # What a worker publishes
+
+    def serve(self, **changes: Any) -> None:
+        """Publish the model and its tokenizer, and a sign of life."""
+        name, raw = encode_bundle(bundle())
+        info = model_info(**changes)
+        self.do(self.ledger.put_blob(name, raw))
+        self.do(self.ledger.publish_model(info))
+        self.do(self.ledger.heartbeat(self.sign(model=info.name)))
+
+    def sign(self, **changes: Any) -> WorkerInfo:
+        facts = {
+            "worker": self.worker, "boot": "b1", "model": MODEL, "version": midstream.__version__, "host": "here", "pid": 1,
+            "started": now(), "tp": 1, "pp": 1,
+        }  # fmt: skip
+        return WorkerInfo(**(facts | changes))
+
+    # What a worker does with a job
+
+    def claim(self, job_id: str) -> Claim:
+        claim = self.do(self.ledger.claim(job_id, self.worker, "b1", len(self.ranks)))
+        assert claim is not None
+        return claim
+
+    def claim_next(self, timeout: float = 10.0) -> Claim:
+        """The newest queued job, once there is one: for endpoints that do not say an id before they answer."""
+        deadline = time.monotonic() + timeout
+        while not (page := self.do(self.ledger.list(limit=1))).jobs or page.jobs[0].state != "queued":
+            assert time.monotonic() < deadline, "no job came"
+            time.sleep(0.01)
+        return self.claim(page.jobs[0].id)
+
+    def say(self, claim: Claim, text: str, index: int = 0) -> None:
+        """A token event, as of a job that streams."""
+        data: Any = {"index": index, "text": text, "token_ids": [2], "finish_reason": None}
+        assert self.do(self.ledger.emit(claim.job.id, claim.attempt, Event(event="token", data=data, attempt=claim.attempt)))
+
+    def store(self, claim: Claim, texts: Sequence[str] | None = None) -> None:
+        """Outputs of every prompt, with an `output` event each, as the worker does."""
+        outputs = outputs_of(claim.job, texts)
+        for output in outputs:
+            event = Event(event="output", data={"index": output.index}, attempt=claim.attempt)
+            self.do(self.ledger.emit(claim.job.id, claim.attempt, event))
+        assert self.do(self.ledger.store_outputs(claim.job.id, claim.attempt, outputs))
+
+    def fail(self, claim: Claim, problem: Problem) -> None:
+        assert self.do(self.ledger.fail(claim.job.id, claim.attempt, problem))
+
+    def receipt(self, claim: Claim, request: int = 0, rank: int = 0, **changes: Any) -> None:
+        """One rank's receipt, settled as the relay settles it."""
+        tp, pp = self.ranks[rank]
+        facts: dict[str, Any] = {
+            "version": midstream.__version__, "worker": self.worker, "boot": "b1", "job": claim.job.id, "request": request,
+            "attempt": claim.attempt, "rank": rank, "world": len(self.ranks), "tp": tp, "pp": pp, "step": 7, "actions": 3,
+            "checksum": "00000000deadbeef", "status": "ok",
+        }  # fmt: skip
+        self._sequence[rank] += 1
+        self._settler.settle(self.worker, rank, self._epoch, [(self._sequence[rank], Receipt(**(facts | changes)))])
+
+    def receipts(self, claim: Claim) -> None:
+        """Every rank's receipt for every prompt, with the files of what was captured."""
+        for request in range(len(claim.job.prompts)):
+            for rank in range(len(self.ranks)):
+                files = [self.capture(claim, request, rank)] if claim.job.captures else []
+                self.receipt(claim, request, rank, files=files)
+
+    def capture(self, claim: Claim, request: int = 0, rank: int = 0) -> CapturedFile:
+        """A real file with this stage's share of the layers: row r of layer L holds `100·L + r` in every place."""
+        job, pp = claim.job, self.ranks[rank][1]
+        wanted, ids = job.captures[request], job.prompts[request].token_ids
+        stages = 1 + max(stage for _, stage in self.ranks)
+        share = [layer for layer in wanted.layers if layer * stages // LAYERS == pp]
+        positions = list(range(len(ids)))
+        (file,) = publish(self.settings.capture_root, [packed(job.id, request, claim.attempt, pp, wanted.tag, share, positions, ids)])
+        return file
+
+    def finish(self, job_id: str, texts: Sequence[str] | None = None) -> None:
+        """Claim, generate and settle: the job succeeds."""
+        claim = self.claim(job_id)
+        self.store(claim, texts)
+        if claim.job.wants_receipts:
+            self.receipts(claim)
+
+    def view(self, job_id: str) -> JobView:
+        return self.do(self.ledger.view(job_id))
+
+    def job(self, job_id: str) -> Job:
+        return self.do(self.ledger.job(job_id))
+
+    def count_jobs(self) -> int:
+        return len(self.do(self.ledger.list(limit=200)).jobs)
+
+
+def outputs_of(job: Job, texts: Sequence[str] | None = None) -> list[Output]:
+    told = texts or ["hello world"] * len(job.prompts)
+    logprobs = None
+    if job.sampling.logprobs is not None:
+        other = TokenLogprob(token_id=3, token="there", logprob=-2.0)
+        own = TokenLogprob(token_id=2, token="hello", logprob=-0.5)
+        logprobs = [TokenLogprob(token_id=2, token="hello", logprob=-0.5, top=[own, other][: job.sampling.logprobs])]
+    return [
+        Output(
+            index=index,
+            text=text,
+            token_ids=[2, 4],
+            finish_reason="stop",
+            prompt_tokens=len(prompt.token_ids),
+            logprobs=logprobs,
+        )
+        for index, (prompt, text) in enumerate(zip(job.prompts, told, strict=True))
+    ]
+
+
+def packed(
+    job_id: str, request: int, attempt: int, pp: int, tag: str, layers: list[int], positions: list[int], token_ids: list[int]
+) -> PendingFile:
+    """A capture file in the packed layout."""
+    import numpy as np
+
+    rows = [np.repeat((100 * layer + np.array(positions, dtype="<f4"))[:, None], HIDDEN, axis=1) for layer in layers]
+    integers = [np.array(values, dtype="<i8") for values in (positions, token_ids)]
+    return PendingFile(
+        path=f"{tag}/{job_id}/p{request:04d}.a{attempt}.pp{pp}.safetensors",
+        tensors=[
+            *[(f"post_block.{layer}", "float32", block.shape, [block.tobytes()]) for layer, block in zip(layers, rows, strict=True)],
+            *[(name, "int64", values.shape, [values.tobytes()]) for name, values in zip(("positions", "token_ids"), integers, strict=True)],
+        ],
+        manifest={
+            "job": job_id, "request": request, "attempt": attempt, "pp": pp, "hook": "post_block", "layers": layers,
+            "dtype": "float32", "positions": positions, "token_ids": token_ids,
+        },
+        rows=len(layers) * len(positions),
+        layers=layers,
+        positions=len(positions),
+    )  # fmt: skip

@@ -1,0 +1,420 @@
+"""Does OpenAI's own client work against us, and does an answer with captures say only what is settled?"""
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from edge import MODEL, Api, Hand, running
+
+from midstream.schemas.errors import MidstreamError
+from midstream.schemas.openai import ONLY
+
+CAPTURE = {"layers": [0, 3], "positions": "all_prompt"}
+VECTOR = {"dtype": "float32", "shape": [8], "data": "AACAPwAAgD8AAIA/AACAPwAAgD8AAIA/AACAPwAAgD8="}
+
+
+@pytest.fixture
+def client(api: Api) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{api.url}/v1", api_key="none", max_retries=0, timeout=20) as client:
+        yield client
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(8) as pool:
+        yield pool
+
+
+def test_a_completion_has_openais_shape(client: openai.OpenAI, hand: Hand, pool: ThreadPoolExecutor) -> None:
+    asked = pool.submit(client.completions.create, model=MODEL, prompt="hello there", logprobs=2, max_tokens=3, seed=5, stop="b", user="me")
+    claim = hand.claim_next()
+    hand.store(claim)
+    answer = asked.result()
+    assert (answer.object, answer.model, answer.id) == ("text_completion", MODEL, claim.job.id)
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("hello world", "stop")
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (3, 2, 5)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert (logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs) == (["hello"], [-0.5], [{"hello": -0.5, "there": -2.0}])
+    assert "capture_results" not in answer.model_dump()
+    sampling = claim.job.sampling
+    assert (sampling.temperature, sampling.max_tokens, sampling.seed, sampling.stop, sampling.logprobs) == (1.0, 3, 5, ["b"], 2)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "ids"),
+    [
+        ("hello", [[1, 2]]),
+        (["hello", "a b"], [[1, 2], [1, 9, 10]]),
+        ([4, 5], [[4, 5]]),
+        ([[4, 5], [6]], [[4, 5], [6]]),
+    ],
+)
+def test_every_form_of_prompt_is_taken(
+    client: openai.OpenAI, hand: Hand, pool: ThreadPoolExecutor, prompt: Any, ids: list[list[int]]
+) -> None:
+    asked = pool.submit(client.completions.create, model=MODEL, prompt=prompt)
+    claim = hand.claim_next()
+    assert [stored.token_ids for stored in claim.job.prompts] == ids
+    hand.store(claim, [f"answer {index}" for index in range(len(ids))])
+    assert [choice.text for choice in asked.result().choices] == [f"answer {index}" for index in range(len(ids))]
+
+
+def test_a_chat_has_openais_shape_and_the_models_template(client: openai.OpenAI, hand: Hand, pool: ThreadPoolExecutor) -> None:
+    messages: Any = [
+        {"role": "developer", "content": "a"},
+        {"role": "user", "content": [{"type": "text", "text": "hello"}, {"type": "text", "text": "there"}]},
+    ]
+    asked = pool.submit(client.chat.completions.create, model=MODEL, messages=messages, logprobs=True, top_logprobs=1)
+    claim = hand.claim_next()
+    hand.store(claim)
+    answer = asked.result()
+    assert claim.job.prompts[0].text == "<bos>system : a user : hello\nthere assistant :"
+    assert claim.job.prompts[0].token_ids[:2] == [1, 6], "one BOS: the template's"
+    assert claim.job.sampling.max_tokens == 32 - len(claim.job.prompts[0].token_ids), "as far as the model's length allows"
+    assert (answer.object, answer.choices[0].message.role, answer.choices[0].message.content) == (
+        "chat.completion",
+        "assistant",
+        "hello world",
+    )
+    content = answer.choices[0].logprobs.content if answer.choices[0].logprobs else None
+    assert content is not None
+    assert (content[0].token, content[0].bytes, content[0].top_logprobs[0].logprob) == ("hello", list(b"hello"), -0.5)
+
+
+def test_the_models_are_listed_with_what_a_user_needs(client: openai.OpenAI, hand: Hand) -> None:
+    (model,) = client.models.list().data
+    facts = model.model_dump()
+    assert (model.id, facts["num_layers"], facts["hidden_size"], facts["hooks"], facts["workers"]) == (MODEL, 4, 8, ["post_block"], 1)
+
+
+@pytest.mark.parametrize("name", sorted(ONLY))
+def test_an_openai_field_that_is_not_served_is_refused_by_name(api: Api, hand: Hand, name: str) -> None:
+    path = "completions" if name in ("best_of", "echo", "suffix") else "chat/completions"
+    body = {"model": MODEL, "prompt": "a"} if path == "completions" else {"model": MODEL, "messages": [{"role": "user", "content": "a"}]}
+    harmless = api.http.post(f"/v1/{path}", json={**body, name: ONLY[name][0], "model": "nobody"})
+    asking = api.http.post(f"/v1/{path}", json={**body, name: {"a": 7}})
+    assert harmless.json()["field"] == "model", "its harmless value is accepted"
+    assert (asking.status_code, asking.json()["field"]) == (400, name)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ["a", ""]}, "prompt[1]"),
+        ({"prompt": [[1], [99]]}, "prompt[1][0]"),
+        ({"max_tokens": 64}, "max_tokens"),
+        ({"temperature": 3}, "temperature"),
+        ({"logprobs": 1, "stream": True}, "logprobs"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"capture": {"layers": [9]}}, "capture.layers"),
+        ({"steering": [{"layers": [0], "vector": {**VECTOR, "shape": [2, 4]}}]}, "steering[0].vector.shape"),
+        ({"messages": []}, "messages"),
+    ],
+)
+def test_a_bad_completion_names_the_field_in_its_own_shape(api: Api, hand: Hand, changes: dict[str, Any], field: str) -> None:
+    answer = api.http.post("/v1/completions", json={"model": MODEL, "prompt": "a", **changes})
+    assert (answer.status_code, answer.json()["field"]) == (400, field), answer.text
+    assert hand.count_jobs() == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0].content[0].type"),
+        ({"max_completion_tokens": 64}, "max_completion_tokens"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+    ],
+)
+def test_a_bad_chat_names_the_field_in_its_own_shape(api: Api, hand: Hand, changes: dict[str, Any], field: str) -> None:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "a"}], **changes}
+    answer = api.http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 400
+    assert answer.json().get("field") in (field, field.rpartition(".")[0]), answer.text
+
+
+# field case 18, 19
+def test_capture_wait_holds_the_answer_until_every_rank_and_prompt_has_reported(api: Api) -> None:
+    hand = Hand(api.settings, ranks=[(0, 0), (1, 0), (0, 1), (1, 1)])
+    hand.serve()
+    body = {"model": MODEL, "prompt": ["hello", "there"], "capture": CAPTURE, "capture_wait": True}
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(api.http.post, "/v1/completions", json=body)
+        claim = hand.claim_next()
+        hand.store(claim)
+        told = [(request, rank) for request in range(2) for rank in range(4)]
+        for request, rank in told:
+            assert not asked.done(), f"answered before prompt {request}, rank {rank} had reported"
+            # One rank of each stage writes; the others report that they wrote nothing.
+            files = [hand.capture(claim, request, rank)] if rank in (0, 2) else []
+            hand.receipt(claim, request, rank, files=files)
+            time.sleep(0.1)
+        answer = asked.result()
+    results = answer.json()["capture_results"]
+    assert (answer.status_code, results["status"], results["rows"]) == (200, "ok", 8)
+    assert sorted((file["request"], file["pp"], file["layers"][0]) for file in results["files"]) == [
+        (0, 0, 0),
+        (0, 1, 3),
+        (1, 0, 0),
+        (1, 1, 3),
+    ]
+    for file in results["files"]:
+        path = api.settings.capture_root / file["path"]
+        assert path.stat().st_size == file["bytes"], "durable when it is said"
+    determinism = answer.json()["determinism"]
+    assert determinism["consistent"] is True
+    assert [len(stage["ranks"]) for stage in determinism["stages"]] == [4, 4]
+    hand.close()
+
+
+def test_without_capture_wait_the_answer_comes_first_and_says_where_to_look(api: Api, hand: Hand, pool: ThreadPoolExecutor) -> None:
+    asked = pool.submit(api.http.post, "/v1/completions", json={"model": MODEL, "prompt": "hello", "capture": CAPTURE})
+    claim = hand.claim_next()
+    hand.store(claim)
+    answer = asked.result()
+    results = answer.json()["capture_results"]
+    assert (answer.status_code, results["status"], results["files"]) == (200, "pending", [])
+    assert results["url"] == f"/v1/captures/{claim.job.id}"
+    assert answer.json()["determinism"] is None, "nobody has reported yet"
+    assert answer.headers["x-midstream-job"] == claim.job.id
+    hand.receipts(claim)
+    assert api.http.get(results["url"]).json()["status"] == "ok"
+
+
+def test_a_steered_answer_is_held_until_the_ranks_say_that_it_was_applied(api: Api, hand: Hand, pool: ThreadPoolExecutor) -> None:
+    body = {"model": MODEL, "prompt": "hello", "steering": [{"layers": [1], "vector": VECTOR}]}
+    asked = pool.submit(api.http.post, "/v1/completions", json=body)
+    claim = hand.claim_next()
+    hand.store(claim)
+    time.sleep(0.3)
+    assert not asked.done()
+    hand.receipt(claim, applied=4)
+    answer = asked.result().json()
+    assert answer["determinism"]["stages"][0]["ranks"][0]["applied"] == 4
+    assert answer["capture_results"]["status"] == "not_requested"
+
+
+# field case 39
+def test_a_steering_that_failed_on_a_rank_is_never_answered_as_a_success(api: Api, hand: Hand, pool: ThreadPoolExecutor) -> None:
+    body = {"model": MODEL, "prompt": "hello", "steering": [{"layers": [1], "vector": VECTOR}]}
+    asked = pool.submit(api.http.post, "/v1/completions", json=body)
+    claim = hand.claim_next()
+    hand.store(claim)
+    hand.receipt(claim, status="error", message="no row was free")
+    answer = asked.result()
+    assert (answer.status_code, answer.json()["type"]) == (500, "urn:midstream:intervention_failed")
+    assert "choices" not in answer.json()
+
+
+def test_ranks_that_disagree_fail_the_answer(api: Api) -> None:
+    hand = Hand(api.settings, ranks=[(0, 0), (1, 0)])
+    hand.serve()
+    body = {"model": MODEL, "prompt": "hello", "capture": CAPTURE, "capture_wait": True}
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(api.http.post, "/v1/completions", json=body)
+        claim = hand.claim_next()
+        hand.store(claim)
+        hand.receipt(claim, rank=0)
+        hand.receipt(claim, rank=1, checksum="0000000000000bad")
+        answer = asked.result()
+    assert (answer.status_code, answer.json()["type"]) == (500, "urn:midstream:ranks_disagree")
+    hand.close()
+
+
+def test_the_openai_client_raises_a_failed_job_once_and_does_not_run_it_again(api: Api, hand: Hand, pool: ThreadPoolExecutor) -> None:
+    with openai.OpenAI(base_url=f"{api.url}/v1", api_key="none", max_retries=3, timeout=20) as client:
+        asked = pool.submit(client.completions.create, model=MODEL, prompt="hello")
+        hand.fail(hand.claim_next(), MidstreamError("engine_failed", "out of memory").problem())
+        with pytest.raises(openai.InternalServerError, match="out of memory"):
+            asked.result()
+    assert hand.count_jobs() == 1
+
+
+def test_the_openai_client_raises_bad_input_with_the_field(client: openai.OpenAI, hand: Hand) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.completions.create(model=MODEL, prompt="a", n=2)
+    assert refused.value.param == "n"
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="nobody", prompt="a")
+
+
+# --- Streams ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_stream_gives_tokens_as_they_come_and_ends_with_the_finish_reason(
+    client: openai.OpenAI, hand: Hand, pool: ThreadPoolExecutor
+) -> None:
+    stream = client.completions.create(model=MODEL, prompt="hello", stream=True)
+    claim = hand.claim_next()
+    assert claim.job.stream
+    chunks = iter(stream)
+    for word in ("hello", " world"):
+        hand.say(claim, word)
+        assert next(chunks).choices[0].text == word, "before the next is generated"
+    hand.store(claim)
+    rest = list(chunks)
+    assert [choice.finish_reason for chunk in rest for choice in chunk.choices] == ["stop"]
+    assert all(chunk.usage is None for chunk in rest)
+
+
+def test_a_chat_stream_opens_with_the_role_and_counts_when_asked(client: openai.OpenAI, hand: Hand, pool: ThreadPoolExecutor) -> None:
+    stream = client.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "hello"}], stream=True, stream_options={"include_usage": True}
+    )
+    claim = hand.claim_next()
+    hand.say(claim, "hello")
+    hand.say(claim, " world")
+    hand.store(claim)
+    chunks = list(stream)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices) == "hello world"
+    assert [choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason] == ["stop"]
+    assert [chunk.usage is None for chunk in chunks] == [True] * (len(chunks) - 1) + [False]
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 2
+
+
+def test_a_stream_of_several_prompts_keeps_them_apart(client: openai.OpenAI, hand: Hand) -> None:
+    stream = client.completions.create(model=MODEL, prompt=["a", "b"], stream=True)
+    claim = hand.claim_next()
+    for index, word in [(0, "x"), (1, "y"), (1, "Y"), (0, "X")]:
+        hand.say(claim, word, index)
+    hand.store(claim, ["xX", "yY"])
+    texts = {0: "", 1: ""}
+    for chunk in stream:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert texts == {0: "xX", 1: "yY"}
+
+
+# field case 19
+def test_the_last_chunk_of_a_stream_waits_for_the_captures_and_carries_them(
+    client: openai.OpenAI, hand: Hand, pool: ThreadPoolExecutor
+) -> None:
+    extra = {"capture": CAPTURE, "capture_wait": True}
+    stream = client.completions.create(model=MODEL, prompt="hello", stream=True, extra_body=extra)
+    claim = hand.claim_next()
+    hand.say(claim, "hello world")
+    chunks = iter(stream)
+    assert next(chunks).choices[0].text == "hello world"
+    hand.store(claim)
+    rest = pool.submit(list, chunks)
+    time.sleep(0.4)
+    assert not rest.done(), "the finish is said only when the captures are durable"
+    hand.receipts(claim)
+    last = rest.result()[-1]
+    facts = last.model_dump()
+    assert (facts["choices"][0]["finish_reason"], facts["capture_results"]["status"]) == ("stop", "ok")
+    assert facts["capture_results"]["rows"] == 4
+    assert facts["determinism"]["consistent"] is True
+
+
+def test_a_stream_without_capture_wait_ends_with_pending(client: openai.OpenAI, hand: Hand) -> None:
+    stream = client.completions.create(model=MODEL, prompt="hello", stream=True, extra_body={"capture": CAPTURE})
+    hand.store(hand.claim_next())
+    facts = list(stream)[-1].model_dump()
+    assert (facts["capture_results"]["status"], facts["determinism"]) == ("pending", None)
+
+
+# field case 39
+def test_a_failure_in_the_middle_of_a_stream_is_an_error_and_not_an_end(client: openai.OpenAI, hand: Hand) -> None:
+    stream = client.completions.create(model=MODEL, prompt="hello", stream=True)
+    claim = hand.claim_next()
+    hand.say(claim, "hello")
+    chunks = iter(stream)
+    next(chunks)
+    hand.fail(claim, MidstreamError("engine_failed", "the engine died").problem())
+    with pytest.raises(openai.APIError, match="the engine died"):
+        list(chunks)
+
+
+def test_a_captures_failure_after_the_last_token_is_an_error_in_the_stream(client: openai.OpenAI, hand: Hand) -> None:
+    extra = {"capture": CAPTURE, "capture_wait": True}
+    stream = client.completions.create(model=MODEL, prompt="hello", stream=True, extra_body=extra)
+    claim = hand.claim_next()
+    hand.say(claim, "hello world")
+    hand.store(claim)
+    hand.receipt(claim, status="error", message="disk full")
+    with pytest.raises(openai.APIError, match="disk full"):
+        list(stream)
+
+
+def test_a_stream_goes_on_where_it_was_when_another_worker_starts_the_job_again(client: openai.OpenAI, hand: Hand) -> None:
+    stream = client.completions.create(model=MODEL, prompt="hello", stream=True)
+    first = hand.claim_next()
+    hand.say(first, "hello")
+    hand.do(hand.ledger.release(first.job.id, first.attempt))
+    second = hand.claim(first.job.id)
+    for word in ("hel", "lo wor", "ld"):
+        hand.say(second, word)
+    hand.store(second)
+    assert "".join(choice.text for chunk in stream for choice in chunk.choices) == "hello world"
+
+
+def test_a_second_attempt_with_another_text_is_an_error_and_no_splice(client: openai.OpenAI, hand: Hand) -> None:
+    stream = client.completions.create(model=MODEL, prompt="hello", stream=True)
+    first = hand.claim_next()
+    hand.say(first, "hello")
+    hand.do(hand.ledger.release(first.job.id, first.attempt))
+    second = hand.claim(first.job.id)
+    hand.say(second, "good bye")
+    with pytest.raises(openai.APIError, match="started again"):
+        list(stream)
+
+
+def test_text_that_no_event_carried_is_in_the_stream_all_the_same(client: openai.OpenAI, hand: Hand) -> None:
+    stream = client.completions.create(model=MODEL, prompt="hello", stream=True)
+    claim = hand.claim_next()
+    hand.say(claim, "hello")
+    hand.store(claim)
+    assert "".join(choice.text for chunk in stream for choice in chunk.choices) == "hello world"
+
+
+# --- Clients that leave, and limits ----------------------------------------------------------------------------------
+
+
+# field case 38
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_loses_nothing(api: Api, hand: Hand, stream: bool) -> None:
+    body = {"model": MODEL, "prompt": "hello", "capture": CAPTURE, "capture_wait": True, "stream": stream}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{api.url}/v1/completions", json=body, timeout=0.5)
+    claim = hand.claim_next()
+    hand.store(claim)
+    hand.receipts(claim)
+    result = api.http.get(f"/v1/jobs/{claim.job.id}/result").json()
+    assert (result["state"], result["capture_results"]["status"]) == ("succeeded", "ok")
+    assert result["outputs"][0]["text"] == "hello world"
+
+
+def test_an_idempotency_key_finds_the_job_of_a_lost_answer(api: Api, hand: Hand) -> None:
+    body, key = {"model": MODEL, "prompt": "hello"}, {"Idempotency-Key": "once"}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{api.url}/v1/completions", json=body, headers=key, timeout=0.5)
+    hand.store(hand.claim_next())
+    answer = api.http.post("/v1/completions", json=body, headers=key)
+    assert answer.json()["choices"][0]["text"] == "hello world"
+    assert hand.count_jobs() == 1
+
+
+def test_an_answer_held_longer_than_the_limit_becomes_a_job_to_look_at(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    with running(tmp_path_factory.mktemp("hasty"), redis_url, max_wait_s=0.5) as api:
+        hand = Hand(api.settings)
+        hand.serve()
+        answer = api.http.post("/v1/completions", json={"model": MODEL, "prompt": "hello"})
+        assert (answer.status_code, answer.json()["state"]) == (202, "queued")
+        assert answer.headers["location"] == f"/v1/jobs/{answer.json()['id']}"
+        streamed = api.http.post("/v1/completions", json={"model": MODEL, "prompt": "hello", "stream": True})
+        assert '"error"' in streamed.text
+        assert "[DONE]" not in streamed.text
+        hand.close()

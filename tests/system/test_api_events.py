@@ -1,0 +1,113 @@
+"""Can a job be followed as it runs, from anywhere, without missing or repeating an event?"""
+
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+from edge import Api, Hand
+
+KINDS_OF_A_CAPTURE = ["state", "state", "output", "receipt", "state", "done"]
+
+
+def parse(text: str) -> list[dict[str, Any]]:
+    """The server-sent events of a body, comments left out."""
+    found = []
+    for block in text.split("\n\n"):
+        fields = dict(line.split(": ", 1) for line in block.splitlines() if line and not line.startswith(":"))
+        if fields:
+            found.append({"id": fields["id"], "event": fields["event"], "data": json.loads(fields["data"])})
+    return found
+
+
+def test_the_events_of_a_job_come_in_order_and_end_after_done(api: Api, hand: Hand) -> None:
+    job_id = api.submit(capture={"layers": [0]})
+    hand.finish(job_id)
+    answer = api.http.get(f"/v1/jobs/{job_id}/events")
+    events = parse(answer.text)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert [event["event"] for event in events] == KINDS_OF_A_CAPTURE
+    assert events[-1]["data"] == {"state": "succeeded", "attempt": 1}
+    assert [event["data"]["state"] for event in events if event["event"] == "state"] == ["queued", "running", "succeeded"]
+
+
+def test_events_arrive_while_the_job_runs(api: Api, hand: Hand) -> None:
+    job_id = api.submit()
+    with httpx.stream("GET", f"{api.url}/v1/jobs/{job_id}/events", timeout=10) as answer:
+        lines = answer.iter_lines()
+        assert next(line for line in lines if line.startswith("data")) == 'data: {"state":"queued","attempt":0}'
+        claim = hand.claim(job_id)
+        assert "running" in next(line for line in lines if line.startswith("data"))
+        hand.say(claim, "hello")
+        assert '"text":"hello"' in next(line for line in lines if line.startswith("data"))
+        hand.store(claim)
+        assert [line for line in lines if line.startswith("event")][-1] == "event: done"
+
+
+def test_a_broken_connection_resumes_behind_the_last_event_seen(api: Api, hand: Hand) -> None:
+    job_id = api.submit(capture={"layers": [0]})
+    hand.finish(job_id)
+    whole = parse(api.http.get(f"/v1/jobs/{job_id}/events").text)
+    for seen in range(1, len(whole)):
+        rest = api.http.get(f"/v1/jobs/{job_id}/events", headers={"Last-Event-ID": whole[seen - 1]["id"]})
+        assert parse(rest.text) == whole[seen:]
+
+
+def test_resuming_behind_done_is_204_so_that_a_browser_stops(api: Api, hand: Hand) -> None:
+    job_id = api.submit()
+    hand.finish(job_id)
+    last = parse(api.http.get(f"/v1/jobs/{job_id}/events").text)[-1]["id"]
+    assert api.http.get(f"/v1/jobs/{job_id}/events", headers={"Last-Event-ID": last}).status_code == 204
+
+
+def test_a_stream_survives_a_restart_of_the_api_by_resuming(api: Api, hand: Hand) -> None:
+    job_id = api.submit()
+    seen: list[dict[str, Any]] = []
+    with httpx.stream("GET", f"{api.url}/v1/jobs/{job_id}/events", timeout=10) as answer:
+        text = ""
+        for chunk in answer.iter_text():
+            text += chunk
+            if text.endswith("\n\n"):
+                break
+        seen += parse(text)
+    hand.finish(job_id)
+    rest = api.http.get(f"/v1/jobs/{job_id}/events", headers={"Last-Event-ID": seen[-1]["id"]})
+    ids = [event["id"] for event in seen + parse(rest.text)]
+    assert len(ids) == len(set(ids)) == 5
+    assert ids == sorted(ids, key=lambda text: [int(part) for part in text.split("-")])
+
+
+@pytest.mark.parametrize("header", ["x", "12", "1-2-3", "0-0; DROP", "9" * 400])
+def test_an_id_that_is_none_of_ours_is_refused(api: Api, hand: Hand, header: str) -> None:
+    answer = api.http.get(f"/v1/jobs/{api.submit()}/events", headers={"Last-Event-ID": header})
+    assert (answer.status_code, answer.json()["field"]) == (400, "Last-Event-ID")
+
+
+# field case 38
+def test_followers_that_went_away_leave_nothing_waiting(api: Api, hand: Hand) -> None:
+    job_id = api.submit()
+
+    def follow_and_leave(_: int) -> None:
+        with httpx.stream("GET", f"{api.url}/v1/jobs/{job_id}/events", timeout=10) as answer:
+            next(answer.iter_lines())
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(follow_and_leave, range(8)))
+    assert held(api) == 0
+    hand.finish(job_id)
+    assert api.view(job_id)["state"] == "succeeded"
+
+
+def held(api: Api, tries: int = 50) -> int:
+    """How many calls wait in the API, once that has settled."""
+    import time
+
+    for _ in range(tries):
+        found = re.search(r"^midstream_held_responses (\S+)$", api.http.get("/metrics").text, re.MULTILINE)
+        assert found
+        if (waiting := int(float(found[1]))) == 0:
+            return 0
+        time.sleep(0.1)
+    return waiting

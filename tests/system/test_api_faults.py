@@ -1,0 +1,242 @@
+"""Does nothing accepted get lost, and does no client hang or hear a lie, when Redis or the API goes away?"""
+
+import re
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+from edge import MODEL, Api, Hand, running
+
+from midstream.broker import redis_server
+from midstream.schemas.errors import MidstreamError
+
+BODY = {"model": MODEL, "prompts": ["hello there"]}
+
+
+@pytest.fixture
+def own_redis(tmp_path: Path) -> Iterator[redis_server.RedisServer]:
+    """A Redis that the test may kill."""
+    server = redis_server.start(tmp_path / "redis")
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def own_api(own_redis: redis_server.RedisServer, tmp_path: Path) -> Iterator[Api]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    api = Api(api_settings(own_redis, tmp_path, port), tmp_path / "api.log")
+    yield api
+    if api.process.poll() is None:
+        api.stop()
+
+
+def api_settings(server: redis_server.RedisServer, directory: Path, port: int):  # type: ignore[no-untyped-def]
+    from midstream.schemas.settings import Settings
+
+    return Settings(data_dir=str(directory), redis_url=server.url, api_port=port, lease_s=300.0)
+
+
+@pytest.fixture
+def own_hand(own_api: Api) -> Iterator[Hand]:
+    hand = Hand(own_api.settings)
+    hand.serve()
+    yield hand
+    hand.close()
+
+
+def again(server: redis_server.RedisServer) -> redis_server.RedisServer:
+    return redis_server.start(server.directory, port=server.port)
+
+
+# field case 39
+def test_while_redis_is_away_everything_is_503_and_nothing_is_accepted(
+    own_redis: redis_server.RedisServer, own_api: Api, own_hand: Hand
+) -> None:
+    job_id = own_api.submit()
+    own_redis.kill()
+    assert own_api.http.get("/healthz").status_code == 200, "the process itself is well"
+    ready = own_api.http.get("/readyz")
+    assert (ready.status_code, ready.json()["ready"]) == (503, False)
+    assert "redis" in ready.json()["missing"][0]
+    for answer in (
+        own_api.http.post("/v1/jobs", json=BODY),
+        own_api.http.post("/v1/completions", json={"model": MODEL, "prompt": "hello"}),
+        own_api.http.get("/v1/jobs"),
+        own_api.http.get(f"/v1/jobs/{job_id}/result"),
+        own_api.http.post(f"/v1/jobs/{job_id}/cancel"),
+    ):
+        assert (answer.status_code, answer.json()["type"]) == (503, "urn:midstream:unavailable"), answer.text
+        assert answer.headers["content-type"] == "application/problem+json"
+        assert int(answer.headers["retry-after"]) >= 1
+    assert own_api.http.get("/metrics").status_code == 200
+    server = again(own_redis)
+    try:
+        assert own_hand.count_jobs() == 1, "what was refused is not there, what was accepted is"
+        assert own_api.http.post("/v1/jobs", json=BODY).status_code == 202
+    finally:
+        server.stop()
+
+
+# field case 37, 38
+def test_a_held_answer_outlives_a_restart_of_redis(own_redis: redis_server.RedisServer, own_api: Api, own_hand: Hand) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        completion = pool.submit(own_api.http.post, "/v1/completions", json={"model": MODEL, "prompt": "hello"})
+        claim = own_hand.claim_next()
+        poll = pool.submit(own_api.http.get, f"/v1/jobs/{claim.job.id}", params={"wait": 25})
+        time.sleep(0.3)
+        own_redis.kill()
+        time.sleep(1.0)
+        server = again(own_redis)
+        try:
+            own_hand.store(claim)
+            assert completion.result(timeout=15).json()["choices"][0]["text"] == "hello world"
+            assert poll.result(timeout=15).json()["state"] == "succeeded"
+        finally:
+            server.stop()
+
+
+def test_a_stream_outlives_a_restart_of_redis(own_redis: redis_server.RedisServer, own_api: Api, own_hand: Hand) -> None:
+    body = {"model": MODEL, "prompt": "hello", "stream": True}
+    with ThreadPoolExecutor(1) as pool:
+        stream = pool.submit(own_api.http.post, "/v1/completions", json=body)
+        claim = own_hand.claim_next()
+        own_hand.say(claim, "hello")
+        time.sleep(0.3)
+        own_redis.kill()
+        server = again(own_redis)
+        try:
+            own_hand.say(claim, " world")
+            own_hand.store(claim)
+            text = stream.result(timeout=15).text
+        finally:
+            server.stop()
+    assert re.findall(r'"text":"([^"]*)"', text) == ["hello", " world", ""]
+    assert text.endswith("data: [DONE]\n\n")
+
+
+# field case 37
+def test_a_killed_api_loses_no_job_and_another_one_tells_of_it(own_api: Api, own_hand: Hand) -> None:
+    ids = [own_api.submit() for _ in range(10)]
+    own_api.kill()
+    own_hand.finish(ids[3])
+    own_api.start()
+    listed = own_api.http.get("/v1/jobs").json()["jobs"]
+    assert {job["id"] for job in listed} == set(ids)
+    assert own_api.view(ids[3])["state"] == "succeeded"
+
+
+# field case 38
+def test_an_api_that_is_stopped_answers_those_it_holds_and_ends_at_once(own_api: Api, own_hand: Hand) -> None:
+    job_id = own_api.submit()
+    with ThreadPoolExecutor(4) as pool:
+        poll = pool.submit(own_api.http.get, f"/v1/jobs/{job_id}", params={"wait": 25})
+        completion = pool.submit(own_api.http.post, "/v1/completions", json={"model": MODEL, "prompt": "hello"})
+        stream = pool.submit(own_api.http.post, "/v1/completions", json={"model": MODEL, "prompt": "hello", "stream": True})
+        events = pool.submit(own_api.http.get, f"/v1/jobs/{job_id}/events")
+        deadline = time.monotonic() + 10
+        while own_hand.count_jobs() < 3 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(0.3)
+        before = time.monotonic()
+        own_api.process.send_signal(signal.SIGTERM)
+        assert poll.result().json()["state"] == "queued"
+        assert completion.result().status_code == 202, "the job goes on: this is where to look"
+        assert "server is stopping" in stream.result().text
+        assert "event: done" not in events.result().text
+        own_api.process.wait(10)
+        assert time.monotonic() - before < 4
+    assert own_hand.count_jobs() == 3
+
+
+# field case 38
+def test_a_client_that_leaves_while_its_job_is_made_leaves_a_job_that_runs(api: Api, hand: Hand) -> None:
+    host, port = api.url.removeprefix("http://").split(":")
+    raw = b'{"model":"tiny","prompts":["hello there"]}'
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(
+            b"POST /v1/jobs HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(raw) + raw
+        )
+    claim = hand.claim_next()
+    hand.store(claim)
+    assert api.view(claim.job.id)["state"] == "succeeded"
+
+
+def test_a_client_that_leaves_in_the_middle_of_its_body_makes_nothing(api: Api, hand: Hand) -> None:
+    host, port = api.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(b'POST /v1/jobs HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 500\r\n\r\n{"model":')
+    time.sleep(0.3)
+    assert hand.count_jobs() == 0
+    assert "Traceback" not in api.log()
+
+
+# field case 38
+def test_held_answers_whose_clients_left_do_not_pile_up(api: Api, hand: Hand) -> None:
+    job_id = api.submit()
+
+    def ask_and_leave(_: int) -> None:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.get(f"{api.url}/v1/jobs/{job_id}", params={"wait": 300}, timeout=0.4)
+
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(ask_and_leave, range(32)))
+    deadline = time.monotonic() + 5
+    while waiting(api) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert waiting(api) == 0
+
+
+def waiting(api: Api) -> int:
+    found = re.search(r"^midstream_held_responses (\S+)$", api.http.get("/metrics").text, re.MULTILINE)
+    assert found
+    return int(float(found[1]))
+
+
+def test_a_job_that_celery_did_not_get_is_accepted_and_left_to_the_sweeper(api: Api, hand: Hand) -> None:
+    """The ledger is the truth: what it has committed is accepted, with or without a message."""
+    from midstream.broker.celery_app import lists_of, queue_of
+
+    with hand._redis as client:
+        for name in lists_of(queue_of(MODEL)):
+            client.set(name, "not a list")  # every push fails
+        answer = api.http.post("/v1/jobs", json=BODY)
+        for name in lists_of(queue_of(MODEL)):
+            client.delete(name)
+    assert answer.status_code == 202
+    assert answer.json()["id"] in api.log(), "and the log says that the sweeper has to"
+    assert hand.view(answer.json()["id"]).state == "queued"
+
+
+def test_a_worker_that_is_ill_is_not_ready_and_says_why(api: Api, hand: Hand) -> None:
+    assert api.http.get("/readyz").json()["models"] == [MODEL]
+    hand.do(hand.ledger.heartbeat(hand.sign(healthy=False, detail="ranks disagree")))
+    answer = api.http.get("/readyz")
+    assert answer.status_code == 503
+    assert "ranks disagree" in answer.json()["missing"][0]
+
+
+def test_without_a_live_worker_jobs_are_accepted_and_the_service_is_not_ready(api: Api, hand: Hand) -> None:
+    with hand._redis as client:
+        client.delete(f"ms:alive:{hand.worker}")
+    assert api.http.get("/readyz").status_code == 503
+    assert api.http.post("/v1/jobs", json=BODY).status_code == 202
+
+
+def test_failures_that_a_worker_reports_keep_their_status(api: Api, hand: Hand) -> None:
+    for kind, status in [("receipts_timed_out", 504), ("worker_lost", 500), ("engine_failed", 500)]:
+        claim = hand.claim(api.submit())
+        hand.fail(claim, MidstreamError(kind, "so it was").problem())
+        assert api.http.get(f"/v1/jobs/{claim.job.id}/result").status_code == status
+
+
+def test_a_second_api_on_the_same_port_says_which_setting_is_wrong(api: Api, tmp_path: Path) -> None:
+    port = int(api.url.rpartition(":")[2])
+    with pytest.raises(AssertionError, match="MIDSTREAM_API_PORT"), running(tmp_path, api.settings.redis_url, api_port=port):
+        pass

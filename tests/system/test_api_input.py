@@ -1,0 +1,242 @@
+"""Is every bad input a problem document that names the field, before anything reaches ledger, queue or engine?"""
+
+import base64
+import json
+import socket
+import struct
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import redis
+from edge import HIDDEN, LAYERS, LONGEST, MODEL, WORDS, Api, Hand, running
+
+import midstream
+
+BODY: dict[str, Any] = {"model": MODEL, "prompts": ["hello there"]}
+JSON = {"Content-Type": "application/json"}
+
+
+def vector(values: list[float], dtype: str = "float32", shape: list[int] | None = None) -> dict[str, Any]:
+    raw = struct.pack(f"<{len(values)}{'f' if dtype == 'float32' else 'e'}", *values)
+    return {"dtype": dtype, "shape": [len(values)] if shape is None else shape, "data": base64.b64encode(raw).decode()}
+
+
+def steering(**changes: Any) -> dict[str, Any]:
+    return {"steering": [{"layers": [1], "vector": vector([1.0] * HIDDEN)} | changes]}
+
+
+def capture(**changes: Any) -> dict[str, Any]:
+    return {"capture": changes}
+
+
+def sampling(**changes: Any) -> dict[str, Any]:
+    return {"sampling": changes}
+
+
+#: What is wrong → (what replaces the good body's fields, status, field named).
+BAD: dict[str, tuple[dict[str, Any], int, str]] = {
+    "unknown model": ({"model": "nobody"}, 404, "model"),
+    "model missing": ({"model": None}, 400, "model"),
+    "unknown field": ({"promts": []}, 400, "promts"),
+    "unknown field inside": (capture(layer=3), 400, "capture.layer"),
+    "no prompts": ({"prompts": []}, 400, "prompts"),
+    "empty text": ({"prompts": ["hello", ""]}, 400, "prompts[1]"),
+    "empty token ids": ({"prompts": [[]]}, 400, "prompts[0]"),
+    "token id outside the vocabulary": ({"prompts": ["hello", [1, len(WORDS)]]}, 400, "prompts[1][1]"),
+    "negative token id": ({"prompts": [[-1]]}, 400, "prompts[0][0]"),
+    "token id of another type": ({"prompts": [[1, "2"]]}, 400, "prompts[0][1]"),
+    "prompt longer than the model": ({"prompts": ["a " * LONGEST]}, 400, "prompts[0]"),
+    "prompt and output longer than the model": (sampling(max_tokens=LONGEST), 400, "sampling.max_tokens"),
+    "number as text": (sampling(max_tokens="4"), 400, "sampling.max_tokens"),
+    "nothing to generate": (sampling(max_tokens=0), 400, "sampling.max_tokens"),
+    "temperature below zero": (sampling(temperature=-1), 400, "sampling.temperature"),
+    "seed beyond 64 bits": (sampling(seed=2**64), 400, "sampling.seed"),
+    "empty stop": (sampling(stop=["a", ""]), 400, "sampling.stop[1]"),
+    "stop token outside the vocabulary": (sampling(stop_token_ids=[10**30]), 400, "sampling.stop_token_ids[0]"),
+    "top_k beyond the vocabulary": (sampling(top_k=10**9), 400, "sampling.top_k"),
+    "metadata too long": ({"metadata": {"a": "x" * 1000}}, 400, "metadata.a"),
+    "layer out of range": (capture(layers=[0, LAYERS]), 400, "capture.layers"),
+    "layer out of range from the end": (capture(layers=-LAYERS - 1), 400, "capture.layers"),
+    "range of layers out of range": (capture(layers=f"0-{LAYERS}"), 400, "capture.layers"),
+    "layers backwards": (capture(layers="3-1"), 400, "capture.layers"),
+    "layers by no known name": (capture(layers="middle"), 400, "capture.layers"),
+    "no layer": (capture(layers=[]), 400, "capture.layers"),
+    "layer as text": (capture(layers=["1"]), 400, "capture.layers[0]"),
+    "position beyond the prompt": (capture(positions=[3]), 400, "capture.positions"),
+    "position by no known name": (capture(positions="first"), 400, "capture.positions"),
+    "no position": (capture(positions=[]), 400, "capture.positions"),
+    "unknown hook": (capture(hook="pre_mlp"), 400, "capture.hook"),
+    "tag that leaves the root": (capture(tag="../x"), 400, "capture.tag"),
+    "tag with a folder": (capture(tag="a/b"), 400, "capture.tag"),
+    "tag with a line break": (capture(tag="a\n"), 400, "capture.tag"),
+    "empty tag": (capture(tag=""), 400, "capture.tag"),
+    "steered layer out of range": (steering(layers="all-"), 400, "steering[0].layers"),
+    "steered position beyond the prompt": (steering(positions=[-4]), 400, "steering[0].positions"),
+    "vector too wide": (steering(vector=vector([1.0] * 9)), 400, "steering[0].vector.shape"),
+    "vector of two dimensions": (steering(vector=vector([1.0] * 8, shape=[2, 4])), 400, "steering[0].vector.shape"),
+    "vector shorter than its shape": (steering(vector=vector([1.0] * 7, shape=[8])), 400, "steering[0].vector"),
+    "NaN in the vector": (steering(vector=vector([0.0] * 7 + [float("nan")])), 400, "steering[0].vector.data"),
+    "infinity in the vector": (steering(vector=vector([float("inf")] + [0.0] * 7, "float16")), 400, "steering[0].vector.data"),
+    "scale that overflows": (steering(scale=1e39), 400, "steering[0].scale"),
+    "vector of an unknown dtype": (steering(vector={"dtype": "int8", "shape": [8], "data": ""}), 400, "steering[0].vector.dtype"),
+    "vector that is not base64": (steering(vector={"dtype": "float32", "shape": [8], "data": "*"}), 400, "steering[0].vector.data"),
+    "steering that is no list": ({"steering": {}}, 400, "steering"),
+}
+
+
+# field case 27
+@pytest.mark.parametrize("what", BAD)
+def test_a_bad_job_is_refused_by_the_field_at_fault_and_leaves_nothing_behind(api: Api, hand: Hand, what: str) -> None:
+    changes, status, field = BAD[what]
+    body = {name: value for name, value in {**BODY, **changes}.items() if value is not None}
+    answer = api.http.post("/v1/jobs", json=body)
+    assert answer.headers["content-type"] == "application/problem+json", answer.text
+    assert (answer.status_code, answer.json()["status"], answer.json()["field"]) == (status, status, field), answer.text
+    assert len(answer.json()["detail"]) > 8
+    with redis.Redis.from_url(api.settings.redis_url) as client:
+        assert [name for name in client.keys("ms:job:*")] == []
+
+
+def test_a_position_beyond_one_of_the_prompts_names_that_prompt(api: Api, hand: Hand) -> None:
+    answer = api.http.post("/v1/jobs", json={**BODY, "prompts": ["a b c d", "a"], **capture(positions=[4])})
+    assert answer.json()["field"] == "capture.positions"
+    assert "prompt 1" in answer.json()["detail"]
+    assert "2 tokens" in answer.json()["detail"]
+
+
+def test_an_unknown_model_is_answered_with_those_that_are_served(api: Api, hand: Hand) -> None:
+    assert api.http.post("/v1/jobs", json={**BODY, "model": "gpt"}).json()["allowed"] == MODEL
+
+
+def test_before_any_model_is_known_a_job_may_be_tried_again_later(api: Api) -> None:
+    answer = api.http.post("/v1/jobs", json=BODY)
+    assert (answer.status_code, answer.json()["field"]) == (503, "model")
+    assert int(answer.headers["retry-after"]) >= 1
+
+
+@pytest.mark.parametrize("body", [b"{", b"", b"null", b"[]", b"\xff\xfe", b'{"model":"\\ud800"}', b'{"model":"tiny"} x', b"[" * 100_000])
+def test_a_body_that_is_not_a_json_object_is_400(api: Api, hand: Hand, body: bytes) -> None:
+    answer = api.http.post("/v1/jobs", content=body, headers=JSON)
+    assert (answer.status_code, answer.headers["content-type"]) == (400, "application/problem+json")
+    assert answer.json()["type"] == "urn:midstream:invalid_request"
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "application/msgpack", "application/octet-stream"])
+def test_another_content_type_is_415(api: Api, hand: Hand, kind: str) -> None:
+    answer = api.http.post("/v1/jobs", content=json.dumps(BODY), headers={"Content-Type": kind})
+    assert (answer.status_code, answer.json()["field"], answer.json()["allowed"]) == (415, "Content-Type", "application/json")
+
+
+def test_json_with_a_charset_is_json(api: Api, hand: Hand) -> None:
+    answer = api.http.post("/v1/jobs", content=json.dumps(BODY), headers={"Content-Type": "application/json; charset=utf-8"})
+    assert answer.status_code == 202
+
+
+def test_a_wrong_method_is_405_and_names_the_right_ones(api: Api, hand: Hand) -> None:
+    answer = api.http.put("/v1/jobs", json=BODY)
+    assert (answer.status_code, answer.headers["content-type"]) == (405, "application/problem+json")
+    assert "POST" in answer.headers["allow"]
+
+
+def test_an_unknown_path_is_404_as_a_problem(api: Api) -> None:
+    answer = api.http.get("/v1/nothing/here")
+    assert (answer.status_code, answer.headers["content-type"]) == (404, "application/problem+json")
+
+
+@pytest.mark.parametrize("key", ["", "é" * 3, "x" * 300])
+def test_an_idempotency_key_that_cannot_be_one_is_refused(api: Api, hand: Hand, key: str) -> None:
+    answer = api.http.post("/v1/jobs", json=BODY, headers=[(b"Idempotency-Key", key.encode())])
+    assert (answer.status_code, answer.json()["field"]) == (400, "Idempotency-Key")
+
+
+@pytest.mark.parametrize("wait", ["soon", "-1", "nan"])
+def test_a_wait_that_is_no_time_is_refused(api: Api, hand: Hand, wait: str) -> None:
+    answer = api.http.get(f"/v1/jobs/{api.submit()}", params={"wait": wait})
+    assert (answer.status_code, answer.json()["field"]) == (400, "wait")
+
+
+@pytest.fixture(scope="module")
+def small(redis_session: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with running(tmp_path_factory.mktemp("small"), redis_session.url, max_body_mib=1) as api:
+        yield api
+
+
+@pytest.mark.parametrize("mib", [1.1, 3])
+def test_a_body_over_the_limit_is_413_whether_or_not_its_length_is_announced(small: Api, mib: float) -> None:
+    body = b'{"model":"' + b"x" * int(mib * 1024 * 1024) + b'"}'
+    announced = small.http.post("/v1/jobs", content=body, headers=JSON)
+    chunked = small.http.post("/v1/jobs", content=iter([body[: 512 * 1024], body[512 * 1024 :]]), headers=JSON)
+    for answer in (announced, chunked):
+        assert (answer.status_code, answer.headers["content-type"]) == (413, "application/problem+json")
+        assert str(1024 * 1024) in answer.json()["allowed"]
+
+
+def test_a_body_announced_as_huge_is_413_before_it_is_sent(small: Api) -> None:
+    host, port = small.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        connection.sendall(
+            b"POST /v1/jobs HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Expect: 100-continue\r\nContent-Length: 99999999999\r\n\r\n"
+        )
+        assert connection.recv(64).startswith(b"HTTP/1.1 413")
+
+
+# field case 42
+def test_a_pickle_is_refused_wherever_it_is_put_and_never_run(api: Api, hand: Hand, tmp_path: Path) -> None:
+    mark = tmp_path / "ran"
+    bomb = b"cposix\nsystem\n(S'touch " + str(mark).encode() + b"'\ntR."
+    wrapped = {"dtype": "float32", "shape": [HIDDEN], "data": base64.b64encode(bomb).decode()}
+    answers = [
+        api.http.post("/v1/jobs", content=bomb, headers=JSON),
+        api.http.post("/v1/jobs", content=bomb, headers={"Content-Type": "application/octet-stream"}),
+        api.http.post("/v1/jobs", json={**BODY, **steering(vector=wrapped)}),
+        api.http.post("/v1/jobs", json={**BODY, **steering(vector={"pickle": base64.b64encode(bomb).decode()})}),
+    ]
+    assert [answer.status_code for answer in answers] == [400, 415, 400, 400]
+    assert not mark.exists()
+
+
+# field case 41, 42
+@pytest.mark.parametrize("field", ["webhook", "callback_url", "hooks_fn", "vector_path"])
+def test_nothing_is_called_back_loaded_or_run_because_a_body_names_it(api: Api, hand: Hand, field: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as trap:
+        trap.settimeout(0.3)
+        target = f"http://127.0.0.1:{trap.getsockname()[1]}/x"
+        top = api.http.post("/v1/jobs", json={**BODY, field: target})
+        inside = api.http.post("/v1/jobs", json={**BODY, **steering(**{field: target})})
+        assert (top.status_code, top.json()["field"]) == (400, field)
+        assert (inside.status_code, inside.json()["field"]) == (400, f"steering[0].{field}")
+        with pytest.raises(TimeoutError):
+            trap.accept()
+
+
+# field case 42
+def test_a_vector_given_as_a_path_is_refused(api: Api, hand: Hand) -> None:
+    answer = api.http.post("/v1/jobs", json={**BODY, **steering(vector="/etc/passwd")})
+    assert (answer.status_code, answer.json()["field"]) == (400, "steering[0].vector")
+
+
+# field case 43
+@pytest.mark.parametrize(("method", "path"), [("GET", "/healthz"), ("GET", "/nothing"), ("PUT", "/v1/jobs"), ("GET", "/v1/jobs/job_x")])
+def test_every_answer_names_the_servers_version(api: Api, method: str, path: str) -> None:
+    assert api.http.request(method, path).headers["x-midstream-version"] == midstream.__version__
+
+
+def test_a_template_error_never_shows_a_traceback(api: Api, hand: Hand) -> None:
+    answer = api.http.post("/v1/chat/completions", json={"model": MODEL, "messages": [{"role": "assistant", "content": "hello"}]})
+    assert (answer.status_code, answer.json()["field"]) == (400, "messages")
+    assert "the user begins" in answer.json()["detail"]
+    assert "Traceback" not in api.log()
+
+
+def test_a_failure_of_ours_is_a_numbered_500_without_its_reason(api: Api, hand: Hand) -> None:
+    job_id = api.submit()
+    with redis.Redis.from_url(api.settings.redis_url) as client:
+        client.hset(f"ms:job:{job_id}", "version", "not a number: secret")
+    answer = httpx.get(f"{api.url}/v1/jobs/{job_id}")
+    assert (answer.status_code, answer.json()["type"]) == (500, "urn:midstream:internal")
+    assert "secret" not in answer.text
+    number = answer.json()["detail"].split()[-1]
+    assert f"failure {number}" in api.log()

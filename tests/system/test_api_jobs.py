@@ -1,0 +1,295 @@
+"""Does the job API keep its promises: accept durably, tell the truth about a job, hold answers, never turn failure into success?"""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import redis
+from edge import MODEL, Api, Hand, running
+
+from midstream.broker.celery_app import lists_of, queue_of
+from midstream.schemas.errors import MidstreamError
+
+BODY = {"model": MODEL, "prompts": ["hello there"]}
+
+
+def test_a_submitted_job_is_committed_queued_and_located(api: Api, hand: Hand) -> None:
+    answer = api.http.post("/v1/jobs", json={**BODY, "metadata": {"who": "me"}})
+    view = answer.json()
+    assert answer.status_code == 202
+    assert answer.headers["location"] == f"/v1/jobs/{view['id']}"
+    assert int(answer.headers["retry-after"]) >= 1
+    assert answer.headers["etag"] == f'"{view["version"]}"'
+    assert view["state"] == "queued"
+    assert view["metadata"] == {"who": "me"}
+    with redis.Redis.from_url(api.settings.redis_url) as client:
+        waiting = [message for name in lists_of(queue_of(MODEL)) for message in client.lrange(name, 0, -1)]
+    assert len(waiting) == 1
+    assert b"hello" not in waiting[0], "a message carries the job's id and nothing else"
+    stored = hand.job(view["id"]).prompts[0]
+    assert (stored.token_ids, stored.text) == ([1, 2, 3], "hello there"), "BOS as the tokenizer adds it, nothing truncated"
+
+
+def test_a_prompt_of_token_ids_is_taken_as_it_is(api: Api, hand: Hand) -> None:
+    job_id = api.submit(prompts=[[4, 5, 6]])
+    assert hand.job(job_id).prompts[0].token_ids == [4, 5, 6]
+
+
+def test_a_long_prompt_is_not_cut_by_the_tokenizers_saved_truncation(api: Api, hand: Hand) -> None:
+    job_id = api.submit(prompts=["a " * 10])
+    assert len(hand.job(job_id).prompts[0].token_ids) == 11
+
+
+def test_steering_and_capture_are_stored_resolved_per_prompt(api: Api, hand: Hand) -> None:
+    vector = {"dtype": "float32", "shape": [8], "data": "AACAPwAAgD8AAIA/AACAPwAAgD8AAIA/AACAPwAAgD8="}
+    job_id = api.submit(
+        prompts=["hello there", "a b c d"],
+        capture={"layers": "1-2", "positions": [-1, 0], "tag": "run1"},
+        steering=[{"layers": -1, "vector": vector, "scale": 2.0, "positions": [-2]}],
+    )
+    job = hand.job(job_id)
+    assert [stored.positions for stored in job.captures] == [[0, 2], [0, 4]]
+    assert job.captures[0].layers == [1, 2]
+    assert [entries[0].positions for entries in job.steering] == [[1], [3]]
+    assert job.steering[0][0].layers == [3]
+    kept = hand.do(hand.ledger.get_tensor(job.steering[0][0].vector))
+    assert kept.shape == [8]
+
+
+# field case 40
+def test_ids_are_long_random_and_never_the_clients(api: Api, hand: Hand) -> None:
+    ids = {api.submit() for _ in range(20)}
+    assert len(ids) == 20
+    assert all(job_id.startswith("job_") and len(job_id) >= 4 + 26 for job_id in ids)
+    assert len({job_id[-26:] for job_id in ids}) == 20
+    refused = api.http.post("/v1/jobs", json={**BODY, "id": "job_mine"})
+    assert (refused.status_code, refused.json()["field"]) == (400, "id")
+
+
+def test_the_same_idempotency_key_and_body_is_the_same_job(api: Api, hand: Hand) -> None:
+    first, again = (api.http.post("/v1/jobs", json=BODY, headers={"Idempotency-Key": "k1"}) for _ in range(2))
+    assert (first.status_code, again.status_code) == (202, 202)
+    assert first.json()["id"] == again.json()["id"]
+    assert hand.count_jobs() == 1
+
+
+def test_concurrent_submissions_under_one_key_make_one_job(api: Api, hand: Hand) -> None:
+    def submit(_: int) -> str:
+        return str(api.http.post("/v1/jobs", json=BODY, headers={"Idempotency-Key": "k2"}).json()["id"])
+
+    with ThreadPoolExecutor(8) as pool:
+        assert len(set(pool.map(submit, range(16)))) == 1
+    assert hand.count_jobs() == 1
+
+
+def test_an_idempotency_key_under_another_body_is_refused(api: Api, hand: Hand) -> None:
+    api.http.post("/v1/jobs", json=BODY, headers={"Idempotency-Key": "k3"})
+    other = api.http.post("/v1/jobs", json={**BODY, "prompts": ["a"]}, headers={"Idempotency-Key": "k3"})
+    assert (other.status_code, other.json()["field"]) == (422, "Idempotency-Key")
+
+
+def test_prefer_wait_answers_200_with_the_result_when_the_job_ends_in_time(api: Api, hand: Hand) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        held = pool.submit(api.http.post, "/v1/jobs", json=BODY, headers={"Prefer": "wait=20"})
+        claim = hand.claim_next()
+        time.sleep(0.2)
+        assert not held.done()
+        hand.store(claim)
+        answer = held.result()
+    assert answer.status_code == 200
+    assert answer.headers["preference-applied"] == "wait=20"
+    assert answer.json()["outputs"][0]["text"] == "hello world"
+
+
+def test_prefer_wait_answers_202_when_the_job_does_not_end_in_time(api: Api, hand: Hand) -> None:
+    before = time.monotonic()
+    answer = api.http.post("/v1/jobs", json=BODY, headers={"Prefer": "respond-async, wait=1"})
+    assert answer.status_code == 202
+    assert 0.9 < time.monotonic() - before < 5
+    assert answer.json()["state"] == "queued"
+
+
+@pytest.mark.parametrize("prefer", ["respond-async", "handling=lenient", "wait=soon"])
+def test_without_a_readable_wait_submission_does_not_wait(api: Api, hand: Hand, prefer: str) -> None:
+    answer = api.http.post("/v1/jobs", json=BODY, headers={"Prefer": prefer})
+    assert answer.status_code == 202
+    assert "preference-applied" not in answer.headers
+
+
+# field case 39
+def test_prefer_wait_on_a_job_that_fails_answers_its_problem_and_not_success(api: Api, hand: Hand) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        held = pool.submit(api.http.post, "/v1/jobs", json=BODY, headers={"Prefer": "wait=20"})
+        claim = hand.claim_next()
+        hand.fail(claim, MidstreamError("engine_failed", "out of memory").problem())
+        answer = held.result()
+    assert answer.status_code == 500
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert answer.json()["type"] == "urn:midstream:engine_failed"
+    assert answer.json()["instance"] == f"/v1/jobs/{claim.job.id}"
+
+
+def test_a_long_poll_returns_when_the_job_is_over(api: Api, hand: Hand) -> None:
+    job_id = api.submit()
+    with ThreadPoolExecutor(1) as pool:
+        poll = pool.submit(api.view, job_id, wait=20)
+        time.sleep(0.3)
+        assert not poll.done()
+        before = time.monotonic()
+        hand.finish(job_id)
+        assert poll.result()["state"] == "succeeded"
+        assert time.monotonic() - before < 2
+
+
+def test_a_long_poll_of_a_job_that_stays_returns_at_its_timeout(api: Api, hand: Hand) -> None:
+    before = time.monotonic()
+    assert api.view(api.submit(), wait=0.5)["state"] == "queued"
+    assert 0.4 < time.monotonic() - before < 5
+
+
+def test_an_unchanged_job_is_304_and_a_changed_one_has_another_etag(api: Api, hand: Hand) -> None:
+    job_id = api.submit()
+    first = api.http.get(f"/v1/jobs/{job_id}")
+    same = api.http.get(f"/v1/jobs/{job_id}", headers={"If-None-Match": first.headers["etag"]})
+    weak = api.http.get(f"/v1/jobs/{job_id}", headers={"If-None-Match": f'"x", W/{first.headers["etag"]}'})
+    assert (same.status_code, same.content, weak.status_code) == (304, b"", 304)
+    hand.finish(job_id)
+    later = api.http.get(f"/v1/jobs/{job_id}", headers={"If-None-Match": first.headers["etag"]})
+    assert later.status_code == 200
+    assert later.headers["etag"] != first.headers["etag"]
+
+
+def test_a_long_poll_with_an_etag_returns_at_the_next_change(api: Api, hand: Hand) -> None:
+    job_id = api.submit()
+    etag = api.http.get(f"/v1/jobs/{job_id}").headers["etag"]
+    with ThreadPoolExecutor(1) as pool:
+        poll = pool.submit(api.http.get, f"/v1/jobs/{job_id}", params={"wait": 20}, headers={"If-None-Match": etag})
+        time.sleep(0.3)
+        assert not poll.done()
+        hand.claim(job_id)
+        assert poll.result().json()["state"] == "running"
+
+
+def test_the_list_is_newest_first_pages_and_filters(api: Api, hand: Hand) -> None:
+    ids = [api.submit() for _ in range(5)]
+    hand.finish(ids[2])
+    first = api.http.get("/v1/jobs", params={"limit": 3}).json()
+    second = api.http.get("/v1/jobs", params={"limit": 3, "cursor": first["next"]}).json()
+    assert [job["id"] for job in first["jobs"] + second["jobs"]] == ids[::-1]
+    assert second["next"] is None
+    over = api.http.get("/v1/jobs", params={"state": "succeeded"}).json()["jobs"]
+    assert [job["id"] for job in over] == [ids[2]]
+    assert api.http.get("/v1/jobs", params={"model": "other"}).json()["jobs"] == []
+
+
+@pytest.mark.parametrize(
+    ("parameter", "value"), [("limit", "0"), ("limit", "201"), ("limit", "x"), ("state", "sleeping"), ("cursor", "../")]
+)
+def test_a_wrong_list_parameter_is_named(api: Api, hand: Hand, parameter: str, value: str) -> None:
+    answer = api.http.get("/v1/jobs", params={parameter: value})
+    assert (answer.status_code, answer.json()["field"]) == (400, parameter)
+
+
+def test_the_result_is_409_until_the_job_is_over_and_200_then(api: Api, hand: Hand) -> None:
+    job_id = api.submit()
+    early = api.http.get(f"/v1/jobs/{job_id}/result")
+    assert (early.status_code, early.json()["type"]) == (409, "urn:midstream:conflict")
+    hand.finish(job_id)
+    assert api.http.get(f"/v1/jobs/{job_id}/result").json()["outputs"][0]["text"] == "hello world"
+
+
+# field case 39
+def test_the_result_of_a_failed_job_is_its_problem_with_its_status(api: Api, hand: Hand) -> None:
+    job_id = api.submit(capture={"layers": [0]})
+    claim = hand.claim(job_id)
+    hand.store(claim)
+    hand.receipt(claim, status="error", message="disk full")
+    answer = api.http.get(f"/v1/jobs/{job_id}/result")
+    assert (answer.status_code, answer.json()["type"]) == (500, "urn:midstream:capture_failed")
+    assert "disk full" in answer.json()["detail"]
+    assert answer.headers["x-should-retry"] == "false"
+
+
+def test_the_result_of_a_cancelled_job_is_a_conflict(api: Api, hand: Hand) -> None:
+    job_id = api.submit()
+    cancel = api.http.post(f"/v1/jobs/{job_id}/cancel")
+    assert (cancel.status_code, cancel.json()["state"]) == (202, "aborted")
+    assert api.http.get(f"/v1/jobs/{job_id}/result").status_code == 409
+
+
+def test_a_running_job_that_is_cancelled_is_cancelling_until_the_worker_says_so(api: Api, hand: Hand) -> None:
+    claim = hand.claim(api.submit())
+    assert api.http.post(f"/v1/jobs/{claim.job.id}/cancel").json()["state"] == "cancelling"
+    hand.do(hand.ledger.finish_cancel(claim.job.id, claim.attempt))
+    assert api.view(claim.job.id)["state"] == "cancelled"
+
+
+def test_cancel_of_a_finished_job_is_refused(api: Api, hand: Hand) -> None:
+    job_id = api.submit()
+    hand.finish(job_id)
+    answer = api.http.post(f"/v1/jobs/{job_id}/cancel")
+    assert (answer.status_code, answer.headers["content-type"]) == (409, "application/problem+json")
+
+
+def test_a_result_past_its_retention_is_410(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    with running(tmp_path_factory.mktemp("short"), redis_url, result_ttl_s=1) as api:
+        hand = Hand(api.settings)
+        hand.serve()
+        job_id = api.submit()
+        hand.finish(job_id)
+        time.sleep(1.2)
+        assert api.http.get(f"/v1/jobs/{job_id}/result").status_code == 410
+        assert api.view(job_id)["state"] == "expired"
+        hand.close()
+
+
+@pytest.mark.parametrize("path", ["", "/result", "/events"])
+def test_an_unknown_job_is_404(api: Api, hand: Hand, path: str) -> None:
+    answer = api.http.get(f"/v1/jobs/job_nobody{path}")
+    assert (answer.status_code, answer.headers["content-type"]) == (404, "application/problem+json")
+
+
+def test_cancel_of_an_unknown_job_is_404(api: Api, hand: Hand) -> None:
+    assert api.http.post("/v1/jobs/job_nobody/cancel").status_code == 404
+
+
+# field case 38
+def test_a_held_response_hears_of_a_job_that_ended_while_messages_were_lost(api: Api, hand: Hand) -> None:
+    job_id = api.submit()
+    with ThreadPoolExecutor(1) as pool, redis.Redis.from_url(api.settings.redis_url) as client:
+        poll = pool.submit(api.view, job_id, wait=25)
+        time.sleep(0.3)
+        client.execute_command("CLIENT", "KILL", "TYPE", "pubsub")
+        hand.finish(job_id)
+        assert poll.result(timeout=10)["state"] == "succeeded"
+
+
+# field case 21, 38
+def test_a_job_that_fails_before_anything_was_registered_ends_the_wait_at_once(api: Api, hand: Hand) -> None:
+    job_id = api.submit(capture={"layers": "all"})
+    with ThreadPoolExecutor(1) as pool:
+        poll = pool.submit(api.view, job_id, wait=25)
+        claim = hand.claim(job_id)
+        before = time.monotonic()
+        hand.fail(claim, MidstreamError("intervention_failed", "rank 0: no such vector").problem())
+        assert poll.result()["error"]["detail"] == "rank 0: no such vector"
+        assert time.monotonic() - before < 2
+
+
+def test_many_held_responses_do_not_hold_each_other_up(api: Api, hand: Hand) -> None:
+    ids = [api.submit() for _ in range(30)]
+    with ThreadPoolExecutor(30) as pool:
+        polls = [pool.submit(api.view, job_id, wait=25) for job_id in ids]
+        for job_id in reversed(ids):
+            hand.finish(job_id)
+        assert {poll.result()["state"] for poll in polls} == {"succeeded"}
+
+
+def test_two_apis_tell_the_same_of_a_job(api: Api, hand: Hand, tmp_path_factory: pytest.TempPathFactory) -> None:
+    with running(tmp_path_factory.mktemp("replica"), api.settings.redis_url) as replica:
+        job_id = api.submit()
+        with ThreadPoolExecutor(1) as pool:
+            poll = pool.submit(replica.view, job_id, wait=20)
+            hand.finish(job_id)
+            assert poll.result()["state"] == "succeeded"
+        assert replica.view(job_id) == api.view(job_id)
