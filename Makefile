@@ -57,14 +57,15 @@ test: $(READY) ## lint, then unit, system and engine tests; all run, any failure
 	echo "== all passed in $$took s"
 
 lint: $(READY) ## ruff and mypy
-	@echo "== lint: ruff"
-	@$(BIN)/ruff check .
-	@$(BIN)/ruff format --check .
-	@$(MAKE) types
+	@echo "== lint"
+	@failed=0; \
+	$(BIN)/ruff check . || failed=1; \
+	$(BIN)/ruff format --check . || failed=1; \
+	$(MAKE) types || failed=1; \
+	exit $$failed
 
 # mypy finds `midstream` through a link with that name: the repository's folder may be called anything.
 types: $(READY)
-	@echo "== lint: mypy"
 	@mkdir -p .cache/types && ln -sfn "$(CURDIR)" .cache/types/midstream
 	@cd .cache/types && MYPYPATH=. "$(abspath $(BIN))/mypy" --config-file "$(CURDIR)/pyproject.toml" --cache-dir "$(CURDIR)/.mypy_cache" \
 	  -m midstream $(PACKAGES:%=-p midstream.%)
