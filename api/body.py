@@ -70,9 +70,8 @@ class JsonRequest(Request[Any, Any, Any]):
                     return
                 most -= len(message["body"])
 
-    async def idempotency(self) -> tuple[str, str] | None:
-        """The `Idempotency-Key` and the SHA-256 of what was asked under it, or None without a key."""
-        key = self.headers.get("idempotency-key")
+    async def idempotency(self, key: str | None) -> tuple[str, str] | None:
+        """The `Idempotency-Key` and the SHA-256 of what was asked under it, or None without a key. Raises a 400 naming it."""
         if key is None:
             return None
         if not 0 < len(key) <= MAX_KEY_LENGTH or not (key.isascii() and key.isprintable()):

@@ -10,7 +10,7 @@ import msgspec
 from litestar import Response, get
 from litestar.datastructures import ETag
 from litestar.openapi.datastructures import ResponseSpec
-from litestar.params import Parameter
+from litestar.params import PathParameter, QueryParameter
 from litestar.response import File, Stream
 
 from ..schemas.base import from_json
@@ -20,7 +20,7 @@ from ..schemas.jobs import CaptureResults, FileEntry
 from . import packed
 from .body import JsonRequest
 from .edge import Edge, edge_of
-from .jobs import ERRORS, PROBLEM, JobId
+from .jobs import ERRORS, PROBLEM, JobId, Known
 from .outcome import capture_url, matches, result_of
 
 MEDIA_TYPE = "application/octet-stream"
@@ -102,17 +102,19 @@ async def get_manifest(job_id: JobId, request: JsonRequest) -> CaptureManifest:
     media_type=MEDIA_TYPE,
     responses={304: ResponseSpec(None, description="Unchanged since If-None-Match"), **CAPTURE_ERRORS},
 )
-async def get_file(job_id: JobId, name: str, request: JsonRequest) -> Response[Any]:
+async def get_file(
+    job_id: JobId, name: Annotated[str, PathParameter(description="`name` of the manifest")], request: JsonRequest, known: Known = None
+) -> Response[Any]:
     edge = edge_of(request)
     entries = [entry for entry in (await _captured(edge, job_id)).files if _name(entry) == name]
     if not entries:
         raise MidstreamError("not_found", f"job {job_id} has no file {name!r}")
-    return _whole(edge, entries[0], request)
+    return _whole(edge, entries[0], known)
 
 
-def _whole(edge: Edge, entry: FileEntry, request: JsonRequest) -> Response[Any]:
+def _whole(edge: Edge, entry: FileEntry, known: str | None) -> Response[Any]:
     tag = ETag(value=f"{entry.crc32:08x}")
-    if matches(request.headers.get("if-none-match"), f'"{tag.value}"'):
+    if matches(known, f'"{tag.value}"'):
         return Response(b"", status_code=304, headers={"ETag": f'"{tag.value}"'})
     return File(_located(edge, entry), filename=_name(entry), etag=tag, media_type=MEDIA_TYPE)
 
@@ -127,8 +129,9 @@ def _whole(edge: Edge, entry: FileEntry, request: JsonRequest) -> Response[Any]:
 async def get_safetensors(
     job_id: JobId,
     request: JsonRequest,
-    prompt: Annotated[int, Parameter(query="request", ge=0, description="Index of the prompt")] = 0,
-    layers: Annotated[str | None, Parameter(description="Such as `3`, `3,7` or `3-7`; all captured layers if left out")] = None,
+    prompt: Annotated[int, QueryParameter(name="request", ge=0, description="Index of the prompt")] = 0,
+    layers: Annotated[str | None, QueryParameter(description="Such as `3`, `3,7` or `3-7`; all captured layers if left out")] = None,
+    known: Known = None,
 ) -> Response[Any]:
     edge = edge_of(request)
     wanted = None if layers is None else parse_layers(layers)
@@ -143,7 +146,7 @@ async def get_safetensors(
             "layers", f"layer {min(missing)} was not captured", allowed=", ".join(str(x) for entry in entries for x in entry.layers)
         )
     if wanted is None and len(entries) == 1:
-        return _whole(edge, entries[0], request)
+        return _whole(edge, entries[0], known)
     paths = [_located(edge, entry) for entry in entries]
     try:
         tensors = await anyio.to_thread.run_sync(packed.select, paths, wanted)

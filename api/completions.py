@@ -9,6 +9,7 @@ from typing import Any
 
 from litestar import Response, post
 from litestar.openapi.datastructures import ResponseSpec
+from litestar.params import JSONBody
 from litestar.response import Stream
 
 from ..schemas.base import now
@@ -17,7 +18,7 @@ from ..schemas.openai import ChatCompletion, ChatRequest, Completion, Completion
 from . import events, shapes
 from .body import JsonRequest
 from .edge import edge_of, unless_client_leaves
-from .jobs import PROBLEM, SUBMIT_ERRORS
+from .jobs import PROBLEM, SUBMIT_ERRORS, Key
 from .outcome import JOB_HEADER, accepted, failed, failure_of, is_over, job_url, result_of
 from .shapes import Shape
 from .streaming import Streamed
@@ -36,10 +37,10 @@ DESCRIPTION = (
 )
 
 
-async def _answer(request: JsonRequest, body: OpenAIRequest, wish: Wish, shape: Shape) -> Response[Any]:
+async def _answer(request: JsonRequest, body: OpenAIRequest, wish: Wish, shape: Shape, key: str | None) -> Response[Any]:
     edge = edge_of(request)
     created = now()
-    job_id = await edge.submit(wish, await request.idempotency())
+    job_id = await edge.submit(wish, await request.idempotency(key))
     headers = {JOB_HEADER: job_id, "Location": job_url(edge, job_id)}
     hold = body.capture_wait or bool(wish.steering)
     asked = wish.capture is not None or bool(wish.steering)
@@ -72,13 +73,13 @@ async def _answer(request: JsonRequest, body: OpenAIRequest, wish: Wish, shape: 
 
 
 @post("/v1/completions", status_code=200, summary="Complete prompts", description=DESCRIPTION, responses=RESPONSES)
-async def complete(data: CompletionRequest, request: JsonRequest) -> Response[Completion]:
-    return await _answer(request, data, wish_of_completion(data), shapes.COMPLETION)
+async def complete(data: JSONBody[CompletionRequest], request: JsonRequest, key: Key = None) -> Response[Completion]:
+    return await _answer(request, data, wish_of_completion(data), shapes.COMPLETION, key)
 
 
 @post("/v1/chat/completions", status_code=200, summary="Answer a conversation", description=DESCRIPTION, responses=RESPONSES)
-async def chat(data: ChatRequest, request: JsonRequest) -> Response[ChatCompletion]:
-    return await _answer(request, data, wish_of_chat(data), shapes.CHAT)
+async def chat(data: JSONBody[ChatRequest], request: JsonRequest, key: Key = None) -> Response[ChatCompletion]:
+    return await _answer(request, data, wish_of_chat(data), shapes.CHAT, key)
 
 
 ROUTES = [complete, chat]

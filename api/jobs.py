@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from litestar import Response, get, post
 from litestar.openapi.datastructures import ResponseSpec
-from litestar.params import Parameter
+from litestar.params import HeaderParameter, JSONBody, PathParameter, QueryParameter
 from litestar.response import Stream
 
 from ..schemas.errors import Problem
@@ -23,11 +23,15 @@ PROBLEM = ResponseSpec(Problem, media_type=problems.MEDIA_TYPE, description="Wha
 ERRORS = {400: PROBLEM, 404: PROBLEM, 503: PROBLEM}
 SUBMIT_ERRORS = {**ERRORS, 413: PROBLEM, 415: PROBLEM, 422: PROBLEM}
 
-JobId = Annotated[str, Parameter(description="The job's id")]
+JobId = Annotated[str, PathParameter(description="The job's id")]
 Wait = Annotated[
     float | None,
-    Parameter(ge=0, description="Seconds to hold the answer: until the job is over, or with If-None-Match until it has changed"),
+    QueryParameter(ge=0, description="Seconds to hold the answer: until the job is over, or with If-None-Match until it has changed"),
 ]
+Known = Annotated[str | None, HeaderParameter(name="If-None-Match", description="The ETag that the client has")]
+Key = Annotated[str | None, HeaderParameter(name="Idempotency-Key", description="Makes a repeated submission the same job")]
+Prefer = Annotated[str | None, HeaderParameter(name="Prefer", description="`wait=N`: hold the answer for up to N seconds; `respond-async`")]
+Seen = Annotated[str | None, HeaderParameter(name="Last-Event-ID", description="The last event that the client has")]
 
 
 def preferred_wait(header: str | None) -> float | None:
@@ -46,10 +50,10 @@ def preferred_wait(header: str | None) -> float | None:
     "`Idempotency-Key` makes a repeated submission the same job.",
     responses={200: ResponseSpec(JobResult, description="The result, with `Prefer: wait=N`", generate_examples=False), **SUBMIT_ERRORS},
 )
-async def submit_job(data: JobRequest, request: JsonRequest) -> Response[JobView]:
+async def submit_job(data: JSONBody[JobRequest], request: JsonRequest, key: Key = None, prefer: Prefer = None) -> Response[JobView]:
     edge = edge_of(request)
-    job_id = await edge.submit(wish_of_job(data), await request.idempotency())
-    seconds = preferred_wait(request.headers.get("prefer"))
+    job_id = await edge.submit(wish_of_job(data), await request.idempotency(key))
+    seconds = preferred_wait(prefer)
     if seconds is None:
         return accepted(edge, await edge.patiently(lambda: edge.ledger.view(job_id)))
     view = await unless_client_leaves(request, edge.wait(job_id, is_over, seconds))
@@ -64,10 +68,10 @@ async def submit_job(data: JobRequest, request: JsonRequest) -> Response[JobView
 )
 async def list_jobs(
     request: JsonRequest,
-    job_state: Annotated[State | None, Parameter(query="state", description="Only jobs in this state")] = None,
-    model: Annotated[str | None, Parameter(description="Only jobs of this model")] = None,
-    limit: Annotated[int, Parameter(ge=1, le=MAX_PAGE)] = 50,
-    cursor: Annotated[str | None, Parameter(description="`next` of the page before")] = None,
+    job_state: Annotated[State | None, QueryParameter(name="state", description="Only jobs in this state")] = None,
+    model: Annotated[str | None, QueryParameter(description="Only jobs of this model")] = None,
+    limit: Annotated[int, QueryParameter(ge=1, le=MAX_PAGE)] = 50,
+    cursor: Annotated[str | None, QueryParameter(description="`next` of the page before")] = None,
 ) -> JobPage:
     return await edge_of(request).ledger.list(state=job_state, model=model, limit=limit, cursor=cursor)
 
@@ -77,9 +81,8 @@ async def list_jobs(
     summary="Look at a job",
     responses={304: ResponseSpec(None, description="Unchanged since If-None-Match"), **ERRORS},
 )
-async def get_job(job_id: JobId, request: JsonRequest, wait: Wait = None) -> Response[JobView]:
+async def get_job(job_id: JobId, request: JsonRequest, wait: Wait = None, known: Known = None) -> Response[JobView]:
     edge = edge_of(request)
-    known = request.headers.get("if-none-match")
 
     def news(view: JobView) -> bool:
         return is_over(view) if known is None else is_over(view) or not matches(known, etag(view.version))
@@ -99,9 +102,9 @@ async def get_job(job_id: JobId, request: JsonRequest, wait: Wait = None) -> Res
     media_type=events.MEDIA_TYPE,
     responses={204: ResponseSpec(None, description="The job is over and has no later event"), **ERRORS},
 )
-async def job_events(job_id: JobId, request: JsonRequest) -> Response[Any]:
+async def job_events(job_id: JobId, request: JsonRequest, seen: Seen = None) -> Response[Any]:
     edge = edge_of(request)
-    after = events.resume_point(request.headers.get("last-event-id"))
+    after = events.resume_point(seen)
     view = await edge.ledger.view(job_id)
     if is_over(view) and not await edge.ledger.events(job_id, after, 1):
         return Response(None, status_code=204)  # an EventSource stops reconnecting at this

@@ -99,7 +99,7 @@ def _parameter(request: Request[Any, Any, Any], error: ValidationException) -> M
 def _public_name(request: Request[Any, Any, Any], name: str) -> str:
     """What users call the handler's parameter `name`: some names are taken inside the framework."""
     parameter = request.route_handler.parsed_fn_signature.parameters.get(name)
-    public: str | None = getattr(parameter.kwarg_definition, "query", None) if parameter else None
+    public: str | None = getattr(parameter.kwarg_definition, "name", None) if parameter else None
     return public or name
 
 

@@ -1,0 +1,88 @@
+"""Do the small readers of the HTTP edge understand what clients write, and say what they do not?"""
+
+import msgspec
+import pytest
+
+from midstream.api.captures import parse_layers
+from midstream.api.events import resume_point
+from midstream.api.jobs import preferred_wait
+from midstream.api.outcome import matches
+from midstream.api.problems import malformed
+from midstream.api.streaming import Sent
+from midstream.schemas.base import from_json
+from midstream.schemas.errors import MidstreamError
+from midstream.schemas.jobs import JobRequest
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "said"),
+    [
+        ('{"model":1,"prompts":["a"]}', "model", "Expected `str`"),
+        ('{"model":"m"}', "prompts", "is required"),
+        ('{"model":"m","prompts":["a"],"x":1}', "x", "no such field"),
+        ('{"model":"m","prompts":["a"],"capture":{"x":1}}', "capture.x", "no such field"),
+        ('{"model":"m","prompts":["a"],"steering":[{"layers":1}]}', "steering[0].vector", "is required"),
+        ('{"model":"m","prompts":[[1,null]]}', "prompts[0][1]", "Expected `int`"),
+        ('{"model":"m","prompts":["a"],"metadata":{"k":1}}', "metadata[...]", "Expected `str`"),
+        ("[]", None, "Expected `object`"),
+        ("{", None, "not JSON"),
+    ],
+)
+def test_what_msgspec_finds_becomes_a_problem_at_the_fields_path(body: str, field: str | None, said: str) -> None:
+    with pytest.raises(msgspec.DecodeError) as found:
+        from_json(body, JobRequest)
+    error = malformed(found.value)
+    assert (error.status, error.field) == (400, field)
+    assert said in error.detail
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [
+        (None, None), ("wait=5", 5), ("respond-async, wait=10", 10), ("wait=3, respond-async", 3), ('wait="7"', 7), (" wait = 2 ", 2),
+        ("respond-async", None), ("wait=-1", None), ("wait=1e3", None), ("wait", None), ("waiting=3", None),
+    ],
+)  # fmt: skip
+def test_prefer_is_read_as_rfc_7240_writes_it(header: str | None, seconds: float | None) -> None:
+    assert preferred_wait(header) == seconds
+
+
+@pytest.mark.parametrize(
+    ("header", "same"),
+    [(None, False), ('"3"', True), ('W/"3"', True), ('"1", "3"', True), ("*", True), ('"33"', False), ("3", False), ("", False)],
+)
+def test_if_none_match_is_compared_weakly(header: str | None, same: bool) -> None:
+    assert matches(header, '"3"') is same
+
+
+@pytest.mark.parametrize(("text", "layers"), [("3", {3}), ("3,7", {3, 7}), ("3-5,9", {3, 4, 5, 9}), (" 1 , 1 ", {1})])
+def test_layers_are_read_as_numbers_and_ranges(text: str, layers: set[int]) -> None:
+    assert parse_layers(text) == layers
+
+
+@pytest.mark.parametrize("text", ["", "a", "-1", "5-3", "1-", "0-999999", "1,,2", "٣" * 7])
+def test_layers_that_cannot_be_read_are_refused_by_name(text: str) -> None:
+    with pytest.raises(MidstreamError) as refused:
+        parse_layers(text)
+    assert refused.value.field == "layers"
+
+
+@pytest.mark.parametrize(("header", "after"), [(None, "0-0"), ("", "0-0"), ("17-3", "17-3")])
+def test_a_stream_is_resumed_where_the_client_is(header: str | None, after: str) -> None:
+    assert resume_point(header) == after
+
+
+def test_what_was_sent_is_not_sent_again_by_a_second_attempt() -> None:
+    sent = Sent()
+    assert [sent.news("he"), sent.news("llo")] == ["he", "llo"]
+    sent.seen = ""  # a new attempt
+    assert [sent.news("hel"), sent.news("lo w"), sent.news("orld")] == ["", " w", "orld"]
+    assert sent.upto("hello world!") == "!"
+
+
+def test_a_second_attempt_that_contradicts_what_was_sent_is_an_error() -> None:
+    sent = Sent()
+    sent.news("hello")
+    sent.seen = ""
+    with pytest.raises(MidstreamError, match="started again"):
+        sent.news("help")

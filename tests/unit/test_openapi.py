@@ -1,0 +1,103 @@
+"""Does the OpenAPI document say what the API does, and did nobody change the API without noticing?"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from midstream.api.app import make_app
+from midstream.api.openapi import document
+from midstream.schemas.settings import Settings
+
+KEPT = Path(__file__).resolve().parents[2] / "docs" / "openapi.json"
+
+PATHS = {
+    "/healthz": {"get"},
+    "/readyz": {"get"},
+    "/v1/captures/{job_id}": {"get"},
+    "/v1/captures/{job_id}/files/{name}": {"get"},
+    "/v1/captures/{job_id}/safetensors": {"get"},
+    "/v1/chat/completions": {"post"},
+    "/v1/completions": {"post"},
+    "/v1/jobs": {"get", "post"},
+    "/v1/jobs/{job_id}": {"get"},
+    "/v1/jobs/{job_id}/cancel": {"post"},
+    "/v1/jobs/{job_id}/events": {"get"},
+    "/v1/jobs/{job_id}/result": {"get"},
+    "/v1/models": {"get"},
+}
+
+
+@pytest.fixture(scope="module")
+def raw() -> bytes:
+    return document(make_app(Settings(redis_url="redis://127.0.0.1:1/0")))
+
+
+@pytest.fixture(scope="module")
+def spec(raw: bytes) -> dict[str, Any]:
+    return dict(json.loads(raw))
+
+
+def test_the_document_is_the_one_that_is_kept(raw: bytes) -> None:
+    assert raw == KEPT.read_bytes(), (
+        "the API has changed: `python -m midstream.api --openapi > docs/openapi.json`, and review the difference"
+    )
+
+
+def test_every_route_is_described(spec: dict[str, Any]) -> None:
+    assert {path: set(methods) for path, methods in spec["paths"].items()} == PATHS
+
+
+def test_every_type_refuses_unknown_fields(spec: dict[str, Any]) -> None:
+    objects = {name: schema for name, schema in spec["components"]["schemas"].items() if schema.get("type") == "object"}
+    assert len(objects) > 30
+    assert {name for name, schema in objects.items() if schema["additionalProperties"] is not False} == set()
+
+
+def test_every_reference_leads_somewhere(spec: dict[str, Any]) -> None:
+    found = set()
+
+    def walk(node: Any) -> None:
+        if isinstance(node, dict):
+            if "$ref" in node:
+                found.add(node["$ref"].removeprefix("#/components/schemas/"))
+            for value in node.values():
+                walk(value)
+        elif isinstance(node, list):
+            for value in node:
+                walk(value)
+
+    walk(spec)
+    assert found <= set(spec["components"]["schemas"])
+
+
+def test_every_operation_says_its_problems(spec: dict[str, Any]) -> None:
+    for path, methods in spec["paths"].items():
+        for method, operation in methods.items():
+            if path not in ("/healthz", "/readyz"):
+                problems = [answer for status, answer in operation["responses"].items() if status >= "4"]
+                assert problems, f"{method} {path}"
+                assert all("application/problem+json" in answer["content"] for answer in problems), f"{method} {path}"
+
+
+@pytest.mark.parametrize(
+    ("body", "good"),
+    [
+        ({"model": "m", "prompts": ["a", [1, 2]], "capture": {"layers": "0-3", "positions": [-1]}}, True),
+        ({"model": "m", "prompts": ["a"], "sampling": {"max_tokens": 0}}, False),
+        ({"model": "m", "prompts": []}, False),
+        ({"model": "m", "prompts": ["a"], "capture": {"tag": "../x"}}, False),
+        ({"model": "m", "prompts": ["a"], "unknown": 1}, False),
+    ],
+)
+def test_a_validator_that_reads_only_the_document_judges_as_we_do(spec: dict[str, Any], body: dict[str, Any], good: bool) -> None:
+    schema = {"$ref": "#/components/schemas/JobRequest", "components": spec["components"]}
+    assert jsonschema.Draft202012Validator(schema).is_valid(body) is good
+
+
+def test_defaults_are_in_the_document(spec: dict[str, Any]) -> None:
+    properties = spec["components"]["schemas"]["JobRequest"]["properties"]
+    assert properties["steering"]["default"] == []
+    assert spec["components"]["schemas"]["CompletionRequest"]["properties"]["temperature"]["default"] == 1.0

@@ -1,0 +1,127 @@
+"""Does the API make the same token ids of text and conversations as the engine's own libraries would?"""
+
+import asyncio
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from midstream.api.text import INLINE_CHARACTERS, Codec
+from midstream.schemas.errors import MidstreamError
+from midstream.schemas.models import TokenizerBundle
+
+MESSAGES = [
+    {"role": "system", "content": "be <brief> & 'kind'"},
+    {"role": "user", "content": "hello\n  there"},
+    {"role": "assistant", "content": "ünïcode 🙂"},
+    {"role": "user", "content": "again"},
+]
+
+#: What chat templates in the wild use, each in a few lines.
+TEMPLATES = {
+    "chatml": "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+    "blocks trimmed": "{{ bos_token }}\n{% for message in messages %}\n    {% if message.role == 'user' %}\n"
+    "U: {{ message.content | trim }}\n"
+    "    {% endif %}\n{% endfor %}\n",
+    "json": "{% for message in messages %}{{ message | tojson }}{{ message.content | tojson(indent=2) }}{% endfor %}",
+    "loop controls": "{% for message in messages %}{% if loop.index > 2 %}{% break %}{% endif %}{{ message.content }}{% endfor %}",
+    "generation marks": "{% for message in messages %}{% if message.role == 'assistant' %}{% generation %}{{ message.content }}"
+    "{% endgeneration %}{% else %}{{ message.content }}{% endif %}{% endfor %}",
+    "no tools": "{% if tools is none and documents is none %}plain{% endif %}{% if x is not defined %} undefined{% endif %}",
+    "namespace": "{% set n = namespace(found=0) %}{% for m in messages %}"
+    "{% set n.found = n.found + 1 %}{% endfor %}{{ n.found }}{{ eos_token }}",
+}
+
+
+def make_codec(template: str | None, **changes: Any) -> Codec:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={sign: index for index, sign in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))])
+    for name, arguments in changes.items():
+        getattr(tokenizer, name)(**arguments)
+    tokens = {"bos_token": "<s>", "eos_token": "</s>"}
+    return Codec(TokenizerBundle(tokenizer_json=tokenizer.to_str(), chat_template=template, special_tokens=tokens, eos_token_ids=[257]))
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_chat_template_renders_as_transformers_renders_it(name: str) -> None:
+    template = TEMPLATES[name]
+    (wanted,), _ = render_jinja_template(
+        conversations=[MESSAGES], chat_template=template, add_generation_prompt=True, bos_token="<s>", eos_token="</s>"
+    )
+    assert make_codec(template).render(MESSAGES) == wanted
+
+
+def test_plain_text_gets_the_tokenizers_special_tokens_and_a_chat_only_the_templates() -> None:
+    codec = make_codec("{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}")
+    (plain,) = asyncio.run(codec.encode(["ab"], special_tokens=True))
+    chat, text = asyncio.run(codec.encode_chat([{"role": "user", "content": "ab"}]))
+    assert text == "<s>ab"
+    assert plain == chat, "one BOS each, not two"
+
+
+def test_saved_truncation_and_padding_are_not_applied() -> None:
+    codec = make_codec(None, enable_truncation={"max_length": 3}, enable_padding={"length": 64})
+    short, long = asyncio.run(codec.encode(["a", "abcdefgh"], special_tokens=False))
+    assert (len(short), len(long)) == (1, 8)
+
+
+def test_a_long_text_is_tokenised_off_the_event_loop_to_the_same_ids() -> None:
+    codec = make_codec(None)
+    text = "hello there " * (INLINE_CHARACTERS // 6)
+
+    async def both() -> tuple[list[int], int]:
+        ticks = 0
+
+        async def tick() -> None:
+            nonlocal ticks
+            while True:
+                ticks += 1
+                await asyncio.sleep(0)
+
+        beside = asyncio.create_task(tick())
+        (ids,) = await codec.encode([text], special_tokens=False)
+        beside.cancel()
+        return ids, ticks
+
+    ids, ticks = asyncio.run(both())
+    assert ids == codec._encode([text], False)[0]
+    assert ticks > 1, "the loop went on meanwhile"
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[0].content + 1 }}", "messages"),
+        (None, "no chat template"),
+        ("{% if %}", "broken"),
+    ],
+)
+def test_a_conversation_the_template_refuses_is_a_bad_request_about_messages(template: str | None, reason: str) -> None:
+    with pytest.raises(MidstreamError, match=reason) as refused:
+        make_codec(template).render(MESSAGES)
+    assert (refused.value.status, refused.value.field) == (400, "messages")
+
+
+# field case 42
+@pytest.mark.parametrize(
+    "content", ["{{ 7 * 7 }}", "{% for x in range(9) %}x{% endfor %}", "{{ ''.__class__.__mro__[1].__subclasses__() }}"]
+)
+def test_a_message_is_text_and_never_a_template(content: str) -> None:
+    assert make_codec("{{ messages[0].content }}").render([{"role": "user", "content": content}]) == content
+
+
+# field case 42
+@pytest.mark.parametrize(
+    "attack", ["{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ messages.append(1) }}", "{{ raise_exception.__globals__['x'] }}"]
+)
+def test_even_a_models_template_runs_in_a_sandbox(attack: str) -> None:
+    with pytest.raises(MidstreamError) as refused:
+        make_codec(attack).render(MESSAGES)
+    assert refused.value.field == "messages"
