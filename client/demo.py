@@ -192,14 +192,14 @@ def _steer(client: Client, model: str, console: Console, verdict: Verdict) -> No
         )  # fmt: skip
 
     push = [{"layers": LAYER, "vector": direction, "scale": SCALE}]
-    plain, steered = _all([partial(ask, []), partial(ask, push)], "one batch, plain and steered", console)
+    plain, steered = _all([partial(ask, []), partial(ask, push)], "plain and steered, at once", console)
     for index, prompt in enumerate(STEERED):
         console.print(f"\n  [bold]{escape(prompt)} …[/]")
         show.side_by_side(console, ("as it is", plain.texts[index]), (f"+ {SCALE:g} · sea", steered.texts[index]))
     console.print()
     console.print(_receipts("Receipts of the steered answers", [steered]))
     shift = _shift(client.capture(plain.job), client.capture(steered.job), direction)
-    verdict.check(plain.texts != steered.texts, "the steered answers differ from the plain ones of the same batch")
+    verdict.check(plain.texts != steered.texts, "the steered answers differ from the plain ones")
     moved = f"at layer {LAYER + 1} the stream lies {shift.found:.1f} further along the direction (pushed by {shift.asked:.1f})"
     verdict.check(shift.found >= LEAST_SHIFT * shift.asked, moved)
     applied = sum(report.applied for stage in steered.determinism.stages for report in stage.ranks) if steered.determinism else 0

@@ -134,3 +134,18 @@ def test_an_up_that_was_killed_is_cleaned_up_by_the_next(up: Up, tmp_path: Path)
         again.close()
     assert again.alive() == []
     assert up.alive() == []
+
+
+def test_a_demo_that_falls_short_fails_and_stops_what_it_started(tmp_path: Path) -> None:
+    demo = Up(
+        tmp_path / "data", command=("demo", "--keep", str(tmp_path / "data"))
+    )  # the fake engine is not the demo's model: it has other layers
+    try:
+        demo.until(lambda: "stack up" in demo.output())
+        demo.sessions = {pid for pid, _ in demo.state()["processes"].values()}
+        assert demo.process.wait(60) == 1
+    finally:
+        demo.close()
+    assert "✗" in demo.output()
+    assert demo.output().strip().splitlines()[-1].startswith("error: ")
+    assert demo.alive() == []

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,16 @@ START_S = 90.0
 
 
 class Up:
-    """A running `midstream up` with the fake engine on `data`; `settings` become MIDSTREAM_* variables."""
+    """A running `midstream up` with the fake engine on `data`; or another command of that kind. `settings` become MIDSTREAM_* variables."""
 
-    def __init__(self, data: Path, **settings: object):
+    def __init__(self, data: Path, command: Sequence[str] = ("up",), **settings: object):
         self.data = data
         chosen = {"data_dir": data, "engine": "fake", "model_name": "fake", "api_port": 0, "flower_port": 0, "worker_id": "w1", **settings}
         self.environment = {**os.environ, **{f"MIDSTREAM_{name.upper()}": str(value) for name, value in chosen.items()}}
         self.environment.pop("MIDSTREAM_CONFIG", None)
         self._log = data.with_suffix(".up.log")
         with self._log.open("wb") as log:
-            self.process = subprocess.Popen([*MIDSTREAM, "up"], env=self.environment, stdout=log, stderr=log, start_new_session=True)
+            self.process = subprocess.Popen([*MIDSTREAM, *command], env=self.environment, stdout=log, stderr=log, start_new_session=True)
         self.sessions: set[int] = set()
 
     def output(self) -> str:

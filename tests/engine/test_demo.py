@@ -1,0 +1,28 @@
+"""Does the demo do all that it claims, on the real engine and the real model?"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from midstream.client import CaptureReader
+from midstream.client.demo import FACTS, HIDDEN_SIZE, NUM_LAYERS
+
+
+# field case 19
+def test_the_demo_captures_steers_checks_and_leaves_files_that_hold(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "midstream.client.cli", "demo", "--keep", str(tmp_path / "kept")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "✗" not in done.stdout
+    for claim in ("6/6 captures ok", "Paris", "further along the direction", "no process left behind", "Try next"):
+        assert claim in done.stdout
+    folders = sorted((tmp_path / "kept" / "captures" / "demo").iterdir())
+    assert len(folders) == len(FACTS)
+    for folder in folders:
+        reader = CaptureReader(folder)
+        assert [check.ok for check in reader.verify()] == [True]
+        rows = reader.stack()
+        assert rows.shape == (NUM_LAYERS, len(reader.token_ids()), HIDDEN_SIZE)
+        assert np.isfinite(rows).all()
