@@ -13,9 +13,10 @@ from litestar.params import JSONBody
 from litestar.response import Stream
 
 from ..schemas.base import now
+from ..schemas.errors import MidstreamError
 from ..schemas.jobs import JobView
 from ..schemas.openai import ChatCompletion, ChatRequest, Completion, CompletionRequest, OpenAIRequest
-from . import events, shapes
+from . import events, problems, shapes
 from .body import JsonRequest
 from .edge import edge_of, unless_client_leaves
 from .jobs import PROBLEM, SUBMIT_ERRORS, Key
@@ -61,13 +62,16 @@ async def _answer(request: JsonRequest, body: OpenAIRequest, wish: Wish, shape: 
             with_extras=asked,
         )
         return Stream(streamed.body(), media_type=events.MEDIA_TYPE, headers={**events.HEADERS, **headers}, status_code=200)
-    view = await unless_client_leaves(request, edge.wait(job_id, until, edge.settings.max_wait_s))
-    if not until(view):
-        return accepted(edge, view, headers)
-    problem = failure_of(view) if is_over(view) else None
-    if problem is not None:
-        return failed(request, problem, headers)
-    result = await result_of(edge, job_id)
+    try:
+        view = await unless_client_leaves(request, edge.wait(job_id, until, edge.settings.max_wait_s, patient=True))
+        if not until(view):
+            return accepted(edge, view, headers)
+        problem = failure_of(view) if is_over(view) else None
+        if problem is not None:
+            return failed(request, problem, headers)
+        result = await result_of(edge, job_id)
+    except MidstreamError as error:  # the job is accepted all the same: say where it is
+        return problems.answer(request, error.problem(instance=job_url(edge, job_id)), {**headers, "x-should-retry": "false"})
     more = shapes.extras(result, asked, is_over(view))
     return Response(shapes.whole(shape, result, created, more), status_code=200, headers=headers)
 

@@ -109,14 +109,16 @@ class Edge:
 
     # --- Waiting ---
 
-    async def wait(self, job_id: str, until: Callable[[JobView], bool], seconds: float) -> JobView:
+    async def wait(self, job_id: str, until: Callable[[JobView], bool], seconds: float, *, patient: bool = False) -> JobView:
         """The job as soon as `until` holds of it, or as it is after `seconds` (or when the server stops).
 
-        Raises `not_found`; `unavailable` when Redis stays away longer than a restart takes.
+        Raises `not_found`; `unavailable` when Redis stays away longer than a restart takes, or (unless `patient`) is away
+        at the beginning.
         """
         deadline = time.monotonic() + min(seconds, self.settings.max_wait_s)
         while True:
-            view = await self.patiently(lambda: self.ledger.view(job_id))
+            view = await (self.patiently(lambda: self.ledger.view(job_id)) if patient else self.ledger.view(job_id))
+            patient = True
             left = deadline - time.monotonic()
             if until(view) or left <= 0 or self.closing:
                 return view

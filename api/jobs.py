@@ -8,7 +8,7 @@ from litestar.openapi.datastructures import ResponseSpec
 from litestar.params import HeaderParameter, JSONBody, PathParameter, QueryParameter
 from litestar.response import Stream
 
-from ..schemas.errors import Problem
+from ..schemas.errors import MidstreamError, Problem
 from ..schemas.jobs import JobPage, JobRequest, JobResult, JobView, State
 from . import events, problems
 from .body import JsonRequest
@@ -54,11 +54,12 @@ async def submit_job(data: JSONBody[JobRequest], request: JsonRequest, key: Key 
     edge = edge_of(request)
     job_id = await edge.submit(wish_of_job(data), await request.idempotency(key))
     seconds = preferred_wait(prefer)
-    if seconds is None:
-        return accepted(edge, await edge.patiently(lambda: edge.ledger.view(job_id)))
-    view = await unless_client_leaves(request, edge.wait(job_id, is_over, seconds))
-    applied = {"Preference-Applied": f"wait={seconds:.0f}"}
-    return await finished(request, edge, view, applied) if is_over(view) else accepted(edge, view, applied)
+    headers = {} if seconds is None else {"Preference-Applied": f"wait={seconds:.0f}"}
+    try:
+        view = await unless_client_leaves(request, edge.wait(job_id, is_over, seconds or 0.0, patient=True))
+        return await finished(request, edge, view, headers) if seconds and is_over(view) else accepted(edge, view, headers)
+    except MidstreamError as error:  # the job is accepted all the same: say where it is
+        return problems.answer(request, error.problem(instance=job_url(edge, job_id)), {"Location": job_url(edge, job_id)})
 
 
 @get(

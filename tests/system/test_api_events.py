@@ -1,13 +1,18 @@
 """Can a job be followed as it runs, from anywhere, without missing or repeating an event?"""
 
+import asyncio
 import json
 import re
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
 from edge import Api, Hand
+
+from midstream.api import events
+from midstream.api.edge import open_edge
 
 KINDS_OF_A_CAPTURE = ["state", "state", "output", "receipt", "state", "done"]
 
@@ -26,11 +31,11 @@ def test_the_events_of_a_job_come_in_order_and_end_after_done(api: Api, hand: Ha
     job_id = api.submit(capture={"layers": [0]})
     hand.finish(job_id)
     answer = api.http.get(f"/v1/jobs/{job_id}/events")
-    events = parse(answer.text)
+    told = parse(answer.text)
     assert answer.headers["content-type"].startswith("text/event-stream")
-    assert [event["event"] for event in events] == KINDS_OF_A_CAPTURE
-    assert events[-1]["data"] == {"state": "succeeded", "attempt": 1}
-    assert [event["data"]["state"] for event in events if event["event"] == "state"] == ["queued", "running", "succeeded"]
+    assert [event["event"] for event in told] == KINDS_OF_A_CAPTURE
+    assert told[-1]["data"] == {"state": "succeeded", "attempt": 1}
+    assert [event["data"]["state"] for event in told if event["event"] == "state"] == ["queued", "running", "succeeded"]
 
 
 def test_events_arrive_while_the_job_runs(api: Api, hand: Hand) -> None:
@@ -85,6 +90,23 @@ def test_an_id_that_is_none_of_ours_is_refused(api: Api, hand: Hand, header: str
     assert (answer.status_code, answer.json()["field"]) == (400, "Last-Event-ID")
 
 
+def test_silence_is_broken_by_signs_of_life_and_a_lost_done_still_ends_the_stream(
+    api: Api, hand: Hand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "PING_S", 0.2)
+    job_id = api.submit()
+
+    async def follow() -> list[list[str]]:
+        async with open_edge(api.settings) as edge, asyncio.timeout(10):
+            batches = events.follow(edge, job_id, events.BEGINNING)
+            seen = [[event.event for event in await anext(batches)] for _ in range(3)]
+            await asyncio.to_thread(hand.finish, job_id)
+            await edge.ledger.redis.delete(f"ms:events:{job_id}")  # as if they were trimmed before we read on
+            return seen + [[event.event for event in batch] async for batch in batches]
+
+    assert asyncio.run(follow()) == [["state"], [], []]
+
+
 # field case 38
 def test_followers_that_went_away_leave_nothing_waiting(api: Api, hand: Hand) -> None:
     job_id = api.submit()
@@ -102,8 +124,6 @@ def test_followers_that_went_away_leave_nothing_waiting(api: Api, hand: Hand) ->
 
 def held(api: Api, tries: int = 50) -> int:
     """How many calls wait in the API, once that has settled."""
-    import time
-
     for _ in range(tries):
         found = re.search(r"^midstream_held_responses (\S+)$", api.http.get("/metrics").text, re.MULTILINE)
         assert found

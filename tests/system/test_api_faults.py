@@ -1,5 +1,6 @@
 """Does nothing accepted get lost, and does no client hang or hear a lie, when Redis or the API goes away?"""
 
+import asyncio
 import re
 import signal
 import socket
@@ -12,6 +13,7 @@ import httpx
 import pytest
 from edge import MODEL, Api, Hand, running
 
+from midstream.api.edge import open_edge
 from midstream.broker import redis_server
 from midstream.schemas.errors import MidstreamError
 
@@ -69,6 +71,7 @@ def test_while_redis_is_away_everything_is_503_and_nothing_is_accepted(
         own_api.http.post("/v1/jobs", json=BODY),
         own_api.http.post("/v1/completions", json={"model": MODEL, "prompt": "hello"}),
         own_api.http.get("/v1/jobs"),
+        own_api.http.get(f"/v1/jobs/{job_id}", params={"wait": 20}),
         own_api.http.get(f"/v1/jobs/{job_id}/result"),
         own_api.http.post(f"/v1/jobs/{job_id}/cancel"),
     ):
@@ -100,6 +103,26 @@ def test_a_held_answer_outlives_a_restart_of_redis(own_redis: redis_server.Redis
             assert poll.result(timeout=15).json()["state"] == "succeeded"
         finally:
             server.stop()
+
+
+def test_a_wait_for_an_accepted_job_begins_even_while_redis_restarts(
+    own_redis: redis_server.RedisServer, own_api: Api, own_hand: Hand
+) -> None:
+    job_id = own_api.submit()
+    own_redis.kill()
+
+    async def wait() -> str:
+        async with open_edge(own_api.settings) as edge:
+            waiting = asyncio.create_task(edge.wait(job_id, lambda view: True, 10, patient=True))
+            await asyncio.sleep(1)
+            assert not waiting.done()
+            server = await asyncio.to_thread(again, own_redis)
+            try:
+                return (await waiting).state
+            finally:
+                await asyncio.to_thread(server.stop)
+
+    assert asyncio.run(wait()) == "queued"
 
 
 def test_a_stream_outlives_a_restart_of_redis(own_redis: redis_server.RedisServer, own_api: Api, own_hand: Hand) -> None:
