@@ -234,9 +234,17 @@ def _vector_names(job: Job) -> list[str]:
 
 
 def _engine_args(settings: Settings, plane: PlaneConfig) -> AsyncEngineArgs:
-    # The v1 runner does not support asynchronous scheduling over pipeline stages; without it nothing is lost but overlap.
-    overlap = settings.pipeline_parallel_size == 1
-    scheduler = "MidstreamAsyncScheduler" if overlap else "MidstreamScheduler"
+    scheduler = "MidstreamAsyncScheduler" if _overlaps(settings) else "MidstreamScheduler"
+    return AsyncEngineArgs(
+        **engine_options(settings),
+        worker_cls="midstream.workers.runner.worker_class.MidstreamWorker",
+        scheduler_cls=f"midstream.workers.runner.scheduler.{scheduler}",
+        additional_config=plane.layout(),
+    )
+
+
+def engine_options(settings: Settings) -> dict[str, Any]:
+    """What the settings ask of vLLM, without anything of ours: a stock engine started so is what we compare with."""
     options: dict[str, Any] = {
         "model": settings.model,
         "served_model_name": settings.served_model,
@@ -249,16 +257,18 @@ def _engine_args(settings: Settings, plane: PlaneConfig) -> AsyncEngineArgs:
         "max_num_batched_tokens": settings.max_num_batched_tokens,
         "enable_prefix_caching": settings.enable_prefix_caching,
         "num_gpu_blocks_override": settings.num_gpu_blocks,
-        "async_scheduling": overlap,
-        "worker_cls": "midstream.workers.runner.worker_class.MidstreamWorker",
-        "scheduler_cls": f"midstream.workers.runner.scheduler.{scheduler}",
-        "additional_config": plane.layout(),
+        "async_scheduling": _overlaps(settings),
         "disable_log_stats": True,
         "generation_config": "vllm",  # sampling is what the job says, never a file beside the weights
     }
     if current_platform.is_cpu():
         options["kv_cache_memory_bytes"] = int(settings.kv_cache_gib * (1 << 30))
-    return AsyncEngineArgs(**options)
+    return options
+
+
+def _overlaps(settings: Settings) -> bool:
+    """Asynchronous scheduling; the v1 runner does not support it over pipeline stages."""
+    return settings.pipeline_parallel_size == 1
 
 
 def _environment(settings: Settings) -> None:

@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 import msgspec
+
 from midstream.schemas.base import from_json, to_json
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import Job, Output

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 from engine_process import Answer, Command
+
 from midstream.client.reader import CaptureReader
 from midstream.schemas.base import from_json, from_msgpack, to_json
 from midstream.schemas.jobs import Job, Output, Sampling, StoredPrompt
@@ -39,9 +40,7 @@ class Host:
 
     def __init__(self, directory: Path, model: Path, env: dict[str, str] | None = None, **settings: Any):
         options: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "kv_cache_gib": 0.25, "max_num_seqs": 32} | settings
-        self.settings = Settings(
-            model=str(model), data_dir=str(directory), relay_url=NO_RELAY, worker_id="test-worker", **options
-        )
+        self.settings = Settings(model=str(model), data_dir=str(directory), relay_url=NO_RELAY, worker_id="test-worker", **options)
         self.root = self.settings.capture_root
         self._log = open(directory / "engine.log", "wb")  # noqa: SIM115 - open as long as the process
         self._process = subprocess.Popen(

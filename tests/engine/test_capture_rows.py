@@ -33,7 +33,10 @@ def test_each_position_selector_names_the_rows_that_it_says(v1: Host, reference:
     job = v1.job(prompt, max_tokens=6, capture=capture_of(ALL, positions))
     outputs = v1.run(job)[job.id]
     wanted = {
-        "last_prompt": [19], "all_prompt": list(range(20)), "all_generated": list(range(20, 25)), "all": list(range(25)),
+        "last_prompt": [19],
+        "all_prompt": list(range(20)),
+        "all_generated": list(range(20, 25)),
+        "all": list(range(25)),
     }.get(positions if isinstance(positions, str) else "", [0, 3, 19])
     assert v1.capture(job).positions(0) == wanted
     assert check_against_reference(v1, reference, job, outputs) == len(wanted) * LAYERS

@@ -69,7 +69,9 @@ def test_blocks_below_the_first_steered_position_stay_shared(cached: Host, refer
     rows_match(cached, reference, job, output, [(0, vector, where)])
 
 
-@pytest.mark.parametrize(("positions", "reused"), [("all_prompt", 0), ([130], BLOCK), ("last_prompt", 2 * BLOCK), ("all_generated", 2 * BLOCK)])
+@pytest.mark.parametrize(
+    ("positions", "reused"), [("all_prompt", 0), ([130], BLOCK), ("last_prompt", 2 * BLOCK), ("all_generated", 2 * BLOCK)]
+)
 def test_a_capture_is_never_short_and_reuses_what_lies_below_its_first_row(cached: Host, reference: Reference, positions, reused) -> None:
     prompt = prompt_of(300, seed=20 + reused)  # field case 14
     cached.run(cached.job(prompt, max_tokens=1))
@@ -85,7 +87,9 @@ def test_preempted_requests_have_every_row_once(cached: Host, reference: Referen
     vector = direction(5)
     jobs = [
         cached.job(
-            prompt_of(110, seed=200 + n), max_tokens=180, capture=capture_of(ALL, "all"),
+            prompt_of(110, seed=200 + n),
+            max_tokens=180,
+            capture=capture_of(ALL, "all"),
             steering=[steer(cached.vector(vector), [1], 0.3)] if n % 2 else None,
         )
         for n in range(6)

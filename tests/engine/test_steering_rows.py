@@ -64,7 +64,9 @@ def test_generated_only_steering_leaves_the_prompt_alone(v1: Host, reference: Re
 
 def test_the_second_prompt_of_a_job_is_steered_like_the_first(v1: Host, reference: Reference) -> None:
     vector = direction(5)  # field case 11
-    job = v1.job(prompt_of(9), prompt_of(14, seed=1), max_tokens=1, capture=capture_of([3], "all"), steering=[steer(v1.vector(vector), [0])])
+    job = v1.job(
+        prompt_of(9), prompt_of(14, seed=1), max_tokens=1, capture=capture_of([3], "all"), steering=[steer(v1.vector(vector), [0])]
+    )
     v1.run(job)
     for request, prompt in enumerate(job.prompts):
         wanted = reference.post_block(prompt.token_ids, [(0, vector, None)])

@@ -34,8 +34,17 @@ def tiny_llama(path: Path) -> Path:
     """Llama, 4 layers, hidden 64, grouped-query attention, fp32; weights large enough that layers differ visibly."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=160, num_hidden_layers=LAYERS, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, initializer_range=0.15, eos_token_id=1, bos_token_id=None,
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=160,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=4096,
+        initializer_range=0.15,
+        eos_token_id=1,
+        bos_token_id=None,
         tie_word_embeddings=False,
     )
     return _save(LlamaForCausalLM(config).float(), path)
@@ -45,8 +54,17 @@ def tiny_qwen3(path: Path) -> Path:
     """Qwen3, 4 layers, hidden 64, head counts that split over two ranks, fp32."""
     torch.manual_seed(1)
     config = Qwen3Config(
-        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=128, num_hidden_layers=LAYERS, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, initializer_range=0.15, eos_token_id=1, bos_token_id=None,
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=128,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=4096,
+        initializer_range=0.15,
+        eos_token_id=1,
+        bos_token_id=None,
         tie_word_embeddings=False,
     )
     return _save(Qwen3ForCausalLM(config).float(), path)

@@ -1,6 +1,7 @@
 """The action checksum is the same everywhere, and no difference between two ranks escapes it."""
 
 import pytest
+
 from midstream.workers.runner.actions import ActionLedger, splitmix64
 
 

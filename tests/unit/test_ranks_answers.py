@@ -4,6 +4,7 @@ import asyncio
 
 import numpy as np
 import pytest
+
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.tensors import content_hash, from_numpy
 from midstream.workers.collective import check_apply_results

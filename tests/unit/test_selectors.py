@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from midstream.schemas.selectors import lowest_position, resolve_layers, resolve_positions, select
 
 NAMES = ["last_prompt", "all_prompt", "all_generated", "all"]

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
+
 from midstream.workers import storage
 from midstream.workers.storage import PendingFile, publish
-from safetensors.numpy import load_file
 
 
 def pending(path: str, rows: int = 3) -> PendingFile:

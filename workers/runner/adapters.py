@@ -30,9 +30,7 @@ class _Adapter:
 
     def _begin(self, scheduler_output: Any) -> None:
         if self.midstream is not None:
-            self.midstream.begin(
-                _new_requests(scheduler_output), finishes(scheduler_output), len(scheduler_output.preempted_req_ids or ())
-            )
+            self.midstream.begin(_new_requests(scheduler_output), finishes(scheduler_output), len(scheduler_output.preempted_req_ids or ()))
 
     def _drain(self) -> None:
         if self.midstream is not None:

@@ -1,8 +1,14 @@
-"""How does a rank process end when its parent does? It must: an orphan would hold the device and the outbox."""
+"""How does a rank process live beside its parent and its own compute threads?
+
+It ends when its parent does, because an orphan would hold the device and the outbox. And its helper threads stay off the
+cores that vLLM binds the model's threads to.
+"""
 
 import ctypes
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _PR_SET_PDEATHSIG = 1
 
@@ -15,3 +21,18 @@ def die_with_parent() -> None:
         raise OSError(code, f"prctl(PR_SET_PDEATHSIG): {os.strerror(code)}")
     if os.getppid() != parent:  # it ended before we asked
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextmanager
+def threads_elsewhere(cores: set[int]) -> Iterator[None]:
+    """Threads started in this block run on `cores`, less those that the calling thread is bound to if any others are left.
+
+    On CPUs vLLM binds a rank's threads to cores, and new threads inherit the binding of the one that starts them: writing
+    files would take time from the forward pass while other cores idle.
+    """
+    bound = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, (cores - bound) or cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, bound)

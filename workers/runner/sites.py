@@ -70,7 +70,7 @@ def install(
     model: nn.Module, architecture: str, switch: Switch, *, rows: int, capacity: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[list[Site], SharedBuffers]:
     """Wrap the layers that this rank holds; returns their sites in layer order and the buffers they share."""
-    layers: nn.ModuleList = model.get_submodule(layers_path(architecture))  # type: ignore[assignment]
+    layers: nn.ModuleList = model.get_submodule(layers_path(architecture))
     sizes = (STEER_FACTOR * capacity, STEER_FACTOR * capacity, capacity)
     shared = SharedBuffers(*(torch.zeros(size, dtype=torch.int64, device=device) for size in sizes))
     sites = []

@@ -3,6 +3,7 @@
 Named by `worker_cls`. Its public `midstream_*` methods are called on all ranks by `collective_rpc`.
 """
 
+import os
 from typing import Any
 
 import msgspec
@@ -14,7 +15,7 @@ from ...schemas.tensors import Tensor
 from .adapters import V1Adapter, V2Adapter
 from .config import plane_config
 from .plane import DataPlane, Place
-from .process import die_with_parent
+from .process import die_with_parent, threads_elsewhere
 from .sites import Switch, install, layers_path
 
 if current_platform.is_cpu():
@@ -28,6 +29,7 @@ class MidstreamWorker(PlatformWorker):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         die_with_parent()
+        self._cores = os.sched_getaffinity(0)  # before vLLM binds us
         super().__init__(*args, **kwargs)
         self._plane: DataPlane | None = None
 
@@ -57,7 +59,8 @@ class MidstreamWorker(PlatformWorker):
         )
         pp, tp = get_pp_group(), get_tp_group()
         place = Place(rank=self.rank, world=self.parallel_config.world_size, tp=tp.rank_in_group, pp=pp.rank_in_group)
-        self._plane = DataPlane(config, place, sites, shared, switch, traced=traced)
+        with threads_elsewhere(self._cores):
+            self._plane = DataPlane(config, place, sites, shared, switch, traced=traced)
         if not pp.is_first_rank:
             self.model_runner.make_pipeline_buffers()
 

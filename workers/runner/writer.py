@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -25,13 +24,12 @@ GROUP_BYTES = 64 << 20
 class WriteJob:
     """A finished request: its receipt, complete but for the files, and how to make the file if there is one.
 
-    `build` runs in a writer thread. `hold` keeps the memory alive that the file's buffers point into.
+    `build` runs in a writer thread; what it refers to stays alive until the file is written.
     """
 
     receipt: Receipt
     build: Callable[[], PendingFile] | None = None
     size: int = 0
-    hold: Any = None
 
 
 class Writer:
@@ -104,9 +102,11 @@ class Writer:
                 for job in group:
                     self._write([job])
                 return
-            job = group[0].receipt
-            logger.exception("capture of job %s request %d could not be written", job.job, job.request)
-            self._outbox.append(msgspec.structs.replace(job, status="error", message=f"capture could not be written: {error}"))
+            receipt = group[0].receipt
+            logger.exception("capture of job %s request %d could not be written", receipt.job, receipt.request)
+            self._outbox.append(
+                msgspec.structs.replace(receipt, status="error", kind="capture_failed", message=f"capture could not be written: {error}")
+            )
             return
         for job, file in zip(group, files, strict=True):
             self._outbox.append(msgspec.structs.replace(job.receipt, files=[file]))

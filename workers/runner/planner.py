@@ -1,0 +1,169 @@
+"""Which rows of this step's batch are steered and which recorded? Fills the buffers before the forward, empties them after.
+
+`row = first_row + position − first_position`, and only inside the step's window: so chunked prefill, preemption and
+resume need no case of their own.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from ...kernels.pair_site import CAPTURE, CAPTURE_START, SCATTERED, STEER
+from ...schemas.selectors import PositionSelector, select
+from ...schemas.specs import RankSpec, SteeringRow
+from .capture import Recording, Run, SlabBudget
+from .sites import SharedBuffers, Site, Switch
+from .steering import RowTable
+from .step import RequestRows
+
+
+@dataclass
+class Tracked:
+    """A live request that asked for something."""
+
+    spec: RankSpec
+    rows: list[tuple[int, SteeringRow]] = field(default_factory=list)
+    recording: Recording | None = None
+    applied: int = 0  # token rows changed so far, over all layers of this rank
+    failure: str = ""
+    failure_kind: str = ""  # the problem's kind, see `Receipt.kind`
+    reported: bool = False
+
+
+class Planner:
+    """One per rank. `plan` before the forward, `drain` after it, `idle` when either went wrong."""
+
+    def __init__(
+        self, sites: Sequence[Site], shared: SharedBuffers, switch: Switch, table: RowTable, budget: SlabBudget, *, traced: bool
+    ) -> None:
+        """`traced`: the forward is compiled or graph-captured, so the sites' buffers may not be replaced."""
+        self._sites, self._shared, self._switch, self._table, self._budget = list(sites), shared, switch, table, budget
+        self._traced = traced
+        reference = self._sites[0].captured
+        self._device, self._hidden_size, self._dtype = reference.device, reference.shape[1], reference.dtype
+        self._counts = np.zeros((len(self._sites), 4), dtype=np.int32)
+        self._runs: list[tuple[Recording, int, int, int]] = []  # (recording, slab row, first position, rows)
+        self._slab: torch.Tensor | None = None
+        self._slab_layers: dict[int, int] = {}
+
+    @property
+    def busy(self) -> bool:
+        """Does the forward that runs now do anything?"""
+        return self._switch.active
+
+    def plan(self, mine: Sequence[tuple[Tracked, RequestRows]], fail: Callable[[Tracked, str], None]) -> None:
+        """Fill the buffers for these requests' rows; `fail` takes those whose steering does not fit."""
+        self._counts[:] = 0
+        self._plan_steering(mine, fail)
+        self._plan_capture(mine)
+        busy = bool(self._counts.any())
+        if busy or self._switch.active:
+            self._stage_counts()
+        self._switch.active = busy
+
+    def drain(self) -> None:
+        """Hand the captured rows of the forward that ran to their recordings."""
+        if self._slab is not None:
+            if self._traced:
+                for index, site in enumerate(self._sites):
+                    count = int(self._counts[index, CAPTURE])
+                    if count:
+                        self._slab[self._slab_layers[site.layer], :count] = site.captured[:count]
+            for recording, row, position, count in self._runs:
+                recording.runs.append(Run(self._slab, self._slab_layers, row, position, count))
+        self.idle()
+
+    def idle(self) -> None:
+        """Nothing is asked of the next forward."""
+        self._runs, self._slab = [], None
+        if self._switch.active:
+            self._counts[:] = 0
+            self._stage_counts()
+            self._switch.active = False
+
+    def _plan_steering(self, mine: Sequence[tuple[Tracked, RequestRows]], fail: Callable[[Tracked, str], None]) -> None:
+        tokens: list[np.ndarray] = []
+        rows: list[np.ndarray] = []
+        touched: set[int] = set()
+        free = len(self._shared.steer_tokens)
+        for tracked, place in mine:
+            chosen = [(row, _window(spec.positions, place, tracked.spec.prompt_tokens)) for row, spec in tracked.rows]
+            needed = sum(len(positions) for _, positions in chosen)
+            if needed > free:
+                fail(tracked, f"its steering names {needed} (token, row) pairs in one step, {free} are free")
+                continue
+            free -= needed
+            for row, positions in chosen:
+                if len(positions):
+                    tokens.append(positions - place.first_position + place.first_row)
+                    rows.append(np.full(len(positions), row, dtype=np.int64))
+                    tracked.applied += len(positions) * len(self._table.layers(row))
+                    touched |= self._table.layers(row)
+        if not tokens:
+            return
+        self._stage(self._shared.steer_tokens, np.concatenate(tokens))
+        self._stage(self._shared.steer_rows, np.concatenate(rows))
+        count = sum(map(len, tokens))
+        for index, site in enumerate(self._sites):
+            if site.layer in touched:
+                self._counts[index, STEER] = count
+
+    def _plan_capture(self, mine: Sequence[tuple[Tracked, RequestRows]]) -> None:
+        wanted: list[tuple[Recording, RequestRows, np.ndarray]] = []
+        for tracked, place in mine:
+            if tracked.recording is not None and tracked.recording.layers and not tracked.reported:
+                chosen = _window(tracked.recording.spec.positions, place, tracked.spec.prompt_tokens)
+                if len(chosen):
+                    wanted.append((tracked.recording, place, chosen))
+        if not wanted:
+            return
+        # Those with the most layers first: then a layer gathers a prefix of the slots and few that it does not need.
+        wanted.sort(key=lambda item: -len(item[0].layers))
+        slot, last_slot = 0, dict[int, int]()
+        for recording, _, chosen in wanted:
+            for first, count in _contiguous(chosen):
+                self._runs.append((recording, slot + first, int(chosen[first]), count))
+            slot += len(chosen)
+            last_slot.update(dict.fromkeys(recording.layers, slot))
+        index = np.concatenate([chosen - place.first_position + place.first_row for _, place, chosen in wanted])
+        start = int(index[0]) if bool((np.diff(index) == 1).all()) else SCATTERED
+        self._stage(self._shared.capture_tokens, index)
+        self._slab_layers = {layer: place for place, layer in enumerate(sorted(last_slot))}
+        self._slab = self._budget.new_slab(len(last_slot), slot, self._hidden_size, self._dtype)
+        for number, site in enumerate(self._sites):
+            if site.layer in last_slot:
+                self._counts[number, CAPTURE] = last_slot[site.layer]
+                self._counts[number, CAPTURE_START] = start
+                if not self._traced:
+                    site.captured = self._slab[self._slab_layers[site.layer]]
+
+    def _stage(self, buffer: torch.Tensor, values: np.ndarray) -> None:
+        """Copy to a persistent int64 buffer; what lies behind is zeroed on accelerators, where sizes are fixed."""
+        if self._device.type == "cpu":
+            buffer.numpy()[: len(values)] = values
+            return
+        staged = torch.zeros(len(buffer), dtype=torch.int64, pin_memory=True)
+        staged[: len(values)] = torch.from_numpy(values)
+        buffer.copy_(staged, non_blocking=True)
+
+    def _stage_counts(self) -> None:
+        for index, site in enumerate(self._sites):
+            if self._device.type == "cpu":
+                site.counts.numpy()[:] = self._counts[index]
+            else:
+                site.counts.copy_(torch.from_numpy(self._counts[index].copy()), non_blocking=True)
+
+
+def _window(selector: PositionSelector, place: RequestRows, prompt_tokens: int) -> np.ndarray:
+    """Positions of this step's rows that `selector` names, int64 ascending."""
+    chosen = select(selector, place.first_position, place.first_position + place.num_rows, prompt_tokens)
+    return np.arange(chosen.start, chosen.stop, dtype=np.int64) if isinstance(chosen, range) else np.array(chosen, dtype=np.int64)
+
+
+def _contiguous(values: np.ndarray) -> list[tuple[int, int]]:
+    """(first index, length) of each run of consecutive values."""
+    breaks = np.flatnonzero(np.diff(values) != 1) + 1
+    return [(a, b - a) for a, b in itertools.pairwise([0, *breaks.tolist(), len(values)])]
