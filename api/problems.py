@@ -57,7 +57,7 @@ def openai_error(problem: Problem) -> dict[str, Any]:
     return {"message": f"{where}{problem.detail}{allowed}", "type": kind, "code": kind, "param": problem.field}
 
 
-def answer(request: Request[Any, Any, Any], problem: Problem, headers: dict[str, str] | None = None) -> Response[bytes]:
+def answer(request: Request[Any, Any, Any], problem: Problem, headers: dict[str, str] | None = None) -> Response[Any]:
     """The problem with its own status; at the OpenAI-style endpoints also in OpenAI's words, as the member `error`."""
     headers = dict(headers or {})
     if problem.status == STATUS_OF_KIND["unavailable"]:
