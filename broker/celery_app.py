@@ -56,6 +56,8 @@ def make_app(settings: Settings) -> Celery:
         worker_prefetch_multiplier=1,
         worker_cancel_long_running_tasks_on_connection_loss=False,  # not possible on threads
         worker_enable_remote_control=True,
+        worker_consumer="midstream.broker.consumer:Consumer",
+        worker_enable_prefetch_count_reduction=False,  # after a reconnect at full strength: what runs twice is refused by the ledger
         broker_connection_retry_on_startup=True,
         broker_connection_max_retries=None,  # Redis may restart: keep trying
         # A publisher that cannot reach Redis says so soon; the job is committed, and the sweeper sends its message later.

@@ -9,9 +9,11 @@ import os
 import signal
 import sys
 import threading
+import warnings
 from typing import Any
 
 from celery import Celery, bootsteps, signals
+from celery.exceptions import CPendingDeprecationWarning, SecurityWarning
 from celery.utils.nodenames import default_nodename, host_format
 from celery.worker import state as worker_state
 from celery.worker.components import Pool
@@ -88,6 +90,9 @@ def main() -> int:
         return EXIT_BAD_SETTINGS
     logging.basicConfig(level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     signals.setup_logging.connect(_keep_logging)
+    # Neither concerns us: tasks are never cancelled on connection loss, and nothing is unpickled from messages.
+    warnings.simplefilter("ignore", CPendingDeprecationWarning)
+    warnings.simplefilter("ignore", SecurityWarning)
     app = make_worker_app(settings)
 
     @signals.worker_ready.connect(weak=False)

@@ -31,7 +31,7 @@ from ..schemas.settings import Settings
 from .engine import Engine, make_engine
 from .heartbeat import Heartbeat
 from .identity import BOOT
-from .patience import patiently
+from .patience import end_tasks, patiently
 from .runs import Outcome, Runs
 
 logger = logging.getLogger(__name__)
@@ -209,9 +209,7 @@ class EngineHost:
             logger.warning("job %s is queued without a message, which the sweeper sends later: %s", job.id, error)
 
     async def _stop(self) -> None:
-        for task in self._background:
-            task.cancel()
-        await asyncio.gather(*self._background, return_exceptions=True)
+        await end_tasks(self._background)
         if self._engine is not None:
             await self._engine.shutdown()
         if self._ledger is not None:

@@ -1,9 +1,13 @@
-"""What does a worker do while Redis is away? It waits and asks again: a restart must not cost a running job."""
+"""What does a worker do while Redis is away, and how does it stop what talks to Redis?
+
+It waits and asks again: a restart must not cost a running job. And it cancels until the task is over, not once: redis-py
+awaits its writes with `asyncio.wait_for`, which on Python 3.11 swallows a cancellation that arrives together with the result.
+"""
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Collection
+from typing import Any, TypeVar
 
 from ..schemas.errors import MidstreamError
 
@@ -14,6 +18,7 @@ logger = logging.getLogger(__name__)
 UNAVAILABLE = "unavailable"
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 1.0
+CANCEL_AGAIN_S = 0.5
 
 
 async def patiently(call: Callable[[], Awaitable[T]], what: str) -> T:
@@ -32,3 +37,11 @@ async def patiently(call: Callable[[], Awaitable[T]], what: str) -> T:
                 logger.warning("%s waits for Redis: %s", what, error)
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
+
+
+async def end_tasks(tasks: Collection["asyncio.Task[Any]"]) -> None:
+    """Cancel `tasks` until each is over; what they raise stays in them."""
+    while pending := [task for task in tasks if not task.done()]:
+        for task in pending:
+            task.cancel()
+        await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)

@@ -54,12 +54,23 @@ class Run:
             self.ending = ending
             self.task.cancel()
 
+    def check(self) -> None:
+        """Raise CancelledError when the run is being stopped: a cancellation alone may be swallowed (see `patience`)."""
+        if self.ending is not None:
+            raise asyncio.CancelledError
+
 
 class Runs:
     """The attempts that this worker holds. Used from the engine's event loop only."""
 
     def __init__(
-        self, ledger: Ledger, engine: Engine, worker: str, boot: str, engine_died: asyncio.Event, enqueue: Callable[[Job, int], None]
+        self,
+        ledger: Ledger,
+        engine: Engine,
+        worker: str,
+        boot: str,
+        engine_died: asyncio.Event,
+        enqueue: Callable[[Job, int], None],
     ):
         """`enqueue(job, attempts made)` sends a released job's message; it may block."""
         self._ledger = ledger
@@ -123,16 +134,18 @@ class Runs:
     async def _attempt(self, run: Run) -> Outcome:
         try:
             outputs = await self._generate(run)
+            run.check()
             stored = await patiently(lambda: self._ledger.store_outputs(run.job.id, run.attempt, outputs), f"outputs of {run.job.id}")
             run.closed = True
             return Outcome.GENERATED if stored else Outcome.LOST
         except asyncio.CancelledError:
             if run.ending is None:
                 raise  # the event loop itself is going down
-            run.closed = True
-            run.task.uncancel()
             return await self._abandon(run, run.ending)
         except (Exception, BaseExceptionGroup) as error:
+            if run.ending is not None:
+                logger.info("job %s attempt %d failed while it was being stopped: %r", run.job.id, run.attempt, error)
+                return await self._abandon(run, run.ending)
             run.closed = True
             return await self._give_up(run, problem_of(error))
 
@@ -143,6 +156,7 @@ class Runs:
         if steered:
             await self._engine.hold_vectors(job, self._fetch)
         try:
+            run.check()
             async with asyncio.TaskGroup() as group:
                 outputs = [group.create_task(self._prompt(run, request)) for request in range(len(job.prompts))]
         finally:
@@ -154,6 +168,7 @@ class Runs:
         output: Output | None = None
         async with aclosing(self._engine.generate(run.job, request, run.attempt)) as stream:
             async for progress in stream:
+                run.check()
                 output = progress.finished
                 if run.job.stream and (progress.text or progress.token_ids or output):
                     await self._emit(run, _token_event(progress, run.attempt))
@@ -173,6 +188,9 @@ class Runs:
 
     async def _abandon(self, run: Run, ending: Outcome) -> Outcome:
         """Stop the attempt in the engine, and say in the ledger what follows from it."""
+        run.closed = True
+        while run.task.cancelling():
+            run.task.uncancel()
         logger.info("job %s attempt %d stops: %s", run.job.id, run.attempt, ending)
         if ending is Outcome.RELEASED:
             state = await patiently(lambda: self._ledger.release(run.job.id, run.attempt), f"release of {run.job.id}")

@@ -7,7 +7,7 @@ from celery import Celery
 from celery.exceptions import Reject
 
 from .host import EngineHost
-from .runs import JobFailed
+from .runs import JobFailed, Outcome
 
 KINDS = ("generate", "completion", "chat")
 
@@ -23,9 +23,10 @@ def register_tasks(app: Celery, host: EngineHost) -> None:
 
 def _body(host: EngineHost) -> Callable[[str], str]:
     def run(job_id: str) -> str:
-        if host.death:
+        outcome = host.run(job_id)
+        if host.death and outcome is Outcome.NOT_OURS:
             time.sleep(REJECT_PAUSE_S)
             raise Reject(host.death, requeue=True)
-        return host.run(job_id).value
+        return outcome.value
 
     return run

@@ -1,0 +1,51 @@
+"""What must Celery's consumer survive, when Redis restarts under load, that it does not by itself?
+
+kombu clears a lost connection's `client`. What touches the connection afterwards, an acknowledgement or the second attempt
+to close it, ends in an AttributeError, which Celery takes for unrecoverable: the worker would end, and with it an engine
+that takes a minute to load. The message itself is safe: it is delivered again, and the ledger refuses it then.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from celery.worker.consumer import Consumer as CeleryConsumer
+
+logger = logging.getLogger(__name__)
+
+
+class Consumer(CeleryConsumer):
+    """Celery's consumer, named by the setting `worker_consumer`."""
+
+    def on_connection_error_after_connected(self, exc: Exception) -> None:
+        """Give up a lost connection; a new one follows.
+
+        Celery closes it twice, the second time without `client` when the first attempt failed, as it does when messages
+        are to be restored and Redis is still away.
+        """
+        try:
+            super().on_connection_error_after_connected(exc)
+        except AttributeError as error:
+            if self.connection is not None:  # not from the closing: Celery has let go of it by then
+                raise
+            logger.warning("what was left of a lost connection could not be closed: %s", error)
+
+    def call_soon_ack(self, p: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """`p` is `ack_log_error` or `reject_log_error` of a message."""
+        return super().call_soon_ack(settle, p, *args, **kwargs)
+
+
+def settle(act: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Acknowledge or reject; a message whose connection is closed is left to be delivered again, when the ledger refuses it."""
+    try:
+        act(*args, **kwargs)
+    except AttributeError as error:
+        message = act.__self__  # type: ignore[attr-defined]
+        if not is_closed(message.channel):
+            raise
+        logger.warning("message %s stays unacknowledged, its connection is gone: %s", message.delivery_tag, error)
+
+
+def is_closed(channel: Any) -> bool:
+    """Whether kombu has given up the connection below a channel; it clears `client` when it does."""
+    return channel.connection is None or channel.connection.client is None

@@ -1,0 +1,189 @@
+"""Does a run end rightly when the engine misbehaves? Real ledger, and an engine that misbehaves on purpose."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from midstream.broker.ledger import Ledger, new_job_id
+from midstream.schemas.base import now
+from midstream.schemas.errors import MidstreamError
+from midstream.schemas.jobs import Job, JobView, Sampling, State, StoredPrompt
+from midstream.schemas.settings import Settings
+from midstream.workers.engine import Progress
+from midstream.workers.fake_engine import FakeEngine
+from midstream.workers.patience import end_tasks
+from midstream.workers.runs import JobFailed, Outcome, Runs
+
+TIMEOUT_S = 5
+
+
+class Harness:
+    """Runs over a real ledger; `generate` replaces the engine's."""
+
+    def __init__(self, redis_url: str, directory: Path, generate: Callable[..., AsyncGenerator[Progress, None]] | None = None):
+        values = {"redis_url": redis_url, "data_dir": str(directory), "model": "fake-model", "worker_id": "w1", "engine": "fake"}
+        self.settings = Settings(**values, relay_url="tcp://127.0.0.1:9", fake_token_s=0.01)  # type: ignore[arg-type]
+        self.generate = generate
+        self.died = asyncio.Event()
+        self.enqueued: list[tuple[str, int]] = []
+        self.aborted: list[tuple[str, int]] = []
+
+    def __call__(self, scenario: Callable[["Harness"], Coroutine[Any, Any, None]]) -> None:
+        async def run() -> None:
+            self.ledger = Ledger.connect(self.settings)
+            engine = FakeEngine(self.settings)
+            await engine.start()
+            if self.generate is not None:
+                engine.generate = self.generate  # type: ignore[method-assign]
+            engine.abort = self._abort  # type: ignore[method-assign]
+            self.runs = Runs(self.ledger, engine, "w1", "boot", self.died, lambda job, attempt: self.enqueued.append((job.id, attempt)))
+            try:
+                async with asyncio.timeout(TIMEOUT_S):
+                    await scenario(self)
+            finally:
+                await engine.shutdown()
+                await self.ledger.close()
+
+        asyncio.run(run())
+
+    async def _abort(self, job_id: str, attempt: int) -> None:
+        self.aborted.append((job_id, attempt))
+
+    async def submit(self, prompts: int = 1, max_tokens: int = 4) -> str:
+        job = Job(
+            id=new_job_id(),
+            kind="generate",
+            model="fake-model",
+            prompts=[StoredPrompt(token_ids=[1, 2])] * prompts,
+            sampling=Sampling(max_tokens=max_tokens),
+            created=now(),
+        )
+        await self.ledger.submit(job, {})
+        return job.id
+
+    async def running(self, job_id: str) -> "asyncio.Task[Outcome]":
+        task = asyncio.create_task(self.runs.run_job(job_id))
+        while job_id not in self.runs.held:
+            await asyncio.sleep(0.001)
+        return task
+
+    async def view(self, job_id: str) -> JobView:
+        return await self.ledger.view(job_id)
+
+
+# field case 38
+def test_a_cancellation_that_something_swallowed_still_stops_the_run(redis_url: str, tmp_path: Path) -> None:
+    async def deaf(job: Job, request: int, attempt: int) -> AsyncGenerator[Progress, None]:
+        while True:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.01)
+            yield Progress(request, "a", [1])
+
+    async def scenario(at: Harness) -> None:
+        job_id = await at.submit(prompts=2)
+        task = await at.running(job_id)
+        await at.ledger.request_cancel(job_id)
+        at.runs.stop([job_id], Outcome.CANCELLED)
+        assert await task is Outcome.CANCELLED
+        assert (await at.view(job_id)).state is State.CANCELLED
+        assert at.aborted == [(job_id, 1)]
+
+    Harness(redis_url, tmp_path, deaf)(scenario)
+
+
+# field case 21
+def test_one_failing_prompt_fails_the_job_and_stops_the_others(redis_url: str, tmp_path: Path) -> None:
+    stopped: list[int] = []
+
+    async def second_fails(job: Job, request: int, attempt: int) -> AsyncGenerator[Progress, None]:
+        if request == 1:
+            raise MidstreamError("capture_failed", "rank 0: no space")
+        try:
+            await asyncio.sleep(60)
+        finally:
+            stopped.append(request)
+        yield Progress(request, "", [])
+
+    async def scenario(at: Harness) -> None:
+        job_id = await at.submit(prompts=3)
+        with pytest.raises(JobFailed, match="no space"):
+            await at.runs.run_job(job_id)
+        view = await at.view(job_id)
+        assert view.state is State.FAILED
+        assert view.error is not None
+        assert view.error.type == "urn:midstream:capture_failed"
+        assert sorted(stopped) == [0, 2]
+        assert at.runs.held == {}
+
+    Harness(redis_url, tmp_path, second_fails)(scenario)
+
+
+# field case 21
+def test_an_engine_that_ends_a_request_without_a_word_fails_the_job(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("midstream.workers.runs.VERDICT_S", 0.05)
+
+    async def silent(job: Job, request: int, attempt: int) -> AsyncGenerator[Progress, None]:
+        yield Progress(request, "a", [1])
+
+    async def scenario(at: Harness) -> None:
+        job_id = await at.submit()
+        with pytest.raises(JobFailed, match="without an output"):
+            await at.runs.run_job(job_id)
+        assert (await at.view(job_id)).state is State.FAILED
+
+    Harness(redis_url, tmp_path, silent)(scenario)
+
+
+def test_what_the_engines_death_interrupted_is_released_and_sent_again(redis_url: str, tmp_path: Path) -> None:
+    async def dying(job: Job, request: int, attempt: int) -> AsyncGenerator[Progress, None]:
+        raise MidstreamError("engine_failed", "gone")
+        yield
+
+    async def scenario(at: Harness) -> None:
+        job_id = await at.submit()
+        task = await at.running(job_id)
+        await asyncio.sleep(0.05)
+        at.died.set()  # the verdict comes after the request saw the death
+        assert await task is Outcome.RELEASED
+        assert (await at.view(job_id)).state is State.QUEUED
+        assert at.enqueued == [(job_id, 1)]
+        assert await at.runs.run_job(job_id) is Outcome.NOT_OURS, "a dead engine claims nothing"
+
+    Harness(redis_url, tmp_path, dying)(scenario)
+
+
+# field case 38
+def test_the_late_outputs_of_a_lost_attempt_change_nothing(redis_url: str, tmp_path: Path) -> None:
+    async def scenario(at: Harness) -> None:
+        job_id = await at.submit(max_tokens=20)
+        task = await at.running(job_id)
+        await at.ledger.release(job_id, 1)
+        assert await at.ledger.claim(job_id, "w2", "boot", 1) is not None
+        assert await task is Outcome.LOST
+        view = await at.view(job_id)
+        assert (view.state, view.attempt, view.worker) == (State.RUNNING, 2, "w2")
+        assert (await at.ledger.result(job_id)).outputs == []
+
+    Harness(redis_url, tmp_path)(scenario)
+
+
+def test_a_task_that_swallows_its_first_cancellation_is_ended_all_the_same() -> None:
+    async def deaf_once() -> None:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            await asyncio.sleep(60)
+
+    async def scenario() -> None:
+        task = asyncio.create_task(deaf_once())
+        await asyncio.sleep(0)
+        await asyncio.wait_for(end_tasks([task]), TIMEOUT_S)
+        assert task.cancelled()
+
+    asyncio.run(scenario())
