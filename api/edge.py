@@ -46,6 +46,7 @@ class Edge:
         self.watcher = watcher
         self.celery = celery
         self._codecs: dict[str, Codec] = {}
+        self._reading = asyncio.Lock()
         self._closing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def close(self) -> None:
@@ -68,13 +69,14 @@ class Edge:
 
     async def codec(self, info: ModelInfo) -> Codec:
         """The model's tokenizer, read once per process and content hash."""
-        known = self._codecs.get(info.tokenizer)
-        if known is None:
-            raw = await self.ledger.get_blob(info.tokenizer)
-            if raw is None:
-                raise MidstreamError("unavailable", f"the tokenizer of {info.name!r} has not been published yet", field="model")
-            known = await anyio.to_thread.run_sync(lambda: Codec(from_msgpack(raw, TokenizerBundle)))
-            self._codecs[info.tokenizer] = known
+        async with self._reading:  # the first burst after a start must not read it once for each request
+            known = self._codecs.get(info.tokenizer)
+            if known is None:
+                raw = await self.ledger.get_blob(info.tokenizer)
+                if raw is None:
+                    raise MidstreamError("unavailable", f"the tokenizer of {info.name!r} has not been published yet", field="model")
+                known = await anyio.to_thread.run_sync(lambda: Codec(from_msgpack(raw, TokenizerBundle)))
+                self._codecs[info.tokenizer] = known
         return known
 
     async def submit(self, wish: Wish, idempotency: tuple[str, str] | None) -> str:

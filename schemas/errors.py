@@ -53,8 +53,13 @@ class MidstreamError(Exception):
 
     def problem(self, instance: str | None = None) -> Problem:
         return Problem(
-            type=f"urn:midstream:{self.kind}", title=self.kind.replace("_", " ").capitalize(), status=self.status,
-            detail=self.detail, field=self.field, allowed=self.allowed, instance=instance,
+            type=f"urn:midstream:{self.kind}",
+            title=self.kind.replace("_", " ").capitalize(),
+            status=self.status,
+            detail=self.detail,
+            field=self.field,
+            allowed=self.allowed,
+            instance=instance,
         )
 
 

@@ -23,7 +23,7 @@ def resolve_layers(selector: LayerSelector, num_layers: int) -> list[int]:
             return list(range(num_layers))
         first, dash, last = selector.partition("-")
         if not (dash and first.isdigit() and last.isdigit()):
-            raise ValueError(f"{selector!r} is not a layer selector: use \"all\", \"a-b\", a number or a list of numbers")
+            raise ValueError(f'{selector!r} is not a layer selector: use "all", "a-b", a number or a list of numbers')
         if int(first) > int(last):
             raise ValueError(f"range {selector!r} is empty: the first layer is above the last")
         wanted = [int(first), int(last)]

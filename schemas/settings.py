@@ -99,9 +99,7 @@ def load_settings(environ: dict[str, str] | None = None, **overrides: Any) -> Se
             values.update(_checked(tomllib.loads(Path(file).read_text()), known, f"file {file}"))
         except (OSError, tomllib.TOMLDecodeError) as error:
             raise SettingsError(f"{FILE_VARIABLE}={file}: {error}") from error
-    from_env = {
-        name[len(PREFIX):].lower(): text for name, text in env.items() if name.startswith(PREFIX) and name != FILE_VARIABLE
-    }
+    from_env = {name[len(PREFIX) :].lower(): text for name, text in env.items() if name.startswith(PREFIX) and name != FILE_VARIABLE}
     values.update(_checked(from_env, known, "environment"))
     values.update(_checked({name: value for name, value in overrides.items() if value is not None}, known, "arguments"))
     return Settings(**values)

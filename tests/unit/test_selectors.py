@@ -1,5 +1,7 @@
 """Selectors resolve to the numbers that they name, and say what is wrong when they cannot."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +21,14 @@ def test_layer_selectors_resolve_to_sorted_unique_layers(selector, layers) -> No
 
 @pytest.mark.parametrize(
     ("selector", "words"),
-    [("some", "not a layer selector"), ("3-1", "is empty"), ("0-5", "layer 5 is out of range"), (5, "layers 0 to 4"), (-6, "-6"), ([], "at least one")],
+    [
+        ("some", "not a layer selector"),
+        ("3-1", "is empty"),
+        ("0-5", "layer 5 is out of range"),
+        (5, "layers 0 to 4"),
+        (-6, "-6"),
+        ([], "at least one"),
+    ],
 )
 def test_wrong_layer_selectors_are_refused_with_what_would_be_right(selector, words) -> None:
     with pytest.raises(ValueError, match=words):
@@ -45,7 +54,7 @@ def test_windows_of_any_size_select_each_position_exactly_once(prompt: int, gene
     resolved = resolve_positions(selector, prompt)
     total = prompt + generated
     edges = sorted({0, total, *(cut for cut in cuts if cut < total)})
-    pieces = [p for a, b in zip(edges, edges[1:], strict=False) for p in select(resolved, a, b, prompt)]
+    pieces = [p for a, b in itertools.pairwise(edges) for p in select(resolved, a, b, prompt)]
     assert pieces == list(select(resolved, 0, total, prompt))
     if pieces:
         assert pieces[0] == lowest_position(resolved, prompt)

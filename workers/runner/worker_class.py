@@ -21,7 +21,7 @@ from .sites import Switch, install, layers_path
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
 else:
-    from vllm.v1.worker.gpu_worker import Worker as PlatformWorker  # type: ignore[assignment]
+    from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
 
 
 class MidstreamWorker(PlatformWorker):
