@@ -38,7 +38,7 @@ def make_bundle(tokenizer: Tokenizer) -> TokenizerBundle:
         tokenizer_json=tokenizer.to_str(),
         chat_template=_CHAT_TEMPLATE,
         special_tokens={"bos_token": BOS, "eos_token": EOS},
-        eos_token_ids=[tokenizer.token_to_id(EOS)],
+        eos_token_ids=[_token_id(tokenizer, EOS)],
     )
 
 
@@ -60,13 +60,19 @@ def make_info(settings: Settings, tokenizer: Tokenizer, bundle: TokenizerBundle)
     )
 
 
+def _token_id(tokenizer: Tokenizer, token: str) -> int:
+    token_id: int | None = tokenizer.token_to_id(token)
+    assert token_id is not None, f"{token!r} is in the vocabulary"
+    return token_id
+
+
 class Dice:
     """Deterministic tokens: lower-case letters and blanks that prompt, steering and seed decide."""
 
     def __init__(self, tokenizer: Tokenizer, job: Job, request: int):
         steering = job.steering[request] if job.steering else []
         self._state = zlib.crc32(to_msgpack((job.prompts[request].token_ids, steering, job.sampling.seed)))
-        self._faces = [tokenizer.token_to_id(character) for character in "Ġabcdefghijklmnopqrstuvwxyz"]
+        self._faces = [_token_id(tokenizer, character) for character in "Ġabcdefghijklmnopqrstuvwxyz"]
 
     def roll(self) -> int:
         self._state = zlib.crc32(self._state.to_bytes(4, "little"))
@@ -76,4 +82,5 @@ class Dice:
 def residual_rows(layer: int, positions: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
     """`[positions, HIDDEN_SIZE]` float32: a value that names its layer, position and token, so that a swap shows."""
     rows = layer * 1e6 + positions.astype(np.float64) * 1e3 + token_ids
-    return (rows[:, None] + np.arange(HIDDEN_SIZE) / HIDDEN_SIZE).astype(np.float32)
+    block: np.ndarray = (rows[:, None] + np.arange(HIDDEN_SIZE) / HIDDEN_SIZE).astype(np.float32)
+    return block

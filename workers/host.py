@@ -56,7 +56,7 @@ class EngineHost:
         self._background: list[asyncio.Task[None]] = []
         self._engine: Engine | None = None
         self._runs: Runs | None = None
-        self._ledger: Ledger | None = None
+        self._ledger = Ledger.connect(settings)
 
     # From the outside, any thread
 
@@ -83,7 +83,8 @@ class EngineHost:
     def run(self, job_id: str) -> Outcome:
         """Run a job on the engine's loop and wait for its end. Raises JobFailed when it ended with a problem."""
         assert self._runs is not None, "start() first"
-        return self._schedule(self._runs.run_job(job_id)).result()
+        outcome: Outcome = self._schedule(self._runs.run_job(job_id)).result()
+        return outcome
 
     def cancel(self, job_id: str) -> None:
         """Stop a job if it runs here; returns at once."""
@@ -127,7 +128,6 @@ class EngineHost:
 
     async def _start(self) -> None:
         settings = self.settings
-        self._ledger = Ledger.connect(settings)
         await patiently(self._ledger.ping, "start")
         await patiently(self._release_former_boots, "start")
         engine = make_engine(settings)
@@ -212,5 +212,4 @@ class EngineHost:
         await end_tasks(self._background)
         if self._engine is not None:
             await self._engine.shutdown()
-        if self._ledger is not None:
-            await self._ledger.close()
+        await self._ledger.close()

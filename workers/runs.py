@@ -238,5 +238,8 @@ def _leaves(error: BaseException) -> Iterable[BaseException]:
 
 def _token_event(progress: Progress, attempt: int) -> Event:
     finish_reason = progress.finished.finish_reason if progress.finished else None
-    data = {"index": progress.request, "text": progress.text, "token_ids": progress.token_ids, "finish_reason": finish_reason}
-    return Event(event="token", data=data, attempt=attempt)
+    return Event(
+        event="token",
+        data={"index": progress.request, "text": progress.text, "token_ids": progress.token_ids, "finish_reason": finish_reason},
+        attempt=attempt,
+    )

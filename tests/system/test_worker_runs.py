@@ -67,7 +67,7 @@ class Harness:
 
     async def running(self, job_id: str) -> "asyncio.Task[Outcome]":
         task = asyncio.create_task(self.runs.run_job(job_id))
-        while job_id not in self.runs.held:
+        while job_id not in self.runs.held:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         return task
 
