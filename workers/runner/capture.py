@@ -5,6 +5,7 @@ its own and joins them when it ends. A position recorded twice (after a preempti
 rejected) is written once, as it was computed last: that is the row whose keys and values the later tokens saw.
 """
 
+import bisect
 import threading
 import weakref
 from collections.abc import Callable
@@ -66,26 +67,41 @@ def _bytes(rows: torch.Tensor) -> memoryview:
     return memoryview(view.numpy()).cast("B")
 
 
-class SlabBudget:
-    """How many bytes of slabs are alive? Engine steps wait while the writers are behind by more than the limit."""
+class SlabPool:
+    """Memory for slabs: reused, because touching fresh pages costs more than copying the rows, and bounded.
+
+    Beyond `limit_bytes` engine steps wait for the writers.
+    """
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit = limit_bytes
         self._alive = 0
+        self._free: list[torch.Tensor] = []  # uint8, smallest first
         self._changed = threading.Condition()
 
     def new_slab(self, layers: int, rows: int, hidden_size: int, dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised CPU slab that is counted until nobody refers to it."""
-        slab = torch.empty(layers, rows, hidden_size, dtype=dtype)
-        size = slab.nbytes
-        with self._changed:
-            self._alive += size
-        weakref.finalize(slab, self._freed, size)
+        """An uninitialised CPU slab `[layers, rows, hidden_size]`; its memory is reused once nobody refers to the slab."""
+        size = layers * rows * hidden_size * dtype.itemsize
+        memory = self._take(size)
+        slab = memory[:size].view(dtype).view(layers, rows, hidden_size)
+        weakref.finalize(slab, self._give_back, memory)
         return slab
 
-    def _freed(self, size: int) -> None:
+    def _take(self, size: int) -> torch.Tensor:
         with self._changed:
-            self._alive -= size
+            # Not one much larger than needed: a small request must not hold the memory of a large one.
+            place = next((i for i, memory in enumerate(self._free) if size <= len(memory) <= 4 * size), None)
+            memory = torch.empty(size, dtype=torch.uint8) if place is None else self._free.pop(place)
+            self._alive += len(memory)
+            while self._free and self._alive + sum(map(len, self._free)) > self._limit:
+                self._free.pop(0)
+            return memory
+
+    def _give_back(self, memory: torch.Tensor) -> None:
+        with self._changed:
+            self._alive -= len(memory)
+            if self._alive + sum(map(len, self._free)) + len(memory) <= self._limit:
+                bisect.insort(self._free, memory, key=len)
             self._changed.notify_all()
 
     def wait(self, writers_busy: Callable[[], bool]) -> None:

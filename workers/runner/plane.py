@@ -20,7 +20,7 @@ from ...schemas.receipts import Receipt
 from ...schemas.specs import RankSpec, steering_rows
 from ...schemas.tensors import Tensor
 from .actions import ActionLedger
-from .capture import Recording, SlabBudget
+from .capture import Recording, SlabPool
 from .config import PlaneConfig
 from .faults import Faults
 from .packed import packed_file
@@ -63,8 +63,8 @@ class DataPlane:
         self.actions = ActionLedger()
         self.vectors = VectorStore(self._hidden_size)
         self._table = RowTable(sites, config.steering_rows, self.vectors)
-        self._budget = SlabBudget(config.capture_queue_mib << 20)
-        self._planner = Planner(sites, shared, switch, self._table, self._budget, traced=traced)
+        self._slabs = SlabPool(config.capture_queue_mib << 20)
+        self._planner = Planner(sites, shared, switch, self._table, self._slabs, traced=traced)
         self._outbox = Outbox(Path(config.outbox_dir), config.worker, place.rank, config.relay_url, on_fatal=_give_up)
         self._writer = Writer(Path(config.capture_root), self._outbox, config.writer_threads, fail_writes=lambda: "write" in self.faults)
         self._tracked: dict[str, Tracked] = {}
@@ -141,7 +141,7 @@ class DataPlane:
                 with self._guard([]):
                     self._admit(request)
         if self._tracked:
-            self._budget.wait(self._writer.busy)
+            self._slabs.wait(self._writer.busy)
 
     def plan(self, view: StepView) -> None:
         """Fill the buffers for the forward pass that follows."""

@@ -14,7 +14,7 @@ import torch
 from ...kernels.pair_site import CAPTURE, CAPTURE_START, SCATTERED, STEER
 from ...schemas.selectors import PositionSelector, select
 from ...schemas.specs import RankSpec, SteeringRow
-from .capture import Recording, Run, SlabBudget
+from .capture import Recording, Run, SlabPool
 from .sites import SharedBuffers, Site, Switch
 from .steering import RowTable
 from .step import RequestRows
@@ -37,10 +37,10 @@ class Planner:
     """One per rank. `plan` before the forward, `drain` after it, `idle` when either went wrong."""
 
     def __init__(
-        self, sites: Sequence[Site], shared: SharedBuffers, switch: Switch, table: RowTable, budget: SlabBudget, *, traced: bool
+        self, sites: Sequence[Site], shared: SharedBuffers, switch: Switch, table: RowTable, slabs: SlabPool, *, traced: bool
     ) -> None:
         """`traced`: the forward is compiled or graph-captured, so the sites' buffers may not be replaced."""
-        self._sites, self._shared, self._switch, self._table, self._budget = list(sites), shared, switch, table, budget
+        self._sites, self._shared, self._switch, self._table, self._slabs = list(sites), shared, switch, table, slabs
         self._traced = traced
         reference = self._sites[0].captured
         self._device, self._hidden_size, self._dtype = reference.device, reference.shape[1], reference.dtype
@@ -132,7 +132,7 @@ class Planner:
         start = int(index[0]) if bool((np.diff(index) == 1).all()) else SCATTERED
         self._stage(self._shared.capture_tokens, index)
         self._slab_layers = {layer: place for place, layer in enumerate(sorted(last_slot))}
-        self._slab = self._budget.new_slab(len(last_slot), slot, self._hidden_size, self._dtype)
+        self._slab = self._slabs.new_slab(len(last_slot), slot, self._hidden_size, self._dtype)
         for number, site in enumerate(self._sites):
             if site.layer in last_slot:
                 self._counts[number, CAPTURE] = last_slot[site.layer]
