@@ -5,12 +5,13 @@ jobs go back to the queue and the process ends with `EXIT_ENGINE_DIED`, so that 
 """
 
 import logging
+import multiprocessing
 import os
 import signal
 import sys
 import threading
 import warnings
-from typing import Any
+from typing import Any, NoReturn
 
 from celery import Celery, bootsteps, signals
 from celery.exceptions import CPendingDeprecationWarning, SecurityWarning
@@ -113,10 +114,23 @@ def main() -> int:
     )
     worker.start()
     lock.release()
+    code = int(worker.exitcode or 0)
     if app.engine_host.death:
         print(f"worker failed: {app.engine_host.death}", file=sys.stderr, flush=True)
-        return EXIT_ENGINE_DIED
-    return int(worker.exitcode or 0)
+        code = EXIT_ENGINE_DIED
+    if app.engine_host.death or not app.engine_host.ready:
+        _leave(code)
+    return code
+
+
+def _leave(code: int) -> NoReturn:
+    """End the process without waiting for threads: one may still be building the engine, and nothing can interrupt that."""
+    for process in multiprocessing.active_children():
+        process.kill()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _check(settings: Settings) -> None:

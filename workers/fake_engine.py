@@ -8,6 +8,7 @@ folds another action), `start:reason=TEXT`, `slow_start:seconds=S`, `silent:rank
 """
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 
@@ -45,7 +46,8 @@ class FakeEngine:
         if self._fault == "start":
             raise MidstreamError("engine_failed", self._fault_arguments["reason"])
         if self._fault == "slow_start":
-            await asyncio.sleep(float(self._fault_arguments["seconds"]))
+            # In a thread, where a real engine is built: nothing can interrupt that.
+            await asyncio.to_thread(time.sleep, float(self._fault_arguments["seconds"]))
         self._ranks = FakeRanks(self._settings, self._die, disagree=self._fault_rank("disagree"), silent=self._fault_rank("silent"))
         await self._ranks.start()
 

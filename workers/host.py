@@ -54,6 +54,7 @@ class EngineHost:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="engine", daemon=True)
         self._background: list[asyncio.Task[None]] = []
+        self.ready = False  # the engine has started
         self._engine: Engine | None = None
         self._runs: Runs | None = None
         self._ledger = Ledger.connect(settings)
@@ -71,6 +72,7 @@ class EngineHost:
             while True:
                 with contextlib.suppress(TimeoutError):
                     starting.result(INTERRUPT_CHECK_S)
+                    self.ready = True
                     return
                 if starting.done():  # its own TimeoutError
                     starting.result()

@@ -64,6 +64,7 @@ class VllmEngine:
             capture_tokens=settings.max_num_batched_tokens,
             capture_queue_mib=settings.capture_queue_mib,
             writer_threads=settings.writer_threads,
+            cores=sorted(os.sched_getaffinity(0)),
             fault=settings.fault,
         )
         plane.export()

@@ -27,6 +27,7 @@ class PlaneConfig(Record):
     capture_tokens: int  # captured token rows in one step: the step's token budget
     capture_queue_mib: int
     writer_threads: int
+    cores: list[int]  # those that the worker may run on; vLLM binds each rank to some of them
     fault: str = ""  # tests only: see `faults`
 
     def layout(self) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 Named by `worker_cls`. Its public `midstream_*` methods are called on all ranks by `collective_rpc`.
 """
 
-import os
 from typing import Any
 
 import msgspec
@@ -29,7 +28,6 @@ class MidstreamWorker(PlatformWorker):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         die_with_parent()
-        self._cores = os.sched_getaffinity(0)  # before vLLM binds us
         super().__init__(*args, **kwargs)
         self._plane: DataPlane | None = None
 
@@ -59,7 +57,7 @@ class MidstreamWorker(PlatformWorker):
         )
         pp, tp = get_pp_group(), get_tp_group()
         place = Place(rank=self.rank, world=self.parallel_config.world_size, tp=tp.rank_in_group, pp=pp.rank_in_group)
-        with threads_elsewhere(self._cores):
+        with threads_elsewhere(set(config.cores)):
             self._plane = DataPlane(config, place, sites, shared, switch, traced=traced)
         if not pp.is_first_rank:
             self.model_runner.make_pipeline_buffers()
