@@ -1,7 +1,6 @@
 """How is every failure answered? As RFC 9457 problem details that name the field, never as a traceback."""
 
 import logging
-import re
 import secrets
 from typing import Any
 
@@ -11,7 +10,7 @@ from litestar.exceptions import HTTPException, ValidationException
 from litestar.status_codes import HTTP_500_INTERNAL_SERVER_ERROR
 
 from ..schemas.base import to_json
-from ..schemas.errors import STATUS_OF_KIND, MidstreamError, Problem, invalid
+from ..schemas.errors import STATUS_OF_KIND, MidstreamError, Problem, invalid, misfit
 
 log = logging.getLogger("midstream.api")
 
@@ -27,11 +26,6 @@ CLIENT_GONE = 499
 
 _KIND_OF_STATUS = {status: kind for kind, status in STATUS_OF_KIND.items() if status < HTTP_500_INTERNAL_SERVER_ERROR and status != 422}
 
-#: msgspec writes "… - at `$.capture.layers`"; at the top level it writes no path.
-_PATH = re.compile(r"^(?P<detail>.*?)(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
-#: These name a field that is not part of the path.
-_NAMED = re.compile(r"^Object (?:contains unknown|missing required) field `(?P<name>.*)`$", re.DOTALL)
-
 
 class ClientGone(Exception):
     """The client closed its connection while we worked or waited for it. Its job goes on."""
@@ -41,11 +35,7 @@ def malformed(error: msgspec.DecodeError) -> MidstreamError:
     """What msgspec found wrong in a body, with the field's path: `$.capture.layers` becomes `capture.layers`."""
     if not isinstance(error, msgspec.ValidationError):
         return MidstreamError("invalid_request", f"the body is not JSON: {error}")
-    match = _PATH.match(str(error))
-    detail, path = (match["detail"], match["path"] or "") if match else (str(error), "")
-    if named := _NAMED.match(detail):
-        path = f"{path}.{named['name']}" if path else named["name"]
-        detail = "there is no such field" if "unknown" in detail else "is required"
+    detail, path = misfit(error)
     return invalid(path, detail) if path else MidstreamError("invalid_request", f"the body: {detail}")
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from .. import __version__
 from ..schemas.base import to_json
-from ..schemas.errors import STATUS_OF_KIND, MidstreamError, Problem, invalid
+from ..schemas.errors import STATUS_OF_KIND, MidstreamError, Problem, invalid, misfit
 from ..schemas.jobs import TERMINAL, CaptureResults, Determinism, Event, JobRequest, JobResult, JobView
 from ..schemas.specs import CaptureSpec, SteeringSpec
 from ..schemas.tensors import from_numpy
@@ -154,9 +154,8 @@ def checked(fields: dict[str, Any], kind: type[T], prefix: str = "") -> T:
     try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
-        detail, _, path = str(error).partition(" - at ")
-        inner = path.strip("`").removeprefix("$").removeprefix(".")
-        raise invalid(".".join(part for part in (prefix, inner) if part) or kind.__name__, detail) from error
+        detail, path = misfit(error)
+        raise invalid(".".join(part for part in (prefix, path) if part) or kind.__name__, detail) from error
 
 
 def job_path(job_id: str, *parts: str) -> str:

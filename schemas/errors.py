@@ -1,5 +1,9 @@
 """What can go wrong, and how does it cross the wire? RFC 9457 problem details with the field at fault."""
 
+import re
+
+import msgspec
+
 from .base import Record
 
 #: Problem types; the HTTP status each is answered with. `type` on the wire is `urn:midstream:<kind>`.
@@ -66,3 +70,19 @@ class MidstreamError(Exception):
 def invalid(field: str, detail: str, allowed: str | None = None) -> MidstreamError:
     """Bad input: answered 400 with the field's name."""
     return MidstreamError("invalid_request", detail, field=field, allowed=allowed)
+
+
+#: msgspec writes "… - at `$.capture.layers`"; at the top level it writes no path.
+_PATH = re.compile(r"^(?P<detail>.*?)(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
+#: These name a field that is not part of the path.
+_NAMED = re.compile(r"^Object (?:contains unknown|missing required) field `(?P<name>.*)`$", re.DOTALL)
+
+
+def misfit(error: msgspec.ValidationError) -> tuple[str, str]:
+    """What does not fit and where: `$.capture.layers` becomes `capture.layers`; the path is empty for the whole object."""
+    match = _PATH.match(str(error))
+    detail, path = (match["detail"], match["path"] or "") if match else (str(error), "")
+    if named := _NAMED.match(detail):
+        path = f"{path}.{named['name']}" if path else named["name"]
+        detail = "there is no such field" if "unknown" in detail else "is required"
+    return detail, path

@@ -92,7 +92,9 @@ def test_a_list_of_numbers_and_a_ready_spec_are_taken_too() -> None:
     ("fields", "field"),
     [
         ({"model": "m", "prompts": ["a"], "steering": [{"layers": 1, "vector": ["x"]}]}, "steering[0].vector"),
-        ({"model": "m", "prompts": ["a"], "steering": [{"layers": 1, "vector": [1.0], "sclae": 2}]}, "steering[0]"),
+        ({"model": "m", "prompts": ["a"], "steering": [{"layers": 1, "vector": [1.0], "sclae": 2}]}, "steering[0].sclae"),
+        ({"model": "m", "prompts": ["a"], "captures": {}}, "captures"),
+        ({"prompts": ["a"]}, "model"),
         ({"model": "m", "prompts": ["a"], "capture": {"tag": "../up"}}, "capture.tag"),
         ({"model": "m", "prompts": []}, "prompts"),
         ({"model": "m", "prompts": ["a"], "sampling": {"max_tokens": 0}}, "sampling.max_tokens"),
