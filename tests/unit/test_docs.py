@@ -1,0 +1,129 @@
+"""Do the documents say what is there: every setting, every link, every command?"""
+
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import typer
+from tree import ROOT
+
+from midstream.client.cli import app
+from midstream.schemas.settings import Settings
+
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+NAMES = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
+
+SETTING_ROW = re.compile(r"^\| `(?P<name>\w+)` \| `(?P<default>[^`]*)` \| .+ \|$", re.MULTILINE)
+#: What the table writes for a default of None, which TOML lacks.
+UNSET = "unset"
+
+FENCE = re.compile(r"^```(?P<language>\w*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[[^\]]*\]\((?P<target>[^)\s]+)\)")
+HEADING = re.compile(r"^#+ +(?P<title>.+?) *$", re.MULTILINE)
+SHELL = {"console", "bash", "sh", "shell"}
+ASSIGNMENT = re.compile(r"[A-Z][A-Z0-9_]*=\S*")
+#: What ends one command and begins another, or a file's name.
+SEPARATOR = re.compile(r"[();<>|&]+")
+
+
+def test_the_settings_page_and_the_settings_agree_both_ways() -> None:
+    page = (ROOT / "docs" / "settings.md").read_text()
+    told = [(row["name"], _value(row["default"])) for row in SETTING_ROW.finditer(page)]
+    assert len(dict(told)) == len(told), "a setting stands in the page twice"
+    assert dict(told) == {field.name: field.default for field in msgspec.structs.fields(Settings)}
+
+
+def _value(text: str) -> Any:
+    return None if text == UNSET else tomllib.loads(f"value = {text}")["value"]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=NAMES)
+def test_every_relative_link_leads_to_a_file_and_a_heading(path: Path) -> None:
+    broken = [target for target in _links(path.read_text()) if not _resolves(path, target)]
+    assert broken == []
+
+
+def _links(text: str) -> list[str]:
+    return [link["target"] for link in LINK.finditer(FENCE.sub("", text))]
+
+
+def _resolves(path: Path, target: str) -> bool:
+    if re.match(r"[a-z][a-z0-9+.-]*:", target):  # another site's
+        return True
+    file, _, anchor = target.partition("#")
+    found = (path.parent / file).resolve() if file else path
+    if not found.is_relative_to(ROOT) or not found.exists():
+        return False
+    return not anchor or anchor in {_slug(heading["title"]) for heading in HEADING.finditer(FENCE.sub("", found.read_text()))}
+
+
+def _slug(title: str) -> str:
+    """A heading's anchor as GitHub makes it."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+def test_commands_are_read_from_shell_blocks_only() -> None:
+    text = """Not `midstream here`.
+```console
+$ A=1 .venv/bin/midstream up --port 0 | tee midstream.log; echo done
+midstream ready
+$ J=$(midstream submit "a b" --no-wait)
+```
+```python
+midstream = 1
+```
+"""
+    assert list(_commands(text)) == [[".venv/bin/midstream", "up", "--port", "0"], ["midstream", "submit", "a b", "--no-wait"]]
+    assert all(map(_known, _commands(text)))
+    assert not any(map(_known, [["midstream", "sumbit"], ["midstream", "job", "look"], ["midstream", "up", "--prot", "1"]]))
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=NAMES)
+def test_every_midstream_command_in_a_document_exists_with_its_options(path: Path) -> None:
+    wrong = [" ".join(words) for words in _commands(path.read_text()) if not _known(words)]
+    assert wrong == []
+
+
+def _commands(text: str) -> Iterator[list[str]]:
+    """The words of each `midstream …` in shell blocks: after `$ ` in a console, on every line elsewhere."""
+    for fence in FENCE.finditer(text):
+        if fence["language"] not in SHELL:
+            continue
+        lines = fence["body"].replace("\\\n", " ").splitlines()
+        if fence["language"] == "console":
+            lines = [line[2:] for line in lines if line.startswith("$ ")]
+        for line in lines:
+            if "midstream" in line:
+                yield from _of_line(line)
+
+
+def _of_line(line: str) -> Iterator[list[str]]:
+    lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+    lexer.commenters = "#"
+    lexer.whitespace_split = True
+    command: list[str] = []
+    for word in [*lexer, ";"]:
+        if not SEPARATOR.fullmatch(word):
+            command.append(word)
+            continue
+        while command and ASSIGNMENT.fullmatch(command[0]):
+            command.pop(0)
+        if command and command[0].rpartition("/")[2] == "midstream":
+            yield command
+        command = []
+
+
+def _known(words: list[str]) -> bool:
+    command: Any = typer.main.get_command(app)
+    rest = words[1:]
+    while hasattr(command, "commands") and rest and not rest[0].startswith("-"):
+        if rest[0] not in command.commands:
+            return False
+        command, rest = command.commands[rest[0]], rest[1:]
+    options = {"--help"}.union(*(set(parameter.opts) | set(parameter.secondary_opts) for parameter in command.params))
+    return {word.partition("=")[0] for word in rest if word.startswith("--")} <= options
