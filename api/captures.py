@@ -46,7 +46,7 @@ def _located(edge: Edge, entry: FileEntry) -> Path:
     if not path.is_relative_to(root):
         raise MidstreamError("capture_failed", f"{entry.path!r} is not inside the capture root")
     if not path.is_file():
-        raise MidstreamError("gone", f"{entry.path} is no longer in the capture root of this API")
+        raise MidstreamError("gone", f"{entry.path} is not in the capture root of this API: it was removed, or the worker writes elsewhere")
     return path
 
 

@@ -58,8 +58,10 @@ def submit(
     body: Annotated[Path | None, typer.Option(help="A whole JobRequest as JSON instead of all options.")] = None,
     model: Annotated[str | None, typer.Option(help="Default: the first model served.")] = None,
     layers: Annotated[str | None, typer.Option(help="Capture these layers: all, 3, 0-5, or 0-5,9,-1.")] = None,
-    positions: Annotated[str, typer.Option(help="last_prompt, all_prompt, all_generated, all, or 0,5,-1.")] = "last_prompt",
-    tag: Annotated[str, typer.Option(help="Folder name of the capture.")] = "default",
+    positions: Annotated[
+        str | None, typer.Option(help="Capture these: last_prompt (if left out), all_prompt, all_generated, all, or 0,5,-1.")
+    ] = None,
+    tag: Annotated[str | None, typer.Option(help="Folder name of the capture; if left out: default.")] = None,
     steer: Annotated[list[str] | None, typer.Option(metavar="FILE.npy:LAYERS[:SCALE]", help="Add a vector; repeat as needed.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate per prompt.")] = 16,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
@@ -78,8 +80,7 @@ def submit(
             fields: dict[str, Any] = {"model": model or only_model(client), "prompts": texts}
             fields["sampling"] = {"max_tokens": max_tokens, "temperature": temperature}
             fields["steering"] = [parse_steer(text) for text in steer or []]
-            if layers is not None:
-                fields["capture"] = {"layers": parse_layers(layers), "positions": parse_positions(positions), "tag": tag}
+            fields["capture"] = parse_capture(layers, positions, tag)
             from .wire import job_request
 
             request = job_request(None, fields)
@@ -303,6 +304,17 @@ def parse_positions(text: str) -> str | list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError:
         return text
+
+
+def parse_capture(layers: str | None, positions: str | None, tag: str | None) -> dict[str, Any] | None:
+    """The capture that the options ask for, if any; raises MidstreamError naming an option that would do nothing."""
+    if layers is None:
+        for name, given in (("--positions", positions), ("--tag", tag)):
+            if given is not None:
+                raise invalid(name, "captures nothing without --layers", allowed="such as --layers all")
+        return None
+    asked = {"layers": parse_layers(layers), "positions": None if positions is None else parse_positions(positions), "tag": tag}
+    return {name: value for name, value in asked.items() if value is not None}
 
 
 def parse_steer(text: str) -> dict[str, Any]:

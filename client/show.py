@@ -75,12 +75,16 @@ def job(view: JobView) -> Table:
 
 
 def jobs(views: Iterable[JobView]) -> Table:
-    shown = table("", "job", "state", "model", "prompts", "attempt", "captures", "took")
+    """One line per job, its id whole, also on a terminal of 80 columns: the model's name gives way first."""
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
+    for column in ("job", "state", "prompts", "captures", "took"):
+        shown.add_column(column, no_wrap=True)
+    shown.add_column("model")
     for view in views:
+        state = coloured(view.state) + (f" ×{view.attempt}" if view.attempt > 1 else "")
+        captures = "" if view.capture_status == "not_requested" else coloured(view.capture_status)
         took = seconds(view.created, view.finished)
-        shown.add_row(
-            view.id, coloured(view.state), escape(view.model), str(view.prompts), str(view.attempt), coloured(view.capture_status), took
-        )
+        shown.add_row(view.id, state, str(view.prompts), captures, took, Text(view.model, no_wrap=True, overflow="ellipsis"))
     return shown
 
 

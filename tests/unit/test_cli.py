@@ -1,14 +1,17 @@
 """Does the command line read what is typed, and answer mistakes with one line that names the thing?"""
 
+import io
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from midstream.client import cli, cli_jobs, show
 from midstream.schemas.errors import MidstreamError
+from midstream.schemas.jobs import JobView, State
 
 
 @pytest.fixture(autouse=True)
@@ -46,6 +49,19 @@ def test_a_steering_vector_comes_from_a_file_with_layers_and_scale(tmp_path: Pat
     entry = cli_jobs.parse_steer("joy.npy:3-5:2.5")
     assert (entry["layers"], entry["scale"], entry["vector"].tolist()) == ("3-5", 2.5, [1.0] * 4)
     assert cli_jobs.parse_steer("joy.npy:3")["scale"] == 1.0
+
+
+def test_a_capture_is_asked_for_with_what_was_typed_and_no_more() -> None:
+    assert cli_jobs.parse_capture(None, None, None) is None
+    assert cli_jobs.parse_capture("all", None, None) == {"layers": "all"}
+    assert cli_jobs.parse_capture("3", "0,-1", "mine") == {"layers": 3, "positions": [0, -1], "tag": "mine"}
+
+
+@pytest.mark.parametrize(("positions", "tag", "option"), [("all", None, "--positions"), (None, "mine", "--tag")])
+def test_an_option_that_would_capture_nothing_is_refused(positions: str | None, tag: str | None, option: str) -> None:
+    with pytest.raises(MidstreamError) as caught:
+        cli_jobs.parse_capture(None, positions, tag)
+    assert caught.value.field == option
 
 
 @pytest.mark.parametrize("text", ["joy.npy", "missing.npy:3", "joy.npy:3:much"])
@@ -115,6 +131,22 @@ def test_version_names_this_version_without_a_server(capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(("numbers", "text"), [([], ""), ([3], "3"), ([0, 1, 2, 5, 7, 8], "0-2, 5, 7-8")])
 def test_numbers_are_shown_as_spans(numbers: list[int], text: str) -> None:
     assert show.spans(numbers) == text
+
+
+def test_the_list_of_jobs_keeps_a_line_and_a_whole_id_for_each_on_a_narrow_terminal() -> None:
+    job_id = "job_" + "x" * 35
+    views = [
+        JobView(
+            id=job_id, kind="generate", model="SmolLM2-135M-Instruct", state=state, attempt=attempt, version=1, created=0.0, finished=0.29
+        )
+        for state, attempt in ((State.SUCCEEDED, 1), (State.CANCELLED, 2))
+    ]
+    console = Console(width=80, file=io.StringIO())
+    console.print(show.jobs(views))
+    heading, _, first, second = [line for line in console.file.getvalue().splitlines() if line.strip()]  # type: ignore[attr-defined]
+    assert heading.split()[:5] == ["job", "state", "prompts", "captures", "took"]
+    assert first.split()[:2] == [job_id, "succeeded"]
+    assert second.split()[:3] == [job_id, "cancelled", "×2"]
 
 
 def test_sizes_are_for_people() -> None:
