@@ -75,6 +75,12 @@ class RankSpec(Record):
     digest: str = ""  # content of the interventions; empty when there is none
     first_affected: int = -1  # lowest absolute position an intervention touches; -1: none
     lowest_captured: int = -1  # lowest captured prompt position; -1: none
+    told_when_over: bool = False  # the worker says where the output ends (stop strings are found there, after the fact)
+
+    @property
+    def key(self) -> str:
+        """Names this request in calls to the ranks."""
+        return f"{self.job}.{self.request}.{self.attempt}"
 
 
 CaptureStatus = Literal["not_requested", "pending", "ok", "partial", "error", "timed_out"]

@@ -23,6 +23,7 @@ from ..schemas.models import ModelInfo, TokenizerBundle
 from ..schemas.selectors import lowest_position
 from ..schemas.settings import Settings
 from ..schemas.specs import RankSpec, steering_digest, steering_rows
+from .collective import check_apply_results
 from .engine import Fetch, Progress
 from .identity import BOOT
 from .row_admission import RowAdmission
@@ -49,6 +50,7 @@ class VllmEngine:
         self._rows = RowAdmission(settings.steering_rows)
         self._live: dict[tuple[str, int], set[str]] = {}
         self._stopping = False
+        self._ending: set[asyncio.Future[None]] = set()
 
     async def start(self) -> None:
         settings = self._settings
@@ -105,12 +107,18 @@ class VllmEngine:
         request_id = f"{job.id}.{request}.{attempt}"
         live = self._live.setdefault((job.id, attempt), set())
         live.add(request_id)
+        submitted = over = False
         try:
             async with self._rows.admitted(rows):
                 prompt = TokensPrompt(prompt_token_ids=job.prompts[request].token_ids)
                 parts = _Parts(request)
+                submitted = True
                 async for output in self._llm.generate(prompt, sampling_params(job, spec), request_id):
                     progress = parts.add(output)
+                    if progress is not None and progress.finished is not None:
+                        over = True
+                        if spec is not None and spec.told_when_over:
+                            await self._end(spec, spec.prompt_tokens + len(progress.finished.token_ids))
                     if progress is not None:
                         yield progress
         except EngineDeadError as error:
@@ -119,6 +127,11 @@ class VllmEngine:
             live.discard(request_id)
             if not live:
                 self._live.pop((job.id, attempt), None)
+            if submitted and not over and spec is not None and not self._llm.errored:
+                # Cancelled: vLLM has sent its abort by now, so the ranks hear this after it or with it.
+                task = asyncio.ensure_future(self._end(spec, -1))
+                self._ending.add(task)
+                task.add_done_callback(self._ended)
 
     async def abort(self, job_id: str, attempt: int) -> None:
         for request_id in list(self._live.get((job_id, attempt), ())):
@@ -140,6 +153,16 @@ class VllmEngine:
             if self._llm.errored and not self._stopping:
                 return f"the engine died: {self._llm.dead_error}"
             await asyncio.sleep(_HEALTH_INTERVAL_S)
+
+    async def _end(self, spec: RankSpec, num_tokens: int) -> None:
+        """Tell the ranks where a request ends, see `DataPlane.end`."""
+        results = await self._call("midstream_end", (spec.key, num_tokens))
+        check_apply_results("ending a request", [tuple(result) for result in results], self.world)
+
+    def _ended(self, task: "asyncio.Future[None]") -> None:
+        self._ending.discard(task)
+        if not task.cancelled() and task.exception() is not None and not self._llm.errored:
+            logger.error("the ranks could not be told of a cancelled request: %s", task.exception())
 
     async def _call(self, method: str, args: tuple[Any, ...]) -> list[Any]:
         results: list[Any] = await self._llm.collective_rpc(method, args=args)
@@ -165,6 +188,7 @@ def rank_spec(job: Job, request: int, attempt: int) -> RankSpec | None:
         digest=steering_digest(steering),
         first_affected=min((lowest_position(entry.positions, prompt_tokens) for entry in steering), default=-1),
         lowest_captured=lowest if lowest < prompt_tokens else -1,
+        told_when_over=bool(job.sampling.stop),
     )
 
 

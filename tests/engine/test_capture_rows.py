@@ -116,6 +116,21 @@ def test_a_cancelled_request_leaves_no_file_and_frees_its_rows(v1: Host) -> None
     assert not (v1.root / "default" / job.id).exists()
 
 
+@pytest.mark.parametrize("stop_at", [1, 3, 7])
+def test_a_stop_string_ends_the_rows_where_it_ends_the_output(v1: Host, reference: Reference, stop_at: int) -> None:
+    """vLLM finds stop strings after the fact and aborts the request, which may have computed further by then."""
+    prompt = prompt_of(20, seed=stop_at)
+    free = v1.run(job := v1.job(prompt, max_tokens=12))[job.id][0].token_ids
+    stop = f"w{free[stop_at]}"
+    stopped = v1.job(prompt, max_tokens=12, capture=capture_of(ALL, "all"), stop=[stop])
+    output = v1.run(stopped)[stopped.id][0]
+    assert output.finish_reason == "stop"
+    assert len(output.token_ids) <= stop_at + 1
+    assert v1.capture(stopped).positions(0) == list(range(20 + len(output.token_ids) - 1))
+    check_against_reference(v1, reference, stopped, [output])
+    assert v1.call("midstream_status")[0]["requests"] == 0
+
+
 def test_token_ids_stay_in_the_vocabulary(v1: Host) -> None:
     job = v1.job(prompt_of(9), max_tokens=5)
     assert all(0 <= token < VOCABULARY for token in v1.run(job)[job.id][0].token_ids)

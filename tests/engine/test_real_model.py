@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 from host import Host, capture_of, prompt_of
-from midstream.client.models import fetch_demo_model
 from tiny import Reference
 from tolerances import BF16_EXCESS, FP32_LAYERS, FP32_ROWS_30_LAYERS
+
+from midstream.client.models import fetch_demo_model
 
 LAYERS = list(range(30))
 PROMPTS = [prompt_of(length, seed=length) for length in (3, 40, 150)]
@@ -32,7 +33,9 @@ def streams(model: Path, dtype: torch.dtype) -> list[np.ndarray]:
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def captured(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, list[np.ndarray]]]:
+def captured(
+    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, list[np.ndarray]]]:
     host = Host(tmp_path_factory.mktemp(request.param), model, dtype=request.param)
     try:
         job = host.job(*PROMPTS, max_tokens=1, capture=capture_of(LAYERS, "all_prompt"))

@@ -68,6 +68,8 @@ class DataPlane:
         self._outbox = Outbox(Path(config.outbox_dir), config.worker, place.rank, config.relay_url, on_fatal=_give_up)
         self._writer = Writer(Path(config.capture_root), self._outbox, config.writer_threads, fail_writes=lambda: "write" in self.faults)
         self._tracked: dict[str, Tracked] = {}
+        self._ends: dict[str, int] = {}  # said by the worker of requests that have not finished here
+        self._finished: dict[str, tuple[Tracked, Finish]] = {}  # over here; the worker has not said where they end
         self._step = 0
         self._preemptions = 0
 
@@ -99,6 +101,20 @@ class DataPlane:
                 self.actions.fold(self._step, "vector_drop", name)
         return True, ""
 
+    def end(self, key: str, num_tokens: int) -> tuple[bool, str]:
+        """The worker says where a request (`RankSpec.key`) ends: after `num_tokens`, prompt included, or -1: forget it.
+
+        The engine may have computed more by then, and calls an output that a stop string ended, as well as a cancelled
+        one, aborted.
+        """
+        if key in self._finished:
+            tracked, finish = self._finished.pop(key)
+            with self._guard([tracked]):
+                self._close(tracked, finish.token_ids, num_tokens)
+        elif any(tracked.spec.key == key for tracked in self._tracked.values()):
+            self._ends[key] = num_tokens
+        return True, ""
+
     def status(self) -> dict[str, Any]:
         """For inspection: checksum, counts, occupancy."""
         return {
@@ -111,7 +127,7 @@ class DataPlane:
             "rows_used": self._table.used,
             "rows": self._config.steering_rows,
             "vectors": len(self.vectors),
-            "requests": len(self._tracked),
+            "requests": len(self._tracked) + len(self._finished),
             "preemptions": self._preemptions,
             "outbox": self._outbox.depth(),
         }
@@ -202,7 +218,17 @@ class DataPlane:
 
     def _finish(self, tracked: Tracked, finish: Finish) -> None:
         self._release_rows(tracked)
-        if tracked.reported or finish.aborted:
+        key = tracked.spec.key
+        if not finish.aborted and not tracked.spec.told_when_over:
+            self._close(tracked, finish.token_ids, len(finish.token_ids))
+        elif key in self._ends:
+            self._close(tracked, finish.token_ids, self._ends.pop(key))
+        else:
+            self._finished[key] = (tracked, finish)
+
+    def _close(self, tracked: Tracked, token_ids: list[int], num_tokens: int) -> None:
+        """Write what was recorded of the first `num_tokens` tokens, and report; with -1 neither."""
+        if tracked.reported or num_tokens < 0:
             return
         tracked.reported = True
         receipt, recording, place = self._receipt(tracked), tracked.recording, self._place
@@ -217,7 +243,7 @@ class DataPlane:
                 lambda: packed_file(
                     tracked.spec,
                     recording,
-                    finish.token_ids,
+                    token_ids[:num_tokens],
                     hidden_size=self._hidden_size,
                     dtype=dtype,
                     worker=self._config.worker,

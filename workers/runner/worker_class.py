@@ -74,6 +74,9 @@ class MidstreamWorker(PlatformWorker):
     def midstream_drop_vectors(self, names: list[str]) -> tuple[bool, str]:
         return self._connected().drop_vectors(names)
 
+    def midstream_end(self, key: str, num_tokens: int) -> tuple[bool, str]:
+        return self._connected().end(key, num_tokens)
+
     def midstream_status(self) -> dict[str, Any]:
         return self._connected().status()
 
