@@ -16,7 +16,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-import httpx
+import aiohttp
 from engines import DEMO_MODEL, EngineProcess, bench_prompts, settings_for, tokenised
 
 from midstream.client.supervisor import Supervisor, prepare
@@ -28,8 +28,7 @@ async def captured_round(
 ) -> tuple[float, list[dict[str, Any]]]:
     """Seconds for all, and each `capture_results`."""
     gate = asyncio.Semaphore(concurrency)
-    limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
-    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as http:
+    async with aiohttp.ClientSession(url, raise_for_status=True, timeout=aiohttp.ClientTimeout(600)) as http:
 
         async def one(prompt: list[int]) -> dict[str, Any]:
             body = {
@@ -41,9 +40,8 @@ async def captured_round(
                 "capture": {"layers": layers, "positions": "all_prompt"},
                 "capture_wait": True,
             }
-            async with gate:
-                response = await http.post("/v1/completions", json=body)
-            results: dict[str, Any] = response.raise_for_status().json()["capture_results"]
+            async with gate, http.post("/v1/completions", json=body) as response:
+                results: dict[str, Any] = (await response.json())["capture_results"]
             if check:
                 for file in results["files"]:
                     assert zlib.crc32((root / file["path"]).read_bytes()) == file["crc32"], file

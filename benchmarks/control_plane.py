@@ -1,0 +1,120 @@
+"""How many jobs per second does everything but the model carry? A fake engine, beside raw Celery no-op tasks on the same Redis.
+
+    python benchmarks/control_plane.py [--jobs 2000] [--concurrency 64] [--rounds 3]
+
+Kinds, in turns in one run: `celery` sends no-op tasks and waits until all are done; `jobs` posts jobs over HTTP and waits for their
+end; `held` posts completions with a capture and `capture_wait`, each with a real file and a real receipt. Latencies of single
+requests (concurrency 1) come from a block of their own.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import redis
+from noop_tasks import DONE, QUEUE, noop_app
+
+from midstream.client.supervisor import Supervisor, prepare
+from midstream.schemas.settings import Settings
+
+MODEL = "fake-model"
+JOB = {"model": MODEL, "prompts": ["a prompt"], "sampling": {"max_tokens": 1}}
+HELD = {
+    "model": MODEL,
+    "prompt": "a prompt",
+    "max_tokens": 1,
+    "capture": {"layers": "all", "positions": "last_prompt"},
+    "capture_wait": True,
+}
+
+
+def celery_round(redis_url: str, count: int) -> float:
+    counter, app = redis.Redis.from_url(redis_url), noop_app(redis_url)
+    counter.delete(DONE)
+    start = time.perf_counter()
+    with app.connection_for_write() as connection, connection.Producer() as producer:
+        for number in range(count):
+            app.send_task("bench.noop", args=[str(number)], queue=QUEUE, producer=producer)
+    while int(counter.get(DONE) or 0) < count:
+        time.sleep(0.005)
+    return time.perf_counter() - start
+
+
+async def http_round(url: str, count: int, concurrency: int, held: bool) -> tuple[float, list[float]]:
+    gate = asyncio.Semaphore(concurrency)
+    async with aiohttp.ClientSession(url, raise_for_status=True) as http:  # httpx queues unfairly at this rate
+
+        async def one() -> float:
+            async with gate:
+                start = time.perf_counter()
+                path, body = ("/v1/completions", HELD) if held else ("/v1/jobs", JOB)
+                async with http.post(path, json=body, headers={} if held else {"Prefer": "wait=60"}) as response:
+                    answer = await response.json()
+                assert (answer["capture_results"]["status"] == "ok") if held else (answer["state"] == "succeeded"), answer
+                return time.perf_counter() - start
+
+        start = time.perf_counter()
+        latencies = await asyncio.gather(*(one() for _ in range(count)))
+        return time.perf_counter() - start, list(latencies)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--jobs", type=int, default=2000)
+    parser.add_argument("--concurrency", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="midstream-bench-") as folder:
+        data = Path(folder)
+        wanted = Settings(engine="fake", model=MODEL, data_dir=str(data), api_port=0, flower_port=0, log_level="WARNING")
+        settings = prepare(wanted, data, print)
+        with Supervisor(settings, say=lambda line: None) as stack:
+            redis_url = stack.settings.redis_url
+            log = (data / "noop.log").open("wb")
+            noop = subprocess.Popen([sys.executable, str(Path(__file__).with_name("noop_tasks.py")), redis_url], stdout=log, stderr=log)
+            try:
+                report = measure(stack.url, redis_url, options)
+            finally:
+                noop.terminate()
+                noop.wait(30)
+    for line in report:
+        print("  ".join(f"{name} {value}" for name, value in line.items()))
+    print(json.dumps({"benchmark": "control_plane", "jobs": options.jobs, "concurrency": options.concurrency, "results": report}))
+
+
+def measure(url: str, redis_url: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    rates: dict[str, list[float]] = {"celery": [], "jobs": [], "held": []}
+    latencies: dict[str, list[float]] = {"jobs": [], "held": []}
+    celery_round(redis_url, 200)
+    asyncio.run(http_round(url, 200, options.concurrency, held=True))
+    for _ in range(options.rounds):
+        rates["celery"].append(options.jobs / celery_round(redis_url, options.jobs))
+        for kind in ("jobs", "held"):
+            seconds, taken = asyncio.run(http_round(url, options.jobs, options.concurrency, held=kind == "held"))
+            rates[kind].append(options.jobs / seconds)
+            latencies[kind] += taken
+    report: list[dict[str, Any]] = [{"kind": "celery", "per_s": round(statistics.median(rates["celery"]))}]
+    for kind in ("jobs", "held"):
+        _, alone = asyncio.run(http_round(url, 200, 1, held=kind == "held"))
+        line: dict[str, Any] = {
+            "kind": kind,
+            "per_s": round(statistics.median(rates[kind])),
+            "of_celery": round(statistics.median(k / c for k, c in zip(rates[kind], rates["celery"], strict=True)), 2),
+        }
+        for name, taken in ((f"at_{options.concurrency}", latencies[kind]), ("at_1", alone)):
+            cuts = statistics.quantiles(taken, n=100)
+            line[f"{name}_p50_ms"], line[f"{name}_p99_ms"] = round(cuts[49] * 1e3, 1), round(cuts[98] * 1e3, 1)
+        report.append(line)
+    return report
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""Raw Celery to compare with: a worker whose one task does nothing but count itself in Redis.
+
+Run as `python noop_tasks.py REDIS_URL` it is that worker, with the settings that our own workers have.
+"""
+
+import sys
+from typing import Any
+
+import redis
+
+from midstream.broker.celery_app import make_app
+from midstream.schemas.settings import Settings
+
+DONE, QUEUE = "bench:noop:done", "bench-noop"
+
+
+def noop_app(redis_url: str) -> Any:
+    app = make_app(Settings(redis_url=redis_url))
+    counter = redis.Redis.from_url(redis_url)
+
+    @app.task(name="bench.noop")
+    def noop(_: str) -> None:
+        counter.incr(DONE)
+
+    return app
+
+
+if __name__ == "__main__":
+    noop_app(sys.argv[1]).worker_main(
+        ["worker", "--pool", "threads", "--concurrency", "128", "-Q", QUEUE, "-n", "noop@%h", "-E", "--without-gossip", "--without-mingle"]
+    )
