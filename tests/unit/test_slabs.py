@@ -4,6 +4,7 @@ import gc
 
 import numpy as np
 import torch
+
 from midstream.schemas.specs import StoredCapture
 from midstream.workers.runner.capture import Recording, Run, SlabPool
 
