@@ -40,7 +40,6 @@ MODULES = {
     "worker": "midstream.workers",
     "api": "midstream.api",
 }
-START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 30.0
 POLL_S = 0.02
 
@@ -54,7 +53,16 @@ def free_port() -> int:
 class Stack:
     """`settings` override those below; everything the stack writes lies in `directory`."""
 
-    def __init__(self, directory: Path, *, api: bool = False, callbacks: bool = True, workers: int = 1, **settings: Any):
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        api: bool = False,
+        callbacks: bool = True,
+        workers: int = 1,
+        start_timeout_s: float = 60.0,
+        **settings: Any,
+    ):
         chosen: dict[str, Any] = {
             "data_dir": str(directory),
             "relay_url": f"tcp://127.0.0.1:{free_port()}",
@@ -71,6 +79,7 @@ class Stack:
         self._redis_port = free_port()
         self._chosen["redis_url"] = f"redis://127.0.0.1:{self._redis_port}/0"
         self.directory = directory
+        self.start_timeout_s = start_timeout_s
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._redis: redis_server.RedisServer | None = None
         ours = ["worker", *[f"worker-{number}" for number in range(2, workers + 1)]][:workers]
@@ -106,16 +115,22 @@ class Stack:
         return self
 
     def stop(self) -> None:
-        """End everything, the clients of a server before the server; nothing is left behind."""
-        if self._ledger is not None:
-            self._loop.run_until_complete(self._ledger.close())
-            self._ledger = None
-        for name in reversed(list(self.processes)):
-            self.end(name)
-        if self._redis is not None:
-            self._redis.stop()
-        self.app.close()
-        self._loop.close()
+        """End everything, the clients of a server before the server; whatever happens, nothing is left behind."""
+        try:
+            if self._ledger is not None:
+                self._loop.run_until_complete(self._ledger.close())
+                self._ledger = None
+            for name in reversed(list(self.processes)):
+                self.end(name)
+        finally:
+            for process in self.processes.values():
+                if process.poll() is None:
+                    process.kill()
+                    process.wait()
+            if self._redis is not None:
+                self._redis.stop()
+            self.app.close()
+            self._loop.close()
 
     def end(self, name: str, timeout: float = STOP_TIMEOUT_S) -> int:
         """SIGTERM and wait; returns the exit code. A process that does not end in time is killed, which fails the test."""
@@ -194,12 +209,12 @@ class Stack:
 
     def wait_log(self, name: str, word: str) -> None:
         """Until `word` is in the log of a process, which must not end before."""
-        deadline = time.monotonic() + START_TIMEOUT_S
+        deadline = time.monotonic() + self.start_timeout_s
         while word not in self.log(name):
             if self.processes[name].poll() is not None:
                 raise AssertionError(f"{name} ended with {self.processes[name].returncode}:\n{self.log(name)[-3000:]}")
             if time.monotonic() > deadline:
-                raise AssertionError(f"{name} did not say {word!r} within {START_TIMEOUT_S} s:\n{self.log(name)[-3000:]}")
+                raise AssertionError(f"{name} did not say {word!r} within {self.start_timeout_s} s:\n{self.log(name)[-3000:]}")
             time.sleep(POLL_S)
 
     # Jobs, straight through the ledger

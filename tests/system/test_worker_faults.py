@@ -123,6 +123,7 @@ def test_a_job_three_times_longer_than_the_visibility_timeout_starts_once(tmp_pa
         assert time.monotonic() - started > 6
         assert (view.state, view.attempt) == (State.SUCCEEDED, 1)
         assert times_running(stack, job_id) == 1
+        assert stack.log("worker").count(f"Task midstream.generate[{job_id}] received") == 1, "its message was not given out again either"
 
 
 # field case 38
