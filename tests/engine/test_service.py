@@ -1,0 +1,128 @@
+"""The whole service on the real engine: what users send over HTTP arrives in the forward pass, and what goes wrong there comes back."""
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from host import prompt_of
+from stack import Stack
+
+from midstream.client import Client
+from midstream.client.models import fetch_demo_model
+
+SLOW = {"lease_s": 15.0, "visibility_timeout_s": 30}  # a real engine may stall the process for seconds
+CHAT = [{"role": "user", "content": "Name a colour."}]
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    model = fetch_demo_model()
+    options = {"engine": "vllm", "model": str(model), "model_name": "demo", "max_model_len": 1024, "kv_cache_gib": 0.5, **SLOW}
+    with Stack(tmp_path_factory.mktemp("service"), api=True, start_timeout_s=180, **options) as stack:
+        yield stack
+
+
+@pytest.fixture(scope="module")
+def vector(service: Stack) -> np.ndarray:
+    """A push that changes what the demo model says."""
+    return (60 * np.random.default_rng(3).normal(size=576) / 24).astype(np.float32)
+
+
+def packed(values: np.ndarray) -> dict:
+    import base64
+
+    return {"dtype": "float32", "shape": list(values.shape), "data": base64.b64encode(values.astype("<f4").tobytes()).decode()}
+
+
+def test_completions_and_chats_plain_and_streamed_are_all_steered(service: Stack, vector: np.ndarray) -> None:
+    """Each way of asking gives the steered text, not the plain one, and every prompt of a batch is steered."""  # field case 11
+    client = openai.OpenAI(base_url=f"{service.url}/v1", api_key="none")
+    steering = {"steering": [{"layers": [10], "vector": packed(vector)}]}
+    options = {"model": "demo", "temperature": 0, "max_tokens": 12}
+
+    plain = client.chat.completions.create(messages=CHAT, **options)
+    steered = client.chat.completions.create(messages=CHAT, extra_body=steering, **options)
+    assert steered.choices[0].message.content != plain.choices[0].message.content
+    assert steered.model_extra["determinism"]["consistent"] is True
+
+    chunks = list(client.chat.completions.create(messages=CHAT, extra_body=steering, stream=True, **options))
+    streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert streamed == steered.choices[0].message.content
+
+    prompts = ["The sky is", "My favourite food is"]
+    both = client.completions.create(prompt=prompts, extra_body=steering, **options)
+    for choice, prompt in zip(both.choices, prompts, strict=True):
+        alone = client.completions.create(prompt=prompt, **options)
+        assert choice.text != alone.choices[0].text
+
+
+def test_a_streamed_capture_ends_with_its_results(service: Stack) -> None:
+    body = {
+        "model": "demo", "prompt": "The sky is", "max_tokens": 6, "temperature": 0, "stream": True,
+        "capture": {"layers": [3], "positions": "all"}, "capture_wait": True,
+    }  # fmt: skip
+    with httpx.stream("POST", f"{service.url}/v1/completions", json=body, timeout=60) as response:
+        events = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
+    results = next(event["capture_results"] for event in reversed(events) if event.get("capture_results"))
+    assert results["status"] == "ok"
+    assert all((Path(results["root"]) / file["path"]).is_file() for file in results["files"])
+
+
+def test_forty_held_captures_at_once_are_all_whole(service: Stack) -> None:
+    with Client(service.url) as client:
+
+        def one(number: int) -> tuple[int, np.ndarray]:
+            prompt = prompt_of(5 + number, seed=number)
+            answer = client.completion(
+                model="demo", prompt=prompt, max_tokens=2, capture={"layers": [0, 29], "positions": "all_prompt"}, capture_wait=True
+            )
+            assert answer.capture_results.status == "ok"
+            reader = client.capture(answer.job)
+            assert all(check.ok for check in reader.verify())
+            assert reader.token_ids() == prompt
+            return len(prompt), reader.array(29)
+
+        with ThreadPoolExecutor(16) as pool:
+            for tokens, rows in pool.map(one, range(40)):
+                assert rows.shape == (tokens, 576)
+                assert np.isfinite(rows).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"capture": {"layers": [30]}}, "capture.layers"),
+        ({"capture": {"layers": "all", "positions": [99]}}, "capture.positions"),
+        ({"capture": {"layers": "all", "tag": "../x"}}, "capture.tag"),
+        ({"steering": [{"layers": [0], "vector": packed(np.ones(575))}]}, "steering[0].vector"),
+        ({"steering": [{"layers": [0], "vector": packed(np.full(576, np.nan))}]}, "steering[0].vector"),
+        ({"steering": [{"layers": ["0"], "vector": packed(np.ones(576))}]}, "steering[0].layers"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": [5] * 1025}, "prompt"),
+    ],
+)
+def test_bad_input_is_refused_by_field_and_the_engine_never_sees_it(service: Stack, change: dict, field: str) -> None:
+    with httpx.Client(base_url=service.url, timeout=30) as http:  # field case 27
+        before = len(http.get("/v1/jobs").json()["jobs"])
+        answer = http.post("/v1/completions", json={"model": "demo", "prompt": "The sky is", "max_tokens": 1, **change})
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["field"].startswith(field)
+        assert len(http.get("/v1/jobs").json()["jobs"]) == before
+
+
+def test_ranks_that_applied_different_actions_fail_the_job(qwen3: Path, tmp_path: Path) -> None:
+    """Two real ranks; one leaves an action out. Nobody polls: the first affected job fails, with both checksums."""  # field case 30
+    options = {"engine": "vllm", "model": str(qwen3), "model_name": "tiny", "max_model_len": 512, "kv_cache_gib": 0.1, **SLOW}
+    with Stack(tmp_path, api=True, start_timeout_s=240, tensor_parallel_size=2, fault="skip_action:rank=1", **options) as stack:
+        body = {"model": "tiny", "prompts": [prompt_of(9)], "sampling": {"max_tokens": 2}}
+        plain = httpx.post(f"{stack.url}/v1/jobs", json=body, headers={"Prefer": "wait=60"}, timeout=90).json()
+        assert plain["state"] == "succeeded", plain
+        body["steering"] = [{"layers": [1], "vector": packed(np.ones(64))}]
+        answer = httpx.post(f"{stack.url}/v1/jobs", json=body, headers={"Prefer": "wait=60"}, timeout=90)
+        assert answer.status_code == 500
+        assert answer.json()["type"] == "urn:midstream:ranks_disagree"
