@@ -16,7 +16,7 @@ from ..schemas.errors import MidstreamError, invalid
 from ..schemas.jobs import Job, Sampling, StoredPrompt
 from ..schemas.models import ModelInfo
 from ..schemas.selectors import PositionSelector, resolve_layers, resolve_positions
-from ..schemas.specs import CaptureSpec, SteeringSpec, StoredCapture, StoredSteering
+from ..schemas.specs import MAX_STEERING_SELECTORS, CaptureSpec, SteeringSpec, StoredCapture, StoredSteering
 from ..schemas.tensors import Tensor, content_hash, to_numpy
 from .text import Codec
 from .wishes import Wish, WishedPrompt
@@ -121,6 +121,8 @@ def resolve_capture(spec: CaptureSpec | None, bounds: Bounds) -> list[StoredCapt
 
 def resolve_steering(specs: Sequence[SteeringSpec], bounds: Bounds) -> tuple[list[list[StoredSteering]], dict[str, bytes]]:
     """One list per prompt, and the vectors by content hash; both empty when nothing is steered."""
+    if (different := len({str(spec.positions) for spec in specs})) > MAX_STEERING_SELECTORS:
+        raise invalid("steering", f"names {different} different positions: at most {MAX_STEERING_SELECTORS} in one request")
     blobs: dict[str, bytes] = {}
     per_prompt: list[list[StoredSteering]] = [[] for _ in bounds.lengths] if specs else []
     for index, spec in enumerate(specs):

@@ -113,6 +113,7 @@ async def _serve(kind: str, reply: Any) -> None:
         done = await asyncio.gather(*(one(prompt, command["max_tokens"], gate) for prompt in command["prompts"]))
         reply({"seconds": time.perf_counter() - start, "latencies": [d[0] for d in done], "tokens": sum(d[1] for d in done)})
     llm.shutdown()
+    os._exit(0)  # vLLM's own clean-up at interpreter exit prints a traceback
 
 
 def settings_for(directory: Path, model: Path, **options: Any) -> Settings:

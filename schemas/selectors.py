@@ -75,3 +75,10 @@ def select(selector: PositionSelector, start: int, stop: int, prompt_tokens: int
     if selector == "last_prompt":
         return range(prompt_tokens - 1, prompt_tokens) if start < prompt_tokens <= stop else range(0)
     return [position for position in selector if start <= position < stop]
+
+
+def count_positions(selector: PositionSelector, prompt_tokens: int, max_tokens: int) -> int:
+    """How many rows per layer a resolved selector may ask for, when up to `max_tokens` are generated."""
+    if isinstance(selector, str):
+        return len(select(selector, 0, prompt_tokens + max_tokens - 1, prompt_tokens))
+    return len(selector)

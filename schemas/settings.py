@@ -55,6 +55,7 @@ class Settings(Record):
     steering_rows: Count = 64  # distinct steering configurations in one step
     vector_cache_mib: Count = 256  # vectors kept on the ranks
     capture_queue_mib: Count = 512  # captured rows waiting for the writers, per rank; full: the step waits
+    capture_memory_mib: Count = 4096  # captured rows of the requests in the engine, per rank; beyond it requests wait
     writer_threads: Count = 2
 
     # The worker

@@ -74,6 +74,7 @@ class RankSpec(Record):
     capture: StoredCapture | None = None
     digest: str = ""  # content of the interventions; empty when there is none
     first_affected: int = -1  # lowest absolute position an intervention touches; -1: none
+    by_prompt: bool = False  # where the prompt ends decides what is touched: `all_prompt`, `last_prompt`, `all_generated`
     lowest_captured: int = -1  # lowest captured prompt position; -1: none
     told_when_over: bool = False  # the worker says where the output ends (stop strings are found there, after the fact)
 
@@ -84,6 +85,10 @@ class RankSpec(Record):
 
 
 CaptureStatus = Literal["not_requested", "pending", "ok", "partial", "error", "timed_out"]
+
+
+#: A request's steering may name this many different position selectors: so many rows may edit one token.
+MAX_STEERING_SELECTORS = 4
 
 
 class SteeringRow(Record):

@@ -50,7 +50,7 @@ class RowAdmission:
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
                 self._release(keys)  # it was our turn in the same instant
-            else:
+            elif entry in self._waiting:
                 self._waiting.remove(entry)
                 self._wake()
             raise

@@ -27,16 +27,20 @@ class RankVectors:
 
         Raises MidstreamError("intervention_failed") when a rank refuses; what other ranks took is rolled back.
         """
+        wanted = list(dict.fromkeys(names))
+        tensors = {name: await fetch(name) for name in wanted if name not in self._sizes}  # not under the lock: it may take long
         async with self._lock:
-            missing = [name for name in dict.fromkeys(names) if name not in self._sizes]
+            missing = {name: tensor for name, tensor in tensors.items() if name not in self._sizes}
+            for name in wanted:
+                if name not in self._sizes and name not in missing:  # evicted meanwhile
+                    missing[name] = await fetch(name)
             if missing:
-                tensors = {name: await fetch(name) for name in missing}
-                await self._send(tensors)
-                self._sizes.update({name: len(tensor.data) for name, tensor in tensors.items()})
+                await self._evict(sum(len(tensor.data) for tensor in missing.values()), keep=set(wanted))
+                await self._send(missing)
+                self._sizes.update({name: len(tensor.data) for name, tensor in missing.items()})
             for name in names:
                 self._held[name] += 1
                 self._sizes.move_to_end(name)
-            await self._evict()
 
     def release(self, names: Sequence[str]) -> None:
         for name in names:
@@ -54,13 +58,14 @@ class RankVectors:
             check_apply_results("rolling back vectors", [tuple(result) for result in rollback], self._world)
             raise
 
-    async def _evict(self) -> None:
-        excess = sum(self._sizes.values()) - self._budget
+    async def _evict(self, coming: int, keep: set[str]) -> None:
+        """Make room for `coming` bytes: drop what nobody holds, least recently used first."""
+        excess = sum(self._sizes.values()) + coming - self._budget
         dropped = []
         for name, size in self._sizes.items():
             if excess <= 0:
                 break
-            if not self._held[name]:
+            if not self._held[name] and name not in keep:
                 dropped.append(name)
                 excess -= size
         if dropped:

@@ -3,7 +3,9 @@
 import asyncio
 import logging
 import os
+import time
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,10 @@ from .. import __version__
 from ..schemas.errors import MidstreamError
 from ..schemas.jobs import Job, Output, TokenLogprob
 from ..schemas.models import ModelInfo, TokenizerBundle
-from ..schemas.selectors import lowest_position
+from ..schemas.selectors import count_positions, lowest_position
 from ..schemas.settings import Settings
 from ..schemas.specs import RankSpec, steering_digest, steering_rows
+from .capture_budget import CaptureBudget
 from .collective import check_apply_results
 from .engine import Fetch, Progress
 from .identity import BOOT
@@ -34,6 +37,8 @@ from .vectors import RankVectors
 
 logger = logging.getLogger(__name__)
 
+#: How often the ranks' checksums are compared, beside the comparison in every receipt.
+_RANKS_INTERVAL_S = 5.0
 #: How often a quiet engine is asked whether it is still alive.
 _HEALTH_INTERVAL_S = 0.25
 
@@ -48,6 +53,7 @@ class VllmEngine:
         self._settings = settings
         self.world = settings.tensor_parallel_size * settings.pipeline_parallel_size
         self._rows = RowAdmission(settings.steering_rows)
+        self._captures = CaptureBudget(settings.capture_memory_mib << 20)
         self._live: dict[tuple[str, int], set[str]] = {}
         self._stopping = False
         self._ending: set[asyncio.Future[None]] = set()
@@ -109,18 +115,20 @@ class VllmEngine:
         live.add(request_id)
         submitted = over = False
         try:
-            async with self._rows.admitted(rows):
+            async with self._rows.admitted(rows), self._captures.held(self._capture_bytes(job, request)):
                 prompt = TokensPrompt(prompt_token_ids=job.prompts[request].token_ids)
                 parts = _Parts(request)
                 submitted = True
-                async for output in self._llm.generate(prompt, sampling_params(job, spec), request_id):
-                    progress = parts.add(output)
-                    if progress is not None and progress.finished is not None:
-                        over = True
-                        if spec is not None and spec.told_when_over:
-                            await self._end(spec, spec.prompt_tokens + len(progress.finished.token_ids))
-                    if progress is not None:
-                        yield progress
+                # Closed before the rows are given back and the ranks are told: an abort then goes ahead of both.
+                async with aclosing(self._llm.generate(prompt, sampling_params(job, spec), request_id)) as outputs:
+                    async for output in outputs:
+                        progress = parts.add(output)
+                        if progress is not None and progress.finished is not None:
+                            over = True
+                            if spec is not None and spec.told_when_over:
+                                await self._end(spec, spec.prompt_tokens + len(progress.finished.token_ids))
+                        if progress is not None:
+                            yield progress
         except EngineDeadError as error:
             raise MidstreamError("engine_failed", f"the engine died: {error}") from error
         finally:
@@ -132,6 +140,14 @@ class VllmEngine:
                 task = asyncio.ensure_future(self._end(spec, -1))
                 self._ending.add(task)
                 task.add_done_callback(self._ended)
+
+    def _capture_bytes(self, job: Job, request: int) -> int:
+        """What the captured rows of one prompt may need in a rank's memory."""
+        if not job.captures:
+            return 0
+        capture, prompt_tokens = job.captures[request], len(job.prompts[request].token_ids)
+        positions = count_positions(capture.positions, prompt_tokens, job.sampling.max_tokens)
+        return positions * len(capture.layers) * self.info.hidden_size * (4 if self.info.dtype == "float32" else 2)
 
     async def abort(self, job_id: str, attempt: int) -> None:
         for request_id in list(self._live.get((job_id, attempt), ())):
@@ -149,10 +165,35 @@ class VllmEngine:
         await asyncio.to_thread(self._llm.shutdown)
 
     async def failed(self) -> str:
+        looked = time.monotonic()
         while True:
             if self._llm.errored and not self._stopping:
                 return f"the engine died: {self._llm.dead_error}"
+            if time.monotonic() - looked > _RANKS_INTERVAL_S and not self._stopping:
+                looked = time.monotonic()
+                try:
+                    if reason := await self._look_at_ranks():
+                        return reason
+                except MidstreamError as error:
+                    logger.warning("the ranks could not be asked for their status: %s", error)
             await asyncio.sleep(_HEALTH_INTERVAL_S)
+
+    async def _look_at_ranks(self) -> str:
+        """Why this engine must be started anew, if it must: the ranks of a stage no longer agree.
+
+        Also empties the prefix cache after a failed intervention; vLLM does so only while nothing runs.
+        """
+        statuses = await self.status()
+        stages: dict[int, set[tuple[str, int]]] = {}
+        for rank in statuses:
+            stages.setdefault(rank["pp"], set()).add((rank["checksum"], rank["actions"]))
+        for stage, found in stages.items():
+            if len(found) > 1:
+                logger.error("the ranks of stage %d disagree: %s", stage, sorted(found))
+                return f"the ranks of stage {stage} disagree on the actions they applied: {sorted(found)}"
+        if any(rank["tainted"] for rank in statuses) and await self._llm.reset_prefix_cache():
+            await self._call("midstream_cleanse", ())
+        return ""
 
     async def _end(self, spec: RankSpec, num_tokens: int) -> None:
         """Tell the ranks where a request ends, see `DataPlane.end`."""
@@ -165,7 +206,10 @@ class VllmEngine:
             logger.error("the ranks could not be told of a cancelled request: %s", task.exception())
 
     async def _call(self, method: str, args: tuple[Any, ...]) -> list[Any]:
-        results: list[Any] = await self._llm.collective_rpc(method, args=args)
+        try:
+            results: list[Any] = await self._llm.collective_rpc(method, args=args)
+        except EngineDeadError as error:
+            raise MidstreamError("engine_failed", f"the engine died: {error}") from error
         return results
 
 
@@ -186,6 +230,7 @@ def rank_spec(job: Job, request: int, attempt: int) -> RankSpec | None:
         steering=steering,
         capture=capture,
         digest=steering_digest(steering),
+        by_prompt=any(isinstance(entry.positions, str) and entry.positions != "all" for entry in steering),
         first_affected=min((lowest_position(entry.positions, prompt_tokens) for entry in steering), default=-1),
         lowest_captured=lowest if lowest < prompt_tokens else -1,
         told_when_over=bool(job.sampling.stop),

@@ -136,14 +136,10 @@ class Host:
         return CaptureReader(self.root / job.captures[0].tag / job.id)
 
     def close(self) -> None:
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        try:
-            self._process.wait(60)
-        finally:
-            self._process.kill()
-            self._process.wait()
-            self._log.close()
+        """At once: the ranks end with their parent. How an engine stops in order is tested with the service."""
+        self._process.kill()
+        self._process.wait()
+        self._log.close()
 
 
 def _resolved(capture: StoredCapture, prompt: list[int]) -> StoredCapture:

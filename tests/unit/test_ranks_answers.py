@@ -7,6 +7,7 @@ import pytest
 
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.tensors import content_hash, from_numpy
+from midstream.workers.capture_budget import CaptureBudget
 from midstream.workers.collective import check_apply_results
 from midstream.workers.row_admission import RowAdmission
 from midstream.workers.vectors import RankVectors
@@ -113,5 +114,46 @@ def test_a_request_that_alone_needs_too_many_rows_is_refused() -> None:
         with pytest.raises(MidstreamError, match="needs 3 steering rows, the engine has 2"):
             async with RowAdmission(2).admitted(frozenset("abc")):
                 pass
+
+    asyncio.run(story())
+
+
+def test_captures_beyond_the_budget_wait_and_one_that_is_larger_alone_still_runs() -> None:
+    async def story() -> None:
+        budget, order = CaptureBudget(10), []
+
+        async def use(label: str, size: int) -> None:
+            async with budget.held(size):
+                order.append(label)
+                await asyncio.sleep(0.01)
+                order.append(f"{label} done")
+
+        await asyncio.gather(use("a", 6), use("b", 6), use("huge", 50), use("c", 1), use("none", 0))
+        assert order[:2] == ["a", "none"]
+        assert order.index("a done") < order.index("b") < order.index("b done") < order.index("huge")
+        assert order.index("huge done") < order.index("c")
+
+    asyncio.run(story())
+
+
+def test_holder_and_waiter_cancelled_together_leave_nothing_behind() -> None:
+    async def story() -> None:
+        for gate in (RowAdmission(1), CaptureBudget(1)):
+            enter = (lambda g=gate: g.admitted(frozenset("x"))) if isinstance(gate, RowAdmission) else (lambda g=gate: g.held(1))
+            other = (lambda g=gate: g.admitted(frozenset("y"))) if isinstance(gate, RowAdmission) else (lambda g=gate: g.held(1))
+
+            async def use(block) -> None:
+                async with block():
+                    await asyncio.sleep(10)
+
+            tasks = [asyncio.create_task(use(enter)), asyncio.create_task(use(other))]
+            await asyncio.sleep(0.01)
+            for task in tasks:
+                task.cancel()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+            assert [type(result) for result in results] == [asyncio.CancelledError] * 2
+            async with asyncio.timeout(1):
+                async with other():
+                    pass
 
     asyncio.run(story())

@@ -6,14 +6,18 @@ rejected) is written once, as it was computed last: that is the row whose keys a
 """
 
 import bisect
-import threading
+import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
 from ...schemas.specs import StoredCapture
+
+#: How often a step that waits for the writers looks again.
+_WAIT_S = 0.005
 
 _NUMPY_VIEW = {torch.bfloat16: torch.uint16}  # numpy has no bfloat16: same bits, other name
 
@@ -70,42 +74,43 @@ def _bytes(rows: torch.Tensor) -> memoryview:
 class SlabPool:
     """Memory for slabs: reused, because touching fresh pages costs more than copying the rows, and bounded.
 
-    Beyond `limit_bytes` engine steps wait for the writers.
+    Beyond `limit_bytes` engine steps wait for the writers. Used from one thread; slabs may be dropped in any.
     """
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit = limit_bytes
         self._alive = 0
         self._free: list[torch.Tensor] = []  # uint8, smallest first
-        self._changed = threading.Condition()
+        self._returned: deque[torch.Tensor] = deque()  # filled from any thread, by garbage collection too: no lock there
 
     def new_slab(self, layers: int, rows: int, hidden_size: int, dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised CPU slab `[layers, rows, hidden_size]`; its memory is reused once nobody refers to the slab."""
         size = layers * rows * hidden_size * dtype.itemsize
         memory = self._take(size)
         slab = memory[:size].view(dtype).view(layers, rows, hidden_size)
-        weakref.finalize(slab, self._give_back, memory)
+        weakref.finalize(slab, self._returned.append, memory)
         return slab
 
     def _take(self, size: int) -> torch.Tensor:
-        with self._changed:
-            # Not one much larger than needed: a small request must not hold the memory of a large one.
-            place = next((i for i, memory in enumerate(self._free) if size <= len(memory) <= 4 * size), None)
-            memory = torch.empty(size, dtype=torch.uint8) if place is None else self._free.pop(place)
-            self._alive += len(memory)
-            while self._free and self._alive + sum(map(len, self._free)) > self._limit:
-                self._free.pop(0)
-            return memory
+        self._collect()
+        # Not one much larger than needed: a small request must not hold the memory of a large one.
+        place = next((i for i, memory in enumerate(self._free) if size <= len(memory) <= 4 * size), None)
+        memory = torch.empty(size, dtype=torch.uint8) if place is None else self._free.pop(place)
+        self._alive += len(memory)
+        while self._free and self._alive + sum(map(len, self._free)) > self._limit:
+            self._free.pop(0)
+        return memory
 
-    def _give_back(self, memory: torch.Tensor) -> None:
-        with self._changed:
+    def _collect(self) -> None:
+        while self._returned:
+            memory = self._returned.popleft()
             self._alive -= len(memory)
             if self._alive + sum(map(len, self._free)) + len(memory) <= self._limit:
                 bisect.insort(self._free, memory, key=len)
-            self._changed.notify_all()
 
     def wait(self, writers_busy: Callable[[], bool]) -> None:
         """Block while the limit is exceeded and the writers can still free something."""
-        with self._changed:
-            while self._alive > self._limit and writers_busy():
-                self._changed.wait(timeout=0.05)
+        self._collect()
+        while self._alive > self._limit and writers_busy():
+            time.sleep(_WAIT_S)
+            self._collect()

@@ -68,6 +68,8 @@ class DataPlane:
         self._outbox = Outbox(Path(config.outbox_dir), config.worker, place.rank, config.relay_url, on_fatal=_give_up)
         self._writer = Writer(Path(config.capture_root), self._outbox, config.writer_threads, fail_writes=lambda: "write" in self.faults)
         self._tracked: dict[str, Tracked] = {}
+        self._tainted: set[str] = set()  # digests under which the prefix cache may hold what was computed without the edit
+        self._live: set[str] = set()  # keys of the tracked
         self._ends: dict[str, int] = {}  # said by the worker of requests that have not finished here
         self._finished: dict[str, tuple[Tracked, Finish]] = {}  # over here; the worker has not said where they end
         self._step = 0
@@ -89,16 +91,20 @@ class DataPlane:
             for name in added:
                 self.vectors.drop(name)
             return False, str(error)
-        for name in added:
-            self.actions.fold(self._step, "vector_put", name)
         return True, ""
 
     def drop_vectors(self, names: list[str]) -> tuple[bool, str]:
-        """Forget vectors, also as the rollback of a `put_vectors` that failed elsewhere."""
-        for name in sorted(names):
-            if name in self.vectors:
-                self.vectors.drop(name)
-                self.actions.fold(self._step, "vector_drop", name)
+        """Forget vectors, also as the rollback of a `put_vectors` that failed elsewhere.
+
+        Having a vector is no action: what is done with it is accounted for, by content, when a row is written.
+        """
+        for name in names:
+            self.vectors.drop(name)
+        return True, ""
+
+    def cleanse(self) -> tuple[bool, str]:
+        """The prefix cache was emptied: nothing in it can come from a failed intervention."""
+        self._tainted.clear()
         return True, ""
 
     def end(self, key: str, num_tokens: int) -> tuple[bool, str]:
@@ -109,9 +115,9 @@ class DataPlane:
         """
         if key in self._finished:
             tracked, finish = self._finished.pop(key)
-            with self._guard([tracked]):
+            with self._guard([tracked], ""):
                 self._close(tracked, finish.token_ids, num_tokens)
-        elif any(tracked.spec.key == key for tracked in self._tracked.values()):
+        elif key in self._live:
             self._ends[key] = num_tokens
         return True, ""
 
@@ -129,6 +135,7 @@ class DataPlane:
             "vectors": len(self.vectors),
             "requests": len(self._tracked) + len(self._finished),
             "preemptions": self._preemptions,
+            "tainted": len(self._tainted),
             "outbox": self._outbox.depth(),
         }
 
@@ -150,12 +157,11 @@ class DataPlane:
         for request_id in sorted(finished):
             tracked = self._tracked.pop(request_id, None)
             if tracked is not None:
-                with self._guard([tracked]):
+                with self._guard([tracked], ""):
                     self._finish(tracked, finished[request_id])
         for request in new:
             if request.id not in self._tracked:  # a resumed request arrives as new in the v2 runner
-                with self._guard([]):
-                    self._admit(request)
+                self._admit(request)
         if self._tracked:
             self._slabs.wait(self._writer.busy)
 
@@ -164,39 +170,48 @@ class DataPlane:
         if not self._tracked:
             return
         mine = [(self._tracked[rows.id], rows) for rows in view.requests if rows.id in self._tracked]
-        with self._guard([tracked for tracked, _ in mine]):
+        with self._guard([tracked for tracked, _ in mine if tracked.rows], "intervention_failed"):
+            self._planner.plan_steering(mine)
+        with self._guard([tracked for tracked, _ in mine if tracked.recording is not None], "capture_failed"):
             if "plan" in self.faults:
                 raise RuntimeError("fault injected: plan")
-            self._planner.plan(mine, lambda tracked, message: self._fail(tracked, message, "intervention_failed"))
+            self._planner.plan_capture(mine)
+        self._planner.commit()
 
     def drain(self) -> None:
         """Take the captured rows of the forward pass that ran."""
         if self._planner.busy:
-            with self._guard(list(self._tracked.values())):
+            with self._guard([tracked for tracked in self._tracked.values() if tracked.recording is not None], "capture_failed"):
                 self._planner.drain()
 
     @contextmanager
-    def _guard(self, tracked: Sequence[Tracked]) -> Iterator[None]:
+    def _guard(self, tracked: Sequence[Tracked], kind: str) -> Iterator[None]:
         """An error in here fails these requests and nothing else."""
         try:
             yield
         except Exception as error:
             logger.exception("the data plane failed in step %d", self._step)
             for request in tracked:
-                self._fail(request, f"internal error on rank {self._place.rank}: {error!r}", "")
-            self._planner.idle()
+                self._fail(request, f"internal error on rank {self._place.rank}: {error!r}", kind)
 
     # -- requests -----------------------------------------------------------------------------------------------------------
 
     def _admit(self, request: NewRequest) -> None:
-        spec = msgspec.convert(request.spec, RankSpec)
-        tracked = self._tracked[request.id] = Tracked(spec)
+        try:
+            spec = msgspec.convert(request.spec, RankSpec)
+        except msgspec.ValidationError as error:  # another version's, most likely
+            self._refuse(request.spec, f"rank {self._place.rank} (Midstream {__version__}) cannot read the request: {error}")
+            return
+        tracked = self._tracked[request.id] = Tracked(spec, admitted=self._step, cached_tokens=request.cached_tokens)
+        self._live.add(spec.key)
         if spec.version != __version__:
             self._fail(tracked, f"the worker runs Midstream {spec.version}, rank {self._place.rank} runs {__version__}", "")
             return
-        if spec.capture is not None:
+        if spec.capture is not None and self._place.tp == 0:  # the ranks of a stage hold equal rows: one records
             tracked.recording = Recording(spec.capture, [layer for layer in spec.capture.layers if layer in self._held_layers])
         try:
+            if spec.digest in self._tainted and request.cached_tokens > spec.first_affected:
+                raise RuntimeError("its cached prefix was computed by a request whose intervention failed")
             if spec.steering and "admit" in self.faults:
                 raise RuntimeError("fault injected: admit")
             for row_spec in steering_rows(spec.steering):
@@ -206,7 +221,8 @@ class DataPlane:
                     self.actions.fold(self._step, "row_admit", row_spec.key)
             if spec.steering:
                 self.actions.fold(self._step, "steer", spec.job, spec.request, spec.attempt, spec.digest)
-        except (LookupError, RuntimeError) as error:
+        except Exception as error:
+            logger.exception("request %s cannot be steered", spec.key)
             self._release_rows(tracked)
             self._fail(tracked, str(error), "intervention_failed")
 
@@ -219,10 +235,12 @@ class DataPlane:
     def _finish(self, tracked: Tracked, finish: Finish) -> None:
         self._release_rows(tracked)
         key = tracked.spec.key
+        self._live.discard(key)
+        end = self._ends.pop(key, None)
         if not finish.aborted and not tracked.spec.told_when_over:
             self._close(tracked, finish.token_ids, len(finish.token_ids))
-        elif key in self._ends:
-            self._close(tracked, finish.token_ids, self._ends.pop(key))
+        elif end is not None:
+            self._close(tracked, finish.token_ids, end)
         else:
             self._finished[key] = (tracked, finish)
 
@@ -232,7 +250,7 @@ class DataPlane:
             return
         tracked.reported = True
         receipt, recording, place = self._receipt(tracked), tracked.recording, self._place
-        if recording is None or not recording.layers or place.tp != 0:  # the ranks of a stage hold equal rows: one writes
+        if recording is None or not recording.layers:
             self._writer.submit(WriteJob(receipt))
             return
         size = sum(run.count for run in recording.runs) * len(recording.layers) * self._hidden_size * self._dtype.itemsize
@@ -255,10 +273,32 @@ class DataPlane:
         )
 
     def _fail(self, tracked: Tracked, message: str, kind: str) -> None:
-        """Report the failure now: nobody has to wait for the request to end."""
+        """Report the failure now: nobody has to wait for the request to end.
+
+        The request goes on in the engine and fills cache blocks that claim its interventions: their digest is tainted.
+        """
         if not tracked.reported:
             tracked.failure, tracked.failure_kind, tracked.reported = message, kind, True
+            if tracked.recording is not None:
+                tracked.recording.runs.clear()
             self._writer.submit(WriteJob(self._receipt(tracked)))
+        digest = tracked.spec.digest
+        if digest and kind != "capture_failed" and digest not in self._tainted:
+            self._tainted.add(digest)
+            for other in list(self._tracked.values()):  # came in the same step, on blocks that this one was to fill
+                if other.spec.digest == digest and other.admitted == self._step and other.cached_tokens > other.spec.first_affected:
+                    self._fail(other, "its cached prefix is being computed by a request whose intervention failed", kind)
+
+    def _refuse(self, raw: dict[str, Any], message: str) -> None:
+        """An error receipt for a request whose spec cannot be read."""
+        spec = RankSpec(
+            version=str(raw.get("version", "")),
+            job=str(raw.get("job", "")),
+            request=int(raw.get("request", 0)),
+            attempt=int(raw.get("attempt", 0)),
+            prompt_tokens=0,
+        )
+        self._fail(Tracked(spec), message, "")
 
     def _receipt(self, tracked: Tracked) -> Receipt:
         spec, place = tracked.spec, self._place

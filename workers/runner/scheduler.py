@@ -97,7 +97,9 @@ def _install_block_keys() -> None:
         keys, next_mm_idx = original(request, start_token_idx, end_token_idx, start_mm_idx)
         spec = _spec(request)
         if spec and spec.get("digest") and end_token_idx > spec["first_affected"]:
-            keys = (*(keys or ()), (_KEY, spec["digest"]))
+            # A longer prompt with the same beginning (the next turn of a chat) is touched otherwise from here on.
+            prompt_tokens = spec["prompt_tokens"] if spec["by_prompt"] and end_token_idx >= spec["prompt_tokens"] else 0
+            keys = (*(keys or ()), (_KEY, spec["digest"], prompt_tokens))
         return keys, next_mm_idx
 
     kv_cache_utils.generate_block_hash_extra_keys = with_interventions

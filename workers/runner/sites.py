@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ...kernels import pair_site as kernel
+from ...schemas.specs import MAX_STEERING_SELECTORS
 
 #: Architecture (HF `architectures[0]`) → where its decoder layers are. Each layer returns the deferred pair
 #: `(hidden_states, residual)`, whose sum is the stream leaving the block.
@@ -22,9 +23,6 @@ PAIR_ARCHITECTURES: dict[str, str] = {
     "Qwen3ForCausalLM": "model.layers",
 }
 HOOKS = ("post_block",)
-
-#: A token may be edited by several rows (entries of a request with different positions): this many on average.
-STEER_FACTOR = 2
 
 
 class UnsupportedArchitectureError(ValueError):
@@ -51,8 +49,8 @@ class Switch:
 class SharedBuffers:
     """Filled before the forward, read by every site. int64, unused slots 0."""
 
-    steer_tokens: torch.Tensor  # [STEER_FACTOR * capacity]
-    steer_rows: torch.Tensor  # [STEER_FACTOR * capacity]
+    steer_tokens: torch.Tensor  # [MAX_STEERING_SELECTORS * capacity]
+    steer_rows: torch.Tensor  # [MAX_STEERING_SELECTORS * capacity]
     capture_tokens: torch.Tensor  # [capacity]
 
 
@@ -71,7 +69,7 @@ def install(
 ) -> tuple[list[Site], SharedBuffers]:
     """Wrap the layers that this rank holds; returns their sites in layer order and the buffers they share."""
     layers: nn.ModuleList = model.get_submodule(layers_path(architecture))
-    sizes = (STEER_FACTOR * capacity, STEER_FACTOR * capacity, capacity)
+    sizes = (MAX_STEERING_SELECTORS * capacity, MAX_STEERING_SELECTORS * capacity, capacity)
     shared = SharedBuffers(*(torch.zeros(size, dtype=torch.int64, device=device) for size in sizes))
     sites = []
     for number, layer in enumerate(layers):

@@ -10,7 +10,7 @@ class NewRequest:
 
     id: str  # the engine's internal id: unique among live requests
     spec: dict[str, Any]  # `SamplingParams.extra_args["midstream"]`
-    prompt_token_ids: list[int]
+    cached_tokens: int  # served by the prefix cache
 
 
 @dataclass(frozen=True, slots=True)
