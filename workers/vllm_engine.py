@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import os
-import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from pathlib import Path
@@ -165,18 +164,29 @@ class VllmEngine:
         await asyncio.to_thread(self._llm.shutdown)
 
     async def failed(self) -> str:
-        looked = time.monotonic()
+        # Apart from the loop below: a call to ranks that are dying may never return.
+        disagreement = asyncio.ensure_future(self._disagreement())
+        try:
+            while True:
+                if self._llm.errored and not self._stopping:
+                    return f"the engine died: {self._llm.dead_error}"
+                if disagreement.done():
+                    return disagreement.result()
+                await asyncio.sleep(_HEALTH_INTERVAL_S)
+        finally:
+            disagreement.cancel()
+
+    async def _disagreement(self) -> str:
+        """Return, with the reason, only when the ranks no longer agree."""
         while True:
-            if self._llm.errored and not self._stopping:
-                return f"the engine died: {self._llm.dead_error}"
-            if time.monotonic() - looked > _RANKS_INTERVAL_S and not self._stopping:
-                looked = time.monotonic()
-                try:
-                    if reason := await self._look_at_ranks():
-                        return reason
-                except MidstreamError as error:
-                    logger.warning("the ranks could not be asked for their status: %s", error)
-            await asyncio.sleep(_HEALTH_INTERVAL_S)
+            await asyncio.sleep(_RANKS_INTERVAL_S)
+            if self._stopping:
+                continue
+            try:
+                if reason := await self._look_at_ranks():
+                    return reason
+            except MidstreamError as error:
+                logger.warning("the ranks could not be asked for their status: %s", error)
 
     async def _look_at_ranks(self) -> str:
         """Why this engine must be started anew, if it must: the ranks of a stage no longer agree.

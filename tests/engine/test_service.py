@@ -14,6 +14,7 @@ from stack import Stack
 
 from midstream.client import Client
 from midstream.client.models import fetch_demo_model
+from midstream.workers.app import EXIT_ENGINE_DIED
 
 SLOW = {"lease_s": 15.0, "visibility_timeout_s": 30}  # a real engine may stall the process for seconds
 CHAT = [{"role": "user", "content": "Name a colour."}]
@@ -126,3 +127,6 @@ def test_ranks_that_applied_different_actions_fail_the_job(qwen3: Path, tmp_path
         answer = httpx.post(f"{stack.url}/v1/jobs", json=body, headers={"Prefer": "wait=60"}, timeout=90)
         assert answer.status_code == 500
         assert answer.json()["type"] == "urn:midstream:ranks_disagree"
+        # It takes no more jobs: whoever supervises it starts it again, with ranks that agree.
+        assert stack.exit_code("worker", timeout=60) == EXIT_ENGINE_DIED
+        assert "disagree on the actions" in stack.log("worker")
