@@ -161,6 +161,8 @@ class VllmEngine:
         self._stopping = True
         if not self._llm.errored:
             await self._call("midstream_close", ())
+        if self._llm.output_handler is not None:
+            self._llm.output_handler.cancel()  # or it would log the end of the engine as its death
         await asyncio.to_thread(self._llm.shutdown)
 
     async def failed(self) -> str:
