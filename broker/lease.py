@@ -13,8 +13,9 @@ from celery import bootsteps
 
 log = logging.getLogger(__name__)
 
-#: Seconds between renewals; several must fit into the visibility timeout.
+#: Seconds between renewals, and how many at least fit into the visibility timeout: one may come late.
 RENEW_S = 2.0
+RENEWALS = 4
 
 
 class LeaseStep(bootsteps.StartStopStep):
@@ -31,7 +32,8 @@ class LeaseStep(bootsteps.StartStopStep):
         super().__init__(consumer, **kwargs)
 
     def start(self, consumer: Any) -> None:
-        self._timer_entry = consumer.timer.call_repeatedly(RENEW_S, renew_unacked, (consumer,))
+        timeout = consumer.app.conf.broker_transport_options["visibility_timeout"]
+        self._timer_entry = consumer.timer.call_repeatedly(min(RENEW_S, timeout / RENEWALS), renew_unacked, (consumer,))
 
     def stop(self, consumer: Any) -> None:
         if self._timer_entry is not None:

@@ -11,7 +11,6 @@ from midstream.schemas.settings import Settings
 def main() -> None:
     url, model, leases, seconds = sys.argv[1:]
     app = make_app(Settings(redis_url=url, visibility_timeout_s=2))
-    lease.RENEW_S = 0.5
     if leases == "with":
         app.steps["consumer"].add(lease.LeaseStep)
 

@@ -2,27 +2,36 @@
 
 import asyncio
 import time
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
 from ledger_kit import claimed, make_job, open_ledger, outputs
 
 from midstream.broker import redis_server
+from midstream.broker.ledger import Ledger
 from midstream.broker.watch import Watcher
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import Event, State
 
 
+async def subscribers(ledger: Ledger) -> set[str]:
+    """Ids of the connections to Redis that subscribe to a pattern."""
+    return {client["id"] for client in await ledger.redis.client_list() if int(client["psub"])}
+
+
 def test_a_thousand_waiters_on_one_connection_are_woken_by_the_change(redis_url: str) -> None:
     async def main() -> None:
-        async with open_ledger(redis_url) as ledger, Watcher(ledger) as watcher:
+        async with open_ledger(redis_url) as ledger, AsyncExitStack() as stack:
+            others = await subscribers(ledger)  # another test's server may be connected
+            watcher = await stack.enter_async_context(Watcher(ledger))
             jobs = [make_job() for _ in range(10)]
             for job in jobs:
                 await ledger.submit(job, {})
             waits = [asyncio.create_task(watcher.changed(job.id, 1, 30)) for job in jobs for _ in range(100)]
             await asyncio.sleep(0.5)
             assert watcher.waiting == 1000
-            assert len([client for client in await ledger.redis.client_list() if int(client["psub"])]) == 1
+            assert len(await subscribers(ledger) - others) == 1
             for job in jobs:
                 await ledger.request_cancel(job.id)
             began = time.monotonic()
