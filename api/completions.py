@@ -63,13 +63,16 @@ async def _answer(request: JsonRequest, body: OpenAIRequest, wish: Wish, shape: 
         )
         return Stream(streamed.body(), media_type=events.MEDIA_TYPE, headers={**events.HEADERS, **headers}, status_code=200)
     try:
-        view = await unless_client_leaves(request, edge.wait(job_id, until, edge.settings.max_wait_s, patient=True))
-        if not until(view):
-            return accepted(edge, view, headers)
-        problem = failure_of(view) if is_over(view) else None
-        if problem is not None:
-            return failed(request, problem, headers)
-        result = await result_of(edge, job_id)
+        while True:
+            view = await unless_client_leaves(request, edge.wait(job_id, until, edge.settings.max_wait_s, patient=True))
+            if not until(view):
+                return accepted(edge, view, headers)
+            problem = failure_of(view) if is_over(view) else None
+            if problem is not None:
+                return failed(request, problem, headers)
+            result = await result_of(edge, job_id)
+            if is_over(view) or len(result.outputs) == len(wish.prompts):
+                break  # else its worker died in between and the outputs went with the attempt
     except MidstreamError as error:  # the job is accepted all the same: say where it is
         return problems.answer(request, error.problem(instance=job_url(edge, job_id)), {**headers, "x-should-retry": "false"})
     more = shapes.extras(result, asked, is_over(view))

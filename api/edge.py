@@ -104,7 +104,10 @@ class Edge:
         view = await self.ledger.request_cancel(job_id)
         if view.state is State.CANCELLING:
             try:
-                await anyio.to_thread.run_sync(lambda: self.celery.control.broadcast("midstream_cancel", arguments={"job_id": job_id}))
+                with anyio.fail_after(ENQUEUE_S):
+                    await anyio.to_thread.run_sync(
+                        lambda: self.celery.control.broadcast("midstream_cancel", arguments={"job_id": job_id}), abandon_on_cancel=True
+                    )
             except Exception as error:  # kombu raises what its transport raises
                 log.warning("cancel of job %s waits for the worker's next renewal: broadcast failed (%r)", job_id, error)
         return view

@@ -59,7 +59,9 @@ async def submit_job(data: JSONBody[JobRequest], request: JsonRequest, key: Key 
         view = await unless_client_leaves(request, edge.wait(job_id, is_over, seconds or 0.0, patient=True))
         return await finished(request, edge, view, headers) if seconds and is_over(view) else accepted(edge, view, headers)
     except MidstreamError as error:  # the job is accepted all the same: say where it is
-        return problems.answer(request, error.problem(instance=job_url(edge, job_id)), {"Location": job_url(edge, job_id)})
+        return problems.answer(
+            request, error.problem(instance=job_url(edge, job_id)), {"Location": job_url(edge, job_id), "x-should-retry": "false"}
+        )
 
 
 @get(

@@ -60,6 +60,20 @@ def new_job_id() -> str:
     return "job_" + prefix + "".join(secrets.choice(ALPHABET) for _ in range(26))
 
 
+def is_absence(error: redis.exceptions.RedisError) -> bool:
+    """Redis is away, loading, read-only or cannot write: it may be back later, and nothing is wrong with what was asked."""
+    known = (
+        redis.exceptions.ConnectionError,
+        redis.exceptions.TimeoutError,
+        redis.exceptions.ReadOnlyError,
+        redis.exceptions.OutOfMemoryError,
+    )
+    if isinstance(error, known):
+        return True
+    # Inside a script 6.2 answers these as plain errors, their code somewhere in the text.
+    return isinstance(error, redis.exceptions.ResponseError) and any(code in str(error) for code in ("MISCONF", "OOM", "READONLY"))
+
+
 def reachable(call: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
     """Redis away, loading or full is one typed error: MidstreamError("unavailable")."""
 
@@ -67,7 +81,9 @@ def reachable(call: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
     async def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return await call(*args, **kwargs)
-        except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError, redis.exceptions.OutOfMemoryError) as error:
+        except redis.exceptions.RedisError as error:
+            if not is_absence(error):
+                raise
             raise MidstreamError("unavailable", f"the job ledger is not reachable: {error}") from error
 
     return guarded

@@ -58,9 +58,9 @@ class Watcher:
     async def close(self) -> None:
         """Stop listening and wake everybody who waits; they see their deadline or go on by polling."""
         if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            while not self._task.done():  # redis-py may swallow a cancellation (asyncio.wait_for of Python 3.11)
+                self._task.cancel()
+                await asyncio.wait({self._task}, timeout=0.5)
             self._task = None
         self._hearing.clear()
         self._wake_all()

@@ -131,8 +131,7 @@ class Supervisor:
     def tend(self) -> None:
         """One look at every child; says what died and what is started again."""
         if self._redis is not None and self._redis.process.poll() is not None:
-            self._say(f"redis ended with {self._redis.process.returncode}; starting it again")
-            self._start_redis()
+            self._restart_redis()
         for child in self._children.values():
             if child.exit_code is not None:
                 code, words = child.exit_code, child.last_words()
@@ -142,6 +141,15 @@ class Supervisor:
                 child.start()
                 self._say(f"{child.name} started again")
                 self._write_state()
+
+    def _restart_redis(self) -> None:
+        """Once, and again at the next look when it fails: the others wait for it and lose nothing."""
+        assert self._redis is not None
+        self._say(f"redis ended with {self._redis.process.returncode}; starting it again")
+        try:
+            self._start_redis()
+        except MidstreamError as error:
+            self._say(f"redis did not start, it will be tried again: {error}")
 
     def stop(self) -> None:
         """End everything, in order; harmless when repeated. Nothing of the stack is left running."""

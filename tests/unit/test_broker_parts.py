@@ -4,6 +4,7 @@ import inspect
 import re
 
 import pytest
+import redis
 from celery.worker.consumer.tasks import Tasks
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +14,7 @@ from kombu.transport.virtual import base as kombu_virtual
 from midstream.broker import reading, scripts
 from midstream.broker.celery_app import PRIORITY_OF_KIND, PRIORITY_STEPS, RESTORE_INTERVAL_S, lists_of, make_app, queue_of
 from midstream.broker.lease import RENEW_S, LeaseStep
-from midstream.broker.ledger import new_job_id
+from midstream.broker.ledger import is_absence, new_job_id
 from midstream.schemas.errors import STATUS_OF_KIND, MidstreamError
 from midstream.schemas.jobs import TERMINAL, TRANSITIONS, Job, State
 from midstream.schemas.settings import Settings
@@ -106,3 +107,19 @@ def test_event_ids_are_checked_before_they_reach_redis() -> None:
     for bad in ("x", "17-", "17-3 COUNT 1", "-1"):
         with pytest.raises(MidstreamError):
             reading.after_id(bad)
+
+
+@pytest.mark.parametrize(
+    ("error", "absent"),
+    [
+        (redis.exceptions.ConnectionError("refused"), True),
+        (redis.exceptions.OutOfMemoryError("command not allowed when used memory > 'maxmemory'."), True),
+        (redis.exceptions.ResponseError("MISCONF Errors writing to the AOF file: No space left on device"), True),
+        (redis.exceptions.ResponseError("Error running script: @user_script:1: -OOM command not allowed"), True),
+        (redis.exceptions.ReadOnlyError("You can't write against a read only replica."), True),
+        (redis.exceptions.ResponseError("WRONGTYPE Operation against a key holding the wrong kind of value"), False),
+    ],
+)
+def test_a_redis_that_cannot_write_is_away_and_a_wrong_command_is_a_bug(error: redis.exceptions.RedisError, absent: bool) -> None:
+    """A full disk must not look like a broken worker."""
+    assert is_absence(error) is absent
