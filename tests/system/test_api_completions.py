@@ -388,7 +388,7 @@ def test_text_that_no_event_carried_is_in_the_stream_all_the_same(client: openai
 def test_a_client_that_leaves_loses_nothing(api: Api, hand: Hand, stream: bool) -> None:
     body = {"model": MODEL, "prompt": "hello", "capture": CAPTURE, "capture_wait": True, "stream": stream}
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{api.url}/v1/completions", json=body, timeout=0.5)
+        httpx.post(f"{api.url}/v1/completions", json=body, timeout=httpx.Timeout(10, read=0.5))
     claim = hand.claim_next()
     hand.store(claim)
     hand.receipts(claim)
@@ -400,7 +400,7 @@ def test_a_client_that_leaves_loses_nothing(api: Api, hand: Hand, stream: bool) 
 def test_an_idempotency_key_finds_the_job_of_a_lost_answer(api: Api, hand: Hand) -> None:
     body, key = {"model": MODEL, "prompt": "hello"}, {"Idempotency-Key": "once"}
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{api.url}/v1/completions", json=body, headers=key, timeout=0.5)
+        httpx.post(f"{api.url}/v1/completions", json=body, headers=key, timeout=httpx.Timeout(10, read=0.5))
     hand.store(hand.claim_next())
     answer = api.http.post("/v1/completions", json=body, headers=key)
     assert answer.json()["choices"][0]["text"] == "hello world"

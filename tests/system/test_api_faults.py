@@ -206,11 +206,11 @@ def test_held_answers_whose_clients_left_do_not_pile_up(api: Api, hand: Hand) ->
 
     def ask_and_leave(_: int) -> None:
         with pytest.raises(httpx.ReadTimeout):
-            httpx.get(f"{api.url}/v1/jobs/{job_id}", params={"wait": 300}, timeout=0.4)
+            httpx.get(f"{api.url}/v1/jobs/{job_id}", params={"wait": 300}, timeout=httpx.Timeout(10, read=0.4))
 
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(ask_and_leave, range(32)))
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while waiting(api) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert waiting(api) == 0

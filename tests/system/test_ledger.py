@@ -283,12 +283,12 @@ def test_the_listing_pages_without_gap_or_repeat_also_for_equal_times(redis_url:
 
 def test_a_result_past_its_retention_is_gone_and_the_job_expired(redis_url: str) -> None:
     async def main() -> None:
-        async with open_ledger(redis_url, result_ttl_s=1) as ledger:
+        async with open_ledger(redis_url, result_ttl_s=3) as ledger:
             job = make_job()
             await claimed(ledger, job)
             await ledger.store_outputs(job.id, 1, outputs())
             assert (await ledger.result(job.id)).outputs == outputs()
-            await asyncio.sleep(1.1)
+            await asyncio.sleep(3.1)
             assert (await ledger.view(job.id)).state is State.EXPIRED
             with pytest.raises(MidstreamError) as caught:
                 await ledger.result(job.id)
@@ -306,11 +306,11 @@ def test_models_stay_and_workers_go_with_their_heartbeat(redis_url: str) -> None
     worker = WorkerInfo(worker="w", boot="b", model="tiny", version="0", host="h", pid=1, started=0.0, tp=1, pp=1)
 
     async def main() -> None:
-        async with open_ledger(redis_url, lease_s=0.2) as ledger:
+        async with open_ledger(redis_url, lease_s=2) as ledger:
             await ledger.publish_model(model)
             await ledger.heartbeat(worker)
             assert await ledger.workers() == [worker]
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(2.1)
             assert await ledger.workers() == []
             assert await ledger.models() == [model]
             assert await ledger.model("tiny") == model

@@ -88,7 +88,10 @@ def test_a_job_succeeds_with_the_last_receipt_of_the_last_rank_and_not_before(re
 
 
 # field case 17
-def test_a_receipt_arrives_at_once_though_nothing_follows_it(relay: RelayProcess, jobs: Jobs, tmp_path: Path) -> None:
+def test_a_receipt_arrives_at_once_though_nothing_follows_it(
+    relay: RelayProcess, jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("midstream.broker.sender.PATIENCE_S", 60.0)  # asking again would not help here
     (job,) = jobs.claim(1, 2)
     with Outbox(tmp_path, "w", 0, relay.url) as outbox:
         outbox.append(receipt(job, 0))
@@ -97,7 +100,7 @@ def test_a_receipt_arrives_at_once_though_nothing_follows_it(relay: RelayProcess
         start = time.monotonic()
         outbox.append(receipt(job, 1))
         assert outbox.flush(10)
-        assert time.monotonic() - start < 1.5  # asking again after a while would not help here
+        assert time.monotonic() - start < 3  # the next heartbeat of the connection would not help either
     assert jobs.arrived(job) == once_each(2)
 
 

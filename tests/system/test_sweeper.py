@@ -104,15 +104,18 @@ def test_an_expired_lease_requeues_with_the_attempt_unchanged_and_the_claim_adds
 
 def test_a_renewed_lease_is_left_alone(redis_url: str) -> None:
     async def main() -> None:
-        async with opened(redis_url, lease_s=0.5) as (ledger, sweeper, _):
+        async with opened(redis_url, lease_s=10) as (ledger, sweeper, _):
             job = make_job()
             await claimed(ledger, job)
             for _ in range(4):
+                leased = now()
                 await asyncio.sleep(0.25)
+                renewed = now()
                 await ledger.renew(WORKER, BOOT, {job.id: 1})
-                assert not await sweeper.sweep()
-            await asyncio.sleep(0.6)
-            assert (await sweeper.sweep()).requeued == [job.id]
+                at = renewed + 9.9
+                assert at > leased + 10, "the former lease is over by then"
+                assert not await sweeper.sweep(at)
+            assert (await sweeper.sweep(now() + 10.1)).requeued == [job.id]
 
     asyncio.run(main())
 
@@ -133,16 +136,19 @@ def test_a_lease_that_is_renewed_while_the_sweeper_looks_is_not_broken(redis_url
 def test_a_restart_of_redis_gives_every_live_worker_the_time_to_renew(tmp_path: Path) -> None:
     async def main() -> None:
         server = redis_server.start(tmp_path)
-        async with opened(server.url, lease_s=2.0) as (ledger, sweeper, _):
+        async with opened(server.url, lease_s=10) as (ledger, sweeper, _):
             job = make_job()
             await claimed(ledger, job)
+            leased = now()
             server.kill()
-            await asyncio.sleep(2.5)
+            await asyncio.sleep(2.5)  # Redis tells its uptime in whole seconds
             server = redis_server.start(tmp_path, port=server.port)
-            assert not await sweeper.sweep(), "the lease ran out while nobody could renew it"
+            at = leased + 10.1
+            assert not await sweeper.sweep(at), "the lease ran out while nobody could renew it"
+            renewed = now()
             await ledger.renew(WORKER, BOOT, {job.id: 1})
-            assert not await sweeper.sweep()
-            assert (await sweeper.sweep(now() + 10)).requeued == [job.id]
+            assert not await sweeper.sweep(renewed + 9.9)
+            assert (await sweeper.sweep(now() + 20)).requeued == [job.id]
         server.stop()
 
     asyncio.run(main())
