@@ -24,11 +24,10 @@ from ..schemas.models import ModelInfo, TokenizerBundle
 from ..schemas.selectors import count_positions, lowest_position
 from ..schemas.settings import Settings
 from ..schemas.specs import RankSpec, steering_digest, steering_rows
-from .capture_budget import CaptureBudget
+from .admission import CaptureBudget, RowAdmission
 from .collective import check_apply_results
 from .engine import Fetch, Progress
 from .identity import BOOT
-from .row_admission import RowAdmission
 from .runner.config import PlaneConfig
 from .runner.sites import HOOKS
 from .tokenizer import tokenizer_bundle
@@ -114,7 +113,7 @@ class VllmEngine:
         live.add(request_id)
         submitted = over = False
         try:
-            async with self._rows.admitted(rows), self._captures.held(self._capture_bytes(job, request)):
+            async with self._rows.admitted(rows), self._captures.admitted(self._capture_bytes(job, request)):
                 prompt = TokensPrompt(prompt_token_ids=job.prompts[request].token_ids)
                 parts = _Parts(request)
                 submitted = True

@@ -7,9 +7,8 @@ import pytest
 
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.tensors import content_hash, from_numpy
-from midstream.workers.capture_budget import CaptureBudget
+from midstream.workers.admission import CaptureBudget, RowAdmission
 from midstream.workers.collective import check_apply_results
-from midstream.workers.row_admission import RowAdmission
 from midstream.workers.vectors import RankVectors
 
 TENSORS = {content_hash(t): t for t in (from_numpy(np.full(4, n, dtype=np.float32)) for n in range(6))}
@@ -109,11 +108,21 @@ def test_a_cancelled_waiter_gives_up_its_place() -> None:
     asyncio.run(story())
 
 
+async def use_once(gate: RowAdmission, wish: frozenset[str]) -> None:
+    async with gate.admitted(wish):
+        pass
+
+
 def test_a_request_that_alone_needs_too_many_rows_is_refused() -> None:
     async def story() -> None:
-        with pytest.raises(MidstreamError, match="needs 3 steering rows, the engine has 2"):
-            async with RowAdmission(2).admitted(frozenset("abc")):
-                pass
+        admission = RowAdmission(2)
+        async with admission.admitted(frozenset("xy")):
+            waiter = asyncio.create_task(use_once(admission, frozenset("z")))
+            await asyncio.sleep(0)
+            with pytest.raises(MidstreamError, match="needs 3 steering rows, the engine has 2"):
+                async with admission.admitted(frozenset("abc")):
+                    pass
+        await waiter  # those who wait are not hurt by it
 
     asyncio.run(story())
 
@@ -123,7 +132,7 @@ def test_captures_beyond_the_budget_wait_and_one_that_is_larger_alone_still_runs
         budget, order = CaptureBudget(10), []
 
         async def use(label: str, size: int) -> None:
-            async with budget.held(size):
+            async with budget.admitted(size):
                 order.append(label)
                 await asyncio.sleep(0.01)
                 order.append(f"{label} done")
@@ -138,22 +147,20 @@ def test_captures_beyond_the_budget_wait_and_one_that_is_larger_alone_still_runs
 
 def test_holder_and_waiter_cancelled_together_leave_nothing_behind() -> None:
     async def story() -> None:
-        for gate in (RowAdmission(1), CaptureBudget(1)):
-            enter = (lambda g=gate: g.admitted(frozenset("x"))) if isinstance(gate, RowAdmission) else (lambda g=gate: g.held(1))
-            other = (lambda g=gate: g.admitted(frozenset("y"))) if isinstance(gate, RowAdmission) else (lambda g=gate: g.held(1))
+        for gate, first, second in ((RowAdmission(1), frozenset("x"), frozenset("y")), (CaptureBudget(1), 1, 1)):
 
-            async def use(block) -> None:
-                async with block():
+            async def use(gate, wish) -> None:
+                async with gate.admitted(wish):
                     await asyncio.sleep(10)
 
-            tasks = [asyncio.create_task(use(enter)), asyncio.create_task(use(other))]
+            tasks = [asyncio.create_task(use(gate, first)), asyncio.create_task(use(gate, second))]
             await asyncio.sleep(0.01)
             for task in tasks:
                 task.cancel()
             results = await asyncio.gather(*tasks, return_exceptions=True)
             assert [type(result) for result in results] == [asyncio.CancelledError] * 2
             async with asyncio.timeout(1):
-                async with other():
+                async with gate.admitted(second):
                     pass
 
     asyncio.run(story())
