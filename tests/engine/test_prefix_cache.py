@@ -101,3 +101,31 @@ def test_preempted_requests_have_every_row_once(cached: Host, reference: Referen
         assert len(output.token_ids) == 180
         assert cached.capture(job).positions(0) == list(range(289))
         rows_match(cached, reference, job, output, [(1, 0.3 * vector, None)] if number % 2 else [])
+
+
+@pytest.mark.parametrize(("positions", "touched"), [("all_prompt", range(440)), ("all_generated", []), ("last_prompt", [439])])
+def test_the_next_turn_of_a_chat_does_not_reuse_what_was_steered_by_where_the_prompt_ended(
+    cached: Host, reference: Reference, positions, touched
+) -> None:
+    """The second prompt is the first with its answer: other tokens are the prompt's now."""  # field case 13
+    vector, first = direction(6), prompt_of(300, seed=31)
+    steering = [steer(cached.vector(vector), [0], 2.0, positions)]
+    job = cached.job(first, max_tokens=141, steering=steering)
+    second = first + cached.run(job)[job.id][0].token_ids[:140]
+    again = cached.job(second, max_tokens=1, capture=capture_of(ALL, "last_prompt"), steering=steering)
+    output = cached.run(again)[again.id][0]
+    rows_match(cached, reference, again, output, [(0, 2.0 * vector, list(touched))])
+
+
+def test_a_failed_intervention_leaves_no_blocks_that_claim_it(cached: Host) -> None:
+    """It runs on in the engine without the edit; the same request, sent again, must not read what that left."""  # field case 13
+    prompt, name = prompt_of(300, seed=41), cached.vector(direction(7))
+    cached.call("midstream_fault", "admit")
+    failed = cached.job(prompt, max_tokens=1, steering=[steer(name, [0])])
+    cached.run(failed)
+    cached.call("midstream_fault", "")
+    assert cached.receipts(failed)[0].status == "error"
+    again = cached.job(prompt, max_tokens=1, steering=[steer(name, [0])])
+    assert cached.run(again)[again.id][0].cached_tokens > 0
+    assert "cached prefix was computed by a request whose intervention failed" in cached.receipts(again)[0].message
+    cached.call("midstream_cleanse")
