@@ -136,20 +136,22 @@ def test_a_lease_that_is_renewed_while_the_sweeper_looks_is_not_broken(redis_url
 def test_a_restart_of_redis_gives_every_live_worker_the_time_to_renew(tmp_path: Path) -> None:
     async def main() -> None:
         server = redis_server.start(tmp_path)
-        async with opened(server.url, lease_s=10) as (ledger, sweeper, _):
-            job = make_job()
-            await claimed(ledger, job)
-            leased = now()
-            server.kill()
-            await asyncio.sleep(2.5)  # Redis tells its uptime in whole seconds
-            server = redis_server.start(tmp_path, port=server.port)
-            at = leased + 10.1
-            assert not await sweeper.sweep(at), "the lease ran out while nobody could renew it"
-            renewed = now()
-            await ledger.renew(WORKER, BOOT, {job.id: 1})
-            assert not await sweeper.sweep(renewed + 9.9)
-            assert (await sweeper.sweep(now() + 20)).requeued == [job.id]
-        server.stop()
+        try:
+            async with opened(server.url, lease_s=10) as (ledger, sweeper, _):
+                job = make_job()
+                await claimed(ledger, job)
+                leased = now()
+                server.kill()
+                await asyncio.sleep(2.5)  # Redis tells its uptime in whole seconds
+                server = redis_server.start(tmp_path, port=server.port)
+                at = leased + 10.1
+                assert not await sweeper.sweep(at), "the lease ran out while nobody could renew it"
+                renewed = now()
+                await ledger.renew(WORKER, BOOT, {job.id: 1})
+                assert not await sweeper.sweep(renewed + 9.9)
+                assert (await sweeper.sweep(now() + 20)).requeued == [job.id]
+        finally:
+            server.stop()
 
     asyncio.run(main())
 
