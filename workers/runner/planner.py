@@ -126,17 +126,22 @@ class Planner:
 
     def drain(self) -> None:
         """Hand the captured rows of the forward that ran to their recordings; the next one does nothing until planned."""
-        if self._slab is not None:
-            if not self._direct:
-                for number, site in enumerate(self._sites):
-                    count = int(self._counts[number, CAPTURE])
-                    if count:
-                        self._slab[self._slab_layers[site.layer], :count] = site.captured[:count]
-            for recording, row, position, count in self._runs:
-                recording.runs.append(Run(self._slab, self._slab_layers, row, position, count))
-        self.plan_steering([])
-        self.plan_capture([])
-        self.commit()
+        try:
+            if self._slab is not None:
+                self._hand_over(self._slab)
+        finally:  # what was planned must not reach a forward that nobody planned
+            self.plan_steering([])
+            self.plan_capture([])
+            self.commit()
+
+    def _hand_over(self, slab: torch.Tensor) -> None:
+        if not self._direct:
+            for number, site in enumerate(self._sites):
+                count = int(self._counts[number, CAPTURE])
+                if count:
+                    slab[self._slab_layers[site.layer], :count] = site.captured[:count]
+        for recording, row, position, count in self._runs:
+            recording.runs.append(Run(slab, self._slab_layers, row, position, count))
 
     def _stage(self, buffer: torch.Tensor, values: np.ndarray) -> None:
         """Copy to a persistent int64 buffer. On accelerators, where ops read all of it, what lies behind is zeroed."""
