@@ -1,40 +1,62 @@
-"""What is in a job's capture files? The manifest as `GET /v1/captures/{id}` shows it."""
+"""What is in a job's capture files? The manifest as it lies in each of them, and as `GET /v1/captures/{id}` shows it."""
 
 import msgspec
 
 from .base import Record
 from .specs import CaptureStatus
 
+#: `format` of the manifest in a blob's safetensors metadata.
+FORMAT = "midstream.capture.2"
 
-class Sidecar(msgspec.Struct):
-    """The `.json` beside a capture file, as far as the manifest shows it; writers may add to it."""
 
-    hook: str
-    layers: list[int]
+class Manifest(msgspec.Struct):
+    """In every blob, as JSON under `manifest` of the safetensors `__metadata__`; writers may add members.
+
+    Tensors of the blob: `<hook>.<layer>` `[positions, hidden_size]` of `dtype`, and int64 `positions` and `token_ids`.
+    """
+
+    format: str
+    version: str  # Midstream's
+    job: str
+    request: int  # index of the prompt
+    attempt: int
+    worker: str
+    rank: int
+    pp: int  # pipeline stage that wrote it
+    stages: int  # how many there are: that many parts make the whole
+    sites: dict[str, list[int]]  # hook → layers in this blob
+    stage_sites: dict[str, list[int]]  # hook → layers of this stage, over all its blobs
+    at: str  # before | after the site's interventions
     dtype: str
-    positions: list[int]
+    hidden_size: int
+    prompt_tokens: int
+    positions: list[int]  # absolute token positions, in the order of the rows
     token_ids: list[int]
-    bytes: int
-    crc32: int
+    reused: int = 0
+    dropped: list[int] = []
 
 
 class ManifestFile(Record):
-    """One durable file: rows of `hook` at each of `layers` × `positions`, `[hidden_size]` of `dtype` each."""
+    """One durable blob: rows of `sites` × `positions`, `[hidden_size]` of `dtype` each."""
 
-    name: str
-    url: str  # the file's bytes
-    path: str  # relative to the capture root
+    name: str  # names the blob within the job
+    url: str  # the blob's bytes
+    path: str  # of the file, relative to the capture root
+    offset: int  # of the blob in the file
     request: int  # index of the prompt
     rank: int
     pp: int
     bytes: int
-    crc32: int  # of the whole file
+    crc32: int  # of the blob
     rows: int
-    hook: str
+    sites: dict[str, list[int]]
+    at: str
     dtype: str
-    layers: list[int]
+    layout: str
     positions: list[int]  # absolute token positions, in the order of the rows
     token_ids: list[int]  # the token at each position
+    reused: int = 0
+    dropped: list[int] = []
 
 
 class CaptureManifest(Record):

@@ -82,13 +82,13 @@ class Job(Record):
     created: float
     #: One list per prompt: positions are resolved against that prompt. Empty when nothing is asked for.
     steering: list[list[StoredSteering]] = []
-    captures: list[StoredCapture] = []
+    captures: list[list[StoredCapture]] = []
     stream: bool = False  # publish token events while generating
     metadata: dict[str, str] = {}
 
     @property
     def wants_receipts(self) -> bool:
-        return bool(self.captures) or any(self.steering)
+        return any(self.captures) or any(self.steering)
 
 
 class TokenLogprob(Record):
@@ -111,7 +111,7 @@ class Output(Record):
 
 
 class FileEntry(Record):
-    """A durable capture file as the user sees it."""
+    """A durable capture blob as the user sees it: a file, or with `offset` and `bytes` a part of one."""
 
     path: str  # relative to the capture root
     request: int  # index of the prompt
@@ -120,8 +120,23 @@ class FileEntry(Record):
     bytes: int
     crc32: int
     rows: int
-    layers: list[int]
+    sites: dict[str, list[int]]  # hook → layers
     positions: int
+    offset: int = 0
+    layout: str = "packed"
+    reused: int = 0  # rows served from the store of earlier rows (a prefix cache hit skipped their computation)
+    dropped: list[int] = []  # positions dropped under overload
+
+
+class ConsumerReport(Record):
+    """What a consumer made of one prompt's rows on one stage."""
+
+    name: str
+    request: int
+    pp: int
+    ok: bool
+    message: str = ""
+    rows: bytes = b""  # `memory`: a safetensors blob, base64 in JSON
 
 
 class CaptureResults(Record):
@@ -132,6 +147,7 @@ class CaptureResults(Record):
     url: str | None = None  # where the manifest and the tensors are
     root: str | None = None  # the capture root, for readers on the same machine
     files: list[FileEntry] = []
+    consumers: list[ConsumerReport] = []
     bytes: int = 0
     rows: int = 0
     detail: str = ""

@@ -3,6 +3,7 @@
 import hashlib
 
 from .base import Record, to_msgpack
+from .specs import CaptureSpec
 
 
 class ModelInfo(Record):
@@ -21,6 +22,10 @@ class ModelInfo(Record):
     tp: int = 1
     pp: int = 1
     runner: str = "v1"
+    consumers: list[str] = []  # of captured rows, loaded on every rank
+    memory_limit_kib: int = 0  # the largest capture that comes back in a response
+    capture_row_limit: int = 0  # rows (hook × layer) that may be captured of one token; 0: no limit
+    global_captures: list[CaptureSpec] = []  # taken of every request
 
 
 class TokenizerBundle(Record):

@@ -9,14 +9,31 @@ PROTOCOL = 1
 
 
 class CapturedFile(Wire):
-    """One file that is durable: content and directory entry were fsynced before the receipt was written."""
+    """One safetensors blob that is durable: content and directory entry were fsynced before the receipt was written.
 
-    path: str  # relative to the capture root
-    bytes: int
-    crc32: int  # of the whole file
-    rows: int  # (layer, position) pairs in it
-    layers: list[int] = []
+    Most are a file of their own; in a segment `offset` says where in the file it begins.
+    """
+
+    path: str  # of the file, relative to the capture root
+    bytes: int  # of the blob
+    crc32: int  # of the blob
+    rows: int  # (hook, layer, position) triples in it
+    sites: dict[str, list[int]] = {}  # hook → ascending layers
     positions: int = 0  # how many token positions
+    offset: int = 0
+    layout: str = "packed"
+    tag: str = ""
+    reused: int = 0  # rows of it that came from the store of earlier rows instead of this request's forward passes
+    dropped: list[int] = []  # positions that were asked for and dropped under overload
+
+
+class Consumed(Wire):
+    """What one consumer made of one request's captured rows, `filesystem` among them."""
+
+    name: str
+    ok: bool = True
+    message: str = ""
+    rows: bytes = b""  # `memory`: the rows as a safetensors blob
 
 
 class Receipt(Wire):
@@ -39,6 +56,7 @@ class Receipt(Wire):
     message: str = ""
     applied: int = 0  # token rows that an intervention changed, over all layers
     files: list[CapturedFile] = []
+    consumed: list[Consumed] = []
     kind: str = ""  # with `error`: capture_failed | intervention_failed; empty: what the job asked for decides
 
 

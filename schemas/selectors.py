@@ -1,16 +1,70 @@
-"""Which layers, which positions? Selectors as users write them, resolved to plain numbers."""
+"""Which layers, which positions, which hook point? Selectors as users write them, resolved to plain names and numbers."""
 
-from typing import Literal
+from typing import Literal, cast, get_args
 
-#: The only hook point so far; `post_block` L is the residual stream leaving block L (HF `hidden_states[L+1]`).
-Hook = Literal["post_block"]
+from .base import Record
+
+#: The hook points in the order in which a layer's forward meets them. For layer L with residual stream s:
+#: `pre_attn`: s entering the layer, before its input norm (an edit reaches this layer's attention);
+#: `attn_out`: the attention branch just before it is added;
+#: `post_attn`: s after attention was added, before the MLP's norm (an edit reaches this layer's MLP);
+#: `mlp_in`: the normed MLP input;
+#: `mlp_out`: the MLP branch just before it is added, after any post-norm;
+#: `post_block`: s leaving the layer (HF `hidden_states[L+1]`).
+Hook = Literal["pre_attn", "attn_out", "post_attn", "mlp_in", "mlp_out", "post_block"]
+HOOKS: tuple[Hook, ...] = get_args(Hook)
+#: Hooks that are the residual stream itself; the others are branches beside it.
+STREAM_HOOKS: frozenset[Hook] = frozenset({"pre_attn", "post_attn", "post_block"})
+
+#: TransformerLens' names, with and without `hook_`.
+Alias = Literal[
+    "resid_pre", "resid_mid", "resid_post",
+    "hook_resid_pre", "hook_resid_mid", "hook_resid_post", "hook_attn_out", "hook_mlp_out",
+]  # fmt: skip
+ALIASES: dict[str, Hook] = {
+    "resid_pre": "pre_attn",
+    "resid_mid": "post_attn",
+    "resid_post": "post_block",
+    "hook_resid_pre": "pre_attn",
+    "hook_resid_mid": "post_attn",
+    "hook_resid_post": "post_block",
+    "hook_attn_out": "attn_out",
+    "hook_mlp_out": "mlp_out",
+}
+#: What a user may write for a hook.
+HookName = Hook | Alias
+
+
+def resolve_hook(name: HookName) -> Hook:
+    """Our name of a hook point, of which `name` may be TransformerLens' one."""
+    return ALIASES.get(name) or cast(Hook, name)
+
 
 #: `all`, `a-b` (inclusive), one layer, or a list; negative numbers count from the last layer.
 LayerSelector = str | int | list[int]
 
 #: Named position sets; anything else is a list of absolute token positions, negative from the prompt's end.
 PositionName = Literal["last_prompt", "all_prompt", "all_generated", "all"]
+#: As stored and as the ranks read it: a name, or ascending absolute positions.
 PositionSelector = PositionName | list[int]
+
+
+class Span(Record):
+    """Every prompt token that overlaps an occurrence of `text` in the prompt's text.
+
+    `occurrence`: 0 the first, 1 the second, …, negative from the last; null: all of them.
+    """
+
+    text: str
+    occurrence: int | None = 0
+
+    def __post_init__(self) -> None:
+        if not self.text:
+            raise ValueError("text is empty: name a part of the prompt")
+
+
+#: As users write it: a name, positions and spans in any mixture, or one span.
+PositionWish = PositionName | list[int | Span] | Span
 
 
 def resolve_layers(selector: LayerSelector, num_layers: int) -> list[int]:

@@ -12,6 +12,7 @@ from .base import Record
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 NonNegative = Annotated[float, msgspec.Meta(ge=0)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
+Natural = Annotated[int, msgspec.Meta(ge=0)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 
 PREFIX = "MIDSTREAM_"
@@ -48,15 +49,31 @@ class Settings(Record):
     max_num_seqs: Count = 64  # requests in one engine step
     max_num_batched_tokens: Count = 2048  # tokens in one engine step
     enable_prefix_caching: bool = True
+    speculative_tokens: Natural = 0  # draft tokens by n-gram lookup in the prompt; 0: none
     kv_cache_gib: Positive = 1.0  # CPU only
     num_gpu_blocks: Count | None = None  # override of the KV cache's size in blocks
 
     # The data plane
+    hooks: str = "all"  # hook points that exist, separated by commas: fewer cost less in compiled forwards
     steering_rows: Count = 64  # distinct steering configurations in one step
+    steering_entries: Count = 4096  # edited (hook, layer) sites over all those configurations, one vector each
     vector_cache_mib: Count = 256  # vectors kept on the ranks
-    capture_queue_mib: Count = 512  # captured rows waiting for the writers, per rank; full: the step waits
+    capture_buffer_mib: Count = 512  # compiled and on accelerators: rows captured in one step; bounds the sites of one capture
+    capture_queue_mib: Count = 512  # captured rows waiting for the writers, per rank
+    capture_overload: Literal["block", "spill", "drop"] = "block"  # that queue is full: steps wait, rows go to disk, or rows are dropped
     capture_memory_mib: Count = 4096  # captured rows of the requests in the engine, per rank; beyond it requests wait
+    row_store_mib: Natural = 256  # rows kept for captures whose prompt the prefix cache serves; 0: recomputed instead
     writer_threads: Count = 2
+
+    # Captures
+    segment_limit_kib: Natural = 64  # layout `auto`: captures up to this size share segment files
+    segment_mib: Count = 256  # a segment file is closed at this size
+    memory_limit_kib: Count = 256  # consumer `memory`: the most that comes back in a response, per prompt
+    capture_quota_mib: Natural = 0  # of the capture root; beyond it captures are refused; 0: no quota
+    capture_ttl_s: Natural = 0  # captures older than this are deleted; 0: kept
+    global_capture: str = ""  # taken of every request, such as `post_block:all;pre_attn:0-17`
+    global_capture_positions: str = "last_prompt"  # a name, or positions separated by commas
+    global_capture_tag: str = "global"
 
     # The worker
     engine: Literal["vllm", "fake"] = "vllm"  # `fake` generates without a model: control-plane tests and benchmarks only

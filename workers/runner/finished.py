@@ -1,0 +1,62 @@
+"""What did a finished request record on this stage, ready for those who consume it?"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ... import __version__
+from ...schemas.captures import FORMAT, Manifest
+from ...schemas.specs import RankSpec, StoredCapture
+from ...schemas.tensors import ITEM_BYTES
+
+
+@dataclass(frozen=True)
+class FinishedCapture:
+    """One capture of one request. Made and used in a writer thread; keeps the rows' memory alive."""
+
+    spec: RankSpec
+    capture: StoredCapture
+    sites: dict[str, list[int]]  # hook → ascending layers that this stage holds, at least one
+    hidden_size: int
+    dtype: str  # of the rows as they come: float32 | bfloat16 | float16
+    positions: list[int]  # ascending
+    token_ids: list[int]  # the token at each of `positions`
+    worker: str
+    rank: int
+    pp: int
+    stages: int
+    rows: Callable[[str, int], Sequence[memoryview]]  # (hook, layer) → `[len(positions), hidden_size]`, as buffers in order
+    reused: int = 0  # rows that came from the row store
+    dropped: tuple[int, ...] = ()  # positions dropped under overload, not in `positions`
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.positions) * sum(len(layers) for layers in self.sites.values())
+
+    @property
+    def size(self) -> int:
+        """Bytes of all rows."""
+        return self.num_rows * self.hidden_size * ITEM_BYTES[self.dtype]
+
+    def manifest(self, sites: dict[str, list[int]]) -> Manifest:
+        """For a blob that holds `sites` of this capture."""
+        return Manifest(
+            format=FORMAT,
+            version=__version__,
+            job=self.spec.job,
+            request=self.spec.request,
+            attempt=self.spec.attempt,
+            worker=self.worker,
+            rank=self.rank,
+            pp=self.pp,
+            stages=self.stages,
+            sites=sites,
+            stage_sites=self.sites,
+            at=self.capture.at,
+            dtype=self.dtype,
+            hidden_size=self.hidden_size,
+            prompt_tokens=self.spec.prompt_tokens,
+            positions=self.positions,
+            token_ids=self.token_ids,
+            reused=self.reused,
+            dropped=list(self.dropped),
+        )
