@@ -4,25 +4,18 @@ Everything is checked here, against what the worker has published of its model, 
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
-import numpy as np
 
-from ..schemas.base import now, to_msgpack
+from ..schemas.base import now
 from ..schemas.errors import MidstreamError, invalid
 from ..schemas.jobs import Job, Sampling, StoredPrompt
 from ..schemas.models import ModelInfo
-from ..schemas.selectors import PositionSelector, resolve_layers, resolve_positions
-from ..schemas.specs import MAX_STEERING_SELECTORS, CaptureSpec, SteeringSpec, StoredCapture, StoredSteering
-from ..schemas.tensors import Tensor, content_hash, to_numpy
+from .rules import Bounds, PromptFacts, has_span, resolve_captures, resolve_steering
 from .text import Codec
 from .wishes import Wish, WishedPrompt
-
-#: Largest finite value of each dtype that a model may run in; bfloat16 has float32's exponent.
-LARGEST: dict[str, float] = {"float16": 65504.0, "bfloat16": 3.38e38, "float32": 3.4e38}
 
 #: torch takes seeds of 64 bits.
 SEED_LIMIT = 2**63
@@ -37,106 +30,6 @@ class Admitted:
 
     job: Job
     blobs: dict[str, bytes]
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """What a spec is checked against."""
-
-    model: ModelInfo
-    lengths: list[int]  # tokens of each prompt
-
-
-# --- The rules of steering and capture -------------------------------------------------------------------------------
-# A rule reads the spec and returns the value to store; a ValueError's text becomes the problem's detail, at the rule's
-# field. A new hook, family or option is a row here.
-
-
-def _hook(spec: CaptureSpec | SteeringSpec, bounds: Bounds) -> str:
-    if spec.hook not in bounds.model.hooks:
-        raise ValueError(f"{bounds.model.architecture} has no hook {spec.hook!r}: it has {', '.join(bounds.model.hooks)}")
-    return spec.hook
-
-
-def _layers(spec: CaptureSpec | SteeringSpec, bounds: Bounds) -> list[int]:
-    return resolve_layers(spec.layers, bounds.model.num_layers)
-
-
-def _positions(spec: CaptureSpec | SteeringSpec, bounds: Bounds) -> list[PositionSelector]:
-    """One resolved selector per prompt."""
-    if isinstance(spec.positions, str):
-        return [spec.positions] * len(bounds.lengths)
-    resolved = []
-    for index, length in enumerate(bounds.lengths):
-        try:
-            resolved.append(resolve_positions(spec.positions, length))
-        except ValueError as error:
-            raise ValueError(f"prompt {index}: {error}") from error
-    return resolved
-
-
-def _width(spec: SteeringSpec, bounds: Bounds) -> None:
-    if spec.vector.shape != [bounds.model.hidden_size]:
-        raise ValueError(f"{spec.vector.shape} is not the shape of a vector in this model: it is [{bounds.model.hidden_size}]")
-
-
-def _finite(spec: SteeringSpec, bounds: Bounds) -> None:
-    bad = np.flatnonzero(~np.isfinite(to_numpy(spec.vector)))
-    if len(bad):
-        raise ValueError(f"element {bad[0]} is not finite ({len(bad)} of {spec.vector.shape[0]} are not)")
-
-
-def _strength(spec: SteeringSpec, bounds: Bounds) -> float:
-    largest = float(np.max(np.abs(to_numpy(spec.vector)).astype(np.float64), initial=0.0)) * abs(spec.scale)
-    limit = LARGEST.get(bounds.model.dtype, LARGEST["float32"])
-    if not largest <= limit:
-        raise ValueError(f"scale times vector reaches {largest:.3g}, beyond {bounds.model.dtype}'s {limit:.3g}")
-    return spec.scale
-
-
-Rule = tuple[str, Callable[[Any, Bounds], Any]]
-
-CAPTURE_RULES: tuple[Rule, ...] = (("hook", _hook), ("layers", _layers), ("positions", _positions))
-STEERING_RULES: tuple[Rule, ...] = (*CAPTURE_RULES, ("vector.shape", _width), ("vector.data", _finite), ("scale", _strength))
-
-
-def _apply(rules: Sequence[Rule], spec: CaptureSpec | SteeringSpec, bounds: Bounds, at: str) -> dict[str, Any]:
-    """Field → what its rule made of it. Raises a 400 naming the field of the first rule that refuses."""
-    made = {}
-    for field, rule in rules:
-        try:
-            made[field] = rule(spec, bounds)
-        except ValueError as error:
-            raise invalid(f"{at}.{field}", str(error)) from error
-    return made
-
-
-def resolve_capture(spec: CaptureSpec | None, bounds: Bounds) -> list[StoredCapture]:
-    """One per prompt; empty when nothing is captured."""
-    if spec is None:
-        return []
-    made = _apply(CAPTURE_RULES, spec, bounds, "capture")
-    return [StoredCapture(layers=made["layers"], hook=made["hook"], positions=chosen, tag=spec.tag) for chosen in made["positions"]]
-
-
-def resolve_steering(specs: Sequence[SteeringSpec], bounds: Bounds) -> tuple[list[list[StoredSteering]], dict[str, bytes]]:
-    """One list per prompt, and the vectors by content hash; both empty when nothing is steered."""
-    if (different := len({str(spec.positions) for spec in specs})) > MAX_STEERING_SELECTORS:
-        raise invalid("steering", f"names {different} different positions: at most {MAX_STEERING_SELECTORS} in one request")
-    blobs: dict[str, bytes] = {}
-    per_prompt: list[list[StoredSteering]] = [[] for _ in bounds.lengths] if specs else []
-    for index, spec in enumerate(specs):
-        made = _apply(STEERING_RULES, spec, bounds, f"steering[{index}]")
-        name = _keep(spec.vector, blobs)
-        for entries, chosen in zip(per_prompt, made["positions"], strict=True):
-            entries.append(StoredSteering(layers=made["layers"], vector=name, scale=made["scale"], hook=made["hook"], positions=chosen))
-    return per_prompt, blobs
-
-
-def _keep(vector: Tensor, blobs: dict[str, bytes]) -> str:
-    name = content_hash(vector)
-    blobs[name] = to_msgpack(vector)
-    return name
 
 
 # --- Prompts and sampling --------------------------------------------------------------------------------------------
@@ -213,14 +106,29 @@ def check_metadata(metadata: dict[str, str]) -> None:
             raise invalid(f"metadata.{key}", f"is longer than {METADATA_VALUE_LENGTH} characters")
 
 
+async def facts_of(wish: Wish, prompts: Sequence[StoredPrompt], codec: Codec) -> list[PromptFacts]:
+    """What the rules need to know of each prompt; where its tokens lie in its text is looked up only when a span asks for it."""
+    wanted = [spec.positions for spec in wish.steering] + ([wish.capture.positions] if wish.capture else [])
+    if not any(map(has_span, wanted)):
+        return [PromptFacts(len(prompt.token_ids)) for prompt in prompts]
+    facts = []
+    for prompt in prompts:
+        if prompt.text is None:
+            found = await codec.map_ids(prompt.token_ids)
+        else:
+            found = await codec.map_text(prompt.text, prompt.token_ids, special_tokens=wish.kind != "chat")
+        facts.append(PromptFacts(len(prompt.token_ids), found.find) if found else PromptFacts(len(prompt.token_ids)))
+    return facts
+
+
 async def admit(wish: Wish, model: ModelInfo, codec: Codec, job_id: str) -> Admitted:
     """The wish as a job under `job_id`. Raises a 400 with the path of the first field at fault."""
     check_metadata(wish.metadata)
     check_sampling(wish.sampling, wish.sampling_at, model)
     prompts = await tokenise(wish.prompts, model, codec)
     max_tokens = check_lengths(wish, prompts, model)
-    bounds = Bounds(model, [len(prompt.token_ids) for prompt in prompts])
-    captures = resolve_capture(wish.capture, bounds)
+    bounds = Bounds(model, await facts_of(wish, prompts, codec), max_tokens)
+    captures = resolve_captures(wish.capture, bounds)
     steering, blobs = resolve_steering(wish.steering, bounds)
     job = Job(
         id=job_id,

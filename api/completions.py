@@ -1,8 +1,9 @@
 """The OpenAI-style routes. A completion is a job like any other; these handlers wait for it and answer in OpenAI's shape.
 
-When is a response answered? With `capture_wait: true`, or with steering, once the job is over: then every capture is durable,
-every rank has reported and all agree. (A steered answer is never given before: a rank might still report that it applied
-nothing.) Without either, as soon as the outputs are stored; captures are `pending` then, with the place to look.
+When is a response answered? With `capture_wait: true`, with steering, or with rows that are to come back in it, once the job is
+over: then every capture is durable, every rank has reported and all agree. (A steered answer is never given before: a rank might
+still report that it applied nothing.) Without either, as soon as the outputs are stored; captures are `pending` then, with the
+place to look.
 """
 
 from typing import Any
@@ -43,7 +44,7 @@ async def _answer(request: JsonRequest, body: OpenAIRequest, wish: Wish, shape: 
     created = now()
     job_id = await edge.submit(wish, await request.idempotency(key))
     headers = {JOB_HEADER: job_id, "Location": job_url(edge, job_id)}
-    hold = body.capture_wait or bool(wish.steering)
+    hold = body.capture_wait or bool(wish.steering) or (wish.capture is not None and "memory" in wish.capture.consumers)
     asked = wish.capture is not None or bool(wish.steering)
 
     def until(view: JobView) -> bool:

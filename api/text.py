@@ -6,6 +6,7 @@ never from a client) and run in jinja2's sandbox with the environment that trans
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from typing import Any, NoReturn
@@ -16,13 +17,60 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
+import numpy as np
 from tokenizers import Tokenizer
 
 from ..schemas.errors import invalid
 from ..schemas.models import TokenizerBundle
+from ..schemas.selectors import SelectorError, Span
 
 #: Above this many characters tokenisation leaves the event loop; below, the hop to a thread costs more than the work.
 INLINE_CHARACTERS = 4096
+#: This much of a prompt is shown in an error.
+SHOWN_CHARACTERS = 60
+
+
+@dataclass(frozen=True)
+class TextMap:
+    """Where each token of a prompt lies in its text. `offsets`: `[start, end)` in characters; empty for tokens that no text stands for."""
+
+    text: str
+    offsets: Sequence[tuple[int, int]]
+
+    def find(self, span: Span) -> list[int]:
+        """The positions of the tokens that overlap the span. Occurrences do not overlap each other, as in `str.count`.
+
+        Raises SelectorError when the text does not occur, or not so often, or no token stands for it.
+        """
+        starts = self._occurrences(span.text)
+        if span.occurrence is not None:
+            if not -len(starts) <= span.occurrence < len(starts):
+                detail = f"{span.text!r} occurs {_times(len(starts))} in the prompt: occurrence {span.occurrence} is not there"
+                raise SelectorError(detail, ".occurrence")
+            starts = [starts[span.occurrence]]
+        touched = np.zeros(len(self.text) + 1, np.int64)
+        for start in starts:
+            touched[start + 1 : start + len(span.text) + 1] = 1
+        before = np.cumsum(touched)  # touched characters before each place of the text
+        edges = np.array(self.offsets, np.int64).reshape(-1, 2)
+        positions = [int(position) for position in np.flatnonzero(before[edges[:, 1]] > before[edges[:, 0]])]
+        if not positions:
+            raise SelectorError(f"{span.text!r} is in the prompt, but the tokenizer makes no token of it", ".text")
+        return positions
+
+    def _occurrences(self, part: str) -> list[int]:
+        starts, at = [], self.text.find(part)
+        while at >= 0:
+            starts.append(at)
+            at = self.text.find(part, at + len(part))
+        if not starts:
+            shown = self.text if len(self.text) <= SHOWN_CHARACTERS else self.text[:SHOWN_CHARACTERS] + "…"
+            raise SelectorError(f"{part[:SHOWN_CHARACTERS]!r} occurs 0 times in the prompt, which begins {shown!r}", ".text")
+        return starts
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
 
 
 class Codec:
@@ -30,7 +78,7 @@ class Codec:
 
     def __init__(self, bundle: TokenizerBundle):
         self._bundle = bundle
-        self._tokenizer = Tokenizer.from_str(bundle.tokenizer_json)
+        self._tokenizer = Tokenizer.from_str(_untrimmed(bundle.tokenizer_json))
         # A saved tokenizer may carry the truncation of its last caller; a prompt is never cut silently.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -44,6 +92,20 @@ class Codec:
     def _encode(self, texts: Sequence[str], special_tokens: bool) -> list[list[int]]:
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=special_tokens)
         return [encoding.ids for encoding in encodings]
+
+    async def map_text(self, text: str, ids: Sequence[int], *, special_tokens: bool) -> TextMap | None:
+        """Where each of `ids` lies in `text`; None when they are not this text's tokens."""
+        if len(text) <= INLINE_CHARACTERS:
+            return self._map_text(text, ids, special_tokens)
+        return await anyio.to_thread.run_sync(self._map_text, text, ids, special_tokens)
+
+    def _map_text(self, text: str, ids: Sequence[int], special_tokens: bool) -> TextMap | None:
+        encoding = self._tokenizer.encode(text, add_special_tokens=special_tokens)
+        return TextMap(text, encoding.offsets) if encoding.ids == list(ids) else None
+
+    async def map_ids(self, ids: Sequence[int]) -> TextMap | None:
+        """The text of `ids`, and where each lies in it; None when that text has other tokens."""
+        return await self.map_text(self._tokenizer.decode(list(ids), skip_special_tokens=False), ids, special_tokens=False)
 
     async def encode_chat(self, messages: Sequence[dict[str, str]]) -> tuple[list[int], str]:
         """Token ids and text of a conversation, opened for the assistant's turn.
@@ -69,6 +131,16 @@ class Codec:
             return _environment().from_string(self._bundle.chat_template)
         except jinja2.TemplateSyntaxError as error:
             raise invalid("messages", f"this model's chat template is broken: {error}", allowed="use /v1/completions") from error
+
+
+def _untrimmed(tokenizer_json: str) -> str:
+    """The tokenizer with offsets that cover whole tokens: byte-level ones leave out the space that a token begins with."""
+    tokenizer = json.loads(tokenizer_json)
+    processor = tokenizer.get("post_processor") or {}
+    for step in [processor, *processor.get("processors", [])]:
+        if "trim_offsets" in step:
+            step["trim_offsets"] = False
+    return json.dumps(tokenizer)
 
 
 class _Generation(jinja2.ext.Extension):

@@ -1,7 +1,7 @@
 """How does a job's record in Redis become what users read: view, result, ticket, determinism?"""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, cast
 
 from ..schemas.base import from_json, from_msgpack, now
@@ -9,6 +9,7 @@ from ..schemas.errors import Problem, invalid
 from ..schemas.jobs import (
     TERMINAL,
     CaptureResults,
+    ConsumerReport,
     Determinism,
     FileEntry,
     JobResult,
@@ -19,6 +20,7 @@ from ..schemas.jobs import (
     State,
 )
 from ..schemas.receipts import Receipt, receipt_decoder
+from ..schemas.selectors import as_ranges
 from ..schemas.settings import Settings
 from ..schemas.specs import CaptureStatus
 
@@ -27,6 +29,9 @@ FIELDS = [
     "state", "kind", "model", "attempt", "version", "created", "queued", "started", "generated", "cancelling", "finished", "worker",
     "capture_status", "receipts", "expected", "prompts", "error", "metadata", "captures", "steers",
 ]  # fmt: skip
+
+#: Ranges of positions that a detail lists before it only counts them.
+SHOWN_RANGES = 8
 
 _STREAM_ID = re.compile(r"^\d{1,20}(-\d{1,20})?$")
 _CURSOR = re.compile(r"^(\d+(?:\.\d+)?):([A-Za-z0-9_]+)$")
@@ -98,17 +103,24 @@ def capture_results(view: JobView, asked: Asks, ticket: Sequence[Receipt], setti
     files = [
         FileEntry(
             path=file.path, request=told.request, rank=told.rank, pp=told.pp, bytes=file.bytes, crc32=file.crc32, rows=file.rows,
-            layers=file.layers, positions=file.positions,
+            sites=file.sites, positions=file.positions, offset=file.offset, layout=file.layout, tag=file.tag, reused=file.reused,
+            dropped=file.dropped,
         )
         for told in ticket
         for file in told.files
     ]  # fmt: skip
+    consumers = [
+        ConsumerReport(name=made.name, request=told.request, pp=told.pp, ok=made.ok, message=made.message, rows=made.rows)
+        for told in ticket
+        for made in told.consumed
+    ]
     return CaptureResults(
         status=view.capture_status,
         job=view.id,
         url=f"{settings.public_url.rstrip('/')}/v1/captures/{view.id}",
         root=str(settings.capture_root),
         files=files,
+        consumers=consumers,
         bytes=sum(file.bytes for file in files),
         rows=sum(file.rows for file in files),
         detail=_capture_detail(view, ticket),
@@ -116,19 +128,35 @@ def capture_results(view: JobView, asked: Asks, ticket: Sequence[Receipt], setti
 
 
 def _capture_detail(view: JobView, ticket: Sequence[Receipt]) -> str:
-    """Why the status is what it is, when it is not `ok`."""
+    """Why the status is what it is, when it is not `ok`; and what a prefix cache hit has saved."""
     if view.error is not None:
         return view.error.detail
     if view.capture_status == "pending":
         if view.receipts_expected == 0:
             return "no worker has started the job yet"
         return f"{view.receipts} of {view.receipts_expected} receipts have arrived"
-    if view.capture_status == "partial":
-        told = (f"request {item.request}, rank {item.rank}: {item.message}" for item in ticket if item.status == "partial")
-        return "; ".join(told)
     if view.capture_status == "error":
         return f"the job was {view.state}"
-    return ""
+    return "; ".join([reason for told in ticket for reason in _shortcomings(told)] + _reuse(ticket))
+
+
+def _shortcomings(told: Receipt) -> Iterator[str]:
+    """What a rank could not do for a request."""
+    where = f"request {told.request}, rank {told.rank}"
+    if told.status == "partial" and told.message:
+        yield f"{where}: {told.message}"
+    for file in told.files:
+        if file.dropped:
+            yield f"{where}: the rows of {len(file.dropped)} positions were dropped under overload ({as_ranges(file.dropped, SHOWN_RANGES)})"
+    for made in told.consumed:
+        if not made.ok:
+            yield f"{where}: consumer {made.name} failed: {made.message or 'no reason was given'}"
+
+
+def _reuse(ticket: Sequence[Receipt]) -> list[str]:
+    files = [file for told in ticket for file in told.files]
+    reused = sum(file.reused for file in files)
+    return [f"{reused} of {sum(file.rows for file in files)} rows were computed by an earlier request"] if reused else []
 
 
 def determinism(view: JobView, ticket: Sequence[Receipt]) -> Determinism:
@@ -145,7 +173,7 @@ def determinism(view: JobView, ticket: Sequence[Receipt]) -> Determinism:
         ranks = [
             RankReport(
                 rank=told.rank, tp=told.tp, request=told.request, step=told.step, checksum=told.checksum, actions=told.actions,
-                applied=told.applied, status=told.status, message=told.message,
+                applied=told.applied, status=told.verdict, message=told.message,
             )
             for told in of_stage
         ]  # fmt: skip

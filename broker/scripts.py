@@ -6,6 +6,7 @@ are generated from `schemas`, so that there is one truth. The packers below are 
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -96,8 +97,7 @@ def context(settings: Settings, at: float | None = None) -> list[Argument]:
 
 def asked_requests(job: Job) -> int:
     """How many of the job's prompts have an intervention or a capture, and so get a receipt from every rank."""
-    captured, steered = bool(job.captures), job.steering
-    return sum(1 for place in range(len(job.prompts)) if captured or (place < len(steered) and steered[place]))
+    return sum(1 for captures, steering in zip_longest(job.captures, job.steering) if captures or steering)
 
 
 def submit(
@@ -108,7 +108,7 @@ def submit(
     return [
         *context(settings),
         job.id, to_msgpack(job), repr(job.created), job.kind, job.model, len(job.prompts), asked_requests(job),
-        int(bool(job.captures)), int(any(job.steering)), to_json(job.metadata), written_by, key, body,
+        int(any(job.captures)), int(any(job.steering)), to_json(job.metadata), written_by, key, body,
         BLOB_TTL_FACTOR * settings.result_ttl_s, *flat,
     ]  # fmt: skip
 
@@ -131,7 +131,7 @@ def settle(settings: Settings, receipts: Iterable[tuple[int, Receipt]]) -> list[
     arguments = context(settings)
     for seq, told in receipts:
         arguments += (
-            seq, told.job, told.request, told.rank, told.pp, told.attempt, told.status, told.kind, told.checksum, told.actions,
+            seq, told.job, told.request, told.rank, told.pp, told.attempt, told.verdict, told.kind, told.checksum, told.actions,
             told.message, to_msgpack(told),
         )  # fmt: skip
     return arguments

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..schemas.jobs import CaptureResults, Determinism, Event, JobResult, JobView
+from ..schemas.selectors import as_ranges
 from .reader import CaptureReader, Check
 
 _COLOURS = {
@@ -134,7 +135,7 @@ def capture(reader: CaptureReader) -> Table:
             first, last = reader.array(layers[0], hook, request), reader.array(layers[-1], hook, request)
             shape = f"[{len(layers)}, {len(positions)}, {first.shape[-1]}]"
             norms = " → ".join(f"{(array**2).sum(-1).mean() ** 0.5:.4g}" if len(positions) else "-" for array in (first, last))
-            shown.add_row(str(request), hook, spans(layers), spans(positions), escape(shape), norms)
+            shown.add_row(str(request), hook, as_ranges(layers), as_ranges(positions), escape(shape), norms)
     if len(reader.requests()) > TABLE_ROWS:
         shown.caption = f"… and {len(reader.requests()) - TABLE_ROWS} more requests"
     return shown
@@ -146,17 +147,6 @@ def checks(found: Iterable[Check]) -> Table:
         verdict = "[green]right[/]" if check.ok else f"[red]wrong: {escape(check.detail)}[/]"
         shown.add_row(check.path.name, size(check.bytes), f"{check.crc32:08x}", verdict)
     return shown
-
-
-def spans(numbers: list[int]) -> str:
-    """`[0, 1, 2, 5]` as `0-2, 5`."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][1] + 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
 
 
 def event(entry: Event) -> str:

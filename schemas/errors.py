@@ -72,8 +72,8 @@ def invalid(field: str, detail: str, allowed: str | None = None) -> MidstreamErr
     return MidstreamError("invalid_request", detail, field=field, allowed=allowed)
 
 
-#: msgspec writes "… - at `$.capture.layers`"; at the top level it writes no path.
-_PATH = re.compile(r"^(?P<detail>.*?)(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
+#: msgspec writes "… - at `$.capture.layers`", or "… - at `key` in `$.capture.hooks`"; at the top level it writes no path.
+_PATH = re.compile(r"^(?P<detail>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>.*)`)?$", re.DOTALL)
 #: These name a field that is not part of the path.
 _NAMED = re.compile(r"^Object (?:contains unknown|missing required) field `(?P<name>.*)`$", re.DOTALL)
 

@@ -124,6 +124,7 @@ class FileEntry(Record):
     positions: int
     offset: int = 0
     layout: str = "packed"
+    tag: str = ""
     reused: int = 0  # rows served from the store of earlier rows (a prefix cache hit skipped their computation)
     dropped: list[int] = []  # positions dropped under overload
 

@@ -59,6 +59,12 @@ class Receipt(Wire):
     consumed: list[Consumed] = []
     kind: str = ""  # with `error`: capture_failed | intervention_failed; empty: what the job asked for decides
 
+    @property
+    def verdict(self) -> str:
+        """`status`, but never `ok` where rows were dropped or a consumer failed."""
+        short = any(file.dropped for file in self.files) or not all(consumed.ok for consumed in self.consumed)
+        return "partial" if short and self.status == "ok" else self.status
+
 
 class LostRange(Wire):
     """The sender no longer has receipts `first..last` of this epoch (its outbox was damaged)."""

@@ -1,8 +1,19 @@
 """Which layers, which positions, which hook point? Selectors as users write them, resolved to plain names and numbers."""
 
-from typing import Literal, cast, get_args
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, Protocol, cast, get_args
 
 from .base import Record
+
+
+class SelectorError(ValueError):
+    """A selector that cannot be resolved; `at` is the place inside it, such as `[1].text`."""
+
+    def __init__(self, detail: str, at: str = ""):
+        super().__init__(detail)
+        self.at = at
+
 
 #: The hook points in the order in which a layer's forward meets them. For layer L with residual stream s:
 #: `pre_attn`: s entering the layer, before its input norm (an edit reaches this layer's attention);
@@ -40,8 +51,9 @@ def resolve_hook(name: HookName) -> Hook:
     return ALIASES.get(name) or cast(Hook, name)
 
 
-#: `all`, `a-b` (inclusive), one layer, or a list; negative numbers count from the last layer.
+#: `all`; one layer; a list; or text such as `0-3,7,-1` (ranges are inclusive). Negative numbers count from the last layer.
 LayerSelector = str | int | list[int]
+_LAYERS = re.compile(r"(-?[0-9]{1,6})(?:-(-?[0-9]{1,6}))?")
 
 #: Named position sets; anything else is a list of absolute token positions, negative from the prompt's end.
 PositionName = Literal["last_prompt", "all_prompt", "all_generated", "all"]
@@ -70,45 +82,103 @@ PositionWish = PositionName | list[int | Span] | Span
 def resolve_layers(selector: LayerSelector, num_layers: int) -> list[int]:
     """Sorted unique layer numbers in `[0, num_layers)`.
 
-    Raises ValueError saying what is wrong and what would be right.
+    Raises SelectorError saying what is wrong and what would be right.
     """
+    if selector == "all":
+        return list(range(num_layers))
     if isinstance(selector, str):
-        if selector == "all":
-            return list(range(num_layers))
-        first, dash, last = selector.partition("-")
-        if not (dash and first.isdigit() and last.isdigit()):
-            raise ValueError(f'{selector!r} is not a layer selector: use "all", "a-b", a number or a list of numbers')
-        if int(first) > int(last):
-            raise ValueError(f"range {selector!r} is empty: the first layer is above the last")
-        wanted = [int(first), int(last)]
-        _check_layers(wanted, num_layers)
-        return list(range(wanted[0], wanted[1] + 1))
-    wanted = [selector] if isinstance(selector, int) else list(selector)
+        return sorted({layer for part in selector.split(",") for layer in _layer_range(part.strip(), num_layers)})
+    wanted = [selector] if isinstance(selector, int) else selector
     if not wanted:
-        raise ValueError("no layer named: give at least one")
-    _check_layers(wanted, num_layers)
-    return sorted({layer % num_layers for layer in wanted})
+        raise SelectorError("no layer named: give at least one")
+    return sorted({_layer(layer, num_layers) for layer in wanted})
 
 
-def _check_layers(layers: list[int], num_layers: int) -> None:
-    for layer in layers:
-        if not -num_layers <= layer < num_layers:
-            raise ValueError(f"layer {layer} is out of range: the model has layers 0 to {num_layers - 1}")
+def _layer_range(text: str, num_layers: int) -> range:
+    match = _LAYERS.fullmatch(text)
+    if match is None:
+        raise SelectorError(f'{text[:40]!r} is not a layer selector: use "all", "a-b", a number or a list of numbers')
+    first = _layer(int(match[1]), num_layers)
+    last = first if match[2] is None else _layer(int(match[2]), num_layers)
+    if first > last:
+        raise SelectorError(f"range {text!r} is empty: the first layer is above the last")
+    return range(first, last + 1)
 
 
-def resolve_positions(selector: PositionSelector, prompt_tokens: int) -> PositionSelector:
-    """A name is kept; a list becomes sorted unique absolute positions, each inside the prompt.
+def _layer(layer: int, num_layers: int) -> int:
+    if not -num_layers <= layer < num_layers:
+        raise SelectorError(f"layer {layer} is out of range: the model has layers 0 to {num_layers - 1}")
+    return layer % num_layers
 
-    Raises ValueError for a position outside `[-prompt_tokens, prompt_tokens)` or an empty list.
+
+def resolve_sites(wanted: Mapping[HookName, LayerSelector], num_layers: int, hooks: Sequence[str] = HOOKS) -> dict[Hook, list[int]]:
+    """Hook → ascending layers, in the order in which a forward meets the hooks. `hooks`: those that the model has.
+
+    Raises SelectorError, whose `at` is the hook as the user named it.
     """
-    if isinstance(selector, str):
+    named: dict[Hook, HookName] = {}
+    sites: dict[Hook, list[int]] = {}
+    for name, layers in wanted.items():
+        hook = resolve_hook(name)
+        if hook in named:
+            raise SelectorError(f"{hook} is named twice: as {named[hook]!r} and as {name!r}", f".{name}")
+        if hook not in hooks:
+            raise SelectorError(f"the model has no hook {name!r}: it has {', '.join(hooks)}", f".{name}")
+        try:
+            sites[hook] = resolve_layers(layers, num_layers)
+        except SelectorError as error:
+            raise SelectorError(str(error), f".{name}") from error
+        named[hook] = name
+    return {hook: sites[hook] for hook in HOOKS if hook in sites}
+
+
+class SpanFinder(Protocol):
+    """Knows one prompt's text."""
+
+    def __call__(self, span: Span) -> list[int]:
+        """The positions of the prompt tokens that overlap the span. Raises SelectorError."""
+
+
+def no_text(span: Span) -> list[int]:
+    """The finder of a prompt that has no text."""
+    raise SelectorError("a span needs a prompt whose text is known: give text instead of token ids")
+
+
+def resolve_positions(wish: PositionWish, prompt_tokens: int, find: SpanFinder = no_text) -> PositionSelector:
+    """A name is kept; positions and spans become sorted unique absolute positions, each inside the prompt.
+
+    Raises SelectorError for a position outside `[-prompt_tokens, prompt_tokens)`, a span that is not there, or an empty list.
+    """
+    if isinstance(wish, str):
+        return wish
+    if isinstance(wish, Span):
+        return sorted(_span(wish, find, ""))
+    if not wish:
+        raise SelectorError("no position named: give at least one")
+    positions: set[int] = set()
+    for index, item in enumerate(wish):
+        if isinstance(item, Span):
+            positions.update(_span(item, find, f"[{index}]"))
+            continue
+        if not -prompt_tokens <= item < prompt_tokens:
+            detail = f"position {item} is beyond the prompt, which has {prompt_tokens} tokens (0 to {prompt_tokens - 1})"
+            raise SelectorError(detail, f"[{index}]")
+        positions.add(item % prompt_tokens)
+    return sorted(positions)
+
+
+def _span(span: Span, find: SpanFinder, at: str) -> list[int]:
+    try:
+        return find(span)
+    except SelectorError as error:
+        raise SelectorError(str(error), at + error.at) from error
+
+
+def cut_positions(selector: PositionWish, prompt_tokens: int) -> PositionWish:
+    """A position list without what is beyond the prompt: for what is taken of prompts of every length. It may be empty."""
+    if not isinstance(selector, list):
         return selector
-    if not selector:
-        raise ValueError("no position named: give at least one")
-    for position in selector:
-        if not -prompt_tokens <= position < prompt_tokens:
-            raise ValueError(f"position {position} is beyond the prompt, which has {prompt_tokens} tokens (0 to {prompt_tokens - 1})")
-    return sorted({position % prompt_tokens for position in selector})
+    return [item for item in selector if isinstance(item, Span) or -prompt_tokens <= item < prompt_tokens]
 
 
 def lowest_position(selector: PositionSelector, prompt_tokens: int) -> int:
@@ -136,3 +206,16 @@ def count_positions(selector: PositionSelector, prompt_tokens: int, max_tokens: 
     if isinstance(selector, str):
         return len(select(selector, 0, prompt_tokens + max_tokens - 1, prompt_tokens))
     return len(selector)
+
+
+def as_ranges(numbers: Iterable[int], most: int | None = None) -> str:
+    """`[0, 1, 2, 5]` as `0-2, 5`; of more than `most` ranges the rest is only counted."""
+    ranges: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    shown = [str(first) if first == last else f"{first}-{last}" for first, last in ranges[:most]]
+    left = len(ranges) - len(shown)
+    return ", ".join([*shown, f"and {left} more ranges"] if left else shown)

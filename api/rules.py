@@ -1,0 +1,290 @@
+"""What do the steering and captures that a body names come to on this model, for each of its prompts?
+
+A rule reads a spec and returns the value to store; a ValueError's text becomes the problem's detail, at the rule's field (and
+below it, when a SelectorError says where). A new hook, family or option is a row in `CAPTURE_RULES` or `STEERING_RULES`.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ..schemas.base import to_msgpack
+from ..schemas.errors import MidstreamError, invalid
+from ..schemas.models import ModelInfo
+from ..schemas.selectors import (
+    Hook,
+    PositionSelector,
+    PositionWish,
+    SelectorError,
+    Span,
+    SpanFinder,
+    cut_positions,
+    no_text,
+    resolve_layers,
+    resolve_positions,
+    resolve_sites,
+)
+from ..schemas.specs import (
+    DEFAULT_CONSUMERS,
+    MAX_STEERING_SELECTORS,
+    CaptureSpec,
+    SteeringSpec,
+    StoredCapture,
+    StoredSteering,
+)
+from ..schemas.tensors import ITEM_BYTES, Tensor, content_hash, to_numpy
+
+#: Largest finite value of each dtype that a model may run in; bfloat16 has float32's exponent.
+LARGEST: dict[str, float] = {"float16": 65504.0, "bfloat16": 3.38e38, "float32": 3.4e38}
+
+#: Bytes of a captured position besides its rows: its number and its token id, int64 each.
+POSITION_BYTES = 16
+
+
+@dataclass(frozen=True)
+class PromptFacts:
+    """What the rules know of a prompt: its tokens, and how a span of its text becomes positions."""
+
+    tokens: int
+    find: SpanFinder = no_text
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What a spec is checked against."""
+
+    model: ModelInfo
+    prompts: Sequence[PromptFacts]
+    max_tokens: int = 1  # tokens generated, at most
+
+
+def has_span(positions: PositionWish) -> bool:
+    return isinstance(positions, Span) or (isinstance(positions, list) and any(isinstance(item, Span) for item in positions))
+
+
+Spec = CaptureSpec | SteeringSpec
+
+
+# --- Rules of both ---------------------------------------------------------------------------------------------------
+
+
+def _positions(spec: Spec, bounds: Bounds) -> list[PositionSelector]:
+    """One resolved selector per prompt."""
+    if isinstance(spec.positions, str):
+        return [spec.positions] * len(bounds.prompts)
+    resolved = []
+    for index, prompt in enumerate(bounds.prompts):
+        try:
+            resolved.append(resolve_positions(spec.positions, prompt.tokens, prompt.find))
+        except SelectorError as error:
+            which = f"prompt {index}: " if len(bounds.prompts) > 1 else ""
+            raise SelectorError(f"{which}{error}", error.at) from error
+    return resolved
+
+
+# --- Rules of capture ------------------------------------------------------------------------------------------------
+
+
+def _sites(spec: CaptureSpec, bounds: Bounds) -> dict[Hook, list[int]]:
+    return resolve_sites(spec.wanted, bounds.model.num_layers, bounds.model.hooks)
+
+
+def _one_hook(spec: CaptureSpec, bounds: Bounds) -> None:
+    """`hook` and `layers`, the short form, by the field that is wrong."""
+    if spec.hooks is None:
+        _hook(spec.hook or "post_block", bounds)
+
+
+def _all_layers(spec: CaptureSpec, bounds: Bounds) -> None:
+    if spec.layers is not None:
+        resolve_layers(spec.layers, bounds.model.num_layers)
+
+
+def _consumers(spec: CaptureSpec, bounds: Bounds) -> list[str]:
+    there = bounds.model.consumers or list(DEFAULT_CONSUMERS)
+    for index, name in enumerate(spec.consumers):
+        if name not in there:
+            raise SelectorError(f"there is no consumer {name!r}: the worker has {', '.join(there)}", f"[{index}]")
+        if name in spec.consumers[:index]:
+            raise SelectorError(f"{name!r} is named twice", f"[{index}]")
+    return spec.consumers
+
+
+CAPTURE_RULES: tuple[tuple[str, Callable[[CaptureSpec, Bounds], Any]], ...] = (
+    ("hook", _one_hook),
+    ("layers", _all_layers),
+    ("hooks", _sites),
+    ("positions", _positions),
+    ("consumers", _consumers),
+)
+
+
+def resolve_captures(spec: CaptureSpec | None, bounds: Bounds) -> list[list[StoredCapture]]:
+    """One list per prompt: what the user asks for, then what the operator captures of everyone; empty when there is neither.
+
+    Raises a 400 naming the field.
+    """
+    per_prompt: list[list[StoredCapture]] = [[] for _ in bounds.prompts]
+    if spec is not None:
+        if spec.tag in {everyones.tag for everyones in bounds.model.global_captures}:
+            raise invalid("capture.tag", f"{spec.tag!r} is the tag of what the operator captures of every request: choose another")
+        for captures, mine in zip(per_prompt, _captures(spec, bounds, "capture"), strict=True):
+            captures.append(mine)
+    for everyones in bounds.model.global_captures:
+        for captures, more in zip(per_prompt, _of_everyone(everyones, bounds), strict=True):
+            captures += more
+    _check_sites(per_prompt, bounds)
+    _check_memory(per_prompt, bounds)
+    return per_prompt if any(per_prompt) else []
+
+
+def _captures(spec: CaptureSpec, bounds: Bounds, at: str) -> list[StoredCapture]:
+    """One per prompt."""
+    made = _apply(CAPTURE_RULES, spec, bounds, at)
+    return [
+        StoredCapture(
+            sites=made["hooks"], positions=chosen, tag=spec.tag, every_n=spec.every_n, at=spec.at, dtype=spec.dtype, layout=spec.layout,
+            consumers=made["consumers"],
+        )
+        for chosen in made["positions"]
+    ]  # fmt: skip
+
+
+def _of_everyone(spec: CaptureSpec, bounds: Bounds) -> Iterable[list[StoredCapture]]:
+    """Nobody asked for it, so positions beyond a short prompt are left out, and with them perhaps the whole capture."""
+    for prompt in bounds.prompts:
+        positions = cut_positions(spec.positions, prompt.tokens)
+        if positions == []:
+            yield []
+            continue
+        cut = msgspec.structs.replace(spec, positions=positions)
+        try:
+            yield _captures(cut, Bounds(bounds.model, [prompt], bounds.max_tokens), "global_capture")
+        except MidstreamError as error:  # not the user's mistake: the worker checked it against its model when it started
+            raise MidstreamError("internal", f"what the operator captures of every request does not fit the model: {error}") from error
+
+
+def _check_sites(per_prompt: Iterable[Sequence[StoredCapture]], bounds: Bounds) -> None:
+    limit = bounds.model.capture_row_limit
+    sites = max((sum(capture.num_sites for capture in captures) for captures in per_prompt), default=0)
+    if limit and sites > limit:
+        detail = f"{sites} rows of each token are more than the capture buffer holds (setting capture_buffer_mib)"
+        raise invalid("capture", detail, allowed=f"at most {limit} sites (hook and layer)")
+
+
+def _check_memory(per_prompt: Iterable[Sequence[StoredCapture]], bounds: Bounds) -> None:
+    """Rows that come back in the response are few: the most that each prompt could give is held against the limit."""
+    limit = bounds.model.memory_limit_kib
+    for index, (captures, prompt) in enumerate(zip(per_prompt, bounds.prompts, strict=True)):
+        for capture in captures:
+            if "memory" in capture.consumers and (size := _row_bytes(capture, prompt, bounds)) > limit * 1024:
+                raise invalid(
+                    "capture.consumers",
+                    f"prompt {index} may give {size} bytes of rows: consumer 'memory' returns at most {limit} KiB per prompt "
+                    "(setting memory_limit_kib); capture fewer, or leave them to 'filesystem'",
+                )
+
+
+def _row_bytes(capture: StoredCapture, prompt: PromptFacts, bounds: Bounds) -> int:
+    """The most that the rows of one prompt can take."""
+    item = ITEM_BYTES[bounds.model.dtype if capture.dtype == "model" else capture.dtype]
+    positions = capture.count_positions(prompt.tokens, bounds.max_tokens)
+    return positions * (capture.num_sites * bounds.model.hidden_size * item + bounds.model.pp * POSITION_BYTES)
+
+
+# --- Rules of steering -----------------------------------------------------------------------------------------------
+
+
+def _hook(name: Any, bounds: Bounds) -> Hook:
+    try:
+        (hook,) = resolve_sites({name: "all"}, bounds.model.num_layers, bounds.model.hooks)
+    except SelectorError as error:
+        raise SelectorError(str(error)) from error
+    return hook
+
+
+def _steered_hook(spec: SteeringSpec, bounds: Bounds) -> Hook:
+    return _hook(spec.hook, bounds)
+
+
+def _steered_layers(spec: SteeringSpec, bounds: Bounds) -> list[int]:
+    return resolve_layers(spec.layers, bounds.model.num_layers)
+
+
+def _width(spec: SteeringSpec, bounds: Bounds) -> None:
+    if spec.vector.shape != [bounds.model.hidden_size]:
+        raise ValueError(f"{spec.vector.shape} is not the shape of a vector in this model: it is [{bounds.model.hidden_size}]")
+
+
+def _finite(spec: SteeringSpec, bounds: Bounds) -> None:
+    bad = np.flatnonzero(~np.isfinite(to_numpy(spec.vector)))
+    if len(bad):
+        raise ValueError(f"element {bad[0]} is not finite ({len(bad)} of {spec.vector.shape[0]} are not)")
+
+
+def _strength(spec: SteeringSpec, bounds: Bounds) -> float:
+    largest = float(np.max(np.abs(to_numpy(spec.vector)).astype(np.float64), initial=0.0)) * abs(spec.scale)
+    limit = LARGEST.get(bounds.model.dtype, LARGEST["float32"])
+    if not largest <= limit:
+        raise ValueError(f"scale times vector reaches {largest:.3g}, beyond {bounds.model.dtype}'s {limit:.3g}")
+    return spec.scale
+
+
+def _alpha(spec: SteeringSpec, bounds: Bounds) -> float:
+    if spec.op != "replace" and spec.alpha != 1.0:
+        raise ValueError(f"is of op 'replace'; {spec.op!r} is weighted with scale alone")
+    return spec.alpha
+
+
+STEERING_RULES: tuple[tuple[str, Callable[[SteeringSpec, Bounds], Any]], ...] = (
+    ("hook", _steered_hook),
+    ("layers", _steered_layers),
+    ("positions", _positions),
+    ("vector.shape", _width),
+    ("vector.data", _finite),
+    ("scale", _strength),
+    ("alpha", _alpha),
+)
+
+
+def resolve_steering(specs: Sequence[SteeringSpec], bounds: Bounds) -> tuple[list[list[StoredSteering]], dict[str, bytes]]:
+    """One list per prompt, and the vectors by content hash; both empty when nothing is steered."""
+    if (different := len({str(spec.positions) for spec in specs})) > MAX_STEERING_SELECTORS:
+        raise invalid("steering", f"names {different} different positions: at most {MAX_STEERING_SELECTORS} in one request")
+    blobs: dict[str, bytes] = {}
+    per_prompt: list[list[StoredSteering]] = [[] for _ in bounds.prompts] if specs else []
+    for index, spec in enumerate(specs):
+        made = _apply(STEERING_RULES, spec, bounds, f"steering[{index}]")
+        name = _keep(spec.vector, blobs)
+        for entries, chosen in zip(per_prompt, made["positions"], strict=True):
+            stored = StoredSteering(
+                layers=made["layers"],
+                vector=name,
+                scale=made["scale"],
+                hook=made["hook"],
+                positions=chosen,
+                op=spec.op,
+                alpha=made["alpha"],
+            )
+            entries.append(stored)
+    return per_prompt, blobs
+
+
+def _keep(vector: Tensor, blobs: dict[str, bytes]) -> str:
+    name = content_hash(vector)
+    blobs[name] = to_msgpack(vector)
+    return name
+
+
+def _apply(rules: Sequence[tuple[str, Callable[[Any, Bounds], Any]]], spec: Spec, bounds: Bounds, at: str) -> dict[str, Any]:
+    """Field → what its rule made of it. Raises a 400 naming the field of the first rule that refuses."""
+    made = {}
+    for field, rule in rules:
+        try:
+            made[field] = rule(spec, bounds)
+        except ValueError as error:
+            raise invalid(f"{at}.{field}{getattr(error, 'at', '')}", str(error)) from error
+    return made

@@ -1,0 +1,53 @@
+"""Which captures does the operator take of every request? The settings `global_capture…` as specs.
+
+`post_block:all;pre_attn:0-17` names hooks (ours, or TransformerLens' names) with their layers; a hook without layers means all.
+"""
+
+import re
+from typing import cast, get_args
+
+import msgspec
+
+from .selectors import HOOKS, Alias, Hook, HookName, LayerSelector, PositionName, resolve_sites
+from .specs import CaptureSpec
+
+_HOOK_NAMES = (*HOOKS, *get_args(Alias))
+_POSITIONS = re.compile(r"-?[0-9]{1,9}( *, *-?[0-9]{1,9})*")
+
+
+def parse(text: str, positions: str = "last_prompt", tag: str = "global") -> list[CaptureSpec]:
+    """The captures that the settings ask for: none when `text` is empty, else one. `positions`: a name, or `0,5,-1`.
+
+    Raises ValueError saying what is wrong and what would be right.
+    """
+    if not text.strip():
+        return []
+    hooks: dict[HookName, LayerSelector] = {}
+    for part in text.split(";"):
+        hook, _, layers = (word.strip() for word in part.partition(":"))
+        if hook not in _HOOK_NAMES:
+            raise ValueError(f"{hook[:40]!r} is not a hook: write hook:layers;hook:layers with hooks of {', '.join(HOOKS)}")
+        if hook in hooks:
+            raise ValueError(f"{hook} is named twice: write its layers together, such as {hook}:0-3,7")
+        hooks[cast(Hook | Alias, hook)] = layers or "all"
+    fields = {"hooks": hooks, "positions": parse_positions(positions), "tag": tag}
+    try:
+        return [msgspec.convert(fields, CaptureSpec)]
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{error}: a tag is one folder name of letters, digits, - and _") from error
+
+
+def parse_positions(text: str) -> PositionName | list[int]:
+    """A name, or `0,5,-1`. Raises ValueError."""
+    text = text.strip()
+    if text in get_args(PositionName):
+        return cast(PositionName, text)
+    if not _POSITIONS.fullmatch(text):
+        raise ValueError(f"{text[:40]!r} names no positions: use one of {', '.join(get_args(PositionName))}, or numbers such as 0,5,-1")
+    return [int(number) for number in text.split(",")]
+
+
+def check(specs: list[CaptureSpec], num_layers: int, hooks: list[str]) -> None:
+    """Raises ValueError (a SelectorError) when the model lacks a hook or layer, or one hook is named twice."""
+    for spec in specs:
+        resolve_sites(spec.wanted, num_layers, hooks)
