@@ -1,0 +1,49 @@
+"""Which torch ops does the model's traced forward call, and which code serves them on which device?
+
+The schemas name every tensor that is written, so that no compiler drops or reorders a call.
+"""
+
+import torch
+
+from . import reference
+
+#: What follows the tensors that are written. All are persistent; the planner fills them before the forward.
+_PLANNED = "Tensor plan, Tensor lists, Tensor token_rows, Tensor capture_slots, Tensor site_rows, Tensor pool, Tensor scalars"
+_SCHEMAS = {
+    "pair_site": f"(Tensor(a!) hidden, Tensor(b!) residual, Tensor(c!) ring, {_PLANNED}) -> ()",
+    "single_site": f"(Tensor(a!) stream, Tensor(b!) ring, {_PLANNED}) -> ()",
+}
+
+_library = torch.library.Library("midstream", "FRAGMENT")
+for _name, _schema in _SCHEMAS.items():
+    # The kernels take rows that lie one after the other.
+    _library.define(_name + _schema, tags=(torch.Tag.needs_exact_strides,))
+
+
+def _nothing(*_: torch.Tensor) -> None:
+    """For tracing: no result, and no shape changes."""
+
+
+# Triton is imported when a GPU first asks for it: processes on a CPU do without.
+def _pair_site_on_gpu(*tensors: torch.Tensor) -> None:
+    from . import triton_site
+
+    triton_site.pair_site(*tensors)
+
+
+def _single_site_on_gpu(*tensors: torch.Tensor) -> None:
+    from . import triton_site
+
+    triton_site.single_site(*tensors)
+
+
+_library.impl("pair_site", reference.pair_site, "CPU")
+_library.impl("single_site", reference.single_site, "CPU")
+_library.impl("pair_site", _pair_site_on_gpu, "CUDA")
+_library.impl("single_site", _single_site_on_gpu, "CUDA")
+_library._register_fake("pair_site", _nothing)
+_library._register_fake("single_site", _nothing)
+
+#: Signatures: `reference.pair_site` and `reference.single_site`.
+pair_site = torch.ops.midstream.pair_site.default
+single_site = torch.ops.midstream.single_site.default

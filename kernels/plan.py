@@ -1,0 +1,123 @@
+"""How is a site told what to do in this step? The columns of its plan, and the buffers around it from a readable description.
+
+All buffers are persistent and filled before the forward, so that a compiled or replayed forward obeys them. The rank's
+planner fills them for many sites at once; `SitePlan` does it for one, for tests and benchmarks.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from .families import FAMILIES, PLACE, SCALARS
+
+#: Columns of `token_rows`: so many configuration rows may edit one token.
+ROWS_PER_TOKEN = 4
+
+#: Columns of a site's plan, int32. Columns that are not named are reserved.
+COLUMNS = 16
+EDITS = 0  # edited tokens in `lists`, each listed once; 0: none
+EDITS_AT = 1  # where they begin in `lists`
+DEPTH = 2  # columns of `token_rows` in use
+
+
+class Port(NamedTuple):
+    """The columns of one of a site's two captures."""
+
+    COUNT: int  # captured rows; 0: none
+    AT: int  # where their tokens begin in `lists`, in the order of the slots
+    ROW: int  # ring row of slot 0
+    START: int  # the first token, if the tokens are one contiguous run; else SCATTERED
+    PATTERN: int  # row of `capture_slots`
+
+
+BEFORE = Port(4, 5, 6, 7, 8)
+AFTER = Port(9, 10, 11, 12, 13)
+SCATTERED = -1
+#: In `capture_slots`: this token is not captured.
+NO_SLOT = -1
+
+
+class Planned(NamedTuple):
+    """What both ops take after the tensors that they write. int32 where nothing else is said.
+
+    The reference reads `lists`, the GPU kernels `capture_slots`; both read the rest.
+    """
+
+    plan: torch.Tensor  # [COLUMNS]
+    lists: torch.Tensor  # [n] token numbers
+    token_rows: torch.Tensor  # [capacity, ROWS_PER_TOKEN] configuration rows that touch each token; 0: none
+    capture_slots: torch.Tensor  # [patterns, capacity] token → slot, or NO_SLOT
+    site_rows: torch.Tensor  # [families, 1 + configurations] configuration row → pool entry; column 0 and entry 0: nothing
+    pool: torch.Tensor  # [1 + entries, hidden_size], the model's dtype
+    scalars: torch.Tensor  # float32 [1 + entries, SCALARS]
+
+
+class Does(NamedTuple):
+    """What a configuration does at this site, in one family."""
+
+    vectors: torch.Tensor  # [entries of the family, hidden_size]
+    scalars: Sequence[float] = ()
+
+
+@dataclass
+class SitePlan:
+    """One site's step, readable. `build` gives the buffers."""
+
+    hidden_size: int
+    #: Configuration row (from 1) → family name → what it does here. A row may do nothing here.
+    configurations: Sequence[Mapping[str, Does]] = ()
+    #: Token → the configuration rows that touch it, at most ROWS_PER_TOKEN; 0 fills a place.
+    edits: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    before: Sequence[int] = ()  # tokens captured before the edits, in the order of their ring rows, each once
+    after: Sequence[int] = ()
+    before_row: int = 0  # ring row of the first
+    after_row: int = 0
+
+    def build(self, capacity: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Planned:
+        """Buffers for up to `capacity` tokens. Raises ValueError for more rows on a token than fit."""
+        lists: list[int] = []
+        plan = [0] * COLUMNS
+        plan[EDITS], plan[EDITS_AT] = len(self.edits), len(lists)
+        lists += self.edits
+        token_rows = torch.zeros(capacity, ROWS_PER_TOKEN, dtype=torch.int32)
+        for token, rows in self.edits.items():
+            if len(rows) > ROWS_PER_TOKEN:
+                raise ValueError(f"token {token} has {len(rows)} configuration rows, {ROWS_PER_TOKEN} fit")
+            token_rows[token, : len(rows)] = torch.tensor(rows, dtype=torch.int32)
+            plan[DEPTH] = max(plan[DEPTH], len(rows))
+        capture_slots = torch.full((2, capacity), NO_SLOT, dtype=torch.int32)
+        captures = ((BEFORE, self.before, self.before_row), (AFTER, self.after, self.after_row))
+        for pattern, (port, tokens, row) in enumerate(captures):
+            plan[port.COUNT], plan[port.AT], plan[port.ROW], plan[port.PATTERN] = len(tokens), len(lists), row, pattern
+            contiguous = list(tokens) == list(range(tokens[0], tokens[0] + len(tokens))) if tokens else False
+            plan[port.START] = tokens[0] if contiguous else SCATTERED
+            lists += tokens
+            capture_slots[pattern, list(tokens)] = torch.arange(len(tokens), dtype=torch.int32)
+        site_rows, pool, scalars = self._pool(dtype)
+        built = Planned(
+            torch.tensor(plan, dtype=torch.int32),
+            torch.tensor(lists or [0], dtype=torch.int32),
+            token_rows,
+            capture_slots,
+            site_rows,
+            pool,
+            scalars,
+        )
+        return Planned(*(tensor.to(device) for tensor in built))
+
+    def _pool(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        site_rows = torch.zeros(len(FAMILIES), 1 + len(self.configurations), dtype=torch.int32)
+        vectors = [torch.zeros(1, self.hidden_size, dtype=torch.float32)]
+        numbers = [torch.zeros(1, SCALARS, dtype=torch.float32)]
+        entry = 1
+        for row, configuration in enumerate(self.configurations, 1):
+            for name, does in configuration.items():
+                size = FAMILIES[PLACE[name]].entries
+                site_rows[PLACE[name], row] = entry
+                vectors.append(does.vectors.float().reshape(size, self.hidden_size))
+                numbers.append(torch.zeros(size, SCALARS, dtype=torch.float32))
+                numbers[-1][0, : len(does.scalars)] = torch.tensor(does.scalars, dtype=torch.float32)
+                entry += size
+        return site_rows, torch.cat(vectors).to(dtype), torch.cat(numbers)
