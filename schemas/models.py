@@ -24,7 +24,8 @@ class ModelInfo(Record):
     runner: str = "v1"
     consumers: list[str] = []  # of captured rows, loaded on every rank
     memory_limit_kib: int = 0  # the largest capture that comes back in a response
-    capture_row_limit: int = 0  # rows (hook × layer) that may be captured of one token; 0: no limit
+    step_tokens: int = 0  # token rows in one engine step, at most
+    capture_row_limit: int = 0  # rows that one prompt may capture in one step: sites × min(positions, step_tokens); 0: no limit
     global_captures: list[CaptureSpec] = []  # taken of every request
 
 

@@ -6,9 +6,9 @@ Two things are limited: the distinct steering rows in flight, and the memory tha
 import asyncio
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from ..schemas.errors import MidstreamError
 
@@ -77,34 +77,50 @@ class _Gate(ABC, Generic[Wish]):
                 turn.set_result(None)
 
 
-class RowAdmission(_Gate[frozenset[str]]):
-    """Counts the distinct row contents in flight, by key; never more than `rows` at once. Equal contents share a row."""
+class RowWish(NamedTuple):
+    """A row of the steering table: its content's key, and how many entries of the pool it takes."""
 
-    def __init__(self, rows: int) -> None:
+    key: str
+    entries: int
+
+
+class RowAdmission(_Gate[frozenset[RowWish]]):
+    """Counts the distinct row contents in flight; never more than `rows` with `entries` at once. Equal contents share a row."""
+
+    def __init__(self, rows: int, entries: int) -> None:
         super().__init__()
-        self._rows = rows
-        self._in_use: Counter[str] = Counter()
+        self._rows, self._entries = rows, entries
+        self._in_use: Counter[RowWish] = Counter()
 
     @property
     def used(self) -> int:
         return len(self._in_use)
 
-    def _check(self, wish: frozenset[str]) -> None:
-        if len(wish) > self._rows:
-            detail = f"the request needs {len(wish)} steering rows, the engine has {self._rows} (setting steering_rows)"
-            raise MidstreamError("intervention_failed", detail)
+    def _check(self, wish: frozenset[RowWish]) -> None:
+        for needed, there, setting in (
+            (len(wish), self._rows, "steering_rows"),
+            (_entries(wish), self._entries, "steering_entries"),
+        ):
+            if needed > there:
+                detail = f"the request needs {needed} {setting.replace('_', ' ')}, the engine has {there} (setting {setting})"
+                raise MidstreamError("intervention_failed", detail)
 
-    def _fits(self, wish: frozenset[str]) -> bool:
-        return len(self._in_use.keys() | wish) <= self._rows
+    def _fits(self, wish: frozenset[RowWish]) -> bool:
+        together = self._in_use.keys() | wish
+        return len(together) <= self._rows and _entries(together) <= self._entries
 
-    def _take(self, wish: frozenset[str]) -> None:
+    def _take(self, wish: frozenset[RowWish]) -> None:
         self._in_use.update(wish)
 
-    def _give_back(self, wish: frozenset[str]) -> None:
+    def _give_back(self, wish: frozenset[RowWish]) -> None:
         self._in_use.subtract(wish)
-        for key in wish:
-            if not self._in_use[key]:
-                del self._in_use[key]
+        for row in wish:
+            if not self._in_use[row]:
+                del self._in_use[row]
+
+
+def _entries(rows: Iterable[RowWish]) -> int:
+    return sum(row.entries for row in rows)
 
 
 class CaptureBudget(_Gate[int]):
@@ -126,3 +142,20 @@ class CaptureBudget(_Gate[int]):
 
     def _give_back(self, wish: int) -> None:
         self._held -= wish
+
+
+class StepRows(CaptureBudget):
+    """Rows that the requests in the engine may capture in one step: the buffers of a compiled forward hold so many.
+
+    `limit` 0: there is no such buffer, and no limit.
+    """
+
+    def _check(self, wish: int) -> None:
+        if self._limit and wish > self._limit:
+            raise MidstreamError(
+                "capture_failed",
+                f"the request captures {wish} rows in one step, the engine has room for {self._limit} (setting capture_buffer_mib)",
+            )
+
+    def _fits(self, wish: int) -> bool:
+        return not self._limit or self._held + wish <= self._limit

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import sys
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from pathlib import Path
@@ -19,17 +20,19 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from .. import __version__
 from ..schemas.errors import MidstreamError
+from ..schemas.global_capture import parse as parse_global_capture
 from ..schemas.jobs import Job, Output, TokenLogprob
 from ..schemas.models import ModelInfo, TokenizerBundle
-from ..schemas.selectors import count_positions, lowest_position
-from ..schemas.settings import Settings
-from ..schemas.specs import RankSpec, steering_digest, steering_rows
-from .admission import CaptureBudget, RowAdmission
+from ..schemas.selectors import HOOKS, lowest_position
+from ..schemas.settings import Settings, SettingsError
+from ..schemas.specs import CaptureSpec, RankSpec, SteeringRow, steering_digest, steering_rows
+from .admission import CaptureBudget, RowAdmission, RowWish, StepRows
 from .collective import check_apply_results
 from .engine import Fetch, Progress
 from .identity import BOOT
+from .runner.architectures import describe
 from .runner.config import PlaneConfig
-from .runner.sites import HOOKS
+from .runner.consumers import available
 from .tokenizer import tokenizer_bundle
 from .vectors import RankVectors
 
@@ -50,7 +53,7 @@ class VllmEngine:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self.world = settings.tensor_parallel_size * settings.pipeline_parallel_size
-        self._rows = RowAdmission(settings.steering_rows)
+        self._rows = RowAdmission(settings.steering_rows, settings.steering_entries)
         self._captures = CaptureBudget(settings.capture_memory_mib << 20)
         self._live: dict[tuple[str, int], set[str]] = {}
         self._stopping = False
@@ -66,10 +69,20 @@ class VllmEngine:
             relay_url=settings.relay_url,
             outbox_dir=str(Path(settings.data_dir).resolve() / "outbox"),
             capture_root=str(settings.capture_root),
+            hooks=_hooks(settings),
             steering_rows=settings.steering_rows,
-            capture_tokens=settings.max_num_batched_tokens,
+            steering_entries=settings.steering_entries,
+            step_tokens=settings.max_num_batched_tokens,
+            capture_buffer_mib=settings.capture_buffer_mib,
             capture_queue_mib=settings.capture_queue_mib,
+            capture_overload=settings.capture_overload,
+            spill_dir=str(Path(settings.data_dir).resolve() / "spill"),
+            row_store_mib=_row_store_mib(settings),
             writer_threads=settings.writer_threads,
+            segment_limit_kib=settings.segment_limit_kib,
+            segment_mib=settings.segment_mib,
+            memory_limit_kib=settings.memory_limit_kib,
+            capture_quota_mib=settings.capture_quota_mib,
             cores=sorted(os.sched_getaffinity(0)),
             fault=settings.fault,
         )
@@ -79,8 +92,12 @@ class VllmEngine:
             self.tokenizer = await asyncio.to_thread(tokenizer_bundle, settings.model)
         except Exception as error:
             raise MidstreamError("engine_failed", f"the engine did not start: {error}") from error
-        self._vectors = RankVectors(self._call, self.world, settings.vector_cache_mib << 20)
         config = self._llm.model_config
+        adapter = describe(config.architectures[0], config.hf_config)
+        self._row_bytes = config.get_hidden_size() * config.dtype.itemsize
+        row_limit = _row_limit(settings, plane, config)
+        self._step_rows = StepRows(row_limit)
+        self._vectors = RankVectors(self._call, self.world, settings.vector_cache_mib << 20)
         self.info = ModelInfo(
             name=settings.served_model,
             version=__version__,
@@ -90,11 +107,16 @@ class VllmEngine:
             vocab_size=config.get_vocab_size(),
             max_model_len=config.max_model_len,
             dtype=str(config.dtype).removeprefix("torch."),
-            hooks=list(HOOKS),
+            hooks=[hook for hook in adapter.hooks if not plane.hooks or hook in plane.hooks],
             tokenizer="",
             tp=settings.tensor_parallel_size,
             pp=settings.pipeline_parallel_size,
             runner="v2" if self._llm.vllm_config.use_v2_model_runner else "v1",
+            consumers=available(),
+            memory_limit_kib=settings.memory_limit_kib,
+            step_tokens=settings.max_num_batched_tokens,
+            capture_row_limit=row_limit,
+            global_captures=_global_captures(settings),
         )
 
     async def hold_vectors(self, job: Job, fetch: Fetch) -> None:
@@ -107,13 +129,17 @@ class VllmEngine:
 
     async def generate(self, job: Job, request: int, attempt: int) -> AsyncGenerator[Progress, None]:
         spec = rank_spec(job, request, attempt)
-        rows = frozenset(row.key for row in steering_rows(spec.steering)) if spec else frozenset()
+        rows = frozenset(RowWish(row.key, _entries(row)) for row in steering_rows(spec.steering)) if spec else frozenset()
         request_id = f"{job.id}.{request}.{attempt}"
         live = self._live.setdefault((job.id, attempt), set())
         live.add(request_id)
         submitted = over = False
         try:
-            async with self._rows.admitted(rows), self._captures.admitted(self._capture_bytes(job, request)):
+            async with (
+                self._rows.admitted(rows),
+                self._step_rows.admitted(self._captured_rows(job, request, self.info.step_tokens)),
+                self._captures.admitted(self._captured_rows(job, request) * self._row_bytes),
+            ):
                 prompt = TokensPrompt(prompt_token_ids=job.prompts[request].token_ids)
                 parts = _Parts(request)
                 submitted = True
@@ -139,13 +165,13 @@ class VllmEngine:
                 self._ending.add(task)
                 task.add_done_callback(self._ended)
 
-    def _capture_bytes(self, job: Job, request: int) -> int:
-        """What the captured rows of one prompt may need in a rank's memory."""
-        if not job.captures:
-            return 0
-        capture, prompt_tokens = job.captures[request], len(job.prompts[request].token_ids)
-        positions = count_positions(capture.positions, prompt_tokens, job.sampling.max_tokens)
-        return positions * len(capture.layers) * self.info.hidden_size * (4 if self.info.dtype == "float32" else 2)
+    def _captured_rows(self, job: Job, request: int, positions: int = sys.maxsize) -> int:
+        """How many rows the captures of one prompt may have, of at most so many positions."""
+        prompt_tokens = len(job.prompts[request].token_ids)
+        captures = job.captures[request] if job.captures else []
+        return sum(
+            capture.num_sites * min(positions, capture.count_positions(prompt_tokens, job.sampling.max_tokens)) for capture in captures
+        )
 
     async def abort(self, job_id: str, attempt: int) -> None:
         for request_id in list(self._live.get((job_id, attempt), ())):
@@ -227,11 +253,11 @@ class VllmEngine:
 def rank_spec(job: Job, request: int, attempt: int) -> RankSpec | None:
     """What the ranks are told about one prompt of a job; None when it asks for nothing."""
     steering = job.steering[request] if job.steering else []
-    capture = job.captures[request] if job.captures else None
-    if not steering and capture is None:
+    captures = job.captures[request] if job.captures else []
+    if not steering and not captures:
         return None
     prompt_tokens = len(job.prompts[request].token_ids)
-    lowest = lowest_position(capture.positions, prompt_tokens) if capture else prompt_tokens
+    lowest = min((lowest_position(capture.positions, prompt_tokens) for capture in captures), default=prompt_tokens)
     return RankSpec(
         version=__version__,
         job=job.id,
@@ -239,7 +265,7 @@ def rank_spec(job: Job, request: int, attempt: int) -> RankSpec | None:
         attempt=attempt,
         prompt_tokens=prompt_tokens,
         steering=steering,
-        capture=capture,
+        captures=captures,
         digest=steering_digest(steering),
         by_prompt=any(isinstance(entry.positions, str) and entry.positions != "all" for entry in steering),
         first_affected=min((lowest_position(entry.positions, prompt_tokens) for entry in steering), default=-1),
@@ -308,6 +334,38 @@ def _logprobs(part: CompletionOutput) -> list[TokenLogprob]:
         top = sorted(entries.values(), key=lambda entry: -entry.logprob)
         found.append(msgspec.structs.replace(chosen, top=top))
     return found
+
+
+def _hooks(settings: Settings) -> list[str]:
+    """The hook points that the settings name; empty for all. Raises SettingsError."""
+    names = [] if settings.hooks == "all" else [name.strip() for name in settings.hooks.split(",")]
+    for name in names:
+        if name not in HOOKS:
+            raise SettingsError(f"hooks: {name!r} is not a hook point: use `all`, or some of {', '.join(HOOKS)}")
+    return names
+
+
+def _global_captures(settings: Settings) -> list[CaptureSpec]:
+    if not settings.global_capture:
+        return []
+    return parse_global_capture(settings.global_capture, settings.global_capture_positions, settings.global_capture_tag)
+
+
+def _row_limit(settings: Settings, plane: PlaneConfig, config: Any) -> int:
+    """How many rows a step may capture; 0 where rows are captured straight into memory that is made for the step."""
+    if current_platform.is_cpu():
+        return 0 if settings.enforce_eager else plane.ring_rows(config.get_hidden_size(), config.dtype.itemsize)
+    return plane.ring_rows(config.get_hidden_size(), config.dtype.itemsize) // 2  # one half is filled while the other is read
+
+
+def _row_store_mib(settings: Settings) -> int:
+    """What is promised to a later request must be there: rows that may be dropped are not kept for others."""
+    return settings.row_store_mib if settings.enable_prefix_caching and settings.capture_overload != "drop" else 0
+
+
+def _entries(row: SteeringRow) -> int:
+    """Entries of the pool that a row takes: one for each site and family."""
+    return len({(entry.hook, layer, entry.op) for entry in row.entries for layer in entry.layers})
 
 
 def _vector_names(job: Job) -> list[str]:

@@ -7,7 +7,7 @@ import pytest
 
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.tensors import content_hash, from_numpy
-from midstream.workers.admission import CaptureBudget, RowAdmission
+from midstream.workers.admission import CaptureBudget, RowAdmission, RowWish, StepRows
 from midstream.workers.collective import check_apply_results
 from midstream.workers.vectors import RankVectors
 
@@ -69,10 +69,10 @@ def test_only_vectors_that_no_job_holds_are_evicted_beyond_the_budget() -> None:
 
 def test_rows_beyond_the_table_wait_in_order_and_shared_rows_do_not_count_twice() -> None:
     async def story() -> None:
-        admission, order = RowAdmission(2), []
+        admission, order = RowAdmission(2, 9), []
 
         async def use(label: str, *keys: str) -> None:
-            async with admission.admitted(frozenset(keys)):
+            async with admission.admitted(rows(*keys)):
                 order.append(label)
                 await asyncio.sleep(0.01)
 
@@ -86,10 +86,10 @@ def test_rows_beyond_the_table_wait_in_order_and_shared_rows_do_not_count_twice(
 
 def test_a_cancelled_waiter_gives_up_its_place() -> None:
     async def story() -> None:
-        admission = RowAdmission(1)
+        admission = RowAdmission(1, 9)
 
         async def use(key: str, hold: asyncio.Event) -> None:
-            async with admission.admitted(frozenset({key})):
+            async with admission.admitted(rows(key)):
                 await hold.wait()
 
         done = asyncio.Event()
@@ -108,21 +108,63 @@ def test_a_cancelled_waiter_gives_up_its_place() -> None:
     asyncio.run(story())
 
 
-async def use_once(gate: RowAdmission, wish: frozenset[str]) -> None:
+def rows(*keys: str, entries: int = 1) -> frozenset[RowWish]:
+    return frozenset(RowWish(key, entries) for key in keys)
+
+
+async def use_once(gate: RowAdmission, wish: frozenset[RowWish]) -> None:
     async with gate.admitted(wish):
         pass
 
 
 def test_a_request_that_alone_needs_too_many_rows_is_refused() -> None:
     async def story() -> None:
-        admission = RowAdmission(2)
-        async with admission.admitted(frozenset("xy")):
-            waiter = asyncio.create_task(use_once(admission, frozenset("z")))
+        admission = RowAdmission(2, 9)
+        async with admission.admitted(rows("x", "y")):
+            waiter = asyncio.create_task(use_once(admission, rows("z")))
             await asyncio.sleep(0)
             with pytest.raises(MidstreamError, match="needs 3 steering rows, the engine has 2"):
-                async with admission.admitted(frozenset("abc")):
+                async with admission.admitted(rows("a", "b", "c")):
                     pass
         await waiter  # those who wait are not hurt by it
+
+    asyncio.run(story())
+
+
+def test_configurations_whose_vectors_do_not_fit_together_wait_and_one_that_never_fits_is_refused() -> None:
+    async def story() -> None:
+        admission, order = RowAdmission(9, 10), []
+
+        async def use(label: str, entries: int) -> None:
+            async with admission.admitted(rows(label, entries=entries)):
+                order.append(label)
+                await asyncio.sleep(0.01)
+                order.append(f"{label} done")
+
+        await asyncio.gather(use("a", 6), use("b", 6))
+        assert order == ["a", "a done", "b", "b done"]
+        with pytest.raises(MidstreamError, match="needs 11 steering entries, the engine has 10"):
+            await use("c", 11)
+
+    asyncio.run(story())
+
+
+def test_captures_that_would_overflow_the_buffers_of_one_step_wait_and_a_larger_one_is_refused() -> None:
+    async def story() -> None:
+        gate, order = StepRows(10), []
+
+        async def use(label: str, rows: int) -> None:
+            async with gate.admitted(rows):
+                order.append(label)
+                await asyncio.sleep(0.01)
+                order.append(f"{label} done")
+
+        await asyncio.gather(use("a", 6), use("b", 6))
+        assert order == ["a", "a done", "b", "b done"]
+        with pytest.raises(MidstreamError, match="captures 11 rows in one step, the engine has room for 10"):
+            await use("c", 11)
+        async with StepRows(0).admitted(10**9):
+            pass
 
     asyncio.run(story())
 
@@ -147,7 +189,7 @@ def test_captures_beyond_the_budget_wait_and_one_that_is_larger_alone_still_runs
 
 def test_holder_and_waiter_cancelled_together_leave_nothing_behind() -> None:
     async def story() -> None:
-        for gate, first, second in ((RowAdmission(1), frozenset("x"), frozenset("y")), (CaptureBudget(1), 1, 1)):
+        for gate, first, second in ((RowAdmission(1, 9), rows("x"), rows("y")), (CaptureBudget(1), 1, 1)):
 
             async def use(gate, wish) -> None:
                 async with gate.admitted(wish):

@@ -5,7 +5,7 @@ Both adapters are mixed in front of the platform's runner class; see `docs/decis
 
 from typing import TYPE_CHECKING, Any
 
-from .scheduler import finishes
+from .scheduler import finishes, keeping
 from .step import NewRequest, RequestRows, StepView
 
 if TYPE_CHECKING:
@@ -30,7 +30,8 @@ class _Adapter:
 
     def _begin(self, scheduler_output: Any) -> None:
         if self.midstream is not None:
-            self.midstream.begin(_new_requests(scheduler_output), finishes(scheduler_output), len(scheduler_output.preempted_req_ids or ()))
+            preempted = len(scheduler_output.preempted_req_ids or ())
+            self.midstream.begin(_new_requests(scheduler_output), finishes(scheduler_output), preempted, keeping(scheduler_output))
 
     def _drain(self) -> None:
         if self.midstream is not None:

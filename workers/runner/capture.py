@@ -1,116 +1,203 @@
 """Which rows did a request have recorded, and where do they lie until they are written?
 
-A step's captured rows are kept as one slab `[layers, rows, hidden]`; a request remembers the runs of rows that are
-its own and joins them when it ends. A position recorded twice (after a preemption, or where a draft token was
-rejected) is written once, as it was computed last: that is the row whose keys and values the later tokens saw.
+All rows that a step captures lie in one slab `[rows, hidden]`, port after port (a port is a site's before or after); a
+request remembers the runs of rows that are its own and joins them when it ends. A position recorded twice (after a
+preemption, or where a draft token was rejected) is written once, as it was computed last: that is the row whose keys and
+values the later tokens saw.
 """
 
-import bisect
-import time
-import weakref
-from collections import deque
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
-from ...schemas.specs import StoredCapture
-
-#: How often a step that waits for the writers looks again.
-_WAIT_S = 0.005
+from ...schemas.specs import RankSpec, StoredCapture
+from .finished import FinishedCapture
+from .sites import Site
 
 _NUMPY_VIEW = {torch.bfloat16: torch.uint16}  # numpy has no bfloat16: same bits, other name
 
 
+class Ports:
+    """The capture ports of this rank: port 2·i is before the interventions of site i, port 2·i + 1 after them."""
+
+    def __init__(self, sites: Sequence[Site]) -> None:
+        self.count = 2 * len(sites)
+        self._numbers = {(site.hook, site.layer): number for number, site in enumerate(sites)}
+
+    def of(self, capture: StoredCapture) -> dict[tuple[str, int], int]:
+        """(hook, layer) → port, for those that this rank holds, in the order of the capture."""
+        after = capture.at == "after"
+        return {
+            (hook, layer): 2 * self._numbers[hook, layer] + after
+            for hook, layers in capture.sites.items()
+            for layer in layers
+            if (hook, layer) in self._numbers
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """What one forward pass captured. Rows of `port` begin at `base[port]`; ports of one pattern hold the same tokens."""
+
+    slab: torch.Tensor  # [rows, hidden_size], CPU
+    base: np.ndarray  # int64 [ports]
+    pattern: np.ndarray  # int64 [ports]
+    landed: Callable[[], None]  # wait until the rows are in the slab (they come from an accelerator asynchronously)
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Rows `first_row …` of a slab are positions `first_position …` (`count` of them, contiguous in both)."""
+    """`count` contiguous positions from `first_position`, in `step` at slot `slots[pattern]` of each port."""
 
-    slab: torch.Tensor  # [layers of the step, rows, hidden_size], CPU
-    layer_index: dict[int, int]  # absolute layer → index in the slab
-    first_row: int
+    step: StepRows
+    slots: np.ndarray  # int64 [patterns]
     first_position: int
     count: int
+
+    @property
+    def positions(self) -> range:
+        return range(self.first_position, self.first_position + self.count)
+
+    def first_rows(self, ports: np.ndarray) -> np.ndarray:
+        """Slab row of the first position, for each port."""
+        rows: np.ndarray = self.step.base[ports] + self.slots[self.step.pattern[ports]]
+        return rows
 
 
 @dataclass
 class Recording:
-    """One request's captured rows on this rank."""
+    """One capture of one request on this rank."""
 
-    spec: StoredCapture
-    layers: list[int]  # of the spec, those that this rank holds
+    capture: StoredCapture
+    ports: dict[tuple[str, int], int]  # (hook, layer) → port, at least one
+    mask: np.ndarray  # bool [all ports of the rank]
     runs: list[Run] = field(default_factory=list)
+    reused: list[Run] = field(default_factory=list)  # rows that an earlier request recorded, see `row_store`
+    dropped: set[int] = field(default_factory=set)  # positions not recorded, under overload
 
-    def finish(self, before: int) -> tuple[list[int], dict[int, list[memoryview]]]:
-        """Recorded positions below `before`, ascending and each once, and each layer's rows in that order.
+    @classmethod
+    def of(cls, capture: StoredCapture, ports: Ports) -> "Recording | None":
+        """None when this rank holds none of its sites."""
+        mine = ports.of(capture)
+        if not mine:
+            return None
+        mask = np.zeros(ports.count, dtype=bool)
+        mask[list(mine.values())] = True
+        return cls(capture, mine, mask)
 
-        The rows come as buffers over the slabs, nothing is copied: keep this recording alive while they are used.
+    @property
+    def sites(self) -> dict[str, list[int]]:
+        """hook → ascending layers that this rank holds."""
+        found: dict[str, list[int]] = {}
+        for hook, layer in self.ports:
+            found.setdefault(hook, []).append(layer)
+        return found
+
+    @property
+    def num_rows(self) -> int:
+        """Rows recorded so far over all ports, counting those recorded twice."""
+        return len(self.ports) * sum(run.count for run in (*self.runs, *self.reused))
+
+    def forget(self) -> None:
+        self.runs.clear()
+        self.reused.clear()
+
+    def owners(self, before: int) -> dict[int, Run]:
+        """Recorded position below `before` → the run that computed it last."""
+        return {position: run for run in self.runs for position in run.positions if position < before}
+
+    def finish(
+        self, spec: RankSpec, token_ids: list[int], *, hidden_size: int, dtype: torch.dtype, worker: str, rank: int, pp: int, stages: int
+    ) -> FinishedCapture:
+        """What is to be stored of a request that ended with `token_ids` (prompt and generated; the last was never fed back).
+
+        Raises RuntimeError when a row that should be there is not.
         """
-        owners: dict[int, Run] = {}
-        for run in self.runs:
-            for position in range(run.first_position, min(run.first_position + run.count, before)):
-                owners[position] = run
+        expected = self._expected(spec.prompt_tokens, len(token_ids))
+        owners = self.owners(len(token_ids) - 1)
+        if extra := owners.keys() - expected:
+            raise RuntimeError(f"positions {sorted(extra)[:8]} were recorded and not asked for")
+        reused = {position: run for run in self.reused for position in run.positions if position in expected and position not in owners}
+        owners |= reused
         positions = sorted(owners)
-        stretches: list[tuple[Run, int, int]] = []  # (run, first row, rows)
-        for position in positions:
-            run = owners[position]
-            row = run.first_row + position - run.first_position
-            if stretches and stretches[-1][0] is run and stretches[-1][1] + stretches[-1][2] == row:
-                stretches[-1] = (run, stretches[-1][1], stretches[-1][2] + 1)
-            else:
-                stretches.append((run, row, 1))
-        rows = {
-            layer: [_bytes(run.slab[run.layer_index[layer], first : first + count]) for run, first, count in stretches]
-            for layer in self.layers
-        }
-        return positions, rows
+        if missing := expected - owners.keys() - self.dropped:
+            raise RuntimeError(f"positions {sorted(missing)[:8]} were not recorded ({len(missing)} of {len(expected)})")
+        stored_as = dtype if self.capture.dtype == "model" else getattr(torch, self.capture.dtype)
+        return FinishedCapture(
+            spec=spec,
+            capture=self.capture,
+            sites=self.sites,
+            hidden_size=hidden_size,
+            dtype=str(stored_as).removeprefix("torch."),
+            positions=positions,
+            token_ids=[token_ids[position] for position in positions],
+            worker=worker,
+            rank=rank,
+            pp=pp,
+            stages=stages,
+            rows=_Rows(self.ports, stretches(owners, positions), stored_as),
+            reused=len(self.ports) * len(reused),
+            dropped=tuple(sorted((self.dropped & expected) - owners.keys())),
+        )
+
+    def _expected(self, prompt_tokens: int, num_tokens: int) -> set[int]:
+        return set(self.capture.select(0, num_tokens - 1, prompt_tokens)) if num_tokens > prompt_tokens else set()
 
 
-def _bytes(rows: torch.Tensor) -> memoryview:
-    view = rows.view(_NUMPY_VIEW[rows.dtype]) if rows.dtype in _NUMPY_VIEW else rows
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Positions that lie together in one step's slab."""
+
+    run: Run
+    offset: int  # from the run's first position
+    count: int
+
+
+def stretches(owners: dict[int, Run], positions: Sequence[int]) -> list[Stretch]:
+    """Ascending `positions`, cut where the next one lies elsewhere."""
+    found: list[Stretch] = []
+    for position in positions:
+        run = owners[position]
+        offset = position - run.first_position
+        last = found[-1] if found else None
+        if last is not None and last.run is run and last.offset + last.count == offset:
+            found[-1] = Stretch(run, last.offset, last.count + 1)
+        else:
+            found.append(Stretch(run, offset, 1))
+    return found
+
+
+class _Rows:
+    """(hook, layer) → its rows as buffers over the slabs: nothing is copied unless another dtype is asked for."""
+
+    def __init__(self, ports: dict[tuple[str, int], int], stretches: Sequence[Stretch], dtype: torch.dtype) -> None:
+        self._places = {site: number for number, site in enumerate(ports)}
+        order = np.fromiter(ports.values(), dtype=np.int64, count=len(ports))
+        self._dtype = dtype
+        self._parts = [(stretch, stretch.run.first_rows(order) + stretch.offset) for stretch in stretches]
+        self._landed = False
+
+    def __call__(self, hook: str, layer: int) -> list[memoryview]:
+        if not self._landed:
+            for stretch, _ in self._parts:
+                stretch.run.step.landed()
+            self._landed = True
+        place = self._places[hook, layer]
+        return [
+            _bytes(stretch.run.step.slab[(first := int(rows[place])) : first + stretch.count], self._dtype) for stretch, rows in self._parts
+        ]
+
+
+def _bytes(rows: torch.Tensor, dtype: torch.dtype) -> memoryview:
+    rows = rows.to(dtype)
+    view = rows.view(_NUMPY_VIEW[dtype]) if dtype in _NUMPY_VIEW else rows
     return memoryview(view.numpy()).cast("B")
 
 
-class SlabPool:
-    """Memory for slabs: reused, because touching fresh pages costs more than copying the rows, and bounded.
-
-    Beyond `limit_bytes` engine steps wait for the writers. Used from one thread; slabs may be dropped in any.
-    """
-
-    def __init__(self, limit_bytes: int) -> None:
-        self._limit = limit_bytes
-        self._alive = 0
-        self._free: list[torch.Tensor] = []  # uint8, smallest first
-        self._returned: deque[torch.Tensor] = deque()  # filled from any thread, by garbage collection too: no lock there
-
-    def new_slab(self, layers: int, rows: int, hidden_size: int, dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised CPU slab `[layers, rows, hidden_size]`; its memory is reused once nobody refers to the slab."""
-        size = layers * rows * hidden_size * dtype.itemsize
-        memory = self._take(size)
-        slab = memory[:size].view(dtype).view(layers, rows, hidden_size)
-        weakref.finalize(slab, self._returned.append, memory)
-        return slab
-
-    def _take(self, size: int) -> torch.Tensor:
-        self._collect()
-        # Not one much larger than needed: a small request must not hold the memory of a large one.
-        place = next((i for i, memory in enumerate(self._free) if size <= len(memory) <= 4 * size), None)
-        memory = torch.empty(size, dtype=torch.uint8) if place is None else self._free.pop(place)
-        self._alive += len(memory)
-        while self._free and self._alive + sum(map(len, self._free)) > self._limit:
-            self._free.pop(0)
-        return memory
-
-    def _collect(self) -> None:
-        while self._returned:
-            memory = self._returned.popleft()
-            self._alive -= len(memory)
-            if self._alive + sum(map(len, self._free)) + len(memory) <= self._limit:
-                bisect.insort(self._free, memory, key=len)
-
-    def wait(self, writers_busy: Callable[[], bool]) -> None:
-        """Block while the limit is exceeded and the writers can still free something."""
-        self._collect()
-        while self._alive > self._limit and writers_busy():
-            time.sleep(_WAIT_S)
-            self._collect()
+def contiguous(values: np.ndarray) -> list[tuple[int, int]]:
+    """(first index, length) of each run of consecutive values."""
+    breaks = np.flatnonzero(np.diff(values) != 1) + 1
+    return [(a, b - a) for a, b in itertools.pairwise([0, *breaks.tolist(), len(values)])]

@@ -23,16 +23,31 @@ class PlaneConfig(Record):
     relay_url: str
     outbox_dir: str
     capture_root: str
-    steering_rows: int  # distinct steering rows in one step, the sentinel row not counted
-    capture_tokens: int  # captured token rows in one step: the step's token budget
+    hooks: list[str]  # hook points that exist; empty: all that the model has
+    steering_rows: int  # distinct configurations in one step, the sentinel row not counted
+    steering_entries: int  # pool entries, the sentinel not counted
+    step_tokens: int  # token rows in one step, at most
+    capture_buffer_mib: int
     capture_queue_mib: int
+    capture_overload: str  # block | spill | drop
+    spill_dir: str
+    row_store_mib: int
     writer_threads: int
+    segment_limit_kib: int
+    segment_mib: int
+    memory_limit_kib: int
+    capture_quota_mib: int
     cores: list[int]  # those that the worker may run on; vLLM binds each rank to some of them
     fault: str = ""  # tests only: see `faults`
 
+    def ring_rows(self, hidden_size: int, item_bytes: int) -> int:
+        """Rows of the ring that compiled forwards and accelerators capture into."""
+        return max(1, (self.capture_buffer_mib << 20) // (hidden_size * item_bytes))
+
     def layout(self) -> dict[str, Any]:
         """For `additional_config`: what a compiled graph depends on."""
-        return {KEY: {"version": self.version, "steering_rows": self.steering_rows, "capture_tokens": self.capture_tokens}}
+        shapes = (self.hooks, self.steering_rows, self.steering_entries, self.step_tokens, self.capture_buffer_mib)
+        return {KEY: {"version": self.version, "buffers": str(shapes)}}
 
     def export(self) -> None:
         """Hand the config to the engine processes started after this."""

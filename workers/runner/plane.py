@@ -6,11 +6,12 @@ Nothing that goes wrong in here may take the engine down: it fails the requests 
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -20,15 +21,18 @@ from ...schemas.receipts import Receipt
 from ...schemas.specs import RankSpec, steering_rows
 from ...schemas.tensors import Tensor
 from .actions import ActionLedger
-from .capture import Recording, SlabPool
+from .capture import Ports, Recording
 from .config import PlaneConfig
 from .faults import Faults
-from .packed import packed_file
+from .finished import FinishedCapture
 from .planner import Planner, Tracked
-from .sites import SharedBuffers, Site, Switch
+from .row_index import Keeping, KeptBlock
+from .row_store import RowStore
+from .sites import Buffers, Site
+from .slabs import SlabPool
 from .steering import RowTable, VectorStore
 from .step import Finish, NewRequest, StepView
-from .writer import WriteJob, Writer
+from .writer import WriteJob, make_writer
 
 logger = logging.getLogger(__name__)
 
@@ -40,33 +44,34 @@ FLUSH_S = 5.0
 
 @dataclass(frozen=True)
 class Place:
-    """Where this rank stands: global rank, number of ranks, place in its stage, stage."""
+    """Where this rank stands: global rank, number of ranks, place in its stage, stage, number of stages."""
 
     rank: int
     world: int
     tp: int
     pp: int
+    stages: int
 
 
 class DataPlane:
     """One per rank."""
 
-    def __init__(
-        self, config: PlaneConfig, place: Place, sites: Sequence[Site], shared: SharedBuffers, switch: Switch, *, traced: bool
-    ) -> None:
+    def __init__(self, config: PlaneConfig, place: Place, sites: Sequence[Site], buffers: Buffers, *, traced: bool) -> None:
         """`traced`: the forward is compiled or graph-captured."""
         self._config, self._place = config, place
         self.faults = Faults(config.fault, place.rank)
-        reference = sites[0].captured
-        self._hidden_size, self._dtype = reference.shape[1], reference.dtype
-        self._held_layers = frozenset(site.layer for site in sites)
+        self._hidden_size, self._dtype = buffers.ring.shape[1], buffers.ring.dtype
+        self._ports = Ports(sites)
         self.actions = ActionLedger()
         self.vectors = VectorStore(self._hidden_size)
-        self._table = RowTable(sites, config.steering_rows, self.vectors)
-        self._slabs = SlabPool(config.capture_queue_mib << 20)
-        self._planner = Planner(sites, shared, switch, self._table, self._slabs, traced=traced)
+        self._table = RowTable(sites, buffers, self.vectors)
+        self._slabs = SlabPool(
+            config.capture_queue_mib << 20, config.capture_overload, Path(config.spill_dir), pinned=buffers.ring.device.type != "cpu"
+        )
+        self._planner = Planner(sites, buffers, self._table, self._slabs, traced=traced)
+        self._row_store, self._keeping = RowStore(), cast("Keeping | None", None)
         self._outbox = Outbox(Path(config.outbox_dir), config.worker, place.rank, config.relay_url, on_fatal=_give_up)
-        self._writer = Writer(Path(config.capture_root), self._outbox, config.writer_threads, fail_writes=lambda: "write" in self.faults)
+        self._writer = make_writer(config, place.rank, self._outbox, fail_writes=lambda: "write" in self.faults)
         self._tracked: dict[str, Tracked] = {}
         self._tainted: set[str] = set()  # digests under which the prefix cache may hold what was computed without the edit
         self._live: set[str] = set()  # keys of the tracked
@@ -132,10 +137,14 @@ class DataPlane:
             "actions": self.actions.count,
             "rows_used": self._table.used,
             "rows": self._config.steering_rows,
+            "entries_used": self._table.entries_used,
+            "entries": self._config.steering_entries,
             "vectors": len(self.vectors),
             "requests": len(self._tracked) + len(self._finished),
             "preemptions": self._preemptions,
             "tainted": len(self._tainted),
+            "kept_row_bytes": self._row_store.held,
+            "spilled_bytes": self._slabs.spilled,
             "outbox": self._outbox.depth(),
         }
 
@@ -147,11 +156,12 @@ class DataPlane:
 
     # -- the step -----------------------------------------------------------------------------------------------------------
 
-    def begin(self, new: Sequence[NewRequest], finished: dict[str, Finish], preempted: int) -> None:
+    def begin(self, new: Sequence[NewRequest], finished: dict[str, Finish], preempted: int, keeping: Keeping | None = None) -> None:
         """Who ended before this step, then who came: rows are given back before they are asked for.
 
         `preempted`: requests that lost their KV cache before this step; their rows stay recorded.
         """
+        self._keeping = keeping
         self._step += 1
         self._preemptions += preempted
         for request_id in sorted(finished):
@@ -162,6 +172,8 @@ class DataPlane:
         for request in new:
             if request.id not in self._tracked:  # a resumed request arrives as new in the v2 runner
                 self._admit(request)
+        for block in keeping.serve if keeping else ():
+            self._with_recording(block, self._row_store.serve)
         if self._tracked:
             self._slabs.wait(self._writer.busy)
 
@@ -172,7 +184,7 @@ class DataPlane:
         mine = [(self._tracked[rows.id], rows) for rows in view.requests if rows.id in self._tracked]
         with self._guard([tracked for tracked, _ in mine if tracked.rows], "intervention_failed"):
             self._planner.plan_steering(mine)
-        with self._guard([tracked for tracked, _ in mine if tracked.recording is not None], "capture_failed"):
+        with self._guard([tracked for tracked, _ in mine if tracked.recordings], "capture_failed"):
             if "plan" in self.faults:
                 raise RuntimeError("fault injected: plan")
             self._planner.plan_capture(mine)
@@ -181,8 +193,21 @@ class DataPlane:
     def drain(self) -> None:
         """Take the captured rows of the forward pass that ran."""
         if self._planner.busy:
-            with self._guard([tracked for tracked in self._tracked.values() if tracked.recording is not None], "capture_failed"):
+            with self._guard([tracked for tracked in self._tracked.values() if tracked.recordings], "capture_failed"):
                 self._planner.drain()
+        if self._keeping is not None:
+            for block in self._keeping.keep:
+                self._with_recording(block, self._row_store.keep)
+            self._row_store.drop(self._keeping.drop)
+            self._keeping = None
+
+    def _with_recording(self, block: KeptBlock, action: Callable[[int, Recording, int, int], None]) -> None:
+        """Let the row store act on the recording that a block's rows belong to, if this rank has one."""
+        tracked = self._tracked.get(block.request_id)
+        recording = tracked.recordings.get(block.capture) if tracked is not None and not tracked.reported else None
+        if tracked is not None and recording is not None:
+            with self._guard([tracked], "capture_failed"):
+                action(block.number, recording, block.first, block.stop)
 
     @contextmanager
     def _guard(self, tracked: Sequence[Tracked], kind: str) -> Iterator[None]:
@@ -207,8 +232,9 @@ class DataPlane:
         if spec.version != __version__:
             self._fail(tracked, f"the worker runs Midstream {spec.version}, rank {self._place.rank} runs {__version__}", "")
             return
-        if spec.capture is not None and self._place.tp == 0:  # the ranks of a stage hold equal rows: one records
-            tracked.recording = Recording(spec.capture, [layer for layer in spec.capture.layers if layer in self._held_layers])
+        if self._place.tp == 0:  # the ranks of a stage hold equal rows: one records
+            recordings = enumerate(Recording.of(capture, self._ports) for capture in spec.captures)
+            tracked.recordings = {number: recording for number, recording in recordings if recording is not None}
         try:
             if spec.digest in self._tainted and request.cached_tokens > spec.first_affected:
                 raise RuntimeError("its cached prefix was computed by a request whose intervention failed")
@@ -249,27 +275,23 @@ class DataPlane:
         if tracked.reported or num_tokens < 0:
             return
         tracked.reported = True
-        receipt, recording, place = self._receipt(tracked), tracked.recording, self._place
-        if recording is None or not recording.layers:
-            self._writer.submit(WriteJob(receipt))
-            return
-        size = sum(run.count for run in recording.runs) * len(recording.layers) * self._hidden_size * self._dtype.itemsize
-        dtype = str(self._dtype).removeprefix("torch.")
-        self._writer.submit(
-            WriteJob(
-                receipt,
-                lambda: packed_file(
-                    tracked.spec,
-                    recording,
-                    token_ids[:num_tokens],
-                    hidden_size=self._hidden_size,
-                    dtype=dtype,
-                    worker=self._config.worker,
-                    rank=place.rank,
-                    pp=place.pp,
-                ),
-                size,
-            )
+        token_ids = token_ids[:num_tokens]
+        builds = [partial(self._build, tracked.spec, recording, token_ids) for recording in tracked.recordings.values()]
+        size = sum(recording.num_rows for recording in tracked.recordings.values()) * self._hidden_size * self._dtype.itemsize
+        self._writer.submit(WriteJob(self._receipt(tracked), builds, size))
+
+    def _build(self, spec: RankSpec, recording: Recording, token_ids: list[int]) -> FinishedCapture:
+        """Runs in a writer thread."""
+        place = self._place
+        return recording.finish(
+            spec,
+            token_ids,
+            hidden_size=self._hidden_size,
+            dtype=self._dtype,
+            worker=self._config.worker,
+            rank=place.rank,
+            pp=place.pp,
+            stages=place.stages,
         )
 
     def _fail(self, tracked: Tracked, message: str, kind: str) -> None:
@@ -279,9 +301,9 @@ class DataPlane:
         """
         if not tracked.reported:
             tracked.failure, tracked.failure_kind, tracked.reported = message, kind, True
-            if tracked.recording is not None:
-                tracked.recording.runs.clear()
-            self._writer.submit(WriteJob(self._receipt(tracked)))
+            for recording in tracked.recordings.values():
+                recording.forget()
+            self._writer.submit(WriteJob(self._receipt(tracked), [], 0))
         digest = tracked.spec.digest
         if digest and kind != "capture_failed" and digest not in self._tainted:
             self._tainted.add(digest)

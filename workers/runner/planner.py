@@ -1,21 +1,21 @@
-"""Which rows of this step's batch are steered and which recorded? Fills the buffers before the forward, empties them after.
+"""Which rows of this step's batch are edited and which recorded? Fills the buffers before the forward, empties them after.
 
 `row = first_row + position − first_position`, and only inside the step's window: so chunked prefill, preemption and
 resume need no case of their own.
 """
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 
-from ...kernels.pair_site import CAPTURE, CAPTURE_START, SCATTERED, STEER
-from ...schemas.selectors import PositionSelector, select
+from ...kernels import plan as columns
+from ...schemas.selectors import select
 from ...schemas.specs import RankSpec, SteeringRow
-from .capture import Recording, Run, SlabPool
-from .sites import SharedBuffers, Site, Switch
+from .buffers import Staging
+from .capture import Recording, Run, StepRows, contiguous
+from .sites import Buffers, Site
+from .slabs import SlabPool
 from .steering import RowTable
 from .step import RequestRows
 
@@ -26,8 +26,8 @@ class Tracked:
 
     spec: RankSpec
     rows: list[tuple[int, SteeringRow]] = field(default_factory=list)
-    recording: Recording | None = None
-    applied: int = 0  # token rows changed so far, over all layers of this rank
+    recordings: dict[int, Recording] = field(default_factory=dict)  # by index in `RankSpec.captures`
+    applied: int = 0  # token rows changed so far, over all sites of this rank
     failure: str = ""
     failure_kind: str = ""  # the problem's kind, see `Receipt.kind`
     reported: bool = False
@@ -35,141 +35,160 @@ class Tracked:
     cached_tokens: int = 0  # served by the prefix cache when it came
 
 
+@dataclass(frozen=True)
+class _Wanted:
+    """The rows of one request that one of its recordings wants of this step."""
+
+    recording: Recording
+    positions: np.ndarray  # int64 ascending
+    tokens: np.ndarray  # the same as rows of the batch
+
+
 class Planner:
     """One per rank. `plan_steering` and `plan_capture`, then `commit`, before the forward; `drain` after it."""
 
-    def __init__(
-        self, sites: Sequence[Site], shared: SharedBuffers, switch: Switch, table: RowTable, slabs: SlabPool, *, traced: bool
-    ) -> None:
-        """`traced`: the forward is compiled or graph-captured, so the sites' buffers may not be replaced."""
-        self._sites, self._shared, self._switch, self._table, self._slabs = list(sites), shared, switch, table, slabs
-        reference = self._sites[0].captured
-        self._device, self._hidden_size, self._dtype = reference.device, reference.shape[1], reference.dtype
-        # The CPU op writes just the rows that are asked for, so it may write into the slab itself.
-        self._direct = self._device.type == "cpu" and not traced
-        self._counts = np.zeros((len(self._sites), 4), dtype=np.int32)
-        self._runs: list[tuple[Recording, int, int, int]] = []  # (recording, slab row, first position, rows)
-        self._slab: torch.Tensor | None = None
-        self._slab_layers: dict[int, int] = {}
-        self._filled: set[int] = set()  # buffers (by id) that hold more than zeros; on accelerators ops read all of them
+    def __init__(self, sites: Sequence[Site], buffers: Buffers, table: RowTable, slabs: SlabPool, *, traced: bool) -> None:
+        """`traced`: the forward is compiled or graph-captured, so the ring may not be replaced."""
+        self._sites, self._buffers, self._table, self._slabs = list(sites), buffers, table, slabs
+        self._hidden_size, self._dtype = buffers.ring.shape[1], buffers.ring.dtype
+        self._staging = Staging(buffers, traced=traced)
+        self._plan = np.zeros((len(self._sites), columns.COLUMNS), dtype=np.int32)
+        self._lists: list[np.ndarray] = []  # this step's entries of `buffers.lists`, in order
+        self._lists_end = 0
+        self._wanted: list[tuple[_Wanted, np.ndarray]] = []  # with the first slot in each pattern
+        self._step: StepRows | None = None
+        self._busy = False
 
     @property
     def busy(self) -> bool:
         """Does the forward that runs now do anything?"""
-        return self._switch.active
+        return self._busy
 
     def plan_steering(self, mine: Sequence[tuple[Tracked, RequestRows]]) -> None:
-        """Fill the steering buffers for these requests' rows; on an error nothing is steered."""
-        self._counts[:, STEER] = 0
-        tokens: list[np.ndarray] = []
-        rows: list[np.ndarray] = []
-        touched: set[int] = set()
+        """Plan the edits of these requests' rows; on an error nothing is edited. First of the two: it starts the step."""
+        self._plan[:] = 0
+        self._lists, self._lists_end = [], 0
+        self._staging.clear_rows()
+        edited: list[np.ndarray] = []
+        touched = np.zeros(len(self._sites), dtype=bool)
+        depth = 0
         for tracked, place in mine:
-            for row, spec in tracked.rows:
-                positions = _window(spec.positions, place, tracked.spec.prompt_tokens)
-                if len(positions):
-                    tokens.append(positions - place.first_position + place.first_row)
-                    rows.append(np.full(len(positions), row, dtype=np.int64))
-                    tracked.applied += len(positions) * len(self._table.layers(row))
-                    touched |= self._table.layers(row)
-        count = sum(map(len, tokens))
-        if count > len(self._shared.steer_tokens):
-            raise RuntimeError(f"{count} (token, row) pairs in one step, the buffers hold {len(self._shared.steer_tokens)}")
-        nothing = np.zeros(0, dtype=np.int64)
-        self._stage(self._shared.steer_tokens, np.concatenate(tokens) if tokens else nothing)
-        self._stage(self._shared.steer_rows, np.concatenate(rows) if rows else nothing)
-        for number, site in enumerate(self._sites):
-            if site.layer in touched:
-                self._counts[number, STEER] = count
+            chosen_of_request = []
+            for column, (row, spec) in enumerate(tracked.rows):
+                chosen = select(spec.positions, place.first_position, place.first_position + place.num_rows, tracked.spec.prompt_tokens)
+                if len(chosen):
+                    tokens = _integers(chosen) - place.first_position + place.first_row
+                    self._staging.set_rows(tokens, column, row)
+                    sites = self._table.sites(row)
+                    tracked.applied += len(tokens) * int(sites.sum())
+                    touched |= sites
+                    depth = max(depth, column + 1)
+                    chosen_of_request.append(tokens)
+            if chosen_of_request:
+                edited.append(chosen_of_request[0] if len(chosen_of_request) == 1 else np.unique(np.concatenate(chosen_of_request)))
+        if edited:
+            count, start = self._list(edited)
+            self._plan[touched, columns.EDITS] = count
+            self._plan[touched, columns.EDITS_AT] = start
+            self._plan[touched, columns.DEPTH] = depth
 
     def plan_capture(self, mine: Sequence[tuple[Tracked, RequestRows]]) -> None:
-        """Fill the capture buffers for these requests' rows; on an error nothing is recorded."""
-        self._counts[:, CAPTURE] = 0
-        self._runs, self._slab = [], None
-        wanted = [
-            (tracked.recording, place, chosen)
-            for tracked, place in mine
-            if tracked.recording is not None and tracked.recording.layers and not tracked.reported
-            if len(chosen := _window(tracked.recording.spec.positions, place, tracked.spec.prompt_tokens))
-        ]
+        """Plan what is recorded of these requests' rows; on an error nothing is."""
+        self._wanted, self._step = [], None
+        wanted = self._window(mine)
         if not wanted:
-            self._stage(self._shared.capture_tokens, np.zeros(0, dtype=np.int64))
             return
-        # Those with the most layers first: then a layer gathers a prefix of the slots and few that it does not need.
-        wanted.sort(key=lambda item: -len(item[0].layers))
-        index = np.concatenate([chosen - place.first_position + place.first_row for _, place, chosen in wanted])
-        start = int(index[0]) if bool((np.diff(index) == 1).all()) else SCATTERED
-        slot, last_slot = 0, dict[int, int]()
-        runs = []
-        for recording, _, chosen in wanted:
-            for first, count in _contiguous(chosen):
-                runs.append((recording, slot + first, int(chosen[first]), count))
-            slot += len(chosen)
-            last_slot.update(dict.fromkeys(recording.layers, slot))
-        slab = self._slabs.new_slab(len(last_slot), slot, self._hidden_size, self._dtype)
-        self._stage(self._shared.capture_tokens, index)
-        self._slab_layers = {layer: place for place, layer in enumerate(sorted(last_slot))}
-        self._runs, self._slab = runs, slab
-        for number, site in enumerate(self._sites):
-            if site.layer in last_slot:
-                self._counts[number, CAPTURE] = last_slot[site.layer]
-                self._counts[number, CAPTURE_START] = start
-                if self._direct:
-                    site.captured = slab[self._slab_layers[site.layer]]
+        if self._slabs.drops():
+            for item in wanted:
+                item.recording.dropped.update(item.positions.tolist())
+            return
+        # Requests that want the same ports stand together: a port's tokens are then whole groups, one after the other.
+        groups: dict[bytes, list[_Wanted]] = {}
+        for item in wanted:
+            groups.setdefault(item.recording.mask.tobytes(), []).append(item)
+        masks = np.stack([items[0].recording.mask for items in groups.values()])  # [groups, ports]
+        members, pattern = np.unique(masks, axis=1, return_inverse=True)  # [groups, patterns], [ports]
+        pattern = pattern.reshape(-1)
+        group_tokens = [np.concatenate([item.tokens for item in items]) for items in groups.values()]
+        lengths = np.array([len(tokens) for tokens in group_tokens])
+        counts = members.T.astype(np.int64) @ lengths  # [patterns]: tokens of each
+        first_slot = np.cumsum(members * lengths[:, None], axis=0) - members * lengths[:, None]  # [groups, patterns]
+        per_port = counts[pattern]
+        base = np.cumsum(per_port) - per_port
+        rows = int(per_port.sum())
+        slab, first_row = self._staging.new_rows(self._slabs, rows)
+        self._plan_ports(members, pattern, group_tokens, counts, base + first_row)
+        for group, items in enumerate(groups.values()):
+            slot = first_slot[group].copy()
+            for item in items:
+                self._wanted.append((item, slot.copy()))
+                slot += len(item.tokens)
+        self._step = StepRows(slab, base, pattern, self._staging.landing())
+
+    def _window(self, mine: Sequence[tuple[Tracked, RequestRows]]) -> list[_Wanted]:
+        wanted = []
+        for tracked, place in mine:
+            if tracked.reported:
+                continue
+            for recording in tracked.recordings.values():
+                chosen = recording.capture.select(place.first_position, place.first_position + place.num_rows, tracked.spec.prompt_tokens)
+                if len(chosen):
+                    positions = _integers(chosen)
+                    wanted.append(_Wanted(recording, positions, positions - place.first_position + place.first_row))
+        return wanted
+
+    def _plan_ports(
+        self, members: np.ndarray, pattern: np.ndarray, group_tokens: list[np.ndarray], counts: np.ndarray, first_rows: np.ndarray
+    ) -> None:
+        """Fill the plan's columns of all ports; a pattern's token list is written once for all its ports."""
+        places = np.zeros((len(counts), 4), dtype=np.int64)  # of each pattern: count, at, start, pattern
+        for number in np.flatnonzero(counts):
+            tokens = np.concatenate([group_tokens[group] for group in np.flatnonzero(members[:, number])])
+            contiguous = bool((np.diff(tokens) == 1).all())
+            count, at = self._list([tokens])
+            self._staging.set_slots(int(number), tokens)
+            places[number] = count, at, int(tokens[0]) if contiguous else columns.SCATTERED, number
+        of_port = places[pattern]
+        for after, port_columns in enumerate((columns.BEFORE, columns.AFTER)):
+            mine = of_port[after::2]
+            self._plan[:, port_columns.COUNT] = mine[:, 0]
+            self._plan[:, port_columns.AT] = mine[:, 1]
+            self._plan[:, port_columns.START] = mine[:, 2]
+            self._plan[:, port_columns.PATTERN] = mine[:, 3]
+            self._plan[:, port_columns.ROW] = first_rows[after::2]
+
+    def _list(self, parts: Sequence[np.ndarray]) -> tuple[int, int]:
+        """Append token numbers to this step's lists: (how many, where they begin)."""
+        at = self._lists_end
+        self._lists += parts
+        self._lists_end += sum(map(len, parts))
+        return self._lists_end - at, at
 
     def commit(self) -> None:
         """The next forward does what was planned."""
-        busy = bool(self._counts[:, (STEER, CAPTURE)].any())
-        if busy or self._switch.active:
-            self._stage_counts()
-        self._switch.active = busy
+        active = self._plan[:, (columns.EDITS, columns.BEFORE.COUNT, columns.AFTER.COUNT)].any(axis=1)
+        busy = bool(active.any())
+        if busy or self._busy:
+            self._staging.commit(self._plan, self._lists)
+            for site, is_active in zip(self._sites, active.tolist(), strict=True):
+                site.busy = is_active
+        self._busy = busy
 
     def drain(self) -> None:
         """Hand the captured rows of the forward that ran to their recordings; the next one does nothing until planned."""
         try:
-            if self._slab is not None:
-                self._hand_over(self._slab)
+            if self._step is not None:
+                self._staging.take(self._step.slab)
+                for item, slots in self._wanted:
+                    for first, count in contiguous(item.positions):
+                        item.recording.runs.append(Run(self._step, slots + first, int(item.positions[first]), count))
         finally:  # what was planned must not reach a forward that nobody planned
             self.plan_steering([])
             self.plan_capture([])
             self.commit()
 
-    def _hand_over(self, slab: torch.Tensor) -> None:
-        if not self._direct:
-            for number, site in enumerate(self._sites):
-                count = int(self._counts[number, CAPTURE])
-                if count:
-                    slab[self._slab_layers[site.layer], :count] = site.captured[:count]
-        for recording, row, position, count in self._runs:
-            recording.runs.append(Run(slab, self._slab_layers, row, position, count))
 
-    def _stage(self, buffer: torch.Tensor, values: np.ndarray) -> None:
-        """Copy to a persistent int64 buffer. On accelerators, where ops read all of it, what lies behind is zeroed."""
-        if self._device.type == "cpu":
-            buffer.numpy()[: len(values)] = values
-            return
-        if not len(values) and id(buffer) not in self._filled:
-            return
-        staged = torch.zeros(len(buffer), dtype=torch.int64, pin_memory=True)
-        staged[: len(values)] = torch.from_numpy(values)
-        buffer.copy_(staged, non_blocking=True)
-        self._filled = self._filled | {id(buffer)} if len(values) else self._filled - {id(buffer)}
-
-    def _stage_counts(self) -> None:
-        for index, site in enumerate(self._sites):
-            if self._device.type == "cpu":
-                site.counts.numpy()[:] = self._counts[index]
-            else:
-                site.counts.copy_(torch.from_numpy(self._counts[index].copy()), non_blocking=True)
-
-
-def _window(selector: PositionSelector, place: RequestRows, prompt_tokens: int) -> np.ndarray:
-    """Positions of this step's rows that `selector` names, int64 ascending."""
-    chosen = select(selector, place.first_position, place.first_position + place.num_rows, prompt_tokens)
-    return np.arange(chosen.start, chosen.stop, dtype=np.int64) if isinstance(chosen, range) else np.array(chosen, dtype=np.int64)
-
-
-def _contiguous(values: np.ndarray) -> list[tuple[int, int]]:
-    """(first index, length) of each run of consecutive values."""
-    breaks = np.flatnonzero(np.diff(values) != 1) + 1
-    return [(a, b - a) for a, b in itertools.pairwise([0, *breaks.tolist(), len(values)])]
+def _integers(positions: list[int] | range) -> np.ndarray:
+    if isinstance(positions, range):
+        return np.arange(positions.start, positions.stop, positions.step, dtype=np.int64)
+    return np.array(positions, dtype=np.int64)

@@ -6,16 +6,22 @@ decides what a KV block's hash covers.
 
 from typing import Any
 
+import msgspec
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
+from ... import __version__
+from ...schemas.specs import RankSpec
+from .config import plane_config
 from .process import die_with_parent
+from .row_index import Keeping, RowIndex
 from .step import Finish
 
 _KEY = "midstream"
-_ATTRIBUTE = "midstream_finishes"
+_FINISHES = "midstream_finishes"
+_KEEPING = "midstream_keeping"
 
 die_with_parent()
 
@@ -28,7 +34,12 @@ def _spec(request: Any) -> dict[str, Any] | None:
 
 def finishes(scheduler_output: Any) -> dict[str, Finish]:
     """How the requests with a spec ended that this step tells the ranks about."""
-    return getattr(scheduler_output, _ATTRIBUTE, {})
+    return getattr(scheduler_output, _FINISHES, {})
+
+
+def keeping(scheduler_output: Any) -> Keeping | None:
+    """What this step tells the ranks about kept rows."""
+    return getattr(scheduler_output, _KEEPING, None)
 
 
 class _Midstream:
@@ -37,13 +48,24 @@ class _Midstream:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._midstream_finished: dict[str, Finish] = {}
+        self._midstream_capturing: dict[str, RankSpec] = {}  # live requests that capture prompt rows
         manager = self.kv_cache_manager  # type: ignore[attr-defined]
-        manager.get_computed_blocks = _capped(manager, manager.get_computed_blocks)
+        model, limit = self.vllm_config.model_config, plane_config().row_store_mib << 20  # type: ignore[attr-defined]
+        row_bytes = model.get_hidden_size() * model.dtype.itemsize
+        self._midstream_rows = RowIndex(limit, row_bytes, manager.block_pool.hash_block_size)
+        manager.get_computed_blocks = self._capped(manager, manager.get_computed_blocks)
+
+    def add_request(self, request: Any) -> None:
+        spec = _spec(request)
+        if spec is not None and spec.get("lowest_captured", -1) >= 0 and spec.get("version") == __version__:
+            self._midstream_capturing[request.request_id] = msgspec.convert(spec, RankSpec)
+        super().add_request(request)  # type: ignore[misc]
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         if _spec(request) is not None:
             aborted = request.status in (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR)
             self._midstream_finished[request.request_id] = Finish(list(request.all_token_ids), aborted)
+            self._midstream_capturing.pop(request.request_id, None)
         return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
@@ -54,8 +76,54 @@ class _Midstream:
                 for request_id in output.finished_req_ids
                 if request_id in self._midstream_finished
             }
-            setattr(output, _ATTRIBUTE, told)
+            setattr(output, _FINISHES, told)
+        if self._midstream_capturing or self._midstream_rows.pending:
+            setattr(output, _KEEPING, self._keeping(output))
         return output
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        done = bool(super().reset_prefix_cache(*args, **kwargs))  # type: ignore[misc]
+        if done:
+            self._midstream_rows.clear()
+        return done
+
+    def _keeping(self, output: Any) -> Keeping:
+        told, rows = Keeping(), self._midstream_rows
+        for data in output.scheduled_new_reqs:
+            spec = self._midstream_capturing.get(data.req_id)
+            if spec is not None:
+                told.serve += rows.serve(data.req_id, spec, self.requests[data.req_id].block_hashes, data.num_computed_tokens)  # type: ignore[attr-defined]
+        for request_id, count in output.num_scheduled_tokens.items():
+            spec = self._midstream_capturing.get(request_id)
+            if spec is not None:
+                request = self.requests[request_id]  # type: ignore[attr-defined]
+                stop = request.num_computed_tokens  # those of this step are counted already
+                told.keep += rows.keep(request_id, spec, request.block_hashes, stop - count, stop)
+        told.drop = rows.dropped()
+        return told
+
+    def _capped(self, manager: Any, original: Any) -> Any:
+        """Cached blocks are reused only as far as the rows that the request wants captured are kept."""
+
+        def get_computed_blocks(request: Any) -> Any:
+            spec = self._midstream_capturing.get(request.request_id)
+            if spec is None:
+                return original(request)
+            # What a preempted request had recorded it keeps; it computes the rest anew.
+            lowest = spec.lowest_captured if request.num_preemptions else self._midstream_rows.reach(spec, request.block_hashes)
+            coordinator = manager.coordinator
+            find = coordinator.find_longest_cache_hit
+
+            def find_below(block_hashes: Any, max_length: int) -> Any:
+                return find(block_hashes, min(max_length, lowest))
+
+            coordinator.find_longest_cache_hit = find_below
+            try:
+                return original(request)
+            finally:
+                del coordinator.find_longest_cache_hit
+
+        return get_computed_blocks
 
 
 class MidstreamScheduler(_Midstream, Scheduler):
@@ -64,29 +132,6 @@ class MidstreamScheduler(_Midstream, Scheduler):
 
 class MidstreamAsyncScheduler(_Midstream, AsyncScheduler):
     """For engines with asynchronous scheduling."""
-
-
-def _capped(manager: Any, original: Any) -> Any:
-    """Cached blocks are reused only below the lowest prompt position that the request wants captured."""
-
-    def get_computed_blocks(request: Any) -> Any:
-        spec = _spec(request)
-        lowest = -1 if spec is None else spec.get("lowest_captured", -1)
-        if lowest < 0:
-            return original(request)
-        coordinator = manager.coordinator
-        find = coordinator.find_longest_cache_hit
-
-        def find_below(block_hashes: Any, max_length: int) -> Any:
-            return find(block_hashes, min(max_length, lowest))
-
-        coordinator.find_longest_cache_hit = find_below
-        try:
-            return original(request)
-        finally:
-            del coordinator.find_longest_cache_hit
-
-    return get_computed_blocks
 
 
 def _install_block_keys() -> None:

@@ -1,12 +1,18 @@
 """Which vectors are on this rank, and which rows of the steering tables do live requests use?"""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from ...kernels.families import FAMILIES
 from ...schemas.specs import SteeringRow
 from ...schemas.tensors import Tensor, content_hash, to_numpy
-from .sites import Site
+from .sites import Buffers, Site
+
+#: Family name → its place in `Buffers.site_rows`.
+_FAMILY = {family.name: number for number, family in enumerate(FAMILIES)}
 
 
 class VectorStore:
@@ -43,43 +49,66 @@ class VectorStore:
         return self._vectors[name]
 
 
-class RowTable:
-    """Rows of all sites' tables, keyed by content and reference-counted. Row 0 stays zero."""
+@dataclass
+class _Content:
+    """What a row does at one site, in one family. `vector`: `[hidden_size]` float32."""
 
-    def __init__(self, sites: Sequence[Site], rows: int, vectors: VectorStore) -> None:
-        self._sites = {site.layer: site for site in sites}
+    vector: torch.Tensor
+    scalars: tuple[float, ...] = ()
+
+
+class RowTable:
+    """Configuration rows, keyed by content and reference-counted. Each edited site takes one entry of the pool.
+
+    Row 0 and entry 0 stay zero: they mean "do nothing".
+    """
+
+    def __init__(self, sites: Sequence[Site], buffers: Buffers, vectors: VectorStore) -> None:
+        self._numbers = {(site.hook, site.layer): number for number, site in enumerate(sites)}
+        self._buffers = buffers
         self._vectors = vectors
-        self._free = list(range(rows, 0, -1))
+        self._free_rows = list(range(buffers.site_rows.shape[2] - 1, 0, -1))
+        self._free_entries = list(range(len(buffers.pool) - 1, 0, -1))
         self._rows: dict[str, int] = {}
         self._references: dict[str, int] = {}
-        self._layers: dict[int, frozenset[int]] = {}
+        self._entries: dict[int, list[tuple[int, int, int]]] = {}  # row → (site, family, entry)
+        self._sites: dict[int, np.ndarray] = {}  # row → bool [sites]
 
     @property
     def used(self) -> int:
         return len(self._rows)
 
-    def layers(self, row: int) -> frozenset[int]:
-        """The layers of this rank that a row in use edits."""
-        return self._layers[row]
+    @property
+    def entries_used(self) -> int:
+        return len(self._buffers.pool) - 1 - len(self._free_entries)
+
+    def sites(self, row: int) -> np.ndarray:
+        """Which sites of this rank a row in use edits: bool `[sites]`."""
+        return self._sites[row]
 
     def acquire(self, spec: SteeringRow) -> tuple[int, bool]:
         """The row that holds `spec`'s content, and whether it was written now.
 
-        Raises LookupError for an unknown vector and RuntimeError when all rows are taken (the worker admits no more
-        configurations than there are rows, so that means a bug and fails the request, not the engine).
+        Raises LookupError for an unknown vector and RuntimeError when all rows or entries are taken (the worker admits no
+        more configurations than fit, so that means a bug and fails the request, not the engine).
         """
         if spec.key in self._rows:
             self._references[spec.key] += 1
             return self._rows[spec.key], False
         content = self._content(spec)
-        if not self._free:
-            raise RuntimeError(f"all {len(self._rows)} steering rows are in use")
-        row = self._free.pop()
-        for layer, values in content.items():
-            table = self._sites[layer].table
-            table[row] = values.to(table.dtype)
+        if not self._free_rows or len(self._free_entries) < len(content):
+            raise RuntimeError(f"all steering rows are in use ({self.used} rows, {self.entries_used} entries)")
+        row = self._free_rows.pop()
         self._rows[spec.key], self._references[spec.key] = row, 1
-        self._layers[row] = frozenset(content)
+        self._entries[row], self._sites[row] = [], np.zeros(len(self._numbers), dtype=bool)
+        for (site, family), does in content.items():
+            entry = self._free_entries.pop()
+            self._buffers.pool[entry] = does.vector.to(self._buffers.pool.dtype)
+            for place, value in enumerate(does.scalars):
+                self._buffers.scalars[entry, place] = value
+            self._buffers.site_rows[site, family, row] = entry
+            self._entries[row].append((site, family, entry))
+            self._sites[row][site] = True
         return row, True
 
     def release(self, key: str) -> bool:
@@ -88,18 +117,39 @@ class RowTable:
         if self._references[key]:
             return False
         row = self._rows.pop(key)
-        del self._references[key]
-        for layer in self._layers.pop(row):
-            self._sites[layer].table[row] = 0
-        self._free.append(row)
+        del self._references[key], self._sites[row]
+        for site, family, entry in self._entries.pop(row):
+            self._buffers.site_rows[site, family, row] = 0
+            self._buffers.pool[entry] = 0
+            self._buffers.scalars[entry] = 0
+            self._free_entries.append(entry)
+        self._free_rows.append(row)
         return True
 
-    def _content(self, spec: SteeringRow) -> dict[int, torch.Tensor]:
-        """Layer of this rank → sum of scale · vector over the entries that name it, float32."""
-        content: dict[int, torch.Tensor] = {}
+    def _content(self, spec: SteeringRow) -> dict[tuple[int, int], _Content]:
+        """(site of this rank, family) → what the row does there: its entries, joined in the order written."""
+        content: dict[tuple[int, int], _Content] = {}
         for entry in spec.entries:
-            scaled = self._vectors.get(entry.vector) * entry.scale
+            vector = self._vectors.get(entry.vector) * entry.scale
             for layer in entry.layers:
-                if layer in self._sites:
-                    content[layer] = content[layer] + scaled if layer in content else scaled
+                number = self._numbers.get((entry.hook, layer))
+                if number is not None:
+                    place = number, _FAMILY[entry.op]
+                    content[place] = _JOINED[entry.op](content.get(place), vector, entry.alpha)
         return content
+
+
+def _joined_add(before: _Content | None, vector: torch.Tensor, alpha: float) -> _Content:
+    return _Content(vector if before is None else before.vector + vector)
+
+
+def _joined_replace(before: _Content | None, vector: torch.Tensor, alpha: float) -> _Content:
+    """One replacement after another is one replacement: s → (1−a)·((1−b)·s + b·u) + a·t."""
+    if before is None or alpha == 1.0:
+        return _Content(vector, (alpha,))
+    kept = (1.0 - alpha) * before.scalars[0]
+    joined = kept + alpha
+    return _Content((kept * before.vector + alpha * vector) / joined if joined else vector, (joined,))
+
+
+_JOINED = {"add": _joined_add, "replace": _joined_replace}

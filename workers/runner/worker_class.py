@@ -12,10 +12,11 @@ from vllm.platforms import current_platform
 
 from ...schemas.tensors import Tensor
 from .adapters import V1Adapter, V2Adapter
-from .config import plane_config
+from .architectures import describe
+from .config import PlaneConfig, plane_config
 from .plane import DataPlane, Place
 from .process import die_with_parent, threads_elsewhere
-from .sites import Switch, install, layers_path
+from .sites import Sizes, install
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
@@ -39,26 +40,25 @@ class MidstreamWorker(PlatformWorker):
         runner.__class__ = type(f"Midstream{type(runner).__name__}", (adapter, type(runner)), {})
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        architecture = self.model_config.architectures[0]
-        layers_path(architecture)  # refuse before the weights are read
+        config, model = plane_config(), self.model_config
+        adapter = describe(model.architectures[0], model.hf_config)  # refuse before the weights are read
         super().load_model(*args, **kwargs)
-        config, switch = plane_config(), Switch()
         mode = self.vllm_config.compilation_config.mode
-        traced = mode != CompilationMode.NONE or not (self.model_config.enforce_eager or current_platform.is_cpu())
-        switch.always = traced
-        sites, shared = install(
+        traced = mode != CompilationMode.NONE or not (model.enforce_eager or current_platform.is_cpu())
+        hooks = tuple(hook for hook in adapter.hooks if not config.hooks or hook in config.hooks)
+        sites, buffers = install(
             self.model_runner.get_model(),
-            architecture,
-            switch,
-            rows=config.steering_rows,
-            capacity=config.capture_tokens,
-            dtype=self.model_config.dtype,
+            adapter,
+            _sizes(config, len(hooks) * adapter.num_layers, adapter.hidden_size, model.dtype.itemsize, traced=traced),
+            hooks,
+            dtype=model.dtype,
             device=self.device,
+            always=traced,
         )
         pp, tp = get_pp_group(), get_tp_group()
-        place = Place(rank=self.rank, world=self.parallel_config.world_size, tp=tp.rank_in_group, pp=pp.rank_in_group)
+        place = Place(rank=self.rank, world=self.parallel_config.world_size, tp=tp.rank_in_group, pp=pp.rank_in_group, stages=pp.world_size)
         with threads_elsewhere(set(config.cores)):
-            self._plane = DataPlane(config, place, sites, shared, switch, traced=traced)
+            self._plane = DataPlane(config, place, sites, buffers, traced=traced)
         if not pp.is_first_rank:
             self.model_runner.make_pipeline_buffers()
 
@@ -96,3 +96,16 @@ class MidstreamWorker(PlatformWorker):
         if self._plane is None:
             raise RuntimeError("the model is not loaded yet")
         return self._plane
+
+
+def _sizes(config: PlaneConfig, sites: int, hidden_size: int, item_bytes: int, *, traced: bool) -> Sizes:
+    """Lists are read on the CPU, patterns by accelerators; a forward that runs as Python on the CPU has a ring of its own each step."""
+    on_cpu = current_platform.is_cpu()
+    return Sizes(
+        ring_rows=0 if on_cpu and not traced else config.ring_rows(hidden_size, item_bytes),
+        capacity=config.step_tokens,
+        lists=(2 * sites + 1) * config.step_tokens if on_cpu else 1,  # each port may capture other tokens, and the edits come once
+        patterns=1 if on_cpu else 2 * sites,
+        configurations=config.steering_rows,
+        entries=config.steering_entries,
+    )

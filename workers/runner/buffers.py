@@ -1,0 +1,138 @@
+"""How does a step's plan get into the buffers that the forward reads, and how do captured rows get out?
+
+On the CPU the buffers are written in place, and where the forward runs as Python it captures straight into the slab. A
+compiled forward on the CPU writes the ring, which is copied. On an accelerator everything goes through pinned memory
+without waiting: the ring has two halves, and rows leave one on a stream of their own while the next step fills the other.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from .sites import Buffers
+from .slabs import SlabPool
+
+
+class Staging:
+    """The buffers of one rank."""
+
+    def __init__(self, buffers: Buffers, *, traced: bool) -> None:
+        """`traced`: the forward is compiled or graph-captured."""
+        self._buffers = buffers
+        self._device = buffers.ring.device
+        self._on_cpu = self._device.type == "cpu"
+        self._direct = self._on_cpu and not traced
+        self._token_rows = np.zeros(tuple(buffers.token_rows.shape), dtype=np.int32)
+        self._edited: list[np.ndarray] = []  # rows of `_token_rows` that are not zero
+        self._slots: dict[int, np.ndarray] = {}  # pattern → tokens, of this step
+        self._area = _Areas(buffers.ring) if not self._on_cpu else None
+        self._rows = 0  # captured in this step
+        if self._on_cpu:
+            self._token_rows = buffers.token_rows.numpy()
+
+    # -- edits -----------------------------------------------------------------------------------------------------------
+
+    def clear_rows(self) -> None:
+        for tokens in self._edited:
+            self._token_rows[tokens] = 0
+        self._edited = []
+
+    def set_rows(self, tokens: np.ndarray, column: int, row: int) -> None:
+        """The configuration `row` edits `tokens`."""
+        self._edited.append(tokens)
+        self._token_rows[tokens, column] = row
+
+    # -- captures --------------------------------------------------------------------------------------------------------
+
+    def new_rows(self, slabs: SlabPool, rows: int) -> tuple[torch.Tensor, int]:
+        """A slab for this step's captured rows, and the ring row at which they begin.
+
+        Raises RuntimeError when the ring cannot hold them (requests are admitted so that it can).
+        """
+        ring = self._buffers.ring
+        room = len(ring) if self._area is None else self._area.rows
+        if not self._direct and rows > room:
+            raise RuntimeError(f"{rows} captured rows in one step, the buffer holds {room} (setting capture_buffer_mib)")
+        slab = slabs.new_slab(rows, ring.shape[1], ring.dtype)
+        self._rows, self._slots = rows, {}
+        if self._direct:
+            self._buffers.ring = slab
+        return slab, 0 if self._area is None else self._area.next()
+
+    def set_slots(self, pattern: int, tokens: np.ndarray) -> None:
+        """Captured token `tokens[i]` has slot i at the ports of this pattern."""
+        if not self._on_cpu:
+            self._slots[pattern] = tokens
+
+    def landing(self) -> Callable[[], None]:
+        """Waits, when called, until the rows that `take` asked for are in the slab."""
+        return _nothing if self._area is None else self._area.landing()
+
+    def take(self, slab: torch.Tensor) -> None:
+        """Copy this step's captured rows to `slab`, or begin to."""
+        if self._area is not None:
+            self._area.take(slab, self._rows)
+        elif not self._direct:
+            slab.copy_(self._buffers.ring[: self._rows])
+
+    # -- both ------------------------------------------------------------------------------------------------------------
+
+    def commit(self, plan: np.ndarray, lists: Sequence[np.ndarray]) -> None:
+        """Put the plan where the next forward reads it."""
+        buffers = self._buffers
+        if self._on_cpu:
+            buffers.plan.numpy()[:] = plan
+            if lists:
+                flat = np.concatenate(lists)
+                buffers.lists.numpy()[: len(flat)] = flat
+            return
+        self._upload(buffers.plan, plan)
+        self._upload(buffers.token_rows, self._token_rows)
+        if self._slots:
+            slots = np.full((max(self._slots) + 1, buffers.capture_slots.shape[1]), -1, dtype=np.int32)
+            for pattern, tokens in self._slots.items():
+                slots[pattern, tokens] = np.arange(len(tokens), dtype=np.int32)
+            self._upload(buffers.capture_slots[: len(slots)], slots)
+
+    def _upload(self, buffer: torch.Tensor, values: np.ndarray) -> None:
+        # The caching allocator keeps pinned memory until the copy that was queued from it is over.
+        staged = torch.from_numpy(values).pin_memory()
+        buffer.copy_(staged, non_blocking=True)
+
+
+class _Areas:
+    """The two halves of an accelerator's ring."""
+
+    def __init__(self, ring: torch.Tensor) -> None:
+        self.rows = len(ring) // 2
+        self._ring = ring
+        self._stream = torch.cuda.Stream(ring.device)
+        self._copied: list[torch.cuda.Event | None] = [None, None]
+        self._current = 0
+
+    def next(self) -> int:
+        """Turn to the other half; the forward that fills it waits on the device until its rows have left. Its first row."""
+        self._current = 1 - self._current
+        copied = self._copied[self._current]
+        if copied is not None:
+            torch.cuda.current_stream(self._ring.device).wait_event(copied)
+        return self._current * self.rows
+
+    def landing(self) -> Callable[[], None]:
+        event = self._copied[self._current] = torch.cuda.Event()
+        return event.synchronize
+
+    def take(self, slab: torch.Tensor, rows: int) -> None:
+        """On the copy stream: wait for the forward, copy, record the event."""
+        event = self._copied[self._current]
+        assert event is not None, "landing() comes before take()"
+        first = self._current * self.rows
+        self._stream.wait_stream(torch.cuda.current_stream(self._ring.device))
+        with torch.cuda.stream(self._stream):
+            slab.copy_(self._ring[first : first + rows], non_blocking=True)
+            event.record(self._stream)
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,156 @@
+"""Which captured rows of cached prompts do the ranks still hold? Kept by the scheduler, which alone decides what they keep.
+
+A capture whose prompt is served by the prefix cache would be short by what the hit skips. Rows of full prompt blocks are
+therefore kept on the ranks, bounded, by the hash of their block (which covers everything before it and the interventions in
+it); a hit may then reach as far as they do, and the rows come from there. Everything is decided here, in the order of the
+schedule, and told to the ranks with the step: they never guess.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ...schemas.specs import RankSpec, StoredCapture
+
+#: (hook, layer, at): one port of the model, over all pipeline stages.
+PortName = tuple[str, int, str]
+#: Different sets of ports kept for one block: a user who asks for other layers each time must not fill the store.
+PIECES = 4
+
+
+class KeptBlock(NamedTuple):
+    """Rows of one capture of a request, of the positions in one block, kept under a number of their own."""
+
+    request_id: str
+    capture: int  # index in `RankSpec.captures`
+    first: int  # the block's first position
+    stop: int
+    number: int
+
+
+@dataclass
+class Keeping:
+    """What a step tells the ranks about kept rows; they obey in this order, `keep` and `drop` after the forward."""
+
+    serve: list[KeptBlock] = field(default_factory=list)  # take these rows: the prefix cache skips their computation
+    keep: list[KeptBlock] = field(default_factory=list)  # keep these rows of the request
+    drop: list[int] = field(default_factory=list)  # numbers no longer kept
+
+
+class _Piece(NamedTuple):
+    ports: frozenset[PortName]
+    positions: frozenset[int]  # relative to the block
+    number: int
+    size: int
+
+
+class RowIndex:
+    """`limit`: bytes of kept rows; `row_bytes`: of one row; `block`: tokens of a block."""
+
+    def __init__(self, limit: int, row_bytes: int, block: int) -> None:
+        self._limit, self._row_bytes, self._block = limit, row_bytes, block
+        self._blocks: OrderedDict[bytes, list[_Piece]] = OrderedDict()  # least recently used first
+        self._held = 0
+        self._last = 0
+        self._dropped: list[int] = []
+
+    def reach(self, spec: RankSpec, hashes: list[bytes]) -> int:
+        """How far the prefix cache may serve this prompt: up to the first captured position that is not kept."""
+        reach = spec.prompt_tokens
+        for capture in spec.captures:
+            reach = min(reach, self._reach(capture, spec, hashes))
+        return reach
+
+    def _reach(self, capture: StoredCapture, spec: RankSpec, hashes: list[bytes]) -> int:
+        ports = _ports(capture)
+        for first in range(0, spec.prompt_tokens, self._block):
+            wanted = capture.select(first, min(first + self._block, spec.prompt_tokens), spec.prompt_tokens)
+            if not len(wanted):
+                continue
+            place = first // self._block
+            if place >= len(hashes) or self._find(hashes[place], ports, frozenset(p - first for p in wanted)) is None:
+                return int(wanted[0])
+        return spec.prompt_tokens
+
+    def serve(self, request_id: str, spec: RankSpec, hashes: list[bytes], cached: int) -> list[KeptBlock]:
+        """The kept rows of captured positions below `cached`, as `reach` has promised them."""
+        served = []
+        for number, capture in enumerate(spec.captures):
+            ports = _ports(capture)
+            for first in range(0, cached, self._block):
+                wanted = capture.select(first, min(first + self._block, cached), spec.prompt_tokens)
+                if len(wanted):
+                    key = hashes[first // self._block]
+                    piece = self._find(key, ports, frozenset(p - first for p in wanted))
+                    self._blocks.move_to_end(key)
+                    served.append(KeptBlock(request_id, number, first, min(first + self._block, cached), piece.number if piece else 0))
+        return served
+
+    def keep(self, request_id: str, spec: RankSpec, hashes: list[bytes], start: int, stop: int) -> list[KeptBlock]:
+        """Which rows to keep now that the prompt's tokens `start … stop` are scheduled; full blocks only."""
+        kept = []
+        last = min(stop, spec.prompt_tokens) // self._block
+        for place in range(start // self._block, min(last, len(hashes))):
+            first = place * self._block
+            for number, capture in enumerate(spec.captures):
+                wanted = capture.select(first, first + self._block, spec.prompt_tokens)
+                if len(wanted) and (piece := self._add(hashes[place], _ports(capture), frozenset(p - first for p in wanted))):
+                    kept.append(KeptBlock(request_id, number, first, first + self._block, piece.number))
+        return kept
+
+    @property
+    def pending(self) -> bool:
+        """Is there something to tell the ranks even in a step without captures?"""
+        return bool(self._dropped)
+
+    def dropped(self) -> list[int]:
+        """Numbers given up since the last call."""
+        dropped, self._dropped = self._dropped, []
+        return dropped
+
+    def clear(self) -> None:
+        """The prefix cache was emptied: nothing will be served from these rows."""
+        for pieces in self._blocks.values():
+            self._dropped += [piece.number for piece in pieces]
+        self._blocks.clear()
+        self._held = 0
+
+    def _find(self, key: bytes, ports: frozenset[PortName], positions: frozenset[int]) -> _Piece | None:
+        for piece in self._blocks.get(key, ()):
+            if ports <= piece.ports and positions <= piece.positions:
+                return piece
+        return None
+
+    def _add(self, key: bytes, ports: frozenset[PortName], positions: frozenset[int]) -> _Piece | None:
+        """None when the rows are kept already, or are too many."""
+        size = len(ports) * len(positions) * self._row_bytes
+        if size > self._limit or self._find(key, ports, positions) is not None:
+            return None
+        self._last += 1
+        piece = _Piece(ports, positions, self._last, size)
+        pieces = self._blocks.setdefault(key, [])
+        self._blocks.move_to_end(key)
+        covered = [old for old in pieces if old.ports <= ports and old.positions <= positions]
+        for old in covered or pieces[: len(pieces) + 1 - PIECES]:
+            self._forget(pieces, old)
+        pieces.append(piece)
+        self._held += size
+        while self._held > self._limit:
+            oldest = next(iter(self._blocks))
+            for old in list(self._blocks[oldest]):
+                if old is not piece:
+                    self._forget(self._blocks[oldest], old)
+            if self._blocks[oldest]:  # only the new piece is left of it
+                self._blocks.move_to_end(oldest)
+            else:
+                del self._blocks[oldest]
+        return piece
+
+    def _forget(self, pieces: list[_Piece], piece: _Piece) -> None:
+        pieces.remove(piece)
+        self._held -= piece.size
+        self._dropped.append(piece.number)
+
+
+def _ports(capture: StoredCapture) -> frozenset[PortName]:
+    return frozenset((hook, layer, capture.at) for hook, layers in capture.sites.items() for layer in layers)
