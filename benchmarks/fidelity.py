@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "engine"))
 
 from engines import DEMO_MODEL, bench_prompts, tokenised
 from host import Host, capture_of
-from tiny import Reference
+from reference import Reference
 
 PROMPTS = 8
 

@@ -5,17 +5,18 @@ from pathlib import Path
 
 import pytest
 from host import Host
-from tiny import Reference, tiny_llama, tiny_qwen3
+from reference import Reference
+from tiny import checkpoint
 
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_llama(tmp_path_factory.mktemp("tiny-llama"))
+    return checkpoint("llama", tmp_path_factory.mktemp("tiny-llama"))
 
 
 @pytest.fixture(scope="session")
 def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_qwen3(tmp_path_factory.mktemp("tiny-qwen3"))
+    return checkpoint("qwen3", tmp_path_factory.mktemp("tiny-qwen3"))
 
 
 @pytest.fixture(scope="session")

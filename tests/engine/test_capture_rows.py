@@ -5,7 +5,8 @@ import random
 import numpy as np
 import pytest
 from host import Host, capture_of, prompt_of, relative_error, steer
-from tiny import LAYERS, VOCABULARY, Reference
+from reference import Reference
+from tiny import LAYERS, VOCABULARY
 from tolerances import FP32_ROWS
 
 ALL = list(range(LAYERS))

@@ -2,7 +2,8 @@
 
 import numpy as np
 from host import Host, capture_of, prompt_of, relative_error, steer
-from tiny import HIDDEN, LAYERS, Reference
+from reference import Reference
+from tiny import HIDDEN, LAYERS
 from tolerances import FP32_ROWS, FP32_RUNNERS
 
 ALL = list(range(LAYERS))

@@ -6,7 +6,8 @@ KV blocks hold 128 tokens on CPU, so the prompts here fill several.
 import numpy as np
 import pytest
 from host import Host, capture_of, prompt_of, relative_error, steer
-from tiny import HIDDEN, LAYERS, Reference
+from reference import Reference
+from tiny import HIDDEN, LAYERS
 from tolerances import FP32_ROWS
 
 ALL = list(range(LAYERS))

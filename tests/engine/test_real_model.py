@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from host import Host, capture_of, prompt_of
-from tiny import Reference
+from reference import Reference
 from tolerances import BF16_EXCESS, FP32_LAYERS, FP32_ROWS_30_LAYERS
 
 from midstream.client.models import fetch_demo_model

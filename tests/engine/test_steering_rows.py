@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 from host import Host, capture_of, prompt_of, relative_error, steer
-from tiny import HIDDEN, LAYERS, Reference
+from reference import Reference
+from tiny import HIDDEN, LAYERS
 from tolerances import FP32_BATCH, FP32_ROWS
 
 ALL = list(range(LAYERS))

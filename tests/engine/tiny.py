@@ -1,21 +1,66 @@
-"""Small random checkpoints of real architectures, and what transformers says their residual stream is."""
+"""Small random checkpoints of the architectures that we serve: 4 layers, hidden 64, fp32, and every weight matters.
 
-from collections.abc import Sequence
+`python tests/engine/tiny.py FOLDER [NAME …]` writes them.
+"""
+
+import sys
+import zlib
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-
-#: (layer, vector `[hidden]` to add, positions or None for all)
-Edit = tuple[int, np.ndarray, list[int] | None]
+import transformers
+from transformers import PreTrainedTokenizerFast
 
 VOCABULARY = 512
 LAYERS = 4
 HIDDEN = 64
+#: Window of sliding attention, where a model has it: shorter than the tests' prompts.
+WINDOW = 16
+
+#: Of every config that knows these words. Head size 32 is the least that vLLM's CPU attention takes.
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": LAYERS,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.15,
+    "eos_token_id": 1,
+    "bos_token_id": None,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+}
+_GROUPED: dict[str, Any] = _COMMON | {"intermediate_size": 160, "num_attention_heads": 4, "num_key_value_heads": 2}
+_EXPERTS: dict[str, Any] = {"num_local_experts": 8, "num_experts_per_tok": 2}
 
 
-def _tokenizer(path: Path) -> None:
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint to be made: transformers' config class and what it is told; `architecture` is what vLLM looks up."""
+
+    architecture: str
+    config: str
+    options: dict[str, Any]
+
+    def make(self, path: Path) -> Path:
+        """Write it, with a tokenizer of 512 words, unless it is there; returns `path`. The weights depend on the options only."""
+        if (path / "config.json").exists():
+            return path
+        torch.manual_seed(zlib.crc32(repr((self.architecture, sorted(self.options.items()))).encode()))
+        config = getattr(transformers, self.config)(**self.options)
+        model = getattr(transformers, self.architecture)(config).float()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                # Fresh norms and biases are ones and zeros: a missing one would not be seen.
+                if parameter.ndim == 1:
+                    parameter += (0.2 if "norm" in name or ".ln_" in name else 0.1) * torch.randn_like(parameter)
+        _save_tokenizer(path)
+        model.save_pretrained(path)
+        return path
+
+
+def _save_tokenizer(path: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = {f"w{i}": i for i in range(VOCABULARY)}
@@ -24,83 +69,69 @@ def _tokenizer(path: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0", eos_token="w1").save_pretrained(path)
 
 
-def _save(model: torch.nn.Module, path: Path) -> Path:
-    model.save_pretrained(path)
-    _tokenizer(path)
-    return path
+def _llama_like(name: str, **options: Any) -> Checkpoint:
+    return Checkpoint(f"{name}ForCausalLM", f"{name}Config", _GROUPED | {"head_dim": 32} | options)
 
 
-def tiny_llama(path: Path) -> Path:
-    """Llama, 4 layers, hidden 64, grouped-query attention, fp32; weights large enough that layers differ visibly."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        intermediate_size=160,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=4096,
-        initializer_range=0.15,
-        eos_token_id=1,
-        bos_token_id=None,
-        tie_word_embeddings=False,
-    )
-    return _save(LlamaForCausalLM(config).float(), path)
+#: Name → checkpoint. Every entry of `architectures.ARCHITECTURES` is served by at least one of them.
+CHECKPOINTS: dict[str, Checkpoint] = {
+    "llama": _llama_like("Llama"),
+    "mistral": _llama_like("Mistral", sliding_window=WINDOW),
+    "qwen2": _llama_like("Qwen2"),
+    "qwen3": _llama_like("Qwen3"),
+    "qwen3-moe": _llama_like("Qwen3Moe", moe_intermediate_size=96, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True),
+    "mixtral": _llama_like("Mixtral", **_EXPERTS),
+    "phi3": _llama_like("Phi3"),
+    "gemma": _llama_like("Gemma", tie_word_embeddings=True),
+    "gemma2": _llama_like(
+        "Gemma2",
+        tie_word_embeddings=True,
+        query_pre_attn_scalar=32,
+        attn_logit_softcapping=5.0,
+        final_logit_softcapping=3.0,
+        sliding_window=WINDOW,
+    ),
+    "gemma3": Checkpoint(
+        "Gemma3ForCausalLM",
+        "Gemma3TextConfig",
+        _GROUPED
+        | {"head_dim": 32, "tie_word_embeddings": True, "query_pre_attn_scalar": 32, "sliding_window": WINDOW}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    ),
+    "opt": Checkpoint("OPTForCausalLM", "OPTConfig", _COMMON | {"num_attention_heads": 2, "ffn_dim": 160, "word_embed_proj_dim": HIDDEN}),
+    "gpt2": Checkpoint(
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        {"n_embd": HIDDEN, "n_layer": LAYERS, "n_head": 2, "n_positions": 4096, "tie_word_embeddings": True}
+        | {key: _COMMON[key] for key in ("vocab_size", "initializer_range", "eos_token_id", "bos_token_id")},
+    ),
+    "olmo": _llama_like("Olmo"),
+    "olmo2": _llama_like("Olmo2"),
+    "gpt-neox": Checkpoint(
+        "GPTNeoXForCausalLM",
+        "GPTNeoXConfig",
+        _COMMON | {"num_attention_heads": 2, "intermediate_size": 160, "use_parallel_residual": True},
+    ),
+    "gpt-neox-sequential": Checkpoint(
+        "GPTNeoXForCausalLM",
+        "GPTNeoXConfig",
+        _COMMON | {"num_attention_heads": 2, "intermediate_size": 160, "use_parallel_residual": False},
+    ),
+    "smollm3": _llama_like("SmolLM3"),
+    "starcoder2": _llama_like("Starcoder2", sliding_window=None),
+}
+#: Served by nothing: named in tests of what is refused.
+REFUSED: dict[str, Checkpoint] = {
+    "opt-post-norm": Checkpoint("OPTForCausalLM", "OPTConfig", CHECKPOINTS["opt"].options | {"do_layer_norm_before": False}),
+    "bloom": Checkpoint("BloomForCausalLM", "BloomConfig", {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "n_layer": 2, "n_head": 2}),
+}
 
 
-def tiny_qwen3(path: Path) -> Path:
-    """Qwen3, 4 layers, hidden 64, head counts that split over two ranks, fp32."""
-    torch.manual_seed(1)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        intermediate_size=128,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=4096,
-        initializer_range=0.15,
-        eos_token_id=1,
-        bos_token_id=None,
-        tie_word_embeddings=False,
-    )
-    return _save(Qwen3ForCausalLM(config).float(), path)
+def checkpoint(name: str, path: Path) -> Path:
+    """Write the named checkpoint to `path`, unless it is there."""
+    return (CHECKPOINTS | REFUSED)[name].make(path)
 
 
-class Reference:
-    """transformers on the same checkpoint, with forward hooks on the decoder layers."""
-
-    def __init__(self, path: Path, dtype: torch.dtype = torch.float32):
-        self._model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()
-        self._layers = self._model.model.layers
-
-    def post_block(self, token_ids: list[int], edits: Sequence[Edit] = ()) -> dict[int, np.ndarray]:
-        """Layer → stream leaving the block `[tokens, hidden]` float32, before this layer's own edits."""
-        streams: dict[int, np.ndarray] = {}
-        handles = [
-            layer.register_forward_hook(self._hook(number, streams, [edit for edit in edits if edit[0] == number]))
-            for number, layer in enumerate(self._layers)
-        ]
-        try:
-            with torch.no_grad():
-                self.logits = self._model(torch.tensor([token_ids])).logits[0].float().numpy()
-        finally:
-            for handle in handles:
-                handle.remove()
-        return streams
-
-    @staticmethod
-    def _hook(number: int, streams: dict[int, np.ndarray], edits: list[Edit]) -> object:
-        def hook(_module: object, _inputs: object, output: object) -> object:
-            stream = output[0] if isinstance(output, tuple) else output
-            streams[number] = stream[0].float().numpy().copy()
-            edited = stream.clone()
-            for _, vector, positions in edits:
-                where = slice(None) if positions is None else positions
-                edited[:, where] += torch.from_numpy(vector).to(edited.dtype)
-            return (edited, *output[1:]) if isinstance(output, tuple) else edited
-
-        return hook
+if __name__ == "__main__":
+    for chosen in sys.argv[2:] or CHECKPOINTS:
+        print(checkpoint(chosen, Path(sys.argv[1]) / chosen))

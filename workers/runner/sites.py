@@ -1,121 +1,176 @@
-"""Where in a model is the residual stream? One table entry per architecture, and the wrapping that follows from it.
+"""How do the hook points get into a loaded model? The modules that the adapter names are wrapped, on the instances.
 
-Sites are installed on layer instances after loading and before compilation or graph capture; model files stay as
-they are. Issue-by-issue the table grows; an architecture that is not in it is refused at boot.
+Sites are installed after loading and before compilation or graph capture; model files stay as they are. In a traced
+forward every site is one opaque op whose tensors are buffers of its module, so the same graph serves idle and busy
+steps. A forward that runs as Python asks first whether the site is busy.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import nn
 
-from ...kernels import pair_site as kernel
-from ...schemas.specs import MAX_STEERING_SELECTORS
+from ...kernels import pair_site, single_site
+from ...kernels.families import FAMILIES, SCALARS
+from ...kernels.plan import COLUMNS, NO_SLOT, ROWS_PER_TOKEN
+from ...schemas.selectors import Hook
+from .architectures import Adapter, Kind, Side, Tap, UnsupportedArchitectureError
 
-#: Architecture (HF `architectures[0]`) → where its decoder layers are. Each layer returns the deferred pair
-#: `(hidden_states, residual)`, whose sum is the stream leaving the block.
-PAIR_ARCHITECTURES: dict[str, str] = {
-    "LlamaForCausalLM": "model.layers",
-    "MistralForCausalLM": "model.layers",
-    "Qwen2ForCausalLM": "model.layers",
-    "Qwen3ForCausalLM": "model.layers",
-}
-HOOKS = ("post_block",)
-
-
-class UnsupportedArchitectureError(ValueError):
-    """The model's architecture has no adapter."""
-
-
-def layers_path(architecture: str) -> str:
-    """Attribute path of the decoder layers; raises UnsupportedArchitectureError with the list of what is supported."""
-    if architecture not in PAIR_ARCHITECTURES:
-        supported = ", ".join(sorted(PAIR_ARCHITECTURES))
-        raise UnsupportedArchitectureError(f"architecture {architecture} is not supported; supported: {supported}")
-    return PAIR_ARCHITECTURES[architecture]
-
-
-@dataclass
-class Switch:
-    """Read by forwards that run as Python; traced ones always call the op."""
-
-    active: bool = False  # this step has something to do
-    always: bool = False  # a graph is captured from this forward, so the op must be in it whatever the step
-
-
-@dataclass
-class SharedBuffers:
-    """Filled before the forward, read by every site. int64, unused slots 0."""
-
-    steer_tokens: torch.Tensor  # [MAX_STEERING_SELECTORS * capacity]
-    steer_rows: torch.Tensor  # [MAX_STEERING_SELECTORS * capacity]
-    capture_tokens: torch.Tensor  # [capacity]
+#: vLLM's Transformers backend lies here.
+BACKEND_MODULE = "vllm.model_executor.models.transformers"
 
 
 @dataclass
 class Site:
-    """`post_block` of one layer held by this rank."""
+    """One hook point of one layer that this rank holds."""
 
+    hook: Hook
     layer: int  # absolute layer number
-    captured: torch.Tensor  # [capacity, hidden_size]
-    counts: torch.Tensor  # int32 [4], see kernels.pair_site
-    table: torch.Tensor  # [1 + steering_rows, hidden_size], row 0 zero
+    kind: Kind
+    busy: bool = False  # the forward that follows has something to do here; traced forwards do not ask
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much the buffers hold."""
+
+    ring_rows: int  # captured rows of one step, over all sites
+    capacity: int  # token rows of one step
+    lists: int  # token indices of one step, over all sites; sites × capacity is enough for every step
+    patterns: int  # distinct sets of captured tokens in one step
+    configurations: int  # distinct intervention configurations in one step
+    entries: int  # vectors of those configurations
+
+
+@dataclass
+class Buffers:
+    """Shared by all sites of the rank, filled before the forward; row, slot and entry 0 of the tables mean "nothing".
+
+    They stay where they are, but for `ring`: a forward that is not traced writes to whatever `ring` is when it runs.
+    """
+
+    ring: torch.Tensor  # [ring_rows, hidden] model dtype
+    plan: torch.Tensor  # int32 [sites, COLUMNS]
+    lists: torch.Tensor  # int32 [lists]
+    token_rows: torch.Tensor  # int32 [capacity, ROWS_PER_TOKEN]
+    capture_slots: torch.Tensor  # int32 [patterns, capacity], NO_SLOT: not captured
+    site_rows: torch.Tensor  # int32 [sites, families, 1 + configurations]
+    pool: torch.Tensor  # [1 + entries, hidden] model dtype
+    scalars: torch.Tensor  # float32 [1 + entries, SCALARS]
+
+
+#: In the order of the ops' arguments; of two of them a site gets its own row.
+_ORDER = tuple(field.name for field in fields(Buffers))
+_BY_SITE = ("plan", "site_rows")
+
+#: (hidden, residual or None) → None: runs the op of one site.
+_Visit = Callable[[torch.Tensor, torch.Tensor | None], None]
 
 
 def install(
-    model: nn.Module, architecture: str, switch: Switch, *, rows: int, capacity: int, dtype: torch.dtype, device: torch.device
-) -> tuple[list[Site], SharedBuffers]:
-    """Wrap the layers that this rank holds; returns their sites in layer order and the buffers they share."""
-    layers: nn.ModuleList = model.get_submodule(layers_path(architecture))
-    sizes = (MAX_STEERING_SELECTORS * capacity, MAX_STEERING_SELECTORS * capacity, capacity)
-    shared = SharedBuffers(*(torch.zeros(size, dtype=torch.int64, device=device) for size in sizes))
-    sites = []
-    for number, layer in enumerate(layers):
-        hidden_size = _hidden_size(layer)
-        if hidden_size is None:  # a placeholder: the layer is on another pipeline stage
-            continue
-        site = Site(
-            layer=number,
-            captured=torch.zeros(capacity, hidden_size, dtype=dtype, device=device),
-            counts=torch.zeros(4, dtype=torch.int32, device=device),
-            table=torch.zeros(1 + rows, hidden_size, dtype=dtype, device=device),
-        )
-        layer.forward = _wrap(layer, layer.forward, site, shared, switch)
-        sites.append(site)
-    return sites, shared
+    model: nn.Module, adapter: Adapter, sizes: Sizes, hooks: Sequence[Hook], *, dtype: torch.dtype, device: torch.device, always: bool
+) -> tuple[list[Site], Buffers]:
+    """Wrap what the adapter names in the layers that this rank holds, for each of `hooks`.
+
+    Returns the sites in (layer, hook) order, where site `i` is `plan[i]` and `site_rows[i]`, and the buffers. `always`: a
+    graph is captured from a forward that runs as Python, so that every op must be in it. Raises
+    UnsupportedArchitectureError when a hook does not exist or the model is not built as the adapter says.
+    """
+    if type(model).__module__.startswith(BACKEND_MODULE) != adapter.variant.backend:
+        served = "is" if not adapter.variant.backend else "is not"
+        raise UnsupportedArchitectureError(f"{adapter.architecture} {served} served by vLLM's Transformers backend: not the model we know")
+    ordered = [hook for hook in adapter.hooks if hook in hooks]
+    for hook in hooks:
+        adapter.tap(hook, 0)
+    # Layers of other pipeline stages are placeholders.
+    held = [
+        (number, layer) for number, layer in enumerate(_submodule(model, adapter.layers, adapter)) if not isinstance(layer, nn.Identity)
+    ]
+    placed = [(number, layer, hook, adapter.tap(hook, number)) for number, layer in held for hook in ordered]
+    sites = [Site(hook, number, tap.kind) for number, _, hook, tap in placed]
+    buffers = _buffers(len(sites), sizes, adapter.hidden_size, dtype, device)
+    visits: dict[nn.Module, dict[Side, list[tuple[Tap, _Visit]]]] = {}
+    for index, (site, (_, layer, _, tap)) in enumerate(zip(sites, placed, strict=True)):
+        module = _submodule(layer, tap.path, adapter)
+        visit = _visit(module, site, index, buffers, always)
+        visits.setdefault(module, {"input": [], "output": []})[tap.side].append((tap, visit))
+    for module, sides in visits.items():
+        _wrap(module, sides["input"], sides["output"])
+    return sites, buffers
 
 
-def _hidden_size(layer: nn.Module) -> int | None:
-    norm = getattr(layer, "input_layernorm", None)
-    return None if norm is None else int(norm.weight.shape[0])
+def _submodule(module: nn.Module, path: str, adapter: Adapter) -> Any:
+    try:
+        return module.get_submodule(path)
+    except AttributeError as error:
+        raise UnsupportedArchitectureError(f"{adapter.architecture} is built otherwise than the adapter says: {error}") from error
 
 
-def _wrap(layer: nn.Module, forward: Callable[..., Any], site: Site, shared: SharedBuffers, switch: Switch) -> Callable[..., Any]:
-    # Buffers on the module become inputs of the traced graph, as weights do.
-    for name in ("captured", "counts", "table"):
-        layer.register_buffer(f"midstream_{name}", getattr(site, name), persistent=False)
-    for name in ("steer_tokens", "steer_rows", "capture_tokens"):
-        layer.register_buffer(f"midstream_{name}", getattr(shared, name), persistent=False)
+def _buffers(sites: int, sizes: Sizes, hidden: int, dtype: torch.dtype, device: torch.device) -> Buffers:
+    def empty(*shape: int, dtype: torch.dtype = torch.int32, fill: int = 0) -> torch.Tensor:
+        return torch.full(shape, fill, dtype=dtype, device=device)
 
-    def with_site(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden, residual = forward(*args, **kwargs)
+    return Buffers(
+        ring=empty(sizes.ring_rows, hidden, dtype=dtype),
+        plan=empty(sites, COLUMNS),
+        lists=empty(sizes.lists),
+        token_rows=empty(sizes.capacity, ROWS_PER_TOKEN),
+        capture_slots=empty(sizes.patterns, sizes.capacity, fill=NO_SLOT),
+        site_rows=empty(sites, len(FAMILIES), 1 + sizes.configurations),
+        pool=empty(1 + sizes.entries, hidden, dtype=dtype),
+        scalars=empty(1 + sizes.entries, SCALARS, dtype=torch.float32),
+    )
+
+
+def _visit(module: nn.Module, site: Site, index: int, buffers: Buffers, always: bool) -> _Visit:
+    """The call of one site's op, from a traced forward and from one that runs as Python."""
+    own = {name: getattr(buffers, name)[index] for name in _BY_SITE}
+    # Buffers on the module become inputs of the traced graph, as weights do. They are never saved.
+    names = tuple(f"midstream_{site.hook}_{name}" if name in own else f"midstream_{name}" for name in _ORDER)
+    for name, of_module in zip(_ORDER, names, strict=True):
+        module.register_buffer(of_module, own.get(name, getattr(buffers, name)), persistent=False)
+
+    def arguments() -> list[torch.Tensor]:
         if torch.compiler.is_compiling():
-            kernel.pair_site(
-                hidden,
-                residual,
-                layer.midstream_captured,
-                layer.midstream_counts,
-                layer.midstream_steer_tokens,
-                layer.midstream_steer_rows,
-                layer.midstream_table,
-                layer.midstream_capture_tokens,
-            )
-        elif switch.active or switch.always:
-            kernel.pair_site(
-                hidden, residual, site.captured, site.counts, shared.steer_tokens, shared.steer_rows, site.table, shared.capture_tokens
-            )
-        return hidden, residual
+            return [getattr(module, name) for name in names]
+        return [own[name] if name in own else getattr(buffers, name) for name in _ORDER]
 
-    return with_site
+    def visit(hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        if torch.compiler.is_compiling() or always or site.busy:
+            if residual is None:
+                single_site(hidden, *arguments())
+            else:
+                pair_site(hidden, residual, *arguments())
+
+    return visit
+
+
+def _wrap(module: nn.Module, before: list[tuple[Tap, _Visit]], after: list[tuple[Tap, _Visit]]) -> None:
+    """Have `module.forward` visit these sites, in order, before and after what it does."""
+    forward = module.forward
+    hidden_at, residual_at = _places(forward)
+    # Closed over, not read from objects: tracing guards what it reads.
+    inputs = tuple((visit, tap.kind == "pair") for tap, visit in before)
+    outputs = tuple((visit, tap.kind == "pair") for tap, visit in after)
+
+    def with_sites(*args: Any, **kwargs: Any) -> Any:
+        for visit, pair in inputs:
+            hidden = args[hidden_at] if hidden_at < len(args) else kwargs["hidden_states"]
+            residual = (args[residual_at] if residual_at < len(args) else kwargs["residual"]) if pair else None
+            visit(hidden, residual)
+        output = forward(*args, **kwargs)
+        for visit, pair in outputs:
+            visit(output[0] if isinstance(output, tuple) else output, output[1] if pair else None)
+        return output
+
+    module.forward = with_sites
+
+
+def _places(forward: Callable[..., Any]) -> tuple[int, int]:
+    """Where `hidden_states` and `residual` are among the positional arguments; norms take them first and second."""
+    names = list(inspect.signature(forward).parameters)
+    hidden = names.index("hidden_states") if "hidden_states" in names else 0
+    return hidden, names.index("residual") if "residual" in names else hidden + 1

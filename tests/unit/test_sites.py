@@ -1,0 +1,288 @@
+"""Sites reach the tensor that the adapter names, eager and traced, in order, and only where the layer is held."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from midstream.kernels.families import PLACE
+from midstream.kernels.plan import AFTER, BEFORE, DEPTH, EDITS, EDITS_AT, NO_SLOT
+from midstream.schemas.selectors import HOOKS, Hook
+from midstream.workers.runner.architectures import PRE_NORM, Adapter, Tap, UnsupportedArchitectureError, Variant, _materialised
+from midstream.workers.runner.sites import Buffers, Site, Sizes, install
+
+HIDDEN, TOKENS = 8, 5
+SIZES = Sizes(ring_rows=64, capacity=TOKENS, lists=64, patterns=2, configurations=2, entries=8)
+
+
+class Norm(nn.Module):
+    """As vLLM's norms: with a residual they add first, and give both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(HIDDEN) + 0.5)
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        s = x if residual is None else x + residual
+        normed = s * torch.rsqrt(s.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight
+        return normed if residual is None else (normed, s)
+
+
+class PairLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.input_layernorm, self.post_attention_layernorm = Norm(), Norm()
+        self.self_attn, self.mlp = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, positions: Any, hidden_states: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        if residual is None:
+            residual, hidden_states = hidden_states, self.input_layernorm(hidden_states)
+        else:
+            hidden_states, residual = self.input_layernorm(hidden_states, residual)
+        hidden_states = self.self_attn(hidden_states)
+        hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
+        return self.mlp(hidden_states), residual
+
+
+class SingleLayer(nn.Module):
+    """The same mathematics on one materialised tensor; the branches give tuples."""
+
+    def __init__(self, twin: PairLayer) -> None:
+        super().__init__()
+        self.ln_1, self.ln_2, self.attn, self.mlp = twin.input_layernorm, twin.post_attention_layernorm, Branch(twin.self_attn), twin.mlp
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        residual = hidden_states
+        hidden_states = self.attn(self.ln_1(hidden_states))[0] + residual
+        residual = hidden_states
+        return residual + self.mlp(self.ln_2(hidden_states))
+
+
+class Branch(nn.Module):
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return self.linear(x), None
+
+
+class PairModel(nn.Module):
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(PairLayer() for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden, residual = x.clone(), None
+        for layer in self.layers:
+            if not isinstance(layer, nn.Identity):
+                hidden, residual = layer(None, hidden, residual)
+        return hidden + residual
+
+
+class SingleModel(nn.Module):
+    def __init__(self, twin: PairModel) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(SingleLayer(layer) for layer in twin.layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = x.clone()
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden
+
+
+PAIR = Adapter("Toy", Variant("layers", PRE_NORM), HIDDEN, 2)
+SINGLE = Adapter("Toy", Variant("layers", _materialised("attn", "ln_2", "mlp")), HIDDEN, 2)
+
+
+def toy(kind: str) -> tuple[nn.Module, Adapter]:
+    torch.manual_seed(0)
+    pair = PairModel().requires_grad_(False)
+    return (pair, PAIR) if kind == "pair" else (SingleModel(pair), SINGLE)
+
+
+def put(model: nn.Module, adapter: Adapter, hooks: tuple[Hook, ...] = HOOKS, always: bool = False) -> tuple[list[Site], Buffers]:
+    return install(model, adapter, SIZES, hooks, dtype=torch.float32, device=torch.device("cpu"), always=always)
+
+
+def capture_all(sites: list[Site], buffers: Buffers, port: Any = BEFORE) -> None:
+    """Every site's tokens to the ring, site after site."""
+    for index, site in enumerate(sites):
+        site.busy = True
+        plan = buffers.plan[index]
+        plan[port.COUNT], plan[port.START], plan[port.ROW] = TOKENS, 0, index * TOKENS
+
+
+def captured(sites: list[Site], buffers: Buffers) -> dict[tuple[Hook, int], torch.Tensor]:
+    return {(site.hook, site.layer): buffers.ring[i * TOKENS : (i + 1) * TOKENS].clone() for i, site in enumerate(sites)}
+
+
+def edit(sites: list[Site], buffers: Buffers, hook: Hook, layer: int, vector: torch.Tensor, token: int) -> None:
+    """Add `vector` to one row at one site."""
+    index = next(i for i, site in enumerate(sites) if (site.hook, site.layer) == (hook, layer))
+    sites[index].busy = True
+    buffers.pool[1], buffers.lists[0], buffers.token_rows[token, 0] = vector, token, 1
+    buffers.site_rows[index, PLACE["add"], 1] = 1
+    buffers.plan[index, EDITS], buffers.plan[index, EDITS_AT], buffers.plan[index, DEPTH] = 1, 0, 1
+
+
+X = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("traced", [False, True], ids=["eager", "traced"])
+@pytest.mark.parametrize("kind", ["pair", "single"])
+def test_each_hook_sees_what_its_name_says(kind: str, traced: bool) -> None:
+    """The streams add up, layer by layer, and the branches are what is added."""
+    model, adapter = toy(kind)
+    plain = model(X)
+    sites, buffers = put(model, adapter)
+    capture_all(sites, buffers)
+    out = (torch.compile(model, fullgraph=True, backend="aot_eager") if traced else model)(X)
+    rows = captured(sites, buffers)
+    assert torch.allclose(out, plain)
+    assert torch.equal(rows["pre_attn", 0], X)
+    for layer in (0, 1):
+        mid = rows["pre_attn", layer] + rows["attn_out", layer]
+        assert torch.allclose(rows["post_attn", layer], mid, atol=1e-6)
+        assert torch.allclose(rows["post_block", layer], mid + rows["mlp_out", layer], atol=1e-6)
+        ln_2 = model.layers[layer].post_attention_layernorm if kind == "pair" else model.layers[layer].ln_2
+        assert torch.allclose(rows["mlp_in", layer], type(ln_2).forward(ln_2, rows["post_attn", layer]), atol=1e-6)
+    assert torch.equal(rows["pre_attn", 1], rows["post_block", 0])
+    assert torch.allclose(rows["post_block", 1], plain)
+
+
+@pytest.mark.parametrize("traced", [False, True], ids=["eager", "traced"])
+@pytest.mark.parametrize("hook", HOOKS)
+def test_an_edit_has_the_same_effect_on_a_deferred_pair_as_on_one_tensor(hook: Hook, traced: bool) -> None:
+    results = []
+    for kind in ("pair", "single"):
+        model, adapter = toy(kind)
+        plain = model(X)
+        sites, buffers = put(model, adapter)
+        edit(sites, buffers, hook, 1, torch.ones(HIDDEN), token=2)
+        out = (torch.compile(model, fullgraph=True, backend="aot_eager") if traced else model)(X)
+        assert (out != plain).any(1).tolist() == [False, False, True, False, False]
+        results.append(out)
+    assert torch.allclose(*results, atol=1e-5)
+
+
+# field case 3
+@pytest.mark.parametrize("kind", ["pair", "single"])
+def test_an_edit_of_the_stream_reaches_the_branch_that_reads_it_next(kind: str) -> None:
+    for hook, branch in (("pre_attn", "attn_out"), ("post_attn", "mlp_in"), ("post_attn", "mlp_out")):
+        model, adapter = toy(kind)
+        sites, buffers = put(model, adapter)
+        capture_all(sites, buffers)
+        model(X)
+        plain = captured(sites, buffers)
+        edit(sites, buffers, hook, 1, torch.ones(HIDDEN), token=2)
+        buffers.lists[0] = 2
+        model(X)
+        edited = captured(sites, buffers)
+        assert (edited[branch, 1] != plain[branch, 1]).any(1).tolist() == [False, False, True, False, False]
+        assert torch.equal(edited[hook, 1], plain[hook, 1])  # `before` is before
+
+
+def test_after_is_after_the_edits_of_the_site_and_before_those_of_the_next() -> None:
+    """`attn_out` and `post_attn` sit at one module: the branch is edited first, and the stream then holds it."""
+    model, adapter = toy("pair")
+    sites, buffers = put(model, adapter)
+    capture_all(sites, buffers)
+    model(X)
+    plain = captured(sites, buffers)
+    edit(sites, buffers, "attn_out", 0, torch.ones(HIDDEN), token=0)
+    index = [(site.hook, site.layer) for site in sites].index(("attn_out", 0))
+    buffers.plan[index, [BEFORE.COUNT, AFTER.COUNT, AFTER.START, AFTER.ROW]] = torch.tensor([0, TOKENS, 0, index * TOKENS]).int()
+    model(X)
+    edited = captured(sites, buffers)
+    assert torch.allclose(edited["attn_out", 0][0], plain["attn_out", 0][0] + 1)
+    assert torch.allclose(edited["post_attn", 0][0], plain["post_attn", 0][0] + 1, atol=1e-6)
+
+
+# field case 5
+def test_a_traced_graph_serves_idle_and_busy_steps_and_keeps_every_site() -> None:
+    model, adapter = toy("pair")
+    plain = model(X)
+    sites, buffers = put(model, adapter)
+    compiled = torch.compile(model, fullgraph=True)  # inductor: it removes what it takes for dead
+    assert torch.allclose(compiled(X), plain, atol=1e-6)
+    assert not buffers.ring.any()
+    assert not any(site.busy for site in sites)
+    capture_all(sites, buffers)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        compiled(X)
+    assert all(rows.any() for rows in captured(sites, buffers).values())
+
+
+def test_an_idle_site_calls_nothing_and_a_site_of_a_captured_graph_always_does() -> None:
+    for always in (False, True):
+        model, adapter = toy("pair")
+        sites, buffers = put(model, adapter, always=always)
+        capture_all(sites, buffers)
+        for site in sites:
+            site.busy = False
+        model(X)
+        assert buffers.ring.any().item() == always
+
+
+def test_a_forward_that_is_not_traced_writes_to_the_ring_that_is_there_when_it_runs() -> None:
+    model, adapter = toy("pair")
+    sites, buffers = put(model, adapter)
+    capture_all(sites, buffers)
+    first, buffers.ring = buffers.ring, torch.full_like(buffers.ring, torch.nan)
+    model(X)
+    assert not first.any()
+    assert buffers.ring[: len(sites) * TOKENS].isfinite().all()
+
+
+def test_layers_of_other_stages_have_no_sites_and_the_first_held_one_gets_a_pair() -> None:
+    model = PairModel(4)
+    model.layers[0] = model.layers[1] = nn.Identity()
+    sites, buffers = put(model, PAIR, ("pre_attn", "post_block"))
+    assert [(site.layer, site.hook, site.kind) for site in sites] == [
+        (2, "pre_attn", "pair"), (2, "post_block", "pair"), (3, "pre_attn", "pair"), (3, "post_block", "pair"),
+    ]  # fmt: skip
+    assert buffers.plan.shape[0] == 4
+
+
+def test_the_first_layer_of_the_model_gets_one_tensor() -> None:
+    sites, _ = put(*toy("pair"))
+    assert [site.kind for site in sites if site.hook == "pre_attn"] == ["single", "pair"]
+
+
+def test_sites_stand_in_the_order_of_layers_and_hooks() -> None:
+    sites, _ = put(*toy("single"), ("post_block", "attn_out"))
+    assert [(site.layer, site.hook) for site in sites] == [(0, "attn_out"), (0, "post_block"), (1, "attn_out"), (1, "post_block")]
+
+
+def test_nothing_is_planned_in_fresh_buffers() -> None:
+    _, buffers = put(*toy("pair"))
+    assert not buffers.plan.any()
+    assert not buffers.site_rows.any()
+    assert not buffers.token_rows.any()
+    assert (buffers.capture_slots == NO_SLOT).all()
+
+
+def test_the_buffers_are_not_saved_with_the_model() -> None:
+    model, adapter = toy("pair")
+    before = set(model.state_dict())
+    put(model, adapter)
+    assert set(model.state_dict()) == before
+
+
+def test_a_model_built_otherwise_is_refused() -> None:
+    model, _ = toy("pair")
+    elsewhere = Adapter("Toy", Variant("layers", {"post_attn": Tap("ln_2", "input")}), HIDDEN, 2)
+    with pytest.raises(UnsupportedArchitectureError, match="built otherwise"):
+        put(model, elsewhere, ("post_attn",))
+    with pytest.raises(UnsupportedArchitectureError, match="Transformers backend"):
+        put(model, Adapter("Toy", Variant("layers", PRE_NORM, backend=True), HIDDEN, 2))
+
+
+def test_a_hook_that_the_architecture_lacks_is_refused_by_name() -> None:
+    model, _ = toy("pair")
+    lacking = Adapter("Toy", Variant("layers", {"pre_attn": Tap("", "input")}, absent={"post_attn": "for a reason"}), HIDDEN, 2)
+    with pytest.raises(UnsupportedArchitectureError, match="Toy has no post_attn: for a reason"):
+        put(model, lacking, ("pre_attn", "post_attn"))

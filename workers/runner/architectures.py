@@ -1,0 +1,182 @@
+"""Where in a model's decoder layer is each hook point? One table entry per architecture, and nothing else.
+
+A tap names a module below the layer and one side of it; `sites` wraps that module when the model is loaded. Model files
+stay as they are. What is not in the table is refused at boot; a hook that an architecture does not have is refused by name.
+How to add an architecture: `docs/architectures.md`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ...schemas.errors import MidstreamError
+from ...schemas.selectors import HOOKS, Hook
+
+Side = Literal["input", "output"]
+#: `pair`: the stream is the sum of two tensors, `(hidden, residual)`, that the next norm adds up; `single`: it is one tensor.
+Kind = Literal["pair", "single"]
+
+
+class UnsupportedArchitectureError(MidstreamError):
+    """The model's architecture, or this configuration of it, has no table entry."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__("invalid_request", detail, field="model")
+
+
+@dataclass(frozen=True)
+class Tap:
+    """The tensor at one side of the module at `path` below the decoder layer; `""` is the layer itself."""
+
+    path: str
+    side: Side
+    kind: Kind = "single"
+
+
+Taps = dict[Hook, Tap]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """An architecture, as far as its HF config says `when`."""
+
+    layers: str  # attribute path of the decoder layers in vLLM's model
+    taps: Taps = field(default_factory=dict)
+    absent: Mapping[Hook, str] = field(default_factory=dict)  # hook that does not exist → why
+    backend: bool = False  # served by vLLM's Transformers backend, on transformers' own module
+    when: Mapping[str, Any] = field(default_factory=dict)  # attributes of the HF text config
+    refused: str = ""  # why this configuration is not supported
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """What `sites.install` needs to know of one model."""
+
+    architecture: str
+    variant: Variant
+    hidden_size: int
+    num_layers: int
+
+    @property
+    def hooks(self) -> tuple[Hook, ...]:
+        """The hook points that exist, in the order in which a layer's forward meets them."""
+        return tuple(hook for hook in HOOKS if hook in self.variant.taps)
+
+    @property
+    def layers(self) -> str:
+        """Attribute path of the decoder layers in vLLM's model."""
+        return self.variant.layers
+
+    def tap(self, hook: Hook, layer: int) -> Tap:
+        """Where `hook` of `layer` is. Raises UnsupportedArchitectureError when the architecture has no such hook."""
+        if hook not in self.variant.taps:
+            why = self.variant.absent.get(hook, "it does not exist")
+            raise UnsupportedArchitectureError(f"{self.architecture} has no {hook}: {why}; it has {', '.join(self.hooks)}")
+        tap = self.variant.taps[hook]
+        # Nothing was deferred yet when the stream enters the first layer: there is no residual beside it.
+        return Tap(tap.path, tap.side) if layer == 0 and (tap.path, tap.side) == ("", "input") else tap
+
+
+#: Llama and what is built like it: norms fuse the addition, `hidden, residual = norm(hidden, residual)`.
+PRE_NORM: Taps = {
+    "pre_attn": Tap("", "input", "pair"),
+    "attn_out": Tap("post_attention_layernorm", "input"),
+    "post_attn": Tap("post_attention_layernorm", "input", "pair"),
+    "mlp_in": Tap("post_attention_layernorm", "output"),
+    "mlp_out": Tap("", "output"),
+    "post_block": Tap("", "output", "pair"),
+}
+#: Gemma 2 and 3: a norm before and after each branch; the one before the MLP fuses the addition.
+SANDWICH: Taps = PRE_NORM | {
+    "attn_out": Tap("pre_feedforward_layernorm", "input"),
+    "post_attn": Tap("pre_feedforward_layernorm", "input", "pair"),
+    "mlp_in": Tap("pre_feedforward_layernorm", "output"),
+}
+
+
+def _materialised(attention: str, norm: str, mlp: str) -> Taps:
+    """One tensor is the stream. The layer keeps what it hands to a norm as its residual, so an edit in place reaches both."""
+    return {
+        "pre_attn": Tap("", "input"),
+        "attn_out": Tap(attention, "output"),
+        "post_attn": Tap(norm, "input"),
+        "mlp_in": Tap(norm, "output"),
+        "mlp_out": Tap(mlp, "output"),
+        "post_block": Tap("", "output"),
+    }
+
+
+#: transformers' pre-norm layer, as the Transformers backend runs it.
+BACKEND_PRE_NORM = _materialised("self_attn", "post_attention_layernorm", "mlp")
+#: GPT-NeoX, one branch after the other.
+NEOX = _materialised("attention", "post_attention_layernorm", "mlp")
+#: OLMo 2 norms what the branches give, not what they get: the MLP reads the stream itself.
+POST_NORM: Taps = {
+    "pre_attn": Tap("", "input"),
+    "attn_out": Tap("post_attention_layernorm", "output"),
+    "post_attn": Tap("mlp", "input"),
+    "mlp_out": Tap("post_feedforward_layernorm", "output"),
+    "post_block": Tap("", "output"),
+}
+PARALLEL = "attention and MLP both read the stream that enters the layer (parallel residual)"
+
+#: HF `architectures[0]` → its variants; the first whose `when` holds is taken.
+ARCHITECTURES: Mapping[str, tuple[Variant, ...]] = {
+    "GPT2LMHeadModel": (Variant("transformer.h", _materialised("attn", "ln_2", "mlp")),),
+    "GPTNeoXForCausalLM": (
+        Variant(
+            "model.layers",
+            {hook: tap for hook, tap in NEOX.items() if hook != "post_attn"},
+            absent={"post_attn": PARALLEL},
+            backend=True,
+            when={"use_parallel_residual": True},
+        ),
+        Variant("model.layers", NEOX, backend=True),
+    ),
+    "Gemma2ForCausalLM": (Variant("model.layers", SANDWICH),),
+    "Gemma3ForCausalLM": (Variant("model.layers", SANDWICH),),
+    "GemmaForCausalLM": (Variant("model.layers", PRE_NORM),),
+    "LlamaForCausalLM": (Variant("model.layers", PRE_NORM),),
+    "MistralForCausalLM": (Variant("model.layers", PRE_NORM),),
+    "MixtralForCausalLM": (Variant("model.layers", PRE_NORM),),
+    "OPTForCausalLM": (
+        Variant(
+            "model.decoder.layers",
+            when={"do_layer_norm_before": False},
+            refused="with do_layer_norm_before=false the sums are normed before anything reads them: there is no residual stream",
+        ),
+        Variant("model.decoder.layers", _materialised("self_attn", "final_layer_norm", "fc2")),
+    ),
+    "Olmo2ForCausalLM": (
+        Variant("model.layers", POST_NORM, absent={"mlp_in": "the MLP reads the stream, which is post_attn"}, backend=True),
+    ),
+    "OlmoForCausalLM": (Variant("model.layers", BACKEND_PRE_NORM, backend=True),),
+    "Phi3ForCausalLM": (Variant("model.layers", PRE_NORM),),
+    "Qwen2ForCausalLM": (Variant("model.layers", PRE_NORM),),
+    "Qwen3ForCausalLM": (Variant("model.layers", PRE_NORM),),
+    "Qwen3MoeForCausalLM": (Variant("model.layers", PRE_NORM),),
+    "SmolLM3ForCausalLM": (Variant("model.layers", BACKEND_PRE_NORM, backend=True),),
+    "Starcoder2ForCausalLM": (Variant("model.layers", BACKEND_PRE_NORM, backend=True),),
+}
+#: What vLLM calls the class that serves them through its Transformers backend.
+BACKEND_CLASS = "TransformersForCausalLM"
+
+
+def describe(architecture: str, hf_config: Any) -> Adapter:
+    """The adapter of a model, before its weights are read.
+
+    `architecture`: HF's `architectures[0]`, or the backend's class, whose config then says it; `hf_config`: transformers'
+    config. Raises UnsupportedArchitectureError with the list of what is supported, or with the reason.
+    """
+    if architecture == BACKEND_CLASS:
+        architecture = (hf_config.architectures or [architecture])[0]
+    if architecture not in ARCHITECTURES:
+        supported = ", ".join(sorted(ARCHITECTURES))
+        raise UnsupportedArchitectureError(f"architecture {architecture} is not supported; supported: {supported}")
+    config = hf_config.get_text_config()
+    for variant in ARCHITECTURES[architecture]:
+        if all(getattr(config, name) == value for name, value in variant.when.items()):
+            if variant.refused:
+                raise UnsupportedArchitectureError(f"{architecture}: {variant.refused}")
+            return Adapter(architecture, variant, config.hidden_size, config.num_hidden_layers)
+    raise UnsupportedArchitectureError(f"{architecture}: no variant of it matches this configuration")
