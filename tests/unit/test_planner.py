@@ -1,39 +1,150 @@
-"""What is planned for one forward reaches that forward and no other."""
+"""What is planned for one forward reaches that forward and no other; every row is labelled with what it is."""
 
+import numpy as np
 import pytest
-import torch
+from rank_kit import HIDDEN, Rank, Request, rows_of, stream_of, wanted_rows
 
-from midstream.schemas.specs import RankSpec, SteeringRow, StoredCapture, StoredSteering
-from midstream.schemas.tensors import content_hash, from_numpy
-from midstream.workers.runner.capture import Recording, SlabPool
-from midstream.workers.runner.planner import Planner, Tracked
-from midstream.workers.runner.sites import SharedBuffers, Site, Switch
-from midstream.workers.runner.steering import RowTable, VectorStore
-from midstream.workers.runner.step import RequestRows
+from midstream.schemas.selectors import HOOKS
+from midstream.schemas.specs import StoredCapture, StoredSteering
 
-HIDDEN, CAPACITY = 4, 8
+
+def capture(positions="all", at="before", tag="t", every_n=1, **sites: list[int]) -> StoredCapture:
+    return StoredCapture(sites=sites, positions=positions, tag=tag, at=at, every_n=every_n)  # type: ignore[arg-type]
+
+
+def everything(layers: int = 2) -> dict[str, list[int]]:
+    return {hook: list(range(layers)) for hook in HOOKS}
+
+
+def assert_whole(rank: Rank, request: Request, number: int = 0) -> None:
+    finished = rank.finish(request, number)
+    spec = request.captures[number]
+    assert finished.positions == list(spec.select(0, request.total - 1, request.prompt_tokens))
+    assert finished.token_ids == [1000 + position for position in finished.positions]
+    for hook, layers in spec.sites.items():
+        for layer in layers:
+            assert (rows_of(finished, hook, layer) == wanted_rows(request, finished, hook, layer)).all(), (hook, layer)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("seed", range(5))
+def test_any_mixture_of_captures_chunks_batches_and_repeats_gives_every_row_its_own_place(seed: int, traced: bool) -> None:
+    """Random site sets, selectors, batch orders, chunk sizes and recomputed prefixes."""  # field case 1, 6
+    rng = np.random.default_rng(seed)
+    rank = Rank(traced=traced)
+    requests = []
+    for number in range(12):
+        prompt = int(rng.integers(1, 20))
+        captures = []
+        for _ in range(int(rng.integers(0, 3))):
+            sites = {hook: sorted({int(layer) for layer in rng.integers(0, 2, 2)}) for hook in HOOKS if rng.random() < 0.5}
+            positions = rng.choice(np.array(["all", "all_prompt", "all_generated", "last_prompt", "list"]))
+            chosen = sorted({int(p) for p in rng.integers(0, prompt, 3)}) if positions == "list" else str(positions)
+            at, every_n = str(rng.choice(["before", "after"])), int(rng.integers(1, 4))
+            captures.append(capture(chosen, at, every_n=every_n, **(sites or {"post_block": [1]})))
+        requests.append(rank.admit(Request(number, prompt, prompt + int(rng.integers(1, 8)), captures)))
+    done = dict.fromkeys(range(12), 0)
+    while active := [r for r in requests if done[r.number] < r.total - 1]:
+        windows, room = [], 40
+        for request in rng.permutation(np.array(active, dtype=object))[: rng.integers(1, 6)]:
+            if rng.random() < 0.1:
+                done[request.number] = 0  # preempted: everything is computed again
+            left = request.prompt_tokens - done[request.number]
+            count = min(int(rng.integers(1, 12)), left, room) if left > 0 else min(1, room)
+            if count:
+                windows.append((request, done[request.number], count))
+                done[request.number] += count
+                room -= count
+        rank.step(*windows)
+    for request in requests:
+        for number in range(len(request.captures)):
+            assert_whole(rank, request, number)
+
+
+def test_a_capture_after_sees_the_edit_of_its_site_and_one_before_does_not() -> None:
+    rank = Rank()
+    name = rank.vector(np.full(HIDDEN, 8.0))
+    edit = StoredSteering(layers=[1], vector=name, scale=2.0, hook="post_attn", positions=[1])
+    captures = [capture(post_attn=[0, 1]), capture(at="after", post_attn=[0, 1])]
+    request = rank.admit(Request(3, 4, 5, captures, [edit]))
+    rank.step((request, 0, 4))
+    before, after = rank.finish(request, 0), rank.finish(request, 1)
+    untouched = wanted_rows(request, before, "post_attn", 1)
+    assert (rows_of(before, "post_attn", 1) == untouched).all()
+    edited = untouched.copy()
+    edited[1] += 16.0
+    assert (rows_of(after, "post_attn", 1) == edited).all()
+    assert (rows_of(after, "post_attn", 0) == wanted_rows(request, before, "post_attn", 0)).all()
+    assert (rank.left["post_attn", 1] == edited).all()
+    assert request.tracked.applied == 1
+
+
+def test_replacing_is_bit_exact_and_comes_before_adding() -> None:
+    rank = Rank()
+    target = np.array([1e-30, -3.25, 0.1, 1e30, 7.0], dtype=np.float32)
+    plus = np.full(HIDDEN, 0.5, dtype=np.float32)
+    edits = [
+        StoredSteering(layers=[0], vector=rank.vector(plus), scale=1.0, hook="pre_attn", positions=[2]),
+        StoredSteering(layers=[0], vector=rank.vector(target), scale=1.0, hook="pre_attn", positions=[0, 2], op="replace"),
+    ]
+    request = rank.admit(Request(1, 3, 4, (), edits))
+    rank.step((request, 0, 3))
+    left = rank.left["pre_attn", 0]
+    assert (left[0] == target).all()
+    assert (left[1] == stream_of(1, "pre_attn", 0, 1, 1)[0]).all()
+    assert (left[2] == target + plus).all()
+
+
+def test_replacements_of_one_row_follow_one_another() -> None:
+    rank = Rank()
+    first, second = np.full(HIDDEN, 100.0), np.full(HIDDEN, 300.0)
+    edits = [
+        StoredSteering(layers=[0], vector=rank.vector(v), scale=1.0, hook="post_block", positions="all", op="replace", alpha=0.5)
+        for v in (first, second)
+    ]
+    request = rank.admit(Request(0, 1, 2, (), edits))
+    rank.step((request, 0, 1))
+    stream = stream_of(0, "post_block", 0, 0, 1)
+    assert rank.left["post_block", 0] == pytest.approx(0.5 * (0.5 * stream + 0.5 * 100.0) + 0.5 * 300.0)
+
+
+def test_requests_that_want_nothing_of_a_step_leave_the_forward_alone() -> None:
+    rank = Rank()
+    request = rank.admit(Request(0, 4, 9, [capture("last_prompt", post_block=[0])]))
+    rank.plan((request, 0, 3))
+    assert not rank.planner.busy
+    rank.step((request, 3, 1))
+    rank.step((request, 4, 1))
+    assert rank.finish(request).positions == [3]
 
 
 def test_after_a_drain_that_fails_nothing_is_steered_or_recorded() -> None:
-    site = Site(0, torch.zeros(CAPACITY, HIDDEN), torch.zeros(4, dtype=torch.int32), torch.zeros(3, HIDDEN))
-    shared = SharedBuffers(*(torch.zeros(size, dtype=torch.int64) for size in (4 * CAPACITY, 4 * CAPACITY, CAPACITY)))
-    switch, vectors = Switch(), VectorStore(HIDDEN)
-    tensor = from_numpy(torch.ones(HIDDEN).numpy())
-    vectors.put(content_hash(tensor), tensor)
-    table = RowTable([site], 2, vectors)
-    planner = Planner([site], shared, switch, table, SlabPool(1 << 20), traced=False)
-    entry = StoredSteering(layers=[0], vector=content_hash(tensor), scale=1.0, hook="post_block", positions="all")
-    row = SteeringRow(key="k", positions="all", entries=[entry])
-    tracked = Tracked(RankSpec(version="v", job="j", request=0, attempt=1, prompt_tokens=3))
-    tracked.rows = [(table.acquire(row)[0], row)]
-    tracked.recording = Recording(StoredCapture(layers=[0], hook="post_block", positions="all", tag="t"), [0])
-    tracked.recording.runs = None  # type: ignore[assignment]
-    mine = [(tracked, RequestRows("r", 0, 3, 0))]
-    planner.plan_steering(mine)
-    planner.plan_capture(mine)
-    planner.commit()
-    assert site.counts.tolist()[:2] == [3, 3]
+    rank = Rank()
+    edit = StoredSteering(layers=[0], vector=rank.vector(np.ones(HIDDEN)), scale=1.0, hook="post_block", positions="all")
+    request = rank.admit(Request(0, 3, 4, [capture(post_block=[0])], [edit]))
+    request.tracked.recordings[0].runs = None  # type: ignore[assignment]
+    rank.plan((request, 0, 3))
+    assert rank.buffers.plan.any()
     with pytest.raises(AttributeError):
-        planner.drain()
-    assert site.counts.tolist()[:2] == [0, 0]
-    assert not planner.busy
+        rank.planner.drain()
+    assert not rank.buffers.plan.any()
+    assert not rank.buffers.token_rows.any()
+    assert not any(site.busy for site in rank.sites)
+    assert not rank.planner.busy
+
+
+def test_rows_given_back_leave_the_tables_zero() -> None:
+    rank = Rank()
+    name = rank.vector(np.ones(HIDDEN))
+    edits = [
+        StoredSteering(layers=[0, 1], vector=name, scale=3.0, hook="mlp_out", positions="all", op="replace", alpha=0.5),
+        StoredSteering(layers=[1], vector=name, scale=1.0, hook="mlp_out", positions="all"),
+        StoredSteering(layers=[0], vector=name, scale=1.0, hook="pre_attn", positions=[0]),
+    ]
+    request = rank.admit(Request(0, 2, 3, (), edits))
+    assert (rank.table.used, rank.table.entries_used) == (2, 4)
+    for row in rank.rows(request):
+        assert rank.table.release(row.key)
+    assert (rank.table.used, rank.table.entries_used) == (0, 0)
+    for tensor in (rank.buffers.pool, rank.buffers.scalars, rank.buffers.site_rows):
+        assert not tensor.any()

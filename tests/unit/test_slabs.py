@@ -1,71 +1,96 @@
-"""Captured rows come out in position order, each position once; slab memory is reused only when nobody looks at it."""
+"""Captured rows come out in position order, each position once; slab memory is bounded, and reused when nobody looks at it."""
 
 import gc
+import os
+from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
+from rank_kit import HIDDEN, Rank, Request, rows_of, wanted_rows
 
 from midstream.schemas.specs import StoredCapture
-from midstream.workers.runner.capture import Recording, Run, SlabPool
+from midstream.workers.runner.slabs import SlabPool
 
-SPEC = StoredCapture(layers=[3, 5], hook="post_block", positions="all", tag="t")
-
-
-def slab_of(first: int, rows: int, pool: SlabPool) -> torch.Tensor:
-    """Row r of layer index l holds 1000·l + first + r everywhere."""
-    slab = pool.new_slab(2, rows, 4, torch.float32)
-    for layer in range(2):
-        slab[layer] = (1000 * layer + first + torch.arange(rows)).unsqueeze(1)
-    return slab
+ROW_BYTES = HIDDEN * 4
 
 
-def rows_of(buffers: list[memoryview]) -> list[float]:
-    return np.concatenate([np.frombuffer(buffer, dtype="<f4").reshape(-1, 4)[:, 0] for buffer in buffers]).tolist()
+def request_of(number: int = 0, prompt: int = 6, total: int = 8, **options) -> Request:
+    return Request(number, prompt, total, [StoredCapture(sites={"post_block": [0, 1]}, positions="all", tag="t", **options)])
 
 
-def test_runs_join_in_position_order_and_the_last_computed_row_wins() -> None:
-    pool = SlabPool(1 << 20)
-    recording, index = Recording(SPEC, [3, 5]), {3: 0, 5: 1}
-    recording.runs = [
-        Run(slab_of(0, 4, pool), index, first_row=0, first_position=0, count=4),
-        Run(slab_of(100, 4, pool), index, first_row=1, first_position=2, count=3),  # positions 2–4 again: preempted, say
-        Run(slab_of(200, 2, pool), index, first_row=0, first_position=5, count=2),
-    ]
-    positions, rows = recording.finish(before=6)
-    assert positions == [0, 1, 2, 3, 4, 5]  # field case 6
-    assert rows_of(rows[3]) == [0, 1, 101, 102, 103, 200]
-    assert rows_of(rows[5]) == [1000, 1001, 1101, 1102, 1103, 1200]
+def test_a_position_computed_twice_is_there_once_as_it_was_computed_last() -> None:
+    rank = Rank()
+    request = rank.admit(request_of())
+    rank.step((request, 0, 6))
+    first = rank.finish(request_with(request, total=7))
+    assert first.positions == list(range(6))
+    request.number = 9  # what is computed from now on is something else
+    rank.step((request, 2, 4))
+    rank.step((request, 6, 1))
+    finished = rank.finish(request)
+    assert finished.positions == list(range(7))  # field case 6
+    rows = rows_of(finished, "post_block", 1)
+    request.number = 0
+    assert (rows[:2] == wanted_rows(request, finished, "post_block", 1)[:2]).all()
+    request.number = 9
+    assert (rows[2:] == wanted_rows(request, finished, "post_block", 1)[2:]).all()
+
+
+def request_with(request: Request, total: int) -> Request:
+    """The same request, ended elsewhere."""
+    other = Request(request.number, request.prompt_tokens, total, request.captures)
+    other.tracked = request.tracked
+    return other
 
 
 def test_rows_beyond_the_last_fed_token_are_left_out() -> None:
     """A step scheduled ahead, or a rejected draft token, computes rows that are nobody's."""  # field case 7
-    pool = SlabPool(1 << 20)
-    recording = Recording(SPEC, [3], [Run(slab_of(0, 6, pool), {3: 0}, 0, 0, 6)])
-    assert recording.finish(before=4)[0] == [0, 1, 2, 3]
+    rank = Rank()
+    request = rank.admit(request_of())
+    rank.step((request, 0, 6))
+    rank.step((request, 6, 4))
+    assert rank.finish(request).positions == list(range(7))
 
 
-def test_bfloat16_rows_keep_their_bits() -> None:
-    slab = torch.tensor([[[1.5, -2.0], [3.25, 0.1]]], dtype=torch.bfloat16)
-    recording = Recording(SPEC, [3], [Run(slab, {3: 0}, 0, 0, 2)])
-    (buffer,) = recording.finish(before=2)[1][3]
-    assert np.frombuffer(buffer, "<u2").tolist() == slab.view(torch.uint16).flatten().tolist()
+def test_a_row_that_is_missing_is_an_error_and_names_the_positions() -> None:
+    rank = Rank()
+    request = rank.admit(request_of())
+    rank.step((request, 0, 4))
+    with pytest.raises(RuntimeError, match=r"positions \[4, 5, 6\] were not recorded \(3 of 7\)"):
+        rank.finish(request)
+
+
+@pytest.mark.parametrize(("stored", "numpy_dtype"), [("float16", "<f2"), ("bfloat16", "<u2"), ("float32", "<f4"), ("model", "<f4")])
+def test_rows_are_stored_in_the_dtype_that_was_asked_for(stored: str, numpy_dtype: str) -> None:
+    rank = Rank()
+    request = rank.admit(request_of(prompt=1, total=2, dtype=stored))
+    rank.step((request, 0, 1))
+    finished = rank.finish(request)
+    (part,) = finished.rows("post_block", 0)
+    wanted = torch.from_numpy(wanted_rows(request, finished, "post_block", 0))
+    dtype = torch.float32 if stored == "model" else getattr(torch, stored)
+    assert finished.dtype == str(dtype).removeprefix("torch.")
+    rounded = wanted.to(dtype)
+    bits = rounded.view(torch.uint16) if dtype == torch.bfloat16 else rounded
+    assert np.array_equal(np.frombuffer(part, numpy_dtype), bits.numpy().ravel())
 
 
 def test_memory_is_reused_when_the_slab_is_gone_and_not_before() -> None:
     pool = SlabPool(1 << 20)
-    first = pool.new_slab(2, 8, 4, torch.float32)
+    first = pool.new_slab(16, 4, torch.float32)
     address = first.data_ptr()
-    second = pool.new_slab(2, 8, 4, torch.float32)
+    second = pool.new_slab(16, 4, torch.float32)
     assert second.data_ptr() != address
     del first
     gc.collect()
-    assert pool.new_slab(2, 7, 4, torch.float32).data_ptr() == address
+    assert pool.new_slab(14, 4, torch.float32).data_ptr() == address
     del second
 
 
 def test_a_step_waits_while_the_writers_are_behind_and_only_then() -> None:
     pool = SlabPool(limit_bytes=100)
-    kept = pool.new_slab(2, 8, 4, torch.float32)
+    kept = pool.new_slab(16, 4, torch.float32)
     asked: list[bool] = []
 
     def busy() -> bool:
@@ -77,3 +102,36 @@ def test_a_step_waits_while_the_writers_are_behind_and_only_then() -> None:
     del kept
     gc.collect()
     pool.wait(lambda: True)  # within the limit: returns at once although the writers are busy
+
+
+def test_beyond_the_limit_rows_are_spilled_to_disk_and_come_back_whole(tmp_path: Path) -> None:
+    rank = Rank(slabs=SlabPool(3 * ROW_BYTES, "spill", tmp_path / "spill"))
+    request = rank.admit(request_of())
+    rank.step((request, 0, 6))
+    rank.step((request, 6, 1))
+    assert rank.slabs.spilled == 12 * ROW_BYTES  # the two rows of the second step fit
+    rank.slabs.wait(lambda: pytest.fail("a step waited"))  # type: ignore[arg-type, return-value]
+    finished = rank.finish(request)
+    assert finished.dropped == ()
+    for layer in (0, 1):
+        assert (rows_of(finished, "post_block", layer) == wanted_rows(request, finished, "post_block", layer)).all()
+    assert os.listdir(tmp_path / "spill") == []  # the file has no name: nothing is left when the process ends
+
+
+def test_where_rows_cannot_be_spilled_it_is_an_error_of_the_step(tmp_path: Path) -> None:
+    (tmp_path / "spill").write_text("a file where a folder is needed")
+    rank = Rank(slabs=SlabPool(1, "spill", tmp_path / "spill"))
+    request = rank.admit(request_of())
+    with pytest.raises(OSError, match="spill"):
+        rank.plan((request, 0, 6))
+
+
+def test_beyond_the_limit_rows_are_dropped_and_the_result_names_their_positions() -> None:
+    rank = Rank(slabs=SlabPool(3 * ROW_BYTES, "drop"))
+    request, other = rank.admit(request_of()), rank.admit(request_of(1))
+    rank.step((request, 0, 4))  # the slab of this step is beyond the limit as long as it lives
+    rank.step((request, 4, 2), (other, 0, 2))
+    finished = rank.finish(request_with(request, total=7))
+    assert finished.positions == [0, 1, 2, 3]  # field case 19
+    assert finished.dropped == (4, 5)
+    assert (rows_of(finished, "post_block", 0) == wanted_rows(request, finished, "post_block", 0)).all()

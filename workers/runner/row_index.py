@@ -131,7 +131,7 @@ class RowIndex:
         pieces = self._blocks.setdefault(key, [])
         self._blocks.move_to_end(key)
         covered = [old for old in pieces if old.ports <= ports and old.positions <= positions]
-        for old in covered or pieces[: len(pieces) + 1 - PIECES]:
+        for old in covered or pieces[: max(0, len(pieces) + 1 - PIECES)]:
             self._forget(pieces, old)
         pieces.append(piece)
         self._held += size

@@ -1,0 +1,149 @@
+"""A rank without a model: sites, buffers and planner as in an engine, and a forward that only visits the sites.
+
+The stream that reaches hook h of layer l for token position p of request r is a function of (r, p, h, l) alone, so that every
+captured row says where it comes from.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from midstream.kernels import pair_site, single_site
+from midstream.kernels.families import FAMILIES, SCALARS
+from midstream.kernels.plan import COLUMNS, NO_SLOT, ROWS_PER_TOKEN
+from midstream.schemas.selectors import HOOKS
+from midstream.schemas.specs import RankSpec, SteeringRow, StoredCapture, StoredSteering, steering_rows
+from midstream.schemas.tensors import content_hash, from_numpy
+from midstream.workers.runner.capture import Ports, Recording
+from midstream.workers.runner.finished import FinishedCapture
+from midstream.workers.runner.planner import Planner, Tracked
+from midstream.workers.runner.sites import Buffers, Site
+from midstream.workers.runner.slabs import SlabPool
+from midstream.workers.runner.steering import RowTable, VectorStore
+from midstream.workers.runner.step import RequestRows
+
+HIDDEN = 5
+
+
+def make_buffers(sites: int, *, capacity: int, ring_rows: int = 0, configurations: int = 8, entries: int = 64) -> Buffers:
+    def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    return Buffers(
+        ring=zeros(ring_rows, HIDDEN, dtype=torch.float32),
+        plan=zeros(sites, COLUMNS),
+        lists=zeros((2 * sites + 1) * capacity),
+        token_rows=zeros(capacity, ROWS_PER_TOKEN),
+        capture_slots=torch.full((1, capacity), NO_SLOT, dtype=torch.int32),
+        site_rows=zeros(sites, len(FAMILIES), 1 + configurations),
+        pool=zeros(1 + entries, HIDDEN, dtype=torch.float32),
+        scalars=zeros(1 + entries, SCALARS, dtype=torch.float32),
+    )
+
+
+@dataclass
+class Request:
+    """`number` makes its rows its own."""
+
+    number: int
+    prompt_tokens: int
+    total: int  # prompt and generated
+    captures: Sequence[StoredCapture] = ()
+    steering: Sequence[StoredSteering] = ()
+    tracked: Tracked = field(init=False)
+
+    def __post_init__(self) -> None:
+        spec = RankSpec(version="v", job=f"j{self.number}", request=0, attempt=1, prompt_tokens=self.prompt_tokens)
+        spec.captures.extend(self.captures)
+        spec.steering.extend(self.steering)
+        self.tracked = Tracked(spec)
+
+
+class Rank:
+    """Layers `0 … layers − 1` with all six hooks; even hooks are pairs, odd ones single tensors."""
+
+    def __init__(self, layers: int = 2, *, capacity: int = 64, traced: bool = False, slabs: SlabPool | None = None) -> None:
+        self.sites = [Site(hook, layer, "pair" if HOOKS.index(hook) % 2 == 0 else "single") for layer in range(layers) for hook in HOOKS]
+        self.buffers = make_buffers(len(self.sites), capacity=capacity, ring_rows=2 * len(self.sites) * capacity if traced else 0)
+        self.vectors = VectorStore(HIDDEN)
+        self.table = RowTable(self.sites, self.buffers, self.vectors)
+        self.slabs = slabs or SlabPool(1 << 24)
+        self.planner = Planner(self.sites, self.buffers, self.table, self.slabs, traced=traced)
+        self.ports = Ports(self.sites)
+        self._traced = traced
+        self.left: dict[tuple[str, int], np.ndarray] = {}  # what the last forward's streams were after the sites
+
+    def vector(self, values: np.ndarray) -> str:
+        tensor = from_numpy(values.astype(np.float32))
+        self.vectors.put(content_hash(tensor), tensor)
+        return content_hash(tensor)
+
+    def admit(self, request: Request) -> Request:
+        found = enumerate(Recording.of(capture, self.ports) for capture in request.captures)
+        request.tracked.recordings = {number: recording for number, recording in found if recording is not None}
+        request.tracked.rows = [(self.table.acquire(row)[0], row) for row in self.rows(request)]
+        return request
+
+    def rows(self, request: Request) -> list[SteeringRow]:
+        return steering_rows(list(request.steering))
+
+    def plan(self, *windows: tuple[Request, int, int]) -> None:
+        """(request, first position, how many) in batch order."""
+        mine, row = [], 0
+        for request, first, count in windows:
+            mine.append((request.tracked, RequestRows(str(request.number), row, count, first)))
+            row += count
+        self.planner.plan_steering(mine)
+        self.planner.plan_capture(mine)
+        self.planner.commit()
+
+    def step(self, *windows: tuple[Request, int, int]) -> None:
+        self.plan(*windows)
+        self.forward(*windows)
+        if self.planner.busy:
+            self.planner.drain()
+
+    def forward(self, *windows: tuple[Request, int, int]) -> None:
+        for index, site in enumerate(self.sites):
+            stream = torch.tensor(
+                np.concatenate([stream_of(request.number, site.hook, site.layer, first, count) for request, first, count in windows])
+            )
+            arguments = [
+                getattr(self.buffers, name)[index] if name in ("plan", "site_rows") else getattr(self.buffers, name)
+                for name in ("ring", "plan", "lists", "token_rows", "capture_slots", "site_rows", "pool", "scalars")
+            ]
+            if site.busy or self._traced:
+                if site.kind == "pair":
+                    residual = torch.full_like(stream, 0.5)
+                    hidden = stream - residual
+                    pair_site(hidden, residual, *arguments)
+                    stream = hidden + residual
+                else:
+                    single_site(stream, *arguments)
+            self.left[site.hook, site.layer] = stream.numpy()
+
+    def finish(self, request: Request, capture: int = 0) -> FinishedCapture:
+        recording = request.tracked.recordings[capture]
+        token_ids = list(range(1000, 1000 + request.total))
+        return recording.finish(
+            request.tracked.spec, token_ids, hidden_size=HIDDEN, dtype=torch.float32, worker="w", rank=0, pp=0, stages=1
+        )
+
+
+def stream_of(number: int, hook: str, layer: int, first: int, count: int) -> np.ndarray:
+    """float32 `[count, HIDDEN]`; small integers and halves: every sum is exact."""
+    positions = np.arange(first, first + count, dtype=np.float32)
+    place = (number * len(HOOKS) + HOOKS.index(hook)) * 4 + layer  # type: ignore[arg-type]
+    return np.repeat((place * 64 + positions)[:, None], HIDDEN, axis=1)
+
+
+def rows_of(finished: FinishedCapture, hook: str, layer: int) -> np.ndarray:
+    """float32 `[positions, HIDDEN]`."""
+    return np.concatenate([np.frombuffer(part, dtype="<f4").reshape(-1, HIDDEN) for part in finished.rows(hook, layer)])
+
+
+def wanted_rows(request: Request, finished: FinishedCapture, hook: str, layer: int) -> np.ndarray:
+    """What the rows must be when nothing was edited."""
+    return np.concatenate([stream_of(request.number, hook, layer, position, 1) for position in finished.positions])
