@@ -136,7 +136,7 @@ def resolve_captures(spec: CaptureSpec | None, bounds: Bounds) -> list[list[Stor
     for everyones in bounds.model.global_captures:
         for captures, more in zip(per_prompt, _of_everyone(everyones, bounds), strict=True):
             captures += more
-    _check_sites(per_prompt, bounds)
+    _check_step(per_prompt, bounds)
     _check_memory(per_prompt, bounds)
     return per_prompt if any(per_prompt) else []
 
@@ -167,12 +167,23 @@ def _of_everyone(spec: CaptureSpec, bounds: Bounds) -> Iterable[list[StoredCaptu
             raise MidstreamError("internal", f"what the operator captures of every request does not fit the model: {error}") from error
 
 
-def _check_sites(per_prompt: Iterable[Sequence[StoredCapture]], bounds: Bounds) -> None:
+def _check_step(per_prompt: Iterable[Sequence[StoredCapture]], bounds: Bounds) -> None:
+    """The rows of one engine step must fit the capture buffer."""
     limit = bounds.model.capture_row_limit
-    sites = max((sum(capture.num_sites for capture in captures) for captures in per_prompt), default=0)
-    if limit and sites > limit:
-        detail = f"{sites} rows of each token are more than the capture buffer holds (setting capture_buffer_mib)"
-        raise invalid("capture", detail, allowed=f"at most {limit} sites (hook and layer)")
+    for index, (captures, prompt) in enumerate(zip(per_prompt, bounds.prompts, strict=True)):
+        in_step = ((capture, min(bounds.model.step_tokens, _positions_of(capture, prompt, bounds))) for capture in captures)
+        rows = sum(capture.num_sites * positions for capture, positions in in_step)
+        if limit and rows > limit:
+            raise invalid(
+                "capture",
+                f"prompt {index} may give {rows} rows in one engine step, with what the operator captures: more than the worker's "
+                "buffer holds (setting capture_buffer_mib)",
+                allowed=f"at most {limit} rows: fewer layers, hooks or positions",
+            )
+
+
+def _positions_of(capture: StoredCapture, prompt: PromptFacts, bounds: Bounds) -> int:
+    return capture.count_positions(prompt.tokens, bounds.max_tokens)
 
 
 def _check_memory(per_prompt: Iterable[Sequence[StoredCapture]], bounds: Bounds) -> None:
@@ -191,8 +202,7 @@ def _check_memory(per_prompt: Iterable[Sequence[StoredCapture]], bounds: Bounds)
 def _row_bytes(capture: StoredCapture, prompt: PromptFacts, bounds: Bounds) -> int:
     """The most that the rows of one prompt can take."""
     item = ITEM_BYTES[bounds.model.dtype if capture.dtype == "model" else capture.dtype]
-    positions = capture.count_positions(prompt.tokens, bounds.max_tokens)
-    return positions * (capture.num_sites * bounds.model.hidden_size * item + bounds.model.pp * POSITION_BYTES)
+    return _positions_of(capture, prompt, bounds) * (capture.num_sites * bounds.model.hidden_size * item + bounds.model.pp * POSITION_BYTES)
 
 
 # --- Rules of steering -----------------------------------------------------------------------------------------------

@@ -36,7 +36,8 @@ LONE = 50  # receipts for the latency of one
 
 
 def receipt(job: str, request: int, rank: int, world: int) -> Receipt:
-    file = CapturedFile(f"bench/{job}/p{request:04d}.a1.pp0.safetensors", 69_120, 123_456_789, rows=30, layers=list(range(30)), positions=1)
+    path = f"bench/{job}/p{request:04d}.a1.pp0.safetensors"
+    file = CapturedFile(path, 69_120, 123_456_789, rows=30, positions=1, sites={"post_block": list(range(30))})
     return Receipt(
         "0.1.0", WORKER, BOOT, job, request, 1, rank, world, tp=rank, pp=0, step=request, actions=0, checksum="0" * 16, status="ok",
         files=[file],
@@ -45,13 +46,13 @@ def receipt(job: str, request: int, rank: int, world: int) -> Receipt:
 
 async def claim_jobs(settings: Settings, count: int, ranks: int) -> list[str]:
     """`count` running jobs that wait for `PROMPTS × ranks` receipts each."""
-    capture = StoredCapture(layers=list(range(30)), hook="post_block", positions="last_prompt", tag="bench")
+    capture = StoredCapture(sites={"post_block": list(range(30))}, positions="last_prompt", tag="bench")
     ledger = Ledger.connect(settings)
     made = []
     for _ in range(count):
         job = Job(
             id=new_job_id(), kind="generate", model="bench", prompts=[StoredPrompt(token_ids=[1])] * PROMPTS, sampling=Sampling(),
-            created=now(), captures=[capture] * PROMPTS,
+            created=now(), captures=[[capture]] * PROMPTS,
         )  # fmt: skip
         await ledger.submit(job, {})
         await ledger.claim(job.id, WORKER, BOOT, ranks)

@@ -19,7 +19,7 @@ from ..schemas.jobs import (
     StageReport,
     State,
 )
-from ..schemas.receipts import Receipt, receipt_decoder
+from ..schemas.receipts import CapturedFile, Receipt, receipt_decoder
 from ..schemas.selectors import as_ranges
 from ..schemas.settings import Settings
 from ..schemas.specs import CaptureStatus
@@ -103,7 +103,7 @@ def capture_results(view: JobView, asked: Asks, ticket: Sequence[Receipt], setti
     files = [
         FileEntry(
             path=file.path, request=told.request, rank=told.rank, pp=told.pp, bytes=file.bytes, crc32=file.crc32, rows=file.rows,
-            sites=file.sites, positions=file.positions, offset=file.offset, layout=file.layout, tag=file.tag, reused=file.reused,
+            sites=_sites(file), positions=file.positions, offset=file.offset, layout=file.layout, tag=file.tag, reused=file.reused,
             dropped=file.dropped,
         )
         for told in ticket
@@ -125,6 +125,10 @@ def capture_results(view: JobView, asked: Asks, ticket: Sequence[Receipt], setti
         rows=sum(file.rows for file in files),
         detail=_capture_detail(view, ticket),
     )
+
+
+def _sites(file: CapturedFile) -> dict[str, list[int]]:
+    return {"post_block": file.layers} if file.layers and not file.sites else file.sites
 
 
 def _capture_detail(view: JobView, ticket: Sequence[Receipt]) -> str:

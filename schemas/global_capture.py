@@ -22,6 +22,16 @@ def parse(text: str, positions: str = "last_prompt", tag: str = "global") -> lis
     """
     if not text.strip():
         return []
+    hooks = parse_hooks(text)
+    fields = {"hooks": hooks, "positions": parse_positions(positions), "tag": tag}
+    try:
+        return [msgspec.convert(fields, CaptureSpec)]
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{error}: a tag is one folder name of letters, digits, - and _") from error
+
+
+def parse_hooks(text: str) -> dict[HookName, LayerSelector]:
+    """`post_block:all;pre_attn:0-17` as hook → layers. Raises ValueError."""
     hooks: dict[HookName, LayerSelector] = {}
     for part in text.split(";"):
         hook, _, layers = (word.strip() for word in part.partition(":"))
@@ -30,11 +40,7 @@ def parse(text: str, positions: str = "last_prompt", tag: str = "global") -> lis
         if hook in hooks:
             raise ValueError(f"{hook} is named twice: write its layers together, such as {hook}:0-3,7")
         hooks[cast(Hook | Alias, hook)] = layers or "all"
-    fields = {"hooks": hooks, "positions": parse_positions(positions), "tag": tag}
-    try:
-        return [msgspec.convert(fields, CaptureSpec)]
-    except msgspec.ValidationError as error:
-        raise ValueError(f"{error}: a tag is one folder name of letters, digits, - and _") from error
+    return hooks
 
 
 def parse_positions(text: str) -> PositionName | list[int]:

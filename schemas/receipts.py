@@ -18,8 +18,9 @@ class CapturedFile(Wire):
     bytes: int  # of the blob
     crc32: int  # of the blob
     rows: int  # (hook, layer, position) triples in it
-    sites: dict[str, list[int]] = {}  # hook → ascending layers
+    layers: list[int] = []  # of `post_block`, in receipts of the first version, which knew no `sites`
     positions: int = 0  # how many token positions
+    sites: dict[str, list[int]] = {}  # hook → ascending layers
     offset: int = 0
     layout: str = "packed"
     tag: str = ""
@@ -56,8 +57,8 @@ class Receipt(Wire):
     message: str = ""
     applied: int = 0  # token rows that an intervention changed, over all layers
     files: list[CapturedFile] = []
-    consumed: list[Consumed] = []
     kind: str = ""  # with `error`: capture_failed | intervention_failed; empty: what the job asked for decides
+    consumed: list[Consumed] = []
 
     @property
     def verdict(self) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
+import numpy as np
 import redis
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
@@ -23,12 +24,15 @@ import midstream
 from midstream.broker.ledger import Claim, Ledger
 from midstream.broker.settle import Settler
 from midstream.schemas.base import now
+from midstream.schemas.captures import FORMAT, Manifest
 from midstream.schemas.errors import Problem
 from midstream.schemas.jobs import Event, Job, JobView, Output, TokenLogprob
 from midstream.schemas.models import ModelInfo, TokenizerBundle, WorkerInfo, encode_bundle
 from midstream.schemas.receipts import CapturedFile, Receipt
+from midstream.schemas.selectors import HOOKS
 from midstream.schemas.settings import Settings, to_environment
-from midstream.workers.storage import PendingFile, publish
+from midstream.schemas.specs import StoredCapture
+from midstream.workers.storage import Blob, PendingFile, make_blob, publish
 
 T = TypeVar("T")
 
@@ -65,7 +69,11 @@ def model_info(**changes: Any) -> ModelInfo:
         "vocab_size": len(WORDS),
         "max_model_len": LONGEST,
         "dtype": "float32",
-        "hooks": ["post_block"],
+        "hooks": ["pre_attn", "attn_out", "mlp_out", "post_block"],  # as a model whose attention and MLP run side by side
+        "consumers": ["filesystem", "memory"],
+        "memory_limit_kib": 1,
+        "step_tokens": 16,
+        "capture_row_limit": 64,
         "tokenizer": encode_bundle(bundle())[0],
     }
     return ModelInfo(**(facts | changes))
@@ -226,18 +234,24 @@ class Hand:
         """Every rank's receipt for every prompt, with the files of what was captured."""
         for request in range(len(claim.job.prompts)):
             for rank in range(len(self.ranks)):
-                files = [self.capture(claim, request, rank)] if claim.job.captures else []
+                wanted = claim.job.captures[request] if claim.job.captures else []
+                files = [self.capture(claim, request, rank, capture) for capture in wanted]
                 self.receipt(claim, request, rank, files=files)
 
-    def capture(self, claim: Claim, request: int = 0, rank: int = 0) -> CapturedFile:
-        """A real file with this stage's share of the layers: row r of layer L holds `100·L + r` in every place."""
+    def capture(self, claim: Claim, request: int = 0, rank: int = 0, wanted: StoredCapture | None = None) -> CapturedFile:
+        """A real file with this stage's share of the layers: row r of layer L holds `100·L + r` in every place (at post_block)."""
         job, pp = claim.job, self.ranks[rank][1]
-        wanted, ids = job.captures[request], job.prompts[request].token_ids
+        wanted = wanted or job.captures[request][0]
         stages = 1 + max(stage for _, stage in self.ranks)
-        share = [layer for layer in wanted.layers if layer * stages // LAYERS == pp]
+        shares = {hook: [layer for layer in layers if layer * stages // LAYERS == pp] for hook, layers in wanted.sites.items()}
+        sites = {str(hook): layers for hook, layers in shares.items() if layers}
+        ids = job.prompts[request].token_ids
         positions = list(range(len(ids)))
-        (file,) = publish(self.settings.capture_root, [packed(job.id, request, claim.attempt, pp, wanted.tag, share, positions, ids)])
-        return file
+        blob = blob_of(job.id, request, claim.attempt, pp, stages, wanted, sites, positions, ids)
+        path = f"{wanted.tag}/{job.id}/p{request:04d}.a{claim.attempt}.pp{pp}.safetensors"
+        publish(self.settings.capture_root, [PendingFile(path=path, blob=blob)])
+        rows = len(positions) * sum(map(len, sites.values()))
+        return CapturedFile(path, blob.bytes, blob.crc32, rows, sites=sites, positions=len(positions), tag=wanted.tag)
 
     def finish(self, job_id: str, texts: Sequence[str] | None = None) -> None:
         """Claim, generate and settle: the job succeeds."""
@@ -276,25 +290,29 @@ def outputs_of(job: Job, texts: Sequence[str] | None = None) -> list[Output]:
     ]
 
 
-def packed(
-    job_id: str, request: int, attempt: int, pp: int, tag: str, layers: list[int], positions: list[int], token_ids: list[int]
-) -> PendingFile:
-    """A capture file in the packed layout."""
-    import numpy as np
-
-    rows = [np.repeat((100 * layer + np.array(positions, dtype="<f4"))[:, None], HIDDEN, axis=1) for layer in layers]
-    integers = [np.array(values, dtype="<i8") for values in (positions, token_ids)]
-    return PendingFile(
-        path=f"{tag}/{job_id}/p{request:04d}.a{attempt}.pp{pp}.safetensors",
-        tensors=[
-            *[(f"post_block.{layer}", "float32", block.shape, [block.tobytes()]) for layer, block in zip(layers, rows, strict=True)],
-            *[(name, "int64", values.shape, [values.tobytes()]) for name, values in zip(("positions", "token_ids"), integers, strict=True)],
-        ],
-        manifest={
-            "job": job_id, "request": request, "attempt": attempt, "pp": pp, "hook": "post_block", "layers": layers,
-            "dtype": "float32", "positions": positions, "token_ids": token_ids,
-        },
-        rows=len(layers) * len(positions),
-        layers=layers,
-        positions=len(positions),
+def blob_of(
+    job: str,
+    request: int,
+    attempt: int,
+    pp: int,
+    stages: int,
+    wanted: StoredCapture,
+    sites: dict[str, list[int]],
+    positions: list[int],
+    token_ids: list[int],
+) -> Blob:
+    """A capture blob: at post_block row r of layer L holds `100·L + r`, at the hooks before it 10,000 more for each."""
+    tensors: list[Any] = []
+    for hook, layers in sites.items():
+        offset = 10_000 * (HOOKS.index("post_block") - HOOKS.index(hook))  # type: ignore[arg-type]
+        for layer in layers:
+            rows = np.repeat((offset + 100 * layer + np.array(positions, dtype="<f4"))[:, None], HIDDEN, axis=1)
+            tensors.append((f"{hook}.{layer}", "float32", rows.shape, [rows.tobytes()]))
+    for name, values in (("positions", positions), ("token_ids", token_ids)):
+        tensors.append((name, "int64", [len(values)], [np.array(values, dtype="<i8").tobytes()]))
+    manifest = Manifest(
+        format=FORMAT, version=midstream.__version__, job=job, request=request, attempt=attempt, worker=Hand.worker, rank=pp, pp=pp,
+        stages=stages, sites=sites, stage_sites=sites, at=wanted.at, dtype="float32", hidden_size=HIDDEN, prompt_tokens=len(token_ids),
+        positions=positions, token_ids=token_ids, tag=wanted.tag, all_sites={str(hook): layers for hook, layers in wanted.sites.items()},
     )  # fmt: skip
+    return make_blob(manifest, tensors)

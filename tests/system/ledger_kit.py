@@ -42,7 +42,7 @@ def make_job(prompts: int = 1, capture: bool = False, steer: bool = False, **cha
         "prompts": [StoredPrompt(token_ids=[1, 2, 3])] * prompts,
         "sampling": Sampling(),
         "created": now(),
-        "captures": [StoredCapture(layers=[0], hook="post_block", positions="all", tag="t")] * (prompts if capture else 0),
+        "captures": [[StoredCapture(sites={"post_block": [0]}, positions="all", tag="t")]] * (prompts if capture else 0),
         "steering": [[StoredSteering(layers=[0], vector="0" * 64, scale=1.0, hook="post_block", positions="all")]]
         * (prompts if steer else 0),
     }

@@ -129,14 +129,14 @@ class Jobs:
 
     def claim(self, count: int, requests: int, *, worker: str = "w", ranks: int = 1) -> list[str]:
         """`count` running jobs of `requests` prompts each, all of which wait for a receipt per prompt and rank."""
-        capture = StoredCapture(layers=[0], hook="post_block", positions="last_prompt", tag="t")
+        capture = StoredCapture(sites={"post_block": [0]}, positions="last_prompt", tag="t")
 
         async def make(ledger: Ledger) -> list[str]:
             made = []
             for _ in range(count):
                 job = Job(
                     id=new_job_id(), kind="generate", model="m", prompts=[StoredPrompt(token_ids=[1])] * requests,
-                    sampling=Sampling(), created=now(), captures=[capture] * requests,
+                    sampling=Sampling(), created=now(), captures=[[capture]] * requests,
                 )  # fmt: skip
                 await ledger.submit(job, {})
                 assert await ledger.claim(job.id, worker, BOOT, ranks) is not None

@@ -252,7 +252,7 @@ class Stack:
             sampling=Sampling(max_tokens=max_tokens),
             created=now(),
             stream=stream,
-            captures=[capture] * len(prompts) if capture else [],
+            captures=[[capture]] * len(prompts) if capture else [],
             steering=[steering] * len(prompts) if steering else [],
         )
         self.do(lambda ledger: ledger.submit(job, blobs or {}))

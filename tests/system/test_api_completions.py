@@ -13,6 +13,7 @@ from edge import MODEL, Api, Hand, running
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.openai import ONLY
 
+HOOKS = ["pre_attn", "attn_out", "mlp_out", "post_block"]
 CAPTURE = {"layers": [0, 3], "positions": "all_prompt"}
 VECTOR = {"dtype": "float32", "shape": [8], "data": "AACAPwAAgD8AAIA/AACAPwAAgD8AAIA/AACAPwAAgD8="}
 
@@ -90,7 +91,7 @@ def test_a_chat_has_openais_shape_and_the_models_template(client: openai.OpenAI,
 def test_the_models_are_listed_with_what_a_user_needs(client: openai.OpenAI, hand: Hand) -> None:
     (model,) = client.models.list().data
     facts = model.model_dump()
-    assert (model.id, facts["num_layers"], facts["hidden_size"], facts["hooks"], facts["workers"]) == (MODEL, 4, 8, ["post_block"], 1)
+    assert (model.id, facts["num_layers"], facts["hidden_size"], facts["hooks"], facts["workers"]) == (MODEL, 4, 8, HOOKS, 1)
 
 
 @pytest.mark.parametrize("name", sorted(ONLY))
@@ -161,7 +162,7 @@ def test_capture_wait_holds_the_answer_until_every_rank_and_prompt_has_reported(
         answer = asked.result()
     results = answer.json()["capture_results"]
     assert (answer.status_code, results["status"], results["rows"]) == (200, "ok", 8)
-    assert sorted((file["request"], file["pp"], file["layers"][0]) for file in results["files"]) == [
+    assert sorted((file["request"], file["pp"], file["sites"]["post_block"][0]) for file in results["files"]) == [
         (0, 0, 0),
         (0, 1, 3),
         (1, 0, 0),

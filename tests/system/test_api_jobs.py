@@ -48,8 +48,8 @@ def test_steering_and_capture_are_stored_resolved_per_prompt(api: Api, hand: Han
         steering=[{"layers": -1, "vector": vector, "scale": 2.0, "positions": [-2]}],
     )
     job = hand.job(job_id)
-    assert [stored.positions for stored in job.captures] == [[0, 2], [0, 4]]
-    assert job.captures[0].layers == [1, 2]
+    assert [[stored.positions for stored in captures] for captures in job.captures] == [[[0, 2]], [[0, 4]]]
+    assert job.captures[0][0].sites == {"post_block": [1, 2]}
     assert [entries[0].positions for entries in job.steering] == [[1], [3]]
     assert job.steering[0][0].layers == [3]
     kept = hand.do(hand.ledger.get_tensor(job.steering[0][0].vector))

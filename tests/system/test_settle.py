@@ -12,7 +12,7 @@ from midstream.schemas.receipts import CapturedFile, LostRange
 
 
 def file(path: str = "t/j/p0000.a1.pp0.safetensors") -> CapturedFile:
-    return CapturedFile(path=path, bytes=64, crc32=123, rows=4, layers=[0, 1], positions=2)
+    return CapturedFile(path=path, bytes=64, crc32=123, rows=4, positions=2, sites={"post_block": [0, 1]})
 
 
 async def state_of(ledger: Ledger, job: Job) -> State:

@@ -17,7 +17,7 @@ from midstream.schemas.specs import StoredCapture, StoredSteering
 from midstream.schemas.tensors import content_hash, from_numpy
 from midstream.workers.fake_model import HIDDEN_SIZE
 
-ALL_LAYERS = StoredCapture(layers=[0, 1, 2, 3], hook="post_block", positions="all_prompt", tag="t")
+ALL_LAYERS = StoredCapture(sites={"post_block": [0, 1, 2, 3]}, positions="all_prompt", tag="t")
 VECTOR = from_numpy(np.arange(HIDDEN_SIZE, dtype=np.float32))
 
 
@@ -61,7 +61,7 @@ def test_a_capture_succeeds_when_every_rank_reported_and_its_files_are_durable(s
     view = stack.wait(job_id)
     assert (view.state, view.capture_status, view.receipts, view.receipts_expected) == (State.SUCCEEDED, "ok", 8, 8)
     results = stack.result(job_id).capture_results
-    assert sorted((file.request, file.pp, file.layers, file.positions) for file in results.files) == [
+    assert sorted((file.request, file.pp, file.sites["post_block"], file.positions) for file in results.files) == [
         (0, 0, [0, 1], 3), (0, 1, [2, 3], 3), (1, 0, [0, 1], 5), (1, 1, [2, 3], 5),
     ]  # fmt: skip
     for file in results.files:

@@ -12,6 +12,7 @@ from rich.console import Console
 from midstream.client import cli, cli_jobs, show
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import JobView, State
+from midstream.schemas.selectors import as_ranges
 
 
 @pytest.fixture(autouse=True)
@@ -129,8 +130,8 @@ def test_version_names_this_version_without_a_server(capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize(("numbers", "text"), [([], ""), ([3], "3"), ([0, 1, 2, 5, 7, 8], "0-2, 5, 7-8")])
-def test_numbers_are_shown_as_spans(numbers: list[int], text: str) -> None:
-    assert show.spans(numbers) == text
+def test_numbers_are_shown_as_ranges(numbers: list[int], text: str) -> None:
+    assert as_ranges(numbers) == text
 
 
 def test_the_list_of_jobs_keeps_a_line_and_a_whole_id_for_each_on_a_narrow_terminal() -> None:

@@ -1,0 +1,70 @@
+"""Do spans name the right tokens with the demo model's own tokenizer and chat template?"""
+
+import asyncio
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from spelling import byte_level, overlapping
+from tokenizers import Tokenizer
+
+from midstream.api.text import Codec
+from midstream.client.models import fetch_demo_model
+from midstream.schemas.models import TokenizerBundle
+from midstream.schemas.selectors import Span
+from midstream.workers.tokenizer import tokenizer_bundle
+
+WORDS = [
+    "The", " Eiffel", " Tower", " is", " in", " Paris", ".", "\n", "  ", " 2026", " naïve", " 東京", "都", " 🙂", "👩‍🚀", " e\u0301", "ß", "<|im_end|>",
+    " Grüße", "\t", " مرحبا", "def f(x):\n    return x", " don't", " l'été", "…",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def bundle() -> TokenizerBundle:
+    return tokenizer_bundle(str(fetch_demo_model(say=lambda line: None)))
+
+
+@pytest.fixture(scope="module")
+def codec(bundle: TokenizerBundle) -> Codec:
+    return Codec(bundle)
+
+
+@pytest.fixture(scope="module")
+def spell(bundle: TokenizerBundle):
+    tokenizer = Tokenizer.from_str(bundle.tokenizer_json)
+    added = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    return lambda ids: [byte_level(tokenizer.id_to_token(token), added) for token in ids]
+
+
+@given(words=st.lists(st.sampled_from(WORDS), min_size=1, max_size=16), data=st.data())
+@settings(max_examples=300, deadline=None)
+def test_a_span_of_any_text_names_the_tokens_that_spell_it(codec: Codec, spell, words: list[str], data: st.DataObject) -> None:
+    text = "".join(words)
+    start = data.draw(st.integers(0, len(text) - 1))
+    part = text[start : data.draw(st.integers(start + 1, len(text)))]
+    count = text.count(part)
+    span = Span(text=part, occurrence=data.draw(st.none() | st.integers(-count, count - 1)))
+    (ids,) = asyncio.run(codec.encode([text], special_tokens=True))
+    found = asyncio.run(codec.map_text(text, ids, special_tokens=True))
+    assert found is not None
+    assert found.find(span) == overlapping(spell(ids), text, span)
+
+
+def test_a_span_of_a_conversation_counts_from_the_templates_first_token(codec: Codec, spell) -> None:
+    messages = [{"role": "user", "content": "Where is the Eiffel Tower? The Eiffel Tower!"}]
+    ids, text = asyncio.run(codec.encode_chat(messages))
+    assert text.startswith("<|im_start|>system")
+    found = asyncio.run(codec.map_text(text, ids, special_tokens=False))
+    assert found is not None
+    for span in (Span(text="Eiffel Tower", occurrence=1), Span(text="<|im_start|>user"), Span(text=text)):
+        assert found.find(span) == overlapping(spell(ids), text, span)
+    second = found.find(Span(text="Eiffel Tower", occurrence=1))
+    assert b"".join(spell(ids)[position] for position in second).decode() == " Eiffel Tower"
+
+
+def test_token_ids_find_their_text(codec: Codec) -> None:
+    (ids,) = asyncio.run(codec.encode(["The Eiffel Tower in 東京 🙂"], special_tokens=True))
+    found = asyncio.run(codec.map_ids(ids))
+    assert found is not None
+    assert found.find(Span(text="Tower")) == [3]

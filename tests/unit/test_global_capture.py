@@ -1,0 +1,54 @@
+"""Do the settings of the capture of every request become a spec, or say what is wrong with them?"""
+
+import pytest
+
+from midstream.schemas.global_capture import check, parse
+from midstream.schemas.specs import CaptureSpec
+
+
+def test_no_text_is_no_capture() -> None:
+    assert parse("") == parse("  ") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "hooks"),
+    [
+        ("post_block:all;pre_attn:0-17", {"post_block": "all", "pre_attn": "0-17"}),
+        (" resid_post : 3,7 ; mlp_out ", {"resid_post": "3,7", "mlp_out": "all"}),
+        ("pre_attn:-1", {"pre_attn": "-1"}),
+    ],
+)
+def test_hooks_are_named_with_their_layers(text: str, hooks: dict[str, str]) -> None:
+    assert parse(text) == [CaptureSpec(hooks=hooks, positions="last_prompt", tag="global")]  # type: ignore[arg-type]
+
+
+def test_positions_are_a_name_or_numbers_and_the_tag_is_the_operators() -> None:
+    assert parse("post_block", "all_generated", "ops")[0].positions == "all_generated"
+    assert (parse("post_block", "0, 5,-1", "ops")[0].positions, parse("post_block", "0", "ops")[0].tag) == ([0, 5, -1], "ops")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("pre_mlp:0",), "'pre_mlp' is not a hook: write hook:layers;hook:layers with hooks of pre_attn, attn_out"),
+        (("post_block:0;",), "'' is not a hook"),
+        (("post_block:0;post_block:1",), "post_block is named twice"),
+        (("post_block", "first"), "'first' names no positions: use one of last_prompt"),
+        (("post_block", "1-3"), "names no positions"),
+        (("post_block", ""), "names no positions"),
+        (("post_block", "0", "../x"), "a tag is one folder name"),
+    ],
+)
+def test_what_is_wrong_is_named_with_what_would_be_right(arguments: tuple[str, ...], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        parse(*arguments)
+
+
+def test_it_is_held_against_the_model_that_is_served() -> None:
+    check(parse("post_block:0-3;attn_out:-1"), 4, ["attn_out", "post_block"])
+    with pytest.raises(ValueError, match="layer 4 is out of range"):
+        check(parse("post_block:0-4"), 4, ["attn_out", "post_block"])
+    with pytest.raises(ValueError, match="no hook 'mlp_in'"):
+        check(parse("mlp_in"), 4, ["attn_out", "post_block"])
+    with pytest.raises(ValueError, match="named twice"):
+        check(parse("post_block;resid_post"), 4, ["attn_out", "post_block"])

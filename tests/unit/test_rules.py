@@ -1,0 +1,145 @@
+"""What do captures and steering come to on a model, and which of them does it refuse, by which field?"""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from midstream import __version__
+from midstream.api.rules import Bounds, PromptFacts, resolve_captures, resolve_steering
+from midstream.schemas.errors import MidstreamError
+from midstream.schemas.models import ModelInfo
+from midstream.schemas.specs import CaptureSpec, SteeringSpec, StoredCapture
+from midstream.schemas.tensors import from_numpy
+
+HIDDEN = 8
+VECTOR = from_numpy(np.ones(HIDDEN, np.float32))
+
+
+def bounds(*lengths: int, max_tokens: int = 4, **changes: Any) -> Bounds:
+    facts: dict[str, Any] = {
+        "name": "m", "version": __version__, "architecture": "GPTNeoXForCausalLM", "num_layers": 4, "hidden_size": HIDDEN, "vocab_size": 9,
+        "max_model_len": 64, "dtype": "bfloat16", "hooks": ["pre_attn", "attn_out", "mlp_out", "post_block"], "tokenizer": "",
+        "consumers": ["filesystem", "memory"], "memory_limit_kib": 1,
+    }  # fmt: skip
+    return Bounds(ModelInfo(**(facts | changes)), [PromptFacts(length) for length in lengths or (6,)], max_tokens)
+
+
+def captured(capture: dict[str, Any], *lengths: int, **changes: Any) -> list[list[StoredCapture]]:
+    return resolve_captures(CaptureSpec(**capture), bounds(*lengths, **changes))
+
+
+def test_a_capture_of_nothing_named_is_post_block_of_every_layer_at_the_last_prompt_token() -> None:
+    assert captured({}) == [[StoredCapture(sites={"post_block": [0, 1, 2, 3]}, positions="last_prompt", tag="default")]]
+
+
+def test_each_hook_has_its_own_layers_and_every_option_is_kept() -> None:
+    wish = {
+        "hooks": {"resid_post": "all", "pre_attn": "0-1"}, "positions": [-1, 0], "every_n": 3, "at": "after", "dtype": "float32",
+        "layout": "segment", "consumers": ["memory"], "tag": "t",
+    }  # fmt: skip
+    sites = {"pre_attn": [0, 1], "post_block": [0, 1, 2, 3]}
+    kept: Any = {"every_n": 3, "at": "after", "dtype": "float32", "layout": "segment", "consumers": ["memory"], "tag": "t"}
+    assert captured(wish, 2, 3, memory_limit_kib=4) == [
+        [StoredCapture(sites=sites, positions=[0, 1], **kept)],
+        [StoredCapture(sites=sites, positions=[0, 2], **kept)],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("wish", "field", "words"),
+    [
+        ({"hook": "resid_mid"}, "capture.hook", "no hook 'resid_mid': it has pre_attn, attn_out, mlp_out, post_block"),
+        ({"hook": "mlp_in", "layers": 99}, "capture.hook", "no hook 'mlp_in'"),
+        ({"layers": "0-9"}, "capture.layers", "layer 9"),
+        ({"hooks": {"mlp_in": 0}}, "capture.hooks.mlp_in", "no hook 'mlp_in'"),
+        ({"hooks": {"pre_attn": "4"}}, "capture.hooks.pre_attn", "layer 4"),
+        ({"hooks": {"pre_attn": 0, "resid_pre": 1}}, "capture.hooks.resid_pre", "named twice"),
+        ({"positions": [0, 9]}, "capture.positions[1]", "position 9 is beyond the prompt"),
+        ({"consumers": ["filesystem", "kafka"]}, "capture.consumers[1]", "no consumer 'kafka': the worker has filesystem, memory"),
+        ({"consumers": ["memory", "memory"]}, "capture.consumers[1]", "named twice"),
+    ],
+)
+# field case 27
+def test_what_the_model_or_the_worker_does_not_have_is_refused_by_field(wish: dict[str, Any], field: str, words: str) -> None:
+    with pytest.raises(MidstreamError, match=words) as refused:
+        captured(wish)
+    assert (refused.value.status, refused.value.field) == (400, field)
+
+
+def test_rows_for_the_response_are_bounded_by_the_most_that_a_prompt_may_give() -> None:
+    """A bfloat16 position of 4 sites: 4 × 8 × 2 bytes of rows and 16 of its number and token id; 1 KiB holds 12."""
+    wish = {"positions": "all", "consumers": ["memory"]}
+    assert captured(wish, 6, max_tokens=7)
+    with pytest.raises(MidstreamError, match=r"prompt 1 may give 1040 bytes.* at most 1 KiB per prompt") as refused:
+        captured(wish, 6, 7, max_tokens=7)
+    assert refused.value.field == "capture.consumers"
+    assert captured({**wish, "every_n": 2}, 6, 7, max_tokens=7), "five generated tokens fewer"
+    with pytest.raises(MidstreamError, match="consumers"):
+        captured({**wish, "dtype": "float32"}, 6, max_tokens=7)
+    assert captured({"positions": "all"}, 60), "what goes to files is not bounded by this"
+
+
+def test_the_rows_of_one_step_must_fit_the_workers_buffer() -> None:
+    limits = {"step_tokens": 8, "capture_row_limit": 32}
+    assert captured({"positions": "all_prompt"}, 60, **limits), "4 layers × 8 tokens of a step"
+    assert captured({"hooks": {"pre_attn": "all", "post_block": "all"}, "positions": [0, 1, 2]}, 60, **limits)
+    with pytest.raises(MidstreamError, match="prompt 0 may give 64 rows in one engine step") as refused:
+        captured({"hooks": {"pre_attn": "all", "post_block": "all"}, "positions": "all_prompt"}, 60, **limits)
+    assert (refused.value.field, "at most 32 rows" in str(refused.value.allowed)) == ("capture", True)
+
+
+def test_what_the_operator_captures_comes_with_every_prompt_asked_or_not() -> None:
+    everyone = [CaptureSpec(hooks={"pre_attn": "0-1"}, positions=[0, 5, -1], tag="global")]
+    resolved = resolve_captures(None, bounds(6, 3, 1, global_captures=everyone))
+    assert [[capture.positions for capture in captures] for captures in resolved] == [[[0, 5]], [[0, 2]], [[0]]]
+    both = captured({"tag": "mine"}, 6, 3, global_captures=everyone)
+    assert [[capture.tag for capture in captures] for captures in both] == [["mine", "global"]] * 2
+    assert both[0][1].sites == {"pre_attn": [0, 1]}
+
+
+def test_a_prompt_too_short_for_the_operators_positions_is_left_alone() -> None:
+    everyone = [CaptureSpec(positions=[5], tag="global")]
+    assert [len(captures) for captures in resolve_captures(None, bounds(6, 3, global_captures=everyone))] == [1, 0]
+    assert resolve_captures(None, bounds(3, global_captures=everyone)) == []
+
+
+def test_a_user_cannot_capture_under_the_operators_tag() -> None:
+    with pytest.raises(MidstreamError, match="choose another") as refused:
+        captured({"tag": "global"}, global_captures=[CaptureSpec(tag="global")])
+    assert refused.value.field == "capture.tag"
+
+
+def test_a_capture_of_everyone_that_does_not_fit_the_model_is_not_the_users_mistake() -> None:
+    with pytest.raises(MidstreamError) as failed:
+        resolve_captures(None, bounds(6, global_captures=[CaptureSpec(hook="mlp_in")]))
+    assert failed.value.kind == "internal"
+
+
+def test_steering_is_stored_under_our_hook_names_with_its_operation() -> None:
+    spec = SteeringSpec(layers="1,-1", vector=VECTOR, hook="hook_resid_pre", op="replace", alpha=0.25, positions=[-1])
+    ((entry,), (other,)), blobs = resolve_steering([spec], bounds(6, 3))
+    assert (entry.hook, entry.layers, entry.op, entry.alpha, entry.positions, other.positions) == (
+        "pre_attn",
+        [1, 3],
+        "replace",
+        0.25,
+        [5],
+        [2],
+    )
+    assert list(blobs) == [entry.vector]
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "words"),
+    [
+        ({"hook": "post_attn"}, "hook", "it has pre_attn, attn_out, mlp_out, post_block"),
+        ({"alpha": 0.5}, "alpha", "weighted with scale"),
+        ({"layers": 4}, "layers", "layer 4"),
+        ({"positions": [6]}, "positions[0]", "beyond the prompt"),
+    ],
+)
+def test_a_steering_that_the_model_cannot_take_is_refused_by_field(changes: dict[str, Any], field: str, words: str) -> None:
+    with pytest.raises(MidstreamError, match=words) as refused:
+        resolve_steering([SteeringSpec(**({"layers": 0, "vector": VECTOR} | changes))], bounds())
+    assert (refused.value.status, refused.value.field) == (400, f"steering[0].{field}")

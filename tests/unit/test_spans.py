@@ -1,0 +1,170 @@
+"""Does a span of the prompt's text name exactly the tokens that spell it, whatever the tokenizer?"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from spelling import byte_level, fallback, overlapping
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from midstream.api.text import Codec
+from midstream.schemas.models import TokenizerBundle
+from midstream.schemas.selectors import SelectorError, Span, resolve_positions
+
+PIECES = [
+    "The",
+    " Eiffel",
+    " Tower",
+    "a",
+    "b",
+    "aa",
+    " ",
+    "  ",
+    "\n",
+    "é",
+    "e\u0301",
+    "東京",
+    "🙂",
+    "👩‍🚀",
+    "<s>",
+    "12",
+    "l",
+    " is in ",
+    "'",
+    "ß",
+]
+TEXTS = st.lists(st.sampled_from(PIECES), min_size=1, max_size=24).map("".join)
+
+
+def codec_of(tokenizer: Tokenizer) -> Codec:
+    return Codec(TokenizerBundle(tokenizer_json=tokenizer.to_str(), chat_template=None, special_tokens={}, eos_token_ids=[]))
+
+
+def merged_byte_level() -> Tokenizer:
+    """Byte-level BPE with merges across spaces and inside characters, as GPT-2's, Qwen's and Llama 3's."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("Ġ", "T"), ("ĠT", "o"), ("Ġ", "Ġ"), ("e", "r"), ("æ", "Ŀ"), ("a", "a"), ("Ã", "©"), ("ð", "Ł")]
+    vocab = {sign: number for number, sign in enumerate([*alphabet, *("".join(pair) for pair in merges)])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    return tokenizer
+
+
+def trimmed() -> Tokenizer:
+    """Its saved form says that a token's offsets leave out the space it begins with."""
+    tokenizer = merged_byte_level()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    return tokenizer
+
+
+def trimmed_with_bos() -> Tokenizer:
+    tokenizer = merged_byte_level()
+    template = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[(name, tokenizer.token_to_id(name)) for name in ("<s>", "</s>")]
+    )
+    tokenizer.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=True), template])
+    return tokenizer
+
+
+def byte_fallback() -> Tokenizer:
+    """`▁` for spaces and bytes for what is not in the vocabulary, as Llama 2's, Mistral's and Gemma's."""
+    signs = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"TheEiflowraisnb12<>/'", "▁T", "▁▁"]
+    vocab = {sign: number for number, sign in enumerate(dict.fromkeys(signs))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("▁", "T"), ("▁", "▁")], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return tokenizer
+
+
+#: Tokenizer → how its tokens are spelled, and how many it puts before the text.
+KINDS: dict[str, tuple[Callable[[], Tokenizer], Callable[[str], bytes], int]] = {
+    "byte level": (merged_byte_level, lambda token: byte_level(token, {"<s>", "</s>"}), 0),
+    "trimmed offsets": (trimmed, lambda token: byte_level(token, {"<s>", "</s>"}), 0),
+    "tokens around the text": (trimmed_with_bos, lambda token: byte_level(token, {"<s>", "</s>"}), 1),
+    "byte fallback": (byte_fallback, fallback, 0),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(text=TEXTS, data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_a_span_names_the_tokens_whose_bytes_it_contains(kind: str, text: str, data: st.DataObject) -> None:
+    make, spell, before = KINDS[kind]
+    tokenizer = make()
+    start = data.draw(st.integers(0, len(text) - 1))
+    part = text[start : data.draw(st.integers(start + 1, len(text)))]
+    count = text.count(part)
+    span = Span(text=part, occurrence=data.draw(st.none() | st.integers(-count, count - 1)))
+    ids = tokenizer.encode(text).ids
+    found = asyncio.run(codec_of(tokenizer).map_text(text, ids, special_tokens=True))
+    assert found is not None
+    own = ids[before : len(ids) - before]
+    wanted = overlapping([spell(tokenizer.id_to_token(token)) for token in own], text, span)
+    assert found.find(span) == [before + position for position in wanted]
+
+
+def find(text: str, wish: Any) -> Any:
+    codec = codec_of(merged_byte_level())
+    (ids,) = asyncio.run(codec.encode([text], special_tokens=False))
+    found = asyncio.run(codec.map_text(text, ids, special_tokens=False))
+    assert found is not None
+    return resolve_positions(wish, len(ids), found.find)
+
+
+def test_spans_and_numbers_mix_into_ascending_positions_that_are_there_once() -> None:
+    assert find("a b a b", [-1, Span(text="a", occurrence=None), 0, Span(text=" b", occurrence=-1)]) == [0, 4, 5, 6]
+    assert find("abc", Span(text="b")) == [1]
+
+
+def test_occurrences_are_counted_as_pythons_count_counts_them() -> None:
+    assert find("bbbbb", Span(text="bb", occurrence=1)) == [2, 3]
+    assert find("bbbbb", Span(text="bb", occurrence=None)) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("wish", "at", "words"),
+    [
+        ([0, Span(text="x")], "[1].text", "'x' occurs 0 times in the prompt, which begins 'a b a'"),
+        (Span(text="x"), ".text", "occurs 0 times"),
+        (Span(text="a", occurrence=2), ".occurrence", "'a' occurs 2 times in the prompt: occurrence 2 is not there"),
+        ([Span(text="b", occurrence=-2)], "[0].occurrence", "'b' occurs once"),
+        ([0, 5], "[1]", "position 5 is beyond the prompt, which has 5 tokens"),
+    ],
+)
+# field case 27
+def test_a_span_that_is_not_there_is_refused_with_its_place_and_what_is_there(wish: Any, at: str, words: str) -> None:
+    with pytest.raises(SelectorError, match=words) as refused:
+        find("a b a", wish)
+    assert refused.value.at == at
+
+
+def test_of_a_long_prompt_only_the_beginning_is_shown() -> None:
+    with pytest.raises(SelectorError) as refused:
+        find("the beginning " + "a" * 10_000, Span(text="nowhere"))
+    assert "the beginning" in str(refused.value)
+    assert len(str(refused.value)) < 200
+
+
+def test_text_that_the_tokenizer_passes_over_is_refused() -> None:
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "<unk>": 2}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    found = asyncio.run(codec_of(tokenizer).map_text("a b", [0, 1], special_tokens=False))
+    assert found is not None
+    assert found.find(Span(text="a b")) == [0, 1]
+    with pytest.raises(SelectorError, match="makes no token of it"):
+        found.find(Span(text=" "))
+
+
+def test_token_ids_have_a_text_when_it_gives_the_same_ids() -> None:
+    codec = codec_of(merged_byte_level())
+    (ids,) = asyncio.run(codec.encode(["<s>the 東京 Tower"], special_tokens=False))
+    found = asyncio.run(codec.map_ids(ids))
+    assert found is not None
+    assert found.text == "<s>the 東京 Tower"
+    torn = ids[: ids.index(codec._tokenizer.token_to_id("æĿ")) + 1]  # ends inside a character
+    assert asyncio.run(codec.map_ids(torn)) is None
