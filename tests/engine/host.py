@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from engine_process import Answer, Command
 
@@ -17,7 +18,7 @@ from midstream.client.reader import CaptureReader
 from midstream.schemas.base import from_json, from_msgpack, to_json
 from midstream.schemas.jobs import Job, Output, Sampling, StoredPrompt
 from midstream.schemas.receipts import Receipt
-from midstream.schemas.selectors import PositionSelector, resolve_positions
+from midstream.schemas.selectors import Hook, PositionSelector
 from midstream.schemas.settings import Settings, to_environment
 from midstream.schemas.specs import StoredCapture, StoredSteering
 from midstream.schemas.tensors import Tensor, content_hash, from_numpy
@@ -27,12 +28,17 @@ _numbers = itertools.count()
 NO_RELAY = "tcp://127.0.0.1:9"
 
 
-def capture_of(layers: list[int], positions: PositionSelector, tag: str = "default") -> StoredCapture:
-    return StoredCapture(layers=layers, hook="post_block", positions=positions, tag=tag)
+def capture_of(
+    layers: list[int], positions: PositionSelector, tag: str = "default", hook: Hook = "post_block", **options: Any
+) -> StoredCapture:
+    """`layers` at one hook; `sites` instead for several."""
+    return StoredCapture(**({"sites": {hook: layers}, "positions": positions, "tag": tag} | options))
 
 
-def steer(vector: str, layers: list[int], scale: float = 1.0, positions: PositionSelector = "all") -> StoredSteering:
-    return StoredSteering(layers=layers, vector=vector, scale=scale, hook="post_block", positions=positions)
+def steer(
+    vector: str, layers: list[int], scale: float = 1.0, positions: PositionSelector = "all", hook: Hook = "post_block", **options: Any
+) -> StoredSteering:
+    return StoredSteering(layers=layers, vector=vector, scale=scale, hook=hook, positions=positions, **options)
 
 
 class Host:
@@ -85,11 +91,12 @@ class Host:
         self,
         *prompts: list[int],
         max_tokens: int = 4,
-        capture: StoredCapture | None = None,
+        capture: StoredCapture | list[StoredCapture] | None = None,
         steering: list[StoredSteering] | None = None,
         **sampling: Any,
     ) -> Job:
         """A job with a new id; the capture's positions are resolved against each prompt."""
+        captures = [capture] if isinstance(capture, StoredCapture) else capture or []
         return Job(
             id=f"job{next(_numbers):05d}",
             kind="generate",
@@ -98,7 +105,7 @@ class Host:
             sampling=Sampling(max_tokens=max_tokens, ignore_eos=True, **sampling),
             created=0.0,
             steering=[steering for _ in prompts] if steering else [],
-            captures=[_resolved(capture, prompt) for prompt in prompts] if capture else [],
+            captures=[[_resolved(each, prompt) for each in captures] for prompt in prompts] if captures else [],
         )
 
     def run(self, *jobs: Job, cancel_after: dict[str, int] | None = None) -> dict[str, list[Output]]:
@@ -128,12 +135,12 @@ class Host:
                 receipts += [from_msgpack(row[0], Receipt) for row in database.execute("SELECT payload FROM receipts ORDER BY seq")]
         return receipts
 
-    def capture(self, job: Job) -> CaptureReader:
-        """The job's files, once every rank has reported that it is done."""
+    def capture(self, job: Job, number: int = 0) -> CaptureReader:
+        """The job's files of its `number`-th capture, once every rank has reported that it is done."""
         for receipt in self.receipts(job):
             assert receipt.status == "ok", receipt
         assert job.captures
-        return CaptureReader(self.root / job.captures[0].tag / job.id)
+        return CaptureReader(self.root / job.captures[0][number].tag, job.id)
 
     def close(self) -> None:
         """At once: the ranks end with their parent. How an engine stops in order is tested with the service."""
@@ -143,8 +150,10 @@ class Host:
 
 
 def _resolved(capture: StoredCapture, prompt: list[int]) -> StoredCapture:
-    positions = resolve_positions(capture.positions, len(prompt))
-    return StoredCapture(layers=capture.layers, hook=capture.hook, positions=positions, tag=capture.tag)
+    positions = capture.positions
+    if isinstance(positions, list):
+        positions = sorted({position % len(prompt) for position in positions})
+    return msgspec.structs.replace(capture, positions=positions)
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:

@@ -27,7 +27,7 @@ def mixed_batch(host: Host, reference: Reference, longest: int = 100, max_tokens
         tokens = job.prompts[0].token_ids + answers[job.id][0].token_ids
         wanted = reference.post_block(tokens[:-1], edits[job.id])
         assert host.capture(job).positions(0) == list(range(len(tokens) - 1))
-        for layer in job.captures[0].layers:
+        for layer in job.captures[0][0].sites["post_block"]:
             assert relative_error(host.capture(job).array(layer), wanted[layer]) <= FP32_ROWS, layer
     return [plain, steered, spot]
 
@@ -94,4 +94,7 @@ def test_each_pipeline_stage_writes_its_own_layers_and_one_reader_sees_all(pp2: 
     for job in mixed_batch(pp2, Reference(qwen3)):
         receipts = pp2.receipts(job)
         assert [receipt.pp for receipt in receipts] == [0, 1]
-        assert sorted(layer for receipt in receipts for file in receipt.files for layer in file.layers) == job.captures[0].layers
+        assert (
+            sorted(layer for receipt in receipts for file in receipt.files for layer in file.sites["post_block"])
+            == job.captures[0][0].sites["post_block"]
+        )

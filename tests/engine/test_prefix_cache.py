@@ -22,7 +22,7 @@ def rows_match(host: Host, reference: Reference, job, output, edits=()) -> None:
     tokens = job.prompts[0].token_ids + output.token_ids
     wanted = reference.post_block(tokens[:-1], edits)
     positions = host.capture(job).positions(0)
-    for layer in job.captures[0].layers:
+    for layer in job.captures[0][0].sites["post_block"]:
         assert relative_error(host.capture(job).array(layer), wanted[layer][positions]) <= FP32_ROWS
 
 
