@@ -44,6 +44,10 @@ _RANKS_INTERVAL_S = 5.0
 _HEALTH_INTERVAL_S = 0.25
 
 
+#: Draft tokens are looked up in the prompt by its last 4 to 2 tokens.
+_NGRAMS = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
+
+
 class VllmEngine:
     """`workers.engine.Engine` on vLLM's v1 engine, with either model runner."""
 
@@ -400,14 +404,16 @@ def engine_options(settings: Settings) -> dict[str, Any]:
         "disable_log_stats": True,
         "generation_config": "vllm",  # sampling is what the job says, never a file beside the weights
     }
+    if settings.speculative_tokens:
+        options["speculative_config"] = {"method": "ngram", "num_speculative_tokens": settings.speculative_tokens} | _NGRAMS
     if current_platform.is_cpu():
         options["kv_cache_memory_bytes"] = int(settings.kv_cache_gib * (1 << 30))
     return options
 
 
 def _overlaps(settings: Settings) -> bool:
-    """Asynchronous scheduling; the v1 runner does not support it over pipeline stages."""
-    return settings.pipeline_parallel_size == 1
+    """Asynchronous scheduling; the v1 runner does not support it over pipeline stages, nor vLLM with drafts by n-gram."""
+    return settings.pipeline_parallel_size == 1 and not settings.speculative_tokens
 
 
 def _environment(settings: Settings) -> None:

@@ -120,8 +120,13 @@ class _Areas:
         return self._current * self.rows
 
     def landing(self) -> Callable[[], None]:
-        event = self._copied[self._current] = torch.cuda.Event()
-        return event.synchronize
+        event = torch.cuda.Event()
+        self._copied[self._current] = event
+
+        def wait() -> None:
+            event.synchronize()
+
+        return wait
 
     def take(self, slab: torch.Tensor, rows: int) -> None:
         """On the copy stream: wait for the forward, copy, record the event."""

@@ -79,6 +79,7 @@ class DataPlane:
         self._finished: dict[str, tuple[Tracked, Finish]] = {}  # over here; the worker has not said where they end
         self._step = 0
         self._preemptions = 0
+        self._token_rows = 0  # computed so far, rejected drafts included
 
     # -- what the worker asks for (each answer is (ok, message)) -----------------------------------------------------------
 
@@ -142,6 +143,7 @@ class DataPlane:
             "vectors": len(self.vectors),
             "requests": len(self._tracked) + len(self._finished),
             "preemptions": self._preemptions,
+            "token_rows": self._token_rows,
             "tainted": len(self._tainted),
             "kept_row_bytes": self._row_store.held,
             "spilled_bytes": self._slabs.spilled,
@@ -179,6 +181,7 @@ class DataPlane:
 
     def plan(self, view: StepView) -> None:
         """Fill the buffers for the forward pass that follows."""
+        self._token_rows += view.num_rows
         if not self._tracked:
             return
         mine = [(self._tracked[rows.id], rows) for rows in view.requests if rows.id in self._tracked]

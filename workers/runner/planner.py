@@ -166,7 +166,7 @@ class Planner:
 
     def commit(self) -> None:
         """The next forward does what was planned."""
-        active = self._plan[:, (columns.EDITS, columns.BEFORE.COUNT, columns.AFTER.COUNT)].any(axis=1)
+        active = np.asarray(self._plan[:, (columns.EDITS, columns.BEFORE.COUNT, columns.AFTER.COUNT)].any(axis=1))
         busy = bool(active.any())
         if busy or self._busy:
             self._staging.commit(self._plan, self._lists)

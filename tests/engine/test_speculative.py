@@ -1,0 +1,41 @@
+"""Speculative decoding: drafts that the model rejects leave no row behind. v1 runner, n-gram drafts, fp32."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from host import Host, capture_of, prompt_of, relative_error, steer
+from reference import Reference
+from tiny import HIDDEN, LAYERS
+from tolerances import FP32_ROWS
+
+ALL = list(range(LAYERS))
+
+
+@pytest.fixture(scope="module")
+def speculating(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
+    host = Host(tmp_path_factory.mktemp("speculating"), llama, speculative_tokens=3, enable_prefix_caching=False)
+    yield host
+    host.close()
+
+
+def test_rows_of_rejected_drafts_never_appear_and_accepted_ones_are_right(speculating: Host, reference: Reference) -> None:
+    """Prompts that repeat themselves, so that drafts are made; a random model rejects most of them."""  # field case 7
+    vector = np.random.default_rng(4).normal(size=HIDDEN).astype(np.float32)
+    name = speculating.vector(vector)
+    plain = [speculating.job(prompt_of(12, seed=n) * 3, max_tokens=24, capture=capture_of(ALL, "all")) for n in range(6)]
+    steered = speculating.job(prompt_of(10) * 3, max_tokens=24, capture=capture_of(ALL, "all"), steering=[steer(name, [1], 2.0)])
+    before = speculating.call("midstream_status")[0]["token_rows"]
+    answers = speculating.run(*plain, steered)
+    computed = speculating.call("midstream_status")[0]["token_rows"] - before
+    for job in (*plain, steered):
+        tokens = job.prompts[0].token_ids + answers[job.id][0].token_ids
+        wanted = reference.post_block(tokens[:-1], [(1, 2.0 * vector, None)] if job.id == steered.id else [])
+        reader = speculating.capture(job)
+        assert reader.positions(0) == list(range(len(tokens) - 1))
+        assert reader.token_ids(0) == tokens[:-1]
+        for layer in ALL:
+            assert relative_error(reader.array(layer), wanted[layer]) <= FP32_ROWS, layer
+    fed = sum(len(job.prompts[0].token_ids) + 24 - 1 for job in (*plain, steered))
+    assert computed > fed + 20  # so many rows more were computed for drafts that were rejected
