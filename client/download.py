@@ -2,6 +2,7 @@
 
 import atexit
 import json
+import re
 import shutil
 import tempfile
 import zlib
@@ -9,12 +10,15 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ..schemas.errors import MidstreamError
-from .reader import FILE_NAME
+from .blobs import Place
 from .wire import Manifest, ManifestFile
 
+#: `<tag>.p<request>.pp<stage>.safetensors`, before the suffix `.<hook>.<layer>` where each tensor has a file of its own.
+FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*\.p\d+\.pp\d+(\.[a-z_]+\.\d+)?\.safetensors")
 
-def in_place(manifest: Manifest, job_id: str) -> list[Path]:
-    """The files under the server's capture root if they are on this machine, whole; else nothing.
+
+def in_place(manifest: Manifest, job_id: str) -> list[Place]:
+    """The blobs under the server's capture root if they are on this machine, whole; else nothing.
 
     Raises MidstreamError when the job has no files, saying why.
     """
@@ -22,9 +26,10 @@ def in_place(manifest: Manifest, job_id: str) -> list[Path]:
         raise MidstreamError("not_found", f"job {job_id} has no capture files: status {manifest.status}{_because(manifest.detail)}")
     if manifest.root is None:
         return []
-    paths = [Path(manifest.root) / file.path for file in manifest.files]
-    here = all(path.is_file() and path.stat().st_size == file.bytes for path, file in zip(paths, manifest.files, strict=True))
-    return paths if here else []
+    places = [Place(Path(manifest.root) / file.path, file.offset, file.bytes, file.crc32) for file in manifest.files]
+    sizes = {path: path.stat().st_size for path in {place.path for place in places} if path.is_file()}
+    here = all(sizes.get(place.path, 0) >= file.offset + file.bytes for place, file in zip(places, manifest.files, strict=True))
+    return places if here else []
 
 
 def target_folder(folder: Path | str | None) -> Path:
@@ -43,7 +48,7 @@ def save(folder: Path, job_id: str, file: ManifestFile, chunks: Iterable[bytes])
 
     Only names of capture files are accepted, so a server cannot write outside `folder`.
     """
-    if not FILE_NAME.match(file.name):
+    if not FILE_NAME.fullmatch(file.name):
         raise MidstreamError("capture_failed", f"the server names a file {file.name!r}, which is not a capture file's name")
     path = folder / file.name
     partial = path.with_name(f".{file.name}.part")

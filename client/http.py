@@ -190,15 +190,16 @@ class Client:
         body = wire.openai_body({"model": model, "messages": list(messages), **openai}, steering, capture, capture_wait)
         return self._held("/v1/chat/completions", body)
 
-    def capture(self, job_id: str, folder: Path | str | None = None) -> CaptureReader:
+    def capture(self, job_id: str, folder: Path | str | None = None, tag: str | None = None) -> CaptureReader:
         """The captured rows of a job: read in place on the server's machine, else downloaded and checked.
 
-        `folder`: where to keep a download; by default a folder that is gone when the program ends.
+        `folder`: where to keep a download; by default a folder that is gone when the program ends. `tag`: by default that of
+        the job's own capture; what the operator captures of every request has another.
         """
         manifest = wire.decode(self._send(Call("GET", wire.capture_path(job_id))), wire.Manifest)
         found = download.in_place(manifest, job_id) if folder is None else None
         if found:
-            return CaptureReader(found)
+            return CaptureReader(found, tag=tag)
         target = download.target_folder(folder)
         paths = []
         for file in manifest.files:
@@ -207,7 +208,7 @@ class Client:
                     response.read()
                     wire.raise_problem(response)
                 paths.append(download.save(target, job_id, file, response.iter_bytes()))
-        return CaptureReader(paths)
+        return CaptureReader(paths, tag=tag)
 
     def _held(self, path: str, body: dict[str, Any]) -> Answer:
         response = self._send(Call("POST", path, body=body, timeout=wire.HELD_S))
@@ -353,18 +354,18 @@ class AsyncClient:
         body = wire.openai_body({"model": model, "messages": list(messages), **openai}, steering, capture, capture_wait)
         return await self._held("/v1/chat/completions", body)
 
-    async def capture(self, job_id: str, folder: Path | str | None = None) -> CaptureReader:
+    async def capture(self, job_id: str, folder: Path | str | None = None, tag: str | None = None) -> CaptureReader:
         manifest = wire.decode(await self._send(Call("GET", wire.capture_path(job_id))), wire.Manifest)
         found = download.in_place(manifest, job_id) if folder is None else None
         if found:
-            return CaptureReader(found)
+            return CaptureReader(found, tag=tag)
         target = download.target_folder(folder)
         paths = []
         for file in manifest.files:
             response = await self._send(Call("GET", wire.capture_path(job_id, "files", file.name)))
             wire.raise_problem(response)
             paths.append(await asyncio.to_thread(download.save, target, job_id, file, [response.content]))
-        return CaptureReader(paths)
+        return CaptureReader(paths, tag=tag)
 
     async def _held(self, path: str, body: dict[str, Any]) -> Answer:
         response = await self._send(Call("POST", path, body=body, timeout=wire.HELD_S))

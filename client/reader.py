@@ -1,203 +1,282 @@
-"""How do captured activations become numpy arrays, on any machine, without torch?
+"""How do captured activations become numpy arrays, on any machine, without torch? Whatever the layout of their files."""
 
-Reads the packed layout: one safetensors file per request and pipeline stage, its manifest beside it under `.json`.
-"""
-
-import json
-import re
-import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from ..schemas.captures import Manifest
 from ..schemas.errors import MidstreamError, invalid
-from ..schemas.tensors import bfloat16_to_float32
+from ..schemas.selectors import ALIASES, HOOKS
+from .blobs import Blob, Place, find, open_blobs
 
-#: `p<request>.a<attempt>.pp<stage>.safetensors`
-FILE_NAME = re.compile(r"^p(\d+)\.a(\d+)\.pp(\d+)\.safetensors$")
-#: The `dtype` of a safetensors header → numpy's; bfloat16, which numpy lacks, is read as its bit patterns.
-_NUMPY_DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8"}
-_CRC_CHUNK = 1 << 22  # bytes read at a time while a file is checked
+Source = Path | str | Iterable[Path | str | Place]
+DEFAULT_HOOK = "post_block"
 
 
 @dataclass(frozen=True)
 class Check:
-    """What `CaptureReader.verify` found about one file."""
+    """What `CaptureReader.verify` found about one blob, or about a request that is not whole."""
 
     path: Path
     bytes: int
     crc32: int  # recomputed
     ok: bool
     detail: str = ""  # what is wrong, if anything
+    request: int = 0
+    offset: int = 0  # of the blob in the file
 
 
-class _File:
-    """One safetensors file, mapped; its header parsed and held against its size."""
+class _Request:
+    """One attempt at one request: its blobs of all stages."""
 
-    def __init__(self, path: Path):
-        match = FILE_NAME.match(path.name)
-        if match is None:
-            raise invalid("path", f"{path.name} is not a capture file", allowed="p<request>.a<attempt>.pp<stage>.safetensors")
-        self.path = path
-        self.request, self.attempt, self.stage = (int(group) for group in match.groups())
-        size = path.stat().st_size
-        with path.open("rb") as handle:
-            length = int.from_bytes(handle.read(8), "little")
-            if size < 8 or length > size - 8:
-                raise MidstreamError("capture_failed", f"{path} is cut short: {size} bytes hold no safetensors header")
-            header = json.loads(handle.read(length))
-        self._start = 8 + length
-        self._entries: dict[str, Any] = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        end = self._start + max((entry["data_offsets"][1] for entry in self._entries.values()), default=0)
-        if size < end:
-            raise MidstreamError("capture_failed", f"{path} is cut short: {size} bytes of {end}")
+    def __init__(self, blobs: Sequence[Blob]):
+        self.blobs = sorted(blobs, key=lambda blob: (blob.header.manifest.pp, blob.place.path, blob.place.offset))
+        self.sites = {tensor.site: blob for blob in self.blobs for tensor in blob.header.tensors.values() if tensor.site is not None}
 
     @property
-    def layers(self) -> dict[str, list[int]]:
-        """hook → ascending layers in this file."""
-        found: dict[str, list[int]] = {}
-        for name in self._entries:
-            hook, dot, layer = name.rpartition(".")
-            if dot and layer.isdigit():
-                found.setdefault(hook, []).append(int(layer))
-        return {hook: sorted(layers) for hook, layers in found.items()}
+    def manifest(self) -> Manifest:
+        return self.blobs[0].header.manifest
 
-    def raw(self, name: str) -> np.ndarray:
-        """The tensor as it lies in the file, memory-mapped and read-only; bfloat16 as uint16."""
-        entry = self._entries[name]
-        dtype, shape, (first, last) = np.dtype(_NUMPY_DTYPES[entry["dtype"]]), entry["shape"], entry["data_offsets"]
-        if first == last:
-            return np.empty(shape, dtype)
-        return np.memmap(self.path, dtype=dtype, mode="r", offset=self._start + first, shape=tuple(shape))
+    @property
+    def missing(self) -> list[str]:
+        """Tensors that belong to the capture and are in no blob."""
+        wanted = [(hook, layer) for hook, layers in self.manifest.all_sites.items() for layer in layers]
+        return [f"{hook}.{layer}" for hook, layer in wanted if (hook, layer) not in self.sites]
 
-    def array(self, name: str) -> np.ndarray:
-        """The tensor as a float32 copy of its own, bfloat16 widened exactly."""
-        raw = self.raw(name)
-        if self._entries[name]["dtype"] == "BF16":
-            return bfloat16_to_float32(np.asarray(raw))
-        return np.array(raw, dtype=np.float32)
+    def incomplete(self) -> str:
+        """Why it is not whole; empty when it is."""
+        missing = self.missing
+        if not missing:
+            return ""
+        names = ", ".join(missing[:4]) + (", …" if len(missing) > 4 else "")
+        stages = ", ".join(str(pp) for pp in sorted({blob.header.manifest.pp for blob in self.blobs}))
+        return (
+            f"request {self.manifest.request} is not whole: {names} ({len(missing)} tensors) are missing; "
+            f"of {self.manifest.stages} stages there is {stages}"
+        )
 
-    def integers(self, name: str) -> list[int]:
-        return [int(value) for value in self.raw(name)]
+    @cached_property
+    def positions(self) -> dict[int, int]:
+        """Position → token id, ascending: those that every stage holds (under overload each may have dropped others)."""
+        first, *others = self.blobs
+        asked = _asked(first)
+        shared = _tokens(first)
+        for other in others:
+            tokens = _tokens(other)
+            if _asked(other) != asked or any(tokens[position] != shared[position] for position in tokens.keys() & shared.keys()):
+                raise MidstreamError(
+                    "ranks_disagree", f"{first.place.path.name} and {other.place.path.name} hold rows of different positions or tokens"
+                )
+            if len(tokens) != len(shared) or tokens.keys() != shared.keys():
+                shared = {position: token for position, token in shared.items() if position in tokens}
+        return shared
 
-    def manifest(self) -> dict[str, Any]:
-        """The `.json` beside the file; raises MidstreamError when it is not there."""
-        beside = self.path.with_suffix(".json")
-        if not beside.is_file():
-            raise MidstreamError("not_found", f"{beside} is missing: without it {self.path.name} cannot be checked")
-        return dict(json.loads(beside.read_text()))
+    def rows(self, blob: Blob) -> list[int] | None:
+        """Which rows of the blob's tensors belong to `positions`; None: all."""
+        own = blob.header.manifest.positions
+        return None if len(own) == len(self.positions) else [row for row, position in enumerate(own) if position in self.positions]
+
+
+def _asked(blob: Blob) -> list[int]:
+    manifest = blob.header.manifest
+    return sorted([*manifest.positions, *manifest.dropped]) if manifest.dropped else manifest.positions
+
+
+def _tokens(blob: Blob) -> dict[int, int]:
+    return dict(zip(blob.raw("positions").tolist(), blob.raw("token_ids").tolist(), strict=True))
 
 
 class CaptureReader:
-    """The captured rows of one job, merged over pipeline stages.
+    """The captured rows of one job under one tag, merged over files and pipeline stages.
 
-    `source`: the job's folder, or its `.safetensors` files. Of several attempts at a request the last one counts.
-    Raises MidstreamError when there is nothing to read, or a file is cut short.
+    `source`: the job's folder `<capture root>/<tag>/<job>`; or the tag's folder or the capture root, with `job`; or files. Of several
+    attempts at a request the last whole one counts. Everything is opened at once and stays readable, whatever is deleted
+    meanwhile, until `close` or the reader's end.
+
+    Raises MidstreamError: `not_found` when there is nothing, `gone` when it was deleted, `capture_failed` for damaged files, and
+    `invalid_request` when the source holds several jobs or tags and none is named. Reading a request of which a stage or
+    tensor is missing raises `capture_failed`, unless `partial`.
     """
 
-    def __init__(self, source: Path | str | Iterable[Path | str]):
+    def __init__(self, source: Source, job: str | None = None, *, tag: str | None = None, partial: bool = False):
         if isinstance(source, str | Path):
-            folder = Path(source)
-            paths = [folder] if folder.is_file() else [path for path in folder.glob("*.safetensors") if FILE_NAME.match(path.name)]
+            places = find(Path(source), job, tag)
         else:
-            paths = [Path(path) for path in source]
-        if not paths:
-            raise MidstreamError("not_found", f"there are no capture files in {source}")
-        self._requests: dict[int, list[_File]] = {}
-        for file in sorted((_File(path) for path in paths), key=lambda file: (file.request, file.attempt, file.stage)):
-            kept = self._requests.setdefault(file.request, [])
-            if kept and kept[0].attempt < file.attempt:
-                kept.clear()
-            kept.append(file)
+            places = [place if isinstance(place, Place) else Place(Path(place)) for place in source]
+        # A list of files has an order, and what the user asked for comes first; what lies in a folder has not.
+        self._open(open_blobs(places), job, tag, partial, first_tag=not isinstance(source, str | Path))
+        if not self._requests:
+            what = f"of job {job} " if job else ""
+            raise MidstreamError("not_found", f"there are no capture files {what}in {source}")
+
+    @classmethod
+    def from_bytes(cls, blobs: bytes | Iterable[bytes], *, tag: str | None = None, partial: bool = False) -> "CaptureReader":
+        """A reader of what the consumer `memory` gave back, or of files read into memory: the blobs of one job."""
+        reader = cls.__new__(cls)
+        parts = [blobs] if isinstance(blobs, bytes) else list(blobs)
+        opened = [Blob(Place(Path(f"<bytes {number}>")), memoryview(raw)) for number, raw in enumerate(parts)]
+        reader._open(opened, None, tag, partial, first_tag=True)
+        if not reader._requests:
+            raise MidstreamError("not_found", "no blob was given, so there is nothing to read")
+        return reader
+
+    def _open(self, blobs: list[Blob], job: str | None, tag: str | None, partial: bool, first_tag: bool) -> None:
+        self._partial = partial
+        if job is not None:
+            blobs = [blob for blob in blobs if blob.header.manifest.job == job]
+        jobs = sorted({blob.header.manifest.job for blob in blobs})
+        if len(jobs) > 1:
+            raise invalid("job", "there are captures of several jobs: name one", allowed=", ".join(jobs))
+        self.job = jobs[0] if jobs else ""
+        #: The tags that the source holds rows of; this reader reads one of them.
+        self.tags = list(dict.fromkeys(blob.header.manifest.tag for blob in blobs))
+        if tag is None and len(self.tags) > 1 and not first_tag:
+            raise invalid("tag", f"job {self.job} was captured under several tags: name one", allowed=", ".join(self.tags))
+        self.tag = tag if tag is not None else next(iter(self.tags), "")
+        attempts: dict[int, dict[int, list[Blob]]] = {}
+        for blob in blobs:
+            manifest = blob.header.manifest
+            if manifest.tag == self.tag:
+                attempts.setdefault(manifest.request, {}).setdefault(manifest.attempt, []).append(blob)
+        self._requests = {request: _last_whole(attempts[request]) for request in sorted(attempts)}
 
     def __repr__(self) -> str:
-        return f"CaptureReader(requests={len(self._requests)}, files={len(self.files)})"
+        return f"CaptureReader(job={self.job!r}, tag={self.tag!r}, requests={len(self._requests)}, files={len(self.files)})"
+
+    def __enter__(self) -> "CaptureReader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the files; views given by `raw` stay valid. The reader is empty afterwards."""
+        self._requests.clear()
 
     @property
     def files(self) -> list[Path]:
-        """The files that are read, by request and stage."""
-        return [file.path for files in self._requests.values() for file in files]
+        """The files that are read, by request and stage; a segment once."""
+        return list(dict.fromkeys(blob.place.path for request in self._requests.values() for blob in request.blobs))
 
     def requests(self) -> list[int]:
         """Indices of the job's prompts that have rows."""
         return list(self._requests)
 
     def hooks(self, request: int = 0) -> list[str]:
-        """The hook points that were captured."""
-        return sorted({hook for file in self._of(request) for hook in file.layers})
+        """The hook points that were captured, in the order in which a forward meets them."""
+        found = {hook for hook, _ in self._of(request).sites}
+        return [hook for hook in HOOKS if hook in found] + sorted(found - set(HOOKS))
 
-    def layers(self, request: int = 0, hook: str = "post_block") -> list[int]:
+    def layers(self, request: int = 0, hook: str | None = None) -> list[int]:
         """Ascending layers captured at `hook`, over all stages."""
-        return sorted({layer for file in self._of(request) for layer in file.layers.get(hook, [])})
+        chosen = self._hook(hook, request)
+        return sorted(layer for found, layer in self._of(request).sites if found == chosen)
 
     def positions(self, request: int = 0) -> list[int]:
         """Absolute token positions of the rows; row i of every array is `positions[i]`."""
-        return self._shared(request, "positions")
+        return list(self._of(request).positions)
 
     def token_ids(self, request: int = 0) -> list[int]:
         """The token at each of `positions`."""
-        return self._shared(request, "token_ids")
+        return list(self._of(request).positions.values())
 
-    def array(self, layer: int, hook: str = "post_block", request: int = 0) -> np.ndarray:
-        """`[positions, hidden]` float32, a copy. Raises MidstreamError naming the layers there are."""
-        for file in self._of(request):
-            if layer in file.layers.get(hook, []):
-                return file.array(f"{hook}.{layer}")
-        raise MidstreamError(
-            "not_found", f"layer {layer} was not captured at {hook}", field="layer", allowed=str(self.layers(request, hook))
-        )
+    def dropped(self, request: int = 0) -> list[int]:
+        """Positions that were asked for and that some stage dropped under overload."""
+        return sorted({position for blob in self._of(request).blobs for position in blob.header.manifest.dropped})
 
-    def stack(self, layers: Sequence[int] | None = None, hook: str = "post_block", request: int = 0) -> np.ndarray:
+    def array(self, layer: int, hook: str | None = None, request: int = 0) -> np.ndarray:
+        """`[positions, hidden]` float32, a copy. `hook`: by default `post_block`, or the only one that was captured.
+
+        TransformerLens' names are understood. Raises MidstreamError naming the layers there are.
+        """
+        blob, name, rows = self._tensor(layer, hook, request)
+        array = blob.array(name)
+        return array if rows is None else array[rows]
+
+    def raw(self, layer: int, hook: str | None = None, request: int = 0) -> np.ndarray:
+        """`[positions, hidden]` as it lies in the file: read-only, nothing copied; bfloat16 as its uint16 bit patterns.
+
+        (A copy only where a pipeline stage holds rows that another one dropped.)
+        """
+        blob, name, rows = self._tensor(layer, hook, request)
+        return blob.raw(name) if rows is None else blob.raw(name)[rows]
+
+    def stack(self, layers: Sequence[int] | None = None, hook: str | None = None, request: int = 0) -> np.ndarray:
         """`[layers, positions, hidden]` float32; by default of every captured layer."""
         return np.stack([self.array(layer, hook, request) for layer in (self.layers(request, hook) if layers is None else layers)])
 
-    def row(self, layer: int, position: int, hook: str = "post_block", request: int = 0) -> np.ndarray:
+    def row(self, layer: int, position: int, hook: str | None = None, request: int = 0) -> np.ndarray:
         """`[hidden]` float32 at an absolute token position."""
         positions = self.positions(request)
         if position not in positions:
             raise MidstreamError("not_found", f"position {position} was not captured", field="position", allowed=str(positions))
         return np.asarray(self.array(layer, hook, request)[positions.index(position)])
 
-    def manifest(self, request: int = 0) -> dict[str, Any]:
-        """The manifest of the request's first stage, as written beside its file."""
-        return self._of(request)[0].manifest()
+    def dtype(self, request: int = 0) -> str:
+        """What the rows are stored as: float32, float16 or bfloat16."""
+        return self._of(request).manifest.dtype
+
+    def manifest(self, request: int = 0) -> Manifest:
+        """The manifest of the request's first blob."""
+        return self._of(request).manifest
 
     def verify(self) -> list[Check]:
-        """Every file's size and CRC32, recomputed and held against its manifest."""
-        return [_check(file) for files in self._requests.values() for file in files]
+        """Size, CRC32 and content of every blob, held against its manifests; and whether every request is whole."""
+        checks = [_check(blob) for request in self._requests.values() for blob in request.blobs]
+        for number, request in self._requests.items():
+            if (why := request.incomplete()) and not self._partial:
+                checks.append(Check(request.blobs[0].place.path, 0, 0, ok=False, detail=why, request=number))
+        return checks
 
-    def _of(self, request: int) -> list[_File]:
+    def _of(self, request: int) -> _Request:
         if request not in self._requests:
             raise MidstreamError("not_found", f"request {request} has no captured rows", field="request", allowed=str(self.requests()))
-        return self._requests[request]
+        found = self._requests[request]
+        if not self._partial and (why := found.incomplete()):
+            raise MidstreamError("capture_failed", why, allowed="partial=True reads what is there")
+        return found
 
-    def _shared(self, request: int, name: str) -> list[int]:
-        """What every stage of a request must say alike."""
-        first, *others = self._of(request)
-        values = first.integers(name)
-        for other in others:
-            if other.integers(name) != values:
-                raise MidstreamError("ranks_disagree", f"{first.path.name} and {other.path.name} hold rows of different {name}")
-        return values
+    def _hook(self, hook: str | None, request: int) -> str:
+        if hook is not None:
+            return ALIASES.get(hook, hook)
+        hooks = self.hooks(request)
+        if DEFAULT_HOOK in hooks or len(hooks) != 1:
+            return DEFAULT_HOOK
+        return hooks[0]
+
+    def _tensor(self, layer: int, hook: str | None, request: int) -> tuple[Blob, str, list[int] | None]:
+        found, chosen = self._of(request), self._hook(hook, request)
+        blob = found.sites.get((chosen, layer))
+        if blob is None:
+            layers, hooks = self.layers(request, chosen), self.hooks(request)
+            allowed = str(layers) if layers else f"hooks {', '.join(hooks)}"
+            raise MidstreamError("not_found", f"layer {layer} was not captured at {chosen}", field="layer", allowed=allowed)
+        return blob, f"{chosen}.{layer}", found.rows(blob)
 
 
-def crc32_of(path: Path) -> int:
-    """CRC32 of a whole file."""
-    crc = 0
-    with path.open("rb") as handle:
-        while chunk := handle.read(_CRC_CHUNK):
-            crc = zlib.crc32(chunk, crc)
-    return crc
+def _last_whole(attempts: dict[int, list[Blob]]) -> _Request:
+    """The last attempt that is whole; if none is, the last."""
+    found = [_Request(attempts[attempt]) for attempt in sorted(attempts, reverse=True)]
+    return next((request for request in found if not request.missing), found[0])
 
 
-def _check(file: _File) -> Check:
-    size, crc, manifest = file.path.stat().st_size, crc32_of(file.path), file.manifest()
-    wrong = []
-    if size != manifest["bytes"]:
-        wrong.append(f"{size} bytes, the manifest says {manifest['bytes']}")
-    if crc != manifest["crc32"]:
-        wrong.append(f"CRC32 {crc:08x}, the manifest says {manifest['crc32']:08x}")
-    return Check(path=file.path, bytes=size, crc32=crc, ok=not wrong, detail="; ".join(wrong))
+def _check(blob: Blob) -> Check:
+    manifest, crc, wrong = blob.header.manifest, blob.crc32(), []
+    promised = blob.promised()
+    if promised is None:
+        wrong.append(f"{blob.place.path.with_suffix('.json').name} is missing: without it the CRC32 cannot be checked")
+    elif promised != (blob.size, crc):
+        wrong.append(f"{blob.size} bytes with CRC32 {crc:08x}, the manifest says {promised[0]} with {promised[1]:08x}")
+    rows = len(manifest.positions)
+    for hook, layers in manifest.sites.items():
+        for layer in layers:
+            tensor = blob.header.tensors.get(f"{hook}.{layer}")
+            if tensor is None or tensor.shape != [rows, manifest.hidden_size]:
+                wrong.append(f"{hook}.{layer} is {'missing' if tensor is None else tensor.shape}, not [{rows}, {manifest.hidden_size}]")
+    for name, values in (("positions", manifest.positions), ("token_ids", manifest.token_ids)):
+        if name not in blob.header.tensors or blob.raw(name).tolist() != values:
+            wrong.append(f"the tensor {name} is not what the manifest says")
+    return Check(blob.place.path, blob.size, crc, not wrong, "; ".join(wrong), manifest.request, blob.place.offset)

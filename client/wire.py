@@ -4,7 +4,6 @@ import json
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import PurePosixPath
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -85,15 +84,13 @@ class Answer:
 
 
 class ManifestFile(msgspec.Struct):
-    """A file in the answer of `GET /v1/captures/{id}`, as far as a reader needs it."""
+    """A blob in the answer of `GET /v1/captures/{id}`, as far as a reader needs it."""
 
+    name: str
     path: str
     bytes: int
     crc32: int
-
-    @property
-    def name(self) -> str:
-        return PurePosixPath(self.path).name
+    offset: int = 0
 
 
 class Manifest(msgspec.Struct):

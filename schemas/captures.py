@@ -7,6 +7,11 @@ from .specs import CaptureStatus
 
 #: `format` of the manifest in a blob's safetensors metadata.
 FORMAT = "midstream.capture.2"
+#: Folder of a tag that holds its segments: `<tag>/segments/<writer>.<n>.seg`, each with a `.jsonl` of `BlobEntry` beside it.
+SEGMENTS = "segments"
+#: `<capture root>/.deleted/<job>` exists from the moment at which a job's captures are deleted until nothing is left of them.
+#: Who reads files looks there after opening them: so it has everything that the job has, or nothing.
+DELETED = ".deleted"
 
 
 class Manifest(msgspec.Struct):
@@ -34,6 +39,18 @@ class Manifest(msgspec.Struct):
     token_ids: list[int]
     reused: int = 0
     dropped: list[int] = []
+    tag: str = ""
+    all_sites: dict[str, list[int]] = {}  # hook → layers over all stages: a capture is whole when its blobs hold these
+
+
+class BlobEntry(msgspec.Struct):
+    """A line of the JSON Lines file beside capture files: `<stem>.json` beside a file of its own, `.jsonl` beside a segment."""
+
+    file: str  # name of the file beside which this stands
+    offset: int  # of the blob in the file
+    bytes: int  # of the blob
+    crc32: int  # of the blob
+    manifest: Manifest
 
 
 class ManifestFile(Record):

@@ -25,6 +25,7 @@ STATUS_OF_KIND: dict[str, int] = {
     "worker_lost": 500,  # every attempt ended with the worker's death
     "version_mismatch": 500,  # two parts of Midstream run different versions; the detail names both
     "unavailable": 503,
+    "quota_exceeded": 507,  # the captures take all the space that they may
     "receipts_timed_out": 504,  # not every rank reported in time
 }
 

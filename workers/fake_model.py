@@ -1,6 +1,7 @@
 """What does the model that is none look like from outside? Its facts, its tokenizer, its text and its residual stream."""
 
 import zlib
+from typing import cast
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, pre_tokenizers
@@ -8,9 +9,13 @@ from tokenizers.models import BPE
 
 from .. import __version__
 from ..schemas.base import to_msgpack
+from ..schemas.global_capture import parse as parse_global_capture
 from ..schemas.jobs import Job
 from ..schemas.models import ModelInfo, TokenizerBundle, encode_bundle
+from ..schemas.selectors import HOOKS, Hook
 from ..schemas.settings import Settings
+from ..schemas.specs import CaptureSpec
+from .runner.consumers import available
 
 NUM_LAYERS = 4
 HIDDEN_SIZE = 8
@@ -52,12 +57,22 @@ def make_info(settings: Settings, tokenizer: Tokenizer, bundle: TokenizerBundle)
         vocab_size=tokenizer.get_vocab_size(),
         max_model_len=settings.max_model_len or MAX_MODEL_LEN,
         dtype="float32",
-        hooks=["post_block"],
+        hooks=list(HOOKS),
         tokenizer=encode_bundle(bundle)[0],
         tp=settings.tensor_parallel_size,
         pp=settings.pipeline_parallel_size,
         runner="fake",
+        consumers=available(),
+        memory_limit_kib=settings.memory_limit_kib,
+        step_tokens=settings.max_num_batched_tokens,
+        global_captures=_global_captures(settings),
     )
+
+
+def _global_captures(settings: Settings) -> list[CaptureSpec]:
+    if not settings.global_capture:
+        return []
+    return parse_global_capture(settings.global_capture, settings.global_capture_positions, settings.global_capture_tag)
 
 
 def _token_id(tokenizer: Tokenizer, token: str) -> int:
@@ -79,8 +94,12 @@ class Dice:
         return self._faces[self._state % len(self._faces)]
 
 
-def residual_rows(layer: int, positions: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
-    """`[positions, HIDDEN_SIZE]` float32: a value that names its layer, position and token, so that a swap shows."""
+def residual_rows(layer: int, positions: np.ndarray, token_ids: np.ndarray, hook: str = "post_block") -> np.ndarray:
+    """`[positions, HIDDEN_SIZE]` float32: a value that names its hook, layer, position and token, so that a swap shows.
+
+    Scaled by powers of two, so that it is exact and fits a float16 as well.
+    """
     rows = layer * 1e6 + positions.astype(np.float64) * 1e3 + token_ids
-    block: np.ndarray = (rows[:, None] + np.arange(HIDDEN_SIZE) / HIDDEN_SIZE).astype(np.float32)
+    scale = 2.0 ** -(10 + HOOKS.index(cast(Hook, hook)))
+    block: np.ndarray = ((rows[:, None] + np.arange(HIDDEN_SIZE) / HIDDEN_SIZE) * scale).astype(np.float32)
     return block

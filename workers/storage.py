@@ -1,71 +1,91 @@
-"""How does a capture become durable? Files are written aside, synced in groups, and renamed into place.
+"""How do blobs become durable? As files that are written aside, synced in groups and renamed, or appended to a segment.
 
-A group costs two disk round trips however many files it holds: one sync of all contents before the renames and one of
-all directories after them. Nothing is reported before the second. Layout and naming are in `docs/decisions/0001-contracts.md`.
+A group costs two disk round trips however many blobs it holds: for files one sync of all contents before the renames and
+one of all directories after them, for a segment one of the blobs and one of their manifest. Nothing is reported before the
+second.
 """
 
 import ctypes
+import fcntl
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import msgspec
 
-from ..schemas.receipts import CapturedFile
+from ..schemas.blobs import DTYPE_NAMES, encode_header
+from ..schemas.captures import BlobEntry, Manifest
 
 Buffer = bytes | bytearray | memoryview
+Line = bytes  # `Blob` has a field of that name
 
-#: safetensors pads its JSON header with spaces to this many bytes.
-_ALIGNMENT = 8
 #: Up to this many files are synced one by one; above it one `syncfs` is cheaper than a journal commit for each file.
 _SYNC_SINGLY = 4
 #: `writev` takes at most this many buffers (Linux IOV_MAX).
 _IOV_MAX = 1024
-
-_SAFETENSORS_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64"}
+#: Blobs in a segment begin at multiples of this: each can be mapped alone, and a deleted one leaves no block half used.
+SEGMENT_ALIGNMENT = 4096
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True)
-class PendingFile:
-    """A safetensors file to be published, with its manifest beside it under the suffix `.json`.
+class Blob:
+    """The bytes of a whole safetensors file, as buffers in order."""
 
-    `tensors`: (name, dtype, shape, C-contiguous little-endian buffers in order). `manifest` is completed with
-    `file`, `bytes` and `crc32`. `rows`, `layers` and `positions` go into the receipt.
+    manifest: Manifest
+    buffers: Sequence[memoryview]
+    bytes: int
+    crc32: int
+
+    def line(self, file: str, offset: int = 0) -> "Line":
+        """The line that describes it in the file beside."""
+        return msgspec.json.encode(BlobEntry(file, offset, self.bytes, self.crc32, self.manifest)) + b"\n"
+
+
+def make_blob(manifest: Manifest, tensors: Sequence[tuple[str, str, Sequence[int], Sequence[Buffer]]]) -> Blob:
+    """`tensors`: (name, dtype, shape, C-contiguous little-endian buffers in order). Nothing is copied.
+
+    Raises ValueError when a tensor's buffers do not add up to its shape.
     """
+    described, body = [], []
+    for name, dtype, shape, buffers in tensors:
+        views = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
+        described.append((name, DTYPE_NAMES[dtype], shape, sum(map(len, views))))
+        body += views
+    everything = [memoryview(encode_header(described, manifest)), *body]
+    crc = 0
+    for buffer in everything:
+        crc = zlib.crc32(buffer, crc)
+    return Blob(manifest, everything, sum(map(len, everything)), crc)
+
+
+@dataclass(frozen=True)
+class PendingFile:
+    """A blob to be published as a file, with its `BlobEntry` beside it under the suffix `.json`."""
 
     path: str  # relative to the capture root
-    tensors: Sequence[tuple[str, str, Sequence[int], Sequence[Buffer]]]
-    manifest: dict[str, Any]
-    rows: int = 0
-    layers: list[int] = field(default_factory=list)
-    positions: int = 0
+    blob: Blob
 
 
-def publish(root: Path, files: Sequence[PendingFile]) -> list[CapturedFile]:
+def publish(root: Path, files: Sequence[PendingFile]) -> None:
     """Write `files` under `root`; when this returns, contents and names are on disk.
 
-    Raises OSError (disk full, read-only, …) or ValueError (a path that leaves `root`); then none of the group is
-    reported, and temporary files are removed.
+    Raises OSError (disk full, read-only, …) or ValueError (a path that leaves `root`); then temporary files are removed,
+    and what got its name already is whole but must not be reported.
     """
     written: list[tuple[Path, Path]] = []  # (temporary, final)
-    captured: list[CapturedFile] = []
     try:
         for file in files:
-            target = _inside(root, file.path)
+            target = inside(root, file.path)
             target.parent.mkdir(parents=True, exist_ok=True)
-            buffers = _safetensors(file)
-            size, crc = sum(len(buffer) for buffer in buffers), _crc32(buffers)
-            manifest = {**file.manifest, "file": target.name, "bytes": size, "crc32": crc}
-            for path, parts in ((target, buffers), (target.with_suffix(".json"), [msgspec.json.encode(manifest)])):
+            for path, parts in ((target, file.blob.buffers), (target.with_suffix(".json"), [file.blob.line(target.name)])):
                 temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
                 written.append((temporary, path))
-                _write(temporary, parts)
-            captured.append(CapturedFile(file.path, size, crc, file.rows, list(file.layers), file.positions))
+                _write_file(temporary, parts)
         _sync(root, [temporary for temporary, _ in written])
         for temporary, final in written:
             os.rename(temporary, final)
@@ -74,52 +94,120 @@ def publish(root: Path, files: Sequence[PendingFile]) -> list[CapturedFile]:
         for temporary, _ in written:
             temporary.unlink(missing_ok=True)
         raise
-    return captured
 
 
-def _inside(root: Path, relative: str) -> Path:
-    """`root / relative`, refusing what would escape `root`."""
+@dataclass
+class Segment:
+    """A file `<path>` of many blobs, appended to by one thread of one process, and `<path with .jsonl>` that says where they lie.
+
+    A line is written after its blob is synced, so a crash leaves at most bytes that no line names, or a torn last line. Such
+    a file is never appended to again: every start of a process opens segments of its own.
+    """
+
+    root: Path
+    path: str  # relative to `root`
+    size: int = 0  # bytes so far
+    usable: bool = True  # false once it is not certain what the disk holds: append no more
+    _lines: int = 0  # bytes of the manifest so far
+    _data: int = field(default=-1, repr=False)
+    _index: int = field(default=-1, repr=False)
+
+    def __post_init__(self) -> None:
+        """Raises OSError; FileExistsError when there is such a segment."""
+        target = inside(self.root, self.path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        created = []
+        try:
+            # The manifest first, locked while this process may append: who deletes captures leaves both standing until then.
+            self._index = os.open(target.with_suffix(".jsonl"), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+            created.append(target.with_suffix(".jsonl"))
+            fcntl.flock(self._index, fcntl.LOCK_EX)
+            self._data = os.open(target, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+            created.append(target)
+            _sync(self.root, _directories(self.root, [target]))
+        except BaseException:
+            self.close()
+            for path in created:
+                path.unlink(missing_ok=True)
+            raise
+
+    def append(self, blobs: Sequence[Blob]) -> list[int]:
+        """Durable when this returns; the offsets of the blobs.
+
+        Raises OSError; then none of the group is in the segment, and `usable` says whether another may follow.
+        """
+        offsets: list[int] = []
+        parts: list[Buffer] = []
+        lines, end = [], self.size
+        name = PurePosixPath(self.path).name
+        for blob in blobs:
+            padding = -end % SEGMENT_ALIGNMENT
+            parts += [bytes(padding), *blob.buffers]
+            offsets.append(end + padding)
+            lines.append(blob.line(name, end + padding))
+            end += padding + blob.bytes
+        index = memoryview(b"".join(lines))
+        try:
+            _write_at(self._data, parts, self.size)
+            self._synced(self._data)
+            _write_at(self._index, [index], self._lines)
+            self._synced(self._index)
+        except BaseException:
+            self._take_back()
+            raise
+        self.size, self._lines = end, self._lines + len(index)
+        return offsets
+
+    def _synced(self, descriptor: int) -> None:
+        try:
+            os.fdatasync(descriptor)
+        except OSError:
+            self.usable = False  # the kernel may have dropped what it could not write, and will not say so twice
+            raise
+
+    def _take_back(self) -> None:
+        """Cut off what a failed group left behind."""
+        try:
+            os.ftruncate(self._index, self._lines)
+            os.ftruncate(self._data, self.size)
+        except OSError:
+            self.usable = False
+
+    def close(self) -> None:
+        for descriptor in (self._data, self._index):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._data = self._index = -1
+        self.usable = False
+
+
+def inside(root: Path, relative: str) -> Path:
+    """`root / relative`. Raises ValueError for what would escape `root`."""
     pure = PurePosixPath(relative)
     if pure.is_absolute() or ".." in pure.parts or not pure.parts:
         raise ValueError(f"capture path {relative!r} is not inside the capture root")
     return root / pure
 
 
-def _safetensors(file: PendingFile) -> list[memoryview]:
-    """The file's bytes as buffers, header first."""
-    header: dict[str, Any] = {"__metadata__": {"format": "midstream.packed.1"}}
-    body: list[memoryview] = []
-    offset = 0
-    for name, dtype, shape, buffers in file.tensors:
-        views = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
-        size = sum(len(view) for view in views)
-        header[name] = {"dtype": _SAFETENSORS_NAMES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
-        offset += size
-        body += views
-    encoded = msgspec.json.encode(header)
-    encoded += b" " * (-len(encoded) % _ALIGNMENT)
-    return [memoryview(len(encoded).to_bytes(8, "little") + encoded), *body]
-
-
-def _crc32(buffers: Sequence[memoryview]) -> int:
-    crc = 0
-    for buffer in buffers:
-        crc = zlib.crc32(buffer, crc)
-    return crc
-
-
-def _write(path: Path, buffers: Sequence[Buffer]) -> None:
+def _write_file(path: Path, buffers: Sequence[Buffer]) -> None:
     descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o644)
     try:
-        pending = [memoryview(buffer) for buffer in buffers]
-        while pending:
-            count = os.writev(descriptor, pending[:_IOV_MAX])
-            while pending and count >= len(pending[0]):
-                count -= len(pending.pop(0))
-            if count:
-                pending[0] = pending[0][count:]
+        _write_at(descriptor, buffers, 0)
     finally:
         os.close(descriptor)
+
+
+def _write_at(descriptor: int, buffers: Sequence[Buffer], offset: int) -> None:
+    """All of `buffers`, one behind the other from `offset` on."""
+    pending, first = [memoryview(buffer) for buffer in buffers if len(buffer)], 0
+    while first < len(pending):
+        count = os.pwritev(descriptor, pending[first : first + _IOV_MAX], offset)
+        offset += count
+        while first < len(pending) and count >= len(pending[first]):
+            count -= len(pending[first])
+            first += 1
+        if count:
+            pending[first] = pending[first][count:]
 
 
 def _sync(root: Path, paths: Sequence[Path]) -> None:
@@ -145,7 +233,7 @@ def _syncfs(descriptor: int) -> None:
         raise OSError(code, f"syncfs: {os.strerror(code)}")
 
 
-def _directories(root: Path, files: Sequence[Path]) -> list[Path]:
+def _directories(root: Path, files: Iterable[Path]) -> list[Path]:
     """Every directory from the files' parents up to `root` and root's own parent: a new entry may sit in each."""
     found: dict[Path, None] = {root: None, root.parent: None}
     for file in files:

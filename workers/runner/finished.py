@@ -1,10 +1,12 @@
-"""What did a finished request record on this stage, ready for those who consume it?"""
+"""What did a finished request record on this stage, ready for those who consume it? And what did they make of it?"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from ... import __version__
 from ...schemas.captures import FORMAT, Manifest
+from ...schemas.receipts import CapturedFile
 from ...schemas.specs import RankSpec, StoredCapture
 from ...schemas.tensors import ITEM_BYTES
 
@@ -57,6 +59,30 @@ class FinishedCapture:
             prompt_tokens=self.spec.prompt_tokens,
             positions=self.positions,
             token_ids=self.token_ids,
-            reused=self.reused,
+            reused=self.reused * sum(map(len, sites.values())) // sum(map(len, self.sites.values())),
             dropped=list(self.dropped),
+            tag=self.capture.tag,
+            all_sites={str(hook): layers for hook, layers in self.capture.sites.items()},
         )
+
+    def __str__(self) -> str:
+        return f"capture {self.capture.tag} of job {self.spec.job} request {self.spec.request}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a consumer made of one capture."""
+
+    error: str = ""  # why it failed; empty: it did not
+    files: tuple[CapturedFile, ...] = ()  # durable when this is returned
+    rows: bytes = b""  # to come back in the receipt
+
+
+class Consumer(Protocol):
+    """Gets the captures that name it. Called from writer threads, for one consumer one call at a time."""
+
+    def consume(self, captures: Sequence[FinishedCapture]) -> Sequence[Outcome]:
+        """One outcome per capture, in order. What it keeps beyond this call it must copy: the rows' memory is used again.
+
+        If it raises, nothing of the group counts, and each capture is offered again alone.
+        """

@@ -1,54 +1,89 @@
-"""How do finished captures reach the disk and their receipts the outbox, without the engine waiting for either?"""
+"""How do finished captures reach those who consume them, and their receipts the outbox, without the engine waiting for either?"""
 
 import logging
 import queue
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
 from ...broker.outbox import Outbox
-from ...schemas.receipts import CapturedFile, Receipt
-from ..storage import PendingFile, publish
+from ...broker.retention import Usage
+from ...schemas.receipts import CapturedFile, Consumed, Receipt
+from .config import PlaneConfig
+from .consumers import Logging, Memory, installed
+from .finished import Consumer, FinishedCapture, Outcome
+from .layouts import Filesystem, StoreConfig, each
 
 logger = logging.getLogger(__name__)
 
-#: A group is one durable commit: at most this many files and about this many bytes.
-GROUP_FILES = 256
+#: A group is one durable commit: at most this many requests and about this many bytes.
+GROUP_REQUESTS = 256
 GROUP_BYTES = 64 << 20
+#: Where these fail, the capture has: what was asked for is nowhere. Others only leave it incomplete.
+ESSENTIAL = frozenset({"filesystem", "memory"})
+#: A message names at most this many positions, and is cut at this many characters.
+_POSITIONS, _MESSAGE = 16, 1000
 
 
 @dataclass
 class WriteJob:
-    """A finished request: its receipt, complete but for the files, and how to make the file if there is one.
+    """A finished request: its receipt, complete but for the captures, and how to make those. `size`: bytes of their rows, about.
 
-    `build` runs in a writer thread; what it refers to stays alive until the file is written.
+    The builds run in a writer thread; what they refer to stays alive until the receipt is on its way.
     """
 
     receipt: Receipt
-    build: Callable[[], PendingFile] | None = None
+    builds: Sequence[Callable[[], FinishedCapture]] = ()
     size: int = 0
 
 
-class Writer:
-    """Threads that publish files in groups and then hand the receipts to the outbox."""
+@dataclass
+class _Told:
+    """What became of one request's captures so far."""
 
-    def __init__(self, root: Path, outbox: Outbox, threads: int, fail_writes: Callable[[], bool]) -> None:
-        self._root = root
+    job: WriteJob
+    files: list[CapturedFile] = field(default_factory=list)
+    consumed: list[Consumed] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)  # reasons for `error`
+    missing: list[str] = field(default_factory=list)  # reasons for `partial`
+
+    def receipt(self) -> Receipt:
+        """The job's receipt with all of this in it; one that was an error before stays one, for its own reason."""
+        receipt = msgspec.structs.replace(self.job.receipt, files=self.files, consumed=self.consumed)
+        if receipt.status == "error" or not (self.failed or self.missing):
+            return receipt
+        if self.failed:
+            return msgspec.structs.replace(receipt, status="error", kind="capture_failed", message=_cut("; ".join(self.failed)))
+        return msgspec.structs.replace(receipt, status="partial", message=_cut("; ".join(self.missing)))
+
+
+class Writer:
+    """Threads that hand captures to their consumers in groups, and then the receipts to the outbox."""
+
+    def __init__(
+        self, store: StoreConfig, outbox: Outbox, threads: int, memory_limit: int, fail_writes: Callable[[], bool] = lambda: False
+    ) -> None:
+        """`memory_limit`: bytes that the consumer `memory` puts into a receipt. `fail_writes`: tests only, writing fails while true."""
         self._outbox = outbox
         self._fail_writes = fail_writes
         self._queue: queue.SimpleQueue[WriteJob | None] = queue.SimpleQueue()
         self._pending = 0
         self._lock = threading.Lock()
-        self._threads = [threading.Thread(target=self._run, name=f"midstream-writer-{i}", daemon=True) for i in range(threads)]
+        self._shared: dict[str, Consumer] = {"memory": Memory(memory_limit), "logging": Logging(), **installed()}
+        usage = Usage(store.root, store.quota)
+        self._threads = [
+            threading.Thread(target=self._run, args=(Filesystem(store, usage, i),), name=f"midstream-writer-{i}", daemon=True)
+            for i in range(threads)
+        ]
         for thread in self._threads:
             thread.start()
 
     def submit(self, job: WriteJob) -> None:
-        """Returns at once. Without a file the receipt goes straight to the outbox."""
-        if job.build is None:
+        """Returns at once. Without captures the receipt goes straight to the outbox."""
+        if not job.builds:
             self._outbox.append(job.receipt)
             return
         with self._lock:
@@ -66,23 +101,26 @@ class Writer:
         for thread in self._threads:
             thread.join()
 
-    def _run(self) -> None:
+    def _run(self, filesystem: Filesystem) -> None:
+        consumers: dict[str, Consumer] = {"filesystem": filesystem, **self._shared}
         while (first := self._queue.get()) is not None:
             group, last = self._gather(first)
+            for receipt in self._write(group, consumers):
+                self._outbox.append(receipt)
             count = len(group)
-            self._write(group)
-            group.clear()
+            group.clear()  # the memory of the rows is free before anybody is told
             del first
             with self._lock:
                 self._pending -= count
             if last:
                 self._queue.put(None)  # for the next thread; this one ends too
-                return
+                break
+        filesystem.close()
 
     def _gather(self, first: WriteJob) -> tuple[list[WriteJob], bool]:
         """`first` and what else waits, up to a group; and whether the end was seen."""
         group, size = [first], first.size
-        while len(group) < GROUP_FILES and size < GROUP_BYTES:
+        while len(group) < GROUP_REQUESTS and size < GROUP_BYTES:
             try:
                 job = self._queue.get_nowait()
             except queue.Empty:
@@ -93,25 +131,67 @@ class Writer:
             size += job.size
         return group, False
 
-    def _write(self, group: list[WriteJob]) -> None:
-        """Publish the group; if it fails, each file for itself, so that one bad file does not fail the others."""
-        try:
-            files = self._publish(group)
-        except Exception as error:
-            if len(group) > 1:
-                for job in group:
-                    self._write([job])
-                return
-            receipt = group[0].receipt
-            logger.exception("capture of job %s request %d could not be written", receipt.job, receipt.request)
-            self._outbox.append(
-                msgspec.structs.replace(receipt, status="error", kind="capture_failed", message=f"capture could not be written: {error}")
-            )
-            return
-        for job, file in zip(group, files, strict=True):
-            self._outbox.append(msgspec.structs.replace(job.receipt, files=[file]))
+    def _write(self, group: Sequence[WriteJob], consumers: Mapping[str, Consumer]) -> list[Receipt]:
+        """Build, consume, and say how it went: whatever fails, fails for its own request alone."""
+        told = [_Told(job) for job in group]
+        captures: list[tuple[_Told, FinishedCapture]] = []
+        for of_request in told:
+            for build in of_request.job.builds:
+                try:
+                    captures.append((of_request, build()))
+                except Exception as error:
+                    receipt = of_request.job.receipt
+                    logger.exception("a capture of job %s request %d could not be taken", receipt.job, receipt.request)
+                    of_request.failed.append(f"capture could not be taken: {error}")
+        outcomes = self._consume(captures, consumers)
+        for (of_request, capture), by_name in zip(captures, outcomes, strict=True):
+            _note(of_request, capture, by_name)
+        return [of_request.receipt() for of_request in told]
 
-    def _publish(self, group: list[WriteJob]) -> list[CapturedFile]:
-        if self._fail_writes():
-            raise OSError("fault injected: write")
-        return publish(self._root, [job.build() for job in group if job.build is not None])
+    def _consume(self, captures: Sequence[tuple[_Told, FinishedCapture]], consumers: Mapping[str, Consumer]) -> list[dict[str, Outcome]]:
+        """For each capture its consumers' outcomes. The files come first: they are what most wait for."""
+        outcomes: list[dict[str, Outcome]] = [dict.fromkeys(capture.capture.consumers, Outcome()) for _, capture in captures]
+        names = {name for by_name in outcomes for name in by_name}
+        for name in sorted(names, key=lambda name: (name != "filesystem", name)):
+            mine = [number for number, by_name in enumerate(outcomes) if name in by_name]
+            results = each(self._action(name, consumers), [captures[number][1] for number in mine])
+            for number, result in zip(mine, results, strict=True):
+                outcomes[number][name] = Outcome(error=str(result) or repr(result)) if isinstance(result, Exception) else result
+        return outcomes
+
+    def _action(self, name: str, consumers: Mapping[str, Consumer]) -> Callable[[Sequence[FinishedCapture]], Sequence[Outcome]]:
+        if name == "filesystem" and self._fail_writes():
+            return lambda captures: [Outcome(error="it could not be written: fault injected: write")] * len(captures)
+        if name not in consumers:
+            return lambda captures: [Outcome(error=f"rank {captures[0].rank} has no such consumer")] * len(captures)
+        return consumers[name].consume
+
+
+def _note(told: _Told, capture: FinishedCapture, by_name: Mapping[str, Outcome]) -> None:
+    errors = {name: outcome.error for name, outcome in by_name.items() if outcome.error}
+    for name, outcome in by_name.items():
+        told.consumed.append(Consumed(name=name, ok=not outcome.error, message=_cut(outcome.error), rows=outcome.rows))
+        told.files += outcome.files
+    for name, error in errors.items():
+        logger.error("%s: consumer %s failed: %s", capture, name, error)
+        fatal = name in ESSENTIAL or len(errors) == len(by_name)
+        (told.failed if fatal else told.missing).append(f"{capture.capture.tag}: consumer {name} failed: {error}")
+    if capture.dropped:
+        some = ", ".join(map(str, capture.dropped[:_POSITIONS])) + (", …" if len(capture.dropped) > _POSITIONS else "")
+        told.missing.append(f"{capture.capture.tag}: rows of {len(capture.dropped)} positions were dropped under overload: {some}")
+
+
+def _cut(message: str) -> str:
+    return message if len(message) <= _MESSAGE else message[: _MESSAGE - 1] + "…"
+
+
+def make_writer(config: PlaneConfig, rank: int, outbox: Outbox, fail_writes: Callable[[], bool]) -> Writer:
+    """The writer of a rank, as its config says."""
+    store = StoreConfig(
+        root=Path(config.capture_root),
+        owner=f"{config.worker}.{config.boot}.{rank}",
+        segment_limit=config.segment_limit_kib << 10,
+        segment_bytes=config.segment_mib << 20,
+        quota=config.capture_quota_mib << 20,
+    )
+    return Writer(store, outbox, config.writer_threads, config.memory_limit_kib << 10, fail_writes)

@@ -1,0 +1,124 @@
+"""How do tensors lie in a capture blob? As in a safetensors file, our manifest in its metadata.
+
+Format: 8 bytes little-endian length of the header, the header as JSON (name → dtype, shape, data_offsets), the tensors' bytes.
+"""
+
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from .captures import FORMAT, BlobEntry, Manifest
+
+#: Our name of a dtype → safetensors'.
+DTYPE_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64"}
+ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I64": 8}
+#: The header is padded with spaces to this many bytes.
+_ALIGNMENT = 8
+_LENGTH_BYTES = 8
+#: A header beyond this is not one of ours.
+_MAX_HEADER = 100_000_000
+#: The job of a line, found without decoding the rest.
+_JOB = re.compile(rb'"job":"([^"\\]*)"')
+
+
+class DamagedBlob(ValueError):
+    """These bytes are not a whole blob of ours; the message says why."""
+
+
+class DeletedBlob(DamagedBlob):
+    """The blob was deleted: its place in a segment was given back to the disk and reads as zeros."""
+
+
+@dataclass(frozen=True)
+class TensorPlace:
+    """Where a tensor's bytes lie in a blob: `[start, start + length)`."""
+
+    name: str
+    dtype: str  # as safetensors names it
+    shape: list[int]
+    start: int
+    length: int
+
+    @property
+    def site(self) -> tuple[str, int] | None:
+        """`post_block.12` → (`post_block`, 12); None for `positions` and `token_ids`."""
+        hook, dot, layer = self.name.rpartition(".")
+        return (hook, int(layer)) if dot and layer.isdigit() else None
+
+
+@dataclass(frozen=True)
+class Header:
+    manifest: Manifest
+    tensors: dict[str, TensorPlace]  # in the order of their bytes
+    end: int  # bytes of the whole blob
+
+
+def encode_header(tensors: Sequence[tuple[str, str, Sequence[int], int]], manifest: Manifest | None) -> bytes:
+    """The bytes before the tensors' own; `tensors`: (name, safetensors dtype, shape, bytes), in order."""
+    header: dict[str, Any] = {}
+    if manifest is not None:
+        header["__metadata__"] = {"manifest": msgspec.json.encode(manifest).decode()}
+    offset = 0
+    for name, dtype, shape, length in tensors:
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + length]}
+        offset += length
+    encoded = msgspec.json.encode(header)
+    encoded += b" " * (-len(encoded) % _ALIGNMENT)
+    return len(encoded).to_bytes(_LENGTH_BYTES, "little") + encoded
+
+
+def read_header(read: Callable[[int, int], bytes], size: int) -> Header:
+    """The header of a blob of `size` bytes; `read(start, count)` gives bytes of it.
+
+    Raises DeletedBlob, or DamagedBlob for what is cut short or none of ours.
+    """
+    first = read(0, _LENGTH_BYTES)
+    length = int.from_bytes(first, "little")
+    if len(first) == _LENGTH_BYTES and length == 0:
+        raise DeletedBlob("it was deleted")
+    if size < _LENGTH_BYTES or not length <= min(size - _LENGTH_BYTES, _MAX_HEADER):
+        raise DamagedBlob(f"it is cut short: {size} bytes hold no header")
+    try:
+        header = msgspec.json.decode(read(_LENGTH_BYTES, length))
+        manifest = msgspec.json.decode(header.pop("__metadata__")["manifest"], type=Manifest)
+        start = _LENGTH_BYTES + length
+        tensors = sorted((_place(name, entry, start) for name, entry in header.items()), key=lambda tensor: tensor.start)
+    except (msgspec.DecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DamagedBlob(f"it is not one of our capture files: {error!r}") from error
+    if manifest.format != FORMAT:
+        raise DamagedBlob(f"its format is {manifest.format!r}, this version reads {FORMAT!r}")
+    end = max((tensor.start + tensor.length for tensor in tensors), default=start)
+    if end > size:
+        raise DamagedBlob(f"it is cut short: {size} bytes of {end}")
+    return Header(manifest, {tensor.name: tensor for tensor in tensors}, end)
+
+
+def _place(name: str, entry: dict[str, Any], start: int) -> TensorPlace:
+    first, last = entry["data_offsets"]
+    count = ITEM_BYTES[entry["dtype"]]
+    for side in entry["shape"]:
+        count *= side
+    if first < 0 or last - first != count:
+        raise ValueError(f"{name} of shape {entry['shape']} cannot lie in {last - first} bytes")
+    return TensorPlace(name, entry["dtype"], entry["shape"], start + first, last - first)
+
+
+def read_entries(index: Path, jobs: Collection[str] | None = None) -> Iterator[BlobEntry]:
+    """The blobs that the file beside capture files names, of some jobs or all. A torn last line is left out.
+
+    Raises DamagedBlob for another line that is not ours, FileNotFoundError.
+    """
+    with index.open("rb") as lines:
+        for line in lines:
+            if not line.endswith(b"\n"):
+                return  # a crash, or a line that is being written
+            if jobs is not None and ((found := _JOB.search(line)) is None or found[1].decode() not in jobs):
+                continue
+            try:
+                yield msgspec.json.decode(line, type=BlobEntry)
+            except msgspec.DecodeError as error:
+                raise DamagedBlob(f"{index.name} has a line that is none of ours: {error}") from error

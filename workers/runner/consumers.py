@@ -1,0 +1,153 @@
+"""Who gets captured rows? The consumers built in, and those that other packages offer under an entry point.
+
+A package offers one by an entry point of the group `midstream.capture_consumers`: its name is the consumer's, its object a
+class or function that is called without arguments, once per process, and gives a `Consumer`. See `docs/capture.md`.
+"""
+
+import functools
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import entry_points
+
+import numpy as np
+
+from ...schemas.tensors import bfloat16_to_float32
+from .finished import Consumer, FinishedCapture, Outcome
+from .layouts import blob_of
+
+logger = logging.getLogger(__name__)
+
+ENTRY_POINTS = "midstream.capture_consumers"
+BUILT_IN = ("filesystem", "memory", "logging")
+#: Seconds that an installed consumer may take for a group; the writer then goes on without it.
+PATIENCE_S = 10.0
+
+_DTYPES = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
+
+
+class Memory:
+    """The consumer `memory`: the rows come back in the receipt, as a safetensors blob. Nothing is written."""
+
+    def __init__(self, limit: int) -> None:
+        """`limit`: bytes of one blob."""
+        self._limit = limit
+
+    def consume(self, captures: Sequence[FinishedCapture]) -> list[Outcome]:
+        return [self._consume(capture) for capture in captures]
+
+    def _consume(self, capture: FinishedCapture) -> Outcome:
+        size = capture.size
+        if size <= self._limit:
+            blob = blob_of(capture, capture.sites)
+            size = blob.bytes
+            if size <= self._limit:
+                return Outcome(rows=b"".join(blob.buffers))
+        return Outcome(
+            error=f"{size} bytes of rows are more than the {self._limit} ({self._limit >> 10} KiB, memory_limit_kib) that a response takes"
+        )
+
+
+class Logging:
+    """The consumer `logging`: one line per capture, with the length of its first and last row at every site."""
+
+    def consume(self, captures: Sequence[FinishedCapture]) -> list[Outcome]:
+        for capture in captures:
+            logger.info(
+                "captured job=%s request=%d tag=%s pp=%d positions=%d hidden=%d dtype=%s: %s",
+                capture.spec.job, capture.spec.request, capture.capture.tag, capture.pp, len(capture.positions), capture.hidden_size,
+                capture.dtype, _norms(capture),
+            )  # fmt: skip
+        return [Outcome()] * len(captures)
+
+
+def _norms(capture: FinishedCapture) -> str:
+    """`post_block.3 |first| … |last|` for each site."""
+    said = []
+    for hook, layers in capture.sites.items():
+        for layer in layers:
+            rows = rows_of(capture, hook, layer)
+            lengths = [f"{np.linalg.norm(rows[place]):.4g}" for place in (0, -1)] if len(rows) else ["-", "-"]
+            said.append(f"{hook}.{layer} {' … '.join(lengths)}")
+    return ", ".join(said)
+
+
+def rows_of(capture: FinishedCapture, hook: str, layer: int) -> np.ndarray:
+    """`[positions, hidden_size]` of one site as an array of its own; bfloat16 is widened to float32."""
+    raw = np.frombuffer(b"".join(capture.rows(hook, layer)), dtype=_DTYPES[capture.dtype]) if capture.positions else np.empty(0)
+    rows = bfloat16_to_float32(raw) if capture.dtype == "bfloat16" and len(raw) else raw
+    return rows.reshape(len(capture.positions), capture.hidden_size)
+
+
+class Apart:
+    """An installed consumer in a thread of its own: neither what it raises nor how long it takes holds up the writers."""
+
+    def __init__(self, name: str, consumer: Consumer, patience_s: float = PATIENCE_S) -> None:
+        self._name = name
+        self._consumer = consumer
+        self._patience_s = patience_s
+        self._turn = threading.Lock()  # one call at a time
+        self._asked: queue.SimpleQueue[tuple[Sequence[FinishedCapture], queue.SimpleQueue[list[Outcome] | Exception]]] = queue.SimpleQueue()
+        self._busy = threading.Event()
+        self._since = 0.0  # when it was last called
+        threading.Thread(target=self._run, name=f"midstream-consumer-{name}", daemon=True).start()
+
+    def consume(self, captures: Sequence[FinishedCapture]) -> list[Outcome]:
+        """Raises what the consumer raises, and TypeError for an answer that is not one outcome per capture."""
+        with self._turn:
+            if self._busy.is_set():  # with a call that was given up
+                late = time.monotonic() - self._since
+                return [Outcome(error=f"it is still busy with another capture, for {late:.0f} s now")] * len(captures)
+            answer: queue.SimpleQueue[list[Outcome] | Exception] = queue.SimpleQueue()
+            self._since = time.monotonic()
+            self._busy.set()
+            self._asked.put((captures, answer))
+            try:
+                told = answer.get(timeout=self._patience_s)
+            except queue.Empty:
+                logger.error("the capture consumer %s takes longer than %g s", self._name, self._patience_s)
+                return [Outcome(error=f"it took longer than {self._patience_s:g} s")] * len(captures)
+        if isinstance(told, Exception):
+            raise told
+        return told
+
+    def _run(self) -> None:
+        while True:
+            captures, answer = self._asked.get()
+            told = self._call(captures)
+            self._busy.clear()
+            answer.put(told)
+            del captures, answer, told  # the rows' memory is not kept until the next call
+
+    def _call(self, captures: Sequence[FinishedCapture]) -> list[Outcome] | Exception:
+        try:
+            told = list(self._consumer.consume(captures))
+            if len(told) != len(captures) or not all(isinstance(outcome, Outcome) for outcome in told):
+                raise TypeError(f"consume() gave {len(told)} answers to {len(captures)} captures, or not as Outcome")
+            return [Outcome(error=outcome.error) for outcome in told]  # files and rows are for those built in
+        except Exception as error:
+            logger.exception("the capture consumer %s failed", self._name)
+            return error.with_traceback(None)
+
+
+@functools.cache
+def installed() -> dict[str, Apart]:
+    """The consumers of other packages by name, made once per process. One that cannot be loaded or made is logged and left out."""
+    found: dict[str, Apart] = {}
+    for entry in entry_points(group=ENTRY_POINTS):
+        if entry.name in BUILT_IN or entry.name in found:
+            logger.error("the capture consumer %s of %s is left out: that name is taken", entry.name, entry.value)
+            continue
+        try:
+            make: Callable[[], Consumer] = entry.load()
+            found[entry.name] = Apart(entry.name, make())
+        except Exception:
+            logger.exception("the capture consumer %s (%s) is left out: it cannot be loaded", entry.name, entry.value)
+    return found
+
+
+def available() -> list[str]:
+    """The names that a capture may give its rows to, in this process."""
+    return [*BUILT_IN, *sorted(installed())]

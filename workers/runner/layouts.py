@@ -1,0 +1,180 @@
+"""How do captures become files? By layout: one file per request and stage, one per tensor, or many requests in one segment.
+
+`filesystem`, the consumer that does it, groups what it gets into as few disk round trips as it can. If a group fails, each
+capture is tried alone, so that one that cannot be written does not fail the others.
+"""
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ...broker.retention import Usage
+from ...schemas.captures import SEGMENTS
+from ...schemas.receipts import CapturedFile
+from ..storage import SEGMENT_ALIGNMENT, Blob, PendingFile, Segment, make_blob, publish
+from .finished import FinishedCapture, Outcome
+
+T = TypeVar("T")
+Sites = dict[str, list[int]]
+
+#: Segments that one writer keeps open: one per tag, those used last.
+_OPEN_SEGMENTS = 16
+
+
+@dataclass(frozen=True)
+class StoreConfig:
+    """Where captures go and what goes where. Sizes in bytes."""
+
+    root: Path  # the capture root
+    owner: str  # part of the segments' names: no other process may have it
+    segment_limit: int = 64 << 10  # `auto`: up to this size into a segment
+    segment_bytes: int = 256 << 20  # a segment is closed at this size
+    quota: int = 0  # of the capture root; 0: none
+
+
+def _whole(capture: FinishedCapture) -> list[tuple[str, Sites]]:
+    return [("", capture.sites)]
+
+
+def _per_site(capture: FinishedCapture) -> list[tuple[str, Sites]]:
+    return [(f".{hook}.{layer}", {hook: [layer]}) for hook, layers in capture.sites.items() for layer in layers]
+
+
+#: Layout → its blobs, as (suffix of the name, sites). Only those of `segment` share a file.
+LAYOUTS: dict[str, Callable[[FinishedCapture], list[tuple[str, Sites]]]] = {
+    "packed": _whole,
+    "per_file": _per_site,
+    "segment": _whole,
+}
+
+
+def blob_of(capture: FinishedCapture, sites: Sites) -> Blob:
+    """The rows at `sites` as tensors `<hook>.<layer>` `[positions, hidden_size]`, with int64 `positions` and `token_ids`.
+
+    Its buffers are the capture's own: use it while the capture lives. Raises what the capture's `rows` raises, and ValueError.
+    """
+    count = len(capture.positions)
+    tensors: list[tuple[str, str, Sequence[int], Sequence[Any]]] = []
+    for hook, layers in sites.items():
+        for layer in layers:
+            buffers = list(capture.rows(hook, layer)) if count else []
+            tensors.append((f"{hook}.{layer}", capture.dtype, [count, capture.hidden_size], buffers))
+    for name, values in (("positions", capture.positions), ("token_ids", capture.token_ids)):
+        tensors.append((name, "int64", [count], [np.array(values, dtype="<i8").tobytes()]))
+    return make_blob(capture.manifest(sites), tensors)
+
+
+def file_name(capture: FinishedCapture, suffix: str) -> str:
+    """Relative to the capture root, for a blob with a file of its own."""
+    spec = capture.spec
+    return f"{capture.capture.tag}/{spec.job}/p{spec.request:04d}.a{spec.attempt}.pp{capture.pp}{suffix}.safetensors"
+
+
+class Filesystem:
+    """The consumer `filesystem`: writes captures under `config.root`, durably. Belongs to one writer thread."""
+
+    def __init__(self, config: StoreConfig, usage: Usage, thread: int = 0) -> None:
+        """`thread`: number of the writer thread, part of its segments' names. `usage` may be shared."""
+        self._config = config
+        self._usage = usage
+        self._owner = f"{config.owner}-{thread}"
+        self._numbers = itertools.count()
+        self._segments: OrderedDict[str, Segment] = OrderedDict()  # tag → the one appended to
+
+    def consume(self, captures: Sequence[FinishedCapture]) -> list[Outcome]:
+        """Raises nothing: what cannot be written says so in its outcome."""
+        outcomes: list[Outcome] = [Outcome()] * len(captures)
+        groups: dict[tuple[str, str], list[int]] = {}  # one commit each: all files, and the segment of each tag
+        for number, capture in enumerate(captures):
+            layout = self._layout(capture)
+            groups.setdefault(("segment", capture.capture.tag) if layout == "segment" else ("files", ""), []).append(number)
+        for (kind, _), numbers in groups.items():
+            write = self._append if kind == "segment" else self._publish
+            for number, outcome in zip(numbers, each(write, [captures[n] for n in numbers]), strict=True):
+                outcomes[number] = Outcome(error=_reason(outcome)) if isinstance(outcome, Exception) else outcome
+        return outcomes
+
+    def close(self) -> None:
+        while self._segments:
+            self._segments.popitem()[1].close()
+
+    def _layout(self, capture: FinishedCapture) -> str:
+        if capture.capture.layout == "auto":
+            return "segment" if capture.size <= self._config.segment_limit else "packed"
+        return capture.capture.layout
+
+    def _publish(self, captures: Sequence[FinishedCapture]) -> list[Outcome]:
+        """Captures whose blobs are files of their own."""
+        planned = [
+            [(file_name(capture, suffix), sites) for suffix, sites in LAYOUTS[self._layout(capture)](capture)] for capture in captures
+        ]
+        files = [
+            [PendingFile(path, blob_of(capture, sites)) for path, sites in parts] for capture, parts in zip(captures, planned, strict=True)
+        ]
+        self._usage.take(2 * SEGMENT_ALIGNMENT + file.blob.bytes for parts in files for file in parts)
+        publish(self._config.root, [file for parts in files for file in parts])
+        return [
+            Outcome(files=tuple(_captured(capture, file.blob, file.path, 0, self._layout(capture)) for file in parts))
+            for capture, parts in zip(captures, files, strict=True)
+        ]
+
+    def _append(self, captures: Sequence[FinishedCapture]) -> list[Outcome]:
+        """Captures of one tag."""
+        blobs = [blob_of(capture, capture.sites) for capture in captures]
+        self._usage.take(SEGMENT_ALIGNMENT + blob.bytes for blob in blobs)
+        segment = self._segment(captures[0].capture.tag)
+        offsets = segment.append(blobs)
+        return [
+            Outcome(files=(_captured(capture, blob, segment.path, offset, "segment"),))
+            for capture, blob, offset in zip(captures, blobs, offsets, strict=True)
+        ]
+
+    def _segment(self, tag: str) -> Segment:
+        """The tag's open segment, or a new one: the old one may be full, or in doubt after an error."""
+        segment = self._segments.get(tag)
+        if segment is not None and (not segment.usable or segment.size >= self._config.segment_bytes):
+            self._segments.pop(tag).close()
+            segment = None
+        if segment is None:
+            segment = self._segments[tag] = Segment(self._config.root, f"{tag}/{SEGMENTS}/{self._owner}.{next(self._numbers)}.seg")
+            while len(self._segments) > _OPEN_SEGMENTS:
+                self._segments.popitem(last=False)[1].close()
+        self._segments.move_to_end(tag)
+        return segment
+
+
+def each(action: Callable[[Sequence[T]], Sequence[Outcome]], items: Sequence[T]) -> list[Outcome | Exception]:
+    """`action` on the group; if that raises, on each item alone, and what it raises then."""
+    try:
+        return list(action(items))
+    except Exception as error:
+        if len(items) == 1:
+            # Without the frames: they would keep the rows' memory.
+            return [error.with_traceback(None)]
+    return [outcome for item in items for outcome in each(action, [item])]
+
+
+def _reason(error: Exception) -> str:
+    return f"it could not be written: {error}"
+
+
+def _captured(capture: FinishedCapture, blob: Blob, path: str, offset: int, layout: str) -> CapturedFile:
+    sites = blob.manifest.sites
+    return CapturedFile(
+        path=path,
+        bytes=blob.bytes,
+        crc32=blob.crc32,
+        rows=len(capture.positions) * sum(map(len, sites.values())),
+        sites=sites,
+        positions=len(capture.positions),
+        offset=offset,
+        layout=layout,
+        tag=capture.capture.tag,
+        reused=blob.manifest.reused,
+        dropped=list(capture.dropped),
+    )
