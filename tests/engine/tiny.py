@@ -73,15 +73,20 @@ def _llama_like(name: str, **options: Any) -> Checkpoint:
     return Checkpoint(f"{name}ForCausalLM", f"{name}Config", _GROUPED | {"head_dim": 32} | options)
 
 
+def _narrow(name: str, **options: Any) -> Checkpoint:
+    """Of those whose heads share `hidden_size`."""
+    return Checkpoint(f"{name}ForCausalLM", f"{name}Config", _GROUPED | {"num_attention_heads": 2, "num_key_value_heads": 1} | options)
+
+
 #: Name → checkpoint. Every entry of `architectures.ARCHITECTURES` is served by at least one of them.
 CHECKPOINTS: dict[str, Checkpoint] = {
     "llama": _llama_like("Llama"),
     "mistral": _llama_like("Mistral", sliding_window=WINDOW),
-    "qwen2": _llama_like("Qwen2"),
+    "qwen2": _narrow("Qwen2"),
     "qwen3": _llama_like("Qwen3"),
     "qwen3-moe": _llama_like("Qwen3Moe", moe_intermediate_size=96, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True),
     "mixtral": _llama_like("Mixtral", **_EXPERTS),
-    "phi3": _llama_like("Phi3"),
+    "phi3": _narrow("Phi3"),
     "gemma": _llama_like("Gemma", tie_word_embeddings=True),
     "gemma2": _llama_like(
         "Gemma2",
@@ -105,8 +110,8 @@ CHECKPOINTS: dict[str, Checkpoint] = {
         {"n_embd": HIDDEN, "n_layer": LAYERS, "n_head": 2, "n_positions": 4096, "tie_word_embeddings": True}
         | {key: _COMMON[key] for key in ("vocab_size", "initializer_range", "eos_token_id", "bos_token_id")},
     ),
-    "olmo": _llama_like("Olmo"),
-    "olmo2": _llama_like("Olmo2"),
+    "olmo": _narrow("Olmo"),
+    "olmo2": _narrow("Olmo2"),
     "gpt-neox": Checkpoint(
         "GPTNeoXForCausalLM",
         "GPTNeoXConfig",
@@ -117,8 +122,8 @@ CHECKPOINTS: dict[str, Checkpoint] = {
         "GPTNeoXConfig",
         _COMMON | {"num_attention_heads": 2, "intermediate_size": 160, "use_parallel_residual": False},
     ),
-    "smollm3": _llama_like("SmolLM3"),
-    "starcoder2": _llama_like("Starcoder2", sliding_window=None),
+    "smollm3": _narrow("SmolLM3"),
+    "starcoder2": _narrow("Starcoder2", sliding_window=None),
 }
 #: Served by nothing: named in tests of what is refused.
 REFUSED: dict[str, Checkpoint] = {
