@@ -26,15 +26,15 @@ def _nothing(*_: torch.Tensor) -> None:
 
 # Triton is imported when a GPU first asks for it: processes on a CPU do without.
 def _pair_site_on_gpu(*tensors: torch.Tensor) -> None:
-    from . import triton_site
+    from .triton_site import pair_site
 
-    triton_site.pair_site(*tensors)
+    pair_site(*tensors)
 
 
 def _single_site_on_gpu(*tensors: torch.Tensor) -> None:
-    from . import triton_site
+    from .triton_site import single_site
 
-    triton_site.single_site(*tensors)
+    single_site(*tensors)
 
 
 _library.impl("pair_site", reference.pair_site, "CPU")

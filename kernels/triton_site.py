@@ -5,6 +5,8 @@ they are then. A program owns whole token rows and walks over the tokens; at a s
 A row is read once and written only where it changed; rows of the ring that no slot names are never written.
 """
 
+# ruff: noqa: SIM102, SIM108 -- an `if` on constants is decided when the kernel is compiled, and stands alone
+
 import torch
 import triton
 import triton.language as tl
@@ -14,6 +16,8 @@ from .plan import AFTER, BEFORE, DEPTH, EDITS, ROWS_PER_TOKEN
 
 #: Programs of a launch at most: several for each multiprocessor, and still a short launch when there is nothing to do.
 MAX_PROGRAMS = 1024
+#: Two loads of 16 bytes for each thread, in the 16-bit types.
+_LANES_PER_WARP = 512
 
 _EDITS = tl.constexpr(EDITS)
 _DEPTH = tl.constexpr(DEPTH)
@@ -98,16 +102,22 @@ def _site(  # type: ignore[no-untyped-def]
         after_slot = tl.load(after_slots + token, mask=after > 0, other=-1)
         rows = token_rows + token * _ROWS_PER_TOKEN
         named = edits * 0
+        read = edits * 0  # by a family
         for k in range(depth):
             row_number = tl.load(rows + k)
             for family in tl.static_range(_FAMILIES):
-                named = named | tl.load(site_rows + family * configurations + row_number)
+                entry_here = tl.load(site_rows + family * configurations + row_number)
+                named = named | entry_here
+                if (_REWRITING >> family) & 1:
+                    read = read | entry_here
 
         if (before_slot >= 0) | (after_slot >= 0) | (named > 0):
             at = token * WIDTH + lanes
             row = tl.load(stream + at, mask=inside, other=0.0)
             if PAIR:
-                hidden_row = tl.load(hidden + at, mask=inside, other=0.0)
+                # A shift alone has no need of it, and the memory sets the pace.
+                summed = (before_slot >= 0) | (after_slot >= 0) | (read > 0)
+                hidden_row = tl.load(hidden + at, mask=lanes < tl.where(summed, WIDTH, 0), other=0.0)
             else:
                 hidden_row = row  # not looked at
             if before_slot >= 0:
@@ -219,6 +229,6 @@ def _launch(
         PAIR=pair,
         WIDTH=width,
         BLOCK=block,
-        num_warps=max(1, min(16, block // 256)),
+        num_warps=max(1, min(16, block // _LANES_PER_WARP)),
         enable_fp_fusion=False,  # the bits of the reference; the memory sets the pace, not the arithmetic
     )

@@ -1,0 +1,109 @@
+"""Runs the properties of the site ops on the Triton kernels under Triton's interpreter. A program that prints JSON.
+
+The object is sentence → fault or null. It is a process of its own, since Triton decides when a kernel is defined whether
+it will be interpreted.
+"""
+
+import json
+import os
+import secrets
+import sys
+import traceback
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import pytest
+import torch
+import triton.language as tl
+from site_kit import DTYPES, Case, Op, random_case, run, same_bits
+from site_properties import PROPERTIES
+from triton.runtime import interpreter
+
+from midstream.kernels import reference, triton_site
+from midstream.kernels.plan import Does, SitePlan
+
+
+def _round_as_gpus_do() -> None:
+    """The interpreter cuts float32 to bfloat16; GPUs, and Triton's language by its definition, round to the nearest, ties to even."""
+    plain = interpreter.InterpreterBuilder.create_fp_trunc
+
+    def create_fp_trunc(self: object, source: object, target: object) -> object:
+        if target.scalar != tl.bfloat16:
+            return plain(self, source, target)
+        rounded = torch.from_numpy(source.data).to(torch.bfloat16).view(torch.uint16).numpy()
+        return interpreter.TensorHandle(rounded, tl.bfloat16)
+
+    interpreter.InterpreterBuilder.create_fp_trunc = create_fp_trunc
+
+
+def a_random_step_gives_the_references_bits(pair_site: Op, single_site: Op) -> None:
+    for dtype in DTYPES:
+        for pair in (True, False):
+            for _ in range(4):
+                case = random_case(secrets.randbits(32), dtype=dtype, width=37, tokens=11, pair=pair)
+                found, expected = run(case, pair_site, single_site), run(case, reference.pair_site, reference.single_site)
+                assert same_bits(found.stream, expected.stream), case.name
+                assert same_bits(found.ring, expected.ring), case.name
+                assert found.hidden is None or same_bits(found.hidden, expected.hidden), case.name
+
+
+def few_programs_walk_over_many_tokens(pair_site: Op, single_site: Op) -> None:
+    plan = SitePlan(
+        5, [{"add": Does(torch.ones(1, 5))}], {token: [1] for token in range(0, 23, 2)}, before=range(23), after=range(23), after_row=23
+    )
+    case = Case(plan, None, torch.zeros(23, 5), 46, 23)
+    most, triton_site.MAX_PROGRAMS = triton_site.MAX_PROGRAMS, 4
+    try:
+        found = run(case, pair_site, single_site)
+    finally:
+        triton_site.MAX_PROGRAMS = most
+    assert found.stream[:, 0].tolist() == [1.0, 0.0] * 11 + [1.0]
+    assert not found.ring[:23].any()
+    assert same_bits(found.ring[23:], found.stream)
+
+
+def padding_beyond_the_buffers_is_left_alone(pair_site: Op, single_site: Op) -> None:
+    plan = SitePlan(5, [{"add": Does(torch.ones(1, 5))}], {1: [1]}, before=[0, 1])
+    found = run(Case(plan, torch.zeros(9, 5), torch.zeros(9, 5), 2, 2), pair_site, single_site)
+    assert found.stream[:, 0].tolist() == [0.0, 1.0] + [0.0] * 7
+
+
+def no_tokens_are_no_launch(pair_site: Op, single_site: Op) -> None:
+    case = Case(SitePlan(5), torch.zeros(0, 5), torch.zeros(0, 5), 2, 2)
+    assert run(case, pair_site, single_site).ring.isnan().all()
+
+
+def tensors_with_gaps_are_refused(pair_site: Op, single_site: Op) -> None:
+    case = Case(SitePlan(5, before=[0]), None, torch.zeros(4, 5), 4, 4)
+    wide = torch.zeros(4, 10)
+    with pytest.raises(ValueError, match="not contiguous"):
+        single_site(wide[:, :5], torch.zeros(4, 5), *case.planned)
+
+
+SENTENCES = PROPERTIES | {
+    check.__name__: check
+    for check in (
+        a_random_step_gives_the_references_bits,
+        few_programs_walk_over_many_tokens,
+        padding_beyond_the_buffers_is_left_alone,
+        no_tokens_are_no_launch,
+        tensors_with_gaps_are_refused,
+    )
+}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    _round_as_gpus_do()
+    faults: dict[str, str | None] = {}
+    for sentence, property_ in SENTENCES.items():
+        try:
+            property_(triton_site.pair_site, triton_site.single_site)
+            faults[sentence] = None
+        except Exception:
+            faults[sentence] = traceback.format_exc()
+    json.dump(faults, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

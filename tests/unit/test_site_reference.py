@@ -1,0 +1,171 @@
+"""Does the site ops' plain-torch definition do what the design says, and do compilers leave it alone?"""
+
+import math
+import secrets
+from typing import Any
+
+import pytest
+import torch
+from site_kit import DTYPES, Case, check, random_case, run, same_bits
+from site_properties import PROPERTIES
+
+from midstream.kernels import pair_site, reference, single_site
+from midstream.kernels.families import FAMILIES, PLACE, SCALARS
+from midstream.kernels.plan import AFTER, BEFORE, COLUMNS, DEPTH, EDITS, EDITS_AT, ROWS_PER_TOKEN, Does, SitePlan
+from midstream.schemas.specs import MAX_STEERING_SELECTORS
+
+WIDTH = 24
+
+
+@pytest.mark.parametrize("sentence", PROPERTIES)
+def test_the_reference_keeps_what_the_sentence_says(sentence: str) -> None:
+    PROPERTIES[sentence](pair_site, single_site)
+
+
+def test_the_kit_itself_notices_a_row_that_is_slightly_off() -> None:
+    case = Case(
+        SitePlan(WIDTH, [{"add": Does(torch.randn(1, WIDTH))}], {1: [1]}), torch.randn(3, WIDTH), torch.randn(3, WIDTH), 4, 3, "known"
+    )
+
+    def off(hidden: torch.Tensor, residual: torch.Tensor, *rest: torch.Tensor) -> None:
+        reference.pair_site(hidden, residual, *rest)
+        residual[1] *= 1 + 1e-5
+
+    check(case, run(case, pair_site, single_site))
+    with pytest.raises(AssertionError, match="known, token 1: off by"):
+        check(case, run(case, off, single_site))
+
+
+def test_every_family_has_one_formula_and_a_place() -> None:
+    assert [PLACE[family.name] for family in FAMILIES] == list(range(len(FAMILIES)))
+    assert set(reference.REWRITES) == {family.name for family in FAMILIES if family.effect == "rewrite"}
+    assert set(reference.SHIFTS) == {family.name for family in FAMILIES if family.effect == "shift"}
+    for family in FAMILIES:
+        assert len(family.scalars) <= SCALARS
+        assert family.scalars or not family.graded, f"{family.name}: its strength is its first scalar, and it has none"
+
+
+def test_a_token_takes_as_many_rows_as_a_request_may_name() -> None:
+    assert ROWS_PER_TOKEN == MAX_STEERING_SELECTORS
+
+
+def test_the_columns_of_the_plan_are_distinct() -> None:
+    columns = [EDITS, EDITS_AT, DEPTH, *BEFORE, *AFTER]
+    assert len(set(columns)) == len(columns)
+    assert max(columns) < COLUMNS
+
+
+def test_more_rows_on_a_token_than_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="token 2 has 5 configuration rows, 4 fit"):
+        SitePlan(WIDTH, [{}], {2: [1] * 5}).build(4, torch.float32)
+
+
+# -- what compilers see --------------------------------------------------------------------------------------------------
+
+
+def busy_case(*, pair: bool) -> Case:
+    """Something of everything."""
+    configurations = [
+        {"replace": Does(torch.randn(1, WIDTH), (0.3,))},
+        {"add": Does(torch.randn(1, WIDTH))},
+        {"replace": Does(torch.randn(1, WIDTH), (1.0,)), "add": Does(torch.randn(1, WIDTH))},
+    ]
+    plan = SitePlan(WIDTH, configurations, {0: [1], 1: [2, 1], 2: [3], 4: [2]}, before=[0, 1, 3], after=[4, 2], before_row=1, after_row=5)
+    hidden = torch.randn(6, WIDTH) if pair else None
+    return Case(plan, hidden, torch.randn(6, WIDTH), 9, 8, f"{'pair' if pair else 'single'}, torch seed {torch.initial_seed()}")
+
+
+@pytest.mark.parametrize("pair", [True, False], ids=["pair", "single"])
+def test_the_ops_declare_what_they_write(pair: bool) -> None:
+    case = busy_case(pair=pair)
+    tensors = [case.stream.clone(), torch.zeros(case.ring_rows, WIDTH), *case.planned]
+    if case.hidden is not None:
+        tensors.insert(0, case.hidden.clone())
+    torch.library.opcheck(pair_site if pair else single_site, tensors)
+
+
+class Layer(torch.nn.Module):
+    """A small block with a pair site, whose buffers are the module's, as in the model."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.register_buffer("ring", torch.full((case.ring_rows, WIDTH), math.nan))
+        for name, tensor in case.planned._asdict().items():
+            self.register_buffer(name, tensor.clone())
+        self.linear = torch.nn.Linear(WIDTH, WIDTH)
+        self.requires_grad_(False)
+
+    def site(self) -> list[torch.Tensor]:
+        return [
+            self.ring, self.plan, self.lists, self.token_rows, self.capture_slots, self.site_rows, self.pool, self.scalars,
+        ]  # fmt: skip
+
+
+class PairLayer(Layer):
+    def forward(self, hidden: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.linear(hidden)
+        residual = residual * 2
+        pair_site(hidden, residual, *self.site())
+        return torch.tanh(hidden + residual), residual
+
+
+class SingleLayer(Layer):
+    """Keeps its input as the residual, as GPT-2's block does: the edit must reach both names."""
+
+    def forward(self, stream: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        stream = stream * 2
+        residual = stream
+        wide = stream.unsqueeze(0)
+        single_site(wide, *self.site())
+        return residual + self.linear(torch.tanh(stream)), residual
+
+
+class OnlyCaptures(Layer):
+    """Nothing reads what the op wrote: a compiler that did not know about the ring would drop it."""
+
+    def forward(self, stream: torch.Tensor) -> torch.Tensor:
+        single_site(stream * 3, *self.site())
+        return stream + 1
+
+
+@pytest.fixture
+def fresh_compiler() -> Any:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+# field case 5
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("kind", [PairLayer, SingleLayer, OnlyCaptures])
+def test_a_compiled_layer_gives_what_the_eager_one_gives(kind: type[Layer]) -> None:
+    case = busy_case(pair=kind is PairLayer)
+    eager = kind(case)
+    traced = kind(case)
+    traced.linear.load_state_dict(eager.linear.state_dict())
+    compiled = torch.compile(traced, fullgraph=True)
+    inputs = [case.stream] if case.hidden is None else [case.hidden, case.stream]
+    with torch.no_grad():
+        expected = eager(*(tensor.clone() for tensor in inputs))
+        found = compiled(*(tensor.clone() for tensor in inputs))
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(traced.ring, eager.ring, equal_nan=True)
+        assert not traced.ring[1:4].isnan().any()
+
+        # The same compiled code obeys other buffers.
+        for layer in (eager, traced):
+            layer.plan.zero_()
+            layer.ring.fill_(math.nan)
+        expected = eager(*(tensor.clone() for tensor in inputs))
+        found = compiled(*(tensor.clone() for tensor in inputs))
+        torch.testing.assert_close(found, expected)
+        assert traced.ring.isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_ops_and_the_reference_are_the_same_code_on_the_cpu(dtype: torch.dtype) -> None:
+    for pair in (True, False):
+        case = random_case(secrets.randbits(32), dtype=dtype, width=WIDTH, tokens=9, pair=pair)
+        op, plain = run(case, pair_site, single_site), run(case, reference.pair_site, reference.single_site)
+        assert same_bits(op.stream, plain.stream), case.name
+        assert same_bits(op.ring, plain.ring), case.name

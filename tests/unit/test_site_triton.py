@@ -1,0 +1,81 @@
+"""Do the Triton kernels do what the reference does, and do they compile for GPUs? No GPU is needed: Triton interprets, and compiles ahead.
+
+On a GPU `benchmarks/gpu/kernels.py` asks the same questions.
+"""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from site_properties import PROPERTIES
+from tree import ROOT
+
+#: What the program in its own process tries beyond the properties that both implementations have.
+OWN = [
+    "a_random_step_gives_the_references_bits",
+    "few_programs_walk_over_many_tokens",
+    "padding_beyond_the_buffers_is_left_alone",
+    "no_tokens_are_no_launch",
+    "tensors_with_gaps_are_refused",
+]
+TESTS = ROOT / "tests"
+
+
+def _in_its_own_process(*arguments: str, **environment: str) -> str:
+    path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, *arguments], env={**os.environ, "PYTHONPATH": path, **environment}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def faults() -> dict[str, str | None]:
+    """Sentence → what the interpreted kernels did wrong."""
+    answer: dict[str, str | None] = json.loads(_in_its_own_process(str(TESTS / "site_interpreter.py")))
+    return answer
+
+
+@pytest.mark.parametrize("sentence", [*PROPERTIES, *OWN])
+def test_the_interpreted_kernels_keep_what_the_sentence_says(sentence: str, faults: dict[str, str | None]) -> None:
+    assert faults[sentence] is None, faults[sentence]
+
+
+def test_every_sentence_that_was_tried_is_looked_at(faults: dict[str, str | None]) -> None:
+    assert set(faults) == {*PROPERTIES, *OWN}
+
+
+COMPILE = """
+import itertools, torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from midstream.kernels import triton_site
+
+def compiled(dtype, pair, width, architecture):
+    kinds = dict.fromkeys(("hidden", "stream", "ring", "pool"), "*" + dtype) | {"scalars": "*fp32"}
+    kinds |= dict.fromkeys(("plan", "token_rows", "capture_slots", "site_rows"), "*i32")
+    constants = {"PAIR": pair, "WIDTH": width, "BLOCK": triton.next_power_of_2(width)}
+    signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in triton_site._site.arg_names}
+    source = ASTSource(triton_site._site, signature, constexprs=constants)
+    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options={"enable_fp_fusion": False})
+
+for dtype, pair, architecture in itertools.product(("fp32", "bf16", "fp16"), (True, False), (80, 90)):
+    assert compiled(dtype, pair, 576, architecture).asm["cubin"]
+print("compiled")
+"""
+
+
+def test_the_kernels_compile_to_machine_code_of_two_generations_of_gpus(tmp_path: object) -> None:
+    answer = _in_its_own_process("-c", COMPILE, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+    assert answer.split() == ["compiled"]
+
+
+def test_the_module_reads_no_values_on_the_host() -> None:
+    """A read would wait for the device and cannot be captured in a graph."""
+    tree = ast.parse((ROOT / "kernels" / "triton_site.py").read_text())
+    called = {node.func.attr for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)}
+    assert not called & {"item", "tolist", "cpu", "numpy", "synchronize", "nonzero", "any", "empty", "empty_like", "clone", "contiguous"}
