@@ -21,7 +21,7 @@ def check_against_reference(host: Host, reference: Reference, job, outputs) -> i
         streams = reference.post_block(tokens[:-1])
         positions = reader.positions(output.index)
         assert reader.token_ids(output.index) == [tokens[position] for position in positions]
-        for layer in job.captures[output.index].layers:
+        for layer in job.captures[output.index][0].sites["post_block"]:
             got = reader.array(layer, request=output.index)
             assert relative_error(got, streams[layer][positions]) <= FP32_ROWS, (job.id, output.index, layer)
             rows += len(got)

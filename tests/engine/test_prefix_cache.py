@@ -82,6 +82,39 @@ def test_a_capture_is_never_short_and_reuses_what_lies_below_its_first_row(cache
     rows_match(cached, reference, job, output)
 
 
+def test_rows_of_a_cached_prompt_come_from_the_store_and_equal_computed_ones(cached: Host, reference: Reference) -> None:
+    """The second capture of a prompt computes only what no full block holds; one of other sites computes it all."""  # field case 14
+    prompt, sites = prompt_of(300, seed=61), {"post_block": ALL, "mlp_in": [1, 2]}
+    outputs = {}
+    for turn in ("computed", "served"):
+        job = cached.job(prompt, max_tokens=4, capture=capture_of([], "all", sites=sites))
+        outputs[turn] = (job, cached.run(job)[job.id][0])
+    reused = {turn: sum(file.reused for file in cached.receipts(job)[0].files) for turn, (job, _) in outputs.items()}
+    assert reused == {"computed": 0, "served": 2 * BLOCK * 6}
+    assert {turn: output.cached_tokens for turn, (_, output) in outputs.items()} == {"computed": 0, "served": 2 * BLOCK}
+    first, second = (cached.capture(job) for job, _ in outputs.values())
+    for hook, layers in sites.items():
+        for layer in layers:
+            assert np.array_equal(first.array(layer, hook)[: 2 * BLOCK], second.array(layer, hook)[: 2 * BLOCK])
+    rows_match(cached, reference, *outputs["served"])
+    other = cached.job(prompt, max_tokens=1, capture=capture_of([0], "all_prompt", hook="pre_attn"))
+    assert cached.run(other)[other.id][0].cached_tokens == 0
+
+
+def test_rows_kept_of_a_steered_prompt_serve_no_plain_capture_of_it(cached: Host, reference: Reference) -> None:
+    prompt, vector = prompt_of(300, seed=62), direction(8)  # field case 13
+    steering = [steer(cached.vector(vector), [0], 2.0, [140])]
+    for _ in range(2):
+        steered = cached.job(prompt, max_tokens=1, capture=capture_of(ALL, "all_prompt"), steering=steering)
+        output = cached.run(steered)[steered.id][0]
+        rows_match(cached, reference, steered, output, [(0, 2.0 * vector, [140])])
+    assert output.cached_tokens == 2 * BLOCK
+    plain = cached.job(prompt, max_tokens=1, capture=capture_of(ALL, "all_prompt"))
+    output = cached.run(plain)[plain.id][0]
+    assert output.cached_tokens == BLOCK  # the block below the steered position is shared, and so are its rows
+    rows_match(cached, reference, plain, output)
+
+
 def test_preempted_requests_have_every_row_once(cached: Host, reference: Reference) -> None:
     """Seven blocks for six requests of up to three blocks each: they must take turns."""  # field case 6
     before = cached.call("midstream_status")[0]["preemptions"]

@@ -6,6 +6,7 @@ Nothing that goes wrong in here may take the engine down: it fails the requests 
 
 import logging
 import os
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -79,6 +80,7 @@ class DataPlane:
         self._finished: dict[str, tuple[Tracked, Finish]] = {}  # over here; the worker has not said where they end
         self._step = 0
         self._preemptions = 0
+        self._schedule = 0  # how batches were composed since this rank last had nothing to do: two runs can be told to be alike
         self._token_rows = 0  # computed so far, rejected drafts included
 
     # -- what the worker asks for (each answer is (ok, message)) -----------------------------------------------------------
@@ -144,6 +146,7 @@ class DataPlane:
             "requests": len(self._tracked) + len(self._finished),
             "preemptions": self._preemptions,
             "token_rows": self._token_rows,
+            "schedule": f"{self._schedule:08x}",
             "tainted": len(self._tainted),
             "kept_row_bytes": self._row_store.held,
             "spilled_bytes": self._slabs.spilled,
@@ -171,6 +174,8 @@ class DataPlane:
             if tracked is not None:
                 with self._guard([tracked], ""):
                     self._finish(tracked, finished[request_id])
+        if not self._tracked:
+            self._schedule = 0
         for request in new:
             if request.id not in self._tracked:  # a resumed request arrives as new in the v2 runner
                 self._admit(request)
@@ -184,6 +189,8 @@ class DataPlane:
         self._token_rows += view.num_rows
         if not self._tracked:
             return
+        places = [(rows.first_row, rows.num_rows, rows.first_position) for rows in view.requests]
+        self._schedule = zlib.crc32(msgspec.msgpack.encode(places), self._schedule)
         mine = [(self._tracked[rows.id], rows) for rows in view.requests if rows.id in self._tracked]
         with self._guard([tracked for tracked, _ in mine if tracked.rows], "intervention_failed"):
             self._planner.plan_steering(mine)

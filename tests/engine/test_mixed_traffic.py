@@ -1,0 +1,160 @@
+"""A thousand requests of every kind at once, on an engine with too little of everything: is any row another's?
+
+Random lengths, captures, interventions and cancellations; a KV cache so small that requests preempt one another; fewer
+steering rows than configurations. v1 runner, fp32.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from host import Host, capture_of, prompt_of, relative_error, steer
+from reference import Edit, Reference
+from tiny import HIDDEN, LAYERS
+from tolerances import FP32_ROWS
+
+from midstream.schemas.jobs import Job
+from midstream.schemas.selectors import HOOKS
+from midstream.schemas.specs import StoredCapture, StoredSteering
+
+REQUESTS = 1000
+VECTORS = 6
+ALL = {hook: list(range(LAYERS)) for hook in HOOKS}
+
+
+@pytest.fixture(scope="module")
+def crowded(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
+    host = Host(
+        tmp_path_factory.mktemp("crowded"),
+        llama,
+        num_gpu_blocks=8,
+        max_num_batched_tokens=256,
+        steering_rows=5,
+        capture_queue_mib=64,
+        fault="rpc",
+    )
+    yield host
+    host.close()
+
+
+def random_positions(rng: np.random.Generator, prompt: int) -> Any:
+    kind = rng.choice(np.array(["all", "all_prompt", "all_generated", "last_prompt", "list"]))
+    return sorted({int(p) for p in rng.integers(0, prompt, 3)}) if kind == "list" else str(kind)
+
+
+def random_capture(rng: np.random.Generator, prompt: int) -> StoredCapture:
+    hooks = [hook for hook in HOOKS if rng.random() < 0.4] or ["post_block"]
+    return capture_of(
+        [],
+        random_positions(rng, prompt),
+        sites={hook: sorted({int(layer) for layer in rng.integers(0, LAYERS, 3)}) for hook in hooks},
+        at=str(rng.choice(["before", "after"])),
+        every_n=int(rng.integers(1, 4)),
+        layout=str(rng.choice(["auto", "packed", "per_file", "segment"])),
+    )
+
+
+def random_steering(rng: np.random.Generator, names: list[str], prompt: int) -> list[StoredSteering]:
+    return [
+        steer(
+            names[rng.integers(VECTORS)],
+            [int(rng.integers(LAYERS))],
+            float(rng.choice([0.5, 1.0])),
+            random_positions(rng, prompt),
+            HOOKS[rng.integers(len(HOOKS))],
+            op=str(rng.choice(["add", "add", "replace"])),
+            alpha=float(rng.choice([0.25, 1.0])),
+        )
+        for _ in range(rng.integers(1, 3))
+    ]
+
+
+def edits_of(job: Job, vectors: dict[str, np.ndarray], total: int) -> list[Edit]:
+    """Replacements first, then additions: the order that is documented."""
+    prompt = len(job.prompts[0].token_ids)
+    named = {"all": range(total), "all_prompt": range(prompt), "all_generated": range(prompt, total), "last_prompt": [prompt - 1]}
+    edits = []
+    for op in ("replace", "add"):
+        for entry in job.steering[0] if job.steering else []:
+            if entry.op == op:
+                where = named[entry.positions] if isinstance(entry.positions, str) else entry.positions
+                positions = [position for position in where if position < total]
+                edits += [
+                    Edit(layer, entry.scale * vectors[entry.vector], positions, entry.hook, op, entry.alpha) for layer in entry.layers
+                ]
+    return edits
+
+
+def test_every_row_of_a_thousand_mixed_requests_equals_that_of_a_solo_run(crowded: Host, reference: Reference) -> None:
+    rng = np.random.default_rng(20)  # field cases 1, 6, 24
+    values = [rng.normal(size=HIDDEN).astype(np.float32) for _ in range(VECTORS)]
+    names = [crowded.vector(value) for value in values]
+    vectors = dict(zip(names, values, strict=True))
+    jobs, cancelled = [], {}
+    for number in range(REQUESTS):
+        prompt = prompt_of(int(rng.choice([rng.integers(1, 60), rng.integers(105, 128), rng.integers(128, 220)])), seed=number)
+        captures = [random_capture(rng, len(prompt)) for _ in range(rng.integers(0, 2))]
+        steering = random_steering(rng, names, len(prompt)) if rng.random() < 0.3 else None
+        jobs.append(crowded.job(prompt, max_tokens=int(rng.integers(1, 28)), capture=captures, steering=steering))
+        if rng.random() < 0.05:
+            cancelled[jobs[-1].id] = int(rng.integers(1, 8))
+    outputs = crowded.run(*jobs, cancel_after=cancelled)
+    status = crowded.call("midstream_status")[0]
+    assert status["preemptions"] > 0
+    compared = worst = 0.0
+    for job in jobs:
+        if not job.captures or not outputs[job.id]:  # nothing to compare, or cancelled
+            continue
+        capture = job.captures[0][0]
+        tokens = job.prompts[0].token_ids + outputs[job.id][0].token_ids
+        reader = crowded.capture(job)
+        wanted_positions = list(capture.select(0, len(tokens) - 1, len(job.prompts[0].token_ids)))
+        assert reader.positions() == wanted_positions, job
+        assert reader.token_ids() == [tokens[position] for position in wanted_positions]
+        if not wanted_positions:
+            continue
+        solo = reference.rows(tokens[:-1], edits_of(job, vectors, len(tokens) - 1), capture.at)
+        for hook, layers in capture.sites.items():
+            assert reader.layers(hook=hook) == layers
+            for layer in layers:
+                error = relative_error(reader.array(layer, hook), solo[hook, layer][wanted_positions])
+                assert error <= FP32_ROWS, (job, hook, layer, error)
+                compared, worst = compared + len(wanted_positions), max(worst, error)
+    print(f"{compared:.0f} rows of {len(jobs)} requests, worst relative error {worst:.2g}, {status['preemptions']} preemptions")
+    after = crowded.call("midstream_status")[0]
+    assert (after["rows_used"], after["entries_used"], after["requests"]) == (0, 0, 0)
+
+
+def test_rows_beside_strong_interventions_are_bit_equal_to_those_of_a_batch_without_any(crowded: Host) -> None:
+    """The same batch composition, step by step: the ranks' record of it says so."""
+    vector = crowded.vector(np.random.default_rng(5).normal(size=HIDDEN).astype(np.float32))
+
+    def batch(scale: float | None) -> tuple[str, list[np.ndarray]]:
+        plain = [crowded.job(prompt_of(20 + n, seed=n), max_tokens=8, capture=capture_of([], "all", sites=ALL)) for n in range(4)]
+        others = [
+            crowded.job(
+                prompt_of(12 + n, seed=50 + n),
+                max_tokens=8,
+                capture=capture_of([0], "all"),
+                steering=None if scale is None else [steer(vector, [n % LAYERS], scale, hook=HOOKS[n % len(HOOKS)])],
+            )
+            for n in range(6)
+        ]
+        crowded.run(*(job for pair in zip(plain, others, strict=False) for job in pair), *others[4:])
+        schedule = crowded.call("midstream_status")[0]["schedule"]
+        return schedule, [crowded.capture(job).array(layer, hook) for job in plain for hook, layers in ALL.items() for layer in layers]
+
+    found: dict[tuple[float | None, str], list[np.ndarray]] = {}
+    for _ in range(12):  # arrival decides which step a request joins; tried until two batches were composed alike
+        for scale in (None, 0.0, 30.0):
+            schedule, rows = batch(scale)
+            found[scale, schedule] = rows
+        for schedule in {schedule for _, schedule in found}:
+            if all((scale, schedule) in found for scale in (None, 0.0, 30.0)):
+                for scale in (0.0, 30.0):
+                    for left, right in zip(found[None, schedule], found[scale, schedule], strict=True):
+                        assert np.array_equal(left, right)
+                return
+    pytest.fail("no two batches were composed alike")
