@@ -6,11 +6,18 @@ if TYPE_CHECKING:
     from .client import Answer as Answer
     from .client import AsyncClient as AsyncClient
     from .client import CaptureReader as CaptureReader
+    from .client import CaptureSpec as CaptureSpec
     from .client import Client as Client
+    from .client import Span as Span
+    from .client import SteeringSpec as SteeringSpec
     from .client import VersionMismatch as VersionMismatch
+    from .client import returned_rows as returned_rows
 
 __version__ = "0.1.0"
-__all__ = ["Answer", "AsyncClient", "CaptureReader", "Client", "VersionMismatch", "__version__"]
+__all__ = [
+    "Answer", "AsyncClient", "CaptureReader", "CaptureSpec", "Client", "Span", "SteeringSpec", "VersionMismatch", "__version__",
+    "returned_rows",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

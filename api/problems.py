@@ -1,8 +1,9 @@
 """How is every failure answered? As RFC 9457 problem details that name the field, never as a traceback."""
 
 import logging
+import re
 import secrets
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 from litestar import Request, Response
@@ -11,6 +12,8 @@ from litestar.status_codes import HTTP_500_INTERNAL_SERVER_ERROR
 
 from ..schemas.base import to_json
 from ..schemas.errors import STATUS_OF_KIND, MidstreamError, Problem, invalid, misfit
+from ..schemas.selectors import HOOKS, PositionName
+from ..schemas.specs import At, Layout, RowDType, SteeringOp
 
 log = logging.getLogger("midstream.api")
 
@@ -27,6 +30,20 @@ CLIENT_GONE = 499
 _KIND_OF_STATUS = {status: kind for kind, status in STATUS_OF_KIND.items() if status < HTTP_500_INTERNAL_SERVER_ERROR and status != 422}
 
 
+#: Field → the names that it takes: msgspec says only that another one is wrong.
+NAMES: dict[str, tuple[str, ...]] = {
+    "capture.hook": HOOKS,
+    "capture.hooks": HOOKS,
+    "capture.positions": get_args(PositionName),
+    "capture.at": get_args(At),
+    "capture.dtype": get_args(RowDType),
+    "capture.layout": get_args(Layout),
+    "steering.hook": HOOKS,
+    "steering.positions": get_args(PositionName),
+    "steering.op": get_args(SteeringOp),
+}
+
+
 class ClientGone(Exception):
     """The client closed its connection while we worked or waited for it. Its job goes on."""
 
@@ -36,7 +53,10 @@ def malformed(error: msgspec.DecodeError) -> MidstreamError:
     if not isinstance(error, msgspec.ValidationError):
         return MidstreamError("invalid_request", f"the body is not JSON: {error}")
     detail, path = misfit(error)
-    return invalid(path, detail) if path else MidstreamError("invalid_request", f"the body: {detail}")
+    if not path:
+        return MidstreamError("invalid_request", f"the body: {detail}")
+    names = NAMES.get(re.sub(r"\[.*?\]", "", path), ()) if detail.startswith("Invalid enum value") else ()
+    return invalid(path, detail, allowed=", ".join(names) or None)
 
 
 def openai_error(problem: Problem) -> dict[str, Any]:

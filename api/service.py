@@ -48,6 +48,9 @@ def _card(info: ModelInfo, workers: int) -> ModelCard:
         dtype=info.dtype,
         hooks=info.hooks,
         workers=workers,
+        consumers=info.consumers,
+        memory_limit_kib=info.memory_limit_kib,
+        global_captures=info.global_captures,
     )
 
 

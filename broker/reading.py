@@ -145,13 +145,16 @@ def _capture_detail(view: JobView, ticket: Sequence[Receipt]) -> str:
 
 
 def _shortcomings(told: Receipt) -> Iterator[str]:
-    """What a rank could not do for a request."""
+    """What a rank could not do for a request: in its own words, or as its receipt shows."""
+    if told.verdict == "ok":
+        return
     where = f"request {told.request}, rank {told.rank}"
-    if told.status == "partial" and told.message:
+    if told.message:
         yield f"{where}: {told.message}"
+        return
     for file in told.files:
         if file.dropped:
-            yield f"{where}: the rows of {len(file.dropped)} positions were dropped under overload ({as_ranges(file.dropped, SHOWN_RANGES)})"
+            yield f"{where}: {len(file.dropped)} positions dropped under overload ({as_ranges(file.dropped, SHOWN_RANGES)})"
     for made in told.consumed:
         if not made.ok:
             yield f"{where}: consumer {made.name} failed: {made.message or 'no reason was given'}"

@@ -11,10 +11,19 @@ if TYPE_CHECKING:
     from .http import Client as Client
     from .reader import CaptureReader as CaptureReader
     from .wire import Answer as Answer
+    from .wire import CaptureSpec as CaptureSpec
+    from .wire import Span as Span
+    from .wire import SteeringSpec as SteeringSpec
     from .wire import VersionMismatch as VersionMismatch
+    from .wire import returned_rows as returned_rows
 
-_HOMES = {"AsyncClient": "http", "Client": "http", "CaptureReader": "reader", "Answer": "wire", "VersionMismatch": "wire"}
-__all__ = ["Answer", "AsyncClient", "CaptureReader", "Client", "VersionMismatch"]
+_HOMES = {
+    "AsyncClient": "http", "Client": "http", "CaptureReader": "reader", "Answer": "wire", "CaptureSpec": "wire", "Span": "wire",
+    "SteeringSpec": "wire", "VersionMismatch": "wire", "returned_rows": "wire",
+}  # fmt: skip
+__all__ = [
+    "Answer", "AsyncClient", "CaptureReader", "CaptureSpec", "Client", "Span", "SteeringSpec", "VersionMismatch", "returned_rows",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

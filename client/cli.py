@@ -10,6 +10,7 @@ from rich.console import Console
 
 from .. import __version__
 from ..schemas.errors import MidstreamError
+from ..schemas.global_capture import parse
 from ..schemas.settings import SettingsError, load_settings
 from . import cli_jobs
 from .cli_jobs import Url, find_url, out
@@ -31,6 +32,9 @@ def up(
     data_dir: Annotated[Path | None, typer.Option(help="Where Redis, captures and logs live.")] = None,
     port: Annotated[int | None, typer.Option(help="The API's port; 0: a free one.")] = None,
     flower_port: Annotated[int | None, typer.Option(help="Flower's port; 0: a free one.")] = None,
+    global_capture: Annotated[
+        str | None, typer.Option(metavar="HOOK:LAYERS;…", help="Capture this of every request, such as post_block:all;pre_attn:0-17.")
+    ] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Any other setting; repeat as needed.")] = None,
 ) -> None:
     """Run the whole stack on this machine until Ctrl-C.
@@ -39,8 +43,15 @@ def up(
     """
     from .supervisor import Supervisor
 
-    given = {"model": model, "data_dir": str(data_dir) if data_dir else None, "api_port": port, "flower_port": flower_port}
+    given = {
+        "model": model, "data_dir": str(data_dir) if data_dir else None, "api_port": port, "flower_port": flower_port,
+        "global_capture": global_capture,
+    }  # fmt: skip
     settings = load_settings({**os.environ, **_overrides(set_ or [])}, **given)
+    try:
+        parse(settings.global_capture, settings.global_capture_positions, settings.global_capture_tag)
+    except ValueError as error:
+        raise SettingsError(f"global_capture: {error}") from error
     raise typer.Exit(Supervisor(settings, say=lambda line: print(line, flush=True)).run())
 
 

@@ -1,6 +1,5 @@
 """What can one do with jobs and captures from a terminal? `submit`, `job …`, `capture …`."""
 
-import json
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,15 +14,19 @@ from ..schemas.base import to_json
 from ..schemas.errors import MidstreamError, invalid
 from ..schemas.jobs import JobRequest, JobResult, JobView, State
 from ..schemas.settings import load_settings
-from . import show
+from . import options, show
 from .http import Client
 from .reader import CaptureReader
+from .wire import returned_rows
 
 out = Console(soft_wrap=False, highlight=False)
 
 Url = Annotated[str | None, typer.Option(help="Where the API is; default: the stack that runs on the data directory.")]
 JobId = Annotated[str, typer.Argument(metavar="JOB", help="A job's id.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+#: The options of a capture stand together in `--help`.
+CAPTURE: dict[str, Any] = {"rich_help_panel": "Capture"}
 
 #: Between two looks at a job while a progress bar is shown.
 LOOK_S = 0.25
@@ -57,12 +60,26 @@ def submit(
     file: Annotated[Path | None, typer.Option(help="More prompts: one a line, or a JSON list of texts.")] = None,
     body: Annotated[Path | None, typer.Option(help="A whole JobRequest as JSON instead of all options.")] = None,
     model: Annotated[str | None, typer.Option(help="Default: the first model served.")] = None,
-    layers: Annotated[str | None, typer.Option(help="Capture these layers: all, 3, 0-5, or 0-5,9,-1.")] = None,
+    layers: Annotated[str | None, typer.Option(help="Capture these layers: all, 3, 0-5, or 0-5,9,-1.", **CAPTURE)] = None,
+    capture_hook: Annotated[str | None, typer.Option(help="At this hook; if left out: post_block.", **CAPTURE)] = None,
+    hooks: Annotated[str | None, typer.Option(metavar="HOOK:LAYERS;…", help="Several hooks, each with its layers.", **CAPTURE)] = None,
     positions: Annotated[
-        str | None, typer.Option(help="Capture these: last_prompt (if left out), all_prompt, all_generated, all, or 0,5,-1.")
+        str | None,
+        typer.Option(help="Capture these: last_prompt (if left out), all_prompt, all_generated, all, or 0,5,-1.", **CAPTURE),
     ] = None,
-    tag: Annotated[str | None, typer.Option(help="Folder name of the capture; if left out: default.")] = None,
-    steer: Annotated[list[str] | None, typer.Option(metavar="FILE.npy:LAYERS[:SCALE]", help="Add a vector; repeat as needed.")] = None,
+    span: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT[#N]", help="The tokens of this part of the prompt; N: 0 the first time it occurs, or all.", **CAPTURE),
+    ] = None,
+    every_n: Annotated[int | None, typer.Option(help="Only every n-th generated token.", **CAPTURE)] = None,
+    at: Annotated[str | None, typer.Option(help="before (if left out) or after the steering of the same site.", **CAPTURE)] = None,
+    dtype: Annotated[str | None, typer.Option(help="model (if left out), float32, bfloat16 or float16.", **CAPTURE)] = None,
+    layout: Annotated[str | None, typer.Option(help="auto (if left out), packed, per_file or segment.", **CAPTURE)] = None,
+    consumer: Annotated[list[str] | None, typer.Option(help="Who gets the rows: filesystem (if left out), memory, …", **CAPTURE)] = None,
+    tag: Annotated[str | None, typer.Option(help="Folder name of the capture; if left out: default.", **CAPTURE)] = None,
+    steer: Annotated[
+        list[str] | None, typer.Option(metavar="FILE.npy:LAYERS[:SCALE[:HOOK]]", help="Add a vector; repeat as needed.")
+    ] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate per prompt.")] = 16,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait for the result, or print the id and go.")] = True,
@@ -74,13 +91,16 @@ def submit(
         if body is not None:
             request = read_request(body)
         else:
-            texts = [*(prompts or []), *(read_prompts(file) if file else [])]
+            texts = [*(prompts or []), *(options.read_prompts(file) if file else [])]
             if not texts:
                 raise invalid("prompts", "give a prompt, --file or --body")
             fields: dict[str, Any] = {"model": model or only_model(client), "prompts": texts}
             fields["sampling"] = {"max_tokens": max_tokens, "temperature": temperature}
-            fields["steering"] = [parse_steer(text) for text in steer or []]
-            fields["capture"] = parse_capture(layers, positions, tag)
+            fields["steering"] = [options.parse_steer(text) for text in steer or []]
+            fields["capture"] = options.parse_capture(
+                layers=layers, hook=capture_hook, hooks=hooks, positions=positions, spans=span, every_n=every_n, at=at, dtype=dtype,
+                layout=layout, consumers=consumer, tag=tag,
+            )  # fmt: skip
             from .wire import job_request
 
             request = job_request(None, fields)
@@ -258,6 +278,11 @@ def print_result(result: JobResult) -> None:
         out.print(
             f"captures {show.coloured(captures.status)}: {len(captures.files)} files, {captures.rows} rows, {show.size(captures.bytes)}"
         )
+        if captures.detail:
+            out.print(captures.detail, style="dim", markup=False, soft_wrap=True)
+        if any(report.rows for report in captures.consumers):
+            out.print(show.capture(returned_rows(captures)))
+    if captures.files:
         out.print(f"midstream capture show {result.id}", style="bold", markup=False, soft_wrap=True)
 
 
@@ -273,59 +298,3 @@ def read_request(path: Path) -> JobRequest:
         return msgspec.json.decode(path.read_bytes(), type=JobRequest)
     except (msgspec.ValidationError, msgspec.DecodeError) as error:
         raise invalid("body", f"{path}: {error}") from error
-
-
-def read_prompts(path: Path) -> list[str]:
-    text = path.read_text()
-    if text.lstrip().startswith("["):
-        found = json.loads(text)
-        if not all(isinstance(entry, str) for entry in found):
-            raise invalid("file", f"{path}: a JSON file of prompts is a list of texts")
-        return list(found)
-    return [line for line in text.splitlines() if line.strip()]
-
-
-def parse_layers(text: str) -> str | int | list[int]:
-    """`3`, `0-5,9,-1` become numbers; `all` and `a-b` stay text for the server, and so does what only it can complain about."""
-    layers: list[int] = []
-    for part in text.split(","):
-        if part.strip().lstrip("-").isdigit() and part.strip().count("-") <= 1:
-            layers.append(int(part))
-            continue
-        first, dash, last = part.strip().partition("-")
-        if "," not in text or not (dash and first.isdigit() and last.isdigit()):
-            return text
-        layers += range(int(first), int(last) + 1)
-    return layers[0] if len(layers) == 1 else layers
-
-
-def parse_positions(text: str) -> str | list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        return text
-
-
-def parse_capture(layers: str | None, positions: str | None, tag: str | None) -> dict[str, Any] | None:
-    """The capture that the options ask for, if any; raises MidstreamError naming an option that would do nothing."""
-    if layers is None:
-        for name, given in (("--positions", positions), ("--tag", tag)):
-            if given is not None:
-                raise invalid(name, "captures nothing without --layers", allowed="such as --layers all")
-        return None
-    asked = {"layers": parse_layers(layers), "positions": None if positions is None else parse_positions(positions), "tag": tag}
-    return {name: value for name, value in asked.items() if value is not None}
-
-
-def parse_steer(text: str) -> dict[str, Any]:
-    """`FILE.npy:LAYERS[:SCALE]`; raises MidstreamError naming `--steer`."""
-    path, _, rest = text.partition(":")
-    layers, _, scale = rest.partition(":")
-    if not layers:
-        raise invalid("--steer", f"{text!r} names no layers", allowed="FILE.npy:LAYERS[:SCALE], such as joy.npy:15:4.0")
-    try:
-        vector = np.load(path, allow_pickle=False)
-        factor = float(scale or 1.0)
-    except (OSError, ValueError) as error:
-        raise invalid("--steer", f"{text!r}: {error}") from error
-    return {"layers": parse_layers(layers), "vector": vector, "scale": factor}

@@ -15,8 +15,10 @@ from .. import __version__
 from ..schemas.base import to_json
 from ..schemas.errors import STATUS_OF_KIND, MidstreamError, Problem, invalid, misfit
 from ..schemas.jobs import TERMINAL, CaptureResults, Determinism, Event, JobRequest, JobResult, JobView
+from ..schemas.selectors import Span as Span
 from ..schemas.specs import CaptureSpec, SteeringSpec
 from ..schemas.tensors import from_numpy
+from .reader import CaptureReader
 
 T = TypeVar("T")
 
@@ -82,6 +84,11 @@ class Answer:
         """The first prompt's text."""
         return self.texts[0]
 
+    @property
+    def rows(self) -> CaptureReader:
+        """The rows in the answer itself: see `returned_rows`."""
+        return returned_rows(self.capture_results)
+
 
 class ManifestFile(msgspec.Struct):
     """A blob in the answer of `GET /v1/captures/{id}`, as far as a reader needs it."""
@@ -110,6 +117,8 @@ def job_request(request: JobRequest | None, fields: dict[str, Any]) -> JobReques
         return request
     if "steering" in fields:
         fields = {**fields, "steering": pack_steering(fields["steering"])}
+    if fields.get("capture") is not None:
+        fields = {**fields, "capture": pack_capture(fields["capture"])}
     if isinstance(fields.get("prompts"), str):
         fields = {**fields, "prompts": [fields["prompts"]]}
     return checked(fields, JobRequest)
@@ -133,20 +142,27 @@ def pack_steering(entries: Sequence[Steering]) -> list[SteeringSpec]:
     return packed
 
 
+def pack_capture(capture: Capture) -> CaptureSpec:
+    """A capture from a struct or its fields; raises MidstreamError naming the field."""
+    if isinstance(capture, CaptureSpec):
+        return capture
+    return checked(dict(capture) if isinstance(capture, Mapping) else capture, CaptureSpec, "capture")
+
+
 def openai_body(fields: dict[str, Any], steering: Sequence[Steering], capture: Capture | None, capture_wait: bool) -> dict[str, Any]:
     """The body of an OpenAI-style call with Midstream's fields, which are left out when not used."""
     body = {name: value for name, value in fields.items() if value is not None}
     if steering:
         body["steering"] = pack_steering(steering)
     if capture is not None:
-        body["capture"] = capture if isinstance(capture, CaptureSpec) else checked(dict(capture), CaptureSpec, "capture")
+        body["capture"] = pack_capture(capture)
         body["capture_wait"] = capture_wait
     elif capture_wait:
         body["capture_wait"] = True
     return body
 
 
-def checked(fields: dict[str, Any], kind: type[T], prefix: str = "") -> T:
+def checked(fields: Any, kind: type[T], prefix: str = "") -> T:
     """`fields` as `kind`; raises MidstreamError with the field's path before anything is sent."""
     try:
         return msgspec.convert(fields, kind)
@@ -245,6 +261,23 @@ def answer_from_result(result: JobResult) -> Answer:
         determinism=result.determinism,
         raw=msgspec.to_builtins(result),
     )
+
+
+def returned_rows(results: CaptureResults | None) -> CaptureReader:
+    """The rows that consumer `memory` returned, as numpy by (hook, layer, position); of the user's capture.
+
+    Raises MidstreamError: `not_found` when none came back, `capture_failed` with the reason when a rank could not return them.
+    """
+    reports = [report for report in results.consumers if report.name == "memory"] if results else []
+    for report in reports:
+        if not report.ok:
+            raise MidstreamError("capture_failed", f"the rows of prompt {report.request} could not be returned: {report.message}")
+    blobs = [report.rows for report in reports if report.rows]
+    if not blobs:
+        status = results.status if results else "not_requested"
+        detail = f'the answer carries no rows (captures: {status}); ask with "consumers": ["memory"]'
+        raise MidstreamError("not_found", detail)
+    return CaptureReader.from_bytes(blobs)
 
 
 def is_over(view: JobView) -> bool:

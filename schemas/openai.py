@@ -235,6 +235,9 @@ class ModelCard(Record):
     dtype: str
     hooks: list[str]
     workers: int  # live ones
+    consumers: list[str] = []  # who may get captured rows
+    memory_limit_kib: int = 0  # the most that consumer `memory` returns per prompt
+    global_captures: list[CaptureSpec] = []  # what the operator captures of every request
 
 
 class ModelList(Record):

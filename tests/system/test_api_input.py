@@ -13,6 +13,7 @@ import redis
 from edge import HIDDEN, LAYERS, LONGEST, MODEL, WORDS, Api, Hand, running
 
 import midstream
+from midstream.schemas.specs import CaptureSpec
 
 BODY: dict[str, Any] = {"model": MODEL, "prompts": ["hello there"]}
 JSON = {"Content-Type": "application/json"}
@@ -64,16 +65,45 @@ BAD: dict[str, tuple[dict[str, Any], int, str]] = {
     "layers by no known name": (capture(layers="middle"), 400, "capture.layers"),
     "no layer": (capture(layers=[]), 400, "capture.layers"),
     "layer as text": (capture(layers=["1"]), 400, "capture.layers[0]"),
-    "position beyond the prompt": (capture(positions=[3]), 400, "capture.positions"),
+    "position beyond the prompt": (capture(positions=[0, 3]), 400, "capture.positions[1]"),
+    "span that is not in the prompt": (capture(positions=[0, {"text": "world"}]), 400, "capture.positions[1].text"),
+    "span that does not occur so often": (capture(positions={"text": "there", "occurrence": 1}), 400, "capture.positions.occurrence"),
+    "span without text": (capture(positions=[{"text": ""}]), 400, "capture.positions[0]"),
+    "span with another field": (capture(positions=[{"text": "a", "nth": 1}]), 400, "capture.positions[0].nth"),
+    "occurrence that is no number": (capture(positions=[{"text": "a", "occurrence": "1"}]), 400, "capture.positions[0].occurrence"),
+    "span in token ids without text": ({"prompts": [[0, 0]], **capture(positions={"text": "a"})}, 400, "capture.positions"),
     "position by no known name": (capture(positions="first"), 400, "capture.positions"),
     "no position": (capture(positions=[]), 400, "capture.positions"),
     "unknown hook": (capture(hook="pre_mlp"), 400, "capture.hook"),
+    "hook that the model lacks": (capture(hook="post_attn"), 400, "capture.hook"),
+    "hook that the model lacks, by TransformerLens' name": (capture(hook="hook_resid_mid"), 400, "capture.hook"),
+    "unknown hook among several": (capture(hooks={"pre_mlp": "all"}), 400, "capture.hooks"),
+    "layers of another type for a hook": (capture(hooks={"pre_attn": {}}), 400, "capture.hooks[...]"),
+    "layer out of range for a hook": (capture(hooks={"pre_attn": "0-4"}), 400, "capture.hooks.pre_attn"),
+    "the same hook under two names": (capture(hooks={"pre_attn": 0, "resid_pre": 1}), 400, "capture.hooks.resid_pre"),
+    "hooks and layers": (capture(hooks={"pre_attn": 0}, layers=[1]), 400, "capture"),
+    "no hook": (capture(hooks={}), 400, "capture"),
+    "every zeroth token": (capture(every_n=0), 400, "capture.every_n"),
+    "neither before nor after": (capture(at="during"), 400, "capture.at"),
+    "unknown dtype of rows": (capture(dtype="float64"), 400, "capture.dtype"),
+    "unknown layout": (capture(layout="zip"), 400, "capture.layout"),
+    "unknown consumer": (capture(consumers=["filesystem", "s3"]), 400, "capture.consumers[1]"),
+    "no consumer": (capture(consumers=[]), 400, "capture.consumers"),
+    "more rows than a response carries": (capture(hooks={"pre_attn": "all", "attn_out": "all", "mlp_out": "all"}, positions="all_prompt",
+        consumers=["memory"]), 400, "capture.consumers"),
+    "more rows than a step holds": ({"prompts": ["a b c d"], **capture(hooks={"pre_attn": "all", "attn_out": "all", "mlp_out": "all",
+        "post_block": "all"}, positions="all_prompt")}, 400, "capture"),
     "tag that leaves the root": (capture(tag="../x"), 400, "capture.tag"),
     "tag with a folder": (capture(tag="a/b"), 400, "capture.tag"),
     "tag with a line break": (capture(tag="a\n"), 400, "capture.tag"),
     "empty tag": (capture(tag=""), 400, "capture.tag"),
     "steered layer out of range": (steering(layers="all-"), 400, "steering[0].layers"),
-    "steered position beyond the prompt": (steering(positions=[-4]), 400, "steering[0].positions"),
+    "steered position beyond the prompt": (steering(positions=[-4]), 400, "steering[0].positions[0]"),
+    "steered span that is not in the prompt": (steering(positions={"text": "world"}), 400, "steering[0].positions.text"),
+    "steered hook that the model lacks": (steering(hook="mlp_in"), 400, "steering[0].hook"),
+    "unknown operation": (steering(op="multiply"), 400, "steering[0].op"),
+    "alpha of an addition": (steering(alpha=0.5), 400, "steering[0].alpha"),
+    "alpha above one": (steering(op="replace", alpha=1.5), 400, "steering[0].alpha"),
     "vector too wide": (steering(vector=vector([1.0] * 9)), 400, "steering[0].vector.shape"),
     "vector of two dimensions": (steering(vector=vector([1.0] * 8, shape=[2, 4])), 400, "steering[0].vector.shape"),
     "vector shorter than its shape": (steering(vector=vector([1.0] * 7, shape=[8])), 400, "steering[0].vector"),
@@ -83,7 +113,7 @@ BAD: dict[str, tuple[dict[str, Any], int, str]] = {
     "vector of an unknown dtype": (steering(vector={"dtype": "int8", "shape": [8], "data": ""}), 400, "steering[0].vector.dtype"),
     "vector that is not base64": (steering(vector={"dtype": "float32", "shape": [8], "data": "*"}), 400, "steering[0].vector.data"),
     "steering that is no list": ({"steering": {}}, 400, "steering"),
-}
+}  # fmt: skip
 
 
 # field case 27
@@ -101,9 +131,30 @@ def test_a_bad_job_is_refused_by_the_field_at_fault_and_leaves_nothing_behind(ap
 
 def test_a_position_beyond_one_of_the_prompts_names_that_prompt(api: Api, hand: Hand) -> None:
     answer = api.http.post("/v1/jobs", json={**BODY, "prompts": ["a b c d", "a"], **capture(positions=[4])})
-    assert answer.json()["field"] == "capture.positions"
+    assert answer.json()["field"] == "capture.positions[0]"
     assert "prompt 1" in answer.json()["detail"]
     assert "2 tokens" in answer.json()["detail"]
+
+
+def test_a_span_that_is_not_there_is_answered_with_the_prompts_beginning(api: Api, hand: Hand) -> None:
+    answer = api.http.post("/v1/jobs", json={**BODY, "prompts": ["a b", "c d"], **capture(positions=[{"text": "a b"}])}).json()
+    assert (answer["field"], answer["detail"]) == (
+        "capture.positions[0].text",
+        "prompt 1: 'a b' occurs 0 times in the prompt, which begins 'c d'",
+    )
+
+
+def test_a_hook_that_the_model_lacks_is_answered_with_those_it_has(api: Api, hand: Hand) -> None:
+    answer = api.http.post("/v1/jobs", json={**BODY, **capture(hook="resid_mid")}).json()
+    assert answer["detail"] == "the model has no hook 'resid_mid': it has pre_attn, attn_out, mlp_out, post_block"
+
+
+# field case 40
+def test_the_operators_tag_cannot_be_taken(api: Api, hand: Hand) -> None:
+    hand.serve(global_captures=[CaptureSpec(tag="ops")])
+    answer = api.http.post("/v1/jobs", json={**BODY, **capture(tag="ops")})
+    assert (answer.status_code, answer.json()["field"]) == (400, "capture.tag")
+    assert hand.count_jobs() == 0
 
 
 def test_an_unknown_model_is_answered_with_those_that_are_served(api: Api, hand: Hand) -> None:

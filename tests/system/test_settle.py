@@ -2,17 +2,21 @@
 
 import asyncio
 import itertools
+from typing import Any
 
+import msgspec
 import pytest
 from ledger_kit import BOOT, EPOCH, WORKER, claimed, make_job, open_ledger, outputs, receipt, settler
 
 from midstream.broker.ledger import Ledger
-from midstream.schemas.jobs import Job, State
-from midstream.schemas.receipts import CapturedFile, LostRange
+from midstream.schemas.base import from_json, to_json
+from midstream.schemas.jobs import CaptureResults, Job, JobResult, State
+from midstream.schemas.receipts import CapturedFile, Consumed, LostRange
 
 
-def file(path: str = "t/j/p0000.a1.pp0.safetensors") -> CapturedFile:
-    return CapturedFile(path=path, bytes=64, crc32=123, rows=4, positions=2, sites={"post_block": [0, 1]})
+def file(path: str = "t/j/p0000.a1.pp0.safetensors", **changes: Any) -> CapturedFile:
+    facts: dict[str, Any] = {"bytes": 64, "crc32": 123, "rows": 4, "positions": 2, "sites": {"post_block": [0, 1]}}
+    return CapturedFile(path, **(facts | changes))
 
 
 async def state_of(ledger: Ledger, job: Job) -> State:
@@ -231,6 +235,85 @@ def test_receipts_of_a_former_attempt_are_acknowledged_and_change_nothing(redis_
             assert [entry.path for entry in result.capture_results.files] == ["second"]
             settle.settle("w2", 0, EPOCH, [(2, receipt(job, attempt=2, status="error", message="after the end"))])
             assert await ledger.result(job.id) == result, "terminal is final"
+
+    asyncio.run(main())
+
+
+def result_of(url: str, **told: Any) -> JobResult:
+    """A job of one prompt and rank, settled by one receipt."""
+
+    async def main() -> JobResult:
+        async with open_ledger(url) as ledger:
+            job = make_job(capture=True)
+            await claimed(ledger, job, ranks=1)
+            settler(url).settle(WORKER, 0, EPOCH, [(1, receipt(job, **told))])
+            await ledger.store_outputs(job.id, 1, outputs())
+            return await ledger.result(job.id)
+
+    return asyncio.run(main())
+
+
+# field case 19
+def test_dropped_rows_are_partial_with_their_positions_whatever_the_rank_calls_it(redis_url: str) -> None:
+    short = file(dropped=[4, 5, 6, 9])
+    results = result_of(redis_url, files=[short], status="ok").capture_results
+    assert (results.status, results.files[0].dropped) == ("partial", [4, 5, 6, 9])
+    assert results.detail == "request 0, rank 0: 4 positions dropped under overload (4-6, 9)"
+
+
+# field case 19
+def test_a_consumer_that_failed_is_partial_and_named(redis_url: str) -> None:
+    made = [Consumed("filesystem"), Consumed("kafka", ok=False, message="no broker")]
+    results = result_of(redis_url, files=[file()], consumed=made, status="ok").capture_results
+    assert (results.status, results.detail) == ("partial", "request 0, rank 0: consumer kafka failed: no broker")
+    assert [(report.name, report.ok, report.message) for report in results.consumers] == [
+        ("filesystem", True, ""),
+        ("kafka", False, "no broker"),
+    ]
+
+
+def test_a_rank_says_in_its_own_words_why_a_capture_is_partial(redis_url: str) -> None:
+    results = result_of(redis_url, files=[file(dropped=[4])], status="partial", message="position 4 was dropped").capture_results
+    assert (results.status, results.detail) == ("partial", "request 0, rank 0: position 4 was dropped")
+
+
+def test_rows_that_come_back_in_the_response_are_told_with_prompt_and_stage(redis_url: str) -> None:
+    results = result_of(redis_url, pp=1, consumed=[Consumed("memory", rows=b"\x00\xffrows")]).capture_results
+    assert results.status == "ok"
+    assert [(report.name, report.request, report.pp, report.rows) for report in results.consumers] == [("memory", 0, 1, b"\x00\xffrows")]
+    assert from_json(to_json(results), CaptureResults) == results, "bytes survive JSON"
+
+
+def test_the_result_says_how_many_rows_an_earlier_request_computed(redis_url: str) -> None:
+    results = result_of(redis_url, files=[file(reused=3)]).capture_results
+    assert (results.status, results.files[0].reused) == ("ok", 3)
+    assert results.detail == "3 of 4 rows were computed by an earlier request"
+
+
+def test_a_file_is_told_with_its_sites_tag_layout_and_place(redis_url: str) -> None:
+    sites = {"pre_attn": [0], "post_block": [1, 2]}
+    (entry,) = result_of(redis_url, files=[file(sites=sites, tag="t", layout="segment", offset=4096)]).capture_results.files
+    assert (entry.sites, entry.tag, entry.layout, entry.offset) == (sites, "t", "segment", 4096)
+
+
+def test_a_receipt_from_before_there_were_other_hooks_means_post_block(redis_url: str) -> None:
+    (entry,) = result_of(redis_url, files=[file(sites={}, layers=[0, 1])]).capture_results.files
+    assert entry.sites == {"post_block": [0, 1]}
+
+
+def test_only_prompts_with_a_capture_or_steering_are_waited_for(redis_url: str) -> None:
+    """What the operator captures may leave short prompts alone."""
+
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger:
+            job = make_job(prompts=2, capture=True)
+            job = msgspec.structs.replace(job, captures=[[], job.captures[1]])
+            await claimed(ledger, job, ranks=1)
+            await ledger.store_outputs(job.id, 1, outputs(2))
+            view = await ledger.view(job.id)
+            assert (view.receipts_expected, view.capture_status, view.state) == (1, "pending", State.RUNNING)
+            settler(redis_url).settle(WORKER, 0, EPOCH, [(1, receipt(job, request=1))])
+            assert (await ledger.view(job.id)).state is State.SUCCEEDED
 
     asyncio.run(main())
 

@@ -1,5 +1,7 @@
 """Do the small readers of the HTTP edge understand what clients write, and say what they do not?"""
 
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -9,7 +11,7 @@ from midstream.api.jobs import preferred_wait
 from midstream.api.outcome import matches
 from midstream.api.problems import malformed
 from midstream.api.streaming import Sent
-from midstream.schemas.base import from_json
+from midstream.schemas.base import from_json, to_json
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import JobRequest
 
@@ -21,6 +23,10 @@ from midstream.schemas.jobs import JobRequest
         ('{"model":"m"}', "prompts", "is required"),
         ('{"model":"m","prompts":["a"],"x":1}', "x", "no such field"),
         ('{"model":"m","prompts":["a"],"capture":{"x":1}}', "capture.x", "no such field"),
+        ('{"model":"m","prompts":["a"],"capture":{"hooks":{"x":1}}}', "capture.hooks", "Invalid enum value 'x'"),
+        ('{"model":"m","prompts":["a"],"capture":{"hooks":{}}}', "capture", "hooks is empty"),
+        ('{"model":"m","prompts":["a"],"capture":{"hooks":{"pre_attn":1},"layers":1}}', "capture", "not both"),
+        ('{"model":"m","prompts":["a"],"capture":{"positions":[{"text":""}]}}', "capture.positions[0]", "text is empty"),
         ('{"model":"m","prompts":["a"],"steering":[{"layers":1}]}', "steering[0].vector", "is required"),
         ('{"model":"m","prompts":[[1,null]]}', "prompts[0][1]", "Expected `int`"),
         ('{"model":"m","prompts":["a"],"metadata":{"k":1}}', "metadata[...]", "Expected `str`"),
@@ -34,6 +40,23 @@ def test_what_msgspec_finds_becomes_a_problem_at_the_fields_path(body: str, fiel
     error = malformed(found.value)
     assert (error.status, error.field) == (400, field)
     assert said in error.detail
+
+
+@pytest.mark.parametrize(
+    ("fields", "allowed"),
+    [
+        ({"capture": {"hook": "pre_mlp"}}, "pre_attn, attn_out, post_attn, mlp_in, mlp_out, post_block"),
+        ({"capture": {"hooks": {"pre_mlp": 0}}}, "pre_attn, attn_out, post_attn, mlp_in, mlp_out, post_block"),
+        ({"capture": {"positions": "first"}}, "last_prompt, all_prompt, all_generated, all"),
+        ({"capture": {"dtype": "float64"}}, "model, float32, bfloat16, float16"),
+        ({"capture": {"tag": "../x"}}, None),
+        ({"steering": [{"layers": 0, "vector": {"dtype": "float32", "shape": [0], "data": ""}, "op": "mul"}]}, "add, replace"),
+    ],
+)
+def test_a_name_that_is_none_is_answered_with_those_there_are(fields: dict[str, Any], allowed: str | None) -> None:
+    with pytest.raises(msgspec.DecodeError) as found:
+        from_json(to_json({"model": "m", "prompts": ["a"], **fields}), JobRequest)
+    assert malformed(found.value).allowed == allowed
 
 
 @pytest.mark.parametrize(

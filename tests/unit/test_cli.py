@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import typer
 from rich.console import Console
 
-from midstream.client import cli, cli_jobs, show
+from midstream.client import cli, options, show
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import JobView, State
 from midstream.schemas.selectors import as_ranges
@@ -32,58 +33,99 @@ def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
 @pytest.mark.parametrize(
     ("text", "layers"),
     [
-        ("all", "all"), ("3", 3), ("-1", -1), ("0-5", "0-5"), ("1,4,-1", [1, 4, -1]), ("0-2,7", [0, 1, 2, 7]),
-        ("0-2,x", "0-2,x"), ("nonsense", "nonsense"),
+        ("all", "all"), ("3", 3), ("-1", -1), ("0-5", "0-5"), ("1,4,-1", "1,4,-1"), ("0-2,7", "0-2,7"), ("nonsense", "nonsense"),
     ],
 )  # fmt: skip
 def test_layers_are_read_as_typed(text: str, layers: Any) -> None:
-    assert cli_jobs.parse_layers(text) == layers
+    assert options.parse_layers(text) == layers
 
 
 def test_positions_are_names_or_numbers() -> None:
-    assert cli_jobs.parse_positions("all_prompt") == "all_prompt"
-    assert cli_jobs.parse_positions("0,5,-1") == [0, 5, -1]
+    assert options.parse_positions("all_prompt") == "all_prompt"
+    assert options.parse_positions("0,5,-1") == [0, 5, -1]
 
 
 def test_a_steering_vector_comes_from_a_file_with_layers_and_scale(tmp_path: Path) -> None:
     np.save(tmp_path / "joy.npy", np.ones(4, np.float32))
-    entry = cli_jobs.parse_steer("joy.npy:3-5:2.5")
+    entry = options.parse_steer("joy.npy:3-5:2.5")
     assert (entry["layers"], entry["scale"], entry["vector"].tolist()) == ("3-5", 2.5, [1.0] * 4)
-    assert cli_jobs.parse_steer("joy.npy:3")["scale"] == 1.0
+    assert options.parse_steer("joy.npy:3")["scale"] == 1.0
+    assert options.parse_steer("joy.npy:0,3::resid_pre")["hook"] == "resid_pre"
 
 
 def test_a_capture_is_asked_for_with_what_was_typed_and_no_more() -> None:
-    assert cli_jobs.parse_capture(None, None, None) is None
-    assert cli_jobs.parse_capture("all", None, None) == {"layers": "all"}
-    assert cli_jobs.parse_capture("3", "0,-1", "mine") == {"layers": 3, "positions": [0, -1], "tag": "mine"}
+    assert options.parse_capture() is None
+    assert options.parse_capture(layers="all", positions=None, spans=[]) == {"layers": "all"}
+    assert options.parse_capture(layers="3", positions="0,-1", tag="mine") == {"layers": 3, "positions": [0, -1], "tag": "mine"}
+    assert options.parse_capture(hook="resid_pre") == {"hook": "resid_pre"}
+    rest = {"every_n": 4, "at": "after", "dtype": "float32", "layout": "segment", "consumers": ["memory"]}
+    assert options.parse_capture(hooks="post_block:all;pre_attn:0-3", **rest) == {"hooks": {"post_block": "all", "pre_attn": "0-3"}, **rest}
 
 
-@pytest.mark.parametrize(("positions", "tag", "option"), [("all", None, "--positions"), (None, "mine", "--tag")])
-def test_an_option_that_would_capture_nothing_is_refused(positions: str | None, tag: str | None, option: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "span"),
+    [
+        ("Eiffel Tower", {"text": "Eiffel Tower"}),
+        ("Eiffel#1", {"text": "Eiffel", "occurrence": 1}),
+        ("the#-1", {"text": "the", "occurrence": -1}),
+        ("the#all", {"text": "the", "occurrence": None}),
+        ("C#", {"text": "C#"}),
+        ("C#1#0", {"text": "C#1", "occurrence": 0}),
+        ("#1", {"text": "#1"}),
+        ("a#b", {"text": "a#b"}),
+    ],
+)
+def test_a_span_is_a_text_with_an_occurrence(text: str, span: dict[str, Any]) -> None:
+    assert options.parse_span(text) == span
+
+
+def test_spans_are_added_to_numbers_and_not_to_a_name() -> None:
+    wish = options.parse_capture(layers="0", positions="0,-1", spans=["Tower", "the#all"])
+    assert wish is not None
+    assert wish["positions"] == [0, -1, {"text": "Tower"}, {"text": "the", "occurrence": None}]
+    with pytest.raises(MidstreamError, match="--span: cannot be added to --positions all"):
+        options.parse_capture(layers="0", positions="all", spans=["Tower"])
+
+
+@pytest.mark.parametrize(
+    ("option", "given"), [("--positions", {"positions": "all"}), ("--tag", {"tag": "mine"}), ("--consumer", {"consumers": ["memory"]})]
+)
+def test_an_option_that_would_capture_nothing_is_refused(option: str, given: dict[str, Any]) -> None:
     with pytest.raises(MidstreamError) as caught:
-        cli_jobs.parse_capture(None, positions, tag)
+        options.parse_capture(**given)
     assert caught.value.field == option
+
+
+def test_hooks_that_cannot_be_read_name_their_option() -> None:
+    with pytest.raises(MidstreamError, match="--hooks: 'pre_mlp' is not a hook"):
+        options.parse_capture(hooks="pre_mlp:0")
+
+
+def test_every_capture_option_of_submit_is_read() -> None:
+    submit = typer.main.get_command(cli.app).commands["submit"]  # type: ignore[attr-defined]
+    there = {option for parameter in submit.params for option in parameter.opts}
+    assert set(options.CAPTURE_OPTIONS) <= there
 
 
 @pytest.mark.parametrize("text", ["joy.npy", "missing.npy:3", "joy.npy:3:much"])
 def test_a_bad_steering_option_names_itself(tmp_path: Path, text: str) -> None:
     np.save(tmp_path / "joy.npy", np.ones(4, np.float32))
     with pytest.raises(MidstreamError, match="--steer"):
-        cli_jobs.parse_steer(text)
+        options.parse_steer(text)
 
 
 # field case 42
 def test_a_vector_file_that_would_run_code_is_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "evil.npy", np.array([{"a": 1}], dtype=object), allow_pickle=True)
     with pytest.raises(MidstreamError, match="--steer"):
-        cli_jobs.parse_steer("evil.npy:3")
+        options.parse_steer("evil.npy:3")
 
 
 def test_prompts_come_from_lines_or_a_json_list(tmp_path: Path) -> None:
     (tmp_path / "lines.txt").write_text("one\n\ntwo\n")
     (tmp_path / "list.json").write_text('["one\\nwith a break", "two"]')
-    assert cli_jobs.read_prompts(tmp_path / "lines.txt") == ["one", "two"]
-    assert cli_jobs.read_prompts(tmp_path / "list.json") == ["one\nwith a break", "two"]
+    assert options.read_prompts(tmp_path / "lines.txt") == ["one", "two"]
+    assert options.read_prompts(tmp_path / "list.json") == ["one\nwith a break", "two"]
 
 
 @pytest.mark.parametrize(
@@ -93,6 +135,8 @@ def test_prompts_come_from_lines_or_a_json_list(tmp_path: Path) -> None:
         (["up", "--set", "kv_cache_gib"], "NAME=VALUE"),
         (["up", "--set", "api_port=many"], "MIDSTREAM_API_PORT"),
         (["up", "--port", "70000"], "api_port"),
+        (["up", "--global-capture", "pre_mlp:0"], "global_capture: 'pre_mlp' is not a hook"),
+        (["up", "--set", "global_capture=post_block", "--set", "global_capture_positions=first"], "'first' names no positions"),
         (["up", "--model", "./nowhere"], "model='./nowhere'"),
         (["submit"], "prompts: give a prompt"),
         (["job", "show", "job_x"], "no Midstream answers at http://127.0.0.1:1"),

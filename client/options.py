@@ -1,0 +1,100 @@
+"""What do the options of `midstream submit` ask for? Text as typed becomes the fields of a request; the server judges the rest."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..schemas.errors import invalid
+from ..schemas.global_capture import parse_hooks
+
+#: Capture option → the field of a capture that it sets. One of the first three asks for a capture; the others say how.
+CAPTURE_OPTIONS = {
+    "--layers": "layers", "--capture-hook": "hook", "--hooks": "hooks", "--positions": "positions", "--span": "spans", "--at": "at",
+    "--dtype": "dtype", "--every-n": "every_n", "--layout": "layout", "--consumer": "consumers", "--tag": "tag",
+}  # fmt: skip
+_ASKING = ("layers", "hook", "hooks")
+
+
+def parse_layers(text: str) -> str | int:
+    """One layer as a number; everything else as typed, for the server."""
+    number = text.strip()
+    return int(number) if number.removeprefix("-").isdecimal() else text
+
+
+def parse_positions(text: str) -> str | list[int]:
+    """`0,5,-1` as numbers; a name stays one, and so does what only the server can complain about."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        return text
+
+
+def parse_span(text: str) -> dict[str, Any]:
+    """`TEXT`, or `TEXT#1` for its second occurrence, `TEXT#-1` for the last, `TEXT#all` for every one."""
+    part, mark, occurrence = text.rpartition("#")
+    if mark and part and occurrence == "all":
+        return {"text": part, "occurrence": None}
+    if mark and part and occurrence.removeprefix("-").isdecimal():
+        return {"text": part, "occurrence": int(occurrence)}
+    return {"text": text}
+
+
+def parse_capture(**options: Any) -> dict[str, Any] | None:
+    """The capture that the options ask for, if any; `options`: the values of `CAPTURE_OPTIONS`, as typed.
+
+    Raises MidstreamError naming an option that would do nothing, or cannot be read.
+    """
+    given = {field: value for field, value in options.items() if value not in (None, [], "")}
+    if not any(field in given for field in _ASKING):
+        for option, field in CAPTURE_OPTIONS.items():
+            if field in given:
+                raise invalid(option, "captures nothing without --layers, --capture-hook or --hooks", allowed="such as --layers all")
+        return None
+    if "layers" in given:
+        given["layers"] = parse_layers(given["layers"])
+    if "hooks" in given:
+        try:
+            given["hooks"] = parse_hooks(given["hooks"])
+        except ValueError as error:
+            raise invalid("--hooks", str(error), allowed='such as "post_block:all;pre_attn:0-3"') from error
+    positions = _positions(given.pop("positions", None), given.pop("spans", []))
+    return given if positions is None else {**given, "positions": positions}
+
+
+def _positions(text: str | None, spans: Sequence[str]) -> Any:
+    positions = None if text is None else parse_positions(text)
+    if not spans:
+        return positions
+    if isinstance(positions, str):
+        raise invalid("--span", f"cannot be added to --positions {positions}", allowed="numbers in --positions, or no --positions")
+    return [*(positions or []), *map(parse_span, spans)]
+
+
+def parse_steer(text: str) -> dict[str, Any]:
+    """`FILE.npy:LAYERS[:SCALE[:HOOK]]`; raises MidstreamError naming `--steer`."""
+    path, _, rest = text.partition(":")
+    layers, _, rest = rest.partition(":")
+    scale, _, hook = rest.partition(":")
+    if not layers:
+        raise invalid("--steer", f"{text!r} names no layers", allowed="FILE.npy:LAYERS[:SCALE[:HOOK]], such as joy.npy:15:4.0")
+    try:
+        vector = np.load(path, allow_pickle=False)
+        factor = float(scale or 1.0)
+    except (OSError, ValueError) as error:
+        raise invalid("--steer", f"{text!r}: {error}") from error
+    entry = {"layers": parse_layers(layers), "vector": vector, "scale": factor}
+    return {**entry, "hook": hook} if hook else entry
+
+
+def read_prompts(path: Path) -> list[str]:
+    """One prompt a line, or a JSON list of texts."""
+    text = path.read_text()
+    if text.lstrip().startswith("["):
+        found = json.loads(text)
+        if not all(isinstance(entry, str) for entry in found):
+            raise invalid("file", f"{path}: a JSON file of prompts is a list of texts")
+        return list(found)
+    return [line for line in text.splitlines() if line.strip()]
