@@ -1,26 +1,24 @@
-"""The routes of captures: what was captured, and the tensors themselves."""
+"""The routes of captures: what was captured, the tensors themselves, and the end of both."""
 
-import itertools
 import re
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import anyio.to_thread
-import msgspec
-from litestar import Response, get
-from litestar.datastructures import ETag
+from litestar import Response, delete, get
 from litestar.openapi.datastructures import ResponseSpec
 from litestar.params import PathParameter, QueryParameter
-from litestar.response import File, Stream
+from litestar.response import Stream
 
-from ..schemas.base import from_json
-from ..schemas.captures import CaptureManifest, ManifestFile, Sidecar
+from ..broker.captures import Captures
+from ..schemas.captures import CaptureManifest, CapturePage, ManifestFile
 from ..schemas.errors import MidstreamError, invalid
 from ..schemas.jobs import CaptureResults, FileEntry
+from ..schemas.selectors import ALIASES
 from . import packed
 from .body import JsonRequest
 from .edge import Edge, edge_of
-from .jobs import ERRORS, PROBLEM, JobId, Known
+from .jobs import ERRORS, MAX_PAGE, PROBLEM, JobId, Known
 from .outcome import capture_url, matches, result_of
 
 MEDIA_TYPE = "application/octet-stream"
@@ -32,58 +30,83 @@ MAX_LAYER_SPAN = 10_000
 
 
 async def _captured(edge: Edge, job_id: str) -> CaptureResults:
-    """What the job's receipts say. Raises `not_found` when nothing was to be captured."""
+    """What the job's receipts say. Raises `not_found` when nothing was to be captured, `gone` when it was deleted."""
+    await edge.patiently(lambda: Captures(edge.ledger).check(job_id))
     results = (await result_of(edge, job_id)).capture_results
     if results.status == "not_requested":
         raise MidstreamError("not_found", f"job {job_id} did not ask for a capture")
     return results
 
 
-def _located(edge: Edge, entry: FileEntry) -> Path:
-    """Where the file is here. The path comes from a receipt, and is held inside the capture root nevertheless."""
-    root = edge.settings.capture_root
-    path = (root / entry.path).resolve()
-    if not path.is_relative_to(root):
-        raise MidstreamError("capture_failed", f"{entry.path!r} is not inside the capture root")
-    if not path.is_file():
-        raise MidstreamError("gone", f"{entry.path} is not in the capture root of this API: it was removed, or the worker writes elsewhere")
-    return path
+def _tag(entry: FileEntry) -> str:
+    return entry.path.partition("/")[0]
 
 
 def _name(entry: FileEntry) -> str:
-    return Path(entry.path).name
+    """Names the blob within its job, whichever file it lies in: `mine.p0003.pp0.safetensors`."""
+    site = [f".{hook}.{layer}" for hook, layers in entry.sites.items() for layer in layers] if entry.layout == "per_file" else []
+    return f"{_tag(entry)}.p{entry.request:04d}.pp{entry.pp}{''.join(site)}.safetensors"
 
 
-def _described(edge: Edge, job_id: str, entry: FileEntry) -> ManifestFile:
-    """The entry with what its sidecar says. Raises `capture_failed` when the sidecar cannot be read."""
-    path = _located(edge, entry)
-    try:
-        sidecar = from_json(path.with_suffix(".json").read_bytes(), Sidecar)
-    except (OSError, msgspec.DecodeError) as error:
-        raise MidstreamError("capture_failed", f"the manifest beside {entry.path} cannot be read: {error}") from error
-    return ManifestFile(
-        name=path.name,
-        url=f"{capture_url(edge, job_id)}/files/{path.name}",
-        path=entry.path,
-        request=entry.request,
-        rank=entry.rank,
-        pp=entry.pp,
-        bytes=entry.bytes,
-        crc32=entry.crc32,
-        rows=entry.rows,
-        hook=sidecar.hook,
-        dtype=sidecar.dtype,
-        layers=sidecar.layers,
-        positions=sidecar.positions,
-        token_ids=sidecar.token_ids,
-    )
+def _open(edge: Edge, job_id: str, entries: Sequence[FileEntry]) -> list[packed.OpenBlob]:
+    """The entries' blobs. Paths come from receipts, and are held inside the capture root nevertheless."""
+    root = edge.settings.capture_root
+    places = []
+    for entry in entries:
+        path = (root / entry.path).resolve()
+        if not path.is_relative_to(root):
+            raise MidstreamError("capture_failed", f"{entry.path!r} is not inside the capture root")
+        places.append(packed.Place(path, entry.offset, entry.bytes))
+    return packed.open_blobs(root, job_id, places)
+
+
+def _described(edge: Edge, job_id: str, entries: Sequence[FileEntry]) -> list[ManifestFile]:
+    """The entries with what the blobs' manifests say."""
+    return [
+        ManifestFile(
+            name=_name(entry),
+            url=f"{capture_url(edge, job_id)}/files/{_name(entry)}",
+            path=entry.path,
+            offset=entry.offset,
+            request=entry.request,
+            rank=entry.rank,
+            pp=entry.pp,
+            bytes=entry.bytes,
+            crc32=entry.crc32,
+            rows=entry.rows,
+            sites=entry.sites,
+            at=blob.header.manifest.at,
+            dtype=blob.header.manifest.dtype,
+            layout=entry.layout,
+            positions=blob.header.manifest.positions,
+            token_ids=blob.header.manifest.token_ids,
+            reused=entry.reused,
+            dropped=entry.dropped,
+        )
+        for entry, blob in zip(entries, _open(edge, job_id, entries), strict=True)
+    ]
+
+
+@get(
+    "/v1/captures",
+    summary="List captures, newest first",
+    description="Jobs whose captures were written into files and not deleted, also when the jobs' results are gone.",
+    responses=ERRORS,
+)
+async def list_captures(
+    request: JsonRequest,
+    tag: Annotated[str | None, QueryParameter(description="Only jobs with captures under this tag")] = None,
+    limit: Annotated[int, QueryParameter(ge=1, le=MAX_PAGE)] = 50,
+    cursor: Annotated[str | None, QueryParameter(description="`next` of the page before")] = None,
+) -> CapturePage:
+    return await Captures(edge_of(request).ledger).list(tag=tag, limit=limit, cursor=cursor)
 
 
 @get("/v1/captures/{job_id:str}", summary="What a job captured", responses=CAPTURE_ERRORS)
 async def get_manifest(job_id: JobId, request: JsonRequest) -> CaptureManifest:
     edge = edge_of(request)
     results = await _captured(edge, job_id)
-    files = await anyio.to_thread.run_sync(lambda: [_described(edge, job_id, entry) for entry in results.files])
+    files = await anyio.to_thread.run_sync(_described, edge, job_id, results.files)
     return CaptureManifest(
         job=job_id,
         status=results.status,
@@ -95,10 +118,21 @@ async def get_manifest(job_id: JobId, request: JsonRequest) -> CaptureManifest:
     )
 
 
+@delete(
+    "/v1/captures/{job_id:str}",
+    status_code=204,
+    summary="Delete what a job captured",
+    description="From then on the manifest and the files are answered 410. Who is reading keeps what was opened. The job's record stays.",
+    responses=CAPTURE_ERRORS,
+)
+async def delete_captures(job_id: JobId, request: JsonRequest) -> None:
+    await Captures(edge_of(request).ledger).delete(job_id)
+
+
 @get(
     "/v1/captures/{job_id:str}/files/{name:str}",
-    summary="One capture file as it lies on disk",
-    description="The ETag is the file's CRC32, as 8 hexadecimal digits.",
+    summary="One blob: a whole safetensors file",
+    description="The ETag is the blob's CRC32, as 8 hexadecimal digits.",
     media_type=MEDIA_TYPE,
     responses={304: ResponseSpec(None, description="Unchanged since If-None-Match"), **CAPTURE_ERRORS},
 )
@@ -109,19 +143,25 @@ async def get_file(
     entries = [entry for entry in (await _captured(edge, job_id)).files if _name(entry) == name]
     if not entries:
         raise MidstreamError("not_found", f"job {job_id} has no file {name!r}")
-    return _whole(edge, entries[0], known)
+    return await _whole(edge, job_id, entries[0], known)
 
 
-def _whole(edge: Edge, entry: FileEntry, known: str | None) -> Response[Any]:
-    tag = ETag(value=f"{entry.crc32:08x}")
-    if matches(known, f'"{tag.value}"'):
-        return Response(b"", status_code=304, headers={"ETag": f'"{tag.value}"'})
-    return File(_located(edge, entry), filename=_name(entry), etag=tag, media_type=MEDIA_TYPE)
+async def _whole(edge: Edge, job_id: str, entry: FileEntry, known: str | None) -> Response[Any]:
+    tag = f'"{entry.crc32:08x}"'
+    if matches(known, tag):
+        return Response(b"", status_code=304, headers={"ETag": tag})
+    (blob,) = await anyio.to_thread.run_sync(_open, edge, job_id, [entry])
+    headers = {"ETag": tag, **_attachment(_name(entry), entry.bytes)}
+    return Stream(blob.read(0, entry.bytes), media_type=MEDIA_TYPE, headers=headers)
+
+
+def _attachment(name: str, length: int) -> dict[str, str]:
+    return {"Content-Length": str(length), "Content-Disposition": f'attachment; filename="{name}"'}
 
 
 @get(
     "/v1/captures/{job_id:str}/safetensors",
-    summary="All layers of one prompt as one safetensors file",
+    summary="The rows of one prompt as one safetensors file",
     description="Joins the files of the pipeline stages. Tensors: `<hook>.<layer>` `[positions, hidden_size]`, `positions`, `token_ids`.",
     media_type=MEDIA_TYPE,
     responses=CAPTURE_ERRORS,
@@ -131,34 +171,46 @@ async def get_safetensors(
     request: JsonRequest,
     prompt: Annotated[int, QueryParameter(name="request", ge=0, description="Index of the prompt")] = 0,
     layers: Annotated[str | None, QueryParameter(description="Such as `3`, `3,7` or `3-7`; all captured layers if left out")] = None,
+    hook: Annotated[str | None, QueryParameter(description="Only this hook point; all captured ones if left out")] = None,
+    tag: Annotated[str | None, QueryParameter(description="Of several captures; the job's own if left out")] = None,
     known: Known = None,
 ) -> Response[Any]:
     edge = edge_of(request)
     wanted = None if layers is None else parse_layers(layers)
     results = await _captured(edge, job_id)
-    entries = sorted((entry for entry in results.files if entry.request == prompt), key=lambda entry: entry.pp)
+    entries = [entry for entry in results.files if entry.request == prompt]
+    chosen_tag = tag or (_tag(entries[0]) if entries else "")
+    entries = sorted((entry for entry in entries if _tag(entry) == chosen_tag), key=lambda entry: entry.pp)
+    pending = MidstreamError("conflict", f"prompt {prompt} is not durable yet", allowed=f"GET /v1/jobs/{job_id}?wait=30")
     if not entries:
         if results.status == "pending":
-            raise MidstreamError("conflict", f"nothing of prompt {prompt} is durable yet", allowed=f"GET /v1/jobs/{job_id}?wait=30")
-        raise MidstreamError("not_found", f"job {job_id} has no capture of prompt {prompt}", field="request")
-    if wanted is not None and (missing := wanted - {layer for entry in entries for layer in entry.layers}):
-        raise invalid(
-            "layers", f"layer {min(missing)} was not captured", allowed=", ".join(str(x) for entry in entries for x in entry.layers)
-        )
-    if wanted is None and len(entries) == 1:
-        return _whole(edge, entries[0], known)
-    paths = [_located(edge, entry) for entry in entries]
-    try:
-        tensors = await anyio.to_thread.run_sync(packed.select, paths, wanted)
-    except (OSError, ValueError) as error:
-        raise MidstreamError("capture_failed", f"a capture file cannot be read: {error}") from error
-    header, length = packed.joined(tensors)
-    name = f"{job_id}.p{prompt:04d}.safetensors"
-    return Stream(
-        itertools.chain([header], packed.copied(tensors)),
-        media_type=MEDIA_TYPE,
-        headers={"Content-Length": str(length), "Content-Disposition": f'attachment; filename="{name}"'},
-    )
+            raise pending
+        if tag is not None and any(entry.request == prompt for entry in results.files):
+            raise MidstreamError("not_found", f"job {job_id} has no capture under the tag {tag!r}", field="tag")
+        raise MidstreamError("not_found", f"job {job_id} has no capture of prompt {prompt} in files", field="request")
+    blobs = await anyio.to_thread.run_sync(_open, edge, job_id, entries)
+    sites = _chosen(blobs[0].header.manifest.all_sites, wanted, None if hook is None else ALIASES.get(hook, hook))
+    if len(entries) == 1 and sites == entries[0].sites:
+        return await _whole(edge, job_id, entries[0], known)
+    held = {(name, layer) for entry in entries for name, some in entry.sites.items() for layer in some}
+    if results.status == "pending" and not held >= {(name, layer) for name, some in sites.items() for layer in some}:
+        raise pending
+    joined = packed.join(blobs, sites)
+    name = f"{job_id}.{chosen_tag}.p{prompt:04d}.safetensors"
+    return Stream(joined.chunks(), media_type=MEDIA_TYPE, headers=_attachment(name, joined.length))
+
+
+def _chosen(captured: dict[str, list[int]], layers: frozenset[int] | None, hook: str | None) -> dict[str, list[int]]:
+    """The captured sites that are asked for. Raises a 400 naming `hook` or `layers`."""
+    if hook is not None and hook not in captured:
+        raise invalid("hook", f"{hook!r} was not captured", allowed=", ".join(captured))
+    sites = {name: some for name, some in captured.items() if hook is None or name == hook}
+    if layers is None:
+        return sites
+    there = sorted({layer for some in sites.values() for layer in some})
+    if missing := layers - set(there):
+        raise invalid("layers", f"layer {min(missing)} was not captured", allowed=", ".join(map(str, there)))
+    return {name: kept for name, some in sites.items() if (kept := [layer for layer in some if layer in layers])}
 
 
 def parse_layers(text: str) -> frozenset[int]:
@@ -175,4 +227,4 @@ def parse_layers(text: str) -> frozenset[int]:
     return frozenset(wanted)
 
 
-ROUTES = [get_manifest, get_file, get_safetensors]
+ROUTES = [list_captures, get_manifest, delete_captures, get_file, get_safetensors]

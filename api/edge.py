@@ -13,6 +13,8 @@ from litestar import Request
 from ..broker.celery_app import enqueue
 from ..broker.celery_app import make_app as make_celery
 from ..broker.ledger import Ledger, new_job_id
+from ..broker.retention import Usage
+from ..broker.scripts import stored_tags
 from ..broker.watch import Watcher
 from ..schemas.base import from_msgpack
 from ..schemas.errors import MidstreamError
@@ -45,6 +47,7 @@ class Edge:
         self.ledger = ledger
         self.watcher = watcher
         self.celery = celery
+        self._usage = Usage(settings.capture_root, settings.capture_quota_mib << 20)
         self._codecs: dict[str, Codec] = {}
         self._reading = asyncio.Lock()
         self._closing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -82,10 +85,13 @@ class Edge:
     async def submit(self, wish: Wish, idempotency: tuple[str, str] | None) -> str:
         """Validate, commit to the ledger, hand to Celery; returns the job's id. Once this returns the job is durable.
 
-        Raises MidstreamError: 4xx for a bad wish, `idempotency_mismatch`, `unavailable` when nothing was accepted.
+        Raises MidstreamError: 4xx for a bad wish, `idempotency_mismatch`, `quota_exceeded` when captures would have no room,
+        `unavailable` when nothing was accepted.
         """
         info = await self.model(wish.model)
         admitted = await admission.admit(wish, info, await self.codec(info), new_job_id())
+        if self.settings.capture_quota_mib and stored_tags(admitted.job):
+            await anyio.to_thread.run_sync(self._usage.take, [1])
         job_id, created = await self.ledger.submit(admitted.job, admitted.blobs, idempotency)
         if created:
             await self._enqueue(admitted.job)

@@ -21,7 +21,7 @@ MAX_PAGE = 200
 
 PROBLEM = ResponseSpec(Problem, media_type=problems.MEDIA_TYPE, description="What is wrong, with the field's path", generate_examples=False)
 ERRORS = {400: PROBLEM, 404: PROBLEM, 503: PROBLEM}
-SUBMIT_ERRORS = {**ERRORS, 413: PROBLEM, 415: PROBLEM, 422: PROBLEM}
+SUBMIT_ERRORS = {**ERRORS, 413: PROBLEM, 415: PROBLEM, 422: PROBLEM, 507: PROBLEM}
 
 JobId = Annotated[str, PathParameter(description="The job's id")]
 Wait = Annotated[

@@ -1,89 +1,124 @@
-"""How do a request's files become one safetensors? Headers are parsed and joined, tensor bytes are copied, nothing is loaded.
+"""How do a request's blobs become one safetensors? Headers are parsed and joined, tensor bytes are copied, nothing is loaded.
 
-Format: 8 bytes little-endian header length, JSON header (name → dtype, shape, data_offsets), tensor bytes.
+Blobs are opened before the answer begins, so that a deletion meanwhile cannot cut it short: see `schemas.captures.DELETED`.
 """
 
-import json
-import os
+import fcntl
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from os import fstat, pread
 from pathlib import Path
-from typing import Any
+from typing import IO
+
+import msgspec
+
+from ..broker.retention import gone
+from ..schemas.blobs import DamagedBlob, DeletedBlob, Header, TensorPlace, encode_header, read_header
+from ..schemas.captures import DELETED, Manifest
+from ..schemas.errors import MidstreamError
 
 CHUNK = 1 << 20
-_ALIGNMENT = 8
-#: A header beyond this is not one of ours.
-_MAX_HEADER = 100_000_000
 
 
 @dataclass(frozen=True)
-class Tensor:
-    """Where a tensor's bytes lie: `[start, start + length)` of `path`."""
+class Place:
+    """Where a receipt says that a blob lies; `path` is inside the capture root."""
 
-    name: str
-    dtype: str
-    shape: list[int]
     path: Path
-    start: int
-    length: int
+    offset: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class OpenBlob:
+    """Stays readable for as long as this object is referred to; in a segment it is locked against deletion."""
+
+    file: IO[bytes]
+    place: Place
+    header: Header
+
+    def read(self, start: int, count: int) -> Iterator[bytes]:
+        """`count` bytes of the blob in chunks. Raises OSError, EOFError when the file has become shorter."""
+        at, end = self.place.offset + start, self.place.offset + start + count
+        while at < end:
+            chunk = pread(self.file.fileno(), min(CHUNK, end - at), at)
+            if not chunk:
+                raise EOFError(f"{self.place.path.name} ends {end - at} bytes too early")
+            at += len(chunk)
+            yield chunk
+
+
+def open_blobs(root: Path, job: str, places: Sequence[Place]) -> list[OpenBlob]:
+    """All of a job's blobs that are asked for.
+
+    Raises MidstreamError: `gone` when one is not there any more, `capture_failed` for one that is cut short or cannot be read.
+    """
+    files: dict[Path, IO[bytes]] = {}
+    found = []
+    for place in places:
+        try:
+            file = files.get(place.path) or files.setdefault(place.path, _opened(place.path))
+            size = min(place.bytes, max(0, fstat(file.fileno()).st_size - place.offset))
+            header = read_header(lambda start, count, file=file, place=place: pread(file.fileno(), count, place.offset + start), size)  # type: ignore[misc]
+            if size < place.bytes:
+                raise DamagedBlob(f"it is cut short: {size} bytes of {place.bytes}")
+        except FileNotFoundError as error:
+            detail = f"{place.path.name} is not in the capture root of this API: it was removed, or the worker writes elsewhere"
+            raise MidstreamError("gone", detail) from error
+        except DeletedBlob as error:
+            raise gone(job) from error
+        except (OSError, DamagedBlob) as error:
+            raise MidstreamError("capture_failed", f"the capture file {place.path.name} cannot be read: {error}") from error
+        found.append(OpenBlob(file, place, header))
+    if (root / DELETED / job).exists():  # deleting began before everything was open
+        raise gone(job)
+    return found
+
+
+def _opened(path: Path) -> IO[bytes]:
+    file = path.open("rb", buffering=0)
+    if path.suffix == ".seg":
+        fcntl.flock(file, fcntl.LOCK_SH)
+    return file
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A safetensors file that is yet to be sent."""
+
+    head: bytes
+    parts: list[tuple[OpenBlob, TensorPlace]]
 
     @property
-    def layer(self) -> int | None:
-        """`post_block.12` → 12; None for `positions` and `token_ids`."""
-        _, dot, layer = self.name.rpartition(".")
-        return int(layer) if dot and layer.isdigit() else None
+    def length(self) -> int:
+        return len(self.head) + sum(tensor.length for _, tensor in self.parts)
+
+    def chunks(self) -> Iterator[bytes]:
+        yield self.head
+        for blob, tensor in self.parts:
+            yield from blob.read(tensor.start, tensor.length)
 
 
-def read_header(path: Path) -> list[Tensor]:
-    """The tensors of a file, in the order of their bytes. Raises OSError, or ValueError for what is not a safetensors file."""
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, _MAX_HEADER):
-            raise ValueError(f"{path.name} is cut short: {size} bytes hold no header")
-        header: dict[str, Any] = json.loads(file.read(length))
-    tensors = []
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        first, last = entry["data_offsets"]
-        if not 0 <= first <= last <= size - 8 - length:
-            raise ValueError(f"{path.name} is cut short: {name} ends beyond its {size} bytes")
-        tensors.append(Tensor(name, entry["dtype"], entry["shape"], path, 8 + length + first, last - first))
-    return sorted(tensors, key=lambda tensor: tensor.start)
+def join(blobs: Sequence[OpenBlob], sites: dict[str, list[int]]) -> Joined:
+    """The tensors of `sites` from one request's blobs, `positions` and `token_ids`, with a manifest that says just that.
 
-
-def select(files: Sequence[Path], layers: frozenset[int] | None) -> list[Tensor]:
-    """The tensors of one request's files: the wanted layers in ascending order, and `positions` and `token_ids` once."""
-    found: dict[str, Tensor] = {}
-    for path in files:
-        for tensor in read_header(path):
-            if tensor.layer is None or layers is None or tensor.layer in layers:
-                found.setdefault(tensor.name, tensor)  # stages share `positions` and `token_ids`
-    return sorted(found.values(), key=lambda tensor: (tensor.layer is None, tensor.layer or 0, tensor.name))
-
-
-def joined(tensors: Sequence[Tensor]) -> tuple[bytes, int]:
-    """The header of a file with these tensors, and the whole file's length in bytes."""
-    header: dict[str, Any] = {"__metadata__": {"format": "midstream.packed.1"}}
-    offset = 0
-    for tensor in tensors:
-        header[tensor.name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [offset, offset + tensor.length]}
-        offset += tensor.length
-    encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % _ALIGNMENT)
-    return len(encoded).to_bytes(8, "little") + encoded, 8 + len(encoded) + offset
-
-
-def copied(tensors: Sequence[Tensor]) -> Iterator[bytes]:
-    """The tensors' bytes in order, in chunks. Raises OSError; EOFError when a file has become shorter."""
-    for tensor in tensors:
-        with tensor.path.open("rb") as file:
-            file.seek(tensor.start)
-            left = tensor.length
-            while left:
-                chunk = file.read(min(CHUNK, left))
-                if not chunk:
-                    raise EOFError(f"{tensor.path.name} ends {left} bytes before {tensor.name} does")
-                left -= len(chunk)
-                yield chunk
+    Raises MidstreamError: `capture_failed` when a tensor is in none of the blobs, `conflict` when stages hold other rows.
+    """
+    first = blobs[0].header.manifest
+    for blob in blobs:
+        other = blob.header.manifest
+        if (other.positions, other.token_ids) != (first.positions, first.token_ids):
+            raise MidstreamError(
+                "conflict", "the pipeline stages hold rows of different positions, as some were dropped: fetch the files themselves"
+            )
+    held = {tensor.site: (blob, tensor) for blob in blobs for tensor in blob.header.tensors.values() if tensor.site is not None}
+    parts = []
+    for hook, layers in sites.items():
+        for layer in layers:
+            if (hook, layer) not in held:
+                raise MidstreamError("capture_failed", f"{hook}.{layer} is in no file: a pipeline stage is missing")
+            parts.append(held[hook, layer])
+    parts += [(blobs[0], blobs[0].header.tensors[name]) for name in ("positions", "token_ids")]
+    manifest: Manifest = msgspec.structs.replace(first, sites=sites, stage_sites=sites, all_sites=sites, stages=1, pp=0, reused=0)
+    described = [(tensor.name, tensor.dtype, tensor.shape, tensor.length) for _, tensor in parts]
+    return Joined(encode_header(described, manifest), parts)

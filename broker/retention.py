@@ -85,6 +85,10 @@ class Usage:
         self._due = end + max(MEASURE_S, MEASURE_SHARE * (end - start))
 
 
+def gone(job: str) -> MidstreamError:
+    return MidstreamError("gone", f"the captures of job {job} were deleted")
+
+
 def unfinished(root: Path) -> list[str]:
     """The jobs whose captures are being deleted, or were when that was interrupted."""
     folder = root / DELETED

@@ -23,7 +23,7 @@ BLOB_TTL_FACTOR = 3
 
 NAMES = (
     "submit", "claim", "store", "fail", "cancel", "cancelled", "release", "release_boots", "renew", "emit",
-    "settle", "lost", "sweep", "look_again",
+    "settle", "lost", "sweep", "look_again", "forget_captures",
 )  # fmt: skip
 
 #: The hash field that gets the time at which a state was entered.
@@ -100,16 +100,23 @@ def asked_requests(job: Job) -> int:
     return sum(1 for captures, steering in zip_longest(job.captures, job.steering) if captures or steering)
 
 
+def stored_tags(job: Job) -> list[str]:
+    """The tags under which the job's captures become files; the user's own first."""
+    found = [capture.tag for captures in job.captures for capture in captures if "filesystem" in capture.consumers]
+    return list(dict.fromkeys(found))
+
+
 def submit(
     settings: Settings, job: Job, blobs: Mapping[str, bytes], idempotency: tuple[str, str] | None, written_by: str
 ) -> list[Argument]:
     key, body = idempotency or ("", "")
     flat = [part for pair in blobs.items() for part in pair]
+    tags = stored_tags(job)
     return [
         *context(settings),
         job.id, to_msgpack(job), repr(job.created), job.kind, job.model, len(job.prompts), asked_requests(job),
         int(any(job.captures)), int(any(job.steering)), to_json(job.metadata), written_by, key, body,
-        BLOB_TTL_FACTOR * settings.result_ttl_s, *flat,
+        BLOB_TTL_FACTOR * settings.result_ttl_s, to_json(tags) if tags else "", *flat,
     ]  # fmt: skip
 
 
@@ -132,7 +139,7 @@ def settle(settings: Settings, receipts: Iterable[tuple[int, Receipt]]) -> list[
     for seq, told in receipts:
         arguments += (
             seq, told.job, told.request, told.rank, told.pp, told.attempt, told.verdict, told.kind, told.checksum, told.actions,
-            told.message, to_msgpack(told),
+            told.message, to_msgpack(told), sum(file.bytes for file in told.files), sum(file.rows for file in told.files),
         )  # fmt: skip
     return arguments
 

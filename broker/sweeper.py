@@ -15,6 +15,7 @@ from celery import Celery
 from ..schemas.base import now
 from ..schemas.settings import Settings
 from . import scripts
+from .captures import Captures
 from .celery_app import enqueue, lists_of, queue_of
 from .ledger import Ledger, reachable
 
@@ -46,10 +47,11 @@ class SweepReport:
     failed: list[str] = field(default_factory=list)  # ... and it was the last attempt
     timed_out: list[str] = field(default_factory=list)  # generated, but receipts are missing
     cancelled: list[str] = field(default_factory=list)  # their worker died before it could say so
+    deleted: list[str] = field(default_factory=list)  # their captures were older than `capture_ttl_s`
     pruned: int = 0  # entries of the listing whose job's record has expired
 
     def __bool__(self) -> bool:
-        return bool(self.resent or self.requeued or self.failed or self.timed_out or self.cancelled or self.pruned)
+        return bool(self.resent or self.requeued or self.failed or self.timed_out or self.cancelled or self.deleted or self.pruned)
 
 
 class Sweeper:
@@ -60,6 +62,7 @@ class Sweeper:
         self._settings = settings
         self._redis = ledger.redis
         self._scripts = scripts.Scripts(ledger.redis)
+        self._captures = Captures(ledger)
 
     @reachable
     async def sweep(self, at: float | None = None) -> SweepReport:
@@ -91,6 +94,10 @@ class Sweeper:
         for model, jobs in queued.items():
             report.resent += await self._resend_lost(model, jobs, at)
         report.pruned = await self._prune(at)
+        try:
+            report.deleted = await self._captures.sweep(at)
+        except OSError as error:  # jobs do not depend on it
+            log.error("captures cannot be removed from %s: %s", self._captures.root, error)
         return report
 
     @reachable

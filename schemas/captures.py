@@ -86,3 +86,21 @@ class CaptureManifest(Record):
     rows: int
     files: list[ManifestFile]
     detail: str = ""
+
+
+class CaptureEntry(Record):
+    """One job's captures in the listing. `bytes` and `rows` are of the receipts that have arrived."""
+
+    job: str
+    tags: list[str]
+    created: float  # when the job was accepted, seconds since the epoch
+    status: CaptureStatus
+    bytes: int
+    rows: int
+
+
+class CapturePage(Record):
+    """Answer of `GET /v1/captures`, newest first."""
+
+    captures: list[CaptureEntry]
+    next: str | None = None  # pass as `?cursor=`

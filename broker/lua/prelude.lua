@@ -55,6 +55,13 @@ local function look_at(job, at)
   redis.call('ZADD', 'ms:live', at, job.id)
 end
 
+-- What is listed of a job's captures, unless they were deleted.
+local function note_capture(job, ...)
+  if redis.call('EXISTS', key('capture', job.id)) == 1 then
+    redis.call('HSET', key('capture', job.id), ...)
+  end
+end
+
 -- The only place where a job's state changes. False, and nothing done, when the table does not allow it.
 -- `capture_status`: what a capturing job ends with when it ends otherwise than succeeded.
 local function move(job, to, capture_status)
@@ -73,6 +80,7 @@ local function move(job, to, capture_status)
     redis.call('DEL', key('out', job.id), key('ticket', job.id), key('agree', job.id))
     redis.call('HDEL', hash, 'worker', 'boot', 'lease', 'started', 'generated', 'partial')
     redis.call('HSET', hash, 'receipts', 0, 'expected', 0)
+    note_capture(job, 'bytes', 0, 'rows', 0)
     look_at(job, now + QUEUED_LOOK_S)
   end
   if TERMINAL[to] then
@@ -82,6 +90,7 @@ local function move(job, to, capture_status)
         status = job.partial and 'partial' or 'ok'
       end
       redis.call('HSET', hash, 'capture_status', status)
+      note_capture(job, 'status', status)
     end
     event(job, 'done', '{"state":"' .. to .. '"}')
     redis.call('ZREM', 'ms:live', job.id)

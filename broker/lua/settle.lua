@@ -1,8 +1,9 @@
 -- A batch of receipts of one stream, committed together with the stream's mark, the tickets and the jobs.
 -- keys: the mark of (worker, rank, epoch)
--- args: then (seq, job, request, rank, pp, attempt, status, kind, checksum, actions, message, packed receipt) per receipt, by seq
+-- args: then (seq, job, request, rank, pp, attempt, status, kind, checksum, actions, message, packed receipt,
+--       bytes and rows of its files) per receipt, by seq
 -- returns {mark, applied, duplicate, stale, unknown, beyond a gap}
-local WIDTH = 12
+local WIDTH = 14
 local before = tonumber(redis.call('GET', KEYS[1]) or '0')
 local mark = before
 local applied, duplicate, stale, unknown, beyond = 0, 0, 0, 0, 0
@@ -32,7 +33,7 @@ local function judge(job, request, rank, pp, status, kind, checksum, actions, me
   end
 end
 
-local function receive(id, request, rank, pp, attempt, status, kind, checksum, actions, message, packed)
+local function receive(id, request, rank, pp, attempt, status, kind, checksum, actions, message, packed, bytes, rows)
   local job = jobs[id]
   if job == nil then
     job = read(id) or false
@@ -59,6 +60,10 @@ local function receive(id, request, rank, pp, attempt, status, kind, checksum, a
       redis.call('HSET', key('job', id), 'partial', '1')
     end
     redis.call('HINCRBY', key('job', id), 'receipts', 1)
+    if bytes ~= '0' and redis.call('EXISTS', key('capture', id)) == 1 then
+      redis.call('HINCRBY', key('capture', id), 'bytes', bytes)
+      redis.call('HINCRBY', key('capture', id), 'rows', rows)
+    end
     event(job, 'receipt', '{"request":' .. request .. ',"rank":' .. rank .. ',"status":"' .. status .. '"}')
     if job.state == 'running' then
       judge(job, request, rank, pp, status, kind, checksum, actions, message)

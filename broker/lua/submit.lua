@@ -1,9 +1,9 @@
 -- Accept a job: record, blobs, listing and idempotency key in one commit.
 -- args: id, spec, created, kind, model, prompts, asked, captures, steers, metadata, written_by, idempotency key, body sha256,
---       blob ttl, then (sha256, bytes) per blob
+--       blob ttl, JSON list of the tags under which captures become files ('' for none), then (sha256, bytes) per blob
 -- returns {'created', id} | {'repeated', id of the first} | {'mismatch', id of the first} | {'exists', id}
-local id, spec, created, kind, model, prompts, asked, captures, steers, metadata, written_by, idem, body, blob_ttl =
-  unpack(ARGV, FIRST, FIRST + 13)
+local id, spec, created, kind, model, prompts, asked, captures, steers, metadata, written_by, idem, body, blob_ttl,
+  tags = unpack(ARGV, FIRST, FIRST + 14)
 if idem ~= '' then
   local first = redis.call('GET', key('idem', idem))
   if first then
@@ -20,13 +20,17 @@ local there = redis.call('HGET', key('job', id), 'spec')
 if there then -- the same again: a client whose connection broke before it got the answer
   return {there == spec and 'created' or 'exists', id}
 end
-for at = FIRST + 14, #ARGV, 2 do
+for at = FIRST + 15, #ARGV, 2 do
   redis.call('SET', key('blob', ARGV[at]), ARGV[at + 1], 'EX', blob_ttl)
 end
 redis.call('HSET', key('job', id), 'spec', spec, 'state', 'queued', 'attempt', 0, 'version', 1, 'created', created, 'queued', ARGV[1],
   'kind', kind, 'model', model, 'prompts', prompts, 'asked', asked, 'captures', captures, 'steers', steers, 'metadata', metadata,
   'written_by', written_by, 'receipts', 0, 'expected', 0, 'capture_status', captures == '1' and 'pending' or 'not_requested')
 redis.call('ZADD', 'ms:jobs', created, id)
+if tags ~= '' then -- outlives the job's record: files stay until they are deleted
+  redis.call('HSET', key('capture', id), 'tags', tags, 'created', created, 'status', 'pending', 'bytes', 0, 'rows', 0)
+  redis.call('ZADD', 'ms:captures', created, id)
+end
 if idem ~= '' then
   redis.call('SET', key('idem', idem), id .. ':' .. body, 'EX', result_ttl)
 end

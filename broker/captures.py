@@ -1,0 +1,140 @@
+"""Which jobs have captures on disk, and who may delete them? The ledger's side of `retention`."""
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any, cast
+
+from ..schemas.base import from_json, now
+from ..schemas.captures import CaptureEntry, CapturePage
+from ..schemas.errors import MidstreamError
+from ..schemas.settings import Settings
+from ..schemas.specs import CaptureStatus
+from . import reading, retention, scripts
+from .ledger import Ledger, reachable
+
+log = logging.getLogger(__name__)
+list_of_text = list[str]  # the method `Captures.list` hides the builtin inside the class
+entries = list[CaptureEntry]
+
+#: Entries read at once while a filtered page is filled, and the most that are read for one page.
+PAGE_CHUNK, PAGE_SCAN = 100, 5000
+#: Captures that one sweep deletes for their age at most; and how long, in seconds, before it looks again at files in use.
+SWEEP_LIMIT = 200
+SWEEP_AGAIN_S = 30.0
+
+
+class Captures:
+    """Over a ledger, and the capture root of its settings. Belongs to the ledger's event loop."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._redis: Any = ledger.redis
+        self._settings: Settings = ledger.settings
+        self._forget = scripts.Scripts(ledger.redis).forget_captures
+        self._again = 0.0  # when files in use are looked at again
+
+    @property
+    def root(self) -> Path:
+        return self._settings.capture_root
+
+    @reachable
+    async def list(self, tag: str | None = None, limit: int = 50, cursor: str | None = None) -> CapturePage:
+        """What was captured into files and not deleted, newest first. `cursor`: a former page's `next`.
+
+        A rare tag may give a short page with a `next`. Raises MidstreamError("invalid_request") for a cursor that is not ours.
+        """
+        score, last = reading.parse_cursor(cursor)
+        found: entries = []
+        offset = scanned = 0
+        while scanned < PAGE_SCAN:
+            rows = await self._redis.zrevrangebyscore("ms:captures", score, "-inf", start=offset, num=PAGE_CHUNK, withscores=True)
+            offset += len(rows)
+            scanned += len(rows)
+            async with self._redis.pipeline(transaction=False) as pipe:
+                for name, _ in rows:
+                    pipe.hmget(f"ms:capture:{name.decode()}", "tags", "status", "bytes", "rows")
+                records = await pipe.execute()
+            for (name, created), (tags, status, size, count) in zip(rows, records, strict=True):
+                job = name.decode()
+                if (created == score and last and job >= last) or tags is None:
+                    continue  # of a former page; or deleted just now
+                entry = CaptureEntry(
+                    job=job,
+                    tags=from_json(tags, list_of_text),
+                    created=created,
+                    status=cast(CaptureStatus, status.decode()),
+                    bytes=int(size),
+                    rows=int(count),
+                )
+                if tag is not None and tag not in entry.tags:
+                    continue
+                if len(found) == limit:
+                    return CapturePage(captures=found, next=reading.format_cursor(found[-1].created, found[-1].job))
+                found.append(entry)
+            if len(rows) < PAGE_CHUNK:
+                return CapturePage(captures=found)
+        name, created = rows[-1]
+        return CapturePage(captures=found, next=reading.format_cursor(created, name.decode()))
+
+    @reachable
+    async def check(self, job_id: str) -> None:
+        """Raises MidstreamError("gone") when the job's captures were deleted."""
+        if await self._redis.hexists(f"ms:capture:{job_id}", "deleted"):
+            raise retention.gone(job_id)
+
+    @reachable
+    async def delete(self, job_id: str) -> None:
+        """Delete a job's captures: nobody is shown them once this returns. What is being read is removed later.
+
+        Raises MidstreamError: `not_found` when it has none in files, `gone` when they were deleted before, `conflict` while it
+        runs, `internal` when the disk refuses (the sweeper tries again).
+        """
+        outcome = await self._forgotten(job_id)
+        if outcome == "unknown":
+            raise MidstreamError("not_found", f"job {job_id} has no captures in files")
+        if outcome == "gone":
+            raise retention.gone(job_id)
+        if outcome == "running":
+            raise MidstreamError(
+                "conflict", f"job {job_id} is not over: its captures are still being written", allowed=f"POST /v1/jobs/{job_id}/cancel"
+            )
+        try:
+            await self._remove([job_id])
+        except OSError as error:
+            raise MidstreamError("internal", f"the captures of job {job_id} are deleted, but not yet from the disk: {error}") from error
+
+    async def sweep(self, at: float | None = None) -> list_of_text:
+        """Delete what is older than `capture_ttl_s`, and go on with what could not be removed. Returns the ids of expired jobs.
+
+        Several may do this at once. Raises MidstreamError("unavailable") when Redis is away, OSError.
+        """
+        at = now() if at is None else at
+        expired = await self._expire(at) if self._settings.capture_ttl_s else []
+        if expired or at >= self._again:
+            self._again = at + SWEEP_AGAIN_S
+            await self._remove(await self._pending())
+        return expired
+
+    @reachable
+    async def _expire(self, at: float) -> list_of_text:
+        before = at - self._settings.capture_ttl_s
+        old = await self._redis.zrangebyscore("ms:captures", "-inf", before, start=0, num=SWEEP_LIMIT)
+        return [name.decode() for name in old if await self._forgotten(name.decode()) == "forgotten"]
+
+    @reachable
+    async def _pending(self) -> list_of_text:
+        told = await self._redis.smembers("ms:deleting")
+        return sorted({name.decode() for name in told} | set(await asyncio.to_thread(retention.unfinished, self.root)))
+
+    async def _forgotten(self, job_id: str) -> str:
+        return str((await self._forget(args=[*scripts.context(self._settings), job_id])).decode())
+
+    @reachable
+    async def _remove(self, jobs: list_of_text) -> None:
+        if not jobs:
+            return
+        done = await asyncio.to_thread(retention.delete, self.root, jobs)
+        if done:
+            await self._redis.srem("ms:deleting", *done)
+        if len(done) < len(jobs):
+            log.info("captures of %d jobs are being read: they are removed later", len(jobs) - len(done))

@@ -1,0 +1,20 @@
+-- Somebody deletes a job's captures: from here on nobody is shown them; the files follow.
+-- args: id
+-- returns 'unknown' | 'running' (the job is not over) | 'gone' (they were deleted before) | 'forgotten'
+local id = ARGV[FIRST]
+local capture = key('capture', id)
+if redis.call('EXISTS', capture) == 0 then
+  return 'unknown'
+end
+if redis.call('HEXISTS', capture, 'deleted') == 1 then
+  return 'gone'
+end
+local job = read(id)
+if job and not TERMINAL[job.state] then
+  return 'running'
+end
+redis.call('HSET', capture, 'deleted', ARGV[1])
+redis.call('EXPIRE', capture, 2 * result_ttl) -- as long as somebody may still ask
+redis.call('ZREM', 'ms:captures', id)
+redis.call('SADD', 'ms:deleting', id) -- until nothing is left on disk
+return 'forgotten'
