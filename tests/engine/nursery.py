@@ -1,0 +1,232 @@
+"""How do many engines start in a short time? One process imports everything once and is forked for each of them.
+
+    with Nursery(folder) as nursery:
+        host = nursery.host(folder / "llama", checkpoint, dtype="bfloat16")
+
+A fork runs `engine_process.serve` as a process of its own does, with one difference: the engine core lives in it too,
+instead of in a third process that would import everything again. So nothing is left over from one engine to the next.
+One rank only: more ranks are processes that vLLM starts.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+from host import NO_RELAY, Host
+
+from midstream.schemas.base import from_json, to_json
+from midstream.schemas.settings import Settings, to_environment
+from midstream.schemas.tensors import Tensor
+
+
+class Birth(msgspec.Struct):
+    """What a fork is told: its environment, the pipes on which it is driven, its log."""
+
+    environment: dict[str, str]
+    commands: str
+    answers: str
+    log: str
+
+
+class Nursery:
+    """The process that is forked."""
+
+    def __init__(self, directory: Path, env: dict[str, str] | None = None):
+        self._directory = directory
+        self._numbers = itertools.count()
+        self._log = open(directory / "nursery.log", "wb")  # noqa: SIM115 - open as long as the process
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__))],
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", **(env or {})},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+        )
+        self._hosts: list[Host] = []
+
+    def __enter__(self) -> "Nursery":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for host in self._hosts:
+            host.close()
+        self._process.kill()
+        self._process.wait()
+        self._log.close()
+
+    def host(self, directory: Path, model: Path, env: dict[str, str] | None = None, **settings: Any) -> Host:
+        """An engine in a new fork; `directory` is made. Raises AssertionError with its log when it does not start."""
+        directory.mkdir(parents=True)
+        host = _ForkedHost(self, directory, model, env, **settings)
+        self._hosts.append(host)
+        return host
+
+    def fork(self, environment: dict[str, str], log: Path) -> "_Fork":
+        names = [str(self._directory / f"{name}-{next(self._numbers)}") for name in ("commands", "answers")]
+        for name in names:
+            os.mkfifo(name)
+        birth = Birth(environment, names[0], names[1], str(log))
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(to_json(birth) + b"\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        assert line, f"the nursery ended:\n{Path(self._log.name).read_text(errors='replace')[-3000:]}"
+        # A fork opens them in this order too.
+        return _Fork(int(line), open(names[0], "wb", buffering=0), open(names[1], "rb"))  # noqa: SIM115
+
+
+class _Fork:
+    """As much of `subprocess.Popen` as `Host` uses."""
+
+    def __init__(self, pid: int, stdin: IO[bytes], stdout: IO[bytes]):
+        self.stdin, self.stdout, self._pid = stdin, stdout, pid
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGKILL)
+
+    def wait(self) -> None:
+        """Until it is gone: its pipe ends then."""
+        if not self.stdout.closed:
+            self.stdout.read()
+            self.stdin.close()
+            self.stdout.close()
+
+
+class _ForkedHost(Host):
+    def __init__(self, nursery: Nursery, directory: Path, model: Path, env: dict[str, str] | None, **settings: Any):
+        options: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "kv_cache_gib": 0.25, "max_num_seqs": 32} | settings
+        self.settings = Settings(model=str(model), data_dir=str(directory), relay_url=NO_RELAY, worker_id="test-worker", **options)
+        self.root = self.settings.capture_root
+        self._log = open(directory / "engine.log", "wb")  # noqa: SIM115 - as in Host
+        self._process = nursery.fork({**to_environment(self.settings), **(env or {})}, Path(self._log.name))  # type: ignore[assignment]
+        self._vectors: dict[str, Tensor] = {}
+        try:
+            self.info = self._answer().info
+        except AssertionError:
+            self.close()
+            raise
+
+
+# -- in the nursery and its forks ----------------------------------------------------------------------------------------
+
+
+class InprocLLM:
+    """What `VllmEngine` uses of vLLM's AsyncLLM, with the engine core in this process. One thread does all of its work."""
+
+    def __init__(self, llm: Any, thread: ThreadPoolExecutor):
+        self._llm, self._thread = llm, thread
+        self._core = llm.engine_core.engine_core
+        self._outputs: dict[str, asyncio.Queue[Any]] = {}
+        self._internal: dict[str, str] = {}
+        self._stepping: asyncio.Task[None] | None = None
+        self.model_config, self.vllm_config = llm.model_config, llm.vllm_config
+        self.errored, self.dead_error, self.output_handler = False, None, None
+
+    @classmethod
+    def from_engine_args(cls, args: Any) -> "InprocLLM":
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        thread = ThreadPoolExecutor(1)
+        return cls(thread.submit(LLMEngine.from_engine_args, args).result(), thread)
+
+    async def _in_thread(self, call: Any, *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call, *args)
+
+    async def generate(self, prompt: Any, params: Any, request_id: str) -> AsyncIterator[Any]:
+        queue = self._outputs[request_id] = asyncio.Queue()
+        try:
+            self._internal[request_id] = await self._in_thread(self._llm.add_request, request_id, prompt, params)
+            if self._stepping is None or self._stepping.done():
+                self._stepping = asyncio.ensure_future(self._step())
+            while True:
+                output = await queue.get()
+                if isinstance(output, Exception):
+                    raise output
+                yield output
+                if output.finished:
+                    return
+        finally:
+            del self._outputs[request_id]
+
+    async def _step(self) -> None:
+        try:
+            # The ranks hear in the next step who has finished.
+            while self._outputs or self._core.scheduler.has_requests():
+                for output in await self._in_thread(self._llm.step):
+                    if output.request_id in self._outputs:
+                        self._outputs[output.request_id].put_nowait(output)
+                await asyncio.sleep(0)
+        except Exception as error:
+            self.errored, self.dead_error = True, error
+            for queue in self._outputs.values():
+                queue.put_nowait(error)
+
+    async def abort(self, request_id: str) -> None:
+        await self._in_thread(self._llm.abort_request, [request_id])
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        return list(await self._in_thread(lambda: self._llm.collective_rpc(method, args=args)))
+
+    async def reset_prefix_cache(self) -> bool:
+        return bool(await self._in_thread(self._llm.reset_prefix_cache))
+
+    def shutdown(self) -> None:
+        self._thread.submit(self._llm.engine_core.shutdown).result()
+
+
+def know_models() -> None:
+    """Let vLLM inspect the classes of our architectures here; by itself it starts a Python process for each."""
+    from vllm.model_executor.models.registry import ModelRegistry, _LazyRegisteredModel
+
+    from midstream.workers.runner.architectures import ARCHITECTURES, BACKEND_CLASS
+
+    for name in (*ARCHITECTURES, BACKEND_CLASS):
+        model = ModelRegistry.models.get(name)
+        if isinstance(model, _LazyRegisteredModel):
+            ModelRegistry.register_model(name, model.load_model_cls())
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)
+    import engine_process
+
+    import midstream.workers.vllm_engine as hosting
+
+    hosting.AsyncLLM = InprocLLM  # type: ignore[attr-defined, assignment, misc]
+    know_models()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a fork ended
+    for line in iter(sys.stdin.readline, ""):
+        birth = from_json(line, Birth)
+        pid = os.fork()
+        if pid:
+            answers.write(b"%d\n" % pid)
+            continue
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        log = os.open(birth.log, os.O_WRONLY | os.O_APPEND)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.environ.update(birth.environment)
+        sys.stdin = open(birth.commands)  # noqa: SIM115 - as long as the process
+        channel = open(birth.answers, "wb", buffering=0)  # noqa: SIM115
+        try:
+            asyncio.run(engine_process.serve(lambda answer: channel.write(to_json(answer) + b"\n")))
+        except BaseException:
+            traceback.print_exc()
+        os._exit(0)  # the rest of this function is the nursery's
+
+
+if __name__ == "__main__":
+    main()
