@@ -239,19 +239,24 @@ class Hand:
                 self.receipt(claim, request, rank, files=files)
 
     def capture(self, claim: Claim, request: int = 0, rank: int = 0, wanted: StoredCapture | None = None) -> CapturedFile:
-        """A real file with this stage's share of the layers: row r of layer L holds `100·L + r` in every place (at post_block)."""
+        """A real file of what `blob` gives."""
+        wanted = wanted or claim.job.captures[request][0]
+        blob = self.blob(claim, request, rank, wanted)
+        path = f"{wanted.tag}/{claim.job.id}/p{request:04d}.a{claim.attempt}.pp{self.ranks[rank][1]}.safetensors"
+        publish(self.settings.capture_root, [PendingFile(path=path, blob=blob)])
+        sites, positions = blob.manifest.sites, len(blob.manifest.positions)
+        rows = positions * sum(map(len, sites.values()))
+        return CapturedFile(path, blob.bytes, blob.crc32, rows, sites=sites, positions=positions, tag=wanted.tag)
+
+    def blob(self, claim: Claim, request: int = 0, rank: int = 0, wanted: StoredCapture | None = None) -> Blob:
+        """This stage's share of the layers at every prompt position, whatever positions were asked for."""
         job, pp = claim.job, self.ranks[rank][1]
         wanted = wanted or job.captures[request][0]
         stages = 1 + max(stage for _, stage in self.ranks)
         shares = {hook: [layer for layer in layers if layer * stages // LAYERS == pp] for hook, layers in wanted.sites.items()}
         sites = {str(hook): layers for hook, layers in shares.items() if layers}
         ids = job.prompts[request].token_ids
-        positions = list(range(len(ids)))
-        blob = blob_of(job.id, request, claim.attempt, pp, stages, wanted, sites, positions, ids)
-        path = f"{wanted.tag}/{job.id}/p{request:04d}.a{claim.attempt}.pp{pp}.safetensors"
-        publish(self.settings.capture_root, [PendingFile(path=path, blob=blob)])
-        rows = len(positions) * sum(map(len, sites.values()))
-        return CapturedFile(path, blob.bytes, blob.crc32, rows, sites=sites, positions=len(positions), tag=wanted.tag)
+        return blob_of(job.id, request, claim.attempt, pp, stages, wanted, sites, list(range(len(ids))), ids)
 
     def finish(self, job_id: str, texts: Sequence[str] | None = None) -> None:
         """Claim, generate and settle: the job succeeds."""

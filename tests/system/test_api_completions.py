@@ -6,12 +6,17 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
-from edge import MODEL, Api, Hand, running
+from edge import MODEL, WORDS, Api, Hand, running
 
+from midstream import returned_rows
 from midstream.schemas.errors import MidstreamError
+from midstream.schemas.jobs import CaptureResults
 from midstream.schemas.openai import ONLY
+from midstream.schemas.receipts import Consumed
+from midstream.schemas.specs import CaptureSpec
 
 HOOKS = ["pre_attn", "attn_out", "mlp_out", "post_block"]
 CAPTURE = {"layers": [0, 3], "positions": "all_prompt"}
@@ -189,6 +194,54 @@ def test_without_capture_wait_the_answer_comes_first_and_says_where_to_look(api:
     assert answer.headers["x-midstream-job"] == claim.job.id
     hand.receipts(claim)
     assert api.http.get(results["url"]).json()["status"] == "ok"
+
+
+def test_rows_for_the_response_hold_it_and_come_back_in_it(api: Api, hand: Hand, pool: ThreadPoolExecutor) -> None:
+    capture = {"hooks": {"resid_pre": 3, "post_block": [0, 2]}, "positions": "all_prompt", "consumers": ["memory"]}
+    asked = pool.submit(api.http.post, "/v1/completions", json={"model": MODEL, "prompt": ["hello there", "a"], "capture": capture})
+    claim = hand.claim_next()
+    hand.store(claim)
+    for request in (0, 1):
+        time.sleep(0.2)
+        assert not asked.done(), "there is nothing to answer before the rows are there"
+        hand.receipt(claim, request, consumed=[Consumed("memory", rows=b"".join(hand.blob(claim, request).buffers))])
+    answer = asked.result().json()
+    assert (answer["capture_results"]["status"], answer["capture_results"]["files"]) == ("ok", [])
+    rows = returned_rows(msgspec.convert(answer["capture_results"], CaptureResults))
+    assert (rows.requests(), rows.token_ids(0), rows.token_ids(1)) == ([0, 1], [1, 2, 3], [1, 9])
+    assert (rows.layers(hook="post_block"), rows.layers(hook="pre_attn")) == ([0, 2], [3])
+    assert rows.array(2).tolist() == [[200.0 + row] * 8 for row in range(3)]
+    assert rows.row(3, 1, hook="pre_attn", request=1).tolist() == [50_301.0] * 8
+
+
+def test_a_chats_span_is_found_in_the_templated_text(api: Api, hand: Hand, pool: ThreadPoolExecutor) -> None:
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "c b d"}],
+        "capture": {"layers": 0, "positions": [{"text": "b d"}, {"text": "user"}, -1]},
+        "steering": [{"layers": [1], "vector": VECTOR, "positions": {"text": "b", "occurrence": -1}}],
+    }
+    asked = pool.submit(api.http.post, "/v1/chat/completions", json=body)
+    claim = hand.claim_next()
+    words = [WORDS[token] for token in claim.job.prompts[0].token_ids]
+    assert words == ["<bos>", "user", ":", "c", "b", "d", "assistant", ":"]
+    assert (claim.job.captures[0][0].positions, claim.job.steering[0][0].positions) == ([1, 4, 5, 7], [4])
+    hand.store(claim)
+    hand.receipts(claim)
+    assert asked.result().status_code == 200
+
+
+def test_what_the_operator_captures_neither_holds_an_answer_nor_shows_in_it(api: Api, hand: Hand, pool: ThreadPoolExecutor) -> None:
+    hand.serve(global_captures=[CaptureSpec(hooks={"pre_attn": "0-1"}, positions=[-1], tag="ops")])
+    asked = pool.submit(api.http.post, "/v1/completions", json={"model": MODEL, "prompt": "hello"})
+    claim = hand.claim_next()
+    assert [(capture.tag, capture.sites, capture.positions) for capture in claim.job.captures[0]] == [("ops", {"pre_attn": [0, 1]}, [1])]
+    hand.store(claim)
+    answer = asked.result()
+    assert (answer.status_code, "capture_results" in answer.json()) == (200, False)
+    hand.receipts(claim)
+    results = api.http.get(f"/v1/jobs/{claim.job.id}/result").json()["capture_results"]
+    assert (results["status"], [file["tag"] for file in results["files"]]) == ("ok", ["ops"])
 
 
 def test_a_steered_answer_is_held_until_the_ranks_say_that_it_was_applied(api: Api, hand: Hand, pool: ThreadPoolExecutor) -> None:

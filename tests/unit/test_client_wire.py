@@ -232,11 +232,11 @@ def test_following_a_job_that_is_long_over_ends_at_once() -> None:
 
 
 def promised(name: str, content: bytes) -> wire.ManifestFile:
-    return wire.ManifestFile(path=f"tag/job_x/{name}", bytes=len(content), crc32=zlib.crc32(content))
+    return wire.ManifestFile(name=name, path=f"tag/job_x/{name}", bytes=len(content), crc32=zlib.crc32(content))
 
 
 def test_a_download_that_is_not_what_was_promised_is_not_kept(tmp_path: Path) -> None:
-    file = promised("p0000.a1.pp0.safetensors", b"right")
+    file = promised("tag.p0000.pp0.safetensors", b"right")
     with pytest.raises(MidstreamError, match="CRC32"):
         download.save(tmp_path, "job_x", file, [b"wro", b"ng"])
     assert list(tmp_path.iterdir()) == []

@@ -10,9 +10,13 @@ from hypothesis import strategies as st
 from spelling import byte_level, fallback, overlapping
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from midstream.api.admission import facts_of
 from midstream.api.text import Codec
+from midstream.api.wishes import Wish, WishedPrompt
+from midstream.schemas.jobs import Sampling, StoredPrompt
 from midstream.schemas.models import TokenizerBundle
-from midstream.schemas.selectors import SelectorError, Span, resolve_positions
+from midstream.schemas.selectors import PositionSelector, SelectorError, Span, resolve_positions
+from midstream.schemas.specs import CaptureSpec
 
 PIECES = [
     "The",
@@ -166,5 +170,23 @@ def test_token_ids_have_a_text_when_it_gives_the_same_ids() -> None:
     found = asyncio.run(codec.map_ids(ids))
     assert found is not None
     assert found.text == "<s>the 東京 Tower"
-    torn = ids[: ids.index(codec._tokenizer.token_to_id("æĿ")) + 1]  # ends inside a character
-    assert asyncio.run(codec.map_ids(torn)) is None
+    assert asyncio.run(codec.map_ids(torn(codec, ids))) is None
+
+
+def torn(codec: Codec, ids: list[int]) -> list[int]:
+    """The ids up to the middle of a character: the text that they decode to has other tokens."""
+    return ids[: ids.index(codec._tokenizer.token_to_id("æĿ")) + 1]
+
+
+def test_a_span_in_token_ids_that_no_text_gives_asks_for_text() -> None:
+    codec = codec_of(merged_byte_level())
+    (ids,) = asyncio.run(codec.encode(["the 東京 Tower"], special_tokens=False))
+    wish = Wish("generate", "m", [WishedPrompt("prompts[0]", ids)], Sampling(), capture=CaptureSpec(positions=[Span(text="the")]))
+
+    def resolved(token_ids: list[int]) -> PositionSelector:
+        (facts,) = asyncio.run(facts_of(wish, [StoredPrompt(token_ids=token_ids)], codec))
+        return resolve_positions([Span(text="the")], facts.tokens, facts.find)
+
+    assert resolved(ids) == [0, 1, 2]
+    with pytest.raises(SelectorError, match="give text instead of token ids"):
+        resolved(torn(codec, ids))
