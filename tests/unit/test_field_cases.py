@@ -14,6 +14,7 @@ TESTS = Path(__file__).resolve().parents[1]
 #: Case → what must be shown not to happen.
 REQUIRED: dict[int, str] = {
     1: "in a batch, rows of another request",
+    5: "a compiled or replayed graph leaves the op out",
     6: "rows captured twice after preemption",
     7: "padded, dummy or warm-up rows captured",
     8: "off by one layer",

@@ -1,6 +1,7 @@
 """Does the site ops' plain-torch definition do what the design says, and do compilers leave it alone?"""
 
 import math
+import re
 import secrets
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from site_kit import DTYPES, Case, check, random_case, run, same_bits
 from site_properties import PROPERTIES
+from tree import ROOT
 
 from midstream.kernels import pair_site, reference, single_site
 from midstream.kernels.families import FAMILIES, PLACE, SCALARS
@@ -169,3 +171,9 @@ def test_the_ops_and_the_reference_are_the_same_code_on_the_cpu(dtype: torch.dty
         op, plain = run(case, pair_site, single_site), run(case, reference.pair_site, reference.single_site)
         assert same_bits(op.stream, plain.stream), case.name
         assert same_bits(op.ring, plain.ring), case.name
+
+
+def test_the_page_on_kernels_and_the_table_of_families_agree_both_ways() -> None:
+    page = (ROOT / "docs" / "kernels.md").read_text()
+    told = re.findall(r"^\| `(\w+)` \| (rewrite|shift) \| (.+) \|$", page, re.MULTILINE)
+    assert told == [(family.name, family.effect, family.formula) for family in FAMILIES]
