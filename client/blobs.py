@@ -136,21 +136,22 @@ def _in_segments(tag: Path, job: str) -> Iterator[Place]:
 def open_blobs(places: Iterable[Place]) -> list[Blob]:
     """All of them, or MidstreamError("gone") when one was deleted before it could be opened, ("capture_failed") for a damaged one."""
     maps: dict[Path, memoryview] = {}
-    blobs = []
-    for place in places:
-        try:
-            data = maps.get(place.path)
-            if data is None:
-                data = maps[place.path] = _mapped(place.path)
-        except FileNotFoundError as error:
-            raise gone(place.path) from error
-        end = len(data) if place.bytes is None else place.offset + place.bytes
-        if end > len(data):
-            raise MidstreamError("capture_failed", f"{place.path} is cut short: {len(data)} bytes of {end}")
-        blobs.append(Blob(place, data[place.offset : end]))
-    for job, root in {(blob.header.manifest.job, root) for blob in blobs if (root := _root_of(blob.place.path))}:
-        if (root / DELETED / job).exists():
-            raise gone(f"what job {job} captured")
+    blobs: list[Blob] = []
+    try:
+        for place in places:
+            if place.path not in maps:
+                maps[place.path] = _mapped(place.path)
+            end = len(maps[place.path]) if place.bytes is None else place.offset + place.bytes
+            if end > len(maps[place.path]):
+                raise MidstreamError("capture_failed", f"{place.path} is cut short: {len(maps[place.path])} bytes of {end}")
+            blobs.append(Blob(place, maps[place.path][place.offset : end]))
+        for job, root in {(blob.header.manifest.job, root) for blob in blobs if (root := _root_of(blob.place.path))}:
+            if (root / DELETED / job).exists():
+                raise gone(f"what job {job} captured")
+    except BaseException:
+        blobs.clear()  # not kept, with their locks, by whoever keeps the exception
+        maps.clear()
+        raise
     return blobs
 
 
@@ -162,7 +163,10 @@ def _root_of(path: Path) -> Path | None:
 
 def _mapped(path: Path) -> memoryview:
     """The file's bytes, read-only: mapped, without keeping a descriptor. A segment is locked for as long as it is mapped."""
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+    try:
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+    except FileNotFoundError as error:
+        raise gone(path) from error
     try:
         if path.suffix == ".seg":
             import fcntl

@@ -1,165 +1,311 @@
-"""Does a reader give back the rows that were published, and notice when it cannot?"""
+"""Does a reader give back the rows that were written, and notice when it cannot?"""
 
+import json
+import os
+import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
+from capture_kit import HIDDEN, Sites, finished, values, write
 
+from midstream.broker import retention
 from midstream.client import CaptureReader
+from midstream.client.blobs import Place
 from midstream.schemas.errors import MidstreamError
-from midstream.workers.storage import PendingFile, publish
+from midstream.workers.runner.finished import FinishedCapture
+from midstream.workers.runner.layouts import blob_of
 
-HIDDEN = 5
-
-
-def rows(layer: int, positions: list[int]) -> np.ndarray:
-    """`[positions, HIDDEN]` float32, exact in bfloat16 (eight bits and an exponent), different everywhere."""
-    made = np.array([[(layer * 16 + position + 1) * 2.0**column for column in range(HIDDEN)] for position in positions], dtype=np.float32)
-    return made.reshape(len(positions), HIDDEN)
+LAYOUTS = ["packed", "per_file", "segment"]
+STAGES: list[Sites] = [{"pre_attn": [0], "post_block": [0, 1]}, {"post_block": [2, 3]}]
+WHOLE: Sites = {"pre_attn": [0], "post_block": [0, 1, 2, 3]}
 
 
-def bfloat16_bits(array: np.ndarray) -> bytes:
-    return (array.view(np.uint32) >> 16).astype("<u2").tobytes()
+def stage(pp: int, **changes: object) -> FinishedCapture:
+    return finished(**({"sites": STAGES[pp], "all_sites": WHOLE, "pp": pp, "stages": 2} | changes))  # type: ignore[arg-type]
 
 
-def put(
-    root: Path,
-    layers: list[int],
-    positions: list[int],
-    request: int = 0,
-    attempt: int = 1,
-    stage: int = 0,
-    dtype: str = "bfloat16",
-    shift: float = 0,
-) -> Path:
-    """One file as a rank publishes it; its path."""
-    data = [rows(layer, positions) + np.float32(shift) for layer in layers]
-    packed = [bfloat16_bits(array) if dtype == "bfloat16" else array.tobytes() for array in data]
-    integers = np.array(positions, dtype="<i8")
-    tensors = [(f"post_block.{layer}", dtype, [len(positions), HIDDEN], [raw]) for layer, raw in zip(layers, packed, strict=True)]
-    tensors += [
-        ("positions", "int64", [len(positions)], [integers.tobytes()]),
-        ("token_ids", "int64", [len(positions)], [(integers + 100).tobytes()]),
-    ]
-    name = f"tag/job/p{request:04d}.a{attempt}.pp{stage}.safetensors"
-    publish(
-        root, [PendingFile(name, tensors, {"job": "job", "request": request, "attempt": attempt, "stage": stage, "hook": "post_block"})]
-    )
-    return root / name
+def kind_of(caught: pytest.ExceptionInfo[MidstreamError]) -> str:
+    return caught.value.kind
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_rows_come_back_as_float32_exactly(tmp_path: Path, dtype: str) -> None:
-    put(tmp_path, [3, 7], [0, 2, 5], dtype=dtype)
-    reader = CaptureReader(tmp_path / "tag" / "job")
-    assert reader.layers() == [3, 7]
+    write(tmp_path, finished(sites={"post_block": [3, 7]}, positions=[0, 2, 5], dtype=dtype, layout="packed"))
+    reader = CaptureReader(tmp_path / "tag" / "job_x")
+    assert (reader.job, reader.tag, reader.layers(), reader.dtype()) == ("job_x", "tag", [3, 7], dtype)
     assert reader.positions() == [0, 2, 5]
     assert reader.token_ids() == [100, 102, 105]
     found = reader.array(7)
     assert found.dtype == np.float32
-    np.testing.assert_array_equal(found, rows(7, [0, 2, 5]))
-    np.testing.assert_array_equal(reader.row(3, position=2), rows(3, [2])[0])
+    np.testing.assert_array_equal(found, values("post_block", 7, [0, 2, 5]))
+    np.testing.assert_array_equal(reader.row(3, 5), values("post_block", 3, [5])[0])
 
 
-def test_pipeline_stages_are_one_set_of_layers(tmp_path: Path) -> None:
-    put(tmp_path, [2, 3], [0, 1], stage=1)
-    put(tmp_path, [0, 1], [0, 1], stage=0)
-    reader = CaptureReader(tmp_path / "tag" / "job")
-    assert reader.layers() == [0, 1, 2, 3]
-    np.testing.assert_array_equal(reader.stack(), np.stack([rows(layer, [0, 1]) for layer in range(4)]))
+def test_the_hook_may_be_left_out_where_there_is_one_and_named_as_in_transformer_lens(tmp_path: Path) -> None:
+    write(tmp_path, finished(sites={"pre_attn": [1]}))
+    reader = CaptureReader(tmp_path, "job_x")
+    for hook in (None, "pre_attn", "resid_pre", "hook_resid_pre"):
+        np.testing.assert_array_equal(reader.array(1, hook), values("pre_attn", 1, [0, 1, 2]))
+    with pytest.raises(MidstreamError, match="layer 1 was not captured at mlp_out") as caught:
+        reader.array(1, "mlp_out")
+    assert caught.value.allowed == "hooks pre_attn"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_raw_rows_are_views_of_the_file_that_cannot_be_written(tmp_path: Path, layout: str) -> None:
+    write(tmp_path, finished(layout=layout), finished(request=1, layout=layout, dtype="float32"))
+    reader = CaptureReader(tmp_path, "job_x")
+    bits, floats = reader.raw(2), reader.raw(2, request=1)
+    assert (bits.dtype, floats.dtype) == (np.uint16, np.float32)
+    np.testing.assert_array_equal(floats, values("post_block", 2, [0, 1, 2]))
+    for view in (bits, floats):
+        assert not view.flags.owndata
+        with pytest.raises(ValueError, match="WRITEABLE"):
+            view.flags.writeable = True
+    reader.close()
+    assert reader.requests() == []
+    np.testing.assert_array_equal(floats, values("post_block", 2, [0, 1, 2]))
+
+
+def test_arrays_belong_to_the_caller_and_not_to_the_file(tmp_path: Path) -> None:
+    write(tmp_path, finished(dtype="float32"))
+    reader = CaptureReader(tmp_path, "job_x")
+    reader.array(2)[:] = 0
+    np.testing.assert_array_equal(reader.array(2), values("post_block", 2, [0, 1, 2]))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_stages_of_a_pipeline_are_merged(tmp_path: Path, layout: str) -> None:
+    write(tmp_path, stage(1, layout=layout), stage(0, layout=layout))
+    reader = CaptureReader(tmp_path, "job_x")
+    assert (reader.hooks(), reader.layers(), reader.layers(hook="pre_attn")) == (["pre_attn", "post_block"], [0, 1, 2, 3], [0])
+    np.testing.assert_array_equal(reader.stack(), np.stack([values("post_block", layer, [0, 1, 2]) for layer in range(4)]))
+
+
+# field case 18
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_missing_stage_is_an_error_and_not_fewer_layers(tmp_path: Path, layout: str) -> None:
+    write(tmp_path, stage(0, layout=layout))
+    reader = CaptureReader(tmp_path, "job_x")
+    for read in (reader.layers, reader.positions, lambda: reader.array(0), reader.stack):
+        with pytest.raises(MidstreamError, match=r"post_block\.2, post_block\.3 \(2 tensors\) are missing; of 2 stages there is 0"):
+            read()
+    assert [check.ok for check in reader.verify()] == [True] * (3 if layout == "per_file" else 1) + [False]
+    assert CaptureReader(tmp_path, "job_x", partial=True).layers() == [0, 1]
+
+
+def test_a_stage_that_holds_none_of_the_layers_is_not_missed(tmp_path: Path) -> None:
+    write(tmp_path, finished(sites={"post_block": [0]}, pp=0, stages=2))
+    assert CaptureReader(tmp_path, "job_x").layers() == [0]
 
 
 def test_stages_that_hold_different_positions_are_refused(tmp_path: Path) -> None:
-    put(tmp_path, [0], [0, 1], stage=0)
-    put(tmp_path, [1], [0, 2], stage=1)
+    write(tmp_path, stage(0, positions=[0, 1]), stage(1, positions=[0, 2]))
     with pytest.raises(MidstreamError, match="different positions") as caught:
-        CaptureReader(tmp_path / "tag" / "job").positions()
-    assert caught.value.kind == "ranks_disagree"
+        CaptureReader(tmp_path, "job_x").positions()
+    assert kind_of(caught) == "ranks_disagree"
 
 
-def test_the_last_attempt_counts_with_all_its_stages(tmp_path: Path) -> None:
-    for attempt, shift in ((1, 100.0), (2, 0.0)):
-        for stage in (0, 1):
-            put(tmp_path, [stage], [0], attempt=attempt, stage=stage, shift=shift)
-    reader = CaptureReader(tmp_path / "tag" / "job")
-    assert [path.name for path in reader.files] == ["p0000.a2.pp0.safetensors", "p0000.a2.pp1.safetensors"]
-    np.testing.assert_array_equal(reader.array(1), rows(1, [0]))
+def test_of_stages_that_dropped_different_rows_those_are_read_that_both_have(tmp_path: Path) -> None:
+    write(tmp_path, stage(0, positions=[0, 1, 3], dropped=(2,)), stage(1, positions=[0, 2, 3], dropped=(1,)))
+    reader = CaptureReader(tmp_path, "job_x")
+    assert (reader.positions(), reader.token_ids(), reader.dropped()) == ([0, 3], [100, 103], [1, 2])
+    for layer in range(4):
+        np.testing.assert_array_equal(reader.array(layer), values("post_block", layer, [0, 3]))
+    np.testing.assert_array_equal(reader.row(2, 3), values("post_block", 2, [3])[0])
 
 
-def test_requests_are_kept_apart(tmp_path: Path) -> None:
-    put(tmp_path, [0], [0, 1], request=0)
-    put(tmp_path, [0], [4], request=12)
-    reader = CaptureReader(tmp_path / "tag" / "job")
-    assert reader.requests() == [0, 12]
-    assert reader.positions(12) == [4]
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_last_attempt_counts_that_has_all_its_stages(tmp_path: Path, layout: str) -> None:
+    for attempt, shift, stages in ((1, 2.0, [0, 1]), (2, 0.0, [0, 1]), (3, 8.0, [0])):
+        write(
+            tmp_path,
+            *(stage(pp, attempt=attempt, shift=shift, layout=layout, dtype="float32") for pp in stages),
+            owner=f"w.{attempt}",
+        )
+    reader = CaptureReader(tmp_path, "job_x")
+    assert reader.manifest().attempt == 2
+    np.testing.assert_array_equal(reader.array(3), values("post_block", 3, [0, 1, 2]))
+
+
+def test_requests_are_kept_apart_and_files_of_other_jobs_left_out(tmp_path: Path) -> None:
+    write(tmp_path, finished(request=0), finished(request=12, positions=[4]), finished("job_y", request=5))
+    reader = CaptureReader(tmp_path / "tag", "job_x")
+    assert (reader.requests(), reader.positions(12)) == ([0, 12], [4])
     with pytest.raises(MidstreamError, match="request 3") as caught:
         reader.array(0, request=3)
     assert caught.value.allowed == "[0, 12]"
+    assert CaptureReader(tmp_path / "tag", "job_y").requests() == [5]
 
 
 def test_a_layer_that_was_not_captured_is_named_with_those_that_were(tmp_path: Path) -> None:
-    put(tmp_path, [3, 7], [0])
+    write(tmp_path, finished(sites={"post_block": [3, 7]}))
     with pytest.raises(MidstreamError, match="layer 4 was not captured at post_block") as caught:
-        CaptureReader(tmp_path / "tag" / "job").array(4)
+        CaptureReader(tmp_path, "job_x").array(4)
     assert caught.value.allowed == "[3, 7]"
 
 
-def test_a_capture_of_no_position_has_no_rows_and_is_no_error(tmp_path: Path) -> None:
-    put(tmp_path, [0], [])
-    reader = CaptureReader(tmp_path / "tag" / "job")
-    assert reader.array(0).shape == (0, HIDDEN)
-    assert reader.positions() == []
-    assert [check.ok for check in reader.verify()] == [True]
+# --- Sources ---
 
 
-# field case 19
-def test_one_flipped_bit_is_found_by_verify(tmp_path: Path) -> None:
-    path = put(tmp_path, [0, 1], [0, 1])
-    reader = CaptureReader(path)
-    assert [check.ok for check in reader.verify()] == [True]
-    raw = bytearray(path.read_bytes())
-    raw[-60] ^= 1
-    path.write_bytes(raw)
-    (check,) = CaptureReader(path).verify()
-    assert not check.ok
-    assert "CRC32" in check.detail
+def test_several_tags_of_a_job_want_one_to_be_named(tmp_path: Path) -> None:
+    write(tmp_path, finished(tag="b"), finished(tag="a", layout="packed"))
+    with pytest.raises(MidstreamError, match="several tags") as caught:
+        CaptureReader(tmp_path, "job_x")
+    assert caught.value.allowed == "a, b"
+    assert CaptureReader(tmp_path, "job_x", tag="b").tag == "b"
 
 
-def test_a_file_that_was_cut_short_is_refused_when_it_is_opened(tmp_path: Path) -> None:
-    path = put(tmp_path, [0], [0, 1, 2])
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(MidstreamError, match="cut short"):
-        CaptureReader(path)
-    path.write_bytes(path.read_bytes()[:20])
-    with pytest.raises(MidstreamError, match="cut short"):
-        CaptureReader(path)
+def test_of_a_list_of_files_the_first_ones_tag_counts(tmp_path: Path) -> None:
+    mine, other = write(tmp_path, finished(tag="mine", layout="packed"), finished(tag="all", layout="packed"))
+    reader = CaptureReader([tmp_path / mine.path, tmp_path / other.path])
+    assert (reader.tag, reader.tags) == ("mine", ["mine", "all"])
+
+
+def test_files_of_several_jobs_want_one_to_be_named(tmp_path: Path) -> None:
+    files = [tmp_path / file.path for file in write(tmp_path, finished(layout="packed"), finished("job_y", layout="packed"))]
+    with pytest.raises(MidstreamError, match="several jobs"):
+        CaptureReader(files)
+    assert CaptureReader(files, "job_y").job == "job_y"
+
+
+def test_a_part_of_a_file_is_read_where_a_manifest_says_that_it_is(tmp_path: Path) -> None:
+    first, second = write(tmp_path, finished(request=0), finished(request=1))
+    place = Place(tmp_path / second.path, second.offset, second.bytes, second.crc32)
+    reader = CaptureReader([place])
+    assert (first.path == second.path, reader.requests(), [check.ok for check in reader.verify()]) == (True, [1], [True])
+
+
+def test_rows_in_memory_are_read_like_files() -> None:
+    blobs = [b"".join(blob_of(capture, capture.sites).buffers) for capture in (stage(1), stage(0))]
+    reader = CaptureReader.from_bytes(blobs)
+    np.testing.assert_array_equal(reader.array(2), values("post_block", 2, [0, 1, 2]))
+    with pytest.raises(MidstreamError, match="post_block"):
+        CaptureReader.from_bytes(blobs[0]).layers()
+    with pytest.raises(MidstreamError, match="nothing to read"):
+        CaptureReader.from_bytes([])
 
 
 def test_a_folder_without_captures_says_so(tmp_path: Path) -> None:
-    (tmp_path / "notes.safetensors").write_bytes(b"")
-    with pytest.raises(MidstreamError, match="no capture files"):
+    for source in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(MidstreamError, match="no capture files") as caught:
+            CaptureReader(source)
+        assert kind_of(caught) == "not_found"
+
+
+def test_what_is_no_capture_file_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "notes.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}      ")
+    with pytest.raises(MidstreamError, match=r"notes\.safetensors.*not one of our capture files"):
         CaptureReader(tmp_path)
-
-
-def test_a_missing_manifest_is_named_when_files_are_checked(tmp_path: Path) -> None:
-    path = put(tmp_path, [0], [0])
-    path.with_suffix(".json").unlink()
-    reader = CaptureReader(path)
-    np.testing.assert_array_equal(reader.array(0), rows(0, [0]))
-    with pytest.raises(MidstreamError, match=r"p0000\.a1\.pp0\.json is missing"):
-        reader.verify()
-
-
-def test_rows_belong_to_the_caller_and_not_to_the_file(tmp_path: Path) -> None:
-    path = put(tmp_path, [0], [0], dtype="float32")
-    reader = CaptureReader(path)
-    reader.array(0)[:] = 0
-    np.testing.assert_array_equal(reader.array(0), rows(0, [0]))
 
 
 def test_files_are_also_readable_by_the_safetensors_package(tmp_path: Path) -> None:
     from safetensors import safe_open
 
-    path = put(tmp_path, [0, 1], [0, 1], dtype="float32")
-    with safe_open(path, framework="numpy") as file:
-        np.testing.assert_array_equal(file.get_tensor("post_block.1"), CaptureReader(path).array(1))
+    (file,) = write(tmp_path, finished(layout="packed", dtype="float32"))
+    with safe_open(tmp_path / file.path, framework="numpy") as opened:
+        np.testing.assert_array_equal(opened.get_tensor("post_block.3"), values("post_block", 3, [0, 1, 2]))
+
+
+def test_thousands_of_files_need_no_descriptors(tmp_path: Path) -> None:
+    write(tmp_path, *(finished(request=n, layout="per_file", sites={"post_block": list(range(10))}) for n in range(30)))
+    before = len(os.listdir("/proc/self/fd"))
+    reader = CaptureReader(tmp_path, "job_x")
+    assert len(reader.files) == 300
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+# --- Damage ---
+
+
+# field case 19
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_flipped_bit_is_found_by_verify(tmp_path: Path, layout: str) -> None:
+    file = write(tmp_path, finished(layout=layout))[0]
+    assert all(check.ok for check in CaptureReader(tmp_path, "job_x").verify())
+    with (tmp_path / file.path).open("r+b") as raw:
+        raw.seek(file.offset + file.bytes - 60)
+        byte = raw.read(1)[0]
+        raw.seek(-1, os.SEEK_CUR)
+        raw.write(bytes([byte ^ 1]))
+    checks = CaptureReader(tmp_path, "job_x").verify()
+    assert [check.ok for check in checks].count(False) == 1
+    assert any("CRC32" in check.detail for check in checks)
+
+
+def test_verify_finds_a_blob_that_is_not_what_it_says_though_its_checksum_is_right(tmp_path: Path) -> None:
+    capture = finished(positions=[0, 1])
+    right = b"".join(blob_of(capture, capture.sites).buffers)
+    wrong = right.replace(b'\\"token_ids\\":[100,101]', b'\\"token_ids\\":[100,107]')
+    assert wrong != right
+    path = tmp_path / "tag.p0000.pp0.safetensors"
+    for raw, said in ((right, ""), (wrong, "the tensor token_ids is not what the manifest says")):
+        path.write_bytes(raw)
+        path.with_suffix(".json").write_text(json.dumps({"bytes": len(raw), "crc32": zlib.crc32(raw)}))
+        assert [check.detail for check in CaptureReader(tmp_path).verify()] == [said]
+
+
+def test_a_file_that_was_cut_short_is_refused_when_it_is_opened(tmp_path: Path) -> None:
+    (file,) = write(tmp_path, finished(layout="packed"))
+    path = tmp_path / file.path
+    for length in (file.bytes - 1, 20, 0):
+        os.truncate(path, length)
+        with pytest.raises(MidstreamError, match="cut short"):
+            CaptureReader(path)
+
+
+def test_a_missing_manifest_is_named_when_files_are_checked(tmp_path: Path) -> None:
+    (file,) = write(tmp_path, finished(layout="packed"))
+    path = tmp_path / file.path
+    path.with_suffix(".json").unlink()
+    reader = CaptureReader(path)
+    np.testing.assert_array_equal(reader.array(2), values("post_block", 2, [0, 1, 2]))
+    (check,) = reader.verify()
+    assert not check.ok
+    assert "p0000.a1.pp0.json is missing" in check.detail
+
+
+# --- Deletion: `retention` and the reader keep one promise together ---
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_reader_keeps_what_it_has_opened_and_a_later_one_is_told_that_it_is_gone(tmp_path: Path, layout: str) -> None:
+    write(tmp_path, *(finished(request=n, layout=layout) for n in range(3)), finished("job_other", layout=layout))
+    reader = CaptureReader(tmp_path, "job_x")
+    done = retention.delete(tmp_path, ["job_x"])
+    assert done == ([] if layout == "segment" else ["job_x"])
+    for request in reader.requests():
+        np.testing.assert_array_equal(reader.array(3, request=request), values("post_block", 3, [0, 1, 2]))
+    assert all(check.ok for check in reader.verify() if layout == "segment")
+    with pytest.raises(MidstreamError) as caught:
+        CaptureReader(tmp_path, "job_x")
+    assert kind_of(caught) in ("gone", "not_found")
+    del reader
+    assert retention.delete(tmp_path, ["job_x"]) == ["job_x"]
+    assert CaptureReader(tmp_path, "job_other").requests() == [0]
+
+
+def test_a_job_that_is_being_deleted_is_gone_although_its_files_are_still_there(tmp_path: Path) -> None:
+    write(tmp_path, finished(layout="packed"), finished(request=1))
+    (tmp_path / ".deleted" / "job_x").mkdir(parents=True)
+    for source in (tmp_path, tmp_path / "tag"):
+        with pytest.raises(MidstreamError, match="job_x") as caught:
+            CaptureReader(source, "job_x")
+        assert kind_of(caught) == "gone"
+    with pytest.raises(MidstreamError):
+        CaptureReader(tmp_path / "tag" / "job_x")
+
+
+def test_a_file_that_vanishes_while_it_is_opened_means_gone_and_not_fewer_requests(tmp_path: Path) -> None:
+    files = write(tmp_path, *(finished(request=n, layout="packed") for n in range(3)))
+    paths = [tmp_path / file.path for file in files]
+    paths[1].unlink()
+    with pytest.raises(MidstreamError) as caught:
+        CaptureReader(paths)
+    assert kind_of(caught) == "gone"
+
+
+def test_the_shape_of_rows_is_positions_by_hidden(tmp_path: Path) -> None:
+    write(tmp_path, finished(positions=range(7)))
+    assert CaptureReader(tmp_path, "job_x").stack().shape == (2, 7, HIDDEN)

@@ -1,77 +1,126 @@
-"""A published file is whole, in place and inside the root; a failed group leaves nothing behind."""
+"""A published blob is whole, in place and inside the root; a failed group leaves nothing behind; a segment survives a crash."""
 
 import errno
 import json
 import os
+import resource
+import subprocess
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from capture_kit import finished, values
+from safetensors.numpy import load, load_file
 
+from midstream.schemas.blobs import read_entries
 from midstream.workers import storage
-from midstream.workers.storage import PendingFile, publish
+from midstream.workers.runner.layouts import blob_of
+from midstream.workers.storage import SEGMENT_ALIGNMENT, Blob, PendingFile, Segment, publish
+
+
+def blob(request: int = 0, rows: int = 3) -> Blob:
+    capture = finished(request=request, positions=range(rows), dtype="float32")
+    return blob_of(capture, capture.sites)
 
 
 def pending(path: str, rows: int = 3) -> PendingFile:
-    data = np.arange(rows * 4, dtype="<f4").reshape(rows, 4)
-    half = rows // 2
-    tensors = [
-        ("post_block.2", "float32", [rows, 4], [memoryview(data[:half]).cast("B") if half else b"", memoryview(data[half:]).cast("B")]),
-        ("positions", "int64", [rows], [np.arange(rows, dtype="<i8").tobytes()]),
-    ]
-    return PendingFile(path, tensors, {"job": "j"}, rows=rows, layers=[2], positions=rows)
+    return PendingFile(path, blob(rows=rows))
 
 
 @pytest.mark.parametrize("count", [1, 3, 20])
 def test_groups_of_any_size_are_readable_and_carry_their_checksum(tmp_path: Path, count: int) -> None:
     files = [pending(f"tag/job{n}/p0000.a1.pp0.safetensors", rows=n + 1) for n in range(count)]
-    for n, captured in enumerate(publish(tmp_path, files)):
-        path = tmp_path / captured.path
+    publish(tmp_path, files)
+    for n, file in enumerate(files):
+        path = tmp_path / file.path
         raw = path.read_bytes()
-        assert (len(raw), zlib.crc32(raw)) == (captured.bytes, captured.crc32)
-        tensors = load_file(path)
-        assert tensors["post_block.2"].tolist() == np.arange((n + 1) * 4).reshape(n + 1, 4).tolist()
-        manifest = json.loads(path.with_suffix(".json").read_text())
-        assert (manifest["file"], manifest["bytes"], manifest["crc32"]) == (path.name, captured.bytes, captured.crc32)
+        assert (len(raw), zlib.crc32(raw)) == (file.blob.bytes, file.blob.crc32)
+        np.testing.assert_array_equal(load_file(path)["post_block.2"], values("post_block", 2, range(n + 1)))
+        beside = json.loads(path.with_suffix(".json").read_text())
+        assert (beside["file"], beside["bytes"], beside["crc32"]) == (path.name, file.blob.bytes, file.blob.crc32)
     assert not list(tmp_path.rglob("*.tmp"))
 
 
+# field case 47
+def test_rows_lie_in_files_as_raw_bytes(tmp_path: Path) -> None:
+    publish(tmp_path, [pending("tag/job/p.safetensors", rows=1000)])
+    assert values("post_block", 3, range(1000)).tobytes() in (tmp_path / "tag/job/p.safetensors").read_bytes()
+
+
+# field case 40
 @pytest.mark.parametrize("path", ["../out.safetensors", "/etc/out.safetensors", "tag/../../out.safetensors", ""])
 def test_a_path_that_leaves_the_root_is_refused(tmp_path: Path, path: str) -> None:
     root = tmp_path / "captures"
     root.mkdir()
     with pytest.raises(ValueError, match="not inside the capture root"):
-        publish(root, [pending("tag/ok.safetensors"), pending(path)])  # field case 40
+        publish(root, [pending("tag/ok.safetensors"), pending(path)])
+    with pytest.raises(ValueError, match="not inside the capture root"):
+        Segment(root, path)
     assert [file for file in tmp_path.rglob("*") if file.is_file()] == []
 
 
+class Order:
+    """Which syncs and renames happened, in order, each with the path."""
+
+    def __init__(self, patch: pytest.MonkeyPatch):
+        self.seen: list[tuple[str, str]] = []
+        for name in ("fsync", "fdatasync"):
+            patch.setattr(os, name, self._synced(name, getattr(os, name)))
+        patch.setattr(os, "rename", self._renamed(os.rename))
+        patch.setattr(os, "pwritev", self._written(os.pwritev))
+
+    def _synced(self, name: str, real):  # type: ignore[no-untyped-def]
+        def synced(descriptor: int) -> None:
+            self.seen.append((name, os.readlink(f"/proc/self/fd/{descriptor}")))
+            real(descriptor)
+
+        return synced
+
+    def _renamed(self, real):  # type: ignore[no-untyped-def]
+        def renamed(source: Path, target: Path) -> None:
+            self.seen.append(("rename", str(target)))
+            real(source, target)
+
+        return renamed
+
+    def _written(self, real):  # type: ignore[no-untyped-def]
+        def written(descriptor: int, buffers: list, offset: int) -> int:
+            self.seen.append(("write", os.readlink(f"/proc/self/fd/{descriptor}")))
+            return int(real(descriptor, buffers, offset))
+
+        return written
+
+
+# field case 22
 def test_contents_are_synced_before_the_rename_and_directories_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The order in which a power cut cannot leave a name without its content, or a reported file without its name."""  # field case 22
-    order: list[tuple[str, str]] = []
-    fsync, rename = os.fsync, os.rename
-
-    def recorded_fsync(descriptor: int) -> None:
-        order.append(("fsync", os.readlink(f"/proc/self/fd/{descriptor}")))
-        fsync(descriptor)
-
-    def recorded_rename(source: Path, target: Path) -> None:
-        order.append(("rename", str(target)))
-        rename(source, target)
-
-    monkeypatch.setattr(os, "fsync", recorded_fsync)
-    monkeypatch.setattr(os, "rename", recorded_rename)
+    """The order in which a power cut cannot leave a name without its content, or a reported file without its name."""
     monkeypatch.setattr(storage, "_SYNC_SINGLY", 100)
+    order = Order(monkeypatch)
     publish(tmp_path, [pending("tag/job/p.safetensors")])
-    kinds = [kind for kind, _ in order]
-    assert kinds[:4] == ["fsync", "fsync", "rename", "rename"]
-    assert all(path.endswith(".tmp") for kind, path in order[:2])
-    assert {str(tmp_path), str(tmp_path / "tag"), str(tmp_path / "tag" / "job")} <= {path for kind, path in order[4:]}
+    steps = [step for step in order.seen if step[0] != "write"]
+    assert [kind for kind, _ in steps[:4]] == ["fsync", "fsync", "rename", "rename"]
+    assert all(path.endswith(".tmp") for _, path in steps[:2])
+    assert {str(tmp_path), str(tmp_path / "tag"), str(tmp_path / "tag" / "job")} <= {path for _, path in steps[4:]}
 
 
+# field case 22
+def test_a_segments_blobs_are_synced_before_the_lines_that_name_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order = Order(monkeypatch)
+    segment = Segment(tmp_path, "tag/segments/w.0.seg")
+    assert {str(tmp_path), str(tmp_path / "tag"), str(tmp_path / "tag" / "segments")} <= {path for _, path in order.seen}
+    order.seen.clear()
+    segment.append([blob(request) for request in range(30)])
+    segment.close()
+    assert [(kind, Path(path).suffix) for kind, path in order.seen] == [
+        ("write", ".seg"), ("fdatasync", ".seg"), ("write", ".jsonl"), ("fdatasync", ".jsonl"),
+    ]  # fmt: skip
+
+
+# field case 46
 def test_many_files_cost_two_round_trips_to_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []  # field case 46
+    calls: list[str] = []
     syncfs = storage._syncfs
     monkeypatch.setattr(storage, "_syncfs", lambda descriptor: (calls.append("syncfs"), syncfs(descriptor)))
     monkeypatch.setattr(os, "fsync", lambda descriptor: calls.append("fsync"))
@@ -79,23 +128,144 @@ def test_many_files_cost_two_round_trips_to_the_disk(tmp_path: Path, monkeypatch
     assert calls == ["syncfs", "syncfs"]
 
 
-def test_a_full_disk_raises_and_leaves_no_temporary_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writev, seen = os.writev, []
+def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "pwritev", lambda descriptor, buffers, offset: os.pwrite(descriptor, buffers[0][:7], offset))
+    file = pending("tag/job/p.safetensors", rows=9)
+    publish(tmp_path, [file])
+    assert zlib.crc32((tmp_path / file.path).read_bytes()) == file.blob.crc32
 
-    def full(descriptor: int, buffers: list) -> int:
-        seen.append(descriptor)
-        if len(seen) > 3:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return writev(descriptor, buffers)
 
-    monkeypatch.setattr(os, "writev", full)
+# --- Segments ---
+
+
+def test_blobs_of_a_segment_begin_at_pages_and_are_whole_files(tmp_path: Path) -> None:
+    segment = Segment(tmp_path, "tag/segments/w.0.seg")
+    offsets = segment.append([blob(0), blob(1, rows=900)]) + segment.append([blob(2)])
+    segment.close()
+    assert [offset % SEGMENT_ALIGNMENT for offset in offsets] == [0, 0, 0]
+    raw = (tmp_path / "tag/segments/w.0.seg").read_bytes()
+    entries = list(read_entries(tmp_path / "tag/segments/w.0.jsonl"))
+    assert [(entry.file, entry.offset, entry.manifest.request) for entry in entries] == [("w.0.seg", at, n) for n, at in enumerate(offsets)]
+    for entry in entries:
+        part = raw[entry.offset : entry.offset + entry.bytes]
+        assert zlib.crc32(part) == entry.crc32
+        np.testing.assert_array_equal(load(part)["post_block.3"], values("post_block", 3, entry.manifest.positions))
+
+
+@pytest.mark.parametrize("cut", [1, 40, 300])
+def test_a_torn_last_line_is_no_blob(tmp_path: Path, cut: int) -> None:
+    segment = Segment(tmp_path, "tag/segments/w.0.seg")
+    segment.append([blob(0)])
+    segment.append([blob(1)])
+    segment.close()
+    index = tmp_path / "tag/segments/w.0.jsonl"
+    index.write_bytes(index.read_bytes()[:-cut])
+    assert [entry.manifest.request for entry in read_entries(index)] == [0]
+
+
+def test_a_segment_that_is_there_is_never_appended_to(tmp_path: Path) -> None:
+    """What a crash left in it stays as it is."""
+    segment = Segment(tmp_path, "tag/segments/w.0.seg")
+    segment.append([blob(0)])
+    segment.close()
+    before = {path: path.read_bytes() for path in (tmp_path / "tag/segments").iterdir()}
+    with pytest.raises(FileExistsError):
+        Segment(tmp_path, "tag/segments/w.0.seg")
+    assert {path: path.read_bytes() for path in (tmp_path / "tag/segments").iterdir()} == before
+
+
+@pytest.mark.parametrize("failing", [".seg", ".jsonl"])
+def test_a_group_that_cannot_be_appended_leaves_no_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
+    segment = Segment(tmp_path, "tag/segments/w.0.seg")
+    segment.append([blob(0)])
+    before = {path.name: path.read_bytes() for path in (tmp_path / "tag/segments").iterdir()}
+    pwritev = os.pwritev
+
+    def full(descriptor: int, buffers: list, offset: int) -> int:
+        if not os.readlink(f"/proc/self/fd/{descriptor}").endswith(failing):
+            return pwritev(descriptor, buffers, offset)
+        os.pwrite(descriptor, b"half of it", offset)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwritev", full)
     with pytest.raises(OSError, match="No space left"):
-        publish(tmp_path, [pending(f"tag/job{n}/p.safetensors") for n in range(4)])
+        segment.append([blob(1), blob(2)])
+    assert {path.name: path.read_bytes() for path in (tmp_path / "tag/segments").iterdir()} == before
+    monkeypatch.undo()
+    assert segment.usable
+    segment.append([blob(3)])
+    assert [entry.manifest.request for entry in read_entries(tmp_path / "tag/segments/w.0.jsonl")] == [0, 3]
+
+
+def test_after_a_failed_sync_a_segment_is_not_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel reports a lost write once; the next sync would succeed without it."""
+    segment = Segment(tmp_path, "tag/segments/w.0.seg")
+
+    def failing(descriptor: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fdatasync", failing)
+    with pytest.raises(OSError, match="Input/output error"):
+        segment.append([blob(0)])
+    assert not segment.usable
+    assert list(read_entries(tmp_path / "tag/segments/w.0.jsonl")) == []
+
+
+# --- Disks that refuse ---
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 KiB; needs the right to mount one."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)], capture_output=True).returncode != 0:
+        pytest.skip("file systems cannot be mounted here")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.fixture
+def short_files() -> Iterator[None]:
+    """Files of this process may not grow beyond 64 KiB: the kernel's own refusal, for everybody to have."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+# field case 19
+def test_a_full_disk_raises_and_leaves_no_temporary_file(small_disk: Path) -> None:
+    root = small_disk / "captures"
+    with pytest.raises(OSError, match="No space left"):
+        publish(root, [pending(f"tag/job{n}/p.safetensors", rows=700) for n in range(20)])
+    assert [path for path in small_disk.rglob("*") if path.is_file()] == []
+    publish(root, [pending("tag/job/p.safetensors")])
+
+
+# field case 19
+def test_a_segment_on_a_full_disk_takes_back_what_did_not_fit(small_disk: Path) -> None:
+    segment = Segment(small_disk, "tag/segments/w.0.seg")
+    segment.append([blob(0)])
+    with pytest.raises(OSError, match="No space left"):
+        segment.append([blob(number, rows=700) for number in range(1, 20)])
+    assert segment.usable
+    segment.append([blob(20)])
+    segment.close()
+    assert [entry.manifest.request for entry in read_entries(small_disk / "tag/segments/w.0.jsonl")] == [0, 20]
+
+
+# field case 19
+def test_a_file_that_may_not_grow_raises_and_leaves_nothing(tmp_path: Path, short_files: None) -> None:
+    with pytest.raises(OSError, match="File too large"):
+        publish(tmp_path, [pending("tag/job/small.safetensors"), pending("tag/job/large.safetensors", rows=4000)])
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
-def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "writev", lambda descriptor, buffers: os.write(descriptor, buffers[0][:7]))
-    captured = publish(tmp_path, [pending("tag/job/p.safetensors", rows=9)])[0]
-    raw = (tmp_path / captured.path).read_bytes()
-    assert zlib.crc32(raw) == captured.crc32
+# field case 19
+def test_a_folder_in_the_way_raises(tmp_path: Path) -> None:
+    (tmp_path / "tag").write_text("a file where a folder should be")
+    with pytest.raises(OSError, match="(File exists|Not a directory)"):
+        publish(tmp_path, [pending("tag/job/p.safetensors")])
+    with pytest.raises(OSError, match="(File exists|Not a directory)"):
+        Segment(tmp_path, "tag/segments/w.0.seg")

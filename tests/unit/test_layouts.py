@@ -1,0 +1,190 @@
+"""Does each layout hold every row, together with others or alone, and does one that cannot be written fail alone?"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from capture_kit import filesystem, finished, values, write
+
+from midstream.broker import retention
+from midstream.client import CaptureReader
+from midstream.schemas.blobs import read_entries
+from midstream.workers import storage
+from midstream.workers.runner.finished import FinishedCapture, Outcome
+
+SITES = {"pre_attn": [0, 3], "mlp_out": [1], "post_block": [0, 1, 2]}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(("layout", "blobs", "files"), [("packed", 1, 1), ("per_file", 6, 6), ("segment", 1, 1)])
+def test_every_layout_holds_every_row(tmp_path: Path, layout: str, blobs: int, files: int, dtype: str) -> None:
+    captures = [finished(request=n, sites=SITES, positions=[n, n + 2], layout=layout, dtype=dtype) for n in range(3)]
+    if dtype == "float16":  # a narrower range: one column is enough
+        captures = [_narrow(capture) for capture in captures]
+    written = write(tmp_path, *captures)
+    assert len(written) == 3 * blobs
+    assert sum(file.rows for file in written) == 3 * 6 * 2
+    assert len({file.path for file in written}) == (1 if layout == "segment" else 3 * files)
+    assert {(file.layout, file.tag, file.positions) for file in written} == {(layout, "tag", 2)}
+    with CaptureReader(tmp_path, "job_x") as reader:
+        for request in range(3):
+            for hook, layers in SITES.items():
+                for layer in layers:
+                    expected = values(hook, layer, [request, request + 2])
+                    found = reader.array(layer, hook, request)
+                    np.testing.assert_array_equal(found, expected[:, :1] * np.ones_like(found) if dtype == "float16" else expected)
+        assert [check.ok for check in reader.verify()] == [True] * len(written)
+
+
+def _narrow(capture: FinishedCapture) -> FinishedCapture:
+    def rows(hook: str, layer: int) -> list[memoryview]:
+        column = values(hook, layer, capture.positions)[:, :1]
+        return [memoryview((column * np.ones((1, capture.hidden_size), np.float32)).astype("<f2").tobytes())]
+
+    return finished(
+        request=capture.spec.request, sites=SITES, positions=capture.positions, layout=capture.capture.layout, dtype="float16", rows=rows
+    )
+
+
+def test_small_captures_share_a_segment_and_larger_ones_get_a_file(tmp_path: Path) -> None:
+    small, large = finished(request=0, positions=range(3)), finished(request=1, positions=range(4))
+    written = write(tmp_path, small, large, segment_limit=small.size)
+    assert [file.layout for file in written] == ["segment", "packed"]
+    reader = CaptureReader(tmp_path / "tag" / "job_x")
+    assert [reader.positions(request) for request in reader.requests()] == [[0, 1, 2], [0, 1, 2, 3]]
+
+
+def test_a_job_that_lies_in_segments_alone_is_found_by_its_folder_all_the_same(tmp_path: Path) -> None:
+    write(tmp_path, finished())
+    assert not (tmp_path / "tag" / "job_x").exists()
+    assert CaptureReader(tmp_path / "tag" / "job_x").requests() == [0]
+
+
+def test_a_segment_is_closed_at_its_size_and_the_next_one_opened(tmp_path: Path) -> None:
+    store = filesystem(tmp_path, segment_bytes=8 << 10)
+    paths = [store.consume([finished(request=n)])[0].files[0].path for n in range(5)]
+    store.close()
+    assert [path.rpartition(".seg")[0][-1] for path in paths] == ["0", "0", "0", "1", "1"]
+    assert CaptureReader(tmp_path, "job_x").requests() == [0, 1, 2, 3, 4]
+
+
+def test_threads_ranks_and_starts_never_share_a_segment(tmp_path: Path) -> None:
+    paths = [write(tmp_path, finished(request=n), owner=owner)[0].path for n, owner in enumerate(["w.boot1.0", "w.boot1.1", "w.boot2.0"])]
+    assert len(set(paths)) == 3
+
+
+def test_two_captures_of_one_job_lie_apart(tmp_path: Path) -> None:
+    for layout in ("packed", "segment", "per_file"):
+        root = tmp_path / layout
+        write(root, finished(tag="mine", layout=layout), finished(tag="global", layout=layout, dtype="float32", shift=512.0))
+        mine, everyones = (CaptureReader(root, "job_x", tag=tag) for tag in ("mine", "global"))
+        np.testing.assert_array_equal(mine.array(2), values("post_block", 2, [0, 1, 2]))
+        np.testing.assert_array_equal(everyones.array(2)[:, 0], values("post_block", 2, [0, 1, 2])[:, 0] + 512)
+
+
+def test_many_tags_do_not_keep_many_files_open(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    store = filesystem(tmp_path)
+    store.consume([finished(job=f"job_{n}", tag=f"tag{n}") for n in range(60)])
+    assert len(os.listdir("/proc/self/fd")) - before <= 2 * 16
+    store.close()
+    assert [CaptureReader(tmp_path, f"job_{n}").tag for n in (0, 59)] == ["tag0", "tag59"]
+
+
+# field case 20
+@pytest.mark.parametrize("layout", ["packed", "per_file", "segment"])
+def test_one_capture_that_cannot_be_written_fails_alone(tmp_path: Path, layout: str) -> None:
+    def broken(hook: str, layer: int) -> list[memoryview]:
+        raise OSError("the spilled rows are gone")
+
+    captures = [finished(request=n, layout=layout, **({"rows": broken} if n == 2 else {})) for n in range(5)]
+    store = filesystem(tmp_path)
+    outcomes = store.consume(captures)
+    store.close()
+    assert [outcome.error for outcome in outcomes] == ["", "", "it could not be written: the spilled rows are gone", "", ""]
+    assert CaptureReader(tmp_path, "job_x").requests() == [0, 1, 3, 4]
+
+
+# field case 46
+def test_a_group_of_any_layout_mix_costs_four_syncs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = filesystem(tmp_path)
+    store.consume([finished(layout="segment")])  # opens the segment
+    calls: list[str] = []
+    for module, name in ((os, "fsync"), (os, "fdatasync"), (storage, "_syncfs")):
+        monkeypatch.setattr(module, name, lambda descriptor, name=name: calls.append(name))
+    store.consume([finished(f"job_{n}", layout=layout) for n in range(40) for layout in ("segment", "packed", "per_file")])
+    store.close()
+    assert sorted(calls) == ["_syncfs", "_syncfs", "fdatasync", "fdatasync"]
+
+
+def test_what_was_dropped_and_reused_is_in_the_file_and_in_its_report(tmp_path: Path) -> None:
+    (file, *_) = write(tmp_path, finished(positions=[0, 3], dropped=(1, 2), reused=2, layout="per_file"))
+    assert (file.dropped, file.reused) == ([1, 2], 1)
+    reader = CaptureReader(tmp_path, "job_x")
+    assert (reader.dropped(), reader.manifest().reused) == ([1, 2], 1)
+
+
+def test_a_capture_of_no_position_has_no_rows_and_is_no_error(tmp_path: Path) -> None:
+    for layout in ("packed", "segment", "per_file"):
+        written = write(tmp_path / layout, finished(positions=[], layout=layout))
+        assert sum(file.rows for file in written) == 0
+        reader = CaptureReader(tmp_path / layout, "job_x")
+        assert (reader.array(2).shape, reader.positions()) == ((0, 5), [])
+        assert all(check.ok for check in reader.verify())
+
+
+# field case 19
+@pytest.mark.parametrize("layout", ["packed", "segment"])
+def test_beyond_the_quota_nothing_is_written_until_something_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    monkeypatch.setattr(retention, "MEASURE_FULL_S", 0.0)
+    monkeypatch.setattr(retention, "MEASURE_SHARE", 0)
+    store = filesystem(tmp_path / "captures", quota=60 << 10)
+
+    def put(job: str) -> Outcome:
+        return store.consume([finished(job, layout=layout)])[0]
+
+    outcomes = [put(f"job_{n}") for n in range(20)]
+    written = [n for n, outcome in enumerate(outcomes) if not outcome.error]
+    assert written == list(range(len(written)))
+    assert 3 <= len(written) < 20
+    assert "capture_quota_mib" in outcomes[-1].error
+    assert retention.used_bytes(tmp_path / "captures") <= 60 << 10
+    retention.delete(tmp_path / "captures", [f"job_{n}" for n in written])
+    assert put("job_later").error == ""
+    store.close()
+
+
+def test_a_read_only_folder_is_an_error_of_the_capture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As root nothing is read-only, so the refusal is put where the kernel gives it."""
+    real = os.open
+
+    def refusing(path: Any, flags: int, *more: Any, **named: Any) -> int:
+        if flags & os.O_CREAT and str(path).startswith(str(tmp_path)):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, flags, *more, **named)
+
+    monkeypatch.setattr(os, "open", refusing)
+    store = filesystem(tmp_path)
+    errors = [outcome.error for outcome in store.consume([finished(layout="packed"), finished(layout="segment")])]
+    assert all("Permission denied" in error for error in errors)
+
+
+def test_a_crash_between_blobs_and_lines_loses_only_what_was_not_reported(tmp_path: Path) -> None:
+    """The tail that a crash leaves: bytes that no line names, and half a line."""
+    write(tmp_path, finished(request=0), finished(request=1))
+    segments = tmp_path / "tag" / "segments"
+    (index,) = segments.glob("*.jsonl")
+    with index.with_suffix(".seg").open("ab") as data:
+        data.write(b"\xff" * 5000)
+    with index.open("ab") as lines:
+        lines.write(index.read_bytes()[:120])
+    write(tmp_path, finished(request=2), owner="w.nextboot.0")
+    assert len(list(segments.glob("*.seg"))) == 2
+    reader = CaptureReader(tmp_path, "job_x")
+    assert reader.requests() == [0, 1, 2]
+    assert all(check.ok for check in reader.verify())
+    assert len(list(read_entries(index))) == 2
