@@ -1,6 +1,8 @@
 """What does it cost to capture everything? 103 prompts × 30 layers × all prompt positions, through HTTP, held until durable.
 
-    python benchmarks/capture_http.py [--rounds 5] [--max-tokens 1 16] [--concurrency 64] [--compiled]
+    python benchmarks/capture_http.py [--rounds 5] [--max-tokens 1 16] [--concurrency 64] [--hooks post_block] [--layers all] [--compiled]
+
+`--hooks`: names separated by commas, or `all`; several sets, such as `--hooks post_block all`, are measured in turns.
 
 Beside it, in the same run and in turns: a stock vLLM engine called directly (no HTTP, no queue) with the same prompts and no
 capture. An untimed round first checks every file's CRC32 at the moment its response arrives.
@@ -9,6 +11,7 @@ capture. An untimed round first checks every file's CRC32 at the moment its resp
 import argparse
 import asyncio
 import json
+import shutil
 import statistics
 import tempfile
 import time
@@ -20,11 +23,12 @@ import aiohttp
 from engines import DEMO_MODEL, EngineProcess, bench_prompts, settings_for, tokenised
 
 from midstream.client.supervisor import Supervisor, prepare
+from midstream.schemas.selectors import HOOKS
 from midstream.schemas.settings import Settings
 
 
 async def captured_round(
-    url: str, model: str, prompts: list[list[int]], layers: Any, max_tokens: int, concurrency: int, root: Path, check: bool
+    url: str, model: str, prompts: list[list[int]], hooks: dict[str, str], max_tokens: int, concurrency: int, root: Path, check: bool
 ) -> tuple[float, list[dict[str, Any]]]:
     """Seconds for all, and each `capture_results`."""
     gate = asyncio.Semaphore(concurrency)
@@ -37,14 +41,15 @@ async def captured_round(
                 "max_tokens": max_tokens,
                 "temperature": 0,
                 "ignore_eos": True,
-                "capture": {"layers": layers, "positions": "all_prompt"},
+                "capture": {"hooks": hooks, "positions": "all_prompt"},
                 "capture_wait": True,
             }
             async with gate, http.post("/v1/completions", json=body) as response:
                 results: dict[str, Any] = (await response.json())["capture_results"]
             if check:
                 for file in results["files"]:
-                    assert zlib.crc32((root / file["path"]).read_bytes()) == file["crc32"], file
+                    blob = (root / file["path"]).read_bytes()[file["offset"] :][: file["bytes"]]
+                    assert zlib.crc32(blob) == file["crc32"], file
             return results
 
         start = time.perf_counter()
@@ -57,47 +62,61 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--max-tokens", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--concurrency", type=int, default=64)
+    parser.add_argument("--hooks", nargs="+", default=["post_block"])
     parser.add_argument("--layers", default="all")
     parser.add_argument("--compiled", action="store_true")
     options = parser.parse_args()
     prompts = tokenised(bench_prompts(), DEMO_MODEL)
     tokens = sum(map(len, prompts))
+    sets = {names: dict.fromkeys(HOOKS if names == "all" else names.split(","), options.layers) for names in options.hooks}
     with tempfile.TemporaryDirectory(prefix="midstream-bench-") as folder:
         common = {"enforce_eager": not options.compiled, "enable_prefix_caching": False, "max_model_len": 2048}
+        if options.compiled:
+            common["capture_buffer_mib"] = 1024  # all six hooks of a full step
         stock = EngineProcess("stock", settings_for(Path(folder) / "stock", DEMO_MODEL, **common))
         data = Path(folder) / "stack"
         wanted = Settings(model=str(DEMO_MODEL), data_dir=str(data), api_port=0, flower_port=0, **common)
         settings = prepare(wanted, data, print)
         report: list[dict[str, Any]] = []
         with Supervisor(settings, say=lambda line: None) as stack:
-            run = (stack.url, settings.served_model, prompts, options.layers)
+
+            def captured(hooks: dict[str, str], max_tokens: int, *, check: bool) -> tuple[float, list[dict[str, Any]]]:
+                run = captured_round(
+                    stack.url, settings.served_model, prompts, hooks, max_tokens, options.concurrency, settings.capture_root, check
+                )
+                seconds, results = asyncio.run(run)
+                shutil.rmtree(settings.capture_root / "default")  # or the disk fills over the rounds
+                return seconds, results
+
             for max_tokens in options.max_tokens:
-                _, checked = asyncio.run(captured_round(*run, max_tokens, options.concurrency, settings.capture_root, check=True))
-                ok = sum(result["status"] == "ok" for result in checked)
+                checked = {name: captured(hooks, max_tokens, check=True)[1] for name, hooks in sets.items()}
                 stock.run(prompts, max_tokens, options.concurrency)
-                plain, captured = [], []
+                plain: list[float] = []
+                seconds: dict[str, list[float]] = {name: [] for name in sets}
                 for _ in range(options.rounds):
                     plain.append(stock.run(prompts, max_tokens, options.concurrency)["seconds"])
-                    seconds, results = asyncio.run(
-                        captured_round(*run, max_tokens, options.concurrency, settings.capture_root, check=False)
-                    )
-                    assert all(result["status"] == "ok" for result in results)
-                    captured.append(seconds)
-                    print(
-                        f"  max_tokens {max_tokens}: plain {plain[-1]:.2f} s, captured {seconds:.2f} s, {seconds / plain[-1]:.3f}",
-                        flush=True,
-                    )
-                report.append(
+                    for name, hooks in sets.items():
+                        took, results = captured(hooks, max_tokens, check=False)
+                        assert all(result["status"] == "ok" for result in results)
+                        seconds[name].append(took)
+                        print(
+                            f"  max_tokens {max_tokens}: plain {plain[-1]:.2f} s, {name} {took:.2f} s, {took / plain[-1]:.3f}",
+                            flush=True,
+                        )
+                report += [
                     {
+                        "hooks": name,
                         "max_tokens": max_tokens,
-                        "ok": f"{ok}/{len(prompts)}",
+                        "ok": f"{sum(result['status'] == 'ok' for result in checked[name])}/{len(prompts)}",
                         "plain_s": round(statistics.median(plain), 3),
-                        "captured_s": round(statistics.median(captured), 3),
-                        "ratio": round(statistics.median(c / p for c, p in zip(captured, plain, strict=True)), 3),
-                        "mib": round(sum(result["bytes"] for result in checked) / (1 << 20)),
-                        "rows": sum(result["rows"] for result in checked),
+                        "captured_s": round(statistics.median(took), 3),
+                        "ratio": round(statistics.median(c / p for c, p in zip(took, plain, strict=True)), 3),
+                        "ratio_of_best": round(min(took) / min(plain), 3),
+                        "mib": round(sum(result["bytes"] for result in checked[name]) / (1 << 20)),
+                        "rows": sum(result["rows"] for result in checked[name]),
                     }
-                )
+                    for name, took in seconds.items()
+                ]
         stock.close()
     print(f"{len(prompts)} prompts, {tokens} tokens, layers {options.layers}, concurrency {options.concurrency}")
     for line in report:
