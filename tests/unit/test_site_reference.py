@@ -9,6 +9,7 @@ import pytest
 import torch
 from site_kit import DTYPES, Case, check, random_case, run, same_bits
 from site_properties import PROPERTIES
+from torch._inductor.utils import run_and_get_code
 from tree import ROOT
 
 from midstream.kernels import pair_site, reference, single_site
@@ -177,3 +178,25 @@ def test_the_page_on_kernels_and_the_table_of_families_agree_both_ways() -> None
     page = (ROOT / "docs" / "kernels.md").read_text()
     told = re.findall(r"^\| `(\w+)` \| (rewrite|shift) \| (.+) \|$", page, re.MULTILINE)
     assert told == [(family.name, family.effect, family.formula) for family in FAMILIES]
+
+
+class TwoSites(Layer):
+    """Two sites that share one ring, as all sites of a rank do."""
+
+    def forward(self, stream: torch.Tensor) -> torch.Tensor:
+        stream = stream * 2
+        single_site(stream, *self.site())
+        stream = self.linear(stream)
+        single_site(stream, *self.site())
+        return stream
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_compiled_sites_share_the_ring_without_copies_of_it() -> None:
+    case = busy_case(pair=False)
+    case.ring_rows = 7919  # a number to look for
+    layer = TwoSites(case)
+    with torch.no_grad():
+        _, (code, *_) = run_and_get_code(torch.compile(layer, fullgraph=True), case.stream.clone())
+    assert code.count("midstream.single_site.default(") == 2
+    assert re.findall(r"\w+\((?=\(7919,)", code) == []  # such as empty_strided_cpu((7919, 24), …)
