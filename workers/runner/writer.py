@@ -137,12 +137,8 @@ class Writer:
         captures: list[tuple[_Told, FinishedCapture]] = []
         for of_request in told:
             for build in of_request.job.builds:
-                try:
-                    captures.append((of_request, build()))
-                except Exception as error:
-                    receipt = of_request.job.receipt
-                    logger.exception("a capture of job %s request %d could not be taken", receipt.job, receipt.request)
-                    of_request.failed.append(f"capture could not be taken: {error}")
+                if (capture := _built(of_request, build)) is not None:
+                    captures.append((of_request, capture))
         outcomes = self._consume(captures, consumers)
         for (of_request, capture), by_name in zip(captures, outcomes, strict=True):
             _note(of_request, capture, by_name)
@@ -165,6 +161,17 @@ class Writer:
         if name not in consumers:
             return lambda captures: [Outcome(error=f"rank {captures[0].rank} has no such consumer")] * len(captures)
         return consumers[name].consume
+
+
+def _built(told: _Told, build: Callable[[], FinishedCapture]) -> FinishedCapture | None:
+    """The capture, or why there is none in `told.failed`."""
+    try:
+        return build()
+    except Exception as error:
+        receipt = told.job.receipt
+        logger.exception("a capture of job %s request %d could not be taken", receipt.job, receipt.request)
+        told.failed.append(f"capture could not be taken: {error}")
+        return None
 
 
 def _note(told: _Told, capture: FinishedCapture, by_name: Mapping[str, Outcome]) -> None:

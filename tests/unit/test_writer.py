@@ -1,0 +1,335 @@
+"""Does every finished request get the receipt that says what became of its captures, whatever else goes wrong?"""
+
+import gc
+import logging
+import sqlite3
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from capture_kit import finished, values
+
+from midstream.broker.outbox import Outbox
+from midstream.client import CaptureReader
+from midstream.schemas.receipts import Receipt, receipt_decoder
+from midstream.workers.runner.consumers import Apart, available, installed
+from midstream.workers.runner.finished import FinishedCapture, Outcome
+from midstream.workers.runner.layouts import StoreConfig
+from midstream.workers.runner.writer import WriteJob, Writer
+
+MEMORY_LIMIT = 4096
+
+
+class Desk:
+    """A writer over a real outbox that no relay answers; the receipts are read as it gets them."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, threads: int = 1, **store: int):
+        self.root = folder / "captures"
+        self.receipts: list[Receipt] = []
+        self.outbox = Outbox(folder / "outbox", "w", 0, "tcp://127.0.0.1:9")
+        append = self.outbox.append
+
+        def appended(receipt: Receipt) -> None:
+            append(receipt)
+            self.receipts.append(receipt)
+
+        monkeypatch.setattr(self.outbox, "append", appended)
+        self.fail = False
+        config = StoreConfig(self.root, "w.boot.0", **store)
+        self.writer = Writer(config, self.outbox, threads, MEMORY_LIMIT, fail_writes=lambda: self.fail)
+
+    def submit(self, *builds: Callable[[], FinishedCapture], request: int = 0, status: str = "ok") -> None:
+        receipt = Receipt(
+            "1", "w", "boot", "job_x", request, 1, 0, 1, tp=0, pp=0, step=1, actions=0, checksum="0" * 16, status=status, message=""
+        )
+        self.writer.submit(WriteJob(receipt, builds, 100))
+
+    def close(self) -> dict[int, Receipt]:
+        self.writer.close()
+        assert not self.writer.busy()
+        self.outbox.close()
+        return {receipt.request: receipt for receipt in self.receipts}
+
+
+@pytest.fixture
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
+    return Desk(tmp_path, monkeypatch)
+
+
+def capture(**changes: object) -> Callable[[], FinishedCapture]:
+    return lambda: finished(**changes)  # type: ignore[arg-type]
+
+
+def broken() -> FinishedCapture:
+    raise RuntimeError("positions [3] were not recorded (1 of 4)")
+
+
+# field case 19
+def test_a_receipt_says_ok_when_its_files_are_there(desk: Desk) -> None:
+    desk.submit(capture())
+    receipt = desk.close()[0]
+    assert (receipt.status, receipt.message, [(told.name, told.ok) for told in receipt.consumed]) == ("ok", "", [("filesystem", True)])
+    assert [file.rows for file in receipt.files] == [6]
+    np.testing.assert_array_equal(CaptureReader(desk.root, "job_x").array(2), values("post_block", 2, [0, 1, 2]))
+
+
+def test_a_request_without_captures_is_reported_at_once(desk: Desk) -> None:
+    desk.submit()
+    assert [receipt.status for receipt in desk.receipts] == ["ok"]
+    desk.close()
+
+
+def test_several_captures_go_each_to_its_own_consumers(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    desk.submit(capture(consumers=["memory", "filesystem"], tag="mine"), capture(consumers=["logging"], tag="global", dtype="float32"))
+    receipt = desk.close()[0]
+    assert receipt.status == "ok"
+    assert [told.name for told in receipt.consumed] == ["memory", "filesystem", "logging"]
+    assert [file.tag for file in receipt.files] == ["mine"]
+    reader = CaptureReader.from_bytes(receipt.consumed[0].rows)
+    np.testing.assert_array_equal(reader.array(3), values("post_block", 3, [0, 1, 2]))
+    (line,) = [record.getMessage() for record in caplog.records if "captured job=" in record.getMessage()]
+    first, last = np.linalg.norm(values("post_block", 2, [0, 2]), axis=1)
+    assert "job=job_x request=0 tag=global pp=0 positions=3 hidden=5 dtype=float32" in line
+    assert f"post_block.2 {first:.4g} … {last:.4g}" in line
+
+
+# field case 19
+@pytest.mark.parametrize(
+    ("build", "status", "said"),
+    [
+        (broken, "error", "could not be taken: positions [3] were not recorded"),
+        (capture(positions=range(500), consumers=["memory", "logging"]), "error", "4096 (4 KiB, memory_limit_kib)"),
+        (capture(consumers=["nobody"]), "error", "rank 0 has no such consumer"),
+        (capture(consumers=["filesystem", "nobody"]), "partial", "consumer nobody failed: rank 0 has no such consumer"),
+        (capture(positions=[0, 9], dropped=(4, 5)), "partial", "rows of 2 positions were dropped under overload: 4, 5"),
+    ],
+)
+def test_what_failed_or_was_dropped_is_never_ok(desk: Desk, build: Callable[[], FinishedCapture], status: str, said: str) -> None:
+    desk.submit(build)
+    receipt = desk.close()[0]
+    assert receipt.status == status
+    assert said in receipt.message
+    assert receipt.kind == ("capture_failed" if status == "error" else "")
+
+
+# field case 19
+def test_a_capture_that_cannot_be_written_is_an_error_with_the_reason(desk: Desk) -> None:
+    desk.fail = True
+    desk.submit(capture())
+    receipt = desk.close()[0]
+    assert (receipt.status, receipt.kind, receipt.files) == ("error", "capture_failed", [])
+    assert "fault injected" in receipt.message
+
+
+def test_an_error_that_was_one_before_keeps_its_reason(desk: Desk) -> None:
+    desk.submit(capture(dropped=(7,)), status="error")
+    assert (desk.close()[0].status, desk.receipts[0].message) == ("error", "")
+
+
+# field case 20
+def test_one_capture_that_fails_neither_fails_nor_holds_up_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = Desk(tmp_path, monkeypatch, threads=2)
+    for request in range(40):
+        bad = request % 5 == 2
+        desk.submit(*([capture(request=request), broken] if bad else [capture(request=request)]), request=request)
+    receipts = desk.close()
+    assert {request for request, receipt in receipts.items() if receipt.status == "error"} == set(range(2, 40, 5))
+    assert all(receipts[request].status == "ok" for request in range(40) if request % 5 != 2)
+    assert CaptureReader(desk.root, "job_x").requests() == list(range(40))
+
+
+# field case 20
+def test_a_receipt_does_not_wait_for_what_comes_after_it(desk: Desk) -> None:
+    """Each is on its way when its own group is durable, however much is being written behind it."""
+    free = threading.Event()
+
+    def slow() -> FinishedCapture:
+        assert free.wait(20)
+        return finished(request=1)
+
+    desk.submit(capture(request=0), request=0)
+    deadline = time.monotonic() + 20
+    while not desk.receipts and time.monotonic() < deadline:
+        time.sleep(0.002)
+    desk.submit(slow, request=1)
+    time.sleep(0.05)
+    assert [receipt.request for receipt in desk.receipts] == [0]
+    assert desk.writer.busy()
+    free.set()
+    assert sorted(desk.close()) == [0, 1]
+
+
+def test_the_quota_is_named_in_the_receipt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = Desk(tmp_path, monkeypatch, quota=4096)
+    desk.submit(capture())
+    receipt = desk.close()[0]
+    assert (receipt.status, receipt.kind) == ("error", "capture_failed")
+    assert "capture_quota_mib" in receipt.message
+
+
+# field case 47
+def test_rows_that_come_back_are_raw_bytes_in_the_receipt(desk: Desk) -> None:
+    desk.submit(capture(consumers=["memory"], dtype="float32"))
+    receipt = desk.close()[0]
+    assert values("post_block", 3, [0, 1, 2]).tobytes() in receipt.consumed[0].rows
+    assert not desk.root.exists()
+
+
+# --- Consumers of other packages ---
+
+PLUGIN = """
+from midstream.workers.runner.finished import Outcome
+
+SEEN = []
+
+class Counting:
+    def consume(self, captures):
+        SEEN.extend((str(capture), capture.num_rows) for capture in captures)
+        return [Outcome(error="unwanted" if capture.spec.request == 3 else "") for capture in captures]
+
+class Raising:
+    def consume(self, captures):
+        if any(capture.spec.request % 2 for capture in captures):
+            raise ValueError("an odd request")
+        return [Outcome() for _ in captures]
+
+class Careless:
+    def consume(self, captures):
+        return None
+
+def unmakeable():
+    raise OSError("no connection")
+
+def shadow():
+    return Counting()
+"""
+ENTRY_POINTS = """[midstream.capture_consumers]
+counting = capture_plugin_of_the_tests:Counting
+raising = capture_plugin_of_the_tests:Raising
+careless = capture_plugin_of_the_tests:Careless
+unmakeable = capture_plugin_of_the_tests:unmakeable
+missing = capture_plugin_of_the_tests:NotThere
+nowhere = capture_plugin_that_is_not_installed:Anything
+filesystem = capture_plugin_of_the_tests:shadow
+"""
+
+
+@pytest.fixture
+def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An installed package as pip leaves it: a module, and its entry points in a dist-info folder."""
+    site = tmp_path / "site"
+    info = site / "capture_plugin_of_the_tests-1.0.dist-info"
+    info.mkdir(parents=True)
+    (site / "capture_plugin_of_the_tests.py").write_text(PLUGIN)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: capture-plugin-of-the-tests\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(ENTRY_POINTS)
+    monkeypatch.syspath_prepend(str(site))
+    installed.cache_clear()
+    yield
+    installed.cache_clear()
+    sys.modules.pop("capture_plugin_of_the_tests", None)
+
+
+def test_consumers_of_installed_packages_are_found_and_broken_ones_left_out(plugin: None, caplog: pytest.LogCaptureFixture) -> None:
+    assert available() == ["filesystem", "memory", "logging", "careless", "counting", "raising"]
+    assert available() == available()
+    told = [record.getMessage() for record in caplog.records]
+    for name in ("unmakeable", "missing", "nowhere", "filesystem"):
+        assert len([line for line in told if f"the capture consumer {name} " in line]) == 1
+
+
+def test_an_installed_consumer_gets_the_captures_that_name_it(plugin: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = Desk(tmp_path, monkeypatch)
+    for request in range(5):
+        desk.submit(capture(request=request, consumers=["filesystem", "counting"]), capture(tag="other"), request=request)
+    receipts = desk.close()
+    seen = sys.modules["capture_plugin_of_the_tests"].SEEN  # type: ignore[attr-defined]
+    assert sorted(seen) == [(f"capture tag of job job_x request {request}", 6) for request in range(5)]
+    assert [receipts[request].status for request in range(5)] == ["ok", "ok", "ok", "partial", "ok"]
+    assert "tag: consumer counting failed: unwanted" in receipts[3].message
+    assert [(told.name, told.ok, told.message) for told in receipts[3].consumed] == [
+        ("filesystem", True, ""), ("counting", False, "unwanted"), ("filesystem", True, ""),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "said"), [("raising", "an odd request"), ("careless", "NoneType")])
+def test_a_consumer_that_breaks_breaks_nobody_else(
+    plugin: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, said: str
+) -> None:
+    desk = Desk(tmp_path, monkeypatch)
+    gate = threading.Event()
+
+    def first() -> FinishedCapture:
+        assert gate.wait(20)  # so that the others form one group behind it
+        return finished(request=0, consumers=["filesystem", name])
+
+    desk.submit(first)
+    for request in (1, 2):
+        desk.submit(capture(request=request, consumers=["filesystem", name]), request=request)
+    gate.set()
+    receipts = desk.close()
+    odd = receipts[1]
+    assert (odd.status, len(odd.files)) == ("partial", 1)
+    assert said in odd.consumed[1].message
+    if name == "raising":
+        assert [receipts[request].status for request in (0, 2)] == ["ok", "ok"]
+    assert CaptureReader(desk.root, "job_x").requests() == [0, 1, 2]
+
+
+def test_a_consumer_that_hangs_is_given_up_and_then_left_alone_until_it_answers() -> None:
+    let_go = threading.Event()
+
+    class Hanging:
+        calls = 0
+
+        def consume(self, captures: Sequence[FinishedCapture]) -> list[Outcome]:
+            self.calls += 1
+            if self.calls == 1:
+                assert let_go.wait(20)
+            return [Outcome()] * len(captures)
+
+    hanging = Hanging()
+    apart = Apart("hanging", hanging, patience_s=0.05)
+    assert "longer than 0.05 s" in apart.consume([finished()])[0].error
+    start = time.monotonic()
+    assert "still busy" in apart.consume([finished(), finished(request=1)])[1].error
+    assert time.monotonic() - start < 0.04
+    let_go.set()
+    deadline = time.monotonic() + 10
+    while apart.consume([finished()])[0].error:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert hanging.calls == 2
+
+
+def test_the_memory_of_rows_is_free_once_the_receipt_is_on_its_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = Desk(tmp_path, monkeypatch)
+    made: list[weakref.ref[FinishedCapture]] = []
+
+    def build() -> FinishedCapture:
+        one = finished(consumers=["filesystem", "memory", "logging"])
+        made.append(weakref.ref(one))
+        return one
+
+    for request in range(5):
+        desk.submit(build, broken, request=request)
+    deadline = time.monotonic() + 20
+    while desk.writer.busy() and time.monotonic() < deadline:
+        time.sleep(0.002)
+    gc.collect()
+    assert [ref() for ref in made] == [None] * 5
+    desk.close()
+
+
+def test_the_receipts_are_durable_in_the_outbox(desk: Desk) -> None:
+    desk.submit(capture())
+    desk.close()
+    with sqlite3.connect(desk.outbox.path) as database:
+        ((payload,),) = database.execute("SELECT payload FROM receipts").fetchall()
+    assert receipt_decoder.decode(payload).files[0].layout == "segment"
