@@ -318,7 +318,7 @@ def test_the_memory_of_rows_is_free_once_the_receipt_is_on_its_way(tmp_path: Pat
         return one
 
     for request in range(5):
-        desk.submit(build, broken, request=request)
+        desk.submit(build, request=request)
     deadline = time.monotonic() + 20
     while desk.writer.busy() and time.monotonic() < deadline:
         time.sleep(0.002)
