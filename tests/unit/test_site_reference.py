@@ -199,4 +199,4 @@ def test_compiled_sites_share_the_ring_without_copies_of_it() -> None:
     with torch.no_grad():
         _, (code, *_) = run_and_get_code(torch.compile(layer, fullgraph=True), case.stream.clone())
     assert code.count("midstream.single_site.default(") == 2
-    assert re.findall(r"\w+\((?=\(7919,)", code) == []  # such as empty_strided_cpu((7919, 24), …)
+    assert re.findall(r"empty_strided\w*\(\(7919,", code) == []
