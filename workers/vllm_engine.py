@@ -232,7 +232,7 @@ class VllmEngine:
             if len(found) > 1:
                 logger.error("the ranks of stage %d disagree: %s", stage, sorted(found))
                 return f"the ranks of stage {stage} disagree on the actions they applied: {sorted(found)}"
-        if any(rank["tainted"] for rank in statuses) and await self._llm.reset_prefix_cache():
+        if any(rank["tainted"] or rank["unkept"] for rank in statuses) and await self._llm.reset_prefix_cache():
             await self._call("midstream_cleanse", ())
         return ""
 

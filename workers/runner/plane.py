@@ -71,6 +71,7 @@ class DataPlane:
         )
         self._planner = Planner(sites, buffers, self._table, self._slabs, traced=traced)
         self._row_store, self._keeping = RowStore(), cast("Keeping | None", None)
+        self._unkept = 0  # rows that the scheduler takes for kept, and a failed request did not leave
         self._outbox = Outbox(Path(config.outbox_dir), config.worker, place.rank, config.relay_url, on_fatal=_give_up)
         self._writer = make_writer(config, place.rank, self._outbox, fail_writes=lambda: "write" in self.faults)
         self._tracked: dict[str, Tracked] = {}
@@ -111,8 +112,9 @@ class DataPlane:
         return True, ""
 
     def cleanse(self) -> tuple[bool, str]:
-        """The prefix cache was emptied: nothing in it can come from a failed intervention."""
+        """The prefix cache was emptied: nothing in it can come from a failed intervention, and no kept row is promised."""
         self._tainted.clear()
+        self._unkept = 0
         return True, ""
 
     def end(self, key: str, num_tokens: int) -> tuple[bool, str]:
@@ -149,6 +151,7 @@ class DataPlane:
             "schedule": f"{self._schedule:08x}",
             "tainted": len(self._tainted),
             "kept_row_bytes": self._row_store.held,
+            "unkept": self._unkept,
             "spilled_bytes": self._slabs.spilled,
             "outbox": self._outbox.depth(),
         }
@@ -207,6 +210,7 @@ class DataPlane:
                 self._planner.drain()
         if self._keeping is not None:
             for block in self._keeping.keep:
+                self._unkept += block.request_id in self._tracked and self._tracked[block.request_id].reported
                 self._with_recording(block, self._row_store.keep)
             self._row_store.drop(self._keeping.drop)
             self._keeping = None
@@ -227,7 +231,7 @@ class DataPlane:
         except Exception as error:
             logger.exception("the data plane failed in step %d", self._step)
             for request in tracked:
-                self._fail(request, f"internal error on rank {self._place.rank}: {error!r}", kind)
+                self._fail(request, f"internal error on rank {self._place.rank}: {type(error).__name__}: {error}", kind)
 
     # -- requests -----------------------------------------------------------------------------------------------------------
 

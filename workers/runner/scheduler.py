@@ -82,10 +82,9 @@ class _Midstream:
         return output
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
-        done = bool(super().reset_prefix_cache(*args, **kwargs))  # type: ignore[misc]
-        if done:
-            self._midstream_rows.clear()
-        return done
+        """Kept rows are forgotten also when vLLM, being busy, keeps its blocks: they are computed again."""
+        self._midstream_rows.clear()
+        return bool(super().reset_prefix_cache(*args, **kwargs))  # type: ignore[misc]
 
     def _keeping(self, output: Any) -> Keeping:
         told, rows = Keeping(), self._midstream_rows
