@@ -1,4 +1,4 @@
-"""Can captured tensors be found and fetched over HTTP, bit for bit, and nothing else of the disk?"""
+"""Can captured tensors be found, fetched and deleted over HTTP, bit for bit, and nothing else of the disk?"""
 
 import zlib
 from pathlib import Path
@@ -7,8 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
-from edge import HIDDEN, Api, Hand
+from capture_kit import finished, values, write
+from edge import HIDDEN, Api, Hand, running
 
+from midstream.broker import retention
+from midstream.broker.captures import Captures
+from midstream.broker.ledger import Claim
+from midstream.client import CaptureReader, Client
+from midstream.schemas.errors import MidstreamError
 from midstream.schemas.receipts import CapturedFile
 
 
@@ -40,10 +46,11 @@ def test_the_manifest_says_what_is_in_every_file(api: Api, captured: str) -> Non
     manifest = api.http.get(f"/v1/captures/{captured}").json()
     assert (manifest["status"], manifest["rows"], len(manifest["files"])) == ("ok", 24, 2)
     first = manifest["files"][0]
-    assert (first["hook"], first["dtype"], first["layers"]) == ("post_block", "float32", [0, 1, 2, 3])
+    assert (first["sites"], first["dtype"], first["at"]) == ({"post_block": [0, 1, 2, 3]}, "float32", "before")
     assert (first["positions"], first["token_ids"]) == ([0, 1, 2], [1, 2, 3])
+    assert (first["name"], first["layout"], first["offset"]) == ("mine.p0000.pp0.safetensors", "packed", 0)
     path = Path(manifest["root"]) / first["path"]
-    assert path.parts[-3:] == ("mine", captured, first["name"])
+    assert path.parts[-3:] == ("mine", captured, "p0000.a1.pp0.safetensors")
     assert zlib.crc32(path.read_bytes()) == first["crc32"]
 
 
@@ -122,8 +129,8 @@ def test_a_receipt_that_names_a_path_outside_the_root_opens_nothing(api: Api, ha
     (api.settings.capture_root.parent / "secret.safetensors").write_bytes(b"secret")
     claim = hand.claim(api.submit(capture={"layers": [0]}))
     hand.store(claim)
-    hand.receipt(claim, files=[CapturedFile("../secret.safetensors", 6, 0, 1, [0], 1)])
-    for path in ("", "/files/secret.safetensors", "/safetensors"):
+    hand.receipt(claim, files=[CapturedFile("../secret.safetensors", 6, 0, 1, sites={"post_block": [0]}, positions=1)])
+    for path in ("", "/files/...p0000.pp0.safetensors", "/safetensors"):
         answer = api.http.get(f"/v1/captures/{claim.job.id}{path}")
         assert answer.status_code == 500
         assert "inside the capture root" in answer.json()["detail"]
@@ -150,3 +157,210 @@ def test_the_manifest_of_a_large_ticket_is_whole(api: Api, hand: Hand) -> None:
     hand.finish(job_id)
     manifest = api.http.get(f"/v1/captures/{job_id}").json()
     assert sorted(file["request"] for file in manifest["files"]) == list(range(200))
+
+
+# --- Layouts, hooks, tags ---
+
+LAYOUTS = ["packed", "per_file", "segment"]
+WHOLE = {"pre_attn": [1], "post_block": [0, 1, 2, 3]}
+STAGES: list[dict[str, list[int]]] = [{"pre_attn": [1], "post_block": [0, 1]}, {"post_block": [2, 3]}]
+
+
+def written(hand: Hand, claim: Claim, layout: str, tag: str = "mine", stages: int = 1, only: int | None = None) -> None:
+    """Real files of every prompt and stage through the writer's own code, and the receipts that name them."""
+    for request in range(len(claim.job.prompts)):
+        for pp in range(stages) if only is None else [only]:
+            sites = WHOLE if stages == 1 else STAGES[pp]
+            capture = finished(
+                claim.job.id, request, sites, all_sites=WHOLE, pp=pp, stages=stages, layout=layout, tag=tag, attempt=claim.attempt
+            )
+            files = write(hand.settings.capture_root, capture, owner=f"hand.{claim.job.id}.{request}.{pp}")
+            hand.receipt(claim, request, rank=pp, files=files)
+
+
+def layered(api: Api, hand: Hand, layout: str, prompts: int = 2, tag: str = "mine") -> str:
+    """A finished job whose captures lie in one layout."""
+    hooks = {"pre_attn": [1], "post_block": "all"}
+    claim = hand.claim(api.submit(prompts=["hello there"] * prompts, capture={"hooks": hooks, "tag": tag}))
+    hand.store(claim)
+    written(hand, claim, layout, tag)
+    return claim.job.id
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_blobs_of_every_layout_are_named_once_and_served_whole(api: Api, hand: Hand, layout: str) -> None:
+    job_id = layered(api, hand, layout)
+    manifest = api.http.get(f"/v1/captures/{job_id}").json()
+    names = [file["name"] for file in manifest["files"]]
+    assert (len(names), len(set(names))) == ((10, 10) if layout == "per_file" else (2, 2))
+    assert ("mine.p0001.pp0.pre_attn.1.safetensors" if layout == "per_file" else "mine.p0001.pp0.safetensors") in names
+    for file in manifest["files"]:
+        content = api.http.get(file["url"]).content
+        assert (len(content), zlib.crc32(content)) == (file["bytes"], file["crc32"])
+        lies = (Path(manifest["root"]) / file["path"]).read_bytes()
+        assert lies[file["offset"] : file["offset"] + file["bytes"]] == content
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_prompts_rows_come_as_one_file_whatever_the_layout(api: Api, hand: Hand, layout: str) -> None:
+    job_id = layered(api, hand, layout)
+    raw = api.http.get(f"/v1/captures/{job_id}/safetensors", params={"request": 1}).content
+    reader = CaptureReader.from_bytes(raw)
+    assert (reader.requests(), reader.hooks(1), reader.layers(1)) == ([1], ["pre_attn", "post_block"], [0, 1, 2, 3])
+    np.testing.assert_array_equal(reader.array(1, "pre_attn", 1), values("pre_attn", 1, [0, 1, 2]))
+    some = api.http.get(f"/v1/captures/{job_id}/safetensors", params={"hook": "resid_post", "layers": "0,2"}).content
+    assert CaptureReader.from_bytes(some).layers() == [0, 2]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_client_reads_every_layout_in_place_and_downloaded(api: Api, hand: Hand, layout: str, tmp_path: Path) -> None:
+    job_id = layered(api, hand, layout)
+    with Client(api.url) as client:
+        for reader in (client.capture(job_id), client.capture(job_id, tmp_path)):
+            assert (reader.requests(), all(check.ok for check in reader.verify())) == ([0, 1], True)
+            np.testing.assert_array_equal(reader.array(3, request=1), values("post_block", 3, [0, 1, 2]))
+    assert all(path.parent == tmp_path for path in reader.files)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "field"), [({"hook": "mlp_in"}, "hook"), ({"hook": "pre_attn", "layers": "2"}, "layers"), ({"tag": "no"}, "tag")]
+)
+def test_a_site_or_tag_that_was_not_captured_is_named(api: Api, hand: Hand, parameters: dict[str, str], field: str) -> None:
+    answer = api.http.get(f"/v1/captures/{layered(api, hand, 'segment')}/safetensors", params=parameters)
+    assert (answer.status_code, answer.json()["field"]) == (404 if field == "tag" else 400, field)
+
+
+# field case 18
+def test_a_stage_that_is_not_durable_yet_is_waited_for_and_not_left_out(api: Api) -> None:
+    hand = Hand(api.settings, ranks=[(0, 0), (0, 1)])
+    hand.serve()
+    claim = hand.claim(api.submit(capture={"hooks": {"pre_attn": [1], "post_block": "all"}, "tag": "mine"}))
+    hand.store(claim)
+    url = f"/v1/captures/{claim.job.id}/safetensors"
+    written(hand, claim, "segment", stages=2, only=0)
+    assert api.http.get(url).status_code == 409
+    early = api.http.get(url, params={"hook": "pre_attn"})  # durable already
+    assert CaptureReader.from_bytes(early.content).layers(hook="pre_attn") == [1]
+    written(hand, claim, "packed", stages=2, only=1)
+    assert CaptureReader.from_bytes(api.http.get(url).content).layers() == [0, 1, 2, 3]
+    hand.close()
+
+
+# --- Retention ---
+
+
+def listed(api: Api, **parameters: Any) -> list[str]:
+    """The ids of all pages, as `parameters` ask for them."""
+    found, cursor = [], None
+    while True:
+        page = api.http.get("/v1/captures", params={**parameters, **({"cursor": cursor} if cursor else {})}).json()
+        found += [entry["job"] for entry in page["captures"]]
+        cursor = page["next"]
+        if cursor is None:
+            return found
+
+
+def test_captures_are_listed_newest_first_with_their_size(api: Api, hand: Hand) -> None:
+    jobs = [layered(api, hand, layout, tag=tag) for layout, tag in (("packed", "a"), ("segment", "b"), ("per_file", "a"))]
+    api.submit()  # captures nothing
+    (newest, _, oldest) = api.http.get("/v1/captures").json()["captures"]
+    assert [newest["job"], oldest["job"]] == [jobs[2], jobs[0]]
+    manifest = api.http.get(f"/v1/captures/{jobs[0]}").json()
+    assert (oldest["status"], oldest["tags"]) == ("ok", ["a"])
+    assert (oldest["bytes"], oldest["rows"]) == (manifest["bytes"], manifest["rows"])
+    assert oldest["rows"] == 2 * 5 * 3
+    assert oldest["created"] == api.view(jobs[0])["created"]
+    for limit in (1, 2, 3):
+        assert listed(api, limit=limit) == jobs[::-1]
+        assert listed(api, limit=limit, tag="a") == [jobs[2], jobs[0]]
+    assert listed(api, tag="c") == []
+    assert api.http.get("/v1/captures", params={"cursor": "x"}).json()["field"] == "cursor"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_deleted_captures_are_gone_for_everybody(api: Api, hand: Hand, layout: str) -> None:
+    job_id, other = layered(api, hand, layout), layered(api, hand, layout)
+    urls = [file["url"] for file in api.http.get(f"/v1/captures/{job_id}").json()["files"]]
+    answer = api.http.delete(f"/v1/captures/{job_id}")
+    assert (answer.status_code, answer.content) == (204, b"")
+    for url in (f"/v1/captures/{job_id}", f"/v1/captures/{job_id}/safetensors", *urls):
+        answer = api.http.get(url)
+        assert (answer.status_code, answer.json()["type"]) == (410, "urn:midstream:gone")
+    assert api.http.delete(f"/v1/captures/{job_id}").status_code == 410
+    assert listed(api) == [other]
+    with pytest.raises(MidstreamError):
+        CaptureReader(api.settings.capture_root, job_id)
+    assert CaptureReader(api.settings.capture_root, other).requests() == [0, 1]
+    assert api.view(job_id)["state"] == "succeeded"  # the job's record stays
+
+
+def test_captures_of_a_job_that_runs_cannot_be_deleted(api: Api, hand: Hand) -> None:
+    claim = hand.claim(api.submit(capture={"layers": "all"}))
+    assert api.http.delete(f"/v1/captures/{claim.job.id}").status_code == 409
+    assert listed(api) == [claim.job.id]
+
+
+def test_only_captures_in_files_can_be_deleted(api: Api, hand: Hand) -> None:
+    assert api.http.delete("/v1/captures/job_nobody").status_code == 404
+    assert api.http.delete(f"/v1/captures/{api.submit()}").status_code == 404
+
+
+def test_bytes_of_an_attempt_that_was_given_up_are_not_counted(api: Api, hand: Hand) -> None:
+    job_id = api.submit(capture={"hooks": {"post_block": "all"}, "tag": "mine"})
+    claim = hand.claim(job_id)
+    written(hand, claim, "packed")
+    hand.do(hand.ledger.release(job_id, claim.attempt))
+    assert api.http.get("/v1/captures").json()["captures"][0]["bytes"] == 0
+    hand.finish(job_id)
+    assert api.http.get("/v1/captures").json()["captures"][0]["bytes"] == api.http.get(f"/v1/captures/{job_id}").json()["bytes"]
+
+
+def test_a_download_that_has_begun_is_not_cut_by_a_deletion(api: Api, hand: Hand) -> None:
+    """A blob of 40 MiB in a segment: far more than the buffers between here and the server."""
+    claim = hand.claim(api.submit(capture={"layers": [2], "tag": "mine", "layout": "segment"}))
+    hand.store(claim)
+    large = finished(claim.job.id, sites={"post_block": [2]}, positions=range(2 << 20), layout="segment", tag="mine", dtype="float32")
+    (file,) = write(api.settings.capture_root, large, owner=f"hand.{claim.job.id}")
+    hand.receipt(claim, files=[file])
+    name = "mine.p0000.pp0.safetensors"
+    with api.http.stream("GET", f"/v1/captures/{claim.job.id}/files/{name}") as answer:
+        chunks = answer.iter_raw()
+        content = [next(chunks)]
+        assert api.http.delete(f"/v1/captures/{claim.job.id}").status_code == 204
+        assert api.http.get(f"/v1/captures/{claim.job.id}/files/{name}").status_code == 410
+        content += chunks
+    assert zlib.crc32(b"".join(content)) == file.crc32
+    assert retention.unfinished(api.settings.capture_root) == [claim.job.id]
+    hand.do(Captures(hand.ledger).sweep())
+    assert retention.unfinished(api.settings.capture_root) == []
+
+
+def test_captures_beyond_the_quota_are_refused_and_other_jobs_are_not(redis_url: str, tmp_path: Path) -> None:
+    (tmp_path / "captures").mkdir()
+    (tmp_path / "captures" / "earlier").write_bytes(bytes(2 << 20))
+    with running(tmp_path, redis_url, capture_quota_mib=1) as api:
+        hand = Hand(api.settings)
+        hand.serve()
+        body = {"model": "tiny", "prompts": ["a"], "capture": {"layers": "all"}}
+        answer = api.http.post("/v1/jobs", json=body)
+        assert (answer.status_code, answer.json()["type"]) == (507, "urn:midstream:quota_exceeded")
+        assert "2 MiB of the 1 MiB" in answer.json()["detail"]
+        assert hand.count_jobs() == 0
+        api.submit()
+        api.submit(capture={"layers": [0], "consumers": ["memory"]})
+        hand.close()
+
+
+def test_captures_older_than_their_time_are_deleted_by_the_sweep(redis_url: str, tmp_path: Path) -> None:
+    with running(tmp_path, redis_url, capture_ttl_s=1000, lease_s=300.0) as api:
+        hand = Hand(api.settings)
+        hand.serve()
+        old, running_job = layered(api, hand, "segment"), api.submit(capture={"layers": "all"})
+        created = api.view(old)["created"]
+        captures = Captures(hand.ledger)
+        assert hand.do(captures.sweep(at=created + 999)) == []
+        assert hand.do(captures.sweep(at=created + 1_000_000)) == [old]
+        assert api.http.get(f"/v1/captures/{old}").status_code == 410
+        assert listed(api) == [running_job]
+        assert not any(path.is_file() for path in api.settings.capture_root.rglob("*"))
+        hand.close()

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 from up_kit import Up
 
+from midstream import CaptureSpec, Span, returned_rows
 from midstream.client import AsyncClient, Client, wire
+from midstream.schemas.base import from_json
 from midstream.schemas.errors import MidstreamError
-from midstream.schemas.jobs import State
+from midstream.schemas.jobs import JobResult, State
 from midstream.workers.fake_model import HIDDEN_SIZE, NUM_LAYERS, residual_rows
 
 CAPTURE = {"layers": "all", "positions": "all_prompt", "tag": "mine"}
@@ -53,7 +55,7 @@ def test_captures_can_be_downloaded_and_are_the_same(client: Client, tmp_path: P
     result = client.run(model="fake", prompts=["far away"], capture=CAPTURE, timeout=30)
     here, there = client.capture(result.id), client.capture(result.id, tmp_path / "copy")
     assert here.files[0].parent != there.files[0].parent
-    assert here.files[0].read_bytes() == there.files[0].read_bytes()
+    assert here.token_ids() == there.token_ids()
     np.testing.assert_array_equal(here.stack(), there.stack())
     assert [check.ok for check in there.verify()] == [True]
 
@@ -66,6 +68,56 @@ def test_a_download_is_kept_for_the_program_when_the_server_is_elsewhere(client:
     reader = client.capture(result.id)
     assert "midstream-capture-" in str(reader.files[0])
     np.testing.assert_array_equal(reader.array(1), expected(1, reader.token_ids()))
+
+
+def test_hooks_spans_and_positions_are_asked_for_by_structs_or_fields(client: Client) -> None:
+    prompt = "to be or not to be"
+    spec = CaptureSpec(hooks={"resid_pre": 0, "mlp_out": "2-3"}, positions=[Span(text="be", occurrence=-1), 0], tag="mine")
+    fields = {"hooks": {"pre_attn": [0], "hook_mlp_out": [2, -1]}, "positions": [{"text": "be", "occurrence": 1}, -18], "tag": "mine"}
+    for capture in (spec, fields):
+        reader = client.capture(client.run(model="fake", prompts=prompt, capture=capture, timeout=30).id)
+        assert (reader.hooks(), reader.positions()) == (["pre_attn", "mlp_out"], [0, 16, 17])
+        tokens = np.array(reader.token_ids())
+        for hook, layer in (("pre_attn", 0), ("mlp_out", 2), ("mlp_out", 3)):
+            np.testing.assert_array_equal(reader.array(layer, hook), residual_rows(layer, np.array([0, 16, 17]), tokens, hook))
+
+
+def test_small_captures_come_back_in_the_answer_as_arrays(client: Client) -> None:
+    capture = {"hooks": {"post_block": "all", "pre_attn": 1}, "positions": "all_prompt", "consumers": ["memory"]}
+    answer = client.completion("fake", ["one", "three"], capture=capture, max_tokens=3, temperature=0)
+    assert answer.capture_results is not None
+    assert (answer.capture_results.status, answer.capture_results.files) == ("ok", [])
+    for request, length in ((0, 3), (1, 5)):
+        tokens = answer.rows.token_ids(request)
+        assert len(tokens) == length
+        np.testing.assert_array_equal(answer.rows.array(2, request=request), expected(2, tokens))
+        wanted = residual_rows(1, np.arange(length), np.array(tokens), "pre_attn")
+        np.testing.assert_array_equal(answer.rows.array(1, "pre_attn", request), wanted)
+    result = client.run(model="fake", prompts=["one"], capture=capture, timeout=30)
+    np.testing.assert_array_equal(returned_rows(result.capture_results).stack(), answer.rows.stack(request=0))
+
+
+def test_an_answer_without_rows_says_how_to_ask_for_them(client: Client) -> None:
+    answer = client.completion("fake", "one", capture=CAPTURE, capture_wait=True, max_tokens=2, temperature=0)
+    with pytest.raises(MidstreamError, match=r"captures: ok.*\"memory\""):
+        assert answer.rows
+
+
+def test_what_the_operator_captures_of_everyone_is_there_without_asking(tmp_path: Path) -> None:
+    up = Up(tmp_path / "data", global_capture="post_block:all;pre_attn:0-1", global_capture_positions="0,-1", global_capture_tag="ops")
+    try:
+        with Client(up.ready()) as client:
+            plain = client.completion("fake", "hello", max_tokens=2, temperature=0)
+            assert plain.capture_results is None
+            job = client.wait(plain.job, timeout=30)
+            assert (job.state, job.capture_status) == (State.SUCCEEDED, "ok")
+            assert {file.tag for file in client.result(plain.job).capture_results.files} == {"ops"}
+            reader = client.capture(plain.job)
+            assert (reader.positions(), reader.layers(hook="pre_attn"), len(reader.layers())) == ([0, 4], [0, 1], NUM_LAYERS)
+            with pytest.raises(MidstreamError, match="choose another"):
+                client.submit(model="fake", prompts=["hello"], capture={"tag": "ops"})
+    finally:
+        up.close()
 
 
 def test_a_numpy_vector_steers(client: Client) -> None:
@@ -175,6 +227,35 @@ def test_submit_waits_and_shows_outputs_receipts_and_what_to_do_next(up: Up) -> 
     assert "captures ok: 2 files" in done.stdout
     assert "consistent" in done.stdout
     assert "midstream capture show job_" in done.stdout
+
+
+def test_the_capture_options_of_submit_reach_the_worker(up: Up) -> None:
+    options = ["--hooks", "resid_pre:0;post_block:all", "--span", "o#-1", "--span", "l#all", "--positions", "0", "--every-n", "2"]
+    more = [
+        "--at",
+        "after",
+        "--dtype",
+        "float16",
+        "--layout",
+        "per_file",
+        "--consumer",
+        "filesystem",
+        "--consumer",
+        "memory",
+        "--tag",
+        "cli",
+    ]
+    done = up.midstream("submit", "hello world", *options, *more, "--json")
+    assert done.returncode == 0, done.stderr
+    result = from_json(done.stdout, JobResult)
+    files = result.capture_results.files
+    assert {(file.layout, file.tag) for file in files} == {("per_file", "cli")}
+    assert len(files) == 1 + NUM_LAYERS, "one file for each hook and layer"
+    rows = returned_rows(result.capture_results)
+    assert (rows.positions(), rows.layers(hook="pre_attn"), len(rows.layers())) == ([0, 2, 3, 7, 9], [0], NUM_LAYERS)
+    shown = up.midstream("submit", "hello", "--capture-hook", "mlp_in", "--layers", "1", "--consumer", "memory")
+    assert "mlp_in" in shown.stdout, shown.stderr
+    assert "captures ok: 0 files" in shown.stdout
 
 
 def test_a_job_can_be_submitted_now_and_looked_at_later(up: Up) -> None:
