@@ -61,6 +61,21 @@ def test_any_mixture_of_captures_chunks_batches_and_repeats_gives_every_row_its_
             assert_whole(rank, request, number)
 
 
+def test_two_captures_that_name_the_same_rows_share_them_in_the_step() -> None:
+    """An accelerator's plan has one slot for each token and port."""
+    rank = Rank()
+    request = rank.admit(Request(1, 6, 8, [capture(post_block=[0, 1]), capture([1, 2, 5], post_block=[1], mlp_in=[0])]))
+    other = rank.admit(Request(2, 3, 5, [capture([1], post_block=[1])]))
+    rank.step((other, 0, 3), (request, 0, 6))
+    for step in (6, 7):
+        rank.step((request, step, 1), (other, step - 3, 1))
+    slab = request.tracked.recordings[0].runs[0].step.slab
+    assert len(slab) == 6 + 7 + 3  # layer 0: 6 tokens; layer 1: those and the other request's one; mlp_in: 3
+    for number in (0, 1):
+        assert_whole(rank, request, number)
+    assert_whole(rank, other)
+
+
 def test_a_capture_after_sees_the_edit_of_its_site_and_one_before_does_not() -> None:
     rank = Rank()
     name = rank.vector(np.full(HIDDEN, 8.0))

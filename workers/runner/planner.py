@@ -35,6 +35,9 @@ class Tracked:
     cached_tokens: int = 0  # served by the prefix cache when it came
 
 
+_NONE = np.zeros(0, dtype=np.int64)
+
+
 @dataclass(frozen=True)
 class _Wanted:
     """The rows of one request that one of its recordings wants of this step."""
@@ -55,7 +58,7 @@ class Planner:
         self._plan = np.zeros((len(self._sites), columns.COLUMNS), dtype=np.int32)
         self._lists: list[np.ndarray] = []  # this step's entries of `buffers.lists`, in order
         self._lists_end = 0
-        self._wanted: list[tuple[_Wanted, np.ndarray]] = []  # with the first slot in each pattern
+        self._runs: list[tuple[Recording, Run]] = []  # recorded by this step's forward
         self._step: StepRows | None = None
         self._busy = False
 
@@ -94,7 +97,7 @@ class Planner:
 
     def plan_capture(self, mine: Sequence[tuple[Tracked, RequestRows]]) -> None:
         """Plan what is recorded of these requests' rows; on an error nothing is."""
-        self._wanted, self._step = [], None
+        self._runs, self._step = [], None
         wanted = self._window(mine)
         if not wanted:
             return
@@ -102,28 +105,30 @@ class Planner:
             for item in wanted:
                 item.recording.dropped.update(item.positions.tolist())
             return
-        # Requests that want the same ports stand together: a port's tokens are then whole groups, one after the other.
-        groups: dict[bytes, list[_Wanted]] = {}
+        groups: dict[bytes, list[_Wanted]] = {}  # those that want the same ports
         for item in wanted:
             groups.setdefault(item.recording.mask.tobytes(), []).append(item)
         masks = np.stack([items[0].recording.mask for items in groups.values()])  # [groups, ports]
         members, pattern = np.unique(masks, axis=1, return_inverse=True)  # [groups, patterns], [ports]
         pattern = pattern.reshape(-1)
-        group_tokens = [np.concatenate([item.tokens for item in items]) for items in groups.values()]
-        lengths = np.array([len(tokens) for tokens in group_tokens])
-        counts = members.T.astype(np.int64) @ lengths  # [patterns]: tokens of each
-        first_slot = np.cumsum(members * lengths[:, None], axis=0) - members * lengths[:, None]  # [groups, patterns]
-        per_port = counts[pattern]
+        of_group = [np.concatenate([item.tokens for item in items]) for items in groups.values()]
+        # Sorted and each once: two captures of one request may name the same row.
+        tokens = [
+            np.unique(np.concatenate([of_group[group] for group in np.flatnonzero(members[:, number])] or [_NONE]))
+            for number in range(members.shape[1])
+        ]
+        per_port = np.array([len(each) for each in tokens])[pattern]
         base = np.cumsum(per_port) - per_port
-        rows = int(per_port.sum())
-        slab, first_row = self._staging.new_rows(self._slabs, rows)
-        self._plan_ports(members, pattern, group_tokens, counts, base + first_row)
-        for group, items in enumerate(groups.values()):
-            slot = first_slot[group].copy()
-            for item in items:
-                self._wanted.append((item, slot.copy()))
-                slot += len(item.tokens)
+        slab, first_row = self._staging.new_rows(self._slabs, int(per_port.sum()))
+        self._plan_ports(pattern, tokens, base + first_row)
+        runs = [(item, first, count) for item in wanted for first, count in contiguous(item.positions)]
+        first_tokens = np.array([item.tokens[first] for item, first, _ in runs])
+        slots = np.stack([np.searchsorted(each, first_tokens) for each in tokens], axis=1)  # [runs, patterns]
         self._step = StepRows(slab, base, pattern, self._staging.landing())
+        self._runs = [
+            (item.recording, Run(self._step, slot, int(item.positions[first]), count))
+            for (item, first, count), slot in zip(runs, slots, strict=True)
+        ]
 
     def _window(self, mine: Sequence[tuple[Tracked, RequestRows]]) -> list[_Wanted]:
         wanted = []
@@ -137,17 +142,14 @@ class Planner:
                     wanted.append(_Wanted(recording, positions, positions - place.first_position + place.first_row))
         return wanted
 
-    def _plan_ports(
-        self, members: np.ndarray, pattern: np.ndarray, group_tokens: list[np.ndarray], counts: np.ndarray, first_rows: np.ndarray
-    ) -> None:
+    def _plan_ports(self, pattern: np.ndarray, tokens: list[np.ndarray], first_rows: np.ndarray) -> None:
         """Fill the plan's columns of all ports; a pattern's token list is written once for all its ports."""
-        places = np.zeros((len(counts), 4), dtype=np.int64)  # of each pattern: count, at, start, pattern
-        for number in np.flatnonzero(counts):
-            tokens = np.concatenate([group_tokens[group] for group in np.flatnonzero(members[:, number])])
-            contiguous = bool((np.diff(tokens) == 1).all())
-            count, at = self._list([tokens])
-            self._staging.set_slots(int(number), tokens)
-            places[number] = count, at, int(tokens[0]) if contiguous else columns.SCATTERED, number
+        places = np.zeros((len(tokens), 4), dtype=np.int64)  # of each pattern: count, at, start, pattern
+        for number, mine in enumerate(tokens):
+            if len(mine):
+                count, at = self._list([mine])
+                self._staging.set_slots(number, mine)
+                places[number] = count, at, int(mine[0]) if mine[-1] - mine[0] == count - 1 else columns.SCATTERED, number
         of_port = places[pattern]
         for after, port_columns in enumerate((columns.BEFORE, columns.AFTER)):
             mine = of_port[after::2]
@@ -179,9 +181,8 @@ class Planner:
         try:
             if self._step is not None:
                 self._staging.take(self._step.slab)
-                for item, slots in self._wanted:
-                    for first, count in contiguous(item.positions):
-                        item.recording.runs.append(Run(self._step, slots + first, int(item.positions[first]), count))
+                for recording, run in self._runs:
+                    recording.runs.append(run)
         finally:  # what was planned must not reach a forward that nobody planned
             self.plan_steering([])
             self.plan_capture([])

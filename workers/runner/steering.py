@@ -6,13 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ...kernels.families import FAMILIES
+from ...kernels.families import PLACE
 from ...schemas.specs import SteeringRow
 from ...schemas.tensors import Tensor, content_hash, to_numpy
 from .sites import Buffers, Site
-
-#: Family name → its place in `Buffers.site_rows`.
-_FAMILY = {family.name: number for number, family in enumerate(FAMILIES)}
 
 
 class VectorStore:
@@ -134,7 +131,7 @@ class RowTable:
             for layer in entry.layers:
                 number = self._numbers.get((entry.hook, layer))
                 if number is not None:
-                    place = number, _FAMILY[entry.op]
+                    place = number, PLACE[entry.op]
                     content[place] = _JOINED[entry.op](content.get(place), vector, entry.alpha)
         return content
 
