@@ -231,21 +231,9 @@ def test_submit_waits_and_shows_outputs_receipts_and_what_to_do_next(up: Up) -> 
 
 def test_the_capture_options_of_submit_reach_the_worker(up: Up) -> None:
     options = ["--hooks", "resid_pre:0;post_block:all", "--span", "o#-1", "--span", "l#all", "--positions", "0", "--every-n", "2"]
-    more = [
-        "--at",
-        "after",
-        "--dtype",
-        "float16",
-        "--layout",
-        "per_file",
-        "--consumer",
-        "filesystem",
-        "--consumer",
-        "memory",
-        "--tag",
-        "cli",
-    ]
-    done = up.midstream("submit", "hello world", *options, *more, "--json")
+    form = ["--at", "after", "--dtype", "float16", "--layout", "per_file", "--tag", "cli"]
+    consumers = ["--consumer", "filesystem", "--consumer", "memory"]
+    done = up.midstream("submit", "hello world", *options, *form, *consumers, "--json")
     assert done.returncode == 0, done.stderr
     result = from_json(done.stdout, JobResult)
     files = result.capture_results.files

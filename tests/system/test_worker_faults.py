@@ -13,7 +13,7 @@ from midstream.schemas.jobs import State
 from midstream.schemas.specs import StoredCapture
 from midstream.workers.app import EXIT_BAD_SETTINGS, EXIT_ENGINE_DIED, EXIT_NO_ENGINE
 
-CAPTURE = StoredCapture(sites={"post_block": [0, 1, 2, 3]}, positions="all", tag="t")
+CAPTURE = StoredCapture(sites={"post_block": [0, 1, 2, 3]}, positions="all", tag="t", layout="packed")
 TOKEN_S = 0.02
 
 

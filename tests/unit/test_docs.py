@@ -13,6 +13,7 @@ import typer
 from tree import ROOT
 
 from midstream.client.cli import app
+from midstream.schemas.selectors import ALIASES, HOOKS
 from midstream.schemas.settings import Settings
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -65,6 +66,19 @@ def _resolves(path: Path, target: str) -> bool:
 def _slug(title: str) -> str:
     """A heading's anchor as GitHub makes it."""
     return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+# field case 8
+def test_the_docs_say_of_every_hook_on_which_side_of_a_layer_it_lies() -> None:
+    page = (ROOT / "docs" / "http.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| (.+) \| (?:`(\w+)`)? ?\|$", page, re.MULTILINE)
+    told = {hook: (meaning, alias) for hook, meaning, alias in rows if hook in HOOKS}
+    assert list(told) == list(HOOKS), "in the order of the forward"
+    assert {hook: alias for hook, (_, alias) in told.items() if alias} == {
+        hook: name.removeprefix("hook_") for name, hook in ALIASES.items()
+    }
+    assert "**entering** layer L: HF `hidden_states[L]`" in told["pre_attn"][0]
+    assert "**leaving** layer L: HF `hidden_states[L + 1]`" in told["post_block"][0]
 
 
 def test_commands_are_read_from_shell_blocks_only() -> None:

@@ -16,7 +16,8 @@ KEPT = Path(__file__).resolve().parents[2] / "docs" / "openapi.json"
 PATHS = {
     "/healthz": {"get"},
     "/readyz": {"get"},
-    "/v1/captures/{job_id}": {"get"},
+    "/v1/captures": {"get"},
+    "/v1/captures/{job_id}": {"delete", "get"},
     "/v1/captures/{job_id}/files/{name}": {"get"},
     "/v1/captures/{job_id}/safetensors": {"get"},
     "/v1/chat/completions": {"post"},
