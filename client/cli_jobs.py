@@ -1,11 +1,10 @@
-"""What can one do with jobs and captures from a terminal? `submit`, `job …`, `capture …`."""
+"""What can one do with jobs from a terminal? `submit`, `job …`."""
 
 import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
-import numpy as np
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -16,7 +15,6 @@ from ..schemas.jobs import JobRequest, JobResult, JobView, State
 from ..schemas.settings import load_settings
 from . import options, show
 from .http import Client
-from .reader import CaptureReader
 from .wire import returned_rows
 
 out = Console(soft_wrap=False, highlight=False)
@@ -32,14 +30,12 @@ CAPTURE: dict[str, Any] = {"rich_help_panel": "Capture"}
 LOOK_S = 0.25
 
 job_app = typer.Typer(no_args_is_help=True, help="Look at jobs, wait for them, cancel them.")
-capture_app = typer.Typer(no_args_is_help=True, help="Look at captured activations.")
 
 
 def register(app: typer.Typer) -> None:
     """Add this module's commands to `midstream`."""
     app.command()(submit)
     app.add_typer(job_app, name="job")
-    app.add_typer(capture_app, name="capture")
 
 
 def find_url(given: str | None) -> str:
@@ -185,58 +181,6 @@ def job_events(
                 print(to_json(event).decode(), flush=True)
             else:
                 out.print(show.event(event), soft_wrap=True)
-
-
-@capture_app.command("show")
-def capture_show(
-    source: Annotated[str, typer.Argument(metavar="JOB|FOLDER", help="A job's id, or a folder with capture files.")],
-    values: Annotated[int | None, typer.Option(metavar="LAYER", help="Also print this layer's rows of the first request.")] = None,
-    url: Url = None,
-) -> None:
-    """What was captured: requests, layers, positions, shapes, norms."""
-    reader = open_capture(source, url)
-    out.print(show.capture(reader))
-    if values is not None:
-        first = reader.requests()[0]
-        array = reader.array(values, request=first)
-        with np.printoptions(precision=4, edgeitems=4, threshold=40):
-            out.print(f"layer {values}, request {first}, float32 {list(array.shape)}\n{array}", markup=False)
-    out.print(f"files: {reader.files[0].parent}", markup=False, soft_wrap=True)
-
-
-@capture_app.command("verify")
-def capture_verify(
-    source: Annotated[str, typer.Argument(metavar="JOB|FOLDER", help="A job's id, or a folder with capture files.")],
-    url: Url = None,
-) -> None:
-    """Recompute every file's CRC32; the exit code says whether all are right."""
-    found = open_capture(source, url).verify()
-    out.print(show.checks(found))
-    wrong = [check for check in found if not check.ok]
-    if wrong:
-        raise MidstreamError("capture_failed", f"{len(wrong)} of {len(found)} files are not what their manifests say")
-
-
-@capture_app.command("save")
-def capture_save(
-    job_id: JobId,
-    folder: Annotated[Path, typer.Argument(help="Where to put the files.")],
-    url: Url = None,
-) -> None:
-    """Download a job's capture files, checked on arrival."""
-    with connect(url) as client:
-        reader = client.capture(job_id, folder)
-    out.print(f"{len(reader.files)} files in {folder}", markup=False, soft_wrap=True)
-
-
-def open_capture(source: str, url: str | None) -> CaptureReader:
-    """A folder of capture files when there is one of that name, else a job's captures through the API."""
-    if Path(source).exists():
-        return CaptureReader(source)
-    if "/" in source:
-        raise MidstreamError("not_found", f"there is no folder {source}")
-    with connect(url) as client:
-        return client.capture(source)
 
 
 def follow(client: Client, view: JobView) -> None:

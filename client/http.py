@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 
 from .. import __version__
+from ..schemas.captures import CapturePage
 from ..schemas.errors import MidstreamError
 from ..schemas.jobs import Event, JobPage, JobRequest, JobResult, JobView
 from . import download, wire
@@ -26,6 +27,11 @@ def _submission(request: JobRequest | None, idempotency_key: str | None, fields:
 def _page(state: str | None, model: str | None, limit: int | None, cursor: str | None) -> Call:
     given = {"state": state, "model": model, "limit": limit, "cursor": cursor}
     return Call("GET", "/v1/jobs", params={name: value for name, value in given.items() if value is not None})
+
+
+def _captures(tag: str | None, limit: int | None, cursor: str | None) -> Call:
+    given = {"tag": tag, "limit": limit, "cursor": cursor}
+    return Call("GET", "/v1/captures", params={name: value for name, value in given.items() if value is not None})
 
 
 def _poll(job_id: str, version: str, seconds: float) -> Call:
@@ -210,6 +216,14 @@ class Client:
                 paths.append(download.save(target, job_id, file, response.iter_bytes()))
         return CaptureReader(paths, tag=tag)
 
+    def captures(self, *, tag: str | None = None, limit: int | None = None, cursor: str | None = None) -> CapturePage:
+        """One page of what lies in capture files, newest first; `next` of the page is the next `cursor`."""
+        return wire.decode(self._send(_captures(tag, limit, cursor)), CapturePage)
+
+    def delete_capture(self, job_id: str) -> None:
+        """Delete a job's capture files. Raises `gone` when they were deleted before, `conflict` while the job runs."""
+        wire.raise_problem(self._send(Call("DELETE", wire.capture_path(job_id))))
+
     def _held(self, path: str, body: dict[str, Any]) -> Answer:
         response = self._send(Call("POST", path, body=body, timeout=wire.HELD_S))
         if response.status_code != 202:
@@ -366,6 +380,12 @@ class AsyncClient:
             wire.raise_problem(response)
             paths.append(await asyncio.to_thread(download.save, target, job_id, file, [response.content]))
         return CaptureReader(paths, tag=tag)
+
+    async def captures(self, *, tag: str | None = None, limit: int | None = None, cursor: str | None = None) -> CapturePage:
+        return wire.decode(await self._send(_captures(tag, limit, cursor)), CapturePage)
+
+    async def delete_capture(self, job_id: str) -> None:
+        wire.raise_problem(await self._send(Call("DELETE", wire.capture_path(job_id))))
 
     async def _held(self, path: str, body: dict[str, Any]) -> Answer:
         response = await self._send(Call("POST", path, body=body, timeout=wire.HELD_S))

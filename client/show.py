@@ -1,6 +1,6 @@
 """How do jobs, receipts and captures look on a terminal?"""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich import box
@@ -10,6 +10,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from ..schemas.captures import CapturePage
 from ..schemas.jobs import CaptureResults, Determinism, Event, JobResult, JobView
 from ..schemas.selectors import as_ranges
 from .reader import CaptureReader, Check
@@ -141,11 +142,26 @@ def capture(reader: CaptureReader) -> Table:
     return shown
 
 
-def checks(found: Iterable[Check]) -> Table:
-    shown = table("Files against their manifests", "file", "bytes", "crc32", "verdict")
-    for check in found:
+def checks(found: Sequence[Check]) -> Table:
+    """What is wrong, and then what is right as far as there is room."""
+    shown = table("Files against their manifests", "file", "request", "bytes", "crc32", "verdict")
+    for check in sorted(found, key=lambda check: check.ok)[:TABLE_ROWS]:
         verdict = "[green]right[/]" if check.ok else f"[red]wrong: {escape(check.detail)}[/]"
-        shown.add_row(check.path.name, size(check.bytes), f"{check.crc32:08x}", verdict)
+        name = check.path.name + (f" @{check.offset}" if check.offset else "")
+        shown.add_row(name, str(check.request), size(check.bytes), f"{check.crc32:08x}", verdict)
+    right = sum(check.ok for check in found)
+    shown.caption = f"{right} of {len(found)} are right"
+    return shown
+
+
+def captures(page: CapturePage) -> Table:
+    """One line per job, its id whole."""
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
+    for column in ("job", "status", "rows", "size"):
+        shown.add_column(column, no_wrap=True, justify="right" if column in ("rows", "size") else "left")
+    shown.add_column("tags")
+    for entry in page.captures:
+        shown.add_row(entry.job, coloured(entry.status), f" {entry.rows}", f" {size(entry.bytes)}", escape(" " + ", ".join(entry.tags)))
     return shown
 
 

@@ -1,0 +1,113 @@
+"""Do exported rows and the capture commands say what was captured, and name what was not?"""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from capture_kit import finished, values, write
+from typer.testing import CliRunner
+
+from midstream.client import CaptureReader, cli
+from midstream.client.export import export
+from midstream.schemas.errors import MidstreamError
+
+SITES = {"pre_attn": [0, 3], "post_block": [0, 1, 2]}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Two prompts of one job, one in a segment and one in a file."""
+    captures = tmp_path / "captures"
+    write(captures, finished(sites=SITES), finished(request=1, sites=SITES, positions=[4, 9], layout="packed"))
+    return captures
+
+
+def run(*arguments: object) -> tuple[int, str]:
+    done = CliRunner().invoke(cli.app, [str(argument) for argument in arguments], env={"COLUMNS": "160"})
+    return done.exit_code, done.output + (str(done.exception) if isinstance(done.exception, MidstreamError) else "")
+
+
+def test_npz_holds_every_request_in_float32(root: Path, tmp_path: Path) -> None:
+    names = export(CaptureReader(root, "job_x"), tmp_path / "rows.npz")
+    with np.load(tmp_path / "rows.npz") as arrays:
+        assert sorted(arrays) == sorted(names)
+        assert len(names) == 2 * 7
+        np.testing.assert_array_equal(arrays["1/pre_attn.3"], values("pre_attn", 3, [4, 9]))
+        assert (arrays["1/positions"].tolist(), arrays["1/token_ids"].tolist()) == ([4, 9], [104, 109])
+        assert arrays["0/post_block.2"].dtype == np.float32
+
+
+def test_one_requests_safetensors_is_a_capture_file_of_its_own(root: Path, tmp_path: Path) -> None:
+    names = export(CaptureReader(root, "job_x"), tmp_path / "out" / "rows.safetensors", hooks=["resid_post"], layers="1-2", requests=[1])
+    assert names == ["post_block.1", "post_block.2", "positions", "token_ids"]
+    reader = CaptureReader(tmp_path / "out" / "rows.safetensors")
+    assert (reader.requests(), reader.hooks(1), reader.layers(1), reader.dtype(1)) == ([1], ["post_block"], [1, 2], "bfloat16")
+    np.testing.assert_array_equal(reader.array(2, request=1), values("post_block", 2, [4, 9]))
+
+
+def test_several_requests_safetensors_opens_with_the_safetensors_package(tmp_path: Path) -> None:
+    write(tmp_path, *(finished(request=n, dtype="float32") for n in range(2)))
+    export(CaptureReader(tmp_path, "job_x"), tmp_path / "rows.safetensors")
+    tensors = safetensors.numpy.load_file(tmp_path / "rows.safetensors")
+    np.testing.assert_array_equal(tensors["1/post_block.3"], values("post_block", 3, [0, 1, 2]))
+    assert not list(tmp_path.glob(".*part*"))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "field", "allowed"),
+    [
+        ({"hooks": ["mlp_in"]}, "hooks", "pre_attn, post_block"),
+        ({"layers": "7"}, "layers", "[0, 1, 2, 3]"),
+        ({"hooks": ["pre_attn"], "layers": "0-1"}, "layers", "[0, 3]"),
+        ({"layers": "x"}, "layers", "[0, 1, 2, 3]"),
+        ({"requests": [5]}, "request", "[0, 1]"),
+    ],
+)
+def test_what_was_not_captured_is_named(root: Path, tmp_path: Path, chosen: dict[str, object], field: str, allowed: str) -> None:
+    with pytest.raises(MidstreamError) as caught:
+        export(CaptureReader(root, "job_x"), tmp_path / "rows.npz", **chosen)  # type: ignore[arg-type]
+    assert (caught.value.field, caught.value.allowed) == (field, allowed)
+    assert not (tmp_path / "rows.npz").exists()
+    with pytest.raises(MidstreamError, match=r"neither of \.npz or \.safetensors"):
+        export(CaptureReader(root, "job_x"), tmp_path / "rows.csv")
+
+
+def test_show_describes_a_folder_or_a_job_in_the_capture_root(root: Path) -> None:
+    for source in ([root / "tag" / "job_x"], [root, "--job", "job_x"]):
+        code, text = run("capture", "show", *source)
+        assert code == 0, text
+        assert "pre_attn" in text
+        assert "[3, 3, 5]" in text  # three layers, three positions, hidden size
+    code, text = run("capture", "show", root, "--job", "job_x", "--values", "3", "--hook", "pre_attn")
+    assert "layer 3, request 0, float32 [3, 5]" in text
+
+
+def test_a_job_that_lies_in_segments_alone_is_shown_by_its_folders_name(tmp_path: Path) -> None:
+    write(tmp_path, finished())
+    assert run("capture", "show", tmp_path / "tag" / "job_x")[0] == 0
+
+
+def test_verify_names_the_blob_that_is_wrong_and_fails(root: Path) -> None:
+    assert run("capture", "verify", root, "--job", "job_x")[0] == 0
+    path = root / "tag" / "job_x" / "p0001.a1.pp0.safetensors"
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+    code, text = run("capture", "verify", root, "--job", "job_x")
+    assert code != 0
+    assert "p0001.a1.pp0.safetensors" in text
+    assert "1 of 2 checks failed" in text
+
+
+def test_verify_names_a_stage_that_is_missing(tmp_path: Path) -> None:
+    write(tmp_path, finished(sites={"post_block": [0]}, all_sites={"post_block": [0, 1]}, stages=2))
+    code, text = run("capture", "verify", tmp_path, "--job", "job_x")
+    assert code != 0
+    assert "post_block.1 (1 tensors) are missing; of 2 stages there is 0" in text
+
+
+def test_export_from_a_terminal_says_what_it_wrote(root: Path, tmp_path: Path) -> None:
+    target = tmp_path / "rows.npz"
+    code, text = run("capture", "export", root, target, "--job", "job_x", "--hook", "pre_attn", "--layers", "3", "--request", "0")
+    assert (code, "3 arrays" in text, target.is_file()) == (0, True, True)
