@@ -272,7 +272,7 @@ def test_a_file_that_was_changed_is_found_by_verify(up: Up, tmp_path: Path) -> N
     file.write_bytes(raw)
     checked = up.midstream("capture", "verify", str(tmp_path / "copy"))
     assert checked.returncode == 1
-    assert "error: 1 of 1 files" in checked.stderr
+    assert "error: 1 of 1 checks failed" in checked.stderr
 
 
 def test_a_body_from_a_file_is_submitted_as_it_is(up: Up, tmp_path: Path) -> None:
@@ -304,3 +304,20 @@ def test_cancel_stops_a_running_job_and_waiting_for_it_fails(tmp_path: Path) -> 
         assert "cancelled" in ended.stderr
     finally:
         up.close()
+
+
+def test_captures_are_listed_exported_and_deleted(up: Up, client: Client, tmp_path: Path) -> None:
+    job = client.run(model="fake", prompts=["hello"], capture={**CAPTURE, "tag": "passing"}, timeout=30).id
+    assert [entry.job for entry in client.captures(tag="passing", limit=1).captures] == [job]
+    assert job in up.midstream("capture", "list", "--tag", "passing").stdout
+    done = up.midstream("capture", "export", job, str(tmp_path / "rows.npz"), "--layers", "1")
+    assert done.returncode == 0, done.stderr
+    with np.load(tmp_path / "rows.npz") as arrays:
+        np.testing.assert_array_equal(arrays["post_block.1"], expected(1, arrays["token_ids"].tolist()))
+    assert up.midstream("capture", "delete", job).returncode == 0
+    for gone in (lambda: client.capture(job), lambda: client.delete_capture(job)):
+        with pytest.raises(MidstreamError) as caught:
+            gone()
+        assert caught.value.kind == "gone"
+    assert up.midstream("capture", "show", job).returncode == 1
+    assert client.captures(tag="passing").captures == []

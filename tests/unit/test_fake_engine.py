@@ -3,16 +3,20 @@
 import asyncio
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from midstream.client import CaptureReader
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import Job, Output, Sampling, StoredPrompt
 from midstream.schemas.models import encode_bundle
+from midstream.schemas.selectors import HOOKS, Hook
 from midstream.schemas.settings import Settings
-from midstream.schemas.specs import StoredSteering
+from midstream.schemas.specs import StoredCapture, StoredSteering
 from midstream.workers.engine import Progress, make_engine
 from midstream.workers.fake_engine import FakeEngine, parse_fault
+from midstream.workers.fake_model import residual_rows
 
 
 def settings(tmp_path: Path, **changed: object) -> Settings:
@@ -20,16 +24,24 @@ def settings(tmp_path: Path, **changed: object) -> Settings:
     return Settings(**(values | changed))  # type: ignore[arg-type]
 
 
-def job(prompt: str = "abc", *, stream: bool = False, steering: list[StoredSteering] | None = None, **sampling: object) -> Job:
+def job(
+    prompt: str = "abc",
+    *,
+    stream: bool = False,
+    steering: list[StoredSteering] | None = None,
+    captures: list[StoredCapture] | None = None,
+    **sampling: object,
+) -> Job:
     return Job(
         id="job_x",
         kind="generate",
         model="fake-model",
         prompts=[StoredPrompt(token_ids=list(prompt.encode()))],
         created=0.0,
-        sampling=Sampling(**sampling),
+        sampling=Sampling(**sampling),  # type: ignore[arg-type]
         stream=stream,
-        steering=[steering] if steering else [],  # type: ignore[arg-type]
+        steering=[steering] if steering else [],
+        captures=[captures] if captures else [],
     )
 
 
@@ -42,6 +54,45 @@ def generate(engine: FakeEngine, wanted: Job) -> list[Progress]:
             await engine.shutdown()
 
     return asyncio.run(run())
+
+
+def captured(tmp_path: Path, *wanted: StoredCapture, **changed: object) -> list[CaptureReader]:
+    """What the fake ranks wrote of the prompt `abc` and five generated tokens, for each capture."""
+    generate(FakeEngine(settings(tmp_path, **changed)), job(max_tokens=5, captures=list(wanted)))
+    return [CaptureReader(tmp_path / "captures", "job_x", tag=capture.tag) for capture in wanted]
+
+
+def test_captured_rows_say_which_they_are_at_every_hook_and_stage(tmp_path: Path) -> None:
+    sites: dict[Hook, list[int]] = {"pre_attn": [0, 3], "mlp_in": [2], "post_block": [0, 1, 2, 3]}
+    capture = StoredCapture(sites=sites, positions="all", tag="mine")
+    (reader,) = captured(tmp_path, capture, pipeline_parallel_size=2, tensor_parallel_size=2)
+    assert reader.positions() == list(range(7))  # the last generated token is never fed back
+    assert reader.token_ids()[:3] == list(b"abc")
+    for hook, layers in sites.items():
+        assert reader.layers(hook=hook) == layers
+        for layer in layers:
+            rows = residual_rows(layer, np.arange(7), np.array(reader.token_ids()), hook)
+            np.testing.assert_array_equal(reader.array(layer, hook), rows)
+
+
+def test_several_captures_of_a_prompt_are_written_each_in_its_form(tmp_path: Path) -> None:
+    last, sparse = captured(
+        tmp_path,
+        StoredCapture(sites={"post_block": [1]}, positions="last_prompt", tag="last", dtype="bfloat16", at="after", layout="per_file"),
+        StoredCapture(sites={"pre_attn": [1]}, positions="all_generated", tag="sparse", every_n=2, dtype="float16"),
+    )
+    assert (last.positions(), last.dtype(), last.manifest().at) == ([2], "bfloat16", "after")
+    assert (sparse.positions(), sparse.dtype(), sparse.manifest().at) == ([3, 5], "float16", "before")
+    rows = residual_rows(1, np.array([3, 5]), np.array(sparse.token_ids()), "pre_attn")
+    np.testing.assert_allclose(sparse.array(1), rows, rtol=1e-3)
+
+
+def test_the_model_says_what_can_be_captured_and_what_always_is(tmp_path: Path) -> None:
+    info = FakeEngine(settings(tmp_path, global_capture="post_block:all;pre_attn:0-1", global_capture_tag="all")).info
+    assert info.hooks == list(HOOKS)
+    assert info.consumers == ["filesystem", "memory", "logging"]
+    (always,) = info.global_captures
+    assert (always.tag, always.wanted) == ("all", {"post_block": "all", "pre_attn": "0-1"})
 
 
 def output(tmp_path: Path, wanted: Job) -> Output:
