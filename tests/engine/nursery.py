@@ -10,6 +10,7 @@ One rank only: more ranks are processes that vLLM starts.
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import os
 import signal
@@ -58,6 +59,10 @@ class Nursery:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """It and its forks, at once."""
         for host in self._hosts:
             host.close()
         self._process.kill()
@@ -83,7 +88,7 @@ class Nursery:
         line = self._process.stdout.readline()
         assert line, f"the nursery ended:\n{Path(self._log.name).read_text(errors='replace')[-3000:]}"
         # A fork opens them in this order too.
-        return _Fork(int(line), open(names[0], "wb", buffering=0), open(names[1], "rb"))  # noqa: SIM115
+        return _Fork(int(line), open(names[0], "wb", buffering=0), open(names[1], "rb"))
 
 
 class _Fork:
@@ -222,10 +227,14 @@ def main() -> None:
         sys.stdin = open(birth.commands)  # noqa: SIM115 - as long as the process
         channel = open(birth.answers, "wb", buffering=0)  # noqa: SIM115
         try:
-            asyncio.run(engine_process.serve(lambda answer: channel.write(to_json(answer) + b"\n")))
+            asyncio.run(engine_process.serve(functools.partial(_answer, channel)))
         except BaseException:
             traceback.print_exc()
         os._exit(0)  # the rest of this function is the nursery's
+
+
+def _answer(channel: IO[bytes], answer: Any) -> None:
+    channel.write(to_json(answer) + b"\n")
 
 
 if __name__ == "__main__":

@@ -85,7 +85,8 @@ class Reference:
         self._points = layout.points
         self._layers = self._model.get_submodule(layout.layers)
         self.hooks = tuple(hook for hook in HOOKS if hook in layout.points)
-        self.num_layers = len(self._layers)
+        #: Experts are chosen per token: where two are almost equally good, rounding decides.
+        self.has_router = any(getattr(self._model.config, name, None) for name in ("num_experts", "num_local_experts"))
 
     def rows(self, token_ids: list[int], edits: Iterable[Edit] = (), at: str = "before") -> dict[tuple[str, int], np.ndarray]:
         """(hook, layer) → rows `[tokens, hidden]` float32, `before` or `after` the edits of that place.

@@ -43,13 +43,16 @@ class Checkpoint:
     config: str
     options: dict[str, Any]
 
+    def hf_config(self) -> Any:
+        """transformers' config, as vLLM reads it from the checkpoint."""
+        return getattr(transformers, self.config)(**self.options, architectures=[self.architecture])
+
     def make(self, path: Path) -> Path:
         """Write it, with a tokenizer of 512 words, unless it is there; returns `path`. The weights depend on the options only."""
         if (path / "config.json").exists():
             return path
         torch.manual_seed(zlib.crc32(repr((self.architecture, sorted(self.options.items()))).encode()))
-        config = getattr(transformers, self.config)(**self.options)
-        model = getattr(transformers, self.architecture)(config).float()
+        model = getattr(transformers, self.architecture)(self.hf_config()).float()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 # Fresh norms and biases are ones and zeros: a missing one would not be seen.

@@ -1,5 +1,7 @@
 """How close is equal? Every numeric tolerance of the engine tests, with its reason."""
 
+from typing import NamedTuple
+
 #: fp32 rows of the 4-layer models against transformers: the same arithmetic in another order.
 FP32_ROWS = 1e-5
 #: fp32, 30 layers: all rows of a layer together, relative to their length (measured: 3.8e-6 at most over 56,610 rows).
@@ -12,3 +14,24 @@ BF16_EXCESS = 1.5
 FP32_BATCH = 1e-5
 #: v1 against v2, fp32: another attention path.
 FP32_RUNNERS = 1e-5
+
+
+class Tolerance(NamedTuple):
+    limit: float
+    reason: str
+
+
+#: What `docs/fidelity.md` is held to; the page quotes it.
+FIDELITY = {
+    "float32": Tolerance(
+        FP32_ROWS,
+        "error of a row relative to its length, against transformers in fp32: the same arithmetic in another order (other matrix "
+        "kernels, another attention), over four layers",
+    ),
+    "bfloat16": Tolerance(
+        BF16_EXCESS,
+        "multiple of transformers' own bf16 error, both against transformers in fp32: roundings happen in other places, so each is as "
+        "far from the truth as the other and neither equals the other; where a router chooses experts the median row counts, because "
+        "a token near a tie goes another way under another rounding",
+    ),
+}

@@ -1,0 +1,190 @@
+"""How far are captured rows, plain and edited, from transformers' rows: for every architecture, hook, runner, mode and dtype?
+
+    python tests/engine/fidelity.py            # all of it, tens of minutes; writes docs/fidelity.md
+
+The engine captures every hook of every layer of a batch of requests: one plain, and one for each hook with two edits there,
+an addition in layer 1 and a replacement in layer 2. All rows of all of them, edited, downstream of an edit or neither, are
+compared with transformers on the same checkpoint and the same tokens. A part of this runs in `test_fidelity.py`.
+"""
+
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from fidelity_page import PAGE, WAYS, Figure, Table, Way, read_page, write_page
+from host import Host, prompt_of, steer
+from nursery import Nursery
+from reference import Edit, Reference
+from tiny import CHECKPOINTS, HIDDEN, LAYERS, checkpoint
+
+from midstream.schemas.jobs import Job
+from midstream.schemas.selectors import HOOKS
+from midstream.schemas.specs import StoredCapture
+
+TRITON_CPU = Path(__file__).with_name("triton_cpu")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+ALL = list(range(LAYERS))
+PROMPT = 40
+ADD_LAYER, ADDED = 1, [2, 5]
+REPLACE_LAYER, REPLACED = 2, [3, PROMPT - 1]
+
+
+Rows = Mapping[tuple[str, int], np.ndarray]
+
+
+class Truth:
+    """transformers on a checkpoint, in fp32 and, for bf16, also in bf16."""
+
+    def __init__(self, path: Path, dtype: str):
+        self._truth = Reference(path)
+        self._rounded = Reference(path, DTYPES[dtype]) if dtype != "float32" else None
+        self._distance = _of_median if self._truth.has_router else _of_all
+        self.hooks = self._truth.hooks
+
+    def errors(self, got: Rows, tokens: list[int], edits: Sequence[Edit] = ()) -> dict[str, float]:
+        """Hook → error of the rows, see `Figure`."""
+        wanted = self._truth.rows(tokens, edits)
+        assert got.keys() == wanted.keys()
+        if self._rounded is None:
+            return {hook: float(_relative(got, wanted, hook).max()) for hook in self.hooks}
+        rounded = self._rounded.rows(tokens, edits)
+        return {hook: self._distance(got, wanted, hook) / self._distance(rounded, wanted, hook) for hook in self.hooks}
+
+
+def _stack(rows: Rows, hook: str) -> np.ndarray:
+    """`[layers × tokens, hidden]`"""
+    return np.concatenate([rows[hook, layer] for layer in ALL])
+
+
+def _relative(rows: Rows, wanted: Rows, hook: str) -> np.ndarray:
+    """Each row's error, relative to the row's length."""
+    right = _stack(wanted, hook)
+    return np.linalg.norm(_stack(rows, hook) - right, axis=-1) / np.linalg.norm(right, axis=-1)
+
+
+def _of_median(rows: Rows, wanted: Rows, hook: str) -> float:
+    return float(np.median(_relative(rows, wanted, hook)))
+
+
+def _of_all(rows: Rows, wanted: Rows, hook: str) -> float:
+    return float(np.linalg.norm(_stack(rows, hook) - _stack(wanted, hook)))
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A request with edits at one hook, or at none."""
+
+    hook: str
+    job: Job
+    edits: list[Edit]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What was captured of a trial."""
+
+    edits: list[Edit]
+    token_ids: list[int]
+    rows: Rows  # before the edits of the same place
+    replaced: np.ndarray | None  # the replaced rows, after it: `[2, hidden]`
+
+
+def trials(host: Host, hooks: Iterable[str]) -> Iterator[Trial]:
+    """One without edits, and for each hook one with an addition at two positions and a replacement at two others."""
+    everything = StoredCapture(sites={hook: ALL for hook in hooks}, positions="all", tag="before")
+    yield Trial("", host.job(prompt_of(PROMPT, seed=1), max_tokens=3, capture=everything), [])
+    for number, hook in enumerate(hooks):
+        added, put = 4 * np.random.default_rng(number).normal(size=(2, HIDDEN)).astype(np.float32)
+        steering = [
+            steer(host.vector(added), [ADD_LAYER], positions=ADDED, hook=hook),
+            steer(host.vector(put), [REPLACE_LAYER], positions=REPLACED, hook=hook, op="replace"),
+        ]
+        after = StoredCapture(sites={hook: [REPLACE_LAYER]}, positions=REPLACED, tag="after", at="after")
+        job = host.job(prompt_of(PROMPT, seed=2 + number), max_tokens=3, capture=[everything, after], steering=steering)
+        yield Trial(hook, job, [Edit(ADD_LAYER, added, ADDED, hook), Edit(REPLACE_LAYER, put, REPLACED, hook, "replace")])
+
+
+def capture(host: Host, hooks: tuple[str, ...]) -> dict[str, Outcome]:
+    """Run all trials in one batch; hook of the edits, or "" for the plain one → outcome."""
+    asked = list(trials(host, hooks))
+    host.run(*(trial.job for trial in asked))
+    outcomes = {}
+    for trial in asked:
+        reader = host.capture(trial.job)
+        rows = {(hook, layer): reader.array(layer, hook) for hook in hooks for layer in ALL}
+        replaced = host.capture(trial.job, 1).array(REPLACE_LAYER, trial.hook) if trial.hook else None
+        outcomes[trial.hook] = Outcome(trial.edits, reader.token_ids(), rows, replaced)
+    return outcomes
+
+
+def judge(outcomes: Mapping[str, Outcome], truth: Truth, dtype: str) -> dict[str, Figure]:
+    """Hook → figure. Raises AssertionError when a replaced row is not, bit for bit, what replaces it."""
+    errors = {hook: truth.errors(outcome.rows, outcome.token_ids, outcome.edits) for hook, outcome in outcomes.items()}
+    for hook, outcome in outcomes.items():
+        if hook:
+            vector = torch.from_numpy(outcome.edits[1].vector).to(DTYPES[dtype]).float().numpy()
+            assert (outcome.replaced == vector).all(), f"{hook}: a replaced row is not the vector"
+    return {hook: Figure(errors[""][hook], max(errors[hook].values())) for hook in truth.hooks}
+
+
+def options_of(way: Way) -> dict[str, object]:
+    """Settings of an engine for one checkpoint."""
+    return {
+        "dtype": way.dtype,
+        "runner": way.runner,
+        "enforce_eager": way.mode == "eager",
+        "max_model_len": 128,
+        "max_num_batched_tokens": 512,
+        "max_num_seqs": 8,
+        "kv_cache_gib": 0.125,
+        "capture_buffer_mib": 16,
+        "enable_prefix_caching": False,
+    }
+
+
+def nursery_for(runner: str, directory: Path) -> Nursery:
+    """Forks of one process run one runner: v2 needs Triton's interpreter from the first import."""
+    directory.mkdir(parents=True, exist_ok=True)
+    return Nursery(directory, {"PYTHONPATH": str(TRITON_CPU), "TRITON_INTERPRET": "1"} if runner == "v2" else None)
+
+
+def run(nursery: Nursery, directory: Path, name: str, path: Path, way: Way) -> dict[str, Outcome]:
+    """All trials of checkpoint `name`, which lies at `path`, in one way."""
+    host = nursery.host(directory / f"{name} {way.name}".replace(" ", "-"), path, **options_of(way))
+    try:
+        return capture(host, host.info["hooks"])
+    finally:
+        host.close()
+
+
+def main(names: Sequence[str]) -> None:
+    """Measure the named checkpoints in every way, or all of them; other rows of the page stay."""
+    page = PAGE.read_text()
+    table: Table = read_page(page) if names else {}
+    exceeded = []
+    with tempfile.TemporaryDirectory() as folder:
+        for runner in sorted({way.runner for way in WAYS}):
+            with nursery_for(runner, Path(folder) / runner) as nursery:
+                for name in names or CHECKPOINTS:
+                    path = checkpoint(name, Path(folder) / "checkpoints" / name)
+                    for way in (way for way in WAYS if way.runner == runner):
+                        started = time.monotonic()
+                        outcomes = run(nursery, Path(folder) / runner, name, path, way)
+                        for hook, figure in judge(outcomes, Truth(path, way.dtype), way.dtype).items():
+                            table.setdefault((name, hook), {})[way.name] = str(figure)
+                            if figure.worst > way.tolerance:
+                                exceeded.append(f"{name} {hook} {way.name}: {figure}, tolerance {way.tolerance}")
+                        worst = {hook: table[name, hook][way.name] for hook in HOOKS if (name, hook) in table}
+                        print(f"{name}, {way.name}: {worst}, {time.monotonic() - started:.1f} s", flush=True)
+                        PAGE.write_text(write_page(PAGE.read_text(), table))
+    if exceeded:
+        sys.exit("beyond their tolerance:\n" + "\n".join(exceeded))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

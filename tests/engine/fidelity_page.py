@@ -1,0 +1,89 @@
+"""What does `docs/fidelity.md` say, and to what is it held? Written by `fidelity.py`, checked without an engine."""
+
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+
+from tiny import CHECKPOINTS
+from tolerances import FIDELITY
+
+from midstream.schemas.selectors import HOOKS, Hook
+from midstream.workers.runner.architectures import describe
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "fidelity.md"
+#: Between these lines the page is written by `fidelity.py`.
+BEGIN, END = "<!-- written by `make fidelity` -->", "<!-- end of what is written by `make fidelity` -->"
+
+
+def hooks_of(name: str) -> tuple[Hook, ...]:
+    """The hooks that the architecture of checkpoint `name` has."""
+    made = CHECKPOINTS[name]
+    return describe(made.architecture, made.hf_config()).hooks
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to run a model."""
+
+    runner: str  # v1 | v2
+    mode: str  # eager | compiled
+    dtype: str  # float32 | bfloat16
+
+    @property
+    def name(self) -> str:
+        return f"{self.runner} {self.mode} {'fp32' if self.dtype == 'float32' else 'bf16'}"
+
+    @property
+    def tolerance(self) -> float:
+        return FIDELITY[self.dtype].limit
+
+
+WAYS = tuple(Way(*choice) for choice in itertools.product(("v1", "v2"), ("eager", "compiled"), ("float32", "bfloat16")))
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Of one hook. `rows`: what is captured there; `edits`: the rows of all hooks when the edits are made there.
+
+    fp32: the largest error of a row, relative to its length. bf16: distance from transformers in fp32, of all rows together, as
+    a multiple of transformers' own in bf16; where a router chooses experts, of the median row.
+    """
+
+    rows: float
+    edits: float
+
+    @property
+    def worst(self) -> float:
+        return max(self.rows, self.edits)
+
+    def __str__(self) -> str:
+        return f"{self.rows:.1e} / {self.edits:.1e}" if self.worst < 0.01 else f"{self.rows:.2f} / {self.edits:.2f}"
+
+
+def parse(cell: str) -> Figure:
+    """Raises ValueError when it is not a figure."""
+    rows, edits = cell.split("/")
+    return Figure(float(rows), float(edits))
+
+
+Table = dict[tuple[str, str], dict[str, str]]  # (checkpoint, hook) → way's name → figure as text
+
+
+def read_page(text: str) -> Table:
+    """The figures of the page."""
+    lines = [line for line in text[text.index(BEGIN) : text.index(END)].splitlines() if line.startswith("| `")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    names = [way.name for way in WAYS]
+    return {(row[0].strip("`"), row[1].strip("`")): dict(zip(names, row[2:], strict=True)) for row in rows}
+
+
+def write_page(text: str, table: Table) -> str:
+    """The page with these figures, checkpoints in the order of `CHECKPOINTS`, hooks in that of `HOOKS`; the rest of it stays."""
+    names = [way.name for way in WAYS]
+    lines = ["| figures | tolerance | reason |", "|---|---|---|"]
+    lines += [f"| {dtype} | {each.limit:g} | {each.reason} |" for dtype, each in FIDELITY.items()]
+    lines += ["", "| checkpoint | hook | " + " | ".join(names) + " |", "|---|---|" + "---|" * len(names)]
+    order = [(name, hook) for name in CHECKPOINTS for hook in HOOKS if (name, hook) in table]
+    lines += [f"| `{name}` | `{hook}` | " + " | ".join(table[name, hook].get(way, "") for way in names) + " |" for name, hook in order]
+    before, after = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
+    return f"{before}\n\n" + "\n".join(lines) + f"\n\n{after}"

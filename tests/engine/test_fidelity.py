@@ -1,0 +1,128 @@
+"""Captured and edited rows are transformers' rows: every architecture and hook, and some of the other ways to run them.
+
+All of `docs/fidelity.md` is measured by `make fidelity`; here every architecture runs on v1 in fp32 and bf16, and a few
+compiled and on v2.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fidelity import ADDED, ALL, Outcome, Truth, judge, nursery_for, run
+from fidelity_page import Way, hooks_of
+from host import relative_error
+from nursery import Nursery
+from reference import Reference
+from tiny import CHECKPOINTS, checkpoint
+from tolerances import FP32_ROWS
+
+EAGER = Way("v1", "eager", "float32")
+#: Other ways, each of other kinds of models: pairs and single tensors, vLLM's own code and its Transformers backend.
+OTHERS = [
+    ("gemma2", Way("v1", "compiled", "float32")),
+    ("gpt-neox", Way("v1", "compiled", "float32")),
+    ("qwen3-moe", Way("v2", "eager", "float32")),
+    ("gpt2", Way("v2", "eager", "float32")),
+    ("olmo2", Way("v2", "compiled", "float32")),
+]
+
+#: What reads an edited tensor in the same layer.
+READERS = [
+    (name, hook, reads)
+    for name in CHECKPOINTS
+    for hook, reads in (("pre_attn", "attn_out"), ("post_attn", "mlp_out"), ("mlp_in", "mlp_out"))
+    if hook in hooks_of(name)
+]
+
+Captured = Callable[[str, Way], dict[str, Outcome]]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return lambda name: checkpoint(name, folder / name)
+
+
+@pytest.fixture(scope="module")
+def nurseries(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Nursery]]:
+    started: list[Nursery] = []
+
+    @cache
+    def nursery(runner: str) -> Nursery:
+        started.append(nursery_for(runner, tmp_path_factory.mktemp(runner)))
+        return started[-1]
+
+    yield nursery
+    for each in started:
+        each.close()
+
+
+@pytest.fixture(scope="module")
+def captured(checkpoints, nurseries, tmp_path_factory: pytest.TempPathFactory) -> Captured:
+    """What an engine captured of a checkpoint; each is started once."""
+    folder = tmp_path_factory.mktemp("engines")
+    return cache(lambda name, way: run(nurseries(way.runner), folder, name, checkpoints(name), way))
+
+
+# field case 2, field case 3
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_every_hook_of_every_architecture_gives_transformers_rows_plain_and_edited(name: str, dtype: str, captured, checkpoints) -> None:
+    way = Way("v1", "eager", dtype)
+    figures = judge(captured(name, way), Truth(checkpoints(name), dtype), dtype)
+    assert {hook: str(figure) for hook, figure in figures.items() if figure.worst > way.tolerance} == {}
+
+
+# field case 5
+@pytest.mark.parametrize(("name", "way"), OTHERS, ids=[f"{name} {way.name}" for name, way in OTHERS])
+def test_compiled_forwards_and_the_v2_runner_give_them_too(name: str, way: Way, captured, checkpoints) -> None:
+    """A site that a compiler dropped would give zeros, and an edit there would do nothing."""
+    figures = judge(captured(name, way), Truth(checkpoints(name), way.dtype), way.dtype)
+    assert {hook: str(figure) for hook, figure in figures.items() if figure.worst > way.tolerance} == {}
+
+
+# field case 2
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_the_stream_is_what_enters_and_the_branches_added_to_it(name: str, captured) -> None:
+    """So `post_block` holds the MLP, `post_attn` the attention, and the branches are meant after their own norms."""
+    rows = captured(name, EAGER)[""].rows
+    for layer in ALL:
+        before, after = rows["pre_attn", layer], rows["post_block", layer]
+        middle = rows.get(("post_attn", layer), before + rows["attn_out", layer])
+        assert relative_error(middle, before + rows["attn_out", layer]) <= FP32_ROWS
+        assert relative_error(after, middle + rows["mlp_out", layer]) <= FP32_ROWS
+        assert relative_error(middle, before) > 0.01
+        assert relative_error(after, middle) > 0.01
+
+
+# field case 4, field case 8
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_each_layer_has_its_own_rows_and_layer_n_is_hidden_states_n_plus_1(name: str, captured, checkpoints) -> None:
+    outcome = captured(name, EAGER)[""]
+    hidden = Reference(checkpoints(name)).hidden_states(outcome.token_ids)
+    for layer in ALL:
+        assert relative_error(outcome.rows["pre_attn", layer], hidden[layer]) <= FP32_ROWS
+    for layer in ALL[:-1]:  # the last of transformers' list is after the final norm
+        assert relative_error(outcome.rows["post_block", layer], hidden[layer + 1]) <= FP32_ROWS
+        for hook in {hook for hook, _ in outcome.rows}:
+            assert relative_error(outcome.rows[hook, layer], outcome.rows[hook, layer + 1]) > 0.01
+
+
+# field case 3
+@pytest.mark.parametrize(("name", "hook", "reads"), READERS)
+def test_what_reads_the_edited_tensor_in_the_same_layer_reads_the_edit(name: str, hook: str, reads: str, captured, checkpoints) -> None:
+    """At the edited positions of layer 1 the branch is another than without the edit, and at no earlier position."""
+    outcomes = captured(name, EAGER)
+    edited = outcomes[hook]
+    plain = Reference(checkpoints(name)).rows(edited.token_ids)
+    moved = np.linalg.norm(edited.rows[reads, 1] - plain[reads, 1], axis=-1) / np.linalg.norm(plain[reads, 1], axis=-1)
+    assert (moved[ADDED] > 0.01).all()
+    assert moved[: ADDED[0]].max() <= FP32_ROWS
+
+
+@pytest.mark.parametrize(("name", "reason"), [("bloom", "supported: GPT2LMHeadModel,"), ("opt-post-norm", "there is no residual stream")])
+def test_what_we_do_not_know_is_refused_at_boot_with_the_list_or_the_reason(name, reason, checkpoints, nurseries, tmp_path) -> None:
+    with pytest.raises(AssertionError, match=reason):
+        nurseries("v1").host(tmp_path / name, checkpoints(name), max_model_len=128)
