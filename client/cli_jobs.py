@@ -219,12 +219,14 @@ def print_result(result: JobResult) -> None:
         out.print(show.receipts("Receipts", [(result.id, captures, result.determinism)]))
         out.print(show.determinism_line(result.determinism), soft_wrap=True)
     if captures.status != "not_requested":
-        out.print(
-            f"captures {show.coloured(captures.status)}: {len(captures.files)} files, {captures.rows} rows, {show.size(captures.bytes)}"
-        )
+        returned = sum(len(report.rows) for report in captures.consumers)
+        there = f"{len(captures.files)} files, {captures.rows} rows, {show.size(captures.bytes)}"
+        if returned:
+            there = (f"{there}; " if captures.files else "") + f"{show.size(returned)} in the answer"
+        out.print(f"captures {show.coloured(captures.status)}: {there}")
         if captures.detail:
             out.print(captures.detail, style="dim", markup=False, soft_wrap=True)
-        if any(report.rows for report in captures.consumers):
+        if returned:
             out.print(show.capture(returned_rows(captures)))
     if captures.files:
         out.print(f"midstream capture show {result.id}", style="bold", markup=False, soft_wrap=True)

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..schemas.captures import CapturePage
-from ..schemas.jobs import CaptureResults, Determinism, Event, JobResult, JobView
+from ..schemas.jobs import CaptureResults, Determinism, Event, FileEntry, JobResult, JobView
 from ..schemas.selectors import as_ranges
 from .reader import CaptureReader, Check
 
@@ -102,11 +102,14 @@ def receipts(title: str, jobs: Iterable[tuple[str, CaptureResults | None, Determ
     shown = table(title, "job", "request", "rank", "step", "actions", "checksum", "applied", "rows", "crc32")
     cells = []
     for job_id, captures, determinism in jobs:
-        files = {(file.request, file.rank): file for file in captures.files} if captures else {}
+        files: dict[tuple[int, int], list[FileEntry]] = {}
+        for file in captures.files if captures else []:
+            files.setdefault((file.request, file.rank), []).append(file)
         reports = [report for stage in (determinism.stages if determinism else []) for report in stage.ranks]
         for report in sorted(reports, key=lambda report: (report.request, report.rank)):
-            file = files.get((report.request, report.rank))
-            written = (str(file.rows), f"{file.crc32:08x}") if file else ("", "")
+            own = files.get((report.request, report.rank), [])
+            crc = f"{own[0].crc32:08x}" if len(own) == 1 else f"{len(own)} files"
+            written = (str(sum(file.rows for file in own)), crc) if own else ("", "")
             numbers = (str(number) for number in (report.request, report.rank, report.step, report.actions))
             cells.append((f"…{job_id[-4:]}", *numbers, report.checksum, str(report.applied), *written))
     for row in cells[:TABLE_ROWS]:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from midstream.client import cli, options, show
 from midstream.schemas.errors import MidstreamError
-from midstream.schemas.jobs import JobView, State
+from midstream.schemas.jobs import CaptureResults, Determinism, FileEntry, JobView, RankReport, StageReport, State
 from midstream.schemas.selectors import as_ranges
 
 
@@ -192,6 +192,22 @@ def test_the_list_of_jobs_keeps_a_line_and_a_whole_id_for_each_on_a_narrow_termi
     assert heading.split()[:5] == ["job", "state", "prompts", "captures", "took"]
     assert first.split()[:2] == [job_id, "succeeded"]
     assert second.split()[:3] == [job_id, "cancelled", "×2"]
+
+
+def test_receipts_count_the_rows_of_all_files_of_a_rank() -> None:
+    def file(rows: int, request: int = 0) -> FileEntry:
+        return FileEntry(path="p", request=request, rank=0, pp=0, bytes=1, crc32=0xAB, rows=rows, sites={}, positions=1)
+
+    def report(request: int) -> RankReport:
+        return RankReport(rank=0, tp=0, request=request, step=1, checksum="0" * 16, actions=0, applied=0, status="ok")
+
+    captures = CaptureResults(status="ok", job="job_x", files=[file(3), file(4), file(5, request=1)])
+    stages = [StageReport(pp=0, consistent=True, ranks=[report(0), report(1)])]
+    console = Console(width=120, file=io.StringIO())
+    console.print(show.receipts("Receipts", [("job_x", captures, Determinism(consistent=True, stages=stages))]))
+    first, second = [line for line in console.file.getvalue().splitlines() if "…" in line]  # type: ignore[attr-defined]
+    assert first.split()[-3:] == ["7", "2", "files"]
+    assert second.split()[-2:] == ["5", "000000ab"]
 
 
 def test_sizes_are_for_people() -> None:
