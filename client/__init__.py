@@ -7,19 +7,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ..schemas.selectors import Span as Span
+    from ..schemas.specs import CaptureSpec as CaptureSpec
+    from ..schemas.specs import SteeringSpec as SteeringSpec
     from .http import AsyncClient as AsyncClient
     from .http import Client as Client
     from .reader import CaptureReader as CaptureReader
     from .wire import Answer as Answer
-    from .wire import CaptureSpec as CaptureSpec
-    from .wire import Span as Span
-    from .wire import SteeringSpec as SteeringSpec
     from .wire import VersionMismatch as VersionMismatch
     from .wire import returned_rows as returned_rows
 
 _HOMES = {
-    "AsyncClient": "http", "Client": "http", "CaptureReader": "reader", "Answer": "wire", "CaptureSpec": "wire", "Span": "wire",
-    "SteeringSpec": "wire", "VersionMismatch": "wire", "returned_rows": "wire",
+    "AsyncClient": ".http", "Client": ".http", "CaptureReader": ".reader", "Answer": ".wire", "VersionMismatch": ".wire",
+    "returned_rows": ".wire", "CaptureSpec": "..schemas.specs", "SteeringSpec": "..schemas.specs", "Span": "..schemas.selectors",
 }  # fmt: skip
 __all__ = [
     "Answer", "AsyncClient", "CaptureReader", "CaptureSpec", "Client", "Span", "SteeringSpec", "VersionMismatch", "returned_rows",
@@ -29,4 +29,4 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    return getattr(import_module(_HOMES[name], __name__), name)

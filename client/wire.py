@@ -15,7 +15,6 @@ from .. import __version__
 from ..schemas.base import to_json
 from ..schemas.errors import STATUS_OF_KIND, MidstreamError, Problem, invalid, misfit
 from ..schemas.jobs import TERMINAL, CaptureResults, Determinism, Event, JobRequest, JobResult, JobView
-from ..schemas.selectors import Span as Span
 from ..schemas.specs import CaptureSpec, SteeringSpec
 from ..schemas.tensors import from_numpy
 from .reader import CaptureReader
