@@ -7,6 +7,7 @@ an addition in layer 1 and a replacement in layer 2. All rows of all of them, ed
 compared with transformers on the same checkpoint and the same tokens. A part of this runs in `test_fidelity.py`.
 """
 
+import os
 import sys
 import tempfile
 import time
@@ -150,7 +151,10 @@ def options_of(way: Way) -> dict[str, object]:
 def nursery_for(runner: str, directory: Path) -> Nursery:
     """Forks of one process run one runner: v2 needs Triton's interpreter from the first import."""
     directory.mkdir(parents=True, exist_ok=True)
-    return Nursery(directory, {"PYTHONPATH": str(TRITON_CPU), "TRITON_INTERPRET": "1"} if runner == "v2" else None)
+    if runner == "v1":
+        return Nursery(directory)
+    path = os.pathsep.join([str(TRITON_CPU), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return Nursery(directory, {"PYTHONPATH": path, "TRITON_INTERPRET": "1"})
 
 
 def run(nursery: Nursery, directory: Path, name: str, path: Path, way: Way) -> dict[str, Outcome]:
