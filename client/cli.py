@@ -10,7 +10,7 @@ from rich.console import Console
 
 from .. import __version__
 from ..schemas.errors import MidstreamError
-from ..schemas.global_capture import parse
+from ..schemas.global_capture import from_settings
 from ..schemas.settings import SettingsError, load_settings
 from . import cli_captures, cli_jobs
 from .cli_jobs import Url, find_url, out
@@ -49,10 +49,7 @@ def up(
         "global_capture": global_capture,
     }  # fmt: skip
     settings = load_settings({**os.environ, **_overrides(set_ or [])}, **given)
-    try:
-        parse(settings.global_capture, settings.global_capture_positions, settings.global_capture_tag)
-    except ValueError as error:
-        raise SettingsError(f"global_capture: {error}") from error
+    from_settings(settings)  # what is wrong in itself is said before anything starts
     raise typer.Exit(Supervisor(settings, say=lambda line: print(line, flush=True)).run())
 
 

@@ -4,15 +4,32 @@
 """
 
 import re
+from collections.abc import Sequence
 from typing import cast, get_args
 
 import msgspec
 
 from .selectors import HOOKS, Alias, Hook, HookName, LayerSelector, PositionName, resolve_sites
+from .settings import Settings, SettingsError
 from .specs import CaptureSpec
 
 _HOOK_NAMES = (*HOOKS, *get_args(Alias))
 _POSITIONS = re.compile(r"-?[0-9]{1,9}( *, *-?[0-9]{1,9})*")
+
+
+def from_settings(settings: Settings, num_layers: int | None = None, hooks: Sequence[str] = HOOKS) -> list[CaptureSpec]:
+    """The captures that the settings ask for; held against the model's layers and hooks when `num_layers` is known.
+
+    Raises SettingsError saying what is wrong and what would be right.
+    """
+    try:
+        specs = parse(settings.global_capture, settings.global_capture_positions, settings.global_capture_tag)
+        if num_layers is not None:
+            for spec in specs:
+                resolve_sites(spec.wanted, num_layers, hooks)
+    except ValueError as error:
+        raise SettingsError(f"global_capture: {error}") from error
+    return specs
 
 
 def parse(text: str, positions: str = "last_prompt", tag: str = "global") -> list[CaptureSpec]:
@@ -51,9 +68,3 @@ def parse_positions(text: str) -> PositionName | list[int]:
     if not _POSITIONS.fullmatch(text):
         raise ValueError(f"{text[:40]!r} names no positions: use one of {', '.join(get_args(PositionName))}, or numbers such as 0,5,-1")
     return [int(number) for number in text.split(",")]
-
-
-def check(specs: list[CaptureSpec], num_layers: int, hooks: list[str]) -> None:
-    """Raises ValueError (a SelectorError) when the model lacks a hook or layer, or one hook is named twice."""
-    for spec in specs:
-        resolve_sites(spec.wanted, num_layers, hooks)

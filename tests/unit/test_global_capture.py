@@ -2,7 +2,8 @@
 
 import pytest
 
-from midstream.schemas.global_capture import check, parse
+from midstream.schemas.global_capture import from_settings, parse
+from midstream.schemas.settings import Settings, SettingsError
 from midstream.schemas.specs import CaptureSpec
 
 
@@ -44,11 +45,20 @@ def test_what_is_wrong_is_named_with_what_would_be_right(arguments: tuple[str, .
         parse(*arguments)
 
 
-def test_it_is_held_against_the_model_that_is_served() -> None:
-    check(parse("post_block:0-3;attn_out:-1"), 4, ["attn_out", "post_block"])
-    with pytest.raises(ValueError, match="layer 4 is out of range"):
-        check(parse("post_block:0-4"), 4, ["attn_out", "post_block"])
-    with pytest.raises(ValueError, match="no hook 'mlp_in'"):
-        check(parse("mlp_in"), 4, ["attn_out", "post_block"])
-    with pytest.raises(ValueError, match="named twice"):
-        check(parse("post_block;resid_post"), 4, ["attn_out", "post_block"])
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("post_block:0-4", "layer 4 is out of range"), ("mlp_in", "no hook 'mlp_in'"), ("post_block;resid_post", "named twice")],
+)
+def test_settings_that_do_not_fit_the_model_are_refused_as_settings(text: str, words: str) -> None:
+    hooks = ["attn_out", "post_block"]
+    fits = Settings(global_capture="post_block:0-3;attn_out:-1", global_capture_tag="ops")
+    assert from_settings(fits, 4, hooks) == parse("post_block:0-3;attn_out:-1", tag="ops")
+    with pytest.raises(SettingsError, match=f"^global_capture: .*{words}"):
+        from_settings(Settings(global_capture=text), 4, hooks)
+
+
+def test_settings_are_read_before_a_model_is_known() -> None:
+    assert from_settings(Settings()) == []
+    assert from_settings(Settings(global_capture="post_block:99"))[0].hooks == {"post_block": "99"}
+    with pytest.raises(SettingsError, match="'pre_mlp' is not a hook"):
+        from_settings(Settings(global_capture="pre_mlp"))
