@@ -22,6 +22,7 @@ from celery.worker.components import Pool
 from ..broker.celery_app import make_app, queue_of
 from ..broker.lease import LeaseStep
 from ..schemas.errors import MidstreamError
+from ..schemas.global_capture import from_settings
 from ..schemas.settings import Settings, SettingsError, load_settings
 from . import control as _control  # registers the remote-control commands  # noqa: F401
 from .host import EngineHost
@@ -139,6 +140,7 @@ def _check(settings: Settings) -> None:
             raise SettingsError(f"MIDSTREAM_{name.upper()}: a worker needs it")
     if not settings.served_model:
         raise SettingsError("MIDSTREAM_MODEL: a worker needs a model to serve")
+    from_settings(settings)  # the capture of every request: what is wrong in itself is said before the model is loaded
 
 
 def _keep_logging(**_: Any) -> None:

@@ -173,6 +173,13 @@ def test_an_engine_that_does_not_start_is_named_on_the_last_line(tmp_path: Path)
         assert stack.log("worker").splitlines()[-1] == "worker failed: no such architecture"
 
 
+def test_a_capture_of_every_request_that_cannot_be_read_is_a_wrong_setting(tmp_path: Path) -> None:
+    with Stack(tmp_path, workers=0) as stack:
+        stack.spawn("worker", global_capture="pre_mlp:0")
+        assert stack.exit_code("worker", 60) == EXIT_BAD_SETTINGS
+        assert stack.log("worker").splitlines()[-1].startswith("worker failed: global_capture: 'pre_mlp' is not a hook: write hook:layers")
+
+
 def test_a_second_worker_of_the_same_id_is_refused(tmp_path: Path) -> None:
     with Stack(tmp_path, workers=2) as stack:
         stack.end("worker-2")
