@@ -25,7 +25,7 @@ export PATH := $(abspath $(BIN)):$(PATH)
 
 PYTEST = $(BIN)/pytest -ra --durations=15 $(PYTEST_ARGS)
 
-.PHONY: help setup model demo up test lint format types test-unit test-system test-engine bench lock clean
+.PHONY: help setup model demo up test lint format types test-unit test-system test-engine fidelity bench lock clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -85,6 +85,9 @@ test-system: $(READY) model ## real Redis, Celery, ZeroMQ and HTTP
 test-engine: $(READY) model ## real vLLM on CPU
 	@echo "== engine tests"
 	@$(PYTEST) tests/engine
+
+fidelity: $(READY) ## measure every architecture, hook, runner and mode; writes docs/fidelity.md (NAMES=…: only these checkpoints)
+	@$(BIN)/python tests/engine/fidelity.py $(NAMES)
 
 bench: $(READY) model ## the figures of benchmarks/RESULTS.md, one after the other
 	@for script in benchmarks/[a-z]*.py; do echo "== $$script"; $(BIN)/python $$script; done

@@ -14,6 +14,9 @@ TESTS = Path(__file__).resolve().parents[1]
 #: Case → what must be shown not to happen.
 REQUIRED: dict[int, str] = {
     1: "in a batch, rows of another request",
+    2: "a stream captured without its branch, or a branch without its norm",
+    3: "an edit of the stream does not reach the branch that reads it next",
+    4: "all layers of a capture are the last one's",
     5: "a compiled or replayed graph leaves the op out",
     6: "rows captured twice after preemption",
     7: "padded, dummy or warm-up rows captured",
