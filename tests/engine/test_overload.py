@@ -1,0 +1,52 @@
+"""More rows than the writers take: spilled ones are all there, dropped ones are named. v1 runner, fp32, a queue of 1 MiB."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from host import Host, capture_of, prompt_of, relative_error
+from reference import Reference
+from tiny import LAYERS
+from tolerances import FP32_ROWS
+
+from midstream.client.reader import CaptureReader
+from midstream.schemas.selectors import HOOKS
+
+EVERYTHING = {hook: list(range(LAYERS)) for hook in HOOKS}
+PROMPT = 400  # tokens: 2.4 MiB of rows
+
+
+@pytest.fixture(scope="module", params=["spill", "drop"])
+def flooded(request: pytest.FixtureRequest, llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
+    host = Host(
+        tmp_path_factory.mktemp(request.param),
+        llama,
+        capture_overload=request.param,
+        capture_queue_mib=1,
+        max_num_batched_tokens=64,
+        enable_prefix_caching=False,
+    )
+    yield host
+    host.close()
+
+
+def test_rows_beyond_the_queue_are_whole_on_disk_or_named_as_dropped(flooded: Host, reference: Reference) -> None:
+    job = flooded.job(prompt_of(PROMPT, seed=8), max_tokens=3, capture=capture_of([], "all", sites=EVERYTHING))
+    tokens = job.prompts[0].token_ids + flooded.run(job)[job.id][0].token_ids
+    (receipt,) = flooded.receipts(job)
+    dropped = sorted({position for file in receipt.files for position in file.dropped})
+    if flooded.settings.capture_overload == "spill":
+        assert (receipt.status, dropped) == ("ok", [])
+        assert flooded.call("midstream_status")[0]["spilled_bytes"] > 0
+    else:
+        assert receipt.status == "partial"  # field case 19
+        assert dropped
+        assert str(dropped[0]) in receipt.message
+    reader, wanted = CaptureReader(flooded.root, job.id), reference.rows(tokens[:-1])
+    assert reader.positions() == [position for position in range(len(tokens) - 1) if position not in dropped]
+    for hook, layers in EVERYTHING.items():
+        for layer in layers:
+            assert relative_error(reader.array(layer, hook), wanted[hook, layer][reader.positions()]) <= FP32_ROWS
+    again = flooded.job(prompt_of(9), max_tokens=2, capture=capture_of([1], "all"))
+    flooded.run(again)
+    assert flooded.receipts(again)[0].status == "ok"  # the rows of before are written: there is room again
