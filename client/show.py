@@ -21,6 +21,8 @@ _COLOURS = {
 }  # fmt: skip
 #: Longer tables are cut, and say so.
 TABLE_ROWS = 24
+#: So much is shown of a segment's name.
+_SEGMENT_NAME = 20
 
 
 def coloured(state: str) -> str:
@@ -150,7 +152,8 @@ def checks(found: Sequence[Check]) -> Table:
     shown = table("Files against their manifests", "file", "request", "bytes", "crc32", "verdict")
     for check in sorted(found, key=lambda check: check.ok)[:TABLE_ROWS]:
         verdict = "[green]right[/]" if check.ok else f"[red]wrong: {escape(check.detail)}[/]"
-        name = check.path.name + (f" @{check.offset}" if check.offset else "")
+        segment = check.path.suffix == ".seg"  # of a long name, of which the end tells one from another
+        name = f"…{check.path.name[-_SEGMENT_NAME:]} @{check.offset}" if segment else check.path.name
         shown.add_row(name, str(check.request), size(check.bytes), f"{check.crc32:08x}", verdict)
     right = sum(check.ok for check in found)
     shown.caption = f"{right} of {len(found)} are right"

@@ -20,7 +20,7 @@ from .fake_model import HIDDEN_SIZE, NUM_LAYERS, residual_rows
 from .identity import BOOT
 from .runner.finished import FinishedCapture
 from .runner.layouts import StoreConfig
-from .runner.writer import WriteJob, Writer
+from .runner.writer import BOOT_DIGITS, WriteJob, Writer
 
 #: Seconds that closing waits for the relay to take what is left; the rest is replayed by the next start.
 FLUSH_S = 2.0
@@ -81,7 +81,7 @@ class FakeRanks:
         settings = self._settings
         store = StoreConfig(
             root=settings.capture_root,
-            owner=f"{settings.worker_id}.{BOOT}.{rank}",
+            owner=f"{settings.worker_id}.{BOOT[:BOOT_DIGITS]}.{rank}",
             segment_limit=settings.segment_limit_kib << 10,
             segment_bytes=settings.segment_mib << 20,
             quota=settings.capture_quota_mib << 20,

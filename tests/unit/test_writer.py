@@ -2,7 +2,9 @@
 
 import gc
 import logging
+import os
 import sqlite3
+import subprocess
 import sys
 import threading
 import time
@@ -97,6 +99,14 @@ def test_several_captures_go_each_to_its_own_consumers(desk: Desk, caplog: pytes
     first, last = np.linalg.norm(values("post_block", 2, [0, 2]), axis=1)
     assert "job=job_x request=0 tag=global pp=0 positions=3 hidden=5 dtype=float32" in line
     assert f"post_block.2 {first:.4g} … {last:.4g}" in line
+
+
+def test_where_nobody_set_up_logging_the_lines_of_the_logging_consumer_go_to_stderr() -> None:
+    """As in a rank's process: vLLM sets up its own loggers only."""
+    code = "from midstream.workers.runner.consumers import Logging; from capture_kit import finished; Logging().consume([finished()])"
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": paths})
+    assert "INFO midstream.captures: captured job=job_x request=0" in done.stderr
 
 
 # field case 19

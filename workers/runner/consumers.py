@@ -19,6 +19,8 @@ from .finished import Consumer, FinishedCapture, Outcome
 from .layouts import blob_of
 
 logger = logging.getLogger(__name__)
+#: What the consumer `logging` writes to.
+lines = logging.getLogger("midstream.captures")
 
 ENTRY_POINTS = "midstream.capture_consumers"
 BUILT_IN = ("filesystem", "memory", "logging")
@@ -53,9 +55,16 @@ class Memory:
 class Logging:
     """The consumer `logging`: one line per capture, with the length of its first and last row at every site."""
 
+    def __init__(self) -> None:
+        if not lines.hasHandlers():  # vLLM's rank processes set up their own loggers only
+            handler = logging.StreamHandler()
+            handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+            lines.addHandler(handler)
+            lines.setLevel(logging.INFO)
+
     def consume(self, captures: Sequence[FinishedCapture]) -> list[Outcome]:
         for capture in captures:
-            logger.info(
+            lines.info(
                 "captured job=%s request=%d tag=%s pp=%d positions=%d hidden=%d dtype=%s: %s",
                 capture.spec.job, capture.spec.request, capture.capture.tag, capture.pp, len(capture.positions), capture.hidden_size,
                 capture.dtype, _norms(capture),

@@ -26,6 +26,8 @@ GROUP_BYTES = 64 << 20
 ESSENTIAL = frozenset({"filesystem", "memory"})
 #: A message names at most this many positions, and is cut at this many characters.
 _POSITIONS, _MESSAGE = 16, 1000
+#: So much of the boot's id is in the names of segments: enough that two starts of a worker do not share any.
+BOOT_DIGITS = 12
 
 
 @dataclass
@@ -196,7 +198,7 @@ def make_writer(config: PlaneConfig, rank: int, outbox: Outbox, fail_writes: Cal
     """The writer of a rank, as its config says."""
     store = StoreConfig(
         root=Path(config.capture_root),
-        owner=f"{config.worker}.{config.boot}.{rank}",
+        owner=f"{config.worker}.{config.boot[:BOOT_DIGITS]}.{rank}",
         segment_limit=config.segment_limit_kib << 10,
         segment_bytes=config.segment_mib << 20,
         quota=config.capture_quota_mib << 20,
