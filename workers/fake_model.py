@@ -9,12 +9,11 @@ from tokenizers.models import BPE
 
 from .. import __version__
 from ..schemas.base import to_msgpack
-from ..schemas.global_capture import parse as parse_global_capture
+from ..schemas.global_capture import from_settings
 from ..schemas.jobs import Job
 from ..schemas.models import ModelInfo, TokenizerBundle, encode_bundle
 from ..schemas.selectors import HOOKS, Hook
 from ..schemas.settings import Settings
-from ..schemas.specs import CaptureSpec
 from .runner.consumers import available
 
 NUM_LAYERS = 4
@@ -65,14 +64,8 @@ def make_info(settings: Settings, tokenizer: Tokenizer, bundle: TokenizerBundle)
         consumers=available(),
         memory_limit_kib=settings.memory_limit_kib,
         step_tokens=settings.max_num_batched_tokens,
-        global_captures=_global_captures(settings),
+        global_captures=from_settings(settings, NUM_LAYERS),
     )
-
-
-def _global_captures(settings: Settings) -> list[CaptureSpec]:
-    if not settings.global_capture:
-        return []
-    return parse_global_capture(settings.global_capture, settings.global_capture_positions, settings.global_capture_tag)
 
 
 def _token_id(tokenizer: Tokenizer, token: str) -> int:

@@ -20,12 +20,12 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from .. import __version__
 from ..schemas.errors import MidstreamError
-from ..schemas.global_capture import parse as parse_global_capture
+from ..schemas.global_capture import from_settings
 from ..schemas.jobs import Job, Output, TokenLogprob
 from ..schemas.models import ModelInfo, TokenizerBundle
 from ..schemas.selectors import HOOKS, lowest_position
 from ..schemas.settings import Settings, SettingsError
-from ..schemas.specs import CaptureSpec, RankSpec, SteeringRow, steering_digest, steering_rows
+from ..schemas.specs import RankSpec, SteeringRow, steering_digest, steering_rows
 from .admission import CaptureBudget, RowAdmission, RowWish, StepRows
 from .collective import check_apply_results
 from .engine import Fetch, Progress
@@ -98,6 +98,7 @@ class VllmEngine:
             raise MidstreamError("engine_failed", f"the engine did not start: {error}") from error
         config = self._llm.model_config
         adapter = describe(config.architectures[0], config.hf_config)
+        hooks = [hook for hook in adapter.hooks if not plane.hooks or hook in plane.hooks]
         self._row_bytes = config.get_hidden_size() * config.dtype.itemsize
         row_limit = _row_limit(settings, plane, config)
         self._step_rows = StepRows(row_limit)
@@ -111,7 +112,7 @@ class VllmEngine:
             vocab_size=config.get_vocab_size(),
             max_model_len=config.max_model_len,
             dtype=str(config.dtype).removeprefix("torch."),
-            hooks=[hook for hook in adapter.hooks if not plane.hooks or hook in plane.hooks],
+            hooks=list(hooks),
             tokenizer="",
             tp=settings.tensor_parallel_size,
             pp=settings.pipeline_parallel_size,
@@ -120,7 +121,7 @@ class VllmEngine:
             memory_limit_kib=settings.memory_limit_kib,
             step_tokens=settings.max_num_batched_tokens,
             capture_row_limit=row_limit,
-            global_captures=_global_captures(settings),
+            global_captures=from_settings(settings, config.get_total_num_hidden_layers(), hooks),
         )
 
     async def hold_vectors(self, job: Job, fetch: Fetch) -> None:
@@ -347,12 +348,6 @@ def _hooks(settings: Settings) -> list[str]:
         if name not in HOOKS:
             raise SettingsError(f"hooks: {name!r} is not a hook point: use `all`, or some of {', '.join(HOOKS)}")
     return names
-
-
-def _global_captures(settings: Settings) -> list[CaptureSpec]:
-    if not settings.global_capture:
-        return []
-    return parse_global_capture(settings.global_capture, settings.global_capture_positions, settings.global_capture_tag)
 
 
 def _row_limit(settings: Settings, plane: PlaneConfig, config: Any) -> int:
