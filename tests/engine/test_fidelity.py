@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fidelity import ADDED, ALL, Outcome, Truth, judge, nursery_for, run
+from fidelity import ADDED, ALL, Outcome, Truth, capture, judge, nursery_for, options_of, run
 from fidelity_page import Way, hooks_of
-from host import relative_error
+from host import Host, relative_error
 from nursery import Nursery
 from reference import Reference
 from tiny import CHECKPOINTS, checkpoint
@@ -81,6 +81,18 @@ def test_compiled_forwards_and_the_v2_runner_give_them_too(name: str, way: Way, 
     """A site that a compiler dropped would give zeros, and an edit there would do nothing."""
     figures = judge(captured(name, way), Truth(checkpoints(name), way.dtype), way.dtype)
     assert {hook: str(figure) for hook, figure in figures.items() if figure.worst > way.tolerance} == {}
+
+
+@pytest.mark.parametrize(("name", "split"), [("mixtral", "tensor_parallel_size"), ("olmo2", "pipeline_parallel_size")])
+def test_two_ranks_give_them_too(name: str, split: str, checkpoints, tmp_path) -> None:
+    """A branch is whole only after the ranks' parts were summed; a later stage's first layer gets the stream from the stage before."""
+    host = Host(tmp_path, checkpoints(name), **options_of(EAGER), **{split: 2})
+    try:
+        outcomes = capture(host, hooks_of(name))
+    finally:
+        host.close()
+    figures = judge(outcomes, Truth(checkpoints(name), EAGER.dtype), EAGER.dtype)
+    assert {hook: str(figure) for hook, figure in figures.items() if figure.worst > EAGER.tolerance} == {}
 
 
 # field case 2
