@@ -1,0 +1,138 @@
+"""What becomes of captures when the disk refuses, a consumer breaks or their time is over, with everything but the model real?"""
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from stack import Stack
+
+from midstream.broker.captures import Captures
+from midstream.client import CaptureReader
+from midstream.schemas.jobs import State
+from midstream.schemas.specs import StoredCapture
+from midstream.workers.fake_model import residual_rows
+
+PLUGIN = """
+from midstream.workers.runner.finished import Outcome
+
+class Picky:
+    def consume(self, captures):
+        if any(len(capture.positions) > 3 for capture in captures):
+            raise ValueError("more than three rows")
+        return [Outcome() for _ in captures]
+
+def broken():
+    raise OSError("no connection")
+"""
+
+
+def capture(tag: str, **changes: object) -> StoredCapture:
+    facts = {"sites": {"post_block": [0, 1, 2, 3]}, "positions": "all_prompt", "tag": tag}
+    return StoredCapture(**(facts | changes))  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """Two pipeline stages; a package with consumers is installed beside; captures live for a while."""
+    site = tmp_path_factory.mktemp("site")
+    info = site / "picky-1.0.dist-info"
+    info.mkdir()
+    (site / "picky_consumer_of_the_tests.py").write_text(PLUGIN)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: picky\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[midstream.capture_consumers]\npicky = picky_consumer_of_the_tests:Picky\nbroken = picky_consumer_of_the_tests:broken\n"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(site))
+        with Stack(tmp_path_factory.mktemp("stack"), pipeline_parallel_size=2, lease_s=15) as running:
+            yield running
+
+
+def rows_of(reader: CaptureReader, layer: int, request: int = 0) -> np.ndarray:
+    return residual_rows(layer, np.array(reader.positions(request)), np.array(reader.token_ids(request)))
+
+
+@pytest.mark.parametrize("layout", ["packed", "per_file", "segment"])
+def test_each_layout_is_read_over_both_stages(stack: Stack, layout: str) -> None:
+    job_id = stack.submit(["one", "three"], capture=capture(layout.replace("_", "-"), layout=layout))
+    assert stack.wait(job_id).state is State.SUCCEEDED
+    reader = CaptureReader(stack.settings.capture_root, job_id)
+    assert (reader.requests(), reader.layers()) == ([0, 1], [0, 1, 2, 3])
+    for request in (0, 1):
+        for layer in range(4):
+            np.testing.assert_array_equal(reader.array(layer, request=request), rows_of(reader, layer, request))
+    assert all(check.ok for check in reader.verify())
+
+
+def test_rows_in_memory_come_back_with_the_result_and_nothing_is_written(stack: Stack) -> None:
+    job_id = stack.submit(["one"], capture=capture("memory", consumers=["memory"]))
+    assert stack.wait(job_id).capture_status == "ok"
+    results = stack.result(job_id).capture_results
+    assert results.files == []
+    reader = CaptureReader.from_bytes([told.rows for told in results.consumers])
+    np.testing.assert_array_equal(reader.array(3), rows_of(reader, 3))
+    assert not (stack.settings.capture_root / "memory").exists()
+
+
+# field case 19
+def test_a_folder_in_the_way_fails_its_jobs_and_no_other(stack: Stack) -> None:
+    (stack.settings.capture_root / "blocked").write_text("not a folder")
+    jobs = [stack.submit(["one"], capture=capture(tag, layout=layout)) for layout in ("packed", "segment") for tag in ("blocked", "free")]
+    views = [stack.wait(job_id) for job_id in jobs]
+    assert [view.state for view in views] == [State.FAILED, State.SUCCEEDED] * 2
+    for view in views[::2]:
+        assert view.error is not None
+        assert view.error.type == "urn:midstream:capture_failed"
+        assert "could not be written" in view.error.detail
+        assert view.capture_status == "error"
+
+
+# field case 19
+def test_a_full_disk_fails_the_capture_with_its_reason_and_the_worker_goes_on(stack: Stack) -> None:
+    disk = stack.settings.capture_root / "small"
+    disk.mkdir(parents=True, exist_ok=True)
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)], capture_output=True).returncode != 0:
+        pytest.skip("file systems cannot be mounted here")
+    try:
+        for layout in ("packed", "segment"):
+            large = stack.wait(stack.submit(["x" * 2000], capture=capture("small", layout=layout)))
+            assert (large.state, large.error and large.error.type) == (State.FAILED, "urn:midstream:capture_failed")
+            assert large.error is not None
+            assert "No space left on device" in large.error.detail
+            small = stack.submit(["x"], capture=capture("small", layout=layout))
+            assert stack.wait(small).state is State.SUCCEEDED
+            assert CaptureReader(stack.settings.capture_root, small).positions() == [0]
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_a_consumer_of_another_package_is_served_and_one_that_breaks_makes_the_result_partial(stack: Stack) -> None:
+    (info,) = stack.do(lambda ledger: ledger.models())
+    assert info.consumers == ["filesystem", "memory", "logging", "picky"]
+    wanted = capture("picky", consumers=["filesystem", "picky"])
+    fine, short = stack.submit(["abc"], capture=wanted), stack.submit(["abc", "abcdef"], capture=wanted)
+    assert stack.wait(fine).capture_status == "ok"
+    view = stack.wait(short)
+    assert (view.state, view.capture_status) == (State.SUCCEEDED, "partial")
+    results = stack.result(short).capture_results
+    assert "picky failed: more than three rows" in results.detail
+    assert {(told.request, told.name, told.ok) for told in results.consumers} == {
+        (0, "filesystem", True), (0, "picky", True), (1, "filesystem", True), (1, "picky", False),
+    }  # fmt: skip
+    assert CaptureReader(stack.settings.capture_root, short).requests() == [0, 1]
+
+
+def test_the_callbacks_worker_deletes_what_is_too_old(tmp_path: Path) -> None:
+    with Stack(tmp_path, lease_s=15, capture_ttl_s=1) as short:
+        job_id = short.submit(["one"], capture=capture("passing"))
+        short.wait(job_id)
+        short.wait(job_id, until=lambda _: not any(path.suffix == ".safetensors" for path in short.settings.capture_root.rglob("*")))
+
+        def listed() -> int:
+            return len(short.do(lambda ledger: Captures(ledger).list()).captures)
+
+        short.wait(job_id, until=lambda _: listed() == 0)
+        assert short.view(job_id).state is State.SUCCEEDED
+        short.wait(job_id, until=lambda _: not list((short.settings.capture_root / ".deleted").iterdir()))
