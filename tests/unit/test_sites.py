@@ -1,5 +1,6 @@
 """Sites reach the tensor that the adapter names, eager and traced, in order, and only where the layer is held."""
 
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import nn
 
 from midstream.kernels.families import PLACE
-from midstream.kernels.plan import AFTER, BEFORE, DEPTH, EDITS, EDITS_AT, NO_SLOT
+from midstream.kernels.plan import AFTER, BEFORE, DEPTH, EDITS, EDITS_AT, NO_SLOT, Planned
 from midstream.schemas.selectors import HOOKS, Hook
 from midstream.workers.runner.architectures import PRE_NORM, Adapter, Tap, UnsupportedArchitectureError, Variant, _materialised
 from midstream.workers.runner.sites import Buffers, Site, Sizes, install
@@ -286,3 +287,7 @@ def test_a_hook_that_the_architecture_lacks_is_refused_by_name() -> None:
     lacking = Adapter("Toy", Variant("layers", {"pre_attn": Tap("", "input")}, absent={"post_attn": "for a reason"}), HIDDEN, 2)
     with pytest.raises(UnsupportedArchitectureError, match="Toy has no post_attn: for a reason"):
         put(model, lacking, ("pre_attn", "post_attn"))
+
+
+def test_the_buffers_are_the_arguments_of_the_ops_in_their_order() -> None:
+    assert tuple(field.name for field in fields(Buffers)) == ("ring", *Planned._fields)
