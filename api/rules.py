@@ -34,6 +34,7 @@ from ..schemas.specs import (
     SteeringSpec,
     StoredCapture,
     StoredSteering,
+    steering_rows,
 )
 from ..schemas.tensors import ITEM_BYTES, Tensor, content_hash, to_numpy
 
@@ -262,8 +263,6 @@ STEERING_RULES: tuple[tuple[str, Callable[[SteeringSpec, Bounds], Any]], ...] = 
 
 def resolve_steering(specs: Sequence[SteeringSpec], bounds: Bounds) -> tuple[list[list[StoredSteering]], dict[str, bytes]]:
     """One list per prompt, and the vectors by content hash; both empty when nothing is steered."""
-    if (different := len({str(spec.positions) for spec in specs})) > MAX_STEERING_SELECTORS:
-        raise invalid("steering", f"names {different} different positions: at most {MAX_STEERING_SELECTORS} in one request")
     blobs: dict[str, bytes] = {}
     per_prompt: list[list[StoredSteering]] = [[] for _ in bounds.prompts] if specs else []
     for index, spec in enumerate(specs):
@@ -280,6 +279,12 @@ def resolve_steering(specs: Sequence[SteeringSpec], bounds: Bounds) -> tuple[lis
                 alpha=made["alpha"],
             )
             entries.append(stored)
+    if (needed := max((len(steering_rows(entries)) for entries in per_prompt), default=0)) > MAX_STEERING_SELECTORS:
+        raise invalid(
+            "steering",
+            f"names {needed} sets of positions: at most {MAX_STEERING_SELECTORS} in one request "
+            "(one that is named again after another replaced rows at its site counts again)",
+        )
     return per_prompt, blobs
 
 

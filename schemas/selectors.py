@@ -1,6 +1,7 @@
 """Which layers, which positions, which hook point? Selectors as users write them, resolved to plain names and numbers."""
 
 import re
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, Protocol, cast, get_args
 
@@ -198,7 +199,7 @@ def select(selector: PositionSelector, start: int, stop: int, prompt_tokens: int
         return range(max(start, prompt_tokens), stop)
     if selector == "last_prompt":
         return range(prompt_tokens - 1, prompt_tokens) if start < prompt_tokens <= stop else range(0)
-    return [position for position in selector if start <= position < stop]
+    return selector[bisect_left(selector, start) : bisect_left(selector, stop)]
 
 
 def count_positions(selector: PositionSelector, prompt_tokens: int, max_tokens: int) -> int:

@@ -164,15 +164,28 @@ class SteeringRow(Record):
 
 
 def steering_rows(steering: list[StoredSteering]) -> list[SteeringRow]:
-    """Group a request's steering by its positions, in the order first named."""
-    groups: dict[str, list[StoredSteering]] = {}
+    """Group a request's steering by its positions, in the order first named.
+
+    An entry that replaces joins its group only where no later group replaces at one of its sites: replacements of a row
+    happen in the order written.
+    """
+    groups: list[list[StoredSteering]] = []
     for entry in steering:
-        groups.setdefault(str(entry.positions), []).append(entry)
+        same = [number for number, group in enumerate(groups) if group[0].positions == entry.positions]
+        if same and not (entry.op == "replace" and any(_replaces(group, entry) for group in groups[same[-1] + 1 :])):
+            groups[same[-1]].append(entry)
+        else:
+            groups.append([entry])
     rows = []
-    for group in groups.values():
+    for group in groups:
         content = [(e.hook, e.layers, e.vector, e.scale, e.op, e.alpha) for e in group]
         rows.append(SteeringRow(key=_content_key(content), positions=group[0].positions, entries=group))
     return rows
+
+
+def _replaces(group: list[StoredSteering], entry: StoredSteering) -> bool:
+    """Does one of the group replace at a site of `entry`?"""
+    return any(e.op == "replace" and e.hook == entry.hook and not set(e.layers).isdisjoint(entry.layers) for e in group)
 
 
 def steering_digest(steering: list[StoredSteering]) -> str:

@@ -174,9 +174,8 @@ class VllmEngine:
         """How many rows the captures of one prompt may have, of at most so many positions."""
         prompt_tokens = len(job.prompts[request].token_ids)
         captures = job.captures[request] if job.captures else []
-        return sum(
-            capture.num_sites * min(positions, capture.count_positions(prompt_tokens, job.sampling.max_tokens)) for capture in captures
-        )
+        max_tokens = job.sampling.max_tokens + self._settings.speculative_tokens  # drafts beyond the end are computed, too
+        return sum(capture.num_sites * min(positions, capture.count_positions(prompt_tokens, max_tokens)) for capture in captures)
 
     async def abort(self, job_id: str, attempt: int) -> None:
         for request_id in list(self._live.get((job_id, attempt), ())):
@@ -223,7 +222,7 @@ class VllmEngine:
     async def _look_at_ranks(self) -> str:
         """Why this engine must be started anew, if it must: the ranks of a stage no longer agree.
 
-        Also empties the prefix cache after a failed intervention; vLLM does so only while nothing runs.
+        Also has the prefix cache begin anew after a failed intervention.
         """
         statuses = await self.status()
         stages: dict[int, set[tuple[str, int]]] = {}
@@ -233,8 +232,9 @@ class VllmEngine:
             if len(found) > 1:
                 logger.error("the ranks of stage %d disagree: %s", stage, sorted(found))
                 return f"the ranks of stage {stage} disagree on the actions they applied: {sorted(found)}"
-        if any(rank["tainted"] or rank["unkept"] for rank in statuses) and await self._llm.reset_prefix_cache():
-            await self._call("midstream_cleanse", ())
+        if any(rank["tainted"] or rank["unkept"] for rank in statuses):
+            await self._llm.reset_prefix_cache()  # see our scheduler: what matters is forgotten also while requests run
+            await self._call("midstream_cleanse", ([rank["step"] for rank in statuses],))
         return ""
 
     async def _end(self, spec: RankSpec, num_tokens: int) -> None:

@@ -22,6 +22,7 @@ class Command(msgspec.Struct, omit_defaults=True):
     jobs: list[Job] = []
     vectors: dict[str, Tensor] = {}
     cancel_after: dict[str, int] = {}
+    look: bool = False  # have the worker look at its ranks while the jobs run
     call: str = ""
     arguments: list[Any] = []
 
@@ -45,9 +46,15 @@ async def serve(reply: Any) -> None:
             reply(Answer(result=await engine._call(command.call, tuple(command.arguments))))
             continue
         answer = Answer()
-        await asyncio.gather(*(run(engine, job, command, answer) for job in command.jobs))
+        await asyncio.gather(*(run(engine, job, command, answer) for job in command.jobs), *([look(engine)] if command.look else []))
         reply(answer)
     await engine.shutdown()
+
+
+async def look(engine: Any) -> None:
+    """As the worker does every few seconds."""
+    await asyncio.sleep(0.3)
+    assert not await engine._look_at_ranks()
 
 
 async def run(engine: Any, job: Job, command: Command, answer: Answer) -> None:

@@ -114,8 +114,8 @@ class Host:
         assert not answer.errors, answer.errors
         return answer.outputs
 
-    def run_any(self, *jobs: Job, cancel_after: dict[str, int] | None = None) -> Answer:
-        return self.send(Command(jobs=list(jobs), vectors=self._vectors, cancel_after=cancel_after or {}))
+    def run_any(self, *jobs: Job, cancel_after: dict[str, int] | None = None, look: bool = False) -> Answer:
+        return self.send(Command(jobs=list(jobs), vectors=self._vectors, cancel_after=cancel_after or {}, look=look))
 
     def receipts(self, job: Job, timeout: float = 20.0) -> list[Receipt]:
         """The job's receipts of all ranks, when all are there; sorted by request and rank."""

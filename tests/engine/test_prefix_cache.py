@@ -151,9 +151,13 @@ def test_the_next_turn_of_a_chat_does_not_reuse_what_was_steered_by_where_the_pr
     rows_match(cached, reference, again, output, [(0, 2.0 * vector, list(touched))])
 
 
-def test_a_failed_intervention_leaves_no_blocks_that_claim_it(cached: Host) -> None:
-    """It runs on in the engine without the edit; the same request, sent again, must not read what that left."""  # field case 13
-    prompt, name = prompt_of(300, seed=41), cached.vector(direction(7))
+def test_a_failed_intervention_leaves_no_blocks_that_claim_it(cached: Host, reference: Reference) -> None:
+    """It runs on in the engine without the edit; the same request, sent again, must not read what that left.
+
+    The worker notices and has the cache begin anew for its digest, also while other requests hold their blocks.
+    """  # field case 13
+    prompt, vector = prompt_of(300, seed=41), direction(7)
+    name = cached.vector(vector)
     cached.call("midstream_fault", "admit")
     failed = cached.job(prompt, max_tokens=1, steering=[steer(name, [0])])
     cached.run(failed)
@@ -162,4 +166,11 @@ def test_a_failed_intervention_leaves_no_blocks_that_claim_it(cached: Host) -> N
     again = cached.job(prompt, max_tokens=1, steering=[steer(name, [0])])
     assert cached.run(again)[again.id][0].cached_tokens > 0
     assert "cached prefix was computed by a request whose intervention failed" in cached.receipts(again)[0].message
-    cached.call("midstream_cleanse")
+    answer = cached.run_any(cached.job(prompt_of(100, seed=42), max_tokens=150), look=True)
+    assert not answer.errors
+    assert cached.call("midstream_status")[0]["tainted"] == 0
+    for reused in (0, 2 * BLOCK):
+        anew = cached.job(prompt, max_tokens=2, capture=capture_of(ALL, "last_prompt"), steering=[steer(name, [0])])
+        output = cached.run(anew)[anew.id][0]
+        assert output.cached_tokens == reused
+        rows_match(cached, reference, anew, output, [(0, vector, None)])

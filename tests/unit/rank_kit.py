@@ -6,6 +6,7 @@ captured row says where it comes from.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from midstream.schemas.specs import RankSpec, SteeringRow, StoredCapture, Stored
 from midstream.schemas.tensors import content_hash, from_numpy
 from midstream.workers.runner.capture import Ports, Recording
 from midstream.workers.runner.finished import FinishedCapture
+from midstream.workers.runner.overload import Overload
 from midstream.workers.runner.planner import Planner, Tracked
 from midstream.workers.runner.sites import Buffers, Site
 from midstream.workers.runner.slabs import SlabPool
@@ -64,13 +66,17 @@ class Request:
 class Rank:
     """Layers `0 … layers − 1` with all six hooks; even hooks are pairs, odd ones single tensors."""
 
-    def __init__(self, layers: int = 2, *, capacity: int = 64, traced: bool = False, slabs: SlabPool | None = None) -> None:
+    def __init__(
+        self, layers: int = 2, *, capacity: int = 64, traced: bool = False, policy: str = "block", spill_dir: Path | None = None
+    ) -> None:
         self.sites = [Site(hook, layer, "pair" if HOOKS.index(hook) % 2 == 0 else "single") for layer in range(layers) for hook in HOOKS]
         self.buffers = make_buffers(len(self.sites), capacity=capacity, ring_rows=2 * len(self.sites) * capacity if traced else 0)
         self.vectors = VectorStore(HIDDEN)
         self.table = RowTable(self.sites, self.buffers, self.vectors)
-        self.slabs = slabs or SlabPool(1 << 24)
-        self.planner = Planner(self.sites, self.buffers, self.table, self.slabs, traced=traced)
+        self.slabs = SlabPool(1 << 24, spill_dir)
+        self.backlog = 0  # bytes that the writers are behind, of 100 that they may be
+        overload = Overload(policy, 100, lambda: self.backlog)
+        self.planner = Planner(self.sites, self.buffers, self.table, self.slabs, overload, traced=traced)
         self.ports = Ports(self.sites)
         self._traced = traced
         self.left: dict[tuple[str, int], np.ndarray] = {}  # what the last forward's streams were after the sites

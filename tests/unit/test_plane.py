@@ -14,6 +14,7 @@ from midstream import __version__
 from midstream.client.reader import CaptureReader
 from midstream.schemas.base import from_msgpack
 from midstream.schemas.receipts import Receipt
+from midstream.schemas.selectors import HOOKS
 from midstream.schemas.specs import RankSpec, StoredCapture, StoredSteering, steering_digest
 from midstream.schemas.tensors import content_hash, from_numpy
 from midstream.workers.runner.config import PlaneConfig
@@ -190,11 +191,12 @@ def test_a_spec_of_another_version_or_shape_is_refused_with_both_named(rig: Rig)
 
 def test_rows_dropped_under_overload_make_the_capture_partial_and_are_named(tmp_path: Path) -> None:
     rig = Rig(tmp_path, capture_overload="drop")
-    rig.plane._slabs._limit = 1  # bytes: whatever is alive is too much
     request = capturing(1)
     rig.step((request, 0, 4), new=[request])
+    rig.plane._writer.backlog = 2 << 20  # the writers are behind by more than the queue holds
     rig.step((request, 4, 2))
     rig.step((request, 6, 1))
+    rig.plane._writer.backlog = 0
     rig.step(finished=[request])
     (receipt,) = rig.receipts()  # field case 19
     assert receipt.status == "partial"
@@ -207,7 +209,7 @@ def test_rows_dropped_under_overload_make_the_capture_partial_and_are_named(tmp_
 def test_where_rows_cannot_be_spilled_the_request_fails_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "spill").write_text("a file where a folder is needed")
     rig = Rig(tmp_path, capture_overload="spill")
-    rig.plane._slabs._limit = 1
+    rig.plane._writer.backlog = 2 << 20
     request, beside = capturing(1), steered(2)
     rig.step((request, 0, 6), (beside, 0, 6), new=[request, beside])
     rig.step(finished=[request, beside])
@@ -223,9 +225,12 @@ def test_rows_that_a_failed_request_should_have_left_are_told_of_and_fail_whoeve
     rig.plane.faults.switch("plan")
     rig.step((first, 0, 6), new=[first], keeping=Keeping(keep=[KeptBlock("1", 0, 0, 4, 77)]))
     rig.plane.faults.switch("")
-    assert rig.plane.status()["unkept"] == 1
+    failed_at = rig.plane.status()["step"]
+    assert rig.plane.status()["unkept"] == failed_at
     rig.step((second, 4, 2), new=[second], keeping=Keeping(serve=[KeptBlock("2", 0, 0, 4, 77)]))
-    rig.plane.cleanse()
+    rig.plane.cleanse([failed_at - 1])
+    assert rig.plane.status()["unkept"] == failed_at  # what failed since the prefix cache began anew still counts
+    rig.plane.cleanse([failed_at])
     assert rig.plane.status()["unkept"] == 0
     told = rig.receipts()
     assert [(receipt.job, receipt.status, receipt.kind) for receipt in told] == [
@@ -251,3 +256,50 @@ def test_ten_thousand_requests_leave_no_row_entry_or_request_behind(rig: Rig) ->
     assert (status["requests"], status["rows_used"], status["entries_used"]) == (0, 0, 0)
     assert not rig._rank.buffers.pool.any()
     rig.receipts()
+
+
+def test_after_a_failed_intervention_its_digest_reads_no_cached_block_until_the_cache_began_anew(rig: Rig) -> None:
+    """New requests and preempted ones alike."""  # field case 13
+    resumed = steered(1)
+    rig.step((resumed, 0, 6), new=[resumed])
+    rig.plane.faults.switch("admit")
+    failed = steered(2)
+    rig.step((failed, 0, 6), new=[failed])
+    rig.plane.faults.switch("")
+    assert rig.plane.status()["tainted"] == 1
+    rig.plane.begin([], {}, 0, None, {"1": 4})  # preempted, and goes on with four cached tokens
+    rig.plane.begin([NewRequest("3", msgspec.to_builtins(spec_of(steered(3))), 4)], {}, 0)
+    rig.plane.cleanse([rig.plane.status()["step"]])
+    rig.plane.begin([NewRequest("4", msgspec.to_builtins(spec_of(steered(4))), 4)], {}, 0)
+    told = {receipt.job: (receipt.status, receipt.kind) for receipt in rig.receipts()}
+    assert told == dict.fromkeys(("j1", "j2", "j3"), ("error", "intervention_failed"))
+
+
+def test_vectors_that_add_up_to_what_the_dtype_cannot_hold_fail_the_request(rig: Rig) -> None:
+    huge = from_numpy(np.full(HIDDEN, 3e38, dtype=np.float32))
+    rig.plane.put_vectors({content_hash(huge): huge})
+    entry = steered(1, vector=content_hash(huge)).steering[0]
+    request = Request(1, 6, 8, (), [entry, entry])
+    rig.step((request, 0, 6), new=[request])
+    (receipt,) = rig.receipts()
+    assert (receipt.status, receipt.kind) == ("error", "intervention_failed")
+    assert "add up to more than torch.float32 holds" in receipt.message
+
+
+def test_a_long_capture_does_not_hold_the_rows_of_all_who_came_and_went(tmp_path: Path) -> None:
+    """Its few rows lie among theirs; when that adds up to the queue's size they are moved."""
+    rig = Rig(tmp_path)
+    long = Request(0, 2, 400, [StoredCapture(sites={"post_block": [1]}, positions="all", tag="t")])
+    rig.step((long, 0, 2), new=[long])
+    peak = 0
+    wide = StoredCapture(sites={hook: [0, 1] for hook in HOOKS}, positions="all_prompt", tag="u")
+    for at in range(2, 399):
+        other = Request(at, 50, 51, [wide])
+        rig.step((long, at, 1), (other, 0, 50), new=[other])
+        rig.plane.begin([], {str(at): Finish(list(range(51)), True)}, 0)
+        rig.plane.end(f"j{at}.0.1", -1)
+        peak = max(peak, rig.plane._slabs.alive)
+    assert peak <= 2 << 20  # 397 slabs of 16 KiB are 6 MiB
+    rig.step(finished=[long])
+    assert [receipt.status for receipt in rig.receipts()] == ["ok"]
+    assert (rig.reader(long).array(1) == stream_of(0, "post_block", 1, 0, 399)).all()

@@ -123,6 +123,23 @@ def test_replacements_of_one_row_follow_one_another() -> None:
     assert rank.left["post_block", 0] == pytest.approx(0.5 * (0.5 * stream + 0.5 * 100.0) + 0.5 * 300.0)
 
 
+def test_replacements_happen_in_the_order_written_also_when_positions_are_named_again() -> None:
+    rank = Rank()
+    a, b, c = (rank.vector(np.full(HIDDEN, value)) for value in (1.0, 2.0, 3.0))
+
+    def replace(vector: str, positions) -> StoredSteering:
+        return StoredSteering(layers=[0], vector=vector, scale=1.0, hook="pre_attn", positions=positions, op="replace")
+
+    last = rank.admit(Request(0, 3, 4, (), [replace(a, "all"), replace(b, [1]), replace(c, "all")]))
+    middle = rank.admit(Request(1, 3, 4, (), [replace(a, "all"), replace(b, [1])]))
+    elsewhere = replace(b, [1])
+    elsewhere = StoredSteering(**{**{f: getattr(elsewhere, f) for f in elsewhere.__struct_fields__}, "layers": [1]})
+    assert len(rank.rows(last)) == 3
+    assert len(rank.rows(Request(2, 3, 4, (), [replace(a, "all"), elsewhere, replace(c, "all")]))) == 2  # no common site
+    rank.step((last, 0, 3), (middle, 0, 3))
+    assert rank.left["pre_attn", 0][:, 0].tolist() == [3.0, 3.0, 3.0, 1.0, 2.0, 1.0]
+
+
 def test_requests_that_want_nothing_of_a_step_leave_the_forward_alone() -> None:
     rank = Rank()
     request = rank.admit(Request(0, 4, 9, [capture("last_prompt", post_block=[0])]))

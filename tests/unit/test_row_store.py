@@ -120,6 +120,7 @@ def test_captures_served_by_kept_rows_equal_computed_ones(seed: int) -> None:
             rank.step((request, at, count))
             for block in index.keep(str(turn), spec, hashes, at, at + count):
                 store.keep(block.number, recording, block.first, block.stop)
+            store.settle()
             store.drop(index.dropped())
             at += count
         finished = rank.finish(request)

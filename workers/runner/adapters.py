@@ -23,6 +23,15 @@ def _new_requests(scheduler_output: Any) -> list[NewRequest]:
     return found
 
 
+def _resumed(scheduler_output: Any) -> dict[str, int]:
+    """Preempted requests that go on → tokens served by the prefix cache. The v2 runner gets them as new ones."""
+    cached = scheduler_output.scheduled_cached_reqs
+    if not cached.resumed_req_ids:
+        return {}
+    pairs = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+    return {req_id: computed for req_id, computed in pairs if req_id in cached.resumed_req_ids}
+
+
 class _Adapter:
     """What both runners share: the order of begin, forward, drain."""
 
@@ -31,7 +40,13 @@ class _Adapter:
     def _begin(self, scheduler_output: Any) -> None:
         if self.midstream is not None:
             preempted = len(scheduler_output.preempted_req_ids or ())
-            self.midstream.begin(_new_requests(scheduler_output), finishes(scheduler_output), preempted, keeping(scheduler_output))
+            self.midstream.begin(
+                _new_requests(scheduler_output),
+                finishes(scheduler_output),
+                preempted,
+                keeping(scheduler_output),
+                _resumed(scheduler_output),
+            )
 
     def _drain(self) -> None:
         if self.midstream is not None:

@@ -5,11 +5,12 @@ compiled forward on the CPU writes the ring, which is copied. On an accelerator 
 without waiting: the ring has two halves, and rows leave one on a stream of their own while the next step fills the other.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
+from .capture import Landed, Landing
 from .sites import Buffers
 from .slabs import SlabPool
 
@@ -28,6 +29,7 @@ class Staging:
         self._slots: dict[int, np.ndarray] = {}  # pattern → tokens, of this step
         self._area = _Areas(buffers.ring) if not self._on_cpu else None
         self._rows = 0  # captured in this step
+        self._empty = buffers.ring
         if self._on_cpu:
             self._token_rows = buffers.token_rows.numpy()
 
@@ -45,16 +47,17 @@ class Staging:
 
     # -- captures --------------------------------------------------------------------------------------------------------
 
-    def new_rows(self, slabs: SlabPool, rows: int) -> tuple[torch.Tensor, int]:
+    def new_rows(self, slabs: SlabPool, rows: int, *, spill: bool) -> tuple[torch.Tensor, int]:
         """A slab for this step's captured rows, and the ring row at which they begin.
 
-        Raises RuntimeError when the ring cannot hold them (requests are admitted so that it can).
+        Raises OSError when they are to be spilled and cannot be, RuntimeError when the ring cannot hold them (requests are
+        admitted so that it can).
         """
         ring = self._buffers.ring
         room = len(ring) if self._area is None else self._area.rows
         if not self._direct and rows > room:
             raise RuntimeError(f"{rows} captured rows in one step, the buffer holds {room} (setting capture_buffer_mib)")
-        slab = slabs.new_slab(rows, ring.shape[1], ring.dtype)
+        slab = slabs.new_slab(rows, ring.shape[1], ring.dtype, spill=spill)
         self._rows, self._slots = rows, {}
         if self._direct:
             self._buffers.ring = slab
@@ -65,15 +68,17 @@ class Staging:
         if not self._on_cpu:
             self._slots[pattern] = tokens
 
-    def landing(self) -> Callable[[], None]:
-        """Waits, when called, until the rows that `take` asked for are in the slab."""
-        return _nothing if self._area is None else self._area.landing()
+    def landing(self) -> Landing:
+        """Of the rows that `take` will ask for."""
+        return Landed() if self._area is None else self._area.landing()
 
     def take(self, slab: torch.Tensor) -> None:
         """Copy this step's captured rows to `slab`, or begin to."""
         if self._area is not None:
             self._area.take(slab, self._rows)
-        elif not self._direct:
+        elif self._direct:
+            self._buffers.ring = self._empty  # the slab is its requests' alone
+        else:
             slab.copy_(self._buffers.ring[: self._rows])
 
     # -- both ------------------------------------------------------------------------------------------------------------
@@ -119,14 +124,10 @@ class _Areas:
             torch.cuda.current_stream(self._ring.device).wait_event(copied)
         return self._current * self.rows
 
-    def landing(self) -> Callable[[], None]:
+    def landing(self) -> Landing:
         event = torch.cuda.Event()
         self._copied[self._current] = event
-
-        def wait() -> None:
-            event.synchronize()
-
-        return wait
+        return _Event(event)
 
     def take(self, slab: torch.Tensor, rows: int) -> None:
         """On the copy stream: wait for the forward, copy, record the event."""
@@ -139,5 +140,14 @@ class _Areas:
             event.record(self._stream)
 
 
-def _nothing() -> None:
-    pass
+class _Event:
+    """Rows on the copy stream. `take` records the event before anybody can ask for it."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+    def done(self) -> bool:
+        return bool(self._event.query())

@@ -7,8 +7,10 @@ values the later tokens saw.
 """
 
 import itertools
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -38,6 +40,24 @@ class Ports:
         }
 
 
+class Landing(Protocol):
+    """Rows on their way to a slab."""
+
+    def wait(self) -> None: ...
+
+    def done(self) -> bool: ...
+
+
+class Landed:
+    """They are there."""
+
+    def wait(self) -> None:
+        return
+
+    def done(self) -> bool:
+        return True
+
+
 @dataclass(frozen=True, slots=True)
 class StepRows:
     """What one forward pass captured. Rows of `port` begin at `base[port]`; ports of one pattern hold the same tokens."""
@@ -45,7 +65,7 @@ class StepRows:
     slab: torch.Tensor  # [rows, hidden_size], CPU
     base: np.ndarray  # int64 [ports]
     pattern: np.ndarray  # int64 [ports]
-    landed: Callable[[], None]  # wait until the rows are in the slab (they come from an accelerator asynchronously)
+    landing: "Landing"  # of the rows in the slab: they may come from an accelerator, in their own time
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +95,7 @@ class Recording:
     ports: dict[tuple[str, int], int]  # (hook, layer) → port, at least one
     mask: np.ndarray  # bool [all ports of the rank]
     runs: list[Run] = field(default_factory=list)
+    recorded: int = 0  # positions in `runs`
     reused: list[Run] = field(default_factory=list)  # rows that an earlier request recorded, see `row_store`
     dropped: set[int] = field(default_factory=set)  # positions not recorded, under overload
 
@@ -99,15 +120,54 @@ class Recording:
     @property
     def num_rows(self) -> int:
         """Rows recorded so far over all ports, counting those recorded twice."""
-        return len(self.ports) * sum(run.count for run in (*self.runs, *self.reused))
+        return len(self.ports) * (self.recorded + sum(run.count for run in self.reused))
+
+    def add(self, run: Run) -> None:
+        self.runs.append(run)
+        self.recorded += run.count
 
     def forget(self) -> None:
         self.runs.clear()
+        self.recorded = 0
         self.reused.clear()
 
-    def owners(self, before: int) -> dict[int, Run]:
-        """Recorded position below `before` → the run that computed it last."""
-        return {position: run for run in self.runs for position in run.positions if position < before}
+    def owners(self, start: int, stop: int) -> dict[int, Run]:
+        """Recorded position in `[start, stop)` → the run that computed it last."""
+        owners: dict[int, Run] = {}
+        for run in self.runs:
+            mine = range(max(start, run.first_position), min(stop, run.first_position + run.count))
+            owners.update(dict.fromkeys(mine, run))
+        return owners
+
+    def gather(self, start: int, stop: int, new_slab: Callable[[int], torch.Tensor] | None = None) -> list[Run]:
+        """The recorded rows of positions in `[start, stop)`, each once, copied to a slab of their own.
+
+        `new_slab(rows)` makes it; without it, it is plain memory.
+        """
+        owners = self.owners(start, stop)
+        if not owners:
+            return []
+        positions = sorted(owners)
+        ports = np.fromiter(self.ports.values(), dtype=np.int64, count=len(self.ports))
+        hidden_size, dtype = next(iter(owners.values())).step.slab.shape[1], next(iter(owners.values())).step.slab.dtype
+        rows = len(ports) * len(positions)
+        slab = torch.empty(rows, hidden_size, dtype=dtype) if new_slab is None else new_slab(rows)
+        of_port = slab.view(len(ports), len(positions), hidden_size)
+        at = 0
+        for stretch in stretches(owners, positions):
+            stretch.run.step.landing.wait()
+            wanted = stretch.run.first_rows(ports)[:, None] + stretch.offset + np.arange(stretch.count)
+            of_port[:, at : at + stretch.count] = stretch.run.step.slab[torch.from_numpy(wanted)]
+            at += stretch.count
+        base = np.zeros(len(self.mask), dtype=np.int64)
+        base[ports] = np.arange(len(ports)) * len(positions)
+        step = StepRows(slab, base, np.zeros(len(self.mask), dtype=np.int64), Landed())
+        return [Run(step, np.array([first]), positions[first], count) for first, count in contiguous(np.array(positions))]
+
+    def compact(self, new_slab: Callable[[int], torch.Tensor]) -> None:
+        """Keep the rows in memory of their own: until now each run holds all that its step captured, of everybody."""
+        self.runs = self.gather(0, sys.maxsize, new_slab)
+        self.recorded = sum(run.count for run in self.runs)
 
     def finish(
         self, spec: RankSpec, token_ids: list[int], *, hidden_size: int, dtype: torch.dtype, worker: str, rank: int, pp: int, stages: int
@@ -117,7 +177,7 @@ class Recording:
         Raises RuntimeError when a row that should be there is not.
         """
         expected = self._expected(spec.prompt_tokens, len(token_ids))
-        owners = self.owners(len(token_ids) - 1)
+        owners = self.owners(0, len(token_ids) - 1)
         if extra := owners.keys() - expected:
             raise RuntimeError(f"positions {sorted(extra)[:8]} were recorded and not asked for")
         reused = {position: run for run in self.reused for position in run.positions if position in expected and position not in owners}
@@ -183,7 +243,7 @@ class _Rows:
     def __call__(self, hook: str, layer: int) -> list[memoryview]:
         if not self._landed:
             for stretch, _ in self._parts:
-                stretch.run.step.landed()
+                stretch.run.step.landing.wait()
             self._landed = True
         place = self._places[hook, layer]
         return [

@@ -1,14 +1,20 @@
 """Tests only: which faults is this rank told to have? `name` or `name:rank=1`, several separated by commas."""
 
+import time
+
 #: What can be made to fail, and what then happens.
 KNOWN = {
     "put_vectors": "registering vectors fails on this rank",
     "admit": "applying a request's steering fails on this rank",
     "skip_action": "one kind of action is applied but not accounted for",
     "write": "writing a capture raises OSError",
+    "slow_write": "writing a group of captures takes a second longer",
     "plan": "planning a step raises",
     "rpc": "faults may be switched while the engine runs",
 }
+
+
+_SLOW_S = 1.0
 
 
 class Faults:
@@ -36,3 +42,9 @@ class Faults:
 
     def __contains__(self, name: str) -> bool:
         return name in self._active
+
+    def of_write(self) -> bool:
+        """Asked in a writer thread before it writes a group: does that fail?"""
+        if "slow_write" in self:
+            time.sleep(_SLOW_S)
+        return "write" in self

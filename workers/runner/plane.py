@@ -26,6 +26,7 @@ from .capture import Ports, Recording
 from .config import PlaneConfig
 from .faults import Faults
 from .finished import FinishedCapture
+from .overload import Overload
 from .planner import Planner, Tracked
 from .row_index import Keeping, KeptBlock
 from .row_store import RowStore
@@ -41,6 +42,9 @@ logger = logging.getLogger(__name__)
 EXIT_NO_RECEIPTS = 70
 #: How long a closing rank waits for the relay to take its receipts; what is left is sent after the next start.
 FLUSH_S = 5.0
+
+
+_TAINTED = "its cached prefix was computed by a request whose intervention failed"
 
 
 @dataclass(frozen=True)
@@ -66,16 +70,18 @@ class DataPlane:
         self.actions = ActionLedger()
         self.vectors = VectorStore(self._hidden_size)
         self._table = RowTable(sites, buffers, self.vectors)
-        self._slabs = SlabPool(
-            config.capture_queue_mib << 20, config.capture_overload, Path(config.spill_dir), pinned=buffers.ring.device.type != "cpu"
-        )
-        self._planner = Planner(sites, buffers, self._table, self._slabs, traced=traced)
-        self._row_store, self._keeping = RowStore(), cast("Keeping | None", None)
-        self._unkept = 0  # rows that the scheduler takes for kept, and a failed request did not leave
+        queue_bytes = config.capture_queue_mib << 20
+        self._slabs = SlabPool(queue_bytes, Path(config.spill_dir), pinned=buffers.ring.device.type != "cpu")
+        self._slabs_floor = queue_bytes
         self._outbox = Outbox(Path(config.outbox_dir), config.worker, place.rank, config.relay_url, on_fatal=_give_up)
-        self._writer = make_writer(config, place.rank, self._outbox, fail_writes=lambda: "write" in self.faults)
+        self._writer = make_writer(config, place.rank, self._outbox, fail_writes=self.faults.of_write)
+        self._overload = Overload(config.capture_overload, queue_bytes, lambda: self._writer.backlog)
+        self._planner = Planner(sites, buffers, self._table, self._slabs, self._overload, traced=traced)
+        self._row_store, self._keeping = RowStore(), cast("Keeping | None", None)
+        self._unkept = 0  # the last step in which a failed request did not leave rows that the scheduler takes for kept
         self._tracked: dict[str, Tracked] = {}
-        self._tainted: set[str] = set()  # digests under which the prefix cache may hold what was computed without the edit
+        #: Digests under which the prefix cache may hold what was computed without the edit → the last step that did so.
+        self._tainted: dict[str, int] = {}
         self._live: set[str] = set()  # keys of the tracked
         self._ends: dict[str, int] = {}  # said by the worker of requests that have not finished here
         self._finished: dict[str, tuple[Tracked, Finish]] = {}  # over here; the worker has not said where they end
@@ -111,10 +117,12 @@ class DataPlane:
             self.vectors.drop(name)
         return True, ""
 
-    def cleanse(self) -> tuple[bool, str]:
-        """The prefix cache was emptied: nothing in it can come from a failed intervention, and no kept row is promised."""
-        self._tainted.clear()
-        self._unkept = 0
+    def cleanse(self, steps: list[int]) -> tuple[bool, str]:
+        """Since each rank's step in `steps` the prefix cache has begun anew: what failed before it can serve nobody."""
+        step = steps[self._place.rank]
+        self._tainted = {digest: failed for digest, failed in self._tainted.items() if failed > step}
+        if self._unkept <= step:
+            self._unkept = 0
         return True, ""
 
     def end(self, key: str, num_tokens: int) -> tuple[bool, str]:
@@ -164,10 +172,18 @@ class DataPlane:
 
     # -- the step -----------------------------------------------------------------------------------------------------------
 
-    def begin(self, new: Sequence[NewRequest], finished: dict[str, Finish], preempted: int, keeping: Keeping | None = None) -> None:
+    def begin(
+        self,
+        new: Sequence[NewRequest],
+        finished: dict[str, Finish],
+        preempted: int,
+        keeping: Keeping | None = None,
+        resumed: dict[str, int] | None = None,
+    ) -> None:
         """Who ended before this step, then who came: rows are given back before they are asked for.
 
-        `preempted`: requests that lost their KV cache before this step; their rows stay recorded.
+        `preempted`: requests that lost their KV cache before this step; their rows stay recorded. `resumed`: those that go on
+        now → tokens that the prefix cache serves them.
         """
         self._keeping = keeping
         self._step += 1
@@ -180,12 +196,32 @@ class DataPlane:
         if not self._tracked:
             self._schedule = 0
         for request in new:
-            if request.id not in self._tracked:  # a resumed request arrives as new in the v2 runner
+            if request.id in self._tracked:  # in the v2 runner a resumed request arrives as new
+                self._check_cached(self._tracked[request.id], request.cached_tokens)
+            else:
                 self._admit(request)
+        for request_id, cached_tokens in (resumed or {}).items():
+            if request_id in self._tracked:
+                self._check_cached(self._tracked[request_id], cached_tokens)
         for block in keeping.serve if keeping else ():
             self._with_recording(block, self._row_store.serve)
+        self._row_store.settle()
         if self._tracked:
-            self._slabs.wait(self._writer.busy)
+            self._overload.wait()
+            self._compact()
+
+    def _compact(self) -> None:
+        """A row of a request in its slab holds the rows of all others of that step. When that adds up, copy what is still needed."""
+        if self._slabs.alive <= self._slabs_floor:
+            return
+        recordings = [recording for tracked in self._tracked.values() for recording in tracked.recordings.values()]
+        needed = sum(recording.num_rows for recording in recordings) * self._hidden_size * self._dtype.itemsize + self._writer.backlog
+        if self._slabs.alive <= 2 * needed:
+            return
+        self._row_store.settle(wait=True)
+        for recording in recordings:
+            recording.compact(lambda rows: self._slabs.new_slab(rows, self._hidden_size, self._dtype))
+        self._slabs.collect()
 
     def plan(self, view: StepView) -> None:
         """Fill the buffers for the forward pass that follows."""
@@ -210,7 +246,8 @@ class DataPlane:
                 self._planner.drain()
         if self._keeping is not None:
             for block in self._keeping.keep:
-                self._unkept += block.request_id in self._tracked and self._tracked[block.request_id].reported
+                if block.request_id in self._tracked and self._tracked[block.request_id].reported:
+                    self._unkept = self._step
                 self._with_recording(block, self._row_store.keep)
             self._row_store.drop(self._keeping.drop)
             self._keeping = None
@@ -251,7 +288,7 @@ class DataPlane:
             tracked.recordings = {number: recording for number, recording in recordings if recording is not None}
         try:
             if spec.digest in self._tainted and request.cached_tokens > spec.first_affected:
-                raise RuntimeError("its cached prefix was computed by a request whose intervention failed")
+                raise RuntimeError(_TAINTED)
             if spec.steering and "admit" in self.faults:
                 raise RuntimeError("fault injected: admit")
             for row_spec in steering_rows(spec.steering):
@@ -265,6 +302,11 @@ class DataPlane:
             logger.exception("request %s cannot be steered", spec.key)
             self._release_rows(tracked)
             self._fail(tracked, str(error), "intervention_failed")
+
+    def _check_cached(self, tracked: Tracked, cached_tokens: int) -> None:
+        """A preempted request goes on, perhaps on blocks that another one computed."""
+        if tracked.spec.digest in self._tainted and cached_tokens > tracked.spec.first_affected:
+            self._fail(tracked, _TAINTED, "intervention_failed")
 
     def _release_rows(self, tracked: Tracked) -> None:
         for _, row_spec in tracked.rows:
@@ -319,8 +361,8 @@ class DataPlane:
                 recording.forget()
             self._writer.submit(WriteJob(self._receipt(tracked), [], 0))
         digest = tracked.spec.digest
-        if digest and kind != "capture_failed" and digest not in self._tainted:
-            self._tainted.add(digest)
+        if digest and kind != "capture_failed" and self._tainted.get(digest) != self._step:
+            self._tainted[digest] = self._step
             for other in list(self._tracked.values()):  # came in the same step, on blocks that this one was to fill
                 if other.spec.digest == digest and other.admitted == self._step and other.cached_tokens > other.spec.first_affected:
                     self._fail(other, "its cached prefix is being computed by a request whose intervention failed", kind)

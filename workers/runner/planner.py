@@ -14,6 +14,7 @@ from ...schemas.selectors import select
 from ...schemas.specs import RankSpec, SteeringRow
 from .buffers import Staging
 from .capture import Recording, Run, StepRows, contiguous
+from .overload import Overload
 from .sites import Buffers, Site
 from .slabs import SlabPool
 from .steering import RowTable
@@ -50,8 +51,11 @@ class _Wanted:
 class Planner:
     """One per rank. `plan_steering` and `plan_capture`, then `commit`, before the forward; `drain` after it."""
 
-    def __init__(self, sites: Sequence[Site], buffers: Buffers, table: RowTable, slabs: SlabPool, *, traced: bool) -> None:
+    def __init__(
+        self, sites: Sequence[Site], buffers: Buffers, table: RowTable, slabs: SlabPool, overload: Overload, *, traced: bool
+    ) -> None:
         """`traced`: the forward is compiled or graph-captured, so the ring may not be replaced."""
+        self._overload = overload
         self._sites, self._buffers, self._table, self._slabs = list(sites), buffers, table, slabs
         self._hidden_size, self._dtype = buffers.ring.shape[1], buffers.ring.dtype
         self._staging = Staging(buffers, traced=traced)
@@ -101,7 +105,7 @@ class Planner:
         wanted = self._window(mine)
         if not wanted:
             return
-        if self._slabs.drops():
+        if self._overload.drops():
             for item in wanted:
                 item.recording.dropped.update(item.positions.tolist())
             return
@@ -119,7 +123,7 @@ class Planner:
         ]
         per_port = np.array([len(each) for each in tokens])[pattern]
         base = np.cumsum(per_port) - per_port
-        slab, first_row = self._staging.new_rows(self._slabs, int(per_port.sum()))
+        slab, first_row = self._staging.new_rows(self._slabs, int(per_port.sum()), spill=self._overload.spills())
         self._plan_ports(pattern, tokens, base + first_row)
         runs = [(item, first, count) for item in wanted for first, count in contiguous(item.positions)]
         first_tokens = np.array([item.tokens[first] for item, first, _ in runs])
@@ -182,7 +186,7 @@ class Planner:
             if self._step is not None:
                 self._staging.take(self._step.slab)
                 for recording, run in self._runs:
-                    recording.runs.append(run)
+                    recording.add(run)
         finally:  # what was planned must not reach a forward that nobody planned
             self.plan_steering([])
             self.plan_capture([])

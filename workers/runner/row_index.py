@@ -89,12 +89,13 @@ class RowIndex:
     def keep(self, request_id: str, spec: RankSpec, hashes: list[bytes], start: int, stop: int) -> list[KeptBlock]:
         """Which rows to keep now that the prompt's tokens `start … stop` are scheduled; full blocks only."""
         kept = []
-        last = min(stop, spec.prompt_tokens) // self._block
-        for place in range(start // self._block, min(last, len(hashes))):
-            first = place * self._block
-            for number, capture in enumerate(spec.captures):
+        last = min(min(stop, spec.prompt_tokens) // self._block, len(hashes))
+        for number, capture in enumerate(spec.captures):
+            ports = _ports(capture)
+            for place in range(start // self._block, last):
+                first = place * self._block
                 wanted = capture.select(first, first + self._block, spec.prompt_tokens)
-                if len(wanted) and (piece := self._add(hashes[place], _ports(capture), frozenset(p - first for p in wanted))):
+                if len(wanted) and (piece := self._add(hashes[place], ports, frozenset(p - first for p in wanted))):
                     kept.append(KeptBlock(request_id, number, first, first + self._block, piece.number))
         return kept
 

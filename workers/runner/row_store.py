@@ -2,50 +2,48 @@
 
 from collections.abc import Sequence
 
-import numpy as np
-import torch
-
-from .capture import Recording, Run, StepRows, contiguous, stretches
+from .capture import Recording, Run
 
 
 class RowStore:
-    """Copies of captured rows, on the CPU. What is kept and dropped is the scheduler's decision."""
+    """Copies of captured rows, on the CPU. What is kept and dropped is the scheduler's decision.
+
+    Rows that are still on their way from an accelerator are copied when they have landed; no step waits for them.
+    """
 
     def __init__(self) -> None:
         self._kept: dict[int, list[Run]] = {}
+        self._coming: dict[int, tuple[Recording, int, int]] = {}
         self.held = 0  # bytes
 
     def keep(self, number: int, recording: Recording, first: int, stop: int) -> None:
-        """Copy the recorded rows of positions `first … stop`; those that were not recorded are not kept."""
-        owners = recording.owners(stop)
-        positions = sorted(position for position in owners if position >= first)
-        if not positions:
-            return
-        order = np.fromiter(recording.ports.values(), dtype=np.int64, count=len(recording.ports))
-        parts = []
-        for stretch in stretches(owners, positions):
-            stretch.run.step.landed()
-            rows = stretch.run.first_rows(order)[:, None] + stretch.offset + np.arange(stretch.count)
-            parts.append(stretch.run.step.slab[torch.from_numpy(rows)])
-        copied = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)  # [ports, positions, hidden_size]
-        base = np.zeros(len(recording.mask), dtype=np.int64)
-        base[order] = np.arange(len(order)) * len(positions)
-        step = StepRows(copied.flatten(0, 1), base, np.zeros(len(recording.mask), dtype=np.int64), _nothing)
-        self._kept[number] = [Run(step, np.array([at]), positions[at], count) for at, count in contiguous(np.array(positions))]
-        self.held += step.slab.nbytes
+        """Keep the recorded rows of positions `first … stop`; those that were not recorded are not there."""
+        self._coming[number] = recording, first, stop
+
+    def settle(self, *, wait: bool = False) -> None:
+        """Copy what has landed, or all."""
+        for number, (recording, first, stop) in list(self._coming.items()):
+            if wait or all(run.step.landing.done() for run in recording.owners(first, stop).values()):
+                self._copy(number)
 
     def serve(self, number: int, recording: Recording, first: int, stop: int) -> None:
         """Give a recording the kept rows. Raises LookupError when they are not there."""
+        if number in self._coming:
+            self._copy(number)
         if number not in self._kept:
             raise LookupError(f"the rows of positions {first} to {stop - 1}, which the prefix cache serves, are no longer kept")
         recording.reused += self._kept[number]
 
     def drop(self, numbers: Sequence[int]) -> None:
         for number in numbers:
+            self._coming.pop(number, None)
             runs = self._kept.pop(number, None)
             if runs:
                 self.held -= runs[0].step.slab.nbytes
 
-
-def _nothing() -> None:
-    pass
+    def _copy(self, number: int) -> None:
+        recording, first, stop = self._coming.pop(number)
+        runs = recording.gather(first, stop)
+        if runs:
+            self._kept[number] = runs
+            self.held += runs[0].step.slab.nbytes

@@ -23,6 +23,9 @@ _KEY = "midstream"
 _FINISHES = "midstream_finishes"
 _KEEPING = "midstream_keeping"
 
+#: Part of every hash that covers an intervention; a new one makes sure that no block of before is reused.
+_epoch = 0
+
 die_with_parent()
 
 
@@ -82,9 +85,21 @@ class _Midstream:
         return output
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
-        """Kept rows are forgotten also when vLLM, being busy, keeps its blocks: they are computed again."""
+        """What has to be forgotten is, also when vLLM, being busy, keeps its blocks.
+
+        Kept rows are dropped, and blocks computed under interventions so far are not found again: later hashes differ.
+        """
+        global _epoch
+        _epoch += 1
         self._midstream_rows.clear()
+        for request in self.requests.values():  # type: ignore[attr-defined]
+            if request.status != RequestStatus.RUNNING:
+                _hash_anew(request)
         return bool(super().reset_prefix_cache(*args, **kwargs))  # type: ignore[misc]
+
+    def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
+        super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
+        _hash_anew(request)
 
     def _keeping(self, output: Any) -> Keeping:
         told, rows = Keeping(), self._midstream_rows
@@ -133,6 +148,14 @@ class MidstreamAsyncScheduler(_Midstream, AsyncScheduler):
     """For engines with asynchronous scheduling."""
 
 
+def _hash_anew(request: Any) -> None:
+    """Blocks of a steered request that holds none, hashed again: an epoch may have begun since."""
+    spec = _spec(request)
+    if spec and spec.get("digest") and request.block_hashes:
+        request.block_hashes.clear()
+        request.update_block_hashes()
+
+
 def _install_block_keys() -> None:
     original = kv_cache_utils.generate_block_hash_extra_keys
 
@@ -143,7 +166,7 @@ def _install_block_keys() -> None:
         if spec and spec.get("digest") and end_token_idx > spec["first_affected"]:
             # A longer prompt with the same beginning (the next turn of a chat) is touched otherwise from here on.
             prompt_tokens = spec["prompt_tokens"] if spec["by_prompt"] and end_token_idx >= spec["prompt_tokens"] else 0
-            keys = (*(keys or ()), (_KEY, spec["digest"], prompt_tokens))
+            keys = (*(keys or ()), (_KEY, spec["digest"], prompt_tokens, _epoch))
         return keys, next_mm_idx
 
     kv_cache_utils.generate_block_hash_extra_keys = with_interventions

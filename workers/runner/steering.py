@@ -86,8 +86,9 @@ class RowTable:
     def acquire(self, spec: SteeringRow) -> tuple[int, bool]:
         """The row that holds `spec`'s content, and whether it was written now.
 
-        Raises LookupError for an unknown vector and RuntimeError when all rows or entries are taken (the worker admits no
-        more configurations than fit, so that means a bug and fails the request, not the engine).
+        Raises LookupError for an unknown vector, ValueError when entries add up to what is not finite, RuntimeError when all
+        rows or entries are taken (the worker admits no more configurations than fit, so that means a bug and fails the
+        request, not the engine).
         """
         if spec.key in self._rows:
             self._references[spec.key] += 1
@@ -97,16 +98,24 @@ class RowTable:
             raise RuntimeError(f"all steering rows are in use ({self.used} rows, {self.entries_used} entries)")
         row = self._free_rows.pop()
         self._rows[spec.key], self._references[spec.key] = row, 1
-        self._entries[row], self._sites[row] = [], np.zeros(len(self._numbers), dtype=bool)
-        for (site, family), does in content.items():
-            entry = self._free_entries.pop()
-            self._buffers.pool[entry] = does.vector.to(self._buffers.pool.dtype)
-            for place, value in enumerate(does.scalars):
-                self._buffers.scalars[entry, place] = value
-            self._buffers.site_rows[site, family, row] = entry
-            self._entries[row].append((site, family, entry))
-            self._sites[row][site] = True
+        places = [(site, family, self._free_entries.pop()) for site, family in content]
+        self._entries[row], self._sites[row] = places, np.zeros(len(self._numbers), dtype=bool)
+        self._sites[row][[site for site, _, _ in places]] = True
+        self._write(row, places, content)
         return row, True
+
+    def _write(self, row: int, places: list[tuple[int, int, int]], content: dict[tuple[int, int], _Content]) -> None:
+        """One copy for all sites: on an accelerator each one waits."""
+        if not places:  # all its layers are on other stages
+            return
+        buffers, device = self._buffers, self._buffers.pool.device
+        sites, families, entries = (torch.tensor(column, device=device) for column in zip(*places, strict=True))
+        scalars = torch.zeros(len(places), buffers.scalars.shape[1])
+        for number, does in enumerate(content.values()):
+            scalars[number, : len(does.scalars)] = torch.tensor(does.scalars)
+        buffers.pool[entries] = torch.stack([does.vector for does in content.values()]).to(buffers.pool.dtype).to(device)
+        buffers.scalars[entries] = scalars.to(device)
+        buffers.site_rows[sites, families, row] = entries.to(torch.int32)
 
     def release(self, key: str) -> bool:
         """Give back one reference; True when the row became free (it is zeroed)."""
@@ -115,11 +124,13 @@ class RowTable:
             return False
         row = self._rows.pop(key)
         del self._references[key], self._sites[row]
-        for site, family, entry in self._entries.pop(row):
-            self._buffers.site_rows[site, family, row] = 0
-            self._buffers.pool[entry] = 0
-            self._buffers.scalars[entry] = 0
-            self._free_entries.append(entry)
+        places = self._entries.pop(row)
+        self._buffers.site_rows[:, :, row] = 0
+        if places:
+            entries = torch.tensor([entry for _, _, entry in places], device=self._buffers.pool.device)
+            self._buffers.pool[entries] = 0
+            self._buffers.scalars[entries] = 0
+            self._free_entries += entries.tolist()
         self._free_rows.append(row)
         return True
 
@@ -133,6 +144,9 @@ class RowTable:
                 if number is not None:
                     place = number, PLACE[entry.op]
                     content[place] = _JOINED[entry.op](content.get(place), vector, entry.alpha)
+        for (site, _), does in content.items():
+            if not bool(torch.isfinite(does.vector.to(self._buffers.pool.dtype)).all()):
+                raise ValueError(f"the entries for site {site} add up to more than {self._buffers.pool.dtype} holds")
         return content
 
 

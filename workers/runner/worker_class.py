@@ -77,8 +77,8 @@ class MidstreamWorker(PlatformWorker):
     def midstream_end(self, key: str, num_tokens: int) -> tuple[bool, str]:
         return self._connected().end(key, num_tokens)
 
-    def midstream_cleanse(self) -> tuple[bool, str]:
-        return self._connected().cleanse()
+    def midstream_cleanse(self, steps: list[int]) -> tuple[bool, str]:
+        return self._connected().cleanse(steps)
 
     def midstream_status(self) -> dict[str, Any]:
         return self._connected().status()

@@ -73,6 +73,7 @@ class Writer:
         self._fail_writes = fail_writes
         self._queue: queue.SimpleQueue[WriteJob | None] = queue.SimpleQueue()
         self._pending = 0
+        self.backlog = 0  # bytes of rows that wait, or are being written
         self._lock = threading.Lock()
         self._shared: dict[str, Consumer] = {"memory": Memory(memory_limit), "logging": Logging(), **installed()}
         usage = Usage(store.root, store.quota)
@@ -90,6 +91,7 @@ class Writer:
             return
         with self._lock:
             self._pending += 1
+            self.backlog += job.size
         self._queue.put(job)
 
     def busy(self) -> bool:
@@ -109,11 +111,12 @@ class Writer:
             group, last = self._gather(first)
             for receipt in self._write(group, consumers):
                 self._outbox.append(receipt)
-            count = len(group)
+            count, size = len(group), sum(job.size for job in group)
             group.clear()  # the memory of the rows is free before anybody is told
             del first
             with self._lock:
                 self._pending -= count
+                self.backlog -= size
             if last:
                 self._queue.put(None)  # for the next thread; this one ends too
                 break
