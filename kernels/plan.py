@@ -57,8 +57,43 @@ class Planned(NamedTuple):
 class Does(NamedTuple):
     """What a configuration does at this site, in one family."""
 
-    vectors: torch.Tensor  # [entries of the family, hidden_size]
-    scalars: Sequence[float] = ()
+    vectors: torch.Tensor  # [entries of the application, hidden_size], as `families.Family` lays them out
+    scalars: Sequence[float] | torch.Tensor = ()  # of the first entry, or [entries, up to SCALARS]
+
+
+def lowrank(strength: float, rotation: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Does:
+    """`lowrank`'s R and W, both `[rank, hidden_size]`, and b, `[rank]`, as its entries hold them."""
+    rank, width = rotation.shape
+    numbers = torch.zeros(2 * rank, 3, dtype=torch.float32)
+    numbers[0, 0], numbers[0, 1], numbers[::2, 2] = strength, rank, bias
+    return Does(torch.stack([rotation, weight], 1).reshape(2 * rank, width), numbers)
+
+
+def laid_out(name: str, does: Does) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the entries of one application of the family `name` hold: pool `[entries, hidden_size]`, scalars `[entries, SCALARS]`.
+
+    Both float32; directions are given length 1 before the pool's dtype rounds them. Raises ValueError for a number of
+    vectors or scalars that the family does not have, and for a direction without a length.
+    """
+    family, size = FAMILIES[PLACE[name]], len(does.vectors)
+    terms, rest = divmod(size, family.entries())
+    if rest or not 1 <= terms <= family.most_terms:
+        raise ValueError(f"{name} takes {family.entries()} vectors for each of 1 to {family.most_terms} terms, not {size}")
+    numbers = torch.atleast_2d(torch.as_tensor(does.scalars, dtype=torch.float32))
+    if numbers.shape[1] != len(family.scalars) or len(numbers) > size:
+        raise ValueError(f"{name} takes {len(family.scalars)} scalars ({', '.join(family.scalars)}), not {list(numbers.shape)}")
+    scalars = torch.zeros(size, SCALARS, dtype=torch.float32)
+    scalars[: len(numbers), : numbers.shape[1]] = numbers
+    return unit(does.vectors) if family.unit else does.vectors.float(), scalars
+
+
+def unit(vectors: torch.Tensor) -> torch.Tensor:
+    """`[n, hidden_size]` with each row given length 1, float32. Raises ValueError for a row without a length."""
+    wide = vectors.double()
+    lengths = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    if not bool((torch.isfinite(lengths) & (lengths > 0)).all()):
+        raise ValueError("a direction needs a length that is finite and not 0")
+    return (wide / lengths).float()
 
 
 @dataclass
@@ -109,15 +144,13 @@ class SitePlan:
 
     def _pool(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         site_rows = torch.zeros(len(FAMILIES), 1 + len(self.configurations), dtype=torch.int32)
-        vectors = [torch.zeros(1, self.hidden_size, dtype=torch.float32)]
-        numbers = [torch.zeros(1, SCALARS, dtype=torch.float32)]
+        pool = [torch.zeros(1, self.hidden_size, dtype=torch.float32)]
+        scalars = [torch.zeros(1, SCALARS, dtype=torch.float32)]
         entry = 1
         for row, configuration in enumerate(self.configurations, 1):
             for name, does in configuration.items():
-                size = FAMILIES[PLACE[name]].entries
                 site_rows[PLACE[name], row] = entry
-                vectors.append(does.vectors.float().reshape(size, self.hidden_size))
-                numbers.append(torch.zeros(size, SCALARS, dtype=torch.float32))
-                numbers[-1][0, : len(does.scalars)] = torch.tensor(does.scalars, dtype=torch.float32)
-                entry += size
-        return site_rows, torch.cat(vectors).to(dtype), torch.cat(numbers)
+                for buffer, values in zip((pool, scalars), laid_out(name, does), strict=True):
+                    buffer.append(values)
+                entry += len(does.vectors)
+        return site_rows, torch.cat(pool).to(dtype), torch.cat(scalars)

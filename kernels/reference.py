@@ -2,38 +2,98 @@
 
 Capture before, then the families in order, then capture after, for the token rows that the plan names.
 A stream site of the kind *deferred pair* holds s = hidden + residual, an addition that vLLM fuses into the next norm; a
-rewritten row becomes (−0, new), whose sum is `new` bit for bit, and a shift goes to the residual. Work is proportional to
-the tokens named; rows that no configuration touches keep their bits.
+rewritten row becomes (−0, new), whose sum is `new` bit for bit, and a shift alone goes to the residual.
+
+Of a token that rewrites touch, s is rounded to the model's dtype, as the next norm stores it; from there to the last
+family everything is float32, and is rounded once. A rewrite that leaves a row as it is (its strength is 0, or the
+component is inside its range) is as if it were not there. Work is proportional to the tokens named, family by family;
+rows that no configuration touches keep their bits.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
-from .families import FAMILIES, Family
+from .families import FAMILIES, PLACE, Family
 from .plan import AFTER, BEFORE, DEPTH, EDITS, EDITS_AT, Port
 
-#: Of a `rewrite`: (rows, vectors, scalars) → rows. rows: float32 `[n, hidden_size]`, which may be overwritten; vectors:
-#: `[n, entries, hidden_size]` in the model's dtype; scalars: float32 `[n, SCALARS]`.
-Rewrite = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-#: Of a `shift`: (vectors, scalars) → what is added, `[n, hidden_size]`, float32 or the model's dtype.
-Shift = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+#: Of a `rewrite`: (rows, entries, pool, scalars) → new rows, and which of them it changed (None: all).
+#: rows: float32 `[n, hidden_size]`, may be overwritten; entries: int32 `[n]`, where each row's application begins; pool and
+#: scalars: as planned.
+Rewritten = tuple[torch.Tensor, torch.Tensor | None]
+Rewrite = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Rewritten]
+#: Of a `shift`: (entries, pool, scalars) → what is added, `[n, hidden_size]`, float32 or the model's dtype.
+Shift = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def _replace(rows: torch.Tensor, vectors: torch.Tensor, scalars: torch.Tensor) -> torch.Tensor:
-    alpha, target = scalars[:, :1], vectors[:, 0].float()
+def _replace(rows: torch.Tensor, entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor) -> Rewritten:
+    (alpha,), target = _numbers("replace", entries, scalars), _vectors(entries, pool)
     # 0 · s is not 0 where s is infinite, so full replacement is not left to the arithmetic.
-    return torch.where(alpha == 1, target, (1 - alpha) * rows + alpha * target)
+    full = alpha == 1
+    if bool(full.all()):
+        return target, None
+    return torch.where(full, target, rows.mul_(1 - alpha).add_(alpha * target)), None
 
 
-def _add(vectors: torch.Tensor, scalars: torch.Tensor) -> torch.Tensor:
-    return vectors[:, 0]
+def _lowrank(rows: torch.Tensor, entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor) -> Rewritten:
+    """An application has many vectors, and often many tokens: they are taken together."""
+    strength, rank, bias = (FAMILIES[PLACE["lowrank"]].column(scalar) for scalar in ("strength", "rank", "bias"))
+    for entry in entries.unique().tolist():
+        terms = slice(entry, entry + 2 * int(scalars[entry, rank]))
+        rotation, weight = pool[terms].float().view(-1, 2, pool.shape[1]).unbind(1)
+        mine = (entries == entry).nonzero().flatten()
+        theirs = rows.index_select(0, mine)
+        # W·s − R·s is (W − R)·s, where no two large numbers are taken from each other.
+        wanted = torch.addmm(scalars[terms][::2, bias], theirs, (weight - rotation).t())
+        rows.index_copy_(0, mine, theirs.addmm_(wanted * scalars[entry, strength], rotation))
+    return rows, None
 
 
-#: Rows at a time where several passes are made: they stay in the cache, and fresh memory costs more than the arithmetic.
-_BLOCK = 128
+def _add_matched(rows: torch.Tensor, entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor) -> Rewritten:
+    (scale,), direction = _numbers("add_matched", entries, scalars), _vectors(entries, pool)
+    return rows.addcmul_(scale * torch.linalg.vector_norm(rows, dim=1, keepdim=True), direction), None
 
-REWRITES: dict[str, Rewrite] = {"replace": _replace}
+
+def _ablate(rows: torch.Tensor, entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor) -> Rewritten:
+    (strength,), direction = _numbers("ablate", entries, scalars), _vectors(entries, pool)
+    return rows.addcmul_(strength * (rows * direction).sum(1, keepdim=True), direction, value=-1), None
+
+
+def _clamp(rows: torch.Tensor, entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor) -> Rewritten:
+    (strength, low, high), direction = _numbers("clamp", entries, scalars), _vectors(entries, pool)
+    component = (rows * direction).sum(1, keepdim=True)
+    outside = ~((component >= low) & (component <= high))  # also where the component is not a number
+    change = strength * (torch.minimum(torch.maximum(component, low), high) - component)
+    if bool(outside.all()):
+        return rows.addcmul_(change, direction), None
+    mine = outside.flatten().nonzero().flatten()
+    return rows.index_add_(0, mine, change[mine] * direction[mine]), outside.flatten()
+
+
+def _numbers(name: str, entries: torch.Tensor, scalars: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The family's scalars in their order, each float32 `[n, 1]`."""
+    named = scalars.index_select(0, entries)[:, : len(FAMILIES[PLACE[name]].scalars)]
+    return tuple(named.split(1, dim=1))
+
+
+def _vectors(entries: torch.Tensor, pool: torch.Tensor) -> torch.Tensor:
+    return pool.index_select(0, entries).float()
+
+
+def _add(entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor) -> torch.Tensor:
+    return pool.index_select(0, entries)
+
+
+#: Elements at a time where several passes are made: they stay in the cache, and each pass is worth its call.
+_BLOCK = 2**18
+
+REWRITES: dict[str, Rewrite] = {
+    "replace": _replace,
+    "lowrank": _lowrank,
+    "add_matched": _add_matched,
+    "ablate": _ablate,
+    "clamp": _clamp,
+}
 SHIFTS: dict[str, Shift] = {"add": _add}
 
 
@@ -98,10 +158,7 @@ def _site(
         depth = steps[DEPTH]
         rows = token_rows[:, :depth].index_select(0, tokens)
         entries = site_rows.index_select(1, rows.flatten()).view(len(site_rows), len(tokens), depth)
-        for family, mine, named in zip(FAMILIES, entries, entries.flatten(1).count_nonzero(1).tolist(), strict=True):
-            if named:
-                apply = _rewrite if family.effect == "rewrite" else _shift
-                apply(family, hidden, stream, tokens, mine, named == mine.numel(), pool, scalars)
+        _edit(hidden, stream, tokens, entries, pool, scalars)
     if steps[AFTER.COUNT]:
         _capture(hidden, stream, ring, steps, lists, AFTER)
 
@@ -123,77 +180,112 @@ def _capture(
         rows.add_(hidden.index_select(0, tokens))
 
 
-def _vectors(family: Family, pool: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
-    """`[n, family.entries, hidden_size]` of the entries `[n]`."""
-    if family.entries == 1:
-        return pool.index_select(0, entries).unsqueeze(1)
-    each = entries[:, None] + torch.arange(family.entries, dtype=entries.dtype)
-    return pool.index_select(0, each.flatten()).view(len(entries), family.entries, -1)
-
-
-def _rewrite(
-    family: Family,
+def _edit(
     hidden: torch.Tensor | None,
     stream: torch.Tensor,
     tokens: torch.Tensor,
     entries: torch.Tensor,
-    full: bool,
     pool: torch.Tensor,
     scalars: torch.Tensor,
 ) -> None:
-    """`entries`: `[n, depth]` of the tokens `[n]`; `full`: none of them is 0."""
-    if family.graded:
-        strengths = scalars[:, 0].index_select(0, entries.flatten()).view_as(entries)
-        entries, full = entries.masked_fill(strengths == 0, 0), False
-    if not full:
-        tokens, entries = _named(tokens, entries)
-    formula = REWRITES[family.name]
-    for places, part in zip(tokens.long().split(_BLOCK), entries.split(_BLOCK), strict=True):
+    """`entries`: `[families, n, depth]` of the tokens `[n]`."""
+    named = [
+        (family, mine) for family, mine, count in zip(FAMILIES, entries, entries.flatten(1).count_nonzero(1).tolist(), strict=True) if count
+    ]
+    if any(family.effect == "rewrite" for family, _ in named):
+        live = [(family, _live(family, mine, scalars)) for family, mine in named]
+        unchanged = _rewrite(hidden, stream, tokens, live, pool, scalars).logical_not_().nonzero().flatten()
+        tokens = tokens.index_select(0, unchanged)
+        named = [(family, mine.index_select(0, unchanged)) for family, mine in live]
+    for family, mine in named:
+        if family.effect == "shift":
+            _shift(family, stream, tokens, mine, pool, scalars)
+
+
+def _live(family: Family, entries: torch.Tensor, scalars: torch.Tensor) -> torch.Tensor:
+    """`entries`, 0 where the strength is 0."""
+    if not family.graded:
+        return entries
+    return entries.masked_fill(scalars[:, 0].index_select(0, entries.flatten()).view_as(entries) == 0, 0)
+
+
+def _rewrite(
+    hidden: torch.Tensor | None,
+    stream: torch.Tensor,
+    tokens: torch.Tensor,
+    live: Sequence[tuple[Family, torch.Tensor]],
+    pool: torch.Tensor,
+    scalars: torch.Tensor,
+) -> torch.Tensor:
+    """All families, for the tokens that have rewrites. `live`: `[n, depth]` entries of each. Which tokens changed: bool `[n]`."""
+    changed = torch.zeros(len(tokens), dtype=torch.bool)
+    read = torch.stack([mine.any(1) for family, mine in live if family.effect == "rewrite"]).any(0).nonzero().flatten()
+    for block in read.split(_rows_at_a_time(stream)):
+        places = tokens.index_select(0, block).long()
         rows = stream.index_select(0, places)
         if hidden is not None:
             rows += hidden.index_select(0, places)
         rows = rows.float()
-        for entry in part.unbind(1):
-            mine = entry.nonzero().flatten()
-            if len(mine) == len(entry):
-                rows = formula(rows, _vectors(family, pool, entry), scalars.index_select(0, entry))
-            elif len(mine):
-                entry = entry.index_select(0, mine)
-                rows[mine] = formula(rows.index_select(0, mine), _vectors(family, pool, entry), scalars.index_select(0, entry))
+        acted = torch.zeros(len(block), dtype=torch.bool)
+        for family, entries in live:
+            part = entries.index_select(0, block)
+            if family.effect == "rewrite":
+                rows = _rewritten(REWRITES[family.name], rows, part, acted, pool, scalars)
+            elif bool(part.any()):
+                rows += _total(SHIFTS[family.name], part, pool, scalars)
+        if not bool(acted.all()):
+            block, places, rows = block[acted], places[acted], rows[acted]
         stream.index_copy_(0, places, rows.to(stream.dtype))
         if hidden is not None:
             hidden.index_fill_(0, places, -0.0)
+        changed[block] = True
+    return changed
+
+
+def _rewritten(
+    formula: Rewrite, rows: torch.Tensor, entries: torch.Tensor, acted: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor
+) -> torch.Tensor:
+    """One family, column by column. `entries`: `[n, depth]`; `acted`, bool `[n]`, becomes true for the rows that change."""
+    for entry in entries.unbind(1):
+        mine = entry.nonzero().flatten()
+        if len(mine) == len(entry):
+            rows, changed = formula(rows, entry, pool, scalars)
+        elif len(mine):
+            new, changed = formula(rows.index_select(0, mine), entry.index_select(0, mine), pool, scalars)
+            rows.index_copy_(0, mine, new)
+        else:
+            continue
+        acted[mine if changed is None else mine[changed]] = True
+    return rows
+
+
+def _total(formula: Shift, entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor) -> torch.Tensor:
+    """The sum over columns of what is added, float32 `[n, hidden_size]`. `entries`: `[n, depth]`."""
+    total = torch.full((len(entries), pool.shape[1]), -0.0, dtype=torch.float32)  # −0 + v is v, whatever v's sign
+    for entry in entries.unbind(1):
+        mine = entry.nonzero().flatten()
+        if len(mine):
+            total.index_add_(0, mine, formula(entry.index_select(0, mine), pool, scalars).float())
+    return total
 
 
 def _shift(
-    family: Family,
-    hidden: torch.Tensor | None,
-    stream: torch.Tensor,
-    tokens: torch.Tensor,
-    entries: torch.Tensor,
-    full: bool,
-    pool: torch.Tensor,
-    scalars: torch.Tensor,
+    family: Family, stream: torch.Tensor, tokens: torch.Tensor, entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor
 ) -> None:
-    """As `_rewrite`."""
-    if not full:
-        tokens, entries = _named(tokens, entries)
+    """For the tokens `[n]` that nothing rewrites. `entries`: `[n, depth]`."""
+    named = entries.any(1)
+    if not bool(named.all()):
+        tokens, entries = tokens[named], entries[named]
     formula = SHIFTS[family.name]
     if entries.shape[1] == 1:  # what is usual: no detour through float32
-        entry = entries[:, 0]
-        stream.index_add_(0, tokens, formula(_vectors(family, pool, entry), scalars.index_select(0, entry)).to(stream.dtype))
+        stream.index_add_(0, tokens, formula(entries[:, 0], pool, scalars).to(stream.dtype))
         return
-    for places, part in zip(tokens.long().split(_BLOCK), entries.split(_BLOCK), strict=True):
-        total = torch.zeros(len(places), stream.shape[1], dtype=torch.float32)
-        for entry in part.unbind(1):
-            mine = entry.nonzero().flatten()
-            if len(mine):
-                entry = entry.index_select(0, mine)
-                total.index_add_(0, mine, formula(_vectors(family, pool, entry), scalars.index_select(0, entry)).float())
+    rows = _rows_at_a_time(stream)
+    for places, part in zip(tokens.long().split(rows), entries.split(rows), strict=True):
+        total = _total(formula, part, pool, scalars)
         stream.index_copy_(0, places, (stream.index_select(0, places) + total).to(stream.dtype))
 
 
-def _named(tokens: torch.Tensor, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Those tokens, and their entries, for which any column names one."""
-    named = entries.any(1)
-    return tokens[named], entries[named]
+def _rows_at_a_time(stream: torch.Tensor) -> int:
+    width: int = stream.shape[1]
+    return max(1, _BLOCK // width)

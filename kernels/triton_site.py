@@ -5,8 +5,6 @@ they are then. A program owns whole token rows and walks over the tokens; at a s
 A row is read once and written only where it changed; rows of the ring that no slot names are never written.
 """
 
-# ruff: noqa: SIM102, SIM108 -- an `if` on constants is decided when the kernel is compiled, and stands alone
-
 import torch
 import triton
 import triton.language as tl
@@ -18,6 +16,9 @@ from .plan import AFTER, BEFORE, DEPTH, EDITS, ROWS_PER_TOKEN
 MAX_PROGRAMS = 1024
 #: Two loads of 16 bytes for each thread, in the 16-bit types.
 _LANES_PER_WARP = 512
+#: Of a thread, by the bytes of an element: what lets a multiprocessor keep many rows on their way, whatever the largest formula
+#: would like. The memory sets the pace. ptxas spills 8 to 32 bytes for it in the 16-bit types.
+_REGISTERS = {2: 64, 4: 96}
 
 _EDITS = tl.constexpr(EDITS)
 _DEPTH = tl.constexpr(DEPTH)
@@ -28,29 +29,63 @@ _SCALARS = tl.constexpr(SCALARS)
 _FAMILIES = tl.constexpr(len(FAMILIES))
 #: One bit for each family.
 _REWRITING = tl.constexpr(sum(1 << place for place, family in enumerate(FAMILIES) if family.effect == "rewrite"))
+_SHIFTING = tl.constexpr(sum(1 << place for place, family in enumerate(FAMILIES) if family.effect == "shift"))
 _GRADED = tl.constexpr(sum(1 << place for place, family in enumerate(FAMILIES) if family.graded))
 
-_REPLACE = tl.constexpr(PLACE["replace"])
-_ADD = tl.constexpr(PLACE["add"])
+_REPLACE, _LOWRANK, _ADD, _ADD_MATCHED, _ABLATE, _CLAMP = (
+    tl.constexpr(PLACE[name]) for name in ("replace", "lowrank", "add", "add_matched", "ablate", "clamp")
+)
+_RANK, _BIAS = (tl.constexpr(FAMILIES[_LOWRANK.value].column(scalar)) for scalar in ("rank", "bias"))
+_LOW, _HIGH = (tl.constexpr(FAMILIES[_CLAMP.value].column(scalar)) for scalar in ("low", "high"))
+
+
+@triton.jit
+def _vector(vectors, lanes, inside):  # type: ignore[no-untyped-def]
+    return tl.load(vectors + lanes, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _rewritten(FAMILY: tl.constexpr, row, vectors, scalars, lanes, inside, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`row`: float32 `[BLOCK]`, zero outside. `vectors`, `scalars`: where those of the entry begin; v1 is at `vectors + WIDTH`."""
+    """The new row, and whether it is another. `row`: float32 `[BLOCK]`, zero outside.
+
+    `vectors`, `scalars`: where the application begins in both; its entry n is at `vectors + n * WIDTH`, `scalars + n * _SCALARS`.
+    """
+    changed = tl.load(scalars) != 0.0
     if FAMILY == _REPLACE:
         alpha = tl.load(scalars)
-        target = tl.load(vectors + lanes, mask=inside, other=0.0).to(tl.float32)
+        target = _vector(vectors, lanes, inside)
         row = tl.where(alpha == 1.0, target, (1.0 - alpha) * row + alpha * target)
+    elif FAMILY == _LOWRANK:
+        rank = tl.load(scalars + _RANK).to(tl.int32)
+        new = row
+        for term in range(rank):
+            rotation = _vector(vectors + 2 * term * WIDTH, lanes, inside)
+            weight = _vector(vectors + (2 * term + 1) * WIDTH, lanes, inside)
+            wanted = tl.load(scalars + 2 * term * _SCALARS + _BIAS) + tl.sum((weight - rotation) * row, 0)
+            new += tl.load(scalars) * wanted * rotation
+        row = new
+    elif FAMILY == _ADD_MATCHED:
+        row += tl.load(scalars) * tl.sqrt_rn(tl.sum(row * row, 0)) * _vector(vectors, lanes, inside)
+    elif FAMILY == _ABLATE:
+        direction = _vector(vectors, lanes, inside)
+        row -= tl.load(scalars) * tl.sum(row * direction, 0) * direction
+    elif FAMILY == _CLAMP:
+        low, high = tl.load(scalars + _LOW), tl.load(scalars + _HIGH)
+        direction = _vector(vectors, lanes, inside)
+        component = tl.sum(row * direction, 0)
+        changed = ((component >= low) & (component <= high)) == 0  # also where the component is not a number
+        wanted = tl.minimum(tl.maximum(component, low), high)
+        row = tl.where(changed, row + tl.load(scalars) * (wanted - component) * direction, row)
     else:
         tl.static_assert(False, "a family of the table has no formula here")
-    return row
+    return row, changed
 
 
 @triton.jit
-def _shifted(FAMILY: tl.constexpr, total, vectors, scalars, lanes, inside, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+def _shifted(FAMILY: tl.constexpr, total, vectors, lanes, inside):  # type: ignore[no-untyped-def]
     """`total`: float32 `[BLOCK]`, the sum so far."""
     if FAMILY == _ADD:
-        total = total + tl.load(vectors + lanes, mask=inside, other=0.0).to(tl.float32)
+        total = total + _vector(vectors, lanes, inside)
     else:
         tl.static_assert(False, "a family of the table has no formula here")
     return total
@@ -101,22 +136,19 @@ def _site(  # type: ignore[no-untyped-def]
         before_slot = tl.load(before_slots + token, mask=before > 0, other=-1)
         after_slot = tl.load(after_slots + token, mask=after > 0, other=-1)
         rows = token_rows + token * _ROWS_PER_TOKEN
-        named = edits * 0
-        read = edits * 0  # by a family
+        named = edits * 0  # a bit for each family
         for k in range(depth):
             row_number = tl.load(rows + k)
             for family in tl.static_range(_FAMILIES):
                 entry_here = tl.load(site_rows + family * configurations + row_number)
-                named = named | entry_here
-                if (_REWRITING >> family) & 1:
-                    read = read | entry_here
+                named |= tl.where(entry_here > 0, 1 << family, 0)
 
         if (before_slot >= 0) | (after_slot >= 0) | (named > 0):
             at = token * WIDTH + lanes
             row = tl.load(stream + at, mask=inside, other=0.0)
             if PAIR:
                 # A shift alone has no need of it, and the memory sets the pace.
-                summed = (before_slot >= 0) | (after_slot >= 0) | (read > 0)
+                summed = (before_slot >= 0) | (after_slot >= 0) | ((named & _REWRITING) != 0)
                 hidden_row = tl.load(hidden + at, mask=lanes < tl.where(summed, WIDTH, 0), other=0.0)
             else:
                 hidden_row = row  # not looked at
@@ -124,41 +156,48 @@ def _site(  # type: ignore[no-untyped-def]
                 place = (tl.load(plan + _BEFORE_ROW) + before_slot).to(tl.int64) * WIDTH
                 tl.store(ring + place + lanes, _sum(hidden_row, row, PAIR), mask=inside)
 
-            if named > 0:
-                changed = edits * 0
-                rewritten = edits * 0
+            rewrites = edits * 0
+            if (named & _REWRITING) != 0:
+                value = _sum(hidden_row, row, PAIR).to(tl.float32)
                 for family in tl.static_range(_FAMILIES):
-                    mine = edits * 0
-                    if (_REWRITING >> family) & 1:
-                        value = _sum(hidden_row, row, PAIR).to(tl.float32)
-                    else:
-                        value = tl.zeros([BLOCK], tl.float32)
-                    for k in range(depth):
-                        entry = tl.load(site_rows + family * configurations + tl.load(rows + k)).to(tl.int64)
-                        numbers = scalars + entry * _SCALARS
-                        if (_GRADED >> family) & 1:
-                            live = (entry > 0) & (tl.load(numbers) != 0.0)
-                        else:
+                    if (named >> family) & 1:
+                        total = tl.zeros([BLOCK], tl.float32) * -1.0  # −0 + v is v, whatever v's sign
+                        for k in range(depth):
+                            entry = tl.load(site_rows + family * configurations + tl.load(rows + k)).to(tl.int64)
+                            vectors, numbers = pool + entry * WIDTH, scalars + entry * _SCALARS
                             live = entry > 0
-                        if live:
-                            mine += 1
-                            if (_REWRITING >> family) & 1:
-                                value = _rewritten(family, value, pool + entry * WIDTH, numbers, lanes, inside, WIDTH)
-                            else:
-                                value = _shifted(family, value, pool + entry * WIDTH, numbers, lanes, inside, WIDTH)
-                    if (_REWRITING >> family) & 1:
-                        row = tl.where(mine > 0, value.to(row.dtype), row)
-                        # −0, not 0: then the pair's sum has the new row's bits also where that is −0.
-                        hidden_row = tl.where(mine > 0, (tl.zeros([BLOCK], tl.float32) * -1.0).to(row.dtype), hidden_row)
-                        rewritten += mine
-                    else:
-                        row = tl.where(mine > 0, (row.to(tl.float32) + value).to(row.dtype), row)
-                    changed += mine
-                if changed > 0:
+                            if (_GRADED >> family) & 1:
+                                live = live & (tl.load(numbers) != 0.0)
+                            if live:
+                                if (_REWRITING >> family) & 1:
+                                    value, changed = _rewritten(family, value, vectors, numbers, lanes, inside, WIDTH)
+                                    rewrites += tl.where(changed, 1, 0)
+                                else:
+                                    total = _shifted(family, total, vectors, lanes, inside)
+                        if not (_REWRITING >> family) & 1:
+                            value += total
+                if rewrites > 0:
+                    row = value.to(row.dtype)
                     tl.store(stream + at, row, mask=inside)
-                if PAIR:
-                    if rewritten > 0:
+                    if PAIR:
+                        # −0, not 0: then the pair's sum has the new row's bits also where that is −0.
+                        hidden_row = (tl.zeros([BLOCK], tl.float32) * -1.0).to(row.dtype)
                         tl.store(hidden + at, hidden_row, mask=inside)
+                else:
+                    row = tl.load(stream + at, mask=inside, other=0.0)
+                    if PAIR:
+                        hidden_row = tl.load(hidden + at, mask=inside, other=0.0)
+            # Also where every rewrite left the row as it is.
+            if (rewrites == 0) & ((named & _SHIFTING) != 0):
+                total = tl.zeros([BLOCK], tl.float32) * -1.0
+                for family in tl.static_range(_FAMILIES):
+                    if (_SHIFTING >> family) & 1:
+                        for k in range(depth):
+                            entry = tl.load(site_rows + family * configurations + tl.load(rows + k)).to(tl.int64)
+                            if entry > 0:
+                                total = _shifted(family, total, pool + entry * WIDTH, lanes, inside)
+                row = (row.to(tl.float32) + total).to(row.dtype)
+                tl.store(stream + at, row, mask=inside)
 
             if after_slot >= 0:
                 place = (tl.load(plan + _AFTER_ROW) + after_slot).to(tl.int64) * WIDTH
@@ -230,5 +269,6 @@ def _launch(
         WIDTH=width,
         BLOCK=block,
         num_warps=max(1, min(16, block // _LANES_PER_WARP)),
+        maxnreg=_REGISTERS[stream.dtype.itemsize],
         enable_fp_fusion=False,  # the bits of the reference; the memory sets the pace, not the arithmetic
     )

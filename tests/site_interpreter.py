@@ -15,7 +15,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import pytest
 import torch
 import triton.language as tl
-from site_kit import DTYPES, Case, Op, random_case, run, same_bits
+from site_kit import DTYPES, EXACT, Case, Op, random_case, run, same_bits
 from site_properties import PROPERTIES
 from triton.runtime import interpreter
 
@@ -36,11 +36,11 @@ def _round_as_gpus_do() -> None:
     interpreter.InterpreterBuilder.create_fp_trunc = create_fp_trunc
 
 
-def a_random_step_gives_the_references_bits(pair_site: Op, single_site: Op) -> None:
+def a_random_step_without_sums_gives_the_references_bits(pair_site: Op, single_site: Op) -> None:
     for dtype in DTYPES:
         for pair in (True, False):
             for _ in range(4):
-                case = random_case(secrets.randbits(32), dtype=dtype, width=37, tokens=11, pair=pair)
+                case = random_case(secrets.randbits(32), dtype=dtype, width=37, tokens=11, pair=pair, families=EXACT)
                 found, expected = run(case, pair_site, single_site), run(case, reference.pair_site, reference.single_site)
                 assert same_bits(found.stream, expected.stream), case.name
                 assert same_bits(found.ring, expected.ring), case.name
@@ -83,7 +83,7 @@ def tensors_with_gaps_are_refused(pair_site: Op, single_site: Op) -> None:
 SENTENCES = PROPERTIES | {
     check.__name__: check
     for check in (
-        a_random_step_gives_the_references_bits,
+        a_random_step_without_sums_gives_the_references_bits,
         few_programs_walk_over_many_tokens,
         padding_beyond_the_buffers_is_left_alone,
         no_tokens_are_no_launch,

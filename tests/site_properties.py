@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 from site_kit import DTYPES, TOKENS, WIDTHS, Case, Op, check, random_case, run, same_bits
 
-from midstream.kernels.plan import ROWS_PER_TOKEN, Does, SitePlan
+from midstream.kernels.families import FAMILIES, MAX_RANK
+from midstream.kernels.plan import ROWS_PER_TOKEN, Does, SitePlan, lowrank
 
 Property = Callable[[Op, Op], None]
 WIDTH = 37
@@ -27,6 +28,32 @@ def _add(*values: float) -> Does:
 
 def _replace(alpha: float) -> Does:
     return Does(torch.randn(1, WIDTH), (alpha,))
+
+
+def _axis(lane: int, *scalars: float) -> Does:
+    """Of a family with a direction: the one of a single lane, so that results are whole numbers."""
+    direction = torch.zeros(1, WIDTH)
+    direction[0, lane] = 3.0
+    return Does(direction, scalars)
+
+
+def _of_strength(strength: float) -> dict[str, Does]:
+    """One application of each graded family; the ranges of `clamp` leave no row as it is."""
+    vectors = {family.name: torch.randn(family.entries(), WIDTH) for family in FAMILIES if family.graded}
+    does = {name: Does(vector, (strength,)) for name, vector in vectors.items() if name not in ("lowrank", "clamp")}
+    rotation, weight = vectors["lowrank"].unsqueeze(1) / math.sqrt(WIDTH)
+    return does | {
+        "lowrank": lowrank(strength, rotation, weight, torch.ones(1)),
+        "clamp": Does(vectors["clamp"], (strength, 50.0, 60.0)),
+    }
+
+
+def _lanes(case: Case, token: int, *values: float) -> None:
+    """The token's stream is `values`, then zeros; of a pair, the first value is in `hidden` alone."""
+    case.stream[token] = torch.tensor([*values, *[0.0] * (WIDTH - len(values))])
+    if case.hidden is not None:
+        case.hidden[token] = 0.0
+        case.hidden[token, 0], case.stream[token, 0] = values[0], 0.0
 
 
 def a_random_step_is_what_the_definition_says(pair_site: Op, single_site: Op) -> None:
@@ -112,6 +139,164 @@ def one_addition_is_the_models_own(pair_site: Op, single_site: Op) -> None:
             case = _case(SitePlan(WIDTH, [{"add": does}], {1: [1]}), dtype=dtype, pair=pair)
             found = run(case, pair_site, single_site)
             assert same_bits(found.stream[1], case.stream[1] + does.vectors[0].to(dtype)), case.name
+
+
+def a_strength_of_zero_leaves_the_rows_bits(pair_site: Op, single_site: Op) -> None:
+    for dtype in DTYPES:
+        for pair in (True, False):
+            none = _of_strength(0.0)
+            plan = SitePlan(WIDTH, [{name: does} for name, does in none.items()] + [none], {0: [1, 2, 3, 4], 2: [5], 3: [6], 6: [6, 5]})
+            case = _case(plan, dtype=dtype, pair=pair)
+            case.stream[0], case.stream[2, :3], case.stream[3, 4] = -0.0, math.inf, math.nan
+            found = run(case, pair_site, single_site)
+            assert same_bits(found.stream, case.stream), case.name
+            assert found.hidden is None or case.hidden is None or same_bits(found.hidden, case.hidden), case.name
+
+
+def every_graded_family_of_a_strength_changes_the_row(pair_site: Op, single_site: Op) -> None:
+    for pair in (True, False):
+        some = _of_strength(0.5)
+        plan = SitePlan(WIDTH, [{name: does} for name, does in some.items()], {number: [number + 1] for number in range(len(some))})
+        case = _case(plan, pair=pair)
+        check(case, found := run(case, pair_site, single_site))
+        for token in range(len(some)):
+            assert not torch.equal(found.sum[token], case.sum[token]), case.name
+
+
+def a_component_inside_its_range_leaves_the_rows_bits(pair_site: Op, single_site: Op) -> None:
+    ranges = [(-1.0, 9.0), (-math.inf, 9.0), (-1.0, math.inf), (-math.inf, math.inf), (4.0, 4.0)]
+    for dtype in DTYPES:
+        for pair in (True, False):
+            plan = SitePlan(WIDTH, [{"clamp": _axis(0, 1.0, *range_)} for range_ in ranges], {token: [token + 1] for token in range(5)})
+            case = _case(plan, dtype=dtype, pair=pair)
+            for token in range(5):
+                _lanes(case, token, 4.0, 7.0, -0.0)
+            found = run(case, pair_site, single_site)
+            assert same_bits(found.stream, case.stream), case.name
+            assert found.hidden is None or case.hidden is None or same_bits(found.hidden, case.hidden), case.name
+
+
+def an_addition_beside_rewrites_with_nothing_to_do_is_an_addition_alone(pair_site: Op, single_site: Op) -> None:
+    for dtype in DTYPES:
+        for pair in (True, False):
+            idle = _of_strength(0.0) | {"clamp": Does(torch.randn(1, WIDTH), (1.0, -1e4, 1e4))}
+            does = _add()
+            case = _case(
+                SitePlan(WIDTH, [{"add": does}, idle, idle | {"add": does}], {1: [2, 1], 4: [3], 5: [0, 1]}), dtype=dtype, pair=pair
+            )
+            found = run(case, pair_site, single_site)
+            check(case, found)
+            for token in (1, 4, 5):
+                assert same_bits(found.stream[token], case.stream[token] + does.vectors[0].to(dtype)), case.name
+
+
+def a_full_replacement_and_an_addition_are_one_addition_to_the_vector(pair_site: Op, single_site: Op) -> None:
+    for dtype in DTYPES:
+        for pair in (True, False):
+            target, does = torch.randn(1, WIDTH), _add()
+            case = _case(SitePlan(WIDTH, [{"replace": Does(target, (1.0,)), "add": does}], {1: [1]}), dtype=dtype, pair=pair)
+            found = run(case, pair_site, single_site)
+            assert same_bits(found.sum[1], target[0].to(dtype) + does.vectors[0].to(dtype)), case.name
+
+
+def a_rewritten_token_is_rounded_once(pair_site: Op, single_site: Op) -> None:
+    # bf16 holds the even numbers from 256 to 512: rounding half of 256 + 258 before 1 is added gives 256, not 258.
+    for pair in (True, False):
+        case = _case(SitePlan(WIDTH, [{"replace": Does(torch.full((1, WIDTH), 258.0), (0.5,)), "add": _add(1.0)}], {1: [1]}), pair=pair)
+        case.stream[1] = 256.0
+        if case.hidden is not None:
+            case.hidden[1] = 0.0
+        found = run(case, pair_site, single_site)
+        assert found.sum[1].tolist() == [258.0] * WIDTH, case.name
+
+
+def a_matched_addition_is_measured_by_the_whole_stream(pair_site: Op, single_site: Op) -> None:
+    for pair in (True, False):
+        case = _case(SitePlan(WIDTH, [{"add_matched": _axis(5, 2.0)}], {1: [1], 3: [1, 1]}), pair=pair)
+        _lanes(case, 1, 3.0, 4.0)
+        _lanes(case, 3, 3.0, 4.0)
+        found = run(case, pair_site, single_site)
+        assert found.sum[1].tolist() == [3.0, 4.0, 0.0, 0.0, 0.0, 10.0] + [0.0] * (WIDTH - 6), case.name
+        assert found.sum[3, 5] == 32.25, case.name  # 10 + 2 · √125 is 32.36, which bf16 rounds
+
+
+def an_ablated_direction_is_gone(pair_site: Op, single_site: Op) -> None:
+    for dtype in DTYPES:
+        for pair in (True, False):
+            case = _case(SitePlan(WIDTH, [{"ablate": _axis(1, 1.0)}, {"ablate": _axis(1, 0.5)}], {1: [1], 2: [2]}), dtype=dtype, pair=pair)
+            _lanes(case, 1, 3.0, 4.0, 5.0)
+            _lanes(case, 2, 3.0, 4.0, 5.0)
+            found = run(case, pair_site, single_site)
+            check(case, found)
+            assert found.sum[1, :4].tolist() == [3.0, 0.0, 5.0, 0.0], case.name
+            assert found.sum[2, :4].tolist() == [3.0, 2.0, 5.0, 0.0], case.name
+
+
+def a_component_is_moved_to_the_nearest_end_of_its_range(pair_site: Op, single_site: Op) -> None:
+    # (strength, low, high) → where a component of 4 goes
+    goes = {
+        (1.0, 5.0, 6.0): 5.0,
+        (1.0, -2.0, 1.0): 1.0,
+        (0.5, -2.0, 1.0): 2.5,
+        (1.0, 2.0, 2.0): 2.0,
+        (1.0, -math.inf, -3.0): -3.0,
+        (1.0, 8.0, math.inf): 8.0,
+    }
+    for pair in (True, False):
+        configurations = [{"clamp": _axis(1, *numbers)} for numbers in goes]
+        case = _case(SitePlan(WIDTH, configurations, {token: [token + 1] for token in range(len(goes))}), pair=pair)
+        for token in range(len(goes)):
+            _lanes(case, token, 3.0, 4.0, 5.0)
+        found = run(case, pair_site, single_site)
+        check(case, found)
+        assert found.sum[: len(goes), 1].tolist() == list(goes.values()), case.name
+        assert found.sum[: len(goes), 2].tolist() == [5.0] * len(goes), case.name
+
+
+def rows_of_one_family_follow_each_other_in_column_order(pair_site: Op, single_site: Op) -> None:
+    configurations = [{"clamp": _axis(1, 1.0, 2.0, 2.0)}, {"clamp": _axis(1, 1.0, -1.0, -1.0)}]
+    for pair in (True, False):
+        case = _case(SitePlan(WIDTH, configurations, {0: [1, 2], 1: [2, 1], 2: [2, 0, 1, 2]}), pair=pair)
+        found = run(case, pair_site, single_site)
+        check(case, found)
+        assert found.sum[:3, 1].tolist() == [-1.0, 2.0, -1.0], case.name
+
+
+def the_families_follow_each_other_in_the_documented_order(pair_site: Op, single_site: Op) -> None:
+    lanes = torch.eye(2, WIDTH)
+    everything = {
+        "replace": Does(torch.full((1, WIDTH), 2.0), (1.0,)),
+        "lowrank": lowrank(1.0, lanes, 3 * lanes, torch.tensor([0.0, 1.0])),  # 6, 7
+        "add": Does(torch.tensor([[-3.0, -3.0] + [-2.0] * (WIDTH - 2)])),  # 3, 4, and nothing else
+        "add_matched": _axis(2, 2.0),  # 10
+        "ablate": _axis(0, 1.0),  # 0
+        "clamp": _axis(2, 1.0, 0.0, 8.0),  # 8
+    }
+    for pair in (True, False):
+        case = _case(SitePlan(WIDTH, [everything], {1: [1]}), pair=pair)
+        found = run(case, pair_site, single_site)
+        check(case, found)
+        assert found.sum[1].tolist() == [0.0, 4.0, 8.0] + [0.0] * (WIDTH - 3), case.name
+
+
+def a_low_rank_edit_sets_what_its_rows_read(pair_site: Op, single_site: Op) -> None:
+    # Orthonormal R: the coordinates along its rows become W·s + b; the rest stays.
+    rotation, weight = torch.eye(2, WIDTH), torch.eye(WIDTH)[[4, 1]] * 2
+    for pair in (True, False):
+        case = _case(SitePlan(WIDTH, [{"lowrank": lowrank(1.0, rotation, weight, torch.tensor([0.5, -1.0]))}], {1: [1]}), pair=pair)
+        _lanes(case, 1, 3.0, 4.0, 5.0, 6.0, 7.0)
+        found = run(case, pair_site, single_site)
+        check(case, found)
+        assert found.sum[1, :5].tolist() == [14.5, 7.0, 5.0, 6.0, 7.0], case.name
+
+
+def a_low_rank_edit_has_as_many_terms_as_the_table_allows(pair_site: Op, single_site: Op) -> None:
+    for pair in (True, False):
+        rotation, weight = torch.randn(2, MAX_RANK, WIDTH) / math.sqrt(WIDTH)
+        one = lowrank(0.5, rotation[:1], weight[:1], torch.ones(1))
+        most = lowrank(0.5, rotation, weight, torch.randn(MAX_RANK))
+        case = _case(SitePlan(WIDTH, [{"lowrank": most}, {"lowrank": one}], {1: [2, 1], 3: [1], 4: [2], 5: [1]}), pair=pair)
+        check(case, run(case, pair_site, single_site))
 
 
 def before_sees_the_stream_unedited_and_after_edited(pair_site: Op, single_site: Op) -> None:

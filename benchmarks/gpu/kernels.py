@@ -29,11 +29,12 @@ except ImportError:  # not installed: the checkout is the package, whatever its 
 
 import torch
 import triton
-from site_kit import DTYPES, Case, Op, random_case, run, same_bits
+from site_kit import DTYPES, EXACT, Case, Op, check, random_case, run, same_bits
 from site_properties import PROPERTIES
 
 from midstream.kernels import pair_site, reference, single_site, triton_site
-from midstream.kernels.plan import COLUMNS, NO_SLOT, ROWS_PER_TOKEN, Does, Planned, SitePlan
+from midstream.kernels.families import PLACE, SCALARS
+from midstream.kernels.plan import COLUMNS, NO_SLOT, ROWS_PER_TOKEN, Does, Planned, SitePlan, lowrank
 
 HIDDEN = 4096
 TOKENS = (1, 64, 8192)
@@ -71,21 +72,26 @@ def check_properties() -> int:
 
 
 def compare(case: Case, pair: Op, single: Op) -> None:
-    found, expected = run(case, pair, single), run(case, reference.pair_site, reference.single_site)
+    """Of families that sum over the row, with the truth; else with the reference, bit for bit."""
+    found = run(case, pair, single)
+    if not {name for configuration in case.plan.configurations for name in configuration} <= set(EXACT):
+        check(case, found)
+        return
+    expected = run(case, reference.pair_site, reference.single_site)
     assert same_bits(found.stream, expected.stream), f"{case.name}: stream"
     assert same_bits(found.ring, expected.ring), f"{case.name}: ring"
     assert found.hidden is None or same_bits(found.hidden, expected.hidden), f"{case.name}: hidden"
 
 
 def check_against_reference() -> int:
-    """Bit for bit, in all dtypes and odd sizes, more tokens than programs among them."""
+    """In all dtypes and odd sizes, more tokens than programs among them."""
     shapes = [(1, 1), (37, 7), (576, 130), (4096, 33), (5120, 9), (8192, 5), (64, 2 * triton_site.MAX_PROGRAMS + 3)]
     cases = 0
     for dtype in DTYPES:
         for width, tokens in shapes:
             for pair in (True, False):
-                for _ in range(3):
-                    case = random_case(secrets.randbits(32), dtype=dtype, width=width, tokens=tokens, pair=pair)
+                for families in (EXACT, EXACT, tuple(PLACE)):
+                    case = random_case(secrets.randbits(32), dtype=dtype, width=width, tokens=tokens, pair=pair, families=families)
                     compare(case, there_and_back(pair_site), there_and_back(single_site))
                     cases += 1
     return cases
@@ -94,7 +100,7 @@ def check_against_reference() -> int:
 class GraphOfOneSite:
     """One op captured in a CUDA graph over persistent buffers; `pair` and `single` load a case, replay, and read back."""
 
-    CAPACITY, CONFIGURATIONS, ENTRIES, RING = 64, 8, 16, 160
+    CAPACITY, CONFIGURATIONS, ENTRIES, RING = 64, 8, 128, 160
 
     def __init__(self, dtype: torch.dtype, width: int, tokens: int, *, pair: bool) -> None:
         def zeros(*shape: int, kind: torch.dtype = torch.int32) -> torch.Tensor:
@@ -105,9 +111,9 @@ class GraphOfOneSite:
             zeros(1),
             zeros(self.CAPACITY, ROWS_PER_TOKEN),
             zeros(2, self.CAPACITY),
-            zeros(len(triton_site.FAMILIES), 1 + self.CONFIGURATIONS),
+            zeros(len(PLACE), 1 + self.CONFIGURATIONS),
             zeros(1 + self.ENTRIES, width, kind=dtype),
-            zeros(1 + self.ENTRIES, triton_site.SCALARS, kind=torch.float32),
+            zeros(1 + self.ENTRIES, SCALARS, kind=torch.float32),
         )
         self.written = [zeros(tokens, width, kind=dtype) for _ in range(1 + pair)] + [zeros(self.RING, width, kind=dtype)]
         op = pair_site if pair else single_site
@@ -140,7 +146,8 @@ def check_graphs() -> int:
             for pair in (True, False):
                 graph = GraphOfOneSite(dtype, width, tokens, pair=pair)
                 for turn in range(12):
-                    case = random_case(secrets.randbits(32), dtype=dtype, width=width, tokens=tokens, pair=pair)
+                    families = tuple(PLACE) if turn % 2 else EXACT
+                    case = random_case(secrets.randbits(32), dtype=dtype, width=width, tokens=tokens, pair=pair, families=families)
                     if turn % 4 == 3:
                         case = Case(SitePlan(width), case.hidden, case.stream, case.ring_rows, case.capacity, f"{case.name}, idle")
                     compare(case, graph, graph)
@@ -199,17 +206,30 @@ def copy_bandwidth() -> float:
     return 2 * source.numel() / seconds(lambda: target.copy_(source), 5)
 
 
-#: What a site does in a timed step → a plan for so many tokens.
-STEPS: dict[str, Callable[[int], SitePlan]] = {
-    "idle": lambda tokens: SitePlan(HIDDEN),
-    "capture all": lambda tokens: SitePlan(HIDDEN, before=range(tokens)),
-    "add to all": lambda tokens: SitePlan(HIDDEN, [{"add": Does(torch.zeros(1, HIDDEN))}], {token: [1] for token in range(tokens)}),
-    "replace all": lambda tokens: SitePlan(
-        HIDDEN, [{"replace": Does(torch.ones(1, HIDDEN), (1.0,))}], {token: [1] for token in range(tokens)}
-    ),
+def to_all(**does: Does) -> Callable[[int], SitePlan]:
+    """Every token has the one configuration."""
+    return lambda tokens: SitePlan(HIDDEN, [does], {token: [1] for token in range(tokens)})
+
+
+def low_rank(rank: int) -> Does:
+    rotation, weight = torch.randn(2, rank, HIDDEN) / HIDDEN**0.5
+    return lowrank(0.01, rotation, weight, torch.zeros(rank))
+
+
+ONES = torch.ones(1, HIDDEN)
+#: What a site does in a timed step → a plan for so many tokens, and the rows that must cross the memory for one token:
+#: of a pair, of a single tensor. The vectors are few and stay in the cache.
+STEPS: dict[str, tuple[Callable[[int], SitePlan], int, int]] = {
+    "idle": (lambda tokens: SitePlan(HIDDEN), 0, 0),
+    "capture all": (lambda tokens: SitePlan(HIDDEN, before=range(tokens)), 3, 2),
+    "add": (to_all(add=Does(torch.zeros(1, HIDDEN))), 2, 2),
+    "replace": (to_all(replace=Does(ONES, (1.0,))), 4, 2),
+    "lowrank 4": (to_all(lowrank=low_rank(4)), 4, 2),
+    "lowrank 64": (to_all(lowrank=low_rank(64)), 4, 2),
+    "add_matched": (to_all(add_matched=Does(ONES, (1e-6,))), 4, 2),
+    "ablate": (to_all(ablate=Does(ONES, (1.0,))), 4, 2),
+    "clamp": (to_all(clamp=Does(ONES, (1e-6, 2.0, 3.0))), 4, 2),  # never arrives
 }
-#: Rows that must cross the memory for one token: (pair, single). The vectors are few and stay in the cache.
-ROWS_MOVED = {"idle": (0, 0), "capture all": (3, 2), "add to all": (2, 2), "replace all": (4, 2)}
 
 
 def time_sites(bandwidth: float) -> list[dict[str, Any]]:
@@ -217,11 +237,11 @@ def time_sites(bandwidth: float) -> list[dict[str, Any]]:
     for pair in (True, False):
         for tokens in TOKENS:
             written = [torch.zeros(tokens, HIDDEN, dtype=DTYPE, device="cuda") for _ in range(2 + pair)]
-            for step, plan in STEPS.items():
+            for step, (plan, *rows) in STEPS.items():
                 planned = plan(tokens).build(tokens, DTYPE, "cuda")
                 op, arguments = pair_site if pair else single_site, (*written, *planned)
                 took = seconds(lambda op=op, arguments=arguments: op(*arguments))  # type: ignore[misc]
-                moved = ROWS_MOVED[step][not pair] * tokens * HIDDEN * DTYPE.itemsize
+                moved = rows[not pair] * tokens * HIDDEN * DTYPE.itemsize
                 results.append(
                     {
                         "site": "pair" if pair else "single",
@@ -259,7 +279,7 @@ def main() -> None:
     print("checks")
     checks: dict[str, int | bool] = {
         "properties": check_properties(),
-        "bit_equal_to_reference": check_against_reference(),
+        "random_steps": check_against_reference(),
         "graph_replays": check_graphs(),
         "far_offsets": check_far_offsets(),
     }

@@ -16,7 +16,7 @@ from tree import ROOT
 
 #: What the program in its own process tries beyond the properties that both implementations have.
 OWN = [
-    "a_random_step_gives_the_references_bits",
+    "a_random_step_without_sums_gives_the_references_bits",
     "few_programs_walk_over_many_tokens",
     "padding_beyond_the_buffers_is_left_alone",
     "no_tokens_are_no_launch",
