@@ -8,6 +8,8 @@ import os
 from typing import Any
 
 from ... import __version__
+from ...kernels.families import FAMILIES, SCALARS
+from ...kernels.plan import COLUMNS, ROWS_PER_TOKEN
 from ...schemas.base import Record, from_json, to_json
 
 KEY = "midstream"
@@ -46,7 +48,8 @@ class PlaneConfig(Record):
 
     def layout(self) -> dict[str, Any]:
         """For `additional_config`: what a compiled graph depends on."""
-        shapes = (self.hooks, self.steering_rows, self.steering_entries, self.step_tokens, self.capture_buffer_mib)
+        kernels = (tuple(family.name for family in FAMILIES), SCALARS, COLUMNS, ROWS_PER_TOKEN)
+        shapes = (self.hooks, self.steering_rows, self.steering_entries, self.step_tokens, self.capture_buffer_mib, kernels)
         return {KEY: {"version": self.version, "buffers": str(shapes)}}
 
     def export(self) -> None:
