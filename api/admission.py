@@ -13,7 +13,8 @@ from ..schemas.base import now
 from ..schemas.errors import MidstreamError, invalid
 from ..schemas.jobs import Job, Sampling, StoredPrompt
 from ..schemas.models import ModelInfo
-from .rules import Bounds, PromptFacts, has_span, resolve_captures, resolve_steering
+from .rules import Bounds, PromptFacts, has_span, resolve_captures
+from .steering_rules import resolve_steering
 from .text import Codec
 from .wishes import Wish, WishedPrompt
 

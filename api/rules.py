@@ -1,7 +1,8 @@
-"""What do the steering and captures that a body names come to on this model, for each of its prompts?
+"""What do the captures that a body names come to on this model, for each of its prompts? And what do all rules share?
 
 A rule reads a spec and returns the value to store; a ValueError's text becomes the problem's detail, at the rule's field (and
-below it, when a SelectorError says where). A new hook, family or option is a row in `CAPTURE_RULES` or `STEERING_RULES`.
+below it, when a SelectorError says where). A new hook or option is a row in `CAPTURE_RULES`.
+Steering is `steering_rules.py`'s.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -9,9 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import numpy as np
 
-from ..schemas.base import to_msgpack
 from ..schemas.errors import MidstreamError, invalid
 from ..schemas.models import ModelInfo
 from ..schemas.selectors import (
@@ -29,17 +28,11 @@ from ..schemas.selectors import (
 )
 from ..schemas.specs import (
     DEFAULT_CONSUMERS,
-    MAX_STEERING_SELECTORS,
     CaptureSpec,
     SteeringSpec,
     StoredCapture,
-    StoredSteering,
-    steering_rows,
 )
-from ..schemas.tensors import ITEM_BYTES, Tensor, content_hash, to_numpy
-
-#: Largest finite value of each dtype that a model may run in; bfloat16 has float32's exponent.
-LARGEST: dict[str, float] = {"float16": 65504.0, "bfloat16": 3.38e38, "float32": 3.4e38}
+from ..schemas.tensors import ITEM_BYTES
 
 #: Bytes of a captured position besides its rows: its number and its token id, int64 each.
 POSITION_BYTES = 16
@@ -72,7 +65,7 @@ Spec = CaptureSpec | SteeringSpec
 # --- Rules of both ---------------------------------------------------------------------------------------------------
 
 
-def _positions(spec: Spec, bounds: Bounds) -> list[PositionSelector]:
+def positions_of_each(spec: Spec, bounds: Bounds) -> list[PositionSelector]:
     """One resolved selector per prompt."""
     if isinstance(spec.positions, str):
         return [spec.positions] * len(bounds.prompts)
@@ -86,6 +79,25 @@ def _positions(spec: Spec, bounds: Bounds) -> list[PositionSelector]:
     return resolved
 
 
+def one_hook(name: Any, bounds: Bounds) -> Hook:
+    try:
+        (hook,) = resolve_sites({name: "all"}, bounds.model.num_layers, bounds.model.hooks)
+    except SelectorError as error:
+        raise SelectorError(str(error)) from error
+    return hook
+
+
+def apply_rules(rules: Sequence[tuple[str, Callable[[Any, Bounds], Any]]], spec: Spec, bounds: Bounds, at: str) -> dict[str, Any]:
+    """Field → what its rule made of it. Raises a 400 naming the field of the first rule that refuses."""
+    made = {}
+    for field, rule in rules:
+        try:
+            made[field] = rule(spec, bounds)
+        except ValueError as error:
+            raise invalid(f"{at}.{field}{getattr(error, 'at', '')}", str(error)) from error
+    return made
+
+
 # --- Rules of capture ------------------------------------------------------------------------------------------------
 
 
@@ -96,7 +108,7 @@ def _sites(spec: CaptureSpec, bounds: Bounds) -> dict[Hook, list[int]]:
 def _one_hook(spec: CaptureSpec, bounds: Bounds) -> None:
     """`hook` and `layers`, the short form, by the field that is wrong."""
     if spec.hooks is None:
-        _hook(spec.hook or "post_block", bounds)
+        one_hook(spec.hook or "post_block", bounds)
 
 
 def _all_layers(spec: CaptureSpec, bounds: Bounds) -> None:
@@ -118,7 +130,7 @@ CAPTURE_RULES: tuple[tuple[str, Callable[[CaptureSpec, Bounds], Any]], ...] = (
     ("hook", _one_hook),
     ("layers", _all_layers),
     ("hooks", _sites),
-    ("positions", _positions),
+    ("positions", positions_of_each),
     ("consumers", _consumers),
 )
 
@@ -144,7 +156,7 @@ def resolve_captures(spec: CaptureSpec | None, bounds: Bounds) -> list[list[Stor
 
 def _captures(spec: CaptureSpec, bounds: Bounds, at: str) -> list[StoredCapture]:
     """One per prompt."""
-    made = _apply(CAPTURE_RULES, spec, bounds, at)
+    made = apply_rules(CAPTURE_RULES, spec, bounds, at)
     return [
         StoredCapture(
             sites=made["hooks"], positions=chosen, tag=spec.tag, every_n=spec.every_n, at=spec.at, dtype=spec.dtype, layout=spec.layout,
@@ -204,102 +216,3 @@ def _row_bytes(capture: StoredCapture, prompt: PromptFacts, bounds: Bounds) -> i
     """The most that the rows of one prompt can take."""
     item = ITEM_BYTES[bounds.model.dtype if capture.dtype == "model" else capture.dtype]
     return _positions_of(capture, prompt, bounds) * (capture.num_sites * bounds.model.hidden_size * item + bounds.model.pp * POSITION_BYTES)
-
-
-# --- Rules of steering -----------------------------------------------------------------------------------------------
-
-
-def _hook(name: Any, bounds: Bounds) -> Hook:
-    try:
-        (hook,) = resolve_sites({name: "all"}, bounds.model.num_layers, bounds.model.hooks)
-    except SelectorError as error:
-        raise SelectorError(str(error)) from error
-    return hook
-
-
-def _steered_hook(spec: SteeringSpec, bounds: Bounds) -> Hook:
-    return _hook(spec.hook, bounds)
-
-
-def _steered_layers(spec: SteeringSpec, bounds: Bounds) -> list[int]:
-    return resolve_layers(spec.layers, bounds.model.num_layers)
-
-
-def _width(spec: SteeringSpec, bounds: Bounds) -> None:
-    if spec.vector.shape != [bounds.model.hidden_size]:
-        raise ValueError(f"{spec.vector.shape} is not the shape of a vector in this model: it is [{bounds.model.hidden_size}]")
-
-
-def _finite(spec: SteeringSpec, bounds: Bounds) -> None:
-    bad = np.flatnonzero(~np.isfinite(to_numpy(spec.vector)))
-    if len(bad):
-        raise ValueError(f"element {bad[0]} is not finite ({len(bad)} of {spec.vector.shape[0]} are not)")
-
-
-def _strength(spec: SteeringSpec, bounds: Bounds) -> float:
-    largest = float(np.max(np.abs(to_numpy(spec.vector)).astype(np.float64), initial=0.0)) * abs(spec.scale)
-    limit = LARGEST.get(bounds.model.dtype, LARGEST["float32"])
-    if not largest <= limit:
-        raise ValueError(f"scale times vector reaches {largest:.3g}, beyond {bounds.model.dtype}'s {limit:.3g}")
-    return spec.scale
-
-
-def _alpha(spec: SteeringSpec, bounds: Bounds) -> float:
-    if spec.op != "replace" and spec.alpha != 1.0:
-        raise ValueError(f"is of op 'replace'; {spec.op!r} is weighted with scale alone")
-    return spec.alpha
-
-
-STEERING_RULES: tuple[tuple[str, Callable[[SteeringSpec, Bounds], Any]], ...] = (
-    ("hook", _steered_hook),
-    ("layers", _steered_layers),
-    ("positions", _positions),
-    ("vector.shape", _width),
-    ("vector.data", _finite),
-    ("scale", _strength),
-    ("alpha", _alpha),
-)
-
-
-def resolve_steering(specs: Sequence[SteeringSpec], bounds: Bounds) -> tuple[list[list[StoredSteering]], dict[str, bytes]]:
-    """One list per prompt, and the vectors by content hash; both empty when nothing is steered."""
-    blobs: dict[str, bytes] = {}
-    per_prompt: list[list[StoredSteering]] = [[] for _ in bounds.prompts] if specs else []
-    for index, spec in enumerate(specs):
-        made = _apply(STEERING_RULES, spec, bounds, f"steering[{index}]")
-        name = _keep(spec.vector, blobs)
-        for entries, chosen in zip(per_prompt, made["positions"], strict=True):
-            stored = StoredSteering(
-                layers=made["layers"],
-                vector=name,
-                scale=made["scale"],
-                hook=made["hook"],
-                positions=chosen,
-                op=spec.op,
-                alpha=made["alpha"],
-            )
-            entries.append(stored)
-    if (needed := max((len(steering_rows(entries)) for entries in per_prompt), default=0)) > MAX_STEERING_SELECTORS:
-        raise invalid(
-            "steering",
-            f"names {needed} sets of positions: at most {MAX_STEERING_SELECTORS} in one request "
-            "(one that is named again after another replaced rows at its site counts again)",
-        )
-    return per_prompt, blobs
-
-
-def _keep(vector: Tensor, blobs: dict[str, bytes]) -> str:
-    name = content_hash(vector)
-    blobs[name] = to_msgpack(vector)
-    return name
-
-
-def _apply(rules: Sequence[tuple[str, Callable[[Any, Bounds], Any]]], spec: Spec, bounds: Bounds, at: str) -> dict[str, Any]:
-    """Field → what its rule made of it. Raises a 400 naming the field of the first rule that refuses."""
-    made = {}
-    for field, rule in rules:
-        try:
-            made[field] = rule(spec, bounds)
-        except ValueError as error:
-            raise invalid(f"{at}.{field}{getattr(error, 'at', '')}", str(error)) from error
-    return made

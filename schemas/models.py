@@ -26,6 +26,8 @@ class ModelInfo(Record):
     memory_limit_kib: int = 0  # the largest capture that comes back in a response
     step_tokens: int = 0  # token rows in one engine step, at most
     capture_row_limit: int = 0  # rows that one prompt may capture in one step: sites × min(positions, step_tokens); 0: no limit
+    steering_rows: int = 0  # distinct rows of steering that the engine holds at once; 0: not told
+    steering_entries: int = 0  # vectors of those rows, over all sites; 0: not told
     global_captures: list[CaptureSpec] = []  # taken of every request
 
 

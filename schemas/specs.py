@@ -1,7 +1,8 @@
 """What may a user ask to be captured or steered? And in which compact form does a rank get it?"""
 
 import hashlib
-from typing import Annotated, Literal
+import math
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
@@ -57,37 +58,93 @@ class CaptureSpec(Record):
         return self.hooks if self.hooks is not None else {self.hook or "post_block": "all" if self.layers is None else self.layers}
 
 
-#: What a steering entry does to a row s with its vector v: `add`: s + scale · v; `replace`: (1 − alpha) · s + alpha · scale · v,
-#: with alpha 1 bit for bit scale · v.
-SteeringOp = Literal["add", "replace"]
+#: What a steering entry does to a row s at its hook; formulas, sources and order: `docs/steering.md`.
+#: `replace`: (1 − alpha) · s + alpha · scale · v, with alpha 1 bit for bit scale · v (activation patching: Vig et al. 2020,
+#: arXiv:2004.12265; Meng et al. 2022, arXiv:2202.05262).
+#: `lowrank`: s + strength · Rᵀ(W s + b − R s) (LoReFT: Wu et al. 2024, arXiv:2404.03592).
+#: `add`: s + scale · v (activation addition: Turner et al. 2023, arXiv:2308.10248); with `norm_match` s + scale · ‖s‖ · v̂.
+#: `ablate`: s − strength · (s·v̂) v̂ (directional ablation: Arditi et al. 2024, arXiv:2406.11717).
+#: `clamp`: s + strength · (min(max(s·v̂, low), high) − s·v̂) v̂ (as feature clamping: Templeton et al. 2024, Scaling
+#: Monosemanticity).
+#: v̂ = v/‖v‖. In this order where several touch a row, and of one kind in the order written.
+SteeringOp = Literal["replace", "lowrank", "add", "ablate", "clamp"]
+
+
+class OpFields(NamedTuple):
+    """What an op takes besides where it acts; other fields must be left out."""
+
+    tensors: tuple[str, ...]  # all of them, in the order of `StoredSteering.tensors`
+    options: tuple[str, ...]
+
+
+STEERING_FIELDS: dict[SteeringOp, OpFields] = {
+    "replace": OpFields(("vector",), ("scale", "alpha")),
+    "lowrank": OpFields(("rotation", "weight", "bias"), ("strength",)),
+    "add": OpFields(("vector",), ("scale", "norm_match")),
+    "ablate": OpFields(("vector",), ("strength",)),
+    "clamp": OpFields(("vector",), ("strength", "low", "high")),
+}
+#: The largest rank of one `lowrank`, as the kernels have it.
+MAX_RANK = 64
 
 
 class SteeringSpec(Record):
-    """Edit the rows at `hook` of each of `layers`, at `positions`.
+    """Edit the rows at `hook` of each of `layers`, at `positions`, as `op` says. Null: what the comment says, or not of this op.
 
-    `vector`: `[hidden_size]`, finite. Activation addition: Turner et al. 2023, arXiv:2308.10248. Where one request names a row
-    several times, replacements come first, then additions, each in the order written.
+    `vector` v: `[hidden_size]`, finite; its length does not matter for `ablate`, `clamp` and with `norm_match`.
+    `rotation` R and `weight` W: `[rank, hidden_size]`, `bias` b: `[rank]`.
     """
 
     layers: LayerSelector
-    vector: Tensor
-    scale: float = 1.0
+    vector: Tensor | None = None
     hook: HookName = "post_block"
     positions: PositionWish = "all"
     op: SteeringOp = "add"
-    alpha: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0  # of `replace`
+    scale: float | None = None  # 1
+    norm_match: bool | None = None  # false
+    alpha: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None  # 1: all of it
+    strength: float | None = None  # 1: all of it
+    low: float | None = None  # of the component along v, in units of the stream; no lower limit
+    high: float | None = None  # no upper limit
+    rotation: Tensor | None = None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        # JSON writes these as null, and null has a meaning.
+        for name in ("scale", "alpha", "strength", "low", "high"):
+            value = getattr(self, name)
+            if value is not None and not math.isfinite(value):
+                raise ValueError(f"{name} is {value}: leave it out, or give a finite number")
+
+
+#: What the ops are to the ranks, in the order in which they are applied: `kernels.families`. `add_matched` is `add` with
+#: `norm_match`.
+Family = Literal["replace", "lowrank", "add", "add_matched", "ablate", "clamp"]
 
 
 class StoredSteering(Record):
-    """A `SteeringSpec` after validation: layers are numbers, the vector is named by its content hash."""
+    """A `SteeringSpec` after validation, for one prompt: layers are numbers, tensors are named by their content hashes."""
 
     layers: list[int]
-    vector: str
-    scale: float
     hook: Hook
     positions: PositionSelector
-    op: SteeringOp = "add"
-    alpha: float = 1.0
+    family: Family
+    tensors: list[str]  # the vector; of `lowrank` R, W and b
+    scale: float = 1.0  # of the vector, for `replace` and `add`
+    numbers: list[float] = []  # the family's first scalars: alpha, or strength, …
+    rank: int = 0  # of `lowrank`
+
+    @property
+    def num_vectors(self) -> int:
+        """Entries of the ranks' pool for each site."""
+        return 2 * self.rank or 1
+
+    def shapes(self, hidden_size: int) -> list[list[int]]:
+        """What its tensors must be."""
+        if self.family == "lowrank":
+            return [[self.rank, hidden_size], [self.rank, hidden_size], [self.rank]]
+        return [[hidden_size]]
 
 
 class StoredCapture(Record):
@@ -147,14 +204,14 @@ class RankSpec(Record):
 CaptureStatus = Literal["not_requested", "pending", "ok", "partial", "error", "timed_out"]
 
 
-#: A request's steering may name this many different position selectors: so many rows may edit one token.
-MAX_STEERING_SELECTORS = 4
+#: So many rows of the ranks' steering table may edit one token.
+MAX_STEERING_ROWS = 4
 
 
 class SteeringRow(Record):
     """Entries of one request that share their positions: one row of the rank's steering table.
 
-    `key` names the row's content (layers, vectors, scales), not where it is applied, so that equal configurations
+    `key` names the row's content (layers, tensors, numbers), not where it is applied, so that equal configurations
     share a row.
     """
 
@@ -162,37 +219,53 @@ class SteeringRow(Record):
     positions: PositionSelector
     entries: list[StoredSteering]
 
+    @property
+    def num_vectors(self) -> int:
+        """Entries of the ranks' pool, over all sites: what joins at a site takes them once."""
+        return sum({(entry.hook, layer, entry.family): entry.num_vectors for entry in self.entries for layer in entry.layers}.values())
+
+
+#: Families of which a row may have several at one site: they are joined to one.
+JOINED: frozenset[Family] = frozenset({"add", "replace"})
+
 
 def steering_rows(steering: list[StoredSteering]) -> list[SteeringRow]:
     """Group a request's steering by its positions, in the order first named.
 
-    An entry that replaces joins its group only where no later group replaces at one of its sites: replacements of a row
-    happen in the order written.
+    A family's entries at one site are applied in the order of the rows, and those of `JOINED` in one row in the order
+    written. So an entry whose family is at one of its sites already joins no earlier row than that one, or, where it cannot
+    be joined, a later one or a new one. The order of additions does not matter.
     """
     groups: list[list[StoredSteering]] = []
+    named: dict[object, int] = {}  # positions → the last group that has them
+    met: dict[tuple[Hook, int, Family], int] = {}  # (hook, layer, family) → the last group that has it
     for entry in steering:
-        same = [number for number, group in enumerate(groups) if group[0].positions == entry.positions]
-        if same and not (entry.op == "replace" and any(_replaces(group, entry) for group in groups[same[-1] + 1 :])):
-            groups[same[-1]].append(entry)
-        else:
-            groups.append([entry])
+        positions = hashable(entry.positions)
+        sites = [(entry.hook, layer, entry.family) for layer in entry.layers]
+        before = -1 if entry.family == "add" else max((met.get(site, -1) for site in sites), default=-1)
+        number = named.get(positions, -1)
+        if number < max(0, before if entry.family in JOINED else before + 1):
+            number = len(groups)
+            groups.append([])
+        groups[number].append(entry)
+        named[positions] = number
+        met.update((site, max(number, met.get(site, -1))) for site in sites)
     rows = []
     for group in groups:
-        content = [(e.hook, e.layers, e.vector, e.scale, e.op, e.alpha) for e in group]
+        content = [(e.hook, e.layers, e.family, e.tensors, e.scale, e.numbers) for e in group]
         rows.append(SteeringRow(key=_content_key(content), positions=group[0].positions, entries=group))
     return rows
 
 
-def _replaces(group: list[StoredSteering], entry: StoredSteering) -> bool:
-    """Does one of the group replace at a site of `entry`?"""
-    return any(e.op == "replace" and e.hook == entry.hook and not set(e.layers).isdisjoint(entry.layers) for e in group)
+def hashable(positions: PositionSelector) -> str | tuple[int, ...]:
+    return positions if isinstance(positions, str) else tuple(positions)
 
 
 def steering_digest(steering: list[StoredSteering]) -> str:
     """Names everything that the steering does to a request's KV cache; empty when there is none."""
     if not steering:
         return ""
-    return _content_key([(e.hook, e.layers, e.vector, e.scale, e.op, e.alpha, e.positions) for e in steering])
+    return _content_key([(e.hook, e.layers, e.family, e.tensors, e.scale, e.numbers, e.positions) for e in steering])
 
 
 def _content_key(content: object) -> str:

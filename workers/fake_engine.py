@@ -1,7 +1,7 @@
 """What does the control plane do when no model is in the way?
 
 `FakeEngine` generates without a model: deterministic text, a settable time per token, and real receipts and real capture
-files for every rank it claims to have. For control-plane tests and benchmarks only; nothing it says is about a language
+files for every rank it claims to have. Steering of every op is checked, counted and decides the text; captured rows stay as they are. For control-plane tests and benchmarks only; nothing it says is about a language
 model. Faults that `settings.fault` may name, as `name:key=value`: `engine_dies:tokens=N` (after N tokens in all),
 `hold:rank=R` (rank R refuses vectors), `generate:request=I` (that prompt of each job fails), `disagree:rank=R` (rank R
 folds another action), `start:reason=TEXT`, `slow_start:seconds=S`, `silent:rank=R` (rank R never reports).
@@ -53,14 +53,20 @@ class FakeEngine:
 
     async def hold_vectors(self, job: Job, fetch: Fetch) -> None:
         refusing = self._fault_rank("hold")
-        for name in {entry.vector for steering in job.steering for entry in steering}:
+        wanted = {
+            name: shape
+            for entries in job.steering
+            for entry in entries
+            for name, shape in zip(entry.tensors, entry.shapes(HIDDEN_SIZE), strict=True)
+        }
+        for name, shape in wanted.items():
             if refusing is not None:
                 raise MidstreamError("intervention_failed", f"rank {refusing} refused vector {name[:12]}: injected fault")
             if name not in self._vectors:
-                tensor = await fetch(name)
-                if tensor.shape != [HIDDEN_SIZE]:
-                    raise MidstreamError("intervention_failed", f"rank 0: vector {name[:12]} has shape {tensor.shape}, not [{HIDDEN_SIZE}]")
-                self._vectors[name] = tensor
+                self._vectors[name] = await fetch(name)
+            if self._vectors[name].shape != shape:
+                detail = f"rank 0: vector {name[:12]}: its shape is {self._vectors[name].shape}, {shape} is needed"
+                raise MidstreamError("intervention_failed", detail)
 
     async def release_vectors(self, job: Job) -> None:
         """Nothing to do: the vectors stay as a cache."""

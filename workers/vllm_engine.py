@@ -25,7 +25,7 @@ from ..schemas.jobs import Job, Output, TokenLogprob
 from ..schemas.models import ModelInfo, TokenizerBundle
 from ..schemas.selectors import HOOKS, lowest_position
 from ..schemas.settings import Settings, SettingsError
-from ..schemas.specs import RankSpec, SteeringRow, steering_digest, steering_rows
+from ..schemas.specs import RankSpec, steering_digest, steering_rows
 from .admission import CaptureBudget, RowAdmission, RowWish, StepRows
 from .collective import check_apply_results
 from .engine import Fetch, Progress
@@ -121,6 +121,8 @@ class VllmEngine:
             memory_limit_kib=settings.memory_limit_kib,
             step_tokens=settings.max_num_batched_tokens,
             capture_row_limit=row_limit,
+            steering_rows=settings.steering_rows,
+            steering_entries=settings.steering_entries,
             global_captures=from_settings(settings, config.get_total_num_hidden_layers(), hooks),
         )
 
@@ -134,7 +136,7 @@ class VllmEngine:
 
     async def generate(self, job: Job, request: int, attempt: int) -> AsyncGenerator[Progress, None]:
         spec = rank_spec(job, request, attempt)
-        rows = frozenset(RowWish(row.key, _entries(row)) for row in steering_rows(spec.steering)) if spec else frozenset()
+        rows = frozenset(RowWish(row.key, row.num_vectors) for row in steering_rows(spec.steering)) if spec else frozenset()
         request_id = f"{job.id}.{request}.{attempt}"
         live = self._live.setdefault((job.id, attempt), set())
         live.add(request_id)
@@ -362,13 +364,8 @@ def _row_store_mib(settings: Settings) -> int:
     return settings.row_store_mib if settings.enable_prefix_caching and settings.capture_overload != "drop" else 0
 
 
-def _entries(row: SteeringRow) -> int:
-    """Entries of the pool that a row takes: one for each site and family."""
-    return len({(entry.hook, layer, entry.op) for entry in row.entries for layer in entry.layers})
-
-
 def _vector_names(job: Job) -> list[str]:
-    return sorted({entry.vector for entries in job.steering for entry in entries})
+    return sorted({name for entries in job.steering for entry in entries for name in entry.tensors})
 
 
 def _engine_args(settings: Settings, plane: PlaneConfig) -> AsyncEngineArgs:

@@ -43,7 +43,7 @@ def make_job(prompts: int = 1, capture: bool = False, steer: bool = False, **cha
         "sampling": Sampling(),
         "created": now(),
         "captures": [[StoredCapture(sites={"post_block": [0]}, positions="all", tag="t")]] * (prompts if capture else 0),
-        "steering": [[StoredSteering(layers=[0], vector="0" * 64, scale=1.0, hook="post_block", positions="all")]]
+        "steering": [[StoredSteering(layers=[0], hook="post_block", positions="all", family="add", tensors=["0" * 64], scale=1.0)]]
         * (prompts if steer else 0),
     }
     return Job(**(fields | changes))

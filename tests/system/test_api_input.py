@@ -28,6 +28,9 @@ def steering(**changes: Any) -> dict[str, Any]:
     return {"steering": [{"layers": [1], "vector": vector([1.0] * HIDDEN)} | changes]}
 
 
+MATRICES = {"rotation": vector([1.0] * 16, shape=[2, 8]), "weight": vector([1.0] * 16, shape=[2, 8]), "bias": vector([0.0] * 2)}
+
+
 def capture(**changes: Any) -> dict[str, Any]:
     return {"capture": changes}
 
@@ -113,6 +116,17 @@ BAD: dict[str, tuple[dict[str, Any], int, str]] = {
     "vector of an unknown dtype": (steering(vector={"dtype": "int8", "shape": [8], "data": ""}), 400, "steering[0].vector.dtype"),
     "vector that is not base64": (steering(vector={"dtype": "float32", "shape": [8], "data": "*"}), 400, "steering[0].vector.data"),
     "steering that is no list": ({"steering": {}}, 400, "steering"),
+    "steering without a vector": (steering(vector=None), 400, "steering[0].vector"),
+    "ablating along nothing": (steering(op="ablate", vector=vector([0.0] * 8)), 400, "steering[0].vector.data"),
+    "clamp without a limit": (steering(op="clamp"), 400, "steering[0].low"),
+    "clamp with crossed limits": (steering(op="clamp", low=1, high=0), 400, "steering[0].high"),
+    "clamp to text": (steering(op="clamp", low="a"), 400, "steering[0].low"),
+    "norm of a branch": (steering(hook="attn_out", norm_match=True), 400, "steering[0].norm_match"),
+    "strength of an addition": (steering(strength=1), 400, "steering[0].strength"),
+    "lowrank without its matrices": (steering(op="lowrank", vector=None), 400, "steering[0].rotation"),
+    "lowrank with a vector": (steering(op="lowrank", **MATRICES), 400, "steering[0].vector"),
+    "lowrank of two ranks": (steering(op="lowrank", vector=None, **MATRICES | {"bias": vector([0.0] * 3)}), 400, "steering[0].bias.shape"),
+    "more interventions than a token takes": ({"steering": steering(op="ablate")["steering"] * 5}, 400, "steering"),
 }  # fmt: skip
 
 

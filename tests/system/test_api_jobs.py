@@ -2,13 +2,17 @@
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 import redis
 from edge import MODEL, Api, Hand, running
 
 from midstream.broker.celery_app import lists_of, queue_of
 from midstream.schemas.errors import MidstreamError
+from midstream.schemas.tensors import from_numpy
 
 BODY = {"model": MODEL, "prompts": ["hello there"]}
 
@@ -52,8 +56,26 @@ def test_steering_and_capture_are_stored_resolved_per_prompt(api: Api, hand: Han
     assert job.captures[0][0].sites == {"post_block": [1, 2]}
     assert [entries[0].positions for entries in job.steering] == [[1], [3]]
     assert job.steering[0][0].layers == [3]
-    kept = hand.do(hand.ledger.get_tensor(job.steering[0][0].vector))
+    kept = hand.do(hand.ledger.get_tensor(job.steering[0][0].tensors[0]))
     assert kept.shape == [8]
+
+
+def test_every_op_is_taken_and_its_tensors_are_kept_by_content(api: Api, hand: Hand) -> None:
+    def tensor(*shape: int) -> dict[str, Any]:
+        return msgspec.to_builtins(from_numpy(np.random.default_rng(0).normal(size=shape).astype(np.float32)))
+
+    entries: list[dict[str, Any]] = [
+        {"op": "add", "vector": tensor(8), "scale": 0.5, "norm_match": True},
+        {"op": "replace", "vector": tensor(8), "alpha": 0.5},
+        {"op": "ablate", "vector": tensor(8)},
+        {"op": "clamp", "vector": tensor(8), "low": -1.0, "high": None},
+        {"op": "lowrank", "rotation": tensor(3, 8), "weight": tensor(3, 8), "bias": tensor(3), "strength": 0.5},
+    ]
+    job = hand.job(api.submit(steering=[{"layers": 1} | entry for entry in entries]))
+    (stored,) = job.steering
+    assert [entry.family for entry in stored] == ["add_matched", "replace", "ablate", "clamp", "lowrank"]
+    for entry in stored:
+        assert [hand.do(hand.ledger.get_tensor(name)).shape for name in entry.tensors] == entry.shapes(8)
 
 
 # field case 40

@@ -22,7 +22,7 @@ VECTOR = from_numpy(np.arange(HIDDEN_SIZE, dtype=np.float32))
 
 
 def steering(name: str = content_hash(VECTOR)) -> list[StoredSteering]:
-    return [StoredSteering(layers=[1, 2], vector=name, scale=2.0, hook="post_block", positions="all")]
+    return [StoredSteering(layers=[1, 2], hook="post_block", positions="all", family="add", tensors=[name], scale=2.0)]
 
 
 @pytest.fixture(scope="module")

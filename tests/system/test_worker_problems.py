@@ -12,7 +12,7 @@ from midstream.schemas.tensors import content_hash, from_numpy
 from midstream.workers.fake_model import HIDDEN_SIZE
 
 VECTOR = from_numpy(np.ones(HIDDEN_SIZE, dtype=np.float32))
-STEERING = [StoredSteering(layers=[1], vector=content_hash(VECTOR), scale=1.0, hook="post_block", positions="all")]
+STEERING = [StoredSteering(layers=[1], hook="post_block", positions="all", family="add", tensors=[content_hash(VECTOR)], scale=1.0)]
 
 
 # field case 21

@@ -7,6 +7,7 @@ captured row says where it comes from.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -71,7 +72,7 @@ class Rank:
     ) -> None:
         self.sites = [Site(hook, layer, "pair" if HOOKS.index(hook) % 2 == 0 else "single") for layer in range(layers) for hook in HOOKS]
         self.buffers = make_buffers(len(self.sites), capacity=capacity, ring_rows=2 * len(self.sites) * capacity if traced else 0)
-        self.vectors = VectorStore(HIDDEN)
+        self.vectors = VectorStore()
         self.table = RowTable(self.sites, self.buffers, self.vectors)
         self.slabs = SlabPool(1 << 24, spill_dir)
         self.backlog = 0  # bytes that the writers are behind, of 100 that they may be
@@ -153,3 +154,22 @@ def rows_of(finished: FinishedCapture, hook: str, layer: int) -> np.ndarray:
 def wanted_rows(request: Request, finished: FinishedCapture, hook: str, layer: int) -> np.ndarray:
     """What the rows must be when nothing was edited."""
     return np.concatenate([stream_of(request.number, hook, layer, position, 1) for position in finished.positions])
+
+
+def steering(
+    vectors: str | list[str],
+    layers: list[int],
+    hook: str = "post_block",
+    positions: Any = "all",
+    family: str = "add",
+    numbers: Sequence[float] = (),
+    *,
+    scale: float = 1.0,
+    rank: int = 0,
+) -> StoredSteering:
+    """One entry of a request's steering; what has a strength has it in full if `numbers` does not say how much."""
+    tensors = [vectors] if isinstance(vectors, str) else vectors
+    given = list(numbers) or ([] if family == "add" else [1.0])
+    return StoredSteering(
+        layers=layers, hook=hook, positions=positions, family=family, tensors=tensors, scale=scale, numbers=given, rank=rank  # type: ignore[arg-type]
+    )

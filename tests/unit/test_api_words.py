@@ -27,7 +27,7 @@ from midstream.schemas.jobs import JobRequest
         ('{"model":"m","prompts":["a"],"capture":{"hooks":{}}}', "capture", "hooks is empty"),
         ('{"model":"m","prompts":["a"],"capture":{"hooks":{"pre_attn":1},"layers":1}}', "capture", "not both"),
         ('{"model":"m","prompts":["a"],"capture":{"positions":[{"text":""}]}}', "capture.positions[0]", "text is empty"),
-        ('{"model":"m","prompts":["a"],"steering":[{"layers":1}]}', "steering[0].vector", "is required"),
+        ('{"model":"m","prompts":["a"],"steering":[{"op":"add"}]}', "steering[0].layers", "is required"),
         ('{"model":"m","prompts":[[1,null]]}', "prompts[0][1]", "Expected `int`"),
         ('{"model":"m","prompts":["a"],"metadata":{"k":1}}', "metadata[...]", "Expected `str`"),
         ("[]", None, "Expected `object`"),
@@ -50,7 +50,7 @@ def test_what_msgspec_finds_becomes_a_problem_at_the_fields_path(body: str, fiel
         ({"capture": {"positions": "first"}}, "last_prompt, all_prompt, all_generated, all"),
         ({"capture": {"dtype": "float64"}}, "model, float32, bfloat16, float16"),
         ({"capture": {"tag": "../x"}}, None),
-        ({"steering": [{"layers": 0, "vector": {"dtype": "float32", "shape": [0], "data": ""}, "op": "mul"}]}, "add, replace"),
+        ({"steering": [{"layers": 0, "vector": {"dtype": "float32", "shape": [0], "data": ""}, "op": "mul"}]}, "replace, lowrank, add, ablate, clamp"),
     ],
 )
 def test_a_name_that_is_none_is_answered_with_those_there_are(fields: dict[str, Any], allowed: str | None) -> None:

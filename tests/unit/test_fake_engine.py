@@ -106,7 +106,7 @@ def test_the_same_prompt_gives_the_same_text(tmp_path: Path) -> None:
 
 
 def test_steering_changes_the_text(tmp_path: Path) -> None:
-    steering = [StoredSteering(layers=[1], vector="00", scale=1.0, hook="post_block", positions="all")]
+    steering = [StoredSteering(layers=[1], hook="post_block", positions="all", family="add", tensors=["00"])]
     assert output(tmp_path, job()).text != output(tmp_path, job(steering=steering)).text
 
 

@@ -8,14 +8,14 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from rank_kit import HIDDEN, Rank, Request, make_buffers, stream_of
+from rank_kit import HIDDEN, Rank, Request, make_buffers, steering, stream_of
 
 from midstream import __version__
 from midstream.client.reader import CaptureReader
 from midstream.schemas.base import from_msgpack
 from midstream.schemas.receipts import Receipt
 from midstream.schemas.selectors import HOOKS
-from midstream.schemas.specs import RankSpec, StoredCapture, StoredSteering, steering_digest
+from midstream.schemas.specs import RankSpec, StoredCapture, steering_digest
 from midstream.schemas.tensors import content_hash, from_numpy
 from midstream.workers.runner.config import PlaneConfig
 from midstream.workers.runner.plane import DataPlane, Place
@@ -115,8 +115,7 @@ def capturing(number: int, prompt: int = 6, total: int = 8, **options) -> Reques
 
 
 def steered(number: int, scale: float = 1.0, captures: Sequence[StoredCapture] = (), vector: str = content_hash(VECTOR)) -> Request:
-    entry = StoredSteering(layers=[0], vector=vector, scale=scale, hook="pre_attn", positions="all")
-    return Request(number, 6, 8, captures, [entry])
+    return Request(number, 6, 8, captures, [steering(vector, [0], "pre_attn", scale=scale)])
 
 
 def run(rig: Rig, request: Request) -> None:

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from rank_kit import HIDDEN, Rank, Request, rows_of, stream_of, wanted_rows
+from rank_kit import HIDDEN, Rank, Request, rows_of, steering, stream_of, wanted_rows
 
 from midstream.schemas.selectors import HOOKS
 from midstream.schemas.specs import StoredCapture, StoredSteering
@@ -79,7 +79,7 @@ def test_two_captures_that_name_the_same_rows_share_them_in_the_step() -> None:
 def test_a_capture_after_sees_the_edit_of_its_site_and_one_before_does_not() -> None:
     rank = Rank()
     name = rank.vector(np.full(HIDDEN, 8.0))
-    edit = StoredSteering(layers=[1], vector=name, scale=2.0, hook="post_attn", positions=[1])
+    edit = steering(name, [1], "post_attn", [1], scale=2.0)
     captures = [capture(post_attn=[0, 1]), capture(at="after", post_attn=[0, 1])]
     request = rank.admit(Request(3, 4, 5, captures, [edit]))
     rank.step((request, 0, 4))
@@ -99,8 +99,8 @@ def test_replacing_is_bit_exact_and_comes_before_adding() -> None:
     target = np.array([1e-30, -3.25, 0.1, 1e30, 7.0], dtype=np.float32)
     plus = np.full(HIDDEN, 0.5, dtype=np.float32)
     edits = [
-        StoredSteering(layers=[0], vector=rank.vector(plus), scale=1.0, hook="pre_attn", positions=[2]),
-        StoredSteering(layers=[0], vector=rank.vector(target), scale=1.0, hook="pre_attn", positions=[0, 2], op="replace"),
+        steering(rank.vector(plus), [0], "pre_attn", [2]),
+        steering(rank.vector(target), [0], "pre_attn", [0, 2], "replace"),
     ]
     request = rank.admit(Request(1, 3, 4, (), edits))
     rank.step((request, 0, 3))
@@ -113,10 +113,7 @@ def test_replacing_is_bit_exact_and_comes_before_adding() -> None:
 def test_replacements_of_one_row_follow_one_another() -> None:
     rank = Rank()
     first, second = np.full(HIDDEN, 100.0), np.full(HIDDEN, 300.0)
-    edits = [
-        StoredSteering(layers=[0], vector=rank.vector(v), scale=1.0, hook="post_block", positions="all", op="replace", alpha=0.5)
-        for v in (first, second)
-    ]
+    edits = [steering(rank.vector(v), [0], "post_block", "all", "replace", [0.5]) for v in (first, second)]
     request = rank.admit(Request(0, 1, 2, (), edits))
     rank.step((request, 0, 1))
     stream = stream_of(0, "post_block", 0, 0, 1)
@@ -128,12 +125,11 @@ def test_replacements_happen_in_the_order_written_also_when_positions_are_named_
     a, b, c = (rank.vector(np.full(HIDDEN, value)) for value in (1.0, 2.0, 3.0))
 
     def replace(vector: str, positions) -> StoredSteering:
-        return StoredSteering(layers=[0], vector=vector, scale=1.0, hook="pre_attn", positions=positions, op="replace")
+        return steering(vector, [0], "pre_attn", positions, "replace")
 
     last = rank.admit(Request(0, 3, 4, (), [replace(a, "all"), replace(b, [1]), replace(c, "all")]))
     middle = rank.admit(Request(1, 3, 4, (), [replace(a, "all"), replace(b, [1])]))
-    elsewhere = replace(b, [1])
-    elsewhere = StoredSteering(**{**{f: getattr(elsewhere, f) for f in elsewhere.__struct_fields__}, "layers": [1]})
+    elsewhere = steering(b, [1], "pre_attn", [1], "replace")
     assert len(rank.rows(last)) == 3
     assert len(rank.rows(Request(2, 3, 4, (), [replace(a, "all"), elsewhere, replace(c, "all")]))) == 2  # no common site
     rank.step((last, 0, 3), (middle, 0, 3))
@@ -152,7 +148,7 @@ def test_requests_that_want_nothing_of_a_step_leave_the_forward_alone() -> None:
 
 def test_after_a_drain_that_fails_nothing_is_steered_or_recorded() -> None:
     rank = Rank()
-    edit = StoredSteering(layers=[0], vector=rank.vector(np.ones(HIDDEN)), scale=1.0, hook="post_block", positions="all")
+    edit = steering(rank.vector(np.ones(HIDDEN)), [0])
     request = rank.admit(Request(0, 3, 4, [capture(post_block=[0])], [edit]))
     request.tracked.recordings[0].runs = None  # type: ignore[assignment]
     rank.plan((request, 0, 3))
@@ -169,9 +165,9 @@ def test_rows_given_back_leave_the_tables_zero() -> None:
     rank = Rank()
     name = rank.vector(np.ones(HIDDEN))
     edits = [
-        StoredSteering(layers=[0, 1], vector=name, scale=3.0, hook="mlp_out", positions="all", op="replace", alpha=0.5),
-        StoredSteering(layers=[1], vector=name, scale=1.0, hook="mlp_out", positions="all"),
-        StoredSteering(layers=[0], vector=name, scale=1.0, hook="pre_attn", positions=[0]),
+        steering(name, [0, 1], "mlp_out", "all", "replace", [0.5], scale=3.0),
+        steering(name, [1], "mlp_out"),
+        steering(name, [0], "pre_attn", [0]),
     ]
     request = rank.admit(Request(0, 2, 3, (), edits))
     assert (rank.table.used, rank.table.entries_used) == (2, 4)

@@ -1,19 +1,16 @@
-"""What do captures and steering come to on a model, and which of them does it refuse, by which field?"""
+"""What do captures come to on a model, and which of them does it refuse, by which field?"""
 
 from typing import Any
 
-import numpy as np
 import pytest
 
 from midstream import __version__
-from midstream.api.rules import Bounds, PromptFacts, resolve_captures, resolve_steering
+from midstream.api.rules import Bounds, PromptFacts, resolve_captures
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.models import ModelInfo
-from midstream.schemas.specs import CaptureSpec, SteeringSpec, StoredCapture
-from midstream.schemas.tensors import from_numpy
+from midstream.schemas.specs import CaptureSpec, StoredCapture
 
 HIDDEN = 8
-VECTOR = from_numpy(np.ones(HIDDEN, np.float32))
 
 
 def bounds(*lengths: int, max_tokens: int = 4, **changes: Any) -> Bounds:
@@ -114,32 +111,3 @@ def test_a_capture_of_everyone_that_does_not_fit_the_model_is_not_the_users_mist
     with pytest.raises(MidstreamError) as failed:
         resolve_captures(None, bounds(6, global_captures=[CaptureSpec(hook="mlp_in")]))
     assert failed.value.kind == "internal"
-
-
-def test_steering_is_stored_under_our_hook_names_with_its_operation() -> None:
-    spec = SteeringSpec(layers="1,-1", vector=VECTOR, hook="hook_resid_pre", op="replace", alpha=0.25, positions=[-1])
-    ((entry,), (other,)), blobs = resolve_steering([spec], bounds(6, 3))
-    assert (entry.hook, entry.layers, entry.op, entry.alpha, entry.positions, other.positions) == (
-        "pre_attn",
-        [1, 3],
-        "replace",
-        0.25,
-        [5],
-        [2],
-    )
-    assert list(blobs) == [entry.vector]
-
-
-@pytest.mark.parametrize(
-    ("changes", "field", "words"),
-    [
-        ({"hook": "post_attn"}, "hook", "it has pre_attn, attn_out, mlp_out, post_block"),
-        ({"alpha": 0.5}, "alpha", "weighted with scale"),
-        ({"layers": 4}, "layers", "layer 4"),
-        ({"positions": [6]}, "positions[0]", "beyond the prompt"),
-    ],
-)
-def test_a_steering_that_the_model_cannot_take_is_refused_by_field(changes: dict[str, Any], field: str, words: str) -> None:
-    with pytest.raises(MidstreamError, match=words) as refused:
-        resolve_steering([SteeringSpec(**({"layers": 0, "vector": VECTOR} | changes))], bounds())
-    assert (refused.value.status, refused.value.field) == (400, f"steering[0].{field}")

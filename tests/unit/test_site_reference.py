@@ -3,7 +3,7 @@
 import math
 import re
 import secrets
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ from midstream.kernels.plan import (
     lowrank,
     unit,
 )
-from midstream.schemas.specs import MAX_STEERING_SELECTORS
+from midstream.schemas import specs
 
 WIDTH = 24
 
@@ -115,8 +115,10 @@ def test_an_application_that_its_family_does_not_have_is_refused(name: str, vect
         laid_out(name, Does(torch.ones(vectors, WIDTH), scalars))
 
 
-def test_a_token_takes_as_many_rows_as_a_request_may_name() -> None:
-    assert ROWS_PER_TOKEN == MAX_STEERING_SELECTORS
+def test_what_a_request_may_ask_for_is_what_the_kernels_have() -> None:
+    assert ROWS_PER_TOKEN == specs.MAX_STEERING_ROWS
+    assert MAX_RANK == specs.MAX_RANK
+    assert tuple(PLACE) == get_args(specs.Family)
 
 
 def test_the_columns_of_the_plan_are_distinct() -> None:

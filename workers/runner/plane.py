@@ -68,7 +68,7 @@ class DataPlane:
         self._hidden_size, self._dtype = buffers.ring.shape[1], buffers.ring.dtype
         self._ports = Ports(sites)
         self.actions = ActionLedger()
-        self.vectors = VectorStore(self._hidden_size)
+        self.vectors = VectorStore()
         self._table = RowTable(sites, buffers, self.vectors)
         queue_bytes = config.capture_queue_mib << 20
         self._slabs = SlabPool(queue_bytes, Path(config.spill_dir), pinned=buffers.ring.device.type != "cpu")

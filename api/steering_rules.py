@@ -1,0 +1,233 @@
+"""What does the steering that a body names come to on this model, for each of its prompts?
+
+Which fields an op takes is a table in `schemas.specs`; what must hold of a field is a row in `RULES`, as in `rules.py`.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, get_args
+
+import numpy as np
+
+from ..schemas.base import to_msgpack
+from ..schemas.errors import invalid
+from ..schemas.selectors import STREAM_HOOKS, Hook, resolve_layers
+from ..schemas.specs import (
+    MAX_RANK,
+    MAX_STEERING_ROWS,
+    STEERING_FIELDS,
+    Family,
+    SteeringSpec,
+    StoredSteering,
+    hashable,
+    steering_rows,
+)
+from ..schemas.tensors import Tensor, content_hash, to_numpy
+from .rules import Bounds, apply_rules, one_hook, positions_of_each
+
+#: Largest finite value of each dtype that a model may run in; bfloat16 has float32's exponent.
+LARGEST: dict[str, float] = {"float16": 65504.0, "bfloat16": 3.38e38, "float32": 3.4e38}
+#: The largest float32: as a limit of a component it is none. (Infinity has no place in JSON.)
+NO_LIMIT = float(np.finfo(np.float32).max)
+
+#: Families whose vector is a direction: only where it points matters.
+DIRECTIONS: frozenset[Family] = frozenset({"add_matched", "ablate", "clamp"})
+#: Families that take the vector times `scale`.
+SCALED: frozenset[Family] = frozenset({"replace", "add"})
+#: Family → the fields that are its numbers, in the order in which the ranks take them.
+NUMBERS: dict[Family, tuple[str, ...]] = {
+    "replace": ("alpha",),
+    "lowrank": ("strength",),
+    "add": (),
+    "add_matched": ("scale",),
+    "ablate": ("strength",),
+    "clamp": ("strength", "low", "high"),
+}
+#: What a field that is left out means.
+DEFAULTS = {"scale": 1.0, "alpha": 1.0, "strength": 1.0, "low": -NO_LIMIT, "high": NO_LIMIT}
+
+
+def family_of(spec: SteeringSpec) -> Family:
+    return "add_matched" if spec.norm_match else spec.op
+
+
+# --- Which fields -----------------------------------------------------------------------------------------------------
+
+
+def _taken(field: str, spec: SteeringSpec, bounds: Bounds) -> None:
+    """A field is there when the op needs it, and only if the op takes it."""
+    takes, given = STEERING_FIELDS[spec.op], getattr(spec, field) is not None
+    if given and field not in (*takes.tensors, *takes.options):
+        raise ValueError(f"is not of op {spec.op!r}, which takes {', '.join((*takes.tensors, *takes.options))}")
+    if not given and field in takes.tensors:
+        raise ValueError(f"is required: op {spec.op!r} takes {' and '.join(takes.tensors)}")
+
+
+def _norm_match(spec: SteeringSpec, bounds: Bounds) -> None:
+    hook = one_hook(spec.hook, bounds)
+    if spec.norm_match and hook not in STREAM_HOOKS:
+        streams = ", ".join(name for name in get_args(Hook) if name in STREAM_HOOKS)
+        raise ValueError(
+            f"measures the residual stream, and {hook} is a branch beside it, whose length says nothing of the stream's: steer at {streams}, "
+            "or leave norm_match out"
+        )
+
+
+# --- Tensors ----------------------------------------------------------------------------------------------------------
+
+
+def _shape(field: str, spec: SteeringSpec, bounds: Bounds) -> None:
+    tensor, width = getattr(spec, field), bounds.model.hidden_size
+    if tensor is None:
+        return
+    if field == "vector":
+        if tensor.shape != [width]:
+            raise ValueError(f"{tensor.shape} is not the shape of a vector in this model: it is [{width}]")
+        return
+    rank = spec.rotation.shape[0] if spec.rotation is not None and spec.rotation.shape else 0
+    if field == "rotation" and not (tensor.shape == [rank, width] and 1 <= rank <= MAX_RANK):
+        raise ValueError(f"{tensor.shape} is not [rank, {width}] with a rank of 1 to {MAX_RANK}")
+    wanted = [rank] if field == "bias" else [rank, width]
+    if tensor.shape != wanted:
+        raise ValueError(f"{tensor.shape} is not {wanted}: rotation is {[rank, width]}")
+
+
+def _data(field: str, spec: SteeringSpec, bounds: Bounds) -> None:
+    tensor = getattr(spec, field)
+    if tensor is None:
+        return
+    values = to_numpy(tensor)
+    bad = np.flatnonzero(~np.isfinite(values))
+    if len(bad):
+        raise ValueError(f"element {bad[0]} is not finite ({len(bad)} of {values.size} are not)")
+    if field == "vector" and family_of(spec) in DIRECTIONS and not values.any():
+        raise ValueError(f"is 0 everywhere: {'norm_match' if spec.op == 'add' else spec.op} needs a direction")
+    if field in ("rotation", "weight") and (largest := _largest(tensor)) > _limit(bounds):
+        raise ValueError(f"reaches {largest:.3g}, beyond {bounds.model.dtype}'s {_limit(bounds):.3g}")
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(np.max(np.abs(to_numpy(tensor)).astype(np.float64), initial=0.0))
+
+
+def _limit(bounds: Bounds) -> float:
+    return LARGEST.get(bounds.model.dtype, LARGEST["float32"])
+
+
+# --- Numbers ----------------------------------------------------------------------------------------------------------
+
+
+def _number(field: str, spec: SteeringSpec, bounds: Bounds) -> float:
+    """As the ranks hold it, in float32."""
+    given = getattr(spec, field)
+    value: float = DEFAULTS[field] if given is None else given
+    if not abs(value) <= NO_LIMIT:
+        raise ValueError(f"{value:.3g} is beyond float32's {NO_LIMIT:.3g}")
+    return value
+
+
+def _scale(spec: SteeringSpec, bounds: Bounds) -> float:
+    scale = _number("scale", spec, bounds)
+    if spec.vector is not None and family_of(spec) in SCALED:
+        largest = _largest(spec.vector) * abs(scale)
+        if not largest <= _limit(bounds):
+            raise ValueError(f"scale times vector reaches {largest:.3g}, beyond {bounds.model.dtype}'s {_limit(bounds):.3g}")
+    return scale
+
+
+def _low(spec: SteeringSpec, bounds: Bounds) -> float:
+    if spec.op == "clamp" and spec.low is None and spec.high is None:
+        raise ValueError("is required, or high is: clamp limits a component from below, from above, or both")
+    return _number("low", spec, bounds)
+
+
+def _high(spec: SteeringSpec, bounds: Bounds) -> float:
+    high = _number("high", spec, bounds)
+    if spec.low is not None and spec.low > high:
+        raise ValueError(f"{high:g} is below low, which is {spec.low:g}")
+    return high
+
+
+# --- All of them ------------------------------------------------------------------------------------------------------
+
+Rule = tuple[str, Callable[[SteeringSpec, Bounds], Any]]
+
+TENSORS = tuple(dict.fromkeys(field for takes in STEERING_FIELDS.values() for field in takes.tensors))
+OPTIONS = tuple(dict.fromkeys(field for takes in STEERING_FIELDS.values() for field in takes.options))
+
+RULES: tuple[Rule, ...] = (
+    ("hook", lambda spec, bounds: one_hook(spec.hook, bounds)),
+    ("layers", lambda spec, bounds: resolve_layers(spec.layers, bounds.model.num_layers)),
+    ("positions", positions_of_each),
+    *((field, partial(_taken, field)) for field in (*TENSORS, *OPTIONS)),
+    *((f"{field}.shape", partial(_shape, field)) for field in TENSORS),
+    *((f"{field}.data", partial(_data, field)) for field in TENSORS),
+    ("norm_match", _norm_match),
+    ("scale", _scale),
+    ("alpha", partial(_number, "alpha")),
+    ("strength", partial(_number, "strength")),
+    ("low", _low),
+    ("high", _high),
+)
+
+
+def resolve_steering(specs: Sequence[SteeringSpec], bounds: Bounds) -> tuple[list[list[StoredSteering]], dict[str, bytes]]:
+    """One list per prompt, and the tensors by content hash; both empty when nothing is steered.
+
+    Raises a 400 naming the field.
+    """
+    blobs: dict[str, bytes] = {}
+    per_prompt: list[list[StoredSteering]] = [[] for _ in bounds.prompts] if specs else []
+    for index, spec in enumerate(specs):
+        made = apply_rules(RULES, spec, bounds, f"steering[{index}]")
+        family = family_of(spec)
+        tensors = [_keep(getattr(spec, field), blobs) for field in STEERING_FIELDS[spec.op].tensors]
+        for entries, chosen in zip(per_prompt, made["positions"], strict=True):
+            stored = StoredSteering(
+                layers=made["layers"],
+                hook=made["hook"],
+                positions=chosen,
+                family=family,
+                tensors=tensors,
+                scale=made["scale"] if family in SCALED else 1.0,
+                numbers=[made[number] for number in NUMBERS[family]],
+                rank=spec.bias.shape[0] if spec.bias is not None else 0,
+            )
+            entries.append(stored)
+    # What a request takes depends on which of its entries share their positions: mostly the same of all prompts.
+    patterns = {_sharing(entries): entries for entries in per_prompt}
+    for entries in patterns.values():
+        _check_rows(entries, bounds)
+    return per_prompt, blobs
+
+
+def _keep(tensor: Tensor, blobs: dict[str, bytes]) -> str:
+    name = content_hash(tensor)
+    if name not in blobs:
+        blobs[name] = to_msgpack(tensor)
+    return name
+
+
+def _sharing(entries: list[StoredSteering]) -> tuple[int, ...]:
+    """For each entry the first that has its positions."""
+    first: dict[object, int] = {}
+    return tuple(first.setdefault(hashable(entry.positions), number) for number, entry in enumerate(entries))
+
+
+def _check_rows(entries: list[StoredSteering], bounds: Bounds) -> None:
+    """What one request asks for must fit the worker's tables; that several do not fit at once only makes them wait."""
+    rows = steering_rows(entries)
+    if len(rows) > MAX_STEERING_ROWS:
+        raise invalid(
+            "steering",
+            f"takes {len(rows)} rows of the steering table: at most {MAX_STEERING_ROWS} in one request. Entries with equal positions share "
+            "one; a second lowrank, ablate, clamp or add with norm_match at the same site and positions takes another, as does a replace "
+            "whose row was replaced at other positions in between",
+        )
+    for needed, there, setting in (
+        (len(rows), bounds.model.steering_rows, "steering_rows"),
+        (sum(row.num_vectors for row in rows), bounds.model.steering_entries, "steering_entries"),
+    ):
+        if there and needed > there:
+            raise invalid("steering", f"takes {needed} {setting.replace('_', ' ')}, the worker has {there} (setting {setting})")

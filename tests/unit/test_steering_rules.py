@@ -1,0 +1,208 @@
+"""What does steering come to on a model, and which of it is refused, by which field?"""
+
+import math
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+
+from midstream import __version__
+from midstream.api.rules import Bounds, PromptFacts
+from midstream.api.steering_rules import DEFAULTS, DIRECTIONS, LARGEST, NO_LIMIT, NUMBERS, OPTIONS, SCALED, TENSORS, resolve_steering
+from midstream.kernels.families import FAMILIES
+from midstream.schemas.base import from_msgpack, to_json, to_msgpack
+from midstream.schemas.errors import MidstreamError
+from midstream.schemas.models import ModelInfo
+from midstream.schemas.selectors import HOOKS, STREAM_HOOKS
+from midstream.schemas.specs import MAX_RANK, STEERING_FIELDS, Family, SteeringOp, SteeringSpec, StoredSteering
+from midstream.schemas.tensors import Tensor, content_hash, from_numpy, to_numpy
+
+HIDDEN = 8
+RANDOM = np.random.default_rng(0)
+
+
+def tensor(*shape: int, fill: float | None = None) -> Tensor:
+    return from_numpy((RANDOM.normal(size=shape) if fill is None else np.full(shape, fill)).astype(np.float32))
+
+
+VECTOR = tensor(HIDDEN, fill=1.0)
+LOW_RANK = {"op": "lowrank", "rotation": tensor(3, HIDDEN), "weight": tensor(3, HIDDEN), "bias": tensor(3)}
+#: Op → the least that it takes.
+LEAST: dict[str, dict[str, Any]] = {
+    "replace": {"op": "replace", "vector": VECTOR},
+    "lowrank": LOW_RANK,
+    "add": {"op": "add", "vector": VECTOR},
+    "ablate": {"op": "ablate", "vector": VECTOR},
+    "clamp": {"op": "clamp", "vector": VECTOR, "low": -1.0, "high": 2.0},
+}
+
+
+def bounds(*lengths: int, **changes: Any) -> Bounds:
+    facts: dict[str, Any] = {
+        "name": "m", "version": __version__, "architecture": "LlamaForCausalLM", "num_layers": 4, "hidden_size": HIDDEN, "vocab_size": 9,
+        "max_model_len": 64, "dtype": "float16", "hooks": list(HOOKS), "tokenizer": "",
+    }  # fmt: skip
+    return Bounds(ModelInfo(**(facts | changes)), [PromptFacts(length) for length in lengths or (6,)])
+
+
+def resolved(*specs: dict[str, Any], **changes: Any) -> list[StoredSteering]:
+    """Of one prompt."""
+    (entries,), _ = resolve_steering([SteeringSpec(**({"layers": 0} | spec)) for spec in specs], bounds(**changes))
+    return entries
+
+
+def refused(spec: dict[str, Any], **changes: Any) -> MidstreamError:
+    with pytest.raises(MidstreamError) as found:
+        resolved(spec, **changes)
+    assert found.value.status == 400
+    return found.value
+
+
+def test_steering_is_stored_under_our_hook_names_per_prompt_with_its_tensor_by_content() -> None:
+    spec = SteeringSpec(layers="1,-1", vector=VECTOR, hook="hook_resid_pre", op="replace", alpha=0.25, scale=2.0, positions=[-1])
+    ((entry,), (other,)), blobs = resolve_steering([spec], bounds(6, 3))
+    assert entry == StoredSteering(
+        layers=[1, 3], hook="pre_attn", positions=[5], family="replace", tensors=[content_hash(VECTOR)], scale=2.0, numbers=[0.25]
+    )
+    assert other.positions == [2]
+    assert [content_hash(from_msgpack(blob, Tensor)) for blob in blobs.values()] == list(blobs) == entry.tensors
+
+
+@pytest.mark.parametrize(
+    ("spec", "family", "numbers", "scale"),
+    [
+        (LEAST["add"] | {"scale": 3.0}, "add", [], 3.0),
+        (LEAST["add"] | {"norm_match": False}, "add", [], 1.0),
+        (LEAST["add"] | {"scale": 0.1, "norm_match": True}, "add_matched", [0.1], 1.0),
+        (LEAST["add"] | {"norm_match": True}, "add_matched", [1.0], 1.0),
+        (LEAST["replace"], "replace", [1.0], 1.0),
+        (LEAST["ablate"], "ablate", [1.0], 1.0),
+        (LEAST["ablate"] | {"strength": -2.0}, "ablate", [-2.0], 1.0),
+        (LEAST["clamp"] | {"strength": 0.5}, "clamp", [0.5, -1.0, 2.0], 1.0),
+        (LEAST["ablate"] | {"op": "clamp", "low": 4.0}, "clamp", [1.0, 4.0, NO_LIMIT], 1.0),
+        (LEAST["ablate"] | {"op": "clamp", "high": 4.0}, "clamp", [1.0, -NO_LIMIT, 4.0], 1.0),
+        (LEAST["ablate"] | {"op": "clamp", "low": 4.0, "high": 4.0}, "clamp", [1.0, 4.0, 4.0], 1.0),
+        (LOW_RANK | {"strength": 0.5}, "lowrank", [0.5], 1.0),
+    ],
+)
+def test_each_op_becomes_a_family_with_its_numbers(spec: dict[str, Any], family: str, numbers: list[float], scale: float) -> None:
+    (entry,) = resolved(spec)
+    assert (entry.family, entry.numbers, entry.scale) == (family, numbers, scale)
+    assert from_msgpack(to_msgpack(entry), StoredSteering) == entry
+    assert b"null" not in to_json(entry), "JSON has a place for every number"
+
+
+def test_a_lowrank_keeps_its_rank_and_three_tensors_in_order() -> None:
+    spec = SteeringSpec(layers="all", **LOW_RANK)
+    ((entry, _),), blobs = resolve_steering([spec, spec], bounds())
+    assert entry.tensors == [content_hash(LOW_RANK[name]) for name in ("rotation", "weight", "bias")]
+    assert (entry.rank, entry.num_vectors, sorted(blobs)) == (3, 6, sorted(entry.tensors))
+    assert [list(to_numpy(from_msgpack(blobs[name], Tensor)).shape) for name in entry.tensors] == entry.shapes(HIDDEN)
+
+
+@pytest.mark.parametrize("op", get_args(SteeringOp))
+# field case 27
+def test_a_field_that_an_op_does_not_take_is_refused_by_its_name_and_one_it_needs_is_asked_for(op: SteeringOp) -> None:
+    takes = STEERING_FIELDS[op]
+    values: dict[str, Any] = {"vector": VECTOR, "norm_match": False} | {name: LOW_RANK[name] for name in ("rotation", "weight", "bias")}
+    for field in (*TENSORS, *OPTIONS):
+        if field not in (*takes.tensors, *takes.options):
+            error = refused(LEAST[op] | {field: values.get(field, 1.0)})
+            assert (error.field, f"is not of op {op!r}, which takes" in error.detail) == (f"steering[0].{field}", True)
+        if field in takes.tensors:
+            error = refused({name: value for name, value in LEAST[op].items() if name != field})
+            assert (error.field, "is required" in error.detail) == (f"steering[0].{field}", True)
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_length_is_matched_at_the_stream_and_nowhere_else(hook: str) -> None:
+    """A branch is as long as it happens to be: matched to it, the same scale would be another dose at every hook."""
+    spec = LEAST["add"] | {"hook": hook, "norm_match": True}  # field case 10
+    if hook in STREAM_HOOKS:
+        assert resolved(spec)[0].family == "add_matched"
+        return
+    error = refused(spec)
+    assert error.field == "steering[0].norm_match"
+    assert f"{hook} is a branch beside it" in error.detail
+    assert "steer at pre_attn, post_attn, post_block" in error.detail
+    assert resolved(spec | {"norm_match": False})[0].family == "add"
+
+
+WIDE = tensor(HIDDEN + 1)
+NOT_FINITE = tensor(HIDDEN, fill=math.inf)
+ZERO = tensor(HIDDEN, fill=0.0)
+
+
+@pytest.mark.parametrize(
+    ("spec", "field", "words"),
+    [
+        (LEAST["add"] | {"layers": 4}, "layers", "layer 4"),
+        (LEAST["add"] | {"positions": [6]}, "positions[0]", "beyond the prompt"),
+        (LEAST["ablate"] | {"vector": WIDE}, "vector.shape", r"\[9\] is not the shape of a vector in this model: it is \[8\]"),
+        (LEAST["clamp"] | {"vector": tensor(1, HIDDEN)}, "vector.shape", r"\[1, 8\] is not"),
+        (LEAST["replace"] | {"vector": NOT_FINITE}, "vector.data", r"element 0 is not finite \(8 of 8 are not\)"),
+        (LEAST["ablate"] | {"vector": ZERO}, "vector.data", "0 everywhere: ablate needs a direction"),
+        (LEAST["clamp"] | {"vector": ZERO}, "vector.data", "clamp needs a direction"),
+        (LEAST["add"] | {"vector": ZERO, "norm_match": True}, "vector.data", "norm_match needs a direction"),
+        (LEAST["add"] | {"scale": 1e5}, "scale", "scale times vector reaches 1e"),
+        (LEAST["add"] | {"scale": 1e39, "norm_match": True}, "scale", "beyond float32"),
+        (LEAST["ablate"] | {"strength": -1e39}, "strength", "beyond float32"),
+        (LEAST["clamp"] | {"low": 3.0}, "high", "2 is below low, which is 3"),
+        (LEAST["clamp"] | {"low": None, "high": None}, "low", "is required, or high is"),
+        (LEAST["clamp"] | {"high": 1e39}, "high", "beyond float32"),
+        (LOW_RANK | {"rotation": tensor(HIDDEN)}, "rotation.shape", r"\[8\] is not \[rank, 8\] with a rank of 1 to 64"),
+        (LOW_RANK | {"rotation": tensor(0, HIDDEN)}, "rotation.shape", r"\[0, 8\] is not \[rank, 8\]"),
+        (LOW_RANK | {"rotation": tensor(MAX_RANK + 1, HIDDEN)}, "rotation.shape", "rank of 1 to 64"),
+        (LOW_RANK | {"weight": tensor(2, HIDDEN)}, "weight.shape", r"\[2, 8\] is not \[3, 8\]: rotation is \[3, 8\]"),
+        (LOW_RANK | {"bias": tensor(3, 1)}, "bias.shape", r"\[3, 1\] is not \[3\]"),
+        (LOW_RANK | {"bias": tensor(3, fill=math.nan)}, "bias.data", "not finite"),
+        (LOW_RANK | {"weight": tensor(3, HIDDEN, fill=1e6)}, "weight.data", "reaches 1e.06, beyond float16's 6.55e.04"),
+    ],
+)
+# field case 27
+def test_steering_that_the_model_cannot_take_is_refused_by_field(spec: dict[str, Any], field: str, words: str) -> None:
+    with pytest.raises(MidstreamError, match=words) as found:
+        resolved(spec)
+    assert (found.value.status, found.value.field) == (400, f"steering[0].{field}")
+
+
+def test_a_hook_that_the_model_lacks_is_refused() -> None:
+    error = refused(LEAST["add"] | {"hook": "post_attn"}, hooks=["pre_attn", "post_block"])
+    assert (error.field, "it has pre_attn, post_block" in error.detail) == ("steering[0].hook", True)
+
+
+@pytest.mark.parametrize("name", ["scale", "alpha", "strength", "low", "high"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_number_that_json_cannot_write_is_refused_where_it_is_made(name: str, value: float) -> None:
+    """It would arrive as null, which means "as usual"."""
+    with pytest.raises(ValueError, match=f"{name} is {value}"):
+        SteeringSpec(layers=0, vector=VECTOR, **{name: value})
+
+
+def test_entries_that_cannot_share_a_row_are_counted() -> None:
+    again = [LEAST["ablate"] | {"vector": tensor(HIDDEN)} for _ in range(5)]
+    assert len(resolved(*again[:4])) == 4
+    with pytest.raises(MidstreamError, match="takes 5 rows of the steering table: at most 4") as found:
+        resolved(*again)
+    assert found.value.field == "steering"
+    assert len(resolved(*([LEAST["add"]] * 9), LEAST["ablate"], LEAST["clamp"], LEAST["replace"], LEAST["replace"], LOW_RANK)) == 14
+    assert len(resolved(*(spec | {"layers": layer % 4} for layer, spec in enumerate(again)))) == 5, "at another layer"
+
+
+def test_what_one_request_needs_must_fit_the_workers_tables() -> None:
+    assert resolved(LOW_RANK | {"layers": "all"}, steering_entries=24)
+    with pytest.raises(MidstreamError, match=r"takes 24 steering entries, the worker has 23 \(setting steering_entries\)"):
+        resolved(LOW_RANK | {"layers": "all"}, steering_entries=23)
+    with pytest.raises(MidstreamError, match=r"takes 2 steering rows, the worker has 1 \(setting steering_rows\)"):
+        resolved(LEAST["ablate"], LEAST["ablate"], steering_rows=1)
+
+
+def test_the_tables_know_every_family_as_the_kernels_do() -> None:
+    assert set(STEERING_FIELDS) == set(get_args(SteeringOp))
+    assert set(NUMBERS) == set(get_args(Family)) == {family.name for family in FAMILIES}
+    for family in FAMILIES:
+        assert family.scalars[: len(NUMBERS[family.name])] == NUMBERS[family.name]
+        assert family.unit == (family.name in DIRECTIONS)
+    assert {family.name for family in FAMILIES if "v0" in family.vectors and not family.unit} == SCALED
+    assert set(DEFAULTS) == set(OPTIONS) - {"norm_match"}
+    assert NO_LIMIT == np.finfo(np.float32).max >= LARGEST["float32"]

@@ -1,0 +1,235 @@
+"""Does a rank's steering table hold what requests ask for: the right family at the right place, in the order that is documented?"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rank_kit import HIDDEN, Rank, Request, make_buffers, steering, stream_of
+
+from midstream.kernels.families import FAMILIES, PLACE, SCALARS
+from midstream.schemas.specs import Family, StoredSteering, steering_digest, steering_rows
+from midstream.workers.runner.entries import EntryPool
+
+RNG = np.random.default_rng(7)
+V, W = RNG.normal(size=(2, HIDDEN)).astype(np.float32)
+UNIT = V / np.linalg.norm(V)
+R, M = RNG.normal(size=(2, 2, HIDDEN)).astype(np.float32)
+B = RNG.normal(size=2).astype(np.float32)
+
+#: Family → (its numbers, what it makes of rows `[n, HIDDEN]`); the vector is V.
+FORMULAS: dict[Family, tuple[list[float], Any]] = {
+    "replace": ([0.25], lambda s: 0.75 * s + 0.25 * V),
+    "lowrank": ([0.5], lambda s: s + 0.5 * (s @ M.T + B - s @ R.T) @ R),
+    "add": ([], lambda s: s + V),
+    "add_matched": ([0.1], lambda s: s + 0.1 * np.linalg.norm(s, axis=-1, keepdims=True) * UNIT),
+    "ablate": ([1.0], lambda s: s - (s @ UNIT)[:, None] * UNIT),
+    "clamp": ([1.0, -2.0, 3.0], lambda s: s + (np.clip(s @ UNIT, -2, 3) - s @ UNIT)[:, None] * UNIT),
+}
+
+
+def entry(rank: Rank, family: Family, *, hook: str = "pre_attn", positions: Any = "all", layers: Sequence[int] = (0,)) -> StoredSteering:
+    tensors = [rank.vector(values) for values in ((R, M, B) if family == "lowrank" else (V,))]
+    return steering(tensors, list(layers), hook, positions, family, FORMULAS[family][0], rank=2 if family == "lowrank" else 0)
+
+
+def left(rank: Rank, edits: Sequence[StoredSteering], hook: str = "pre_attn") -> np.ndarray:
+    """What leaves the site of layer 0 for six tokens of a request with these edits."""
+    request = rank.admit(Request(1, 6, 7, (), edits))
+    rank.step((request, 0, 6))
+    return rank.left[hook, 0]
+
+
+def same(found: np.ndarray, wanted: np.ndarray) -> bool:
+    return bool(np.allclose(found, wanted, rtol=1e-5, atol=1e-4))
+
+
+@pytest.mark.parametrize("hook", ["pre_attn", "attn_out"])
+@pytest.mark.parametrize("family", FORMULAS)
+def test_a_family_does_at_its_site_what_its_formula_says(family: Family, hook: str) -> None:
+    rank = Rank()
+    stream = stream_of(1, hook, 0, 0, 6)
+    wanted = stream.copy()
+    wanted[[2, 4]] = FORMULAS[family][1](stream[[2, 4]])
+    assert same(left(rank, [entry(rank, family, hook=hook, positions=[2, 4])], hook), wanted)
+    assert not same(wanted, stream)
+    assert (rank.left[hook, 1] == stream_of(1, hook, 1, 0, 6)).all(), "the other layer is left alone"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_families_follow_one_another_in_the_documented_order_however_they_were_written(seed: int) -> None:
+    rank = Rank()
+    families = [family.name for family in FAMILIES]
+    written = np.random.default_rng(seed).permutation(families).tolist()
+    wanted = stream_of(1, "pre_attn", 0, 0, 6)
+    for family in families:
+        wanted = FORMULAS[family][1](wanted)  # type: ignore[index]
+    edits = [entry(rank, family) for family in written]
+    assert len(steering_rows(edits)) == 1, "equal positions, one row"
+    assert same(left(rank, edits), wanted)
+
+
+@pytest.mark.parametrize("family", ["add_matched", "ablate", "clamp", "lowrank", "replace"])
+def test_two_of_a_family_at_one_site_are_applied_in_the_order_written(family: Family) -> None:
+    rank = Rank()
+    first, second = entry(rank, family), entry(rank, family, positions=[1, 2])
+    formula = FORMULAS[family][1]
+    once, twice = formula(stream_of(1, "pre_attn", 0, 0, 6)), formula(formula(stream_of(1, "pre_attn", 0, 0, 6)))
+    wanted = np.where(np.isin(np.arange(6), [1, 2])[:, None], twice, once)
+    assert same(left(rank, [first, second]), wanted)
+
+
+def test_entries_take_a_row_of_their_own_only_where_order_needs_it() -> None:
+    def rows(*written: tuple[Family, Any, int]) -> list[list[Family]]:
+        edits = [steering("v", [layer], "pre_attn", positions, family) for family, positions, layer in written]
+        return [[e.family for e in row.entries] for row in steering_rows(edits)]
+
+    assert rows(("ablate", "all", 0), ("add", "all", 0), ("ablate", "all", 1)) == [["ablate", "add", "ablate"]]
+    assert rows(("ablate", "all", 0), ("ablate", "all", 0)) == [["ablate"], ["ablate"]]
+    assert rows(("ablate", "all", 0), ("ablate", [1], 0), ("add", "all", 0)) == [["ablate", "add"], ["ablate"]]
+    assert rows(("clamp", "all", 0), ("clamp", "all", 0), ("ablate", "all", 0)) == [["clamp"], ["clamp", "ablate"]]
+    assert rows(("replace", "all", 0), ("replace", [1], 0), ("replace", "all", 0)) == [["replace"], ["replace"], ["replace"]]
+    assert rows(("add", "all", 0), ("add", [1], 0), ("add", "all", 0)) == [["add", "add"], ["add"]]
+
+
+def test_a_row_counts_the_entries_that_the_table_gives_it() -> None:
+    rank = Rank()
+    edits = [
+        entry(rank, "lowrank", layers=[0, 1]),
+        entry(rank, "add", layers=[0, 1]),
+        entry(rank, "add", layers=[1]),
+        entry(rank, "clamp", hook="mlp_out"),
+    ]
+    request = rank.admit(Request(1, 2, 3, (), edits))
+    (row,) = rank.rows(request)
+    assert rank.table.entries_used == row.num_vectors == 2 * 4 + 2 + 1
+
+
+def test_what_decides_the_outcome_decides_the_key_and_the_digest() -> None:
+    base = steering(["v"], [0], "pre_attn", "all", "clamp", [1.0, 0.0, 1.0])
+    others = [
+        steering(["v"], [0], "pre_attn", "all", "clamp", [1.0, 0.0, 2.0]),
+        steering(["u"], [0], "pre_attn", "all", "clamp", [1.0, 0.0, 1.0]),
+        steering(["v"], [0], "pre_attn", "all", "replace", [1.0]),
+        steering(["v"], [0], "pre_attn", "all", "replace", [1.0], scale=2.0),
+        steering(["v"], [1], "pre_attn", "all", "clamp", [1.0, 0.0, 1.0]),
+        steering(["v"], [0], "post_attn", "all", "clamp", [1.0, 0.0, 1.0]),
+    ]
+    assert len({steering_rows([each])[0].key for each in (base, *others)}) == 7
+    assert len({steering_digest([each]) for each in (base, *others)}) == 7
+    elsewhere = steering(["v"], [0], "pre_attn", [1], "clamp", [1.0, 0.0, 1.0])
+    assert steering_rows([elsewhere])[0].key == steering_rows([base])[0].key, "where it is applied is not the row's"
+    assert steering_digest([elsewhere]) != steering_digest([base])
+
+
+@pytest.mark.parametrize(
+    ("family", "tensors", "words"),
+    [
+        ("add", [V[:3]], r"its shape is \[3\], \[5\] is needed"),
+        ("lowrank", [R, M[:1], B], r"its shape is \[1, 5\], \[2, 5\] is needed"),
+        ("lowrank", [R, M, B[:1]], r"its shape is \[1\], \[2\] is needed"),
+        ("ablate", [0 * V], "needs a length"),
+        ("add", [np.full(HIDDEN, 3e38)], "add up to more than"),
+    ],
+)
+def test_what_cannot_be_applied_is_refused_and_takes_nothing(family: Family, tensors: list[np.ndarray], words: str) -> None:
+    rank = Rank()
+    names = [rank.vector(values) for values in tensors]
+    rank_of = 2 if family == "lowrank" else 0
+    with pytest.raises(ValueError, match=words):
+        rank.admit(Request(1, 2, 3, (), [steering(names, [0, 1], "pre_attn", "all", family, scale=2.0, rank=rank_of)]))
+    assert (rank.table.used, rank.table.entries_used) == (0, 0)
+    assert not rank.buffers.site_rows.any()
+
+
+def test_a_table_that_is_full_refuses_and_changes_nothing() -> None:
+    rank = Rank()
+    rank.admit(Request(1, 2, 3, (), [entry(rank, "lowrank", hook=hook, layers=[0, 1]) for hook in ("pre_attn", "mlp_in", "mlp_out")]))
+    before = [tensor.clone() for tensor in (rank.buffers.pool, rank.buffers.scalars, rank.buffers.site_rows)]
+    wide = rank.vector(RNG.normal(size=(11, HIDDEN)))
+    with pytest.raises(RuntimeError, match="44 steering entries are needed, 40 of 64 are free"):
+        rank.admit(
+            Request(
+                2, 2, 3, (), [steering([wide, wide, rank.vector(np.ones(11))], [0, 1], "post_block", "all", "lowrank", rank=11)]
+            )
+        )
+    assert rank.table.used == 1
+    for tensor, was in zip((rank.buffers.pool, rank.buffers.scalars, rank.buffers.site_rows), before, strict=True):
+        assert torch.equal(tensor, was)
+
+
+# -- the pool --------------------------------------------------------------------------------------------------------------
+
+CAPACITY, ROWS, SITES = 24, 6, 3
+#: A row: its runs' lengths, by (site, family).
+A_ROW = st.dictionaries(st.tuples(st.integers(0, SITES - 1), st.integers(0, len(FAMILIES) - 1)), st.integers(1, 8), max_size=5)
+#: What happens: that row is written, or (None) erased.
+HISTORY = st.lists(st.tuples(st.integers(1, ROWS), st.one_of(st.none(), A_ROW)), max_size=40)
+
+
+@settings(max_examples=200, deadline=None)
+@given(HISTORY)
+def test_rows_that_come_and_go_in_any_order_always_fit_where_enough_is_free_and_keep_their_content(history: list[Any]) -> None:
+    buffers = make_buffers(SITES, capacity=1, configurations=ROWS, entries=CAPACITY)
+    pool = EntryPool(buffers)
+    held: dict[int, Any] = {}
+    for number, (row, shape) in enumerate(history):
+        if row in held:
+            pool.erase(row)
+            del held[row]
+        if shape is None:
+            continue
+        content = {
+            place: (
+                torch.full((count, HIDDEN), 1.0 + number) + torch.arange(count)[:, None] / 16 + place[0] / 4,
+                torch.full((count, SCALARS), 100.0 * number + place[1]),
+            )
+            for place, count in shape.items()
+        }
+        free = CAPACITY - sum(len(vectors) for row in held.values() for vectors, _ in row.values())
+        if sum(shape.values()) > free:
+            with pytest.raises(RuntimeError, match=f"{free} of {CAPACITY} are free"):
+                pool.write(row, content)
+        else:
+            pool.write(row, content)
+            held[row] = content
+        check(pool, buffers, held)
+    for row in list(held):
+        pool.erase(row)
+        del held[row]
+        check(pool, buffers, held)
+    assert not any(tensor.any() for tensor in (buffers.pool, buffers.scalars, buffers.site_rows))
+
+
+def check(pool: EntryPool, buffers: Any, held: dict[int, Any]) -> None:
+    """Each row's runs are where its sites are told, nobody shares an entry, everything else is zero."""
+    mine = torch.zeros(1 + CAPACITY, dtype=torch.bool)
+    named = torch.zeros_like(buffers.site_rows, dtype=torch.bool)
+    for row, content in held.items():
+        for (site, family), (vectors, scalars) in content.items():
+            first = int(buffers.site_rows[site, family, row])
+            run = slice(first, first + len(vectors))
+            assert first > 0
+            assert not mine[run].any()
+            mine[run] = named[site, family, row] = True
+            assert torch.equal(buffers.pool[run], vectors)
+            assert torch.equal(buffers.scalars[run], scalars)
+    assert pool.used == int(mine.sum())
+    assert not buffers.pool[~mine].any()
+    assert not buffers.scalars[~mine].any()
+    assert not buffers.site_rows[~named].any()
+
+
+def test_gaps_are_closed_only_when_a_row_would_not_fit_behind_the_last() -> None:
+    buffers = make_buffers(SITES, capacity=1, configurations=ROWS, entries=CAPACITY)
+    pool = EntryPool(buffers)
+    for row in (1, 2, 3):
+        pool.write(row, {(0, PLACE["lowrank"]): (torch.full((8, HIDDEN), float(row)), torch.zeros(8, SCALARS))})
+    pool.erase(2)
+    assert int(buffers.site_rows[0, PLACE["lowrank"], 3]) == 17
+    pool.write(4, {(1, PLACE["add"]): (torch.full((1, HIDDEN), 4.0), torch.zeros(1, SCALARS))})
+    assert int(buffers.site_rows[0, PLACE["lowrank"], 3]) == 9
+    assert int(buffers.site_rows[1, PLACE["add"], 4]) == 17

@@ -1,0 +1,95 @@
+"""Where in the pool does a configuration row keep its vectors? One run of consecutive entries for each site and family.
+
+Runs differ in length, so free entries may lie scattered; then those in use are moved together. Entry 0 stays zero.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from .sites import Buffers
+
+#: (site, family) → vectors `[entries, hidden_size]`, scalars `[entries, SCALARS]`.
+Content = Mapping[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]
+
+
+class _Run(NamedTuple):
+    site: int
+    family: int
+    first: int
+    count: int
+
+
+class EntryPool:
+    """Owns `Buffers.pool`, `scalars` and `site_rows` of one rank. All writes are queued on the device behind what runs there."""
+
+    def __init__(self, buffers: Buffers) -> None:
+        self._buffers = buffers
+        self._device = buffers.pool.device
+        self._capacity = len(buffers.pool) - 1
+        self._runs: dict[int, list[_Run]] = {}  # by row
+        self._end = 1  # entries from here on are free; before it there may be gaps
+        self._used = 0
+
+    @property
+    def used(self) -> int:
+        """Entries in use."""
+        return self._used
+
+    def write(self, row: int, content: Content) -> None:
+        """Put what a row does into free entries. Raises RuntimeError when there are too few; then nothing is changed."""
+        needed = sum(len(vectors) for vectors, _ in content.values())
+        if self._used + needed > self._capacity:
+            raise RuntimeError(f"{needed} steering entries are needed, {self._capacity - self._used} of {self._capacity} are free")
+        if self._end + needed > 1 + self._capacity:
+            self._close_gaps()
+        self._runs[row] = []
+        if not content:  # all its layers are on other stages
+            return
+        # One copy for all sites: on an accelerator each one waits.
+        self._put(self._end, torch.cat([vectors for vectors, _ in content.values()]), torch.cat([scalars for _, scalars in content.values()]))
+        for (site, family), (vectors, _) in content.items():
+            self._runs[row].append(_Run(site, family, self._end, len(vectors)))
+            self._end += len(vectors)
+        self._used += needed
+        self._name(row)
+
+    def erase(self, row: int) -> None:
+        """Free a row's entries and zero them."""
+        entries = [entry for run in self._runs.pop(row) for entry in range(run.first, run.first + run.count)]
+        self._buffers.site_rows[:, :, row] = 0
+        if entries:
+            index = self._index(entries)
+            self._buffers.pool[index] = 0
+            self._buffers.scalars[index] = 0
+        self._used -= len(entries)
+        if not self._used:
+            self._end = 1
+
+    def _close_gaps(self) -> None:
+        """Move all runs together, in the order in which they lie."""
+        placed = sorted(((row, run) for row, runs in self._runs.items() for run in runs), key=lambda item: item[1].first)
+        index = self._index([entry for _, run in placed for entry in range(run.first, run.first + run.count)])
+        pool, scalars = self._buffers.pool[index], self._buffers.scalars[index]  # copies
+        self._buffers.pool.zero_()
+        self._buffers.scalars.zero_()
+        self._put(1, pool, scalars)
+        self._end, self._runs = 1, {row: [] for row in self._runs}
+        for row, run in placed:
+            self._runs[row].append(run._replace(first=self._end))
+            self._end += run.count
+        for row in {row for row, _ in placed}:
+            self._name(row)
+
+    def _put(self, first: int, pool: torch.Tensor, scalars: torch.Tensor) -> None:
+        self._buffers.pool[first : first + len(pool)] = pool.to(self._device)
+        self._buffers.scalars[first : first + len(scalars)] = scalars.to(self._device)
+
+    def _name(self, row: int) -> None:
+        """Tell each site where the row's entries begin."""
+        sites, families, firsts, _ = (self._index(column) for column in zip(*self._runs[row], strict=True))
+        self._buffers.site_rows[sites, families, row] = firsts.to(torch.int32)
+
+    def _index(self, numbers: list[int] | tuple[int, ...]) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.int64, device=self._device)
