@@ -74,7 +74,7 @@ def submit(
     consumer: Annotated[list[str] | None, typer.Option(help="Who gets the rows: filesystem (if left out), memory, …", **CAPTURE)] = None,
     tag: Annotated[str | None, typer.Option(help="Folder name of the capture; if left out: default.", **CAPTURE)] = None,
     steer: Annotated[
-        list[str] | None, typer.Option(metavar="FILE.npy:LAYERS[:SCALE[:HOOK]]", help="Add a vector; repeat as needed.")
+        list[str] | None, typer.Option(metavar=options.STEER, help="Add a vector, or what op=… says; repeat as needed.")
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate per prompt.")] = 16,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,

@@ -1,13 +1,14 @@
 """What do the options of `midstream submit` ask for? Text as typed becomes the fields of a request; the server judges the rest."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 
-from ..schemas.errors import invalid
+from ..schemas.errors import MidstreamError, invalid
 from ..schemas.global_capture import parse_hooks
 
 #: Capture option → the field of a capture that it sets. One of the first three asks for a capture; the others say how.
@@ -73,20 +74,52 @@ def _positions(text: str | None, spans: Sequence[str]) -> Any:
     return [*(positions or []), *map(parse_span, spans)]
 
 
+#: As `--help` shows it.
+STEER = "FILE:LAYERS[:SCALE[:HOOK]][:NAME=VALUE]…"
+_YES = {"true": True, "false": False}
+#: What may be said by name → how it is read.
+STEER_NAMES: dict[str, Callable[[str], Any]] = {
+    "op": str, "hook": str, "positions": parse_positions, "norm_match": lambda text: _YES[text],
+    "scale": float, "alpha": float, "strength": float, "low": float, "high": float,
+}  # fmt: skip
+
+
 def parse_steer(text: str) -> dict[str, Any]:
-    """`FILE.npy:LAYERS[:SCALE[:HOOK]]`; raises MidstreamError naming `--steer`."""
-    path, _, rest = text.partition(":")
-    layers, _, rest = rest.partition(":")
-    scale, _, hook = rest.partition(":")
-    if not layers:
-        raise invalid("--steer", f"{text!r} names no layers", allowed="FILE.npy:LAYERS[:SCALE[:HOOK]], such as joy.npy:15:4.0")
+    """`joy.npy:15:4.0`, or with names: `joy.npy:10-15:op=clamp:low=-1:high=2`; raises MidstreamError naming `--steer`.
+
+    A `.npy` file is the vector. A `.npz` file holds the entry's tensors under their names: `rotation`, `weight`, `bias`.
+    """
+    path, *parts = text.split(":")
+    named = [part for part in parts if "=" in part]
+    placed = [part for part in parts if "=" not in part]
+    if not placed or not placed[0] or len(placed) > 3 or parts[: len(placed)] != placed:
+        raise _unreadable(text, "names no layers" if not placed or not placed[0] else "cannot be read")
+    given = dict(zip(("layers", "scale", "hook"), placed, strict=False)) | dict(part.split("=", 1) for part in named)
+    entry: dict[str, Any] = {"layers": parse_layers(given.pop("layers"))}
+    for name, value in given.items():
+        if name not in STEER_NAMES:
+            raise _unreadable(text, f"there is no {name!r}: use {', '.join(STEER_NAMES)}")
+        if value:
+            try:
+                entry[name] = STEER_NAMES[name](value)
+            except (ValueError, KeyError) as error:
+                raise _unreadable(text, f"{name} cannot be {value!r}") from error
+    return entry | _tensors(path, text)
+
+
+def _tensors(path: str, text: str) -> dict[str, np.ndarray]:
     try:
-        vector = np.load(path, allow_pickle=False)
-        factor = float(scale or 1.0)
-    except (OSError, ValueError) as error:
+        loaded = np.load(path, allow_pickle=False)
+        if isinstance(loaded, np.ndarray):
+            return {"vector": loaded}
+        with loaded:
+            return dict(loaded)
+    except (OSError, ValueError, EOFError, BadZipFile) as error:
         raise invalid("--steer", f"{text!r}: {error}") from error
-    entry = {"layers": parse_layers(layers), "vector": vector, "scale": factor}
-    return {**entry, "hook": hook} if hook else entry
+
+
+def _unreadable(text: str, why: str) -> MidstreamError:
+    return invalid("--steer", f"{text!r}: {why}", allowed=f"{STEER}, such as joy.npy:15:4.0 or joy.npy:15:op=ablate")
 
 
 def read_prompts(path: Path) -> list[str]:

@@ -15,8 +15,8 @@ from .. import __version__
 from ..schemas.base import to_json
 from ..schemas.errors import STATUS_OF_KIND, MidstreamError, Problem, invalid, misfit
 from ..schemas.jobs import TERMINAL, CaptureResults, Determinism, Event, JobRequest, JobResult, JobView
-from ..schemas.specs import CaptureSpec, SteeringSpec
-from ..schemas.tensors import from_numpy
+from ..schemas.specs import STEERING_FIELDS, CaptureSpec, SteeringSpec
+from ..schemas.tensors import Tensor, from_numpy
 from .reader import CaptureReader
 
 T = TypeVar("T")
@@ -33,9 +33,11 @@ PAUSE_S = 0.5
 #: Statuses after which the same call may simply be made again.
 RETRYABLE = frozenset({502, 503, 504})
 
-#: A steering entry as users write it: a struct, or its fields with the vector as a numpy array or list of numbers.
+#: A steering entry as users write it: a struct, or its fields with tensors as numpy arrays or lists of numbers.
 Steering = SteeringSpec | Mapping[str, Any]
 Capture = CaptureSpec | Mapping[str, Any]
+#: Those fields of a steering entry that are tensors.
+TENSORS = frozenset(field for takes in STEERING_FIELDS.values() for field in takes.tensors)
 
 
 class VersionMismatch(MidstreamError):
@@ -124,21 +126,29 @@ def job_request(request: JobRequest | None, fields: dict[str, Any]) -> JobReques
 
 
 def pack_steering(entries: Sequence[Steering]) -> list[SteeringSpec]:
-    """Steering entries with their vectors packed; numpy arrays and lists of numbers become tensors."""
+    """Steering entries with their tensors packed; raises MidstreamError naming the field."""
     packed = []
     for index, entry in enumerate(entries):
         if isinstance(entry, SteeringSpec):
             packed.append(entry)
             continue
         fields = dict(entry)
-        vector = fields.get("vector")
-        if isinstance(vector, list | np.ndarray):
-            array = np.asarray(vector)
-            if array.dtype.kind not in "fiu":
-                raise invalid(f"steering[{index}].vector", f"an array of {array.dtype} is not a vector of numbers")
-            fields["vector"] = from_numpy(array)
+        for name in TENSORS.intersection(fields):
+            if isinstance(fields[name], list | np.ndarray):
+                fields[name] = _packed(fields[name], f"steering[{index}].{name}")
         packed.append(checked(fields, SteeringSpec, f"steering[{index}]"))
     return packed
+
+
+def _packed(values: list[Any] | np.ndarray, field: str) -> Tensor:
+    """float16 stays, everything else is sent as float32."""
+    try:
+        array = np.asarray(values)
+    except ValueError as error:  # rows of different lengths
+        raise invalid(field, f"is no array: {error}") from error
+    if array.dtype.kind not in "fiu":
+        raise invalid(field, f"an array of {array.dtype} is not one of numbers")
+    return from_numpy(array)
 
 
 def pack_capture(capture: Capture) -> CaptureSpec:

@@ -10,7 +10,7 @@ import pytest
 import typer
 from rich.console import Console
 
-from midstream.client import cli, options, show
+from midstream.client import cli, options, show, wire
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import CaptureResults, Determinism, FileEntry, JobView, RankReport, StageReport, State
 from midstream.schemas.selectors import as_ranges
@@ -49,8 +49,36 @@ def test_a_steering_vector_comes_from_a_file_with_layers_and_scale(tmp_path: Pat
     np.save(tmp_path / "joy.npy", np.ones(4, np.float32))
     entry = options.parse_steer("joy.npy:3-5:2.5")
     assert (entry["layers"], entry["scale"], entry["vector"].tolist()) == ("3-5", 2.5, [1.0] * 4)
-    assert options.parse_steer("joy.npy:3")["scale"] == 1.0
+    assert options.parse_steer("joy.npy:3").keys() == {"layers", "vector"}
     assert options.parse_steer("joy.npy:0,3::resid_pre")["hook"] == "resid_pre"
+
+
+@pytest.mark.parametrize(
+    ("text", "fields"),
+    [
+        ("joy.npy:3:op=ablate", {"layers": 3, "op": "ablate"}),
+        ("joy.npy:all:0.2:norm_match=true", {"layers": "all", "scale": 0.2, "norm_match": True}),
+        ("joy.npy:3:2:resid_pre:positions=0,-1", {"layers": 3, "scale": 2.0, "hook": "resid_pre", "positions": [0, -1]}),
+        (
+            "joy.npy:0-2:op=clamp:low=-1:high=2.5:strength=0.5:positions=all_generated",
+            {"layers": "0-2", "op": "clamp", "low": -1.0, "high": 2.5, "strength": 0.5, "positions": "all_generated"},
+        ),
+        ("joy.npy:3:op=replace:alpha=0.5:hook=mlp_out", {"layers": 3, "op": "replace", "alpha": 0.5, "hook": "mlp_out"}),
+    ],
+)
+def test_what_a_vector_does_is_said_by_name(tmp_path: Path, text: str, fields: dict[str, Any]) -> None:
+    np.save(tmp_path / "joy.npy", np.ones(4, np.float32))
+    entry = options.parse_steer(text)
+    assert {name: value for name, value in entry.items() if name != "vector"} == fields
+    (spec,) = wire.pack_steering([entry])
+    assert spec.vector is not None
+
+
+def test_a_trained_intervention_comes_from_a_file_with_its_matrices(tmp_path: Path) -> None:
+    np.savez(tmp_path / "reft.npz", rotation=np.ones((2, 4)), weight=np.ones((2, 4)), bias=np.zeros(2))
+    (spec,) = wire.pack_steering([options.parse_steer("reft.npz:3:op=lowrank:strength=0.5")])
+    assert (spec.op, spec.strength, spec.vector) == ("lowrank", 0.5, None)
+    assert [tensor.shape for tensor in (spec.rotation, spec.weight, spec.bias) if tensor] == [[2, 4], [2, 4], [2]]
 
 
 def test_a_capture_is_asked_for_with_what_was_typed_and_no_more() -> None:
@@ -107,9 +135,17 @@ def test_every_capture_option_of_submit_is_read() -> None:
     assert set(options.CAPTURE_OPTIONS) <= there
 
 
-@pytest.mark.parametrize("text", ["joy.npy", "missing.npy:3", "joy.npy:3:much"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "joy.npy", "joy.npy:", "joy.npy:op=add", "missing.npy:3", "empty.npz:3", "torn.npz:3", "joy.npy:3:much", "joy.npy:3:strength=much",
+        "joy.npy:3:norm_match=maybe", "joy.npy:3:sclae=2", "joy.npy:3:1:post_block:4", "joy.npy:op=add:3",
+    ],
+)  # fmt: skip
 def test_a_bad_steering_option_names_itself(tmp_path: Path, text: str) -> None:
     np.save(tmp_path / "joy.npy", np.ones(4, np.float32))
+    (tmp_path / "empty.npz").write_bytes(b"")
+    (tmp_path / "torn.npz").write_bytes(b"PK\x03\x04torn")
     with pytest.raises(MidstreamError, match="--steer"):
         options.parse_steer(text)
 

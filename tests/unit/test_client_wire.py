@@ -19,7 +19,7 @@ from midstream.client import Client, VersionMismatch, download, wire
 from midstream.schemas.errors import MidstreamError, invalid
 from midstream.schemas.jobs import JobRequest, JobView, State
 from midstream.schemas.specs import SteeringSpec
-from midstream.schemas.tensors import Tensor, to_numpy
+from midstream.schemas.tensors import Tensor, from_numpy, to_numpy
 
 Reply = tuple[int, dict[str, str], bytes]
 
@@ -71,6 +71,7 @@ def view(state: State = State.QUEUED) -> JobView:
 def test_a_numpy_vector_becomes_bytes_of_the_same_values() -> None:
     vector = np.array([1.5, -2.0, 3.25], dtype=np.float64)
     (spec,) = wire.pack_steering([{"layers": 3, "vector": vector, "scale": 2.0}])
+    assert spec.vector is not None
     assert spec.vector.dtype == "float32"
     np.testing.assert_array_equal(to_numpy(spec.vector), vector.astype(np.float32))
     assert (spec.layers, spec.scale) == (3, 2.0)
@@ -78,20 +79,31 @@ def test_a_numpy_vector_becomes_bytes_of_the_same_values() -> None:
 
 def test_half_precision_stays_half_precision() -> None:
     (spec,) = wire.pack_steering([{"layers": 0, "vector": np.zeros(4, np.float16)}])
+    assert spec.vector is not None
     assert spec.vector.dtype == "float16"
 
 
 def test_a_list_of_numbers_and_a_ready_spec_are_taken_too() -> None:
     ready = SteeringSpec(layers=1, vector=Tensor(dtype="float32", shape=[1], data=b"\0" * 4))
     specs = wire.pack_steering([{"layers": 0, "vector": [1, 2]}, ready])
+    assert specs[0].vector is not None
     assert specs[0].vector.shape == [2]
     assert specs[1] is ready
+
+
+def test_the_matrices_of_a_low_rank_intervention_are_packed_too() -> None:
+    rotation = np.arange(6.0).reshape(2, 3)
+    (spec,) = wire.pack_steering([{"layers": 0, "op": "lowrank", "rotation": rotation, "weight": rotation.tolist(), "bias": [0.5, 1]}])
+    assert spec.rotation == spec.weight == from_numpy(rotation)
+    assert spec.bias == from_numpy(np.array([0.5, 1.0]))
 
 
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
         ({"model": "m", "prompts": ["a"], "steering": [{"layers": 1, "vector": ["x"]}]}, "steering[0].vector"),
+        ({"model": "m", "prompts": ["a"], "steering": [{"layers": 1, "op": "lowrank", "weight": [[1, 2], [3]]}]}, "steering[0].weight"),
+        ({"model": "m", "prompts": ["a"], "steering": [{"layers": 1, "vector": [1.0], "strength": float("nan")}]}, "steering[0]"),
         ({"model": "m", "prompts": ["a"], "steering": [{"layers": 1, "vector": [1.0], "sclae": 2}]}, "steering[0].sclae"),
         ({"model": "m", "prompts": ["a"], "captures": {}}, "captures"),
         ({"prompts": ["a"]}, "model"),
