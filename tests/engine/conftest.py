@@ -1,5 +1,6 @@
 """Engines that tests share: each starts once. An idle engine costs memory only."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,7 +45,7 @@ def cached(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ho
 def v2(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
     """The v2 runner, through Triton's interpreter: right, and slow."""
     backend = Path(__file__).with_name("triton_cpu")
-    env = {"PYTHONPATH": str(backend), "TRITON_INTERPRET": "1"}
+    env = {"PYTHONPATH": os.pathsep.join([str(backend), *filter(None, [os.environ.get("PYTHONPATH")])]), "TRITON_INTERPRET": "1"}
     host = Host(tmp_path_factory.mktemp("v2"), llama, env, runner="v2", max_num_batched_tokens=64, max_model_len=256, max_num_seqs=8)
     yield host
     host.close()

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from fidelity_page import PAGE, WAYS, Figure, Table, Way, read_page, write_page
-from host import Host, prompt_of, steer
+from host import Host, prompt_of
 from nursery import Nursery
 from reference import Edit, Reference
 from tiny import CHECKPOINTS, HIDDEN, LAYERS, checkpoint
@@ -101,13 +101,10 @@ def trials(host: Host, hooks: Iterable[str]) -> Iterator[Trial]:
     yield Trial("", host.job(prompt_of(PROMPT, seed=1), max_tokens=3, capture=everything), [])
     for number, hook in enumerate(hooks):
         added, put = 4 * np.random.default_rng(number).normal(size=(2, HIDDEN)).astype(np.float32)
-        steering = [
-            steer(host.vector(added), [ADD_LAYER], positions=ADDED, hook=hook),
-            steer(host.vector(put), [REPLACE_LAYER], positions=REPLACED, hook=hook, op="replace"),
-        ]
+        edits = [Edit(ADD_LAYER, added, ADDED, hook), Edit(REPLACE_LAYER, put, REPLACED, hook, "replace")]
         after = StoredCapture(sites={hook: [REPLACE_LAYER]}, positions=REPLACED, tag="after", at="after")
-        job = host.job(prompt_of(PROMPT, seed=2 + number), max_tokens=3, capture=[everything, after], steering=steering)
-        yield Trial(hook, job, [Edit(ADD_LAYER, added, ADDED, hook), Edit(REPLACE_LAYER, put, REPLACED, hook, "replace")])
+        job = host.job(prompt_of(PROMPT, seed=2 + number), max_tokens=3, capture=[everything, after], steering=host.steering(*edits))
+        yield Trial(hook, job, edits)
 
 
 def capture(host: Host, hooks: tuple[str, ...]) -> dict[str, Outcome]:

@@ -13,14 +13,18 @@ from typing import Any
 import msgspec
 import numpy as np
 from engine_process import Answer, Command
+from reference import Edit
 
+from midstream.api.rules import Bounds, PromptFacts
+from midstream.api.steering_rules import resolve_steering
 from midstream.client.reader import CaptureReader
 from midstream.schemas.base import from_json, from_msgpack, to_json
 from midstream.schemas.jobs import Job, Output, Sampling, StoredPrompt
+from midstream.schemas.models import ModelInfo
 from midstream.schemas.receipts import Receipt
 from midstream.schemas.selectors import Hook, PositionSelector
 from midstream.schemas.settings import Settings, to_environment
-from midstream.schemas.specs import StoredCapture, StoredSteering
+from midstream.schemas.specs import STEERING_FIELDS, SteeringSpec, StoredCapture, StoredSteering
 from midstream.schemas.tensors import Tensor, content_hash, from_numpy
 
 _numbers = itertools.count()
@@ -36,9 +40,10 @@ def capture_of(
 
 
 def steer(
-    vector: str, layers: list[int], scale: float = 1.0, positions: PositionSelector = "all", hook: Hook = "post_block", **options: Any
+    vector: str, layers: list[int], scale: float = 1.0, positions: PositionSelector = "all", hook: Hook = "post_block"
 ) -> StoredSteering:
-    return StoredSteering(layers=layers, vector=vector, scale=scale, hook=hook, positions=positions, **options)
+    """Add `scale` times a vector."""
+    return StoredSteering(layers=layers, hook=hook, positions=positions, family="add", tensors=[vector], scale=scale)
 
 
 class Host:
@@ -86,6 +91,14 @@ class Host:
         tensor = from_numpy(values.astype(np.float32))
         self._vectors[content_hash(tensor)] = tensor
         return content_hash(tensor)
+
+    def steering(self, *specs: SteeringSpec | Edit) -> list[StoredSteering]:
+        """As the API stores what a user writes; the tensors are registered. Positions count from the prompt's start."""
+        wished = [_spec(spec) if isinstance(spec, Edit) else spec for spec in specs]
+        bounds = Bounds(msgspec.convert(self.info, ModelInfo), [PromptFacts(self.settings.max_model_len or 0)])
+        per_prompt, blobs = resolve_steering(wished, bounds)
+        self._vectors |= {name: from_msgpack(blob, Tensor) for name, blob in blobs.items()}
+        return per_prompt[0] if per_prompt else []
 
     def job(
         self,
@@ -147,6 +160,15 @@ class Host:
         self._process.kill()
         self._process.wait()
         self._log.close()
+
+
+def _spec(edit: Edit) -> SteeringSpec:
+    """What the reference is told, in a user's words: a field is said where its op takes it."""
+    takes = STEERING_FIELDS[edit.op]  # type: ignore[index]
+    given: dict[str, Any] = {name: from_numpy(np.asarray(getattr(edit, name), dtype=np.float32)) for name in takes.tensors}
+    given |= {name: getattr(edit, name) for name in takes.options}
+    positions = "all" if edit.positions is None else edit.positions
+    return SteeringSpec(layers=edit.layer, hook=edit.hook, positions=positions, op=edit.op, **given)  # type: ignore[arg-type]
 
 
 def _resolved(capture: StoredCapture, prompt: list[int]) -> StoredCapture:

@@ -16,17 +16,76 @@ HOOKS = ("pre_attn", "attn_out", "post_attn", "mlp_in", "mlp_out", "post_block")
 
 
 class Edit(NamedTuple):
-    """At `hook` of `layer`, in the rows of `positions` (None: all): add `vector` `[hidden]`, or replace the row by it.
-
-    replace: s ← (1 − alpha) · s + alpha · vector.
-    """
+    """At `hook` of `layer`, in the rows of `positions` (None: all), what `FORMULAS` says of `op`."""
 
     layer: int
-    vector: np.ndarray
+    vector: np.ndarray | None = None  # `[hidden]`
     positions: list[int] | None = None
     hook: str = "post_block"
     op: str = "add"
     alpha: float = 1.0
+    scale: float = 1.0
+    norm_match: bool = False
+    strength: float = 1.0
+    low: float | None = None
+    high: float | None = None
+    rotation: np.ndarray | None = None  # `[rank, hidden]`
+    weight: np.ndarray | None = None
+    bias: np.ndarray | None = None  # `[rank]`
+
+
+    def rounded(self, dtype: torch.dtype) -> "Edit":
+        """With its tensors as a model of this dtype holds them."""
+        held = {name: values for name in TENSORS if (values := getattr(self, name)) is not None}
+        return self._replace(**{name: torch.from_numpy(np.asarray(values)).to(dtype).float().numpy() for name, values in held.items()})
+
+
+TENSORS = ("vector", "rotation", "weight")
+
+
+def _add(rows: torch.Tensor, edit: Edit) -> torch.Tensor:
+    if edit.norm_match:
+        return rows + edit.scale * rows.norm(dim=1)[:, None] * _direction(edit)
+    return rows + edit.scale * _float(edit.vector)
+
+
+def _direction(edit: Edit) -> torch.Tensor:
+    return _float(edit.vector) / _float(edit.vector).norm()
+
+
+def _component(rows: torch.Tensor, edit: Edit) -> tuple[torch.Tensor, torch.Tensor]:
+    """Along the edit's vector: `[tokens, 1]`, and the vector with length 1."""
+    return (rows @ _direction(edit))[:, None], _direction(edit)
+
+
+def _ablate(rows: torch.Tensor, edit: Edit) -> torch.Tensor:
+    component, direction = _component(rows, edit)
+    return rows - edit.strength * component * direction
+
+
+def _clamp(rows: torch.Tensor, edit: Edit) -> torch.Tensor:
+    component, direction = _component(rows, edit)
+    return rows + edit.strength * (component.clamp(edit.low, edit.high) - component) * direction
+
+
+def _lowrank(rows: torch.Tensor, edit: Edit) -> torch.Tensor:
+    rotation = _float(edit.rotation)
+    wanted = rows @ _float(edit.weight).T + _float(edit.bias)
+    return rows + edit.strength * (wanted - rows @ rotation.T) @ rotation
+
+
+#: Rows `[tokens, hidden]` float32 → rows, written down from the papers and not from our code.
+FORMULAS: dict[str, Callable[[torch.Tensor, Edit], torch.Tensor]] = {
+    "add": _add,
+    "replace": lambda rows, edit: (1 - edit.alpha) * rows + edit.alpha * edit.scale * _float(edit.vector),
+    "ablate": _ablate,
+    "clamp": _clamp,
+    "lowrank": _lowrank,
+}
+
+
+def _float(values: np.ndarray | None) -> torch.Tensor:
+    return torch.from_numpy(np.asarray(values, dtype=np.float32))
 
 
 class Point(NamedTuple):
@@ -137,11 +196,7 @@ def _look(found: dict[tuple[str, int], np.ndarray], place: tuple[str, int], edit
             found[place] = rows.float().numpy().copy()
         for edit in edits:
             where: Any = slice(None) if edit.positions is None else edit.positions
-            vector = torch.from_numpy(np.asarray(edit.vector)).to(rows.dtype)
-            if edit.op == "add":
-                rows[where] += vector
-            else:
-                rows[where] = ((1 - edit.alpha) * rows[where].float() + edit.alpha * vector.float()).to(rows.dtype)
+            rows[where] = FORMULAS[edit.op](rows[where].float(), edit.rounded(rows.dtype)).to(rows.dtype)
         if at == "after":
             found[place] = rows.float().numpy().copy()
 

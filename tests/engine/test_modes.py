@@ -17,16 +17,30 @@ def direction(seed: int) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=HIDDEN).astype(np.float32)
 
 
+def one_of_each(seed: int, layer: int = 1, hook: str = "post_block") -> list[Edit]:
+    """Every family at one place, in the order in which they are applied."""
+    rng = np.random.default_rng(seed)
+    a, b, c, d, e = rng.normal(size=(5, HIDDEN)).astype(np.float32)
+    rotation, weight = (rng.normal(size=(2, 3, HIDDEN)) / np.sqrt(HIDDEN)).astype(np.float32)
+    bias = rng.normal(size=3).astype(np.float32)
+    return [
+        Edit(layer, a, [2, 5], hook, "replace", alpha=0.5, scale=2.0),
+        Edit(layer, None, None, hook, "lowrank", strength=0.5, rotation=rotation, weight=weight, bias=bias),
+        Edit(layer, b, [3], hook, "add", scale=1.5),
+        Edit(layer, c, None, hook, "add", scale=0.2, norm_match=True),
+        Edit(layer, d, None, hook, "ablate", strength=0.75),
+        Edit(layer, e, [2, 3], hook, "clamp", low=-0.5, high=0.25),
+    ]
+
+
 def mixed_batch(host: Host, reference: Reference, longest: int = 100, max_tokens: int = 5) -> list[Job]:
     """Captured, edited and plain requests together, at all hooks, chunked prefill among them; each checked against the reference."""
-    vector = direction(1)
-    name = host.vector(vector)
+    vector, families = direction(1), one_of_each(2)
     everything = capture_of([], "all", sites={hook: ALL for hook in HOOKS})
     wanted: dict[str, list[Edit]] = {}
 
     def job(length: int, capture: StoredCapture, *edits: Edit) -> Job:
-        steering = [steer(name, [edit.layer], 1.0, edit.positions or "all", edit.hook, op=edit.op, alpha=edit.alpha) for edit in edits]
-        made = host.job(prompt_of(length, seed=length), max_tokens=max_tokens, capture=capture, steering=steering)
+        made = host.job(prompt_of(length, seed=length), max_tokens=max_tokens, capture=capture, steering=host.steering(*edits))
         wanted[made.id] = list(edits)
         return made
 
@@ -36,6 +50,8 @@ def mixed_batch(host: Host, reference: Reference, longest: int = 100, max_tokens
         job(22, everything, Edit(0, vector, hook="attn_out"), Edit(3, vector, hook="mlp_out"), Edit(2, vector, [3, 4])),
         job(24, everything, Edit(1, vector, [2, 9], "post_attn", "replace"), Edit(2, vector, None, "pre_attn", "replace", 0.5)),
         job(30, capture_of([3], "all"), Edit(0, vector, [4])),
+        job(28, everything, *(edit._replace(layer=1, hook="post_attn") for edit in families)),
+        job(18, everything, *(edit._replace(layer=n % 3, hook=HOOKS[n]) for n, edit in enumerate(families) if not edit.norm_match)),
         job(26, capture_of([], "all_prompt", sites={"post_attn": [1], "post_block": ALL}, at="after"), Edit(1, vector, hook="post_attn")),
     ]
     answers = host.run(*jobs, host.job(prompt_of(10, seed=4), max_tokens=max_tokens))

@@ -14,6 +14,12 @@ BF16_EXCESS = 1.5
 FP32_BATCH = 1e-5
 #: v1 against v2, fp32: another attention path.
 FP32_RUNNERS = 1e-5
+#: fp32: a vector is added at one site and taken away at the next; (s + v) − v is s up to two roundings of s + v, then three layers.
+FP32_CANCELLED = 1e-5
+#: fp32: a component that was set (to 0 by an ablation) is so up to the rounding of 64 products, relative to the row's length.
+FP32_COMPONENT = 1e-6
+#: fp32, nats: log-probabilities of generated tokens against transformers' (logits of some tens, whose rows agree to FP32_ROWS).
+FP32_LOGPROBS = 1e-3
 
 
 class Tolerance(NamedTuple):
