@@ -136,6 +136,7 @@ class RankSpec(Record):
     first_affected: int = -1  # lowest absolute position an intervention touches; -1: none
     by_prompt: bool = False  # where the prompt ends decides what is touched: `all_prompt`, `last_prompt`, `all_generated`
     lowest_captured: int = -1  # lowest captured prompt position; -1: none
+    requests: dict[str, int] = {}  # tag → how many of the job's prompts have a capture under it
     told_when_over: bool = False  # the worker says where the output ends (stop strings are found there, after the fact)
 
     @property

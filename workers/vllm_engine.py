@@ -275,6 +275,7 @@ def rank_spec(job: Job, request: int, attempt: int) -> RankSpec | None:
         by_prompt=any(isinstance(entry.positions, str) and entry.positions != "all" for entry in steering),
         first_affected=min((lowest_position(entry.positions, prompt_tokens) for entry in steering), default=-1),
         lowest_captured=lowest if lowest < prompt_tokens else -1,
+        requests=job.captured,
         told_when_over=bool(job.sampling.stop),
     )
 

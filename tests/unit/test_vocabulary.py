@@ -55,6 +55,7 @@ def test_what_a_rank_is_told_is_plain_and_survives_the_engines_wire_unchanged() 
         attempt=2,
         prompt_tokens=5,
         steering=[StoredSteering(layers=[3], vector="ab" * 32, scale=1.5, hook="pre_attn", positions=[0, 4], op="replace", alpha=0.5)],
+        requests={"t": 3},
         captures=[
             StoredCapture(sites={"pre_attn": [0], "post_block": [1, 2]}, positions="all", tag="t", every_n=3, at="after", dtype="float32"),
             StoredCapture(sites={"mlp_out": [2]}, positions=[1, 4], tag="global", layout="segment", consumers=["memory", "logging"]),
