@@ -121,7 +121,7 @@ class VllmEngine:
             memory_limit_kib=settings.memory_limit_kib,
             step_tokens=settings.max_num_batched_tokens,
             capture_row_limit=row_limit,
-            global_captures=from_settings(settings, config.get_total_num_hidden_layers(), hooks),
+            global_captures=from_settings(settings, config.get_total_num_hidden_layers(), hooks, row_limit),
         )
 
     async def hold_vectors(self, job: Job, fetch: Fetch) -> None:
