@@ -22,7 +22,6 @@ EAGER = Way("v1", "eager", "float32")
 #: Other ways, each of other kinds of models: pairs and single tensors, vLLM's own code and its Transformers backend.
 OTHERS = [
     ("gemma2", Way("v1", "compiled", "float32")),
-    ("gpt-neox", Way("v1", "compiled", "float32")),
     ("qwen3-moe", Way("v2", "eager", "float32")),
     ("gpt2", Way("v2", "eager", "float32")),
     ("olmo2", Way("v2", "compiled", "float32")),
