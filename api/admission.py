@@ -7,19 +7,30 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import anyio.to_thread
 import msgspec
 
 from ..schemas.base import now
 from ..schemas.errors import MidstreamError, invalid
 from ..schemas.jobs import Job, Sampling, StoredPrompt
 from ..schemas.models import ModelInfo
+from ..schemas.selectors import PositionWish, Span
+from ..schemas.specs import StoredCapture, StoredSteering
 from .rules import Bounds, PromptFacts, has_span, resolve_captures
 from .steering_rules import resolve_steering
-from .text import Codec
+from .text import INLINE_CHARACTERS, Codec
 from .wishes import Wish, WishedPrompt
 
 #: torch takes seeds of 64 bits.
 SEED_LIMIT = 2**63
+
+#: Captures and edits are resolved for each prompt. What that costs, about, in the time that one named position takes: an entry, a
+#: span and a span's search through so many characters. A job may cost `RESOLVE_LIMIT` (in the order of a second); above
+#: `RESOLVE_INLINE` it is done off the event loop.
+ENTRY_COST, SPAN_COST, SEARCHED_CHARACTERS = 8, 64, 32
+RESOLVE_LIMIT, RESOLVE_INLINE = 1 << 22, 1 << 12
+#: More than any request needs: the steering table has room for 4096 sites (setting steering_entries) unless it is told otherwise.
+MAX_STEERING_ENTRIES = 4096
 
 #: As in OpenAI's API.
 METADATA_KEY_LENGTH, METADATA_VALUE_LENGTH = 64, 512
@@ -61,6 +72,8 @@ async def tokenise(prompts: Sequence[WishedPrompt], model: ModelInfo, codec: Cod
 
 
 def _check_vocabulary(ids: Sequence[int], at: str, model: ModelInfo) -> None:
+    if not ids or (min(ids) >= 0 and max(ids) < model.vocab_size):
+        return
     for index, token in enumerate(ids):
         if not 0 <= token < model.vocab_size:
             raise invalid(f"{at}[{index}]", f"token id {token} is outside the vocabulary", allowed=f"0 to {model.vocab_size - 1}")
@@ -107,19 +120,78 @@ def check_metadata(metadata: dict[str, str]) -> None:
             raise invalid(f"metadata.{key}", f"is longer than {METADATA_VALUE_LENGTH} characters")
 
 
-async def facts_of(wish: Wish, prompts: Sequence[StoredPrompt], codec: Codec) -> list[PromptFacts]:
+# --- Captures and steering -------------------------------------------------------------------------------------------
+
+Resolved = tuple[list[list[StoredCapture]], list[list[StoredSteering]], dict[str, bytes]]
+
+
+async def resolve(wish: Wish, prompts: Sequence[StoredPrompt], model: ModelInfo, codec: Codec, max_tokens: int) -> Resolved:
+    """Captures and steering for each prompt, and the vectors by content hash. Raises a 400 naming the field."""
+
+    def resolved() -> Resolved:
+        bounds = Bounds(model, facts_of(wish, prompts, codec), max_tokens)
+        return resolve_captures(wish.capture, bounds), *resolve_steering(wish.steering, bounds)
+
+    characters = sum(map(_characters, prompts))
+    cost = check_cost(wish, len(prompts), characters)
+    cost += sum(len(prompts) * (ENTRY_COST + _numbers(spec.positions)) for spec in model.global_captures)
+    mapped = characters if any(map(has_span, _wanted(wish).values())) else 0
+    if cost <= RESOLVE_INLINE and mapped <= INLINE_CHARACTERS:
+        return resolved()
+    return await anyio.to_thread.run_sync(resolved)
+
+
+def check_cost(wish: Wish, prompts: int, characters: int) -> int:
+    """What captures and steering cost to resolve, see `RESOLVE_LIMIT`. Raises a 400 naming the field that costs most.
+
+    `characters`: of all `prompts`.
+    """
+    if len(wish.steering) > MAX_STEERING_ENTRIES:
+        raise invalid("steering", f"has {len(wish.steering)} entries", allowed=f"at most {MAX_STEERING_ENTRIES}")
+    costs = {}
+    for field, positions in _wanted(wish).items():
+        numbers = _numbers(positions)
+        spans = len(positions) - numbers if isinstance(positions, list) else int(isinstance(positions, Span))
+        costs[field] = prompts * (ENTRY_COST + numbers + SPAN_COST * spans) + spans * characters // SEARCHED_CHARACTERS
+    if sum(costs.values()) > RESOLVE_LIMIT:
+        raise invalid(
+            max(costs, key=lambda field: costs[field]),
+            f"is too much to resolve for {prompts} prompts",
+            allowed="fewer positions or spans, or fewer prompts in one job",
+        )
+    return sum(costs.values())
+
+
+def _wanted(wish: Wish) -> dict[str, PositionWish]:
+    """Field → positions, of the capture and every edit."""
+    found = {f"steering[{index}].positions": spec.positions for index, spec in enumerate(wish.steering)}
+    return found | ({"capture.positions": wish.capture.positions} if wish.capture else {})
+
+
+def _numbers(positions: PositionWish) -> int:
+    return sum(isinstance(item, int) for item in positions) if isinstance(positions, list) else 0
+
+
+def _characters(prompt: StoredPrompt) -> int:
+    """Of its text; about, where only its tokens are known."""
+    return len(prompt.text) if prompt.text is not None else 4 * len(prompt.token_ids)
+
+
+def facts_of(wish: Wish, prompts: Sequence[StoredPrompt], codec: Codec) -> list[PromptFacts]:
     """What the rules need to know of each prompt; where its tokens lie in its text is looked up only when a span asks for it."""
-    wanted = [spec.positions for spec in wish.steering] + ([wish.capture.positions] if wish.capture else [])
-    if not any(map(has_span, wanted)):
+    if not any(map(has_span, _wanted(wish).values())):
         return [PromptFacts(len(prompt.token_ids)) for prompt in prompts]
     facts = []
     for prompt in prompts:
         if prompt.text is None:
-            found = await codec.map_ids(prompt.token_ids)
+            found = codec.map_ids(prompt.token_ids)
         else:
-            found = await codec.map_text(prompt.text, prompt.token_ids, special_tokens=wish.kind != "chat")
+            found = codec.map_text(prompt.text, prompt.token_ids, special_tokens=wish.kind != "chat")
         facts.append(PromptFacts(len(prompt.token_ids), found.find) if found else PromptFacts(len(prompt.token_ids)))
     return facts
+
+
+# --- Altogether ------------------------------------------------------------------------------------------------------
 
 
 async def admit(wish: Wish, model: ModelInfo, codec: Codec, job_id: str) -> Admitted:
@@ -128,9 +200,7 @@ async def admit(wish: Wish, model: ModelInfo, codec: Codec, job_id: str) -> Admi
     check_sampling(wish.sampling, wish.sampling_at, model)
     prompts = await tokenise(wish.prompts, model, codec)
     max_tokens = check_lengths(wish, prompts, model)
-    bounds = Bounds(model, await facts_of(wish, prompts, codec), max_tokens)
-    captures = resolve_captures(wish.capture, bounds)
-    steering, blobs = resolve_steering(wish.steering, bounds)
+    captures, steering, blobs = await resolve(wish, prompts, model, codec, max_tokens)
     job = Job(
         id=job_id,
         kind=wish.kind,

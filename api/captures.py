@@ -49,7 +49,11 @@ def _name(entry: FileEntry) -> str:
 
 
 def _open(edge: Edge, job_id: str, entries: Sequence[FileEntry]) -> list[packed.OpenBlob]:
-    """The entries' blobs. Paths come from receipts, and are held inside the capture root nevertheless."""
+    return packed.open_blobs(edge.settings.capture_root, job_id, _places(edge, entries))
+
+
+def _places(edge: Edge, entries: Sequence[FileEntry]) -> list[packed.Place]:
+    """Where the entries' blobs lie. Paths come from receipts, and are held inside the capture root nevertheless."""
     root = edge.settings.capture_root
     places = []
     for entry in entries:
@@ -57,11 +61,12 @@ def _open(edge: Edge, job_id: str, entries: Sequence[FileEntry]) -> list[packed.
         if not path.is_relative_to(root):
             raise MidstreamError("capture_failed", f"{entry.path!r} is not inside the capture root")
         places.append(packed.Place(path, entry.offset, entry.bytes))
-    return packed.open_blobs(root, job_id, places)
+    return places
 
 
 def _described(edge: Edge, job_id: str, entries: Sequence[FileEntry]) -> list[ManifestFile]:
     """The entries with what the blobs' manifests say."""
+    headers = packed.read_headers(edge.settings.capture_root, job_id, _places(edge, entries))
     return [
         ManifestFile(
             name=_name(entry),
@@ -75,15 +80,15 @@ def _described(edge: Edge, job_id: str, entries: Sequence[FileEntry]) -> list[Ma
             crc32=entry.crc32,
             rows=entry.rows,
             sites=entry.sites,
-            at=blob.header.manifest.at,
-            dtype=blob.header.manifest.dtype,
+            at=header.manifest.at,
+            dtype=header.manifest.dtype,
             layout=entry.layout,
-            positions=blob.header.manifest.positions,
-            token_ids=blob.header.manifest.token_ids,
+            positions=header.manifest.positions,
+            token_ids=header.manifest.token_ids,
             reused=entry.reused,
             dropped=entry.dropped,
         )
-        for entry, blob in zip(entries, _open(edge, job_id, entries), strict=True)
+        for entry, header in zip(entries, headers, strict=True)
     ]
 
 

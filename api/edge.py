@@ -21,7 +21,7 @@ from ..schemas.errors import MidstreamError
 from ..schemas.jobs import Job, JobView, State
 from ..schemas.models import ModelInfo, TokenizerBundle
 from ..schemas.settings import Settings
-from . import admission
+from . import admission, everyone
 from .problems import ClientGone
 from .text import Codec
 from .wishes import Wish
@@ -35,6 +35,8 @@ OUTAGE_S = 20.0
 OUTAGE_PAUSE_S = 0.25
 #: A wait that is given up is over long before; if its cancellation was lost, it is cancelled again.
 CANCEL_AGAIN_S = 0.2
+#: The last part of a full quota is kept for what users ask for: what the operator captures of every request is then left out.
+QUOTA_SPARE = 16
 #: Handing a job to Celery may take this long; then the sweeper does it.
 ENQUEUE_S = 5.0
 
@@ -90,12 +92,25 @@ class Edge:
         """
         info = await self.model(wish.model)
         admitted = await admission.admit(wish, info, await self.codec(info), new_job_id())
-        if self.settings.capture_quota_mib and stored_tags(admitted.job):
-            await anyio.to_thread.run_sync(self._usage.take, [1])
-        job_id, created = await self.ledger.submit(admitted.job, admitted.blobs, idempotency)
+        job = admitted.job
+        if self.settings.capture_quota_mib and not (idempotency and await self.ledger.knows_key(idempotency[0])):
+            job = await self._within_quota(job, info)
+        job_id, created = await self.ledger.submit(job, admitted.blobs, idempotency)
         if created:
-            await self._enqueue(admitted.job)
+            await self._enqueue(job)
         return job_id
+
+    async def _within_quota(self, job: Job, info: ModelInfo) -> Job:
+        """The job as there is room for it. Raises `quota_exceeded` when there is none for what its user asked for."""
+        tags, operators = set(stored_tags(job)), {spec.tag for spec in info.global_captures}
+        if tags - operators:
+            await anyio.to_thread.run_sync(self._usage.take, [1])
+        if tags & operators:
+            try:
+                await anyio.to_thread.run_sync(self._usage.take, [1], (self.settings.capture_quota_mib << 20) // QUOTA_SPARE)
+            except MidstreamError as error:
+                return everyone.without(job, info, "quota", error.detail)
+        return job
 
     async def _enqueue(self, job: Job) -> None:
         """The job is in the ledger by now, so a failure here delays it until the sweeper's next round and loses nothing."""

@@ -5,7 +5,7 @@ below it, when a SelectorError says where). A new hook or option is a row in `CA
 Steering is `steering_rules.py`'s.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,11 +31,13 @@ from ..schemas.specs import (
     CaptureSpec,
     SteeringSpec,
     StoredCapture,
+    memory_bytes,
 )
-from ..schemas.tensors import ITEM_BYTES
+from . import everyone
 
-#: Bytes of a captured position besides its rows: its number and its token id, int64 each.
-POSITION_BYTES = 16
+#: Rows that come back are kept in Redis with their job's result: all prompts of a job together may give so many bytes (or one
+#: prompt its `memory_limit_kib`, where that is more).
+MEMORY_JOB_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -138,19 +140,18 @@ CAPTURE_RULES: tuple[tuple[str, Callable[[CaptureSpec, Bounds], Any]], ...] = (
 def resolve_captures(spec: CaptureSpec | None, bounds: Bounds) -> list[list[StoredCapture]]:
     """One list per prompt: what the user asks for, then what the operator captures of everyone; empty when there is neither.
 
-    Raises a 400 naming the field.
+    Raises a 400 naming the field: of what the user asks for, never of what the operator captures.
     """
     per_prompt: list[list[StoredCapture]] = [[] for _ in bounds.prompts]
     if spec is not None:
         if spec.tag in {everyones.tag for everyones in bounds.model.global_captures}:
             raise invalid("capture.tag", f"{spec.tag!r} is the tag of what the operator captures of every request: choose another")
-        for captures, mine in zip(per_prompt, _captures(spec, bounds, "capture"), strict=True):
-            captures.append(mine)
+        for index, mine in enumerate(_captures(spec, bounds, "capture")):
+            per_prompt[index].append(mine)
+            _check_step(mine, index, bounds)
+        _check_memory([captures[0] for captures in per_prompt], bounds)
     for everyones in bounds.model.global_captures:
-        for captures, more in zip(per_prompt, _of_everyone(everyones, bounds), strict=True):
-            captures += more
-    _check_step(per_prompt, bounds)
-    _check_memory(per_prompt, bounds)
+        _add(everyones, per_prompt, bounds)
     return per_prompt if any(per_prompt) else []
 
 
@@ -166,53 +167,78 @@ def _captures(spec: CaptureSpec, bounds: Bounds, at: str) -> list[StoredCapture]
     ]  # fmt: skip
 
 
-def _of_everyone(spec: CaptureSpec, bounds: Bounds) -> Iterable[list[StoredCapture]]:
-    """Nobody asked for it, so positions beyond a short prompt are left out, and with them perhaps the whole capture."""
-    for prompt in bounds.prompts:
-        positions = cut_positions(spec.positions, prompt.tokens)
-        if positions == []:
-            yield []
+def _add(spec: CaptureSpec, per_prompt: Sequence[list[StoredCapture]], bounds: Bounds) -> None:
+    """What the operator captures of everyone, for the prompts in whose steps there is room for it. Nobody is refused for it."""
+    crowded = 0
+    for index, (captures, more) in enumerate(zip(per_prompt, _of_everyone(spec, bounds), strict=True)):
+        if more is None:
             continue
-        cut = msgspec.structs.replace(spec, positions=positions)
-        try:
-            yield _captures(cut, Bounds(bounds.model, [prompt], bounds.max_tokens), "global_capture")
-        except MidstreamError as error:  # not the user's mistake: the worker checked it against its model when it started
-            raise MidstreamError("internal", f"what the operator captures of every request does not fit the model: {error}") from error
+        if _fits_step([*captures, more], index, bounds):
+            captures.append(more)
+        else:
+            crowded += 1
+    if crowded:
+        everyone.left_out("buffer", crowded, "the rows of one engine step are more than the worker's buffer holds (capture_buffer_mib)")
 
 
-def _check_step(per_prompt: Iterable[Sequence[StoredCapture]], bounds: Bounds) -> None:
+def _of_everyone(spec: CaptureSpec, bounds: Bounds) -> Iterator[StoredCapture | None]:
+    """Nobody asked for it, so positions beyond a short prompt are left out, and with them perhaps the whole capture."""
+    try:
+        named = msgspec.structs.replace(spec, positions="all")
+        (capture,) = _captures(named, Bounds(bounds.model, [PromptFacts(1)]), "global_capture")
+        for prompt in bounds.prompts:
+            positions = cut_positions(spec.positions, prompt.tokens)
+            if positions == []:
+                yield None
+            else:
+                yield msgspec.structs.replace(capture, positions=resolve_positions(positions, prompt.tokens))
+    except (MidstreamError, SelectorError) as error:  # not the user's mistake: the worker checked it against its model when it started
+        raise MidstreamError("internal", f"what the operator captures of every request does not fit the model: {error}") from error
+
+
+def _fits_step(captures: Sequence[StoredCapture], index: int, bounds: Bounds) -> bool:
+    return not bounds.model.capture_row_limit or _rows_in_step(captures, index, bounds) <= bounds.model.capture_row_limit
+
+
+def _rows_in_step(captures: Sequence[StoredCapture], index: int, bounds: Bounds) -> int:
+    """How many rows prompt `index` may give in one engine step."""
+    return sum(capture.num_sites * min(bounds.model.step_tokens, _positions_of(capture, index, bounds)) for capture in captures)
+
+
+def _positions_of(capture: StoredCapture, index: int, bounds: Bounds) -> int:
+    return capture.count_positions(bounds.prompts[index].tokens, bounds.max_tokens)
+
+
+def _check_step(capture: StoredCapture, index: int, bounds: Bounds) -> None:
     """The rows of one engine step must fit the capture buffer."""
-    limit = bounds.model.capture_row_limit
-    for index, (captures, prompt) in enumerate(zip(per_prompt, bounds.prompts, strict=True)):
-        in_step = ((capture, min(bounds.model.step_tokens, _positions_of(capture, prompt, bounds))) for capture in captures)
-        rows = sum(capture.num_sites * positions for capture, positions in in_step)
-        if limit and rows > limit:
+    if not _fits_step([capture], index, bounds):
+        raise invalid(
+            "capture",
+            f"prompt {index} may give {_rows_in_step([capture], index, bounds)} rows in one engine step: more than the worker's buffer "
+            "holds (setting capture_buffer_mib)",
+            allowed=f"at most {bounds.model.capture_row_limit} rows: fewer layers, hooks or positions",
+        )
+
+
+def _check_memory(captures: Sequence[StoredCapture], bounds: Bounds) -> None:
+    """Rows that come back in the response are few: the most that each prompt could give, and all of them, is held against a limit."""
+    if "memory" not in captures[0].consumers:
+        return
+    model, total = bounds.model, 0
+    limit = model.memory_limit_kib << 10
+    for index, capture in enumerate(captures):
+        dtype = model.dtype if capture.dtype == "model" else capture.dtype
+        size = memory_bytes(_positions_of(capture, index, bounds), capture.num_sites, model.hidden_size, dtype, model.pp)
+        if size > limit:
             raise invalid(
-                "capture",
-                f"prompt {index} may give {rows} rows in one engine step, with what the operator captures: more than the worker's "
-                "buffer holds (setting capture_buffer_mib)",
-                allowed=f"at most {limit} rows: fewer layers, hooks or positions",
+                "capture.consumers",
+                f"prompt {index} may give {size} bytes of rows: consumer 'memory' returns at most {model.memory_limit_kib} KiB per prompt "
+                "(setting memory_limit_kib); capture fewer, or leave them to 'filesystem'",
             )
-
-
-def _positions_of(capture: StoredCapture, prompt: PromptFacts, bounds: Bounds) -> int:
-    return capture.count_positions(prompt.tokens, bounds.max_tokens)
-
-
-def _check_memory(per_prompt: Iterable[Sequence[StoredCapture]], bounds: Bounds) -> None:
-    """Rows that come back in the response are few: the most that each prompt could give is held against the limit."""
-    limit = bounds.model.memory_limit_kib
-    for index, (captures, prompt) in enumerate(zip(per_prompt, bounds.prompts, strict=True)):
-        for capture in captures:
-            if "memory" in capture.consumers and (size := _row_bytes(capture, prompt, bounds)) > limit * 1024:
-                raise invalid(
-                    "capture.consumers",
-                    f"prompt {index} may give {size} bytes of rows: consumer 'memory' returns at most {limit} KiB per prompt "
-                    "(setting memory_limit_kib); capture fewer, or leave them to 'filesystem'",
-                )
-
-
-def _row_bytes(capture: StoredCapture, prompt: PromptFacts, bounds: Bounds) -> int:
-    """The most that the rows of one prompt can take."""
-    item = ITEM_BYTES[bounds.model.dtype if capture.dtype == "model" else capture.dtype]
-    return _positions_of(capture, prompt, bounds) * (capture.num_sites * bounds.model.hidden_size * item + bounds.model.pp * POSITION_BYTES)
+        total += size
+    if total > max(limit, MEMORY_JOB_BYTES):
+        raise invalid(
+            "capture.consumers",
+            f"the job's {len(captures)} prompts may give {total} bytes of rows: consumer 'memory' returns at most "
+            f"{max(limit, MEMORY_JOB_BYTES) >> 20} MiB per job; send fewer prompts in one job, or leave the rows to 'filesystem'",
+        )

@@ -3,7 +3,6 @@
 Which fields an op takes is a table in `schemas.specs`; what must hold of a field is a row in `RULES`, as in `rules.py`.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, get_args
@@ -69,8 +68,8 @@ def _norm_match(spec: SteeringSpec, bounds: Bounds) -> None:
     if spec.norm_match and hook not in STREAM_HOOKS:
         streams = ", ".join(name for name in get_args(Hook) if name in STREAM_HOOKS)
         raise ValueError(
-            f"measures the residual stream, and {hook} is a branch beside it, whose length says nothing of the stream's: steer at {streams}, "
-            "or leave norm_match out"
+            f"measures the residual stream, and {hook} is a branch beside it, whose length says nothing of the stream's: "
+            f"steer at {streams}, or leave norm_match out"
         )
 
 
@@ -195,10 +194,11 @@ def resolve_steering(specs: Sequence[SteeringSpec], bounds: Bounds) -> tuple[lis
                 rank=spec.bias.shape[0] if spec.bias is not None else 0,
             )
             entries.append(stored)
-    # What a request takes depends on which of its entries share their positions: mostly the same of all prompts.
-    patterns = {_sharing(entries): entries for entries in per_prompt}
-    for entries in patterns.values():
-        _check_rows(entries, bounds)
+    checked: set[tuple[int, ...]] = set()
+    for index, entries in enumerate(per_prompt):
+        if (sharing := _sharing(entries)) not in checked:
+            checked.add(sharing)
+            _check_rows(entries, index, bounds)
     return per_prompt, blobs
 
 
@@ -210,24 +210,26 @@ def _keep(tensor: Tensor, blobs: dict[str, bytes]) -> str:
 
 
 def _sharing(entries: list[StoredSteering]) -> tuple[int, ...]:
-    """For each entry the first that has its positions."""
+    """For each entry the first that has its positions. Prompts of which this is the same take the same rows."""
     first: dict[object, int] = {}
     return tuple(first.setdefault(hashable(entry.positions), number) for number, entry in enumerate(entries))
 
 
-def _check_rows(entries: list[StoredSteering], bounds: Bounds) -> None:
-    """What one request asks for must fit the worker's tables; that several do not fit at once only makes them wait."""
+def _check_rows(entries: list[StoredSteering], index: int, bounds: Bounds) -> None:
+    """What prompt `index` asks for must fit the worker's tables; that several do not fit at once only makes them wait."""
     rows = steering_rows(entries)
     if len(rows) > MAX_STEERING_ROWS:
         raise invalid(
             "steering",
-            f"takes {len(rows)} rows of the steering table: at most {MAX_STEERING_ROWS} in one request. Entries with equal positions share "
-            "one; a second lowrank, ablate, clamp or add with norm_match at the same site and positions takes another, as does a replace "
-            "whose row was replaced at other positions in between",
+            f"needs {len(rows)} rows of the steering table for prompt {index}: one for each set of positions, and one more where an op "
+            "that cannot be joined with another of its kind is at the same site again",
+            allowed=f"at most {MAX_STEERING_ROWS} in one request: give entries the same positions, write those that replace rows at the "
+            "same positions behind one another, or make one lowrank of several directions",
         )
     for needed, there, setting in (
         (len(rows), bounds.model.steering_rows, "steering_rows"),
         (sum(row.num_vectors for row in rows), bounds.model.steering_entries, "steering_entries"),
     ):
         if there and needed > there:
-            raise invalid("steering", f"takes {needed} {setting.replace('_', ' ')}, the worker has {there} (setting {setting})")
+            words = f"needs {needed} {setting.replace('_', ' ')} for prompt {index}, the worker has {there} (setting {setting})"
+            raise invalid("steering", words, allowed="fewer layers, entries or ranks")

@@ -1,4 +1,9 @@
-"""Which jobs have captures on disk, and who may delete them? The ledger's side of `retention`."""
+"""Which jobs have captures on disk, and who may delete them? The ledger's side of `retention`.
+
+A job may be over while its captures are still being written: the first error ends it, a cancel does, and a worker that was given up
+may wake. So a deleted job stays in `ms:deleting`, and its mark on the disk, until a grace has passed, and its removal is
+repeated until then. A receipt that names files of it later than that puts it there again (`settle.lua`).
+"""
 
 import asyncio
 import logging
@@ -19,9 +24,11 @@ entries = list[CaptureEntry]
 
 #: Entries read at once while a filtered page is filled, and the most that are read for one page.
 PAGE_CHUNK, PAGE_SCAN = 100, 5000
-#: Captures that one sweep deletes for their age at most; and how long, in seconds, before it looks again at files in use.
+#: Captures that one sweep deletes for their age at most; and how long, in seconds, before it looks again at those deleted before.
 SWEEP_LIMIT = 200
 SWEEP_AGAIN_S = 30.0
+#: The grace of a deletion: this many leases, and the time that receipts are waited for.
+GRACE_LEASES = 4
 
 
 class Captures:
@@ -30,8 +37,9 @@ class Captures:
     def __init__(self, ledger: Ledger) -> None:
         self._redis: Any = ledger.redis
         self._settings: Settings = ledger.settings
-        self._forget = scripts.Scripts(ledger.redis).forget_captures
-        self._again = 0.0  # when files in use are looked at again
+        self._scripts = scripts.Scripts(ledger.redis)
+        self._grace = ledger.settings.capture_timeout_s + GRACE_LEASES * ledger.settings.lease_s
+        self._again = 0.0  # when those deleted before are looked at again
 
     @property
     def root(self) -> Path:
@@ -98,43 +106,60 @@ class Captures:
             raise MidstreamError(
                 "conflict", f"job {job_id} is not over: its captures are still being written", allowed=f"POST /v1/jobs/{job_id}/cancel"
             )
+        at = now()
         try:
-            await self._remove([job_id])
+            await self._remove({job_id: at}, at)
         except OSError as error:
             raise MidstreamError("internal", f"the captures of job {job_id} are deleted, but not yet from the disk: {error}") from error
 
     async def sweep(self, at: float | None = None) -> list_of_text:
-        """Delete what is older than `capture_ttl_s`, and go on with what could not be removed. Returns the ids of expired jobs.
+        """Delete what ended more than `capture_ttl_s` ago, and go on with what was deleted. Returns the ids of expired jobs.
 
         Several may do this at once. Raises MidstreamError("unavailable") when Redis is away, OSError.
         """
         at = now() if at is None else at
         expired = await self._expire(at) if self._settings.capture_ttl_s else []
-        if expired or at >= self._again:
+        if at >= self._again:
             self._again = at + SWEEP_AGAIN_S
-            await self._remove(await self._pending())
+            await self._remove(await self._pending(at), at)
+        else:
+            await self._remove(dict.fromkeys(expired, at), at)
         return expired
 
     @reachable
     async def _expire(self, at: float) -> list_of_text:
         before = at - self._settings.capture_ttl_s
-        old = await self._redis.zrangebyscore("ms:captures", "-inf", before, start=0, num=SWEEP_LIMIT)
+        old = await self._redis.zrangebyscore("ms:captured", "-inf", before, start=0, num=SWEEP_LIMIT)
         return [name.decode() for name in old if await self._forgotten(name.decode()) == "forgotten"]
 
     @reachable
-    async def _pending(self) -> list_of_text:
-        told = await self._redis.smembers("ms:deleting")
-        return sorted({name.decode() for name in told} | set(await asyncio.to_thread(retention.unfinished, self.root)))
+    async def _pending(self, at: float) -> dict[str, float]:
+        """The jobs that are being deleted, and since when."""
+        told = {name.decode(): since for name, since in await self._redis.zrange("ms:deleting", 0, -1, withscores=True)}
+        # After the ledger's list: who ends a deletion takes the mark away first. What only the disk knows, the ledger has lost.
+        lost = {job: at for job in await asyncio.to_thread(retention.unfinished, self.root) if job not in told}
+        if lost:
+            await self._redis.zadd("ms:deleting", lost, nx=True)
+        return told | lost
 
     async def _forgotten(self, job_id: str) -> str:
-        return str((await self._forget(args=[*scripts.context(self._settings), job_id])).decode())
+        return str((await self._scripts.forget_captures(args=[*scripts.context(self._settings), job_id])).decode())
 
     @reachable
-    async def _remove(self, jobs: list_of_text) -> None:
+    async def _remove(self, jobs: dict[str, float], at: float) -> None:
+        """`jobs`: those deleted, and since when. Raises OSError after it has done what could be done."""
         if not jobs:
             return
-        done = await asyncio.to_thread(retention.delete, self.root, jobs)
-        if done:
-            await self._redis.srem("ms:deleting", *done)
+        ending = {job: since for job, since in jobs.items() if since + self._grace <= at}
+        failure = None
+        try:
+            done = await asyncio.to_thread(retention.delete, self.root, list(jobs), jobs.keys() - ending.keys())
+        except retention.RemovalError as error:
+            done, failure = error.done, error
+        if ended := [job for job in done if job in ending]:
+            flat = [part for job in ended for part in (job, repr(ending[job]))]
+            await self._scripts.removed_captures(args=[*scripts.context(self._settings), *flat])
+        if failure is not None:
+            raise failure
         if len(done) < len(jobs):
             log.info("captures of %d jobs are being read: they are removed later", len(jobs) - len(done))

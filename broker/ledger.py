@@ -143,6 +143,11 @@ class Ledger:
         return job_id, outcome == "created"
 
     @reachable
+    async def knows_key(self, key: str) -> bool:
+        """Whether a job was accepted under this Idempotency-Key, so that another submission under it accepts none."""
+        return bool(await self.redis.exists(f"ms:idem:{key}"))
+
+    @reachable
     async def request_cancel(self, job_id: str) -> JobView:
         """Queued: aborted at once. Running: `cancelling`, until the worker says that it has stopped.
 

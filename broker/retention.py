@@ -1,24 +1,29 @@
 """How much do captures take, and how are they removed so that a reader gets all that a job has or is told that it is gone?
 
-Deleting a job's captures: the ledger is told first (`Ledger.forget_captures`); then `.deleted/<job>` appears in the capture root,
-which is the moment that readers of files go by; then the job's folders are moved there and removed, and its blobs in
-segments become holes. A reader has locked the segments that it reads; those are emptied in a later sweep.
+Deleting a job's captures: the ledger is told first (`forget_captures`); then `.deleted/<job>`, the mark, appears in the capture
+root, which is the moment that readers of files go by; then the job's folders are moved there and removed, and its blobs in
+segments become holes. A reader has locked the segments that it reads; those are emptied in a later sweep. The mark stays, and
+all of this is repeated, for as long as somebody may still be writing for the job: see `captures`. Several may delete at once.
 """
 
 import ctypes
 import errno
 import fcntl
+import logging
 import os
+import secrets
 import shutil
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ..schemas.blobs import read_entries
-from ..schemas.captures import DELETED, SEGMENTS
+from ..schemas.blobs import DamagedBlob, read_entries
+from ..schemas.captures import DELETED, SEGMENTS, BlobEntry
 from ..schemas.errors import MidstreamError
+
+log = logging.getLogger(__name__)
 
 #: The space taken is measured again after this many seconds, or sooner when it seems used up; and not all the time in a large tree.
 MEASURE_S, MEASURE_FULL_S = 30.0, 1.0
@@ -28,6 +33,7 @@ _ALIGNMENT = 4096  # of blobs in a segment
 _FALLOC_KEEP_SIZE, _FALLOC_PUNCH_HOLE = 1, 2  # fallocate(2)
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_told: set[Path] = set()  # segments whose damage was logged
 
 
 def used_bytes(root: Path) -> int:
@@ -40,10 +46,17 @@ def used_bytes(root: Path) -> int:
                     if entry.is_dir(follow_symlinks=False):
                         folders.append(Path(entry.path))
                     else:
-                        total += entry.stat(follow_symlinks=False).st_blocks * _BLOCK
+                        total += _blocks(entry) * _BLOCK
         except FileNotFoundError:
             continue
     return total
+
+
+def _blocks(entry: os.DirEntry[str]) -> int:
+    try:
+        return entry.stat(follow_symlinks=False).st_blocks
+    except FileNotFoundError:
+        return 0
 
 
 class Usage:
@@ -58,16 +71,19 @@ class Usage:
         self._due = 0.0
         self._due_if_full = 0.0
 
-    def take(self, sizes: Iterable[int]) -> None:
-        """These bytes are about to be written. Raises MidstreamError("quota_exceeded") when there is no room for them."""
+    def take(self, sizes: Iterable[int], spare: int = 0) -> None:
+        """These bytes are about to be written, and `spare` more are to stay free.
+
+        Raises MidstreamError("quota_exceeded") when there is no room for them.
+        """
         if not self._quota:
             return
         with self._lock:
             wanted = sum(sizes)
             self._measure(self._due)
-            if self._used + wanted > self._quota:
+            if self._used + wanted + spare > self._quota:
                 self._measure(self._due_if_full)
-            if self._used + wanted > self._quota:
+            if self._used + wanted + spare > self._quota:
                 raise MidstreamError(
                     "quota_exceeded",
                     f"captures take {self._used >> 20} MiB of the {self._quota >> 20} MiB that they may (capture_quota_mib)",
@@ -89,54 +105,101 @@ def gone(job: str) -> MidstreamError:
     return MidstreamError("gone", f"the captures of job {job} were deleted")
 
 
+class RemovalError(OSError):
+    """Something could not be removed, everything else was. `done`: the jobs of which nothing is left."""
+
+    def __init__(self, message: str, done: list[str]) -> None:
+        super().__init__(message)
+        self.done = done
+
+
 def unfinished(root: Path) -> list[str]:
-    """The jobs whose captures are being deleted, or were when that was interrupted."""
+    """The jobs that are marked: their captures are being deleted, or were when that was interrupted."""
     folder = root / DELETED
     return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
 
-def delete(root: Path, jobs: Collection[str]) -> list[str]:
+def delete(root: Path, jobs: Collection[str], keep: Collection[str] = ()) -> list[str]:
     """Remove everything that `jobs` captured under `root`; may be repeated. Returns the jobs of which nothing is left.
 
-    Of the others something is being read: call again later. Raises OSError.
+    Of the others something is being read: call again later. The jobs in `keep` stay marked: what may yet be written for them
+    is shown to nobody. Raises RemovalError after it has done what could be done; OSError when that is nothing.
     """
-    if not jobs or not root.is_dir():
-        return list(jobs)
+    if not jobs:
+        return []
+    if not root.is_dir():
+        raise RemovalError(f"there is no {root} here, so nothing was removed: that is done where the files are", [])
+    failed: dict[str, OSError] = {}
     for job in jobs:
-        trash = root / DELETED / job
-        trash.mkdir(parents=True, exist_ok=True)
+        with _noted(failed, [job]):
+            _mark(root / DELETED / job)
+    marked = [job for job in jobs if job not in failed]
     tags = [path for path in root.iterdir() if path.is_dir() and path.name != DELETED]
-    for tag in tags:
-        for job in jobs:
-            _move_away(tag / job, root / DELETED / job)
+    for job in marked:
+        with _noted(failed, [job]):
+            for tag in tags:
+                _move_away(tag / job, root / DELETED / job)
     busy: set[str] = set()
     for tag in tags:
         for index in sorted((tag / SEGMENTS).glob("*.jsonl")):
-            busy |= _empty(index, frozenset(jobs))
-    done = [job for job in jobs if job not in busy]
-    for job in done:
-        shutil.rmtree(root / DELETED / job)
+            with _noted(failed, marked):
+                busy |= _empty(index, frozenset(marked))
+    for job in marked:
+        with _noted(failed, [job]):
+            _clear(root / DELETED / job, unmark=job not in failed and job not in busy and job not in keep)
+    done = [job for job in jobs if job not in failed and job not in busy]
+    if failed:
+        job, first = next(iter(failed.items()))
+        raise RemovalError(f"{len(failed)} of {len(jobs)} jobs, {job} the first: {first}", done)
     return done
 
 
+@contextmanager
+def _noted(failed: dict[str, OSError], jobs: Iterable[str]) -> Iterator[None]:
+    """An error concerns `jobs` alone: the others are gone on with."""
+    try:
+        yield
+    except OSError as error:
+        for job in jobs:
+            failed.setdefault(job, error)
+
+
+def _mark(trash: Path) -> None:
+    trash.parent.mkdir(exist_ok=True)
+    with suppress(FileExistsError):  # marked before, or by another process just now
+        trash.mkdir()
+
+
 def _move_away(folder: Path, trash: Path) -> None:
-    number = 0
     while folder.is_dir():
         try:
-            os.rename(folder, trash / f"{folder.parent.name}.{number}")
-        except FileNotFoundError:  # another process deletes it as well
+            os.rename(folder, trash / f"{folder.parent.name}.{secrets.token_hex(8)}")
+        except FileNotFoundError:  # another process has moved it, or it was done with the job and has taken the mark away
+            _mark(trash)
+
+
+def _clear(trash: Path, unmark: bool) -> None:
+    """Remove what was moved there; others may be doing that as well, or still be moving something there."""
+    while True:
+        try:
+            for path in trash.iterdir():
+                shutil.rmtree(path)
+            if unmark:
+                trash.rmdir()
             return
+        except FileNotFoundError:
+            if not trash.is_dir():
+                return
         except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            if error.errno != errno.ENOTEMPTY:
                 raise
-            number += 1  # what an interrupted deletion moved there
 
 
 def _empty(index: Path, jobs: frozenset[str]) -> set[str]:
     """Make holes of the jobs' blobs in a segment, and remove it when nothing is left in it. Returns the jobs still there."""
     segment = index.with_suffix(".seg")
     try:
-        entries = list(read_entries(index, jobs))
+        entries = _entries(index, jobs)
         if entries:
             with _locked(segment) as descriptor:
                 if descriptor is None:
@@ -154,14 +217,38 @@ def _empty(index: Path, jobs: frozenset[str]) -> set[str]:
     return set()
 
 
+def _entries(index: Path, jobs: frozenset[str]) -> list[BlobEntry]:
+    """Of the jobs. A line that is damaged hides what follows it from those that it names, and from nobody else."""
+    found = []
+    try:
+        for entry in read_entries(index, jobs):
+            found.append(entry)
+    except DamagedBlob as error:
+        if len(jobs) > 1:
+            return [entry for job in jobs for entry in _entries(index, frozenset([job]))]
+        _tell_damage(index, error)
+    return found
+
+
 def _is_dead(index: Path, segment: int) -> bool:
-    """Whether a segment had blobs and all of them were deleted."""
+    """Whether a segment had blobs and all of them were deleted. One with a damaged line is left alone."""
     empty = True
-    for entry in read_entries(index):
-        empty = False
-        if os.pread(segment, 8, entry.offset) != bytes(8):
-            return False
+    try:
+        for entry in read_entries(index):
+            empty = False
+            if os.pread(segment, 8, entry.offset) != bytes(8):
+                return False
+    except DamagedBlob as error:
+        _tell_damage(index, error)
+        return False
     return not empty
+
+
+def _tell_damage(index: Path, error: DamagedBlob) -> None:
+    """Once per process: the same segment is looked at in every deletion."""
+    if index not in _told:
+        _told.add(index)
+        log.error("%s is damaged, what it does not name is left on the disk: %s", index, error)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ BLOB_TTL_FACTOR = 3
 
 NAMES = (
     "submit", "claim", "store", "fail", "cancel", "cancelled", "release", "release_boots", "renew", "emit",
-    "settle", "lost", "sweep", "look_again", "forget_captures",
+    "settle", "lost", "sweep", "look_again", "forget_captures", "removed_captures",
 )  # fmt: skip
 
 #: The hash field that gets the time at which a state was entered.

@@ -5,7 +5,7 @@ are committed in one script, so a crash in between leaves the mark where the rec
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -18,7 +18,8 @@ from . import scripts
 log = logging.getLogger(__name__)
 
 #: Receipts in one script call: enough to make the round trip cheap, few enough to hold Redis for a few milliseconds only.
-BATCH = 256
+#: So do their bytes: rows that come back in the response are a large receipt, everything else in one is small.
+BATCH, BATCH_BYTES = 256, 8 << 20
 
 
 @dataclass
@@ -64,15 +65,15 @@ class Settler:
         if not ordered:
             return self.mark(worker, rank, epoch)
         keys = [mark_key(worker, rank, epoch)]
-        mark = 0
-        for start in range(0, len(ordered), BATCH):
-            batch = ordered[start : start + BATCH]
+        mark = taken = 0
+        for batch in _batches(ordered):
+            taken += len(batch)
             reply = cast(list[int], self._scripts.settle(keys=keys, args=scripts.settle(self._settings, batch)))
             mark, beyond = reply[0], reply[5]
             self._count(reply)
             if beyond:
                 log.warning("receipts of worker %s rank %d epoch %s: gap after %d", worker, rank, epoch, mark)
-                self.counts.beyond_gap += len(ordered) - start - len(batch)
+                self.counts.beyond_gap += len(ordered) - taken
                 break
         return mark
 
@@ -97,3 +98,18 @@ class Settler:
         self.counts.stale += stale
         self.counts.unknown += unknown
         self.counts.beyond_gap += beyond
+
+
+def _batches(receipts: Iterable[tuple[int, Receipt]]) -> Iterator[list[tuple[int, Receipt]]]:
+    """In order, each of at most `BATCH` receipts and `BATCH_BYTES`, or one that is larger by itself."""
+    batch: list[tuple[int, Receipt]] = []
+    size = 0
+    for numbered in receipts:
+        more = sum(len(made.rows) for made in numbered[1].consumed)
+        if batch and (len(batch) == BATCH or size + more > BATCH_BYTES):
+            yield batch
+            batch, size = [], 0
+        batch.append(numbered)
+        size += more
+    if batch:
+        yield batch

@@ -35,6 +35,7 @@ class Place:
     offset: int = 0
     bytes: int | None = None  # null: up to the file's end
     crc32: int | None = None  # as somebody promised; null: the file beside says it
+    if_there: bool = False  # leave it out when it was deleted: nobody said whose blob it is
 
 
 class _Promise(msgspec.Struct):
@@ -57,6 +58,9 @@ class Blob:
             raise gone(place.path) from error
         except DamagedBlob as error:
             raise MidstreamError("capture_failed", f"{place.path}: {error}") from error
+        if self.header.end != len(data):
+            more = f"{len(data)} bytes, of which its first blob has {self.header.end}"
+            raise MidstreamError("capture_failed", f"{place.path} is not a whole blob: it has {more}")
 
     def raw(self, name: str) -> np.ndarray:
         """The tensor as it lies in the file, read-only and not copied; bfloat16 as uint16."""
@@ -100,13 +104,33 @@ def find(source: Path, job: str | None, tag: str | None) -> list[Place]:
     Raises MidstreamError for a manifest that cannot be read.
     """
     if source.is_file():
-        return [Place(source)]
+        return expand([Place(source)], job)
     if job is None:  # a job's folder, which there is not if everything is in segments; or one with downloaded files
         return _loose(source) + list(_in_segments(source.parent, source.name))
     folders = [source, *(path for path in _listed(source) if path.is_dir() and path.name != DELETED)]
     if tag is not None:
         folders = [source / tag, *(folder for folder in folders if folder.name == tag)]
     return [place for folder in dict.fromkeys(folders) for place in (*_loose(folder / job), *_in_segments(folder, job))]
+
+
+def expand(places: Iterable[Place], job: str | None) -> list[Place]:
+    """`places`, and instead of whole segments the blobs in them: those of `job`, or those that were not deleted.
+
+    Raises MidstreamError for a segment whose manifest is missing or cannot be read.
+    """
+    found: list[Place] = []
+    for place in places:
+        if place.path.suffix != ".seg" or place.bytes is not None:
+            found.append(place)
+            continue
+        index = place.path.with_suffix(".jsonl")
+        try:
+            found += _of_segment(index, job)
+        except FileNotFoundError as error:
+            if not place.path.exists():
+                raise gone(place.path) from error
+            raise MidstreamError("capture_failed", f"{index} is missing: without it nobody knows whose blobs {place.path} holds") from error
+    return list(dict.fromkeys(found))
 
 
 def _listed(folder: Path) -> list[Path]:
@@ -125,18 +149,24 @@ def _in_segments(tag: Path, job: str) -> Iterator[Place]:
         if index.suffix != ".jsonl":
             continue
         try:
-            entries: list[BlobEntry] = list(read_entries(index, {job}))
+            yield from _of_segment(index, job)
         except FileNotFoundError:  # removed since it was listed, so nothing of this job is left in it
             continue
-        except DamagedBlob as error:
-            raise MidstreamError("capture_failed", f"{index}: {error}") from error
-        yield from (Place(index.with_name(entry.file), entry.offset, entry.bytes, entry.crc32) for entry in entries)
+
+
+def _of_segment(index: Path, job: str | None) -> list[Place]:
+    try:
+        entries: list[BlobEntry] = list(read_entries(index, None if job is None else {job}))
+    except DamagedBlob as error:
+        raise MidstreamError("capture_failed", f"{index}: {error}") from error
+    return [Place(index.with_name(entry.file), entry.offset, entry.bytes, entry.crc32, if_there=job is None) for entry in entries]
 
 
 def open_blobs(places: Iterable[Place]) -> list[Blob]:
     """All of them, or MidstreamError("gone") when one was deleted before it could be opened, ("capture_failed") for a damaged one."""
     maps: dict[Path, memoryview] = {}
     blobs: list[Blob] = []
+    deleted: Path | None = None
     try:
         for place in places:
             if place.path not in maps:
@@ -144,7 +174,14 @@ def open_blobs(places: Iterable[Place]) -> list[Blob]:
             end = len(maps[place.path]) if place.bytes is None else place.offset + place.bytes
             if end > len(maps[place.path]):
                 raise MidstreamError("capture_failed", f"{place.path} is cut short: {len(maps[place.path])} bytes of {end}")
-            blobs.append(Blob(place, maps[place.path][place.offset : end]))
+            try:
+                blobs.append(Blob(place, maps[place.path][place.offset : end]))
+            except MidstreamError as error:
+                if error.kind != "gone" or not place.if_there:
+                    raise
+                deleted = place.path
+        if deleted is not None and not blobs:
+            raise gone(deleted)
         for job, root in {(blob.header.manifest.job, root) for blob in blobs if (root := _root_of(blob.place.path))}:
             if (root / DELETED / job).exists():
                 raise gone(f"what job {job} captured")
@@ -193,5 +230,6 @@ def _map(descriptor: int, size: int, path: Path) -> memoryview:
         code = ctypes.get_errno()
         raise MidstreamError("capture_failed", f"{path} cannot be mapped ({os.strerror(code)}): read fewer requests at once")
     buffer = (ctypes.c_ubyte * size).from_address(address)
-    weakref.finalize(buffer, libc.munmap, address, size)  # views refer to the buffer
+    release = weakref.finalize(buffer, libc.munmap, address, size)  # views refer to the buffer
+    release.atexit = False  # the end of the program is not the end of the views: the system unmaps when nothing runs any more
     return memoryview(buffer).cast("B").toreadonly()

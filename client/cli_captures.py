@@ -5,6 +5,7 @@ from typing import Annotated
 
 import numpy as np
 import typer
+from rich.markup import escape
 
 from ..schemas.base import to_json
 from ..schemas.errors import MidstreamError
@@ -16,6 +17,7 @@ from .reader import CaptureReader
 Source = Annotated[str, typer.Argument(metavar="JOB|FOLDER", help="A job's id, or a folder or file of captures.")]
 Job = Annotated[str | None, typer.Option(help="Where a folder holds several jobs' captures: which one.")]
 Tag = Annotated[str | None, typer.Option(help="Of several captures of a job; if left out, the job's own.")]
+Partial = Annotated[bool, typer.Option("--partial", help="Also if some of it is missing: what is there.")]
 
 capture_app = typer.Typer(no_args_is_help=True, help="Look at captured activations, export and delete them.")
 
@@ -32,11 +34,14 @@ def capture_show(
     hook: Annotated[str | None, typer.Option(help="... at this hook point.")] = None,
     job: Job = None,
     tag: Tag = None,
+    partial: Partial = False,
     url: Url = None,
 ) -> None:
     """What was captured: requests, layers, positions, shapes, norms."""
-    reader = open_capture(source, url, job, tag)
+    reader = open_capture(source, url, job, tag, partial)
     out.print(show.capture(reader))
+    for gap in reader.gaps():
+        out.print(f"[yellow]missing:[/] {escape(gap.detail)}", soft_wrap=True)
     if values is not None:
         first = reader.requests()[0]
         array = reader.array(values, hook, first)
@@ -49,8 +54,8 @@ def capture_show(
 
 @capture_app.command("verify")
 def capture_verify(source: Source, job: Job = None, tag: Tag = None, url: Url = None) -> None:
-    """Recompute every CRC32, and see that no stage, site or position is missing; the exit code says whether all is right."""
-    found = open_capture(source, url, job, tag).verify()
+    """Recompute every CRC32, and see that no request, stage, site or position is missing; the exit code says whether all is right."""
+    found = open_capture(source, url, job, tag, partial=True).verify()
     out.print(show.checks(found))
     wrong = [check for check in found if not check.ok]
     if wrong:
@@ -61,11 +66,12 @@ def capture_verify(source: Source, job: Job = None, tag: Tag = None, url: Url = 
 def capture_save(
     job_id: JobId,
     folder: Annotated[Path, typer.Argument(help="Where to put the files.")],
+    partial: Partial = False,
     url: Url = None,
 ) -> None:
     """Download a job's capture files, checked on arrival."""
     with connect(url) as client:
-        reader = client.capture(job_id, folder)
+        reader = client.capture(job_id, folder, partial=partial)
     out.print(f"{len(reader.files)} files in {folder}", markup=False, soft_wrap=True)
 
 
@@ -78,10 +84,11 @@ def capture_export(
     request: Annotated[list[int] | None, typer.Option(help="Only this prompt's rows; repeat as needed.")] = None,
     job: Job = None,
     tag: Tag = None,
+    partial: Partial = False,
     url: Url = None,
 ) -> None:
     """Write chosen rows into one file for other programs."""
-    reader = open_capture(source, url, job, tag)
+    reader = open_capture(source, url, job, tag, partial)
     names = export(reader, target, hooks=hook or (), layers=layers, requests=request or ())
     out.print(f"{len(names)} arrays, {show.size(target.stat().st_size)}: {target}", markup=False, soft_wrap=True)
 
@@ -116,12 +123,12 @@ def capture_delete(
             out.print(f"{job_id} deleted", markup=False)
 
 
-def open_capture(source: str, url: str | None, job: str | None = None, tag: str | None = None) -> CaptureReader:
+def open_capture(source: str, url: str | None, job: str | None = None, tag: str | None = None, partial: bool = False) -> CaptureReader:
     """A folder or file of captures when there is one of that name, else a job's captures through the API."""
     path = Path(source)
     if path.exists() or (path.parent / "segments").is_dir():  # a job that lies in segments alone has no folder
-        return CaptureReader(path, job, tag=tag)
+        return CaptureReader(path, job, tag=tag, partial=partial)
     if "/" in source:
         raise MidstreamError("not_found", f"there is no folder {source}")
     with connect(url) as client:
-        return client.capture(source, tag=tag)
+        return client.capture(source, tag=tag, partial=partial)

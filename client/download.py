@@ -11,25 +11,40 @@ from pathlib import Path
 
 from ..schemas.errors import MidstreamError
 from .blobs import Place
+from .reader import CaptureReader
 from .wire import Manifest, ManifestFile
 
 #: `<tag>.p<request>.pp<stage>.safetensors`, before the suffix `.<hook>.<layer>` where each tensor has a file of its own.
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*\.p\d+\.pp\d+(\.[a-z_]+\.\d+)?\.safetensors")
 
 
-def in_place(manifest: Manifest, job_id: str) -> list[Place]:
-    """The blobs under the server's capture root if they are on this machine, whole; else nothing.
+#: Status of a capture that is not all there → the kind of error that says so. (`partial` is whole but for what its detail names.)
+_REFUSED = {"pending": "conflict", "error": "capture_failed", "timed_out": "receipts_timed_out"}
 
-    Raises MidstreamError when the job has no files, saying why.
-    """
+
+def check(manifest: Manifest, job_id: str, partial: bool) -> None:
+    """Raises MidstreamError when the job has no files, or not all that it should have and `partial` is not wanted; saying why."""
+    because = f" ({manifest.detail})" if manifest.detail else ""
     if not manifest.files:
-        raise MidstreamError("not_found", f"job {job_id} has no capture files: status {manifest.status}{_because(manifest.detail)}")
+        raise MidstreamError("not_found", f"job {job_id} has no capture files: status {manifest.status}{because}")
+    if not partial and (kind := _REFUSED.get(manifest.status)):
+        detail = f"the capture of job {job_id} is not whole: status {manifest.status}{because}"
+        raise MidstreamError(kind, detail, allowed="partial=True reads what is there")
+
+
+def in_place(manifest: Manifest, job_id: str) -> list[Place]:
+    """The blobs under the server's capture root if they are on this machine, whole; else nothing."""
     if manifest.root is None:
         return []
     places = [Place(Path(manifest.root) / file.path, file.offset, file.bytes, file.crc32) for file in manifest.files]
     sizes = {path: path.stat().st_size for path in {place.path for place in places} if path.is_file()}
     here = all(sizes.get(place.path, 0) >= file.offset + file.bytes for place, file in zip(places, manifest.files, strict=True))
     return places if here else []
+
+
+def reader(manifest: Manifest, job_id: str, files: Iterable[Path | Place], tag: str | None, partial: bool) -> CaptureReader:
+    """Of `files`, which are all that the manifest names, here or in place."""
+    return CaptureReader.of_job(files, job_id, status=manifest.status, detail=manifest.detail, tag=tag, partial=partial)
 
 
 def target_folder(folder: Path | str | None) -> Path:
@@ -64,7 +79,3 @@ def save(folder: Path, job_id: str, file: ManifestFile, chunks: Iterable[bytes])
     path.with_suffix(".json").write_text(json.dumps({"job": job_id, "file": file.name, "bytes": size, "crc32": crc}))
     partial.rename(path)
     return path
-
-
-def _because(detail: str) -> str:
-    return f" ({detail})" if detail else ""

@@ -196,16 +196,19 @@ class Client:
         body = wire.openai_body({"model": model, "messages": list(messages), **openai}, steering, capture, capture_wait)
         return self._held("/v1/chat/completions", body)
 
-    def capture(self, job_id: str, folder: Path | str | None = None, tag: str | None = None) -> CaptureReader:
+    def capture(self, job_id: str, folder: Path | str | None = None, tag: str | None = None, *, partial: bool = False) -> CaptureReader:
         """The captured rows of a job: read in place on the server's machine, else downloaded and checked.
 
         `folder`: where to keep a download; by default a folder that is gone when the program ends. `tag`: by default that of
-        the job's own capture; what the operator captures of every request has another.
+        the job's own capture; what the operator captures of every request has another. `partial`: whatever is there of a
+        capture that is `pending`, `error` or `timed_out`, which otherwise raises `conflict`, `capture_failed` or `receipts_timed_out`.
+        The reader's `status` and `detail` say what the server says; `gaps()` what is missing.
         """
         manifest = wire.decode(self._send(Call("GET", wire.capture_path(job_id))), wire.Manifest)
+        download.check(manifest, job_id, partial)
         found = download.in_place(manifest, job_id) if folder is None else None
         if found:
-            return CaptureReader(found, tag=tag)
+            return download.reader(manifest, job_id, found, tag, partial)
         target = download.target_folder(folder)
         paths = []
         for file in manifest.files:
@@ -214,7 +217,7 @@ class Client:
                     response.read()
                     wire.raise_problem(response)
                 paths.append(download.save(target, job_id, file, response.iter_bytes()))
-        return CaptureReader(paths, tag=tag)
+        return download.reader(manifest, job_id, paths, tag, partial)
 
     def captures(self, *, tag: str | None = None, limit: int | None = None, cursor: str | None = None) -> CapturePage:
         """One page of what lies in capture files, newest first; `next` of the page is the next `cursor`."""
@@ -368,18 +371,21 @@ class AsyncClient:
         body = wire.openai_body({"model": model, "messages": list(messages), **openai}, steering, capture, capture_wait)
         return await self._held("/v1/chat/completions", body)
 
-    async def capture(self, job_id: str, folder: Path | str | None = None, tag: str | None = None) -> CaptureReader:
+    async def capture(
+        self, job_id: str, folder: Path | str | None = None, tag: str | None = None, *, partial: bool = False
+    ) -> CaptureReader:
         manifest = wire.decode(await self._send(Call("GET", wire.capture_path(job_id))), wire.Manifest)
+        download.check(manifest, job_id, partial)
         found = download.in_place(manifest, job_id) if folder is None else None
         if found:
-            return CaptureReader(found, tag=tag)
+            return download.reader(manifest, job_id, found, tag, partial)
         target = download.target_folder(folder)
         paths = []
         for file in manifest.files:
             response = await self._send(Call("GET", wire.capture_path(job_id, "files", file.name)))
             wire.raise_problem(response)
             paths.append(await asyncio.to_thread(download.save, target, job_id, file, [response.content]))
-        return CaptureReader(paths, tag=tag)
+        return download.reader(manifest, job_id, paths, tag, partial)
 
     async def captures(self, *, tag: str | None = None, limit: int | None = None, cursor: str | None = None) -> CapturePage:
         return wire.decode(await self._send(_captures(tag, limit, cursor)), CapturePage)

@@ -9,18 +9,21 @@ import numpy as np
 
 from ..schemas.captures import Manifest
 from ..schemas.errors import MidstreamError, invalid
-from ..schemas.selectors import ALIASES, HOOKS
-from .blobs import Blob, Place, find, open_blobs
+from ..schemas.selectors import ALIASES, HOOKS, as_ranges
+from .blobs import Blob, Place, expand, find, open_blobs
 
 Source = Path | str | Iterable[Path | str | Place]
 DEFAULT_HOOK = "post_block"
+_PARTIAL = "partial=True reads what is there"
+#: Longer lists of numbers are cut.
+_SHOWN_RANGES = 16
 
 
 @dataclass(frozen=True)
 class Check:
-    """What `CaptureReader.verify` found about one blob, or about a request that is not whole."""
+    """What `CaptureReader.verify` found about one blob, or about something that is missing."""
 
-    path: Path
+    path: Path  # of the blob; where requests are missing, the job's id
     bytes: int
     crc32: int  # recomputed
     ok: bool
@@ -58,6 +61,11 @@ class _Request:
             f"of {self.manifest.stages} stages there is {stages}"
         )
 
+    @property
+    def dropped(self) -> list[int]:
+        """Positions that some stage dropped under overload."""
+        return sorted({position for blob in self.blobs for position in blob.header.manifest.dropped})
+
     @cached_property
     def positions(self) -> dict[int, int]:
         """Position → token id, ascending: those that every stage holds (under overload each may have dropped others)."""
@@ -92,22 +100,26 @@ def _tokens(blob: Blob) -> dict[int, int]:
 class CaptureReader:
     """The captured rows of one job under one tag, merged over files and pipeline stages.
 
-    `source`: the job's folder `<capture root>/<tag>/<job>`; or the tag's folder or the capture root, with `job`; or files. Of several
-    attempts at a request the last whole one counts. Everything is opened at once and stays readable, whatever is deleted
-    meanwhile, until `close` or the reader's end.
+    `source`: the job's folder `<capture root>/<tag>/<job>`; or the tag's folder or the capture root, with `job`; or files, and then
+    those are read and no more is expected. Of several attempts at a request the last whole one counts. Everything is opened at
+    once and stays readable, whatever is deleted meanwhile, until `close` or the reader's end.
 
     Raises MidstreamError: `not_found` when there is nothing, `gone` when it was deleted, `capture_failed` for damaged files, and
-    `invalid_request` when the source holds several jobs or tags and none is named. Reading a request of which a stage or
-    tensor is missing raises `capture_failed`, unless `partial`.
+    `invalid_request` when the source holds several jobs or tags and none is named. Listing the requests of a folder where some
+    are missing, and reading one of which a stage or tensor is missing, raise `capture_failed`, unless `partial`.
     """
+
+    #: What the API says of the job's capture (`ok`, `partial`, …) and why; empty for a reader that did not ask it.
+    status: str = ""
+    detail: str = ""
 
     def __init__(self, source: Source, job: str | None = None, *, tag: str | None = None, partial: bool = False):
         if isinstance(source, str | Path):
-            places = find(Path(source), job, tag)
+            places, whole = find(Path(source), job, tag), not Path(source).is_file()
         else:
-            places = [place if isinstance(place, Place) else Place(Path(place)) for place in source]
+            places, whole = expand((place if isinstance(place, Place) else Place(Path(place)) for place in source), job), False
         # A list of files has an order, and what the user asked for comes first; what lies in a folder has not.
-        self._open(open_blobs(places), job, tag, partial, first_tag=not isinstance(source, str | Path))
+        self._open(open_blobs(places), job, tag, partial, first_tag=not isinstance(source, str | Path), whole=whole)
         if not self._requests:
             what = f"of job {job} " if job else ""
             raise MidstreamError("not_found", f"there are no capture files {what}in {source}")
@@ -118,12 +130,26 @@ class CaptureReader:
         reader = cls.__new__(cls)
         parts = [blobs] if isinstance(blobs, bytes) else list(blobs)
         opened = [Blob(Place(Path(f"<bytes {number}>")), memoryview(raw)) for number, raw in enumerate(parts)]
-        reader._open(opened, None, tag, partial, first_tag=True)
+        reader._open(opened, None, tag, partial, first_tag=True, whole=False)
         if not reader._requests:
             raise MidstreamError("not_found", "no blob was given, so there is nothing to read")
         return reader
 
-    def _open(self, blobs: list[Blob], job: str | None, tag: str | None, partial: bool, first_tag: bool) -> None:
+    @classmethod
+    def of_job(
+        cls, files: Iterable[Path | Place], job: str, *, status: str, detail: str = "", tag: str | None = None, partial: bool = False
+    ) -> "CaptureReader":
+        """A reader of all the files that the API names of a job whose capture is `status`."""
+        reader = cls.__new__(cls)
+        blobs = open_blobs(file if isinstance(file, Place) else Place(file) for file in files)
+        reader._open(blobs, job, tag, partial, first_tag=True, whole=True)
+        if not reader._requests:
+            raise MidstreamError("not_found", f"job {job} has no capture files" + (f" under the tag {tag!r}" if tag else ""))
+        reader.status, reader.detail = status, detail
+        return reader
+
+    def _open(self, blobs: list[Blob], job: str | None, tag: str | None, partial: bool, first_tag: bool, whole: bool) -> None:
+        """`whole`: all that the job has should be among the blobs."""
         self._partial = partial
         if job is not None:
             blobs = [blob for blob in blobs if blob.header.manifest.job == job]
@@ -142,9 +168,13 @@ class CaptureReader:
             if manifest.tag == self.tag:
                 attempts.setdefault(manifest.request, {}).setdefault(manifest.attempt, []).append(blob)
         self._requests = {request: _last_whole(attempts[request]) for request in sorted(attempts)}
+        #: Of how many requests there should be rows; 0: nobody says.
+        self._expected = max((request.manifest.requests for request in self._requests.values()), default=0) if whole else 0
 
     def __repr__(self) -> str:
-        return f"CaptureReader(job={self.job!r}, tag={self.tag!r}, requests={len(self._requests)}, files={len(self.files)})"
+        count = f"{len(self._requests)}" + (f" of {self._expected}" if self._missing_requests() else "")
+        status = f", status={self.status!r}" if self.status not in ("", "ok") else ""
+        return f"CaptureReader(job={self.job!r}, tag={self.tag!r}, requests={count}, files={len(self.files)}{status})"
 
     def __enter__(self) -> "CaptureReader":
         return self
@@ -155,6 +185,7 @@ class CaptureReader:
     def close(self) -> None:
         """Let go of the files; views given by `raw` stay valid. The reader is empty afterwards."""
         self._requests.clear()
+        self._expected = 0
 
     @property
     def files(self) -> list[Path]:
@@ -163,6 +194,8 @@ class CaptureReader:
 
     def requests(self) -> list[int]:
         """Indices of the job's prompts that have rows."""
+        if not self._partial and (why := self._missing_requests()):
+            raise MidstreamError("capture_failed", why, allowed=_PARTIAL)
         return list(self._requests)
 
     def hooks(self, request: int = 0) -> list[str]:
@@ -185,7 +218,7 @@ class CaptureReader:
 
     def dropped(self, request: int = 0) -> list[int]:
         """Positions that were asked for and that some stage dropped under overload."""
-        return sorted({position for blob in self._of(request).blobs for position in blob.header.manifest.dropped})
+        return self._of(request).dropped
 
     def array(self, layer: int, hook: str | None = None, request: int = 0) -> np.ndarray:
         """`[positions, hidden]` float32, a copy. `hook`: by default `post_block`, or the only one that was captured.
@@ -224,19 +257,39 @@ class CaptureReader:
         return self._of(request).manifest
 
     def verify(self) -> list[Check]:
-        """Size, CRC32 and content of every blob, held against its manifests; and whether every request is whole."""
-        checks = [_check(blob) for request in self._requests.values() for blob in request.blobs]
+        """Size, CRC32 and content of every blob, held against its manifests; and `gaps`. All is right when every check is `ok`."""
+        return [_check(blob) for request in self._requests.values() for blob in request.blobs] + self.gaps()
+
+    def gaps(self) -> list[Check]:
+        """What was asked for and is not here: requests, stages, tensors, dropped positions; and what the API says of the capture."""
+        found = []
+        if self.status not in ("", "ok"):
+            found.append(Check(Path(self.job), 0, 0, ok=False, detail=_told(self.status, self.detail)))
+        if why := self._missing_requests():
+            found.append(Check(Path(self.job), 0, 0, ok=False, detail=why))
         for number, request in self._requests.items():
-            if (why := request.incomplete()) and not self._partial:
-                checks.append(Check(request.blobs[0].place.path, 0, 0, ok=False, detail=why, request=number))
-        return checks
+            path = request.blobs[0].place.path
+            if why := request.incomplete():
+                found.append(Check(path, 0, 0, ok=False, detail=why, request=number))
+            if dropped := request.dropped:
+                why = f"request {number} lacks {len(dropped)} positions, dropped under overload: {as_ranges(dropped, _SHOWN_RANGES)}"
+                found.append(Check(path, 0, 0, ok=False, detail=why, request=number))
+        return found
+
+    def _missing_requests(self) -> str:
+        """Which requests are there when some are missing; empty when none is."""
+        there = list(self._requests)
+        if len(there) >= self._expected:
+            return ""
+        ranges = as_ranges(there, _SHOWN_RANGES)
+        return f"of job {self.job} {self._expected} requests were captured, and there are files of {len(there)}: {ranges}"
 
     def _of(self, request: int) -> _Request:
         if request not in self._requests:
-            raise MidstreamError("not_found", f"request {request} has no captured rows", field="request", allowed=str(self.requests()))
+            raise MidstreamError("not_found", f"request {request} has no captured rows", field="request", allowed=str(list(self._requests)))
         found = self._requests[request]
         if not self._partial and (why := found.incomplete()):
-            raise MidstreamError("capture_failed", why, allowed="partial=True reads what is there")
+            raise MidstreamError("capture_failed", why, allowed=_PARTIAL)
         return found
 
     def _hook(self, hook: str | None, request: int) -> str:
@@ -261,6 +314,10 @@ def _last_whole(attempts: dict[int, list[Blob]]) -> _Request:
     """The last attempt that is whole; if none is, the last."""
     found = [_Request(attempts[attempt]) for attempt in sorted(attempts, reverse=True)]
     return next((request for request in found if not request.missing), found[0])
+
+
+def _told(status: str, detail: str) -> str:
+    return f"the status of the capture is {status}" + (f": {detail}" if detail else "")
 
 
 def _check(blob: Blob) -> Check:

@@ -154,7 +154,8 @@ def checks(found: Sequence[Check]) -> Table:
         verdict = "[green]right[/]" if check.ok else f"[red]wrong: {escape(check.detail)}[/]"
         segment = check.path.suffix == ".seg"  # of a long name, of which the end tells one from another
         name = f"…{check.path.name[-_SEGMENT_NAME:]} @{check.offset}" if segment else check.path.name
-        shown.add_row(name, str(check.request), size(check.bytes), f"{check.crc32:08x}", verdict)
+        numbers = (size(check.bytes), f"{check.crc32:08x}") if check.bytes else ("", "")  # none where something is missing
+        shown.add_row(name, str(check.request), *numbers, verdict)
     right = sum(check.ok for check in found)
     shown.caption = f"{right} of {len(found)} are right"
     return shown

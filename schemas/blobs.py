@@ -116,9 +116,9 @@ def read_entries(index: Path, jobs: Collection[str] | None = None) -> Iterator[B
         for line in lines:
             if not line.endswith(b"\n"):
                 return  # a crash, or a line that is being written
-            if jobs is not None and ((found := _JOB.search(line)) is None or found[1].decode() not in jobs):
+            if jobs is not None and ((found := _JOB.search(line)) is None or found[1].decode(errors="replace") not in jobs):
                 continue
             try:
                 yield msgspec.json.decode(line, type=BlobEntry)
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 raise DamagedBlob(f"{index.name} has a line that is none of ours: {error}") from error

@@ -41,6 +41,7 @@ class Manifest(msgspec.Struct):
     dropped: list[int] = []
     tag: str = ""
     all_sites: dict[str, list[int]] = {}  # hook → layers over all stages: a capture is whole when its blobs hold these
+    requests: int = 0  # how many of the job's prompts have a capture under this tag; 0: nobody says
 
 
 class BlobEntry(msgspec.Struct):

@@ -17,16 +17,19 @@ _HOOK_NAMES = (*HOOKS, *get_args(Alias))
 _POSITIONS = re.compile(r"-?[0-9]{1,9}( *, *-?[0-9]{1,9})*")
 
 
-def from_settings(settings: Settings, num_layers: int | None = None, hooks: Sequence[str] = HOOKS) -> list[CaptureSpec]:
+def from_settings(settings: Settings, num_layers: int | None = None, hooks: Sequence[str] = HOOKS, row_limit: int = 0) -> list[CaptureSpec]:
     """The captures that the settings ask for; held against the model's layers and hooks when `num_layers` is known.
 
+    `row_limit`: rows that one engine step may capture; 0: any number. What is more for a single position would never be taken.
     Raises SettingsError saying what is wrong and what would be right.
     """
     try:
         specs = parse(settings.global_capture, settings.global_capture_positions, settings.global_capture_tag)
         if num_layers is not None:
             for spec in specs:
-                resolve_sites(spec.wanted, num_layers, hooks)
+                sites = sum(map(len, resolve_sites(spec.wanted, num_layers, hooks).values()))
+                if row_limit and sites > row_limit:
+                    raise ValueError(f"it names {sites} sites: one step has room for {row_limit} rows (setting capture_buffer_mib)")
     except ValueError as error:
         raise SettingsError(f"global_capture: {error}") from error
     return specs

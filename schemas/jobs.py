@@ -1,6 +1,8 @@
 """What is a job, in which states can it be, and what does it give back?"""
 
+from collections import Counter
 from enum import StrEnum
+from functools import cached_property
 from typing import Annotated, Literal
 
 import msgspec
@@ -71,7 +73,7 @@ class StoredPrompt(Record):
     text: str | None = None
 
 
-class Job(Record):
+class Job(Record, dict=True):  # `dict`: for the cached property
     """A validated job as the ledger keeps it and the worker reads it. Never changes after acceptance."""
 
     id: str
@@ -89,6 +91,11 @@ class Job(Record):
     @property
     def wants_receipts(self) -> bool:
         return any(self.captures) or any(self.steering)
+
+    @cached_property
+    def captured(self) -> dict[str, int]:
+        """Tag → how many prompts have a capture under it. (Not all: what the operator captures may have no position in a short one.)"""
+        return dict(Counter(capture.tag for captures in self.captures for capture in captures))
 
 
 class TokenLogprob(Record):

@@ -3,7 +3,9 @@
 import re
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, Protocol, cast, get_args
+from typing import Annotated, Literal, Protocol, cast, get_args
+
+import msgspec
 
 from .base import Record
 
@@ -77,7 +79,7 @@ class Span(Record):
 
 
 #: As users write it: a name, positions and spans in any mixture, or one span.
-PositionWish = PositionName | list[int | Span] | Span
+PositionWish = PositionName | Annotated[list[int | Span], msgspec.Meta(max_length=65_536)] | Span
 
 
 def resolve_layers(selector: LayerSelector, num_layers: int) -> list[int]:
@@ -200,13 +202,6 @@ def select(selector: PositionSelector, start: int, stop: int, prompt_tokens: int
     if selector == "last_prompt":
         return range(prompt_tokens - 1, prompt_tokens) if start < prompt_tokens <= stop else range(0)
     return selector[bisect_left(selector, start) : bisect_left(selector, stop)]
-
-
-def count_positions(selector: PositionSelector, prompt_tokens: int, max_tokens: int) -> int:
-    """How many rows per layer a resolved selector may ask for, when up to `max_tokens` are generated."""
-    if isinstance(selector, str):
-        return len(select(selector, 0, prompt_tokens + max_tokens - 1, prompt_tokens))
-    return len(selector)
 
 
 def as_ranges(numbers: Iterable[int], most: int | None = None) -> str:

@@ -8,7 +8,7 @@ import msgspec
 
 from .base import Record
 from .selectors import Hook, HookName, LayerSelector, PositionSelector, PositionWish, select
-from .tensors import Tensor
+from .tensors import ITEM_BYTES, Tensor
 
 #: A tag is a folder name: one path segment, so it cannot leave the capture root.
 #: (`(?!\n)`: Python's `$` would let one line break follow.)
@@ -172,8 +172,24 @@ class StoredCapture(Record):
         return [position for position in chosen if position < prompt_tokens or (position - prompt_tokens) % self.every_n == 0]
 
     def count_positions(self, prompt_tokens: int, max_tokens: int) -> int:
-        """How many rows per site it may give, when up to `max_tokens` are generated."""
-        return len(self.select(0, prompt_tokens + max_tokens - 1, prompt_tokens))
+        """How many rows per site it may give, when up to `max_tokens` are generated. Takes no time, however many they are."""
+        chosen = select(self.positions, 0, prompt_tokens + max_tokens - 1, prompt_tokens)
+        if self.every_n == 1 or not isinstance(chosen, range):
+            return len(chosen)  # a list names prompt positions, and those are all taken
+        of_prompt = range(chosen.start, min(chosen.stop, prompt_tokens))
+        return len(of_prompt) + len(range(max(chosen.start, prompt_tokens), chosen.stop, self.every_n))
+
+
+#: Bytes of a captured position besides its rows: its number and its token id, int64 each.
+POSITION_BYTES = 16
+
+
+def memory_bytes(positions: int, sites: int, hidden_size: int, dtype: str, stages: int = 1) -> int:
+    """What one prompt's rows count against `memory_limit_kib`: rows, numbers and token ids, but not the blob's header.
+
+    `positions` `[hidden_size]` rows of `dtype` at each of `sites`; each of `stages` tells the positions anew.
+    """
+    return positions * (sites * hidden_size * ITEM_BYTES[dtype] + stages * POSITION_BYTES)
 
 
 class RankSpec(Record):
@@ -193,6 +209,7 @@ class RankSpec(Record):
     first_affected: int = -1  # lowest absolute position an intervention touches; -1: none
     by_prompt: bool = False  # where the prompt ends decides what is touched: `all_prompt`, `last_prompt`, `all_generated`
     lowest_captured: int = -1  # lowest captured prompt position; -1: none
+    requests: dict[str, int] = {}  # tag → how many of the job's prompts have a capture under it
     told_when_over: bool = False  # the worker says where the output ends (stop strings are found there, after the fact)
 
     @property

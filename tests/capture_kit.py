@@ -44,9 +44,13 @@ def finished(
     dtype: str = "bfloat16",
     consumers: Sequence[str] = ("filesystem",),
     shift: float = 0.0,
+    requests: int = 0,
     **more: Any,
 ) -> FinishedCapture:
-    """One capture. `sites`: of this stage; `all_sites`: of all. Rows are `values`, plus `shift`; each comes as two buffers."""
+    """One capture. `sites`: of this stage; `all_sites`: of all. Rows are `values`, plus `shift`; each comes as two buffers.
+
+    `requests`: how many of the job's there are said to be.
+    """
     held = sites or {"post_block": [2, 3]}
     capture = StoredCapture(
         sites=all_sites or held,  # type: ignore[arg-type]
@@ -62,7 +66,15 @@ def finished(
         return [memoryview(stored(array[:half], dtype)), memoryview(stored(array[half:], dtype))]
 
     return FinishedCapture(
-        spec=RankSpec(version="1", job=job, request=request, attempt=attempt, prompt_tokens=len(positions), captures=[capture]),
+        spec=RankSpec(
+            version="1",
+            job=job,
+            request=request,
+            attempt=attempt,
+            prompt_tokens=len(positions),
+            captures=[capture],
+            requests={tag: requests} if requests else {},
+        ),
         capture=capture,
         sites=held,
         hidden_size=HIDDEN,

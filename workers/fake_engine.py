@@ -1,8 +1,9 @@
 """What does the control plane do when no model is in the way?
 
 `FakeEngine` generates without a model: deterministic text, a settable time per token, and real receipts and real capture
-files for every rank it claims to have. Steering of every op is checked, counted and decides the text; captured rows stay as they are. For control-plane tests and benchmarks only; nothing it says is about a language
-model. Faults that `settings.fault` may name, as `name:key=value`: `engine_dies:tokens=N` (after N tokens in all),
+files for every rank it claims to have. Steering of every op is checked and counted and decides the text; captured rows stay
+as they are. For control-plane tests and benchmarks only; nothing it says is about a language model. Faults that
+`settings.fault` may name, as `name:key=value`: `engine_dies:tokens=N` (after N tokens in all),
 `hold:rank=R` (rank R refuses vectors), `generate:request=I` (that prompt of each job fails), `disagree:rank=R` (rank R
 folds another action), `start:reason=TEXT`, `slow_start:seconds=S`, `silent:rank=R` (rank R never reports).
 """

@@ -166,6 +166,7 @@ class FakeRanks:
                 attempt=finished.attempt,
                 prompt_tokens=len(finished.prompt),
                 captures=[capture],
+                requests=finished.job.captured,
             ),
             capture=capture,
             sites=sites,

@@ -123,7 +123,7 @@ class VllmEngine:
             capture_row_limit=row_limit,
             steering_rows=settings.steering_rows,
             steering_entries=settings.steering_entries,
-            global_captures=from_settings(settings, config.get_total_num_hidden_layers(), hooks),
+            global_captures=from_settings(settings, config.get_total_num_hidden_layers(), hooks, row_limit),
         )
 
     async def hold_vectors(self, job: Job, fetch: Fetch) -> None:
@@ -277,6 +277,7 @@ def rank_spec(job: Job, request: int, attempt: int) -> RankSpec | None:
         by_prompt=any(isinstance(entry.positions, str) and entry.positions != "all" for entry in steering),
         first_affected=min((lowest_position(entry.positions, prompt_tokens) for entry in steering), default=-1),
         lowest_captured=lowest if lowest < prompt_tokens else -1,
+        requests=job.captured,
         told_when_over=bool(job.sampling.stop),
     )
 

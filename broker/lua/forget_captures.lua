@@ -4,6 +4,7 @@
 local id = ARGV[FIRST]
 local capture = key('capture', id)
 if redis.call('EXISTS', capture) == 0 then
+  redis.call('ZREM', 'ms:captured', id)
   return 'unknown'
 end
 if redis.call('HEXISTS', capture, 'deleted') == 1 then
@@ -16,5 +17,6 @@ end
 redis.call('HSET', capture, 'deleted', ARGV[1])
 redis.call('EXPIRE', capture, 2 * result_ttl) -- as long as somebody may still ask
 redis.call('ZREM', 'ms:captures', id)
-redis.call('SADD', 'ms:deleting', id) -- until nothing is left on disk
+redis.call('ZREM', 'ms:captured', id)
+redis.call('ZADD', 'ms:deleting', now, id) -- until nothing is left on disk and nothing more can come
 return 'forgotten'

@@ -55,11 +55,13 @@ local function look_at(job, at)
   redis.call('ZADD', 'ms:live', at, job.id)
 end
 
--- What is listed of a job's captures, unless they were deleted.
+-- What is listed of a job's captures. False when it has none in files.
 local function note_capture(job, ...)
-  if redis.call('EXISTS', key('capture', job.id)) == 1 then
-    redis.call('HSET', key('capture', job.id), ...)
+  if redis.call('EXISTS', key('capture', job.id)) == 0 then
+    return false
   end
+  redis.call('HSET', key('capture', job.id), ...)
+  return true
 end
 
 -- The only place where a job's state changes. False, and nothing done, when the table does not allow it.
@@ -90,7 +92,9 @@ local function move(job, to, capture_status)
         status = job.partial and 'partial' or 'ok'
       end
       redis.call('HSET', hash, 'capture_status', status)
-      note_capture(job, 'status', status)
+      if note_capture(job, 'status', status) then
+        redis.call('ZADD', 'ms:captured', now, job.id) -- their age counts from here
+      end
     end
     event(job, 'done', '{"state":"' .. to .. '"}')
     redis.call('ZREM', 'ms:live', job.id)

@@ -39,6 +39,9 @@ local function receive(id, request, rank, pp, attempt, status, kind, checksum, a
     job = read(id) or false
     jobs[id] = job
   end
+  if bytes ~= '0' and redis.call('HEXISTS', key('capture', id), 'deleted') == 1 then
+    redis.call('ZADD', 'ms:deleting', now, id) -- written after it was deleted: it is to be removed again
+  end
   if status ~= 'ok' and status ~= 'partial' then
     status = 'error' -- what we do not know is not fine
   end

@@ -158,6 +158,7 @@ def run(nursery: Nursery, directory: Path, name: str, path: Path, way: Way) -> d
     """All trials of checkpoint `name`, which lies at `path`, in one way."""
     host = nursery.host(directory / f"{name} {way.name}".replace(" ", "-"), path, **options_of(way))
     try:
+        assert host.info["runner"] == way.runner
         return capture(host, host.info["hooks"])
     finally:
         host.close()

@@ -28,6 +28,7 @@ from host import NO_RELAY, Host
 from midstream.schemas.base import from_json, to_json
 from midstream.schemas.settings import Settings, to_environment
 from midstream.schemas.tensors import Tensor
+from midstream.workers.runner.process import die_with_parent
 
 
 class Birth(msgspec.Struct):
@@ -204,6 +205,7 @@ def know_models() -> None:
 
 
 def main() -> None:
+    die_with_parent()
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     import engine_process
@@ -219,6 +221,7 @@ def main() -> None:
         if pid:
             answers.write(b"%d\n" % pid)
             continue
+        die_with_parent()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         log = os.open(birth.log, os.O_WRONLY | os.O_APPEND)
         os.dup2(log, 1)

@@ -33,11 +33,10 @@ class Edit(NamedTuple):
     weight: np.ndarray | None = None
     bias: np.ndarray | None = None  # `[rank]`
 
-
     def rounded(self, dtype: torch.dtype) -> "Edit":
         """With its tensors as a model of this dtype holds them."""
         held = {name: values for name in TENSORS if (values := getattr(self, name)) is not None}
-        return self._replace(**{name: torch.from_numpy(np.asarray(values)).to(dtype).float().numpy() for name, values in held.items()})
+        return self._replace(**{name: torch.tensor(np.asarray(values)).to(dtype).float().numpy() for name, values in held.items()})
 
 
 TENSORS = ("vector", "rotation", "weight")

@@ -15,6 +15,7 @@ ALL = list(range(LAYERS))
 def check_against_reference(host: Host, reference: Reference, job, outputs) -> int:
     """Every row of the job equals the reference's; returns how many rows were compared."""
     reader, rows = host.capture(job), 0
+    assert reader.manifest().requests == len(reader.requests()) == len(job.prompts)
     for output in outputs:
         prompt = job.prompts[output.index].token_ids
         tokens = prompt + output.token_ids

@@ -6,7 +6,6 @@ v1 runner, eager, fp32; the same batch in the other ways to run is in `test_mode
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -59,7 +58,11 @@ def trials(host: Host, wanted: dict[str, list[Edit]], max_tokens: int = 4, same_
     captures = [capture_of([], "all", at, sites=sites, at=at) for at in ("before", "after")]
     jobs = {
         name: host.job(
-            prompt_of(PROMPT, seed=0 if same_prompt else number), max_tokens=max_tokens, capture=captures, steering=host.steering(*edits), logprobs=0
+            prompt_of(PROMPT, seed=0 if same_prompt else number),
+            max_tokens=max_tokens,
+            capture=captures,
+            steering=host.steering(*edits),
+            logprobs=0,
         )
         for number, (name, edits) in enumerate(wanted.items())
     }
@@ -207,7 +210,9 @@ NOTHING = {
     "ablating with a strength of 0": [FAMILIES["ablate"]._replace(strength=0.0)],
     "a lowrank with a strength of 0": [FAMILIES["lowrank"]._replace(strength=0.0)],
     "a clamp with a strength of 0": [FAMILIES["clamp"]._replace(strength=0.0)],
-    "a clamp whose range holds every component": [Edit(layer, V, op="clamp", low=-1e4, high=1e4, hook=hook) for layer in ALL for hook in HOOKS],
+    "a clamp whose range holds every component": [
+        Edit(layer, V, op="clamp", low=-1e4, high=1e4, hook=hook) for layer in ALL for hook in HOOKS
+    ],
     "a clamp from below that every component passes": [Edit(2, V, op="clamp", low=-1e4)],
     "an addition and its negative": [FAMILIES["add"], FAMILIES["add"]._replace(scale=1.5)],
 }

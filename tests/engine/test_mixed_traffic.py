@@ -137,7 +137,7 @@ def test_every_row_of_a_thousand_mixed_requests_equals_that_of_a_solo_run(crowde
 
 
 def test_rows_beside_strong_interventions_are_bit_equal_to_those_of_a_batch_without_any(crowded: Host) -> None:
-    """The same batch composition, step by step: the ranks' record of it says so."""
+    """The same batch composition, step by step: the ranks' record of it says so. Rows are compared, not tokens."""  # field case 12
     vector = crowded.vector(np.random.default_rng(5).normal(size=HIDDEN).astype(np.float32))
 
     def batch(scale: float | None) -> tuple[str, list[np.ndarray]]:

@@ -46,7 +46,7 @@ def test_plain_blocks_never_serve_a_steered_request(cached: Host, reference: Ref
 
 
 def test_equal_interventions_share_blocks_and_another_scale_does_not(cached: Host, reference: Reference) -> None:
-    prompt, vector = prompt_of(300, seed=3), direction(3)
+    prompt, vector = prompt_of(300, seed=3), direction(3)  # field case 15
     name = cached.vector(vector)
     cached.run(cached.job(prompt, max_tokens=1, steering=[steer(name, [0])]))
     same = cached.job(prompt, max_tokens=1, capture=capture_of(ALL, "last_prompt"), steering=[steer(name, [0])])
@@ -59,6 +59,7 @@ def test_equal_interventions_share_blocks_and_another_scale_does_not(cached: Hos
 
 @pytest.mark.parametrize(("positions", "shared"), [([290], 2 * BLOCK), ([140], BLOCK), ("all_generated", 2 * BLOCK), ("all", 0)])
 def test_blocks_below_the_first_steered_position_stay_shared(cached: Host, reference: Reference, positions, shared) -> None:
+    """All of the prompt's, where only generated tokens are steered."""  # field case 16
     prompt, vector = prompt_of(300, seed=10 + shared), direction(4)
     cached.run(cached.job(prompt, max_tokens=1))
     job = cached.job(

@@ -1,5 +1,7 @@
 """Can captured tensors be found, fetched and deleted over HTTP, bit for bit, and nothing else of the disk?"""
 
+import os
+import resource
 import zlib
 from pathlib import Path
 from typing import Any
@@ -9,11 +11,12 @@ import pytest
 import safetensors.numpy
 from capture_kit import finished, values, write
 from edge import HIDDEN, Api, Hand, running
+from typer.testing import CliRunner
 
-from midstream.broker import retention
 from midstream.broker.captures import Captures
 from midstream.broker.ledger import Claim
-from midstream.client import CaptureReader, Client
+from midstream.client import CaptureReader, Client, cli
+from midstream.schemas.base import now
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.receipts import CapturedFile
 
@@ -157,6 +160,69 @@ def test_the_manifest_of_a_large_ticket_is_whole(api: Api, hand: Hand) -> None:
     hand.finish(job_id)
     manifest = api.http.get(f"/v1/captures/{job_id}").json()
     assert sorted(file["request"] for file in manifest["files"]) == list(range(200))
+
+
+def test_the_manifest_of_more_files_than_the_api_may_open_is_whole(api: Api, hand: Hand) -> None:
+    job_id = api.submit(prompts=["hello"] * 150, capture={"layers": [1], "positions": "last_prompt"})
+    hand.finish(job_id)
+    pid = api.process.pid
+    few = len(os.listdir(f"/proc/{pid}/fd")) + 50
+    before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (few, before[1]))
+    try:
+        answer = api.http.get(f"/v1/captures/{job_id}")
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+    assert (answer.status_code, len(answer.json()["files"])) == (200, 150)
+
+
+# --- Captures that are not whole ---
+
+
+def half(api: Api, hand: Hand) -> Claim:
+    """A job of two prompts, of which the first has its rows."""
+    claim = hand.claim(api.submit(prompts=["hello there"] * 2, capture={"hooks": {"post_block": "all"}, "tag": "mine"}))
+    hand.store(claim)
+    whole = finished(claim.job.id, 0, {"post_block": [0, 1, 2, 3]}, tag="mine", requests=2)
+    hand.receipt(claim, 0, files=write(hand.settings.capture_root, whole, owner=f"hand.{claim.job.id}.0"))
+    return claim
+
+
+def verified(api: Api, job_id: str) -> tuple[int, str]:
+    done = CliRunner().invoke(cli.app, ["capture", "verify", job_id, "--url", api.url], env={"COLUMNS": "400"})
+    return done.exit_code, done.output
+
+
+@pytest.mark.parametrize(("ends", "kind"), [(False, "conflict"), (True, "capture_failed")])
+def test_a_capture_that_is_not_over_or_failed_is_refused_unless_a_part_will_do(api: Api, hand: Hand, ends: bool, kind: str) -> None:
+    claim = half(api, hand)
+    if ends:
+        hand.receipt(claim, 1, status="error", kind="capture_failed", message="the disk is full")
+    job_id, status = claim.job.id, "error" if ends else "pending"
+    with Client(api.url) as client:
+        for folder in (None, api.settings.capture_root.parent / "copy"):
+            with pytest.raises(MidstreamError, match=f"status {status}") as caught:
+                client.capture(job_id, folder)
+            assert caught.value.kind == kind
+        reader = client.capture(job_id, partial=True)
+    assert (reader.status, reader.requests()) == (status, [0])
+    assert [gap.detail.partition(":")[0] for gap in reader.gaps()] == [
+        f"the status of the capture is {status}",
+        f"of job {job_id} 2 requests were captured, and there are files of 1",
+    ]
+    code, text = verified(api, job_id)
+    assert (code != 0, f"the status of the capture is {status}" in text) == (True, True), text
+
+
+def test_a_partial_capture_is_read_and_fails_its_verification(api: Api, hand: Hand) -> None:
+    claim = half(api, hand)
+    short = finished(claim.job.id, 1, {"post_block": [0, 1, 2, 3]}, [0, 2], tag="mine", dropped=(1,), requests=2)
+    hand.receipt(claim, 1, files=write(hand.settings.capture_root, short, owner=f"hand.{claim.job.id}.1"))
+    with Client(api.url) as client:
+        reader = client.capture(claim.job.id)
+    assert (reader.status, reader.requests(), reader.positions(1), reader.dropped(1)) == ("partial", [0, 1], [0, 2], [1])
+    code, text = verified(api, claim.job.id)
+    assert (code != 0, "request 1 lacks 1 positions, dropped under overload: 1" in text) == (True, True), text
 
 
 # --- Layouts, hooks, tags ---
@@ -330,9 +396,10 @@ def test_a_download_that_has_begun_is_not_cut_by_a_deletion(api: Api, hand: Hand
         assert api.http.get(f"/v1/captures/{claim.job.id}/files/{name}").status_code == 410
         content += chunks
     assert zlib.crc32(b"".join(content)) == file.crc32
-    assert retention.unfinished(api.settings.capture_root) == [claim.job.id]
-    hand.do(Captures(hand.ledger).sweep())
-    assert retention.unfinished(api.settings.capture_root) == []
+    blob = api.settings.capture_root / file.path
+    assert blob.stat().st_blocks > 0
+    hand.do(Captures(hand.ledger).sweep(now() + 3600))
+    assert not blob.exists()
 
 
 def test_captures_beyond_the_quota_are_refused_and_other_jobs_are_not(redis_url: str, tmp_path: Path) -> None:

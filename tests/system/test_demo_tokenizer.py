@@ -46,7 +46,7 @@ def test_a_span_of_any_text_names_the_tokens_that_spell_it(codec: Codec, spell, 
     count = text.count(part)
     span = Span(text=part, occurrence=data.draw(st.none() | st.integers(-count, count - 1)))
     (ids,) = asyncio.run(codec.encode([text], special_tokens=True))
-    found = asyncio.run(codec.map_text(text, ids, special_tokens=True))
+    found = codec.map_text(text, ids, special_tokens=True)
     assert found is not None
     assert found.find(span) == overlapping(spell(ids), text, span)
 
@@ -55,7 +55,7 @@ def test_a_span_of_a_conversation_counts_from_the_templates_first_token(codec: C
     messages = [{"role": "user", "content": "Where is the Eiffel Tower? The Eiffel Tower!"}]
     ids, text = asyncio.run(codec.encode_chat(messages))
     assert text.startswith("<|im_start|>system")
-    found = asyncio.run(codec.map_text(text, ids, special_tokens=False))
+    found = codec.map_text(text, ids, special_tokens=False)
     assert found is not None
     for span in (Span(text="Eiffel Tower", occurrence=1), Span(text="<|im_start|>user"), Span(text=text)):
         assert found.find(span) == overlapping(spell(ids), text, span)
@@ -65,6 +65,6 @@ def test_a_span_of_a_conversation_counts_from_the_templates_first_token(codec: C
 
 def test_token_ids_find_their_text(codec: Codec) -> None:
     (ids,) = asyncio.run(codec.encode(["The Eiffel Tower in 東京 🙂"], special_tokens=True))
-    found = asyncio.run(codec.map_ids(ids))
+    found = codec.map_ids(ids)
     assert found is not None
     assert found.find(Span(text="Tower")) == [3]

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import redis
 from ledger_kit import BOOT, EPOCH, WORKER, claimed, make_job, open_ledger, outputs, receipt, settler
 
 from midstream.broker.ledger import Ledger
@@ -210,6 +211,28 @@ def test_a_batch_longer_than_one_script_call_is_settled_whole(redis_url: str) ->
             await claimed(ledger, job, ranks=1)
             await ledger.store_outputs(job.id, 1, outputs(700))
             assert settler(redis_url).settle(WORKER, 0, EPOCH, [(seq, receipt(job, seq - 1)) for seq in range(1, 701)]) == 700
+            assert await state_of(ledger, job) is State.SUCCEEDED
+
+    asyncio.run(main())
+
+
+def test_a_batch_of_many_bytes_is_settled_in_several_script_calls(redis_url: str) -> None:
+    def calls(client: redis.Redis) -> int:
+        stats: Any = client.info("commandstats")
+        return int(stats["cmdstat_evalsha"]["calls"])
+
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger:
+            job = make_job(prompts=20, capture=True)
+            await claimed(ledger, job, ranks=1)
+            await ledger.store_outputs(job.id, 1, outputs(20))
+            settle = settler(redis_url)
+            settle.settle(WORKER, 0, EPOCH, [(1, receipt(job))])  # the script is loaded
+            rows = [Consumed(name="memory", rows=bytes(1 << 20))]
+            with redis.Redis.from_url(redis_url) as client:
+                before = calls(client)
+                assert settle.settle(WORKER, 0, EPOCH, [(seq, receipt(job, seq - 1, consumed=rows)) for seq in range(2, 21)]) == 20
+                assert calls(client) - before == 3, "8 + 8 + 3 MiB"
             assert await state_of(ledger, job) is State.SUCCEEDED
 
     asyncio.run(main())

@@ -171,5 +171,12 @@ def steering(
     tensors = [vectors] if isinstance(vectors, str) else vectors
     given = list(numbers) or ([] if family == "add" else [1.0])
     return StoredSteering(
-        layers=layers, hook=hook, positions=positions, family=family, tensors=tensors, scale=scale, numbers=given, rank=rank  # type: ignore[arg-type]
+        layers=layers,
+        hook=hook,
+        positions=positions,
+        family=family,
+        tensors=tensors,
+        scale=scale,
+        numbers=given,
+        rank=rank,  # type: ignore[arg-type]
     )

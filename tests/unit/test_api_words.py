@@ -50,7 +50,10 @@ def test_what_msgspec_finds_becomes_a_problem_at_the_fields_path(body: str, fiel
         ({"capture": {"positions": "first"}}, "last_prompt, all_prompt, all_generated, all"),
         ({"capture": {"dtype": "float64"}}, "model, float32, bfloat16, float16"),
         ({"capture": {"tag": "../x"}}, None),
-        ({"steering": [{"layers": 0, "vector": {"dtype": "float32", "shape": [0], "data": ""}, "op": "mul"}]}, "replace, lowrank, add, ablate, clamp"),
+        (
+            {"steering": [{"layers": 0, "vector": {"dtype": "float32", "shape": [0], "data": ""}, "op": "mul"}]},
+            "replace, lowrank, add, ablate, clamp",
+        ),
     ],
 )
 def test_a_name_that_is_none_is_answered_with_those_there_are(fields: dict[str, Any], allowed: str | None) -> None:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 import zlib
 from pathlib import Path
 
@@ -170,6 +172,48 @@ def test_files_of_several_jobs_want_one_to_be_named(tmp_path: Path) -> None:
     assert CaptureReader(files, "job_y").job == "job_y"
 
 
+def test_a_segment_among_files_stands_for_the_blobs_in_it_of_one_job(tmp_path: Path) -> None:
+    write(tmp_path, *(finished(f"job_{n}", request, shift=n, dtype="float32") for n in range(2) for request in range(3)))
+    reader = CaptureReader(tmp_path, "job_1")
+    (segment,) = reader.files
+    for source in (reader.files, segment, str(segment), [Place(segment)], [segment, segment]):
+        with pytest.raises(MidstreamError, match="several jobs") as caught:
+            CaptureReader(source)
+        assert caught.value.allowed == "job_0, job_1"
+        again = CaptureReader(source, "job_1")
+        assert (again.job, again.requests(), [check.ok for check in again.verify()]) == ("job_1", [0, 1, 2], [True] * 3)
+        np.testing.assert_array_equal(again.array(3, request=2), values("post_block", 3, [0, 1, 2]) + 1)
+
+
+def test_of_a_segment_what_was_deleted_is_left_out_unless_it_is_asked_for(tmp_path: Path) -> None:
+    write(tmp_path, finished("job_a"), finished("job_b"))
+    (segment,) = CaptureReader(tmp_path, "job_a").files
+    retention.delete(tmp_path, ["job_a"])
+    assert CaptureReader(segment).job == "job_b"
+    with pytest.raises(MidstreamError, match="was deleted") as caught:
+        CaptureReader(segment, "job_a")
+    assert kind_of(caught) == "gone"
+
+
+def test_a_segment_without_its_manifest_is_refused_and_not_read_as_one_blob(tmp_path: Path) -> None:
+    write(tmp_path, finished("job_a"), finished("job_b"))
+    (segment,) = CaptureReader(tmp_path, "job_a").files
+    segment.with_suffix(".jsonl").unlink()
+    with pytest.raises(MidstreamError, match=r"\.jsonl is missing") as caught:
+        CaptureReader(segment)
+    assert kind_of(caught) == "capture_failed"
+
+
+def test_bytes_behind_a_blob_are_refused_and_not_left_unread(tmp_path: Path) -> None:
+    first, second = (tmp_path / file.path for file in write(tmp_path, *(finished(request=n, layout="packed") for n in range(2))))
+    both = first.read_bytes() + second.read_bytes()
+    first.write_bytes(both)
+    for read in (lambda: CaptureReader(first), lambda: CaptureReader.from_bytes(both)):
+        with pytest.raises(MidstreamError, match="not a whole blob") as caught:
+            read()
+        assert kind_of(caught) == "capture_failed"
+
+
 def test_a_part_of_a_file_is_read_where_a_manifest_says_that_it_is(tmp_path: Path) -> None:
     first, second = write(tmp_path, finished(request=0), finished(request=1))
     place = Place(tmp_path / second.path, second.offset, second.bytes, second.crc32)
@@ -214,6 +258,65 @@ def test_thousands_of_files_need_no_descriptors(tmp_path: Path) -> None:
     reader = CaptureReader(tmp_path, "job_x")
     assert len(reader.files) == 300
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+# --- What is missing ---
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_request_whose_files_are_missing_is_named_and_not_left_out(tmp_path: Path, layout: str) -> None:
+    for request in range(4):
+        write(tmp_path, finished(request=request, layout=layout, requests=4), owner=f"w.{request}")
+    folder = tmp_path / "tag" / "job_x"
+    with CaptureReader(folder) as whole:
+        assert (whole.requests(), whole.gaps(), all(check.ok for check in whole.verify())) == ([0, 1, 2, 3], [], True)
+    lost = (tmp_path / "tag" / "segments").glob("w.2*.jsonl") if layout == "segment" else folder.glob("p0002*")
+    for path in lost:
+        path.unlink()
+    for source, job in ((folder, None), (tmp_path / "tag", "job_x"), (tmp_path, "job_x")):
+        reader = CaptureReader(source, job)
+        (gap,) = reader.gaps()
+        assert "4 requests were captured, and there are files of 3: 0-1, 3" in gap.detail
+        assert [check for check in reader.verify() if not check.ok] == [gap]
+        assert "requests=3 of 4" in repr(reader)
+        with pytest.raises(MidstreamError, match="files of 3") as caught:
+            reader.requests()
+        assert kind_of(caught) == "capture_failed"
+        np.testing.assert_array_equal(reader.array(3, request=1), values("post_block", 3, [0, 1, 2]))  # it is whole itself
+    partial = CaptureReader(folder, partial=True)
+    assert (partial.requests(), partial.gaps()) == ([0, 1, 3], [gap])
+
+
+def test_of_files_that_the_user_names_no_more_is_expected(tmp_path: Path) -> None:
+    files = write(tmp_path, *(finished(request=n, layout="packed", requests=3) for n in range(3)))
+    for source in (tmp_path / files[1].path, [tmp_path / files[1].path]):
+        reader = CaptureReader(source)
+        assert (reader.requests(), all(check.ok for check in reader.verify())) == ([1], True)
+
+
+def test_dropped_positions_are_a_check_that_fails(tmp_path: Path) -> None:
+    write(tmp_path, finished(request=0), finished(request=1, positions=[0, 3], dropped=(1, 2)))
+    (failed,) = (check for check in CaptureReader(tmp_path, "job_x").verify() if not check.ok)
+    assert (failed.request, failed.detail) == (1, "request 1 lacks 2 positions, dropped under overload: 1-2")
+
+
+# --- Views ---
+
+
+def test_views_may_be_read_until_the_very_end_of_the_program(tmp_path: Path) -> None:
+    write(tmp_path, finished(positions=range(5000), dtype="float32", layout="packed"))
+    program = f"""
+import atexit
+views = []
+atexit.register(lambda: print(views[0].sum()))  # called after everything that is registered later
+from midstream.client import CaptureReader
+views.append(CaptureReader({str(tmp_path)!r}, "job_x").raw(2))
+print(views[0].sum())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.returncode
+    first, last = done.stdout.split()
+    assert first == last
 
 
 # --- Damage ---

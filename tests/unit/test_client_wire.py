@@ -243,6 +243,17 @@ def test_following_a_job_that_is_long_over_ends_at_once() -> None:
 # --- Downloads ---
 
 
+@pytest.mark.parametrize(("status", "kind"), [("pending", "conflict"), ("error", "capture_failed"), ("timed_out", "receipts_timed_out")])
+def test_a_capture_that_is_not_whole_is_refused_with_its_status_unless_a_part_will_do(status: str, kind: str) -> None:
+    manifest = wire.Manifest(status=status, files=[promised("tag.p0000.pp0.safetensors", b"x")], detail="rank 1 is silent")
+    with pytest.raises(MidstreamError, match=rf"status {status} \(rank 1 is silent\)") as caught:
+        download.check(manifest, "job_x", partial=False)
+    assert caught.value.kind == kind
+    download.check(manifest, "job_x", partial=True)
+    with pytest.raises(MidstreamError, match="no capture files"):
+        download.check(wire.Manifest(status=status), "job_x", partial=True)
+
+
 def promised(name: str, content: bytes) -> wire.ManifestFile:
     return wire.ManifestFile(name=name, path=f"tag/job_x/{name}", bytes=len(content), crc32=zlib.crc32(content))
 

@@ -107,6 +107,24 @@ def test_verify_names_a_stage_that_is_missing(tmp_path: Path) -> None:
     assert "post_block.1 (1 tensors) are missing; of 2 stages there is 0" in text
 
 
+def test_a_request_that_is_missing_is_refused_unless_what_is_there_is_wanted(tmp_path: Path) -> None:
+    write(tmp_path, finished(request=0, requests=2, positions=[0, 2], dropped=(1,)))
+    source, said = (tmp_path, "--job", "job_x"), "2 requests were captured, and there are files of 1: 0"
+    for command in (("show", *source), ("export", tmp_path, tmp_path / "rows.npz", "--job", "job_x"), ("verify", *source)):
+        code, text = run("capture", *command)
+        assert (code != 0, said in text) == (True, True), text
+    assert "2 of 3 checks failed" in text
+    code, text = run("capture", "show", *source, "--partial")
+    assert (code, said in text, "lacks 1 positions, dropped under overload: 1" in text) == (0, True, True)
+    assert run("capture", "export", tmp_path, tmp_path / "rows.npz", "--job", "job_x", "--partial")[0] == 0
+
+
+def test_an_exported_request_is_whole_by_itself(tmp_path: Path) -> None:
+    write(tmp_path, *(finished(request=n, requests=2) for n in range(2)))
+    export(CaptureReader(tmp_path, "job_x"), tmp_path / "out" / "job_x" / "rows.safetensors", requests=[1])
+    assert CaptureReader(tmp_path / "out" / "job_x").requests() == [1]
+
+
 def test_export_from_a_terminal_says_what_it_wrote(root: Path, tmp_path: Path) -> None:
     target = tmp_path / "rows.npz"
     code, text = run("capture", "export", root, target, "--job", "job_x", "--hook", "pre_attn", "--layers", "3", "--request", "0")

@@ -3,6 +3,7 @@
 import asyncio
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
@@ -60,6 +61,15 @@ def captured(tmp_path: Path, *wanted: StoredCapture, **changed: object) -> list[
     """What the fake ranks wrote of the prompt `abc` and five generated tokens, for each capture."""
     generate(FakeEngine(settings(tmp_path, **changed)), job(max_tokens=5, captures=list(wanted)))
     return [CaptureReader(tmp_path / "captures", "job_x", tag=capture.tag) for capture in wanted]
+
+
+def test_manifests_say_of_how_many_prompts_there_are_rows_under_their_tag(tmp_path: Path) -> None:
+    mine, everyones = (StoredCapture(sites={"post_block": [0]}, positions="all_prompt", tag=tag) for tag in ("mine", "ops"))
+    wanted = job(max_tokens=2, captures=[mine, everyones])
+    prompts, captures = wanted.prompts * 3, [[mine, everyones], [mine], [mine]]
+    generate(FakeEngine(settings(tmp_path)), msgspec.structs.replace(wanted, prompts=prompts, captures=captures))
+    readers = [CaptureReader(tmp_path / "captures", "job_x", tag=tag, partial=True) for tag in ("mine", "ops")]
+    assert [(reader.manifest().requests, len(reader.gaps())) for reader in readers] == [(3, 1), (1, 0)]
 
 
 def test_captured_rows_say_which_they_are_at_every_hook_and_stage(tmp_path: Path) -> None:

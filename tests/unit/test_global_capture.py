@@ -57,6 +57,13 @@ def test_settings_that_do_not_fit_the_model_are_refused_as_settings(text: str, w
         from_settings(Settings(global_capture=text), 4, hooks)
 
 
+def test_sites_that_no_step_has_room_for_are_refused_at_start() -> None:
+    wide = Settings(global_capture="pre_attn;post_block")
+    assert from_settings(wide, 4, row_limit=8)
+    with pytest.raises(SettingsError, match=r"^global_capture: it names 8 sites: one step has room for 7 rows .*capture_buffer_mib"):
+        from_settings(wide, 4, row_limit=7)
+
+
 def test_settings_are_read_before_a_model_is_known() -> None:
     assert from_settings(Settings()) == []
     assert from_settings(Settings(global_capture="post_block:99"))[0].hooks == {"post_block": "99"}

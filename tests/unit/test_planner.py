@@ -1,5 +1,7 @@
 """What is planned for one forward reaches that forward and no other; every row is labelled with what it is."""
 
+import sys
+
 import numpy as np
 import pytest
 from rank_kit import HIDDEN, Rank, Request, rows_of, steering, stream_of, wanted_rows
@@ -176,3 +178,31 @@ def test_rows_given_back_leave_the_tables_zero() -> None:
     assert (rank.table.used, rank.table.entries_used) == (0, 0)
     for tensor in (rank.buffers.pool, rank.buffers.scalars, rank.buffers.site_rows):
         assert not tensor.any()
+
+
+def calls_of(layers: int) -> int:
+    """Calls, of Python and C functions, that planning and draining one step of 16 capturing and steered requests makes."""
+    rank = Rank(layers=layers, capacity=256)
+    name = rank.vector(np.ones(HIDDEN))
+    edit = steering(name, list(range(layers)), "pre_attn")
+    requests = [rank.admit(Request(n, 9, 20, [capture(**everything(layers))], [edit])) for n in range(16)]
+    windows = [(request, 0, 9) for request in requests]
+    rank.step(*windows)
+    counted = 0
+
+    def count(_frame: object, event: str, _argument: object) -> None:
+        nonlocal counted
+        counted += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        rank.plan(*windows)
+        rank.planner.drain()
+    finally:
+        sys.setprofile(None)
+    return counted
+
+
+def test_what_a_step_costs_does_not_grow_with_the_number_of_layers() -> None:
+    """No loop over layers and requests, and no copy or synchronisation for each."""  # field case 44
+    assert calls_of(40) <= calls_of(2) + 40

@@ -112,8 +112,91 @@ def test_a_deletion_that_was_interrupted_is_finished_by_the_next(tmp_path: Path,
 
 
 def test_deleting_what_is_not_there_is_done_at_once(tmp_path: Path) -> None:
-    assert retention.delete(tmp_path / "nowhere", ["job_x"]) == ["job_x"]
     assert retention.delete(tmp_path, ["job_x"]) == ["job_x"]
+
+
+def test_where_there_is_no_capture_root_nothing_counts_as_deleted(tmp_path: Path) -> None:
+    with pytest.raises(retention.RemovalError, match="nowhere") as caught:
+        retention.delete(tmp_path / "nowhere", ["job_x"])
+    assert caught.value.done == []
+    filesystem(tmp_path / "nowhere").close()  # whoever writes captures makes it when it starts
+    assert retention.delete(tmp_path / "nowhere", ["job_x"]) == ["job_x"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_written_after_a_deletion_is_shown_to_nobody_and_removed_by_the_next(tmp_path: Path, layout: str) -> None:
+    write(tmp_path, finished("job_x", 0, layout=layout))
+    assert retention.delete(tmp_path, ["job_x"], keep=["job_x"]) == ["job_x"]
+    write(tmp_path, finished("job_x", 1, layout=layout), owner="w.late.0")
+    for source in (tmp_path, tmp_path / "tag"):
+        with pytest.raises(MidstreamError) as caught:
+            CaptureReader(source, "job_x")
+        assert caught.value.kind in ("gone", "not_found")
+    assert retention.delete(tmp_path, ["job_x"]) == ["job_x"]
+    assert (retention.unfinished(tmp_path), names(tmp_path)) == ([], [])
+
+
+@pytest.mark.parametrize("damage", [bytes(100), b'{"file":"\xff"}', b'{"manifest":{"job":"\xff"}}', b"[]"])
+def test_a_damaged_line_stops_neither_the_deletion_of_others_nor_of_what_it_does_not_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: bytes
+) -> None:
+    jobs = ["job_x", "job_y", "job_z"]
+    (file, *_) = write(tmp_path, *(finished(job, layout="segment") for job in jobs))
+    write(tmp_path, finished("job_y", 1, layout="segment"), owner="w.other.0")
+    write(tmp_path, finished("job_z", 1, layout="packed"))
+    index = (tmp_path / file.path).with_suffix(".jsonl")
+    index.write_bytes(damage + b"\n" + b'{"manifest":{"job":"job_x"}\n' + index.read_bytes())
+    assert retention.delete(tmp_path, jobs) == jobs
+    assert names(tmp_path) == sorted(str(path.relative_to(tmp_path)) for path in (index, index.with_suffix(".seg")))
+    blobs = index.with_suffix(".seg").read_bytes()
+    assert [blobs[at : at + 8] != bytes(8) for at in range(0, len(blobs), 4096)] == [True, False, False]  # behind its own damaged line
+    assert [record.message for record in caplog.records if index.name in record.message]
+
+
+def test_a_job_that_cannot_be_removed_does_not_hold_up_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = ["job_x", "job_y", "job_z"]
+    write(tmp_path, *(finished(job, layout="packed") for job in jobs))
+    rename = os.rename
+
+    def refusing(source: Path, target: Path) -> None:
+        if source.name == "job_x":
+            raise PermissionError(13, "Permission denied", str(source))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", refusing)
+    with pytest.raises(retention.RemovalError, match=r"1 of 3 jobs, job_x.*Permission denied") as caught:
+        retention.delete(tmp_path, jobs)
+    assert caught.value.done == ["job_y", "job_z"]
+    assert retention.unfinished(tmp_path) == ["job_x"]
+    monkeypatch.undo()
+    assert retention.delete(tmp_path, ["job_x"]) == ["job_x"]
+    assert names(tmp_path) == []
+
+
+def test_many_may_delete_the_same_jobs_at_once(tmp_path: Path) -> None:
+    """As several sweepers and an API do: rounds in which each goes through every step at about the same time."""
+    errors: list[BaseException] = []
+    for number in range(40):
+        jobs = [f"job_{number}_{n}" for n in range(3)]
+        write(tmp_path, *(finished(job, q, layout=layout) for job in jobs for q, layout in enumerate(LAYOUTS)), owner=f"w.{number}")
+        go = threading.Barrier(4)
+
+        def deletes(keep: list[str], jobs: list[str] = jobs, go: threading.Barrier = go) -> None:
+            go.wait()
+            try:
+                for _ in range(3):
+                    retention.delete(tmp_path, jobs, keep)
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=deletes, args=(keep,)) for keep in ([], [], jobs, [])]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert errors == []
+        assert retention.delete(tmp_path, jobs) == jobs
+        assert (retention.unfinished(tmp_path), names(tmp_path)) == ([], [])
 
 
 def test_where_the_disk_knows_no_holes_zeros_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,6 +262,27 @@ def test_the_space_taken_counts_blocks_and_not_lengths(tmp_path: Path) -> None:
         file.truncate(1 << 30)
     (tmp_path / "full").write_bytes(os.urandom(20_000))
     assert 20_000 <= retention.used_bytes(tmp_path) < 100_000
+
+
+def test_what_vanishes_while_space_is_measured_leaves_the_rest_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in range(10):
+        (tmp_path / str(name)).write_bytes(os.urandom(20_000))
+    whole, scandir = retention.used_bytes(tmp_path), os.scandir
+
+    class Racing:
+        def __init__(self, path: Path) -> None:
+            with scandir(path) as entries:
+                self._entries = list(entries)
+            Path(self._entries[0].path).unlink()
+
+        def __enter__(self) -> list[os.DirEntry[str]]:
+            return self._entries
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr(os, "scandir", Racing)
+    assert retention.used_bytes(tmp_path) == whole * 9 // 10
 
 
 def test_a_lock_of_a_reader_is_given_up_with_the_reader(tmp_path: Path) -> None:

@@ -1,12 +1,15 @@
 """What do captures come to on a model, and which of them does it refuse, by which field?"""
 
+import logging
 from typing import Any
 
 import pytest
 
 from midstream import __version__
+from midstream.api import everyone, rules
 from midstream.api.rules import Bounds, PromptFacts, resolve_captures
 from midstream.schemas.errors import MidstreamError
+from midstream.schemas.jobs import Job, Sampling, StoredPrompt
 from midstream.schemas.models import ModelInfo
 from midstream.schemas.specs import CaptureSpec, StoredCapture
 
@@ -77,6 +80,18 @@ def test_rows_for_the_response_are_bounded_by_the_most_that_a_prompt_may_give() 
     assert captured({"positions": "all"}, 60), "what goes to files is not bounded by this"
 
 
+def test_rows_for_the_response_are_bounded_over_all_prompts_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 + 16 bytes a prompt."""
+    monkeypatch.setattr(rules, "MEMORY_JOB_BYTES", 2000)
+    wish = {"consumers": ["memory"]}
+    assert captured(wish, *[6] * 25)
+    with pytest.raises(MidstreamError, match=r"26 prompts may give 2080 bytes of rows: .* per job; send fewer prompts") as refused:
+        captured(wish, *[6] * 26)
+    assert (refused.value.status, refused.value.field) == (400, "capture.consumers")
+    assert captured({}, *[6] * 26), "what goes to files is not bounded by this"
+    assert captured({**wish, "positions": "all"}, 60, memory_limit_kib=8), "one prompt may give its own limit"
+
+
 def test_the_rows_of_one_step_must_fit_the_workers_buffer() -> None:
     limits = {"step_tokens": 8, "capture_row_limit": 32}
     assert captured({"positions": "all_prompt"}, 60, **limits), "4 layers × 8 tokens of a step"
@@ -99,6 +114,39 @@ def test_a_prompt_too_short_for_the_operators_positions_is_left_alone() -> None:
     everyone = [CaptureSpec(positions=[5], tag="global")]
     assert [len(captures) for captures in resolve_captures(None, bounds(6, 3, global_captures=everyone))] == [1, 0]
     assert resolve_captures(None, bounds(3, global_captures=everyone)) == []
+
+
+def test_for_want_of_room_in_a_step_the_operators_capture_is_left_out_and_nobody_refused(caplog: pytest.LogCaptureFixture) -> None:
+    """A long prompt that asks for nothing must not be answered 400 about a capture; the user's own capture comes first."""
+    everyone._logged.clear()
+    limits: dict[str, Any] = {
+        "step_tokens": 8,
+        "capture_row_limit": 16,
+        "global_captures": [CaptureSpec(layers="0-2", positions="all_prompt", tag="global")],
+    }
+    before = everyone.LEFT_OUT.labels("buffer")._value.get()
+    assert [len(captures) for captures in resolve_captures(None, bounds(5, 60, max_tokens=1, **limits))] == [1, 0]
+    mine = captured({"layers": 0, "positions": "all_prompt", "tag": "mine"}, 4, 60, max_tokens=1, **limits)
+    assert [[capture.tag for capture in captures] for captures in mine] == [["mine", "global"], ["mine"]]
+    assert everyone.LEFT_OUT.labels("buffer")._value.get() == before + 2
+    (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "left out of 1 prompts" in line
+    assert "capture_buffer_mib" in line
+
+
+def test_a_job_keeps_what_its_user_asked_for_when_the_operators_captures_are_taken_out() -> None:
+    limits = bounds(6, 3, global_captures=[CaptureSpec(tag="global")])
+    prompts = [StoredPrompt(token_ids=[1] * prompt.tokens) for prompt in limits.prompts]
+
+    def job(spec: CaptureSpec | None) -> Job:
+        captures = resolve_captures(spec, limits)
+        return Job(id="j", kind="generate", model="m", prompts=prompts, sampling=Sampling(), created=0.0, captures=captures)
+
+    before = everyone.LEFT_OUT.labels("quota")._value.get()
+    left = everyone.without(job(CaptureSpec(tag="mine")), limits.model, "quota", "full")
+    assert [[capture.tag for capture in captures] for captures in left.captures] == [["mine"], ["mine"]]
+    assert everyone.without(job(None), limits.model, "quota", "full").captures == []
+    assert everyone.LEFT_OUT.labels("quota")._value.get() == before + 4
 
 
 def test_a_user_cannot_capture_under_the_operators_tag() -> None:

@@ -1,6 +1,7 @@
 """Selectors resolve to the numbers that they name, and say what is wrong when they cannot."""
 
 import itertools
+import time
 
 import pytest
 from hypothesis import given
@@ -114,7 +115,20 @@ def test_every_nth_generated_token_is_the_same_in_steps_of_any_size(prompt: int,
     edges = sorted({0, total, *(cut for cut in cuts if cut < total)})
     pieces = [p for a, b in itertools.pairwise(edges) for p in capture.select(a, b, prompt)]
     assert pieces == [*range(prompt), *range(prompt, total, every)]
-    assert capture.count_positions(prompt, generated + 1) == len(pieces)
+
+
+@given(prompt=st.integers(1, 20), max_tokens=st.integers(1, 30), every=st.integers(1, 7), data=st.data())
+def test_positions_are_counted_as_they_are_selected(prompt: int, max_tokens: int, every: int, data) -> None:
+    selector = data.draw(st.sampled_from(NAMES) | st.lists(st.integers(-prompt, prompt - 1), min_size=1, max_size=5))
+    capture = StoredCapture(sites={"post_block": [0]}, positions=resolve_positions(selector, prompt), tag="t", every_n=every)
+    assert capture.count_positions(prompt, max_tokens) == len(capture.select(0, prompt + max_tokens - 1, prompt))
+
+
+def test_positions_are_counted_without_listing_them() -> None:
+    capture = StoredCapture(sites={"post_block": [0]}, positions="all", tag="t", every_n=2)
+    start = time.monotonic()
+    assert capture.count_positions(5_000_000, 5_000_001) == 7_500_000
+    assert time.monotonic() - start < 0.05
 
 
 @given(

@@ -77,6 +77,7 @@ def test_rows_are_stored_in_the_dtype_that_was_asked_for(stored: str, numpy_dtyp
     rounded = wanted.to(dtype)
     bits = rounded.view(torch.uint16) if dtype == torch.bfloat16 else rounded
     assert np.array_equal(np.frombuffer(part, numpy_dtype), bits.numpy().ravel())
+    assert part.readonly, "the same memory may serve a later request"
 
 
 def test_memory_is_reused_when_the_slab_is_gone_and_not_before() -> None:

@@ -105,7 +105,7 @@ def test_a_span_names_the_tokens_whose_bytes_it_contains(kind: str, text: str, d
     count = text.count(part)
     span = Span(text=part, occurrence=data.draw(st.none() | st.integers(-count, count - 1)))
     ids = tokenizer.encode(text).ids
-    found = asyncio.run(codec_of(tokenizer).map_text(text, ids, special_tokens=True))
+    found = codec_of(tokenizer).map_text(text, ids, special_tokens=True)
     assert found is not None
     own = ids[before : len(ids) - before]
     wanted = overlapping([spell(tokenizer.id_to_token(token)) for token in own], text, span)
@@ -115,7 +115,7 @@ def test_a_span_names_the_tokens_whose_bytes_it_contains(kind: str, text: str, d
 def find(text: str, wish: Any) -> Any:
     codec = codec_of(merged_byte_level())
     (ids,) = asyncio.run(codec.encode([text], special_tokens=False))
-    found = asyncio.run(codec.map_text(text, ids, special_tokens=False))
+    found = codec.map_text(text, ids, special_tokens=False)
     assert found is not None
     return resolve_positions(wish, len(ids), found.find)
 
@@ -157,7 +157,7 @@ def test_of_a_long_prompt_only_the_beginning_is_shown() -> None:
 def test_text_that_the_tokenizer_passes_over_is_refused() -> None:
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "<unk>": 2}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    found = asyncio.run(codec_of(tokenizer).map_text("a b", [0, 1], special_tokens=False))
+    found = codec_of(tokenizer).map_text("a b", [0, 1], special_tokens=False)
     assert found is not None
     assert found.find(Span(text="a b")) == [0, 1]
     with pytest.raises(SelectorError, match="makes no token of it"):
@@ -167,10 +167,10 @@ def test_text_that_the_tokenizer_passes_over_is_refused() -> None:
 def test_token_ids_have_a_text_when_it_gives_the_same_ids() -> None:
     codec = codec_of(merged_byte_level())
     (ids,) = asyncio.run(codec.encode(["<s>the 東京 Tower"], special_tokens=False))
-    found = asyncio.run(codec.map_ids(ids))
+    found = codec.map_ids(ids)
     assert found is not None
     assert found.text == "<s>the 東京 Tower"
-    assert asyncio.run(codec.map_ids(torn(codec, ids))) is None
+    assert codec.map_ids(torn(codec, ids)) is None
 
 
 def torn(codec: Codec, ids: list[int]) -> list[int]:
@@ -184,7 +184,7 @@ def test_a_span_in_token_ids_that_no_text_gives_asks_for_text() -> None:
     wish = Wish("generate", "m", [WishedPrompt("prompts[0]", ids)], Sampling(), capture=CaptureSpec(positions=[Span(text="the")]))
 
     def resolved(token_ids: list[int]) -> PositionSelector:
-        (facts,) = asyncio.run(facts_of(wish, [StoredPrompt(token_ids=token_ids)], codec))
+        (facts,) = facts_of(wish, [StoredPrompt(token_ids=token_ids)], codec)
         return resolve_positions([Span(text="the")], facts.tokens, facts.find)
 
     assert resolved(ids) == [0, 1, 2]

@@ -182,18 +182,41 @@ def test_a_number_that_json_cannot_write_is_refused_where_it_is_made(name: str, 
 def test_entries_that_cannot_share_a_row_are_counted() -> None:
     again = [LEAST["ablate"] | {"vector": tensor(HIDDEN)} for _ in range(5)]
     assert len(resolved(*again[:4])) == 4
-    with pytest.raises(MidstreamError, match="takes 5 rows of the steering table: at most 4") as found:
+    with pytest.raises(MidstreamError, match="needs 5 rows of the steering table for prompt 0") as found:
         resolved(*again)
-    assert found.value.field == "steering"
+    assert (found.value.field, "make one lowrank of several directions" in str(found.value.allowed)) == ("steering", True)
     assert len(resolved(*([LEAST["add"]] * 9), LEAST["ablate"], LEAST["clamp"], LEAST["replace"], LEAST["replace"], LOW_RANK)) == 14
     assert len(resolved(*(spec | {"layers": layer % 4} for layer, spec in enumerate(again)))) == 5, "at another layer"
 
 
+def test_more_sets_of_positions_than_a_request_has_rows_for_are_refused_with_what_to_do() -> None:
+    """Replacements at one site that take turns between two sets of positions need a row each."""
+
+    def steering(*positions: int, op: str) -> int:
+        specs = [SteeringSpec(layers=0, **LEAST[op] | {"positions": [position]}) for position in positions]
+        return len(resolve_steering(specs, bounds(6, 5))[0])
+
+    assert steering(0, 0, 1, 1, 2, 3, op="replace") == steering(0, 1, 0, 1, op="add") == 2
+    for positions, op in (((0, 1, 0, 1, 0), "replace"), ((0, 1, 2, 3, 4), "add")):
+        with pytest.raises(MidstreamError, match="needs 5 rows of the steering table for prompt 0") as found:
+            steering(*positions, op=op)
+        assert (found.value.status, found.value.field) == (400, "steering")
+        assert "write those that replace rows at the same positions behind one another" in str(found.value.allowed)
+
+
+def test_prompts_whose_positions_fall_together_otherwise_are_checked_each() -> None:
+    """In a prompt of six tokens [-1] is [5]; in one of seven it is a fifth set."""
+    specs = [SteeringSpec(layers=0, vector=VECTOR, positions=[position]) for position in (0, 1, 2, 5, -1)]
+    resolve_steering(specs, bounds(6, 6))
+    with pytest.raises(MidstreamError, match="needs 5 rows of the steering table for prompt 2"):
+        resolve_steering(specs, bounds(6, 6, 7))
+
+
 def test_what_one_request_needs_must_fit_the_workers_tables() -> None:
     assert resolved(LOW_RANK | {"layers": "all"}, steering_entries=24)
-    with pytest.raises(MidstreamError, match=r"takes 24 steering entries, the worker has 23 \(setting steering_entries\)"):
+    with pytest.raises(MidstreamError, match=r"needs 24 steering entries for prompt 0, the worker has 23 \(setting steering_entries\)"):
         resolved(LOW_RANK | {"layers": "all"}, steering_entries=23)
-    with pytest.raises(MidstreamError, match=r"takes 2 steering rows, the worker has 1 \(setting steering_rows\)"):
+    with pytest.raises(MidstreamError, match=r"needs 2 steering rows for prompt 0, the worker has 1 \(setting steering_rows\)"):
         resolved(LEAST["ablate"], LEAST["ablate"], steering_rows=1)
 
 

@@ -152,9 +152,7 @@ def test_a_table_that_is_full_refuses_and_changes_nothing() -> None:
     wide = rank.vector(RNG.normal(size=(11, HIDDEN)))
     with pytest.raises(RuntimeError, match="44 steering entries are needed, 40 of 64 are free"):
         rank.admit(
-            Request(
-                2, 2, 3, (), [steering([wide, wide, rank.vector(np.ones(11))], [0, 1], "post_block", "all", "lowrank", rank=11)]
-            )
+            Request(2, 2, 3, (), [steering([wide, wide, rank.vector(np.ones(11))], [0, 1], "post_block", "all", "lowrank", rank=11)])
         )
     assert rank.table.used == 1
     for tensor, was in zip((rank.buffers.pool, rank.buffers.scalars, rank.buffers.site_rows), before, strict=True):

@@ -54,13 +54,11 @@ def test_what_a_rank_is_told_is_plain_and_survives_the_engines_wire_unchanged() 
         request=1,
         attempt=2,
         prompt_tokens=5,
-        steering=[StoredSteering(
-                layers=[3], hook="pre_attn", positions=[0, 4], family="replace", tensors=["ab" * 32], scale=1.5, numbers=[0.5]
-            ),
-            StoredSteering(
-                layers=[0], hook="mlp_out", positions="all", family="lowrank", tensors=["a", "b", "c"], numbers=[1.0], rank=7
-            ),
+        steering=[
+            StoredSteering(layers=[3], hook="pre_attn", positions=[0, 4], family="replace", tensors=["ab" * 32], scale=1.5, numbers=[0.5]),
+            StoredSteering(layers=[0], hook="mlp_out", positions="all", family="lowrank", tensors=["a", "b", "c"], numbers=[1.0], rank=7),
         ],
+        requests={"t": 3},
         captures=[
             StoredCapture(sites={"pre_attn": [0], "post_block": [1, 2]}, positions="all", tag="t", every_n=3, at="after", dtype="float32"),
             StoredCapture(sites={"mlp_out": [2]}, positions=[1, 4], tag="global", layout="segment", consumers=["memory", "logging"]),

@@ -14,11 +14,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from capture_kit import finished, values
+from capture_kit import HIDDEN, finished, values
 
 from midstream.broker.outbox import Outbox
 from midstream.client import CaptureReader
 from midstream.schemas.receipts import Receipt, receipt_decoder
+from midstream.schemas.specs import memory_bytes
 from midstream.workers.runner.consumers import Apart, available, installed
 from midstream.workers.runner.finished import FinishedCapture, Outcome
 from midstream.workers.runner.layouts import StoreConfig
@@ -183,17 +184,31 @@ def test_the_quota_is_named_in_the_receipt(tmp_path: Path, monkeypatch: pytest.M
     assert "capture_quota_mib" in receipt.message
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_what_admission_lets_through_comes_back_to_the_last_byte_of_the_limit(desk: Desk, dtype: str) -> None:
+    """Neither the blob's header nor the manifest in it counts."""
+    fit = MEMORY_LIMIT // memory_bytes(1, 2, HIDDEN, dtype)
+    for positions in (fit, fit + 1):
+        desk.submit(capture(positions=range(positions), consumers=["memory"], dtype=dtype), request=positions)
+    receipts = desk.close()
+    assert (receipts[fit].status, receipts[fit + 1].status) == ("ok", "error")
+    assert CaptureReader.from_bytes(receipts[fit].consumed[0].rows).positions() == list(range(fit))
+
+
 # field case 47
 def test_rows_that_come_back_are_raw_bytes_in_the_receipt(desk: Desk) -> None:
     desk.submit(capture(consumers=["memory"], dtype="float32"))
     receipt = desk.close()[0]
     assert values("post_block", 3, [0, 1, 2]).tobytes() in receipt.consumed[0].rows
-    assert not desk.root.exists()
+    assert not any(desk.root.rglob("*"))
 
 
 # --- Consumers of other packages ---
 
 PLUGIN = """
+import sys
+
+import numpy as np
 from midstream.workers.runner.finished import Outcome
 
 SEEN = []
@@ -213,8 +228,27 @@ class Careless:
     def consume(self, captures):
         return None
 
+class Altering:
+    def consume(self, captures):
+        for capture in captures:
+            for hook, layers in capture.sites.items():
+                for layer in layers:
+                    for buffer in capture.rows(hook, layer):
+                        if not buffer.readonly:
+                            np.frombuffer(buffer, np.uint8)[:] = 0
+            for held in (capture.positions, capture.token_ids, capture.sites, capture.capture.consumers, capture.spec.captures):
+                held.clear()
+        return [Outcome() for _ in captures]
+
+class Leaving:
+    def consume(self, captures):
+        sys.exit("usage: leaving [options]")
+
 def unmakeable():
     raise OSError("no connection")
+
+def exiting():
+    sys.exit(2)
 
 def shadow():
     return Counting()
@@ -223,6 +257,9 @@ ENTRY_POINTS = """[midstream.capture_consumers]
 counting = capture_plugin_of_the_tests:Counting
 raising = capture_plugin_of_the_tests:Raising
 careless = capture_plugin_of_the_tests:Careless
+altering = capture_plugin_of_the_tests:Altering
+leaving = capture_plugin_of_the_tests:Leaving
+exiting = capture_plugin_of_the_tests:exiting
 unmakeable = capture_plugin_of_the_tests:unmakeable
 missing = capture_plugin_of_the_tests:NotThere
 nowhere = capture_plugin_that_is_not_installed:Anything
@@ -247,10 +284,10 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_consumers_of_installed_packages_are_found_and_broken_ones_left_out(plugin: None, caplog: pytest.LogCaptureFixture) -> None:
-    assert available() == ["filesystem", "memory", "logging", "careless", "counting", "raising"]
+    assert available() == ["filesystem", "memory", "logging", "altering", "careless", "counting", "leaving", "raising"]
     assert available() == available()
     told = [record.getMessage() for record in caplog.records]
-    for name in ("unmakeable", "missing", "nowhere", "filesystem"):
+    for name in ("unmakeable", "exiting", "missing", "nowhere", "filesystem"):
         assert len([line for line in told if f"the capture consumer {name} " in line]) == 1
 
 
@@ -268,7 +305,7 @@ def test_an_installed_consumer_gets_the_captures_that_name_it(plugin: None, tmp_
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "said"), [("raising", "an odd request"), ("careless", "NoneType")])
+@pytest.mark.parametrize(("name", "said"), [("raising", "an odd request"), ("careless", "NoneType"), ("leaving", "SystemExit")])
 def test_a_consumer_that_breaks_breaks_nobody_else(
     plugin: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, said: str
 ) -> None:
@@ -290,6 +327,57 @@ def test_a_consumer_that_breaks_breaks_nobody_else(
     if name == "raising":
         assert [receipts[request].status for request in (0, 2)] == ["ok", "ok"]
     assert CaptureReader(desk.root, "job_x").requests() == [0, 1, 2]
+
+
+def test_a_consumer_that_calls_exit_is_asked_again_the_next_time(plugin: None) -> None:
+    leaving = installed()["leaving"]
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"SystemExit\('usage: leaving"):
+            leaving.consume([finished()])
+
+
+@pytest.mark.parametrize("reused", [False, True])
+def test_what_a_consumer_does_to_a_capture_shows_nowhere_else(
+    plugin: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reused: bool
+) -> None:
+    """Neither in what the others get, before or after it, nor in rows that serve a later request, too."""
+    store = {(hook, layer): bytearray(values(hook, layer, [0, 1, 2]).tobytes()) for hook, layer in (("post_block", 2), ("post_block", 3))}
+
+    before = {site: bytes(rows) for site, rows in store.items()}
+    made: list[FinishedCapture] = []
+
+    def build() -> FinishedCapture:
+        kept = {"rows": lambda hook, layer: [memoryview(store[hook, layer])]} if reused else {}
+        made.append(finished(consumers=["altering", "counting", "memory", "filesystem"], dtype="float32", **kept))
+        return made[-1]
+
+    desk = Desk(tmp_path, monkeypatch)
+    desk.submit(build, build)
+    receipt = desk.close()[0]
+    assert (receipt.status, receipt.message) == ("ok", "")
+    (rows, *_) = [told.rows for told in receipt.consumed if told.name == "memory"]
+    for reader in (CaptureReader.from_bytes(rows), CaptureReader(desk.root, "job_x")):
+        assert reader.positions() == [0, 1, 2]
+        np.testing.assert_array_equal(reader.array(3), values("post_block", 3, [0, 1, 2]))
+    assert store == before
+    assert [one.spec.captures for one in made] == [[one.capture] for one in made]
+    assert [rows for _, rows in sys.modules["capture_plugin_of_the_tests"].SEEN] == [6, 6]  # type: ignore[attr-defined]
+
+
+def test_those_built_in_come_before_those_installed(plugin: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that rows are durable and on their way whatever an installed one does."""
+    order: list[str] = []
+    desk = Desk(tmp_path, monkeypatch)
+    action = desk.writer._action
+
+    def noted(name: str, consumers: object) -> object:
+        order.append(name)
+        return action(name, consumers)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(desk.writer, "_action", noted)
+    desk.submit(capture(consumers=["altering", "logging", "memory", "counting", "filesystem"]))
+    desk.close()
+    assert order == ["filesystem", "memory", "logging", "altering", "counting"]
 
 
 def test_a_consumer_that_hangs_is_given_up_and_then_left_alone_until_it_answers() -> None:

@@ -254,7 +254,7 @@ class _Rows:
 def _bytes(rows: torch.Tensor, dtype: torch.dtype) -> memoryview:
     rows = rows.to(dtype)
     view = rows.view(_NUMPY_VIEW[dtype]) if dtype in _NUMPY_VIEW else rows
-    return memoryview(view.numpy()).cast("B")
+    return memoryview(view.numpy()).cast("B").toreadonly()  # the rows may serve later requests, too
 
 
 def contiguous(values: np.ndarray) -> list[tuple[int, int]]:

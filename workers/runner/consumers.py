@@ -4,6 +4,8 @@ A package offers one by an entry point of the group `midstream.capture_consumers
 class or function that is called without arguments, once per process, and gives a `Consumer`. See `docs/capture.md`.
 """
 
+import copy
+import dataclasses
 import functools
 import logging
 import queue
@@ -14,6 +16,7 @@ from importlib.metadata import entry_points
 
 import numpy as np
 
+from ...schemas.specs import memory_bytes
 from ...schemas.tensors import bfloat16_to_float32
 from .finished import Consumer, FinishedCapture, Outcome
 from .layouts import blob_of
@@ -34,19 +37,16 @@ class Memory:
     """The consumer `memory`: the rows come back in the receipt, as a safetensors blob. Nothing is written."""
 
     def __init__(self, limit: int) -> None:
-        """`limit`: bytes of one blob."""
+        """`limit`: bytes of one capture, counted as at its admission (`memory_bytes`)."""
         self._limit = limit
 
     def consume(self, captures: Sequence[FinishedCapture]) -> list[Outcome]:
         return [self._consume(capture) for capture in captures]
 
     def _consume(self, capture: FinishedCapture) -> Outcome:
-        size = capture.size
+        size = memory_bytes(len(capture.positions), sum(map(len, capture.sites.values())), capture.hidden_size, capture.dtype)
         if size <= self._limit:
-            blob = blob_of(capture, capture.sites)
-            size = blob.bytes
-            if size <= self._limit:
-                return Outcome(rows=b"".join(blob.buffers))
+            return Outcome(rows=b"".join(blob_of(capture, capture.sites).buffers))
         return Outcome(
             error=f"{size} bytes of rows are more than the {self._limit} ({self._limit >> 10} KiB, memory_limit_kib) that a response takes"
         )
@@ -105,6 +105,7 @@ class Apart:
 
     def consume(self, captures: Sequence[FinishedCapture]) -> list[Outcome]:
         """Raises what the consumer raises, and TypeError for an answer that is not one outcome per capture."""
+        copies = [_copy(capture) for capture in captures]
         with self._turn:
             if self._busy.is_set():  # with a call that was given up
                 late = time.monotonic() - self._since
@@ -112,7 +113,7 @@ class Apart:
             answer: queue.SimpleQueue[list[Outcome] | Exception] = queue.SimpleQueue()
             self._since = time.monotonic()
             self._busy.set()
-            self._asked.put((captures, answer))
+            self._asked.put((copies, answer))
             try:
                 told = answer.get(timeout=self._patience_s)
             except queue.Empty:
@@ -139,6 +140,22 @@ class Apart:
         except Exception as error:
             logger.exception("the capture consumer %s failed", self._name)
             return error.with_traceback(None)
+        except BaseException as error:  # such as SystemExit: it must end neither this thread nor a writer's
+            logger.exception("the capture consumer %s failed", self._name)
+            return RuntimeError(f"it raised {error!r}")
+
+
+def _copy(capture: FinishedCapture) -> FinishedCapture:
+    """With lists and specs of its own: what a consumer does to them shows nowhere else. The rows are read-only anyway."""
+    return dataclasses.replace(
+        capture,
+        spec=copy.deepcopy(capture.spec),
+        capture=copy.deepcopy(capture.capture),
+        sites={hook: list(layers) for hook, layers in capture.sites.items()},
+        positions=list(capture.positions),
+        token_ids=list(capture.token_ids),
+        rows=lambda hook, layer: [buffer.toreadonly() for buffer in capture.rows(hook, layer)],
+    )
 
 
 @functools.cache
@@ -152,7 +169,9 @@ def installed() -> dict[str, Apart]:
         try:
             make: Callable[[], Consumer] = entry.load()
             found[entry.name] = Apart(entry.name, make())
-        except Exception:
+        except KeyboardInterrupt:
+            raise
+        except BaseException:  # a module that calls sys.exit() must not end the rank
             logger.exception("the capture consumer %s (%s) is left out: it cannot be loaded", entry.name, entry.value)
     return found
 

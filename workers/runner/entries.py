@@ -18,7 +18,7 @@ class _Run(NamedTuple):
     site: int
     family: int
     first: int
-    count: int
+    entries: int
 
 
 class EntryPool:
@@ -47,17 +47,17 @@ class EntryPool:
         self._runs[row] = []
         if not content:  # all its layers are on other stages
             return
-        # One copy for all sites: on an accelerator each one waits.
-        self._put(self._end, torch.cat([vectors for vectors, _ in content.values()]), torch.cat([scalars for _, scalars in content.values()]))
-        for (site, family), (vectors, _) in content.items():
-            self._runs[row].append(_Run(site, family, self._end, len(vectors)))
-            self._end += len(vectors)
+        vectors, scalars = (torch.cat(parts) for parts in zip(*content.values(), strict=True))
+        self._put(self._end, vectors, scalars)  # one copy for all sites: on an accelerator each one waits
+        for (site, family), (mine, _) in content.items():
+            self._runs[row].append(_Run(site, family, self._end, len(mine)))
+            self._end += len(mine)
         self._used += needed
         self._name(row)
 
     def erase(self, row: int) -> None:
         """Free a row's entries and zero them."""
-        entries = [entry for run in self._runs.pop(row) for entry in range(run.first, run.first + run.count)]
+        entries = [entry for run in self._runs.pop(row) for entry in range(run.first, run.first + run.entries)]
         self._buffers.site_rows[:, :, row] = 0
         if entries:
             index = self._index(entries)
@@ -70,7 +70,7 @@ class EntryPool:
     def _close_gaps(self) -> None:
         """Move all runs together, in the order in which they lie."""
         placed = sorted(((row, run) for row, runs in self._runs.items() for run in runs), key=lambda item: item[1].first)
-        index = self._index([entry for _, run in placed for entry in range(run.first, run.first + run.count)])
+        index = self._index([entry for _, run in placed for entry in range(run.first, run.first + run.entries)])
         pool, scalars = self._buffers.pool[index], self._buffers.scalars[index]  # copies
         self._buffers.pool.zero_()
         self._buffers.scalars.zero_()
@@ -78,7 +78,7 @@ class EntryPool:
         self._end, self._runs = 1, {row: [] for row in self._runs}
         for row, run in placed:
             self._runs[row].append(run._replace(first=self._end))
-            self._end += run.count
+            self._end += run.entries
         for row in {row for row, _ in placed}:
             self._name(row)
 

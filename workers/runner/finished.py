@@ -63,6 +63,7 @@ class FinishedCapture:
             dropped=list(self.dropped),
             tag=self.capture.tag,
             all_sites={str(hook): layers for hook, layers in self.capture.sites.items()},
+            requests=self.spec.requests.get(self.capture.tag, 0),
         )
 
     def __str__(self) -> str:

@@ -5,6 +5,7 @@ capture is tried alone, so that one that cannot be written does not fail the oth
 """
 
 import itertools
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from ...schemas.captures import SEGMENTS
 from ...schemas.receipts import CapturedFile
 from ..storage import SEGMENT_ALIGNMENT, Blob, PendingFile, Segment, make_blob, publish
 from .finished import FinishedCapture, Outcome
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Sites = dict[str, list[int]]
@@ -85,6 +88,11 @@ class Filesystem:
         self._owner = f"{config.owner}-{thread}"
         self._numbers = itertools.count()
         self._segments: OrderedDict[str, Segment] = OrderedDict()  # tag → the one appended to
+        try:
+            # From the start: where there is no such folder, captures are elsewhere, and who deletes them must know.
+            config.root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:  # every write says so again, to its own request
+            logger.error("captures cannot be written to %s: %s", config.root, error)
 
     def consume(self, captures: Sequence[FinishedCapture]) -> list[Outcome]:
         """Raises nothing: what cannot be written says so in its outcome."""

@@ -13,7 +13,7 @@ from ...broker.outbox import Outbox
 from ...broker.retention import Usage
 from ...schemas.receipts import CapturedFile, Consumed, Receipt
 from .config import PlaneConfig
-from .consumers import Logging, Memory, installed
+from .consumers import BUILT_IN, Logging, Memory, installed
 from .finished import Consumer, FinishedCapture, Outcome
 from .layouts import Filesystem, StoreConfig, each
 
@@ -150,10 +150,10 @@ class Writer:
         return [of_request.receipt() for of_request in told]
 
     def _consume(self, captures: Sequence[tuple[_Told, FinishedCapture]], consumers: Mapping[str, Consumer]) -> list[dict[str, Outcome]]:
-        """For each capture its consumers' outcomes. The files come first: they are what most wait for."""
+        """For each capture its consumers' outcomes. Those built in come first, the files before all: they are what most wait for."""
         outcomes: list[dict[str, Outcome]] = [dict.fromkeys(capture.capture.consumers, Outcome()) for _, capture in captures]
         names = {name for by_name in outcomes for name in by_name}
-        for name in sorted(names, key=lambda name: (name != "filesystem", name)):
+        for name in sorted(names, key=lambda name: (BUILT_IN.index(name) if name in BUILT_IN else len(BUILT_IN), name)):
             mine = [number for number, by_name in enumerate(outcomes) if name in by_name]
             results = each(self._action(name, consumers), [captures[number][1] for number in mine])
             for number, result in zip(mine, results, strict=True):

@@ -1,0 +1,284 @@
+"""Does a deleted capture stay deleted, whoever still writes for its job; does what is old go in time; whom does a full quota stop?"""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from capture_kit import finished, write
+from edge import Hand, running
+from ledger_kit import EPOCH, WORKER, claimed, make_job, open_ledger, outputs, receipt, settler
+
+from midstream.broker import captures as captures_module
+from midstream.broker import retention
+from midstream.broker.captures import Captures
+from midstream.broker.ledger import Ledger
+from midstream.client import CaptureReader
+from midstream.schemas.base import now
+from midstream.schemas.errors import MidstreamError
+from midstream.schemas.jobs import Job, State
+from midstream.schemas.specs import CaptureSpec, StoredCapture
+
+LAYOUTS = ["packed", "segment"]
+AGAIN = captures_module.SWEEP_AGAIN_S
+
+
+async def ended(ledger: Ledger, url: str, sequence: int = 1, **changes: Any) -> Job:
+    """A capturing job that has succeeded, with a receipt and no files."""
+    job = make_job(capture=True, **changes)
+    attempt = await claimed(ledger, job, ranks=1)
+    await ledger.store_outputs(job.id, attempt, outputs())
+    settler(url).settle(WORKER, 0, EPOCH, [(sequence, receipt(job))])
+    assert (await ledger.view(job.id)).state is State.SUCCEEDED
+    return job
+
+
+async def ended_by_its_first_error(ledger: Ledger, url: str, end: str, root: Path) -> tuple[Job, int]:
+    """A job of two requests, over while the second is yet to be written; and the sequence number of the next receipt."""
+    job = make_job(prompts=2, capture=True)
+    attempt = await claimed(ledger, job, ranks=1)
+    files = write(root, finished(job.id, 0, layout="packed"))
+    if end == "error":
+        settler(url).settle(WORKER, 0, EPOCH, [(1, receipt(job, 0, files=files, status="error", message="x"))])
+    else:
+        settler(url).settle(WORKER, 0, EPOCH, [(1, receipt(job, 0, files=files))])
+        await ledger.store_outputs(job.id, attempt, outputs(2))
+        await ledger.request_cancel(job.id)
+    assert (await ledger.view(job.id)).state is (State.FAILED if end == "error" else State.CANCELLED)
+    return job, 2
+
+
+def files_in(root: Path) -> list[str]:
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("end", ["error", "cancel"])
+def test_what_is_written_after_the_deletion_of_a_job_that_ended_early_is_removed_too(
+    redis_url: str, tmp_path: Path, layout: str, end: str
+) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url, data_dir=str(tmp_path)) as ledger:
+            captures, root = Captures(ledger), tmp_path / "captures"
+            job, _ = await ended_by_its_first_error(ledger, redis_url, end, root)
+            await captures.delete(job.id)
+            deleted = now()
+            write(root, finished(job.id, 1, layout=layout), owner="w.late.0")
+            with pytest.raises(MidstreamError) as caught:
+                CaptureReader(root, job.id)
+            assert caught.value.kind == "gone"
+            await captures.sweep(deleted)
+            assert files_in(root) == []
+            write(root, finished(job.id, 1, layout=layout), owner="w.later.0")
+            grace = 60 + captures_module.GRACE_LEASES * 15
+            await captures.sweep(deleted + grace - AGAIN)
+            assert retention.unfinished(root) == [job.id]
+            await captures.sweep(deleted + grace + 1)
+            assert (retention.unfinished(root), files_in(root)) == ([], [])
+            assert await ledger.redis.zcard("ms:deleting") == 0
+
+    asyncio.run(main())
+
+
+def test_files_that_a_worker_reports_long_after_their_deletion_are_removed(redis_url: str, tmp_path: Path) -> None:
+    """A worker that was stopped for an hour, and wakes."""
+
+    async def main() -> None:
+        async with open_ledger(redis_url, data_dir=str(tmp_path)) as ledger:
+            captures, root = Captures(ledger), tmp_path / "captures"
+            job, sequence = await ended_by_its_first_error(ledger, redis_url, "error", root)
+            await captures.delete(job.id)
+            await captures.sweep(now() + 3600)
+            assert await ledger.redis.zcard("ms:deleting") == 0
+            late = write(root, finished(job.id, 1), owner="w.late.0")
+            assert CaptureReader(root, job.id).requests() == [1]
+            settler(redis_url).settle(WORKER, 0, EPOCH, [(sequence, receipt(job, 1, files=late))])
+            await captures.sweep(now() + 3600 + AGAIN)
+            assert files_in(root) == []
+
+    asyncio.run(main())
+
+
+def test_a_deletion_does_not_end_while_more_is_reported(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url, data_dir=str(tmp_path)) as ledger:
+            captures, root = Captures(ledger), tmp_path / "captures"
+            job, sequence = await ended_by_its_first_error(ledger, redis_url, "error", root)
+            await captures.delete(job.id)
+            delete = retention.delete
+
+            def and_then_written(*arguments: Any) -> list[str]:
+                done = delete(*arguments)
+                late = write(root, finished(job.id, 1), owner="w.late.0")
+                settler(redis_url).settle(WORKER, 0, EPOCH, [(sequence, receipt(job, 1, files=late))])
+                return done
+
+            monkeypatch.setattr(retention, "delete", and_then_written)
+            await captures.sweep(now() + 3600)
+            monkeypatch.undo()
+            await captures.sweep(now() + 3600 + AGAIN)
+            assert files_in(root) == []
+            assert await ledger.redis.zcard("ms:deleting") == 0
+
+    asyncio.run(main())
+
+
+def test_a_deletion_that_only_the_disk_knows_is_brought_to_its_end(redis_url: str, tmp_path: Path) -> None:
+    """Redis has lost its last second."""
+
+    async def main() -> None:
+        async with open_ledger(redis_url, data_dir=str(tmp_path)) as ledger:
+            captures, root = Captures(ledger), tmp_path / "captures"
+            write(root, finished("job_x", layout="packed"))
+            (root / ".deleted" / "job_x").mkdir(parents=True)
+            await captures.sweep(now())
+            assert (files_in(root), retention.unfinished(root)) == ([], ["job_x"])
+            await captures.sweep(now() + 3600)
+            assert retention.unfinished(root) == []
+
+    asyncio.run(main())
+
+
+def test_deleting_where_the_files_are_not_is_an_error_and_is_done_where_they_are(redis_url: str, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with (
+            open_ledger(redis_url, data_dir=str(tmp_path)) as here,
+            open_ledger(redis_url, data_dir=str(tmp_path / "no")) as elsewhere,
+        ):
+            job = await ended(here, redis_url)
+            write(tmp_path / "captures", finished(job.id))
+            with pytest.raises(MidstreamError, match="not yet from the disk") as caught:
+                await Captures(elsewhere).delete(job.id)
+            assert caught.value.kind == "internal"
+            with pytest.raises(OSError, match="no"):
+                await Captures(elsewhere).sweep(now() + 3600)
+            assert files_in(tmp_path / "captures") != []
+            await Captures(here).sweep(now() + 3600)
+            assert files_in(tmp_path / "captures") == []
+            assert await here.redis.zcard("ms:deleting") == 0
+
+    asyncio.run(main())
+
+
+def test_captures_that_cannot_be_removed_do_not_keep_others_in_the_ledger(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url, data_dir=str(tmp_path)) as ledger:
+            captures, root = Captures(ledger), tmp_path / "captures"
+            stuck, fine = [await ended(ledger, redis_url, n) for n in (1, 2)]
+            write(root, finished(stuck.id, layout="packed"), finished(fine.id, layout="packed"))
+            for job in (stuck, fine):
+                await captures.delete(job.id)
+            clear = retention._clear
+
+            def refusing(trash: Path, unmark: bool) -> None:
+                if trash.name == stuck.id:
+                    raise PermissionError(13, "Permission denied")
+                clear(trash, unmark)
+
+            monkeypatch.setattr(retention, "_clear", refusing)
+            with pytest.raises(OSError, match="Permission denied"):
+                await captures.sweep(now() + 3600)
+            assert [name.decode() for name in await ledger.redis.zrange("ms:deleting", 0, -1)] == [stuck.id]
+
+    asyncio.run(main())
+
+
+def test_jobs_that_wait_for_ever_do_not_keep_old_captures_from_expiring(redis_url: str, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url, data_dir=str(tmp_path), capture_ttl_s=100) as ledger:
+            (tmp_path / "captures").mkdir()
+            for _ in range(captures_module.SWEEP_LIMIT):
+                await ledger.submit(make_job(capture=True, created=now() - 5000, model="of no worker"), {})
+            job = await ended(ledger, redis_url)
+            assert await Captures(ledger).sweep(now() + 101) == [job.id]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("end", ["succeeded", "aborted"])
+def test_the_age_of_captures_counts_from_the_end_of_their_job(redis_url: str, tmp_path: Path, end: str) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url, data_dir=str(tmp_path), capture_ttl_s=100) as ledger:
+            captures = Captures(ledger)
+            (tmp_path / "captures").mkdir()
+            accepted = now() - 5000  # it was queued for long
+            if end == "succeeded":
+                job = await ended(ledger, redis_url, created=accepted)
+            else:
+                job = make_job(capture=True, created=accepted)
+                await ledger.submit(job, {})
+                await ledger.request_cancel(job.id)
+            over = now()
+            assert await captures.sweep(over + 98) == []
+            assert await captures.sweep(over + 101) == [job.id]
+            assert (await captures.list()).captures == []
+
+    asyncio.run(main())
+
+
+def test_only_captures_in_files_are_kept_for_expiry(redis_url: str, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url, data_dir=str(tmp_path), capture_ttl_s=100) as ledger:
+            returned = StoredCapture(sites={"post_block": [0]}, positions="all", tag="t", consumers=["memory"])
+            await ended(ledger, redis_url, captures=[[returned]])
+            assert await ledger.redis.zcard("ms:captured") == 0
+
+    asyncio.run(main())
+
+
+# --- Quota ---
+
+
+def filled(directory: Path, size: int) -> None:
+    (directory / "captures").mkdir()
+    (directory / "captures" / "earlier").write_bytes(bytes(size))
+
+
+def test_a_repeated_submission_finds_its_job_although_the_quota_is_full_by_now(redis_url: str, tmp_path: Path) -> None:
+    body, key = {"model": "tiny", "prompts": ["a"], "capture": {"layers": "all"}}, {"Idempotency-Key": "k"}
+    with running(tmp_path, redis_url, capture_quota_mib=1) as api:
+        hand = Hand(api.settings)
+        hand.serve()
+        first = api.http.post("/v1/jobs", json=body, headers=key)
+        filled(tmp_path, 2 << 20)
+        api.stop()
+        api.start()  # and measure again
+        again = api.http.post("/v1/jobs", json=body, headers=key)
+        assert (first.status_code, again.json()["id"]) == (202, first.json()["id"])
+        assert api.http.post("/v1/jobs", json=body, headers={"Idempotency-Key": "other"}).status_code == 507
+        other = {**body, "prompts": ["b"]}
+        assert api.http.post("/v1/jobs", json=other, headers=key).json()["type"] == "urn:midstream:idempotency_mismatch"
+        hand.close()
+
+
+@pytest.mark.parametrize("size", [(1 << 20) - (20 << 10), 2 << 20])  # a user's capture would still have room in the first
+def test_a_full_quota_leaves_the_operators_captures_out_and_stops_nobody_who_asked_for_none(
+    redis_url: str, tmp_path: Path, size: int
+) -> None:
+    filled(tmp_path, size)
+    with running(tmp_path, redis_url, capture_quota_mib=1) as api:
+        hand = Hand(api.settings)
+        hand.serve(global_captures=[CaptureSpec(tag="ops")])
+        plain, returned = (
+            api.submit(),
+            api.submit(capture={"layers": [0], "positions": "last_prompt", "tag": "mine", "consumers": ["memory"]}),
+        )
+        tags = [[capture.tag for capture in hand.claim(job_id).job.captures[:1] for capture in capture] for job_id in (plain, returned)]
+        assert tags == [[], ["mine"]]
+        assert api.view(plain)["capture_status"] == "not_requested"
+        mine = api.http.post("/v1/jobs", json={"model": "tiny", "prompts": ["a"], "capture": {"layers": "all"}})
+        assert mine.status_code == (202 if size < 1 << 20 else 507)
+        assert api.log().count("left out") == 1
+        hand.close()
+
+
+def test_with_room_the_operators_captures_are_taken(redis_url: str, tmp_path: Path) -> None:
+    filled(tmp_path, 1000)
+    with running(tmp_path, redis_url, capture_quota_mib=1) as api:
+        hand = Hand(api.settings)
+        hand.serve(global_captures=[CaptureSpec(tag="ops")])
+        ((capture,),) = hand.claim(api.submit()).job.captures
+        assert capture.tag == "ops"
+        hand.close()

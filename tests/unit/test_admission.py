@@ -1,0 +1,85 @@
+"""Does a request of any size leave the API to others while it is looked at, or is it refused by the field that is too much?"""
+
+import asyncio
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from midstream import __version__
+from midstream.api import admission
+from midstream.api.admission import MAX_STEERING_ENTRIES, RESOLVE_LIMIT, check_cost, resolve
+from midstream.api.wishes import Wish
+from midstream.schemas.errors import MidstreamError
+from midstream.schemas.jobs import Sampling, StoredPrompt
+from midstream.schemas.models import ModelInfo
+from midstream.schemas.selectors import Span
+from midstream.schemas.specs import CaptureSpec, SteeringSpec
+from midstream.schemas.tensors import from_numpy
+
+VECTOR = from_numpy(np.ones(8, np.float32))
+MODEL = ModelInfo(
+    name="m", version=__version__, architecture="a", num_layers=4, hidden_size=8, vocab_size=100, max_model_len=10_000, dtype="float32",
+    hooks=["post_block"], tokenizer="",
+)  # fmt: skip
+
+
+def wish(capture: CaptureSpec | None = None, *steering: SteeringSpec) -> Wish:
+    return Wish("generate", "m", [], Sampling(), capture=capture, steering=list(steering))
+
+
+def steered(positions: Any) -> SteeringSpec:
+    return SteeringSpec(layers=0, vector=VECTOR, positions=positions)
+
+
+@pytest.mark.parametrize(
+    ("asked", "prompts", "apart"),
+    [
+        (wish(CaptureSpec(positions=[0])), 2, False),
+        (wish(CaptureSpec(positions=list(range(100)))), 100, True),
+        (wish(CaptureSpec(positions=Span(text="a"))), 2, False),
+        (wish(CaptureSpec(positions=Span(text="a"))), 60, True),
+        (wish(None, steered("all")), 4096, True),
+    ],
+)
+def test_what_takes_long_to_resolve_is_resolved_off_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch, asked: Wish, prompts: int, apart: bool
+) -> None:
+    """A span costs the tokenisation of every prompt's text, 100 characters here."""
+    threads = []
+    bounds = admission.Bounds
+
+    def noted(*arguments: Any) -> admission.Bounds:
+        threads.append(threading.current_thread())
+        return bounds(*arguments)
+
+    class Letters:
+        """A token per letter."""
+
+        def map_text(self, text: str, ids: list[int], *, special_tokens: bool) -> Any:
+            return type("Found", (), {"find": staticmethod(lambda span: [0])})
+
+    monkeypatch.setattr(admission, "Bounds", noted)
+    stored = [StoredPrompt(token_ids=[1] * 100, text="a" * 100)] * prompts
+    captures, steering, _ = asyncio.run(resolve(asked, stored, MODEL, Letters(), 4))  # type: ignore[arg-type]
+    assert len(captures or steering) == prompts
+    assert (threads[0] is not threading.main_thread()) == apart
+
+
+@pytest.mark.parametrize(
+    ("asked", "prompts", "characters", "field"),
+    [
+        (wish(CaptureSpec(positions=[0] * 65_536)), 64, 0, "capture.positions"),
+        (wish(CaptureSpec(), steered("all"), steered([0] * 1100)), 4096, 0, "steering[1].positions"),
+        (wish(CaptureSpec(positions=[Span(text="a")] * 1000)), 1, 150_000, "capture.positions"),
+        (wish(CaptureSpec(positions=Span(text="a")), *[steered("all")] * 200), 4096, 0, "capture.positions"),
+        (wish(None, *[steered("all")] * (MAX_STEERING_ENTRIES + 1)), 1, 0, "steering"),
+    ],
+)
+def test_what_would_take_too_long_is_refused_by_the_field_that_takes_most(asked: Wish, prompts: int, characters: int, field: str) -> None:
+    with pytest.raises(MidstreamError) as refused:
+        check_cost(asked, prompts, characters)
+    assert (refused.value.status, refused.value.field) == (400, field)
+    assert "at most" in str(refused.value.allowed) or "fewer prompts" in str(refused.value.allowed)
+    assert check_cost(asked, prompts // 2, characters // 2) <= RESOLVE_LIMIT if prompts > 1 else True
