@@ -91,6 +91,7 @@ def test_entries_take_a_row_of_their_own_only_where_order_needs_it() -> None:
     assert rows(("ablate", "all", 0), ("ablate", "all", 0)) == [["ablate"], ["ablate"]]
     assert rows(("ablate", "all", 0), ("ablate", [1], 0), ("add", "all", 0)) == [["ablate", "add"], ["ablate"]]
     assert rows(("clamp", "all", 0), ("clamp", "all", 0), ("ablate", "all", 0)) == [["clamp"], ["clamp", "ablate"]]
+    assert rows(("replace", "all", 0), ("replace", "all", 0), ("replace", [1], 0)) == [["replace", "replace"], ["replace"]]
     assert rows(("replace", "all", 0), ("replace", [1], 0), ("replace", "all", 0)) == [["replace"], ["replace"], ["replace"]]
     assert rows(("add", "all", 0), ("add", [1], 0), ("add", "all", 0)) == [["add", "add"], ["add"]]
 
@@ -114,12 +115,13 @@ def test_what_decides_the_outcome_decides_the_key_and_the_digest() -> None:
         steering(["v"], [0], "pre_attn", "all", "clamp", [1.0, 0.0, 2.0]),
         steering(["u"], [0], "pre_attn", "all", "clamp", [1.0, 0.0, 1.0]),
         steering(["v"], [0], "pre_attn", "all", "replace", [1.0]),
+        steering(["v"], [0], "pre_attn", "all", "ablate", [1.0]),
         steering(["v"], [0], "pre_attn", "all", "replace", [1.0], scale=2.0),
         steering(["v"], [1], "pre_attn", "all", "clamp", [1.0, 0.0, 1.0]),
         steering(["v"], [0], "post_attn", "all", "clamp", [1.0, 0.0, 1.0]),
     ]
-    assert len({steering_rows([each])[0].key for each in (base, *others)}) == 7
-    assert len({steering_digest([each]) for each in (base, *others)}) == 7
+    assert len({steering_rows([each])[0].key for each in (base, *others)}) == 8
+    assert len({steering_digest([each]) for each in (base, *others)}) == 8
     elsewhere = steering(["v"], [0], "pre_attn", [1], "clamp", [1.0, 0.0, 1.0])
     assert steering_rows([elsewhere])[0].key == steering_rows([base])[0].key, "where it is applied is not the row's"
     assert steering_digest([elsewhere]) != steering_digest([base])
