@@ -13,7 +13,7 @@ from midstream.schemas.jobs import State
 from midstream.schemas.specs import StoredCapture
 from midstream.workers.app import EXIT_ENGINE_DIED
 
-CAPTURE = StoredCapture(layers=[0], hook="post_block", positions="all_prompt", tag="t")
+CAPTURE = StoredCapture(sites={"post_block": [0]}, positions="all_prompt", tag="t")
 LONG = 3000  # tokens: seconds, for the tiny model
 
 
