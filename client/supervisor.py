@@ -207,13 +207,13 @@ class Supervisor:
         environment = child_environment(self.settings)
         logs = self.data / "logs"
         for name, (module, seconds) in MODULES.items():
-            yield Child(name, [sys.executable, "-m", module], environment, logs / f"{name}.log", seconds)
+            yield Child(name, [sys.executable, "-P", "-m", module], environment, logs / f"{name}.log", seconds)
         if importlib.util.find_spec("flower") is None:
             self._say("flower is not installed: no dashboard")
             return
         options = [f"--port={self.settings.flower_port}", "--address=127.0.0.1", "--persistent=True", f"--db={self.data / 'flower.db'}"]
         # Its own name for the application: the module that names ours needs settings which Flower does not.
-        command = [sys.executable, "-m", "celery", "--broker", self.settings.redis_url, "flower", *options]
+        command = [sys.executable, "-P", "-m", "celery", "--broker", self.settings.redis_url, "flower", *options]
         yield Child("flower", command, environment, logs / "flower.log", FLOWER_STOP_S)
 
     def _await_ready(self, timeout: float) -> None:

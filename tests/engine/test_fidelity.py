@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from fidelity import ADDED, ALL, Outcome, Truth, capture, judge, nursery_for, options_of, run
 from fidelity_page import Way, hooks_of
-from host import Host, relative_error
+from host import Host, capture_of, prompt_of, relative_error
 from nursery import Nursery
 from reference import Reference
 from tiny import CHECKPOINTS, checkpoint
@@ -137,3 +137,31 @@ def test_what_reads_the_edited_tensor_in_the_same_layer_reads_the_edit(name: str
 def test_what_we_do_not_know_is_refused_at_boot_with_the_list_or_the_reason(name, reason, checkpoints, nurseries, tmp_path) -> None:
     with pytest.raises(AssertionError, match=reason):
         nurseries("v1").host(tmp_path / name, checkpoints(name), max_model_len=128)
+
+
+# field case 14
+@pytest.mark.parametrize("name", ["gemma3", "qwen3", "gpt2"])
+def test_a_cached_prompt_gives_the_rows_that_were_computed_before(name: str, checkpoints, nurseries, tmp_path) -> None:
+    """Also where layers with a sliding window keep their blocks apart from the others' (Gemma 3)."""
+    settings = options_of(EAGER) | {"max_model_len": 512, "enable_prefix_caching": True}
+    host = nurseries("v1").host(tmp_path / name, checkpoints(name), **settings)
+    try:
+        prompt = prompt_of(300, seed=5)
+        sites = {hook: list(ALL) for hook in hooks_of(name)}
+        found = []
+        for _ in range(2):
+            job = host.job(prompt, max_tokens=2, capture=capture_of([], "all", sites=sites))
+            output = host.run(job)[job.id][0]
+            reused = sum(file.reused for file in host.receipts(job)[0].files)
+            reader = host.capture(job)
+            found.append((output, reused, {(hook, layer): reader.array(layer, hook) for hook in sites for layer in ALL}))
+        (first, none, computed), (second, some, served) = found
+        assert (first.cached_tokens, none) == (0, 0)
+        assert second.cached_tokens > 0
+        assert some == second.cached_tokens * len(sites) * len(ALL)
+        wanted = Reference(checkpoints(name)).rows(prompt + second.token_ids[:-1])
+        for place, rows in served.items():
+            assert relative_error(rows, wanted[place]) <= FP32_HOOKS
+            assert np.array_equal(rows[: second.cached_tokens], computed[place][: second.cached_tokens])
+    finally:
+        host.close()

@@ -40,7 +40,7 @@ def captured(
     try:
         job = host.job(*PROMPTS, max_tokens=1, capture=capture_of(LAYERS, "all_prompt"))
         host.run(job)
-        assert host.capture(job).manifest(0)["dtype"] == request.param
+        assert host.capture(job).dtype() == request.param
         yield request.param, [host.capture(job).stack(request=number) for number in range(len(PROMPTS))]
     finally:
         host.close()
