@@ -164,7 +164,7 @@ def check_cost(wish: Wish, prompts: int, characters: int) -> int:
 
 def _wanted(wish: Wish) -> dict[str, PositionWish]:
     """Field → positions, of the capture and every edit."""
-    found = {f"steering[{index}].positions": spec.positions for index, spec in enumerate(wish.steering)}
+    found = {f"steering[{index}].positions": spec.positions or "all" for index, spec in enumerate(wish.steering)}
     return found | ({"capture.positions": wish.capture.positions} if wish.capture else {})
 
 

@@ -69,8 +69,8 @@ Spec = CaptureSpec | SteeringSpec
 
 def positions_of_each(spec: Spec, bounds: Bounds) -> list[PositionSelector]:
     """One resolved selector per prompt."""
-    if isinstance(spec.positions, str):
-        return [spec.positions] * len(bounds.prompts)
+    if spec.positions is None or isinstance(spec.positions, str):
+        return [spec.positions or "all"] * len(bounds.prompts)
     resolved = []
     for index, prompt in enumerate(bounds.prompts):
         try:

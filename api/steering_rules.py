@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, get_args
 
+import msgspec
 import numpy as np
 
 from ..schemas.base import to_msgpack
@@ -47,8 +48,25 @@ NUMBERS: dict[Family, tuple[str, ...]] = {
 DEFAULTS = {"scale": 1.0, "alpha": 1.0, "strength": 1.0, "low": -NO_LIMIT, "high": NO_LIMIT}
 
 
+def _filled_in(spec: SteeringSpec) -> SteeringSpec:
+    """With what is meant where nothing is said."""
+    return msgspec.structs.replace(
+        spec,
+        op=spec.op or "add",
+        hook=spec.hook or "post_block",
+        positions="all" if spec.positions is None else spec.positions,
+    )
+
+
 def family_of(spec: SteeringSpec) -> Family:
-    return "add_matched" if spec.norm_match else spec.op
+    """Of a filled-in spec."""
+    return "add_matched" if spec.norm_match else spec.op or "add"
+
+
+def _layers(spec: SteeringSpec, bounds: Bounds) -> list[int]:
+    if spec.layers is None:
+        raise ValueError("is required: name the layers to edit")
+    return resolve_layers(spec.layers, bounds.model.num_layers)
 
 
 # --- Which fields -----------------------------------------------------------------------------------------------------
@@ -56,7 +74,7 @@ def family_of(spec: SteeringSpec) -> Family:
 
 def _taken(field: str, spec: SteeringSpec, bounds: Bounds) -> None:
     """A field is there when the op needs it, and only if the op takes it."""
-    takes, given = STEERING_FIELDS[spec.op], getattr(spec, field) is not None
+    takes, given = STEERING_FIELDS[spec.op or "add"], getattr(spec, field) is not None
     if given and field not in (*takes.tensors, *takes.options):
         raise ValueError(f"is not of op {spec.op!r}, which takes {', '.join((*takes.tensors, *takes.options))}")
     if not given and field in takes.tensors:
@@ -64,7 +82,7 @@ def _taken(field: str, spec: SteeringSpec, bounds: Bounds) -> None:
 
 
 def _norm_match(spec: SteeringSpec, bounds: Bounds) -> None:
-    hook = one_hook(spec.hook, bounds)
+    hook = one_hook(spec.hook or "post_block", bounds)
     if spec.norm_match and hook not in STREAM_HOOKS:
         streams = ", ".join(name for name in get_args(Hook) if name in STREAM_HOOKS)
         raise ValueError(
@@ -156,8 +174,8 @@ TENSORS = tuple(dict.fromkeys(field for takes in STEERING_FIELDS.values() for fi
 OPTIONS = tuple(dict.fromkeys(field for takes in STEERING_FIELDS.values() for field in takes.options))
 
 RULES: tuple[Rule, ...] = (
-    ("hook", lambda spec, bounds: one_hook(spec.hook, bounds)),
-    ("layers", lambda spec, bounds: resolve_layers(spec.layers, bounds.model.num_layers)),
+    ("hook", lambda spec, bounds: one_hook(spec.hook or "post_block", bounds)),
+    ("layers", _layers),
     ("positions", positions_of_each),
     *((field, partial(_taken, field)) for field in (*TENSORS, *OPTIONS)),
     *((f"{field}.shape", partial(_shape, field)) for field in TENSORS),
@@ -178,10 +196,11 @@ def resolve_steering(specs: Sequence[SteeringSpec], bounds: Bounds) -> tuple[lis
     """
     blobs: dict[str, bytes] = {}
     per_prompt: list[list[StoredSteering]] = [[] for _ in bounds.prompts] if specs else []
-    for index, spec in enumerate(specs):
+    for index, wished in enumerate(specs):
+        spec = _filled_in(wished)
         made = apply_rules(RULES, spec, bounds, f"steering[{index}]")
         family = family_of(spec)
-        tensors = [_keep(getattr(spec, field), blobs) for field in STEERING_FIELDS[spec.op].tensors]
+        tensors = [_keep(getattr(spec, field), blobs) for field in STEERING_FIELDS[spec.op or "add"].tensors]
         for entries, chosen in zip(per_prompt, made["positions"], strict=True):
             stored = StoredSteering(
                 layers=made["layers"],

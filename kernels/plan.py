@@ -12,8 +12,8 @@ import torch
 
 from .families import FAMILIES, PLACE, SCALARS
 
-#: Columns of `token_rows`: so many configuration rows may edit one token.
-ROWS_PER_TOKEN = 4
+#: Columns of `token_rows`: so many configuration rows may edit one token, of its request and of what is applied to all.
+ROWS_PER_TOKEN = 8
 
 #: Columns of a site's plan, int32. Columns that are not named are reserved.
 COLUMNS = 16

@@ -87,6 +87,7 @@ class Job(Record, dict=True):  # `dict`: for the cached property
     captures: list[list[StoredCapture]] = []
     stream: bool = False  # publish token events while generating
     metadata: dict[str, str] = {}
+    modules: dict[str, str] = {}  # named modules that it uses → the digest that the name pointed at when the job was accepted
 
     @property
     def wants_receipts(self) -> bool:
@@ -182,9 +183,16 @@ class StageReport(Record):
 
 
 class Determinism(Record):
+    """Whether, for every request, the ranks of each pipeline stage report the same actions.
+
+    `consistent` is of the attempt that gave the result; a disagreement that an earlier attempt was given up for is in `retried`.
+    """
+
     consistent: bool
     stages: list[StageReport]
     worker: str = ""
+    global_version: int = 0  # of the global steering that the job ran under; 0: none was ever set
+    retried: list[str] = []  # what ranks of an earlier attempt disagreed on
 
 
 class JobView(Record, omit_defaults=True):
@@ -209,6 +217,7 @@ class JobView(Record, omit_defaults=True):
     prompts: int = 0
     error: Problem | None = None
     metadata: dict[str, str] = {}
+    modules: dict[str, str] = {}  # named modules that it uses → digest
 
 
 class JobResult(Record):

@@ -59,6 +59,8 @@ class Receipt(Wire):
     files: list[CapturedFile] = []
     kind: str = ""  # with `error`: capture_failed | intervention_failed; empty: what the job asked for decides
     consumed: list[Consumed] = []
+    global_version: int = 0  # of the global steering that the request began under
+    epoch: int = 0  # how often this rank's action ledger began anew: checksums are compared within one epoch
 
     @property
     def verdict(self) -> str:

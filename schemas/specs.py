@@ -91,15 +91,18 @@ MAX_RANK = 64
 class SteeringSpec(Record):
     """Edit the rows at `hook` of each of `layers`, at `positions`, as `op` says. Null: what the comment says, or not of this op.
 
+    Or apply a named `module`, with `scale` (of all that it does, see `at_scale`) and `positions` (instead of the module's own).
+
     `vector` v: `[hidden_size]`, finite; its length does not matter for `ablate`, `clamp` and with `norm_match`.
     `rotation` R and `weight` W: `[rank, hidden_size]`, `bias` b: `[rank]`.
     """
 
-    layers: LayerSelector
+    layers: LayerSelector | None = None  # required without `module`
     vector: Tensor | None = None
-    hook: HookName = "post_block"
-    positions: PositionWish = "all"
-    op: SteeringOp = "add"
+    hook: HookName | None = None  # post_block
+    positions: PositionWish | None = None  # all; of a module: its own
+    op: SteeringOp | None = None  # add
+    module: str | None = None
     scale: float | None = None  # 1
     norm_match: bool | None = None  # false
     alpha: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None  # 1: all of it
@@ -142,9 +145,27 @@ class StoredSteering(Record):
 
     def shapes(self, hidden_size: int) -> list[list[int]]:
         """What its tensors must be."""
-        if self.family == "lowrank":
-            return [[self.rank, hidden_size], [self.rank, hidden_size], [self.rank]]
-        return [[hidden_size]]
+        return shapes_of(self.family, self.rank, hidden_size)
+
+
+def shapes_of(family: Family, rank: int, hidden_size: int) -> list[list[int]]:
+    """The shapes of a family's tensors, in the order of `StoredSteering.tensors`."""
+    if family == "lowrank":
+        return [[rank, hidden_size], [rank, hidden_size], [rank]]
+    return [[hidden_size]]
+
+
+#: What a factor on the whole of a family scales: the vector, or the first of its numbers (its strength, or norm_match's scale).
+SCALED_VECTOR: frozenset[Family] = frozenset({"replace", "add"})
+
+
+def at_scale(entry: StoredSteering, factor: float) -> StoredSteering:
+    """The entry with `factor` times its effect: scale · factor where the vector is scaled, strength · factor otherwise."""
+    if factor == 1.0:
+        return entry
+    if entry.family in SCALED_VECTOR:
+        return msgspec.structs.replace(entry, scale=entry.scale * factor)
+    return msgspec.structs.replace(entry, numbers=[entry.numbers[0] * factor, *entry.numbers[1:]])
 
 
 class StoredCapture(Record):
@@ -211,6 +232,8 @@ class RankSpec(Record):
     lowest_captured: int = -1  # lowest captured prompt position; -1: none
     requests: dict[str, int] = {}  # tag → how many of the job's prompts have a capture under it
     told_when_over: bool = False  # the worker says where the output ends (stop strings are found there, after the fact)
+    global_steering: list[StoredSteering] = []  # the operator's, applied before `steering`; part of `digest` and what follows from it
+    global_version: int = 0  # of the global steering that the request began under
 
     @property
     def key(self) -> str:
@@ -221,7 +244,7 @@ class RankSpec(Record):
 CaptureStatus = Literal["not_requested", "pending", "ok", "partial", "error", "timed_out"]
 
 
-#: So many rows of the ranks' steering table may edit one token.
+#: So many rows of the ranks' steering table may edit one token for its request, and as many more for everyone's sake.
 MAX_STEERING_ROWS = 4
 
 
@@ -270,7 +293,7 @@ def steering_rows(steering: list[StoredSteering]) -> list[SteeringRow]:
     rows = []
     for group in groups:
         content = [(e.hook, e.layers, e.family, e.tensors, e.scale, e.numbers) for e in group]
-        rows.append(SteeringRow(key=_content_key(content), positions=group[0].positions, entries=group))
+        rows.append(SteeringRow(key=content_key(content), positions=group[0].positions, entries=group))
     return rows
 
 
@@ -282,8 +305,8 @@ def steering_digest(steering: list[StoredSteering]) -> str:
     """Names everything that the steering does to a request's KV cache; empty when there is none."""
     if not steering:
         return ""
-    return _content_key([(e.hook, e.layers, e.family, e.tensors, e.scale, e.numbers, e.positions) for e in steering])
+    return content_key([(e.hook, e.layers, e.family, e.tensors, e.scale, e.numbers, e.positions) for e in steering])
 
 
-def _content_key(content: object) -> str:
+def content_key(content: object) -> str:
     return hashlib.sha256(msgspec.msgpack.encode(content)).hexdigest()

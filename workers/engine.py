@@ -1,6 +1,6 @@
 """What must an engine be able to do, so that a worker can host it?"""
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -8,6 +8,7 @@ from ..schemas.errors import MidstreamError
 from ..schemas.jobs import Job, Output
 from ..schemas.models import ModelInfo, TokenizerBundle
 from ..schemas.settings import Settings
+from ..schemas.steering import GlobalSteering, RankApplied, RankSteering
 from ..schemas.tensors import Tensor
 
 #: Gives the tensor of a content hash; raises MidstreamError when nobody has it.
@@ -34,17 +35,55 @@ class Engine(Protocol):
     async def start(self) -> None:
         """Load the model; may take a minute. Raises MidstreamError("engine_failed")."""
 
-    async def hold_vectors(self, job: Job, fetch: Fetch) -> None:
-        """Have every vector of the job on every rank, and keep them there until `release_vectors`.
+    async def hold_vectors(self, names: Sequence[str], fetch: Fetch) -> None:
+        """Have every one of these tensors on every rank, and keep them there until `release_vectors` with the same names.
 
         Raises MidstreamError("intervention_failed") naming rank and reason; a call that raises, or is cancelled, holds nothing.
         """
 
-    async def release_vectors(self, job: Job) -> None:
-        """The job no longer needs its vectors; they may stay as a cache."""
+    async def release_vectors(self, names: Sequence[str]) -> None:
+        """These are no longer needed by whoever held them; they may stay as a cache."""
 
-    def generate(self, job: Job, request: int, attempt: int) -> AsyncGenerator[Progress, None]:
-        """Generate for one prompt; the last item carries `finished`.
+    # What is applied to everyone and what has a name: `workers.steering` calls these one at a time, never side by side.
+
+    async def prepare_global(self, steering: GlobalSteering) -> list[RankApplied]:
+        """Phase one: every rank checks that it could apply this, and changes nothing. Its tensors are held by the caller.
+
+        The answer of every rank, in rank order; raises MidstreamError("engine_failed") when the engine has died.
+        """
+
+    async def commit_global(self, steering: GlobalSteering) -> list[RankApplied]:
+        """Phase two: every rank applies it, to requests that begin from now on.
+
+        When a rank fails, all are rolled back to what they had; raises MidstreamError("intervention_failed") with rank and
+        reason then, and Quarantined when that fails as well.
+        """
+
+    async def set_module(self, name: str, digest: str, tensors: Sequence[str]) -> list[RankApplied]:
+        """Register a module on every rank, or change what its name points at; with an empty digest unregister it.
+
+        As `commit_global` when a rank fails. Its tensors are held by the caller.
+        """
+
+    async def steering_status(self) -> list[RankSteering]:
+        """Every rank's ledger and occupancy, in rank order."""
+
+    async def restart_ledgers(self) -> None:
+        """Resync, first half: every rank forgets all rows, modules, tensors and global steering, fails the requests that it
+        still has, and begins its ledger anew from zero; cached blocks that interventions touched are not found again.
+
+        The caller replays the desired state then, as at the start. Raises Quarantined when a rank does not obey.
+        """
+
+    async def same_content(self) -> bool:
+        """Resync, last half: do the ranks of every stage have the same bytes in their tables?"""
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for rows of the steering table."""
+
+    def generate(self, job: Job, request: int, attempt: int, everyone: GlobalSteering) -> AsyncGenerator[Progress, None]:
+        """Generate for one prompt under `everyone`, which was applied when the job was claimed; the last item carries `finished`.
 
         Raises MidstreamError("engine_failed") when the engine has died. Closing the generator stops the request.
         """
@@ -57,6 +96,13 @@ class Engine(Protocol):
 
     async def failed(self) -> str:
         """Return, with the reason, only when the engine has died by itself."""
+
+
+class Quarantined(MidstreamError):
+    """The ranks may differ in what they have: no job may run here until they were made equal again."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__("intervention_failed", detail)
 
 
 def make_engine(settings: Settings) -> Engine:

@@ -1,0 +1,253 @@
+"""What is steered for everyone, what has a name, and what does each rank say of it?
+
+All of it is desired state in Redis: workers reconcile to it and report. A name points at content: changing what it means
+never touches a request that was accepted before.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from .base import Record
+from .selectors import Hook, PositionWish
+from .specs import Family, SteeringSpec, StoredSteering, at_scale, content_key, shapes_of
+
+#: Names of modules: one path segment.
+ModuleName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}(?!\n)$")]
+Entries = Annotated[list[SteeringSpec], msgspec.Meta(min_length=1, max_length=4096)]
+
+
+class SteeringTemplate(Record):
+    """A `SteeringSpec` after validation against a model, before it meets a prompt: positions are still a wish."""
+
+    layers: list[int]
+    hook: Hook
+    positions: PositionWish
+    family: Family
+    tensors: list[str]  # content hashes
+    scale: float = 1.0
+    numbers: list[float] = []
+    rank: int = 0
+
+    def shapes(self, hidden_size: int) -> list[list[int]]:
+        """What its tensors must be."""
+        return shapes_of(self.family, self.rank, hidden_size)
+
+    def stored(self, positions: list[int] | str, scale: float = 1.0) -> StoredSteering:
+        """The same for one prompt, at `positions`, times `scale` (see `specs.at_scale`)."""
+        return at_scale(
+            StoredSteering(
+                layers=self.layers, hook=self.hook, positions=positions, family=self.family, tensors=self.tensors,
+                scale=self.scale, numbers=self.numbers, rank=self.rank,
+            ),
+            scale,
+        )  # fmt: skip
+
+
+def content_digest(entries: list[SteeringTemplate]) -> str:
+    """SHA-256 hex of everything that the entries do; empty for none."""
+    return content_key(entries) if entries else ""
+
+
+# --- Named modules ----------------------------------------------------------------------------------------------------
+
+
+class ModuleRequest(Record):
+    """Body of `PUT /v1/steering/modules/{name}`: entries as in a request's `steering`, without modules among them."""
+
+    steering: Entries
+    model: str | None = None  # null: the only one there is
+    description: Annotated[str, msgspec.Meta(max_length=1000)] = ""
+
+
+class Module(Record):
+    """A named module as stored."""
+
+    name: str
+    model: str
+    digest: str  # `content_digest(entries)`: what the name points at
+    entries: list[SteeringTemplate]
+    bytes: int  # of its distinct tensors
+    created: float
+    description: str = ""
+
+    @property
+    def tensors(self) -> list[str]:
+        """Content hashes, each once."""
+        return list(dict.fromkeys(name for entry in self.entries for name in entry.tensors))
+
+
+class EntryView(Record):
+    """What one entry of a module or of global steering does; tensors by content hash."""
+
+    op: str
+    hook: str
+    layers: list[int]
+    positions: PositionWish
+    tensors: list[str]
+    scale: float
+    numbers: list[float]
+    rank: int = 0
+
+
+class ModuleView(Record):
+    """Answer of `GET /v1/steering/modules/{name}`."""
+
+    name: str
+    model: str
+    digest: str
+    entries: list[EntryView]
+    bytes: int
+    created: float
+    description: str = ""
+    replaced: str | None = None  # on `PUT`: the digest that the name pointed at before, where it was another
+
+
+class ModulePage(Record):
+    """Answer of `GET /v1/steering/modules`."""
+
+    modules: list[ModuleView]
+
+
+# --- Global steering --------------------------------------------------------------------------------------------------
+
+
+class GlobalRequest(Record):
+    """Body of `PUT /v1/steering/global`: applied to every request of the model that begins from now on.
+
+    Positions hold for prompts of every length, so they are names, ranges from a position on, or positions from the
+    beginning; what is beyond a prompt's or request's end is not there.
+    """
+
+    steering: Entries
+    model: str | None = None  # null: the only one there is
+
+
+class GlobalSteering(Record):
+    """What is applied to every request of a model."""
+
+    version: int = 0  # grows with every set and clear, never reused; 0: never set
+    entries: list[SteeringTemplate] = []  # empty: nothing
+    changed: float = 0.0
+
+    @property
+    def digest(self) -> str:
+        return content_digest(self.entries)
+
+    @property
+    def tensors(self) -> list[str]:
+        """Content hashes, each once."""
+        return list(dict.fromkeys(name for entry in self.entries for name in entry.tensors))
+
+
+class Proposal(Record):
+    """Phase one of a change of global steering: workers validate it on all their ranks and say so; nothing is applied yet."""
+
+    id: str
+    steering: GlobalSteering  # with the version that it will have
+    deadline: float  # nobody commits it later: workers forget it then
+
+
+class Desired(Record):
+    """What every worker of a model is to reconcile to."""
+
+    version: int = 0  # grows with every change of anything below
+    current: GlobalSteering = GlobalSteering()
+    proposal: Proposal | None = None
+    modules: dict[str, Module] = {}
+
+
+# --- What the ranks say -----------------------------------------------------------------------------------------------
+
+
+class RankSteering(Record):
+    """One rank, as `midstream_status` has it; numbers of rows and entries are those of its steering table."""
+
+    rank: int
+    tp: int
+    pp: int
+    step: int
+    checksum: str  # of every action since `epoch` began, 16 hex digits
+    actions: int
+    epoch: int  # how often its ledger began anew (resyncs)
+    global_version: int
+    global_digest: str
+    modules: dict[str, str]  # name → digest
+    rows_used: int
+    rows: int
+    entries_used: int
+    entries: int
+    vectors: int
+    requests: int
+    outbox: int  # receipts that the relay has not taken yet
+    backlog: int  # bytes of captured rows that wait for the writers
+
+
+WorkerState = Literal["serving", "resyncing", "quarantined"]
+
+
+class RankApplied(Record):
+    """What one rank answered when something was applied."""
+
+    rank: int
+    ok: bool
+    message: str = ""
+
+
+class WorkerSteering(Record):
+    """What a worker reports: published at every change and when asked."""
+
+    worker: str
+    boot: str
+    model: str
+    state: WorkerState
+    detail: str  # why it does not serve
+    version: int  # of `Desired`, reconciled
+    global_version: int  # applied on all ranks
+    at: float
+    ask: str = ""  # the last question (`Steering.ask`) that this answers
+    proposal: str = ""  # id of the proposal that was prepared or refused
+    prepared: bool = False  # all ranks could apply it
+    refusal: str = ""  # why not
+    applied: list[RankApplied] = []  # of the last prepare or commit
+    waiting: int = 0  # requests that wait for rows of the table
+    desyncs: int = 0  # found since the worker started
+    resyncs: int = 0  # that ended well
+    ranks: list[RankSteering] = []
+
+
+class StageAgreement(Record):
+    """Whether the ranks of one pipeline stage of one worker agree."""
+
+    worker: str
+    pp: int
+    consistent: bool
+    actions: dict[int, int]  # rank → count
+    checksums: dict[int, str]  # rank → checksum
+
+
+class Agreement(Record):
+    """Over all workers asked; a worker that did not answer, or a rank without a checksum, is not consistent with anybody."""
+
+    consistent: bool
+    stages: list[StageAgreement]
+    detail: str = ""  # what is not consistent
+
+
+class Dynamic(Record):
+    """Answer of `GET /v1/steering/dynamic`."""
+
+    workers: list[WorkerSteering]
+    determinism: Agreement
+
+
+class GlobalView(Record):
+    """Answer of `GET`, `PUT` and `DELETE /v1/steering/global`: what is desired, and how far each worker is."""
+
+    model: str
+    version: int
+    digest: str  # empty: nothing is steered
+    entries: list[EntryView]
+    changed: float
+    applied: bool  # every live worker has this version on every rank
+    workers: list[WorkerSteering]
