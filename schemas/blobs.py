@@ -4,7 +4,7 @@ Format: 8 bytes little-endian length of the header, the header as JSON (name →
 """
 
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from .captures import FORMAT, BlobEntry, Manifest
+from .tensors import Tensor
 
 #: Our name of a dtype → safetensors'.
 DTYPE_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64"}
@@ -59,9 +60,18 @@ class Header:
 
 def encode_header(tensors: Sequence[tuple[str, str, Sequence[int], int]], manifest: Manifest | None) -> bytes:
     """The bytes before the tensors' own; `tensors`: (name, safetensors dtype, shape, bytes), in order."""
-    header: dict[str, Any] = {}
-    if manifest is not None:
-        header["__metadata__"] = {"manifest": msgspec.json.encode(manifest).decode()}
+    return _header(tensors, {} if manifest is None else {"manifest": msgspec.json.encode(manifest).decode()})
+
+
+def encode_safetensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+    """A whole safetensors file. The widest elements come first, so that each tensor is aligned."""
+    ordered = sorted(tensors.items(), key=lambda item: -ITEM_BYTES[DTYPE_NAMES[item[1].dtype]])
+    header = _header([(name, DTYPE_NAMES[tensor.dtype], tensor.shape, len(tensor.data)) for name, tensor in ordered], metadata)
+    return b"".join([header, *(tensor.data for _, tensor in ordered)])
+
+
+def _header(tensors: Sequence[tuple[str, str, Sequence[int], int]], metadata: Mapping[str, str]) -> bytes:
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     offset = 0
     for name, dtype, shape, length in tensors:
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + length]}

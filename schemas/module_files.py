@@ -1,0 +1,178 @@
+"""How do interventions lie in a safetensors file? As tensors named by their sites, or as a list of entries with their tensors.
+
+Simple: tensors `{hook}.{layer}`, `[hidden_size]`, hook by our name or TransformerLens'; of a `lowrank` `{hook}.{layer}.rotation`,
+`.weight` and `.bias`. Each site is an entry of its own. The file's `__metadata__` may hold the fields in `SHARED`, for all of them,
+written as in JSON or, where they are names, bare: `{"op": "clamp", "low": "-1.5", "positions": "[0, -1]"}`.
+
+General, which `to_bytes` writes: the metadata key `midstream` holds a JSON list of entries without their tensors, and tensor
+`{index}.{field}` belongs to entry `index`.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
+
+import msgspec
+import safetensors
+
+from .blobs import DTYPE_NAMES, encode_safetensors
+from .selectors import ALIASES, HOOKS, resolve_hook
+from .specs import STEERING_FIELDS, SteeringSpec
+from .tensors import DType, Tensor
+
+#: The metadata key that makes a file a general one.
+ENTRIES_KEY = "midstream"
+#: Metadata that others write and that says nothing about steering (`format`: `pt`).
+_FOREIGN = frozenset({"format"})
+#: Fields of an entry that are tensors → their number of dimensions.
+TENSOR_DIMS = {"vector": 1, "rotation": 2, "weight": 2, "bias": 1}
+#: Those of them that are as wide as the stream.
+_WIDE = frozenset({"vector", "rotation", "weight"})
+#: What the metadata of a simple file may say, for all its sites.
+SHARED = ("op", "positions", *dict.fromkeys(name for takes in STEERING_FIELDS.values() for name in takes.options))
+#: As many entries as a request may have.
+MAX_ENTRIES = 4096
+
+_DTYPE_OF: dict[str, DType] = {DTYPE_NAMES[name]: name for name in get_args(DType)}
+_SITE = re.compile(r"(?P<hook>[a-z_]+)\.(?P<layer>-?[0-9]{1,6})(?:\.(?P<field>[a-z]+))?")
+_INDEXED = re.compile(r"(?P<index>0|[1-9][0-9]{0,5})\.(?P<field>[a-z]+)")
+_FIELD_TYPES: dict[str, Any] = {field.name: field.type for field in msgspec.structs.fields(SteeringSpec)}
+
+
+def specs_of(raw: bytes) -> list[SteeringSpec]:
+    """The entries in a file, in its order: of a simple one by hook as a forward meets them, then by layer.
+
+    Raises ValueError saying which key is wrong and what would be right. What only a model can tell (its layers, its width), and
+    which fields an op takes, is for whoever uses the entries.
+    """
+    try:
+        read = safetensors.deserialize(raw)  # type: ignore[no-untyped-call]  # its stub has no types
+        tensors = {name: _tensor(name, found) for name, found in read}
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"it is no safetensors file: {error}") from error
+    if not tensors:
+        raise ValueError("it holds no tensor: name them {hook}.{layer}, such as post_block.12")
+    metadata = _metadata(raw)
+    specs = _general(tensors, metadata[ENTRIES_KEY]) if ENTRIES_KEY in metadata else of_sites(tensors, _shared(metadata))
+    if len(specs) > MAX_ENTRIES:
+        raise ValueError(f"it holds {len(specs)} entries: {MAX_ENTRIES} are the most")
+    return specs
+
+
+def to_bytes(specs: Sequence[SteeringSpec]) -> bytes:
+    """The entries as a general file: `specs_of` gives the same again. Raises ValueError for what is no content, or nothing."""
+    if not specs:
+        raise ValueError("there is no entry to write: give at least one")
+    entries: list[dict[str, Any]] = []
+    tensors: dict[str, Tensor] = {}
+    for index, spec in enumerate(specs):
+        if spec.module is not None:
+            raise ValueError(f"entry {index} is the module {spec.module!r}: a file holds vectors, not names")
+        given = {name: value for name in _FIELD_TYPES if (value := getattr(spec, name)) is not None}
+        tensors |= {f"{index}.{name}": given.pop(name) for name in TENSOR_DIMS if name in given}
+        entries.append(given)
+    return encode_safetensors(tensors, {ENTRIES_KEY: msgspec.json.encode(entries).decode()})
+
+
+def of_sites(tensors: Mapping[str, Tensor], shared: Mapping[str, Any] | None = None) -> list[SteeringSpec]:
+    """The entries that tensors named `{hook}.{layer}` or `{hook}.{layer}.{field}` make, each with the fields in `shared`.
+
+    Raises ValueError naming the key.
+    """
+    sites: dict[tuple[int, int], dict[str, Tensor]] = {}
+    named: dict[tuple[int, int, str], str] = {}
+    for key, tensor in tensors.items():
+        match = _SITE.fullmatch(key)
+        hook = match and resolve_hook(match["hook"])  # type: ignore[arg-type]  # whether it is a hook is what the next line asks
+        if match is None or hook not in HOOKS:
+            names = ", ".join([*HOOKS, *(name for name in ALIASES if not name.startswith("hook_"))])
+            raise ValueError(f"{_quoted(key)} names no site: write {{hook}}.{{layer}}, such as post_block.12, with a hook of {names}")
+        field = match["field"] or "vector"
+        site = (HOOKS.index(hook), int(match["layer"]))
+        if (before := named.setdefault((*site, field), key)) != key:
+            raise ValueError(f"{_quoted(key)} is the same as {_quoted(before)}: keep one of them")
+        sites.setdefault(site, {})[field] = _fitting(key, field, tensor)
+    _same_width({named[(*site, field)]: tensor for site, fields in sites.items() for field, tensor in fields.items() if field in _WIDE})
+    specs = []
+    for (hook_index, layer), fields in sorted(sites.items()):
+        trained = {} if "vector" in fields else {"op": "lowrank"}  # no other op takes these tensors
+        specs.append(SteeringSpec(layers=layer, hook=HOOKS[hook_index], **{**trained, **(shared or {}), **fields}))
+    return specs
+
+
+def _general(tensors: Mapping[str, Tensor], text: str) -> list[SteeringSpec]:
+    try:
+        entries = msgspec.json.decode(text, type=list[SteeringSpec])
+    except msgspec.DecodeError as error:
+        raise ValueError(f"metadata {ENTRIES_KEY} is no list of entries: {error}") from error
+    for index, entry in enumerate(entries):
+        if entry.module is not None:
+            raise ValueError(f"entry {index} is the module {entry.module!r}: a file holds vectors, not names")
+        if inside := [name for name in TENSOR_DIMS if getattr(entry, name) is not None]:
+            raise ValueError(f"entry {index} holds its {inside[0]} itself: make it the tensor {index}.{inside[0]}")
+    of_entry: dict[int, dict[str, Tensor]] = {index: {} for index in range(len(entries))}
+    for key, tensor in tensors.items():
+        match = _INDEXED.fullmatch(key)
+        if match is None or int(match["index"]) not in of_entry:
+            raise ValueError(f"{_quoted(key)} belongs to no entry: write {{index}}.{{field}}, index 0 to {len(entries) - 1}")
+        of_entry[int(match["index"])][match["field"]] = _fitting(key, match["field"], tensor)
+    for index, found in of_entry.items():
+        if not found:
+            raise ValueError(f"entry {index} has no tensor, such as {index}.vector")
+    _same_width({f"{index}.{field}": tensor for index, found in of_entry.items() for field, tensor in found.items() if field in _WIDE})
+    return [msgspec.structs.replace(entry, **of_entry[index]) for index, entry in enumerate(entries)]
+
+
+def _metadata(raw: bytes) -> dict[str, str]:
+    """The `__metadata__` of a file that the library has read."""
+    length = int.from_bytes(raw[:8], "little")
+    header = msgspec.json.decode(raw[8 : 8 + length], type=dict[str, msgspec.Raw])
+    return msgspec.json.decode(header["__metadata__"], type=dict[str, str]) if "__metadata__" in header else {}
+
+
+def _shared(metadata: Mapping[str, str]) -> dict[str, Any]:
+    values = {}
+    for name, text in metadata.items():
+        if name in _FOREIGN:
+            continue
+        if name not in SHARED:
+            raise ValueError(f"metadata {_quoted(name)} is none that is known: use {', '.join(SHARED)}, or {ENTRIES_KEY}")
+        values[name] = _value(name, text)
+    return values
+
+
+def _value(name: str, text: str) -> Any:
+    """A field as JSON has it, or a bare name such as `ablate`."""
+    try:
+        return msgspec.json.decode(text, type=_FIELD_TYPES[name])
+    except msgspec.DecodeError as not_json:
+        try:
+            return msgspec.convert(text, _FIELD_TYPES[name])
+        except msgspec.ValidationError:
+            raise ValueError(f"metadata {name} cannot be {_quoted(text)}: {not_json}") from not_json
+
+
+def _tensor(name: str, found: Mapping[str, Any]) -> Tensor:
+    if found["dtype"] not in _DTYPE_OF:
+        raise ValueError(f"{_quoted(name)} is of {found['dtype']}: {', '.join(_DTYPE_OF)} are taken")
+    return Tensor(dtype=_DTYPE_OF[found["dtype"]], shape=list(found["shape"]), data=bytes(found["data"]))
+
+
+def _fitting(key: str, field: str, tensor: Tensor) -> Tensor:
+    if field not in TENSOR_DIMS:
+        raise ValueError(f"{_quoted(key)}: there is no {field!r}, only {', '.join(TENSOR_DIMS)}")
+    if len(tensor.shape) != TENSOR_DIMS[field]:
+        right = "[hidden_size]" if field == "vector" else "[rank]" if field == "bias" else "[rank, hidden_size]"
+        raise ValueError(f"{_quoted(key)} is {tensor.shape}: a {field} is {right}")
+    return tensor
+
+
+def _same_width(tensors: Mapping[str, Tensor]) -> None:
+    first, of_first = next(iter(tensors.items()), ("", None))
+    for key, tensor in tensors.items():
+        if of_first is not None and tensor.shape[-1] != of_first.shape[-1]:
+            raise ValueError(f"{_quoted(key)} is {tensor.shape[-1]} wide, {_quoted(first)} {of_first.shape[-1]}: a model has one width")
+
+
+def _quoted(text: str) -> str:
+    return repr(text if len(text) <= 80 else f"{text[:80]}…")

@@ -1,0 +1,175 @@
+"""Is what stands in a safetensors file what a module then does? And is what cannot be right refused by its key?"""
+
+import struct
+
+import msgspec
+import numpy as np
+import pytest
+import safetensors
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import save
+
+from midstream.schemas import module_files
+from midstream.schemas.blobs import encode_safetensors
+from midstream.schemas.module_files import MAX_ENTRIES, SHARED, TENSOR_DIMS, of_sites, specs_of, to_bytes
+from midstream.schemas.specs import STEERING_FIELDS, SteeringSpec
+from midstream.schemas.steering import Entries
+from midstream.schemas.tensors import ITEM_BYTES, Tensor, from_numpy, to_numpy
+
+JOY = np.arange(4, dtype=np.float32)
+
+
+def file(tensors: dict[str, np.ndarray], **metadata: str) -> bytes:
+    """As another program writes it, with the library."""
+    return bytes(save(tensors, metadata or None))
+
+
+# --- The simple form ---
+
+
+def test_tensors_named_by_site_become_one_entry_each_in_the_order_of_a_forward() -> None:
+    specs = specs_of(file({"post_block.10": JOY, "mlp_out.3": JOY + 1, "resid_post.2": JOY + 2, "hook_resid_pre.-1": JOY + 3}))
+    assert [(spec.hook, spec.layers) for spec in specs] == [("pre_attn", -1), ("mlp_out", 3), ("post_block", 2), ("post_block", 10)]
+    assert [spec.vector for spec in specs] == [from_numpy(JOY + add) for add in (3, 1, 2, 0)]
+    assert {(spec.op, spec.scale, spec.positions) for spec in specs} == {(None, None, None)}  # add, 1, all
+
+
+def test_the_metadata_of_a_simple_file_holds_for_all_of_its_sites() -> None:
+    raw = file(
+        {"post_block.1": JOY, "post_block.2": JOY}, op="clamp", low="-1.5", strength="0.5", positions='[0, {"text": "joy"}]', format="pt"
+    )
+    spec, other = specs_of(raw)
+    assert (spec.op, spec.low, spec.high, spec.strength) == ("clamp", -1.5, None, 0.5)
+    assert msgspec.to_builtins(spec.positions)[0] == 0
+    assert other == msgspec.structs.replace(spec, layers=2)
+
+
+def test_names_in_the_metadata_may_be_bare_or_quoted() -> None:
+    bare = specs_of(file({"post_block.1": JOY}, op="ablate", positions="all_generated"))
+    assert bare == specs_of(file({"post_block.1": JOY}, op='"ablate"', positions='"all_generated"'))
+    assert (bare[0].op, bare[0].positions) == ("ablate", "all_generated")
+
+
+def test_the_matrices_of_a_low_rank_intervention_lie_beside_each_other() -> None:
+    matrix = np.arange(8, dtype=np.float16).reshape(2, 4)
+    tensors = {"post_block.3.rotation": matrix, "post_block.3.weight": matrix + 1, "post_block.3.bias": np.ones(2, np.float32)}
+    (spec,) = specs_of(file(tensors, strength="2"))
+    assert (spec.op, spec.layers, spec.strength) == ("lowrank", 3, 2.0)
+    assert (spec.rotation, spec.weight, spec.bias) == (from_numpy(matrix), from_numpy(matrix + 1), from_numpy(np.ones(2, np.float32)))
+
+
+def test_bfloat16_keeps_its_bits() -> None:
+    vector = Tensor(dtype="bfloat16", shape=[2], data=struct.pack("<HH", 0x3F80, 0xC000))
+    (spec,) = specs_of(encode_safetensors({"post_block.0": vector}, {}))
+    assert spec.vector == vector
+    assert to_numpy(vector).tolist() == [1.0, -2.0]
+
+
+# --- The general form ---
+
+_FINITE = st.floats(-1e6, 1e6)
+_OPTIONS = {
+    "scale": _FINITE, "strength": _FINITE, "low": _FINITE, "high": _FINITE, "alpha": st.floats(0, 1), "norm_match": st.booleans(),
+}  # fmt: skip
+_POSITIONS = st.sampled_from(["all", "all_prompt", "all_generated", "last_prompt"]) | st.lists(st.integers(-9, 9), min_size=1, max_size=4)
+_LAYERS = st.just("all") | st.integers(-3, 30) | st.lists(st.integers(0, 30), min_size=1, max_size=3) | st.just("0-3,-1")
+
+
+@st.composite
+def entries(draw: st.DrawFn) -> SteeringSpec:
+    op = draw(st.sampled_from(list(STEERING_FIELDS)))
+    shapes = {"vector": [3], "rotation": [2, 3], "weight": [2, 3], "bias": [2]}
+    tensors = {}
+    for name in STEERING_FIELDS[op].tensors:
+        dtype = draw(st.sampled_from(list(ITEM_BYTES)))
+        size = int(np.prod(shapes[name])) * ITEM_BYTES[dtype]
+        tensors[name] = Tensor(dtype=dtype, shape=shapes[name], data=draw(st.binary(min_size=size, max_size=size)))
+    options = {name: draw(_OPTIONS[name]) for name in STEERING_FIELDS[op].options if draw(st.booleans())}
+    hook = draw(st.sampled_from([None, "pre_attn", "resid_mid", "hook_mlp_out"]))
+    return SteeringSpec(op=op, hook=hook, layers=draw(_LAYERS), positions=draw(st.none() | _POSITIONS), **options, **tensors)
+
+
+@given(st.lists(entries(), min_size=1, max_size=5))
+def test_entries_survive_a_file_whatever_they_do(specs: list[SteeringSpec]) -> None:
+    raw = to_bytes(specs)
+    assert specs_of(raw) == specs
+    assert {name for name, _ in safetensors.deserialize(raw)} == {
+        f"{index}.{name}" for index, spec in enumerate(specs) for name in TENSOR_DIMS if getattr(spec, name) is not None
+    }
+
+
+def test_what_the_format_knows_is_what_an_entry_has() -> None:
+    named = {"layers", "hook", "module", *SHARED, *TENSOR_DIMS}
+    assert named == set(SteeringSpec.__struct_fields__)
+    assert next(found.max_length for found in Entries.__metadata__) == MAX_ENTRIES
+
+
+# --- What cannot be right ---
+
+
+@pytest.mark.parametrize(
+    ("tensors", "metadata", "says"),
+    [
+        ({"12": JOY}, {}, r"'12' names no site: write \{hook\}.\{layer\}, such as post_block.12, with a hook of pre_attn"),
+        ({"post_blok.12": JOY}, {}, "'post_blok.12' names no site"),
+        ({"post_block.twelve": JOY}, {}, "'post_block.twelve' names no site"),
+        ({"resid_post.3": JOY, "post_block.3": JOY}, {}, r"'(resid_post|post_block).3' is the same as '(resid_post|post_block).3'"),
+        ({"post_block.3": JOY, "post_block.3.vector": JOY}, {}, "is the same as"),
+        ({"post_block.3": JOY[None]}, {}, r"'post_block.3' is \[1, 4\]: a vector is \[hidden_size\]"),
+        ({"post_block.3": JOY, "post_block.4": JOY[:3]}, {}, r"'post_block.[34]' is [34] wide, 'post_block.[34]' [34]: a model has one"),
+        ({"post_block.3.matrix": JOY}, {}, "there is no 'matrix', only vector, rotation, weight, bias"),
+        ({"post_block.3": JOY.astype(np.float64)}, {}, "'post_block.3' is of F64: F32, F16, BF16 are taken"),
+        ({"post_block.3": JOY}, {"sclae": "2"}, "metadata 'sclae' is none that is known: use op, positions"),
+        ({"post_block.3": JOY}, {"scale": "a lot"}, "metadata scale cannot be 'a lot'"),
+        ({"post_block.3": JOY}, {"scale": "Infinity"}, "metadata scale cannot be 'Infinity'"),
+        ({"post_block.3": JOY}, {"op": "subtract"}, "metadata op cannot be 'subtract'"),
+        ({"post_block.3": JOY}, {"positions": '["all"]'}, "metadata positions cannot be"),
+        ({"post_block.3": JOY}, {"layers": "3"}, "metadata 'layers' is none that is known"),
+        ({}, {}, "it holds no tensor"),
+        ({"0.vector": JOY}, {"midstream": "{}"}, "metadata midstream is no list of entries"),
+        ({"0.vector": JOY}, {"midstream": '[{"layer": 3}]'}, r"unknown field `layer` - at `\$\[0\]`"),
+        ({"0.vector": JOY}, {"midstream": "[" * 100_000}, "metadata midstream is no list of entries"),
+        ({"1.vector": JOY}, {"midstream": '[{"layers": 3}]'}, "'1.vector' belongs to no entry"),
+        ({"0.vector": JOY}, {"midstream": '[{"layers": 3}, {"layers": 4}]'}, "entry 1 has no tensor, such as 1.vector"),
+        ({"0.vektor": JOY}, {"midstream": '[{"layers": 3}]'}, "there is no 'vektor'"),
+        ({"0.vector": JOY}, {"midstream": '[{"module": "joy"}]'}, "entry 0 is the module 'joy': a file holds vectors, not names"),
+        (
+            {"0.vector": JOY},
+            {"midstream": '[{"layers": 3, "vector": {"dtype": "float32", "shape": [1], "data": "AAAAAA=="}}]'},
+            "entry 0 holds its vector itself: make it the tensor 0.vector",
+        ),
+    ],
+)
+def test_a_wrong_key_is_named(tensors: dict[str, np.ndarray], metadata: dict[str, str], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        specs_of(file(tensors, **metadata))
+
+
+@pytest.mark.parametrize("cut", [0, 4, 8, 40, -1])
+def test_a_file_that_is_cut_short_is_refused(cut: int) -> None:
+    with pytest.raises(ValueError, match="it is no safetensors file"):
+        specs_of(file({"post_block.3": JOY})[:cut])
+
+
+def test_more_entries_than_a_request_may_have_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module_files, "MAX_ENTRIES", 2)
+    with pytest.raises(ValueError, match="3 entries: 2 are the most"):
+        specs_of(file({f"post_block.{layer}": JOY for layer in range(3)}))
+
+
+@given(st.binary(max_size=64) | st.binary(max_size=64).map(lambda tail: len(tail).to_bytes(8, "little") + tail))
+def test_no_bytes_raise_anything_else(raw: bytes) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011  # whichever it is
+        specs_of(raw)
+
+
+def test_names_and_nothing_are_not_written() -> None:
+    with pytest.raises(ValueError, match="entry 0 is the module 'joy'"):
+        to_bytes([SteeringSpec(module="joy")])
+    with pytest.raises(ValueError, match="give at least one"):
+        to_bytes([])
+
+
+def test_sites_without_a_file_make_the_same_entries() -> None:
+    assert of_sites({"post_block.3": from_numpy(JOY)}) == specs_of(file({"post_block.3": JOY}))
