@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 import msgspec
 
 from .base import Record
-from .selectors import Hook, PositionWish
-from .specs import Family, SteeringSpec, StoredSteering, at_scale, content_key, shapes_of
+from .selectors import Hook, PositionSelector, PositionWish, cut_positions, resolve_positions
+from .specs import Family, SteeringRow, SteeringSpec, StoredSteering, at_scale, content_key, shapes_of, steering_rows
 
 #: Names of modules: one path segment.
 ModuleName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}(?!\n)$")]
@@ -33,7 +33,7 @@ class SteeringTemplate(Record):
         """What its tensors must be."""
         return shapes_of(self.family, self.rank, hidden_size)
 
-    def stored(self, positions: list[int] | str, scale: float = 1.0) -> StoredSteering:
+    def stored(self, positions: PositionSelector, scale: float = 1.0) -> StoredSteering:
         """The same for one prompt, at `positions`, times `scale` (see `specs.at_scale`)."""
         return at_scale(
             StoredSteering(
@@ -138,6 +138,19 @@ class GlobalSteering(Record):
     def tensors(self) -> list[str]:
         """Content hashes, each once."""
         return list(dict.fromkeys(name for entry in self.entries for name in entry.tensors))
+
+    def at(self, prompt_tokens: int) -> list[StoredSteering]:
+        """What it does to a prompt of this length; an entry without a position there is left out."""
+        cut = [(entry, cut_positions(entry.positions, prompt_tokens)) for entry in self.entries]
+        return [entry.stored(resolve_positions(wish, prompt_tokens)) for entry, wish in cut if wish != []]
+
+    def standing_rows(self) -> list[SteeringRow]:
+        """The rows that ranks keep written while nobody needs them: of entries whose positions are a name or a range.
+
+        A list of positions is cut to each prompt.
+        """
+        same = [entry for entry in self.entries if not isinstance(entry.positions, list)]
+        return steering_rows([entry.stored(resolve_positions(entry.positions, 0)) for entry in same])
 
 
 class Proposal(Record):
