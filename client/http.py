@@ -12,59 +12,15 @@ from .. import __version__
 from ..schemas.captures import CapturePage
 from ..schemas.errors import MidstreamError
 from ..schemas.jobs import Event, JobPage, JobRequest, JobResult, JobView
-from . import download, wire
+from . import calls, download, wire
 from .reader import CaptureReader
+from .steering import AsyncSteeringCalls, SteeringCalls
 from .wire import Answer, Call, Capture, Steering
 
 _AGENT = f"midstream/{__version__}"
 
 
-def _submission(request: JobRequest | None, idempotency_key: str | None, fields: dict[str, Any]) -> Call:
-    headers = {"idempotency-key": idempotency_key or wire.idempotency_key(), "prefer": "respond-async"}
-    return Call("POST", "/v1/jobs", body=wire.job_request(request, fields), headers=headers)
-
-
-def _page(state: str | None, model: str | None, limit: int | None, cursor: str | None) -> Call:
-    given = {"state": state, "model": model, "limit": limit, "cursor": cursor}
-    return Call("GET", "/v1/jobs", params={name: value for name, value in given.items() if value is not None})
-
-
-def _captures(tag: str | None, limit: int | None, cursor: str | None) -> Call:
-    given = {"tag": tag, "limit": limit, "cursor": cursor}
-    return Call("GET", "/v1/captures", params={name: value for name, value in given.items() if value is not None})
-
-
-def _poll(job_id: str, version: str, seconds: float) -> Call:
-    headers = {"if-none-match": version} if version else {}
-    return Call("GET", wire.job_path(job_id), params={"wait": round(seconds, 3)}, headers=headers, timeout=seconds + 30)
-
-
-def _events(job_id: str, after: str) -> dict[str, Any]:
-    headers = {"accept": "text/event-stream", **({"last-event-id": after} if after else {})}
-    # The server sends a comment every 15 s: silence for longer means that the connection is dead.
-    return {"method": "GET", "url": wire.job_path(job_id, "events"), "headers": headers, "timeout": httpx.Timeout(10.0, read=45.0)}
-
-
-class _Patience:
-    """Decides, after a failed poll, whether to try again; an API that restarts is waited for, one that is gone is not."""
-
-    def __init__(self, seconds: float = wire.PATIENCE_S):
-        self._seconds = seconds
-        self._since: float | None = None
-
-    def ok(self) -> None:
-        self._since = None
-
-    def check(self, error: MidstreamError) -> None:
-        """Raises `error` when it is not of the passing kind, or has lasted too long."""
-        if error.kind != "unavailable":
-            raise error
-        self._since = self._since or time.monotonic()
-        if time.monotonic() - self._since > self._seconds:
-            raise error
-
-
-class Client:
+class Client(SteeringCalls):
     """The blocking client. `url`: where the API is, such as `http://127.0.0.1:8321`.
 
     Every call raises MidstreamError for what the server refuses or cannot do (with its `kind` and `field`), VersionMismatch
@@ -89,25 +45,25 @@ class Client:
 
         Safe to repeat: a key of its own makes a retried submission the same job.
         """
-        return wire.decode(self._send_patiently(_submission(request, idempotency_key, fields)), JobView)
+        return wire.decode(self._send_patiently(calls.submission(request, idempotency_key, fields)), JobView)
 
     def job(self, job_id: str) -> JobView:
         return wire.decode(self._send(Call("GET", wire.job_path(job_id))), JobView)
 
     def jobs(self, *, state: str | None = None, model: str | None = None, limit: int | None = None, cursor: str | None = None) -> JobPage:
         """One page of jobs, newest first; `next` of the page is the next `cursor`."""
-        return wire.decode(self._send(_page(state, model, limit, cursor)), JobPage)
+        return wire.decode(self._send(calls.page_of_jobs(state, model, limit, cursor)), JobPage)
 
     def wait(self, job_id: str, timeout: float | None = None) -> JobView:
         """The job once it is over, however it ended. Raises TimeoutError after `timeout` seconds; survives an API restart."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        etag, state, patience = "", "queued", _Patience()
+        etag, state, patience = "", "queued", calls.Patience()
         while True:
             left = wire.POLL_S if deadline is None else min(wire.POLL_S, deadline - time.monotonic())
             if left <= 0:
                 raise TimeoutError(f"job {job_id} is still {state} after {timeout} s")
             try:
-                response = self._send(_poll(job_id, etag, left))
+                response = self._send(calls.poll(job_id, etag, left))
                 if response.status_code != 304:
                     view = wire.decode(response, JobView)
                     if wire.is_over(view):
@@ -130,10 +86,10 @@ class Client:
 
     def events(self, job_id: str, after: str = "") -> Iterator[Event]:
         """The job's events until it is over; after a lost connection it resumes behind the last one seen."""
-        parser, patience = wire.EventParser(after), _Patience()
+        parser, patience = wire.EventParser(after), calls.Patience()
         while True:
             try:
-                with self._http.stream(**_events(job_id, parser.last_id)) as response:
+                with self._http.stream(**calls.events_stream(job_id, parser.last_id)) as response:
                     if response.status_code >= 400:
                         response.read()
                         wire.raise_problem(response)
@@ -221,7 +177,7 @@ class Client:
 
     def captures(self, *, tag: str | None = None, limit: int | None = None, cursor: str | None = None) -> CapturePage:
         """One page of what lies in capture files, newest first; `next` of the page is the next `cursor`."""
-        return wire.decode(self._send(_captures(tag, limit, cursor)), CapturePage)
+        return wire.decode(self._send(calls.page_of_captures(tag, limit, cursor)), CapturePage)
 
     def delete_capture(self, job_id: str) -> None:
         """Delete a job's capture files. Raises `gone` when they were deleted before, `conflict` while the job runs."""
@@ -243,7 +199,7 @@ class Client:
 
     def _send_patiently(self, call: Call) -> httpx.Response:
         """For calls that are safe to repeat: tried again for a few seconds while nobody answers."""
-        patience = _Patience(seconds=5.0)
+        patience = calls.Patience(seconds=5.0)
         while True:
             try:
                 response = self._send(call)
@@ -255,7 +211,7 @@ class Client:
                 time.sleep(wire.PAUSE_S)
 
 
-class AsyncClient:
+class AsyncClient(AsyncSteeringCalls):
     """The awaiting client: the calls of `Client`, as coroutines. Raises the same."""
 
     def __init__(self, url: str = "http://127.0.0.1:8321"):
@@ -273,7 +229,7 @@ class AsyncClient:
         await self._http.aclose()
 
     async def submit(self, request: JobRequest | None = None, *, idempotency_key: str | None = None, **fields: Any) -> JobView:
-        return wire.decode(await self._send_patiently(_submission(request, idempotency_key, fields)), JobView)
+        return wire.decode(await self._send_patiently(calls.submission(request, idempotency_key, fields)), JobView)
 
     async def job(self, job_id: str) -> JobView:
         return wire.decode(await self._send(Call("GET", wire.job_path(job_id))), JobView)
@@ -281,17 +237,17 @@ class AsyncClient:
     async def jobs(
         self, *, state: str | None = None, model: str | None = None, limit: int | None = None, cursor: str | None = None
     ) -> JobPage:
-        return wire.decode(await self._send(_page(state, model, limit, cursor)), JobPage)
+        return wire.decode(await self._send(calls.page_of_jobs(state, model, limit, cursor)), JobPage)
 
     async def wait(self, job_id: str, timeout: float | None = None) -> JobView:
         deadline = None if timeout is None else time.monotonic() + timeout
-        etag, state, patience = "", "queued", _Patience()
+        etag, state, patience = "", "queued", calls.Patience()
         while True:
             left = wire.POLL_S if deadline is None else min(wire.POLL_S, deadline - time.monotonic())
             if left <= 0:
                 raise TimeoutError(f"job {job_id} is still {state} after {timeout} s")
             try:
-                response = await self._send(_poll(job_id, etag, left))
+                response = await self._send(calls.poll(job_id, etag, left))
                 if response.status_code != 304:
                     view = wire.decode(response, JobView)
                     if wire.is_over(view):
@@ -311,10 +267,10 @@ class AsyncClient:
         return await self.result(view.id)
 
     async def events(self, job_id: str, after: str = "") -> AsyncIterator[Event]:
-        parser, patience = wire.EventParser(after), _Patience()
+        parser, patience = wire.EventParser(after), calls.Patience()
         while True:
             try:
-                async with self._http.stream(**_events(job_id, parser.last_id)) as response:
+                async with self._http.stream(**calls.events_stream(job_id, parser.last_id)) as response:
                     if response.status_code >= 400:
                         await response.aread()
                         wire.raise_problem(response)
@@ -388,7 +344,7 @@ class AsyncClient:
         return download.reader(manifest, job_id, paths, tag, partial)
 
     async def captures(self, *, tag: str | None = None, limit: int | None = None, cursor: str | None = None) -> CapturePage:
-        return wire.decode(await self._send(_captures(tag, limit, cursor)), CapturePage)
+        return wire.decode(await self._send(calls.page_of_captures(tag, limit, cursor)), CapturePage)
 
     async def delete_capture(self, job_id: str) -> None:
         wire.raise_problem(await self._send(Call("DELETE", wire.capture_path(job_id))))
@@ -408,7 +364,7 @@ class AsyncClient:
             raise wire.unreachable(self.url, error) from error
 
     async def _send_patiently(self, call: Call) -> httpx.Response:
-        patience = _Patience(seconds=5.0)
+        patience = calls.Patience(seconds=5.0)
         while True:
             try:
                 response = await self._send(call)

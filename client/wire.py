@@ -127,20 +127,20 @@ def job_request(request: JobRequest | None, fields: dict[str, Any]) -> JobReques
 
 def pack_steering(entries: Sequence[Steering]) -> list[SteeringSpec]:
     """Steering entries with their tensors packed; raises MidstreamError naming the field."""
-    packed = []
+    specs = []
     for index, entry in enumerate(entries):
         if isinstance(entry, SteeringSpec):
-            packed.append(entry)
+            specs.append(entry)
             continue
         fields = dict(entry)
         for name in TENSORS.intersection(fields):
             if isinstance(fields[name], list | np.ndarray):
-                fields[name] = _packed(fields[name], f"steering[{index}].{name}")
-        packed.append(checked(fields, SteeringSpec, f"steering[{index}]"))
-    return packed
+                fields[name] = packed(fields[name], f"steering[{index}].{name}")
+        specs.append(checked(fields, SteeringSpec, f"steering[{index}]"))
+    return specs
 
 
-def _packed(values: list[Any] | np.ndarray, field: str) -> Tensor:
+def packed(values: list[Any] | np.ndarray, field: str) -> Tensor:
     """float16 stays, everything else is sent as float32."""
     try:
         array = np.asarray(values)
