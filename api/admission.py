@@ -16,7 +16,7 @@ from ..schemas.jobs import Job, Sampling, StoredPrompt
 from ..schemas.models import ModelInfo
 from ..schemas.selectors import PositionWish, Span
 from ..schemas.specs import StoredCapture, StoredSteering
-from .rules import Bounds, PromptFacts, has_span, resolve_captures
+from .rules import Bounds, PromptFacts, has_text, resolve_captures
 from .steering_rules import resolve_steering
 from .text import INLINE_CHARACTERS, Codec
 from .wishes import Wish, WishedPrompt
@@ -135,7 +135,7 @@ async def resolve(wish: Wish, prompts: Sequence[StoredPrompt], model: ModelInfo,
     characters = sum(map(_characters, prompts))
     cost = check_cost(wish, len(prompts), characters)
     cost += sum(len(prompts) * (ENTRY_COST + _numbers(spec.positions)) for spec in model.global_captures)
-    mapped = characters if any(map(has_span, _wanted(wish).values())) else 0
+    mapped = characters if any(map(has_text, _wanted(wish).values())) else 0
     if cost <= RESOLVE_INLINE and mapped <= INLINE_CHARACTERS:
         return resolved()
     return await anyio.to_thread.run_sync(resolved)
@@ -150,9 +150,12 @@ def check_cost(wish: Wish, prompts: int, characters: int) -> int:
         raise invalid("steering", f"has {len(wish.steering)} entries", allowed=f"at most {MAX_STEERING_ENTRIES}")
     costs = {}
     for field, positions in _wanted(wish).items():
-        numbers = _numbers(positions)
-        spans = len(positions) - numbers if isinstance(positions, list) else int(isinstance(positions, Span))
-        costs[field] = prompts * (ENTRY_COST + numbers + SPAN_COST * spans) + spans * characters // SEARCHED_CHARACTERS
+        numbers, items = _numbers(positions), positions if isinstance(positions, list) else [positions]
+        ranges = [item for item in items if isinstance(item, Span) and item.is_range]
+        texts = sum(isinstance(item, Span) for item in items) - len(ranges)
+        searched = texts * characters // SEARCHED_CHARACTERS
+        written_out = min(prompts * sum(map(_length, ranges)), characters) if isinstance(positions, list) else 0
+        costs[field] = prompts * (ENTRY_COST + numbers + len(ranges) + SPAN_COST * texts) + searched + written_out
     if sum(costs.values()) > RESOLVE_LIMIT:
         raise invalid(
             max(costs, key=lambda field: costs[field]),
@@ -172,6 +175,12 @@ def _numbers(positions: PositionWish) -> int:
     return sum(isinstance(item, int) for item in positions) if isinstance(positions, list) else 0
 
 
+def _length(span: Span) -> int:
+    """The most positions of a range; without the prompt's length not always known."""
+    start, stop = span.start or 0, span.stop
+    return stop - start if stop is not None and (start < 0) == (stop < 0) else sys.maxsize
+
+
 def _characters(prompt: StoredPrompt) -> int:
     """Of its text; about, where only its tokens are known."""
     return len(prompt.text) if prompt.text is not None else 4 * len(prompt.token_ids)
@@ -179,7 +188,7 @@ def _characters(prompt: StoredPrompt) -> int:
 
 def facts_of(wish: Wish, prompts: Sequence[StoredPrompt], codec: Codec) -> list[PromptFacts]:
     """What the rules need to know of each prompt; where its tokens lie in its text is looked up only when a span asks for it."""
-    if not any(map(has_span, _wanted(wish).values())):
+    if not any(map(has_text, _wanted(wish).values())):
         return [PromptFacts(len(prompt.token_ids)) for prompt in prompts]
     facts = []
     for prompt in prompts:

@@ -20,6 +20,7 @@ from ..schemas.selectors import (
     SelectorError,
     Span,
     SpanFinder,
+    Window,
     cut_positions,
     no_text,
     resolve_layers,
@@ -57,8 +58,9 @@ class Bounds:
     max_tokens: int = 1  # tokens generated, at most
 
 
-def has_span(positions: PositionWish) -> bool:
-    return isinstance(positions, Span) or (isinstance(positions, list) and any(isinstance(item, Span) for item in positions))
+def has_text(positions: PositionWish) -> bool:
+    """Does it name parts of the prompt's text?"""
+    return any(isinstance(item, Span) and not item.is_range for item in (positions if isinstance(positions, list) else [positions]))
 
 
 Spec = CaptureSpec | SteeringSpec
@@ -74,11 +76,18 @@ def positions_of_each(spec: Spec, bounds: Bounds) -> list[PositionSelector]:
     resolved = []
     for index, prompt in enumerate(bounds.prompts):
         try:
-            resolved.append(resolve_positions(spec.positions, prompt.tokens, prompt.find))
+            resolved.append(_reachable(resolve_positions(spec.positions, prompt.tokens, prompt.find), prompt.tokens + bounds.max_tokens))
         except SelectorError as error:
             which = f"prompt {index}: " if len(bounds.prompts) > 1 else ""
             raise SelectorError(f"{which}{error}", error.at) from error
     return resolved
+
+
+def _reachable(positions: PositionSelector, total: int) -> PositionSelector:
+    """A range that begins behind everything that a request may have is a mistake."""
+    if isinstance(positions, Window) and positions.start >= total:
+        raise SelectorError(f"position {positions.start} is beyond prompt and generated tokens, which are {total} at most", ".start")
+    return positions
 
 
 def one_hook(name: Any, bounds: Bounds) -> Hook:

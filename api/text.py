@@ -39,10 +39,11 @@ class TextMap:
     offsets: np.ndarray
 
     def find(self, span: Span) -> list[int]:
-        """The positions of the tokens that overlap the span. Occurrences do not overlap each other, as in `str.count`.
+        """The positions of the tokens that overlap the span, which has a text. Occurrences do not overlap, as in `str.count`.
 
         Raises SelectorError when the text does not occur, or not so often, or no token stands for it.
         """
+        assert span.text is not None
         starts = self._occurrences(span.text)
         if span.occurrence is not None:
             if not -len(starts) <= span.occurrence < len(starts):

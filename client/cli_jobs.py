@@ -61,7 +61,9 @@ def submit(
     hooks: Annotated[str | None, typer.Option(metavar="HOOK:LAYERS;…", help="Several hooks, each with its layers.", **CAPTURE)] = None,
     positions: Annotated[
         str | None,
-        typer.Option(help="Capture these: last_prompt (if left out), all_prompt, all_generated, all, or 0,5,-1.", **CAPTURE),
+        typer.Option(
+            help="Capture these: last_prompt (if left out), all_prompt, all_generated, all, 0,5,-1, or 5:9, or from 5: on.", **CAPTURE
+        ),
     ] = None,
     span: Annotated[
         list[str] | None,

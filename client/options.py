@@ -10,6 +10,7 @@ import numpy as np
 
 from ..schemas.errors import MidstreamError, invalid
 from ..schemas.global_capture import parse_hooks
+from ..schemas.selectors import written_range
 
 #: Capture option → the field of a capture that it sets. One of the first three asks for a capture; the others say how.
 CAPTURE_OPTIONS = {
@@ -25,10 +26,10 @@ def parse_layers(text: str) -> str | int:
     return int(number) if number.removeprefix("-").isdecimal() else text
 
 
-def parse_positions(text: str) -> str | list[int]:
-    """`0,5,-1` as numbers; a name stays one, and so does what only the server can complain about."""
+def parse_positions(text: str) -> str | dict[str, int] | list[int | dict[str, int]]:
+    """`0,5,-1` as numbers, `5:` or `5:9` as a range; a name stays one, and so does what only the server can complain about."""
     try:
-        return [int(part) for part in text.split(",")]
+        return written_range(text) or [written_range(part) or int(part) for part in text.split(",")]
     except ValueError:
         return text
 
@@ -71,7 +72,8 @@ def _positions(text: str | None, spans: Sequence[str]) -> Any:
         return positions
     if isinstance(positions, str):
         raise invalid("--span", f"cannot be added to --positions {positions}", allowed="numbers in --positions, or no --positions")
-    return [*(positions or []), *map(parse_span, spans)]
+    given = [positions] if isinstance(positions, dict) else positions or []
+    return [*given, *map(parse_span, spans)]
 
 
 #: As `--help` shows it.
@@ -89,7 +91,7 @@ def parse_steer(text: str) -> dict[str, Any]:
 
     A `.npy` file is the vector. A `.npz` file holds the entry's tensors under their names: `rotation`, `weight`, `bias`.
     """
-    path, *parts = text.split(":")
+    path, *parts = _parts(text)
     named = [part for part in parts if "=" in part]
     placed = [part for part in parts if "=" not in part]
     if not placed or not placed[0] or len(placed) > 3 or parts[: len(placed)] != placed:
@@ -105,6 +107,17 @@ def parse_steer(text: str) -> dict[str, Any]:
             except (ValueError, KeyError) as error:
                 raise _unreadable(text, f"{name} cannot be {value!r}") from error
     return entry | _tensors(path, text)
+
+
+def _parts(text: str) -> list[str]:
+    """What colons part; those of a range belong to it: `positions=5:9`, `positions=5::scale=2`."""
+    parts: list[str] = []
+    for part in text.split(":"):
+        if parts and parts[-1].startswith("positions=") and "=" not in part:
+            parts[-1] += f":{part}"
+        else:
+            parts.append(part)
+    return parts
 
 
 def _tensors(path: str, text: str) -> dict[str, np.ndarray]:

@@ -9,12 +9,12 @@ from typing import cast, get_args
 
 import msgspec
 
-from .selectors import HOOKS, Alias, Hook, HookName, LayerSelector, PositionName, resolve_sites
+from .selectors import HOOKS, Alias, Hook, HookName, LayerSelector, PositionName, resolve_sites, written_range
 from .settings import Settings, SettingsError
 from .specs import CaptureSpec
 
 _HOOK_NAMES = (*HOOKS, *get_args(Alias))
-_POSITIONS = re.compile(r"-?[0-9]{1,9}( *, *-?[0-9]{1,9})*")
+_NUMBER = re.compile(r"-?[0-9]{1,9}")
 
 
 def from_settings(settings: Settings, num_layers: int | None = None, hooks: Sequence[str] = HOOKS, row_limit: int = 0) -> list[CaptureSpec]:
@@ -63,11 +63,15 @@ def parse_hooks(text: str) -> dict[HookName, LayerSelector]:
     return hooks
 
 
-def parse_positions(text: str) -> PositionName | list[int]:
-    """A name, or `0,5,-1`. Raises ValueError."""
+def parse_positions(text: str) -> PositionName | dict[str, int] | list[int | dict[str, int]]:
+    """A name, `0,5,-1`, or a range: `5:9`, `5:` to the end. Raises ValueError."""
     text = text.strip()
     if text in get_args(PositionName):
         return cast(PositionName, text)
-    if not _POSITIONS.fullmatch(text):
-        raise ValueError(f"{text[:40]!r} names no positions: use one of {', '.join(get_args(PositionName))}, or numbers such as 0,5,-1")
-    return [int(number) for number in text.split(",")]
+    if alone := written_range(text):
+        return alone
+    parts = [part.strip() for part in text.split(",")]
+    if not all(written_range(part) or _NUMBER.fullmatch(part) for part in parts):
+        names = ", ".join(get_args(PositionName))
+        raise ValueError(f"{text[:40]!r} names no positions: use one of {names}, numbers such as 0,5,-1, or a range such as 5:9 or 5:")
+    return [written_range(part) or int(part) for part in parts]

@@ -60,26 +60,60 @@ _LAYERS = re.compile(r"(-?[0-9]{1,6})(?:-(-?[0-9]{1,6}))?")
 
 #: Named position sets; anything else is a list of absolute token positions, negative from the prompt's end.
 PositionName = Literal["last_prompt", "all_prompt", "all_generated", "all"]
-#: As stored and as the ranks read it: a name, or ascending absolute positions.
-PositionSelector = PositionName | list[int]
+#: Of a range; whatever a request may ever have.
+Place = Annotated[int, msgspec.Meta(ge=-(1 << 31), le=1 << 31)]
+
+
+class Window(Record):
+    """Absolute positions from `start` up to but not including `stop`; null: to the end of what is generated."""
+
+    start: int
+    stop: int | None = None
+
+
+#: As stored and as the ranks read it: a name, ascending absolute positions, or a window.
+PositionSelector = PositionName | list[int] | Window
 
 
 class Span(Record):
-    """Every prompt token that overlaps an occurrence of `text` in the prompt's text.
+    """Tokens in a row: by their text, or by their positions.
 
-    `occurrence`: 0 the first, 1 the second, …, negative from the last; null: all of them.
+    By `text`: every prompt token that overlaps an occurrence of it in the prompt's text. `occurrence`: 0 the first, 1 the
+    second, …, negative from the last; null: all of them.
+    By position: from `start` (null: the first) up to but not including `stop` (null: to the end, with all that is
+    generated). Negative ones count from the prompt's end; positions of generated tokens follow those of the prompt.
     """
 
-    text: str
+    text: str | None = None
     occurrence: int | None = 0
+    start: Place | None = None
+    stop: Place | None = None
 
     def __post_init__(self) -> None:
-        if not self.text:
+        if self.is_range == (self.text is not None) or (self.is_range and self.occurrence != 0):
+            raise ValueError("a span is either `text` (with `occurrence`) or a range of positions with `start`, `stop` or both")
+        if self.text == "":
             raise ValueError("text is empty: name a part of the prompt")
+        first, stop = self.start or 0, self.stop
+        if stop is not None and first >= stop and (first < 0) == (stop < 0):
+            raise ValueError(f"the range from {first} up to {stop} is empty: `stop` is the first position that is not in it")
+
+    @property
+    def is_range(self) -> bool:
+        return self.start is not None or self.stop is not None
 
 
 #: As users write it: a name, positions and spans in any mixture, or one span.
 PositionWish = PositionName | Annotated[list[int | Span], msgspec.Meta(max_length=65_536)] | Span
+_RANGE = re.compile(r"(-?[0-9]{1,9})?:(-?[0-9]{1,9})?")
+
+
+def written_range(text: str) -> dict[str, int] | None:
+    """`5:`, `5:9`, `-4:` or `:9` as the fields of a `Span`; None for what is no range."""
+    match = _RANGE.fullmatch(text.strip())
+    if match is None or not any(match.groups()):
+        return None
+    return {name: int(place) for name, place in zip(("start", "stop"), match.groups(), strict=True) if place is not None}
 
 
 def resolve_layers(selector: LayerSelector, num_layers: int) -> list[int]:
@@ -139,7 +173,7 @@ class SpanFinder(Protocol):
     """Knows one prompt's text."""
 
     def __call__(self, span: Span) -> list[int]:
-        """The positions of the prompt tokens that overlap the span. Raises SelectorError."""
+        """The positions of the prompt tokens that overlap the span, which has a text. Raises SelectorError."""
 
 
 def no_text(span: Span) -> list[int]:
@@ -148,26 +182,61 @@ def no_text(span: Span) -> list[int]:
 
 
 def resolve_positions(wish: PositionWish, prompt_tokens: int, find: SpanFinder = no_text) -> PositionSelector:
-    """A name is kept; positions and spans become sorted unique absolute positions, each inside the prompt.
+    """A name is kept, one range becomes a window; positions and spans become sorted unique positions, each inside the prompt.
 
-    Raises SelectorError for a position outside `[-prompt_tokens, prompt_tokens)`, a span that is not there, or an empty list.
+    Raises SelectorError for a position outside `[-prompt_tokens, prompt_tokens)`, a span that is not there, an empty list or
+    range, or a range beside others that does not end in the prompt.
     """
     if isinstance(wish, str):
         return wish
     if isinstance(wish, Span):
-        return sorted(_span(wish, find, ""))
+        return _window(wish, prompt_tokens, "") if wish.is_range else sorted(_span(wish, find, ""))
     if not wish:
         raise SelectorError("no position named: give at least one")
     positions: set[int] = set()
+    ranges: list[tuple[int, int]] = []
     for index, item in enumerate(wish):
         if isinstance(item, Span):
-            positions.update(_span(item, find, f"[{index}]"))
+            if item.is_range:
+                ranges.append(_inside(_window(item, prompt_tokens, f"[{index}]"), prompt_tokens, f"[{index}]"))
+            else:
+                positions.update(_span(item, find, f"[{index}]"))
             continue
         if not -prompt_tokens <= item < prompt_tokens:
             detail = f"position {item} is beyond the prompt, which has {prompt_tokens} tokens (0 to {prompt_tokens - 1})"
             raise SelectorError(detail, f"[{index}]")
         positions.add(item % prompt_tokens)
+    reached = 0
+    for start, stop in sorted(ranges):  # each position once, however often ranges overlap
+        positions.update(range(max(start, reached), stop))
+        reached = max(reached, stop)
     return sorted(positions)
+
+
+def _window(span: Span, prompt_tokens: int, at: str) -> Window:
+    """A range with its negative places counted from the prompt's end. Raises SelectorError."""
+    for name, place in (("start", span.start), ("stop", span.stop)):
+        if place is not None and place < -prompt_tokens:
+            raise SelectorError(f"position {place} is before the prompt, which has {prompt_tokens} tokens", f"{at}.{name}")
+    start = _counted(span.start or 0, prompt_tokens)
+    stop = None if span.stop is None else _counted(span.stop, prompt_tokens)
+    if stop is not None and start >= stop:
+        raise SelectorError(f"the range from {start} up to {stop} is empty in a prompt of {prompt_tokens} tokens", at)
+    return Window(start=start, stop=stop)
+
+
+def _counted(place: int, prompt_tokens: int) -> int:
+    return place + prompt_tokens if place < 0 else place
+
+
+def _inside(window: Window, prompt_tokens: int, at: str) -> tuple[int, int]:
+    """A range beside other positions: those are the prompt's. Raises SelectorError."""
+    if window.stop is None:
+        raise SelectorError("a range among other positions needs a `stop`: alone it may go on to the end", at)
+    if window.stop > prompt_tokens:
+        detail = f"the range goes up to {window.stop}, beyond the prompt, which has {prompt_tokens} tokens: alone it may"
+        raise SelectorError(detail, f"{at}.stop")
+    return window.start, window.stop
 
 
 def _span(span: Span, find: SpanFinder, at: str) -> list[int]:
@@ -178,21 +247,44 @@ def _span(span: Span, find: SpanFinder, at: str) -> list[int]:
 
 
 def cut_positions(selector: PositionWish, prompt_tokens: int) -> PositionWish:
-    """A position list without what is beyond the prompt: for what is taken of prompts of every length. It may be empty."""
+    """Without what is beyond the prompt: for what is taken of prompts of every length. An empty list where nothing is left.
+
+    A range alone keeps what may be generated.
+    """
+    if isinstance(selector, Span):
+        return _cut(selector, prompt_tokens, None) or []
     if not isinstance(selector, list):
         return selector
-    return [item for item in selector if isinstance(item, Span) or -prompt_tokens <= item < prompt_tokens]
+    cut = [_cut(item, prompt_tokens, prompt_tokens) if isinstance(item, Span) else item for item in selector]
+    return [item for item in cut if isinstance(item, Span) or (item is not None and -prompt_tokens <= item < prompt_tokens)]
+
+
+def _cut(span: Span, prompt_tokens: int, end: int | None) -> Span | None:
+    """The part of a range that is from 0 up to `end` (null: as far as it goes); None where none is. A text stays as it is."""
+    if not span.is_range:
+        return span
+    start = max(_counted(span.start or 0, prompt_tokens), 0)
+    stop = end if span.stop is None else _counted(span.stop, prompt_tokens)
+    stop = stop if end is None or stop is None else min(stop, end)
+    return None if stop is not None and start >= stop else Span(start=start, stop=stop)
 
 
 def lowest_position(selector: PositionSelector, prompt_tokens: int) -> int:
     """The first absolute position that a resolved selector names."""
     if isinstance(selector, str):
         return {"last_prompt": prompt_tokens - 1, "all_generated": prompt_tokens, "all_prompt": 0, "all": 0}[selector]
-    return min(selector)
+    return selector.start if isinstance(selector, Window) else min(selector)
+
+
+def depends_on_prompt(selector: PositionSelector) -> bool:
+    """Does a resolved selector name other positions in a longer prompt with the same beginning?"""
+    return selector in ("last_prompt", "all_prompt", "all_generated")
 
 
 def select(selector: PositionSelector, start: int, stop: int, prompt_tokens: int) -> list[int] | range:
     """The absolute positions in the window `[start, stop)` that a resolved selector names, ascending."""
+    if isinstance(selector, Window):
+        return range(max(start, selector.start), stop if selector.stop is None else min(stop, selector.stop))
     if selector == "all":
         return range(start, stop)
     if selector == "all_prompt":

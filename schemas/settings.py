@@ -76,7 +76,7 @@ class Settings(Record):
     capture_quota_mib: Natural = 0  # of the capture root; beyond it captures are refused; 0: no quota
     capture_ttl_s: Natural = 0  # captures are deleted so long after the end of their job; 0: kept
     global_capture: str = ""  # taken of every request, such as `post_block:all;pre_attn:0-17`
-    global_capture_positions: str = "last_prompt"  # a name, or positions separated by commas
+    global_capture_positions: str = "last_prompt"  # a name, positions separated by commas, or a range: 5:9, 5:
     global_capture_tag: str = "global"
 
     # The worker

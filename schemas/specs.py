@@ -7,7 +7,7 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 
 from .base import Record
-from .selectors import Hook, HookName, LayerSelector, PositionSelector, PositionWish, select
+from .selectors import Hook, HookName, LayerSelector, PositionSelector, PositionWish, Window, select
 from .tensors import ITEM_BYTES, Tensor
 
 #: A tag is a folder name: one path segment, so it cannot leave the capture root.
@@ -198,7 +198,9 @@ class StoredCapture(Record):
         if self.every_n == 1 or not isinstance(chosen, range):
             return len(chosen)  # a list names prompt positions, and those are all taken
         of_prompt = range(chosen.start, min(chosen.stop, prompt_tokens))
-        return len(of_prompt) + len(range(max(chosen.start, prompt_tokens), chosen.stop, self.every_n))
+        passed = max(chosen.start - prompt_tokens, 0)  # generated tokens before the first that is named
+        first = prompt_tokens + -(-passed // self.every_n) * self.every_n
+        return len(of_prompt) + len(range(first, chosen.stop, self.every_n))
 
 
 #: Bytes of a captured position besides its rows: its number and its token id, int64 each.
@@ -297,8 +299,8 @@ def steering_rows(steering: list[StoredSteering]) -> list[SteeringRow]:
     return rows
 
 
-def hashable(positions: PositionSelector) -> str | tuple[int, ...]:
-    return positions if isinstance(positions, str) else tuple(positions)
+def hashable(positions: PositionSelector) -> str | tuple[int, ...] | Window:
+    return tuple(positions) if isinstance(positions, list) else positions
 
 
 def steering_digest(steering: list[StoredSteering]) -> str:

@@ -23,7 +23,7 @@ from ..schemas.errors import MidstreamError
 from ..schemas.global_capture import from_settings
 from ..schemas.jobs import Job, Output, TokenLogprob
 from ..schemas.models import ModelInfo, TokenizerBundle
-from ..schemas.selectors import HOOKS, lowest_position
+from ..schemas.selectors import HOOKS, depends_on_prompt, lowest_position
 from ..schemas.settings import Settings, SettingsError
 from ..schemas.specs import RankSpec, steering_digest, steering_rows
 from .admission import CaptureBudget, RowAdmission, RowWish, StepRows
@@ -274,7 +274,7 @@ def rank_spec(job: Job, request: int, attempt: int) -> RankSpec | None:
         steering=steering,
         captures=captures,
         digest=steering_digest(steering),
-        by_prompt=any(isinstance(entry.positions, str) and entry.positions != "all" for entry in steering),
+        by_prompt=any(depends_on_prompt(entry.positions) for entry in steering),
         first_affected=min((lowest_position(entry.positions, prompt_tokens) for entry in steering), default=-1),
         lowest_captured=lowest if lowest < prompt_tokens else -1,
         requests=job.captured,

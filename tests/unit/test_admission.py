@@ -74,6 +74,8 @@ def test_what_takes_long_to_resolve_is_resolved_off_the_event_loop(
         (wish(CaptureSpec(), steered("all"), steered([0] * 1100)), 4096, 0, "steering[1].positions"),
         (wish(CaptureSpec(positions=[Span(text="a")] * 1000)), 1, 150_000, "capture.positions"),
         (wish(CaptureSpec(positions=Span(text="a")), *[steered("all")] * 200), 4096, 0, "capture.positions"),
+        (wish(CaptureSpec(), *[steered([Span(stop=9000)])] * 8), 64, 1 << 20, "steering[0].positions"),
+        (wish(CaptureSpec(), *[steered([Span(start=-9000, stop=9000)])] * 8), 2, 1_040_000, "steering[0].positions"),
         (wish(None, *[steered("all")] * (MAX_STEERING_ENTRIES + 1)), 1, 0, "steering"),
     ],
 )
@@ -83,3 +85,9 @@ def test_what_would_take_too_long_is_refused_by_the_field_that_takes_most(asked:
     assert (refused.value.status, refused.value.field) == (400, field)
     assert "at most" in str(refused.value.allowed) or "fewer prompts" in str(refused.value.allowed)
     assert check_cost(asked, prompts // 2, characters // 2) <= RESOLVE_LIMIT if prompts > 1 else True
+
+
+def test_a_range_costs_what_it_comes_to_written_out_and_nothing_alone() -> None:
+    alone, short, open_end = wish(None, steered(Span(start=5))), wish(None, steered([Span(stop=50)])), wish(None, steered([Span(stop=-1)]))
+    costs = [check_cost(asked, 100, 1_000_000) for asked in (wish(None, steered("all")), alone, short, open_end)]
+    assert costs == [800, 900, 5900, 1_000_900]

@@ -45,6 +45,22 @@ def test_positions_are_names_or_numbers() -> None:
     assert options.parse_positions("0,5,-1") == [0, 5, -1]
 
 
+@pytest.mark.parametrize(
+    ("text", "positions"),
+    [
+        ("5:", {"start": 5}),
+        ("5:9", {"start": 5, "stop": 9}),
+        ("-4:", {"start": -4}),
+        (":9", {"stop": 9}),
+        ("0,5:9,-1", [0, {"start": 5, "stop": 9}, -1]),
+        (":", ":"),
+        ("5:x", "5:x"),
+    ],
+)
+def test_ranges_of_positions_are_written_with_a_colon(text: str, positions: Any) -> None:
+    assert options.parse_positions(text) == positions
+
+
 def test_a_steering_vector_comes_from_a_file_with_layers_and_scale(tmp_path: Path) -> None:
     np.save(tmp_path / "joy.npy", np.ones(4, np.float32))
     entry = options.parse_steer("joy.npy:3-5:2.5")
@@ -63,6 +79,9 @@ def test_a_steering_vector_comes_from_a_file_with_layers_and_scale(tmp_path: Pat
             "joy.npy:0-2:op=clamp:low=-1:high=2.5:strength=0.5:positions=all_generated",
             {"layers": "0-2", "op": "clamp", "low": -1.0, "high": 2.5, "strength": 0.5, "positions": "all_generated"},
         ),
+        ("joy.npy:3:positions=5:", {"layers": 3, "positions": {"start": 5}}),
+        ("joy.npy:3:positions=5::scale=2", {"layers": 3, "positions": {"start": 5}, "scale": 2.0}),
+        ("joy.npy:3:positions=0,5:-1:op=ablate", {"layers": 3, "positions": [0, {"start": 5, "stop": -1}], "op": "ablate"}),
         ("joy.npy:3:op=replace:alpha=0.5:hook=mlp_out", {"layers": 3, "op": "replace", "alpha": 0.5, "hook": "mlp_out"}),
     ],
 )
@@ -85,6 +104,7 @@ def test_a_capture_is_asked_for_with_what_was_typed_and_no_more() -> None:
     assert options.parse_capture() is None
     assert options.parse_capture(layers="all", positions=None, spans=[]) == {"layers": "all"}
     assert options.parse_capture(layers="3", positions="0,-1", tag="mine") == {"layers": 3, "positions": [0, -1], "tag": "mine"}
+    assert options.parse_capture(layers="3", positions="5:", spans=["a"]) == {"layers": 3, "positions": [{"start": 5}, {"text": "a"}]}
     assert options.parse_capture(hook="resid_pre") == {"hook": "resid_pre"}
     rest = {"every_n": 4, "at": "after", "dtype": "float32", "layout": "segment", "consumers": ["memory"]}
     assert options.parse_capture(hooks="post_block:all;pre_attn:0-3", **rest) == {"hooks": {"post_block": "all", "pre_attn": "0-3"}, **rest}

@@ -3,6 +3,7 @@
 import pytest
 
 from midstream.schemas.global_capture import from_settings, parse
+from midstream.schemas.selectors import Span
 from midstream.schemas.settings import Settings, SettingsError
 from midstream.schemas.specs import CaptureSpec
 
@@ -26,6 +27,8 @@ def test_hooks_are_named_with_their_layers(text: str, hooks: dict[str, str]) -> 
 def test_positions_are_a_name_or_numbers_and_the_tag_is_the_operators() -> None:
     assert parse("post_block", "all_generated", "ops")[0].positions == "all_generated"
     assert (parse("post_block", "0, 5,-1", "ops")[0].positions, parse("post_block", "0", "ops")[0].tag) == ([0, 5, -1], "ops")
+    assert parse("post_block", "5:")[0].positions == Span(start=5)
+    assert parse("post_block", " 0, 5:-1 ")[0].positions == [0, Span(start=5, stop=-1)]
 
 
 @pytest.mark.parametrize(
@@ -37,6 +40,8 @@ def test_positions_are_a_name_or_numbers_and_the_tag_is_the_operators() -> None:
         (("post_block", "first"), "'first' names no positions: use one of last_prompt"),
         (("post_block", "1-3"), "names no positions"),
         (("post_block", ""), "names no positions"),
+        (("post_block", "5:x"), "names no positions"),
+        (("post_block", "9:5"), "range from 9 up to 5 is empty"),
         (("post_block", "0", "../x"), "a tag is one folder name"),
     ],
 )

@@ -11,6 +11,7 @@ from midstream.api.rules import Bounds, PromptFacts, resolve_captures
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import Job, Sampling, StoredPrompt
 from midstream.schemas.models import ModelInfo
+from midstream.schemas.selectors import Span, Window
 from midstream.schemas.specs import CaptureSpec, StoredCapture
 
 HIDDEN = 8
@@ -56,6 +57,10 @@ def test_each_hook_has_its_own_layers_and_every_option_is_kept() -> None:
         ({"hooks": {"pre_attn": "4"}}, "capture.hooks.pre_attn", "layer 4"),
         ({"hooks": {"pre_attn": 0, "resid_pre": 1}}, "capture.hooks.resid_pre", "named twice"),
         ({"positions": [0, 9]}, "capture.positions[1]", "position 9 is beyond the prompt"),
+        ({"positions": [0, Span(start=3, stop=9)]}, "capture.positions[1].stop", "beyond the prompt, which has 6 tokens"),
+        ({"positions": [Span(start=3)]}, "capture.positions[0]", "needs a `stop`"),
+        ({"positions": Span(start=-7)}, "capture.positions.start", "position -7 is before the prompt"),
+        ({"positions": Span(start=10)}, "capture.positions.start", "position 10 is beyond prompt and generated tokens, which are 10"),
         ({"consumers": ["filesystem", "kafka"]}, "capture.consumers[1]", "no consumer 'kafka': the worker has filesystem, memory"),
         ({"consumers": ["memory", "memory"]}, "capture.consumers[1]", "named twice"),
     ],
@@ -108,6 +113,23 @@ def test_what_the_operator_captures_comes_with_every_prompt_asked_or_not() -> No
     both = captured({"tag": "mine"}, 6, 3, global_captures=everyone)
     assert [[capture.tag for capture in captures] for captures in both] == [["mine", "global"]] * 2
     assert both[0][1].sites == {"pre_attn": [0, 1]}
+
+
+def test_a_range_from_a_token_on_is_kept_for_each_prompt_and_counted_with_what_is_generated() -> None:
+    assert [[capture.positions for capture in captures] for captures in captured({"positions": Span(start=-2)}, 6, 3)] == [
+        [Window(start=4)],
+        [Window(start=1)],
+    ]
+    limits: dict[str, Any] = {"max_tokens": 5, "step_tokens": 64, "capture_row_limit": 4 * 6}
+    assert captured({"positions": Span(start=4)}, 6, **limits), "two of the prompt, four of the generated that are fed back"
+    with pytest.raises(MidstreamError, match="28 rows in one engine step"):
+        captured({"positions": Span(start=3)}, 6, **limits)
+
+
+def test_the_operator_captures_ranges_as_far_as_prompts_go() -> None:
+    everyone = [CaptureSpec(positions=[Span(start=2, stop=5)], tag="global")]
+    resolved = resolve_captures(None, bounds(6, 3, 1, global_captures=everyone))
+    assert [[capture.positions for capture in captures] for captures in resolved] == [[[2, 3, 4]], [[2]], []]
 
 
 def test_a_prompt_too_short_for_the_operators_positions_is_left_alone() -> None:

@@ -2,26 +2,43 @@
 
 import itertools
 import time
+from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from midstream.schemas.base import from_json, from_msgpack, to_msgpack
 from midstream.schemas.selectors import (
     ALIASES,
     HOOKS,
+    PositionWish,
     SelectorError,
     Span,
+    Window,
     cut_positions,
+    depends_on_prompt,
     lowest_position,
     resolve_layers,
     resolve_positions,
     resolve_sites,
     select,
 )
-from midstream.schemas.specs import StoredCapture
+from midstream.schemas.specs import StoredCapture, StoredSteering, hashable, steering_digest, steering_rows
 
 NAMES = ["last_prompt", "all_prompt", "all_generated", "all"]
+
+
+def wishes(prompt: int) -> st.SearchStrategy[Any]:
+    """Whatever a user may write for a prompt of so many tokens, texts left out."""
+    place = st.integers(-prompt, prompt - 1)
+    inside = st.tuples(st.integers(0, prompt - 1), st.integers(1, prompt)).filter(lambda ends: ends[0] < ends[1])
+    one_range = inside.map(lambda ends: Span(start=ends[0], stop=ends[1]))
+    open_range = st.tuples(st.integers(0, 2 * prompt), st.none() | st.integers(1, 30)).map(
+        lambda ends: Span(start=ends[0], stop=None if ends[1] is None else ends[0] + ends[1])
+    )
+    return st.sampled_from(NAMES) | st.lists(place | one_range, min_size=1, max_size=5) | open_range | place.map(lambda at: Span(start=at))
 
 
 @pytest.mark.parametrize(
@@ -108,6 +125,106 @@ def test_positions_for_prompts_of_every_length_lose_what_is_beyond_the_prompt() 
     assert cut_positions("all", 3) == "all"
 
 
+@pytest.mark.parametrize(
+    ("wish", "positions"),
+    [
+        (Span(start=1), Window(start=1)),
+        (Span(start=7), Window(start=7)),
+        (Span(start=-8), Window(start=0)),
+        (Span(start=-8, stop=-1), Window(start=0, stop=2)),
+        (Span(start=1, stop=9), Window(start=1, stop=9)),
+        (Span(stop=-3), None),
+        ([Span(start=1, stop=9), 8], [1, 2]),
+        ([Span(start=-9), 8], [0, 1, 2]),
+        ([Span(start=3, stop=9), 8], None),
+    ],
+)
+def test_ranges_for_prompts_of_every_length_are_cut_where_a_prompt_of_three_ends(wish, positions) -> None:
+    cut = cut_positions(wish, 3)
+    assert (None if cut == [] else resolve_positions(cut, 3)) == positions
+
+
+@pytest.mark.parametrize(
+    ("wish", "positions"),
+    [
+        (Span(start=5), Window(start=5)),
+        (Span(start=5, stop=9), Window(start=5, stop=9)),
+        (Span(stop=4), Window(start=0, stop=4)),
+        (Span(start=-3), Window(start=7)),
+        (Span(start=-3, stop=-1), Window(start=7, stop=9)),
+        (Span(start=2, stop=-2), Window(start=2, stop=8)),
+        (Span(start=10), Window(start=10)),
+        (Span(start=8, stop=14), Window(start=8, stop=14)),
+        ([Span(start=2, stop=5)], [2, 3, 4]),
+        ([0, Span(start=-2, stop=10), 8, Span(start=7, stop=-1)], [0, 7, 8, 9]),
+    ],
+)
+def test_a_range_alone_may_go_on_behind_the_prompt_and_beside_others_is_written_out(wish, positions) -> None:
+    assert resolve_positions(wish, 10) == positions
+
+
+@pytest.mark.parametrize(
+    ("wish", "at", "words"),
+    [
+        (Span(start=-11), ".start", "position -11 is before the prompt, which has 10 tokens"),
+        (Span(start=0, stop=-11), ".stop", "position -11 is before the prompt"),
+        (Span(start=8, stop=-2), "", "from 8 up to 8 is empty in a prompt of 10"),
+        ([0, Span(start=8, stop=-5)], "[1]", "is empty"),
+        ([0, Span(start=8)], "[1]", "needs a `stop`: alone it may go on"),
+        ([Span(start=8, stop=11)], "[0].stop", "up to 11, beyond the prompt, which has 10 tokens"),
+    ],
+)
+def test_a_range_that_names_nothing_or_leaves_the_prompt_is_refused_with_its_place(wish, at, words) -> None:
+    with pytest.raises(SelectorError, match=words) as refused:
+        resolve_positions(wish, 10)
+    assert refused.value.at == at
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        ("{}", "either `text`"),
+        ('{"text": "a", "start": 1}', "either `text`"),
+        ('{"start": 1, "occurrence": 1}', "either `text`"),
+        ('{"start": 1, "occurrence": null}', "either `text`"),
+        ('{"text": ""}', "text is empty"),
+        ('{"start": 5, "stop": 5}', "range from 5 up to 5 is empty"),
+        ('{"stop": 0}', "range from 0 up to 0 is empty"),
+        ('{"start": -1, "stop": -1}', "is empty"),
+        ('{"start": 99999999999}', "start"),
+        ('{"start": 1, "end": 2}', "end"),
+    ],
+)
+def test_a_span_is_a_text_or_a_range_and_never_nothing(raw: str, words: str) -> None:
+    with pytest.raises(msgspec.ValidationError, match=words):
+        from_json(raw, PositionWish)
+
+
+def test_overlapping_ranges_are_written_out_once() -> None:
+    wish = [Span(start=index % 7, stop=30_000) for index in range(65_536)]
+    start = time.monotonic()
+    assert resolve_positions(wish, 30_000) == list(range(30_000))
+    assert time.monotonic() - start < 2, "not 65,536 times 30,000"
+
+
+@given(prompt=st.integers(1, 20), data=st.data())
+def test_only_names_that_go_by_where_the_prompt_ends_depend_on_it(prompt: int, data) -> None:
+    """What is cached of a prompt may serve a longer one, unless that one is touched elsewhere."""
+    resolved = resolve_positions(data.draw(wishes(prompt)), prompt)
+    assert depends_on_prompt(resolved) == (list(select(resolved, 0, 99, prompt)) != list(select(resolved, 0, 99, prompt + 3)))
+
+
+def test_a_window_survives_the_way_to_the_ranks_and_has_a_digest_of_its_own() -> None:
+    entry = StoredSteering(layers=[0], hook="post_block", positions=Window(start=5), family="add", tensors=["v"])
+    assert from_msgpack(to_msgpack(entry), StoredSteering) == entry
+    assert msgspec.convert(msgspec.to_builtins(entry), StoredSteering) == entry
+    positions: list[Any] = [Window(start=5), Window(start=5, stop=9), Window(start=6), [5, 6, 7, 8], "all"]
+    others = [msgspec.structs.replace(entry, positions=each) for each in positions]
+    assert len({steering_digest([other]) for other in others}) == len(others)
+    assert len({hashable(each) for each in positions}) == len(others)
+    assert len(steering_rows([*others, *others])) == len(others), "a row for each, not for each entry"
+
+
 @given(prompt=st.integers(1, 20), generated=st.integers(0, 30), every=st.integers(1, 7), cuts=st.sets(st.integers(1, 49), max_size=6))
 def test_every_nth_generated_token_is_the_same_in_steps_of_any_size(prompt: int, generated: int, every: int, cuts: set[int]) -> None:
     capture = StoredCapture(sites={"post_block": [0]}, positions="all", tag="t", every_n=every)
@@ -119,7 +236,7 @@ def test_every_nth_generated_token_is_the_same_in_steps_of_any_size(prompt: int,
 
 @given(prompt=st.integers(1, 20), max_tokens=st.integers(1, 30), every=st.integers(1, 7), data=st.data())
 def test_positions_are_counted_as_they_are_selected(prompt: int, max_tokens: int, every: int, data) -> None:
-    selector = data.draw(st.sampled_from(NAMES) | st.lists(st.integers(-prompt, prompt - 1), min_size=1, max_size=5))
+    selector = data.draw(wishes(prompt))
     capture = StoredCapture(sites={"post_block": [0]}, positions=resolve_positions(selector, prompt), tag="t", every_n=every)
     assert capture.count_positions(prompt, max_tokens) == len(capture.select(0, prompt + max_tokens - 1, prompt))
 
@@ -138,8 +255,8 @@ def test_positions_are_counted_without_listing_them() -> None:
     data=st.data(),
 )
 def test_windows_of_any_size_select_each_position_exactly_once(prompt: int, generated: int, cuts: list[int], data) -> None:
-    """Chunked prefill and decode steps together select what one step over everything would."""
-    selector = data.draw(st.sampled_from(NAMES) | st.lists(st.integers(-prompt, prompt - 1), min_size=1, max_size=5))
+    """Chunked prefill and decode steps together select what one step over everything would."""  # field case 9
+    selector = data.draw(wishes(prompt))
     resolved = resolve_positions(selector, prompt)
     total = prompt + generated
     edges = sorted({0, total, *(cut for cut in cuts if cut < total)})
