@@ -7,8 +7,8 @@ worker says carries its `attempt`: a stale one changes nothing, and the call say
 import functools
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import msgspec
 import redis.asyncio
@@ -44,6 +44,14 @@ ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 class Claim(NamedTuple):
     job: Job
     attempt: int  # the fencing token: everything the worker says about the job carries it
+
+
+class ClaimRefused(MidstreamError):
+    """The job is there, but this worker may not take it now: claim again once what `why` says is mended."""
+
+    def __init__(self, why: Literal["behind", "desynced"], detail: str) -> None:
+        super().__init__("conflict", detail)
+        self.why = why  # `behind`: another global steering is desired than it has applied; `desynced`: its ranks disagree
 
 
 class Renewal(NamedTuple):
@@ -126,14 +134,26 @@ class Ledger:
     # ---- accepting -------------------------------------------------------------------------------------------------
 
     @reachable
-    async def submit(self, job: Job, blobs: Mapping[str, bytes | Tensor], idempotency: tuple[str, str] | None = None) -> tuple[str, bool]:
+    async def submit(
+        self,
+        job: Job,
+        blobs: Mapping[str, bytes | Tensor],
+        idempotency: tuple[str, str] | None = None,
+        pinned: Iterable[str] = (),
+    ) -> tuple[str, bool]:
         """Accept `job` and its vectors (content hash -> tensor) in one commit; returns its id and whether it is new.
 
-        The caller enqueues it then; if that fails, the sweeper does. `idempotency`: (the client's key, SHA-256 of the body).
-        Same key and same body: the first job's id and False. Raises MidstreamError("idempotency_mismatch") for another body.
+        `pinned`: content hashes of tensors of named modules, of which the job gets copies of its own. The caller enqueues it
+        then; if that fails, the sweeper does. `idempotency`: (the client's key, SHA-256 of the body).
+        Same key and same body: the first job's id and False. Raises MidstreamError("idempotency_mismatch") for another body,
+        and MidstreamError("conflict") when a pinned tensor is nowhere any more.
         """
         raw = {name: to_msgpack(blob) if isinstance(blob, Tensor) else blob for name, blob in blobs.items()}
-        outcome, job_id = scripts.text(await self._scripts.submit(args=scripts.submit(self.settings, job, raw, idempotency, __version__)))
+        arguments = scripts.submit(self.settings, job, raw, pinned, idempotency, __version__)
+        outcome, job_id = scripts.text(await self._scripts.submit(args=arguments))
+        if outcome == "missing":
+            named = ", ".join(sorted(job.modules)) or "what it was taken from"
+            raise MidstreamError("conflict", f"{named} was changed or unregistered while the request was accepted: send it again")
         if outcome == "mismatch":
             raise MidstreamError(
                 "idempotency_mismatch", f"this Idempotency-Key was used for job {job_id} with another body", field="Idempotency-Key"
@@ -163,16 +183,23 @@ class Ledger:
     # ---- the worker's side -----------------------------------------------------------------------------------------
 
     @reachable
-    async def claim(self, job_id: str, worker: str, boot: str, ranks: int) -> Claim | None:
+    async def claim(self, job_id: str, worker: str, boot: str, ranks: int, global_version: int = 0, everyone: bool = False) -> Claim | None:
         """Take a queued job: running, attempt + 1, leased for `lease_s`. None when somebody else has it, or it is over.
 
-        `ranks`: how many receipts each request with an intervention or a capture will get. Raises not_found.
+        `ranks`: how many receipts each request with an intervention or a capture will get. `global_version`: of the global
+        steering that this attempt will run under from start to end; `everyone`: it steers something, so every request gets
+        receipts. Raises not_found; ClaimRefused while another version is desired, or while the worker's ranks disagree.
         """
-        outcome, *rest = await self._scripts.claim(args=scripts.claim(self.settings, job_id, worker, boot, ranks))
+        arguments = scripts.claim(self.settings, job_id, worker, boot, ranks, global_version, everyone)
+        outcome, *rest = await self._scripts.claim(args=arguments)
         if outcome == b"unknown":
             raise not_found(job_id)
         if outcome == b"refused":
             return None
+        if outcome == b"behind":
+            raise ClaimRefused("behind", f"global steering {int(rest[0])} is desired, the worker has {global_version}")
+        if outcome == b"desynced":
+            raise ClaimRefused("desynced", rest[0].decode())
         return Claim(self._decode_job(job_id, rest[1]), int(rest[0]))
 
     async def store_outputs(self, job_id: str, attempt: int, outputs: list[Output]) -> bool:
@@ -193,6 +220,14 @@ class Ledger:
         Returns the state after it; None when the attempt is stale.
         """
         outcome = await self._tell("release", job_id, attempt)
+        return None if outcome == "stale" else State(outcome)
+
+    async def desync_release(self, job_id: str, attempt: int, detail: str) -> State | None:
+        """Give the job back because this worker's ranks disagree (`detail`): queued once, if `on_desync` says so, else failed.
+
+        Returns the state after it (queued: the caller enqueues it); None when the attempt is stale.
+        """
+        outcome = await self._tell("desync", job_id, attempt, detail)
         return None if outcome == "stale" else State(outcome)
 
     async def emit(self, job_id: str, attempt: int, event: Event) -> bool:
@@ -246,7 +281,7 @@ class Ledger:
             raise not_found(job_id)
         if view.state is State.EXPIRED:
             raise MidstreamError("gone", f"the result of job {job_id} was removed after {self.settings.result_ttl_s} s")
-        return reading.result(view, reading.asks(values), outputs, receipts, self.settings)
+        return reading.result(view, values, outputs, receipts, self.settings)
 
     @reachable
     async def list(self, state: State | None = None, model: str | None = None, limit: int = 50, cursor: str | None = None) -> JobPage:

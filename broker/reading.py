@@ -27,7 +27,8 @@ from ..schemas.specs import CaptureStatus
 #: The fields of `ms:job:{id}` that a view needs; not `spec`, which may be large.
 FIELDS = [
     "state", "kind", "model", "attempt", "version", "created", "queued", "started", "generated", "cancelling", "finished", "worker",
-    "capture_status", "receipts", "expected", "prompts", "error", "metadata", "captures", "steers",
+    "capture_status", "receipts", "expected", "prompts", "error", "metadata", "captures", "steers", "everyone", "global_version",
+    "retried", "modules",
 ]  # fmt: skip
 
 #: Ranges of positions that a detail lists before it only counts them.
@@ -37,14 +38,22 @@ _STREAM_ID = re.compile(r"^\d{1,20}(-\d{1,20})?$")
 _CURSOR = re.compile(r"^(\d+(?:\.\d+)?):([A-Za-z0-9_]+)$")
 
 
-class Asks(NamedTuple):
+class Facts(NamedTuple):
+    """What a result needs of the record beside the view."""
+
     captures: bool
-    steers: bool
+    global_version: int
+    retried: list[str]
 
 
-def asks(values: Sequence[bytes | None]) -> Asks:
+def facts(values: Sequence[bytes | None]) -> Facts:
     record = dict(zip(FIELDS, values, strict=True))
-    return Asks(captures=record["captures"] == b"1", steers=record["steers"] == b"1")
+    retried = record["retried"]
+    return Facts(
+        captures=record["captures"] == b"1",
+        global_version=int(record["global_version"] or 0),
+        retried=[] if retried is None else [retried.decode()],
+    )
 
 
 def view(job_id: str, values: Sequence[bytes | None], settings: Settings) -> JobView | None:
@@ -79,26 +88,31 @@ def view(job_id: str, values: Sequence[bytes | None], settings: Settings) -> Job
         prompts=int(record["prompts"]),
         error=from_json(record["error"], Problem) if "error" in record else None,
         metadata=from_json(record["metadata"], dict[str, str]),
+        steered=b"1" in (record.get("steers"), record.get("everyone")),
+        modules=from_json(record["modules"], dict[str, str]) if "modules" in record else {},
     )
 
 
-def result(view: JobView, asked: Asks, outputs: bytes | None, receipts: Iterable[bytes], settings: Settings) -> JobResult:
-    """`outputs` and `receipts` as stored; receipts of one attempt, in any order."""
+def result(
+    view: JobView, values: Sequence[bytes | None], outputs: bytes | None, receipts: Iterable[bytes], settings: Settings
+) -> JobResult:
+    """`values` as for `view`; `outputs` and `receipts` as stored; receipts of one attempt, in any order."""
+    known = facts(values)
     ticket = sorted((receipt_decoder.decode(raw) for raw in receipts), key=lambda told: (told.request, told.pp, told.rank))
     return JobResult(
         id=view.id,
         model=view.model,
         state=view.state,
         outputs=from_msgpack(outputs, list[Output]) if outputs else [],
-        capture_results=capture_results(view, asked, ticket, settings),
-        determinism=determinism(view, ticket) if asked.captures or asked.steers else None,
+        capture_results=capture_results(view, known, ticket, settings),
+        determinism=determinism(view, known, ticket) if known.captures or view.steered else None,
         attempt=view.attempt,
     )
 
 
-def capture_results(view: JobView, asked: Asks, ticket: Sequence[Receipt], settings: Settings) -> CaptureResults:
+def capture_results(view: JobView, known: Facts, ticket: Sequence[Receipt], settings: Settings) -> CaptureResults:
     """The files of the receipts that arrived, under the status that the ledger settled on."""
-    if not asked.captures:
+    if not known.captures:
         return CaptureResults(status="not_requested", job=view.id)
     files = [
         FileEntry(
@@ -166,17 +180,17 @@ def _reuse(ticket: Sequence[Receipt]) -> list[str]:
     return [f"{reused} of {sum(file.rows for file in files)} rows were computed by an earlier request"] if reused else []
 
 
-def determinism(view: JobView, ticket: Sequence[Receipt]) -> Determinism:
-    """Whether, for every request, the ranks of each pipeline stage report the same checksum and number of actions.
+def determinism(view: JobView, known: Facts, ticket: Sequence[Receipt]) -> Determinism:
+    """Whether, for every request, the ranks of each pipeline stage report the same checksum and number of actions, of one epoch.
 
     Says it of the receipts that have arrived; a rank that has not reported agrees with nobody and contradicts nobody.
     """
     stages = []
     for pp in sorted({told.pp for told in ticket}):
         of_stage = [told for told in ticket if told.pp == pp]
-        accounts: dict[int, set[tuple[str, int]]] = {}
+        accounts: dict[int, set[tuple[str, int, int]]] = {}
         for told in of_stage:
-            accounts.setdefault(told.request, set()).add((told.checksum, told.actions))
+            accounts.setdefault(told.request, set()).add((told.checksum, told.actions, told.epoch))
         ranks = [
             RankReport(
                 rank=told.rank, tp=told.tp, request=told.request, step=told.step, checksum=told.checksum, actions=told.actions,
@@ -185,7 +199,13 @@ def determinism(view: JobView, ticket: Sequence[Receipt]) -> Determinism:
             for told in of_stage
         ]  # fmt: skip
         stages.append(StageReport(pp=pp, consistent=all(len(told) == 1 for told in accounts.values()), ranks=ranks))
-    return Determinism(consistent=all(stage.consistent for stage in stages), stages=stages, worker=view.worker or "")
+    return Determinism(
+        consistent=all(stage.consistent for stage in stages),
+        stages=stages,
+        worker=view.worker or "",
+        global_version=known.global_version,
+        retried=known.retried,
+    )
 
 
 def after_id(last: str) -> str:

@@ -15,6 +15,7 @@ from ..schemas.errors import STATUS_OF_KIND, MidstreamError
 from ..schemas.jobs import TERMINAL, TRANSITIONS, Job, State
 from ..schemas.receipts import LostRange, Receipt
 from ..schemas.settings import Settings
+from ..schemas.steering import Module, Proposal
 
 #: A job that has been queued this long without being claimed is looked for in the broker's lists.
 QUEUED_LOOK_S = 10.0
@@ -23,7 +24,8 @@ BLOB_TTL_FACTOR = 3
 
 NAMES = (
     "submit", "claim", "store", "fail", "cancel", "cancelled", "release", "release_boots", "renew", "emit",
-    "settle", "lost", "sweep", "look_again", "forget_captures", "removed_captures",
+    "settle", "lost", "sweep", "look_again", "forget_captures", "removed_captures", "desync",
+    "propose", "commit", "abort", "put_module", "delete_module",
 )  # fmt: skip
 
 #: The hash field that gets the time at which a state was entered.
@@ -91,8 +93,8 @@ def _lua(value: Any) -> str:
 
 
 def context(settings: Settings, at: float | None = None) -> list[Argument]:
-    """The four arguments that every script begins with; `at` is the time, in seconds since the epoch."""
-    return [repr(now() if at is None else at), settings.result_ttl_s, settings.event_limit, settings.max_attempts]
+    """The five arguments that every script begins with; `at` is the time, in seconds since the epoch."""
+    return [repr(now() if at is None else at), settings.result_ttl_s, settings.event_limit, settings.max_attempts, settings.on_desync]
 
 
 def asked_requests(job: Job) -> int:
@@ -107,21 +109,28 @@ def stored_tags(job: Job) -> list[str]:
 
 
 def submit(
-    settings: Settings, job: Job, blobs: Mapping[str, bytes], idempotency: tuple[str, str] | None, written_by: str
+    settings: Settings,
+    job: Job,
+    blobs: Mapping[str, bytes],
+    pinned: Iterable[str],
+    idempotency: tuple[str, str] | None,
+    written_by: str,
 ) -> list[Argument]:
+    """A blob without bytes is one that is copied from what is pinned."""
     key, body = idempotency or ("", "")
+    blobs = {**dict.fromkeys(pinned, b""), **blobs}
     flat = [part for pair in blobs.items() for part in pair]
     tags = stored_tags(job)
     return [
         *context(settings),
         job.id, to_msgpack(job), repr(job.created), job.kind, job.model, len(job.prompts), asked_requests(job),
         int(any(job.captures)), int(any(job.steering)), to_json(job.metadata), written_by, key, body,
-        BLOB_TTL_FACTOR * settings.result_ttl_s, to_json(tags) if tags else "", *flat,
+        BLOB_TTL_FACTOR * settings.result_ttl_s, to_json(tags) if tags else "", to_json(job.modules), *flat,
     ]  # fmt: skip
 
 
-def claim(settings: Settings, job_id: str, worker: str, boot: str, ranks: int) -> list[Argument]:
-    return [*context(settings), job_id, worker, boot, ranks, settings.lease_s]
+def claim(settings: Settings, job_id: str, worker: str, boot: str, ranks: int, global_version: int, everyone: bool) -> list[Argument]:
+    return [*context(settings), job_id, worker, boot, ranks, settings.lease_s, global_version, int(everyone)]
 
 
 def of_attempt(settings: Settings, job_id: str, attempt: int, *rest: Argument) -> list[Argument]:
@@ -140,12 +149,33 @@ def settle(settings: Settings, receipts: Iterable[tuple[int, Receipt]]) -> list[
         arguments += (
             seq, told.job, told.request, told.rank, told.pp, told.attempt, told.verdict, told.kind, told.checksum, told.actions,
             told.message, to_msgpack(told), sum(file.bytes for file in told.files), sum(file.rows for file in told.files),
+            told.worker, told.boot, told.epoch,
         )  # fmt: skip
     return arguments
 
 
 def lost(settings: Settings, worker: str, rank: int, lost_range: LostRange) -> list[Argument]:
     return [*context(settings), lost_range.first, lost_range.last, worker, rank, lost_range.message, *lost_range.jobs]
+
+
+def propose(settings: Settings, model: str, proposal: Proposal, steering: bytes, blobs: Mapping[str, bytes]) -> list[Argument]:
+    """`steering`: the proposal's, packed by itself."""
+    return [
+        *context(settings), model, proposal.id, proposal.steering.version, repr(proposal.deadline), to_msgpack(proposal), steering,
+        *_tensors(proposal.steering.tensors, blobs),
+    ]  # fmt: skip
+
+
+def put_module(settings: Settings, module: Module, former: bytes, other: bool, blobs: Mapping[str, bytes]) -> list[Argument]:
+    """`former`: as it is stored, empty for none; `other`: its content is not the module's."""
+    return [
+        *context(settings), module.model, module.name, to_msgpack(module), former, int(other), *_tensors(module.tensors, blobs),
+    ]  # fmt: skip
+
+
+def _tensors(names: Sequence[str], blobs: Mapping[str, bytes]) -> list[Argument]:
+    """How many, and (name, bytes) of each; no bytes: it is pinned already."""
+    return [len(names), *[part for name in names for part in (name, blobs.get(name, b""))]]
 
 
 def text(reply: Sequence[Any]) -> list[str]:

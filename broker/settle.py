@@ -5,6 +5,7 @@ are committed in one script, so a crash in between leaves the mark where the rec
 """
 
 import logging
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
@@ -32,6 +33,7 @@ class SettleCounts:
     unknown: int = 0  # of a job that the ledger does not have (any more): acknowledged
     beyond_gap: int = 0  # not taken: a predecessor is missing, so the sender has to replay
     lost: int = 0  # jobs failed by a LOST range
+    disagreements: int = 0  # requests whose ranks differ
 
 
 def mark_key(worker: str, rank: int, epoch: str) -> str:
@@ -50,6 +52,7 @@ class Settler:
         self._settings = settings
         self._scripts = scripts.Scripts(client)
         self.counts = SettleCounts()
+        self._told: dict[str, float] = {}  # worker → when its disagreement was last logged
 
     def mark(self, worker: str, rank: int, epoch: str) -> int:
         """The last sequence number of the stream up to which all receipts are committed; 0 for a new stream."""
@@ -68,7 +71,7 @@ class Settler:
         mark = taken = 0
         for batch in _batches(ordered):
             taken += len(batch)
-            reply = cast(list[int], self._scripts.settle(keys=keys, args=scripts.settle(self._settings, batch)))
+            reply = cast(list[Any], self._scripts.settle(keys=keys, args=scripts.settle(self._settings, batch)))
             mark, beyond = reply[0], reply[5]
             self._count(reply)
             if beyond:
@@ -91,13 +94,23 @@ class Settler:
             )
         return mark
 
-    def _count(self, reply: list[int]) -> None:
-        _, applied, duplicate, stale, unknown, beyond = reply
+    def _count(self, reply: list[Any]) -> None:
+        _, applied, duplicate, stale, unknown, beyond, disagreements = reply
         self.counts.applied += applied
         self.counts.duplicate += duplicate
         self.counts.stale += stale
         self.counts.unknown += unknown
+        self.counts.disagreements += len(disagreements) // 2
+        for worker, detail in zip(disagreements[::2], disagreements[1::2], strict=True):
+            self._tell(worker.decode(), detail.decode())
         self.counts.beyond_gap += beyond
+
+    def _tell(self, worker: str, detail: str) -> None:
+        """Once there is one disagreement, every request of the worker disagrees until its ranks are made equal."""
+        at = time.monotonic()
+        if at >= self._told.get(worker, at):
+            self._told[worker] = at + self._settings.desync_log_s
+            log.warning("the ranks of worker %s disagree: %s", worker, detail)
 
 
 def _batches(receipts: Iterable[tuple[int, Receipt]]) -> Iterator[list[tuple[int, Receipt]]]:

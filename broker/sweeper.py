@@ -7,6 +7,7 @@ instead: `ms:live` holds every job that is not over by when it must be looked at
 import asyncio
 import logging
 import re
+import sys
 from collections import defaultdict
 from dataclasses import dataclass, field
 
@@ -35,7 +36,8 @@ UNACKED = "unacked"
 
 #: The task id in a message's headers; `\\` because a message may be quoted inside another JSON document.
 _TASK_ID = re.compile(rb'\\?"id\\?": ?\\?"([^"\\]+)')
-_RETRY_SUFFIX = re.compile(r"\.\d+$")
+#: In place of a number of attempts: no message, and a message that starts whichever attempt is next.
+NOWHERE, ANY_ATTEMPT = -1, sys.maxsize
 
 
 @dataclass
@@ -125,7 +127,7 @@ class Sweeper:
         waiting, read = await self._messages(queue_of(model))
         resent = []
         for job_id, kind, attempt in jobs:
-            if job_id not in waiting:
+            if waiting.get(job_id, NOWHERE) < attempt:
                 log.warning("job %s has no message in the queue: sending another", job_id)
                 await self._send(job_id, kind, model, attempt)
                 resent.append(job_id)
@@ -133,9 +135,13 @@ class Sweeper:
             await self._scripts.look_again(args=[*scripts.context(self._settings, at), job_id, later])
         return resent
 
-    async def _messages(self, queue: str) -> tuple[set[str], int]:
-        """The job ids that have a message waiting in `queue` or delivered from any queue, and how many messages were read."""
-        found: set[str] = set()
+    async def _messages(self, queue: str) -> tuple[dict[str, int], int]:
+        """Job id → how many attempts had been made when its latest message was sent, and how many messages were read.
+
+        Of the messages that wait in `queue`, which may start any attempt (so they count as new ones), and of those that were
+        delivered from any queue: there the message of an attempt that is over may still lie while its worker winds up.
+        """
+        found: dict[str, int] = {}
         read = 0
         # Waiting first: a message that is delivered in between is found among the delivered, not in neither.
         for name in lists_of(queue):
@@ -143,13 +149,14 @@ class Sweeper:
             while True:
                 # From the publishers' end: a message put in meanwhile makes us read another twice, none is passed over.
                 chunk: list[bytes] = await self._redis.lrange(name, start, start + MESSAGES_CHUNK - 1)
-                found.update(map(_job_of, chunk))
+                found.update((_job_of(message)[0], ANY_ATTEMPT) for message in chunk)
                 read += len(chunk)
                 start += MESSAGES_CHUNK
                 if len(chunk) < MESSAGES_CHUNK:
                     break
         delivered: list[bytes] = await self._redis.hvals(UNACKED)
-        found.update(map(_job_of, delivered))
+        for job_id, attempts in map(_job_of, delivered):
+            found[job_id] = max(attempts, found.get(job_id, NOWHERE))
         return found, read + len(delivered)
 
     async def _prune(self, at: float) -> int:
@@ -166,7 +173,10 @@ class Sweeper:
         return int(await self._redis.zrem("ms:jobs", *gone)) if gone else 0
 
 
-def _job_of(message: bytes) -> str:
-    """The job id of a Celery message: its task id without the number of the attempt; empty for what is none of ours."""
+def _job_of(message: bytes) -> tuple[str, int]:
+    """(job id, attempts made when it was sent) of a Celery message, from its task id; an empty id for what is none of ours."""
     match = _TASK_ID.search(message)
-    return _RETRY_SUFFIX.sub("", match[1].decode()) if match else ""
+    if match is None:
+        return "", NOWHERE
+    job_id, _, attempts = match[1].decode().partition(".")
+    return job_id, int(attempts) if attempts.isdigit() else 0

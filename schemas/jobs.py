@@ -218,6 +218,7 @@ class JobView(Record, omit_defaults=True):
     error: Problem | None = None
     metadata: dict[str, str] = {}
     modules: dict[str, str] = {}  # named modules that it uses → digest
+    steered: bool = False  # something edits it: its own steering, or the global one that it was started under
 
 
 class JobResult(Record):
@@ -228,7 +229,7 @@ class JobResult(Record):
     state: State
     outputs: list[Output]
     capture_results: CaptureResults
-    determinism: Determinism | None  # null when the job asked for no capture and no intervention
+    determinism: Determinism | None  # null when nothing of the job was captured or steered
     attempt: int
 
 

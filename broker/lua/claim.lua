@@ -1,7 +1,8 @@
 -- queued -> running: the attempt that comes back is the worker's fencing token.
--- args: id, worker, boot, ranks, lease_s
--- returns {'unknown'} | {'refused', state} | {'claimed', attempt, spec}
-local id, worker, boot, ranks, lease_s = unpack(ARGV, FIRST, FIRST + 4)
+-- args: id, worker, boot, ranks, lease_s, version of the global steering that the worker has applied, whether that steers anything
+--       ('1': every prompt gets receipts then, not only those that ask for something)
+-- returns {'unknown'} | {'refused', state} | {'desynced', reason} | {'behind', version that is desired} | {'claimed', attempt, spec}
+local id, worker, boot, ranks, lease_s, global_version, everyone = unpack(ARGV, FIRST, FIRST + 6)
 local job = read(id)
 if not job then
   return {'unknown'}
@@ -9,10 +10,20 @@ end
 if job.state ~= 'queued' then
   return {'refused', job.state}
 end
+local desync = redis.call('HGET', DESYNC, worker)
+if desync then
+  return {'desynced', desync}
+end
+local desired = redis.call('HGET', key('steering', job.model), 'global_version') or '0'
+if tonumber(desired) ~= tonumber(global_version) then
+  return {'behind', desired}
+end
 local hash = key('job', id)
 job.attempt = redis.call('HINCRBY', hash, 'attempt', 1)
 job.worker = worker
-redis.call('HSET', hash, 'worker', worker, 'boot', boot, 'lease', now + tonumber(lease_s), 'receipts', 0, 'expected', job.asked * tonumber(ranks))
+local asked = everyone == '1' and job.prompts or job.asked
+redis.call('HSET', hash, 'worker', worker, 'boot', boot, 'lease', now + tonumber(lease_s), 'receipts', 0,
+  'expected', asked * tonumber(ranks), 'everyone', everyone, 'global_version', global_version)
 redis.call('SADD', key('held', worker), id)
 look_at(job, now + tonumber(lease_s))
 move(job, 'running')

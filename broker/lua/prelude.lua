@@ -6,7 +6,11 @@ local now = tonumber(ARGV[1])
 local result_ttl = tonumber(ARGV[2])
 local event_limit = tonumber(ARGV[3])
 local max_attempts = tonumber(ARGV[4])
-local FIRST = 5 -- where a script's own arguments begin
+local on_desync = ARGV[5] -- 'retry' or 'fail'
+local FIRST = 6 -- where a script's own arguments begin
+
+-- worker -> why its ranks must be made equal; worker -> boot/epoch of the ledgers up to which that is dealt with.
+local DESYNC, SETTLED = 'ms:desync', 'ms:desync-settled'
 
 local function key(kind, id)
   return 'ms:' .. kind .. ':' .. id
@@ -14,7 +18,7 @@ end
 
 local FIELDS = {
   'state', 'attempt', 'version', 'worker', 'boot', 'lease', 'generated', 'receipts', 'expected',
-  'captures', 'steers', 'partial', 'kind', 'model', 'asked', 'prompts',
+  'captures', 'steers', 'everyone', 'partial', 'kind', 'model', 'asked', 'prompts', 'retried',
 }
 
 -- The job as a table, or nil when there is none.
@@ -31,7 +35,7 @@ local function read(id)
     job[name] = job[name] and tonumber(job[name])
   end
   job.captures = job.captures == '1'
-  job.steers = job.steers == '1'
+  job.steers = job.steers == '1' or job.everyone == '1' -- by its own entries, or by what is applied to everyone
   return job
 end
 
@@ -80,8 +84,9 @@ local function move(job, to, capture_status)
   if to == 'queued' then
     -- What the former attempt left must not be taken for the next one's.
     redis.call('DEL', key('out', job.id), key('ticket', job.id), key('agree', job.id))
-    redis.call('HDEL', hash, 'worker', 'boot', 'lease', 'started', 'generated', 'partial')
+    redis.call('HDEL', hash, 'worker', 'boot', 'lease', 'started', 'generated', 'partial', 'everyone', 'global_version')
     redis.call('HSET', hash, 'receipts', 0, 'expected', 0)
+    job.generated, job.receipts, job.expected, job.partial = nil, 0, 0, nil
     note_capture(job, 'bytes', 0, 'rows', 0)
     look_at(job, now + QUEUED_LOOK_S)
   end
@@ -138,4 +143,88 @@ local function finish(job)
     return false
   end
   return move(job, job.state == 'cancelling' and 'cancelled' or 'succeeded')
+end
+
+-- The ranks of this worker disagree: it takes no jobs until they were made equal. Late news of ledgers that are settled, or of a
+-- former start of the worker, mark nothing.
+local function mark_desync(worker, boot, epoch, detail)
+  local alive = redis.call('GET', key('alive', worker))
+  if alive and alive ~= boot then
+    return
+  end
+  local settled_boot, settled_epoch = string.match(redis.call('HGET', SETTLED, worker) or '', '^(.*)/(.*)$')
+  if settled_boot ~= boot or tonumber(epoch) > tonumber(settled_epoch) then
+    redis.call('HSETNX', DESYNC, worker, detail)
+  end
+end
+
+-- Its ranks disagreed, or their ledgers began anew under it: another attempt, once, or none (setting on_desync).
+local function put_back_desynced(job, detail)
+  if job.state == 'cancelling' then
+    move(job, 'cancelled')
+  elseif job.state ~= 'running' then
+    return
+  elseif on_desync == 'retry' and not job.retried and job.attempt < max_attempts then
+    redis.call('HSET', key('job', job.id), 'retried', detail)
+    job.retried = detail
+    if move(job, 'queued') then
+      look_at(job, now) -- nobody sends its message but the sweeper
+    end
+  else
+    fail(job, 'ranks_disagree', detail)
+  end
+end
+
+-- The tensor is not this owner's any more; nobody's tensor is not kept.
+local function unpin(name, owner)
+  redis.call('SREM', key('pinners', name), owner)
+  if redis.call('SCARD', key('pinners', name)) == 0 then
+    redis.call('DEL', key('pinned', name))
+  end
+end
+
+-- Let `owner` hold these tensors, and no others any more: `count` pairs of (sha256, bytes, '' if it is pinned already) in ARGV from
+-- `first` on. Returns the first that is nowhere, and has done nothing then.
+local function pin(owner, first, count)
+  local wanted = {}
+  for at = first, first + 2 * count - 1, 2 do
+    if ARGV[at + 1] == '' and redis.call('EXISTS', key('pinned', ARGV[at])) == 0 then
+      return ARGV[at]
+    end
+    wanted[ARGV[at]] = true
+  end
+  for at = first, first + 2 * count - 1, 2 do
+    if ARGV[at + 1] ~= '' then
+      redis.call('SET', key('pinned', ARGV[at]), ARGV[at + 1])
+    end
+    redis.call('SADD', key('pinners', ARGV[at]), owner)
+    redis.call('SADD', key('pins', owner), ARGV[at])
+  end
+  for _, name in ipairs(redis.call('SMEMBERS', key('pins', owner))) do
+    if not wanted[name] then
+      redis.call('SREM', key('pins', owner), name)
+      unpin(name, owner)
+    end
+  end
+end
+
+-- What one owner held is another's now, who lets go of what it had.
+local function hand_over(owner, heir)
+  local left = redis.call('SMEMBERS', key('pins', owner))
+  local former = redis.call('SMEMBERS', key('pins', heir))
+  redis.call('DEL', key('pins', owner), key('pins', heir))
+  for _, name in ipairs(left) do
+    redis.call('SADD', key('pinners', name), heir)
+    redis.call('SADD', key('pins', heir), name)
+    redis.call('SREM', key('pinners', name), owner)
+  end
+  for _, name in ipairs(former) do
+    if redis.call('SISMEMBER', key('pins', heir), name) == 0 then
+      unpin(name, heir)
+    end
+  end
+end
+
+local function close_proposal(state)
+  redis.call('HDEL', state, 'proposal_id', 'proposal_version', 'proposal_deadline', 'proposal', 'proposed')
 end

@@ -3,6 +3,8 @@
 -- returns {id, state, kind, model, attempt, ...} for each job touched
 local worker, boot = unpack(ARGV, FIRST, FIRST + 1)
 local touched = {}
+redis.call('HDEL', DESYNC, worker) -- its ranks have begun anew
+redis.call('HDEL', SETTLED, worker)
 for _, id in ipairs(redis.call('SMEMBERS', key('held', worker))) do
   local job = read(id)
   if job and working(job, job.attempt) and job.worker == worker then

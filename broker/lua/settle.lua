@@ -1,20 +1,29 @@
 -- A batch of receipts of one stream, committed together with the stream's mark, the tickets and the jobs.
 -- keys: the mark of (worker, rank, epoch)
 -- args: then (seq, job, request, rank, pp, attempt, status, kind, checksum, actions, message, packed receipt,
---       bytes and rows of its files) per receipt, by seq
--- returns {mark, applied, duplicate, stale, unknown, beyond a gap}
-local WIDTH = 14
+--       bytes and rows of its files, worker, its boot, epoch of the rank's ledger) per receipt, by seq
+-- returns {mark, applied, duplicate, stale, unknown, beyond a gap, {worker, what its ranks disagree on, ...}}
+local WIDTH = 17
 local before = tonumber(redis.call('GET', KEYS[1]) or '0')
 local mark = before
 local applied, duplicate, stale, unknown, beyond = 0, 0, 0, 0, 0
-local jobs, touched = {}, {}
+local jobs, touched, disagreements = {}, {}, {}
 
 local function place(rank, pp)
   return 'rank ' .. rank .. ' (stage ' .. pp .. ')'
 end
 
--- An error or a disagreement ends the job at once; what is wanted no more is not failed, its cancel is under way.
-local function judge(job, request, rank, pp, status, kind, checksum, actions, message)
+-- The accounts of two ranks of a stage; ledgers are named where they are not of the same epoch.
+local function difference(request, pp, first, second)
+  local function account(told)
+    local epoch = first.epoch ~= second.epoch and ' of its ledger number ' .. told.epoch or ''
+    return 'rank ' .. told.rank .. ' reports checksum ' .. told.sum .. ' after ' .. told.count .. ' actions' .. epoch
+  end
+  return 'request ' .. request .. ', stage ' .. pp .. ': ' .. account(first) .. ', ' .. account(second)
+end
+
+-- An error or a disagreement ends the attempt at once; what is wanted no more is not failed, its cancel is under way.
+local function judge(job, request, rank, pp, status, kind, checksum, actions, message, worker, boot, epoch)
   if status == 'error' then
     if kind == '' then
       kind = (job.captures or not job.steers) and 'capture_failed' or 'intervention_failed'
@@ -22,18 +31,23 @@ local function judge(job, request, rank, pp, status, kind, checksum, actions, me
     fail(job, kind, 'request ' .. request .. ', ' .. place(rank, pp) .. ': ' .. (message ~= '' and message or 'no reason was given'))
     return
   end
-  local field, told = request .. '/' .. pp, checksum .. ':' .. actions
+  local field, told = request .. '/' .. pp, checksum .. ':' .. actions .. ':' .. epoch
   if redis.call('HSETNX', key('agree', job.id), field, told .. ':' .. rank) == 0 then
-    local first_sum, first_count, first_rank =
-      string.match(redis.call('HGET', key('agree', job.id), field), '^(.*):(.*):(.*)$')
-    if first_sum .. ':' .. first_count ~= told then
-      fail(job, 'ranks_disagree', 'request ' .. request .. ', stage ' .. pp .. ': rank ' .. first_rank .. ' reports checksum '
-        .. first_sum .. ' after ' .. first_count .. ' actions, rank ' .. rank .. ' reports ' .. checksum .. ' after ' .. actions)
+    local first = {}
+    first.sum, first.count, first.epoch, first.rank =
+      string.match(redis.call('HGET', key('agree', job.id), field), '^(.*):(.*):(.*):(.*)$')
+    if first.sum .. ':' .. first.count .. ':' .. first.epoch ~= told then
+      local detail = difference(request, pp, first, {sum = checksum, count = actions, epoch = epoch, rank = rank})
+      disagreements[#disagreements + 1] = worker
+      disagreements[#disagreements + 1] = detail
+      mark_desync(worker, boot, math.max(tonumber(epoch), tonumber(first.epoch)), detail)
+      put_back_desynced(job, detail)
     end
   end
 end
 
-local function receive(id, request, rank, pp, attempt, status, kind, checksum, actions, message, packed, bytes, rows)
+local function receive(id, request, rank, pp, attempt, status, kind, checksum, actions, message, packed, bytes, rows, worker, boot,
+    epoch)
   local job = jobs[id]
   if job == nil then
     job = read(id) or false
@@ -69,7 +83,7 @@ local function receive(id, request, rank, pp, attempt, status, kind, checksum, a
     end
     event(job, 'receipt', '{"request":' .. request .. ',"rank":' .. rank .. ',"status":"' .. status .. '"}')
     if job.state == 'running' then
-      judge(job, request, rank, pp, status, kind, checksum, actions, message)
+      judge(job, request, rank, pp, status, kind, checksum, actions, message, worker, boot, epoch)
     end
   end
 end
@@ -93,4 +107,4 @@ for _, job in ipairs(touched) do
     changed(job)
   end
 end
-return {mark, applied, duplicate, stale, unknown, beyond}
+return {mark, applied, duplicate, stale, unknown, beyond, disagreements}

@@ -1,9 +1,11 @@
 -- Accept a job: record, blobs, listing and idempotency key in one commit.
 -- args: id, spec, created, kind, model, prompts, asked, captures, steers, metadata, written_by, idempotency key, body sha256,
---       blob ttl, JSON list of the tags under which captures become files ('' for none), then (sha256, bytes) per blob
--- returns {'created', id} | {'repeated', id of the first} | {'mismatch', id of the first} | {'exists', id}
+--       blob ttl, JSON list of the tags under which captures become files ('' for none), JSON of the named modules,
+--       then (sha256, bytes, '' to take what is pinned) per blob
+-- returns {'created', id} | {'repeated', id of the first} | {'mismatch', id of the first} | {'exists', id} | {'missing', sha256}
 local id, spec, created, kind, model, prompts, asked, captures, steers, metadata, written_by, idem, body, blob_ttl,
-  tags = unpack(ARGV, FIRST, FIRST + 14)
+  tags, modules = unpack(ARGV, FIRST, FIRST + 15)
+local BLOBS = FIRST + 16
 if idem ~= '' then
   local first = redis.call('GET', key('idem', idem))
   if first then
@@ -20,11 +22,23 @@ local there = redis.call('HGET', key('job', id), 'spec')
 if there then -- the same again: a client whose connection broke before it got the answer
   return {there == spec and 'created' or 'exists', id}
 end
-for at = FIRST + 15, #ARGV, 2 do
-  redis.call('SET', key('blob', ARGV[at]), ARGV[at + 1], 'EX', blob_ttl)
+for at = BLOBS, #ARGV, 2 do
+  if ARGV[at + 1] == '' and redis.call('EXISTS', key('pinned', ARGV[at]), key('blob', ARGV[at])) == 0 then
+    return {'missing', ARGV[at]} -- its module was changed or taken away since it was looked up
+  end
+end
+for at = BLOBS, #ARGV, 2 do -- the job's own copies: what becomes of a module is nothing to it
+  local blob = key('blob', ARGV[at])
+  if ARGV[at + 1] ~= '' then
+    redis.call('SET', blob, ARGV[at + 1])
+  elseif redis.call('EXISTS', blob) == 0 then
+    redis.call('COPY', key('pinned', ARGV[at]), blob)
+  end
+  redis.call('EXPIRE', blob, blob_ttl)
 end
 redis.call('HSET', key('job', id), 'spec', spec, 'state', 'queued', 'attempt', 0, 'version', 1, 'created', created, 'queued', ARGV[1],
   'kind', kind, 'model', model, 'prompts', prompts, 'asked', asked, 'captures', captures, 'steers', steers, 'metadata', metadata,
+  'modules', modules,
   'written_by', written_by, 'receipts', 0, 'expected', 0, 'capture_status', captures == '1' and 'pending' or 'not_requested')
 redis.call('ZADD', 'ms:jobs', created, id)
 if tags ~= '' then -- outlives the job's record: files stay until they are deleted

@@ -1,0 +1,15 @@
+-- Phase two of a change of global steering: what was proposed is what is desired now.
+-- args: model, proposal id
+-- returns {'gone'} (not open any more) | {'committed', packed steering}
+local model, id = unpack(ARGV, FIRST, FIRST + 1)
+local state = key('steering', model)
+local open, version, deadline, steering =
+  unpack(redis.call('HMGET', state, 'proposal_id', 'proposal_version', 'proposal_deadline', 'proposed'))
+if open ~= id or tonumber(deadline) <= now then
+  return {'gone'}
+end
+hand_over('proposal:' .. model, 'global:' .. model)
+close_proposal(state)
+redis.call('HSET', state, 'current', steering, 'global_version', version)
+redis.call('HINCRBY', state, 'version', 1)
+return {'committed', steering}

@@ -1,0 +1,246 @@
+"""What is desired of the steering of each model, and what do its workers report? Named modules, global steering, their tensors.
+
+The tensors of modules and of global steering are *pinned*: kept without end under their content hash, while at least one owner
+(a module, the global steering of a model, a proposal of it) names them. A job gets copies of its own when it is accepted.
+"""
+
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from ..schemas.base import from_msgpack, now, to_msgpack
+from ..schemas.errors import MidstreamError
+from ..schemas.settings import Settings
+from ..schemas.steering import Desired, GlobalSteering, Module, Proposal, SteeringTemplate, WorkerSteering
+from ..schemas.tensors import Tensor
+from . import scripts
+from .ledger import Ledger, reachable
+
+#: Reports count only while their worker lives, so this merely removes those of workers that are gone.
+REPORT_TTL_S = 24 * 3600
+#: Marks of workers whose ranks disagree: worker → reason.
+DESYNC_KEY = "ms:desync"
+#: Which disagreement is dealt with: worker → "boot/epoch" of the ledgers up to which receipts do not mark it any more.
+SETTLED_KEY = "ms:desync-settled"
+#: Repeats of a change that another one overtook.
+RACES = 16
+
+
+class Look(NamedTuple):
+    """Whether there is news for a worker. Empty: there is none of that kind."""
+
+    version: int  # of `Desired`
+    proposal: str  # id of the proposal that is to be prepared
+    ask: str  # the last question
+    desync: str  # why the worker's ranks are to be made equal again
+
+
+class Steering:
+    """The desired state over a ledger's Redis. Belongs to the ledger's event loop.
+
+    All calls raise MidstreamError("unavailable") while Redis is away.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._redis: Any = ledger.redis
+        self._settings: Settings = ledger.settings
+        self._scripts = scripts.Scripts(ledger.redis)
+
+    # ---- the worker's side -----------------------------------------------------------------------------------------
+
+    @reachable
+    async def desired(self, model: str) -> Desired:
+        """Everything that a worker of `model` is to reconcile to, of one moment. A proposal past its deadline is none."""
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.hmget(_state(model), "version", "current", "proposal").hgetall(_modules(model))
+            (version, current, packed), modules = await pipe.execute()
+        proposal = None if packed is None else from_msgpack(packed, Proposal)
+        return Desired(
+            version=int(version or 0),
+            current=GlobalSteering() if current is None else from_msgpack(current, GlobalSteering),
+            proposal=proposal if proposal is not None and proposal.deadline > now() else None,
+            modules={name.decode(): from_msgpack(raw, Module) for name, raw in sorted(modules.items())},
+        )
+
+    @reachable
+    async def look(self, model: str, worker: str) -> Look:
+        """Whether there is news; one round trip."""
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.hmget(_state(model), "version", "proposal_id", "ask").hget(DESYNC_KEY, worker)
+            (version, proposal, ask), desync = await pipe.execute()
+        return Look(int(version or 0), _text(proposal), _text(ask), _text(desync))
+
+    @reachable
+    async def report(self, report: WorkerSteering) -> None:
+        """What a worker says of itself; the last report is the one that counts."""
+        await self._redis.set(_report(report.worker), to_msgpack(report), ex=REPORT_TTL_S)
+
+    @reachable
+    async def clear_desync(self, worker: str, boot: str = "", epoch: int = 0) -> None:
+        """The worker's ranks are equal again. Receipts of ledgers of this `boot` before `epoch` do not mark it once more."""
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.hdel(DESYNC_KEY, worker)
+            if boot:
+                pipe.hset(SETTLED_KEY, worker, f"{boot}/{epoch - 1}")
+            await pipe.execute()
+
+    @reachable
+    async def get_tensor(self, name: str) -> Tensor:
+        """A pinned tensor, or one that a job brought, by content hash. Raises MidstreamError("intervention_failed") when it is gone."""
+        pinned, blob = await self._redis.mget(_pinned(name), f"ms:blob:{name}")
+        raw = blob if pinned is None else pinned
+        if raw is None:
+            raise MidstreamError("intervention_failed", f"the tensor {name} is no longer stored")
+        return from_msgpack(raw, Tensor)
+
+    # ---- what workers say ------------------------------------------------------------------------------------------
+
+    @reachable
+    async def ask(self, model: str) -> str:
+        """Put a question to the workers of `model`; they answer it with a fresh report (see `answers`)."""
+        return str(await self._redis.hincrby(_state(model), "ask", 1))
+
+    async def reports(self, model: str) -> list[WorkerSteering]:
+        """The last report of each live worker of `model`, by worker; one that has not reported since its start is not there."""
+        return [report for report in (await self.accounts(model)).values() if report is not None]
+
+    @reachable
+    async def accounts(self, model: str | None = None) -> dict[str, WorkerSteering | None]:
+        """Live worker (of `model`, or of all) → its last report, None when it has not reported since its start; by worker."""
+        live = [info for info in await self._ledger.workers() if model is None or info.model == model]
+        raw = await self._redis.mget([_report(info.worker) for info in live]) if live else []
+        told = [None if packed is None else from_msgpack(packed, WorkerSteering) for packed in raw]
+        return {
+            info.worker: report if report is not None and report.boot == info.boot else None
+            for info, report in zip(live, told, strict=True)
+        }
+
+    # ---- global steering -------------------------------------------------------------------------------------------
+
+    @reachable
+    async def propose(self, model: str, entries: Sequence[SteeringTemplate], blobs: Mapping[str, bytes | Tensor]) -> Proposal:
+        """Phase one: workers are to prepare `entries` (none: clear) until `steering_wait_s` have passed; nothing is applied yet.
+
+        `blobs`: content hash → tensor, of those that may not be pinned yet. Raises MidstreamError("conflict") while another
+        proposal is open, or when a tensor is neither brought nor pinned.
+        """
+        raw = _packed(blobs)
+        for _ in range(RACES):
+            # Numbers are given away once, also to what is never committed: a rank never sees one number with two contents.
+            version = await self._redis.hincrby(_state(model), "global_numbers", 1)
+            at = now()
+            steering = GlobalSteering(version=version, entries=list(entries), changed=at)
+            proposal = Proposal(id=secrets.token_hex(8), steering=steering, deadline=at + self._settings.steering_wait_s)
+            outcome, *detail = scripts.text(
+                await self._scripts.propose(args=scripts.propose(self._settings, model, proposal, to_msgpack(steering), raw))
+            )
+            if outcome == "busy":
+                raise MidstreamError("conflict", f"another change of the global steering of {model!r} is under way: try again")
+            _check_there(outcome, detail)
+            if outcome == "proposed":
+                return proposal
+        raise MidstreamError("conflict", f"the global steering of {model!r} is being changed by too many at once: try again")
+
+    @reachable
+    async def commit(self, model: str, proposal_id: str) -> GlobalSteering:
+        """Phase two: the proposal is what is desired now; from here on no job begins under what was before.
+
+        Raises MidstreamError("conflict") when it is not open any more: nothing has changed then.
+        """
+        outcome, *packed = await self._scripts.commit(args=[*scripts.context(self._settings), model, proposal_id])
+        if outcome != b"committed":
+            raise MidstreamError("conflict", f"the change of the global steering of {model!r} was given up before it was applied")
+        return from_msgpack(packed[0], GlobalSteering)
+
+    @reachable
+    async def abort(self, model: str, proposal_id: str) -> bool:
+        """Give the proposal up. False when it is not open any more."""
+        outcome: bytes = await self._scripts.abort(args=[*scripts.context(self._settings), model, proposal_id])
+        return outcome == b"aborted"
+
+    # ---- named modules ---------------------------------------------------------------------------------------------
+
+    @reachable
+    async def put_module(self, module: Module, blobs: Mapping[str, bytes | Tensor]) -> Module | None:
+        """Let the name point at this content; returns what it pointed at before, None when it is new.
+
+        The same content again changes at most the description: version and `created` stay. `blobs` as in `propose`.
+        """
+        raw = _packed(blobs)
+        for _ in range(RACES):
+            packed = await self._redis.hget(_modules(module.model), module.name)
+            former = None if packed is None else from_msgpack(packed, Module)
+            same = former is not None and former.digest == module.digest
+            stored = msgspec.structs.replace(module, created=former.created) if former is not None and same else module
+            if stored == former:
+                return former
+            outcome, *detail = scripts.text(
+                await self._scripts.put_module(args=scripts.put_module(self._settings, stored, packed or b"", not same, raw))
+            )
+            _check_there(outcome, detail)
+            if outcome == "stored":
+                return former
+        raise MidstreamError("conflict", f"module {module.name!r} is being changed by too many at once: try again")
+
+    @reachable
+    async def delete_module(self, model: str, name: str) -> Module | None:
+        """Take the name away; returns what it pointed at, None when there is no such module. Accepted jobs keep what it was."""
+        packed = await self._scripts.delete_module(args=[*scripts.context(self._settings), model, name])
+        return from_msgpack(packed, Module) if packed else None
+
+    async def module(self, model: str, name: str) -> Module | None:
+        return (await self.modules_named(model, [name])).get(name)
+
+    @reachable
+    async def modules_named(self, model: str, names: Iterable[str]) -> dict[str, Module]:
+        """Name → module, of those of `names` that there are; of one moment."""
+        wanted = list(dict.fromkeys(names))
+        raw = await self._redis.hmget(_modules(model), wanted) if wanted else []
+        return {name: from_msgpack(packed, Module) for name, packed in zip(wanted, raw, strict=True) if packed is not None}
+
+    @reachable
+    async def modules(self, model: str) -> list[Module]:
+        """Every module of `model`, by name."""
+        raw = await self._redis.hgetall(_modules(model))
+        return [from_msgpack(raw[name], Module) for name in sorted(raw)]
+
+    @reachable
+    async def module_names(self, model: str) -> list[str]:
+        return sorted(name.decode() for name in await self._redis.hkeys(_modules(model)))
+
+
+def answers(report: WorkerSteering | None, ask: str) -> bool:
+    """Whether the report was made after the question `ask` was put: questions are numbered."""
+    return report is not None and report.ask != "" and int(report.ask) >= int(ask)
+
+
+def _check_there(outcome: str, detail: Sequence[str]) -> None:
+    if outcome == "missing":
+        raise MidstreamError("conflict", f"the tensor {detail[0]} is not stored: send it again")
+
+
+def _packed(blobs: Mapping[str, bytes | Tensor]) -> dict[str, bytes]:
+    return {name: to_msgpack(blob) if isinstance(blob, Tensor) else blob for name, blob in blobs.items()}
+
+
+def _state(model: str) -> str:
+    return f"ms:steering:{model}"
+
+
+def _modules(model: str) -> str:
+    return f"ms:modules:{model}"
+
+
+def _report(worker: str) -> str:
+    return f"ms:steering-report:{worker}"
+
+
+def _pinned(name: str) -> str:
+    return f"ms:pinned:{name}"
+
+
+def _text(raw: bytes | None) -> str:
+    return "" if raw is None else raw.decode()
