@@ -1,4 +1,4 @@
-"""What can one type? `midstream up`, `demo`, `model`, `version`; with `submit` and `job` from `cli_jobs`, `capture` from `cli_captures`."""
+"""What can one type? `midstream up`, `demo`, `model`, `version`, and what `cli_jobs`, `cli_captures` and `cli_steering` add."""
 
 import os
 import sys
@@ -12,7 +12,7 @@ from .. import __version__
 from ..schemas.errors import MidstreamError
 from ..schemas.global_capture import from_settings
 from ..schemas.settings import SettingsError, load_settings
-from . import cli_captures, cli_jobs
+from . import cli_captures, cli_jobs, cli_steering
 from .cli_jobs import Url, find_url, out
 
 app = typer.Typer(
@@ -23,6 +23,7 @@ model_app = typer.Typer(no_args_is_help=True, help="Checkpoints.")
 app.add_typer(model_app, name="model")
 cli_jobs.register(app)
 cli_captures.register(app)
+cli_steering.register(app)
 
 err = Console(stderr=True, soft_wrap=True, highlight=False)
 

@@ -76,7 +76,8 @@ def submit(
     consumer: Annotated[list[str] | None, typer.Option(help="Who gets the rows: filesystem (if left out), memory, …", **CAPTURE)] = None,
     tag: Annotated[str | None, typer.Option(help="Folder name of the capture; if left out: default.", **CAPTURE)] = None,
     steer: Annotated[
-        list[str] | None, typer.Option(metavar=options.STEER, help="Add a vector, or what op=… says; repeat as needed.")
+        list[str] | None,
+        typer.Option(metavar=options.STEER, help="Add a vector, or do what op=… says, or what has a name; repeat as needed."),
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate per prompt.")] = 16,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
@@ -94,7 +95,7 @@ def submit(
                 raise invalid("prompts", "give a prompt, --file or --body")
             fields: dict[str, Any] = {"model": model or only_model(client), "prompts": texts}
             fields["sampling"] = {"max_tokens": max_tokens, "temperature": temperature}
-            fields["steering"] = [options.parse_steer(text) for text in steer or []]
+            fields["steering"] = options.parse_steering(steer or [])
             fields["capture"] = options.parse_capture(
                 layers=layers, hook=capture_hook, hooks=hooks, positions=positions, spans=span, every_n=every_n, at=at, dtype=dtype,
                 layout=layout, consumers=consumer, tag=tag,

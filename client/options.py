@@ -11,6 +11,7 @@ import numpy as np
 from ..schemas.errors import MidstreamError, invalid
 from ..schemas.global_capture import parse_hooks
 from ..schemas.selectors import written_range
+from .wire import Steering
 
 #: Capture option → the field of a capture that it sets. One of the first three asks for a capture; the others say how.
 CAPTURE_OPTIONS = {
@@ -76,37 +77,63 @@ def _positions(text: str | None, spans: Sequence[str]) -> Any:
     return [*given, *map(parse_span, spans)]
 
 
-#: As `--help` shows it.
-STEER = "FILE:LAYERS[:SCALE[:HOOK]][:NAME=VALUE]…"
+#: As `--help` shows them.
+STEER_FILE = "FILE:LAYERS[:SCALE[:HOOK]][:NAME=VALUE]…"
+STEER = f"{STEER_FILE} | @MODULE[:SCALE][:NAME=VALUE]… | FILE.safetensors"
 _YES = {"true": True, "false": False}
 #: What may be said by name → how it is read.
 STEER_NAMES: dict[str, Callable[[str], Any]] = {
     "op": str, "hook": str, "positions": parse_positions, "norm_match": lambda text: _YES[text],
     "scale": float, "alpha": float, "strength": float, "low": float, "high": float,
 }  # fmt: skip
+#: Those of them that a named module takes.
+MODULE_NAMES = ("scale", "positions")
+
+
+def parse_steering(texts: Sequence[str], option: str = "--steer") -> list[Steering]:
+    """What `parse_steer` reads of each text, and of a `.safetensors` file all of its entries; raises MidstreamError naming `option`."""
+    entries: list[Steering] = []
+    for text in texts:
+        try:
+            if text.endswith(".safetensors"):
+                from ..schemas.module_files import specs_of
+
+                entries += specs_of(Path(text).read_bytes())
+            else:
+                entries.append(parse_steer(text))
+        except (OSError, ValueError) as error:
+            raise invalid(option, f"{text!r}: {error}") from error
+        except MidstreamError as error:
+            raise MidstreamError(error.kind, error.detail, field=option, allowed=error.allowed) from error
+    return entries
 
 
 def parse_steer(text: str) -> dict[str, Any]:
     """`joy.npy:15:4.0`, or with names: `joy.npy:10-15:op=clamp:low=-1:high=2`; raises MidstreamError naming `--steer`.
 
     A `.npy` file is the vector. A `.npz` file holds the entry's tensors under their names: `rotation`, `weight`, `bias`.
+    `@joy:2.0` is the module `joy` at twice its strength, `@joy:positions=all_generated` at other positions than its own.
     """
-    path, *parts = _parts(text)
+    source, *parts = _parts(text)
+    is_module = source.startswith("@")
+    places, names = (("scale",), MODULE_NAMES) if is_module else (("layers", "scale", "hook"), tuple(STEER_NAMES))
     named = [part for part in parts if "=" in part]
     placed = [part for part in parts if "=" not in part]
-    if not placed or not placed[0] or len(placed) > 3 or parts[: len(placed)] != placed:
-        raise _unreadable(text, "names no layers" if not placed or not placed[0] else "cannot be read")
-    given = dict(zip(("layers", "scale", "hook"), placed, strict=False)) | dict(part.split("=", 1) for part in named)
-    entry: dict[str, Any] = {"layers": parse_layers(given.pop("layers"))}
+    if not is_module and (not placed or not placed[0]):
+        raise _unreadable(text, "names no layers")
+    if len(placed) > len(places) or parts[: len(placed)] != placed or source == "@":
+        raise _unreadable(text, "cannot be read")
+    given = dict(zip(places, placed, strict=False)) | dict(part.split("=", 1) for part in named)
+    entry: dict[str, Any] = {"module": source[1:]} if is_module else {"layers": parse_layers(given.pop("layers"))}
     for name, value in given.items():
-        if name not in STEER_NAMES:
-            raise _unreadable(text, f"there is no {name!r}: use {', '.join(STEER_NAMES)}")
+        if name not in names:
+            raise _unreadable(text, f"{'a module takes' if is_module else 'there is'} no {name!r}: use {', '.join(names)}")
         if value:
             try:
                 entry[name] = STEER_NAMES[name](value)
             except (ValueError, KeyError) as error:
                 raise _unreadable(text, f"{name} cannot be {value!r}") from error
-    return entry | _tensors(path, text)
+    return entry if is_module else entry | _tensors(source, text)
 
 
 def _parts(text: str) -> list[str]:
@@ -132,7 +159,7 @@ def _tensors(path: str, text: str) -> dict[str, np.ndarray]:
 
 
 def _unreadable(text: str, why: str) -> MidstreamError:
-    return invalid("--steer", f"{text!r}: {why}", allowed=f"{STEER}, such as joy.npy:15:4.0 or joy.npy:15:op=ablate")
+    return invalid("--steer", f"{text!r}: {why}", allowed=f"{STEER}, such as joy.npy:15:4.0, joy.npy:15:op=ablate or @joy:2")
 
 
 def read_prompts(path: Path) -> list[str]:
