@@ -20,11 +20,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 from .. import __version__
+from ..schemas.base import to_json
 from ..schemas.settings import Settings, load_settings
-from . import show
+from . import show, show_steering
 from .http import Client
 from .models import MODEL_NAME, fetch_demo_model
 from .reader import CaptureReader
+from .show_steering import DIGEST
 from .supervisor import LOCK_FILE, Supervisor, read_state
 from .wire import Answer
 
@@ -62,6 +64,8 @@ STEERED = (
 STEER_TOKENS = 32
 LAYER = 14
 SCALE = 1.0
+#: The direction's name.
+MODULE = "sea"
 #: The first token's activation is a sink a hundred times larger than the rest, and says nothing about the text.
 SINK = 1
 #: One layer later the edit is still there, but that layer has added to it: at least this part of it must be seen.
@@ -172,9 +176,9 @@ def _capture(client: Client, model: str, console: Console, verdict: Verdict) -> 
 
 
 def _steer(client: Client, model: str, console: Console, verdict: Verdict) -> None:
-    """The same prompts plain and steered, side by side."""
+    """The same prompts plain and steered by a named module, side by side; then what the ranks say of themselves."""
     console.print()
-    console.rule(f"[bold]Steering[/]: a direction out of our own captures, added at layer {LAYER}", align="left")
+    console.rule(f"[bold]Steering[/]: a direction out of our own captures, with a name, added at layer {LAYER}", align="left")
     wish = {"layers": LAYER, "positions": "all_prompt", "tag": "direction"}
     source = client.run(model=model, prompts=[*SEA, *LAND], capture=wish, sampling={"max_tokens": 1})
     reader = client.capture(source.id)
@@ -184,6 +188,9 @@ def _steer(client: Client, model: str, console: Console, verdict: Verdict) -> No
     typical = float(np.linalg.norm(means, axis=1).mean())
     sets = f"mean of {len(SEA)} texts about the sea − mean of {len(LAND)} others"
     _line(console, f"{sets}: norm {norm:.1f}, beside activations of {typical:.1f}")
+    module = client.register_module(MODULE, {f"post_block.{LAYER}": direction}, description=sets)
+    push = [{"module": MODULE, "scale": SCALE}]
+    _line(console, f"registered as module {MODULE}, digest {module.digest[:DIGEST]}; a request says {escape(to_json(push).decode())}")
 
     def ask(steering: list[dict[str, Any]]) -> Answer:
         capture = {"layers": LAYER + 1, "positions": "all_prompt", "tag": "steered" if steering else "plain"}
@@ -191,11 +198,10 @@ def _steer(client: Client, model: str, console: Console, verdict: Verdict) -> No
             model, list(STEERED), steering=steering, capture=capture, capture_wait=True, max_tokens=STEER_TOKENS, temperature=0
         )  # fmt: skip
 
-    push = [{"layers": LAYER, "vector": direction, "scale": SCALE}]
     plain, steered = _all([partial(ask, []), partial(ask, push)], "plain and steered, at once", console)
     for index, prompt in enumerate(STEERED):
         console.print(f"\n  [bold]{escape(prompt)} …[/]")
-        show.side_by_side(console, ("as it is", plain.texts[index]), (f"+ {SCALE:g} · sea", steered.texts[index]))
+        show.side_by_side(console, ("as it is", plain.texts[index]), (f"+ {SCALE:g} · {MODULE}", steered.texts[index]))
     console.print()
     console.print(_receipts("Receipts of the steered answers", [steered]))
     shift = _shift(client.capture(plain.job), client.capture(steered.job), direction)
@@ -206,6 +212,17 @@ def _steer(client: Client, model: str, console: Console, verdict: Verdict) -> No
     verdict.check(applied > 0, f"receipts: {applied} token rows changed")
     agree = steered.determinism is not None and steered.determinism.consistent
     verdict.check(agree, show.determinism_line(steered.determinism))
+    _ask_the_ranks(client, console, verdict)
+
+
+def _ask_the_ranks(client: Client, console: Console, verdict: Verdict) -> None:
+    """As `midstream dynamic` does."""
+    console.print("\n  [dim]$ midstream dynamic[/]")
+    found = client.dynamic()
+    for worker in found.workers:
+        _line(console, show_steering.worker_line(worker))
+        console.print(show_steering.ranks(worker, found.determinism))
+    verdict.check(found.determinism.consistent, show_steering.agreement_line(found))
 
 
 def _shift(plain: CaptureReader, steered: CaptureReader, direction: np.ndarray) -> Shift:

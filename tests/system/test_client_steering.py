@@ -1,0 +1,154 @@
+"""Do names, global steering and the ranks' agreement work from Python and the command line, through the whole stack?"""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from up_kit import Up
+
+from midstream.client import AsyncClient, Client
+from midstream.schemas.errors import MidstreamError
+from midstream.schemas.steering import Dynamic
+from midstream.workers.fake_model import HIDDEN_SIZE
+
+RANKS = 2
+JOY, CALM = np.ones(HIDDEN_SIZE, np.float32), np.linspace(-1, 1, HIDDEN_SIZE, dtype=np.float32)
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    started = Up(tmp_path_factory.mktemp("steering") / "data", tensor_parallel_size=RANKS)
+    started.ready()
+    yield started
+    started.close()
+
+
+@pytest.fixture
+def client(up: Up) -> Iterator[Client]:
+    """On a stack that steers nothing and knows no names."""
+    with Client(up.ready()) as made:
+        yield made
+        if made.global_steering().entries:
+            made.clear_global()
+        for module in made.modules():
+            made.unregister_module(module.name)
+
+
+def text(client: Client, *steering: Any) -> str:
+    """What the fake engine says: steering decides it."""
+    return client.completion("fake", "once upon a time", steering=list(steering), max_tokens=12, temperature=0).text
+
+
+def test_a_name_does_what_its_entries_do_at_the_scale_asked_for(client: Client) -> None:
+    view = client.register_module("joy", {"post_block.2": JOY, "mlp_out.1": CALM}, description="to smile")
+    assert [(entry.hook, entry.layers) for entry in view.entries] == [("mlp_out", [1]), ("post_block", [2])]
+    assert (client.module("joy"), client.modules()) == (view, [view])
+    entries = [{"layers": 1, "hook": "mlp_out", "vector": CALM}, {"layers": 2, "vector": JOY}]
+    named = text(client, {"module": "joy"})
+    assert named == text(client, *entries) != text(client)
+    doubled = text(client, {"module": "joy", "scale": 2})
+    assert doubled == text(client, *({**entry, "scale": 2.0} for entry in entries)) != named
+
+
+# field case 15
+def test_a_name_registered_again_means_the_new_content(client: Client) -> None:
+    first = client.register_module("mood", {"post_block.2": JOY})
+    again = client.register_module("mood", {"post_block.2": JOY})
+    assert (again.digest, again.replaced) == (first.digest, None)
+    happy = text(client, {"module": "mood"})
+    changed = client.register_module("mood", {"post_block.2": CALM})
+    assert changed.replaced == first.digest != changed.digest
+    assert text(client, {"module": "mood"}) == text(client, {"layers": 2, "vector": CALM}) != happy
+
+
+def test_a_name_that_is_gone_is_refused_by_its_field(client: Client) -> None:
+    client.register_module("joy", {"post_block.2": JOY})
+    client.unregister_module("joy")
+    with pytest.raises(MidstreamError) as caught:
+        text(client, {"layers": 1, "vector": JOY}, {"module": "joy"})
+    assert (caught.value.kind, caught.value.field) == ("invalid_request", "steering[1].module")
+    for ask in (client.module, client.unregister_module):
+        with pytest.raises(MidstreamError) as caught:
+            ask("joy")
+        assert caught.value.kind == "not_found"
+
+
+def test_global_steering_is_everyones_until_it_is_cleared(client: Client) -> None:
+    plain, joyful = text(client), text(client, {"layers": 2, "vector": JOY})
+    before = client.global_steering().version
+    view = client.set_global([{"layers": 2, "vector": JOY}])
+    assert (view.version, [entry.layers for entry in view.entries]) == (before + 1, [[2]])
+    assert text(client) == joyful != plain
+    assert client.clear_global().entries == []
+    assert text(client) == plain
+
+
+def test_the_awaiting_client_does_the_same(client: Client) -> None:
+    async def use() -> tuple[str, str, Dynamic]:
+        async with AsyncClient(client.url) as calls:
+            await calls.register_module("joy", {"post_block.2": JOY})
+            steered = await calls.completion("fake", "once upon a time", steering=[{"module": "joy"}], max_tokens=12, temperature=0)
+            await calls.set_global([{"layers": 2, "vector": JOY}])
+            everyone = await calls.completion("fake", "once upon a time", max_tokens=12, temperature=0)
+            await calls.clear_global()
+            return steered.text, everyone.text, await calls.dynamic()
+
+    steered, everyone, dynamic = asyncio.run(use())
+    assert steered == everyone == text(client, {"layers": 2, "vector": JOY})
+    assert dynamic.determinism.consistent
+
+
+def test_every_rank_tells_its_checksum_and_they_agree(client: Client) -> None:
+    client.register_module("joy", {"post_block.2": JOY})
+    client.set_global([{"layers": 1, "vector": CALM}])
+    text(client, {"module": "joy"})
+    found = client.dynamic()
+    (worker,) = found.workers
+    assert [rank.rank for rank in worker.ranks] == list(range(RANKS))
+    assert len({(rank.checksum, rank.actions, rank.global_digest) for rank in worker.ranks}) == 1
+    assert worker.ranks[0].modules == {"joy": client.module("joy").digest}
+    assert worker.ranks[0].global_version == worker.global_version == client.global_steering().version
+    assert found.determinism.consistent
+
+
+def test_the_command_line_names_uses_and_forgets(up: Up, client: Client, tmp_path: Path) -> None:
+    save_file({"post_block.2": JOY}, tmp_path / "joy.safetensors", {"op": "add", "scale": "0.5"})
+    made = up.midstream("modules", "register", "joy", f"{tmp_path}/joy.safetensors", "--description", "to smile")
+    assert made.returncode == 0, made.stderr
+    digest = client.module("joy").digest
+    assert digest in made.stdout
+    assert digest[:12] in up.midstream("modules", "list").stdout
+    assert json.loads(up.midstream("modules", "show", "joy", "--json").stdout)["digest"] == digest
+    done = up.midstream("submit", "once upon a time", "--steer", "@joy:4", "--max-tokens", "12", "--json")
+    assert json.loads(done.stdout)["outputs"][0]["text"] == text(client, {"layers": 2, "vector": JOY, "scale": 2.0})
+    assert up.midstream("modules", "remove", "joy").returncode == 0
+    gone = up.midstream("submit", "once upon a time", "--steer", "@joy")
+    assert (gone.returncode, "steering[0].module" in gone.stderr) == (1, True)
+
+
+def test_the_command_line_steers_everyone_and_asks_the_ranks(up: Up, client: Client, tmp_path: Path) -> None:
+    np.save(tmp_path / "joy.npy", JOY)
+    plain = text(client)
+    done = up.midstream("global", "set", "--steer", f"{tmp_path}/joy.npy:2:2.0")
+    assert done.returncode == 0, done.stderr
+    assert text(client) != plain
+    assert "add at post_block 2" in up.midstream("global", "show").stdout
+    dynamic = up.midstream("dynamic")
+    assert dynamic.returncode == 0, dynamic.stderr
+    assert f"determinism: consistent, {RANKS} ranks in 1 stage of 1 worker, checksum " in dynamic.stdout
+    assert up.midstream("global", "clear").returncode == 0
+    assert text(client) == plain
+
+
+def test_what_the_model_cannot_hold_is_refused_and_changes_nothing(up: Up, client: Client) -> None:
+    before = client.global_steering()
+    for ask in (client.set_global, lambda entries: client.register_module("wide", entries)):
+        with pytest.raises(MidstreamError) as caught:
+            ask([{"layers": 2, "vector": [1.0, 2.0]}])
+        assert (caught.value.kind, caught.value.field) == ("invalid_request", "steering[0].vector.shape")
+    assert (client.global_steering().version, client.modules()) == (before.version, [])
