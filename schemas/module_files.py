@@ -47,12 +47,12 @@ def specs_of(raw: bytes) -> list[SteeringSpec]:
     """
     try:
         read = safetensors.deserialize(raw)  # type: ignore[no-untyped-call]  # its stub has no types
-        tensors = {name: _tensor(name, found) for name, found in read}
-    except safetensors.SafetensorError as error:
+        metadata = _metadata(raw)
+    except (safetensors.SafetensorError, msgspec.DecodeError) as error:
         raise ValueError(f"it is no safetensors file: {error}") from error
+    tensors = {name: _tensor(name, found) for name, found in read}
     if not tensors:
         raise ValueError("it holds no tensor: name them {hook}.{layer}, such as post_block.12")
-    metadata = _metadata(raw)
     specs = _general(tensors, metadata[ENTRIES_KEY]) if ENTRIES_KEY in metadata else of_sites(tensors, _shared(metadata))
     if len(specs) > MAX_ENTRIES:
         raise ValueError(f"it holds {len(specs)} entries: {MAX_ENTRIES} are the most")
@@ -127,7 +127,7 @@ def _metadata(raw: bytes) -> dict[str, str]:
     """The `__metadata__` of a file that the library has read."""
     length = int.from_bytes(raw[:8], "little")
     header = msgspec.json.decode(raw[8 : 8 + length], type=dict[str, msgspec.Raw])
-    return msgspec.json.decode(header["__metadata__"], type=dict[str, str]) if "__metadata__" in header else {}
+    return msgspec.json.decode(header.get("__metadata__", b"null"), type=dict[str, str] | None) or {}
 
 
 def _shared(metadata: Mapping[str, str]) -> dict[str, Any]:

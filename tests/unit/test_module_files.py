@@ -171,5 +171,11 @@ def test_names_and_nothing_are_not_written() -> None:
         to_bytes([])
 
 
+def test_a_header_that_says_nothing_about_the_file_says_nothing() -> None:
+    raw = file({"post_block.3": JOY})
+    header = b'{"__metadata__":null,' + raw[9 : 8 + int.from_bytes(raw[:8], "little")]
+    assert specs_of(len(header).to_bytes(8, "little") + header + JOY.tobytes()) == specs_of(raw)
+
+
 def test_sites_without_a_file_make_the_same_entries() -> None:
     assert of_sites({"post_block.3": from_numpy(JOY)}) == specs_of(file({"post_block.3": JOY}))
