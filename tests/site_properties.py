@@ -121,7 +121,7 @@ def replacements_come_first_in_column_order_then_additions(pair_site: Op, single
 
 
 def many_rows_on_a_token_are_added_without_rounding_between(pair_site: Op, single_site: Op) -> None:
-    # In bf16 256 + 1 is 256: rounding after each of four additions would lose all of them.
+    # In bf16 256 + 1 is 256: rounding after each addition would lose all of them.
     for pair in (True, False):
         case = _case(SitePlan(WIDTH, [{"add": _add(1.0)}], {1: [1] * ROWS_PER_TOKEN}), pair=pair)
         case.stream[1] = 256.0
@@ -129,7 +129,7 @@ def many_rows_on_a_token_are_added_without_rounding_between(pair_site: Op, singl
             case.hidden[1] = 0.0
         found = run(case, pair_site, single_site)
         check(case, found)
-        assert found.sum[1].tolist() == [260.0] * WIDTH, case.name
+        assert found.sum[1].tolist() == [256.0 + ROWS_PER_TOKEN] * WIDTH, case.name
 
 
 def one_addition_is_the_models_own(pair_site: Op, single_site: Op) -> None:

@@ -1,14 +1,52 @@
 """The action checksum is the same everywhere, and no difference between two ranks escapes it."""
 
+from typing import Any, get_args
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from midstream.workers.runner.actions import ActionLedger, splitmix64
+from midstream.workers.runner.actions import KINDS, ActionLedger, Kind, splitmix64
+from midstream.workers.runner.faults import Faults
+
+#: One of each kind: (step, kind, *what is folded).
+ONE_OF_EACH: list[tuple[Any, ...]] = [
+    (1, "global_set", 7, "a" * 64),
+    (1, "global_clear", 8, ""),
+    (2, "global_rollback", 8, "a" * 64),
+    (2, "module_register", "joy", "b" * 64),
+    (3, "module_unregister", "joy", ""),
+    (3, "module_rollback", "joy", "b" * 64),
+    (5, "row_admit", "key", 0xDEADBEEF),
+    (8, "row_release", "key"),
+    (2**40, "steer", "job", 0, 1, "d" * 64),
+]
+#: Checksum after each of them, one after the other.
+PINNED = [
+    "3551b62c5e9bc825",
+    "bc92a1ae2e78d1f9",
+    "d9368aebe1a8cc8b",
+    "8826d5001c758291",
+    "857a186b470bdccb",
+    "144bfdd8be553d95",
+    "245d8f17958844ca",
+    "abcb80730c60ffd7",
+    "1192d00de7aa7199",
+]
+
+_TEXT, _NUMBER = st.text(max_size=8), st.integers(0, 2**32)
+#: Any action at all, with values of the kinds that are folded.
+ACTION = st.sampled_from(ONE_OF_EACH).flatmap(
+    lambda action: st.tuples(
+        st.integers(0, 2**40), st.just(action[1]), *(_NUMBER if isinstance(value, int) else _TEXT for value in action[2:])
+    )
+)
 
 
-def fold(*actions: tuple) -> str:
+def fold(*actions: tuple[Any, ...]) -> str:
     ledger = ActionLedger()
-    for action in actions:
-        ledger.fold(*action)
+    for step, kind, *content in actions:
+        ledger.fold(step, kind, *content)
     return ledger.checksum
 
 
@@ -23,26 +61,67 @@ def test_splitmix64_gives_the_published_sequence() -> None:
 
 def test_checksums_are_pinned_over_hosts_and_versions() -> None:
     assert fold() == "0000000000000000"
-    assert fold((1, "vector_put", "a" * 64)) == "26af5bfb4ab3bac3"
-    assert fold((1, "row_admit", "k"), (1, "steer", "job", 0, 1, "d"), (9, "row_release", "k")) == "9b8aff4304bb35d7"
+    assert [fold(*ONE_OF_EACH[: n + 1]) for n in range(len(ONE_OF_EACH))] == PINNED
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        [(1, "put", "b"), (2, "drop", "a")],  # content
-        [(2, "drop", "a"), (1, "put", "a")],  # order
-        [(1, "put", "a"), (3, "drop", "a")],  # step
-        [(1, "put", "a")],  # one action less
-        [(1, "put", "a"), (2, "drop", "a"), (2, "drop", "a")],  # one more
-        [(1, "putd", "a"), (2, "rop", "a")],  # the same characters, cut elsewhere
-    ],
-)
-def test_any_difference_changes_the_checksum(other) -> None:
-    assert fold((1, "put", "a"), (2, "drop", "a")) != fold(*other)
+def test_the_table_of_kinds_is_closed() -> None:
+    assert list(KINDS) == list(get_args(Kind)) == [action[1] for action in ONE_OF_EACH]
+    ledger = ActionLedger()
+    for action in [(1, "row_drop", "key"), (1, "row_admit", "key"), (1, "row_release", "key", 3)]:
+        with pytest.raises(ValueError, match="is no action"):
+            ledger.fold(*action)  # type: ignore[arg-type]
+    assert (ledger.count, ledger.checksum) == (0, "0" * 16), "what is rejected is not folded"
+
+
+# field case 30
+@settings(deadline=None)
+@given(st.lists(ACTION, min_size=1, max_size=6), st.data())
+def test_any_difference_in_content_kind_or_step_changes_the_checksum(actions: list[Any], data: st.DataObject) -> None:
+    at = data.draw(st.integers(0, len(actions) - 1))
+    other = data.draw(ACTION.filter(lambda action: action != actions[at]))
+    assert fold(*actions) != fold(*actions[:at], other, *actions[at + 1 :])
+    step, *what = actions[at]
+    assert fold(*actions) != fold(*actions[:at], (step + 1, *what), *actions[at + 1 :])
+
+
+# field case 30
+@settings(deadline=None)
+@given(st.lists(ACTION, min_size=2, max_size=6), st.data())
+def test_any_difference_in_order_or_number_changes_the_checksum(actions: list[Any], data: st.DataObject) -> None:
+    other = data.draw(st.permutations(actions))
+    assert (fold(*actions) == fold(*other)) == (actions == other)
+    at = data.draw(st.integers(0, len(actions) - 1))
+    assert fold(*actions) != fold(*actions[:at], *actions[at + 1 :])
+    assert fold(*actions) != fold(*actions[: at + 1], *actions[at:])
 
 
 def test_two_ranks_that_swap_actions_between_them_do_not_collide() -> None:
     """Equal counts, equal multisets of actions: only the order tells."""
-    actions = [(step, "row_admit", f"key{step}") for step in range(50)]
+    actions = [(9, "row_release", f"key{n}") for n in range(50)]
     assert fold(*actions) != fold(*actions[:20], actions[21], actions[20], *actions[22:])
+
+
+def test_a_new_epoch_begins_from_zero() -> None:
+    ledger = ActionLedger()
+    ledger.fold(1, "row_release", "key")
+    first = ledger.checksum
+    ledger.restart()
+    assert (ledger.checksum, ledger.count, ledger.epoch) == ("0" * 16, 0, 1)
+    ledger.fold(1, "row_release", "key")
+    assert (ledger.checksum, ledger.epoch) == (first, 1)
+
+
+@pytest.mark.parametrize("fault", ["skip_action", "alter_action"])
+def test_a_fault_reaches_one_action_of_one_rank_and_every_checksum_after_it(fault: str) -> None:
+    ledgers = []
+    for rank in range(2):
+        faults = Faults("rpc", rank)
+        ledger = ActionLedger(faults.of_action)
+        ledger.fold(1, "row_admit", "key", 1)
+        faults.switch(f"{fault}:rank=1")
+        for step in range(2, 5):
+            ledger.fold(step, "row_release", "key")
+        assert fault not in faults
+        ledgers.append(ledger)
+    assert ledgers[0].checksum != ledgers[1].checksum
+    assert ledgers[0].count - ledgers[1].count == (fault == "skip_action")

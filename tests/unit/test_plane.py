@@ -17,8 +17,8 @@ from midstream.schemas.receipts import Receipt
 from midstream.schemas.selectors import HOOKS
 from midstream.schemas.specs import RankSpec, StoredCapture, steering_digest
 from midstream.schemas.tensors import content_hash, from_numpy
-from midstream.workers.runner.config import PlaneConfig
-from midstream.workers.runner.plane import DataPlane, Place
+from midstream.workers.runner.config import Place, PlaneConfig
+from midstream.workers.runner.plane import DataPlane
 from midstream.workers.runner.row_index import Keeping, KeptBlock
 from midstream.workers.runner.step import Finish, NewRequest, RequestRows, StepView
 
@@ -58,8 +58,10 @@ class Rig:
         self._rank = Rank(capacity=CAPACITY)
         self._rank.buffers = make_buffers(len(self._rank.sites), capacity=CAPACITY, configurations=3, entries=16)
         place = Place(rank=0, world=1, tp=0, pp=0, stages=1)
-        self.plane = DataPlane(msgspec.structs.replace(config, **options), place, self._rank.sites, self._rank.buffers, traced=False)
-        assert self.plane.put_vectors({content_hash(VECTOR): VECTOR}) == (True, "")
+        self.plane = DataPlane(
+            msgspec.structs.replace(config, **options), place, self._rank.sites, self._rank.buffers, num_layers=2, traced=False
+        )
+        self.plane.standing.put_vectors({content_hash(VECTOR): VECTOR})
 
     def step(
         self,
@@ -150,7 +152,7 @@ def test_a_request_that_is_removed_and_added_again_while_it_lives_is_recorded_on
 def test_a_cancelled_request_is_not_reported_and_leaves_nothing(rig: Rig) -> None:
     request = steered(1, captures=capturing(1).captures)
     rig.step((request, 0, 6), new=[request])
-    assert rig.plane.end("j1.0.1", -1) == (True, "")
+    rig.plane.end("j1.0.1", -1)
     rig.step(aborted=[request])
     status = rig.plane.status()
     assert (status["requests"], status["rows_used"], status["entries_used"]) == (0, 0, 0)
@@ -258,7 +260,7 @@ def test_ten_thousand_requests_leave_no_row_entry_or_request_behind(rig: Rig) ->
 
 
 def test_after_a_failed_intervention_its_digest_reads_no_cached_block_until_the_cache_began_anew(rig: Rig) -> None:
-    """New requests and preempted ones alike."""  # field case 13
+    """New requests and preempted ones alike; nor while a request that failed still fills blocks."""  # field case 13
     resumed = steered(1)
     rig.step((resumed, 0, 6), new=[resumed])
     rig.plane.faults.switch("admit")
@@ -266,17 +268,31 @@ def test_after_a_failed_intervention_its_digest_reads_no_cached_block_until_the_
     rig.step((failed, 0, 6), new=[failed])
     rig.plane.faults.switch("")
     assert rig.plane.status()["tainted"] == 1
+
+    def arrives(number: int, finished: Sequence[int] = ()) -> None:
+        spec = msgspec.to_builtins(spec_of(steered(number)))
+        rig.plane.begin([NewRequest(str(number), spec, 4)], {str(n): Finish([], True) for n in finished}, 0)
+
     rig.plane.begin([], {}, 0, None, {"1": 4})  # preempted, and goes on with four cached tokens
-    rig.plane.begin([NewRequest("3", msgspec.to_builtins(spec_of(steered(3))), 4)], {}, 0)
+    arrives(3)
     rig.plane.cleanse([rig.plane.status()["step"]])
-    rig.plane.begin([NewRequest("4", msgspec.to_builtins(spec_of(steered(4))), 4)], {}, 0)
+    arrives(4)  # the others are still running
+    anew = [rig.plane.status()["step"]]
+    arrives(5, finished=[1, 2, 3, 4])
+    rig.plane.cleanse(anew)
+    arrives(6, finished=[5])  # they ran for a step longer than the cache of before
+    rig.plane.cleanse([rig.plane.status()["step"]])
+    assert rig.plane.status()["tainted"] == 1, "the last of them still runs"
+    rig.step(finished=[steered(6)])
+    rig.plane.cleanse([rig.plane.status()["step"]])
+    arrives(7)
     told = {receipt.job: (receipt.status, receipt.kind) for receipt in rig.receipts()}
-    assert told == dict.fromkeys(("j1", "j2", "j3"), ("error", "intervention_failed"))
+    assert told == dict.fromkeys(("j1", "j2", "j3", "j4", "j5", "j6"), ("error", "intervention_failed"))
 
 
 def test_vectors_that_add_up_to_what_the_dtype_cannot_hold_fail_the_request(rig: Rig) -> None:
     huge = from_numpy(np.full(HIDDEN, 3e38, dtype=np.float32))
-    rig.plane.put_vectors({content_hash(huge): huge})
+    rig.plane.standing.put_vectors({content_hash(huge): huge})
     entry = steered(1, vector=content_hash(huge)).steering[0]
     request = Request(1, 6, 8, (), [entry, entry])
     rig.step((request, 0, 6), new=[request])

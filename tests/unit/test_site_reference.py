@@ -116,7 +116,7 @@ def test_an_application_that_its_family_does_not_have_is_refused(name: str, vect
 
 
 def test_what_a_request_may_ask_for_is_what_the_kernels_have() -> None:
-    assert ROWS_PER_TOKEN == specs.MAX_STEERING_ROWS
+    assert ROWS_PER_TOKEN == 2 * specs.MAX_STEERING_ROWS, "as many for everyone's sake as for its request's"
     assert MAX_RANK == specs.MAX_RANK
     assert tuple(PLACE) == get_args(specs.Family)
 
@@ -128,8 +128,8 @@ def test_the_columns_of_the_plan_are_distinct() -> None:
 
 
 def test_more_rows_on_a_token_than_fit_are_refused() -> None:
-    with pytest.raises(ValueError, match="token 2 has 5 configuration rows, 4 fit"):
-        SitePlan(WIDTH, [{}], {2: [1] * 5}).build(4, torch.float32)
+    with pytest.raises(ValueError, match="token 2 has 9 configuration rows, 8 fit"):
+        SitePlan(WIDTH, [{}], {2: [1] * 9}).build(4, torch.float32)
 
 
 # -- what compilers see --------------------------------------------------------------------------------------------------

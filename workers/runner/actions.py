@@ -6,8 +6,36 @@ to content, order and step, and stable across hosts and runs.
 """
 
 import zlib
+from collections.abc import Callable
+from typing import Literal
 
 import msgspec
+
+Kind = Literal[
+    "global_set",
+    "global_clear",
+    "global_rollback",
+    "module_register",
+    "module_unregister",
+    "module_rollback",
+    "row_admit",
+    "row_release",
+    "steer",
+]
+Content = tuple[str | int, ...]
+
+#: Everything that a rank can be made to do → what of it is folded. Actions that were rejected are not folded.
+KINDS: dict[Kind, tuple[str, ...]] = {
+    "global_set": ("version", "digest"),
+    "global_clear": ("version", "digest"),  # an empty digest: nothing
+    "global_rollback": ("version", "digest that holds again"),
+    "module_register": ("name", "digest"),
+    "module_unregister": ("name", "digest"),
+    "module_rollback": ("name", "digest that holds again"),
+    "row_admit": ("key", "crc32 of the bytes written"),
+    "row_release": ("key",),
+    "steer": ("job", "request", "attempt", "digest"),
+}
 
 _MASK = (1 << 64) - 1
 
@@ -20,18 +48,35 @@ def splitmix64(state: int) -> int:
     return z ^ (z >> 31)
 
 
+def _honest(content: Content) -> Content | None:
+    return content
+
+
 class ActionLedger:
-    """Count and checksum of the actions applied on this rank. Rejected actions are not folded; rollbacks are."""
+    """Count and checksum of the actions applied on this rank since its epoch began."""
 
-    def __init__(self) -> None:
+    def __init__(self, faulty: Callable[[Content], Content | None] = _honest) -> None:
+        """`faulty`: tests only, what is folded instead of an action's content; None: nothing."""
         self.count = 0
+        self.epoch = 0  # how often it began anew
         self._state = 0
+        self._faulty = faulty
 
-    def fold(self, step: int, kind: str, *content: str | int | float | bytes) -> None:
-        """Account for one applied action in engine step `step`."""
-        digest = zlib.crc32(msgspec.msgpack.encode((step, kind, content)))
+    def fold(self, step: int, kind: Kind, *content: str | int) -> None:
+        """Account for one applied action in engine step `step`. Raises ValueError when `content` is not what `KINDS` says."""
+        if kind not in KINDS or len(content) != len(KINDS[kind]):
+            raise ValueError(f"{kind!r} with {len(content)} values is no action")
+        folded = self._faulty(content)
+        if folded is None:
+            return
+        digest = zlib.crc32(msgspec.msgpack.encode((step, kind, folded)))
         self._state = splitmix64(self._state ^ ((self.count & 0xFFFFFFFF) << 32 | digest))
         self.count += 1
+
+    def restart(self) -> None:
+        """Begin the next epoch from zero."""
+        self.count = self._state = 0
+        self.epoch += 1
 
     @property
     def checksum(self) -> str:

@@ -5,6 +5,7 @@ the compile cache's key. The rest changes with every boot and goes through one e
 """
 
 import os
+from dataclasses import dataclass
 from typing import Any
 
 from ... import __version__
@@ -14,6 +15,17 @@ from ...schemas.base import Record, from_json, to_json
 
 KEY = "midstream"
 VARIABLE = "_MIDSTREAM_PLANE"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this rank stands: global rank, number of ranks, place in its stage, stage, number of stages."""
+
+    rank: int
+    world: int
+    tp: int
+    pp: int
+    stages: int
 
 
 class PlaneConfig(Record):

@@ -3,6 +3,7 @@
 Runs differ in length, so free entries may lie scattered; then those in use are moved together. Entry 0 stays zero.
 """
 
+import zlib
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -67,6 +68,29 @@ class EntryPool:
         if not self._used:
             self._end = 1
 
+    def clear(self) -> None:
+        """Zero everything, also what no row owns."""
+        for buffer in (self._buffers.site_rows, self._buffers.pool, self._buffers.scalars):
+            buffer.zero_()
+        self._runs, self._end, self._used = {}, 1, 0
+
+    def fingerprints(self) -> dict[int, int]:
+        """Row in use → CRC32 of what its sites find, as the device has it; of row 0: of what "nothing" is. Wherever it lies.
+
+        Waits for the device.
+        """
+        buffers = self._buffers
+        site_rows, pool, scalars = buffers.site_rows.cpu(), buffers.pool.cpu(), buffers.scalars.cpu()
+        found = {0: crc32_of(site_rows[:, :, 0], pool[0], scalars[0])}
+        for row, runs in self._runs.items():
+            crc = 0
+            for run in sorted(runs):
+                first = int(site_rows[run.site, run.family, row])
+                crc = zlib.crc32(f"{run.site} {run.family}".encode(), crc)
+                crc = crc32_of(pool[first : first + run.entries], scalars[first : first + run.entries], crc=crc)
+            found[row] = crc
+        return found
+
     def _close_gaps(self) -> None:
         """Move all runs together, in the order in which they lie."""
         placed = sorted(((row, run) for row, runs in self._runs.items() for run in runs), key=lambda item: item[1].first)
@@ -93,3 +117,10 @@ class EntryPool:
 
     def _index(self, numbers: list[int] | tuple[int, ...]) -> torch.Tensor:
         return torch.tensor(numbers, dtype=torch.int64, device=self._device)
+
+
+def crc32_of(*tensors: torch.Tensor, crc: int = 0) -> int:
+    """CRC32 of the bytes of tensors on the CPU, one after the other."""
+    for tensor in tensors:
+        crc = zlib.crc32(tensor.contiguous().view(torch.uint8).numpy(), crc)
+    return crc

@@ -1,12 +1,31 @@
 """Tests only: which faults is this rank told to have? `name` or `name:rank=1`, several separated by commas."""
 
 import time
+from collections.abc import Callable
+
+from .actions import Content as ActionContent
+from .entries import Content as RowContent
+
+#: Calls of the worker; under its name each can be made to fail on a rank, before it does anything.
+CALLS = (
+    "put_vectors",
+    "drop_vectors",
+    "prepare_global",
+    "commit_global",
+    "rollback_global",
+    "set_module",
+    "rollback_module",
+    "restart_ledger",
+    "end",
+    "cleanse",
+)
 
 #: What can be made to fail, and what then happens.
 KNOWN = {
-    "put_vectors": "registering vectors fails on this rank",
+    **dict.fromkeys(CALLS, "the call fails on this rank"),
     "admit": "applying a request's steering fails on this rank",
-    "skip_action": "one kind of action is applied but not accounted for",
+    "skip_action": "the next action, and no other, is left out on this rank: a row stays empty, and nothing is accounted for",
+    "alter_action": "the next action, and no other, is another one on this rank: a row gets other vectors",
     "write": "writing a capture raises OSError",
     "slow_write": "writing a group of captures takes a second longer",
     "plan": "planning a step raises",
@@ -43,8 +62,39 @@ class Faults:
     def __contains__(self, name: str) -> bool:
         return name in self._active
 
+    def _once(self, name: str) -> bool:
+        """Is it active? From now on it is not."""
+        active = name in self._active
+        self._active.discard(name)
+        return active
+
     def of_write(self) -> bool:
         """Asked in a writer thread before it writes a group: does that fail?"""
         if "slow_write" in self:
             time.sleep(_SLOW_S)
         return "write" in self
+
+    def of_row(self, content: RowContent) -> RowContent:
+        """What is written to the table instead of a row's content."""
+        if "skip_action" in self:  # `of_action`, which follows, leaves it out of the account
+            return {}
+        if content and self._once("alter_action"):
+            return {place: (-vectors, scalars) for place, (vectors, scalars) in content.items()}
+        return content
+
+    def of_action(self, content: ActionContent) -> ActionContent | None:
+        """What is accounted for instead of an action's content; None: nothing."""
+        if self._once("skip_action"):
+            return None
+        return (*content, "altered") if self._once("alter_action") else content
+
+
+def answer(faults: Faults, call: str, action: Callable[[], None]) -> tuple[bool, str]:
+    """How a rank answers a call of the worker: (ok, why not). What is refused has changed nothing here."""
+    try:
+        if call in faults:
+            raise RuntimeError(f"fault injected: {call}")
+        action()
+    except (LookupError, ValueError, RuntimeError) as error:
+        return False, str(error)
+    return True, ""

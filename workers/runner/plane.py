@@ -9,8 +9,6 @@ import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,23 +16,24 @@ import msgspec
 
 from ... import __version__
 from ...broker.outbox import Outbox
-from ...schemas.receipts import Receipt
+from ...kernels.plan import ROWS_PER_TOKEN
 from ...schemas.specs import RankSpec, steering_rows
-from ...schemas.tensors import Tensor
 from .actions import ActionLedger
 from .capture import Ports, Recording
-from .config import PlaneConfig
+from .config import Place, PlaneConfig
 from .faults import Faults
-from .finished import FinishedCapture
 from .overload import Overload
 from .planner import Planner, Tracked
+from .reports import Reports
 from .row_index import Keeping, KeptBlock
 from .row_store import RowStore
 from .sites import Buffers, Site
 from .slabs import SlabPool
-from .steering import RowTable, VectorStore
+from .standing import Standing
+from .steering import HeldRows, RowTable, VectorStore
 from .step import Finish, NewRequest, StepView
-from .writer import WriteJob, make_writer
+from .taints import Taints
+from .writer import make_writer
 
 logger = logging.getLogger(__name__)
 
@@ -43,45 +42,38 @@ EXIT_NO_RECEIPTS = 70
 #: How long a closing rank waits for the relay to take its receipts; what is left is sent after the next start.
 FLUSH_S = 5.0
 
-
 _TAINTED = "its cached prefix was computed by a request whose intervention failed"
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where this rank stands: global rank, number of ranks, place in its stage, stage, number of stages."""
-
-    rank: int
-    world: int
-    tp: int
-    pp: int
-    stages: int
+_TAINTING = "its cached prefix is being computed by a request whose intervention failed"
+_BEGAN_ANEW = "the ranks of this worker began anew from zero while the request ran: what was applied to it cannot be vouched for"
 
 
 class DataPlane:
     """One per rank."""
 
-    def __init__(self, config: PlaneConfig, place: Place, sites: Sequence[Site], buffers: Buffers, *, traced: bool) -> None:
-        """`traced`: the forward is compiled or graph-captured."""
+    def __init__(
+        self, config: PlaneConfig, place: Place, sites: Sequence[Site], buffers: Buffers, *, num_layers: int, traced: bool
+    ) -> None:
+        """`num_layers`: of the whole model. `traced`: the forward is compiled or graph-captured."""
         self._config, self._place = config, place
         self.faults = Faults(config.fault, place.rank)
         self._hidden_size, self._dtype = buffers.ring.shape[1], buffers.ring.dtype
         self._ports = Ports(sites)
-        self.actions = ActionLedger()
-        self.vectors = VectorStore()
-        self._table = RowTable(sites, buffers, self.vectors)
+        self.actions = ActionLedger(self.faults.of_action)
+        self._table = RowTable(sites, buffers, VectorStore(), self.faults.of_row)
+        self._rows = HeldRows(self._table, self.actions)
+        self.standing = Standing(sites, num_layers, self._table, self.actions, lambda: self._step)
         queue_bytes = config.capture_queue_mib << 20
         self._slabs = SlabPool(queue_bytes, Path(config.spill_dir), pinned=buffers.ring.device.type != "cpu")
         self._slabs_floor = queue_bytes
         self._outbox = Outbox(Path(config.outbox_dir), config.worker, place.rank, config.relay_url, on_fatal=_give_up)
         self._writer = make_writer(config, place.rank, self._outbox, fail_writes=self.faults.of_write)
+        self._reports = Reports(config, place, self._writer, self.actions, hidden_size=self._hidden_size, dtype=self._dtype)
         self._overload = Overload(config.capture_overload, queue_bytes, lambda: self._writer.backlog)
         self._planner = Planner(sites, buffers, self._table, self._slabs, self._overload, traced=traced)
         self._row_store, self._keeping = RowStore(), cast("Keeping | None", None)
         self._unkept = 0  # the last step in which a failed request did not leave rows that the scheduler takes for kept
         self._tracked: dict[str, Tracked] = {}
-        #: Digests under which the prefix cache may hold what was computed without the edit → the last step that did so.
-        self._tainted: dict[str, int] = {}
+        self._taints = Taints()
         self._live: set[str] = set()  # keys of the tracked
         self._ends: dict[str, int] = {}  # said by the worker of requests that have not finished here
         self._finished: dict[str, tuple[Tracked, Finish]] = {}  # over here; the worker has not said where they end
@@ -90,42 +82,16 @@ class DataPlane:
         self._schedule = 0  # how batches were composed since this rank last had nothing to do: two runs can be told to be alike
         self._token_rows = 0  # computed so far, rejected drafts included
 
-    # -- what the worker asks for (each answer is (ok, message)) -----------------------------------------------------------
+    # -- what the worker asks for -------------------------------------------------------------------------------------------
 
-    def put_vectors(self, vectors: dict[str, Tensor]) -> tuple[bool, str]:
-        """Keep vectors by content hash; all or none."""
-        added = []
-        try:
-            if "put_vectors" in self.faults:
-                raise RuntimeError("fault injected: put_vectors")
-            for name, tensor in sorted(vectors.items()):
-                if name not in self.vectors:
-                    self.vectors.put(name, tensor)
-                    added.append(name)
-        except (ValueError, RuntimeError) as error:
-            for name in added:
-                self.vectors.drop(name)
-            return False, str(error)
-        return True, ""
-
-    def drop_vectors(self, names: list[str]) -> tuple[bool, str]:
-        """Forget vectors, also as the rollback of a `put_vectors` that failed elsewhere.
-
-        Having a vector is no action: what is done with it is accounted for, by content, when a row is written.
-        """
-        for name in names:
-            self.vectors.drop(name)
-        return True, ""
-
-    def cleanse(self, steps: list[int]) -> tuple[bool, str]:
+    def cleanse(self, steps: list[int]) -> None:
         """Since each rank's step in `steps` the prefix cache has begun anew: what failed before it can serve nobody."""
         step = steps[self._place.rank]
-        self._tainted = {digest: failed for digest, failed in self._tainted.items() if failed > step}
+        self._taints.forget(step, {tracked.spec.digest for tracked in self._tracked.values() if tracked.failure})
         if self._unkept <= step:
             self._unkept = 0
-        return True, ""
 
-    def end(self, key: str, num_tokens: int) -> tuple[bool, str]:
+    def end(self, key: str, num_tokens: int) -> None:
         """The worker says where a request (`RankSpec.key`) ends: after `num_tokens`, prompt included, or -1: forget it.
 
         The engine may have computed more by then, and calls an output that a stop string ended, as well as a cancelled
@@ -137,7 +103,26 @@ class DataPlane:
                 self._close(tracked, finish.token_ids, num_tokens)
         elif key in self._live:
             self._ends[key] = num_tokens
-        return True, ""
+
+    def restart(self) -> None:
+        """Begin anew: no row, no tensor, nothing standing, the ledger at zero in its next epoch.
+
+        Every request that is here fails with the reason. The engine may go on with some of them, without any edit, until the
+        worker's abort arrives: they are kept as failed ones, so that none is taken up again in its middle and nobody is
+        served the cache blocks that they fill.
+        """
+        waiting = [tracked for tracked, _ in self._finished.values()]
+        for tracked in [*waiting, *self._tracked.values()]:
+            self._fail(tracked, _BEGAN_ANEW, "")
+            tracked.rows, tracked.recordings = [], {}
+        self._finished.clear()
+        self._table.clear()
+        self.standing.forget()
+        self.actions.restart()
+
+    def fingerprint(self) -> str:
+        """CRC32, 8 hex digits, of all that stands and of the table as the device has it: equal where ranks of a stage are."""
+        return f"{zlib.crc32(msgspec.msgpack.encode((self.standing.names(), self._table.fingerprint()))):08x}"
 
     def status(self) -> dict[str, Any]:
         """For inspection: checksum, counts, occupancy."""
@@ -148,20 +133,25 @@ class DataPlane:
             "step": self._step,
             "checksum": self.actions.checksum,
             "actions": self.actions.count,
+            "epoch": self.actions.epoch,
+            "global_version": self.standing.steering.version,
+            "global_digest": self.standing.steering.digest,
+            "modules": self.standing.modules,
             "rows_used": self._table.used,
             "rows": self._config.steering_rows,
             "entries_used": self._table.entries_used,
             "entries": self._config.steering_entries,
-            "vectors": len(self.vectors),
+            "vectors": len(self.standing.vectors),
             "requests": len(self._tracked) + len(self._finished),
             "preemptions": self._preemptions,
             "token_rows": self._token_rows,
             "schedule": f"{self._schedule:08x}",
-            "tainted": len(self._tainted),
+            "tainted": len(self._taints),
             "kept_row_bytes": self._row_store.held,
             "unkept": self._unkept,
             "spilled_bytes": self._slabs.spilled,
             "outbox": self._outbox.depth(),
+            "backlog": self._writer.backlog,
         }
 
     def close(self) -> None:
@@ -286,39 +276,35 @@ class DataPlane:
         if self._place.tp == 0:  # the ranks of a stage hold equal rows: one records
             recordings = enumerate(Recording.of(capture, self._ports) for capture in spec.captures)
             tracked.recordings = {number: recording for number, recording in recordings if recording is not None}
+        wanted = steering_rows(spec.global_steering) + steering_rows(spec.steering)
         try:
-            if spec.digest in self._tainted and request.cached_tokens > spec.first_affected:
+            if self._taints.spoil(spec, request.cached_tokens):
                 raise RuntimeError(_TAINTED)
-            if spec.steering and "admit" in self.faults:
+            if wanted and "admit" in self.faults:
                 raise RuntimeError("fault injected: admit")
-            for row_spec in steering_rows(spec.steering):
-                row, written = self._table.acquire(row_spec)
-                tracked.rows.append((row, row_spec))
-                if written and "skip_action" not in self.faults:
-                    self.actions.fold(self._step, "row_admit", row_spec.key)
-            if spec.steering:
+            if len(wanted) > ROWS_PER_TOKEN:
+                raise ValueError(f"its steering takes {len(wanted)} rows of the table, {ROWS_PER_TOKEN} may edit a token")
+            tracked.rows = self._rows.acquire(self._step, wanted)
+            if wanted:
                 self.actions.fold(self._step, "steer", spec.job, spec.request, spec.attempt, spec.digest)
         except Exception as error:
             logger.exception("request %s cannot be steered", spec.key)
-            self._release_rows(tracked)
             self._fail(tracked, str(error), "intervention_failed")
 
     def _check_cached(self, tracked: Tracked, cached_tokens: int) -> None:
         """A preempted request goes on, perhaps on blocks that another one computed."""
-        if tracked.spec.digest in self._tainted and cached_tokens > tracked.spec.first_affected:
+        if self._taints.spoil(tracked.spec, cached_tokens):
             self._fail(tracked, _TAINTED, "intervention_failed")
 
-    def _release_rows(self, tracked: Tracked) -> None:
-        for _, row_spec in tracked.rows:
-            if self._table.release(row_spec.key):
-                self.actions.fold(self._step, "row_release", row_spec.key)
-        tracked.rows = []
-
     def _finish(self, tracked: Tracked, finish: Finish) -> None:
-        self._release_rows(tracked)
+        self._rows.release(self._step, tracked.rows)
+        tracked.rows = []
         key = tracked.spec.key
         self._live.discard(key)
         end = self._ends.pop(key, None)
+        if tracked.reported:
+            self._taints.renew(tracked.spec.digest, self._step)
+            return
         if not finish.aborted and not tracked.spec.told_when_over:
             self._close(tracked, finish.token_ids, len(finish.token_ids))
         elif end is not None:
@@ -328,44 +314,20 @@ class DataPlane:
 
     def _close(self, tracked: Tracked, token_ids: list[int], num_tokens: int) -> None:
         """Write what was recorded of the first `num_tokens` tokens, and report; with -1 neither."""
-        if tracked.reported or num_tokens < 0:
-            return
-        tracked.reported = True
-        token_ids = token_ids[:num_tokens]
-        builds = [partial(self._build, tracked.spec, recording, token_ids) for recording in tracked.recordings.values()]
-        size = sum(recording.num_rows for recording in tracked.recordings.values()) * self._hidden_size * self._dtype.itemsize
-        self._writer.submit(WriteJob(self._receipt(tracked), builds, size))
-
-    def _build(self, spec: RankSpec, recording: Recording, token_ids: list[int]) -> FinishedCapture:
-        """Runs in a writer thread."""
-        place = self._place
-        return recording.finish(
-            spec,
-            token_ids,
-            hidden_size=self._hidden_size,
-            dtype=self._dtype,
-            worker=self._config.worker,
-            rank=place.rank,
-            pp=place.pp,
-            stages=place.stages,
-        )
+        if num_tokens >= 0:
+            self._reports.over(self._step, tracked, token_ids[:num_tokens])
 
     def _fail(self, tracked: Tracked, message: str, kind: str) -> None:
         """Report the failure now: nobody has to wait for the request to end.
 
         The request goes on in the engine and fills cache blocks that claim its interventions: their digest is tainted.
         """
-        if not tracked.reported:
-            tracked.failure, tracked.failure_kind, tracked.reported = message, kind, True
-            for recording in tracked.recordings.values():
-                recording.forget()
-            self._writer.submit(WriteJob(self._receipt(tracked), [], 0))
+        self._reports.failed(self._step, tracked, message, kind)
         digest = tracked.spec.digest
-        if digest and kind != "capture_failed" and self._tainted.get(digest) != self._step:
-            self._tainted[digest] = self._step
+        if digest and kind != "capture_failed" and self._taints.add(digest, self._step):
             for other in list(self._tracked.values()):  # came in the same step, on blocks that this one was to fill
                 if other.spec.digest == digest and other.admitted == self._step and other.cached_tokens > other.spec.first_affected:
-                    self._fail(other, "its cached prefix is being computed by a request whose intervention failed", kind)
+                    self._fail(other, _TAINTING, kind)
 
     def _refuse(self, raw: dict[str, Any], message: str) -> None:
         """An error receipt for a request whose spec cannot be read."""
@@ -377,28 +339,6 @@ class DataPlane:
             prompt_tokens=0,
         )
         self._fail(Tracked(spec), message, "")
-
-    def _receipt(self, tracked: Tracked) -> Receipt:
-        spec, place = tracked.spec, self._place
-        return Receipt(
-            version=__version__,
-            worker=self._config.worker,
-            boot=self._config.boot,
-            job=spec.job,
-            request=spec.request,
-            attempt=spec.attempt,
-            rank=place.rank,
-            world=place.world,
-            tp=place.tp,
-            pp=place.pp,
-            step=self._step,
-            actions=self.actions.count,
-            checksum=self.actions.checksum,
-            status="error" if tracked.failure else "ok",
-            message=tracked.failure,
-            applied=tracked.applied,
-            kind=tracked.failure_kind,
-        )
 
 
 def _give_up(error: Exception) -> None:

@@ -1,6 +1,7 @@
-"""Which vectors are on this rank, and which rows of the steering tables do live requests use?"""
+"""Which vectors are on this rank, and which rows of the steering tables are in use?"""
 
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -9,7 +10,8 @@ from ...kernels.families import PLACE
 from ...kernels.plan import Does, laid_out, lowrank
 from ...schemas.specs import JOINED, SteeringRow, StoredSteering
 from ...schemas.tensors import Tensor, content_hash, to_numpy
-from .entries import EntryPool
+from .actions import ActionLedger
+from .entries import Content, EntryPool, crc32_of
 from .sites import Buffers, Site
 
 
@@ -34,8 +36,14 @@ class VectorStore:
             raise ValueError(f"vector {name[:12]}: has values that are not finite")
         self._vectors[name] = values
 
+    def names(self) -> list[str]:
+        return sorted(self._vectors)
+
     def drop(self, name: str) -> None:
         self._vectors.pop(name, None)
+
+    def clear(self) -> None:
+        self._vectors.clear()
 
     def get(self, name: str, shape: list[int]) -> torch.Tensor:
         """Raises LookupError when it was never sent to this rank, ValueError when it has another shape."""
@@ -53,12 +61,16 @@ class RowTable:
     Row 0 and entry 0 stay zero: they mean "do nothing".
     """
 
-    def __init__(self, sites: Sequence[Site], buffers: Buffers, vectors: VectorStore) -> None:
-        self._numbers = {(site.hook, site.layer): number for number, site in enumerate(sites)}
+    def __init__(
+        self, sites: Sequence[Site], buffers: Buffers, vectors: VectorStore, faulty: Callable[[Content], Content] = lambda content: content
+    ) -> None:
+        """`faulty`: tests only, what is written instead of a row's content."""
+        self._faulty = faulty
         self._buffers = buffers
-        self._vectors = vectors
+        self._numbers = {(site.hook, site.layer): number for number, site in enumerate(sites)}
+        self.vectors = vectors
         self._pool = EntryPool(buffers)
-        self._free_rows = list(range(buffers.site_rows.shape[2] - 1, 0, -1))
+        self._free_rows = self._all_rows()
         self._rows: dict[str, int] = {}
         self._references: dict[str, int] = {}
         self._sites: dict[int, np.ndarray] = {}  # row → bool [sites]
@@ -75,8 +87,8 @@ class RowTable:
         """Which sites of this rank a row in use edits: bool `[sites]`."""
         return self._sites[row]
 
-    def acquire(self, spec: SteeringRow) -> tuple[int, bool]:
-        """The row that holds `spec`'s content, and whether it was written now.
+    def acquire(self, spec: SteeringRow) -> tuple[int, int | None]:
+        """The row that holds `spec`'s content; where it was written now, with the CRC32 of what was written.
 
         Raises LookupError for an unknown vector, ValueError for one that does not fit, also when entries add up to what is not
         finite, and RuntimeError when all rows or entries are taken (the worker admits no more configurations than fit, so that
@@ -84,8 +96,8 @@ class RowTable:
         """
         if spec.key in self._rows:
             self._references[spec.key] += 1
-            return self._rows[spec.key], False
-        content = self._content(spec)
+            return self._rows[spec.key], None
+        content = self._faulty(self.content(spec))
         if not self._free_rows:
             raise RuntimeError(f"all {self.used} steering rows are in use")
         row = self._free_rows[-1]
@@ -94,7 +106,7 @@ class RowTable:
         self._rows[spec.key], self._references[spec.key] = row, 1
         self._sites[row] = np.zeros(len(self._numbers), dtype=bool)
         self._sites[row][[site for site, _ in content]] = True
-        return row, True
+        return row, _crc32(content)
 
     def release(self, key: str) -> bool:
         """Give back one reference; True when the row became free (it is zeroed)."""
@@ -107,8 +119,26 @@ class RowTable:
         self._free_rows.append(row)
         return True
 
-    def _content(self, spec: SteeringRow) -> dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]:
-        """(site of this rank, family) → what the row's entries there hold: vectors in the pool's dtype, scalars float32."""
+    def clear(self) -> None:
+        """Forget all rows, whoever holds them, and zero the buffers."""
+        self._pool.clear()
+        self._free_rows = self._all_rows()
+        for of_rows in (self._rows, self._references, self._sites):
+            of_rows.clear()
+
+    def fingerprint(self) -> list[tuple[str, int, int]]:
+        """(key, references, CRC32 of what its sites find) of each row in use, and of row 0 without a key. Waits for the device."""
+        found = self._pool.fingerprints()
+        return [("", 0, found[0]), *sorted((key, self._references[key], found[row]) for key, row in self._rows.items())]
+
+    def _all_rows(self) -> list[int]:
+        return list(range(self._buffers.site_rows.shape[2] - 1, 0, -1))
+
+    def content(self, spec: SteeringRow) -> Content:
+        """(site of this rank, family) → what the row's entries there hold: vectors in the pool's dtype, scalars float32.
+
+        Raises LookupError for an unknown vector, ValueError for one that does not fit.
+        """
         does: dict[tuple[int, str], Does] = {}
         for entry in spec.entries:
             mine = self._does(entry)
@@ -135,7 +165,7 @@ class RowTable:
     def _does(self, entry: StoredSteering) -> Does:
         """What an entry does at each of its sites."""
         shapes = entry.shapes(self._buffers.pool.shape[1])
-        tensors = [self._vectors.get(name, shape) for name, shape in zip(entry.tensors, shapes, strict=True)]
+        tensors = [self.vectors.get(name, shape) for name, shape in zip(entry.tensors, shapes, strict=True)]
         if entry.family == "lowrank":
             return lowrank(*entry.numbers, *tensors)
         return Does((tensors[0] * entry.scale)[None], entry.numbers)
@@ -158,3 +188,40 @@ def _replaced(before: Does, then: Does) -> Does:
 #: For each family of which a row may have several at one site, see `steering_rows`: a first and what follows it, as one.
 _JOINED = {"add": _added, "replace": _replaced}
 assert _JOINED.keys() == JOINED
+
+
+def _crc32(content: Content) -> int:
+    """Of places and bytes."""
+    crc = 0
+    known: dict[int, int] = {}  # most sites of an entry hold the same
+    for place, held in content.items():
+        if id(held) not in known:
+            known[id(held)] = crc32_of(*held)
+        crc = zlib.crc32(f"{place} {known[id(held)]}".encode(), crc)
+    return crc
+
+
+class HeldRows:
+    """Rows of the table that a request or global steering holds. What that does to the table is accounted for."""
+
+    def __init__(self, table: RowTable, actions: ActionLedger) -> None:
+        self._table, self._actions = table, actions
+
+    def acquire(self, step: int, wanted: Sequence[SteeringRow]) -> list[tuple[int, SteeringRow]]:
+        """All of them, or none when it raises (as `RowTable.acquire`)."""
+        held: list[tuple[int, SteeringRow]] = []
+        try:
+            for spec in wanted:
+                row, written = self._table.acquire(spec)
+                held.append((row, spec))
+                if written is not None:
+                    self._actions.fold(step, "row_admit", spec.key, written)
+        except Exception:
+            self.release(step, held)
+            raise
+        return held
+
+    def release(self, step: int, held: Sequence[tuple[int, SteeringRow]]) -> None:
+        for _, spec in held:
+            if self._table.release(spec.key):
+                self._actions.fold(step, "row_release", spec.key)

@@ -3,6 +3,7 @@
 Named by `worker_cls`. Its public `midstream_*` methods are called on all ranks by `collective_rpc`.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -10,11 +11,13 @@ from vllm.config import CompilationMode
 from vllm.distributed import get_pp_group, get_tp_group
 from vllm.platforms import current_platform
 
+from ...schemas.steering import GlobalSteering
 from ...schemas.tensors import Tensor
 from .adapters import V1Adapter, V2Adapter
 from .architectures import describe
-from .config import PlaneConfig, plane_config
-from .plane import DataPlane, Place
+from .config import Place, PlaneConfig, plane_config
+from .faults import answer
+from .plane import DataPlane
 from .process import die_with_parent, threads_elsewhere
 from .sites import Sizes, install
 
@@ -58,7 +61,7 @@ class MidstreamWorker(PlatformWorker):
         pp, tp = get_pp_group(), get_tp_group()
         place = Place(rank=self.rank, world=self.parallel_config.world_size, tp=tp.rank_in_group, pp=pp.rank_in_group, stages=pp.world_size)
         with threads_elsewhere(set(config.cores)):
-            self._plane = DataPlane(config, place, sites, buffers, traced=traced)
+            self._plane = DataPlane(config, place, sites, buffers, num_layers=adapter.num_layers, traced=traced)
         if not pp.is_first_rank:
             self.model_runner.make_pipeline_buffers()
 
@@ -68,17 +71,46 @@ class MidstreamWorker(PlatformWorker):
         self.model_runner.midstream = self._plane
         return result
 
+    # What changes something is answered with (ok, why not); a rank that refuses has changed nothing.
+
     def midstream_put_vectors(self, vectors: dict[str, Any]) -> tuple[bool, str]:
-        return self._connected().put_vectors(msgspec.convert(vectors, dict[str, Tensor]))
+        return self._answer("put_vectors", lambda plane: plane.standing.put_vectors(msgspec.convert(vectors, dict[str, Tensor])))
 
     def midstream_drop_vectors(self, names: list[str]) -> tuple[bool, str]:
-        return self._connected().drop_vectors(names)
+        """Refused when a module or global steering needs one of them."""
+        return self._answer("drop_vectors", lambda plane: plane.standing.drop_vectors(names))
+
+    def midstream_prepare_global(self, steering: dict[str, Any]) -> tuple[bool, str]:
+        """`steering`: a `GlobalSteering` as plain containers. Changes nothing."""
+        return self._answer("prepare_global", lambda plane: plane.standing.prepare_global(msgspec.convert(steering, GlobalSteering)))
+
+    def midstream_commit_global(self, steering: dict[str, Any]) -> tuple[bool, str]:
+        """Takes rows for the new steering before it gives back those of the former: both must have been admitted."""
+        return self._answer("commit_global", lambda plane: plane.standing.commit_global(msgspec.convert(steering, GlobalSteering)))
+
+    def midstream_rollback_global(self, version: int) -> tuple[bool, str]:
+        """Undoes the commit of `version`; where that was refused, or is not the last change, nothing is done, which is fine."""
+        return self._answer("rollback_global", lambda plane: plane.standing.rollback_global(version))
+
+    def midstream_set_module(self, name: str, digest: str, tensors: list[str]) -> tuple[bool, str]:
+        """With an empty `digest`: unregister."""
+        return self._answer("set_module", lambda plane: plane.standing.set_module(name, digest, tensors))
+
+    def midstream_rollback_module(self, name: str, digest: str) -> tuple[bool, str]:
+        """Undoes `midstream_set_module(name, digest, …)`, in the same way as `midstream_rollback_global`."""
+        return self._answer("rollback_module", lambda plane: plane.standing.rollback_module(name, digest))
 
     def midstream_end(self, key: str, num_tokens: int) -> tuple[bool, str]:
-        return self._connected().end(key, num_tokens)
+        return self._answer("end", lambda plane: plane.end(key, num_tokens))
 
     def midstream_cleanse(self, steps: list[int]) -> tuple[bool, str]:
-        return self._connected().cleanse(steps)
+        return self._answer("cleanse", lambda plane: plane.cleanse(steps))
+
+    def midstream_restart_ledger(self) -> tuple[bool, str]:
+        return self._answer("restart_ledger", lambda plane: plane.restart())
+
+    def midstream_fingerprint(self) -> str:
+        return self._connected().fingerprint()
 
     def midstream_status(self) -> dict[str, Any]:
         return self._connected().status()
@@ -91,6 +123,10 @@ class MidstreamWorker(PlatformWorker):
     def midstream_close(self) -> tuple[bool, str]:
         self._connected().close()
         return True, ""
+
+    def _answer(self, call: str, action: Callable[[DataPlane], None]) -> tuple[bool, str]:
+        plane = self._connected()
+        return answer(plane.faults, call, lambda: action(plane))
 
     def _connected(self) -> DataPlane:
         if self._plane is None:

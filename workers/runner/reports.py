@@ -1,0 +1,83 @@
+"""What does a rank say of a request that is over, or that failed? Makes its receipt and has its captures written."""
+
+from functools import partial
+
+import torch
+
+from ... import __version__
+from ...schemas.receipts import Receipt
+from ...schemas.specs import RankSpec
+from .actions import ActionLedger
+from .capture import Recording
+from .config import Place, PlaneConfig
+from .finished import FinishedCapture
+from .planner import Tracked
+from .writer import WriteJob, Writer
+
+
+class Reports:
+    """One per rank. At most one receipt for each request: `Tracked.reported`."""
+
+    def __init__(
+        self, config: PlaneConfig, place: Place, writer: Writer, actions: ActionLedger, *, hidden_size: int, dtype: torch.dtype
+    ) -> None:
+        """`hidden_size` and `dtype`: of captured rows."""
+        self._config, self._place, self._writer, self._actions = config, place, writer, actions
+        self._hidden_size, self._dtype = hidden_size, dtype
+
+    def over(self, step: int, tracked: Tracked, token_ids: list[int]) -> None:
+        """The request ended with these tokens, prompt included: write what was recorded of them, then report."""
+        if tracked.reported:
+            return
+        tracked.reported = True
+        recordings = tracked.recordings.values()
+        builds = [partial(self._build, tracked.spec, recording, token_ids) for recording in recordings]
+        size = sum(recording.num_rows for recording in recordings) * self._hidden_size * self._dtype.itemsize
+        self._writer.submit(WriteJob(self._receipt(step, tracked), builds, size))
+
+    def failed(self, step: int, tracked: Tracked, message: str, kind: str) -> None:
+        """Say so now: nobody has to wait for the request to end. `kind`: see `Receipt.kind`."""
+        if tracked.reported:
+            return
+        tracked.failure, tracked.failure_kind, tracked.reported = message, kind, True
+        for recording in tracked.recordings.values():
+            recording.forget()
+        self._writer.submit(WriteJob(self._receipt(step, tracked), [], 0))
+
+    def _build(self, spec: RankSpec, recording: Recording, token_ids: list[int]) -> FinishedCapture:
+        """Runs in a writer thread."""
+        place = self._place
+        return recording.finish(
+            spec,
+            token_ids,
+            hidden_size=self._hidden_size,
+            dtype=self._dtype,
+            worker=self._config.worker,
+            rank=place.rank,
+            pp=place.pp,
+            stages=place.stages,
+        )
+
+    def _receipt(self, step: int, tracked: Tracked) -> Receipt:
+        spec, place = tracked.spec, self._place
+        return Receipt(
+            version=__version__,
+            worker=self._config.worker,
+            boot=self._config.boot,
+            job=spec.job,
+            request=spec.request,
+            attempt=spec.attempt,
+            rank=place.rank,
+            world=place.world,
+            tp=place.tp,
+            pp=place.pp,
+            step=step,
+            actions=self._actions.count,
+            checksum=self._actions.checksum,
+            status="error" if tracked.failure else "ok",
+            message=tracked.failure,
+            applied=tracked.applied,
+            kind=tracked.failure_kind,
+            global_version=spec.global_version,
+            epoch=self._actions.epoch,
+        )

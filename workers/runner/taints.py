@@ -1,0 +1,37 @@
+"""Under which digests may the prefix cache hold what was computed without the edit?
+
+A request whose intervention failed goes on in the engine and fills cache blocks that claim the edit.
+"""
+
+from collections.abc import Collection
+
+from ...schemas.specs import RankSpec
+
+
+class Taints:
+    """One per rank."""
+
+    def __init__(self) -> None:
+        self._failed: dict[str, int] = {}  # digest → the last step in which a request that has it failed
+
+    def __len__(self) -> int:
+        return len(self._failed)
+
+    def add(self, digest: str, step: int) -> bool:
+        """Whether this is the step's first word of it."""
+        first = self._failed.get(digest) != step
+        self._failed[digest] = step
+        return first
+
+    def renew(self, digest: str, step: int) -> None:
+        """A request that has it filled blocks until this step; nothing where none failed."""
+        if digest in self._failed:
+            self._failed[digest] = step
+
+    def spoil(self, spec: RankSpec, cached_tokens: int) -> bool:
+        """May what the cache serves of this request be without its edit?"""
+        return spec.digest in self._failed and cached_tokens > spec.first_affected
+
+    def forget(self, step: int, running: Collection[str]) -> None:
+        """The cache began anew after `step`: what failed before serves nobody, unless it is among `running` and fills blocks still."""
+        self._failed = {digest: failed for digest, failed in self._failed.items() if failed > step or digest in running}
