@@ -4,6 +4,7 @@ Everything is checked here, against what the worker has published of its model, 
 """
 
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ from ..schemas.models import ModelInfo
 from ..schemas.selectors import PositionWish, Span
 from ..schemas.specs import StoredCapture, StoredSteering
 from .rules import Bounds, PromptFacts, has_text, resolve_captures
-from .steering_rules import resolve_steering
+from .steered import NOTHING, Standing, modules_named, resolve_steering
 from .text import INLINE_CHARACTERS, Codec
 from .wishes import Wish, WishedPrompt
 
@@ -38,10 +39,11 @@ METADATA_KEY_LENGTH, METADATA_VALUE_LENGTH = 64, 512
 
 @dataclass(frozen=True)
 class Admitted:
-    """A job that can be submitted, and the vectors it names: content hash → MessagePack `Tensor`."""
+    """A job that can be submitted, and the vectors it names: content hash → MessagePack `Tensor`, and those of named modules."""
 
     job: Job
     blobs: dict[str, bytes]
+    pinned: list[str]
 
 
 # --- Prompts and sampling --------------------------------------------------------------------------------------------
@@ -125,37 +127,40 @@ def check_metadata(metadata: dict[str, str]) -> None:
 Resolved = tuple[list[list[StoredCapture]], list[list[StoredSteering]], dict[str, bytes]]
 
 
-async def resolve(wish: Wish, prompts: Sequence[StoredPrompt], model: ModelInfo, codec: Codec, max_tokens: int) -> Resolved:
-    """Captures and steering for each prompt, and the vectors by content hash. Raises a 400 naming the field."""
+async def resolve(
+    wish: Wish, prompts: Sequence[StoredPrompt], model: ModelInfo, codec: Codec, max_tokens: int, standing: Standing = NOTHING
+) -> Resolved:
+    """Captures and steering for each prompt, and the vectors that came with it by content hash. Raises a 400 naming the field."""
 
     def resolved() -> Resolved:
-        bounds = Bounds(model, facts_of(wish, prompts, codec), max_tokens)
-        return resolve_captures(wish.capture, bounds), *resolve_steering(wish.steering, bounds)
+        bounds = Bounds(model, facts_of(wish, prompts, codec, standing), max_tokens)
+        return resolve_captures(wish.capture, bounds), *resolve_steering(wish.steering, bounds, standing)
 
     characters = sum(map(_characters, prompts))
-    cost = check_cost(wish, len(prompts), characters)
+    cost = check_cost(wish, len(prompts), characters, standing)
     cost += sum(len(prompts) * (ENTRY_COST + _numbers(spec.positions)) for spec in model.global_captures)
-    mapped = characters if any(map(has_text, _wanted(wish).values())) else 0
+    mapped = characters if _needs_text(wish, standing) else 0
     if cost <= RESOLVE_INLINE and mapped <= INLINE_CHARACTERS:
         return resolved()
     return await anyio.to_thread.run_sync(resolved)
 
 
-def check_cost(wish: Wish, prompts: int, characters: int) -> int:
+def check_cost(wish: Wish, prompts: int, characters: int, standing: Standing = NOTHING) -> int:
     """What captures and steering cost to resolve, see `RESOLVE_LIMIT`. Raises a 400 naming the field that costs most.
 
     `characters`: of all `prompts`.
     """
-    if len(wish.steering) > MAX_STEERING_ENTRIES:
-        raise invalid("steering", f"has {len(wish.steering)} entries", allowed=f"at most {MAX_STEERING_ENTRIES}")
-    costs = {}
-    for field, positions in _wanted(wish).items():
+    wanted = _wanted(wish, standing)
+    if (entries := len(wanted) - (wish.capture is not None)) > MAX_STEERING_ENTRIES:
+        raise invalid("steering", f"has {entries} entries", allowed=f"at most {MAX_STEERING_ENTRIES}, those of modules among them")
+    costs: Counter[str] = Counter()
+    for field, positions in wanted:
         numbers, items = _numbers(positions), positions if isinstance(positions, list) else [positions]
         ranges = [item for item in items if isinstance(item, Span) and item.is_range]
         texts = sum(isinstance(item, Span) for item in items) - len(ranges)
         searched = texts * characters // SEARCHED_CHARACTERS
         written_out = min(prompts * sum(map(_length, ranges)), characters) if isinstance(positions, list) else 0
-        costs[field] = prompts * (ENTRY_COST + numbers + len(ranges) + SPAN_COST * texts) + searched + written_out
+        costs[field] += prompts * (ENTRY_COST + numbers + len(ranges) + SPAN_COST * texts) + searched + written_out
     if sum(costs.values()) > RESOLVE_LIMIT:
         raise invalid(
             max(costs, key=lambda field: costs[field]),
@@ -165,10 +170,20 @@ def check_cost(wish: Wish, prompts: int, characters: int) -> int:
     return sum(costs.values())
 
 
-def _wanted(wish: Wish) -> dict[str, PositionWish]:
-    """Field → positions, of the capture and every edit."""
-    found = {f"steering[{index}].positions": spec.positions or "all" for index, spec in enumerate(wish.steering)}
-    return found | ({"capture.positions": wish.capture.positions} if wish.capture else {})
+def _wanted(wish: Wish, standing: Standing) -> list[tuple[str, PositionWish]]:
+    """(Field, positions) of the capture and of every edit, those of modules each."""
+    found: list[tuple[str, PositionWish]] = []
+    for index, spec in enumerate(wish.steering):
+        module = None if spec.module is None else standing.modules.get(spec.module)
+        if module is None or spec.positions is not None:
+            found += [(f"steering[{index}].positions", spec.positions or "all")] * (1 if module is None else len(module.entries))
+        else:
+            found += [(f"steering[{index}].module", entry.positions) for entry in module.entries]
+    return found + ([("capture.positions", wish.capture.positions)] if wish.capture else [])
+
+
+def _needs_text(wish: Wish, standing: Standing) -> bool:
+    return any(has_text(positions) for _, positions in _wanted(wish, standing))
 
 
 def _numbers(positions: PositionWish) -> int:
@@ -186,9 +201,9 @@ def _characters(prompt: StoredPrompt) -> int:
     return len(prompt.text) if prompt.text is not None else 4 * len(prompt.token_ids)
 
 
-def facts_of(wish: Wish, prompts: Sequence[StoredPrompt], codec: Codec) -> list[PromptFacts]:
+def facts_of(wish: Wish, prompts: Sequence[StoredPrompt], codec: Codec, standing: Standing = NOTHING) -> list[PromptFacts]:
     """What the rules need to know of each prompt; where its tokens lie in its text is looked up only when a span asks for it."""
-    if not any(map(has_text, _wanted(wish).values())):
+    if not _needs_text(wish, standing):
         return [PromptFacts(len(prompt.token_ids)) for prompt in prompts]
     facts = []
     for prompt in prompts:
@@ -203,13 +218,13 @@ def facts_of(wish: Wish, prompts: Sequence[StoredPrompt], codec: Codec) -> list[
 # --- Altogether ------------------------------------------------------------------------------------------------------
 
 
-async def admit(wish: Wish, model: ModelInfo, codec: Codec, job_id: str) -> Admitted:
+async def admit(wish: Wish, model: ModelInfo, codec: Codec, job_id: str, standing: Standing = NOTHING) -> Admitted:
     """The wish as a job under `job_id`. Raises a 400 with the path of the first field at fault."""
     check_metadata(wish.metadata)
     check_sampling(wish.sampling, wish.sampling_at, model)
     prompts = await tokenise(wish.prompts, model, codec)
     max_tokens = check_lengths(wish, prompts, model)
-    captures, steering, blobs = await resolve(wish, prompts, model, codec, max_tokens)
+    captures, steering, blobs = await resolve(wish, prompts, model, codec, max_tokens, standing)
     job = Job(
         id=job_id,
         kind=wish.kind,
@@ -221,8 +236,10 @@ async def admit(wish: Wish, model: ModelInfo, codec: Codec, job_id: str) -> Admi
         captures=captures,
         stream=wish.stream,
         metadata=wish.metadata,
+        modules={name: standing.modules[name].digest for name in modules_named(wish.steering)},
     )
-    return Admitted(job, blobs)
+    named = {name for module in standing.modules.values() for name in module.tensors}
+    return Admitted(job, blobs, sorted(named - blobs.keys()))
 
 
 def unknown_model(name: str, served: Sequence[str]) -> MidstreamError:

@@ -1,9 +1,9 @@
 """The OpenAI-style routes. A completion is a job like any other; these handlers wait for it and answer in OpenAI's shape.
 
 When is a response answered? With `capture_wait: true`, with steering, or with rows that are to come back in it, once the job is
-over: then every capture is durable, every rank has reported and all agree. (A steered answer is never given before: a rank might
-still report that it applied nothing.) Without either, as soon as the outputs are stored; captures are `pending` then, with the
-place to look.
+over: then every capture is durable, every rank has reported and all agree. (A steered answer, also of a request that only global
+steering edits, is never given before: a rank might still report that it applied nothing.) Without either, as soon as the outputs
+are stored; captures are `pending` then, with the place to look.
 """
 
 from typing import Any
@@ -44,11 +44,13 @@ async def _answer(request: JsonRequest, body: OpenAIRequest, wish: Wish, shape: 
     created = now()
     job_id = await edge.submit(wish, await request.idempotency(key))
     headers = {JOB_HEADER: job_id, "Location": job_url(edge, job_id)}
-    hold = body.capture_wait or bool(wish.steering) or (wish.capture is not None and "memory" in wish.capture.consumers)
-    asked = wish.capture is not None or bool(wish.steering)
+    hold = body.capture_wait or (wish.capture is not None and "memory" in wish.capture.consumers)
 
     def until(view: JobView) -> bool:
-        return is_over(view) or (not hold and view.generated is not None)
+        return is_over(view) or (not hold and not view.steered and view.generated is not None)
+
+    def asked(view: JobView) -> bool:
+        return wish.capture is not None or view.steered
 
     if wish.stream:
         streamed = Streamed(
@@ -76,7 +78,7 @@ async def _answer(request: JsonRequest, body: OpenAIRequest, wish: Wish, shape: 
                 break  # else its worker died in between and the outputs went with the attempt
     except MidstreamError as error:  # the job is accepted all the same: say where it is
         return problems.answer(request, error.problem(instance=job_url(edge, job_id)), {**headers, "x-should-retry": "false"})
-    more = shapes.extras(result, asked, is_over(view))
+    more = shapes.extras(result, asked(view), is_over(view))
     return Response(shapes.whole(shape, result, created, more), status_code=200, headers=headers)
 
 

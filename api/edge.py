@@ -15,14 +15,16 @@ from ..broker.celery_app import make_app as make_celery
 from ..broker.ledger import Ledger, new_job_id
 from ..broker.retention import Usage
 from ..broker.scripts import stored_tags
+from ..broker.steering import Steering
 from ..broker.watch import Watcher
 from ..schemas.base import from_msgpack
-from ..schemas.errors import MidstreamError
+from ..schemas.errors import MidstreamError, invalid
 from ..schemas.jobs import Job, JobView, State
 from ..schemas.models import ModelInfo, TokenizerBundle
 from ..schemas.settings import Settings
-from . import admission, everyone
+from . import admission, everyone, steered
 from .problems import ClientGone
+from .steered import Standing
 from .text import Codec
 from .wishes import Wish
 
@@ -47,6 +49,7 @@ class Edge:
     def __init__(self, settings: Settings, ledger: Ledger, watcher: Watcher, celery: Any):
         self.settings = settings
         self.ledger = ledger
+        self.steering = Steering(ledger)
         self.watcher = watcher
         self.celery = celery
         self._usage = Usage(settings.capture_root, settings.capture_quota_mib << 20)
@@ -72,6 +75,20 @@ class Edge:
             raise admission.unknown_model(name, [model.name for model in await self.ledger.models()])
         return info
 
+    async def the_model(self, name: str | None) -> ModelInfo:
+        """The one that is named, or the only one there is. Raises `not_found`, and a 400 when there are several to choose from."""
+        if name is not None:
+            return await self.model(name)
+        models = await self.ledger.models()
+        if len(models) > 1:
+            live = {worker.model for worker in await self.ledger.workers()}
+            models = [model for model in models if model.name in live] if len(live) == 1 else models
+        if len(models) > 1:
+            raise invalid("model", "is needed: there are several models", allowed=", ".join(model.name for model in models))
+        if not models:
+            raise admission.unknown_model("", [])
+        return models[0]
+
     async def codec(self, info: ModelInfo) -> Codec:
         """The model's tokenizer, read once per process and content hash."""
         async with self._reading:  # the first burst after a start must not read it once for each request
@@ -91,14 +108,24 @@ class Edge:
         `unavailable` when nothing was accepted.
         """
         info = await self.model(wish.model)
-        admitted = await admission.admit(wish, info, await self.codec(info), new_job_id())
+        named = steered.modules_named(wish.steering)
+        if named and idempotency and (known := await self.ledger.repeated(idempotency)):
+            return known  # whatever has become of the modules since
+        standing = await self.standing(info.name, named) if wish.steering else steered.NOTHING
+        admitted = await admission.admit(wish, info, await self.codec(info), new_job_id(), standing)
         job = admitted.job
         if self.settings.capture_quota_mib and not (idempotency and await self.ledger.knows_key(idempotency[0])):
             job = await self._within_quota(job, info)
-        job_id, created = await self.ledger.submit(job, admitted.blobs, idempotency)
+        job_id, created = await self.ledger.submit(job, admitted.blobs, idempotency, admitted.pinned)
         if created:
             await self._enqueue(job)
         return job_id
+
+    async def standing(self, model: str, names: list[str]) -> Standing:
+        """The modules of these names and what steers everyone, of one moment."""
+        modules, current = await self.steering.standing(model, names)
+        known = await self.steering.module_names(model) if len(modules) < len(names) else []
+        return Standing(modules, current, known)
 
     async def _within_quota(self, job: Job, info: ModelInfo) -> Job:
         """The job as there is room for it. Raises `quota_exceeded` when there is none for what its user asked for."""

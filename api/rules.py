@@ -2,7 +2,7 @@
 
 A rule reads a spec and returns the value to store; a ValueError's text becomes the problem's detail, at the rule's field (and
 below it, when a SelectorError says where). A new hook or option is a row in `CAPTURE_RULES`.
-Steering is `steering_rules.py`'s.
+Steering is `steering_rules.py`'s and `steered.py`'s.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +34,7 @@ from ..schemas.specs import (
     StoredCapture,
     memory_bytes,
 )
+from ..schemas.steering import SteeringTemplate
 from . import everyone
 
 #: Rows that come back are kept in Redis with their job's result: all prompts of a job together may give so many bytes (or one
@@ -69,7 +70,7 @@ Spec = CaptureSpec | SteeringSpec
 # --- Rules of both ---------------------------------------------------------------------------------------------------
 
 
-def positions_of_each(spec: Spec, bounds: Bounds) -> list[PositionSelector]:
+def positions_of_each(spec: Spec | SteeringTemplate, bounds: Bounds) -> list[PositionSelector]:
     """One resolved selector per prompt."""
     if spec.positions is None or isinstance(spec.positions, str):
         return [spec.positions or "all"] * len(bounds.prompts)

@@ -13,14 +13,18 @@ from ..schemas.errors import MidstreamError
 from ..schemas.health import Health, Readiness
 from ..schemas.models import ModelInfo, WorkerInfo
 from ..schemas.openai import ModelCard, ModelList
+from . import steering_metrics
 from .body import JsonRequest
 from .edge import Edge, edge_of
 from .jobs import PROBLEM
+from .steering import ask_all, fresh
 
 #: Litestar adds the charset itself.
 METRICS_TYPE = CONTENT_TYPE_LATEST.partition("; charset")[0]
 #: The relay's sign of life.
 RELAY_KEY = "ms:relay"
+#: How long a scrape waits for what the workers say of their ranks, in seconds; then it takes what they said last.
+SCRAPE_S = 1.0
 
 WORKERS = Gauge("midstream_workers", "Live workers, by model and health", ["model", "healthy"])
 LEDGER = Gauge("midstream_ledger_reachable", "Whether the job ledger answers this API")
@@ -96,10 +100,12 @@ def _why(workers: list[WorkerInfo]) -> list[str]:
 async def metrics(request: JsonRequest) -> Response[Any]:
     edge = edge_of(request)
     WORKERS.clear()
+    steering_metrics.clear()
     HELD.set(edge.watcher.waiting)
     try:
         for worker in await edge.ledger.workers():
             WORKERS.labels(worker.model, str(worker.healthy).lower()).inc()
+        steering_metrics.fill(await fresh(edge, None, await ask_all(edge), SCRAPE_S))
         LEDGER.set(1)
     except MidstreamError:  # the metrics of this process are worth having while Redis is away
         LEDGER.set(0)

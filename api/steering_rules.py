@@ -1,9 +1,10 @@
-"""What does the steering that a body names come to on this model, for each of its prompts?
+"""What does one entry of a body's steering come to on this model, and which of its fields is wrong?
 
 Which fields an op takes is a table in `schemas.specs`; what must hold of a field is a row in `RULES`, as in `rules.py`.
+What all entries come to, named modules among them, is `steered.py`'s.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, get_args
 
@@ -11,18 +12,9 @@ import msgspec
 import numpy as np
 
 from ..schemas.base import to_msgpack
-from ..schemas.errors import invalid
-from ..schemas.selectors import STREAM_HOOKS, Hook, resolve_layers
-from ..schemas.specs import (
-    MAX_RANK,
-    MAX_STEERING_ROWS,
-    STEERING_FIELDS,
-    Family,
-    SteeringSpec,
-    StoredSteering,
-    hashable,
-    steering_rows,
-)
+from ..schemas.selectors import STREAM_HOOKS, Hook, PositionSelector, resolve_layers
+from ..schemas.specs import MAX_RANK, STEERING_FIELDS, Family, SteeringSpec
+from ..schemas.steering import SteeringTemplate
 from ..schemas.tensors import Tensor, content_hash, to_numpy
 from .rules import Bounds, apply_rules, one_hook, positions_of_each
 
@@ -120,15 +112,16 @@ def _data(field: str, spec: SteeringSpec, bounds: Bounds) -> None:
         raise ValueError(f"element {bad[0]} is not finite ({len(bad)} of {values.size} are not)")
     if field == "vector" and family_of(spec) in DIRECTIONS and not values.any():
         raise ValueError(f"is 0 everywhere: {'norm_match' if spec.op == 'add' else spec.op} needs a direction")
-    if field in ("rotation", "weight") and (largest := _largest(tensor)) > _limit(bounds):
-        raise ValueError(f"reaches {largest:.3g}, beyond {bounds.model.dtype}'s {_limit(bounds):.3g}")
+    if field in ("rotation", "weight") and (largest := _largest(tensor)) > limit_of(bounds):
+        raise ValueError(f"reaches {largest:.3g}, beyond {bounds.model.dtype}'s {limit_of(bounds):.3g}")
 
 
 def _largest(tensor: Tensor) -> float:
     return float(np.max(np.abs(to_numpy(tensor)).astype(np.float64), initial=0.0))
 
 
-def _limit(bounds: Bounds) -> float:
+def limit_of(bounds: Bounds) -> float:
+    """The largest number in the model's dtype."""
     return LARGEST.get(bounds.model.dtype, LARGEST["float32"])
 
 
@@ -148,8 +141,8 @@ def _scale(spec: SteeringSpec, bounds: Bounds) -> float:
     scale = _number("scale", spec, bounds)
     if spec.vector is not None and family_of(spec) in SCALED:
         largest = _largest(spec.vector) * abs(scale)
-        if not largest <= _limit(bounds):
-            raise ValueError(f"scale times vector reaches {largest:.3g}, beyond {bounds.model.dtype}'s {_limit(bounds):.3g}")
+        if not largest <= limit_of(bounds):
+            raise ValueError(f"scale times vector reaches {largest:.3g}, beyond {bounds.model.dtype}'s {limit_of(bounds):.3g}")
     return scale
 
 
@@ -189,36 +182,31 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def resolve_steering(specs: Sequence[SteeringSpec], bounds: Bounds) -> tuple[list[list[StoredSteering]], dict[str, bytes]]:
-    """One list per prompt, and the tensors by content hash; both empty when nothing is steered.
+def resolve_entry(spec: SteeringSpec, bounds: Bounds, at: str, blobs: dict[str, bytes]) -> tuple[SteeringTemplate, list[PositionSelector]]:
+    """An entry that is no module, and its positions in each of the prompts; its tensors are added to `blobs`, by content hash.
 
-    Raises a 400 naming the field.
+    Raises a 400 naming the field below `at`.
     """
-    blobs: dict[str, bytes] = {}
-    per_prompt: list[list[StoredSteering]] = [[] for _ in bounds.prompts] if specs else []
-    for index, wished in enumerate(specs):
-        spec = _filled_in(wished)
-        made = apply_rules(RULES, spec, bounds, f"steering[{index}]")
-        family = family_of(spec)
-        tensors = [_keep(getattr(spec, field), blobs) for field in STEERING_FIELDS[spec.op or "add"].tensors]
-        for entries, chosen in zip(per_prompt, made["positions"], strict=True):
-            stored = StoredSteering(
-                layers=made["layers"],
-                hook=made["hook"],
-                positions=chosen,
-                family=family,
-                tensors=tensors,
-                scale=made["scale"] if family in SCALED else 1.0,
-                numbers=[made[number] for number in NUMBERS[family]],
-                rank=spec.bias.shape[0] if spec.bias is not None else 0,
-            )
-            entries.append(stored)
-    checked: set[tuple[int, ...]] = set()
-    for index, entries in enumerate(per_prompt):
-        if (sharing := _sharing(entries)) not in checked:
-            checked.add(sharing)
-            _check_rows(entries, index, bounds)
-    return per_prompt, blobs
+    spec = _filled_in(spec)
+    made = apply_rules(RULES, spec, bounds, at)
+    family = family_of(spec)
+    entry = SteeringTemplate(
+        layers=made["layers"],
+        hook=made["hook"],
+        positions=spec.positions or "all",
+        family=family,
+        tensors=[_keep(getattr(spec, field), blobs) for field in STEERING_FIELDS[spec.op or "add"].tensors],
+        scale=made["scale"] if family in SCALED else 1.0,
+        numbers=[made[number] for number in NUMBERS[family]],
+        rank=spec.bias.shape[0] if spec.bias is not None else 0,
+    )
+    return entry, made["positions"]
+
+
+def reach_of(spec: SteeringSpec) -> float:
+    """The largest coordinate of scale · v where the vector is scaled; 0 for other families. Of a spec that the rules have passed."""
+    scaled = spec.vector is not None and family_of(_filled_in(spec)) in SCALED
+    return _largest(spec.vector) * abs(DEFAULTS["scale"] if spec.scale is None else spec.scale) if scaled and spec.vector else 0.0
 
 
 def _keep(tensor: Tensor, blobs: dict[str, bytes]) -> str:
@@ -226,29 +214,3 @@ def _keep(tensor: Tensor, blobs: dict[str, bytes]) -> str:
     if name not in blobs:
         blobs[name] = to_msgpack(tensor)
     return name
-
-
-def _sharing(entries: list[StoredSteering]) -> tuple[int, ...]:
-    """For each entry the first that has its positions. Prompts of which this is the same take the same rows."""
-    first: dict[object, int] = {}
-    return tuple(first.setdefault(hashable(entry.positions), number) for number, entry in enumerate(entries))
-
-
-def _check_rows(entries: list[StoredSteering], index: int, bounds: Bounds) -> None:
-    """What prompt `index` asks for must fit the worker's tables; that several do not fit at once only makes them wait."""
-    rows = steering_rows(entries)
-    if len(rows) > MAX_STEERING_ROWS:
-        raise invalid(
-            "steering",
-            f"needs {len(rows)} rows of the steering table for prompt {index}: one for each set of positions, and one more where an op "
-            "that cannot be joined with another of its kind is at the same site again",
-            allowed=f"at most {MAX_STEERING_ROWS} in one request: give entries the same positions, write those that replace rows at the "
-            "same positions behind one another, or make one lowrank of several directions",
-        )
-    for needed, there, setting in (
-        (len(rows), bounds.model.steering_rows, "steering_rows"),
-        (sum(row.num_vectors for row in rows), bounds.model.steering_entries, "steering_entries"),
-    ):
-        if there and needed > there:
-            words = f"needs {needed} {setting.replace('_', ' ')} for prompt {index}, the worker has {there} (setting {setting})"
-            raise invalid("steering", words, allowed="fewer layers, entries or ranks")

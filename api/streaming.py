@@ -47,7 +47,7 @@ class Sent:
 
 @dataclass
 class Streamed:
-    """One streamed request: `until` says when the view is settled enough to end it."""
+    """One streamed request: `until`: the view is settled enough to end it; `with_extras`: it tells of captures and ranks."""
 
     edge: Edge
     shape: Shape
@@ -57,7 +57,7 @@ class Streamed:
     prompts: int
     until: Callable[[JobView], bool]
     with_usage: bool
-    with_extras: bool
+    with_extras: Callable[[JobView], bool]
     sent: dict[int, Sent] = field(default_factory=dict)
     attempt: int = 0
 
@@ -135,7 +135,7 @@ class Streamed:
     async def _ending(self, view: JobView) -> bytes:
         """What is missing of the texts, the finish reasons, the usage, and what was captured, in the last chunk."""
         result = await result_of(self.edge, self.job_id)
-        more = shapes.extras(result, self.with_extras, is_over(view))
+        more = shapes.extras(result, self.with_extras(view), is_over(view))
         outputs = sorted(result.outputs, key=lambda output: output.index)
         chunks = [chunk for output in outputs for chunk in self._text(output.index, self._of(output.index).upto(output.text))]
         last = {} if self.with_usage else more

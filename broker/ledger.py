@@ -168,6 +168,13 @@ class Ledger:
         return bool(await self.redis.exists(f"ms:idem:{key}"))
 
     @reachable
+    async def repeated(self, idempotency: tuple[str, str]) -> str | None:
+        """The job that was accepted under this (key, SHA-256 of the body), if there is one; another body may be told by `submit`."""
+        first: bytes | None = await self.redis.get(f"ms:idem:{idempotency[0]}")
+        job_id, _, body = (first or b"").decode().partition(":")
+        return job_id if body == idempotency[1] and await self.redis.exists(f"ms:job:{job_id}") else None
+
+    @reachable
     async def request_cancel(self, job_id: str) -> JobView:
         """Queued: aborted at once. Running: `cancelling`, until the worker says that it has stopped.
 

@@ -4,19 +4,23 @@ The tensors of modules and of global steering are *pinned*: kept without end und
 (a module, the global steering of a model, a proposal of it) names them. A job gets copies of its own when it is accepted.
 """
 
+import logging
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
 from ..schemas.base import from_msgpack, now, to_msgpack
 from ..schemas.errors import MidstreamError
+from ..schemas.models import WorkerInfo
 from ..schemas.settings import Settings
 from ..schemas.steering import Desired, GlobalSteering, Module, Proposal, SteeringTemplate, WorkerSteering
 from ..schemas.tensors import Tensor
 from . import scripts
 from .ledger import Ledger, reachable
+
+log = logging.getLogger(__name__)
 
 #: Reports count only while their worker lives, so this merely removes those of workers that are gone.
 REPORT_TTL_S = 24 * 3600
@@ -35,6 +39,17 @@ class Look(NamedTuple):
     proposal: str  # id of the proposal that is to be prepared
     ask: str  # the last question
     desync: str  # why the worker's ranks are to be made equal again
+
+
+class Account(NamedTuple):
+    """A live worker, and what it reported last since its start; None: nothing yet."""
+
+    info: WorkerInfo
+    report: WorkerSteering | None
+
+    def answers(self, ask: str) -> bool:
+        """Whether the report was made after the question `ask` was put: questions are numbered."""
+        return self.report is not None and self.report.ask != "" and int(self.report.ask) >= int(ask)
 
 
 class Steering:
@@ -100,23 +115,23 @@ class Steering:
 
     @reachable
     async def ask(self, model: str) -> str:
-        """Put a question to the workers of `model`; they answer it with a fresh report (see `answers`)."""
+        """Put a question to the workers of `model`; they answer it with a fresh report (see `Account.answers`)."""
         return str(await self._redis.hincrby(_state(model), "ask", 1))
 
     async def reports(self, model: str) -> list[WorkerSteering]:
         """The last report of each live worker of `model`, by worker; one that has not reported since its start is not there."""
-        return [report for report in (await self.accounts(model)).values() if report is not None]
+        return [account.report for account in await self.accounts(model) if account.report is not None]
 
     @reachable
-    async def accounts(self, model: str | None = None) -> dict[str, WorkerSteering | None]:
-        """Live worker (of `model`, or of all) → its last report, None when it has not reported since its start; by worker."""
+    async def accounts(self, model: str | None = None) -> list[Account]:
+        """The live workers (of `model`, or all) and what they reported last, by worker."""
         live = [info for info in await self._ledger.workers() if model is None or info.model == model]
         raw = await self._redis.mget([_report(info.worker) for info in live]) if live else []
-        told = [None if packed is None else from_msgpack(packed, WorkerSteering) for packed in raw]
-        return {
-            info.worker: report if report is not None and report.boot == info.boot else None
+        told = [_told(packed) for packed in raw]
+        return [
+            Account(info, report if report is not None and report.boot == info.boot else None)
             for info, report in zip(live, told, strict=True)
-        }
+        ]
 
     # ---- global steering -------------------------------------------------------------------------------------------
 
@@ -191,15 +206,21 @@ class Steering:
         packed = await self._scripts.delete_module(args=[*scripts.context(self._settings), model, name])
         return from_msgpack(packed, Module) if packed else None
 
-    async def module(self, model: str, name: str) -> Module | None:
-        return (await self.modules_named(model, [name])).get(name)
-
     @reachable
-    async def modules_named(self, model: str, names: Iterable[str]) -> dict[str, Module]:
-        """Name → module, of those of `names` that there are; of one moment."""
-        wanted = list(dict.fromkeys(names))
-        raw = await self._redis.hmget(_modules(model), wanted) if wanted else []
-        return {name: from_msgpack(packed, Module) for name, packed in zip(wanted, raw, strict=True) if packed is not None}
+    async def standing(self, model: str, names: Sequence[str]) -> tuple[dict[str, Module], GlobalSteering]:
+        """The modules of these names that there are, and what steers everyone; of one moment."""
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.hget(_state(model), "current")
+            if names:
+                pipe.hmget(_modules(model), list(names))
+            current, *found = await pipe.execute()
+        pairs = zip(names, found[0] if found else [], strict=True)
+        modules = {name: from_msgpack(packed, Module) for name, packed in pairs if packed is not None}
+        return modules, GlobalSteering() if current is None else from_msgpack(current, GlobalSteering)
+
+    async def module(self, model: str, name: str) -> Module | None:
+        """None when there is none of this name."""
+        return (await self.standing(model, [name]))[0].get(name)
 
     @reachable
     async def modules(self, model: str) -> list[Module]:
@@ -212,9 +233,12 @@ class Steering:
         return sorted(name.decode() for name in await self._redis.hkeys(_modules(model)))
 
 
-def answers(report: WorkerSteering | None, ask: str) -> bool:
-    """Whether the report was made after the question `ask` was put: questions are numbered."""
-    return report is not None and report.ask != "" and int(report.ask) >= int(ask)
+def _told(packed: bytes | None) -> WorkerSteering | None:
+    try:
+        return None if packed is None else from_msgpack(packed, WorkerSteering)
+    except msgspec.ValidationError as error:  # of a worker of another version: as if it had said nothing
+        log.warning("a worker's report cannot be read: %s", error)
+        return None
 
 
 def _check_there(outcome: str, detail: Sequence[str]) -> None:

@@ -140,7 +140,7 @@ class Answer(Record, kw_only=True):
     object: str
     created: int
     model: str
-    #: Present when capture or steering was asked for, in the last chunk of a stream.
+    #: Present when capture or steering was asked for, or everyone is steered; in the last chunk of a stream.
     capture_results: CaptureResults | UnsetType = UNSET
     determinism: Determinism | UnsetType | None = UNSET
 

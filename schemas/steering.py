@@ -13,7 +13,8 @@ from .selectors import Hook, PositionSelector, PositionWish, cut_positions, reso
 from .specs import Family, SteeringRow, SteeringSpec, StoredSteering, at_scale, content_key, shapes_of, steering_rows
 
 #: Names of modules: one path segment.
-ModuleName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}(?!\n)$")]
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}(?!\n)$"
+ModuleName = Annotated[str, msgspec.Meta(pattern=NAME_PATTERN)]
 Entries = Annotated[list[SteeringSpec], msgspec.Meta(min_length=1, max_length=4096)]
 
 
@@ -70,6 +71,8 @@ class Module(Record):
     bytes: int  # of its distinct tensors
     created: float
     description: str = ""
+    hidden_size: int = 0  # of the model that it was registered for
+    reach: list[float] = []  # of each entry, the largest coordinate of scale · vector; 0 where the vector is not scaled
 
     @property
     def tensors(self) -> list[str]:
@@ -88,6 +91,7 @@ class EntryView(Record):
     scale: float
     numbers: list[float]
     rank: int = 0
+    norm_match: bool = False
 
 
 class ModuleView(Record):

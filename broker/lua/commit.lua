@@ -5,11 +5,14 @@ local model, id = unpack(ARGV, FIRST, FIRST + 1)
 local state = key('steering', model)
 local open, version, deadline, steering =
   unpack(redis.call('HMGET', state, 'proposal_id', 'proposal_version', 'proposal_deadline', 'proposed'))
+if redis.call('HGET', state, 'committed_id') == id then -- the same again: its answer was lost
+  return {'committed', redis.call('HGET', state, 'current')}
+end
 if open ~= id or tonumber(deadline) <= now then
   return {'gone'}
 end
 hand_over('proposal:' .. model, 'global:' .. model)
 close_proposal(state)
-redis.call('HSET', state, 'current', steering, 'global_version', version)
+redis.call('HSET', state, 'current', steering, 'global_version', version, 'committed_id', id)
 redis.call('HINCRBY', state, 'version', 1)
 return {'committed', steering}

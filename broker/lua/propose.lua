@@ -4,7 +4,10 @@
 -- returns {'busy'} (another one is open) | {'raced'} (a later number was committed) | {'missing', sha256} | {'proposed'}
 local model, id, version, deadline, packed, steering, count = unpack(ARGV, FIRST, FIRST + 6)
 local state = key('steering', model)
-local open = redis.call('HGET', state, 'proposal_deadline')
+local open_id, open = unpack(redis.call('HMGET', state, 'proposal_id', 'proposal_deadline'))
+if open_id == id then -- the same again: its answer was lost
+  return {'proposed'}
+end
 if open and tonumber(open) > now then
   return {'busy'}
 end

@@ -4,7 +4,11 @@
 -- returns {'raced'} (the former is another by now) | {'missing', sha256} | {'stored'}
 local model, name, packed, former, other, count = unpack(ARGV, FIRST, FIRST + 5)
 local modules = key('modules', model)
-if (redis.call('HGET', modules, name) or '') ~= former then
+local there = redis.call('HGET', modules, name) or ''
+if there == packed then -- the same again: its answer was lost
+  return {'stored'}
+end
+if there ~= former then
   return {'raced'}
 end
 local missing = pin('module:' .. model .. ':' .. name, FIRST + 6, tonumber(count))

@@ -16,7 +16,7 @@ from engine_process import Answer, Command
 from reference import Edit
 
 from midstream.api.rules import Bounds, PromptFacts
-from midstream.api.steering_rules import resolve_steering
+from midstream.api.steered import resolve_steering
 from midstream.client.reader import CaptureReader
 from midstream.schemas.base import from_json, from_msgpack, to_json
 from midstream.schemas.jobs import Job, Output, Sampling, StoredPrompt

@@ -10,6 +10,7 @@ from midstream.broker.ledger import Ledger, new_job_id
 from midstream.broker.settle import Settler
 from midstream.schemas.base import now
 from midstream.schemas.jobs import Job, Output, Sampling, StoredPrompt
+from midstream.schemas.models import WorkerInfo
 from midstream.schemas.receipts import Receipt
 from midstream.schemas.settings import Settings
 from midstream.schemas.specs import StoredCapture, StoredSteering
@@ -79,3 +80,10 @@ async def claimed(ledger: Ledger, job: Job, ranks: int = 2, worker: str = WORKER
     claim = await ledger.claim(job.id, worker, boot, ranks)
     assert claim is not None
     return claim.attempt
+
+
+def worker_info(worker: str = WORKER, boot: str = BOOT, **changes: Any) -> WorkerInfo:
+    facts: dict[str, Any] = {
+        "worker": worker, "boot": boot, "model": MODEL, "version": "0.1.0", "host": "here", "pid": 1, "started": now(), "tp": 2, "pp": 1,
+    }  # fmt: skip
+    return WorkerInfo(**(facts | changes))

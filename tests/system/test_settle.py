@@ -7,10 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 import redis
-from ledger_kit import BOOT, EPOCH, WORKER, claimed, make_job, open_ledger, outputs, receipt, settler
+from ledger_kit import BOOT, EPOCH, MODEL, WORKER, claimed, make_job, open_ledger, outputs, receipt, settler, worker_info
 
 from midstream.broker.ledger import Ledger
-from midstream.schemas.base import from_json, to_json
+from midstream.broker.steering import Steering
+from midstream.schemas.base import from_json, now, to_json
 from midstream.schemas.jobs import CaptureResults, Job, JobResult, State
 from midstream.schemas.receipts import CapturedFile, Consumed, LostRange
 
@@ -84,13 +85,16 @@ def test_a_settled_job_does_not_wait_for_another(redis_url: str) -> None:  # fie
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("changed", [{"checksum": "0000000000000001"}, {"actions": 4}])
+DIFFERENT = [{"checksum": "0000000000000001"}, {"actions": 4}, {"epoch": 1}]
+
+
+@pytest.mark.parametrize("changed", DIFFERENT)
 def test_ranks_of_a_stage_that_disagree_fail_the_job_at_once(redis_url: str, changed: dict[str, object]) -> None:  # field case 29
     async def main() -> None:
-        async with open_ledger(redis_url) as ledger:
+        async with open_ledger(redis_url, on_desync="fail") as ledger:
             job = make_job(prompts=2, steer=True)
             await claimed(ledger, job)
-            settle = settler(redis_url)
+            settle = settler(redis_url, on_desync="fail")
             settle.settle(WORKER, 0, EPOCH, [(1, receipt(job, 0, 0))])
             settle.settle(WORKER, 1, EPOCH, [(1, receipt(job, 0, 1, **changed))])
             view = await ledger.view(job.id)
@@ -100,6 +104,7 @@ def test_ranks_of_a_stage_that_disagree_fail_the_job_at_once(redis_url: str, cha
             assert "rank 0" in view.error.detail
             assert "rank 1" in view.error.detail
             assert "fedcba9876543210" in view.error.detail
+            assert ("ledger number 1" in view.error.detail) == ("epoch" in changed)
             result = await ledger.result(job.id)
             assert result.determinism is not None
             assert not result.determinism.consistent
@@ -107,6 +112,109 @@ def test_ranks_of_a_stage_that_disagree_fail_the_job_at_once(redis_url: str, cha
                 "fedcba9876543210",
                 changed.get("checksum", "fedcba9876543210"),
             }
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("changed", DIFFERENT)
+def test_ranks_that_disagree_cost_the_job_one_attempt_and_the_next_says_why(redis_url: str, changed: dict[str, object]) -> None:
+    async def main() -> None:  # field case 29, 30
+        async with open_ledger(redis_url) as ledger:
+            job = make_job(steer=True)
+            await claimed(ledger, job)
+            settle = settler(redis_url)
+            await ledger.store_outputs(job.id, 1, outputs())
+            settle.settle(WORKER, 0, EPOCH, [(1, receipt(job, 0, 0))])
+            settle.settle(WORKER, 1, EPOCH, [(1, receipt(job, 0, 1, **changed))])
+            assert settle.counts.disagreements == 1
+            view = await ledger.view(job.id)
+            assert (view.state, view.receipts, view.generated) == (State.QUEUED, 0, None)
+            assert await ledger.redis.zscore("ms:live", job.id) <= now(), "the sweeper sends its message at once"
+            assert await ledger.redis.hget("ms:desync", WORKER) is not None
+            assert await ledger.claim(job.id, "w2", BOOT, 2) is not None
+            for rank in (0, 1):
+                settle.settle("w2", rank, EPOCH, [(1, receipt(job, 0, rank, attempt=2, worker="w2"))])
+            await ledger.store_outputs(job.id, 2, outputs())
+            result = await ledger.result(job.id)
+            assert (result.state, result.attempt) == (State.SUCCEEDED, 2)
+            assert result.determinism is not None
+            assert result.determinism.consistent
+            (reason,) = result.determinism.retried
+            assert reason.startswith("request 0, stage 0: rank 0 reports checksum fedcba9876543210 after 3 actions")
+
+    asyncio.run(main())
+
+
+def test_a_job_whose_ranks_disagree_twice_fails(redis_url: str) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger:
+            job = make_job(steer=True)
+            await claimed(ledger, job)
+            settle = settler(redis_url)
+            for attempt, worker in ((1, WORKER), (2, "w2")):
+                if attempt == 2:
+                    assert await ledger.claim(job.id, worker, BOOT, 2) is not None
+                settle.settle(worker, 0, EPOCH, [(1, receipt(job, attempt=attempt, worker=worker))])
+                settle.settle(worker, 1, EPOCH, [(1, receipt(job, rank=1, attempt=attempt, worker=worker, actions=4))])
+            view = await ledger.view(job.id)
+            assert view.state is State.FAILED
+            assert view.error is not None
+            assert view.error.type == "urn:midstream:ranks_disagree"
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_job_whose_ranks_disagree_is_not_run_again(redis_url: str) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger:
+            job = make_job(steer=True)
+            await claimed(ledger, job)
+            await ledger.request_cancel(job.id)
+            assert await ledger.desync_release(job.id, 1, "rank 1 differs") is State.CANCELLED
+            assert await ledger.desync_release(job.id, 1, "rank 1 differs") is None
+
+    asyncio.run(main())
+
+
+def test_what_a_worker_gives_up_for_its_ranks_is_run_once_more_or_not_at_all(redis_url: str) -> None:
+    async def main() -> None:
+        for on_desync, after in (("retry", State.QUEUED), ("fail", State.FAILED)):
+            async with open_ledger(redis_url, on_desync=on_desync) as ledger:
+                job = make_job(steer=True)
+                await claimed(ledger, job)
+                assert await ledger.desync_release(job.id, 1, "rank 1 differs") is after
+                assert await ledger.desync_release(job.id, 1, "rank 1 differs") is None, "stale"
+                if after is State.QUEUED:
+                    assert await ledger.claim(job.id, WORKER, BOOT, 2) is not None
+                    assert await ledger.desync_release(job.id, 2, "rank 1 differs") is State.FAILED, "once only"
+                    result = await ledger.result(job.id)
+                    assert result.determinism is not None
+                    assert result.determinism.retried == ["rank 1 differs"]
+
+    asyncio.run(main())
+
+
+def test_late_receipts_of_ledgers_that_are_settled_do_not_mark_the_worker_again(redis_url: str) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger:
+            steering, settle = Steering(ledger), settler(redis_url)
+
+            async def disagree(seq: int, boot: str, epoch: int) -> bool:
+                job = make_job(steer=True)
+                await claimed(ledger, job, worker="w2")
+                for rank in (0, 1):
+                    told = receipt(job, 0, rank, worker=WORKER, boot=boot, epoch=epoch, actions=3 + rank)
+                    settle.settle(WORKER, rank, EPOCH, [(seq, told)])
+                return (await steering.look(MODEL, WORKER)).desync != ""
+
+            assert await disagree(1, BOOT, 0)
+            await steering.clear_desync(WORKER, BOOT, 1)
+            assert not await disagree(2, BOOT, 0)
+            assert await disagree(3, BOOT, 1)
+            await steering.clear_desync(WORKER, BOOT, 2)
+            await ledger.heartbeat(worker_info(boot="boot2"))
+            assert not await disagree(4, BOOT, 7), "of a former start"
+            assert await disagree(5, "boot2", 0)
 
     asyncio.run(main())
 

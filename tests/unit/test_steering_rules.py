@@ -8,7 +8,8 @@ import pytest
 
 from midstream import __version__
 from midstream.api.rules import Bounds, PromptFacts
-from midstream.api.steering_rules import DEFAULTS, DIRECTIONS, LARGEST, NO_LIMIT, NUMBERS, OPTIONS, SCALED, TENSORS, resolve_steering
+from midstream.api.steered import resolve_steering
+from midstream.api.steering_rules import DEFAULTS, DIRECTIONS, LARGEST, NO_LIMIT, NUMBERS, OPTIONS, SCALED, TENSORS
 from midstream.kernels.families import FAMILIES
 from midstream.schemas.base import from_msgpack, to_json, to_msgpack
 from midstream.schemas.errors import MidstreamError

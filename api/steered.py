@@ -1,0 +1,283 @@
+"""What do all entries of a body's `steering` come to: for each prompt of a request, or for whoever comes, as a module or for everyone?
+
+A named module is replaced by its entries here, so that nothing behind this knows names.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import msgspec
+
+from ..schemas.base import from_msgpack
+from ..schemas.errors import invalid
+from ..schemas.models import ModelInfo
+from ..schemas.selectors import PositionSelector, PositionWish, SelectorError, Span
+from ..schemas.specs import MAX_STEERING_ROWS, SteeringSpec, StoredSteering, hashable, steering_rows
+from ..schemas.steering import GlobalSteering, Module, SteeringTemplate
+from ..schemas.tensors import Tensor
+from .rules import Bounds, apply_rules, positions_of_each
+from .steering_rules import NO_LIMIT, limit_of, reach_of, resolve_entry
+
+#: What steers everyone may take of the worker's tables, so that what requests bring finds room: 1 / this.
+SHARE_OF_EVERYONE = 2
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What there is on the model before a request comes."""
+
+    modules: Mapping[str, Module] = field(default_factory=dict)  # those that the request names
+    everyone: GlobalSteering = field(default_factory=GlobalSteering)
+    names: Sequence[str] = ()  # of all modules
+
+
+NOTHING = Standing()
+NO_POSITION = "no position named: give at least one"
+
+
+class Room(NamedTuple):
+    """What entries take of the worker's tables."""
+
+    rows: int
+    entries: int
+
+
+NO_ROOM = Room(0, 0)
+
+
+class Part(NamedTuple):
+    """An entry as it is written, or one of a module's."""
+
+    entry: SteeringTemplate
+    scale: float
+    positions: list[PositionSelector]  # one per prompt
+
+
+def modules_named(specs: Iterable[SteeringSpec]) -> list[str]:
+    """Each once."""
+    return list(dict.fromkeys(spec.module for spec in specs if spec.module is not None))
+
+
+# --- A named module in a request ---------------------------------------------------------------------------------------
+
+#: What may stand beside `module`.
+BESIDE_MODULE = ("module", "scale", "positions")
+
+
+def _left_out(name: str) -> Callable[[SteeringSpec, Bounds], None]:
+    def rule(spec: SteeringSpec, bounds: Bounds) -> None:
+        if getattr(spec, name) is not None:
+            raise ValueError("is not taken beside module, which says itself what it does: give scale and positions, or leave module out")
+
+    return rule
+
+
+def _positions(spec: SteeringSpec, bounds: Bounds) -> list[PositionSelector] | None:
+    return None if spec.positions is None else positions_of_each(spec, bounds)
+
+
+REFERENCE_RULES: tuple[tuple[str, Callable[[SteeringSpec, Bounds], Any]], ...] = (
+    *((name, _left_out(name)) for name in SteeringSpec.__struct_fields__ if name not in BESIDE_MODULE),
+    ("positions", _positions),
+)
+
+
+def _parts_of_module(spec: SteeringSpec, bounds: Bounds, at: str, standing: Standing) -> list[Part]:
+    """The entries of the module that `spec` names. Raises a 400 naming the field below `at`."""
+    made = apply_rules(REFERENCE_RULES, spec, bounds, at)
+    module = standing.modules.get(spec.module or "")
+    if module is None:
+        there = ", ".join(standing.names) or "there is none"
+        raise invalid(f"{at}.module", f"there is no module {spec.module!r} of model {bounds.model.name!r}", allowed=there)
+    scale = 1.0 if spec.scale is None else spec.scale
+    parts = []
+    for number, (entry, reach) in enumerate(zip(module.entries, module.reach, strict=True)):
+        _check_fits(module, number, entry, bounds, at)
+        _check_scale(entry, reach, scale, bounds, at)
+        parts.append(Part(entry, scale, made["positions"] or _own_positions(module, number, entry, bounds, at)))
+    return parts
+
+
+def _check_fits(module: Module, number: int, entry: SteeringTemplate, bounds: Bounds, at: str) -> None:
+    """A model may come back under its name with other sizes."""
+    model = bounds.model
+    if module.hidden_size != model.hidden_size:
+        wrong = f"is {module.hidden_size} wide, the model {model.hidden_size}"
+    elif entry.layers[-1] >= model.num_layers:
+        wrong = f"names layer {entry.layers[-1]} in its entry {number}, the model has layers 0 to {model.num_layers - 1}"
+    elif entry.hook not in model.hooks:
+        wrong = f"names hook {entry.hook} in its entry {number}, the model has {', '.join(model.hooks)}"
+    else:
+        return
+    raise invalid(f"{at}.module", f"module {module.name!r} {wrong}: it was registered for another {model.name!r}")
+
+
+def _check_scale(entry: SteeringTemplate, reach: float, scale: float, bounds: Bounds, at: str) -> None:
+    made = entry.stored("all", scale)
+    numbers = [made.scale, *made.numbers]
+    if not all(abs(number) <= NO_LIMIT for number in numbers):
+        raise invalid(f"{at}.scale", f"{scale:.3g} times what the module does is beyond float32's {NO_LIMIT:.3g}")
+    if not reach * abs(scale) <= limit_of(bounds):
+        largest, limit = reach * abs(scale), limit_of(bounds)
+        raise invalid(f"{at}.scale", f"scale times vector reaches {largest:.3g}, beyond {bounds.model.dtype}'s {limit:.3g}")
+
+
+def _own_positions(module: Module, number: int, entry: SteeringTemplate, bounds: Bounds, at: str) -> list[PositionSelector]:
+    try:
+        return positions_of_each(entry, bounds)
+    except SelectorError as error:
+        raise invalid(
+            f"{at}.module", f"module {module.name!r}, entry {number}: {error}", allowed=f"{at}.positions, instead of the module's own"
+        ) from error
+
+
+# --- A request ---------------------------------------------------------------------------------------------------------
+
+
+def resolve_steering(
+    specs: Sequence[SteeringSpec], bounds: Bounds, standing: Standing = NOTHING
+) -> tuple[list[list[StoredSteering]], dict[str, bytes]]:
+    """One list per prompt, and the tensors that came with them by content hash; both empty when nothing is steered.
+
+    Tensors of named modules are not among those that came. Raises a 400 naming the field.
+    """
+    blobs: dict[str, bytes] = {}
+    per_prompt: list[list[StoredSteering]] = [[] for _ in bounds.prompts] if specs else []
+    for index, spec in enumerate(specs):
+        for part in _parts(spec, bounds, f"steering[{index}]", standing, blobs):
+            for entries, positions in zip(per_prompt, part.positions, strict=True):
+                entries.append(part.entry.stored(positions, part.scale))
+    checked: set[tuple[int, ...]] = set()
+    beside = _room_for_everyone(standing.everyone, bounds) if specs else NO_ROOM
+    for index, entries in enumerate(per_prompt):
+        if (sharing := _sharing(entries)) not in checked:
+            checked.add(sharing)
+            _check_room(entries, f"for prompt {index}", bounds.model, beside)
+    return per_prompt, blobs
+
+
+def _parts(spec: SteeringSpec, bounds: Bounds, at: str, standing: Standing, blobs: dict[str, bytes]) -> list[Part]:
+    if spec.module is not None:
+        return _parts_of_module(spec, bounds, at, standing)
+    entry, positions = resolve_entry(spec, bounds, at, blobs)
+    return [Part(entry, 1.0, positions)]
+
+
+# --- Whoever comes -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Content:
+    """Entries that hold for prompts which nobody has seen yet."""
+
+    entries: list[SteeringTemplate]
+    reach: list[float]  # of each entry, see `Module.reach`
+    blobs: dict[str, bytes]  # tensors that came with them, by content hash
+
+    @property
+    def size(self) -> int:
+        """Bytes of those tensors."""
+        return sum(len(from_msgpack(raw, Tensor).data) for raw in self.blobs.values())
+
+
+def resolve_module(specs: Sequence[SteeringSpec], model: ModelInfo) -> Content:
+    """What a named module is to do. Raises a 400 naming the field."""
+    blobs: dict[str, bytes] = {}
+    entries = []
+    for index, spec in enumerate(specs):
+        if spec.module is not None:
+            raise invalid(f"steering[{index}].module", "a module holds entries, not other modules: write out what it does")
+        if spec.positions == []:
+            raise invalid(f"steering[{index}].positions", NO_POSITION)
+        entries.append(resolve_entry(spec, Bounds(model, []), f"steering[{index}]", blobs)[0])
+    _check_room([_anywhere(entry) for entry in entries], "", model)
+    return Content(entries, [reach_of(spec) for spec in specs], blobs)
+
+
+def resolve_everyone(specs: Sequence[SteeringSpec], model: ModelInfo, standing: Standing) -> Content:
+    """What is to be done to every request. Raises a 400 naming the field."""
+    blobs: dict[str, bytes] = {}
+    bounds = Bounds(model, [])
+    entries = []
+    for index, spec in enumerate(specs):
+        at = f"steering[{index}]"
+        for part in _parts(spec, bounds, at, standing, blobs):
+            entry = _at_scale(part.entry, part.scale, spec.positions)
+            _check_for_everyone(entry.positions, f"{at}.positions" if spec.module is None or spec.positions is not None else f"{at}.module")
+            entries.append(entry)
+    _check_room([_anywhere(entry) for entry in entries], "", model, share=SHARE_OF_EVERYONE)
+    return Content(entries, [], blobs)
+
+
+def _at_scale(entry: SteeringTemplate, scale: float, positions: PositionWish | None) -> SteeringTemplate:
+    made = entry.stored("all", scale)
+    return msgspec.structs.replace(
+        entry, scale=made.scale, numbers=made.numbers, positions=entry.positions if positions is None else positions
+    )
+
+
+def _anywhere(entry: SteeringTemplate) -> StoredSteering:
+    """With its wish in place of positions: entries of one wish share a row, whatever the prompt."""
+    return entry.stored(entry.positions)  # type: ignore[arg-type]
+
+
+def _check_for_everyone(wish: PositionWish, at: str) -> None:
+    """Raises a 400 for positions that need to know the prompt."""
+    allowed = "a name, positions from 0 on, or a range with `start` and `stop` from 0 on"
+    for index, item in enumerate(wish if isinstance(wish, list) else [wish]):
+        where = f"{at}[{index}]" if isinstance(wish, list) and not at.endswith(".module") else at
+        if isinstance(item, Span) and not item.is_range:
+            raise invalid(where, "a text is in some prompts only: global steering holds for all of them", allowed=allowed)
+        places = (item.start, item.stop) if isinstance(item, Span) else (item,)
+        for place in places:
+            if isinstance(place, int) and place < 0:
+                raise invalid(where, f"{place} is another position in each prompt: count from the beginning", allowed=allowed)
+    if wish == []:
+        raise invalid(at, NO_POSITION, allowed=allowed)
+
+
+# --- Room in the tables ------------------------------------------------------------------------------------------------
+
+
+def _room(entries: Sequence[StoredSteering]) -> Room:
+    rows = steering_rows(list(entries))
+    return Room(len(rows), sum(row.num_vectors for row in rows))
+
+
+def _room_for_everyone(everyone: GlobalSteering, bounds: Bounds) -> Room:
+    return _room(everyone.at(max(prompt.tokens for prompt in bounds.prompts))) if everyone.entries else NO_ROOM
+
+
+def _sharing(entries: list[StoredSteering]) -> tuple[int, ...]:
+    """For each entry the first that has its positions. Prompts of which this is the same take the same rows."""
+    first: dict[object, int] = {}
+    return tuple(first.setdefault(hashable(entry.positions), number) for number, entry in enumerate(entries))
+
+
+def _check_room(entries: list[StoredSteering], whom: str, model: ModelInfo, beside: Room = NO_ROOM, share: int = 1) -> None:
+    """All of it must fit into a `share`-th of the worker's tables, beside what steers everyone. Raises a 400 naming `steering`.
+
+    That several do not fit at once only makes them wait.
+    """
+    needed = _room(entries)
+    whom = f" {whom}" if whom else ""
+    if needed.rows > MAX_STEERING_ROWS:
+        raise invalid(
+            "steering",
+            f"needs {needed.rows} rows of the steering table{whom}: one for each set of positions, and one more where an op "
+            "that cannot be joined with another of its kind is at the same site again",
+            allowed=f"at most {MAX_STEERING_ROWS} in one request: give entries the same positions, write those that replace rows at the "
+            "same positions behind one another, or make one lowrank of several directions",
+        )
+    for wanted, taken, there, setting in (
+        (needed.rows, beside.rows, model.steering_rows, "steering_rows"),
+        (needed.entries, beside.entries, model.steering_entries, "steering_entries"),
+    ):
+        if there and wanted + taken > max(1, there // share):
+            words = f"needs {wanted} {setting.replace('_', ' ')}{whom}, the worker has {there} (setting {setting})"
+            if taken:
+                words += f", of which global steering takes {taken}"
+            if share > 1:
+                words += f", of which global steering may take {max(1, there // share)}"
+            raise invalid("steering", words, allowed="fewer layers, entries or ranks")

@@ -1,0 +1,262 @@
+"""The routes of what stands whatever requests come: named modules, global steering, and what the ranks say of both."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import anyio.to_thread
+import msgspec
+from litestar import Response, delete, get, put
+from litestar.openapi.datastructures import ResponseSpec
+from litestar.openapi.spec import OpenAPIMediaType, Operation, RequestBody, Schema
+from litestar.openapi.spec.enums import OpenAPIFormat, OpenAPIType
+from litestar.params import JSONBody, PathParameter, QueryParameter
+
+from ..broker.steering import Account
+from ..schemas.base import now
+from ..schemas.errors import MidstreamError
+from ..schemas.module_files import specs_of
+from ..schemas.specs import STEERING_FIELDS, Family, SteeringOp
+from ..schemas.steering import (
+    NAME_PATTERN,
+    Dynamic,
+    EntryView,
+    GlobalRequest,
+    GlobalSteering,
+    GlobalView,
+    Module,
+    ModulePage,
+    ModuleRequest,
+    ModuleView,
+    SteeringTemplate,
+    content_digest,
+)
+from . import steered
+from .agreement import agreement
+from .body import FILE_TYPES, JsonRequest
+from .edge import Edge, edge_of
+from .global_change import change, is_applied
+from .jobs import ERRORS, PROBLEM
+
+#: How long `GET /v1/steering/dynamic` waits for the workers' answers, in seconds, and how often it looks.
+ANSWER_S, LOOK_S = 2.0, 0.02
+CHANGE_ERRORS = {**ERRORS, 409: PROBLEM, 413: PROBLEM, 415: PROBLEM}
+
+Name = Annotated[str, PathParameter(description="The module's name: letters, digits, `.`, `_` and `-`", pattern=NAME_PATTERN)]
+Model = Annotated[str | None, QueryParameter(description="May be left out while there is one model")]
+
+
+def _module_of(raw: bytes) -> ModuleRequest:
+    """The body when it is a safetensors file. Raises a 400."""
+    try:
+        return ModuleRequest(steering=specs_of(raw))
+    except ValueError as error:
+        raise MidstreamError("invalid_request", f"the body: {error}") from error
+
+
+@dataclass
+class ModuleOperation(Operation):
+    """Says in the document that a file may be sent in place of JSON."""
+
+    def __post_init__(self) -> None:
+        assert isinstance(self.request_body, RequestBody)
+        for media_type in FILE_TYPES:
+            schema = Schema(type=OpenAPIType.STRING, format=OpenAPIFormat.BINARY)
+            self.request_body.content[media_type] = OpenAPIMediaType(schema=schema)
+
+
+# --- Named modules -----------------------------------------------------------------------------------------------------
+
+
+@put(
+    "/v1/steering/modules/{name:str}",
+    status_code=200,
+    summary="Give a module its name",
+    description="Entries as in a request's `steering`, as JSON or as a safetensors file. Requests that were accepted before keep what the "
+    "name meant then.",
+    responses={201: ResponseSpec(ModuleView, description="The name is new", generate_examples=False), **CHANGE_ERRORS},
+    operation_class=ModuleOperation,
+    opt={"file": _module_of},
+)
+async def put_module(
+    name: Name,
+    data: JSONBody[ModuleRequest],
+    request: JsonRequest,
+    model: Model = None,
+    description: Annotated[str | None, QueryParameter(max_length=1000, description="Where the body is a file")] = None,
+) -> Response[ModuleView]:
+    edge = edge_of(request)
+    info = await edge.the_model(data.model or model)
+    content = await anyio.to_thread.run_sync(steered.resolve_module, data.steering, info)
+    module = Module(
+        name=name,
+        model=info.name,
+        digest=content_digest(content.entries),
+        entries=content.entries,
+        bytes=content.size,
+        created=now(),
+        description=description or data.description,
+        hidden_size=info.hidden_size,
+        reach=content.reach,
+    )
+    former = await edge.steering.put_module(module, content.blobs)
+    if former is None:
+        where = f"{edge.settings.public_url.rstrip('/')}/v1/steering/modules/{name}"
+        return Response(_view(module), status_code=201, headers={"Location": where})
+    if former.digest == module.digest:
+        return Response(_view(msgspec.structs.replace(module, created=former.created)), status_code=200)
+    return Response(msgspec.structs.replace(_view(module), replaced=former.digest), status_code=200)
+
+
+@get("/v1/steering/modules", summary="List the named modules", responses=ERRORS)
+async def list_modules(request: JsonRequest, model: Model = None) -> ModulePage:
+    edge = edge_of(request)
+    info = await edge.the_model(model)
+    return ModulePage(modules=[_view(module) for module in await edge.steering.modules(info.name)])
+
+
+@get("/v1/steering/modules/{name:str}", summary="What a name means", responses=ERRORS)
+async def get_module(name: Name, request: JsonRequest, model: Model = None) -> ModuleView:
+    edge = edge_of(request)
+    info = await edge.the_model(model)
+    module = await edge.steering.module(info.name, name)
+    if module is None:
+        raise await _no_module(edge, info.name, name)
+    return _view(module)
+
+
+@delete(
+    "/v1/steering/modules/{name:str}",
+    status_code=204,
+    summary="Take a module's name away",
+    description="Requests that were accepted before keep what it meant.",
+    responses=ERRORS,
+)
+async def delete_module(name: Name, request: JsonRequest, model: Model = None) -> None:
+    edge = edge_of(request)
+    info = await edge.the_model(model)
+    if await edge.steering.delete_module(info.name, name) is None:
+        raise await _no_module(edge, info.name, name)
+
+
+async def _no_module(edge: Edge, model: str, name: str) -> MidstreamError:
+    names = ", ".join(await edge.steering.module_names(model)) or "there is none"
+    return MidstreamError("not_found", f"there is no module {name!r} of model {model!r}", field="name", allowed=names)
+
+
+def _view(module: Module) -> ModuleView:
+    return ModuleView(
+        name=module.name,
+        model=module.model,
+        digest=module.digest,
+        entries=_entries(module.entries),
+        bytes=module.bytes,
+        created=module.created,
+        description=module.description,
+    )
+
+
+def op_of(family: Family) -> SteeringOp:
+    """The op that users write for it: `add` with `norm_match` is a family of its own."""
+    return family if family in STEERING_FIELDS else "add"
+
+
+def _entries(entries: Sequence[SteeringTemplate]) -> list[EntryView]:
+    return [
+        EntryView(
+            op=op_of(entry.family), hook=entry.hook, layers=entry.layers, positions=entry.positions, tensors=entry.tensors,
+            scale=entry.scale, numbers=entry.numbers, rank=entry.rank, norm_match=entry.family == "add_matched",
+        )
+        for entry in entries
+    ]  # fmt: skip
+
+
+# --- Global steering ---------------------------------------------------------------------------------------------------
+
+
+@put(
+    "/v1/steering/global",
+    summary="Steer every request of a model",
+    description="Every live worker prepares it on all its ranks; if one cannot, nothing changes anywhere (409, 503). Once answered, no "
+    "request begins under what was before; those that run end under it.",
+    responses=CHANGE_ERRORS,
+)
+async def put_global(data: JSONBody[GlobalRequest], request: JsonRequest, model: Model = None) -> GlobalView:
+    edge = edge_of(request)
+    info = await edge.the_model(data.model or model)
+    standing = await edge.standing(info.name, steered.modules_named(data.steering))
+    content = await anyio.to_thread.run_sync(steered.resolve_everyone, data.steering, info, standing)
+    return await _global(edge, info.name, await change(edge.steering, edge.settings, info, content.entries, content.blobs))
+
+
+@delete(
+    "/v1/steering/global",
+    status_code=200,
+    summary="Steer every request of a model no more",
+    description="As setting it. Harmless when nothing is steered.",
+    responses=CHANGE_ERRORS,
+)
+async def delete_global(request: JsonRequest, model: Model = None) -> GlobalView:
+    edge = edge_of(request)
+    info = await edge.the_model(model)
+    return await _global(edge, info.name, await change(edge.steering, edge.settings, info, [], {}))
+
+
+@get("/v1/steering/global", summary="What every request of a model is steered by", responses=ERRORS)
+async def get_global(request: JsonRequest, model: Model = None) -> GlobalView:
+    edge = edge_of(request)
+    info = await edge.the_model(model)
+    return await _global(edge, info.name, (await edge.steering.desired(info.name)).current)
+
+
+async def _global(edge: Edge, model: str, desired: GlobalSteering) -> GlobalView:
+    accounts = await edge.steering.accounts(model)
+    return GlobalView(
+        model=model,
+        version=desired.version,
+        digest=desired.digest,
+        entries=_entries(desired.entries),
+        changed=desired.changed,
+        applied=is_applied(accounts, desired),
+        workers=[account.report for account in accounts if account.report is not None],
+    )
+
+
+# --- What the ranks say ------------------------------------------------------------------------------------------------
+
+
+@get(
+    "/v1/steering/dynamic",
+    summary="What the ranks have applied, and whether they agree",
+    description="Asks every live worker now. 200 also when ranks differ or a worker does not answer: `determinism` says so.",
+    responses=ERRORS,
+)
+async def get_dynamic(request: JsonRequest, model: Model = None) -> Dynamic:
+    edge = edge_of(request)
+    if model is not None:
+        await edge.model(model)
+    asks = await ask_all(edge, model)
+    accounts = await fresh(edge, model, asks, ANSWER_S)
+    workers = [account.report for account in accounts if account.report is not None]
+    return Dynamic(workers=workers, determinism=agreement(accounts, asks))
+
+
+async def ask_all(edge: Edge, model: str | None = None) -> dict[str, str]:
+    """Model that live workers serve → the question that was put to them."""
+    models = {account.info.model for account in await edge.steering.accounts(model)}
+    return {name: await edge.steering.ask(name) for name in sorted(models)}
+
+
+async def fresh(edge: Edge, model: str | None, asks: dict[str, str], seconds: float) -> list[Account]:
+    """The accounts of those who were asked, once all have answered, or after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while True:
+        accounts = [account for account in await edge.steering.accounts(model) if account.info.model in asks]
+        if all(account.answers(asks[account.info.model]) for account in accounts) or time.monotonic() > deadline:
+            return accounts
+        await asyncio.sleep(LOOK_S)
+
+
+ROUTES: list[Any] = [put_module, list_modules, get_module, delete_module, put_global, delete_global, get_global, get_dynamic]
