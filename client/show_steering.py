@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 
+from rich import box
 from rich.markup import escape
 from rich.table import Table
 
@@ -56,7 +57,7 @@ def entries(views: Sequence[EntryView]) -> Table:
     shown = table("Entries", "op", "hook", "layers", "positions", "scale", "numbers", "tensors")
     for view in views[:TABLE_ROWS]:
         positions = view.positions if isinstance(view.positions, str) else to_json(view.positions).decode()
-        op = f"{view.op} of rank {view.rank}" if view.rank else view.op
+        op = view.op + (f" of rank {view.rank}" if view.rank else "") + (" norm_match" if view.norm_match else "")
         numbers = ", ".join(f"{number:g}" for number in view.numbers)
         tensors = ", ".join(tensor[:DIGEST] for tensor in view.tensors)
         shown.add_row(op, view.hook, as_ranges(view.layers), escape(positions), f"{view.scale:g}", numbers, tensors)
@@ -87,17 +88,16 @@ def worker_line(worker: WorkerSteering) -> str:
 
 
 def ranks(worker: WorkerSteering, agreement: Agreement) -> Table:
-    """What each rank of one worker says; those of a stage that does not agree are red."""
+    """What each rank of one worker says; those of a stage that does not agree are red. In the queues are receipts, and bytes of rows."""
     apart = {stage.pp for stage in agreement.stages if stage.worker == worker.worker and not stage.consistent}
-    columns = ("rank", "stage", "checksum", "actions", "global", "modules", "rows", "entries", "requests", "outbox", "backlog")
-    shown = table("", *columns)
-    shown.title = None
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)  # a line for each rank also on a terminal of 80 columns
+    for column in ("rank", "pp", "checksum", "actions", "global", "modules", "rows", "entries", "requests", "queues"):
+        shown.add_column(column, justify="right", no_wrap=True)
     for rank in worker.ranks:
-        cells = (
-            str(rank.rank), str(rank.pp), rank.checksum, str(rank.actions), str(rank.global_version), str(len(rank.modules)),
-            f"{rank.rows_used}/{rank.rows}", f"{rank.entries_used}/{rank.entries}", str(rank.requests), str(rank.outbox),
-            size(rank.backlog),
-        )  # fmt: skip
+        numbers = (rank.actions, rank.global_version, len(rank.modules))
+        room = (f"{rank.rows_used}/{rank.rows}", f"{rank.entries_used}/{rank.entries}")
+        queues = f"{rank.outbox}, {size(rank.backlog)}"
+        cells = (str(rank.rank), str(rank.pp), rank.checksum, *map(str, numbers), *room, str(rank.requests), queues)
         shown.add_row(*cells, style="red" if rank.pp in apart else None)
     return shown
 

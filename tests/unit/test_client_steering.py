@@ -243,6 +243,14 @@ def test_ranks_that_agree_are_one_line_with_checksum_and_actions(capsys: pytest.
     assert "w1 of m: serving, state 5, global 3, 0 requests wait for rows" in out
 
 
+def test_each_rank_keeps_a_line_of_its_own_on_a_narrow_terminal() -> None:
+    console = Console(width=80, file=io.StringIO())
+    console.print(show_steering.ranks(AGREED.workers[0], AGREED.determinism))
+    _, _, first, second = [line for line in console.file.getvalue().splitlines() if line.strip()]  # type: ignore[attr-defined]
+    assert first.split() == ["0", "0", "f" * 16, "7", "3", "1", "1/64", "2/4096", "0", "0,", "0", "B"]
+    assert second.split()[:3] == ["1", "0", "f" * 16]
+
+
 def test_a_change_that_a_worker_does_not_have_yet_names_it() -> None:
     behind = worker(rank(), global_version=2, state="resyncing", detail="ranks disagree")
     line = show_steering.global_line(everyone(applied=False, workers=[worker(rank()), behind]))
