@@ -1,6 +1,7 @@
 """What do benchmarks compare with? A stock vLLM engine, or ours called directly, in a process of its own.
 
-Run as a program it serves JSON lines: `{"prompts": [[ids]], "max_tokens": n, "concurrency": n}` → seconds and latencies.
+Run as a program it serves JSON lines: `{"prompts": [[ids]], "max_tokens": n, "concurrency": n, "steering": null}` → seconds and
+latencies; ours also how often and with how many bytes of vectors the ranks were called.
 """
 
 import asyncio
@@ -14,9 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from midstream.schemas.jobs import Job, Sampling, StoredPrompt
 from midstream.schemas.settings import Settings, load_settings, to_environment
+from midstream.schemas.specs import StoredSteering
+from midstream.schemas.steering import GlobalSteering
+from midstream.schemas.tensors import Tensor, content_hash, from_numpy
 
 DATA = Path(__file__).with_name("data")
 DEMO_MODEL = Path.home() / ".cache" / "midstream" / "models" / "SmolLM2-135M-Instruct"
@@ -41,10 +46,14 @@ class EngineProcess:
         )
         self._read()  # ready
 
-    def run(self, prompts: list[list[int]], max_tokens: int, concurrency: int) -> dict[str, Any]:
-        """`seconds` for all, `latencies` of each, `tokens` generated."""
+    def run(self, prompts: list[list[int]], max_tokens: int, concurrency: int, steering: dict[str, Any] | None = None) -> dict[str, Any]:
+        """`seconds` for all, `latencies` of each, `tokens` generated; of ours `sends`, `sent_bytes`: vectors to the ranks.
+
+        `steering`: `{"layers": […], "distinct": n, "seed": n}`, of ours only: prompt i adds, at each of the layers, a random
+        vector of its own for each i modulo `distinct`.
+        """
         assert self._process.stdin is not None
-        command = {"prompts": prompts, "max_tokens": max_tokens, "concurrency": concurrency}
+        command = {"prompts": prompts, "max_tokens": max_tokens, "concurrency": concurrency, "steering": steering}
         self._process.stdin.write(json.dumps(command).encode() + b"\n")
         self._process.stdin.flush()
         return self._read()
@@ -71,23 +80,11 @@ def tokenised(texts: Iterable[str], model: Path) -> list[list[int]]:
 
 
 async def _serve(kind: str, reply: Any) -> None:
-    from vllm import TokensPrompt
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    from midstream.workers import vllm_engine
-
     settings = load_settings()
-    if kind == "ours":
-        engine = vllm_engine.VllmEngine(settings)
-        await engine.start()
-        llm = engine._llm
-    else:
-        vllm_engine._environment(settings)
-        args = vllm_engine.engine_options(settings)
-        llm = AsyncLLM.from_engine_args(vllm_engine.AsyncEngineArgs(**args))
+    target = await (_Ours if kind == "ours" else _Stock).start(settings)
     number = 0
 
-    async def one(prompt: list[int], max_tokens: int, gate: asyncio.Semaphore) -> tuple[float, int]:
+    async def one(prompt: list[int], max_tokens: int, gate: asyncio.Semaphore, steering: list[StoredSteering]) -> tuple[float, int]:
         nonlocal number
         number += 1
         job = Job(
@@ -97,23 +94,111 @@ async def _serve(kind: str, reply: Any) -> None:
             prompts=[StoredPrompt(token_ids=prompt)],
             sampling=Sampling(max_tokens=max_tokens, ignore_eos=True),
             created=0.0,
+            steering=[steering] if steering else [],
         )
         async with gate:
-            start, count = time.perf_counter(), 0
-            async for output in llm.generate(TokensPrompt(prompt_token_ids=prompt), vllm_engine.sampling_params(job, None), job.id):
-                count += len(output.outputs[0].token_ids)
+            start = time.perf_counter()
+            count = await target.generate(job)
             return time.perf_counter() - start, count
 
     reply({"ready": True})
     for line in iter(sys.stdin.readline, ""):
         command = json.loads(line)
-        await llm.reset_prefix_cache()
+        prompts, wish = command["prompts"], command["steering"]
+        steering = target.steering(len(prompts), **wish) if wish else [[] for _ in prompts]
+        sends, sent = target.sends, target.sent_bytes
+        await target.llm.reset_prefix_cache()
         gate = asyncio.Semaphore(command["concurrency"])
         start = time.perf_counter()
-        done = await asyncio.gather(*(one(prompt, command["max_tokens"], gate) for prompt in command["prompts"]))
-        reply({"seconds": time.perf_counter() - start, "latencies": [d[0] for d in done], "tokens": sum(d[1] for d in done)})
-    llm.shutdown()
+        done = await asyncio.gather(
+            *(one(prompt, command["max_tokens"], gate, entries) for prompt, entries in zip(prompts, steering, strict=True))
+        )
+        answer = {"seconds": time.perf_counter() - start, "latencies": [d[0] for d in done], "tokens": sum(d[1] for d in done)}
+        reply(answer | {"sends": target.sends - sends, "sent_bytes": target.sent_bytes - sent})
+    target.llm.shutdown()
     os._exit(0)  # vLLM's own clean-up at interpreter exit prints a traceback
+
+
+class _Stock:
+    """vLLM's AsyncLLM with our settings and nothing else of ours."""
+
+    sends = sent_bytes = 0
+
+    def __init__(self, llm: Any):
+        self.llm = llm
+
+    @classmethod
+    async def start(cls, settings: Settings) -> "_Stock":
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        from midstream.workers import vllm_options
+
+        vllm_options.prepare_environment(settings)
+        return cls(AsyncLLM.from_engine_args(AsyncEngineArgs(**vllm_options.engine_options(settings))))
+
+    async def generate(self, job: Job) -> int:
+        """Tokens generated."""
+        from vllm import TokensPrompt
+
+        from midstream.workers import vllm_output
+
+        prompt, count = TokensPrompt(prompt_token_ids=job.prompts[0].token_ids), 0
+        async for output in self.llm.generate(prompt, vllm_output.sampling_params(job, None), job.id):
+            count += len(output.outputs[0].token_ids)
+        return count
+
+    def steering(self, prompts: int, **wish: Any) -> list[list[StoredSteering]]:
+        raise ValueError("a stock engine steers nothing")
+
+
+class _Ours:
+    """`VllmEngine`, used as a worker uses it; every request holds its vectors, as a job does."""
+
+    def __init__(self, engine: Any, hidden_size: int):
+        self._engine, self._hidden_size = engine, hidden_size
+        self.llm = engine._llm
+        self.sends = self.sent_bytes = 0
+        self._tensors: dict[str, Tensor] = {}
+        self._call = engine._call
+        engine._ranks._call = self._counted
+
+    @classmethod
+    async def start(cls, settings: Settings) -> "_Ours":
+        from midstream.workers.vllm_engine import VllmEngine
+
+        engine = VllmEngine(settings)
+        await engine.start()
+        return cls(engine, engine.info.hidden_size)
+
+    async def generate(self, job: Job) -> int:
+        names = [name for entry in job.steering[0] for name in entry.tensors] if job.steering else []
+        await self._engine.hold_vectors(names, self._fetch)
+        count = 0
+        async for progress in self._engine.generate(job, 0, 1, GlobalSteering()):
+            count += len(progress.token_ids)
+        await self._engine.release_vectors(names)
+        return count
+
+    def steering(self, prompts: int, layers: list[int], distinct: int, seed: int) -> list[list[StoredSteering]]:
+        """Entries of each prompt."""
+        rng = np.random.default_rng(seed)
+        tensors = [from_numpy(rng.standard_normal(self._hidden_size).astype(np.float32)) for _ in range(distinct)]
+        names = [content_hash(tensor) for tensor in tensors]
+        self._tensors = dict(zip(names, tensors, strict=True))
+        entries = [
+            [StoredSteering(layers=layers, hook="post_block", positions="all", family="add", tensors=[name], scale=0.1)] for name in names
+        ]
+        return [entries[number % distinct] for number in range(prompts)]
+
+    async def _fetch(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    async def _counted(self, method: str, args: tuple[Any, ...]) -> Any:
+        if method == "midstream_put_vectors":
+            self.sends += 1
+            self.sent_bytes += sum(len(vector["data"]) for vector in args[0].values())
+        return await self._call(method, args)
 
 
 def settings_for(directory: Path, model: Path, **options: Any) -> Settings:

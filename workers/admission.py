@@ -6,7 +6,7 @@ Two things are limited: the distinct steering rows in flight, and the memory tha
 import asyncio
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Collection, Iterable
 from contextlib import asynccontextmanager
 from typing import Generic, NamedTuple, TypeVar
 
@@ -58,7 +58,7 @@ class _Gate(ABC, Generic[Wish]):
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
+            if turn.done() and not turn.cancelled() and turn.exception() is None:
                 self._release(wish)  # it was our turn in the same instant
             elif entry in self._waiting:
                 self._waiting.remove(entry)
@@ -77,6 +77,13 @@ class _Gate(ABC, Generic[Wish]):
                 turn.set_result(None)
 
 
+class CrowdedOut(MidstreamError):
+    """What stands for everyone leaves no room for this request, which is not from its time: another attempt fits it."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__("intervention_failed", detail)
+
+
 class RowWish(NamedTuple):
     """A row of the steering table: its content's key, and how many entries of the pool it takes."""
 
@@ -85,18 +92,66 @@ class RowWish(NamedTuple):
 
 
 class RowAdmission(_Gate[frozenset[RowWish]]):
-    """Counts the distinct row contents in flight; never more than `rows` with `entries` at once. Equal contents share a row."""
+    """Counts the distinct row contents in flight; never more than `rows` with `entries` at once. Equal contents share a row.
+
+    Some stand for everyone, whether a request in flight uses them or not.
+    """
 
     def __init__(self, rows: int, entries: int) -> None:
         super().__init__()
         self._rows, self._entries = rows, entries
         self._in_use: Counter[RowWish] = Counter()
+        self._standing: frozenset[RowWish] = frozenset()
 
     @property
     def used(self) -> int:
         return len(self._in_use)
 
+    def check_standing(self, rows: frozenset[RowWish]) -> None:
+        """Raises MidstreamError("intervention_failed") when these can never take the place of those that stand now."""
+        self._check_size(rows)
+        if not self._within(rows | self._standing):
+            detail = f"beside what stands now, which it would replace, it does not fit the {self._rows} steering rows: clear that first"
+            raise MidstreamError("intervention_failed", detail)
+
+    @asynccontextmanager
+    async def replacing_standing(self, rows: frozenset[RowWish], patience_s: float) -> AsyncIterator[None]:
+        """These and those that stand are held in the block; after it these stand, or, when it raises, those as before.
+
+        Raises as `check_standing`, and when there is no room within `patience_s`.
+        """
+        self.check_standing(rows)
+        if rows:
+            try:
+                async with asyncio.timeout(patience_s):
+                    await self._acquire(rows)
+            except TimeoutError:
+                detail = f"no room for {len(rows)} more of the {self._rows} steering rows in {patience_s:g} s"
+                raise MidstreamError("intervention_failed", detail) from None
+        try:
+            yield
+        except BaseException:
+            self._release(rows)
+            raise
+        former, self._standing = self._standing, rows
+        self._release(former)
+        for entry in [entry for entry in self._waiting if not self._within(entry[0] | rows)]:
+            self._waiting.remove(entry)
+            if not entry[1].done():
+                entry[1].set_exception(self._crowded_out(entry[0]))
+        self._wake()
+
+    def clear_standing(self) -> None:
+        """None stand any more: the ranks have forgotten them."""
+        former, self._standing = self._standing, frozenset()
+        self._release(former)
+
     def _check(self, wish: frozenset[RowWish]) -> None:
+        self._check_size(wish)
+        if wish and not self._within(wish | self._standing):
+            raise self._crowded_out(wish)
+
+    def _check_size(self, wish: frozenset[RowWish]) -> None:
         for needed, there, setting in (
             (len(wish), self._rows, "steering_rows"),
             (_entries(wish), self._entries, "steering_entries"),
@@ -105,9 +160,14 @@ class RowAdmission(_Gate[frozenset[RowWish]]):
                 detail = f"the request needs {needed} {setting.replace('_', ' ')}, the engine has {there} (setting {setting})"
                 raise MidstreamError("intervention_failed", detail)
 
+    def _crowded_out(self, wish: frozenset[RowWish]) -> CrowdedOut:
+        return CrowdedOut(f"its {len(wish)} steering rows and the {len(self._standing)} that now stand for everyone do not fit together")
+
     def _fits(self, wish: frozenset[RowWish]) -> bool:
-        together = self._in_use.keys() | wish
-        return len(together) <= self._rows and _entries(together) <= self._entries
+        return self._within(self._in_use.keys() | wish)
+
+    def _within(self, rows: Collection[RowWish]) -> bool:
+        return len(rows) <= self._rows and _entries(rows) <= self._entries
 
     def _take(self, wish: frozenset[RowWish]) -> None:
         self._in_use.update(wish)

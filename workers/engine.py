@@ -31,17 +31,19 @@ class Engine(Protocol):
     info: ModelInfo
     tokenizer: TokenizerBundle
     world: int  # number of ranks (tp x pp): this many receipts for every request that wants them
+    on_quarantine: Callable[[str], None]  # set by the host; told why the ranks may differ, besides what is raised
 
     async def start(self) -> None:
         """Load the model; may take a minute. Raises MidstreamError("engine_failed")."""
 
-    async def hold_vectors(self, names: Sequence[str], fetch: Fetch) -> None:
+    async def hold_vectors(self, names: Sequence[str], fetch: Fetch, *, standing: bool = False) -> None:
         """Have every one of these tensors on every rank, and keep them there until `release_vectors` with the same names.
 
-        Raises MidstreamError("intervention_failed") naming rank and reason; a call that raises, or is cancelled, holds nothing.
+        `standing`: for modules and global steering, beside the cache's budget. Raises MidstreamError("intervention_failed")
+        naming rank and reason, and Quarantined; a call that raises, or is cancelled, holds nothing.
         """
 
-    async def release_vectors(self, names: Sequence[str]) -> None:
+    async def release_vectors(self, names: Sequence[str], *, standing: bool = False) -> None:
         """These are no longer needed by whoever held them; they may stay as a cache."""
 
     # What is applied to everyone and what has a name: `workers.steering` calls these one at a time, never side by side.
@@ -96,13 +98,6 @@ class Engine(Protocol):
 
     async def failed(self) -> str:
         """Return, with the reason, only when the engine has died by itself."""
-
-
-class Quarantined(MidstreamError):
-    """The ranks may differ in what they have: no job may run here until they were made equal again."""
-
-    def __init__(self, detail: str) -> None:
-        super().__init__("intervention_failed", detail)
 
 
 def make_engine(settings: Settings) -> Engine:

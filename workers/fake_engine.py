@@ -1,102 +1,101 @@
 """What does the control plane do when no model is in the way?
 
 `FakeEngine` generates without a model: deterministic text, a settable time per token, and real receipts and real capture
-files for every rank it claims to have. Steering of every op is checked and counted and decides the text; captured rows stay
-as they are. For control-plane tests and benchmarks only; nothing it says is about a language model. Faults that
-`settings.fault` may name, as `name:key=value`: `engine_dies:tokens=N` (after N tokens in all),
-`hold:rank=R` (rank R refuses vectors), `generate:request=I` (that prompt of each job fails), `disagree:rank=R` (rank R
-folds another action), `start:reason=TEXT`, `slow_start:seconds=S`, `silent:rank=R` (rank R never reports).
+files for every rank it claims to have. Steering of every op is checked, accounted for on each rank and decides the text;
+captured rows stay as they are. For control-plane tests and benchmarks only; nothing it says is about a language model. Faults
+that `settings.fault` may name (see `FakeFaults`): `engine_dies:tokens=N` (after N tokens in all), `generate:request=I` (that
+prompt of each job fails), `disagree:rank=R` (rank R's receipts tell another checksum), `silent:rank=R` (rank R never reports),
+`start:reason=TEXT`, `slow_start:seconds=S`; and of a call to rank R: `hold`, `drop`, `prepare`, `commit`, `set_module`,
+`rollback`, `restart` (the rank refuses), `desync` (it does not account for a steered request), `fingerprint` (it has other bytes).
 """
 
 import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Any
 
 from tokenizers import Tokenizer
 
 from ..schemas.errors import MidstreamError
 from ..schemas.jobs import Job, Output, Sampling, TokenLogprob
 from ..schemas.settings import Settings
-from ..schemas.tensors import Tensor
-from .engine import Fetch, Progress
-from .fake_model import HIDDEN_SIZE, Dice, make_bundle, make_info, make_tokenizer
+from ..schemas.specs import RankSpec, StoredSteering
+from ..schemas.steering import GlobalSteering
+from .engine import Progress
+from .fake_model import Dice, make_bundle, make_info, make_tokenizer
+from .fake_rank import FakeFaults
 from .fake_ranks import FakeRanks
+from .rank_control import RankControl, row_wish
+from .rank_spec import rank_spec
 
 
-class FakeEngine:
+class FakeEngine(RankControl):
     """An `Engine` without a model. `settings.fake_token_s`: seconds per token; 0 gives a whole output at once."""
 
     def __init__(self, settings: Settings):
+        super().__init__(settings)
         self._settings = settings
-        self._fault, self._fault_arguments = parse_fault(settings.fault)
+        self.faults = FakeFaults(settings.fault)
         self._tokenizer = make_tokenizer()
         self.tokenizer = make_bundle(self._tokenizer)
         self.info = make_info(settings, self._tokenizer, self.tokenizer)
-        self.world = settings.tensor_parallel_size * settings.pipeline_parallel_size
-        self._vectors: dict[str, Tensor] = {}
         self._slots = asyncio.Semaphore(settings.max_num_seqs)
         self._tokens = 0  # generated so far, over all requests
         self._death: asyncio.Event = asyncio.Event()
         self._reason = ""
         self._active: Counter[tuple[str, int]] = Counter()  # requests of an attempt that are being generated
         self._aborted: set[tuple[str, int]] = set()
-        self._ranks: FakeRanks | None = None
+        self.ranks = FakeRanks(settings, self.faults, self._die)
 
     async def start(self) -> None:
-        if self._fault == "start":
-            raise MidstreamError("engine_failed", self._fault_arguments["reason"])
-        if self._fault == "slow_start":
+        if (found := self.faults.get("start")) is not None:
+            raise MidstreamError("engine_failed", found["reason"])
+        if (found := self.faults.get("slow_start")) is not None:
             # In a thread, where a real engine is built: nothing can interrupt that.
-            await asyncio.to_thread(time.sleep, float(self._fault_arguments["seconds"]))
-        self._ranks = FakeRanks(self._settings, self._die, disagree=self._fault_rank("disagree"), silent=self._fault_rank("silent"))
-        await self._ranks.start()
+            await asyncio.to_thread(time.sleep, float(found["seconds"]))
+        await self.ranks.start()
 
-    async def hold_vectors(self, job: Job, fetch: Fetch) -> None:
-        refusing = self._fault_rank("hold")
-        wanted = {
-            name: shape
-            for entries in job.steering
-            for entry in entries
-            for name, shape in zip(entry.tensors, entry.shapes(HIDDEN_SIZE), strict=True)
-        }
-        for name, shape in wanted.items():
-            if refusing is not None:
-                raise MidstreamError("intervention_failed", f"rank {refusing} refused vector {name[:12]}: injected fault")
-            if name not in self._vectors:
-                self._vectors[name] = await fetch(name)
-            if self._vectors[name].shape != shape:
-                detail = f"rank 0: vector {name[:12]}: its shape is {self._vectors[name].shape}, {shape} is needed"
-                raise MidstreamError("intervention_failed", detail)
+    async def _call(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+        await asyncio.sleep(0)
+        if self._reason:
+            raise MidstreamError("engine_failed", self._reason)
+        return self.ranks.call(method, args)
 
-    async def release_vectors(self, job: Job) -> None:
-        """Nothing to do: the vectors stay as a cache."""
-
-    async def generate(self, job: Job, request: int, attempt: int) -> AsyncGenerator[Progress, None]:
+    async def generate(self, job: Job, request: int, attempt: int, everyone: GlobalSteering) -> AsyncGenerator[Progress, None]:
         self._active[job.id, attempt] += 1
         try:
-            async for progress in self._generate(job, request, attempt):
-                yield progress
+            async with aclosing(self._generate(job, request, rank_spec(job, request, attempt, everyone), attempt)) as progresses:
+                async for progress in progresses:
+                    yield progress
         finally:
             self._active[job.id, attempt] -= 1
             if not self._active[job.id, attempt]:
                 del self._active[job.id, attempt]
                 self._aborted.discard((job.id, attempt))
 
-    async def _generate(self, job: Job, request: int, attempt: int) -> AsyncGenerator[Progress, None]:
-        assert self._ranks is not None, "start() first"
-        async with self._slots:
-            if self._fault == "generate" and int(self._fault_arguments["request"]) == request:
+    async def _generate(self, job: Job, request: int, spec: RankSpec | None, attempt: int) -> AsyncGenerator[Progress, None]:
+        steering = [*spec.global_steering, *spec.steering] if spec is not None else []
+        async with self._rows.admitted(row_wish(spec)), self._slots:
+            if (found := self.faults.get("generate")) is not None and int(found["request"]) == request:
                 raise MidstreamError("intervention_failed", f"rank 0 refused prompt {request}: injected fault")
-            writing = _Writing(self._tokenizer, job, request)
-            while writing.finish_reason is None:
-                await self._take_time(job)
-                if (job.id, attempt) in self._aborted:
-                    return
-                writing.add_token()
-                if writing.finish_reason is None and (job.stream or self._settings.fake_token_s):
-                    yield writing.progress()
-            self._ranks.report(job, request, attempt, writing.token_ids)
+            writing = _Writing(self._tokenizer, job, request, steering)
+            if spec is not None:
+                self.ranks.begin(spec)
+            try:
+                while writing.finish_reason is None:
+                    await self._take_time(job)
+                    if (job.id, attempt) in self._aborted:
+                        return
+                    writing.add_token()
+                    if writing.finish_reason is None and (job.stream or self._settings.fake_token_s):
+                        yield writing.progress()
+            finally:
+                if spec is not None:
+                    self.ranks.end(spec)
+            if spec is not None:
+                self.ranks.report(job, spec, writing.token_ids)
         yield writing.progress()
 
     async def _take_time(self, job: Job) -> None:
@@ -107,7 +106,7 @@ class FakeEngine:
         if self._reason:
             raise MidstreamError("engine_failed", self._reason)
         self._tokens += 1
-        if self._fault == "engine_dies" and self._tokens >= int(self._fault_arguments["tokens"]):
+        if (found := self.faults.get("engine_dies")) is not None and self._tokens >= int(found["tokens"]):
             self._die(f"the fake engine died after {self._tokens} tokens")
             raise MidstreamError("engine_failed", self._reason)
 
@@ -116,8 +115,7 @@ class FakeEngine:
             self._aborted.add((job_id, attempt))
 
     async def shutdown(self) -> None:
-        if self._ranks is not None:
-            await self._ranks.close()
+        await self.ranks.close()
 
     def _die(self, reason: str) -> None:
         self._reason = reason
@@ -127,26 +125,17 @@ class FakeEngine:
         await self._death.wait()
         return self._reason
 
-    def _fault_rank(self, name: str) -> int | None:
-        return int(self._fault_arguments["rank"]) if self._fault == name else None
-
-
-def parse_fault(text: str) -> tuple[str, dict[str, str]]:
-    """`name:key=value,key=value` as (name, {key: value}); an empty text names no fault."""
-    name, _, rest = text.partition(":")
-    return name, dict(pair.split("=", 1) for pair in rest.split(",") if pair)
-
 
 class _Writing:
     """One output on its way."""
 
-    def __init__(self, tokenizer: Tokenizer, job: Job, request: int):
+    def __init__(self, tokenizer: Tokenizer, job: Job, request: int, steering: list[StoredSteering]):
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
         self._text = ""
         self._sent_tokens = 0
         self._sent_text = 0
-        self._job, self._request, self._dice = job, request, Dice(tokenizer, job, request)
+        self._job, self._request, self._dice = job, request, Dice(tokenizer, job, request, steering)
         self._decode: Callable[[list[int]], str] = tokenizer.decode
         #: Characters held back while they may turn out to begin a stop string.
         self._held_back = max((len(stop) for stop in job.sampling.stop), default=1) - 1

@@ -14,6 +14,7 @@ from ..schemas.jobs import Job
 from ..schemas.models import ModelInfo, TokenizerBundle, encode_bundle
 from ..schemas.selectors import HOOKS, Hook
 from ..schemas.settings import Settings
+from ..schemas.specs import StoredSteering
 from .runner.consumers import available
 
 NUM_LAYERS = 4
@@ -64,6 +65,8 @@ def make_info(settings: Settings, tokenizer: Tokenizer, bundle: TokenizerBundle)
         consumers=available(),
         memory_limit_kib=settings.memory_limit_kib,
         step_tokens=settings.max_num_batched_tokens,
+        steering_rows=settings.steering_rows,
+        steering_entries=settings.steering_entries,
         global_captures=from_settings(settings, NUM_LAYERS),
     )
 
@@ -77,8 +80,8 @@ def _token_id(tokenizer: Tokenizer, token: str) -> int:
 class Dice:
     """Deterministic tokens: lower-case letters and blanks that prompt, steering and seed decide."""
 
-    def __init__(self, tokenizer: Tokenizer, job: Job, request: int):
-        steering = job.steering[request] if job.steering else []
+    def __init__(self, tokenizer: Tokenizer, job: Job, request: int, steering: list[StoredSteering]):
+        """`steering`: everyone's and the request's own."""
         self._state = zlib.crc32(to_msgpack((job.prompts[request].token_ids, steering, job.sampling.seed)))
         self._faces = [_token_id(tokenizer, character) for character in "Ġabcdefghijklmnopqrstuvwxyz"]
 

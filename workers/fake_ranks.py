@@ -1,12 +1,13 @@
-"""How do the fake engine's ranks report? As real ones do: captures go through the writer, then a receipt into the outbox."""
+"""How do the fake engine's ranks live and report? As real ones do: captures go through the writer, then a receipt into the outbox."""
 
 import asyncio
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 
 from .. import __version__
@@ -16,7 +17,9 @@ from ..schemas.receipts import Receipt
 from ..schemas.selectors import select
 from ..schemas.settings import Settings
 from ..schemas.specs import RankSpec, StoredCapture
+from .collective import check_apply_results
 from .fake_model import HIDDEN_SIZE, NUM_LAYERS, residual_rows
+from .fake_rank import FakeFaults, FakeRank
 from .identity import BOOT
 from .runner.finished import FinishedCapture
 from .runner.layouts import StoreConfig
@@ -29,13 +32,12 @@ FLUSH_S = 2.0
 @dataclass(frozen=True)
 class _Finished:
     job: Job
-    request: int
-    attempt: int
+    spec: RankSpec
     token_ids: list[int]  # generated
 
     @property
     def prompt(self) -> list[int]:
-        return self.job.prompts[self.request].token_ids
+        return self.job.prompts[self.spec.request].token_ids
 
     @property
     def fed(self) -> list[int]:
@@ -46,22 +48,34 @@ class _Finished:
 class FakeRanks:
     """`tp x pp` ranks; TP rank 0 of each stage writes the stage's layers."""
 
-    def __init__(self, settings: Settings, on_fatal: Callable[[str], None], disagree: int | None = None, silent: int | None = None):
+    def __init__(self, settings: Settings, faults: FakeFaults, on_fatal: Callable[[str], None]):
         """`on_fatal(reason)` is called on the loop when receipts can no longer be kept or delivered."""
         self._settings = settings
         self._on_fatal = on_fatal
-        self._disagree = disagree
-        self._silent = silent
+        self._faults = faults
         self._stages = np.array_split(np.arange(NUM_LAYERS), settings.pipeline_parallel_size)
+        places = [divmod(rank, settings.tensor_parallel_size) for rank in range(self.world)]
+        self.ranks = [FakeRank(rank, tp, pp, settings, faults) for rank, (pp, tp) in enumerate(places)]
         self._outboxes: list[Outbox] = []
         self._writers: list[Writer] = []
-        self._steps = 0
-        self._actions = 0
-        self._checksum = 0
 
     @property
     def world(self) -> int:
         return self._settings.tensor_parallel_size * self._settings.pipeline_parallel_size
+
+    def call(self, method: str, arguments: tuple[Any, ...]) -> list[Any]:
+        """The answer of every rank, in rank order."""
+        return [getattr(rank, method)(*arguments) for rank in self.ranks]
+
+    def begin(self, spec: RankSpec) -> None:
+        """A request enters every rank. Raises MidstreamError("intervention_failed") when it cannot be steered."""
+        results = [rank.begin(spec) for rank in self.ranks]
+        check_apply_results("steering a request", results, self.world)
+
+    def end(self, spec: RankSpec) -> None:
+        """The request has left every rank."""
+        for rank in self.ranks:
+            rank.end(spec)
 
     async def start(self) -> None:
         """Open the outboxes, which replay what a former start left in them."""
@@ -96,46 +110,41 @@ class FakeRanks:
             await asyncio.to_thread(outbox.flush, FLUSH_S)
             await asyncio.to_thread(outbox.close)
 
-    def report(self, job: Job, request: int, attempt: int, token_ids: list[int]) -> None:
-        """A request is over; its receipts follow when its files are durable."""
-        self._steps += 1
-        if not job.wants_receipts:
-            return
-        finished = _Finished(job, request, attempt, list(token_ids))
-        steering = job.steering[request] if job.steering else []
-        if steering:
-            self._actions += len(steering)
-            self._checksum = zlib.crc32(repr(steering).encode(), self._checksum)
-        for rank, writer in enumerate(self._writers):
-            if rank == self._silent:
-                continue
-            pp, tp = divmod(rank, self._settings.tensor_parallel_size)
-            writer.submit(WriteJob(self._receipt(finished, rank, pp, tp), self._builds(finished, rank, pp) if tp == 0 else []))
+    def report(self, job: Job, spec: RankSpec, token_ids: list[int]) -> None:
+        """A request has generated everything; its receipts follow when its files are durable."""
+        finished = _Finished(job, spec, list(token_ids))
+        for rank, writer in zip(self.ranks, self._writers, strict=True):
+            rank.step += 1
+            if rank.rank != self._faults.rank("silent"):
+                writer.submit(WriteJob(self._receipt(finished, rank), self._builds(finished, rank.rank, rank.pp) if rank.tp == 0 else []))
 
-    def _receipt(self, finished: _Finished, rank: int, pp: int, tp: int) -> Receipt:
+    def _receipt(self, finished: _Finished, rank: FakeRank) -> Receipt:
+        spec = finished.spec
+        differs = rank.rank == self._faults.rank("disagree")
         return Receipt(
             version=__version__,
             worker=self._settings.worker_id,
             boot=BOOT,
-            job=finished.job.id,
-            request=finished.request,
-            attempt=finished.attempt,
-            rank=rank,
+            job=spec.job,
+            request=spec.request,
+            attempt=spec.attempt,
+            rank=rank.rank,
             world=self.world,
-            tp=tp,
-            pp=pp,
-            step=self._steps,
-            actions=self._actions,
-            checksum=f"{self._checksum ^ (rank == self._disagree):016x}",
+            tp=rank.tp,
+            pp=rank.pp,
+            step=rank.step,
+            actions=rank.ledger.count,
+            checksum=f"{int(rank.ledger.checksum, 16) ^ differs:016x}",
             status="ok",
-            applied=self._applied(finished, pp),
+            applied=self._applied(finished, rank.pp),
+            global_version=spec.global_version,
+            epoch=rank.ledger.epoch,
         )
 
     def _applied(self, finished: _Finished, pp: int) -> int:
         """Token rows that steering would have changed on a stage, over its layers."""
-        steering = finished.job.steering[finished.request] if finished.job.steering else []
         rows = 0
-        for entry in steering:
+        for entry in (*finished.spec.global_steering, *finished.spec.steering):
             layers = len(set(entry.layers) & set(self._stages[pp].tolist()))
             rows += layers * len(select(entry.positions, 0, len(finished.fed), len(finished.prompt)))
         return rows
@@ -143,7 +152,7 @@ class FakeRanks:
     def _builds(self, finished: _Finished, rank: int, pp: int) -> Sequence[Callable[[], FinishedCapture]]:
         """One for each capture that has layers on this stage."""
         builds = []
-        for capture in finished.job.captures[finished.request] if finished.job.captures else []:
+        for capture in finished.spec.captures:
             share = set(self._stages[pp].tolist())
             sites = {str(hook): mine for hook, layers in capture.sites.items() if (mine := [layer for layer in layers if layer in share])}
             if sites:
@@ -159,15 +168,7 @@ class FakeRanks:
             return [memoryview(_stored_as(dtype, residual_rows(layer, positions, token_ids, hook)))]
 
         return FinishedCapture(
-            spec=RankSpec(
-                version=__version__,
-                job=finished.job.id,
-                request=finished.request,
-                attempt=finished.attempt,
-                prompt_tokens=len(finished.prompt),
-                captures=[capture],
-                requests=finished.job.captured,
-            ),
+            spec=msgspec.structs.replace(finished.spec, captures=[capture]),
             capture=capture,
             sites=sites,
             hidden_size=HIDDEN_SIZE,

@@ -22,6 +22,7 @@ from kombu.exceptions import OperationalError
 from .. import __version__
 from ..broker.celery_app import enqueue
 from ..broker.ledger import Ledger
+from ..broker.steering import Steering
 from ..broker.sweeper import Sweeper
 from ..schemas.base import now
 from ..schemas.errors import MidstreamError
@@ -33,6 +34,7 @@ from .heartbeat import Heartbeat
 from .identity import BOOT
 from .patience import end_tasks, patiently
 from .runs import Outcome, Runs
+from .steering import Standing
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +59,7 @@ class EngineHost:
         self.ready = False  # the engine has started
         self._engine: Engine | None = None
         self._runs: Runs | None = None
+        self._standing: Standing | None = None
         self._ledger = Ledger.connect(settings)
 
     # From the outside, any thread
@@ -106,7 +109,7 @@ class EngineHost:
             "runner": info.runner,
             "worker": self.settings.worker_id,
             "boot": BOOT,
-            "healthy": not self.death,
+            "healthy": not self._trouble,
             "running": self._runs.held,
         }
 
@@ -137,13 +140,16 @@ class EngineHost:
         await engine.start()
         self._engine = engine
         died = asyncio.Event()
-        self._runs = Runs(self._ledger, engine, settings.worker_id, BOOT, died, self._enqueue)
+        standing = self._standing = Standing(Steering(self._ledger), engine, settings, BOOT, lambda: heartbeat.beat())
+        self._runs = Runs(self._ledger, engine, standing, settings.worker_id, BOOT, died, self._enqueue)
         heartbeat = Heartbeat(self._ledger, self._runs, settings.lease_s, self._info, self._publish)
         await patiently(self._publish, "start")
+        await standing.start()  # before the first job
         await patiently(heartbeat.beat, "start")
         self._background = [
             self._loop.create_task(self._watch(engine.failed(), died), name="engine watch"),
             self._loop.create_task(self._watch(heartbeat.run(), died), name="heartbeat"),
+            self._loop.create_task(self._watch(standing.run(), died), name="steering"),
         ]
 
     async def _publish(self) -> None:
@@ -166,9 +172,16 @@ class EngineHost:
             started=self.started_at,
             tp=info.tp,
             pp=info.pp,
-            healthy=not self.death,
-            detail=self.death,
+            healthy=not self._trouble,
+            detail=self._trouble,
         )
+
+    @property
+    def _trouble(self) -> str:
+        """Why no job begins here; empty when it may."""
+        if self.death or self._standing is None or self._standing.state == "serving":
+            return self.death
+        return f"{self._standing.state}: {self._standing.detail}"
 
     async def _watch(self, watched: Coroutine[Any, Any, str], died: asyncio.Event) -> None:
         """`watched` returns, or raises, only when this worker can do no more work."""
@@ -186,6 +199,8 @@ class EngineHost:
         self.death = reason
         died.set()
         assert self._runs is not None
+        assert self._standing is not None
+        self._standing.close()
         try:
             async with asyncio.timeout(DEATH_GRACE_S / 2):
                 self._runs.stop(list(self._runs.held), Outcome.RELEASED)

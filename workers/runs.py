@@ -6,22 +6,30 @@ lost its lease says nothing any more: its attempt is fenced.
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
 from enum import StrEnum
 
-from ..broker.ledger import Claim, Ledger
+from ..broker.ledger import Claim, ClaimRefused, Ledger
 from ..schemas.errors import MidstreamError, Problem
 from ..schemas.jobs import Event, Job, Output, State
+from ..schemas.steering import GlobalSteering
 from ..schemas.tensors import Tensor, content_hash
+from .admission import CrowdedOut
+from .collective import Quarantined
 from .engine import Engine, Progress
-from .patience import patiently
+from .patience import UNAVAILABLE, patiently
+from .steering import Lease, Standing
 
 logger = logging.getLogger(__name__)
 
 #: A request may see the engine's death before the watch on the engine does; how long the verdict is waited for.
 VERDICT_S = 5.0
+#: How long a job's message waits here for the worker to serve again; then it goes back to the queue.
+CLAIM_PATIENCE_S = 20.0
+REDIS_PAUSE_S = 0.5
 
 
 class Outcome(StrEnum):
@@ -32,6 +40,8 @@ class Outcome(StrEnum):
     CANCELLED = "cancelled"
     LOST = "lost"  # the lease went to another attempt
     RELEASED = "released"  # the engine died; another attempt follows
+    OUT_OF_STEP = "out of step"  # its ranks disagree; another attempt follows, or the job has failed for it
+    PUT_BACK = "put back"  # not begun: the worker does not serve now
 
 
 class JobFailed(Exception):
@@ -45,13 +55,20 @@ class Run:
     job: Job
     attempt: int
     task: "asyncio.Task[object]"
+    lease: Lease  # on the global steering that it runs under
     ending: Outcome | None = None  # why it is being stopped
+    detail: str = ""  # more of that
     closed: bool = False  # past the point where stopping it means anything
 
-    def stop(self, ending: Outcome) -> None:
+    @property
+    def reported(self) -> bool:
+        """Do the ranks report on it?"""
+        return self.job.wants_receipts or bool(self.lease.steering.entries)
+
+    def stop(self, ending: Outcome, detail: str = "") -> None:
         """Cancel the run; the first reason counts."""
         if not self.closed and self.ending is None:
-            self.ending = ending
+            self.ending, self.detail = ending, detail
             self.task.cancel()
 
     def check(self) -> None:
@@ -67,6 +84,7 @@ class Runs:
         self,
         ledger: Ledger,
         engine: Engine,
+        standing: Standing,
         worker: str,
         boot: str,
         engine_died: asyncio.Event,
@@ -76,6 +94,8 @@ class Runs:
         self._ledger = ledger
         self._enqueue = enqueue
         self._engine = engine
+        self._standing = standing
+        standing.stop_runs = self._stop_reported
         self._worker = worker
         self._boot = boot
         self._engine_died = engine_died
@@ -91,6 +111,12 @@ class Runs:
             if job_id in self._running:
                 self._running[job_id].stop(ending)
 
+    def _stop_reported(self, why: str) -> None:
+        """The ranks are out of step: what was asked of them cannot be relied on."""
+        for run in self._running.values():
+            if run.reported:
+                run.stop(Outcome.OUT_OF_STEP, why)
+
     async def drain(self) -> None:
         """Wait until every run is over."""
         while self._running:
@@ -98,14 +124,36 @@ class Runs:
 
     async def run_job(self, job_id: str) -> Outcome:
         """Claim and run a job. Raises JobFailed when it ended with a problem."""
-        if self._engine_died.is_set():
-            return Outcome.NOT_OURS
-        claim = await self._claim(job_id)
-        if claim is None:
-            return Outcome.NOT_OURS
+        patience = time.monotonic() + CLAIM_PATIENCE_S
+        while not self._engine_died.is_set():
+            lease = await self._standing.lease(patience - time.monotonic())
+            if lease is None:
+                break
+            try:
+                claim = await self._claim(job_id, lease.steering)
+                return Outcome.NOT_OURS if claim is None else await self._run(claim, lease)
+            except ClaimRefused as error:
+                logger.info("job %s waits: %s", job_id, error)
+            except MidstreamError as error:
+                if error.kind != UNAVAILABLE:
+                    raise
+                logger.warning("claim of %s waits for Redis: %s", job_id, error)
+                await asyncio.sleep(REDIS_PAUSE_S)
+                patience = time.monotonic() + CLAIM_PATIENCE_S
+            finally:
+                lease.end()
+            if time.monotonic() > patience:
+                break
+            await self._standing.catch_up(patience - time.monotonic())
+        return Outcome.NOT_OURS if self._engine_died.is_set() else Outcome.PUT_BACK
+
+    async def _run(self, claim: Claim, lease: Lease) -> Outcome:
         task = asyncio.current_task()
         assert task is not None, "run_job runs as a task"
-        run = Run(claim.job, claim.attempt, task)
+        run = Run(claim.job, claim.attempt, task, lease)
+        if not run.reported:
+            lease.end()  # nobody has to wait for it
+        job_id = claim.job.id
         former = self._running.get(job_id)
         if former is not None:  # our own, from before a stall that cost us the lease
             former.stop(Outcome.LOST)
@@ -116,11 +164,15 @@ class Runs:
             if self._running.get(job_id) is run:
                 del self._running[job_id]
 
-    async def _claim(self, job_id: str) -> Claim | None:
-        """The claimed job, or None when there is nothing to run. Raises JobFailed for a job that cannot be read."""
+    async def _claim(self, job_id: str, everyone: GlobalSteering) -> Claim | None:
+        """The claimed job, or None when there is nothing to run. Raises JobFailed for a job that cannot be read, ClaimRefused."""
         try:
-            return await patiently(lambda: self._ledger.claim(job_id, self._worker, self._boot, self._engine.world), f"claim of {job_id}")
+            return await self._ledger.claim(
+                job_id, self._worker, self._boot, self._engine.world, global_version=everyone.version, everyone=bool(everyone.entries)
+            )
         except MidstreamError as error:
+            if isinstance(error, ClaimRefused) or error.kind == UNAVAILABLE:
+                raise
             if error.kind == "not_found":  # removed, or lost with Redis's last second
                 logger.warning("message for %s, of which the ledger knows nothing", job_id)
                 return None
@@ -146,27 +198,29 @@ class Runs:
             if run.ending is not None:
                 logger.info("job %s attempt %d failed while it was being stopped: %r", run.job.id, run.attempt, error)
                 return await self._abandon(run, run.ending)
+            if (ending := _other_attempt(error)) is not None:
+                run.detail = str(error)
+                return await self._abandon(run, ending)
             run.closed = True
             return await self._give_up(run, problem_of(error))
 
     async def _generate(self, run: Run) -> list[Output]:
         """Every prompt of the job at once: they batch in the engine with each other and with other jobs."""
         job = run.job
-        steered = any(job.steering)
-        if steered:
-            await self._engine.hold_vectors(job, self._fetch)
+        own = (name for entries in job.steering for entry in entries for name in entry.tensors)
+        names = sorted({*own, *run.lease.steering.tensors})
+        await self._engine.hold_vectors(names, self._fetch)
         try:
             run.check()
             async with asyncio.TaskGroup() as group:
                 outputs = [group.create_task(self._prompt(run, request)) for request in range(len(job.prompts))]
         finally:
-            if steered:
-                await self._engine.release_vectors(job)
+            await self._engine.release_vectors(names)
         return [output.result() for output in outputs]
 
     async def _prompt(self, run: Run, request: int) -> Output:
         output: Output | None = None
-        async with aclosing(self._engine.generate(run.job, request, run.attempt)) as stream:
+        async with aclosing(self._engine.generate(run.job, request, run.attempt, run.lease.steering)) as stream:
             async for progress in stream:
                 run.check()
                 output = progress.finished
@@ -198,6 +252,10 @@ class Runs:
                 await asyncio.to_thread(self._enqueue, run.job, run.attempt)
             return ending
         await self._engine.abort(run.job.id, run.attempt)
+        if ending is Outcome.OUT_OF_STEP:
+            state = await patiently(lambda: self._ledger.desync_release(run.job.id, run.attempt, run.detail), f"release of {run.job.id}")
+            if state is State.QUEUED:
+                await asyncio.to_thread(self._enqueue, run.job, run.attempt)
         if ending is Outcome.CANCELLED:
             await patiently(lambda: self._ledger.finish_cancel(run.job.id, run.attempt), f"cancel of {run.job.id}")
         return ending
@@ -216,6 +274,14 @@ class Runs:
         except TimeoutError:
             return False
         return True
+
+
+def _other_attempt(error: BaseException) -> Outcome | None:
+    """How an attempt ends that failed through no fault of the job's; None for what is the job's problem."""
+    leaves = list(_leaves(error))
+    if any(isinstance(leaf, Quarantined) for leaf in leaves):
+        return Outcome.OUT_OF_STEP
+    return Outcome.RELEASED if any(isinstance(leaf, CrowdedOut) for leaf in leaves) else None
 
 
 def problem_of(error: BaseException) -> Problem:

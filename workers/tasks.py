@@ -11,7 +11,8 @@ from .runs import JobFailed, Outcome
 
 KINDS = ("generate", "completion", "chat")
 
-#: A dead engine's messages go back to the queue; not so fast that they come round in circles until the consumer closes.
+#: Messages go back to the queue when the engine is dead or does not serve for long; not so fast that they come round in
+#: circles until the consumer closes.
 REJECT_PAUSE_S = 0.2
 
 
@@ -24,9 +25,9 @@ def register_tasks(app: Celery, host: EngineHost) -> None:
 def _body(host: EngineHost) -> Callable[[str], str]:
     def run(job_id: str) -> str:
         outcome = host.run(job_id)
-        if host.death and outcome is Outcome.NOT_OURS:
+        if outcome is Outcome.PUT_BACK or (host.death and outcome is Outcome.NOT_OURS):
             time.sleep(REJECT_PAUSE_S)
-            raise Reject(host.death, requeue=True)
+            raise Reject(host.death or outcome.value, requeue=True)
         return outcome.value
 
     return run

@@ -13,7 +13,9 @@ from midstream.schemas.base import from_json, to_json
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import Job, Output
 from midstream.schemas.settings import load_settings
+from midstream.schemas.steering import GlobalSteering
 from midstream.schemas.tensors import Tensor
+from midstream.workers.rank_control import disagreement
 
 
 class Command(msgspec.Struct, omit_defaults=True):
@@ -23,6 +25,7 @@ class Command(msgspec.Struct, omit_defaults=True):
     vectors: dict[str, Tensor] = {}
     cancel_after: dict[str, int] = {}
     look: bool = False  # have the worker look at its ranks while the jobs run
+    everyone: GlobalSteering = GlobalSteering()  # that the jobs run under
     call: str = ""
     arguments: list[Any] = []
 
@@ -54,7 +57,7 @@ async def serve(reply: Any) -> None:
 async def look(engine: Any) -> None:
     """As the worker does every few seconds."""
     await asyncio.sleep(0.3)
-    assert not await engine._look_at_ranks()
+    assert not disagreement(await engine.steering_status())
 
 
 async def run(engine: Any, job: Job, command: Command, answer: Answer) -> None:
@@ -63,7 +66,7 @@ async def run(engine: Any, job: Job, command: Command, answer: Answer) -> None:
 
     async def one(request: int) -> Output | None:
         tokens = 0
-        async for progress in engine.generate(job, request, 1):
+        async for progress in engine.generate(job, request, 1, command.everyone):
             tokens += len(progress.token_ids)
             if tokens >= command.cancel_after.get(job.id, 1 << 30):
                 await engine.abort(job.id, 1)
@@ -72,12 +75,14 @@ async def run(engine: Any, job: Job, command: Command, answer: Answer) -> None:
                 return progress.finished
         return None
 
+    steering = [entry for entries in job.steering for entry in entries]
+    names = sorted({name for entry in (*steering, *command.everyone.entries) for name in entry.tensors})
     try:
-        await engine.hold_vectors(job, fetch)
+        await engine.hold_vectors(names, fetch)
         try:
             outputs = await asyncio.gather(*(one(request) for request in range(len(job.prompts))))
         finally:
-            await engine.release_vectors(job)
+            await engine.release_vectors(names)
         answer.outputs[job.id] = [output for output in outputs if output is not None]
     except MidstreamError as error:
         answer.errors[job.id] = str(error)

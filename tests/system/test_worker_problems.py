@@ -19,7 +19,7 @@ STEERING = [StoredSteering(layers=[1], hook="post_block", positions="all", famil
 @pytest.mark.parametrize(
     ("fault", "kind", "detail"),
     [
-        ("hold:rank=1", "intervention_failed", "rank 1 refused vector"),
+        ("hold:rank=1", "intervention_failed", "rank 1: refused vector"),
         ("generate:request=1", "intervention_failed", "rank 0 refused prompt 1"),
         ("disagree:rank=1", "ranks_disagree", ""),
         ("silent:rank=1", "receipts_timed_out", "of 4 receipts"),

@@ -9,14 +9,17 @@ from typing import Any
 import pytest
 
 from midstream.broker.ledger import Ledger, new_job_id
+from midstream.broker.steering import Steering
 from midstream.schemas.base import now
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import Job, JobView, Sampling, State, StoredPrompt
 from midstream.schemas.settings import Settings
+from midstream.schemas.steering import GlobalSteering
 from midstream.workers.engine import Progress
 from midstream.workers.fake_engine import FakeEngine
 from midstream.workers.patience import end_tasks
 from midstream.workers.runs import JobFailed, Outcome, Runs
+from midstream.workers.steering import Standing
 
 TIMEOUT_S = 5
 
@@ -40,7 +43,11 @@ class Harness:
             if self.generate is not None:
                 engine.generate = self.generate  # type: ignore[method-assign]
             engine.abort = self._abort  # type: ignore[method-assign]
-            self.runs = Runs(self.ledger, engine, "w1", "boot", self.died, lambda job, attempt: self.enqueued.append((job.id, attempt)))
+            standing = Standing(Steering(self.ledger), engine, self.settings, "boot", self._tell)
+            await standing.start()
+            self.runs = Runs(
+                self.ledger, engine, standing, "w1", "boot", self.died, lambda job, attempt: self.enqueued.append((job.id, attempt))
+            )
             try:
                 async with asyncio.timeout(TIMEOUT_S):
                     await scenario(self)
@@ -49,6 +56,9 @@ class Harness:
                 await self.ledger.close()
 
         asyncio.run(run())
+
+    async def _tell(self) -> None:
+        """Nobody has to know whether the worker serves."""
 
     async def _abort(self, job_id: str, attempt: int) -> None:
         self.aborted.append((job_id, attempt))
@@ -77,7 +87,7 @@ class Harness:
 
 # field case 38
 def test_a_cancellation_that_something_swallowed_still_stops_the_run(redis_url: str, tmp_path: Path) -> None:
-    async def deaf(job: Job, request: int, attempt: int) -> AsyncGenerator[Progress, None]:
+    async def deaf(job: Job, request: int, attempt: int, everyone: GlobalSteering) -> AsyncGenerator[Progress, None]:
         with contextlib.suppress(asyncio.CancelledError):  # once, or a failure of this test would never end
             await asyncio.sleep(60)
         while True:
@@ -100,7 +110,7 @@ def test_a_cancellation_that_something_swallowed_still_stops_the_run(redis_url: 
 def test_one_failing_prompt_fails_the_job_and_stops_the_others(redis_url: str, tmp_path: Path) -> None:
     stopped: list[int] = []
 
-    async def second_fails(job: Job, request: int, attempt: int) -> AsyncGenerator[Progress, None]:
+    async def second_fails(job: Job, request: int, attempt: int, everyone: GlobalSteering) -> AsyncGenerator[Progress, None]:
         if request == 1:
             raise MidstreamError("capture_failed", "rank 0: no space")
         try:
@@ -129,7 +139,7 @@ def test_an_engine_that_ends_a_request_without_a_word_fails_the_job(
 ) -> None:
     monkeypatch.setattr("midstream.workers.runs.VERDICT_S", 0.05)
 
-    async def silent(job: Job, request: int, attempt: int) -> AsyncGenerator[Progress, None]:
+    async def silent(job: Job, request: int, attempt: int, everyone: GlobalSteering) -> AsyncGenerator[Progress, None]:
         yield Progress(request, "a", [1])
 
     async def scenario(at: Harness) -> None:
@@ -142,7 +152,7 @@ def test_an_engine_that_ends_a_request_without_a_word_fails_the_job(
 
 
 def test_what_the_engines_death_interrupted_is_released_and_sent_again(redis_url: str, tmp_path: Path) -> None:
-    async def dying(job: Job, request: int, attempt: int) -> AsyncGenerator[Progress, None]:
+    async def dying(job: Job, request: int, attempt: int, everyone: GlobalSteering) -> AsyncGenerator[Progress, None]:
         raise MidstreamError("engine_failed", "gone")
         yield
 

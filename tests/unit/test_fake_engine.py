@@ -15,9 +15,12 @@ from midstream.schemas.models import encode_bundle
 from midstream.schemas.selectors import HOOKS, Hook
 from midstream.schemas.settings import Settings
 from midstream.schemas.specs import StoredCapture, StoredSteering
+from midstream.schemas.steering import GlobalSteering, SteeringTemplate
+from midstream.schemas.tensors import Tensor, content_hash, from_numpy
 from midstream.workers.engine import Progress, make_engine
-from midstream.workers.fake_engine import FakeEngine, parse_fault
+from midstream.workers.fake_engine import FakeEngine
 from midstream.workers.fake_model import residual_rows
+from midstream.workers.fake_rank import FakeFaults
 
 
 def settings(tmp_path: Path, **changed: object) -> Settings:
@@ -46,11 +49,26 @@ def job(
     )
 
 
-def generate(engine: FakeEngine, wanted: Job) -> list[Progress]:
+VECTOR = from_numpy(np.ones(8, dtype=np.float32))
+STEERING = StoredSteering(layers=[1], hook="post_block", positions="all", family="add", tensors=[content_hash(VECTOR)])
+NOTHING = GlobalSteering()
+EVERYONE = GlobalSteering(
+    version=1,
+    entries=[SteeringTemplate(layers=[1], hook="post_block", positions="all", family="add", tensors=[content_hash(VECTOR)])],
+)
+
+
+async def fetch(name: str) -> Tensor:
+    assert name == content_hash(VECTOR)
+    return VECTOR
+
+
+def generate(engine: FakeEngine, wanted: Job, everyone: GlobalSteering = NOTHING) -> list[Progress]:
     async def run() -> list[Progress]:
         await engine.start()
+        await engine.hold_vectors([content_hash(VECTOR)], fetch)
         try:
-            return [progress async for progress in engine.generate(wanted, 0, 1)]
+            return [progress async for progress in engine.generate(wanted, 0, 1, everyone)]
         finally:
             await engine.shutdown()
 
@@ -105,8 +123,8 @@ def test_the_model_says_what_can_be_captured_and_what_always_is(tmp_path: Path) 
     assert (always.tag, always.wanted) == ("all", {"post_block": "all", "pre_attn": "0-1"})
 
 
-def output(tmp_path: Path, wanted: Job) -> Output:
-    finished = generate(FakeEngine(settings(tmp_path)), wanted)[-1].finished
+def output(tmp_path: Path, wanted: Job, everyone: GlobalSteering = NOTHING) -> Output:
+    finished = generate(FakeEngine(settings(tmp_path)), wanted, everyone)[-1].finished
     assert finished is not None
     return finished
 
@@ -115,9 +133,10 @@ def test_the_same_prompt_gives_the_same_text(tmp_path: Path) -> None:
     assert output(tmp_path, job()) == output(tmp_path, job())
 
 
-def test_steering_changes_the_text(tmp_path: Path) -> None:
-    steering = [StoredSteering(layers=[1], hook="post_block", positions="all", family="add", tensors=["00"])]
-    assert output(tmp_path, job()).text != output(tmp_path, job(steering=steering)).text
+def test_steering_changes_the_text_alike_for_a_request_and_for_everyone(tmp_path: Path) -> None:
+    steered = output(tmp_path, job(steering=[STEERING])).text
+    assert steered != output(tmp_path, job()).text
+    assert steered == output(tmp_path, job(), EVERYONE).text
 
 
 def test_deltas_of_a_stream_add_up_to_the_output(tmp_path: Path) -> None:
@@ -153,10 +172,10 @@ def test_a_dead_engine_says_why_and_generates_nothing(tmp_path: Path) -> None:
         await engine.start()
         try:
             with pytest.raises(MidstreamError, match="died after 3 tokens"):
-                async for _ in engine.generate(job(max_tokens=5), 0, 1):
+                async for _ in engine.generate(job(max_tokens=5), 0, 1, NOTHING):
                     pass
             with pytest.raises(MidstreamError, match="died"):
-                await anext(engine.generate(job(), 0, 1))
+                await anext(engine.generate(job(), 0, 1, NOTHING))
             return await asyncio.wait_for(engine.failed(), 1)
         finally:
             await engine.shutdown()
@@ -168,6 +187,8 @@ def test_the_setting_names_the_engine(tmp_path: Path) -> None:
     assert isinstance(make_engine(settings(tmp_path)), FakeEngine)
 
 
-@pytest.mark.parametrize(("text", "expected"), [("", ("", {})), ("hold:rank=1", ("hold", {"rank": "1"}))])
-def test_a_fault_is_named_with_its_arguments(text: str, expected: tuple[str, dict[str, str]]) -> None:
-    assert parse_fault(text) == expected
+def test_faults_are_named_with_their_arguments_and_strike_as_often_as_they_say() -> None:
+    faults = FakeFaults("hold:rank=1;engine_dies:tokens=3;commit:rank=0,times=1")
+    assert (faults.rank("hold"), faults.get("engine_dies"), faults.get("silent")) == (1, {"tokens": "3"}, None)
+    assert [faults.strikes("hold", rank) for rank in (0, 1, 1)] == [False, True, True]
+    assert [faults.strikes("commit", rank) for rank in (1, 0, 0)] == [False, True, False]

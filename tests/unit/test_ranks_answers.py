@@ -8,7 +8,7 @@ import pytest
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.tensors import content_hash, from_numpy
 from midstream.workers.admission import CaptureBudget, RowAdmission, RowWish, StepRows
-from midstream.workers.collective import check_apply_results
+from midstream.workers.collective import Ranks, check_apply_results
 from midstream.workers.vectors import RankVectors
 
 TENSORS = {content_hash(t): t for t in (from_numpy(np.full(4, n, dtype=np.float32)) for n in range(6))}
@@ -19,7 +19,7 @@ async def fetch(name: str):
     return TENSORS[name]
 
 
-class Ranks:
+class Two:
     """Two ranks that answer as told."""
 
     def __init__(self) -> None:
@@ -29,6 +29,9 @@ class Ranks:
     async def __call__(self, method: str, args: tuple) -> list:
         self.calls.append((method, sorted(args[0])))
         return [(True, ""), self.refuse.get(method, (True, ""))]
+
+    def vectors(self, budget_bytes: int = 1 << 20) -> RankVectors:
+        return RankVectors(Ranks(self, 2, lambda why: None), budget_bytes)
 
 
 def test_a_failure_on_any_rank_raises_with_rank_and_reason() -> None:
@@ -41,8 +44,8 @@ def test_a_failure_on_any_rank_raises_with_rank_and_reason() -> None:
 
 def test_vectors_refused_by_one_rank_are_dropped_on_all_and_sent_again_next_time() -> None:
     async def story() -> None:
-        ranks = Ranks()
-        vectors = RankVectors(ranks, 2, 1 << 20)
+        ranks = Two()
+        vectors = ranks.vectors()
         ranks.refuse["midstream_put_vectors"] = (False, "wrong width")
         with pytest.raises(MidstreamError, match="rank 1: wrong width"):
             await vectors.hold(NAMES[:2], fetch)
@@ -56,8 +59,8 @@ def test_vectors_refused_by_one_rank_are_dropped_on_all_and_sent_again_next_time
 
 def test_only_vectors_that_no_job_holds_are_evicted_beyond_the_budget() -> None:
     async def story() -> None:
-        ranks = Ranks()
-        vectors = RankVectors(ranks, 2, budget_bytes=3 * 16)
+        ranks = Two()
+        vectors = ranks.vectors(3 * 16)
         await vectors.hold(NAMES[:2], fetch)
         await vectors.hold(NAMES[2:3], fetch)
         vectors.release(NAMES[2:3])

@@ -1,0 +1,58 @@
+"""What do the settings ask of vLLM, besides what is ours?"""
+
+import os
+from typing import Any
+
+from vllm.platforms import current_platform
+
+from ..schemas.settings import Settings
+
+#: Draft tokens are looked up in the prompt by its last 4 to 2 tokens.
+_NGRAMS = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
+
+
+def engine_options(settings: Settings) -> dict[str, Any]:
+    """What the settings ask of vLLM, without anything of ours: a stock engine started so is what we compare with."""
+    options: dict[str, Any] = {
+        "model": settings.model,
+        "served_model_name": settings.served_model,
+        "dtype": settings.dtype,
+        "max_model_len": settings.max_model_len,
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "pipeline_parallel_size": settings.pipeline_parallel_size,
+        "enforce_eager": settings.enforce_eager,
+        "max_num_seqs": settings.max_num_seqs,
+        "max_num_batched_tokens": settings.max_num_batched_tokens,
+        "enable_prefix_caching": settings.enable_prefix_caching,
+        "num_gpu_blocks_override": settings.num_gpu_blocks,
+        "async_scheduling": overlaps(settings),
+        "disable_log_stats": True,
+        "generation_config": "vllm",  # sampling is what the job says, never a file beside the weights
+    }
+    if settings.speculative_tokens:
+        options["speculative_config"] = {"method": "ngram", "num_speculative_tokens": settings.speculative_tokens} | _NGRAMS
+    if current_platform.is_cpu():
+        options["kv_cache_memory_bytes"] = int(settings.kv_cache_gib * (1 << 30))
+    return options
+
+
+def overlaps(settings: Settings) -> bool:
+    """Asynchronous scheduling; the v1 runner does not support it over pipeline stages, nor vLLM with drafts by n-gram."""
+    return settings.pipeline_parallel_size == 1 and not settings.speculative_tokens
+
+
+def prepare_environment(settings: Settings) -> None:
+    """What vLLM reads from the environment; set before its processes start."""
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    runner = settings.runner
+    if runner == "auto" and current_platform.is_cpu():
+        runner = "v1"  # the v2 runner needs Triton, which has no CPU backend
+    if runner != "auto":
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if runner == "v2" else "0"
+    ranks = settings.tensor_parallel_size * settings.pipeline_parallel_size
+    if current_platform.is_cpu() and ranks > 1 and "VLLM_CPU_OMP_THREADS_BIND" not in os.environ:
+        cores = sorted(os.sched_getaffinity(0))
+        share = max(1, len(cores) // ranks)
+        groups = [cores[rank * share : (rank + 1) * share] or [cores[rank % len(cores)]] for rank in range(ranks)]
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, group)) for group in groups)
