@@ -17,6 +17,7 @@ from midstream.kernels.families import FAMILIES, SCALARS
 from midstream.kernels.plan import COLUMNS, NO_SLOT, ROWS_PER_TOKEN
 from midstream.schemas.selectors import HOOKS
 from midstream.schemas.specs import RankSpec, SteeringRow, StoredCapture, StoredSteering, steering_rows
+from midstream.schemas.steering import GlobalSteering
 from midstream.schemas.tensors import content_hash, from_numpy
 from midstream.workers.runner.capture import Ports, Recording
 from midstream.workers.runner.finished import FinishedCapture
@@ -55,12 +56,14 @@ class Request:
     total: int  # prompt and generated
     captures: Sequence[StoredCapture] = ()
     steering: Sequence[StoredSteering] = ()
+    everyone: GlobalSteering = field(default_factory=GlobalSteering)
     tracked: Tracked = field(init=False)
 
     def __post_init__(self) -> None:
         spec = RankSpec(version="v", job=f"j{self.number}", request=0, attempt=1, prompt_tokens=self.prompt_tokens)
         spec.captures.extend(self.captures)
         spec.steering.extend(self.steering)
+        spec.global_steering.extend(self.everyone.at(self.prompt_tokens))
         self.tracked = Tracked(spec)
 
 
@@ -94,7 +97,8 @@ class Rank:
         return request
 
     def rows(self, request: Request) -> list[SteeringRow]:
-        return steering_rows(list(request.steering))
+        spec = request.tracked.spec
+        return steering_rows(spec.global_steering) + steering_rows(spec.steering)
 
     def plan(self, *windows: tuple[Request, int, int]) -> None:
         """(request, first position, how many) in batch order."""

@@ -37,6 +37,8 @@ REQUIRED: dict[int, str] = {
     22: "no directory fsync after rename; a false setting read as true",
     23: "Path objects become bytes on the way to the ranks",
     24: "more configurations than rows fail or kill the engine",
+    25: "a module of one phase is looked up in the other",
+    26: "a module is unregistered under a request that has it",
     27: "bad input reaches the engine",
     29: "a rank's refusal is discarded",
     30: "ranks that differ are seen only when somebody polls",

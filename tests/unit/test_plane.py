@@ -1,129 +1,27 @@
 """Every request that asked for something gets one receipt, whatever happens to it; nothing that goes wrong leaves the rank."""
 
 import contextlib
-import sqlite3
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
-from rank_kit import HIDDEN, Rank, Request, make_buffers, steering, stream_of
+from plane_kit import VECTOR, Rig, capturing, for_everyone, run, spec_of, steered, template
+from rank_kit import HIDDEN, Request, stream_of
 
 from midstream import __version__
 from midstream.client.reader import CaptureReader
-from midstream.schemas.base import from_msgpack
-from midstream.schemas.receipts import Receipt
 from midstream.schemas.selectors import HOOKS
-from midstream.schemas.specs import RankSpec, StoredCapture, steering_digest
+from midstream.schemas.specs import StoredCapture
 from midstream.schemas.tensors import content_hash, from_numpy
-from midstream.workers.runner.config import Place, PlaneConfig
-from midstream.workers.runner.plane import DataPlane
 from midstream.workers.runner.row_index import Keeping, KeptBlock
-from midstream.workers.runner.step import Finish, NewRequest, RequestRows, StepView
-
-CAPACITY = 64
-VECTOR = from_numpy(np.full(HIDDEN, 2.0, dtype=np.float32))
-
-
-class Rig:
-    """One rank's data plane with real files and a real outbox; the forward only visits the sites."""
-
-    def __init__(self, directory: Path, **options) -> None:
-        self.directory = directory
-        config = PlaneConfig(
-            version=__version__,
-            worker="w",
-            boot="b",
-            relay_url="tcp://127.0.0.1:9",
-            outbox_dir=str(directory / "outbox"),
-            capture_root=str(directory / "captures"),
-            hooks=[],
-            steering_rows=3,
-            steering_entries=16,
-            step_tokens=CAPACITY,
-            capture_buffer_mib=1,
-            capture_queue_mib=1,
-            capture_overload="block",
-            spill_dir=str(directory / "spill"),
-            row_store_mib=1,
-            writer_threads=1,
-            segment_limit_kib=64,
-            segment_mib=1,
-            memory_limit_kib=64,
-            capture_quota_mib=0,
-            cores=[0],
-            fault="rpc",
-        )
-        self._rank = Rank(capacity=CAPACITY)
-        self._rank.buffers = make_buffers(len(self._rank.sites), capacity=CAPACITY, configurations=3, entries=16)
-        place = Place(rank=0, world=1, tp=0, pp=0, stages=1)
-        self.plane = DataPlane(
-            msgspec.structs.replace(config, **options), place, self._rank.sites, self._rank.buffers, num_layers=2, traced=False
-        )
-        self.plane.standing.put_vectors({content_hash(VECTOR): VECTOR})
-
-    def step(
-        self,
-        *windows: tuple[Request, int, int],
-        new: Sequence[Request] = (),
-        finished: Sequence[Request] = (),
-        aborted: Sequence[Request] = (),
-        keeping: Keeping | None = None,
-    ) -> None:
-        ends = {str(r.number): Finish(list(range(1000, 1000 + r.total)), r in aborted) for r in (*finished, *aborted)}
-        arrived = [NewRequest(str(r.number), msgspec.to_builtins(spec_of(r)), 0) for r in new]
-        self.plane.begin(arrived, ends, 0, keeping)
-        rows, row = [], 0
-        for request, first, count in windows:
-            rows.append(RequestRows(str(request.number), row, count, first))
-            row += count
-        self.plane.plan(StepView(rows, row))
-        if windows:
-            self._rank.forward(*windows)
-        self.plane.drain()
-
-    def receipts(self) -> list[Receipt]:
-        """All so far; closes the plane."""
-        self.plane._writer.close()
-        self.plane._outbox.close()
-        (file,) = (self.directory / "outbox").glob("*.sqlite")
-        with contextlib.closing(sqlite3.connect(file)) as database:
-            return [from_msgpack(row[0], Receipt) for row in database.execute("SELECT payload FROM receipts ORDER BY seq")]
-
-    def reader(self, request: Request) -> CaptureReader:
-        return CaptureReader(self.directory / "captures", f"j{request.number}")
+from midstream.workers.runner.step import Finish, NewRequest
 
 
 @pytest.fixture
 def rig(tmp_path: Path) -> Rig:
     return Rig(tmp_path)
-
-
-def spec_of(request: Request) -> RankSpec:
-    steering = list(request.steering)
-    return msgspec.structs.replace(
-        request.tracked.spec,
-        version=__version__,
-        steering=steering,
-        captures=list(request.captures),
-        digest=steering_digest(steering),
-        first_affected=0 if steering else -1,
-    )
-
-
-def capturing(number: int, prompt: int = 6, total: int = 8, **options) -> Request:
-    return Request(number, prompt, total, [StoredCapture(sites={"post_block": [0, 1]}, positions="all", tag="t", **options)])
-
-
-def steered(number: int, scale: float = 1.0, captures: Sequence[StoredCapture] = (), vector: str = content_hash(VECTOR)) -> Request:
-    return Request(number, 6, 8, captures, [steering(vector, [0], "pre_attn", scale=scale)])
-
-
-def run(rig: Rig, request: Request) -> None:
-    rig.step((request, 0, 6), new=[request])
-    rig.step((request, 6, 1))
-    rig.step(finished=[request])
 
 
 def test_a_captured_request_gets_one_receipt_and_its_rows_are_on_disk(rig: Rig) -> None:
@@ -241,22 +139,53 @@ def test_rows_that_a_failed_request_should_have_left_are_told_of_and_fail_whoeve
     assert "which the prefix cache serves, are no longer kept" in told[1].message
 
 
-def test_ten_thousand_requests_leave_no_row_entry_or_request_behind(rig: Rig) -> None:
-    rng = np.random.default_rng(0)
+def test_ten_thousand_requests_and_changes_of_all_that_stands_leave_nothing_behind(tmp_path: Path) -> None:
+    """Distinct configurations come, end, are cancelled and preempted, while modules and global steering change under them."""
+    rig, rng = Rig(tmp_path, steering_rows=24, steering_entries=64), np.random.default_rng(0)
+    standing = rig.plane.standing
     live: list[Request] = []
+    everyone, version, checksums = for_everyone(0), 0, set()
     for number in range(10_000):
-        request = steered(number, scale=float(rng.integers(1, 3)), captures=[] if rng.random() < 0.9 else capturing(0).captures)
+        if number % 50 == 0:
+            version += 1
+            vector = rig.vector(float(version))
+            standing.set_module(f"m{version % 5}", f"{version:064x}" if version % 7 else "", [vector] if version % 7 else [])
+            former, everyone = everyone, for_everyone(version, *([template(vector, scale=0.5)] if version % 3 else []))
+            standing.prepare_global(everyone)
+            standing.commit_global(everyone)
+            if version % 4 == 0:
+                standing.rollback_global(version)
+                everyone = former
+            for name in standing.vectors.names():
+                with contextlib.suppress(RuntimeError):  # a module or global steering needs it
+                    standing.drop_vectors([name])
+            standing.put_vectors({content_hash(VECTOR): VECTOR})
+        asks = [StoredCapture(sites={"post_block": [1]}, positions="all_prompt", tag="t")] if rng.random() < 0.05 else []
+        request = steered(number, scale=1.0 + number / 7, captures=asks, everyone=everyone if everyone.entries else None)
         ending = [r for r in live if rng.random() < 0.4]
         live = [r for r in live if r not in ending]
-        rig.step((request, 0, 6), new=[request], finished=ending[::2], aborted=ending[1::2])
+        again = [r for r in live if rng.random() < 0.1]  # preempted: in the v2 runner it comes again as new
+        rig.step((request, 0, 6), *((r, 0, 6) for r in again), new=[request, *again], finished=ending[::2], aborted=ending[1::2])
         for gone in ending[1::2]:
             rig.plane.end(f"j{gone.number}.0.1", -1)
         live.append(request)
+        checksums.add(rig.plane.actions.checksum)
     rig.step(finished=live)
+    for name in list(standing.modules):
+        standing.set_module(name, "", [])
+    standing.commit_global(for_everyone(version + 1))
+    standing.drop_vectors(standing.vectors.names())
     status = rig.plane.status()
-    assert (status["requests"], status["rows_used"], status["entries_used"]) == (0, 0, 0)
-    assert not rig._rank.buffers.pool.any()
-    rig.receipts()
+    zero = ("requests", "rows_used", "entries_used", "vectors", "tainted", "kept_row_bytes", "spilled_bytes", "unkept")
+    assert {name: status[name] for name in zero} == dict.fromkeys(zero, 0)
+    assert status["modules"] == {}
+    assert not any(tensor.any() for tensor in (rig._rank.buffers.pool, rig._rank.buffers.scalars, rig._rank.buffers.site_rows))
+    assert not any((rig.plane._tracked, rig.plane._live, rig.plane._ends, rig.plane._finished))
+    assert len(checksums) == 10_000
+    told = rig.receipts()
+    rig.plane._slabs.collect()
+    assert rig.plane._slabs.alive == 0
+    assert {receipt.status for receipt in told} == {"ok"}, [receipt.message for receipt in told if receipt.status != "ok"][:3]
 
 
 def test_after_a_failed_intervention_its_digest_reads_no_cached_block_until_the_cache_began_anew(rig: Rig) -> None:

@@ -1,0 +1,150 @@
+"""A rank's whole data plane with real files and a real outbox, and requests for it; the forward only visits the sites."""
+
+import contextlib
+import sqlite3
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from rank_kit import HIDDEN, Rank, Request, make_buffers, steering
+
+from midstream import __version__
+from midstream.client.reader import CaptureReader
+from midstream.schemas.base import from_msgpack
+from midstream.schemas.receipts import Receipt
+from midstream.schemas.selectors import lowest_position
+from midstream.schemas.specs import RankSpec, StoredCapture, steering_digest
+from midstream.schemas.steering import GlobalSteering, SteeringTemplate
+from midstream.schemas.tensors import content_hash, from_numpy
+from midstream.workers.runner.config import Place, PlaneConfig
+from midstream.workers.runner.plane import DataPlane
+from midstream.workers.runner.row_index import Keeping
+from midstream.workers.runner.step import Finish, NewRequest, RequestRows, StepView
+
+CAPACITY = 64
+VECTOR = from_numpy(np.full(HIDDEN, 2.0, dtype=np.float32))
+
+
+class Rig:
+    """One rank's data plane with real files and a real outbox; the forward only visits the sites."""
+
+    def __init__(self, directory: Path, *, rank: int = 0, world: int = 1, **options: Any) -> None:
+        """`world` ranks are one stage."""
+        self.directory = directory
+        config = PlaneConfig(
+            version=__version__,
+            worker="w",
+            boot="b",
+            relay_url="tcp://127.0.0.1:9",
+            outbox_dir=str(directory / "outbox"),
+            capture_root=str(directory / "captures"),
+            hooks=[],
+            steering_rows=3,
+            steering_entries=16,
+            step_tokens=CAPACITY,
+            capture_buffer_mib=1,
+            capture_queue_mib=1,
+            capture_overload="block",
+            spill_dir=str(directory / "spill"),
+            row_store_mib=1,
+            writer_threads=1,
+            segment_limit_kib=64,
+            segment_mib=1,
+            memory_limit_kib=64,
+            capture_quota_mib=0,
+            cores=[0],
+            fault="rpc",
+        )
+        config = msgspec.structs.replace(config, **options)
+        self._rank = Rank(capacity=CAPACITY)
+        sizes = {"configurations": config.steering_rows, "entries": config.steering_entries}
+        self._rank.buffers = make_buffers(len(self._rank.sites), capacity=CAPACITY, **sizes)
+        place = Place(rank=rank, world=world, tp=rank, pp=0, stages=1)
+        self.plane = DataPlane(config, place, self._rank.sites, self._rank.buffers, num_layers=2, traced=False)
+        self.plane.standing.put_vectors({content_hash(VECTOR): VECTOR})
+
+    def left(self, hook: str, layer: int) -> np.ndarray:
+        """The stream behind a site in the last forward: float32 `[rows, HIDDEN]`."""
+        return self._rank.left[hook, layer]
+
+    def vector(self, number: float) -> str:
+        """The name of a vector `[number, …]`, which is on the rank."""
+        tensor = from_numpy(np.full(HIDDEN, number, dtype=np.float32))
+        self.plane.standing.put_vectors({content_hash(tensor): tensor})
+        return content_hash(tensor)
+
+    def step(
+        self,
+        *windows: tuple[Request, int, int],
+        new: Sequence[Request] = (),
+        finished: Sequence[Request] = (),
+        aborted: Sequence[Request] = (),
+        keeping: Keeping | None = None,
+    ) -> None:
+        ends = {str(r.number): Finish(list(range(1000, 1000 + r.total)), r in aborted) for r in (*finished, *aborted)}
+        arrived = [NewRequest(str(r.number), msgspec.to_builtins(spec_of(r)), 0) for r in new]
+        self.plane.begin(arrived, ends, 0, keeping)
+        rows, row = [], 0
+        for request, first, count in windows:
+            rows.append(RequestRows(str(request.number), row, count, first))
+            row += count
+        self.plane.plan(StepView(rows, row))
+        if windows:
+            self._rank.forward(*windows)
+        self.plane.drain()
+
+    def receipts(self) -> list[Receipt]:
+        """All so far; closes the plane."""
+        self.plane._writer.close()
+        self.plane._outbox.close()
+        (file,) = (self.directory / "outbox").glob("*.sqlite")
+        with contextlib.closing(sqlite3.connect(file)) as database:
+            return [from_msgpack(row[0], Receipt) for row in database.execute("SELECT payload FROM receipts ORDER BY seq")]
+
+    def reader(self, request: Request) -> CaptureReader:
+        return CaptureReader(self.directory / "captures", f"j{request.number}")
+
+
+def spec_of(request: Request) -> RankSpec:
+    spec = request.tracked.spec
+    entries = spec.global_steering + spec.steering
+    return msgspec.structs.replace(
+        spec,
+        version=__version__,
+        digest=steering_digest(entries),
+        first_affected=min((lowest_position(entry.positions, spec.prompt_tokens) for entry in entries), default=-1),
+        global_version=request.everyone.version,
+    )
+
+
+def capturing(number: int, prompt: int = 6, total: int = 8, **options) -> Request:
+    return Request(number, prompt, total, [StoredCapture(sites={"post_block": [0, 1]}, positions="all", tag="t", **options)])
+
+
+def steered(
+    number: int,
+    scale: float = 1.0,
+    captures: Sequence[StoredCapture] = (),
+    vector: str = content_hash(VECTOR),
+    everyone: GlobalSteering | None = None,
+) -> Request:
+    return Request(number, 6, 8, captures, [steering(vector, [0], "pre_attn", scale=scale)], everyone or GlobalSteering())
+
+
+def for_everyone(version: int, *entries: SteeringTemplate) -> GlobalSteering:
+    return GlobalSteering(version=version, entries=list(entries))
+
+
+def template(
+    vector: str = content_hash(VECTOR), *, scale: float = 1.0, positions: Any = "all", layers: Sequence[int] = (0,)
+) -> SteeringTemplate:
+    return SteeringTemplate(layers=list(layers), hook="pre_attn", positions=positions, family="add", tensors=[vector], scale=scale)
+
+
+def run(rig: Rig, request: Request) -> None:
+    """Prefill, one step of decoding, and the end."""
+    rig.step((request, 0, 6), new=[request])
+    rig.step((request, 6, 1))
+    rig.step(finished=[request])

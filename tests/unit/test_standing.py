@@ -1,0 +1,457 @@
+"""Modules and global steering: what stands on a rank changes as a whole or not at all, and ranks that differ in it are told apart."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from plane_kit import VECTOR, Rig, capturing, for_everyone, run, spec_of, steered, template
+from rank_kit import HIDDEN, Request, steering, stream_of
+
+from midstream.schemas.steering import GlobalSteering, RankSteering, SteeringTemplate
+from midstream.schemas.tensors import content_hash, from_numpy
+from midstream.workers.runner.faults import CALLS, answer
+from midstream.workers.runner.step import NewRequest
+
+NAME = content_hash(VECTOR)
+JOY = "d" * 64
+OTHER = from_numpy(np.full(HIDDEN, 5.0, dtype=np.float32))
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Rig:
+    return Rig(tmp_path)
+
+
+def state(rig: Rig) -> tuple[Any, ...]:
+    """All that a refused call must leave alone."""
+    status = rig.plane.status()
+    return rig.plane.fingerprint(), *(status[name] for name in ("checksum", "actions", "epoch", "modules", "global_version", "vectors"))
+
+
+def edit(rig: Rig, number: int, layer: int = 0) -> np.ndarray:
+    """What the last forward, of request `number`'s first rows, added to the stream at `pre_attn`: one number for each row."""
+    left = rig.left("pre_attn", layer)
+    return (left - stream_of(number, "pre_attn", layer, 0, len(left)))[:, 0]
+
+
+# -- global steering -------------------------------------------------------------------------------------------------------
+
+
+def test_the_rows_of_global_steering_stay_written_and_requests_share_them(rig: Rig) -> None:
+    standing = rig.plane.standing
+    everyone = for_everyone(1, template(), template(positions=[1, -1], scale=4.0))
+    standing.prepare_global(everyone)
+    assert rig.plane.status()["rows_used"] == 0
+    standing.commit_global(everyone)
+    assert rig.plane.status()["rows_used"] == 1, "positions that are listed are cut to each prompt"
+    request = Request(1, 6, 8, (), (), everyone)
+    rig.step((request, 0, 6), new=[request])
+    assert edit(rig, 1).tolist() == [2, 10, 2, 2, 2, 10]
+    assert rig.plane.status()["rows_used"] == 2
+    rig.step(finished=[request])
+    assert rig.plane.status()["rows_used"] == 1
+    standing.commit_global(for_everyone(2))
+    assert (rig.plane.status()["rows_used"], rig.plane.status()["global_digest"]) == (0, "")
+    (receipt,) = rig.receipts()
+    assert (receipt.status, receipt.global_version, receipt.epoch, receipt.applied) == ("ok", 1, 0, 8)
+
+
+def test_a_request_keeps_the_global_steering_that_it_began_under(rig: Rig) -> None:
+    first, second = for_everyone(1, template()), for_everyone(2, template(scale=3.0))
+    rig.plane.standing.commit_global(first)
+    old, new = steered(1, everyone=first), steered(2, everyone=second)
+    rig.step((old, 0, 6), new=[old])
+    rig.plane.standing.commit_global(second)
+    rig.step((old, 6, 1), (new, 0, 6), new=[new])
+    left = rig.left("pre_attn", 0)
+    assert (left[:1] - stream_of(1, "pre_attn", 0, 6, 1) == 2 + 2).all(), "everyone's, then its own"
+    assert (left[1:] - stream_of(2, "pre_attn", 0, 0, 6) == 6 + 2).all()
+    rig.plane.standing.commit_global(for_everyone(3))
+    rig.step((old, 7, 1), (new, 6, 1))
+    assert (rig.left("pre_attn", 0)[:, 0] - [stream_of(n, "pre_attn", 0, p, 1)[0, 0] for n, p in ((1, 7), (2, 6))] == [4, 8]).all()
+    rig.step(finished=[old, new])
+    assert rig.plane.status()["rows_used"] == 0
+    assert [(receipt.status, receipt.global_version) for receipt in rig.receipts()] == [("ok", 1), ("ok", 2)]
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        (lambda rig: template("0" * 64), "vector 000000000000 is not on this rank"),
+        (lambda rig: template("0" * 64, positions=[3]), "vector 000000000000 is not on this rank"),
+        (lambda rig: template(rig.vector(3e38), scale=2.0), "add up to more than torch.float32 holds"),
+        (lambda rig: template(layers=[2]), "layer 2 is out of range: the model has layers 0 to 1"),
+        (lambda rig: msgspec.structs.replace(template(), rank=3, family="lowrank", tensors=[NAME] * 3, numbers=[1.0]), "its shape is"),
+    ],
+)
+def test_what_cannot_be_applied_to_everyone_is_refused_before_anything_changes(rig: Rig, entry: Callable[[Rig], Any], words: str) -> None:
+    wanted = for_everyone(4, template(), entry(rig))
+    before = state(rig)
+    with pytest.raises((LookupError, ValueError), match=words):
+        rig.plane.standing.prepare_global(wanted)
+    assert state(rig) == before
+
+
+def test_global_steering_that_takes_more_than_its_share_of_rows_is_refused(rig: Rig) -> None:
+    entries = [template(positions=name) for name in ("all", "all_prompt", "all_generated", "last_prompt")]
+    rig.plane.standing.prepare_global(for_everyone(1, *entries))
+    entries.append(msgspec.structs.replace(template(positions="all"), family="ablate", numbers=[1.0]))
+    entries.append(msgspec.structs.replace(template(positions="all"), family="ablate", numbers=[1.0]))
+    with pytest.raises(ValueError, match="takes 5 rows of the steering table, 4 are everyone's"):
+        rig.plane.standing.prepare_global(for_everyone(1, *entries))
+
+
+def test_a_hook_that_the_worker_was_not_given_is_refused(rig: Rig) -> None:
+    rig.plane.standing._hooks.remove("mlp_in")
+    with pytest.raises(ValueError, match="there is no hook mlp_in: there are pre_attn, attn_out"):
+        rig.plane.standing.prepare_global(for_everyone(1, msgspec.structs.replace(template(), hook="mlp_in")))
+
+
+def test_a_rollback_restores_the_former_global_steering_once_and_only_for_the_last_commit(rig: Rig) -> None:
+    standing = rig.plane.standing
+    standing.commit_global(for_everyone(1, template()))
+    bare = rig.plane.fingerprint()
+    standing.commit_global(for_everyone(2, template(scale=3.0)))
+    after = state(rig)
+    standing.rollback_global(1)
+    assert state(rig) == after, "another version is current"
+    standing.rollback_global(2)
+    assert rig.plane.fingerprint() == bare
+    assert rig.plane.status()["global_version"] == 1
+    once = state(rig)
+    standing.rollback_global(2)
+    assert state(rig) == once
+
+
+def test_a_commit_that_is_refused_leaves_the_former_steering_and_its_rollback_does_nothing(rig: Rig) -> None:
+    standing = rig.plane.standing
+    standing.commit_global(for_everyone(1, template()))
+    live = [steered(number, scale=10.0 + number) for number in (1, 2)]
+    rig.step(*((request, 0, 6) for request in live), new=live)
+    before = state(rig)
+    with pytest.raises(RuntimeError, match="all 3 steering rows are in use"):  # the worker admits rows before: a bug, then
+        standing.commit_global(for_everyone(2, template(scale=3.0)))
+    standing.rollback_global(2)
+    assert state(rig) == before
+    rig.step(finished=live)
+    standing.commit_global(for_everyone(3))
+    assert rig.plane.status()["rows_used"] == 0
+
+
+# -- modules and tensors ---------------------------------------------------------------------------------------------------
+
+
+def test_a_module_is_registered_changed_and_unregistered_and_each_can_be_taken_back(rig: Rig) -> None:
+    standing, other = rig.plane.standing, rig.vector(5.0)
+    for digest, tensors, before in ((JOY, [NAME], {}), ("e" * 64, [other], {"joy": JOY}), ("", [], {"joy": JOY})):
+        had = rig.plane.fingerprint()
+        standing.set_module("joy", digest, tensors)
+        assert rig.plane.status()["modules"] == ({"joy": digest} if digest else {})
+        standing.rollback_module("joy", "f" * 64)
+        standing.rollback_module("joy", digest)
+        standing.rollback_module("joy", digest)
+        assert (rig.plane.status()["modules"], rig.plane.fingerprint()) == (before, had)
+        if not before:
+            standing.set_module("joy", digest, tensors)
+
+
+def test_a_module_whose_tensors_are_not_here_is_refused_and_the_name_keeps_its_meaning(rig: Rig) -> None:
+    rig.plane.standing.set_module("joy", JOY, [NAME])
+    before = state(rig)
+    with pytest.raises(LookupError, match="module 'joy': vector 000000000000 is not on this rank"):
+        rig.plane.standing.set_module("joy", "e" * 64, [NAME, "0" * 64])
+    rig.plane.standing.rollback_module("joy", "e" * 64)
+    assert state(rig) == before
+
+
+def test_a_tensor_that_stands_is_not_dropped(rig: Rig) -> None:
+    standing, other = rig.plane.standing, rig.vector(5.0)
+    standing.set_module("joy", JOY, [NAME])
+    with pytest.raises(RuntimeError, match="is needed by module 'joy'"):
+        standing.drop_vectors([other, NAME])
+    assert rig.plane.status()["vectors"] == 2, "all or none"
+    standing.set_module("joy", "", [])
+    standing.commit_global(for_everyone(1, template()))
+    with pytest.raises(RuntimeError, match="is needed by global steering"):
+        standing.drop_vectors([NAME])
+    standing.commit_global(for_everyone(2))
+    standing.drop_vectors([NAME, other])
+    assert rig.plane.status()["vectors"] == 0
+
+
+# field case 26
+def test_a_module_may_be_unregistered_and_its_tensors_dropped_under_a_request_that_has_it(rig: Rig) -> None:
+    rig.plane.standing.set_module("joy", JOY, [NAME])
+    admitted = steered(1)
+    rig.step((admitted, 0, 4), new=[admitted])
+    rig.plane.standing.set_module("joy", "", [])
+    rig.plane.standing.drop_vectors([NAME])
+    rig.step((admitted, 4, 2))
+    assert (rig.left("pre_attn", 0) - stream_of(1, "pre_attn", 0, 4, 2) == 2).all()
+    rig.plane.begin([], {}, 1, None, {"1": 0})  # preempted, computed again
+    rig.step((admitted, 0, 6))
+    assert edit(rig, 1).tolist() == [2] * 6
+    rig.step((admitted, 6, 1), finished=[])
+    rig.step(finished=[admitted])
+    late = steered(2)
+    rig.step((late, 0, 6), new=[late])
+    assert rig.plane.status()["rows_used"] == 0
+    told = {receipt.job: (receipt.status, receipt.message) for receipt in rig.receipts()}
+    assert told == {"j1": ("ok", ""), "j2": ("error", f"vector {NAME[:12]} is not on this rank")}
+
+
+# field case 25
+@pytest.mark.parametrize("chunks", [[6], [2, 3, 1]])
+@pytest.mark.parametrize(("positions", "edited"), [("all_generated", [0, 0, 0, 0, 0, 0, 2, 2]), ("all_prompt", [2, 2, 2, 2, 2, 2, 0, 0])])
+def test_a_module_of_one_phase_is_there_from_the_first_chunk_to_the_last_token(
+    rig: Rig, positions: str, edited: list[int], chunks: list[int]
+) -> None:
+    """Its row is taken once, when the request comes, whichever phase will use it; the module may be gone by then."""
+    rig.plane.standing.set_module("joy", JOY, [NAME])
+    request = Request(1, 6, 9, (), [template(positions=positions).stored(positions)])
+    found: list[int] = []
+    for number, count in enumerate([*chunks, 1, 1]):
+        rig.step((request, len(found), count), new=[request] if not number else [])
+        found += (rig.left("pre_attn", 0) - stream_of(1, "pre_attn", 0, len(found), count))[:, 0].tolist()
+        if not number:
+            assert rig.plane.status()["rows_used"] == 1
+            rig.plane.standing.set_module("joy", "", [])
+            rig.plane.standing.drop_vectors([NAME])
+    assert found == edited
+    rig.step(finished=[request])
+    (receipt,) = rig.receipts()
+    assert (receipt.status, receipt.applied) == ("ok", np.count_nonzero(edited))
+
+
+# -- what a rank refuses ---------------------------------------------------------------------------------------------------
+
+ACTIONS: dict[str, Callable[[Rig], None]] = {
+    "put_vectors": lambda rig: rig.plane.standing.put_vectors({content_hash(OTHER): OTHER}),
+    "drop_vectors": lambda rig: rig.plane.standing.drop_vectors([rig.vector(5.0)]),
+    "prepare_global": lambda rig: rig.plane.standing.prepare_global(for_everyone(2, template())),
+    "commit_global": lambda rig: rig.plane.standing.commit_global(for_everyone(2, template(scale=9.0))),
+    "rollback_global": lambda rig: rig.plane.standing.rollback_global(1),
+    "set_module": lambda rig: rig.plane.standing.set_module("sad", JOY, [NAME]),
+    "rollback_module": lambda rig: rig.plane.standing.rollback_module("joy", JOY),
+    "restart_ledger": lambda rig: rig.plane.restart(),
+    "end": lambda rig: rig.plane.end("j1.0.1", 6),
+    "cleanse": lambda rig: rig.plane.cleanse([0]),
+}
+
+
+# field case 29
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_that_fails_on_this_rank_says_why_and_has_changed_nothing(rig: Rig, call: str) -> None:
+    rig.plane.standing.set_module("joy", JOY, [NAME])
+    rig.plane.standing.commit_global(for_everyone(1, template()))
+    before = state(rig)
+    rig.plane.faults.switch(call)
+    assert answer(rig.plane.faults, call, lambda: ACTIONS[call](rig)) == (False, f"fault injected: {call}")
+    assert state(rig) == before
+    rig.plane.faults.switch("")
+    assert answer(rig.plane.faults, call, lambda: ACTIONS[call](rig)) == (True, "")
+
+
+@pytest.mark.parametrize("error", [LookupError("gone"), ValueError("gone"), RuntimeError("gone")])
+def test_a_refusal_is_an_answer_and_a_bug_is_not(rig: Rig, error: Exception) -> None:
+    def refuse() -> None:
+        raise error
+
+    def bug() -> None:
+        raise TypeError("a bug")
+
+    assert answer(rig.plane.faults, "end", refuse) == (False, "gone")
+    with pytest.raises(TypeError):
+        answer(rig.plane.faults, "end", bug)
+
+
+# -- two ranks -------------------------------------------------------------------------------------------------------------
+
+
+def stage(tmp_path: Path) -> list[Rig]:
+    """Two ranks of one stage."""
+    return [Rig(tmp_path / str(rank), rank=rank, world=2) for rank in range(2)]
+
+
+Act = Callable[[Rig], object]
+
+
+def commit(version: int, *entries: SteeringTemplate) -> Act:
+    return lambda rig: rig.plane.standing.commit_global(for_everyone(version, *entries))
+
+
+def module(name: str, digest: str) -> Act:
+    return lambda rig: rig.plane.standing.set_module(name, digest, [NAME] if digest else [])
+
+
+def fault(text: str) -> Act:
+    return lambda rig: rig.plane.faults.switch(text)
+
+
+#: Difference between two ranks → what the first does, and what the second does instead.
+BLIND_SPOTS: dict[str, tuple[list[Act], list[Act]]] = {
+    "a global set that one left out": ([commit(1, template())], []),
+    "another scale for everyone": ([commit(1, template())], [commit(1, template(scale=1.5))]),
+    "another version of the same": ([commit(1, template())], [commit(2, template())]),
+    "one cleared what the other keeps": ([commit(1, template()), commit(2)], [commit(1, template())]),
+    "one cleared what was clear": ([commit(1)], []),
+    "one rolled back": ([commit(1)], [commit(1), lambda rig: rig.plane.standing.rollback_global(1)]),
+    "a module on one of them": ([module("joy", JOY)], []),
+    "one name, two meanings": ([module("joy", JOY)], [module("joy", "e" * 64)]),
+    "one meaning, two names": ([module("joy", JOY)], [module("sad", JOY)]),
+    "one unregistered": ([module("joy", JOY)], [module("joy", JOY), module("joy", "")]),
+    "one took a module back": ([module("joy", JOY)], [module("joy", JOY), lambda rig: rig.plane.standing.rollback_module("joy", JOY)]),
+    "other bytes in the table": ([], [fault("alter_action:rank=1")]),
+    "a row that one did not write": ([], [fault("skip_action:rank=1")]),
+    "another row": ([lambda rig: run(rig, steered(1))], [lambda rig: run(rig, steered(1, scale=2.0))]),
+    "a row admitted later": ([lambda rig: run(rig, steered(1))], [lambda rig: rig.step(), lambda rig: run(rig, steered(1))]),
+}
+
+
+# field case 30
+@pytest.mark.parametrize("difference", BLIND_SPOTS)
+def test_the_first_receipt_after_any_difference_tells_the_ranks_apart(tmp_path: Path, difference: str) -> None:
+    ranks = stage(tmp_path)
+    for rig, acts in zip(ranks, BLIND_SPOTS[difference], strict=True):
+        for act in acts:
+            act(rig)
+        run(rig, steered(9, scale=0.5))
+    first, second = (rig.receipts()[-1] for rig in ranks)
+    assert (first.job, second.job) == ("j9", "j9")
+    assert first.checksum != second.checksum
+
+
+def test_ranks_that_do_the_same_agree_in_every_receipt_and_in_content(tmp_path: Path) -> None:
+    ranks = stage(tmp_path)
+    everyone = for_everyone(1, template(), template(positions=[2], scale=0.25))
+    for rig in ranks:
+        rig.plane.standing.set_module("joy", JOY, [NAME])
+        rig.plane.standing.commit_global(everyone)
+        for number in range(3):
+            run(rig, steered(number, scale=1.0 + number, everyone=everyone))
+        live = steered(8, everyone=everyone)
+        rig.step((live, 0, 6), new=[live])
+    assert ranks[0].plane.fingerprint() == ranks[1].plane.fingerprint()
+    told = [[(r.job, r.checksum, r.actions, r.epoch, r.step) for r in rig.receipts()] for rig in ranks]
+    assert told[0] == told[1]
+
+
+@pytest.mark.parametrize(("kind", "edited"), [("alter_action", -2), ("skip_action", 0)])
+def test_a_row_that_is_skipped_or_altered_really_is_and_the_contents_differ(tmp_path: Path, kind: str, edited: int) -> None:
+    first, second = stage(tmp_path)
+    second.plane.faults.switch(f"{kind}:rank=1")
+    request = steered(1)
+    for rig in (first, second):
+        rig.step((request, 0, 6), new=[request])
+    assert edit(first, 1).tolist() == [2] * 6
+    assert edit(second, 1).tolist() == [edited] * 6
+    assert first.plane.fingerprint() != second.plane.fingerprint()
+    other = steered(2, scale=2.0)
+    for rig in (first, second):
+        rig.step((other, 0, 6), new=[other], finished=[request])
+        assert edit(rig, 2).tolist() == [4] * 6, "one action, and no other"
+
+
+@pytest.mark.parametrize("stray", ["pool", "scalars", "site_rows"])
+def test_bytes_that_went_astray_on_the_device_show_in_the_fingerprint(tmp_path: Path, stray: str) -> None:
+    rig = Rig(tmp_path)
+    rig.plane.standing.commit_global(for_everyone(1, template()))
+    before = rig.plane.fingerprint()
+    buffer = getattr(rig._rank.buffers, stray)
+    buffer[..., 1, 0] += 1 if stray != "site_rows" else 0
+    if stray == "site_rows":
+        buffer[0, :, 1] += 1
+    assert rig.plane.fingerprint() != before
+
+
+# -- beginning anew --------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_out_of_step_begin_anew_from_zero_and_agree_when_the_same_is_replayed(tmp_path: Path) -> None:
+    ranks = stage(tmp_path)
+    everyone = for_everyone(3, template())
+
+    def replay(rig: Rig, text: str = "") -> None:
+        rig.plane.standing.put_vectors({NAME: VECTOR})
+        rig.plane.standing.set_module("joy", JOY, [NAME])
+        rig.plane.faults.switch(text)
+        rig.plane.standing.commit_global(everyone)
+
+    for rig in ranks:
+        replay(rig, "alter_action:rank=1")
+    assert ranks[0].plane.fingerprint() != ranks[1].plane.fingerprint()
+    for rig in ranks:
+        run(rig, steered(1, scale=2.0))
+        rig.plane.restart()
+        status = rig.plane.status()
+        zero = ("rows_used", "entries_used", "vectors", "actions", "requests", "global_version")
+        assert [status[name] for name in zero] == [0] * len(zero)
+        assert status["modules"] == {}
+        assert (status["checksum"], status["epoch"]) == ("0" * 16, 1)
+        assert not any(tensor.any() for tensor in (rig._rank.buffers.pool, rig._rank.buffers.scalars, rig._rank.buffers.site_rows))
+        replay(rig)
+        run(rig, steered(2, scale=2.0, everyone=everyone))
+    assert ranks[0].plane.fingerprint() == ranks[1].plane.fingerprint()
+    before, after = zip(*(rig.receipts() for rig in ranks), strict=True)
+    assert (before[0].checksum == before[1].checksum, before[0].epoch) == (False, 0)
+    assert (after[0].checksum == after[1].checksum, after[0].epoch, after[1].epoch) == (True, 1, 1)
+
+
+def test_requests_that_are_there_when_a_rank_begins_anew_fail_with_the_reason_and_are_not_taken_up_again(rig: Rig) -> None:
+    live, plain, over = steered(1), capturing(2), steered(3)
+    over_spec = msgspec.structs.replace(spec_of(over), told_when_over=True)
+    rig.step((live, 0, 6), (plain, 0, 6), new=[live, plain])
+    rig.plane.begin([NewRequest("3", msgspec.to_builtins(over_spec), 0)], {}, 0)
+    rig.step(finished=[over])  # the worker has not said where it ends
+    assert rig.plane.status()["requests"] == 3
+    rig.plane.restart()
+    rig.plane.standing.put_vectors({NAME: VECTOR})
+    rig.step((live, 6, 1), (plain, 6, 1))
+    assert (rig.left("pre_attn", 0)[:1] == stream_of(1, "pre_attn", 0, 6, 1)).all()
+    rig.step((live, 0, 6), new=[live])  # as the v2 runner tells of a preempted request that goes on
+    assert edit(rig, 1).tolist() == [0] * 6, "not half of it"
+    assert rig.plane.status()["actions"] == 0
+    assert rig.plane.status()["tainted"] == 1, "it fills blocks that claim its edit"
+    rig.plane.end("j1.0.1", -1)
+    rig.step(finished=[plain], aborted=[live])
+    rig.plane.end("j3.0.1", 8)
+    assert rig.plane.status()["requests"] == 0
+    again = steered(1)
+    rig.step((again, 0, 6), new=[again])
+    assert edit(rig, 1).tolist() == [2] * 6
+    rig.step(finished=[again])
+    told = [(receipt.job, receipt.status, receipt.epoch) for receipt in rig.receipts()]
+    assert sorted(told[:3]) == [("j1", "error", 0), ("j2", "error", 0), ("j3", "error", 0)]
+    assert told[3:] == [("j1", "ok", 1)]
+
+
+def test_the_failure_of_a_request_says_that_the_ranks_began_anew(rig: Rig) -> None:
+    request = steered(1)
+    rig.step((request, 0, 6), new=[request])
+    rig.plane.restart()
+    (receipt,) = rig.receipts()
+    assert "began anew from zero while the request ran" in receipt.message
+
+
+# -- what is told ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_tells_all_that_the_vocabulary_names(rig: Rig) -> None:
+    rig.plane.standing.set_module("joy", JOY, [NAME])
+    rig.plane.standing.commit_global(for_everyone(4, template()))
+    status = rig.plane.status()
+    told = msgspec.convert({name: status[name] for name in RankSteering.__struct_fields__}, RankSteering)
+    assert (told.modules, told.global_version, told.global_digest) == ({"joy": JOY}, 4, for_everyone(4, template()).digest)
+    assert (told.rows_used, told.rows, told.backlog, told.epoch) == (1, 3, 0, 0)
+
+
+def test_more_rows_than_a_token_has_columns_fail_the_request(rig: Rig) -> None:
+    edits = [steering(NAME, [0], "pre_attn", [position]) for position in range(5)]
+    everyone = GlobalSteering(version=1, entries=[template(positions=[position]) for position in range(4)])
+    request = Request(1, 6, 8, (), edits, everyone)
+    rig.step((request, 0, 6), new=[request])
+    (receipt,) = rig.receipts()
+    assert (receipt.status, receipt.message) == ("error", "its steering takes 9 rows of the table, 8 may edit a token")
