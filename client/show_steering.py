@@ -83,7 +83,7 @@ def worker_line(worker: WorkerSteering) -> str:
     state = f"[{_STATES[worker.state]}]{worker.state}[/]" + (f" ({escape(worker.detail)})" if worker.detail else "")
     found = f", {_count(worker.desyncs, 'desync')} found, {worker.resyncs} mended" if worker.desyncs else ""
     waits = f"{_count(worker.waiting, 'request')} wait{'s' if worker.waiting == 1 else ''} for rows"
-    versions = f"state {worker.version}, global {worker.global_version}"
+    versions = f"desired state {worker.version}, global {worker.global_version}"
     return f"{escape(worker.worker)} of {escape(worker.model)}: {state}, {versions}, {waits}{found}"
 
 

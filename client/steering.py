@@ -7,14 +7,13 @@ Steering is given as a list of entries, as a mapping from site to array (`{"post
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import httpx
 import numpy as np
 
 from ..schemas.errors import invalid
 from ..schemas.specs import SteeringSpec
-from ..schemas.steering import Dynamic, GlobalRequest, GlobalView, ModulePage, ModuleRequest, ModuleView
+from ..schemas.steering import Dynamic, GlobalRequest, GlobalView, ModuleName, ModulePage, ModuleRequest, ModuleView
 from . import wire
 from .wire import Call, Steering
 
@@ -41,7 +40,8 @@ def entries_of(wanted: Wanted) -> list[SteeringSpec]:
 
 
 def _module(method: str, name: str, model: str | None, body: Any = None) -> Call:
-    return Call(method, f"{_MODULES}/{quote(name, safe='')}", body=body, params=_of(model), timeout=CHANGE_S)
+    """Raises MidstreamError for what cannot be a name: it is a part of the path."""
+    return Call(method, f"{_MODULES}/{wire.checked(name, ModuleName, 'name')}", body=body, params=_of(model), timeout=CHANGE_S)
 
 
 def _register(name: str, wanted: Wanted, model: str | None, description: str) -> Call:

@@ -87,14 +87,14 @@ def test_each_call_is_the_request_that_the_page_says() -> None:
     with server(*map(reply, answers)) as (url, seen), Client(url) as client:
         assert client.register_module("joy", [{"layers": 3, "vector": JOY}], description="to smile") == MODULE
         assert client.modules() == [MODULE]
-        assert client.module("../joy", model="m") == MODULE
+        assert client.module("joy.v2", model="m") == MODULE
         client.unregister_module("joy")
         assert client.set_global([{"module": "joy", "scale": 2}]) == everyone()
         assert client.global_steering().applied
         assert client.clear_global(model="m").version == 4
         assert client.dynamic() == AGREED
     assert seen == [
-        "PUT /v1/steering/modules/joy", "GET /v1/steering/modules", "GET /v1/steering/modules/..%2Fjoy?model=m",
+        "PUT /v1/steering/modules/joy", "GET /v1/steering/modules", "GET /v1/steering/modules/joy.v2?model=m",
         "DELETE /v1/steering/modules/joy", "PUT /v1/steering/global", "GET /v1/steering/global", "DELETE /v1/steering/global?model=m",
         "GET /v1/steering/dynamic",
     ]  # fmt: skip
@@ -143,6 +143,17 @@ def test_entries_sites_and_a_file_say_the_same(tmp_path: Path) -> None:
 def test_what_is_wrong_in_itself_is_said_before_anything_is_sent(given: Any, says: str) -> None:
     with pytest.raises(MidstreamError, match=says):
         Client("http://127.0.0.1:1").register_module("joy", given)
+
+
+# field case 40
+@pytest.mark.parametrize("name", ["", "..", "../jobs", "a/b", "joy\n", "x" * 129])
+def test_what_cannot_be_a_name_reaches_no_other_address(name: str) -> None:
+    with server(reply(MODULE)) as (url, seen), Client(url) as client:
+        for ask in (client.module, client.unregister_module, lambda name: client.register_module(name, {"post_block.3": JOY})):
+            with pytest.raises(MidstreamError, match="^name: ") as caught:
+                ask(name)
+            assert caught.value.kind == "invalid_request"
+    assert seen == []
 
 
 def test_a_wrong_file_is_named(tmp_path: Path) -> None:
@@ -240,7 +251,7 @@ def test_ranks_that_agree_are_one_line_with_checksum_and_actions(capsys: pytest.
         code, out, err = call(capsys, "dynamic", "--url", url)
     assert (code, err) == (0, "")
     assert f"determinism: consistent, 2 ranks in 1 stage of 1 worker, checksum {'f' * 16} over 7 actions" in out
-    assert "w1 of m: serving, state 5, global 3, 0 requests wait for rows" in out
+    assert "w1 of m: serving, desired state 5, global 3, 0 requests wait for rows" in out
 
 
 def test_each_rank_keeps_a_line_of_its_own_on_a_narrow_terminal() -> None:
