@@ -150,7 +150,7 @@ def test_what_is_wrong_in_itself_is_said_before_anything_is_sent(given: Any, say
 def test_what_cannot_be_a_name_reaches_no_other_address(name: str) -> None:
     with server(reply(MODULE)) as (url, seen), Client(url) as client:
         for ask in (client.module, client.unregister_module, lambda name: client.register_module(name, {"post_block.3": JOY})):
-            with pytest.raises(MidstreamError, match="^name: ") as caught:
+            with pytest.raises(MidstreamError, match=r"^name: ") as caught:
                 ask(name)
             assert caught.value.kind == "invalid_request"
     assert seen == []
