@@ -12,6 +12,7 @@ import pytest
 from edge import MODEL, WORDS, Api, Hand, running
 
 from midstream import returned_rows
+from midstream.broker.steering import Steering
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import CaptureResults
 from midstream.schemas.openai import ONLY
@@ -269,16 +270,33 @@ def test_a_steering_that_failed_on_a_rank_is_never_answered_as_a_success(api: Ap
     assert "choices" not in answer.json()
 
 
-def test_ranks_that_disagree_fail_the_answer(api: Api) -> None:
+def test_ranks_that_disagree_cost_an_attempt_and_the_answer_says_so_or_fail_the_answer(api: Api) -> None:  # field case 29
     hand = Hand(api.settings, ranks=[(0, 0), (1, 0)])
     hand.serve()
     body = {"model": MODEL, "prompt": "hello", "capture": CAPTURE, "capture_wait": True}
-    with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(api.http.post, "/v1/completions", json=body)
+
+    def disagree() -> None:
         claim = hand.claim_next()
         hand.store(claim)
         hand.receipt(claim, rank=0)
         hand.receipt(claim, rank=1, checksum="0000000000000bad")
+        hand.do(Steering(hand.ledger).clear_desync(hand.worker))
+
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(api.http.post, "/v1/completions", json=body)
+        disagree()
+        again = hand.claim_next()
+        hand.store(again, ["second try"])
+        hand.receipts(again)
+        answer = asked.result()
+        assert (answer.status_code, answer.json()["choices"][0]["text"]) == (200, "second try")
+        told = answer.json()["determinism"]
+        assert told["consistent"]
+        assert "0000000000000bad" in told["retried"][0]
+
+        asked = pool.submit(api.http.post, "/v1/completions", json=body)
+        disagree()
+        disagree()
         answer = asked.result()
     assert (answer.status_code, answer.json()["type"]) == (500, "urn:midstream:ranks_disagree")
     hand.close()

@@ -28,6 +28,10 @@ PATHS = {
     "/v1/jobs/{job_id}/events": {"get"},
     "/v1/jobs/{job_id}/result": {"get"},
     "/v1/models": {"get"},
+    "/v1/steering/dynamic": {"get"},
+    "/v1/steering/global": {"delete", "get", "put"},
+    "/v1/steering/modules": {"get"},
+    "/v1/steering/modules/{name}": {"delete", "get", "put"},
 }
 
 

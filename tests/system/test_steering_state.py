@@ -1,0 +1,455 @@
+"""Is the desired state of steering what was set, versioned, and are its tensors there exactly as long as somebody needs them?"""
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from ledger_kit import BOOT, MODEL, WORKER, make_job, open_ledger, outputs, settings_for, worker_info
+
+from midstream.broker.ledger import ClaimRefused, Ledger
+from midstream.broker.steering import Steering
+from midstream.schemas.base import now, to_msgpack
+from midstream.schemas.errors import MidstreamError
+from midstream.schemas.jobs import State
+from midstream.schemas.steering import GlobalSteering, Module, SteeringTemplate, WorkerSteering, content_digest
+from midstream.schemas.tensors import Tensor, content_hash, from_numpy
+
+TENSORS: dict[str, Tensor] = {
+    content_hash(tensor): tensor for tensor in (from_numpy(np.full(4, value, np.float32)) for value in (1.0, 2.0, 3.0, 4.0))
+}
+A, B, C, D = TENSORS
+
+
+def entry(*tensors: str, scale: float = 1.0) -> SteeringTemplate:
+    return SteeringTemplate(layers=[0], hook="post_block", positions="all", family="add", tensors=list(tensors), scale=scale)
+
+
+def module(*tensors: str, name: str = "joy", **changes: Any) -> Module:
+    entries = [entry(tensor) for tensor in tensors]
+    return Module(
+        **({"name": name, "model": MODEL, "digest": content_digest(entries), "entries": entries, "bytes": 16, "created": 1.0} | changes)
+    )
+
+
+def blobs(*names: str) -> dict[str, bytes | Tensor]:
+    return {name: to_msgpack(TENSORS[name]) for name in names}
+
+
+def report(worker: str = WORKER, boot: str = BOOT, **changes: Any) -> WorkerSteering:
+    facts: dict[str, Any] = {
+        "worker": worker, "boot": boot, "model": MODEL, "state": "serving", "detail": "", "version": 0, "global_version": 0, "at": now(),
+    }  # fmt: skip
+    return WorkerSteering(**(facts | changes))
+
+
+async def pinned(ledger: Ledger) -> dict[str, set[str]]:
+    """Content hash → owners, and that there is a tensor for each."""
+    found = {}
+    for raw in await ledger.redis.keys("ms:pinned:*"):
+        name = raw.decode().removeprefix("ms:pinned:")
+        found[name] = {owner.decode() for owner in await ledger.redis.smembers(f"ms:pinners:{name}")}
+    assert {raw.decode().removeprefix("ms:pinners:") for raw in await ledger.redis.keys("ms:pinners:*")} == set(found)
+    return found
+
+
+async def change(steering: Steering, *tensors: str) -> GlobalSteering:
+    proposal = await steering.propose(MODEL, [entry(tensor) for tensor in tensors], blobs(*tensors))
+    return await steering.commit(MODEL, proposal.id)
+
+
+# --- Global steering ---------------------------------------------------------------------------------------------------
+
+
+def test_a_change_is_proposed_then_committed_and_every_step_is_news_to_workers(redis_url: str) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger:
+            steering = Steering(ledger)
+            assert await steering.look(MODEL, WORKER) == (0, "", "", "")
+            proposal = await steering.propose(MODEL, [entry(A)], blobs(A))
+            look = await steering.look(MODEL, WORKER)
+            assert (look.version, look.proposal) == (1, proposal.id)
+            desired = await steering.desired(MODEL)
+            assert (desired.version, desired.current, desired.proposal) == (1, GlobalSteering(), proposal)
+            assert await steering.commit(MODEL, proposal.id) == proposal.steering
+            desired = await steering.desired(MODEL)
+            assert (desired.version, desired.current, desired.proposal) == (2, proposal.steering, None)
+            assert await steering.look(MODEL, WORKER) == (2, "", "", "")
+            assert await steering.commit(MODEL, proposal.id) == proposal.steering, "its answer may have been lost"
+            assert (await steering.desired(MODEL)).version == 2
+
+    asyncio.run(main())
+
+
+def test_a_proposal_that_is_given_up_leaves_what_was_and_takes_its_tensors_along(redis_url: str) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger:
+            steering = Steering(ledger)
+            first = await change(steering, A)
+            proposal = await steering.propose(MODEL, [entry(A), entry(B)], blobs(A, B))
+            assert set(await pinned(ledger)) == {A, B}
+            assert await steering.abort(MODEL, proposal.id)
+            assert not await steering.abort(MODEL, proposal.id)
+            assert (await steering.desired(MODEL)).current == first
+            assert await pinned(ledger) == {A: {f"global:{MODEL}"}}
+            with pytest.raises(MidstreamError) as given_up:
+                await steering.commit(MODEL, proposal.id)
+            assert given_up.value.kind == "conflict"
+
+    asyncio.run(main())
+
+
+def test_one_proposal_at_a_time_until_its_deadline(redis_url: str) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url, steering_wait_s=0.2) as ledger:
+            steering = Steering(ledger)
+            first = await steering.propose(MODEL, [entry(A)], blobs(A))
+            with pytest.raises(MidstreamError) as busy:
+                await steering.propose(MODEL, [entry(B)], blobs(B))
+            assert busy.value.kind == "conflict"
+            assert await steering.propose("another model", [entry(B)], blobs(B))
+            await asyncio.sleep(0.25)
+            assert (await steering.desired(MODEL)).proposal is None
+            with pytest.raises(MidstreamError):
+                await steering.commit(MODEL, first.id)
+            second = await steering.propose(MODEL, [entry(C)], blobs(C))
+            assert (await steering.commit(MODEL, second.id)).tensors == [C]
+            assert A not in await pinned(ledger)
+
+    asyncio.run(main())
+
+
+def test_a_number_is_never_used_twice_also_of_what_was_given_up_or_cleared(redis_url: str) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger:
+            steering = Steering(ledger)
+            numbers = [(await change(steering, A)).version]
+            given_up = await steering.propose(MODEL, [entry(B)], blobs(B))
+            await steering.abort(MODEL, given_up.id)
+            numbers += [given_up.steering.version, (await change(steering)).version, (await change(steering, A)).version]
+            assert numbers == sorted(set(numbers))
+            assert await pinned(ledger) == {A: {f"global:{MODEL}"}}
+
+    asyncio.run(main())
+
+
+def test_a_tensor_that_nobody_has_cannot_be_named(redis_url: str) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger:
+            steering = Steering(ledger)
+            for call in (steering.propose(MODEL, [entry(A), entry(B)], blobs(A)), steering.put_module(module(A, B), blobs(A))):
+                with pytest.raises(MidstreamError) as gone:
+                    await call
+                assert gone.value.kind == "conflict"
+                assert B in gone.value.detail
+            assert await pinned(ledger) == {}
+            assert await steering.desired(MODEL) == await steering.desired("another")
+
+    asyncio.run(main())
+
+
+# --- Claims ------------------------------------------------------------------------------------------------------------
+
+
+def test_no_job_is_claimed_under_another_global_steering_than_the_desired_one(redis_url: str) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger:
+            steering, job = Steering(ledger), make_job(prompts=3)
+            await ledger.submit(job, {})
+            current = await change(steering, A)
+            with pytest.raises(ClaimRefused) as behind:
+                await ledger.claim(job.id, WORKER, BOOT, 2)
+            assert behind.value.why == "behind"
+            assert (await ledger.view(job.id)).state is State.QUEUED
+            assert await ledger.claim(job.id, WORKER, BOOT, 2, current.version, True) is not None
+            view = await ledger.view(job.id)
+            assert (view.receipts_expected, view.steered) == (6, True), "every prompt tells of it"
+            await ledger.store_outputs(job.id, 1, outputs(3))
+            result = await ledger.result(job.id)
+            assert result.state is State.RUNNING
+            assert result.determinism is not None
+            assert result.determinism.global_version == current.version
+
+    asyncio.run(main())
+
+
+def test_a_job_that_is_put_back_forgets_what_steered_everyone(redis_url: str) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger:
+            steering, job = Steering(ledger), make_job()
+            await ledger.submit(job, {})
+            await ledger.claim(job.id, WORKER, BOOT, 1, (await change(steering, A)).version, True)
+            await ledger.release(job.id, 1)
+            assert not (await ledger.view(job.id)).steered
+            await ledger.claim(job.id, WORKER, BOOT, 1, (await change(steering)).version, False)
+            await ledger.store_outputs(job.id, 2, outputs())
+            result = await ledger.result(job.id)
+            assert (result.state, result.determinism) == (State.SUCCEEDED, None)
+
+    asyncio.run(main())
+
+
+def test_a_worker_whose_ranks_disagree_claims_nothing_until_they_are_equal(redis_url: str) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger:
+            steering, job = Steering(ledger), make_job()
+            await ledger.submit(job, {})
+            await ledger.redis.hset("ms:desync", WORKER, "rank 1 differs")
+            with pytest.raises(ClaimRefused) as refused:
+                await ledger.claim(job.id, WORKER, BOOT, 2)
+            assert (refused.value.why, refused.value.detail) == ("desynced", "rank 1 differs")
+            assert (await steering.look(MODEL, WORKER)).desync == "rank 1 differs"
+            await steering.clear_desync(WORKER)
+            assert await ledger.claim(job.id, WORKER, BOOT, 2) is not None
+
+    asyncio.run(main())
+
+
+# --- Reports -----------------------------------------------------------------------------------------------------------
+
+
+def test_only_live_workers_count_with_what_they_said_since_they_started(redis_url: str) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger:
+            steering = Steering(ledger)
+            for told in (report("w1"), report("w2", "old boot"), report("dead"), report("other")):
+                await steering.report(told)
+            for worker in ("w1", "w2", "w3"):
+                await ledger.heartbeat(worker_info(worker))
+            await ledger.heartbeat(worker_info("other", model="another"))
+            accounts = await steering.accounts(MODEL)
+            assert [(account.info.worker, account.report is not None) for account in accounts] == [
+                ("w1", True),
+                ("w2", False),
+                ("w3", False),
+            ]
+            assert [told.worker for told in await steering.reports(MODEL)] == ["w1"]
+            assert len(await steering.accounts()) == 4
+
+    asyncio.run(main())
+
+
+def test_a_report_answers_the_questions_up_to_the_one_it_names(redis_url: str) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger:
+            steering = Steering(ledger)
+            await ledger.heartbeat(worker_info())
+            first, second = await steering.ask(MODEL), await steering.ask(MODEL)
+            assert (await steering.look(MODEL, WORKER)).ask == second
+            for told, answered in (("", (False, False)), (first, (True, False)), (second, (True, True))):
+                await steering.report(report(ask=told))
+                (account,) = await steering.accounts(MODEL)
+                assert (account.answers(first), account.answers(second)) == answered
+
+    asyncio.run(main())
+
+
+def test_a_report_of_another_version_counts_as_none(redis_url: str) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger:
+            await ledger.heartbeat(worker_info())
+            await ledger.redis.set(f"ms:steering-report:{WORKER}", to_msgpack({"worker": WORKER, "new": 1}))
+            (account,) = await Steering(ledger).accounts(MODEL)
+            assert account.report is None
+
+    asyncio.run(main())
+
+
+# --- Modules and jobs --------------------------------------------------------------------------------------------------
+
+
+def test_a_name_points_at_content_and_the_same_content_again_is_no_change(redis_url: str) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger:
+            steering = Steering(ledger)
+            joy = module(A, B)
+            assert await steering.put_module(joy, blobs(A, B)) is None
+            version = (await steering.look(MODEL, WORKER)).version
+            assert await steering.put_module(msgspec.structs.replace(joy, created=9.0), blobs(A, B)) == joy
+            described = module(A, B, description="glad", created=9.0)
+            assert await steering.put_module(described, {}) == joy
+            assert (await steering.look(MODEL, WORKER)).version == version
+            stored = await steering.module(MODEL, "joy")
+            assert stored == msgspec.structs.replace(described, created=joy.created)
+            assert await steering.put_module(module(B, C), blobs(C)) == stored, "what it has already need not come again"
+            assert (await steering.look(MODEL, WORKER)).version == version + 1
+            assert set(await pinned(ledger)) == {B, C}
+            assert [found.name for found in await steering.modules(MODEL)] == await steering.module_names(MODEL) == ["joy"]
+            assert set((await steering.desired(MODEL)).modules) == {"joy"}
+            assert (await steering.delete_module(MODEL, "joy")).digest == module(B, C).digest  # type: ignore[union-attr]
+            assert await steering.delete_module(MODEL, "joy") is None
+            assert await pinned(ledger) == {}
+            assert await steering.module(MODEL, "joy") is None
+
+    asyncio.run(main())
+
+
+def test_many_changes_of_one_name_at_once_leave_one_of_them_whole(redis_url: str) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger:
+            steering = Steering(ledger)
+            await asyncio.gather(*[steering.put_module(module(name), blobs(name)) for name in TENSORS])
+            stored = await steering.module(MODEL, "joy")
+            assert stored is not None
+            assert set(await pinned(ledger)) == set(stored.tensors)
+
+    asyncio.run(main())
+
+
+def test_an_accepted_job_has_its_tensors_whatever_becomes_of_the_module(redis_url: str) -> None:  # field case 26
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger:
+            steering = Steering(ledger)
+            joy = module(A)
+            await steering.put_module(joy, blobs(A))
+            job = msgspec.structs.replace(make_job(steer=True), modules={"joy": joy.digest})
+            await ledger.submit(job, {}, pinned=[A])
+            await steering.put_module(module(B), blobs(B))  # field case 15
+            await steering.delete_module(MODEL, "joy")
+            assert await pinned(ledger) == {}
+            assert content_hash(await ledger.get_tensor(A)) == A
+            assert await steering.get_tensor(A) == await ledger.get_tensor(A)
+            assert await ledger.redis.ttl(f"ms:blob:{A}") > 0
+            assert (await ledger.view(job.id)).modules == {"joy": joy.digest}
+            late = msgspec.structs.replace(make_job(steer=True), modules={"joy": module(B).digest})
+            with pytest.raises(MidstreamError) as refused:
+                await ledger.submit(late, {}, pinned=[B])
+            assert refused.value.kind == "conflict"
+            assert "joy" in refused.value.detail
+            with pytest.raises(MidstreamError):
+                await ledger.view(late.id)
+
+    asyncio.run(main())
+
+
+def test_unregistering_races_with_submission_and_either_is_whole(redis_url: str) -> None:  # field case 26
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger:
+            steering = Steering(ledger)
+            accepted = refused = 0
+            for turn in range(40):
+                await ledger.redis.flushall()
+                await steering.put_module(module(A), blobs(A))
+                job = make_job(steer=True)
+                calls = [ledger.submit(job, {}, pinned=[A]), steering.delete_module(MODEL, "joy")]
+                outcomes = await asyncio.gather(*(calls if turn % 2 else calls[::-1]), return_exceptions=True)
+                failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+                if failures:
+                    refused += 1
+                    assert [getattr(failure, "kind", failure) for failure in failures] == ["conflict"]
+                    assert not await ledger.redis.exists(f"ms:job:{job.id}")
+                else:
+                    accepted += 1
+                    assert content_hash(await ledger.get_tensor(A)) == A
+            assert accepted > 0
+            assert refused > 0
+
+    asyncio.run(main())
+
+
+# --- Pins, under anything ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Broker:
+    loop: asyncio.AbstractEventLoop
+    ledger: Ledger
+    steering: Steering
+
+    def do(self, call: Any) -> Any:
+        return self.loop.run_until_complete(call)
+
+
+NAMES = st.lists(st.sampled_from(list(TENSORS)), max_size=3, unique=True)
+MODELS = st.sampled_from([MODEL, "m:2"])
+
+
+class Pins(RuleBasedStateMachine):
+    """What is pinned is exactly what the modules, the global steering and the open proposals of all models name."""
+
+    broker: ClassVar[Broker]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.broker.do(self.broker.ledger.redis.flushall())
+        self.owned: dict[str, set[str]] = {}
+        self.open: dict[str, tuple[str, set[str]]] = {}
+
+    @rule(model=MODELS, name=st.sampled_from(["joy", "sad"]), names=NAMES.filter(bool), bring=st.booleans())
+    def put(self, model: str, name: str, names: list[str], bring: bool) -> None:
+        call = self.broker.steering.put_module(module(*names, name=name, model=model), blobs(*names) if bring else {})
+        if not self.tried(call, names, bring):
+            return
+        self.owned[f"module:{model}:{name}"] = set(names)
+
+    @rule(model=MODELS, name=st.sampled_from(["joy", "sad"]))
+    def delete(self, model: str, name: str) -> None:
+        former = self.broker.do(self.broker.steering.delete_module(model, name))
+        assert (former is not None) == bool(self.owned.pop(f"module:{model}:{name}", None))
+
+    @rule(model=MODELS, names=NAMES, bring=st.booleans())
+    def propose(self, model: str, names: list[str], bring: bool) -> None:
+        if model in self.open:
+            return
+        call = self.broker.steering.propose(model, [entry(name) for name in names], blobs(*names) if bring else {})
+        if proposal := self.tried(call, names, bring):
+            self.open[model] = proposal.id, set(names)
+            self.owned[f"proposal:{model}"] = set(names)
+
+    @rule(model=MODELS)
+    def commit(self, model: str) -> None:
+        if model in self.open:
+            proposal, names = self.open.pop(model)
+            self.broker.do(self.broker.steering.commit(model, proposal))
+            del self.owned[f"proposal:{model}"]
+            self.owned[f"global:{model}"] = names
+
+    @rule(model=MODELS)
+    def abort(self, model: str) -> None:
+        if model in self.open:
+            assert self.broker.do(self.broker.steering.abort(model, self.open.pop(model)[0]))
+            del self.owned[f"proposal:{model}"]
+
+    def tried(self, call: Any, names: list[str], bring: bool) -> Any:
+        """What the call gives, True for None; False when it is refused, as it must be for a tensor that is nowhere."""
+        known = bring or set(names) <= set().union(*self.owned.values(), set())
+        if known:
+            done = self.broker.do(call)
+            return True if done is None else done
+        with pytest.raises(MidstreamError) as refused:
+            self.broker.do(call)
+        assert refused.value.kind == "conflict"
+        return False
+
+    @invariant()
+    def what_is_owned_is_there_and_nothing_else(self) -> None:
+        expected: dict[str, set[str]] = {}
+        for owner, names in self.owned.items():
+            for name in names:
+                expected.setdefault(name, set()).add(owner)
+        assert self.broker.do(pinned(self.broker.ledger)) == expected
+        for name in expected:
+            assert content_hash(self.broker.do(self.broker.steering.get_tensor(name))) == name
+
+
+@pytest.fixture
+def broker(redis_url: str) -> Iterator[Broker]:
+    loop = asyncio.new_event_loop()
+    ledger = Ledger.connect(settings_for(redis_url))
+    yield Broker(loop, ledger, Steering(ledger))
+    loop.run_until_complete(ledger.close())
+    loop.close()
+
+
+def test_tensors_are_pinned_exactly_while_somebody_owns_them(broker: Broker) -> None:
+    Pins.broker = broker
+    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+        Pins,
+        settings=settings(max_examples=40, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck), database=None),
+    )

@@ -1,0 +1,262 @@
+"""What do named modules and global steering come to, and which of it is refused, by which field?"""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from midstream import __version__
+from midstream.api.rules import Bounds, PromptFacts
+from midstream.api.steered import Standing, resolve_everyone, resolve_module, resolve_steering
+from midstream.schemas.errors import MidstreamError
+from midstream.schemas.models import ModelInfo
+from midstream.schemas.selectors import HOOKS, SelectorError, Span, Window
+from midstream.schemas.specs import SteeringSpec, StoredSteering
+from midstream.schemas.steering import GlobalSteering, Module, content_digest
+from midstream.schemas.tensors import Tensor, content_hash, from_numpy
+
+HIDDEN = 8
+VECTOR = from_numpy(np.ones(HIDDEN, np.float32))
+OTHER = from_numpy(np.arange(1, HIDDEN + 1, dtype=np.float32))
+RANK2 = from_numpy(np.ones((2, HIDDEN), np.float32))
+
+
+def model(**changes: Any) -> ModelInfo:
+    facts: dict[str, Any] = {
+        "name": "m", "version": __version__, "architecture": "LlamaForCausalLM", "num_layers": 4, "hidden_size": HIDDEN, "vocab_size": 9,
+        "max_model_len": 64, "dtype": "float16", "hooks": list(HOOKS), "tokenizer": "",
+    }  # fmt: skip
+    return ModelInfo(**(facts | changes))
+
+
+def spec(**fields: Any) -> SteeringSpec:
+    return SteeringSpec(**({"layers": 0, "vector": VECTOR} | fields))
+
+
+def module(*specs: SteeringSpec, name: str = "joy") -> Module:
+    content = resolve_module(specs or [spec()], model())
+    return Module(
+        name=name, model="m", digest=content_digest(content.entries), entries=content.entries, bytes=content.size, created=0.0,
+        hidden_size=HIDDEN, reach=content.reach,
+    )  # fmt: skip
+
+
+def resolved(specs: list[SteeringSpec], *modules: Module, lengths: tuple[int, ...] = (6,), everyone: Any = None, **changes: Any) -> Any:
+    bounds = Bounds(model(**changes), [PromptFacts(length, _find) for length in lengths], 4)
+    standing = Standing({one.name: one for one in modules}, everyone or GlobalSteering(), sorted(one.name for one in modules))
+    return resolve_steering(specs, bounds, standing)
+
+
+def _find(span: Span) -> list[int]:
+    if span.text != "here":
+        raise SelectorError(f"{span.text!r} is not there")
+    return [2]
+
+
+def refused(call: Any, *arguments: Any, **more: Any) -> MidstreamError:
+    with pytest.raises(MidstreamError) as found:
+        call(*arguments, **more)
+    assert found.value.status == 400
+    return found.value
+
+
+# --- Modules in a request ----------------------------------------------------------------------------------------------
+
+
+def test_a_module_is_its_entries_at_their_own_positions_and_brings_no_tensor() -> None:
+    joy = module(spec(layers="1,3", hook="resid_pre", positions=[-1], scale=2.0), spec(op="ablate", vector=OTHER))
+    (first, second), blobs = resolved([SteeringSpec(module="joy"), spec(vector=OTHER)], joy, lengths=(6, 3))
+    assert first[:2] == [
+        StoredSteering(layers=[1, 3], hook="pre_attn", positions=[5], family="add", tensors=[content_hash(VECTOR)], scale=2.0),
+        StoredSteering(layers=[0], hook="post_block", positions="all", family="ablate", tensors=[content_hash(OTHER)], numbers=[1.0]),
+    ]
+    assert [entry.positions for entry in second] == [[2], "all", "all"]
+    assert list(blobs) == [content_hash(OTHER)], "what came with the request, not with the module"
+
+
+def test_a_request_says_how_much_of_a_module_and_where_instead_of_its_own_positions() -> None:
+    everything = module(
+        spec(scale=3.0), spec(layers=1, norm_match=True, scale=0.5), spec(layers=1, op="ablate", strength=0.25),
+        spec(layers=1, op="clamp", strength=0.5, low=-1.0, high=1.0), spec(layers=2, op="replace", alpha=0.5, scale=2.0),
+        SteeringSpec(layers=3, op="lowrank", rotation=RANK2, weight=RANK2, bias=from_numpy(np.zeros(2, np.float32)), strength=2.0),
+    )  # fmt: skip
+    ((*entries,),), _ = resolved([SteeringSpec(module="joy", scale=2.0, positions=[0, -1])], everything)
+    assert [(entry.scale, entry.numbers) for entry in entries] == [
+        (6.0, []),
+        (1.0, [1.0]),
+        (1.0, [0.5]),
+        (1.0, [1.0, -1.0, 1.0]),
+        (4.0, [0.5]),
+        (1.0, [4.0]),
+    ]
+    assert {tuple(entry.positions) for entry in entries} == {(0, 5)}
+
+
+@pytest.mark.parametrize("positions", ["all_generated", "all_prompt"])  # field case 25
+def test_a_module_of_one_phase_stays_one_in_each_prompt(positions: Any) -> None:
+    per_prompt, _ = resolved([SteeringSpec(module="joy", scale=0.5)], module(spec(positions=positions)), lengths=(6, 3))
+    assert [[entry.positions for entry in entries] for entries in per_prompt] == [[positions], [positions]]
+
+
+def test_a_name_is_resolved_to_content_so_that_what_it_means_later_changes_nothing() -> None:  # field case 15
+    before, after = module(spec()), module(spec(vector=OTHER))
+    assert before.digest != after.digest
+    ((entry,),), _ = resolved([SteeringSpec(module="joy")], before)
+    ((later,),), _ = resolved([SteeringSpec(module="joy")], after)
+    assert (entry.tensors, later.tensors) == ([content_hash(VECTOR)], [content_hash(OTHER)])
+
+
+# field case 27
+@pytest.mark.parametrize(
+    ("wish", "field", "words"),
+    [
+        ({"module": "sad"}, "module", "there is no module 'sad'"),
+        ({"module": "joy", "layers": 1}, "layers", "not taken beside module"),
+        ({"module": "joy", "vector": VECTOR}, "vector", "not taken beside module"),
+        ({"module": "joy", "op": "ablate"}, "op", "not taken beside module"),
+        ({"module": "joy", "hook": "pre_attn"}, "hook", "not taken beside module"),
+        ({"module": "joy", "norm_match": True}, "norm_match", "not taken beside module"),
+        ({"module": "joy", "strength": 1.0}, "strength", "not taken beside module"),
+        ({"module": "joy", "scale": 1e6}, "scale", "beyond float16"),
+        ({"module": "joy", "scale": 1e300}, "scale", "beyond float32"),
+        ({"module": "joy", "positions": [6]}, "positions[0]", "beyond the prompt"),
+        ({"module": "joy", "positions": Span(text="nowhere")}, "positions.text", "not there"),
+    ],
+)
+def test_what_is_wrong_about_a_module_in_a_request_is_named_by_its_field(wish: dict[str, Any], field: str, words: str) -> None:
+    problem = refused(resolved, [spec(), SteeringSpec(**wish)], module())
+    assert problem.field == f"steering[1].{field}" or problem.field == f"steering[1].{field.partition('.')[0]}"
+    assert words in problem.detail
+    if wish["module"] == "sad":
+        assert problem.allowed == "joy"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({"hidden_size": 4}, "8 wide, the model 4"), ({"num_layers": 1}, "layer 3"), ({"hooks": ["pre_attn"]}, "hook post_block")],
+)
+def test_a_module_for_a_former_model_of_that_name_is_refused(changes: dict[str, Any], words: str) -> None:  # field case 27
+    problem = refused(resolved, [SteeringSpec(module="joy")], module(spec(layers="0-3")), **changes)
+    assert (problem.field, words in problem.detail) == ("steering[0].module", True)
+
+
+def test_a_module_whose_own_positions_are_not_in_a_prompt_is_refused_and_may_be_given_others() -> None:
+    there = module(spec(positions=[Span(text="gone")]))
+    problem = refused(resolved, [SteeringSpec(module="joy")], there)
+    assert problem.field == "steering[0].module"
+    assert "entry 0" in problem.detail
+    assert "steering[0].positions" in str(problem.allowed)
+    ((entry,),), _ = resolved([SteeringSpec(module="joy", positions=[Span(text="here")])], there)
+    assert entry.positions == [2]
+
+
+def test_the_rows_of_modules_count_as_those_of_the_request() -> None:
+    five = [module(spec(positions=[place]), name=f"m{place}") for place in range(5)]
+    problem = refused(resolved, [SteeringSpec(module=f"m{place}") for place in range(5)], *five)
+    assert (problem.field, "needs 5 rows" in problem.detail) == ("steering", True)
+    assert resolved([SteeringSpec(module=f"m{place}") for place in range(4)], *five)
+
+
+def test_a_request_must_fit_beside_what_steers_everyone() -> None:
+    everyone = GlobalSteering(version=1, entries=resolve_everyone([spec(positions=[0]), spec(positions=[1])], model(), Standing()).entries)
+    mine = [spec(positions=[place]) for place in range(3)]
+    assert resolved(mine, steering_rows=5, everyone=everyone)
+    problem = refused(resolved, mine, steering_rows=4, everyone=everyone)
+    assert (
+        "needs 3 steering rows for prompt 0, the worker has 4 (setting steering_rows), of which global steering takes 2" in problem.detail
+    )
+    assert resolved(mine, steering_rows=4, lengths=(6,)), "alone it fits"
+
+
+# --- Modules -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_module_is_named_by_everything_that_it_does() -> None:
+    one = module(spec())
+    variants = [
+        spec(vector=OTHER), spec(scale=2.0), spec(layers=1), spec(hook="pre_attn"), spec(positions="all_prompt"), spec(op="ablate"),
+        spec(op="replace"), spec(norm_match=True),
+    ]  # fmt: skip
+    digests = {module(variant).digest for variant in variants} | {one.digest, module(spec(), spec()).digest}
+    assert len(digests) == len(variants) + 2
+    assert module(spec(), name="other").digest == one.digest
+    assert one.bytes == module(spec(), spec(layers=1)).bytes == 4 * HIDDEN, "equal tensors are held once"
+
+
+# field case 27
+@pytest.mark.parametrize(
+    ("entry", "field"),
+    [
+        (SteeringSpec(module="joy"), "module"),
+        (spec(vector=from_numpy(np.ones(7, np.float32))), "vector.shape"),
+        (spec(vector=from_numpy(np.full(HIDDEN, np.nan, np.float32))), "vector.data"),
+        (spec(layers=4), "layers"),
+        (spec(layers="zero"), "layers"),
+        (spec(positions=[]), "positions"),
+        (spec(strength=1.0), "strength"),
+        (spec(scale=1e6), "scale"),
+        (SteeringSpec(layers=0), "vector"),
+        (SteeringSpec(vector=VECTOR), "layers"),
+    ],
+)
+def test_what_is_wrong_in_a_module_or_for_everyone_is_named_by_its_field(entry: SteeringSpec, field: str) -> None:
+    assert refused(resolve_module, [spec(), entry], model()).field == f"steering[1].{field}"
+    assert refused(resolve_everyone, [spec(), entry], model(), Standing()).field == f"steering[1].{field}"
+
+
+def test_a_module_that_no_request_could_use_is_refused() -> None:
+    five = [spec(positions=[place]) for place in range(5)]
+    assert refused(resolve_module, five, model()).field == "steering"
+    assert refused(resolve_module, [spec(layers="all")], model(steering_entries=3)).field == "steering"
+
+
+# --- Everyone ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_steers_everyone_is_cut_to_each_prompt() -> None:
+    content = resolve_everyone(
+        [spec(positions=[1, 5]), spec(layers=1, positions=Span(start=2)), spec(layers=2, positions="all_generated")], model(), Standing()
+    )
+    everyone = GlobalSteering(version=1, entries=content.entries)
+    assert [entry.positions for entry in everyone.at(6)] == [[1, 5], Window(start=2), "all_generated"]
+    assert [entry.positions for entry in everyone.at(3)] == [[1], Window(start=2), "all_generated"]
+    assert [entry.positions for entry in everyone.at(1)] == [Window(start=2), "all_generated"]
+    assert [content_hash(msgspec.msgpack.decode(raw, type=Tensor)) for raw in content.blobs.values()] == [content_hash(VECTOR)]
+
+
+def test_a_module_for_everyone_is_its_content_at_the_scale_and_place_that_is_said() -> None:
+    joy = module(spec(scale=3.0, positions="all_prompt"), spec(layers=1, op="ablate", vector=OTHER))
+    standing = Standing({"joy": joy}, GlobalSteering(), ["joy"])
+    own = resolve_everyone([SteeringSpec(module="joy", scale=2.0)], model(), standing)
+    assert [(entry.scale, entry.numbers, entry.positions) for entry in own.entries] == [(6.0, [], "all_prompt"), (1.0, [2.0], "all")]
+    assert not own.blobs
+    placed = resolve_everyone([SteeringSpec(module="joy", positions=[0])], model(), standing)
+    assert [entry.positions for entry in placed.entries] == [[0], [0]]
+
+
+# field case 27
+@pytest.mark.parametrize(
+    ("positions", "place"),
+    [
+        ([0, -1], "[1]"),
+        ([Span(text="a")], "[0]"),
+        (Span(text="a"), ""),
+        (Span(start=-3), ""),
+        (Span(start=0, stop=-1), ""),
+        ([3, Span(start=-2, stop=-1)], "[1]"),
+    ],
+)
+def test_positions_that_need_a_prompt_are_refused_for_everyone(positions: Any, place: str) -> None:
+    problem = refused(resolve_everyone, [spec(), spec(positions=positions)], model(), Standing())
+    assert problem.field == f"steering[1].positions{place}"
+    joy = module(spec(positions=positions))
+    inside = refused(resolve_everyone, [SteeringSpec(module="joy")], model(), Standing({"joy": joy}, GlobalSteering(), []))
+    assert inside.field == "steering[0].module"
+
+
+def test_what_steers_everyone_leaves_half_of_the_tables_to_requests() -> None:
+    two = [spec(positions=[0]), spec(positions=[1])]
+    assert resolve_everyone(two, model(steering_rows=4), Standing())
+    assert "global steering may take 1" in refused(resolve_everyone, two, model(steering_rows=3), Standing()).detail
+    assert refused(resolve_everyone, [spec(layers="all")], model(steering_entries=7), Standing()).field == "steering"
