@@ -90,7 +90,7 @@ fidelity: $(READY) ## measure every architecture, hook, runner and mode; writes 
 	@$(BIN)/python tests/engine/fidelity.py $(NAMES)
 
 bench: $(READY) model ## the figures of benchmarks/RESULTS.md, one after the other
-	@for script in benchmarks/[a-z]*.py; do echo "== $$script"; $(BIN)/python $$script; done
+	@for script in $(filter-out benchmarks/engines.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script; done
 
 lock: ## resolve the dependencies anew (UPGRADE=1: to their newest versions)
 	@PYTHON=$(PYTHON) requirements/compile.sh $(if $(UPGRADE),--upgrade)

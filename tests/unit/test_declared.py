@@ -19,6 +19,7 @@ EXTRAS_OF: dict[str, tuple[str, ...]] = {
     "workers": ("cpu",),
     "tests": ("cpu", "demo", "dev", "plots"),
     "benchmarks": ("cpu", "demo", "dev", "plots"),
+    "examples": ("client", "plots"),
 }
 #: Inside functions, imports for which another extra is the remedy.
 LAZY_EXTRAS: dict[str, tuple[str, ...]] = {"client": ("cpu", "demo", "plots"), "broker": ("up",)}

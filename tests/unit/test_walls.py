@@ -43,7 +43,7 @@ CODE_CARRIERS = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal
 
 TOP_LEVEL = {
     *PACKAGES,
-    "tests", "benchmarks", "docs", "requirements", ".ci",
+    "tests", "benchmarks", "examples", "docs", "requirements", ".ci",
     "__init__.py", "py.typed", "pyproject.toml", "Makefile", "README.md", "LICENSE", "CHANGELOG.md", ".gitignore",
     "compose.yaml", "Dockerfile", ".dockerignore",
 }  # fmt: skip
@@ -94,7 +94,7 @@ def test_a_heavy_package_is_imported_only_by_its_owners(package: str) -> None:
 def test_nothing_that_runs_code_when_it_is_read_is_imported_anywhere() -> None:
     wrong = [
         f"{found.where} imports {found.module}"
-        for path in sources(*PACKAGES, "tests", "benchmarks")
+        for path in sources(*PACKAGES, "tests", "benchmarks", "examples")
         for found in imports_of(path)
         if found.module.split(".")[0] in CODE_CARRIERS or found.module.startswith("torch.load")
     ]
