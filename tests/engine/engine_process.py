@@ -19,7 +19,8 @@ from midstream.workers.rank_control import disagreement
 
 
 class Command(msgspec.Struct, omit_defaults=True):
-    """`jobs` run all at once; `cancel_after` aborts the named job after that many tokens; `call` is a collective RPC."""
+    """`jobs` run all at once; `cancel_after` aborts the named job after that many tokens; `call` is a collective
+    RPC, or by another name than `midstream_…` a method of the engine."""
 
     jobs: list[Job] = []
     vectors: dict[str, Tensor] = {}
@@ -33,7 +34,7 @@ class Command(msgspec.Struct, omit_defaults=True):
 class Answer(msgspec.Struct, omit_defaults=True):
     outputs: dict[str, list[Output]] = {}
     errors: dict[str, str] = {}
-    result: list[Any] = []
+    result: Any = None
     info: Any = None
 
 
@@ -46,7 +47,9 @@ async def serve(reply: Any) -> None:
     for line in iter(lambda: sys.stdin.readline(), ""):
         command = from_json(line, Command)
         if command.call:
-            reply(Answer(result=await engine._call(command.call, tuple(command.arguments))))
+            on_ranks = command.call.startswith("midstream_")
+            called = engine._call(command.call, tuple(command.arguments)) if on_ranks else getattr(engine, command.call)(*command.arguments)
+            reply(Answer(result=await called))
             continue
         answer = Answer()
         await asyncio.gather(*(run(engine, job, command, answer) for job in command.jobs), *([look(engine)] if command.look else []))

@@ -83,7 +83,8 @@ class Host:
         self._process.stdin.flush()
         return self._answer()
 
-    def call(self, method: str, *arguments: Any) -> list[Any]:
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Of `midstream_…` every rank's answer; of other methods the engine's."""
         return self.send(Command(call=method, arguments=list(arguments))).result
 
     def vector(self, values: np.ndarray) -> str:

@@ -1,0 +1,140 @@
+"""What the worker asks of real ranks: all do it, or all are as before; ranks out of step begin anew and are equal again."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from engine_process import Command
+from host import Host, capture_of, prompt_of, relative_error, steer
+from reference import Reference
+from tiny import HIDDEN
+from tolerances import FP32_ROWS
+
+from midstream.schemas.jobs import Job
+from midstream.schemas.specs import StoredSteering
+from midstream.schemas.steering import GlobalSteering, SteeringTemplate
+
+JOY, SAD = "d" * 64, "e" * 64
+
+
+def direction(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=HIDDEN).astype(np.float32)
+
+
+def everyone(version: int, *entries: StoredSteering) -> GlobalSteering:
+    templates = [
+        SteeringTemplate(layers=e.layers, hook=e.hook, positions="all", family=e.family, tensors=e.tensors, scale=e.scale) for e in entries
+    ]
+    return GlobalSteering(version=version, entries=templates)
+
+
+def send_vector(host: Host, seed: int) -> str:
+    """The name of a vector that is on the ranks: a request used it."""
+    name = host.vector(direction(seed))
+    host.run(host.job(prompt_of(3), max_tokens=1, steering=[steer(name, [0])]))
+    return name
+
+
+def run_under(host: Host, steering: GlobalSteering, job: Job) -> None:
+    answer = host.send(Command(jobs=[job], vectors=host._vectors, everyone=steering))
+    assert not answer.errors, answer.errors
+
+
+def standing(host: Host) -> list[tuple[Any, ...]]:
+    names = ("modules", "global_version", "global_digest", "rows_used", "entries_used", "vectors")
+    return [tuple(rank[name] for name in names) for rank in host.call("midstream_status")]
+
+
+def agree(host: Host) -> bool:
+    return len({(rank["epoch"], rank["checksum"], rank["actions"]) for rank in host.call("midstream_status")}) == 1
+
+
+@pytest.fixture
+def anew(tp2: Host) -> Iterator[Host]:
+    """Two ranks in step, with nothing on them; afterwards again."""
+    tp2.call("restart_ledgers")
+    yield tp2
+    tp2.call("midstream_fault", "")
+    tp2.call("restart_ledgers")
+
+
+# field case 29
+@pytest.mark.parametrize("kind", ["commit", "clear", "register", "change", "unregister"])
+def test_what_one_of_two_ranks_refuses_is_taken_back_on_the_other(anew: Host, kind: str) -> None:
+    name = send_vector(anew, 61)
+    first, second = (msgspec.to_builtins(everyone(version, steer(name, [1], float(version)))) for version in (1, 2))
+    if kind in ("change", "unregister"):
+        anew.call("midstream_set_module", "joy", JOY, [name])
+    anew.call("midstream_commit_global", first)
+    assert agree(anew)
+    before, content = standing(anew), anew.call("midstream_fingerprint")
+    calls = {
+        "commit": ("commit_global", [second], "rollback_global", [2]),
+        "clear": ("commit_global", [msgspec.to_builtins(everyone(2))], "rollback_global", [2]),
+        "register": ("set_module", ["joy", JOY, [name]], "rollback_module", ["joy", JOY]),
+        "change": ("set_module", ["joy", SAD, [name]], "rollback_module", ["joy", SAD]),
+        "unregister": ("set_module", ["joy", "", []], "rollback_module", ["joy", ""]),
+    }
+    call, arguments, rollback, of = calls[kind]
+    anew.call("midstream_fault", f"{call}:rank=1")
+    assert anew.call(f"midstream_{call}", *arguments) == [[True, ""], [False, f"fault injected: {call}"]]
+    anew.call("midstream_fault", f"{rollback}:rank=0")
+    assert anew.call(f"midstream_{rollback}", *of) == [[False, f"fault injected: {rollback}"], [True, ""]]
+    assert not anew.call("same_content")
+    anew.call("midstream_fault", "")
+    assert anew.call(f"midstream_{rollback}", *of) == [[True, ""], [True, ""]]
+    assert (standing(anew), anew.call("midstream_fingerprint")) == (before, content)
+    assert not agree(anew), "the histories differ for good, until both begin anew"
+
+
+# field case 30
+@pytest.mark.parametrize("fault", ["alter_action", "skip_action"])
+def test_ranks_out_of_step_begin_anew_and_are_equal_again(anew: Host, fault: str) -> None:
+    name = send_vector(anew, 62)
+    steering = everyone(1, steer(name, [1]))
+    anew.call("midstream_fault", f"{fault}:rank=1")
+    anew.call("midstream_commit_global", msgspec.to_builtins(steering))
+    job = anew.job(prompt_of(9), max_tokens=2, steering=[steer(anew.vector(direction(63)), [0])])
+    run_under(anew, steering, job)
+    first, second = anew.receipts(job)
+    assert (first.checksum == second.checksum, first.epoch == second.epoch) == (False, True)
+    assert not anew.call("same_content")
+
+    anew.call("restart_ledgers")
+    assert anew.call("same_content")
+    assert {(rank["checksum"], rank["vectors"], rank["rows_used"]) for rank in anew.call("midstream_status")} == {("0" * 16, 0, 0)}
+    send_vector(anew, 62)
+    anew.call("midstream_set_module", "joy", JOY, [name])
+    anew.call("midstream_commit_global", msgspec.to_builtins(steering))
+    assert anew.call("same_content")
+    again = anew.job(prompt_of(9), max_tokens=2, steering=[steer(anew.vector(direction(63)), [0])])
+    run_under(anew, steering, again)
+    one, other = anew.receipts(again)
+    assert (one.status, one.checksum, one.actions, one.global_version) == ("ok", other.checksum, other.actions, 1)
+    assert one.epoch == first.epoch + 1
+
+
+def test_a_compiled_forward_obeys_what_stands_and_what_began_anew(compiled: Host, reference: Reference) -> None:
+    """Tables are written, moved and zeroed where they lie: the graph reads the same memory."""
+    mine, theirs = direction(64), direction(65)
+
+    def check(host: Host, version: int, scale: float) -> None:
+        steering = everyone(version, steer(host.vector(theirs), [1], scale))
+        own = [steer(host.vector(mine), [0])]
+        host.run(host.job(prompt_of(3), max_tokens=1, steering=[*own, steer(host.vector(theirs), [1])]))  # sends both
+        host.call("midstream_commit_global", msgspec.to_builtins(steering))
+        job = host.job(prompt_of(9), max_tokens=2, steering=own, capture=capture_of([3], "all_prompt"))
+        run_under(host, steering, job)
+        wanted = reference.post_block(prompt_of(9), [(0, mine, None), (1, scale * theirs, None)])
+        assert relative_error(host.capture(job).array(3), wanted[3]) <= FP32_ROWS
+
+    check(compiled, 1, 2.0)
+    check(compiled, 2, 0.5)
+    compiled.call("restart_ledgers")
+    plain = compiled.job(prompt_of(9), max_tokens=2, capture=capture_of([3], "all_prompt"))
+    compiled.run(plain)
+    assert relative_error(compiled.capture(plain).array(3), reference.post_block(prompt_of(9), [])[3]) <= FP32_ROWS
+    check(compiled, 3, 3.0)
+    compiled.call("restart_ledgers")
