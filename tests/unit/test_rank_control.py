@@ -1,0 +1,212 @@
+"""One rank fails at each kind of apply: the ranks are as before, or nobody may use them. The worker's own calls on fake ranks."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from midstream.schemas.errors import MidstreamError
+from midstream.schemas.settings import Settings
+from midstream.schemas.steering import GlobalSteering, RankSteering, SteeringTemplate
+from midstream.schemas.tensors import Tensor, content_hash, from_numpy
+from midstream.workers.collective import Quarantined, Refused, Undo, unbroken
+from midstream.workers.fake_engine import FakeEngine
+from midstream.workers.rank_control import disagreement
+
+TENSORS = {content_hash(t): t for t in (from_numpy(np.full(8, n, dtype=np.float32)) for n in range(3))}
+FIRST, SECOND, THIRD = TENSORS
+
+
+async def fetch(name: str) -> Tensor:
+    return TENSORS[name]
+
+
+def steering(version: int, *vectors: str) -> GlobalSteering:
+    entries = [
+        SteeringTemplate(layers=[layer], hook="post_block", positions="all", family="add", tensors=[v]) for layer, v in enumerate(vectors)
+    ]
+    return GlobalSteering(version=version, entries=entries)
+
+
+class Rig:
+    """Two ranks with a module, global steering and vectors on them."""
+
+    def __init__(self, directory: Path, **changed: object) -> None:
+        values = {"data_dir": str(directory), "engine": "fake", "model": "m", "worker_id": "w", "relay_url": "tcp://127.0.0.1:9"}
+        self.engine = FakeEngine(Settings(**(values | {"tensor_parallel_size": 2} | changed)))  # type: ignore[arg-type]
+        self.quarantined: list[str] = []
+        self.engine.on_quarantine = self.quarantined.append
+
+    async def fill(self) -> None:
+        await self.engine.hold_vectors([FIRST, SECOND], fetch, standing=True)
+        await self.engine.set_module("joy", "d1", [FIRST])
+        await self.engine.commit_global(steering(1, SECOND))
+
+    async def content(self) -> list[RankSteering]:
+        """What the ranks have, their accounts of how they came to it left out."""
+        return [msgspec.structs.replace(rank, checksum="", actions=0) for rank in await self.engine.steering_status()]
+
+
+Act = Callable[[FakeEngine], Awaitable[object]]
+
+#: What is done → the fault that makes rank 1 refuse it.
+TAKEN_BACK: dict[str, tuple[str, Act]] = {
+    "sending vectors": ("hold", lambda engine: engine.hold_vectors([THIRD], fetch)),
+    "setting global steering": ("commit", lambda engine: engine.commit_global(steering(2, FIRST))),
+    "clearing global steering": ("commit", lambda engine: engine.commit_global(steering(2))),
+    "registering a module": ("set_module", lambda engine: engine.set_module("calm", "d2", [SECOND])),
+    "changing a module": ("set_module", lambda engine: engine.set_module("joy", "d2", [SECOND])),
+    "unregistering a module": ("set_module", lambda engine: engine.set_module("joy", "", [])),
+}
+
+
+@pytest.mark.parametrize("what", TAKEN_BACK)
+def test_what_one_rank_refuses_is_taken_back_on_all_and_works_the_next_time(tmp_path: Path, what: str) -> None:  # field case 29
+    fault, act = TAKEN_BACK[what]
+
+    async def story() -> None:
+        rig = Rig(tmp_path)
+        await rig.fill()
+        before = await rig.content()
+        rig.engine.faults.switch(f"{fault}:rank=1,times=1")
+        with pytest.raises(Refused, match=r"rank 1: .*injected fault") as refused:
+            await act(rig.engine)
+        assert [answer.ok for answer in refused.value.answers] == [True, False]
+        assert await rig.content() == before
+        assert await rig.engine.same_content()
+        assert not rig.quarantined
+        await act(rig.engine)
+        assert await rig.engine.same_content()
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("what", TAKEN_BACK)
+def test_what_cannot_be_taken_back_quarantines_the_worker(tmp_path: Path, what: str) -> None:  # field case 29
+    fault, act = TAKEN_BACK[what]
+
+    async def story() -> None:
+        rig = Rig(tmp_path)
+        await rig.fill()
+        rig.engine.faults.switch(f"{fault}:rank=1;rollback:rank=0;drop:rank=0")
+        with pytest.raises(Quarantined, match=r"rank 1: .*; taking back .* rank 0: injected fault"):
+            await act(rig.engine)
+        assert len(rig.quarantined) == 1
+
+    asyncio.run(story())
+
+
+def test_a_preparation_that_one_rank_refuses_says_which_and_changes_nothing(tmp_path: Path) -> None:  # field case 29
+    async def story() -> None:
+        rig = Rig(tmp_path, fault="prepare:rank=1")
+        await rig.fill()
+        before = await rig.engine.steering_status()
+        answers = await rig.engine.prepare_global(steering(2, FIRST))
+        assert [(answer.rank, answer.ok, answer.message) for answer in answers] == [(0, True, ""), (1, False, "injected fault")]
+        assert await rig.engine.steering_status() == before
+
+    asyncio.run(story())
+
+
+def test_what_has_no_way_back_quarantines_the_worker_when_one_rank_fails(tmp_path: Path) -> None:  # field case 29
+    async def evicts(engine: FakeEngine) -> None:
+        await engine.hold_vectors([THIRD], fetch)
+        await engine.release_vectors([THIRD])
+        engine._vectors._budget = 0
+        await engine._vectors._evict(1, set())
+
+    async def story() -> None:
+        for fault, act in (("drop", evicts), ("restart", FakeEngine.restart_ledgers)):
+            rig = Rig(tmp_path, fault=f"{fault}:rank=1")
+            await rig.fill()
+            with pytest.raises(Quarantined, match="rank 1: injected fault"):
+                await act(rig.engine)
+            assert len(rig.quarantined) == 1
+
+    asyncio.run(story())
+
+
+def test_ranks_that_begin_anew_have_nothing_and_agree_from_zero(tmp_path: Path) -> None:
+    async def story() -> None:
+        rig = Rig(tmp_path)
+        await rig.fill()
+        rig.engine.ranks.ranks[1].ledger.fold(0, "row_release", "x")
+        assert "stage 0 disagree" in disagreement(await rig.engine.steering_status())
+        await rig.engine.restart_ledgers()
+        ranks = await rig.engine.steering_status()
+        assert {(rank.actions, rank.epoch, rank.vectors, rank.global_version, len(rank.modules)) for rank in ranks} == {(0, 1, 0, 0, 0)}
+        assert not disagreement(ranks)
+        await rig.fill()  # the worker's own account began anew, too: everything is sent again
+        assert [rank.vectors for rank in await rig.engine.steering_status()] == [2, 2]
+        assert await rig.engine.same_content()
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("turns", range(8))
+def test_a_caller_cancelled_at_any_moment_leaves_nothing_half_done(tmp_path: Path, turns: int) -> None:
+    async def story() -> None:
+        rig = Rig(tmp_path)
+        sending = asyncio.create_task(rig.engine.hold_vectors([THIRD], fetch))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        sending.cancel()
+        await asyncio.wait([sending])
+        known = THIRD in rig.engine._vectors._sizes
+        assert [rank.vectors for rank in await rig.engine.steering_status()] == [int(known)] * 2
+        assert rig.engine._vectors._held.total() == (not sending.cancelled())
+
+    asyncio.run(story())
+
+
+def test_work_that_must_not_break_ends_before_a_cancellation_does() -> None:
+    async def story() -> None:
+        done: list[int] = []
+
+        async def work() -> None:
+            await asyncio.sleep(0.01)
+            done.append(1)
+
+        task = asyncio.create_task(unbroken(work()))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert done == [1]
+
+    asyncio.run(story())
+
+
+def test_an_engine_that_died_is_no_refusal(tmp_path: Path) -> None:
+    async def story() -> None:
+        rig = Rig(tmp_path)
+        await rig.fill()
+        rig.engine._die("gone")
+        for undo in (None, Undo("midstream_rollback_global", (1,))):
+            with pytest.raises(MidstreamError, match="gone") as error:
+                await rig.engine._ranks.apply("x", "midstream_commit_global", {}, undo=undo)
+            assert error.value.kind == "engine_failed"
+        assert not rig.quarantined
+
+    asyncio.run(story())
+
+
+def test_global_steering_that_can_never_fit_beside_the_former_is_refused_by_all_ranks(tmp_path: Path) -> None:
+    async def story() -> None:
+        rig = Rig(tmp_path, steering_entries=2)
+        await rig.engine.hold_vectors([FIRST, SECOND], fetch, standing=True)
+        await rig.engine.commit_global(steering(1, FIRST))
+        wide = steering(2, SECOND, FIRST)
+        assert [answer.ok for answer in await rig.engine.prepare_global(wide)] == [False, False]
+        with pytest.raises(Refused, match="clear that first"):
+            await rig.engine.commit_global(wide)
+        await rig.engine.commit_global(steering(2))
+        await rig.engine.commit_global(msgspec.structs.replace(wide, version=3))
+        assert {rank.global_version for rank in await rig.engine.steering_status()} == {3}
+
+    asyncio.run(story())

@@ -1,0 +1,385 @@
+"""How does a worker follow what is desired, and what does it do when its ranks are out of step? On fake ranks, Redis played by hand."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from midstream.broker.steering import Look
+from midstream.schemas.errors import MidstreamError
+from midstream.schemas.settings import Settings
+from midstream.schemas.steering import Desired, GlobalSteering, Module, Proposal, SteeringTemplate, WorkerSteering
+from midstream.schemas.tensors import Tensor, content_hash, from_numpy
+from midstream.workers.fake_engine import FakeEngine
+from midstream.workers.patience import end_tasks
+from midstream.workers.steering import Lease, Standing
+
+TENSORS = {content_hash(t): t for t in (from_numpy(np.full(8, n, dtype=np.float32)) for n in range(4))}
+NAMES = list(TENSORS)
+FAR = 1e12
+
+
+def entry(vector: str) -> SteeringTemplate:
+    return SteeringTemplate(layers=[1], hook="post_block", positions="all", family="add", tensors=[vector])
+
+
+def steering(version: int, *vectors: str) -> GlobalSteering:
+    return GlobalSteering(version=version, entries=[entry(vector) for vector in vectors])
+
+
+def module(vector: str) -> Module:
+    return Module(name="joy", model="m", digest=f"of {vector[:8]}", entries=[entry(vector)], bytes=32, created=0.0)
+
+
+class Board:
+    """What Redis would hold."""
+
+    def __init__(self) -> None:
+        self.state = Desired()
+        self.desync, self.asked, self.away = "", "", False
+        self.cleared: list[int] = []
+        self.reports: list[WorkerSteering] = []
+        self.gone: set[str] = set()
+
+    def want(self, **changed: Any) -> None:
+        fields = {"version": self.state.version + 1, "current": self.state.current, "proposal": None, "modules": self.state.modules}
+        self.state = Desired(**(fields | changed))
+
+    def _there(self) -> None:
+        if self.away:
+            raise MidstreamError("unavailable", "Redis is away")
+
+    async def desired(self, model: str) -> Desired:
+        self._there()
+        return self.state
+
+    async def look(self, model: str, worker: str) -> Look:
+        self._there()
+        return Look(self.state.version, self.state.proposal.id if self.state.proposal else "", self.asked, self.desync)
+
+    async def report(self, report: WorkerSteering) -> None:
+        self._there()
+        self.reports.append(report)
+
+    async def clear_desync(self, worker: str, boot: str = "", epoch: int = 0) -> None:
+        self._there()
+        self.desync = ""
+        self.cleared.append(epoch)
+
+    async def get_tensor(self, name: str) -> Tensor:
+        self._there()
+        if name in self.gone:
+            raise MidstreamError("intervention_failed", f"the tensor {name} is no longer stored")
+        return TENSORS[name]
+
+
+class Worker:
+    """A `Standing` over two fake ranks, with runs that are leases."""
+
+    def __init__(self, directory: Path, **changed: Any) -> None:
+        values = {"data_dir": str(directory), "engine": "fake", "model": "m", "worker_id": "w", "relay_url": "tcp://127.0.0.1:9"}
+        self.settings = Settings(**(values | {"tensor_parallel_size": 2, "steering_poll_s": 0.01} | changed))
+        self.engine, self.board, self.told = FakeEngine(self.settings), Board(), 0
+        self.standing = Standing(self.board, self.engine, self.settings, "boot", self._tell)  # type: ignore[arg-type]
+        self.standing.stop_runs = self._stop_runs
+        self.runs: list[Lease] = []
+        self.stopped: list[str] = []
+
+    async def _tell(self) -> None:
+        self.told += 1
+
+    def _stop_runs(self, why: str) -> None:
+        for run in self.runs:
+            self.stopped.append(why)
+            run.end()
+        self.runs.clear()
+
+    async def begin(self) -> Lease:
+        lease = await self.standing.lease(2)
+        assert lease is not None
+        self.runs.append(lease)
+        return lease
+
+    async def follow(self) -> None:
+        """Until everything that is desired now has been looked into."""
+        for _ in range(2):
+            await self.standing.catch_up(5)
+
+    async def until(self, state: str) -> WorkerSteering:
+        """The first report from here on that says so."""
+        start = len(self.board.reports)
+        while not any(report.state == state for report in self.board.reports[start:]):  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        return next(report for report in self.board.reports[start:] if report.state == state)
+
+    def __call__(self, story: Callable[["Worker"], Coroutine[Any, Any, None]]) -> None:
+        async def live() -> None:
+            await self.standing.start()
+            self.loop = asyncio.create_task(self.standing.run())
+            try:
+                async with asyncio.timeout(10):
+                    await story(self)
+            finally:
+                await end_tasks([self.loop])
+                if not self.loop.cancelled() and self.loop.exception():
+                    raise self.loop.exception()  # type: ignore[misc]
+
+        asyncio.run(live())
+
+
+def test_what_is_desired_is_applied_before_the_first_job_begins(tmp_path: Path) -> None:
+    worker = Worker(tmp_path)
+    worker.board.want(current=steering(3, NAMES[0]), modules={"joy": module(NAMES[1])})
+
+    async def early() -> None:
+        assert await worker.standing.lease(0.01) is None
+
+    async def story(at: Worker) -> None:
+        assert (await at.begin()).steering == steering(3, NAMES[0])
+        ranks = at.board.reports[-1].ranks
+        assert [(rank.global_version, rank.modules, rank.vectors) for rank in ranks] == [(3, {"joy": module(NAMES[1]).digest}, 2)] * 2
+
+    asyncio.run(early())
+    worker(story)
+
+
+def test_a_proposal_is_prepared_and_reported_and_nothing_is_applied_until_it_is_decided(tmp_path: Path) -> None:
+    async def story(at: Worker) -> None:
+        at.board.want(version=0, proposal=Proposal(id="p1", steering=steering(1, NAMES[0]), deadline=FAR))
+        await at.follow()
+        report = at.board.reports[-1]
+        assert (report.proposal, report.prepared, report.refusal, report.global_version) == ("p1", True, "", 0)
+        assert [answer.ok for answer in report.applied] == [True, True]
+        assert (await at.begin()).steering == GlobalSteering()
+        at.board.want(current=steering(1, NAMES[0]))
+        await at.follow()
+        assert (await at.begin()).steering.version == at.board.reports[-1].global_version == 1
+
+    Worker(tmp_path)(story)
+
+
+def test_a_proposal_that_a_rank_refuses_is_refused_by_rank_and_reason_and_its_tensors_are_let_go(tmp_path: Path) -> None:
+    async def story(at: Worker) -> None:
+        at.board.want(proposal=Proposal(id="p1", steering=steering(1, NAMES[0]), deadline=FAR))
+        await at.follow()
+        report = at.board.reports[-1]
+        assert (report.proposal, report.prepared, report.refusal) == ("p1", False, "rank 1: injected fault")
+        at.board.want()
+        await at.follow()
+        assert at.board.reports[-1].proposal == ""
+        assert not at.engine._vectors._standing
+        assert at.standing.serving
+
+    Worker(tmp_path, fault="prepare:rank=1")(story)
+
+
+def test_an_attempt_keeps_the_global_steering_that_it_began_under_and_its_tensors(tmp_path: Path) -> None:
+    async def story(at: Worker) -> None:
+        at.board.want(current=steering(1, NAMES[0]))
+        await at.follow()
+        old = await at.begin()
+        at.board.want(current=steering(2))
+        await at.follow()
+        assert (old.steering.version, (await at.begin()).steering.version) == (1, 2)
+        assert NAMES[0] in at.engine._vectors._standing
+        old.end()
+        at.board.want()
+        await at.follow()
+        assert NAMES[0] not in at.engine._vectors._standing
+
+    Worker(tmp_path)(story)
+
+
+def test_ranks_that_disagree_stop_the_worker_until_they_are_equal_from_zero(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def story(at: Worker) -> None:
+        at.board.want(current=steering(1, NAMES[0]), modules={"joy": module(NAMES[1])})
+        await at.follow()
+        await at.begin()
+        for _ in range(2):
+            at.engine.ranks.ranks[1].ledger.fold(0, "row_release", "x")
+            resyncing = asyncio.create_task(at.until("resyncing"))
+            at.board.asked += "x"
+            assert "stage 0 disagree" in (await resyncing).detail
+            assert await at.standing.lease(5)
+            at.standing._global.users = 0
+        report = at.board.reports[-1]
+        assert (report.state, report.desyncs, report.resyncs, report.version) == ("serving", 2, 2, at.board.state.version)
+        assert {(rank.epoch, rank.global_version, rank.actions, len(rank.modules)) for rank in report.ranks} == {(2, 1, 2, 1)}
+        assert len({rank.checksum for rank in report.ranks}) == 1
+        assert len(at.stopped) == 1
+        assert at.board.cleared[-2:] == [1, 2]
+
+    worker = Worker(tmp_path)
+    with caplog.at_level(logging.INFO):
+        worker(story)
+    errors = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert len(errors) == 1, "once per interval, however often it happens"
+    assert worker.told >= 5, "that it does not serve is said at once, and that it does again"
+
+
+def test_a_disagreement_seen_in_receipts_is_resynced_too(tmp_path: Path) -> None:
+    async def story(at: Worker) -> None:
+        await at.begin()
+        resyncing = asyncio.create_task(at.until("resyncing"))
+        at.board.desync = "request 0, stage 0: rank 0 reports …"
+        assert (await resyncing).detail == "request 0, stage 0: rank 0 reports …"
+        assert await at.standing.lease(5)
+        assert (at.stopped, at.board.desync) == (["request 0, stage 0: rank 0 reports …"], "")
+
+    Worker(tmp_path)(story)
+
+
+def test_a_quarantined_worker_begins_nothing_until_its_ranks_were_made_equal(tmp_path: Path) -> None:
+    async def story(at: Worker) -> None:
+        at.engine.on_quarantine("rank 1 kept what it should have dropped")
+        assert not at.standing.serving, "at once"
+        assert await at.standing.lease(5)
+        assert (at.standing.desyncs, at.standing.resyncs) == (1, 1)
+
+    Worker(tmp_path)(story)
+
+
+@pytest.mark.parametrize(("fault", "why"), [("fingerprint:rank=1", "different content"), ("restart:rank=1", "could not be made equal")])
+def test_an_engine_whose_ranks_stay_different_is_given_up(tmp_path: Path, fault: str, why: str) -> None:
+    async def story(at: Worker) -> None:
+        at.board.desync = "a disagreement"
+        assert why in await at.loop
+        assert await at.standing.lease(0.01) is None
+        at.loop = asyncio.create_task(asyncio.sleep(0))
+
+    Worker(tmp_path, fault=fault)(story)
+
+
+def test_a_resync_that_redis_interrupts_begins_again_and_counts_once(tmp_path: Path) -> None:
+    async def story(at: Worker) -> None:
+        at.board.want(current=steering(1, NAMES[0]))
+        await at.follow()
+        restart = at.engine.restart_ledgers
+
+        async def cut() -> None:
+            await restart()
+            at.board.away, at.engine.restart_ledgers = True, restart  # type: ignore[method-assign]
+
+        at.engine.restart_ledgers = cut  # type: ignore[method-assign]
+        at.board.desync = "a disagreement"
+        while not at.board.away:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0.05)
+        assert not at.standing.serving
+        at.board.away = False
+        lease = await at.standing.lease(5)
+        assert lease is not None
+        assert lease.steering.version == 1
+        assert (at.standing.desyncs, at.standing.resyncs) == (1, 1)
+
+    Worker(tmp_path)(story)
+
+
+def test_a_commit_that_one_rank_refuses_is_taken_back_and_applied_after_a_resync(tmp_path: Path) -> None:
+    """The others have accounted for a change and its rollback: they are equal in content, but not in their ledgers."""
+
+    async def story(at: Worker) -> None:
+        at.engine.faults.switch("commit:rank=1,times=1")
+        resyncing = asyncio.create_task(at.until("resyncing"))
+        at.board.want(current=steering(1, NAMES[0]))
+        refused = (await resyncing).applied
+        assert [(answer.ok, answer.message) for answer in refused] == [(True, ""), (False, "injected fault")]
+        lease = await at.standing.lease(5)
+        assert lease is not None
+        assert lease.steering.version == 1
+        assert {rank.global_version for rank in at.board.reports[-1].ranks} == {1}
+
+    Worker(tmp_path)(story)
+
+
+def test_global_steering_that_a_rank_keeps_refusing_keeps_the_worker_from_jobs_and_is_tried_again(tmp_path: Path) -> None:
+    async def story(at: Worker) -> None:
+        at.engine.faults.switch("commit:rank=1")
+        quarantined = asyncio.create_task(at.until("quarantined"))
+        at.board.want(current=steering(1, NAMES[0]), modules={"joy": module(NAMES[1])})
+        report = await quarantined
+        assert "rank 1: injected fault" in report.detail
+        assert {(rank.global_version, len(rank.modules)) for rank in report.ranks} == {(0, 1)}, "what they did not refuse, they have"
+        assert await at.standing.lease(0.05) is None
+        at.engine.faults.switch("")
+        lease = await at.standing.lease(5)
+        assert lease is not None
+        assert lease.steering.version == 1
+
+    Worker(tmp_path)(story)
+
+
+def test_a_module_that_a_rank_refuses_is_said_and_does_not_keep_the_worker_from_jobs(tmp_path: Path) -> None:
+    async def story(at: Worker) -> None:
+        at.engine.faults.switch("set_module")
+        at.board.want(modules={"joy": module(NAMES[0])})
+        await at.follow()
+        report = at.board.reports[-1]
+        assert (report.state, report.version) == ("serving", 0)
+        assert "registering module 'joy' failed on rank 0: injected fault" in report.detail
+        at.engine.faults.switch("")
+        at.board.want(modules={"joy": module(NAMES[1])})
+        await at.follow()
+        assert at.board.reports[-1].ranks[1].modules == {"joy": module(NAMES[1]).digest}
+        assert (at.board.reports[-1].detail, at.board.reports[-1].version) == ("", at.board.state.version)
+
+    Worker(tmp_path)(story)
+
+
+def test_a_module_whose_tensor_is_gone_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("midstream.workers.steering.RETRY_S", 0.02)
+
+    async def story(at: Worker) -> None:
+        at.board.gone = {NAMES[0]}
+        at.board.want(modules={"joy": module(NAMES[0])})
+        await at.follow()
+        assert "no longer stored" in at.board.reports[-1].detail
+        at.board.gone = set()
+        while at.board.reports[-1].detail:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        assert at.board.reports[-1].ranks[0].modules.keys() == {"joy"}
+
+    Worker(tmp_path)(story)
+
+
+def test_modules_come_change_and_go_with_their_tensors(tmp_path: Path) -> None:
+    async def story(at: Worker) -> None:
+        for vector in NAMES[:2]:
+            at.board.want(modules={"joy": module(vector)})
+            await at.follow()
+            assert at.board.reports[-1].ranks[1].modules == {"joy": module(vector).digest}
+            assert set(at.engine._vectors._standing) == {vector}
+        at.board.want(modules={})
+        await at.follow()
+        assert at.board.reports[-1].ranks[1].modules == {}
+        assert not at.engine._vectors._standing
+
+    Worker(tmp_path)(story)
+
+
+def test_a_question_is_answered_by_a_fresh_report(tmp_path: Path) -> None:
+    async def story(at: Worker) -> None:
+        at.board.asked = "7"
+        await at.follow()
+        assert at.board.reports[-1].ask == "7"
+
+    Worker(tmp_path)(story)
+
+
+def test_while_redis_is_away_the_worker_serves_what_it_has(tmp_path: Path) -> None:
+    async def story(at: Worker) -> None:
+        at.board.away = True
+        with contextlib.suppress(TimeoutError):
+            await at.follow()
+        assert at.standing.serving
+        at.board.away = False
+        at.board.want(current=steering(1, NAMES[0]))
+        await at.follow()
+        assert (await at.begin()).steering.version == 1
+
+    Worker(tmp_path)(story)
