@@ -36,6 +36,7 @@ class Answer(msgspec.Struct, omit_defaults=True):
     errors: dict[str, str] = {}
     result: Any = None
     info: Any = None
+    waiting: int = 0  # the most requests that waited for rows of the steering table at once
 
 
 async def serve(reply: Any) -> None:
@@ -71,6 +72,7 @@ async def run(engine: Any, job: Job, command: Command, answer: Answer) -> None:
         tokens = 0
         async for progress in engine.generate(job, request, 1, command.everyone):
             tokens += len(progress.token_ids)
+            answer.waiting = max(answer.waiting, engine.waiting)
             if tokens >= command.cancel_after.get(job.id, 1 << 30):
                 await engine.abort(job.id, 1)
                 return None

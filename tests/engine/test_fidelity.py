@@ -14,9 +14,12 @@ from fidelity import ADDED, ALL, Outcome, Truth, capture, judge, nursery_for, op
 from fidelity_page import Way, hooks_of
 from host import Host, capture_of, prompt_of, relative_error
 from nursery import Nursery
-from reference import Reference
+from reference import Edit, Reference
+from test_modes import one_of_each
 from tiny import CHECKPOINTS, checkpoint
 from tolerances import FP32_HOOKS
+
+from midstream.schemas.selectors import STREAM_HOOKS
 
 EAGER = Way("v1", "eager", "float32")
 #: Other ways, each of other kinds of models: pairs and single tensors, vLLM's own code and its Transformers backend.
@@ -25,6 +28,14 @@ OTHERS = [
     ("qwen3-moe", Way("v2", "eager", "float32")),
     ("gpt2", Way("v2", "eager", "float32")),
     ("olmo2", Way("v2", "compiled", "float32")),
+]
+
+#: Where all families of steering are tried, beside `test_interventions.py` (v1, eager, fp32) and `test_modes.py`.
+STEERED = [
+    ("llama", Way("v1", "eager", "bfloat16")),
+    ("gpt2", Way("v1", "compiled", "bfloat16")),
+    ("gemma3", Way("v2", "eager", "bfloat16")),
+    ("llama", Way("v2", "compiled", "float32")),
 ]
 
 #: What reads an edited tensor in the same layer.
@@ -80,6 +91,34 @@ def test_compiled_forwards_and_the_v2_runner_give_them_too(name: str, way: Way, 
     """A site that a compiler dropped would give zeros, and an edit there would do nothing."""
     figures = judge(captured(name, way), Truth(checkpoints(name), way.dtype), way.dtype)
     assert {hook: str(figure) for hook, figure in figures.items() if figure.worst > way.tolerance} == {}
+
+
+# field case 5
+@pytest.mark.parametrize(("name", "way"), STEERED, ids=[f"{name} {way.name}" for name, way in STEERED])
+def test_every_family_at_every_hook_gives_transformers_rows_in_every_way_to_run(
+    name: str, way: Way, checkpoints, nurseries, tmp_path
+) -> None:
+    """A request for each hook with every family there, and a plain one among them."""
+    host, hooks = nurseries(way.runner).host(tmp_path / "engine", checkpoints(name), **options_of(way)), hooks_of(name)
+    try:
+        everything = capture_of([], "all", sites={hook: ALL for hook in hooks})
+        asked: dict[str, list[Edit]] = {"": []} | {
+            hook: [edit for edit in one_of_each(3, hook=hook) if hook in STREAM_HOOKS or not edit.norm_match] for hook in hooks
+        }
+        jobs = {
+            hook: host.job(prompt_of(20, seed=number), max_tokens=3, capture=everything, steering=host.steering(*edits))
+            for number, (hook, edits) in enumerate(asked.items())
+        }
+        host.run(*jobs.values())
+        captured = {hook: host.capture(job) for hook, job in jobs.items()}
+    finally:
+        host.close()
+    truth, exceeded = Truth(checkpoints(name), way.dtype), {}
+    for hook, reader in captured.items():
+        rows = {(place, layer): reader.array(layer, place) for place in hooks for layer in ALL}
+        errors = truth.errors(rows, reader.token_ids(), asked[hook])
+        exceeded |= {f"edited at {hook or 'none'}, rows of {place}": error for place, error in errors.items() if error > way.tolerance}
+    assert exceeded == {}
 
 
 @pytest.mark.parametrize(("name", "split"), [("mixtral", "tensor_parallel_size"), ("olmo2", "pipeline_parallel_size")])

@@ -5,17 +5,19 @@ steering rows than configurations. v1 runner, fp32.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from host import Host, capture_of, prompt_of, relative_error, steer
+from host import Host, capture_of, prompt_of, relative_error
 from reference import Edit, Reference
+from test_modes import one_of_each
 from tiny import HIDDEN, LAYERS
 from tolerances import FP32_ROWS
 
-from midstream.schemas.selectors import HOOKS, STREAM_HOOKS
+from midstream.schemas.selectors import HOOKS, STREAM_HOOKS, Span, resolve_positions
 from midstream.schemas.specs import STEERING_FIELDS, SteeringSpec, StoredCapture
 from midstream.schemas.tensors import Tensor, from_numpy, to_numpy
 
@@ -41,15 +43,20 @@ def crowded(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[H
 
 
 def random_positions(rng: np.random.Generator, prompt: int) -> Any:
-    kind = rng.choice(np.array(["all", "all_prompt", "all_generated", "last_prompt", "list"]))
-    return sorted({int(p) for p in rng.integers(0, prompt, 3)}) if kind == "list" else str(kind)
+    kind = str(rng.choice(["all", "all_prompt", "all_generated", "last_prompt", "list", "range"]))
+    if kind == "list":
+        return sorted({int(p) for p in rng.integers(0, prompt, 3)})
+    if kind == "range":
+        start, length = int(rng.integers(0, prompt + 4)), int(rng.integers(1, 60))
+        return Span(start=start, stop=None if rng.random() < 0.5 else start + length)
+    return kind
 
 
 def random_capture(rng: np.random.Generator, prompt: int) -> StoredCapture:
     hooks = [hook for hook in HOOKS if rng.random() < 0.4] or ["post_block"]
     return capture_of(
         [],
-        random_positions(rng, prompt),
+        resolve_positions(random_positions(rng, prompt), prompt),
         sites={hook: sorted({int(layer) for layer in rng.integers(0, LAYERS, 3)}) for hook in hooks},
         at=str(rng.choice(["before", "after"])),
         every_n=int(rng.integers(1, 4)),
@@ -87,6 +94,8 @@ def edits_of(specs: list[SteeringSpec], prompt: int, total: int) -> list[Edit]:
     edits = []
     for spec in ordered:
         where = named[spec.positions] if isinstance(spec.positions, str) else spec.positions
+        if isinstance(where, Span):
+            where = range(where.start or 0, total if where.stop is None else where.stop)
         fields = {name: getattr(spec, name) for takes in [STEERING_FIELDS[spec.op]] for name in (*takes.tensors, *takes.options)}
         given = {name: to_numpy(value) if isinstance(value, Tensor) else value for name, value in fields.items() if value is not None}
         edits.append(Edit(spec.layers, positions=[position for position in where if position < total], hook=spec.hook, op=spec.op, **given))
@@ -136,34 +145,114 @@ def test_every_row_of_a_thousand_mixed_requests_equals_that_of_a_solo_run(crowde
     assert (after["rows_used"], after["entries_used"], after["requests"]) == (0, 0, 0)
 
 
-def test_rows_beside_strong_interventions_are_bit_equal_to_those_of_a_batch_without_any(crowded: Host) -> None:
-    """The same batch composition, step by step: the ranks' record of it says so. Rows are compared, not tokens."""  # field case 12
-    vector = crowded.vector(np.random.default_rng(5).normal(size=HIDDEN).astype(np.float32))
+def strong() -> list[list[Edit]]:
+    """Every family, as strong as can be, over all hooks: a row of the table for each request."""
+    rng = np.random.default_rng(5)
+    vector = rng.normal(size=HIDDEN).astype(np.float32)
+    rotation, weight = (rng.normal(size=(2, 3, HIDDEN)) / np.sqrt(HIDDEN)).astype(np.float32)
+    return [
+        [Edit(0, vector, hook="attn_out", op="replace", scale=30.0)],
+        [Edit(1, hook="mlp_in", op="lowrank", rotation=rotation, weight=weight, bias=50 * np.ones(3, np.float32), strength=9.0)],
+        [Edit(2, vector, hook="pre_attn", scale=30.0), Edit(2, vector, hook="post_block", scale=5.0, norm_match=True)],
+        [Edit(3, vector, hook="post_attn", op="ablate", strength=30.0)],
+        [Edit(1, vector, hook="mlp_out", op="clamp", low=50.0, high=60.0)],
+    ]
 
-    def batch(scale: float | None) -> tuple[str, list[np.ndarray]]:
-        plain = [crowded.job(prompt_of(20 + n, seed=n), max_tokens=8, capture=capture_of([], "all", sites=ALL)) for n in range(4)]
+
+#: What makes each op do nothing.
+NOTHING = {
+    "add": {"scale": 0.0},
+    "replace": {"alpha": 0.0},
+    "lowrank": {"strength": 0.0},
+    "ablate": {"strength": 0.0},
+    "clamp": {"strength": 0.0},
+}
+BESIDE: dict[str, list[list[Edit]]] = {
+    "nothing": [[] for _ in strong()],
+    "zeros": [[edit._replace(**NOTHING[edit.op]) for edit in edits] for edits in strong()],
+    "strong": strong(),
+}
+
+
+@dataclass
+class Batch:
+    """Requests without steering, and others with it beside them. Rows and log-probabilities in a fixed order."""
+
+    plain: list[np.ndarray]
+    others: list[np.ndarray]
+
+
+def test_rows_beside_strong_interventions_are_bit_equal_to_those_of_a_batch_without_any(crowded: Host) -> None:
+    """The same batch composition, step by step: the ranks' record of it says so. Rows and logprobs are compared, not tokens."""
+    # field case 1, field case 12
+
+    def batch(beside: str) -> tuple[str, Batch]:
+        plain = [
+            crowded.job(prompt_of(20 + n, seed=n), max_tokens=8, capture=capture_of([], "all", sites=ALL), logprobs=3) for n in range(5)
+        ]
         others = [
             crowded.job(
-                prompt_of(12 + n, seed=50 + n),
-                max_tokens=8,
-                capture=capture_of([0], "all"),
-                steering=None if scale is None else [steer(vector, [n % LAYERS], scale, hook=HOOKS[n % len(HOOKS)])],
+                prompt_of(12 + n, seed=50 + n), max_tokens=8, capture=capture_of([3], "all_prompt"), steering=crowded.steering(*edits)
             )
-            for n in range(6)
+            for n, edits in enumerate(BESIDE[beside])
         ]
-        crowded.run(*(job for pair in zip(plain, others, strict=False) for job in pair), *others[4:])
-        schedule = crowded.call("midstream_status")[0]["schedule"]
-        return schedule, [crowded.capture(job).array(layer, hook) for job in plain for hook, layers in ALL.items() for layer in layers]
+        answers = crowded.run(*(job for pair in zip(plain, others, strict=True) for job in pair))
+        rows = [crowded.capture(job).array(layer, hook) for job in plain for hook, layers in ALL.items() for layer in layers]
+        rows += [np.array([top.logprob for each in answers[job.id][0].logprobs or [] for top in each.top]) for job in plain]
+        return crowded.call("midstream_status")[0]["schedule"], Batch(rows, [crowded.capture(job).array(3) for job in others])
 
-    found: dict[tuple[float | None, str], list[np.ndarray]] = {}
-    for _ in range(12):  # arrival decides which step a request joins; tried until two batches were composed alike
-        for scale in (None, 0.0, 30.0):
-            schedule, rows = batch(scale)
-            found[scale, schedule] = rows
+    found: dict[tuple[str, str], Batch] = {}
+    for _ in range(12):  # arrival decides which step a request joins; tried until three batches were composed alike
+        for beside in BESIDE:
+            schedule, made = batch(beside)
+            found[beside, schedule] = made
         for schedule in {schedule for _, schedule in found}:
-            if all((scale, schedule) in found for scale in (None, 0.0, 30.0)):
-                for scale in (0.0, 30.0):
-                    for left, right in zip(found[None, schedule], found[scale, schedule], strict=True):
-                        assert np.array_equal(left, right)
+            if all((beside, schedule) in found for beside in BESIDE):
+                nothing, zeros, edited = (found[beside, schedule] for beside in BESIDE)
+                assert len(nothing.plain[-1]) == 8 * 3
+                for bare, beside_zeros, beside_edited in zip(nothing.plain, zeros.plain, edited.plain, strict=True):
+                    assert np.array_equal(bare, beside_zeros)
+                    assert np.array_equal(bare, beside_edited)
+                for bare, zero, moved in zip(nothing.others, zeros.others, edited.others, strict=True):
+                    assert np.array_equal(bare, zero)
+                    assert relative_error(moved, bare) > 0.1, "each of them had an effect to leak"
                 return
-    pytest.fail("no two batches were composed alike")
+    pytest.fail("no three batches were composed alike")
+
+
+CONFIGURATIONS = 40
+
+
+def test_forty_configurations_on_five_rows_wait_are_preempted_and_aborted_and_equal_their_solo_runs(
+    crowded: Host, reference: Reference
+) -> None:
+    """All are in flight at once; each has vectors of its own, so no row is shared, and blocks are too few for those that run."""
+    rng = np.random.default_rng(33)  # field case 6, field case 24
+    before, jobs, wanted, cancelled = crowded.call("midstream_status")[0]["preemptions"], [], {}, {}
+    for number in range(CONFIGURATIONS):
+        edits = one_of_each(500 + number, layer=int(rng.integers(LAYERS)), hook=str(rng.choice(sorted(STREAM_HOOKS))))
+        edits = [edits[number % len(edits)]]
+        prompt = prompt_of(int(rng.integers(100, 160)), seed=3000 + number)
+        job = crowded.job(
+            prompt, max_tokens=int(rng.integers(60, 120)), capture=capture_of([], "all", sites=ALL), steering=crowded.steering(*edits)
+        )
+        jobs.append(job)
+        wanted[job.id] = edits
+        if number % 8 == 3:
+            cancelled[job.id] = int(rng.integers(1, 40))
+    answer = crowded.run_any(*jobs, cancel_after=cancelled)
+    assert not answer.errors
+    assert answer.waiting >= CONFIGURATIONS // 2, "those without a row wait"
+    assert crowded.call("midstream_status")[0]["preemptions"] > before
+    finished = [job for job in jobs if job.id not in cancelled]
+    assert len(finished) >= 32
+    for job in finished:
+        tokens = job.prompts[0].token_ids + answer.outputs[job.id][0].token_ids
+        assert len(answer.outputs[job.id][0].token_ids) == job.sampling.max_tokens
+        solo, reader = reference.rows(tokens[:-1], wanted[job.id]), crowded.capture(job)
+        for hook, layers in ALL.items():
+            for layer in layers:
+                assert relative_error(reader.array(layer, hook), solo[hook, layer]) <= FP32_ROWS, (job.id, hook, layer)
+    assert not any((crowded.root / "default" / name).exists() for name in cancelled)
+    after = crowded.call("midstream_status")[0]
+    assert (after["rows_used"], after["entries_used"], after["requests"]) == (0, 0, 0)

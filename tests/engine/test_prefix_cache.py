@@ -3,10 +3,11 @@
 KV blocks hold 128 tokens on CPU, so the prompts here fill several.
 """
 
+import msgspec
 import numpy as np
 import pytest
 from host import Host, capture_of, prompt_of, relative_error, steer
-from reference import Reference
+from reference import Edit, Reference
 from tiny import HIDDEN, LAYERS
 from tolerances import FP32_ROWS
 
@@ -55,6 +56,41 @@ def test_equal_interventions_share_blocks_and_another_scale_does_not(cached: Hos
     rows_match(cached, reference, same, output, [(0, vector, None)])
     other = cached.job(prompt, max_tokens=1, steering=[steer(name, [0], 1.5)])
     assert cached.run(other)[other.id][0].cached_tokens == 0
+
+
+def test_whoever_comes_in_whatever_turn_finds_the_blocks_of_its_own_steering_only(cached: Host, reference: Reference) -> None:
+    """Steered, plain, steered again, and steered by another vector that differs in one value; all of it fits the cache."""
+    prompt, vector = prompt_of(300, seed=63), direction(9)  # field case 13, field case 15
+    other = vector.copy()
+    other[-1] += 2.0
+    edits = {"plain": [], "one": [Edit(0, vector, op="ablate"), Edit(1, vector)], "other": [Edit(0, other, op="ablate"), Edit(1, other)]}
+    met: set[str] = set()
+    for name in ("one", "plain", "one", "other", "plain", "one", "other"):
+        job = cached.job(prompt, max_tokens=2, capture=capture_of(ALL, "last_prompt"), steering=cached.steering(*edits[name]))
+        output = cached.run(job)[job.id][0]
+        assert output.cached_tokens == (2 * BLOCK if name in met else 0), (name, met)
+        rows_match(cached, reference, job, output, edits[name])
+        met.add(name)
+
+
+def test_decode_only_steering_shares_the_prompt_with_everybody_and_what_it_generates_with_nobody(
+    cached: Host, reference: Reference
+) -> None:
+    prompt = prompt_of(250, seed=64)  # field case 13, field case 16
+    edits = {"plain": [], "one": [Edit(0, direction(10))], "other": [Edit(0, direction(11), op="ablate")]}
+    answers = {}
+    for turn, name in enumerate(("one", "plain", "other", "one")):
+        (entry,) = cached.steering(*edits[name]) or [None]
+        steering = [msgspec.structs.replace(entry, positions="all_generated")] if entry else None
+        job = cached.job(prompt, max_tokens=12, capture=capture_of(ALL, "last_prompt"), steering=steering)
+        output = answers[name] = cached.run(job)[job.id][0]
+        assert output.cached_tokens == (BLOCK if turn else 0), name  # of 250 tokens, 128 are in a full block
+        generated = list(range(250, 261))
+        rows_match(cached, reference, job, output, [edit._replace(positions=generated) for edit in edits[name]])
+    after = cached.job(prompt + answers["one"].token_ids[:11], max_tokens=1, capture=capture_of(ALL, "last_prompt"))
+    output = cached.run(after)[after.id][0]
+    assert output.cached_tokens == BLOCK, "the second block ends with six steered tokens"
+    rows_match(cached, reference, after, output)
 
 
 @pytest.mark.parametrize(("positions", "shared"), [([290], 2 * BLOCK), ([140], BLOCK), ("all_generated", 2 * BLOCK), ("all", 0)])

@@ -4,16 +4,19 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
-import openai
 import pytest
-from host import prompt_of
+from host import prompt_of, relative_error
 from stack import Stack
+from tolerances import BF16_BATCH, LOGPROB_MOVED
 
-from midstream.client import Client
+from midstream.client import Client, returned_rows
 from midstream.client.models import fetch_demo_model
+from midstream.schemas.jobs import CaptureResults
 from midstream.workers.app import EXIT_ENGINE_DIED
 
 SLOW = {"lease_s": 15.0, "visibility_timeout_s": 30}  # a real engine may stall the process for seconds
@@ -40,26 +43,41 @@ def packed(values: np.ndarray) -> dict:
     return {"dtype": "float32", "shape": list(values.shape), "data": base64.b64encode(values.astype("<f4").tobytes()).decode()}
 
 
-def test_completions_and_chats_plain_and_streamed_are_all_steered(service: Stack, vector: np.ndarray) -> None:
-    """Each way of asking gives the steered text, not the plain one, and every prompt of a batch is steered."""  # field case 11
-    client = openai.OpenAI(base_url=f"{service.url}/v1", api_key="none")
-    steering = {"steering": [{"layers": [10], "vector": packed(vector)}]}
-    options = {"model": "demo", "temperature": 0, "max_tokens": 12}
+def ask(service: Stack, path: str, **body: Any) -> tuple[np.ndarray, dict[str, float]]:
+    """The last layer's rows at the prompts' last tokens `[prompts, hidden]`, and how likely the next tokens are, where asked."""
+    wanted = {"layers": [-1], "positions": "last_prompt", "consumers": ["memory"]}
+    body = {"model": "demo", "temperature": 0, "max_tokens": 4, "capture": wanted, "capture_wait": True} | body
+    response = httpx.post(f"{service.url}/v1/{path}", json=body, timeout=60).raise_for_status()
+    parts = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")] or [response.json()]
+    results = next(part["capture_results"] for part in reversed(parts) if part.get("capture_results"))
+    assert parts[-1].get("determinism", {}).get("consistent", True) is True
+    reader = returned_rows(msgspec.convert(results, CaptureResults))
+    rows = np.concatenate([reader.array(29, request=request) for request in reader.requests()])
+    logprobs = parts[0]["choices"][0].get("logprobs")
+    if logprobs is None:
+        return rows, {}
+    if "content" in logprobs:
+        return rows, {each["token"]: each["logprob"] for each in logprobs["content"][0]["top_logprobs"]}
+    return rows, logprobs["top_logprobs"][0]
 
-    plain = client.chat.completions.create(messages=CHAT, **options)
-    steered = client.chat.completions.create(messages=CHAT, extra_body=steering, **options)
-    assert steered.choices[0].message.content != plain.choices[0].message.content
-    assert steered.model_extra["determinism"]["consistent"] is True
 
-    chunks = list(client.chat.completions.create(messages=CHAT, extra_body=steering, stream=True, **options))
-    streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-    assert streamed == steered.choices[0].message.content
-
-    prompts = ["The sky is", "My favourite food is"]
-    both = client.completions.create(prompt=prompts, extra_body=steering, **options)
-    for choice, prompt in zip(both.choices, prompts, strict=True):
-        alone = client.completions.create(prompt=prompt, **options)
-        assert choice.text != alone.choices[0].text
+# field case 11, field case 12
+def test_completions_and_chats_alone_in_a_batch_and_streamed_are_all_steered(service: Stack, vector: np.ndarray) -> None:
+    """Every way of asking gives the steered stream of the same prompt, and not the plain one: rows are compared, not tokens."""
+    steering, prompts = [{"layers": [10], "vector": packed(vector)}], ["The sky is", "My favourite food is"]
+    for path, asked in (("chat/completions", [{"messages": CHAT}]), ("completions", [{"prompt": prompt} for prompt in prompts])):
+        top: dict[str, Any] = {"logprobs": True, "top_logprobs": 20} if path.startswith("chat") else {"logprobs": 20}
+        plain = [ask(service, path, **each, **top) for each in asked]
+        alone = [ask(service, path, **each, steering=steering, **top) for each in asked]
+        for (rows, logprobs), (steered, others) in zip(plain, alone, strict=True):
+            assert relative_error(steered, rows) > 10 * BF16_BATCH
+            moved = [abs(others[token] - logprobs[token]) for token in others.keys() & logprobs.keys()]
+            assert max(moved, default=np.inf) > LOGPROB_MOVED
+        wanted = np.concatenate([rows for rows, _ in alone])
+        together = {"prompt": prompts} if path == "completions" else asked[0]
+        for ways in ({}, {"stream": True}):
+            rows, _ = ask(service, path, **together, steering=steering, **ways)
+            assert relative_error(rows, wanted) <= BF16_BATCH, (path, ways)
 
 
 def test_a_streamed_capture_ends_with_its_results(service: Stack) -> None:

@@ -12,6 +12,10 @@ FP32_ROWS_30_LAYERS = 5e-5
 BF16_EXCESS = 1.5
 #: The same rows in another batch composition, fp32: matrix kernels may sum in another order.
 FP32_BATCH = 1e-5
+#: As FP32_BATCH in bf16, after 30 layers: a rounding is 0.4 % of a coordinate.
+BF16_BATCH = 0.02
+#: nats: what a steered token's log-probability differs by from the plain one's at least; far above any rounding in bf16.
+LOGPROB_MOVED = 0.5
 #: v1 against v2, fp32: another attention path.
 FP32_RUNNERS = 1e-5
 #: fp32: a vector is added at one site and taken away at the next; (s + v) − v is s up to two roundings of s + v, then three layers.
