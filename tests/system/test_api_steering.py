@@ -1,0 +1,375 @@
+"""Do modules, global steering and the ranks' reports do over HTTP what they say, with workers, relay and Redis behind?"""
+
+import json
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from stack import Stack
+
+from midstream.schemas.base import from_json, to_json
+from midstream.schemas.module_files import to_bytes
+from midstream.schemas.specs import SteeringSpec
+from midstream.schemas.steering import Dynamic, GlobalView, ModulePage, ModuleView
+from midstream.schemas.tensors import from_numpy
+
+MODEL = "fake-model"
+HIDDEN = 8
+PROMPT = "The weather today is"
+
+
+def vector(seed: int) -> dict[str, Any]:
+    values = np.random.default_rng(seed).normal(size=HIDDEN).astype(np.float32)
+    return dict(json.loads(to_json(from_numpy(values))))
+
+
+JOY = {"layers": "1-2", "vector": vector(1), "scale": 2.0}
+CALM = {"layers": 3, "op": "ablate", "vector": vector(2), "positions": "all_generated"}
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    with Stack(
+        tmp_path_factory.mktemp("steering"), api=True, workers=2, tensor_parallel_size=2, lease_s=30.0, steering_poll_s=0.05,
+        steering_wait_s=2.0, fault="",
+    ) as running:  # fmt: skip
+        yield running
+
+
+@pytest.fixture
+def http(stack: Stack) -> Iterator[httpx.Client]:
+    """Nothing is named and nobody is steered before and after."""
+    with httpx.Client(base_url=stack.url, timeout=30) as client:
+        yield client
+        for module in client.get("/v1/steering/modules").json()["modules"]:
+            assert client.delete(f"/v1/steering/modules/{module['name']}").status_code == 204
+        assert client.delete("/v1/steering/global").status_code == 200
+
+
+def register(http: httpx.Client, name: str, *entries: dict[str, Any], status: int = 201) -> ModuleView:
+    answer = http.put(f"/v1/steering/modules/{name}", json={"steering": list(entries)})
+    assert answer.status_code == status, answer.text
+    return from_json(answer.content, ModuleView)
+
+
+def complete(http: httpx.Client, prompt: Any = PROMPT, **body: Any) -> Any:
+    asked = {"model": MODEL, "prompt": prompt, "max_tokens": 12, "temperature": 0} | body
+    answer = http.post("/v1/completions", json=asked)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def text(http: httpx.Client, **body: Any) -> str:
+    return str(complete(http, **body)["choices"][0]["text"])
+
+
+def refused(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/problem+json"
+    return dict(answer.json())
+
+
+# --- Named modules -----------------------------------------------------------------------------------------------------
+
+
+def test_a_module_is_registered_listed_inspected_changed_and_taken_away(http: httpx.Client) -> None:
+    made = register(http, "joy", JOY, CALM)
+    assert (made.name, made.model, made.bytes, made.replaced) == ("joy", MODEL, 2 * 4 * HIDDEN, None)
+    assert [(entry.op, entry.hook, entry.layers, entry.positions, entry.scale, entry.numbers) for entry in made.entries] == [
+        ("add", "post_block", [1, 2], "all", 2.0, []),
+        ("ablate", "post_block", [3], "all_generated", 1.0, [1.0]),
+    ]
+    assert from_json(http.get("/v1/steering/modules/joy").content, ModuleView) == made
+    assert register(http, "joy", JOY, CALM, status=200) == made, "the same again is no change"
+    changed = register(http, "joy", CALM, status=200)
+    assert (changed.replaced, changed.digest != made.digest) == (made.digest, True)
+    register(http, "calm", CALM)
+    page = from_json(http.get("/v1/steering/modules", params={"model": MODEL}).content, ModulePage)
+    assert [(module.name, module.digest) for module in page.modules] == [("calm", changed.digest), ("joy", changed.digest)]
+    assert http.delete("/v1/steering/modules/joy").status_code == 204
+    problem = refused(http.get("/v1/steering/modules/joy"), 404)
+    assert (problem["field"], problem["allowed"]) == ("name", "calm")
+    refused(http.delete("/v1/steering/modules/joy"), 404)
+
+
+def test_a_safetensors_file_is_the_same_module_as_its_entries(http: httpx.Client) -> None:
+    by_json = register(http, "joy", JOY, CALM)
+    raw = to_bytes([from_json(to_json(entry), SteeringSpec) for entry in (JOY, CALM)])
+    for media_type in ("application/vnd.safetensors", "application/octet-stream"):
+        answer = http.put(
+            "/v1/steering/modules/filed", content=raw, headers={"Content-Type": media_type}, params={"model": MODEL, "description": "glad"}
+        )
+        assert answer.status_code in (200, 201), answer.text
+        filed = from_json(answer.content, ModuleView)
+        assert (filed.digest, filed.description) == (by_json.digest, "glad")
+    assert answer.status_code == 200
+    broken = refused(http.put("/v1/steering/modules/filed", content=raw[:-1], headers={"Content-Type": "application/octet-stream"}))
+    assert "no safetensors file" in broken["detail"]
+    other = refused(http.put("/v1/steering/modules/filed", content=raw, headers={"Content-Type": "text/plain"}), 415)
+    assert "application/vnd.safetensors" in other["allowed"]
+
+
+def test_every_way_of_asking_is_steered_by_a_module_as_by_its_entries(stack: Stack, http: httpx.Client) -> None:  # field case 11
+    register(http, "joy", JOY, CALM)
+    inline, named = [JOY | {"scale": 1.0}, CALM | {"strength": 0.5}], [{"module": "joy", "scale": 0.5}]
+    prompts = [PROMPT, "Another one"]
+    for ask in (_job, _completion, _streamed, _chat, _streamed_chat):
+        plain, steered, by_name = (ask(http, prompts, steering) for steering in ([], inline, named))
+        assert by_name == steered, ask.__name__
+        assert all(one != other for one, other in zip(plain, steered, strict=True)), ask.__name__
+
+
+def _job(http: httpx.Client, prompts: list[str], steering: Any) -> list[str]:
+    body = {"model": MODEL, "prompts": prompts, "steering": steering, "sampling": {"max_tokens": 12}}
+    answer = http.post("/v1/jobs", json=body, headers={"Prefer": "wait=20"})
+    assert answer.status_code == 200, answer.text
+    result = answer.json()
+    if steering:
+        assert result["determinism"]["consistent"]
+        assert {rank["request"] for rank in result["determinism"]["stages"][0]["ranks"]} == {0, 1}
+    view = http.get(f"/v1/jobs/{result['id']}").json()
+    assert set(view.get("modules", {})) == {entry["module"] for entry in steering if "module" in entry}
+    assert view.get("steered", False) == bool(steering)
+    return [output["text"] for output in result["outputs"]]
+
+
+def _completion(http: httpx.Client, prompts: list[str], steering: Any) -> list[str]:
+    return [choice["text"] for choice in complete(http, prompts, steering=steering)["choices"]]
+
+
+def _streamed(http: httpx.Client, prompts: list[str], steering: Any) -> list[str]:
+    body = {"model": MODEL, "prompt": prompts, "max_tokens": 12, "temperature": 0, "stream": True, "steering": steering}
+    texts = ["", ""]
+    for chunk in _chunks(http, "/v1/completions", body):
+        for choice in chunk["choices"]:
+            texts[choice["index"]] += choice["text"]
+    return texts
+
+
+def _chat(http: httpx.Client, prompts: list[str], steering: Any) -> list[str]:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 12, "temperature": 0, "steering": steering}
+    answer = http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    return [answer.json()["choices"][0]["message"]["content"]]
+
+
+def _streamed_chat(http: httpx.Client, prompts: list[str], steering: Any) -> list[str]:
+    message = {"role": "user", "content": PROMPT}
+    body = {"model": MODEL, "messages": [message], "max_tokens": 12, "temperature": 0, "stream": True, "steering": steering}
+    chunks = _chunks(http, "/v1/chat/completions", body)
+    return ["".join(choice["delta"].get("content", "") for chunk in chunks for choice in chunk["choices"])]
+
+
+def _chunks(http: httpx.Client, path: str, body: Any) -> list[dict[str, Any]]:
+    with http.stream("POST", path, json=body) as answer:
+        assert answer.status_code == 200
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def test_what_is_in_flight_keeps_what_the_name_meant(http: httpx.Client) -> None:  # field case 15, 26
+    expected = {name: text(http, steering=[entry]) for name, entry in (("old", JOY), ("new", CALM))}
+    first = register(http, "joy", JOY)
+    with ThreadPoolExecutor(8) as pool:
+        body = {"model": MODEL, "prompts": [PROMPT], "steering": [{"module": "joy"}], "sampling": {"max_tokens": 12}}
+        accepted = [http.post("/v1/jobs", json=body).json()["id"] for _ in range(8)]
+        second = register(http, "joy", CALM, status=200)
+        later = pool.submit(text, http, steering=[{"module": "joy"}])
+        assert later.result() == expected["new"]
+        accepted.append(http.post("/v1/jobs", json=body).json()["id"])
+        assert http.delete("/v1/steering/modules/joy").status_code == 204
+    for number, job in enumerate(accepted):
+        view = http.get(f"/v1/jobs/{job}", params={"wait": 20}).json()
+        result = http.get(f"/v1/jobs/{job}/result").json()
+        meant, digest = ("old", first.digest) if number < 8 else ("new", second.digest)
+        assert view["modules"] == {"joy": digest}
+        assert result["outputs"][0]["text"] == expected[meant]
+    problem = refused(http.post("/v1/jobs", json=body))
+    assert (problem["field"], problem["detail"]) == ("steering[0].module", "there is no module 'joy' of model 'fake-model'")
+
+
+def test_a_repeated_submission_is_the_same_job_also_when_its_module_is_gone(http: httpx.Client) -> None:
+    register(http, "joy", JOY)
+    body = {"model": MODEL, "prompts": [PROMPT], "steering": [{"module": "joy"}]}
+    first = http.post("/v1/jobs", json=body, headers={"Idempotency-Key": "once"})
+    http.delete("/v1/steering/modules/joy")
+    again = http.post("/v1/jobs", json=body, headers={"Idempotency-Key": "once"})
+    assert (again.status_code, again.json()["id"]) == (202, first.json()["id"])
+    refused(http.post("/v1/jobs", json=body | {"prompts": ["other"]}, headers={"Idempotency-Key": "once"}))
+
+
+# field case 27
+@pytest.mark.parametrize(
+    ("entry", "field"),
+    [
+        (JOY | {"layers": {"1": vector(1)}}, "steering[1].layers"),
+        (JOY | {"layers": "one"}, "steering[1].layers"),
+        (JOY | {"vector": vector(1) | {"shape": [7]}}, "steering[1].vector"),
+        (JOY | {"vector": dict(json.loads(to_json(from_numpy(np.ones(7, np.float32)))))}, "steering[1].vector.shape"),
+        (JOY | {"vector": dict(json.loads(to_json(from_numpy(np.full(8, np.inf, np.float32)))))}, "steering[1].vector.data"),
+        (JOY | {"strength": 1.0}, "steering[1].strength"),
+        (JOY | {"scales": 1.0}, "steering[1].scales"),
+        ({"module": "sad"}, "steering[1].module"),
+        ({"module": 3}, "steering[1].module"),
+    ],
+)
+def test_bad_input_is_a_400_with_the_field_wherever_steering_is_written(http: httpx.Client, entry: Any, field: str) -> None:
+    before = http.get("/v1/steering/global").json()["version"]
+    steering = [JOY, entry]
+    for answer in (
+        http.put("/v1/steering/modules/m", json={"steering": steering}),
+        http.put("/v1/steering/global", json={"steering": steering}),
+        http.post("/v1/jobs", json={"model": MODEL, "prompts": [PROMPT], "steering": steering}),
+        http.post("/v1/completions", json={"model": MODEL, "prompt": PROMPT, "steering": steering}),
+    ):
+        assert refused(answer)["field"] == field
+    assert http.get("/v1/steering/global").json()["version"] == before
+    assert http.get("/v1/steering/modules").json()["modules"] == []
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "field"),
+    [
+        ("PUT", "/v1/steering/modules/a%20b", {"steering": [JOY]}, 400, "name"),
+        ("PUT", "/v1/steering/modules/joy%0A", {"steering": [JOY]}, 400, "name"),
+        ("PUT", "/v1/steering/modules/joy", {"steering": []}, 400, "steering"),
+        ("PUT", "/v1/steering/modules/joy", {}, 400, "steering"),
+        ("PUT", "/v1/steering/modules/joy", {"steering": [JOY], "model": "gpt"}, 404, "model"),
+        ("PUT", "/v1/steering/global", {"steering": [JOY | {"positions": [-1]}]}, 400, "steering[0].positions[0]"),
+        ("PUT", "/v1/steering/global", {"steering": [JOY | {"positions": {"text": "a"}}]}, 400, "steering[0].positions"),
+        ("PUT", "/v1/steering/global", {"steering": []}, 400, "steering"),
+        ("GET", "/v1/steering/dynamic?model=gpt", None, 404, "model"),
+    ],
+)
+def test_what_cannot_be_done_is_said_by_its_field(http: httpx.Client, method: str, path: str, body: Any, status: int, field: str) -> None:
+    assert refused(http.request(method, path, json=body) if body is not None else http.request(method, path), status)["field"] == field
+
+
+# --- Global steering ---------------------------------------------------------------------------------------------------
+
+
+def put_global(http: httpx.Client, *entries: dict[str, Any]) -> GlobalView:
+    answer = http.put("/v1/steering/global", json={"steering": list(entries)})
+    assert answer.status_code == 200, answer.text
+    return from_json(answer.content, GlobalView)
+
+
+def test_global_steering_is_on_every_rank_of_every_worker_when_it_is_answered(http: httpx.Client) -> None:
+    plain, steered = text(http), text(http, steering=[JOY])
+    made = put_global(http, JOY)
+    assert made.applied
+    assert [worker.worker for worker in made.workers] == ["w1", "w1-2"]
+    assert {(rank.global_version, rank.global_digest) for worker in made.workers for rank in worker.ranks} == {(made.version, made.digest)}
+    assert [len(worker.ranks) for worker in made.workers] == [2, 2]
+    answer = complete(http)
+    assert answer["choices"][0]["text"] == steered, "a request under global steering is one with those entries"
+    assert answer["determinism"]["consistent"]
+    assert answer["determinism"]["global_version"] == made.version
+    assert put_global(http, JOY).version == made.version, "the same again is no change"
+    shown = from_json(http.get("/v1/steering/global").content, GlobalView)
+    assert (shown.version, shown.digest, shown.applied) == (made.version, made.digest, True)
+    cleared = from_json(http.delete("/v1/steering/global").content, GlobalView)
+    assert (cleared.digest, cleared.entries, cleared.applied, cleared.version > made.version) == ("", [], True, True)
+    assert text(http) == plain
+    assert "determinism" not in complete(http)
+    assert from_json(http.delete("/v1/steering/global").content, GlobalView).version == cleared.version
+
+
+def test_no_job_begins_under_what_was_once_a_change_is_answered(http: httpx.Client) -> None:
+    expected = [text(http, steering=[JOY]), text(http, steering=[CALM])]
+    assert expected[0] != expected[1]
+    with ThreadPoolExecutor(6) as pool:
+        for turn in range(6):
+            waiting = [pool.submit(text, http) for _ in range(3)]
+            put_global(http, (JOY, CALM)[turn % 2])
+            after = [pool.submit(text, http) for _ in range(6)]
+            assert [found.result() for found in after] == [expected[turn % 2]] * 6
+            for found in waiting:
+                found.result()
+
+
+def test_global_steering_by_a_module_is_its_content_of_that_moment(http: httpx.Client) -> None:
+    expected = text(http, steering=[JOY | {"scale": 1.0}])
+    register(http, "joy", JOY)
+    made = put_global(http, {"module": "joy", "scale": 0.5})
+    assert put_global(http, JOY | {"scale": 1.0}).version == made.version, "the same content"
+    register(http, "joy", CALM, status=200)
+    assert http.delete("/v1/steering/modules/joy").status_code == 204
+    assert from_json(http.get("/v1/steering/global").content, GlobalView).digest == made.digest
+    assert text(http) == expected
+
+
+def test_a_worker_that_does_not_answer_keeps_everything_as_it_was(stack: Stack, http: httpx.Client) -> None:
+    made = put_global(http, JOY)
+    stack.kill("worker-2", signal.SIGSTOP)
+    try:
+        problem = refused(http.put("/v1/steering/global", json={"steering": [CALM]}), 503)
+        assert "worker w1-2 did not prepare the change" in problem["detail"]
+        assert "nothing was changed" in problem["detail"]
+        shown = http.get("/v1/steering/dynamic")
+        assert shown.status_code == 200
+        told = from_json(shown.content, Dynamic)
+        assert (told.determinism.consistent, told.determinism.detail) == (False, "worker w1-2 did not answer")
+    finally:
+        stack.kill("worker-2", signal.SIGCONT)
+    shown = http.get("/v1/steering/global").json()
+    assert (shown["version"], shown["digest"]) == (made.version, made.digest)
+    assert put_global(http, CALM).applied
+
+
+def test_a_rank_that_refuses_keeps_everything_as_it_was_and_a_new_worker_catches_up(stack: Stack, http: httpx.Client) -> None:
+    register(http, "joy", JOY)
+    made = put_global(http, JOY)
+    stack.end("worker-2")
+    stack.restart("worker-2", fault="prepare:rank=1")
+    problem = refused(http.put("/v1/steering/global", json={"steering": [CALM]}), 409)
+    assert "worker w1-2" in problem["detail"]
+    assert "rank 1" in problem["detail"]
+    shown = from_json(http.get("/v1/steering/global").content, GlobalView)
+    assert (shown.version, shown.applied) == (made.version, True)
+    told = from_json(http.get("/v1/steering/dynamic").content, Dynamic)
+    assert all(set(rank.modules) == {"joy"} for worker in told.workers for rank in worker.ranks), "it has them from before its start"
+    stack.end("worker-2")
+    stack.restart("worker-2")
+    assert put_global(http, CALM).applied
+
+
+# --- What the ranks say ------------------------------------------------------------------------------------------------
+
+
+def test_the_ranks_say_what_they_have_and_that_they_agree(http: httpx.Client) -> None:
+    register(http, "joy", JOY)
+    made = put_global(http, CALM)
+    complete(http, steering=[{"module": "joy"}])
+    told = from_json(http.get("/v1/steering/dynamic", params={"model": MODEL}).content, Dynamic)
+    assert told.determinism.consistent, told.determinism.detail
+    assert [(stage.worker, stage.pp, sorted(stage.checksums)) for stage in told.determinism.stages] == [
+        ("w1", 0, [0, 1]),
+        ("w1-2", 0, [0, 1]),
+    ]
+    assert all(len(set(stage.checksums.values())) == 1 and len(set(stage.actions.values())) == 1 for stage in told.determinism.stages)
+    for worker in told.workers:
+        assert (worker.state, worker.global_version) == ("serving", made.version)
+        assert abs(worker.at - time.time()) < 5
+        assert [(rank.tp, rank.pp, rank.global_digest) for rank in worker.ranks] == [(0, 0, made.digest), (1, 0, made.digest)]
+
+
+def test_metrics_tell_of_every_rank(http: httpx.Client) -> None:
+    made = put_global(http, JOY)
+    lines = http.get("/metrics").text.splitlines()
+    for wanted in (
+        f'midstream_steering_global_version{{model="{MODEL}",worker="w1"}} {float(made.version)}',
+        f'midstream_steering_state{{model="{MODEL}",state="serving",worker="w1-2"}} 1.0',
+        f'midstream_steering_consistent{{model="{MODEL}",stage="0",worker="w1"}} 1.0',
+        f'midstream_steering_waiting{{model="{MODEL}",worker="w1"}} 0.0',
+        f'midstream_steering_desyncs{{model="{MODEL}",worker="w1"}} 0.0',
+    ):
+        assert wanted in lines, [line for line in lines if line.startswith("midstream_steering")]
+    for name in ("rows", "rows_used", "entries", "entries_used", "outbox", "actions", "vectors"):
+        assert any(line.startswith(f'midstream_steering_{name}{{model="{MODEL}",rank="1",worker="w1"}}') for line in lines), name
