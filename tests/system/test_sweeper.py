@@ -71,6 +71,31 @@ def test_a_delivered_message_counts_as_there(redis_url: str) -> None:
     asyncio.run(main())
 
 
+def test_a_job_whose_ranks_disagreed_gets_its_message_at_once_though_the_former_is_still_out(redis_url: str) -> None:
+    """The worker winds the former attempt up: its message is acknowledged only then, and starts nothing."""
+
+    async def main() -> None:
+        async with opened(redis_url) as (ledger, sweeper, app):
+            job = make_job(steer=True)
+            await ledger.submit(job, {})
+            enqueue(app, job.id, job.kind, job.model)
+            with app.connection_for_read() as connection, connection.SimpleQueue(queue_of(MODEL)) as queue:
+                message = queue.get(timeout=5)
+                assert await ledger.claim(job.id, WORKER, BOOT, 2) is not None
+                settle = settler(redis_url)
+                for rank in (0, 1):
+                    settle.settle(WORKER, rank, EPOCH, [(1, receipt(job, rank=rank, actions=rank))])
+                assert (await ledger.view(job.id)).state is State.QUEUED
+                assert (await sweeper.sweep(now())).resent == [job.id]
+                assert await messages(ledger) == 1
+                again = queue.get(timeout=5)
+                assert not await sweeper.sweep(now() + 30), "its new message is out"
+                message.ack()
+                again.ack()
+
+    asyncio.run(main())
+
+
 def test_the_messages_of_a_long_queue_are_all_seen(redis_url: str) -> None:
     async def main() -> None:
         async with opened(redis_url) as (ledger, sweeper, app):
