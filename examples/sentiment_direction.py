@@ -143,8 +143,9 @@ class Text:
 class Study:
     """The calls to the server that the study is made of."""
 
-    def __init__(self, client: Client, model: str, found: Materials):
+    def __init__(self, client: Client, model: str, found: Materials, temperature: float = 0.0):
         self._client, self._model, self.found = client, model, found
+        self._sampling = {"max_tokens": MAX_TOKENS, "logprobs": 0, "ignore_eos": True, "temperature": temperature, "seed": 0}
         self._token_ids: dict[str, list[int]] = {}
 
     def directions(self) -> tuple[np.ndarray, np.ndarray]:
@@ -156,10 +157,9 @@ class Study:
         return difference_of_means(streams[:half], streams[half:]), lengths
 
     def write(self, prompts: list[str], layer: int | None = None, vector: np.ndarray | None = None, scale: float = 0.0) -> list[Text]:
-        """Continuations, greedy; plain when no layer is given."""
+        """Continuations; plain when no layer is given."""
         steering = [] if layer is None else [{"layers": layer, "vector": vector, "scale": scale}]
-        sampling = {"max_tokens": MAX_TOKENS, "logprobs": 0, "ignore_eos": True}
-        result = self._client.run(model=self._model, prompts=prompts, sampling=sampling, steering=steering)
+        result = self._client.run(model=self._model, prompts=prompts, sampling=self._sampling, steering=steering)
         return [
             Text(prompt, output.text, output.token_ids, [each.logprob for each in output.logprobs or []])
             for prompt, output in zip(prompts, result.outputs, strict=True)
@@ -321,13 +321,14 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT)
     parser.add_argument("--out", type=Path, default=Path("sentiment-study"))
     parser.add_argument("--prompts", type=int, default=100)
+    parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
     options = parser.parse_args()
     began = time.monotonic()
     found = materials()
     prompts = found.prompts[:: max(1, len(found.prompts) // options.prompts)][: options.prompts]
     unembedding = Unembedding(options.checkpoint)
     with Client(options.url) as client:
-        study = Study(client, client.models()[0], found)
+        study = Study(client, client.models()[0], found, options.temperature)
         directions, lengths = study.directions()
         layers = sweep(study, directions, list(range(1, len(directions), 2)))
         chosen = max(layers, key=lambda layer: layers[layer][1] - layers[layer][0])

@@ -1,16 +1,25 @@
-"""The demo model's rows against transformers on the same checkpoint, in fp32 and in bf16."""
+"""The demo model, in fp32 and in bf16: its rows against transformers on the same checkpoint, and a direction out of them at work.
 
+The direction's study is `examples/sentiment_direction.py`; what is tested here is its code, with few prompts.
+"""
+
+import importlib.util
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
 from host import Host, capture_of, prompt_of
 from reference import Reference
+from tokenizers import Tokenizer
 from tolerances import BF16_EXCESS, FP32_LAYERS, FP32_ROWS_30_LAYERS
 
 from midstream.client.models import fetch_demo_model
+from midstream.schemas.specs import SteeringSpec
+from midstream.schemas.tensors import from_numpy
 
 LAYERS = list(range(30))
 PROMPTS = [prompt_of(length, seed=length) for length in (3, 40, 150)]
@@ -33,17 +42,19 @@ def streams(model: Path, dtype: torch.dtype) -> list[np.ndarray]:
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def captured(
-    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[str, list[np.ndarray]]]:
+def host(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
     host = Host(tmp_path_factory.mktemp(request.param), model, dtype=request.param)
-    try:
-        job = host.job(*PROMPTS, max_tokens=1, capture=capture_of(LAYERS, "all_prompt"))
-        host.run(job)
-        assert host.capture(job).dtype() == request.param
-        yield request.param, [host.capture(job).stack(request=number) for number in range(len(PROMPTS))]
-    finally:
-        host.close()
+    yield host
+    host.close()
+
+
+@pytest.fixture(scope="module")
+def captured(host: Host) -> tuple[str, list[np.ndarray]]:
+    """The model's dtype, and of each prompt `[layers, positions, hidden]`."""
+    job = host.job(*PROMPTS, max_tokens=1, capture=capture_of(LAYERS, "all_prompt"))
+    host.run(job)
+    assert host.capture(job).dtype() == host.settings.dtype
+    return host.settings.dtype, [host.capture(job).stack(request=number) for number in range(len(PROMPTS))]
 
 
 def layer_errors(got: np.ndarray, wanted: np.ndarray) -> np.ndarray:
@@ -66,3 +77,66 @@ def test_every_row_of_the_demo_model_is_transformers_row(captured, truth, model)
     for got, rounded, wanted in zip(rows, rounding, truth, strict=True):
         assert layer_errors(got, wanted).max() <= BF16_EXCESS * layer_errors(rounded, wanted).max()
         assert np.median(row_errors(got, wanted)) <= BF16_EXCESS * np.median(row_errors(rounded, wanted))
+
+
+# -- a direction ---------------------------------------------------------------------------------------------------------
+
+#: Where the study finds most effect, and a scale at which it has not yet reached what the model can say.
+LAYER, SCALE = 17, 2.0
+SOME_PROMPTS = slice(0, 100, 12)
+TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def study() -> ModuleType:
+    """The example, which is in no package."""
+    path = Path(__file__).resolve().parents[2] / "examples" / "sentiment_direction.py"
+    spec = importlib.util.spec_from_file_location("sentiment_direction", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclasses look themselves up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(model / "tokenizer.json"))
+
+
+def tokenised(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
+    return [tokenizer.encode(text).ids for text in texts]
+
+
+def test_a_direction_out_of_captures_moves_what_the_model_writes_both_ways(host, study, tokenizer) -> None:
+    found = study.materials()
+    texts = tokenised(tokenizer, [*found.positive, *found.negative])
+    job = host.job(*texts, max_tokens=1, capture=capture_of([LAYER], "all_prompt"))
+    host.run(job)
+    streams = [host.capture(job).stack(request=number) for number in range(len(texts))]
+    half = len(found.positive)
+    (direction,) = study.difference_of_means(streams[:half], streams[half:])
+    prompts = tokenised(tokenizer, found.prompts[SOME_PROMPTS])
+
+    def score(scale: float) -> float:
+        steering = host.steering(SteeringSpec(layers=LAYER, vector=from_numpy(direction), scale=scale)) if scale else None
+        job = host.job(*prompts, max_tokens=TOKENS, steering=steering)
+        return float(np.mean([study.word_score(output.text, found.words) for output in host.run(job)[job.id]]))
+
+    low, plain, high = score(-SCALE), score(0), score(SCALE)
+    assert low < plain < high
+    assert high - low >= 1.0, "a word more in every text"
+
+
+def test_log_probabilities_out_of_captured_rows_are_those_that_the_engine_gives(host, study, model) -> None:
+    """The last layer's `post_block` is what the final norm and the last matrix read."""
+    unembedding = study.Unembedding(model)
+    plain = host.job(PROMPTS[1], max_tokens=TOKENS, logprobs=0)
+    (output,) = host.run(plain)[plain.id]
+    again = host.job(PROMPTS[1] + output.token_ids, max_tokens=1, capture=capture_of([29], "all_prompt"))
+    host.run(again)
+    rows = host.capture(again).array(29)[len(PROMPTS[1]) - 1 : -1]
+    given = np.array([token.logprob for token in output.logprobs])
+    tolerance = 1e-3 if host.settings.dtype == "float32" else 0.3  # nats; bf16 logits around 20 are 0.125 apart
+    np.testing.assert_allclose(unembedding.logprobs(rows, output.token_ids), given, atol=tolerance)
