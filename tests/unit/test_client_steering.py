@@ -262,6 +262,17 @@ def test_each_rank_keeps_a_line_of_its_own_on_a_narrow_terminal() -> None:
     assert second.split()[:3] == ["1", "0", "f" * 16]
 
 
+def test_the_ranks_of_a_stage_that_disagrees_are_red() -> None:
+    def coloured(found: Dynamic) -> str:
+        console = Console(width=100, file=io.StringIO(), force_terminal=True, color_system="standard")
+        console.print(show_steering.ranks(found.workers[0], found.determinism))
+        return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+
+    red = "\x1b[31m"
+    assert red in coloured(APART)
+    assert red not in coloured(AGREED)
+
+
 def test_a_change_that_a_worker_does_not_have_yet_names_it() -> None:
     behind = worker(rank(), global_version=2, state="resyncing", detail="ranks disagree")
     line = show_steering.global_line(everyone(applied=False, workers=[worker(rank()), behind]))

@@ -99,6 +99,14 @@ def test_entries_survive_a_file_whatever_they_do(specs: list[SteeringSpec]) -> N
     }
 
 
+def test_each_tensor_of_a_file_lies_at_a_multiple_of_its_elements_size() -> None:
+    narrow, wide = Tensor(dtype="bfloat16", shape=[1], data=b"\0\0"), from_numpy(JOY)
+    raw = to_bytes([SteeringSpec(layers=1, vector=narrow), SteeringSpec(layers=2, vector=wide)])
+    start = 8 + int.from_bytes(raw[:8], "little")
+    header = msgspec.json.decode(raw[8:start])
+    assert [(start + header[name]["data_offsets"][0]) % size for name, size in (("0.vector", 2), ("1.vector", 4))] == [0, 0]
+
+
 def test_what_the_format_knows_is_what_an_entry_has() -> None:
     named = {"layers", "hook", "module", *SHARED, *TENSOR_DIMS}
     assert named == set(SteeringSpec.__struct_fields__)
