@@ -7,7 +7,7 @@ import pytest
 
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.tensors import content_hash, from_numpy
-from midstream.workers.admission import CaptureBudget, RowAdmission, RowWish, StepRows
+from midstream.workers.admission import CaptureBudget, CrowdedOut, RowAdmission, RowWish, StepRows
 from midstream.workers.collective import Ranks, check_apply_results
 from midstream.workers.vectors import RankVectors
 
@@ -207,5 +207,115 @@ def test_holder_and_waiter_cancelled_together_leave_nothing_behind() -> None:
             async with asyncio.timeout(1):
                 async with gate.admitted(second):
                     pass
+
+    asyncio.run(story())
+
+
+def test_rows_that_stand_for_everyone_wait_for_room_and_those_before_them_go_when_they_are_written() -> None:
+    async def story() -> None:
+        admission = RowAdmission(3, 9)
+        async with admission.replacing_standing(rows("a"), 1):
+            pass
+        request, done = asyncio.Event(), asyncio.Event()
+
+        async def use() -> None:
+            async with admission.admitted(rows("x", "y")):
+                request.set()
+                await done.wait()
+
+        using = asyncio.create_task(use())
+        await request.wait()
+
+        async def replace() -> None:
+            async with admission.replacing_standing(rows("b"), 1):
+                assert admission.used == 2, "both, until the ranks have changed over"
+
+        replacing = asyncio.create_task(replace())
+        await asyncio.sleep(0.01)
+        assert (admission.waiting, admission.used) == (1, 3)
+        done.set()
+        await asyncio.gather(using, replacing)
+        assert (admission.waiting, admission.used) == (0, 1)
+        admission.clear_standing()
+        assert admission.used == 0
+
+    asyncio.run(story())  # field case 24
+
+
+def test_rows_for_everyone_that_find_no_room_in_time_or_fail_on_the_ranks_leave_those_that_stood() -> None:
+    async def story() -> None:
+        admission = RowAdmission(2, 9)
+        async with admission.replacing_standing(rows("a"), 1):
+            pass
+        async with admission.admitted(rows("x")):
+            with pytest.raises(MidstreamError, match="no room for 1 more"):
+                async with admission.replacing_standing(rows("b"), 0.01):
+                    pass
+        with pytest.raises(ZeroDivisionError):
+            async with admission.replacing_standing(rows("b"), 1):
+                _ = 1 / 0
+        assert admission._standing == rows("a")
+        assert (admission.waiting, admission.used) == (0, 1)
+        with pytest.raises(MidstreamError, match="clear that first"):
+            async with admission.replacing_standing(rows("b", "c"), 1):
+                pass
+
+    asyncio.run(story())
+
+
+def test_a_request_that_no_longer_fits_beside_what_stands_does_not_wait_for_ever() -> None:
+    async def story() -> None:
+        admission, done = RowAdmission(3, 9), asyncio.Event()
+
+        async def use(*keys: str) -> None:
+            async with admission.admitted(rows(*keys)):
+                await done.wait()
+
+        holder = asyncio.create_task(use("x"))
+        await asyncio.sleep(0)
+        waiting = asyncio.create_task(use("p", "q", "r"))
+        await asyncio.sleep(0)
+        behind = asyncio.create_task(use("x"))
+        await asyncio.sleep(0)
+        replacing = asyncio.create_task(_replace(admission, "a"))
+        await asyncio.sleep(0.01)
+        assert admission.waiting == 3, "first come, first served"
+        holder.cancel()
+        await asyncio.sleep(0.01)
+        done.set()
+        await asyncio.gather(waiting, behind, replacing)
+        with pytest.raises(CrowdedOut):
+            await use("p", "q", "r")
+        await use("a", "p", "q")
+
+    asyncio.run(story())
+
+
+async def _replace(admission: RowAdmission, key: str) -> None:
+    async with admission.replacing_standing(rows(key), 1):
+        pass
+
+
+def test_those_who_waited_for_what_a_change_for_everyone_took_are_told() -> None:
+    async def story() -> None:
+        admission, written = RowAdmission(2, 9), asyncio.Event()
+
+        async def change() -> None:
+            async with admission.replacing_standing(rows("a"), 1):
+                await written.wait()
+
+        async def use(*keys: str) -> None:
+            async with admission.admitted(rows(*keys)):
+                pass
+
+        changing = asyncio.create_task(change())
+        await asyncio.sleep(0)
+        crowded, fitting = asyncio.create_task(use("p", "q")), asyncio.create_task(use("p"))
+        await asyncio.sleep(0)
+        written.set()
+        await asyncio.gather(changing, fitting)
+        with pytest.raises(CrowdedOut):
+            await crowded
+        assert (admission.waiting, admission.used) == (0, 1)
 
     asyncio.run(story())

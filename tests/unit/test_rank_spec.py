@@ -1,0 +1,92 @@
+"""Do the ranks hear of everyone's steering and the request's own, and does the prefix cache tell apart what differs?"""
+
+import pytest
+
+from midstream.schemas.jobs import Job, Sampling, StoredPrompt
+from midstream.schemas.selectors import PositionWish, Span, Window
+from midstream.schemas.specs import RankSpec, StoredCapture, StoredSteering
+from midstream.schemas.steering import GlobalSteering, SteeringTemplate
+from midstream.workers.rank_spec import rank_spec
+
+
+def template(vector: str, positions: PositionWish = "all") -> SteeringTemplate:
+    return SteeringTemplate(layers=[1], hook="post_block", positions=positions, family="add", tensors=[vector])
+
+
+def everyone(*entries: SteeringTemplate) -> GlobalSteering:
+    return GlobalSteering(version=7, entries=list(entries))
+
+
+def job(tokens: int, *own: StoredSteering, captures: bool = False) -> Job:
+    capture = StoredCapture(sites={"post_block": [0]}, positions="last_prompt", tag="t")
+    return Job(
+        id="job",
+        kind="generate",
+        model="m",
+        prompts=[StoredPrompt(token_ids=[1] * tokens)],
+        sampling=Sampling(),
+        created=0.0,
+        steering=[list(own)] if own else [],
+        captures=[[capture]] if captures else [],
+    )
+
+
+def told(tokens: int, everyones: GlobalSteering, *own: StoredSteering) -> RankSpec:
+    spec = rank_spec(job(tokens, *own), 0, 1, everyones)
+    assert spec is not None
+    return spec
+
+
+def test_a_request_that_nobody_asks_anything_of_is_not_told_of() -> None:
+    assert rank_spec(job(4), 0, 1, everyone()) is None
+    captured = rank_spec(job(4, captures=True), 0, 1, everyone())
+    assert captured is not None
+    assert (captured.digest, captured.first_affected, captured.global_version) == ("", -1, 7)
+
+
+def test_everyones_entries_are_resolved_for_the_prompt_and_what_has_no_place_in_it_is_left_out() -> None:
+    entries = [
+        template("a"),
+        template("b", [0, 2, 9]),
+        template("c", [9]),
+        template("d", Span(start=2)),
+        template("e", Span(start=5, stop=8)),
+    ]
+    spec = told(4, everyone(*entries))
+    placed = {entry.tensors[0]: entry.positions for entry in spec.global_steering}
+    assert placed == {"a": "all", "b": [0, 2], "d": Window(start=2), "e": Window(start=5, stop=8)}
+    assert spec.steering == []
+
+
+def test_a_request_that_everyones_steering_does_not_touch_is_reported_all_the_same() -> None:
+    spec = told(4, everyone(template("a", [9])))
+    assert (spec.global_steering, spec.digest, spec.first_affected, spec.global_version) == ([], "", -1, 7)
+
+
+def test_what_is_touched_first_is_of_everyones_entries_and_the_requests_own() -> None:
+    assert told(9, everyone(template("a", [5])), template("b").stored([3])).first_affected == 3
+    assert told(9, everyone(template("a", [2])), template("b").stored([3])).first_affected == 2
+    assert told(9, everyone(template("a", "all_generated"))).first_affected == 9
+
+
+@pytest.mark.parametrize(("positions", "by_prompt"), [("all", False), ("all_prompt", True), ("all_generated", True), ([1], False)])
+def test_where_the_prompt_ends_matters_for_everyones_entries_too(positions: PositionWish, by_prompt: bool) -> None:
+    assert told(9, everyone(template("a", positions))).by_prompt is by_prompt
+
+
+def test_the_same_entries_share_the_cache_whoever_asks_for_them_and_others_do_not() -> None:
+    own, alone = template("a").stored("all"), told(4, everyone(template("a"))).digest
+    assert alone == told(4, everyone(), own).digest
+    digests = {
+        alone,
+        told(4, everyone(template("b"))).digest,
+        told(4, everyone(template("a"), template("b"))).digest,
+        told(4, everyone(template("b")), own).digest,
+        told(4, everyone(template("a")), template("b").stored("all")).digest,
+        told(4, everyone(template("a", [1]))).digest,
+    }
+    assert len(digests) == 6
+
+
+def test_entries_beyond_a_short_prompt_do_not_keep_it_from_sharing_the_cache() -> None:  # field case 16
+    assert told(4, everyone(template("a"), template("b", [9]))).digest == told(4, everyone(template("a"))).digest
