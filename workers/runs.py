@@ -18,10 +18,11 @@ from ..schemas.jobs import Event, Job, Output, State
 from ..schemas.steering import GlobalSteering
 from ..schemas.tensors import Tensor, content_hash
 from .admission import CrowdedOut
+from .applied import Lease
 from .collective import Quarantined
 from .engine import Engine, Progress
 from .patience import UNAVAILABLE, patiently
-from .steering import Lease, Standing
+from .steering import Standing
 
 logger = logging.getLogger(__name__)
 

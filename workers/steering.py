@@ -19,6 +19,7 @@ from ..schemas.errors import MidstreamError
 from ..schemas.settings import Settings
 from ..schemas.steering import Desired, GlobalSteering, Module, Proposal, RankApplied, RankSteering, WorkerState, WorkerSteering
 from ..schemas.tensors import Tensor, content_hash
+from .applied import Applied, Lease
 from .collective import Quarantined, Refused, refusals
 from .engine import Engine
 from .patience import UNAVAILABLE, patiently
@@ -52,27 +53,6 @@ class Trouble(NamedTuple):
     lasting: bool  # the ranks refused this content: only another one is tried
 
 
-class Lease:
-    """One attempt's hold on the global steering it began under: its tensors stay on the ranks. End it, once or more often."""
-
-    def __init__(self, applied: "_Applied") -> None:
-        self.steering = applied.steering
-        self._applied: _Applied | None = applied
-        applied.users += 1
-
-    def end(self) -> None:
-        applied, self._applied = self._applied, None
-        if applied is not None:
-            applied.users -= 1
-
-
-class _Applied:
-    """A global steering that the ranks have, or had, and how many attempts run under it."""
-
-    def __init__(self, steering: GlobalSteering) -> None:
-        self.steering, self.users = steering, 0
-
-
 class _Answer:
     """What was said to the last proposal."""
 
@@ -98,8 +78,8 @@ class Standing:
         self._closed = False
         self._wake = asyncio.Event()
         self._looked = asyncio.Event()  # replaced with every look
-        self._global = _Applied(GlobalSteering())
-        self._former: list[_Applied] = []  # attempts still run under these
+        self._global = Applied(GlobalSteering())
+        self._former: list[Applied] = []  # attempts still run under these
         self._modules: dict[str, Module] = {}
         self._answer = _Answer()
         self._last: list[RankApplied] = []  # answers to the last prepare or commit
@@ -182,6 +162,7 @@ class Standing:
                 looked.set()
 
     async def _look(self) -> None:
+        await self._let_go()
         if self._out_of_step:
             await self._resync(self._out_of_step)
         look = await self._broker.look(self._model, self._worker)
@@ -235,7 +216,6 @@ class Standing:
         await self._reconcile_modules(desired.modules)
         why = self.detail if skip_global else await self._reconcile_global(desired.current)
         await self._consider(desired.proposal)
-        await self._let_go()
         if not why and not self._troubles:
             self._version = desired.version
         if why:
@@ -295,7 +275,7 @@ class Standing:
             self._last, self._compared = error.answers, float("-inf")  # as for modules
             return error.detail
         self._former.append(self._global)
-        self._global = _Applied(wanted)
+        self._global = Applied(wanted)
         return ""
 
     async def _consider(self, proposal: Proposal | None) -> None:
@@ -398,7 +378,7 @@ class Standing:
 
     def _forget(self) -> None:
         """The ranks have nothing any more."""
-        self._global, self._former, self._modules = _Applied(GlobalSteering()), [], {}
+        self._global, self._former, self._modules = Applied(GlobalSteering()), [], {}
         self._answer, self._version = _Answer(), 0
 
     def _complain(self, why: str) -> None:

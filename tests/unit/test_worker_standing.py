@@ -15,9 +15,10 @@ from midstream.schemas.errors import MidstreamError
 from midstream.schemas.settings import Settings
 from midstream.schemas.steering import Desired, GlobalSteering, Module, Proposal, SteeringTemplate, WorkerSteering
 from midstream.schemas.tensors import Tensor, content_hash, from_numpy
+from midstream.workers.applied import Lease
 from midstream.workers.fake_engine import FakeEngine
 from midstream.workers.patience import end_tasks
-from midstream.workers.steering import Lease, Standing
+from midstream.workers.steering import Standing
 
 TENSORS = {content_hash(t): t for t in (from_numpy(np.full(8, n, dtype=np.float32)) for n in range(4))}
 NAMES = list(TENSORS)
@@ -188,7 +189,6 @@ def test_an_attempt_keeps_the_global_steering_that_it_began_under_and_its_tensor
         assert (old.steering.version, (await at.begin()).steering.version) == (1, 2)
         assert NAMES[0] in at.engine._vectors._standing
         old.end()
-        at.board.want()
         await at.follow()
         assert NAMES[0] not in at.engine._vectors._standing
 

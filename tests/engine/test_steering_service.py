@@ -1,0 +1,153 @@
+"""Two real ranks behind the service: what is steered for everyone, and ranks that are out of step until they are made equal again."""
+
+import base64
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from host import prompt_of
+from stack import Stack
+
+from midstream.schemas.base import from_json
+from midstream.schemas.jobs import JobResult, JobView, State
+from midstream.schemas.steering import Dynamic, GlobalView
+
+SHORT, LONG = prompt_of(9), prompt_of(300, seed=1)  # less than a block of the KV cache, and more than two
+
+
+def push(layer: int, seed: int = 3) -> dict[str, Any]:
+    values = (4 * np.random.default_rng(seed).normal(size=64)).astype("<f4")
+    return {"layers": [layer], "vector": {"dtype": "float32", "shape": [64], "data": base64.b64encode(values.tobytes()).decode()}}
+
+
+#: Several tiers and families at once.
+STEERING = [
+    push(1),
+    push(2, 4) | {"positions": "all_generated"},
+    push(0, 5) | {"op": "ablate", "hook": "pre_attn", "positions": {"start": 4}},
+]
+
+
+class Service:
+    """One worker of two tensor-parallel ranks, over HTTP. Rank 1 leaves out the first action that it should apply."""
+
+    def __init__(self, stack: Stack) -> None:
+        self.stack = stack
+        self.http = httpx.Client(base_url=stack.url, timeout=90)
+
+    def begin(self, prompt: list[int], max_tokens: int = 6, **asked: Any) -> str:
+        sampling = {"max_tokens": max_tokens, "logprobs": 3, "ignore_eos": True}
+        answer = self.http.post("/v1/jobs", json={"model": "tiny", "prompts": [prompt], "sampling": sampling, **asked})
+        assert answer.status_code == 202, answer.text
+        return str(answer.json()["id"])
+
+    def view(self, job_id: str, wait: int = 0) -> JobView:
+        return from_json(self.http.get(f"/v1/jobs/{job_id}", params={"wait": wait} if wait else {}).content, JobView)
+
+    def result(self, job_id: str) -> JobResult:
+        while (view := self.view(job_id, wait=30)).state in (State.QUEUED, State.RUNNING):
+            time.sleep(0.01)
+        assert view.state is State.SUCCEEDED, view.error
+        return from_json(self.http.get(f"/v1/jobs/{job_id}/result").content, JobResult)
+
+    def run(self, prompt: list[int], max_tokens: int = 6, **asked: Any) -> JobResult:
+        return self.result(self.begin(prompt, max_tokens, **asked))
+
+    def set_global(self, steering: list[dict[str, Any]]) -> GlobalView:
+        answer = self.http.put("/v1/steering/global", json={"steering": steering})
+        assert answer.status_code == 200, answer.text
+        view = from_json(answer.content, GlobalView)
+        assert view.applied
+        return view
+
+    def clear_global(self) -> GlobalView:
+        answer = self.http.delete("/v1/steering/global")
+        assert answer.status_code == 200, answer.text
+        return from_json(answer.content, GlobalView)
+
+    def dynamic(self) -> Dynamic:
+        return from_json(self.http.get("/v1/steering/dynamic").content, Dynamic)
+
+
+@pytest.fixture(scope="module")
+def service(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    options = {"engine": "vllm", "model": str(qwen3), "model_name": "tiny", "max_model_len": 512, "kv_cache_gib": 0.1}
+    patience = {"lease_s": 15.0, "visibility_timeout_s": 30, "steering_wait_s": 20.0, "start_timeout_s": 240}
+    directory = tmp_path_factory.mktemp("steering")
+    with Stack(directory, api=True, tensor_parallel_size=2, fault="skip_action:rank=1", **options, **patience) as stack:
+        yield Service(stack)
+
+
+def test_ranks_that_applied_different_actions_are_found_by_the_first_result_and_made_equal(service: Service) -> None:
+    """Nobody polls. The job is run once more, the engine lives on, and everybody can see what happened."""  # field case 30
+    service.run(SHORT)
+    affected = service.begin(SHORT, steering=STEERING)
+    result = service.result(affected)
+    assert result.determinism is not None
+    assert (service.view(affected).attempt, result.determinism.consistent) == (2, True)
+    (reason,) = result.determinism.retried
+    assert "rank 0 reports checksum" in reason
+    assert "rank 1 reports" in reason
+
+    dynamic = service.dynamic()
+    (worker,) = dynamic.workers
+    assert dynamic.determinism.consistent, dynamic.determinism.detail
+    assert (worker.state, worker.desyncs, worker.resyncs) == ("serving", 1, 1)
+    assert [rank.epoch for rank in worker.ranks] == [1, 1]
+    assert service.stack.log("worker").count("ranks out of step") == 1
+    assert service.stack.processes["worker"].poll() is None
+
+    again = service.run(SHORT, steering=STEERING)
+    assert again.determinism is not None
+    assert (again.outputs, again.determinism.retried) == (result.outputs, []), "the second attempt was steered on both ranks"
+
+
+def test_global_steering_is_the_same_as_steering_every_request_and_leaves_nothing_behind(service: Service) -> None:
+    plain, own = service.run(SHORT).outputs, service.run(SHORT, steering=STEERING).outputs
+    assert plain[0].logprobs != own[0].logprobs
+    version = service.set_global(STEERING).version
+    steered = service.run(SHORT)
+    assert steered.outputs == own, "bit for bit"
+    assert steered.determinism is not None
+    assert (steered.determinism.consistent, steered.determinism.global_version) == (True, version)
+    assert {rank.applied > 0 for stage in steered.determinism.stages for rank in stage.ranks} == {True}
+    both = service.run(SHORT, steering=[push(3, 9)]).outputs
+    assert both[0].logprobs not in (own[0].logprobs, service.run(SHORT, steering=[push(3, 8)]).outputs[0].logprobs)
+    assert service.clear_global().version > version
+    assert service.run(SHORT).outputs == plain, "bit for bit"
+    assert [rank.rows_used for worker in service.dynamic().workers for rank in worker.ranks] == [0, 0]
+
+
+def test_a_running_request_keeps_the_global_steering_that_it_began_under(service: Service) -> None:
+    plain = service.run(SHORT, 400).outputs
+    job_id = service.begin(SHORT, 400, capture={"layers": [1]})
+    while service.view(job_id).state is not State.RUNNING:
+        time.sleep(0.01)
+    version = service.set_global(STEERING).version
+    assert service.view(job_id).state is State.RUNNING, "or nothing was tried here"
+    result = service.result(job_id)
+    assert result.outputs == plain
+    assert result.determinism is not None
+    assert result.determinism.global_version < version
+    service.clear_global()
+
+
+def test_the_prefix_cache_serves_nobody_what_was_computed_under_another_global_steering(service: Service) -> None:
+    def cached() -> tuple[list[int], int]:
+        (output,) = service.run(LONG).outputs
+        return output.token_ids, output.cached_tokens
+
+    plain, none = cached()
+    assert none == 0
+    service.set_global([push(1)])
+    steered, foreign = cached()  # field case 13
+    assert foreign == 0
+    again, shared = cached()
+    assert (again, shared > 0) == (steered, True)
+    service.clear_global()
+    after, kept = cached()
+    assert (after, kept > 0) == (plain, True)
