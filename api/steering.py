@@ -164,13 +164,22 @@ def op_of(family: Family) -> SteeringOp:
 
 
 def _entries(entries: Sequence[SteeringTemplate]) -> list[EntryView]:
-    return [
-        EntryView(
-            op=op_of(entry.family), hook=entry.hook, layers=entry.layers, positions=entry.positions, tensors=entry.tensors,
-            scale=entry.scale, numbers=entry.numbers, rank=entry.rank, norm_match=entry.family == "add_matched",
-        )
-        for entry in entries
-    ]  # fmt: skip
+    return [_entry(entry) for entry in entries]
+
+
+def _entry(entry: SteeringTemplate) -> EntryView:
+    matched = entry.family == "add_matched"
+    return EntryView(
+        op=op_of(entry.family),
+        hook=entry.hook,
+        layers=entry.layers,
+        positions=entry.positions,
+        tensors=entry.tensors,
+        scale=entry.numbers[0] if matched else entry.scale,
+        numbers=[] if matched else entry.numbers,
+        rank=entry.rank,
+        norm_match=matched,
+    )
 
 
 # --- Global steering ---------------------------------------------------------------------------------------------------
