@@ -4,10 +4,12 @@ import sys
 
 import numpy as np
 import pytest
-from rank_kit import HIDDEN, Rank, Request, rows_of, steering, stream_of, wanted_rows
+import torch
+from rank_kit import HIDDEN, Rank, Request, make_buffers, rows_of, steering, stream_of, wanted_rows
 
 from midstream.schemas.selectors import HOOKS
 from midstream.schemas.specs import StoredCapture, StoredSteering
+from midstream.workers.runner.buffers import Staging
 
 
 def capture(positions="all", at="before", tag="t", every_n=1, **sites: list[int]) -> StoredCapture:
@@ -206,3 +208,36 @@ def calls_of(layers: int) -> int:
 def test_what_a_step_costs_does_not_grow_with_the_number_of_layers() -> None:
     """No loop over layers and requests, and no copy or synchronisation for each."""  # field case 44
     assert calls_of(40) <= calls_of(2) + 40
+
+
+class _Elsewhere(Staging):
+    """Buffers as on an accelerator, but for the memory that copies go through."""
+
+    def __init__(self, *args: object, **options: bool) -> None:
+        super().__init__(*args, **options)  # type: ignore[arg-type]
+        self._on_cpu, self._token_rows = False, np.zeros_like(self._token_rows)
+        self.sent = 0
+
+    def _upload(self, buffer: torch.Tensor, values: np.ndarray) -> None:
+        buffer.copy_(torch.from_numpy(values))
+        self.sent += values.nbytes
+
+
+def test_an_accelerator_is_sent_the_rows_of_tokens_that_are_or_were_edited_and_no_others() -> None:
+    buffers, rng = make_buffers(2, capacity=64), np.random.default_rng(0)
+    staging = _Elsewhere(buffers, traced=True)
+    plan = np.zeros(tuple(buffers.plan.shape), dtype=np.int32)
+    for _ in range(50):
+        staging.clear_rows()
+        wanted = np.zeros((64, buffers.token_rows.shape[1]), dtype=np.int32)
+        for column in range(rng.integers(0, 3)):
+            tokens = np.unique(rng.integers(0, rng.integers(1, 65), size=5))
+            staging.set_rows(tokens, column, column + 1)
+            wanted[tokens, column] = column + 1
+        staging.commit(plan, [])
+        assert (buffers.token_rows.numpy() == wanted).all()
+    staging.clear_rows()
+    staging.commit(plan, [])
+    staging.sent = 0
+    staging.commit(plan, [])
+    assert staging.sent == plan.nbytes

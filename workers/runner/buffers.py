@@ -26,6 +26,8 @@ class Staging:
         self._direct = self._on_cpu and not traced
         self._token_rows = np.zeros(tuple(buffers.token_rows.shape), dtype=np.int32)
         self._edited: list[np.ndarray] = []  # rows of `_token_rows` that are not zero
+        self._end = 0  # they lie before this one
+        self._end_there = 0  # the same on the device
         self._slots: dict[int, np.ndarray] = {}  # pattern → tokens, of this step
         self._area = _Areas(buffers.ring) if not self._on_cpu else None
         self._rows = 0  # captured in this step
@@ -38,11 +40,12 @@ class Staging:
     def clear_rows(self) -> None:
         for tokens in self._edited:
             self._token_rows[tokens] = 0
-        self._edited = []
+        self._edited, self._end = [], 0
 
     def set_rows(self, tokens: np.ndarray, column: int, row: int) -> None:
-        """The configuration `row` edits `tokens`."""
+        """The configuration `row` edits `tokens`, which ascend."""
         self._edited.append(tokens)
+        self._end = max(self._end, int(tokens[-1]) + 1)
         self._token_rows[tokens, column] = row
 
     # -- captures --------------------------------------------------------------------------------------------------------
@@ -93,7 +96,10 @@ class Staging:
                 buffers.lists.numpy()[: len(flat)] = flat
             return
         self._upload(buffers.plan, plan)
-        self._upload(buffers.token_rows, self._token_rows)
+        rows = max(self._end, self._end_there)  # behind them both are zero
+        if rows:
+            self._upload(buffers.token_rows[:rows], self._token_rows[:rows])
+        self._end_there = self._end
         if self._slots:
             slots = np.full((max(self._slots) + 1, buffers.capture_slots.shape[1]), -1, dtype=np.int32)
             for pattern, tokens in self._slots.items():
