@@ -294,6 +294,14 @@ def test_no_job_begins_under_what_was_once_a_change_is_answered(http: httpx.Clie
                 found.result()
 
 
+def test_changes_at_once_follow_each_other(http: httpx.Client) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        made = list(pool.map(lambda scale: put_global(http, JOY | {"scale": scale}), (1.0, 2.0, 3.0, 4.0)))
+    assert len({view.version for view in made}) == 4
+    last = max(made, key=lambda view: view.version)
+    assert from_json(http.get("/v1/steering/global").content, GlobalView).digest == last.digest
+
+
 def test_global_steering_by_a_module_is_its_content_of_that_moment(http: httpx.Client) -> None:
     expected = text(http, steering=[JOY | {"scale": 1.0}])
     register(http, "joy", JOY)

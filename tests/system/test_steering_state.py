@@ -294,9 +294,11 @@ def test_many_changes_of_one_name_at_once_leave_one_of_them_whole(redis_url: str
     async def main() -> None:
         async with open_ledger(redis_url) as ledger:
             steering = Steering(ledger)
-            await asyncio.gather(*[steering.put_module(module(name), blobs(name)) for name in TENSORS])
+            formers = await asyncio.gather(*[steering.put_module(module(name), blobs(name)) for name in TENSORS])
             stored = await steering.module(MODEL, "joy")
             assert stored is not None
+            told = [former.tensors[0] if former else None for former in formers]
+            assert sorted(map(str, told)) == sorted(map(str, {*TENSORS, None} - set(stored.tensors))), "each replaced another"
             assert set(await pinned(ledger)) == set(stored.tensors)
 
     asyncio.run(main())
