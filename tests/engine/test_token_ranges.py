@@ -86,7 +86,8 @@ def test_a_range_is_edited_as_once_when_its_request_is_preempted_and_computed_ag
     assert cached.call("midstream_status")[0]["preemptions"] > before
     for number, (job, window) in enumerate(zip(jobs, windows, strict=True)):
         assert cached.capture(job).positions(0) == list(range(289))
-        check(cached, reference, job, answers[job.id][0], EDITS[number % 3], window)
+        where = check(cached, reference, job, answers[job.id][0], EDITS[number % 3], window)
+        assert cached.receipts(job)[0].applied == len(where)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 import torch
 from rank_kit import HIDDEN, Rank, Request, make_buffers, rows_of, steering, stream_of, wanted_rows
 
-from midstream.schemas.selectors import HOOKS
+from midstream.schemas.selectors import HOOKS, Window
 from midstream.schemas.specs import StoredCapture, StoredSteering
 from midstream.workers.runner.buffers import Staging
 
@@ -96,6 +96,17 @@ def test_a_capture_after_sees_the_edit_of_its_site_and_one_before_does_not() -> 
     assert (rows_of(after, "post_attn", 0) == wanted_rows(request, before, "post_attn", 0)).all()
     assert (rank.left["post_attn", 1] == edited).all()
     assert request.tracked.applied == 1
+
+
+@pytest.mark.parametrize(("positions", "touched"), [(Window(start=2), 6), (Window(start=5, stop=7), 2), ([1, 4], 2), ("all_generated", 2)])
+def test_a_position_counts_as_applied_once_however_often_it_is_computed(positions, touched: int) -> None:
+    """Two chunks, a step of decode, a preemption in the middle of it all."""  # field case 9
+    rank = Rank()
+    edit = steering(rank.vector(np.ones(HIDDEN)), [0, 1], "post_block", positions)
+    request = rank.admit(Request(0, 6, 9, (), [edit]))
+    for first, count in ((0, 3), (3, 3), (6, 1), (0, 5), (5, 2), (7, 1)):
+        rank.step((request, first, count))
+    assert request.tracked.applied == 2 * touched
 
 
 def test_replacing_is_bit_exact_and_comes_before_adding() -> None:

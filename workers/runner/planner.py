@@ -4,6 +4,7 @@
 resume need no case of their own.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -28,7 +29,8 @@ class Tracked:
     spec: RankSpec
     rows: list[tuple[int, SteeringRow]] = field(default_factory=list)
     recordings: dict[int, Recording] = field(default_factory=dict)  # by index in `RankSpec.captures`
-    applied: int = 0  # token rows changed so far, over all sites of this rank
+    applied: int = 0  # token rows changed so far, over all sites of this rank; what is computed again counts once
+    reached: int = 0  # the first position that was never computed
     failure: str = ""
     failure_kind: str = ""  # the problem's kind, see `Receipt.kind`
     reported: bool = False
@@ -87,10 +89,12 @@ class Planner:
                     tokens = _integers(chosen) - place.first_position + place.first_row
                     self._staging.set_rows(tokens, column, row)
                     sites = self._table.sites(row)
-                    tracked.applied += len(tokens) * int(sites.sum())
+                    again = 0 if place.first_position >= tracked.reached else bisect_left(chosen, tracked.reached)
+                    tracked.applied += (len(tokens) - again) * int(sites.sum())
                     touched |= sites
                     depth = max(depth, column + 1)
                     chosen_of_request.append(tokens)
+            tracked.reached = max(tracked.reached, place.first_position + place.num_rows)
             if chosen_of_request:
                 edited.append(chosen_of_request[0] if len(chosen_of_request) == 1 else np.unique(np.concatenate(chosen_of_request)))
         if edited:
