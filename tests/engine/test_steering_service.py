@@ -75,7 +75,7 @@ class Service:
 
 @pytest.fixture(scope="module")
 def service(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    options = {"engine": "vllm", "model": str(qwen3), "model_name": "tiny", "max_model_len": 512, "kv_cache_gib": 0.1}
+    options = {"engine": "vllm", "model": str(qwen3), "model_name": "tiny", "max_model_len": 2048, "kv_cache_gib": 0.1}
     patience = {"lease_s": 15.0, "visibility_timeout_s": 30, "steering_wait_s": 20.0, "start_timeout_s": 240}
     directory = tmp_path_factory.mktemp("steering")
     with Stack(directory, api=True, tensor_parallel_size=2, fault="skip_action:rank=1", **options, **patience) as stack:
@@ -123,8 +123,8 @@ def test_global_steering_is_the_same_as_steering_every_request_and_leaves_nothin
 
 
 def test_a_running_request_keeps_the_global_steering_that_it_began_under(service: Service) -> None:
-    plain = service.run(SHORT, 400).outputs
-    job_id = service.begin(SHORT, 400, capture={"layers": [1]})
+    plain = service.run(SHORT, 1900).outputs
+    job_id = service.begin(SHORT, 1900, capture={"layers": [1]})
     while service.view(job_id).state is not State.RUNNING:
         time.sleep(0.01)
     version = service.set_global(STEERING).version
