@@ -10,8 +10,9 @@
 3. 100 neutral prompts are continued at each scale, and along random directions of the same length as a control. Three scores, none
    of which knows the direction: words of a list, the unsteered model's own judgement, and how likely and how varied the text is.
 
-Prints tables in Markdown; writes `results.json` and `sentiment.png` to `--out`. The checkpoint's last matrix is read from `--checkpoint`:
-the server gives log-probabilities of what it generates, and these are of texts that something else has generated.
+Prints tables in Markdown; writes `results.json`, `sentiment.png` and the direction as `sentiment.npy` to `--out`. The checkpoint's last
+matrix is read from `--checkpoint`: the server gives log-probabilities of what it generates, and these are of texts that something else
+has generated.
 """
 
 import argparse
@@ -39,8 +40,8 @@ MAX_TOKENS = 32
 #: The first token's activation is a sink a hundred times larger than the rest, and says nothing about the text.
 SINK = 1
 RESAMPLES = 2000
-#: Two sample texts per scale are shown, of these prompts.
-SHOWN = (0, 61)
+#: Samples are shown of the first prompt, and of two that were picked for their contrast.
+SHOWN = (0, 30, 76)
 
 
 @dataclass(frozen=True)
@@ -277,7 +278,7 @@ def table(conditions: dict[str, dict[str, Any]]) -> str:
 
 def samples(conditions: dict[str, dict[str, Any]], prompts: list[str]) -> str:
     lines = []
-    for number in SHOWN:
+    for number in (number for number in SHOWN if number < len(prompts)):
         lines += [f"**{prompts[number]}** …", "", "| scale | |", "|---|---|"]
         lines += [f"| {name} | {_one_line(found['texts'][number])} |" for name, found in conditions.items()]
         lines.append("")
@@ -354,9 +355,10 @@ def main() -> None:
     print(table(both), samples(conditions, prompts), sep="\n\n")
     options.out.mkdir(parents=True, exist_ok=True)
     draw(options.out / "sentiment.png", scales, controls, layers, chosen)
+    np.save(options.out / "sentiment.npy", direction)
     report = {"layer": chosen, "norm": norm, "sweep": layers, "judge_accuracy": judged, "prompts": prompts, "conditions": both}
     (options.out / "results.json").write_text(json.dumps(report, indent=1, ensure_ascii=False))
-    print(f"{time.monotonic() - began:.0f} s; {options.out / 'sentiment.png'}, {options.out / 'results.json'}")
+    print(f"{time.monotonic() - began:.0f} s; in {options.out}: results.json, sentiment.png, sentiment.npy (the direction)")
 
 
 if __name__ == "__main__":
