@@ -42,8 +42,10 @@ def test_any_mixture_of_captures_chunks_batches_and_repeats_gives_every_row_its_
         captures = []
         for _ in range(int(rng.integers(0, 3))):
             sites = {hook: sorted({int(layer) for layer in rng.integers(0, 2, 2)}) for hook in HOOKS if rng.random() < 0.5}
-            positions = rng.choice(np.array(["all", "all_prompt", "all_generated", "last_prompt", "list"]))
-            chosen = sorted({int(p) for p in rng.integers(0, prompt, 3)}) if positions == "list" else str(positions)
+            start, length = int(rng.integers(0, prompt)), int(rng.integers(1, 9))
+            written = [sorted({int(p) for p in rng.integers(0, prompt, 3)}), Window(start=start), Window(start=start, stop=start + length)]
+            choices = ["all", "all_prompt", "all_generated", "last_prompt", *written]
+            chosen = choices[rng.integers(len(choices))]
             at, every_n = str(rng.choice(["before", "after"])), int(rng.integers(1, 4))
             captures.append(capture(chosen, at, every_n=every_n, **(sites or {"post_block": [1]})))
         requests.append(rank.admit(Request(number, prompt, prompt + int(rng.integers(1, 8)), captures)))
