@@ -48,7 +48,7 @@ def test_any_mixture_of_captures_chunks_batches_and_repeats_gives_every_row_its_
             chosen = choices[rng.integers(len(choices))]
             at, every_n = str(rng.choice(["before", "after"])), int(rng.integers(1, 4))
             captures.append(capture(chosen, at, every_n=every_n, **(sites or {"post_block": [1]})))
-        requests.append(rank.admit(Request(number, prompt, prompt + int(rng.integers(1, 8)), captures)))
+        requests.append(rank.admit(Request(number, prompt, prompt + int(rng.integers(2, 9)), captures)))
     done = dict.fromkeys(range(12), 0)
     while active := [r for r in requests if done[r.number] < r.total - 1]:
         windows, room = [], 40
