@@ -1,5 +1,6 @@
 """Does a rank's steering table hold what requests ask for: the right family at the right place, in the order that is documented?"""
 
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from rank_kit import HIDDEN, Rank, Request, make_buffers, steering, stream_of
 
 from midstream.kernels.families import FAMILIES, PLACE, SCALARS
 from midstream.schemas.specs import Family, StoredSteering, steering_digest, steering_rows
-from midstream.workers.runner.entries import EntryPool
+from midstream.workers.runner.entries import EntryPool, crc32_of
 
 RNG = np.random.default_rng(7)
 V, W = RNG.normal(size=(2, HIDDEN)).astype(np.float32)
@@ -233,3 +234,13 @@ def test_gaps_are_closed_only_when_a_row_would_not_fit_behind_the_last() -> None
     pool.write(4, {(1, PLACE["add"]): (torch.full((1, HIDDEN), 4.0), torch.zeros(1, SCALARS))})
     assert int(buffers.site_rows[0, PLACE["lowrank"], 3]) == 9
     assert int(buffers.site_rows[1, PLACE["add"], 4]) == 17
+
+
+def test_bytes_are_summed_whatever_the_dtype_and_the_strides() -> None:
+    """Also those of a stage without a layer."""
+    numbers = torch.arange(24, dtype=torch.int32).view(2, 3, 4)
+    assert crc32_of(numbers[:, :, 1]) == zlib.crc32(numbers[:, :, 1].numpy().tobytes())
+    assert crc32_of(numbers[:1, :1, 1]) == zlib.crc32(numbers[:1, :1, 1].numpy().tobytes())
+    assert crc32_of(numbers[:0, :, 1]) == 0
+    halves = numbers.to(torch.bfloat16)
+    assert crc32_of(halves[0], halves[1]) == zlib.crc32(halves.view(torch.int16).numpy().tobytes())

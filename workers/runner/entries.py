@@ -122,5 +122,5 @@ class EntryPool:
 def crc32_of(*tensors: torch.Tensor, crc: int = 0) -> int:
     """CRC32 of the bytes of tensors on the CPU, one after the other."""
     for tensor in tensors:
-        crc = zlib.crc32(tensor.contiguous().view(torch.uint8).numpy(), crc)
+        crc = zlib.crc32(tensor.contiguous().view(-1).view(torch.uint8).numpy(), crc)
     return crc
