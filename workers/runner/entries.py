@@ -122,5 +122,6 @@ class EntryPool:
 def crc32_of(*tensors: torch.Tensor, crc: int = 0) -> int:
     """CRC32 of the bytes of tensors on the CPU, one after the other."""
     for tensor in tensors:
-        crc = zlib.crc32(tensor.contiguous().view(-1).view(torch.uint8).numpy(), crc)
+        flat = torch.cat([tensor.reshape(-1)])  # one element or none has strides that no view of its bytes allows
+        crc = zlib.crc32(flat.view(torch.uint8).numpy(), crc)
     return crc
