@@ -47,7 +47,7 @@ def test_plain_blocks_never_serve_a_steered_request(cached: Host, reference: Ref
 
 
 def test_equal_interventions_share_blocks_and_another_scale_does_not(cached: Host, reference: Reference) -> None:
-    prompt, vector = prompt_of(300, seed=3), direction(3)  # field case 15
+    prompt, vector = prompt_of(300, seed=3), direction(3)
     name = cached.vector(vector)
     cached.run(cached.job(prompt, max_tokens=1, steering=[steer(name, [0])]))
     same = cached.job(prompt, max_tokens=1, capture=capture_of(ALL, "last_prompt"), steering=[steer(name, [0])])
