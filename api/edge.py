@@ -241,16 +241,23 @@ async def _stopped(*tasks: asyncio.Future[Any]) -> None:
     """Cancel the tasks, and again until they are over.
 
     Before Python 3.12 a cancellation is lost when it meets an `asyncio.wait_for` whose work has just finished, and redis-py
-    sends its commands through one: the waiter would go on as if nobody had left.
+    sends its commands through one: the waiter would go on as if nobody had left. Whoever is cancelled here once more, by one
+    that stops it in the same way, goes on with this all the same, or what it waits for would be left behind.
     """
+    interrupted: asyncio.CancelledError | None = None
     with anyio.CancelScope(shield=True):
         while left := [task for task in tasks if not task.done()]:
             for task in left:
                 task.cancel()
-            await asyncio.wait(left, timeout=CANCEL_AGAIN_S)
+            try:
+                await asyncio.wait(left, timeout=CANCEL_AGAIN_S)
+            except asyncio.CancelledError as again:
+                interrupted = again
     for task in tasks:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.debug("a wait that was given up had failed: %r", error)
+    if interrupted is not None:
+        raise interrupted
 
 
 async def _disconnected(request: Request[Any, Any, Any]) -> None:

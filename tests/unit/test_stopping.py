@@ -1,0 +1,30 @@
+"""Is a wait that is given up really over, however often its cancellation is lost on the way?"""
+
+import asyncio
+import contextlib
+
+from midstream.api.edge import CANCEL_AGAIN_S, _stopped
+
+
+def test_a_wait_inside_a_wait_is_stopped_although_it_takes_several_cancellations() -> None:
+    async def main() -> None:
+        async def stubborn() -> None:
+            for _ in range(4):
+                with contextlib.suppress(asyncio.CancelledError):  # it is lost, as asyncio.wait_for may before Python 3.12
+                    await asyncio.sleep(2)
+
+        async def waiting(inner: "asyncio.Task[None]") -> None:
+            try:
+                await asyncio.wait({inner})
+            finally:
+                await _stopped(inner)
+
+        inner = asyncio.create_task(stubborn())
+        outer = asyncio.create_task(waiting(inner))
+        await asyncio.sleep(0)
+        async with asyncio.timeout(20 * CANCEL_AGAIN_S):
+            await _stopped(outer)
+        assert inner.done(), "nobody is left behind"
+        assert outer.cancelled()
+
+    asyncio.run(main())
