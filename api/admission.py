@@ -18,7 +18,7 @@ from ..schemas.models import ModelInfo
 from ..schemas.selectors import PositionWish, Span
 from ..schemas.specs import StoredCapture, StoredSteering
 from .rules import Bounds, PromptFacts, has_text, resolve_captures
-from .steered import NOTHING, Standing, modules_named, resolve_steering
+from .steered import NOTHING, Standing, check_number, modules_named, resolve_steering
 from .text import INLINE_CHARACTERS, Codec
 from .wishes import Wish, WishedPrompt
 
@@ -30,8 +30,6 @@ SEED_LIMIT = 2**63
 #: `RESOLVE_INLINE` it is done off the event loop.
 ENTRY_COST, SPAN_COST, SEARCHED_CHARACTERS = 8, 64, 32
 RESOLVE_LIMIT, RESOLVE_INLINE = 1 << 22, 1 << 12
-#: More than any request needs: the steering table has room for 4096 sites (setting steering_entries) unless it is told otherwise.
-MAX_STEERING_ENTRIES = 4096
 
 #: As in OpenAI's API.
 METADATA_KEY_LENGTH, METADATA_VALUE_LENGTH = 64, 512
@@ -150,9 +148,8 @@ def check_cost(wish: Wish, prompts: int, characters: int, standing: Standing = N
 
     `characters`: of all `prompts`.
     """
+    check_number(wish.steering, standing)
     wanted = _wanted(wish, standing)
-    if (entries := len(wanted) - (wish.capture is not None)) > MAX_STEERING_ENTRIES:
-        raise invalid("steering", f"has {entries} entries", allowed=f"at most {MAX_STEERING_ENTRIES}, those of modules among them")
     costs: Counter[str] = Counter()
     for field, positions in wanted:
         numbers, items = _numbers(positions), positions if isinstance(positions, list) else [positions]

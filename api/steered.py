@@ -19,8 +19,12 @@ from ..schemas.tensors import Tensor
 from .rules import Bounds, apply_rules, positions_of_each
 from .steering_rules import NO_LIMIT, limit_of, reach_of, resolve_entry
 
+#: More than any request needs: the steering table has room for 4096 sites (setting steering_entries) unless it is told otherwise.
+MAX_STEERING_ENTRIES = 4096
 #: What steers everyone may take of the worker's tables, so that what requests bring finds room: 1 / this.
 SHARE_OF_EVERYONE = 2
+#: Positions in lists that steer everyone: workers go through them for each prompt that comes.
+MAX_EVERYONES_POSITIONS = 1 << 15
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,13 @@ class Part(NamedTuple):
 def modules_named(specs: Iterable[SteeringSpec]) -> list[str]:
     """Each once."""
     return list(dict.fromkeys(spec.module for spec in specs if spec.module is not None))
+
+
+def check_number(specs: Iterable[SteeringSpec], standing: Standing) -> None:
+    """Raises a 400 for more entries than anybody needs. Of named modules none is looked at yet: each may be named often."""
+    named = (standing.modules.get(spec.module or "") for spec in specs)
+    if (entries := sum(1 if module is None else len(module.entries) for module in named)) > MAX_STEERING_ENTRIES:
+        raise invalid("steering", f"has {entries} entries", allowed=f"at most {MAX_STEERING_ENTRIES}, those of modules among them")
 
 
 # --- A named module in a request ---------------------------------------------------------------------------------------
@@ -197,15 +208,22 @@ def resolve_module(specs: Sequence[SteeringSpec], model: ModelInfo) -> Content:
 
 def resolve_everyone(specs: Sequence[SteeringSpec], model: ModelInfo, standing: Standing) -> Content:
     """What is to be done to every request. Raises a 400 naming the field."""
+    check_number(specs, standing)
     blobs: dict[str, bytes] = {}
     bounds = Bounds(model, [])
     entries = []
+    listed = 0
     for index, spec in enumerate(specs):
         at = f"steering[{index}]"
+        place = f"{at}.positions" if spec.module is None or spec.positions is not None else f"{at}.module"
         for part in _parts(spec, bounds, at, standing, blobs):
             entry = _at_scale(part.entry, part.scale, spec.positions)
-            _check_for_everyone(entry.positions, f"{at}.positions" if spec.module is None or spec.positions is not None else f"{at}.module")
+            _check_for_everyone(entry.positions, place)
+            listed += _listed(entry.positions, model)
             entries.append(entry)
+        if listed > MAX_EVERYONES_POSITIONS:
+            allowed = f"at most {MAX_EVERYONES_POSITIONS} in all lists; a range that stands alone is none"
+            raise invalid(place, f"makes {listed} positions in lists, which are looked up for each prompt", allowed=allowed)
     _check_room([_anywhere(entry) for entry in entries], "", model, share=SHARE_OF_EVERYONE)
     return Content(entries, [], blobs)
 
@@ -220,6 +238,15 @@ def _at_scale(entry: SteeringTemplate, scale: float, positions: PositionWish | N
 def _anywhere(entry: SteeringTemplate) -> StoredSteering:
     """With its wish in place of positions: entries of one wish share a row, whatever the prompt."""
     return entry.stored(entry.positions)  # type: ignore[arg-type]
+
+
+def _listed(wish: PositionWish, model: ModelInfo) -> int:
+    """How many positions a list comes to, at the most. (Its ranges begin at 0 or later.)"""
+    if not isinstance(wish, list):
+        return 0
+    end = model.max_model_len
+    ranges = [(item.start or 0, end if item.stop is None else min(item.stop, end)) for item in wish if isinstance(item, Span)]
+    return len(wish) - len(ranges) + sum(max(stop - start, 0) for start, stop in ranges)
 
 
 def _check_for_everyone(wish: PositionWish, at: str) -> None:

@@ -60,7 +60,7 @@ _LAYERS = re.compile(r"(-?[0-9]{1,6})(?:-(-?[0-9]{1,6}))?")
 
 #: Named position sets; anything else is a list of absolute token positions, negative from the prompt's end.
 PositionName = Literal["last_prompt", "all_prompt", "all_generated", "all"]
-#: Of a range; whatever a request may ever have.
+#: Whatever a request may ever have.
 Place = Annotated[int, msgspec.Meta(ge=-(1 << 31), le=1 << 31)]
 
 
@@ -85,7 +85,7 @@ class Span(Record):
     """
 
     text: str | None = None
-    occurrence: int | None = 0
+    occurrence: Place | None = 0
     start: Place | None = None
     stop: Place | None = None
 
@@ -104,7 +104,7 @@ class Span(Record):
 
 
 #: As users write it: a name, positions and spans in any mixture, or one span.
-PositionWish = PositionName | Annotated[list[int | Span], msgspec.Meta(max_length=65_536)] | Span
+PositionWish = PositionName | Annotated[list[Place | Span], msgspec.Meta(max_length=65_536)] | Span
 _RANGE = re.compile(r"(-?[0-9]{1,9})?:(-?[0-9]{1,9})?")
 
 

@@ -217,6 +217,8 @@ def test_a_repeated_submission_is_the_same_job_also_when_its_module_is_gone(http
         (JOY | {"scales": 1.0}, "steering[1].scales"),
         ({"module": "sad"}, "steering[1].module"),
         ({"module": 3}, "steering[1].module"),
+        (JOY | {"positions": [0, 2**64]}, "steering[1].positions[1]"),
+        (JOY | {"positions": {"text": "a", "occurrence": 2**64}}, "steering[1].positions.occurrence"),
     ],
 )
 def test_bad_input_is_a_400_with_the_field_wherever_steering_is_written(http: httpx.Client, entry: Any, field: str) -> None:

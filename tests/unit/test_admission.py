@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -9,13 +10,15 @@ import pytest
 
 from midstream import __version__
 from midstream.api import admission
-from midstream.api.admission import MAX_STEERING_ENTRIES, RESOLVE_LIMIT, check_cost, resolve
+from midstream.api.admission import RESOLVE_LIMIT, check_cost, resolve
+from midstream.api.steered import MAX_STEERING_ENTRIES, Standing
 from midstream.api.wishes import Wish
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import Sampling, StoredPrompt
 from midstream.schemas.models import ModelInfo
 from midstream.schemas.selectors import Span
 from midstream.schemas.specs import CaptureSpec, SteeringSpec
+from midstream.schemas.steering import Module, SteeringTemplate
 from midstream.schemas.tensors import from_numpy
 
 VECTOR = from_numpy(np.ones(8, np.float32))
@@ -85,6 +88,19 @@ def test_what_would_take_too_long_is_refused_by_the_field_that_takes_most(asked:
     assert (refused.value.status, refused.value.field) == (400, field)
     assert "at most" in str(refused.value.allowed) or "fewer prompts" in str(refused.value.allowed)
     assert check_cost(asked, prompts // 2, characters // 2) <= RESOLVE_LIMIT if prompts > 1 else True
+
+
+def test_a_large_module_that_is_named_often_is_refused_without_being_written_out() -> None:
+    entry = SteeringTemplate(layers=[0], hook="post_block", positions="all", family="add", tensors=["a"])
+    large = Module(name="large", model="m", digest="d", entries=[entry] * 4096, bytes=1, created=0.0)
+    tracemalloc.start()
+    try:
+        with pytest.raises(MidstreamError) as refused:
+            check_cost(wish(None, *[SteeringSpec(module="large")] * 100), 1, 0, Standing({"large": large}))
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+    assert (refused.value.field, refused.value.detail) == ("steering", "has 409600 entries")
 
 
 def test_a_range_costs_what_it_comes_to_written_out_and_nothing_alone() -> None:

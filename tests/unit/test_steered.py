@@ -255,6 +255,18 @@ def test_positions_that_need_a_prompt_are_refused_for_everyone(positions: Any, p
     assert inside.field == "steering[0].module"
 
 
+def test_what_steers_everyone_is_bounded_by_what_workers_do_with_each_prompt() -> None:
+    large = module(*[spec()] * 2049)
+    problem = refused(resolve_everyone, [SteeringSpec(module="joy")] * 2, model(), Standing({"joy": large}))
+    assert (problem.field, problem.detail) == ("steering", "has 4098 entries")
+    lists = [spec(positions=list(range(1 << 13)), layers=layer) for layer in range(4)]
+    assert resolve_everyone(lists, model(), Standing()), "at the limit"
+    assert refused(resolve_everyone, [*lists, spec(positions=[0])], model(), Standing()).field == "steering[4].positions"
+    ranges = [spec(positions=[Span(start=0)] * 257)] * 2  # 64 positions each: as long as the model's requests
+    assert refused(resolve_everyone, ranges, model(), Standing()).field == "steering[1].positions"
+    assert resolve_everyone([spec(positions=Span(start=0))] * 1000, model(), Standing()), "alone they are no list"
+
+
 def test_what_steers_everyone_leaves_half_of_the_tables_to_requests() -> None:
     two = [spec(positions=[0]), spec(positions=[1])]
     assert resolve_everyone(two, model(steering_rows=4), Standing())
