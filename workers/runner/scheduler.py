@@ -25,6 +25,8 @@ _KEEPING = "midstream_keeping"
 
 #: Part of every hash that covers an intervention; a new one makes sure that no block of before is reused.
 _epoch = 0
+#: Attribute of a request whose hashes cover an intervention: the epoch in which they were begun.
+_HASHED_IN = "midstream_hashed_in"
 
 die_with_parent()
 
@@ -62,6 +64,9 @@ class _Midstream:
         spec = _spec(request)
         if spec is not None and spec.get("lowest_captured", -1) >= 0 and spec.get("version") == __version__:
             self._midstream_capturing[request.request_id] = msgspec.convert(spec, RankSpec)
+        # vLLM hashes requests as they come in, in another thread: an epoch may have begun before it is their turn.
+        if getattr(request, _HASHED_IN, _epoch) != _epoch:
+            _hash_anew(request)
         super().add_request(request)  # type: ignore[misc]
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -164,6 +169,8 @@ def _install_block_keys() -> None:
         keys, next_mm_idx = original(request, start_token_idx, end_token_idx, start_mm_idx)
         spec = _spec(request)
         if spec and spec.get("digest") and end_token_idx > spec["first_affected"]:
+            if not hasattr(request, _HASHED_IN):
+                setattr(request, _HASHED_IN, _epoch)
             # A longer prompt with the same beginning (the next turn of a chat) is touched otherwise from here on.
             prompt_tokens = spec["prompt_tokens"] if spec["by_prompt"] and end_token_idx >= spec["prompt_tokens"] else 0
             keys = (*(keys or ()), (_KEY, spec["digest"], prompt_tokens, _epoch))

@@ -1,0 +1,84 @@
+"""Which epoch of the prefix cache is a request hashed for? vLLM's own request and hash functions, our scheduler, no engine."""
+
+import importlib
+from types import ModuleType
+from typing import Any
+
+import msgspec
+import pytest
+
+from midstream.schemas.specs import RankSpec
+from midstream.workers.runner import process
+from midstream.workers.runner.row_index import RowIndex
+
+BLOCK = 16
+
+
+@pytest.fixture
+def scheduler(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.setattr(process, "die_with_parent", lambda: None)  # of an engine's processes; this one is the tests'
+    module = importlib.import_module("midstream.workers.runner.scheduler")
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core import kv_cache_utils
+
+    kv_cache_utils.init_none_hash(sha256)
+    return module
+
+
+def request(number: int, digest: str) -> Any:
+    """As vLLM makes one of what a client sends, four blocks long: in a thread of its own, ahead of the scheduler."""
+    from vllm import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core import kv_cache_utils
+    from vllm.v1.request import Request
+
+    spec = RankSpec(
+        version="v", job="j", request=number, attempt=1, prompt_tokens=64, digest=digest, first_affected=BLOCK if digest else -1
+    )
+    params = SamplingParams(max_tokens=1, extra_args={"midstream": msgspec.to_builtins(spec)})
+    hasher = kv_cache_utils.get_request_block_hasher(BLOCK, sha256)
+    return Request(str(number), list(range(64)), params, None, block_hasher=hasher)
+
+
+def scheduler_of(module: ModuleType) -> Any:
+    class Scheduler:
+        """As much of vLLM's as is asked; its blocks stay, as they do while requests run."""
+
+        def __init__(self) -> None:
+            self.requests: dict[str, Any] = {}
+            self._midstream_rows, self._midstream_capturing = RowIndex(0, 1, BLOCK), {}
+
+        def add_request(self, request: Any) -> None:
+            self.requests[request.request_id] = request
+
+        def reset_prefix_cache(self) -> bool:
+            return False
+
+    return type("Ours", (module._Midstream, Scheduler), {"__init__": Scheduler.__init__})()
+
+
+@pytest.mark.parametrize("when", ["it is on its way", "it waits", "before it comes"])
+def test_nothing_from_before_the_cache_began_anew_serves_a_request_whenever_it_came(
+    scheduler: ModuleType, when: str
+) -> None:  # field case 13
+    ours, former = scheduler_of(scheduler), request(1, "d")
+    ours.add_request(former)
+    old = list(former.block_hashes)
+    steps = {
+        "it is on its way": lambda: (later := request(2, "d"), ours.reset_prefix_cache(), ours.add_request(later)),
+        "it waits": lambda: (later := request(2, "d"), ours.add_request(later), ours.reset_prefix_cache()),
+        "before it comes": lambda: (ours.reset_prefix_cache(), later := request(2, "d"), ours.add_request(later)),
+    }
+    steps[when]()
+    hashes = ours.requests["2"].block_hashes
+    assert hashes[0] == old[0], "what lies below the first steered position stays shared"
+    assert not set(hashes[1:]) & set(old[1:])
+    assert len(hashes) == 4
+
+
+def test_plain_requests_find_their_blocks_in_every_epoch(scheduler: ModuleType) -> None:
+    ours, before = scheduler_of(scheduler), request(1, "")
+    ours.reset_prefix_cache()
+    after = request(2, "")
+    ours.add_request(before)
+    assert before.block_hashes == after.block_hashes
