@@ -220,7 +220,7 @@ class Standing:
             self._version = desired.version
         if why:
             self._stop_serving("quarantined", why)
-        elif self.state != "resyncing":  # or its end is still to be verified
+        elif not self._out_of_step:  # or a resync is due, or its end is still to be verified
             self._serve()
         await self._say()
 
@@ -283,10 +283,12 @@ class Standing:
         if (proposal.id if proposal is not None else "") == self._answer.proposal:
             return
         former, self._answer = self._answer, _Answer()
-        if proposal is not None:
-            self._answer = await self._prepare(proposal)
-            self._last = self._answer.applied
-        await self._engine.release_vectors(former.held, standing=True)
+        try:
+            if proposal is not None:
+                self._answer = await self._prepare(proposal)
+                self._last = self._answer.applied
+        finally:
+            await self._engine.release_vectors(former.held, standing=True)
 
     async def _prepare(self, proposal: Proposal) -> _Answer:
         tensors = proposal.steering.tensors

@@ -244,6 +244,50 @@ def test_a_quarantined_worker_begins_nothing_until_its_ranks_were_made_equal(tmp
     Worker(tmp_path)(story)
 
 
+def test_a_worker_quarantined_while_it_applies_a_change_does_not_serve_when_it_has_applied_it(tmp_path: Path) -> None:
+    async def story(at: Worker) -> None:
+        commit, serving = at.engine.commit_global, []
+
+        async def quarantined_meanwhile(wanted: GlobalSteering) -> Any:
+            at.engine.on_quarantine("rank 1 kept what it should have dropped")
+            return await commit(wanted)
+
+        async def noted(report: WorkerSteering) -> None:
+            serving.append((report.state, at.standing.resyncs))
+
+        at.engine.commit_global = quarantined_meanwhile  # type: ignore[method-assign]
+        at.board.report = noted  # type: ignore[method-assign]
+        at.board.want(current=steering(1, NAMES[0]))
+        await at.follow()
+        at.engine.commit_global = commit  # type: ignore[method-assign]
+        assert await at.standing.lease(5)
+        assert ("serving", 0) not in serving
+
+    Worker(tmp_path)(story)
+
+
+def test_a_proposal_that_redis_interrupts_leaves_no_tensor_held(tmp_path: Path) -> None:
+    async def story(at: Worker) -> None:
+        at.board.want(proposal=Proposal(id="a", steering=steering(1, NAMES[0]), deadline=FAR))
+        await at.follow()
+        read = at.board.get_tensor
+
+        async def cut(name: str) -> Tensor:
+            at.board.get_tensor = read  # type: ignore[method-assign]
+            raise MidstreamError("unavailable", "Redis is away")
+
+        at.board.get_tensor = cut  # type: ignore[method-assign]
+        at.board.want(proposal=Proposal(id="b", steering=steering(2, NAMES[1]), deadline=FAR))
+        await at.follow()
+        await at.follow()
+        assert at.board.reports[-1].proposal == "b"
+        at.board.want()
+        await at.follow()
+        assert not at.engine._vectors._standing
+
+    Worker(tmp_path)(story)
+
+
 @pytest.mark.parametrize(("fault", "why"), [("fingerprint:rank=1", "different content"), ("restart:rank=1", "could not be made equal")])
 def test_an_engine_whose_ranks_stay_different_is_given_up(tmp_path: Path, fault: str, why: str) -> None:
     async def story(at: Worker) -> None:
