@@ -84,7 +84,10 @@ def laid_out(name: str, does: Does) -> tuple[torch.Tensor, torch.Tensor]:
         raise ValueError(f"{name} takes {len(family.scalars)} scalars ({', '.join(family.scalars)}), not {list(numbers.shape)}")
     scalars = torch.zeros(size, SCALARS, dtype=torch.float32)
     scalars[: len(numbers), : numbers.shape[1]] = numbers
-    return unit(does.vectors) if family.unit else does.vectors.float(), scalars
+    vectors = unit(does.vectors) if family.unit else does.vectors.float()
+    if family.effect == "shift":  # s − 0 has s's bits whatever its sign, −0 + 0 has not
+        vectors = vectors.masked_fill(vectors == 0, -0.0)
+    return vectors, scalars
 
 
 def unit(vectors: torch.Tensor) -> torch.Tensor:

@@ -141,6 +141,16 @@ def one_addition_is_the_models_own(pair_site: Op, single_site: Op) -> None:
             assert same_bits(found.stream[1], case.stream[1] + does.vectors[0].to(dtype)), case.name
 
 
+def an_addition_of_nothing_leaves_the_rows_bits(pair_site: Op, single_site: Op) -> None:
+    for dtype in DTYPES:
+        for pair in (True, False):
+            none = {"add": Does(torch.zeros(1, WIDTH))}
+            case = _case(SitePlan(WIDTH, [none, none], {0: [1], 2: [1, 2], 3: [2]}), dtype=dtype, pair=pair)
+            case.stream[0], case.stream[2, :3], case.stream[3] = -0.0, -0.0, 0.0
+            found = run(case, pair_site, single_site)
+            assert same_bits(found.stream, case.stream), case.name
+
+
 def a_strength_of_zero_leaves_the_rows_bits(pair_site: Op, single_site: Op) -> None:
     for dtype in DTYPES:
         for pair in (True, False):
