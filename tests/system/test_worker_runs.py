@@ -14,7 +14,9 @@ from midstream.schemas.base import now
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import Job, JobView, Sampling, State, StoredPrompt
 from midstream.schemas.settings import Settings
+from midstream.schemas.specs import StoredCapture
 from midstream.schemas.steering import GlobalSteering
+from midstream.workers.collective import Quarantined
 from midstream.workers.engine import Progress
 from midstream.workers.fake_engine import FakeEngine
 from midstream.workers.patience import end_tasks
@@ -43,10 +45,10 @@ class Harness:
             if self.generate is not None:
                 engine.generate = self.generate  # type: ignore[method-assign]
             engine.abort = self._abort  # type: ignore[method-assign]
-            standing = Standing(Steering(self.ledger), engine, self.settings, "boot", self._tell)
-            await standing.start()
+            self.standing = Standing(Steering(self.ledger), engine, self.settings, "boot", self._tell)
+            await self.standing.start()
             self.runs = Runs(
-                self.ledger, engine, standing, "w1", "boot", self.died, lambda job, attempt: self.enqueued.append((job.id, attempt))
+                self.ledger, engine, self.standing, "w1", "boot", self.died, lambda job, attempt: self.enqueued.append((job.id, attempt))
             )
             try:
                 async with asyncio.timeout(TIMEOUT_S):
@@ -63,7 +65,8 @@ class Harness:
     async def _abort(self, job_id: str, attempt: int) -> None:
         self.aborted.append((job_id, attempt))
 
-    async def submit(self, prompts: int = 1, max_tokens: int = 4) -> str:
+    async def submit(self, prompts: int = 1, max_tokens: int = 4, capture: bool = False) -> str:
+        wanted = StoredCapture(sites={"post_block": [0]}, positions="last_prompt", tag="t")
         job = Job(
             id=new_job_id(),
             kind="generate",
@@ -71,6 +74,7 @@ class Harness:
             prompts=[StoredPrompt(token_ids=[1, 2])] * prompts,
             sampling=Sampling(max_tokens=max_tokens),
             created=now(),
+            captures=[[wanted]] * prompts if capture else [],
         )
         await self.ledger.submit(job, {})
         return job.id
@@ -180,6 +184,48 @@ def test_the_late_outputs_of_a_lost_attempt_change_nothing(redis_url: str, tmp_p
         view = await at.view(job_id)
         assert (view.state, view.attempt, view.worker) == (State.RUNNING, 2, "w2")
         assert (await at.ledger.result(job_id)).outputs == []
+
+    Harness(redis_url, tmp_path)(scenario)
+
+
+def test_when_ranks_are_out_of_step_what_they_report_on_is_run_again_and_the_rest_goes_on(redis_url: str, tmp_path: Path) -> None:
+    async def scenario(at: Harness) -> None:
+        captured, plain = await at.submit(max_tokens=100, capture=True), await at.submit(max_tokens=20)
+        tasks = [await at.running(captured), await at.running(plain)]
+        at.standing.stop_runs("rank 1 differs")
+        assert await tasks[0] is Outcome.OUT_OF_STEP
+        assert (await at.view(captured)).state is State.QUEUED
+        assert at.enqueued == [(captured, 1)]
+        assert at.aborted == [(captured, 1)]
+        assert (await at.ledger.desync_release(captured, 1, "again")) is None, "its attempt is over"
+        assert await tasks[1] is Outcome.GENERATED
+
+    Harness(redis_url, tmp_path)(scenario)
+
+
+def test_a_rank_that_may_differ_costs_the_job_an_attempt_and_not_its_life(redis_url: str, tmp_path: Path) -> None:
+    async def unsure(job: Job, request: int, attempt: int, everyone: GlobalSteering) -> AsyncGenerator[Progress, None]:
+        raise Quarantined("rank 1 kept what it should have dropped")
+        yield
+
+    async def scenario(at: Harness) -> None:
+        job_id = await at.submit()
+        assert await at.runs.run_job(job_id) is Outcome.OUT_OF_STEP
+        assert (await at.view(job_id)).state is State.QUEUED
+
+    Harness(redis_url, tmp_path, unsure)(scenario)
+
+
+def test_a_job_waits_while_the_worker_does_not_serve_and_goes_back_when_that_lasts(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("midstream.workers.runs.CLAIM_PATIENCE_S", 0.2)
+
+    async def scenario(at: Harness) -> None:
+        job_id = await at.submit()
+        at.standing.quarantine("the ranks may differ")
+        assert await at.runs.run_job(job_id) is Outcome.PUT_BACK
+        assert ((await at.view(job_id)).state, (await at.view(job_id)).attempt) == (State.QUEUED, 0)
 
     Harness(redis_url, tmp_path)(scenario)
 
