@@ -9,6 +9,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, Gauge, generate_lat
 
 from .. import __version__
 from ..broker.ledger import Ledger, reachable
+from ..broker.steering import Account
 from ..schemas.errors import MidstreamError
 from ..schemas.health import Health, Readiness
 from ..schemas.models import ModelInfo, WorkerInfo
@@ -99,16 +100,22 @@ def _why(workers: list[WorkerInfo]) -> list[str]:
 @get("/metrics", summary="Prometheus metrics", include_in_schema=False, media_type=METRICS_TYPE)
 async def metrics(request: JsonRequest) -> Response[Any]:
     edge = edge_of(request)
-    WORKERS.clear()
-    steering_metrics.clear()
-    HELD.set(edge.watcher.waiting)
+    workers: list[WorkerInfo] = []
+    accounts: list[Account] = []
+    answers = 1
     try:
-        for worker in await edge.ledger.workers():
-            WORKERS.labels(worker.model, str(worker.healthy).lower()).inc()
-        steering_metrics.fill(await fresh(edge, None, await ask_all(edge), SCRAPE_S))
-        LEDGER.set(1)
+        workers = await edge.ledger.workers()
+        accounts = await fresh(edge, None, await ask_all(edge), SCRAPE_S)
     except MidstreamError:  # the metrics of this process are worth having while Redis is away
-        LEDGER.set(0)
+        answers = 0
+    # From here on without a pause: several may be scraping.
+    LEDGER.set(answers)
+    HELD.set(edge.watcher.waiting)
+    WORKERS.clear()
+    for worker in workers:
+        WORKERS.labels(worker.model, str(worker.healthy).lower()).inc()
+    steering_metrics.clear()
+    steering_metrics.fill(accounts)
     return Response(generate_latest(REGISTRY), media_type=METRICS_TYPE)
 
 

@@ -383,3 +383,11 @@ def test_metrics_tell_of_every_rank(http: httpx.Client) -> None:
         assert wanted in lines, [line for line in lines if line.startswith("midstream_steering")]
     for name in ("rows", "rows_used", "entries", "entries_used", "outbox", "actions", "vectors"):
         assert any(line.startswith(f'midstream_steering_{name}{{model="{MODEL}",rank="1",worker="w1"}}') for line in lines), name
+
+
+def test_scrapes_at_once_tell_the_same_number_of_workers(http: httpx.Client) -> None:
+    def scrape(_: int) -> list[str]:
+        return [line for line in http.get("/metrics").text.splitlines() if line.startswith("midstream_workers{")]
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(scrape, range(16))) == [[f'midstream_workers{{healthy="true",model="{MODEL}"}} 2.0']] * 16
