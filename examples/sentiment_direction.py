@@ -5,7 +5,7 @@
 
 1. 64 short texts, half of them positive, are captured at every layer; per layer the direction is the difference of the two means
    (difference of means: Marks and Tegmark 2023, arXiv:2310.06824; added to the stream: Turner et al. 2023, arXiv:2308.10248).
-   So scale 1 moves the stream as far as a positive text is from a negative one.
+   So scale 1 moves the stream as far as the mean of the positive texts is from that of the negative.
 2. A sweep over layers, on prompts of their own, finds where it moves the words most.
 3. 100 neutral prompts are continued at each scale, and along random directions of the same length as a control. Three scores, none
    of which knows the direction: words of a list, the unsteered model's own judgement, and how likely and how varied the text is.
