@@ -201,7 +201,17 @@ def calls_of(layers: int) -> int:
     name = rank.vector(np.ones(HIDDEN))
     edit = steering(name, list(range(layers)), "pre_attn")
     requests = [rank.admit(Request(n, 9, 20, [capture(**everything(layers))], [edit])) for n in range(16)]
-    windows = [(request, 0, 9) for request in requests]
+    return _calls(rank, [(request, 0, 9) for request in requests])
+
+
+def calls_to_steer(requests: int) -> int:
+    """The same for a step of so many requests that decode, with two rows each."""
+    rank = Rank(layers=2, capacity=256)
+    edits = [steering(rank.vector(np.ones(HIDDEN)), [0, 1], "pre_attn", positions) for positions in ("all", "all_generated")]
+    return _calls(rank, [(rank.admit(Request(n, 9, 20, (), edits)), 9, 1) for n in range(requests)])
+
+
+def _calls(rank: Rank, windows: list[tuple[Request, int, int]]) -> int:
     rank.step(*windows)
     counted = 0
 
@@ -221,6 +231,10 @@ def calls_of(layers: int) -> int:
 def test_what_a_step_costs_does_not_grow_with_the_number_of_layers() -> None:
     """No loop over layers and requests, and no copy or synchronisation for each."""  # field case 44
     assert calls_of(40) <= calls_of(2) + 40
+
+
+def test_a_steered_request_more_costs_a_step_no_array_of_its_own() -> None:  # field case 44
+    assert calls_to_steer(100) - calls_to_steer(20) <= 80 * 2 * 14, "a few calls for each row of each request"
 
 
 class _Elsewhere(Staging):
@@ -245,7 +259,7 @@ def test_an_accelerator_is_sent_the_rows_of_tokens_that_are_or_were_edited_and_n
         wanted = np.zeros((64, buffers.token_rows.shape[1]), dtype=np.int32)
         for column in range(rng.integers(0, 3)):
             tokens = np.unique(rng.integers(0, rng.integers(1, 65), size=5))
-            staging.set_rows(tokens, column, column + 1)
+            staging.set_rows(tokens, np.full(len(tokens), column), np.full(len(tokens), column + 1))
             wanted[tokens, column] = column + 1
         staging.commit(plan, [])
         assert (buffers.token_rows.numpy() == wanted).all()

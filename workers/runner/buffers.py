@@ -42,11 +42,11 @@ class Staging:
             self._token_rows[tokens] = 0
         self._edited, self._end = [], 0
 
-    def set_rows(self, tokens: np.ndarray, column: int, row: int) -> None:
-        """The configuration `row` edits `tokens`, which ascend."""
+    def set_rows(self, tokens: np.ndarray, columns: np.ndarray, rows: np.ndarray) -> None:
+        """The configuration `rows[i]` edits `tokens[i]`, in its column; at least one."""
         self._edited.append(tokens)
-        self._end = max(self._end, int(tokens[-1]) + 1)
-        self._token_rows[tokens, column] = row
+        self._end = max(self._end, int(tokens.max()) + 1)
+        self._token_rows[tokens, columns] = rows
 
     # -- captures --------------------------------------------------------------------------------------------------------
 

@@ -78,30 +78,34 @@ class Planner:
         self._plan[:] = 0
         self._lists, self._lists_end = [], 0
         self._staging.clear_rows()
-        edited: list[np.ndarray] = []
-        touched = np.zeros(len(self._sites), dtype=bool)
-        depth = 0
+        runs: list[tuple[int, int, int, int]] = []  # of tokens that one row edits: the first, how many, column, row
+        used: set[int] = set()
         for tracked, place in mine:
-            chosen_of_request = []
+            first, stop = place.first_position, place.first_position + place.num_rows
+            shift = place.first_row - first
             for column, (row, spec) in enumerate(tracked.rows):
-                chosen = select(spec.positions, place.first_position, place.first_position + place.num_rows, tracked.spec.prompt_tokens)
-                if len(chosen):
-                    tokens = _integers(chosen) - place.first_position + place.first_row
-                    self._staging.set_rows(tokens, column, row)
-                    sites = self._table.sites(row)
-                    again = 0 if place.first_position >= tracked.reached else bisect_left(chosen, tracked.reached)
-                    tracked.applied += (len(tokens) - again) * int(sites.sum())
-                    touched |= sites
-                    depth = max(depth, column + 1)
-                    chosen_of_request.append(tokens)
-            tracked.reached = max(tracked.reached, place.first_position + place.num_rows)
-            if chosen_of_request:
-                edited.append(chosen_of_request[0] if len(chosen_of_request) == 1 else np.unique(np.concatenate(chosen_of_request)))
-        if edited:
-            count, start = self._list(edited)
+                chosen = select(spec.positions, first, stop, tracked.spec.prompt_tokens)
+                if not chosen:
+                    continue
+                used.add(row)
+                again = 0 if first >= tracked.reached else bisect_left(chosen, tracked.reached)
+                tracked.applied += (len(chosen) - again) * self._table.num_sites(row)
+                if isinstance(chosen, range):
+                    runs.append((chosen.start + shift, len(chosen), column, row))
+                else:
+                    runs += [(position + shift, 1, column, row) for position in chosen]
+            tracked.reached = max(tracked.reached, stop)
+        if runs:
+            # All requests at once: a call for each would cost more than all else here.
+            begins, counts, columns_of, rows_of = np.array(runs, dtype=np.int64).T
+            run = np.repeat(np.arange(len(runs)), counts)
+            tokens = (begins - np.cumsum(counts) + counts)[run] + np.arange(len(run))
+            self._staging.set_rows(tokens, columns_of[run], rows_of[run])
+            count, start = self._list([np.unique(tokens)])
+            touched = np.logical_or.reduce([self._table.sites(row) for row in used])
             self._plan[touched, columns.EDITS] = count
             self._plan[touched, columns.EDITS_AT] = start
-            self._plan[touched, columns.DEPTH] = depth
+            self._plan[touched, columns.DEPTH] = int(columns_of.max()) + 1
 
     def plan_capture(self, mine: Sequence[tuple[Tracked, RequestRows]]) -> None:
         """Plan what is recorded of these requests' rows; on an error nothing is."""

@@ -74,6 +74,7 @@ class RowTable:
         self._rows: dict[str, int] = {}
         self._references: dict[str, int] = {}
         self._sites: dict[int, np.ndarray] = {}  # row → bool [sites]
+        self._num_sites: dict[int, int] = {}  # row → how many of them are true
 
     @property
     def used(self) -> int:
@@ -86,6 +87,10 @@ class RowTable:
     def sites(self, row: int) -> np.ndarray:
         """Which sites of this rank a row in use edits: bool `[sites]`."""
         return self._sites[row]
+
+    def num_sites(self, row: int) -> int:
+        """How many sites of this rank a row in use edits."""
+        return self._num_sites[row]
 
     def acquire(self, spec: SteeringRow) -> tuple[int, int | None]:
         """The row that holds `spec`'s content; where it was written now, with the CRC32 of what was written.
@@ -106,6 +111,7 @@ class RowTable:
         self._rows[spec.key], self._references[spec.key] = row, 1
         self._sites[row] = np.zeros(len(self._numbers), dtype=bool)
         self._sites[row][[site for site, _ in content]] = True
+        self._num_sites[row] = int(self._sites[row].sum())
         return row, _crc32(content)
 
     def release(self, key: str) -> bool:
@@ -114,7 +120,7 @@ class RowTable:
         if self._references[key]:
             return False
         row = self._rows.pop(key)
-        del self._references[key], self._sites[row]
+        del self._references[key], self._sites[row], self._num_sites[row]
         self._pool.erase(row)
         self._free_rows.append(row)
         return True
@@ -123,7 +129,7 @@ class RowTable:
         """Forget all rows, whoever holds them, and zero the buffers."""
         self._pool.clear()
         self._free_rows = self._all_rows()
-        for of_rows in (self._rows, self._references, self._sites):
+        for of_rows in (self._rows, self._references, self._sites, self._num_sites):
             of_rows.clear()
 
     def fingerprint(self) -> list[tuple[str, int, int]]:
