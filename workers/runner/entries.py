@@ -58,13 +58,14 @@ class EntryPool:
 
     def erase(self, row: int) -> None:
         """Free a row's entries and zero them."""
-        entries = [entry for run in self._runs.pop(row) for entry in range(run.first, run.first + run.entries)]
+        runs = self._runs.pop(row)
         self._buffers.site_rows[:, :, row] = 0
-        if entries:
-            index = self._index(entries)
-            self._buffers.pool[index] = 0
-            self._buffers.scalars[index] = 0
-        self._used -= len(entries)
+        if runs:  # they lie behind one another: written so, and moved together
+            first = min(run.first for run in runs)
+            last = max(run.first + run.entries for run in runs)
+            self._buffers.pool[first:last] = 0
+            self._buffers.scalars[first:last] = 0
+            self._used -= last - first
         if not self._used:
             self._end = 1
 
