@@ -110,6 +110,20 @@ def test_a_row_counts_the_entries_that_the_table_gives_it() -> None:
     assert rank.table.entries_used == row.num_vectors == 2 * 4 + 2 + 1
 
 
+def test_entries_that_meet_at_many_sites_are_joined_once() -> None:  # field case 44
+    rank = Rank(layers=8)
+    edits = [
+        entry(rank, "add", layers=range(8)),
+        entry(rank, "add", layers=range(8)),
+        entry(rank, "add", layers=range(2, 8)),
+        entry(rank, "add", layers=[1]),
+    ]
+    content = rank.table.content(steering_rows(edits)[0])
+    assert len({id(held) for held in content.values()}) == 3, "layer 0, layer 1, the others"
+    found = [vectors[0].numpy() for _, (vectors, _) in sorted(content.items())]
+    assert np.allclose(found, [2 * V] + [3 * V] * 7)
+
+
 def test_what_decides_the_outcome_decides_the_key_and_the_digest() -> None:
     base = steering(["v"], [0], "pre_attn", "all", "clamp", [1.0, 0.0, 1.0])
     others = [

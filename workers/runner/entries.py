@@ -49,7 +49,7 @@ class EntryPool:
         if not content:  # all its layers are on other stages
             return
         vectors, scalars = (torch.cat(parts) for parts in zip(*content.values(), strict=True))
-        self._put(self._end, vectors, scalars)  # one copy for all sites: on an accelerator each one waits
+        self._put(self._end, vectors, scalars)  # one copy for all sites
         for (site, family), (mine, _) in content.items():
             self._runs[row].append(_Run(site, family, self._end, len(mine)))
             self._end += len(mine)
@@ -108,8 +108,8 @@ class EntryPool:
             self._name(row)
 
     def _put(self, first: int, pool: torch.Tensor, scalars: torch.Tensor) -> None:
-        self._buffers.pool[first : first + len(pool)] = pool.to(self._device)
-        self._buffers.scalars[first : first + len(scalars)] = scalars.to(self._device)
+        self._buffers.pool[first : first + len(pool)] = self._there(pool)
+        self._buffers.scalars[first : first + len(scalars)] = self._there(scalars)
 
     def _name(self, row: int) -> None:
         """Tell each site where the row's entries begin."""
@@ -117,7 +117,13 @@ class EntryPool:
         self._buffers.site_rows[sites, families, row] = firsts.to(torch.int32)
 
     def _index(self, numbers: list[int] | tuple[int, ...]) -> torch.Tensor:
-        return torch.tensor(numbers, dtype=torch.int64, device=self._device)
+        return self._there(torch.tensor(numbers, dtype=torch.int64))
+
+    def _there(self, values: torch.Tensor) -> torch.Tensor:
+        """On the device, without waiting for the forward that runs there."""
+        if values.device.type == self._device.type:
+            return values
+        return values.pin_memory().to(self._device, non_blocking=True)
 
 
 def crc32_of(*tensors: torch.Tensor, crc: int = 0) -> int:

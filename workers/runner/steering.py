@@ -148,11 +148,15 @@ class RowTable:
         does: dict[tuple[int, str], Does] = {}
         for entry in spec.entries:
             mine = self._does(entry)
+            joined: dict[int, tuple[Does, Does]] = {}  # what is there before it is mostly the same, too
             for layer in entry.layers:
                 number = self._numbers.get((entry.hook, layer))
-                if number is not None:
-                    place = number, entry.family
-                    does[place] = _JOINED[entry.family](does[place], mine) if place in does else mine
+                if number is None:
+                    continue
+                before = does.get((number, entry.family))
+                if before is not None and id(before) not in joined:
+                    joined[id(before)] = before, _JOINED[entry.family](before, mine)
+                does[number, entry.family] = mine if before is None else joined[id(before)][1]
         laid: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # most sites of an entry hold the same
         content = {}
         for (site, family), what in does.items():
