@@ -39,6 +39,7 @@ class Look(NamedTuple):
     proposal: str  # id of the proposal that is to be prepared
     ask: str  # the last question
     desync: str  # why the worker's ranks are to be made equal again
+    committed: str = ""  # id of the proposal that steers everyone: versions may come again where Redis lost its last second
 
 
 class Account(NamedTuple):
@@ -84,9 +85,9 @@ class Steering:
     async def look(self, model: str, worker: str) -> Look:
         """Whether there is news; one round trip."""
         async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.hmget(_state(model), "version", "proposal_id", "ask").hget(DESYNC_KEY, worker)
-            (version, proposal, ask), desync = await pipe.execute()
-        return Look(int(version or 0), _text(proposal), _text(ask), _text(desync))
+            pipe.hmget(_state(model), "version", "proposal_id", "ask", "committed_id").hget(DESYNC_KEY, worker)
+            (version, proposal, ask, committed), desync = await pipe.execute()
+        return Look(int(version or 0), _text(proposal), _text(ask), _text(desync), _text(committed))
 
     @reachable
     async def report(self, report: WorkerSteering) -> None:

@@ -84,7 +84,7 @@ class Standing:
         self._answer = _Answer()
         self._last: list[RankApplied] = []  # answers to the last prepare or commit
         self._version = 0  # of `Desired`, reconciled
-        self._seen: tuple[int, str] | None = None  # version and proposal that were last looked into
+        self._seen: tuple[int, str, str] | None = None  # version, proposal and what was committed, as last looked into
         self._asked = ""
         self._said = ("", "")  # state and detail
         self._troubles: dict[str, Trouble] = {}  # by module
@@ -171,10 +171,11 @@ class Standing:
             return
         open_ends = self.state == "quarantined" or not all(trouble.lasting for trouble in self._troubles.values())
         retry = open_ends and time.monotonic() - self._retried >= RETRY_S
-        news = self._seen != (look.version, look.proposal)
+        seen = look.version, look.proposal, look.committed
+        news = self._seen != seen
         if news or retry:
             await self._reconcile(await self._broker.desired(self._model))
-            self._seen = (look.version, look.proposal)
+            self._seen = seen
         due = time.monotonic() - self._compared >= COMPARE_S
         if news or retry or due or look.ask != self._asked:
             ranks = await self._engine.steering_status()

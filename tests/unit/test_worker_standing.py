@@ -42,7 +42,7 @@ class Board:
 
     def __init__(self) -> None:
         self.state = Desired()
-        self.desync, self.asked, self.away = "", "", False
+        self.desync, self.asked, self.away, self.committed = "", "", False, ""
         self.cleared: list[int] = []
         self.reports: list[WorkerSteering] = []
         self.gone: set[str] = set()
@@ -61,7 +61,7 @@ class Board:
 
     async def look(self, model: str, worker: str) -> Look:
         self._there()
-        return Look(self.state.version, self.state.proposal.id if self.state.proposal else "", self.asked, self.desync)
+        return Look(self.state.version, self.state.proposal.id if self.state.proposal else "", self.asked, self.desync, self.committed)
 
     async def report(self, report: WorkerSteering) -> None:
         self._there()
@@ -191,6 +191,18 @@ def test_an_attempt_keeps_the_global_steering_that_it_began_under_and_its_tensor
         old.end()
         await at.follow()
         assert NAMES[0] not in at.engine._vectors._standing
+
+    Worker(tmp_path)(story)
+
+
+def test_a_redis_that_lost_a_change_and_came_to_the_same_version_again_is_followed(tmp_path: Path) -> None:
+    async def story(at: Worker) -> None:
+        at.board.want(current=steering(2, NAMES[0]))
+        await at.follow()
+        at.board.want(version=at.board.state.version, current=steering(1, NAMES[1]))
+        at.board.committed = "the one before"
+        await at.follow()
+        assert (await at.begin()).steering.version == 1
 
     Worker(tmp_path)(story)
 
