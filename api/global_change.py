@@ -32,7 +32,7 @@ async def change(
     Waits for each phase up to `steering_wait_s`. Raises MidstreamError, and nothing has changed anywhere then: `conflict` when
     a rank refuses or somebody else is changing it all the time, `unavailable` when a live worker does not answer.
     """
-    desired = (await steering.desired(model.name)).current
+    _, desired = await steering.standing(model.name, [])
     if content_digest(list(entries)) != desired.digest:
         desired = await _two_phases(steering, settings, model, entries, blobs)
     await _until(lambda accounts: is_applied(accounts, desired), steering, model.name, settings.steering_wait_s)

@@ -217,7 +217,8 @@ async def delete_global(request: JsonRequest, model: Model = None) -> GlobalView
 async def get_global(request: JsonRequest, model: Model = None) -> GlobalView:
     edge = edge_of(request)
     info = await edge.the_model(model)
-    return await _global(edge, info.name, (await edge.steering.desired(info.name)).current)
+    _, desired = await edge.steering.standing(info.name, [])
+    return await _global(edge, info.name, desired)
 
 
 async def _global(edge: Edge, model: str, desired: GlobalSteering) -> GlobalView:

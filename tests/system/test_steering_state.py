@@ -71,7 +71,7 @@ def test_a_change_is_proposed_then_committed_and_every_step_is_news_to_workers(r
     async def main() -> None:
         async with open_ledger(redis_url) as ledger:
             steering = Steering(ledger)
-            assert await steering.look(MODEL, WORKER) == (0, "", "", "")
+            assert await steering.look(MODEL, WORKER) == (0, "", "", "", "")
             proposal = await steering.propose(MODEL, [entry(A)], blobs(A))
             look = await steering.look(MODEL, WORKER)
             assert (look.version, look.proposal) == (1, proposal.id)
@@ -80,7 +80,7 @@ def test_a_change_is_proposed_then_committed_and_every_step_is_news_to_workers(r
             assert await steering.commit(MODEL, proposal.id) == proposal.steering
             desired = await steering.desired(MODEL)
             assert (desired.version, desired.current, desired.proposal) == (2, proposal.steering, None)
-            assert await steering.look(MODEL, WORKER) == (2, "", "", "")
+            assert await steering.look(MODEL, WORKER) == (2, "", "", "", proposal.id)
             assert await steering.commit(MODEL, proposal.id) == proposal.steering, "its answer may have been lost"
             assert (await steering.desired(MODEL)).version == 2
 
