@@ -7,11 +7,11 @@ import msgspec
 import numpy as np
 import pytest
 from plane_kit import VECTOR, Rig, capturing, for_everyone, run, spec_of, steered, template
-from rank_kit import HIDDEN, Request, stream_of
+from rank_kit import HIDDEN, Request, steering, stream_of
 
 from midstream import __version__
 from midstream.client.reader import CaptureReader
-from midstream.schemas.selectors import HOOKS
+from midstream.schemas.selectors import HOOKS, PositionSelector, Window, select
 from midstream.schemas.specs import StoredCapture
 from midstream.schemas.tensors import content_hash, from_numpy
 from midstream.workers.runner.row_index import Keeping, KeptBlock
@@ -66,6 +66,19 @@ def test_a_request_cut_by_a_stop_string_is_reported_as_far_as_it_went(rig: Rig) 
     rig.plane.end("j2.0.1", 7)
     assert [(receipt.job, receipt.status) for receipt in rig.receipts()] == [("j1", "ok"), ("j2", "ok")]
     assert rig.reader(early).positions() == rig.reader(late).positions() == list(range(6))
+
+
+@pytest.mark.parametrize("positions", ["all", "all_generated", Window(start=6), [0, 5]])
+def test_what_was_computed_beyond_the_end_is_not_counted_as_applied(rig: Rig, positions: PositionSelector) -> None:  # field case 9
+    """Drafts that were rejected, or a step that had begun when the end was found."""
+    edit = steering(rig.vector(1.0), [0, 1], "pre_attn", positions)
+    request = Request(1, 6, 9, (), [edit])
+    rig.step((request, 0, 6), new=[request])
+    rig.step((request, 6, 4))
+    rig.step((request, 7, 4))
+    rig.step(finished=[request])
+    (receipt,) = rig.receipts()
+    assert receipt.applied == 2 * len(select(positions, 0, 8, 6))
 
 
 def test_an_unknown_vector_fails_its_request_at_once_and_no_other(rig: Rig) -> None:

@@ -17,6 +17,7 @@ import msgspec
 from ... import __version__
 from ...broker.outbox import Outbox
 from ...kernels.plan import ROWS_PER_TOKEN
+from ...schemas.selectors import select
 from ...schemas.specs import RankSpec, steering_rows
 from .actions import ActionLedger
 from .capture import Ports, Recording
@@ -297,6 +298,7 @@ class DataPlane:
             self._fail(tracked, _TAINTED, "intervention_failed")
 
     def _finish(self, tracked: Tracked, finish: Finish) -> None:
+        tracked.edited = [(spec.positions, self._table.num_sites(row)) for row, spec in tracked.rows]
         self._rows.release(self._step, tracked.rows)
         tracked.rows = []
         key = tracked.spec.key
@@ -315,7 +317,11 @@ class DataPlane:
     def _close(self, tracked: Tracked, token_ids: list[int], num_tokens: int) -> None:
         """Write what was recorded of the first `num_tokens` tokens, and report; with -1 neither."""
         if num_tokens >= 0:
-            self._reports.over(self._step, tracked, token_ids[:num_tokens])
+            mine = token_ids[:num_tokens]
+            for positions, sites in tracked.edited:  # rejected drafts, and what was computed before the end was known, are not its own
+                beyond = select(positions, len(mine) - 1, tracked.reached, tracked.spec.prompt_tokens)
+                tracked.applied -= len(beyond) * sites
+            self._reports.over(self._step, tracked, mine)
 
     def _fail(self, tracked: Tracked, message: str, kind: str) -> None:
         """Report the failure now: nobody has to wait for the request to end.

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ...kernels import plan as columns
-from ...schemas.selectors import select
+from ...schemas.selectors import PositionSelector, select
 from ...schemas.specs import RankSpec, SteeringRow
 from .buffers import Staging
 from .capture import Recording, Run, StepRows, contiguous
@@ -31,6 +31,7 @@ class Tracked:
     recordings: dict[int, Recording] = field(default_factory=dict)  # by index in `RankSpec.captures`
     applied: int = 0  # token rows changed so far, over all sites of this rank; what is computed again counts once
     reached: int = 0  # the first position that was never computed
+    edited: list[tuple[PositionSelector, int]] = field(default_factory=list)  # of its rows, once it is over: where, how many sites
     failure: str = ""
     failure_kind: str = ""  # the problem's kind, see `Receipt.kind`
     reported: bool = False
