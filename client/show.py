@@ -49,7 +49,7 @@ def table(title: str, *columns: str) -> Table:
         if column in ("checksum", "crc32", "job", "state"):
             made.add_column(column, no_wrap=True)
             continue
-        right = column in ("rank", "request", "step", "actions", "applied", "rows", "bytes", "layers", "positions", "tokens")
+        right = column in ("rank", "request", "req", "step", "acts", "edits", "rows", "bytes", "layers", "positions", "tokens")
         made.add_column(column, justify="right" if right else "left", overflow="fold")
     return made
 
@@ -101,7 +101,7 @@ def outputs(result: JobResult) -> Table:
 
 def receipts(title: str, jobs: Iterable[tuple[str, CaptureResults | None, Determinism | None]]) -> Table:
     """What every rank said about every request: the proof behind `ok`. `jobs`: (id, captures, determinism)."""
-    shown = table(title, "job", "request", "rank", "step", "actions", "checksum", "applied", "rows", "crc32")
+    shown = table(title, "job", "req", "rank", "step", "acts", "checksum", "edits", "rows", "crc32")
     cells = []
     for job_id, captures, determinism in jobs:
         files: dict[tuple[int, int], list[FileEntry]] = {}
