@@ -22,7 +22,7 @@ _FINE: Answer = (True, "")
 
 
 class FakeFaults:
-    """`name:key=value,key=value`, several separated by semicolons. `rank=R`: on that rank only; `times=N`: so often."""
+    """`name:key=value,key=value`, several separated by semicolons. `rank=R`: on that rank only; `times=N`: so often; `after=N`: later."""
 
     def __init__(self, text: str) -> None:
         self._known: dict[str, dict[str, str]] = {}
@@ -46,6 +46,9 @@ class FakeFaults:
         """Does it happen to this rank now? Counts against `times`."""
         found = self._known.get(name)
         if found is None or int(found.get("rank", rank)) != rank or found.get("times") == "0":
+            return False
+        if found.get("after", "0") != "0":
+            found["after"] = str(int(found["after"]) - 1)
             return False
         if "times" in found:
             found["times"] = str(int(found["times"]) - 1)

@@ -268,6 +268,7 @@ class Standing:
         try:
             await self._hold(wanted.tensors)
             try:
+                await self._check(wanted)
                 self._last = await self._engine.commit_global(wanted)
             except BaseException:
                 await self._engine.release_vectors(wanted.tensors, standing=True)
@@ -278,6 +279,12 @@ class Standing:
         self._former.append(self._global)
         self._global = Applied(wanted)
         return ""
+
+    async def _check(self, wanted: GlobalSteering) -> None:
+        """Who was not there when it was proposed looks at it now: ranks would leave out what is at a layer or hook that they lack."""
+        answers = await self._engine.prepare_global(wanted) if wanted.entries else []
+        if why := refusals(answers):
+            raise Refused(f"global steering version {wanted.version}: {why}", answers)
 
     async def _consider(self, proposal: Proposal | None) -> None:
         """Say whether the ranks could apply what is proposed; its tensors stay there until it is decided."""

@@ -337,7 +337,7 @@ def test_a_rank_that_refuses_keeps_everything_as_it_was_and_a_new_worker_catches
     register(http, "joy", JOY)
     made = put_global(http, JOY)
     stack.end("worker-2")
-    stack.restart("worker-2", fault="prepare:rank=1")
+    stack.restart("worker-2", fault="prepare:rank=1,after=1")  # what is desired at its start it takes
     problem = refused(http.put("/v1/steering/global", json={"steering": [CALM]}), 409)
     assert "worker w1-2" in problem["detail"]
     assert "rank 1" in problem["detail"]

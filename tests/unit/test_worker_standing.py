@@ -370,6 +370,25 @@ def test_global_steering_that_a_rank_keeps_refusing_keeps_the_worker_from_jobs_a
     Worker(tmp_path)(story)
 
 
+def test_a_worker_that_could_not_do_what_is_desired_at_its_start_begins_no_job_until_it_is_cleared(tmp_path: Path) -> None:
+    """Its model came back with fewer layers, or its settings leave a hook out: such entries would be left out in silence."""
+
+    async def story(at: Worker) -> None:
+        report = at.board.reports[-1]
+        assert (report.state, report.global_version) == ("quarantined", 0)
+        assert report.detail == "global steering version 1: rank 1: injected fault"
+        assert await at.standing.lease(0.05) is None
+        at.board.want(current=steering(2))
+        lease = await at.standing.lease(5)
+        assert lease is not None
+        assert lease.steering.version == 2
+        assert not at.engine._vectors._standing
+
+    worker = Worker(tmp_path, fault="prepare:rank=1")
+    worker.board.want(current=steering(1, NAMES[0]))
+    worker(story)
+
+
 def test_a_module_that_a_rank_refuses_is_said_and_does_not_keep_the_worker_from_jobs(tmp_path: Path) -> None:
     async def story(at: Worker) -> None:
         at.engine.faults.switch("set_module")
