@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 VERDICT_S = 5.0
 #: How long a job's message waits here for the worker to serve again; then it goes back to the queue.
 CLAIM_PATIENCE_S = 20.0
+#: After this it goes back already if another worker serves.
+ELSEWHERE_S = 1.0
 REDIS_PAUSE_S = 0.5
 
 
@@ -127,7 +129,7 @@ class Runs:
         """Claim and run a job. Raises JobFailed when it ended with a problem."""
         patience = time.monotonic() + CLAIM_PATIENCE_S
         while not self._engine_died.is_set():
-            lease = await self._standing.lease(patience - time.monotonic())
+            lease = await self._lease(patience)
             if lease is None:
                 break
             try:
@@ -147,6 +149,24 @@ class Runs:
                 break
             await self._standing.catch_up(patience - time.monotonic())
         return Outcome.NOT_OURS if self._engine_died.is_set() else Outcome.PUT_BACK
+
+    async def _lease(self, patience: float) -> Lease | None:
+        """None when this worker does not serve by then, or within `ELSEWHERE_S` while another one does."""
+        while True:
+            left = patience - time.monotonic()
+            lease = await self._standing.lease(min(left, ELSEWHERE_S))
+            if lease is not None or left <= ELSEWHERE_S or self._engine_died.is_set() or await self._another_serves():
+                return lease
+
+    async def _another_serves(self) -> bool:
+        try:
+            workers = await self._ledger.workers()
+        except MidstreamError as error:
+            if error.kind != UNAVAILABLE:
+                raise
+            return False
+        model = self._engine.info.name
+        return any(worker.healthy and worker.model == model and worker.worker != self._worker for worker in workers)
 
     async def _run(self, claim: Claim, lease: Lease) -> Outcome:
         task = asyncio.current_task()

@@ -194,6 +194,20 @@ def test_a_worker_that_was_away_has_modules_and_global_steering_before_its_first
     set_global(stack)
 
 
+def test_jobs_do_not_wait_for_a_worker_that_does_not_serve_while_another_does(stack: Stack) -> None:
+    set_global(stack, 2)
+    stack.end("worker-2")
+    stack.restart("worker-2", fault="prepare:rank=1")
+    assert until(stack, lambda found: len(found) == 2)["w1-2"].state == "quarantined"
+    began = time.monotonic()
+    for job_id in [stack.submit(["hello"]) for _ in range(12)]:
+        stack.wait(job_id)
+    assert time.monotonic() - began < 15
+    stack.end("worker-2")
+    stack.restart("worker-2")
+    set_global(stack)
+
+
 def test_a_commit_that_one_rank_refuses_is_rolled_back_and_applied_after_a_resync(stack: Stack) -> None:
     stack.end("worker-2")
     stack.restart("worker-2", fault="commit:rank=1,times=1")
