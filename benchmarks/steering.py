@@ -4,7 +4,7 @@
 
 Conditions: `stock` (vLLM with nothing of ours, a process of its own), `idle` (nothing is steered), `one` (every request adds a vector
 at one layer), `all` (at every layer); `one-64`, `one-256`, `all-64`, `all-256`: the same with so many distinct vectors among the
-requests. 256 are more than the steering table has rows for at once (`--steering-rows`, by default 64), so some wait.
+requests. `--steering-rows`: fewer than those have some wait.
 
 Every engine process keeps a speed of its own for its life (memory, cores), so both engines are started anew `--starts` times: where
 stock and ours are compared, trust the spread over starts. The others are within one engine. Receipts are written as ever, with no
@@ -170,7 +170,7 @@ def main() -> None:
     parser.add_argument("--starts", type=int, default=3)
     parser.add_argument("--prompts", type=int, default=256)
     parser.add_argument("--max-tokens", type=int, default=16)
-    parser.add_argument("--steering-rows", type=int, default=64)
+    parser.add_argument("--steering-rows", type=int, default=256)
     parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--only", nargs="+", choices=list(CONDITIONS), default=[])
     options = parser.parse_args()

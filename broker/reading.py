@@ -181,16 +181,16 @@ def _reuse(ticket: Sequence[Receipt]) -> list[str]:
 
 
 def determinism(view: JobView, known: Facts, ticket: Sequence[Receipt]) -> Determinism:
-    """Whether, for every request, the ranks of each pipeline stage report the same checksum and number of actions, of one epoch.
+    """Whether, for every request, the ranks of each pipeline stage report the same: checksum, actions and edited rows, of one epoch.
 
     Says it of the receipts that have arrived; a rank that has not reported agrees with nobody and contradicts nobody.
     """
     stages = []
     for pp in sorted({told.pp for told in ticket}):
         of_stage = [told for told in ticket if told.pp == pp]
-        accounts: dict[int, set[tuple[str, int, int]]] = {}
+        accounts: dict[int, set[tuple[str, int, int, int]]] = {}
         for told in of_stage:
-            accounts.setdefault(told.request, set()).add((told.checksum, told.actions, told.epoch))
+            accounts.setdefault(told.request, set()).add((told.checksum, told.actions, told.epoch, told.applied))
         ranks = [
             RankReport(
                 rank=told.rank, tp=told.tp, request=told.request, step=told.step, checksum=told.checksum, actions=told.actions,

@@ -149,7 +149,7 @@ def settle(settings: Settings, receipts: Iterable[tuple[int, Receipt]]) -> list[
         arguments += (
             seq, told.job, told.request, told.rank, told.pp, told.attempt, told.verdict, told.kind, told.checksum, told.actions,
             told.message, to_msgpack(told), sum(file.bytes for file in told.files), sum(file.rows for file in told.files),
-            told.worker, told.boot, told.epoch,
+            told.worker, told.boot, told.epoch, told.applied,
         )  # fmt: skip
     return arguments
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from .. import __version__
 from ..schemas.base import from_msgpack, now, to_msgpack
 from ..schemas.errors import MidstreamError
 from ..schemas.models import WorkerInfo
@@ -69,17 +70,25 @@ class Steering:
 
     @reachable
     async def desired(self, model: str) -> Desired:
-        """Everything that a worker of `model` is to reconcile to, of one moment. A proposal past its deadline is none."""
+        """Everything that a worker of `model` is to reconcile to, of one moment. A proposal past its deadline is none.
+
+        Raises MidstreamError("version_mismatch") for what another version of Midstream has stored and this one cannot read.
+        """
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.hmget(_state(model), "version", "current", "proposal").hgetall(_modules(model))
             (version, current, packed), modules = await pipe.execute()
-        proposal = None if packed is None else from_msgpack(packed, Proposal)
-        return Desired(
-            version=int(version or 0),
-            current=GlobalSteering() if current is None else from_msgpack(current, GlobalSteering),
-            proposal=proposal if proposal is not None and proposal.deadline > now() else None,
-            modules={name.decode(): from_msgpack(raw, Module) for name, raw in sorted(modules.items())},
-        )
+        try:
+            proposal = None if packed is None else from_msgpack(packed, Proposal)
+            return Desired(
+                version=int(version or 0),
+                current=GlobalSteering() if current is None else from_msgpack(current, GlobalSteering),
+                proposal=proposal if proposal is not None and proposal.deadline > now() else None,
+                modules={name.decode(): from_msgpack(raw, Module) for name, raw in sorted(modules.items())},
+            )
+        except msgspec.ValidationError as error:
+            raise MidstreamError(
+                "version_mismatch", f"the steering stored for {model!r} is of another version of Midstream than {__version__}: {error}"
+            ) from error
 
     @reachable
     async def look(self, model: str, worker: str) -> Look:

@@ -245,7 +245,7 @@ class Event(Record):
     """One entry of a job's event stream; its id is the SSE id.
 
     state: {state, attempt} · token: {index, text, token_ids, finish_reason} · output: {index} ·
-    receipt: {request, rank, status} · done: {state}
+    receipt: {request, rank, status: ok | partial | error | disagrees (with another rank of its stage)} · done: {state}
     """
 
     event: EventKind

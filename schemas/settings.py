@@ -55,13 +55,15 @@ class Settings(Record):
 
     # The data plane
     hooks: str = "all"  # hook points that exist, separated by commas: fewer cost less in compiled forwards
-    steering_rows: Count = 64  # distinct steering configurations in one step
-    steering_entries: Count = 4096  # edited (hook, layer) sites over all those configurations, one vector each
+    steering_rows: Count = 256  # distinct steering configurations in the engine; more than `max_num_seqs`, so that the next are there
+    steering_entries: Count = 8192  # vectors of all those configurations; sites where the same entries meet share theirs
     vector_cache_mib: Count = 256  # vectors kept on the ranks beside those of named modules and global steering
     on_desync: Literal["retry", "fail"] = "retry"  # jobs whose ranks disagreed: once more with a fresh attempt, or failed at once
     desync_log_s: Positive = 60.0  # a disagreement of ranks is logged as ERROR at most this often
     steering_poll_s: Positive = 0.25  # how often a worker looks for changes of global steering and named modules
-    steering_wait_s: Positive = 10.0  # how long a change of global steering waits for each of its two phases
+    steering_wait_s: Positive = (
+        20.0  # how long a change of global steering waits for each of its two phases; a lost worker counts for `lease_s`
+    )
     capture_buffer_mib: Count = 512  # compiled and on accelerators: rows captured in one step; bounds the sites of one capture
     capture_queue_mib: Count = 512  # captured rows waiting for the writers, per rank
     capture_overload: Literal["block", "spill", "drop"] = "block"  # that queue is full: steps wait, rows go to disk, or rows are dropped

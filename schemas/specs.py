@@ -263,8 +263,13 @@ class SteeringRow(Record):
 
     @property
     def num_vectors(self) -> int:
-        """Entries of the ranks' pool, over all sites: what joins at a site takes them once."""
-        return sum({(entry.hook, layer, entry.family): entry.num_vectors for entry in self.entries for layer in entry.layers}.values())
+        """Entries of the ranks' pool, at most: sites where the same entries meet share them."""
+        meet: dict[tuple[Hook, int, Family], tuple[int, ...]] = {}  # site and family → which entries
+        for number, entry in enumerate(self.entries):
+            for layer in entry.layers:
+                site = entry.hook, layer, entry.family
+                meet[site] = (*meet.get(site, ()), number)
+        return sum(self.entries[numbers[-1]].num_vectors for numbers in set(meet.values()))
 
 
 #: Families of which a row may have several at one site: they are joined to one.

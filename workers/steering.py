@@ -174,7 +174,7 @@ class Standing:
         seen = look.version, look.proposal, look.committed
         news = self._seen != seen
         if news or retry:
-            await self._reconcile(await self._broker.desired(self._model))
+            await self._follow()
             self._seen = seen
         due = time.monotonic() - self._compared >= COMPARE_S
         if news or retry or due or look.ask != self._asked:
@@ -185,6 +185,19 @@ class Standing:
                 return
             self._asked = look.ask
             await self._report(ranks)
+
+    async def _follow(self) -> None:
+        try:
+            desired = await self._broker.desired(self._model)
+        except MidstreamError as error:
+            if error.kind != "version_mismatch":
+                raise
+            # What everyone is to be steered with cannot be read: no job may run without it, and starting anew helps nobody.
+            self._retried = time.monotonic()
+            self._stop_serving("quarantined", error.detail)
+            await self._say()
+            return
+        await self._reconcile(desired)
 
     async def _report(self, ranks: list[RankSteering]) -> None:
         await self._broker.report(

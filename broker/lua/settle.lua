@@ -1,9 +1,9 @@
 -- A batch of receipts of one stream, committed together with the stream's mark, the tickets and the jobs.
 -- keys: the mark of (worker, rank, epoch)
 -- args: then (seq, job, request, rank, pp, attempt, status, kind, checksum, actions, message, packed receipt,
---       bytes and rows of its files, worker, its boot, epoch of the rank's ledger) per receipt, by seq
+--       bytes and rows of its files, worker, its boot, epoch of the rank's ledger, token rows edited) per receipt, by seq
 -- returns {mark, applied, duplicate, stale, unknown, beyond a gap, {worker, what its ranks disagree on, ...}}
-local WIDTH = 17
+local WIDTH = 18
 local before = tonumber(redis.call('GET', KEYS[1]) or '0')
 local mark = before
 local applied, duplicate, stale, unknown, beyond = 0, 0, 0, 0, 0
@@ -17,37 +17,30 @@ end
 local function difference(request, pp, first, second)
   local function account(told)
     local epoch = first.epoch ~= second.epoch and ' of its ledger number ' .. told.epoch or ''
-    return 'rank ' .. told.rank .. ' reports checksum ' .. told.sum .. ' after ' .. told.count .. ' actions' .. epoch
+    local edited = first.edited ~= second.edited and ' and ' .. told.edited .. ' edited rows' or ''
+    return 'rank ' .. told.rank .. ' reports checksum ' .. told.sum .. ' after ' .. told.count .. ' actions' .. epoch .. edited
   end
   return 'request ' .. request .. ', stage ' .. pp .. ': ' .. account(first) .. ', ' .. account(second)
 end
 
--- An error or a disagreement ends the attempt at once; what is wanted no more is not failed, its cancel is under way.
-local function judge(job, request, rank, pp, status, kind, checksum, actions, message, worker, boot, epoch)
-  if status == 'error' then
-    if kind == '' then
-      kind = (job.captures or not job.steers) and 'capture_failed' or 'intervention_failed'
-    end
-    fail(job, kind, 'request ' .. request .. ', ' .. place(rank, pp) .. ': ' .. (message ~= '' and message or 'no reason was given'))
-    return
+-- What a rank tells of a request against what the first rank of its stage told; nil when that is the same, or it is the first.
+local function compare(job, request, rank, pp, checksum, actions, epoch, edited)
+  local field, told = request .. '/' .. pp, checksum .. ':' .. actions .. ':' .. epoch .. ':' .. edited
+  if redis.call('HSETNX', key('agree', job.id), field, told .. ':' .. rank) == 1 then
+    return nil
   end
-  local field, told = request .. '/' .. pp, checksum .. ':' .. actions .. ':' .. epoch
-  if redis.call('HSETNX', key('agree', job.id), field, told .. ':' .. rank) == 0 then
-    local first = {}
-    first.sum, first.count, first.epoch, first.rank =
-      string.match(redis.call('HGET', key('agree', job.id), field), '^(.*):(.*):(.*):(.*)$')
-    if first.sum .. ':' .. first.count .. ':' .. first.epoch ~= told then
-      local detail = difference(request, pp, first, {sum = checksum, count = actions, epoch = epoch, rank = rank})
-      disagreements[#disagreements + 1] = worker
-      disagreements[#disagreements + 1] = detail
-      mark_desync(worker, boot, math.max(tonumber(epoch), tonumber(first.epoch)), detail)
-      put_back_desynced(job, detail)
-    end
+  local first = {}
+  first.sum, first.count, first.epoch, first.edited, first.rank =
+    string.match(redis.call('HGET', key('agree', job.id), field), '^(.*):(.*):(.*):(.*):(.*)$')
+  if first.sum .. ':' .. first.count .. ':' .. first.epoch .. ':' .. first.edited == told then
+    return nil
   end
+  local detail = difference(request, pp, first, {sum = checksum, count = actions, epoch = epoch, edited = edited, rank = rank})
+  return detail, math.max(tonumber(epoch), tonumber(first.epoch))
 end
 
 local function receive(id, request, rank, pp, attempt, status, kind, checksum, actions, message, packed, bytes, rows, worker, boot,
-    epoch)
+    epoch, edited)
   local job = jobs[id]
   if job == nil then
     job = read(id) or false
@@ -81,9 +74,22 @@ local function receive(id, request, rank, pp, attempt, status, kind, checksum, a
       redis.call('HINCRBY', key('capture', id), 'bytes', bytes)
       redis.call('HINCRBY', key('capture', id), 'rows', rows)
     end
-    event(job, 'receipt', '{"request":' .. request .. ',"rank":' .. rank .. ',"status":"' .. status .. '"}')
-    if job.state == 'running' then
-      judge(job, request, rank, pp, status, kind, checksum, actions, message, worker, boot, epoch)
+    -- An error or a disagreement ends the attempt at once; what is wanted no more is not failed, its cancel is under way.
+    local running, detail, last_epoch = job.state == 'running', nil, nil
+    if running and status ~= 'error' then
+      detail, last_epoch = compare(job, request, rank, pp, checksum, actions, epoch, edited)
+    end
+    event(job, 'receipt', '{"request":' .. request .. ',"rank":' .. rank .. ',"status":"' .. (detail and 'disagrees' or status) .. '"}')
+    if detail then
+      disagreements[#disagreements + 1] = worker
+      disagreements[#disagreements + 1] = detail
+      mark_desync(worker, boot, last_epoch, detail)
+      put_back_desynced(job, detail)
+    elseif running and status == 'error' then
+      if kind == '' then
+        kind = (job.captures or not job.steers) and 'capture_failed' or 'intervention_failed'
+      end
+      fail(job, kind, 'request ' .. request .. ', ' .. place(rank, pp) .. ': ' .. (message ~= '' and message or 'no reason was given'))
     end
   end
 end

@@ -85,7 +85,7 @@ def test_a_settled_job_does_not_wait_for_another(redis_url: str) -> None:  # fie
     asyncio.run(main())
 
 
-DIFFERENT = [{"checksum": "0000000000000001"}, {"actions": 4}, {"epoch": 1}]
+DIFFERENT = [{"checksum": "0000000000000001"}, {"actions": 4}, {"epoch": 1}, {"applied": 7}]
 
 
 @pytest.mark.parametrize("changed", DIFFERENT)
@@ -105,6 +105,7 @@ def test_ranks_of_a_stage_that_disagree_fail_the_job_at_once(redis_url: str, cha
             assert "rank 1" in view.error.detail
             assert "fedcba9876543210" in view.error.detail
             assert ("ledger number 1" in view.error.detail) == ("epoch" in changed)
+            assert ("7 edited rows" in view.error.detail) == ("applied" in changed)
             result = await ledger.result(job.id)
             assert result.determinism is not None
             assert not result.determinism.consistent
@@ -127,6 +128,8 @@ def test_ranks_that_disagree_cost_the_job_one_attempt_and_the_next_says_why(redi
             settle.settle(WORKER, 0, EPOCH, [(1, receipt(job, 0, 0))])
             settle.settle(WORKER, 1, EPOCH, [(1, receipt(job, 0, 1, **changed))])
             assert settle.counts.disagreements == 1
+            told = [event.data["status"] for event in await ledger.events(job.id) if event.event == "receipt"]
+            assert told == ["ok", "disagrees"], "the first receipt concerned is marked"
             view = await ledger.view(job.id)
             assert (view.state, view.receipts, view.generated) == (State.QUEUED, 0, None)
             assert await ledger.redis.zscore("ms:live", job.id) <= now(), "the sweeper sends its message at once"

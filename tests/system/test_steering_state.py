@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from ledger_kit import BOOT, MODEL, WORKER, make_job, open_ledger, outputs, settings_for, worker_info
 
+from midstream import __version__
 from midstream.broker.ledger import ClaimRefused, Ledger
 from midstream.broker.steering import Steering
 from midstream.schemas.base import now, to_msgpack
@@ -65,6 +66,17 @@ async def change(steering: Steering, *tensors: str) -> GlobalSteering:
 
 
 # --- Global steering ---------------------------------------------------------------------------------------------------
+
+
+def test_what_another_version_has_stored_is_named_with_both_versions(redis_url: str) -> None:  # field case 43
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger:
+            await ledger.redis.hset(f"ms:modules:{MODEL}", "joy", to_msgpack({"name": "joy", "tomorrow": 1}))
+            with pytest.raises(MidstreamError, match=f"another version of Midstream than {__version__}: .*tomorrow") as found:
+                await Steering(ledger).desired(MODEL)
+            assert found.value.kind == "version_mismatch"
+
+    asyncio.run(main())
 
 
 def test_a_change_is_proposed_then_committed_and_every_step_is_news_to_workers(redis_url: str) -> None:

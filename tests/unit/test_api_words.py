@@ -27,7 +27,6 @@ from midstream.schemas.jobs import JobRequest
         ('{"model":"m","prompts":["a"],"capture":{"hooks":{}}}', "capture", "hooks is empty"),
         ('{"model":"m","prompts":["a"],"capture":{"hooks":{"pre_attn":1},"layers":1}}', "capture", "not both"),
         ('{"model":"m","prompts":["a"],"capture":{"positions":[{"text":""}]}}', "capture.positions[0]", "text is empty"),
-        ('{"model":"m","prompts":["a"],"steering":[{"op":"add"}]}', "steering[0].layers", "is required"),
         ('{"model":"m","prompts":[[1,null]]}', "prompts[0][1]", "Expected `int`"),
         ('{"model":"m","prompts":["a"],"metadata":{"k":1}}', "metadata[...]", "Expected `str`"),
         ("[]", None, "Expected `object`"),

@@ -40,6 +40,7 @@ REQUIRED: dict[int, str] = {
     25: "a module of one phase is looked up in the other",
     26: "a module is unregistered under a request that has it",
     27: "bad input reaches the engine",
+    28: "a rank that fails to apply leaves its peers waiting in a collective",
     29: "a rank's refusal is discarded",
     30: "ranks that differ are seen only when somebody polls",
     37: "a crash loses jobs, or a job runs twice at once",

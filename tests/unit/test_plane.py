@@ -91,6 +91,20 @@ def test_an_unknown_vector_fails_its_request_at_once_and_no_other(rig: Rig) -> N
     assert (second.job, second.status, second.applied) == ("j2", "ok", 6)
 
 
+def test_what_another_model_of_the_name_would_have_is_refused_and_not_skipped(rig: Rig) -> None:
+    """Accepted by what the last worker published; this one has fewer layers, or other hooks."""
+    edits, records = steered(1), capturing(2)
+    edits.tracked.spec.steering.append(steering(content_hash(VECTOR), [0, 9], "pre_attn"))
+    records.tracked.spec.captures[0].sites["post_block"].append(7)
+    rig.step((edits, 0, 6), (records, 0, 6), new=[edits, records])
+    rig.step(finished=[edits, records])
+    first, second = rig.receipts()
+    assert (first.status, first.kind) == ("error", "intervention_failed")
+    assert "layer 9 is out of range: the model has layers 0 to 1" in first.message
+    assert (second.status, second.kind, second.files) == ("error", "capture_failed", [])
+    assert "layer 7 is out of range" in second.message
+
+
 def test_a_spec_of_another_version_or_shape_is_refused_with_both_named(rig: Rig) -> None:
     other = msgspec.structs.replace(spec_of(capturing(1)), version="0.0.0")
     rig.plane.begin([NewRequest("1", msgspec.to_builtins(other), 0), NewRequest("2", {"job": "j2", "captures": 3}, 0)], {}, 0)

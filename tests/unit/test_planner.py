@@ -187,7 +187,7 @@ def test_rows_given_back_leave_the_tables_zero() -> None:
         steering(name, [0], "pre_attn", [0]),
     ]
     request = rank.admit(Request(0, 2, 3, (), edits))
-    assert (rank.table.used, rank.table.entries_used) == (2, 4)
+    assert (rank.table.used, rank.table.entries_used) == (2, 3)
     for row in rank.rows(request):
         assert rank.table.release(row.key)
     assert (rank.table.used, rank.table.entries_used) == (0, 0)

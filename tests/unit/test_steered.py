@@ -208,7 +208,7 @@ def test_what_is_wrong_in_a_module_or_for_everyone_is_named_by_its_field(entry: 
 def test_a_module_that_no_request_could_use_is_refused() -> None:
     five = [spec(positions=[place]) for place in range(5)]
     assert refused(resolve_module, five, model()).field == "steering"
-    assert refused(resolve_module, [spec(layers="all")], model(steering_entries=3)).field == "steering"
+    assert refused(resolve_module, [spec(layers=layer) for layer in range(4)], model(steering_entries=3)).field == "steering"
 
 
 # --- Everyone ----------------------------------------------------------------------------------------------------------
@@ -271,4 +271,6 @@ def test_what_steers_everyone_leaves_half_of_the_tables_to_requests() -> None:
     two = [spec(positions=[0]), spec(positions=[1])]
     assert resolve_everyone(two, model(steering_rows=4), Standing())
     assert "global steering may take 1" in refused(resolve_everyone, two, model(steering_rows=3), Standing()).detail
-    assert refused(resolve_everyone, [spec(layers="all")], model(steering_entries=7), Standing()).field == "steering"
+    at_each_layer = [spec(layers=layer) for layer in range(4)]
+    assert refused(resolve_everyone, at_each_layer, model(steering_entries=7), Standing()).field == "steering"
+    assert resolve_everyone([spec(layers="all")], model(steering_entries=2), Standing()), "one vector, at four sites"

@@ -214,9 +214,9 @@ def test_prompts_whose_positions_fall_together_otherwise_are_checked_each() -> N
 
 
 def test_what_one_request_needs_must_fit_the_workers_tables() -> None:
-    assert resolved(LOW_RANK | {"layers": "all"}, steering_entries=24)
-    with pytest.raises(MidstreamError, match=r"needs 24 steering entries for prompt 0, the worker has 23 \(setting steering_entries\)"):
-        resolved(LOW_RANK | {"layers": "all"}, steering_entries=23)
+    assert resolved(LOW_RANK | {"layers": "all"}, steering_entries=6)
+    with pytest.raises(MidstreamError, match=r"needs 6 steering entries for prompt 0, the worker has 5 \(setting steering_entries\)"):
+        resolved(LOW_RANK | {"layers": "all"}, steering_entries=5)
     with pytest.raises(MidstreamError, match=r"needs 2 steering rows for prompt 0, the worker has 1 \(setting steering_rows\)"):
         resolved(LEAST["ablate"], LEAST["ablate"], steering_rows=1)
 

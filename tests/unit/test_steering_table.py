@@ -107,7 +107,7 @@ def test_a_row_counts_the_entries_that_the_table_gives_it() -> None:
     ]
     request = rank.admit(Request(1, 2, 3, (), edits))
     (row,) = rank.rows(request)
-    assert rank.table.entries_used == row.num_vectors == 2 * 4 + 2 + 1
+    assert rank.table.entries_used == row.num_vectors == 4 + 2 + 1
 
 
 def test_entries_that_meet_at_many_sites_are_joined_once() -> None:  # field case 44
@@ -118,8 +118,11 @@ def test_entries_that_meet_at_many_sites_are_joined_once() -> None:  # field cas
         entry(rank, "add", layers=range(2, 8)),
         entry(rank, "add", layers=[1]),
     ]
-    content = rank.table.content(steering_rows(edits)[0])
+    (row,) = steering_rows(edits)
+    content = rank.table.content(row)
     assert len({id(held) for held in content.values()}) == 3, "layer 0, layer 1, the others"
+    rank.table.acquire(row)
+    assert rank.table.entries_used == row.num_vectors == 3, "and written once"
     found = [vectors[0].numpy() for _, (vectors, _) in sorted(content.items())]
     assert np.allclose(found, [2 * V] + [3 * V] * 7)
 
@@ -166,10 +169,10 @@ def test_a_table_that_is_full_refuses_and_changes_nothing() -> None:
     rank = Rank()
     rank.admit(Request(1, 2, 3, (), [entry(rank, "lowrank", hook=hook, layers=[0, 1]) for hook in ("pre_attn", "mlp_in", "mlp_out")]))
     before = [tensor.clone() for tensor in (rank.buffers.pool, rank.buffers.scalars, rank.buffers.site_rows)]
-    wide = rank.vector(RNG.normal(size=(11, HIDDEN)))
-    with pytest.raises(RuntimeError, match="44 steering entries are needed, 40 of 64 are free"):
+    wide = rank.vector(RNG.normal(size=(27, HIDDEN)))
+    with pytest.raises(RuntimeError, match="54 steering entries are needed, 52 of 64 are free"):
         rank.admit(
-            Request(2, 2, 3, (), [steering([wide, wide, rank.vector(np.ones(11))], [0, 1], "post_block", "all", "lowrank", rank=11)])
+            Request(2, 2, 3, (), [steering([wide, wide, rank.vector(np.ones(27))], [0, 1], "post_block", "all", "lowrank", rank=27)])
         )
     assert rank.table.used == 1
     for tensor, was in zip((rank.buffers.pool, rank.buffers.scalars, rank.buffers.site_rows), before, strict=True):
@@ -197,15 +200,16 @@ def test_rows_that_come_and_go_in_any_order_always_fit_where_enough_is_free_and_
             del held[row]
         if shape is None:
             continue
-        content = {
-            place: (
+        content: dict[tuple[int, int], Any] = {}
+        shared: dict[int, Any] = {}  # places that hold an even number of entries hold the same ones
+        for place, count in shape.items():
+            alone = (
                 torch.full((count, HIDDEN), 1.0 + number) + torch.arange(count)[:, None] / 16 + place[0] / 4,
                 torch.full((count, SCALARS), 100.0 * number + place[1]),
             )
-            for place, count in shape.items()
-        }
-        free = CAPACITY - sum(len(vectors) for row in held.values() for vectors, _ in row.values())
-        if sum(shape.values()) > free:
+            content[place] = alone if count % 2 else shared.setdefault(count, alone)
+        free = CAPACITY - sum(map(entries_of, held.values()))
+        if entries_of(content) > free:
             with pytest.raises(RuntimeError, match=f"{free} of {CAPACITY} are free"):
                 pool.write(row, content)
         else:
@@ -219,17 +223,28 @@ def test_rows_that_come_and_go_in_any_order_always_fit_where_enough_is_free_and_
     assert not any(tensor.any() for tensor in (buffers.pool, buffers.scalars, buffers.site_rows))
 
 
+def entries_of(content: dict[tuple[int, int], Any]) -> int:
+    return sum(len(vectors) for vectors, _ in {id(what): what for what in content.values()}.values())
+
+
 def check(pool: EntryPool, buffers: Any, held: dict[int, Any]) -> None:
-    """Each row's runs are where its sites are told, nobody shares an entry, everything else is zero."""
+    """Each row's runs are where its sites are told, only places of a row that hold the same share entries, everything else is zero."""
     mine = torch.zeros(1 + CAPACITY, dtype=torch.bool)
     named = torch.zeros_like(buffers.site_rows, dtype=torch.bool)
     for row, content in held.items():
-        for (site, family), (vectors, scalars) in content.items():
+        lies: dict[int, int] = {}
+        for (site, family), what in content.items():
+            vectors, scalars = what
             first = int(buffers.site_rows[site, family, row])
             run = slice(first, first + len(vectors))
             assert first > 0
+            assert lies.setdefault(id(what), first) == first
+            named[site, family, row] = True
+        for what in {id(what): what for what in content.values()}.values():
+            vectors, scalars = what
+            run = slice(lies[id(what)], lies[id(what)] + len(vectors))
             assert not mine[run].any()
-            mine[run] = named[site, family, row] = True
+            mine[run] = True
             assert torch.equal(buffers.pool[run], vectors)
             assert torch.equal(buffers.scalars[run], scalars)
     assert pool.used == int(mine.sum())

@@ -43,6 +43,7 @@ class Board:
     def __init__(self) -> None:
         self.state = Desired()
         self.desync, self.asked, self.away, self.committed = "", "", False, ""
+        self.unreadable = False
         self.cleared: list[int] = []
         self.reports: list[WorkerSteering] = []
         self.gone: set[str] = set()
@@ -57,6 +58,8 @@ class Board:
 
     async def desired(self, model: str) -> Desired:
         self._there()
+        if self.unreadable:
+            raise MidstreamError("version_mismatch", "stored by another version")
         return self.state
 
     async def look(self, model: str, worker: str) -> Look:
@@ -386,6 +389,22 @@ def test_a_worker_that_could_not_do_what_is_desired_at_its_start_begins_no_job_u
 
     worker = Worker(tmp_path, fault="prepare:rank=1")
     worker.board.want(current=steering(1, NAMES[0]))
+    worker(story)
+
+
+def test_a_worker_that_cannot_read_what_is_desired_says_so_and_begins_no_job_until_it_can(tmp_path: Path) -> None:
+    async def story(at: Worker) -> None:
+        report = at.board.reports[-1]
+        assert (report.state, report.detail) == ("quarantined", "stored by another version")
+        assert await at.standing.lease(0.05) is None
+        at.board.unreadable = False
+        lease = await at.standing.lease(5)
+        assert lease is not None
+        assert lease.steering.version == 1
+
+    worker = Worker(tmp_path)
+    worker.board.want(current=steering(1, NAMES[0]))
+    worker.board.unreadable = True
     worker(story)
 
 

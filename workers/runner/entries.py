@@ -1,4 +1,5 @@
-"""Where in the pool does a configuration row keep its vectors? One run of consecutive entries for each site and family.
+"""Where in the pool does a configuration row keep its vectors? One run of consecutive entries for each site and family,
+which sites that hold the same share.
 
 Runs differ in length, so free entries may lie scattered; then those in use are moved together. Entry 0 stays zero.
 """
@@ -11,8 +12,10 @@ import torch
 
 from .sites import Buffers
 
-#: (site, family) → vectors `[entries, hidden_size]`, scalars `[entries, SCALARS]`.
-Content = Mapping[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]
+#: Vectors `[entries, hidden_size]`, scalars `[entries, SCALARS]`.
+Held = tuple[torch.Tensor, torch.Tensor]
+#: (site, family) → what is held there. The same object at several sites lies in the pool once.
+Content = Mapping[tuple[int, int], Held]
 
 
 class _Run(NamedTuple):
@@ -40,7 +43,12 @@ class EntryPool:
 
     def write(self, row: int, content: Content) -> None:
         """Put what a row does into free entries. Raises RuntimeError when there are too few; then nothing is changed."""
-        needed = sum(len(vectors) for vectors, _ in content.values())
+        places: dict[int, list[tuple[int, int]]] = {}  # of what is held: where; many sites hold the same, and it is written once
+        held: dict[int, Held] = {}
+        for place, what in content.items():
+            held[id(what)] = what
+            places.setdefault(id(what), []).append(place)
+        needed = sum(vectors.shape[0] for vectors, _ in held.values())
         if self._used + needed > self._capacity:
             raise RuntimeError(f"{needed} steering entries are needed, {self._capacity - self._used} of {self._capacity} are free")
         if self._end + needed > 1 + self._capacity:
@@ -48,11 +56,11 @@ class EntryPool:
         self._runs[row] = []
         if not content:  # all its layers are on other stages
             return
-        vectors, scalars = (torch.cat(parts) for parts in zip(*content.values(), strict=True))
+        vectors, scalars = (torch.cat(parts) for parts in zip(*held.values(), strict=True))
         self._put(self._end, vectors, scalars)  # one copy for all sites
-        for (site, family), (mine, _) in content.items():
-            self._runs[row].append(_Run(site, family, self._end, len(mine)))
-            self._end += len(mine)
+        for name, (mine, _) in held.items():
+            self._runs[row] += [_Run(site, family, self._end, mine.shape[0]) for site, family in places[name]]
+            self._end += mine.shape[0]
         self._used += needed
         self._name(row)
 
@@ -94,18 +102,20 @@ class EntryPool:
 
     def _close_gaps(self) -> None:
         """Move all runs together, in the order in which they lie."""
-        placed = sorted(((row, run) for row, runs in self._runs.items() for run in runs), key=lambda item: item[1].first)
-        index = self._index([entry for _, run in placed for entry in range(run.first, run.first + run.entries)])
+        placed = sorted({(run.first, run.entries) for runs in self._runs.values() for run in runs})
+        index = self._index([entry for first, entries in placed for entry in range(first, first + entries)])
         pool, scalars = self._buffers.pool[index], self._buffers.scalars[index]  # copies
         self._buffers.pool.zero_()
         self._buffers.scalars.zero_()
         self._put(1, pool, scalars)
-        self._end, self._runs = 1, {row: [] for row in self._runs}
-        for row, run in placed:
-            self._runs[row].append(run._replace(first=self._end))
-            self._end += run.entries
-        for row in {row for row, _ in placed}:
-            self._name(row)
+        self._end, moved = 1, {}
+        for first, entries in placed:
+            moved[first] = self._end
+            self._end += entries
+        self._runs = {row: [run._replace(first=moved[run.first]) for run in runs] for row, runs in self._runs.items()}
+        for row, runs in self._runs.items():
+            if runs:
+                self._name(row)
 
     def _put(self, first: int, pool: torch.Tensor, scalars: torch.Tensor) -> None:
         self._buffers.pool[first : first + len(pool)] = self._there(pool)

@@ -274,6 +274,13 @@ class DataPlane:
         if spec.version != __version__:
             self._fail(tracked, f"the worker runs Midstream {spec.version}, rank {self._place.rank} runs {__version__}", "")
             return
+        try:
+            for capture in spec.captures:
+                for hook, layers in capture.sites.items():
+                    self.standing.check_sites(hook, layers)
+        except ValueError as error:
+            self._fail(tracked, str(error), "capture_failed")
+            return
         if self._place.tp == 0:  # the ranks of a stage hold equal rows: one records
             recordings = enumerate(Recording.of(capture, self._ports) for capture in spec.captures)
             tracked.recordings = {number: recording for number, recording in recordings if recording is not None}
@@ -285,6 +292,8 @@ class DataPlane:
                 raise RuntimeError("fault injected: admit")
             if len(wanted) > ROWS_PER_TOKEN:
                 raise ValueError(f"its steering takes {len(wanted)} rows of the table, {ROWS_PER_TOKEN} may edit a token")
+            for entry in (*spec.global_steering, *spec.steering):
+                self.standing.check_sites(entry.hook, entry.layers)
             tracked.rows = self._rows.acquire(self._step, wanted)
             if wanted:
                 self.actions.fold(self._step, "steer", spec.job, spec.request, spec.attempt, spec.digest)

@@ -101,16 +101,25 @@ class Standing:
             self._modules[name] = named
         return former
 
+    # -- sites -------------------------------------------------------------------------------------------------------------
+
+    def check_sites(self, hook: str, layers: Sequence[int]) -> None:
+        """Raises ValueError for what the model does not have. (Sites that other stages have are not an error of this one.)
+
+        What was accepted fits the model that was published last; a worker with other hooks or layers must not skip it in silence.
+        """
+        if hook not in self._hooks:
+            raise ValueError(f"there is no hook {hook}: there are {', '.join(self._hooks)}")
+        for layer in (min(layers), max(layers)):
+            if not 0 <= layer < self._num_layers:
+                raise ValueError(f"layer {layer} is out of range: the model has layers 0 to {self._num_layers - 1}")
+
     # -- global steering ---------------------------------------------------------------------------------------------------
 
     def prepare_global(self, steering: GlobalSteering) -> None:
         """Could this be committed? Tensors, shapes, sites and sums are looked at; nothing is changed."""
         for entry in steering.entries:
-            if entry.hook not in self._hooks:
-                raise ValueError(f"there is no hook {entry.hook}: there are {', '.join(self._hooks)}")
-            beyond = [layer for layer in entry.layers if not 0 <= layer < self._num_layers]
-            if beyond:
-                raise ValueError(f"layer {beyond[0]} is out of range: the model has layers 0 to {self._num_layers - 1}")
+            self.check_sites(entry.hook, entry.layers)
         rows = steering.standing_rows()
         if len(rows) > MAX_STEERING_ROWS:
             raise ValueError(f"it takes {len(rows)} rows of the steering table, {MAX_STEERING_ROWS} are everyone's")
