@@ -20,6 +20,8 @@ COLUMNS = 16
 EDITS = 0  # edited tokens in `lists`, each listed once; 0: none
 EDITS_AT = 1  # where they begin in `lists`
 DEPTH = 2  # columns of `token_rows` in use
+ALIKE = 3  # the configuration row of all edited tokens, where they have that alone and are one contiguous run; else 0
+ALIKE_FROM = 14  # the first of that run
 
 
 class Port(NamedTuple):
@@ -125,6 +127,9 @@ class SitePlan:
                 raise ValueError(f"token {token} has {len(rows)} configuration rows, {ROWS_PER_TOKEN} fit")
             token_rows[token, : len(rows)] = torch.tensor(rows, dtype=torch.int32)
             plan[DEPTH] = max(plan[DEPTH], len(rows))
+        named = set(map(tuple, self.edits.values()))
+        if len(named) == 1 and len(alone := named.pop()) == 1 and list(self.edits) == list(range(lists[0], lists[0] + len(lists))):
+            plan[ALIKE], plan[ALIKE_FROM] = alone[0], lists[0]
         capture_slots = torch.full((2, capacity), NO_SLOT, dtype=torch.int32)
         captures = ((BEFORE, self.before, self.before_row), (AFTER, self.after, self.after_row))
         for pattern, (port, tokens, row) in enumerate(captures):

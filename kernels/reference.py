@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from .families import FAMILIES, PLACE, Family
-from .plan import AFTER, BEFORE, DEPTH, EDITS, EDITS_AT, Port
+from .plan import AFTER, ALIKE, ALIKE_FROM, BEFORE, DEPTH, EDITS, EDITS_AT, Port
 
 #: Of a `rewrite`: (rows, entries, pool, scalars) → new rows, and which of them it changed (None: all).
 #: rows: float32 `[n, hidden_size]`, may be overwritten; entries: int32 `[n]`, where each row's application begins; pool and
@@ -95,6 +95,9 @@ REWRITES: dict[str, Rewrite] = {
     "clamp": _clamp,
 }
 SHIFTS: dict[str, Shift] = {"add": _add}
+_ADD = PLACE["add"]
+#: From so many tokens on an int64 index is worth its conversion: torch adds by it twice as fast.
+_LONG = 256
 
 
 def pair_site(
@@ -153,7 +156,7 @@ def _site(
 ) -> None:
     if steps[BEFORE.COUNT]:
         _capture(hidden, stream, ring, steps, lists, BEFORE)
-    if steps[EDITS]:
+    if steps[EDITS] and not (steps[ALIKE] and _shift_alike(stream, steps, site_rows, pool)):
         tokens = lists[steps[EDITS_AT] : steps[EDITS_AT] + steps[EDITS]]
         depth = steps[DEPTH]
         rows = token_rows[:, :depth].index_select(0, tokens)
@@ -161,6 +164,18 @@ def _site(
         _edit(hidden, stream, tokens, entries, pool, scalars)
     if steps[AFTER.COUNT]:
         _capture(hidden, stream, ring, steps, lists, AFTER)
+
+
+def _shift_alike(stream: torch.Tensor, steps: list[int], site_rows: torch.Tensor, pool: torch.Tensor) -> bool:
+    """What is usual, in one call: one vector is added to a run of tokens, and nothing else is done. False when it is not so."""
+    entries: list[int] = site_rows[:, steps[ALIKE]].tolist()
+    entry = entries[_ADD]
+    if any(entries[:_ADD]) or any(entries[_ADD + 1 :]):
+        return False
+    if entry:
+        first = steps[ALIKE_FROM]
+        stream[first : first + steps[EDITS]].add_(pool[entry])
+    return True
 
 
 def _capture(
@@ -278,7 +293,7 @@ def _shift(
         tokens, entries = tokens[named], entries[named]
     formula = SHIFTS[family.name]
     if entries.shape[1] == 1:  # what is usual: no detour through float32
-        stream.index_add_(0, tokens, formula(entries[:, 0], pool, scalars).to(stream.dtype))
+        stream.index_add_(0, tokens.long() if len(tokens) >= _LONG else tokens, formula(entries[:, 0], pool, scalars).to(stream.dtype))
         return
     rows = _rows_at_a_time(stream)
     for places, part in zip(tokens.long().split(rows), entries.split(rows), strict=True):

@@ -13,7 +13,21 @@ import torch
 from site_truth import truth
 
 from midstream.kernels.families import FAMILIES, PLACE
-from midstream.kernels.plan import AFTER, BEFORE, COLUMNS, DEPTH, EDITS, ROWS_PER_TOKEN, Does, Planned, SitePlan, lowrank
+from midstream.kernels.plan import (
+    AFTER,
+    ALIKE,
+    ALIKE_FROM,
+    BEFORE,
+    COLUMNS,
+    DEPTH,
+    EDITS,
+    EDITS_AT,
+    ROWS_PER_TOKEN,
+    Does,
+    Planned,
+    SitePlan,
+    lowrank,
+)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: One lane; odd; a size of a real model that is not a power of two.
@@ -70,8 +84,10 @@ class Outcome:
 def _poisoned(planned: Planned, plan: SitePlan) -> Planned:
     """Nonsense in every place that the contract leaves open, so that reading it shows."""
     columns, depth = planned.plan, int(planned.plan[DEPTH])
-    for column in set(range(COLUMNS)) - {0, 1, 2, *BEFORE, *AFTER}:
+    for column in set(range(COLUMNS)) - {EDITS, EDITS_AT, DEPTH, ALIKE, ALIKE_FROM, *BEFORE, *AFTER}:
         columns[column] = -99
+    if not columns[ALIKE]:
+        columns[ALIKE_FROM] = 10**6
     for port in (BEFORE, AFTER):
         if not columns[port.COUNT]:
             columns[[port.AT, port.ROW, port.START, port.PATTERN]] = 10**6

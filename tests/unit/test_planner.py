@@ -7,6 +7,7 @@ import pytest
 import torch
 from rank_kit import HIDDEN, Rank, Request, make_buffers, rows_of, steering, stream_of, wanted_rows
 
+from midstream.kernels.plan import ALIKE, ALIKE_FROM
 from midstream.schemas.selectors import HOOKS, Window
 from midstream.schemas.specs import StoredCapture, StoredSteering
 from midstream.workers.runner.buffers import Staging
@@ -268,3 +269,22 @@ def test_an_accelerator_is_sent_the_rows_of_tokens_that_are_or_were_edited_and_n
     staging.sent = 0
     staging.commit(plan, [])
     assert staging.sent == plan.nbytes
+
+
+def test_a_run_of_tokens_that_one_row_edits_is_told_as_such_and_anything_else_is_not() -> None:
+    rank = Rank()
+    name = rank.vector(np.ones(HIDDEN))
+    mine, same, other = (
+        rank.admit(Request(number, 3, 9, (), [steering(name, [0], "pre_attn", scale=scale)]))
+        for number, scale in enumerate((1.0, 1.0, 2.0))
+    )
+    plain = Request(9, 3, 9)
+
+    def alike(*windows: tuple[Request, int, int]) -> tuple[int, int]:
+        rank.plan(*windows)
+        return int(rank.buffers.plan[0, ALIKE]), int(rank.buffers.plan[0, ALIKE_FROM])
+
+    row = mine.tracked.rows[0][0]
+    assert alike((plain, 0, 2), (mine, 0, 3), (same, 3, 1)) == (row, 2)
+    assert alike((mine, 3, 1), (plain, 2, 1), (same, 4, 1)) == (0, 0), "a gap"
+    assert alike((mine, 4, 1), (other, 0, 3)) == (0, 0), "another row"

@@ -17,6 +17,8 @@ from midstream.kernels import pair_site, reference, single_site
 from midstream.kernels.families import FAMILIES, MAX_RANK, PLACE, SCALARS
 from midstream.kernels.plan import (
     AFTER,
+    ALIKE,
+    ALIKE_FROM,
     BEFORE,
     COLUMNS,
     DEPTH,
@@ -276,3 +278,23 @@ def test_compiled_sites_share_the_ring_without_copies_of_it() -> None:
         _, (code, *_) = run_and_get_code(torch.compile(layer, fullgraph=True), case.stream.clone())
     assert code.count("midstream.single_site.default(") == 2
     assert re.findall(r"empty_strided\w*\(\(7919,", code) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("configuration", [("add",), ("add", "clamp"), ("ablate",), ()])
+def test_a_run_of_tokens_with_one_row_has_the_bits_of_tokens_taken_one_by_one(dtype: torch.dtype, configuration: tuple[str, ...]) -> None:
+    generator = torch.Generator().manual_seed(7)
+    vector = torch.randn(1, 32, generator=generator)
+    does = {"add": Does(-0.5 * vector), "clamp": Does(vector, (1.0, -0.1, 0.1)), "ablate": Does(vector, (1.0,))}
+    plan = SitePlan(32, [{}, {name: does[name] for name in configuration}], {token: (2,) for token in range(3, 300)})
+    planned = plan.build(310, dtype)
+    assert (int(planned.plan[ALIKE]), int(planned.plan[ALIKE_FROM])) == (2, 3)
+    hidden, residual = (torch.randn(310, 32, generator=generator).to(dtype) for _ in range(2))
+    found = []
+    for alike in (2, 0):
+        planned.plan[ALIKE] = alike
+        streams = hidden.clone(), residual.clone()
+        pair_site(*streams, torch.zeros(0, 32, dtype=dtype), *planned)
+        found.append(torch.stack(streams))
+    assert torch.equal(found[0].view(torch.uint8), found[1].view(torch.uint8))
+    assert torch.equal(found[0][1], residual) == (not configuration)

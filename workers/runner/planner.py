@@ -102,11 +102,15 @@ class Planner:
             run = np.repeat(np.arange(len(runs)), counts)
             tokens = (begins - np.cumsum(counts) + counts)[run] + np.arange(len(run))
             self._staging.set_rows(tokens, columns_of[run], rows_of[run])
-            count, start = self._list([np.unique(tokens)])
+            tokens = np.unique(tokens)
+            count, start = self._list([tokens])
             touched = np.logical_or.reduce([self._table.sites(row) for row in used])
             self._plan[touched, columns.EDITS] = count
             self._plan[touched, columns.EDITS_AT] = start
-            self._plan[touched, columns.DEPTH] = int(columns_of.max()) + 1
+            self._plan[touched, columns.DEPTH] = depth = int(columns_of.max()) + 1
+            if len(used) == depth == 1 and int(tokens[-1] - tokens[0]) == count - 1:
+                self._plan[touched, columns.ALIKE] = rows_of[0]
+                self._plan[touched, columns.ALIKE_FROM] = tokens[0]
 
     def plan_capture(self, mine: Sequence[tuple[Tracked, RequestRows]]) -> None:
         """Plan what is recorded of these requests' rows; on an error nothing is."""
