@@ -116,8 +116,11 @@ def test_ranks_out_of_step_begin_anew_and_are_equal_again(anew: Host, fault: str
     assert one.epoch == first.epoch + 1
 
 
-def test_a_compiled_forward_obeys_what_stands_and_what_began_anew(compiled: Host, reference: Reference) -> None:
-    """Tables are written, moved and zeroed where they lie: the graph reads the same memory."""
+@pytest.mark.parametrize("way", ["compiled", "pp2"])
+def test_what_stands_and_what_began_anew_is_obeyed(way: str, request: pytest.FixtureRequest) -> None:
+    """In a compiled forward, which reads the tables where they are written, moved and zeroed; on two stages, each with its layers."""
+    host: Host = request.getfixturevalue(way)
+    reference = Reference(request.getfixturevalue("qwen3")) if way == "pp2" else request.getfixturevalue("reference")
     mine, theirs = direction(64), direction(65)
 
     def check(host: Host, version: int, scale: float) -> None:
@@ -130,11 +133,11 @@ def test_a_compiled_forward_obeys_what_stands_and_what_began_anew(compiled: Host
         wanted = reference.post_block(prompt_of(9), [(0, mine, None), (1, scale * theirs, None)])
         assert relative_error(host.capture(job).array(3), wanted[3]) <= FP32_ROWS
 
-    check(compiled, 1, 2.0)
-    check(compiled, 2, 0.5)
-    compiled.call("restart_ledgers")
-    plain = compiled.job(prompt_of(9), max_tokens=2, capture=capture_of([3], "all_prompt"))
-    compiled.run(plain)
-    assert relative_error(compiled.capture(plain).array(3), reference.post_block(prompt_of(9), [])[3]) <= FP32_ROWS
-    check(compiled, 3, 3.0)
-    compiled.call("restart_ledgers")
+    check(host, 1, 2.0)
+    check(host, 2, 0.5)
+    host.call("restart_ledgers")
+    plain = host.job(prompt_of(9), max_tokens=2, capture=capture_of([3], "all_prompt"))
+    host.run(plain)
+    assert relative_error(host.capture(plain).array(3), reference.post_block(prompt_of(9), [])[3]) <= FP32_ROWS
+    check(host, 3, 3.0)
+    host.call("restart_ledgers")
