@@ -7,8 +7,8 @@ at one layer), `all` (at every layer); `one-64`, `one-256`, `all-64`, `all-256`:
 requests. `--steering-rows`: fewer than those have some wait.
 
 Every engine process keeps a speed of its own for its life (memory, cores), so both engines are started anew `--starts` times: where
-stock and ours are compared, trust the spread over starts. The others are within one engine. Receipts are written as ever, with no
-relay to take them.
+stock and ours are compared, trust the spread over starts. The others are within one engine. Receipts are written and taken by a
+relay, as ever.
 
 Also counted: how often and with how many bytes the ranks are called for vectors; and timed: hashing a tensor, and taking a request's
 tensor from JSON to its hash.
@@ -16,9 +16,15 @@ tensor from JSON to its hash.
 
 import argparse
 import json
+import os
+import signal
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +32,8 @@ import msgspec
 import numpy as np
 from engines import DEMO_MODEL, EngineProcess, bench_prompts, settings_for, tokenised
 
+from midstream.broker import redis_server
+from midstream.schemas.settings import Settings, to_environment
 from midstream.schemas.tensors import Tensor, content_hash, from_numpy
 
 ONE_LAYER = [14]
@@ -95,6 +103,22 @@ def interval(values: list[float]) -> tuple[float, float]:
     return round(float(low), 4), round(float(high), 4)
 
 
+@contextmanager
+def relay(folder: Path) -> Iterator[str]:
+    """The address of a relay that takes the receipts, over a Redis of its own: senders try again what nobody takes, more and more."""
+    server = redis_server.start(folder)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MIDSTREAM_")}
+    environment |= to_environment(Settings(redis_url=server.url))
+    process = subprocess.Popen([sys.executable, "-m", "midstream.broker.relay"], env=environment, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        yield process.stdout.readline().decode().split()[-1]
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(20)
+        server.stop()
+
+
 def engine_figures(options: Any) -> list[dict[str, Any]]:
     texts = tokenised(bench_prompts(), DEMO_MODEL)
     prompts = [texts[n % len(texts)][: 8 + n % 17] for n in range(options.prompts)]
@@ -103,8 +127,9 @@ def engine_figures(options: Any) -> list[dict[str, Any]]:
     medians: dict[str, list[float]] = {}
     seconds: dict[str, list[float]] = {}
     for number in range(options.starts):
-        with tempfile.TemporaryDirectory(prefix="midstream-bench-") as folder:
+        with tempfile.TemporaryDirectory(prefix="midstream-bench-") as folder, relay(Path(folder) / "redis") as relay_url:
             common = {
+                "relay_url": relay_url,
                 "enable_prefix_caching": False,
                 "enforce_eager": not options.compiled,
                 "steering_rows": options.steering_rows,
