@@ -4,6 +4,7 @@ Steering is given as a list of entries, as a mapping from site to array (`{"post
 `schemas.module_files` says how both name their tensors.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -60,15 +61,15 @@ def _of(model: str | None) -> dict[str, str | int | float]:
     return {} if model is None else {"model": model}
 
 
-class SteeringCalls:
+class SteeringCalls(ABC):
     """Of the blocking client. `model` may be left out where one is served.
 
     What a name points at, and what is steered for everyone, changes for requests that come later: those under way keep
     what they began with.
     """
 
-    def _send(self, call: Call) -> httpx.Response:
-        raise NotImplementedError
+    @abstractmethod
+    def _send(self, call: Call) -> httpx.Response: ...
 
     def register_module(self, name: str, steering: Wanted, model: str | None = None, description: str = "") -> ModuleView:
         """Give steering a name: requests say `{"module": name, "scale": 2}`. A name that is taken is replaced (`replaced`)."""
@@ -103,11 +104,11 @@ class SteeringCalls:
         return wire.decode(self._send(_about("GET", _DYNAMIC, model)), Dynamic)
 
 
-class AsyncSteeringCalls:
+class AsyncSteeringCalls(ABC):
     """Of the awaiting client: the same, as coroutines."""
 
-    async def _send(self, call: Call) -> httpx.Response:
-        raise NotImplementedError
+    @abstractmethod
+    async def _send(self, call: Call) -> httpx.Response: ...
 
     async def register_module(self, name: str, steering: Wanted, model: str | None = None, description: str = "") -> ModuleView:
         return wire.decode(await self._send(_register(name, steering, model, description)), ModuleView)

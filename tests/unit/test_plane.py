@@ -93,10 +93,12 @@ def test_an_unknown_vector_fails_its_request_at_once_and_no_other(rig: Rig) -> N
 
 def test_what_another_model_of_the_name_would_have_is_refused_and_not_skipped(rig: Rig) -> None:
     """Accepted by what the last worker published; this one has fewer layers, or other hooks."""
-    edits, records = steered(1), capturing(2)
+    edits, records = steered(1), steered(2, captures=capturing(2).captures)
     edits.tracked.spec.steering.append(steering(content_hash(VECTOR), [0, 9], "pre_attn"))
     records.tracked.spec.captures[0].sites["post_block"].append(7)
     rig.step((edits, 0, 6), (records, 0, 6), new=[edits, records])
+    status = rig.plane.status()
+    assert (status["rows_used"], status["tainted"]) == (1, 1), "who only records nothing fills no block with other content than it says"
     rig.step(finished=[edits, records])
     first, second = rig.receipts()
     assert (first.status, first.kind) == ("error", "intervention_failed")

@@ -278,10 +278,9 @@ class DataPlane:
             for capture in spec.captures:
                 for hook, layers in capture.sites.items():
                     self.standing.check_sites(hook, layers)
-        except ValueError as error:
+        except ValueError as error:  # it is steered all the same: its cached blocks say that they were
             self._fail(tracked, str(error), "capture_failed")
-            return
-        if self._place.tp == 0:  # the ranks of a stage hold equal rows: one records
+        if self._place.tp == 0 and not tracked.reported:  # the ranks of a stage hold equal rows: one records
             recordings = enumerate(Recording.of(capture, self._ports) for capture in spec.captures)
             tracked.recordings = {number: recording for number, recording in recordings if recording is not None}
         wanted = steering_rows(spec.global_steering) + steering_rows(spec.steering)
