@@ -145,9 +145,14 @@ class StoredSteering(Record):
 
     def shapes(self, hidden_size: int) -> list[list[int]]:
         """What its tensors must be."""
-        if self.family == "lowrank":
-            return [[self.rank, hidden_size], [self.rank, hidden_size], [self.rank]]
-        return [[hidden_size]]
+        return shapes_of(self.family, self.rank, hidden_size)
+
+
+def shapes_of(family: Family, rank: int, hidden_size: int) -> list[list[int]]:
+    """The shapes of a family's tensors, in the order of `StoredSteering.tensors`."""
+    if family == "lowrank":
+        return [[rank, hidden_size], [rank, hidden_size], [rank]]
+    return [[hidden_size]]
 
 
 #: What a factor on the whole of a family scales: the vector, or the first of its numbers (its strength, or norm_match's scale).

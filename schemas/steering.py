@@ -10,7 +10,7 @@ import msgspec
 
 from .base import Record
 from .selectors import Hook, PositionSelector, PositionWish, cut_positions, resolve_positions
-from .specs import Family, SteeringRow, SteeringSpec, StoredSteering, at_scale, content_key, steering_rows
+from .specs import Family, SteeringRow, SteeringSpec, StoredSteering, at_scale, content_key, shapes_of, steering_rows
 
 #: Names of modules: one path segment.
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}(?!\n)$"
@@ -30,6 +30,10 @@ class SteeringTemplate(Record):
     numbers: list[float] = []
     rank: int = 0
 
+    def shapes(self, hidden_size: int) -> list[list[int]]:
+        """What its tensors must be."""
+        return shapes_of(self.family, self.rank, hidden_size)
+
     def stored(self, positions: PositionSelector, scale: float = 1.0) -> StoredSteering:
         """The same for one prompt, at `positions`, times `scale` (see `specs.at_scale`)."""
         return at_scale(
@@ -44,10 +48,6 @@ class SteeringTemplate(Record):
 def content_digest(entries: list[SteeringTemplate]) -> str:
     """SHA-256 hex of everything that the entries do; empty for none."""
     return content_key(entries) if entries else ""
-
-
-def _tensors_of(entries: list[SteeringTemplate]) -> list[str]:
-    return list(dict.fromkeys(name for entry in entries for name in entry.tensors))
 
 
 # --- Named modules ----------------------------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ class Module(Record):
     @property
     def tensors(self) -> list[str]:
         """Content hashes, each once."""
-        return _tensors_of(self.entries)
+        return list(dict.fromkeys(name for entry in self.entries for name in entry.tensors))
 
 
 class EntryView(Record):
@@ -141,7 +141,7 @@ class GlobalSteering(Record):
     @property
     def tensors(self) -> list[str]:
         """Content hashes, each once."""
-        return _tensors_of(self.entries)
+        return list(dict.fromkeys(name for entry in self.entries for name in entry.tensors))
 
     def at(self, prompt_tokens: int) -> list[StoredSteering]:
         """What it does to a prompt of this length; an entry without a position there is left out."""
