@@ -22,6 +22,7 @@ from midstream.schemas.settings import Settings, load_settings, to_environment
 from midstream.schemas.specs import StoredSteering
 from midstream.schemas.steering import GlobalSteering
 from midstream.schemas.tensors import Tensor, content_hash, from_numpy
+from midstream.workers.engine import ask_of
 
 DATA = Path(__file__).with_name("data")
 DEMO_MODEL = Path.home() / ".cache" / "midstream" / "models" / "SmolLM2-135M-Instruct"
@@ -144,7 +145,7 @@ class _Stock:
         from midstream.workers import vllm_output
 
         prompt, count = TokensPrompt(prompt_token_ids=job.prompts[0].token_ids), 0
-        async for output in self.llm.generate(prompt, vllm_output.sampling_params(job, None), job.id):
+        async for output in self.llm.generate(prompt, vllm_output.sampling_params(job.sampling, None), job.id):
             count += len(output.outputs[0].token_ids)
         return count
 
@@ -175,7 +176,7 @@ class _Ours:
         names = [name for entry in job.steering[0] for name in entry.tensors] if job.steering else []
         await self._engine.hold_vectors(names, self._fetch)
         count = 0
-        async for progress in self._engine.generate(job, 0, 1, GlobalSteering()):
+        async for progress in self._engine.generate(ask_of(job, 0, 1), GlobalSteering()):
             count += len(progress.token_ids)
         await self._engine.release_vectors(names)
         return count

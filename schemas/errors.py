@@ -25,6 +25,8 @@ STATUS_OF_KIND: dict[str, int] = {
     "worker_lost": 500,  # every attempt ended with the worker's death
     "version_mismatch": 500,  # two parts of Midstream run different versions; the detail names both
     "unavailable": 503,
+    "useless_baseline": 422,  # a sweep's two prompts differ too little to say what share of the difference was recovered
+    "too_many_cells": 429,  # the sweeps that wait or run have all the cells that they may
     "quota_exceeded": 507,  # the captures take all the space that they may
     "receipts_timed_out": 504,  # not every rank reported in time
 }

@@ -9,7 +9,8 @@ import msgspec
 
 from .base import Record
 from .errors import Problem
-from .specs import CaptureSpec, CaptureStatus, SteeringSpec, StoredCapture, StoredSteering
+from .specs import CaptureSpec, CaptureStatus, PatchSpec, SteeringSpec, StoredCapture, StoredSteering
+from .sweeps import StoredSweep, SweepResult
 
 
 class State(StrEnum):
@@ -63,6 +64,7 @@ class JobRequest(Record):
     sampling: Sampling = Sampling()
     capture: CaptureSpec | None = None
     steering: list[SteeringSpec] = []
+    patch: list[PatchSpec] = []
     metadata: Annotated[dict[str, str], msgspec.Meta(max_length=16)] = {}
 
 
@@ -77,21 +79,24 @@ class Job(Record, dict=True):  # `dict`: for the cached property
     """A validated job as the ledger keeps it and the worker reads it. Never changes after acceptance."""
 
     id: str
-    kind: Literal["generate", "completion", "chat"]
+    kind: Literal["generate", "completion", "chat", "sweep"]
     model: str
-    prompts: list[StoredPrompt]
+    prompts: list[StoredPrompt]  # none of a sweep
     sampling: Sampling
     created: float
-    #: One list per prompt: positions are resolved against that prompt. Empty when nothing is asked for.
+    #: One list per prompt: positions are resolved against that prompt. Empty when nothing is asked for. Patches come first.
     steering: list[list[StoredSteering]] = []
     captures: list[list[StoredCapture]] = []
     stream: bool = False  # publish token events while generating
     metadata: dict[str, str] = {}
     modules: dict[str, str] = {}  # named modules that it uses → the digest that the name pointed at when the job was accepted
+    runs: dict[str, str] = {}  # source runs that it is patched with → the job that the name pointed at then
+    run: str = ""  # its captures are kept as the source run of this name
+    sweep: StoredSweep | None = None
 
     @property
     def wants_receipts(self) -> bool:
-        return any(self.captures) or any(self.steering)
+        return any(self.captures) or any(self.steering) or self.sweep is not None
 
     @cached_property
     def captured(self) -> dict[str, int]:
@@ -218,6 +223,10 @@ class JobView(Record, omit_defaults=True):
     error: Problem | None = None
     metadata: dict[str, str] = {}
     modules: dict[str, str] = {}  # named modules that it uses → digest
+    runs: dict[str, str] = {}  # source runs that it is patched with → their jobs
+    run: str = ""  # the source run that it makes
+    cells: int = 0  # of a sweep: those that are known, skipped ones included
+    cells_expected: int = 0
     steered: bool = False  # something edits it: its own steering, or the global one that it was started under
 
 
@@ -231,6 +240,7 @@ class JobResult(Record):
     capture_results: CaptureResults
     determinism: Determinism | None  # null when nothing of the job was captured or steered
     attempt: int
+    sweep: SweepResult | None = None
 
 
 class JobPage(Record):
@@ -238,14 +248,15 @@ class JobPage(Record):
     next: str | None = None  # pass as `?cursor=`
 
 
-EventKind = Literal["state", "token", "output", "receipt", "done"]
+EventKind = Literal["state", "token", "output", "receipt", "start", "cell", "summary", "done"]
 
 
 class Event(Record):
     """One entry of a job's event stream; its id is the SSE id.
 
     state: {state, attempt} · token: {index, text, token_ids, finish_reason} · output: {index} ·
-    receipt: {request, rank, status: ok | partial | error | disagrees (with another rank of its stage)} · done: {state}
+    receipt: {request, rank, status: ok | partial | error | disagrees (with another rank of its stage)} · done: {state} ·
+    of a sweep, instead of output and receipts that are ok: start: SweepStart · cell: SweepCell · summary: SweepSummary
     """
 
     event: EventKind

@@ -29,6 +29,8 @@ class ModelInfo(Record):
     steering_rows: int = 0  # distinct rows of steering that the engine holds at once; 0: not told
     steering_entries: int = 0  # vectors of those rows, over all sites; 0: not told
     global_captures: list[CaptureSpec] = []  # taken of every request
+    grades: bool = False  # ranks answer `RankSpec.grade`: sweeps can run
+    multimodal: bool = False
 
 
 class TokenizerBundle(Record):

@@ -1,4 +1,4 @@
-"""What do the OpenAI-style endpoints accept and answer? OpenAI's shapes, with `steering`, `capture` and `capture_wait` added.
+"""What do the OpenAI-style endpoints accept and answer? OpenAI's shapes, with `steering`, `patch`, `capture` and `capture_wait` added.
 
 Fields of OpenAI's that change nothing here (`user`, `store`, …) are accepted. Fields that we do not serve are accepted only
 at the value that asks for nothing (`ONLY`), and refused by name otherwise; any other field is unknown and refused as well.
@@ -11,7 +11,7 @@ from msgspec import UNSET, UnsetType
 
 from .base import Record
 from .jobs import CaptureResults, Determinism
-from .specs import CaptureSpec, SteeringSpec
+from .specs import CaptureSpec, PatchSpec, SteeringSpec
 
 #: Field → the values that ask for nothing. Anything else is refused with the field's name.
 ONLY: dict[str, tuple[Any, ...]] = {
@@ -54,6 +54,7 @@ class OpenAIRequest(Record, kw_only=True):
 
     # Ours
     steering: list[SteeringSpec] = []
+    patch: list[PatchSpec] = []
     capture: CaptureSpec | None = None
     #: Hold the answer until every capture is durable and every rank has reported. A steered answer is always held for the
     #: ranks' reports, so that an intervention which was not applied is never answered as if it were.

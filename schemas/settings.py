@@ -51,6 +51,7 @@ class Settings(Record):
     enable_prefix_caching: bool = True
     speculative_tokens: Natural = 0  # draft tokens by n-gram lookup in the prompt; 0: none
     kv_cache_gib: Positive = 1.0  # CPU only
+    block_size: Count | None = None  # tokens in a block of the KV cache, of which only whole ones are shared; default: the platform's
     num_gpu_blocks: Count | None = None  # override of the KV cache's size in blocks
 
     # The data plane
@@ -80,6 +81,13 @@ class Settings(Record):
     global_capture: str = ""  # taken of every request, such as `post_block:all;pre_attn:0-17`
     global_capture_positions: str = "last_prompt"  # a name, positions separated by commas, or a range: 5:9, 5:
     global_capture_tag: str = "global"
+
+    # Source runs and sweeps
+    run_cache_mib: Count = 1024  # rows of source runs in memory, per rank; what is not in use is given up first, and read again from disk
+    sweep_cells: Count = 20_000  # cells of one sweep
+    sweep_cells_waiting: Count = 200_000  # cells of all sweeps that are not over; beyond it new ones are refused
+    sweep_cells_in_flight: Count = 32  # cells of all sweeps in the engine at once: the rest of a step is for others
+    sweep_entry: bool = True  # begin a cell's forward pass at the layer that it patches, where the engine can
 
     # The worker
     engine: Literal["vllm", "fake"] = "vllm"  # `fake` generates without a model: control-plane tests and benchmarks only

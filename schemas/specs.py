@@ -7,13 +7,16 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 
 from .base import Record
-from .selectors import Hook, HookName, LayerSelector, PositionSelector, PositionWish, Window, select
+from .selectors import Hook, HookName, LayerSelector, Place, PositionSelector, PositionWish, Window, select
 from .tensors import ITEM_BYTES, Tensor
 
 #: A tag is a folder name: one path segment, so it cannot leave the capture root.
 #: (`(?!\n)`: Python's `$` would let one line break follow.)
 Tag = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}(?!\n)$")]
 
+
+#: Names a source run; job ids name the captures of their jobs without one, so no name may begin like them.
+RunName = Annotated[str, msgspec.Meta(pattern=r"^(?!job_)[A-Za-z0-9][A-Za-z0-9_-]{0,63}(?!\n)$")]
 
 #: Before or after the interventions of the same site.
 At = Literal["before", "after"]
@@ -45,6 +48,7 @@ class CaptureSpec(Record):
     tag: Tag = "default"
     layout: Layout = "auto"
     consumers: Consumers = msgspec.field(default_factory=lambda: list(DEFAULT_CONSUMERS))
+    run: RunName | None = None  # keep the rows as a source run of this name, that others are patched with; needs `filesystem`
 
     def __post_init__(self) -> None:
         if self.hooks is not None and (self.hook is not None or self.layers is not None):
@@ -121,9 +125,52 @@ class SteeringSpec(Record):
                 raise ValueError(f"{name} is {value}: leave it out, or give a finite number")
 
 
+class PatchSource(Record):
+    """What a patch writes: exactly one of `run`, `vector`, `module` and `zeros`.
+
+    `run`: a name, or the id of a job that captured. Its row at `position` of its prompt number `prompt`, at the patch's own
+    hook and layer; null: at the position that is patched. Or, with `mean`, the mean over `positions` of the run (null: all
+    that it has), in float32.
+    """
+
+    run: str | None = None
+    prompt: Annotated[int, msgspec.Meta(ge=0)] = 0
+    position: Place | list[Place] | None = None  # a list: one for each position that is patched, in ascending order of those
+    mean: bool = False
+    positions: PositionWish | None = None  # of the mean
+    vector: Tensor | None = None  # `[hidden_size]`
+    module: str | None = None  # a named module that is one vector
+    zeros: bool = False
+
+    def __post_init__(self) -> None:
+        if sum((self.run is not None, self.vector is not None, self.module is not None, self.zeros)) != 1:
+            raise ValueError("a source is exactly one of run, vector, module and zeros")
+        if self.run is None and (self.prompt or self.position is not None or self.mean or self.positions is not None):
+            raise ValueError("prompt, position, mean and positions are of a run: name one in `run`")
+        if self.mean and self.position is not None:
+            raise ValueError("position is of one row: a mean is over `positions`")
+        if not self.mean and self.positions is not None:
+            raise ValueError("positions are those of a mean: set `mean`, or name the row in `position`")
+
+
+class PatchSpec(Record):
+    """Activation patching: write rows at `hook` of each of `layers`, at `positions`: s → (1 − alpha) · s + alpha · t, in `mask`.
+
+    With alpha 1 bit for bit the source's row t (Vig et al. 2020, arXiv:2004.12265; Meng et al. 2022, arXiv:2202.05262).
+    Patches come before steering at the same site, in the order written; `docs/patching.md`.
+    """
+
+    layers: LayerSelector
+    positions: PositionWish
+    source: PatchSource
+    hook: HookName = "post_block"
+    alpha: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
+    mask: LayerSelector | None = None  # dimensions that are written, as layers are named: "0-63,100", a list; null: all
+
+
 #: What the ops are to the ranks, in the order in which they are applied: `kernels.families`. `add_matched` is `add` with
-#: `norm_match`.
-Family = Literal["replace", "lowrank", "add", "add_matched", "ablate", "clamp"]
+#: `norm_match`, `replace_masked` is `replace` in some dimensions only.
+Family = Literal["replace", "replace_masked", "lowrank", "add", "add_matched", "ablate", "clamp"]
 
 
 class StoredSteering(Record):
@@ -133,7 +180,7 @@ class StoredSteering(Record):
     hook: Hook
     positions: PositionSelector
     family: Family
-    tensors: list[str]  # the vector; of `lowrank` R, W and b
+    tensors: list[str]  # the vector; of `lowrank` R, W and b; of `replace_masked` the vector and the mask (1: written, 0: not)
     scale: float = 1.0  # of the vector, for `replace` and `add`
     numbers: list[float] = []  # the family's first scalars: alpha, or strength, …
     rank: int = 0  # of `lowrank`
@@ -141,7 +188,7 @@ class StoredSteering(Record):
     @property
     def num_vectors(self) -> int:
         """Entries of the ranks' pool for each site."""
-        return 2 * self.rank or 1
+        return 2 if self.family == "replace_masked" else 2 * self.rank or 1
 
     def shapes(self, hidden_size: int) -> list[list[int]]:
         """What its tensors must be."""
@@ -152,7 +199,7 @@ def shapes_of(family: Family, rank: int, hidden_size: int) -> list[list[int]]:
     """The shapes of a family's tensors, in the order of `StoredSteering.tensors`."""
     if family == "lowrank":
         return [[rank, hidden_size], [rank, hidden_size], [rank]]
-    return [[hidden_size]]
+    return [[hidden_size]] * (2 if family == "replace_masked" else 1)
 
 
 #: What a factor on the whole of a family scales: the vector, or the first of its numbers (its strength, or norm_match's scale).
@@ -215,6 +262,24 @@ def memory_bytes(positions: int, sites: int, hidden_size: int, dtype: str, stage
     return positions * (sites * hidden_size * ITEM_BYTES[dtype] + stages * POSITION_BYTES)
 
 
+class Entry(Record):
+    """Where a forward may begin for a request: at `layer`, with the rows of `pre_attn` that a run kept of the very same tokens.
+
+    All that an intervention of the request touches is at `layer` or above. A rank may begin there or not: the result is the same.
+    """
+
+    run: str  # `run_key`: rows of `pre_attn` at `layer` for every prompt position
+    layer: int
+
+
+class Grade(Record):
+    """What is asked about the next token after a request's prompt; answered in the last stage's receipt (`Receipt.graded`)."""
+
+    token_ids: list[int]  # log-probability of each, nats, log-softmax in float32
+    keep: str = ""  # keep the distribution on the rank under this name
+    against: str = ""  # Kullback–Leibler divergence D(kept distribution of this name ‖ this one), nats; follows the token ids'
+
+
 class RankSpec(Record):
     """What a rank is told about one request, in `SamplingParams.extra_args["midstream"]` (as plain containers).
 
@@ -236,6 +301,8 @@ class RankSpec(Record):
     told_when_over: bool = False  # the worker says where the output ends (stop strings are found there, after the fact)
     global_steering: list[StoredSteering] = []  # the operator's, applied before `steering`; part of `digest` and what follows from it
     global_version: int = 0  # of the global steering that the request began under
+    entry: Entry | None = None  # only of requests that generate one token; their `digest` is nobody else's
+    grade: Grade | None = None
 
     @property
     def key(self) -> str:
@@ -246,7 +313,8 @@ class RankSpec(Record):
 CaptureStatus = Literal["not_requested", "pending", "ok", "partial", "error", "timed_out"]
 
 
-#: So many rows of the ranks' steering table may edit one token for its request, and as many more for everyone's sake.
+#: So many rows of the ranks' steering table may edit *one token* for its request, and as many more for everyone's sake.
+#: Rows of other positions do not count: see `columns_of`.
 MAX_STEERING_ROWS = 4
 
 
@@ -302,6 +370,27 @@ def steering_rows(steering: list[StoredSteering]) -> list[SteeringRow]:
         content = [(e.hook, e.layers, e.family, e.tensors, e.scale, e.numbers) for e in group]
         rows.append(SteeringRow(key=content_key(content), positions=group[0].positions, entries=group))
     return rows
+
+
+def columns_of(rows: list[SteeringRow]) -> list[int]:
+    """In which of a token's places each row stands: behind all earlier rows that may touch a token of its own.
+
+    Rows of listed positions that have none in common share a place, so a request may have many of them.
+    """
+    columns: list[int] = []
+    listed: list[set[int]] = []  # of each place: the listed positions of the rows there
+    open_ended: list[bool] = []  # of each place: does a row there name others than listed ones?
+    for row in rows:
+        mine = set(row.positions) if isinstance(row.positions, list) else None
+        meets = [place for place in range(len(listed)) if mine is None or open_ended[place] or mine & listed[place]]
+        place = meets[-1] + 1 if meets else 0
+        if place == len(listed):
+            listed.append(set())
+            open_ended.append(False)
+        listed[place] |= mine or set()
+        open_ended[place] = open_ended[place] or mine is None
+        columns.append(place)
+    return columns
 
 
 def hashable(positions: PositionSelector) -> str | tuple[int, ...] | Window:

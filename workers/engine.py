@@ -1,18 +1,54 @@
 """What must an engine be able to do, so that a worker can host it?"""
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from ..schemas.errors import MidstreamError
-from ..schemas.jobs import Job, Output
+from ..schemas.jobs import Job, Output, Sampling
 from ..schemas.models import ModelInfo, TokenizerBundle
+from ..schemas.runs import RunFiles
 from ..schemas.settings import Settings
+from ..schemas.specs import Entry, Grade, StoredCapture, StoredSteering
 from ..schemas.steering import GlobalSteering, RankApplied, RankSteering
 from ..schemas.tensors import Tensor
 
 #: Gives the tensor of a content hash; raises MidstreamError when nobody has it.
 Fetch = Callable[[str], Awaitable[Tensor]]
+#: Says where the rows of a run (`run_key`) are; raises MidstreamError when it is not ready, or deleted.
+Locate = Callable[[str], Awaitable[RunFiles]]
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One prompt, and all that is asked of the engine for it."""
+
+    job: str
+    request: int  # index of the prompt in its job; of a sweep see `schemas.sweep_units`
+    attempt: int
+    token_ids: list[int]
+    sampling: Sampling
+    steering: list[StoredSteering] = field(default_factory=list)  # patches among it
+    captures: list[StoredCapture] = field(default_factory=list)
+    captured: dict[str, int] = field(default_factory=dict)  # tag → how many of the job's prompts have a capture under it
+    stream: bool = False
+    entry: Entry | None = None
+    grade: Grade | None = None
+
+
+def ask_of(job: Job, request: int, attempt: int) -> Ask:
+    """What a job that is no sweep asks for one of its prompts."""
+    return Ask(
+        job=job.id,
+        request=request,
+        attempt=attempt,
+        token_ids=job.prompts[request].token_ids,
+        sampling=job.sampling,
+        steering=job.steering[request] if job.steering else [],
+        captures=job.captures[request] if job.captures else [],
+        captured=job.captured,
+        stream=job.stream,
+    )
 
 
 @dataclass(frozen=True)
@@ -31,6 +67,7 @@ class Engine(Protocol):
     info: ModelInfo
     tokenizer: TokenizerBundle
     world: int  # number of ranks (tp x pp): this many receipts for every request that wants them
+    enters: bool  # a forward may begin at `Ask.entry`; where it cannot, an entry changes nothing but the cache keys
     on_quarantine: Callable[[str], None]  # set by the host; told why the ranks may differ, besides what is raised
 
     async def start(self) -> None:
@@ -45,6 +82,21 @@ class Engine(Protocol):
 
     async def release_vectors(self, names: Sequence[str], *, standing: bool = False) -> None:
         """These are no longer needed by whoever held them; they may stay as a cache."""
+
+    async def hold_runs(self, keys: Sequence[str], locate: Locate) -> None:
+        """Have the rows of every one of these source runs (`run_key`) on every rank of the stages that have its layers, and keep them
+        there until `release_runs` with the same keys. Whole runs, least recently used given up first; waits while what others hold
+        leaves no room.
+
+        Raises MidstreamError("intervention_failed") naming rank and reason, what `locate` raises, and Quarantined; a call that
+        raises, or is cancelled, holds nothing.
+        """
+
+    async def release_runs(self, keys: Sequence[str]) -> None:
+        """These are no longer needed by whoever held them; they may stay as a cache."""
+
+    def held_runs(self) -> list[str]:
+        """Keys of the runs that the ranks have now, in use or not."""
 
     # What is applied to everyone and what has a name: `workers.steering` calls these one at a time, never side by side.
 
@@ -84,7 +136,7 @@ class Engine(Protocol):
     def waiting(self) -> int:
         """Requests that wait for rows of the steering table."""
 
-    def generate(self, job: Job, request: int, attempt: int, everyone: GlobalSteering) -> AsyncGenerator[Progress, None]:
+    def generate(self, ask: Ask, everyone: GlobalSteering) -> AsyncGenerator[Progress, None]:
         """Generate for one prompt under `everyone`, which was applied when the job was claimed; the last item carries `finished`.
 
         Raises MidstreamError("engine_failed") when the engine has died. Closing the generator stops the request.

@@ -19,11 +19,11 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from ..schemas.errors import MidstreamError
-from ..schemas.jobs import Job, Output, Sampling, TokenLogprob
+from ..schemas.jobs import Output, Sampling, TokenLogprob
 from ..schemas.settings import Settings
 from ..schemas.specs import RankSpec, StoredSteering
 from ..schemas.steering import GlobalSteering
-from .engine import Progress
+from .engine import Ask, Progress
 from .fake_model import Dice, make_bundle, make_info, make_tokenizer
 from .fake_rank import FakeFaults
 from .fake_ranks import FakeRanks
@@ -63,45 +63,46 @@ class FakeEngine(RankControl):
             raise MidstreamError("engine_failed", self._reason)
         return self.ranks.call(method, args)
 
-    async def generate(self, job: Job, request: int, attempt: int, everyone: GlobalSteering) -> AsyncGenerator[Progress, None]:
-        self._active[job.id, attempt] += 1
+    async def generate(self, ask: Ask, everyone: GlobalSteering) -> AsyncGenerator[Progress, None]:
+        attempt = ask.job, ask.attempt
+        self._active[attempt] += 1
         try:
-            async with aclosing(self._generate(job, request, rank_spec(job, request, attempt, everyone), attempt)) as progresses:
+            async with aclosing(self._generate(ask, rank_spec(ask, everyone))) as progresses:
                 async for progress in progresses:
                     yield progress
         finally:
-            self._active[job.id, attempt] -= 1
-            if not self._active[job.id, attempt]:
-                del self._active[job.id, attempt]
-                self._aborted.discard((job.id, attempt))
+            self._active[attempt] -= 1
+            if not self._active[attempt]:
+                del self._active[attempt]
+                self._aborted.discard(attempt)
 
-    async def _generate(self, job: Job, request: int, spec: RankSpec | None, attempt: int) -> AsyncGenerator[Progress, None]:
+    async def _generate(self, ask: Ask, spec: RankSpec | None) -> AsyncGenerator[Progress, None]:
         steering = [*spec.global_steering, *spec.steering] if spec is not None else []
         async with self._rows.admitted(row_wish(spec)), self._slots:
-            if (found := self.faults.get("generate")) is not None and int(found["request"]) == request:
-                raise MidstreamError("intervention_failed", f"rank 0 refused prompt {request}: injected fault")
-            writing = _Writing(self._tokenizer, job, request, steering)
+            if (found := self.faults.get("generate")) is not None and int(found["request"]) == ask.request:
+                raise MidstreamError("intervention_failed", f"rank 0 refused prompt {ask.request}: injected fault")
+            writing = _Writing(self._tokenizer, ask, steering)
             if spec is not None:
                 self.ranks.begin(spec)
             try:
                 while writing.finish_reason is None:
-                    await self._take_time(job)
-                    if (job.id, attempt) in self._aborted:
+                    await self._take_time(ask)
+                    if (ask.job, ask.attempt) in self._aborted:
                         return
                     writing.add_token()
-                    if writing.finish_reason is None and (job.stream or self._settings.fake_token_s):
+                    if writing.finish_reason is None and (ask.stream or self._settings.fake_token_s):
                         yield writing.progress()
             finally:
                 if spec is not None:
                     self.ranks.end(spec)
             if spec is not None:
-                self.ranks.report(job, spec, writing.token_ids)
+                self.ranks.report(ask, spec, writing.token_ids)
         yield writing.progress()
 
-    async def _take_time(self, job: Job) -> None:
+    async def _take_time(self, ask: Ask) -> None:
         if self._settings.fake_token_s:
             await asyncio.sleep(self._settings.fake_token_s)
-        elif job.stream:
+        elif ask.stream:
             await asyncio.sleep(0)
         if self._reason:
             raise MidstreamError("engine_failed", self._reason)
@@ -129,19 +130,19 @@ class FakeEngine(RankControl):
 class _Writing:
     """One output on its way."""
 
-    def __init__(self, tokenizer: Tokenizer, job: Job, request: int, steering: list[StoredSteering]):
+    def __init__(self, tokenizer: Tokenizer, ask: Ask, steering: list[StoredSteering]):
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
         self._text = ""
         self._sent_tokens = 0
         self._sent_text = 0
-        self._job, self._request, self._dice = job, request, Dice(tokenizer, job, request, steering)
+        self._ask, self._dice = ask, Dice(tokenizer, ask.token_ids, ask.sampling.seed, steering)
         self._decode: Callable[[list[int]], str] = tokenizer.decode
         #: Characters held back while they may turn out to begin a stop string.
-        self._held_back = max((len(stop) for stop in job.sampling.stop), default=1) - 1
+        self._held_back = max((len(stop) for stop in ask.sampling.stop), default=1) - 1
 
     def add_token(self) -> None:
-        sampling = self._job.sampling
+        sampling = self._ask.sampling
         self.token_ids.append(self._dice.roll())
         self._text += self._decode(self.token_ids[-1:])
         ends = [found for stop in sampling.stop if (found := self._text.find(stop)) >= 0]
@@ -156,18 +157,17 @@ class _Writing:
         until = len(self._text) if self.finish_reason else max(len(self._text) - self._held_back, self._sent_text)
         text, tokens = self._text[self._sent_text : until], self.token_ids[self._sent_tokens :]
         self._sent_text, self._sent_tokens = until, len(self.token_ids)
-        return Progress(self._request, text, tokens, self._output() if self.finish_reason else None)
+        return Progress(self._ask.request, text, tokens, self._output() if self.finish_reason else None)
 
     def _output(self) -> Output:
         assert self.finish_reason is not None
-        prompt = self._job.prompts[self._request]
         return Output(
-            index=self._request,
+            index=self._ask.request,
             text=self._text,
             token_ids=self.token_ids,
             finish_reason=self.finish_reason,
-            prompt_tokens=len(prompt.token_ids),
-            logprobs=self._logprobs(self._job.sampling),
+            prompt_tokens=len(self._ask.token_ids),
+            logprobs=self._logprobs(self._ask.sampling),
         )
 
     def _logprobs(self, sampling: Sampling) -> list[TokenLogprob] | None:

@@ -10,7 +10,6 @@ from tokenizers.models import BPE
 from .. import __version__
 from ..schemas.base import to_msgpack
 from ..schemas.global_capture import from_settings
-from ..schemas.jobs import Job
 from ..schemas.models import ModelInfo, TokenizerBundle, encode_bundle
 from ..schemas.selectors import HOOKS, Hook
 from ..schemas.settings import Settings
@@ -80,9 +79,9 @@ def _token_id(tokenizer: Tokenizer, token: str) -> int:
 class Dice:
     """Deterministic tokens: lower-case letters and blanks that prompt, steering and seed decide."""
 
-    def __init__(self, tokenizer: Tokenizer, job: Job, request: int, steering: list[StoredSteering]):
+    def __init__(self, tokenizer: Tokenizer, prompt: list[int], seed: int | None, steering: list[StoredSteering]):
         """`steering`: everyone's and the request's own."""
-        self._state = zlib.crc32(to_msgpack((job.prompts[request].token_ids, steering, job.sampling.seed)))
+        self._state = zlib.crc32(to_msgpack((prompt, steering, seed)))
         self._faces = [_token_id(tokenizer, character) for character in "Ġabcdefghijklmnopqrstuvwxyz"]
 
     def roll(self) -> int:

@@ -12,12 +12,12 @@ import numpy as np
 
 from .. import __version__
 from ..broker.outbox import Outbox
-from ..schemas.jobs import Job
 from ..schemas.receipts import Receipt
 from ..schemas.selectors import select
 from ..schemas.settings import Settings
 from ..schemas.specs import RankSpec, StoredCapture
 from .collective import check_apply_results
+from .engine import Ask
 from .fake_model import HIDDEN_SIZE, NUM_LAYERS, residual_rows
 from .fake_rank import FakeFaults, FakeRank
 from .identity import BOOT
@@ -31,13 +31,13 @@ FLUSH_S = 2.0
 
 @dataclass(frozen=True)
 class _Finished:
-    job: Job
+    ask: Ask
     spec: RankSpec
     token_ids: list[int]  # generated
 
     @property
     def prompt(self) -> list[int]:
-        return self.job.prompts[self.spec.request].token_ids
+        return self.ask.token_ids
 
     @property
     def fed(self) -> list[int]:
@@ -110,9 +110,9 @@ class FakeRanks:
             await asyncio.to_thread(outbox.flush, FLUSH_S)
             await asyncio.to_thread(outbox.close)
 
-    def report(self, job: Job, spec: RankSpec, token_ids: list[int]) -> None:
+    def report(self, ask: Ask, spec: RankSpec, token_ids: list[int]) -> None:
         """A request has generated everything; its receipts follow when its files are durable."""
-        finished = _Finished(job, spec, list(token_ids))
+        finished = _Finished(ask, spec, list(token_ids))
         for rank, writer in zip(self.ranks, self._writers, strict=True):
             rank.step += 1
             if rank.rank != self._faults.rank("silent"):

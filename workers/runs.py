@@ -20,7 +20,7 @@ from ..schemas.tensors import Tensor, content_hash
 from .admission import CrowdedOut
 from .applied import Lease
 from .collective import Quarantined
-from .engine import Engine, Progress
+from .engine import Engine, Progress, ask_of
 from .patience import UNAVAILABLE, patiently
 from .steering import Standing
 
@@ -241,7 +241,7 @@ class Runs:
 
     async def _prompt(self, run: Run, request: int) -> Output:
         output: Output | None = None
-        async with aclosing(self._engine.generate(run.job, request, run.attempt, run.lease.steering)) as stream:
+        async with aclosing(self._engine.generate(ask_of(run.job, request, run.attempt), run.lease.steering)) as stream:
             async for progress in stream:
                 run.check()
                 output = progress.finished

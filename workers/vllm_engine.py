@@ -18,14 +18,13 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from .. import __version__
 from ..schemas.errors import MidstreamError
 from ..schemas.global_capture import from_settings
-from ..schemas.jobs import Job
 from ..schemas.models import ModelInfo, TokenizerBundle
 from ..schemas.selectors import HOOKS
 from ..schemas.settings import Settings, SettingsError
 from ..schemas.specs import RankSpec
 from ..schemas.steering import GlobalSteering, RankSteering
 from .admission import CaptureBudget, StepRows
-from .engine import Progress
+from .engine import Ask, Progress
 from .identity import BOOT
 from .rank_control import RankControl, rank_steering, row_wish
 from .rank_spec import rank_spec
@@ -119,23 +118,23 @@ class VllmEngine(RankControl):
             global_captures=from_settings(settings, config.get_total_num_hidden_layers(), hooks, row_limit),
         )
 
-    async def generate(self, job: Job, request: int, attempt: int, everyone: GlobalSteering) -> AsyncGenerator[Progress, None]:
-        spec = rank_spec(job, request, attempt, everyone)
-        request_id = f"{job.id}.{request}.{attempt}"
-        live = self._live.setdefault((job.id, attempt), set())
+    async def generate(self, ask: Ask, everyone: GlobalSteering) -> AsyncGenerator[Progress, None]:
+        spec = rank_spec(ask, everyone)
+        request_id = f"{ask.job}.{ask.request}.{ask.attempt}"
+        live = self._live.setdefault((ask.job, ask.attempt), set())
         live.add(request_id)
         submitted = over = False
         try:
             async with (
                 self._rows.admitted(row_wish(spec)),
-                self._step_rows.admitted(self._captured_rows(job, request, self.info.step_tokens)),
-                self._captures.admitted(self._captured_rows(job, request) * self._row_bytes),
+                self._step_rows.admitted(self._captured_rows(ask, self.info.step_tokens)),
+                self._captures.admitted(self._captured_rows(ask) * self._row_bytes),
             ):
-                prompt = TokensPrompt(prompt_token_ids=job.prompts[request].token_ids)
-                parts = Parts(request)
+                prompt = TokensPrompt(prompt_token_ids=ask.token_ids)
+                parts = Parts(ask.request)
                 submitted = True
                 # Closed before the rows are given back and the ranks are told: an abort then goes ahead of both.
-                async with aclosing(self._llm.generate(prompt, sampling_params(job, spec), request_id)) as outputs:
+                async with aclosing(self._llm.generate(prompt, sampling_params(ask.sampling, spec), request_id)) as outputs:
                     async for output in outputs:
                         progress = parts.add(output)
                         if progress is not None and progress.finished is not None:
@@ -149,19 +148,18 @@ class VllmEngine(RankControl):
         finally:
             live.discard(request_id)
             if not live:
-                self._live.pop((job.id, attempt), None)
+                self._live.pop((ask.job, ask.attempt), None)
             if submitted and not over and spec is not None and not self._llm.errored:
                 # Cancelled: vLLM has sent its abort by now, so the ranks hear this after it or with it.
                 task = asyncio.ensure_future(self._end(spec, -1))
                 self._ending.add(task)
                 task.add_done_callback(self._ended)
 
-    def _captured_rows(self, job: Job, request: int, positions: int = sys.maxsize) -> int:
+    def _captured_rows(self, ask: Ask, positions: int = sys.maxsize) -> int:
         """How many rows the captures of one prompt may have, of at most so many positions."""
-        prompt_tokens = len(job.prompts[request].token_ids)
-        captures = job.captures[request] if job.captures else []
-        max_tokens = job.sampling.max_tokens + self._settings.speculative_tokens  # drafts beyond the end are computed, too
-        return sum(capture.num_sites * min(positions, capture.count_positions(prompt_tokens, max_tokens)) for capture in captures)
+        prompt_tokens = len(ask.token_ids)
+        max_tokens = ask.sampling.max_tokens + self._settings.speculative_tokens  # drafts beyond the end are computed, too
+        return sum(capture.num_sites * min(positions, capture.count_positions(prompt_tokens, max_tokens)) for capture in ask.captures)
 
     async def abort(self, job_id: str, attempt: int) -> None:
         for request_id in list(self._live.get((job_id, attempt), ())):

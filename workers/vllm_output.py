@@ -6,14 +6,13 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
 from ..schemas.errors import MidstreamError
-from ..schemas.jobs import Job, Output, TokenLogprob
+from ..schemas.jobs import Output, Sampling, TokenLogprob
 from ..schemas.specs import RankSpec
 from .engine import Progress
 
 
-def sampling_params(job: Job, spec: RankSpec | None) -> SamplingParams:
-    """vLLM's parameters of a job's sampling, with the spec for the ranks."""
-    sampling = job.sampling
+def sampling_params(sampling: Sampling, spec: RankSpec | None) -> SamplingParams:
+    """vLLM's parameters, with the spec for the ranks."""
     return SamplingParams(
         max_tokens=sampling.max_tokens,
         temperature=sampling.temperature,

@@ -15,6 +15,7 @@ from midstream.schemas.jobs import Job, Output
 from midstream.schemas.settings import load_settings
 from midstream.schemas.steering import GlobalSteering
 from midstream.schemas.tensors import Tensor
+from midstream.workers.engine import ask_of
 from midstream.workers.rank_control import disagreement
 
 
@@ -70,7 +71,7 @@ async def run(engine: Any, job: Job, command: Command, answer: Answer) -> None:
 
     async def one(request: int) -> Output | None:
         tokens = 0
-        async for progress in engine.generate(job, request, 1, command.everyone):
+        async for progress in engine.generate(ask_of(job, request, 1), command.everyone):
             tokens += len(progress.token_ids)
             answer.waiting = max(answer.waiting, engine.waiting)
             if tokens >= command.cancel_after.get(job.id, 1 << 30):

@@ -17,7 +17,7 @@ from midstream.schemas.settings import Settings
 from midstream.schemas.specs import StoredCapture, StoredSteering
 from midstream.schemas.steering import GlobalSteering, SteeringTemplate
 from midstream.schemas.tensors import Tensor, content_hash, from_numpy
-from midstream.workers.engine import Progress, make_engine
+from midstream.workers.engine import Progress, ask_of, make_engine
 from midstream.workers.fake_engine import FakeEngine
 from midstream.workers.fake_model import residual_rows
 from midstream.workers.fake_rank import FakeFaults
@@ -68,7 +68,7 @@ def generate(engine: FakeEngine, wanted: Job, everyone: GlobalSteering = NOTHING
         await engine.start()
         await engine.hold_vectors([content_hash(VECTOR)], fetch)
         try:
-            return [progress async for progress in engine.generate(wanted, 0, 1, everyone)]
+            return [progress async for progress in engine.generate(ask_of(wanted, 0, 1), everyone)]
         finally:
             await engine.shutdown()
 
@@ -172,10 +172,10 @@ def test_a_dead_engine_says_why_and_generates_nothing(tmp_path: Path) -> None:
         await engine.start()
         try:
             with pytest.raises(MidstreamError, match="died after 3 tokens"):
-                async for _ in engine.generate(job(max_tokens=5), 0, 1, NOTHING):
+                async for _ in engine.generate(ask_of(job(max_tokens=5), 0, 1), NOTHING):
                     pass
             with pytest.raises(MidstreamError, match="died"):
-                await anext(engine.generate(job(), 0, 1, NOTHING))
+                await anext(engine.generate(ask_of(job(), 0, 1), NOTHING))
             return await asyncio.wait_for(engine.failed(), 1)
         finally:
             await engine.shutdown()

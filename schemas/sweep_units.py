@@ -1,0 +1,85 @@
+"""Which requests does a sweep come to, and how are they numbered? The same for whoever plans, runs and reads one.
+
+Each pair has the units base, source (not in an ablation) and `noise` patches that change nothing; then come all cells, pair by
+pair, hook by hook, layer by layer, column by column. A unit is one request for each node of its continuations: what is asked of
+several answer tokens is asked token by token, behind those before.
+"""
+
+from collections.abc import Iterator
+from functools import cached_property
+from typing import NamedTuple
+
+from .sweeps import StoredPair, StoredSweep, Unit
+
+
+class Node(NamedTuple):
+    """The prompt is followed by `prefix`, and each of `token_ids` graded as the next token."""
+
+    prefix: tuple[int, ...]
+    token_ids: tuple[int, ...]  # ascending, each once
+
+
+def nodes_of(pair: StoredPair) -> list[Node]:
+    """What must be asked to know the log-probability of answer and foil; the first is the prompt itself."""
+    wanted: dict[tuple[int, ...], set[int]] = {(): set()}
+    for continuation in (pair.answer, pair.foil):
+        for place, token in enumerate(continuation):
+            wanted.setdefault(tuple(continuation[:place]), set()).add(token)
+    return [Node(prefix, tuple(sorted(token_ids))) for prefix, token_ids in wanted.items()]
+
+
+class Units:
+    """The numbering of one sweep's units and requests."""
+
+    def __init__(self, sweep: StoredSweep) -> None:
+        self._sweep = sweep
+        self.nodes = [nodes_of(pair) for pair in sweep.pairs]
+        self._width = max(len(nodes) for nodes in self.nodes)  # requests of one unit, at most
+        self._controls = 2 + sweep.noise  # of each pair
+        self._first_cell = len(sweep.pairs) * self._controls
+
+    @cached_property
+    def requests(self) -> int:
+        """Numbers of requests are below this. Not all are in use."""
+        return (self._first_cell + self._sweep.num_cells) * self._width
+
+    def base(self, pair: int) -> Unit:
+        return Unit(pair * self._controls, "base", pair)
+
+    def source(self, pair: int) -> Unit:
+        return Unit(pair * self._controls + 1, "source", pair)
+
+    def noise(self, pair: int) -> list[Unit]:
+        """Spread over layers and columns that are not skipped; none where all are."""
+        sweep = self._sweep
+        columns = [place for place, column in enumerate(sweep.pairs[pair].columns) if column.places]
+        units = []
+        for number in range(sweep.noise if columns else 0):
+            share = (2 * number + 1) / (2 * sweep.noise)  # the middles of equal parts
+            layer, column = int(share * len(sweep.layers)), columns[number * 7919 % len(columns)]
+            units.append(Unit(pair * self._controls + 2 + number, "noise", pair, 0, layer, column))
+        return units
+
+    def cells(self, pair: int) -> Iterator[Unit]:
+        """All of a pair, those that are skipped included, by number."""
+        sweep = self._sweep
+        number = self._first_cell + pair * len(sweep.hooks) * len(sweep.layers) * sweep.num_columns
+        for hook in range(len(sweep.hooks)):
+            for layer in range(len(sweep.layers)):
+                for column in range(sweep.num_columns):
+                    yield Unit(number, "cell", pair, hook, layer, column)
+                    number += 1
+
+    def cell(self, number: int) -> Unit | None:
+        """The unit of this number if it is a cell."""
+        left = number - self._first_cell
+        if left < 0:
+            return None
+        left, column = divmod(left, self._sweep.num_columns)
+        left, layer = divmod(left, len(self._sweep.layers))
+        pair, hook = divmod(left, len(self._sweep.hooks))
+        return Unit(number, "cell", pair, hook, layer, column)
+
+    def request(self, unit: Unit, node: int) -> int:
+        """The number of the request that asks `unit` at this node."""
+        return unit.number * self._width + node

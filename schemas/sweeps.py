@@ -1,0 +1,236 @@
+"""What is a sweep: one question (where does this fact live?), asked as many patched forward passes, and answered as a grid?
+
+A sweep is a job. The edge resolves what was asked to a `StoredSweep`; the worker runs its units; readers see a `SweepResult`.
+"""
+
+from typing import Annotated, Literal, NamedTuple
+
+import msgspec
+
+from .base import Record
+from .receipts import CapturedFile
+from .selectors import Hook, HookName, LayerSelector, Place, PositionWish
+
+#: `logprob`: of the answer. `logit_diff`: log-probability of the answer less that of the foil (of one token each: the difference of
+#: their logits). `recovered`: (m − m_base) / (m_source − m_base) with m the logit_diff, or without a foil the logprob.
+#: `kl`: D(P_clean ‖ P_cell) over the next token. All in nats but `recovered`, which is a share.
+Metric = Literal["logprob", "logit_diff", "recovered", "kl"]
+#: `denoise`: rows of the clean prompt are written into the corrupt one. `noise`: rows of the corrupt one into the clean one.
+Direction = Literal["denoise", "noise"]
+#: What stands where no other prompt gives rows; `mean`: over all positions of the patched prompt itself, at that hook and layer.
+Ablation = Literal["zeros", "mean"]
+#: `auto`: tokens that stand alone in one of the two prompts are left out; `left`, `right`: counted from the beginning or the end.
+Alignment = Literal["auto", "left", "right"]
+
+
+class PairSpan(Record):
+    """A column of the grid: these tokens are patched together."""
+
+    name: str
+    clean: PositionWish
+    corrupt: PositionWish | None = None  # null: the same
+
+
+class SweepPair(Record):
+    """Two prompts and what is asked after them. Without `corrupt`: an ablation."""
+
+    clean: str | list[int]
+    corrupt: str | list[int] | None = None
+    answer: str | list[int] | None = None  # the continuation that is right after `clean`; null only with metric `kl`
+    foil: str | list[int] | None = None  # one that is right after `corrupt`
+    positions: PositionWish | None = None  # of the prompt that is patched, instead of the sweep's
+    spans: list[PairSpan] | None = None  # columns of several tokens, instead of positions; the same names in every pair
+    alignment: Alignment | list[tuple[Place, Place]] | None = None  # instead of the sweep's; a list: (clean, corrupt) positions
+
+
+class PatchWindow(Record):
+    """How many layers and positions around a cell's own are patched together with it; cut off at the edges."""
+
+    layers: Annotated[int, msgspec.Meta(ge=1)] = 1
+    positions: Annotated[int, msgspec.Meta(ge=1)] = 1
+
+
+class SweepRequest(Record):
+    """Body of `POST /v1/sweeps`."""
+
+    model: str
+    pairs: Annotated[list[SweepPair], msgspec.Meta(min_length=1, max_length=256)]
+    hooks: Annotated[list[HookName], msgspec.Meta(min_length=1)] = msgspec.field(default_factory=lambda: ["post_block"])
+    layers: LayerSelector = "all"
+    positions: PositionWish = "all_prompt"  # of the prompt that is patched; one column each
+    window: PatchWindow = PatchWindow()
+    metric: Metric = "recovered"
+    direction: Direction = "denoise"
+    ablation: Ablation | None = None  # instead of rows of the other prompt; `corrupt` and `direction` are left out then
+    alignment: Alignment = "auto"
+    alpha: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+    mask: LayerSelector | None = None  # dimensions that are written
+    noise: Annotated[int, msgspec.Meta(ge=1, le=64)] = 8  # patches of each pair that change nothing, to see how far values scatter
+    metadata: Annotated[dict[str, str], msgspec.Meta(max_length=16)] = {}
+
+
+class Column(Record):
+    """A column of the grid. `places`: (position in the patched prompt, position in the source; −1 in an ablation), ascending."""
+
+    label: str  # the token's text, or the span's name
+    places: list[tuple[int, int]]  # empty: it is skipped
+    reason: str = ""  # why it is skipped
+
+
+class StoredPair(Record):
+    """A pair as the worker runs it. `base`: the tokens of the prompt that is patched; `source`: of the other, empty in an ablation."""
+
+    base: list[int]
+    source: list[int]
+    columns: list[Column]
+    answer: list[int] = []
+    foil: list[int] = []
+    base_tokens: list[str] = []  # how they read
+    source_tokens: list[str] = []
+    answer_text: str = ""
+    foil_text: str = ""
+    notes: list[str] = []  # what the alignment did that a reader should know
+
+
+class StoredSweep(Record):
+    """What was asked, resolved. All pairs have the same number of columns."""
+
+    pairs: list[StoredPair]
+    hooks: list[Hook]
+    layers: list[int]  # ascending
+    metric: Metric
+    direction: Direction
+    ablation: Ablation | None = None
+    window: PatchWindow = PatchWindow()
+    alpha: float = 1.0
+    mask: str = ""  # content hash of the mask, see `StoredSteering.tensors`; empty: none
+    noise: int = 8
+
+    @property
+    def num_columns(self) -> int:
+        return len(self.pairs[0].columns)
+
+    @property
+    def num_cells(self) -> int:
+        """Places in the grids of all pairs, those that are skipped included."""
+        return len(self.pairs) * len(self.hooks) * len(self.layers) * self.num_columns
+
+
+#: What a unit of a sweep is: the patched prompt as it is; the prompt that rows come from; a patch that changes nothing; a cell.
+UnitKind = Literal["base", "source", "noise", "cell"]
+
+
+class Unit(NamedTuple):
+    """A question that the model is asked: `StoredSweep` → units, see `schemas.sweep_units`."""
+
+    number: int
+    kind: UnitKind
+    pair: int
+    hook: int = 0  # index in `StoredSweep.hooks`
+    layer: int = 0  # index in `StoredSweep.layers`
+    column: int = 0
+
+
+class UnitRecord(Record):
+    """What became of a unit: kept in the ledger from the moment when every rank has vouched for it."""
+
+    unit: int
+    value: float | None = None  # in the metric's units; of `base` and `source` under `recovered`: the metric that it is made of
+    logprob: float | None = None  # of the answer, nats
+    foil_logprob: float | None = None
+    reason: str = ""  # why there is no value
+    attempt: int = 0
+    files: list[CapturedFile] = []  # of `base` and `source`: their captured rows
+
+
+class Baseline(Record):
+    """One of the two prompts without a patch. `value`: in the metric's units; under `recovered`, of the metric it is a share of."""
+
+    value: float
+    logprob: float | None  # of the answer, nats
+    foil_logprob: float | None
+
+
+class PairResult(Record):
+    """`grids[hook]` `[layers][columns]` in the metric's units; null: skipped or failed, see `SweepResult.skipped`."""
+
+    labels: list[str]  # of the columns
+    base_tokens: list[str]
+    source_tokens: list[str]
+    answer: str
+    foil: str
+    base: Baseline | None  # the prompt that is patched
+    source: Baseline | None  # the prompt that rows come from
+    noise_floor: float | None  # the largest change that a patch made which changes nothing, in the metric's units
+    grids: dict[Hook, list[list[float | None]]]
+    notes: list[str] = []
+
+
+class Skipped(Record):
+    """Cells without a value. `layers`: of the model."""
+
+    pair: int
+    hook: Hook
+    layers: list[int]
+    column: int
+    reason: str
+
+
+class SweepSummary(Record):
+    """How a sweep stands, without its grids: data of the event `summary`."""
+
+    cells: int  # with a value
+    skipped: int
+    total: int
+    seconds: float | None  # from its start to its last cell
+    metric: Metric
+    base: list[float | None]  # of each pair, in the metric's units
+    source: list[float | None]
+    noise_floor: list[float | None]
+
+
+class SweepResult(Record):
+    """`JobResult.sweep`. Complete when the job succeeded; before that, what is known by now."""
+
+    metric: Metric
+    direction: Direction
+    ablation: Ablation | None
+    hooks: list[Hook]
+    layers: list[int]
+    window: PatchWindow
+    alpha: float
+    pairs: list[PairResult]
+    #: Over the pairs that have a value there, `[layers][columns]`; null where none has. Of one pair: that pair's.
+    mean: dict[Hook, list[list[float | None]]]
+    #: Sample standard deviation over the pairs; null with fewer than two.
+    spread: dict[Hook, list[list[float | None]]]
+    skipped: list[Skipped]
+    summary: SweepSummary
+
+
+class SweepStart(Record):
+    """Data of the event `start`."""
+
+    metric: Metric
+    direction: Direction
+    ablation: Ablation | None
+    hooks: list[Hook]
+    layers: list[int]
+    labels: list[list[str]]  # of each pair's columns
+    total: int  # cells
+    skipped: list[Skipped]  # known beforehand
+    notes: list[list[str]]  # of each pair
+
+
+class SweepCell(Record):
+    """Data of the event `cell`. `layer`: of the model."""
+
+    pair: int
+    hook: Hook
+    layer: int
+    column: int
+    label: str
+    value: float | None
+    logprob: float | None = None
+    foil_logprob: float | None = None
+    reason: str = ""
