@@ -3,7 +3,7 @@
 from collections import Counter
 from enum import StrEnum
 from functools import cached_property
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -260,6 +260,6 @@ class Event(Record):
     """
 
     event: EventKind
-    data: dict[str, msgspec.Raw | str | int | float | list[int] | None]
+    data: dict[str, Any]  # JSON
     attempt: int = 0
     id: str = ""

@@ -164,6 +164,7 @@ class PairResult(Record):
     noise_floor: float | None  # the largest change that a patch made which changes nothing, in the metric's units
     grids: dict[Hook, list[list[float | None]]]
     notes: list[str] = []
+    positions: list[list[int]] = []  # of the columns, in the patched prompt; of one that is skipped: none
 
 
 class Skipped(Record):
