@@ -80,6 +80,23 @@ class Units:
         pair, hook = divmod(left, len(self._sweep.hooks))
         return Unit(number, "cell", pair, hook, layer, column)
 
+    def patched(self, unit: Unit) -> tuple[list[int], list[tuple[int, int]]]:
+        """Layers (of the model) and places (as in `Column`) that a cell or a noise unit patches: its own and those around it that are
+        in the sweep's window; ascending. No places: it is skipped, as its own column is.
+        """
+        sweep, columns = self._sweep, self._sweep.pairs[unit.pair].columns
+        layers = sweep.layers[_around(unit.layer, sweep.window.layers)]
+        if not columns[unit.column].places:
+            return layers, []
+        places = {base: source for column in columns[_around(unit.column, sweep.window.positions)] for base, source in column.places}
+        return layers, sorted(places.items())
+
     def request(self, unit: Unit, node: int) -> int:
         """The number of the request that asks `unit` at this node."""
         return unit.number * self._width + node
+
+
+def _around(place: int, width: int) -> slice:
+    """`width` neighbours of which `place` is the middle (of an even number: the one before), cut off at the beginning."""
+    first = place - (width - 1) // 2
+    return slice(max(first, 0), first + width)

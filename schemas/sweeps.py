@@ -28,7 +28,7 @@ class PairSpan(Record):
 
     name: str
     clean: PositionWish
-    corrupt: PositionWish | None = None  # null: the same
+    corrupt: PositionWish | None = None  # null: the counterparts of `clean`, by the alignment
 
 
 class SweepPair(Record):
@@ -44,7 +44,7 @@ class SweepPair(Record):
 
 
 class PatchWindow(Record):
-    """How many layers and positions around a cell's own are patched together with it; cut off at the edges."""
+    """How many of the sweep's layers and columns, a cell's own in their middle, are patched together; cut off at the edges."""
 
     layers: Annotated[int, msgspec.Meta(ge=1)] = 1
     positions: Annotated[int, msgspec.Meta(ge=1)] = 1
