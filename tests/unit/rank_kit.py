@@ -23,6 +23,7 @@ from midstream.workers.runner.capture import Ports, Recording
 from midstream.workers.runner.finished import FinishedCapture
 from midstream.workers.runner.overload import Overload
 from midstream.workers.runner.planner import Planner, Tracked
+from midstream.workers.runner.runs import RunStore
 from midstream.workers.runner.sites import Buffers, Site
 from midstream.workers.runner.slabs import SlabPool
 from midstream.workers.runner.steering import RowTable, VectorStore
@@ -71,12 +72,21 @@ class Rank:
     """Layers `0 … layers − 1` with all six hooks; even hooks are pairs, odd ones single tensors."""
 
     def __init__(
-        self, layers: int = 2, *, capacity: int = 64, traced: bool = False, policy: str = "block", spill_dir: Path | None = None
+        self,
+        layers: int = 2,
+        *,
+        capacity: int = 64,
+        traced: bool = False,
+        policy: str = "block",
+        spill_dir: Path | None = None,
+        runs_root: Path | None = None,
     ) -> None:
+        """`runs_root`: the capture root that source runs are read from."""
         self.sites = [Site(hook, layer, "pair" if HOOKS.index(hook) % 2 == 0 else "single") for layer in range(layers) for hook in HOOKS]
         self.buffers = make_buffers(len(self.sites), capacity=capacity, ring_rows=2 * len(self.sites) * capacity if traced else 0)
         self.vectors = VectorStore()
-        self.table = RowTable(self.sites, self.buffers, self.vectors)
+        self.runs = RunStore(runs_root or Path("/nowhere"), self.sites, HIDDEN)
+        self.table = RowTable(self.sites, self.buffers, self.vectors, self.runs)
         self.slabs = SlabPool(1 << 24, spill_dir)
         self.backlog = 0  # bytes that the writers are behind, of 100 that they may be
         overload = Overload(policy, 100, lambda: self.backlog)

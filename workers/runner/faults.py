@@ -10,6 +10,8 @@ from .entries import Content as RowContent
 CALLS = (
     "put_vectors",
     "drop_vectors",
+    "put_run",
+    "drop_runs",
     "prepare_global",
     "commit_global",
     "rollback_global",
@@ -26,6 +28,7 @@ KNOWN = {
     "admit": "applying a request's steering fails on this rank",
     "skip_action": "the next action, and no other, is left out on this rank: a row stays empty, and nothing is accounted for",
     "alter_action": "the next action, and no other, is another one on this rank: a row gets other vectors",
+    "lose_run": "the next look-up of a source run's row finds nothing on this rank",
     "write": "writing a capture raises OSError",
     "slow_write": "writing a group of captures takes a second longer",
     "plan": "planning a step raises",
@@ -73,6 +76,10 @@ class Faults:
         if "slow_write" in self:
             time.sleep(_SLOW_S)
         return "write" in self
+
+    def of_run(self) -> bool:
+        """Does this look-up of a source run find nothing?"""
+        return self._once("lose_run")
 
     def of_row(self, content: RowContent) -> RowContent:
         """What is written to the table instead of a row's content."""

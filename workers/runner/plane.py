@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import msgspec
+import torch
 
 from ... import __version__
 from ...broker.outbox import Outbox
@@ -23,11 +24,13 @@ from .actions import ActionLedger
 from .capture import Ports, Recording
 from .config import Place, PlaneConfig
 from .faults import Faults
+from .grading import Grading
 from .overload import Overload
 from .planner import Planner, Tracked
 from .reports import Reports
 from .row_index import Keeping, KeptBlock
 from .row_store import RowStore
+from .runs import RunStore
 from .sites import Buffers, Site
 from .slabs import SlabPool
 from .standing import Standing
@@ -60,7 +63,8 @@ class DataPlane:
         self._hidden_size, self._dtype = buffers.ring.shape[1], buffers.ring.dtype
         self._ports = Ports(sites)
         self.actions = ActionLedger(self.faults.of_action)
-        self._table = RowTable(sites, buffers, VectorStore(), self.faults.of_row)
+        self.runs = RunStore(Path(config.capture_root), sites, self._hidden_size, self.faults.of_run)
+        self._table = RowTable(sites, buffers, VectorStore(), self.runs, self.faults.of_row)
         self._rows = HeldRows(self._table, self.actions)
         self.standing = Standing(sites, num_layers, self._table, self.actions, lambda: self._step)
         queue_bytes = config.capture_queue_mib << 20
@@ -72,6 +76,7 @@ class DataPlane:
         self._overload = Overload(config.capture_overload, queue_bytes, lambda: self._writer.backlog)
         self._planner = Planner(sites, buffers, self._table, self._slabs, self._overload, traced=traced)
         self._row_store, self._keeping = RowStore(), cast("Keeping | None", None)
+        self._grading = Grading()
         self._unkept = 0  # the last step in which a failed request did not leave rows that the scheduler takes for kept
         self._tracked: dict[str, Tracked] = {}
         self._taints = Taints()
@@ -106,7 +111,7 @@ class DataPlane:
             self._ends[key] = num_tokens
 
     def restart(self) -> None:
-        """Begin anew: no row, no tensor, nothing standing, the ledger at zero in its next epoch.
+        """Begin anew: no row, no tensor, no source run, nothing standing, the ledger at zero in its next epoch.
 
         Every request that is here fails with the reason. The engine may go on with some of them, without any edit, until the
         worker's abort arrives: they are kept as failed ones, so that none is taken up again in its middle and nobody is
@@ -118,12 +123,15 @@ class DataPlane:
             tracked.rows, tracked.recordings = [], {}
         self._finished.clear()
         self._table.clear()
+        self.runs.clear()
         self.standing.forget()
+        self._grading.forget()
         self.actions.restart()
 
     def fingerprint(self) -> str:
-        """CRC32, 8 hex digits, of all that stands and of the table as the device has it: equal where ranks of a stage are."""
-        return f"{zlib.crc32(msgspec.msgpack.encode((self.standing.names(), self._table.fingerprint()))):08x}"
+        """CRC32, 8 hex digits, of all that is here and of the table as the device has it: equal where ranks of a stage are."""
+        content = self.standing.names(), self.runs.names(), self._table.fingerprint()
+        return f"{zlib.crc32(msgspec.msgpack.encode(content)):08x}"
 
     def status(self) -> dict[str, Any]:
         """For inspection: checksum, counts, occupancy."""
@@ -143,6 +151,8 @@ class DataPlane:
             "entries_used": self._table.entries_used,
             "entries": self._config.steering_entries,
             "vectors": len(self.standing.vectors),
+            "runs": len(self.runs),
+            "run_bytes": self.runs.bytes,
             "requests": len(self._tracked) + len(self._finished),
             "preemptions": self._preemptions,
             "token_rows": self._token_rows,
@@ -229,6 +239,15 @@ class DataPlane:
                 raise RuntimeError("fault injected: plan")
             self._planner.plan_capture(mine)
         self._planner.commit()
+        if self._place.grades:
+            self._grading.plan(mine, view)
+
+    def grade(self, logits: torch.Tensor) -> None:
+        """These are the logits of the step that was planned, unless nobody waits for any."""
+        if self._grading.due:
+            with self._guard(self._grading.due, "intervention_failed"):
+                for tracked, why in self._grading.take(logits):
+                    self._reports.failed(self._step, tracked, why, "intervention_failed")
 
     def drain(self) -> None:
         """Take the captured rows of the forward pass that ran."""

@@ -8,10 +8,12 @@ import torch
 
 from ...kernels.families import PLACE
 from ...kernels.plan import Does, laid_out, lowrank
+from ...schemas.runs import ZEROS, is_row
 from ...schemas.specs import JOINED, SteeringRow, StoredSteering
 from ...schemas.tensors import Tensor, content_hash, to_numpy
 from .actions import ActionLedger
 from .entries import Content, EntryPool, crc32_of
+from .runs import RunStore
 from .sites import Buffers, Site
 
 
@@ -62,13 +64,18 @@ class RowTable:
     """
 
     def __init__(
-        self, sites: Sequence[Site], buffers: Buffers, vectors: VectorStore, faulty: Callable[[Content], Content] = lambda content: content
+        self,
+        sites: Sequence[Site],
+        buffers: Buffers,
+        vectors: VectorStore,
+        runs: RunStore,
+        faulty: Callable[[Content], Content] = lambda content: content,
     ) -> None:
         """`faulty`: tests only, what is written instead of a row's content."""
         self._faulty = faulty
         self._buffers = buffers
         self._numbers = {(site.hook, site.layer): number for number, site in enumerate(sites)}
-        self.vectors = vectors
+        self.vectors, self._runs = vectors, runs
         self._pool = EntryPool(buffers)
         self._free_rows = self._all_rows()
         self._rows: dict[str, int] = {}
@@ -95,8 +102,8 @@ class RowTable:
     def acquire(self, spec: SteeringRow) -> tuple[int, int | None]:
         """The row that holds `spec`'s content; where it was written now, with the CRC32 of what was written.
 
-        Raises LookupError for an unknown vector, ValueError for one that does not fit, also when entries add up to what is not
-        finite, and RuntimeError when all rows or entries are taken (the worker admits no more configurations than fit, so that
+        Raises LookupError for a vector or a run's row that is not here, ValueError for one that does not fit, also when entries
+        add up to what is not finite, and RuntimeError when all rows or entries are taken (the worker admits no more configurations than fit, so that
         means a bug and fails the request, not the engine).
         """
         if spec.key in self._rows:
@@ -143,16 +150,17 @@ class RowTable:
     def content(self, spec: SteeringRow) -> Content:
         """(site of this rank, family) → what the row's entries there hold: vectors in the pool's dtype, scalars float32.
 
-        Raises LookupError for an unknown vector, ValueError for one that does not fit.
+        Raises LookupError for a vector or a run's row that is not here, ValueError for one that does not fit. What an entry names
+        is looked up only if it has a site here: a run's row is nowhere but on its own stage.
         """
         does: dict[tuple[int, str], Does] = {}
         for entry in spec.entries:
+            here = [number for layer in entry.layers if (number := self._numbers.get((entry.hook, layer))) is not None]
+            if not here:
+                continue
             mine = self._does(entry)
             joined: dict[int, tuple[Does, Does]] = {}  # what is there before it is mostly the same, too
-            for layer in entry.layers:
-                number = self._numbers.get((entry.hook, layer))
-                if number is None:
-                    continue
+            for number in here:
                 before = does.get((number, entry.family))
                 if before is not None and id(before) not in joined:
                     joined[id(before)] = before, _JOINED[entry.family](before, mine)
@@ -175,10 +183,21 @@ class RowTable:
     def _does(self, entry: StoredSteering) -> Does:
         """What an entry does at each of its sites."""
         shapes = entry.shapes(self._buffers.pool.shape[1])
-        tensors = [self.vectors.get(name, shape) for name, shape in zip(entry.tensors, shapes, strict=True)]
+        tensors = [self._tensor(name, shape) for name, shape in zip(entry.tensors, shapes, strict=True)]
         if entry.family == "lowrank":
             return lowrank(*entry.numbers, *tensors)
         return Does((tensors[0] * entry.scale)[None], entry.numbers)
+
+    def _tensor(self, name: str, shape: list[int]) -> torch.Tensor:
+        """float32 on the CPU."""
+        if name == ZEROS:
+            return torch.zeros(shape)
+        if not is_row(name):
+            return self.vectors.get(name, shape)
+        values = self._runs.row(name)
+        if list(values.shape) != shape:
+            raise ValueError(f"{name}: its shape is {list(values.shape)}, {shape} is needed")
+        return values
 
 
 def _added(before: Does, then: Does) -> Does:

@@ -11,12 +11,14 @@ from vllm.config import CompilationMode
 from vllm.distributed import get_pp_group, get_tp_group
 from vllm.platforms import current_platform
 
+from ...schemas.runs import RunFiles
 from ...schemas.steering import GlobalSteering
 from ...schemas.tensors import Tensor
 from .adapters import V1Adapter, V2Adapter
 from .architectures import describe
 from .config import Place, PlaneConfig, plane_config
 from .faults import answer
+from .grading import tap
 from .plane import DataPlane
 from .process import die_with_parent, threads_elsewhere
 from .sites import Sizes, install
@@ -62,6 +64,8 @@ class MidstreamWorker(PlatformWorker):
         place = Place(rank=self.rank, world=self.parallel_config.world_size, tp=tp.rank_in_group, pp=pp.rank_in_group, stages=pp.world_size)
         with threads_elsewhere(set(config.cores)):
             self._plane = DataPlane(config, place, sites, buffers, num_layers=adapter.num_layers, traced=traced)
+        if place.grades:
+            tap(self.model_runner.get_model(), self._plane.grade)
         if not pp.is_first_rank:
             self.model_runner.make_pipeline_buffers()
 
@@ -79,6 +83,13 @@ class MidstreamWorker(PlatformWorker):
     def midstream_drop_vectors(self, names: list[str]) -> tuple[bool, str]:
         """Refused when a module or global steering needs one of them."""
         return self._answer("drop_vectors", lambda plane: plane.standing.drop_vectors(names))
+
+    def midstream_put_run(self, run: dict[str, Any]) -> tuple[bool, str]:
+        """`run`: a `RunFiles` as plain containers. This rank reads by itself what its own sites need: it waits for no other."""
+        return self._answer("put_run", lambda plane: plane.runs.put(msgspec.convert(run, RunFiles)))
+
+    def midstream_drop_runs(self, keys: list[str]) -> tuple[bool, str]:
+        return self._answer("drop_runs", lambda plane: plane.runs.drop(keys))
 
     def midstream_prepare_global(self, steering: dict[str, Any]) -> tuple[bool, str]:
         """`steering`: a `GlobalSteering` as plain containers. Changes nothing."""

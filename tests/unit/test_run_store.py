@@ -1,0 +1,221 @@
+"""Does a rank hold of a source run what its own sites need, bit for bit, and refuse what is not whole?"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from capture_kit import HIDDEN, finished, values, write
+
+from midstream.schemas.receipts import CapturedFile
+from midstream.schemas.runs import RunFile, RunFiles, RunRow, row_name, run_key
+from midstream.schemas.selectors import HOOKS
+from midstream.workers.runner.faults import Faults, answer
+from midstream.workers.runner.runs import RunStore
+from midstream.workers.runner.sites import Site
+
+KEY = run_key("job_x", 0, "tag")
+SITES = {"post_block": [2, 3], "pre_attn": [2]}
+
+
+def run_of(files: Sequence[CapturedFile], sites: dict[str, list[int]], positions: Sequence[int] = (0, 1, 2), **other: Any) -> RunFiles:
+    blobs = [RunFile(path=file.path, offset=file.offset, bytes=file.bytes, crc32=file.crc32) for file in files]
+    known = {"key": KEY, "hidden_size": HIDDEN, "bytes": 0, "files": blobs}
+    return RunFiles(sites=sites, positions=list(positions), **(known | other))  # type: ignore[arg-type]
+
+
+def store_of(root: Path, layers: Sequence[int] = (0, 1, 2, 3), hidden_size: int = HIDDEN, **more: Any) -> RunStore:
+    return RunStore(root, [Site(hook, layer, "pair") for layer in layers for hook in HOOKS], hidden_size, **more)
+
+
+def name(hook: str = "post_block", layer: int = 2, position: int | None = 1, mean: Sequence[int] = (), key: str = KEY) -> str:
+    return row_name(RunRow(key, hook, layer, position, tuple(mean)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("layout", ["packed", "per_file", "segment"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_a_row_has_the_bits_that_were_captured_whatever_the_dtype_and_the_layout(tmp_path: Path, dtype: str, layout: str) -> None:
+    kind = getattr(torch, dtype)
+    captured = torch.randn(3, HIDDEN).to(kind)
+    stored = captured.view(torch.uint8).numpy()
+    wrote = write(
+        tmp_path,
+        finished(
+            sites=SITES,
+            dtype=dtype,
+            layout=layout,
+            rows=lambda hook, layer: [memoryview(stored[:1].tobytes()), memoryview(stored[1:].tobytes())],
+        ),
+    )
+    store = store_of(tmp_path)
+    store.put(run_of(wrote, SITES))
+    for hook, layer in (("post_block", 2), ("post_block", 3), ("pre_attn", 2)):
+        held = store.rows(KEY, hook, layer, [0, 1, 2])  # type: ignore[arg-type]
+        assert held.dtype == kind
+        assert torch.equal(held, captured)
+        row = store.row(name(hook, layer, 1))
+        assert row.dtype == torch.float32
+        assert torch.equal(row.to(kind), captured[1])
+    assert store.bytes == 3 * captured.nbytes
+
+
+def test_a_mean_is_over_the_positions_that_are_named_or_all(tmp_path: Path) -> None:
+    store = store_of(tmp_path)
+    store.put(run_of(write(tmp_path, finished(positions=[2, 5, 6, 9])), {"post_block": [2, 3]}, [2, 5, 6, 9]))
+    rows = values("post_block", 3, [2, 5, 6, 9]).astype(np.float64)
+    assert store.row(name(layer=3, position=None)).tolist() == rows.mean(0).astype(np.float32).tolist()
+    assert store.row(name(layer=3, position=None, mean=[5, 6])).tolist() == rows[1:3].mean(0).astype(np.float32).tolist()
+    assert store.row(name(layer=3, position=None, mean=[2, 9])).tolist() == rows[[0, 3]].mean(0).astype(np.float32).tolist()
+
+
+def test_rows_come_by_position_in_the_order_asked(tmp_path: Path) -> None:
+    store = store_of(tmp_path)
+    store.put(run_of(write(tmp_path, finished(positions=[2, 5, 6, 9], dtype="float32")), {"post_block": [2, 3]}, [2, 5, 6, 9]))
+    for asked in ([5, 6], [9, 2], [6], [2, 5, 6, 9], [6, 5]):
+        assert store.rows(KEY, "post_block", 2, asked).tolist() == values("post_block", 2, asked).tolist()
+    assert store.rows(KEY, "post_block", 2, range(5, 7)).tolist() == values("post_block", 2, [5, 6]).tolist()
+
+
+def test_a_stage_keeps_its_own_layers_and_reads_no_other_stages_rows(tmp_path: Path) -> None:
+    lower = finished(sites={"post_block": [0, 1]}, all_sites={"post_block": [0, 1, 2, 3]}, pp=0, stages=2)
+    upper = finished(sites={"post_block": [2, 3]}, all_sites={"post_block": [0, 1, 2, 3]}, pp=1, stages=2)
+    wrote = write(tmp_path, lower, upper, segment_limit=0)
+    run = run_of(wrote, {"post_block": [0, 1, 2, 3]})
+    (tmp_path / wrote[0].path).write_bytes(b"\0" * 8 + b"damage" * 200)
+    with pytest.raises(ValueError, match="deleted"):
+        store_of(tmp_path, layers=[0, 1]).put(run)
+    (tmp_path / wrote[0].path).unlink()
+    write(tmp_path, lower, segment_limit=0)
+    damaged = bytearray((tmp_path / wrote[0].path).read_bytes())
+    damaged[-60] ^= 1
+    (tmp_path / wrote[0].path).write_bytes(damaged)
+    store = store_of(tmp_path, layers=[2, 3])
+    store.put(run)
+    assert store.bytes == 2 * 3 * HIDDEN * 2
+    assert store.row(name(layer=3)).tolist() == values("post_block", 3, [1])[0].tolist()
+    with pytest.raises(LookupError, match=r"no rows of post_block of layer 1, which is not on this rank"):
+        store.row(name(layer=1))
+    nothing = store_of(tmp_path, layers=[7])
+    nothing.put(run)
+    assert (nothing.bytes, KEY in nothing) == (0, True), "a stage without a layer of it has the run, and nothing of it"
+
+
+def test_of_a_file_with_other_stages_layers_only_the_own_rows_stay(tmp_path: Path) -> None:
+    """The run was captured by a worker that was divided otherwise."""
+    wrote = write(tmp_path, finished(sites={"post_block": [0, 1, 2, 3]}))
+    store = store_of(tmp_path, layers=[2, 3])
+    store.put(run_of(wrote, {"post_block": [0, 1, 2, 3]}))
+    held = store.rows(KEY, "post_block", 2, [0, 1, 2])
+    assert held.untyped_storage().nbytes() == held.nbytes
+    assert store.bytes == 2 * held.nbytes
+
+
+def test_what_is_not_there_is_named(tmp_path: Path) -> None:
+    store = store_of(tmp_path)
+    store.put(run_of(write(tmp_path, finished(sites=SITES)), SITES))
+    for asked, words in (
+        (name(key="job_y.0.tag"), "source run job_y.0.tag is not on this rank"),
+        (name(hook="mlp_out"), "has no rows of mlp_out of layer 2"),
+        (name(position=3), "has no row of post_block of layer 2 at position 3"),
+        (name(position=None, mean=[1, 7, 8]), "has no row of post_block of layer 2 at position 7-8"),
+    ):
+        with pytest.raises(LookupError, match=words):
+            store.row(asked)
+    with pytest.raises(LookupError, match="at position 3"):
+        store.rows(KEY, "post_block", 2, range(4))
+    with pytest.raises(ValueError, match="not the name of a run's row"):
+        store.row("run:x")
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_a_row_with_a_value_that_is_not_finite_is_refused(tmp_path: Path, bad: float) -> None:  # field case 27
+    rows = np.zeros((3, HIDDEN), dtype=np.float32)
+    rows[1, 2] = bad
+    wrote = write(tmp_path, finished(sites={"post_block": [2]}, dtype="float32", rows=lambda hook, layer: [memoryview(rows.tobytes())]))
+    store = store_of(tmp_path)
+    store.put(run_of(wrote, {"post_block": [2]}))
+    with pytest.raises(ValueError, match="not finite"):
+        store.row(name(position=1))
+    assert store.row(name(position=0)).tolist() == [0.0] * HIDDEN
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"hidden_size": HIDDEN + 1}, "its rows have 6 elements, the model's 5"),
+        ({"key": "job_x.1.tag"}, "these are rows of job_x.0.tag"),
+        ({"positions": [0, 1]}, "it has positions 0-2, the run 0-1"),
+        ({"positions": [0, 1, 4]}, "it has positions 0-2, the run 0-1, 4"),
+        ({"positions": []}, "it has no rows"),
+        ({"sites": {"post_block": [1, 2, 3]}}, "no file of it holds post_block of layer 1"),
+        ({"files": []}, "no file of it holds post_block of layer 2"),
+    ],
+)
+def test_a_run_that_is_not_what_it_is_said_to_be_is_refused(tmp_path: Path, other: dict[str, Any], words: str) -> None:
+    store = store_of(tmp_path)
+    run = msgspec.structs.replace(run_of(write(tmp_path, finished()), {"post_block": [2, 3]}), **other)
+    with pytest.raises(ValueError, match=words):
+        store.put(run)
+    assert (len(store), store.bytes, store.names()) == (0, 0, [])
+
+
+def test_a_file_that_is_gone_damaged_or_elsewhere_is_refused(tmp_path: Path) -> None:
+    root = tmp_path / "captures"
+    store = store_of(root)
+    (wrote,) = write(root, finished())
+    run = run_of([wrote], {"post_block": [2, 3]})
+
+    def refused(words: str, **changes: Any) -> None:
+        with pytest.raises(ValueError, match=words):
+            store.put(msgspec.structs.replace(run, files=[msgspec.structs.replace(run.files[0], **changes)]))
+        assert len(store) == 0
+
+    refused("not those that were captured", crc32=wrote.crc32 ^ 1)
+    refused("cut short", bytes=wrote.bytes - 1)
+    (tmp_path / "outside.seg").write_bytes((root / wrote.path).read_bytes())
+    refused("not inside the capture root", path="../outside.seg")
+    refused("not inside the capture root", path=str(tmp_path / "outside.seg"))
+    with pytest.raises(ValueError, match="in two of its files"):
+        store.put(msgspec.structs.replace(run, files=run.files * 2))
+    (root / wrote.path).unlink()
+    refused("No such file")
+
+
+def test_a_rank_answers_why_it_refuses_a_run_and_raises_nothing(tmp_path: Path) -> None:  # field case 28
+    store, faults = store_of(tmp_path), Faults("put_run:rank=1", rank=1)
+    run = msgspec.to_builtins(run_of(write(tmp_path, finished()), {"post_block": [2, 3]}))
+    broken = (run | {"key": 7}, run | {"files": [run["files"][0] | {"path": "nowhere"}]}, run | {"files": []})
+    for each in broken:
+        ok, why = answer(Faults("", 1), "put_run", lambda each=each: store.put(msgspec.convert(each, RunFiles)))  # type: ignore[misc]
+        assert not ok
+        assert why
+    assert answer(faults, "put_run", lambda: store.put(msgspec.convert(run, RunFiles))) == (False, "fault injected: put_run")
+    assert len(store) == 0
+    assert answer(Faults("", 1), "put_run", lambda: store.put(msgspec.convert(run, RunFiles))) == (True, "")
+    assert answer(Faults("", 1), "drop_runs", lambda: store.drop([KEY, "job_y.0.tag"])) == (True, "")
+    assert len(store) == 0, "and one that was never here is dropped without a word"
+
+
+def test_equal_runs_have_equal_names_and_other_rows_others(tmp_path: Path) -> None:
+    prints = []
+    for folder, shift in (("a", 0.0), ("b", 0.0), ("c", 1.0)):
+        store = store_of(tmp_path / folder)
+        run = run_of(write(tmp_path / folder, finished(shift=shift, dtype="float32")), {"post_block": [2, 3]})
+        store.put(run)
+        store.put(run)
+        prints.append(store.names())
+        store.clear()
+        assert (store.names(), store.bytes) == ([], 0)
+    assert prints[0] == prints[1] != prints[2]
+
+
+def test_a_run_is_lost_for_one_look_up_when_tests_ask_for_it(tmp_path: Path) -> None:
+    faults = Faults("lose_run", 0)
+    store = store_of(tmp_path, lost=faults.of_run)
+    store.put(run_of(write(tmp_path, finished()), {"post_block": [2, 3]}))
+    with pytest.raises(LookupError, match="is not on this rank"):
+        store.row(name())
+    assert store.row(name()).shape == (HIDDEN,)
