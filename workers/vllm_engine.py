@@ -46,6 +46,7 @@ class VllmEngine(RankControl):
 
     info: ModelInfo
     tokenizer: TokenizerBundle
+    enters = False
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
@@ -116,6 +117,8 @@ class VllmEngine(RankControl):
             steering_rows=settings.steering_rows,
             steering_entries=settings.steering_entries,
             global_captures=from_settings(settings, config.get_total_num_hidden_layers(), hooks, row_limit),
+            grades=True,
+            multimodal=config.is_multimodal_model,
         )
 
     async def generate(self, ask: Ask, everyone: GlobalSteering) -> AsyncGenerator[Progress, None]:

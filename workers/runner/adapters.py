@@ -67,7 +67,9 @@ class V1Adapter(_Adapter):
         if self.midstream is not None:
             batch = self.input_batch  # type: ignore[attr-defined]
             counts = [int(count) for count in num_scheduled_tokens]
-            self.midstream.plan(_view(batch.req_ids[: len(counts)], counts, batch.num_computed_tokens_cpu))
+            req_ids, drafts = batch.req_ids[: len(counts)], scheduler_output.scheduled_spec_decode_tokens
+            samples = [1 + len(drafts.get(req_id, ())) for req_id in req_ids]
+            self.midstream.plan(_view(req_ids, counts, batch.num_computed_tokens_cpu, samples))
         return prepared
 
     def make_pipeline_buffers(self) -> None:
@@ -95,17 +97,19 @@ class V2Adapter(_Adapter):
         batch = super().prepare_inputs(*args, **kwargs)  # type: ignore[misc]
         if self.midstream is not None:
             counts = [int(count) for count in batch.num_scheduled_tokens[: batch.num_reqs]]
-            self.midstream.plan(_view(batch.req_ids, counts, batch.num_computed_tokens_np))
+            logits = batch.cu_num_logits_np
+            samples = [int(count) for count in logits[1 : batch.num_reqs + 1] - logits[: batch.num_reqs]]
+            self.midstream.plan(_view(batch.req_ids, counts, batch.num_computed_tokens_np, samples))
         return batch
 
     def make_pipeline_buffers(self) -> None:
         """The v2 runner makes them itself."""
 
 
-def _view(req_ids: list[str], counts: list[int], computed: Any) -> StepView:
+def _view(req_ids: list[str], counts: list[int], computed: Any, samples: list[int]) -> StepView:
     """Rows lie in batch order, request after request."""
     requests, row = [], 0
-    for index, (req_id, count) in enumerate(zip(req_ids, counts, strict=True)):
-        requests.append(RequestRows(req_id, row, count, int(computed[index])))
+    for index, (req_id, count, sampled) in enumerate(zip(req_ids, counts, samples, strict=True)):
+        requests.append(RequestRows(req_id, row, count, int(computed[index]), sampled))
         row += count
     return StepView(requests, row)

@@ -27,6 +27,11 @@ class Place:
     pp: int
     stages: int
 
+    @property
+    def grades(self) -> bool:
+        """Is it this rank that grades next tokens?"""
+        return self.tp == 0 and self.pp == self.stages - 1
+
 
 class PlaneConfig(Record):
     """Everything but the requests."""

@@ -5,7 +5,7 @@ resume need no case of their own.
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -37,6 +37,7 @@ class Tracked:
     reported: bool = False
     admitted: int = 0  # the step in which it came
     cached_tokens: int = 0  # served by the prefix cache when it came
+    graded: Callable[[], list[float]] | None = None  # what `RankSpec.grade` asked; waits for the values
 
 
 _NONE = np.zeros(0, dtype=np.int64)

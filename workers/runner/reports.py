@@ -11,6 +11,7 @@ from .actions import ActionLedger
 from .capture import Recording
 from .config import Place, PlaneConfig
 from .finished import FinishedCapture
+from .grading import lacking
 from .planner import Tracked
 from .writer import WriteJob, Writer
 
@@ -28,6 +29,9 @@ class Reports:
     def over(self, step: int, tracked: Tracked, token_ids: list[int]) -> None:
         """The request ended with these tokens, prompt included: write what was recorded of them, then report."""
         if tracked.reported:
+            return
+        if self._place.grades and (lack := lacking(tracked)):
+            self.failed(step, tracked, lack, "intervention_failed")
             return
         tracked.reported = True
         recordings = tracked.recordings.values()
@@ -80,4 +84,5 @@ class Reports:
             kind=tracked.failure_kind,
             global_version=spec.global_version,
             epoch=self._actions.epoch,
+            graded=tracked.graded() if tracked.graded is not None and not tracked.failure else [],
         )

@@ -29,6 +29,7 @@ class RequestRows:
     first_row: int
     num_rows: int
     first_position: int
+    samples: int = 1  # rows of the step's logits: those of its last tokens, one more than it has draft tokens
 
 
 @dataclass(frozen=True, slots=True)

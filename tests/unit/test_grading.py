@@ -1,0 +1,140 @@
+"""What a rank says of the next token after a prompt, and when it says that it cannot."""
+
+import numpy as np
+import pytest
+import torch
+
+from midstream.schemas.specs import Grade, RankSpec
+from midstream.workers.runner.grading import KEPT, Grading, lacking, tap
+from midstream.workers.runner.planner import Tracked
+from midstream.workers.runner.step import RequestRows, StepView
+
+VOCABULARY = 50
+PROMPT = 6
+
+
+def asking(number: int = 0, token_ids: tuple[int, ...] = (3, 7), **options: str) -> Tracked:
+    grade = Grade(token_ids=list(token_ids), **options)
+    return Tracked(RankSpec(version="", job="j", request=number, attempt=1, prompt_tokens=PROMPT, grade=grade))
+
+
+def logits_of(rows: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(seed))
+
+
+def truth(logits: torch.Tensor) -> np.ndarray:
+    values = logits.double().numpy()
+    return values - np.log(np.exp(values).sum(-1, keepdims=True))
+
+
+def step(grading: Grading, logits: torch.Tensor, *windows: tuple[Tracked | None, int, int, int]) -> list[tuple[Tracked, str]]:
+    """`(request, or a plain one, first position, rows, logits)` in batch order."""
+    rows, mine, row = [], [], 0
+    for number, (tracked, first, count, samples) in enumerate(windows):
+        rows.append(RequestRows(str(number), row, count, first, samples))
+        row += count
+        if tracked is not None:
+            mine.append((tracked, rows[-1]))
+    grading.plan(mine, StepView(rows, row))
+    return grading.take(logits)
+
+
+def test_each_prompt_that_ends_in_a_step_is_graded_by_its_own_last_row_whatever_runs_beside_it() -> None:
+    grading, logits = Grading(), logits_of(8)
+    ending, chunked, decoding, later = asking(0), asking(1), asking(2, (1,)), asking(3, (49, 0, 5))
+    windows = [(None, 0, 4, 3), (ending, 2, 4, 1), (chunked, 0, 5, 1), (decoding, PROMPT, 1, 2), (later, 0, PROMPT, 1)]
+    assert step(grading, logits, *windows) == []
+    assert ending.graded is not None
+    assert later.graded is not None
+    np.testing.assert_allclose(ending.graded(), truth(logits)[3, [3, 7]], atol=1e-6)
+    np.testing.assert_allclose(later.graded(), truth(logits)[7, [49, 0, 5]], atol=1e-6)
+    assert (chunked.graded, decoding.graded) == (None, None)
+    assert "not graded" in lacking(chunked)
+    assert lacking(later) == ""
+
+
+def test_divergences_are_those_of_float64_for_each_distribution_that_was_kept() -> None:
+    grading, logits = Grading(), logits_of(3)
+    one, other, both = asking(0, keep="one"), asking(1, (), keep="other"), asking(2, (4,), keep="third", against="one")
+    assert step(grading, logits, *((tracked, 0, PROMPT, 1) for tracked in (one, other, both))) == []
+    assert both.graded is not None
+    logprobs = truth(logits)
+    kl = (np.exp(logprobs[0]) * (logprobs[0] - logprobs[2])).sum()
+    np.testing.assert_allclose(both.graded(), [logprobs[2, 4], kl], atol=1e-6)
+    cells = [asking(10 + n, (n,), against="other" if n % 2 else "one") for n in range(5)]
+    later = logits_of(5, seed=1)
+    assert step(grading, later, *((cell, 0, PROMPT, 1) for cell in cells)) == []
+    for number, cell in enumerate(cells):
+        kept, mine = logprobs[number % 2], truth(later)[number]
+        assert cell.graded is not None
+        np.testing.assert_allclose(cell.graded(), [mine[number], (np.exp(kept) * (kept - mine)).sum()], atol=1e-6)
+
+
+def test_tokens_without_probability_add_nothing_to_a_divergence() -> None:
+    grading, logits = Grading(), logits_of(2)
+    logits[:, 5] = -torch.inf
+    base, cell = asking(0, keep="base"), asking(1, against="base")
+    assert step(grading, logits, (base, 0, PROMPT, 1), (cell, 0, PROMPT, 1)) == []
+    assert lacking(cell) == ""
+
+
+def test_what_is_kept_is_bounded_and_a_comparison_with_what_is_gone_is_refused_alone() -> None:
+    grading = Grading()
+    step(grading, logits_of(1), (asking(keep="old"), 0, PROMPT, 1))
+    step(grading, logits_of(1), (asking(keep="used"), 0, PROMPT, 1))
+    for number in range(KEPT - 1):
+        step(
+            grading,
+            logits_of(1),
+            (asking(keep=str(number)), 0, PROMPT, 1),
+        )
+        step(grading, logits_of(1), (asking(against="used"), 0, PROMPT, 1))
+    late, beside = asking(against="old"), asking(against="used")
+    ((refused, why),) = step(grading, logits_of(2), (late, 0, PROMPT, 1), (beside, 0, PROMPT, 1))
+    assert refused is late
+    assert "'old'" in why
+    assert beside.graded is not None
+    assert late.graded is None
+
+
+def test_a_prompt_that_is_computed_again_after_a_preemption_is_graded_once() -> None:
+    grading, tracked = Grading(), asking()
+    step(grading, logits_of(1), (tracked, 0, PROMPT, 1))
+    assert tracked.graded is not None
+    first = tracked.graded()
+    step(grading, logits_of(1, seed=1), (tracked, 0, PROMPT, 1))
+    assert tracked.graded() == first
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_logits_that_are_not_the_steps_grade_nobody(rows: int) -> None:
+    grading, tracked = Grading(), asking()
+    ((refused, why),) = step(grading, logits_of(rows), (tracked, 0, PROMPT, 1), (None, 9, 1, 1))
+    assert refused is tracked
+    assert "2 rows were expected" in why
+    assert tracked.graded is None
+
+
+def test_a_token_that_the_model_does_not_have_is_refused_before_it_is_looked_up() -> None:
+    grading, tracked = Grading(), asking(token_ids=(3, VOCABULARY))
+    ((_, why),) = step(grading, logits_of(1), (tracked, 0, PROMPT, 1))
+    assert "[50] are not among the 50" in why
+
+
+def test_a_grade_that_is_no_number_is_a_failure() -> None:
+    grading, tracked = Grading(), asking()
+    step(grading, torch.full((1, VOCABULARY), torch.nan), (tracked, 0, PROMPT, 1))
+    assert "not finite" in lacking(tracked)
+
+
+def test_only_the_first_logits_after_a_plan_are_the_steps() -> None:
+    """Dummy runs come before any plan; logits of prompt tokens come after the sampler's."""
+    model, grading, tracked = torch.nn.Module(), Grading(), asking()
+    model.compute_logits = lambda rows: rows
+    tap(model, grading.take)
+    model.compute_logits(logits_of(9))
+    grading.plan([(tracked, RequestRows("0", 0, PROMPT, 0))], StepView([RequestRows("0", 0, PROMPT, 0)], PROMPT))
+    sampled = model.compute_logits(logits_of(1))
+    model.compute_logits(logits_of(1, seed=1))
+    assert tracked.graded is not None
+    np.testing.assert_allclose(tracked.graded(), truth(sampled)[0, [3, 7]], atol=1e-6)
