@@ -25,7 +25,7 @@ export PATH := $(abspath $(BIN)):$(PATH)
 
 PYTEST = $(BIN)/pytest -ra --durations=15 $(PYTEST_ARGS)
 
-.PHONY: help setup model demo up test lint format types test-unit test-system test-engine fidelity bench lock clean
+.PHONY: help setup model demo up test lint format types test-unit test-system test-engine fidelity lens bench lock clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -89,8 +89,13 @@ test-engine: $(READY) model ## real vLLM on CPU
 fidelity: $(READY) ## measure every architecture, hook, runner and mode; writes docs/fidelity.md (NAMES=…: only these checkpoints)
 	@$(BIN)/python tests/engine/fidelity.py $(NAMES)
 
+lens: $(READY) model ## TransformerLens, and what it says of three facts anew: patched grids are held to it
+	@$(PYTHON) -m venv .cache/lens
+	@.cache/lens/bin/python -m pip install --quiet --no-deps $(TORCH_INDEX:%=--extra-index-url %) -r requirements/torch-cpu.lock -r requirements/lens.lock
+	@.cache/lens/bin/python benchmarks/lens.py golden
+
 bench: $(READY) model ## the figures of benchmarks/RESULTS.md, one after the other
-	@for script in $(filter-out benchmarks/engines.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script; done
+	@for script in $(filter-out benchmarks/engines.py benchmarks/lens.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script; done
 
 lock: ## resolve the dependencies anew (UPGRADE=1: to their newest versions)
 	@PYTHON=$(PYTHON) requirements/compile.sh $(if $(UPGRADE),--upgrade)
