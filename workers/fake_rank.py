@@ -1,4 +1,4 @@
-"""What does one rank of the fake engine keep? Vectors, modules, global steering, rows in use, and a real action ledger.
+"""What does one rank of the fake engine keep? Vectors, source runs, modules, global steering, rows in use, and a real action ledger.
 
 It answers the same calls as a real rank (`runner.worker_class`), so that all that the worker does with ranks runs unchanged.
 """
@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from ..schemas.base import to_msgpack
+from ..schemas.runs import ZEROS, RunFiles, is_row, parse_row
 from ..schemas.settings import Settings
 from ..schemas.specs import RankSpec, StoredSteering, steering_rows
 from ..schemas.steering import GlobalSteering, SteeringTemplate
@@ -63,6 +64,7 @@ class FakeRank:
         self.ledger = ActionLedger()
         self.step = 0
         self.vectors: dict[str, list[int]] = {}  # name → shape
+        self.runs: dict[str, RunFiles] = {}  # by key; the rows themselves nobody reads
         self.modules: dict[str, tuple[str, list[str]]] = {}  # name → (digest, tensors)
         self.current = GlobalSteering()
         self._former = GlobalSteering()
@@ -88,6 +90,22 @@ class FakeRank:
             return False, f"vector {min(used)[:12]} is in use"
         for name in names:
             self.vectors.pop(name, None)
+        return _FINE
+
+    def midstream_put_run(self, run: dict[str, Any]) -> Answer:
+        if self._faults.strikes("put_run", self.rank):
+            return False, "injected fault"
+        files = msgspec.convert(run, RunFiles)
+        if files.hidden_size != HIDDEN_SIZE:
+            return False, f"run {files.key}: its rows have {files.hidden_size} elements, the model's {HIDDEN_SIZE}"
+        self.runs[files.key] = files
+        return _FINE
+
+    def midstream_drop_runs(self, keys: list[str]) -> Answer:
+        if self._faults.strikes("drop_runs", self.rank):
+            return False, "injected fault"
+        for key in keys:
+            self.runs.pop(key, None)
         return _FINE
 
     def midstream_prepare_global(self, steering: dict[str, Any]) -> Answer:
@@ -138,13 +156,13 @@ class FakeRank:
         if self._faults.strikes("restart", self.rank):
             return False, "injected fault"
         self.ledger.restart()
-        self.vectors, self.modules, self._rows, self._live = {}, {}, Counter(), {}
+        self.vectors, self.runs, self.modules, self._rows, self._live = {}, {}, {}, Counter(), {}
         self.current = self._former = GlobalSteering()
         self._former_module = ("", "", None)
         return _FINE
 
     def midstream_fingerprint(self) -> str:
-        has = (sorted(self._rows.items()), sorted(self.vectors), sorted(self.modules.items()), self.current.digest)
+        has = (sorted(self._rows.items()), sorted(self.vectors), sorted(self.runs), sorted(self.modules.items()), self.current.digest)
         other = self._faults.strikes("fingerprint", self.rank)
         return f"{zlib.crc32(to_msgpack(has), int(other)):08x}"
 
@@ -165,6 +183,8 @@ class FakeRank:
             "entries_used": len(self._rows),
             "entries": self._settings.steering_entries,
             "vectors": len(self.vectors),
+            "runs": len(self.runs),
+            "run_bytes": sum(run.bytes for run in self.runs.values()),
             "requests": len(self._live),
             "outbox": 0,
             "backlog": 0,
@@ -198,11 +218,28 @@ class FakeRank:
     def _fits(self, entries: list[SteeringTemplate] | list[StoredSteering]) -> Answer:
         for entry in entries:
             for name, shape in zip(entry.tensors, entry.shapes(HIDDEN_SIZE), strict=True):
+                if name == ZEROS:
+                    continue
+                if is_row(name):
+                    if lacking := self._lacks(name):
+                        return False, lacking
+                    continue
                 if name not in self.vectors:
                     return False, f"vector {name[:12]} is not on this rank"
                 if self.vectors[name] != shape:
                     return False, f"vector {name[:12]}: its shape is {self.vectors[name]}, {shape} is needed"
         return _FINE
+
+    def _lacks(self, name: str) -> str:
+        """Why there is no such row of a source run; empty when there is one."""
+        row = parse_row(name)
+        run = self.runs.get(row.key)
+        if run is None or self._faults.strikes("lose_run", self.rank):
+            return f"source run {row.key} is not on this rank"
+        if row.layer not in run.sites.get(row.hook, ()):
+            return f"source run {row.key} has no rows of {row.hook} of layer {row.layer}"
+        missing = set(row.mean if row.position is None else (row.position,)) - set(run.positions)
+        return f"source run {row.key} has no row at position {min(missing)}" if missing else ""
 
     def _fold(self, kind: Kind, *content: str | int) -> None:
         if kind == "steer" and self._faults.strikes("desync", self.rank):
