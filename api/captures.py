@@ -11,6 +11,7 @@ from litestar.params import PathParameter, QueryParameter
 from litestar.response import Stream
 
 from ..broker.captures import Captures
+from ..broker.headers import Place, place_in, read_headers
 from ..schemas.captures import CaptureManifest, CapturePage, ManifestFile
 from ..schemas.errors import MidstreamError, invalid
 from ..schemas.jobs import CaptureResults, FileEntry
@@ -52,21 +53,14 @@ def _open(edge: Edge, job_id: str, entries: Sequence[FileEntry]) -> list[packed.
     return packed.open_blobs(edge.settings.capture_root, job_id, _places(edge, entries))
 
 
-def _places(edge: Edge, entries: Sequence[FileEntry]) -> list[packed.Place]:
-    """Where the entries' blobs lie. Paths come from receipts, and are held inside the capture root nevertheless."""
-    root = edge.settings.capture_root
-    places = []
-    for entry in entries:
-        path = (root / entry.path).resolve()
-        if not path.is_relative_to(root):
-            raise MidstreamError("capture_failed", f"{entry.path!r} is not inside the capture root")
-        places.append(packed.Place(path, entry.offset, entry.bytes))
-    return places
+def _places(edge: Edge, entries: Sequence[FileEntry]) -> list[Place]:
+    """Where the entries' blobs lie."""
+    return [place_in(edge.settings.capture_root, entry.path, entry.offset, entry.bytes) for entry in entries]
 
 
 def _described(edge: Edge, job_id: str, entries: Sequence[FileEntry]) -> list[ManifestFile]:
     """The entries with what the blobs' manifests say."""
-    headers = packed.read_headers(edge.settings.capture_root, job_id, _places(edge, entries))
+    headers = read_headers(edge.settings.capture_root, job_id, _places(edge, entries))
     return [
         ManifestFile(
             name=_name(entry),

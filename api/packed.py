@@ -3,31 +3,20 @@
 Blobs are opened before the answer begins, so that a deletion meanwhile cannot cut it short: see `schemas.captures.DELETED`.
 """
 
-import fcntl
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from os import fstat, pread
+from os import pread
 from pathlib import Path
 from typing import IO
 
 import msgspec
 
-from ..broker.retention import gone
-from ..schemas.blobs import DamagedBlob, DeletedBlob, Header, TensorPlace, encode_header, read_header
-from ..schemas.captures import DELETED, Manifest
+from ..broker.headers import Place, explained, header_of, must_be_there, opened
+from ..schemas.blobs import Header, TensorPlace, encode_header
+from ..schemas.captures import Manifest
 from ..schemas.errors import MidstreamError
 
 CHUNK = 1 << 20
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a receipt says that a blob lies; `path` is inside the capture root."""
-
-    path: Path
-    offset: int
-    bytes: int
 
 
 @dataclass(frozen=True)
@@ -57,59 +46,11 @@ def open_blobs(root: Path, job: str, places: Sequence[Place]) -> list[OpenBlob]:
     files: dict[Path, IO[bytes]] = {}
     found = []
     for place in places:
-        with _explained(job, place):
-            file = files.get(place.path) or files.setdefault(place.path, _opened(place.path))
-            found.append(OpenBlob(file, place, _header(file, place)))
-    _must_be_there(root, job)
+        with explained(job, place):
+            file = files.get(place.path) or files.setdefault(place.path, opened(place.path))
+            found.append(OpenBlob(file, place, header_of(file, place)))
+    must_be_there(root, job)
     return found
-
-
-def read_headers(root: Path, job: str, places: Sequence[Place]) -> list[Header]:
-    """What all of a job's blobs say of themselves; one file is open at a time, for there may be thousands.
-
-    Raises as `open_blobs`.
-    """
-    found = []
-    for place in places:
-        with _explained(job, place), _opened(place.path) as file:
-            found.append(_header(file, place))
-    _must_be_there(root, job)
-    return found
-
-
-def _must_be_there(root: Path, job: str) -> None:
-    """To be asked when everything was read: raises `gone` when deleting began before that."""
-    if (root / DELETED / job).exists():
-        raise gone(job)
-
-
-@contextmanager
-def _explained(job: str, place: Place) -> Iterator[None]:
-    """Errors of the disk and of the file's content as a MidstreamError that names the file."""
-    try:
-        yield
-    except FileNotFoundError as error:
-        detail = f"{place.path.name} is not in the capture root of this API: it was removed, or the worker writes elsewhere"
-        raise MidstreamError("gone", detail) from error
-    except DeletedBlob as error:
-        raise gone(job) from error
-    except (OSError, DamagedBlob) as error:
-        raise MidstreamError("capture_failed", f"the capture file {place.path.name} cannot be read: {error}") from error
-
-
-def _header(file: IO[bytes], place: Place) -> Header:
-    size = min(place.bytes, max(0, fstat(file.fileno()).st_size - place.offset))
-    header = read_header(lambda start, count: pread(file.fileno(), count, place.offset + start), size)
-    if size < place.bytes:
-        raise DamagedBlob(f"it is cut short: {size} bytes of {place.bytes}")
-    return header
-
-
-def _opened(path: Path) -> IO[bytes]:
-    file = path.open("rb", buffering=0)
-    if path.suffix == ".seg":
-        fcntl.flock(file, fcntl.LOCK_SH)
-    return file
 
 
 @dataclass(frozen=True)

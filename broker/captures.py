@@ -130,7 +130,8 @@ class Captures:
     async def _expire(self, at: float) -> list_of_text:
         before = at - self._settings.capture_ttl_s
         old = await self._redis.zrangebyscore("ms:captured", "-inf", before, start=0, num=SWEEP_LIMIT)
-        return [name.decode() for name in old if await self._forgotten(name.decode()) == "forgotten"]
+        # Source runs that a running job holds are spared; the next sweep looks again.
+        return [name.decode() for name in old if await self._forgotten(name.decode(), spare_leased=True) == "forgotten"]
 
     @reachable
     async def _pending(self, at: float) -> dict[str, float]:
@@ -142,8 +143,9 @@ class Captures:
             await self._redis.zadd("ms:deleting", lost, nx=True)
         return told | lost
 
-    async def _forgotten(self, job_id: str) -> str:
-        return str((await self._scripts.forget_captures(args=[*scripts.context(self._settings), job_id])).decode())
+    async def _forgotten(self, job_id: str, spare_leased: bool = False) -> str:
+        arguments = [*scripts.context(self._settings), job_id, int(spare_leased)]
+        return str((await self._scripts.forget_captures(args=arguments)).decode())
 
     @reachable
     async def _remove(self, jobs: dict[str, float], at: float) -> None:

@@ -28,7 +28,7 @@ from ..schemas.specs import CaptureStatus
 FIELDS = [
     "state", "kind", "model", "attempt", "version", "created", "queued", "started", "generated", "cancelling", "finished", "worker",
     "capture_status", "receipts", "expected", "prompts", "error", "metadata", "captures", "steers", "everyone", "global_version",
-    "retried", "modules",
+    "retried", "modules", "runs", "run",
 ]  # fmt: skip
 
 #: Ranges of positions that a detail lists before it only counts them.
@@ -90,6 +90,8 @@ def view(job_id: str, values: Sequence[bytes | None], settings: Settings) -> Job
         metadata=from_json(record["metadata"], dict[str, str]),
         steered=b"1" in (record.get("steers"), record.get("everyone")),
         modules=from_json(record["modules"], dict[str, str]) if "modules" in record else {},
+        runs=from_json(record["runs"], dict[str, str]) if "runs" in record else {},
+        run=record["run"].decode() if "run" in record else "",
     )
 
 

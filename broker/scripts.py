@@ -14,18 +14,22 @@ from ..schemas.base import now, to_json, to_msgpack
 from ..schemas.errors import STATUS_OF_KIND, MidstreamError
 from ..schemas.jobs import TERMINAL, TRANSITIONS, Job, State
 from ..schemas.receipts import LostRange, Receipt
+from ..schemas.runs import Run
 from ..schemas.settings import Settings
 from ..schemas.steering import Module, Proposal
+from ..schemas.sweep_units import Units
 
 #: A job that has been queued this long without being claimed is looked for in the broker's lists.
 QUEUED_LOOK_S = 10.0
+#: Events of a sweep besides its cells, at most: every attempt has a few.
+SWEEP_EVENTS = 1000
 #: Blobs outlive the jobs that name them: they were stored before, and a repeated submit refreshes them.
 BLOB_TTL_FACTOR = 3
 
 NAMES = (
     "submit", "claim", "store", "fail", "cancel", "cancelled", "release", "release_boots", "renew", "emit",
     "settle", "lost", "sweep", "look_again", "forget_captures", "removed_captures", "desync",
-    "propose", "commit", "abort", "put_module", "delete_module",
+    "propose", "commit", "abort", "put_module", "delete_module", "delete_run", "keep_units",
 )  # fmt: skip
 
 #: The hash field that gets the time at which a state was entered.
@@ -37,6 +41,8 @@ STAMP: dict[State, str] = {
 }
 
 Argument = bytes | str | int | float
+#: Number of the unit, its packed record, and its event as JSON; no event: it is no cell.
+KeptUnit = tuple[int, bytes, bytes]
 
 
 class Registry(Protocol):
@@ -75,6 +81,7 @@ def _tables() -> str:
             f"local STAMP = {_lua(STAMP)}",
             f"local PROBLEMS = {_lua(problems)}",
             f"local QUEUED_LOOK_S = {QUEUED_LOOK_S}",
+            f"local SWEEP_EVENTS = {SWEEP_EVENTS}",
         ]
     )
 
@@ -98,12 +105,15 @@ def context(settings: Settings, at: float | None = None) -> list[Argument]:
 
 
 def asked_requests(job: Job) -> int:
-    """How many of the job's prompts have an intervention or a capture, and so get a receipt from every rank."""
+    """How many of the job's prompts have an intervention or a capture, and so get a receipt from every rank. (None of a sweep's, which
+    reads its receipts itself.)"""
     return sum(1 for captures, steering in zip_longest(job.captures, job.steering) if captures or steering)
 
 
 def stored_tags(job: Job) -> list[str]:
     """The tags under which the job's captures become files; the user's own first."""
+    if job.sweep is not None:
+        return ["base"] if job.sweep.ablation else ["base", "source"]
     found = [capture.tag for captures in job.captures for capture in captures if "filesystem" in capture.consumers]
     return list(dict.fromkeys(found))
 
@@ -121,11 +131,14 @@ def submit(
     blobs = {**dict.fromkeys(pinned, b""), **blobs}
     flat = [part for pair in blobs.items() for part in pair]
     tags = stored_tags(job)
+    requests = len(job.prompts) if job.sweep is None else Units(job.sweep).requests
     return [
         *context(settings),
-        job.id, to_msgpack(job), repr(job.created), job.kind, job.model, len(job.prompts), asked_requests(job),
-        int(any(job.captures)), int(any(job.steering)), to_json(job.metadata), written_by, key, body,
-        BLOB_TTL_FACTOR * settings.result_ttl_s, to_json(tags) if tags else "", to_json(job.modules), *flat,
+        job.id, to_msgpack(job), repr(job.created), job.kind, job.model, requests, asked_requests(job),
+        int(any(job.captures) or job.sweep is not None), int(any(job.steering)), to_json(job.metadata), written_by, key, body,
+        BLOB_TTL_FACTOR * settings.result_ttl_s, to_json(tags) if tags else "", to_json(job.modules),
+        job.sweep.num_cells if job.sweep is not None else 0, to_json(job.runs), job.run,
+        to_msgpack(Run(name=job.run, model=job.model, job=job.id, tag=tags[0], created=job.created)) if job.run else "", *flat,
     ]  # fmt: skip
 
 
@@ -152,6 +165,10 @@ def settle(settings: Settings, receipts: Iterable[tuple[int, Receipt]]) -> list[
             told.worker, told.boot, told.epoch, told.applied,
         )  # fmt: skip
     return arguments
+
+
+def keep_units(settings: Settings, job_id: str, attempt: int, width: int, ranks: int, stages: int, units: Iterable[KeptUnit]) -> list[Argument]:
+    return of_attempt(settings, job_id, attempt, width, ranks, stages, *[part for unit in units for part in unit])
 
 
 def lost(settings: Settings, worker: str, rank: int, lost_range: LostRange) -> list[Argument]:

@@ -85,6 +85,15 @@ def run_key(job: str, request: int, tag: Tag) -> str:
     return f"{job}.{request}.{tag}"
 
 
+def parse_key(key: str) -> tuple[str, int, Tag]:
+    """The inverse of `run_key`. Raises ValueError for what is no such key."""
+    try:
+        job, request, tag = key.split(".")
+        return job, int(request), tag
+    except ValueError as error:
+        raise ValueError(f"{key!r} is not the key of a run") from error
+
+
 ROW_PREFIX = "run:"
 #: A vector of zeros of the model's width; needs no bytes.
 ZEROS = "zeros"

@@ -1,11 +1,12 @@
 -- Accept a job: record, blobs, listing and idempotency key in one commit.
 -- args: id, spec, created, kind, model, prompts, asked, captures, steers, metadata, written_by, idempotency key, body sha256,
---       blob ttl, JSON list of the tags under which captures become files ('' for none), JSON of the named modules,
+--       blob ttl, JSON list of the tags under which captures become files ('' for none), JSON of the named modules, cells of a sweep,
+--       JSON of the source runs that it is patched with, name of the run that it makes ('' for none), that run, packed,
 --       then (sha256, bytes, '' to take what is pinned) per blob
 -- returns {'created', id} | {'repeated', id of the first} | {'mismatch', id of the first} | {'exists', id} | {'missing', sha256}
 local id, spec, created, kind, model, prompts, asked, captures, steers, metadata, written_by, idem, body, blob_ttl,
-  tags, modules = unpack(ARGV, FIRST, FIRST + 15)
-local BLOBS = FIRST + 16
+  tags, modules, cells, runs, run, packed_run = unpack(ARGV, FIRST, FIRST + 19)
+local BLOBS = FIRST + 20
 if idem ~= '' then
   local first = redis.call('GET', key('idem', idem))
   if first then
@@ -38,12 +39,15 @@ for at = BLOBS, #ARGV, 2 do -- the job's own copies: what becomes of a module is
 end
 redis.call('HSET', key('job', id), 'spec', spec, 'state', 'queued', 'attempt', 0, 'version', 1, 'created', created, 'queued', ARGV[1],
   'kind', kind, 'model', model, 'prompts', prompts, 'asked', asked, 'captures', captures, 'steers', steers, 'metadata', metadata,
-  'modules', modules,
+  'modules', modules, 'cells', 0, 'cells_expected', cells, 'runs', runs, 'run', run,
   'written_by', written_by, 'receipts', 0, 'expected', 0, 'capture_status', captures == '1' and 'pending' or 'not_requested')
 redis.call('ZADD', 'ms:jobs', created, id)
 if tags ~= '' then -- outlives the job's record: files stay until they are deleted
-  redis.call('HSET', key('capture', id), 'tags', tags, 'created', created, 'status', 'pending', 'bytes', 0, 'rows', 0)
+  redis.call('HSET', key('capture', id), 'tags', tags, 'created', created, 'status', 'pending', 'bytes', 0, 'rows', 0, 'model', model)
   redis.call('ZADD', 'ms:captures', created, id)
+end
+if run ~= '' then -- from here on the name means this job, whatever it meant before
+  redis.call('HSET', key('runs', model), run, packed_run)
 end
 if idem ~= '' then
   redis.call('SET', key('idem', idem), id .. ':' .. body, 'EX', result_ttl)

@@ -1,0 +1,98 @@
+"""What do the blobs of a job's captures say of themselves? Read where the receipts say that they lie, or found on the disk."""
+
+import fcntl
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from os import fstat, pread
+from pathlib import Path
+from typing import IO
+
+from ..schemas.blobs import DamagedBlob, DeletedBlob, Header, read_entries, read_header
+from ..schemas.captures import DELETED, SEGMENTS, BlobEntry
+from ..schemas.errors import MidstreamError
+from .retention import gone
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a blob lies; `path` is inside the capture root."""
+
+    path: Path
+    offset: int
+    bytes: int
+
+
+def place_in(root: Path, relative: str, offset: int, size: int) -> Place:
+    """`relative` comes from a receipt, and is held inside the capture root nevertheless. Raises MidstreamError("capture_failed")."""
+    path = (root / relative).resolve()
+    if not path.is_relative_to(root):
+        raise MidstreamError("capture_failed", f"{relative!r} is not inside the capture root")
+    return Place(path, offset, size)
+
+
+def read_headers(root: Path, job: str, places: Sequence[Place]) -> list[Header]:
+    """What all of a job's blobs say of themselves; one file is open at a time, for there may be thousands.
+
+    Raises MidstreamError: `gone` when one is not there any more, `capture_failed` for one that is cut short or cannot be read.
+    """
+    found = []
+    for place in places:
+        with explained(job, place), opened(place.path) as file:
+            found.append(header_of(file, place))
+    must_be_there(root, job)
+    return found
+
+
+def find_entries(root: Path, job: str, tag: str) -> list[tuple[str, BlobEntry]]:
+    """The blobs that a job has on disk under a tag, as the files beside them say: (path relative to the capture root, entry).
+
+    Raises MidstreamError: `gone` when they were deleted, `capture_failed` for a manifest that cannot be read.
+    """
+    folder = root / tag
+    found: list[tuple[str, BlobEntry]] = []
+    for index in [*sorted((folder / job).glob("*.json")), *sorted((folder / SEGMENTS).glob("*.jsonl"))]:
+        try:
+            found += [(str((index.parent / entry.file).relative_to(root)), entry) for entry in read_entries(index, {job})]
+        except FileNotFoundError:
+            continue  # removed since it was listed
+        except (OSError, DamagedBlob) as error:
+            raise MidstreamError("capture_failed", f"the manifest {index.name} cannot be read: {error}") from error
+    must_be_there(root, job)
+    return found
+
+
+def must_be_there(root: Path, job: str) -> None:
+    """To be asked when everything was read: raises `gone` when deleting began before that."""
+    if (root / DELETED / job).exists():
+        raise gone(job)
+
+
+@contextmanager
+def explained(job: str, place: Place) -> Iterator[None]:
+    """Errors of the disk and of the file's content as a MidstreamError that names the file."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        detail = f"{place.path.name} is not in the capture root of this process: it was removed, or the worker writes elsewhere"
+        raise MidstreamError("gone", detail) from error
+    except DeletedBlob as error:
+        raise gone(job) from error
+    except (OSError, DamagedBlob) as error:
+        raise MidstreamError("capture_failed", f"the capture file {place.path.name} cannot be read: {error}") from error
+
+
+def header_of(file: IO[bytes], place: Place) -> Header:
+    size = min(place.bytes, max(0, fstat(file.fileno()).st_size - place.offset))
+    header = read_header(lambda start, count: pread(file.fileno(), count, place.offset + start), size)
+    if size < place.bytes:
+        raise DamagedBlob(f"it is cut short: {size} bytes of {place.bytes}")
+    return header
+
+
+def opened(path: Path) -> IO[bytes]:
+    """For reading; a segment is locked against deletion for as long as it is open."""
+    file = path.open("rb", buffering=0)
+    if path.suffix == ".seg":
+        fcntl.flock(file, fcntl.LOCK_SH)
+    return file
