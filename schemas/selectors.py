@@ -116,35 +116,35 @@ def written_range(text: str) -> dict[str, int] | None:
     return {name: int(place) for name, place in zip(("start", "stop"), match.groups(), strict=True) if place is not None}
 
 
-def resolve_layers(selector: LayerSelector, num_layers: int) -> list[int]:
-    """Sorted unique layer numbers in `[0, num_layers)`.
+def resolve_layers(selector: LayerSelector, num_layers: int, thing: str = "layer") -> list[int]:
+    """Sorted unique layer numbers in `[0, num_layers)`; or of another `thing` that a model has so many of.
 
     Raises SelectorError saying what is wrong and what would be right.
     """
     if selector == "all":
         return list(range(num_layers))
     if isinstance(selector, str):
-        return sorted({layer for part in selector.split(",") for layer in _layer_range(part.strip(), num_layers)})
+        return sorted({layer for part in selector.split(",") for layer in _layer_range(part.strip(), num_layers, thing)})
     wanted = [selector] if isinstance(selector, int) else selector
     if not wanted:
-        raise SelectorError("no layer named: give at least one")
-    return sorted({_layer(layer, num_layers) for layer in wanted})
+        raise SelectorError(f"no {thing} named: give at least one")
+    return sorted({_layer(layer, num_layers, thing) for layer in wanted})
 
 
-def _layer_range(text: str, num_layers: int) -> range:
+def _layer_range(text: str, num_layers: int, thing: str) -> range:
     match = _LAYERS.fullmatch(text)
     if match is None:
-        raise SelectorError(f'{text[:40]!r} is not a layer selector: use "all", "a-b", a number or a list of numbers')
-    first = _layer(int(match[1]), num_layers)
-    last = first if match[2] is None else _layer(int(match[2]), num_layers)
+        raise SelectorError(f'{text[:40]!r} is not a {thing} selector: use "all", "a-b", a number or a list of numbers')
+    first = _layer(int(match[1]), num_layers, thing)
+    last = first if match[2] is None else _layer(int(match[2]), num_layers, thing)
     if first > last:
-        raise SelectorError(f"range {text!r} is empty: the first layer is above the last")
+        raise SelectorError(f"range {text!r} is empty: the first {thing} is above the last")
     return range(first, last + 1)
 
 
-def _layer(layer: int, num_layers: int) -> int:
+def _layer(layer: int, num_layers: int, thing: str) -> int:
     if not -num_layers <= layer < num_layers:
-        raise SelectorError(f"layer {layer} is out of range: the model has layers 0 to {num_layers - 1}")
+        raise SelectorError(f"{thing} {layer} is out of range: the model has {thing}s 0 to {num_layers - 1}")
     return layer % num_layers
 
 

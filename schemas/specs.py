@@ -181,7 +181,7 @@ class StoredSteering(Record):
     positions: PositionSelector
     family: Family
     tensors: list[str]  # the vector; of `lowrank` R, W and b; of `replace_masked` the vector and the mask (1: written, 0: not)
-    scale: float = 1.0  # of the vector, for `replace` and `add`
+    scale: float = 1.0  # of the vector, for `replace`, `replace_masked` and `add`
     numbers: list[float] = []  # the family's first scalars: alpha, or strength, …
     rank: int = 0  # of `lowrank`
 
@@ -203,7 +203,7 @@ def shapes_of(family: Family, rank: int, hidden_size: int) -> list[list[int]]:
 
 
 #: What a factor on the whole of a family scales: the vector, or the first of its numbers (its strength, or norm_match's scale).
-SCALED_VECTOR: frozenset[Family] = frozenset({"replace", "add"})
+SCALED_VECTOR: frozenset[Family] = frozenset({"replace", "replace_masked", "add"})
 
 
 def at_scale(entry: StoredSteering, factor: float) -> StoredSteering:
