@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -113,10 +113,15 @@ class Edge:
             return known  # whatever has become of the modules since
         standing = await self.standing(info.name, named) if wish.steering else steered.NOTHING
         admitted = await admission.admit(wish, info, await self.codec(info), new_job_id(), standing)
-        job = admitted.job
+        return await self.accept(admitted.job, info, admitted.blobs, idempotency, admitted.pinned)
+
+    async def accept(
+        self, job: Job, info: ModelInfo, blobs: Mapping[str, bytes], idempotency: tuple[str, str] | None, pinned: Iterable[str] = ()
+    ) -> str:
+        """Commit a valid job to the ledger and hand it to Celery; see `submit`. `blobs`, `pinned`: as of `Ledger.submit`."""
         if self.settings.capture_quota_mib and not (idempotency and await self.ledger.knows_key(idempotency[0])):
             job = await self._within_quota(job, info)
-        job_id, created = await self.ledger.submit(job, admitted.blobs, idempotency, admitted.pinned)
+        job_id, created = await self.ledger.submit(job, blobs, idempotency, pinned)
         if created:
             await self._enqueue(job)
         return job_id
