@@ -12,7 +12,7 @@ from ..schemas.errors import MidstreamError, Problem
 from ..schemas.jobs import JobPage, JobRequest, JobResult, JobView, State
 from . import events, problems
 from .body import JsonRequest
-from .edge import edge_of, unless_client_leaves
+from .edge import Edge, edge_of, unless_client_leaves
 from .outcome import accepted, etag, finished, is_over, job_url, matches, not_ready
 from .wishes import wish_of_job
 
@@ -53,6 +53,11 @@ def preferred_wait(header: str | None) -> float | None:
 async def submit_job(data: JSONBody[JobRequest], request: JsonRequest, key: Key = None, prefer: Prefer = None) -> Response[JobView]:
     edge = edge_of(request)
     job_id = await edge.submit(wish_of_job(data), await request.idempotency(key))
+    return await answer_submission(request, edge, job_id, prefer)
+
+
+async def answer_submission(request: JsonRequest, edge: Edge, job_id: str, prefer: str | None) -> Response[JobView]:
+    """202 and where to look; or, as `Prefer` asks, the result if the job is over in time."""
     seconds = preferred_wait(prefer)
     headers = {} if seconds is None else {"Preference-Applied": f"wait={seconds:.0f}"}
     try:
@@ -100,7 +105,8 @@ async def get_job(job_id: JobId, request: JsonRequest, wait: Wait = None, known:
 @get(
     "/v1/jobs/{job_id:str}/events",
     summary="Follow a job",
-    description="Server-sent events: `state`, `token`, `output`, `receipt`, and `done` as the last. Resume with `Last-Event-ID`; "
+    description="Server-sent events: `state`, `token`, `output`, `receipt`, of a sweep `start`, `cell` and `summary`, and `done` as the "
+    "last. Resume with `Last-Event-ID`; "
     "204 when there is nothing after it and the job is over.",
     media_type=events.MEDIA_TYPE,
     responses={204: ResponseSpec(None, description="The job is over and has no later event"), **ERRORS},

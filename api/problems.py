@@ -21,8 +21,8 @@ MEDIA_TYPE = "application/problem+json"
 
 OPENAI_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/models"})
 
-#: After how many seconds a client may try again when we are unavailable.
-RETRY_AFTER_S = 1
+#: Kind → after how many seconds a client may try again.
+RETRY_AFTER_S = {"unavailable": 1, "too_many_cells": 10}
 
 #: nginx's status for a client that left before its answer; nobody receives it, the metrics count it.
 CLIENT_GONE = 499
@@ -70,8 +70,8 @@ def openai_error(problem: Problem) -> dict[str, Any]:
 def answer(request: Request[Any, Any, Any], problem: Problem, headers: dict[str, str] | None = None) -> Response[Any]:
     """The problem with its own status; at the OpenAI-style endpoints also in OpenAI's words, as the member `error`."""
     headers = dict(headers or {})
-    if problem.status == STATUS_OF_KIND["unavailable"]:
-        headers.setdefault("Retry-After", str(RETRY_AFTER_S))
+    if seconds := RETRY_AFTER_S.get(problem.type.rpartition(":")[2]):
+        headers.setdefault("Retry-After", str(seconds))
     body = to_json(problem)
     if request.url.path in OPENAI_PATHS:
         body = to_json({**msgspec.to_builtins(problem), "error": openai_error(problem)})

@@ -103,6 +103,20 @@ class Codec:
         """The text of `ids`, and where each lies in it; None when that text has other tokens."""
         return self.map_text(self._tokenizer.decode(list(ids), skip_special_tokens=False), ids, special_tokens=False)
 
+    def words(self, ids: Sequence[int], where: TextMap | None) -> list[str]:
+        """How each token reads, spaces as they are: its part of the text, or what the tokenizer makes of it alone. Never empty."""
+        if where is not None:
+            parts = [where.text[start:end] for start, end in where.offsets.tolist()]
+            return [part or self._word(token) for token, part in zip(ids, parts, strict=True)]
+        known = {token: self._word(token) for token in set(ids)}
+        return [known[token] for token in ids]
+
+    def _word(self, token: int) -> str:
+        text = self._tokenizer.decode([token], skip_special_tokens=False)
+        if text and "\N{REPLACEMENT CHARACTER}" not in text:  # else it is no text, or a part of a character
+            return str(text)
+        return self._tokenizer.id_to_token(token) or f"<{token}>"
+
     async def encode_chat(self, messages: Sequence[dict[str, str]]) -> tuple[list[int], str]:
         """Token ids and text of a conversation, opened for the assistant's turn.
 
