@@ -7,7 +7,7 @@ from typing import NamedTuple, cast
 from ..schemas.captures import Manifest
 from ..schemas.errors import MidstreamError
 from ..schemas.receipts import CapturedFile
-from ..schemas.runs import RunFile, RunFiles, RunPrompt, run_key
+from ..schemas.runs import RunFile, RunFiles, RunPrompt
 from ..schemas.selectors import HOOKS, Hook
 from ..schemas.tensors import ITEM_BYTES
 from .headers import find_entries, place_in, read_headers
@@ -97,21 +97,6 @@ def _sites(blobs: Sequence[Blob]) -> Sites:
         for hook, layers in manifest.sites.items():
             found.setdefault(hook, set()).update(layers)
     return {cast(Hook, hook): sorted(found[hook]) for hook in sorted(found, key=lambda hook: HOOKS.index(cast(Hook, hook)))}
-
-
-def locate_reported(root: Path, job: str, request: int, tag: str, files: Sequence[CapturedFile]) -> RunFiles:
-    """The run of a prompt whose receipts name `files`, other tags' among them; its job need not be over.
-
-    Raises MidstreamError("intervention_failed") with the reason when its rows are not all there.
-    """
-    key = run_key(job, request, tag)
-    try:
-        blobs = reported(root, job, [file for file in files if file.tag == tag])
-    except MidstreamError as error:
-        raise unusable(key, error.detail) from error
-    if why := shortfall(blobs):
-        raise unusable(key, why)
-    return run_files(key, blobs)
 
 
 def unusable(key: str, why: str) -> MidstreamError:

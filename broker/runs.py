@@ -25,8 +25,6 @@ from .run_files import Blob, unusable
 
 #: Job ids name the captures of their jobs; names of runs do not begin so.
 JOB_PREFIX = "job_"
-#: A lease's key outlives the lease by this factor: what counts is the time in it.
-LEASE_KEY_FACTOR = 4
 
 list_of_text = list[str]  # the method `SourceRuns.list` hides the builtin inside the class
 Runs = list[Run]
@@ -178,11 +176,14 @@ class SourceRuns:
         """Keep the age of captures from deleting them for so long: job → keys of the runs that it holds."""
         if not held:
             return
-        until = now() + seconds
+        at = now()
+        holders: dict[str, dict[str, float]] = {}
+        for holder, keys in held.items():
+            for lease in _leases(keys):
+                holders.setdefault(lease, {})[holder] = at + seconds
         async with self._redis.pipeline(transaction=False) as pipe:
-            for holder, keys in held.items():
-                for lease in _leases(keys):
-                    pipe.zadd(lease, {holder: until}).expire(lease, int(LEASE_KEY_FACTOR * seconds) + 1)
+            for lease, until in holders.items():
+                pipe.zremrangebyscore(lease, "-inf", at).zadd(lease, until).expire(lease, int(seconds) + 1)
             await pipe.execute()
 
     @reachable
@@ -192,11 +193,6 @@ class SourceRuns:
             for lease in _leases(keys):
                 pipe.zrem(lease, holder)
             await pipe.execute()
-
-    @reachable
-    async def in_use(self, job: str) -> int:
-        """How many jobs hold runs of this job now."""
-        return int(await self._redis.zcount(_lease(job), now(), "+inf"))
 
     @reachable
     async def tell_held(self, worker: str, keys: Iterable[str], seconds: float) -> None:
@@ -251,10 +247,10 @@ class SourceRuns:
     async def _blobs(self, job: str, tag: str, only: Collection[int] | None) -> dict[int, Blobs]:
         """Prompt → its blobs, ascending. From the receipts while they are kept, later from the disk."""
         receipts = await self._receipts(job, only)
-        if not receipts:
+        files = [(told.request, file) for told in receipts for file in told.files if file.tag == tag]
+        if not files:
             found = await asyncio.to_thread(run_files.on_disk, self._settings.capture_root, job, tag)
             return {request: blobs for request, blobs in found.items() if only is None or request in only}
-        files = [(told.request, file) for told in receipts for file in told.files if file.tag == tag]
         blobs = await asyncio.to_thread(run_files.reported, self._settings.capture_root, job, [file for _, file in files])
         by_request: dict[int, Blobs] = {}
         for (request, _), blob in zip(files, blobs, strict=True):

@@ -44,11 +44,12 @@ class Heartbeat:
                 away = True
 
     async def beat(self) -> None:
-        """Renew every lease, stop what was lost or is being cancelled, and say that the worker lives."""
+        """Renew every lease, those on source runs too, stop what was lost or is being cancelled, and say that the worker lives."""
         info = self._info()
         held = self._runs.held
         if held:
             renewal = await self._ledger.renew(info.worker, info.boot, held)
             self._runs.stop(renewal.lost, Outcome.LOST)
             self._runs.stop(renewal.cancelling, Outcome.CANCELLED)
+        await self._runs.sources.renew()
         await self._ledger.heartbeat(info)

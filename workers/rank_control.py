@@ -13,7 +13,8 @@ from ..schemas.specs import RankSpec, steering_rows
 from ..schemas.steering import GlobalSteering, RankApplied, RankSteering
 from .admission import RowAdmission, RowWish
 from .collective import Quarantined, Ranks, Refused, Undo
-from .engine import Fetch
+from .engine import Fetch, Locate
+from .rank_runs import RankRuns
 from .vectors import RankVectors
 
 logger = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ class RankControl(ABC):
         self.on_quarantine = lambda reason: logger.error("the ranks may differ: %s", reason)
         self._ranks = Ranks(self._call, self.world, lambda reason: self.on_quarantine(reason))
         self._vectors = RankVectors(self._ranks, settings.vector_cache_mib << 20)
+        self._runs = RankRuns(self._ranks, settings.run_cache_mib << 20)
         self._patience_s = settings.steering_wait_s
         self._rows = RowAdmission(settings.steering_rows, settings.steering_entries)
 
@@ -46,6 +48,16 @@ class RankControl(ABC):
 
     async def release_vectors(self, names: Sequence[str], *, standing: bool = False) -> None:
         self._vectors.release(names, standing=standing)
+
+    async def hold_runs(self, keys: Sequence[str], locate: Locate) -> None:
+        if keys:
+            await self._runs.hold(keys, locate)
+
+    async def release_runs(self, keys: Sequence[str]) -> None:
+        self._runs.release(keys)
+
+    def held_runs(self) -> list[str]:
+        return self._runs.names
 
     async def prepare_global(self, steering: GlobalSteering) -> list[RankApplied]:
         try:
@@ -82,6 +94,7 @@ class RankControl(ABC):
     async def restart_ledgers(self) -> None:
         await self._ranks.apply("beginning the ledgers anew", "midstream_restart_ledger")
         self._vectors.forget()
+        self._runs.forget()
         self._rows.clear_standing()
 
     async def same_content(self) -> bool:

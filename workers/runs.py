@@ -15,6 +15,7 @@ from enum import StrEnum
 from ..broker.ledger import Claim, ClaimRefused, Ledger
 from ..schemas.errors import MidstreamError, Problem
 from ..schemas.jobs import Event, Job, Output, State
+from ..schemas.runs import ZEROS, is_row, runs_named
 from ..schemas.steering import GlobalSteering
 from ..schemas.tensors import Tensor, content_hash
 from .admission import CrowdedOut
@@ -22,6 +23,7 @@ from .applied import Lease
 from .collective import Quarantined
 from .engine import Engine, Progress, ask_of
 from .patience import UNAVAILABLE, patiently
+from .run_holds import RunHolds
 from .steering import Standing
 
 logger = logging.getLogger(__name__)
@@ -103,6 +105,7 @@ class Runs:
         self._boot = boot
         self._engine_died = engine_died
         self._running: dict[str, Run] = {}
+        self.sources = RunHolds(ledger, engine, worker)
 
     @property
     def held(self) -> dict[str, int]:
@@ -228,15 +231,16 @@ class Runs:
     async def _generate(self, run: Run) -> list[Output]:
         """Every prompt of the job at once: they batch in the engine with each other and with other jobs."""
         job = run.job
-        own = (name for entries in job.steering for entry in entries for name in entry.tensors)
-        names = sorted({*own, *run.lease.steering.tensors})
-        await self._engine.hold_vectors(names, self._fetch)
-        try:
-            run.check()
-            async with asyncio.TaskGroup() as group:
-                outputs = [group.create_task(self._prompt(run, request)) for request in range(len(job.prompts))]
-        finally:
-            await self._engine.release_vectors(names)
+        own = {name for entries in job.steering for entry in entries for name in entry.tensors}
+        names = sorted({name for name in own if not is_row(name) and name != ZEROS} | set(run.lease.steering.tensors))
+        async with self.sources.holding(job.id, runs_named(own), job.runs):
+            await self._engine.hold_vectors(names, self._fetch)
+            try:
+                run.check()
+                async with asyncio.TaskGroup() as group:
+                    outputs = [group.create_task(self._prompt(run, request)) for request in range(len(job.prompts))]
+            finally:
+                await self._engine.release_vectors(names)
         return [output.result() for output in outputs]
 
     async def _prompt(self, run: Run, request: int) -> Output:

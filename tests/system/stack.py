@@ -239,8 +239,12 @@ class Stack:
         blobs: dict[str, Any] | None = None,
         stream: bool = False,
         send: bool = True,
+        **more: Any,
     ) -> str:
-        """Commit a job and enqueue it (`send`), as the API does; token ids are the fake engine's (one per byte)."""
+        """Commit a job and enqueue it (`send`), as the API does; token ids are the fake engine's (one per byte).
+
+        `more`: other fields of the job.
+        """
         from midstream.workers.fake_model import make_tokenizer
 
         tokenizer = make_tokenizer()
@@ -254,6 +258,7 @@ class Stack:
             stream=stream,
             captures=[[capture]] * len(prompts) if capture else [],
             steering=[steering] * len(prompts) if steering else [],
+            **more,
         )
         self.do(lambda ledger: ledger.submit(job, blobs or {}))
         if send:
