@@ -256,7 +256,7 @@ class Event(Record):
 
     state: {state, attempt} · token: {index, text, token_ids, finish_reason} · output: {index} ·
     receipt: {request, rank, status: ok | partial | error | disagrees (with another rank of its stage)} · done: {state} ·
-    of a sweep, instead of output and receipts that are ok: start: SweepStart · cell: SweepCell · summary: SweepSummary
+    of a sweep, instead of outputs and receipts on which ranks agree: start: SweepStart · cell: SweepCell · summary: SweepSummary
     """
 
     event: EventKind

@@ -34,14 +34,14 @@ class Units:
     def __init__(self, sweep: StoredSweep) -> None:
         self._sweep = sweep
         self.nodes = [nodes_of(pair) for pair in sweep.pairs]
-        self._width = max(len(nodes) for nodes in self.nodes)  # requests of one unit, at most
+        self.width = max(len(nodes) for nodes in self.nodes)  # requests of one unit, at most
         self._controls = 2 + sweep.noise  # of each pair
-        self._first_cell = len(sweep.pairs) * self._controls
+        self.first_cell = len(sweep.pairs) * self._controls
 
     @cached_property
     def requests(self) -> int:
         """Numbers of requests are below this. Not all are in use."""
-        return (self._first_cell + self._sweep.num_cells) * self._width
+        return (self.first_cell + self._sweep.num_cells) * self.width
 
     def base(self, pair: int) -> Unit:
         return Unit(pair * self._controls, "base", pair)
@@ -63,7 +63,7 @@ class Units:
     def cells(self, pair: int) -> Iterator[Unit]:
         """All of a pair, those that are skipped included, by number."""
         sweep = self._sweep
-        number = self._first_cell + pair * len(sweep.hooks) * len(sweep.layers) * sweep.num_columns
+        number = self.first_cell + pair * len(sweep.hooks) * len(sweep.layers) * sweep.num_columns
         for hook in range(len(sweep.hooks)):
             for layer in range(len(sweep.layers)):
                 for column in range(sweep.num_columns):
@@ -72,7 +72,7 @@ class Units:
 
     def cell(self, number: int) -> Unit | None:
         """The unit of this number if it is a cell."""
-        left = number - self._first_cell
+        left = number - self.first_cell
         if left < 0:
             return None
         left, column = divmod(left, self._sweep.num_columns)
@@ -93,7 +93,7 @@ class Units:
 
     def request(self, unit: Unit, node: int) -> int:
         """The number of the request that asks `unit` at this node."""
-        return unit.number * self._width + node
+        return unit.number * self.width + node
 
 
 def _around(place: int, width: int) -> slice:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 
 from .base import Record
-from .receipts import CapturedFile
+from .receipts import Receipt
 from .selectors import Hook, HookName, LayerSelector, Place, PositionWish
 
 #: `logprob`: of the answer. `logit_diff`: log-probability of the answer less that of the foil (of one token each: the difference of
@@ -140,7 +140,7 @@ class UnitRecord(Record):
     foil_logprob: float | None = None
     reason: str = ""  # why there is no value
     attempt: int = 0
-    files: list[CapturedFile] = []  # of `base` and `source`: their captured rows
+    receipts: list[Receipt] = []  # of `base` and `source`: where their captured rows are, and what the ranks said
 
 
 class Baseline(Record):
@@ -185,7 +185,7 @@ class SweepSummary(Record):
     total: int
     seconds: float | None  # from its start to its last cell
     metric: Metric
-    base: list[float | None]  # of each pair, in the metric's units
+    base: list[float | None]  # of each pair, as `Baseline.value`
     source: list[float | None]
     noise_floor: list[float | None]
 

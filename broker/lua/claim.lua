@@ -22,6 +22,9 @@ local hash = key('job', id)
 job.attempt = redis.call('HINCRBY', hash, 'attempt', 1)
 job.worker = worker
 local asked = everyone == '1' and job.prompts or job.asked
+if job.kind == 'sweep' then
+  asked = 0 -- its worker reads what is told of each unit
+end
 redis.call('HSET', hash, 'worker', worker, 'boot', boot, 'lease', now + tonumber(lease_s), 'receipts', 0,
   'expected', asked * tonumber(ranks), 'everyone', everyone, 'global_version', global_version)
 redis.call('SADD', key('held', worker), id)

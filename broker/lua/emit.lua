@@ -9,6 +9,6 @@ end
 if not working(job, attempt) then
   return 'stale'
 end
-redis.call('XADD', key('events', id), 'MAXLEN', '~', event_limit, '*', 'e', body)
+redis.call('XADD', key('events', id), 'MAXLEN', '~', events_kept(job), '*', 'e', body)
 redis.call('PUBLISH', key('changed', id), 'e')
 return 'emitted'

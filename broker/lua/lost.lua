@@ -10,7 +10,8 @@ end
 local failed = 0
 for at = FIRST + 5, #ARGV do
   local job = read(ARGV[at])
-  if job and job.state == 'running' and job.worker == worker then
+  -- A sweep goes on: what is not told of a cell makes that cell fail.
+  if job and job.state == 'running' and job.worker == worker and job.kind ~= 'sweep' then
     local kind = (job.captures or not job.steers) and 'capture_failed' or 'intervention_failed'
     if fail(job, kind, 'rank ' .. rank .. ' of worker ' .. worker .. ' lost its receipts ' .. first .. ' to ' .. last .. ': '
       .. (message ~= '' and message or 'its outbox was damaged')) then

@@ -1,5 +1,5 @@
 -- What every script shares: how a job is read, moved to another state, failed, put back, finished.
--- Above this text stand the generated tables ALLOWED, TERMINAL, STAMP, PROBLEMS and the constant QUEUED_LOOK_S.
+-- Above this text stand the generated tables ALLOWED, TERMINAL, STAMP, PROBLEMS and the constants QUEUED_LOOK_S and SWEEP_EVENTS.
 -- Keys are built from job ids inside the scripts: Redis Cluster is not a target.
 
 local now = tonumber(ARGV[1])
@@ -18,7 +18,7 @@ end
 
 local FIELDS = {
   'state', 'attempt', 'version', 'worker', 'boot', 'lease', 'generated', 'receipts', 'expected',
-  'captures', 'steers', 'everyone', 'partial', 'kind', 'model', 'asked', 'prompts', 'retried',
+  'captures', 'steers', 'everyone', 'partial', 'kind', 'model', 'asked', 'prompts', 'retried', 'cells_expected',
 }
 
 -- The job as a table, or nil when there is none.
@@ -31,7 +31,7 @@ local function read(id)
   for place, name in ipairs(FIELDS) do
     job[name] = values[place]
   end
-  for _, name in ipairs({'attempt', 'version', 'lease', 'generated', 'receipts', 'expected', 'asked', 'prompts'}) do
+  for _, name in ipairs({'attempt', 'version', 'lease', 'generated', 'receipts', 'expected', 'asked', 'prompts', 'cells_expected'}) do
     job[name] = job[name] and tonumber(job[name])
   end
   job.captures = job.captures == '1'
@@ -44,8 +44,16 @@ local function working(job, attempt)
   return (job.state == 'running' or job.state == 'cancelling') and job.attempt == tonumber(attempt)
 end
 
+-- How long the job's event stream may be: a sweep's holds all its cells.
+local function events_kept(job)
+  if job.kind ~= 'sweep' then
+    return event_limit
+  end
+  return math.max(event_limit, job.cells_expected + SWEEP_EVENTS)
+end
+
 local function event(job, kind, data)
-  redis.call('XADD', key('events', job.id), 'MAXLEN', '~', event_limit, '*', 'e',
+  redis.call('XADD', key('events', job.id), 'MAXLEN', '~', events_kept(job), '*', 'e',
     '{"event":"' .. kind .. '","data":' .. data .. ',"attempt":' .. job.attempt .. '}')
 end
 
@@ -82,12 +90,14 @@ local function move(job, to, capture_status)
   redis.call('HSET', hash, 'state', to, STAMP[to], ARGV[1])
   event(job, 'state', '{"state":"' .. to .. '","attempt":' .. job.attempt .. '}')
   if to == 'queued' then
-    -- What the former attempt left must not be taken for the next one's.
+    -- What the former attempt left must not be taken for the next one's. (Units of a sweep are its own: they stay.)
     redis.call('DEL', key('out', job.id), key('ticket', job.id), key('agree', job.id))
     redis.call('HDEL', hash, 'worker', 'boot', 'lease', 'started', 'generated', 'partial', 'everyone', 'global_version')
     redis.call('HSET', hash, 'receipts', 0, 'expected', 0)
     job.generated, job.receipts, job.expected, job.partial = nil, 0, 0, nil
-    note_capture(job, 'bytes', 0, 'rows', 0)
+    if job.kind ~= 'sweep' then
+      note_capture(job, 'bytes', 0, 'rows', 0)
+    end
     look_at(job, now + QUEUED_LOOK_S)
   end
   if TERMINAL[to] then
@@ -106,7 +116,7 @@ local function move(job, to, capture_status)
     redis.call('DEL', key('agree', job.id))
     -- The record outlives its result, so that a late reader is told `expired` and not `unknown`.
     redis.call('EXPIRE', hash, 2 * result_ttl)
-    for _, kind in ipairs({'out', 'ticket', 'events'}) do
+    for _, kind in ipairs({'out', 'ticket', 'events', 'units'}) do
       redis.call('EXPIRE', key(kind, job.id), result_ttl)
     end
   end

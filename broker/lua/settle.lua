@@ -60,8 +60,9 @@ local function receive(id, request, rank, pp, attempt, status, kind, checksum, a
     duplicate = duplicate + 1
   else
     applied = applied + 1
-    job.receipts = job.receipts + 1
-    if not job.touched then
+    local sweep = job.kind == 'sweep' -- its worker reads the ticket, unit by unit
+    job.receipts = job.receipts + (sweep and 0 or 1)
+    if not job.touched and not sweep then
       job.touched = true
       touched[#touched + 1] = job
     end
@@ -69,7 +70,9 @@ local function receive(id, request, rank, pp, attempt, status, kind, checksum, a
       job.partial = '1'
       redis.call('HSET', key('job', id), 'partial', '1')
     end
-    redis.call('HINCRBY', key('job', id), 'receipts', 1)
+    if not sweep then
+      redis.call('HINCRBY', key('job', id), 'receipts', 1)
+    end
     if bytes ~= '0' and redis.call('EXISTS', key('capture', id)) == 1 then
       redis.call('HINCRBY', key('capture', id), 'bytes', bytes)
       redis.call('HINCRBY', key('capture', id), 'rows', rows)
@@ -79,13 +82,15 @@ local function receive(id, request, rank, pp, attempt, status, kind, checksum, a
     if running and status ~= 'error' then
       detail, last_epoch = compare(job, request, rank, pp, checksum, actions, epoch, edited)
     end
-    event(job, 'receipt', '{"request":' .. request .. ',"rank":' .. rank .. ',"status":"' .. (detail and 'disagrees' or status) .. '"}')
+    if detail or not sweep then
+      event(job, 'receipt', '{"request":' .. request .. ',"rank":' .. rank .. ',"status":"' .. (detail and 'disagrees' or status) .. '"}')
+    end
     if detail then
       disagreements[#disagreements + 1] = worker
       disagreements[#disagreements + 1] = detail
       mark_desync(worker, boot, last_epoch, detail)
       put_back_desynced(job, detail)
-    elseif running and status == 'error' then
+    elseif running and status == 'error' and not sweep then
       if kind == '' then
         kind = (job.captures or not job.steers) and 'capture_failed' or 'intervention_failed'
       end
