@@ -59,6 +59,15 @@ FAMILIES: tuple[Family, ...] = (
         graded=True,
     ),
     Family(
+        "replace_masked",
+        "rewrite",
+        "where m = 1: s ← (1 − alpha) · s + alpha · v0, with alpha = 1 v0 bit for bit; where m = 0: s",
+        "`replace` in some dimensions only; with m = 1 everywhere it gives the same bits",
+        vectors=("v0", "m"),
+        scalars=("alpha",),
+        graded=True,
+    ),
+    Family(
         "lowrank",
         "rewrite",
         "s ← s + strength · Σ_i R_i · (W_i·s + b_i − R_i·s)",

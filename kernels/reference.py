@@ -27,12 +27,22 @@ Shift = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def _replace(rows: torch.Tensor, entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor) -> Rewritten:
-    (alpha,), target = _numbers("replace", entries, scalars), _vectors(entries, pool)
+    return _mixed(rows, *_numbers("replace", entries, scalars), _vectors(entries, pool)), None
+
+
+def _replace_masked(rows: torch.Tensor, entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor) -> Rewritten:
+    written = pool.index_select(0, entries + 1) != 0
+    mixed = _mixed(rows.clone(), *_numbers("replace_masked", entries, scalars), _vectors(entries, pool))
+    return torch.where(written, mixed, rows), None
+
+
+def _mixed(rows: torch.Tensor, alpha: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Overwrites `rows`."""
     # 0 · s is not 0 where s is infinite, so full replacement is not left to the arithmetic.
     full = alpha == 1
     if bool(full.all()):
-        return target, None
-    return torch.where(full, target, rows.mul_(1 - alpha).add_(alpha * target)), None
+        return target
+    return torch.where(full, target, rows.mul_(1 - alpha).add_(alpha * target))
 
 
 def _lowrank(rows: torch.Tensor, entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor) -> Rewritten:
@@ -89,6 +99,7 @@ _BLOCK = 2**18
 
 REWRITES: dict[str, Rewrite] = {
     "replace": _replace,
+    "replace_masked": _replace_masked,
     "lowrank": _lowrank,
     "add_matched": _add_matched,
     "ablate": _ablate,

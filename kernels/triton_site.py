@@ -32,8 +32,8 @@ _REWRITING = tl.constexpr(sum(1 << place for place, family in enumerate(FAMILIES
 _SHIFTING = tl.constexpr(sum(1 << place for place, family in enumerate(FAMILIES) if family.effect == "shift"))
 _GRADED = tl.constexpr(sum(1 << place for place, family in enumerate(FAMILIES) if family.graded))
 
-_REPLACE, _LOWRANK, _ADD, _ADD_MATCHED, _ABLATE, _CLAMP = (
-    tl.constexpr(PLACE[name]) for name in ("replace", "lowrank", "add", "add_matched", "ablate", "clamp")
+_REPLACE, _REPLACE_MASKED, _LOWRANK, _ADD, _ADD_MATCHED, _ABLATE, _CLAMP = (
+    tl.constexpr(PLACE[name]) for name in ("replace", "replace_masked", "lowrank", "add", "add_matched", "ablate", "clamp")
 )
 _RANK, _BIAS = (tl.constexpr(FAMILIES[_LOWRANK.value].column(scalar)) for scalar in ("rank", "bias"))
 _LOW, _HIGH = (tl.constexpr(FAMILIES[_CLAMP.value].column(scalar)) for scalar in ("low", "high"))
@@ -55,6 +55,11 @@ def _rewritten(FAMILY: tl.constexpr, row, vectors, scalars, lanes, inside, WIDTH
         alpha = tl.load(scalars)
         target = _vector(vectors, lanes, inside)
         row = tl.where(alpha == 1.0, target, (1.0 - alpha) * row + alpha * target)
+    elif FAMILY == _REPLACE_MASKED:
+        alpha = tl.load(scalars)
+        target = _vector(vectors, lanes, inside)
+        written = _vector(vectors + WIDTH, lanes, inside) != 0.0
+        row = tl.where(written, tl.where(alpha == 1.0, target, (1.0 - alpha) * row + alpha * target), row)
     elif FAMILY == _LOWRANK:
         rank = tl.load(scalars + _RANK).to(tl.int32)
         new = row

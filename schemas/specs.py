@@ -344,17 +344,24 @@ class SteeringRow(Record):
 JOINED: frozenset[Family] = frozenset({"add", "replace"})
 
 
+#: A mask that leaves out no dimension; needs no bytes.
+ONES = "ones"
+
+
 def steering_rows(steering: list[StoredSteering]) -> list[SteeringRow]:
     """Group a request's steering by its positions, in the order first named.
 
     A family's entries at one site are applied in the order of the rows, and those of `JOINED` in one row in the order
     written. So an entry whose family is at one of its sites already joins no earlier row than that one, or, where it cannot
-    be joined, a later one or a new one. The order of additions does not matter.
+    be joined, a later one or a new one. The order of additions does not matter. To the user both ways to replace are one kind,
+    to the ranks masked ones come behind: so a full one behind a masked one at its site becomes one with a mask of everything.
     """
     groups: list[list[StoredSteering]] = []
     named: dict[object, int] = {}  # positions → the last group that has them
     met: dict[tuple[Hook, int, Family], int] = {}  # (hook, layer, family) → the last group that has it
     for entry in steering:
+        if entry.family == "replace" and any((entry.hook, layer, "replace_masked") in met for layer in entry.layers):
+            entry = msgspec.structs.replace(entry, family="replace_masked", tensors=[*entry.tensors, ONES])
         positions = hashable(entry.positions)
         sites = [(entry.hook, layer, entry.family) for layer in entry.layers]
         before = -1 if entry.family == "add" else max((met.get(site, -1) for site in sites), default=-1)

@@ -185,9 +185,17 @@ def _low_rank(choose: random.Random, width: int) -> Does:
     return lowrank(choose.choice((0.0, 0.5, 1.0)), rotation, weight, torch.randn(rank))
 
 
+def some_of(vector: torch.Tensor, share: float = 0.5) -> torch.Tensor:
+    """`[1, width]` and a mask of that share of its dimensions, the first among them: `[2, width]`."""
+    mask = (torch.rand(vector.shape) < share).float()
+    mask[0, 0] = 1
+    return torch.cat([vector, mask])
+
+
 #: Family → what it does in a random plan of some width.
 RANDOM: dict[str, Callable[[random.Random, int], Does]] = {
     "replace": lambda choose, width: Does(torch.randn(1, width), (choose.choice((0.0, 0.3, 1.0)),)),
+    "replace_masked": lambda choose, width: Does(some_of(torch.randn(1, width)), (choose.choice((0.0, 0.3, 1.0)),)),
     "lowrank": _low_rank,
     "add": lambda choose, width: Does(torch.randn(1, width)),
     "add_matched": lambda choose, width: Does(torch.randn(1, width), (choose.choice((0.0, 0.1, -0.7)),)),

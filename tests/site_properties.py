@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Callable
 
 import torch
-from site_kit import DTYPES, TOKENS, WIDTHS, Case, Op, check, random_case, run, same_bits
+from site_kit import DTYPES, TOKENS, WIDTHS, Case, Op, check, random_case, run, same_bits, some_of
 
 from midstream.kernels.families import FAMILIES, MAX_RANK
 from midstream.kernels.plan import ROWS_PER_TOKEN, Does, SitePlan, lowrank
@@ -40,6 +40,7 @@ def _axis(lane: int, *scalars: float) -> Does:
 def _of_strength(strength: float) -> dict[str, Does]:
     """One application of each graded family; the ranges of `clamp` leave no row as it is."""
     vectors = {family.name: torch.randn(family.entries(), WIDTH) for family in FAMILIES if family.graded}
+    vectors["replace_masked"] = some_of(torch.randn(1, WIDTH))
     does = {name: Does(vector, (strength,)) for name, vector in vectors.items() if name not in ("lowrank", "clamp")}
     rotation, weight = vectors["lowrank"].unsqueeze(1) / math.sqrt(WIDTH)
     return does | {
@@ -104,6 +105,61 @@ def a_partial_replacement_mixes(pair_site: Op, single_site: Op) -> None:
         found = run(case, pair_site, single_site)
         check(case, found)
         torch.testing.assert_close(found.sum[2], 0.75 * case.sum[2] + 1.0)
+
+
+def a_masked_replacement_writes_its_dimensions_and_leaves_the_others_their_bits(pair_site: Op, single_site: Op) -> None:
+    for dtype in DTYPES:
+        for pair in (True, False):
+            target = torch.randn(1, WIDTH)
+            target[0, :2] = torch.tensor([-0.0, 0.0])
+            both = some_of(target)
+            written, left = both[1] == 1, both[1] == 0
+            configurations = [{"replace_masked": Does(both, (alpha,))} for alpha in (1.0, 0.25)]
+            case = _case(SitePlan(WIDTH, configurations, {1: [1], 4: [2], 5: [1], 6: [2]}, after=[5]), dtype=dtype, pair=pair)
+            case.stream[5, written] = math.inf
+            case.stream[5, left] = -0.0
+            if case.hidden is not None:
+                case.hidden[5, left] = -0.0
+            case.stream[6, left] = math.nan
+            found = run(case, pair_site, single_site)
+            for token in (1, 4):
+                assert same_bits(found.sum[token, left], case.sum[token, left]), case.name
+            for row in (found.sum[1], found.sum[5], found.ring[0]):
+                assert same_bits(row[written], target[0, written].to(dtype)), case.name
+            assert same_bits(found.sum[5, left], case.sum[5, left]), case.name
+            assert found.sum[6, left].isnan().all(), case.name
+            assert not found.sum[6, written].isnan().any(), case.name
+            case.stream[5:] = 1.0
+            check(case, run(case, pair_site, single_site))
+
+
+def a_mask_of_everything_is_no_mask(pair_site: Op, single_site: Op) -> None:
+    for dtype in DTYPES:
+        for pair in (True, False):
+            vectors = torch.randn(2, 1, WIDTH)
+            all_of = [torch.cat([vector, torch.ones(1, WIDTH)]) for vector in vectors]
+            configurations = [{"replace": Does(vectors[0], (1.0,))}, {"replace": Does(vectors[1], (0.3,))}]
+            configurations += [{"replace_masked": Does(all_of[0], (1.0,))}, {"replace_masked": Does(all_of[1], (0.3,))}]
+            case = _case(SitePlan(WIDTH, configurations, {0: [1], 1: [2], 2: [1, 2], 4: [3], 5: [4], 6: [3, 4]}), dtype=dtype, pair=pair)
+            for tensor in (case.stream, case.stream if case.hidden is None else case.hidden):
+                tensor[4:7] = tensor[:3]
+            found = run(case, pair_site, single_site)
+            assert same_bits(found.sum[4:7], found.sum[:3]), case.name
+
+
+def masked_replacements_come_behind_full_ones_and_in_column_order(pair_site: Op, single_site: Op) -> None:
+    half = (torch.arange(WIDTH) % 2).float()
+
+    def masked(value: float, alpha: float) -> dict[str, Does]:
+        return {"replace_masked": Does(torch.stack([torch.full((WIDTH,), value), half]), (alpha,))}
+
+    configurations = [masked(8.0, 0.5), {"replace": Does(torch.full((1, WIDTH), 2.0), (1.0,))}, masked(1.0, 0.5)]
+    for pair in (True, False):
+        case = _case(SitePlan(WIDTH, configurations, {0: [1, 2], 2: [1, 2, 3], 3: [3, 2, 1]}), pair=pair)
+        found = run(case, pair_site, single_site)
+        check(case, found)
+        for token, odd in ((0, 5.0), (2, 3.0), (3, 4.75)):
+            assert found.sum[token].tolist() == torch.where(half == 1, odd, 2.0).tolist(), case.name
 
 
 def replacements_come_first_in_column_order_then_additions(pair_site: Op, single_site: Op) -> None:
@@ -276,8 +332,9 @@ def the_families_follow_each_other_in_the_documented_order(pair_site: Op, single
     lanes = torch.eye(2, WIDTH)
     everything = {
         "replace": Does(torch.full((1, WIDTH), 2.0), (1.0,)),
+        "replace_masked": Does(torch.stack([torch.full((WIDTH,), 5.0), lanes.new_tensor([0.0, 0.0, 1.0] + [0.0] * (WIDTH - 3))]), (1.0,)),
         "lowrank": lowrank(1.0, lanes, 3 * lanes, torch.tensor([0.0, 1.0])),  # 6, 7
-        "add": Does(torch.tensor([[-3.0, -3.0] + [-2.0] * (WIDTH - 2)])),  # 3, 4, and nothing else
+        "add": Does(torch.tensor([[-3.0, -3.0, -5.0] + [-2.0] * (WIDTH - 3)])),  # 3, 4, and nothing else
         "add_matched": _axis(2, 2.0),  # 10
         "ablate": _axis(0, 1.0),  # 0
         "clamp": _axis(2, 1.0, 0.0, 8.0),  # 8

@@ -88,6 +88,16 @@ def _replace(state: Truth, vectors: torch.Tensor, scalars: torch.Tensor, dtype: 
     state.rewritten, state.exact = True, None
 
 
+def _replace_masked(state: Truth, vectors: torch.Tensor, scalars: torch.Tensor, dtype: torch.dtype) -> None:
+    untouched = not (state.rewritten or state.shifted)
+    before = (state.row, state.error, state.row.to(dtype) if untouched else state.exact)
+    _replace(state, vectors[:1], scalars, dtype)
+    written = vectors[1] == 1
+    state.row, state.error = torch.where(written, state.row, before[0]), torch.where(written, state.error, before[1])
+    if state.exact is not None:
+        state.exact = None if before[2] is None else torch.where(written, state.exact, before[2])
+
+
 def _lowrank(state: Truth, vectors: torch.Tensor, scalars: torch.Tensor, dtype: torch.dtype) -> None:
     strength, terms = scalars[0, 0], len(vectors) // 2
     assert scalars[0, 1] == terms
@@ -136,6 +146,7 @@ def _clamp(state: Truth, vectors: torch.Tensor, scalars: torch.Tensor, dtype: to
 #: In the order in which they are applied.
 ORDER: dict[str, Callable[..., None]] = {
     "replace": _replace,
+    "replace_masked": _replace_masked,
     "lowrank": _lowrank,
     "add": _add,
     "add_matched": _add_matched,

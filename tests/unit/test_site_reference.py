@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from site_kit import DTYPES, Case, check, random_case, run, same_bits
+from site_kit import DTYPES, Case, check, random_case, run, same_bits, some_of
 from site_properties import PROPERTIES, a_matched_addition_is_measured_by_the_whole_stream
 from site_truth import ORDER
 from torch._inductor.utils import run_and_get_code
@@ -44,10 +44,12 @@ def test_the_reference_keeps_what_the_sentence_says(sentence: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", PLACE)
 def test_the_kit_itself_notices_a_row_that_is_slightly_off(name: str, dtype: torch.dtype) -> None:
-    numbers = {"replace": (0.5,), "add_matched": (0.1,), "ablate": (1.0,), "clamp": (1.0, 50.0, 60.0)}
-    does = (
-        lowrank(0.5, *torch.randn(2, 2, WIDTH), torch.randn(2)) if name == "lowrank" else Does(torch.randn(1, WIDTH), numbers.get(name, ()))
-    )
+    numbers = {"replace": (0.5,), "replace_masked": (0.5,), "add_matched": (0.1,), "ablate": (1.0,), "clamp": (1.0, 50.0, 60.0)}
+    does = Does(torch.randn(1, WIDTH), numbers.get(name, ()))
+    if name == "lowrank":
+        does = lowrank(0.5, *torch.randn(2, 2, WIDTH), torch.randn(2))
+    elif name == "replace_masked":
+        does = does._replace(vectors=some_of(does.vectors))
     case = Case(SitePlan(WIDTH, [{name: does}], {1: [1]}), torch.randn(3, WIDTH).to(dtype), torch.randn(3, WIDTH).to(dtype), 4, 3, "known")
 
     def off(hidden: torch.Tensor, residual: torch.Tensor, *rest: torch.Tensor) -> None:
@@ -106,6 +108,7 @@ def test_a_direction_without_a_length_is_refused(values: list[float]) -> None:
     ("name", "vectors", "scalars", "message"),
     [
         ("add", 2, (), "add takes 1 vectors for each of 1 to 1 terms, not 2"),
+        ("replace_masked", 1, (1.0,), "replace_masked takes 2 vectors for each of 1 to 1 terms, not 1"),
         ("lowrank", 3, (1.0, 1.0, 0.0), f"lowrank takes 2 vectors for each of 1 to {MAX_RANK} terms, not 3"),
         ("lowrank", 2 * MAX_RANK + 2, (1.0, 1.0, 0.0), f"not {2 * MAX_RANK + 2}"),
         ("lowrank", 0, (1.0, 0.0, 0.0), "not 0"),
@@ -144,6 +147,7 @@ def busy_case(*, pair: bool) -> Case:
         {"add": Does(torch.randn(1, WIDTH))},
         {"replace": Does(torch.randn(1, WIDTH), (1.0,)), "add": Does(torch.randn(1, WIDTH))},
         {
+            "replace_masked": Does(some_of(torch.randn(1, WIDTH)), (0.3,)),
             "lowrank": lowrank(1.0, *torch.randn(2, 2, WIDTH), torch.randn(2)),
             "add_matched": Does(torch.randn(1, WIDTH), (0.1,)),
             "ablate": Does(torch.randn(1, WIDTH), (1.0,)),

@@ -9,7 +9,7 @@ import torch
 from ...kernels.families import PLACE
 from ...kernels.plan import Does, laid_out, lowrank
 from ...schemas.runs import ZEROS, is_row
-from ...schemas.specs import JOINED, SteeringRow, StoredSteering
+from ...schemas.specs import JOINED, ONES, SteeringRow, StoredSteering
 from ...schemas.tensors import Tensor, content_hash, to_numpy
 from .actions import ActionLedger
 from .entries import Content, EntryPool, crc32_of
@@ -103,8 +103,8 @@ class RowTable:
         """The row that holds `spec`'s content; where it was written now, with the CRC32 of what was written.
 
         Raises LookupError for a vector or a run's row that is not here, ValueError for one that does not fit, also when entries
-        add up to what is not finite, and RuntimeError when all rows or entries are taken (the worker admits no more configurations than fit, so that
-        means a bug and fails the request, not the engine).
+        add up to what is not finite, and RuntimeError when all rows or entries are taken (the worker admits no more
+        configurations than fit, so that means a bug and fails the request, not the engine).
         """
         if spec.key in self._rows:
             self._references[spec.key] += 1
@@ -186,12 +186,15 @@ class RowTable:
         tensors = [self._tensor(name, shape) for name, shape in zip(entry.tensors, shapes, strict=True)]
         if entry.family == "lowrank":
             return lowrank(*entry.numbers, *tensors)
-        return Does((tensors[0] * entry.scale)[None], entry.numbers)
+        vector, *masks = tensors
+        return Does(torch.stack([vector * entry.scale, *masks]), entry.numbers)
 
     def _tensor(self, name: str, shape: list[int]) -> torch.Tensor:
         """float32 on the CPU."""
         if name == ZEROS:
             return torch.zeros(shape)
+        if name == ONES:
+            return torch.ones(shape)
         if not is_row(name):
             return self.vectors.get(name, shape)
         values = self._runs.row(name)
