@@ -8,6 +8,7 @@ import numpy as np
 
 from midstream.broker.retention import Usage
 from midstream.schemas.receipts import CapturedFile
+from midstream.schemas.runs import RunFile, RunFiles, run_key
 from midstream.schemas.selectors import HOOKS
 from midstream.schemas.specs import RankSpec, StoredCapture
 from midstream.workers.runner.finished import FinishedCapture, Outcome
@@ -100,3 +101,17 @@ def write(root: Path, *captures: FinishedCapture, **config: Any) -> list[Capture
     store.close()
     assert [outcome.error for outcome in outcomes] == [""] * len(captures)
     return [file for outcome in outcomes for file in outcome.files]
+
+
+def run_of(
+    files: Sequence[CapturedFile], sites: Sites, positions: Sequence[int] = (0, 1, 2), *, job: str = "job_x", tag: str = "tag", **other: Any
+) -> RunFiles:
+    """What ranks are told of a run whose blobs these are; `other`: what is said otherwise."""
+    blobs = [RunFile(path=file.path, offset=file.offset, bytes=file.bytes, crc32=file.crc32) for file in files]
+    told: dict[str, Any] = {"key": run_key(job, 0, tag), "sites": sites, "positions": list(positions), "hidden_size": HIDDEN}
+    return RunFiles(**(told | {"bytes": sum(file.bytes for file in files), "files": blobs} | other))
+
+
+def source_run(root: Path, sites: Sites, positions: Sequence[int], *, job: str = "job_s", **more: Any) -> RunFiles:
+    """A run of `values`, float32, whose files are under the capture root."""
+    return run_of(write(root, finished(job, sites=sites, positions=positions, dtype="float32", **more)), sites, positions, job=job)

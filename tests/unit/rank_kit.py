@@ -103,7 +103,7 @@ class Rank:
     def admit(self, request: Request) -> Request:
         found = enumerate(Recording.of(capture, self.ports) for capture in request.captures)
         request.tracked.recordings = {number: recording for number, recording in found if recording is not None}
-        request.tracked.rows = [(self.table.acquire(row)[0], row) for row in self.rows(request)]
+        request.tracked.holds([(self.table.acquire(row)[0], row) for row in self.rows(request)])
         return request
 
     def rows(self, request: Request) -> list[SteeringRow]:

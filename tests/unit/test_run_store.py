@@ -8,10 +8,9 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from capture_kit import HIDDEN, finished, values, write
+from capture_kit import HIDDEN, finished, run_of, values, write
 
-from midstream.schemas.receipts import CapturedFile
-from midstream.schemas.runs import RunFile, RunFiles, RunRow, row_name, run_key
+from midstream.schemas.runs import RunFiles, RunRow, row_name, run_key
 from midstream.schemas.selectors import HOOKS
 from midstream.workers.runner.faults import Faults, answer
 from midstream.workers.runner.runs import RunStore
@@ -19,12 +18,6 @@ from midstream.workers.runner.sites import Site
 
 KEY = run_key("job_x", 0, "tag")
 SITES = {"post_block": [2, 3], "pre_attn": [2]}
-
-
-def run_of(files: Sequence[CapturedFile], sites: dict[str, list[int]], positions: Sequence[int] = (0, 1, 2), **other: Any) -> RunFiles:
-    blobs = [RunFile(path=file.path, offset=file.offset, bytes=file.bytes, crc32=file.crc32) for file in files]
-    known = {"key": KEY, "hidden_size": HIDDEN, "bytes": 0, "files": blobs}
-    return RunFiles(sites=sites, positions=list(positions), **(known | other))  # type: ignore[arg-type]
 
 
 def store_of(root: Path, layers: Sequence[int] = (0, 1, 2, 3), hidden_size: int = HIDDEN, **more: Any) -> RunStore:

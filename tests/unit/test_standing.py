@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from capture_kit import source_run
 from plane_kit import VECTOR, Rig, capturing, for_everyone, run, spec_of, steered, template
 from rank_kit import HIDDEN, Request, steering, stream_of
 
@@ -28,7 +29,9 @@ def rig(tmp_path: Path) -> Rig:
 def state(rig: Rig) -> tuple[Any, ...]:
     """All that a refused call must leave alone."""
     status = rig.plane.status()
-    return rig.plane.fingerprint(), *(status[name] for name in ("checksum", "actions", "epoch", "modules", "global_version", "vectors"))
+    return rig.plane.fingerprint(), *(
+        status[name] for name in ("checksum", "actions", "epoch", "modules", "global_version", "vectors", "runs")
+    )
 
 
 def edit(rig: Rig, number: int, layer: int = 0) -> np.ndarray:
@@ -240,6 +243,8 @@ def test_a_module_of_one_phase_is_there_from_the_first_chunk_to_the_last_token(
 ACTIONS: dict[str, Callable[[Rig], None]] = {
     "put_vectors": lambda rig: rig.plane.standing.put_vectors({content_hash(OTHER): OTHER}),
     "drop_vectors": lambda rig: rig.plane.standing.drop_vectors([rig.vector(5.0)]),
+    "put_run": lambda rig: rig.plane.runs.put(source_run(rig.directory / "captures", {"pre_attn": [0]}, [0, 1], job="job_other")),
+    "drop_runs": lambda rig: rig.plane.runs.drop(["job_s.0.tag"]),
     "prepare_global": lambda rig: rig.plane.standing.prepare_global(for_everyone(2, template())),
     "commit_global": lambda rig: rig.plane.standing.commit_global(for_everyone(2, template(scale=9.0))),
     "rollback_global": lambda rig: rig.plane.standing.rollback_global(1),
@@ -256,6 +261,7 @@ ACTIONS: dict[str, Callable[[Rig], None]] = {
 def test_a_call_that_fails_on_this_rank_says_why_and_has_changed_nothing(rig: Rig, call: str) -> None:
     rig.plane.standing.set_module("joy", JOY, [NAME])
     rig.plane.standing.commit_global(for_everyone(1, template()))
+    rig.plane.runs.put(source_run(rig.directory / "captures", {"pre_attn": [0]}, [0, 1]))
     before = state(rig)
     rig.plane.faults.switch(call)
     assert answer(rig.plane.faults, call, lambda: ACTIONS[call](rig)) == (False, f"fault injected: {call}")
@@ -468,9 +474,9 @@ def test_a_rank_tells_all_that_the_vocabulary_names(rig: Rig) -> None:
 
 
 def test_more_rows_than_a_token_has_columns_fail_the_request(rig: Rig) -> None:
-    edits = [steering(NAME, [0], "pre_attn", [position]) for position in range(5)]
-    everyone = GlobalSteering(version=1, entries=[template(positions=[position]) for position in range(4)])
+    edits = [steering(NAME, [0], "pre_attn", [position, 5]) for position in range(5)]
+    everyone = GlobalSteering(version=1, entries=[template(positions=[position, 5]) for position in range(4)])
     request = Request(1, 6, 8, (), edits, everyone)
     rig.step((request, 0, 6), new=[request])
     (receipt,) = rig.receipts()
-    assert (receipt.status, receipt.message) == ("error", "its steering takes 9 rows of the table, 8 may edit a token")
+    assert (receipt.status, receipt.message) == ("error", "its steering takes 9 rows of the table at one token, 8 may edit one")

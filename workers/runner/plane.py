@@ -19,7 +19,7 @@ from ... import __version__
 from ...broker.outbox import Outbox
 from ...kernels.plan import ROWS_PER_TOKEN
 from ...schemas.selectors import select
-from ...schemas.specs import RankSpec, steering_rows
+from ...schemas.specs import RankSpec, columns_of, steering_rows
 from .actions import ActionLedger
 from .capture import Ports, Recording
 from .config import Place, PlaneConfig
@@ -120,7 +120,8 @@ class DataPlane:
         waiting = [tracked for tracked, _ in self._finished.values()]
         for tracked in [*waiting, *self._tracked.values()]:
             self._fail(tracked, _BEGAN_ANEW, "")
-            tracked.rows, tracked.recordings = [], {}
+            tracked.holds([])
+            tracked.recordings = {}
         self._finished.clear()
         self._table.clear()
         self.runs.clear()
@@ -308,11 +309,11 @@ class DataPlane:
                 raise RuntimeError(_TAINTED)
             if wanted and "admit" in self.faults:
                 raise RuntimeError("fault injected: admit")
-            if len(wanted) > ROWS_PER_TOKEN:
-                raise ValueError(f"its steering takes {len(wanted)} rows of the table, {ROWS_PER_TOKEN} may edit a token")
+            if (most := max(columns_of(wanted), default=-1) + 1) > ROWS_PER_TOKEN:
+                raise ValueError(f"its steering takes {most} rows of the table at one token, {ROWS_PER_TOKEN} may edit one")
             for entry in (*spec.global_steering, *spec.steering):
                 self.standing.check_sites(entry.hook, entry.layers)
-            tracked.rows = self._rows.acquire(self._step, wanted)
+            tracked.holds(self._rows.acquire(self._step, wanted))
             if wanted:
                 self.actions.fold(self._step, "steer", spec.job, spec.request, spec.attempt, spec.digest)
         except Exception as error:
@@ -327,7 +328,7 @@ class DataPlane:
     def _finish(self, tracked: Tracked, finish: Finish) -> None:
         tracked.edited = [(spec.positions, self._table.num_sites(row)) for row, spec in tracked.rows]
         self._rows.release(self._step, tracked.rows)
-        tracked.rows = []
+        tracked.holds([])
         key = tracked.spec.key
         self._live.discard(key)
         end = self._ends.pop(key, None)

@@ -12,7 +12,7 @@ import numpy as np
 
 from ...kernels import plan as columns
 from ...schemas.selectors import PositionSelector, select
-from ...schemas.specs import RankSpec, SteeringRow
+from ...schemas.specs import RankSpec, SteeringRow, columns_of
 from .buffers import Staging
 from .capture import Recording, Run, StepRows, contiguous
 from .overload import Overload
@@ -27,7 +27,8 @@ class Tracked:
     """A live request that asked for something."""
 
     spec: RankSpec
-    rows: list[tuple[int, SteeringRow]] = field(default_factory=list)
+    rows: list[tuple[int, SteeringRow]] = field(default_factory=list)  # of the table, which it holds
+    columns: list[int] = field(default_factory=list)  # of each row: its place among those of one token
     recordings: dict[int, Recording] = field(default_factory=dict)  # by index in `RankSpec.captures`
     applied: int = 0  # token rows changed so far, over all sites of this rank; what is computed again counts once
     reached: int = 0  # the first position that was never computed
@@ -38,6 +39,10 @@ class Tracked:
     admitted: int = 0  # the step in which it came
     cached_tokens: int = 0  # served by the prefix cache when it came
     graded: Callable[[], list[float]] | None = None  # what `RankSpec.grade` asked; waits for the values
+
+    def holds(self, rows: list[tuple[int, SteeringRow]]) -> None:
+        """From now on these rows edit its tokens, in this order."""
+        self.rows, self.columns = rows, columns_of([spec for _, spec in rows])
 
 
 _NONE = np.zeros(0, dtype=np.int64)
@@ -85,7 +90,7 @@ class Planner:
         for tracked, place in mine:
             first, stop = place.first_position, place.first_position + place.num_rows
             shift = place.first_row - first
-            for column, (row, spec) in enumerate(tracked.rows):
+            for column, (row, spec) in zip(tracked.columns, tracked.rows, strict=True):
                 chosen = select(spec.positions, first, stop, tracked.spec.prompt_tokens)
                 if not chosen:
                     continue
@@ -99,18 +104,18 @@ class Planner:
             tracked.reached = max(tracked.reached, stop)
         if runs:
             # All requests at once: a call for each would cost more than all else here.
-            begins, counts, columns_of, rows_of = np.array(runs, dtype=np.int64).T
+            begins, counts, column_of, row_of = np.array(runs, dtype=np.int64).T
             run = np.repeat(np.arange(len(runs)), counts)
             tokens = (begins - np.cumsum(counts) + counts)[run] + np.arange(len(run))
-            self._staging.set_rows(tokens, columns_of[run], rows_of[run])
+            self._staging.set_rows(tokens, column_of[run], row_of[run])
             tokens = np.unique(tokens)
             count, start = self._list([tokens])
             touched = np.logical_or.reduce([self._table.sites(row) for row in used])
             self._plan[touched, columns.EDITS] = count
             self._plan[touched, columns.EDITS_AT] = start
-            self._plan[touched, columns.DEPTH] = depth = int(columns_of.max()) + 1
+            self._plan[touched, columns.DEPTH] = depth = int(column_of.max()) + 1
             if len(used) == depth == 1 and int(tokens[-1] - tokens[0]) == count - 1:
-                self._plan[touched, columns.ALIKE] = rows_of[0]
+                self._plan[touched, columns.ALIKE] = row_of[0]
                 self._plan[touched, columns.ALIKE_FROM] = tokens[0]
 
     def plan_capture(self, mine: Sequence[tuple[Tracked, RequestRows]]) -> None:
