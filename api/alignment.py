@@ -5,7 +5,7 @@ are known to correspond do, and all others are named with the reason.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from typing import NamedTuple
@@ -79,8 +79,8 @@ def _shifted(clean: Tokens, corrupt: Tokens, shift: int, how: str) -> Aligned:
         longer, alone, tokens = (CLEAN, made.clean_alone, clean) if made.clean_alone else (CORRUPT, made.corrupt_alone, corrupt)
         first, last = min(alone), max(alone)
         made.notes.append(
-            f"alignment {how}: {tokens.quoted(first, last + 1)}, positions {as_ranges(alone)} of the {longer} prompt, stand beyond the "
-            "other prompt and were left out"
+            f"alignment {how}: {tokens.quoted(first, last + 1)}, {_at(alone)} of the {longer} prompt, is beyond the other prompt and was left "
+            "out"
         )
     return made
 
@@ -216,7 +216,7 @@ def match_spans(name: str, clean: Sequence[int], corrupt: Sequence[int], texts: 
     return Matched(
         pairs,
         note=f"span {name!r} has {_tokens(len(clean))} in the clean prompt and {len(corrupt)} in the corrupt one: their last {length} were "
-        f"aligned from the right, and {_words(left[1], left[2])} of the {left[0]} prompt (position {as_ranges(left[2], SHOWN_RANGES)}) was "
+        f"aligned from the right, and {_words(left[1], left[2])} of the {left[0]} prompt ({_at(left[2])}) was "
         "left out",
     )
 
@@ -231,13 +231,16 @@ def match_span(name: str, clean: Sequence[int], aligned: Aligned, text: Tokens) 
     why = "; ".join(dict.fromkeys(aligned.clean_alone[place] for place in alone))
     if not pairs:
         return Matched([], reason=why)
-    places = as_ranges(alone, SHOWN_RANGES)
-    return Matched(pairs, note=f"of span {name!r} {_words(text, alone)} (clean position {places}) was left out: {why}")
+    return Matched(pairs, note=f"of span {name!r} {_words(text, alone)} ({_at(alone)} of the clean prompt) was left out: {why}")
 
 
 def _words(text: Tokens, places: Sequence[int]) -> str:
     shown = "".join(text.words[place] for place in places)
     return repr(shown if len(shown) <= SHOWN_CHARACTERS else shown[:SHOWN_CHARACTERS] + "…")
+
+
+def _at(places: Collection[int]) -> str:
+    return f"position{'s' if len(places) > 1 else ''} {as_ranges(places, SHOWN_RANGES)}"
 
 
 def _tokens(count: int) -> str:
