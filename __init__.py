@@ -5,9 +5,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .client import Answer as Answer
     from .client import AsyncClient as AsyncClient
+    from .client import AsyncPatchStudy as AsyncPatchStudy
     from .client import CaptureReader as CaptureReader
     from .client import CaptureSpec as CaptureSpec
     from .client import Client as Client
+    from .client import PatchStudy as PatchStudy
     from .client import Span as Span
     from .client import SteeringSpec as SteeringSpec
     from .client import VersionMismatch as VersionMismatch
@@ -15,8 +17,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "Answer", "AsyncClient", "CaptureReader", "CaptureSpec", "Client", "Span", "SteeringSpec", "VersionMismatch", "__version__",
-    "returned_rows",
+    "Answer", "AsyncClient", "AsyncPatchStudy", "CaptureReader", "CaptureSpec", "Client", "PatchStudy", "Span", "SteeringSpec",
+    "VersionMismatch", "__version__", "returned_rows",
 ]  # fmt: skip
 
 

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from ..schemas.specs import SteeringSpec as SteeringSpec
     from .http import AsyncClient as AsyncClient
     from .http import Client as Client
+    from .patch_study import AsyncPatchStudy as AsyncPatchStudy
+    from .patch_study import PatchStudy as PatchStudy
     from .reader import CaptureReader as CaptureReader
     from .wire import Answer as Answer
     from .wire import VersionMismatch as VersionMismatch
@@ -19,10 +21,12 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "AsyncClient": ".http", "Client": ".http", "CaptureReader": ".reader", "Answer": ".wire", "VersionMismatch": ".wire",
-    "returned_rows": ".wire", "CaptureSpec": "..schemas.specs", "SteeringSpec": "..schemas.specs", "Span": "..schemas.selectors",
+    "returned_rows": ".wire", "PatchStudy": ".patch_study", "AsyncPatchStudy": ".patch_study",
+    "CaptureSpec": "..schemas.specs", "SteeringSpec": "..schemas.specs", "Span": "..schemas.selectors",
 }  # fmt: skip
 __all__ = [
-    "Answer", "AsyncClient", "CaptureReader", "CaptureSpec", "Client", "Span", "SteeringSpec", "VersionMismatch", "returned_rows",
+    "Answer", "AsyncClient", "AsyncPatchStudy", "CaptureReader", "CaptureSpec", "Client", "PatchStudy", "Span", "SteeringSpec",
+    "VersionMismatch", "returned_rows",
 ]  # fmt: skip
 
 

@@ -15,12 +15,13 @@ from ..schemas.jobs import Event, JobPage, JobRequest, JobResult, JobView
 from . import calls, download, wire
 from .reader import CaptureReader
 from .steering import AsyncSteeringCalls, SteeringCalls
+from .sweeps import AsyncSweepCalls, SweepCalls
 from .wire import Answer, Call, Capture, Steering
 
 _AGENT = f"midstream/{__version__}"
 
 
-class Client(SteeringCalls):
+class Client(SteeringCalls, SweepCalls):
     """The blocking client. `url`: where the API is, such as `http://127.0.0.1:8321`.
 
     Every call raises MidstreamError for what the server refuses or cannot do (with its `kind` and `field`), VersionMismatch
@@ -211,7 +212,7 @@ class Client(SteeringCalls):
                 time.sleep(wire.PAUSE_S)
 
 
-class AsyncClient(AsyncSteeringCalls):
+class AsyncClient(AsyncSteeringCalls, AsyncSweepCalls):
     """The awaiting client: the calls of `Client`, as coroutines. Raises the same."""
 
     def __init__(self, url: str = "http://127.0.0.1:8321"):

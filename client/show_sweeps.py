@@ -1,0 +1,207 @@
+"""How does a sweep look on a terminal, while it runs and when it is over?"""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+from rich.cells import cell_len, set_cell_size
+from rich.color import Color
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+
+from ..schemas.sweeps import SweepCell, SweepResult, SweepStart
+from . import sweeps
+from .grid import MEANING, Grid, described, grid_of, named, titled, written
+from .show import table
+
+#: Stops of the colour scales, as red, green and blue: viridis, and blue over white to red.
+_STOPS = {
+    True: ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37)),
+    False: ((33, 102, 172), (146, 197, 222), (247, 247, 247), (244, 165, 130), (178, 24, 43)),
+}
+#: Where there are no colours.
+_BLOCKS = "▁▂▃▄▅▆▇█"
+#: A cell without a value.
+_NONE = "·"
+#: Widest name of a row, rows at most, cells of the legend's scale, and how many reasons for missing cells are told.
+_LABEL, _ROWS, _LEGEND, _REASONS = 18, 48, 24, 5
+
+
+class Heatmap:
+    """One pair, or the mean over all, as wide as the terminal: a row for each token or span, a column for each layer."""
+
+    def __init__(self, result: SweepResult, pair: int | None = None):
+        self.result, self.pair, self.grid = result, pair, grid_of(result, pair)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        paint = _Paint(self.grid, colour=console.color_system is not None)
+        head, *rest = described(self.result, self.pair)
+        yield Text(head, style="bold")
+        yield from (Text(line) for line in rest)
+        yield Text("")
+        yield from _panels(self.grid, paint, options.max_width)
+
+
+class _Paint:
+    """Turns numbers into coloured cells, or into blocks of some height."""
+
+    def __init__(self, grid: Grid, colour: bool):
+        self.low, self.high = grid.limits
+        self._stops = np.array(_STOPS[grid.metric == "recovered"], dtype=np.float64)
+        self._colour = colour
+
+    def cell(self, value: float, width: int) -> Text:
+        if np.isnan(value):
+            return Text(_NONE.ljust(width), style="dim")
+        share = float(np.clip((value - self.low) / (self.high - self.low), 0.0, 1.0))
+        if not self._colour:
+            return Text(_BLOCKS[min(int(share * len(_BLOCKS)), len(_BLOCKS) - 1)] * width)
+        at = share * (len(self._stops) - 1)
+        mixed = [float(np.interp(at, range(len(self._stops)), self._stops[:, part])) for part in range(3)]
+        return Text(" " * width, style=Style(bgcolor=Color.from_rgb(*mixed)))
+
+    def legend(self) -> Text:
+        parts = [self.cell(value, 1) for value in np.linspace(self.low, self.high, _LEGEND)]
+        return Text.assemble(f"{self.low:.3g} ", *parts, f" {self.high:.3g}")
+
+
+def _panels(grid: Grid, paint: _Paint, width: int) -> Iterator[RenderableType]:
+    """Lines of all hooks' panels, and then of what was left out to make them fit."""
+    names = [named(grid, column) for column in range(len(grid.labels))]
+    shown = _strongest_columns(grid)
+    label = min(_LABEL, max(cell_len(names[column]) for column in shown))
+    room = max(width - label - 1, 1)
+    merged = -(-len(grid.layers) // room)  # layers in one column of characters
+    columns = -(-len(grid.layers) // merged)
+    wide = max(1, min(3, room // columns))
+    for hook in grid.hooks:
+        values = _merge(grid.values[hook], grid.effects[hook], merged)
+        yield Text(f"{' ' * (label + 1)}{titled(hook)}", style="bold")
+        for column in shown:
+            name = set_cell_size(names[column], label)
+            yield Text.assemble((name, "dim"), " ", *(paint.cell(value, wide) for value in values[:, column]), no_wrap=True)
+        yield Text(" " * (label + 1) + _layer_numbers(grid.layers[::merged], wide), style="dim", no_wrap=True)
+    yield Text.assemble(" " * (label + 1), paint.legend(), "  ", MEANING[grid.metric] if width >= 80 else grid.metric)
+    if merged > 1:
+        yield Text(f"one column is {merged} layers: the one with the strongest effect is shown", style="dim")
+    if len(shown) < len(names):
+        yield Text(f"the {len(shown)} rows with the strongest effects of {len(names)}", style="dim")
+
+
+def _strongest_columns(grid: Grid) -> list[int]:
+    """All, in order; or so many as there is room for."""
+    if len(grid.labels) <= _ROWS:
+        return list(range(len(grid.labels)))
+    reach = np.max([np.nan_to_num(np.abs(each)).max(axis=0) for each in grid.effects.values()], axis=0)
+    return sorted(np.argsort(-reach, kind="stable")[:_ROWS].tolist())
+
+
+def _merge(values: np.ndarray, effects: np.ndarray, merged: int) -> np.ndarray:
+    """Of every `merged` layers the value whose effect is strongest: `[layers, columns]` → `[layers / merged, columns]`."""
+    if merged == 1:
+        return values
+    strength = np.where(np.isnan(values), -1.0, np.nan_to_num(np.abs(effects)))
+    picked = []
+    for first in range(0, len(values), merged):
+        best = first + strength[first : first + merged].argmax(axis=0)
+        picked.append(values[best, np.arange(values.shape[1])])
+    return np.array(picked)
+
+
+def _layer_numbers(layers: list[int], wide: int) -> str:
+    """As many as there is room for, each under the beginning of its column."""
+    line = ""
+    for place, layer in enumerate(layers):
+        if place * wide >= len(line) + (2 if line else 0) and (place % 5 == 0 or wide >= 3):
+            line = line.ljust(place * wide) + str(layer)
+    return line
+
+
+def strongest(result: SweepResult, pair: int | None = None, count: int = 5) -> Table:
+    """The cells that change most."""
+    grid = grid_of(result, pair)
+    shown = table("Strongest cells", "at", "hook", "layer", "value", "effect")
+    for name in ("layer", "value", "effect"):
+        next(column for column in shown.columns if column.header == name).justify = "right"
+    for cell in grid.top(count):
+        shown.add_row(escape(named(grid, cell.column)), titled(cell.hook), str(cell.layer), f"{cell.value:.3f}", f"{cell.effect:+.3f}")
+    return shown
+
+
+def report(result: SweepResult, pair: int | None = None) -> RenderableType:
+    """Heatmap, strongest cells, baselines, notes, and what has no value and why."""
+    parts: list[RenderableType] = [Heatmap(result, pair), Text(""), strongest(result, pair)]
+    parts += [Text(line, style="dim") for line in _baselines(result)]
+    for number, each in enumerate(result.pairs):
+        parts += [Text(f"note{_of(result, number)}: {note}", style="yellow") for note in each.notes]
+    parts += [Text(line, style="yellow") for line in without_value(result)]
+    return Group(*parts)
+
+
+def _of(result: SweepResult, pair: int) -> str:
+    return f" of pair {pair}" if len(result.pairs) > 1 else ""
+
+
+def _baselines(result: SweepResult) -> Iterator[str]:
+    """What the two prompts say without a patch."""
+    for number, pair in enumerate(result.pairs):
+        for name, baseline in (("patched prompt", pair.base), ("source prompt", pair.source)):
+            if baseline is None:
+                continue
+            said = [
+                f"log P({text.strip()}) = {logprob:.2f}"
+                for text, logprob in ((pair.answer, baseline.logprob), (pair.foil, baseline.foil_logprob))
+                if logprob is not None
+            ]
+            yield f"{name}{_of(result, number)}, as it is: {', '.join(said) or f'{result.metric} {baseline.value:.3g}'}"
+
+
+def without_value(result: SweepResult) -> list[str]:
+    """How many cells were skipped or failed, by reason, with an example."""
+    counts: Counter[str] = Counter()
+    examples: dict[str, str] = {}
+    for each in result.skipped:
+        counts[each.reason] += len(each.layers)
+        label = written(result.pairs[each.pair].labels[each.column])
+        examples.setdefault(each.reason, f"{each.hook} at “{label}”{_of(result, each.pair)}")
+    lines = [f"{count} cells without a value: {reason} (such as {examples[reason]})" for reason, count in counts.most_common(_REASONS)]
+    if len(counts) > _REASONS:
+        lines.append(f"… and {sum(counts.values()) - sum(count for _, count in counts.most_common(_REASONS))} for other reasons")
+    return lines
+
+
+@contextmanager
+def bar(console: Console, title: str = "sweep") -> Iterator[sweeps.Progress | None]:
+    """A progress bar that a sweep's events move; None, and nothing is drawn, where nobody watches."""
+    if not (console.is_terminal or console.is_jupyter):
+        yield None
+        return
+    columns = (
+        SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("cells{task.fields[rate]}"),
+        TimeElapsedColumn(), TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=console, transient=not console.is_jupyter) as progress:
+        yield _Bar(progress, title)
+
+
+class _Bar:
+    """Counts each cell once, also when a sweep goes on after its worker died."""
+
+    def __init__(self, progress: Progress, title: str):
+        self._progress = progress
+        self._task = progress.add_task(title, total=None, rate="")
+        self._seen: set[tuple[int, str, int, int]] = set()
+
+    def __call__(self, told: sweeps.Told) -> None:
+        if isinstance(told, SweepStart):
+            self._seen |= {(each.pair, each.hook, layer, each.column) for each in told.skipped for layer in each.layers}
+            self._progress.update(self._task, total=told.total, completed=len(self._seen))
+        elif isinstance(told, SweepCell):
+            self._seen.add((told.pair, told.hook, told.layer, told.column))
+            speed = self._progress.tasks[0].speed
+            self._progress.update(self._task, completed=len(self._seen), rate=f", {speed:.0f}/s" if speed else "")

@@ -1,0 +1,164 @@
+"""How does one ask for a sweep, follow it cell by cell, and get its grid? The calls about it, of both clients.
+
+A sweep is a job: `job`, `wait`, `cancel` and `events` of the clients hold for it, too.
+"""
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any, TypeVar
+
+import httpx
+import msgspec
+import numpy as np
+
+from ..schemas.errors import MidstreamError, invalid
+from ..schemas.jobs import Event, JobResult, JobView
+from ..schemas.sweeps import SweepCell, SweepRequest, SweepResult, SweepStart, SweepSummary
+from . import wire
+from .wire import Call
+
+T = TypeVar("T")
+
+#: What is told of a sweep while it runs.
+Told = SweepStart | SweepCell | SweepSummary
+Progress = Callable[[Told], None]
+
+_KINDS: dict[str, type[SweepStart] | type[SweepCell] | type[SweepSummary]] = {
+    "start": SweepStart, "cell": SweepCell, "summary": SweepSummary,
+}  # fmt: skip
+
+
+def sweep_request(request: SweepRequest | None, fields: dict[str, Any]) -> SweepRequest:
+    """The body of a sweep from a struct or from keyword arguments; raises MidstreamError naming the field."""
+    if request is None:
+        return plain(fields, SweepRequest)
+    if fields:
+        raise invalid(next(iter(fields)), "give either a SweepRequest or keyword arguments, not both")
+    return request
+
+
+def plain(fields: dict[str, Any], kind: type[T], prefix: str = "") -> T:
+    """`fields` as `kind`: structs, numpy numbers and ranges may stand in them. Raises MidstreamError with the field's path."""
+
+    def unpacked(inner: Any) -> Any:
+        if isinstance(inner, np.ndarray | np.generic):
+            return inner.tolist()
+        if isinstance(inner, range):
+            return list(inner)
+        raise invalid(prefix or kind.__name__, f"a {type(inner).__name__} cannot be sent")
+
+    return wire.checked(msgspec.to_builtins(fields, enc_hook=unpacked), kind, prefix)
+
+
+def told(event: Event) -> Told | None:
+    """What an event tells of a sweep; None of one that all jobs have."""
+    if event.event not in _KINDS:
+        return None
+    try:
+        return msgspec.convert(event.data, _KINDS[event.event])
+    except msgspec.ValidationError as error:
+        raise MidstreamError("version_mismatch", f"the server's event {event.event} cannot be read: {error}") from error
+
+
+def _submission(request: SweepRequest | None, key: str | None, fields: dict[str, Any]) -> Call:
+    headers = {"idempotency-key": key or wire.idempotency_key(), "prefer": "respond-async"}
+    return Call("POST", "/v1/sweeps", body=sweep_request(request, fields), headers=headers)
+
+
+def _grid(result: JobResult) -> SweepResult:
+    if result.sweep is None:
+        raise MidstreamError("not_found", f"job {result.id} is no sweep")
+    return result.sweep
+
+
+def _stopped(interrupt: BaseException, job_id: str, error: MidstreamError | None) -> None:
+    """What the one who interrupts the wait for a sweep is told of it."""
+    interrupt.add_note(f"sweep {job_id} was cancelled" if error is None else f"sweep {job_id} could not be cancelled: {error}")
+
+
+class SweepCalls(ABC):
+    """Of the blocking client."""
+
+    @abstractmethod
+    def _send_patiently(self, call: Call) -> httpx.Response: ...
+    @abstractmethod
+    def events(self, job_id: str, after: str = "") -> Iterator[Event]: ...
+    @abstractmethod
+    def wait(self, job_id: str, timeout: float | None = None) -> JobView: ...
+    @abstractmethod
+    def result(self, job_id: str) -> JobResult: ...
+    @abstractmethod
+    def cancel(self, job_id: str) -> JobView: ...
+
+    def submit_sweep(self, request: SweepRequest | None = None, *, idempotency_key: str | None = None, **fields: Any) -> JobView:
+        """Submit a sweep, by struct or by its fields (`model=…, pairs=[…], hooks=[…]`); returns at once. Safe to repeat."""
+        return wire.decode(self._send_patiently(_submission(request, idempotency_key, fields)), JobView)
+
+    def sweep(self, request: SweepRequest | None = None, *, progress: Progress | None = None, **fields: Any) -> SweepResult:
+        """Submit a sweep, wait, and return its grids. `progress` is told of every cell; who interrupts the wait cancels the sweep."""
+        view = self.submit_sweep(request, **fields)
+        try:
+            return self.sweep_result(view.id, progress)
+        except KeyboardInterrupt as interrupt:
+            try:
+                self.cancel(view.id)
+                _stopped(interrupt, view.id, None)
+            except MidstreamError as error:
+                _stopped(interrupt, view.id, error)
+            raise
+
+    def sweep_result(self, job_id: str, progress: Progress | None = None) -> SweepResult:
+        """The grids of a sweep once it is over; raises what went wrong of one that failed, `not_found` of another job."""
+        if progress is not None:
+            for each in self.sweep_events(job_id):
+                progress(each)
+        self.wait(job_id)
+        return _grid(self.result(job_id))
+
+    def sweep_events(self, job_id: str, after: str = "") -> Iterator[Told]:
+        """What is told of a sweep, from its beginning (or behind the event `after`) to its end; outlives lost connections."""
+        return (each for event in self.events(job_id, after) if (each := told(event)) is not None)
+
+
+class AsyncSweepCalls(ABC):
+    """Of the awaiting client: the same, as coroutines; `progress` is called, not awaited."""
+
+    @abstractmethod
+    async def _send_patiently(self, call: Call) -> httpx.Response: ...
+    @abstractmethod
+    def events(self, job_id: str, after: str = "") -> AsyncIterator[Event]: ...
+    @abstractmethod
+    async def wait(self, job_id: str, timeout: float | None = None) -> JobView: ...
+    @abstractmethod
+    async def result(self, job_id: str) -> JobResult: ...
+    @abstractmethod
+    async def cancel(self, job_id: str) -> JobView: ...
+
+    async def submit_sweep(self, request: SweepRequest | None = None, *, idempotency_key: str | None = None, **fields: Any) -> JobView:
+        return wire.decode(await self._send_patiently(_submission(request, idempotency_key, fields)), JobView)
+
+    async def sweep(self, request: SweepRequest | None = None, *, progress: Progress | None = None, **fields: Any) -> SweepResult:
+        view = await self.submit_sweep(request, **fields)
+        try:
+            return await self.sweep_result(view.id, progress)
+        except asyncio.CancelledError as interrupt:
+            try:
+                await self.cancel(view.id)
+                _stopped(interrupt, view.id, None)
+            except MidstreamError as error:
+                _stopped(interrupt, view.id, error)
+            raise
+
+    async def sweep_result(self, job_id: str, progress: Progress | None = None) -> SweepResult:
+        if progress is not None:
+            async for each in self.sweep_events(job_id):
+                progress(each)
+        await self.wait(job_id)
+        return _grid(await self.result(job_id))
+
+    async def sweep_events(self, job_id: str, after: str = "") -> AsyncIterator[Told]:
+        async for event in self.events(job_id, after):
+            each = told(event)
+            if each is not None:
+                yield each

@@ -1,0 +1,138 @@
+"""Is what a sweep found drawn so that it can be read and believed: where, how much, on which scale, and what is missing?"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+from sweep_kit import CORRUPT, FAILED, LAYERS, PEAK, grid, pair, result
+
+from midstream.client import heatmap, show_sweeps
+from midstream.client.grid import grid_of
+from midstream.schemas.errors import MidstreamError
+from midstream.schemas.sweeps import Metric, SweepResult
+
+
+def printed(sweep: SweepResult, width: int = 80, color_system: str | None = None) -> str:
+    console = Console(width=width, color_system=color_system, force_terminal=True)  # type: ignore[arg-type]
+    with console.capture() as captured:
+        console.print(show_sweeps.report(sweep))
+    return captured.get()
+
+
+def test_each_hook_has_a_panel_of_tokens_by_layers_with_the_values_in_place() -> None:
+    axes = heatmap.figure(result()).axes
+    panels = axes[:2]
+    assert [panel.get_title() for panel in panels] == ["pre_attn (resid_pre)", "mlp_out"]
+    assert [label.get_text() for label in panels[0].get_yticklabels()] == ["The", "Col 1", "osse 2", "um 3", "is 4", "in 5"]
+    drawn = panels[0].collections[0].get_array().reshape(len(CORRUPT), len(LAYERS))
+    assert drawn[PEAK[1], PEAK[0]] == 0.95
+    assert panels[0].yaxis_inverted(), "the first token is on top"
+
+
+def test_a_cell_without_a_value_is_left_to_the_hatched_ground() -> None:
+    figure = heatmap.figure(result())
+    panel = figure.axes[0]
+    mask = np.ma.getmaskarray(panel.collections[0].get_array()).reshape(len(CORRUPT), len(LAYERS))
+    assert mask[0].all()
+    assert mask[FAILED[1], FAILED[0]]
+    assert panel.patch.get_hatch()
+    assert "hatched: no value (62 of 360 cells)" in figure.get_suptitle()
+
+
+def test_the_title_names_both_prompts_answer_foil_and_noise_floor() -> None:
+    title = heatmap.figure(result()).get_suptitle()
+    for part in ("“The Eiffel Tower is in” patched into “The Colosseum is in”", "“Paris”", "“Rome”", "noise floor 0.004"):
+        assert part in title
+
+
+@pytest.mark.parametrize(("metric", "limits", "colours"), [("recovered", (0.0, 1.0), "viridis"), ("logit_diff", (-27.0, 9.0), "RdBu_r")])
+def test_shares_run_from_zero_to_one_and_all_else_is_centred_on_the_unpatched_prompt(
+    metric: Metric, limits: tuple[float, float], colours: str
+) -> None:
+    peak = 0.95 if metric == "recovered" else 9.0  # 18 nats from the base at −9
+    sweep = result(pair(grids={"pre_attn": grid(peak), "mlp_out": grid(peak)}), metric=metric)
+    meshes = [panel.collections[0] for panel in heatmap.figure(sweep).axes[:2]]
+    assert [mesh.get_clim() for mesh in meshes] == [limits, limits]
+    assert {mesh.get_cmap().name for mesh in meshes} == {colours}
+
+
+def test_values_beyond_the_scale_are_pointed_at() -> None:
+    bar = heatmap.figure(result()).axes[-1]  # mlp_out goes below 0
+    assert bar._colorbar.extend == "min"
+
+
+def test_a_dollar_in_a_token_is_no_formula_and_text_in_a_vector_file_stays_text(tmp_path: Path) -> None:
+    heatmap.figure(result(pair(labels=["$x$", "$\\frac", "a", "b", "c", "d"])), tmp_path / "out.svg")
+    assert "$\\frac 1" in (tmp_path / "out.svg").read_text()
+
+
+def test_a_missing_matplotlib_is_named_with_the_extra_that_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(MidstreamError, match="extra `plots`"):
+        heatmap.figure(result())
+
+
+def test_a_format_that_matplotlib_cannot_write_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(MidstreamError, match="xyz") as caught:
+        heatmap.figure(result(), tmp_path / "out.xyz")
+    assert caught.value.field == "heatmap"
+
+
+def test_without_colours_the_strongest_cell_is_the_highest_block() -> None:
+    rows = [line for line in printed(result()).splitlines() if line.startswith("um 3")]
+    cells = rows[0].removeprefix("um 3   ")
+    assert cells[2 * PEAK[0]] == "█"
+    assert cells.count("█") == 2, "one cell of two columns"
+
+
+def test_with_256_colours_the_strongest_cell_is_the_brightest() -> None:
+    text = printed(result(), color_system="256")
+    assert "\x1b[48;5;" in text
+    assert "█" not in text
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_no_line_of_a_terminal_heatmap_is_wider_than_the_terminal(width: int) -> None:
+    wide = result(pair(labels=["a very long name of a span of tokens"] * 6))
+    assert max(map(len, printed(wide, width).splitlines())) <= width
+
+
+def test_layers_that_do_not_fit_are_merged_to_the_strongest_and_it_is_said() -> None:
+    layers = list(range(120))
+    deep = pair(grids={"pre_attn": grid(0.95, len(layers)), "mlp_out": grid(-0.2, len(layers))})
+    text = printed(result(deep, layers=layers, skipped=[]))
+    assert "one column is 2 layers: the one with the strongest effect is shown" in text
+    row = next(line for line in text.splitlines() if line.startswith("um 3"))
+    assert row.removeprefix("um 3   ")[PEAK[0] // 2] == "█"
+    assert "one column is" not in printed(result())
+
+
+def test_of_very_many_tokens_the_rows_with_the_strongest_effects_are_shown() -> None:
+    many = 100
+    names = [f"t{number}" for number in range(many)]
+    grids = {hook: [[0.9 if column == 77 else 0.0 for column in range(many)] for _ in LAYERS] for hook in ("pre_attn", "mlp_out")}
+    text = printed(result(pair(labels=names, positions=[], grids=grids), skipped=[]))
+    assert "the 48 rows with the strongest effects of 100" in text
+    assert any(line.startswith("t77") for line in text.splitlines())
+
+
+def test_notes_and_what_has_no_value_are_told_with_the_reason() -> None:
+    text = printed(result(), width=200)
+    assert "note: position 3: aligned from the end" in text
+    assert "60 cells without a value: the first tokens are the same (such as pre_attn at “The”)" in text
+    assert "2 cells without a value: the run is gone (such as pre_attn at “osse”)" in text
+
+
+def test_tokens_that_look_like_markup_are_printed_as_they_are() -> None:
+    assert "[bold] 1" in printed(result(pair(labels=["The", "[bold]", "[/]", "um", "is", "in"])))
+
+
+def test_a_sweep_none_of_whose_cells_has_a_value_is_drawn_all_the_same() -> None:
+    nothing = {hook: [[None] * 6 for _ in LAYERS] for hook in ("pre_attn", "mlp_out")}
+    for metric in ("recovered", "kl"):
+        sweep = result(pair(grids=nothing, base=None, source=None), metric=metric)
+        assert heatmap.figure(sweep).axes
+        assert "Strongest cells" in printed(sweep)
+    assert grid_of(result(pair(grids=nothing))).top(3) == []

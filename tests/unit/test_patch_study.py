@@ -1,0 +1,288 @@
+"""Does a study ask what was meant, find the strongest cells, look closer at the right tokens, and survive on disk?"""
+
+import asyncio
+import io
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from http_kit import Reply, reply, server
+from rich.console import Console
+from sweep_kit import CORRUPT, FAILED, LAYERS, PEAK, grid, pair, result
+
+from midstream import AsyncClient, AsyncPatchStudy, Client, PatchStudy
+from midstream.client import show_sweeps
+from midstream.client.grid import grid_of
+from midstream.client.patch_study import Region
+from midstream.schemas.base import from_json, to_json
+from midstream.schemas.errors import MidstreamError
+from midstream.schemas.jobs import CaptureResults, JobResult, JobView, State
+from midstream.schemas.sweeps import (
+    PairSpan,
+    Skipped,
+    SweepCell,
+    SweepPair,
+    SweepRequest,
+    SweepResult,
+    SweepStart,
+    SweepSummary,
+)
+
+PROMPTS = ("The Eiffel Tower is in", "The Colosseum is in", " Paris", " Rome")
+VIEW = JobView(id="job_1", kind="sweep", model="m", state=State.SUCCEEDED, attempt=1, version=3, created=1.0)
+START = SweepStart(
+    metric="recovered", direction="denoise", ablation=None, hooks=["pre_attn"], layers=[0, 1], labels=[["a"]], total=2,
+    skipped=[Skipped(pair=0, hook="pre_attn", layers=[0], column=0, reason="same")], notes=[[]],
+)  # fmt: skip
+CELL = SweepCell(pair=0, hook="pre_attn", layer=1, column=0, label="a", value=0.5)
+
+
+def stream(*events: tuple[str, Any]) -> Reply:
+    parts = [b"id: %d-0\nevent: %b\ndata: %b\n\n" % (place, name.encode(), to_json(data)) for place, (name, data) in enumerate(events, 1)]
+    return 200, {"content-type": "text/event-stream"}, b"".join(parts)
+
+
+def over(sweep: SweepResult | None) -> Reply:
+    captures = CaptureResults(status="not_requested", job="job_1")
+    return reply(
+        JobResult(
+            id="job_1", model="m", state=State.SUCCEEDED, outputs=[], capture_results=captures, determinism=None, attempt=1, sweep=sweep
+        )
+    )
+
+
+def swept(sweep: SweepResult | None = None, asked: SweepRequest | None = None) -> PatchStudy:
+    """A study as after a sweep."""
+    study = PatchStudy(*PROMPTS)
+    study._request = asked or SweepRequest(model="m", pairs=study._pairs, hooks=["resid_pre", "mlp_out"])
+    study._result = sweep or result()
+    return study
+
+
+def asked_by(study: PatchStudy, call: str, *arguments: Any, **fields: Any) -> SweepRequest:
+    """What the server is asked when the study makes this call."""
+    with server(reply(VIEW, 202), reply(VIEW), over(result())) as (url, seen), Client(url) as client:
+        study._client = client
+        getattr(study, call)(*arguments, progress=False, **fields)
+        assert seen[0].startswith("POST /v1/sweeps")
+        return from_json(seen.bodies[0], SweepRequest)
+
+
+def test_a_sweep_asks_for_what_was_said_and_for_no_more() -> None:
+    study = PatchStudy(*PROMPTS, model="m")
+    asked = asked_by(study, "sweep", hooks=["attn_out"], layers=range(3), positions=np.array([1, 2]), window={"layers": np.int64(3)})
+    assert asked.pairs == [SweepPair(clean=PROMPTS[0], corrupt=PROMPTS[1], answer=" Paris", foil=" Rome")]
+    assert (asked.hooks, asked.layers, asked.positions, asked.window.layers) == (["attn_out"], [0, 1, 2], [1, 2], 3)
+    assert asked.metric == "recovered"
+    assert study.result == result()
+
+
+def test_several_pairs_share_their_spans_and_ablations_need_no_corrupt_prompt() -> None:
+    study = PatchStudy.pairs([("a b", "c d", " e", " f"), {"clean": "g h", "answer": " i"}], model="m")
+    asked = asked_by(study, "sweep", spans=[{"name": "first", "clean": [0]}], ablation="zeros", metric="logprob")
+    assert [each.spans for each in asked.pairs] == [[PairSpan(name="first", clean=[0])]] * 2
+    assert asked.pairs[1].corrupt is None
+    assert asked.ablation == "zeros"
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [({"hooks": ["nowhere"]}, "hooks[0]"), ({"widow": 3}, "widow"), ({"alpha": 2}, "alpha"), ({"layers": object()}, "SweepRequest")],
+)
+def test_a_mistake_is_named_before_anything_is_sent(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(MidstreamError) as caught:
+        PatchStudy(*PROMPTS, client=Client("http://127.0.0.1:1"), model="m").sweep(progress=False, **fields)
+    assert field in f"{caught.value.field} {caught.value.detail}"
+
+
+def test_the_one_model_that_is_served_is_asked_and_of_several_one_must_be_named() -> None:
+    models = reply({"data": [{"id": "one"}, {"id": "two"}]})
+    with server(models) as (url, _), Client(url) as client, pytest.raises(MidstreamError, match="several are served"):
+        PatchStudy(*PROMPTS, client=client).sweep()
+
+
+def test_top_gives_the_strongest_cells_with_token_position_layer_and_hook() -> None:
+    first, second = swept().top(2)
+    assert (first.hook, first.layer, first.label, first.positions, first.value, first.effect) == (
+        "pre_attn",
+        PEAK[0],
+        "um",
+        [3],
+        0.95,
+        0.95,
+    )
+    assert second.effect == 0.475
+
+
+def test_effects_are_measured_from_the_unpatched_prompt() -> None:
+    study = swept(result(pair(grids={"pre_attn": grid(-8.0), "mlp_out": grid(-30.0)}), metric="logprob"))
+    best = study.top(1)[0]
+    assert (best.hook, best.value, best.effect) == ("mlp_out", -30.0, -21.0)  # the base is −9
+
+
+def test_the_mean_over_pairs_leaves_out_the_cells_that_have_no_value() -> None:
+    holes: dict[Any, Any] = {"pre_attn": [[None] * 6 for _ in LAYERS], "mlp_out": grid(0.4)}
+    both = result(pair(), pair(grids=holes, labels=["The", " Taj", " Mahal", "x", " is", " in"]))
+    mean = grid_of(both)
+    assert mean.values["pre_attn"][PEAK] == 0.95
+    assert mean.values["mlp_out"][PEAK] == pytest.approx(0.1)
+    assert mean.labels == ["The", "Col/Taj", "osse/Mahal", "um/x", " is", " in"]
+    with pytest.raises(MidstreamError, match="no pair 2"):
+        grid_of(both, 2)
+
+
+def test_records_have_every_cell_and_the_reason_of_those_without_a_value() -> None:
+    records = swept().to_records()
+    assert len(records) == 2 * len(LAYERS) * len(CORRUPT)
+    by_place = {(each["hook"], each["layer"], each["column"]): each for each in records}
+    assert by_place["pre_attn", *PEAK]["value"] == 0.95
+    failed = by_place["mlp_out", *FAILED]
+    assert (failed["value"], failed["effect"], failed["reason"]) == (None, None, "the run is gone")
+    assert all((each["value"] is None) == bool(each["reason"]) for each in records)
+
+
+def test_a_data_frame_is_made_of_the_records_and_a_missing_pandas_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    pandas: Any = types.ModuleType("pandas")
+    pandas.DataFrame = lambda records: ("frame", records)
+    monkeypatch.setitem(sys.modules, "pandas", pandas)
+    found: Any = swept().to_dataframe()
+    assert found == ("frame", swept().to_records())
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(MidstreamError, match="needs pandas"):
+        swept().to_dataframe()
+
+
+def test_zoom_asks_for_each_token_of_the_named_columns_by_itself() -> None:
+    spans = [PairSpan(name="subject", clean=[1, 2, 3]), PairSpan(name="rest", clean=[4, 5])]
+    request = SweepRequest(
+        model="m", pairs=[SweepPair(clean="a", corrupt="b", answer="c", spans=spans)], window={"layers": 5}, metric="logprob", alpha=0.5,
+    )  # fmt: skip
+    coarse = result(
+        pair(
+            labels=["subject", "rest"],
+            positions=[[1, 2, 3], [4, 5]],
+            grids={hook: grid(0.9, columns=2) for hook in ("pre_attn", "mlp_out")},
+        ),
+        skipped=[],
+    )
+    asked = asked_by(swept(coarse, request), "zoom", columns=["subject"], layers="8-12")
+    assert (asked.pairs[0].spans, asked.pairs[0].positions) == (None, [1, 2, 3])
+    assert (asked.layers, asked.window.layers, asked.hooks) == ("8-12", 1, ["post_block"])
+    assert (asked.metric, asked.alpha) == ("logprob", 0.5), "what else was asked is asked again"
+
+
+def test_zoom_around_a_cell_takes_its_hook_its_tokens_and_the_layers_up_to_its_neighbours() -> None:
+    study = swept(result(pair(grids={hook: grid(0.9)[::3] for hook in ("pre_attn", "mlp_out")}), layers=LAYERS[::3], skipped=[]))
+    cell = next(each for each in study.grid().cells() if each.layer == 12 and each.column == 3)
+    asked = asked_by(study, "zoom", cell)
+    assert (asked.hooks, asked.layers, asked.pairs[0].positions) == (["pre_attn"], list(range(9, 16)), [3])
+
+
+@pytest.mark.parametrize(
+    ("region", "detail"),
+    [
+        (Region(columns=["Louvre"]), "0 columns are called 'Louvre'"),
+        (Region(columns=[9]), "no column 9"),
+        (Region(columns=[0]), "none of them could be patched"),  # it was skipped
+    ],
+)
+def test_zoom_into_nothing_is_refused(region: Region, detail: str) -> None:
+    with pytest.raises(MidstreamError, match=detail) as caught:
+        swept().zoom(region)
+    assert caught.value.field == "columns"
+
+
+def test_a_new_sweep_of_a_zoomed_study_may_ask_for_other_positions() -> None:
+    study = PatchStudy.pairs([SweepPair(clean="a", corrupt="b", answer="c", positions=[3])], model="m")
+    assert asked_by(study, "sweep", positions="all_prompt").pairs[0].positions is None
+
+
+def test_a_saved_study_is_the_same_when_it_is_loaded(tmp_path: Path) -> None:
+    study = swept()
+    study.save(tmp_path / "study.json")
+    loaded = PatchStudy.load(tmp_path / "study.json")
+    assert (loaded.request, loaded.result) == (study.request, study.result)
+    assert loaded.top(1) == study.top(1)
+    assert repr(loaded) == repr(study) == "PatchStudy('The Eiffel Tower is in', 'The Colosseum is in'): recovered of 298 cells, 62 skipped"
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "detail"),
+    [
+        ({"version": 2}, "version_mismatch", "in format 2"),
+        ({"format": "notes"}, "invalid_request", "not a saved study"),
+        ({"result": {}}, "invalid_request", "result.metric: is required"),
+    ],
+)
+def test_a_file_that_is_no_study_of_this_version_is_refused(tmp_path: Path, change: dict[str, Any], kind: str, detail: str) -> None:
+    swept().save(tmp_path / "study.json")
+    document = json.loads((tmp_path / "study.json").read_text())
+    (tmp_path / "study.json").write_text(json.dumps(document | change))
+    with pytest.raises(MidstreamError, match=detail) as caught:
+        PatchStudy.load(tmp_path / "study.json")
+    assert caught.value.kind == kind
+
+
+def test_before_the_first_sweep_a_study_says_so() -> None:
+    with pytest.raises(MidstreamError, match="call sweep"):
+        PatchStudy(*PROMPTS).top()
+
+
+EVENTS = (
+    stream(("state", {"state": "running", "attempt": 1}), ("start", {**json.loads(to_json(START)), "attempt": 1})),
+    stream(("cell", {**json.loads(to_json(CELL)), "attempt": 1}), ("done", {"state": "succeeded", "attempt": 1})),
+)
+
+
+def test_progress_is_told_of_every_cell_also_after_a_lost_connection() -> None:
+    told: list[SweepStart | SweepCell | SweepSummary] = []
+    with server(reply(VIEW, 202), *EVENTS, reply(VIEW), over(result())) as (url, seen), Client(url) as client:
+        assert client.sweep(model="m", pairs=[SweepPair(clean="a")], progress=told.append) == result()
+    assert told == [START, CELL]
+    assert [line for line in seen if "events" in line] == ["GET /v1/jobs/job_1/events", "GET /v1/jobs/job_1/events 2-0"]
+
+
+def test_the_awaiting_study_does_the_same() -> None:
+    async def ask(url: str) -> tuple[AsyncPatchStudy, list[Any]]:
+        told: list[Any] = []
+        async with AsyncClient(url) as client:
+            return await AsyncPatchStudy(*PROMPTS, client=client, model="m").sweep(hooks=["resid_pre"], progress=told.append), told
+
+    with server(reply(VIEW, 202), *EVENTS, reply(VIEW), over(result())) as (url, seen):
+        study, told = asyncio.run(ask(url))
+    assert (study.result, told) == (result(), [START, CELL])
+    assert from_json(seen.bodies[0], SweepRequest).hooks == ["resid_pre"]
+
+
+def test_another_jobs_result_is_no_sweep() -> None:
+    with server(reply(VIEW), over(None)) as (url, _), Client(url) as client, pytest.raises(MidstreamError, match="job_1 is no sweep"):
+        client.sweep_result("job_1")
+
+
+def test_who_interrupts_the_wait_cancels_the_sweep() -> None:
+    def stop(told: object) -> None:
+        raise KeyboardInterrupt
+
+    replies = reply(VIEW, 202), EVENTS[0], reply(VIEW)
+    with server(*replies) as (url, seen), Client(url) as client, pytest.raises(KeyboardInterrupt) as caught:
+        client.sweep(model="m", pairs=[SweepPair(clean="a")], progress=stop)
+    assert seen[-1] == "POST /v1/jobs/job_1/cancel"
+    assert caught.value.__notes__ == ["sweep job_1 was cancelled"]
+
+
+def test_the_bar_counts_each_cell_once_and_nothing_is_drawn_where_nobody_watches() -> None:
+    screen = io.StringIO()
+    with show_sweeps.bar(Console(file=screen, force_terminal=True, width=120)) as told:
+        assert told is not None
+        for each in (START, CELL, CELL, START):
+            told(each)
+        task = told._progress.tasks[0]  # type: ignore[attr-defined]
+        assert (task.completed, task.total) == (2, 2)
+    quiet = io.StringIO()
+    with show_sweeps.bar(Console(file=quiet)) as told:
+        assert told is None
+    assert quiet.getvalue() == ""
