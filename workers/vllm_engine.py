@@ -76,6 +76,7 @@ class VllmEngine(RankControl):
             capture_overload=settings.capture_overload,
             spill_dir=str(Path(settings.data_dir).resolve() / "spill"),
             row_store_mib=_row_store_mib(settings),
+            sweep_entry=settings.sweep_entry,
             writer_threads=settings.writer_threads,
             segment_limit_kib=settings.segment_limit_kib,
             segment_mib=settings.segment_mib,
@@ -93,6 +94,7 @@ class VllmEngine(RankControl):
         config = self._llm.model_config
         adapter = describe(config.architectures[0], config.hf_config)
         hooks = [hook for hook in adapter.hooks if not plane.hooks or hook in plane.hooks]
+        self.enters = settings.sweep_entry and settings.enforce_eager and "pre_attn" in hooks  # as the ranks see it
         self._row_bytes = config.get_hidden_size() * config.dtype.itemsize
         row_limit = _row_limit(settings, plane, config)
         self._step_rows = StepRows(row_limit)

@@ -31,6 +31,8 @@ def engine_options(settings: Settings) -> dict[str, Any]:
     }
     if settings.speculative_tokens:
         options["speculative_config"] = {"method": "ngram", "num_speculative_tokens": settings.speculative_tokens} | _NGRAMS
+    if settings.block_size:
+        options["block_size"] = settings.block_size
     if current_platform.is_cpu():
         options["kv_cache_memory_bytes"] = int(settings.kv_cache_gib * (1 << 30))
     return options

@@ -118,6 +118,7 @@ class _ForkedHost(Host):
         self._log = open(directory / "engine.log", "wb")  # noqa: SIM115 - as in Host
         self._process = nursery.fork({**to_environment(self.settings), **(env or {})}, Path(self._log.name))  # type: ignore[assignment]
         self._vectors: dict[str, Tensor] = {}
+        self.runs = {}
         try:
             self.info = self._answer().info
         except AssertionError:

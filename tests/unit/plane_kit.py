@@ -49,6 +49,7 @@ class Rig:
             capture_overload="block",
             spill_dir=str(directory / "spill"),
             row_store_mib=1,
+            sweep_entry=True,
             writer_threads=1,
             segment_limit_kib=64,
             segment_mib=1,

@@ -51,6 +51,7 @@ class PlaneConfig(Record):
     capture_overload: str  # block | spill | drop
     spill_dir: str
     row_store_mib: int
+    sweep_entry: bool  # forwards may begin above the first layer, where they run as Python
     writer_threads: int
     segment_limit_kib: int
     segment_mib: int

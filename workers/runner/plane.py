@@ -23,6 +23,7 @@ from ...schemas.specs import RankSpec, columns_of, steering_rows
 from .actions import ActionLedger
 from .capture import Ports, Recording
 from .config import Place, PlaneConfig
+from .entry import Entering, Gate
 from .faults import Faults
 from .grading import Grading
 from .overload import Overload
@@ -55,9 +56,17 @@ class DataPlane:
     """One per rank."""
 
     def __init__(
-        self, config: PlaneConfig, place: Place, sites: Sequence[Site], buffers: Buffers, *, num_layers: int, traced: bool
+        self,
+        config: PlaneConfig,
+        place: Place,
+        sites: Sequence[Site],
+        buffers: Buffers,
+        *,
+        num_layers: int,
+        traced: bool,
+        gate: Gate | None = None,
     ) -> None:
-        """`num_layers`: of the whole model. `traced`: the forward is compiled or graph-captured."""
+        """`num_layers`: of the whole model. `traced`: the forward is compiled or graph-captured. `gate`: where it may begin, if it may."""
         self._config, self._place = config, place
         self.faults = Faults(config.fault, place.rank)
         self._hidden_size, self._dtype = buffers.ring.shape[1], buffers.ring.dtype
@@ -77,6 +86,7 @@ class DataPlane:
         self._planner = Planner(sites, buffers, self._table, self._slabs, self._overload, traced=traced)
         self._row_store, self._keeping = RowStore(), cast("Keeping | None", None)
         self._grading = Grading()
+        self.entering = Entering(gate, self.runs, self._hidden_size, self._dtype, buffers.ring.device) if gate is not None else None
         self._unkept = 0  # the last step in which a failed request did not leave rows that the scheduler takes for kept
         self._tracked: dict[str, Tracked] = {}
         self._taints = Taints()
@@ -157,6 +167,8 @@ class DataPlane:
             "requests": len(self._tracked) + len(self._finished),
             "preemptions": self._preemptions,
             "token_rows": self._token_rows,
+            "entered_steps": self.entering.steps if self.entering is not None else 0,
+            "skipped_rows": self.entering.skipped if self.entering is not None else 0,
             "schedule": f"{self._schedule:08x}",
             "tainted": len(self._taints),
             "kept_row_bytes": self._row_store.held,
@@ -240,6 +252,9 @@ class DataPlane:
                 raise RuntimeError("fault injected: plan")
             self._planner.plan_capture(mine)
         self._planner.commit()
+        if self.entering is not None:
+            with self._guard([tracked for tracked, _ in mine if tracked.spec.entry is not None], "intervention_failed"):
+                self.entering.plan(mine, view, lambda tracked, why: self._fail(tracked, why, "intervention_failed"))
         if self._place.grades:
             self._grading.plan(mine, view)
 
@@ -252,6 +267,8 @@ class DataPlane:
 
     def drain(self) -> None:
         """Take the captured rows of the forward pass that ran."""
+        if self.entering is not None:
+            self.entering.done()
         if self._planner.busy:
             with self._guard([tracked for tracked in self._tracked.values() if tracked.recordings], "capture_failed"):
                 self._planner.drain()
@@ -358,7 +375,8 @@ class DataPlane:
         """
         self._reports.failed(self._step, tracked, message, kind)
         digest = tracked.spec.digest
-        if digest and kind != "capture_failed" and self._taints.add(digest, self._step):
+        shared = tracked.spec.entry is None  # else nobody, not even itself, is served what it fills under this digest
+        if digest and shared and kind != "capture_failed" and self._taints.add(digest, self._step):
             for other in list(self._tracked.values()):  # came in the same step, on blocks that this one was to fill
                 if other.spec.digest == digest and other.admitted == self._step and other.cached_tokens > other.spec.first_affected:
                     self._fail(other, _TAINTING, kind)

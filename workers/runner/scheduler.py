@@ -54,6 +54,7 @@ class _Midstream:
         super().__init__(*args, **kwargs)
         self._midstream_finished: dict[str, Finish] = {}
         self._midstream_capturing: dict[str, RankSpec] = {}  # live requests that capture prompt rows
+        self._midstream_entering: dict[str, int] = {}  # live requests whose forward may begin at a higher layer → first position touched
         manager = self.kv_cache_manager  # type: ignore[attr-defined]
         model, limit = self.vllm_config.model_config, plane_config().row_store_mib << 20  # type: ignore[attr-defined]
         row_bytes = model.get_hidden_size() * model.dtype.itemsize
@@ -64,6 +65,8 @@ class _Midstream:
         spec = _spec(request)
         if spec is not None and spec.get("lowest_captured", -1) >= 0 and spec.get("version") == __version__:
             self._midstream_capturing[request.request_id] = msgspec.convert(spec, RankSpec)
+        if spec is not None and spec.get("entry") is not None:
+            self._midstream_entering[request.request_id] = max(spec.get("first_affected", -1), 0)
         # vLLM hashes requests as they come in, in another thread: an epoch may have begun before it is their turn.
         if getattr(request, _HASHED_IN, _epoch) != _epoch:
             _hash_anew(request)
@@ -74,6 +77,7 @@ class _Midstream:
             aborted = request.status in (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR)
             self._midstream_finished[request.request_id] = Finish(list(request.all_token_ids), aborted)
             self._midstream_capturing.pop(request.request_id, None)
+            self._midstream_entering.pop(request.request_id, None)
         return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
@@ -122,14 +126,21 @@ class _Midstream:
         return told
 
     def _capped(self, manager: Any, original: Any) -> Any:
-        """Cached blocks are reused only as far as the rows that the request wants captured are kept."""
+        """Cached blocks are reused only as far as the rows that the request wants captured are kept.
+
+        And of a request whose forward may begin at a higher layer only those that others compute: what it filled itself, before it
+        was preempted, may lack the layers below.
+        """
 
         def get_computed_blocks(request: Any) -> Any:
-            spec = self._midstream_capturing.get(request.request_id)
-            if spec is None:
+            spec, limit = self._midstream_capturing.get(request.request_id), self._midstream_entering.get(request.request_id)
+            if spec is not None:
+                # What a preempted request had recorded it keeps; it computes the rest anew.
+                kept = spec.lowest_captured if request.num_preemptions else self._midstream_rows.reach(spec, request.block_hashes)
+                limit = kept if limit is None else min(kept, limit)
+            if limit is None:
                 return original(request)
-            # What a preempted request had recorded it keeps; it computes the rest anew.
-            lowest = spec.lowest_captured if request.num_preemptions else self._midstream_rows.reach(spec, request.block_hashes)
+            lowest = limit
             coordinator = manager.coordinator
             find = coordinator.find_longest_cache_hit
 

@@ -85,11 +85,7 @@ def install(
     ordered = [hook for hook in adapter.hooks if hook in hooks]
     for hook in hooks:
         adapter.tap(hook, 0)
-    # Layers of other pipeline stages are placeholders.
-    held = [
-        (number, layer) for number, layer in enumerate(_submodule(model, adapter.layers, adapter)) if not isinstance(layer, nn.Identity)
-    ]
-    placed = [(number, layer, hook, adapter.tap(hook, number)) for number, layer in held for hook in ordered]
+    placed = [(number, layer, hook, adapter.tap(hook, number)) for number, layer in held_layers(model, adapter) for hook in ordered]
     sites = [Site(hook, number, tap.kind) for number, _, hook, tap in placed]
     buffers = _buffers(len(sites), sizes, adapter.hidden_size, dtype, device)
     visits: dict[nn.Module, dict[Side, list[tuple[Tap, _Visit]]]] = {}
@@ -100,6 +96,12 @@ def install(
     for module, sides in visits.items():
         _wrap(module, sides["input"], sides["output"])
     return sites, buffers
+
+
+def held_layers(model: nn.Module, adapter: Adapter) -> list[tuple[int, nn.Module]]:
+    """(absolute number, decoder layer) of those that this rank holds; those of other pipeline stages are placeholders."""
+    layers = _submodule(model, adapter.layers, adapter)
+    return [(number, layer) for number, layer in enumerate(layers) if not isinstance(layer, nn.Identity)]
 
 
 def _submodule(module: nn.Module, path: str, adapter: Adapter) -> Any:
@@ -151,7 +153,7 @@ def _visit(module: nn.Module, site: Site, index: int, buffers: Buffers, always: 
 def _wrap(module: nn.Module, before: list[tuple[Tap, _Visit]], after: list[tuple[Tap, _Visit]]) -> None:
     """Have `module.forward` visit these sites, in order, before and after what it does."""
     forward = module.forward
-    hidden_at, residual_at = _places(forward)
+    hidden_at, residual_at = places(forward)
     # Closed over, not read from objects: tracing guards what it reads.
     inputs = tuple((visit, tap.kind == "pair") for tap, visit in before)
     outputs = tuple((visit, tap.kind == "pair") for tap, visit in after)
@@ -169,7 +171,7 @@ def _wrap(module: nn.Module, before: list[tuple[Tap, _Visit]], after: list[tuple
     module.forward = with_sites
 
 
-def _places(forward: Callable[..., Any]) -> tuple[int, int]:
+def places(forward: Callable[..., Any]) -> tuple[int, int]:
     """Where `hidden_states` and `residual` are among the positional arguments; norms take them first and second."""
     names = list(inspect.signature(forward).parameters)
     hidden = names.index("hidden_states") if "hidden_states" in names else 0

@@ -17,6 +17,7 @@ from ...schemas.tensors import Tensor
 from .adapters import V1Adapter, V2Adapter
 from .architectures import describe
 from .config import Place, PlaneConfig, plane_config
+from .entry import install_gate
 from .faults import answer
 from .grading import tap
 from .plane import DataPlane
@@ -62,8 +63,10 @@ class MidstreamWorker(PlatformWorker):
         )
         pp, tp = get_pp_group(), get_tp_group()
         place = Place(rank=self.rank, world=self.parallel_config.world_size, tp=tp.rank_in_group, pp=pp.rank_in_group, stages=pp.world_size)
+        enters = config.sweep_entry and not traced and "pre_attn" in hooks
+        gate = install_gate(self.model_runner.get_model(), adapter) if enters else None
         with threads_elsewhere(set(config.cores)):
-            self._plane = DataPlane(config, place, sites, buffers, num_layers=adapter.num_layers, traced=traced)
+            self._plane = DataPlane(config, place, sites, buffers, num_layers=adapter.num_layers, traced=traced, gate=gate)
         if place.grades:
             tap(self.model_runner.get_model(), self._plane.grade)
         if not pp.is_first_rank:
@@ -72,7 +75,9 @@ class MidstreamWorker(PlatformWorker):
     def initialize_from_config(self, *args: Any, **kwargs: Any) -> Any:
         """The plane is connected only now: profiling runs before it never reach it."""
         result = super().initialize_from_config(*args, **kwargs)
-        self.model_runner.midstream = self._plane
+        plane = self.model_runner.midstream = self._connected()
+        if plane.entering is not None:
+            plane.entering.block_size = self.vllm_config.cache_config.block_size or 1
         return result
 
     # What changes something is answered with (ok, why not); a rank that refuses has changed nothing.
