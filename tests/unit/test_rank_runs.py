@@ -1,0 +1,306 @@
+"""Source runs on the ranks: whole, on all ranks or on none, within a budget, and never given up while somebody uses them."""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from midstream.schemas.errors import MidstreamError
+from midstream.schemas.runs import RunFile, RunFiles
+from midstream.schemas.settings import Settings
+from midstream.workers.collective import Quarantined, Ranks
+from midstream.workers.fake_model import HIDDEN_SIZE
+from midstream.workers.fake_rank import FakeFaults
+from midstream.workers.fake_ranks import FakeRanks
+from midstream.workers.rank_runs import RankRuns
+
+A, B, C, D = (f"job_{letter}.0.t" for letter in "abcd")
+SIZE = 100
+
+
+class Rig:
+    """Two ranks of the fake engine, and what the worker asks of them. `sizes`: bytes of runs that are not of `SIZE`."""
+
+    def __init__(self, budget: int, fault: str = "", **sizes: int) -> None:
+        self.faults = FakeFaults(fault)
+        self._fake = FakeRanks(Settings(tensor_parallel_size=2), self.faults, lambda reason: None)
+        self.ranks = self._fake.ranks
+        self.calls: list[tuple[str, Any]] = []
+        self.quarantined: list[str] = []
+        self.deleted: set[str] = set()
+        self.in_call: Callable[[], Awaitable[None]] | None = None  # awaited while the ranks are at it
+        self._sizes = {f"job_{letter}.0.t": size for letter, size in sizes.items()}
+        self.runs = RankRuns(Ranks(self._call, 2, self.quarantined.append), budget)
+
+    async def _call(self, method: str, arguments: tuple[Any, ...]) -> list[Any]:
+        self.calls.append((method, arguments[0]["key"] if method == "midstream_put_run" else arguments[0]))
+        await asyncio.sleep(0)
+        if self.in_call is not None:
+            await self.in_call()
+        return self._fake.call(method, arguments)
+
+    async def locate(self, key: str) -> RunFiles:
+        await asyncio.sleep(0)
+        if key in self.deleted:
+            raise MidstreamError("intervention_failed", f"source run {key}: its captures were deleted")
+        file = RunFile(path=f"t/{key}.safetensors", offset=0, bytes=1, crc32=0)
+        size = self._sizes.get(key, SIZE)
+        return RunFiles(key=key, sites={"post_block": [0]}, positions=[0], hidden_size=HIDDEN_SIZE, bytes=size, files=[file])
+
+    async def hold(self, *keys: str) -> None:
+        await self.runs.hold(keys, self.locate)
+
+    @asynccontextmanager
+    async def held(self, *keys: str):
+        await self.hold(*keys)
+        try:
+            yield
+        finally:
+            self.runs.release(keys)
+
+    def loads(self, key: str) -> int:
+        return self.calls.count(("midstream_put_run", key))
+
+    def on_ranks(self) -> list[set[str]]:
+        return [set(rank.runs) for rank in self.ranks]
+
+
+def tell(story: Awaitable[None]) -> None:
+    async def within() -> None:
+        async with asyncio.timeout(20):
+            await story
+
+    asyncio.run(within())
+
+
+async def settle() -> None:
+    """Let everybody do what can be done now."""
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+def test_concurrent_holders_load_a_run_once_and_one_rpc_carries_it() -> None:
+    async def story() -> None:
+        rig = Rig(10 * SIZE)
+        await asyncio.gather(*(rig.hold(A) for _ in range(5)), rig.hold(B, A))
+        assert rig.calls == [("midstream_put_run", A), ("midstream_put_run", B)]
+        assert rig.on_ranks() == [{A, B}, {A, B}]
+
+    tell(story())
+
+
+def test_the_run_that_was_used_longest_ago_is_given_up_whole_and_loaded_again_when_it_is_needed() -> None:
+    async def story() -> None:
+        rig = Rig(3 * SIZE)
+        for key in (A, B, C, A, D):
+            async with rig.held(key):
+                pass
+        assert rig.calls[-2:] == [("midstream_drop_runs", [B]), ("midstream_put_run", D)]
+        assert (rig.runs.names, rig.on_ranks()[1]) == ([C, A, D], {A, C, D})
+        async with rig.held(B):
+            assert rig.on_ranks() == [{A, B, D}] * 2
+        assert rig.loads(B) == 2
+
+    tell(story())
+
+
+# field case 31
+def test_what_is_held_is_never_given_up_however_long_others_wait_and_they_come_in_order() -> None:
+    async def story() -> None:
+        rig, order = Rig(2 * SIZE, c=2 * SIZE), []
+
+        async def use(label: str, *keys: str) -> None:
+            async with rig.held(*keys):
+                order.append(label)
+                await settle()
+
+        await rig.hold(A)
+        waiting = [asyncio.create_task(use(label, key)) for label, key in (("c", C), ("b", B), ("a", A))]
+        await settle()
+        assert order == [], "b fits and a is there, but c was first"
+        assert rig.on_ranks() == [{A}, {A}]
+        rig.runs.release([A])
+        await asyncio.gather(*waiting)
+        assert order == ["c", "b", "a"]
+
+    tell(story())
+
+
+# field case 31
+def test_what_is_held_stays_even_if_what_nobody_holds_was_used_later() -> None:
+    async def story() -> None:
+        rig = Rig(2 * SIZE)
+        await rig.hold(A)
+        async with rig.held(B):
+            pass
+        await rig.hold(C)
+        assert rig.on_ranks() == [{A, C}, {A, C}]
+
+    tell(story())
+
+
+def test_a_run_larger_than_the_budget_is_loaded_when_nobody_holds_another() -> None:
+    async def story() -> None:
+        rig = Rig(2 * SIZE, c=5 * SIZE)
+        async with rig.held(A):
+            pass
+        async with rig.held(C):
+            assert rig.on_ranks() == [{C}, {C}]
+            second = asyncio.create_task(rig.hold(A))
+            await settle()
+            assert not second.done()
+        await second
+        assert rig.on_ranks() == [{A}, {A}]
+
+    tell(story())
+
+
+def test_a_holder_that_is_cancelled_while_it_waits_holds_nothing_and_lets_the_next_one_in() -> None:
+    async def story() -> None:
+        rig = Rig(2 * SIZE)
+        await rig.hold(A)
+        waiting = asyncio.create_task(rig.hold(B, C))
+        await settle()
+        behind = asyncio.create_task(rig.hold(D))
+        await settle()
+        assert not behind.done()
+        waiting.cancel()
+        await behind
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert rig.on_ranks() == [{A, D}, {A, D}]
+        rig.runs.release([A])
+        rig.runs.release([D])
+        await rig.hold(B, C)  # nothing is left of the first attempt's hold
+        assert rig.on_ranks() == [{B, C}, {B, C}]
+
+    tell(story())
+
+
+def test_a_holder_that_is_cancelled_while_the_ranks_load_leaves_a_whole_run_that_nobody_holds() -> None:
+    async def story() -> None:
+        rig, reached, go_on = Rig(SIZE), asyncio.Event(), asyncio.Event()
+
+        async def in_call() -> None:
+            reached.set()
+            await go_on.wait()
+
+        rig.in_call = in_call
+        holder = asyncio.create_task(rig.hold(A))
+        await reached.wait()
+        holder.cancel()
+        await settle()
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await holder
+        assert (rig.runs.names, rig.on_ranks()) == ([A], [{A}, {A}])
+        await rig.hold(B)  # A gives way: it is held by nobody
+        assert rig.on_ranks() == [{B}, {B}]
+
+    tell(story())
+
+
+# field case 28
+def test_a_run_that_one_rank_cannot_load_is_on_none_and_its_holder_is_told_the_rank_and_the_reason() -> None:
+    async def story() -> None:
+        rig = Rig(10 * SIZE, fault="put_run:rank=1,after=1,times=1")
+        with pytest.raises(MidstreamError, match=f"source run {B} failed on rank 1: injected fault") as caught:
+            await rig.hold(A, B)
+        assert caught.value.kind == "intervention_failed"
+        assert ("midstream_drop_runs", [B]) in rig.calls
+        assert rig.on_ranks() == [{A}, {A}]
+        assert rig.quarantined == []
+        await rig.hold(B)  # the ranks go on, and it is sent anew
+        assert rig.on_ranks() == [{A, B}, {A, B}]
+
+    tell(story())
+
+
+# field case 31
+def test_a_run_that_was_deleted_serves_those_who_hold_it_and_nobody_else() -> None:
+    async def story() -> None:
+        rig = Rig(10 * SIZE)
+        async with rig.held(A):
+            rig.deleted.add(A)
+            with pytest.raises(MidstreamError, match="were deleted"):
+                await rig.hold(B, A)
+            assert rig.on_ranks() == [{A}, {A}]
+        with pytest.raises(MidstreamError, match="were deleted"):
+            await rig.hold(A)
+        assert rig.loads(B) == 0
+
+    tell(story())
+
+
+def test_a_rank_that_does_not_give_a_run_up_is_quarantined() -> None:
+    async def story() -> None:
+        rig = Rig(SIZE, fault="drop_runs:rank=0")
+        async with rig.held(A):
+            pass
+        with pytest.raises(Quarantined, match="dropping source runs failed on rank 0"):
+            await rig.hold(B)
+        assert len(rig.quarantined) == 1
+
+    tell(story())
+
+
+def test_after_a_resync_runs_are_loaded_again_and_late_releases_do_no_harm() -> None:
+    async def story() -> None:
+        rig = Rig(2 * SIZE)
+        await rig.hold(A)
+        waiting = asyncio.create_task(rig.hold(B, C))
+        await settle()
+        for rank in rig.ranks:
+            rank.midstream_drop_runs([A])
+        rig.runs.forget()
+        await waiting
+        rig.runs.release([A])
+        rig.runs.release([B, C])
+        await rig.hold(A)
+        assert rig.loads(A) == 2
+        assert rig.on_ranks()[0] >= {A}
+
+    tell(story())
+
+
+# field case 31
+def test_many_holders_in_any_order_never_lose_a_run_that_they_hold_nor_exceed_the_budget_together() -> None:
+    async def story() -> None:
+        keys = [f"job_{number}.0.t" for number in range(8)]
+        rig, dice, budget = Rig(3 * SIZE), random.Random(7), 3 * SIZE
+        holders: list[Sequence[str]] = []
+        done = 0
+
+        async def one() -> None:
+            nonlocal done
+            mine = dice.sample(keys, dice.choice([1, 1, 2, 3, 4]))  # four are more than the budget
+            task = asyncio.ensure_future(rig.hold(*mine))
+            if dice.random() < 0.2:
+                for _ in range(dice.randrange(12)):
+                    await asyncio.sleep(0)
+                task.cancel()
+            try:
+                await task
+            except asyncio.CancelledError:
+                return
+            holders.append(mine)
+            for _ in range(dice.randrange(30)):
+                held = {key for each in holders for key in each}
+                assert all(held <= there for there in rig.on_ranks())
+                # Together within the budget; or one needs more, and the others only what it has.
+                assert len(held) * SIZE <= budget or len(held) == max(map(len, holders))
+                await asyncio.sleep(0)
+            holders.remove(mine)
+            rig.runs.release(mine)
+            done += 1
+
+        await asyncio.gather(*(one() for _ in range(300)))
+        assert done > 200
+        assert sorted(rig.runs.names) == sorted(rig.on_ranks()[0])
+        assert rig.on_ranks()[0] == rig.on_ranks()[1]
+        assert rig.quarantined == []
+
+    tell(story())
