@@ -16,9 +16,11 @@ from ..schemas.errors import MidstreamError, invalid
 from ..schemas.jobs import Job, Sampling, StoredPrompt
 from ..schemas.models import ModelInfo
 from ..schemas.selectors import PositionWish, Span
-from ..schemas.specs import StoredCapture, StoredSteering
+from ..schemas.specs import PatchSpec, StoredCapture, StoredSteering
+from .patched import runs_of
 from .rules import Bounds, PromptFacts, has_text, resolve_captures
-from .steered import NOTHING, Standing, check_number, modules_named, resolve_steering
+from .standing import NOTHING, Standing
+from .steered import check_number, modules_named, resolve_edits
 from .text import INLINE_CHARACTERS, Codec
 from .wishes import Wish, WishedPrompt
 
@@ -26,9 +28,9 @@ from .wishes import Wish, WishedPrompt
 SEED_LIMIT = 2**63
 
 #: Captures and edits are resolved for each prompt. What that costs, about, in the time that one named position takes: an entry, a
-#: span and a span's search through so many characters. A job may cost `RESOLVE_LIMIT` (in the order of a second); above
-#: `RESOLVE_INLINE` it is done off the event loop.
-ENTRY_COST, SPAN_COST, SEARCHED_CHARACTERS = 8, 64, 32
+#: span and a span's search through so many characters; of layers named by a text there are several. A job may cost `RESOLVE_LIMIT` (in
+#: the order of a second); above `RESOLVE_INLINE` it is done off the event loop.
+ENTRY_COST, SPAN_COST, SEARCHED_CHARACTERS, SEVERAL = 8, 64, 32, 32
 RESOLVE_LIMIT, RESOLVE_INLINE = 1 << 22, 1 << 12
 
 #: As in OpenAI's API.
@@ -132,7 +134,7 @@ async def resolve(
 
     def resolved() -> Resolved:
         bounds = Bounds(model, facts_of(wish, prompts, codec, standing), max_tokens)
-        return resolve_captures(wish.capture, bounds), *resolve_steering(wish.steering, bounds, standing)
+        return resolve_captures(wish.capture, bounds), *resolve_edits(wish.patch, wish.steering, bounds, standing)
 
     characters = sum(map(_characters, prompts))
     cost = check_cost(wish, len(prompts), characters, standing)
@@ -148,7 +150,7 @@ def check_cost(wish: Wish, prompts: int, characters: int, standing: Standing = N
 
     `characters`: of all `prompts`.
     """
-    check_number(wish.steering, standing)
+    check_number(wish.steering, standing, wish.patch)
     wanted = _wanted(wish, standing)
     costs: Counter[str] = Counter()
     for field, positions in wanted:
@@ -158,6 +160,8 @@ def check_cost(wish: Wish, prompts: int, characters: int, standing: Standing = N
         searched = texts * characters // SEARCHED_CHARACTERS
         written_out = min(prompts * sum(map(_length, ranges)), characters) if isinstance(positions, list) else 0
         costs[field] += prompts * (ENTRY_COST + numbers + len(ranges) + SPAN_COST * texts) + searched + written_out
+    for index, patch in enumerate(wish.patch):
+        costs[f"patch[{index}].positions"] += _cost_of_patch(patch, prompts, characters)
     if sum(costs.values()) > RESOLVE_LIMIT:
         raise invalid(
             max(costs, key=lambda field: costs[field]),
@@ -167,9 +171,24 @@ def check_cost(wish: Wish, prompts: int, characters: int, standing: Standing = N
     return sum(costs.values())
 
 
+def _cost_of_patch(patch: PatchSpec, prompts: int, characters: int) -> int:
+    """Besides what its positions cost wherever they are named: they are listed, and those of a run become entries in each layer.
+
+    How many entries there may be is limited where they are made.
+    """
+    wish = patch.positions
+    named = len(wish) if isinstance(wish, list) else 1
+    whole = wish in ("all", "all_prompt") or (isinstance(wish, Span) and wish.is_range)
+    places = characters if whole else prompts * named
+    if patch.source.run is None or patch.source.mean or isinstance(patch.source.position, int):
+        return places
+    layers = len(patch.layers) if isinstance(patch.layers, list) else 1 if isinstance(patch.layers, int) else SEVERAL
+    return places + min(places * layers * ENTRY_COST, RESOLVE_INLINE + 1)
+
+
 def _wanted(wish: Wish, standing: Standing) -> list[tuple[str, PositionWish]]:
-    """(Field, positions) of the capture and of every edit, those of modules each."""
-    found: list[tuple[str, PositionWish]] = []
+    """(Field, positions) of the capture, of every patch and of every edit, those of modules each."""
+    found: list[tuple[str, PositionWish]] = [(f"patch[{index}].positions", spec.positions) for index, spec in enumerate(wish.patch)]
     for index, spec in enumerate(wish.steering):
         module = None if spec.module is None else standing.modules.get(spec.module)
         if module is None or spec.positions is not None:
@@ -233,7 +252,9 @@ async def admit(wish: Wish, model: ModelInfo, codec: Codec, job_id: str, standin
         captures=captures,
         stream=wish.stream,
         metadata=wish.metadata,
-        modules={name: standing.modules[name].digest for name in modules_named(wish.steering)},
+        modules={name: standing.modules[name].digest for name in modules_named(wish.steering, wish.patch)},
+        runs={name: standing.runs[name].job for name in runs_of(wish.patch)},
+        run=(wish.capture.run or "") if wish.capture else "",
     )
     named = {name for module in standing.modules.values() for name in module.tensors}
     return Admitted(job, blobs, sorted(named - blobs.keys()))

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -14,6 +14,7 @@ from ..broker.celery_app import enqueue
 from ..broker.celery_app import make_app as make_celery
 from ..broker.ledger import Ledger, new_job_id
 from ..broker.retention import Usage
+from ..broker.runs import SourceRuns
 from ..broker.scripts import stored_tags
 from ..broker.steering import Steering
 from ..broker.watch import Watcher
@@ -22,9 +23,10 @@ from ..schemas.errors import MidstreamError, invalid
 from ..schemas.jobs import Job, JobView, State
 from ..schemas.models import ModelInfo, TokenizerBundle
 from ..schemas.settings import Settings
-from . import admission, everyone, steered
+from ..schemas.specs import PatchSpec
+from . import admission, everyone, patched, steered
 from .problems import ClientGone
-from .steered import Standing
+from .standing import NOTHING, Standing, find_runs
 from .text import Codec
 from .wishes import Wish
 
@@ -108,10 +110,10 @@ class Edge:
         `unavailable` when nothing was accepted.
         """
         info = await self.model(wish.model)
-        named = steered.modules_named(wish.steering)
-        if named and idempotency and (known := await self.ledger.repeated(idempotency)):
-            return known  # whatever has become of the modules since
-        standing = await self.standing(info.name, named) if wish.steering else steered.NOTHING
+        named = steered.modules_named(wish.steering, wish.patch)
+        if (named or patched.runs_of(wish.patch)) and idempotency and (known := await self.ledger.repeated(idempotency)):
+            return known  # whatever has become of the modules and runs since
+        standing = await self.standing(info.name, named, wish.patch) if wish.steering or wish.patch else NOTHING
         admitted = await admission.admit(wish, info, await self.codec(info), new_job_id(), standing)
         return await self.accept(admitted.job, info, admitted.blobs, idempotency, admitted.pinned)
 
@@ -126,11 +128,13 @@ class Edge:
             await self._enqueue(job)
         return job_id
 
-    async def standing(self, model: str, names: list[str]) -> Standing:
-        """The modules of these names and what steers everyone, of one moment."""
+    async def standing(self, model: str, names: list[str], patch: Sequence[PatchSpec] = ()) -> Standing:
+        """The modules of these names and what steers everyone, of one moment, and the runs that patches name."""
         modules, current = await self.steering.standing(model, names)
         known = await self.steering.module_names(model) if len(modules) < len(names) else []
-        return Standing(modules, current, known)
+        runs = await find_runs(self.ledger, model, patch)
+        wanted = patched.runs_of(patch)
+        return Standing(modules, current, known, runs, await SourceRuns(self.ledger).names(model) if len(runs) < len(wanted) else [])
 
     async def _within_quota(self, job: Job, info: ModelInfo) -> Job:
         """The job as there is room for it. Raises `quota_exceeded` when there is none for what its user asked for."""

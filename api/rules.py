@@ -30,6 +30,7 @@ from ..schemas.selectors import (
 from ..schemas.specs import (
     DEFAULT_CONSUMERS,
     CaptureSpec,
+    PatchSpec,
     SteeringSpec,
     StoredCapture,
     memory_bytes,
@@ -64,7 +65,7 @@ def has_text(positions: PositionWish) -> bool:
     return any(isinstance(item, Span) and not item.is_range for item in (positions if isinstance(positions, list) else [positions]))
 
 
-Spec = CaptureSpec | SteeringSpec
+Spec = CaptureSpec | SteeringSpec | PatchSpec
 
 
 # --- Rules of both ---------------------------------------------------------------------------------------------------
@@ -138,12 +139,19 @@ def _consumers(spec: CaptureSpec, bounds: Bounds) -> list[str]:
     return spec.consumers
 
 
+def _run(spec: CaptureSpec, bounds: Bounds) -> None:
+    """A source run is files: workers read them when it is needed, also long after."""
+    if spec.run is not None and "filesystem" not in spec.consumers:
+        raise ValueError(f"is kept in files, and consumers are {', '.join(spec.consumers) or 'none'}: add 'filesystem', or leave run out")
+
+
 CAPTURE_RULES: tuple[tuple[str, Callable[[CaptureSpec, Bounds], Any]], ...] = (
     ("hook", _one_hook),
     ("layers", _all_layers),
     ("hooks", _sites),
     ("positions", positions_of_each),
     ("consumers", _consumers),
+    ("run", _run),
 )
 
 

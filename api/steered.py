@@ -1,10 +1,10 @@
 """What do all entries of a body's `steering` come to: for each prompt of a request, or for whoever comes, as a module or for everyone?
 
-A named module is replaced by its entries here, so that nothing behind this knows names.
+A named module is replaced by its entries here, so that nothing behind this knows names. Patches (`patched.py`) come in front.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import msgspec
@@ -13,10 +13,23 @@ from ..schemas.base import from_msgpack
 from ..schemas.errors import invalid
 from ..schemas.models import ModelInfo
 from ..schemas.selectors import PositionSelector, PositionWish, SelectorError, Span
-from ..schemas.specs import MAX_STEERING_ROWS, SteeringSpec, StoredSteering, hashable, steering_rows
+from ..schemas.specs import (
+    MAX_STEERING_ROWS,
+    PatchSpec,
+    SteeringRow,
+    SteeringSpec,
+    StoredSteering,
+    columns_of,
+    hashable,
+    steering_rows,
+)
 from ..schemas.steering import GlobalSteering, Module, SteeringTemplate
 from ..schemas.tensors import Tensor
+from .patched import in_written_order, resolve_patches
 from .rules import Bounds, apply_rules, positions_of_each
+from .standing import NOTHING as NOTHING
+from .standing import Standing as Standing
+from .standing import unknown_module
 from .steering_rules import NO_LIMIT, limit_of, reach_of, resolve_entry
 
 #: More than any request needs: the steering table has room for 4096 sites (setting steering_entries) unless it is told otherwise.
@@ -27,16 +40,6 @@ SHARE_OF_EVERYONE = 2
 MAX_EVERYONES_POSITIONS = 1 << 15
 
 
-@dataclass(frozen=True)
-class Standing:
-    """What there is on the model before a request comes."""
-
-    modules: Mapping[str, Module] = field(default_factory=dict)  # those that the request names
-    everyone: GlobalSteering = field(default_factory=GlobalSteering)
-    names: Sequence[str] = ()  # of all modules
-
-
-NOTHING = Standing()
 NO_POSITION = "no position named: give at least one"
 
 
@@ -58,16 +61,19 @@ class Part(NamedTuple):
     positions: list[PositionSelector]  # one per prompt
 
 
-def modules_named(specs: Iterable[SteeringSpec]) -> list[str]:
+def modules_named(specs: Iterable[SteeringSpec], patch: Iterable[PatchSpec] = ()) -> list[str]:
     """Each once."""
-    return list(dict.fromkeys(spec.module for spec in specs if spec.module is not None))
+    named = [*(spec.module for spec in specs), *(spec.source.module for spec in patch)]
+    return list(dict.fromkeys(name for name in named if name is not None))
 
 
-def check_number(specs: Iterable[SteeringSpec], standing: Standing) -> None:
+def check_number(specs: Iterable[SteeringSpec], standing: Standing, patch: Sequence[PatchSpec] = ()) -> None:
     """Raises a 400 for more entries than anybody needs. Of named modules none is looked at yet: each may be named often."""
     named = (standing.modules.get(spec.module or "") for spec in specs)
     if (entries := sum(1 if module is None else len(module.entries) for module in named)) > MAX_STEERING_ENTRIES:
         raise invalid("steering", f"has {entries} entries", allowed=f"at most {MAX_STEERING_ENTRIES}, those of modules among them")
+    if len(patch) > MAX_STEERING_ENTRIES:
+        raise invalid("patch", f"has {len(patch)} entries", allowed=f"at most {MAX_STEERING_ENTRIES}")
 
 
 # --- A named module in a request ---------------------------------------------------------------------------------------
@@ -99,8 +105,7 @@ def _parts_of_module(spec: SteeringSpec, bounds: Bounds, at: str, standing: Stan
     made = apply_rules(REFERENCE_RULES, spec, bounds, at)
     module = standing.modules.get(spec.module or "")
     if module is None:
-        there = ", ".join(standing.names) or "there is none"
-        raise invalid(f"{at}.module", f"there is no module {spec.module!r} of model {bounds.model.name!r}", allowed=there)
+        raise unknown_module(f"{at}.module", spec.module, bounds.model.name, standing)
     scale = 1.0 if spec.scale is None else spec.scale
     parts = []
     for number, (entry, reach) in enumerate(zip(module.entries, module.reach, strict=True)):
@@ -153,19 +158,41 @@ def resolve_steering(
 
     Tensors of named modules are not among those that came. Raises a 400 naming the field.
     """
+    return resolve_edits([], specs, bounds, standing)
+
+
+def resolve_edits(
+    patch: Sequence[PatchSpec], specs: Sequence[SteeringSpec], bounds: Bounds, standing: Standing = NOTHING
+) -> tuple[list[list[StoredSteering]], dict[str, bytes]]:
+    """The same for patches and the steering behind them."""
     blobs: dict[str, bytes] = {}
     per_prompt: list[list[StoredSteering]] = [[] for _ in bounds.prompts] if specs else []
     for index, spec in enumerate(specs):
         for part in _parts(spec, bounds, f"steering[{index}]", standing, blobs):
             for entries, positions in zip(per_prompt, part.positions, strict=True):
                 entries.append(part.entry.stored(positions, part.scale))
-    checked: set[tuple[int, ...]] = set()
-    beside = _room_for_everyone(standing.everyone, bounds) if specs else NO_ROOM
+    beside = _room_for_everyone(standing.everyone, bounds) if specs or patch else NO_ROOM
+    _check_each(per_prompt, "steering", bounds.model, beside)
+    if not patch:
+        return per_prompt, blobs
+    patched = resolve_patches(patch, bounds, standing, blobs)
     for index, entries in enumerate(per_prompt):
-        if (sharing := _sharing(entries)) not in checked:
-            checked.add(sharing)
-            _check_room(entries, f"for prompt {index}", bounds.model, beside)
-    return per_prompt, blobs
+        patched[index] += entries
+    together = [in_written_order(entries, bounds.model.hidden_size, blobs) for entries in patched]
+    _check_each(together, "patch", bounds.model, beside)
+    return together, blobs
+
+
+def _check_each(per_prompt: Sequence[list[StoredSteering]], field: str, model: ModelInfo, beside: Room) -> None:
+    """Raises a 400 naming `field` for the first prompt that needs more than there is."""
+    rows: dict[tuple[int, ...], int] = {}
+    for index, entries in enumerate(per_prompt):
+        if len(entries) > MAX_STEERING_ENTRIES and field == "patch":
+            detail = f"comes to {len(entries)} entries for prompt {index}: one for each layer and source position, and the steering's"
+            raise invalid(field, detail, allowed=f"at most {MAX_STEERING_ENTRIES}")
+        sharing = _sharing(entries)
+        if rows.get(sharing, MAX_STEERING_ROWS + 1) > MAX_STEERING_ROWS:  # which of them meet is another matter in each prompt
+            rows[sharing] = _check_room(entries, f"for prompt {index}", model, beside, field=field)
 
 
 def _parts(spec: SteeringSpec, bounds: Bounds, at: str, standing: Standing, blobs: dict[str, bytes]) -> list[Part]:
@@ -267,13 +294,24 @@ def _check_for_everyone(wish: PositionWish, at: str) -> None:
 # --- Room in the tables ------------------------------------------------------------------------------------------------
 
 
-def _room(entries: Sequence[StoredSteering]) -> Room:
-    rows = steering_rows(list(entries))
+def _room(rows: Sequence[SteeringRow]) -> Room:
     return Room(len(rows), sum(row.num_vectors for row in rows))
 
 
 def _room_for_everyone(everyone: GlobalSteering, bounds: Bounds) -> Room:
-    return _room(everyone.at(max(prompt.tokens for prompt in bounds.prompts))) if everyone.entries else NO_ROOM
+    if not everyone.entries:
+        return NO_ROOM
+    return _room(steering_rows(everyone.at(max(prompt.tokens for prompt in bounds.prompts))))
+
+
+def _places(rows: Sequence[SteeringRow]) -> int:
+    """How many rows a token may have. What is counted from a prompt's end, or looked up in it, may be any token."""
+    known = [row if _is_counted(row.positions) else msgspec.structs.replace(row, positions="all") for row in rows]
+    return max(columns_of(known), default=-1) + 1
+
+
+def _is_counted(positions: Sequence[object] | object) -> bool:
+    return not isinstance(positions, list) or all(isinstance(place, int) and place >= 0 for place in positions)
 
 
 def _sharing(entries: list[StoredSteering]) -> tuple[int, ...]:
@@ -282,20 +320,23 @@ def _sharing(entries: list[StoredSteering]) -> tuple[int, ...]:
     return tuple(first.setdefault(hashable(entry.positions), number) for number, entry in enumerate(entries))
 
 
-def _check_room(entries: list[StoredSteering], whom: str, model: ModelInfo, beside: Room = NO_ROOM, share: int = 1) -> None:
-    """All of it must fit into a `share`-th of the worker's tables, beside what steers everyone. Raises a 400 naming `steering`.
+def _check_room(
+    entries: list[StoredSteering], whom: str, model: ModelInfo, beside: Room = NO_ROOM, share: int = 1, field: str = "steering"
+) -> int:
+    """All of it must fit into a `share`-th of the worker's tables, beside what steers everyone. Returns the number of its rows.
 
-    That several do not fit at once only makes them wait.
+    Raises a 400 naming `field`. That several do not fit at once only makes them wait.
     """
-    needed = _room(entries)
+    rows = steering_rows(entries)
+    needed = _room(rows)
     whom = f" {whom}" if whom else ""
-    if needed.rows > MAX_STEERING_ROWS:
+    if needed.rows > MAX_STEERING_ROWS and (places := _places(rows)) > MAX_STEERING_ROWS:
         raise invalid(
-            "steering",
-            f"needs {needed.rows} rows of the steering table{whom}: one for each set of positions, and one more where an op "
-            "that cannot be joined with another of its kind is at the same site again",
-            allowed=f"at most {MAX_STEERING_ROWS} in one request: give entries the same positions, write those that replace rows at the "
-            "same positions behind one another, or make one lowrank of several directions",
+            field,
+            f"needs {places} rows of the steering table for one token{whom}: one for each set of positions that it may be in, and one "
+            "more where an op that cannot be joined with another of its kind is at the same site again",
+            allowed=f"at most {MAX_STEERING_ROWS} for one token: list positions that have none in common, give entries the same "
+            "positions, write those that replace rows at the same positions behind one another, or make one lowrank of several directions",
         )
     for wanted, taken, there, setting in (
         (needed.rows, beside.rows, model.steering_rows, "steering_rows"),
@@ -307,4 +348,5 @@ def _check_room(entries: list[StoredSteering], whom: str, model: ModelInfo, besi
                 words += f", of which global steering takes {taken}"
             if share > 1:
                 words += f", of which global steering may take {max(1, there // share)}"
-            raise invalid("steering", words, allowed="fewer layers, entries or ranks")
+            raise invalid(field, words, allowed="fewer layers, entries or ranks" if field == "steering" else "fewer layers or positions")
+    return needed.rows

@@ -26,10 +26,11 @@ NO_LIMIT = float(np.finfo(np.float32).max)
 #: Families whose vector is a direction: only where it points matters.
 DIRECTIONS: frozenset[Family] = frozenset({"add_matched", "ablate", "clamp"})
 #: Families that take the vector times `scale`.
-SCALED: frozenset[Family] = frozenset({"replace", "add"})
+SCALED: frozenset[Family] = frozenset({"replace", "replace_masked", "add"})
 #: Family → the fields that are its numbers, in the order in which the ranks take them.
 NUMBERS: dict[Family, tuple[str, ...]] = {
     "replace": ("alpha",),
+    "replace_masked": ("alpha",),
     "lowrank": ("strength",),
     "add": (),
     "add_matched": ("scale",),

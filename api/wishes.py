@@ -9,7 +9,7 @@ import msgspec
 from ..schemas.errors import invalid
 from ..schemas.jobs import JobRequest, Sampling
 from ..schemas.openai import ONLY, ChatRequest, CompletionRequest, OpenAIRequest
-from ..schemas.specs import CaptureSpec, SteeringSpec
+from ..schemas.specs import CaptureSpec, PatchSpec, SteeringSpec
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Wish:
     fill_max_tokens: bool = False  # generate as long as the model's length allows
     capture: CaptureSpec | None = None
     steering: list[SteeringSpec] = field(default_factory=list)
+    patch: list[PatchSpec] = field(default_factory=list)
     stream: bool = False
     metadata: dict[str, str] = field(default_factory=dict)
 
@@ -52,6 +53,7 @@ def wish_of_job(body: JobRequest) -> Wish:
         max_tokens_at="sampling.max_tokens",
         capture=body.capture,
         steering=body.steering,
+        patch=body.patch,
         metadata=body.metadata,
     )
 
@@ -68,6 +70,7 @@ def wish_of_completion(body: CompletionRequest) -> Wish:
         sampling=_sampling(body, 16 if body.max_tokens is None else body.max_tokens, body.logprobs),
         capture=body.capture,
         steering=body.steering,
+        patch=body.patch,
         stream=bool(body.stream),
         metadata=body.metadata or {},
     )
@@ -91,6 +94,7 @@ def wish_of_chat(body: ChatRequest) -> Wish:
         fill_max_tokens=max_tokens is None,
         capture=body.capture,
         steering=body.steering,
+        patch=body.patch,
         stream=bool(body.stream),
         metadata=body.metadata or {},
     )

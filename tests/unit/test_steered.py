@@ -152,10 +152,10 @@ def test_a_module_whose_own_positions_are_not_in_a_prompt_is_refused_and_may_be_
 
 
 def test_the_rows_of_modules_count_as_those_of_the_request() -> None:
-    five = [module(spec(positions=[place]), name=f"m{place}") for place in range(5)]
-    problem = refused(resolved, [SteeringSpec(module=f"m{place}") for place in range(5)], *five)
+    five = [module(spec(positions=[0, place]), name=f"m{place}") for place in range(1, 6)]
+    problem = refused(resolved, [SteeringSpec(module=f"m{place}") for place in range(1, 6)], *five)
     assert (problem.field, "needs 5 rows" in problem.detail) == ("steering", True)
-    assert resolved([SteeringSpec(module=f"m{place}") for place in range(4)], *five)
+    assert resolved([SteeringSpec(module=f"m{place}") for place in range(1, 5)], *five)
 
 
 def test_a_request_must_fit_beside_what_steers_everyone() -> None:
@@ -206,8 +206,10 @@ def test_what_is_wrong_in_a_module_or_for_everyone_is_named_by_its_field(entry: 
 
 
 def test_a_module_that_no_request_could_use_is_refused() -> None:
-    five = [spec(positions=[place]) for place in range(5)]
-    assert refused(resolve_module, five, model()).field == "steering"
+    five = [[0, 1], [0, 2], [0, 3], [0, 4], [5]]
+    assert resolve_module([spec(positions=places) for places in five], model()), "no token is in all of them"
+    five[-1] = [-5]
+    assert refused(resolve_module, [spec(positions=places) for places in five], model()).field == "steering", "which may be token 0"
     assert refused(resolve_module, [spec(layers=layer) for layer in range(4)], model(steering_entries=3)).field == "steering"
 
 

@@ -183,33 +183,35 @@ def test_a_number_that_json_cannot_write_is_refused_where_it_is_made(name: str, 
 def test_entries_that_cannot_share_a_row_are_counted() -> None:
     again = [LEAST["ablate"] | {"vector": tensor(HIDDEN)} for _ in range(5)]
     assert len(resolved(*again[:4])) == 4
-    with pytest.raises(MidstreamError, match="needs 5 rows of the steering table for prompt 0") as found:
+    with pytest.raises(MidstreamError, match="needs 5 rows of the steering table for one token for prompt 0") as found:
         resolved(*again)
     assert (found.value.field, "make one lowrank of several directions" in str(found.value.allowed)) == ("steering", True)
     assert len(resolved(*([LEAST["add"]] * 9), LEAST["ablate"], LEAST["clamp"], LEAST["replace"], LEAST["replace"], LOW_RANK)) == 14
     assert len(resolved(*(spec | {"layers": layer % 4} for layer, spec in enumerate(again)))) == 5, "at another layer"
 
 
-def test_more_sets_of_positions_than_a_request_has_rows_for_are_refused_with_what_to_do() -> None:
-    """Replacements at one site that take turns between two sets of positions need a row each."""
+def test_more_sets_of_positions_that_a_token_is_in_than_it_may_have_rows_are_refused_with_what_to_do() -> None:
+    """Replacements at one site that take turns between sets of positions with a token in common need a row each."""
 
-    def steering(*positions: int, op: str) -> int:
-        specs = [SteeringSpec(layers=0, **LEAST[op] | {"positions": [position]}) for position in positions]
+    def steering(*positions: Any, op: str) -> int:
+        specs = [SteeringSpec(layers=0, **LEAST[op] | {"positions": position}) for position in positions]
         return len(resolve_steering(specs, bounds(6, 5))[0])
 
-    assert steering(0, 0, 1, 1, 2, 3, op="replace") == steering(0, 1, 0, 1, op="add") == 2
-    for positions, op in (((0, 1, 0, 1, 0), "replace"), ((0, 1, 2, 3, 4), "add")):
-        with pytest.raises(MidstreamError, match="needs 5 rows of the steering table for prompt 0") as found:
+    assert steering(*([place] for place in range(5)), op="replace") == steering([0], [1], [0], [1], op="add") == 2, "none in common"
+    assert steering([0], [1], [0, 1], [1], [0], op="replace") == 2, "three sets that token 0 is in, and three that token 1 is in"
+    for positions, op in (([[0], [0, 1]] * 3, "replace"), ([[0, place] for place in range(1, 5)] + ["all"], "add")):
+        positions = positions[:5]
+        with pytest.raises(MidstreamError, match="needs 5 rows of the steering table for one token for prompt 0") as found:
             steering(*positions, op=op)
         assert (found.value.status, found.value.field) == (400, "steering")
         assert "write those that replace rows at the same positions behind one another" in str(found.value.allowed)
 
 
 def test_prompts_whose_positions_fall_together_otherwise_are_checked_each() -> None:
-    """In a prompt of six tokens [-1] is [5]; in one of seven it is a fifth set."""
-    specs = [SteeringSpec(layers=0, vector=VECTOR, positions=[position]) for position in (0, 1, 2, 5, -1)]
+    """In a prompt of six tokens [0, -1] is [0, 5]; in one of seven it is a fifth set."""
+    specs = [SteeringSpec(layers=0, vector=VECTOR, positions=[0, position]) for position in (1, 2, 3, 5, -1)]
     resolve_steering(specs, bounds(6, 6))
-    with pytest.raises(MidstreamError, match="needs 5 rows of the steering table for prompt 2"):
+    with pytest.raises(MidstreamError, match="needs 5 rows of the steering table for one token for prompt 2"):
         resolve_steering(specs, bounds(6, 6, 7))
 
 

@@ -1,0 +1,380 @@
+"""What do patches come to, prompt by prompt, and which of them is refused, by which field?"""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from midstream import __version__
+from midstream.api.patched import MAX_PATCH_ENTRIES, MAX_RUNS
+from midstream.api.rules import Bounds, PromptFacts, resolve_captures
+from midstream.api.standing import Standing
+from midstream.api.steered import resolve_edits, resolve_module
+from midstream.schemas.base import from_msgpack
+from midstream.schemas.errors import MidstreamError
+from midstream.schemas.models import ModelInfo
+from midstream.schemas.runs import ZEROS, RunPrompt, RunView
+from midstream.schemas.selectors import HOOKS, SelectorError, Span, Window
+from midstream.schemas.specs import CaptureSpec, PatchSource, PatchSpec, SteeringSpec, StoredSteering
+from midstream.schemas.steering import Module, content_digest
+from midstream.schemas.tensors import Tensor, content_hash, from_numpy, to_numpy
+
+HIDDEN = 8
+LAYERS = 4
+VECTOR = from_numpy(np.arange(1, HIDDEN + 1, dtype=np.float32))
+OTHER = from_numpy(np.ones(HIDDEN, np.float32))
+RANK2 = from_numpy(np.ones((2, HIDDEN), np.float32))
+#: Five tokens, of which all but the last were captured, at two hooks.
+CLEAN = RunPrompt(
+    request=0, tokens=5, sites={"pre_attn": [0, 1, 2, 3], "post_block": [0, 2]}, positions=[0, 1, 2, 3], token_ids=[1, 2, 3, 4],
+    dtype="float32", hidden_size=HIDDEN, bytes=0,
+)  # fmt: skip
+
+
+def model(**changes: Any) -> ModelInfo:
+    facts: dict[str, Any] = {
+        "name": "m", "version": __version__, "architecture": "LlamaForCausalLM", "num_layers": LAYERS, "hidden_size": HIDDEN,
+        "vocab_size": 9, "max_model_len": 64, "dtype": "float16", "hooks": [hook for hook in HOOKS if hook != "mlp_in"], "tokenizer": "",
+    }  # fmt: skip
+    return ModelInfo(**(facts | changes))
+
+
+def run(*prompts: RunPrompt, **changes: Any) -> RunView:
+    facts: dict[str, Any] = {"name": "clean", "model": "m", "job": "job_1", "tag": "t", "created": 0.0, "state": "ready"}
+    return RunView(**(facts | {"prompts": list(prompts) or [CLEAN]} | changes))
+
+
+def module(*specs: SteeringSpec) -> Module:
+    content = resolve_module(specs, model())
+    return Module(
+        name="joy", model="m", digest=content_digest(content.entries), entries=content.entries, bytes=content.size, created=0.0,
+        hidden_size=HIDDEN, reach=content.reach,
+    )  # fmt: skip
+
+
+STANDING = Standing(runs={"clean": run()}, run_names=["clean", "corrupt"])
+
+
+def patch(source: Any = None, positions: Any = (0,), **fields: Any) -> PatchSpec:
+    given = {"run": "clean"} if source is None else source
+    wish = list(positions) if isinstance(positions, tuple) else positions
+    return PatchSpec(**({"layers": 0, "hook": "pre_attn", "positions": wish, "source": PatchSource(**given)} | fields))
+
+
+def resolved(
+    specs: list[PatchSpec], steering: Any = (), lengths: tuple[int, ...] = (6,), max_tokens: int = 4, standing: Standing = STANDING,
+    **changes: Any,
+) -> tuple[list[list[StoredSteering]], dict[str, bytes]]:  # fmt: skip
+    bounds = Bounds(model(**changes), [PromptFacts(length, _find) for length in lengths], max_tokens)
+    return resolve_edits(specs, list(steering), bounds, standing)
+
+
+def entries(*specs: PatchSpec, **more: Any) -> list[StoredSteering]:
+    """Of one prompt of six tokens."""
+    ((*found,),), _ = resolved(list(specs), **more)
+    return found
+
+
+def rows(*specs: PatchSpec, **more: Any) -> list[tuple[Any, str]]:
+    """(Where, what) of each entry, without what names the run."""
+    return [(entry.positions, entry.tensors[0].removeprefix("run:job_1.0.t:")) for entry in entries(*specs, **more)]
+
+
+def refused(*specs: PatchSpec, **more: Any) -> MidstreamError:
+    with pytest.raises(MidstreamError) as found:
+        resolved(list(specs), **more)
+    assert found.value.status == 400
+    return found.value
+
+
+def _find(span: Span) -> list[int]:
+    if span.text != "here":
+        raise SelectorError(f"{span.text!r} is not there")
+    return [2, 3]
+
+
+# --- Which rows ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_row_of_a_run_is_put_in_place_by_its_name_in_each_layer() -> None:
+    assert entries(patch({"run": "clean", "position": 3}, layers="1,-1", hook="resid_pre", alpha=0.5)) == [
+        StoredSteering(
+            layers=[layer], hook="pre_attn", positions=[0], family="replace", tensors=[f"run:job_1.0.t:pre_attn:{layer}:3"], numbers=[0.5]
+        )
+        for layer in (1, 3)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("positions", "position", "expected"),
+    [
+        ([0, 3], None, [([0], "0"), ([3], "3")]),  # each its own
+        ([3, -6], None, [([0], "0"), ([3], "3")]),
+        ([0, -1], 2, [([0, 5], "2")]),  # one for all, and so one entry
+        ("last_prompt", -2, [([5], "3")]),  # from the end of the run's prompt, not of this one
+        ([4, 0, 2], [3, 1, -5], [([0], "3"), ([2], "1"), ([4], "0")]),  # in ascending order of what is patched
+        ([1, 2, 3], [0, 1, 0], [([1, 3], "0"), ([2], "1")]),  # those that share a row are one entry
+        ([Span(text="here")], None, [([2], "2"), ([3], "3")]),
+        (Span(text="here"), [0, 1], [([2], "0"), ([3], "1")]),
+        (Span(start=1, stop=3), None, [([1], "1"), ([2], "2")]),
+        (Span(start=5, stop=7), [0, 1], [([5], "0"), ([6], "1")]),  # the second is the first generated token
+        (Span(start=5, stop=7), 0, [([5, 6], "0")]),
+        ("all_generated", 0, [("all_generated", "0")]),
+        ("all", 0, [("all", "0")]),
+        (Span(start=4), 0, [(Window(start=4), "0")]),
+    ],
+)
+def test_source_positions_meet_those_that_are_patched(positions: Any, position: Any, expected: Any) -> None:  # field case 34
+    found = rows(patch({"run": "clean", "position": position}, positions))
+    assert found == [(where, f"pre_attn:0:{what}") for where, what in expected]
+
+
+def test_negative_places_are_counted_in_each_prompt_and_those_of_the_run_in_the_run() -> None:
+    per_prompt, _ = resolved([patch({"run": "clean", "position": -2}, [-1])], lengths=(6, 3))
+    assert [[(entry.positions, entry.tensors[0][-1]) for entry in found] for found in per_prompt] == [[([5], "3")], [([2], "3")]]
+
+
+@pytest.mark.parametrize(
+    ("over", "name"),
+    [
+        ({}, "mean"),
+        ({"positions": "all"}, "mean"),
+        ({"positions": [0, 1, 2, 3]}, "mean"),
+        ({"positions": [-4, 3]}, "mean 1, 3"),
+        ({"positions": Span(start=1)}, "mean 1-3"),
+        ({"positions": Span(start=1, stop=3)}, "mean 1-2"),
+        ({"positions": [Span(start=0, stop=2), 3]}, "mean 0-1, 3"),
+    ],
+)
+def test_a_mean_is_one_row_for_all_that_is_patched(over: Any, name: str) -> None:
+    found = rows(patch({"run": "clean", "mean": True} | over, "all_generated", layers=[0, 2]))
+    assert found == [("all_generated", f"pre_attn:{layer}:{name}") for layer in (0, 2)]
+
+
+def test_where_one_token_is_generated_the_request_ends_with_its_prompt() -> None:
+    for wish in ("all", "all_prompt", Span(start=0)):
+        assert rows(patch({"zeros": True}, wish), max_tokens=1) == [([0, 1, 2, 3, 4, 5], ZEROS)]
+    found = refused(patch({"zeros": True}, "all_generated"), max_tokens=1)
+    assert (found.field, "nothing would be patched" in found.detail) == ("patch[0].positions", True)
+
+
+def test_the_rows_of_each_prompt_of_a_run_have_names_of_their_own() -> None:
+    second = RunPrompt(**{name: getattr(CLEAN, name) for name in CLEAN.__struct_fields__} | {"request": 7})
+    standing = Standing(runs={"clean": run(CLEAN, second), "job_9": run(name="job_9", job="job_9")})
+    wished = [patch({"run": "clean", "prompt": 7}), patch({"run": "job_9"}, (1,))]
+    assert [entry.tensors for entry in entries(*wished, standing=standing)] == [
+        ["run:job_1.7.t:pre_attn:0:0"],
+        ["run:job_9.0.t:pre_attn:0:1"],
+    ]
+
+
+# --- Other sources ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_vector_of_the_request_is_named_by_its_content_and_comes_with_it() -> None:
+    ((entry,),), blobs = resolved([patch({"vector": VECTOR}, "last_prompt", layers="all", hook="mlp_out")])
+    assert (entry.layers, entry.positions, entry.tensors, entry.numbers) == ([0, 1, 2, 3], [5], [content_hash(VECTOR)], [1.0])
+    assert from_msgpack(blobs[content_hash(VECTOR)], Tensor) == VECTOR
+
+
+@pytest.mark.parametrize("op", ["add", "replace"])
+def test_a_module_of_one_vector_is_that_vector_times_its_scale(op: Any) -> None:
+    joy = module(SteeringSpec(layers=3, op=op, vector=VECTOR, scale=2.0, positions="all_generated"))
+    ((entry,),), blobs = resolved([patch({"module": "joy"})], standing=Standing({"joy": joy}))
+    assert (entry.layers, entry.positions, entry.tensors, entry.scale, blobs) == ([0], [0], [content_hash(VECTOR)], 2.0, {})
+
+
+def test_zeros_need_no_bytes() -> None:
+    ((entry,),), blobs = resolved([patch({"zeros": True}, alpha=0.25)])
+    assert (entry.tensors, entry.numbers, blobs) == ([ZEROS], [0.25], {})
+
+
+# --- Masks and order -------------------------------------------------------------------------------------------------------
+
+
+def test_a_mask_is_a_tensor_of_ones_where_it_writes() -> None:
+    ((entry,),), blobs = resolved([patch(mask="0-1,-1")])
+    assert (entry.family, entry.tensors[0], entry.numbers) == ("replace_masked", "run:job_1.0.t:pre_attn:0:0", [1.0])
+    mask = from_msgpack(blobs[entry.tensors[1]], Tensor)
+    assert (mask.dtype, to_numpy(mask).tolist()) == ("float32", [1, 1, 0, 0, 0, 0, 0, 1])
+    assert content_hash(mask) == entry.tensors[1]
+    assert [entry.family for entry in entries(patch(mask="all"))] == ["replace"], "all dimensions are no mask"
+
+
+def test_patches_stand_in_front_of_the_requests_steering() -> None:
+    steering = [SteeringSpec(layers=0, vector=OTHER), SteeringSpec(layers=0, hook="pre_attn", vector=OTHER, op="replace")]
+    per_prompt, blobs = resolved([patch()], steering, lengths=(6, 3))
+    assert [[entry.family for entry in found] for found in per_prompt] == [["replace", "add", "replace"]] * 2
+    assert list(blobs) == [content_hash(OTHER)]
+
+
+def test_what_is_written_behind_a_masked_patch_of_the_same_rows_stays_behind_it() -> None:
+    """Ranks apply masked replacements after all others, so a later one of all dimensions becomes masked, too."""
+    wished = [patch(mask=[0]), patch({"zeros": True}), patch({"zeros": True}, (1,)), patch({"zeros": True}, layers=1)]
+    steering = [SteeringSpec(layers=0, hook="pre_attn", op="replace", vector=OTHER, scale=3.0, alpha=0.5)]
+    ((*found,),), blobs = resolved(wished, steering)
+    assert [entry.family for entry in found] == ["replace_masked", "replace_masked", "replace", "replace", "replace_masked"]
+    assert to_numpy(from_msgpack(blobs[found[1].tensors[1]], Tensor)).tolist() == [1] * HIDDEN
+    assert (found[4].scale, found[4].numbers, found[4].tensors) == (3.0, [0.5], [content_hash(OTHER), found[1].tensors[1]])
+
+
+# --- Refusals --------------------------------------------------------------------------------------------------------------
+
+
+# field cases 21, 27, 34
+@pytest.mark.parametrize(
+    ("wish", "field", "words"),
+    [
+        ({"layers": 9}, "layers", "layer 9 is out of range"),
+        ({"layers": []}, "layers", "no layer named"),
+        ({"hook": "mlp_in"}, "hook", "the model has no hook 'mlp_in'"),
+        ({"positions": [0, 6]}, "positions[1]", "position 6 is beyond the prompt, which has 6 tokens"),
+        ({"positions": [-7]}, "positions[0]", "position -7 is beyond the prompt"),
+        ({"positions": []}, "positions", "no position named"),
+        ({"positions": [Span(text="gone")]}, "positions[0]", "'gone' is not there"),
+        ({"positions": Span(start=9)}, "positions.start", "position 9 is never patched: the model computes positions 0 to 8"),
+        ({"positions": Span(start=7, stop=10)}, "positions.stop", "goes up to 10"),
+        ({"positions": Span(start=20)}, "positions.start", "position 20 is beyond prompt and generated tokens"),
+        ({"mask": []}, "mask", "no dimension named"),
+        ({"mask": ""}, "mask", "not a dimension selector"),
+        ({"mask": "0-8"}, "mask", "dimension 8 is out of range: the model has dimensions 0 to 7"),
+        ({"mask": [-9]}, "mask", "dimension -9 is out of range"),
+        ({"source": {"run": "cleaner"}}, "source.run", "there is no source run 'cleaner' of model 'm'"),
+        ({"source": {"run": ""}}, "source.run", "there is no source run ''"),
+        ({"source": {"run": "clean", "prompt": 1}}, "source.prompt", "has no rows of a prompt 1"),
+        ({"hook": "post_attn"}, "hook", "post_attn was not captured in run 'clean'"),
+        ({"hook": "post_block", "layers": "0-2"}, "layers", "layer 1 was not captured at post_block in run 'clean': it has 0, 2"),
+        ({"positions": [4]}, "source.position", "position 4 was not captured: it has 0-3"),
+        ({"source": {"run": "clean", "position": 7}}, "source.position", "position 7 was not captured: it has 0-3"),
+        ({"source": {"run": "clean", "position": -1}}, "source.position", "position 4 was not captured: it has 0-3"),
+        ({"source": {"run": "clean", "position": -6}}, "source.position", "position -6 is before the run's prompt, which has 5 tokens"),
+        ({"source": {"run": "clean", "position": [0, 1]}}, "source.position", "names 2 positions for 1 that are patched"),
+        ({"source": {"run": "clean", "position": [8]}}, "source.position[0]", "position 8 was not captured"),
+        ({"positions": "all_generated"}, "source.position", "is needed: positions go on"),
+        ({"positions": Span(start=2), "source": {"run": "clean", "position": [1]}}, "source.position", "is needed: positions go on"),
+        ({"source": {"run": "clean", "mean": True, "positions": [0, 4]}}, "source.positions", "position 4 was not captured: it has 0-3"),
+        ({"source": {"run": "clean", "mean": True, "positions": [5]}}, "source.positions[0]", "position 5 is beyond the prompt"),
+        ({"source": {"run": "clean", "mean": True, "positions": Span(start=1, stop=1 << 30)}}, "source.positions", "was not captured"),
+        ({"source": {"run": "clean", "mean": True, "positions": "all_generated"}}, "source.positions", "the run has no row there"),
+        ({"source": {"run": "clean", "mean": True, "positions": [Span(text="x")]}}, "source.positions[0].text", "not by its text"),
+        ({"source": {"vector": from_numpy(np.ones(4, np.float32))}}, "source.vector.shape", "[4] is not the shape of a vector"),
+        ({"source": {"vector": from_numpy(np.full(HIDDEN, np.nan))}}, "source.vector.data", "element 0 is not finite (8 of 8"),
+        ({"source": {"vector": from_numpy(np.full(HIDDEN, 1e6))}}, "source.vector.data", "beyond float16's"),
+        ({"source": {"module": "sad"}}, "source.module", "there is no module 'sad'"),
+    ],
+)
+def test_what_is_wrong_is_said_at_its_field(wish: dict[str, Any], field: str, words: str) -> None:
+    wish = dict(wish)
+    found = refused(patch(wish.pop("source", None), wish.pop("positions", (0,)), **wish))
+    assert (found.field, words in found.detail) == (f"patch[0].{field}", True), found
+
+
+def test_in_several_prompts_the_one_at_fault_is_named() -> None:  # field case 34
+    found = refused(patch(positions=[2]), patch({"zeros": True}, [4]), lengths=(6, 3))
+    assert (found.field, found.detail) == (
+        "patch[1].positions[0]", "prompt 1: position 4 is beyond the prompt, which has 3 tokens (0 to 2)",
+    )  # fmt: skip
+    found = refused(patch(positions=[-1]), lengths=(4, 6))
+    assert (found.field, found.detail) == ("patch[0].source.position", "prompt 1: position 5 was not captured: it has 0-3")
+    found = refused(patch({"run": "clean", "position": [0, 1]}, Span(start=4, stop=-1)), lengths=(7, 6))
+    assert (found.field, "prompt 1: names 2 positions for 1" in found.detail) == ("patch[0].source.position", True)
+
+
+@pytest.mark.parametrize(
+    ("source", "words", "allowed"),
+    [
+        (
+            run(state="pending", detail="its job is running"),
+            "run 'clean' of job job_1 is pending: its job is running",
+            "/v1/jobs/job_1?wait",
+        ),
+        (run(state="failed", detail="a rank died"), "of job job_1 is failed: a rank died", None),
+        (run(state="deleted"), "of job job_1 is deleted", None),
+        (run(model="other"), "is a run of model 'other'", None),
+        (
+            run(RunPrompt(**{name: getattr(CLEAN, name) for name in CLEAN.__struct_fields__} | {"hidden_size": 16})),
+            "rows of 16 numbers",
+            None,
+        ),
+    ],
+)
+def test_a_run_that_cannot_be_used_is_refused_with_why(source: RunView, words: str, allowed: str | None) -> None:
+    found = refused(patch(), standing=Standing(runs={"clean": source}))
+    assert (found.field, words in found.detail, (allowed or "") in (found.allowed or "")) == ("patch[0].source.run", True, True), found
+
+
+def test_an_unknown_run_is_answered_with_those_there_are() -> None:
+    assert "clean, corrupt" in (refused(patch({"run": "cleen"})).allowed or "")
+
+
+@pytest.mark.parametrize(
+    ("specs", "words"),
+    [
+        ([SteeringSpec(layers=0, vector=VECTOR), SteeringSpec(layers=1, vector=VECTOR)], "it has 2 entries"),
+        ([SteeringSpec(layers=0, op="ablate", vector=VECTOR)], "it is a ablate"),
+        ([SteeringSpec(layers=0, norm_match=True, vector=VECTOR)], "norm_match"),
+        ([SteeringSpec(layers=0, op="lowrank", rotation=RANK2, weight=RANK2, bias=from_numpy(np.zeros(2, np.float32)))], "it is a lowrank"),
+    ],
+)
+def test_a_module_that_is_not_one_vector_is_no_source(specs: list[SteeringSpec], words: str) -> None:
+    found = refused(patch({"module": "joy"}), standing=Standing({"joy": module(*specs)}))
+    assert (found.field, words in found.detail) == ("patch[0].source.module", True), found
+
+
+def test_a_multimodal_model_is_not_patched() -> None:
+    assert refused(patch(), multimodal=True).field == "patch"
+
+
+# --- How much --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_may_patch_many_positions_but_no_token_more_than_four_times() -> None:
+    many = [patch({"zeros": True}, [place]) for place in range(6)]
+    assert len(entries(*many, *many)) == 12
+    crowd = [patch({"zeros": True}, list(range(first, 6))) for first in range(5)]
+    found = refused(*crowd, lengths=(20, 6))
+    assert (found.field, "needs 5 rows of the steering table for one token for prompt 0" in found.detail) == ("patch", True), found
+    found = refused(*crowd[:4], steering=[SteeringSpec(layers=0, vector=VECTOR)])
+    assert found.field == "patch"
+
+
+def test_positions_that_meet_in_one_prompt_only_are_refused_for_that_one() -> None:
+    wished = [patch({"zeros": True}, [-place]) for place in range(1, 4)] + [patch({"zeros": True}, [place, 9]) for place in (0, 1)]
+    assert len(entries(*wished, lengths=(12,))) == 5
+    crowd = [patch({"zeros": True}, [0, -place], layers=place % LAYERS) for place in range(1, 5)] + [patch({"zeros": True}, [4])]
+    steering = [SteeringSpec(layers=0, vector=VECTOR, positions=[-5])]
+    assert len(resolved(crowd, steering, lengths=(12, 11))[0]) == 2
+    found = refused(*crowd, steering=steering, lengths=(12, 5))
+    assert (found.field, "for prompt 1" in found.detail) == ("patch", True), found
+
+
+def test_what_steering_alone_needs_too_much_of_is_said_of_steering() -> None:
+    crowd = [SteeringSpec(layers=0, vector=VECTOR, positions=[0, place]) for place in range(1, 6)]
+    assert refused(patch(), steering=crowd).field == "steering"
+
+
+def test_tables_of_the_worker_bound_a_request() -> None:
+    wished = [patch({"run": "clean"}, [0, 1, 2, 3], layers="all")]
+    assert len(entries(*wished, steering_rows=4, steering_entries=16)) == 16
+    for setting, there in (("steering_rows", 3), ("steering_entries", 15)):
+        found = refused(*wished, **{setting: there})
+        assert (found.field, setting in found.detail) == ("patch", True)
+
+
+def test_a_job_has_so_many_rows_and_a_request_so_many_runs() -> None:
+    wished = [patch({"run": "clean"}, [0, 1, 2, 3], layers="all")] * 2
+    found = refused(*wished, lengths=(6,) * (MAX_PATCH_ENTRIES // 32 + 1))
+    assert (found.field, found.allowed) == ("patch", f"at most {MAX_PATCH_ENTRIES}")
+    found = refused(*[patch({"run": f"r{number}"}) for number in range(MAX_RUNS + 1)])
+    assert (found.field, "source runs" in found.detail) == ("patch", True)
+
+
+# --- A capture that becomes a run --------------------------------------------------------------------------------------------
+
+
+def test_a_named_run_needs_files() -> None:
+    bounds = Bounds(model(consumers=["filesystem", "memory"], memory_limit_kib=1), [PromptFacts(6)])
+    assert resolve_captures(CaptureSpec(run="clean", consumers=["memory", "filesystem"]), bounds)
+    with pytest.raises(MidstreamError) as found:
+        resolve_captures(CaptureSpec(run="clean", consumers=["memory"]), bounds)
+    assert (found.value.field, "add 'filesystem'" in found.value.detail) == ("capture.run", True)
