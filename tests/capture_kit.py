@@ -113,5 +113,6 @@ def run_of(
 
 
 def source_run(root: Path, sites: Sites, positions: Sequence[int], *, job: str = "job_s", **more: Any) -> RunFiles:
-    """A run of `values`, float32, whose files are under the capture root."""
-    return run_of(write(root, finished(job, sites=sites, positions=positions, dtype="float32", **more)), sites, positions, job=job)
+    """A run of `values`, in float32 if nothing else is said, whose files are under the capture root."""
+    wrote = write(root, finished(job, sites=sites, positions=positions, **({"dtype": "float32"} | more)), segment_limit=0)
+    return run_of(wrote, sites, positions, job=job)

@@ -1,29 +1,36 @@
 """Does a rank's steering table hold what requests ask for: the right family at the right place, in the order that is documented?"""
 
+import dataclasses
 import zlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from capture_kit import source_run, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_kit import HIDDEN, Rank, Request, make_buffers, steering, stream_of
 
 from midstream.kernels.families import FAMILIES, PLACE, SCALARS
-from midstream.schemas.specs import Family, StoredSteering, steering_digest, steering_rows
+from midstream.schemas.runs import ZEROS, RunRow, row_name
+from midstream.schemas.specs import ONES, Family, StoredSteering, steering_digest, steering_rows
 from midstream.workers.runner.entries import EntryPool, crc32_of
+from midstream.workers.runner.steering import RowTable
 
 RNG = np.random.default_rng(7)
 V, W = RNG.normal(size=(2, HIDDEN)).astype(np.float32)
 UNIT = V / np.linalg.norm(V)
 R, M = RNG.normal(size=(2, 2, HIDDEN)).astype(np.float32)
 B = RNG.normal(size=2).astype(np.float32)
+MASK = np.array([1, 0, 0, 1, 0], dtype=np.float32)
 
 #: Family → (its numbers, what it makes of rows `[n, HIDDEN]`); the vector is V.
 FORMULAS: dict[Family, tuple[list[float], Any]] = {
     "replace": ([0.25], lambda s: 0.75 * s + 0.25 * V),
+    "replace_masked": ([0.25], lambda s: np.where(MASK == 1, 0.75 * s + 0.25 * V, s)),
     "lowrank": ([0.5], lambda s: s + 0.5 * (s @ M.T + B - s @ R.T) @ R),
     "add": ([], lambda s: s + V),
     "add_matched": ([0.1], lambda s: s + 0.1 * np.linalg.norm(s, axis=-1, keepdims=True) * UNIT),
@@ -33,7 +40,8 @@ FORMULAS: dict[Family, tuple[list[float], Any]] = {
 
 
 def entry(rank: Rank, family: Family, *, hook: str = "pre_attn", positions: Any = "all", layers: Sequence[int] = (0,)) -> StoredSteering:
-    tensors = [rank.vector(values) for values in ((R, M, B) if family == "lowrank" else (V,))]
+    named = {"lowrank": (R, M, B), "replace_masked": (V, MASK)}
+    tensors = [rank.vector(each) for each in named.get(family, (V,))]
     return steering(tensors, list(layers), hook, positions, family, FORMULAS[family][0], rank=2 if family == "lowrank" else 0)
 
 
@@ -73,7 +81,7 @@ def test_families_follow_one_another_in_the_documented_order_however_they_were_w
     assert same(left(rank, edits), wanted)
 
 
-@pytest.mark.parametrize("family", ["add_matched", "ablate", "clamp", "lowrank", "replace"])
+@pytest.mark.parametrize("family", ["add_matched", "ablate", "clamp", "lowrank", "replace", "replace_masked"])
 def test_two_of_a_family_at_one_site_are_applied_in_the_order_written(family: Family) -> None:
     rank = Rank()
     first, second = entry(rank, family), entry(rank, family, positions=[1, 2])
@@ -81,6 +89,118 @@ def test_two_of_a_family_at_one_site_are_applied_in_the_order_written(family: Fa
     once, twice = formula(stream_of(1, "pre_attn", 0, 0, 6)), formula(formula(stream_of(1, "pre_attn", 0, 0, 6)))
     wanted = np.where(np.isin(np.arange(6), [1, 2])[:, None], twice, once)
     assert same(left(rank, [first, second]), wanted)
+
+
+#: A patch: of these dimensions or (None) all, what is written, how much of it, where.
+PATCHES = st.lists(
+    st.tuples(
+        st.one_of(st.none(), st.lists(st.sampled_from([0.0, 1.0]), min_size=HIDDEN, max_size=HIDDEN)),
+        st.sampled_from([-2.0, 0.5, 8.0]),
+        st.sampled_from([0.0, 0.5, 1.0]),
+        st.one_of(st.sampled_from(["all", "all_prompt", "last_prompt"]), st.sets(st.integers(0, 5), min_size=1, max_size=3).map(sorted)),
+    ),
+    max_size=6,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(PATCHES)
+def test_replacements_masked_or_not_are_applied_in_the_order_written(patches: list[Any]) -> None:
+    """Though to the ranks they are two families, whatever columns and rows they get."""
+    rank = Rank()
+    edits, wanted = [], stream_of(1, "pre_attn", 0, 0, 6)
+    for mask, value, alpha, positions in patches:
+        target = np.full(HIDDEN, value, dtype=np.float32)
+        tensors = [rank.vector(target)] + ([] if mask is None else [rank.vector(np.array(mask))])
+        edits.append(steering(tensors, [0], "pre_attn", positions, "replace" if mask is None else "replace_masked", [alpha]))
+        chosen = {"all": range(6), "all_prompt": range(6), "last_prompt": [5]}[positions] if isinstance(positions, str) else positions
+        here = np.isin(np.arange(6), list(chosen))[:, None] & (np.ones(HIDDEN) if mask is None else np.array(mask)).astype(bool)
+        wanted = np.where(here, (1 - alpha) * wanted + alpha * target, wanted)
+    assert same(left(rank, edits), wanted)
+
+
+def test_a_full_replacement_behind_a_masked_one_at_its_site_is_a_masked_one_of_everything() -> None:
+    def written(*entries: tuple[Family, int]) -> list[list[tuple[Family, list[str]]]]:
+        edits = [steering(["v", "m"] if family == "replace_masked" else "v", [layer], family=family) for family, layer in entries]
+        return [[(e.family, e.tensors) for e in row.entries] for row in steering_rows(edits)]
+
+    full, masked, all_of = ("replace", ["v"]), ("replace_masked", ["v", "m"]), ("replace_masked", ["v", ONES])
+    assert written(("replace", 0), ("replace_masked", 0)) == [[full, masked]]
+    assert written(("replace_masked", 0), ("replace", 1)) == [[masked, full]]
+    assert written(("replace_masked", 0), ("replace", 0)) == [[masked], [all_of]]
+    assert written(("replace", 0), ("replace_masked", 0), ("replace", 0)) == [[full, masked], [all_of]]
+
+
+# -- rows of source runs ---------------------------------------------------------------------------------------------------
+
+RUN_SITES = {"pre_attn": [0, 1], "mlp_out": [1]}
+
+
+def run_row(hook: str, layer: int, position: int | None, mean: Sequence[int] = ()) -> str:
+    return row_name(RunRow("job_s.0.tag", hook, layer, position, tuple(mean)))  # type: ignore[arg-type]
+
+
+def test_a_patch_writes_the_row_of_a_run_its_mean_or_zeros(tmp_path: Path) -> None:
+    rank = Rank(runs_root=tmp_path)
+    rank.runs.put(source_run(tmp_path, RUN_SITES, range(6)))
+    edits = [
+        steering(run_row("pre_attn", 0, 4), [0], "pre_attn", [1], "replace"),
+        steering(run_row("mlp_out", 1, 4), [0], "pre_attn", [2], "replace"),
+        steering(run_row("pre_attn", 0, None, [1, 3]), [0], "pre_attn", [3], "replace"),
+        steering(ZEROS, [0], "pre_attn", [4], "replace"),
+        steering([run_row("pre_attn", 0, 0), rank.vector(MASK)], [0], "pre_attn", [5], "replace_masked"),
+    ]
+    found, stream = left(rank, edits), stream_of(1, "pre_attn", 0, 0, 6)
+    assert found[0].tolist() == stream[0].tolist()
+    assert found[1].tolist() == values("pre_attn", 0, [4])[0].tolist()
+    assert found[2].tolist() == values("mlp_out", 1, [4])[0].tolist(), "whatever site it is written to"
+    assert found[3].tolist() == values("pre_attn", 0, [1, 3]).mean(0).tolist()
+    assert found[4].tolist() == [0.0] * HIDDEN
+    assert found[5].tolist() == np.where(MASK == 1, values("pre_attn", 0, [0])[0], stream[5]).tolist()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_a_row_of_a_run_lies_in_the_pool_with_the_bits_that_were_captured(tmp_path: Path, dtype: str) -> None:
+    kind = getattr(torch, dtype)
+    captured = torch.randn(3, HIDDEN).to(kind)
+    captured[1, :2] = torch.tensor([-0.0, torch.finfo(kind).max])
+    stored = memoryview(captured.view(torch.uint8).numpy().tobytes())
+    rank = Rank(runs_root=tmp_path)
+    rank.runs.put(source_run(tmp_path, {"pre_attn": [0]}, range(3), dtype=dtype, rows=lambda hook, layer: [stored]))
+    rank.buffers = dataclasses.replace(rank.buffers, pool=rank.buffers.pool.to(kind))
+    table = RowTable(rank.sites, rank.buffers, rank.vectors, rank.runs)
+    table.acquire(steering_rows([steering(run_row("pre_attn", 0, 1), [0], "pre_attn", [1], "replace")])[0])
+    assert torch.equal(rank.buffers.pool[1].view(torch.uint8), captured[1].view(torch.uint8))
+
+
+def test_only_what_has_a_site_here_is_looked_up(tmp_path: Path) -> None:
+    """A row of another stage's layer is on that stage's ranks alone."""
+    rank = Rank(layers=2, runs_root=tmp_path)
+    run = source_run(tmp_path, {"pre_attn": [0, 1, 2, 3]}, range(3))
+    rank.runs.put(run)
+    elsewhere = steering(run_row("pre_attn", 3, 1), [3], "pre_attn", [1], "replace")
+    here = steering(run_row("pre_attn", 1, 1), [1], "pre_attn", [1], "replace")
+    request = rank.admit(Request(1, 6, 7, (), [elsewhere, here]))
+    rank.step((request, 0, 6))
+    assert rank.left["pre_attn", 1][1].tolist() == values("pre_attn", 1, [1])[0].tolist()
+    with pytest.raises(LookupError, match="no rows of pre_attn of layer 3, which is not on this rank"):
+        rank.table.acquire(steering_rows([steering(run_row("pre_attn", 3, 1), [1], "pre_attn", [1], "replace")])[0])
+
+
+# field case 31
+def test_a_row_of_a_run_that_is_gone_is_refused_and_takes_nothing(tmp_path: Path) -> None:
+    rank = Rank(runs_root=tmp_path)
+    run = source_run(tmp_path, RUN_SITES, range(6))
+    rank.runs.put(run)
+    edits = [steering(rank.vector(V), [0], "pre_attn"), steering(run_row("pre_attn", 0, 1), [0], "pre_attn", [1], "replace")]
+    held = rank.admit(Request(1, 6, 7, (), edits))
+    rank.runs.drop([run.key])
+    rank.step((held, 0, 6))
+    assert rank.left["pre_attn", 0][1].tolist() == (values("pre_attn", 0, [1])[0] + V).tolist(), "whoever has its row keeps it"
+    before = rank.table.used, rank.table.entries_used
+    with pytest.raises(LookupError, match=r"source run job_s\.0\.tag is not on this rank"):
+        rank.table.acquire(steering_rows([steering(run_row("pre_attn", 0, 2), [0], "pre_attn", [1], "replace")])[0])
+    assert (rank.table.used, rank.table.entries_used) == before
 
 
 def test_entries_take_a_row_of_their_own_only_where_order_needs_it() -> None:
