@@ -77,11 +77,8 @@ def _shifted(clean: Tokens, corrupt: Tokens, shift: int, how: str) -> Aligned:
     _fill_in(made, clean, corrupt, reason, reason)
     if made.clean_alone or made.corrupt_alone:
         longer, alone, tokens = (CLEAN, made.clean_alone, clean) if made.clean_alone else (CORRUPT, made.corrupt_alone, corrupt)
-        first, last = min(alone), max(alone)
-        made.notes.append(
-            f"alignment {how}: {tokens.quoted(first, last + 1)}, {_at(alone)} of the {longer} prompt, is beyond the other prompt and was left "
-            "out"
-        )
+        left = tokens.quoted(min(alone), max(alone) + 1)
+        made.notes.append(f"alignment {how}: {left}, {_at(alone)} of the {longer} prompt, is beyond the other prompt and was left out")
     return made
 
 

@@ -1,0 +1,288 @@
+"""What does a sweep come to, and which of its fields is named when it can come to nothing?"""
+
+import asyncio
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
+
+from midstream import __version__
+from midstream.api.sweep_limits import room_of_cell
+from midstream.api.sweep_plan import Planned, plan_sweep
+from midstream.api.text import Codec
+from midstream.schemas.base import from_msgpack
+from midstream.schemas.errors import MidstreamError
+from midstream.schemas.models import ModelInfo, TokenizerBundle
+from midstream.schemas.settings import Settings
+from midstream.schemas.steering import GlobalSteering, SteeringTemplate
+from midstream.schemas.sweep_units import Units
+from midstream.schemas.sweeps import SweepRequest
+from midstream.schemas.tensors import Tensor, to_numpy
+
+#: A token for each word with the space before it; " of" and "Paris" written as one word are one token, as in a BPE.
+VOCABULARY = ["<unk>", "<bos>", "The", " Eiffel", " Tower", " Colosseum", " is", " in", " of", " Paris", " Rome", " France", "Paris",
+              " ofParis", " the", " old"]  # fmt: skip
+LAYERS, HIDDEN = 4, 8
+CLEAN, CORRUPT = "The Eiffel Tower is in", "The Colosseum is in"
+
+
+def codec() -> Codec:
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(VOCABULARY)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(" ?[^ ]+"), "isolated")
+    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
+    tokenizer.add_special_tokens(["<bos>"])
+    return Codec(TokenizerBundle(tokenizer_json=tokenizer.to_str(), chat_template=None, special_tokens={}, eos_token_ids=[]))
+
+
+CODEC = codec()
+
+
+def model(**changes: Any) -> ModelInfo:
+    facts: dict[str, Any] = {
+        "name": "m", "version": __version__, "architecture": "LlamaForCausalLM", "num_layers": LAYERS, "hidden_size": HIDDEN,
+        "vocab_size": len(VOCABULARY), "max_model_len": 32, "dtype": "float32", "hooks": ["pre_attn", "attn_out", "post_block"],
+        "tokenizer": "", "grades": True,
+    }  # fmt: skip
+    return ModelInfo(**(facts | changes))
+
+
+def pair(**fields: Any) -> dict[str, Any]:
+    return {"clean": CLEAN, "corrupt": CORRUPT, "answer": " Paris", "foil": " Rome"} | fields
+
+
+def ablated(**fields: Any) -> dict[str, Any]:
+    return {"clean": CLEAN, "answer": " Paris", "foil": " Rome"} | fields
+
+
+def plan(
+    *pairs: dict[str, Any], info: ModelInfo | None = None, everyone: GlobalSteering | None = None, limits: Any = None, **fields: Any
+) -> Planned:
+    request = msgspec.convert({"model": "m", "pairs": list(pairs) or [pair()], **fields}, SweepRequest)
+    settings = Settings(**(limits or {}))
+    return asyncio.run(plan_sweep(request, info or model(), CODEC, settings, everyone or GlobalSteering()))
+
+
+def refusal(*pairs: dict[str, Any], **fields: Any) -> MidstreamError:
+    with pytest.raises(MidstreamError) as refused:
+        plan(*pairs, **fields)
+    assert refused.value.status == 400
+    return refused.value
+
+
+# --- What it comes to ------------------------------------------------------------------------------------------------------
+
+
+def test_rows_of_the_clean_prompt_go_to_their_counterparts_in_the_corrupt_one() -> None:
+    # field case 34
+    sweep, blobs = plan()
+    (stored,) = sweep.pairs
+    assert stored.base_tokens == ["<bos>", "The", " Colosseum", " is", " in"]
+    assert stored.source_tokens == ["<bos>", "The", " Eiffel", " Tower", " is", " in"]
+    assert [(column.label, column.places) for column in stored.columns] == [
+        ("<bos>", [(0, 0)]), ("The", [(1, 1)]), (" Colosseum", []), (" is", [(3, 4)]), (" in", [(4, 5)]),
+    ]  # fmt: skip
+    assert "' Eiffel Tower'" in stored.columns[2].reason
+    assert any("' Colosseum'" in note for note in stored.notes)
+    assert (sweep.hooks, sweep.layers, sweep.num_cells, blobs) == (["post_block"], [0, 1, 2, 3], 20, {})
+
+
+def test_to_noise_is_to_patch_the_clean_prompt_by_the_same_counterparts_turned_round() -> None:
+    denoised, noised = plan().sweep.pairs[0], plan(direction="noise").sweep.pairs[0]
+    assert (noised.base, noised.source) == (denoised.source, denoised.base)
+    turned = sorted((source, base) for column in denoised.columns for base, source in column.places)
+    assert sorted(place for column in noised.columns for place in column.places) == turned
+    assert [column.label for column in noised.columns if not column.places] == [" Eiffel", " Tower"]
+
+
+def test_an_ablation_patches_the_clean_prompt_without_another() -> None:
+    sweep, _ = plan(ablated(), ablation="zeros", metric="logit_diff")
+    assert sweep.pairs[0].source == []
+    assert [column.places for column in sweep.pairs[0].columns] == [[(place, -1)] for place in range(6)]
+
+
+def test_answers_have_the_tokens_that_they_have_behind_the_prompt() -> None:
+    # field case 33
+    stored = plan(pair(answer=" Paris of France", foil=[10, 11])).sweep.pairs[0]
+    assert (stored.answer, stored.answer_text) == ([9, 8, 11], " Paris of France")
+    assert (stored.foil, stored.foil_text) == ([10, 11], " Rome France")
+    assert Units(plan(pair(answer=" Paris", foil=" Rome")).sweep).nodes[0][0].token_ids == (9, 10)
+
+
+def test_prompts_of_token_ids_are_read_as_the_text_that_they_are() -> None:
+    text, ids = plan().sweep.pairs[0], plan(pair(clean=[1, 2, 3, 4, 6, 7], corrupt=[1, 2, 5, 6, 7])).sweep.pairs[0]
+    assert ids == text
+    spelled = plan(pair(clean=[1, 2, 3, 4, 6, 7], corrupt=[0, 2, 5, 6, 7], positions=[-1])).sweep.pairs[0]
+    assert spelled.base_tokens[:3] == ["<unk>", "The", " Colosseum"]
+
+
+def test_columns_are_the_positions_that_are_named_of_the_prompt_that_is_patched() -> None:
+    stored = plan(pair(positions=[-1, {"text": "The"}, {"start": 3, "stop": 4}])).sweep.pairs[0]
+    assert [(column.label, column.places) for column in stored.columns] == [("The", [(1, 1)]), (" is", [(3, 4)]), (" in", [(4, 5)])]
+    assert [column.label for column in plan(positions={"start": -2}).sweep.pairs[0].columns] == [" is", " in"]
+    assert [column.label for column in plan(positions="last_prompt").sweep.pairs[0].columns] == [" in"]
+
+
+def test_spans_are_columns_with_their_names() -> None:
+    # field case 34
+    spans = [
+        {"name": "subject", "clean": {"text": "Eiffel Tower"}, "corrupt": {"text": "Colosseum"}},
+        {"name": "rest", "clean": {"text": "is in"}},
+        {"name": "name", "clean": {"text": "Eiffel"}},
+    ]
+    stored = plan(pair(spans=spans)).sweep.pairs[0]
+    assert [(column.label, column.places) for column in stored.columns] == [
+        ("subject", [(2, 3)]), ("rest", [(3, 4), (4, 5)]), ("name", []),
+    ]  # fmt: skip
+    assert "no counterpart" in stored.columns[2].reason
+    assert any("span 'subject'" in note and "left out" in note for note in stored.notes)
+    noised = plan(pair(spans=spans), direction="noise").sweep.pairs[0]
+    assert [column.places for column in noised.columns] == [[(3, 2)], [(4, 3), (5, 4)], []]
+    alone = plan(ablated(spans=[{"name": "s", "clean": {"text": "Eiffel Tower"}}]), ablation="mean", metric="logprob").sweep.pairs[0]
+    assert alone.columns[0].places == [(2, -1), (3, -1)]
+
+
+def test_a_pairs_own_alignment_stands_instead_of_the_sweeps() -> None:
+    pairs = plan(pair(alignment=[(3, 2), (-1, -1)]), pair(), alignment="right").sweep.pairs
+    assert [column.places for column in pairs[0].columns] == [[], [], [(2, 3)], [], [(4, 5)]]
+    assert [column.places for column in pairs[1].columns] == [[(place, place + 1)] for place in range(5)]
+
+
+def test_hooks_layers_mask_and_the_rest_are_resolved() -> None:
+    sweep, blobs = plan(hooks=["resid_pre", "attn_out"], layers="1-2,-1", mask="0-1,-1", alpha=0.5, noise=2, metric="logprob")
+    assert (sweep.hooks, sweep.layers, sweep.alpha, sweep.noise, sweep.metric) == (["pre_attn", "attn_out"], [1, 2, 3], 0.5, 2, "logprob")
+    (name,) = blobs
+    assert sweep.mask == name
+    assert to_numpy(from_msgpack(blobs[name], Tensor)).tolist() == [1, 1, 0, 0, 0, 0, 0, 1]
+    assert plan(mask="all").sweep.mask == "", "a mask of everything is none"
+    assert np.prod([len(sweep.hooks), len(sweep.layers), 5]) == sweep.num_cells
+
+
+def test_a_reader_is_told_of_what_is_easily_taken_for_something_else() -> None:
+    glued = plan(pair(clean="The Eiffel", corrupt="The Colosseum is", answer=[9], foil=[10]), positions=[0]).sweep.pairs[0]
+    assert not any("continues" in note for note in glued.notes)
+    joined = plan(ablated(clean="The Eiffel ,", answer=" Paris of", foil=" Rome"), ablation="zeros", metric="kl").sweep.pairs[0]
+    assert joined.notes == ["kl is over the first token behind the prompt; the log-probability of the answer is that of its 2"]
+
+
+def test_windows_are_neighbours_among_the_sweeps_own_layers_and_columns() -> None:
+    sweep, _ = plan(layers=[0, 2, 3], window={"layers": 2, "positions": 3})
+    units = Units(sweep)
+    cells = {(unit.layer, unit.column): unit for unit in units.cells(0)}
+    assert units.patched(cells[0, 0]) == ([0, 2], [(0, 0), (1, 1)]), "cut off at the edge"
+    assert units.patched(cells[1, 3]) == ([2, 3], [(3, 4), (4, 5)]), "without the column that is skipped"
+    assert units.patched(cells[2, 1]) == ([3], [(0, 0), (1, 1)])
+    assert units.patched(cells[1, 2]) == ([2, 3], []), "skipped itself"
+
+
+# --- What is refused ---------------------------------------------------------------------------------------------------------
+
+SPAN = {"name": "s", "clean": [1]}
+
+
+@pytest.mark.parametrize(
+    ("pairs", "fields", "field", "words"),
+    [
+        # what needs or excludes something else
+        ([pair(corrupt=None)], {}, "pairs[0].corrupt", "is required"),
+        ([pair()], {"ablation": "zeros", "metric": "logprob"}, "pairs[0].corrupt", "one prompt"),
+        ([ablated(alignment="left")], {"ablation": "zeros", "metric": "logprob"}, "pairs[0].alignment", "one prompt"),
+        ([ablated()], {"ablation": "zeros", "metric": "logprob", "alignment": "left"}, "alignment", "one prompt"),
+        ([ablated()], {"ablation": "mean", "metric": "logprob", "direction": "noise"}, "direction", "one prompt"),
+        ([ablated()], {"ablation": "zeros"}, "metric", "two prompts"),
+        ([pair(), pair(answer=None)], {}, "pairs[1].answer", "is required"),
+        ([pair(foil=None)], {"metric": "logit_diff"}, "pairs[0].foil", "is required"),
+        ([pair(spans=[SPAN], positions=[0])], {}, "pairs[0].positions", "stands beside spans"),
+        ([pair(spans=[SPAN])], {"window": {"positions": 2}}, "window.positions", "a span says itself"),
+        ([pair(spans=[])], {}, "pairs[0].spans", "is empty"),
+        ([pair(spans=[SPAN, SPAN])], {}, "pairs[0].spans[1].name", "twice"),
+        ([pair(spans=[{"name": "", "clean": [1]}])], {}, "pairs[0].spans[0].name", "is empty"),
+        ([pair(spans=[SPAN]), pair(spans=[{"name": "t", "clean": [1]}])], {}, "pairs[1].spans", "columns t"),
+        ([ablated(spans=[SPAN | {"corrupt": [1]}])], {"ablation": "zeros", "metric": "kl"}, "pairs[0].spans[0].corrupt", "one prompt"),
+        # the model
+        ([pair()], {"hooks": ["post_attn"]}, "hooks[0]", "no hook"),
+        ([pair()], {"hooks": ["pre_attn", "resid_pre"]}, "hooks[1]", "there already"),
+        ([pair()], {"layers": "0-4"}, "layers", "out of range"),
+        ([pair()], {"mask": "0-8"}, "mask", "dimension 8 is out of range"),
+        ([pair()], {"info": model(grades=False)}, "model", "log-probabilities"),
+        ([pair()], {"info": model(multimodal=True)}, "model", "more than text"),
+        ([pair()], {"metadata": {"k" * 65: ""}}, "metadata", "longer"),
+        # prompts and answers
+        ([pair(clean="")], {}, "pairs[0].clean", "is empty"),
+        ([pair(corrupt=[2, 99])], {}, "pairs[0].corrupt[1]", "outside the vocabulary"),
+        ([pair(), pair(corrupt=CLEAN)], {}, "pairs[1].corrupt", "same tokens as clean"),
+        ([pair(answer="")], {}, "pairs[0].answer", "is empty"),
+        ([pair(answer=[])], {}, "pairs[0].answer", "is empty"),
+        ([pair(answer=[99])], {}, "pairs[0].answer[0]", "outside the vocabulary"),
+        ([pair(answer=[9] * 33)], {}, "pairs[0].answer", "33 tokens"),
+        ([pair(foil=[9])], {}, "pairs[0].foil", "same tokens as the answer"),
+        ([pair(foil=" Paris France")], {}, "pairs[0].foil", "is the beginning of"),
+        ([pair(clean="The of", answer="Paris")], {}, "pairs[0].answer", "ends in 'The' ' of', with it in 'The' ' ofParis'"),
+        # columns
+        ([pair(positions=[0, 5])], {}, "pairs[0].positions[1]", "beyond the prompt"),
+        ([pair()], {"positions": [-6]}, "positions[0]", "pairs[0]: position -6 is beyond"),
+        ([pair()], {"positions": {"start": 5}}, "positions.start", "beyond the prompt"),
+        ([pair()], {"positions": {"start": 1, "stop": 6}}, "positions.stop", "position 5 is beyond"),
+        ([pair()], {"positions": []}, "positions", "no position named"),
+        ([pair()], {"positions": "all"}, "positions", "generates none"),
+        ([pair(positions=[{"text": "Eiffel"}])], {}, "pairs[0].positions[0].text", "occurs 0 times"),
+        ([pair(positions=[2])], {}, "pairs[0].positions", "nothing that can be patched"),
+        ([pair(spans=[SPAN | {"corrupt": [9]}])], {}, "pairs[0].spans[0].corrupt[0]", "beyond the prompt"),
+        ([pair(spans=[{"name": "s", "clean": [{"text": "Eiffel"}]}])], {}, "pairs[0].spans", "no counterpart"),
+        ([pair(alignment=[(0, 0), (1, 9)])], {}, "pairs[0].alignment[1][1]", "beyond the corrupt prompt"),
+        ([pair(), pair(corrupt="The Colosseum is")], {}, "pairs", "pairs[0] 5, pairs[1] 4"),
+        # limits
+        ([pair()], {"window": {"layers": 5}}, "window.layers", "more than the sweep has"),
+        ([pair()], {"window": {"positions": 6}}, "window.positions", "more than the sweep has"),
+        ([pair()], {"limits": {"sweep_cells": 19}}, "pairs", "20 cells (1 pair × 1 hook × 4 layers × 5 columns)"),
+        ([pair()], {"info": model(max_model_len=6)}, "pairs[0].clean", "has 6 tokens, and 1 follow"),
+        ([pair(answer=[9, 9, 9])], {"info": model(max_model_len=7), "direction": "noise"}, "pairs[0].clean", "3 follow"),
+        ([pair()], {"info": model(capture_row_limit=19, step_tokens=5)}, "layers", "20 rows in one engine step"),
+        ([pair()], {"info": model(steering_rows=2), "window": {"positions": 5}}, "window", "needs 4 rows"),
+        ([pair()], {"info": model(steering_entries=3), "window": {"layers": 4}, "mask": [0]}, "window", "needs 8 entries"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_by_its_field(pairs: list[dict[str, Any]], fields: dict[str, Any], field: str, words: str) -> None:
+    # field case 34, 36
+    error = refusal(*pairs, **fields)
+    assert error.field == field
+    assert words in error.detail
+
+
+def test_too_many_cells_are_refused_with_what_to_do() -> None:
+    # field case 36
+    error = refusal(limits={"sweep_cells": 1})
+    assert "at most 1 " in str(error.allowed)
+    assert "fewer layers" in str(error.allowed)
+
+
+def test_what_would_take_long_to_look_up_is_refused_before_it_is() -> None:
+    many = [{"name": str(number), "clean": "all_prompt"} for number in range(20)]
+    error = refusal(pair(spans=many), limits={"sweep_cells": 19})
+    assert error.field == "pairs[0].spans"
+    places = [{"text": "The"}] * 65_000
+    assert refusal(pair(positions=places)).field == "pairs[0].positions"
+
+
+def test_text_that_the_prompts_continue_differently_is_refused() -> None:
+    error = refusal(pair(clean="The Eiffel Tower is", corrupt="The Colosseum ", answer="Paris"), positions=[0])
+    assert error.field == "pairs[0].answer"
+
+
+# --- Room ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_cells_room_is_that_of_its_widest_window() -> None:
+    assert room_of_cell(plan(window={"layers": 2, "positions": 3}).sweep) == (2, 4), "<bos> The | Colosseum is skipped"
+    assert room_of_cell(plan(window={"layers": 2, "positions": 5}, mask=[0]).sweep) == (4, 16)
+    spans = [{"name": "s", "clean": "all_prompt"}]
+    assert room_of_cell(plan(ablated(spans=spans), ablation="zeros", metric="logprob", mask=[0]).sweep) == (1, 2)
+
+
+def test_what_steers_everyone_takes_its_part_of_the_room() -> None:
+    info = model(steering_rows=4)
+    assert plan(info=info, window={"positions": 5})
+    template = SteeringTemplate(layers=[0], hook="post_block", positions="all", family="add", tensors=["t"])
+    steered = GlobalSteering(version=1, entries=[template])
+    assert "of which global steering takes 1" in refusal(info=info, window={"positions": 5}, everyone=steered).detail
