@@ -14,6 +14,7 @@ from ..schemas.base import to_json
 from ..schemas.errors import STATUS_OF_KIND, MidstreamError, Problem, invalid, misfit
 from ..schemas.selectors import HOOKS, PositionName
 from ..schemas.specs import At, Layout, RowDType, SteeringOp
+from ..schemas.sweeps import Ablation, Alignment, Direction, Metric
 
 log = logging.getLogger("midstream.api")
 
@@ -30,6 +31,8 @@ CLIENT_GONE = 499
 _KIND_OF_STATUS = {status: kind for kind, status in STATUS_OF_KIND.items() if status < HTTP_500_INTERNAL_SERVER_ERROR and status != 422}
 
 
+#: Names of positions where nothing is generated.
+PROMPT_POSITIONS = ("all_prompt", "last_prompt")
 #: Field → the names that it takes: msgspec says only that another one is wrong.
 NAMES: dict[str, tuple[str, ...]] = {
     "capture.hook": HOOKS,
@@ -41,6 +44,13 @@ NAMES: dict[str, tuple[str, ...]] = {
     "steering.hook": HOOKS,
     "steering.positions": get_args(PositionName),
     "steering.op": get_args(SteeringOp),
+    "hooks": HOOKS,
+    "metric": get_args(Metric),
+    "direction": get_args(Direction),
+    "ablation": get_args(Ablation),
+    "alignment": get_args(Alignment),
+    "pairs.alignment": get_args(Alignment),
+    **dict.fromkeys(("positions", "pairs.positions", "pairs.spans.clean", "pairs.spans.corrupt"), PROMPT_POSITIONS),
 }
 
 

@@ -20,7 +20,7 @@ def check_limits(sweep: StoredSweep, model: ModelInfo, settings: Settings, every
     _check_cells(sweep, settings)
     _check_lengths(sweep, model)
     _check_room(sweep, model, everyone)
-    _check_capture(sweep, model)
+    _check_capture(sweep, model, settings)
 
 
 def _check_columns(sweep: StoredSweep) -> None:
@@ -67,10 +67,11 @@ def _check_lengths(sweep: StoredSweep, model: ModelInfo) -> None:
 
 
 def room_of_cell(sweep: StoredSweep) -> Room:
-    """What the largest cell takes of the steering table: a row for each position that gets vectors of its own, an entry for each vector."""
+    """What the largest cell takes of the steering table: a row for each position, an entry for each vector.
+
+    (Cells of an ablation take less. The patches that change nothing, to see how far values scatter, do not.)
+    """
     each = sweep.window.layers * (2 if sweep.mask else 1)
-    if sweep.ablation:  # one vector for all positions of a layer
-        return Room(1, each)
     widest, window = 0, sweep.window.positions
     for pair in sweep.pairs:
         widths = [len(column.places) for column in pair.columns]
@@ -91,14 +92,19 @@ def _check_room(sweep: StoredSweep, model: ModelInfo, everyone: GlobalSteering) 
             )
 
 
-def _check_capture(sweep: StoredSweep, model: ModelInfo) -> None:
-    """Rows that both prompts give in one engine step must fit the capture buffer."""
-    longest = max(len(ids) for pair in sweep.pairs for ids in (pair.base, pair.source))
-    rows = len(sweep.hooks) * len(sweep.layers) * min(longest, model.step_tokens or longest)
+def _check_capture(sweep: StoredSweep, model: ModelInfo, settings: Settings) -> None:
+    """Rows that a prompt gives in one engine step must fit the capture buffer."""
+    longest = max(len(ids) + max(len(pair.answer), len(pair.foil), 1) - 1 for pair in sweep.pairs for ids in (pair.base, pair.source))
+    hooks = {*sweep.hooks}
+    of_base = hooks if sweep.ablation == "mean" else {sweep.hooks[0]}
+    if settings.sweep_entry and "pre_attn" in model.hooks:  # what forwards go on from that begin at the layer that is patched
+        of_base = of_base | {"pre_attn"}
+    sites = len(sweep.layers) * max(len(of_base), 0 if sweep.ablation else len(hooks))
+    rows = sites * min(longest, model.step_tokens or longest)
     if model.capture_row_limit and rows > model.capture_row_limit:
         raise invalid(
             "layers",
-            f"a prompt of {longest} tokens gives {rows} rows in one engine step ({len(sweep.hooks)} hooks, {len(sweep.layers)} layers): "
-            "more than the worker's buffer holds (setting capture_buffer_mib)",
+            f"a prompt of {longest} tokens gives {rows} rows in one engine step: more than the worker's buffer holds (setting "
+            "capture_buffer_mib)",
             allowed=f"at most {model.capture_row_limit} rows: fewer layers or hooks in one sweep",
         )

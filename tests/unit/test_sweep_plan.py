@@ -238,7 +238,7 @@ SPAN = {"name": "s", "clean": [1]}
         ([pair()], {"limits": {"sweep_cells": 19}}, "pairs", "20 cells (1 pair × 1 hook × 4 layers × 5 columns)"),
         ([pair()], {"info": model(max_model_len=6)}, "pairs[0].clean", "has 6 tokens, and 1 follow"),
         ([pair(answer=[9, 9, 9])], {"info": model(max_model_len=7), "direction": "noise"}, "pairs[0].clean", "3 follow"),
-        ([pair()], {"info": model(capture_row_limit=19, step_tokens=5)}, "layers", "20 rows in one engine step"),
+        ([pair()], {"info": model(capture_row_limit=39, step_tokens=5)}, "layers", "40 rows in one engine step"),
         ([pair()], {"info": model(steering_rows=2), "window": {"positions": 5}}, "window", "needs 4 rows"),
         ([pair()], {"info": model(steering_entries=3), "window": {"layers": 4}, "mask": [0]}, "window", "needs 8 entries"),
     ],
@@ -277,7 +277,24 @@ def test_a_cells_room_is_that_of_its_widest_window() -> None:
     assert room_of_cell(plan(window={"layers": 2, "positions": 3}).sweep) == (2, 4), "<bos> The | Colosseum is skipped"
     assert room_of_cell(plan(window={"layers": 2, "positions": 5}, mask=[0]).sweep) == (4, 16)
     spans = [{"name": "s", "clean": "all_prompt"}]
-    assert room_of_cell(plan(ablated(spans=spans), ablation="zeros", metric="logprob", mask=[0]).sweep) == (1, 2)
+    ablation = plan(ablated(spans=spans), ablation="zeros", metric="logprob", mask=[0]).sweep
+    assert room_of_cell(ablation) == (6, 12), "of its patches that change nothing"
+
+
+@pytest.mark.parametrize(
+    ("fields", "limits", "rows"),
+    [
+        ({"hooks": ["attn_out"]}, {}, 2 * 4 * 6),
+        ({"hooks": ["attn_out"]}, {"sweep_entry": False}, 4 * 6),
+        ({"hooks": ["attn_out", "pre_attn", "post_block"], "layers": [0, 1]}, {}, 3 * 2 * 6),
+        ({"ablation": "mean", "metric": "kl", "hooks": ["attn_out", "post_block"]}, {}, 3 * 4 * 6),
+        ({"ablation": "zeros", "metric": "kl", "hooks": ["attn_out", "post_block"]}, {"sweep_entry": False}, 4 * 6),
+    ],
+)
+def test_rows_that_the_prompts_give_fit_the_capture_buffer(fields: dict[str, Any], limits: dict[str, Any], rows: int) -> None:
+    asked = ablated() if "ablation" in fields else pair()
+    assert plan(asked, info=model(capture_row_limit=rows), limits=limits, **fields)
+    assert f" {rows} rows" in refusal(asked, info=model(capture_row_limit=rows - 1), limits=limits, **fields).detail
 
 
 def test_what_steers_everyone_takes_its_part_of_the_room() -> None:

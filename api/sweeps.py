@@ -1,0 +1,79 @@
+"""The route of sweeps: a body is resolved on the model, held against the quota of cells, and accepted as a job like any other."""
+
+import asyncio
+import logging
+
+from litestar import Response, post
+from litestar.openapi.datastructures import ResponseSpec
+from litestar.params import JSONBody
+
+from ..broker.ledger import new_job_id
+from ..broker.sweeps import Sweeps
+from ..schemas.base import now
+from ..schemas.errors import MidstreamError
+from ..schemas.jobs import Job, JobResult, JobView, Sampling
+from ..schemas.sweeps import StoredSweep, SweepRequest
+from .body import JsonRequest
+from .edge import Edge, edge_of
+from .jobs import PROBLEM, SUBMIT_ERRORS, Key, Prefer, answer_submission
+from .sweep_plan import plan_sweep
+
+log = logging.getLogger("midstream.api")
+
+
+async def submit_sweep(edge: Edge, body: SweepRequest, idempotency: tuple[str, str] | None) -> str:
+    """As `Edge.submit`, of a sweep. Raises MidstreamError also with `too_many_cells`."""
+    info = await edge.model(body.model)
+    if idempotency and (known := await edge.ledger.repeated(idempotency)):
+        return known  # counted already
+    everyone = (await edge.standing(info.name, [])).everyone
+    sweep, blobs = await plan_sweep(body, info, await edge.codec(info), edge.settings, everyone)
+    job = Job(
+        id=new_job_id(),
+        kind="sweep",
+        model=info.name,
+        prompts=[],
+        sampling=Sampling(max_tokens=1),
+        created=now(),
+        metadata=body.metadata,
+        sweep=sweep,
+    )
+    async with _counting:  # so that two that come at once see one another
+        if not (idempotency and await edge.ledger.knows_key(idempotency[0])):
+            await _check_waiting(edge, sweep)
+        return await edge.accept(job, info, blobs, idempotency)
+
+
+_counting = asyncio.Lock()
+
+
+async def _check_waiting(edge: Edge, sweep: StoredSweep) -> None:
+    """Counted from the jobs that are not over, so the number is right however they end."""
+    limit = edge.settings.sweep_cells_waiting
+    waiting = await Sweeps(edge.ledger).waiting()
+    if waiting + sweep.num_cells > limit:
+        raise MidstreamError(
+            "too_many_cells",
+            f"{waiting} cells of other sweeps wait or run, and this one has {sweep.num_cells}",
+            allowed=f"{limit} in all (setting sweep_cells_waiting): try again when some are over, or ask for fewer cells",
+        )
+
+
+@post(
+    "/v1/sweeps",
+    status_code=202,
+    summary="Submit a sweep of patches",
+    description="One job: both prompts of every pair as they are, then each cell, patched. Follow, fetch and cancel it as any job.",
+    responses={
+        200: ResponseSpec(JobResult, description="The result, with `Prefer: wait=N`", generate_examples=False),
+        429: PROBLEM,
+        **SUBMIT_ERRORS,
+    },
+)
+async def post_sweep(data: JSONBody[SweepRequest], request: JsonRequest, key: Key = None, prefer: Prefer = None) -> Response[JobView]:
+    edge = edge_of(request)
+    job_id = await submit_sweep(edge, data, await request.idempotency(key))
+    return await answer_submission(request, edge, job_id, prefer)
+
+
+ROUTES = [post_sweep]
