@@ -1,4 +1,4 @@
-"""What can one type? `midstream up`, `demo`, `model`, `version`, and what `cli_jobs`, `cli_captures` and `cli_steering` add."""
+"""What can one type? `midstream up`, `demo`, `model`, `version`, and what the other modules called `cli_…` add."""
 
 import os
 import sys
@@ -6,26 +6,24 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from .. import __version__
 from ..schemas.errors import MidstreamError
 from ..schemas.global_capture import from_settings
 from ..schemas.settings import SettingsError, load_settings
-from . import cli_captures, cli_jobs, cli_steering
-from .cli_jobs import Url, find_url, out
+from . import cli_captures, cli_jobs, cli_steering, cli_sweeps
+from .cli_jobs import Url, err, find_url, out
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
-    help="Activation steering and capture on stock vLLM, as a job service.",
+    help="Activation steering, capture and patching on stock vLLM, as a job service.",
 )  # fmt: skip
 model_app = typer.Typer(no_args_is_help=True, help="Checkpoints.")
 app.add_typer(model_app, name="model")
 cli_jobs.register(app)
 cli_captures.register(app)
 cli_steering.register(app)
-
-err = Console(stderr=True, soft_wrap=True, highlight=False)
+cli_sweeps.register(app)
 
 
 @app.command()

@@ -13,11 +13,12 @@ from ..schemas.base import to_json
 from ..schemas.errors import MidstreamError, invalid
 from ..schemas.jobs import JobRequest, JobResult, JobView, State
 from ..schemas.settings import load_settings
-from . import options, show
+from . import options, show, show_sweeps
 from .http import Client
 from .wire import returned_rows
 
 out = Console(soft_wrap=False, highlight=False)
+err = Console(stderr=True, soft_wrap=True, highlight=False)
 
 Url = Annotated[str | None, typer.Option(help="Where the API is; default: the stack that runs on the data directory.")]
 JobId = Annotated[str, typer.Argument(metavar="JOB", help="A job's id.")]
@@ -216,6 +217,9 @@ def report_end(client: Client, view: JobView, as_json: bool) -> None:
 
 
 def print_result(result: JobResult) -> None:
+    if result.sweep is not None:
+        out.print(show_sweeps.report(result.sweep))
+        return
     out.print(show.outputs(result))
     captures = result.capture_results
     if result.determinism is not None:

@@ -208,6 +208,13 @@ class PatchStudy(_Study):
         return study
 
     @classmethod
+    def of(cls, request: SweepRequest, result: SweepResult, client: Client | None = None) -> Self:
+        """A study of a sweep that was asked for by other means."""
+        study = cls.pairs(request.pairs, client=client, model=request.model)
+        study._request, study._result = request, result
+        return study
+
+    @classmethod
     def load(cls, path: Path | str, client: Client | None = None) -> Self:
         """What `save` wrote. Raises MidstreamError for another file, or one of another version; OSError."""
         return cls("", client=client)._read(path)

@@ -62,7 +62,7 @@ def job(view: JobView) -> Table:
     rows: list[tuple[str, str]] = [
         ("job", view.id),
         ("state", coloured(view.state)),
-        ("kind", f"{view.kind}, {view.prompts} prompt{'s' if view.prompts != 1 else ''}, model {escape(view.model)}"),
+        ("kind", f"{view.kind}, {_extent(view)}, model {escape(view.model)}"),
         ("attempt", str(view.attempt)),
         ("waited", seconds(view.queued or view.created, view.started)),
         ("generated in", seconds(view.started, view.generated)),
@@ -76,6 +76,12 @@ def job(view: JobView) -> Table:
         if value:
             shown.add_row(name, value)
     return shown
+
+
+def _extent(view: JobView) -> str:
+    if view.kind == "sweep":
+        return f"{view.cells} of {view.cells_expected} cells"
+    return f"{view.prompts} prompt{'s' if view.prompts != 1 else ''}"
 
 
 def jobs(views: Iterable[JobView]) -> Table:

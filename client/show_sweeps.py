@@ -133,9 +133,9 @@ def strongest(result: SweepResult, pair: int | None = None, count: int = 5) -> T
     return shown
 
 
-def report(result: SweepResult, pair: int | None = None) -> RenderableType:
+def report(result: SweepResult, pair: int | None = None, count: int = 5) -> RenderableType:
     """Heatmap, strongest cells, baselines, notes, and what has no value and why."""
-    parts: list[RenderableType] = [Heatmap(result, pair), Text(""), strongest(result, pair)]
+    parts: list[RenderableType] = [Heatmap(result, pair), Text(""), strongest(result, pair, count)]
     parts += [Text(line, style="dim") for line in _baselines(result)]
     for number, each in enumerate(result.pairs):
         parts += [Text(f"note{_of(result, number)}: {note}", style="yellow") for note in each.notes]

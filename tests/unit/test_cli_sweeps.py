@@ -1,0 +1,111 @@
+"""Does `midstream sweep` ask for what was typed, show what came, and name the option that is wrong?"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from http_kit import reply, server
+from sweep_kit import result
+from test_patch_study import VIEW, over
+
+from midstream.client import PatchStudy, cli, cli_sweeps
+from midstream.schemas.base import from_json, to_json
+from midstream.schemas.errors import MidstreamError
+from midstream.schemas.sweeps import SweepRequest, SweepResult
+
+PROMPTS = ("--clean", "The Eiffel Tower is in", "--corrupt", "The Colosseum is in", "--answer", " Paris", "--foil", " Rome")
+
+
+def swept(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[SweepRequest, str]:
+    """What the server was asked and what was printed."""
+    with server(reply(VIEW, 202), reply(VIEW), over(result())) as (url, seen):
+        with pytest.raises(SystemExit) as caught:
+            cli.main(["sweep", *options, "--url", url])
+        assert not caught.value.code
+        return from_json(seen.bodies[0], SweepRequest), capsys.readouterr().out
+
+
+def test_what_is_typed_is_what_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    asked, _ = swept(
+        capsys, *PROMPTS, "--model", "m", "--hooks", "resid_pre,mlp_out", "--layers", "0-9", "--positions", "1:4", "--window", "3x1",
+        "--metric", "logit_diff", "--direction", "noise", "--alignment", "right", "--alpha", "0.5", "--noise", "2",
+    )  # fmt: skip
+    assert json.loads(to_json(asked)) | {"mask": None, "metadata": {}, "ablation": None} == json.loads(to_json(asked))
+    assert (asked.pairs[0].clean, asked.pairs[0].answer, asked.pairs[0].foil) == ("The Eiffel Tower is in", " Paris", " Rome")
+    assert (asked.hooks, asked.layers, asked.window.layers, asked.window.positions) == (["resid_pre", "mlp_out"], "0-9", 3, 1)
+    assert (asked.metric, asked.direction, asked.alignment, asked.alpha, asked.noise) == ("logit_diff", "noise", "right", 0.5, 2)
+    assert json.loads(to_json(asked.positions)) == {"text": None, "occurrence": 0, "start": 1, "stop": 4}
+
+
+def test_the_terminal_shows_heatmap_strongest_cells_notes_and_reasons(capsys: pytest.CaptureFixture[str]) -> None:
+    _, shown = swept(capsys, *PROMPTS, "--model", "m", "--top", "2")
+    for part in ("pre_attn (resid_pre)", "um 3", "█", "Strongest cells", "0.950", "note: position 3", "60 cells without a value"):
+        assert part in shown
+    assert "0.317" not in shown
+
+
+def test_figure_and_study_are_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    drawn, kept = tmp_path / "out.png", tmp_path / "out.json"
+    asked, shown = swept(capsys, *PROMPTS, "--model", "m", "--heatmap", str(drawn), "--save", str(kept))
+    assert drawn.read_bytes().startswith(b"\x89PNG")
+    assert str(drawn) in shown
+    study = PatchStudy.load(kept)
+    assert (study.request, study.result) == (asked, result())
+
+
+def test_json_is_the_result_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    _, shown = swept(capsys, *PROMPTS, "--model", "m", "--json")
+    assert from_json(shown, SweepResult) == result()
+
+
+def test_a_sweep_of_before_is_shown_by_its_job(capsys: pytest.CaptureFixture[str]) -> None:
+    with server(reply(VIEW), over(result())) as (url, seen), pytest.raises(SystemExit):
+        cli.main(["sweep", "--job", "job_1", "--url", url])
+    assert not any(line.startswith("POST") for line in seen)
+    assert "Strongest cells" in capsys.readouterr().out
+
+
+def test_pairs_come_from_a_file_and_spans_are_shared(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "pairs.json").write_text('[{"clean": "a", "corrupt": "b"}, {"clean": "c", "corrupt": "d"}]')
+    asked, _ = swept(capsys, "--pairs", str(tmp_path / "pairs.json"), "--model", "m", "--span", "subject=Eiffel|Col", "--span", "end=-1")
+    assert [each.clean for each in asked.pairs] == ["a", "c"]
+    subject, end = asked.pairs[1].spans or []
+    assert json.loads(to_json(subject.corrupt))["text"] == "Col"
+    assert (end.name, end.clean, end.corrupt) == ("end", [-1], None)
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ((), "--clean"),
+        ((*PROMPTS, "--window", "three"), "--window"),
+        ((*PROMPTS, "--span", "subject"), "--span"),
+        ((*PROMPTS, "--metric", "best"), "metric"),
+        ((*PROMPTS, "--hooks", "resid"), "hooks[0]"),
+        ((*PROMPTS, "--pairs", "pairs.json"), "--clean"),
+        (("--body", "missing.json", "--alpha", "1"), "--body"),
+        (("--job", "job_1", "--save", "x.json"), "--save"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_the_option_or_field(
+    capsys: pytest.CaptureFixture[str], options: tuple[str, ...], field: str
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["sweep", *options, "--model", "m", "--url", "http://127.0.0.1:1"])
+    assert caught.value.code == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {field}: ")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(("text", "window"), [("3", {"layers": 3}), ("3x2", {"layers": 3, "positions": 2})])
+def test_a_window_is_layers_or_layers_by_positions(text: str, window: dict[str, Any]) -> None:
+    assert cli_sweeps.parse_window(text) == window
+
+
+def test_a_file_that_does_not_fit_is_named_with_the_place(tmp_path: Path) -> None:
+    (tmp_path / "body.json").write_text('{"model": "m", "pairs": [{"clean": 1}]}')
+    with pytest.raises(MidstreamError, match=r"body.json: pairs\[0\].clean") as caught:
+        cli_sweeps._read(tmp_path / "body.json", SweepRequest, "--body")
+    assert caught.value.field == "--body"
