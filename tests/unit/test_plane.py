@@ -6,11 +6,13 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from capture_kit import source_run, values
 from plane_kit import VECTOR, Rig, capturing, for_everyone, run, spec_of, steered, template
 from rank_kit import HIDDEN, Request, steering, stream_of
 
 from midstream import __version__
 from midstream.client.reader import CaptureReader
+from midstream.schemas.runs import RunRow, row_name
 from midstream.schemas.selectors import HOOKS, PositionSelector, Window, select
 from midstream.schemas.specs import StoredCapture
 from midstream.schemas.tensors import content_hash, from_numpy
@@ -241,6 +243,72 @@ def test_after_a_failed_intervention_its_digest_reads_no_cached_block_until_the_
     arrives(5)
     told = {receipt.job: (receipt.status, receipt.kind) for receipt in rig.receipts()}
     assert told == dict.fromkeys(("j1", "j2", "j3", "j4"), ("error", "intervention_failed"))
+
+
+def patched(number: int, *places: tuple[int, int], prompt: int = 6) -> Request:
+    """Rows of the source run `job_s` at (layer, position), where they are in it."""
+    edits = [
+        steering(row_name(RunRow("job_s.0.tag", "pre_attn", layer, position)), [layer], "pre_attn", [position], "replace")
+        for layer, position in places
+    ]
+    return Request(number, prompt, prompt + 2, (), edits)
+
+
+def test_a_request_may_patch_every_position_of_its_prompt(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, steering_rows=40, steering_entries=80)
+    rig.plane.runs.put(source_run(tmp_path / "captures", {"pre_attn": [0, 1]}, range(30)))
+    request = patched(1, *((layer, position) for position in range(30) for layer in (0, 1)), prompt=30)
+    beside = steered(2)
+    rig.step((beside, 0, 6), (request, 0, 12), new=[request, beside])
+    rig.step((request, 12, 18), (beside, 6, 1))
+    for layer in (0, 1):
+        assert rig.left("pre_attn", layer)[:18].tolist() == values("pre_attn", layer, range(12, 30)).tolist()
+    status = rig.plane.status()
+    assert (status["rows_used"], status["entries_used"], status["runs"], status["run_bytes"]) == (31, 61, 1, 2 * 30 * HIDDEN * 4)
+    rig.step((request, 30, 1))
+    rig.step(finished=[request, beside])
+    assert rig.plane.status()["rows_used"] == 0
+    first, second = sorted(rig.receipts(), key=lambda receipt: receipt.job)
+    assert (first.status, first.applied) == ("ok", 60)
+    assert second.status == "ok"
+
+
+# field case 31
+@pytest.mark.parametrize("lost", ["never put", "dropped", "lost once", "dropped for a restart"])
+def test_a_request_whose_source_run_is_not_there_fails_with_the_reason_and_taints_what_it_fills(rig: Rig, lost: str) -> None:
+    run_files = source_run(rig.directory / "captures", {"pre_attn": [0, 1]}, range(6))
+    if lost != "never put":
+        rig.plane.runs.put(run_files)
+    if lost == "dropped":
+        rig.plane.runs.drop([run_files.key])
+    elif lost == "lost once":
+        rig.plane.faults.switch("lose_run")
+    elif lost == "dropped for a restart":
+        rig.plane.restart()
+    request, beside = patched(1, (0, 2), (1, 3)), Request(2, 6, 8, (), [])
+    rig.step((request, 0, 6), (beside, 0, 6), new=[request, beside])
+    assert (rig.left("pre_attn", 0) == np.concatenate([stream_of(n, "pre_attn", 0, 0, 6) for n in (1, 2)])).all()
+    status = rig.plane.status()
+    assert (status["tainted"], status["rows_used"], status["entries_used"]) == (1, 0, 0)
+    rig.plane.runs.put(run_files)  # a cell that comes with the same patch is not served what this one fills
+    rig.plane.begin([NewRequest("3", msgspec.to_builtins(spec_of(patched(3, (0, 2), (1, 3)))), 4)], {}, 0)
+    later = patched(4, (1, 3))
+    rig.step((later, 0, 6), new=[later])
+    assert rig.left("pre_attn", 1)[3].tolist() == values("pre_attn", 1, [3])[0].tolist()
+    rig.step(finished=[later, beside], aborted=[request, patched(3)])
+    told = {receipt.job: receipt for receipt in rig.receipts()}
+    assert {job: receipt.status for job, receipt in told.items()} == {"j1": "error", "j2": "ok", "j3": "error", "j4": "ok"}
+    assert (told["j1"].kind, told["j1"].message) == ("intervention_failed", "source run job_s.0.tag is not on this rank")
+    assert "cached prefix was computed by a request whose intervention failed" in told["j3"].message
+
+
+def test_ranks_that_hold_other_source_runs_are_told_apart(rig: Rig) -> None:
+    nothing = rig.plane.fingerprint()
+    run_files = source_run(rig.directory / "captures", {"pre_attn": [0, 1]}, range(6))
+    rig.plane.runs.put(run_files)
+    held = rig.plane.fingerprint()
+    rig.plane.runs.drop([run_files.key])
+    assert held != nothing == rig.plane.fingerprint()
 
 
 def test_vectors_that_add_up_to_what_the_dtype_cannot_hold_fail_the_request(rig: Rig) -> None:

@@ -5,11 +5,14 @@ import sys
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from rank_kit import HIDDEN, Rank, Request, make_buffers, rows_of, steering, stream_of, wanted_rows
 
-from midstream.kernels.plan import ALIKE, ALIKE_FROM
-from midstream.schemas.selectors import HOOKS, Window
-from midstream.schemas.specs import StoredCapture, StoredSteering
+from midstream.kernels.plan import ALIKE, ALIKE_FROM, DEPTH, EDITS, ROWS_PER_TOKEN
+from midstream.schemas.selectors import HOOKS, Window, select
+from midstream.schemas.specs import SteeringRow, StoredCapture, StoredSteering, columns_of
+from midstream.schemas.steering import GlobalSteering, SteeringTemplate
 from midstream.workers.runner.buffers import Staging
 
 
@@ -152,6 +155,48 @@ def test_replacements_happen_in_the_order_written_also_when_positions_are_named_
     assert len(rank.rows(Request(2, 3, 4, (), [replace(a, "all"), elsewhere, replace(c, "all")]))) == 2  # no common site
     rank.step((last, 0, 3), (middle, 0, 3))
     assert rank.left["pre_attn", 0][:, 0].tolist() == [3.0, 3.0, 3.0, 1.0, 2.0, 1.0]
+
+
+SELECTORS = st.one_of(
+    st.sets(st.integers(0, 9), max_size=4).map(sorted),
+    st.builds(Window, start=st.integers(0, 12), stop=st.one_of(st.none(), st.integers(0, 12))),
+    st.sampled_from(["all", "all_prompt", "last_prompt", "all_generated"]),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(SELECTORS, max_size=8), st.lists(SELECTORS, max_size=8))
+def test_rows_that_may_touch_one_token_have_places_of_their_own_in_their_order(everyones: list, own: list) -> None:
+    rows = [SteeringRow(key=str(number), positions=positions, entries=[]) for number, positions in enumerate(everyones + own)]
+    columns = columns_of(rows)
+    for later, row in enumerate(rows):
+        for earlier in range(later):
+            if set(select(row.positions, 0, 14, 10)) & set(select(rows[earlier].positions, 0, 14, 10)):
+                assert columns[earlier] < columns[later]
+    alone = max(columns_of(rows[: len(everyones)]), default=-1) + max(columns_of(rows[len(everyones) :]), default=-1) + 2
+    assert max(columns, default=-1) + 1 <= alone, "what fits alone, as everyone's and as its own, fits together"
+
+
+def test_many_rows_of_disjoint_positions_share_one_place_of_a_token_behind_everyones() -> None:
+    rank = Rank(capacity=16)
+    everyone = GlobalSteering(
+        version=1,
+        entries=[SteeringTemplate(layers=[0], hook="pre_attn", positions="all", family="add", tensors=[rank.vector(np.ones(HIDDEN))])],
+    )
+    targets = [rank.vector(np.full(HIDDEN, 10.0 * (number + 1))) for number in range(6)]
+    patches = [steering(target, [0], "pre_attn", [2 * number, 2 * number + 1], "replace") for number, target in enumerate(targets)]
+    patches[5] = steering(targets[5], [0], "pre_attn", [0, 11], "replace", [0.5])
+    request = rank.admit(Request(1, 12, 13, (), patches, everyone))
+    assert request.tracked.columns == [0, 1, 1, 1, 1, 1, 2]
+    rank.step((request, 0, 12))
+    stream = stream_of(1, "pre_attn", 0, 0, 12)[:, 0]
+    half = [0.5 * 10 + 0.5 * 60, 10, 20, 20, 30, 30, 40, 40, 50, 50, stream[10], 0.5 * stream[11] + 0.5 * 60]
+    assert (rank.left["pre_attn", 0][:, 0] - 1).tolist() == half
+    rank.plan((request, 4, 8))
+    assert (rank.buffers.plan[0, DEPTH], rank.buffers.plan[0, EDITS]) == (3, 8)
+    assert rank.buffers.token_rows[:8].count_nonzero(1).tolist() == [2] * 6 + [1, 2]
+    rank.plan((request, 10, 1))
+    assert rank.buffers.token_rows[0].tolist() == [request.tracked.rows[0][0]] + [0] * (ROWS_PER_TOKEN - 1)
 
 
 def test_requests_that_want_nothing_of_a_step_leave_the_forward_alone() -> None:
