@@ -1,0 +1,324 @@
+"""What a run's name means, whether it is ready, where its rows are and who keeps them, in a real Redis and on a real disk."""
+
+import asyncio
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from capture_kit import HIDDEN, finished, write
+from ledger_kit import BOOT, EPOCH, MODEL, WORKER, claimed, make_job, open_ledger, outputs, receipt, settler, worker_info
+
+from midstream.broker import runs as runs_module
+from midstream.broker import scripts
+from midstream.broker.captures import Captures
+from midstream.broker.ledger import Ledger
+from midstream.broker.runs import SourceRuns
+from midstream.schemas.base import now
+from midstream.schemas.errors import MidstreamError
+from midstream.schemas.jobs import Job, State
+from midstream.schemas.runs import RunFiles, RunView, run_key
+from midstream.schemas.specs import StoredCapture
+from midstream.workers.engine import Locate
+from midstream.workers.run_holds import LEASES, RunHolds
+
+SITES = {"pre_attn": [0, 2], "post_block": [0, 1, 2, 3]}
+STAGES = [{"pre_attn": [0], "post_block": [0, 1]}, {"pre_attn": [2], "post_block": [2, 3]}]
+TAG = "t"
+
+
+def run_job(prompts: int = 1, name: str = "clean", **changes: Any) -> Job:
+    capture = StoredCapture(sites=SITES, positions="all", tag=TAG)
+    return make_job(prompts, captures=[[capture]] * prompts, run=name, **changes)
+
+
+async def finish(ledger: Ledger, url: str, job: Job, root: Path, layout: str = "packed", **changes: Any) -> Job:
+    """Let two stages capture all prompts of a submitted job, and end it."""
+    claim = await ledger.claim(job.id, WORKER, BOOT, 2)
+    assert claim is not None
+    receipts = []
+    for request in range(len(job.prompts)):
+        for pp, sites in enumerate(STAGES):
+            made = finished(job.id, request, sites, all_sites=SITES, layout=layout, tag=TAG, pp=pp, stages=2, **changes)
+            files = write(root, made, owner=f"w.{job.id[-6:]}.{request}.{pp}")
+            receipts.append(receipt(job, request, rank=pp, tp=0, pp=pp, files=files))
+    await ledger.store_outputs(job.id, claim.attempt, outputs(len(job.prompts)))
+    epoch = f"{EPOCH}{job.id[-6:]}"
+    settler(url).settle(WORKER, 0, epoch, [(place + 1, told) for place, told in enumerate(receipts)])
+    return job
+
+
+async def ready(ledger: Ledger, url: str, root: Path, prompts: int = 1, name: str = "clean", **changes: Any) -> Job:
+    job = run_job(prompts, name)
+    await ledger.submit(job, {})
+    await finish(ledger, url, job, root, **changes)
+    assert (await ledger.view(job.id)).state is State.SUCCEEDED
+    return job
+
+
+def told(files: RunFiles) -> tuple[Any, ...]:
+    return (
+        files.key,
+        files.sites,
+        files.positions,
+        files.hidden_size,
+        files.bytes,
+        {(f.path, f.offset, f.bytes, f.crc32) for f in files.files},
+    )
+
+
+async def refusal(call: Awaitable[Any]) -> tuple[str, str]:
+    with pytest.raises(MidstreamError) as caught:
+        await call
+    return caught.value.kind, caught.value.detail
+
+
+def test_a_name_is_given_with_the_job_that_is_accepted_and_then_means_the_last_such_job(redis_url: str, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url, data_dir=str(tmp_path)) as ledger:
+            runs = SourceRuns(ledger)
+            first, second = run_job(), run_job()
+            assert await ledger.submit(first, {}, ("key", "body")) == (first.id, True)
+            run = await runs.lookup(MODEL, "clean")
+            assert run is not None
+            assert (run.job, run.tag, run.created) == (first.id, TAG, first.created)
+            assert (await ledger.view(first.id)).run == "clean"
+            await ledger.submit(second, {})
+            # The same submission once more, its answer was lost: no new job, and the name is not turned back.
+            assert await ledger.submit(run_job(), {}, ("key", "body")) == (first.id, False)
+            run = await runs.lookup(MODEL, "clean")
+            assert run is not None
+            assert run.job == second.id
+            assert await runs.names(MODEL) == ["clean"]
+            assert (await runs.names("another"), await runs.lookup("another", "clean")) == ([], None)
+            by_job = await runs.lookup(MODEL, first.id)
+            assert by_job is not None
+            assert (by_job.job, by_job.tag) == (first.id, TAG)
+            assert await runs.lookup("another", first.id) is None
+            user = make_job(runs={"clean": second.id})
+            await ledger.submit(user, {})
+            assert ((await ledger.view(user.id)).runs, (await ledger.view(user.id)).run) == ({"clean": second.id}, "")
+
+    asyncio.run(main())
+
+
+def test_a_run_is_pending_until_its_job_is_over_and_failed_with_its_reason(redis_url: str, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url, data_dir=str(tmp_path)) as ledger:
+            runs = SourceRuns(ledger)
+            job = run_job()
+            attempt = await claimed(ledger, job)
+            view = await runs.view(MODEL, "clean")
+            assert (view.state, view.detail, view.prompts) == ("pending", "its job is running", None)
+            run = await runs.lookup(MODEL, "clean")
+            assert run is not None
+            assert await refusal(runs.prompts(run)) == ("conflict", "source run clean: its job is running")
+            assert (await refusal(runs.files(run_key(job.id, 0, TAG))))[0] == "intervention_failed"
+            await ledger.fail(job.id, attempt, MidstreamError("capture_failed", "the disk is full").problem())
+            view = await runs.view(MODEL, "clean")
+            assert (view.state, view.detail) == ("failed", "the disk is full")
+            assert await refusal(runs.prompts(run)) == ("capture_failed", "source run clean: the disk is full")
+            kind, detail = await refusal(runs.files(run_key(job.id, 0, TAG)))
+            assert (kind, detail) == ("intervention_failed", f"source run {run_key(job.id, 0, TAG)}: the disk is full")
+            partial = run_job(name="partial")
+            await ledger.submit(partial, {})
+            await finish(ledger, redis_url, partial, tmp_path / "captures", dropped=(3,))
+            assert (await ledger.view(partial.id)).capture_status == "partial"
+            assert (await runs.view(MODEL, "partial")).detail == "the status of its captures is partial"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("layout", ["packed", "per_file", "segment"])
+def test_rows_are_found_by_receipts_and_without_them_and_without_the_ledger(redis_url: str, tmp_path: Path, layout: str) -> None:
+    """A week later receipts are gone; two weeks later so is the job; and Redis may be lost altogether."""
+
+    async def main() -> None:
+        async with open_ledger(redis_url, data_dir=str(tmp_path)) as ledger:
+            runs, root = SourceRuns(ledger), tmp_path / "captures"
+            job = await ready(ledger, redis_url, root, prompts=2, layout=layout)
+            # What an attempt left that was cut off: one stage of it, and later than the one that counts.
+            write(root, finished(job.id, 1, STAGES[0], all_sites=SITES, layout=layout, tag=TAG, stages=2, attempt=2), owner="w.cut.0")
+            key = run_key(job.id, 1, TAG)
+            by_receipts = await runs.files(key)
+            assert by_receipts.sites == SITES
+            assert (by_receipts.positions, by_receipts.hidden_size) == ([0, 1, 2], HIDDEN)
+            assert by_receipts.bytes == 6 * 3 * HIDDEN * 2
+            prompts = (await runs.view(MODEL, "clean")).prompts
+            assert prompts is not None
+            assert [(each.request, each.tokens, each.token_ids, each.dtype) for each in prompts] == [
+                (0, 3, [100, 101, 102], "bfloat16"),
+                (1, 3, [100, 101, 102], "bfloat16"),
+            ]
+            run = await runs.lookup(MODEL, "clean")
+            assert run is not None
+            assert await runs.prompts(run, [1]) == prompts[1:]
+            await ledger.redis.delete(f"ms:ticket:{job.id}")
+            assert told(await runs.files(key)) == told(by_receipts)
+            assert (await runs.view(MODEL, "clean")).prompts == prompts
+            await ledger.redis.delete(f"ms:job:{job.id}")
+            assert told(await runs.files(key)) == told(by_receipts)
+            assert (await runs.view(MODEL, job.id)).state == "ready"
+            await ledger.redis.flushall()
+            assert told(await runs.files(key)) == told(by_receipts)
+            kind, detail = await refusal(runs.files(run_key(job.id, 7, TAG)))
+            assert (kind, detail.endswith("nothing of this prompt was captured")) == ("intervention_failed", True)
+            for path in root.rglob("*.pp1.*"):
+                path.unlink()
+            if layout != "segment":
+                assert (await refusal(runs.files(key)))[1].endswith("post_block of layer 2 is in no file")
+
+    asyncio.run(main())
+
+
+# field case 31
+def test_what_was_deleted_is_refused_by_name_and_by_key_whoever_knows_of_the_deletion(redis_url: str, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url, data_dir=str(tmp_path)) as ledger:
+            runs, root = SourceRuns(ledger), tmp_path / "captures"
+            job = await ready(ledger, redis_url, root)
+            run, key = await runs.lookup(MODEL, "clean"), run_key(job.id, 0, TAG)
+            assert run is not None
+            await Captures(ledger).delete(job.id)
+            for forgotten in ("", f"ms:capture:{job.id}"):  # long after the deletion its record is gone, too
+                if forgotten:
+                    await ledger.redis.delete(forgotten, f"ms:job:{job.id}", f"ms:ticket:{job.id}")
+                view = await runs.view(MODEL, "clean")
+                assert (view.state, view.detail) == ("deleted", "its captures were deleted")
+                assert await refusal(runs.prompts(run)) == ("gone", "source run clean: its captures were deleted")
+                assert (await refusal(runs.files(key)))[0] == "intervention_failed"
+            await runs.delete(MODEL, "clean")
+            assert await runs.lookup(MODEL, "clean") is None
+            assert await refusal(runs.delete(MODEL, "clean")) == ("not_found", "there is no source run 'clean'")
+
+    asyncio.run(main())
+
+
+def test_deleting_a_run_deletes_its_captures_and_the_name_unless_that_means_another_job_by_now(redis_url: str, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url, data_dir=str(tmp_path)) as ledger:
+            runs, root = SourceRuns(ledger), tmp_path / "captures"
+            job = await ready(ledger, redis_url, root)
+            following = run_job()
+            await ledger.submit(following, {})
+            assert (await refusal(runs.delete(MODEL, "clean")))[0] == "conflict"
+            assert await runs.names(MODEL) == ["clean"]
+            await runs.delete(MODEL, job.id)
+            assert (await Captures(ledger).list()).captures[0].job == following.id
+            assert await runs.names(MODEL) == ["clean"]
+            await finish(ledger, redis_url, following, root)
+            await runs.delete(MODEL, "clean")
+            assert (await runs.names(MODEL), (await Captures(ledger).list()).captures) == ([], [])
+            assert not list(root.rglob("*.safetensors"))
+
+    asyncio.run(main())
+
+
+def test_runs_are_listed_newest_first_in_pages_with_what_became_of_each(redis_url: str, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url, data_dir=str(tmp_path)) as ledger:
+            runs, root = SourceRuns(ledger), tmp_path / "captures"
+            jobs = [await ready(ledger, redis_url, root, name=f"run-{number}") for number in range(3)]
+            await ledger.submit(run_job(name="run-3"), {})
+            await Captures(ledger).delete(jobs[0].id)
+            await ledger.heartbeat(worker_info())
+            await runs.tell_held(WORKER, [run_key(jobs[1].id, 0, TAG)], 60)
+            await runs.lease({"job_user": [run_key(jobs[1].id, 0, TAG), run_key(jobs[1].id, 1, TAG)]}, 60)
+            first = await runs.list(MODEL, limit=3)
+            second = await runs.list(MODEL, limit=3, cursor=first.next)
+            found: list[RunView] = [*first.runs, *second.runs]
+            assert [(view.name, view.state) for view in found] == [
+                ("run-3", "pending"),
+                ("run-2", "ready"),
+                ("run-1", "ready"),
+                ("run-0", "deleted"),
+            ]
+            assert second.next is None
+            assert [(view.in_use, view.held_by) for view in found] == [(0, []), (0, []), (1, [WORKER]), (0, [])]
+            assert found[1].bytes > 0
+
+    asyncio.run(main())
+
+
+class Held:
+    """The half of an engine that holds runs."""
+
+    def __init__(self) -> None:
+        self.keys: list[str] = []
+
+    async def hold_runs(self, keys: list[str], locate: Locate) -> None:
+        self.keys += [(await locate(key)).key for key in keys]
+
+    async def release_runs(self, keys: list[str]) -> None:
+        del self.keys[:]
+
+    def held_runs(self) -> list[str]:
+        return self.keys
+
+
+# field case 36
+def test_a_run_that_a_job_uses_does_not_age_away_however_long_the_job_lasts(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url, data_dir=str(tmp_path), capture_ttl_s=60) as ledger:
+            captures, runs, root = Captures(ledger), SourceRuns(ledger), tmp_path / "captures"
+            job = await ready(ledger, redis_url, root)
+            later = now()
+
+            def clock() -> float:
+                return later
+
+            monkeypatch.setattr(runs_module, "now", clock)
+            monkeypatch.setattr(scripts, "now", clock)
+            holds = RunHolds(ledger, Held(), WORKER)  # type: ignore[arg-type]
+            lease_s = ledger.settings.lease_s
+            async with holds.holding("job_user", [run_key(job.id, 0, TAG)], {"clean": job.id}):
+                for _ in range(1000):  # an hour and more
+                    later += lease_s / 3
+                    await holds.renew()
+                    assert await captures.sweep(later) == []
+                later += (LEASES - 1) * lease_s  # Redis was away meanwhile
+                assert await captures.sweep(later) == []
+                await holds.renew()
+                assert (await runs.view(MODEL, "clean")).in_use == 1
+            assert (await runs.view(MODEL, "clean")).in_use == 0
+            assert await captures.sweep(later) == [job.id]
+
+    asyncio.run(main())
+
+
+def test_the_lease_of_a_job_whose_worker_died_lapses_and_an_explicit_deletion_asks_for_none(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url, data_dir=str(tmp_path), capture_ttl_s=60) as ledger:
+            captures, runs, root = Captures(ledger), SourceRuns(ledger), tmp_path / "captures"
+            jobs = [await ready(ledger, redis_url, root, name=name) for name in ("old", "wanted")]
+            await runs.lease({"job_user": [run_key(job.id, 0, TAG) for job in jobs]}, 3600)
+            await captures.delete(jobs[1].id)
+            assert await captures.sweep(now() + 120) == []
+            later = now() + 3601
+            monkeypatch.setattr(scripts, "now", lambda: later)
+            assert await captures.sweep(later) == [jobs[0].id]
+
+    asyncio.run(main())
+
+
+def test_a_job_is_told_which_of_its_runs_is_not_there_and_holds_nothing(redis_url: str, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url, data_dir=str(tmp_path)) as ledger:
+            runs, root = SourceRuns(ledger), tmp_path / "captures"
+            jobs = [await ready(ledger, redis_url, root, name=name) for name in ("here", "gone")]
+            await runs.delete(MODEL, "gone")
+            holds = RunHolds(ledger, Held(), WORKER)  # type: ignore[arg-type]
+            keys, entered = [run_key(job.id, 0, TAG) for job in jobs], False
+            with pytest.raises(MidstreamError) as caught:
+                async with holds.holding("job_user", keys, {"here": jobs[0].id, "gone": jobs[1].id}):
+                    entered = True
+            assert not entered
+            assert caught.value.detail == f"run 'gone': source run {keys[1]}: its captures were deleted"
+            assert (await runs.view(MODEL, "here")).in_use == 0
+            assert await ledger.redis.keys("ms:run-lease:*") == []
+
+    asyncio.run(main())
