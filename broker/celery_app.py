@@ -14,7 +14,7 @@ from ..schemas.settings import Settings
 #: Redis priorities of kombu: one list per step, 0 is served first.
 PRIORITY_STEPS = (0, 3, 6, 9)
 #: Someone waits for an answer at the OpenAI-style endpoints; a batch of jobs does not mind.
-PRIORITY_OF_KIND = {"chat": 3, "completion": 3, "generate": 6}
+PRIORITY_OF_KIND = {"chat": 3, "completion": 3, "generate": 6, "sweep": 6}
 #: The queue of the `callbacks` worker.
 CALLBACKS_QUEUE = "midstream.callbacks"
 #: Abandoned messages are looked for this often, in seconds (kombu's default amounts to about 100 s).
@@ -34,7 +34,7 @@ def lists_of(queue: str) -> list[str]:
 
 
 def task_of(kind: str) -> str:
-    """The name of the task that runs jobs of a kind: `midstream.generate`, `.completion`, `.chat`."""
+    """The name of the task that runs jobs of a kind: `midstream.generate`, `.completion`, `.chat`, `.sweep`."""
     return f"midstream.{kind}"
 
 

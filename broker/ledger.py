@@ -22,11 +22,13 @@ from ..schemas.errors import MidstreamError, Problem
 from ..schemas.jobs import Event, Job, JobPage, JobResult, JobView, Output, State
 from ..schemas.models import ModelInfo, WorkerInfo
 from ..schemas.settings import Settings
+from ..schemas.sweeps import UnitRecord
 from ..schemas.tensors import Tensor
 from . import reading, scripts
 
 P = ParamSpec("P")
 T = TypeVar("T")
+unit_decoder = msgspec.msgpack.Decoder(UnitRecord)
 list_ = list  # the method `Ledger.list` hides the builtin inside the class
 
 #: Connections to Redis that one process opens at most; more callers wait for a free one.
@@ -288,7 +290,15 @@ class Ledger:
             raise not_found(job_id)
         if view.state is State.EXPIRED:
             raise MidstreamError("gone", f"the result of job {job_id} was removed after {self.settings.result_ttl_s} s")
-        return reading.result(view, values, outputs, receipts, self.settings)
+        if view.kind != "sweep":
+            return reading.result(view, values, outputs, receipts, self.settings)
+        async with self.redis.pipeline(transaction=True) as pipe:
+            pipe.hget(f"ms:job:{job_id}", "spec").hvals(f"ms:units:{job_id}").hvals(f"ms:ticket:{job_id}")
+            spec, units, receipts = await pipe.execute()
+        if spec is None or (sweep := self._decode_job(job_id, spec).sweep) is None:
+            raise not_found(job_id)
+        records = {record.unit: record for record in map(unit_decoder.decode, units)}
+        return reading.result(view, values, outputs, receipts, self.settings, (sweep, records))
 
     @reachable
     async def list(self, state: State | None = None, model: str | None = None, limit: int = 50, cursor: str | None = None) -> JobPage:

@@ -23,12 +23,14 @@ from ..schemas.receipts import CapturedFile, Receipt, receipt_decoder
 from ..schemas.selectors import as_ranges
 from ..schemas.settings import Settings
 from ..schemas.specs import CaptureStatus
+from ..schemas.sweeps import StoredSweep
+from .sweep_result import Records, sweep_result
 
 #: The fields of `ms:job:{id}` that a view needs; not `spec`, which may be large.
 FIELDS = [
     "state", "kind", "model", "attempt", "version", "created", "queued", "started", "generated", "cancelling", "finished", "worker",
     "capture_status", "receipts", "expected", "prompts", "error", "metadata", "captures", "steers", "everyone", "global_version",
-    "retried", "modules", "runs", "run",
+    "retried", "modules", "runs", "run", "cells", "cells_expected",
 ]  # fmt: skip
 
 #: Ranges of positions that a detail lists before it only counts them.
@@ -85,22 +87,35 @@ def view(job_id: str, values: Sequence[bytes | None], settings: Settings) -> Job
         capture_status=cast(CaptureStatus, record["capture_status"].decode()),
         receipts=int(record["receipts"]),
         receipts_expected=int(record["expected"]),
-        prompts=int(record["prompts"]),
+        prompts=0 if record["kind"] == b"sweep" else int(record["prompts"]),
         error=from_json(record["error"], Problem) if "error" in record else None,
         metadata=from_json(record["metadata"], dict[str, str]),
         steered=b"1" in (record.get("steers"), record.get("everyone")),
         modules=from_json(record["modules"], dict[str, str]) if "modules" in record else {},
         runs=from_json(record["runs"], dict[str, str]) if "runs" in record else {},
         run=record["run"].decode() if "run" in record else "",
+        cells=int(record.get("cells", 0)),
+        cells_expected=int(record.get("cells_expected", 0)),
     )
 
 
 def result(
-    view: JobView, values: Sequence[bytes | None], outputs: bytes | None, receipts: Iterable[bytes], settings: Settings
+    view: JobView,
+    values: Sequence[bytes | None],
+    outputs: bytes | None,
+    receipts: Iterable[bytes],
+    settings: Settings,
+    swept: tuple[StoredSweep, Records] | None = None,
 ) -> JobResult:
-    """`values` as for `view`; `outputs` and `receipts` as stored; receipts of one attempt, in any order."""
+    """`values` as for `view`; `outputs` and `receipts` as stored; receipts of one attempt, in any order. `swept`: of a sweep."""
     known = facts(values)
-    ticket = sorted((receipt_decoder.decode(raw) for raw in receipts), key=lambda told: (told.request, told.pp, told.rank))
+    told = [receipt_decoder.decode(raw) for raw in receipts]
+    sweep = None
+    if swept is not None:
+        told += [receipt for record in swept[1].values() for receipt in record.receipts]
+        seconds = view.generated - view.started if view.generated is not None and view.started is not None else None
+        sweep = sweep_result(*swept, seconds)
+    ticket = sorted(told, key=lambda told: (told.request, told.pp, told.rank))
     return JobResult(
         id=view.id,
         model=view.model,
@@ -109,6 +124,7 @@ def result(
         capture_results=capture_results(view, known, ticket, settings),
         determinism=determinism(view, known, ticket) if known.captures or view.steered else None,
         attempt=view.attempt,
+        sweep=sweep,
     )
 
 
@@ -152,6 +168,8 @@ def _capture_detail(view: JobView, ticket: Sequence[Receipt]) -> str:
     if view.error is not None:
         return view.error.detail
     if view.capture_status == "pending":
+        if view.kind == "sweep" and view.state is not State.QUEUED:
+            return f"{view.cells} of {view.cells_expected} cells are known"
         if view.receipts_expected == 0:
             return "no worker has started the job yet"
         return f"{view.receipts} of {view.receipts_expected} receipts have arrived"

@@ -167,7 +167,9 @@ def settle(settings: Settings, receipts: Iterable[tuple[int, Receipt]]) -> list[
     return arguments
 
 
-def keep_units(settings: Settings, job_id: str, attempt: int, width: int, ranks: int, stages: int, units: Iterable[KeptUnit]) -> list[Argument]:
+def keep_units(
+    settings: Settings, job_id: str, attempt: int, width: int, ranks: int, stages: int, units: Iterable[KeptUnit]
+) -> list[Argument]:
     return of_attempt(settings, job_id, attempt, width, ranks, stages, *[part for unit in units for part in unit])
 
 

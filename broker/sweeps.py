@@ -3,14 +3,14 @@
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, cast
 
-from ..schemas.base import from_msgpack, to_json, to_msgpack
+from ..schemas.base import to_json, to_msgpack
 from ..schemas.jobs import Event, Job
 from ..schemas.receipts import Receipt, receipt_decoder
 from ..schemas.settings import Settings
 from ..schemas.sweep_units import Units
 from ..schemas.sweeps import SweepCell, UnitRecord
 from . import scripts
-from .ledger import Ledger, not_found, reachable
+from .ledger import Ledger, not_found, reachable, unit_decoder
 
 #: Units in one script call: few enough to hold Redis for a few milliseconds only.
 BATCH = 500
@@ -30,7 +30,7 @@ class Sweeps:
     async def records(self, job_id: str) -> dict[int, UnitRecord]:
         """Number of the unit → what became of it, for all that is known."""
         raw = await self._redis.hvals(f"ms:units:{job_id}")
-        return {record.unit: record for record in (from_msgpack(one, UnitRecord) for one in raw)}
+        return {record.unit: record for record in map(unit_decoder.decode, raw)}
 
     @reachable
     async def receipts(self, job_id: str, requests: Sequence[int], ranks: int) -> dict[int, list[Receipt]]:
@@ -48,9 +48,7 @@ class Sweeps:
         return [receipt_decoder.decode(one) for one in raw if one is not None]
 
     @reachable
-    async def keep(
-        self, job: Job, attempt: int, units: Iterable[tuple[UnitRecord, SweepCell | None]], ranks: int, stages: int
-    ) -> Kept:
+    async def keep(self, job: Job, attempt: int, units: Iterable[tuple[UnitRecord, SweepCell | None]], ranks: int, stages: int) -> Kept:
         """Keep what became of units, in this order, each with its event (no event: it is no cell), and forget their receipts.
 
         What is known of a unit already stays as it is. `stale`: the attempt has no say any more. `cancelling`: nobody wants the

@@ -67,6 +67,7 @@ def make_info(settings: Settings, tokenizer: Tokenizer, bundle: TokenizerBundle)
         steering_rows=settings.steering_rows,
         steering_entries=settings.steering_entries,
         global_captures=from_settings(settings, NUM_LAYERS),
+        grades=True,
     )
 
 

@@ -18,6 +18,7 @@ from ..schemas.settings import Settings
 from ..schemas.specs import RankSpec, StoredCapture
 from .collective import check_apply_results
 from .engine import Ask
+from .fake_grades import FakeGrades, Ungradable
 from .fake_model import HIDDEN_SIZE, NUM_LAYERS, residual_rows
 from .fake_rank import FakeFaults, FakeRank
 from .identity import BOOT
@@ -58,6 +59,7 @@ class FakeRanks:
         self.ranks = [FakeRank(rank, tp, pp, settings, faults) for rank, (pp, tp) in enumerate(places)]
         self._outboxes: list[Outbox] = []
         self._writers: list[Writer] = []
+        self._grades = FakeGrades(settings.capture_root, lambda: self.ranks[-1].runs)
 
     @property
     def world(self) -> int:
@@ -113,14 +115,29 @@ class FakeRanks:
     def report(self, ask: Ask, spec: RankSpec, token_ids: list[int]) -> None:
         """A request has generated everything; its receipts follow when its files are durable."""
         finished = _Finished(ask, spec, list(token_ids))
+        graded, failure = self._graded(finished)
         for rank, writer in zip(self.ranks, self._writers, strict=True):
             rank.step += 1
             if rank.rank != self._faults.rank("silent"):
-                writer.submit(WriteJob(self._receipt(finished, rank), self._builds(finished, rank.rank, rank.pp) if rank.tp == 0 else []))
+                writer.submit(
+                    WriteJob(
+                        self._receipt(finished, rank, graded, failure), self._builds(finished, rank.rank, rank.pp) if rank.tp == 0 else []
+                    )
+                )
 
-    def _receipt(self, finished: _Finished, rank: FakeRank) -> Receipt:
+    def _graded(self, finished: _Finished) -> tuple[list[float], str]:
+        """What the last stage's first rank tells of the next token, and why every rank fails the request; empty when none does."""
+        if (found := self._faults.get("refuse")) is not None and int(found["request"]) == finished.spec.request:
+            return [], "injected fault"
+        try:
+            return self._grades.of(finished.spec, finished.prompt), ""
+        except Ungradable as error:
+            return [], str(error)
+
+    def _receipt(self, finished: _Finished, rank: FakeRank, graded: list[float], failure: str) -> Receipt:
         spec = finished.spec
-        differs = rank.rank == self._faults.rank("disagree")
+        differs = self._faults.strikes("disagree", rank.rank)
+        tells = rank.tp == 0 and rank.pp == len(self._stages) - 1
         return Receipt(
             version=__version__,
             worker=self._settings.worker_id,
@@ -135,7 +152,9 @@ class FakeRanks:
             step=rank.step,
             actions=rank.ledger.count,
             checksum=f"{int(rank.ledger.checksum, 16) ^ differs:016x}",
-            status="ok",
+            status="error" if failure else "ok",
+            message=failure,
+            graded=graded if tells else [],
             applied=self._applied(finished, rank.pp),
             global_version=spec.global_version,
             epoch=rank.ledger.epoch,

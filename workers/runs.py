@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from ..broker.ledger import Claim, ClaimRefused, Ledger
+from ..broker.sweeps import Kept
 from ..schemas.errors import MidstreamError, Problem
 from ..schemas.jobs import Event, Job, Output, State
 from ..schemas.runs import ZEROS, is_row, runs_named
@@ -25,6 +26,7 @@ from .engine import Engine, Progress, ask_of
 from .patience import UNAVAILABLE, patiently
 from .run_holds import RunHolds
 from .steering import Standing
+from .sweeps import SweepRun
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +108,7 @@ class Runs:
         self._engine_died = engine_died
         self._running: dict[str, Run] = {}
         self.sources = RunHolds(ledger, engine, worker)
+        self._cells = asyncio.Semaphore(ledger.settings.sweep_cells_in_flight)  # of all sweeps
 
     @property
     def held(self) -> dict[str, int]:
@@ -209,7 +212,7 @@ class Runs:
 
     async def _attempt(self, run: Run) -> Outcome:
         try:
-            outputs = await self._generate(run)
+            outputs = await (self._generate(run) if run.job.sweep is None else self._sweep(run))
             run.check()
             stored = await patiently(lambda: self._ledger.store_outputs(run.job.id, run.attempt, outputs), f"outputs of {run.job.id}")
             run.closed = True
@@ -242,6 +245,15 @@ class Runs:
             finally:
                 await self._engine.release_vectors(names)
         return [output.result() for output in outputs]
+
+    async def _sweep(self, run: Run) -> list[Output]:
+        """What a sweep gives is kept as it comes."""
+
+        def refused(kept: Kept) -> None:
+            run.stop(Outcome.CANCELLED if kept == "cancelling" else Outcome.LOST)
+
+        await SweepRun(self._ledger, self._engine, self.sources, run, self._cells, self._fetch, refused).run()
+        return []
 
     async def _prompt(self, run: Run, request: int) -> Output:
         output: Output | None = None

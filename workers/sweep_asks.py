@@ -3,7 +3,7 @@
 from ..schemas.jobs import Job, Sampling
 from ..schemas.models import ModelInfo
 from ..schemas.receipts import Receipt
-from ..schemas.runs import ZEROS, RunFile, RunFiles, RunRow, row_name, run_key
+from ..schemas.runs import ZEROS, RunFile, RunFiles, RunRow, parse_key, row_name, run_key
 from ..schemas.selectors import Hook, PositionSelector
 from ..schemas.specs import Entry, Grade, StoredCapture, StoredSteering
 from ..schemas.sweep_units import Units
@@ -84,8 +84,7 @@ class Asks:
 
     def files(self, pair: int, key: str, receipts: list[Receipt]) -> RunFiles:
         """Where the rows of one of `runs` are, as the receipts of its unit say. Raises ValueError when they name no file."""
-        request = int(key.split(".")[1])
-        tag = key.rsplit(".", 1)[1]
+        _, request, tag = parse_key(key)
         of_it = [file for told in receipts if told.request == request for file in told.files if file.tag == tag]
         capture = self._capture(pair, request % self.units.width, tag)
         if not of_it or capture is None:
@@ -174,7 +173,7 @@ class Asks:
                 wanted[hook].update(sweep.layers)
         if there and self._enters:
             wanted["pre_attn"].update(layer for layer in sweep.layers if layer > 0)
-        sites: dict[Hook, list[int]] = {hook: sorted(layers) for hook, layers in wanted.items() if layers}  # type: ignore[misc]
+        sites: dict[Hook, list[int]] = {hook: sorted(layers) for hook, layers in wanted.items() if layers}
         if not sites:
             return None
         every: PositionSelector = "all_prompt" if mean or self._enters else sorted(positions)
@@ -191,4 +190,3 @@ def _patch(sweep: StoredSweep, hook: Hook, layers: list[int], positions: list[in
         tensors=[vector, sweep.mask] if masked else [vector],
         numbers=[sweep.alpha],
     )
-

@@ -9,7 +9,7 @@ from celery.exceptions import Reject
 from .host import EngineHost
 from .runs import JobFailed, Outcome
 
-KINDS = ("generate", "completion", "chat")
+KINDS = ("generate", "completion", "chat", "sweep")
 
 #: Messages go back to the queue when the engine is dead or does not serve for long; not so fast that they come round in
 #: circles until the consumer closes.
