@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from .client import CaptureReader as CaptureReader
     from .client import CaptureSpec as CaptureSpec
     from .client import Client as Client
+    from .client import PatchSource as PatchSource
+    from .client import PatchSpec as PatchSpec
     from .client import PatchStudy as PatchStudy
     from .client import Span as Span
     from .client import SteeringSpec as SteeringSpec
@@ -17,8 +19,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "Answer", "AsyncClient", "AsyncPatchStudy", "CaptureReader", "CaptureSpec", "Client", "PatchStudy", "Span", "SteeringSpec",
-    "VersionMismatch", "__version__", "returned_rows",
+    "Answer", "AsyncClient", "AsyncPatchStudy", "CaptureReader", "CaptureSpec", "Client", "PatchSource", "PatchSpec", "PatchStudy", "Span",
+    "SteeringSpec", "VersionMismatch", "__version__", "returned_rows",
 ]  # fmt: skip
 
 

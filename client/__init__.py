@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ..schemas.selectors import Span as Span
     from ..schemas.specs import CaptureSpec as CaptureSpec
+    from ..schemas.specs import PatchSource as PatchSource
+    from ..schemas.specs import PatchSpec as PatchSpec
     from ..schemas.specs import SteeringSpec as SteeringSpec
     from .http import AsyncClient as AsyncClient
     from .http import Client as Client
@@ -22,11 +24,12 @@ if TYPE_CHECKING:
 _HOMES = {
     "AsyncClient": ".http", "Client": ".http", "CaptureReader": ".reader", "Answer": ".wire", "VersionMismatch": ".wire",
     "returned_rows": ".wire", "PatchStudy": ".patch_study", "AsyncPatchStudy": ".patch_study",
-    "CaptureSpec": "..schemas.specs", "SteeringSpec": "..schemas.specs", "Span": "..schemas.selectors",
+    "CaptureSpec": "..schemas.specs", "PatchSource": "..schemas.specs", "PatchSpec": "..schemas.specs",
+    "SteeringSpec": "..schemas.specs", "Span": "..schemas.selectors",
 }  # fmt: skip
 __all__ = [
-    "Answer", "AsyncClient", "AsyncPatchStudy", "CaptureReader", "CaptureSpec", "Client", "PatchStudy", "Span", "SteeringSpec",
-    "VersionMismatch", "returned_rows",
+    "Answer", "AsyncClient", "AsyncPatchStudy", "CaptureReader", "CaptureSpec", "Client", "PatchSource", "PatchSpec", "PatchStudy", "Span",
+    "SteeringSpec", "VersionMismatch", "returned_rows",
 ]  # fmt: skip
 
 

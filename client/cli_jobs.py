@@ -76,9 +76,14 @@ def submit(
     layout: Annotated[str | None, typer.Option(help="auto (if left out), packed, per_file or segment.", **CAPTURE)] = None,
     consumer: Annotated[list[str] | None, typer.Option(help="Who gets the rows: filesystem (if left out), memory, …", **CAPTURE)] = None,
     tag: Annotated[str | None, typer.Option(help="Folder name of the capture; if left out: default.", **CAPTURE)] = None,
+    run: Annotated[str | None, typer.Option(help="Keep the rows as a source run of this name, for --patch.", **CAPTURE)] = None,
     steer: Annotated[
         list[str] | None,
         typer.Option(metavar=options.STEER, help="Add a vector, or do what op=… says, or what has a name; repeat as needed."),
+    ] = None,
+    patch: Annotated[
+        list[str] | None,
+        typer.Option(metavar=options.PATCH, help="Put rows of a run, a vector or zeros in place of rows; repeat as needed."),
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate per prompt.")] = 16,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
@@ -97,9 +102,10 @@ def submit(
             fields: dict[str, Any] = {"model": model or only_model(client), "prompts": texts}
             fields["sampling"] = {"max_tokens": max_tokens, "temperature": temperature}
             fields["steering"] = options.parse_steering(steer or [])
+            fields["patch"] = options.parse_patches(patch or [])
             fields["capture"] = options.parse_capture(
                 layers=layers, hook=capture_hook, hooks=hooks, positions=positions, spans=span, every_n=every_n, at=at, dtype=dtype,
-                layout=layout, consumers=consumer, tag=tag,
+                layout=layout, consumers=consumer, tag=tag, run=run,
             )  # fmt: skip
             from .wire import job_request
 

@@ -14,14 +14,15 @@ from ..schemas.errors import MidstreamError
 from ..schemas.jobs import Event, JobPage, JobRequest, JobResult, JobView
 from . import calls, download, wire
 from .reader import CaptureReader
+from .runs import AsyncRunCalls, RunCalls
 from .steering import AsyncSteeringCalls, SteeringCalls
 from .sweeps import AsyncSweepCalls, SweepCalls
-from .wire import Answer, Call, Capture, Steering
+from .wire import Answer, Call, Capture, Patch, Steering
 
 _AGENT = f"midstream/{__version__}"
 
 
-class Client(SteeringCalls, SweepCalls):
+class Client(SteeringCalls, RunCalls, SweepCalls):
     """The blocking client. `url`: where the API is, such as `http://127.0.0.1:8321`.
 
     Every call raises MidstreamError for what the server refuses or cannot do (with its `kind` and `field`), VersionMismatch
@@ -42,7 +43,7 @@ class Client(SteeringCalls, SweepCalls):
         self._http.close()
 
     def submit(self, request: JobRequest | None = None, *, idempotency_key: str | None = None, **fields: Any) -> JobView:
-        """Submit a job, by struct or by its fields (`model=…, prompts=[…], capture={…}, steering=[…]`); returns at once.
+        """Submit a job, by struct or by its fields (`model=…, prompts=[…], capture={…}, steering=[…], patch=[…]`); returns at once.
 
         Safe to repeat: a key of its own makes a retried submission the same job.
         """
@@ -130,14 +131,14 @@ class Client(SteeringCalls, SweepCalls):
         prompt: str | list[str] | list[int] | list[list[int]],
         *,
         steering: Sequence[Steering] = (),
+        patch: Sequence[Patch] = (),
         capture: Capture | None = None,
         capture_wait: bool = False,
         **openai: Any,
     ) -> Answer:
         """`POST /v1/completions` with OpenAI's fields (`max_tokens`, `temperature`, …) and ours."""
-        return self._held(
-            "/v1/completions", wire.openai_body({"model": model, "prompt": prompt, **openai}, steering, capture, capture_wait)
-        )
+        body = wire.openai_body({"model": model, "prompt": prompt, **openai}, steering, capture, capture_wait, patch)
+        return self._held("/v1/completions", body)
 
     def chat(
         self,
@@ -145,12 +146,13 @@ class Client(SteeringCalls, SweepCalls):
         messages: Sequence[dict[str, Any]],
         *,
         steering: Sequence[Steering] = (),
+        patch: Sequence[Patch] = (),
         capture: Capture | None = None,
         capture_wait: bool = False,
         **openai: Any,
     ) -> Answer:
         """`POST /v1/chat/completions` with OpenAI's fields and ours."""
-        body = wire.openai_body({"model": model, "messages": list(messages), **openai}, steering, capture, capture_wait)
+        body = wire.openai_body({"model": model, "messages": list(messages), **openai}, steering, capture, capture_wait, patch)
         return self._held("/v1/chat/completions", body)
 
     def capture(self, job_id: str, folder: Path | str | None = None, tag: str | None = None, *, partial: bool = False) -> CaptureReader:
@@ -212,7 +214,7 @@ class Client(SteeringCalls, SweepCalls):
                 time.sleep(wire.PAUSE_S)
 
 
-class AsyncClient(AsyncSteeringCalls, AsyncSweepCalls):
+class AsyncClient(AsyncSteeringCalls, AsyncRunCalls, AsyncSweepCalls):
     """The awaiting client: the calls of `Client`, as coroutines. Raises the same."""
 
     def __init__(self, url: str = "http://127.0.0.1:8321"):
@@ -308,11 +310,12 @@ class AsyncClient(AsyncSteeringCalls, AsyncSweepCalls):
         prompt: str | list[str] | list[int] | list[list[int]],
         *,
         steering: Sequence[Steering] = (),
+        patch: Sequence[Patch] = (),
         capture: Capture | None = None,
         capture_wait: bool = False,
         **openai: Any,
     ) -> Answer:
-        body = wire.openai_body({"model": model, "prompt": prompt, **openai}, steering, capture, capture_wait)
+        body = wire.openai_body({"model": model, "prompt": prompt, **openai}, steering, capture, capture_wait, patch)
         return await self._held("/v1/completions", body)
 
     async def chat(
@@ -321,11 +324,12 @@ class AsyncClient(AsyncSteeringCalls, AsyncSweepCalls):
         messages: Sequence[dict[str, Any]],
         *,
         steering: Sequence[Steering] = (),
+        patch: Sequence[Patch] = (),
         capture: Capture | None = None,
         capture_wait: bool = False,
         **openai: Any,
     ) -> Answer:
-        body = wire.openai_body({"model": model, "messages": list(messages), **openai}, steering, capture, capture_wait)
+        body = wire.openai_body({"model": model, "messages": list(messages), **openai}, steering, capture, capture_wait, patch)
         return await self._held("/v1/chat/completions", body)
 
     async def capture(

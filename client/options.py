@@ -1,6 +1,7 @@
 """What do the options of `midstream submit` ask for? Text as typed becomes the fields of a request; the server judges the rest."""
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,13 @@ import numpy as np
 from ..schemas.errors import MidstreamError, invalid
 from ..schemas.global_capture import parse_hooks
 from ..schemas.selectors import written_range
-from .wire import Steering
+from .wire import Patch, Steering
 
 #: Capture option → the field of a capture that it sets. One of the first three asks for a capture; the others say how.
 CAPTURE_OPTIONS = {
     "--layers": "layers", "--capture-hook": "hook", "--hooks": "hooks", "--positions": "positions", "--span": "spans", "--at": "at",
     "--dtype": "dtype", "--every-n": "every_n", "--layout": "layout", "--consumer": "consumers", "--tag": "tag",
+    "--run": "run",
 }  # fmt: skip
 _ASKING = ("layers", "hook", "hooks")
 
@@ -147,7 +149,7 @@ def _parts(text: str) -> list[str]:
     return parts
 
 
-def _tensors(path: str, text: str) -> dict[str, np.ndarray]:
+def _tensors(path: str, text: str, option: str = "--steer") -> dict[str, np.ndarray]:
     try:
         loaded = np.load(path, allow_pickle=False)
         if isinstance(loaded, np.ndarray):
@@ -155,11 +157,93 @@ def _tensors(path: str, text: str) -> dict[str, np.ndarray]:
         with loaded:
             return dict(loaded)
     except (OSError, ValueError, EOFError, BadZipFile) as error:
-        raise invalid("--steer", f"{text!r}: {error}") from error
+        raise invalid(option, f"{text!r}: {error}") from error
 
 
 def _unreadable(text: str, why: str) -> MidstreamError:
     return invalid("--steer", f"{text!r}: {why}", allowed=f"{STEER}, such as joy.npy:15:4.0, joy.npy:15:op=ablate or @joy:2")
+
+
+# --- Patches ---------------------------------------------------------------------------------------------------------
+
+#: As `--help` shows it.
+PATCH = "[HOOK:]LAYERS@POSITIONS=SOURCE[:NAME=VALUE]…"
+_PATCH = re.compile(
+    r"""(?:(?P<hook>[a-z_]+):)?(?P<layers>[^@:="]+)"""
+    r"""@(?:"(?P<text>[^"]+)"(?:\#(?P<occurrence>all|-?[0-9]+))?|(?P<positions>[^="]+))"""
+    r"""=(?P<source>.+)"""
+)
+#: What may follow by name → how it is read. The first are the patch's own; the others are its source's, of a run.
+PATCH_NAMES: dict[str, Callable[[str], Any]] = {"alpha": float, "mask": str}
+RUN_NAMES: dict[str, Callable[[str], Any]] = {"prompt": int, "positions": parse_positions}
+
+
+def parse_patch(text: str) -> dict[str, Any]:
+    """`12@5=clean:5`: the row of run `clean` at position 5 in place of that at position 5, at `post_block` of layer 12.
+
+    Before `=` stands what is written: `HOOK:` (if left out: `post_block`), layers, and positions as elsewhere, or a part of the
+    prompt's text in double quotes, with `#N` behind them for another occurrence than the first. Behind it the source: a run (or a job's
+    id) with a position or several separated by commas, none for those that are written, or `mean`; a `.npy` file; `@MODULE`; `zeros`.
+    Then by name `alpha`, `mask`, and of a run `prompt` and (of a mean) `positions`. Raises MidstreamError naming `--patch`.
+    """
+    match = _PATCH.fullmatch(text)
+    if match is None:
+        raise _no_patch(text, "cannot be read")
+    name, *parts = _parts(match["source"])
+    entry: dict[str, Any] = {"layers": parse_layers(match["layers"]), "positions": _written(match)}
+    if match["hook"]:
+        entry["hook"] = match["hook"]
+    is_run = not (name == "zeros" or name.startswith("@") or name.endswith(".npy"))
+    source = {"run": name} if is_run else _source(name, text)
+    names = PATCH_NAMES | (RUN_NAMES if is_run else {})
+    for number, part in enumerate(parts):
+        key, equals, value = part.partition("=")
+        if not equals and is_run and number == 0:
+            source |= {"mean": True} if key == "mean" else {"position": _read(text, "position", key, _places)}
+        elif equals and key in names:
+            (entry if key in PATCH_NAMES else source)[key] = _read(text, key, value, names[key])
+        else:
+            raise _no_patch(text, f"there is no {part!r} there: use {', '.join(names)}")
+    return {**entry, "source": source}
+
+
+def _written(match: re.Match[str]) -> Any:
+    """The positions that are patched."""
+    if match["text"] is None:
+        return parse_positions(match["positions"])
+    occurrence = match["occurrence"]
+    if occurrence is None:
+        return {"text": match["text"]}
+    return {"text": match["text"], "occurrence": None if occurrence == "all" else int(occurrence)}
+
+
+def _places(text: str) -> int | list[int]:
+    places = [int(part) for part in text.split(",")]
+    return places if len(places) > 1 else places[0]
+
+
+def _source(name: str, text: str) -> dict[str, Any]:
+    """Of what is no run."""
+    if name == "zeros":
+        return {"zeros": True}
+    return {"module": name[1:]} if name.startswith("@") else _tensors(name, text, "--patch")
+
+
+def _read(text: str, name: str, value: str, read: Callable[[str], Any]) -> Any:
+    try:
+        return read(value)
+    except ValueError as error:
+        raise _no_patch(text, f"{name} cannot be {value!r}") from error
+
+
+def _no_patch(text: str, why: str) -> MidstreamError:
+    example = 'such as 12@5=clean:5, resid_pre:0-11@-1=clean:-1:alpha=0.5 or mlp_out:8@"Eiffel Tower"=zeros'
+    return invalid("--patch", f"{text!r}: {why}", allowed=f"{PATCH}, {example}")
+
+
+def parse_patches(texts: Sequence[str]) -> list[Patch]:
+    """What `parse_patch` reads of each text."""
+    return [parse_patch(text) for text in texts]
 
 
 def read_prompts(path: Path) -> list[str]:

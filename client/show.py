@@ -12,12 +12,14 @@ from rich.text import Text
 
 from ..schemas.captures import CapturePage
 from ..schemas.jobs import CaptureResults, Determinism, Event, FileEntry, JobResult, JobView
+from ..schemas.runs import RunPrompt, RunView
 from ..schemas.selectors import as_ranges
 from .reader import CaptureReader, Check
 
 _COLOURS = {
     "succeeded": "green", "ok": "green", "running": "cyan", "queued": "blue", "cancelling": "yellow", "partial": "yellow",
     "pending": "blue", "failed": "red", "error": "red", "timed_out": "red", "cancelled": "magenta", "aborted": "magenta", "expired": "dim",
+    "ready": "green", "deleted": "dim",
 }  # fmt: skip
 #: Longer tables are cut, and say so.
 TABLE_ROWS = 24
@@ -95,6 +97,50 @@ def jobs(views: Iterable[JobView]) -> Table:
         captures = "" if view.capture_status == "not_requested" else coloured(view.capture_status)
         took = seconds(view.created, view.finished)
         shown.add_row(view.id, state, str(view.prompts), captures, took, Text(view.model, no_wrap=True, overflow="ellipsis"))
+    return shown
+
+
+def runs(views: Iterable[RunView]) -> Table:
+    """One line per source run."""
+    shown = table("Source runs", "run", "state", "bytes", "in use", "held by", "job")
+    for view in views:
+        shown.add_row(
+            escape(view.name), coloured(view.state), size(view.bytes), str(view.in_use), escape(", ".join(view.held_by)), view.job
+        )
+    return shown
+
+
+def run(view: RunView) -> Table:
+    """Everything known about one source run; its prompts are `run_prompts`."""
+    shown = Table(show_header=False, box=None, pad_edge=False)
+    shown.add_column(style="dim")
+    shown.add_column(overflow="fold")
+    rows: list[tuple[str, str]] = [
+        ("run", escape(view.name)),
+        ("state", coloured(view.state) + (f" ({escape(view.detail)})" if view.detail else "")),
+        ("model", escape(view.model)),
+        ("job", view.job),
+        ("tag", view.tag),
+        ("files", size(view.bytes)),
+        ("in use", f"by {view.in_use} job{'s' if view.in_use != 1 else ''}" if view.in_use else ""),
+        ("in memory", escape(", ".join(view.held_by))),
+    ]
+    for name, value in rows:
+        if value:
+            shown.add_row(name, value)
+    return shown
+
+
+def run_prompts(prompts: Sequence[RunPrompt]) -> Table:
+    """Which rows a run has of each prompt; of the first so many."""
+    shown = table("Rows", "request", "tokens", "hook", "layers", "positions", "dtype", "bytes")
+    for prompt in prompts[:TABLE_ROWS]:
+        begin, end = (str(prompt.request), str(prompt.tokens)), (as_ranges(prompt.positions, 8), prompt.dtype, size(prompt.bytes))
+        for hook, layers in prompt.sites.items():
+            shown.add_row(*begin, hook, as_ranges(layers), *end)
+            begin, end = ("", ""), ("", "", "")
+    if len(prompts) > TABLE_ROWS:
+        shown.caption = f"… and {len(prompts) - TABLE_ROWS} more"
     return shown
 
 

@@ -15,7 +15,7 @@ from .. import __version__
 from ..schemas.base import to_json
 from ..schemas.errors import STATUS_OF_KIND, MidstreamError, Problem, invalid, misfit
 from ..schemas.jobs import TERMINAL, CaptureResults, Determinism, Event, JobRequest, JobResult, JobView
-from ..schemas.specs import STEERING_FIELDS, CaptureSpec, SteeringSpec
+from ..schemas.specs import STEERING_FIELDS, CaptureSpec, PatchSpec, SteeringSpec
 from ..schemas.tensors import Tensor, from_numpy
 from .reader import CaptureReader
 
@@ -35,6 +35,8 @@ RETRYABLE = frozenset({502, 503, 504})
 
 #: A steering entry as users write it: a struct, or its fields with tensors as numpy arrays or lists of numbers.
 Steering = SteeringSpec | Mapping[str, Any]
+#: A patch, likewise; its `source` may be a run's name or an array instead of fields.
+Patch = PatchSpec | Mapping[str, Any]
 Capture = CaptureSpec | Mapping[str, Any]
 #: Those fields of a steering entry that are tensors.
 TENSORS = frozenset(field for takes in STEERING_FIELDS.values() for field in takes.tensors)
@@ -118,6 +120,8 @@ def job_request(request: JobRequest | None, fields: dict[str, Any]) -> JobReques
         return request
     if "steering" in fields:
         fields = {**fields, "steering": pack_steering(fields["steering"])}
+    if "patch" in fields:
+        fields = {**fields, "patch": pack_patch(fields["patch"])}
     if fields.get("capture") is not None:
         fields = {**fields, "capture": pack_capture(fields["capture"])}
     if isinstance(fields.get("prompts"), str):
@@ -134,15 +138,46 @@ def pack_steering(entries: Sequence[Steering]) -> list[SteeringSpec]:
             continue
         fields = dict(entry)
         for name in TENSORS.intersection(fields):
-            if isinstance(fields[name], list | np.ndarray):
+            if is_array(fields[name]):
                 fields[name] = packed(fields[name], f"steering[{index}].{name}")
         specs.append(checked(fields, SteeringSpec, f"steering[{index}]"))
     return specs
 
 
-def packed(values: list[Any] | np.ndarray, field: str) -> Tensor:
-    """float16 stays, everything else is sent as float32."""
+def pack_patch(entries: Sequence[Patch]) -> list[PatchSpec]:
+    """Patches with their vectors packed; raises MidstreamError naming the field."""
+    specs = []
+    for index, entry in enumerate(entries):
+        if isinstance(entry, PatchSpec):
+            specs.append(entry)
+            continue
+        fields = dict(entry)
+        source = fields.get("source")
+        if isinstance(source, str):
+            fields["source"] = {"run": source}
+        elif is_array(source):
+            fields["source"] = {"vector": packed(source, f"patch[{index}].source.vector")}
+        elif isinstance(source, Mapping) and is_array(source.get("vector")):
+            fields["source"] = {**source, "vector": packed(source["vector"], f"patch[{index}].source.vector")}
+        specs.append(checked(fields, PatchSpec, f"patch[{index}]"))
+    return specs
+
+
+def is_array(values: Any) -> bool:
+    """Numbers in a list, in numpy or in torch."""
+    return isinstance(values, list | np.ndarray) or _is_torch(values)
+
+
+def _is_torch(values: Any) -> bool:
+    return type(values).__module__.partition(".")[0] == "torch"
+
+
+def packed(values: Any, field: str) -> Tensor:
+    """float16 stays, everything else is sent as float32. `values`: what `is_array` takes."""
     try:
+        if _is_torch(values):  # numpy has no bfloat16
+            values = values.detach().cpu()
+            values = values.float() if str(values.dtype) == "torch.bfloat16" else values
         array = np.asarray(values)
     except ValueError as error:  # rows of different lengths
         raise invalid(field, f"is no array: {error}") from error
@@ -158,9 +193,13 @@ def pack_capture(capture: Capture) -> CaptureSpec:
     return checked(dict(capture) if isinstance(capture, Mapping) else capture, CaptureSpec, "capture")
 
 
-def openai_body(fields: dict[str, Any], steering: Sequence[Steering], capture: Capture | None, capture_wait: bool) -> dict[str, Any]:
+def openai_body(
+    fields: dict[str, Any], steering: Sequence[Steering], capture: Capture | None, capture_wait: bool, patch: Sequence[Patch] = ()
+) -> dict[str, Any]:
     """The body of an OpenAI-style call with Midstream's fields, which are left out when not used."""
     body = {name: value for name, value in fields.items() if value is not None}
+    if patch:
+        body["patch"] = pack_patch(patch)
     if steering:
         body["steering"] = pack_steering(steering)
     if capture is not None:
