@@ -407,11 +407,13 @@ def test_captures_beyond_the_quota_are_refused_and_other_jobs_are_not(redis_url:
     (tmp_path / "captures" / "earlier").write_bytes(bytes(2 << 20))
     with running(tmp_path, redis_url, capture_quota_mib=1) as api:
         hand = Hand(api.settings)
-        hand.serve()
-        body = {"model": "tiny", "prompts": ["a"], "capture": {"layers": "all"}}
-        answer = api.http.post("/v1/jobs", json=body)
-        assert (answer.status_code, answer.json()["type"]) == (507, "urn:midstream:quota_exceeded")
-        assert "2 MiB of the 1 MiB" in answer.json()["detail"]
+        hand.serve(grades=True)
+        captures = {"model": "tiny", "prompts": ["a"], "capture": {"layers": "all"}}
+        sweep = {"model": "tiny", "pairs": [{"clean": "a b", "corrupt": "a c", "answer": " d"}]}  # its rows go into files, too
+        for path, body in (("/v1/jobs", captures), ("/v1/sweeps", sweep)):
+            answer = api.http.post(path, json=body)
+            assert (answer.status_code, answer.json()["type"]) == (507, "urn:midstream:quota_exceeded")
+            assert "2 MiB of the 1 MiB" in answer.json()["detail"]
         assert hand.count_jobs() == 0
         api.submit()
         api.submit(capture={"layers": [0], "consumers": ["memory"]})

@@ -1,0 +1,214 @@
+"""Is a sweep accepted with exactly what was asked, held against its quotas, and followed, fetched and cancelled as any job?"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from edge import HIDDEN, MODEL, Api, Hand, running
+from stack import Stack
+from test_api_events import parse
+
+from midstream.broker.sweep_result import sweep_cell, sweep_start
+from midstream.broker.sweeps import Sweeps
+from midstream.schemas.base import from_json, to_json
+from midstream.schemas.jobs import Event, JobResult, State
+from midstream.schemas.sweep_units import Units
+from midstream.schemas.sweeps import SweepCell, SweepStart, UnitRecord
+from midstream.schemas.tensors import to_numpy
+
+PAIR = {"clean": "hello world a", "corrupt": "hello there a", "answer": " b", "foil": " c"}
+BODY = {"model": MODEL, "pairs": [PAIR]}
+CELLS = 4 * 4  # layers and tokens, <bos> among them
+
+
+@pytest.fixture
+def hand(api: Api) -> Iterator[Hand]:
+    """A worker by hand, whose ranks say log-probabilities of single tokens."""
+    worker = Hand(api.settings)
+    worker.serve(grades=True)
+    yield worker
+    worker.close()
+
+
+def swept(api: Api, **changes: Any) -> str:
+    answer = api.http.post("/v1/sweeps", json=BODY | changes)
+    assert answer.status_code == 202, answer.text
+    return str(answer.json()["id"])
+
+
+def test_a_sweep_is_accepted_as_a_job_and_located(api: Api, hand: Hand) -> None:
+    answer = api.http.post("/v1/sweeps", json={**BODY, "metadata": {"who": "me"}})
+    view = answer.json()
+    assert (answer.status_code, view["kind"], view["state"]) == (202, "sweep", "queued")
+    assert answer.headers["location"] == f"/v1/jobs/{view['id']}"
+    assert answer.headers["etag"] == f'"{view["version"]}"'
+    assert int(answer.headers["retry-after"]) >= 1
+    assert view["cells_expected"] == CELLS
+    assert view["metadata"] == {"who": "me"}
+    assert [job["id"] for job in api.http.get("/v1/jobs", params={"state": "queued", "model": MODEL}).json()["jobs"]] == [view["id"]]
+
+
+def test_the_exact_token_ids_of_answer_and_foil_reach_the_job(api: Api, hand: Hand) -> None:
+    # field case 33
+    job = hand.job(swept(api))
+    assert (job.kind, job.prompts) == ("sweep", [])
+    assert job.sweep is not None
+    assert (job.sweep.pairs[0].answer, job.sweep.pairs[0].foil) == ([10], [11])
+    assert Units(job.sweep).nodes[0][0].token_ids == (10, 11), "asked for by their ids, whatever is likely"
+
+
+def test_the_bytes_of_a_mask_come_with_the_job(api: Api, hand: Hand) -> None:
+    job = hand.job(swept(api, mask=[0, -1]))
+    assert job.sweep is not None
+    mask = to_numpy(hand.do(hand.ledger.get_tensor(job.sweep.mask)))
+    assert mask.tolist() == [1, *[0] * (HIDDEN - 2), 1]
+
+
+def test_prompts_of_unequal_length_are_stored_with_every_row_at_its_counterpart(api: Api, hand: Hand) -> None:
+    # field case 34
+    job = hand.job(swept(api, pairs=[PAIR | {"clean": "hello user world a"}]))
+    assert job.sweep is not None
+    assert [column.places for column in job.sweep.pairs[0].columns] == [[(0, 0)], [(1, 1)], [], [(3, 4)]]
+    assert "2 tokens and 'there' in its place" in job.sweep.pairs[0].columns[2].reason
+
+
+def test_a_repeated_submission_is_the_same_sweep(api: Api, hand: Hand) -> None:
+    key = {"Idempotency-Key": "once"}
+    first, again = (api.http.post("/v1/sweeps", json=BODY, headers=key).json()["id"] for _ in range(2))
+    assert first == again
+    other = api.http.post("/v1/sweeps", json=BODY | {"noise": 1}, headers=key)
+    assert (other.status_code, other.json()["field"]) == (422, "Idempotency-Key")
+    assert hand.count_jobs() == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "words"),
+    [
+        ({"metric": "accuracy"}, "metric", "Invalid enum value"),
+        ({"pairs": []}, "pairs", "length >= 1"),
+        ({"pairs": [PAIR | {"answers": " b"}]}, "pairs[0].answers", "no such field"),
+        ({"window": {"layers": 0}}, "window.layers", ">= 1"),
+        ({"pairs": [PAIR | {"positions": [4]}]}, "pairs[0].positions[0]", "beyond the prompt"),
+        ({"hooks": ["resid_mid"]}, "hooks[0]", "no hook"),
+        ({"layers": 4}, "layers", "out of range"),
+        ({"pairs": [PAIR | {"answer": "b"}]}, "pairs[0].answer", "changes the tokens that it follows"),
+    ],
+)
+def test_what_cannot_be_is_a_400_with_its_field(api: Api, hand: Hand, changes: dict[str, Any], field: str, words: str) -> None:
+    # field case 34
+    answer = api.http.post("/v1/sweeps", json=BODY | changes)
+    assert (answer.status_code, answer.json()["field"]) == (400, field)
+    assert words in answer.json()["detail"]
+    assert hand.count_jobs() == 0
+
+
+def test_a_wrong_name_is_answered_with_the_right_ones(api: Api, hand: Hand) -> None:
+    answers = [api.http.post("/v1/sweeps", json=BODY | wrong).json() for wrong in ({"metric": "x"}, {"positions": "x"}, {"hooks": ["x"]})]
+    assert answers[0]["allowed"] == "logprob, logit_diff, recovered, kl"
+    assert answers[1]["allowed"] == "all_prompt, last_prompt"
+    assert answers[2]["allowed"].startswith("pre_attn, attn_out")
+
+
+def test_an_unknown_model_and_one_whose_worker_does_not_grade_are_refused(api: Api, hand: Hand) -> None:
+    assert api.http.post("/v1/sweeps", json=BODY | {"model": "other"}).status_code == 404
+    hand.serve()
+    answer = api.http.post("/v1/sweeps", json=BODY)
+    assert (answer.status_code, answer.json()["field"]) == (400, "model")
+
+
+# --- Quotas ----------------------------------------------------------------------------------------------------------------
+
+
+def test_cells_are_capped_for_one_sweep_and_for_all_that_are_not_over(redis_url: str, tmp_path: Path) -> None:
+    # field case 36
+    with running(tmp_path, redis_url, sweep_cells=2 * CELLS, sweep_cells_waiting=2 * CELLS + 1) as api:
+        hand = Hand(api.settings)
+        hand.serve(grades=True)
+        large = api.http.post("/v1/sweeps", json=BODY | {"pairs": [PAIR] * 3})
+        assert (large.status_code, large.json()["field"]) == (400, "pairs")
+        assert "48 cells (3 pairs × 1 hook × 4 layers × 4 columns)" in large.json()["detail"]
+        first, second = swept(api), api.http.post("/v1/sweeps", json=BODY, headers={"Idempotency-Key": "k"}).json()["id"]
+        refused = api.http.post("/v1/sweeps", json=BODY)
+        assert (refused.status_code, refused.json()["type"]) == (429, "urn:midstream:too_many_cells")
+        assert int(refused.headers["retry-after"]) >= 1
+        assert "32 cells" in refused.json()["detail"]
+        assert api.http.post("/v1/sweeps", json=BODY, headers={"Idempotency-Key": "k"}).json()["id"] == second, "it is accepted already"
+        assert api.submit(), "other jobs are not stopped"
+        assert api.http.post(f"/v1/jobs/{first}/cancel").status_code == 202
+        third = swept(api)
+        assert hand.view(third).state is State.QUEUED, "what is over makes room"
+        hand.close()
+
+
+# --- Following ---------------------------------------------------------------------------------------------------------------
+
+
+def test_events_of_a_sweep_come_as_they_were_said_and_can_be_resumed(api: Api, hand: Hand) -> None:
+    job_id = swept(api)
+    claim = hand.claim(job_id)
+    sweep = claim.job.sweep
+    assert sweep is not None
+    start = sweep_start(sweep)
+    data = {name: getattr(start, name) for name in start.__struct_fields__}
+    assert hand.do(hand.ledger.emit(job_id, claim.attempt, Event(event="start", data=data, attempt=claim.attempt)))
+    units = list(Units(sweep).cells(0))[:2]
+    records = [
+        UnitRecord(unit=units[0].number, value=0.25, logprob=-1.5, attempt=1),
+        UnitRecord(unit=units[1].number, reason="why", attempt=1),
+    ]
+    cells = [sweep_cell(sweep, unit, record) for unit, record in zip(units, records, strict=True)]
+    kept = hand.do(Sweeps(hand.ledger).keep(claim.job, claim.attempt, list(zip(records, cells, strict=True)), 1, 1))
+    assert kept == "kept"
+    assert api.http.get(f"/v1/jobs/{job_id}/result").status_code == 409, "not over yet"
+    assert api.view(job_id)["cells"] == 2
+    hand.do(hand.ledger.request_cancel(job_id))
+    assert hand.do(hand.ledger.finish_cancel(job_id, claim.attempt))
+    told = parse(api.http.get(f"/v1/jobs/{job_id}/events").text)
+    assert [event["event"] for event in told] == ["state", "state", "start", "cell", "cell", "state", "state", "done"]
+    for event in told:
+        event["data"].pop("attempt", None)
+    assert from_json(to_json(told[2]["data"]), SweepStart) == start
+    assert [from_json(to_json(event["data"]), SweepCell) for event in told[3:5]] == cells
+    rest = parse(api.http.get(f"/v1/jobs/{job_id}/events", headers={"Last-Event-ID": told[3]["id"]}).text)
+    assert [event["event"] for event in rest] == ["cell", "state", "state", "done"]
+    assert rest[0]["data"]["reason"] == "why"
+
+
+def test_a_sweep_that_waits_is_cancelled_at_once(api: Api, hand: Hand) -> None:
+    job_id = swept(api)
+    assert api.http.post(f"/v1/jobs/{job_id}/cancel").json()["state"] == "aborted"
+    assert hand.do(Sweeps(hand.ledger).waiting()) == 0
+
+
+# --- With a worker -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    with Stack(tmp_path_factory.mktemp("sweeps"), api=True, callbacks=False) as started:
+        yield started
+
+
+def test_a_sweep_runs_from_the_request_to_the_grid(stack: Stack) -> None:
+    """Text in, and out a grid in which the column without a counterpart is empty."""
+    # field case 33, 34
+    pair = {"clean": "The Eiffel Tower is", "corrupt": "The Colosseum is", "answer": "P", "foil": "R", "positions": {"start": -8}}
+    body = {"model": stack.settings.served_model, "pairs": [pair], "metric": "logit_diff"}
+    with httpx.Client(base_url=stack.url, timeout=60) as http:
+        answer = http.post("/v1/sweeps", json=body, headers={"Prefer": "wait=50"})
+        assert answer.status_code == 200, answer.text
+        result = from_json(answer.content, JobResult)
+        assert result.sweep is not None
+        told = parse(http.get(f"/v1/jobs/{result.id}/events").text)
+    of_pair = result.sweep.pairs[0]
+    assert of_pair.labels == list("sseum is")
+    grid = of_pair.grids["post_block"]
+    skipped = {(layer, of.column) for of in result.sweep.skipped for layer in of.layers}
+    assert skipped
+    for layer, row in enumerate(grid):
+        assert [(layer, column) for column, value in enumerate(row) if value is None] == sorted(s for s in skipped if s[0] == layer)
+    kinds = [event["event"] for event in told]
+    assert kinds.count("cell") == result.sweep.summary.total
+    assert (kinds[2], kinds[-3], kinds[-1]) == ("start", "summary", "done")
