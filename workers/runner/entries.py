@@ -5,7 +5,7 @@ Runs differ in length, so free entries may lie scattered; then those in use are 
 """
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -56,7 +56,9 @@ class EntryPool:
         self._runs[row] = []
         if not content:  # all its layers are on other stages
             return
-        vectors, scalars = (torch.cat(parts) for parts in zip(*held.values(), strict=True))
+        vectors, scalars = next(iter(held.values()))
+        if len(held) > 1:
+            vectors, scalars = (torch.cat(parts) for parts in zip(*held.values(), strict=True))
         self._put(self._end, vectors, scalars)  # one copy for all sites
         for name, (mine, _) in held.items():
             self._runs[row] += [_Run(site, family, self._end, mine.shape[0]) for site, family in places[name]]
@@ -123,10 +125,10 @@ class EntryPool:
 
     def _name(self, row: int) -> None:
         """Tell each site where the row's entries begin."""
-        sites, families, firsts, _ = (self._index(column) for column in zip(*self._runs[row], strict=True))
+        sites, families, firsts, _ = self._index(self._runs[row]).t()
         self._buffers.site_rows[sites, families, row] = firsts.to(torch.int32)
 
-    def _index(self, numbers: list[int] | tuple[int, ...]) -> torch.Tensor:
+    def _index(self, numbers: Sequence[int] | Sequence[_Run]) -> torch.Tensor:
         return self._there(torch.tensor(numbers, dtype=torch.int64))
 
     def _there(self, values: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from ...schemas.blobs import Header, read_header
@@ -27,7 +26,7 @@ _SHOWN_RANGES = 16
 
 @dataclass(frozen=True)
 class _Run:
-    positions: np.ndarray  # int64 ascending
+    places: dict[int, int]  # position → row
     rows: dict[tuple[str, int], torch.Tensor]  # of this rank's sites: `[positions, hidden_size]`, on the CPU
     crc32: int  # of the rows
     bytes: int
@@ -85,8 +84,8 @@ class RunStore:
         crc = 0
         for site in sorted(rows):
             crc = zlib.crc32(rows[site].view(torch.uint8).numpy(), zlib.crc32(_site(*site).encode(), crc))
-        positions = np.array(files.positions, dtype=np.int64)
-        self._runs[files.key] = _Run(positions, rows, crc, sum(each.nbytes for each in rows.values()))
+        places = {position: place for place, position in enumerate(files.positions)}
+        self._runs[files.key] = _Run(places, rows, crc, sum(each.nbytes for each in rows.values()))
 
     def drop(self, keys: Sequence[str]) -> None:
         """Forget runs; one that is not here is no error. Rows of requests that are running are in the table."""
@@ -105,9 +104,9 @@ class RunStore:
         wanted = parse_row(name)
         run, rows = self._find(wanted.key, wanted.hook, wanted.layer)
         if wanted.position is not None:
-            values = rows[int(self._places(wanted, run, (wanted.position,))[0])].float()
+            values = rows[self._places(wanted, run, (wanted.position,))[0]].float()
         else:
-            chosen = rows[torch.from_numpy(self._places(wanted, run, wanted.mean))] if wanted.mean else rows
+            chosen = rows[self._places(wanted, run, wanted.mean)] if wanted.mean else rows
             values = chosen.double().mean(0).float()
         if not bool(torch.isfinite(values).all()):
             raise ValueError(f"{name}: has values that are not finite")
@@ -117,9 +116,9 @@ class RunStore:
         """`[len(positions), hidden_size]` as captured, on the CPU; a view where `positions` are in a row. Raises LookupError."""
         run, rows = self._find(key, hook, layer)
         places = self._places(RunRow(key, hook, layer, None), run, positions)
-        if len(places) and int(places[-1] - places[0]) == len(places) - 1 and bool((np.diff(places) == 1).all()):
-            return rows[int(places[0]) : int(places[-1]) + 1]
-        return rows[torch.from_numpy(places)]
+        if places and places == list(range(places[0], places[0] + len(places))):
+            return rows[places[0] : places[0] + len(places)]
+        return rows[places]
 
     def _find(self, key: str, hook: Hook, layer: int) -> tuple[_Run, torch.Tensor]:
         run = self._runs.get(key)
@@ -133,15 +132,13 @@ class RunStore:
     def _elsewhere(self, hook: Hook, layer: int) -> str:
         return "" if (hook, layer) in self._sites else ", which is not on this rank"
 
-    def _places(self, wanted: RunRow, run: _Run, positions: Sequence[int]) -> np.ndarray:
+    def _places(self, wanted: RunRow, run: _Run, positions: Sequence[int]) -> list[int]:
         """Where the rows of `positions` are."""
-        asked = np.asarray(positions, dtype=np.int64)
-        places = np.searchsorted(run.positions, asked)
-        found = run.positions[np.minimum(places, len(run.positions) - 1)] == asked
-        if not bool(found.all()):
-            lacking = as_ranges(asked[~found].tolist(), _SHOWN_RANGES)
-            raise LookupError(f"source run {wanted.key} has no row of {_site(wanted.hook, wanted.layer)} at position {lacking}")
-        return places
+        try:
+            return [run.places[position] for position in positions]
+        except KeyError:
+            lacking = as_ranges([position for position in positions if position not in run.places], _SHOWN_RANGES)
+            raise LookupError(f"source run {wanted.key} has no row of {_site(wanted.hook, wanted.layer)} at position {lacking}") from None
 
     def _read(self, files: RunFiles, file: RunFile, wanted: set[tuple[str, int]]) -> dict[tuple[str, int], torch.Tensor]:
         """The wanted sites' rows of one blob. Raises OSError, ValueError, MemoryError."""
