@@ -1,0 +1,187 @@
+"""Do jobs get the source runs that they are patched with, on two workers of four ranks, whatever becomes of processes and files?
+
+Two tensor-parallel ranks in each of two pipeline stages; fake engines, everything else real. One run more than fits into memory.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from stack import Stack
+
+from midstream.broker.celery_app import enqueue
+from midstream.broker.runs import SourceRuns
+from midstream.schemas.jobs import JobView, State
+from midstream.schemas.runs import RunRow, RunView, row_name, run_key
+from midstream.schemas.selectors import HOOKS
+from midstream.schemas.specs import StoredCapture, StoredSteering
+from midstream.workers.fake_model import NUM_LAYERS
+
+MODEL = "fake-model"
+PATIENCE_S = 20.0
+#: The rows of a prompt of this length at every site are 1.2 of the 2 MiB that a worker keeps: one run is there, two are not.
+LONG = 1600
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """One worker, of which a rank once fails to load a run; a second one comes later."""
+    settings = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "run_cache_mib": 2, "fake_token_s": 0.02}
+    with Stack(tmp_path_factory.mktemp("stack"), **settings, fault="put_run:rank=3,times=1", callbacks=False) as running:
+        yield running
+
+
+def make_run(stack: Stack, name: str, text: str = "The Eiffel Tower is in the city of") -> str:
+    """The job whose captures, at every site and position, have this name from now on."""
+    everywhere = StoredCapture(sites={hook: list(range(NUM_LAYERS)) for hook in HOOKS}, positions="all_prompt", tag="t")
+    job = stack.submit([text], max_tokens=1, capture=everywhere, run=name)
+    assert stack.wait(job).state is State.SUCCEEDED
+    return job
+
+
+def patch(job: str, layer: int = 2, position: int = 3) -> list[StoredSteering]:
+    """A row of the run into the same place."""
+    row = row_name(RunRow(run_key(job, 0, "t"), "post_block", layer, position))
+    return [
+        StoredSteering(layers=[layer], hook="post_block", positions=[position], family="replace", tensors=[row], numbers=[1.0]),
+    ]
+
+
+def patched(stack: Stack, name: str, job: str, *, max_tokens: int = 4, send: bool = True) -> str:
+    return stack.submit(["The Colosseum"], max_tokens=max_tokens, steering=patch(job), runs={name: job}, send=send)
+
+
+def text(stack: Stack, job: str) -> str:
+    """Of a job that must have succeeded, with every rank's word for it."""
+    view = stack.wait(job)
+    assert view.state is State.SUCCEEDED, view.error
+    result = stack.result(job)
+    assert result.determinism is not None
+    assert result.determinism.consistent
+    (stage_0, stage_1) = result.determinism.stages
+    assert [rank.applied for rank in (*stage_0.ranks, *stage_1.ranks)] == [0, 0, 1, 1], "layer 2 is the second stage's"
+    return result.outputs[0].text
+
+
+def refused(stack: Stack, job: str) -> tuple[str, str]:
+    """The error of a job that must have failed without an output."""
+    view = stack.wait(job)
+    assert view.state is State.FAILED
+    assert view.error is not None
+    assert stack.result(job).outputs == []
+    return view.error.type.removeprefix("urn:midstream:"), view.error.detail
+
+
+def view(stack: Stack, name: str) -> RunView:
+    return stack.do(lambda ledger: SourceRuns(ledger).view(MODEL, name))
+
+
+def delete(stack: Stack, name: str) -> None:
+    stack.do(lambda ledger: SourceRuns(ledger).delete(MODEL, name))
+
+
+def until(stack: Stack, name: str, holds: Callable[[RunView], bool]) -> RunView:
+    deadline = time.monotonic() + PATIENCE_S
+    while not holds(found := view(stack, name)):
+        assert time.monotonic() < deadline, found
+        time.sleep(0.05)
+    return found
+
+
+# field case 28
+def test_a_rank_that_cannot_read_the_run_fails_the_job_with_its_reason_and_the_next_job_has_all_ranks(stack: Stack) -> None:
+    job = make_run(stack, "unreadable")
+    kind, detail = refused(stack, patched(stack, "unreadable", job))
+    assert kind == "intervention_failed"
+    assert "run 'unreadable'" in detail
+    assert "rank 3: injected fault" in detail
+    assert text(stack, patched(stack, "unreadable", job))
+
+
+# field case 31
+def test_a_run_that_gave_way_to_another_is_read_from_disk_again_and_the_result_is_the_same(stack: Stack) -> None:
+    first, second = make_run(stack, "first", "a" * LONG), make_run(stack, "second", "b" * LONG)
+    expected = text(stack, patched(stack, "first", first))
+    until(stack, "first", lambda found: found.held_by == ["w1"])
+    text(stack, patched(stack, "second", second))
+    until(stack, "second", lambda found: found.held_by == ["w1"])
+    assert view(stack, "first").held_by == [], "or nothing was tried here"
+    assert text(stack, patched(stack, "first", first)) == expected
+    both = [patched(stack, name, job) for name, job in (("first", first), ("second", second)) * 6]
+    assert {text(stack, job) for job in both[::2]} == {expected}, "each waits for the other's room"
+    assert {stack.view(job).attempt for job in both} == {1}
+
+
+def test_a_job_that_waits_for_room_is_cancelled_at_once_and_keeps_nothing(stack: Stack) -> None:
+    first, second = make_run(stack, "large", "c" * LONG), make_run(stack, "larger", "d" * LONG)
+    running = patched(stack, "large", first, max_tokens=200)
+    until(stack, "large", lambda found: found.in_use == 1)
+    waiting = patched(stack, "larger", second)
+    until(stack, "larger", lambda found: found.in_use == 1)
+    stack.do(lambda ledger: ledger.request_cancel(waiting))
+    cancelled: JobView = stack.wait(waiting)
+    assert cancelled.state is State.CANCELLED
+    assert stack.view(running).state is State.RUNNING, "or nothing was tried here"
+    assert view(stack, "larger").in_use == 0
+    assert text(stack, running)
+    assert text(stack, patched(stack, "larger", second))
+
+
+def test_every_rank_of_whichever_worker_takes_the_job_has_the_run(stack: Stack) -> None:
+    stack.spawn("worker-2", fault="")
+    stack.wait_ready("worker-2")
+    job = make_run(stack, "eiffel")
+    found = view(stack, "eiffel")
+    assert (found.state, found.job) == ("ready", job)
+    assert found.prompts is not None
+    assert found.prompts[0].sites == {hook: [0, 1, 2, 3] for hook in HOOKS}, "of both stages"
+    assert found.prompts[0].positions == list(range(len("The Eiffel Tower is in the city of")))
+    jobs = [patched(stack, "eiffel", job) for _ in range(12)]
+    assert len({text(stack, job) for job in jobs}) == 1
+    views = [stack.view(job) for job in jobs]
+    assert {each.worker for each in views} == {"w1", "w1-2"}
+    assert views[0].runs == {"eiffel": job}
+    until(stack, "eiffel", lambda found: found.held_by == ["w1", "w1-2"] and found.in_use == 0)
+
+
+# field case 31
+def test_a_run_deleted_before_a_job_that_was_accepted_begins_fails_it_by_name_and_nothing_runs(stack: Stack) -> None:
+    job = make_run(stack, "short-lived")
+    waiting = patched(stack, "short-lived", job, send=False)
+    delete(stack, "short-lived")
+    enqueue(stack.app, waiting, "generate", MODEL)
+    kind, detail = refused(stack, waiting)
+    assert kind == "intervention_failed"
+    assert detail == f"run 'short-lived': source run {run_key(job, 0, 't')}: its captures were deleted"
+    assert stack.do(lambda ledger: ledger.events(waiting))[-1].event == "done"
+
+
+# field case 31, 36
+def test_a_run_deleted_while_a_job_uses_it_stays_with_that_job_and_serves_no_other(stack: Stack) -> None:
+    job = make_run(stack, "in-use")
+    running = patched(stack, "in-use", job, max_tokens=150)
+    assert until(stack, "in-use", lambda found: found.in_use == 1).state == "ready"
+    following = [patched(stack, "in-use", job, send=False) for _ in range(4)]
+    delete(stack, "in-use")
+    assert stack.do(lambda ledger: SourceRuns(ledger).lookup(MODEL, "in-use")) is None
+    for each in following:
+        enqueue(stack.app, each, "generate", MODEL)
+    assert {refused(stack, each)[0] for each in following} == {"intervention_failed"}, "also where it is still in memory"
+    assert stack.view(running).state is State.RUNNING, "or nothing was tried here"
+    assert text(stack, running)
+
+
+# field case 31
+def test_names_and_rows_survive_a_killed_worker_and_a_killed_redis(stack: Stack) -> None:
+    job = make_run(stack, "kept")
+    expected = text(stack, patched(stack, "kept", job))
+    running = patched(stack, "kept", job, max_tokens=100)
+    worker = {"w1": "worker", "w1-2": "worker-2"}[str(stack.wait_running(running).worker)]
+    stack.kill(worker)
+    stack.restart(worker, fault="")
+    stack.kill("redis")
+    stack.restart("redis")
+    assert text(stack, running)
+    assert stack.view(running).attempt == 2
+    assert view(stack, "kept").job == job
+    assert text(stack, patched(stack, "kept", job)) == expected
