@@ -4,6 +4,7 @@ Run as `python engine_process.py`; settings come from the environment. Used thro
 """
 
 import asyncio
+import dataclasses
 import sys
 from typing import Any
 
@@ -12,10 +13,12 @@ import msgspec
 from midstream.schemas.base import from_json, to_json
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import Job, Output
+from midstream.schemas.runs import ZEROS, RunFiles, is_row, runs_named
 from midstream.schemas.settings import load_settings
+from midstream.schemas.specs import Entry, Grade
 from midstream.schemas.steering import GlobalSteering
 from midstream.schemas.tensors import Tensor
-from midstream.workers.engine import ask_of
+from midstream.workers.engine import Ask, ask_of
 from midstream.workers.rank_control import disagreement
 
 
@@ -25,6 +28,10 @@ class Command(msgspec.Struct, omit_defaults=True):
 
     jobs: list[Job] = []
     vectors: dict[str, Tensor] = {}
+    runs: dict[str, RunFiles] = {}  # `run_key` → where its rows are, for all that the jobs may name
+    entries: dict[str, Entry] = {}  # job → where the forward of its requests may begin
+    grades: dict[str, list[Grade]] = {}  # job → what is asked about each of its requests
+    together: bool = False  # all requests begin in one step
     cancel_after: dict[str, int] = {}
     look: bool = False  # have the worker look at its ranks while the jobs run
     everyone: GlobalSteering = GlobalSteering()  # that the jobs run under
@@ -54,7 +61,10 @@ async def serve(reply: Any) -> None:
             reply(Answer(result=await called))
             continue
         answer = Answer()
-        await asyncio.gather(*(run(engine, job, command, answer) for job in command.jobs), *([look(engine)] if command.look else []))
+        if command.together:
+            await engine._llm.pause_generation(mode="keep", clear_cache=False)
+        beside = [look(engine)] if command.look else [resume(engine, command, answer)] if command.together else []
+        await asyncio.gather(*(run(engine, job, command, answer) for job in command.jobs), *beside)
         reply(answer)
     await engine.shutdown()
 
@@ -65,13 +75,31 @@ async def look(engine: Any) -> None:
     assert not disagreement(await engine.steering_status())
 
 
+async def resume(engine: Any, command: Command, answer: Answer) -> None:
+    """Once all requests wait in the engine core, in the order of the jobs."""
+    wanted = sum(len(job.prompts) for job in command.jobs)
+    while len(engine._llm.output_processor.request_states) < wanted and not answer.errors:  # noqa: ASYNC110 - vLLM's
+        await asyncio.sleep(0.001)
+    await asyncio.sleep(0.01)  # what is under way goes ahead of this on the same socket
+    await engine._llm.resume_generation()
+
+
 async def run(engine: Any, job: Job, command: Command, answer: Answer) -> None:
     async def fetch(name: str) -> Tensor:
         return command.vectors[name]
 
+    async def locate(key: str) -> RunFiles:
+        if key not in command.runs:
+            raise MidstreamError("not_found", f"run {key} was deleted")
+        return command.runs[key]
+
+    def ask(request: int) -> Ask:
+        grade = command.grades[job.id][request] if job.id in command.grades else None
+        return dataclasses.replace(ask_of(job, request, 1), entry=entry, grade=grade)
+
     async def one(request: int) -> Output | None:
         tokens = 0
-        async for progress in engine.generate(ask_of(job, request, 1), command.everyone):
+        async for progress in engine.generate(ask(request), command.everyone):
             tokens += len(progress.token_ids)
             answer.waiting = max(answer.waiting, engine.waiting)
             if tokens >= command.cancel_after.get(job.id, 1 << 30):
@@ -82,13 +110,20 @@ async def run(engine: Any, job: Job, command: Command, answer: Answer) -> None:
         return None
 
     steering = [entry for entries in job.steering for entry in entries]
-    names = sorted({name for entry in (*steering, *command.everyone.entries) for name in entry.tensors})
+    tensors = {name for each in (*steering, *command.everyone.entries) for name in each.tensors}
+    names = sorted(name for name in tensors if name != ZEROS and not is_row(name))
+    entry = command.entries.get(job.id)
+    runs = sorted({*runs_named(tensors), *([entry.run] if entry else [])})
     try:
-        await engine.hold_vectors(names, fetch)
+        await engine.hold_runs(runs, locate)
         try:
-            outputs = await asyncio.gather(*(one(request) for request in range(len(job.prompts))))
+            await engine.hold_vectors(names, fetch)
+            try:
+                outputs = await asyncio.gather(*(one(request) for request in range(len(job.prompts))))
+            finally:
+                await engine.release_vectors(names)
         finally:
-            await engine.release_vectors(names)
+            await engine.release_runs(runs)
         answer.outputs[job.id] = [output for output in outputs if output is not None]
     except MidstreamError as error:
         answer.errors[job.id] = str(error)

@@ -22,6 +22,7 @@ from midstream.schemas.base import from_json, from_msgpack, to_json
 from midstream.schemas.jobs import Job, Output, Sampling, StoredPrompt
 from midstream.schemas.models import ModelInfo
 from midstream.schemas.receipts import Receipt
+from midstream.schemas.runs import RunFile, RunFiles, run_key
 from midstream.schemas.selectors import Hook, PositionSelector
 from midstream.schemas.settings import Settings, to_environment
 from midstream.schemas.specs import STEERING_FIELDS, SteeringSpec, StoredCapture, StoredSteering
@@ -62,6 +63,7 @@ class Host:
             stderr=self._log,
         )
         self._vectors: dict[str, Tensor] = {}
+        self.runs: dict[str, RunFiles] = {}  # that jobs may be patched with
         try:
             self.info = self._answer().info
         except AssertionError:
@@ -128,8 +130,30 @@ class Host:
         assert not answer.errors, answer.errors
         return answer.outputs
 
-    def run_any(self, *jobs: Job, cancel_after: dict[str, int] | None = None, look: bool = False) -> Answer:
-        return self.send(Command(jobs=list(jobs), vectors=self._vectors, cancel_after=cancel_after or {}, look=look))
+    def run_any(self, *jobs: Job, cancel_after: dict[str, int] | None = None, **options: Any) -> Answer:
+        """`options`: fields of `Command`."""
+        return self.send(Command(jobs=list(jobs), vectors=self._vectors, runs=self.runs, cancel_after=cancel_after or {}, **options))
+
+    def run_together(self, *jobs: Job, **options: Any) -> dict[str, list[Output]]:
+        """As `run`, all requests in one step, in this order: the same jobs give the same numbers bit for bit."""
+        answer = self.run_any(*jobs, together=True, **options)
+        assert not answer.errors, answer.errors
+        return answer.outputs
+
+    def keep(self, job: Job, request: int = 0) -> str:
+        """Make the first capture of a finished job's prompt a source run; its key."""
+        reader, tag = self.capture(job), job.captures[request][0].tag
+        files = [file for receipt in self.receipts(job) if receipt.request == request for file in receipt.files if file.tag == tag]
+        key = run_key(job.id, request, tag)
+        self.runs[key] = RunFiles(
+            key=key,
+            sites=job.captures[request][0].sites,
+            positions=reader.positions(request),
+            hidden_size=self.info["hidden_size"],
+            bytes=sum(file.bytes for file in files),
+            files=[RunFile(file.path, file.offset, file.bytes, file.crc32) for file in files],
+        )
+        return key
 
     def receipts(self, job: Job, timeout: float = 20.0) -> list[Receipt]:
         """The job's receipts of all ranks, when all are there; sorted by request and rank."""

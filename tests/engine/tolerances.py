@@ -26,6 +26,12 @@ FP32_COMPONENT = 1e-6
 FP32_LOGPROBS = 1e-3
 #: As FP32_ROWS, at every hook of every architecture, with edits four times as long as a row (measured: 7.3e-6, of Mixtral's experts).
 FP32_HOOKS = 2e-5
+#: fp32: (1 − α)·h + α·t against float64; four roundings.
+FP32_LERP = 5e-7
+#: fp32, 30 layers, logit differences of some tens against TransformerLens: as FP32_ROWS_30_LAYERS, through the last matrix.
+LENS_LOGITS = 1e-3
+#: fp32, 30 layers, logit differences of the same prompt in two batches.
+FP32_BATCH_LOGITS = 5e-4
 
 
 class Tolerance(NamedTuple):
