@@ -27,13 +27,13 @@ Shift = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def _replace(rows: torch.Tensor, entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor) -> Rewritten:
-    return _mixed(rows, *_numbers("replace", entries, scalars), _vectors(entries, pool)), None
+    (alpha,), target = _numbers("replace", entries, scalars), _vectors(entries, pool)
+    return _mixed(rows, alpha, target), None
 
 
 def _replace_masked(rows: torch.Tensor, entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor) -> Rewritten:
-    written = pool.index_select(0, entries + 1) != 0
-    mixed = _mixed(rows.clone(), *_numbers("replace_masked", entries, scalars), _vectors(entries, pool))
-    return torch.where(written, mixed, rows), None
+    (alpha,), target, mask = _numbers("replace_masked", entries, scalars), _vectors(entries, pool), _vectors(entries + 1, pool)
+    return torch.where(mask != 0, _mixed(rows.clone(), alpha, target), rows), None
 
 
 def _mixed(rows: torch.Tensor, alpha: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -224,6 +224,7 @@ STEPS: dict[str, tuple[Callable[[int], SitePlan], int, int]] = {
     "capture all": (lambda tokens: SitePlan(HIDDEN, before=range(tokens)), 3, 2),
     "add": (to_all(add=Does(torch.zeros(1, HIDDEN))), 2, 2),
     "replace": (to_all(replace=Does(ONES, (1.0,))), 4, 2),
+    "replace_masked": (to_all(replace_masked=Does(torch.cat([ONES, ONES]), (1.0,))), 4, 2),
     "lowrank 4": (to_all(lowrank=low_rank(4)), 4, 2),
     "lowrank 64": (to_all(lowrank=low_rank(64)), 4, 2),
     "add_matched": (to_all(add_matched=Does(ONES, (1e-6,))), 4, 2),

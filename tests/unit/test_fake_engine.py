@@ -12,15 +12,16 @@ from midstream.client import CaptureReader
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import Job, Output, Sampling, StoredPrompt
 from midstream.schemas.models import encode_bundle
+from midstream.schemas.runs import ZEROS, RunFiles, RunRow, row_name
 from midstream.schemas.selectors import HOOKS, Hook
 from midstream.schemas.settings import Settings
-from midstream.schemas.specs import StoredCapture, StoredSteering
+from midstream.schemas.specs import RankSpec, StoredCapture, StoredSteering
 from midstream.schemas.steering import GlobalSteering, SteeringTemplate
 from midstream.schemas.tensors import Tensor, content_hash, from_numpy
 from midstream.workers.engine import Progress, ask_of, make_engine
 from midstream.workers.fake_engine import FakeEngine
-from midstream.workers.fake_model import residual_rows
-from midstream.workers.fake_rank import FakeFaults
+from midstream.workers.fake_model import HIDDEN_SIZE, residual_rows
+from midstream.workers.fake_rank import FakeFaults, FakeRank
 
 
 def settings(tmp_path: Path, **changed: object) -> Settings:
@@ -192,3 +193,36 @@ def test_faults_are_named_with_their_arguments_and_strike_as_often_as_they_say()
     assert (faults.rank("hold"), faults.get("engine_dies"), faults.get("silent")) == (1, {"tokens": "3"}, None)
     assert [faults.strikes("hold", rank) for rank in (0, 1, 1)] == [False, True, True]
     assert [faults.strikes("commit", rank) for rank in (1, 0, 0)] == [False, True, False]
+
+
+# field case 31
+def test_a_fake_rank_refuses_a_request_whose_row_of_a_run_it_has_not(tmp_path: Path) -> None:
+    faults = FakeFaults("")
+    rank = FakeRank(0, 0, 0, settings(tmp_path), faults)
+    run = RunFiles(key="job_s.0.t", sites={"post_block": [1, 2]}, positions=[0, 1, 4], hidden_size=HIDDEN_SIZE, bytes=96, files=[])
+
+    def begins(layer: int, position: int | None, mean: tuple[int, ...] = (), key: str = run.key) -> tuple[bool, str]:
+        tensors = [row_name(RunRow(key, "post_block", layer, position, mean)), ZEROS]
+        patch = StoredSteering(layers=[1], hook="post_block", positions=[2], family="replace_masked", tensors=tensors, numbers=[1.0])
+        spec = RankSpec(version="v", job="job_x", request=0, attempt=1, prompt_tokens=6, steering=[patch])
+        answer = rank.begin(spec)
+        rank.end(spec)
+        return answer
+
+    assert begins(1, 4) == (False, "source run job_s.0.t is not on this rank")
+    faults.switch("put_run:times=1;drop_runs:times=1")
+    assert rank.midstream_put_run(msgspec.to_builtins(run)) == (False, "injected fault")
+    assert rank.midstream_put_run(msgspec.to_builtins(run)) == (True, "")
+    assert [begins(1, 4), begins(2, None), begins(1, None, (0, 1))] == [(True, "")] * 3
+    assert begins(3, 4) == (False, "source run job_s.0.t has no rows of post_block of layer 3")
+    assert begins(1, 3) == (False, "source run job_s.0.t has no row at position 3")
+    assert begins(1, None, (0, 3)) == (False, "source run job_s.0.t has no row at position 3")
+    assert begins(1, 4, key="job_t.0.t") == (False, "source run job_t.0.t is not on this rank")
+    assert (rank.midstream_status()["runs"], rank.midstream_status()["run_bytes"]) == (1, 96)
+    assert rank.midstream_drop_runs([run.key]) == (False, "injected fault")
+    faults.switch("lose_run:times=1")
+    assert [ok for ok, _ in (begins(1, 4), begins(1, 4))] == [False, True]
+    assert rank.midstream_drop_runs([run.key]) == (True, "")
+    assert not begins(1, 4)[0]
+    wide = msgspec.structs.replace(run, hidden_size=HIDDEN_SIZE + 1)
+    assert not rank.midstream_put_run(msgspec.to_builtins(wide))[0]
