@@ -272,7 +272,9 @@ def _store_pair(request: SweepRequest, pair: _Pair, answers: dict[str, Continuat
 
 
 def _aligned(request: SweepRequest, pair: _Pair) -> Aligned | None:
-    if pair.corrupt is None:
+    """None in an ablation, and where spans name their tokens in both prompts."""
+    told = pair.wish.spans is not None and all(span.corrupt is not None for span in pair.wish.spans) and pair.wish.alignment is None
+    if pair.corrupt is None or told:
         return None
     how: Alignment | list[tuple[int, int]] = request.alignment if pair.wish.alignment is None else pair.wish.alignment
     try:
@@ -306,7 +308,7 @@ def _spans(pair: _Pair, aligned: Aligned | None, notes: list[str]) -> Iterator[C
     for index, span in enumerate(pair.wish.spans or []):
         field = f"{pair.at}.spans[{index}]"
         clean = _resolved(span.clean, pair.clean, f"{field}.clean")
-        if aligned is None or pair.corrupt is None:
+        if pair.corrupt is None:
             yield Column(label=span.name, places=[(place, NO_SOURCE) for place in clean])
             continue
         found = _matched(span, clean, pair, pair.corrupt, aligned, field)
@@ -316,8 +318,9 @@ def _spans(pair: _Pair, aligned: Aligned | None, notes: list[str]) -> Iterator[C
         yield Column(label=span.name, places=sorted(places), reason=found.reason)
 
 
-def _matched(span: PairSpan, clean: list[int], pair: _Pair, corrupt: ReadPrompt, aligned: Aligned, field: str) -> Matched:
+def _matched(span: PairSpan, clean: list[int], pair: _Pair, corrupt: ReadPrompt, aligned: Aligned | None, field: str) -> Matched:
     if span.corrupt is None:
+        assert aligned is not None
         return match_span(span.name, clean, aligned, _tokens(pair.clean))
     others = _resolved(span.corrupt, corrupt, f"{field}.corrupt")
     return match_spans(span.name, clean, others, (_tokens(pair.clean), _tokens(corrupt)))

@@ -137,6 +137,7 @@ def test_spans_are_columns_with_their_names() -> None:
     ]  # fmt: skip
     assert "no counterpart" in stored.columns[2].reason
     assert any("span 'subject'" in note and "left out" in note for note in stored.notes)
+    assert plan(pair(spans=spans[:1])).sweep.pairs[0].notes == [note for note in stored.notes if note.startswith("span 'subject'")]
     noised = plan(pair(spans=spans), direction="noise").sweep.pairs[0]
     assert [column.places for column in noised.columns] == [[(3, 2)], [(4, 3), (5, 4)], []]
     alone = plan(ablated(spans=[{"name": "s", "clean": {"text": "Eiffel Tower"}}]), ablation="mean", metric="logprob").sweep.pairs[0]
