@@ -28,10 +28,13 @@ PATHS = {
     "/v1/jobs/{job_id}/events": {"get"},
     "/v1/jobs/{job_id}/result": {"get"},
     "/v1/models": {"get"},
+    "/v1/runs": {"get"},
+    "/v1/runs/{name}": {"delete", "get"},
     "/v1/steering/dynamic": {"get"},
     "/v1/steering/global": {"delete", "get", "put"},
     "/v1/steering/modules": {"get"},
     "/v1/steering/modules/{name}": {"delete", "get", "put"},
+    "/v1/sweeps": {"post"},
 }
 
 
