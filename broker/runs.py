@@ -32,6 +32,8 @@ Views = list[RunView]
 Blobs = list[Blob]
 Receipts = list[Receipt]
 
+#: Seconds between two looks for names of runs of which nothing is known any more.
+PRUNE_S = 3600.0
 #: Why a run that is not ready cannot be read.
 KIND_OF_STATE: dict[RunState, str] = {"pending": "conflict", "failed": "capture_failed", "deleted": "gone"}
 
@@ -60,6 +62,7 @@ class SourceRuns:
         self._redis: Any = ledger.redis
         self._settings: Settings = ledger.settings
         self._scripts = scripts.Scripts(ledger.redis)
+        self._pruned = 0.0  # when names were last looked through
 
     # ---- what a name means -----------------------------------------------------------------------------------------
 
@@ -168,6 +171,20 @@ class SourceRuns:
     @reachable
     async def _forget(self, run: Run) -> None:
         await self._scripts.delete_run(args=[*scripts.context(self._settings), run.model, run.name, run.job])
+
+    async def prune(self, at: float) -> int:
+        """Take away the names of runs that were deleted long ago; looks through them once an hour. Returns how many."""
+        if at < self._pruned + PRUNE_S:
+            return 0
+        self._pruned = at
+        gone: Runs = []
+        for model in await self._ledger.models():
+            runs = await self._named(model.name)
+            known = await self._known([run.job for run in runs]) if runs else []
+            gone += [run for run, standing in zip(runs, known, strict=True) if standing is None]
+        for run in gone:
+            await self._forget(run)
+        return len(gone)
 
     # ---- who holds them --------------------------------------------------------------------------------------------
 

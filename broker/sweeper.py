@@ -19,6 +19,7 @@ from . import scripts
 from .captures import Captures
 from .celery_app import enqueue, lists_of, queue_of
 from .ledger import Ledger, reachable
+from .runs import SourceRuns
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ class SweepReport:
     timed_out: list[str] = field(default_factory=list)  # generated, but receipts are missing
     cancelled: list[str] = field(default_factory=list)  # their worker died before it could say so
     deleted: list[str] = field(default_factory=list)  # their captures were older than `capture_ttl_s`
-    pruned: int = 0  # entries of the listing whose job's record has expired
+    pruned: int = 0  # entries of the listing whose job's record has expired; names of runs that were deleted as long ago
 
     def __bool__(self) -> bool:
         return bool(self.resent or self.requeued or self.failed or self.timed_out or self.cancelled or self.deleted or self.pruned)
@@ -65,6 +66,7 @@ class Sweeper:
         self._redis = ledger.redis
         self._scripts = scripts.Scripts(ledger.redis)
         self._captures = Captures(ledger)
+        self._runs = SourceRuns(ledger)
 
     @reachable
     async def sweep(self, at: float | None = None) -> SweepReport:
@@ -95,7 +97,7 @@ class Sweeper:
                 await self._send(job_id, kind, model, attempt)
         for model, jobs in queued.items():
             report.resent += await self._resend_lost(model, jobs, at)
-        report.pruned = await self._prune(at)
+        report.pruned = await self._prune(at) + await self._runs.prune(at)
         try:
             report.deleted = await self._captures.sweep(at)
         except OSError as error:  # jobs do not depend on it

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from capture_kit import HIDDEN, finished, write
+from edge import model_info
 from ledger_kit import BOOT, EPOCH, MODEL, WORKER, claimed, make_job, open_ledger, outputs, receipt, settler, worker_info
 
 from midstream.broker import runs as runs_module
@@ -185,6 +186,21 @@ def test_what_was_deleted_is_refused_by_name_and_by_key_whoever_knows_of_the_del
             await runs.delete(MODEL, "clean")
             assert await runs.lookup(MODEL, "clean") is None
             assert await refusal(runs.delete(MODEL, "clean")) == ("not_found", "there is no source run 'clean'")
+
+    asyncio.run(main())
+
+
+def test_names_of_what_was_deleted_long_ago_are_taken_away_in_the_end(redis_url: str, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url, data_dir=str(tmp_path)) as ledger:
+            runs, at = SourceRuns(ledger), now()
+            await ledger.publish_model(model_info(name=MODEL))
+            jobs = [await ready(ledger, redis_url, tmp_path / "captures", name=name) for name in ("old", "kept")]
+            await Captures(ledger).delete(jobs[0].id)
+            assert await runs.prune(at) == 0
+            await ledger.redis.delete(f"ms:capture:{jobs[0].id}", f"ms:job:{jobs[0].id}")  # as they expire
+            assert await runs.prune(at + 60) == 0
+            assert (await runs.prune(at + runs_module.PRUNE_S), await runs.names(MODEL)) == (1, ["kept"])
 
     asyncio.run(main())
 
