@@ -20,6 +20,7 @@ from ..schemas.runs import Run, RunFiles, RunPage, RunPrompt, RunState, RunView,
 from ..schemas.settings import Settings
 from . import reading, run_files, scripts
 from .captures import Captures
+from .headers import must_be_there
 from .ledger import Ledger, reachable
 from .run_files import Blob, unusable
 
@@ -63,6 +64,7 @@ class SourceRuns:
         self._settings: Settings = ledger.settings
         self._scripts = scripts.Scripts(ledger.redis)
         self._pruned = 0.0  # when names were last looked through
+        self._scanned: tuple[str, str, dict[int, Blobs]] = "", "", {}  # job and tag that were last looked for on the disk
 
     # ---- what a name means -----------------------------------------------------------------------------------------
 
@@ -266,13 +268,25 @@ class SourceRuns:
         receipts = await self._receipts(job, only)
         files = [(told.request, file) for told in receipts for file in told.files if file.tag == tag]
         if not files:
-            found = await asyncio.to_thread(run_files.on_disk, self._settings.capture_root, job, tag)
+            found = await self._on_disk(job, tag)
             return {request: blobs for request, blobs in found.items() if only is None or request in only}
         blobs = await asyncio.to_thread(run_files.reported, self._settings.capture_root, job, [file for _, file in files])
         by_request: dict[int, Blobs] = {}
         for (request, _), blob in zip(files, blobs, strict=True):
             by_request.setdefault(request, []).append(blob)
         return dict(sorted(by_request.items()))
+
+    async def _on_disk(self, job: str, tag: str) -> dict[int, Blobs]:
+        """Remembered for the next key of the same job: to find one, manifests of many are read. What is whole does not change."""
+        root = self._settings.capture_root
+        if self._scanned[:2] == (job, tag):
+            found = self._scanned[2]
+            await asyncio.to_thread(must_be_there, root, job)
+            return found
+        found = await asyncio.to_thread(run_files.on_disk, root, job, tag)
+        if found and not any(map(run_files.shortfall, found.values())):
+            self._scanned = job, tag, found
+        return found
 
     @reachable
     async def _receipts(self, job: str, only: Collection[int] | None) -> Receipts:

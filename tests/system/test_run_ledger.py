@@ -16,6 +16,7 @@ from midstream.broker.captures import Captures
 from midstream.broker.ledger import Ledger
 from midstream.broker.runs import SourceRuns
 from midstream.schemas.base import now
+from midstream.schemas.captures import DELETED
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import Job, State
 from midstream.schemas.runs import RunFiles, RunView, run_key
@@ -159,10 +160,14 @@ def test_rows_are_found_by_receipts_and_without_them_and_without_the_ledger(redi
             assert told(await runs.files(key)) == told(by_receipts)
             kind, detail = await refusal(runs.files(run_key(job.id, 7, TAG)))
             assert (kind, detail.endswith("nothing of this prompt was captured")) == ("intervention_failed", True)
+            mark = root / DELETED / job.id
+            mark.mkdir(parents=True)  # only the disk knows that it is being deleted
+            assert (await refusal(runs.files(key)))[1].endswith("were deleted")
+            mark.rmdir()
             for path in root.rglob("*.pp1.*"):
                 path.unlink()
             if layout != "segment":
-                assert (await refusal(runs.files(key)))[1].endswith("post_block of layer 2 is in no file")
+                assert (await refusal(SourceRuns(ledger).files(key)))[1].endswith("post_block of layer 2 is in no file")
 
     asyncio.run(main())
 
