@@ -14,9 +14,11 @@ from ..schemas.selectors import SelectorError, as_ranges
 from ..schemas.sweeps import Alignment
 
 #: So many pairs of equal tokens a diff may have to look at: with that many repetitions it takes long, and says little.
-MOST_MATCHES = 1 << 18
-#: Characters of a token sequence that a note or reason shows, and places that it lists.
+MOST_MATCHES = 1 << 16
+#: Characters of a token sequence that a note or reason shows, and ranges of positions that it lists.
 SHOWN_CHARACTERS, SHOWN_RANGES = 60, 8
+#: Notes about differing blocks of one pair; the others are counted.
+SHOWN_BLOCKS = 16
 CLEAN, CORRUPT = "clean", "corrupt"
 
 
@@ -98,6 +100,8 @@ def _by_diff(clean: Tokens, corrupt: Tokens) -> Aligned:
         made.clean_alone |= dict.fromkeys(range(first, last), why)
         made.corrupt_alone |= dict.fromkeys(range(other, end), why)
         made.notes.append(f"{why}; left out: {_places(range(first, last), range(other, end))}")
+    if more := len(made.notes[SHOWN_BLOCKS:]):
+        made.notes[SHOWN_BLOCKS:] = [f"and {more} more blocks differ: these prompts have little in common"]
     return made
 
 

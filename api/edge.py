@@ -54,6 +54,7 @@ class Edge:
         self.steering = Steering(ledger)
         self.watcher = watcher
         self.celery = celery
+        self.counting = asyncio.Lock()  # sweeps that are accepted one at a time are counted right
         self._usage = Usage(settings.capture_root, settings.capture_quota_mib << 20)
         self._codecs: dict[str, Codec] = {}
         self._reading = asyncio.Lock()

@@ -1,8 +1,5 @@
 """The route of sweeps: a body is resolved on the model, held against the quota of cells, and accepted as a job like any other."""
 
-import asyncio
-import logging
-
 from litestar import Response, post
 from litestar.openapi.datastructures import ResponseSpec
 from litestar.params import JSONBody
@@ -17,8 +14,6 @@ from .body import JsonRequest
 from .edge import Edge, edge_of
 from .jobs import PROBLEM, SUBMIT_ERRORS, Key, Prefer, answer_submission
 from .sweep_plan import plan_sweep
-
-log = logging.getLogger("midstream.api")
 
 
 async def submit_sweep(edge: Edge, body: SweepRequest, idempotency: tuple[str, str] | None) -> str:
@@ -38,13 +33,10 @@ async def submit_sweep(edge: Edge, body: SweepRequest, idempotency: tuple[str, s
         metadata=body.metadata,
         sweep=sweep,
     )
-    async with _counting:  # so that two that come at once see one another
+    async with edge.counting:
         if not (idempotency and await edge.ledger.knows_key(idempotency[0])):
             await _check_waiting(edge, sweep)
         return await edge.accept(job, info, blobs, idempotency)
-
-
-_counting = asyncio.Lock()
 
 
 async def _check_waiting(edge: Edge, sweep: StoredSweep) -> None:

@@ -156,6 +156,13 @@ def test_prompts_that_repeat_themselves_endlessly_are_refused_and_not_compared(m
     assert not align(numbered([1, 2, 3] * 900), numbered([2, 3, 1] * 900)).clean_alone, "of equal length there is nothing to compare"
 
 
+def test_of_prompts_that_have_little_in_common_not_every_block_is_told() -> None:
+    clean = [token for place in range(40) for token in (place, 100 + place)]
+    made = align(numbered(clean), numbered([token for place in range(40) for token in (place, 200 + place, 300 + place)]))
+    assert made.notes[-1] == "and 24 more blocks differ: these prompts have little in common"
+    assert len(made.notes) == 17
+
+
 # --- Spans ---------------------------------------------------------------------------------------------------------------
 
 
