@@ -1,11 +1,14 @@
 """The routes of source runs: which captures have a name, what is in one, and its end."""
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Annotated, Any
 
 from litestar import delete, get
 from litestar.params import PathParameter, QueryParameter
 
 from ..broker.runs import SourceRuns
+from ..schemas.errors import MidstreamError
 from ..schemas.runs import RunPage, RunView
 from .body import JsonRequest
 from .edge import edge_of
@@ -29,7 +32,10 @@ async def list_runs(
 @get("/v1/runs/{name:str}", summary="What is in a source run", responses=ERRORS)
 async def get_run(name: Name, request: JsonRequest, model: Model = None) -> RunView:
     edge = edge_of(request)
-    return await SourceRuns(edge.ledger).view((await edge.the_model(model)).name, name)
+    info = await edge.the_model(model)
+    runs = SourceRuns(edge.ledger)
+    async with _named(runs, info.name):
+        return await runs.view(info.name, name)
 
 
 @delete(
@@ -42,7 +48,22 @@ async def get_run(name: Name, request: JsonRequest, model: Model = None) -> RunV
 )
 async def delete_run(name: Name, request: JsonRequest, model: Model = None) -> None:
     edge = edge_of(request)
-    await SourceRuns(edge.ledger).delete((await edge.the_model(model)).name, name)
+    info = await edge.the_model(model)
+    runs = SourceRuns(edge.ledger)
+    async with _named(runs, info.name):
+        await runs.delete(info.name, name)
+
+
+@asynccontextmanager
+async def _named(runs: SourceRuns, model: str) -> AsyncIterator[None]:
+    """An unknown name is answered with those there are."""
+    try:
+        yield
+    except MidstreamError as error:
+        if error.kind != "not_found":
+            raise
+        names = ", ".join(await runs.names(model)) or "there is none"
+        raise MidstreamError("not_found", f"{error.detail} of model {model!r}", field="name", allowed=names) from error
 
 
 ROUTES: list[Any] = [list_runs, get_run, delete_run]

@@ -210,7 +210,10 @@ def test_a_deleted_run_is_refused_by_name_and_by_its_jobs_id(http: httpx.Client,
     kept = http.post("/v1/jobs", json=body, headers={"Idempotency-Key": "kept"}).json()["id"]
     over(http, kept)
     assert http.delete("/v1/runs/short").status_code == 204
-    assert refused(http.get("/v1/runs/short"), 404)["detail"] == "there is no source run 'short'"
+    problem = refused(http.get("/v1/runs/short"), 404)
+    assert (problem["field"], problem["detail"], problem["allowed"]) == (
+        "name", f"there is no source run 'short' of model {MODEL!r}", "clean",
+    )  # fmt: skip
     refused(http.delete("/v1/runs/short"), 404)
     problem = refused(http.post("/v1/jobs", json=body))
     assert (problem["field"], "'short'" in problem["detail"], "clean" in problem["allowed"]) == ("patch[0].source.run", True, True)
