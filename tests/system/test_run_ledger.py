@@ -210,7 +210,9 @@ def test_names_of_what_was_deleted_long_ago_are_taken_away_in_the_end(redis_url:
     asyncio.run(main())
 
 
-def test_deleting_a_run_deletes_its_captures_and_the_name_unless_that_means_another_job_by_now(redis_url: str, tmp_path: Path) -> None:
+def test_deleting_a_run_deletes_its_captures_and_the_name_unless_that_means_another_job_by_now(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def main() -> None:
         async with open_ledger(redis_url, data_dir=str(tmp_path)) as ledger:
             runs, root = SourceRuns(ledger), tmp_path / "captures"
@@ -226,6 +228,16 @@ def test_deleting_a_run_deletes_its_captures_and_the_name_unless_that_means_anot
             await runs.delete(MODEL, "clean")
             assert (await runs.names(MODEL), (await Captures(ledger).list()).captures) == ([], [])
             assert not list(root.rglob("*.safetensors"))
+            await ready(ledger, redis_url, root)
+            delete, last = Captures.delete, run_job()
+
+            async def and_meanwhile(captures: Captures, job_id: str) -> None:
+                await delete(captures, job_id)
+                await ledger.submit(last, {})
+
+            monkeypatch.setattr(Captures, "delete", and_meanwhile)
+            await runs.delete(MODEL, "clean")
+            assert (await runs.view(MODEL, "clean")).job == last.id
 
     asyncio.run(main())
 
