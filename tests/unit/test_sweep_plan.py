@@ -9,6 +9,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 
 from midstream import __version__
+from midstream.api.continuations import ReadPrompt, continue_prompts
 from midstream.api.sweep_limits import room_of_cell
 from midstream.api.sweep_plan import Planned, plan_sweep
 from midstream.api.text import Codec
@@ -161,8 +162,6 @@ def test_hooks_layers_mask_and_the_rest_are_resolved() -> None:
 
 
 def test_a_reader_is_told_of_what_is_easily_taken_for_something_else() -> None:
-    glued = plan(pair(clean="The Eiffel", corrupt="The Colosseum is", answer=[9], foil=[10]), positions=[0]).sweep.pairs[0]
-    assert not any("continues" in note for note in glued.notes)
     joined = plan(ablated(clean="The Eiffel ,", answer=" Paris of", foil=" Rome"), ablation="zeros", metric="kl").sweep.pairs[0]
     assert joined.notes == ["kl is over the first token behind the prompt; the log-probability of the answer is that of its 2"]
 
@@ -266,9 +265,20 @@ def test_what_would_take_long_to_look_up_is_refused_before_it_is() -> None:
     assert refusal(pair(positions=places)).field == "pairs[0].positions"
 
 
-def test_text_that_the_prompts_continue_differently_is_refused() -> None:
-    error = refusal(pair(clean="The Eiffel Tower is", corrupt="The Colosseum ", answer="Paris"), positions=[0])
-    assert error.field == "pairs[0].answer"
+def test_text_that_has_other_tokens_behind_the_other_prompt_is_refused() -> None:
+    """Here "bc" is one token, but only behind an "a"."""
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "c": 2, "bc": 3, "x": 4}, unk_token="x"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(?<=a)bc|."), "isolated")
+    split = Codec(TokenizerBundle(tokenizer_json=tokenizer.to_str(), chat_template=None, special_tokens={}, eos_token_ids=[]))
+    prompts = [ReadPrompt([token], [word], split.map_ids([token])) for token, word in ((0, "a"), (4, "x"))]
+    (glued,) = asyncio.run(continue_prompts([("pairs[0].foil", "bc", prompts[:1])], model(), split))
+    assert glued.ids == [3]
+    assert glued.note == "foil 'bc' continues the prompt's last word: begin it with a space if it is a word of its own"
+    assert asyncio.run(continue_prompts([("f", "bc", prompts[1:])], model(), split))[0].ids == [1, 2]
+    with pytest.raises(MidstreamError) as refused:
+        asyncio.run(continue_prompts([("pairs[0].foil", "bc", prompts)], model(), split))
+    assert refused.value.field == "pairs[0].foil"
+    assert "'bc' and 'b' 'c'" in refused.value.detail
 
 
 # --- Room ----------------------------------------------------------------------------------------------------------------------
