@@ -1,0 +1,188 @@
+"""Sweeps over the fake engine, what must come out of them, and a worker with its relay in this process."""
+
+import asyncio
+import itertools
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from midstream.broker.ledger import Ledger, new_job_id
+from midstream.broker.relay import Relay
+from midstream.broker.settle import Settler
+from midstream.broker.steering import Steering
+from midstream.broker.sweeps import Sweeps
+from midstream.schemas.base import now
+from midstream.schemas.jobs import Job, Sampling
+from midstream.schemas.settings import Settings
+from midstream.schemas.sweep_units import Units
+from midstream.schemas.sweeps import Column, StoredPair, StoredSweep, SweepResult, UnitRecord
+from midstream.workers.fake_engine import FakeEngine
+from midstream.workers.fake_grades import Edit, expected_divergence, expected_logprob, own_row, replaced
+from midstream.workers.fake_model import NUM_LAYERS, make_tokenizer
+from midstream.workers.runs import Runs
+from midstream.workers.steering import Standing
+
+CLEAN, CORRUPT = "The Eiffel Tower is in", "The Colosseum  is now in"
+LAYERS = list(range(NUM_LAYERS))
+TOLERANCE = 1e-9
+
+
+def tokens(text: str) -> list[int]:
+    return list(make_tokenizer().encode(text).ids)
+
+
+def columns(base: list[int], source: list[int], skipped: int = 3) -> list[Column]:
+    """One for each of the first positions; one of them is skipped."""
+    return [
+        Column(label=f"t{place}", places=[], reason="it stands alone")
+        if place == skipped
+        else Column(label=f"t{place}", places=[(place, place)])
+        for place in range(min(len(base), len(source)))
+    ]
+
+
+def pair(clean: str = CLEAN, corrupt: str = CORRUPT, answer: str = "P", foil: str = "R", **changes: Any) -> StoredPair:
+    base, source = tokens(corrupt), tokens(clean)
+    fields: dict[str, Any] = {
+        "base": base, "source": source, "columns": columns(base, source), "answer": tokens(answer), "foil": tokens(foil),
+    }  # fmt: skip
+    return StoredPair(**(fields | changes))
+
+
+def sweep(*pairs: StoredPair, **changes: Any) -> StoredSweep:
+    fields: dict[str, Any] = {
+        "pairs": list(pairs) or [pair()], "hooks": ["post_block"], "layers": LAYERS, "metric": "logit_diff", "direction": "denoise",
+        "noise": 3,
+    }  # fmt: skip
+    return StoredSweep(**(fields | changes))
+
+
+def cell_edits(asked: StoredSweep, units: Units, number: int) -> list[Edit]:
+    """What the patches of a cell write, worked out here."""
+    unit = units.cell(number)
+    assert unit is not None
+    stored, hook = asked.pairs[unit.pair], asked.hooks[unit.hook]
+    layers, places = units.patched(unit)
+    found = []
+    for layer, (to, of) in itertools.product(layers, places):
+        if asked.ablation == "zeros":
+            row = own_row(hook, layer, to, stored.base) * 0
+        elif asked.ablation == "mean":
+            rows = [own_row(hook, layer, position, stored.base).astype("float64") for position in range(len(stored.base))]
+            row = (sum(rows) / len(rows)).astype("float32")
+        else:
+            row = own_row(hook, layer, of, stored.source)
+        found += replaced(hook, layer, to, stored.base, row, asked.alpha)
+    return found
+
+
+def answer_logprob(token_ids: list[int], edits: list[Edit], answer: list[int]) -> float:
+    return sum(expected_logprob([*token_ids, *answer[:place]], edits, token) for place, token in enumerate(answer))
+
+
+def difference(token_ids: list[int], edits: list[Edit], stored: StoredPair) -> float:
+    return answer_logprob(token_ids, edits, stored.answer) - answer_logprob(token_ids, edits, stored.foil)
+
+
+def check_grid(asked: StoredSweep, result: SweepResult, lost: dict[int, str] | None = None) -> None:
+    """Every cell has the value that its patches give, or none and the reason: those of `lost`, and skipped columns."""
+    units, lost = Units(asked), lost or {}
+    skipped = {(s.pair, s.hook, layer, s.column): s.reason for s in result.skipped for layer in s.layers}
+    for number in range(units.first_cell, units.first_cell + asked.num_cells):
+        unit = units.cell(number)
+        assert unit is not None
+        stored, hook = asked.pairs[unit.pair], asked.hooks[unit.hook]
+        value = result.pairs[unit.pair].grids[hook][unit.layer][unit.column]
+        place = unit.pair, hook, asked.layers[unit.layer], unit.column
+        if not stored.columns[unit.column].places:
+            assert (value, skipped.pop(place)) == (None, stored.columns[unit.column].reason)
+            continue
+        if number in lost:
+            assert value is None
+            assert lost[number] in skipped.pop(place)
+            continue
+        edits = cell_edits(asked, units, number)
+        if asked.metric == "kl":
+            clean = stored.source if asked.direction == "denoise" and asked.ablation is None else stored.base
+            expected = expected_divergence((clean, []), (stored.base, edits))
+        elif asked.metric == "logprob":
+            expected = answer_logprob(stored.base, edits, stored.answer)
+        else:
+            expected = difference(stored.base, edits, stored)
+        if asked.metric == "recovered":
+            base, source = difference(stored.base, [], stored), difference(stored.source, [], stored)
+            expected = (expected - base) / (source - base)
+        assert value == pytest.approx(expected, abs=TOLERANCE), unit
+    assert not skipped
+    assert result.summary.cells + result.summary.skipped == result.summary.total == asked.num_cells
+
+
+def sweep_job(asked: StoredSweep, model: str = "fake-model") -> Job:
+    return Job(id=new_job_id(), kind="sweep", model=model, prompts=[], sampling=Sampling(max_tokens=1), created=now(), sweep=asked)
+
+
+class Rig:
+    """A ledger, a relay and, as long as a test wants, a worker without its process: all of it real, and started in no time."""
+
+    def __init__(self, redis_url: str, directory: Path, **settings: Any) -> None:
+        client = redis.Redis.from_url(redis_url)
+        chosen = {"redis_url": redis_url, "data_dir": str(directory), "model": "fake-model", "worker_id": "w1", "engine": "fake"} | settings
+        self._relay = Relay(Settler(client, Settings(**chosen)), "tcp://127.0.0.1:0")
+        self.settings = Settings(**chosen, relay_url=self._relay.endpoint)
+
+    def __call__(self, scenario: Callable[["Rig"], Coroutine[Any, Any, None]]) -> None:
+        async def run() -> None:
+            self.ledger = Ledger.connect(self.settings)
+            self.sweeps = Sweeps(self.ledger)
+            try:
+                async with asyncio.timeout(60):
+                    await scenario(self)
+            finally:
+                await self.ledger.close()
+
+        serving = threading.Thread(target=self._relay.serve)
+        serving.start()
+        try:
+            asyncio.run(run())
+        finally:
+            self._relay.stop()
+            serving.join()
+
+    @asynccontextmanager
+    async def worker(self, boot: str = "boot", **settings: Any) -> AsyncIterator[Runs]:
+        """Another start of the worker, with some settings changed."""
+        engine = FakeEngine(Settings(**{name: getattr(self.settings, name) for name in Settings.__struct_fields__} | settings))
+        await engine.start()
+        standing = Standing(Steering(self.ledger), engine, self.settings, boot, self._tell)
+        try:
+            await standing.start()
+            yield Runs(self.ledger, engine, standing, "w1", boot, asyncio.Event(), lambda job, attempt: None)
+        finally:
+            standing.close()
+            await engine.shutdown()
+
+    async def _tell(self) -> None:
+        """Nobody has to know whether the worker serves."""
+
+    async def submit(self, asked: StoredSweep) -> str:
+        job = sweep_job(asked)
+        await self.ledger.submit(job, {})
+        return job.id
+
+    async def known(self, job_id: str, cells: int) -> None:
+        """Until so many cells are."""
+        while (await self.ledger.view(job_id)).cells < cells:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+    async def result(self, job_id: str) -> SweepResult:
+        result = (await self.ledger.result(job_id)).sweep
+        assert result is not None
+        return result
+
+    async def records(self, job_id: str) -> dict[int, UnitRecord]:
+        return await self.sweeps.records(job_id)

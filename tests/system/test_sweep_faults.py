@@ -1,0 +1,174 @@
+"""When something fails in a sweep: is a cell without a vouched value null, with the reason, and are the others as they should be?"""
+
+import asyncio
+import shutil
+import time
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+from sweep_rig import CLEAN, CORRUPT, LAYERS, Rig, check_grid, pair, sweep
+
+from midstream.schemas.base import to_msgpack
+from midstream.schemas.jobs import State
+from midstream.schemas.sweep_units import Units
+from midstream.workers.runs import Outcome
+
+
+# field case 36
+# field case 32
+def test_one_cell_that_the_engine_refuses_and_one_that_the_ranks_fail_are_the_only_ones_without_a_value(
+    redis_url: str, tmp_path: Path
+) -> None:
+    asked = sweep()
+    units = Units(asked)
+    refused, failed = units.first_cell + 2, units.first_cell + asked.num_columns + 5
+
+    async def scenario(at: Rig) -> None:
+        job_id = await at.submit(asked)
+        async with at.worker(fault=f"generate:request={refused};refuse:request={failed}") as runs:
+            assert await runs.run_job(job_id) is Outcome.GENERATED
+        assert (await at.ledger.view(job_id)).state is State.SUCCEEDED
+        result = await at.result(job_id)
+        check_grid(asked, result, {refused: "rank 0 refused prompt", failed: "rank 0 (stage 0): injected fault"})
+        assert result.summary.skipped == len(LAYERS) + 2
+
+    Rig(redis_url, tmp_path)(scenario)
+
+
+# field case 31
+def test_cells_whose_source_run_is_not_there_when_they_need_it_have_no_value(redis_url: str, tmp_path: Path) -> None:
+    asked = sweep()
+
+    async def scenario(at: Rig) -> None:
+        job_id = await at.submit(asked)
+        async with at.worker(fault="lose_run:rank=1,after=30") as runs:
+            await runs.run_job(job_id)
+        records = await at.records(job_id)
+        lost = {number: "is not on this rank" for number, record in records.items() if "is not on this rank" in record.reason}
+        assert 20 < len(lost) < asked.num_cells
+        check_grid(asked, await at.result(job_id), {n: why for n, why in lost.items() if n >= Units(asked).first_cell})
+
+    Rig(redis_url, tmp_path, tensor_parallel_size=2)(scenario)
+
+
+# field case 31
+def test_files_of_a_source_run_that_are_gone_when_a_sweep_resumes_leave_its_cells_without_values(redis_url: str, tmp_path: Path) -> None:
+    asked = sweep(pair(CLEAN * 3, CORRUPT * 3))
+
+    async def scenario(at: Rig) -> None:
+        job_id = await at.submit(asked)
+        async with at.worker(fake_token_s=0.01, sweep_cells_in_flight=4) as runs:
+            running = asyncio.create_task(runs.run_job(job_id))
+            await at.known(job_id, 40)
+            runs.stop([job_id], Outcome.RELEASED)
+            assert await running is Outcome.RELEASED
+        kept = await at.records(job_id)
+        shutil.rmtree(at.settings.capture_root)
+        async with at.worker("boot2") as runs:
+            assert await runs.run_job(job_id) is Outcome.GENERATED
+        lost = {number: "cannot be read" for number in (await at.records(job_id)).keys() - kept.keys() if number >= Units(asked).first_cell}
+        assert lost
+        check_grid(asked, await at.result(job_id), lost)
+
+    Rig(redis_url, tmp_path)(scenario)
+
+
+# field case 31
+def test_a_source_run_that_a_rank_cannot_load_leaves_the_pairs_cells_without_values(redis_url: str, tmp_path: Path) -> None:
+    asked = sweep(metric="recovered")
+
+    async def scenario(at: Rig) -> None:
+        job_id = await at.submit(asked)
+        async with at.worker(fault="put_run:rank=1") as runs:
+            assert await runs.run_job(job_id) is Outcome.GENERATED
+        units = Units(asked)
+        cells = range(units.first_cell, units.first_cell + asked.num_cells)
+        check_grid(asked, await at.result(job_id), dict.fromkeys(cells, "rank 1: injected fault"))
+
+    Rig(redis_url, tmp_path, tensor_parallel_size=2)(scenario)
+
+
+def test_cells_of_which_a_rank_never_reports_have_no_value(redis_url: str, tmp_path: Path) -> None:
+    asked = sweep(layers=[1], hooks=["attn_out"])
+    units = Units(asked)
+
+    async def scenario(at: Rig) -> None:
+        job_id = await at.submit(asked)
+        async with at.worker(fault="silent:rank=1") as runs:
+            assert await runs.run_job(job_id) is Outcome.GENERATED
+        why = (await at.records(job_id))[units.base(0).number].reason
+        assert why == "1 of 2 receipts arrived within 0.5 s of the engine's answer"
+        cells = range(units.first_cell, units.first_cell + asked.num_cells)
+        check_grid(asked, await at.result(job_id), dict.fromkeys(cells, why))
+
+    Rig(redis_url, tmp_path, tensor_parallel_size=2, capture_timeout_s=0.5)(scenario)
+
+
+def test_ranks_that_disagree_put_a_sweep_back_and_its_cells_stay(redis_url: str, tmp_path: Path) -> None:
+    asked = sweep(pair(CLEAN * 2, CORRUPT * 2))
+
+    async def scenario(at: Rig) -> None:
+        job_id = await at.submit(asked)
+        async with at.worker(fake_token_s=0.005, fault="disagree:rank=1,after=60,times=1") as runs:
+            running = asyncio.create_task(runs.run_job(job_id))
+            while (view := await at.ledger.view(job_id)).state is not State.QUEUED or view.attempt == 0:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            runs.stop([job_id], Outcome.LOST)  # as the next heartbeat does
+            assert await running is Outcome.LOST
+        kept = await at.records(job_id)
+        await at.ledger.redis.delete("ms:desync")  # its ranks were made equal
+        async with at.worker("boot2") as runs:
+            assert await runs.run_job(job_id) is Outcome.GENERATED
+        records = await at.records(job_id)
+        assert 0 < len(kept) < len(records)
+        assert Counter(record.attempt for record in records.values()) == {1: len(kept), 2: len(records) - len(kept)}
+        check_grid(asked, await at.result(job_id))
+        determinism = (await at.ledger.result(job_id)).determinism
+        assert determinism is not None
+        assert determinism.consistent
+        assert "rank 1 reports checksum" in determinism.retried[0]
+
+    Rig(redis_url, tmp_path, tensor_parallel_size=2)(scenario)
+
+
+def test_a_cancelled_sweep_stops_at_once_and_keeps_what_it_has(redis_url: str, tmp_path: Path) -> None:
+    asked = sweep(pair(CLEAN * 6, CORRUPT * 6))
+
+    async def scenario(at: Rig) -> None:
+        job_id = await at.submit(asked)
+        async with at.worker(fake_token_s=0.02) as runs:
+            running = asyncio.create_task(runs.run_job(job_id))
+            await at.known(job_id, 20)
+            began = time.monotonic()
+            await at.ledger.request_cancel(job_id)
+            assert await running is Outcome.CANCELLED
+            assert time.monotonic() - began < 1, "with the next cell, not with the last"
+        view = await at.ledger.view(job_id)
+        assert view.state is State.CANCELLED
+        assert 20 <= view.cells < asked.num_cells
+
+    Rig(redis_url, tmp_path, sweep_cells_in_flight=2)(scenario)
+
+
+def test_a_sweep_that_goes_on_under_another_global_steering_does_not_mix_its_cells(redis_url: str, tmp_path: Path) -> None:
+    asked = sweep()
+
+    async def scenario(at: Rig) -> None:
+        job_id = await at.submit(asked)
+        async with at.worker(fake_token_s=0.01) as runs:
+            running = asyncio.create_task(runs.run_job(job_id))
+            await at.known(job_id, 10)
+            runs.stop([job_id], Outcome.RELEASED)
+            await running
+        kept = await at.records(job_id)
+        base = kept[0]
+        elsewhere = msgspec.structs.replace(base, receipts=[msgspec.structs.replace(told, global_version=7) for told in base.receipts])
+        await at.ledger.redis.hset(f"ms:units:{job_id}", 0, to_msgpack(elsewhere))
+        async with at.worker("boot2") as runs:
+            assert await runs.run_job(job_id) is Outcome.GENERATED
+        units = Units(asked)
+        cells = range(units.first_cell, units.first_cell + asked.num_cells)
+        check_grid(asked, await at.result(job_id), {n: "began under global steering version 7" for n in cells if n not in kept})
+
+    Rig(redis_url, tmp_path, sweep_cells_in_flight=2)(scenario)
