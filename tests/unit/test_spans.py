@@ -95,6 +95,21 @@ KINDS: dict[str, tuple[Callable[[], Tokenizer], Callable[[str], bytes], int]] = 
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@given(text=TEXTS)
+@settings(max_examples=50, deadline=None)
+def test_words_are_what_the_tokens_spell_with_their_spaces(kind: str, text: str) -> None:
+    make, _, before = KINDS[kind]
+    tokenizer = make()
+    ids, codec = tokenizer.encode(text).ids, codec_of(tokenizer)
+    where = codec.map_text(text, ids, special_tokens=True)
+    for words in (codec.words(ids, where), codec.words(ids, None)):
+        assert len(words) == len(ids)
+        assert all(words), "each can be shown"
+    if text.isascii():  # else a character may be several tokens, each of which reads as all of it
+        assert "".join(codec.words(ids, where)[before : len(ids) - before]) == text
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @given(text=TEXTS, data=st.data())
 @settings(max_examples=150, deadline=None)
 def test_a_span_names_the_tokens_whose_bytes_it_contains(kind: str, text: str, data: st.DataObject) -> None:
