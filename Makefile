@@ -41,7 +41,7 @@ model: $(READY) ## the demo model, in the cache folder
 	@echo "== demo model"
 	@$(BIN)/python -m midstream.client.models
 
-demo: $(READY) ## start everything, capture and steer a real model, stop
+demo: $(READY) ## start everything, capture, steer and patch a real model, stop
 	@$(BIN)/midstream demo
 
 up: $(READY) ## run the whole stack here until Ctrl-C

@@ -57,7 +57,7 @@ def up(
 def demo(
     keep: Annotated[Path | None, typer.Option(help="Keep data and captures in this folder.")] = None,
 ) -> None:
-    """Start everything, capture and steer a real model, check the files, stop. Non-zero if anything fell short."""
+    """Start everything, capture, steer and patch a real model, check what came, stop. Non-zero if anything fell short."""
     from .demo import run_demo
 
     raise typer.Exit(run_demo(keep))

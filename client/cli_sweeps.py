@@ -80,7 +80,7 @@ def sweep(
                 print(to_json(view).decode() if json_ else view.id)
                 return
         with show_sweeps.bar(cli_jobs.err if json_ else out) as progress:
-            result = client.sweep_result(job, progress) if request is None else client.sweep(request, progress=progress)
+            result = client.sweep(request, progress=progress) if request else client.sweep_result(job or "", progress)
     if save is not None and request is not None:
         PatchStudy.of(request, result).save(save)
     if json_:
@@ -109,7 +109,8 @@ def _request(
     if body is not None:
         if given or own or spans or pairs:
             raise invalid("--body", "is the whole request: no other option of prompts or cells goes with it")
-        return _read(body, SweepRequest, "--body")
+        whole: SweepRequest = _read(body, SweepRequest, "--body")
+        return whole
     if pairs is not None and own:
         raise invalid(f"--{next(iter(own))}", "stands in the file that --pairs names")
     if pairs is None and "clean" not in own:

@@ -1,4 +1,5 @@
-"""Does it all work here? `midstream demo`: the real stack, a real model, a real capture, real steering, and a check of each."""
+"""Does it all work here? `midstream demo`: the real stack, a real model, a real capture, real steering, a real sweep, and a check
+of each."""
 
 import os
 import shutil
@@ -16,15 +17,17 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.markup import escape
+from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from .. import __version__
 from ..schemas.base import to_json
 from ..schemas.settings import Settings, load_settings
-from . import show, show_steering
+from . import show, show_steering, show_sweeps
 from .http import Client
 from .models import MODEL_NAME, fetch_demo_model
+from .patch_study import PatchStudy
 from .reader import CaptureReader
 from .show_steering import DIGEST
 from .supervisor import LOCK_FILE, Supervisor, read_state
@@ -68,6 +71,14 @@ SCALE = 1.0
 MODULE = "sea"
 #: The first token's activation is a sink a hundred times larger than the rest, and says nothing about the text.
 SINK = 1
+#: Two facts of the same shape: what the model knows of the one is patched into the other.
+CLEAN, ANSWER = FACTS[0], " Paris"
+CORRUPT, FOIL = "The Colosseum is located in the city of", " Rome"
+HOOK = "resid_pre"
+#: The stream that enters the last layer at the last token has the answer, but for what that layer does: this share of it, at least.
+LEAST_AT_THE_END = 0.8
+#: The subject's rows bring back so much in an early layer, and nothing any more in a late one, where the last token has read them.
+LEAST_AT_THE_SUBJECT, MOST_WHEN_READ = 0.3, 0.1
 #: One layer later the edit is still there, but that layer has added to it: at least this part of it must be seen.
 LEAST_SHIFT = 0.5
 
@@ -97,13 +108,14 @@ def run_demo(keep: Path | None = None, console: Console | None = None) -> int:
     """The demo; its exit code. `keep`: the data directory, by default `demo/` in the setting `data_dir`, made anew."""
     console = console or Console(highlight=False)
     began = time.monotonic()
-    console.rule(f"[bold]Midstream {__version__}[/]: activation capture and steering on stock vLLM")
+    console.rule(f"[bold]Midstream {__version__}[/]: activation capture, steering and patching on stock vLLM")
     settings = _settings(keep, console)
     with _sigterm_as_interrupt(), _started(settings, console) as stack, Client(stack.url) as client:
         verdict = Verdict(console)
         model = client.models()[0]
         job = _capture(client, model, console, verdict)
         _steer(client, model, console, verdict)
+        _patch(client, model, stack.settings, console, verdict)
         console.print()
     verdict.check(not stack.survivors(), "everything stopped, no process left behind")
     _farewell(console, stack.settings, job, time.monotonic() - began)
@@ -215,6 +227,36 @@ def _steer(client: Client, model: str, console: Console, verdict: Verdict) -> No
     _ask_the_ranks(client, console, verdict)
 
 
+def _patch(client: Client, model: str, settings: Settings, console: Console, verdict: Verdict) -> None:
+    """Where does it know that the tower is in Paris? Causal tracing (Meng et al. 2022, arXiv:2202.05262), drawn twice."""
+    console.print()
+    console.rule("[bold]Patching[/]: each row of one prompt's stream into the other's, and what brings the answer back", align="left")
+    study = PatchStudy(CLEAN, CORRUPT, ANSWER, FOIL, client=client, model=model).sweep(hooks=[HOOK])
+    result, (pair,) = study.result, study.result.pairs
+    console.print(Padding(show_sweeps.report(result, count=3), (0, 0, 0, 2)))
+    summary, grid = result.summary, study.grid()
+    path = Path(settings.data_dir) / "sweep.png"
+    study.heatmap(path)
+    _line(console, f"[bold]{escape(_short(path))}[/]: the same as a figure")
+    took = f" in {summary.seconds:.1f} s" if summary.seconds else ""
+    verdict.check(
+        summary.cells + summary.skipped == summary.total,
+        f"{summary.cells} cells, each vouched for by every rank{took}; {summary.skipped} skipped",
+    )
+    knows = [each is not None and each.value * sign > 0 for each, sign in ((pair.source, 1), (pair.base, -1))]
+    verdict.check(all(knows), "unpatched, the model says Paris of the one and Rome of the other")
+    values = np.nan_to_num(grid.values[grid.hooks[0]])
+    verdict.check(values[-1, -1] >= LEAST_AT_THE_END, f"the last token in the last layer brings back {values[-1, -1]:.0%}")
+    layer, column = np.unravel_index(values[:, :-1].argmax(), values[:, :-1].shape)
+    found, late = values[layer, column], values[-1, column]
+    early = (
+        f"before, the answer sits elsewhere: {grid.names[column]} alone brings back {found:.0%} in layer {layer}, in the last {late:.0%}"
+    )
+    verdict.check(found >= LEAST_AT_THE_SUBJECT and late <= MOST_WHEN_READ, early)
+    floor = pair.noise_floor
+    verdict.check(floor is not None and floor < found, f"patches that change nothing change {floor or 0:.2g}")
+
+
 def _ask_the_ranks(client: Client, console: Console, verdict: Verdict) -> None:
     """As `midstream dynamic` does."""
     console.print("\n  [dim]$ midstream dynamic[/]")
@@ -269,6 +311,11 @@ def _farewell(console: Console, settings: Settings, job: str, seconds: float) ->
         (f"{command} capture show {folder} --values {LAYER}", "the rows of the first prompt as numbers"),
         (f"{command} up", "the stack, until Ctrl-C; then, in another terminal:"),
         (f'{command} submit "The sky is" --layers all --positions all_prompt', "your own prompt's activations"),
+        (
+            f'{command} sweep --clean "{CLEAN}" --corrupt "{CORRUPT}" --answer "{ANSWER}" --foil "{FOIL}" '
+            "--hooks attn_out,mlp_out --heatmap sweep.png",
+            "which layer's attention carries it to the last token?",
+        ),
     )
     for line, why in tries:
         _line(console, f"  [dim]# {why}[/]")

@@ -44,6 +44,7 @@ class Grid:
     hooks: list[Hook]
     layers: list[int]
     labels: list[str]
+    names: list[str]  # the same for people, tokens with their position
     positions: list[list[int]]
     values: dict[Hook, np.ndarray]
     effects: dict[Hook, np.ndarray]  # value less that of the patched prompt as it is
@@ -87,12 +88,14 @@ def grid_of(result: SweepResult, pair: int | None = None) -> Grid:
     chosen = result.pairs if pair is None else [result.pairs[pair]]
     values = {hook: np.array([_array(each, hook, result) for each in chosen]) for hook in result.hooks}
     bases = np.array([_base(result.metric, each.base) for each in chosen])
+    labels = _labels(chosen)
     floors = [each.noise_floor for each in chosen if each.noise_floor is not None]
     return Grid(
         metric=result.metric,
         hooks=result.hooks,
         layers=result.layers,
-        labels=_labels(chosen),
+        labels=labels,
+        names=[_name(chosen, labels[column], column) for column in range(len(labels))],
         positions=_positions(chosen[0]),
         values={hook: _mean(each) for hook, each in values.items()},
         effects={hook: _mean(each - bases[:, None, None]) for hook, each in values.items()},
@@ -131,12 +134,6 @@ def titled(hook: Hook) -> str:
 def written(label: str) -> str:
     """A token as a label: its spaces at the ends go, what cannot be seen is spelled out."""
     return label.strip() if label.strip().isprintable() and label.strip() else repr(label)[1:-1]
-
-
-def named(grid: Grid, column: int) -> str:
-    """A column's name: of one token with its position."""
-    places = grid.positions[column]
-    return f"{written(grid.labels[column])} {places[0]}" if len(places) == 1 else written(grid.labels[column])
 
 
 def described(result: SweepResult, pair: int | None = None) -> list[str]:
@@ -190,6 +187,15 @@ def _mean(stack: np.ndarray) -> np.ndarray:
 
 def _positions(pair: PairResult) -> list[list[int]]:
     return pair.positions or [[] for _ in pair.labels]
+
+
+def _name(pairs: list[PairResult], label: str, column: int) -> str:
+    """With its position if it is a token, at the same one in all pairs."""
+    places = {tuple(_positions(pair)[column]) for pair in pairs}
+    (first, *others) = places
+    alone = len(first) == 1 and not others
+    is_token = alone and all(pair.labels[column] == pair.base_tokens[first[0]] for pair in pairs)
+    return f"{written(label)} {first[0]}" if is_token else written(label)
 
 
 def _labels(pairs: list[PairResult]) -> list[str]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..schemas.errors import MidstreamError
 from ..schemas.sweeps import SweepResult
-from .grid import MEANING, Grid, described, grid_of, named, titled
+from .grid import MEANING, Grid, described, grid_of, titled
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -82,7 +82,7 @@ def _draw(matplotlib: Any, grid: Grid, title: list[str]) -> "Figure":
         axis.set_xticks(np.arange(0, len(grid.layers), step) + 0.5, [str(layer) for layer in grid.layers[::step]])
         axis.tick_params(length=2, width=0.6)
     size = float(np.clip(0.75 * 72 * height / max(rows, 1), 3.0, 8.0))
-    axes[0].set_yticks(np.arange(rows) + 0.5, [named(grid, column) for column in range(rows)], fontsize=size)
+    axes[0].set_yticks(np.arange(rows) + 0.5, grid.names, fontsize=size)
     axes[0].invert_yaxis()
     values = np.concatenate([each.ravel() for each in grid.values.values()])
     bar = drawn.colorbar(mesh, ax=list(axes), extend=_beyond(values, low, high), aspect=30, pad=0.02)

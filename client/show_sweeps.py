@@ -16,7 +16,7 @@ from rich.text import Text
 
 from ..schemas.sweeps import SweepCell, SweepResult, SweepStart
 from . import sweeps
-from .grid import MEANING, Grid, described, grid_of, named, titled, written
+from .grid import MEANING, Grid, described, grid_of, titled, written
 from .show import table
 
 #: Stops of the colour scales, as red, green and blue: viridis, and blue over white to red.
@@ -72,7 +72,7 @@ class _Paint:
 
 def _panels(grid: Grid, paint: _Paint, width: int) -> Iterator[RenderableType]:
     """Lines of all hooks' panels, and then of what was left out to make them fit."""
-    names = [named(grid, column) for column in range(len(grid.labels))]
+    names = grid.names
     shown = _strongest_columns(grid)
     label = min(_LABEL, max(cell_len(names[column]) for column in shown))
     room = max(width - label - 1, 1)
@@ -129,7 +129,7 @@ def strongest(result: SweepResult, pair: int | None = None, count: int = 5) -> T
     for name in ("layer", "value", "effect"):
         next(column for column in shown.columns if column.header == name).justify = "right"
     for cell in grid.top(count):
-        shown.add_row(escape(named(grid, cell.column)), titled(cell.hook), str(cell.layer), f"{cell.value:.3f}", f"{cell.effect:+.3f}")
+        shown.add_row(escape(grid.names[cell.column]), titled(cell.hook), str(cell.layer), f"{cell.value:.3f}", f"{cell.effect:+.3f}")
     return shown
 
 

@@ -12,12 +12,15 @@ from midstream.client.demo import FACTS, HIDDEN_SIZE, NUM_LAYERS
 
 CLAIMS = (
     "6/6 captures ok", "Paris", "registered as module sea", "further along the direction", "no process left behind", "Try next",
+    "300 cells, each vouched for by every rank", "; 0 skipped", "unpatched, the model says Paris of the one and Rome of the other",
 )  # fmt: skip
+#: The first prompt's subject and its last token are the rows of the heatmap that carry the answer.
+ROWS = re.compile(r"^  osse 2 +[▆▇█]{8}.*▁{8}$\n(?:.*\n)*^  of 9 +▁{8}.*[▆▇█]{8}$", re.MULTILINE)
 AGREED = re.compile(r"determinism: consistent, 1 rank in 1 stage of 1 worker, checksum [0-9a-f]{16} over [1-9]\d* actions")
 
 
 # field case 19
-def test_the_demo_captures_steers_checks_and_leaves_files_that_hold(tmp_path: Path) -> None:
+def test_the_demo_captures_steers_patches_checks_and_leaves_files_that_hold(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "midstream.client.cli", "demo", "--keep", str(tmp_path / "kept")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -25,6 +28,8 @@ def test_the_demo_captures_steers_checks_and_leaves_files_that_hold(tmp_path: Pa
     for claim in CLAIMS:
         assert claim in done.stdout
     assert AGREED.search(done.stdout)
+    assert ROWS.search("\n".join(map(str.rstrip, done.stdout.splitlines())))
+    assert (tmp_path / "kept" / "sweep.png").read_bytes().startswith(b"\x89PNG")
     folders = sorted((tmp_path / "kept" / "captures" / "demo").iterdir())
     assert len(folders) == len(FACTS)
     for folder in folders:

@@ -64,7 +64,8 @@ def test_values_beyond_the_scale_are_pointed_at() -> None:
 
 
 def test_a_dollar_in_a_token_is_no_formula_and_text_in_a_vector_file_stays_text(tmp_path: Path) -> None:
-    heatmap.figure(result(pair(labels=["$x$", "$\\frac", "a", "b", "c", "d"])), tmp_path / "out.svg")
+    tokens = ["$x$", "$\\frac", "a", "b", "c", "d"]
+    heatmap.figure(result(pair(labels=tokens, base_tokens=tokens)), tmp_path / "out.svg")
     assert "$\\frac 1" in (tmp_path / "out.svg").read_text()
 
 
@@ -126,7 +127,15 @@ def test_notes_and_what_has_no_value_are_told_with_the_reason() -> None:
 
 
 def test_tokens_that_look_like_markup_are_printed_as_they_are() -> None:
-    assert "[bold] 1" in printed(result(pair(labels=["The", "[bold]", "[/]", "um", "is", "in"])))
+    tokens = ["The", "[bold]", "[/]", "um", "is", "in"]
+    assert "[bold] 1" in printed(result(pair(labels=tokens, base_tokens=tokens)))
+
+
+def test_a_position_stands_behind_a_token_and_not_behind_the_name_of_a_span() -> None:
+    spans = pair(labels=["subject", *CORRUPT[1:]], positions=[[0], [1], [2], [3], [4], [5]])
+    assert grid_of(result(spans)).names == ["subject", "Col 1", "osse 2", "um 3", "is 4", "in 5"]
+    later = pair(positions=[[], [1], [2], [3], [4], [6]], base_tokens=[*CORRUPT[:5], " up", " in"])
+    assert grid_of(result(pair(), later)).names[4:] == ["is 4", "in"], "of pairs that have it in different places"
 
 
 def test_a_sweep_none_of_whose_cells_has_a_value_is_drawn_all_the_same() -> None:

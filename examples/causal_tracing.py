@@ -1,0 +1,97 @@
+"""Where does SmolLM2-135M keep three facts, and when does the last token learn them? The study of `docs/patching.md`.
+
+    midstream up &
+    python examples/causal_tracing.py --out tracing-study
+
+For each fact: two prompts that differ in their subject alone. Rows of the clean one are written into the corrupt one, at one layer
+and one token at a time, into the residual stream, the attention branch or the MLP branch, and the share of the logit difference that comes
+back is measured (causal tracing: Meng et al. 2022, arXiv:2202.05262; with two real prompts instead of noise: Wang et al. 2022,
+arXiv:2211.00593; what to watch out for: Zhang and Nanda 2023, arXiv:2309.16042). Then the three facts together, by parts of the
+sentence, and the same the other way round. Writes a figure and a saved study for each sweep; prints tables.
+"""
+
+import argparse
+import time
+from pathlib import Path
+
+import numpy as np
+
+from midstream import Client, PatchStudy
+from midstream.client.grid import Grid
+
+HOOKS = ["resid_pre", "attn_out", "mlp_out"]
+#: Clean, corrupt, answer, foil, the subject in both.
+FACTS = {
+    "tower": (
+        "The Eiffel Tower is located in the city of", "The Colosseum is located in the city of", " Paris", " Rome",
+        "Eiffel Tower", "Colosseum",
+    ),
+    "wall": (
+        "The Great Wall is located in the country of", "The Taj Mahal is located in the country of", " China", " India",
+        "Great Wall", "Taj Mahal",
+    ),
+    "capital": ("The capital of Japan is", "The capital of France is", " Tokyo", " Paris", "Japan", "France"),
+}  # fmt: skip
+LAYERS_SHOWN = (0, 4, 8, 12, 16, 20, 22, 23, 24, 26, 29)
+
+
+def spanned(fact: tuple[str, ...]) -> dict[str, object]:
+    """A pair whose columns are the subject and the last token."""
+    clean, corrupt, answer, foil, subject, other = fact
+    spans = [
+        {"name": "subject", "clean": {"text": subject}, "corrupt": {"text": other}},
+        {"name": "last token", "clean": [-1]},
+    ]
+    return {"clean": clean, "corrupt": corrupt, "answer": answer, "foil": foil, "spans": spans}
+
+
+def table(grid: Grid, hook_index: int = 0) -> str:
+    """Some layers of one hook, in percent."""
+    hook = grid.hooks[hook_index]
+    rows = [layer for layer in LAYERS_SHOWN if layer in grid.layers]
+    lines = [f"| {hook} at layer | " + " | ".join(map(str, rows)) + " |", "|---" * (len(rows) + 1) + "|"]
+    for column in range(len(grid.labels)):
+        values = [grid.values[hook][grid.layers.index(layer), column] for layer in rows]
+        lines.append(
+            f"| {grid.names[column]} | " + " | ".join("–" if np.isnan(value) else str(round(100 * value)) for value in values) + " |"
+        )
+    return "\n".join(lines)
+
+
+def report(name: str, study: PatchStudy, out: Path) -> None:
+    """One sweep's tables; its figure and the study itself as files."""
+    result, grid = study.result, study.grid()
+    print(f"\n## {name}\n")
+    for number, pair in enumerate(result.pairs):
+        base, source = pair.base, pair.source
+        print(f"pair {number}: unpatched {base.value if base else None:.2f}, source {source.value if source else None:.2f}, ", end="")
+        print(f"noise floor {pair.noise_floor}, notes {pair.notes}")
+    print(f"{result.summary.cells} cells in {result.summary.seconds:.1f} s, {result.summary.skipped} skipped\n")
+    for number in range(len(grid.hooks)):
+        print(table(grid, number), "\n")
+    for cell in study.top(5):
+        print(f"{cell.hook} layer {cell.layer}, {cell.label.strip()}: {cell.value:.2f}")
+    study.heatmap(out / f"{name}.png")
+    study.save(out / f"{name}.json")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--url", default="http://127.0.0.1:8321")
+    parser.add_argument("--out", type=Path, default=Path("tracing-study"))
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    with Client(options.url) as client:
+        model = client.models()[0]
+        for name, fact in FACTS.items():
+            study = PatchStudy(*fact[:4], client=client, model=model).sweep(hooks=HOOKS)
+            report(name, study, options.out)
+        together = PatchStudy.pairs([spanned(fact) for fact in FACTS.values()], client=client, model=model)
+        report("denoise", together.sweep(hooks=HOOKS), options.out)
+        report("noise", together.sweep(hooks=HOOKS, direction="noise"), options.out)
+    print(f"\n{time.monotonic() - began:.0f} s; figures and studies in {options.out}")
+
+
+if __name__ == "__main__":
+    main()
