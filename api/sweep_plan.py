@@ -130,6 +130,10 @@ def _check_asked(request: SweepRequest) -> None:
 
 
 def _check_spans(at: str, pair: SweepPair, request: SweepRequest) -> None:
+    if (pair.spans is None) != (request.pairs[0].spans is None):
+        raise invalid(
+            f"{at}.spans", "the columns of all pairs are spans, or those of none", allowed="spans of the same names in every pair"
+        )
     if pair.spans is None:
         return
     if pair.positions is not None:

@@ -199,6 +199,8 @@ SPAN = {"name": "s", "clean": [1]}
         ([pair(spans=[SPAN, SPAN])], {}, "pairs[0].spans[1].name", "twice"),
         ([pair(spans=[{"name": "", "clean": [1]}])], {}, "pairs[0].spans[0].name", "is empty"),
         ([pair(spans=[SPAN]), pair(spans=[{"name": "t", "clean": [1]}])], {}, "pairs[1].spans", "columns t"),
+        ([pair(positions=[1]), pair(spans=[SPAN])], {}, "pairs[1].spans", "or those of none"),
+        ([pair(spans=[SPAN]), pair(positions=[1])], {}, "pairs[1].spans", "or those of none"),
         ([ablated(spans=[SPAN | {"corrupt": [1]}])], {"ablation": "zeros", "metric": "kl"}, "pairs[0].spans[0].corrupt", "one prompt"),
         # the model
         ([pair()], {"hooks": ["post_attn"]}, "hooks[0]", "no hook"),
