@@ -37,10 +37,12 @@ def read_headers(root: Path, job: str, places: Sequence[Place]) -> list[Header]:
     Raises MidstreamError: `gone` when one is not there any more, `capture_failed` for one that is cut short or cannot be read.
     """
     found = []
-    for place in places:
-        with explained(job, place), opened(place.path) as file:
-            found.append(header_of(file, place))
-    must_be_there(root, job)
+    try:
+        for place in places:
+            with explained(job, place), opened(place.path) as file:
+                found.append(header_of(file, place))
+    finally:
+        must_be_there(root, job)  # says more than that a file is not there
     return found
 
 
