@@ -98,6 +98,8 @@ class VllmEngine(RankControl):
         self._row_bytes = config.get_hidden_size() * config.dtype.itemsize
         row_limit = _row_limit(settings, plane, config)
         self._step_rows = StepRows(row_limit)
+        # A step with a part of a prompt begins at the first layer: those that may begin higher are let in so that all fit whole.
+        self._entering = CaptureBudget(settings.max_num_batched_tokens)
         self.info = ModelInfo(
             name=settings.served_model,
             version=__version__,
@@ -131,6 +133,7 @@ class VllmEngine(RankControl):
         submitted = over = False
         try:
             async with (
+                self._entering.admitted(len(ask.token_ids) if ask.entry is not None and self.enters else 0),
                 self._rows.admitted(row_wish(spec)),
                 self._step_rows.admitted(self._captured_rows(ask, self.info.step_tokens)),
                 self._captures.admitted(self._captured_rows(ask) * self._row_bytes),

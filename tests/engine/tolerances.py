@@ -32,6 +32,8 @@ FP32_LERP = 5e-7
 LENS_LOGITS = 1e-3
 #: fp32, 30 layers, logit differences of the same prompt in two batches.
 FP32_BATCH_LOGITS = 5e-4
+#: fp32, nats: a forward that begins at a layer with captured rows against one from the first layer, in another batch (measured: 0).
+FP32_ENTERED = 1e-5
 
 
 class Tolerance(NamedTuple):

@@ -1,0 +1,166 @@
+"""Cells whose forward begins at the layer that they patch come to what they come to when all layers are computed. fp32."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from host import Host, capture_of, prompt_of
+from reference import Edit, Reference
+from test_graded_tokens import EVERY, logprobs_of, truth
+from tiny import HIDDEN, LAYERS
+from tolerances import FP32_ENTERED, FP32_LOGPROBS
+
+from midstream.schemas.jobs import Job
+from midstream.schemas.receipts import Receipt
+from midstream.schemas.selectors import HOOKS, Hook
+from midstream.schemas.specs import Entry, Grade
+
+VECTOR = np.random.default_rng(17).normal(size=HIDDEN).astype(np.float32)
+BLOCK = 128
+
+
+def base_run(host: Host, prompt: list[int]) -> str:
+    """A source run of the prompt's stream before every layer but the first."""
+    job = host.job(prompt, max_tokens=1, capture=capture_of(list(range(1, LAYERS)), "all_prompt", tag="base", hook="pre_attn"))
+    host.run(job)
+    return host.keep(job)
+
+
+def edit_of(layer: int, position: int, hook: Hook = "post_block") -> Edit:
+    return Edit(layer, VECTOR, [position], hook, "replace")
+
+
+def cell(host: Host, prompt: list[int], *edits: Edit) -> Job:
+    return host.job(prompt, max_tokens=1, steering=host.steering(*edits))
+
+
+def ask(host: Host, *cells: Job, key: str = "", beside: Job | None = None, **options: Any) -> dict[str, list[Receipt]]:
+    """In one batch; with `key` each cell may begin at its lowest layer. The last receipts of each."""
+    entries = {job.id: Entry(key, min(entry.layers[0] for entry in job.steering[0])) for job in cells if key}
+    jobs = cells if beside is None else (*cells, beside)
+    answer = host.run_any(*jobs, entries=entries, grades={job.id: [Grade(EVERY)] for job in cells}, **options)
+    assert not answer.errors, answer.errors
+    return {job.id: host.receipts(job)[-host.settings.tensor_parallel_size * host.settings.pipeline_parallel_size :] for job in cells}
+
+
+def graded(receipts: list[Receipt]) -> np.ndarray:
+    assert [(receipt.status, receipt.message) for receipt in receipts] == [("ok", "")] * len(receipts)
+    return np.array(next(receipt.graded for receipt in receipts if receipt.graded))
+
+
+def counting(host: Host) -> Callable[[], list[tuple[int, int]]]:
+    """When called: of each rank, how many token rows it computed since, and how many of its layers it left out, times those rows."""
+
+    def status() -> list[tuple[int, int]]:
+        return [(rank["token_rows"], rank["skipped_rows"]) for rank in host.call("midstream_status")]
+
+    before = status()
+    return lambda: [(rows - former, skipped - then) for (rows, skipped), (former, then) in zip(status(), before, strict=True)]
+
+
+def patched_truth(reference: Reference, prompt: list[int], *edits: Edit) -> np.ndarray:
+    reference.rows(prompt, edits)
+    return logprobs_of(reference.logits[-1])
+
+
+@pytest.mark.parametrize("layer", range(1, LAYERS))
+def test_every_hook_gives_the_same_with_the_layers_below_left_out(cached: Host, reference: Reference, layer: int) -> None:
+    prompt = prompt_of(24, seed=61)
+    key, edits = base_run(cached, prompt), [edit_of(layer, position, hook) for hook in HOOKS for position in (3, 23)]
+    full = ask(cached, *(cell(cached, prompt, edit) for edit in edits))
+    count = counting(cached)
+    entered = ask(cached, *(cell(cached, prompt, edit) for edit in edits), key=key)
+    assert count() == [(24 * len(edits), 24 * len(edits) * layer)]
+    for edit, whole, short in zip(edits, full.values(), entered.values(), strict=True):
+        np.testing.assert_allclose(graded(short), graded(whole), atol=FP32_ENTERED, rtol=0)
+        np.testing.assert_allclose(graded(short), patched_truth(reference, prompt, edit), atol=FP32_LOGPROBS, rtol=0)
+        assert short[0].applied == whole[0].applied == 1
+
+
+def test_a_step_with_an_ordinary_request_in_it_computes_all_layers(cached: Host, reference: Reference) -> None:
+    prompt, beside = prompt_of(24, seed=61), prompt_of(30, seed=62)
+    key, count = base_run(cached, prompt), counting(cached)
+    ordinary = cached.job(beside, max_tokens=1, capture=capture_of([3], "last_prompt"))
+    found = ask(cached, *(cell(cached, prompt, edit_of(layer, 5)) for layer in (2, 3)), key=key, beside=ordinary, together=True)
+    ((_, skipped),) = count()
+    assert skipped == 0
+    for layer, receipts in zip((2, 3), found.values(), strict=True):
+        np.testing.assert_allclose(graded(receipts), patched_truth(reference, prompt, edit_of(layer, 5)), atol=FP32_LOGPROBS, rtol=0)
+    row = cached.capture(ordinary).array(3)[0]
+    np.testing.assert_allclose(row, reference.post_block(beside)[3][-1], rtol=1e-4, atol=1e-4)
+
+
+def test_blocks_that_others_share_are_filled_in_full_and_the_cells_own_serve_nobody(cached: Host, reference: Reference) -> None:
+    """Not even the same cell again, as after a preemption: below its layer there is nothing in them."""
+    prompt, edit = prompt_of(300, seed=63), edit_of(3, 200)
+    wanted, plain = patched_truth(reference, prompt, edit), truth(reference, prompt)
+    key = base_run(cached, prompt)
+    for seed in (64, 65, 66):  # nothing of the prompt is left in the cache
+        cached.run(cached.job(prompt_of(400, seed=seed), max_tokens=1))
+    mine, count = cell(cached, prompt, edit), counting(cached)
+    np.testing.assert_allclose(graded(ask(cached, mine, key=key)[mine.id]), wanted, atol=FP32_LOGPROBS, rtol=0)
+    assert count() == [(300, 0)], "it had to fill the first block, which others share"
+    again = cell(cached, prompt, edit)
+    np.testing.assert_allclose(graded(ask(cached, again, key=key)[again.id]), wanted, atol=FP32_LOGPROBS, rtol=0)
+    assert count() == [(300 + 300 - BLOCK, 3 * (300 - BLOCK))]
+    # The same request with the same cache keys, and all layers computed.
+    ordinary = cached.job(prompt_of(9), max_tokens=1)
+    np.testing.assert_allclose(
+        graded(ask(cached, again, key=key, beside=ordinary, together=True)[again.id]), wanted, atol=FP32_LOGPROBS, rtol=0
+    )
+    for _ in range(2):
+        job = cached.job(prompt, max_tokens=1)
+        answer = cached.run_any(job, grades={job.id: [Grade(EVERY)]})
+        assert answer.outputs[job.id][0].cached_tokens >= BLOCK
+        np.testing.assert_allclose(graded(cached.receipts(job)), plain, atol=FP32_LOGPROBS, rtol=0)
+
+
+def test_a_cell_whose_rows_are_gone_fails_and_the_one_beside_it_does_not(cached: Host, reference: Reference) -> None:
+    prompts = [prompt_of(24, seed=seed) for seed in (67, 68)]
+    keys = [base_run(cached, prompt) for prompt in prompts]
+    gone, there = (cell(cached, prompt, edit_of(2, 5)) for prompt in prompts)
+    ask(cached, gone, key=keys[0])
+    cached.call("midstream_drop_runs", [keys[0]])  # behind the worker's back
+    again = cell(cached, prompts[0], edit_of(2, 5))
+    cached.run_any(
+        again,
+        there,
+        entries={job.id: Entry(key, 2) for job, key in zip((again, there), keys, strict=True)},
+        grades={job.id: [Grade(EVERY)] for job in (again, there)},
+    )
+    (lost,), (fine,) = cached.receipts(again), cached.receipts(there)
+    assert (lost.status, lost.kind, lost.graded) == ("error", "intervention_failed", [])
+    assert keys[0] in lost.message
+    np.testing.assert_allclose(graded([fine]), patched_truth(reference, prompts[1], edit_of(2, 5)), atol=FP32_LOGPROBS, rtol=0)
+    assert cached.call("midstream_status")[0]["tainted"] == 0, "nobody is served its blocks, so nothing has to be forgotten"
+
+
+#: (fixture, checkpoint, of each rank the layers below 3 that it holds)
+WAYS = [("tp2", "qwen3", (3, 3)), ("pp2", "qwen3", (2, 1)), ("v2", "llama", (3,)), ("compiled", "llama", (0,))]
+
+
+@pytest.mark.parametrize(("way", "checkpoint", "below"), WAYS)
+def test_other_ways_to_run_begin_there_too_unless_they_are_compiled(request, way: str, checkpoint: str, below: tuple[int, ...]) -> None:
+    host, reference = request.getfixturevalue(way), Reference(request.getfixturevalue(checkpoint))
+    prompt = prompt_of(10, seed=69)
+    key, count = base_run(host, prompt), counting(host)
+    edits = [edit_of(3, 5), edit_of(3, 9, "pre_attn")]
+    found = ask(host, *(cell(host, prompt, edit) for edit in edits), key=key)
+    assert count() == [(20, 20 * layers) for layers in below]
+    for edit, receipts in zip(edits, found.values(), strict=True):
+        np.testing.assert_allclose(graded(receipts), patched_truth(reference, prompt, edit), atol=FP32_LOGPROBS, rtol=0)
+
+
+def test_a_rank_that_lacks_the_rows_leaves_out_the_same_layers_so_that_nobody_hangs(tp2: Host, qwen3) -> None:
+    prompt = prompt_of(10, seed=70)  # field case 28
+    key = base_run(tp2, prompt)
+    job = cell(tp2, prompt, edit_of(2, 5))
+    tp2.call("midstream_fault", "lose_run:rank=1")
+    first, second = ask(tp2, job, key=key)[job.id]
+    tp2.call("midstream_fault", "")
+    assert (first.status, second.status) == ("ok", "error")
+    assert key in second.message
+    after = cell(tp2, prompt, edit_of(2, 5))
+    wanted = patched_truth(Reference(qwen3), prompt, edit_of(2, 5))
+    np.testing.assert_allclose(graded(ask(tp2, after, key=key)[after.id]), wanted, atol=FP32_LOGPROBS, rtol=0)
