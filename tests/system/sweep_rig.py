@@ -158,6 +158,7 @@ class Rig:
         """Another start of the worker, with some settings changed."""
         engine = FakeEngine(Settings(**{name: getattr(self.settings, name) for name in Settings.__struct_fields__} | settings))
         await engine.start()
+        self.engine = engine
         standing = Standing(Steering(self.ledger), engine, self.settings, boot, self._tell)
         try:
             await standing.start()

@@ -122,6 +122,7 @@ def test_ranks_that_disagree_put_a_sweep_back_and_its_cells_stay(redis_url: str,
             assert await runs.run_job(job_id) is Outcome.GENERATED
         records = await at.records(job_id)
         assert 0 < len(kept) < len(records)
+        assert at.engine.ranks.ranks[0].step == len(records) - len(kept), "what is known is not asked again"
         assert Counter(record.attempt for record in records.values()) == {1: len(kept), 2: len(records) - len(kept)}
         check_grid(asked, await at.result(job_id))
         determinism = (await at.ledger.result(job_id)).determinism
