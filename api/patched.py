@@ -211,8 +211,8 @@ def _run(patch: Patch, bounds: Bounds, standing: Standing) -> RunView:
     name, model, at = patch.spec.source.run, bounds.model, patch.source("run")
     run = standing.runs.get(name or "")
     if run is None:
-        allowed = " or ".join(filter(None, [", ".join(standing.run_names), "the id of a job that captured"]))
-        raise invalid(at, f"there is no source run {name!r} of model {model.name!r}", allowed=allowed)
+        there = " or ".join(filter(None, [", ".join(standing.run_names), "the id of a job that captured"]))
+        raise invalid(at, f"there is no source run {name!r} of model {model.name!r}", allowed=there)
     if run.model != model.name:
         raise invalid(at, f"{name!r} is a run of model {run.model!r}: a row means something to the model only that it was taken from")
     if run.state != "ready":

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -9,7 +10,7 @@ from midstream import __version__
 from midstream.api.patched import MAX_PATCH_ENTRIES, MAX_RUNS
 from midstream.api.rules import Bounds, PromptFacts, resolve_captures
 from midstream.api.standing import Standing
-from midstream.api.steered import resolve_edits, resolve_module
+from midstream.api.steered import MAX_STEERING_ENTRIES, resolve_edits, resolve_module
 from midstream.schemas.base import from_msgpack
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.models import ModelInfo
@@ -37,6 +38,10 @@ def model(**changes: Any) -> ModelInfo:
         "vocab_size": 9, "max_model_len": 64, "dtype": "float16", "hooks": [hook for hook in HOOKS if hook != "mlp_in"], "tokenizer": "",
     }  # fmt: skip
     return ModelInfo(**(facts | changes))
+
+
+def changed(**changes: Any) -> RunPrompt:
+    return msgspec.structs.replace(CLEAN, **changes)
 
 
 def run(*prompts: RunPrompt, **changes: Any) -> RunView:
@@ -159,7 +164,7 @@ def test_where_one_token_is_generated_the_request_ends_with_its_prompt() -> None
 
 
 def test_the_rows_of_each_prompt_of_a_run_have_names_of_their_own() -> None:
-    second = RunPrompt(**{name: getattr(CLEAN, name) for name in CLEAN.__struct_fields__} | {"request": 7})
+    second = changed(request=7)
     standing = Standing(runs={"clean": run(CLEAN, second), "job_9": run(name="job_9", job="job_9")})
     wished = [patch({"run": "clean", "prompt": 7}), patch({"run": "job_9"}, (1,))]
     assert [entry.tensors for entry in entries(*wished, standing=standing)] == [
@@ -292,7 +297,7 @@ def test_in_several_prompts_the_one_at_fault_is_named() -> None:  # field case 3
         (run(state="deleted"), "of job job_1 is deleted", None),
         (run(model="other"), "is a run of model 'other'", None),
         (
-            run(RunPrompt(**{name: getattr(CLEAN, name) for name in CLEAN.__struct_fields__} | {"hidden_size": 16})),
+            run(changed(hidden_size=16)),
             "rows of 16 numbers",
             None,
         ),
@@ -359,6 +364,15 @@ def test_tables_of_the_worker_bound_a_request() -> None:
     for setting, there in (("steering_rows", 3), ("steering_entries", 15)):
         found = refused(*wished, **{setting: there})
         assert (found.field, setting in found.detail) == ("patch", True)
+
+
+def test_a_prompt_has_so_many_entries() -> None:
+    tokens = MAX_STEERING_ENTRIES // LAYERS
+    long = run(changed(tokens=tokens, positions=list(range(tokens)), token_ids=[1] * tokens))
+    wished, more = patch({"run": "clean"}, "all_prompt", layers="all"), {"lengths": (tokens,), "standing": Standing(runs={"clean": long})}
+    assert len(entries(wished, **more)) == MAX_STEERING_ENTRIES
+    found = refused(wished, steering=[SteeringSpec(layers=0, vector=VECTOR)], **more)
+    assert (found.field, f"comes to {MAX_STEERING_ENTRIES + 1} entries for prompt 0" in found.detail) == ("patch", True), found
 
 
 def test_a_job_has_so_many_rows_and_a_request_so_many_runs() -> None:
