@@ -1,0 +1,182 @@
+"""Cells under strain: shared blocks, runs that are gone, ranks that fail, preemption, forwards that begin at the patch. fp32."""
+
+import numpy as np
+import pytest
+from host import Host, capture_of, prompt_of, relative_error
+from patching_kit import ALL, Cell, edits, everything, in_one_step, patch, patches, rows_of
+from reference import Edit, Reference
+from tiny import HIDDEN
+from tolerances import FP32_LOGPROBS, FP32_ROWS
+
+from midstream.schemas.jobs import Job
+from midstream.schemas.specs import Entry, Grade, StoredSteering
+
+BLOCK = 128
+GRADE = [Grade(list(range(20, 60)))]
+
+
+def graded(host: Host, prompt: list[int], steering: list[StoredSteering] | None = None) -> tuple[int, list[float]]:
+    """Tokens found in the prefix cache, and log-probabilities of the next token."""
+    job = host.job(prompt, max_tokens=1, steering=steering)
+    answer = host.run_any(job, grades={job.id: GRADE})
+    assert not answer.errors, answer.errors
+    (receipt,) = host.receipts(job)
+    assert receipt.status == "ok", receipt
+    return answer.outputs[job.id][0].cached_tokens, receipt.graded
+
+
+def source_of(host: Host, prompt: list[int]) -> tuple[str, dict[tuple[str, int], np.ndarray]]:
+    """The key of a new run with every row of the prompt, and those rows."""
+    job = host.job(prompt, max_tokens=1, capture=everything("all_prompt"))
+    host.run(job)
+    return host.keep(job), rows_of(host, job)
+
+
+def test_cells_share_the_blocks_below_their_patch_and_leave_nothing_to_whoever_is_not_patched(cached: Host) -> None:
+    """What a plain request finds after patched ones is, bit for bit, what it finds in a cache that never saw one."""  # field case 13
+    prompt = prompt_of(300, seed=91)
+    key, _ = source_of(cached, prompt_of(300, seed=92))
+
+    def cell(position: int) -> list[StoredSteering]:
+        return patches(key, [Cell("post_block", 1, position)])
+
+    cached.call("restart_ledgers")
+    fresh = [graded(cached, prompt) for _ in range(2)]
+    assert [found for found, _ in fresh] == [0, 2 * BLOCK]
+    cached.call("restart_ledgers")
+    late, middle, early, again, beside = (graded(cached, prompt, cell(position)) for position in (290, 140, 5, 290, 291))
+    assert [each[0] for each in (late, middle, early, again, beside)] == [0, BLOCK, 0, 2 * BLOCK, 2 * BLOCK]
+    assert graded(cached, prompt, cell(140))[0] == 2 * BLOCK, "the same patch shares what it made"
+    assert graded(cached, prompt) == fresh[1], "bit for bit"
+    assert len({tuple(values) for _, values in (fresh[1], late, middle, early, beside)}) == 5, "every patch showed"
+
+
+def test_a_run_that_is_gone_when_a_row_is_needed_fails_its_request_and_no_other(cached: Host) -> None:
+    """The worker believes that the ranks have it; a cell beside it, of another run, and a plain request have their own numbers."""
+    (gone, _), (kept, rows) = (source_of(cached, prompt_of(20, seed=93 + number)) for number in range(2))  # field case 31
+    warm = cached.job(prompt_of(12), max_tokens=1, steering=patches(gone, [Cell("post_block", 1, 2)]))
+    cached.run(warm)
+    assert cached.receipts(warm)[0].status == "ok"
+    cached.call("midstream_drop_runs", [gone])
+    cell = Cell("post_block", 1, 3)
+    jobs = [
+        cached.job(prompt_of(14, seed=1), max_tokens=1, capture=capture_of([1, 3], "all", at="after"), steering=patches(gone, [cell])),
+        cached.job(prompt_of(14, seed=2), max_tokens=1, capture=capture_of([1, 3], "all", at="after"), steering=patches(kept, [cell])),
+        cached.job(prompt_of(14, seed=3), max_tokens=1, capture=capture_of([1, 3], "all", at="after")),
+    ]
+    cached.run_together(*jobs)
+    in_one_step(cached, jobs[1:])
+    receipts = [cached.receipts(job)[0] for job in jobs]
+    assert [receipt.status for receipt in receipts] == ["error", "ok", "ok"]
+    assert receipts[0].kind == "intervention_failed"
+    assert f"source run {gone} is not on this rank" in receipts[0].message
+    assert receipts[0].applied == 0
+    assert np.array_equal(cached.capture(jobs[1]).array(1)[3], rows["post_block", 1][3])
+    # As a sweep's cell: it has no numbers at all.
+    lost = cached.job(prompt_of(14, seed=4), max_tokens=1, steering=patches(gone, [cell]))
+    cached.run_any(lost, grades={lost.id: GRADE})
+    (receipt,) = cached.receipts(lost)
+    assert (receipt.status, receipt.graded) == ("error", [])
+
+
+def test_a_deleted_run_is_refused_before_anything_is_computed(cached: Host) -> None:
+    key, _ = source_of(cached, prompt_of(20, seed=95))
+    del cached.runs[key]
+    job = cached.job(prompt_of(12), max_tokens=1, steering=patches(key, [Cell("post_block", 1, 2)]))
+    assert f"run {key} was deleted" in cached.run_any(job).errors[job.id]
+
+
+@pytest.mark.parametrize("fault", ["put_run", "lose_run"])
+def test_one_rank_that_cannot_have_a_row_fails_the_request_while_its_peers_go_on(tp2: Host, fault: str) -> None:
+    """Loading it: the other rank drops it again. Finding a row of it: that is in the receipts. The forward's collectives go on."""
+    key, _ = source_of(tp2, prompt_of(20, seed=96))  # field case 28
+    before = [rank["runs"] for rank in tp2.call("midstream_status")]
+    tp2.call("midstream_fault", f"{fault}:rank=1")
+    patched = tp2.job(prompt_of(9), max_tokens=3, steering=patches(key, [Cell("post_block", 1, 3)]))
+    beside = tp2.job(prompt_of(7), max_tokens=3)
+    answer = tp2.run_any(patched, beside)
+    tp2.call("midstream_fault", "rpc")
+    assert len(answer.outputs[beside.id][0].token_ids) == 3
+    if fault == "put_run":
+        assert "rank 1: fault injected" in answer.errors[patched.id]
+        assert [rank["runs"] for rank in tp2.call("midstream_status")] == before
+    else:
+        assert [receipt.status for receipt in tp2.receipts(patched)] == ["ok", "error"]
+    again = tp2.job(prompt_of(9), max_tokens=1, steering=patches(key, [Cell("post_block", 1, 3)]))
+    tp2.run(again)
+    assert [receipt.status for receipt in tp2.receipts(again)] == ["ok", "ok"]
+
+
+def test_each_stage_has_the_rows_of_its_own_layers_only(pp2: Host) -> None:
+    before = [rank["run_bytes"] for rank in pp2.call("midstream_status")]
+    key, rows = source_of(pp2, prompt_of(20, seed=97))
+    pp2.run(pp2.job(prompt_of(9), max_tokens=1, steering=patches(key, [Cell("post_block", 0, 3), Cell("post_block", 3, 3)])))
+    after = [rank["run_bytes"] for rank in pp2.call("midstream_status")]
+    half = sum(values.nbytes for values in rows.values()) // 2
+    assert [now - then for now, then in zip(after, before, strict=True)] == [half, half]
+
+
+def test_preempted_requests_are_patched_where_they_were_and_nowhere_else(cached: Host, reference: Reference) -> None:
+    """Seven blocks for six requests of up to three: what was patched is computed again, and patched again."""
+    key, rows = source_of(cached, prompt_of(110, seed=98))
+    before = cached.call("midstream_status")[0]["preemptions"]
+    vector = np.random.default_rng(5).normal(size=HIDDEN).astype(np.float32)
+    cells = [Cell("post_attn", 1, 3), Cell("post_attn", 1, 100, 7)]
+    jobs = [
+        cached.job(
+            prompt_of(110, seed=400 + number),
+            max_tokens=180,
+            capture=capture_of(ALL, "all"),
+            steering=[*patches(key, cells), patch(cached.vector(vector), "mlp_out", [2], "all_generated")] if number % 2 else None,
+        )
+        for number in range(6)
+    ]
+    answers = cached.run(*jobs)
+    assert cached.call("midstream_status")[0]["preemptions"] > before
+    wanted = [*edits(cells, rows), Edit(2, vector, list(range(110, 289)), "mlp_out", "replace")]
+    for number, job in enumerate(jobs):
+        assert cached.receipts(job)[0].status == "ok"
+        tokens = job.prompts[0].token_ids + answers[job.id][0].token_ids
+        truth = reference.post_block(tokens[:-1], wanted if number % 2 else [])
+        for layer in ALL:
+            assert relative_error(cached.capture(job).array(layer), truth[layer]) <= FP32_ROWS
+
+
+@pytest.mark.parametrize("way", ["cached", "v2", "tp2", "pp2"])
+def test_a_forward_that_begins_at_the_patched_layer_gives_what_a_whole_one_gives(way: str, request: pytest.FixtureRequest) -> None:
+    """Cells of one layer in one step skip the layers below it, on every rank of every stage; a plain one beside them makes it whole."""
+    host: Host = request.getfixturevalue(way)
+    prompt = prompt_of(9, seed=99)
+    (base, _), (key, _) = source_of(host, prompt), source_of(host, prompt_of(9, seed=100))
+    skipped: list[list[int]] = []
+
+    def sweep(entry: int | None, *others: Job) -> dict[tuple[int, int], list[float]]:
+        """Of the cells of layers 2 and 3 at three positions."""
+        cells = {
+            (layer, position): host.job(prompt, max_tokens=1, steering=patches(key, [Cell("pre_attn", layer, position)]))
+            for layer in (2, 3)
+            for position in (0, 4, 8)
+        }
+        before = [rank["skipped_rows"] for rank in host.call("midstream_status")]
+        jobs = [*cells.values(), *others]
+        entries = {} if entry is None else {job.id: Entry(run=base, layer=2) for job in cells.values()}
+        host.run_together(*jobs, entries=entries, grades={job.id: GRADE for job in cells.values()})
+        in_one_step(host, jobs[: len(cells)])
+        skipped.append(
+            [now - then for now, then in zip((rank["skipped_rows"] for rank in host.call("midstream_status")), before, strict=True)]
+        )
+        found = {}
+        for place, job in cells.items():
+            receipts = host.receipts(job)
+            assert {receipt.status for receipt in receipts} == {"ok"}
+            (found[place],) = (receipt.graded for receipt in receipts if receipt.graded)
+        return found
+
+    whole, entered = sweep(None), sweep(2)
+    beside = sweep(2, host.job(prompt_of(5), max_tokens=1))
+    rows = 2 * 6 * len(prompt)  # two layers, six cells
+    assert skipped == [[0] * len(skipped[0]), [rows, 0] if way == "pp2" else [rows] * len(skipped[0]), [0] * len(skipped[0])]
+    for place, values in whole.items():
+        for other in (entered, beside):
+            np.testing.assert_allclose(other[place], values, atol=FP32_LOGPROBS)
+    assert len({tuple(values) for values in whole.values()}) == 6
