@@ -5,9 +5,9 @@ A stream site of the kind *deferred pair* holds s = hidden + residual, an additi
 rewritten row becomes (−0, new), whose sum is `new` bit for bit, and a shift alone goes to the residual.
 
 Of a token that rewrites touch, s is rounded to the model's dtype, as the next norm stores it; from there to the last
-family everything is float32, and is rounded once. A rewrite that leaves a row as it is (its strength is 0, or the
-component is inside its range) is as if it were not there. Work is proportional to the tokens named, family by family;
-rows that no configuration touches keep their bits.
+family everything is float32, and is rounded once. A rewrite that leaves a row as it is (its strength is 0, the component is
+inside its range, or the row comes out bit for bit as it was) is as if it were not there. Work is proportional to the tokens
+named, family by family; rows that no configuration touches keep their bits.
 """
 
 from collections.abc import Callable, Sequence
@@ -107,6 +107,7 @@ REWRITES: dict[str, Rewrite] = {
 }
 SHIFTS: dict[str, Shift] = {"add": _add}
 _ADD = PLACE["add"]
+_BITS = {2: torch.int16, 4: torch.int32}
 #: From so many tokens on an int64 index is worth its conversion: torch adds by it twice as fast.
 _LONG = 256
 
@@ -220,9 +221,9 @@ def _edit(
     ]
     if any(family.effect == "rewrite" for family, _ in named):
         live = [(family, _live(family, mine, scalars)) for family, mine in named]
-        unchanged = _rewrite(hidden, stream, tokens, live, pool, scalars).logical_not_().nonzero().flatten()
-        tokens = tokens.index_select(0, unchanged)
-        named = [(family, mine.index_select(0, unchanged)) for family, mine in live]
+        left = _rewrite(hidden, stream, tokens, live, pool, scalars).logical_not_().nonzero().flatten()
+        tokens = tokens.index_select(0, left)
+        named = [(family, mine.index_select(0, left)) for family, mine in live]
     for family, mine in named:
         if family.effect == "shift":
             _shift(family, stream, tokens, mine, pool, scalars)
@@ -243,15 +244,19 @@ def _rewrite(
     pool: torch.Tensor,
     scalars: torch.Tensor,
 ) -> torch.Tensor:
-    """All families, for the tokens that have rewrites. `live`: `[n, depth]` entries of each. Which tokens changed: bool `[n]`."""
-    changed = torch.zeros(len(tokens), dtype=torch.bool)
+    """All families, for the tokens that have rewrites. `live`: `[n, depth]` entries of each. Which tokens are done: bool `[n]`.
+
+    A row that comes out as it was is not written: on CPUs vLLM's norm takes a pair's sum before it is rounded, so the same stream
+    as another pair would give another norm. What changes nothing (a prompt's own row, say) changes no bit of what follows.
+    """
+    done = torch.zeros(len(tokens), dtype=torch.bool)
     read = torch.stack([mine.any(1) for family, mine in live if family.effect == "rewrite"]).any(0).nonzero().flatten()
     for block in read.split(_rows_at_a_time(stream)):
         places = tokens.index_select(0, block).long()
         rows = stream.index_select(0, places)
         if hidden is not None:
             rows += hidden.index_select(0, places)
-        rows = rows.float()
+        former, rows = rows, rows.float() if rows.dtype != torch.float32 else rows.clone()
         acted = torch.zeros(len(block), dtype=torch.bool)
         for family, entries in live:
             part = entries.index_select(0, block)
@@ -259,13 +264,19 @@ def _rewrite(
                 rows = _rewritten(REWRITES[family.name], rows, part, acted, pool, scalars)
             elif bool(part.any()):
                 rows += _total(SHIFTS[family.name], part, pool, scalars)
-        if not bool(acted.all()):
-            block, places, rows = block[acted], places[acted], rows[acted]
-        stream.index_copy_(0, places, rows.to(stream.dtype))
+        done[block[acted]] = True
+        rows = rows.to(stream.dtype)
+        new = acted & (_bits(rows) != _bits(former)).any(1)
+        if not bool(new.all()):
+            places, rows = places[new], rows[new]
+        stream.index_copy_(0, places, rows)
         if hidden is not None:
             hidden.index_fill_(0, places, -0.0)
-        changed[block] = True
-    return changed
+    return done
+
+
+def _bits(rows: torch.Tensor) -> torch.Tensor:
+    return rows.view(_BITS[rows.dtype.itemsize])
 
 
 def _rewritten(

@@ -77,6 +77,21 @@ def test_an_addition_that_matches_the_norm_goes_by_the_stream_and_not_by_a_branc
     a_matched_addition_is_measured_by_the_whole_stream(pair_site, single_site)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_that_is_replaced_by_itself_keeps_both_halves_of_its_pair(dtype: torch.dtype) -> None:
+    """The next norm, on CPUs, takes their sum before it is rounded: another pair of the same sum would be another norm."""
+    hidden, stream = torch.randn(2, 5, WIDTH).to(dtype)
+    own = (hidden + stream)[2:3].float()
+    plan = SitePlan(WIDTH, [{"replace": Does(own, (1.0,))}, {"replace": Does(own, (1.0,)), "add": Does(torch.ones(1, WIDTH))}], {2: [1]})
+    case = Case(plan, hidden, stream, 8, 8, f"{dtype}")
+    found = run(case, pair_site, single_site)
+    assert found.hidden is not None
+    assert same_bits(found.hidden, hidden)
+    assert same_bits(found.stream, stream)
+    other = Case(SitePlan(WIDTH, plan.configurations, {2: [2]}), hidden, stream, 8, 8, f"{dtype}")
+    assert same_bits(run(other, pair_site, single_site).sum[2], (own[0] + 1).to(dtype)), "and what comes behind it comes once"
+
+
 def test_the_entries_of_an_application_hold_what_the_table_says() -> None:
     rotation, weight = torch.randn(2, 3, WIDTH)
     vectors, scalars = laid_out("lowrank", lowrank(0.5, rotation, weight, torch.tensor([7.0, 8.0, 9.0])))
