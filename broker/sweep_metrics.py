@@ -60,7 +60,7 @@ def in_nats(metric: Metric, told: Grades) -> float:
 
 def recovered(value: float, base: float, source: float) -> float:
     """Which share of the way from the patched prompt to the other one a patch has gone; all in nats."""
-    return (value - base) / (source - base)
+    return (value - base) / (source - base) + 0.0  # no share is 0, not −0
 
 
 def noise_floor(metric: Metric, values: Sequence[float], base: float | None) -> float | None:

@@ -155,7 +155,7 @@ class Rig:
 
     @asynccontextmanager
     async def worker(self, boot: str = "boot", **settings: Any) -> AsyncIterator[Runs]:
-        """Another start of the worker, with some settings changed."""
+        """Another start of the worker, with some settings of its engine changed."""
         engine = FakeEngine(Settings(**{name: getattr(self.settings, name) for name in Settings.__struct_fields__} | settings))
         await engine.start()
         self.engine = engine
