@@ -160,7 +160,8 @@ def _conditions(result: SweepResult, grid: Grid) -> Iterator[str]:
     if result.metric != "recovered":
         yield f"unpatched {grid.base:.3g}"
     if result.window.layers > 1 or result.window.positions > 1:
-        yield f"window of {result.window.layers} layers × {result.window.positions} positions"
+        sizes = ((result.window.layers, "layers"), (result.window.positions, "positions"))
+        yield "window of " + " × ".join(f"{size} {what}" for size, what in sizes if size > 1)
     if result.alpha != 1:
         yield f"alpha {result.alpha:g}"
     if grid.noise_floor is not None:

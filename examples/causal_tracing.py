@@ -7,14 +7,13 @@ For each fact: two prompts that differ in their subject alone. Rows of the clean
 and one token at a time, into the residual stream, the attention branch or the MLP branch, and the share of the logit difference that comes
 back is measured (causal tracing: Meng et al. 2022, arXiv:2202.05262; with two real prompts instead of noise: Wang et al. 2022,
 arXiv:2211.00593; what to watch out for: Zhang and Nanda 2023, arXiv:2309.16042). Then the three facts together, by parts of the
-sentence, and the same the other way round. Writes a figure and a saved study for each sweep; prints tables.
+sentence; the same the other way round; and what is left of the answer when the last token's attention is taken away. Writes a figure
+and a saved study for each sweep; prints tables.
 """
 
 import argparse
 import time
 from pathlib import Path
-
-import numpy as np
 
 from midstream import Client, PatchStudy
 from midstream.client.grid import Grid
@@ -46,15 +45,14 @@ def spanned(fact: tuple[str, ...]) -> dict[str, object]:
 
 
 def table(grid: Grid, hook_index: int = 0) -> str:
-    """Some layers of one hook, in percent."""
+    """Some layers of one hook: shares in percent, else what changes, in nats."""
     hook = grid.hooks[hook_index]
     rows = [layer for layer in LAYERS_SHOWN if layer in grid.layers]
     lines = [f"| {hook} at layer | " + " | ".join(map(str, rows)) + " |", "|---" * (len(rows) + 1) + "|"]
     for column in range(len(grid.labels)):
-        values = [grid.values[hook][grid.layers.index(layer), column] for layer in rows]
-        lines.append(
-            f"| {grid.names[column]} | " + " | ".join("–" if np.isnan(value) else str(round(100 * value)) for value in values) + " |"
-        )
+        values = [grid.effects[hook][grid.layers.index(layer), column] for layer in rows]
+        cells = [str(round(100 * value)) if grid.metric == "recovered" else f"{value:+.1f}" for value in values]
+        lines.append(f"| {grid.names[column]} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -63,14 +61,17 @@ def report(name: str, study: PatchStudy, out: Path) -> None:
     result, grid = study.result, study.grid()
     print(f"\n## {name}\n")
     for number, pair in enumerate(result.pairs):
-        base, source = pair.base, pair.source
-        print(f"pair {number}: unpatched {base.value if base else None:.2f}, source {source.value if source else None:.2f}, ", end="")
-        print(f"noise floor {pair.noise_floor}, notes {pair.notes}")
+        prompts = {"patched": pair.base, "source": pair.source}
+        told = [f"{name} prompt {baseline.value:.2f} nats" for name, baseline in prompts.items() if baseline]
+        print(f"pair {number}: {', '.join(told)}; noise floor {pair.noise_floor or 0:.4f} {pair.notes or ''}")
     print(f"{result.summary.cells} cells in {result.summary.seconds:.1f} s, {result.summary.skipped} skipped\n")
     for number in range(len(grid.hooks)):
         print(table(grid, number), "\n")
     for cell in study.top(5):
-        print(f"{cell.hook} layer {cell.layer}, {cell.label.strip()}: {cell.value:.2f}")
+        spread = result.spread[cell.hook][grid.layers.index(cell.layer)][cell.column]
+        print(
+            f"{cell.hook} layer {cell.layer}, {cell.label.strip()}: {cell.value:.2f}" + (f" ± {spread:.2f}" if spread is not None else "")
+        )
     study.heatmap(out / f"{name}.png")
     study.save(out / f"{name}.json")
 
@@ -90,6 +91,9 @@ def main() -> None:
         together = PatchStudy.pairs([spanned(fact) for fact in FACTS.values()], client=client, model=model)
         report("denoise", together.sweep(hooks=HOOKS), options.out)
         report("noise", together.sweep(hooks=HOOKS, direction="noise"), options.out)
+        alone = PatchStudy.pairs([(clean, None, answer, foil) for clean, _, answer, foil, *_ in FACTS.values()], client=client, model=model)
+        without = alone.sweep(hooks=["attn_out"], positions=[-1], ablation="zeros", metric="logit_diff")
+        report("ablation", without, options.out)
     print(f"\n{time.monotonic() - began:.0f} s; figures and studies in {options.out}")
 
 
