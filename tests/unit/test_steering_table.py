@@ -119,6 +119,14 @@ def test_replacements_masked_or_not_are_applied_in_the_order_written(patches: li
     assert same(left(rank, edits), wanted)
 
 
+def test_a_replacement_of_strength_zero_changes_no_bit_of_the_one_before_it_in_its_row() -> None:
+    rank = Rank()
+    zeros, value = rank.vector(np.full(HIDDEN, -0.0)), rank.vector(np.full(HIDDEN, 3.0))
+    found = left(rank, [steering(zeros, [0], "pre_attn", [2], "replace", [1.0]), steering(value, [0], "pre_attn", [2], "replace", [0.0])])
+    assert not found[2].any()
+    assert np.signbit(found[2]).all()
+
+
 def test_a_full_replacement_behind_a_masked_one_at_its_site_is_a_masked_one_of_everything() -> None:
     def written(*entries: tuple[Family, int]) -> list[list[tuple[Family, list[str]]]]:
         edits = [steering(["v", "m"] if family == "replace_masked" else "v", [layer], family=family) for family, layer in entries]

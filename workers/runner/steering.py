@@ -211,9 +211,11 @@ def _replaced(before: Does, then: Does) -> Does:
     """One replacement after another is one replacement: s → (1−a)·((1−b)·s + b·u) + a·t."""
     alpha = float(then.scalars[0])
     kept = (1.0 - alpha) * float(before.scalars[0])
-    joined = kept + alpha
-    if alpha == 1.0 or not joined:
+    if alpha == 1.0 or not kept:
         return then
+    if not alpha:  # with its bits, the sign of a zero among them
+        return before
+    joined = kept + alpha
     return Does((kept * before.vectors + alpha * then.vectors) / joined, (joined,))
 
 
