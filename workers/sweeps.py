@@ -119,6 +119,7 @@ class SweepRun:
         try:
             self._run.check()
             await self._whole()
+            await self._restore()
         finally:
             await self._engine.release_vectors(names)
         if all(pair.useless for pair in self._pairs):
@@ -136,6 +137,15 @@ class SweepRun:
             if not task.cancelled():
                 task.result()
         self._run.check()
+
+    async def _restore(self) -> None:
+        """Say again what the ledger does not know any more: a Redis whose machine died has lost its last second."""
+        job = self._run.job.id
+        there = await patiently(lambda: self._sweeps.records(job), f"units of {job}")
+        lost = [record for number, record in self._records.items() if number not in there]
+        if lost:
+            logger.warning("%d units of %s are kept once more: the ledger had lost them", len(lost), job)
+            await self._keep((record, self._units.cell(record.unit) or Unit(record.unit, "base", 0)) for record in lost)
 
     async def _emit(self, kind: EventKind, told: SweepStart | SweepSummary) -> None:
         event = Event(event=kind, data=from_json(to_json(told), dict[str, Any]), attempt=self._run.attempt)

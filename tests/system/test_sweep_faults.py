@@ -173,3 +173,19 @@ def test_a_sweep_that_goes_on_under_another_global_steering_does_not_mix_its_cel
         check_grid(asked, await at.result(job_id), {n: "began under global steering version 7" for n in cells if n not in kept})
 
     Rig(redis_url, tmp_path, sweep_cells_in_flight=2)(scenario)
+
+
+# field case 36
+def test_cells_that_the_ledger_has_lost_are_told_again_at_the_end(redis_url: str, tmp_path: Path) -> None:
+    asked = sweep()
+
+    async def scenario(at: Rig) -> None:
+        job_id = await at.submit(asked)
+        async with at.worker(fake_token_s=0.01) as runs:
+            running = asyncio.create_task(runs.run_job(job_id))
+            await at.known(job_id, 30)
+            await at.ledger.redis.hdel(f"ms:units:{job_id}", *(await at.records(job_id)))
+            assert await running is Outcome.GENERATED
+        check_grid(asked, await at.result(job_id))
+
+    Rig(redis_url, tmp_path, sweep_cells_in_flight=2)(scenario)
