@@ -17,7 +17,7 @@ from midstream.schemas.settings import Settings
 from midstream.schemas.specs import StoredCapture
 from midstream.schemas.steering import GlobalSteering
 from midstream.workers.collective import Quarantined
-from midstream.workers.engine import Progress
+from midstream.workers.engine import Ask, Progress
 from midstream.workers.fake_engine import FakeEngine
 from midstream.workers.patience import end_tasks
 from midstream.workers.runs import JobFailed, Outcome, Runs
@@ -91,12 +91,12 @@ class Harness:
 
 # field case 38
 def test_a_cancellation_that_something_swallowed_still_stops_the_run(redis_url: str, tmp_path: Path) -> None:
-    async def deaf(job: Job, request: int, attempt: int, everyone: GlobalSteering) -> AsyncGenerator[Progress, None]:
+    async def deaf(ask: Ask, everyone: GlobalSteering) -> AsyncGenerator[Progress, None]:
         with contextlib.suppress(asyncio.CancelledError):  # once, or a failure of this test would never end
             await asyncio.sleep(60)
         while True:
             await asyncio.sleep(0.01)
-            yield Progress(request, "a", [1])
+            yield Progress(ask.request, "a", [1])
 
     async def scenario(at: Harness) -> None:
         job_id = await at.submit(prompts=2)
@@ -114,14 +114,14 @@ def test_a_cancellation_that_something_swallowed_still_stops_the_run(redis_url: 
 def test_one_failing_prompt_fails_the_job_and_stops_the_others(redis_url: str, tmp_path: Path) -> None:
     stopped: list[int] = []
 
-    async def second_fails(job: Job, request: int, attempt: int, everyone: GlobalSteering) -> AsyncGenerator[Progress, None]:
-        if request == 1:
+    async def second_fails(ask: Ask, everyone: GlobalSteering) -> AsyncGenerator[Progress, None]:
+        if ask.request == 1:
             raise MidstreamError("capture_failed", "rank 0: no space")
         try:
             await asyncio.sleep(60)
         finally:
-            stopped.append(request)
-        yield Progress(request, "", [])
+            stopped.append(ask.request)
+        yield Progress(ask.request, "", [])
 
     async def scenario(at: Harness) -> None:
         job_id = await at.submit(prompts=3)
@@ -143,8 +143,8 @@ def test_an_engine_that_ends_a_request_without_a_word_fails_the_job(
 ) -> None:
     monkeypatch.setattr("midstream.workers.runs.VERDICT_S", 0.05)
 
-    async def silent(job: Job, request: int, attempt: int, everyone: GlobalSteering) -> AsyncGenerator[Progress, None]:
-        yield Progress(request, "a", [1])
+    async def silent(ask: Ask, everyone: GlobalSteering) -> AsyncGenerator[Progress, None]:
+        yield Progress(ask.request, "a", [1])
 
     async def scenario(at: Harness) -> None:
         job_id = await at.submit()
@@ -156,7 +156,7 @@ def test_an_engine_that_ends_a_request_without_a_word_fails_the_job(
 
 
 def test_what_the_engines_death_interrupted_is_released_and_sent_again(redis_url: str, tmp_path: Path) -> None:
-    async def dying(job: Job, request: int, attempt: int, everyone: GlobalSteering) -> AsyncGenerator[Progress, None]:
+    async def dying(ask: Ask, everyone: GlobalSteering) -> AsyncGenerator[Progress, None]:
         raise MidstreamError("engine_failed", "gone")
         yield
 
@@ -204,7 +204,7 @@ def test_when_ranks_are_out_of_step_what_they_report_on_is_run_again_and_the_res
 
 
 def test_a_rank_that_may_differ_costs_the_job_an_attempt_and_not_its_life(redis_url: str, tmp_path: Path) -> None:
-    async def unsure(job: Job, request: int, attempt: int, everyone: GlobalSteering) -> AsyncGenerator[Progress, None]:
+    async def unsure(ask: Ask, everyone: GlobalSteering) -> AsyncGenerator[Progress, None]:
         raise Quarantined("rank 1 kept what it should have dropped")
         yield
 
