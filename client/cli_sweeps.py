@@ -11,6 +11,7 @@ from ..schemas.errors import MidstreamError, invalid, misfit
 from ..schemas.sweeps import SweepRequest, SweepResult
 from . import cli_jobs, options, show_sweeps, sweeps
 from .cli_jobs import AsJson, Url, connect, out
+from .heatmap import check, figure
 from .patch_study import PatchStudy
 
 #: The options that belong together in `--help`.
@@ -62,6 +63,10 @@ def sweep(
     """Causal tracing: patch rows of one prompt into another, cell by cell, and see what brings the answer back."""
     if job is not None and save is not None:
         raise invalid("--save", "keeps what was asked, too: it goes with a sweep that is asked for here, not with --job")
+    if heatmap is not None:
+        check(heatmap)
+    if save is not None and not save.absolute().parent.is_dir():
+        raise invalid("--save", f"{save}: there is no such folder")
     with connect(url) as client:
         request = None
         if job is None:
@@ -75,26 +80,28 @@ def sweep(
                 },
                 lambda: cli_jobs.only_model(client),
             )  # fmt: skip
+            if pair is not None and not 0 <= pair < len(request.pairs):
+                raise invalid("--pair", f"there is no pair {pair}", allowed=f"0 to {len(request.pairs) - 1}")
+            view = client.submit_sweep(request)
             if not wait:
-                view = client.submit_sweep(request)
                 print(to_json(view).decode() if json_ else view.id)
                 return
+            job = view.id
         with show_sweeps.bar(cli_jobs.err if json_ else out) as progress:
-            result = client.sweep(request, progress=progress) if request else client.sweep_result(job or "", progress)
+            result = client.sweep_result(job, progress, cancel=request is not None)
     if save is not None and request is not None:
-        PatchStudy.of(request, result).save(save)
+        PatchStudy.of(job, request, result).save(save)
     if json_:
         print(to_json(result).decode())
     else:
         out.print(show_sweeps.report(result, pair, top))
+        out.print(f"job: {job}", style="dim", markup=False, soft_wrap=True)
     _draw(result, heatmap, pair, json_)
 
 
 def _draw(result: SweepResult, path: Path | None, pair: int | None, quiet: bool) -> None:
     if path is None:
         return
-    from .heatmap import figure
-
     figure(result, path, pair)
     if not quiet:
         out.print(f"drawn: {path}", markup=False, soft_wrap=True)

@@ -22,6 +22,8 @@ MEANING: dict[Metric, str] = {
 _ALIAS = {hook: name for name, hook in ALIASES.items() if not name.startswith("hook_")}
 #: Of pairs whose columns are called otherwise, so many names are shown.
 _NAMES = 2
+#: Characters of a prompt in a title.
+_PROMPT = 120
 
 
 class Effect(NamedTuple):
@@ -144,11 +146,17 @@ def described(result: SweepResult, pair: int | None = None) -> list[str]:
         lines.append(f"mean over {len(result.pairs)} pairs of prompts{_ablated(result)}")
     else:
         shown = result.pairs[number]
-        patched, source = "".join(shown.base_tokens), "".join(shown.source_tokens)
+        patched, source = (_shortened("".join(tokens)) for tokens in (shown.base_tokens, shown.source_tokens))
         lines.append(f"“{patched}”{_ablated(result)}" if result.ablation else f"“{source}” patched into “{patched}”")
         if shown.answer:
             lines.append(f"answer “{shown.answer.strip()}”" + (f", foil “{shown.foil.strip()}”" if shown.foil else ""))
     return [*lines, " · ".join(_conditions(result, grid_of(result, pair)))]
+
+
+def _shortened(prompt: str) -> str:
+    """One line, without the middle of a long one: the ends say what differs and what is asked."""
+    line = " ".join(prompt.split())
+    return line if len(line) <= _PROMPT else f"{line[: _PROMPT // 2]} … {line[-_PROMPT // 2 :]}"
 
 
 def _ablated(result: SweepResult) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..schemas.errors import MidstreamError
+from ..schemas.errors import MidstreamError, invalid
 from ..schemas.sweeps import SweepResult
 from .grid import MEANING, Grid, described, grid_of, titled
 
@@ -23,8 +23,8 @@ _FONTS = ("Noto Sans CJK SC", "Noto Sans CJK JP", "PingFang SC", "Hiragino Sans"
 #: Told apart by people who are blind to some colours, and in grey: one for shares, one for both sides of a base.
 SEQUENTIAL, DIVERGING = "viridis", "RdBu_r"
 _DPI = 200
-#: Inches: of a cell, of what stands around the panels, and the least and the most that a panel may take.
-_COLUMN, _ROW, _AROUND, _WIDTH, _HEIGHT = 0.1, 0.18, 1.5, (2.2, 7.0), (1.3, 11.0)
+#: Inches: of a cell, of what stands around the panels, the least and the most that a panel may take, and the colour bar's width.
+_COLUMN, _ROW, _AROUND, _WIDTH, _HEIGHT, _BAR = 0.1, 0.18, 1.5, (2.2, 7.0), (1.3, 11.0), 0.09
 #: So many layers are numbered, about.
 _TICKS = 8
 #: Characters of the title in an inch.
@@ -36,6 +36,8 @@ def figure(result: SweepResult, path: Path | str | None = None, pair: int | None
 
     Raises MidstreamError when matplotlib is missing or cannot write that format, OSError.
     """
+    if path is not None:
+        check(path)
     matplotlib = _matplotlib()
     grid = grid_of(result, pair)
     fonts = matplotlib.font_manager.fontManager.get_font_names()
@@ -43,11 +45,19 @@ def figure(result: SweepResult, path: Path | str | None = None, pair: int | None
     with matplotlib.rc_context(_STYLE | family):
         drawn = _draw(matplotlib, grid, described(result, pair))
         if path is not None:
-            try:
-                drawn.savefig(path, dpi=_DPI)
-            except ValueError as error:
-                raise MidstreamError("invalid_request", str(error), field="heatmap") from error
+            drawn.savefig(path, dpi=_DPI)
     return drawn
+
+
+def check(path: Path | str) -> None:
+    """Raises MidstreamError unless a figure can be written there: better said before a long sweep than behind it."""
+    formats = _matplotlib().figure.Figure().canvas.get_supported_filetypes()
+    if Path(path).suffix.removeprefix(".").lower() not in formats:
+        raise invalid(
+            "heatmap", f"{path}: the ending names no format of figures", allowed=", ".join(f".{name}" for name in sorted(formats))
+        )
+    if not Path(path).absolute().parent.is_dir():
+        raise invalid("heatmap", f"{path}: there is no such folder")
 
 
 def _matplotlib() -> Any:
@@ -85,7 +95,7 @@ def _draw(matplotlib: Any, grid: Grid, title: list[str]) -> "Figure":
     axes[0].set_yticks(np.arange(rows) + 0.5, grid.names, fontsize=size)
     axes[0].invert_yaxis()
     values = np.concatenate([each.ravel() for each in grid.values.values()])
-    bar = drawn.colorbar(mesh, ax=list(axes), extend=_beyond(values, low, high), aspect=30, pad=0.02)
+    bar = drawn.colorbar(mesh, ax=list(axes), extend=_beyond(values, low, high), aspect=height / _BAR, pad=0.02)
     bar.set_label(MEANING[grid.metric], fontsize=7)
     bar.outline.set_linewidth(0.6)
     if grid.missing:

@@ -45,6 +45,7 @@ class _Saved(Record):
     format: str
     version: int
     midstream: str  # that wrote it
+    job: str
     request: SweepRequest
     result: SweepResult
 
@@ -73,6 +74,8 @@ class _Study:
         self._model = model
         self._request: SweepRequest | None = None
         self._result: SweepResult | None = None
+        #: The last sweep's job. Its captures under the tags `base` and `source` are the rows of the prompts as they are.
+        self.job = ""
 
     def __repr__(self) -> str:
         first = self._pairs[0]
@@ -133,7 +136,9 @@ class _Study:
 
     def save(self, path: Path | str) -> None:
         """Request and result as JSON, for `load`."""
-        saved = _Saved(format=_FORMAT, version=_VERSION, midstream=__version__, request=self.request, result=self.result)
+        saved = _Saved(
+            format=_FORMAT, version=_VERSION, midstream=__version__, job=self.job, request=self.request, result=self.result
+        )  # fmt: skip
         Path(path).write_bytes(to_json(saved))
 
     def _read(self, path: Path | str) -> Self:
@@ -151,7 +156,11 @@ class _Study:
             saved = from_json(raw, _Saved)
         except msgspec.ValidationError as error:
             raise invalid("path", f"{path}, written by {header.midstream}: {': '.join(reversed(misfit(error)))}") from error
-        self._pairs, self._request, self._result, self._model = saved.request.pairs, saved.request, saved.result, saved.request.model
+        self._pairs, self._model = saved.request.pairs, saved.request.model
+        return self._keep(saved.job, saved.request, saved.result)
+
+    def _keep(self, job: str, request: SweepRequest, result: SweepResult) -> Self:
+        self.job, self._request, self._result = job, request, result
         return self
 
     def _asked(self, model: str, spans: Sequence[PairSpan | Mapping[str, Any]] | None, fields: dict[str, Any]) -> SweepRequest:
@@ -208,11 +217,9 @@ class PatchStudy(_Study):
         return study
 
     @classmethod
-    def of(cls, request: SweepRequest, result: SweepResult, client: Client | None = None) -> Self:
+    def of(cls, job: str, request: SweepRequest, result: SweepResult, client: Client | None = None) -> Self:
         """A study of a sweep that was asked for by other means."""
-        study = cls.pairs(request.pairs, client=client, model=request.model)
-        study._request, study._result = request, result
-        return study
+        return cls.pairs(request.pairs, client=client, model=request.model)._keep(job, request, result)
 
     @classmethod
     def load(cls, path: Path | str, client: Client | None = None) -> Self:
@@ -234,9 +241,8 @@ class PatchStudy(_Study):
         with self._connected() as client:
             request = self._asked(self._model or _only(client.models()), spans, fields)
             with _shown(progress) as told:
-                result = client.sweep(request, progress=told)
-        self._request, self._result = request, result
-        return self
+                job = client.submit_sweep(request).id
+                return self._keep(job, request, client.sweep_result(job, told, cancel=True))
 
     def zoom(
         self,
@@ -301,9 +307,8 @@ class AsyncPatchStudy(_Study):
     ) -> Self:
         request = self._asked(self._model or _only(await self._client.models()), spans, fields)
         with _shown(progress) as told:
-            result = await self._client.sweep(request, progress=told)
-        self._request, self._result = request, result
-        return self
+            job = (await self._client.submit_sweep(request)).id
+            return self._keep(job, request, await self._client.sweep_result(job, told, cancel=True))
 
     async def zoom(
         self,

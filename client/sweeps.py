@@ -97,24 +97,27 @@ class SweepCalls(ABC):
 
     def sweep(self, request: SweepRequest | None = None, *, progress: Progress | None = None, **fields: Any) -> SweepResult:
         """Submit a sweep, wait, and return its grids. `progress` is told of every cell; who interrupts the wait cancels the sweep."""
-        view = self.submit_sweep(request, **fields)
-        try:
-            return self.sweep_result(view.id, progress)
-        except KeyboardInterrupt as interrupt:
-            try:
-                self.cancel(view.id)
-                _stopped(interrupt, view.id, None)
-            except MidstreamError as error:
-                _stopped(interrupt, view.id, error)
-            raise
+        return self.sweep_result(self.submit_sweep(request, **fields).id, progress, cancel=True)
 
-    def sweep_result(self, job_id: str, progress: Progress | None = None) -> SweepResult:
-        """The grids of a sweep once it is over; raises what went wrong of one that failed, `not_found` of another job."""
-        if progress is not None:
-            for each in self.sweep_events(job_id):
-                progress(each)
-        self.wait(job_id)
-        return _grid(self.result(job_id))
+    def sweep_result(self, job_id: str, progress: Progress | None = None, *, cancel: bool = False) -> SweepResult:
+        """The grids of a sweep once it is over; raises what went wrong of one that failed, `not_found` of another job.
+
+        `cancel`: who interrupts the wait cancels the sweep.
+        """
+        try:
+            if progress is not None:
+                for each in self.sweep_events(job_id):
+                    progress(each)
+            self.wait(job_id)
+            return _grid(self.result(job_id))
+        except KeyboardInterrupt as interrupt:
+            if cancel:
+                try:
+                    self.cancel(job_id)
+                    _stopped(interrupt, job_id, None)
+                except MidstreamError as error:
+                    _stopped(interrupt, job_id, error)
+            raise
 
     def sweep_events(self, job_id: str, after: str = "") -> Iterator[Told]:
         """What is told of a sweep, from its beginning (or behind the event `after`) to its end; outlives lost connections."""
@@ -139,23 +142,23 @@ class AsyncSweepCalls(ABC):
         return wire.decode(await self._send_patiently(_submission(request, idempotency_key, fields)), JobView)
 
     async def sweep(self, request: SweepRequest | None = None, *, progress: Progress | None = None, **fields: Any) -> SweepResult:
-        view = await self.submit_sweep(request, **fields)
-        try:
-            return await self.sweep_result(view.id, progress)
-        except asyncio.CancelledError as interrupt:
-            try:
-                await self.cancel(view.id)
-                _stopped(interrupt, view.id, None)
-            except MidstreamError as error:
-                _stopped(interrupt, view.id, error)
-            raise
+        return await self.sweep_result((await self.submit_sweep(request, **fields)).id, progress, cancel=True)
 
-    async def sweep_result(self, job_id: str, progress: Progress | None = None) -> SweepResult:
-        if progress is not None:
-            async for each in self.sweep_events(job_id):
-                progress(each)
-        await self.wait(job_id)
-        return _grid(await self.result(job_id))
+    async def sweep_result(self, job_id: str, progress: Progress | None = None, *, cancel: bool = False) -> SweepResult:
+        try:
+            if progress is not None:
+                async for each in self.sweep_events(job_id):
+                    progress(each)
+            await self.wait(job_id)
+            return _grid(await self.result(job_id))
+        except asyncio.CancelledError as interrupt:
+            if cancel:
+                try:
+                    await self.cancel(job_id)
+                    _stopped(interrupt, job_id, None)
+                except MidstreamError as error:
+                    _stopped(interrupt, job_id, error)
+            raise
 
     async def sweep_events(self, job_id: str, after: str = "") -> AsyncIterator[Told]:
         async for event in self.events(job_id, after):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from up_kit import Up
 
-from midstream import CaptureSpec, Span, returned_rows
+from midstream import CaptureSpec, PatchStudy, Span, returned_rows
 from midstream.client import AsyncClient, Client, wire
 from midstream.schemas.base import from_json
 from midstream.schemas.errors import MidstreamError
@@ -321,3 +321,36 @@ def test_captures_are_listed_exported_and_deleted(up: Up, client: Client, tmp_pa
         assert caught.value.kind == "gone"
     assert up.midstream("capture", "show", job).returncode == 1
     assert client.captures(tag="passing").captures == []
+
+
+def test_a_study_sweeps_looks_closer_and_is_cancelled_when_interrupted(up: Up, client: Client, tmp_path: Path) -> None:
+    study = PatchStudy("hello you", "hallo you", " a", " b", client=client, model="fake").sweep(
+        hooks=["resid_pre", "mlp_out"], metric="logit_diff"
+    )
+    told = study.result.summary
+    assert (told.cells + told.skipped, told.total) == (told.total, 2 * NUM_LAYERS * len(study.result.pairs[0].labels))
+    study.save(tmp_path / "study.json")
+    best = study.top(1)[0]
+    closer = PatchStudy.load(tmp_path / "study.json", client).zoom(best)
+    assert closer.result.pairs[0].positions == [best.positions]
+    assert closer.top(1)[0].value == pytest.approx(best.value)
+    assert client.capture(study.job, tag="base").token_ids()
+
+    def stop(event: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        study.sweep(hooks=["resid_pre"], metric="logit_diff", progress=stop)
+    (last,) = client.jobs(limit=1).jobs
+    assert client.wait(last.id, timeout=30).state in (State.CANCELLED, State.SUCCEEDED)
+
+
+def test_a_sweep_is_drawn_on_the_terminal_and_its_job_shown_again(up: Up, tmp_path: Path) -> None:
+    drawn = tmp_path / "out.svg"
+    asked = ("--clean", "hello you", "--corrupt", "hallo you", "--answer", " a", "--foil", " b", "--metric", "logit_diff")
+    done = up.midstream("sweep", *asked, "--hooks", "resid_pre", "--heatmap", str(drawn))
+    assert done.returncode == 0, done.stderr
+    assert "pre_attn (resid_pre)" in done.stdout
+    assert "<svg" in drawn.read_text()
+    job = done.stdout.split("job: ")[1].split()[0]
+    assert "Strongest cells" in up.midstream("job", "show", job).stdout

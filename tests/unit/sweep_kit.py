@@ -1,7 +1,10 @@
-"""A sweep's result as a server would give it, made by hand."""
+"""A sweep's result, and the answers of a server that has it, made by hand."""
 
 from typing import Any
 
+from http_kit import Reply, reply
+
+from midstream.schemas.jobs import CaptureResults, JobResult, JobView, State
 from midstream.schemas.sweeps import Baseline, PairResult, PatchWindow, Skipped, SweepResult, SweepSummary
 
 CLEAN = ["The", " E", "iffel", " Tower", " is", " in"]
@@ -73,3 +76,15 @@ def result(*pairs: PairResult, **given: Any) -> SweepResult:
         metric=fields["metric"], base=[-9.0], source=[4.8], noise_floor=[0.004],
     )  # fmt: skip
     return SweepResult(**fields, summary=summary)
+
+
+VIEW = JobView(id="job_1", kind="sweep", model="m", state=State.SUCCEEDED, attempt=1, version=3, created=1.0)
+
+
+def over(sweep: SweepResult | None) -> Reply:
+    captures = CaptureResults(status="not_requested", job="job_1")
+    return reply(
+        JobResult(
+            id="job_1", model="m", state=State.SUCCEEDED, outputs=[], capture_results=captures, determinism=None, attempt=1, sweep=sweep
+        )
+    )

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 from http_kit import reply, server
-from sweep_kit import result
-from test_patch_study import VIEW, over
+from sweep_kit import VIEW, over, result
 
 from midstream.client import PatchStudy, cli, cli_sweeps
 from midstream.schemas.base import from_json, to_json
@@ -51,7 +50,8 @@ def test_figure_and_study_are_written(capsys: pytest.CaptureFixture[str], tmp_pa
     assert drawn.read_bytes().startswith(b"\x89PNG")
     assert str(drawn) in shown
     study = PatchStudy.load(kept)
-    assert (study.request, study.result) == (asked, result())
+    assert (study.job, study.request, study.result) == ("job_1", asked, result())
+    assert "job: job_1" in shown
 
 
 def test_json_is_the_result_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,6 +86,9 @@ def test_pairs_come_from_a_file_and_spans_are_shared(capsys: pytest.CaptureFixtu
         ((*PROMPTS, "--pairs", "pairs.json"), "--clean"),
         (("--body", "missing.json", "--alpha", "1"), "--body"),
         (("--job", "job_1", "--save", "x.json"), "--save"),
+        ((*PROMPTS, "--save", "nowhere/x.json"), "--save"),
+        ((*PROMPTS, "--heatmap", "x.doc"), "heatmap"),
+        ((*PROMPTS, "--pair", "1"), "--pair"),
     ],
 )
 def test_a_mistake_is_one_line_that_names_the_option_or_field(

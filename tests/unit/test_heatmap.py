@@ -76,9 +76,18 @@ def test_a_missing_matplotlib_is_named_with_the_extra_that_brings_it(monkeypatch
 
 
 def test_a_format_that_matplotlib_cannot_write_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(MidstreamError, match="xyz") as caught:
-        heatmap.figure(result(), tmp_path / "out.xyz")
-    assert caught.value.field == "heatmap"
+    for path, detail in ((tmp_path / "out.xyz", "no format"), (tmp_path / "nowhere" / "out.png", "no such folder")):
+        with pytest.raises(MidstreamError, match=detail) as caught:
+            heatmap.figure(result(), path)
+        assert caught.value.field == "heatmap"
+
+
+def test_of_a_long_prompt_the_title_has_both_ends() -> None:
+    tokens = ["Once", *[" and\n again"] * 60, " in"]
+    title = heatmap.figure(result(pair(base_tokens=tokens))).get_suptitle().replace("\n", " ")
+    assert "“Once and again and" in title
+    assert "again in”" in title
+    assert len(title) < 400
 
 
 def test_without_colours_the_strongest_cell_is_the_highest_block() -> None:

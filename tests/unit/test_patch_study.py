@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from http_kit import Reply, reply, server
 from rich.console import Console
-from sweep_kit import CORRUPT, FAILED, LAYERS, PEAK, grid, pair, result
+from sweep_kit import CORRUPT, FAILED, LAYERS, PEAK, VIEW, grid, over, pair, result
 
 from midstream import AsyncClient, AsyncPatchStudy, Client, PatchStudy
 from midstream.client import show_sweeps
@@ -20,7 +20,6 @@ from midstream.client.grid import grid_of
 from midstream.client.patch_study import Region
 from midstream.schemas.base import from_json, to_json
 from midstream.schemas.errors import MidstreamError
-from midstream.schemas.jobs import CaptureResults, JobResult, JobView, State
 from midstream.schemas.sweeps import (
     PairSpan,
     Skipped,
@@ -33,7 +32,6 @@ from midstream.schemas.sweeps import (
 )
 
 PROMPTS = ("The Eiffel Tower is in", "The Colosseum is in", " Paris", " Rome")
-VIEW = JobView(id="job_1", kind="sweep", model="m", state=State.SUCCEEDED, attempt=1, version=3, created=1.0)
 START = SweepStart(
     metric="recovered", direction="denoise", ablation=None, hooks=["pre_attn"], layers=[0, 1], labels=[["a"]], total=2,
     skipped=[Skipped(pair=0, hook="pre_attn", layers=[0], column=0, reason="same")], notes=[[]],
@@ -46,20 +44,12 @@ def stream(*events: tuple[str, Any]) -> Reply:
     return 200, {"content-type": "text/event-stream"}, b"".join(parts)
 
 
-def over(sweep: SweepResult | None) -> Reply:
-    captures = CaptureResults(status="not_requested", job="job_1")
-    return reply(
-        JobResult(
-            id="job_1", model="m", state=State.SUCCEEDED, outputs=[], capture_results=captures, determinism=None, attempt=1, sweep=sweep
-        )
-    )
-
-
 def swept(sweep: SweepResult | None = None, asked: SweepRequest | None = None) -> PatchStudy:
     """A study as after a sweep."""
     study = PatchStudy(*PROMPTS)
     study._request = asked or SweepRequest(model="m", pairs=study._pairs, hooks=["resid_pre", "mlp_out"])
     study._result = sweep or result()
+    study.job = "job_1"
     return study
 
 
@@ -206,7 +196,7 @@ def test_a_saved_study_is_the_same_when_it_is_loaded(tmp_path: Path) -> None:
     study.save(tmp_path / "study.json")
     loaded = PatchStudy.load(tmp_path / "study.json")
     assert (loaded.request, loaded.result) == (study.request, study.result)
-    assert loaded.top(1) == study.top(1)
+    assert (loaded.job, loaded.top(1)) == (study.job, study.top(1))
     assert repr(loaded) == repr(study) == "PatchStudy('The Eiffel Tower is in', 'The Colosseum is in'): recovered of 298 cells, 62 skipped"
 
 
