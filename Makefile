@@ -76,11 +76,11 @@ format: $(READY) ## rewrite the code as ruff wants it
 
 test-unit: $(READY) ## no engine, no server
 	@echo "== unit tests"
-	@$(PYTEST) tests/unit
+	@$(PYTEST) --numprocesses 2 --dist loadfile tests/unit
 
 test-system: $(READY) model ## real Redis, Celery, ZeroMQ and HTTP
 	@echo "== system tests"
-	@$(PYTEST) tests/system
+	@$(PYTEST) --numprocesses 3 --dist loadfile tests/system
 
 test-engine: $(READY) model ## real vLLM on CPU
 	@echo "== engine tests"
