@@ -1,5 +1,6 @@
 """Cells whose forward begins at the layer that they patch come to what they come to when all layers are computed. fp32."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -39,9 +40,20 @@ def ask(host: Host, *cells: Job, key: str = "", beside: Job | None = None, **opt
     """In one batch; with `key` each cell may begin at its lowest layer. The last receipts of each."""
     entries = {job.id: Entry(key, min(entry.layers[0] for entry in job.steering[0])) for job in cells if key}
     jobs = cells if beside is None else (*cells, beside)
+    wanted = {job.id: len(of_job(host, job)) + host.settings.tensor_parallel_size * host.settings.pipeline_parallel_size for job in cells}
     answer = host.run_any(*jobs, entries=entries, grades={job.id: [Grade(EVERY)] for job in cells}, **options)
     assert not answer.errors, answer.errors
-    return {job.id: host.receipts(job)[-host.settings.tensor_parallel_size * host.settings.pipeline_parallel_size :] for job in cells}
+    deadline = time.monotonic() + 20
+    while any(len(of_job(host, job)) < wanted[job.id] for job in cells):
+        assert time.monotonic() < deadline, "receipts are missing"
+        time.sleep(0.02)
+    return {job.id: of_job(host, job)[-host.settings.tensor_parallel_size * host.settings.pipeline_parallel_size :] for job in cells}
+
+
+def of_job(host: Host, job: Job) -> list[Receipt]:
+    """All receipts so far, those of the same request asked again included; the latest last, by rank."""
+    found = [receipt for receipt in host.all_receipts() if receipt.job == job.id]
+    return sorted(found, key=lambda receipt: (receipt.step, receipt.rank))
 
 
 def graded(receipts: list[Receipt]) -> np.ndarray:
