@@ -104,6 +104,7 @@ class SweepRun:
         self._work = asyncio.Event()
         self._unkept = 0  # of those decided
         self._all_kept = asyncio.Event()
+        self._ended = False  # nobody keeps anything any more
 
     async def run(self) -> None:
         """To the last cell. Raises MidstreamError("useless_baseline") when no pair has a use, and what ends an attempt."""
@@ -132,6 +133,7 @@ class SweepRun:
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            self._ended = True
             await end_tasks(tasks)
         for task in tasks:
             if not task.cancelled():
@@ -218,6 +220,8 @@ class SweepRun:
         async with asyncio.TaskGroup() as group:
             for unit in units:
                 known = unit.number in self._records
+                if known and self._records[unit.number].value is None:
+                    continue  # its failure is kept, and stays
                 kept_anew = needed and self._sweep.metric == "kl" and unit == reference  # a new attempt's ranks have it no more
                 if not known or kept_anew:
                     pending = await self._begin(group, unit, self._asks.control(unit, captures=not known))
@@ -268,6 +272,8 @@ class SweepRun:
 
     async def _begin(self, group: asyncio.TaskGroup, unit: Unit, asks: list[Ask] | None = None) -> _Pending:
         """Ask the engine, once there is room."""
+        if self._ended:  # a group cancels its tasks once, and this one's cancellation was swallowed (see `patience`)
+            raise asyncio.CancelledError
         asks = self._asks.patched(unit) if asks is None else asks
         await self._unread.acquire()
         pending = _Pending(unit, asks)

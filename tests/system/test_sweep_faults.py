@@ -1,14 +1,18 @@
 """When something fails in a sweep: is a cell without a vouched value null, with the reason, and are the others as they should be?"""
 
 import asyncio
+import contextlib
 import shutil
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import pytest
 from sweep_rig import CLEAN, CORRUPT, LAYERS, Rig, check_grid, pair, sweep
 
+from midstream.broker.runs import SourceRuns
 from midstream.schemas.base import to_msgpack
 from midstream.schemas.jobs import State
 from midstream.schemas.sweep_units import Units
@@ -187,5 +191,54 @@ def test_cells_that_the_ledger_has_lost_are_told_again_at_the_end(redis_url: str
             await at.ledger.redis.hdel(f"ms:units:{job_id}", *(await at.records(job_id)))
             assert await running is Outcome.GENERATED
         check_grid(asked, await at.result(job_id))
+
+    Rig(redis_url, tmp_path, sweep_cells_in_flight=2)(scenario)
+
+
+@pytest.mark.parametrize("ending", [Outcome.RELEASED, Outcome.LOST])
+def test_a_sweep_that_is_stopped_while_it_leases_its_runs_stops(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: Outcome
+) -> None:
+    leasing, lease = asyncio.Event(), SourceRuns.lease
+
+    async def swallowing(self: SourceRuns, held: Any, seconds: float) -> None:
+        """A cancellation that comes together with the answer, as redis-py takes it."""
+        await lease(self, held, seconds)
+        leasing.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(10)
+
+    async def scenario(at: Rig) -> None:
+        job_id = await at.submit(sweep())
+        monkeypatch.setattr(SourceRuns, "lease", swallowing)
+        async with at.worker() as runs:
+            running = asyncio.create_task(runs.run_job(job_id))
+            await leasing.wait()
+            runs.stop([job_id], ending)
+            await asyncio.wait([running], timeout=3)  # not `wait_for`, which would cancel it once more
+            assert running.done()
+            assert running.result() is ending
+
+    Rig(redis_url, tmp_path)(scenario)
+
+
+def test_a_prompt_that_failed_for_a_former_attempt_is_not_asked_again_to_be_compared_with(redis_url: str, tmp_path: Path) -> None:
+    asked = sweep(metric="kl")
+    units = Units(asked)
+
+    async def scenario(at: Rig) -> None:
+        job_id = await at.submit(asked)
+        async with at.worker(fake_token_s=0.01) as runs:
+            running = asyncio.create_task(runs.run_job(job_id))
+            await at.known(job_id, 10)
+            runs.stop([job_id], Outcome.RELEASED)
+            await running
+        kept, clean = await at.records(job_id), units.source(0).number
+        failed = msgspec.structs.replace(kept[clean], value=None, reason="no room", receipts=[])
+        await at.ledger.redis.hset(f"ms:units:{job_id}", clean, to_msgpack(failed))
+        async with at.worker("boot2") as runs:
+            assert await runs.run_job(job_id) is Outcome.GENERATED
+        cells = range(units.first_cell, units.first_cell + asked.num_cells)
+        check_grid(asked, await at.result(job_id), {n: "rows come from failed: no room" for n in cells if n not in kept})
 
     Rig(redis_url, tmp_path, sweep_cells_in_flight=2)(scenario)
