@@ -9,6 +9,9 @@ from ..schemas.settings import Settings
 
 #: Draft tokens are looked up in the prompt by its last 4 to 2 tokens.
 _NGRAMS = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
+#: Tokens in a block of the KV cache. vLLM's 128 leaves prompts of a sentence nothing to share; 32 is the least that its kernels for
+#: CPUs take, and as fast (measured with prompts of 300 tokens, and while 16 requests generate).
+_CPU_BLOCK = 32
 
 
 def engine_options(settings: Settings) -> dict[str, Any]:
@@ -31,8 +34,9 @@ def engine_options(settings: Settings) -> dict[str, Any]:
     }
     if settings.speculative_tokens:
         options["speculative_config"] = {"method": "ngram", "num_speculative_tokens": settings.speculative_tokens} | _NGRAMS
-    if settings.block_size:
-        options["block_size"] = settings.block_size
+    block_size = settings.block_size or (_CPU_BLOCK if current_platform.is_cpu() else None)
+    if block_size is not None:
+        options["block_size"] = block_size
     if current_platform.is_cpu():
         options["kv_cache_memory_bytes"] = int(settings.kv_cache_gib * (1 << 30))
     return options

@@ -31,6 +31,8 @@ from midstream.schemas.tensors import Tensor, content_hash, from_numpy
 _numbers = itertools.count()
 #: Nobody listens there: receipts stay in the outbox, where the tests read them.
 NO_RELAY = "tcp://127.0.0.1:9"
+#: Of every engine here, unless a test says otherwise. Block boundaries are spelled out in tests: 128 tokens.
+DEFAULTS: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "kv_cache_gib": 0.25, "max_num_seqs": 32, "block_size": 128}
 
 
 def capture_of(
@@ -51,7 +53,7 @@ class Host:
     """One engine process."""
 
     def __init__(self, directory: Path, model: Path, env: dict[str, str] | None = None, **settings: Any):
-        options: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "kv_cache_gib": 0.25, "max_num_seqs": 32} | settings
+        options: dict[str, Any] = {**DEFAULTS, **settings}
         self.settings = Settings(model=str(model), data_dir=str(directory), relay_url=NO_RELAY, worker_id="test-worker", **options)
         self.root = self.settings.capture_root
         self._log = open(directory / "engine.log", "wb")  # noqa: SIM115 - open as long as the process

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import msgspec
-from host import NO_RELAY, Host
+from host import DEFAULTS, NO_RELAY, Host
 
 from midstream.schemas.base import from_json, to_json
 from midstream.schemas.settings import Settings, to_environment
@@ -112,7 +112,7 @@ class _Fork:
 
 class _ForkedHost(Host):
     def __init__(self, nursery: Nursery, directory: Path, model: Path, env: dict[str, str] | None, **settings: Any):
-        options: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "kv_cache_gib": 0.25, "max_num_seqs": 32} | settings
+        options: dict[str, Any] = {**DEFAULTS, **settings}
         self.settings = Settings(model=str(model), data_dir=str(directory), relay_url=NO_RELAY, worker_id="test-worker", **options)
         self.root = self.settings.capture_root
         self._log = open(directory / "engine.log", "wb")  # noqa: SIM115 - as in Host

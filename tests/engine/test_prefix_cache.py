@@ -1,6 +1,6 @@
 """The prefix cache serves nobody what was computed under another's intervention, and no capture is short. v1, fp32.
 
-KV blocks hold 128 tokens on CPU, so the prompts here fill several.
+KV blocks hold 128 tokens, so the prompts here fill several.
 """
 
 import msgspec
