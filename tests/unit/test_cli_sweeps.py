@@ -28,9 +28,9 @@ def swept(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[SweepReque
 def test_what_is_typed_is_what_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
     asked, _ = swept(
         capsys, *PROMPTS, "--model", "m", "--hooks", "resid_pre,mlp_out", "--layers", "0-9", "--positions", "1:4", "--window", "3x1",
-        "--metric", "logit_diff", "--direction", "noise", "--alignment", "right", "--alpha", "0.5", "--noise", "2",
+        "--metric", "logit_diff", "--direction", "noise", "--alignment", "right", "--alpha", "0.5", "--mask", "0-63", "--noise", "2",
     )  # fmt: skip
-    assert json.loads(to_json(asked)) | {"mask": None, "metadata": {}, "ablation": None} == json.loads(to_json(asked))
+    assert json.loads(to_json(asked)) | {"mask": "0-63", "metadata": {}, "ablation": None} == json.loads(to_json(asked))
     assert (asked.pairs[0].clean, asked.pairs[0].answer, asked.pairs[0].foil) == ("The Eiffel Tower is in", " Paris", " Rome")
     assert (asked.hooks, asked.layers, asked.window.layers, asked.window.positions) == (["resid_pre", "mlp_out"], "0-9", 3, 1)
     assert (asked.metric, asked.direction, asked.alignment, asked.alpha, asked.noise) == ("logit_diff", "noise", "right", 0.5, 2)

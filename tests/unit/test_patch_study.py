@@ -264,6 +264,18 @@ def test_who_interrupts_the_wait_cancels_the_sweep() -> None:
     assert caught.value.__notes__ == ["sweep job_1 was cancelled"]
 
 
+def test_who_cancels_the_awaited_sweep_cancels_it_on_the_server_too() -> None:
+    async def ask(url: str) -> None:
+        async with AsyncClient(url) as client:
+            waiting = asyncio.create_task(client.sweep(model="m", pairs=[SweepPair(clean="a")], progress=lambda told: waiting.cancel()))
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+
+    with server(reply(VIEW, 202), EVENTS[0], reply(VIEW)) as (url, seen):
+        asyncio.run(ask(url))
+    assert "POST /v1/jobs/job_1/cancel" in seen
+
+
 def test_the_bar_counts_each_cell_once_and_nothing_is_drawn_where_nobody_watches() -> None:
     screen = io.StringIO()
     with show_sweeps.bar(Console(file=screen, force_terminal=True, width=120)) as told:
