@@ -2,7 +2,7 @@
 
 The grid follows from shapes alone and everything else is read on the device, so a replayed CUDA graph obeys the buffers as
 they are then. A program owns whole token rows and walks over the tokens; at a site without work it reads three numbers and ends.
-A row is read once and written only where it changed; rows of the ring that no slot names are never written.
+A row is read once, a rewritten one twice, and written only where it changed; rows of the ring that no slot names are never written.
 """
 
 import torch
@@ -104,6 +104,14 @@ def _sum(hidden_row, row, PAIR: tl.constexpr):  # type: ignore[no-untyped-def]
     return row
 
 
+@triton.jit
+def _bits(row):  # type: ignore[no-untyped-def]
+    if row.dtype.primitive_bitwidth == 16:
+        return row.to(tl.int16, bitcast=True)
+    else:
+        return row.to(tl.int32, bitcast=True)
+
+
 # Nothing but the large tensors' alignment may ask for another compilation: it could fall into the capture of a graph.
 @triton.jit(
     do_not_specialize=["plan", "token_rows", "capture_slots", "site_rows", "scalars", "tokens", "capacity", "configurations", "programs"]
@@ -181,17 +189,20 @@ def _site(  # type: ignore[no-untyped-def]
                                     total = _shifted(family, total, vectors, lanes, inside)
                         if not (_REWRITING >> family) & 1:
                             value += total
+                # Again: kept meanwhile it would cost the registers of a row.
+                row = tl.load(stream + at, mask=inside, other=0.0)
+                if PAIR:
+                    hidden_row = tl.load(hidden + at, mask=inside, other=0.0)
                 if rewrites > 0:
-                    row = value.to(row.dtype)
-                    tl.store(stream + at, row, mask=inside)
-                    if PAIR:
-                        # −0, not 0: then the pair's sum has the new row's bits also where that is −0.
-                        hidden_row = (tl.zeros([BLOCK], tl.float32) * -1.0).to(row.dtype)
-                        tl.store(hidden + at, hidden_row, mask=inside)
-                else:
-                    row = tl.load(stream + at, mask=inside, other=0.0)
-                    if PAIR:
-                        hidden_row = tl.load(hidden + at, mask=inside, other=0.0)
+                    new = value.to(row.dtype)
+                    differs = inside & (_bits(new) != _bits(_sum(hidden_row, row, PAIR)))
+                    if tl.max(differs.to(tl.int32), 0) > 0:  # or another pair would stand for the same row
+                        row = new
+                        tl.store(stream + at, row, mask=inside)
+                        if PAIR:
+                            # −0, not 0: then the pair's sum has the new row's bits also where that is −0.
+                            hidden_row = (tl.zeros([BLOCK], tl.float32) * -1.0).to(row.dtype)
+                            tl.store(hidden + at, hidden_row, mask=inside)
             # Also where every rewrite left the row as it is.
             if (rewrites == 0) & ((named & _SHIFTING) != 0):
                 total = tl.zeros([BLOCK], tl.float32) * -1.0

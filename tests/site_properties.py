@@ -84,6 +84,23 @@ def listed_tokens_whose_rows_do_nothing_here_keep_their_bits(pair_site: Op, sing
         assert same_bits(found.stream, case.stream), case.name
 
 
+def a_rewrite_that_gives_the_row_back_leaves_both_halves_of_a_pair(pair_site: Op, single_site: Op) -> None:
+    """A norm may take their sum before it is rounded: another pair of the same sum would give another norm."""
+    for dtype in DTYPES:
+        case = _case(SitePlan(WIDTH), dtype=dtype, name="gives back")
+        assert case.hidden is not None
+        own = (case.hidden + case.stream)[2:3].float()
+        replaced, one = Does(own, (1.0,)), Does(torch.ones(1, WIDTH))
+        configurations = [{"replace": replaced}, {"replace": replaced, "add": one}]
+        back = Case(SitePlan(WIDTH, configurations, {2: [1]}, after=[2]), case.hidden, case.stream, 3, 9, case.name)
+        found = run(back, pair_site, single_site)
+        assert found.hidden is not None, case
+        assert same_bits(found.hidden, case.hidden), case
+        assert same_bits(found.stream, case.stream), case
+        behind = Case(SitePlan(WIDTH, configurations, {2: [2]}), case.hidden, case.stream, 3, 9, case.name)
+        assert same_bits(run(behind, pair_site, single_site).sum[2], (own[0] + 1).to(dtype)), "what comes behind it comes once"
+
+
 def a_full_replacement_gives_the_vectors_bits_whatever_was_there(pair_site: Op, single_site: Op) -> None:
     for dtype in DTYPES:
         for pair in (True, False):
