@@ -6,7 +6,7 @@ study.heatmap("eiffel.png")
 study.top(5)
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -17,7 +17,7 @@ from .. import __version__
 from ..schemas.base import Record, from_json, to_json
 from ..schemas.errors import MidstreamError, invalid, misfit
 from ..schemas.selectors import HookName, LayerSelector
-from ..schemas.sweeps import PairSpan, PatchWindow, SweepPair, SweepRequest, SweepResult
+from ..schemas.sweeps import PairResult, PairSpan, PatchWindow, SweepPair, SweepRequest, SweepResult
 from . import grid as grids
 from . import heatmap, sweeps
 from .grid import Effect, Grid
@@ -71,6 +71,7 @@ class _Study:
         model: str | None = None,
     ):
         self._pairs = [_pair({"clean": clean, "corrupt": corrupt, "answer": answer, "foil": foil})]
+        self._unzoomed: list[SweepPair] | None = None  # the pairs of the study of which this one is a part
         self._model = model
         self._request: SweepRequest | None = None
         self._result: SweepResult | None = None
@@ -131,7 +132,9 @@ class _Study:
         try:
             import pandas
         except ImportError as error:
-            raise MidstreamError("unavailable", "a data frame needs pandas: `pip install pandas`; to_records() needs nothing") from error
+            raise MidstreamError(
+                "unavailable", "a data frame needs pandas: `pip install midstream[plots]`; to_records() needs nothing"
+            ) from error
         return pandas.DataFrame(self.to_records())
 
     def save(self, path: Path | str) -> None:
@@ -168,26 +171,33 @@ class _Study:
         pairs = self._pairs
         if spans is not None or "positions" in fields:  # instead of what a pair says of its own, after `zoom` above all
             columns = {"spans": None if spans is None else list(spans), "positions": None}
-            pairs = [_pair({**_fields(pair), **columns}, f"pairs[{number}]") for number, pair in enumerate(pairs)]
+            pairs = [_pair({**_fields(pair), **columns}, f"pairs[{number}]") for number, pair in enumerate(self._unzoomed or pairs)]
         return sweeps.sweep_request(None, {"model": model, "pairs": pairs, **fields})
 
-    def _closer(self, region: "Region | Effect | None", hooks: Any, layers: Any, columns: Any) -> tuple[list[SweepPair], dict[str, Any]]:
-        """The pairs and the fields of a sweep over each token of a region by itself."""
-        last = self.request
+    def _closer(
+        self, region: "Region | Effect | None", hooks: Any, layers: Any, columns: Any, fields: dict[str, Any]
+    ) -> tuple[list[SweepPair], dict[str, Any]]:
+        """The pairs and the fields of a sweep over each token of a region by itself, each with the counterpart that it had here."""
+        last, result = self.request, self.result
+        turned = fields.get("direction", result.direction) != result.direction  # the other prompt is patched then
         if isinstance(region, Effect):
-            region = _around(region, self.result)
+            region = _around(region, result)
         if region is not None:
             hooks, layers, columns = hooks or region.hooks, layers if layers is not None else region.layers, columns or region.columns
         pairs = []
         for number, pair in enumerate(last.pairs):
-            found = self.result.pairs[number]
+            found = result.pairs[number]
             numbers = range(len(found.labels)) if columns is None else [_column(found.labels, wanted) for wanted in columns]
-            places = sorted({place for number in numbers for place in found.positions[number]}) if found.positions else []
+            places = _places(found, numbers)
             if not places:
                 raise invalid("columns", f"none of them could be patched in pair {number}: there is nothing to look closer at")
-            pairs.append(msgspec.structs.replace(pair, spans=None, positions=places))
+            own: dict[str, Any] = {"spans": None, "positions": sorted({other if turned else place for place, other in places})}
+            if result.ablation is None and "alignment" not in fields:
+                clean_first = result.direction == "noise"
+                own["alignment"] = [(place, other) if clean_first else (other, place) for place, other in places]
+            pairs.append(msgspec.structs.replace(pair, **own))
         asked = _fields(last) | {"window": PatchWindow(), "hooks": hooks or last.hooks, "layers": last.layers if layers is None else layers}
-        return pairs, {name: value for name, value in asked.items() if name not in ("model", "pairs", "positions")}
+        return pairs, {name: value for name, value in asked.items() if name not in ("model", "pairs", "positions")} | fields
 
 
 class PatchStudy(_Study):
@@ -259,9 +269,10 @@ class PatchStudy(_Study):
         `region`: a `Region`, or a cell of `top()`: its hook, its tokens, and the layers around it. `fields`: what else is to
         be otherwise than in this study's sweep.
         """
-        pairs, asked = self._closer(region, hooks, layers, columns)
+        pairs, asked = self._closer(region, hooks, layers, columns, fields)
         study = type(self).pairs(pairs, client=self._client, model=self.request.model)
-        return study.sweep(progress=progress, **(asked | fields))
+        study._unzoomed = self.request.pairs
+        return study.sweep(progress=progress, **asked)
 
     @contextmanager
     def _connected(self) -> Iterator[Client]:
@@ -320,9 +331,10 @@ class AsyncPatchStudy(_Study):
         progress: bool | sweeps.Progress = True,
         **fields: Any,
     ) -> Self:
-        pairs, asked = self._closer(region, hooks, layers, columns)
+        pairs, asked = self._closer(region, hooks, layers, columns, fields)
         study = type(self).pairs(pairs, client=self._client, model=self.request.model)
-        return await study.sweep(progress=progress, **(asked | fields))
+        study._unzoomed = self.request.pairs
+        return await study.sweep(progress=progress, **asked)
 
 
 def _pairs(pairs: Sequence[Pair]) -> list[SweepPair]:
@@ -353,6 +365,18 @@ def _around(cell: Effect, result: SweepResult) -> Region:
     last = max(result.layers[min(place + 1, len(result.layers) - 1)], cell.layer + reach)
     layers = range(max(first, result.layers[0]), min(last, result.layers[-1]) + 1)
     return Region(hooks=[cell.hook], layers=list(layers), columns=[cell.column])
+
+
+def _places(found: PairResult, columns: Iterable[int]) -> list[tuple[int, int]]:
+    """Position in the patched prompt → whose row is written there, ascending. Raises MidstreamError where that is not one."""
+    places: dict[int, int] = {}
+    for column in columns:
+        for place, other in zip(found.positions[column], found.sources[column] or found.positions[column], strict=True):
+            if places.setdefault(place, other) != other:
+                raise invalid(
+                    "columns", f"position {place} gets rows of {places[place]} and {other} in two of them", allowed="one of the two"
+                )
+    return sorted(places.items())
 
 
 def _column(labels: list[str], wanted: str | int) -> int:

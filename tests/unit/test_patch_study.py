@@ -4,7 +4,6 @@ import asyncio
 import io
 import json
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -136,11 +135,12 @@ def test_records_have_every_cell_and_the_reason_of_those_without_a_value() -> No
 
 
 def test_a_data_frame_is_made_of_the_records_and_a_missing_pandas_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    pandas: Any = types.ModuleType("pandas")
-    pandas.DataFrame = lambda records: ("frame", records)
-    monkeypatch.setitem(sys.modules, "pandas", pandas)
-    found: Any = swept().to_dataframe()
-    assert found == ("frame", swept().to_records())
+    study = swept()
+    frame, records = study.to_dataframe(), study.to_records()
+    assert list(frame.columns) == list(records[0])
+    assert len(frame) == len(records)
+    assert frame["value"].isna().sum() == sum(each["value"] is None for each in records)
+    assert frame.loc[frame["value"].idxmax(), ["hook", "layer", "column"]].tolist() == ["pre_attn", *PEAK]
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(MidstreamError, match="needs pandas"):
         swept().to_dataframe()
