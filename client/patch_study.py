@@ -192,7 +192,7 @@ class _Study:
             if not places:
                 raise invalid("columns", f"none of them could be patched in pair {number}: there is nothing to look closer at")
             own: dict[str, Any] = {"spans": None, "positions": sorted({other if turned else place for place, other in places})}
-            if result.ablation is None and "alignment" not in fields:
+            if any(found.sources) and "alignment" not in fields:
                 clean_first = result.direction == "noise"
                 own["alignment"] = [(place, other) if clean_first else (other, place) for place, other in places]
             pairs.append(msgspec.structs.replace(pair, **own))
@@ -370,8 +370,9 @@ def _around(cell: Effect, result: SweepResult) -> Region:
 def _places(found: PairResult, columns: Iterable[int]) -> list[tuple[int, int]]:
     """Position in the patched prompt → whose row is written there, ascending. Raises MidstreamError where that is not one."""
     places: dict[int, int] = {}
-    for column in columns:
-        for place, other in zip(found.positions[column], found.sources[column] or found.positions[column], strict=True):
+    sources = found.sources if any(found.sources) else found.positions  # of an ablation there is no other prompt
+    for column in columns if found.positions else ():
+        for place, other in zip(found.positions[column], sources[column], strict=True):
             if places.setdefault(place, other) != other:
                 raise invalid(
                     "columns", f"position {place} gets rows of {places[place]} and {other} in two of them", allowed="one of the two"
