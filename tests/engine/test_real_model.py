@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 import torch
 from host import Host, capture_of, prompt_of
+from patching_kit import Cell, patches
 from reference import Reference
+from test_graded_tokens import logprobs_of
 from tokenizers import Tokenizer
-from tolerances import BF16_EXCESS, FP32_LAYERS, FP32_ROWS_30_LAYERS
+from tolerances import BF16_ENTERED, BF16_EXCESS, FP32_ENTERED, FP32_LAYERS, FP32_LOGPROBS, FP32_ROWS_30_LAYERS
 
 from midstream.client.models import fetch_demo_model
-from midstream.schemas.specs import SteeringSpec
+from midstream.schemas.specs import Entry, Grade, SteeringSpec
 from midstream.schemas.tensors import from_numpy
 
 LAYERS = list(range(30))
@@ -77,6 +79,43 @@ def test_every_row_of_the_demo_model_is_transformers_row(captured, truth, model)
     for got, rounded, wanted in zip(rows, rounding, truth, strict=True):
         assert layer_errors(got, wanted).max() <= BF16_EXCESS * layer_errors(rounded, wanted).max()
         assert np.median(row_errors(got, wanted)) <= BF16_EXCESS * np.median(row_errors(rounded, wanted))
+
+
+# -- the next token --------------------------------------------------------------------------------------------------------
+
+
+def test_the_next_token_is_graded_as_vllm_and_transformers_say_it(host, model) -> None:
+    """To the bit of float32 as vLLM's own log-probabilities of the same request; in fp32 as transformers'."""
+    prompt = PROMPTS[1]
+    (output,) = host.run(host.job(prompt, max_tokens=1, logprobs=5)).popitem()[1]
+    tokens = [each.token_id for each in output.logprobs[0].top]
+    job = host.job(prompt, max_tokens=1, logprobs=5)
+    (again,) = host.run_any(job, grades={job.id: [Grade(tokens)]}).outputs[job.id]
+    graded = host.receipts(job)[0].graded
+    assert graded == pytest.approx([each.logprob for each in again.logprobs[0].top], abs=1e-6)
+    if host.settings.dtype == "float32":
+        reference = Reference(model)
+        reference.rows(prompt)
+        assert graded == pytest.approx(logprobs_of(reference.logits[-1])[tokens].tolist(), abs=FP32_LOGPROBS)
+
+
+def test_cells_that_begin_at_their_layer_come_to_the_same(host) -> None:
+    prompt, other = PROMPTS[1], PROMPTS[2][:40]
+    runs = [host.job(tokens, max_tokens=1, capture=capture_of(LAYERS, "all_prompt", hook="pre_attn")) for tokens in (prompt, other)]
+    host.run(*runs)
+    base, source = (host.keep(job) for job in runs)
+    places = [(layer, position) for layer in (1, 9, 17, 25) for position in (3, 20, 39)]
+    jobs = [host.job(prompt, max_tokens=1, steering=patches(source, [Cell("pre_attn", *place)])) for place in [*places, *places]]
+    entered = jobs[len(places) :]
+    for batch in (jobs[: len(places)], entered):
+        skipped = host.call("midstream_status")[0]["skipped_rows"]
+        entries = {job.id: Entry(base, job.steering[0][0].layers[0]) for job in batch if batch is entered}
+        host.run_any(*batch, grades={job.id: [Grade(list(range(0, 49152, 512)))] for job in batch}, entries=entries)
+        assert (host.call("midstream_status")[0]["skipped_rows"] > skipped) == (batch is entered)
+    full, short = (np.array([host.receipts(job)[0].graded for job in batch]) for batch in (jobs[: len(places)], entered))
+    assert np.abs(full - full[:1]).max() > 1.0, "the patches do something"
+    limit = FP32_ENTERED if host.settings.dtype == "float32" else BF16_ENTERED
+    assert np.abs(short - full).max() <= limit
 
 
 # -- a direction ---------------------------------------------------------------------------------------------------------
