@@ -266,6 +266,7 @@ class Entry(Record):
     """Where a forward may begin for a request: at `layer`, with the rows of `pre_attn` that a run kept of the very same tokens.
 
     All that an intervention of the request touches is at `layer` or above. A rank may begin there or not: the result is the same.
+    All runs of one job that entries name have rows at every layer at which one of them is entered: a step begins at the lowest.
     """
 
     run: str  # `run_key`: rows of `pre_attn` at `layer` for every prompt position
