@@ -136,6 +136,7 @@ def _pair_result(sweep: StoredSweep, records: Records, pair: int, grids: dict[Ho
     return PairResult(
         labels=[column.label for column in stored.columns],
         positions=[[position for position, _ in column.places] for column in stored.columns],
+        sources=[[source for _, source in column.places if sweep.ablation is None] for column in stored.columns],
         base_tokens=stored.base_tokens,
         source_tokens=stored.source_tokens,
         answer=stored.answer_text,

@@ -43,7 +43,9 @@ def sweep(
         typer.Option(metavar="NAME=TEXT[|TEXT]", help="Tokens patched together: of both prompts, or of clean|corrupt; repeat.", **CELLS),
     ] = None,
     window: Annotated[str | None, typer.Option(metavar="LAYERS[xPOSITIONS]", help="Patched together around a cell.", **CELLS)] = None,
-    metric: Annotated[str | None, typer.Option(help="recovered (if left out), logit_diff, logprob or kl.", **CELLS)] = None,
+    metric: Annotated[
+        str | None, typer.Option(help="recovered (if left out, but not of an ablation), logit_diff, logprob or kl.", **CELLS)
+    ] = None,
     direction: Annotated[
         str | None, typer.Option(help="denoise: clean rows into corrupt (if left out); noise: the other way.", **CELLS)
     ] = None,

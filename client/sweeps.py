@@ -5,7 +5,7 @@ A sweep is a job: `job`, `wait`, `cancel` and `events` of the clients hold for i
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import httpx
@@ -14,7 +14,7 @@ import numpy as np
 
 from ..schemas.errors import MidstreamError, invalid
 from ..schemas.jobs import Event, JobResult, JobView
-from ..schemas.sweeps import SweepCell, SweepRequest, SweepResult, SweepStart, SweepSummary
+from ..schemas.sweeps import Metric, SweepCell, SweepPair, SweepRequest, SweepResult, SweepStart, SweepSummary
 from . import wire
 from .wire import Call
 
@@ -30,12 +30,22 @@ _KINDS: dict[str, type[SweepStart] | type[SweepCell] | type[SweepSummary]] = {
 
 
 def sweep_request(request: SweepRequest | None, fields: dict[str, Any]) -> SweepRequest:
-    """The body of a sweep from a struct or from keyword arguments; raises MidstreamError naming the field."""
+    """The body of a sweep from a struct or from keyword arguments; raises MidstreamError naming the field.
+
+    An ablation without a metric asks for what its pairs can tell: a share that was recovered needs two prompts.
+    """
     if request is None:
-        return plain(fields, SweepRequest)
+        made = plain(fields, SweepRequest)
+        return made if made.ablation is None or "metric" in fields else msgspec.structs.replace(made, metric=_ablation_metric(made.pairs))
     if fields:
         raise invalid(next(iter(fields)), "give either a SweepRequest or keyword arguments, not both")
     return request
+
+
+def _ablation_metric(pairs: Sequence[SweepPair]) -> Metric:
+    if any(pair.answer is None for pair in pairs):
+        return "kl"
+    return "logprob" if any(pair.foil is None for pair in pairs) else "logit_diff"
 
 
 def plain(fields: dict[str, Any], kind: type[T], prefix: str = "") -> T:

@@ -165,6 +165,7 @@ class PairResult(Record):
     grids: dict[Hook, list[list[float | None]]]
     notes: list[str] = []
     positions: list[list[int]] = []  # of the columns, in the patched prompt; of one that is skipped: none
+    sources: list[list[int]] = []  # whose rows are written there, in the other prompt, in the same order; in an ablation: none
 
 
 class Skipped(Record):

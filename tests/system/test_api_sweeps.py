@@ -10,6 +10,7 @@ from edge import HIDDEN, MODEL, Api, Hand, running
 from stack import Stack
 from test_api_events import parse
 
+from midstream import Client, PatchStudy
 from midstream.broker.sweep_result import sweep_cell, sweep_start
 from midstream.broker.sweeps import Sweeps
 from midstream.schemas.base import from_json, to_json
@@ -212,3 +213,15 @@ def test_a_sweep_runs_from_the_request_to_the_grid(stack: Stack) -> None:
     kinds = [event["event"] for event in told]
     assert kinds.count("cell") == result.sweep.summary.total
     assert (kinds[2], kinds[-3], kinds[-1]) == ("start", "summary", "done")
+
+
+def test_zoom_into_a_span_of_unequal_sides_writes_the_rows_that_the_span_did(stack: Stack) -> None:
+    # field case 34
+    spans = [{"name": "subject", "clean": [{"text": "Eiffel Tower"}], "corrupt": [{"text": "Colosseum"}]}]
+    with Client(stack.url) as client:
+        study = PatchStudy("The Eiffel Tower is", "The Colosseum is now", "P", "R", client=client)
+        closer = study.sweep(spans=spans, layers=[1], metric="logprob", progress=False).zoom(progress=False)
+    coarse, fine = study.result.pairs[0], closer.result.pairs[0]
+    assert (fine.positions, fine.sources) == ([[place] for place in coarse.positions[0]], [[place] for place in coarse.sources[0]])
+    assert (fine.labels, closer.result.summary.skipped) == (list("Colosseum"), 0)
+    assert [coarse.source_tokens[place] for place in coarse.sources[0]] == list("fel Tower")

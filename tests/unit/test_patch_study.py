@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from http_kit import Reply, reply, server
@@ -76,6 +77,16 @@ def test_several_pairs_share_their_spans_and_ablations_need_no_corrupt_prompt() 
     assert [each.spans for each in asked.pairs] == [[PairSpan(name="first", clean=[0])]] * 2
     assert asked.pairs[1].corrupt is None
     assert asked.ablation == "zeros"
+
+
+@pytest.mark.parametrize(
+    ("pair", "metric"),
+    [(("a", None, " b", " c"), "logit_diff"), (("a", None, " b"), "logprob"), (("a",), "kl")],
+)
+def test_an_ablation_asks_for_what_its_pair_can_tell(pair: tuple[str | None, ...], metric: str) -> None:
+    study = PatchStudy(*pair, model="m")  # type: ignore[arg-type]
+    assert asked_by(study, "sweep", ablation="mean").metric == metric
+    assert asked_by(study, "sweep", ablation="mean", metric="kl").metric == "kl"
 
 
 @pytest.mark.parametrize(
@@ -172,6 +183,35 @@ def test_zoom_around_a_cell_takes_its_hook_its_tokens_and_the_layers_up_to_its_n
     assert (asked.hooks, asked.layers, asked.pairs[0].positions) == (["pre_attn"], list(range(9, 16)), [3])
 
 
+# field case 34
+def test_zoom_keeps_every_tokens_counterpart_also_where_the_other_prompt_is_patched_now() -> None:
+    # "iffel Tower" of the clean prompt, at 2 and 3, is "um" and what follows it: no alignment but the sweep's own says so.
+    spans = [PairSpan(name="subject", clean=[1, 2, 3], corrupt=[3, 4])]
+    request = SweepRequest(model="m", pairs=[SweepPair(clean="a", corrupt="b", answer="c", spans=spans)])
+    coarse = result(
+        pair(labels=["subject"], positions=[[3, 4]], sources=[[2, 3]], grids={h: grid(0.9, columns=1) for h in ("pre_attn", "mlp_out")}),
+        skipped=[],
+    )
+    (closer,) = asked_by(swept(coarse, request), "zoom").pairs
+    assert (closer.positions, closer.alignment) == ([3, 4], [(2, 3), (3, 4)])
+    (turned,) = asked_by(swept(coarse, request), "zoom", direction="noise").pairs
+    assert (turned.positions, turned.alignment) == ([2, 3], [(2, 3), (3, 4)])
+    (noised,) = asked_by(swept(msgspec.structs.replace(coarse, direction="noise"), request), "zoom").pairs
+    assert (noised.positions, noised.alignment) == ([3, 4], [(3, 2), (4, 3)])
+    (named,) = asked_by(swept(coarse, request), "zoom", alignment="right").pairs
+    assert named.alignment is None
+
+
+def test_zoom_into_two_columns_that_write_other_rows_at_one_place_is_refused() -> None:
+    two = pair(
+        labels=["a", "b"], positions=[[3], [3]], sources=[[2], [1]], grids={h: grid(0.9, columns=2) for h in ("pre_attn", "mlp_out")}
+    )
+    study = swept(result(two, skipped=[]))
+    with pytest.raises(MidstreamError, match="position 3 gets rows of 2 and 1"):
+        study.zoom()
+    assert asked_by(study, "zoom", columns=["b"]).pairs[0].alignment == [(1, 3)]
+
+
 @pytest.mark.parametrize(
     ("region", "detail"),
     [
@@ -189,6 +229,8 @@ def test_zoom_into_nothing_is_refused(region: Region, detail: str) -> None:
 def test_a_new_sweep_of_a_zoomed_study_may_ask_for_other_positions() -> None:
     study = PatchStudy.pairs([SweepPair(clean="a", corrupt="b", answer="c", positions=[3])], model="m")
     assert asked_by(study, "sweep", positions="all_prompt").pairs[0].positions is None
+    study._pairs, study._unzoomed = [SweepPair(clean="a", alignment=[(3, 3)], positions=[3])], study._pairs
+    assert asked_by(study, "sweep", positions="all_prompt").pairs[0].alignment is None
 
 
 def test_a_saved_study_is_the_same_when_it_is_loaded(tmp_path: Path) -> None:
