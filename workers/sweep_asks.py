@@ -1,5 +1,7 @@
 """What is the engine asked for a unit of a sweep? Tokens, patches, captures, where to begin, and what to grade."""
 
+from collections.abc import Sequence
+
 from ..schemas.jobs import Job, Sampling
 from ..schemas.models import ModelInfo
 from ..schemas.receipts import Receipt
@@ -24,6 +26,7 @@ class Asks:
         self._hidden_size = info.hidden_size
         self.units = Units(job.sweep)
         self._enters = enters and "pre_attn" in info.hooks
+        self._for_entry: dict[int, bool] = {}  # pair → do its base runs keep what forwards begin with? As the engine, where not said
         self._captures: dict[tuple[int, int, str], StoredCapture | None] = {}
         self._captured = {BASE: sum(map(len, self.units.nodes)), SOURCE: len(job.sweep.pairs)}
         if job.sweep.ablation is not None:
@@ -61,7 +64,8 @@ class Asks:
         asks = []
         for place, node in enumerate(self.units.nodes[unit.pair]):
             base = self._key(self.units.base(unit.pair), place, BASE)
-            entry = Entry(run=base, layer=layers[0]) if self._enters and layers[0] > 0 else None
+            enters = self._enters and self._for_entry.get(unit.pair, True)
+            entry = Entry(run=base, layer=layers[0]) if enters and layers[0] > 0 else None
             grade = Grade(token_ids=list(node.token_ids), against=self.kept(unit.pair) if self.compares(unit) and place == 0 else "")
             steering = self._patches(unit, layers, places, base)
             asks.append(self._ask(unit, place, [*stored.base, *node.prefix], steering=steering, entry=entry, grade=grade))
@@ -70,6 +74,22 @@ class Asks:
     def compares(self, unit: Unit) -> bool:
         """Is its distribution compared with the clean prompt's?"""
         return self._sweep.metric == "kl" and unit != self.reference(unit.pair)
+
+    def take_over(self, pair: int, told: Sequence[Receipt]) -> None:
+        """The pair's base runs are an earlier attempt's, as these receipts say: perhaps of an engine that enters where this one does
+        not, or the other way round.
+        """
+        request = self.units.request(self.units.base(pair), 0)
+        files = [file for receipt in told if receipt.request == request for file in receipt.files if file.tag == BASE]
+        there = {(hook, layer) for file in files for hook, layers in file.sites.items() for layer in layers}
+        positions, tokens = max((file.positions for file in files), default=0), len(self._sweep.pairs[pair].base)
+        for for_entry in (self._enters, not self._enters):
+            capture = self._base_capture(pair, 0, for_entry)
+            wanted = {(hook, layer) for hook, layers in capture.sites.items() for layer in layers} if capture else set()
+            if wanted == there and positions == (len(capture.select(0, tokens, tokens)) if capture else 0):
+                self._for_entry[pair] = for_entry
+                self._captures = {place: capture for place, capture in self._captures.items() if place[0] != pair}
+                return
 
     def runs(self, pair: int) -> list[str]:
         """Keys of the runs that the pair's patched units need."""
@@ -147,7 +167,7 @@ class Asks:
         if found not in self._captures:
             self._captures[found] = self._source_capture(pair) if tag == SOURCE and not place else None
             if tag == BASE:
-                self._captures[found] = self._base_capture(pair, place)
+                self._captures[found] = self._base_capture(pair, place, self._for_entry.get(pair, self._enters))
         return self._captures[found]
 
     def _source_capture(self, pair: int) -> StoredCapture | None:
@@ -159,7 +179,7 @@ class Asks:
             return None
         return StoredCapture(sites={hook: self._sweep.layers for hook in self._sweep.hooks}, positions=positions, tag=SOURCE)
 
-    def _base_capture(self, pair: int, place: int) -> StoredCapture | None:
+    def _base_capture(self, pair: int, place: int, for_entry: bool) -> StoredCapture | None:
         sweep, wanted = self._sweep, {hook: set[int]() for hook in ("pre_attn", *self._sweep.hooks)}
         positions: set[int] = set()
         for unit in self.units.noise(pair):
@@ -171,12 +191,12 @@ class Asks:
         if mean:
             for hook in sweep.hooks:
                 wanted[hook].update(sweep.layers)
-        if there and self._enters:
+        if there and for_entry:
             wanted["pre_attn"].update(layer for layer in sweep.layers if layer > 0)
         sites: dict[Hook, list[int]] = {hook: sorted(layers) for hook, layers in wanted.items() if layers}
         if not sites:
             return None
-        every: PositionSelector = "all_prompt" if mean or self._enters else sorted(positions)
+        every: PositionSelector = "all_prompt" if mean or for_entry else sorted(positions)
         return StoredCapture(sites=sites, positions=every, tag=BASE)
 
 

@@ -222,6 +222,8 @@ class SweepRun:
                 known = unit.number in self._records
                 if known and self._records[unit.number].value is None:
                     continue  # its failure is kept, and stays
+                if known and unit.kind == "base":
+                    self._asks.take_over(pair, self._records[unit.number].receipts)
                 kept_anew = needed and self._sweep.metric == "kl" and unit == reference  # a new attempt's ranks have it no more
                 if not known or kept_anew:
                     pending = await self._begin(group, unit, self._asks.control(unit, captures=not known))

@@ -1,5 +1,7 @@
 """Which requests does a sweep come to, and what is asked in each of them?"""
 
+import pytest
+
 from midstream.schemas.jobs import Job, Sampling
 from midstream.schemas.receipts import CapturedFile, Receipt
 from midstream.schemas.runs import ZEROS, parse_row
@@ -154,6 +156,36 @@ def test_the_files_of_a_run_are_those_of_its_request_and_tag() -> None:
     assert [file.path for file in files.files] == ["source/1.0", "source/1.1"]
     assert (files.positions, files.hidden_size, files.bytes) == ([0, 1, 3, 4], INFO.hidden_size, 200)
     assert files.sites == {"post_block": [0, 1, 3], "attn_out": [0, 1, 3]}
+
+
+@pytest.mark.parametrize("changes", [{}, {"noise": 0}, {"ablation": "mean"}, {"ablation": "zeros", "noise": 0}], ids=str)
+@pytest.mark.parametrize(("then", "now"), [(True, False), (False, True), (True, True), (False, False)])
+def test_an_attempt_on_another_kind_of_engine_goes_on_with_the_runs_that_there_are(
+    changes: dict[str, object], then: bool, now: bool
+) -> None:
+    """A run that is said to hold more than was captured is refused by the ranks, and no cell would have a value."""
+    former, made = asks(sweep(**changes), then), asks(sweep(**changes), now)
+    unit = former.units.base(0)
+    (asked,) = former.control(unit)
+    made.control(unit)
+    files = [
+        CapturedFile(path="p", bytes=9, crc32=0, rows=1, tag=capture.tag, positions=len(capture.select(0, 4, 4)), sites=dict(capture.sites))
+        for capture in asked.captures
+    ]
+    told = Receipt(
+        version="0", worker="w", boot="b", job="job_1", request=0, attempt=1, rank=0, world=1, tp=0, pp=0, step=1, actions=0, checksum="0",
+        status="ok", files=files,
+    )  # fmt: skip
+    made.take_over(0, [told])
+    assert [key for key in made.runs(0) if key.endswith(".base")] == ["job_1.0.base"] * bool(asked.captures)
+    for capture in asked.captures:
+        run = made.files(0, "job_1.0.base", [told])
+        assert (run.sites, run.positions) == (capture.sites, list(capture.select(0, 4, 4)))
+    entered = {ask.entry is not None for cell in made.units.cells(0) if cell.layer for ask in made.patched(cell)}
+    assert entered == {then and now}, "a forward begins only with rows that were kept, and where it may"
+    assert asks(sweep(**changes), now).control(unit)[0].captures == made.control(made.units.base(1))[0].captures, (
+        "other pairs are asked anew"
+    )
 
 
 def test_a_cell_of_any_span_and_window_takes_one_place_of_a_token() -> None:
