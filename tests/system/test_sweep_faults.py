@@ -156,6 +156,28 @@ def test_a_cancelled_sweep_stops_at_once_and_keeps_what_it_has(redis_url: str, t
     Rig(redis_url, tmp_path, sweep_cells_in_flight=2)(scenario)
 
 
+@pytest.mark.parametrize("entered", [True, False])
+def test_a_sweep_goes_on_where_forwards_begin_elsewhere_than_they_did(redis_url: str, tmp_path: Path, entered: bool) -> None:
+    """A compiled engine after an eager one, or the other way round: base runs that are known keep other rows than it would ask for."""
+    asked = sweep(pair(CLEAN * 2, CORRUPT * 2))
+
+    async def scenario(at: Rig) -> None:
+        job_id = await at.submit(asked)
+        async with at.worker(fake_token_s=0.01) as runs:
+            at.engine.enters = entered
+            running = asyncio.create_task(runs.run_job(job_id))
+            await at.known(job_id, 10)
+            runs.stop([job_id], Outcome.RELEASED)
+            assert await running is Outcome.RELEASED
+        async with at.worker("boot2") as runs:
+            at.engine.enters = not entered
+            assert await runs.run_job(job_id) is Outcome.GENERATED
+        check_grid(asked, await at.result(job_id))
+        assert {record.attempt for record in (await at.records(job_id)).values()} == {1, 2}
+
+    Rig(redis_url, tmp_path, sweep_cells_in_flight=2)(scenario)
+
+
 def test_a_sweep_that_goes_on_under_another_global_steering_does_not_mix_its_cells(redis_url: str, tmp_path: Path) -> None:
     asked = sweep()
 
