@@ -64,8 +64,9 @@ class Grid:
         if self.metric == "recovered":
             return 0.0, 1.0
         if math.isnan(self.base):
-            known = [each[~np.isnan(each)] for each in self.values.values()]
-            return min(map(np.min, filter(len, known)), default=0.0), max(map(np.max, filter(len, known)), default=1.0)
+            known = np.concatenate([each[~np.isnan(each)] for each in self.values.values()])
+            low, high = (float(known.min()), float(known.max())) if known.size else (0.0, 1.0)
+            return (low, high) if low < high else (low - 1.0, low + 1.0)
         reach = max((float(np.nanmax(np.abs(each))) for each in self.effects.values() if not np.isnan(each).all()), default=0.0)
         return self.base - (reach or 1.0), self.base + (reach or 1.0)
 
@@ -101,7 +102,7 @@ def grid_of(result: SweepResult, pair: int | None = None) -> Grid:
         positions=_positions(chosen[0]),
         values={hook: _mean(each) for hook, each in values.items()},
         effects={hook: _mean(each - bases[:, None, None]) for hook, each in values.items()},
-        base=float(bases.mean()),  # unknown of one: unknown of all
+        base=float(np.mean(known)) if (known := bases[~np.isnan(bases)]).size else float("nan"),  # without one there are no values
         noise_floor=max(floors, default=None),
     )
 
@@ -165,7 +166,7 @@ def _ablated(result: SweepResult) -> str:
 
 def _conditions(result: SweepResult, grid: Grid) -> Iterator[str]:
     yield MEANING[result.metric]
-    if result.metric != "recovered":
+    if result.metric != "recovered" and not math.isnan(grid.base):
         yield f"unpatched {grid.base:.3g}"
     if result.window.layers > 1 or result.window.positions > 1:
         sizes = ((result.window.layers, "layers"), (result.window.positions, "positions"))

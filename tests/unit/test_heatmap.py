@@ -9,9 +9,9 @@ from rich.console import Console
 from sweep_kit import CORRUPT, FAILED, LAYERS, PEAK, grid, pair, result
 
 from midstream.client import heatmap, show_sweeps
-from midstream.client.grid import grid_of
+from midstream.client.grid import described, grid_of
 from midstream.schemas.errors import MidstreamError
-from midstream.schemas.sweeps import Metric, SweepResult
+from midstream.schemas.sweeps import Baseline, Metric, SweepResult
 
 
 def printed(sweep: SweepResult, width: int = 80, color_system: str | None = None) -> str:
@@ -154,3 +154,16 @@ def test_a_sweep_none_of_whose_cells_has_a_value_is_drawn_all_the_same() -> None
         assert heatmap.figure(sweep).axes
         assert "Strongest cells" in printed(sweep)
     assert grid_of(result(pair(grids=nothing))).top(3) == []
+
+
+def test_pairs_whose_prompts_failed_leave_scale_and_title_to_the_others() -> None:
+    values = {hook: [[-3.0] * len(CORRUPT)] * len(LAYERS) for hook in ("pre_attn", "mlp_out")}
+    none = {hook: [[None] * len(CORRUPT)] * len(LAYERS) for hook in ("pre_attn", "mlp_out")}
+    failed = pair(base=None, grids=none)
+    both = result(pair(base=Baseline(value=-5.0, logprob=-5.0, foil_logprob=None), grids=values), failed, metric="logprob")
+    assert grid_of(both).limits == (-7.0, -3.0)
+    assert "unpatched -5" in described(both)[-1]
+    alone = result(failed, metric="logprob")
+    assert (grid_of(alone).limits, "unpatched" in described(alone)[-1]) == ((0.0, 1.0), False)
+    unknown = result(pair(base=None, grids=values), metric="logprob")
+    assert grid_of(unknown).limits == (-4.0, -2.0)
