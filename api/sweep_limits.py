@@ -1,5 +1,7 @@
 """Is there room for a sweep: in one grid, in the model's length, in a cell's share of the worker's tables, in the quota of cells?"""
 
+from itertools import accumulate
+
 from ..schemas.errors import invalid
 from ..schemas.models import ModelInfo
 from ..schemas.settings import Settings
@@ -74,8 +76,8 @@ def room_of_cell(sweep: StoredSweep) -> Room:
     each = sweep.window.layers * (2 if sweep.mask else 1)
     widest, window = 0, sweep.window.positions
     for pair in sweep.pairs:
-        widths = [len(column.places) for column in pair.columns]
-        widest = max(widest, *(sum(widths[start : start + window]) for start in range(len(widths))))
+        before = [0, *accumulate(len(column.places) for column in pair.columns)]  # places of the columns before each, and of all
+        widest = max(widest, *(before[min(first + window, len(before) - 1)] - there for first, there in enumerate(before)))
     return Room(widest, widest * each)
 
 
