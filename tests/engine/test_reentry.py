@@ -128,6 +128,14 @@ def test_blocks_that_others_share_are_filled_in_full_and_the_cells_own_serve_nob
         np.testing.assert_allclose(graded(cached.receipts(job)), plain, atol=FP32_LOGPROBS, rtol=0)
 
 
+def test_without_a_prefix_cache_there_is_no_block_to_fill_for_others(v1: Host, reference: Reference) -> None:
+    prompt, edit = prompt_of(60, seed=74), edit_of(3, 50)
+    key, count = base_run(v1, prompt), counting(v1)
+    mine = cell(v1, prompt, edit)
+    np.testing.assert_allclose(graded(ask(v1, mine, key=key)[mine.id]), patched_truth(reference, prompt, edit), atol=FP32_LOGPROBS, rtol=0)
+    assert count() == [(60, 3 * 60)]
+
+
 def test_a_cell_whose_rows_are_gone_fails_and_the_one_beside_it_does_not(cached: Host, reference: Reference) -> None:
     prompts = [prompt_of(24, seed=seed) for seed in (67, 68)]
     keys = [base_run(cached, prompt) for prompt in prompts]

@@ -3,6 +3,7 @@
 Named by `worker_cls`. Its public `midstream_*` methods are called on all ranks by `collective_rpc`.
 """
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -77,7 +78,8 @@ class MidstreamWorker(PlatformWorker):
         result = super().initialize_from_config(*args, **kwargs)
         plane = self.model_runner.midstream = self._connected()
         if plane.entering is not None:
-            plane.entering.block_size = self.vllm_config.cache_config.block_size or 1
+            cache = self.vllm_config.cache_config
+            plane.entering.block_size = (cache.block_size or 1) if cache.enable_prefix_caching else sys.maxsize  # nobody finds any
         return result
 
     # What changes something is answered with (ok, why not); a rank that refuses has changed nothing.
