@@ -137,6 +137,10 @@ def sweep(http: httpx.Client, model: str, pair: Pair) -> Sweep:
     return Sweep(found["summary"]["cells"], seconds, first, values, result["noise_floor"])
 
 
+def say(dtype: str, length: int, name: str, rate: float) -> None:
+    print(f"  {dtype}, {length} tokens, {name}: {rate:.1f} cells/s", flush=True)
+
+
 def grids(options: argparse.Namespace) -> list[dict[str, Any]]:
     """One line per dtype and length."""
     report = []
@@ -154,13 +158,16 @@ def grids(options: argparse.Namespace) -> list[dict[str, Any]]:
                     for name, target in (("entry", entering), ("plain", plain)):
                         made = sweep(*target, pair)
                         rates[name].append(made.cells / made.seconds)
+                        say(dtype, length, name, rates[name][-1])
                         rates[f"{name} first_s"].append(made.first_s)
                         floor = max(floor, made.noise_floor)
                     rate, values = lens.run(pair, dtype, batched, length)
                     rates["lens batched"].append(rate)
+                    say(dtype, length, "TransformerLens batched", rate)
                     off = max(off, float(np.abs(values - made.values[batched]).max()))
                     if turn == 0:  # slow, and steady
                         rates["lens naive"].append(lens.run(pair, dtype, naive, 0)[0])
+                        say(dtype, length, "TransformerLens naive", rates["lens naive"][-1])
                 line = {"dtype": dtype, "tokens": length, "cells": made.cells}
                 line |= {name: round(statistics.median(values), 3) for name, values in rates.items()}
                 ratios = {
