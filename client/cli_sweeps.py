@@ -101,6 +101,8 @@ def sweep(
         out.print(show_sweeps.report(result, pair, top))
         out.print(f"job: {job}", style="dim", markup=False, soft_wrap=True)
     _draw(result, heatmap, pair, json_)
+    if not result.summary.cells:  # nothing was learnt: a script should stop here
+        raise MidstreamError("intervention_failed", "; ".join(["no cell has a value", *show_sweeps.without_value(result)[:1]]))
 
 
 def _draw(result: SweepResult, path: Path | None, pair: int | None, quiet: bool) -> None:

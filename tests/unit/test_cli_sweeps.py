@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from http_kit import reply, server
 from sweep_kit import VIEW, over, result
@@ -52,6 +53,17 @@ def test_figure_and_study_are_written(capsys: pytest.CaptureFixture[str], tmp_pa
     study = PatchStudy.load(kept)
     assert (study.job, study.request, study.result) == ("job_1", asked, result())
     assert "job: job_1" in shown
+
+
+def test_a_sweep_none_of_whose_cells_has_a_value_is_shown_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    found = result()
+    empty = msgspec.structs.replace(found, summary=msgspec.structs.replace(found.summary, cells=0))
+    with server(reply(VIEW, 202), reply(VIEW), over(empty)) as (url, _), pytest.raises(SystemExit) as caught:
+        cli.main(["sweep", *PROMPTS, "--model", "m", "--url", url])
+    assert caught.value.code == 1
+    printed = capsys.readouterr()
+    assert "note: position 3" in printed.out
+    assert printed.err.startswith("error: no cell has a value; 60 cells without a value: the first tokens are the same")
 
 
 def test_json_is_the_result_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
