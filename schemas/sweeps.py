@@ -184,7 +184,7 @@ class SweepSummary(Record):
     cells: int  # with a value
     skipped: int
     total: int
-    seconds: float | None  # from its start to its last cell
+    seconds: float | None  # of the attempt that ended it, from its start to its last cell
     metric: Metric
     base: list[float | None]  # of each pair, as `Baseline.value`
     source: list[float | None]
