@@ -334,7 +334,8 @@ class DataPlane:
             if wanted:
                 self.actions.fold(self._step, "steer", spec.job, spec.request, spec.attempt, spec.digest)
         except Exception as error:
-            logger.exception("request %s cannot be steered", spec.key)
+            known = type(error) in (LookupError, ValueError)  # raised with a reason; a sweep may come to thousands of them
+            logger.error("request %s cannot be steered: %s", spec.key, error, exc_info=not known)
             self._fail(tracked, str(error), "intervention_failed")
 
     def _check_cached(self, tracked: Tracked, cached_tokens: int) -> None:
