@@ -304,6 +304,7 @@ class RankSpec(Record):
     global_version: int = 0  # of the global steering that the request began under
     entry: Entry | None = None  # only of requests that generate one token; their `digest` is nobody else's
     grade: Grade | None = None
+    keep_blocks: str = ""  # keep the KV cache of its prompt, where there is room, for requests whose `entry` names this run
 
     @property
     def key(self) -> str:

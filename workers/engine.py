@@ -34,6 +34,7 @@ class Ask:
     stream: bool = False
     entry: Entry | None = None
     grade: Grade | None = None
+    keep_blocks: str = ""  # see `RankSpec`
 
 
 def ask_of(job: Job, request: int, attempt: int) -> Ask:

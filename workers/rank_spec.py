@@ -34,6 +34,7 @@ def rank_spec(ask: Ask, everyone: GlobalSteering) -> RankSpec | None:
         global_version=everyone.version,
         entry=ask.entry,
         grade=ask.grade,
+        keep_blocks=ask.keep_blocks,
     )
 
 

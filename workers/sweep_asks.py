@@ -54,7 +54,9 @@ class Asks:
                 keep=self.kept(unit.pair) if keeps and place == 0 else "",
                 against=self.kept(unit.pair) if self.compares(unit) and place == 0 else "",
             )
-            asks.append(self._ask(unit, place, [*prompt, *node.prefix], captures=[capture] if capture else [], grade=grade))
+            base = self._key(unit, place, BASE) if unit.kind == "base" else ""
+            ask = self._ask(unit, place, [*prompt, *node.prefix], captures=[capture] if capture else [], grade=grade, keep_blocks=base)
+            asks.append(ask)
         return asks
 
     def patched(self, unit: Unit) -> list[Ask]:
@@ -130,6 +132,7 @@ class Asks:
         captures: list[StoredCapture] | None = None,
         entry: Entry | None = None,
         grade: Grade,
+        keep_blocks: str = "",
     ) -> Ask:
         return Ask(
             job=self._job.id,
@@ -142,6 +145,7 @@ class Asks:
             captured=self._captured if captures else {},
             entry=entry,
             grade=grade,
+            keep_blocks=keep_blocks,
         )
 
     def _key(self, unit: Unit, place: int, tag: str) -> str:

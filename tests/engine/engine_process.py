@@ -31,6 +31,7 @@ class Command(msgspec.Struct, omit_defaults=True):
     runs: dict[str, RunFiles] = {}  # `run_key` → where its rows are, for all that the jobs may name
     entries: dict[str, Entry] = {}  # job → where the forward of its requests may begin
     grades: dict[str, list[Grade]] = {}  # job → what is asked about each of its requests
+    blocks: dict[str, str] = {}  # job → the run for whose cells its KV cache is kept
     together: bool = False  # all requests begin in one step
     cancel_after: dict[str, int] = {}
     look: bool = False  # have the worker look at its ranks while the jobs run
@@ -95,7 +96,7 @@ async def run(engine: Any, job: Job, command: Command, answer: Answer) -> None:
 
     def ask(request: int) -> Ask:
         grade = command.grades[job.id][request] if job.id in command.grades else None
-        return dataclasses.replace(ask_of(job, request, 1), entry=entry, grade=grade)
+        return dataclasses.replace(ask_of(job, request, 1), entry=entry, grade=grade, keep_blocks=command.blocks.get(job.id, ""))
 
     async def one(request: int) -> Output | None:
         tokens = 0

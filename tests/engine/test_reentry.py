@@ -14,6 +14,7 @@ from tolerances import FP32_ENTERED, FP32_LOGPROBS
 
 from midstream.schemas.jobs import Job
 from midstream.schemas.receipts import Receipt
+from midstream.schemas.runs import run_key
 from midstream.schemas.selectors import HOOKS, Hook
 from midstream.schemas.specs import Entry, Grade
 
@@ -21,10 +22,11 @@ VECTOR = np.random.default_rng(17).normal(size=HIDDEN).astype(np.float32)
 BLOCK = 128
 
 
-def base_run(host: Host, prompt: list[int]) -> str:
-    """A source run of the prompt's stream before every layer but the first."""
+def base_run(host: Host, prompt: list[int], *, blocks: bool = False) -> str:
+    """A source run of the prompt's stream before every layer but the first; with `blocks` its KV cache is kept as well."""
     job = host.job(prompt, max_tokens=1, capture=capture_of(list(range(1, LAYERS)), "all_prompt", tag="base", hook="pre_attn"))
-    host.run(job)
+    answer = host.run_any(job, blocks={job.id: run_key(job.id, 0, "base")} if blocks else {})
+    assert not answer.errors
     return host.keep(job)
 
 
@@ -88,6 +90,31 @@ def test_every_hook_gives_the_same_with_the_layers_below_left_out(cached: Host, 
         np.testing.assert_allclose(graded(short), graded(whole), atol=FP32_ENTERED, rtol=0)
         np.testing.assert_allclose(graded(short), patched_truth(reference, prompt, edit), atol=FP32_LOGPROBS, rtol=0)
         assert short[0].applied == whole[0].applied == 1
+
+
+def test_where_the_bases_keys_and_values_are_kept_a_cell_begins_at_the_very_token_that_it_patches(
+    cached: Host, reference: Reference
+) -> None:
+    """And where they had to make room it begins at the first, with the same result."""
+    prompt = prompt_of(40, seed=70)
+    key = base_run(cached, prompt, blocks=True)
+    edits = [edit_of(layer, position) for layer in (1, 3) for position in (1, 17, 39)]
+    for beside in (None, cached.job(prompt_of(400, seed=71), max_tokens=2)):
+        count = counting(cached)
+        found = ask(cached, *(cell(cached, prompt, edit) for edit in edits), key=key, beside=beside)
+        if beside is None:
+            assert count()[0][0] == 2 * (39 + 23 + 1)
+        for edit, receipts in zip(edits, found.values(), strict=True):
+            np.testing.assert_allclose(graded(receipts), patched_truth(reference, prompt, edit), atol=FP32_LOGPROBS, rtol=0)
+            assert receipts[0].applied == 1
+    cached.run(*(cached.job(prompt_of(tokens, seed=tokens), max_tokens=4) for tokens in (500, 250, 490, 240)))  # all blocks there are
+    count, last = counting(cached), cell(cached, prompt, edits[-1])
+    receipts = ask(cached, last, key=key)[last.id]
+    assert count()[0][0] == 40, "what was kept had to make room"
+    np.testing.assert_allclose(graded(receipts), patched_truth(reference, prompt, edits[-1]), atol=FP32_LOGPROBS, rtol=0)
+    job = cached.job(prompt, max_tokens=1)
+    cached.run_any(job, grades={job.id: [Grade(EVERY)]})
+    np.testing.assert_allclose(graded(cached.receipts(job)), truth(reference, prompt), atol=FP32_LOGPROBS, rtol=0)
 
 
 def test_a_step_with_an_ordinary_request_in_it_computes_all_layers(cached: Host, reference: Reference) -> None:
@@ -177,7 +204,7 @@ def test_a_rank_that_lacks_the_rows_leaves_out_the_same_layers_so_that_nobody_ha
     key = base_run(tp2, prompt)
     job = cell(tp2, prompt, edit_of(2, 5))
     tp2.call("midstream_fault", "lose_run:rank=1")
-    first, second = ask(tp2, job, key=key)[job.id]
+    first, second = sorted(ask(tp2, job, key=key)[job.id], key=lambda receipt: receipt.rank)
     tp2.call("midstream_fault", "")
     assert (first.status, second.status) == ("ok", "error")
     assert key in second.message

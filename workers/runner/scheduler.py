@@ -15,6 +15,7 @@ from vllm.v1.request import RequestStatus
 from ... import __version__
 from ...schemas.specs import RankSpec
 from .config import plane_config
+from .kept_blocks import KeptBlocks
 from .process import die_with_parent
 from .row_index import Keeping, RowIndex
 from .step import Finish
@@ -54,11 +55,13 @@ class _Midstream:
         super().__init__(*args, **kwargs)
         self._midstream_finished: dict[str, Finish] = {}
         self._midstream_capturing: dict[str, RankSpec] = {}  # live requests that capture prompt rows
-        self._midstream_entering: dict[str, int] = {}  # live requests whose forward may begin at a higher layer → first position touched
+        #: Live requests whose forward may begin at a higher layer → (their base's run, first position touched).
+        self._midstream_entering: dict[str, tuple[str, int]] = {}
         manager = self.kv_cache_manager  # type: ignore[attr-defined]
         model, limit = self.vllm_config.model_config, plane_config().row_store_mib << 20  # type: ignore[attr-defined]
         row_bytes = model.get_hidden_size() * model.dtype.itemsize
         self._midstream_rows = RowIndex(limit, row_bytes, manager.block_pool.hash_block_size)
+        self._midstream_blocks = KeptBlocks(manager)
         manager.get_computed_blocks = self._capped(manager, manager.get_computed_blocks)
 
     def add_request(self, request: Any) -> None:
@@ -66,22 +69,28 @@ class _Midstream:
         if spec is not None and spec.get("lowest_captured", -1) >= 0 and spec.get("version") == __version__:
             self._midstream_capturing[request.request_id] = msgspec.convert(spec, RankSpec)
         if spec is not None and spec.get("entry") is not None:
-            self._midstream_entering[request.request_id] = max(spec.get("first_affected", -1), 0)
+            self._midstream_entering[request.request_id] = spec["entry"]["run"], max(spec.get("first_affected", -1), 0)
         # vLLM hashes requests as they come in, in another thread: an epoch may have begun before it is their turn.
         if getattr(request, _HASHED_IN, _epoch) != _epoch:
             _hash_anew(request)
         super().add_request(request)  # type: ignore[misc]
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-        if _spec(request) is not None:
+        spec = _spec(request)
+        if spec is not None:
             aborted = request.status in (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR)
             self._midstream_finished[request.request_id] = Finish(list(request.all_token_ids), aborted)
             self._midstream_capturing.pop(request.request_id, None)
             self._midstream_entering.pop(request.request_id, None)
+            if spec.get("keep_blocks") and not spec.get("digest") and not aborted:
+                self._midstream_blocks.keep(spec["keep_blocks"], request)
         return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        self._midstream_blocks.make_room(stuck=False)
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        if self.waiting and not output.total_num_scheduled_tokens:  # type: ignore[attr-defined]
+            self._midstream_blocks.make_room(stuck=True)
         if self._midstream_finished:
             told = {
                 request_id: self._midstream_finished.pop(request_id)
@@ -101,6 +110,7 @@ class _Midstream:
         global _epoch
         _epoch += 1
         self._midstream_rows.clear()
+        self._midstream_blocks.clear()
         for request in self.requests.values():  # type: ignore[attr-defined]
             if request.status != RequestStatus.RUNNING:
                 _hash_anew(request)
@@ -129,11 +139,14 @@ class _Midstream:
         """Cached blocks are reused only as far as the rows that the request wants captured are kept.
 
         And of a request whose forward may begin at a higher layer only those that others compute: what it filled itself, before it
-        was preempted, may lack the layers below.
+        was preempted, may lack the layers below. Where the blocks of its base are kept it gets those, up to the very position.
         """
 
         def get_computed_blocks(request: Any) -> Any:
-            spec, limit = self._midstream_capturing.get(request.request_id), self._midstream_entering.get(request.request_id)
+            spec = self._midstream_capturing.get(request.request_id)
+            base, limit = self._midstream_entering.get(request.request_id, ("", None))
+            if limit is not None and (found := self._midstream_blocks.find(base, limit)) is not None:
+                return *found, 0
             if spec is not None:
                 # What a preempted request had recorded it keeps; it computes the rest anew.
                 kept = spec.lowest_captured if request.num_preemptions else self._midstream_rows.reach(spec, request.block_hashes)

@@ -1,0 +1,65 @@
+"""Where do the keys and values of a sweep's unpatched prompt lie, so that its cells need not compute what stands before their patch?
+
+The prefix cache shares whole blocks only, and a prompt of a sentence fills none. So the blocks of such a prompt stay referenced when it
+ends, the last one perhaps filled in part. A cell of the very same tokens begins behind them, at the first position that it patches:
+vLLM's own partial hits copy the block in which that is. Lives in the scheduler, which alone knows blocks.
+"""
+
+from collections import OrderedDict
+from typing import Any
+
+#: Prompts that are kept, least recently used given up first.
+PROMPTS = 16
+#: And this part of all blocks, at most; they go at once when fewer than twice as many are free.
+SHARE = 8
+
+
+class KeptBlocks:
+    """One per scheduler. `manager`: vLLM's `KVCacheManager`."""
+
+    def __init__(self, manager: Any) -> None:
+        self._manager, self._pool = manager, manager.block_pool
+        self._kept: OrderedDict[str, list[Any]] = OrderedDict()  # name → its blocks, in order
+        # Other kinds of caches give up blocks in the middle, or hold states instead of positions.
+        managers = manager.coordinator.single_type_managers
+        plain = len(managers) == 1 and type(managers[0]).__name__ == "FullAttentionManager"
+        self._block_size = managers[0].block_size if plain and manager.enable_caching else 0
+
+    @property
+    def number(self) -> int:
+        """Blocks that are referenced here."""
+        return sum(map(len, self._kept.values()))
+
+    def keep(self, name: str, request: Any) -> None:
+        """Keep the blocks of a request's prompt, all of which was computed; before vLLM frees them."""
+        if not self._block_size:
+            return
+        if name in self._kept:  # of an earlier attempt
+            self._give_up(name)
+        blocks = list(self._manager.get_blocks(request.request_id).blocks[0][: -(-request.num_prompt_tokens // self._block_size)])
+        if any(block.is_null for block in blocks) or len(blocks) > self._pool.num_gpu_blocks // SHARE:
+            return
+        self._pool.touch(blocks)
+        self._kept[name] = blocks
+        while len(self._kept) > PROMPTS or self.number > self._pool.num_gpu_blocks // SHARE:
+            self._give_up(next(iter(self._kept)))
+
+    def find(self, name: str, tokens: int) -> tuple[Any, int] | None:
+        """(vLLM's blocks, `tokens`) of the first `tokens` positions of a prompt that is kept; None where it is not."""
+        blocks = self._kept.get(name)
+        if blocks is None or not 0 < tokens <= len(blocks) * self._block_size:
+            return None
+        self._kept.move_to_end(name)
+        return self._manager.create_kv_cache_blocks((blocks[: -(-tokens // self._block_size)],)), tokens
+
+    def make_room(self, stuck: bool) -> None:
+        """Give all up where blocks are scarce, or when requests wait and none can go on (`stuck`)."""
+        if self._kept and (stuck or self._pool.get_num_free_blocks() < 2 * self._pool.num_gpu_blocks // SHARE):
+            self.clear()
+
+    def clear(self) -> None:
+        for name in list(self._kept):
+            self._give_up(name)
+
+    def _give_up(self, name: str) -> None:
+        self._pool.free_blocks(reversed(self._kept.pop(name)))
