@@ -88,7 +88,8 @@ def test_a_job_that_lies_in_segments_alone_is_shown_by_its_folders_name(tmp_path
     assert run("capture", "show", tmp_path / "tag" / "job_x")[0] == 0
 
 
-def test_verify_names_the_blob_that_is_wrong_and_fails(root: Path) -> None:
+def test_verify_names_the_blob_that_is_wrong_and_fails(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "400")  # the path in one line, however deep it is
     assert run("capture", "verify", root, "--job", "job_x")[0] == 0
     path = root / "tag" / "job_x" / "p0001.a1.pp0.safetensors"
     raw = bytearray(path.read_bytes())
