@@ -1,8 +1,13 @@
 """In which order do tests run, and which mark does each get? Cheap ones first; the folder is the mark."""
 
+import os
 from pathlib import Path
 
 import pytest
+
+# The processes that share the tests among them are told that their terminal has 80 columns; tests say how many they want.
+for _name in ("COLUMNS", "LINES"):
+    os.environ.pop(_name, None)
 
 TESTS = Path(__file__).parent
 #: Folders in the order in which they run.

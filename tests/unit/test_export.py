@@ -96,7 +96,7 @@ def test_verify_names_the_blob_that_is_wrong_and_fails(root: Path) -> None:
     path.write_bytes(raw)
     code, text = run("capture", "verify", root, "--job", "job_x")
     assert code != 0
-    assert "p0001.a1" in text
+    assert "p0001.a1.pp0.safetensors" in text
     assert "1 of 2 checks failed" in text
 
 
