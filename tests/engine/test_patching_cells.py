@@ -52,7 +52,7 @@ def test_cells_share_the_blocks_below_their_patch_and_leave_nothing_to_whoever_i
 
 def test_a_run_that_is_gone_when_a_row_is_needed_fails_its_request_and_no_other(cached: Host) -> None:
     """The worker believes that the ranks have it; a cell beside it, of another run, and a plain request have their own numbers."""
-    (gone, _), (kept, rows) = (source_of(cached, prompt_of(20, seed=93 + number)) for number in range(2))  # field case 31
+    (gone, _), (kept, rows) = (source_of(cached, prompt_of(20, seed=93 + number)) for number in range(2))  # field case 31, 32
     warm = cached.job(prompt_of(12), max_tokens=1, steering=patches(gone, [Cell("post_block", 1, 2)]))
     cached.run(warm)
     assert cached.receipts(warm)[0].status == "ok"
