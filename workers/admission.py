@@ -1,12 +1,12 @@
 """May this request enter the engine now? What does not fit waits, in order of arrival, and never fails for it.
 
-Two things are limited: the distinct steering rows in flight, and the memory that captured rows may take.
+What is limited: the distinct steering rows in flight, the memory that captured rows may take, and the cells of sweeps.
 """
 
 import asyncio
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Collection, Iterable
+from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from contextlib import asynccontextmanager
 from typing import Generic, NamedTuple, TypeVar
 
@@ -196,6 +196,30 @@ class CaptureBudget(_Gate[int]):
 
     def _fits(self, wish: int) -> bool:
         return self._held == 0 or self._held + wish <= self._limit
+
+    def _take(self, wish: int) -> None:
+        self._held += wish
+
+    def _give_back(self, wish: int) -> None:
+        self._held -= wish
+
+
+class CellSlots(_Gate[int]):
+    """Cells of sweeps in the engine; `limit()` may be another each time, and is at least 1."""
+
+    def __init__(self, limit: Callable[[], int]) -> None:
+        super().__init__()
+        self._limit = limit
+        self._held = 0
+
+    async def acquire(self) -> None:
+        await self._acquire(1)
+
+    def release(self) -> None:
+        self._release(1)
+
+    def _fits(self, wish: int) -> bool:
+        return self._held + wish <= self._limit()
 
     def _take(self, wish: int) -> None:
         self._held += wish

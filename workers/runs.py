@@ -19,7 +19,7 @@ from ..schemas.jobs import Event, Job, Output, State
 from ..schemas.runs import ZEROS, is_row, runs_named
 from ..schemas.steering import GlobalSteering
 from ..schemas.tensors import Tensor, content_hash
-from .admission import CrowdedOut
+from .admission import CellSlots, CrowdedOut
 from .applied import Lease
 from .collective import Quarantined
 from .engine import Engine, Progress, ask_of
@@ -37,6 +37,8 @@ CLAIM_PATIENCE_S = 20.0
 #: After this it goes back already if another worker serves.
 ELSEWHERE_S = 1.0
 REDIS_PAUSE_S = 0.5
+#: Beside other jobs sweeps have 1 / this of the cells in the engine that they may have alone.
+SHARE_BESIDE = 8
 
 
 class Outcome(StrEnum):
@@ -108,12 +110,18 @@ class Runs:
         self._engine_died = engine_died
         self._running: dict[str, Run] = {}
         self.sources = RunHolds(ledger, engine, worker)
-        self._cells = asyncio.Semaphore(ledger.settings.sweep_cells_in_flight)  # of all sweeps
+        self._cells = CellSlots(self._cells_at_once)  # of all sweeps
 
     @property
     def held(self) -> dict[str, int]:
         """job id → attempt, for the renewal of leases."""
         return {job_id: run.attempt for job_id, run in self._running.items()}
+
+    def _cells_at_once(self) -> int:
+        """Few while others wait for their tokens: a step with an ordinary request in it computes every cell from the first layer."""
+        limit = self._ledger.settings.sweep_cells_in_flight
+        alone = all(run.job.sweep is not None for run in self._running.values())
+        return limit if alone else max(1, limit // SHARE_BESIDE)
 
     def stop(self, job_ids: Iterable[str], ending: Outcome) -> None:
         for job_id in job_ids:

@@ -22,7 +22,7 @@ from ..schemas.jobs import Event, EventKind
 from ..schemas.receipts import Receipt
 from ..schemas.runs import RunFiles
 from ..schemas.sweeps import SweepCell, SweepStart, SweepSummary, Unit, UnitRecord
-from .admission import CrowdedOut
+from .admission import CellSlots, CrowdedOut
 from .collective import Quarantined
 from .engine import Ask, Engine, Fetch
 from .patience import end_tasks, patiently
@@ -80,7 +80,7 @@ class SweepRun:
         engine: Engine,
         sources: RunHolds,
         run: "Run",
-        cells_in_flight: asyncio.Semaphore,
+        cells_in_flight: CellSlots,
         fetch: Fetch,
         refused: Callable[[Kept], None],
     ) -> None:

@@ -1,7 +1,7 @@
 """Which epoch of the prefix cache is a request hashed for? vLLM's own request and hash functions, our scheduler, no engine."""
 
 import importlib
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -46,7 +46,8 @@ def scheduler_of(module: ModuleType) -> Any:
 
         def __init__(self) -> None:
             self.requests: dict[str, Any] = {}
-            self._midstream_rows, self._midstream_capturing = RowIndex(0, 1, BLOCK), {}
+            self._midstream_rows, self._midstream_capturing, self._midstream_entering = RowIndex(0, 1, BLOCK), {}, {}
+            self._midstream_blocks = SimpleNamespace(clear=lambda: None)  # nothing is kept here
 
         def add_request(self, request: Any) -> None:
             self.requests[request.request_id] = request
