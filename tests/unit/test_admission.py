@@ -107,25 +107,3 @@ def test_a_range_costs_what_it_comes_to_written_out_and_nothing_alone() -> None:
     alone, short, open_end = wish(None, steered(Span(start=5))), wish(None, steered([Span(stop=50)])), wish(None, steered([Span(stop=-1)]))
     costs = [check_cost(asked, 100, 1_000_000) for asked in (wish(None, steered("all")), alone, short, open_end)]
     assert costs == [800, 900, 5900, 1_000_900]
-
-
-def test_cells_leave_room_as_soon_as_others_come_and_take_it_back_in_turn() -> None:
-    async def scenario() -> None:
-        limit = 3
-        slots = CellSlots(lambda: limit)
-        for _ in range(3):
-            await slots.acquire()
-        turns = [asyncio.ensure_future(slots.acquire()) for _ in range(3)]
-        limit = 1
-        for _ in range(2):
-            slots.release()
-            await asyncio.sleep(0)
-            assert [turn.done() for turn in turns] == [False] * 3
-        slots.release()
-        await asyncio.sleep(0)
-        assert [turn.done() for turn in turns] == [True, False, False]
-        limit = 3
-        slots.release()
-        await asyncio.gather(*turns)
-
-    asyncio.run(scenario())

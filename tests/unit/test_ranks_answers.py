@@ -7,7 +7,7 @@ import pytest
 
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.tensors import content_hash, from_numpy
-from midstream.workers.admission import CaptureBudget, CrowdedOut, RowAdmission, RowWish, StepRows
+from midstream.workers.admission import CaptureBudget, CellSlots, CrowdedOut, RowAdmission, RowWish, StepRows
 from midstream.workers.collective import Ranks, check_apply_results
 from midstream.workers.vectors import RankVectors
 
@@ -319,3 +319,25 @@ def test_those_who_waited_for_what_a_change_for_everyone_took_are_told() -> None
         assert (admission.waiting, admission.used) == (0, 1)
 
     asyncio.run(story())
+
+
+def test_cells_leave_room_as_soon_as_others_come_and_take_it_back_in_turn() -> None:
+    async def scenario() -> None:
+        limit = 3
+        slots = CellSlots(lambda: limit)
+        for _ in range(3):
+            await slots.acquire()
+        turns = [asyncio.ensure_future(slots.acquire()) for _ in range(3)]
+        limit = 1
+        for _ in range(2):
+            slots.release()
+            await asyncio.sleep(0)
+            assert [turn.done() for turn in turns] == [False] * 3
+        slots.release()
+        await asyncio.sleep(0)
+        assert [turn.done() for turn in turns] == [True, False, False]
+        limit = 3
+        slots.release()
+        await asyncio.gather(*turns)
+
+    asyncio.run(scenario())
