@@ -107,6 +107,11 @@ def test_where_the_bases_keys_and_values_are_kept_a_cell_begins_at_the_very_toke
         for edit, receipts in zip(edits, found.values(), strict=True):
             np.testing.assert_allclose(graded(receipts), patched_truth(reference, prompt, edit), atol=FP32_LOGPROBS, rtol=0)
             assert receipts[0].applied == 1
+    other = [prompt[0], *prompt_of(39, seed=74)]  # under the same name: nothing of the base is taken for it
+    astray, count = cell(cached, other, edit_of(3, 17)), counting(cached)
+    cached.run_any(astray, entries={astray.id: Entry(key, 0)}, grades={astray.id: [Grade(EVERY)]})
+    np.testing.assert_allclose(graded(cached.receipts(astray)), patched_truth(reference, other, edit_of(3, 17)), atol=FP32_LOGPROBS, rtol=0)
+    assert count()[0][0] == 40
     cached.run(*(cached.job(prompt_of(tokens, seed=tokens), max_tokens=4) for tokens in (500, 250, 490, 240)))  # all blocks there are
     count, last = counting(cached), cell(cached, prompt, edits[-1])
     receipts = ask(cached, last, key=key)[last.id]

@@ -19,7 +19,7 @@ class KeptBlocks:
 
     def __init__(self, manager: Any) -> None:
         self._manager, self._pool = manager, manager.block_pool
-        self._kept: OrderedDict[str, list[Any]] = OrderedDict()  # name → its blocks, in order
+        self._kept: OrderedDict[str, tuple[list[int], list[Any]]] = OrderedDict()  # name → its tokens, and its blocks in order
         # Other kinds of caches give up blocks in the middle, or hold states instead of positions.
         managers = manager.coordinator.single_type_managers
         plain = len(managers) == 1 and type(managers[0]).__name__ == "FullAttentionManager"
@@ -28,7 +28,7 @@ class KeptBlocks:
     @property
     def number(self) -> int:
         """Blocks that are referenced here."""
-        return sum(map(len, self._kept.values()))
+        return sum(len(blocks) for _, blocks in self._kept.values())
 
     def keep(self, name: str, request: Any) -> None:
         """Keep the blocks of a request's prompt, all of which was computed; before vLLM frees them."""
@@ -40,14 +40,17 @@ class KeptBlocks:
         if any(block.is_null for block in blocks) or len(blocks) > self._pool.num_gpu_blocks // SHARE:
             return
         self._pool.touch(blocks)
-        self._kept[name] = blocks
+        self._kept[name] = list(request.prompt_token_ids), blocks
         while len(self._kept) > PROMPTS or self.number > self._pool.num_gpu_blocks // SHARE:
             self._give_up(next(iter(self._kept)))
 
-    def find(self, name: str, tokens: int) -> tuple[Any, int] | None:
-        """(vLLM's blocks, `tokens`) of the first `tokens` positions of a prompt that is kept; None where it is not."""
-        blocks = self._kept.get(name)
-        if blocks is None or not 0 < tokens <= len(blocks) * self._block_size:
+    def find(self, name: str, request: Any, tokens: int) -> tuple[Any, int] | None:
+        """(vLLM's blocks, `tokens`) of the first `tokens` positions of a prompt that is kept.
+
+        None where it is not, where the request begins otherwise, or where nothing of it would be left to compute.
+        """
+        prompt, blocks = self._kept.get(name, ([], []))
+        if not 0 < tokens < request.num_prompt_tokens or prompt[:tokens] != list(request.prompt_token_ids[:tokens]):
             return None
         self._kept.move_to_end(name)
         return self._manager.create_kv_cache_blocks((blocks[: -(-tokens // self._block_size)],)), tokens
@@ -62,4 +65,4 @@ class KeptBlocks:
             self._give_up(name)
 
     def _give_up(self, name: str) -> None:
-        self._pool.free_blocks(reversed(self._kept.pop(name)))
+        self._pool.free_blocks(reversed(self._kept.pop(name)[1]))

@@ -145,7 +145,7 @@ class _Midstream:
         def get_computed_blocks(request: Any) -> Any:
             spec = self._midstream_capturing.get(request.request_id)
             base, limit = self._midstream_entering.get(request.request_id, ("", None))
-            if limit is not None and (found := self._midstream_blocks.find(base, limit)) is not None:
+            if limit is not None and (found := self._midstream_blocks.find(base, request, limit)) is not None:
                 return *found, 0
             if spec is not None:
                 # What a preempted request had recorded it keeps; it computes the rest anew.
