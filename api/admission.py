@@ -7,12 +7,14 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import anyio.to_thread
 import msgspec
 
 from ..schemas.base import now
 from ..schemas.errors import MidstreamError, invalid
+from ..schemas.handling import Handling, callback_of
 from ..schemas.jobs import Job, Sampling, StoredPrompt
 from ..schemas.models import ModelInfo
 from ..schemas.selectors import PositionWish, Span
@@ -255,9 +257,16 @@ async def admit(wish: Wish, model: ModelInfo, codec: Codec, job_id: str, standin
         modules={name: standing.modules[name].digest for name in modules_named(wish.steering, wish.patch)},
         runs={name: standing.runs[name].job for name in runs_of(wish.patch)},
         run=(wish.capture.run or "") if wish.capture else "",
+        **handled(wish.handling),
     )
     named = {name for module in standing.modules.values() for name in module.tensors}
     return Admitted(job, blobs, sorted(named - blobs.keys()))
+
+
+def handled(handling: Handling) -> dict[str, Any]:
+    """The members of a job that say how it is handled."""
+    expires = None if handling.expires_in is None else now() + handling.expires_in
+    return {"priority": handling.priority, "expires": expires, "callback": callback_of(handling)}
 
 
 def unknown_model(name: str, served: Sequence[str]) -> MidstreamError:

@@ -23,7 +23,7 @@ MEDIA_TYPE = "application/problem+json"
 OPENAI_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/models"})
 
 #: Kind → after how many seconds a client may try again.
-RETRY_AFTER_S = {"unavailable": 1, "too_many_cells": 10}
+RETRY_AFTER_S = {"unavailable": 1, "too_many_cells": 10, "too_many_jobs": 5, "capture_limit": 60, "rate_limited": 5, "overloaded": 5}
 
 #: nginx's status for a client that left before its answer; nobody receives it, the metrics count it.
 CLIENT_GONE = 499

@@ -10,6 +10,7 @@ from ..schemas.base import now
 from ..schemas.errors import MidstreamError
 from ..schemas.jobs import Job, JobResult, JobView, Sampling
 from ..schemas.sweeps import StoredSweep, SweepRequest
+from .admission import handled
 from .body import JsonRequest
 from .edge import Edge, edge_of
 from .jobs import PROBLEM, SUBMIT_ERRORS, Key, Prefer, answer_submission
@@ -32,6 +33,7 @@ async def submit_sweep(edge: Edge, body: SweepRequest, idempotency: tuple[str, s
         created=now(),
         metadata=body.metadata,
         sweep=sweep,
+        **handled(body),
     )
     async with edge.counting:
         if not (idempotency and await edge.ledger.knows_key(idempotency[0])):

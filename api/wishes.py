@@ -7,6 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from ..schemas.errors import invalid
+from ..schemas.handling import Handling, handling_of
 from ..schemas.jobs import JobRequest, Sampling
 from ..schemas.openai import ONLY, ChatRequest, CompletionRequest, OpenAIRequest
 from ..schemas.specs import CaptureSpec, PatchSpec, SteeringSpec
@@ -36,6 +37,7 @@ class Wish:
     patch: list[PatchSpec] = field(default_factory=list)
     stream: bool = False
     metadata: dict[str, str] = field(default_factory=dict)
+    handling: Handling = field(default_factory=Handling)
 
 
 #: As many prompts as `JobRequest` allows.
@@ -55,6 +57,7 @@ def wish_of_job(body: JobRequest) -> Wish:
         steering=body.steering,
         patch=body.patch,
         metadata=body.metadata,
+        handling=handling_of(body),
     )
 
 
@@ -73,6 +76,7 @@ def wish_of_completion(body: CompletionRequest) -> Wish:
         patch=body.patch,
         stream=bool(body.stream),
         metadata=body.metadata or {},
+        handling=handling_of(body),
     )
 
 
@@ -97,6 +101,7 @@ def wish_of_chat(body: ChatRequest) -> Wish:
         patch=body.patch,
         stream=bool(body.stream),
         metadata=body.metadata or {},
+        handling=handling_of(body),
     )
 
 

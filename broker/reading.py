@@ -6,6 +6,7 @@ from typing import NamedTuple, cast
 
 from ..schemas.base import from_json, from_msgpack, now
 from ..schemas.errors import Problem, invalid
+from ..schemas.handling import Callback, Priority
 from ..schemas.jobs import (
     TERMINAL,
     CaptureResults,
@@ -19,6 +20,7 @@ from ..schemas.jobs import (
     StageReport,
     State,
 )
+from ..schemas.keys import DEFAULT_TENANT
 from ..schemas.receipts import CapturedFile, Receipt, receipt_decoder
 from ..schemas.selectors import as_ranges
 from ..schemas.settings import Settings
@@ -31,6 +33,7 @@ FIELDS = [
     "state", "kind", "model", "attempt", "version", "created", "queued", "started", "generated", "cancelling", "finished", "worker",
     "capture_status", "receipts", "expected", "prompts", "error", "metadata", "captures", "steers", "everyone", "global_version",
     "retried", "modules", "runs", "run", "cells", "cells_expected",
+    "tenant", "priority", "expires", "callback",
 ]  # fmt: skip
 
 #: Ranges of positions that a detail lists before it only counts them.
@@ -96,6 +99,10 @@ def view(job_id: str, values: Sequence[bytes | None], settings: Settings) -> Job
         run=record["run"].decode() if "run" in record else "",
         cells=int(record.get("cells", 0)),
         cells_expected=int(record.get("cells_expected", 0)),
+        tenant=record["tenant"].decode() if "tenant" in record else DEFAULT_TENANT,
+        priority=cast(Priority, record["priority"].decode()) if "priority" in record else "normal",
+        expires=moment("expires"),
+        callback_url=from_json(record["callback"], Callback).url if "callback" in record else None,
     )
 
 

@@ -68,7 +68,9 @@ class Scripts:
 def source(name: str) -> str:
     """The whole text of a script: generated tables, prelude, body."""
     folder = Path(__file__).parent / "lua"
-    return "\n".join([_tables(), (folder / "prelude.lua").read_text(), (folder / f"{name}.lua").read_text()])
+    return "\n".join(
+        [_tables(), (folder / "announce.lua").read_text(), (folder / "prelude.lua").read_text(), (folder / f"{name}.lua").read_text()]
+    )
 
 
 def _tables() -> str:
@@ -138,7 +140,8 @@ def submit(
         int(any(job.captures) or job.sweep is not None), int(any(job.steering)), to_json(job.metadata), written_by, key, body,
         BLOB_TTL_FACTOR * settings.result_ttl_s, to_json(tags) if tags else "", to_json(job.modules),
         job.sweep.num_cells if job.sweep is not None else 0, to_json(job.runs), job.run,
-        to_msgpack(Run(name=job.run, model=job.model, job=job.id, tag=tags[0], created=job.created)) if job.run else "", *flat,
+        to_msgpack(Run(name=job.run, model=job.model, job=job.id, tag=tags[0], created=job.created)) if job.run else "",
+        job.tenant, job.priority, "" if job.expires is None else repr(job.expires), to_json(job.callback) if job.callback else "", *flat,
     ]  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from .base import Record
 STATUS_OF_KIND: dict[str, int] = {
     "invalid_request": 400,  # the body or a parameter is wrong; `field` says which
     "unauthorized": 401,
+    "forbidden": 403,  # the key lacks the scope that is needed
     "not_found": 404,
     "method_not_allowed": 405,
     "conflict": 409,  # the job's state does not allow it
@@ -27,6 +28,11 @@ STATUS_OF_KIND: dict[str, int] = {
     "unavailable": 503,
     "useless_baseline": 422,  # a sweep's two prompts differ too little to say what share of the difference was recovered
     "too_many_cells": 429,  # the sweeps that wait or run have all the cells that they may
+    "rate_limited": 429,  # the tenant submits faster than it may: requests or tokens per minute
+    "too_many_jobs": 429,  # the tenant has as many jobs in flight as it may
+    "capture_limit": 429,  # the tenant's capture files take all the space that it may use
+    "overloaded": 503,  # the queue, or Redis, is nearly full: nothing was accepted
+    "not_started_in_time": 504,  # no worker had begun the job when its `expires_in` was over
     "quota_exceeded": 507,  # the captures take all the space that they may
     "receipts_timed_out": 504,  # not every rank reported in time
 }

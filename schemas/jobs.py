@@ -9,6 +9,8 @@ import msgspec
 
 from .base import Record
 from .errors import Problem
+from .handling import Callback, Handling, Priority
+from .keys import DEFAULT_TENANT
 from .specs import CaptureSpec, CaptureStatus, PatchSpec, SteeringSpec, StoredCapture, StoredSteering
 from .sweeps import StoredSweep, SweepResult
 
@@ -56,7 +58,7 @@ class Sampling(Record):
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None  # of the generated tokens
 
 
-class JobRequest(Record):
+class JobRequest(Handling, kw_only=True):
     """Body of `POST /v1/jobs`."""
 
     model: str
@@ -93,6 +95,12 @@ class Job(Record, dict=True):  # `dict`: for the cached property
     runs: dict[str, str] = {}  # source runs that it is patched with → the job that the name pointed at then
     run: str = ""  # its captures are kept as the source run of this name
     sweep: StoredSweep | None = None
+    tenant: str = DEFAULT_TENANT  # to whom it belongs, with its captures and its source run; others do not see it
+    key: str = ""  # id of the API key that it was submitted with; empty: none was asked for
+    priority: Priority = "normal"
+    expires: float | None = None  # seconds since the epoch: aborted if it was never begun by then
+    callback: Callback | None = None
+    trace: str = ""  # W3C traceparent of its submission; empty: not traced
 
     @property
     def wants_receipts(self) -> bool:
@@ -227,6 +235,10 @@ class JobView(Record, omit_defaults=True):
     run: str = ""  # the source run that it makes
     cells: int = 0  # of a sweep: those that are known, skipped ones included
     cells_expected: int = 0
+    tenant: str = DEFAULT_TENANT
+    priority: Priority = "normal"
+    expires: float | None = None  # aborted if it was never begun by then
+    callback_url: str | None = None
     steered: bool = False  # something edits it: its own steering, or the global one that it was started under
 
 

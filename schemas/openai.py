@@ -10,6 +10,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from .base import Record
+from .handling import Handling
 from .jobs import CaptureResults, Determinism
 from .specs import CaptureSpec, PatchSpec, SteeringSpec
 
@@ -40,7 +41,7 @@ class StreamOptions(Record):
     include_obfuscation: bool = False  # nothing is padded either way
 
 
-class OpenAIRequest(Record, kw_only=True):
+class OpenAIRequest(Handling, kw_only=True):
     """What both endpoints share. `temperature` is 1 by default, as in OpenAI's API; a job's is 0."""
 
     model: str

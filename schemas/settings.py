@@ -4,6 +4,7 @@ import os
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import quote, urlsplit, urlunsplit
 
 import msgspec
 
@@ -29,12 +30,15 @@ class Settings(Record):
     # Where things are
     data_dir: str = ".midstream"  # Redis AOF, outboxes, captures, logs
     cache_dir: str = "~/.cache/midstream"  # demo model; shared by all data directories
+    redis_password: str = ""  # put into `redis_url`, so that a secret file can hold it
+    redis_maxmemory_mib: Natural = 0  # of the Redis that `midstream up` starts; 0: no limit but the machine's
     redis_url: str = ""  # empty: `midstream up` starts its own on a free loopback port
     relay_url: str = ""  # tcp://host:port of the relay's ROUTER; empty: `midstream up` picks a free port
     relay_allow_remote: bool = False  # let the relay listen off loopback: it does not authenticate, so only in a trusted network
     api_host: str = "127.0.0.1"
     api_port: Port = 8321  # 0: a free port
     flower_port: Port = 5555  # 0: a free port
+    flower_auth: str = ""  # user:password of Flower; empty: none is asked for, and it listens on loopback only
     public_url: str = ""  # how users reach the API; empty: relative links
 
     # The model
@@ -100,6 +104,31 @@ class Settings(Record):
     visibility_timeout_s: Count = 30
     sweep_interval_s: Positive = 2.0
 
+    # Who may do what
+    auth: Literal["auto", "keys", "open"] = "auto"  # `auto`: keys are asked for off loopback; `open`: everybody may do everything
+    admin_key: str = ""  # a key with scope `admin` that is always valid: ms_<12 letters or digits>_<secret>; for the first start
+    limit_requests_per_minute: Natural = 0  # of a tenant that has no limits of its own; 0: no limit
+    limit_tokens_per_minute: Natural = 0
+    limit_jobs_in_flight: Natural = 0
+    limit_capture_mib: Natural = 0
+    limit_sweep_cells: Natural = 0
+
+    # Scheduling
+    dispatch_window: Count = 64  # messages of a model and priority under way at once; the rest waits in the ledger, fair between tenants
+    queue_limit: Natural = 100_000  # jobs that wait, over all models; beyond it submissions are answered 503; 0: no limit
+    redis_fill_limit: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.85  # share of Redis' maxmemory beyond which they are as well
+
+    # Webhooks
+    webhook_allow_private: bool = False  # also call loopback, private and link-local addresses
+    webhook_timeout_s: Positive = 20.0
+    webhook_log_ttl_s: Count = 7 * 24 * 3600  # how long it is known what became of a delivery
+
+    # Seeing it
+    log_format: Literal["text", "json"] = "text"
+    metrics_port: Port = 0  # of this process's own Prometheus metrics (worker, relay, callbacks); 0: none
+    metrics_host: str = "127.0.0.1"
+    otel_endpoint: str = ""  # OTLP over HTTP, such as http://127.0.0.1:4318; empty: no traces
+
     # The edge
     max_body_mib: Count = 64
     max_wait_s: Positive = 600.0  # the longest a response is held
@@ -132,9 +161,38 @@ def load_settings(environ: dict[str, str] | None = None, **overrides: Any) -> Se
         except (OSError, tomllib.TOMLDecodeError) as error:
             raise SettingsError(f"{FILE_VARIABLE}={file}: {error}") from error
     from_env = {name[len(PREFIX) :].lower(): text for name, text in env.items() if name.startswith(PREFIX) and name != FILE_VARIABLE}
-    values.update(_checked(from_env, known, "environment"))
+    values.update(_checked(_with_files(from_env, known), known, "environment"))
     values.update(_checked({name: value for name, value in overrides.items() if value is not None}, known, "arguments"))
-    return Settings(**values)
+    return _with_password(Settings(**values))
+
+
+def _with_files(from_env: dict[str, str], known: dict[str, Any]) -> dict[str, str]:
+    """`MIDSTREAM_<NAME>_FILE` names a file that holds the value of `<NAME>`, as secrets come in containers."""
+    values = dict(from_env)
+    for name, path in from_env.items():
+        setting = name.removesuffix("_file")
+        if name in known or setting == name or setting not in known:
+            continue
+        if setting in from_env:
+            raise SettingsError(f"{PREFIX}{setting.upper()} and {PREFIX}{name.upper()} are both set: take one")
+        try:
+            values[setting] = Path(path).read_text().strip()
+        except OSError as error:
+            raise SettingsError(f"{PREFIX}{name.upper()}={path}: {error.strerror}") from error
+        del values[name]
+    return values
+
+
+def _with_password(settings: Settings) -> Settings:
+    """The password inside the URL, where everybody looks for it."""
+    if not settings.redis_password or not settings.redis_url:
+        return settings
+    parts = urlsplit(settings.redis_url)
+    user, _, known = parts.netloc.rpartition("@")[0].partition(":")
+    if known:
+        raise SettingsError("redis_url holds a password and redis_password is set: take one")
+    netloc = f"{user}:{quote(settings.redis_password, safe='')}@{parts.netloc.rpartition('@')[2]}"
+    return msgspec.structs.replace(settings, redis_url=urlunsplit(parts._replace(netloc=netloc)), redis_password="")
 
 
 def _checked(raw: dict[str, Any], known: dict[str, Any], source: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 
 from .base import Record
+from .handling import Handling
 from .receipts import Receipt
 from .selectors import Hook, HookName, LayerSelector, Place, PositionWish
 
@@ -50,7 +51,7 @@ class PatchWindow(Record):
     positions: Annotated[int, msgspec.Meta(ge=1)] = 1
 
 
-class SweepRequest(Record):
+class SweepRequest(Handling, kw_only=True):
     """Body of `POST /v1/sweeps`."""
 
     model: str

@@ -19,6 +19,7 @@ end
 local FIELDS = {
   'state', 'attempt', 'version', 'worker', 'boot', 'lease', 'generated', 'receipts', 'expected',
   'captures', 'steers', 'everyone', 'partial', 'kind', 'model', 'asked', 'prompts', 'retried', 'cells_expected',
+  'tenant', 'priority', 'expires', 'callback',
 }
 
 -- The job as a table, or nil when there is none.
@@ -89,6 +90,7 @@ local function move(job, to, capture_status)
   job.state = to
   redis.call('HSET', hash, 'state', to, STAMP[to], ARGV[1])
   event(job, 'state', '{"state":"' .. to .. '","attempt":' .. job.attempt .. '}')
+  announce(job)
   if to == 'queued' then
     -- What the former attempt left must not be taken for the next one's. (Units of a sweep are its own: they stay.)
     redis.call('DEL', key('out', job.id), key('ticket', job.id), key('agree', job.id))

@@ -2,11 +2,12 @@
 -- args: id, spec, created, kind, model, prompts, asked, captures, steers, metadata, written_by, idempotency key, body sha256,
 --       blob ttl, JSON list of the tags under which captures become files ('' for none), JSON of the named modules, cells of a sweep,
 --       JSON of the source runs that it is patched with, name of the run that it makes ('' for none), that run, packed,
+--       tenant, priority, when it expires ('' for never), JSON of its callback ('' for none),
 --       then (sha256, bytes, '' to take what is pinned) per blob
 -- returns {'created', id} | {'repeated', id of the first} | {'mismatch', id of the first} | {'exists', id} | {'missing', sha256}
 local id, spec, created, kind, model, prompts, asked, captures, steers, metadata, written_by, idem, body, blob_ttl,
-  tags, modules, cells, runs, run, packed_run = unpack(ARGV, FIRST, FIRST + 19)
-local BLOBS = FIRST + 20
+  tags, modules, cells, runs, run, packed_run, tenant, priority, expires, callback = unpack(ARGV, FIRST, FIRST + 23)
+local BLOBS = FIRST + 24
 if idem ~= '' then
   local first = redis.call('GET', key('idem', idem))
   if first then
@@ -40,7 +41,13 @@ end
 redis.call('HSET', key('job', id), 'spec', spec, 'state', 'queued', 'attempt', 0, 'version', 1, 'created', created, 'queued', ARGV[1],
   'kind', kind, 'model', model, 'prompts', prompts, 'asked', asked, 'captures', captures, 'steers', steers, 'metadata', metadata,
   'modules', modules, 'cells', 0, 'cells_expected', cells, 'runs', runs, 'run', run,
-  'written_by', written_by, 'receipts', 0, 'expected', 0, 'capture_status', captures == '1' and 'pending' or 'not_requested')
+  'tenant', tenant, 'priority', priority, 'written_by', written_by, 'receipts', 0, 'expected', 0, 'capture_status', captures == '1' and 'pending' or 'not_requested')
+if expires ~= '' then
+  redis.call('HSET', key('job', id), 'expires', expires)
+end
+if callback ~= '' then
+  redis.call('HSET', key('job', id), 'callback', callback)
+end
 redis.call('ZADD', 'ms:jobs', created, id)
 if tags ~= '' then -- outlives the job's record: files stay until they are deleted
   redis.call('HSET', key('capture', id), 'tags', tags, 'created', created, 'status', 'pending', 'bytes', 0, 'rows', 0, 'model', model)

@@ -1,0 +1,47 @@
+"""How is a job to be handled besides what it computes: how urgent is it, how long may it wait, who is told of its end?"""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from .base import Record
+
+#: `normal` is what the kind of job has by itself: someone waits at the OpenAI-style endpoints, a batch of jobs does not mind.
+Priority = Literal["high", "normal", "low"]
+#: What a webhook may tell: that an attempt began, and each way in which a job ends.
+CallbackEvent = Literal["job.running", "job.succeeded", "job.failed", "job.cancelled", "job.aborted"]
+ENDS: tuple[CallbackEvent, ...] = ("job.succeeded", "job.failed", "job.cancelled", "job.aborted")
+
+MAX_EXPIRES_S = 30 * 24 * 3600
+
+
+class Handling(Record, kw_only=True):
+    """Fields that the body of every submission has."""
+
+    priority: Priority = "normal"
+    #: Seconds from its acceptance within which a worker must have begun it, or it is aborted.
+    expires_in: Annotated[float, msgspec.Meta(gt=0, le=MAX_EXPIRES_S)] | None = None
+    #: Signed webhooks go here (Standard Webhooks 1.0): http or https, and no private address unless the operator allows them.
+    callback_url: Annotated[str, msgspec.Meta(min_length=1, max_length=2048)] | None = None
+    callback_events: Annotated[list[CallbackEvent], msgspec.Meta(min_length=1)] | None = None  # null: all ways in which it may end
+
+
+class Callback(Record):
+    """Whom a job tells of what, as the ledger keeps it."""
+
+    url: str
+    events: list[CallbackEvent]
+
+
+def handling_of(body: Handling) -> Handling:
+    """The part of a body that says how to handle the job."""
+    return Handling(
+        priority=body.priority, expires_in=body.expires_in, callback_url=body.callback_url, callback_events=body.callback_events
+    )
+
+
+def callback_of(handling: Handling) -> Callback | None:
+    """What was asked to be told, defaults filled in; None for nothing."""
+    if handling.callback_url is None:
+        return None
+    return Callback(url=handling.callback_url, events=list(dict.fromkeys(handling.callback_events or ENDS)))

@@ -1,0 +1,133 @@
+"""Who calls, what may they do, and how much of it? API keys, the tenants they belong to, and the limits of a tenant."""
+
+from typing import Annotated, Literal, NamedTuple
+
+import msgspec
+
+from .base import Record
+from .handling import Priority
+
+#: `submit`: jobs and sweeps, their cancel, modules, source runs, deletion of what is one's own. `read`: look at what is one's own.
+#: `steer-global`: what steers everyone. `admin`: everything, of every tenant, and the keys themselves.
+Scope = Literal["submit", "read", "steer-global", "admin"]
+SCOPES: tuple[Scope, ...] = ("submit", "read", "steer-global", "admin")
+
+#: To whom everything belongs where no keys are asked for.
+DEFAULT_TENANT = "default"
+TenantName = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9][a-z0-9-]{0,62}(?!\n)$")]
+KeyName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._@-]{0,62}(?!\n)$")]
+KeyId = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-z]{12}(?!\n)$")]
+
+#: A key as its user has it: `ms_<id>_<secret>`; the secret has 256 bits, so its SHA-256 is as good as a slow hash.
+KEY_PREFIX = "ms_"
+
+Natural = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Limits(Record, omit_defaults=True):
+    """What a tenant may use; null takes the setting `limit_*` of the same name, 0 is no limit."""
+
+    requests_per_minute: Natural | None = None  # submissions
+    tokens_per_minute: Natural | None = None  # prompt tokens and `max_tokens` of what is submitted, of all its prompts
+    jobs_in_flight: Natural | None = None  # accepted and not over
+    capture_mib: Natural | None = None  # of capture files that are not deleted
+    sweep_cells: Natural | None = None  # of sweeps that are not over
+    weight: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 1  # share of the engine beside other tenants
+    highest_priority: Priority = "high"  # what asks for more gets this
+
+
+class Tenant(Record):
+    """Stored per tenant; one that is not stored has the settings' limits."""
+
+    name: TenantName
+    limits: Limits = Limits()
+
+
+class Key(Record):
+    """As stored: never with its secret."""
+
+    id: KeyId
+    name: str
+    tenant: TenantName
+    scopes: list[Scope]
+    sha256: str  # of the secret, hex
+    created: float
+    expires: float | None = None  # seconds since the epoch
+
+
+class KeyRequest(Record):
+    """Body of `POST /v1/keys`."""
+
+    name: KeyName
+    tenant: TenantName = DEFAULT_TENANT
+    scopes: Annotated[list[Scope], msgspec.Meta(min_length=1)] = msgspec.field(default_factory=lambda: ["submit", "read"])
+    expires_in: Annotated[float, msgspec.Meta(gt=0)] | None = None  # seconds
+
+
+class KeyView(Record, kw_only=True):
+    """A key as admins see it."""
+
+    id: str
+    name: str
+    tenant: str
+    scopes: list[Scope]
+    created: float
+    expires: float | None = None
+
+
+class CreatedKey(KeyView, kw_only=True):
+    """Answer of `POST /v1/keys`: the only time that the key itself is told."""
+
+    key: str
+
+
+class KeyList(Record):
+    keys: list[KeyView]
+
+
+class Usage(Record):
+    """What a tenant uses now."""
+
+    jobs_in_flight: int
+    sweep_cells: int
+    capture_bytes: int
+    tokens_this_minute: int
+    requests_this_minute: int
+
+
+class TenantView(Record):
+    """Answer of `GET /v1/tenants/{name}` (own tenant: `GET /v1/tenant`)."""
+
+    name: str
+    limits: Limits  # as they hold: settings filled in
+    usage: Usage
+
+
+class Caller(NamedTuple):
+    """Whoever a request comes from. Without keys: the default tenant, everything allowed."""
+
+    tenant: str = DEFAULT_TENANT
+    key: str = ""  # id of the key
+    scopes: frozenset[Scope] = frozenset(SCOPES)
+
+    def may(self, scope: Scope) -> bool:
+        return scope in self.scopes or "admin" in self.scopes
+
+    def sees(self, tenant: str) -> bool:
+        """Whether what belongs to `tenant` is there for this caller."""
+        return tenant == self.tenant or "admin" in self.scopes
+
+
+#: Between tenant and name, in neither.
+SCOPE_SEPARATOR = "/"
+
+
+def scoped(tenant: str, name: str) -> str:
+    """The name that something of a tenant's own (module, source run, Idempotency-Key) is kept under; the default tenant's as it is."""
+    return name if tenant == DEFAULT_TENANT else f"{tenant}{SCOPE_SEPARATOR}{name}"
+
+
+def unscoped(kept: str) -> tuple[str, str]:
+    """(tenant, name) of a `scoped` name."""
+    tenant, separator, name = kept.partition(SCOPE_SEPARATOR)
+    return (tenant, name) if separator else (DEFAULT_TENANT, kept)

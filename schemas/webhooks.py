@@ -1,0 +1,75 @@
+"""What does a webhook say, what became of it, and what may its receiver's owner ask? Standard Webhooks 1.0."""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from .base import Record
+from .handling import CallbackEvent
+
+#: `pending`: to be sent, perhaps again. `delivered`: answered 2xx. `failed`: the last try of the ladder was not. `disabled`: its
+#: receiver answered 410, or had before. `refused`: its address may not be called.
+DeliveryState = Literal["pending", "delivered", "failed", "disabled", "refused"]
+
+
+class HookData(Record):
+    """What is told of a job: thin, so that a receiver fetches what it wants under its own key."""
+
+    id: str  # the job's
+    state: str
+    attempt: int
+    model: str
+
+
+class HookBody(Record):
+    """The body that is sent, and signed as `{webhook-id}.{webhook-timestamp}.{body}`."""
+
+    type: CallbackEvent
+    timestamp: str  # of the event: ISO 8601, UTC
+    data: HookData
+
+
+class DeliveryAttempt(Record):
+    at: float  # seconds since the epoch
+    status: int | None = None  # HTTP status; null: no answer
+    error: str = ""
+    seconds: float = 0.0
+
+
+class Delivery(Record):
+    """One event for one receiver; `id` is the `webhook-id` of all its attempts."""
+
+    id: str
+    job: str
+    event: CallbackEvent
+    tenant: str
+    url: str
+    state: DeliveryState
+    created: float
+    next_attempt: float | None = None
+    attempts: list[DeliveryAttempt] = []
+
+
+class DeliveryPage(Record):
+    deliveries: list[Delivery]
+    next: str | None = None
+
+
+class Secret(Record):
+    """A signing secret, `whsec_…`; both of two sign while the former one is still accepted."""
+
+    secret: str
+    created: float
+    until: float | None = None  # the former one's end
+
+
+class SecretList(Record):
+    """Answer of `GET /v1/webhooks/secrets`: newest first."""
+
+    secrets: list[Secret]
+
+
+class RotateRequest(Record):
+    """Body of `POST /v1/webhooks/secrets`."""
+
+    keep_former_s: Annotated[float, msgspec.Meta(ge=0, le=30 * 24 * 3600)] = 24 * 3600.0  # how long the former one signs as well
