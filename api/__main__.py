@@ -9,6 +9,7 @@ from types import FrameType
 import uvicorn
 from litestar import Litestar
 
+from ..schemas import faults
 from ..schemas.settings import Settings, SettingsError, load_settings
 from . import openapi
 from .app import make_app
@@ -58,6 +59,7 @@ def serve(settings: Settings) -> None:
     """Until SIGTERM or SIGINT."""
     if not settings.redis_url:
         raise SettingsError("MIDSTREAM_REDIS_URL: is required here; `midstream up` sets it")
+    faults.arm(settings.fault, settings.data_dir)
     listening, url = bind(settings.api_host, settings.api_port)
     app = make_app(settings)
     config = uvicorn.Config(

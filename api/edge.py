@@ -20,6 +20,7 @@ from ..broker.steering import Steering
 from ..broker.watch import Watcher
 from ..schemas.base import from_msgpack
 from ..schemas.errors import MidstreamError, invalid
+from ..schemas.faults import crash_point
 from ..schemas.jobs import Job, JobView, State
 from ..schemas.models import ModelInfo, TokenizerBundle
 from ..schemas.settings import Settings
@@ -125,8 +126,10 @@ class Edge:
         if self.settings.capture_quota_mib and not (idempotency and await self.ledger.knows_key(idempotency[0])):
             job = await self._within_quota(job, info)
         job_id, created = await self.ledger.submit(job, blobs, idempotency, pinned)
+        crash_point("api.committed")
         if created:
             await self._enqueue(job)
+        crash_point("api.sent")
         return job_id
 
     async def standing(self, model: str, names: list[str], patch: Sequence[PatchSpec] = ()) -> Standing:

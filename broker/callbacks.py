@@ -13,6 +13,7 @@ from typing import Any
 from celery import Celery, bootsteps, signals
 from celery.utils.nodenames import default_nodename, host_format
 
+from ..schemas import faults
 from ..schemas.settings import Settings, SettingsError, load_settings
 from .celery_app import CALLBACKS_QUEUE, make_app
 from .ledger import Ledger
@@ -99,6 +100,7 @@ def main() -> int:
         settings = load_settings()
         if not settings.redis_url:
             raise SettingsError("MIDSTREAM_REDIS_URL: the callbacks worker needs it")
+        faults.arm(settings.fault, settings.data_dir)
     except SettingsError as error:
         print(f"callbacks failed: {error}", file=sys.stderr, flush=True)
         return EXIT_BAD_SETTINGS

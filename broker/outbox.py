@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 
 from ..schemas.base import to_msgpack
+from ..schemas.faults import crash_point
 from ..schemas.receipts import Receipt
 from .outbox_store import LOCK_WAIT_S, OutboxError, Store
 from .sender import Sender
@@ -218,6 +219,8 @@ class Outbox:
         if group or prune or (closing and acked > self._store.acked):
             rows = [(job, payload) for job, payload, _ in group]
             last = self._persist(functools.partial(self._store.commit, rows, acked, prune))
+            if group:
+                crash_point("receipt.stored")
             self._sender.committed(last)
             for _, _, on_durable in group:
                 if on_durable is not None:

@@ -25,7 +25,9 @@ import redis.retry
 import zmq
 
 from .. import __version__
+from ..schemas import faults
 from ..schemas.base import from_msgpack, to_msgpack
+from ..schemas.faults import crash_point
 from ..schemas.receipts import LostRange, Receipt, receipt_decoder
 from ..schemas.settings import Settings, SettingsError, load_settings
 from . import frames
@@ -194,7 +196,9 @@ class Relay:
         """
         for stream, receipts in batch.receipts.items():
             receipts.sort(key=lambda numbered: numbered[0])
+            crash_point("relay.received")
             mark = self._patiently(stream, partial(self._settler.settle, *stream, receipts))
+            crash_point("relay.committed")
             self._answer(batch, stream, Kind.ACK, mark)
         for stream, lost in batch.losses:
             log.error(
@@ -320,6 +324,7 @@ def run(settings: Settings) -> None:
 
     if not settings.redis_url:
         raise SettingsError("redis_url (MIDSTREAM_REDIS_URL) is empty: the relay needs a Redis")
+    faults.arm(settings.fault, settings.data_dir)
     client = connect_redis(settings.redis_url)
     relay = Relay(Settler(client, settings), settings.relay_url, client, settings.relay_allow_remote)
 

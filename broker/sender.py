@@ -19,6 +19,7 @@ import zmq
 
 from .. import __version__
 from ..schemas.base import to_msgpack
+from ..schemas.faults import crash_point
 from ..schemas.receipts import PROTOCOL, LostRange
 from . import frames
 from .frames import Frame, FrameError, Kind, ProtocolMismatch
@@ -242,6 +243,7 @@ class Sender(threading.Thread):
                     return
                 if not self._send(socket, Kind.RECEIPT, row.seq, row.payload):
                     return
+                crash_point("receipt.sent")
                 self._sent = row.seq
                 self._highest_sent = max(self._highest_sent, row.seq)
                 self.sent_frames += 1

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from celery import Celery
 
 from ..schemas.base import now
+from ..schemas.faults import crash_point
 from ..schemas.settings import Settings
 from . import scripts
 from .captures import Captures
@@ -94,6 +95,7 @@ class Sweeper:
                 getattr(report, found).append(job_id)
                 log.warning("job %s, attempt %d: %s", job_id, attempt, found)
             if found == "requeued":
+                crash_point("sweeper.requeued")
                 await self._send(job_id, kind, model, attempt)
         for model, jobs in queued.items():
             report.resent += await self._resend_lost(model, jobs, at)

@@ -21,6 +21,7 @@ from celery.worker.components import Pool
 
 from ..broker.celery_app import make_app, queue_of
 from ..broker.lease import LeaseStep
+from ..schemas import faults
 from ..schemas.errors import MidstreamError
 from ..schemas.global_capture import from_settings
 from ..schemas.settings import Settings, SettingsError, load_settings
@@ -86,6 +87,7 @@ def main() -> int:
     try:
         settings = with_worker_id(load_settings())
         _check(settings)
+        faults.arm(settings.fault, settings.data_dir)
         lock = WorkerLock(settings)
     except (SettingsError, MidstreamError) as error:
         print(f"worker failed: {error}", file=sys.stderr, flush=True)

@@ -15,6 +15,7 @@ from enum import StrEnum
 from ..broker.ledger import Claim, ClaimRefused, Ledger
 from ..broker.sweeps import Kept
 from ..schemas.errors import MidstreamError, Problem
+from ..schemas.faults import crash_point
 from ..schemas.jobs import Event, Job, Output, State
 from ..schemas.runs import ZEROS, is_row, runs_named
 from ..schemas.steering import GlobalSteering
@@ -141,6 +142,7 @@ class Runs:
 
     async def run_job(self, job_id: str) -> Outcome:
         """Claim and run a job. Raises JobFailed when it ended with a problem."""
+        crash_point("worker.received")
         patience = time.monotonic() + CLAIM_PATIENCE_S
         while not self._engine_died.is_set():
             lease = await self._lease(patience)
@@ -193,6 +195,7 @@ class Runs:
         if former is not None:  # our own, from before a stall that cost us the lease
             former.stop(Outcome.LOST)
         self._running[job_id] = run
+        crash_point("worker.claimed")
         try:
             return await self._attempt(run)
         finally:
@@ -222,8 +225,10 @@ class Runs:
         try:
             outputs = await (self._generate(run) if run.job.sweep is None else self._sweep(run))
             run.check()
+            crash_point("worker.generated")
             stored = await patiently(lambda: self._ledger.store_outputs(run.job.id, run.attempt, outputs), f"outputs of {run.job.id}")
             run.closed = True
+            crash_point("worker.stored")
             return Outcome.GENERATED if stored else Outcome.LOST
         except asyncio.CancelledError:
             if run.ending is None:
@@ -293,6 +298,7 @@ class Runs:
         logger.info("job %s attempt %d stops: %s", run.job.id, run.attempt, ending)
         if ending is Outcome.RELEASED:
             state = await patiently(lambda: self._ledger.release(run.job.id, run.attempt), f"release of {run.job.id}")
+            crash_point("worker.released")
             if state is State.QUEUED:
                 await asyncio.to_thread(self._enqueue, run.job, run.attempt)
             return ending
@@ -302,6 +308,7 @@ class Runs:
             if state is State.QUEUED:
                 await asyncio.to_thread(self._enqueue, run.job, run.attempt)
         if ending is Outcome.CANCELLED:
+            crash_point("worker.aborted")
             await patiently(lambda: self._ledger.finish_cancel(run.job.id, run.attempt), f"cancel of {run.job.id}")
         return ending
 

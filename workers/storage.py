@@ -18,6 +18,7 @@ import msgspec
 
 from ..schemas.blobs import DTYPE_NAMES, encode_header
 from ..schemas.captures import BlobEntry, Manifest
+from ..schemas.faults import crash_point
 
 Buffer = bytes | bytearray | memoryview
 Line = bytes  # `Blob` has a field of that name
@@ -87,8 +88,10 @@ def publish(root: Path, files: Sequence[PendingFile]) -> None:
                 written.append((temporary, path))
                 _write_file(temporary, parts)
         _sync(root, [temporary for temporary, _ in written])
+        crash_point("capture.written")
         for temporary, final in written:
             os.rename(temporary, final)
+        crash_point("capture.renamed")
         _sync(root, _directories(root, [final for _, final in written]))
     except BaseException:
         for temporary, _ in written:
@@ -150,8 +153,10 @@ class Segment:
         try:
             _write_at(self._data, parts, self.size)
             self._synced(self._data)
+            crash_point("segment.written")
             _write_at(self._index, [index], self._lines)
             self._synced(self._index)
+            crash_point("segment.indexed")
         except BaseException:
             self._take_back()
             raise

@@ -18,6 +18,7 @@ from ..broker.sweep_result import sweep_cell, sweep_start, sweep_summary
 from ..broker.sweeps import Kept, Sweeps
 from ..schemas.base import from_json, to_json
 from ..schemas.errors import MidstreamError
+from ..schemas.faults import crash_point
 from ..schemas.jobs import Event, EventKind
 from ..schemas.receipts import Receipt
 from ..schemas.runs import RunFiles
@@ -356,6 +357,7 @@ class SweepRun:
             return
         job, info = self._run.job, self._engine.info
         kept = await patiently(lambda: self._sweeps.keep(job, self._run.attempt, batch, self._engine.world, info.pp), f"cells of {job.id}")
+        crash_point("sweep.kept")
         if kept != "kept":
             self._refused(kept)
             self._run.check()

@@ -32,6 +32,7 @@ KNOWN = {
     "write": "writing a capture raises OSError",
     "slow_write": "writing a group of captures takes a second longer",
     "plan": "planning a step raises",
+    "crash": "the process dies at a crash point: `schemas.faults`",
     "rpc": "faults may be switched while the engine runs",
 }
 

@@ -18,6 +18,7 @@ import torch
 from ... import __version__
 from ...broker.outbox import Outbox
 from ...kernels.plan import ROWS_PER_TOKEN
+from ...schemas.faults import arm
 from ...schemas.selectors import select
 from ...schemas.specs import RankSpec, columns_of, steering_rows
 from .actions import ActionLedger
@@ -69,6 +70,7 @@ class DataPlane:
         """`num_layers`: of the whole model. `traced`: the forward is compiled or graph-captured. `gate`: where it may begin, if it may."""
         self._config, self._place = config, place
         self.faults = Faults(config.fault, place.rank)
+        arm(config.fault, Path(config.outbox_dir).parent)
         self._hidden_size, self._dtype = buffers.ring.shape[1], buffers.ring.dtype
         self._ports = Ports(sites)
         self.actions = ActionLedger(self.faults.of_action)

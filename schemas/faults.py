@@ -1,0 +1,69 @@
+"""Where can a process be killed so that something is half done? Named crash points, one at every durable boundary.
+
+`MIDSTREAM_FAULT=crash:at=relay.committed` kills the first process of the stack that comes to that point, with SIGKILL, once:
+a file in the data directory remembers it. For tests; without that setting a point costs one comparison. Each point is
+followed by what must hold for the job all the same: `tests/system/test_crash_points.py` kills at every one of them.
+"""
+
+import os
+import re
+import signal
+from pathlib import Path
+
+from .settings import SettingsError
+
+#: Name → what has been done by then, and what has not.
+CRASH_POINTS: dict[str, str] = {
+    "api.committed": "the job is in the ledger; no message was sent, its client has no answer",
+    "api.sent": "its message is out; its client has no answer",
+    "worker.received": "a worker has the message; it has not claimed the job",
+    "worker.claimed": "the job is claimed; the engine was not asked",
+    "worker.generated": "the engine is done; the outputs are not stored",
+    "worker.stored": "the outputs are stored; the message is not acknowledged",
+    "worker.released": "a dead engine's job is back in the queue; no message was sent",
+    "worker.aborted": "a cancelled job has left the engine; the ledger was not told",
+    "capture.written": "a capture's file is written under its temporary name",
+    "capture.renamed": "it has its name; the directory is not synced, no receipt names it",
+    "segment.written": "rows are in a segment; its index does not name them",
+    "segment.indexed": "the index names them; no receipt does",
+    "receipt.stored": "a receipt is in the outbox; it was not sent",
+    "receipt.sent": "it is sent; it was not acknowledged",
+    "relay.received": "the relay has receipts; they are not committed",
+    "relay.committed": "they are committed; they are not acknowledged",
+    "sweep.kept": "a cell of a sweep is kept; the next is not",
+    "sweeper.requeued": "a dead worker's job is back in the queue; no message was sent",
+}
+
+#: The directory in the data directory that remembers who died.
+FOLDER = "faults"
+_FAULT = re.compile(r"(?:^|[;,])crash:at=([a-z.]+)")
+
+_armed = ""
+_folder = Path()
+
+
+def arm(fault: str, data_dir: str | Path) -> None:
+    """Let this process die at the crash point that the setting `fault` names, if it names one; called once, at its start.
+
+    Raises SettingsError for a point that there is not.
+    """
+    global _armed, _folder
+    found = _FAULT.search(fault)
+    if found is not None and found[1] not in CRASH_POINTS:
+        raise SettingsError(f"MIDSTREAM_FAULT={fault}: there is no crash point {found[1]!r}: {', '.join(CRASH_POINTS)}")
+    _armed, _folder = found[1] if found else "", Path(data_dir).resolve() / FOLDER
+
+
+def crash_point(name: str) -> None:
+    """Die here if this is the point, and nobody has died at it before."""
+    if name == _armed:
+        _crash(name)
+
+
+def _crash(name: str) -> None:
+    _folder.mkdir(parents=True, exist_ok=True)
+    try:
+        os.close(os.open(_folder / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+    except FileExistsError:
+        return
+    os.kill(os.getpid(), signal.SIGKILL)
