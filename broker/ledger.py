@@ -46,6 +46,7 @@ ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 class Claim(NamedTuple):
     job: Job
     attempt: int  # the fencing token: everything the worker says about the job carries it
+    queued: float  # when it began to wait, in seconds since the epoch
 
 
 class ClaimRefused(MidstreamError):
@@ -209,11 +210,15 @@ class Ledger:
             raise ClaimRefused("behind", f"global steering {int(rest[0])} is desired, the worker has {global_version}")
         if outcome == b"desynced":
             raise ClaimRefused("desynced", rest[0].decode())
-        return Claim(self._decode_job(job_id, rest[1]), int(rest[0]))
+        return Claim(self._decode_job(job_id, rest[1]), int(rest[0]), float(rest[2]))
 
-    async def store_outputs(self, job_id: str, attempt: int, outputs: list[Output]) -> bool:
-        """All outputs of the attempt, at once. False: the attempt is stale or was cancelled, nothing is kept."""
-        return await self._tell("store", job_id, attempt, self.settings.capture_timeout_s, to_msgpack(outputs)) == "stored"
+    async def store_outputs(self, job_id: str, attempt: int, outputs: list[Output]) -> State | None:
+        """All outputs of the attempt, at once. None: the attempt is stale or was cancelled, nothing is kept.
+
+        Otherwise the state after it: succeeded, or running while receipts are awaited.
+        """
+        outcome = await self._tell("store", job_id, attempt, self.settings.capture_timeout_s, to_msgpack(outputs))
+        return State(outcome) if outcome in (State.RUNNING, State.SUCCEEDED) else None
 
     async def fail(self, job_id: str, attempt: int, problem: Problem) -> bool:
         """End the job `failed` with `problem`. False: the attempt is stale."""

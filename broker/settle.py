@@ -12,9 +12,10 @@ from typing import Any, cast
 
 import redis
 
+from ..schemas.base import now
 from ..schemas.receipts import LostRange, Receipt
 from ..schemas.settings import Settings
-from . import scripts
+from . import metrics, scripts, traces
 
 log = logging.getLogger(__name__)
 
@@ -71,9 +72,11 @@ class Settler:
         mark = taken = 0
         for batch in _batches(ordered):
             taken += len(batch)
+            began = now()
             reply = cast(list[Any], self._scripts.settle(keys=keys, args=scripts.settle(self._settings, batch)))
             mark, beyond = reply[0], reply[5]
             self._count(reply)
+            self._follow(batch, began, scripts.text(reply[9]))
             if beyond:
                 log.warning("receipts of worker %s rank %d epoch %s: gap after %d", worker, rank, epoch, mark)
                 self.counts.beyond_gap += len(ordered) - taken
@@ -88,6 +91,7 @@ class Settler:
         reply: Any = self._scripts.lost(keys=[mark_key(worker, rank, epoch)], args=scripts.lost(self._settings, worker, rank, lost))
         mark, failed = int(reply[0]), int(reply[1])
         self.counts.lost += failed
+        metrics.LOST.labels(worker).inc(failed)
         if mark == lost.last:
             log.error(
                 "worker %s rank %d epoch %s lost receipts %d to %d: %d jobs failed", worker, rank, epoch, lost.first, lost.last, failed
@@ -95,22 +99,43 @@ class Settler:
         return mark
 
     def _count(self, reply: list[Any]) -> None:
-        _, applied, duplicate, stale, unknown, beyond, disagreements = reply
+        _, applied, duplicate, stale, unknown, beyond, disagreements, partial, errors, _ = reply
+        for status, count in (
+            ("ok", applied - partial - errors), ("partial", partial), ("error", errors), ("duplicate", duplicate), ("stale", stale),
+            ("unknown", unknown), ("beyond_gap", beyond),
+        ):  # fmt: skip
+            if count:
+                metrics.RECEIPTS.labels(status).inc(count)
         self.counts.applied += applied
         self.counts.duplicate += duplicate
         self.counts.stale += stale
         self.counts.unknown += unknown
         self.counts.disagreements += len(disagreements) // 2
         for worker, detail in zip(disagreements[::2], disagreements[1::2], strict=True):
+            metrics.DISAGREEMENTS.labels(worker.decode()).inc()
             self._tell(worker.decode(), detail.decode())
         self.counts.beyond_gap += beyond
+
+    def _follow(self, batch: list[tuple[int, Receipt]], began: float, succeeded: list[str]) -> None:
+        """What took how long. `succeeded`: id, model, created and generated of each job whose last receipt this was."""
+        at = now()
+        traced = {told.job: told.trace for _, told in batch if told.trace}
+        for told in (told for _, told in batch if told.trace):
+            traces.record(
+                "receipt", told.trace, began, at, job=told.job, request=told.request, rank=told.rank, stage=told.pp,
+                attempt=told.attempt, status=told.verdict, files=len(told.files), bytes=sum(file.bytes for file in told.files),
+            )  # fmt: skip
+        for job_id, model, created, generated in zip(*[iter(succeeded)] * 4, strict=True):
+            metrics.DURABLE.labels(model).observe(max(0.0, at - float(generated)))
+            metrics.JOB.labels(model).observe(max(0.0, at - float(created)))
+            traces.record("durable", traced.get(job_id, ""), float(generated), at, job=job_id)
 
     def _tell(self, worker: str, detail: str) -> None:
         """Once there is one disagreement, every request of the worker disagrees until its ranks are made equal."""
         at = time.monotonic()
         if at >= self._told.get(worker, at):
             self._told[worker] = at + self._settings.desync_log_s
-            log.warning("the ranks of worker %s disagree: %s", worker, detail)
+            log.warning("the ranks of worker %s disagree: %s", worker, detail, extra={"worker": worker})
 
 
 def _batches(receipts: Iterable[tuple[int, Receipt]]) -> Iterator[list[tuple[int, Receipt]]]:

@@ -62,6 +62,7 @@ class Receipt(Wire):
     global_version: int = 0  # of the global steering that the request began under
     epoch: int = 0  # how often this rank's action ledger began anew: checksums are compared within one epoch
     graded: list[float] = []  # what `RankSpec.grade` asked, from the last stage's first rank
+    trace: str = ""  # W3C traceparent of the attempt, as `RankSpec.trace`
 
     @property
     def verdict(self) -> str:

@@ -305,6 +305,7 @@ class RankSpec(Record):
     entry: Entry | None = None  # only of requests that generate one token; their `digest` is nobody else's
     grade: Grade | None = None
     keep_blocks: str = ""  # keep the KV cache of its prompt, where there is room, for requests whose `entry` names this run
+    trace: str = ""  # W3C traceparent of the attempt: goes into the receipts
 
     @property
     def key(self) -> str:

@@ -35,9 +35,10 @@ class Ask:
     entry: Entry | None = None
     grade: Grade | None = None
     keep_blocks: str = ""  # see `RankSpec`
+    trace: str = ""  # see `RankSpec`
 
 
-def ask_of(job: Job, request: int, attempt: int) -> Ask:
+def ask_of(job: Job, request: int, attempt: int, trace: str = "") -> Ask:
     """What a job that is no sweep asks for one of its prompts."""
     return Ask(
         job=job.id,
@@ -49,6 +50,7 @@ def ask_of(job: Job, request: int, attempt: int) -> Ask:
         captures=job.captures[request] if job.captures else [],
         captured=job.captured,
         stream=job.stream,
+        trace=trace,
     )
 
 

@@ -160,6 +160,7 @@ class FakeRanks:
             epoch=rank.ledger.epoch,
         )
 
+            trace=spec.trace,
     def _applied(self, finished: _Finished, pp: int) -> int:
         """Token rows that steering would have changed on a stage, over its layers."""
         rows = 0

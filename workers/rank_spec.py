@@ -35,6 +35,7 @@ def rank_spec(ask: Ask, everyone: GlobalSteering) -> RankSpec | None:
         entry=ask.entry,
         grade=ask.grade,
         keep_blocks=ask.keep_blocks,
+        trace=ask.trace,
     )
 
 

@@ -1,7 +1,7 @@
 -- queued -> running: the attempt that comes back is the worker's fencing token.
 -- args: id, worker, boot, ranks, lease_s, version of the global steering that the worker has applied, whether that steers anything
 --       ('1': every prompt gets receipts then, not only those that ask for something)
--- returns {'unknown'} | {'refused', state} | {'desynced', reason} | {'behind', version that is desired} | {'claimed', attempt, spec}
+-- returns {'unknown'} | {'refused', state} | {'desynced', reason} | {'behind', version that is desired} | {'claimed', attempt, spec, when it was queued}
 local id, worker, boot, ranks, lease_s, global_version, everyone = unpack(ARGV, FIRST, FIRST + 6)
 local job = read(id)
 if not job then
@@ -30,4 +30,5 @@ redis.call('HSET', hash, 'worker', worker, 'boot', boot, 'lease', now + tonumber
 redis.call('SADD', key('held', worker), id)
 look_at(job, now + tonumber(lease_s))
 move(job, 'running')
-return {'claimed', job.attempt, redis.call('HGET', hash, 'spec')}
+local spec, queued = unpack(redis.call('HMGET', hash, 'spec', 'queued'))
+return {'claimed', job.attempt, spec, queued}

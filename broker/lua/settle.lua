@@ -2,12 +2,14 @@
 -- keys: the mark of (worker, rank, epoch)
 -- args: then (seq, job, request, rank, pp, attempt, status, kind, checksum, actions, message, packed receipt,
 --       bytes and rows of its files, worker, its boot, epoch of the rank's ledger, token rows edited) per receipt, by seq
--- returns {mark, applied, duplicate, stale, unknown, beyond a gap, {worker, what its ranks disagree on, ...}}
+-- returns {mark, applied, duplicate, stale, unknown, beyond a gap, {worker, what its ranks disagree on, ...},
+--          partial and error among the applied, {id, model, created, generated of each job that has succeeded with it, ...}}
 local WIDTH = 18
 local before = tonumber(redis.call('GET', KEYS[1]) or '0')
 local mark = before
 local applied, duplicate, stale, unknown, beyond = 0, 0, 0, 0, 0
-local jobs, touched, disagreements = {}, {}, {}
+local partial, errors = 0, 0
+local jobs, touched, disagreements, succeeded = {}, {}, {}, {}
 
 local function place(rank, pp)
   return 'rank ' .. rank .. ' (stage ' .. pp .. ')'
@@ -60,6 +62,8 @@ local function receive(id, request, rank, pp, attempt, status, kind, checksum, a
     duplicate = duplicate + 1
   else
     applied = applied + 1
+    partial = partial + (status == 'partial' and 1 or 0)
+    errors = errors + (status == 'error' and 1 or 0)
     local sweep = job.kind == 'sweep' -- its worker reads the ticket, unit by unit
     job.receipts = job.receipts + (sweep and 0 or 1)
     if not job.touched and not sweep then
@@ -114,8 +118,15 @@ if mark > before then
   redis.call('SET', KEYS[1], mark)
 end
 for _, job in ipairs(touched) do
-  if not TERMINAL[job.state] and not finish(job) then
-    changed(job)
+  if not TERMINAL[job.state] then
+    if not finish(job) then
+      changed(job)
+    elseif job.state == 'succeeded' then
+      local created, generated = unpack(redis.call('HMGET', key('job', job.id), 'created', 'generated'))
+      for _, told in ipairs({job.id, job.model, created, generated}) do
+        succeeded[#succeeded + 1] = told
+      end
+    end
   end
 end
-return {mark, applied, duplicate, stale, unknown, beyond, disagreements}
+return {mark, applied, duplicate, stale, unknown, beyond, disagreements, partial, errors, succeeded}

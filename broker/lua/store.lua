@@ -1,6 +1,6 @@
 -- The outputs of an attempt, all at once. From here on the job waits for its receipts alone.
 -- args: id, attempt, capture_timeout_s, outputs
--- returns 'unknown' | 'stale' | 'cancelled' (asked for meanwhile: the outputs are dropped) | 'stored'
+-- returns 'unknown' | 'stale' | 'cancelled' (asked for meanwhile: the outputs are dropped) | 'running' (receipts are awaited) | 'succeeded'
 local id, attempt, capture_timeout, outputs = unpack(ARGV, FIRST, FIRST + 3)
 local job = read(id)
 if not job then
@@ -14,7 +14,7 @@ if job.state == 'cancelling' then
   return 'cancelled'
 end
 if job.generated then
-  return 'stored'
+  return job.state
 end
 local deadline = now + tonumber(capture_timeout)
 job.generated = now
@@ -24,4 +24,4 @@ look_at(job, deadline)
 if not finish(job) then
   changed(job)
 end
-return 'stored'
+return job.state

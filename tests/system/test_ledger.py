@@ -103,20 +103,20 @@ def test_a_stale_attempt_changes_nothing_and_is_told_so(redis_url: str) -> None:
             assert await claimed(ledger, job) == 1
             assert await ledger.release(job.id, 1) is State.QUEUED
             waiting = await ledger.view(job.id)
-            assert await ledger.store_outputs(job.id, 1, outputs(text="late")) is False, "nobody holds a queued job"
+            assert await ledger.store_outputs(job.id, 1, outputs(text="late")) is None, "nobody holds a queued job"
             assert await ledger.view(job.id) == waiting
             claim = await ledger.claim(job.id, "w2", "b2", 2)
             assert claim is not None
             assert claim.attempt == 2
             before = await ledger.view(job.id)
-            assert await ledger.store_outputs(job.id, 1, outputs(text="late")) is False
+            assert await ledger.store_outputs(job.id, 1, outputs(text="late")) is None
             assert await ledger.fail(job.id, 1, PROBLEM) is False
             assert await ledger.finish_cancel(job.id, 1) is False
             assert await ledger.release(job.id, 1) is None
             assert await ledger.emit(job.id, 1, Event(event="output", data={"index": 0}, attempt=1)) is False
             assert (await ledger.renew(WORKER, BOOT, {job.id: 1})).lost == {job.id}
             assert await ledger.view(job.id) == before
-            assert await ledger.store_outputs(job.id, 2, outputs(text="good")) is True
+            assert await ledger.store_outputs(job.id, 2, outputs(text="good"))
             result = await ledger.result(job.id)
             assert (result.state, result.outputs[0].text, result.attempt) == (State.SUCCEEDED, "good", 2)
 

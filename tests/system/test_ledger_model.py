@@ -86,7 +86,7 @@ class LedgerModel(RuleBasedStateMachine):
     @rule(age=AGE)
     def store(self, age: int) -> None:
         accepted = self.broker.do(self.broker.ledger.store_outputs(self.job.id, self.attempt - age, outputs(2)))
-        assert accepted == (self.working(age) and self.state is State.RUNNING)
+        assert (accepted is not None) == (self.working(age) and self.state is State.RUNNING)
         if self.working(age) and self.state is State.CANCELLING:
             self.to(State.CANCELLED)
         elif accepted:

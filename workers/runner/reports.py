@@ -85,4 +85,5 @@ class Reports:
             global_version=spec.global_version,
             epoch=self._actions.epoch,
             graded=tracked.graded() if tracked.graded is not None and not tracked.failure else [],
+            trace=spec.trace,
         )
