@@ -84,7 +84,7 @@ test-system: $(READY) model ## real Redis, Celery, ZeroMQ and HTTP
 
 test-engine: $(READY) model ## real vLLM on CPU
 	@echo "== engine tests"
-	@$(PYTEST) tests/engine
+	@$(PYTEST) --numprocesses 2 --dist loadgroup tests/engine
 
 fidelity: $(READY) ## measure every architecture, hook, runner and mode; writes docs/fidelity.md (NAMES=…: only these checkpoints)
 	@$(BIN)/python tests/engine/fidelity.py $(NAMES)

@@ -9,6 +9,21 @@ from host import Host
 from reference import Reference
 from tiny import checkpoint
 
+#: Several processes share these tests: each has a core of its own, because vLLM would bind the engines of all to the same one.
+if (WORKER := os.environ.get("PYTEST_XDIST_WORKER", "")).startswith("gw"):
+    CORES = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {CORES[int(WORKER[2:]) % len(CORES)]})
+
+#: Engines that several files use start once in all: those files run in one process, one after the other.
+ENGINES = {"v1", "cached", "v2", "compiled", "tp2", "pp2"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With `--dist loadgroup`: tests of shared engines are one group, those of any other file one each."""
+    sharing = {item.path for item in items if ENGINES & set(getattr(item, "fixturenames", ()))}
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group("engines" if item.path in sharing else item.path.stem))
+
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
