@@ -1,6 +1,8 @@
-"""Who looks after jobs that nobody holds? The `callbacks` worker: a Celery worker with the sweeper beside its pool.
+"""Who looks after jobs that nobody holds, and who tells of their ends? The `callbacks` worker: a Celery worker with the sweeper and the
+sender of webhooks beside its pool.
 
-The sweeper runs on a thread of its own and not as a task, because it must also run when messages get lost.
+Either runs on a thread of its own and not as a task, because it must also run when messages get lost. Run as many as there are
+machines: they share the work.
 Run as `python -m midstream.broker.callbacks`; settings come from the environment.
 """
 
@@ -8,6 +10,7 @@ import asyncio
 import logging
 import sys
 import threading
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from celery import Celery, bootsteps, signals
@@ -18,6 +21,7 @@ from ..schemas.settings import Settings, SettingsError, load_settings
 from .celery_app import CALLBACKS_QUEUE, make_app
 from .ledger import Ledger
 from .sweeper import Sweeper
+from .webhook_sender import Sender
 
 log = logging.getLogger(__name__)
 
@@ -27,21 +31,21 @@ CONCURRENCY = 4
 STOP_TIMEOUT_S = 10.0
 
 
-class SweeperThread:
-    """Sweeps every `sweep_interval_s` until stopped; a sweep that fails is logged and the next one tries again."""
+class LoopThread:
+    """Runs `work` on an event loop in a thread of its own until stopped; what `work` does about failures is its own affair."""
 
-    def __init__(self, app: Celery, settings: Settings) -> None:
-        self._app = app
-        self._settings = settings
+    def __init__(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._name = name
+        self._work = work
         self._loop = asyncio.new_event_loop()
         self._task: asyncio.Task[None] | None = None
-        self._thread = threading.Thread(target=self._main, name="sweeper", daemon=True)
+        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends after the sweep under way; harmless when repeated."""
+        """Ends after what is under way; harmless when repeated."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._cancel)
             self._thread.join(STOP_TIMEOUT_S)
@@ -54,43 +58,65 @@ class SweeperThread:
 
     def _main(self) -> None:
         asyncio.set_event_loop(self._loop)
-        self._task = self._loop.create_task(self._run())
+        self._task = self._loop.create_task(self._work())
         try:
             self._loop.run_until_complete(self._task)
         except asyncio.CancelledError:
-            log.info("sweeper stopped")
+            log.info("%s stopped", self._name)
         finally:
             self._loop.close()
 
-    async def _run(self) -> None:
-        ledger = Ledger.connect(self._settings)
-        sweeper = Sweeper(ledger, self._app, self._settings)
-        try:
-            while True:
-                try:
-                    report = await sweeper.sweep()
-                    if report:
-                        log.info("swept: %s", report)
-                except Exception:
-                    # Whatever it was, the other jobs still need the next sweep.
-                    log.exception("a sweep failed; the next one is in %s s", self._settings.sweep_interval_s)
-                await asyncio.sleep(self._settings.sweep_interval_s)
-        finally:
-            await ledger.close()
+
+async def keep_sweeping(app: Celery, settings: Settings) -> None:
+    """Sweep every `sweep_interval_s` until cancelled; a sweep that fails is logged and the next one tries again."""
+    ledger = Ledger.connect(settings)
+    sweeper = Sweeper(ledger, app, settings)
+    try:
+        while True:
+            try:
+                report = await sweeper.sweep()
+                if report:
+                    log.info("swept: %s", report)
+            except Exception:
+                # Whatever it was, the other jobs still need the next sweep.
+                log.exception("a sweep failed; the next one is in %s s", settings.sweep_interval_s)
+            await asyncio.sleep(settings.sweep_interval_s)
+    finally:
+        await ledger.close()
+
+
+async def keep_sending(settings: Settings) -> None:
+    """Send webhooks until cancelled."""
+    ledger = Ledger.connect(settings)
+    sender = Sender.over(ledger)
+    try:
+        await sender.run()
+    finally:
+        await sender.close()
+        await ledger.close()
 
 
 class SweeperStep(bootsteps.StartStopStep):
     """Worker bootstep that owns the sweeper's thread."""
 
-    def create(self, parent: Any) -> SweeperThread:
-        return SweeperThread(parent.app, parent.app.midstream_settings)
+    def create(self, parent: Any) -> LoopThread:
+        app = parent.app
+        return LoopThread("sweeper", lambda: keep_sweeping(app, app.midstream_settings))
+
+
+class SenderStep(bootsteps.StartStopStep):
+    """Worker bootstep that owns the thread that sends webhooks."""
+
+    def create(self, parent: Any) -> LoopThread:
+        settings = parent.app.midstream_settings
+        return LoopThread("webhooks", lambda: keep_sending(settings))
 
 
 def make_callbacks_app(settings: Settings) -> Celery:
     """The Celery app of the `callbacks` worker."""
     app = make_app(settings)
     app.midstream_settings = settings
-    app.steps["worker"].add(SweeperStep)
+    app.steps["worker"].update({SweeperStep, SenderStep})
     return app
 
 

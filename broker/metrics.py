@@ -34,9 +34,6 @@ RELEASE = Histogram("midstream_release_seconds", "From POST to the answer, of he
 
 # What workers do
 ATTEMPTS = Counter("midstream_attempts_total", "Attempts of this worker that are over", ["model", "outcome"])
-PROMPT_TOKENS = Counter("midstream_prompt_tokens_total", "Tokens of prompts whose generation has begun", ["model"])
-GENERATED_TOKENS = Counter("midstream_generated_tokens_total", "Tokens generated", ["model"])
-CELLS = Counter("midstream_cells_total", "Cells of sweeps that are known", ["model"])
 
 # What the relay does
 RECEIPTS = Counter("midstream_receipts_total", "Receipts by what became of them", ["status"])
@@ -46,6 +43,9 @@ REFUSED_FRAMES = Counter("midstream_relay_refused_frames_total", "Frames that th
 
 # What the callbacks worker does
 SWEPT = Counter("midstream_swept_total", "Jobs that the sweeper acted on", ["action"])
+WEBHOOK_ATTEMPTS = Counter("midstream_webhook_attempts_total", "Webhooks sent, by what came of it", ["outcome"])
+WEBHOOK_DEPTH = Gauge("midstream_webhook_outbox_depth", "Deliveries that are pending, over all senders")
+WEBHOOK_OLDEST = Gauge("midstream_webhook_oldest_due_seconds", "For how long the most overdue delivery has been due")
 
 # What the API does
 REFUSALS = Counter("midstream_refusals_total", "Calls refused for a limit, a quota or an overload", ["kind"])
@@ -53,6 +53,8 @@ REFUSALS = Counter("midstream_refusals_total", "Calls refused for a limit, a quo
 #: In one statement each, so that a scrape right after the start shows zeros instead of nothing.
 for _status in ("ok", "partial", "error", "duplicate", "stale", "unknown", "beyond_gap"):
     RECEIPTS.labels(_status)
+for _outcome in ("delivered", "retried", "failed", "disabled", "refused"):
+    WEBHOOK_ATTEMPTS.labels(_outcome)
 
 #: How a setting `metrics_port` of `midstream up` is shared out: each process its own port.
 PORT_OFFSETS = {"relay": 0, "worker": 1, "callbacks": 2}

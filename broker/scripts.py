@@ -10,6 +10,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
+
 from ..schemas.base import now, to_json, to_msgpack
 from ..schemas.errors import STATUS_OF_KIND, MidstreamError
 from ..schemas.jobs import TERMINAL, TRANSITIONS, Job, State
@@ -112,6 +114,11 @@ def asked_requests(job: Job) -> int:
     return sum(1 for captures, steering in zip_longest(job.captures, job.steering) if captures or steering)
 
 
+def _callback(job: Job) -> bytes | str:
+    """With the key whose secret signs what is told."""
+    return to_json(msgspec.structs.replace(job.callback, key=job.key)) if job.callback else ""
+
+
 def stored_tags(job: Job) -> list[str]:
     """The tags under which the job's captures become files; the user's own first."""
     if job.sweep is not None:
@@ -141,7 +148,7 @@ def submit(
         BLOB_TTL_FACTOR * settings.result_ttl_s, to_json(tags) if tags else "", to_json(job.modules),
         job.sweep.num_cells if job.sweep is not None else 0, to_json(job.runs), job.run,
         to_msgpack(Run(name=job.run, model=job.model, job=job.id, tag=tags[0], created=job.created)) if job.run else "",
-        job.tenant, job.priority, "" if job.expires is None else repr(job.expires), to_json(job.callback) if job.callback else "", *flat,
+        job.tenant, job.priority, "" if job.expires is None else repr(job.expires), _callback(job), *flat,
     ]  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from .base import Record
+from .errors import invalid
 
 #: `normal` is what the kind of job has by itself: someone waits at the OpenAI-style endpoints, a batch of jobs does not mind.
 Priority = Literal["high", "normal", "low"]
@@ -31,6 +32,7 @@ class Callback(Record):
 
     url: str
     events: list[CallbackEvent]
+    key: str = ""  # id of the API key that submitted the job: whose secret signs
 
 
 def handling_of(body: Handling) -> Handling:
@@ -41,7 +43,9 @@ def handling_of(body: Handling) -> Handling:
 
 
 def callback_of(handling: Handling) -> Callback | None:
-    """What was asked to be told, defaults filled in; None for nothing."""
+    """What was asked to be told, defaults filled in; None for nothing. Raises a 400 for events of which nobody is told."""
     if handling.callback_url is None:
+        if handling.callback_events is not None:
+            raise invalid("callback_events", "nobody is told of them: callback_url is missing")
         return None
     return Callback(url=handling.callback_url, events=list(dict.fromkeys(handling.callback_events or ENDS)))

@@ -55,6 +55,19 @@ class DeliveryPage(Record):
     next: str | None = None
 
 
+class DisabledEndpoint(Record):
+    """A receiver that answered 410: nothing is sent to it until it is enabled again."""
+
+    url: str
+    since: float
+
+
+class DisabledList(Record):
+    """Answer of `GET /v1/webhooks/disabled`."""
+
+    endpoints: list[DisabledEndpoint]
+
+
 class Secret(Record):
     """A signing secret, `whsec_…`; both of two sign while the former one is still accepted."""
 
@@ -66,6 +79,7 @@ class Secret(Record):
 class SecretList(Record):
     """Answer of `GET /v1/webhooks/secrets`: newest first."""
 
+    of: Literal["tenant", "key"]  # whose they are: of all keys of the tenant, or of this key alone
     secrets: list[Secret]
 
 
@@ -73,3 +87,4 @@ class RotateRequest(Record):
     """Body of `POST /v1/webhooks/secrets`."""
 
     keep_former_s: Annotated[float, msgspec.Meta(ge=0, le=30 * 24 * 3600)] = 24 * 3600.0  # how long the former one signs as well
+    own: bool = False  # this key gets a secret of its own, apart from its tenant's; one that has its own keeps it that way

@@ -1,5 +1,75 @@
--- Webhooks: what a change of state puts into the outbox, in the same commit. Included above the prelude, which calls it.
+-- Webhooks: what a change of state puts into the outbox, in the same commit. Included above the prelude, whose `move` calls
+-- `announce`, and above the outbox's own scripts (`hooks_….lua`); of the arguments only ARGV[1], the time, is known here.
+--   ms:hook:{id}            hash: a delivery, with all that its body needs; ms:hook-log:{id}: its attempts as JSON, the last ones
+--   ms:hooks                zset: ids of all that is pending, by when it is due
+--   ms:hook-lanes           zset: lanes (a tenant's receivers at one host) by when one has something to send
+--   ms:hook-lane:{lane}     zset: its pending ids that nobody sends just now, by when they are due
+--   ms:hook-busy:{lane}     zset: its ids that are being sent, by the end of their lease
+--   ms:hook-room            hash: lane -> how many at once
+--   ms:hook-index:{tenant}  zset: ids by creation; ms:hook-job:{job}: set of ids; ms:hook-done: zset of what is settled, by when
+--   ms:hook-off:{tenant}    hash: url -> since when it is disabled
 
--- `job` has just entered its state.
+local HOOK_FIRST_ROOM = 4 -- of a lane of which nothing is known
+
+local function hook_lane(tenant, url)
+  return tenant .. '|' .. string.lower(string.match(url, '^%a+://([^/?#]*)') or '')
+end
+
+local function hook_room(lane)
+  return tonumber(redis.call('HGET', 'ms:hook-room', lane) or HOOK_FIRST_ROOM)
+end
+
+-- When is something of this lane to be sent: when its first is due, if there is room for it, or when a lease ends.
+local function hook_plan(lane)
+  local first = redis.call('ZRANGE', 'ms:hook-lane:' .. lane, 0, 0, 'WITHSCORES')
+  local lease = redis.call('ZRANGE', 'ms:hook-busy:' .. lane, 0, 0, 'WITHSCORES')
+  local at
+  if first[1] and redis.call('ZCARD', 'ms:hook-busy:' .. lane) < hook_room(lane) then
+    at = first[2]
+  end
+  if lease[1] and (not at or tonumber(lease[2]) < tonumber(at)) then
+    at = lease[2]
+  end
+  if at then
+    redis.call('ZADD', 'ms:hook-lanes', at, lane)
+  else
+    redis.call('ZREM', 'ms:hook-lanes', lane)
+    redis.call('HDEL', 'ms:hook-room', lane)
+  end
+end
+
+-- It is pending from now on, and due at `at`.
+local function hook_put(id, lane, at)
+  redis.call('HSET', 'ms:hook:' .. id, 'state', 'pending', 'next', at)
+  redis.call('ZADD', 'ms:hooks', at, id)
+  redis.call('ZADD', 'ms:hook-lane:' .. lane, at, id)
+  hook_plan(lane)
+end
+
+-- `job` has just entered its state. Nothing is put twice: an attempt begins once and a job ends once, and either has one id.
 local function announce(job)
+  if not job.callback then
+    return
+  end
+  local name, told = 'job.' .. job.state, cjson.decode(job.callback)
+  local asked = false
+  for _, event in ipairs(told.events) do
+    asked = asked or event == name
+  end
+  if not asked then
+    return
+  end
+  local id = 'msg_' .. string.gsub(job.id, '^job_', '') .. '_' .. job.state
+  if not TERMINAL[job.state] then
+    id = id .. '_' .. job.attempt
+  end
+  local tenant = job.tenant or 'default'
+  if redis.call('HSETNX', 'ms:hook:' .. id, 'created', ARGV[1]) == 0 then
+    return
+  end
+  redis.call('HSET', 'ms:hook:' .. id, 'job', job.id, 'event', name, 'tenant', tenant, 'key', told.key or '', 'url', told.url,
+    'job_state', job.state, 'attempt', job.attempt, 'model', job.model, 'tries', 0)
+  redis.call('ZADD', 'ms:hook-index:' .. tenant, ARGV[1], id)
+  redis.call('SADD', 'ms:hook-job:' .. job.id, id)
+  hook_put(id, hook_lane(tenant, told.url), ARGV[1])
 end

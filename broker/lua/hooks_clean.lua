@@ -1,0 +1,14 @@
+-- What was settled before a time is forgotten.
+-- args: now, that time, how many at most
+-- returns how many
+local ids = redis.call('ZRANGEBYSCORE', 'ms:hook-done', '-inf', ARGV[2], 'LIMIT', 0, ARGV[3])
+for _, id in ipairs(ids) do
+  local job, tenant = unpack(redis.call('HMGET', 'ms:hook:' .. id, 'job', 'tenant'))
+  redis.call('DEL', 'ms:hook:' .. id, 'ms:hook-log:' .. id)
+  if job then
+    redis.call('ZREM', 'ms:hook-index:' .. tenant, id)
+    redis.call('SREM', 'ms:hook-job:' .. job, id)
+  end
+  redis.call('ZREM', 'ms:hook-done', id)
+end
+return #ids

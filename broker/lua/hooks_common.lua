@@ -1,0 +1,10 @@
+-- What the outbox's own scripts share.
+
+local function hook_end(id, lane, state)
+  redis.call('HSET', 'ms:hook:' .. id, 'state', state)
+  redis.call('HDEL', 'ms:hook:' .. id, 'next', 'lease')
+  redis.call('ZREM', 'ms:hooks', id)
+  redis.call('ZREM', 'ms:hook-lane:' .. lane, id)
+  redis.call('ZREM', 'ms:hook-busy:' .. lane, id)
+  redis.call('ZADD', 'ms:hook-done', ARGV[1], id)
+end

@@ -1,0 +1,40 @@
+-- What is due is lent to a sender: oldest lanes first, of each lane no more at once than it has room for.
+-- args: now, end of the lease, its token, how many at most, how many of one tenant at most, lanes looked at at most,
+--       then (tenant, how many of it this sender has already)
+-- returns per delivery {id, job, event, tenant, key, url, created, job_state, attempt, model, tries}
+local now, ends, token = tonumber(ARGV[1]), tonumber(ARGV[2]), ARGV[3]
+local limit, share, scan = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
+local has, lent = {}, {}
+for at = 7, #ARGV, 2 do
+  has[ARGV[at]] = tonumber(ARGV[at + 1])
+end
+for _, lane in ipairs(redis.call('ZRANGEBYSCORE', 'ms:hook-lanes', '-inf', now, 'LIMIT', 0, scan)) do
+  local tenant = string.match(lane, '^([^|]*)')
+  local waiting, busy = 'ms:hook-lane:' .. lane, 'ms:hook-busy:' .. lane
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', busy, '-inf', now)) do -- its sender is gone
+    redis.call('ZREM', busy, id)
+    redis.call('ZADD', waiting, redis.call('ZSCORE', 'ms:hooks', id) or now, id)
+  end
+  local room = math.min(hook_room(lane) - redis.call('ZCARD', busy), limit - #lent, share - (has[tenant] or 0))
+  if room > 0 then
+    for _, id in ipairs(redis.call('ZRANGEBYSCORE', waiting, '-inf', now, 'LIMIT', 0, room)) do
+      local told = redis.call('HMGET', 'ms:hook:' .. id, 'job', 'event', 'tenant', 'key', 'url', 'created', 'job_state', 'attempt',
+        'model', 'tries')
+      if redis.call('HEXISTS', 'ms:hook-off:' .. tenant, told[5]) == 1 then
+        hook_end(id, lane, 'disabled')
+      else
+        redis.call('ZREM', waiting, id)
+        redis.call('ZADD', busy, ends, id)
+        redis.call('HSET', 'ms:hook:' .. id, 'lease', token)
+        table.insert(told, 1, id)
+        lent[#lent + 1] = told
+        has[tenant] = (has[tenant] or 0) + 1
+      end
+    end
+  end
+  hook_plan(lane)
+  if #lent >= limit then
+    break
+  end
+end
+return lent

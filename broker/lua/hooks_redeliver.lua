@@ -1,0 +1,18 @@
+-- Somebody wants it sent again, or now: under its id, the ladder from its first rung.
+-- args: now, id
+-- returns 'unknown' | 'off' (its receiver is disabled) | 'pending'
+local id = ARGV[2]
+local hook = 'ms:hook:' .. id
+local state, tenant, url, lease = unpack(redis.call('HMGET', hook, 'state', 'tenant', 'url', 'lease'))
+if not state then
+  return 'unknown'
+end
+if redis.call('HEXISTS', 'ms:hook-off:' .. tenant, url) == 1 then
+  return 'off'
+end
+if not lease then -- else it is being sent just now
+  redis.call('HSET', hook, 'tries', 0)
+  redis.call('ZREM', 'ms:hook-done', id)
+  hook_put(id, hook_lane(tenant, url), ARGV[1])
+end
+return 'pending'

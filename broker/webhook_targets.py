@@ -1,0 +1,103 @@
+"""Which addresses may a webhook be sent to? Public ones: nobody may have this machine call its own network for him.
+
+A URL is looked at twice: as it is written, when a job is submitted; and by every address that its name has, when something is sent.
+"""
+
+import re
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
+from urllib.parse import urlsplit
+
+Address = IPv4Address | IPv6Address
+
+#: Not private by the book, and yet nobody's receiver.
+_EXTRA_V4 = {
+    IPv4Network("168.63.129.16/32"): "the metadata address of a cloud",
+    IPv4Network("192.0.0.0/24"): "reserved",
+    IPv4Network("192.88.99.0/24"): "reserved",
+    IPv4Network("100.64.0.0/10"): "of a carrier's inner network",
+}
+#: All of IPv6 that is anybody's receiver lies here, or leads to an IPv4 address through NAT64.
+_GLOBAL_V6 = IPv6Network("2000::/3")
+_NAT64 = IPv6Network("64:ff9b::/96")
+_EXTRA_V6 = {
+    IPv6Network("2001::/23"): "reserved, or a tunnel",
+    IPv6Network("2001:db8::/32"): "for documentation",
+    IPv6Network("2002::/16"): "a tunnel",
+    IPv6Network("3fff::/20"): "for documentation",
+}
+_KINDS = (
+    ("is_unspecified", "unspecified"), ("is_loopback", "loopback"), ("is_link_local", "link-local"), ("is_multicast", "multicast"),
+    ("is_private", "private"), ("is_reserved", "reserved"),
+)  # fmt: skip
+
+#: Printable ASCII: what lies outside of it is percent-encoded, a host outside of it in its `xn--` form.
+_PRINTABLE = re.compile(r"[!-~]+")
+#: What the C library takes for an IPv4 address besides four decimal numbers: `127.1`, `0x7f000001`, `017700000001`.
+_NUMBER = re.compile(r"(?:0[xX][0-9a-fA-F]*|\d+)")
+_DOTTED = re.compile(r"(?:(?:0|[1-9]\d{0,2})\.){3}(?:0|[1-9]\d{0,2})")
+_HOST = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?")
+MAX_HOST = 253
+
+
+def refusal(address: Address) -> str | None:
+    """Why nothing may be sent to `address`; None when it is public."""
+    if isinstance(address, IPv6Address) and address in _NAT64:
+        return refusal(IPv4Address(int(address) & 0xFFFFFFFF))
+    for kind, what in _KINDS:
+        if getattr(address, kind):
+            return what
+    if isinstance(address, IPv4Address):
+        found = next((what for network, what in _EXTRA_V4.items() if address in network), None)
+        return found or (None if address.is_global else "not public")
+    if address.scope_id is not None:
+        return "of one link"
+    if address not in _GLOBAL_V6:
+        return "not public"
+    return next((what for network, what in _EXTRA_V6.items() if address in network), None)
+
+
+def url_fault(url: str, allow_private: bool) -> str | None:
+    """What is wrong with a receiver's URL as it is written; None for nothing. Names are not looked up here.
+
+    `allow_private`: the setting `webhook_allow_private`.
+    """
+    if not _PRINTABLE.fullmatch(url) or "\\" in url:
+        return "is to be of printable ASCII characters: write others percent-encoded, a host's name as xn--…"
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        return f"is no URL: {error}"
+    if parts.scheme not in ("http", "https"):
+        return f"{parts.scheme or 'no scheme'} is not called: http and https are"
+    if "@" in parts.netloc:
+        return "may not hold a user's name or a password: it is shown to whoever may see the job"
+    if "#" in url:
+        return "may not have a fragment: it is never sent"
+    if port == 0:
+        return "port 0 is none"
+    return _host_fault(parts.netloc, parts.hostname or "", allow_private)
+
+
+def _host_fault(netloc: str, host: str, allow_private: bool) -> str | None:
+    if netloc.startswith("["):
+        try:
+            address: Address = IPv6Address(host)
+        except ValueError:
+            return f"[{host}] is no IPv6 address"
+        why = refusal(address)
+    elif _NUMBER.fullmatch(host.rstrip(".").rpartition(".")[2]):
+        if not _DOTTED.fullmatch(host):
+            return f"{host!r} is no host: write an IPv4 address as four decimal numbers"
+        try:
+            why = refusal(ip_address(host))
+        except ValueError:
+            return f"{host!r} is no IPv4 address"
+    else:
+        if not _HOST.fullmatch(host) or len(host) > MAX_HOST:
+            return f"{host!r} is no host's name"
+        bare = host.rstrip(".")
+        why = "loopback" if bare == "localhost" or bare.endswith(".localhost") else None
+    if why is None or allow_private:
+        return None
+    return f"{host} is {why}: such addresses are not called (setting webhook_allow_private)"
