@@ -198,6 +198,12 @@ class RankSteering(Record):
     requests: int
     outbox: int  # receipts that the relay has not taken yet
     backlog: int  # bytes of captured rows that wait for the writers
+    captured_rows: int = 0  # since the rank started: one hook of one layer at one position
+    captured_bytes: int = 0
+    dropped_positions: int = 0  # asked for and dropped under overload
+    running: int = 0  # requests in the engine's last step, with or without interventions
+    queued: int = 0  # requests that waited for it
+    kv_cache: float = 0.0  # share of the KV cache in use then, 0 to 1
 
 
 WorkerState = Literal["serving", "resyncing", "quarantined"]

@@ -15,7 +15,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -24,7 +24,7 @@ from ..schemas.errors import MidstreamError
 from ..schemas.jobs import Output, Sampling, TokenLogprob
 from ..schemas.settings import Settings
 from ..schemas.specs import RankSpec, StoredSteering
-from ..schemas.steering import GlobalSteering
+from ..schemas.steering import GlobalSteering, RankSteering
 from .engine import Ask, Progress
 from .fake_model import Dice, make_bundle, make_info, make_tokenizer
 from .fake_rank import FakeFaults
@@ -47,6 +47,7 @@ class FakeEngine(RankControl):
         self.info = make_info(settings, self._tokenizer, self.tokenizer)
         self._slots = asyncio.Semaphore(settings.max_num_seqs)
         self._tokens = 0  # generated so far, over all requests
+        self._running = 0  # requests that are being generated, and do not wait
         self._death: asyncio.Event = asyncio.Event()
         self._reason = ""
         self._active: Counter[tuple[str, int]] = Counter()  # requests of an attempt that are being generated
@@ -67,6 +68,10 @@ class FakeEngine(RankControl):
             raise MidstreamError("engine_failed", self._reason)
         return self.ranks.call(method, args)
 
+    async def steering_status(self) -> list[RankSteering]:
+        self.ranks.tell_load(self._running, sum(self._active.values()) - self._running)
+        return await super().steering_status()
+
     async def generate(self, ask: Ask, everyone: GlobalSteering) -> AsyncGenerator[Progress, None]:
         attempt = ask.job, ask.attempt
         self._active[attempt] += 1
@@ -82,7 +87,7 @@ class FakeEngine(RankControl):
 
     async def _generate(self, ask: Ask, spec: RankSpec | None) -> AsyncGenerator[Progress, None]:
         steering = [*spec.global_steering, *spec.steering] if spec is not None else []
-        async with self._rows.admitted(row_wish(spec)), self._slots:
+        async with self._rows.admitted(row_wish(spec)), self._slots, self._stepping():
             if (found := self.faults.get("generate")) is not None and int(found["request"]) == ask.request:
                 raise MidstreamError("intervention_failed", f"rank 0 refused prompt {ask.request}: injected fault")
             writing = _Writing(self._tokenizer, ask, steering)
@@ -102,6 +107,14 @@ class FakeEngine(RankControl):
             if spec is not None:
                 self.ranks.report(ask, spec, writing.token_ids)
         yield writing.progress()
+
+    @asynccontextmanager
+    async def _stepping(self) -> AsyncGenerator[None, None]:
+        self._running += 1
+        try:
+            yield
+        finally:
+            self._running -= 1
 
     async def _take_time(self, ask: Ask) -> None:
         if self._settings.fake_token_s:

@@ -63,6 +63,8 @@ class FakeRank:
         self.rank, self.tp, self.pp = rank, tp, pp
         self.ledger = ActionLedger()
         self.step = 0
+        #: What a real rank knows of the scheduler, its writer and its outbox.
+        self.load: dict[str, float] = {"outbox": 0, "backlog": 0}
         self.vectors: dict[str, list[int]] = {}  # name → shape
         self.runs: dict[str, RunFiles] = {}  # by key; the rows themselves nobody reads
         self.modules: dict[str, tuple[str, list[str]]] = {}  # name → (digest, tensors)
@@ -186,8 +188,7 @@ class FakeRank:
             "runs": len(self.runs),
             "run_bytes": sum(run.bytes for run in self.runs.values()),
             "requests": len(self._live),
-            "outbox": 0,
-            "backlog": 0,
+            **self.load,
         }
 
     # Requests

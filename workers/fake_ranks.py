@@ -69,6 +69,12 @@ class FakeRanks:
         """The answer of every rank, in rank order."""
         return [getattr(rank, method)(*arguments) for rank in self.ranks]
 
+    def tell_load(self, running: int, queued: int) -> None:
+        """What a real rank knows besides: requests in the engine, and of its own its captures and its outbox."""
+        for rank, outbox, writer in zip(self.ranks, self._outboxes, self._writers, strict=True):
+            busy = {"running": running, "queued": queued, "kv_cache": running / self._settings.max_num_seqs}
+            rank.load = {"outbox": outbox.depth(), "backlog": writer.backlog, **writer.totals, **busy}
+
     def begin(self, spec: RankSpec) -> None:
         """A request enters every rank. Raises MidstreamError("intervention_failed") when it cannot be steered."""
         results = [rank.begin(spec) for rank in self.ranks]
@@ -158,9 +164,9 @@ class FakeRanks:
             applied=self._applied(finished, rank.pp),
             global_version=spec.global_version,
             epoch=rank.ledger.epoch,
+            trace=spec.trace,
         )
 
-            trace=spec.trace,
     def _applied(self, finished: _Finished, pp: int) -> int:
         """Token rows that steering would have changed on a stage, over its layers."""
         rows = 0

@@ -107,7 +107,7 @@ class RankControl(ABC):
 
 def rank_steering(status: dict[str, Any]) -> RankSteering:
     """What `midstream_status` says of steering; it says more."""
-    return msgspec.convert({name: status[name] for name in RankSteering.__struct_fields__}, RankSteering)
+    return msgspec.convert({name: status[name] for name in RankSteering.__struct_fields__ if name in status}, RankSteering)
 
 
 def row_wish(spec: RankSpec | None) -> frozenset[RowWish]:

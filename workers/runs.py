@@ -26,6 +26,7 @@ from .collective import Quarantined
 from .engine import Engine, Progress, ask_of
 from .patience import UNAVAILABLE, patiently
 from .run_holds import RunHolds
+from .stages import Attempt, Totals
 from .steering import Standing
 from .sweeps import SweepRun
 
@@ -66,6 +67,7 @@ class Run:
     attempt: int
     task: "asyncio.Task[object]"
     lease: Lease  # on the global steering that it runs under
+    stages: Attempt  # how far it is
     ending: Outcome | None = None  # why it is being stopped
     detail: str = ""  # more of that
     closed: bool = False  # past the point where stopping it means anything
@@ -112,6 +114,7 @@ class Runs:
         self._running: dict[str, Run] = {}
         self.sources = RunHolds(ledger, engine, worker)
         self._cells = CellSlots(self._cells_at_once)  # of all sweeps
+        self.totals = Totals()
 
     @property
     def held(self) -> dict[str, int]:
@@ -197,8 +200,11 @@ class Runs:
         self._running[job_id] = run
         crash_point("worker.claimed")
         try:
-            return await self._attempt(run)
+            outcome = await self._attempt(run)
+            run.stages.over(outcome)
+            return outcome
         finally:
+            run.stages.close()
             if self._running.get(job_id) is run:
                 del self._running[job_id]
 
@@ -226,9 +232,11 @@ class Runs:
             outputs = await (self._generate(run) if run.job.sweep is None else self._sweep(run))
             run.check()
             crash_point("worker.generated")
+            began = now()
             stored = await patiently(lambda: self._ledger.store_outputs(run.job.id, run.attempt, outputs), f"outputs of {run.job.id}")
             run.closed = True
             crash_point("worker.stored")
+            run.stages.stored(stored, run.reported, began)
             return Outcome.GENERATED if stored else Outcome.LOST
         except asyncio.CancelledError:
             if run.ending is None:
@@ -270,12 +278,15 @@ class Runs:
 
     async def _prompt(self, run: Run, request: int) -> Output:
         output: Output | None = None
-        async with aclosing(self._engine.generate(ask_of(run.job, request, run.attempt), run.lease.steering)) as stream:
-            async for progress in stream:
-                run.check()
-                output = progress.finished
-                if run.job.stream and (progress.text or progress.token_ids or output):
-                    await self._emit(run, _token_event(progress, run.attempt))
+        ask = ask_of(run.job, request, run.attempt, run.stages.span.traceparent)
+        with run.stages.prompt(request, len(ask.token_ids)) as told:
+            async with aclosing(self._engine.generate(ask, run.lease.steering)) as stream:
+                async for progress in stream:
+                    run.check()
+                    told.heard(len(progress.token_ids))
+                    output = progress.finished
+                    if run.job.stream and (progress.text or progress.token_ids or output):
+                        await self._emit(run, _token_event(progress, run.attempt))
         if output is None:
             raise MidstreamError("engine_failed", f"the engine ended prompt {request} without an output")
         await self._emit(run, Event(event="output", data={"index": request}, attempt=run.attempt))

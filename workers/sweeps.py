@@ -288,10 +288,12 @@ class SweepRun:
 
     async def _request(self, pending: _Pending, ask: Ask) -> None:
         try:
-            finished = False
+            finished, totals = False, self._run.stages.totals
+            totals.prompt_tokens += len(ask.token_ids)
             async with aclosing(self._engine.generate(ask, self._everyone)) as stream:
                 async for progress in stream:
                     finished = progress.finished is not None
+                    totals.generated_tokens += len(progress.token_ids)
             self._run.check()
             if not finished:
                 raise MidstreamError("engine_failed", f"the engine ended request {ask.request} without an output")
@@ -361,6 +363,7 @@ class SweepRun:
         if kept != "kept":
             self._refused(kept)
             self._run.check()
+        self._run.stages.totals.cells += sum(cell is not None for _, cell in batch)
         for record, _ in batch:
             self._records.setdefault(record.unit, record)
 

@@ -5,7 +5,7 @@ Both adapters are mixed in front of the platform's runner class; see `docs/decis
 
 from typing import TYPE_CHECKING, Any
 
-from .scheduler import finishes, keeping
+from .scheduler import finishes, keeping, load
 from .step import NewRequest, RequestRows, StepView
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ class _Adapter:
     def _begin(self, scheduler_output: Any) -> None:
         if self.midstream is not None:
             preempted = len(scheduler_output.preempted_req_ids or ())
+            self.midstream.load = load(scheduler_output)
             self.midstream.begin(
                 _new_requests(scheduler_output),
                 finishes(scheduler_output),

@@ -37,7 +37,7 @@ from .sites import Buffers, Site
 from .slabs import SlabPool
 from .standing import Standing
 from .steering import HeldRows, RowTable, VectorStore
-from .step import Finish, NewRequest, StepView
+from .step import Finish, Load, NewRequest, StepView
 from .taints import Taints
 from .writer import make_writer
 
@@ -95,6 +95,7 @@ class DataPlane:
         self._live: set[str] = set()  # keys of the tracked
         self._ends: dict[str, int] = {}  # said by the worker of requests that have not finished here
         self._finished: dict[str, tuple[Tracked, Finish]] = {}  # over here; the worker has not said where they end
+        self.load = Load()
         self._step = 0
         self._preemptions = 0
         self._schedule = 0  # how batches were composed since this rank last had nothing to do: two runs can be told to be alike
@@ -178,6 +179,10 @@ class DataPlane:
             "spilled_bytes": self._slabs.spilled,
             "outbox": self._outbox.depth(),
             "backlog": self._writer.backlog,
+            **self._writer.totals,
+            "running": self.load.running,
+            "queued": self.load.queued,
+            "kv_cache": self.load.kv_cache,
         }
 
     def close(self) -> None:

@@ -18,11 +18,12 @@ from .config import plane_config
 from .kept_blocks import KeptBlocks
 from .process import die_with_parent
 from .row_index import Keeping, RowIndex
-from .step import Finish
+from .step import Finish, Load
 
 _KEY = "midstream"
 _FINISHES = "midstream_finishes"
 _KEEPING = "midstream_keeping"
+_LOAD = "midstream_load"
 
 #: Part of every hash that covers an intervention; a new one makes sure that no block of before is reused.
 _epoch = 0
@@ -46,6 +47,11 @@ def finishes(scheduler_output: Any) -> dict[str, Finish]:
 def keeping(scheduler_output: Any) -> Keeping | None:
     """What this step tells the ranks about kept rows."""
     return getattr(scheduler_output, _KEEPING, None)
+
+
+def load(scheduler_output: Any) -> Load:
+    """How busy the engine is in this step: told to the ranks because they are asked anyway."""
+    return Load(*getattr(scheduler_output, _LOAD, ()))
 
 
 class _Midstream:
@@ -100,6 +106,8 @@ class _Midstream:
             setattr(output, _FINISHES, told)
         if self._midstream_capturing or self._midstream_rows.pending:
             setattr(output, _KEEPING, self._keeping(output))
+        running, queued = self.get_request_counts()  # type: ignore[attr-defined]
+        setattr(output, _LOAD, (running, queued, self.kv_cache_manager.usage))  # type: ignore[attr-defined]
         return output
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:

@@ -22,6 +22,15 @@ class Finish:
 
 
 @dataclass(frozen=True, slots=True)
+class Load:
+    """How busy the whole engine is: requests in this step, those that wait, and the share of the KV cache in use."""
+
+    running: int = 0
+    queued: int = 0
+    kv_cache: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class RequestRows:
     """A request's share of the step's token rows: row `first_row + i` is token position `first_position + i`."""
 

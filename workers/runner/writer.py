@@ -74,6 +74,7 @@ class Writer:
         self._queue: queue.SimpleQueue[WriteJob | None] = queue.SimpleQueue()
         self._pending = 0
         self.backlog = 0  # bytes of rows that wait, or are being written
+        self.totals = {"captured_rows": 0, "captured_bytes": 0, "dropped_positions": 0}  # since the start
         self._lock = threading.Lock()
         self._shared: dict[str, Consumer] = {"memory": Memory(memory_limit), "logging": Logging(), **installed()}
         usage = Usage(store.root, store.quota)
@@ -145,6 +146,10 @@ class Writer:
                 if (capture := _built(of_request, build)) is not None:
                     captures.append((of_request, capture))
         outcomes = self._consume(captures, consumers)
+        with self._lock:
+            self.totals["captured_rows"] += sum(capture.num_rows for _, capture in captures)
+            self.totals["captured_bytes"] += sum(capture.size for _, capture in captures)
+            self.totals["dropped_positions"] += sum(len(capture.dropped) for _, capture in captures)
         for (of_request, capture), by_name in zip(captures, outcomes, strict=True):
             _note(of_request, capture, by_name)
         return [of_request.receipt() for of_request in told]
