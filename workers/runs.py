@@ -14,9 +14,10 @@ from enum import StrEnum
 
 from ..broker.ledger import Claim, ClaimRefused, Ledger
 from ..broker.sweeps import Kept
+from ..schemas.base import now
 from ..schemas.errors import MidstreamError, Problem
 from ..schemas.faults import crash_point
-from ..schemas.jobs import Event, Job, Output, State
+from ..schemas.jobs import Event, Job, Output
 from ..schemas.runs import ZEROS, is_row, runs_named
 from ..schemas.steering import GlobalSteering
 from ..schemas.tensors import Tensor, content_hash
@@ -190,7 +191,7 @@ class Runs:
     async def _run(self, claim: Claim, lease: Lease) -> Outcome:
         task = asyncio.current_task()
         assert task is not None, "run_job runs as a task"
-        run = Run(claim.job, claim.attempt, task, lease)
+        run = Run(claim.job, claim.attempt, task, lease, Attempt(claim, self._worker, self.totals))
         if not run.reported:
             lease.end()  # nobody has to wait for it
         job_id = claim.job.id
