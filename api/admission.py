@@ -16,9 +16,11 @@ from ..schemas.base import now
 from ..schemas.errors import MidstreamError, invalid
 from ..schemas.handling import Handling, callback_of
 from ..schemas.jobs import Job, Sampling, StoredPrompt
+from ..schemas.keys import Caller, scoped
 from ..schemas.models import ModelInfo
 from ..schemas.selectors import PositionWish, Span
 from ..schemas.specs import PatchSpec, StoredCapture, StoredSteering
+from .auth import EVERYBODY
 from .patched import runs_of
 from .rules import Bounds, PromptFacts, has_text, resolve_captures
 from .standing import NOTHING, Standing
@@ -236,8 +238,10 @@ def facts_of(wish: Wish, prompts: Sequence[StoredPrompt], codec: Codec, standing
 # --- Altogether ------------------------------------------------------------------------------------------------------
 
 
-async def admit(wish: Wish, model: ModelInfo, codec: Codec, job_id: str, standing: Standing = NOTHING) -> Admitted:
-    """The wish as a job under `job_id`. Raises a 400 with the path of the first field at fault."""
+async def admit(
+    wish: Wish, model: ModelInfo, codec: Codec, job_id: str, standing: Standing = NOTHING, caller: Caller = EVERYBODY
+) -> Admitted:
+    """The wish as a job of `caller` under `job_id`. Raises a 400 with the path of the first field at fault."""
     check_metadata(wish.metadata)
     check_sampling(wish.sampling, wish.sampling_at, model)
     prompts = await tokenise(wish.prompts, model, codec)
@@ -256,17 +260,23 @@ async def admit(wish: Wish, model: ModelInfo, codec: Codec, job_id: str, standin
         metadata=wish.metadata,
         modules={name: standing.modules[name].digest for name in modules_named(wish.steering, wish.patch)},
         runs={name: standing.runs[name].job for name in runs_of(wish.patch)},
-        run=(wish.capture.run or "") if wish.capture else "",
-        **handled(wish.handling),
+        run=scoped(caller.tenant, wish.capture.run) if wish.capture and wish.capture.run else "",
+        **handled(wish.handling, caller),
     )
     named = {name for module in standing.modules.values() for name in module.tensors}
     return Admitted(job, blobs, sorted(named - blobs.keys()))
 
 
-def handled(handling: Handling) -> dict[str, Any]:
-    """The members of a job that say how it is handled."""
+def handled(handling: Handling, caller: Caller) -> dict[str, Any]:
+    """The members of a job that say whose it is and how it is handled."""
     expires = None if handling.expires_in is None else now() + handling.expires_in
-    return {"priority": handling.priority, "expires": expires, "callback": callback_of(handling)}
+    return {
+        "tenant": caller.tenant,
+        "key": caller.key,
+        "priority": handling.priority,
+        "expires": expires,
+        "callback": callback_of(handling),
+    }
 
 
 def unknown_model(name: str, served: Sequence[str]) -> MidstreamError:

@@ -11,6 +11,7 @@ from litestar.types import Message, Scope
 from .. import __version__
 from ..schemas.settings import Settings
 from . import captures, completions, jobs, openapi, problems, runs, service, steering, sweeps
+from .auth import authorize
 from .body import JsonRequest
 from .edge import open_edge
 
@@ -42,6 +43,7 @@ def make_app(settings: Settings) -> Litestar:
         request_max_body_size=settings.max_body_mib * 1024 * 1024,
         exception_handlers=problems.HANDLERS,
         before_send=[_name_version],
+        guards=[authorize],
         middleware=[PrometheusConfig(app_name="midstream", prefix="midstream_http", group_path=True).middleware],
         openapi_config=openapi.config(records),
         plugins=[records],

@@ -15,7 +15,9 @@ from litestar.exceptions.http_exceptions import RequestEntityTooLarge
 
 from ..schemas.base import from_json
 from ..schemas.errors import MidstreamError, invalid
+from ..schemas.keys import scoped
 from . import problems
+from .auth import caller_of
 
 #: A client that sends too much hears of it only once it has stopped sending; we read this many times the limit for it.
 DRAIN_FACTOR = 4
@@ -82,11 +84,14 @@ class JsonRequest(Request[Any, Any, Any]):
                 most -= len(message["body"])
 
     async def idempotency(self, key: str | None) -> tuple[str, str] | None:
-        """The `Idempotency-Key` and the SHA-256 of what was asked under it, or None without a key. Raises a 400 naming it."""
+        """The `Idempotency-Key`, as it is kept for the caller's tenant, and the SHA-256 of what was asked under it.
+
+        None without a key. Raises a 400 naming it.
+        """
         if key is None:
             return None
         if not 0 < len(key) <= MAX_KEY_LENGTH or not (key.isascii() and key.isprintable()):
             raise invalid("Idempotency-Key", "is not 1 to 255 printable ASCII characters")
         asked = hashlib.sha256(self.url.path.encode() + b"\0")
         asked.update(await self.body())
-        return key, asked.hexdigest()
+        return scoped(caller_of(self).tenant, key), asked.hexdigest()

@@ -10,16 +10,19 @@ from litestar.openapi.datastructures import ResponseSpec
 from litestar.params import PathParameter, QueryParameter
 from litestar.response import Stream
 
-from ..broker.captures import Captures
+from ..broker.captures import Captures, no_captures
 from ..broker.headers import Place, place_in, read_headers
+from ..broker.ledger import not_found
 from ..schemas.captures import CaptureManifest, CapturePage, ManifestFile
 from ..schemas.errors import MidstreamError, invalid
 from ..schemas.jobs import CaptureResults, FileEntry
+from ..schemas.keys import Caller
 from ..schemas.selectors import ALIASES
 from . import packed
+from .auth import caller_of, tenant_asked
 from .body import JsonRequest
 from .edge import Edge, edge_of
-from .jobs import ERRORS, MAX_PAGE, PROBLEM, JobId, Known
+from .jobs import ERRORS, MAX_PAGE, PROBLEM, JobId, Known, Whose
 from .outcome import capture_url, matches, result_of
 
 MEDIA_TYPE = "application/octet-stream"
@@ -30,9 +33,16 @@ _LAYERS = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?")
 MAX_LAYER_SPAN = 10_000
 
 
-async def _captured(edge: Edge, job_id: str) -> CaptureResults:
+def _sees(caller: Caller, owner: str | None) -> bool:
+    return owner is not None and caller.sees(owner)
+
+
+async def _captured(edge: Edge, caller: Caller, job_id: str) -> CaptureResults:
     """What the job's receipts say. Raises `not_found` when nothing was to be captured, `gone` when it was deleted."""
-    await edge.patiently(lambda: Captures(edge.ledger).check(job_id))
+    captures = Captures(edge.ledger)
+    if not _sees(caller, await edge.patiently(lambda: captures.owner(job_id))):
+        raise not_found(job_id)
+    await edge.patiently(lambda: captures.check(job_id))
     results = (await result_of(edge, job_id)).capture_results
     if results.status == "not_requested":
         raise MidstreamError("not_found", f"job {job_id} did not ask for a capture")
@@ -97,14 +107,16 @@ async def list_captures(
     tag: Annotated[str | None, QueryParameter(description="Only jobs with captures under this tag")] = None,
     limit: Annotated[int, QueryParameter(ge=1, le=MAX_PAGE)] = 50,
     cursor: Annotated[str | None, QueryParameter(description="`next` of the page before")] = None,
+    tenant: Whose = None,
 ) -> CapturePage:
-    return await Captures(edge_of(request).ledger).list(tag=tag, limit=limit, cursor=cursor)
+    whose = tenant_asked(caller_of(request), tenant)
+    return await Captures(edge_of(request).ledger).list(tag=tag, limit=limit, cursor=cursor, tenant=whose)
 
 
 @get("/v1/captures/{job_id:str}", summary="What a job captured", responses=CAPTURE_ERRORS)
 async def get_manifest(job_id: JobId, request: JsonRequest) -> CaptureManifest:
     edge = edge_of(request)
-    results = await _captured(edge, job_id)
+    results = await _captured(edge, caller_of(request), job_id)
     files = await anyio.to_thread.run_sync(_described, edge, job_id, results.files)
     return CaptureManifest(
         job=job_id,
@@ -125,7 +137,10 @@ async def get_manifest(job_id: JobId, request: JsonRequest) -> CaptureManifest:
     responses=CAPTURE_ERRORS,
 )
 async def delete_captures(job_id: JobId, request: JsonRequest) -> None:
-    await Captures(edge_of(request).ledger).delete(job_id)
+    captures = Captures(edge_of(request).ledger)
+    if not _sees(caller_of(request), await captures.owner(job_id)):
+        raise no_captures(job_id)
+    await captures.delete(job_id)
 
 
 @get(
@@ -139,7 +154,7 @@ async def get_file(
     job_id: JobId, name: Annotated[str, PathParameter(description="`name` of the manifest")], request: JsonRequest, known: Known = None
 ) -> Response[Any]:
     edge = edge_of(request)
-    entries = [entry for entry in (await _captured(edge, job_id)).files if _name(entry) == name]
+    entries = [entry for entry in (await _captured(edge, caller_of(request), job_id)).files if _name(entry) == name]
     if not entries:
         raise MidstreamError("not_found", f"job {job_id} has no file {name!r}")
     return await _whole(edge, job_id, entries[0], known)
@@ -176,7 +191,7 @@ async def get_safetensors(
 ) -> Response[Any]:
     edge = edge_of(request)
     wanted = None if layers is None else parse_layers(layers)
-    results = await _captured(edge, job_id)
+    results = await _captured(edge, caller_of(request), job_id)
     entries = [entry for entry in results.files if entry.request == prompt]
     chosen_tag = tag or (_tag(entries[0]) if entries else "")
     entries = sorted((entry for entry in entries if _tag(entry) == chosen_tag), key=lambda entry: entry.pp)

@@ -18,6 +18,7 @@ from ..schemas.errors import MidstreamError
 from ..schemas.jobs import JobView
 from ..schemas.openai import ChatCompletion, ChatRequest, Completion, CompletionRequest, OpenAIRequest
 from . import events, problems, shapes
+from .auth import caller_of
 from .body import JsonRequest
 from .edge import edge_of, unless_client_leaves
 from .jobs import PROBLEM, SUBMIT_ERRORS, Key
@@ -42,7 +43,7 @@ DESCRIPTION = (
 async def _answer(request: JsonRequest, body: OpenAIRequest, wish: Wish, shape: Shape, key: str | None) -> Response[Any]:
     edge = edge_of(request)
     created = now()
-    job_id = await edge.submit(wish, await request.idempotency(key))
+    job_id = await edge.submit(wish, await request.idempotency(key), caller_of(request))
     headers = {JOB_HEADER: job_id, "Location": job_url(edge, job_id)}
     hold = body.capture_wait or (wish.capture is not None and "memory" in wish.capture.consumers)
 

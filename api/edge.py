@@ -8,10 +8,12 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import anyio.to_thread
+import msgspec
 from litestar import Request
 
 from ..broker.celery_app import enqueue
 from ..broker.celery_app import make_app as make_celery
+from ..broker.keys import Keys
 from ..broker.ledger import Ledger, new_job_id
 from ..broker.retention import Usage
 from ..broker.runs import SourceRuns
@@ -22,10 +24,12 @@ from ..schemas.base import from_msgpack
 from ..schemas.errors import MidstreamError, invalid
 from ..schemas.faults import crash_point
 from ..schemas.jobs import Job, JobView, State
+from ..schemas.keys import Caller, own, scoped, shown
 from ..schemas.models import ModelInfo, TokenizerBundle
 from ..schemas.settings import Settings
 from ..schemas.specs import PatchSpec
 from . import admission, everyone, patched, steered
+from .auth import Gate
 from .problems import ClientGone
 from .standing import NOTHING, Standing, find_runs
 from .text import Codec
@@ -52,6 +56,8 @@ class Edge:
     def __init__(self, settings: Settings, ledger: Ledger, watcher: Watcher, celery: Any):
         self.settings = settings
         self.ledger = ledger
+        self.keys = Keys(ledger)
+        self.gate = Gate(settings, self.keys)
         self.steering = Steering(ledger)
         self.watcher = watcher
         self.celery = celery
@@ -105,7 +111,7 @@ class Edge:
                 self._codecs[info.tokenizer] = known
         return known
 
-    async def submit(self, wish: Wish, idempotency: tuple[str, str] | None) -> str:
+    async def submit(self, wish: Wish, idempotency: tuple[str, str] | None, caller: Caller) -> str:
         """Validate, commit to the ledger, hand to Celery; returns the job's id. Once this returns the job is durable.
 
         Raises MidstreamError: 4xx for a bad wish, `idempotency_mismatch`, `quota_exceeded` when captures would have no room,
@@ -115,8 +121,8 @@ class Edge:
         named = steered.modules_named(wish.steering, wish.patch)
         if (named or patched.runs_of(wish.patch)) and idempotency and (known := await self.ledger.repeated(idempotency)):
             return known  # whatever has become of the modules and runs since
-        standing = await self.standing(info.name, named, wish.patch) if wish.steering or wish.patch else NOTHING
-        admitted = await admission.admit(wish, info, await self.codec(info), new_job_id(), standing)
+        standing = await self.standing(info.name, named, caller, wish.patch) if wish.steering or wish.patch else NOTHING
+        admitted = await admission.admit(wish, info, await self.codec(info), new_job_id(), standing, caller)
         return await self.accept(admitted.job, info, admitted.blobs, idempotency, admitted.pinned)
 
     async def accept(
@@ -132,13 +138,15 @@ class Edge:
         crash_point("api.sent")
         return job_id
 
-    async def standing(self, model: str, names: list[str], patch: Sequence[PatchSpec] = ()) -> Standing:
-        """The modules of these names and what steers everyone, of one moment, and the runs that patches name."""
-        modules, current = await self.steering.standing(model, names)
-        known = await self.steering.module_names(model) if len(modules) < len(names) else []
-        runs = await find_runs(self.ledger, model, patch)
+    async def standing(self, model: str, names: list[str], caller: Caller, patch: Sequence[PatchSpec] = ()) -> Standing:
+        """The caller's modules of these names and what steers everyone, of one moment, and the runs that patches name."""
+        kept, current = await self.steering.standing(model, [scoped(caller.tenant, name) for name in names])
+        modules = {shown(name): msgspec.structs.replace(module, name=shown(name)) for name, module in kept.items()}
+        known = own(caller.tenant, await self.steering.module_names(model)) if len(modules) < len(names) else []
+        runs = await find_runs(self.ledger, model, patch, caller)
         wanted = patched.runs_of(patch)
-        return Standing(modules, current, known, runs, await SourceRuns(self.ledger).names(model) if len(runs) < len(wanted) else [])
+        named = await SourceRuns(self.ledger, caller).names(model) if len(runs) < len(wanted) else []
+        return Standing(modules, current, known, runs, named)
 
     async def _within_quota(self, job: Job, info: ModelInfo) -> Job:
         """The job as there is room for it. Raises `quota_exceeded` when there is none for what its user asked for."""

@@ -11,6 +11,7 @@ from litestar.response import Stream
 from ..schemas.errors import MidstreamError, Problem
 from ..schemas.jobs import JobPage, JobRequest, JobResult, JobView, State
 from . import events, problems
+from .auth import caller_of, seen, tenant_asked
 from .body import JsonRequest
 from .edge import Edge, edge_of, unless_client_leaves
 from .outcome import accepted, etag, finished, is_over, job_url, matches, not_ready
@@ -29,9 +30,10 @@ Wait = Annotated[
     QueryParameter(ge=0, description="Seconds to hold the answer: until the job is over, or with If-None-Match until it has changed"),
 ]
 Known = Annotated[str | None, HeaderParameter(name="If-None-Match", description="The ETag that the client has")]
+Whose = Annotated[str | None, QueryParameter(description="Only this tenant's; all tenants' are there for admins alone")]
 Key = Annotated[str | None, HeaderParameter(name="Idempotency-Key", description="Makes a repeated submission the same job")]
 Prefer = Annotated[str | None, HeaderParameter(name="Prefer", description="`wait=N`: hold the answer for up to N seconds; `respond-async`")]
-Seen = Annotated[str | None, HeaderParameter(name="Last-Event-ID", description="The last event that the client has")]
+Last = Annotated[str | None, HeaderParameter(name="Last-Event-ID", description="The last event that the client has")]
 
 
 def preferred_wait(header: str | None) -> float | None:
@@ -52,7 +54,7 @@ def preferred_wait(header: str | None) -> float | None:
 )
 async def submit_job(data: JSONBody[JobRequest], request: JsonRequest, key: Key = None, prefer: Prefer = None) -> Response[JobView]:
     edge = edge_of(request)
-    job_id = await edge.submit(wish_of_job(data), await request.idempotency(key))
+    job_id = await edge.submit(wish_of_job(data), await request.idempotency(key), caller_of(request))
     return await answer_submission(request, edge, job_id, prefer)
 
 
@@ -80,8 +82,10 @@ async def list_jobs(
     model: Annotated[str | None, QueryParameter(description="Only jobs of this model")] = None,
     limit: Annotated[int, QueryParameter(ge=1, le=MAX_PAGE)] = 50,
     cursor: Annotated[str | None, QueryParameter(description="`next` of the page before")] = None,
+    tenant: Whose = None,
 ) -> JobPage:
-    return await edge_of(request).ledger.list(state=job_state, model=model, limit=limit, cursor=cursor)
+    whose = tenant_asked(caller_of(request), tenant)
+    return await edge_of(request).ledger.list(state=job_state, model=model, limit=limit, cursor=cursor, tenant=whose)
 
 
 @get(
@@ -90,9 +94,10 @@ async def list_jobs(
     responses={304: ResponseSpec(None, description="Unchanged since If-None-Match"), **ERRORS},
 )
 async def get_job(job_id: JobId, request: JsonRequest, wait: Wait = None, known: Known = None) -> Response[JobView]:
-    edge = edge_of(request)
+    edge, caller = edge_of(request), caller_of(request)
 
     def news(view: JobView) -> bool:
+        seen(caller, view)
         return is_over(view) if known is None else is_over(view) or not matches(known, etag(view.version))
 
     view = await unless_client_leaves(request, edge.wait(job_id, news, wait or 0.0))
@@ -111,10 +116,10 @@ async def get_job(job_id: JobId, request: JsonRequest, wait: Wait = None, known:
     media_type=events.MEDIA_TYPE,
     responses={204: ResponseSpec(None, description="The job is over and has no later event"), **ERRORS},
 )
-async def job_events(job_id: JobId, request: JsonRequest, seen: Seen = None) -> Response[Any]:
+async def job_events(job_id: JobId, request: JsonRequest, last: Last = None) -> Response[Any]:
     edge = edge_of(request)
-    after = events.resume_point(seen)
-    view = await edge.ledger.view(job_id)
+    after = events.resume_point(last)
+    view = seen(caller_of(request), await edge.ledger.view(job_id))
     if is_over(view) and not await edge.ledger.events(job_id, after, 1):
         return Response(None, status_code=204)  # an EventSource stops reconnecting at this
     return Stream(events.server_sent(edge, job_id, after), media_type=events.MEDIA_TYPE, headers=events.HEADERS)
@@ -127,7 +132,7 @@ async def job_events(job_id: JobId, request: JsonRequest, seen: Seen = None) -> 
 )
 async def job_result(job_id: JobId, request: JsonRequest) -> Response[JobResult]:
     edge = edge_of(request)
-    view = await edge.ledger.view(job_id)
+    view = seen(caller_of(request), await edge.ledger.view(job_id))
     if not is_over(view):
         raise not_ready(view)
     return await finished(request, edge, view)
@@ -141,6 +146,7 @@ async def job_result(job_id: JobId, request: JsonRequest) -> Response[JobResult]
 )
 async def cancel_job(job_id: JobId, request: JsonRequest) -> Response[JobView]:
     edge = edge_of(request)
+    seen(caller_of(request), await edge.ledger.view(job_id))
     view = await edge.cancel(job_id)
     return Response(view, status_code=202, headers={"Location": job_url(edge, job_id), "ETag": etag(view.version)})
 

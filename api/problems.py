@@ -25,6 +25,12 @@ OPENAI_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/models
 #: Kind → after how many seconds a client may try again.
 RETRY_AFTER_S = {"unavailable": 1, "too_many_cells": 10, "too_many_jobs": 5, "capture_limit": 60, "rate_limited": 5, "overloaded": 5}
 
+#: Kind → what else its answers say (RFC 6750).
+HEADERS_OF: dict[str, dict[str, str]] = {
+    "unauthorized": {"WWW-Authenticate": 'Bearer realm="midstream"'},
+    "forbidden": {"WWW-Authenticate": 'Bearer realm="midstream", error="insufficient_scope"'},
+}
+
 #: nginx's status for a client that left before its answer; nobody receives it, the metrics count it.
 CLIENT_GONE = 499
 
@@ -79,8 +85,9 @@ def openai_error(problem: Problem) -> dict[str, Any]:
 
 def answer(request: Request[Any, Any, Any], problem: Problem, headers: dict[str, str] | None = None) -> Response[Any]:
     """The problem with its own status; at the OpenAI-style endpoints also in OpenAI's words, as the member `error`."""
-    headers = dict(headers or {})
-    if seconds := RETRY_AFTER_S.get(problem.type.rpartition(":")[2]):
+    kind = problem.type.rpartition(":")[2]
+    headers = {**HEADERS_OF.get(kind, {}), **(headers or {})}
+    if seconds := RETRY_AFTER_S.get(kind):
         headers.setdefault("Retry-After", str(seconds))
     body = to_json(problem)
     if request.url.path in OPENAI_PATHS:

@@ -10,6 +10,7 @@ from litestar.params import PathParameter, QueryParameter
 from ..broker.runs import SourceRuns
 from ..schemas.errors import MidstreamError
 from ..schemas.runs import RunPage, RunView
+from .auth import caller_of
 from .body import JsonRequest
 from .edge import edge_of
 from .jobs import ERRORS, MAX_PAGE, PROBLEM
@@ -26,14 +27,14 @@ async def list_runs(
     cursor: Annotated[str | None, QueryParameter(description="`next` of the page before")] = None,
 ) -> RunPage:
     edge = edge_of(request)
-    return await SourceRuns(edge.ledger).list((await edge.the_model(model)).name, limit, cursor)
+    return await SourceRuns(edge.ledger, caller_of(request)).list((await edge.the_model(model)).name, limit, cursor)
 
 
 @get("/v1/runs/{name:str}", summary="What is in a source run", responses=ERRORS)
 async def get_run(name: Name, request: JsonRequest, model: Model = None) -> RunView:
     edge = edge_of(request)
     info = await edge.the_model(model)
-    runs = SourceRuns(edge.ledger)
+    runs = SourceRuns(edge.ledger, caller_of(request))
     async with _named(runs, info.name):
         return await runs.view(info.name, name)
 
@@ -49,7 +50,7 @@ async def get_run(name: Name, request: JsonRequest, model: Model = None) -> RunV
 async def delete_run(name: Name, request: JsonRequest, model: Model = None) -> None:
     edge = edge_of(request)
     info = await edge.the_model(model)
-    runs = SourceRuns(edge.ledger)
+    runs = SourceRuns(edge.ledger, caller_of(request))
     async with _named(runs, info.name):
         await runs.delete(info.name, name)
 

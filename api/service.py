@@ -3,6 +3,7 @@
 from collections import Counter as Tally
 from typing import Any
 
+import msgspec
 from litestar import Response, get
 from litestar.openapi.datastructures import ResponseSpec
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, Gauge, generate_latest
@@ -15,6 +16,7 @@ from ..schemas.health import Health, Readiness
 from ..schemas.models import ModelInfo, WorkerInfo
 from ..schemas.openai import ModelCard, ModelList
 from . import steering_metrics
+from .auth import knows_us
 from .body import JsonRequest
 from .edge import Edge, edge_of
 from .jobs import PROBLEM
@@ -71,6 +73,9 @@ async def healthz() -> Health:
 )
 async def readyz(request: JsonRequest) -> Response[Readiness]:
     readiness = await look(edge_of(request))
+    if not await knows_us(request):
+        missing = sorted({what.partition(":")[0] for what in readiness.missing})
+        readiness = msgspec.structs.replace(readiness, missing=missing, models=[], workers=[])
     return Response(readiness, status_code=200 if readiness.ready else 503, headers={} if readiness.ready else {"Retry-After": "1"})
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from ..broker.ledger import Ledger
 from ..broker.runs import SourceRuns
 from ..schemas.errors import MidstreamError, invalid
+from ..schemas.keys import Caller, shown
 from ..schemas.runs import Run, RunPrompt, RunState, RunView
 from ..schemas.specs import PatchSpec
 from ..schemas.steering import GlobalSteering, Module
@@ -28,13 +29,13 @@ class Standing:
 NOTHING = Standing()
 
 
-async def find_runs(ledger: Ledger, model: str, patch: Sequence[PatchSpec]) -> dict[str, RunView]:
-    """The runs that are named and that there are, also of other models, with those of their prompts that are asked for."""
+async def find_runs(ledger: Ledger, model: str, patch: Sequence[PatchSpec], caller: Caller) -> dict[str, RunView]:
+    """The runs that are named and that there are for the caller, also of other models, with those of their prompts that are asked for."""
     asked: dict[str, set[int]] = {}
     for spec in patch:
         if spec.source.run is not None:
             asked.setdefault(spec.source.run, set()).add(spec.source.prompt)
-    runs = SourceRuns(ledger)
+    runs = SourceRuns(ledger, caller)
     found = {}
     for name, prompts in asked.items():
         if (run := await runs.lookup(model, name)) is not None:
@@ -65,7 +66,7 @@ async def _of_another_model(ledger: Ledger, runs: SourceRuns, model: str, name: 
 
 def _view(run: Run, state: RunState, detail: str, prompts: list[RunPrompt] | None) -> RunView:
     return RunView(
-        name=run.name, model=run.model, job=run.job, tag=run.tag, created=run.created, state=state, detail=detail, prompts=prompts
+        name=shown(run.name), model=run.model, job=run.job, tag=run.tag, created=run.created, state=state, detail=detail, prompts=prompts
     )
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -17,6 +17,7 @@ from litestar.params import JSONBody, PathParameter, QueryParameter
 from ..broker.steering import Account
 from ..schemas.base import now
 from ..schemas.errors import MidstreamError
+from ..schemas.keys import Caller, own, scoped, shown, unscoped
 from ..schemas.module_files import specs_of
 from ..schemas.specs import STEERING_FIELDS, Family, SteeringOp
 from ..schemas.steering import (
@@ -31,10 +32,12 @@ from ..schemas.steering import (
     ModuleRequest,
     ModuleView,
     SteeringTemplate,
+    WorkerSteering,
     content_digest,
 )
 from . import steered
 from .agreement import agreement
+from .auth import caller_of
 from .body import FILE_TYPES, JsonRequest
 from .edge import Edge, edge_of
 from .global_change import change, is_applied
@@ -90,8 +93,9 @@ async def put_module(
     edge = edge_of(request)
     info = await edge.the_model(data.model or model)
     content = await anyio.to_thread.run_sync(steered.resolve_module, data.steering, info)
+    caller = caller_of(request)
     module = Module(
-        name=name,
+        name=scoped(caller.tenant, name),
         model=info.name,
         digest=content_digest(content.entries),
         entries=content.entries,
@@ -114,16 +118,18 @@ async def put_module(
 async def list_modules(request: JsonRequest, model: Model = None) -> ModulePage:
     edge = edge_of(request)
     info = await edge.the_model(model)
-    return ModulePage(modules=[_view(module) for module in await edge.steering.modules(info.name)])
+    modules = await edge.steering.modules(info.name)
+    return ModulePage(modules=[_view(module) for module in modules if unscoped(module.name)[0] == caller_of(request).tenant])
 
 
 @get("/v1/steering/modules/{name:str}", summary="What a name means", responses=ERRORS)
 async def get_module(name: Name, request: JsonRequest, model: Model = None) -> ModuleView:
     edge = edge_of(request)
     info = await edge.the_model(model)
-    module = await edge.steering.module(info.name, name)
+    caller = caller_of(request)
+    module = await edge.steering.module(info.name, scoped(caller.tenant, name))
     if module is None:
-        raise await _no_module(edge, info.name, name)
+        raise await _no_module(edge, info.name, name, caller)
     return _view(module)
 
 
@@ -137,18 +143,19 @@ async def get_module(name: Name, request: JsonRequest, model: Model = None) -> M
 async def delete_module(name: Name, request: JsonRequest, model: Model = None) -> None:
     edge = edge_of(request)
     info = await edge.the_model(model)
-    if await edge.steering.delete_module(info.name, name) is None:
-        raise await _no_module(edge, info.name, name)
+    caller = caller_of(request)
+    if await edge.steering.delete_module(info.name, scoped(caller.tenant, name)) is None:
+        raise await _no_module(edge, info.name, name, caller)
 
 
-async def _no_module(edge: Edge, model: str, name: str) -> MidstreamError:
-    names = ", ".join(await edge.steering.module_names(model)) or "there is none"
+async def _no_module(edge: Edge, model: str, name: str, caller: Caller) -> MidstreamError:
+    names = ", ".join(own(caller.tenant, await edge.steering.module_names(model))) or "there is none"
     return MidstreamError("not_found", f"there is no module {name!r} of model {model!r}", field="name", allowed=names)
 
 
 def _view(module: Module) -> ModuleView:
     return ModuleView(
-        name=module.name,
+        name=shown(module.name),
         model=module.model,
         digest=module.digest,
         entries=_entries(module.entries),
@@ -195,9 +202,10 @@ def _entry(entry: SteeringTemplate) -> EntryView:
 async def put_global(data: JSONBody[GlobalRequest], request: JsonRequest, model: Model = None) -> GlobalView:
     edge = edge_of(request)
     info = await edge.the_model(data.model or model)
-    standing = await edge.standing(info.name, steered.modules_named(data.steering))
+    standing = await edge.standing(info.name, steered.modules_named(data.steering), caller_of(request))
     content = await anyio.to_thread.run_sync(steered.resolve_everyone, data.steering, info, standing)
-    return await _global(edge, info.name, await change(edge.steering, edge.settings, info, content.entries, content.blobs))
+    desired = await change(edge.steering, edge.settings, info, content.entries, content.blobs)
+    return await _global(edge, info.name, desired, caller_of(request))
 
 
 @delete(
@@ -210,7 +218,7 @@ async def put_global(data: JSONBody[GlobalRequest], request: JsonRequest, model:
 async def delete_global(request: JsonRequest, model: Model = None) -> GlobalView:
     edge = edge_of(request)
     info = await edge.the_model(model)
-    return await _global(edge, info.name, await change(edge.steering, edge.settings, info, [], {}))
+    return await _global(edge, info.name, await change(edge.steering, edge.settings, info, [], {}), caller_of(request))
 
 
 @get("/v1/steering/global", summary="What every request of a model is steered by", responses=ERRORS)
@@ -218,10 +226,10 @@ async def get_global(request: JsonRequest, model: Model = None) -> GlobalView:
     edge = edge_of(request)
     info = await edge.the_model(model)
     _, desired = await edge.steering.standing(info.name, [])
-    return await _global(edge, info.name, desired)
+    return await _global(edge, info.name, desired, caller_of(request))
 
 
-async def _global(edge: Edge, model: str, desired: GlobalSteering) -> GlobalView:
+async def _global(edge: Edge, model: str, desired: GlobalSteering, caller: Caller) -> GlobalView:
     accounts = await edge.steering.accounts(model)
     return GlobalView(
         model=model,
@@ -230,8 +238,29 @@ async def _global(edge: Edge, model: str, desired: GlobalSteering) -> GlobalView
         entries=_entries(desired.entries),
         changed=desired.changed,
         applied=is_applied(accounts, desired),
-        workers=[account.report for account in accounts if account.report is not None],
+        workers=_reports(accounts, caller),
     )
+
+
+def _reports(accounts: Sequence[Account], caller: Caller) -> list[WorkerSteering]:
+    """What workers say, as far as it concerns the caller: their words may name modules of other tenants, and are for admins."""
+    reports = [account.report for account in accounts if account.report is not None]
+    if "admin" in caller.scopes:
+        return reports
+    return [
+        msgspec.structs.replace(
+            report,
+            detail="",
+            refusal="",
+            applied=[msgspec.structs.replace(told, message="") for told in report.applied],
+            ranks=[msgspec.structs.replace(rank, modules=_own(rank.modules, caller.tenant)) for rank in report.ranks],
+        )
+        for report in reports
+    ]
+
+
+def _own(modules: Mapping[str, str], tenant: str) -> dict[str, str]:
+    return {shown(name): digest for name, digest in modules.items() if unscoped(name)[0] == tenant}
 
 
 # --- What the ranks say ------------------------------------------------------------------------------------------------
@@ -249,8 +278,10 @@ async def get_dynamic(request: JsonRequest, model: Model = None) -> Dynamic:
         await edge.model(model)
     asks = await ask_all(edge, model)
     accounts = await fresh(edge, model, asks, ANSWER_S)
-    workers = [account.report for account in accounts if account.report is not None]
-    return Dynamic(workers=workers, determinism=agreement(accounts, asks))
+    caller, found = caller_of(request), agreement(accounts, asks)
+    if "admin" not in caller.scopes and found.detail:  # it may name modules of other tenants
+        found = msgspec.structs.replace(found, detail="some ranks or workers do not agree: an admin is told which, and in what")
+    return Dynamic(workers=_reports(accounts, caller), determinism=found)
 
 
 async def ask_all(edge: Edge, model: str | None = None) -> dict[str, str]:

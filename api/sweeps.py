@@ -9,20 +9,22 @@ from ..broker.sweeps import Sweeps
 from ..schemas.base import now
 from ..schemas.errors import MidstreamError
 from ..schemas.jobs import Job, JobResult, JobView, Sampling
+from ..schemas.keys import Caller
 from ..schemas.sweeps import StoredSweep, SweepRequest
 from .admission import handled
+from .auth import caller_of
 from .body import JsonRequest
 from .edge import Edge, edge_of
 from .jobs import PROBLEM, SUBMIT_ERRORS, Key, Prefer, answer_submission
 from .sweep_plan import plan_sweep
 
 
-async def submit_sweep(edge: Edge, body: SweepRequest, idempotency: tuple[str, str] | None) -> str:
+async def submit_sweep(edge: Edge, body: SweepRequest, idempotency: tuple[str, str] | None, caller: Caller) -> str:
     """As `Edge.submit`, of a sweep. Raises MidstreamError also with `too_many_cells`."""
     info = await edge.model(body.model)
     if idempotency and (known := await edge.ledger.repeated(idempotency)):
         return known  # counted already
-    everyone = (await edge.standing(info.name, [])).everyone
+    everyone = (await edge.standing(info.name, [], caller)).everyone
     sweep, blobs = await plan_sweep(body, info, await edge.codec(info), edge.settings, everyone)
     job = Job(
         id=new_job_id(),
@@ -33,7 +35,7 @@ async def submit_sweep(edge: Edge, body: SweepRequest, idempotency: tuple[str, s
         created=now(),
         metadata=body.metadata,
         sweep=sweep,
-        **handled(body),
+        **handled(body, caller),
     )
     async with edge.counting:
         if not (idempotency and await edge.ledger.knows_key(idempotency[0])):
@@ -66,7 +68,7 @@ async def _check_waiting(edge: Edge, sweep: StoredSweep) -> None:
 )
 async def post_sweep(data: JSONBody[SweepRequest], request: JsonRequest, key: Key = None, prefer: Prefer = None) -> Response[JobView]:
     edge = edge_of(request)
-    job_id = await submit_sweep(edge, data, await request.idempotency(key))
+    job_id = await submit_sweep(edge, data, await request.idempotency(key), caller_of(request))
     return await answer_submission(request, edge, job_id, prefer)
 
 

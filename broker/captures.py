@@ -13,6 +13,7 @@ from typing import Any, cast
 from ..schemas.base import from_json, now
 from ..schemas.captures import CaptureEntry, CapturePage
 from ..schemas.errors import MidstreamError
+from ..schemas.keys import DEFAULT_TENANT
 from ..schemas.settings import Settings
 from ..schemas.specs import CaptureStatus
 from . import reading, retention, scripts
@@ -31,6 +32,10 @@ SWEEP_AGAIN_S = 30.0
 GRACE_LEASES = 4
 
 
+def no_captures(job_id: str) -> MidstreamError:
+    return MidstreamError("not_found", f"job {job_id} has no captures in files")
+
+
 class Captures:
     """Over a ledger, and the capture root of its settings. Belongs to the ledger's event loop."""
 
@@ -46,16 +51,17 @@ class Captures:
         return self._settings.capture_root
 
     @reachable
-    async def list(self, tag: str | None = None, limit: int = 50, cursor: str | None = None) -> CapturePage:
-        """What was captured into files and not deleted, newest first. `cursor`: a former page's `next`.
+    async def list(self, tag: str | None = None, limit: int = 50, cursor: str | None = None, tenant: str | None = None) -> CapturePage:
+        """What was captured (for `tenant`) into files and not deleted, newest first. `cursor`: a former page's `next`.
 
         A rare tag may give a short page with a `next`. Raises MidstreamError("invalid_request") for a cursor that is not ours.
         """
         score, last = reading.parse_cursor(cursor)
+        listed = reading.listing("captures", tenant)
         found: entries = []
         offset = scanned = 0
         while scanned < PAGE_SCAN:
-            rows = await self._redis.zrevrangebyscore("ms:captures", score, "-inf", start=offset, num=PAGE_CHUNK, withscores=True)
+            rows = await self._redis.zrevrangebyscore(listed, score, "-inf", start=offset, num=PAGE_CHUNK, withscores=True)
             offset += len(rows)
             scanned += len(rows)
             async with self._redis.pipeline(transaction=False) as pipe:
@@ -85,6 +91,17 @@ class Captures:
         return CapturePage(captures=found, next=reading.format_cursor(created, name.decode()))
 
     @reachable
+    async def owner(self, job_id: str) -> str | None:
+        """The tenant of a job or of its captures, which outlive it; None when nothing is known of either."""
+        async with self._redis.pipeline(transaction=False) as pipe:
+            pipe.hmget(f"ms:job:{job_id}", "tenant", "created").hmget(f"ms:capture:{job_id}", "tenant", "created")
+            records = await pipe.execute()
+        for tenant, created in records:
+            if created is not None:
+                return DEFAULT_TENANT if tenant is None else str(tenant.decode())
+        return None
+
+    @reachable
     async def check(self, job_id: str) -> None:
         """Raises MidstreamError("gone") when the job's captures were deleted."""
         if await self._redis.hexists(f"ms:capture:{job_id}", "deleted"):
@@ -99,7 +116,7 @@ class Captures:
         """
         outcome = await self._forgotten(job_id)
         if outcome == "unknown":
-            raise MidstreamError("not_found", f"job {job_id} has no captures in files")
+            raise no_captures(job_id)
         if outcome == "gone":
             raise retention.gone(job_id)
         if outcome == "running":

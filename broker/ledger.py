@@ -306,8 +306,15 @@ class Ledger:
         return reading.result(view, values, outputs, receipts, self.settings, (sweep, records))
 
     @reachable
-    async def list(self, state: State | None = None, model: str | None = None, limit: int = 50, cursor: str | None = None) -> JobPage:
-        """Jobs, newest first. `cursor` is a former page's `next`. A rare filter may give a short page with a `next`.
+    async def list(
+        self,
+        state: State | None = None,
+        model: str | None = None,
+        limit: int = 50,
+        cursor: str | None = None,
+        tenant: str | None = None,
+    ) -> JobPage:
+        """Jobs (of `tenant`), newest first. `cursor` is a former page's `next`. A rare filter may give a short page with a `next`.
 
         Raises MidstreamError("invalid_request") for a cursor that is not ours.
         """
@@ -315,7 +322,7 @@ class Ledger:
         found: list[JobView] = []
         scanned = 0
         while len(found) < limit and scanned < PAGE_SCAN:
-            chunk = await self._older(score, last)
+            chunk = await self._older(score, last, tenant)
             if not chunk:
                 return JobPage(jobs=found)
             async with self.redis.pipeline(transaction=False) as pipe:
@@ -330,15 +337,16 @@ class Ledger:
                     found.append(view)
                     if len(found) == limit:
                         break
-        more = await self._older(score, last, 1)
+        more = await self._older(score, last, tenant, 1)
         return JobPage(jobs=found, next=reading.format_cursor(score, last) if more else None)
 
-    async def _older(self, score: float, last: str, count: int = PAGE_CHUNK) -> list_[tuple[str, float]]:
+    async def _older(self, score: float, last: str, tenant: str | None, count: int = PAGE_CHUNK) -> list_[tuple[str, float]]:
         """Up to `count` (job id, creation time) after the place (score, last), newest first."""
+        jobs = reading.listing("jobs", tenant)
         found: list_[tuple[str, float]] = []
         offset = 0
         while len(found) < count:  # jobs of one and the same time are ordered by id: skip those already given
-            rows = await self.redis.zrevrangebyscore("ms:jobs", score, "-inf", start=offset, num=count, withscores=True)
+            rows = await self.redis.zrevrangebyscore(jobs, score, "-inf", start=offset, num=count, withscores=True)
             offset += count
             found += [(name.decode(), at) for name, at in rows if at < score or name.decode() < last]
             if len(rows) < count:

@@ -20,7 +20,7 @@ from ..schemas.jobs import (
     StageReport,
     State,
 )
-from ..schemas.keys import DEFAULT_TENANT
+from ..schemas.keys import DEFAULT_TENANT, shown
 from ..schemas.receipts import CapturedFile, Receipt, receipt_decoder
 from ..schemas.selectors import as_ranges
 from ..schemas.settings import Settings
@@ -96,7 +96,7 @@ def view(job_id: str, values: Sequence[bytes | None], settings: Settings) -> Job
         steered=b"1" in (record.get("steers"), record.get("everyone")),
         modules=from_json(record["modules"], dict[str, str]) if "modules" in record else {},
         runs=from_json(record["runs"], dict[str, str]) if "runs" in record else {},
-        run=record["run"].decode() if "run" in record else "",
+        run=shown(record["run"].decode()) if "run" in record else "",
         cells=int(record.get("cells", 0)),
         cells_expected=int(record.get("cells_expected", 0)),
         tenant=record["tenant"].decode() if "tenant" in record else DEFAULT_TENANT,
@@ -242,6 +242,11 @@ def after_id(last: str) -> str:
     if not _STREAM_ID.match(last):
         raise invalid("Last-Event-ID", f"{last!r} is not an event id", "an id from this stream, such as 1700000000000-0")
     return f"({last}"
+
+
+def listing(kind: str, tenant: str | None) -> str:
+    """The zset that lists jobs or captures by the time of creation: a tenant's own, or all."""
+    return f"ms:{kind}" if tenant is None else f"ms:{kind}:{tenant}"
 
 
 def format_cursor(score: float, last: str) -> str:

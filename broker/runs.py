@@ -15,6 +15,7 @@ from .. import __version__
 from ..schemas.base import from_json, from_msgpack, now, to_json
 from ..schemas.errors import MidstreamError, Problem
 from ..schemas.jobs import TERMINAL, State
+from ..schemas.keys import DEFAULT_TENANT, Caller, own, scoped, shown, unscoped
 from ..schemas.receipts import Receipt, receipt_decoder
 from ..schemas.runs import Run, RunFiles, RunPage, RunPrompt, RunState, RunView, parse_key
 from ..schemas.settings import Settings
@@ -55,11 +56,13 @@ DELETED = Standing("deleted", "its captures were deleted")
 class SourceRuns:
     """Over a ledger, and the capture root of its settings. Belongs to the ledger's event loop.
 
+    `caller`: names are those of its tenant, and jobs that it does not see are none. Without one, names are as they are kept.
     All calls raise MidstreamError("unavailable") while Redis is away.
     """
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, caller: Caller | None = None) -> None:
         self._ledger = ledger
+        self._caller = caller
         self._redis: Any = ledger.redis
         self._settings: Settings = ledger.settings
         self._scripts = scripts.Scripts(ledger.redis)
@@ -75,20 +78,24 @@ class SourceRuns:
         A run that is pending, failed or deleted is found all the same: see `standing`.
         """
         if not name_or_job.startswith(JOB_PREFIX):
-            packed = await self._redis.hget(_names(model), name_or_job)
+            kept = name_or_job if self._caller is None else scoped(self._caller.tenant, name_or_job)
+            packed = await self._redis.hget(_names(model), kept)
             return None if packed is None else _decoded(packed)
         async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.hmget(f"ms:capture:{name_or_job}", "tags", "created", "model").hget(f"ms:job:{name_or_job}", "model")
-            (tags, created, of_capture), of_job = await pipe.execute()
+            pipe.hmget(f"ms:capture:{name_or_job}", "tags", "created", "model", "tenant").hget(f"ms:job:{name_or_job}", "model")
+            (tags, created, of_capture, tenant), of_job = await pipe.execute()
         of_model = of_job if of_capture is None else of_capture
         if tags is None or of_model is None or of_model.decode() != model:
+            return None
+        if self._caller is not None and not self._caller.sees(DEFAULT_TENANT if tenant is None else tenant.decode()):
             return None
         return Run(name=name_or_job, model=model, job=name_or_job, tag=from_json(tags, list[str])[0], created=float(created))
 
     @reachable
     async def names(self, model: str) -> list[str]:
         """Every name, sorted, whatever became of its run."""
-        return sorted(name.decode() for name in await self._redis.hkeys(_names(model)))
+        names = [name.decode() for name in await self._redis.hkeys(_names(model))]
+        return sorted(names if self._caller is None else own(self._caller.tenant, names))
 
     @reachable
     async def standing(self, run: Run) -> Standing:
@@ -104,11 +111,11 @@ class SourceRuns:
         """
         standing = await self.standing(run)
         if standing.state != "ready":
-            raise MidstreamError(KIND_OF_STATE[standing.state], f"source run {run.name}: {standing.detail}")
+            raise MidstreamError(KIND_OF_STATE[standing.state], f"source run {shown(run.name)}: {standing.detail}")
         found = await self._blobs(run.job, run.tag, only)
         for request, blobs in found.items():
             if why := run_files.shortfall(blobs):
-                raise MidstreamError("capture_failed", f"source run {run.name}, prompt {request}: {why}")
+                raise MidstreamError("capture_failed", f"source run {shown(run.name)}, prompt {request}: {why}")
         return [run_files.run_prompt(blobs) for blobs in found.values()]
 
     async def files(self, key: str) -> RunFiles:
@@ -223,7 +230,8 @@ class SourceRuns:
 
     @reachable
     async def _named(self, model: str) -> Runs:
-        return [_decoded(packed) for packed in await self._redis.hvals(_names(model))]
+        runs = [_decoded(packed) for packed in await self._redis.hvals(_names(model))]
+        return runs if self._caller is None else [run for run in runs if unscoped(run.name)[0] == self._caller.tenant]
 
     @reachable
     async def _known(self, jobs: Sequence[str]) -> Standings:
@@ -249,7 +257,7 @@ class SourceRuns:
         caches = [set(from_json(raw, list_of_text)) if raw else set() for raw in answers[len(runs) :]]
         return [
             RunView(
-                name=run.name,
+                name=shown(run.name),
                 model=run.model,
                 job=run.job,
                 tag=run.tag,

@@ -20,6 +20,7 @@ from . import scripts
 from .captures import Captures
 from .celery_app import enqueue, lists_of, queue_of
 from .ledger import Ledger, reachable
+from .reading import listing
 from .runs import SourceRuns
 
 log = logging.getLogger(__name__)
@@ -174,7 +175,11 @@ class Sweeper:
                 pipe.exists(f"ms:job:{name.decode()}")
             there = await pipe.execute()
         gone = [name for name, exists in zip(old, there, strict=True) if not exists]
-        return int(await self._redis.zrem("ms:jobs", *gone)) if gone else 0
+        if not gone:
+            return 0
+        for tenant in await self._redis.smembers("ms:owners"):
+            await self._redis.zrem(listing("jobs", tenant.decode()), *gone)
+        return int(await self._redis.zrem("ms:jobs", *gone))
 
 
 def _job_of(message: bytes) -> tuple[str, int]:

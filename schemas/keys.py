@@ -1,5 +1,6 @@
 """Who calls, what may they do, and how much of it? API keys, the tenants they belong to, and the limits of a tenant."""
 
+from collections.abc import Iterable
 from typing import Annotated, Literal, NamedTuple
 
 import msgspec
@@ -8,9 +9,10 @@ from .base import Record
 from .handling import Priority
 
 #: `submit`: jobs and sweeps, their cancel, modules, source runs, deletion of what is one's own. `read`: look at what is one's own.
-#: `steer-global`: what steers everyone. `admin`: everything, of every tenant, and the keys themselves.
-Scope = Literal["submit", "read", "steer-global", "admin"]
-SCOPES: tuple[Scope, ...] = ("submit", "read", "steer-global", "admin")
+#: `steer-global`: what steers everyone. `observe`: look at the service as a whole, its metrics and its workers.
+#: `admin`: everything, of every tenant, and the keys themselves.
+Scope = Literal["submit", "read", "steer-global", "observe", "admin"]
+SCOPES: tuple[Scope, ...] = ("submit", "read", "steer-global", "observe", "admin")
 
 #: To whom everything belongs where no keys are asked for.
 DEFAULT_TENANT = "default"
@@ -118,16 +120,29 @@ class Caller(NamedTuple):
         return tenant == self.tenant or "admin" in self.scopes
 
 
-#: Between tenant and name, in neither.
+#: Between tenant and name; in no tenant's name.
 SCOPE_SEPARATOR = "/"
 
 
 def scoped(tenant: str, name: str) -> str:
-    """The name that something of a tenant's own (module, source run, Idempotency-Key) is kept under; the default tenant's as it is."""
-    return name if tenant == DEFAULT_TENANT else f"{tenant}{SCOPE_SEPARATOR}{name}"
+    """The name that something of a tenant's own (module, source run, Idempotency-Key) is kept under.
+
+    The default tenant's as it is, unless it could be taken for another tenant's.
+    """
+    return name if tenant == DEFAULT_TENANT and SCOPE_SEPARATOR not in name else f"{tenant}{SCOPE_SEPARATOR}{name}"
 
 
 def unscoped(kept: str) -> tuple[str, str]:
     """(tenant, name) of a `scoped` name."""
     tenant, separator, name = kept.partition(SCOPE_SEPARATOR)
     return (tenant, name) if separator else (DEFAULT_TENANT, kept)
+
+
+def shown(kept: str) -> str:
+    """The name as its tenant knows it."""
+    return unscoped(kept)[1]
+
+
+def own(tenant: str, kept: Iterable[str]) -> list[str]:
+    """Of these, the tenant's own, as it knows them, in the same order."""
+    return [name for owner, name in map(unscoped, kept) if owner == tenant]

@@ -20,6 +20,7 @@ end
 redis.call('HSET', capture, 'deleted', ARGV[1])
 redis.call('EXPIRE', capture, 2 * result_ttl) -- as long as somebody may still ask
 redis.call('ZREM', 'ms:captures', id)
+redis.call('ZREM', key('captures', redis.call('HGET', capture, 'tenant') or 'default'), id)
 redis.call('ZREM', 'ms:captured', id)
 redis.call('ZADD', 'ms:deleting', now, id) -- until nothing is left on disk and nothing more can come
 return 'forgotten'

@@ -49,9 +49,13 @@ if callback ~= '' then
   redis.call('HSET', key('job', id), 'callback', callback)
 end
 redis.call('ZADD', 'ms:jobs', created, id)
+redis.call('ZADD', key('jobs', tenant), created, id) -- its tenant's own list
+redis.call('SADD', 'ms:owners', tenant)
 if tags ~= '' then -- outlives the job's record: files stay until they are deleted
-  redis.call('HSET', key('capture', id), 'tags', tags, 'created', created, 'status', 'pending', 'bytes', 0, 'rows', 0, 'model', model)
+  redis.call('HSET', key('capture', id), 'tags', tags, 'created', created, 'status', 'pending', 'bytes', 0, 'rows', 0, 'model', model,
+    'tenant', tenant)
   redis.call('ZADD', 'ms:captures', created, id)
+  redis.call('ZADD', key('captures', tenant), created, id)
 end
 if run ~= '' then -- from here on the name means this job, whatever it meant before
   redis.call('HSET', key('runs', model), run, packed_run)
