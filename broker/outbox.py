@@ -19,6 +19,7 @@ from types import TracebackType
 from ..schemas.base import to_msgpack
 from ..schemas.faults import crash_point
 from ..schemas.receipts import Receipt
+from .curve import ClientKeys
 from .outbox_store import LOCK_WAIT_S, OutboxError, Store
 from .sender import Sender
 
@@ -47,11 +48,13 @@ class Outbox:
         relay_url: str,
         on_fatal: Callable[[Exception], None] | None = None,
         lock_wait_s: float = LOCK_WAIT_S,
+        curve: ClientKeys | None = None,
     ):
         """Opens, or goes on with, the outbox of `(worker, rank)` in `directory`.
 
         `on_fatal(error)` is called from one of its threads, at most once, when receipts cannot be kept or delivered without
         help: the disk failed, or the relay refuses us. Receipts that were committed stay on disk all the same.
+        `curve` are the keys where the relay asks for some.
         Raises OutboxError: another process holds it, or it cannot be read.
         """
         if not relay_url:
@@ -75,8 +78,9 @@ class Outbox:
         self._rearm = False  # the writer must look again at how long it may sleep
         self._aging: tuple[float, int] | None = None  # (since when, up to which number) acknowledged rows are kept
         self._sender = Sender(
-            self._store, relay_url, acked=self._note_acked, forget=self._note_forgotten, renumber=self._note_renumber, fatal=self._fatal
-        )
+            self._store, relay_url, acked=self._note_acked, forget=self._note_forgotten, renumber=self._note_renumber,
+            fatal=self._fatal, curve=curve,
+        )  # fmt: skip
         if self._store.last > self._store.acked:
             log.info("outbox %s: %d receipts of a former process wait", self._store.path, self._store.last - self._store.acked)
         self._writer = threading.Thread(target=self._write_loop, name=f"receipt-writer-{worker}-{rank}", daemon=True)

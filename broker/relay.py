@@ -31,6 +31,7 @@ from ..schemas.faults import crash_point
 from ..schemas.receipts import LostRange, Receipt, receipt_decoder
 from ..schemas.settings import Settings, SettingsError, load_settings
 from . import frames
+from .curve import ServerKeys, server_keys
 from .frames import Frame, FrameError, Kind, ProtocolMismatch
 from .sender import HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS
 
@@ -60,6 +61,10 @@ class Settles(Protocol):
     def settle(self, worker: str, rank: int, epoch: str, receipts: list[tuple[int, Receipt]]) -> int: ...
 
     def lost(self, worker: str, rank: int, epoch: str, lost: LostRange) -> int: ...
+
+
+class ImpostorError(FrameError):
+    """Somebody speaks as a worker that its key does not stand for."""
 
 
 class Batch:
@@ -92,22 +97,31 @@ class Batch:
 class Relay:
     """Serves outboxes on `url` until `stop`."""
 
-    def __init__(self, settler: Settles, url: str, redis_client: "redis.Redis | None" = None, allow_remote: bool = False):
+    def __init__(
+        self,
+        settler: Settles,
+        url: str,
+        redis_client: "redis.Redis | None" = None,
+        allow_remote: bool = False,
+        curve: ServerKeys | None = None,
+    ):
         """Binds at once; port 0 or `*` takes a free one, see `endpoint`.
 
-        Raises SettingsError when `url` is no address, is off loopback without `allow_remote`, or is taken.
+        Raises SettingsError when `url` is no address, is off loopback without `curve` or `allow_remote`, or is taken.
         """
         self._settler = settler
         self._redis = redis_client
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
+        self._known = curve.clients if curve is not None else None
+        self._authenticator = curve.guard(self._context, self._socket) if curve is not None else None
         for option, value in (
             (zmq.ROUTER_MANDATORY, 1), (zmq.ROUTER_HANDOVER, 1), (zmq.LINGER, 500), (zmq.SNDHWM, BATCH), (zmq.RCVHWM, BATCH),
             (zmq.HEARTBEAT_IVL, HEARTBEAT_MS), (zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS), (zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS),
         ):  # fmt: skip
             self._socket.setsockopt(option, value)
         try:
-            self._socket.bind(bind_address(url, allow_remote))
+            self._socket.bind(bind_address(url, allow_remote or curve is not None))
         except zmq.ZMQError as error:
             self._close()
             raise SettingsError(f"relay_url={url!r}: cannot listen there: {error}") from error
@@ -116,7 +130,8 @@ class Relay:
             raise
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.received = 0  # receipts taken from the socket
-        self.refused = 0
+        self.refused = 0  # frames
+        self.impostors = 0  # of these, frames in the name of a worker that the sender's key does not stand for
         self._stopping = False
         self._closed = False
         self._gave_up = False  # while stopping, Redis was found away
@@ -154,6 +169,8 @@ class Relay:
 
     def _close(self) -> None:
         self._socket.close()  # its LINGER lets the last acknowledgements out
+        if self._authenticator is not None:
+            self._authenticator.stop()
         self._context.term()
 
     # -- taking -------------------------------------------------------------------------------------------------------------
@@ -163,7 +180,7 @@ class Relay:
         batch, taken = Batch(), 0
         while taken < BATCH:
             try:
-                message = self._socket.recv_multipart(zmq.DONTWAIT)
+                message, key = self._receive()
             except zmq.Again:
                 break
             taken += 1
@@ -172,13 +189,34 @@ class Relay:
                 if len(message) != 2:
                     raise FrameError(f"a message has one part, this one has {len(message) - 1}")
                 frame = frames.unpack(raw)
+                self._check_key(identity, key)
                 batch.add(identity, frame)
                 self.received += frame.kind is Kind.RECEIPT
             except ProtocolMismatch as error:
                 self._refuse(identity, raw, "protocol", f"upgrade the older one; {error}")
+            except ImpostorError as error:
+                self.impostors += 1
+                self._refuse(identity, raw, "identity", str(error))
             except FrameError as error:
                 self._refuse(identity, raw, "malformed", str(error))
         return batch if taken else None
+
+    def _receive(self) -> tuple[list[bytes], str]:
+        """A message, and the public key that its connection was authenticated with; raises `zmq.Again` when there is none."""
+        if self._known is None:
+            return self._socket.recv_multipart(zmq.DONTWAIT), ""
+        parts = self._socket.recv_multipart(zmq.DONTWAIT, copy=False)
+        return [part.bytes for part in parts], str(parts[-1].get("User-Id"))
+
+    def _check_key(self, identity: bytes, key: str) -> None:
+        """Raises ImpostorError when the sender's key is not that of the worker that it says it is."""
+        if self._known is None:
+            return
+        worker, _ = frames.peer_of(identity)
+        known = self._known.key_of(worker)
+        if known != key:
+            belongs = "has no key here (any more)" if known is None else "has another key"
+            raise ImpostorError(f"a sender with the CURVE key {key} speaks as worker {worker!r}, which {belongs}")
 
     def _refuse(self, identity: bytes, raw: bytes, reason: str, detail: str) -> None:
         self.refused += 1
@@ -293,8 +331,8 @@ def bind_address(url: str, allow_remote: bool) -> str:
         raise SettingsError(f"relay_url={url!r} is not an address such as tcp://127.0.0.1:5557")
     if host not in LOOPBACK and not allow_remote:
         raise SettingsError(
-            f"relay_url={url!r} is off loopback, and the relay does not authenticate its senders: bind 127.0.0.1, "
-            "or set MIDSTREAM_RELAY_ALLOW_REMOTE=true inside a network where every machine is trusted"
+            f"relay_url={url!r} is off loopback, where the relay would take receipts from anybody: give relay and workers keys "
+            "(midstream curve new), bind 127.0.0.1, or set MIDSTREAM_RELAY_ALLOW_REMOTE=true where every machine is trusted"
         )
     return f"tcp://{'127.0.0.1' if host == 'localhost' else f'[{host}]' if ':' in host else host}:{port}"
 
@@ -326,7 +364,7 @@ def run(settings: Settings) -> None:
         raise SettingsError("redis_url (MIDSTREAM_REDIS_URL) is empty: the relay needs a Redis")
     faults.arm(settings.fault, settings.data_dir)
     client = connect_redis(settings.redis_url)
-    relay = Relay(Settler(client, settings), settings.relay_url, client, settings.relay_allow_remote)
+    relay = Relay(Settler(client, settings), settings.relay_url, client, settings.relay_allow_remote, server_keys(settings))
 
     def on_signal(_number: int, _frame: FrameType | None) -> None:
         relay.stop()

@@ -22,6 +22,7 @@ from ..schemas.base import to_msgpack
 from ..schemas.faults import crash_point
 from ..schemas.receipts import PROTOCOL, LostRange
 from . import frames
+from .curve import ClientKeys
 from .frames import Frame, FrameError, Kind, ProtocolMismatch
 from .outbox_store import Former, OutboxError, Store, unique_jobs
 
@@ -39,7 +40,19 @@ REFUSED_PAUSE_S = 30.0
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 5_000, 15_000
 RECONNECT_MS, RECONNECT_MAX_MS = 50, 2_000
 
+#: After a handshake that failed; libzmq itself gives up after some of these, and does not pause after the others.
+KNOCK_AGAIN_S = 2.0
+#: The same complaint about the handshake is logged this often.
+COMPLAIN_EVERY_S = 30.0
+
+_UNHEARD: dict[int, str] = {
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it does not know this worker's public CURVE key {public} (curve_clients_dir of the relay)",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "one side has CURVE keys and the other has none, or what listens there is no relay",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it hung up during the handshake: is curve_server_key the public key of this relay?",
+}
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+for _event in _UNHEARD:
+    _EVENTS |= _event
 
 
 class Phase(Enum):
@@ -69,6 +82,7 @@ class Sender(threading.Thread):
         forget: Callable[[str], None],
         renumber: Callable[[], None],
         fatal: Callable[[Exception], None],
+        curve: ClientKeys | None = None,
     ):
         super().__init__(name=f"receipts-{store.worker}-{store.rank}", daemon=True)
         self._store = store
@@ -77,6 +91,7 @@ class Sender(threading.Thread):
         self._forget = forget
         self._renumber = renumber
         self._fatal = fatal
+        self._curve = curve
         self._identity = frames.routing_id(store.worker, store.rank, secrets.token_hex(4))
         self.formers: list[Former] = store.formers()
         self.connected = False
@@ -90,7 +105,8 @@ class Sender(threading.Thread):
         self._told = LostRange(0, 0)
         self._nonce = secrets.randbits(32)
         self._patience = PATIENCE_S
-        self._deadline = float("inf")
+        self._deadline = self._knock_at = float("inf")
+        self._complained: dict[int, float] = {}
         self._blocked = False
         self._stopping = False
         self._has_new_epoch = False
@@ -142,6 +158,8 @@ class Sender(threading.Thread):
                 (zmq.RECONNECT_IVL, RECONNECT_MS), (zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS),
             ):  # fmt: skip
                 socket.setsockopt(option, value)
+            if self._curve is not None:
+                self._curve.apply(socket)
             monitor = socket.get_monitor_socket(_EVENTS)
             socket.connect(self._url)
             self._serve(socket, monitor)
@@ -164,33 +182,53 @@ class Sender(threading.Thread):
             self._advance(socket)
             # Without a connection there is no pipe, so POLLOUT does not spin.
             poller.register(socket, zmq.POLLIN | (zmq.POLLOUT if self._blocked else 0))
-            wait = self._deadline - time.monotonic()
+            wait = min(self._deadline, self._knock_at) - time.monotonic()
             ready = dict(poller.poll(None if wait == float("inf") else max(0, int(wait * 1000) + 1)))
             if self._wake_read in ready:
                 os.read(self._wake_read, 4096)
                 self._waking = False  # before state is looked at: a later change writes again
             if monitor in ready:
-                self._watch_connection(monitor)
+                self._watch_connection(socket, monitor)
             if ready.get(socket, 0) & zmq.POLLIN:
                 self._receive(socket)
             if time.monotonic() >= self._deadline:
                 self._ask_again()
+            if time.monotonic() >= self._knock_at:
+                self._knock_at = float("inf")
+                socket.connect(self._url)
 
-    def _watch_connection(self, monitor: "zmq.Socket[bytes]") -> None:
+    def _watch_connection(self, socket: "zmq.Socket[bytes]", monitor: "zmq.Socket[bytes]") -> None:
         while True:
             try:
                 message = monitor.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
                 return
-            event = struct.unpack("=hi", message[0])[0]
+            event: int = struct.unpack("=HI", message[0])[0]
             self.connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
             if self.connected:
                 self._patience = PATIENCE_S
                 self._enter(Phase.GREET)
+            elif event in _UNHEARD:
+                self._unheard(socket, event)
             elif self._phase is not Phase.OFF:
                 waiting = self._committed - self._acked
                 log.warning("outbox %s: connection to the relay at %s lost; %d receipts wait", self._store.path, self._url, waiting)
                 self._enter(Phase.OFF)
+
+    def _unheard(self, socket: "zmq.Socket[bytes]", event: int) -> None:
+        """There is somebody, and no way to talk: say so, and knock again later, as it may have been put right."""
+        now = time.monotonic()
+        if now - self._complained.get(event, -COMPLAIN_EVERY_S) >= COMPLAIN_EVERY_S:
+            self._complained[event] = now
+            why = _UNHEARD[event].format(public=self._curve.public if self._curve else "")
+            waiting = self._committed - self._acked
+            log.error("outbox %s: the relay at %s does not let us in; %d receipts wait: %s", self._store.path, self._url, waiting, why)
+        if self._knock_at == float("inf"):
+            with contextlib.suppress(zmq.ZMQError):  # libzmq has forgotten the address already
+                socket.disconnect(self._url)
+            self._knock_at = now + KNOCK_AGAIN_S
+        if self._phase is not Phase.OFF:
+            self._enter(Phase.OFF)
 
     def _enter(self, phase: Phase) -> None:
         if self._phase is Phase.RENUMBER and not self._has_new_epoch:

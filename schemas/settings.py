@@ -34,7 +34,10 @@ class Settings(Record):
     redis_maxmemory_mib: Natural = 0  # of the Redis that `midstream up` starts; 0: no limit but the machine's
     redis_url: str = ""  # empty: `midstream up` starts its own on a free loopback port
     relay_url: str = ""  # tcp://host:port of the relay's ROUTER; empty: `midstream up` picks a free port
-    relay_allow_remote: bool = False  # let the relay listen off loopback: it does not authenticate, so only in a trusted network
+    relay_allow_remote: bool = False  # let the relay listen off loopback without CURVE keys: only in a trusted network
+    curve_secret_file: str = ""  # this process's private CURVE key, of the relay or of a worker: `midstream curve new`
+    curve_server_key: str = ""  # worker: the relay's public key
+    curve_clients_dir: str = ""  # relay: folder of the workers' public keys, `<worker_id>.pub`; read again when it changes
     api_host: str = "127.0.0.1"
     api_port: Port = 8321  # 0: a free port
     flower_port: Port = 5555  # 0: a free port

@@ -20,6 +20,7 @@ from celery.worker import state as worker_state
 from celery.worker.components import Pool
 
 from ..broker.celery_app import make_app, queue_of
+from ..broker.curve import client_keys
 from ..broker.lease import LeaseStep
 from ..schemas import faults
 from ..schemas.errors import MidstreamError
@@ -142,6 +143,7 @@ def _check(settings: Settings) -> None:
             raise SettingsError(f"MIDSTREAM_{name.upper()}: a worker needs it")
     if not settings.served_model:
         raise SettingsError("MIDSTREAM_MODEL: a worker needs a model to serve")
+    client_keys(settings.curve_secret_file, settings.curve_server_key)
     from_settings(settings)  # the capture of every request: what is wrong in itself is said before the model is loaded
 
 

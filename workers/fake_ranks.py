@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from .. import __version__
+from ..broker.curve import client_keys
 from ..broker.outbox import Outbox
 from ..schemas.receipts import Receipt
 from ..schemas.selectors import select
@@ -93,8 +94,9 @@ class FakeRanks:
         def fatal(error: Exception) -> None:
             loop.call_soon_threadsafe(self._on_fatal, f"receipts cannot be delivered: {error}")
 
+        curve = client_keys(self._settings.curve_secret_file, self._settings.curve_server_key)
         self._outboxes = [
-            await asyncio.to_thread(Outbox, directory, self._settings.worker_id, rank, self._settings.relay_url, fatal)
+            await asyncio.to_thread(Outbox, directory, self._settings.worker_id, rank, self._settings.relay_url, fatal, curve=curve)
             for rank in range(self.world)
         ]
         self._writers = [self._make_writer(rank, outbox) for rank, outbox in enumerate(self._outboxes)]

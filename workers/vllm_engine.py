@@ -84,6 +84,8 @@ class VllmEngine(RankControl):
             capture_quota_mib=settings.capture_quota_mib,
             cores=sorted(os.sched_getaffinity(0)),
             fault=settings.fault,
+            curve_secret_file=settings.curve_secret_file,
+            curve_server_key=settings.curve_server_key,
         )
         plane.export()
         try:

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import redis
 
@@ -41,10 +41,10 @@ def receipt(job: str, request: int, *, worker: str = "w", rank: int = 0, world: 
 class RelayProcess:
     """`python -m midstream.broker.relay` on one port, which may be killed and started again."""
 
-    def __init__(self, redis_url: str, log: Path, url: str = ""):
+    def __init__(self, redis_url: str, log: Path, url: str = "", **settings: Any):
         self.url = url or f"tcp://127.0.0.1:{free_port()}"
         self._environment = {name: value for name, value in os.environ.items() if not name.startswith("MIDSTREAM_")}
-        self._environment |= to_environment(Settings(redis_url=redis_url, relay_url=self.url))
+        self._environment |= to_environment(Settings(redis_url=redis_url, relay_url=self.url, **settings))
         self.log = log
         self.process: subprocess.Popen[bytes] | None = None
         self.start()
@@ -56,7 +56,7 @@ class RelayProcess:
             )
         assert self.process.stdout is not None
         line = self.process.stdout.readline().decode()
-        assert line.startswith("relay ready tcp://127.0.0.1:"), line + self.log.read_text()
+        assert line.startswith("relay ready tcp://127.0.0."), line + self.log.read_text()
         self.endpoint = line.split()[2]
 
     def kill(self) -> None:

@@ -59,6 +59,8 @@ class PlaneConfig(Record):
     capture_quota_mib: int
     cores: list[int]  # those that the worker may run on; vLLM binds each rank to some of them
     fault: str = ""  # tests only: see `faults`
+    curve_secret_file: str = ""  # see `broker.curve`
+    curve_server_key: str = ""
 
     def ring_rows(self, hidden_size: int, item_bytes: int) -> int:
         """Rows of the ring that compiled forwards and accelerators capture into."""

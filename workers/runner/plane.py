@@ -16,6 +16,7 @@ import msgspec
 import torch
 
 from ... import __version__
+from ...broker.curve import client_keys
 from ...broker.outbox import Outbox
 from ...kernels.plan import ROWS_PER_TOKEN
 from ...schemas.faults import arm
@@ -81,7 +82,8 @@ class DataPlane:
         queue_bytes = config.capture_queue_mib << 20
         self._slabs = SlabPool(queue_bytes, Path(config.spill_dir), pinned=buffers.ring.device.type != "cpu")
         self._slabs_floor = queue_bytes
-        self._outbox = Outbox(Path(config.outbox_dir), config.worker, place.rank, config.relay_url, on_fatal=_give_up)
+        curve = client_keys(config.curve_secret_file, config.curve_server_key)
+        self._outbox = Outbox(Path(config.outbox_dir), config.worker, place.rank, config.relay_url, on_fatal=_give_up, curve=curve)
         self._writer = make_writer(config, place.rank, self._outbox, fail_writes=self.faults.of_write)
         self._reports = Reports(config, place, self._writer, self.actions, hidden_size=self._hidden_size, dtype=self._dtype)
         self._overload = Overload(config.capture_overload, queue_bytes, lambda: self._writer.backlog)

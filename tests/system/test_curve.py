@@ -1,0 +1,160 @@
+"""Does the relay take receipts from known workers only, each in its own name, and does whoever is refused hear of it?"""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+from receipt_rig import Jobs, RelayProcess, free_port, once_each, receipt, wait_until
+
+from midstream.broker import frames
+from midstream.broker.curve import ClientKeys, client_keys, new_keys
+from midstream.broker.frames import Frame, Kind
+from midstream.broker.outbox import Outbox
+from midstream.broker.relay import bind_address
+from midstream.schemas.base import to_msgpack
+from midstream.schemas.settings import SettingsError
+
+
+class Keys:
+    """A folder of keys, and what a worker of a name shows."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.server = self.new("relay", "relay")[1].read_text().strip()
+        self.clients = folder / "clients"
+        self.clients.mkdir()
+
+    def new(self, role: str, name: str) -> tuple[Path, Path]:
+        return new_keys("relay" if role == "relay" else "worker", name, self.folder)
+
+    def worker(self, name: str, known: bool = True) -> ClientKeys:
+        private, public = self.new("worker", name)
+        if not known:
+            public.rename(self.folder / public.name)
+        keys = client_keys(str(private), self.server)
+        assert keys is not None
+        return keys
+
+    def admit(self, name: str) -> None:
+        (self.folder / f"{name}.pub").rename(self.clients / f"{name}.pub")
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Keys:
+    return Keys(tmp_path / "curve")
+
+
+@pytest.fixture
+def relay(redis_url: str, tmp_path: Path, keys: Keys) -> Iterator[RelayProcess]:
+    # 127.0.0.2 is not among what counts as loopback: with keys the relay may listen there.
+    url = f"tcp://127.0.0.2:{free_port()}"
+    process = RelayProcess(
+        redis_url, tmp_path / "relay.log", url, curve_secret_file=str(keys.folder / "relay.key"), curve_clients_dir=str(keys.clients)
+    )
+    yield process
+    process.kill()
+
+
+@pytest.fixture
+def jobs(redis_url: str) -> Jobs:
+    return Jobs(redis_url)
+
+
+def test_receipts_of_a_known_worker_arrive_over_the_restart_of_the_relay(
+    relay: RelayProcess, keys: Keys, jobs: Jobs, tmp_path: Path
+) -> None:
+    mine = keys.worker("w")
+    [job] = jobs.claim(1, 40)
+    with Outbox(tmp_path, "w", 0, relay.url, curve=mine) as outbox:
+        for request in range(40):
+            outbox.append(receipt(job, request))
+            if request == 20:
+                relay.kill()
+                relay.start()
+        assert outbox.flush(20)
+    assert jobs.arrived(job) == once_each(40)
+
+
+def test_a_worker_that_the_relay_does_not_know_is_told_so_and_let_in_once_its_key_is_there(
+    relay: RelayProcess, keys: Keys, jobs: Jobs, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    mine = keys.worker("w", known=False)
+    [job] = jobs.claim(1, 1)
+    with caplog.at_level(logging.ERROR), Outbox(tmp_path, "w", 0, relay.url, curve=mine) as outbox:
+        outbox.append(receipt(job, 0))
+        wait_until(lambda: "does not let us in" in caplog.text)
+        assert f"it does not know this worker's public CURVE key {mine.public}" in caplog.text
+        assert f"public key {mine.public} is none of 0" in relay.log.read_text()
+        assert jobs.arrived(job) == {}
+        keys.admit("w")
+        assert outbox.flush(20)
+    assert jobs.arrived(job) == once_each(1)
+
+
+class Stranger:
+    """A bare DEALER with any keys and any name."""
+
+    def __init__(self, url: str, identity: bytes, keys: ClientKeys):
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.ROUTING_ID, identity)
+        self.socket.linger, self.socket.rcvtimeo = 0, 10_000
+        keys.apply(self.socket)
+        self.socket.connect(url)
+        self.epoch = frames.new_epoch()
+
+    def ask(self, kind: Kind, seq: int, payload: bytes = b"") -> Frame:
+        self.socket.send(frames.pack(kind, self.epoch, seq, payload))
+        return frames.unpack(self.socket.recv())
+
+    def __enter__(self) -> "Stranger":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
+        self.context.term()
+
+
+def test_nothing_is_taken_in_the_name_of_a_worker_that_the_key_does_not_stand_for(relay: RelayProcess, keys: Keys, jobs: Jobs) -> None:
+    keys.worker("w")
+    other = keys.worker("other")
+    [job] = jobs.claim(1, 1)
+    with Stranger(relay.url, b"w/0/x", other) as impostor:
+        for kind, payload in ((Kind.HELLO, b""), (Kind.RECEIPT, to_msgpack(receipt(job, 0))), (Kind.LOST, b"")):
+            answer = impostor.ask(kind, 1, payload)
+            assert answer.kind is Kind.REFUSED
+            refusal = frames.refusal(answer)
+            assert refusal.reason == "identity"
+            assert f"the CURVE key {other.public} speaks as worker 'w', which has another key" in refusal.detail
+    assert jobs.arrived(job) == {}
+    assert "speaks as worker 'w'" in relay.log.read_text()
+    with Stranger(relay.url, b"other/0/x", other) as itself:
+        assert itself.ask(Kind.HELLO, 1).kind is Kind.MARK
+        (keys.clients / "other.pub").unlink()
+        wait_until(lambda: itself.ask(Kind.HELLO, 2).kind is Kind.REFUSED)
+        assert "has no key here (any more)" in frames.refusal(itself.ask(Kind.HELLO, 3)).detail
+
+
+def test_a_sender_without_keys_or_with_another_relays_key_gets_nowhere_and_says_why(
+    relay: RelayProcess, keys: Keys, jobs: Jobs, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    mine = keys.worker("w")._replace(server=keys.worker("another").public)
+    [job] = jobs.claim(1, 2)
+    with (
+        caplog.at_level(logging.ERROR),
+        Outbox(tmp_path / "plain", "w", 0, relay.url) as plain,
+        Outbox(tmp_path / "wrong", "w", 0, relay.url, curve=mine) as wrong,
+    ):
+        plain.append(receipt(job, 0))
+        wrong.append(receipt(job, 1))
+        wait_until(lambda: "is curve_server_key the public key of this relay?" in caplog.text)
+        wait_until(lambda: "one side has CURVE keys and the other has none" in caplog.text)
+        assert (plain.depth(), wrong.depth()) == (1, 1)
+    assert jobs.arrived(job) == {}
+
+
+def test_off_loopback_without_keys_the_relay_does_not_start() -> None:
+    with pytest.raises(SettingsError, match="midstream curve new"):
+        bind_address("tcp://127.0.0.2:5557", False)

@@ -1,0 +1,84 @@
+"""Are keys of relay and workers checked at start, and is what is wrong with them said without showing them?"""
+
+import logging
+import stat
+from pathlib import Path
+
+import pytest
+import zmq
+
+from midstream.broker.curve import KnownClients, client_keys, new_keys, secret_key, server_keys
+from midstream.schemas.errors import MidstreamError
+from midstream.schemas.settings import Settings, SettingsError
+
+
+def test_a_new_key_is_readable_by_its_owner_alone_and_never_written_over(tmp_path: Path) -> None:
+    private, public = new_keys("worker", "w1", tmp_path / "keys")
+    assert (private, public) == (tmp_path / "keys" / "w1.key", tmp_path / "keys" / "clients" / "w1.pub")
+    assert stat.S_IMODE(private.stat().st_mode) == 0o600
+    assert secret_key(str(private))[0] == public.read_text().strip()
+    with pytest.raises(MidstreamError, match=r"w1\.key is there already"):
+        new_keys("worker", "w1", tmp_path / "keys")
+    with pytest.raises(MidstreamError, match="cannot be the name of a file"):
+        new_keys("worker", "../w1", tmp_path / "keys")
+
+
+def test_half_of_the_keys_is_refused_with_the_name_of_the_other_half(tmp_path: Path) -> None:
+    private, public = new_keys("relay", "relay", tmp_path)
+    with pytest.raises(SettingsError, match=r"curve_clients_dir is not: .* anybody"):
+        server_keys(Settings(curve_secret_file=str(private)))
+    with pytest.raises(SettingsError, match="curve_secret_file is not: the relay needs"):
+        server_keys(Settings(curve_clients_dir=str(tmp_path)))
+    with pytest.raises(SettingsError, match="curve_server_key is not"):
+        client_keys(str(private), "")
+    with pytest.raises(SettingsError, match="curve_secret_file is not: a worker needs"):
+        client_keys("", public.read_text())
+    assert client_keys("", "") is None
+    assert server_keys(Settings()) is None
+
+
+def test_what_is_no_key_is_refused_by_its_place_and_not_repeated(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.key"
+    broken.write_text("secret but wrong\n")
+    with pytest.raises(SettingsError, match=r"broken\.key.*no CURVE key") as refused:
+        secret_key(str(broken))
+    assert "secret but wrong" not in str(refused.value)
+    with pytest.raises(SettingsError, match=r"gone\.key.*No such file"):
+        secret_key(str(tmp_path / "gone.key"))
+    private, _ = new_keys("worker", "w1", tmp_path)
+    with pytest.raises(SettingsError, match="curve_server_key: this is no CURVE key"):
+        client_keys(str(private), "~" * 40)
+    with pytest.raises(SettingsError, match=r"nowhere.*No such file"):
+        server_keys(Settings(curve_secret_file=str(private), curve_clients_dir=str(tmp_path / "nowhere")))
+
+
+def test_workers_come_and_go_with_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("midstream.broker.curve.LOOK_EVERY_S", 0.0)
+    keys = {name: zmq.curve_keypair()[0] for name in ("w1", "w2")}
+    (tmp_path / "w1.pub").write_bytes(keys["w1"] + b"\n")
+    clients = KnownClients(tmp_path)
+    assert clients.callback("midstream", keys["w1"])
+    assert not clients.callback("midstream", keys["w2"])
+    assert (clients.denied, clients.key_of("w2")) == (1, None)
+    assert keys["w2"].decode() in caplog.text
+    (tmp_path / "w2.pub").write_bytes(keys["w2"])
+    assert clients.key_of("w2") == keys["w2"].decode()
+    (tmp_path / "w1.pub").unlink()
+    assert clients.key_of("w1") is None
+    (tmp_path / "w3.pub").write_text("scribble")
+    with caplog.at_level(logging.ERROR):
+        assert clients.key_of("w2") == keys["w2"].decode(), "one bad file does not lock out the others"
+    assert "w3.pub" in caplog.text
+
+
+def test_a_folder_that_disappears_lets_in_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("midstream.broker.curve.LOOK_EVERY_S", 0.0)
+    key, _ = zmq.curve_keypair()
+    folder = tmp_path / "clients"
+    folder.mkdir()
+    (folder / "w1.pub").write_bytes(key)
+    clients = KnownClients(folder)
+    folder.rename(tmp_path / "away")
+    assert not clients.callback("midstream", key)
+    (tmp_path / "away").rename(folder)
+    assert clients.callback("midstream", key)
