@@ -8,6 +8,7 @@ Run as `python -m midstream.broker.callbacks`; settings come from the environmen
 
 import asyncio
 import logging
+import math
 import sys
 import threading
 from collections.abc import Callable, Coroutine
@@ -17,8 +18,10 @@ from celery import Celery, bootsteps, signals
 from celery.utils.nodenames import default_nodename, host_format
 
 from ..schemas import faults
+from ..schemas.base import now
 from ..schemas.settings import Settings, SettingsError, load_settings
 from .celery_app import CALLBACKS_QUEUE, make_app
+from .health import SWEEPER_KEY
 from .ledger import Ledger
 from .sweeper import Sweeper
 from .webhook_sender import Sender
@@ -29,6 +32,8 @@ EXIT_BAD_SETTINGS = 2
 CONCURRENCY = 4
 #: Seconds that a sweep under way may take to end at shutdown.
 STOP_TIMEOUT_S = 10.0
+#: After so many sweeps that did not come, nobody takes the sweeper to be alive.
+SWEEPS_MISSED = 3
 
 
 class LoopThread:
@@ -71,10 +76,12 @@ async def keep_sweeping(app: Celery, settings: Settings) -> None:
     """Sweep every `sweep_interval_s` until cancelled; a sweep that fails is logged and the next one tries again."""
     ledger = Ledger.connect(settings)
     sweeper = Sweeper(ledger, app, settings)
+    alive_s = math.ceil(SWEEPS_MISSED * settings.sweep_interval_s + STOP_TIMEOUT_S)
     try:
         while True:
             try:
                 report = await sweeper.sweep()
+                await ledger.redis.set(SWEEPER_KEY, f"{now():.3f}", ex=alive_s)
                 if report:
                     log.info("swept: %s", report)
             except Exception:

@@ -1,0 +1,88 @@
+"""Does this container do its work? `python -m midstream.broker.health api|relay|worker|callbacks|flower` exits 0 when it does.
+
+Each is asked for what it is there for, not whether its process runs: the API whether a job would run now, the relay, the worker
+and the sweeper whether they have been seen in Redis lately, which they are only after they have reached it.
+"""
+
+import socket
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+
+import msgspec
+import redis
+
+from ..schemas.base import from_json
+from ..schemas.models import WorkerInfo
+from ..schemas.settings import Settings, SettingsError, load_settings
+
+TIMEOUT_S = 5.0
+#: The sweeper's sign of life in Redis.
+SWEEPER_KEY = "ms:sweeper"
+
+
+def api(settings: Settings) -> str:
+    return _answers(f"http://127.0.0.1:{settings.api_port}/readyz")
+
+
+def flower(settings: Settings) -> str:
+    return _answers(f"http://127.0.0.1:{settings.flower_port}/healthcheck")
+
+
+def relay(settings: Settings) -> str:
+    return "" if _redis(settings).exists("ms:relay") else "the relay has not been seen in Redis lately"
+
+
+def callbacks(settings: Settings) -> str:
+    return "" if _redis(settings).exists(SWEEPER_KEY) else "no sweep has ended lately"
+
+
+def worker(settings: Settings) -> str:
+    """Of this machine, which in a container is the container."""
+    client = _redis(settings)
+    known = [from_json(raw, WorkerInfo) for raw in client.hvals("ms:workers")]
+    here = [info for info in known if info.host == socket.gethostname()]
+    alive = [info for info in here if client.get(f"ms:alive:{info.worker}") == info.boot.encode()]
+    if not alive:
+        return "no worker of this machine has been seen in Redis lately"
+    return "; ".join(info.detail or "it is not healthy" for info in alive if not info.healthy)
+
+
+CHECKS: dict[str, Callable[[Settings], str]] = {"api": api, "relay": relay, "worker": worker, "callbacks": callbacks, "flower": flower}
+
+
+def _answers(url: str) -> str:
+    try:
+        with urllib.request.urlopen(url, timeout=TIMEOUT_S):
+            return ""
+    except urllib.error.HTTPError as error:
+        return f"{url} answers {error.code}: {error.read(500).decode(errors='replace')}"
+    except OSError as error:
+        return f"{url} does not answer: {error}"
+
+
+def _redis(settings: Settings) -> "redis.Redis":
+    return redis.Redis.from_url(settings.redis_url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S)
+
+
+def main(arguments: list[str]) -> int:
+    """0: it does its work; 1: it does not, and why is printed; 2: nobody knows what was asked."""
+    if len(arguments) != 1 or arguments[0] not in CHECKS:
+        print(f"usage: python -m midstream.broker.health {'|'.join(CHECKS)}", file=sys.stderr)
+        return 2
+    try:
+        trouble = CHECKS[arguments[0]](load_settings())
+    except SettingsError as error:
+        trouble = str(error)
+    except redis.RedisError as error:
+        trouble = f"redis does not answer: {error}"
+    except msgspec.DecodeError as error:
+        trouble = f"what a worker says of itself cannot be read: {error}"
+    if trouble:
+        print(trouble)
+    return 1 if trouble else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
