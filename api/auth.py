@@ -4,7 +4,6 @@ What a route needs is a row in `SCOPE_OF`; a route without one is for admins alo
 what is not there, so handlers ask `seen` (jobs), or look names up as their caller's tenant knows them.
 """
 
-import ipaddress
 import time
 from collections import OrderedDict
 from typing import Any
@@ -19,7 +18,7 @@ from ..schemas.base import now
 from ..schemas.errors import MidstreamError
 from ..schemas.jobs import JobView
 from ..schemas.keys import KEY_PREFIX, Caller, Key, Scope
-from ..schemas.settings import Settings, SettingsError
+from ..schemas.settings import Settings, SettingsError, is_loopback
 
 #: For so many seconds a process takes a key for what it was when it last looked: a revoked key is refused after that everywhere.
 KNOWN_S = 3.0
@@ -66,6 +65,8 @@ SCOPE_OF: dict[str, Scope | None] = {
     "POST /v1/webhooks/deliveries/{delivery_id}/redeliver": "submit",
     "GET /v1/webhooks/secrets": "submit",
     "POST /v1/webhooks/secrets": "submit",
+    "GET /v1/webhooks/disabled": "read",
+    "DELETE /v1/webhooks/disabled": "submit",
     "POST /v1/keys": "admin",
     "GET /v1/keys": "admin",
     "DELETE /v1/keys/{key_id}": "admin",
@@ -82,13 +83,6 @@ HOW = f"Authorization: Bearer {KEY_PREFIX}<id>_<secret>; an operator makes one w
 def needed(method: str, path: str) -> Scope | None:
     """The scope that a route needs; None: it is open to everybody."""
     return None if method == "OPTIONS" else SCOPE_OF.get(f"{method} {path.rstrip('/') or '/'}", "admin")
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def asks_for_keys(settings: Settings) -> bool:

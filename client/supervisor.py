@@ -78,7 +78,7 @@ class Supervisor:
 
     @property
     def flower_url(self) -> str:
-        return f"http://127.0.0.1:{self.settings.flower_port}" if "flower" in self._children else ""
+        return f"http://{_reachable(self.settings.flower_host)}:{self.settings.flower_port}" if "flower" in self._children else ""
 
     def __enter__(self) -> "Supervisor":
         self.start()
@@ -211,9 +211,7 @@ class Supervisor:
         if importlib.util.find_spec("flower") is None:
             self._say("flower is not installed: no dashboard")
             return
-        options = [f"--port={self.settings.flower_port}", "--address=127.0.0.1", "--persistent=True", f"--db={self.data / 'flower.db'}"]
-        # Its own name for the application: the module that names ours needs settings which Flower does not.
-        command = [sys.executable, "-P", "-m", "celery", "--broker", self.settings.redis_url, "flower", *options]
+        command = [sys.executable, "-P", "-m", "midstream.broker.flower"]
         yield Child("flower", command, environment, logs / "flower.log", FLOWER_STOP_S)
 
     def _await_ready(self, timeout: float) -> None:
@@ -266,7 +264,7 @@ def prepare(settings: Settings, data: Path, say: Say) -> Settings:
     elif (Path(settings.model) / "config.json").is_file():
         changes["model"] = str(Path(settings.model).resolve())
     changes["api_port"] = _decided_port("api_port", settings.api_host, settings.api_port, say)
-    changes["flower_port"] = _decided_port("flower_port", "127.0.0.1", settings.flower_port, say)
+    changes["flower_port"] = _decided_port("flower_port", settings.flower_host, settings.flower_port, say)
     if not settings.relay_url:
         changes["relay_url"] = f"tcp://127.0.0.1:{free_port('127.0.0.1')}"
     return msgspec.structs.replace(settings, **changes)

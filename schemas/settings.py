@@ -1,5 +1,6 @@
 """Which settings are there? One object from environment and one TOML file, validated once at start."""
 
+import ipaddress
 import os
 import tomllib
 from pathlib import Path
@@ -40,8 +41,9 @@ class Settings(Record):
     curve_clients_dir: str = ""  # relay: folder of the workers' public keys, `<worker_id>.pub`; read again when it changes
     api_host: str = "127.0.0.1"
     api_port: Port = 8321  # 0: a free port
+    flower_host: str = "127.0.0.1"  # off loopback Flower needs `flower_auth`
     flower_port: Port = 5555  # 0: a free port
-    flower_auth: str = ""  # user:password of Flower; empty: none is asked for, and it listens on loopback only
+    flower_auth: str = ""  # user:password of Flower, several separated by commas; empty: none is asked for
     public_url: str = ""  # how users reach the API; empty: relative links
 
     # The model
@@ -210,6 +212,14 @@ def _checked(raw: dict[str, Any], known: dict[str, Any], source: str) -> dict[st
         except msgspec.ValidationError as error:
             raise SettingsError(f"{label}={value!r} ({source}): {error}") from error
     return checked
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what listens at `host`, a name or an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def to_environment(settings: Settings) -> dict[str, str]:

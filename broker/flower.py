@@ -1,0 +1,70 @@
+"""How does Flower run, the view on the queue? `python -m midstream.broker.flower`, with the settings of the environment.
+
+Secrets go in by the options object and the Celery app, never by a command line that everybody on the machine can read. What
+Flower shows comes from events and is no truth about a job: it is read-only here, because a task revoked behind the ledger's back
+would come back.
+"""
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+from ..schemas.settings import Settings, SettingsError, is_loopback, load_settings
+from .celery_app import make_app
+
+EXIT_BAD_SETTINGS = 2
+#: Flower keeps its tasks in memory; so often they are written down, so that a killed Flower has forgotten little.
+SAVE_EVERY_MS = 15_000
+TASKS_KEPT = 20_000
+#: Of the tasks page: kind, job, state, queue (one per model), then times and worker.
+COLUMNS = "name,args,state,routing_key,received,started,runtime,worker,result,exception"
+#: For so long a worker that went away is listed, in seconds.
+OFFLINE_KEPT_S = 3600
+INSPECT_TIMEOUT_MS = 3000
+
+
+def options(settings: Settings) -> dict[str, str]:
+    """Flower's options as it reads them from its environment. Raises SettingsError naming the setting."""
+    if settings.flower_auth and not all(":" in pair for pair in settings.flower_auth.split(",")):
+        raise SettingsError("MIDSTREAM_FLOWER_AUTH: is not user:password, several separated by commas")
+    if not settings.flower_auth and not is_loopback(settings.flower_host):
+        raise SettingsError(
+            f"MIDSTREAM_FLOWER_HOST={settings.flower_host} is off loopback: Flower needs MIDSTREAM_FLOWER_AUTH=user:password there, "
+            "because it shows everybody's jobs"
+        )
+    found = {
+        "FLOWER_ADDRESS": settings.flower_host,
+        "FLOWER_PORT": str(settings.flower_port),
+        "FLOWER_PERSISTENT": "true",
+        "FLOWER_DB": str(Path(settings.data_dir).resolve() / "flower.db"),
+        "FLOWER_STATE_SAVE_INTERVAL": str(SAVE_EVERY_MS),
+        "FLOWER_MAX_TASKS": str(TASKS_KEPT),
+        "FLOWER_TASKS_COLUMNS": COLUMNS,
+        "FLOWER_PURGE_OFFLINE_WORKERS": str(OFFLINE_KEPT_S),
+        "FLOWER_INSPECT_TIMEOUT": str(INSPECT_TIMEOUT_MS),
+        "FLOWER_READ_ONLY": "true",
+    }
+    if settings.flower_auth:
+        found["FLOWER_BASIC_AUTH"] = settings.flower_auth
+    return found
+
+
+def main() -> int:
+    """Run until told to stop; returns the exit code."""
+    try:
+        settings = load_settings()
+        if not settings.redis_url:
+            raise SettingsError("MIDSTREAM_REDIS_URL: Flower needs it")
+        os.environ.update(options(settings))
+    except SettingsError as error:
+        print(f"flower failed: {error}", file=sys.stderr, flush=True)
+        return EXIT_BAD_SETTINGS
+    Path(settings.data_dir).mkdir(parents=True, exist_ok=True)
+    logging.basicConfig(level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    make_app(settings).start(["flower"])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
