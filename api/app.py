@@ -10,14 +10,17 @@ from litestar.types import Message, Scope
 
 from .. import __version__
 from ..schemas.settings import Settings
-from . import captures, completions, jobs, openapi, problems, runs, service, steering, sweeps
+from . import captures, completions, jobs, openapi, problems, runs, service, steering, sweeps, webhooks
 from .auth import authorize
 from .body import JsonRequest
 from .edge import open_edge
 
 VERSION_HEADER = "x-midstream-version"
 
-ROUTES = [*jobs.ROUTES, *completions.ROUTES, *captures.ROUTES, *runs.ROUTES, *steering.ROUTES, *sweeps.ROUTES, *service.ROUTES]
+ROUTES = [
+    *jobs.ROUTES, *completions.ROUTES, *captures.ROUTES, *runs.ROUTES, *steering.ROUTES, *sweeps.ROUTES, *webhooks.ROUTES,
+    *service.ROUTES,
+]  # fmt: skip
 
 
 async def _name_version(message: Message, scope: Scope) -> None:

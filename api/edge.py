@@ -30,6 +30,7 @@ from ..schemas.settings import Settings
 from ..schemas.specs import PatchSpec
 from . import admission, everyone, patched, steered
 from .auth import Gate
+from .callback_rules import check_callback
 from .problems import ClientGone
 from .standing import NOTHING, Standing, find_runs
 from .text import Codec
@@ -129,6 +130,7 @@ class Edge:
         self, job: Job, info: ModelInfo, blobs: Mapping[str, bytes], idempotency: tuple[str, str] | None, pinned: Iterable[str] = ()
     ) -> str:
         """Commit a valid job to the ledger and hand it to Celery; see `submit`. `blobs`, `pinned`: as of `Ledger.submit`."""
+        check_callback(job.callback, self.settings)
         if self.settings.capture_quota_mib and not (idempotency and await self.ledger.knows_key(idempotency[0])):
             job = await self._within_quota(job, info)
         job_id, created = await self.ledger.submit(job, blobs, idempotency, pinned)

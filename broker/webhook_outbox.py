@@ -121,15 +121,15 @@ class HookOutbox:
     @reachable
     async def deliveries(
         self,
-        tenant: str,
+        tenant: str | None,
         job: str | None = None,
         state: DeliveryState | None = None,
         limit: int = 50,
         cursor: str | None = None,
     ) -> DeliveryPage:
-        """A tenant's deliveries, newest first. `cursor`: a former page's `next`. A rare filter may give a short page with a `next`.
+        """A tenant's deliveries (None: everybody's), newest first. `cursor`: a former page's `next`.
 
-        Raises MidstreamError("invalid_request") for a cursor that is not ours.
+        A rare filter may give a short page with a `next`. Raises MidstreamError("invalid_request") for a cursor that is not ours.
         """
         score, last = reading.parse_cursor(cursor)
         found: list[Delivery] = []
@@ -140,25 +140,24 @@ class HookOutbox:
                 return DeliveryPage(deliveries=found)
             for (name, created), known in zip(chunk, await self._read([name for name, _ in chunk]), strict=True):
                 scanned += 1
-                if known is not None and known.tenant == tenant and (state is None or known.state == state):
+                if known is not None and tenant in (None, known.tenant) and (state is None or known.state == state):
                     if len(found) == limit:
                         return DeliveryPage(deliveries=found, next=reading.format_cursor(score, last))
                     found.append(known)
                 score, last = created, name
         return DeliveryPage(deliveries=found, next=reading.format_cursor(score, last))
 
-    async def _older(self, tenant: str, job: str | None, score: float, last: str) -> Sequence[tuple[str, float]]:
+    async def _older(self, tenant: str | None, job: str | None, score: float, last: str) -> Sequence[tuple[str, float]]:
         """(id, creation time) of the next deliveries after the place (score, last), newest first."""
         if job is not None:
             ids = [name.decode() for name in await self._redis.smembers(f"ms:hook-job:{job}")]
             rows = sorted(zip(await self._times(ids), ids, strict=True), reverse=True)
             return [(name, at) for at, name in rows if (at, name) < (score, last)][:PAGE_CHUNK]
+        index = "ms:hook-index" if tenant is None else f"ms:hook-index:{tenant}"
         found: list[tuple[str, float]] = []
         offset = 0
         while len(found) < PAGE_CHUNK:  # those of one and the same time are ordered by id: skip those already given
-            rows = await self._redis.zrevrangebyscore(
-                f"ms:hook-index:{tenant}", score, "-inf", start=offset, num=PAGE_CHUNK, withscores=True
-            )
+            rows = await self._redis.zrevrangebyscore(index, score, "-inf", start=offset, num=PAGE_CHUNK, withscores=True)
             offset += len(rows)
             found += [(name.decode(), at) for name, at in rows if at < score or name.decode() < last]
             if len(rows) < PAGE_CHUNK:
@@ -191,15 +190,16 @@ class HookOutbox:
         return await self.delivery(delivery_id)
 
     @reachable
-    async def disabled(self, tenant: str) -> list[DisabledEndpoint]:
-        """The tenant's receivers that answered 410, by URL."""
-        raw = await self._redis.hgetall(f"ms:hook-off:{tenant}")
-        return [DisabledEndpoint(url=url.decode(), since=float(raw[url])) for url in sorted(raw)]
+    async def disabled(self, tenant: str | None) -> list[DisabledEndpoint]:
+        """The tenant's receivers (None: everybody's) that answered 410, by tenant and URL."""
+        raw = await self._redis.hgetall("ms:hook-off")
+        known = [(*field.decode().split("|", 1), float(raw[field])) for field in sorted(raw)]
+        return [DisabledEndpoint(tenant=owner, url=url, since=at) for owner, url, at in known if tenant in (None, owner)]
 
     @reachable
     async def enable(self, tenant: str, url: str) -> None:
-        """Send to this receiver again. Raises not_found when it is not disabled."""
-        if not await self._redis.hdel(f"ms:hook-off:{tenant}", url):
+        """Send to this receiver of the tenant again. Raises not_found when it is not disabled."""
+        if not await self._redis.hdel("ms:hook-off", f"{tenant}|{url}"):
             raise MidstreamError("not_found", f"{url} is not disabled", field="url")
 
 

@@ -58,6 +58,7 @@ class DeliveryPage(Record):
 class DisabledEndpoint(Record):
     """A receiver that answered 410: nothing is sent to it until it is enabled again."""
 
+    tenant: str
     url: str
     since: float
 

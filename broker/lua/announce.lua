@@ -6,8 +6,9 @@
 --   ms:hook-lane:{lane}     zset: its pending ids that nobody sends just now, by when they are due
 --   ms:hook-busy:{lane}     zset: its ids that are being sent, by the end of their lease
 --   ms:hook-room            hash: lane -> how many at once
---   ms:hook-index:{tenant}  zset: ids by creation; ms:hook-job:{job}: set of ids; ms:hook-done: zset of what is settled, by when
---   ms:hook-off:{tenant}    hash: url -> since when it is disabled
+--   ms:hook-index           zset: all ids by creation; ms:hook-index:{tenant}: a tenant's; ms:hook-job:{job}: set of a job's
+--   ms:hook-done            zset: what is settled, by when
+--   ms:hook-off             hash: tenant|url -> since when this receiver is disabled
 
 local HOOK_FIRST_ROOM = 4 -- of a lane of which nothing is known
 
@@ -69,6 +70,7 @@ local function announce(job)
   end
   redis.call('HSET', 'ms:hook:' .. id, 'job', job.id, 'event', name, 'tenant', tenant, 'key', told.key or '', 'url', told.url,
     'job_state', job.state, 'attempt', job.attempt, 'model', job.model, 'tries', 0)
+  redis.call('ZADD', 'ms:hook-index', ARGV[1], id)
   redis.call('ZADD', 'ms:hook-index:' .. tenant, ARGV[1], id)
   redis.call('SADD', 'ms:hook-job:' .. job.id, id)
   hook_put(id, hook_lane(tenant, told.url), ARGV[1])

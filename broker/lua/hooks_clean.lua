@@ -6,6 +6,7 @@ for _, id in ipairs(ids) do
   local job, tenant = unpack(redis.call('HMGET', 'ms:hook:' .. id, 'job', 'tenant'))
   redis.call('DEL', 'ms:hook:' .. id, 'ms:hook-log:' .. id)
   if job then
+    redis.call('ZREM', 'ms:hook-index', id)
     redis.call('ZREM', 'ms:hook-index:' .. tenant, id)
     redis.call('SREM', 'ms:hook-job:' .. job, id)
   end

@@ -20,7 +20,7 @@ for _, lane in ipairs(redis.call('ZRANGEBYSCORE', 'ms:hook-lanes', '-inf', now, 
     for _, id in ipairs(redis.call('ZRANGEBYSCORE', waiting, '-inf', now, 'LIMIT', 0, room)) do
       local told = redis.call('HMGET', 'ms:hook:' .. id, 'job', 'event', 'tenant', 'key', 'url', 'created', 'job_state', 'attempt',
         'model', 'tries')
-      if redis.call('HEXISTS', 'ms:hook-off:' .. tenant, told[5]) == 1 then
+      if redis.call('HEXISTS', 'ms:hook-off', tenant .. '|' .. told[5]) == 1 then
         hook_end(id, lane, 'disabled')
       else
         redis.call('ZREM', waiting, id)

@@ -7,7 +7,7 @@ local state, tenant, url, lease = unpack(redis.call('HMGET', hook, 'state', 'ten
 if not state then
   return 'unknown'
 end
-if redis.call('HEXISTS', 'ms:hook-off:' .. tenant, url) == 1 then
+if redis.call('HEXISTS', 'ms:hook-off', tenant .. '|' .. url) == 1 then
   return 'off'
 end
 if not lease then -- else it is being sent just now

@@ -27,7 +27,7 @@ if verdict == 'pending' then
   return verdict
 end
 if verdict == 'disabled' then
-  redis.call('HSETNX', 'ms:hook-off:' .. tenant, url, ARGV[1])
+  redis.call('HSETNX', 'ms:hook-off', tenant .. '|' .. url, ARGV[1])
 end
 hook_end(id, lane, verdict)
 hook_plan(lane)

@@ -35,6 +35,11 @@ PATHS = {
     "/v1/steering/modules": {"get"},
     "/v1/steering/modules/{name}": {"delete", "get", "put"},
     "/v1/sweeps": {"post"},
+    "/v1/webhooks/deliveries": {"get"},
+    "/v1/webhooks/deliveries/{delivery_id}": {"get"},
+    "/v1/webhooks/deliveries/{delivery_id}/redeliver": {"post"},
+    "/v1/webhooks/disabled": {"delete", "get"},
+    "/v1/webhooks/secrets": {"get", "post"},
 }
 
 
