@@ -25,7 +25,7 @@ export PATH := $(abspath $(BIN)):$(PATH)
 
 PYTEST = $(BIN)/pytest -ra --durations=15 $(PYTEST_ARGS)
 
-.PHONY: help setup model demo up test lint format types test-unit test-system test-engine fidelity lens bench lock clean
+.PHONY: help setup model demo up test lint format types test-unit test-system test-engine test-faults fidelity lens bench lock clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -85,6 +85,10 @@ test-system: $(READY) model ## real Redis, Celery, ZeroMQ and HTTP
 test-engine: $(READY) model ## real vLLM on CPU
 	@echo "== engine tests"
 	@$(PYTEST) --numprocesses 2 --dist loadgroup tests/engine
+
+test-faults: $(READY) model ## the fault gate: 10,000 jobs with a fixed seed and a random one, and a real engine killed ten times
+	@echo "== fault gate"
+	@$(PYTEST) -s tests/faults
 
 fidelity: $(READY) ## measure every architecture, hook, runner and mode; writes docs/fidelity.md (NAMES=…: only these checkpoints)
 	@$(BIN)/python tests/engine/fidelity.py $(NAMES)

@@ -11,7 +11,7 @@ for _name in ("COLUMNS", "LINES"):
 
 TESTS = Path(__file__).parent
 #: Folders in the order in which they run.
-STAGES = ("unit", "system", "engine")
+STAGES = ("unit", "system", "engine", "faults")
 
 
 def stage_of(path: Path) -> str:

@@ -1,0 +1,84 @@
+"""What is killed when? A schedule drawn from a seed, and its execution beside the load."""
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+
+from cluster import Cluster, Outage
+
+#: What the full gate kills, how often; `api` is of each replica.
+FULL = {"worker": 30, "redis": 5, "relay": 5, "api": 2, "callbacks": 2}
+#: A killed process is started again after so many seconds, at most.
+DOWN_S = 1.0
+#: Faults happen between these shares of the load, so that each has something before and something behind it.
+FIRST, LAST = 0.03, 0.95
+
+
+@dataclass
+class Fault:
+    """Before job number `before` is sent, one of `targets` is killed."""
+
+    kind: str
+    targets: list[str]
+    before: int
+    down_s: float
+    fired: asyncio.Event = field(default_factory=asyncio.Event)
+    outage: Outage | None = None
+
+
+def schedule(rng: random.Random, cluster: Cluster, jobs: int, kills: dict[str, int]) -> list[Fault]:
+    """All faults in the order in which they happen."""
+    wanted: list[tuple[str, list[str]]] = []
+    for kind, count in kills.items():
+        if kind == "worker":
+            wanted += [(kind, rng.sample(cluster.workers, len(cluster.workers))) for _ in range(count)]
+        elif kind == "api":
+            wanted += [(kind, [replica]) for replica in cluster.ports for _ in range(count)]
+        else:
+            wanted += [(kind, [kind])] * count
+    faults = [Fault(kind, targets, rng.randint(int(FIRST * jobs), int(LAST * jobs)), rng.uniform(0.05, DOWN_S)) for kind, targets in wanted]
+    return sorted(faults, key=lambda fault: fault.before)
+
+
+class Chaos:
+    """Executes faults as the load comes to them; several things may be away at once, the same thing never twice."""
+
+    def __init__(self, cluster: Cluster, faults: list[Fault]):
+        self._cluster, self.faults = cluster, faults
+        self._busy: set[str] = set()
+        self._freed = asyncio.Condition()
+        self._reviving: list[asyncio.Task[None]] = []
+
+    async def pass_job(self, number: int) -> None:
+        """Wait until everything that is to be killed before this job has been killed."""
+        for fault in self.faults:
+            if fault.before <= number and not fault.fired.is_set():
+                await self._fire(fault)
+
+    async def end(self) -> None:
+        """Everything is up again."""
+        for task in self._reviving:
+            await task
+
+    async def _fire(self, fault: Fault) -> None:
+        async with self._freed:
+            await self._freed.wait_for(lambda: not self._busy.issuperset(fault.targets))
+            target = next(name for name in fault.targets if name not in self._busy)
+            self._busy.add(target)
+        fault.outage = await asyncio.to_thread(self._cluster.strike, target)
+        fault.fired.set()
+        self._reviving.append(asyncio.create_task(self._revive(fault, target)))
+
+    async def _revive(self, fault: Fault, target: str) -> None:
+        assert fault.outage is not None
+        await asyncio.sleep(fault.down_s)
+        if target != "redis":  # what starts while Redis is away waits for it, but says so by ending where it must
+            await self._until_free("redis")
+        await asyncio.to_thread(self._cluster.revive, fault.outage)
+        async with self._freed:
+            self._busy.discard(target)
+            self._freed.notify_all()
+
+    async def _until_free(self, name: str) -> None:
+        async with self._freed:
+            await self._freed.wait_for(lambda: name not in self._busy)

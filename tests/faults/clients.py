@@ -1,0 +1,223 @@
+"""What do the service's clients ask, and what are they told while its parts die?
+
+Each job has a client of its own that does what the guide tells clients to do: it sends an Idempotency-Key, repeats what was
+answered 503 or broke, at whichever replica answers, and follows the job to its end. All that it was told is noted.
+"""
+
+import asyncio
+import base64
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import numpy as np
+
+from midstream.workers.fake_model import HIDDEN_SIZE
+
+MODEL = "fake-model"
+#: Ways of asking and how often each is chosen.
+WAYS = {
+    "job": 30,  # 202, then a long poll
+    "held job": 15,  # Prefer: wait
+    "completion": 12,  # held until its outputs are stored
+    "captured completion": 25,  # held until its captures are durable: capture_wait
+    "streamed completion": 8,
+    "steered job": 5,
+    "cancelled job": 4,
+    "sweep": 1,
+}
+HELD = {"held job", "completion", "captured completion"}
+#: Text of a prompt: words that no other has.
+WORDS = ("steer", "capture", "patch", "stream", "layer", "token", "receipt", "ledger", "relay", "worker")
+#: Seconds after which a client has lost its patience, which is a failure of the service.
+PATIENCE_S = 240.0
+#: A held response may take this much longer than `max_wait_s`: it outlives a restart of Redis.
+OUTAGE_S = 40.0
+TERMINAL = {"succeeded", "failed", "cancelled", "aborted", "expired"}
+JOB_HEADER = "x-midstream-job"
+
+#: (replica, start, end) → whether it was killed, or not up again, between.
+WasAway = Callable[[str, float, float], bool]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One job, as its client wants it."""
+
+    number: int
+    way: str
+    prompts: tuple[str, ...]
+    max_tokens: int
+    capture: dict[str, Any] | None = None
+    callback: str | None = None
+
+    @property
+    def path(self) -> str:
+        return "/v1/completions" if "completion" in self.way else "/v1/sweeps" if self.way == "sweep" else "/v1/jobs"
+
+    def body(self) -> dict[str, Any]:
+        body: dict[str, Any] = {"model": MODEL}
+        if self.callback:
+            body["callback_url"] = self.callback
+        if self.way == "sweep":
+            clean, corrupt = self.prompts
+            pair = {"clean": clean, "corrupt": corrupt, "answer": "a", "foil": "b"}
+            return body | {"pairs": [pair], "layers": [0, 1], "positions": "last_prompt", "noise": 2}
+        if self.capture:
+            body["capture"] = self.capture
+        if self.path == "/v1/jobs":
+            if self.way == "steered job":
+                vector = np.full(HIDDEN_SIZE, self.number % 7 + 1, dtype=np.float32).tobytes()
+                tensor = {"dtype": "float32", "shape": [HIDDEN_SIZE], "data": base64.b64encode(vector).decode()}
+                body["steering"] = [{"layers": [1], "vector": tensor}]
+            return body | {"prompts": list(self.prompts), "sampling": {"max_tokens": self.max_tokens}}
+        body |= {"prompt": list(self.prompts), "max_tokens": self.max_tokens, "temperature": 0}
+        return body | {"capture_wait": self.way == "captured completion", "stream": self.way == "streamed completion"}
+
+
+def plans(rng: random.Random, count: int, callback: str | None = None) -> list[Plan]:
+    """`count` different jobs; one in five is to be told to `callback`."""
+    made = []
+    for number in range(count):
+        way = rng.choices(list(WAYS), list(WAYS.values()))[0]
+        words = [" ".join(rng.choices(WORDS, k=rng.randint(1, 6))) for _ in range(2 if way == "sweep" else rng.choice((1, 1, 2, 3)))]
+        prompts = tuple(f"{number} {text}"[:40].ljust(12, ".") for text in words)
+        if way == "sweep":
+            prompts = (f"{number:06d} clean", f"{number:06d} wrong")
+        captured = way == "captured completion" or (way in ("job", "held job") and rng.random() < 0.4)
+        made.append(
+            Plan(
+                number,
+                way,
+                prompts,
+                rng.randint(60, 250) if rng.random() < 0.02 or way == "cancelled job" else rng.randint(2, 16),
+                {"layers": [0, 3], "positions": "all", "layout": rng.choice(("auto", "packed"))} if captured else None,
+                callback if callback and rng.random() < 0.2 else None,
+            )
+        )
+    return made
+
+
+@dataclass
+class Told:
+    """Everything that one client has been told."""
+
+    plan: Plan
+    key: str
+    ids: dict[str, None] = field(default_factory=dict)  # of jobs, in the order in which they were told
+    begun: float = 0.0  # when it was first sent
+    accepted: float = 0.0  # when a 200 or 202 was first there
+    finished: float = 0.0  # when its end was told
+    answers: Counter[str] = field(default_factory=Counter)  # status or kind of break -> how often
+    held_s: float = 0.0  # how long the answer that came was held
+    texts: list[str] | None = None  # of each prompt, where the answer held them
+    state: str = ""
+    wrong: list[str] = field(default_factory=list)  # what must not have happened
+
+    @property
+    def id(self) -> str:
+        return next(iter(self.ids), "")
+
+
+class Clients:
+    """All clients, over all replicas. `was_away(replica, start, end)`: whether a broken connection has its reason."""
+
+    def __init__(
+        self, urls: dict[str, str], run: str, rng: random.Random, max_wait_s: float, was_away: Callable[[str, float, float], bool]
+    ):
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=200)
+        timeout = httpx.Timeout(30.0, read=max_wait_s + OUTAGE_S)
+        self._http = {name: httpx.AsyncClient(base_url=url, limits=limits, timeout=timeout) for name, url in urls.items()}
+        self._run, self._rng, self._was_away = run, rng, was_away
+        self._wait_s = max_wait_s
+
+    async def close(self) -> None:
+        for http in self._http.values():
+            await http.aclose()
+
+    async def follow(self, plan: Plan) -> Told:
+        """From the first request to the end of the job."""
+        told = Told(plan, f"{self._run}-{plan.number}", begun=time.monotonic())
+        try:
+            await asyncio.wait_for(self._follow(told), PATIENCE_S)
+        except TimeoutError:
+            told.wrong.append(f"no end within {PATIENCE_S:.0f} s")
+        return told
+
+    async def _follow(self, told: Told) -> None:
+        plan = told.plan
+        headers = {"Idempotency-Key": told.key}
+        if plan.way == "held job":
+            headers["Prefer"] = f"wait={self._wait_s:.0f}"
+        began = time.monotonic()
+        answer = await self._ask(told, "POST", plan.path, json=plan.body(), headers=headers)
+        told.held_s = time.monotonic() - began
+        if answer.status_code not in (200, 202):
+            told.wrong.append(f"{plan.way} was answered {answer.status_code}: {answer.text[:300]}")
+            return
+        if "completion" in plan.way and answer.status_code == 200:
+            told.texts = _texts(plan, answer)
+        if plan.way == "cancelled job":
+            await asyncio.sleep(self._rng.random() * 0.3)
+            cancelled = await self._ask(told, "POST", f"/v1/jobs/{told.id}/cancel")
+            if cancelled.status_code not in (200, 202, 409):
+                told.wrong.append(f"cancel was answered {cancelled.status_code}: {cancelled.text[:200]}")
+        while told.state not in TERMINAL:
+            view = await self._ask(told, "GET", f"/v1/jobs/{told.id}", params={"wait": self._wait_s})
+            if view.status_code != 200:
+                told.wrong.append(f"GET of {told.id}, which was accepted, was answered {view.status_code}: {view.text[:200]}")
+                return
+            told.state = view.json()["state"]
+        told.finished = time.monotonic()
+        if plan.way in ("job", "held job", "steered job") and told.state == "succeeded":
+            result = await self._ask(told, "GET", f"/v1/jobs/{told.id}/result")
+            if result.status_code == 200:
+                told.texts = [output["text"] for output in result.json()["outputs"]]
+            else:
+                told.wrong.append(f"the result of {told.id} was answered {result.status_code}")
+
+    async def _ask(self, told: Told, method: str, path: str, **more: Any) -> httpx.Response:
+        """Until some replica gives an answer that is not to be repeated."""
+        while True:
+            replica = self._rng.choice(list(self._http))
+            began = time.monotonic()
+            try:
+                answer = await self._http[replica].request(method, path, **more)
+            except httpx.TimeoutException as error:
+                told.answers["hung"] += 1
+                told.wrong.append(f"{method} {path} hung for {time.monotonic() - began:.0f} s at {replica}: {error!r}")
+                continue
+            except httpx.TransportError as error:
+                told.answers["broken"] += 1
+                if not self._was_away(replica, began, time.monotonic()):
+                    told.wrong.append(f"{method} {path} broke at {replica}, which lived: {error!r}")
+                await asyncio.sleep(0.05 + self._rng.random() * 0.2)
+                continue
+            told.answers[str(answer.status_code)] += 1
+            if answer.status_code in (200, 202) and method == "POST" and not path.endswith("/cancel"):
+                told.ids[answer.headers[JOB_HEADER]] = None
+                told.accepted = told.accepted or time.monotonic()
+            if answer.status_code in (429, 503):
+                await asyncio.sleep(min(float(answer.headers.get("retry-after", "1")), 0.5) * (0.5 + self._rng.random()))
+                continue
+            return answer
+
+
+def _texts(plan: Plan, answer: httpx.Response) -> list[str] | None:
+    """Of each prompt; None when a stream says that it has to be asked for again."""
+    if plan.way != "streamed completion":
+        return [choice["text"] for choice in answer.json()["choices"]]
+    texts = ["" for _ in plan.prompts]
+    for line in answer.text.splitlines():
+        if line.startswith("data: {"):
+            chunk = json.loads(line[len("data: ") :])
+            if "error" in chunk:
+                return None
+            for choice in chunk["choices"]:
+                texts[choice["index"]] += choice["text"]
+    return texts if answer.text.rstrip().endswith("[DONE]") else None

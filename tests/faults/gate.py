@@ -1,0 +1,202 @@
+"""The fault gate: does anything that was accepted get lost, or happen twice, while every part of the service is killed?
+
+    python tests/faults/gate.py                        # 10,000 jobs, a random seed, which it prints
+    python tests/faults/gate.py --seed 7 --jobs 1000 --kill worker=4 --kill redis=1
+
+Prints a table and, as its last line, the same as JSON. Exit code 1 when a rule was broken.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "system")]
+
+from chaos import FULL, Chaos, Fault, schedule
+from clients import HELD, Clients, Plan, Told, plans
+from cluster import Cluster
+from judge import Verdict, judge
+from monitor import Monitor
+from receiver import LADDER_S, STEP_S, Clock, Receiver
+
+#: Clients that wait for their jobs at the same time.
+AT_ONCE = 128
+#: Before this share of the jobs the receiver of webhooks goes away for an hour.
+HOUR_AT = 0.4
+#: After the last client has its answer: late receipts and webhooks, and lists that a sweep still has to look at.
+SETTLE_S = 60.0
+
+
+@dataclass
+class Report:
+    """What a run has shown."""
+
+    seed: int
+    jobs: int
+    seconds: float
+    verdict: Verdict
+    told: list[Told]
+    faults: list[Fault]
+
+    @property
+    def clean(self) -> bool:
+        return self.verdict.clean
+
+    def figures(self) -> dict[str, Any]:
+        """Everything that the table shows, as JSON."""
+        held = [told for told in self.told if told.plan.way in HELD]
+        answers: Counter[str] = sum((told.answers for told in self.told), Counter())
+        return {
+            "seed": self.seed,
+            "jobs": self.jobs,
+            "seconds": round(self.seconds, 1),
+            "jobs_per_s": round(self.jobs / self.seconds, 1),
+            "kills": dict(Counter(fault.kind for fault in self.faults if fault.outage)),
+            "ways": dict(Counter(told.plan.way for told in self.told)),
+            "held": {
+                "asked": len(held),
+                "resolved": sum(bool(told.ids) for told in held),
+                "longest_s": round(max((told.held_s for told in held), default=0.0), 1),
+            },
+            "answers": dict(sorted(answers.items())),
+            "seen": dict(self.verdict.seen),
+            "broken": {rule: len(found) for rule, found in self.verdict.found.items()},
+            "recovery": recovery(self.faults, self.told),
+        }
+
+    def table(self) -> str:
+        figures = self.figures()
+        lines = [
+            f"fault gate: {self.jobs} jobs, seed {self.seed}, {self.seconds:.0f} s ({figures['jobs_per_s']} jobs/s)",
+            "killed    " + ", ".join(f"{kind} {count}" for kind, count in figures["kills"].items()),
+            "jobs      " + ", ".join(f"{way} {count}" for way, count in figures["ways"].items()),
+            "answers   " + ", ".join(f"{name} {count}" for name, count in figures["answers"].items()),
+            f"held      {figures['held']['resolved']} of {figures['held']['asked']}, the longest for {figures['held']['longest_s']} s",
+            "seen      " + ", ".join(f"{name} {count}" for name, count in figures["seen"].items()),
+            "",
+            f"{'rule':<18}{'broken':>8}",
+            *[f"{rule:<18}{count:>8}" for rule, count in figures["broken"].items()],
+            "",
+            f"{'killed':<12}{'times':>6}{'ready again, s':>16}{'next job, s':>14}{'all in flight, s':>18}   (median / longest)",
+        ]
+        for kind, row in figures["recovery"].items():
+            cells = [f"{row[name][0]:.1f} / {row[name][1]:.1f}" for name in ("ready_s", "next_s", "flight_s")]
+            lines.append(f"{kind:<12}{row['times']:>6}{cells[0]:>16}{cells[1]:>14}{cells[2]:>18}")
+        for rule, found in self.verdict.found.items():
+            lines += [f"{rule}: {text}" for text in found[:10]]
+        return "\n".join(lines)
+
+
+def recovery(faults: list[Fault], told: list[Told]) -> dict[str, dict[str, Any]]:
+    """Per kind of kill, seconds from it: until the process was ready again (its pause included), until the first job that was
+    accepted after it had finished, and until every job had finished that was under way. Median and longest."""
+    found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    ended = [client for client in told if client.finished]
+    for fault in faults:
+        if fault.outage is None:
+            continue
+        at, row = fault.outage.killed, found[fault.kind]
+        row["ready_s"].append(fault.outage.ready - at)
+        row["next_s"].append(min((client.finished for client in ended if client.accepted > at), default=at) - at)
+        row["flight_s"].append(max((client.finished for client in ended if client.begun < at < client.finished), default=at) - at)
+    return {
+        kind: {"times": len(rows["ready_s"])}
+        | {name: [round(statistics.median(values), 2), round(max(values), 2)] for name, values in rows.items()}
+        for kind, rows in sorted(found.items())
+    }
+
+
+async def _load(
+    cluster: Cluster, faults: list[Fault], rng: random.Random, jobs: int, receiver: Receiver, clock: Clock, say: Callable[[str], object]
+) -> list[Told]:
+    """All clients, `AT_ONCE` at a time, and the faults among them."""
+    chaos = Chaos(cluster, faults)
+    clients = Clients(cluster.urls, f"gate-{os.urandom(4).hex()}", rng, cluster.settings.max_wait_s, cluster.was_away)
+    room = asyncio.Semaphore(AT_ONCE)
+    told: list[Told] = []
+    tasks: list[asyncio.Task[None]] = []
+
+    async def one(plan: Plan) -> None:
+        try:
+            told.append(await clients.follow(plan))
+        finally:
+            room.release()
+        if len(told) % 1000 == 0:
+            say(f"{len(told)} of {jobs} jobs are over")
+
+    try:
+        for plan in plans(rng, jobs, receiver.url):
+            if plan.number == int(HOUR_AT * jobs):
+                tasks.append(asyncio.create_task(asyncio.to_thread(clock.pass_hour, receiver)))
+            await chaos.pass_job(plan.number)
+            await room.acquire()
+            tasks.append(asyncio.create_task(one(plan)))
+        await asyncio.gather(*tasks)
+        await chaos.end()
+    finally:
+        await clients.close()
+    return told
+
+
+def run(
+    directory: Path, seed: int, jobs: int, kills: dict[str, int], *, workers: int = 2, apis: int = 2, say: Callable[[str], object] = print
+) -> Report:
+    """The gate on a cluster of its own in `directory`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    rng = random.Random(seed)
+    verdict, clock = Verdict(), Clock(directory / "clock")
+    with Receiver() as receiver, Cluster(directory, workers=workers, apis=apis, callbacks_fault=clock.fault) as cluster:
+        faults = schedule(rng, cluster, jobs, kills)
+        monitor = Monitor(cluster.settings.redis_url)
+        monitor.start()
+        started = time.monotonic()
+        told = asyncio.run(_load(cluster, faults, rng, jobs, receiver, clock, say))
+        seconds = time.monotonic() - started
+        _settle(cluster, clock)
+        asyncio.run(judge(cluster.settings, told, monitor, receiver, verdict))
+        monitor.stop()
+    return Report(seed, jobs, seconds, verdict, told, faults)
+
+
+def _settle(cluster: Cluster, clock: Clock) -> None:
+    """Until nothing is under way any more, or for `SETTLE_S`: what is left then is told by the judge."""
+    deadline = time.monotonic() + SETTLE_S
+    while time.monotonic() < deadline and cluster.do(lambda ledger: ledger.redis.zcard("ms:live")):
+        time.sleep(0.2)
+    end = clock.ahead + LADDER_S
+    while clock.ahead < end and cluster.do(lambda ledger: ledger.redis.zcard("ms:hooks")):
+        clock.advance(STEP_S if time.monotonic() < deadline else 600.0)
+        time.sleep(0.05)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=None, help="default: a random one")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--kill", action="append", metavar="KIND=TIMES", help=f"default: {FULL}")
+    parser.add_argument("--keep", type=Path, help="a directory for data and logs, which are kept")
+    options = parser.parse_args()
+    seed = options.seed if options.seed is not None else random.SystemRandom().randrange(10**9)
+    kills = {kind: int(times) for kind, _, times in (kill.partition("=") for kill in options.kill)} if options.kill else FULL
+    with tempfile.TemporaryDirectory(prefix="fault-gate-") as temporary:
+        report = run(options.keep or Path(temporary), seed, options.jobs, kills, workers=options.workers)
+    print(report.table())
+    print(json.dumps(report.figures()))
+    return 0 if report.clean else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,238 @@
+"""What became of every job in the end, by the ledger, the event streams and the files? Each rule names who broke it.
+
+Lost: a job whose client was told that it is accepted, and that did not succeed (or was not cancelled where that was asked for).
+Duplicate effect: two jobs for one Idempotency-Key; more than one result, end, or set of files for a job; files or receipts of another
+attempt than the one that gave the result; an output or a row that is not what the deterministic engine gives.
+"""
+
+import asyncio
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import numpy as np
+import redis
+from clients import Told
+from monitor import Monitor
+from receiver import Receiver
+from tokenizers import Tokenizer
+
+from midstream.broker.ledger import Ledger
+from midstream.schemas.blobs import read_header
+from midstream.schemas.jobs import Event, FileEntry, Job, JobResult, State
+from midstream.schemas.settings import Settings
+from midstream.workers.fake_model import Dice, make_tokenizer, residual_rows
+
+#: Jobs that are looked at together.
+AT_ONCE = 32
+MAY_END = {"cancelled job": {State.CANCELLED, State.ABORTED, State.SUCCEEDED}}
+
+
+class Verdict:
+    """`found[rule]`: who broke it, in words; `seen`: counts worth telling."""
+
+    RULES = ("lost", "duplicate", "wrong answer", "unresolved", "terminal changed", "webhook", "left over")
+
+    def __init__(self) -> None:
+        self.found: dict[str, list[str]] = {rule: [] for rule in self.RULES}
+        self.seen: Counter[str] = Counter()
+
+    def say(self, rule: str, text: str) -> None:
+        self.found[rule].append(text)
+
+    @property
+    def clean(self) -> bool:
+        return not any(self.found.values())
+
+
+async def judge(settings: Settings, told: list[Told], monitor: Monitor, receiver: Receiver, verdict: Verdict) -> None:
+    """Everything that can be asked of the ledger and of the disk once the load is over."""
+    ledger = Ledger.connect(settings)
+    try:
+        await _accounts(ledger, told, verdict)
+        tokenizer, gate = make_tokenizer(), asyncio.Semaphore(AT_ONCE)
+
+        async def one(client: Told) -> None:
+            async with gate:
+                await _job(ledger, tokenizer, settings.capture_root, client, verdict)
+
+        await asyncio.gather(*[one(client) for client in told if client.ids])
+        await _ends(ledger, told, monitor, verdict)
+        await _webhooks(ledger, told, receiver, verdict)
+        await _left_over(ledger, verdict)
+    finally:
+        await ledger.close()
+
+
+async def _accounts(ledger: Ledger, told: list[Told], verdict: Verdict) -> None:
+    """Every accepted job is there once, and nobody's is there."""
+    known = {raw.decode() for raw in await ledger.redis.zrange("ms:jobs", 0, -1)}
+    for client in told:
+        for wrong in client.wrong:
+            verdict.say("unresolved", f"job {client.plan.number} ({client.plan.way}, {client.id}): {wrong}")
+        if len(client.ids) > 1:
+            verdict.say("duplicate", f"key {client.key} has the jobs {', '.join(client.ids)}")
+        for job in client.ids:
+            if job not in known:
+                verdict.say("lost", f"{job} was accepted and is not in the ledger")
+        if not client.ids:
+            verdict.say("unresolved", f"job {client.plan.number} was never accepted: {dict(client.answers)}")
+    own = {job for client in told for job in client.ids}
+    for job in known - own:
+        verdict.say("duplicate", f"{job} is in the ledger, and no client was told of it")
+    verdict.seen["jobs"] = len(known)
+
+
+async def _job(ledger: Ledger, tokenizer: Tokenizer, root: Path, client: Told, verdict: Verdict) -> None:
+    job, result = await ledger.job(client.id), await ledger.result(client.id)
+    view = await ledger.view(client.id)
+    events = [event async for event in _events(ledger, client.id)]
+    verdict.seen[view.state] += 1
+    verdict.seen["attempts"] += view.attempt
+    verdict.seen["again"] += view.attempt > 1
+    verdict.seen["events twice"] += _said_twice(events)
+    if view.state not in MAY_END.get(client.plan.way, {State.SUCCEEDED}):
+        verdict.say("lost", f"{job.id} ({client.plan.way}) ended {view.state}: {view.error.detail if view.error else ''}")
+    if client.state and client.state != view.state:
+        verdict.say("terminal changed", f"{job.id}: its client was told {client.state}, it is {view.state}")
+    for wrong in _history(events, view.state, view.attempt):
+        verdict.say("duplicate", f"{job.id}: {wrong}")
+    if view.state is not State.SUCCEEDED:
+        return
+    if view.receipts != view.receipts_expected:
+        verdict.say("duplicate", f"{job.id} has {view.receipts} receipts of {view.receipts_expected}")
+    for wrong in _sweep(result) if job.sweep is not None else _outputs(tokenizer, job, result, client):
+        verdict.say("wrong answer", f"{job.id} ({client.plan.way}): {wrong}")
+    for wrong in _captures(root, job, result, verdict):
+        verdict.say("duplicate", f"{job.id}: {wrong}")
+
+
+async def _events(ledger: Ledger, job: str) -> AsyncIterator[Event]:
+    after = ""
+    while batch := await ledger.events(job, after, 1000):
+        for event in batch:
+            yield event
+        after = batch[-1].id
+
+
+def _history(events: list[Event], state: State, attempt: int) -> Iterator[str]:
+    """One end, said once and last; attempts that follow each other; an attempt begins once."""
+    moves = [(event.data["state"], event.attempt) for event in events if event.event == "state"]
+    ends = [name for name, _ in moves if name in ("succeeded", "failed", "cancelled", "aborted")]
+    if ends != [state]:
+        yield f"its history has the ends {ends}, its state is {state}"
+    if sum(event.event == "done" for event in events) != 1 or events[-1].event != "done":
+        yield "its history does not end with one `done`"
+    begun = [number for name, number in moves if name == "running"]
+    if begun != list(range(1, attempt + 1)):
+        yield f"its attempts began as {begun}, and there were {attempt}"
+
+
+def _said_twice(events: list[Event]) -> int:
+    """Events of an attempt that are there more than once: tokens, outputs, cells."""
+    once = Counter((event.event, event.attempt, str(event.data)) for event in events if event.event in ("output", "receipt", "cell"))
+    return sum(count - 1 for count in once.values())
+
+
+def _outputs(tokenizer: Tokenizer, job: Job, result: JobResult, client: Told) -> Iterator[str]:
+    """What the fake engine gives for these prompts, and what the client was told is what is stored."""
+    for number, prompt in enumerate(job.prompts):
+        dice = Dice(tokenizer, prompt.token_ids, job.sampling.seed, job.steering[number] if job.steering else [])
+        wanted = tokenizer.decode([dice.roll() for _ in range(job.sampling.max_tokens)])
+        stored = [output.text for output in result.outputs if output.index == number]
+        if stored != [wanted]:
+            yield f"prompt {number} gave {stored}, not {wanted!r}"
+        if client.texts is not None and client.texts[number] != wanted:
+            yield f"its client was told {client.texts[number]!r} of prompt {number}, not {wanted!r}"
+    if len(result.outputs) != len(job.prompts):
+        yield f"{len(result.outputs)} outputs of {len(job.prompts)} prompts"
+
+
+def _sweep(result: JobResult) -> Iterator[str]:
+    assert result.sweep is not None
+    summary = result.sweep.summary
+    if summary.cells != summary.total:
+        yield f"{summary.cells} cells of {summary.total}, {summary.skipped} skipped: {result.sweep.skipped[:2]}"
+
+
+def _captures(root: Path, job: Job, result: JobResult, verdict: Verdict) -> Iterator[str]:
+    """One blob for each captured prompt, of the attempt that gave the result, whole, with the rows of that prompt."""
+    by_request: dict[int, list[FileEntry]] = defaultdict(list)
+    for file in result.capture_results.files:
+        by_request[file.request].append(file)
+    wanted = [number for number, captures in enumerate(job.captures) if captures] if job.sweep is None else []
+    if job.sweep is None and sorted(by_request) != wanted:
+        yield f"captures of prompts {sorted(by_request)}, wanted of {wanted}"
+    outputs = {output.index: output for output in result.outputs}
+    for number, files in by_request.items():
+        if len(files) != 1:
+            yield f"{len(files)} blobs of prompt {number}"
+        for file in files:
+            verdict.seen["blobs"] += 1
+            wrong = _blob(root, job, result.attempt, file, outputs[number].token_ids if number in outputs else None)
+            if wrong:
+                yield f"{file.path} + {file.offset}: {wrong}"
+
+
+def _blob(root: Path, job: Job, attempt: int, file: FileEntry, generated: list[int] | None) -> str:
+    """Why the blob is not what its receipt says; empty when it is."""
+    with (root / file.path).open("rb") as source:
+        source.seek(file.offset)
+        raw = source.read(file.bytes)
+    if zlib.crc32(raw) != file.crc32:
+        return f"CRC {zlib.crc32(raw):08x}, the receipt says {file.crc32:08x}"
+    header = read_header(lambda start, length: raw[start : start + length], len(raw))
+    manifest = header.manifest
+    if (manifest.job, manifest.request) != (job.id, file.request):
+        return f"it is of {manifest.job}, prompt {manifest.request}"
+    if job.sweep is None and manifest.attempt != attempt:
+        return f"it is of attempt {manifest.attempt}, the result is of {attempt}"
+    if generated is not None and manifest.token_ids != [*job.prompts[file.request].token_ids, *generated[:-1]][: len(manifest.token_ids)]:
+        return "its tokens are not the prompt's and the output's"
+    positions, tokens = np.array(manifest.positions), np.array(manifest.token_ids)
+    for tensor in header.tensors.values():
+        if tensor.site is not None:
+            hook, layer = tensor.site
+            rows = np.frombuffer(raw[tensor.start : tensor.start + tensor.length], dtype="<f4").reshape(tensor.shape)
+            if not np.array_equal(rows, residual_rows(layer, positions, tokens, hook)):
+                return f"rows of {tensor.name} are wrong"
+    return ""
+
+
+async def _ends(ledger: Ledger, told: list[Told], monitor: Monitor, verdict: Verdict) -> None:
+    """Every end that anybody saw is the end."""
+
+    def again() -> None:
+        with redis.Redis.from_url(ledger.settings.redis_url) as connection:
+            monitor.look(connection, [job for client in told for job in client.ids])
+
+    await asyncio.to_thread(again)
+    for change in monitor.changed:
+        verdict.say("terminal changed", change)
+    verdict.seen["ends seen"] = len(monitor.ends)
+
+
+async def _webhooks(ledger: Ledger, told: list[Told], receiver: Receiver, verdict: Verdict) -> None:
+    """Each end of a job that was to be told of was delivered, under one id, and nothing else was."""
+    for wrong in receiver.wrong:
+        verdict.say("webhook", wrong)
+    wanted = {client.id: client for client in told if client.plan.callback and client.id}
+    for job, client in wanted.items():
+        end = f"job.{(await ledger.view(job)).state}"
+        told_of = {event: len(names) for event, names in receiver.told[job].items()}
+        if told_of != {end: 1}:
+            verdict.say("webhook", f"{job} ({client.plan.way}) ended as {end}; event -> ids of what was delivered: {told_of}")
+    for job in receiver.told.keys() - wanted.keys():
+        verdict.say("webhook", f"{job} was told of, and nobody had asked for it")
+    verdict.seen["webhooks"] = len(receiver.got)
+    verdict.seen["webhooks sent again"] = receiver.got.total() - len(receiver.got)
+    verdict.seen["webhooks while away"] = receiver.refused
+
+
+async def _left_over(ledger: Ledger, verdict: Verdict) -> None:
+    """Nothing of a job that is over keeps anything busy."""
+    if live := await ledger.redis.zcard("ms:live"):
+        verdict.say("left over", f"{live} jobs are looked after, and all are over")
+    async for name in ledger.redis.scan_iter(match="ms:held:*"):
+        verdict.say("left over", f"{name.decode()} has {await ledger.redis.scard(name)} jobs, and all are over")

@@ -1,0 +1,21 @@
+"""Does nothing accepted get lost, and nothing happen twice, over 10,000 jobs while everything is killed? With a fixed seed and a random one."""
+
+import json
+import random
+from pathlib import Path
+
+import gate
+import pytest
+from chaos import FULL
+
+JOBS, SEED = 10_000, 20_260
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", [SEED, None], ids=["fixed", "random"])
+def test_nothing_accepted_is_lost_or_happens_twice(tmp_path: Path, seed: int | None) -> None:  # field case 37, 38, 39
+    chosen = random.SystemRandom().randrange(10**9) if seed is None else seed
+    print(f"\nfault gate with seed {chosen}")
+    report = gate.run(tmp_path, chosen, JOBS, FULL)
+    print(report.table(), json.dumps(report.figures()), sep="\n")
+    assert report.verdict.found == {rule: [] for rule in report.verdict.RULES}

@@ -1,0 +1,20 @@
+"""The fault gate in short: every kind of process is killed under load. `make test-faults` runs it whole."""
+
+import json
+import random
+from pathlib import Path
+
+import gate
+
+JOBS = 700
+KILLS = {"worker": 4, "redis": 1, "relay": 1, "api": 1, "callbacks": 1}
+
+
+# field case 37, 38, 39
+def test_nothing_accepted_is_lost_or_happens_twice_while_every_part_is_killed(tmp_path: Path) -> None:
+    seed = random.SystemRandom().randrange(10**9)
+    report = gate.run(tmp_path, seed, JOBS, KILLS)
+    print(report.table(), json.dumps(report.figures()), sep="\n")  # with the seed, should it fail
+    assert report.verdict.found == {rule: [] for rule in report.verdict.RULES}
+    assert report.verdict.seen["again"] > 0, "some jobs were in the hands of a worker when it was killed"
+    assert report.figures()["kills"] == {"worker": 4, "redis": 1, "relay": 1, "api": 2, "callbacks": 1}
