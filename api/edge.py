@@ -11,8 +11,8 @@ import anyio.to_thread
 import msgspec
 from litestar import Request
 
-from ..broker.celery_app import enqueue
 from ..broker.celery_app import make_app as make_celery
+from ..broker.dispatch import Dispatcher, Message
 from ..broker.keys import Keys
 from ..broker.ledger import Ledger, new_job_id
 from ..broker.retention import Usage
@@ -47,8 +47,8 @@ OUTAGE_PAUSE_S = 0.25
 CANCEL_AGAIN_S = 0.2
 #: The last part of a full quota is kept for what users ask for: what the operator captures of every request is then left out.
 QUOTA_SPARE = 16
-#: Handing a job to Celery may take this long; then the sweeper does it.
-ENQUEUE_S = 5.0
+#: Telling the workers of a cancellation may take this long; then they notice it at their next renewal.
+BROADCAST_S = 5.0
 
 
 class Edge:
@@ -62,7 +62,6 @@ class Edge:
         self.steering = Steering(ledger)
         self.watcher = watcher
         self.celery = celery
-        self.counting = asyncio.Lock()  # sweeps that are accepted one at a time are counted right
         self._usage = Usage(settings.capture_root, settings.capture_quota_mib << 20)
         self._codecs: dict[str, Codec] = {}
         self._reading = asyncio.Lock()
@@ -129,15 +128,12 @@ class Edge:
     async def accept(
         self, job: Job, info: ModelInfo, blobs: Mapping[str, bytes], idempotency: tuple[str, str] | None, pinned: Iterable[str] = ()
     ) -> str:
-        """Commit a valid job to the ledger and hand it to Celery; see `submit`. `blobs`, `pinned`: as of `Ledger.submit`."""
+        """Commit a valid job to the ledger, which has its message sent; see `submit`. `blobs`, `pinned`: as of `Ledger.submit`."""
         check_callback(job.callback, self.settings)
         if self.settings.capture_quota_mib and not (idempotency and await self.ledger.knows_key(idempotency[0])):
             job = await self._within_quota(job, info)
-        job_id, created = await self.ledger.submit(job, blobs, idempotency, pinned)
-        crash_point("api.committed")
-        if created:
-            await self._enqueue(job)
-        crash_point("api.sent")
+        operators = {spec.tag for spec in info.global_captures}
+        job_id, _ = await self.ledger.submit(job, blobs, idempotency, pinned, operators)
         return job_id
 
     async def standing(self, model: str, names: list[str], caller: Caller, patch: Sequence[PatchSpec] = ()) -> Standing:
@@ -162,20 +158,12 @@ class Edge:
                 return everyone.without(job, info, "quota", error.detail)
         return job
 
-    async def _enqueue(self, job: Job) -> None:
-        """The job is in the ledger by now, so a failure here delays it until the sweeper's next round and loses nothing."""
-        try:
-            with anyio.fail_after(ENQUEUE_S):
-                await anyio.to_thread.run_sync(enqueue, self.celery, job.id, job.kind, job.model, abandon_on_cancel=True)
-        except Exception as error:  # kombu raises what its transport raises
-            log.warning("job %s waits for the sweeper: it could not be handed to Celery (%r)", job.id, error)
-
     async def cancel(self, job_id: str) -> JobView:
         """Raises `conflict` for a job that is over. The broadcast is a hint; a worker also sees the state when it renews."""
         view = await self.ledger.request_cancel(job_id)
         if view.state is State.CANCELLING:
             try:
-                with anyio.fail_after(ENQUEUE_S):
+                with anyio.fail_after(BROADCAST_S):
                     await anyio.to_thread.run_sync(
                         lambda: self.celery.control.broadcast("midstream_cancel", arguments={"job_id": job_id}), abandon_on_cancel=True
                     )
@@ -227,16 +215,24 @@ class Edge:
 
 @asynccontextmanager
 async def open_edge(settings: Settings) -> AsyncIterator[Edge]:
-    ledger = Ledger.connect(settings)
+    celery = make_celery(settings)
+    dispatcher = Dispatcher(celery, "api.sent")
+
+    def send(messages: list[Message]) -> None:
+        crash_point("api.committed")
+        dispatcher.send(messages)
+
+    ledger = Ledger.connect(settings, send)
     try:
         async with Watcher(ledger) as watcher:
-            edge = Edge(settings, ledger, watcher, make_celery(settings))
+            edge = Edge(settings, ledger, watcher, celery)
             try:
                 yield edge
             finally:
                 edge.close()
     finally:
         await ledger.close()
+        await anyio.to_thread.run_sync(dispatcher.close)
 
 
 def edge_of(request: Request[Any, Any, Any]) -> Edge:

@@ -5,12 +5,10 @@ from litestar.openapi.datastructures import ResponseSpec
 from litestar.params import JSONBody
 
 from ..broker.ledger import new_job_id
-from ..broker.sweeps import Sweeps
 from ..schemas.base import now
-from ..schemas.errors import MidstreamError
 from ..schemas.jobs import Job, JobResult, JobView, Sampling
 from ..schemas.keys import Caller
-from ..schemas.sweeps import StoredSweep, SweepRequest
+from ..schemas.sweeps import SweepRequest
 from .admission import handled
 from .auth import caller_of
 from .body import JsonRequest
@@ -37,22 +35,7 @@ async def submit_sweep(edge: Edge, body: SweepRequest, idempotency: tuple[str, s
         sweep=sweep,
         **handled(body, caller),
     )
-    async with edge.counting:
-        if not (idempotency and await edge.ledger.knows_key(idempotency[0])):
-            await _check_waiting(edge, sweep)
-        return await edge.accept(job, info, blobs, idempotency)
-
-
-async def _check_waiting(edge: Edge, sweep: StoredSweep) -> None:
-    """Counted from the jobs that are not over, so the number is right however they end."""
-    limit = edge.settings.sweep_cells_waiting
-    waiting = await Sweeps(edge.ledger).waiting()
-    if waiting + sweep.num_cells > limit:
-        raise MidstreamError(
-            "too_many_cells",
-            f"{waiting} cells of other sweeps wait or run, and this one has {sweep.num_cells}",
-            allowed=f"{limit} in all (setting sweep_cells_waiting): try again when some are over, or ask for fewer cells",
-        )
+    return await edge.accept(job, info, blobs, idempotency)
 
 
 @post(

@@ -5,9 +5,11 @@ sends it again when it was lost.
 """
 
 import re
+from typing import Any, Literal
 
 from celery import Celery
 from kombu import Queue
+from redis.connection import parse_url
 
 from ..schemas.settings import Settings
 
@@ -42,6 +44,7 @@ def make_app(settings: Settings) -> Celery:
     """The Celery app that API, workers and callbacks share; there is no result backend, the ledger holds results."""
     app = Celery("midstream", broker=settings.redis_url, set_as_current=False)
     app.conf.update(
+        broker_use_ssl=tls_options(settings.redis_url),
         accept_content=["json"],
         task_serializer="json",
         event_serializer="json",
@@ -80,13 +83,23 @@ def make_app(settings: Settings) -> Celery:
     return app
 
 
+def tls_options(redis_url: str) -> dict[str, Any] | Literal[False]:
+    """What Celery and Flower must be told beside a rediss:// URL: kombu would speak in the clear, and Flower reads no URL."""
+    told = parse_url(redis_url) if redis_url.startswith("rediss://") else None
+    if told is None:
+        return False
+    chosen = {name: value for name, value in told.items() if name.startswith("ssl_")}
+    return {"ssl_cert_reqs": "required", "ssl_check_hostname": True, **chosen}
+
+
 def queue(name: str) -> Queue:
     """A queue of ours for `app.amqp` or a publisher: direct, same exchange and routing key as its name."""
     return Queue(name, exchange=name, routing_key=name)
 
 
-def enqueue(app: Celery, job_id: str, kind: str, model: str, attempt: int = 0) -> None:
-    """Send the message that a job waits. `attempt`: how many were made, so that each message has an id of its own.
+def enqueue(app: Celery, job_id: str, kind: str, model: str, attempt: int = 0, step: int | None = None) -> None:
+    """Send the message that a job waits. `attempt`: how many were made, so that each message has an id of its own. `step`: of
+    `PRIORITY_STEPS`; None: what the kind of job has by itself.
 
     Blocks for a round trip to Redis; thread-safe. Raises kombu.exceptions.OperationalError when Redis is away.
     """
@@ -94,6 +107,6 @@ def enqueue(app: Celery, job_id: str, kind: str, model: str, attempt: int = 0) -
         task_of(kind),
         args=[job_id],
         queue=queue_of(model),
-        priority=PRIORITY_OF_KIND[kind],
+        priority=PRIORITY_OF_KIND[kind] if step is None else step,
         task_id=job_id if attempt == 0 else f"{job_id}.{attempt}",
     )

@@ -7,7 +7,7 @@ worker says carries its `attempt`: a stale one changes nothing, and the call say
 import functools
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import msgspec
@@ -25,6 +25,8 @@ from ..schemas.settings import Settings
 from ..schemas.sweeps import UnitRecord
 from ..schemas.tensors import Tensor
 from . import reading, scripts
+from .dispatch import Send, cost_of, messages_of
+from .tenants import Tenants, refusal
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -107,13 +109,16 @@ def not_found(job_id: str) -> MidstreamError:
 class Ledger:
     """The job ledger over one asyncio Redis client. Belongs to the event loop it is first used on."""
 
-    def __init__(self, client: redis.asyncio.Redis, settings: Settings) -> None:
+    def __init__(self, client: redis.asyncio.Redis, settings: Settings, send: Send | None = None) -> None:
+        """`send` gets the messages that are to be sent after a change; without it that is left to the sweeper. It must not block."""
         self.redis: Any = client  # redis-py types each answer as the union of all that it can be configured to give
         self.settings = settings
+        self.send = send
+        self.tenants = Tenants(self.redis, settings)
         self._scripts = scripts.Scripts(client)
 
     @classmethod
-    def connect(cls, settings: Settings) -> "Ledger":
+    def connect(cls, settings: Settings, send: Send | None = None) -> "Ledger":
         """A ledger on `settings.redis_url`, with its own connections; end it with `close()`."""
         pool = redis.asyncio.BlockingConnectionPool.from_url(
             settings.redis_url,
@@ -124,10 +129,15 @@ class Ledger:
             # A pooled connection that Redis's restart has cut is mended in silence; a Redis that is away is told within a second.
             retry=Retry(ExponentialBackoff(cap=0.4, base=0.05), RETRIES),
         )
-        return cls(redis.asyncio.Redis.from_pool(pool), settings)
+        return cls(redis.asyncio.Redis.from_pool(pool), settings, send)
 
     async def close(self) -> None:
         await self.redis.aclose()
+
+    def _send(self, flat: Sequence[bytes | int]) -> None:
+        """Hand over what a script has picked, the end of its reply."""
+        if flat and self.send is not None:
+            self.send(messages_of(flat))
 
     @reachable
     async def ping(self) -> None:
@@ -143,17 +153,24 @@ class Ledger:
         blobs: Mapping[str, bytes | Tensor],
         idempotency: tuple[str, str] | None = None,
         pinned: Iterable[str] = (),
+        operators: Collection[str] = (),
     ) -> tuple[str, bool]:
         """Accept `job` and its vectors (content hash -> tensor) in one commit; returns its id and whether it is new.
 
-        `pinned`: content hashes of tensors of named modules, of which the job gets copies of its own. The caller enqueues it
-        then; if that fails, the sweeper does. `idempotency`: (the client's key, SHA-256 of the body).
+        `pinned`: content hashes of tensors of named modules, of which the job gets copies of its own. `operators`: tags of captures
+        that its user did not ask for. `idempotency`: (the client's key, SHA-256 of the body). The job's message is sent when its
+        turn comes, at once as a rule.
         Same key and same body: the first job's id and False. Raises MidstreamError("idempotency_mismatch") for another body,
-        and MidstreamError("conflict") when a pinned tensor is nowhere any more.
+        and MidstreamError("conflict") when a pinned tensor is nowhere any more; rate_limited, too_many_jobs, too_many_cells,
+        capture_limit when the tenant uses what it may, and overloaded when too many jobs wait: nothing is accepted then.
         """
         raw = {name: to_msgpack(blob) if isinstance(blob, Tensor) else blob for name, blob in blobs.items()}
-        arguments = scripts.submit(self.settings, job, raw, pinned, idempotency, __version__)
-        outcome, job_id = scripts.text(await self._scripts.submit(args=arguments))
+        arguments = scripts.submit(self.settings, job, raw, pinned, idempotency, __version__, operators)
+        reply = await self._scripts.submit(args=arguments)
+        outcome, job_id = scripts.text(reply[:2])
+        if outcome == "refused":
+            used, allowed, seconds = scripts.text(reply[2:])
+            raise refusal(job.tenant, job_id, int(used), int(allowed), cost_of(job), float(seconds) if seconds else None)
         if outcome == "missing":
             named = ", ".join(sorted(job.modules)) or "what it was taken from"
             raise MidstreamError("conflict", f"{named} was changed or unregistered while the request was accepted: send it again")
@@ -163,6 +180,7 @@ class Ledger:
             )
         if outcome == "exists":
             raise MidstreamError("conflict", f"job {job_id} exists already")
+        self._send(reply[2:])
         return job_id, outcome == "created"
 
     @reachable
@@ -183,11 +201,13 @@ class Ledger:
 
         Raises not_found, and conflict when the job is over. Asking twice is harmless.
         """
-        (outcome, *state) = scripts.text(await self._scripts.cancel(args=[*scripts.context(self.settings), job_id]))
+        reply = await self._scripts.cancel(args=[*scripts.context(self.settings), job_id])
+        (outcome, *state) = scripts.text(reply)
         if outcome == "unknown":
             raise not_found(job_id)
         if outcome == "refused":
             raise MidstreamError("conflict", f"job {job_id} is over: its state is {state[0]}")
+        self._send(reply[1:])
         return await self.view(job_id)
 
     # ---- the worker's side -----------------------------------------------------------------------------------------
@@ -205,11 +225,13 @@ class Ledger:
         if outcome == b"unknown":
             raise not_found(job_id)
         if outcome == b"refused":
+            self._send(rest[1:])
             return None
         if outcome == b"behind":
             raise ClaimRefused("behind", f"global steering {int(rest[0])} is desired, the worker has {global_version}")
         if outcome == b"desynced":
             raise ClaimRefused("desynced", rest[0].decode())
+        self._send(rest[3:])
         return Claim(self._decode_job(job_id, rest[1]), int(rest[0]), float(rest[2]))
 
     async def store_outputs(self, job_id: str, attempt: int, outputs: list[Output]) -> State | None:
@@ -229,7 +251,7 @@ class Ledger:
         return await self._tell("cancelled", job_id, attempt) == "cancelled"
 
     async def release(self, job_id: str, attempt: int) -> State | None:
-        """Give the job back: queued (the caller enqueues it), failed `worker_lost` after the last attempt, or cancelled.
+        """Give the job back: queued, failed `worker_lost` after the last attempt, or cancelled.
 
         Returns the state after it; None when the attempt is stale.
         """
@@ -239,7 +261,7 @@ class Ledger:
     async def desync_release(self, job_id: str, attempt: int, detail: str) -> State | None:
         """Give the job back because this worker's ranks disagree (`detail`): queued once, if `on_desync` says so, else failed.
 
-        Returns the state after it (queued: the caller enqueues it); None when the attempt is stale.
+        Returns the state after it ; None when the attempt is stale.
         """
         outcome = await self._tell("desync", job_id, attempt, detail)
         return None if outcome == "stale" else State(outcome)
@@ -251,9 +273,11 @@ class Ledger:
     @reachable
     async def _tell(self, script: str, job_id: str, attempt: int, *rest: scripts.Argument) -> str:
         reply = await getattr(self._scripts, script)(args=scripts.of_attempt(self.settings, job_id, attempt, *rest))
-        outcome = str(reply.decode())
+        first, *picked = reply if isinstance(reply, list_) else [reply]
+        outcome = str(first.decode())
         if outcome == "unknown":
             raise not_found(job_id)
+        self._send(picked)
         return outcome
 
     @reachable

@@ -4,7 +4,7 @@ Every change of a job is one script in `lua/`, so that it is atomic. The tables 
 are generated from `schemas`, so that there is one truth. The packers below are the scripts' typed signatures.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
 from itertools import zip_longest
 from pathlib import Path
@@ -20,6 +20,8 @@ from ..schemas.runs import Run
 from ..schemas.settings import Settings
 from ..schemas.steering import Module, Proposal
 from ..schemas.sweep_units import Units
+from .dispatch import STEPS, URGENCY, cost_of
+from .tenants import limits_of
 
 #: A job that has been queued this long without being claimed is looked for in the broker's lists.
 QUEUED_LOOK_S = 10.0
@@ -31,8 +33,11 @@ BLOB_TTL_FACTOR = 3
 NAMES = (
     "submit", "claim", "store", "fail", "cancel", "cancelled", "release", "release_boots", "renew", "emit",
     "settle", "lost", "sweep", "look_again", "forget_captures", "removed_captures", "desync",
-    "propose", "commit", "abort", "put_module", "delete_module", "delete_run", "keep_units",
+    "propose", "commit", "abort", "put_module", "delete_module", "delete_run", "keep_units", "top_up", "recount",
 )  # fmt: skip
+
+#: What every script begins with, in this order.
+PARTS = ("record", "announce", "dispatch", "prelude")
 
 #: The hash field that gets the time at which a state was entered.
 STAMP: dict[State, str] = {
@@ -70,9 +75,7 @@ class Scripts:
 def source(name: str) -> str:
     """The whole text of a script: generated tables, prelude, body."""
     folder = Path(__file__).parent / "lua"
-    return "\n".join(
-        [_tables(), (folder / "announce.lua").read_text(), (folder / "prelude.lua").read_text(), (folder / f"{name}.lua").read_text()]
-    )
+    return "\n".join([_tables(), *[(folder / f"{part}.lua").read_text() for part in (*PARTS, name)]])
 
 
 def _tables() -> str:
@@ -84,6 +87,8 @@ def _tables() -> str:
             f"local TERMINAL = {_lua(dict.fromkeys(TERMINAL, True))}",
             f"local STAMP = {_lua(STAMP)}",
             f"local PROBLEMS = {_lua(problems)}",
+            f"local STEPS = {_lua(STEPS)}",
+            f"local URGENCY = {_lua(URGENCY)}",
             f"local QUEUED_LOOK_S = {QUEUED_LOOK_S}",
             f"local SWEEP_EVENTS = {SWEEP_EVENTS}",
         ]
@@ -104,8 +109,11 @@ def _lua(value: Any) -> str:
 
 
 def context(settings: Settings, at: float | None = None) -> list[Argument]:
-    """The five arguments that every script begins with; `at` is the time, in seconds since the epoch."""
-    return [repr(now() if at is None else at), settings.result_ttl_s, settings.event_limit, settings.max_attempts, settings.on_desync]
+    """The six arguments that every script begins with; `at` is the time, in seconds since the epoch."""
+    return [
+        repr(now() if at is None else at), settings.result_ttl_s, settings.event_limit, settings.max_attempts, settings.on_desync,
+        settings.dispatch_window,
+    ]  # fmt: skip
 
 
 def asked_requests(job: Job) -> int:
@@ -134,8 +142,9 @@ def submit(
     pinned: Iterable[str],
     idempotency: tuple[str, str] | None,
     written_by: str,
+    operators: Collection[str] = (),
 ) -> list[Argument]:
-    """A blob without bytes is one that is copied from what is pinned."""
+    """A blob without bytes is one that is copied from what is pinned. `operators`: tags that its user did not ask for."""
     key, body = idempotency or ("", "")
     blobs = {**dict.fromkeys(pinned, b""), **blobs}
     flat = [part for pair in blobs.items() for part in pair]
@@ -148,7 +157,8 @@ def submit(
         BLOB_TTL_FACTOR * settings.result_ttl_s, to_json(tags) if tags else "", to_json(job.modules),
         job.sweep.num_cells if job.sweep is not None else 0, to_json(job.runs), job.run,
         to_msgpack(Run(name=job.run, model=job.model, job=job.id, tag=tags[0], created=job.created)) if job.run else "",
-        job.tenant, job.priority, "" if job.expires is None else repr(job.expires), _callback(job), *flat,
+        job.tenant, job.priority, "" if job.expires is None else repr(job.expires), _callback(job),
+        cost_of(job), int(bool(set(tags) - set(operators))), to_json(limits_of(settings)), *flat,
     ]  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import logging
 import re
 import sys
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from celery import Celery
 
@@ -18,7 +18,8 @@ from ..schemas.faults import crash_point
 from ..schemas.settings import Settings
 from . import scripts
 from .captures import Captures
-from .celery_app import enqueue, lists_of, queue_of
+from .celery_app import lists_of, queue_of
+from .dispatch import Message, messages_of, send_now
 from .ledger import Ledger, reachable
 from .reading import listing
 from .runs import SourceRuns
@@ -34,6 +35,8 @@ PRUNE_LIMIT = 200
 #: A queued job that has its message is looked at again after `QUEUED_LOOK_S` and this many seconds per message that had
 #: to be read for it, so that a long queue is not read all the time.
 SECONDS_PER_MESSAGE = 1e-3
+#: Seconds between two counts of all that is in use: each holds Redis for some microseconds per job and capture.
+RECOUNT_S = 3600.0
 #: kombu's hash of messages that were delivered and not acknowledged.
 UNACKED = "unacked"
 
@@ -51,12 +54,15 @@ class SweepReport:
     requeued: list[str] = field(default_factory=list)  # their worker's lease had run out
     failed: list[str] = field(default_factory=list)  # ... and it was the last attempt
     timed_out: list[str] = field(default_factory=list)  # generated, but receipts are missing
+    late: list[str] = field(default_factory=list)  # never begun, and their `expires_in` was over: aborted
     cancelled: list[str] = field(default_factory=list)  # their worker died before it could say so
+    picked: list[str] = field(default_factory=list)  # waited, and there was room for their message
     deleted: list[str] = field(default_factory=list)  # their captures were older than `capture_ttl_s`
     pruned: int = 0  # entries of the listing whose job's record has expired; names of runs that were deleted as long ago
+    corrected: list[str] = field(default_factory=list)  # what had been counted wrong of tenants' usage
 
     def __bool__(self) -> bool:
-        return bool(self.resent or self.requeued or self.failed or self.timed_out or self.cancelled or self.deleted or self.pruned)
+        return any(getattr(self, each.name) for each in fields(self))
 
 
 class Sweeper:
@@ -67,6 +73,7 @@ class Sweeper:
         self._settings = settings
         self._redis = ledger.redis
         self._scripts = scripts.Scripts(ledger.redis)
+        self._recount_at = 0.0
         self._captures = Captures(ledger)
         self._runs = SourceRuns(ledger)
 
@@ -74,12 +81,11 @@ class Sweeper:
     async def sweep(self, at: float | None = None) -> SweepReport:
         """Look at every job that is due at `at` (seconds since the epoch; default: now).
 
-        Raises MidstreamError("unavailable") when Redis is away and kombu.exceptions.OperationalError when a message could
-        not be sent: what was not done is still due in the next sweep.
+        Raises MidstreamError("unavailable") when Redis is away: what was not done is still due in the next sweep.
         """
         at = now() if at is None else at
         report = SweepReport()
-        queued: dict[str, list[tuple[str, str, int]]] = defaultdict(list)  # model -> (id, kind, attempt)
+        queued: dict[str, list[Message]] = defaultdict(list)  # by model
         due: list[bytes] = await self._redis.zrangebyscore("ms:live", "-inf", at, start=0, num=SWEEP_LIMIT)
         up_since = await self._up_since() if due else 0.0
         waits = self._settings.capture_timeout_s, self._settings.lease_s
@@ -89,17 +95,21 @@ class Sweeper:
             found, *record = scripts.text(reply)
             if found in ("gone", "held"):
                 continue
-            kind, model, attempt = record[0], record[1], int(record[2])
+            job = Message(job_id, record[0], record[1], int(record[2]), int(record[3]))
             if found == "queued":
-                queued[model].append((job_id, kind, attempt))
+                queued[job.model].append(job)
             else:
                 getattr(report, found).append(job_id)
-                log.warning("job %s, attempt %d: %s", job_id, attempt, found)
+                log.warning("job %s, attempt %d: %s", job_id, job.attempt, found)
             if found == "requeued":
                 crash_point("sweeper.requeued")
-                await self._send(job_id, kind, model, attempt)
+            await self._send(messages_of(reply[5:]))
         for model, jobs in queued.items():
             report.resent += await self._resend_lost(model, jobs, at)
+        topped = messages_of(await self._scripts.top_up(args=scripts.context(self._settings, at)))
+        report.picked = [message.job_id for message in topped]
+        await self._send(topped)
+        report.corrected = await self._recount(at)
         report.pruned = await self._prune(at) + await self._runs.prune(at)
         try:
             report.deleted = await self._captures.sweep(at)
@@ -110,31 +120,41 @@ class Sweeper:
     @reachable
     async def release_boots(self, worker: str, boot: str) -> list[str]:
         """Put back at once what former starts of `worker` held; `boot` is its present start. Returns the requeued ids."""
-        reply = scripts.text(await self._scripts.release_boots(args=[*scripts.context(self._settings), worker, boot]))
-        requeued = []
-        for at in range(0, len(reply), 5):
-            job_id, state, kind, model, attempt = reply[at : at + 5]
-            if state == "queued":
-                requeued.append(job_id)
-                await self._send(job_id, kind, model, int(attempt))
-        return requeued
+        touched, picked = await self._scripts.release_boots(args=[*scripts.context(self._settings), worker, boot])
+        await self._send(messages_of(picked))
+        told = scripts.text(touched)
+        return [job_id for job_id, state in zip(told[::2], told[1::2], strict=True) if state == "queued"]
 
     async def _up_since(self) -> float:
         """When Redis started, in seconds since the epoch: while it was away, live workers could not renew their leases."""
         server = await self._redis.info("server")
         return float(now() - server["uptime_in_seconds"])
 
-    async def _send(self, job_id: str, kind: str, model: str, attempt: int) -> None:
-        await asyncio.to_thread(enqueue, self._app, job_id, kind, model, attempt)
+    async def _send(self, messages: list[Message]) -> bool:
+        """Whether Redis took them; what it did not take is found without a message in a later sweep."""
+        return not messages or await asyncio.to_thread(send_now, self._app, messages) == len(messages)
 
-    async def _resend_lost(self, model: str, jobs: list[tuple[str, str, int]], at: float) -> list[str]:
+    async def _recount(self, at: float) -> list[str]:
+        """What tenants use, counted anew once in a while; says what differed."""
+        if at < self._recount_at:
+            return []
+        self._recount_at = at + RECOUNT_S
+        told = scripts.text(await self._scripts.recount(args=scripts.context(self._settings, at)))
+        differed = [f"{name}: {counted} instead of {found}" for name, counted, found in zip(told[::3], told[1::3], told[2::3], strict=True)]
+        if differed:
+            log.warning("what is in use was counted wrong, and is corrected: %s", "; ".join(differed))
+        return differed
+
+    async def _resend_lost(self, model: str, jobs: list[Message], at: float) -> list[str]:
         """Send a message again for each of `jobs` that has none; returns their ids."""
         waiting, read = await self._messages(queue_of(model))
         resent = []
-        for job_id, kind, attempt in jobs:
-            if waiting.get(job_id, NOWHERE) < attempt:
+        for job in jobs:
+            job_id = job.job_id
+            if waiting.get(job_id, NOWHERE) < job.attempt:
                 log.warning("job %s has no message in the queue: sending another", job_id)
-                await self._send(job_id, kind, model, attempt)
+                if not await self._send([job]):
+                    break  # it is still due in the next sweep, as those behind it are
                 resent.append(job_id)
             later = at + scripts.QUEUED_LOOK_S + SECONDS_PER_MESSAGE * read
             await self._scripts.look_again(args=[*scripts.context(self._settings, at), job_id, later])

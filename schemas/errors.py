@@ -53,12 +53,14 @@ class Problem(Record, omit_defaults=True):
 class MidstreamError(Exception):
     """A failure with a kind from `STATUS_OF_KIND`; carries over HTTP and in a job's `error`."""
 
-    def __init__(self, kind: str, detail: str, *, field: str | None = None, allowed: str | None = None):
+    def __init__(self, kind: str, detail: str, *, field: str | None = None, allowed: str | None = None, retry_after: float | None = None):
+        """`retry_after`: in how many seconds it would be accepted, where that is known."""
         super().__init__(detail if field is None else f"{field}: {detail}")
         self.kind = kind
         self.detail = detail
         self.field = field
         self.allowed = allowed
+        self.retry_after = retry_after
 
     @property
     def status(self) -> int:

@@ -15,9 +15,10 @@ from .settings import SettingsError
 #: Name → what has been done by then, and what has not.
 CRASH_POINTS: dict[str, str] = {
     "api.committed": "the job is in the ledger; no message was sent, its client has no answer",
-    "api.sent": "its message is out; its client has no answer",
+    "api.sent": "its message is out; its client may have its answer",
     "worker.received": "a worker has the message; it has not claimed the job",
     "worker.claimed": "the job is claimed; the engine was not asked",
+    "worker.picked": "the claim has picked the job that is next; its message was not sent",
     "worker.generated": "the engine is done; the outputs are not stored",
     "worker.stored": "the outputs are stored; the message is not acknowledged",
     "worker.released": "a dead engine's job is back in the queue; no message was sent",

@@ -17,19 +17,18 @@ from typing import Any
 
 import msgspec
 from celery import Celery
-from kombu.exceptions import OperationalError
 
 from .. import __version__
-from ..broker.celery_app import enqueue
+from ..broker.dispatch import Dispatcher, Message
 from ..broker.ledger import Ledger
 from ..broker.steering import Steering
 from ..broker.sweeper import Sweeper
 from ..schemas.base import now
-from ..schemas.errors import MidstreamError
-from ..schemas.jobs import Job
+from ..schemas.faults import crash_point
 from ..schemas.models import WorkerInfo, encode_bundle
 from ..schemas.settings import Settings
 from .engine import Engine, make_engine
+from .figures import Figures, versions
 from .heartbeat import Heartbeat
 from .identity import BOOT
 from .patience import end_tasks, patiently
@@ -60,7 +59,9 @@ class EngineHost:
         self._engine: Engine | None = None
         self._runs: Runs | None = None
         self._standing: Standing | None = None
-        self._ledger = Ledger.connect(settings)
+        self._figures: Figures | None = None
+        self._dispatcher = Dispatcher(app)
+        self._ledger = Ledger.connect(settings, self._send)
 
     # From the outside, any thread
 
@@ -101,16 +102,22 @@ class EngineHost:
         assert self._engine is not None, "start() first"
         assert self._runs is not None, "start() first"
         info = self._engine.info
+        stats = self._figures.stats() if self._figures is not None else None
         return {
             "model": info.name,
             "architecture": info.architecture,
+            "dtype": info.dtype,
             "tp": info.tp,
             "pp": info.pp,
             "runner": info.runner,
             "worker": self.settings.worker_id,
             "boot": BOOT,
             "healthy": not self._trouble,
+            "detail": self._trouble,
+            "started": self.started_at,
             "running": self._runs.held,
+            "stats": msgspec.to_builtins(stats),
+            "versions": versions(),
         }
 
     def stop(self) -> None:
@@ -123,6 +130,7 @@ class EngineHost:
         except TimeoutError:
             logger.error("the engine did not stop in %s s; leaving it to the process's end", DEATH_GRACE_S)
         finally:
+            self._dispatcher.close()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(DEATH_GRACE_S)
 
@@ -141,7 +149,9 @@ class EngineHost:
         self._engine = engine
         died = asyncio.Event()
         standing = self._standing = Standing(Steering(self._ledger), engine, settings, BOOT, lambda: heartbeat.beat())
-        self._runs = Runs(self._ledger, engine, standing, settings.worker_id, BOOT, died, self._enqueue)
+        self._runs = Runs(self._ledger, engine, standing, settings.worker_id, BOOT, died)
+        self._figures = Figures(engine.info.name, self._runs, standing, lambda: engine.waiting)
+        self._figures.register()
         heartbeat = Heartbeat(self._ledger, self._runs, settings.lease_s, self._info, self._publish)
         await patiently(self._publish, "start")
         await standing.start()  # before the first job
@@ -174,6 +184,7 @@ class EngineHost:
             pp=info.pp,
             healthy=not self._trouble,
             detail=self._trouble,
+            stats=self._figures.stats() if self._figures is not None else None,
         )
 
     @property
@@ -212,21 +223,19 @@ class EngineHost:
 
     async def _release_former_boots(self) -> None:
         """Requeue at once what this worker held when it was last killed."""
-        try:
-            released = await Sweeper(self._ledger, self._app, self.settings).release_boots(self.settings.worker_id, BOOT)
-        except OperationalError as error:
-            raise MidstreamError("unavailable", f"a message could not be sent: {error}") from error
+        released = await Sweeper(self._ledger, self._app, self.settings).release_boots(self.settings.worker_id, BOOT)
         if released:
             logger.warning("requeued %s, which a former start of this worker held", released)
 
-    def _enqueue(self, job: Job, attempt: int) -> None:
-        try:
-            enqueue(self._app, job.id, job.kind, job.model, attempt)
-        except OperationalError as error:
-            logger.warning("job %s is queued without a message, which the sweeper sends later: %s", job.id, error)
+    def _send(self, messages: list[Message]) -> None:
+        """What a claim has picked, or what goes back to the queue."""
+        crash_point("worker.released" if any(message.attempt for message in messages) else "worker.picked")
+        self._dispatcher.send(messages)
 
     async def _stop(self) -> None:
         await end_tasks(self._background)
+        if self._figures is not None:
+            self._figures.unregister()
         if self._engine is not None:
             await self._engine.shutdown()
         await self._ledger.close()

@@ -7,7 +7,7 @@ lost its lease says nothing any more: its attempt is fenced.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
 from enum import StrEnum
@@ -101,11 +101,8 @@ class Runs:
         worker: str,
         boot: str,
         engine_died: asyncio.Event,
-        enqueue: Callable[[Job, int], None],
     ):
-        """`enqueue(job, attempts made)` sends a released job's message; it may block."""
         self._ledger = ledger
-        self._enqueue = enqueue
         self._engine = engine
         self._standing = standing
         standing.stop_runs = self._stop_reported
@@ -309,16 +306,11 @@ class Runs:
             run.task.uncancel()
         logger.info("job %s attempt %d stops: %s", run.job.id, run.attempt, ending)
         if ending is Outcome.RELEASED:
-            state = await patiently(lambda: self._ledger.release(run.job.id, run.attempt), f"release of {run.job.id}")
-            crash_point("worker.released")
-            if state is State.QUEUED:
-                await asyncio.to_thread(self._enqueue, run.job, run.attempt)
+            await patiently(lambda: self._ledger.release(run.job.id, run.attempt), f"release of {run.job.id}")
             return ending
         await self._engine.abort(run.job.id, run.attempt)
         if ending is Outcome.OUT_OF_STEP:
-            state = await patiently(lambda: self._ledger.desync_release(run.job.id, run.attempt, run.detail), f"release of {run.job.id}")
-            if state is State.QUEUED:
-                await asyncio.to_thread(self._enqueue, run.job, run.attempt)
+            await patiently(lambda: self._ledger.desync_release(run.job.id, run.attempt, run.detail), f"release of {run.job.id}")
         if ending is Outcome.CANCELLED:
             crash_point("worker.aborted")
             await patiently(lambda: self._ledger.finish_cancel(run.job.id, run.attempt), f"cancel of {run.job.id}")

@@ -1,7 +1,8 @@
 -- queued -> running: the attempt that comes back is the worker's fencing token.
 -- args: id, worker, boot, ranks, lease_s, version of the global steering that the worker has applied, whether that steers anything
 --       ('1': every prompt gets receipts then, not only those that ask for something)
--- returns {'unknown'} | {'refused', state} | {'desynced', reason} | {'behind', version that is desired} | {'claimed', attempt, spec, when it was queued}
+-- returns {'unknown'} | {'refused', state, messages} | {'desynced', reason} | {'behind', version that is desired}
+--         | {'claimed', attempt, spec, when it was queued, messages}
 local id, worker, boot, ranks, lease_s, global_version, everyone = unpack(ARGV, FIRST, FIRST + 6)
 local job = read(id)
 if not job then
@@ -9,6 +10,10 @@ if not job then
 end
 if job.state ~= 'queued' then
   return {'refused', job.state}
+end
+if overdue(job) then
+  fail(job, 'not_started_in_time', LATE, nil, 'aborted')
+  return with_messages({'refused', job.state})
 end
 local desync = redis.call('HGET', DESYNC, worker)
 if desync then
@@ -31,4 +36,4 @@ redis.call('SADD', key('held', worker), id)
 look_at(job, now + tonumber(lease_s))
 move(job, 'running')
 local spec, queued = unpack(redis.call('HMGET', hash, 'spec', 'queued'))
-return {'claimed', job.attempt, spec, queued}
+return with_messages({'claimed', job.attempt, spec, queued})

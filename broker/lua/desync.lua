@@ -1,13 +1,13 @@
 -- The worker gives an attempt up because its ranks are out of step: another attempt, once, or none (setting on_desync).
 -- args: id, attempt, why
--- returns 'unknown' | 'stale' | the state after it
+-- returns {'unknown'} | {'stale'} | {the state after it, messages}
 local id, attempt, detail = unpack(ARGV, FIRST, FIRST + 2)
 local job = read(id)
 if not job then
-  return 'unknown'
+  return {'unknown'}
 end
 if not working(job, attempt) then
-  return 'stale'
+  return {'stale'}
 end
 put_back_desynced(job, detail)
-return job.state
+return with_messages({job.state})

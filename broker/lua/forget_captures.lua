@@ -18,6 +18,7 @@ if spare == '1' and redis.call('ZCOUNT', key('run-lease', id), now, '+inf') > 0 
   return 'leased'
 end
 redis.call('HSET', capture, 'deleted', ARGV[1])
+charge(id, -(tonumber(redis.call('HGET', capture, 'bytes')) or 0))
 redis.call('EXPIRE', capture, 2 * result_ttl) -- as long as somebody may still ask
 redis.call('ZREM', 'ms:captures', id)
 redis.call('ZREM', key('captures', redis.call('HGET', capture, 'tenant') or 'default'), id)

@@ -35,6 +35,7 @@ for at = FIRST + 5, #ARGV, 3 do
 end
 if cells > 0 then
   redis.call('HINCRBY', key('job', id), 'cells', cells)
+  tally_cells(job, -cells)
   changed(job)
 end
 return 'kept'

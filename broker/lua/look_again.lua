@@ -2,6 +2,6 @@
 -- args: id, at
 local job = read(ARGV[FIRST])
 if job and job.state == 'queued' then
-  look_at(job, tonumber(ARGV[FIRST + 1]))
+  look_at_queued(job, tonumber(ARGV[FIRST + 1]))
 end
 return 'ok'

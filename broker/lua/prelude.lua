@@ -1,72 +1,4 @@
--- What every script shares: how a job is read, moved to another state, failed, put back, finished.
--- Above this text stand the generated tables ALLOWED, TERMINAL, STAMP, PROBLEMS and the constants QUEUED_LOOK_S and SWEEP_EVENTS.
--- Keys are built from job ids inside the scripts: Redis Cluster is not a target.
-
-local now = tonumber(ARGV[1])
-local result_ttl = tonumber(ARGV[2])
-local event_limit = tonumber(ARGV[3])
-local max_attempts = tonumber(ARGV[4])
-local on_desync = ARGV[5] -- 'retry' or 'fail'
-local FIRST = 6 -- where a script's own arguments begin
-
--- worker -> why its ranks must be made equal; worker -> boot/epoch of the ledgers up to which that is dealt with.
-local DESYNC, SETTLED = 'ms:desync', 'ms:desync-settled'
-
-local function key(kind, id)
-  return 'ms:' .. kind .. ':' .. id
-end
-
-local FIELDS = {
-  'state', 'attempt', 'version', 'worker', 'boot', 'lease', 'generated', 'receipts', 'expected',
-  'captures', 'steers', 'everyone', 'partial', 'kind', 'model', 'asked', 'prompts', 'retried', 'cells_expected',
-  'tenant', 'priority', 'expires', 'callback',
-}
-
--- The job as a table, or nil when there is none.
-local function read(id)
-  local values = redis.call('HMGET', key('job', id), unpack(FIELDS))
-  if not values[1] then
-    return nil
-  end
-  local job = {id = id}
-  for place, name in ipairs(FIELDS) do
-    job[name] = values[place]
-  end
-  for _, name in ipairs({'attempt', 'version', 'lease', 'generated', 'receipts', 'expected', 'asked', 'prompts', 'cells_expected'}) do
-    job[name] = job[name] and tonumber(job[name])
-  end
-  job.captures = job.captures == '1'
-  job.steers = job.steers == '1' or job.everyone == '1' -- by its own entries, or by what is applied to everyone
-  return job
-end
-
--- Whether a worker that claimed `attempt` still has a say in this job: the fence.
-local function working(job, attempt)
-  return (job.state == 'running' or job.state == 'cancelling') and job.attempt == tonumber(attempt)
-end
-
--- How long the job's event stream may be: a sweep's holds all its cells.
-local function events_kept(job)
-  if job.kind ~= 'sweep' then
-    return event_limit
-  end
-  return math.max(event_limit, job.cells_expected + SWEEP_EVENTS)
-end
-
-local function event(job, kind, data)
-  redis.call('XADD', key('events', job.id), 'MAXLEN', '~', events_kept(job), '*', 'e',
-    '{"event":"' .. kind .. '","data":' .. data .. ',"attempt":' .. job.attempt .. '}')
-end
-
--- A change that readers may want to see.
-local function changed(job)
-  job.version = redis.call('HINCRBY', key('job', job.id), 'version', 1)
-  redis.call('PUBLISH', key('changed', job.id), job.version)
-end
-
-local function look_at(job, at)
-  redis.call('ZADD', 'ms:live', at, job.id)
-end
+-- How a job is moved to another state, failed, put back, finished.
 
 -- What is listed of a job's captures. False when it has none in files.
 local function note_capture(job, ...)
@@ -77,13 +9,18 @@ local function note_capture(job, ...)
   return true
 end
 
+-- How often jobs came into each state: what metrics tell. Here, so that each change is counted once, whoever makes it.
+local function count(job)
+  redis.call('HINCRBY', 'ms:counts', job.model .. '/' .. job.state, 1)
+end
+
 -- The only place where a job's state changes. False, and nothing done, when the table does not allow it.
 -- `capture_status`: what a capturing job ends with when it ends otherwise than succeeded.
 local function move(job, to, capture_status)
   if not ALLOWED[job.state][to] then
     return false
   end
-  local hash = key('job', job.id)
+  local hash, from = key('job', job.id), job.state
   if (job.state == 'running' or job.state == 'cancelling') and to ~= 'cancelling' then
     redis.call('SREM', key('held', job.worker), job.id)
   end
@@ -91,6 +28,10 @@ local function move(job, to, capture_status)
   redis.call('HSET', hash, 'state', to, STAMP[to], ARGV[1])
   event(job, 'state', '{"state":"' .. to .. '","attempt":' .. job.attempt .. '}')
   announce(job)
+  count(job)
+  if from == 'queued' then
+    leave(job)
+  end
   if to == 'queued' then
     -- What the former attempt left must not be taken for the next one's. (Units of a sweep are its own: they stay.)
     redis.call('DEL', key('out', job.id), key('ticket', job.id), key('agree', job.id))
@@ -98,9 +39,10 @@ local function move(job, to, capture_status)
     redis.call('HSET', hash, 'receipts', 0, 'expected', 0)
     job.generated, job.receipts, job.expected, job.partial = nil, 0, 0, nil
     if job.kind ~= 'sweep' then
+      charge(job.id, -(tonumber(redis.call('HGET', key('capture', job.id), 'bytes')) or 0))
       note_capture(job, 'bytes', 0, 'rows', 0)
     end
-    look_at(job, now + QUEUED_LOOK_S)
+    enter_again(job)
   end
   if TERMINAL[to] then
     if job.captures then
@@ -112,6 +54,10 @@ local function move(job, to, capture_status)
       if note_capture(job, 'status', status) then
         redis.call('ZADD', 'ms:captured', now, job.id) -- their age counts from here
       end
+    end
+    tally(job.tenant, 'jobs', -1)
+    if job.kind == 'sweep' then
+      tally_cells(job, job.cells - job.cells_expected)
     end
     event(job, 'done', '{"state":"' .. to .. '"}')
     redis.call('ZREM', 'ms:live', job.id)
@@ -126,16 +72,20 @@ local function move(job, to, capture_status)
   return true
 end
 
-local function fail(job, kind, detail, capture_status)
-  if not ALLOWED[job.state]['failed'] then
+-- `to`: 'aborted' for what never began.
+local function fail(job, kind, detail, capture_status, to)
+  to = to or 'failed'
+  if not ALLOWED[job.state][to] then
     return false
   end
   local problem = PROBLEMS[kind]
   redis.call('HSET', key('job', job.id), 'error', cjson.encode({
     type = 'urn:midstream:' .. kind, title = problem[1], status = problem[2], detail = detail,
   }))
-  return move(job, 'failed', capture_status)
+  return move(job, to, capture_status)
 end
+
+local LATE = 'no worker had begun the job when its `expires_in` was over'
 
 -- The worker is gone or gives up its hold: another attempt, unless there were enough or nobody wants it any more.
 local function put_back(job)
@@ -179,9 +129,7 @@ local function put_back_desynced(job, detail)
   elseif on_desync == 'retry' and not job.retried and job.attempt < max_attempts then
     redis.call('HSET', key('job', job.id), 'retried', detail)
     job.retried = detail
-    if move(job, 'queued') then
-      look_at(job, now) -- nobody sends its message but the sweeper
-    end
+    move(job, 'queued')
   else
     fail(job, 'ranks_disagree', detail)
   end

@@ -1,13 +1,13 @@
 -- A worker gives a running job back, so that another attempt can be made at once.
 -- args: id, attempt
--- returns 'unknown' | 'stale' | the state after it
+-- returns {'unknown'} | {'stale'} | {the state after it, messages}
 local id, attempt = unpack(ARGV, FIRST, FIRST + 1)
 local job = read(id)
 if not job then
-  return 'unknown'
+  return {'unknown'}
 end
 if not working(job, attempt) then
-  return 'stale'
+  return {'stale'}
 end
 put_back(job)
-return job.state
+return with_messages({job.state})

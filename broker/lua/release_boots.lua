@@ -1,6 +1,6 @@
 -- A worker has started: whatever its former starts held is put back.
 -- args: worker, boot of this start
--- returns {id, state, kind, model, attempt, ...} for each job touched
+-- returns {{id, state after it, ...} of the jobs touched, messages}
 local worker, boot = unpack(ARGV, FIRST, FIRST + 1)
 local touched = {}
 redis.call('HDEL', DESYNC, worker) -- its ranks have begun anew
@@ -10,12 +10,11 @@ for _, id in ipairs(redis.call('SMEMBERS', key('held', worker))) do
   if job and working(job, job.attempt) and job.worker == worker then
     if job.boot ~= boot then
       put_back(job)
-      for _, value in ipairs({id, job.state, job.kind, job.model, job.attempt}) do
-        touched[#touched + 1] = value
-      end
+      touched[#touched + 1] = id
+      touched[#touched + 1] = job.state
     end
   else
     redis.call('SREM', key('held', worker), id)
   end
 end
-return touched
+return {touched, messages}

@@ -80,6 +80,9 @@ local function receive(id, request, rank, pp, attempt, status, kind, checksum, a
     if bytes ~= '0' and redis.call('EXISTS', key('capture', id)) == 1 then
       redis.call('HINCRBY', key('capture', id), 'bytes', bytes)
       redis.call('HINCRBY', key('capture', id), 'rows', rows)
+      if redis.call('HEXISTS', key('capture', id), 'deleted') == 0 then
+        charge(id, tonumber(bytes))
+      end
     end
     -- An error or a disagreement ends the attempt at once; what is wanted no more is not failed, its cancel is under way.
     local running, detail, last_epoch = job.state == 'running', nil, nil
@@ -94,6 +97,9 @@ local function receive(id, request, rank, pp, attempt, status, kind, checksum, a
       disagreements[#disagreements + 1] = detail
       mark_desync(worker, boot, last_epoch, detail)
       put_back_desynced(job, detail)
+      if job.state == 'queued' then
+        look_at(job, now) -- nobody sends its message but the sweeper
+      end
     elseif running and status == 'error' and not sweep then
       if kind == '' then
         kind = (job.captures or not job.steers) and 'capture_failed' or 'intervention_failed'

@@ -2,12 +2,59 @@
 -- args: id, spec, created, kind, model, prompts, asked, captures, steers, metadata, written_by, idempotency key, body sha256,
 --       blob ttl, JSON list of the tags under which captures become files ('' for none), JSON of the named modules, cells of a sweep,
 --       JSON of the source runs that it is patched with, name of the run that it makes ('' for none), that run, packed,
---       tenant, priority, when it expires ('' for never), JSON of its callback ('' for none),
+--       tenant, priority, when it expires ('' for never), JSON of its callback ('' for none), what it costs (tokens or cells), whether
+--       its user captures into files ('1' or '0'), JSON of the limits that hold where the tenant has none of its own,
 --       then (sha256, bytes, '' to take what is pinned) per blob
--- returns {'created', id} | {'repeated', id of the first} | {'mismatch', id of the first} | {'exists', id} | {'missing', sha256}
+-- returns {'created', id, messages} | {'repeated', id of the first} | {'mismatch', id of the first} | {'exists', id} | {'missing', sha256}
+--         | {'refused', name of the limit, what is used, what is allowed, seconds until it would be accepted ('' where nobody knows)}
+local function used(tenant, what)
+  return math.max(0, tonumber(redis.call('HGET', 'ms:usage', tenant .. '/' .. what)) or 0)
+end
+
+-- The first limit that stands against a submission, or nil, and then what it takes of the rates is taken. A rate is a bucket that
+-- leaks (GCRA): `{name}_until` is when nothing of it is used any more, a minute ahead it is full. What is more than a minute's worth
+-- by itself is accepted once nothing is used.
+local function over_limit(tenant, limits, job)
+  local function check(name, is, more)
+    local allowed = limits[name]
+    if allowed > 0 and is + more > allowed then
+      return {'refused', name, is, allowed, ''}
+    end
+  end
+  local refused = check('queue_limit', used('', 'queued'), 1)
+    or check('jobs_in_flight', used(tenant, 'jobs'), 1)
+    or job.cells > 0 and (check('sweep_cells', used(tenant, 'cells'), job.cells) or check('sweep_cells_waiting', used('', 'cells'), job.cells))
+    or job.files and check('capture_mib', math.ceil(used(tenant, 'bytes') / 1048576), 1)
+  if refused then
+    return refused
+  end
+  local rate, minute = key('rate', tenant), math.floor(now / 60)
+  local taken, lasts = {'minute', minute}, 60
+  local this_minute = tonumber(redis.call('HGET', rate, 'minute')) == minute
+  for name, more in pairs({requests = 1, tokens = job.cost}) do
+    local allowed = limits[name .. '_per_minute']
+    local till, counted = unpack(redis.call('HMGET', rate, name .. '_until', name))
+    till = math.max(now, tonumber(till) or 0)
+    if allowed > 0 then
+      local after = till + more * 60 / allowed
+      local wait = math.min(after - 60, till) - now
+      if wait > 0 then
+        return {'refused', name .. '_per_minute', string.format('%d', (till - now) * allowed / 60), allowed, tostring(wait)}
+      end
+      lasts = math.max(lasts, after - now)
+      till = after
+    end
+    for _, value in ipairs({name .. '_until', string.format('%.6f', till), name, (this_minute and tonumber(counted) or 0) + more}) do
+      taken[#taken + 1] = value
+    end
+  end
+  redis.call('HSET', rate, unpack(taken))
+  redis.call('EXPIRE', rate, math.ceil(lasts))
+end
+
 local id, spec, created, kind, model, prompts, asked, captures, steers, metadata, written_by, idem, body, blob_ttl,
-  tags, modules, cells, runs, run, packed_run, tenant, priority, expires, callback = unpack(ARGV, FIRST, FIRST + 23)
-local BLOBS = FIRST + 24
+  tags, modules, cells, runs, run, packed_run, tenant, priority, expires, callback, cost, files, defaults = unpack(ARGV, FIRST, FIRST + 26)
+local BLOBS = FIRST + 27
 if idem ~= '' then
   local first = redis.call('GET', key('idem', idem))
   if first then
@@ -29,6 +76,17 @@ for at = BLOBS, #ARGV, 2 do
     return {'missing', ARGV[at]} -- its module was changed or taken away since it was looked up
   end
 end
+local limits, own = cjson.decode(defaults), limits_of(tenant)
+for name, number in pairs(own) do
+  limits[name] = number
+end
+local refused = over_limit(tenant, limits, {cost = tonumber(cost), cells = tonumber(cells), files = files == '1'})
+if refused then
+  return refused
+end
+if own.highest_priority and URGENCY[priority] < URGENCY[own.highest_priority] then
+  priority = own.highest_priority
+end
 for at = BLOBS, #ARGV, 2 do -- the job's own copies: what becomes of a module is nothing to it
   local blob = key('blob', ARGV[at])
   if ARGV[at + 1] ~= '' then
@@ -41,7 +99,7 @@ end
 redis.call('HSET', key('job', id), 'spec', spec, 'state', 'queued', 'attempt', 0, 'version', 1, 'created', created, 'queued', ARGV[1],
   'kind', kind, 'model', model, 'prompts', prompts, 'asked', asked, 'captures', captures, 'steers', steers, 'metadata', metadata,
   'modules', modules, 'cells', 0, 'cells_expected', cells, 'runs', runs, 'run', run,
-  'tenant', tenant, 'priority', priority, 'written_by', written_by, 'receipts', 0, 'expected', 0, 'capture_status', captures == '1' and 'pending' or 'not_requested')
+  'tenant', tenant, 'priority', priority, 'step', STEPS[kind][priority], 'cost', cost, 'written_by', written_by, 'receipts', 0, 'expected', 0, 'capture_status', captures == '1' and 'pending' or 'not_requested')
 if expires ~= '' then
   redis.call('HSET', key('job', id), 'expires', expires)
 end
@@ -54,6 +112,9 @@ redis.call('SADD', 'ms:owners', tenant)
 if tags ~= '' then -- outlives the job's record: files stay until they are deleted
   redis.call('HSET', key('capture', id), 'tags', tags, 'created', created, 'status', 'pending', 'bytes', 0, 'rows', 0, 'model', model,
     'tenant', tenant)
+  if files == '1' then
+    redis.call('HSET', key('capture', id), 'charged', tenant)
+  end
   redis.call('ZADD', 'ms:captures', created, id)
   redis.call('ZADD', key('captures', tenant), created, id)
 end
@@ -64,7 +125,11 @@ if idem ~= '' then
   redis.call('SET', key('idem', idem), id .. ':' .. body, 'EX', result_ttl)
 end
 local job = read(id)
-look_at(job, now + QUEUED_LOOK_S)
+enter(job)
+if cells ~= '0' then
+  tally_cells(job, job.cells_expected)
+end
 event(job, 'state', '{"state":"queued","attempt":0}')
+count(job)
 redis.call('PUBLISH', key('changed', id), 1)
-return {'created', id}
+return with_messages({'created', id})

@@ -1,7 +1,7 @@
 -- One job that the sweeper was to look at by now.
 -- args: id, capture_timeout_s, lease_s, since when Redis is up (while it was away nobody could renew or settle)
--- returns {what was found or done, kind, model, attempt}:
---   gone | held (not due after all) | queued (does it have a message?) | requeued | failed | timed_out | cancelled
+-- returns {what was found or done, kind, model, attempt, step, messages}:
+--   gone | held (not due after all) | queued (does it have a message?) | late (aborted) | requeued | failed | timed_out | cancelled
 local id, capture_timeout, lease_s, up_since = unpack(ARGV, FIRST, FIRST + 3)
 local job = read(id)
 if not job or TERMINAL[job.state] then
@@ -9,9 +9,18 @@ if not job or TERMINAL[job.state] then
   return {'gone'}
 end
 local function answer(what)
-  return {what, job.kind, job.model, job.attempt}
+  return with_messages({what, job.kind, job.model, job.attempt, job.step})
 end
 if job.state == 'queued' then
+  if overdue(job) then
+    fail(job, 'not_started_in_time', LATE, nil, 'aborted')
+    return answer('late')
+  end
+  if redis.call('ZSCORE', turn('wait', job.model, job.step, job.tenant), id) then
+    look_at_queued(job, math.huge)
+    return answer('held')
+  end
+  redis.call('SADD', turn('sent', job.model, job.step), id) -- also what was accepted before there were windows
   return answer('queued')
 end
 local grace = tonumber(lease_s)

@@ -10,7 +10,6 @@ Processes: `redis`, `relay`, `callbacks`, `worker` (also `worker-2`, … when as
 """
 
 import asyncio
-import contextlib
 import os
 import signal
 import socket
@@ -22,10 +21,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-from kombu.exceptions import OperationalError
 
 from midstream.broker import redis_server
-from midstream.broker.celery_app import enqueue, make_app
+from midstream.broker.celery_app import make_app
+from midstream.broker.dispatch import Message, send_now
 from midstream.broker.ledger import Ledger, new_job_id
 from midstream.schemas.base import now
 from midstream.schemas.jobs import TERMINAL, Job, JobResult, JobView, Sampling, State, StoredPrompt
@@ -86,6 +85,7 @@ class Stack:
         self.names = ["relay", *(["callbacks"] if callbacks else []), *ours, *(["api"] if api else [])]
         self._loop = asyncio.new_event_loop()
         self._ledger: Ledger | None = None
+        self._sending = True  # send messages, as the API does
         self.settings = Settings(**self._chosen)
         self.app = make_app(self.settings)
 
@@ -224,7 +224,7 @@ class Stack:
 
         async def run() -> T:
             if self._ledger is None:
-                self._ledger = Ledger.connect(self.settings)
+                self._ledger = Ledger.connect(self.settings, self._send)
             return await call(self._ledger)
 
         return self._loop.run_until_complete(run())
@@ -260,11 +260,13 @@ class Stack:
             steering=[steering] * len(prompts) if steering else [],
             **more,
         )
+        self._sending = send
         self.do(lambda ledger: ledger.submit(job, blobs or {}))
-        if send:
-            with contextlib.suppress(OperationalError):  # accepted all the same: the sweeper sends the message
-                enqueue(self.app, job.id, job.kind, job.model)
         return job.id
+
+    def _send(self, messages: list[Message]) -> None:
+        if self._sending:
+            send_now(self.app, messages)  # what fails is accepted all the same: the sweeper sends the message
 
     def view(self, job_id: str) -> JobView:
         return self.do(lambda ledger: ledger.view(job_id))

@@ -98,7 +98,7 @@ def test_a_job_whose_ranks_disagreed_gets_its_message_at_once_though_the_former_
 
 def test_the_messages_of_a_long_queue_are_all_seen(redis_url: str) -> None:
     async def main() -> None:
-        async with opened(redis_url) as (ledger, sweeper, app):
+        async with opened(redis_url, dispatch_window=2000) as (ledger, sweeper, app):
             jobs = [make_job() for _ in range(1203)]
             for job in jobs:
                 await ledger.submit(job, {})

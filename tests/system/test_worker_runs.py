@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from midstream.broker.dispatch import Message
 from midstream.broker.ledger import Ledger, new_job_id
 from midstream.broker.steering import Steering
 from midstream.schemas.base import now
@@ -39,7 +40,7 @@ class Harness:
 
     def __call__(self, scenario: Callable[["Harness"], Coroutine[Any, Any, None]]) -> None:
         async def run() -> None:
-            self.ledger = Ledger.connect(self.settings)
+            self.ledger = Ledger.connect(self.settings, self._send)
             engine = FakeEngine(self.settings)
             await engine.start()
             if self.generate is not None:
@@ -47,9 +48,7 @@ class Harness:
             engine.abort = self._abort  # type: ignore[method-assign]
             self.standing = Standing(Steering(self.ledger), engine, self.settings, "boot", self._tell)
             await self.standing.start()
-            self.runs = Runs(
-                self.ledger, engine, self.standing, "w1", "boot", self.died, lambda job, attempt: self.enqueued.append((job.id, attempt))
-            )
+            self.runs = Runs(self.ledger, engine, self.standing, "w1", "boot", self.died)
             try:
                 async with asyncio.timeout(TIMEOUT_S):
                     await scenario(self)
@@ -58,6 +57,9 @@ class Harness:
                 await self.ledger.close()
 
         asyncio.run(run())
+
+    def _send(self, messages: list[Message]) -> None:
+        self.enqueued += [(message.job_id, message.attempt) for message in messages if message.attempt]
 
     async def _tell(self) -> None:
         """Nobody has to know whether the worker serves."""

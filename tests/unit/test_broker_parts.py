@@ -34,7 +34,7 @@ def test_the_scripts_are_generated_from_the_table_of_transitions() -> None:
 
 def test_every_script_file_has_a_name_and_every_problem_that_scripts_raise_is_known() -> None:
     folder = scripts.Path(scripts.__file__).parent / "lua"
-    assert {file.stem for file in folder.glob("*.lua")} == {*scripts.NAMES, "prelude"}
+    assert {file.stem for file in folder.glob("*.lua")} == {*scripts.NAMES, *scripts.PARTS}
     raised = {kind for file in folder.glob("*.lua") for kind in re.findall(r"fail\(job, '(\w+)'", file.read_text())}
     assert raised <= set(STATUS_OF_KIND)
     assert "ranks_disagree" in raised

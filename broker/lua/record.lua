@@ -1,0 +1,75 @@
+-- What every script begins with: its arguments, and how a job is read.
+-- Above this text stand the generated tables ALLOWED, TERMINAL, STAMP, PROBLEMS, STEPS, URGENCY and the constants QUEUED_LOOK_S and
+-- SWEEP_EVENTS. Below it follow announce.lua, dispatch.lua, prelude.lua and the script itself.
+-- Keys are built from job ids inside the scripts: Redis Cluster is not a target.
+
+local now = tonumber(ARGV[1])
+local result_ttl = tonumber(ARGV[2])
+local event_limit = tonumber(ARGV[3])
+local max_attempts = tonumber(ARGV[4])
+local on_desync = ARGV[5] -- 'retry' or 'fail'
+local window = tonumber(ARGV[6]) -- messages of a model and step that are under way at once
+local FIRST = 7 -- where a script's own arguments begin
+
+-- worker -> why its ranks must be made equal; worker -> boot/epoch of the ledgers up to which that is dealt with.
+local DESYNC, SETTLED = 'ms:desync', 'ms:desync-settled'
+
+local function key(kind, id)
+  return 'ms:' .. kind .. ':' .. id
+end
+
+local FIELDS = {
+  'state', 'attempt', 'version', 'worker', 'boot', 'lease', 'generated', 'receipts', 'expected',
+  'captures', 'steers', 'everyone', 'partial', 'kind', 'model', 'asked', 'prompts', 'retried', 'cells_expected',
+  'tenant', 'priority', 'expires', 'callback', 'step', 'cost', 'cells',
+}
+
+-- The job as a table, or nil when there is none.
+local function read(id)
+  local values = redis.call('HMGET', key('job', id), unpack(FIELDS))
+  if not values[1] then
+    return nil
+  end
+  local job = {id = id}
+  for place, name in ipairs(FIELDS) do
+    job[name] = values[place]
+  end
+  for _, name in ipairs({'attempt', 'version', 'lease', 'generated', 'receipts', 'expected', 'asked', 'prompts', 'cells_expected',
+    'cells', 'expires', 'cost'}) do
+    job[name] = job[name] and tonumber(job[name])
+  end
+  -- Jobs of before there were tenants have none, and no step.
+  job.tenant = job.tenant or 'default'
+  job.step = tonumber(job.step) or STEPS[job.kind].normal
+  job.captures = job.captures == '1'
+  job.steers = job.steers == '1' or job.everyone == '1' -- by its own entries, or by what is applied to everyone
+  return job
+end
+
+-- Whether a worker that claimed `attempt` still has a say in this job: the fence.
+local function working(job, attempt)
+  return (job.state == 'running' or job.state == 'cancelling') and job.attempt == tonumber(attempt)
+end
+
+-- How long the job's event stream may be: a sweep's holds all its cells.
+local function events_kept(job)
+  if job.kind ~= 'sweep' then
+    return event_limit
+  end
+  return math.max(event_limit, job.cells_expected + SWEEP_EVENTS)
+end
+
+local function event(job, kind, data)
+  redis.call('XADD', key('events', job.id), 'MAXLEN', '~', events_kept(job), '*', 'e',
+    '{"event":"' .. kind .. '","data":' .. data .. ',"attempt":' .. job.attempt .. '}')
+end
+
+-- A change that readers may want to see.
+local function changed(job)
+  job.version = redis.call('HINCRBY', key('job', job.id), 'version', 1)
+  redis.call('PUBLISH', key('changed', job.id), job.version)
+end
+
+local function look_at(job, at)
+  redis.call('ZADD', 'ms:live', at, job.id)
+end

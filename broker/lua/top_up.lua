@@ -1,0 +1,16 @@
+-- Whatever should be under way is: what is claimed or over is not counted any more, and what waits and has room is sent.
+-- returns messages
+for _, name in ipairs(redis.call('SMEMBERS', 'ms:queues')) do
+  local model, step = string.match(name, '^(.*):(%d+)$')
+  local sent = turn('sent', model, step)
+  for _, id in ipairs(redis.call('SMEMBERS', sent)) do
+    if redis.call('HGET', key('job', id), 'state') ~= 'queued' then
+      redis.call('SREM', sent, id)
+    end
+  end
+  fill(model, step)
+  if redis.call('SCARD', sent) == 0 and not front(model, step) then
+    redis.call('SREM', 'ms:queues', name)
+  end
+end
+return messages
