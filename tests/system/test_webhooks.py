@@ -1,0 +1,505 @@
+"""Is every end that somebody asked for told once, signed, as often as it takes, and only to whom it may be told?
+
+The receiver is a real HTTP server, its signatures are checked by an implementation that is not ours, Redis is real; the clock is moved.
+"""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpcore
+import pytest
+from hook_kit import OK, Receiver, receiving
+from ledger_kit import BOOT, MODEL, WORKER, claimed, make_job, open_ledger, outputs
+from standardwebhooks.webhooks import WebhookVerificationError
+
+from midstream.broker.ledger import Ledger
+from midstream.broker.webhook_http import CheckedBackend, NoAnswer, Poster, TargetRefused
+from midstream.broker.webhook_outbox import HookOutbox
+from midstream.broker.webhook_schedule import LADDER_S
+from midstream.broker.webhook_secrets import HookSecrets
+from midstream.broker.webhook_sender import Sender
+from midstream.schemas.base import now
+from midstream.schemas.errors import MidstreamError
+from midstream.schemas.handling import ENDS, Callback, CallbackEvent
+from midstream.schemas.jobs import Job
+from midstream.schemas.webhooks import Delivery
+
+ALL: list[CallbackEvent] = ["job.running", *ENDS]
+
+
+class Service:
+    """A ledger, an outbox whose clock is moved by hand, and the real sender over both."""
+
+    def __init__(self, ledger: Ledger, **sender: Any):
+        self.ledger = ledger
+        self.ahead = 0.0
+        self.outbox = HookOutbox(ledger, lambda: now() + self.ahead)
+        self.secrets = HookSecrets(ledger)
+        self.poster = Poster(ledger.settings.webhook_allow_private, ledger.settings.webhook_timeout_s, sender.get("resolve"))
+        self.sender = Sender(self.outbox, self.secrets, self.poster, ledger.settings)
+
+    async def job(self, url: str, events: Sequence[CallbackEvent] = ENDS, **changes: Any) -> Job:
+        """One that has succeeded."""
+        job = make_job(callback=Callback(url=url, events=list(events)), **changes)
+        attempt = await claimed(self.ledger, job)
+        assert await self.ledger.store_outputs(job.id, attempt, outputs())
+        return job
+
+    async def only(self) -> Delivery:
+        [delivery] = (await self.outbox.deliveries("default")).deliveries
+        return delivery
+
+    async def run_out(self) -> int:
+        """Everything, however long it takes on the clock; the number of attempts."""
+        attempts = 0
+        while (due := (await self.outbox.depth())[1]) is not None:
+            self.ahead += max(due - self.outbox.clock(), 0.0)
+            attempts += await self.sender.round()
+        return attempts
+
+
+@asynccontextmanager
+async def service(url: str, resolve: Any = None, **settings: Any) -> AsyncIterator[Service]:
+    async with open_ledger(url, **({"webhook_allow_private": True} | settings)) as ledger:
+        made = Service(ledger, resolve=resolve)
+        try:
+            yield made
+        finally:
+            await made.sender.close()
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    with receiving() as made:
+        yield made
+
+
+# What is told
+
+
+def test_each_beginning_and_the_end_of_a_job_is_told_once_however_often_it_is_said(redis_url: str, receiver: Receiver) -> None:
+    async def main() -> None:
+        async with service(redis_url) as made:
+            job = make_job(callback=Callback(url=receiver.url(), events=ALL))
+            assert await claimed(made.ledger, job) == 1
+            assert await made.ledger.claim(job.id, WORKER, BOOT, 2) is None
+            await made.ledger.release(job.id, 1)
+            assert await made.ledger.claim(job.id, WORKER, BOOT, 2)
+            for _ in range(3):
+                await made.ledger.store_outputs(job.id, 2, outputs())
+            assert await made.sender.round() == 3
+            bodies = [got.body for got in receiver.got]
+            assert sorted((body.type, body.data.attempt) for body in bodies) == [
+                ("job.running", 1), ("job.running", 2), ("job.succeeded", 2),
+            ]  # fmt: skip
+            assert {(body.data.id, body.data.model) for body in bodies} == {(job.id, MODEL)}
+            assert len({got.id for got in receiver.got}) == 3
+            assert await made.sender.round() == 0
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("end", ["failed", "cancelled", "aborted"])
+def test_every_other_end_is_told_by_its_name_and_only_if_it_was_asked_for(redis_url: str, receiver: Receiver, end: str) -> None:
+    async def reach(ledger: Ledger, job: Job) -> None:
+        if end == "aborted":
+            await ledger.submit(job, {})
+            await ledger.request_cancel(job.id)
+            return
+        attempt = await claimed(ledger, job)
+        if end == "failed":
+            await ledger.fail(job.id, attempt, MidstreamError("engine_failed", "out of memory").problem())
+        else:
+            await ledger.request_cancel(job.id)
+            await ledger.finish_cancel(job.id, attempt)
+
+    async def main() -> None:
+        async with service(redis_url) as made:
+            await reach(made.ledger, make_job(callback=Callback(url=receiver.url(), events=["job.succeeded"])))
+            await reach(made.ledger, make_job())
+            await reach(made.ledger, make_job(callback=Callback(url=receiver.url(), events=list(ENDS))))
+            await made.sender.round()
+            assert [got.body.type for got in receiver.got] == [f"job.{end}"]
+
+    asyncio.run(main())
+
+
+def test_what_is_told_outlives_the_job(redis_url: str, receiver: Receiver) -> None:
+    async def main() -> None:
+        async with service(redis_url) as made:
+            job = await made.job(receiver.url())
+            await made.ledger.redis.delete(f"ms:job:{job.id}", f"ms:out:{job.id}", f"ms:events:{job.id}")
+            await made.sender.round()
+            assert receiver.got[0].body.data.id == job.id
+
+    asyncio.run(main())
+
+
+# How it is sent
+
+
+# field case 41
+def test_a_webhook_is_signed_so_that_an_independent_verifier_accepts_it_and_nothing_else(redis_url: str, receiver: Receiver) -> None:
+    async def main() -> str:
+        async with service(redis_url) as made:
+            await made.job(receiver.url())
+            await made.sender.round()
+            return (await made.secrets.of("default", "")).secrets[0].secret
+
+    secret = asyncio.run(main())
+    [got] = receiver.got
+    got.verify(secret)
+    assert got.headers["content-type"] == "application/json"
+    assert got.headers["user-agent"].startswith("midstream/")
+    assert got.headers["host"] == f"127.0.0.1:{receiver.port}"
+    for wrong in (got._replace(raw=got.raw + b" "), got._replace(headers={**got.headers, "webhook-id": "msg_other"})):
+        with pytest.raises(WebhookVerificationError):
+            wrong.verify(secret)
+
+
+def test_all_attempts_have_one_id_and_one_body_and_each_its_own_time(redis_url: str, receiver: Receiver) -> None:
+    receiver.replies["/hook"] = [(500, {}, b"not now"), (404, {}, b""), OK]
+
+    async def main() -> Delivery:
+        async with service(redis_url) as made:
+            await made.job(receiver.url())
+            assert await made.run_out() == 3
+            return await made.only()
+
+    delivery = asyncio.run(main())
+    assert len({(got.id, got.raw) for got in receiver.got}) == 1
+    times = [int(got.headers["webhook-timestamp"]) for got in receiver.got]
+    assert times[1] - times[0] >= 5
+    assert times[2] - times[1] >= 300
+    assert (delivery.state, delivery.id, delivery.next_attempt) == ("delivered", receiver.got[0].id, None)
+    assert [attempt.status for attempt in delivery.attempts] == [500, 404, 204]
+
+
+def test_a_receiver_that_never_accepts_is_asked_along_the_whole_ladder_and_then_given_up(redis_url: str, receiver: Receiver) -> None:
+    receiver.replies["/hook"] = [(500, {}, b"")]
+
+    async def main() -> Delivery:
+        async with service(redis_url) as made:
+            await made.job(receiver.url())
+            await made.run_out()
+            return await made.only()
+
+    delivery = asyncio.run(main())
+    times = [attempt.at for attempt in delivery.attempts]
+    assert (delivery.state, len(times)) == ("failed", len(LADDER_S))
+    for pause, before, after in zip(LADDER_S[1:], times, times[1:], strict=False):
+        assert pause <= after - before <= pause * 1.2 + 5
+
+
+def test_an_hour_without_a_receiver_costs_no_webhook(redis_url: str, receiver: Receiver) -> None:
+    async def main() -> None:
+        async with service(redis_url) as made:
+            receiver.replies["/hook"] = [(503, {}, b"")]
+            jobs = [await made.job(receiver.url()) for _ in range(12)]
+            while made.ahead < 3600:
+                made.ahead += 60
+                await made.sender.round()
+            assert (await made.outbox.depth())[0] == 12
+            receiver.replies["/hook"] = [OK]
+            receiver.got.clear()
+            await made.run_out()
+            assert {got.body.data.id for got in receiver.got} == {job.id for job in jobs}
+            assert len(receiver.got) == len({got.id for got in receiver.got}) == 12
+
+    asyncio.run(main())
+
+
+def test_a_receiver_that_asks_for_a_pause_gets_it(redis_url: str, receiver: Receiver) -> None:
+    receiver.replies["/hook"] = [(429, {"retry-after": "1800"}, b""), OK]
+
+    async def main() -> None:
+        async with service(redis_url) as made:
+            await made.job(receiver.url())
+            await made.sender.round()
+            delivery = await made.only()
+            assert delivery.next_attempt == pytest.approx(made.outbox.clock() + 1800, abs=5)
+            made.ahead += 1700
+            assert await made.sender.round() == 0
+            made.ahead += 200
+            assert await made.sender.round() == 1
+
+    asyncio.run(main())
+
+
+def test_a_redirect_is_a_failure_and_is_not_followed(redis_url: str, receiver: Receiver) -> None:  # field case 41
+    receiver.replies["/hook"] = [(307, {"location": receiver.url("/inner")}, b"")]
+
+    async def main() -> Delivery:
+        async with service(redis_url) as made:
+            await made.job(receiver.url())
+            await made.sender.round()
+            return await made.only()
+
+    delivery = asyncio.run(main())
+    assert (delivery.state, delivery.attempts[0].status, receiver.at("/inner")) == ("pending", 307, [])
+
+
+def test_a_receiver_that_answers_410_gets_nothing_more_until_it_is_enabled_and_then_what_is_sent_again(
+    redis_url: str, receiver: Receiver
+) -> None:
+    receiver.replies["/hook"] = [(410, {}, b""), OK]
+
+    async def main() -> None:
+        async with service(redis_url) as made:
+            await made.job(receiver.url())
+            await made.sender.round()
+            later = await made.job(receiver.url())
+            other = await made.job(receiver.url("/other"))
+            await made.sender.round()
+            assert len(receiver.at("/hook")) == 1
+            assert [got.body.data.id for got in receiver.at("/other")] == [other.id]
+            [delivery] = (await made.outbox.deliveries("default", job=later.id)).deliveries
+            assert (delivery.state, delivery.attempts) == ("disabled", [])
+            assert [endpoint.url for endpoint in await made.outbox.disabled("default")] == [receiver.url()]
+            with pytest.raises(MidstreamError) as refused:
+                await made.outbox.redeliver(delivery.id)
+            assert refused.value.kind == "conflict"
+            await made.outbox.enable("default", receiver.url())
+            await made.outbox.redeliver(delivery.id)
+            await made.sender.round()
+            assert receiver.at("/hook")[-1].id == delivery.id
+            assert (await made.outbox.delivery(delivery.id)).state == "delivered"
+
+    asyncio.run(main())
+
+
+def test_a_delivery_can_be_sent_again_by_hand_whatever_became_of_it(redis_url: str, receiver: Receiver) -> None:
+    receiver.replies["/bad"] = [(500, {}, b"")]
+
+    async def main() -> None:
+        async with service(redis_url) as made:
+            await made.job(receiver.url("/hook"))
+            await made.job(receiver.url("/bad"))
+            await made.run_out()
+            receiver.replies["/bad"] = [OK]
+            known = {delivery.url: delivery for delivery in (await made.outbox.deliveries("default")).deliveries}
+            assert sorted(delivery.state for delivery in known.values()) == ["delivered", "failed"]
+            for delivery in known.values():
+                assert (await made.outbox.redeliver(delivery.id)).state == "pending"
+            assert await made.sender.round() == 2
+            for path in ("/hook", "/bad"):
+                assert len({got.id for got in receiver.at(path)}) == 1
+                assert (await made.outbox.delivery(known[receiver.url(path)].id)).state == "delivered"
+
+    asyncio.run(main())
+
+
+def test_a_receiver_that_does_not_answer_does_not_hold_up_another(redis_url: str, receiver: Receiver) -> None:
+    stuck = threading.Event()
+    receiver.on_call = lambda got: got.path != "/slow" or not stuck.wait(20)
+
+    async def main() -> None:
+        async with service(redis_url, webhook_timeout_s=60) as made:
+            for _ in range(30):
+                await made.job(receiver.url("/slow"))
+            for _ in range(10):
+                await made.job(receiver.url("/quick", host="localhost"))
+            running = asyncio.create_task(made.sender.run())
+            try:
+                await asyncio.to_thread(receiver.wait, 10, "/quick", 10.0)
+                assert 1 <= len(receiver.at("/slow")) <= 4, "of one host nothing is known yet, so it gets few at once"
+            finally:
+                stuck.set()
+                await asyncio.to_thread(receiver.wait, 30, "/slow")
+                running.cancel()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("what", ["never answers", "drips its headers"])
+def test_an_attempt_ends_in_time_whatever_the_receiver_does(what: str) -> None:  # field case 41
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while what == "drips its headers":
+            writer.write(b"HTTP/1.1 200 OK\r\n" if not writer.transport.get_write_buffer_size() else b"x: y\r\n")
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(60)
+
+    async def main() -> None:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        poster = Poster(allow_private=True, timeout_s=0.4)
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(NoAnswer):
+            async with asyncio.timeout(5):
+                await poster.post(f"http://127.0.0.1:{port}/", "msg_1", 1, b"{}", [])
+        await poster.close()
+        server.close()
+
+    asyncio.run(main())
+
+
+def test_of_an_endless_answer_next_to_nothing_is_read_and_it_counts_all_the_same() -> None:
+    async def main() -> None:
+        sent = 0
+        done = asyncio.Event()
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal sent
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-type: text/plain\r\n\r\n")
+            try:
+                while True:
+                    writer.write(b"\0" * 65536)
+                    await writer.drain()
+                    sent += 65536
+            except ConnectionError:
+                done.set()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        poster = Poster(allow_private=True, timeout_s=10)
+        port = server.sockets[0].getsockname()[1]
+        assert (await poster.post(f"http://127.0.0.1:{port}/", "msg_1", 1, b"{}", [])).status == 200
+        await asyncio.wait_for(done.wait(), 10)
+        assert sent < 32 * 1024 * 1024, "what lies in the sockets' buffers, and no more"
+        await poster.close()
+        server.close()
+
+    asyncio.run(main())
+
+
+# Where it is sent
+
+
+async def named(*addresses: str) -> Sequence[str]:
+    return addresses
+
+
+@pytest.mark.parametrize("addresses", [["127.0.0.1"], ["1.1.1.1", "127.0.0.1"], ["::ffff:127.0.0.1"], ["10.0.0.1"]])
+def test_a_name_with_any_address_inside_is_not_called(redis_url: str, receiver: Receiver, addresses: list[str]) -> None:  # field case 41
+    async def main() -> Delivery:
+        async with service(redis_url, resolve=lambda host, port: named(*addresses), webhook_allow_private=False) as made:
+            await made.job(f"http://hooks.example:{receiver.port}/hook")
+            await made.sender.round()
+            assert (await made.outbox.depth())[0] == 0
+            return await made.only()
+
+    delivery = asyncio.run(main())
+    assert (delivery.state, receiver.got) == ("refused", [])
+    assert "hooks.example is " in delivery.attempts[0].error
+
+
+def test_a_name_that_changes_its_address_is_called_where_it_was_checked(receiver: Receiver) -> None:  # field case 41
+    asked: list[str] = []
+    reached: list[str] = []
+
+    async def rebind(host: str, port: int) -> Sequence[str]:
+        asked.append(host)
+        return ["93.184.215.14"] if len(asked) == 1 else ["127.0.0.1"]
+
+    class Network(httpcore.AsyncNetworkBackend):
+        async def connect_tcp(self, host: str, *rest: Any, **named: Any) -> httpcore.AsyncNetworkStream:
+            reached.append(host)
+            raise httpcore.ConnectError("there is no network here")
+
+    async def main() -> None:
+        backend = CheckedBackend(allow_private=False, resolve=rebind)
+        backend._backend = Network()  # type: ignore[assignment]
+        with pytest.raises(httpcore.ConnectError):
+            await backend.connect_tcp("hooks.example", 80)
+        with pytest.raises(TargetRefused):  # the next attempt looks again, and checks again
+            await backend.connect_tcp("hooks.example", 80)
+
+    asyncio.run(main())
+    assert reached == ["93.184.215.14"]
+    assert len(asked) == 2
+
+
+def test_a_proxy_of_the_environment_is_not_asked(redis_url: str, receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+
+    async def main() -> None:
+        async with service(redis_url) as made:
+            await made.job(receiver.url())
+            await made.sender.round()
+
+    asyncio.run(main())
+    assert len(receiver.got) == 1
+
+
+# Secrets and records
+
+
+def test_while_a_secret_is_turned_both_sign_and_then_the_new_one_alone(redis_url: str, receiver: Receiver) -> None:
+    async def main() -> None:
+        async with service(redis_url) as made:
+            first = (await made.secrets.of("default", "")).secrets[0].secret
+            turned = await made.secrets.rotate("default", "", keep_former_s=3600)
+            second = turned.secrets[0].secret
+            assert [secret.secret for secret in turned.secrets] == [second, first]
+            await made.job(receiver.url())
+            await made.sender.round()
+            for secret in (first, second):
+                receiver.got[0].verify(secret)
+            third = (await made.secrets.rotate("default", "", keep_former_s=0)).secrets[0].secret
+            await made.job(receiver.url())
+            await made.sender.round()
+            receiver.got[1].verify(third)
+            for secret in (first, second):
+                with pytest.raises(WebhookVerificationError):
+                    receiver.got[1].verify(secret)
+
+    asyncio.run(main())
+
+
+def test_a_key_with_a_secret_of_its_own_signs_with_that_and_others_with_their_tenants(redis_url: str, receiver: Receiver) -> None:
+    async def main() -> None:
+        async with service(redis_url) as made:
+            shared = (await made.secrets.of("lab", "aaaaaaaaaaaa")).secrets[0].secret
+            own = await made.secrets.rotate("lab", "bbbbbbbbbbbb", keep_former_s=0, own=True)
+            assert own.of == "key"
+            for key, secret in (("aaaaaaaaaaaa", shared), ("bbbbbbbbbbbb", own.secrets[0].secret)):
+                receiver.got.clear()
+                await made.job(receiver.url(), tenant="lab", key=key)
+                await made.sender.round()
+                receiver.got[0].verify(secret)
+            assert (await made.secrets.of("other", "cccccccccccc")).secrets[0].secret not in (shared, own.secrets[0].secret)
+
+    asyncio.run(main())
+
+
+def test_what_is_settled_is_forgotten_after_its_time_and_what_is_pending_is_not(redis_url: str, receiver: Receiver) -> None:
+    receiver.replies["/later"] = [(503, {"retry-after": "86400"}, b"")]
+
+    async def main() -> None:
+        async with service(redis_url, webhook_log_ttl_s=100) as made:
+            gone = await made.job(receiver.url())
+            kept = await made.job(receiver.url("/later"))
+            await made.sender.round()
+            made.ahead += 99
+            await made.sender.housekeeping()
+            assert len((await made.outbox.deliveries(None)).deliveries) == 2
+            made.ahead += 10
+            await made.sender.housekeeping()
+            assert [delivery.job for delivery in (await made.outbox.deliveries(None)).deliveries] == [kept.id]
+            keys = [key.decode() for key in await made.ledger.redis.keys("ms:hook*")]
+            assert not [key for key in keys if gone.id.removeprefix("job_") in key]
+            assert await made.ledger.redis.zcard("ms:hook-index:default") == 1
+
+    asyncio.run(main())
+
+
+def test_pages_give_every_delivery_once_and_no_other_tenants(redis_url: str) -> None:
+    async def main() -> None:
+        async with service(redis_url) as made:
+            mine = {(await made.job("http://127.0.0.1:1/", tenant="mine")).id for _ in range(7)}
+            await made.job("http://127.0.0.1:1/", tenant="theirs")
+            seen: list[str] = []
+            cursor = None
+            while True:
+                page = await made.outbox.deliveries("mine", limit=3, cursor=cursor)
+                seen += [delivery.job for delivery in page.deliveries]
+                if (cursor := page.next) is None:
+                    break
+            assert len(seen) == 7
+            assert set(seen) == mine
+            assert (await made.outbox.deliveries("theirs", job=seen[0])).deliveries == []
+            assert len((await made.outbox.deliveries("mine", job=seen[0])).deliveries) == 1
+
+    asyncio.run(main())
