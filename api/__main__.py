@@ -9,9 +9,13 @@ from types import FrameType
 import uvicorn
 from litestar import Litestar
 
+from ..broker import logs, metrics, traces
+from ..broker.keys import Keys
+from ..broker.ledger import Ledger
 from ..schemas import faults
-from ..schemas.settings import Settings, SettingsError, load_settings
-from . import openapi
+from ..schemas.errors import MidstreamError
+from ..schemas.settings import Settings, SettingsError, is_loopback, load_settings
+from . import auth, openapi
 from .app import make_app
 
 #: Held responses end at once when the server stops; this is for bodies that are still being sent, in seconds.
@@ -59,12 +63,21 @@ def serve(settings: Settings) -> None:
     """Until SIGTERM or SIGINT."""
     if not settings.redis_url:
         raise SettingsError("MIDSTREAM_REDIS_URL: is required here; `midstream up` sets it")
+    auth.admin_key(settings)  # what is wrong with it is said before anything listens
+    refused = asyncio.run(_refusal(settings))
+    if refused:
+        raise SettingsError(refused)
+    if settings.auth == "open" and not is_loopback(settings.api_host):
+        log.warning("MIDSTREAM_AUTH=open on %s: whoever reaches this address may do everything", settings.api_host)
     faults.arm(settings.fault, settings.data_dir)
+    traces.setup(settings, "api")
+    metrics.identify("api")
     listening, url = bind(settings.api_host, settings.api_port)
     app = make_app(settings)
     config = uvicorn.Config(
         app,
         log_level=settings.log_level.lower(),
+        log_config=None,  # its lines go where ours go
         access_log=False,
         timeout_graceful_shutdown=GRACE_S,
         server_header=False,
@@ -76,7 +89,7 @@ def serve(settings: Settings) -> None:
 def main() -> int:
     try:
         settings = load_settings()
-        logging.basicConfig(level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+        logs.setup(settings, "api")
         if sys.argv[1:] == ["--openapi"]:
             sys.stdout.buffer.write(openapi.document(make_app(settings)))
             return 0

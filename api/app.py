@@ -1,5 +1,6 @@
 """What is the HTTP edge made of? `make_app` puts the routes, the error answers and the documents together. Stateless: run many."""
 
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -10,9 +11,10 @@ from litestar.types import Message, Scope
 
 from .. import __version__
 from ..schemas.settings import Settings
-from . import captures, completions, jobs, openapi, problems, runs, service, steering, sweeps, webhooks
+from . import captures, completions, jobs, keys, openapi, problems, runs, service, steering, sweeps, webhooks
 from .auth import authorize
 from .body import JsonRequest
+from .calls import App
 from .edge import open_edge
 
 VERSION_HEADER = "x-midstream-version"
@@ -39,7 +41,7 @@ def make_app(settings: Settings) -> Litestar:
             yield
 
     records = openapi.Records()
-    return Litestar(
+    app = App(
         route_handlers=ROUTES,
         lifespan=[edge],
         request_class=JsonRequest,
@@ -53,3 +55,5 @@ def make_app(settings: Settings) -> Litestar:
         logging_config=None,
         debug=False,
     )
+    app.access_level = logging.INFO if settings.log_format == "json" else logging.DEBUG
+    return app

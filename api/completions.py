@@ -20,6 +20,7 @@ from ..schemas.openai import ChatCompletion, ChatRequest, Completion, Completion
 from . import events, problems, shapes
 from .auth import caller_of
 from .body import JsonRequest
+from .calls import released
 from .edge import edge_of, unless_client_leaves
 from .jobs import PROBLEM, SUBMIT_ERRORS, Key
 from .outcome import JOB_HEADER, accepted, failed, failure_of, is_over, job_url, result_of
@@ -79,6 +80,7 @@ async def _answer(request: JsonRequest, body: OpenAIRequest, wish: Wish, shape: 
                 break  # else its worker died in between and the outputs went with the attempt
     except MidstreamError as error:  # the job is accepted all the same: say where it is
         return problems.answer(request, error.problem(instance=job_url(edge, job_id)), {**headers, "x-should-retry": "false"})
+    released(request, view)
     more = shapes.extras(result, asked(view), is_over(view))
     return Response(shapes.whole(shape, result, created, more), status_code=200, headers=headers)
 

@@ -11,6 +11,7 @@ import anyio.to_thread
 import msgspec
 from litestar import Request
 
+from ..broker import logs
 from ..broker.celery_app import make_app as make_celery
 from ..broker.dispatch import Dispatcher, Message
 from ..broker.keys import Keys
@@ -31,6 +32,7 @@ from ..schemas.specs import PatchSpec
 from . import admission, everyone, patched, steered
 from .auth import Gate
 from .callback_rules import check_callback
+from .calls import traceparent
 from .problems import ClientGone
 from .standing import NOTHING, Standing, find_runs
 from .text import Codec
@@ -132,8 +134,11 @@ class Edge:
         check_callback(job.callback, self.settings)
         if self.settings.capture_quota_mib and not (idempotency and await self.ledger.knows_key(idempotency[0])):
             job = await self._within_quota(job, info)
+        if parent := traceparent():
+            job = msgspec.structs.replace(job, trace=parent)
         operators = {spec.tag for spec in info.global_captures}
         job_id, _ = await self.ledger.submit(job, blobs, idempotency, pinned, operators)
+        logs.bind(job=job_id)
         return job_id
 
     async def standing(self, model: str, names: list[str], caller: Caller, patch: Sequence[PatchSpec] = ()) -> Standing:

@@ -13,6 +13,7 @@ from ..schemas.jobs import JobPage, JobRequest, JobResult, JobView, State
 from . import events, problems
 from .auth import caller_of, seen, tenant_asked
 from .body import JsonRequest
+from .calls import released
 from .edge import Edge, edge_of, unless_client_leaves
 from .outcome import accepted, etag, finished, is_over, job_url, matches, not_ready
 from .wishes import wish_of_job
@@ -64,7 +65,10 @@ async def answer_submission(request: JsonRequest, edge: Edge, job_id: str, prefe
     headers = {} if seconds is None else {"Preference-Applied": f"wait={seconds:.0f}"}
     try:
         view = await unless_client_leaves(request, edge.wait(job_id, is_over, seconds or 0.0, patient=True))
-        return await finished(request, edge, view, headers) if seconds and is_over(view) else accepted(edge, view, headers)
+        if not (seconds and is_over(view)):
+            return accepted(edge, view, headers)
+        released(request, view)
+        return await finished(request, edge, view, headers)
     except MidstreamError as error:  # the job is accepted all the same: say where it is
         return problems.answer(
             request, error.problem(instance=job_url(edge, job_id)), {"Location": job_url(edge, job_id), "x-should-retry": "false"}

@@ -1,6 +1,7 @@
 """How is every failure answered? As RFC 9457 problem details that name the field, never as a traceback."""
 
 import logging
+import math
 import re
 import secrets
 from typing import Any, get_args
@@ -10,6 +11,7 @@ from litestar import Request, Response
 from litestar.exceptions import HTTPException, ValidationException
 from litestar.status_codes import HTTP_500_INTERNAL_SERVER_ERROR
 
+from ..broker import metrics
 from ..schemas.base import to_json
 from ..schemas.errors import STATUS_OF_KIND, MidstreamError, Problem, invalid, misfit
 from ..schemas.selectors import HOOKS, PositionName
@@ -30,6 +32,9 @@ HEADERS_OF: dict[str, dict[str, str]] = {
     "unauthorized": {"WWW-Authenticate": 'Bearer realm="midstream"'},
     "forbidden": {"WWW-Authenticate": 'Bearer realm="midstream", error="insufficient_scope"'},
 }
+
+#: Refused for a limit of a tenant's, a quota, or because the service is full: counted.
+REFUSALS = frozenset({kind for kind, status in STATUS_OF_KIND.items() if status in (429, 507)} | {"overloaded"})
 
 #: nginx's status for a client that left before its answer; nobody receives it, the metrics count it.
 CLIENT_GONE = 499
@@ -87,6 +92,8 @@ def answer(request: Request[Any, Any, Any], problem: Problem, headers: dict[str,
     """The problem with its own status; at the OpenAI-style endpoints also in OpenAI's words, as the member `error`."""
     kind = problem.type.rpartition(":")[2]
     headers = {**HEADERS_OF.get(kind, {}), **(headers or {})}
+    if kind in REFUSALS:
+        metrics.REFUSALS.labels(kind).inc()
     if seconds := RETRY_AFTER_S.get(kind):
         headers.setdefault("Retry-After", str(seconds))
     body = to_json(problem)
@@ -96,7 +103,8 @@ def answer(request: Request[Any, Any, Any], problem: Problem, headers: dict[str,
 
 
 def on_midstream_error(request: Request[Any, Any, Any], error: MidstreamError) -> Response[bytes]:
-    return answer(request, error.problem(instance=request.url.path))
+    headers = {} if error.retry_after is None else {"Retry-After": str(max(1, math.ceil(error.retry_after)))}
+    return answer(request, error.problem(instance=request.url.path), headers)
 
 
 def on_http_error(request: Request[Any, Any, Any], error: HTTPException) -> Response[bytes]:

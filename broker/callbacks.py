@@ -20,6 +20,7 @@ from celery.utils.nodenames import default_nodename, host_format
 from ..schemas import faults
 from ..schemas.base import now
 from ..schemas.settings import Settings, SettingsError, load_settings
+from . import metrics, observe
 from .celery_app import CALLBACKS_QUEUE, make_app
 from .health import SWEEPER_KEY
 from .ledger import Ledger
@@ -84,6 +85,8 @@ async def keep_sweeping(app: Celery, settings: Settings) -> None:
                 await ledger.redis.set(SWEEPER_KEY, f"{now():.3f}", ex=alive_s)
                 if report:
                     log.info("swept: %s", report)
+                    for action, found in vars(report).items():
+                        metrics.SWEPT.labels(action).inc(found if isinstance(found, int) else len(found))
             except Exception:
                 # Whatever it was, the other jobs still need the next sweep.
                 log.exception("a sweep failed; the next one is in %s s", settings.sweep_interval_s)
@@ -134,10 +137,10 @@ def main() -> int:
         if not settings.redis_url:
             raise SettingsError("MIDSTREAM_REDIS_URL: the callbacks worker needs it")
         faults.arm(settings.fault, settings.data_dir)
+        observe.start(settings, "callbacks")
     except SettingsError as error:
         print(f"callbacks failed: {error}", file=sys.stderr, flush=True)
         return EXIT_BAD_SETTINGS
-    logging.basicConfig(level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
     @signals.setup_logging.connect(weak=False)
     def _keep_logging(**_: Any) -> None:

@@ -8,12 +8,14 @@ import logging
 import threading
 from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import Counter, Gauge, Histogram, start_http_server
+from prometheus_client import Counter, Gauge, Histogram, disable_created_metrics, start_http_server
 
 from .. import __version__
 from ..schemas.settings import Settings, SettingsError
 
 log = logging.getLogger(__name__)
+
+disable_created_metrics()  # a second series beside every counter, which nobody asks for
 
 #: Upper bounds in seconds: from an answer without a model to a job that waited for a day.
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800, 7200, 86400)
@@ -42,7 +44,7 @@ DISAGREEMENTS = Counter("midstream_disagreements_total", "Requests whose ranks t
 REFUSED_FRAMES = Counter("midstream_relay_refused_frames_total", "Frames that the relay refused", ["reason"])
 
 # What the callbacks worker does
-SWEPT = Counter("midstream_swept_total", "Jobs that the sweeper acted on", ["action"])
+SWEPT = Counter("midstream_swept_total", "What the sweeper has done, by kind", ["action"])
 WEBHOOK_ATTEMPTS = Counter("midstream_webhook_attempts_total", "Webhooks sent, by what came of it", ["outcome"])
 WEBHOOK_DEPTH = Gauge("midstream_webhook_outbox_depth", "Deliveries that are pending, over all senders")
 WEBHOOK_OLDEST = Gauge("midstream_webhook_oldest_due_seconds", "For how long the most overdue delivery has been due")
@@ -55,9 +57,6 @@ for _status in ("ok", "partial", "error", "duplicate", "stale", "unknown", "beyo
     RECEIPTS.labels(_status)
 for _outcome in ("delivered", "retried", "failed", "disabled", "refused"):
     WEBHOOK_ATTEMPTS.labels(_outcome)
-
-#: How a setting `metrics_port` of `midstream up` is shared out: each process its own port.
-PORT_OFFSETS = {"relay": 0, "worker": 1, "callbacks": 2}
 
 
 class MetricsServer:

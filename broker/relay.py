@@ -30,7 +30,7 @@ from ..schemas.base import from_msgpack, to_msgpack
 from ..schemas.faults import crash_point
 from ..schemas.receipts import LostRange, Receipt, receipt_decoder
 from ..schemas.settings import Settings, SettingsError, load_settings
-from . import frames
+from . import frames, metrics, observe
 from .curve import ServerKeys, server_keys
 from .frames import Frame, FrameError, Kind, ProtocolMismatch
 from .sender import HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS
@@ -220,6 +220,7 @@ class Relay:
 
     def _refuse(self, identity: bytes, raw: bytes, reason: str, detail: str) -> None:
         self.refused += 1
+        metrics.REFUSED_FRAMES.labels(reason).inc()
         answer = frames.refuse(raw, reason, detail)
         self._complain(f"{identity!r} {reason}", "refused a frame of %r: %s", identity, frames.refusal(frames.unpack(answer)).detail)
         self._send(identity, answer)
@@ -379,7 +380,7 @@ def run(settings: Settings) -> None:
 def main() -> int:
     try:
         settings = load_settings()
-        logging.basicConfig(level=settings.log_level, format="%(asctime)s %(levelname)s relay: %(message)s", stream=sys.stderr)
+        observe.start(settings, "relay")
         run(settings)
     except SettingsError as error:
         print(f"relay: {error}", file=sys.stderr)

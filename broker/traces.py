@@ -44,6 +44,10 @@ class Span:
         if self._recorded is not None:
             self._recorded.set_attributes(_named(attributes))
 
+    def rename(self, name: str) -> None:
+        if self._recorded is not None:
+            self._recorded.update_name(name)
+
     def event(self, name: str) -> None:
         """At this moment."""
         if self._recorded is not None:
@@ -119,7 +123,9 @@ def begin(name: str, parent: str, *, root: bool = False, kind: Kind = "internal"
 
 def record(name: str, parent: str, start: float, end: float, **attributes: Value) -> None:
     """A span that is over already; both in seconds since the epoch. Clocks of machines differ: it never ends before it began."""
-    begin(name, parent, at=start, **attributes).end(max(start, end))
+    span = begin(name, parent, at=start)
+    span.note(**attributes)
+    span.end(max(start, end))
 
 
 def _context(parent: str) -> Any:

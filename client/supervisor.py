@@ -38,6 +38,8 @@ MODULES: dict[str, tuple[str, float]] = {
     "callbacks": ("midstream.broker.callbacks", 15.0),
 }
 FLOWER_STOP_S = 5.0
+#: Above `metrics_port`; the API serves its own at /metrics.
+METRICS_OFFSETS = {"relay": 0, "worker": 1, "callbacks": 2}
 #: Those who give work stop first, then those who do it, then those who carry its results; Redis goes last.
 STOP_ORDER = ("api", "callbacks", "flower", "worker", "relay")
 #: The worker prints this once its engine is up; an old heartbeat in Redis could make `/readyz` say so too early.
@@ -207,12 +209,19 @@ class Supervisor:
         environment = child_environment(self.settings)
         logs = self.data / "logs"
         for name, (module, seconds) in MODULES.items():
-            yield Child(name, [sys.executable, "-P", "-m", module], environment, logs / f"{name}.log", seconds)
+            own = environment | self._metrics_port(name)
+            yield Child(name, [sys.executable, "-P", "-m", module], own, logs / f"{name}.log", seconds)
         if importlib.util.find_spec("flower") is None:
             self._say("flower is not installed: no dashboard")
             return
         command = [sys.executable, "-P", "-m", "midstream.broker.flower"]
         yield Child("flower", command, environment, logs / "flower.log", FLOWER_STOP_S)
+
+    def _metrics_port(self, name: str) -> dict[str, str]:
+        """Each process that serves its metrics itself has a port of its own, counted from `metrics_port`."""
+        if not self.settings.metrics_port or name not in METRICS_OFFSETS:
+            return {}
+        return {f"{PREFIX}METRICS_PORT": str(self.settings.metrics_port + METRICS_OFFSETS[name])}
 
     def _await_ready(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout

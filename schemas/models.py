@@ -48,6 +48,34 @@ def encode_bundle(bundle: TokenizerBundle) -> tuple[str, bytes]:
     return hashlib.sha256(raw).hexdigest(), raw
 
 
+class WorkerStats(Record):
+    """What a worker does now. Figures of its ranks are a few seconds old."""
+
+    at: float  # seconds since the epoch
+    jobs: int  # that it holds
+    running: int  # requests in the engine's steps
+    waiting: int  # requests that wait for the engine, or for rows of the steering table
+    prompt_tokens_s: float  # tokens per second since the last heartbeat
+    generated_tokens_s: float
+    prompt_tokens: int  # since the worker started
+    generated_tokens: int
+    cells: int  # of sweeps
+    kv_cache: float  # share in use, 0 to 1
+    rows_used: int  # of the steering table, on the rank with the most
+    rows: int
+    entries_used: int
+    entries: int
+    outbox: int  # receipts that the relay has not taken yet, of all ranks
+    backlog: int  # bytes of captured rows that wait for the writers, of all ranks
+    captured_rows: int  # since the ranks started, of all of them
+    captured_bytes: int
+    dropped_positions: int
+    desyncs: int
+    resyncs: int
+    last_desync: str = ""  # what the ranks disagreed on
+    last_desync_at: float | None = None
+
+
 class WorkerInfo(Record):
     """A live worker, renewed with its heartbeat."""
 
@@ -62,3 +90,4 @@ class WorkerInfo(Record):
     pp: int
     healthy: bool = True
     detail: str = ""
+    stats: WorkerStats | None = None

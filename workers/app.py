@@ -19,6 +19,7 @@ from celery.utils.nodenames import default_nodename, host_format
 from celery.worker import state as worker_state
 from celery.worker.components import Pool
 
+from ..broker import observe, traces
 from ..broker.celery_app import make_app, queue_of
 from ..broker.curve import client_keys
 from ..broker.lease import LeaseStep
@@ -90,10 +91,10 @@ def main() -> int:
         _check(settings)
         faults.arm(settings.fault, settings.data_dir)
         lock = WorkerLock(settings)
+        observe.start(settings, "worker", worker=settings.worker_id)
     except (SettingsError, MidstreamError) as error:
         print(f"worker failed: {error}", file=sys.stderr, flush=True)
         return EXIT_BAD_SETTINGS
-    logging.basicConfig(level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     signals.setup_logging.connect(_keep_logging)
     # Neither concerns us: tasks are never cancelled on connection loss, and nothing is unpickled from messages.
     warnings.simplefilter("ignore", CPendingDeprecationWarning)
@@ -131,6 +132,7 @@ def _leave(code: int) -> NoReturn:
     """End the process without waiting for threads: one may still be building the engine, and nothing can interrupt that."""
     for process in multiprocessing.active_children():
         process.kill()
+    traces.close()
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

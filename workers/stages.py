@@ -3,6 +3,7 @@
 All of it happens in coroutines that are there anyway; a token costs an addition.
 """
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from ..broker import logs, metrics, traces
 from ..broker.ledger import Claim
 from ..schemas.base import now
 from ..schemas.jobs import State
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -93,4 +96,5 @@ class Attempt:
             self.span.fail("the job failed")
         self.span.note(outcome=self._outcome)
         self.span.end()
+        logger.info("attempt over: %s after %.3f s", self._outcome, now() - self.claimed)
         metrics.ATTEMPTS.labels(self.model, self._outcome).inc()

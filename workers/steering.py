@@ -11,7 +11,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from ..broker.steering import Steering
 from ..schemas.base import now
@@ -74,6 +74,8 @@ class Standing:
         self.state: WorkerState = "serving"
         self.detail = ""  # why it does not serve
         self.desyncs = self.resyncs = 0
+        self.last_desync, self.last_desync_at = "", cast("float | None", None)
+        self.ranks: list[RankSteering] = []  # as they were last asked
         self._open = asyncio.Event()  # serving, or closed for good
         self._closed = False
         self._wake = asyncio.Event()
@@ -178,7 +180,7 @@ class Standing:
             self._seen = seen
         due = time.monotonic() - self._compared >= COMPARE_S
         if news or retry or due or look.ask != self._asked:
-            ranks = await self._engine.steering_status()
+            ranks = self.ranks = await self._engine.steering_status()
             self._compared = time.monotonic()
             if why := disagreement(ranks):
                 await self._resync(why)
@@ -350,6 +352,7 @@ class Standing:
         """Make the ranks equal from zero; what interrupts it has it begin again. Raises ResyncFailed when that is impossible."""
         if self.state != "resyncing":
             self.desyncs += 1
+            self.last_desync, self.last_desync_at = why, now()
             self._complain(why)
         self._stop_serving("resyncing", why)
         self._out_of_step = why

@@ -83,6 +83,8 @@ class VllmEngine(RankControl):
             memory_limit_kib=settings.memory_limit_kib,
             capture_quota_mib=settings.capture_quota_mib,
             cores=sorted(os.sched_getaffinity(0)),
+            log_format=settings.log_format,
+            log_level=settings.log_level,
             fault=settings.fault,
             curve_secret_file=settings.curve_secret_file,
             curve_server_key=settings.curve_server_key,

@@ -51,6 +51,8 @@ def prepare_environment(settings: Settings) -> None:
     """What vLLM reads from the environment; set before its processes start."""
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    if settings.log_format == "json":
+        os.environ["VLLM_CONFIGURE_LOGGING"] = "0"  # its lines go where ours go, in every process
     runner = settings.runner
     if runner == "auto" and current_platform.is_cpu():
         runner = "v1"  # the v2 runner needs Triton, which has no CPU backend

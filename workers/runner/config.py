@@ -58,6 +58,8 @@ class PlaneConfig(Record):
     memory_limit_kib: int
     capture_quota_mib: int
     cores: list[int]  # those that the worker may run on; vLLM binds each rank to some of them
+    log_format: str = "text"
+    log_level: str = "INFO"
     fault: str = ""  # tests only: see `faults`
     curve_secret_file: str = ""  # see `broker.curve`
     curve_server_key: str = ""

@@ -12,6 +12,7 @@ from vllm.config import CompilationMode
 from vllm.distributed import get_pp_group, get_tp_group
 from vllm.platforms import current_platform
 
+from ...broker import logs
 from ...schemas.runs import RunFiles
 from ...schemas.steering import GlobalSteering
 from ...schemas.tensors import Tensor
@@ -37,6 +38,8 @@ class MidstreamWorker(PlatformWorker):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         die_with_parent()
         super().__init__(*args, **kwargs)
+        config = plane_config()
+        logs.configure(config.log_format, config.log_level, "rank", worker=config.worker, rank=self.rank)
         self._plane: DataPlane | None = None
 
     def init_device(self) -> None:
