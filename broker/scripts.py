@@ -86,7 +86,7 @@ def _tables() -> str:
             f"local ALLOWED = {_lua(allowed)}",
             f"local TERMINAL = {_lua(dict.fromkeys(TERMINAL, True))}",
             f"local STAMP = {_lua(STAMP)}",
-            f"local PROBLEMS = {_lua(problems)}",
+            f"local function PROBLEMS() return {_lua(problems)} end",  # built only where a job fails
             f"local STEPS = {_lua(STEPS)}",
             f"local URGENCY = {_lua(URGENCY)}",
             f"local QUEUED_LOOK_S = {QUEUED_LOOK_S}",

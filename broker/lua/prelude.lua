@@ -78,7 +78,7 @@ local function fail(job, kind, detail, capture_status, to)
   if not ALLOWED[job.state][to] then
     return false
   end
-  local problem = PROBLEMS[kind]
+  local problem = PROBLEMS()[kind]
   redis.call('HSET', key('job', job.id), 'error', cjson.encode({
     type = 'urn:midstream:' .. kind, title = problem[1], status = problem[2], detail = detail,
   }))

@@ -7,44 +7,42 @@
 --       then (sha256, bytes, '' to take what is pinned) per blob
 -- returns {'created', id, messages} | {'repeated', id of the first} | {'mismatch', id of the first} | {'exists', id} | {'missing', sha256}
 --         | {'refused', name of the limit, what is used, what is allowed, seconds until it would be accepted ('' where nobody knows)}
-local function used(tenant, what)
-  return math.max(0, tonumber(redis.call('HGET', 'ms:usage', tenant .. '/' .. what)) or 0)
-end
-
 -- The first limit that stands against a submission, or nil, and then what it takes of the rates is taken. A rate is a bucket that
 -- leaks (GCRA): `{name}_until` is when nothing of it is used any more, a minute ahead it is full. What is more than a minute's worth
 -- by itself is accepted once nothing is used.
 local function over_limit(tenant, limits, job)
-  local function check(name, is, more)
-    local allowed = limits[name]
-    if allowed > 0 and is + more > allowed then
-      return {'refused', name, is, allowed, ''}
+  for _, check in ipairs({ -- limit, whose, of what, how much more, in units of
+    {'queue_limit', '', 'queued', 1, 1},
+    {'jobs_in_flight', tenant, 'jobs', 1, 1},
+    {'sweep_cells', tenant, 'cells', job.cells, 1},
+    {'sweep_cells_waiting', '', 'cells', job.cells, 1},
+    {'capture_mib', tenant, 'bytes', job.files, 1048576},
+  }) do
+    local name, whose, what, more, unit = unpack(check)
+    if more > 0 and limits[name] > 0 then
+      local used = math.ceil((tonumber(redis.call('HGET', 'ms:usage', whose .. '/' .. what)) or 0) / unit)
+      if used + more > limits[name] then
+        return {'refused', name, math.max(0, used), limits[name], ''}
+      end
     end
   end
-  local refused = check('queue_limit', used('', 'queued'), 1)
-    or check('jobs_in_flight', used(tenant, 'jobs'), 1)
-    or job.cells > 0 and (check('sweep_cells', used(tenant, 'cells'), job.cells) or check('sweep_cells_waiting', used('', 'cells'), job.cells))
-    or job.files and check('capture_mib', math.ceil(used(tenant, 'bytes') / 1048576), 1)
-  if refused then
-    return refused
-  end
-  local rate, minute = key('rate', tenant), math.floor(now / 60)
-  local taken, lasts = {'minute', minute}, 60
-  local this_minute = tonumber(redis.call('HGET', rate, 'minute')) == minute
-  for name, more in pairs({requests = 1, tokens = job.cost}) do
+  local rate, this_minute, lasts = key('rate', tenant), math.floor(now / 60), 60
+  local minute, requests, requests_until, tokens, tokens_until =
+    unpack(redis.call('HMGET', rate, 'minute', 'requests', 'requests_until', 'tokens', 'tokens_until'))
+  local taken, new = {'minute', this_minute}, tonumber(minute) ~= this_minute
+  for _, each in ipairs({{'requests', 1, requests, requests_until}, {'tokens', job.cost, tokens, tokens_until}}) do
+    local name, more, counted, till = unpack(each)
     local allowed = limits[name .. '_per_minute']
-    local till, counted = unpack(redis.call('HMGET', rate, name .. '_until', name))
     till = math.max(now, tonumber(till) or 0)
     if allowed > 0 then
       local after = till + more * 60 / allowed
       local wait = math.min(after - 60, till) - now
       if wait > 0 then
-        return {'refused', name .. '_per_minute', string.format('%d', (till - now) * allowed / 60), allowed, tostring(wait)}
+        return {'refused', name .. '_per_minute', math.ceil((till - now) * allowed / 60), allowed, string.format('%.6f', wait)}
       end
-      lasts = math.max(lasts, after - now)
-      till = after
+      lasts, till = math.max(lasts, after - now), after
     end
-    for _, value in ipairs({name .. '_until', string.format('%.6f', till), name, (this_minute and tonumber(counted) or 0) + more}) do
+    for _, value in ipairs({name, (not new and tonumber(counted) or 0) + more, name .. '_until', string.format('%.6f', till)}) do
       taken[#taken + 1] = value
     end
   end
@@ -80,7 +78,7 @@ local limits, own = cjson.decode(defaults), limits_of(tenant)
 for name, number in pairs(own) do
   limits[name] = number
 end
-local refused = over_limit(tenant, limits, {cost = tonumber(cost), cells = tonumber(cells), files = files == '1'})
+local refused = over_limit(tenant, limits, {cost = tonumber(cost), cells = tonumber(cells), files = tonumber(files)})
 if refused then
   return refused
 end

@@ -1,0 +1,263 @@
+"""Who is served next when many wait? Windows, shares of tenants, priorities and deadlines, decided in a real Redis without a worker."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from ledger_kit import BOOT, MODEL, WORKER, claimed, make_job, open_ledger, outputs, settings_for
+from sweep_rig import sweep, sweep_job
+
+from midstream.broker.celery_app import lists_of, make_app, queue_of
+from midstream.broker.dispatch import Dispatcher, Message
+from midstream.broker.ledger import Ledger
+from midstream.broker.sweeper import Sweeper
+from midstream.schemas.base import now
+from midstream.schemas.jobs import Job, Sampling, State
+from midstream.schemas.keys import Limits, Tenant
+
+
+class Line:
+    """A ledger whose messages are kept here in the order in which they are to be sent; `serve` is a worker that takes the first."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.sent: list[Message] = []
+        ledger.send = self.sent.extend
+
+    async def submit(self, count: int = 1, **changes: Any) -> list[Job]:
+        jobs = [make_job(**changes) for _ in range(count)]
+        for job in jobs:
+            await self.ledger.submit(job, {})
+        return jobs
+
+    async def serve(self, count: int) -> list[str]:
+        """Claim this many jobs, each by the first message, and give the tenants they belong to."""
+        served = []
+        while len(served) < count and self.sent:
+            claim = await self.ledger.claim(self.sent.pop(0).job_id, WORKER, BOOT, 1)
+            if claim is not None:
+                served.append(claim.job.tenant)
+        return served
+
+
+@asynccontextmanager
+async def opened(url: str, **changes: Any) -> AsyncIterator[Line]:
+    async with open_ledger(url, **changes) as ledger:
+        yield Line(ledger)
+
+
+@asynccontextmanager
+async def swept(line: Line) -> AsyncIterator[Sweeper]:
+    app = make_app(line.ledger.settings)
+    yield Sweeper(line.ledger, app, line.ledger.settings)
+    app.close()
+
+
+async def messages(ledger: Ledger) -> list[int]:
+    return [await ledger.redis.llen(name) for name in lists_of(queue_of(MODEL))]
+
+
+def test_a_tenant_with_ten_jobs_is_not_kept_waiting_by_two_thousand_of_another(redis_url: str) -> None:
+    async def main() -> None:
+        async with opened(redis_url, dispatch_window=16) as line:
+            await line.submit(2000, tenant="batch")
+            assert len(line.sent) == 16, "the window"
+            await line.submit(10, tenant="late")
+            served = await line.serve(48)
+            assert Counter(served) == {"batch": 38, "late": 10}, "one window was under way, then every other one is the late one's"
+            assert served.index("late") in (16, 17)
+
+    asyncio.run(main())
+
+
+def test_weights_one_and_three_share_one_to_three_by_tokens(redis_url: str) -> None:
+    async def main() -> None:
+        async with opened(redis_url, dispatch_window=4) as line:
+            await line.ledger.tenants.put(Tenant(name="paying", limits=Limits(weight=3)))
+            await line.submit(4, tenant="first")  # they fill the window
+            long, short = Sampling(max_tokens=197), Sampling(max_tokens=97)  # and three tokens of prompt
+            await line.submit(100, tenant="plain", sampling=short)
+            await line.submit(200, tenant="paying", sampling=short)
+            served = Counter((await line.serve(104))[4:])
+            assert served["plain"] == pytest.approx(25, abs=1)
+            assert served["paying"] == pytest.approx(75, abs=1)
+            await line.submit(50, tenant="wordy", sampling=long)
+            served = Counter((await line.serve(64))[4:])
+            assert served["wordy"] * 2 == pytest.approx(served["plain"], abs=2), "twice the tokens: half the jobs"
+
+    asyncio.run(main())
+
+
+def test_who_comes_back_does_not_make_up_for_the_time_when_it_wanted_nothing(redis_url: str) -> None:
+    async def main() -> None:
+        async with opened(redis_url, dispatch_window=1) as line:
+            await line.submit(1, tenant="old")
+            await line.submit(200, tenant="old")
+            await line.serve(101)
+            await line.submit(60, tenant="new")
+            served = Counter(await line.serve(41))
+            assert served["new"] == pytest.approx(20, abs=1)
+
+    asyncio.run(main())
+
+
+def test_a_tenant_that_asks_for_one_after_the_other_is_charged_for_each(redis_url: str) -> None:
+    """It never waits with two; if it were forgotten whenever it waits with none, it would be next each time."""
+
+    async def main() -> None:
+        async with opened(redis_url, dispatch_window=1) as line:
+            await line.submit(100, tenant="batch")
+            served: list[str] = []
+            await line.submit(1, tenant="steady", sampling=Sampling(max_tokens=157))  # as much as about ten of the other's
+            for _ in range(60):
+                served += (got := await line.serve(1))
+                if got == ["steady"]:
+                    await line.submit(1, tenant="steady", sampling=Sampling(max_tokens=157))
+            assert 5 <= served.count("steady") <= 8
+
+    asyncio.run(main())
+
+
+def test_jobs_of_a_tenant_keep_their_order_and_priorities_have_windows_of_their_own(redis_url: str) -> None:
+    async def main() -> None:
+        async with opened(redis_url, dispatch_window=2) as line:
+            normal = await line.submit(5)
+            urgent = await line.submit(3, priority="high")
+            idle = await line.submit(1, priority="low")
+            chat = await line.submit(1, kind="chat")
+            assert [(message.job_id, message.step) for message in line.sent] == [
+                (normal[0].id, 6), (normal[1].id, 6), (urgent[0].id, 0), (urgent[1].id, 0), (idle[0].id, 9), (chat[0].id, 3),
+            ]  # fmt: skip
+            line.sent.sort(key=lambda message: message.step)
+            assert len(await line.serve(10)) == 10
+            assert await line.ledger.redis.keys("ms:wait:*") == []
+
+    asyncio.run(main())
+
+
+def test_nobody_is_more_urgent_than_its_tenant_may_be(redis_url: str) -> None:
+    async def main() -> None:
+        async with opened(redis_url) as line:
+            await line.ledger.tenants.put(Tenant(name="guest", limits=Limits(highest_priority="low")))
+            (job,) = await line.submit(1, tenant="guest", kind="chat", priority="high")
+            assert line.sent[0].step == 9
+            assert (await line.ledger.view(job.id)).priority == "low"
+
+    asyncio.run(main())
+
+
+def test_every_end_of_a_queued_job_lets_the_next_one_go(redis_url: str) -> None:
+    async def main() -> None:
+        async with opened(redis_url, dispatch_window=1) as line, swept(line) as sweeper:
+            sent, waiting, late, next_, last = [
+                *await line.submit(2), *await line.submit(1, expires=now() + 60), *await line.submit(2),
+            ]  # fmt: skip
+            await line.ledger.request_cancel(waiting.id)
+            assert len(line.sent) == 1, "one that only waited made no room"
+            await line.ledger.request_cancel(sent.id)
+            assert [message.job_id for message in line.sent[1:]] == [late.id]
+            report = await sweeper.sweep(now() + 61)
+            assert report.late == [late.id]
+            assert sum(await messages(line.ledger)) == 1, "the sweeper sent the next by itself"
+            assert await line.ledger.claim(next_.id, WORKER, BOOT, 1) is not None
+            assert line.sent[-1].job_id == last.id
+
+    asyncio.run(main())
+
+
+def test_a_put_back_job_does_not_wait_again(redis_url: str) -> None:
+    async def main() -> None:
+        async with opened(redis_url, dispatch_window=1) as line:
+            attempt = await claimed(line.ledger, job := make_job())
+            await line.submit(3)
+            assert await line.ledger.release(job.id, attempt) is State.QUEUED
+            assert line.sent[-1] == Message(job.id, "generate", MODEL, 1, 6)
+
+    asyncio.run(main())
+
+
+def test_the_sweeper_leaves_waiting_jobs_alone_and_fills_windows_that_have_room(redis_url: str) -> None:
+    async def main() -> None:
+        async with opened(redis_url, dispatch_window=2) as line, swept(line) as sweeper:
+            jobs = await line.submit(8)
+            assert (await sweeper.sweep(now() + 60)).resent == [job.id for job in jobs[:2]], "what was sent and lost; not what waits"
+            assert sum(await messages(line.ledger)) == 2
+            assert not await sweeper.sweep(now() + 61)
+        async with opened(redis_url, dispatch_window=5) as line, swept(line) as sweeper:
+            assert (await sweeper.sweep()).picked == [job.id for job in jobs[2:5]], "the window was made larger"
+            await line.ledger.redis.sadd(f"ms:sent:{MODEL}:6", "job_of_which_nothing_is_known")
+            await line.ledger.redis.srem(f"ms:sent:{MODEL}:6", jobs[0].id)
+            await sweeper.sweep(now() + 200)
+            under_way = {name.decode() for name in await line.ledger.redis.smembers(f"ms:sent:{MODEL}:6")}
+            assert under_way == {job.id for job in jobs[:5]}, "what is not so is put right"
+
+    asyncio.run(main())
+
+
+def test_what_was_accepted_before_there_were_windows_is_served(redis_url: str) -> None:
+    async def main() -> None:
+        async with opened(redis_url, dispatch_window=1) as line, swept(line) as sweeper:
+            redis = line.ledger.redis
+            former = await line.submit(3)
+            for job in former:  # as an older version left it
+                await redis.hdel(f"ms:job:{job.id}", "tenant", "priority", "step", "cost", "expires")
+                await redis.zadd("ms:live", {job.id: now()})
+            await redis.delete(f"ms:sent:{MODEL}:6", f"ms:wait:{MODEL}:6:default", f"ms:fair:{MODEL}:6", "ms:queues", "ms:usage")
+            line.sent.clear()
+            report = await sweeper.sweep(now() + 1)
+            assert set(report.resent) == {job.id for job in former}
+            assert (await line.ledger.tenants.usage("default")).jobs_in_flight == 3
+            for job in former:
+                claim = await line.ledger.claim(job.id, WORKER, BOOT, 1)
+                assert claim is not None
+                assert await line.ledger.store_outputs(job.id, claim.attempt, outputs()) is State.SUCCEEDED
+            assert (await line.ledger.tenants.usage("default")).jobs_in_flight == 0
+
+    asyncio.run(main())
+
+
+def test_a_job_is_never_begun_after_it_expired_and_says_so(redis_url: str) -> None:
+    async def main() -> None:
+        async with opened(redis_url) as line, swept(line) as sweeper:
+            (missed,) = await line.submit(1, expires=now() - 0.01)
+            (begun,) = await line.submit(1, expires=now() + 60)
+            assert await line.ledger.claim(missed.id, WORKER, BOOT, 1) is None
+            view = await line.ledger.view(missed.id)
+            assert (view.state, view.error.status if view.error else 0) == (State.ABORTED, 504)
+            claim = await line.ledger.claim(begun.id, WORKER, BOOT, 1)
+            assert claim is not None
+            assert await line.ledger.release(begun.id, 1) is State.QUEUED
+            report = await sweeper.sweep(now() + 100)
+            assert report.late == [], "what was begun once has no deadline any more"
+            assert await line.ledger.claim(begun.id, WORKER, BOOT, 1) is not None
+
+    asyncio.run(main())
+
+
+def test_messages_go_out_from_a_thread_of_their_own_in_order(redis_url: str) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger:
+            app = make_app(settings_for(redis_url))
+            dispatcher = Dispatcher(app)
+            ledger.send = dispatcher.send
+            for changes in ({}, {"priority": "high"}, {"kind": "chat"}, {"priority": "low"}, {}):
+                await ledger.submit(make_job(**changes), {})
+            await asyncio.to_thread(dispatcher.close)
+            assert await messages(ledger) == [1, 1, 2, 1]
+            app.close()
+
+    asyncio.run(main())
+
+
+def test_a_sweep_costs_its_cells(redis_url: str) -> None:
+    async def main() -> None:
+        async with opened(redis_url, dispatch_window=1) as line:
+            job = sweep_job(sweep(), MODEL)
+            await line.ledger.submit(job, {})
+            assert job.sweep is not None
+            assert int(await line.ledger.redis.hget(f"ms:job:{job.id}", "cost")) == job.sweep.num_cells
+
+    asyncio.run(main())
