@@ -21,13 +21,25 @@ from .app import make_app
 #: Held responses end at once when the server stops; this is for bodies that are still being sent, in seconds.
 GRACE_S = 5
 BACKLOG = 2048
+#: Between two looks for a Redis that was away at the start.
+ASK_AGAIN_S = 1.0
+
+NO_KEYS = (
+    "MIDSTREAM_API_HOST={host}: off loopback keys are asked for, and there is not one. Make one with `midstream keys create --redis-url … "
+    "--scope admin`, or set MIDSTREAM_ADMIN_KEY (`midstream keys generate` prints one); MIDSTREAM_AUTH=open lets everybody in"
+)
+
+log = logging.getLogger("midstream.api")
 
 
 class Server(uvicorn.Server):
     """uvicorn, which says where it listens and lets go of held responses when it is told to stop."""
 
-    def __init__(self, config: uvicorn.Config, app: Litestar, url: str):
+    def __init__(self, config: uvicorn.Config, app: Litestar, url: str, undecided: Settings | None = None):
+        """`undecided`: the settings, where it is not known yet whether there are keys."""
         super().__init__(config)
+        self.refused = ""
+        self._undecided = undecided
         self._litestar = app
         self._url = url
 
@@ -35,7 +47,18 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         if self.started:
             self._loop = asyncio.get_running_loop()
+            if self._undecided is not None:
+                self._deciding = self._loop.create_task(self._decide(self._undecided))
             print(f"api ready {self._url}", flush=True)
+
+    async def _decide(self, settings: Settings) -> None:
+        while True:
+            await asyncio.sleep(ASK_AGAIN_S)
+            if (refused := await _refusal(settings)) is not None:
+                break
+        if refused:
+            self.refused = refused
+            self.should_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         super().handle_exit(sig, frame)
@@ -83,7 +106,28 @@ def serve(settings: Settings) -> None:
         server_header=False,
         lifespan="on",
     )
-    Server(config, app, url).run(sockets=[listening])
+    server = Server(config, app, url, None if refused is None else settings)
+    server.run(sockets=[listening])
+    if server.refused:
+        raise SettingsError(server.refused)
+
+
+async def _refusal(settings: Settings) -> str | None:
+    """Why this API must not run: off loopback it asks for keys, and there is none. Empty: it may; None: Redis is away, ask again.
+
+    Meanwhile it asks for keys all the same, so nobody gets in.
+    """
+    if settings.auth != "auto" or not auth.asks_for_keys(settings) or settings.admin_key:
+        return ""
+    ledger = Ledger.connect(settings)
+    try:
+        return "" if await Keys(ledger).any() else NO_KEYS.format(host=settings.api_host)
+    except MidstreamError as error:
+        if error.kind != "unavailable":
+            raise
+        return None
+    finally:
+        await ledger.close()
 
 
 def main() -> int:

@@ -11,7 +11,7 @@ from litestar.types import Message, Scope
 
 from .. import __version__
 from ..schemas.settings import Settings
-from . import captures, completions, jobs, keys, openapi, problems, runs, service, steering, sweeps, webhooks
+from . import captures, completions, jobs, keys, openapi, problems, runs, service, status, steering, sweeps, webhooks
 from .auth import authorize
 from .body import JsonRequest
 from .calls import App
@@ -21,7 +21,7 @@ VERSION_HEADER = "x-midstream-version"
 
 ROUTES = [
     *jobs.ROUTES, *completions.ROUTES, *captures.ROUTES, *runs.ROUTES, *steering.ROUTES, *sweeps.ROUTES, *webhooks.ROUTES,
-    *service.ROUTES,
+    *keys.ROUTES, *status.ROUTES, *service.ROUTES,
 ]  # fmt: skip
 
 

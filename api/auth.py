@@ -67,8 +67,6 @@ SCOPE_OF: dict[str, Scope | None] = {
     "POST /v1/webhooks/secrets": "submit",
     "GET /v1/webhooks/disabled": "read",
     "DELETE /v1/webhooks/disabled": "submit",
-    "GET /v1/webhooks/disabled": "read",
-    "DELETE /v1/webhooks/disabled": "submit",
     "POST /v1/keys": "admin",
     "GET /v1/keys": "admin",
     "DELETE /v1/keys/{key_id}": "admin",

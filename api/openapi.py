@@ -13,6 +13,7 @@ from litestar.plugins import OpenAPISchemaPlugin
 from litestar.typing import FieldDefinition
 
 from .. import __version__
+from .auth import needed
 
 if TYPE_CHECKING:
     from litestar._openapi.schema_generation import SchemaCreator
@@ -38,11 +39,77 @@ class Records(OpenAPISchemaPlugin):
         return schema_creator.create_component_schema(field_definition, required=[], property_fields={})
 
     def complete(self, document: dict[str, Any]) -> dict[str, Any]:
-        """The document with every type described."""
+        """The document with every type described, what each operation needs, and where its answer leads."""
         kinds = [self._met[name] for name in sorted(self._met)]
         _, described = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
         components = document.get("components", {})
-        return {**document, "components": {**components, "schemas": {**components.get("schemas", {}), **described}}}
+        schemas = {**components.get("schemas", {}), **described}
+        ids = {
+            f"{method} {path}": operation["operationId"]
+            for path, operations in document["paths"].items()
+            for method, operation in operations.items()
+        }
+        return {
+            **document,
+            "paths": {
+                path: {method: _operation(method, path, operation, ids) for method, operation in operations.items()}
+                for path, operations in document["paths"].items()
+            },
+            "components": {**components, "schemas": schemas, "securitySchemes": {KEY: BEARER}},
+        }
+
+
+#: Of the one security scheme.
+KEY = "key"
+BEARER = {"type": "http", "scheme": "bearer", "description": "An API key, `ms_…`. Where the API asks for none, everybody is let in."}
+_PROBLEM = {"application/problem+json": {"schema": {"$ref": "#/components/schemas/Problem"}}}
+_CHALLENGE = {"WWW-Authenticate": {"schema": {"type": "string"}}}
+REFUSALS = {
+    "401": {"description": "No key, or none that is valid", "headers": _CHALLENGE, "content": _PROBLEM},
+    "403": {"description": "The key lacks the scope; `detail` names it", "headers": _CHALLENGE, "content": _PROBLEM},
+}
+
+#: Type of an answer → name of the link → the operation that it leads to, its parameter, and where the answer has its value.
+LINKS: dict[str, dict[str, tuple[str, str, str]]] = {
+    "JobView": {
+        "job": ("get /v1/jobs/{job_id}", "job_id", "$response.body#/id"),
+        "events": ("get /v1/jobs/{job_id}/events", "job_id", "$response.body#/id"),
+        "result": ("get /v1/jobs/{job_id}/result", "job_id", "$response.body#/id"),
+        "cancel": ("post /v1/jobs/{job_id}/cancel", "job_id", "$response.body#/id"),
+        "captures": ("get /v1/captures/{job_id}", "job_id", "$response.body#/id"),
+    },
+    "JobPage": {"first": ("get /v1/jobs/{job_id}", "job_id", "$response.body#/jobs/0/id")},
+    "CaptureManifest": {
+        "safetensors": ("get /v1/captures/{job_id}/safetensors", "job_id", "$response.body#/job"),
+        "delete": ("delete /v1/captures/{job_id}", "job_id", "$response.body#/job"),
+    },
+    "ModuleView": {
+        "module": ("get /v1/steering/modules/{name}", "name", "$response.body#/name"),
+        "delete": ("delete /v1/steering/modules/{name}", "name", "$response.body#/name"),
+    },
+    "CreatedKey": {"revoke": ("delete /v1/keys/{key_id}", "key_id", "$response.body#/id")},
+    "TenantView": {"tenant": ("get /v1/tenants/{name}", "name", "$response.body#/name")},
+}
+
+
+def _operation(method: str, path: str, operation: dict[str, Any], ids: dict[str, str]) -> dict[str, Any]:
+    """The operation with its scope, the refusals that come with it, and links out of its answers."""
+    responses = {status: _linked(response, ids) for status, response in operation.get("responses", {}).items()}
+    scope = needed(method.upper(), path)
+    if scope is None:
+        return {**operation, "responses": responses, "security": []}
+    description = f"{operation.get('description') or ''}\n\nScope: `{scope}`.".strip()
+    return {**operation, "description": description, "responses": {**responses, **REFUSALS}, "security": [{KEY: []}]}
+
+
+def _linked(response: dict[str, Any], ids: dict[str, str]) -> dict[str, Any]:
+    types = [media.get("schema", {}).get("$ref", "").rpartition("/")[2] for media in response.get("content", {}).values()]
+    links = {
+        name: {"operationId": ids[operation], "parameters": {parameter: value}}
+        for kind in types
+        for name, (operation, parameter, value) in LINKS.get(kind, {}).items()
+    }
+    return {**response, "links": links} if links else response
 
 
 class Document(JsonRenderPlugin):

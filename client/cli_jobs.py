@@ -49,7 +49,7 @@ def find_url(given: str | None) -> str:
 
 
 def connect(given: str | None) -> Client:
-    return Client(find_url(given))
+    return Client(find_url(given), load_settings().api_key)
 
 
 def submit(
@@ -87,6 +87,10 @@ def submit(
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate per prompt.")] = 16,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    callback: Annotated[str | None, typer.Option(metavar="URL", help="Tell this receiver how the job ended: a signed webhook.")] = None,
+    callback_event: Annotated[
+        list[str] | None, typer.Option(metavar="EVENT", help="Tell of this instead, such as job.running; repeat as needed.")
+    ] = None,
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait for the result, or print the id and go.")] = True,
     json_: AsJson = False,
     url: Url = None,
@@ -103,6 +107,7 @@ def submit(
             fields["sampling"] = {"max_tokens": max_tokens, "temperature": temperature}
             fields["steering"] = options.parse_steering(steer or [])
             fields["patch"] = options.parse_patches(patch or [])
+            fields["callback_url"], fields["callback_events"] = callback, callback_event
             fields["capture"] = options.parse_capture(
                 layers=layers, hook=capture_hook, hooks=hooks, positions=positions, spans=span, every_n=every_n, at=at, dtype=dtype,
                 layout=layout, consumers=consumer, tag=tag, run=run,

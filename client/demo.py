@@ -110,7 +110,7 @@ def run_demo(keep: Path | None = None, console: Console | None = None) -> int:
     began = time.monotonic()
     console.rule(f"[bold]Midstream {__version__}[/]: activation capture, steering and patching on stock vLLM")
     settings = _settings(keep, console)
-    with _sigterm_as_interrupt(), _started(settings, console) as stack, Client(stack.url) as client:
+    with _sigterm_as_interrupt(), _started(settings, console) as stack, Client(stack.url, stack.settings.admin_key) as client:
         verdict = Verdict(console)
         model = client.models()[0]
         job = _capture(client, model, console, verdict)

@@ -8,30 +8,29 @@ from typing import Any
 
 import httpx
 
-from .. import __version__
 from ..schemas.captures import CapturePage
 from ..schemas.errors import MidstreamError
 from ..schemas.jobs import Event, JobPage, JobRequest, JobResult, JobView
 from . import calls, download, wire
+from .keys import AsyncKeyCalls, KeyCalls
 from .reader import CaptureReader
 from .runs import AsyncRunCalls, RunCalls
 from .steering import AsyncSteeringCalls, SteeringCalls
 from .sweeps import AsyncSweepCalls, SweepCalls
+from .webhooks import AsyncWebhookCalls, WebhookCalls
 from .wire import Answer, Call, Capture, Patch, Steering
 
-_AGENT = f"midstream/{__version__}"
 
-
-class Client(SteeringCalls, RunCalls, SweepCalls):
-    """The blocking client. `url`: where the API is, such as `http://127.0.0.1:8321`.
+class Client(SteeringCalls, RunCalls, SweepCalls, KeyCalls, WebhookCalls):
+    """The blocking client. `url`: where the API is, such as `http://127.0.0.1:8321`. `api_key`: else that of MIDSTREAM_API_KEY.
 
     Every call raises MidstreamError for what the server refuses or cannot do (with its `kind` and `field`), VersionMismatch
     when the two versions do not understand each other, and MidstreamError("unavailable") when nobody answers.
     """
 
-    def __init__(self, url: str = "http://127.0.0.1:8321"):
+    def __init__(self, url: str = "http://127.0.0.1:8321", api_key: str | None = None):
         self.url = url.rstrip("/")
-        self._http = httpx.Client(base_url=self.url, headers={"user-agent": _AGENT}, limits=httpx.Limits(max_connections=256))
+        self._http = httpx.Client(base_url=self.url, headers=wire.headers(api_key), limits=httpx.Limits(max_connections=256))
 
     def __enter__(self) -> "Client":
         return self
@@ -214,13 +213,13 @@ class Client(SteeringCalls, RunCalls, SweepCalls):
                 time.sleep(wire.PAUSE_S)
 
 
-class AsyncClient(AsyncSteeringCalls, AsyncRunCalls, AsyncSweepCalls):
+class AsyncClient(AsyncSteeringCalls, AsyncRunCalls, AsyncSweepCalls, AsyncKeyCalls, AsyncWebhookCalls):
     """The awaiting client: the calls of `Client`, as coroutines. Raises the same."""
 
-    def __init__(self, url: str = "http://127.0.0.1:8321"):
+    def __init__(self, url: str = "http://127.0.0.1:8321", api_key: str | None = None):
         self.url = url.rstrip("/")
         limits = httpx.Limits(max_connections=4096, max_keepalive_connections=256)
-        self._http = httpx.AsyncClient(base_url=self.url, headers={"user-agent": _AGENT}, limits=limits)
+        self._http = httpx.AsyncClient(base_url=self.url, headers=wire.headers(api_key), limits=limits)
 
     async def __aenter__(self) -> "AsyncClient":
         return self

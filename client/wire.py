@@ -1,9 +1,11 @@
 """What does a request to the API look like, and what does an answer mean? Shared by the blocking and the async client."""
 
 import json
+import os
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -217,6 +219,19 @@ def checked(fields: Any, kind: type[T], prefix: str = "") -> T:
     except msgspec.ValidationError as error:
         detail, path = misfit(error)
         raise invalid(".".join(part for part in (prefix, path) if part) or kind.__name__, detail) from error
+
+
+def headers(api_key: str | None) -> dict[str, str]:
+    """Of every request. `api_key`: None takes MIDSTREAM_API_KEY, or what is in the file of MIDSTREAM_API_KEY_FILE; empty: none.
+
+    Raises MidstreamError naming it, OSError.
+    """
+    if api_key is None:
+        file = os.environ.get("MIDSTREAM_API_KEY_FILE")
+        api_key = os.environ.get("MIDSTREAM_API_KEY") or (Path(file).read_text().strip() if file else "")
+    if not (api_key.isascii() and api_key.isprintable()):
+        raise invalid("api_key", "is not printable ASCII", allowed="ms_<id>_<secret>, as `midstream keys create` prints it")
+    return {"user-agent": f"midstream/{__version__}"} | ({"authorization": f"Bearer {api_key}"} if api_key else {})
 
 
 def job_path(job_id: str, *parts: str) -> str:

@@ -16,7 +16,8 @@ SCOPES: tuple[Scope, ...] = ("submit", "read", "steer-global", "observe", "admin
 
 #: To whom everything belongs where no keys are asked for.
 DEFAULT_TENANT = "default"
-TenantName = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9][a-z0-9-]{0,62}(?!\n)$")]
+TENANT_PATTERN = r"^[a-z0-9][a-z0-9-]{0,62}(?!\n)$"
+TenantName = Annotated[str, msgspec.Meta(pattern=TENANT_PATTERN)]
 KeyName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._@-]{0,62}(?!\n)$")]
 KeyId = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-z]{12}(?!\n)$")]
 
@@ -103,6 +104,12 @@ class TenantView(Record):
     name: str
     limits: Limits  # as they hold: settings filled in
     usage: Usage
+
+
+class TenantList(Record):
+    """Answer of `GET /v1/tenants`, by name."""
+
+    tenants: list[TenantView]
 
 
 class Caller(NamedTuple):

@@ -1,0 +1,208 @@
+"""Who may call, from a terminal? `keys create`, `list`, `revoke`, `generate`; `tenants set`, `show`, `list`."""
+
+import asyncio
+import re
+import time
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.table import Table
+
+from ..schemas.base import to_json
+from ..schemas.errors import invalid
+from ..schemas.handling import Priority
+from ..schemas.keys import DEFAULT_TENANT, SCOPES, CreatedKey, KeyRequest, KeyView, Limits, TenantView
+from ..schemas.settings import load_settings
+from . import show, wire
+from .cli_jobs import AsJson, Url, connect, err, out
+from .keys import key_request
+
+RedisUrl = Annotated[
+    str | None,
+    typer.Option(help="Straight into this Redis, without an API: for the first key. `-`: that of the settings.", show_default=False),
+]
+TenantOption = Annotated[str | None, typer.Argument(metavar="[NAME]", help="A tenant; if left out: the key's own.")]
+
+_SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smhd]?)")
+
+keys_app = typer.Typer(no_args_is_help=True, help="API keys: who may call.")
+tenants_app = typer.Typer(no_args_is_help=True, help="Tenants: how much they may use, and do.")
+
+
+def register(app: typer.Typer) -> None:
+    """Add `keys …` and `tenants …` to `midstream`."""
+    app.add_typer(keys_app, name="keys")
+    app.add_typer(tenants_app, name="tenants")
+
+
+# --- Keys --------------------------------------------------------------------------------------------------------------
+
+
+@keys_app.command("create")
+def keys_create(
+    name: Annotated[str, typer.Argument(help="Whose it is, or what for.")],
+    tenant: Annotated[str, typer.Option(help="To whom belongs what is made with it.")] = DEFAULT_TENANT,
+    scope: Annotated[
+        list[str] | None, typer.Option(help=f"What it may do: {', '.join(SCOPES)}; repeat as needed. If left out: submit and read.")
+    ] = None,
+    expires_in: Annotated[str | None, typer.Option(metavar="TIME", help="Such as 90d, 12h or 600 (seconds); if left out: never.")] = None,
+    redis_url: RedisUrl = None,
+    json_: AsJson = False,
+    url: Url = None,
+) -> None:
+    """A new key. It is printed once, here; what is stored cannot be turned into it again."""
+    request = key_request(name, tenant, scope or ["submit", "read"], None if expires_in is None else parse_duration(expires_in))
+    if redis_url is None:
+        with connect(url) as client:
+            made = client.create_key(request.name, tenant=request.tenant, scopes=request.scopes, expires_in=request.expires_in)
+    else:
+        made = asyncio.run(_create(redis_url, request))
+    if json_:
+        print(to_json(made).decode())
+        return
+    until = "" if made.expires is None else f", until {_time(made.expires)}"
+    err.print(f"key {made.id} ({made.name}) of tenant {made.tenant} may {', '.join(made.scopes)}{until}", style="dim", markup=False)
+    print(made.key)
+
+
+async def _create(redis_url: str, request: KeyRequest) -> CreatedKey:
+    from ..broker.keys import Keys
+    from ..broker.ledger import Ledger
+
+    settings = load_settings()
+    if redis_url != "-":
+        settings = msgspec.structs.replace(settings, redis_url=redis_url)
+    if not settings.redis_url:
+        raise invalid("--redis-url", "the settings name no Redis", allowed="redis://host:port/0, or MIDSTREAM_REDIS_URL")
+    ledger = Ledger.connect(settings)
+    try:
+        return await Keys(ledger).create(request)
+    finally:
+        await ledger.close()
+
+
+@keys_app.command("generate")
+def keys_generate() -> None:
+    """Print a key that nobody knows yet, for the setting admin_key (MIDSTREAM_ADMIN_KEY, or a file: MIDSTREAM_ADMIN_KEY_FILE)."""
+    from ..broker.keys import new_key
+
+    print(new_key())
+
+
+@keys_app.command("list")
+def keys_list(json_: AsJson = False, url: Url = None) -> None:
+    """All keys, of every tenant."""
+    with connect(url) as client:
+        found = client.keys()
+    if json_:
+        print(to_json(found).decode())
+    elif found:
+        out.print(_keys(found))
+    else:
+        out.print("no keys", style="dim")
+
+
+@keys_app.command("revoke")
+def keys_revoke(
+    ids: Annotated[list[str], typer.Argument(metavar="ID...", help="What stands between ms_ and the secret.")],
+    url: Url = None,
+) -> None:
+    """Keys are refused from now on: everywhere within five seconds."""
+    with connect(url) as client:
+        for key_id in ids:
+            client.revoke_key(key_id)
+            out.print(f"{key_id} revoked", markup=False)
+
+
+def _keys(found: Sequence[KeyView]) -> Table:
+    made = show.table("keys", "id", "name", "tenant", "scopes", "created", "expires")
+    for key in found:
+        expires = "never" if key.expires is None else _time(key.expires) if key.expires > time.time() else "[red]has expired[/]"
+        made.add_row(key.id, key.name, key.tenant, " ".join(key.scopes), _time(key.created), expires)
+    return made
+
+
+def _time(at: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(at))
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of `90d`, `12h`, `30m`, `45s` or `45`. Raises MidstreamError naming the option."""
+    match = _DURATION.fullmatch(text)
+    if match is None:
+        raise invalid("--expires-in", f"{text!r} is not a time", allowed="such as 90d, 12h, 30m or 600")
+    return float(match[1]) * _SECONDS[match[2]]
+
+
+# --- Tenants -----------------------------------------------------------------------------------------------------------
+
+
+@tenants_app.command("set")
+def tenants_set(
+    name: Annotated[str, typer.Argument(help="The tenant.")],
+    requests_per_minute: Annotated[int | None, typer.Option(help="Submissions per minute.")] = None,
+    tokens_per_minute: Annotated[int | None, typer.Option(help="Prompt tokens and max_tokens per minute.")] = None,
+    jobs_in_flight: Annotated[int | None, typer.Option(help="Jobs that are not over.")] = None,
+    capture_mib: Annotated[int | None, typer.Option(help="Capture files, in MiB.")] = None,
+    sweep_cells: Annotated[int | None, typer.Option(help="Cells of sweeps that are not over.")] = None,
+    weight: Annotated[int, typer.Option(help="Share of the engine beside other tenants.")] = 1,
+    highest_priority: Annotated[str, typer.Option(help="high, normal or low: what asks for more gets this.")] = "high",
+    json_: AsJson = False,
+    url: Url = None,
+) -> None:
+    """A tenant's limits, all of them: what is left out is as the service's settings say. 0 is no limit."""
+    given = {
+        "requests_per_minute": requests_per_minute, "tokens_per_minute": tokens_per_minute, "jobs_in_flight": jobs_in_flight,
+        "capture_mib": capture_mib, "sweep_cells": sweep_cells, "weight": weight,
+        "highest_priority": wire.checked(highest_priority, Priority, "highest_priority"),  # type: ignore[arg-type]
+    }  # fmt: skip
+    with connect(url) as client:
+        _show([client.set_tenant(name, wire.checked(given, Limits))], json_)
+
+
+@tenants_app.command("show")
+def tenants_show(name: TenantOption = None, json_: AsJson = False, url: Url = None) -> None:
+    """Its limits as they hold, and what it uses now."""
+    with connect(url) as client:
+        _show([client.tenant(name)], json_)
+
+
+@tenants_app.command("list")
+def tenants_list(json_: AsJson = False, url: Url = None) -> None:
+    """Every tenant with a key or limits of its own."""
+    with connect(url) as client:
+        found = client.tenants()
+    if json_:
+        print(to_json(found).decode())
+    elif found:
+        _show(found, False)
+    else:
+        out.print("no tenants", style="dim")
+
+
+def _show(found: Sequence[TenantView], as_json: bool) -> None:
+    if as_json:
+        print(to_json(found[0]).decode())
+        return
+    made = show.table("used / allowed", "tenant", "jobs", "requests/min", "tokens/min", "captures", "sweep cells", "weight", "priority")
+    for view in found:
+        usage, limits = view.usage, view.limits
+        captures = "∞" if not limits.capture_mib else f"{limits.capture_mib} MiB"
+        made.add_row(
+            view.name,
+            _of(usage.jobs_in_flight, limits.jobs_in_flight),
+            _of(usage.requests_this_minute, limits.requests_per_minute),
+            _of(usage.tokens_this_minute, limits.tokens_per_minute),
+            f"{show.size(usage.capture_bytes)} / {captures}",
+            _of(usage.sweep_cells, limits.sweep_cells),
+            str(limits.weight),
+            limits.highest_priority,
+        )
+    out.print(made)
+
+
+def _of(used: int, allowed: int | None) -> str:
+    return f"{used:,} / {allowed:,}" if allowed else f"{used:,} / ∞"
