@@ -85,7 +85,7 @@ def webhooks_secret(json_: AsJson = False, url: Url = None) -> None:
 @webhooks_app.command("rotate")
 def webhooks_rotate(
     keep_former: Annotated[
-        str, typer.Option(metavar="TIME", help="How long the former one signs as well, such as 12h; 0: no more.")
+        str, typer.Option(metavar="TIME", help="For how long the former signs as well, such as 12h; 0: no more.")
     ] = "1d",
     own: Annotated[bool, typer.Option("--own", help="A secret for this key alone, apart from its tenant's.")] = False,
     json_: AsJson = False,

@@ -1,0 +1,168 @@
+"""Can a user ask for webhooks, see what came of them, and send them again; and nobody else?"""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from edge import MODEL, Api, Hand
+from hook_kit import Receiver, receiving
+
+from midstream.broker.keys import Keys
+from midstream.broker.webhook_http import Poster
+from midstream.broker.webhook_outbox import HookOutbox
+from midstream.broker.webhook_secrets import HookSecrets
+from midstream.broker.webhook_sender import Sender
+from midstream.client import AsyncClient, Client
+from midstream.schemas.errors import MidstreamError
+from midstream.schemas.keys import KeyRequest, Scope
+
+HOOK = "https://receiver.example/hook"
+
+
+def key_for(hand: Hand, tenant: str, scopes: list[Scope] | None = None) -> dict[str, str]:
+    """Headers of a new key."""
+    made = hand.do(Keys(hand.ledger).create(KeyRequest(name="test", tenant=tenant, scopes=scopes or ["submit", "read"])))
+    return {"authorization": f"Bearer {made.key}"}
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    with receiving() as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("url", "word"),
+    [
+        ("http://127.0.0.1:9/hook", "loopback"),
+        ("http://169.254.169.254/latest", "link-local"),
+        ("http://[::1]/", "loopback"),
+        ("http://10.0.0.8/", "private"),
+        ("http://127.1/", "IPv4"),
+        ("ftp://receiver.example/", "http"),
+        ("https://user:secret@receiver.example/", "password"),
+        ("https://receiver.example/#part", "fragment"),
+    ],
+)
+def test_a_receiver_that_may_not_be_called_is_refused_by_name_before_anything_is_accepted(  # field case 41
+    api: Api, hand: Hand, url: str, word: str
+) -> None:
+    answer = api.http.post("/v1/jobs", json={"model": MODEL, "prompts": ["hello"], "callback_url": url})
+    assert (answer.status_code, answer.json()["field"]) == (400, "callback_url")
+    assert word in answer.json()["detail"]
+    assert hand.count_jobs() == 0
+
+
+def test_every_way_to_submit_looks_at_the_receiver(api: Api, hand: Hand) -> None:  # field case 41
+    hand.serve(grades=True)
+    hook = {"model": MODEL, "callback_url": "http://127.0.0.1/"}
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/completions": {"prompt": "hello", **hook},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}], **hook},
+        "/v1/sweeps": {"pairs": [{"clean": "hello world a", "corrupt": "hello there a", "answer": " b"}], **hook},
+    }
+    for path, body in bodies.items():
+        answer = api.http.post(path, json=body)
+        assert (answer.status_code, answer.json().get("field")) == (400, "callback_url"), answer.text
+    assert hand.count_jobs() == 0
+
+
+def test_events_are_named_and_need_a_receiver(api: Api, hand: Hand) -> None:
+    body = {"model": MODEL, "prompts": ["hello"]}
+    for more, field in (({"callback_events": ["job.failed"]}, "callback_events"), ({"callback_url": HOOK, "callback_events": []}, None)):
+        answer = api.http.post("/v1/jobs", json={**body, **more})
+        assert answer.status_code == 400
+        assert field in (None, answer.json()["field"])
+    answer = api.http.post("/v1/jobs", json={**body, "callback_url": HOOK, "callback_events": ["job.exploded"]})
+    assert (answer.status_code, answer.json()["field"]) == (400, "callback_events[0]")
+
+
+def test_what_became_of_a_webhook_is_seen_and_it_is_sent_again_on_request(api: Api, hand: Hand, receiver: Receiver) -> None:
+    job = api.submit(callback_url=HOOK)
+    other = api.submit(callback_url=HOOK, callback_events=["job.failed"])
+    assert api.view(job)["callback_url"] == HOOK
+    hand.finish(job)
+    hand.finish(other)
+    with Client(api.url) as client:
+        [delivery] = client.deliveries(job=job).deliveries
+        assert (delivery.event, delivery.state, delivery.url, delivery.attempts) == ("job.succeeded", "pending", HOOK, [])
+        assert client.deliveries(state="delivered").deliveries == []
+        assert client.delivery(delivery.id) == delivery
+        again = client.redeliver(delivery.id)
+        assert (again.id, again.state) == (delivery.id, "pending")
+        with pytest.raises(MidstreamError, match="there is no delivery"):
+            client.delivery("msg_nothing")
+        assert client.disabled_webhooks() == []
+        with pytest.raises(MidstreamError) as refused:
+            client.enable_webhooks(HOOK)
+        assert refused.value.kind == "not_found"
+
+    async def too() -> None:
+        async with AsyncClient(api.url) as client:
+            assert (await client.deliveries(job=job)).deliveries == [again]
+            assert await client.delivery(delivery.id) == again
+            assert (await client.redeliver(delivery.id)).id == delivery.id
+            assert (await client.rotate_webhook_secret(keep_former_s=0)).secrets == (await client.webhook_secrets()).secrets
+            assert await client.disabled_webhooks() == []
+            with pytest.raises(MidstreamError):
+                await client.enable_webhooks(HOOK)
+
+    asyncio.run(too())
+
+
+# field case 40
+def test_webhooks_and_secrets_of_another_tenant_are_as_if_they_were_not(api: Api, hand: Hand) -> None:
+    ours, theirs, admin = (key_for(hand, tenant, scopes) for tenant, scopes in (("ours", None), ("theirs", None), ("ops", ["admin"])))
+    answer = api.http.post("/v1/jobs", json={"model": MODEL, "prompts": ["hello"], "callback_url": HOOK}, headers=ours)
+    job = answer.json()["id"]
+    hand.finish(job)
+
+    def deliveries(headers: dict[str, str], **params: str) -> httpx.Response:
+        return api.http.get("/v1/webhooks/deliveries", params=params, headers=headers)
+
+    [delivery] = deliveries(ours).json()["deliveries"]
+    assert deliveries(theirs).json()["deliveries"] == deliveries(theirs, job=job).json()["deliveries"] == []
+    assert deliveries(theirs, tenant="ours").status_code == 403
+    assert [found["id"] for found in deliveries(admin).json()["deliveries"]] == [delivery["id"]]
+    path = f"/v1/webhooks/deliveries/{delivery['id']}"
+    nothing = api.http.get("/v1/webhooks/deliveries/msg_nothing", headers=theirs).json()
+    for answer in (api.http.get(path, headers=theirs), api.http.post(f"{path}/redeliver", headers=theirs)):
+        assert answer.status_code == 404
+        assert answer.json()["detail"].replace(delivery["id"], "msg_nothing") == nothing["detail"]
+    assert api.http.get(path, headers=admin).json()["tenant"] == "ours"
+
+    def secret(headers: dict[str, str]) -> str:
+        found = api.http.get("/v1/webhooks/secrets", headers=headers)
+        assert found.headers["cache-control"] == "no-store"
+        return str(found.json()["secrets"][0]["secret"])
+
+    assert secret(ours) == secret(ours) != secret(theirs)
+    reader = key_for(hand, "ours", ["read"])
+    assert api.http.get("/v1/webhooks/secrets", headers=reader).status_code == 403, "who may sign is not who may look"
+
+
+def test_the_key_that_submitted_is_the_one_whose_secret_signs(api: Api, hand: Hand, receiver: Receiver) -> None:
+    first, second = key_for(hand, "lab"), key_for(hand, "lab")
+    own = api.http.post("/v1/webhooks/secrets", json={"own": True}, headers=second).json()
+    assert own["of"] == "key"
+    shared = api.http.get("/v1/webhooks/secrets", headers=first).json()
+    assert shared["of"] == "tenant"
+    url = receiver.url(host="receiver.example")
+
+    async def send() -> None:
+        poster = Poster(allow_private=True, timeout_s=5, resolve=resolve)
+        sender = Sender(HookOutbox(hand.ledger), HookSecrets(hand.ledger), poster, hand.settings)
+        await sender.round()
+        await sender.close()
+
+    async def resolve(host: str, port: int) -> list[str]:
+        return ["127.0.0.1"]
+
+    for headers, secrets in ((first, shared), (second, own)):
+        receiver.got.clear()
+        answer = api.http.post("/v1/jobs", json={"model": MODEL, "prompts": ["hello"], "callback_url": url}, headers=headers)
+        hand.finish(answer.json()["id"])
+        hand.do(send())
+        receiver.got[0].verify(secrets["secrets"][0]["secret"])

@@ -1,0 +1,148 @@
+"""Is every webhook sent, and in quiet times once, by several senders of which one may be killed at any moment? Real processes.
+
+Their clock is moved on through a file that they read, so that nobody waits for leases and ladders.
+"""
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hook_kit import Got, Receiver, receiving
+from ledger_kit import claimed, make_job, open_ledger, outputs
+
+from midstream.broker.webhook_outbox import HookOutbox
+from midstream.broker.webhook_secrets import HookSecrets
+from midstream.schemas.handling import Callback
+from midstream.schemas.settings import Settings, to_environment
+from midstream.schemas.webhooks import Delivery
+
+
+class Senders:
+    """`callbacks` processes over one Redis."""
+
+    def __init__(self, directory: Path, redis_url: str):
+        self.clock = directory / "ahead"
+        self.log = directory / "log"
+        settings = Settings(
+            redis_url=redis_url, data_dir=str(directory), webhook_allow_private=True, fault=f"webhooks:clock={self.clock}",
+            webhook_timeout_s=5.0,
+        )  # fmt: skip
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("MIDSTREAM_")}
+        self._environment = clean | to_environment(settings)
+        self.processes: list[subprocess.Popen[str]] = []
+
+    def start(self, count: int = 1) -> None:
+        """More of them; waits until they are ready."""
+        with self.log.open("a") as log:
+            fresh = [
+                subprocess.Popen(
+                    [sys.executable, "-m", "midstream.broker.callbacks"],
+                    env=self._environment,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    text=True,
+                )
+                for _ in range(count)
+            ]
+        self.processes += fresh
+        for process in fresh:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "callbacks ready\n"
+
+    def kill_all(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+        self.processes.clear()
+
+    def forward(self, seconds: float) -> None:
+        fresh = self.clock.with_suffix(".new")
+        fresh.write_text(str(seconds))
+        fresh.rename(self.clock)
+
+
+@pytest.fixture
+def senders(tmp_path: Path, redis_url: str) -> Iterator[Senders]:
+    made = Senders(tmp_path, redis_url)
+    try:
+        yield made
+    finally:
+        made.kill_all()
+        print(made.log.read_text())
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    with receiving() as made:
+        yield made
+
+
+async def finish_jobs(redis_url: str, url: str, count: int) -> set[str]:
+    """The ids of so many jobs that have succeeded just now."""
+    async with open_ledger(redis_url) as ledger:
+        jobs = [make_job(callback=Callback(url=url, events=["job.succeeded"])) for _ in range(count)]
+        for job in jobs:
+            await ledger.store_outputs(job.id, await claimed(ledger, job), outputs())
+        return {job.id for job in jobs}
+
+
+async def secret(redis_url: str) -> str:
+    async with open_ledger(redis_url) as ledger:
+        return (await HookSecrets(ledger).of("default", "")).secrets[0].secret
+
+
+async def settled(redis_url: str) -> list[Delivery]:
+    """All deliveries once none is pending."""
+    async with open_ledger(redis_url) as ledger:
+        outbox = HookOutbox(ledger)
+        deadline = time.monotonic() + 20
+        while (await outbox.depth())[0]:
+            assert time.monotonic() < deadline, (await outbox.deliveries(None)).deliveries
+            await asyncio.sleep(0.05)
+        return (await outbox.deliveries(None, limit=1000)).deliveries
+
+
+# field case 41
+def test_two_senders_share_the_work_and_one_killed_between_send_and_note_costs_a_repetition_and_no_webhook(
+    senders: Senders, receiver: Receiver, redis_url: str
+) -> None:
+    senders.start(2)
+
+    # Quiet: each is sent once, by one of the two.
+    jobs = asyncio.run(finish_jobs(redis_url, receiver.url("/quiet"), 60))
+    quiet = asyncio.run(settled(redis_url))
+    assert {got.body.data.id for got in receiver.at("/quiet")} == jobs
+    assert len(receiver.at("/quiet")) == len({got.id for got in receiver.got}) == 60
+    assert {len(delivery.attempts) for delivery in quiet} == {1}
+
+    # Killed when the receiver has it, and before anybody could note that.
+    def kill(got: Got) -> None:
+        receiver.on_call = lambda got: None
+        for process in senders.processes:
+            process.kill()
+
+    receiver.on_call = kill
+    [job] = asyncio.run(finish_jobs(redis_url, receiver.url("/killed"), 1))
+    receiver.wait(1, "/killed")
+    senders.kill_all()
+    senders.start()
+    time.sleep(0.5)  # a few rounds, in which the loan has not ended
+    assert len(receiver.at("/killed")) == 1
+    senders.forward(60)
+    first, second = receiver.wait(2, "/killed")
+    assert (first.id, first.raw) == (second.id, second.raw)
+    assert second.body.data.id == job
+    assert int(second.headers["webhook-timestamp"]) >= int(first.headers["webhook-timestamp"]) + 60
+    states = {delivery.job: delivery.state for delivery in asyncio.run(settled(redis_url))}
+    assert states[job] == "delivered"
+
+    # Told to stop, it ends by itself.
+    [process] = senders.processes
+    process.terminate()
+    assert process.wait(20) == 0
+    first.verify(asyncio.run(secret(redis_url)))
