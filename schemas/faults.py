@@ -2,7 +2,7 @@
 
 `MIDSTREAM_FAULT=crash:at=relay.committed` kills the first process of the stack that comes to that point, with SIGKILL, once:
 a file in the data directory remembers it. For tests; without that setting a point costs one comparison. Each point is
-followed by what must hold for the job all the same: `tests/system/test_crash_points.py` kills at every one of them.
+followed by what must hold for the job all the same: `tests/faults/test_crash_points.py` kills at every one of them.
 """
 
 import os

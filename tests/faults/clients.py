@@ -55,6 +55,7 @@ class Plan:
     max_tokens: int
     capture: dict[str, Any] | None = None
     callback: str | None = None
+    when: str = ""  # of a cancelled job: `running` when it is to be cancelled then, else soon
 
     @property
     def path(self) -> str:
@@ -98,6 +99,7 @@ def plans(rng: random.Random, count: int, callback: str | None = None) -> list[P
                 rng.randint(60, 250) if rng.random() < 0.02 or way == "cancelled job" else rng.randint(2, 16),
                 {"layers": [0, 3], "positions": "all", "layout": rng.choice(("auto", "packed"))} if captured else None,
                 callback if callback and rng.random() < 0.2 else None,
+                rng.choice(("soon", "running")),
             )
         )
     return made
@@ -163,7 +165,7 @@ class Clients:
         if "completion" in plan.way and answer.status_code == 200:
             told.texts = _texts(plan, answer)
         if plan.way == "cancelled job":
-            await asyncio.sleep(self._rng.random() * 0.3)
+            await self._until_started(told) if plan.when == "running" else await asyncio.sleep(self._rng.random() * 0.3)
             cancelled = await self._ask(told, "POST", f"/v1/jobs/{told.id}/cancel")
             if cancelled.status_code not in (200, 202, 409):
                 told.wrong.append(f"cancel was answered {cancelled.status_code}: {cancelled.text[:200]}")
@@ -180,6 +182,10 @@ class Clients:
                 told.texts = [output["text"] for output in result.json()["outputs"]]
             else:
                 told.wrong.append(f"the result of {told.id} was answered {result.status_code}")
+
+    async def _until_started(self, told: Told) -> None:
+        while (view := await self._ask(told, "GET", f"/v1/jobs/{told.id}")).status_code == 200 and view.json()["state"] == "queued":
+            await asyncio.sleep(0.1)
 
     async def _ask(self, told: Told, method: str, path: str, **more: Any) -> httpx.Response:
         """Until some replica gives an answer that is not to be repeated."""

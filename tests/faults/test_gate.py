@@ -1,4 +1,4 @@
-"""Does nothing accepted get lost, and nothing happen twice, over 10,000 jobs while everything is killed? With a fixed seed and a random one."""
+"""Is nothing accepted lost, and does nothing happen twice, in 10,000 jobs while everything is killed? A fixed seed and a random one."""
 
 import json
 import random

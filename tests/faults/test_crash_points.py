@@ -1,0 +1,117 @@
+"""Whatever a process had just made durable when it was killed: does the job end right, once, and is its client told so?
+
+A process is started with one crash point armed, a job is sent that comes to it, and the process is gone. What is started in its
+place has the next point armed, so that jobs may go through several deaths. In the end the gate's judge looks at all of them.
+"""
+
+import asyncio
+import random
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from clients import Clients, Plan, Told
+from cluster import Cluster, Outage
+from judge import Verdict, judge
+from monitor import Monitor
+from receiver import Receiver
+
+from midstream.schemas.faults import CRASH_POINTS, FOLDER
+
+PLAIN = Plan(0, "job", ("a plain prompt",), 8)
+PACKED = replace(PLAIN, way="captured completion", capture={"layers": [0], "positions": "all", "layout": "packed"})
+SEGMENT = replace(PACKED, capture={"layers": [0], "positions": "all", "layout": "segment"})
+SWEEP = Plan(0, "sweep", ("clean prompt", "other prompt"), 1)
+CANCELLED = replace(PLAIN, way="cancelled job", max_tokens=400, when="running")
+LONG = replace(PLAIN, max_tokens=200)
+
+#: Point → who comes to it, and with what. In an order in which each process is needed by the next.
+WALK: dict[str, tuple[str, Plan]] = {
+    "api.committed": ("api", PLAIN),
+    "api.sent": ("api", replace(PLAIN, way="completion")),
+    "worker.received": ("worker", PLAIN),
+    "worker.claimed": ("worker", replace(PLAIN, way="held job")),
+    "worker.generated": ("worker", PLAIN),
+    "worker.stored": ("worker", PACKED),
+    "worker.released": ("worker", PLAIN),
+    "worker.aborted": ("worker", CANCELLED),
+    "capture.written": ("worker", PACKED),
+    "capture.renamed": ("worker", PACKED),
+    "segment.written": ("worker", SEGMENT),
+    "segment.indexed": ("worker", SEGMENT),
+    "receipt.stored": ("worker", PACKED),
+    "receipt.sent": ("worker", replace(PLAIN, way="steered job")),
+    "sweep.kept": ("worker", SWEEP),
+    "relay.received": ("relay", PACKED),
+    "relay.committed": ("relay", SEGMENT),
+    "sweeper.requeued": ("callbacks", LONG),
+}
+#: What has to go wrong besides, for a point to be reached.
+BESIDES = {"worker.released": "engine_dies:tokens=3;"}
+DEATH_S = 40.0
+
+
+def test_the_walk_comes_to_every_crash_point_that_there_is() -> None:
+    assert set(WALK) == set(CRASH_POINTS)
+
+
+# field case 37, 38
+def test_a_job_ends_right_wherever_a_process_is_killed(tmp_path: Path) -> None:
+    with Receiver() as receiver, Cluster(tmp_path, workers=1, apis=1, fake_token_s=0.01, max_attempts=50, lease_s=3.0) as cluster:
+        monitor = Monitor(cluster.settings.redis_url)
+        monitor.start()
+        told = asyncio.run(walk(cluster))
+        verdict = Verdict()
+        asyncio.run(judge(cluster.settings, told, monitor, receiver, verdict))
+        monitor.stop()
+    assert verdict.found == {rule: [] for rule in verdict.RULES}
+    assert {path.name for path in (tmp_path / FOLDER).iterdir()} == set(CRASH_POINTS)
+    assert verdict.seen["attempts"] > len(WALK), "some of them had to be run again"
+
+
+async def walk(cluster: Cluster) -> list[Told]:
+    """Every process at each of its points; what the clients were told."""
+    clients = Clients(cluster.urls, "walk", random.Random(1), cluster.settings.max_wait_s, cluster.was_away)
+    following = []
+    try:
+        for number, (point, (name, plan)) in enumerate(WALK.items()):
+            outage = await asyncio.to_thread(arm, cluster, name, point)
+            following.append(asyncio.create_task(clients.follow(replace(plan, number=number))))
+            if point == "sweeper.requeued":
+                await asyncio.to_thread(lose_a_worker, cluster)
+            await asyncio.to_thread(await_death, cluster, name, point)
+            outage.killed = time.monotonic()
+            following_process = list(WALK.values())[number + 1][0] if number + 1 < len(WALK) else ""
+            if following_process != name:
+                await asyncio.to_thread(cluster.revive, outage)
+        return list(await asyncio.gather(*following))
+    finally:
+        await clients.close()
+
+
+def arm(cluster: Cluster, name: str, point: str) -> Outage:
+    """Let the process die at `point`; it may be dead of the one before."""
+    outage = Outage(name, time.monotonic())
+    cluster.outages.append(outage)
+    if cluster.processes[name].poll() is None:
+        cluster.kill(name)
+    cluster.spawn(name, fault=f"{BESIDES.get(point, '')}crash:at={point}")  # what it finds may bring it there before it is ready
+    return outage
+
+
+def lose_a_worker(cluster: Cluster) -> None:
+    """A worker dies with its job and does not come back before the sweeper has noticed."""
+    deadline = time.monotonic() + DEATH_S
+    while not cluster.do(lambda ledger: ledger.redis.scard("ms:held:w1")):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    outage = cluster.strike("worker")
+    await_death(cluster, "callbacks", "sweeper.requeued")
+    cluster.revive(outage)
+
+
+def await_death(cluster: Cluster, name: str, point: str) -> None:
+    code = cluster.exit_code(name, DEATH_S)
+    assert code == -signal.SIGKILL, f"{name} ended with {code} instead of dying at {point}:\n{cluster.log(name)[-2000:]}"
+    assert (cluster.directory / FOLDER / point).exists(), f"{name} was killed, and not at {point}"
