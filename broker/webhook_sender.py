@@ -15,6 +15,7 @@ from pathlib import Path
 
 from ..schemas.base import now
 from ..schemas.errors import MidstreamError
+from ..schemas.faults import crash_point
 from ..schemas.settings import Settings
 from ..schemas.webhooks import DeliveryAttempt, DeliveryState
 from . import metrics
@@ -141,7 +142,9 @@ class Sender:
     async def _deliver(self, loan: Loan) -> None:
         """One attempt, and its note."""
         at, started = self._outbox.clock(), time.monotonic()
+        crash_point("webhook.lent")
         state, status, error, wish = await self._attempt(loan, at)
+        crash_point("webhook.sent")
         attempt = DeliveryAttempt(at=at, status=status, error=error, seconds=round(time.monotonic() - started, 6))
         again = None
         if state == "pending":

@@ -33,6 +33,8 @@ CRASH_POINTS: dict[str, str] = {
     "relay.committed": "they are committed; they are not acknowledged",
     "sweep.kept": "a cell of a sweep is kept; the next is not",
     "sweeper.requeued": "a dead worker's job is back in the queue; no message was sent",
+    "webhook.lent": "a webhook is lent to a sender; it was not sent",
+    "webhook.sent": "its receiver has it; that is not noted",
 }
 
 #: The directory in the data directory that remembers who died.
@@ -56,8 +58,8 @@ def arm(fault: str, data_dir: str | Path) -> None:
 
 
 def crash_point(name: str) -> None:
-    """Die here if this is the point, and nobody has died at it before."""
-    if name == _armed:
+    """Die here if this is the point, and nobody has died at it before. An empty name is no point."""
+    if _armed and name == _armed:
         _crash(name)
 
 

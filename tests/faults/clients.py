@@ -184,8 +184,13 @@ class Clients:
                 told.wrong.append(f"the result of {told.id} was answered {result.status_code}")
 
     async def _until_started(self, told: Told) -> None:
-        while (view := await self._ask(told, "GET", f"/v1/jobs/{told.id}")).status_code == 200 and view.json()["state"] == "queued":
-            await asyncio.sleep(0.1)
+        """A long poll for each change."""
+        known: dict[str, str] = {}
+        while True:
+            view = await self._ask(told, "GET", f"/v1/jobs/{told.id}", params={"wait": self._wait_s}, headers=known)
+            if view.status_code == 200 and view.json()["state"] != "queued":
+                return
+            known = {"If-None-Match": view.headers.get("etag", "")}
 
     async def _ask(self, told: Told, method: str, path: str, **more: Any) -> httpx.Response:
         """Until some replica gives an answer that is not to be repeated."""

@@ -34,6 +34,7 @@ WALK: dict[str, tuple[str, Plan]] = {
     "worker.claimed": ("worker", replace(PLAIN, way="held job")),
     "worker.generated": ("worker", PLAIN),
     "worker.stored": ("worker", PACKED),
+    "worker.picked": ("worker", PLAIN),
     "worker.released": ("worker", PLAIN),
     "worker.aborted": ("worker", CANCELLED),
     "capture.written": ("worker", PACKED),
@@ -46,9 +47,14 @@ WALK: dict[str, tuple[str, Plan]] = {
     "relay.received": ("relay", PACKED),
     "relay.committed": ("relay", SEGMENT),
     "sweeper.requeued": ("callbacks", LONG),
+    "webhook.lent": ("callbacks", PLAIN),
+    "webhook.sent": ("callbacks", PLAIN),
 }
 #: What has to go wrong besides, for a point to be reached.
 BESIDES = {"worker.released": "engine_dies:tokens=3;"}
+SETTINGS = {"fake_token_s": 0.01, "max_attempts": 50, "lease_s": 3.0, "dispatch_window": 1}
+#: How many jobs it takes; the others are given one.
+TIMES = {"worker.picked": 3}  # with a window of one message the others have to wait for theirs
 DEATH_S = 40.0
 
 
@@ -58,10 +64,10 @@ def test_the_walk_comes_to_every_crash_point_that_there_is() -> None:
 
 # field case 37, 38
 def test_a_job_ends_right_wherever_a_process_is_killed(tmp_path: Path) -> None:
-    with Receiver() as receiver, Cluster(tmp_path, workers=1, apis=1, fake_token_s=0.01, max_attempts=50, lease_s=3.0) as cluster:
+    with Receiver() as receiver, Cluster(tmp_path, workers=1, apis=1, **SETTINGS) as cluster:
         monitor = Monitor(cluster.settings.redis_url)
         monitor.start()
-        told = asyncio.run(walk(cluster))
+        told = asyncio.run(walk(cluster, receiver))
         verdict = Verdict()
         asyncio.run(judge(cluster.settings, told, monitor, receiver, verdict))
         monitor.stop()
@@ -70,14 +76,16 @@ def test_a_job_ends_right_wherever_a_process_is_killed(tmp_path: Path) -> None:
     assert verdict.seen["attempts"] > len(WALK), "some of them had to be run again"
 
 
-async def walk(cluster: Cluster) -> list[Told]:
+async def walk(cluster: Cluster, receiver: Receiver) -> list[Told]:
     """Every process at each of its points; what the clients were told."""
     clients = Clients(cluster.urls, "walk", random.Random(1), cluster.settings.max_wait_s, cluster.was_away)
     following = []
     try:
         for number, (point, (name, plan)) in enumerate(WALK.items()):
             outage = await asyncio.to_thread(arm, cluster, name, point)
-            following.append(asyncio.create_task(clients.follow(replace(plan, number=number))))
+            for more in range(TIMES.get(point, 1)):
+                plan = replace(plan, number=100 * number + more, callback=receiver.url)
+                following.append(asyncio.create_task(clients.follow(plan)))
             if point == "sweeper.requeued":
                 await asyncio.to_thread(lose_a_worker, cluster)
             await asyncio.to_thread(await_death, cluster, name, point)
