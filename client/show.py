@@ -19,7 +19,7 @@ from .reader import CaptureReader, Check
 _COLOURS = {
     "succeeded": "green", "ok": "green", "running": "cyan", "queued": "blue", "cancelling": "yellow", "partial": "yellow",
     "pending": "blue", "failed": "red", "error": "red", "timed_out": "red", "cancelled": "magenta", "aborted": "magenta", "expired": "dim",
-    "ready": "green", "deleted": "dim",
+    "ready": "green", "deleted": "dim", "delivered": "green", "disabled": "yellow", "refused": "red",
 }  # fmt: skip
 #: Longer tables are cut, and say so.
 TABLE_ROWS = 24

@@ -4,9 +4,11 @@ The receiver is a real HTTP server, its signatures are checked by an implementat
 """
 
 import asyncio
+import subprocess
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpcore
@@ -408,6 +410,33 @@ def test_a_name_that_changes_its_address_is_called_where_it_was_checked(receiver
     asyncio.run(main())
     assert reached == ["93.184.215.14"]
     assert len(asked) == 2
+
+
+def test_over_tls_the_receiver_proves_that_it_has_the_name_that_was_called(
+    receiver: Receiver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection goes to an address, and the certificate is the name's all the same."""
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
+         "-keyout", "key.pem", "-out", "cert.pem", "-subj", "/CN=hooks.example", "-addext", "subjectAltName=DNS:hooks.example"],
+        cwd=tmp_path, check=True, capture_output=True,
+    )  # fmt: skip
+    receiver.secure(tmp_path / "cert.pem", tmp_path / "key.pem")
+
+    async def post(host: str) -> int:
+        poster = Poster(allow_private=True, timeout_s=5, resolve=lambda host, port: named("127.0.0.1"))
+        try:
+            return (await poster.post(f"https://{host}:{receiver.port}/hook", "msg_1", 1, b"{}", [])).status
+        finally:
+            await poster.close()
+
+    with pytest.raises(NoAnswer, match="certificate"):  # of an authority that nobody knows
+        asyncio.run(post("hooks.example"))
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "cert.pem"))
+    assert asyncio.run(post("hooks.example")) == 204
+    with pytest.raises(NoAnswer, match="certificate"):
+        asyncio.run(post("other.example"))
+    assert [got.headers["host"] for got in receiver.got] == [f"hooks.example:{receiver.port}"]
 
 
 def test_a_proxy_of_the_environment_is_not_asked(redis_url: str, receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
