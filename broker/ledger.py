@@ -26,6 +26,7 @@ from ..schemas.sweeps import UnitRecord
 from ..schemas.tensors import Tensor
 from . import reading, scripts
 from .dispatch import Send, cost_of, messages_of
+from .pressure import Pressure
 from .tenants import Tenants, refusal
 
 P = ParamSpec("P")
@@ -115,6 +116,7 @@ class Ledger:
         self.settings = settings
         self.send = send
         self.tenants = Tenants(self.redis, settings)
+        self._pressure = Pressure(self.redis)
         self._scripts = scripts.Scripts(client)
 
     @classmethod
@@ -166,6 +168,8 @@ class Ledger:
         """
         raw = {name: to_msgpack(blob) if isinstance(blob, Tensor) else blob for name, blob in blobs.items()}
         arguments = scripts.submit(self.settings, job, raw, pinned, idempotency, __version__, operators)
+        size = sum(len(part) for part in arguments if isinstance(part, (bytes, str)))
+        arguments[scripts.FILL] = await self._pressure.percent(size)
         reply = await self._scripts.submit(args=arguments)
         outcome, job_id = scripts.text(reply[:2])
         if outcome == "refused":
@@ -180,6 +184,7 @@ class Ledger:
             )
         if outcome == "exists":
             raise MidstreamError("conflict", f"job {job_id} exists already")
+        self._pressure.accepted(size)
         self._send(reply[2:])
         return job_id, outcome == "created"
 

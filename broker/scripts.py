@@ -36,6 +36,8 @@ NAMES = (
     "propose", "commit", "abort", "put_module", "delete_module", "delete_run", "keep_units", "top_up", "recount",
 )  # fmt: skip
 
+#: Place among the arguments of `submit`: the first behind the context.
+FILL = 6
 #: What every script begins with, in this order.
 PARTS = ("record", "announce", "dispatch", "prelude")
 
@@ -144,14 +146,15 @@ def submit(
     written_by: str,
     operators: Collection[str] = (),
 ) -> list[Argument]:
-    """A blob without bytes is one that is copied from what is pinned. `operators`: tags that its user did not ask for."""
+    """A blob without bytes is one that is copied from what is pinned. `operators`: tags that its user did not ask for. At
+    `FILL` it is to be said how full Redis is, in percent."""
     key, body = idempotency or ("", "")
     blobs = {**dict.fromkeys(pinned, b""), **blobs}
     flat = [part for pair in blobs.items() for part in pair]
     tags = stored_tags(job)
     requests = len(job.prompts) if job.sweep is None else Units(job.sweep).requests
     return [
-        *context(settings),
+        *context(settings), 0.0,
         job.id, to_msgpack(job), repr(job.created), job.kind, job.model, requests, asked_requests(job),
         int(any(job.captures) or job.sweep is not None), int(any(job.steering)), to_json(job.metadata), written_by, key, body,
         BLOB_TTL_FACTOR * settings.result_ttl_s, to_json(tags) if tags else "", to_json(job.modules),

@@ -20,6 +20,7 @@ DEFAULTED = ("requests_per_minute", "tokens_per_minute", "jobs_in_flight", "capt
 #: Name of a limit → kind of problem, and how it is told; and what would be accepted.
 REFUSALS: dict[str, tuple[str, str]] = {
     "queue_limit": ("overloaded", "{used} jobs wait, and no more than {allowed} may (setting queue_limit)"),
+    "redis_fill": ("overloaded", "the job ledger's memory would be {used} % full, and {allowed} % are for new jobs (redis_fill_limit)"),
     "jobs_in_flight": ("too_many_jobs", "{used} jobs of tenant {tenant} are not over, and it may have {allowed}"),
     "sweep_cells": ("too_many_cells", "{used} cells of other sweeps of tenant {tenant} wait or run, and this one has {more}"),
     "sweep_cells_waiting": ("too_many_cells", "{used} cells of other sweeps wait or run, and this one has {more}"),
@@ -36,8 +37,9 @@ ALLOWED: dict[str, str] = {
 
 def limits_of(settings: Settings) -> dict[str, int]:
     """The limits that hold where a tenant has none of its own, and those of all together; 0 is no limit."""
-    own = {name: getattr(settings, f"limit_{name}") for name in DEFAULTED}
-    return {**own, "queue_limit": settings.queue_limit, "sweep_cells_waiting": settings.sweep_cells_waiting}
+    own: dict[str, int] = {name: getattr(settings, f"limit_{name}") for name in DEFAULTED}
+    full = round(100 * settings.redis_fill_limit)
+    return {**own, "queue_limit": settings.queue_limit, "sweep_cells_waiting": settings.sweep_cells_waiting, "redis_fill": full}
 
 
 def refusal(tenant: str, name: str, used: int, allowed: int, more: int, retry_after: float | None) -> MidstreamError:

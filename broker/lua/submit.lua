@@ -1,5 +1,5 @@
 -- Accept a job: record, blobs, listing and idempotency key in one commit.
--- args: id, spec, created, kind, model, prompts, asked, captures, steers, metadata, written_by, idempotency key, body sha256,
+-- args: how full Redis is, in percent, id, spec, created, kind, model, prompts, asked, captures, steers, metadata, written_by, idempotency key, body sha256,
 --       blob ttl, JSON list of the tags under which captures become files ('' for none), JSON of the named modules, cells of a sweep,
 --       JSON of the source runs that it is patched with, name of the run that it makes ('' for none), that run, packed,
 --       tenant, priority, when it expires ('' for never), JSON of its callback ('' for none), what it costs (tokens or cells), whether
@@ -50,9 +50,9 @@ local function over_limit(tenant, limits, job)
   redis.call('EXPIRE', rate, math.ceil(lasts))
 end
 
-local id, spec, created, kind, model, prompts, asked, captures, steers, metadata, written_by, idem, body, blob_ttl,
-  tags, modules, cells, runs, run, packed_run, tenant, priority, expires, callback, cost, files, defaults = unpack(ARGV, FIRST, FIRST + 26)
-local BLOBS = FIRST + 27
+local fill, id, spec, created, kind, model, prompts, asked, captures, steers, metadata, written_by, idem, body, blob_ttl,
+  tags, modules, cells, runs, run, packed_run, tenant, priority, expires, callback, cost, files, defaults = unpack(ARGV, FIRST, FIRST + 27)
+local BLOBS = FIRST + 28
 if idem ~= '' then
   local first = redis.call('GET', key('idem', idem))
   if first then
@@ -77,6 +77,9 @@ end
 local limits, own = cjson.decode(defaults), limits_of(tenant)
 for name, number in pairs(own) do
   limits[name] = number
+end
+if tonumber(fill) >= limits.redis_fill then
+  return {'refused', 'redis_fill', math.floor(tonumber(fill)), limits.redis_fill, ''}
 end
 local refused = over_limit(tenant, limits, {cost = tonumber(cost), cells = tonumber(cells), files = tonumber(files)})
 if refused then

@@ -1,0 +1,29 @@
+"""How full is Redis, so that submissions stop before it refuses what workers have to write? Looked at once a second per process."""
+
+import time
+from typing import Any
+
+#: Seconds between two looks. What this process has accepted since the last one counts on top of what it showed.
+LOOK_S = 1.0
+
+
+class Pressure:
+    """Over a redis.asyncio client. Belongs to its event loop."""
+
+    def __init__(self, redis: Any) -> None:
+        self._redis = redis
+        self._look_at = 0.0
+        self._used = self._most = 0  # bytes; 0: no limit
+
+    async def percent(self, more: int) -> float:
+        """How much of its `maxmemory` Redis uses once `more` bytes are accepted; 0 where it has none."""
+        at = time.monotonic()
+        if at >= self._look_at:
+            self._look_at = at + LOOK_S
+            memory = await self._redis.info("memory")
+            self._used, self._most = int(memory["used_memory"]), int(memory["maxmemory"])
+        return 100 * (self._used + more) / self._most if self._most else 0.0
+
+    def accepted(self, more: int) -> None:
+        """So many bytes went in."""
+        self._used += more

@@ -1,0 +1,295 @@
+"""What may a tenant use, who says no, and when may it come again? Limits in the commit that accepts, over HTTP and by the ledger."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import redis
+from edge import MODEL, Hand, running
+from ledger_kit import BOOT, EPOCH, WORKER, claimed, make_job, open_ledger, outputs, receipt, settings_for, settler
+from sweep_rig import sweep, sweep_job
+
+from midstream.broker import redis_server
+from midstream.broker.captures import Captures
+from midstream.broker.celery_app import make_app
+from midstream.broker.ledger import Ledger
+from midstream.broker.sweeper import Sweeper
+from midstream.schemas.base import now
+from midstream.schemas.errors import MidstreamError
+from midstream.schemas.jobs import Job, Sampling, State
+from midstream.schemas.keys import Limits, Tenant
+from midstream.schemas.receipts import CapturedFile
+
+
+async def refused(ledger: Ledger, job: Any, **more: Any) -> MidstreamError:
+    with pytest.raises(MidstreamError) as told:
+        await ledger.submit(job, {}, **more)
+    return told.value
+
+
+async def limited(ledger: Ledger, name: str = "t", **limits: Any) -> None:
+    await ledger.tenants.put(Tenant(name=name, limits=Limits(**limits)))
+
+
+def sweep_of(tenant: str) -> Job:
+    return msgspec.structs.replace(sweep_job(sweep(), "tiny"), tenant=tenant)
+
+
+def a_file(size: int) -> CapturedFile:
+    return CapturedFile(path="p", bytes=size, crc32=1, rows=1, layers=[0], positions=1)
+
+
+def test_requests_per_minute_are_refused_until_the_second_that_was_told(redis_url: str) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger:
+            await limited(ledger, requests_per_minute=300)
+            accepted = 0
+            while True:
+                try:
+                    await ledger.submit(make_job(tenant="t"), {})
+                    accepted += 1
+                except MidstreamError as error:
+                    told = error
+                    break
+            assert 300 <= accepted <= 330, "a minute's worth at once, and what leaked meanwhile"
+            assert told.kind == "rate_limited"
+            assert told.retry_after is not None
+            assert 0 < told.retry_after <= 0.2
+            await ledger.submit(make_job(tenant="other"), {})
+            await asyncio.sleep(told.retry_after)
+            await ledger.submit(make_job(tenant="t"), {})
+
+    asyncio.run(main())
+
+
+def test_tokens_per_minute_count_prompts_and_what_they_may_generate(redis_url: str) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger:
+            await limited(ledger, tokens_per_minute=600)
+            half = make_job(prompts=3, tenant="t", sampling=Sampling(max_tokens=97))  # 3 · (3 + 97)
+            await ledger.submit(half, {})
+            usage = await ledger.tenants.usage("t")
+            assert (usage.tokens_this_minute, usage.requests_this_minute) in ((300, 1), (0, 0)), "of this minute of the clock"
+            error = await refused(ledger, make_job(prompts=4, tenant="t", sampling=Sampling(max_tokens=97)))
+            assert error.retry_after == pytest.approx(10, abs=1), "a hundred tokens too many, ten a second"
+            await ledger.submit(make_job(prompts=2, tenant="t", sampling=Sampling(max_tokens=97)), {})
+
+    asyncio.run(main())
+
+
+def test_more_than_a_minutes_worth_is_accepted_once_nothing_is_used_and_then_paid_off(redis_url: str) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger:
+            await limited(ledger, tokens_per_minute=100)
+            await ledger.submit(make_job(prompts=10, tenant="t", sampling=Sampling(max_tokens=97)), {})
+            error = await refused(ledger, make_job(tenant="t", sampling=Sampling(max_tokens=7)))
+            assert error.retry_after == pytest.approx(546, abs=1), "600 s of debt, less what fits into a minute"
+
+    asyncio.run(main())
+
+
+def test_a_refused_or_repeated_submission_takes_nothing(redis_url: str) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger:
+            await limited(ledger, requests_per_minute=2, jobs_in_flight=2)
+            first = make_job(tenant="t")
+            await ledger.submit(first, {}, ("k", "body"))
+            for _ in range(5):
+                assert await ledger.submit(make_job(tenant="t"), {}, ("k", "body")) == (first.id, False)
+            await ledger.submit(make_job(tenant="t"), {})
+            for _ in range(3):
+                assert (await refused(ledger, make_job(tenant="t"))).kind == "too_many_jobs"
+            assert await ledger.submit(make_job(tenant="t"), {}, ("k", "body")) == (first.id, False), "also while others are refused"
+            usage = await ledger.tenants.usage("t")
+            assert usage.jobs_in_flight == 2
+            assert usage.requests_this_minute in (0, 1, 2)
+
+    asyncio.run(main())
+
+
+def test_jobs_in_flight_are_given_back_by_every_end(redis_url: str) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url, max_attempts=1) as ledger:
+            await limited(ledger, jobs_in_flight=1)
+
+            async def succeed(job_id: str, attempt: int) -> None:
+                await ledger.store_outputs(job_id, attempt, outputs())
+
+            async def fail(job_id: str, attempt: int) -> None:
+                await ledger.fail(job_id, attempt, MidstreamError("engine_failed", "it broke").problem())
+
+            async def cancel(job_id: str, attempt: int) -> None:
+                await ledger.request_cancel(job_id)
+                await ledger.finish_cancel(job_id, attempt)
+
+            async def lose(job_id: str, attempt: int) -> None:
+                await ledger.release(job_id, attempt)
+
+            for end in (succeed, fail, cancel, lose):
+                job = make_job(tenant="t")
+                attempt = await claimed(ledger, job)
+                assert (await refused(ledger, make_job(tenant="t"))).kind == "too_many_jobs"
+                await end(job.id, attempt)
+            await ledger.submit(job := make_job(tenant="t"), {})
+            await ledger.request_cancel(job.id)
+            assert (await ledger.tenants.usage("t")).jobs_in_flight == 0
+
+    asyncio.run(main())
+
+
+def test_cells_of_sweeps_are_counted_exactly_for_a_tenant_and_for_all(redis_url: str) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger:
+            size = sweep().num_cells
+            await limited(ledger, sweep_cells=size)
+            job = sweep_of("t")
+            await ledger.submit(job, {})
+            error = await refused(ledger, sweep_of("t"))
+            assert (error.kind, str(size) in error.detail) == ("too_many_cells", True)
+            await ledger.submit(make_job(tenant="t"), {})
+            await ledger.submit(sweep_of("u"), {})
+            await ledger.request_cancel(job.id)
+            await ledger.submit(sweep_of("t"), {})
+
+    asyncio.run(main())
+
+
+def test_capture_files_count_until_they_are_deleted_and_only_what_their_tenant_asked_for(redis_url: str, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url, data_dir=str(tmp_path)) as ledger:
+            (tmp_path / "captures").mkdir()
+            await limited(ledger, capture_mib=2)
+            operators = make_job(capture=True, tenant="t")
+            await ledger.submit(operators, {}, operators=["t"])
+            mine = make_job(capture=True, tenant="t")
+            await ledger.submit(mine, {})
+            settle = settler(redis_url)
+            for seq, job in enumerate((operators, mine), start=1):
+                await ledger.claim(job.id, WORKER, BOOT, 1)
+                settle.settle(WORKER, 0, EPOCH, [(seq, receipt(job, files=[a_file(3 << 20)]))])
+                await ledger.store_outputs(job.id, 1, outputs())
+            assert (await ledger.tenants.usage("t")).capture_bytes == 3 << 20, "what the operator captures costs nobody anything"
+            assert (await refused(ledger, make_job(capture=True, tenant="t"))).kind == "capture_limit"
+            await ledger.submit(make_job(capture=True, tenant="t"), {}, operators=["t"])
+            await ledger.submit(make_job(tenant="t"), {})
+            await Captures(ledger).delete(mine.id)
+            assert (await ledger.tenants.usage("t")).capture_bytes == 0
+            await ledger.submit(make_job(capture=True, tenant="t"), {})
+
+    asyncio.run(main())
+
+
+def test_two_hundred_submissions_at_once_get_exactly_as_far_as_they_may(redis_url: str) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url, limit_jobs_in_flight=50) as ledger:
+            answers = await asyncio.gather(*[ledger.submit(make_job(), {}) for _ in range(200)], return_exceptions=True)
+            assert sum(not isinstance(answer, BaseException) for answer in answers) == 50
+
+    asyncio.run(main())
+
+
+def test_usage_outlives_a_killed_redis_and_what_was_counted_wrong_is_put_right(tmp_path: Path) -> None:
+    async def main() -> None:
+        server = redis_server.start(tmp_path)
+        try:
+            async with open_ledger(server.url) as ledger:
+                jobs = [make_job(tenant=f"t{number % 3}", capture=True) for number in range(60)]
+                settle = settler(server.url)
+
+                async def live(number: int) -> None:
+                    job = jobs[number]
+                    await ledger.submit(job, {})
+                    if number % 2:
+                        await ledger.claim(job.id, WORKER, BOOT, 1)
+                        settle.settle(WORKER, number, EPOCH, [(1, receipt(job, files=[a_file(1000)]))])
+                        await ledger.store_outputs(job.id, 1, outputs())
+
+                under_way = [asyncio.create_task(live(number)) for number in range(60)]
+                await asyncio.wait(under_way[:20])
+                server.kill()
+                await asyncio.gather(*under_way, return_exceptions=True)
+                server = redis_server.start(tmp_path, port=server.port)
+                app = make_app(settings_for(server.url))
+                sweeper = Sweeper(ledger, app, ledger.settings)
+                assert (await sweeper.sweep()).corrected == [], "a count is in the commit that changes it"
+                counted = await ledger.redis.hgetall("ms:usage")
+                await ledger.redis.hset("ms:usage", mapping={"t0/jobs": 1000, "t1/bytes": -5, "gone/cells": 3})
+                await ledger.redis.hdel("ms:usage", "/queued")
+                assert len((await Sweeper(ledger, app, ledger.settings).sweep()).corrected) >= 3
+                assert await ledger.redis.hgetall("ms:usage") == {name: number for name, number in counted.items() if number != b"0"}
+                app.close()
+        finally:
+            server.stop()
+
+    asyncio.run(main())
+
+
+@pytest.fixture
+def crowded(redis_url: str, tmp_path: Path) -> Iterator[tuple[Any, Hand]]:
+    with running(tmp_path, redis_url, queue_limit=3, limit_requests_per_minute=5) as api:
+        hand = Hand(api.settings)
+        hand.serve()
+        yield api, hand
+        hand.close()
+
+
+def test_a_long_queue_and_a_hasty_client_are_told_when_to_come_again(crowded: tuple[Any, Hand]) -> None:
+    api, hand = crowded
+    body = {"model": MODEL, "prompts": ["hello"]}
+    first, *_ = [api.submit() for _ in range(3)]
+    overloaded = api.http.post("/v1/jobs", json=body)
+    assert (overloaded.status_code, overloaded.json()["type"]) == (503, "urn:midstream:overloaded")
+    assert int(overloaded.headers["retry-after"]) >= 1
+    hand.claim(first)
+    api.submit()
+    hand.claim_next()
+    api.submit()
+    hand.claim_next()
+    hasty = api.http.post("/v1/completions", json={"model": MODEL, "prompt": "hello"})
+    assert (hasty.status_code, hasty.json()["type"]) == (429, "urn:midstream:rate_limited")
+    assert 1 <= int(hasty.headers["retry-after"]) <= 12, "one request every twelve seconds"
+    assert "5 requests per minute" in hasty.json()["error"]["message"]
+
+
+def test_submissions_are_refused_before_redis_is_full_and_what_was_accepted_is_finished(tmp_path: Path) -> None:
+    server = redis_server.start(tmp_path / "redis")
+    try:
+        with redis.Redis.from_url(server.url) as client, running(tmp_path, server.url) as api:
+            client.config_set("maxmemory", 20 << 20)
+            hand = Hand(api.settings)
+            hand.serve(max_model_len=20_000)
+            body = {"model": MODEL, "prompts": ["hello there " * 7000]}
+            accepted = []
+            while (answer := api.http.post("/v1/jobs", json=body)).status_code == 202:
+                accepted.append(answer.json()["id"])
+            assert (answer.status_code, answer.json()["type"]) == (503, "urn:midstream:overloaded")
+            assert int(answer.headers["retry-after"]) >= 1
+            assert len(accepted) > 50
+            assert client.info("memory")["used_memory"] < 0.9 * (20 << 20)
+            again = api.http.post("/v1/jobs", json=body, headers={"Idempotency-Key": "k"})
+            assert again.status_code == 503, "nothing of it was kept"
+            for job_id in accepted:
+                claim = hand.claim(job_id)
+                assert hand.do(hand.ledger.store_outputs(job_id, claim.attempt, outputs())) is State.SUCCEEDED
+            hand.close()
+    finally:
+        server.stop()
+
+
+def test_a_deadline_is_answered_504_where_somebody_waits(api: Any, hand: Hand) -> None:
+    async def overdue() -> None:
+        settings = hand.settings
+        ledger = Ledger.connect(settings)
+        app = make_app(settings)
+        await Sweeper(ledger, app, settings).sweep(now() + 1)
+        app.close()
+        await ledger.close()
+
+    job_id = api.submit(expires_in=0.5)
+    asyncio.run(overdue())
+    held = api.http.get(f"/v1/jobs/{job_id}/result")
+    assert (held.status_code, held.json()["type"]) == (504, "urn:midstream:not_started_in_time")
+    assert api.view(job_id)["state"] == "aborted"
