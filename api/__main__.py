@@ -21,6 +21,9 @@ from .app import make_app
 #: Held responses end at once when the server stops; this is for bodies that are still being sent, in seconds.
 GRACE_S = 5
 BACKLOG = 2048
+#: Seconds that an idle connection is kept: longer than clients keep theirs (httpx 5, OpenAI's 5, aiohttp 15), so that it is never closed
+#: under a request that is on its way.
+KEEP_ALIVE_S = 75
 #: Between two looks for a Redis that was away at the start.
 ASK_AGAIN_S = 1.0
 
@@ -103,6 +106,7 @@ def serve(settings: Settings) -> None:
         log_config=None,  # its lines go where ours go
         access_log=False,
         timeout_graceful_shutdown=GRACE_S,
+        timeout_keep_alive=KEEP_ALIVE_S,
         server_header=False,
         lifespan="on",
     )

@@ -68,7 +68,7 @@ class Plan:
         if self.way == "sweep":
             clean, corrupt = self.prompts
             pair = {"clean": clean, "corrupt": corrupt, "answer": "a", "foil": "b"}
-            return body | {"pairs": [pair], "layers": [0, 1], "positions": "last_prompt", "noise": 2}
+            return body | {"pairs": [pair], "layers": [0, 1], "positions": "last_prompt", "metric": "logit_diff", "noise": 2}
         if self.capture:
             body["capture"] = self.capture
         if self.path == "/v1/jobs":

@@ -164,14 +164,14 @@ def run(
         started = time.monotonic()
         told = asyncio.run(_load(cluster, faults, rng, jobs, receiver, clock, say))
         seconds = time.monotonic() - started
-        _settle(cluster, clock)
+        settle(cluster, clock)
         asyncio.run(judge(cluster.settings, told, monitor, receiver, verdict))
         monitor.stop()
     return Report(seed, jobs, seconds, verdict, told, faults)
 
 
-def _settle(cluster: Cluster, clock: Clock) -> None:
-    """Until nothing is under way any more, or for `SETTLE_S`: what is left then is told by the judge."""
+def settle(cluster: Cluster, clock: Clock) -> None:
+    """Until no job and no webhook is under way any more, or for `SETTLE_S`: what is left then is told by the judge."""
     deadline = time.monotonic() + SETTLE_S
     while time.monotonic() < deadline and cluster.do(lambda ledger: ledger.redis.zcard("ms:live")):
         time.sleep(0.2)

@@ -13,9 +13,10 @@ from pathlib import Path
 
 from clients import Clients, Plan, Told
 from cluster import Cluster, Outage
+from gate import settle
 from judge import Verdict, judge
 from monitor import Monitor
-from receiver import Receiver
+from receiver import Clock, Receiver
 
 from midstream.schemas.faults import CRASH_POINTS, FOLDER
 
@@ -64,10 +65,12 @@ def test_the_walk_comes_to_every_crash_point_that_there_is() -> None:
 
 # field case 37, 38
 def test_a_job_ends_right_wherever_a_process_is_killed(tmp_path: Path) -> None:
-    with Receiver() as receiver, Cluster(tmp_path, workers=1, apis=1, **SETTINGS) as cluster:
+    clock = Clock(tmp_path / "clock")
+    with Receiver() as receiver, Cluster(tmp_path, workers=1, apis=1, callbacks_fault=clock.fault, **SETTINGS) as cluster:
         monitor = Monitor(cluster.settings.redis_url)
         monitor.start()
         told = asyncio.run(walk(cluster, receiver))
+        settle(cluster, clock)
         verdict = Verdict()
         asyncio.run(judge(cluster.settings, told, monitor, receiver, verdict))
         monitor.stop()
