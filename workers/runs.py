@@ -7,6 +7,7 @@ lost its lease says nothing any more: its attempt is fenced.
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -40,6 +41,8 @@ CLAIM_PATIENCE_S = 20.0
 #: After this it goes back already if another worker serves.
 ELSEWHERE_S = 1.0
 REDIS_PAUSE_S = 0.5
+#: Cancelled jobs that a worker remembers though it does not run them.
+UNWANTED = 256
 #: Beside other jobs sweeps have 1 / this of the cells in the engine that they may have alone.
 SHARE_BESIDE = 8
 
@@ -110,6 +113,8 @@ class Runs:
         self._boot = boot
         self._engine_died = engine_died
         self._running: dict[str, Run] = {}
+        #: Cancelled and not known here: perhaps the ledger's answer to their claim is on its way.
+        self._unwanted: deque[str] = deque(maxlen=UNWANTED)
         self.sources = RunHolds(ledger, engine, worker)
         self._cells = CellSlots(self._cells_at_once)  # of all sweeps
         self.totals = Totals()
@@ -129,6 +134,8 @@ class Runs:
         for job_id in job_ids:
             if job_id in self._running:
                 self._running[job_id].stop(ending)
+            elif ending is Outcome.CANCELLED:
+                self._unwanted.append(job_id)
 
     def _stop_reported(self, why: str) -> None:
         """The ranks are out of step: what was asked of them cannot be relied on."""
@@ -196,6 +203,8 @@ class Runs:
         if former is not None:  # our own, from before a stall that cost us the lease
             former.stop(Outcome.LOST)
         self._running[job_id] = run
+        if job_id in self._unwanted:
+            run.stop(Outcome.CANCELLED)
         crash_point("worker.claimed")
         try:
             outcome = await self._attempt(run)

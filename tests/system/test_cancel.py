@@ -1,0 +1,107 @@
+"""Is a job over within a second of its cancel, in whatever state it is? Over HTTP, with a live worker that does one job at a time."""
+
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from stack import Stack
+
+from midstream.schemas.jobs import JobView, State
+
+#: What is promised is a second; a machine that is busy with other things may stall for longer.
+BOUND_S = 2.0
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    settings = {"dispatch_window": 1, "worker_concurrency": 1, "fake_token_s": 0.02, "sweep_cells_in_flight": 1}
+    with Stack(tmp_path_factory.mktemp("cancel"), api=True, callbacks=False, **settings) as started:
+        yield started
+
+
+@pytest.fixture
+def http(stack: Stack) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=stack.url, timeout=30) as client:
+        yield client
+
+
+@pytest.fixture
+def long(stack: Stack, http: httpx.Client) -> Iterator[str]:
+    """A job that keeps the worker busy."""
+    job_id = posted(stack, http, max_tokens=4000)
+    stack.wait_running(job_id)
+    yield job_id
+    http.post(f"/v1/jobs/{job_id}/cancel")
+    stack.wait(job_id)
+
+
+def posted(stack: Stack, http: httpx.Client, max_tokens: int = 4, **body: object) -> str:
+    sampling = {"max_tokens": max_tokens, "ignore_eos": True}
+    answer = http.post("/v1/jobs", json={"model": stack.settings.served_model, "prompts": ["abc"], "sampling": sampling, **body})
+    assert answer.status_code == 202, answer.text
+    return str(answer.json()["id"])
+
+
+def cancelled(stack: Stack, http: httpx.Client, job_id: str) -> JobView:
+    """The job's end, which must come in time."""
+    began = time.time()
+    assert http.post(f"/v1/jobs/{job_id}/cancel").status_code == 202
+    view = stack.wait(job_id)
+    assert view.finished is not None
+    took = view.finished - began
+    print(f"{view.state} after {took * 1000:.0f} ms")
+    assert took < BOUND_S
+    return view
+
+
+def test_while_its_message_is_out_and_while_it_waits_behind_the_window(stack: Stack, http: httpx.Client, long: str) -> None:
+    sent, waiting, last = (posted(stack, http) for _ in range(3))
+    assert cancelled(stack, http, waiting).state is State.ABORTED
+    assert cancelled(stack, http, sent).state is State.ABORTED
+    assert cancelled(stack, http, long).state is State.CANCELLED
+    assert stack.wait(last).state is State.SUCCEEDED, "the one behind them had its turn"
+
+
+def test_while_it_generates(stack: Stack, http: httpx.Client, long: str) -> None:
+    assert cancelled(stack, http, long).state is State.CANCELLED
+
+
+def test_at_once_after_its_claim(stack: Stack, http: httpx.Client) -> None:
+    """The broadcast may come before the worker has heard that the job is its own."""
+    for _ in range(5):
+        job_id = posted(stack, http, max_tokens=4000)
+        while stack.view(job_id).state is State.QUEUED:
+            pass
+        assert cancelled(stack, http, job_id).state is State.CANCELLED
+
+
+def test_while_its_receipts_are_awaited(stack: Stack, http: httpx.Client) -> None:
+    stack.end("relay")
+    try:
+        job_id = posted(stack, http, capture={"positions": "last_prompt"})
+        stack.wait(job_id, until=lambda view: view.generated is not None)
+        assert cancelled(stack, http, job_id).state is State.CANCELLED
+    finally:
+        stack.restart("relay")
+
+
+def test_while_a_sweep_is_in_flight(stack: Stack, http: httpx.Client) -> None:
+    pair = {"clean": "The Eiffel Tower is here", "corrupt": "The Colosseum is in here", "answer": "P", "foil": "R"}
+    body = {"model": stack.settings.served_model, "pairs": [pair], "metric": "logit_diff"}
+    answer = http.post("/v1/sweeps", json=body)
+    assert answer.status_code == 202, answer.text
+    job_id = answer.json()["id"]
+    stack.wait(job_id, until=lambda view: view.cells > 0)
+    view = cancelled(stack, http, job_id)
+    assert view.state is State.CANCELLED
+    assert 0 < view.cells < view.cells_expected
+    assert stack.do(lambda ledger: ledger.tenants.usage("default")).sweep_cells == 0
+
+
+def test_when_it_was_put_back(stack: Stack, http: httpx.Client, long: str) -> None:
+    job_id = posted(stack, http)
+    claim = stack.do(lambda ledger: ledger.claim(job_id, "another", "boot", 1))
+    assert claim is not None
+    assert stack.do(lambda ledger: ledger.release(job_id, claim.attempt)) is State.QUEUED
+    assert cancelled(stack, http, job_id).state is State.ABORTED
