@@ -5,6 +5,7 @@ sends it again when it was lost.
 """
 
 import re
+import socket
 from typing import Any, Literal
 
 from celery import Celery
@@ -21,6 +22,9 @@ PRIORITY_OF_KIND = {"chat": 3, "completion": 3, "generate": 6, "sweep": 6}
 CALLBACKS_QUEUE = "midstream.callbacks"
 #: Abandoned messages are looked for this often, in seconds (kombu's default amounts to about 100 s).
 RESTORE_INTERVAL_S = 2
+#: A connection whose other end went away without a word (a cut link, a machine that lost power) is given up after 20 s: kombu waits
+#: for messages without a timeout, and the kernel alone would take two hours.
+KEEPALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3, socket.TCP_USER_TIMEOUT: 20_000}
 #: Between the queue's name and the priority in the name of kombu's Redis lists.
 SEPARATOR = "\x06\x16"
 
@@ -73,6 +77,7 @@ def make_app(settings: Settings) -> Celery:
             "sep": SEPARATOR,
             "queue_order_strategy": "priority",
             "socket_keepalive": True,
+            "socket_keepalive_options": KEEPALIVE,
             "socket_connect_timeout": 5,
         },
         task_default_queue=CALLBACKS_QUEUE,

@@ -5,7 +5,7 @@ import os
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
-from urllib.parse import quote, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
 
 import msgspec
 
@@ -32,6 +32,9 @@ class Settings(Record):
     data_dir: str = ".midstream"  # Redis AOF, outboxes, captures, logs
     cache_dir: str = "~/.cache/midstream"  # demo model; shared by all data directories
     redis_password: str = ""  # put into `redis_url`, so that a secret file can hold it
+    redis_tls_ca: str = ""  # file of the authorities that sign Redis' certificate; with it `redis_url` is rediss://…
+    redis_tls_cert: str = ""  # where Redis asks for a certificate of ours
+    redis_tls_key: str = ""
     redis_maxmemory_mib: Natural = 0  # of the Redis that `midstream up` starts; 0: no limit but the machine's
     redis_url: str = ""  # empty: `midstream up` starts its own on a free loopback port
     relay_url: str = ""  # tcp://host:port of the relay's ROUTER; empty: `midstream up` picks a free port
@@ -169,7 +172,7 @@ def load_settings(environ: dict[str, str] | None = None, **overrides: Any) -> Se
     from_env = {name[len(PREFIX) :].lower(): text for name, text in env.items() if name.startswith(PREFIX) and name != FILE_VARIABLE}
     values.update(_checked(_with_files(from_env, known), known, "environment"))
     values.update(_checked({name: value for name, value in overrides.items() if value is not None}, known, "arguments"))
-    return _with_password(Settings(**values))
+    return _with_tls(_with_password(Settings(**values)))
 
 
 def _with_files(from_env: dict[str, str], known: dict[str, Any]) -> dict[str, str]:
@@ -199,6 +202,29 @@ def _with_password(settings: Settings) -> Settings:
         raise SettingsError("redis_url holds a password and redis_password is set: take one")
     netloc = f"{user}:{quote(settings.redis_password, safe='')}@{parts.netloc.rpartition('@')[2]}"
     return msgspec.structs.replace(settings, redis_url=urlunsplit(parts._replace(netloc=netloc)), redis_password="")
+
+
+#: Setting → parameter of the URL, as redis-py and kombu both read them.
+_TLS = {"redis_tls_ca": "ssl_ca_certs", "redis_tls_cert": "ssl_certfile", "redis_tls_key": "ssl_keyfile"}
+
+
+def _with_tls(settings: Settings) -> Settings:
+    """The files inside the URL, where every client of Redis finds them."""
+    files = {name: path for name in _TLS if (path := getattr(settings, name))}
+    if not files or not settings.redis_url:
+        return settings
+    parts = urlsplit(settings.redis_url)
+    if parts.scheme != "rediss":
+        raise SettingsError(f"{' and '.join(files)}: redis_url is not rediss://…, so nothing would be encrypted")
+    query = dict(parse_qsl(parts.query))
+    for name, path in files.items():
+        if _TLS[name] in query:
+            raise SettingsError(f"redis_url has {_TLS[name]} and {name} is set: take one")
+        if not Path(path).is_file():
+            raise SettingsError(f"{name}={path!r}: there is no such file")
+        query[_TLS[name]] = path
+    url = urlunsplit(parts._replace(query=urlencode(query)))
+    return msgspec.structs.replace(settings, redis_url=url, **dict.fromkeys(_TLS, ""))
 
 
 def _checked(raw: dict[str, Any], known: dict[str, Any], source: str) -> dict[str, Any]:

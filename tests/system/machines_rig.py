@@ -1,0 +1,273 @@
+"""The service as on several machines: Redis with TLS, a user per role and passwords, a relay with CURVE, and a worker behind a link.
+
+    with Machines(tmp_path, Link.make()) as machines:     # None: all of it on this machine
+        machines.link.cut()
+        ...
+
+Where the installed redis-server speaks no TLS, a small proxy does so in front of it.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import redis
+from receipt_rig import free_port, wait_until
+
+from midstream.broker import redis_server
+from midstream.broker.acl import OPERATOR, ROLES, write_users
+from midstream.broker.curve import new_keys
+from midstream.schemas.settings import Settings, load_settings, to_environment
+
+MODULES = {
+    "relay": "midstream.broker.relay",
+    "callbacks": "midstream.broker.callbacks",
+    "worker": "midstream.workers",
+    "api": "midstream.api",
+    "flower": "midstream.broker.flower",
+}
+
+
+class Link:
+    """Another machine: a network namespace, and the wire to it, which can be cut. Needs root."""
+
+    def __init__(self, name: str, here: str, there: str):
+        self.name, self.here, self.there = name, here, there
+        self._wire = f"{name}h"
+
+    @staticmethod
+    def why_not() -> str:
+        """Why there can be none; empty: there can."""
+        if os.geteuid() != 0:
+            return "network namespaces need root"
+        if shutil.which("ip") is None:
+            return "there is no `ip` command (iproute2)"
+        tried = subprocess.run(["ip", "netns", "add", f"mstry{os.getpid()}"], capture_output=True, text=True, check=False)
+        subprocess.run(["ip", "netns", "delete", f"mstry{os.getpid()}"], capture_output=True, check=False)
+        return f"no network namespace can be made here: {tried.stderr.strip()}" if tried.returncode else ""
+
+    @classmethod
+    def make(cls) -> "Link":
+        number = os.getpid() % 16384
+        net = f"10.{64 + number // 256}.{number % 256}"
+        link = cls(f"ms{number}", f"{net}.1", f"{net}.2")
+        far = f"{link.name}f"
+        try:
+            ip("netns", "add", link.name)
+            ip("link", "add", link._wire, "type", "veth", "peer", "name", far, "netns", link.name)
+            ip("address", "add", f"{link.here}/30", "dev", link._wire)
+            ip("link", "set", link._wire, "up")
+            ip("-n", link.name, "address", "add", f"{link.there}/30", "dev", far)
+            ip("-n", link.name, "link", "set", far, "up")
+            ip("-n", link.name, "link", "set", "lo", "up")
+        except BaseException:
+            link.close()
+            raise
+        return link
+
+    def cut(self) -> None:
+        """From now on nothing arrives, and nobody is told."""
+        ip("link", "set", self._wire, "down")
+
+    def heal(self) -> None:
+        ip("link", "set", self._wire, "up")
+
+    def close(self) -> None:
+        for command in (("link", "delete", self._wire), ("netns", "delete", self.name)):
+            subprocess.run(["ip", *command], capture_output=True, check=False)
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+
+class Machines:
+    """Processes `relay`, `callbacks`, `api` here and `worker` (`worker-2`, … with ids of their own) over there."""
+
+    def __init__(
+        self, directory: Path, link: Link | None = None, names: tuple[str, ...] = ("relay", "callbacks", "worker", "api"), **settings: Any
+    ):
+        self.directory, self.link, self.names = directory, link, names
+        self.host = link.here if link else "127.0.0.1"
+        self.tls_port = free_port()
+        self._redis_port = free_port()
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._servers: list[subprocess.Popen[bytes]] = []
+        self._chosen: dict[str, Any] = {
+            "data_dir": str(directory / "data"), "engine": "fake", "model": "fake-model", "worker_id": "w1", "lease_s": 3.0,
+            "visibility_timeout_s": 4, "sweep_interval_s": 0.5, "worker_concurrency": 32, "auth": "open",
+            "relay_url": f"tcp://{self.host}:{free_port()}", "api_host": "127.0.0.1", "api_port": free_port(), "flower_port": free_port(),
+        } | settings  # fmt: skip
+        self.acl, self.curve = directory / "acl", directory / "curve"
+        write_users(self.acl)
+        make_certificates(directory / "tls", self.host)
+        self.ca = directory / "tls" / "ca.pem"
+        _, relay = new_keys("relay", "relay", self.curve)
+        self._server_key = relay.read_text().strip()
+        (self.curve / "clients").mkdir()
+
+    # Who is told what
+
+    def password(self, role: str) -> str:
+        return (self.acl / f"{role}.password").read_text().strip()
+
+    def redis_url(self, role: str) -> str:
+        return f"rediss://{role}:{self.password(role)}@{self.host}:{self.tls_port}/0?ssl_ca_certs={quote(str(self.ca), safe='')}"
+
+    def client(self, role: str = OPERATOR) -> "redis.Redis":
+        return redis.Redis.from_url(self.redis_url(role))
+
+    def settings(self, name: str, **changed: Any) -> Settings:
+        role, _, number = name.partition("-")
+        values = self._chosen | {"redis_tls_ca": str(self.ca), "redis_password": self.password(role)}
+        values["redis_url"] = f"rediss://{role}@{self.host}:{self.tls_port}/0"
+        if role == "worker":
+            values["worker_id"] += f"-{number}" if number else ""
+            if not (self.curve / f"{values['worker_id']}.key").exists():
+                new_keys("worker", values["worker_id"], self.curve)
+            values |= {"curve_secret_file": str(self.curve / f"{values['worker_id']}.key"), "curve_server_key": self._server_key}
+        if role == "relay":
+            values |= {"curve_secret_file": str(self.curve / "relay.key"), "curve_clients_dir": str(self.curve / "clients")}
+        return load_settings({}, **(values | changed))
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._chosen['api_port']}"
+
+    # Processes
+
+    def __enter__(self) -> "Machines":
+        try:
+            self._start_redis()
+            for name in self.names:
+                self.spawn(name)
+            for name in self.names:
+                self.wait_ready(name)
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        if self.link is not None:
+            with contextlib.suppress(subprocess.CalledProcessError):
+                self.link.heal()
+        for name in reversed(list(self.processes)):
+            self.end(name)
+        for process in reversed(self._servers):
+            process.terminate()
+            process.wait(15)
+        if self.link is not None:
+            self.link.close()
+
+    def spawn(self, name: str, **changed: Any) -> None:
+        role = name.partition("-")[0]
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("MIDSTREAM_")}
+        environment |= to_environment(self.settings(name, **changed)) | {"PYTHONUNBUFFERED": "1"}
+        there = ["ip", "netns", "exec", self.link.name] if self.link is not None and role == "worker" else []
+        self.log_file(name).parent.mkdir(parents=True, exist_ok=True)
+        with self.log_file(name).open("ab") as log:
+            log.write(f"--- started at {time.time()}\n".encode())
+            self.processes[name] = subprocess.Popen([*there, sys.executable, "-m", MODULES[role]], env=environment, stdout=log, stderr=log)
+
+    def wait_ready(self, name: str, timeout: float = 60.0) -> None:
+        def ready() -> bool:
+            assert self.processes[name].poll() is None, f"{name} has ended:\n{self.log(name)[-4000:]}"
+            if name == "flower":  # says nothing
+                with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._chosen["flower_port"]), 1):
+                    return True
+                return False
+            last = self.log(name).rpartition("--- started at ")[2]
+            return f"{name.partition('-')[0]} ready" in last
+
+        wait_until(ready, timeout)
+
+    def end(self, name: str, timeout: float = 30.0) -> int:
+        """SIGTERM; returns the exit code."""
+        process = self.processes[name]
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+        try:
+            return process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            raise AssertionError(f"{name} did not end within {timeout} s of SIGTERM:\n{self.log(name)[-4000:]}") from None
+
+    def restart(self, name: str, **changed: Any) -> None:
+        """SIGTERM, wait, start again, wait until it is ready."""
+        assert self.end(name) == 0, self.log(name)[-3000:]
+        self.spawn(name, **changed)
+        self.wait_ready(name)
+
+    def log_file(self, name: str) -> Path:
+        return self.directory / "logs" / f"{name}.log"
+
+    def log(self, name: str) -> str:
+        return self.log_file(name).read_text(errors="replace") if self.log_file(name).exists() else ""
+
+    # Redis
+
+    def _start_redis(self) -> None:
+        folder = self.directory / "redis"
+        folder.mkdir(parents=True)
+        plain = [
+            redis_server.executable(), "--bind", "127.0.0.1", "--port", str(self._redis_port), "--dir", str(folder), "--appendonly", "yes",
+            "--save", "", "--maxmemory-policy", "noeviction", "--aclfile", str(self.acl / "users.acl"),
+        ]  # fmt: skip
+        tls = self.directory / "tls"
+        native = [
+            *plain, "--bind", self.host, "127.0.0.1", "--tls-port", str(self.tls_port), "--tls-auth-clients", "no",
+            "--tls-cert-file", str(tls / "redis.pem"), "--tls-key-file", str(tls / "redis.key"), "--tls-ca-cert-file", str(self.ca),
+        ]  # fmt: skip
+        if not self._serve(native):
+            assert self._serve(plain), (folder / "redis.log").read_text()
+            proxy = [sys.executable, str(Path(__file__).with_name("tls_proxy.py")), self.host, str(self.tls_port), str(self._redis_port)]
+            self._servers.append(subprocess.Popen([*proxy, str(tls / "redis.pem"), str(tls / "redis.key")], stdout=subprocess.PIPE))
+            assert self._servers[-1].stdout is not None
+            assert self._servers[-1].stdout.readline() == b"ready\n"
+        with self.client() as client:
+            assert client.ping()
+
+    def _serve(self, command: list[str]) -> bool:
+        """Whether this redis-server knows all of these options, and listens now."""
+        with (self.directory / "redis" / "redis.log").open("ab") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=log)
+        until = time.monotonic() + 30
+        while process.poll() is None and time.monotonic() < until:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._redis_port), 1):
+                self._servers.append(process)
+                return True
+            time.sleep(0.02)
+        return False
+
+
+def make_certificates(folder: Path, host: str) -> None:
+    """`ca.pem`, and `redis.pem` with `redis.key`, signed by it for `host`."""
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def openssl(*arguments: str) -> None:
+        subprocess.run(["openssl", *arguments], check=True, capture_output=True, cwd=folder)
+
+    curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+    openssl("req", "-x509", *curve, "-keyout", "ca.key", "-out", "ca.pem", "-days", "2", "-subj", "/CN=test authority")
+    openssl("req", "-new", *curve, "-keyout", "redis.key", "-out", "redis.csr", "-subj", "/CN=redis")
+    (folder / "names").write_text(f"subjectAltName=IP:{host}\n")
+    openssl(
+        "x509", "-req", "-in", "redis.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2", "-out", "redis.pem",
+        "-extfile", "names",
+    )  # fmt: skip
+
+
+__all__ = ["ROLES", "Link", "Machines"]

@@ -1,0 +1,130 @@
+"""Does everything work over TLS, each part as a user of its own that may do no more than it needs?"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import redis
+from machines_rig import Machines, make_certificates
+from receipt_rig import wait_until
+
+from midstream.broker.celery_app import make_app
+from midstream.schemas.settings import SettingsError, load_settings
+
+ALL = ("relay", "callbacks", "worker", "api", "flower")
+CAPTURE = {"layers": "all", "positions": "all"}
+
+
+@pytest.fixture(scope="module")
+def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
+    with Machines(tmp_path_factory.mktemp("users"), names=ALL, fake_token_s=0.02) as started:
+        yield started
+
+
+@pytest.fixture
+def http(machines: Machines) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=machines.url, timeout=40) as client:
+        yield client
+
+
+def submit(http: httpx.Client, tokens: int, **more: object) -> str:
+    body = {"model": "fake-model", "prompts": ["hello", "there"], "sampling": {"max_tokens": tokens}, **more}
+    answer = http.post("/v1/jobs", json=body)
+    assert answer.status_code == 202, answer.text
+    return str(answer.json()["id"])
+
+
+def ended(http: httpx.Client, job: str) -> dict[str, object]:
+    view: dict[str, object] = http.get(f"/v1/jobs/{job}", params={"wait": 30}).json()
+    return view
+
+
+def test_jobs_with_captures_steering_and_answers_that_are_held_go_all_the_way(http: httpx.Client) -> None:
+    body = {"model": "fake-model", "prompt": "hello", "max_tokens": 4, "capture": CAPTURE, "capture_wait": True}
+    done = http.post("/v1/completions", json=body).json()
+    assert done["capture_results"]["status"] == "ok"
+    assert ended(http, submit(http, 3))["state"] == "succeeded"
+    with http.stream("GET", f"/v1/jobs/{submit(http, 3)}/events") as events:
+        assert any(line.startswith("event: done") for line in events.iter_lines())
+
+
+def test_cancel_reaches_the_worker_by_remote_control(http: httpx.Client) -> None:
+    job = submit(http, 2000)
+    wait_until(lambda: http.get(f"/v1/jobs/{job}").json()["state"] == "running")
+    http.post(f"/v1/jobs/{job}/cancel")
+    assert ended(http, job)["state"] == "cancelled"
+
+
+def test_flower_and_inspect_see_the_worker(machines: Machines, http: httpx.Client) -> None:
+    ended(http, submit(http, 2))
+    flower = f"http://127.0.0.1:{machines.settings('flower').flower_port}"
+    wait_until(lambda: "celery@" in (told := httpx.get(f"{flower}/workers?json=1").text) or "w1@" in told)
+    app = make_app(machines.settings("api"))
+    try:
+        assert list((app.control.inspect(timeout=3).ping() or {}).values()) == [{"ok": "pong"}] * 2  # worker and callbacks
+    finally:
+        app.close()
+
+
+def test_what_a_killed_worker_held_is_run_again(machines: Machines, http: httpx.Client) -> None:
+    job = submit(http, 60)
+    wait_until(lambda: http.get(f"/v1/jobs/{job}").json()["state"] == "running")
+    machines.processes["worker"].kill()
+    machines.processes["worker"].wait()
+    machines.spawn("worker")
+    machines.wait_ready("worker")
+    view = ended(http, job)
+    assert (view["state"], view["attempt"]) == ("succeeded", 2)
+
+
+def test_nobody_may_do_what_is_not_theirs(machines: Machines) -> None:
+    for role in ("worker", "relay", "callbacks", "flower"):
+        with machines.client(role) as client, pytest.raises(redis.exceptions.NoPermissionError):
+            client.hgetall("ms:keys")
+    for role in ("worker", "relay", "flower"):
+        with machines.client(role) as client, pytest.raises(redis.exceptions.NoPermissionError):
+            client.hgetall("ms:hook-secret:default")
+    for role in ("api", "worker", "relay", "callbacks", "flower"):
+        with machines.client(role) as client:
+            for forbidden in (["KEYS", "*"], ["FLUSHALL"], ["CONFIG", "GET", "*"], ["SHUTDOWN"], ["SCRIPT", "FLUSH"], ["GET", "other"]):
+                with pytest.raises(redis.exceptions.NoPermissionError):
+                    client.execute_command(*forbidden)
+    with machines.client("relay") as client, pytest.raises(redis.exceptions.NoPermissionError):
+        client.lpush("midstream.fake-model", "a message")
+
+
+def test_no_command_that_was_needed_was_refused(machines: Machines) -> None:
+    # redis-py tells its name and version, which nobody needs; what the test before asked for on purpose comes last.
+    asked_for = {"ms:keys", "ms:hook-secret:default", "keys", "flushall", "config", "shutdown", "script", "other", "midstream.fake-model"}
+    with machines.client() as client:
+        refused = {(entry["username"], entry["object"]) for entry in client.acl_log(1000)}
+    assert {(user, what) for user, what in refused if what not in {"client", *asked_for}} == set()
+
+
+def test_a_redis_with_another_name_or_another_authority_is_not_spoken_to(machines: Machines, tmp_path: Path) -> None:
+    make_certificates(tmp_path, "127.0.0.1")
+    url = machines.redis_url("api")
+    with pytest.raises(redis.exceptions.ConnectionError, match="certificate verify failed"):
+        redis.Redis.from_url(url.partition("?")[0] + f"?ssl_ca_certs={tmp_path / 'ca.pem'}", retry=None).ping()
+    elsewhere = url.replace("@127.0.0.1:", "@localhost:")  # the certificate is for 127.0.0.1
+    with pytest.raises(redis.exceptions.ConnectionError, match="localhost"):
+        redis.Redis.from_url(elsewhere, retry=None).ping()
+    app = make_app(load_settings({}, redis_url=elsewhere))
+    try:
+        with pytest.raises(Exception, match=r"certificate verify failed|localhost"):
+            app.connection_for_write().ensure_connection(max_retries=1, timeout=3, interval_start=0)
+    finally:
+        app.close()
+
+
+def test_files_for_tls_without_tls_are_refused(tmp_path: Path) -> None:
+    authority = tmp_path / "ca.pem"
+    authority.write_text("")
+    with pytest.raises(SettingsError, match="nothing would be encrypted"):
+        load_settings({}, redis_url="redis://h/0", redis_tls_ca=str(authority))
+    with pytest.raises(SettingsError, match=r"gone\.pem.*no such file"):
+        load_settings({}, redis_url="rediss://h/0", redis_tls_ca=str(tmp_path / "gone.pem"))
+    loaded = load_settings({}, redis_url="rediss://worker@h/0", redis_password="p@ss", redis_tls_ca=str(authority))
+    assert loaded.redis_url == f"rediss://worker:p%40ss@h/0?ssl_ca_certs={str(authority).replace('/', '%2F')}"
+    assert (loaded.redis_password, loaded.redis_tls_ca) == ("", "")
