@@ -10,12 +10,14 @@ from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, Gauge, generate_lat
 
 from .. import __version__
 from ..broker.ledger import Ledger, reachable
+from ..broker.status import RELAY_KEY, read_status
 from ..broker.steering import Account
 from ..schemas.errors import MidstreamError
 from ..schemas.health import Health, Readiness
 from ..schemas.models import ModelInfo, WorkerInfo
 from ..schemas.openai import ModelCard, ModelList
-from . import steering_metrics
+from ..schemas.status import Status
+from . import ledger_metrics, steering_metrics
 from .auth import knows_us
 from .body import JsonRequest
 from .edge import Edge, edge_of
@@ -24,8 +26,6 @@ from .steering import ask_all, fresh
 
 #: Litestar adds the charset itself.
 METRICS_TYPE = CONTENT_TYPE_LATEST.partition("; charset")[0]
-#: The relay's sign of life.
-RELAY_KEY = "ms:relay"
 #: How long a scrape waits for what the workers say of their ranks, in seconds; then it takes what they said last.
 SCRAPE_S = 1.0
 
@@ -105,19 +105,19 @@ def _why(workers: list[WorkerInfo]) -> list[str]:
 @get("/metrics", summary="Prometheus metrics", include_in_schema=False, media_type=METRICS_TYPE)
 async def metrics(request: JsonRequest) -> Response[Any]:
     edge = edge_of(request)
-    workers: list[WorkerInfo] = []
+    status: Status | None = None
     accounts: list[Account] = []
-    answers = 1
     try:
-        workers = await edge.ledger.workers()
+        status = await read_status(edge.ledger)
         accounts = await fresh(edge, None, await ask_all(edge), SCRAPE_S)
     except MidstreamError:  # the metrics of this process are worth having while Redis is away
-        answers = 0
+        status = None
     # From here on without a pause: several may be scraping.
-    LEDGER.set(answers)
+    LEDGER.set(status is not None)
+    ledger_metrics.FIGURES.status = status
     HELD.set(edge.watcher.waiting)
     WORKERS.clear()
-    for worker in workers:
+    for worker in status.workers if status is not None else ():
         WORKERS.labels(worker.model, str(worker.healthy).lower()).inc()
     steering_metrics.clear()
     steering_metrics.fill(accounts)

@@ -11,7 +11,7 @@ from .. import __version__
 from ..schemas.errors import MidstreamError
 from ..schemas.global_capture import from_settings
 from ..schemas.settings import SettingsError, load_settings
-from . import cli_acl, cli_captures, cli_curve, cli_jobs, cli_keys, cli_runs, cli_steering, cli_sweeps, cli_webhooks
+from . import cli_acl, cli_captures, cli_curve, cli_jobs, cli_keys, cli_runs, cli_service, cli_steering, cli_sweeps, cli_webhooks
 from .cli_jobs import Url, err, find_url, out
 
 app = typer.Typer(
@@ -25,10 +25,11 @@ cli_captures.register(app)
 cli_steering.register(app)
 cli_runs.register(app)
 cli_sweeps.register(app)
+cli_service.register(app)
+cli_webhooks.register(app)
+cli_keys.register(app)
 cli_curve.register(app)
 cli_acl.register(app)
-cli_keys.register(app)
-cli_webhooks.register(app)
 
 
 @app.command()

@@ -15,13 +15,14 @@ from . import calls, download, wire
 from .keys import AsyncKeyCalls, KeyCalls
 from .reader import CaptureReader
 from .runs import AsyncRunCalls, RunCalls
+from .service import AsyncServiceCalls, ServiceCalls
 from .steering import AsyncSteeringCalls, SteeringCalls
 from .sweeps import AsyncSweepCalls, SweepCalls
 from .webhooks import AsyncWebhookCalls, WebhookCalls
 from .wire import Answer, Call, Capture, Patch, Steering
 
 
-class Client(SteeringCalls, RunCalls, SweepCalls, KeyCalls, WebhookCalls):
+class Client(SteeringCalls, RunCalls, SweepCalls, KeyCalls, WebhookCalls, ServiceCalls):
     """The blocking client. `url`: where the API is, such as `http://127.0.0.1:8321`. `api_key`: else that of MIDSTREAM_API_KEY.
 
     Every call raises MidstreamError for what the server refuses or cannot do (with its `kind` and `field`), VersionMismatch
@@ -213,7 +214,7 @@ class Client(SteeringCalls, RunCalls, SweepCalls, KeyCalls, WebhookCalls):
                 time.sleep(wire.PAUSE_S)
 
 
-class AsyncClient(AsyncSteeringCalls, AsyncRunCalls, AsyncSweepCalls, AsyncKeyCalls, AsyncWebhookCalls):
+class AsyncClient(AsyncSteeringCalls, AsyncRunCalls, AsyncSweepCalls, AsyncKeyCalls, AsyncWebhookCalls, AsyncServiceCalls):
     """The awaiting client: the calls of `Client`, as coroutines. Raises the same."""
 
     def __init__(self, url: str = "http://127.0.0.1:8321", api_key: str | None = None):

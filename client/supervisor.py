@@ -249,6 +249,7 @@ class Supervisor:
             "version": __version__,
             "url": self.url if self._children else "",
             "model": self.settings.served_model,
+            "redis_url": self.settings.redis_url if self._own_redis else "",  # another's may hold a password
             "started": self._started,
             "processes": {name: [pid, birth(pid)] for name, pid in pids.items()},
         }

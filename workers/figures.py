@@ -19,8 +19,8 @@ from ..schemas.steering import RankSteering
 from .runs import Runs
 from .steering import Standing
 
-#: Rates are of at least this long, in seconds: two questions in a row must not make one of a moment.
-LEAST_S = 1.0
+#: Rates are of at least this long, in seconds: several ask, and two questions in a row must not make one of a moment.
+LEAST_S = 4.0
 
 OfWorker = Callable[[WorkerStats], float]
 OfRank = Callable[[RankSteering], float]

@@ -1,0 +1,61 @@
+"""What goes on in the whole service, as `GET /v1/status` tells it and `midstream top` shows it?"""
+
+from .base import Record
+from .models import WorkerInfo
+
+
+class QueueStatus(Record):
+    """The jobs of one model and priority that no worker has begun."""
+
+    model: str
+    priority: str  # high | interactive (someone holds a response) | batch | low: served in this order
+    sent: int  # their message is with Celery
+    waiting: dict[str, int]  # tenant → jobs whose turn has not come
+
+
+class RedisStatus(Record):
+    version: str
+    used_bytes: int
+    limit_bytes: int  # maxmemory; 0: none
+    share: float  # used / limit; 0 without a limit
+    policy: str  # maxmemory-policy
+    aof: bool
+    clients: int
+    milliseconds: float  # that it took to answer
+
+
+class RelayStatus(Record):
+    alive: bool
+    url: str = ""
+    version: str = ""
+    received: int = 0  # receipts since it started
+
+
+class CallbacksStatus(Record):
+    alive: bool
+    last_sweep: float | None = None  # seconds since the epoch
+    webhooks_pending: int = 0
+    webhooks_overdue_s: float = 0.0  # for how long the most overdue one has been due
+
+
+class DesyncStatus(Record):
+    worker: str
+    at: float
+    detail: str
+
+
+class Status(Record):
+    """Answer of `GET /v1/status`."""
+
+    version: str  # of this API
+    at: float
+    held: int  # responses that this API holds
+    live: int  # jobs that are not over
+    queued: int  # of those, jobs that no worker has begun
+    counts: dict[str, dict[str, int]]  # model → state → how often a job came into it, ever
+    queues: list[QueueStatus]
+    workers: list[WorkerInfo]
+    relay: RelayStatus
+    callbacks: CallbacksStatus
+    redis: RedisStatus
+    last_desync: DesyncStatus | None = None
