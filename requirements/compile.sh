@@ -45,9 +45,9 @@ compile cpu.lock --extra cpu --extra demo --extra dev --extra plots
 grep -oE '^[A-Za-z0-9][A-Za-z0-9._-]*==[^ ]+' "$here/cpu.lock" >"$scratch/agreed"
 compile client.lock --extra client --constraint "$scratch/agreed"
 compile api.lock --extra api --constraint "$scratch/agreed"
-compile service.lock --extra api --extra client --extra flower --constraint "$scratch/agreed"
-compile worker.lock --extra cpu --extra model --constraint "$scratch/agreed" --no-emit-package triton
+compile service.lock --extra api --extra client --extra flower --extra otel --constraint "$scratch/agreed"
+compile worker.lock --extra cpu --extra model --extra otel --constraint "$scratch/agreed" --no-emit-package triton
 # All of its builds come from the common index: a CPU build of torch would be taken for the newer one.
 cuda_only=() UV_FIND_LINKS=
-compile gpu.lock --extra gpu --extra model
+compile gpu.lock --extra gpu --extra model --extra otel
 grep -c '==' "$here"/*.lock

@@ -17,9 +17,9 @@ EXTRAS_OF = {
     "cpu.lock": ("cpu", "demo", "dev", "plots"),
     "api.lock": ("api",),
     "client.lock": ("client",),
-    "service.lock": ("api", "client", "flower"),
-    "worker.lock": ("cpu", "model"),
-    "gpu.lock": ("gpu", "model"),
+    "service.lock": ("api", "client", "flower", "otel"),
+    "worker.lock": ("cpu", "model", "otel"),
+    "gpu.lock": ("gpu", "model", "otel"),
 }
 COMPANION = {"cpu.lock": "torch-cpu.lock", "worker.lock": "torch-cpu.lock"}
 #: CUDA builds that break on CPU torch.

@@ -45,7 +45,7 @@ TOP_LEVEL = {
     *PACKAGES,
     "tests", "benchmarks", "examples", "docs", "requirements", ".ci",
     "__init__.py", "py.typed", "pyproject.toml", "Makefile", "README.md", "LICENSE", "CHANGELOG.md", ".gitignore",
-    "compose.yaml", "Dockerfile", ".dockerignore",
+    "compose.yaml", "compose", "Dockerfile", ".dockerignore", ".env",
 }  # fmt: skip
 
 

@@ -1,0 +1,17 @@
+#!/bin/sh
+# Redis as Midstream needs it: every change on disk within a second, nothing thrown away when it is full, a password.
+# The password goes through a file, because command lines are for everybody to read. `check`: whether it takes writes now.
+set -eu
+password=$(cat /run/secrets/redis_password)
+
+if [ "${1:-}" = check ]; then
+    [ "$(REDISCLI_AUTH=$password redis-cli set ms:health 1 EX 60)" = OK ]
+    exit
+fi
+
+umask 077
+printf 'requirepass %s\n' "$password" >/tmp/redis.conf
+exec redis-server /tmp/redis.conf \
+    --bind 0.0.0.0 --port 6379 --dir /data --daemonize no --protected-mode yes \
+    --appendonly yes --appendfsync everysec --save '' \
+    --maxmemory "${REDIS_MAXMEMORY:-0}" --maxmemory-policy noeviction

@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Makes what compose.yaml calls secrets, each once: what is there stays. usage: compose/secrets.sh [FOLDER]
+# The folder is closed to others; the files in it are not, because in the containers users other than their owner read them.
+set -euo pipefail
+folder=${1:-$(cd "$(dirname "$0")" && pwd)/secrets}
+mkdir -p "$folder"
+chmod 700 "$folder"
+
+random() { # CHARACTERS COUNT
+    local text=
+    while [ ${#text} -lt "$2" ]; do text+=$(head -c 512 /dev/urandom | LC_ALL=C tr -dc "$1"); done
+    printf '%s' "${text:0:$2}"
+}
+secret() { # NAME VALUE
+    if [ -e "$folder/$1" ]; then return; fi
+    printf '%s' "$2" >"$folder/$1"
+    chmod 444 "$folder/$1"
+    echo "made $folder/$1"
+}
+
+secret redis_password "$(random 'A-Za-z0-9' 40)"
+secret admin_key "ms_$(random 'a-z0-9' 12)_$(random 'A-Za-z0-9' 43)"
+secret flower_auth "flower:$(random 'A-Za-z0-9' 24)"
+secret grafana_password "$(random 'A-Za-z0-9' 24)"
