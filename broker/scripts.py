@@ -27,6 +27,9 @@ from .tenants import limits_of
 QUEUED_LOOK_S = 10.0
 #: Events of a sweep besides its cells, at most: every attempt has a few.
 SWEEP_EVENTS = 1000
+#: How long it is remembered up to where a stream of receipts was committed; then its worker is long gone. (One that comes back
+#: all the same says that what it had before is lost, which concerns nobody any more, and goes on.)
+MARK_TTL_S = 30 * 24 * 3600
 #: Blobs outlive the jobs that name them: they were stored before, and a repeated submit refreshes them.
 BLOB_TTL_FACTOR = 3
 
@@ -34,6 +37,7 @@ NAMES = (
     "submit", "claim", "store", "fail", "cancel", "cancelled", "release", "release_boots", "renew", "emit",
     "settle", "lost", "sweep", "look_again", "forget_captures", "removed_captures", "desync",
     "propose", "commit", "abort", "put_module", "delete_module", "delete_run", "keep_units", "top_up", "recount",
+    "forget_workers",
 )  # fmt: skip
 
 #: Place among the arguments of `submit`: the first behind the context.
@@ -93,6 +97,7 @@ def _tables() -> str:
             f"local URGENCY = {_lua(URGENCY)}",
             f"local QUEUED_LOOK_S = {QUEUED_LOOK_S}",
             f"local SWEEP_EVENTS = {SWEEP_EVENTS}",
+            f"local MARK_TTL_S = {MARK_TTL_S}",
         ]
     )
 

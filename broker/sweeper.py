@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 SWEEP_LIMIT = 5000
 #: Messages read from a list at once.
 MESSAGES_CHUNK = 500
-#: Old jobs whose listing entry is checked in one sweep.
-PRUNE_LIMIT = 200
+#: Old jobs whose entry is checked in one sweep, of the list of all and of all tenants' lists together; of each tenant's at least.
+PRUNE_LIMIT, PRUNE_LEAST = 2000, 50
 #: A queued job that has its message is looked at again after `QUEUED_LOOK_S` and this many seconds per message that had
 #: to be read for it, so that a long queue is not read all the time.
 SECONDS_PER_MESSAGE = 1e-3
@@ -135,10 +135,11 @@ class Sweeper:
         return not messages or await asyncio.to_thread(send_now, self._app, messages) == len(messages)
 
     async def _recount(self, at: float) -> list[str]:
-        """What tenants use, counted anew once in a while; says what differed."""
+        """What is in use, counted anew once in a while, without the workers that are gone; says what differed."""
         if at < self._recount_at:
             return []
         self._recount_at = at + RECOUNT_S
+        await self._scripts.forget_workers(args=scripts.context(self._settings, at))
         told = scripts.text(await self._scripts.recount(args=scripts.context(self._settings, at)))
         differed = [f"{name}: {counted} instead of {found}" for name, counted, found in zip(told[::3], told[1::3], told[2::3], strict=True)]
         if differed:
@@ -185,21 +186,28 @@ class Sweeper:
         return found, read + len(delivered)
 
     async def _prune(self, at: float) -> int:
-        """Drop the oldest listing entries whose records have expired."""
+        """Drop the oldest listing entries whose records have expired; returns how many of the list of all."""
         before = at - self._settings.result_ttl_s
-        old: list[bytes] = await self._redis.zrangebyscore("ms:jobs", "-inf", before, start=0, num=PRUNE_LIMIT)
-        if not old:
+        owners: set[bytes] = await self._redis.smembers("ms:owners")
+        share = max(PRUNE_LEAST, PRUNE_LIMIT // max(1, len(owners)))
+        limits = {"ms:jobs": PRUNE_LIMIT} | {listing("jobs", owner.decode()): share for owner in owners}
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for name, limit in limits.items():
+                pipe.zrangebyscore(name, "-inf", before, start=0, num=limit)
+            old: dict[str, list[bytes]] = dict(zip(limits, await pipe.execute(), strict=True))
+        ids = sorted({job_id for found in old.values() for job_id in found})
+        if not ids:
             return 0
         async with self._redis.pipeline(transaction=False) as pipe:
-            for name in old:
-                pipe.exists(f"ms:job:{name.decode()}")
-            there = await pipe.execute()
-        gone = [name for name, exists in zip(old, there, strict=True) if not exists]
-        if not gone:
-            return 0
-        for tenant in await self._redis.smembers("ms:owners"):
-            await self._redis.zrem(listing("jobs", tenant.decode()), *gone)
-        return int(await self._redis.zrem("ms:jobs", *gone))
+            for job_id in ids:
+                pipe.exists(f"ms:job:{job_id.decode()}")
+            gone = {job_id for job_id, there in zip(ids, await pipe.execute(), strict=True) if not there}
+        pruned = 0
+        for name, found in old.items():
+            if dropped := gone.intersection(found):
+                count = await self._redis.zrem(name, *dropped)
+                pruned += count if name == "ms:jobs" else 0
+        return pruned
 
 
 def _job_of(message: bytes) -> tuple[str, int]:

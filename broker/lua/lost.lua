@@ -19,5 +19,5 @@ for at = FIRST + 5, #ARGV do
     end
   end
 end
-redis.call('SET', KEYS[1], last)
+redis.call('SET', KEYS[1], last, 'EX', MARK_TTL_S)
 return {tonumber(last), failed}

@@ -1,6 +1,6 @@
 -- What every script begins with: its arguments, and how a job is read.
--- Above this text stand the generated tables ALLOWED, TERMINAL, STAMP, PROBLEMS, STEPS, URGENCY and the constants QUEUED_LOOK_S and
--- SWEEP_EVENTS. Below it follow announce.lua, dispatch.lua, prelude.lua and the script itself.
+-- Above this text stand the generated tables ALLOWED, TERMINAL, STAMP, PROBLEMS, STEPS, URGENCY and the constants QUEUED_LOOK_S,
+-- SWEEP_EVENTS and MARK_TTL_S. Below it follow announce.lua, dispatch.lua, prelude.lua and the script itself.
 -- Keys are built from job ids inside the scripts: Redis Cluster is not a target.
 
 local now = tonumber(ARGV[1])

@@ -121,7 +121,7 @@ for at = FIRST, #ARGV, WIDTH do
   end
 end
 if mark > before then
-  redis.call('SET', KEYS[1], mark)
+  redis.call('SET', KEYS[1], mark, 'EX', MARK_TTL_S)
 end
 for _, job in ipairs(touched) do
   if not TERMINAL[job.state] then
