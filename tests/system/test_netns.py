@@ -1,0 +1,126 @@
+"""What becomes of jobs when the wire between a worker and everything else is cut in the middle of them, and mended?"""
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from machines_rig import Link, Machines
+from receipt_rig import wait_until
+
+from midstream.broker.settle import mark_key
+from midstream.schemas.jobs import Event
+
+WHY_NOT = Link.why_not()
+pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "there is a second namespace")
+
+TOKEN_S, LEASE_S = 0.05, 3.0
+PROMPTS = 2
+
+
+@pytest.fixture(scope="module")
+def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
+    with Machines(tmp_path_factory.mktemp("netns"), Link.make(), fake_token_s=TOKEN_S, lease_s=LEASE_S) as started:
+        yield started
+
+
+class Caller:
+    """Somebody whose answers are held while the wire is cut."""
+
+    def __init__(self, machines: Machines):
+        self.machines = machines
+        self._http = httpx.Client(base_url=machines.url, timeout=90)
+        self._pool = ThreadPoolExecutor(8)
+
+    def held(self, tokens: int) -> "Future[httpx.Response]":
+        body = {
+            "model": "fake-model", "prompts": [f"hello {i}" for i in range(PROMPTS)], "sampling": {"max_tokens": tokens},
+            "capture": {"layers": "all", "positions": "all"},
+        }  # fmt: skip
+        return self._pool.submit(self._http.post, "/v1/jobs", json=body, headers={"Prefer": "wait=60"})
+
+    def running(self, count: int) -> list[dict[str, Any]]:
+        """The `count` jobs that run, as soon as there are so many."""
+
+        def now() -> list[dict[str, Any]]:
+            page: dict[str, list[dict[str, Any]]] = self._http.get("/v1/jobs", params={"state": "running"}).json()
+            return page["jobs"]
+
+        wait_until(lambda: len(now()) == count)
+        return now()
+
+    def view(self, job: str) -> dict[str, Any]:
+        found: dict[str, Any] = self._http.get(f"/v1/jobs/{job}").json()
+        return found
+
+    def history(self, job: str) -> list[Event]:
+        with self.machines.client() as client:
+            return [msgspec.json.decode(fields[b"e"], type=Event) for _, fields in client.xrange(f"ms:events:{job}")]
+
+    def marks(self) -> int:
+        """Receipts acknowledged so far, of all streams."""
+        with self.machines.client() as client:
+            return sum(int(client.get(key) or 0) for key in client.scan_iter(mark_key("w1", 0, "*")))
+
+
+@pytest.fixture
+def caller(machines: Machines) -> Caller:
+    return Caller(machines)
+
+
+def ended_once(caller: Caller, answer: httpx.Response) -> dict[str, Any]:
+    """The job's view: it succeeded, with every receipt counted once and of one attempt, and one end in its history."""
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["capture_results"]["status"] == "ok"
+    assert [output["index"] for output in answer.json()["outputs"]] == list(range(PROMPTS))
+    view = caller.view(answer.json()["id"])
+    events = caller.history(view["id"])
+    assert Counter(event.event for event in events)["done"] == 1
+    told = Counter(
+        (event.data["request"], event.data["rank"]) for event in events if event.event == "receipt" and event.attempt == view["attempt"]
+    )
+    assert told == {(request, 0): 1 for request in range(PROMPTS)}
+    assert (view["state"], view["receipts"]) == ("succeeded", PROMPTS)
+    return view
+
+
+def test_a_cut_shorter_than_the_lease_is_not_noticed_by_anybody_who_waits(machines: Machines, caller: Caller) -> None:
+    assert machines.link is not None
+    # One ends while the wire is cut, so that its receipts wait in the outbox; the other goes on after it.
+    answers = [caller.held(24), caller.held(80)]
+    caller.running(2)
+    time.sleep(0.4)
+    machines.link.cut()
+    time.sleep(LEASE_S / 2)
+    machines.link.heal()
+    views = [ended_once(caller, answer.result(60)) for answer in answers]
+    assert [view["attempt"] for view in views] == [1, 1]
+
+
+def test_after_a_cut_longer_than_the_lease_jobs_run_again_and_late_receipts_change_nothing(machines: Machines, caller: Caller) -> None:
+    assert machines.link is not None
+    before = caller.marks()
+    answers = [caller.held(30), caller.held(60)]
+    caller.running(2)
+    machines.link.cut()
+    wait_until(lambda: caller.running(0) == [], timeout=20)  # their leases are over: they wait for a worker again
+    time.sleep(1)
+    machines.link.heal()
+    views = [ended_once(caller, answer.result(60)) for answer in answers]
+    assert all(view["attempt"] >= 2 for view in views)
+    receipts = sum(view["receipts"] for view in views)
+    assert caller.marks() - before > receipts, "no late receipt has arrived: this has shown nothing"
+    assert "does not let us in" not in machines.log("worker")
+
+
+def test_the_worker_that_was_away_takes_new_jobs_and_its_captures_can_be_read(machines: Machines, caller: Caller) -> None:
+    done = caller.held(4).result(30).json()
+    assert done["capture_results"]["status"] == "ok"
+    files = [machines.settings("api").capture_root / file["path"] for file in done["capture_results"]["files"]]
+    assert files
+    assert all(Path(file).exists() for file in files)
