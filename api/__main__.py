@@ -110,7 +110,7 @@ def serve(settings: Settings) -> None:
         server_header=False,
         lifespan="on",
     )
-    server = Server(config, app, url, None if refused is None else settings)
+    server = Server(config, app, url, settings if refused is None else None)
     server.run(sockets=[listening])
     if server.refused:
         raise SettingsError(server.refused)

@@ -32,6 +32,8 @@ SCOPE_OF: dict[str, Scope | None] = {
     "GET /schema": None,  # what our documentation says as well
     "GET /schema/openapi.json": None,
     "GET /schema/swagger": None,
+    "GET /schema/oauth2-redirect.html": None,  # of Swagger's page
+    "GET /schema/{path}": None,  # there is nothing
     "GET /metrics": "observe",
     "GET /v1/status": "observe",
     "GET /v1/models": "read",

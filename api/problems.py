@@ -14,6 +14,7 @@ from litestar.status_codes import HTTP_500_INTERNAL_SERVER_ERROR
 from ..broker import metrics
 from ..schemas.base import to_json
 from ..schemas.errors import STATUS_OF_KIND, MidstreamError, Problem, invalid, misfit
+from ..schemas.keys import SCOPES
 from ..schemas.selectors import HOOKS, PositionName
 from ..schemas.specs import At, Layout, RowDType, SteeringOp
 from ..schemas.sweeps import Ablation, Alignment, Direction, Metric
@@ -57,6 +58,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "steering.op": get_args(SteeringOp),
     "hooks": HOOKS,
     "metric": get_args(Metric),
+    "scopes": SCOPES,
     "direction": get_args(Direction),
     "ablation": get_args(Ablation),
     "alignment": get_args(Alignment),

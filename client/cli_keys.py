@@ -96,7 +96,7 @@ def keys_generate() -> None:
 def keys_list(json_: AsJson = False, url: Url = None) -> None:
     """All keys, of every tenant."""
     with connect(url) as client:
-        found = client.keys()
+        found = client.api_keys()
     if json_:
         print(to_json(found).decode())
     elif found:

@@ -5,7 +5,20 @@ from collections.abc import Sequence
 
 import httpx
 
-from ..schemas.keys import DEFAULT_TENANT, CreatedKey, KeyId, KeyList, KeyRequest, KeyView, Limits, TenantList, TenantName, TenantView
+from ..schemas.errors import invalid
+from ..schemas.keys import (
+    DEFAULT_TENANT,
+    SCOPES,
+    CreatedKey,
+    KeyId,
+    KeyList,
+    KeyRequest,
+    KeyView,
+    Limits,
+    TenantList,
+    TenantName,
+    TenantView,
+)
 from . import wire
 from .wire import Call
 
@@ -14,6 +27,9 @@ _KEYS, _TENANTS = "/v1/keys", "/v1/tenants"
 
 def key_request(name: str, tenant: str, scopes: Sequence[str], expires_in: float | None) -> KeyRequest:
     """Raises MidstreamError naming what is wrong."""
+    for scope in scopes:
+        if scope not in SCOPES:
+            raise invalid("scopes", f"{scope!r} is none", allowed=", ".join(SCOPES))
     return wire.checked({"name": name, "tenant": tenant, "scopes": list(scopes), "expires_in": expires_in}, KeyRequest)
 
 
@@ -43,7 +59,7 @@ class KeyCalls(ABC):
         body = key_request(name, tenant, scopes, expires_in)
         return wire.decode(self._send(Call("POST", _KEYS, body=body)), CreatedKey)
 
-    def keys(self) -> list[KeyView]:
+    def api_keys(self) -> list[KeyView]:
         return wire.decode(self._send(Call("GET", _KEYS)), KeyList).keys
 
     def revoke_key(self, key_id: str) -> None:
@@ -79,7 +95,7 @@ class AsyncKeyCalls(ABC):
         body = key_request(name, tenant, scopes, expires_in)
         return wire.decode(await self._send(Call("POST", _KEYS, body=body)), CreatedKey)
 
-    async def keys(self) -> list[KeyView]:
+    async def api_keys(self) -> list[KeyView]:
         return wire.decode(await self._send(Call("GET", _KEYS)), KeyList).keys
 
     async def revoke_key(self, key_id: str) -> None:

@@ -1,0 +1,335 @@
+"""Does the API let in those who have a key, for what its scopes say, and nobody else?"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from edge import MODEL, Api, Hand, running
+from hypothesis import HealthCheck, given, reject, settings
+from hypothesis import strategies as st
+from tenant_kit import ADMIN, Caller, asking, bearer, flushed
+from typer.testing import CliRunner
+
+from midstream.api.auth import KNOWN_S
+from midstream.broker.keys import Keys, is_right, new_key, parse
+from midstream.broker.redis_server import RedisServer
+from midstream.client import Client
+from midstream.client.cli import app as cli
+from midstream.schemas.base import now
+from midstream.schemas.errors import MidstreamError
+from midstream.schemas.keys import SCOPES, Scope
+from midstream.schemas.settings import Settings, to_environment
+
+REFUSED_AFTER_S = 5.0  # what the documentation says
+
+
+@pytest.fixture(scope="module")
+def api(redis_session: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
+    flushed(redis_session.url)
+    with asking(tmp_path_factory.mktemp("keys"), redis_session.url) as api:
+        yield api
+
+
+@pytest.fixture(scope="module")
+def hand(api: Api) -> Iterator[Hand]:
+    worker = Hand(api.settings)
+    worker.serve()
+    yield worker
+    worker.close()
+
+
+def status(api: Api, header: str | None, path: str = "/v1/jobs") -> int:
+    return api.http.get(path, headers={} if header is None else {"Authorization": header}).status_code
+
+
+# --- Who is let in -----------------------------------------------------------------------------------------------------
+
+
+def test_without_a_key_every_call_is_refused_and_told_how_to_get_one(api: Api, hand: Hand) -> None:
+    answer = api.http.get("/v1/jobs")
+    assert answer.status_code == 401
+    assert answer.headers["www-authenticate"] == 'Bearer realm="midstream"'
+    problem = answer.json()
+    assert (problem["type"], problem["field"]) == ("urn:midstream:unauthorized", "Authorization")
+    assert "midstream keys create" in problem["allowed"]
+
+
+def test_a_refusal_at_the_openai_style_endpoints_is_in_openais_words(api: Api, hand: Hand) -> None:
+    with pytest.raises(openai.AuthenticationError, match="no API key that is valid"):
+        openai.OpenAI(base_url=f"{api.url}/v1", api_key="sk-other", max_retries=0).completions.create(model=MODEL, prompt="hello")
+
+
+def test_openais_client_gets_in_with_a_key(api: Api, hand: Hand) -> None:
+    caller = Caller(api, hand, "acme")
+    assert [model.id for model in openai.OpenAI(base_url=f"{api.url}/v1", api_key=caller.key.key).models.list()] == [MODEL]
+
+
+def test_a_key_that_is_wrong_in_one_letter_is_refused(api: Api, hand: Hand) -> None:
+    key = Caller(api, hand, "acme").key.key
+    assert status(api, f"Bearer {key}") == 200
+    other = key[:-1] + ("0" if key[-1] != "0" else "1")
+    assert status(api, f"Bearer {other}") == 401
+
+
+def test_an_unknown_id_costs_the_same_work_as_a_wrong_secret(api: Api, hand: Hand, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = []
+    monkeypatch.setattr("midstream.broker.keys.hmac.compare_digest", lambda one, other: compared.append((one, other)) or False)
+    shown = parse(new_key())
+    assert shown is not None
+    stored = hand.do(Keys(hand.ledger).get(Caller(api, hand, "acme").key.id))
+    for key in (stored, None):
+        assert not is_right(shown, key, now())
+    assert [len(other) for _, other in compared] == [64, 64]
+
+
+def test_an_expired_key_is_refused(api: Api, hand: Hand) -> None:
+    caller = Caller(api, hand, "acme", expires_in=0.3)
+    assert caller.http.get("/v1/jobs").status_code == 200
+    time.sleep(0.3)
+    assert caller.http.get("/v1/jobs").status_code == 401
+
+
+def test_a_revoked_key_is_refused_within_five_seconds(api: Api, hand: Hand) -> None:
+    caller = Caller(api, hand, "acme")
+    assert caller.http.get("/v1/jobs").status_code == 200
+    began = time.monotonic()
+    assert api.http.delete(f"/v1/keys/{caller.key.id}", headers=bearer(ADMIN)).status_code == 204
+    while caller.http.get("/v1/jobs").status_code == 200:
+        assert time.monotonic() < began + REFUSED_AFTER_S
+        time.sleep(0.1)
+    assert KNOWN_S < REFUSED_AFTER_S
+
+
+def test_a_key_is_stored_as_a_hash_alone(api: Api, hand: Hand) -> None:
+    key = Caller(api, hand, "acme").key.key
+    raw = hand.do(hand.ledger.redis.hvals("ms:keys"))
+    assert raw
+    assert not any(key.rpartition("_")[2].encode() in packed for packed in raw)
+    assert key not in str(api.http.get("/v1/keys", headers=bearer(ADMIN)).json())
+
+
+@pytest.mark.parametrize("header", ["", "Bearer", "Basic YTpi", f"bearer{ADMIN}", f"Token {ADMIN}", f"Bearer {ADMIN}x y", ADMIN])
+def test_what_is_no_bearer_key_is_refused(api: Api, header: str) -> None:
+    assert status(api, header) == 401
+
+
+def test_two_keys_at_once_are_none(api: Api, hand: Hand) -> None:
+    answer = httpx.get(f"{api.url}/v1/jobs", headers=[("Authorization", f"Bearer {ADMIN}"), ("Authorization", "Bearer x")])
+    assert answer.status_code == 401
+
+
+def test_the_scheme_is_read_in_any_case(api: Api) -> None:
+    assert status(api, f"bearer {ADMIN}") == 200
+
+
+def printable(most: int) -> st.SearchStrategy[bytes]:
+    """What HTTP lets stand in a header."""
+    return st.binary(max_size=most).map(lambda raw: bytes(byte for byte in raw if byte >= 32 and byte != 127))
+
+
+almost = st.builds(
+    lambda prefix, at, letter: (prefix + ADMIN[:at] + letter + ADMIN[at + 1 :]).encode("latin-1"),
+    st.sampled_from(["Bearer ", "bearer  ", "Bearer\t", "", "Bearer ms_"]),
+    st.integers(0, len(ADMIN) - 1),
+    st.characters(min_codepoint=33, max_codepoint=255),
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(header=printable(200) | printable(40).map(lambda raw: b"Bearer ms_" + raw) | almost)
+def test_whatever_stands_in_the_header_is_answered_401_or_let_in_by_the_very_key(api: Api, header: bytes) -> None:
+    try:
+        answer = api.http.get("/v1/jobs", headers=[(b"authorization", header)])
+    except httpx.LocalProtocolError:  # what HTTP does not let stand there
+        reject()
+    scheme, _, key = header.strip().partition(b" ")
+    right = scheme.lower() == b"bearer" and key.strip(b" ") == ADMIN.encode()
+    assert answer.status_code == (200 if right else 401), (header, answer.status_code)
+
+
+# --- What a key may --------------------------------------------------------------------------------------------------
+
+#: A call that each scope is needed for, and that fails for another reason where it is allowed.
+CALLS: dict[Scope, tuple[str, str]] = {
+    "submit": ("POST", "/v1/jobs"),
+    "read": ("GET", "/v1/jobs/job_none"),
+    "steer-global": ("PUT", "/v1/steering/global"),
+    "observe": ("GET", "/v1/status"),
+    "admin": ("GET", "/v1/keys"),
+}
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_a_key_may_what_its_scope_says_and_nothing_else(api: Api, hand: Hand, scope: Scope) -> None:
+    caller = Caller(api, hand, "acme", scope)
+    for needed, (method, path) in CALLS.items():
+        answer = caller.http.request(method, path)
+        allowed = needed == scope or scope == "admin"
+        assert (answer.status_code == 403) is not allowed, (needed, answer.text)
+        if not allowed:
+            assert repr(needed) in answer.json()["detail"]
+            assert 'error="insufficient_scope"' in answer.headers["www-authenticate"]
+
+
+def test_metrics_are_for_who_may_observe(api: Api, hand: Hand) -> None:
+    assert Caller(api, hand, "acme").http.get("/metrics").status_code == 403
+    assert Caller(api, hand, "ops", "observe").http.get("/metrics").status_code == 200
+    assert api.http.get("/metrics").status_code == 401
+
+
+def test_strangers_learn_whether_it_is_ready_and_no_more(api: Api, hand: Hand) -> None:
+    hand.do(hand.ledger.heartbeat(hand.sign(worker="secret-host", healthy=False, detail="out of memory")))
+    told, stranger = api.http.get("/readyz", headers=bearer(ADMIN)), api.http.get("/readyz")
+    assert "secret-host" in told.text
+    assert MODEL in told.text
+    assert stranger.status_code == told.status_code
+    assert "secret-host" not in stranger.text
+    assert MODEL not in stranger.text
+    assert stranger.json()["missing"] == ["relay"]
+
+
+# --- Keys over HTTP and from a terminal ------------------------------------------------------------------------------
+
+
+def test_a_key_made_over_http_works_is_listed_and_can_be_taken_back(api: Api, hand: Hand) -> None:
+    with Client(api.url, ADMIN) as admin:
+        made = admin.create_key("ci", tenant="acme", scopes=["read"])
+        assert made.key.startswith(f"ms_{made.id}_")
+        assert [(key.name, key.tenant, key.scopes) for key in admin.api_keys() if key.id == made.id] == [("ci", "acme", ["read"])]
+        with Client(api.url, made.key) as reader:
+            assert reader.jobs().jobs == []
+            assert reader.tenant().name == "acme"
+        admin.revoke_key(made.id)
+        assert made.id not in [key.id for key in admin.api_keys()]
+        with pytest.raises(MidstreamError, match="there is no key") as caught:
+            admin.revoke_key(made.id)
+        assert caught.value.kind == "not_found"
+
+
+def test_the_client_takes_its_key_from_the_environment(api: Api, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with Client(api.url) as client, pytest.raises(MidstreamError, match="no API key was given"):
+        client.jobs()
+    monkeypatch.setenv("MIDSTREAM_API_KEY", ADMIN)
+    with Client(api.url) as client:
+        client.jobs()
+    monkeypatch.delenv("MIDSTREAM_API_KEY")
+    (tmp_path / "key").write_text(f"{ADMIN}\n")
+    monkeypatch.setenv("MIDSTREAM_API_KEY_FILE", str(tmp_path / "key"))
+    with Client(api.url) as client:
+        client.jobs()
+
+
+def test_the_first_key_is_made_without_an_api(api: Api, hand: Hand) -> None:
+    done = CliRunner().invoke(cli, ["keys", "create", "first", "--scope", "admin", "--redis-url", api.settings.redis_url])
+    assert done.exit_code == 0, done.output
+    assert status(api, f"Bearer {done.stdout.strip()}") == 200
+
+
+def test_keys_and_tenants_are_managed_from_a_terminal(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MIDSTREAM_API_KEY", ADMIN)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*words: str) -> str:
+        done = CliRunner().invoke(cli, [*words, "--url", api.url])
+        assert done.exit_code == 0, done.output
+        return done.stdout
+
+    key = run("keys", "create", "laptop", "--tenant", "lab", "--expires-in", "90d").strip()
+    assert "lab" in run("keys", "list")
+    run("tenants", "set", "lab", "--jobs-in-flight", "7", "--weight", "3")
+    assert "0 / 7" in run("tenants", "show", "lab")
+    assert "lab" in run("tenants", "list")
+    assert "revoked" in run("keys", "revoke", key.split("_")[1])
+
+
+def test_a_wrong_scope_is_named_before_anything_is_sent() -> None:
+    done = CliRunner().invoke(cli, ["keys", "create", "x", "--scope", "write"])
+    assert isinstance(done.exception, MidstreamError)
+    assert (done.exception.field, done.exception.allowed) == ("scopes", ", ".join(SCOPES))
+
+
+# --- Where the API listens --------------------------------------------------------------------------------------------
+
+EVERYWHERE = "0.0.0.0"
+
+
+def started(settings: Settings) -> subprocess.Popen[str]:
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("MIDSTREAM_")}
+    return subprocess.Popen(
+        [sys.executable, "-m", "midstream.api"],
+        env=environment | to_environment(settings),
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+def test_off_loopback_it_does_not_start_without_a_key_and_says_what_to_do(redis_session: RedisServer, api: Api, hand: Hand) -> None:
+    empty = f"{redis_session.url.rpartition('/')[0]}/9"
+    process = started(Settings(redis_url=empty, api_host=EVERYWHERE, api_port=0))
+    said, _ = process.communicate(timeout=30)
+    assert process.returncode == 2
+    assert "midstream keys create" in said
+    assert "MIDSTREAM_ADMIN_KEY" in said
+    assert "MIDSTREAM_AUTH=open" in said
+
+
+def test_off_loopback_it_asks_for_keys_once_there_is_one(api: Api, hand: Hand, tmp_path: Path) -> None:
+    caller = Caller(api, hand, "acme")
+    with running(tmp_path, api.settings.redis_url, api_host=EVERYWHERE) as public:
+        url = public.url.replace(EVERYWHERE, "127.0.0.1")
+        assert httpx.get(f"{url}/v1/jobs").status_code == 401
+        assert httpx.get(f"{url}/v1/jobs", headers=bearer(caller.key.key)).status_code == 200
+
+
+def test_off_loopback_it_is_open_only_where_that_was_said_and_warns(api: Api, hand: Hand, tmp_path: Path) -> None:
+    with running(tmp_path, api.settings.redis_url, api_host=EVERYWHERE, auth="open") as public:
+        assert httpx.get(f"{public.url.replace(EVERYWHERE, '127.0.0.1')}/v1/jobs").status_code == 200
+        assert "MIDSTREAM_AUTH=open on 0.0.0.0" in public.log()
+
+
+def test_while_redis_is_away_at_the_start_nobody_gets_in_and_without_a_key_it_ends(tmp_path: Path) -> None:
+    from midstream.broker import redis_server
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    process = started(Settings(redis_url=f"redis://127.0.0.1:{port}/0", api_host=EVERYWHERE, api_port=0))
+    assert process.stdout is not None
+    lines = iter(process.stdout)
+    url = next(line for line in lines if "api ready" in line).split()[-1].replace(EVERYWHERE, "127.0.0.1")
+    try:
+        assert httpx.get(f"{url}/v1/jobs").status_code == 401
+        server = redis_server.start(tmp_path, port=port)
+        try:
+            assert process.wait(20) == 2
+            assert "midstream keys create" in "".join(lines)
+        finally:
+            server.stop()
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+
+
+def test_a_key_that_is_none_in_the_settings_ends_the_start(tmp_path: Path) -> None:
+    process = started(Settings(redis_url="redis://127.0.0.1:1/0", admin_key="hunter2", api_port=0))
+    said, _ = process.communicate(timeout=30)
+    assert process.returncode == 2
+    assert "MIDSTREAM_ADMIN_KEY" in said
+    assert "midstream keys generate" in said
+    assert "hunter2" not in said
+
+
+def test_on_loopback_it_is_open_and_a_key_counts_all_the_same(api: Api, hand: Hand, tmp_path: Path) -> None:
+    caller = Caller(api, hand, "acme")
+    with running(tmp_path, api.settings.redis_url) as local:
+        assert local.http.get("/v1/tenant", headers=bearer("EMPTY")).json()["name"] == "default"
+        assert local.http.get("/v1/tenant", headers=bearer(caller.key.key)).json()["name"] == "acme"
+        assert local.http.get("/v1/keys", headers=bearer(caller.key.key)).status_code == 403

@@ -1,0 +1,65 @@
+"""Does every route say who may call it, and are names of different tenants never the same?"""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from midstream.api import auth
+from midstream.api.app import make_app
+from midstream.schemas.errors import MidstreamError
+from midstream.schemas.keys import DEFAULT_TENANT, TENANT_PATTERN, Caller, own, scoped, shown, unscoped
+from midstream.schemas.settings import Settings
+
+
+def routes() -> set[str]:
+    app = make_app(Settings(redis_url="redis://127.0.0.1:1/0"))
+    return {f"{method} {route.path.rstrip('/')}" for route in app.routes for method in route.methods if method != "OPTIONS"}  # type: ignore[union-attr]
+
+
+def test_every_route_has_its_scope_in_the_table_and_the_table_no_other() -> None:
+    there = {route.replace(":str}", "}") for route in routes()}
+    assert there - auth.SCOPE_OF.keys() == set()
+    assert auth.SCOPE_OF.keys() - there == set()
+
+
+def test_a_route_that_nobody_thought_of_is_for_admins() -> None:
+    assert auth.needed("GET", "/v1/new") == "admin"
+
+
+def test_only_health_and_documents_are_open() -> None:
+    opened = {route for route, scope in auth.SCOPE_OF.items() if scope is None}
+    assert {route for route in opened if not route.startswith("GET /schema")} == {"GET /healthz", "GET /readyz"}
+
+
+@pytest.mark.parametrize(
+    ("host", "setting", "asks"),
+    [
+        ("127.0.0.1", "auto", False), ("127.8.9.1", "auto", False), ("::1", "auto", False), ("localhost", "auto", False),
+        ("0.0.0.0", "auto", True), ("::", "auto", True), ("10.0.0.7", "auto", True), ("example.com", "auto", True),
+        ("127.0.0.1", "keys", True), ("0.0.0.0", "open", False),
+    ],
+)  # fmt: skip
+def test_keys_are_asked_for_off_loopback_or_where_it_is_said(host: str, setting: str, asks: bool) -> None:
+    assert auth.asks_for_keys(Settings(api_host=host, auth=setting)) is asks  # type: ignore[arg-type]
+
+
+tenants = st.from_regex(TENANT_PATTERN, fullmatch=True)
+names = st.text(st.characters(min_codepoint=32, max_codepoint=126), min_size=1, max_size=20) | st.builds("{}/{}".format, tenants, tenants)
+
+
+@given(tenants | st.just(DEFAULT_TENANT), names, tenants | st.just(DEFAULT_TENANT), names)
+def test_names_of_different_tenants_are_never_kept_under_one(tenant: str, name: str, other: str, its: str) -> None:
+    assert (scoped(tenant, name) == scoped(other, its)) is ((tenant, name) == (other, its))
+    assert unscoped(scoped(tenant, name)) == (tenant, name)
+    assert shown(scoped(tenant, name)) == name
+    assert own(tenant, [scoped(other, its)]) == ([its] if other == tenant else [])
+
+
+def test_another_tenants_list_is_for_admins() -> None:
+    caller, admin = Caller("acme", scopes=frozenset({"read"})), Caller()
+    assert auth.tenant_asked(caller, None) == "acme"
+    assert auth.tenant_asked(caller, "acme") == "acme"
+    assert auth.tenant_asked(admin, None) is None
+    assert auth.tenant_asked(admin, "acme") == "acme"
+    with pytest.raises(MidstreamError, match="are for admins"):
+        auth.tenant_asked(caller, "other")
