@@ -1,30 +1,44 @@
-"""Does the ledger follow a simple model of itself through any sequence of deeds, also of stale attempts?"""
+"""Does the ledger follow a simple model of itself through any sequence of deeds, also of stale attempts?
+
+Jobs of two tenants, receipts of two ranks, windows of two messages and limits: the real scripts in a real Redis against plain Python.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, TypeVar
 
 import pytest
+import redis
 from celery import Celery
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
-from ledger_kit import WORKER, make_job, outputs, receipt, settings_for
+from ledger_kit import MODEL, WORKER, make_job, outputs, receipt, settings_for
 
 from midstream.broker.celery_app import make_app
+from midstream.broker.dispatch import Message, cost_of
 from midstream.broker.ledger import Ledger
 from midstream.broker.settle import Settler
 from midstream.broker.sweeper import Sweeper
 from midstream.schemas.base import now
 from midstream.schemas.errors import MidstreamError
-from midstream.schemas.jobs import TERMINAL, TRANSITIONS, Job, State
+from midstream.schemas.jobs import TERMINAL, TRANSITIONS, Job, Sampling, State
+from midstream.schemas.keys import Limits, Tenant
+from midstream.schemas.receipts import CapturedFile
 
 T = TypeVar("T")
 MAX_ATTEMPTS = 3
+WINDOW = 2
+#: Tenant → its weight and how many jobs it may have in flight (0: any number).
+TENANTS = {"a": (1, 4), "b": (3, 0)}
+#: Jobs of one example at most.
+JOBS = 8
 #: Two prompts, two ranks.
 PLACES = [(request, rank) for request in (0, 1) for rank in (0, 1)]
+SIZE = 1000  # bytes of the files of a receipt
 AGE = st.sampled_from([0, 0, 0, 1])  # how many attempts ago the speaker claimed; mostly the present one
+WHICH = st.integers(0, JOBS - 1)
 PROBLEM = MidstreamError("engine_failed", "it broke").problem()
 
 
@@ -45,141 +59,318 @@ class Broker:
         return self.loop.run_until_complete(run())
 
 
+@dataclass
+class Modelled:
+    """A job as it should be."""
+
+    job: Job
+    state: State = State.QUEUED
+    attempt: int = 0
+    version: int = 1
+    generated: bool = False
+    retried: bool = False  # because its ranks disagreed
+    arrived: dict[tuple[int, int], str] = field(default_factory=dict)  # (request, rank) → checksum
+    bytes: int = 0
+
+    def working(self, age: int) -> bool:
+        return age == 0 and self.state in (State.RUNNING, State.CANCELLING)
+
+
+class Line:
+    """Who is sent next, in plain Python."""
+
+    def __init__(self) -> None:
+        self.sent: set[str] = set()
+        self.waiting: dict[str, list[Modelled]] = {tenant: [] for tenant in TENANTS}
+        self.times: dict[str, float] = {}
+        self.messages: list[tuple[str, int]] = []  # (id, attempts made), in order
+
+    def front(self) -> str | None:
+        for tenant in sorted(self.times, key=lambda name: (self.times[name], name)):
+            if self.waiting[tenant]:
+                return tenant
+            del self.times[tenant]
+        return None
+
+    def send(self, job: Modelled) -> None:
+        self.sent.add(job.job.id)
+        self.messages.append((job.job.id, job.attempt))
+
+    def fill(self) -> None:
+        while len(self.sent) < WINDOW and (tenant := self.front()) is not None:
+            job = self.waiting[tenant].pop(0)
+            self.times[tenant] += cost_of(job.job) / TENANTS[tenant][0]
+            self.send(job)
+
+    def enter(self, job: Modelled) -> None:
+        first = self.front()
+        if first is None and len(self.sent) < WINDOW:
+            self.send(job)
+            return
+        self.times.setdefault(job.job.tenant, self.times[first] if first is not None else 0.0)
+        self.waiting[job.job.tenant].append(job)
+        self.fill()
+
+    def leave(self, job: Modelled) -> None:
+        if job.job.id in self.sent:
+            self.sent.remove(job.job.id)
+        else:
+            self.waiting[job.job.tenant].remove(job)
+        self.fill()
+
+
 class LedgerModel(RuleBasedStateMachine):
     broker: ClassVar[Broker]
 
     def __init__(self) -> None:
         super().__init__()
-        self.job: Job = make_job(prompts=2, capture=True)
-        self.broker.do(self.broker.ledger.submit(self.job, {}))
-        self.state, self.attempt, self.version = State.QUEUED, 0, 1
-        self.generated, self.arrived, self.seq = False, set[tuple[int, int]](), 0
+        self.jobs: list[Modelled] = []
+        self.line = Line()
+        self.seq, self.clock = 0, 0.0
+        self.messages: list[Message] = []
+        self.broker.ledger.send = self.messages.extend
+        self.do(self.broker.ledger.redis.flushall())
+        for name, (weight, limit) in TENANTS.items():
+            self.do(self.broker.ledger.tenants.put(Tenant(name=name, limits=Limits(weight=weight, jobs_in_flight=limit))))
 
-    def working(self, age: int) -> bool:
-        return age == 0 and self.state in (State.RUNNING, State.CANCELLING)
+    def do(self, call: Awaitable[T]) -> T:
+        return self.broker.do(call)
 
-    def to(self, state: State) -> None:
-        assert state in TRANSITIONS[self.state]
-        self.state = state
+    @property
+    def ledger(self) -> Ledger:
+        return self.broker.ledger
+
+    def one(self, which: int) -> Modelled:
+        return self.jobs[which % len(self.jobs)]
+
+    def to(self, job: Modelled, state: State) -> None:
+        assert state in TRANSITIONS[job.state]
+        before, job.state = job.state, state
+        if before is State.QUEUED:
+            self.line.leave(job)
         if state is State.QUEUED:
-            self.generated, self.arrived = False, set()
+            job.generated, job.arrived, job.bytes = False, {}, 0
+            self.line.send(job)
 
-    def finish(self) -> None:
-        if self.generated and len(self.arrived) == len(PLACES):
-            self.to(State.CANCELLED if self.state is State.CANCELLING else State.SUCCEEDED)
+    def finish(self, job: Modelled) -> None:
+        if job.generated and len(job.arrived) == len(PLACES):
+            self.to(job, State.CANCELLED if job.state is State.CANCELLING else State.SUCCEEDED)
 
-    def put_back(self) -> None:
-        if self.state is State.CANCELLING:
-            self.to(State.CANCELLED)
+    def put_back(self, job: Modelled) -> None:
+        if job.state is State.CANCELLING:
+            self.to(job, State.CANCELLED)
         else:
-            self.to(State.FAILED if self.attempt >= MAX_ATTEMPTS else State.QUEUED)
+            self.to(job, State.FAILED if job.attempt >= MAX_ATTEMPTS else State.QUEUED)
 
-    @rule()
-    def claim(self) -> None:
-        got = self.broker.do(self.broker.ledger.claim(self.job.id, WORKER, "boot", 2))
-        assert (got is not None) == (self.state is State.QUEUED)
+    @precondition(lambda self: len(self.jobs) < JOBS)
+    @rule(tenant=st.sampled_from(sorted(TENANTS)), max_tokens=st.sampled_from([1, 16, 61]), hurried=st.booleans())
+    def submit(self, tenant: str, max_tokens: int, hurried: bool) -> None:
+        expires = now() + 500 if hurried else None
+        job = Modelled(make_job(prompts=2, capture=True, tenant=tenant, sampling=Sampling(max_tokens=max_tokens), expires=expires))
+        limit = TENANTS[tenant][1]
+        if limit and sum(each.job.tenant == tenant and each.state not in TERMINAL for each in self.jobs) >= limit:
+            with pytest.raises(MidstreamError, match="not over"):
+                self.do(self.ledger.submit(job.job, {}))
+            return
+        assert self.do(self.ledger.submit(job.job, {})) == (job.job.id, True)
+        self.jobs.append(job)
+        self.line.enter(job)
+
+    @precondition(lambda self: self.jobs)
+    @rule(which=WHICH)
+    def submit_again(self, which: int) -> None:
+        job = self.one(which)
+        assert self.do(self.ledger.submit(job.job, {})) == (job.job.id, True), "a client whose connection broke"
+
+    @precondition(lambda self: self.jobs)
+    @rule(which=WHICH)
+    def claim(self, which: int) -> None:
+        job = self.one(which)
+        got = self.do(self.ledger.claim(job.job.id, WORKER, "boot", 2))
+        assert (got is not None) == (job.state is State.QUEUED)
         if got is not None:
-            self.to(State.RUNNING)
-            self.attempt += 1
-            assert got.attempt == self.attempt
+            self.to(job, State.RUNNING)
+            job.attempt += 1
+            assert got.attempt == job.attempt
 
-    @rule(age=AGE)
-    def store(self, age: int) -> None:
-        accepted = self.broker.do(self.broker.ledger.store_outputs(self.job.id, self.attempt - age, outputs(2)))
-        assert (accepted is not None) == (self.working(age) and self.state is State.RUNNING)
-        if self.working(age) and self.state is State.CANCELLING:
-            self.to(State.CANCELLED)
+    @precondition(lambda self: self.line.sent)
+    @rule()
+    def claim_the_first_that_was_sent(self) -> None:
+        self.claim(next(place for place, job in enumerate(self.jobs) if job.job.id in self.line.sent))
+
+    @precondition(lambda self: self.jobs)
+    @rule(which=WHICH, age=AGE)
+    def store(self, which: int, age: int) -> None:
+        job = self.one(which)
+        after = self.do(self.ledger.store_outputs(job.job.id, job.attempt - age, outputs(2)))
+        accepted = job.working(age) and job.state is State.RUNNING
+        if job.working(age) and job.state is State.CANCELLING:
+            self.to(job, State.CANCELLED)
         elif accepted:
-            self.generated = True
-            self.finish()
+            job.generated = True
+            self.finish(job)
+        assert after is (job.state if accepted else None)
 
-    @rule(age=AGE, place=st.sampled_from(PLACES), status=st.sampled_from(["ok", "ok", "ok", "ok", "partial", "error"]))
-    def receive(self, age: int, place: tuple[int, int], status: str) -> None:
+    @precondition(lambda self: self.jobs)
+    @rule(
+        which=WHICH,
+        age=AGE,
+        place=st.sampled_from(PLACES),
+        status=st.sampled_from(["ok"] * 5 + ["partial", "error"]),
+        checksum=st.sampled_from(["11"] * 6 + ["22"]),
+        twice=st.booleans(),
+    )
+    def receive(self, which: int, age: int, place: tuple[int, int], status: str, checksum: str, twice: bool) -> None:
+        job = self.one(which)
         self.seq += 1
-        told = receipt(self.job, *place, attempt=self.attempt - age, status=status, message="m")
-        assert self.broker.settler.settle(WORKER, 0, self.job.id, [(self.seq, told)]) == self.seq
-        if self.working(age) and place not in self.arrived:
-            self.arrived.add(place)
-            if status == "error" and self.state is State.RUNNING:
-                self.to(State.FAILED)
-            else:
-                self.finish()
+        file = CapturedFile(path="p", bytes=SIZE, crc32=1, rows=1)
+        told = receipt(job.job, *place, attempt=job.attempt - age, status=status, message="m", files=[file], checksum=checksum)
+        for _ in range(2 if twice else 1):
+            assert self.broker.settler.settle(WORKER, 0, "epoch", [(self.seq, told)]) == self.seq
+        if not job.working(age) or place in job.arrived:
+            return
+        others = {said for (request, _), said in job.arrived.items() if request == place[0]}
+        job.arrived[place] = checksum
+        job.bytes += SIZE
+        if job.state is State.RUNNING and status != "error" and others - {checksum}:
+            again = not job.retried and job.attempt < MAX_ATTEMPTS
+            job.retried = job.retried or again
+            self.to(job, State.QUEUED if again else State.FAILED)
+            if again:
+                self.line.messages.pop()  # the relay sends none: the sweeper does
+            self.do(self.ledger.redis.hdel("ms:desync", WORKER))  # its ranks are made equal
+        elif status == "error" and job.state is State.RUNNING:
+            self.to(job, State.FAILED)
+        else:
+            self.finish(job)
 
-    @rule(age=AGE)
-    def release(self, age: int) -> None:
-        after = self.broker.do(self.broker.ledger.release(self.job.id, self.attempt - age))
-        if self.working(age):
-            self.put_back()
-            assert after is self.state
+    @precondition(lambda self: self.jobs)
+    @rule(which=WHICH, age=AGE)
+    def release(self, which: int, age: int) -> None:
+        job = self.one(which)
+        after = self.do(self.ledger.release(job.job.id, job.attempt - age))
+        if job.working(age):
+            self.put_back(job)
+            assert after is job.state
         else:
             assert after is None
 
-    @precondition(lambda self: self.attempt > 1)
-    @rule(age=AGE)
-    def fail(self, age: int) -> None:
-        assert self.broker.do(self.broker.ledger.fail(self.job.id, self.attempt - age, PROBLEM)) == self.working(age)
-        if self.working(age):
-            self.to(State.FAILED)
+    @precondition(lambda self: any(job.attempt > 1 for job in self.jobs))
+    @rule(which=WHICH, age=AGE)
+    def fail(self, which: int, age: int) -> None:
+        job = self.one(which)
+        assert self.do(self.ledger.fail(job.job.id, job.attempt - age, PROBLEM)) == job.working(age)
+        if job.working(age):
+            self.to(job, State.FAILED)
 
-    @precondition(lambda self: self.attempt > 0)
-    @rule()
-    def request_cancel(self) -> None:
-        if self.state in TERMINAL:
+    @precondition(lambda self: self.jobs)
+    @rule(which=WHICH)
+    def request_cancel(self, which: int) -> None:
+        job = self.one(which)
+        if job.state in TERMINAL:
             with pytest.raises(MidstreamError):
-                self.broker.do(self.broker.ledger.request_cancel(self.job.id))
+                self.do(self.ledger.request_cancel(job.job.id))
             return
-        self.broker.do(self.broker.ledger.request_cancel(self.job.id))
-        if self.state is State.QUEUED:
-            self.to(State.ABORTED)
-        elif self.state is State.RUNNING:
-            self.to(State.CANCELLING)
-            if self.generated:
-                self.to(State.CANCELLED)
+        self.do(self.ledger.request_cancel(job.job.id))
+        if job.state is State.QUEUED:
+            self.to(job, State.ABORTED)
+        elif job.state is State.RUNNING:
+            self.to(job, State.CANCELLING)
+            if job.generated:
+                self.to(job, State.CANCELLED)
 
-    @rule(age=AGE)
-    def finish_cancel(self, age: int) -> None:
-        told = self.broker.do(self.broker.ledger.finish_cancel(self.job.id, self.attempt - age))
-        assert told == (self.working(age) and self.state is State.CANCELLING)
+    @precondition(lambda self: self.jobs)
+    @rule(which=WHICH, age=AGE)
+    def finish_cancel(self, which: int, age: int) -> None:
+        job = self.one(which)
+        told = self.do(self.ledger.finish_cancel(job.job.id, job.attempt - age))
+        assert told == (job.working(age) and job.state is State.CANCELLING)
         if told:
-            self.to(State.CANCELLED)
+            self.to(job, State.CANCELLED)
 
     @rule()
-    def let_the_lease_run_out(self) -> None:
-        self.broker.do(self.broker.sweeper.sweep(now() + 1000))
-        if self.state is State.RUNNING and self.generated:
-            self.to(State.FAILED)
-        elif self.state in (State.RUNNING, State.CANCELLING):
-            self.put_back()
+    def renew(self) -> None:
+        told = self.do(self.ledger.renew(WORKER, "boot", {job.job.id: job.attempt for job in self.jobs}))
+        assert told.cancelling == {job.job.id for job in self.jobs if job.state is State.CANCELLING}
+        ours = (State.RUNNING, State.CANCELLING, State.SUCCEEDED)
+        assert told.lost == {job.job.id for job in self.jobs if job.state not in ours}
+
+    @rule()
+    def let_deadlines_and_leases_run_out(self) -> None:
+        self.clock += 1000
+        self.do(self.broker.sweeper.sweep(now() + self.clock))
+        while True:  # as the sweeper meets them: what it aborts may make room for what is then met as sent
+            due = [job for job in self.jobs if self._is_over(job)]
+            if not due:
+                break
+            for job in due:
+                if job.state is State.QUEUED:
+                    self.to(job, State.ABORTED)
+                elif job.state is State.RUNNING and job.generated:
+                    self.to(job, State.FAILED)
+                else:
+                    self.put_back(job)
+        self.line.messages.clear()  # it sends by itself
+        self.messages.clear()
+
+    def _is_over(self, job: Modelled) -> bool:
+        late = job.state is State.QUEUED and job.attempt == 0 and job.job.expires is not None
+        return late or job.state in (State.RUNNING, State.CANCELLING)
 
     @invariant()
     def the_ledger_says_what_the_model_says(self) -> None:
-        view = self.broker.do(self.broker.ledger.view(self.job.id))
-        assert (view.state, view.attempt, view.generated is not None) == (self.state, self.attempt, self.generated)
-        assert view.version >= self.version
-        self.version = view.version
-        if self.state not in TERMINAL:
-            assert view.receipts == len(self.arrived)
-            assert view.capture_status == "pending"
-        else:
-            assert view.capture_status in (("ok", "partial") if self.state is State.SUCCEEDED else ("error", "timed_out"))
-            assert view.finished is not None
+        for job in self.jobs:
+            view = self.do(self.ledger.view(job.job.id))
+            assert (view.state, view.attempt, view.generated is not None) == (job.state, job.attempt, job.generated)
+            assert view.version >= job.version
+            job.version = view.version
+            if job.state not in TERMINAL:
+                assert view.receipts == len(job.arrived)
+                assert view.capture_status == "pending"
+            else:
+                assert view.capture_status in (("ok", "partial") if job.state is State.SUCCEEDED else ("error", "timed_out"))
+                assert view.finished is not None
 
     @invariant()
-    def it_is_known_where_the_sweeper_must_look(self) -> None:
-        async def indexes() -> tuple[bool, bool]:
-            redis = self.broker.ledger.redis
-            return await redis.zscore("ms:live", self.job.id) is not None, bool(await redis.sismember(f"ms:held:{WORKER}", self.job.id))
+    def every_queued_job_has_its_place_and_every_other_none(self) -> None:
+        async def look() -> list[list[bytes]]:
+            names = ["live", f"held:{WORKER}", f"sent:{MODEL}:6", *[f"wait:{MODEL}:6:{tenant}" for tenant in TENANTS]]
+            async with self.ledger.redis.pipeline() as pipe:
+                for name in names:
+                    _ = pipe.smembers(f"ms:{name}") if name.startswith(("held", "sent")) else pipe.zrange(f"ms:{name}", 0, -1)
+                return list(await pipe.execute())
 
-        live, held = self.broker.do(indexes())
-        assert live == (self.state not in TERMINAL)
-        assert held == (self.state in (State.RUNNING, State.CANCELLING))
+        live, held, sent, *waiting = [[name.decode() for name in found] for found in self.do(look())]
+        assert set(live) == {job.job.id for job in self.jobs if job.state not in TERMINAL}
+        assert set(held) == {job.job.id for job in self.jobs if job.state in (State.RUNNING, State.CANCELLING)}
+        assert set(sent) == self.line.sent
+        assert waiting == [[job.job.id for job in self.line.waiting[tenant]] for tenant in TENANTS]
+        put_back = {job.job.id for job in self.jobs if job.attempt}
+        assert len(set(sent) - put_back) <= WINDOW
+        assert len(sent) + sum(map(len, waiting)) == sum(job.state is State.QUEUED for job in self.jobs)
+
+    @invariant()
+    def what_is_picked_is_named_to_whoever_sends(self) -> None:
+        assert [(message.job_id, message.attempt) for message in self.messages] == self.line.messages
+
+    @invariant()
+    def usage_is_what_there_is(self) -> None:
+        raw = self.do(self.ledger.redis.hgetall("ms:usage"))
+        counted = {name.decode(): int(number) for name, number in raw.items() if int(number)}
+        is_ = {"/queued": sum(job.state is State.QUEUED for job in self.jobs)}
+        for tenant in TENANTS:
+            own = [job for job in self.jobs if job.job.tenant == tenant]
+            is_[f"{tenant}/jobs"] = sum(job.state not in TERMINAL for job in own)
+            is_[f"{tenant}/bytes"] = sum(job.bytes for job in own)
+        assert counted == {name: number for name, number in is_.items() if number}
+
+    def teardown(self) -> None:
+        assert self.do(Sweeper(self.ledger, self.broker.app, self.ledger.settings)._recount(now())) == []
 
 
 @pytest.fixture
 def broker(redis_url: str) -> Iterator[Broker]:
-    import redis
-
-    config = settings_for(redis_url, max_attempts=MAX_ATTEMPTS)
+    config = settings_for(redis_url, max_attempts=MAX_ATTEMPTS, dispatch_window=WINDOW)
     loop = asyncio.new_event_loop()
     ledger, app = Ledger.connect(config), make_app(config)
     yield Broker(loop, ledger, Settler(redis.Redis.from_url(redis_url), config), Sweeper(ledger, app, config), app)
@@ -192,5 +383,5 @@ def test_the_ledger_follows_its_model(broker: Broker) -> None:
     LedgerModel.broker = broker
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         LedgerModel,
-        settings=settings(max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck), database=None),
+        settings=settings(max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck), database=None),
     )

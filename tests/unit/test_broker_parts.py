@@ -15,6 +15,7 @@ from midstream.broker import reading, scripts
 from midstream.broker.celery_app import PRIORITY_OF_KIND, PRIORITY_STEPS, RESTORE_INTERVAL_S, lists_of, make_app, queue_of
 from midstream.broker.lease import RENEW_S, LeaseStep
 from midstream.broker.ledger import is_absence, new_job_id
+from midstream.broker.webhook_outbox import SCRIPTS
 from midstream.schemas.errors import STATUS_OF_KIND, MidstreamError
 from midstream.schemas.jobs import TERMINAL, TRANSITIONS, Job, State
 from midstream.schemas.settings import Settings
@@ -34,7 +35,8 @@ def test_the_scripts_are_generated_from_the_table_of_transitions() -> None:
 
 def test_every_script_file_has_a_name_and_every_problem_that_scripts_raise_is_known() -> None:
     folder = scripts.Path(scripts.__file__).parent / "lua"
-    assert {file.stem for file in folder.glob("*.lua")} == {*scripts.NAMES, *scripts.PARTS}
+    webhooks = {*SCRIPTS, "hooks_common", "hooks_rotate"}
+    assert {file.stem for file in folder.glob("*.lua")} == {*scripts.NAMES, *scripts.PARTS, *webhooks}
     raised = {kind for file in folder.glob("*.lua") for kind in re.findall(r"fail\(job, '(\w+)'", file.read_text())}
     assert raised <= set(STATUS_OF_KIND)
     assert "ranks_disagree" in raised
