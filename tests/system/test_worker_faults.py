@@ -17,12 +17,6 @@ CAPTURE = StoredCapture(sites={"post_block": [0, 1, 2, 3]}, positions="all", tag
 TOKEN_S = 0.02
 
 
-def times_running(stack: Stack, job_id: str) -> int:
-    """How many attempts the job's history knows."""
-    events = stack.do(lambda ledger: ledger.events(job_id))
-    return sum(event.event == "state" and event.data["state"] == "running" for event in events)
-
-
 def captured(stack: Stack, job_id: str) -> list[str]:
     return sorted(path.name for path in (stack.settings.capture_root / "t" / job_id).glob("*.safetensors"))
 
@@ -112,18 +106,6 @@ def test_redis_killed_under_load_loses_nothing_that_was_accepted(tmp_path: Path)
         assert len(accepted) >= 55
         assert {view.state for view in views} == {State.SUCCEEDED}
         assert all(len(stack.result(job_id).capture_results.files) == 1 for job_id in accepted)
-
-
-# field case 37
-def test_a_job_three_times_longer_than_the_visibility_timeout_starts_once(tmp_path: Path) -> None:
-    with Stack(tmp_path, fake_token_s=TOKEN_S, visibility_timeout_s=4, lease_s=5) as stack:
-        job_id = stack.submit(["a"], max_tokens=620)
-        started = time.monotonic()
-        view = stack.wait(job_id)
-        assert time.monotonic() - started > 12
-        assert (view.state, view.attempt) == (State.SUCCEEDED, 1)
-        assert times_running(stack, job_id) == 1
-        assert stack.log("worker").count(f"Task midstream.generate[{job_id}] received") == 1, "its message was not given out again either"
 
 
 # field case 38

@@ -1,0 +1,119 @@
+"""Is every captured row of the demo model whole and right after its worker, its engine and its rank were killed ten times? Real vLLM."""
+
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from stack import Stack
+from test_worker_processes import descendants, wait_gone
+from tolerances import FP32_ROWS_30_LAYERS
+
+from midstream.client.models import fetch_demo_model
+from midstream.client.reader import CaptureReader
+from midstream.schemas.jobs import State
+from midstream.schemas.specs import StoredCapture
+from midstream.workers.app import EXIT_ENGINE_DIED
+
+#: Who is killed; names of processes as Linux keeps them, 15 characters.
+VICTIMS = ["worker"] * 6 + ["VLLM::EngineCor"] * 2 + ["VLLM::Worker"] * 2
+#: Layouts in turn: rows of small jobs in segments, and files of their own.
+CAPTURES = [
+    StoredCapture(sites={"post_block": list(range(30)), "pre_attn": [0, 15]}, positions="all_prompt", tag="gate", layout=layout)
+    for layout in ("segment", "packed", "auto")
+]
+JOBS, TOKENS = 6, 48
+TEXT = "The Eiffel Tower is located in the city of Paris, and the Colosseum is located in the city of Rome. "
+
+
+def prompts_of(number: int) -> list[str]:
+    return [f"{number}. {TEXT * 2}"[: 30 + 20 * number], f"{number}: {TEXT}"[: 12 + 5 * number]]
+
+
+def submit(stack: Stack, number: int) -> str:
+    return stack.submit(prompts_of(number), max_tokens=TOKENS, capture=CAPTURES[number % len(CAPTURES)])
+
+
+def rows(stack: Stack, job_id: str) -> list[dict[str, np.ndarray]]:
+    """Of each prompt: `<hook>.<layer>` → `[positions, hidden]`."""
+    with CaptureReader(stack.settings.capture_root, job_id) as reader:
+        return [
+            {f"{hook}.{layer}": reader.array(layer, hook, number) for hook in reader.hooks(number) for layer in reader.layers(number, hook)}
+            for number in reader.requests()
+        ]
+
+
+def check(stack: Stack, job_id: str, reference: list[dict[str, np.ndarray]]) -> int:
+    """Everything about one job's captures; returns how many blobs it has."""
+    view, result = stack.view(job_id), stack.result(job_id)
+    assert view.state is State.SUCCEEDED, view
+    assert view.receipts == view.receipts_expected == 2
+    with CaptureReader(stack.settings.capture_root, job_id) as reader:
+        assert [reader.manifest(request).attempt for request in reader.requests()] == [view.attempt] * 2
+        checks = reader.verify()
+        assert all(found.ok for found in checks), checks
+        told = {(file.path, file.offset): file.crc32 for file in result.capture_results.files}
+        there = {(str(found.path.relative_to(stack.settings.capture_root)), found.offset): found.crc32 for found in checks}
+    assert told.items() <= there.items(), "what the receipts say is what the disk holds"
+    assert sorted(file.request for file in result.capture_results.files) == [0, 1], "one blob of each prompt, of one attempt"
+    for mine, theirs in zip(rows(stack, job_id), reference, strict=True):
+        assert mine.keys() == theirs.keys()
+        for site, wanted in theirs.items():
+            worst = np.max(np.linalg.norm(mine[site] - wanted, axis=1) / np.linalg.norm(wanted, axis=1))
+            assert worst < FP32_ROWS_30_LAYERS, f"{job_id} {site}: {worst}"
+    return len(told)
+
+
+def strike(stack: Stack, victim: str) -> None:
+    """`kill -9`, and nothing of the worker is left."""
+    engine = descendants(stack.pid("worker"))
+    if victim == "worker":
+        stack.kill("worker")
+    else:
+        os.kill(next(pid for pid, name in engine.items() if name == victim), signal.SIGKILL)
+        assert stack.exit_code("worker", 30) == EXIT_ENGINE_DIED
+    wait_gone(list(engine), 20)
+
+
+@pytest.mark.timeout(2400)
+def test_every_capture_is_right_after_ten_kills_of_a_real_engine(tmp_path: Path) -> None:  # field case 37
+    seed = random.SystemRandom().randrange(10**9)
+    rng = random.Random(seed)
+    victims = rng.sample(VICTIMS, len(VICTIMS))
+    settings = {"engine": "vllm", "model": str(fetch_demo_model()), "model_name": "demo", "dtype": "float32", "max_model_len": 512}
+    jobs: list[tuple[int, str]] = []
+    ready: list[float] = []
+    following: list[float] = []
+    with Stack(tmp_path, start_timeout_s=300, lease_s=30, kv_cache_gib=0.25, max_attempts=20, **settings) as stack:
+        calm = [submit(stack, number) for number in range(JOBS)]
+        for job_id in calm:
+            stack.wait(job_id, 120)
+        reference = [rows(stack, job_id) for job_id in calm]
+        for victim in victims:
+            jobs += [(number, submit(stack, number)) for number in range(JOBS)]
+            stack.wait_running(jobs[-JOBS][1])
+            time.sleep(rng.random() * 3)
+            killed = time.monotonic()
+            strike(stack, victim)
+            stack.restart("worker")
+            ready.append(time.monotonic() - killed)
+            number = rng.randrange(JOBS)
+            jobs.append((number, submit(stack, number)))
+            stack.wait(jobs[-1][1], 120)
+            following.append(time.monotonic() - killed)
+        for _, job_id in jobs:
+            stack.wait(job_id, 120)
+        blobs = sum(check(stack, job_id, reference[number]) for number, job_id in jobs)
+        again = sum(stack.view(job_id).attempt > 1 for _, job_id in jobs)
+    figures = {
+        "seed": seed, "victims": victims, "jobs": len(jobs), "run again": again, "blobs": blobs,
+        "ready_s": [round(float(np.median(ready)), 1), round(max(ready), 1)],
+        "next_s": [round(float(np.median(following)), 1), round(max(following), 1)],
+    }  # fmt: skip
+    print(f"\nreal engine: {len(victims)} kills, {len(jobs)} jobs, {again} of them run again, {blobs} blobs verified")
+    print(json.dumps(figures))
+    assert again > 0, "some jobs were in the engine when it was killed"

@@ -1,0 +1,108 @@
+"""Two workers: is what comes late, twice or from a stranger without effect, and what only takes long left alone?"""
+
+import base64
+import json
+import signal
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+from stack import Stack
+
+from midstream.broker.celery_app import queue_of
+from midstream.schemas.jobs import State
+from midstream.schemas.specs import StoredCapture
+
+CAPTURE = StoredCapture(sites={"post_block": [0, 1, 2, 3]}, positions="all", tag="t", layout="packed")
+TOKEN_S, VISIBILITY_S = 0.02, 3
+SETTINGS = {"fake_token_s": TOKEN_S, "visibility_timeout_s": VISIBILITY_S, "lease_s": 3, "capture_timeout_s": 3, "sweep_interval_s": 0.3}
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    with Stack(tmp_path_factory.mktemp("stack"), workers=2, **SETTINGS) as running:
+        yield running
+
+
+def worker_of(stack: Stack, job_id: str) -> str:
+    return "worker" if stack.view(job_id).worker == "w1" else "worker-2"
+
+
+# field case 37
+def test_a_job_five_times_longer_than_the_visibility_timeout_starts_once(stack: Stack) -> None:
+    job_id = stack.submit(["a"], max_tokens=int(5.1 * VISIBILITY_S / TOKEN_S))
+    began = time.monotonic()
+    view = stack.wait(job_id)
+    assert time.monotonic() - began > 5 * VISIBILITY_S
+    assert (view.state, view.attempt) == (State.SUCCEEDED, 1)
+    events = stack.do(lambda ledger: ledger.events(job_id))
+    assert sum(event.event == "state" and event.data["state"] == "running" for event in events) == 1
+    received = sum(stack.log(name).count(f"Task midstream.generate[{job_id}] received") for name in ("worker", "worker-2"))
+    assert received == 1, "its message was not given out again either"
+
+
+# field case 37, 38
+def test_receipts_of_a_worker_that_was_stopped_past_its_lease_come_late_and_change_nothing(stack: Stack) -> None:
+    """Its outputs are stored and its receipts are on its disk when it is stopped; they reach the relay after another attempt's."""
+    stack.kill("relay")
+    job_id = stack.submit(["a"], max_tokens=3, capture=CAPTURE)
+    first = stack.wait(job_id, until=lambda view: view.generated is not None).worker
+    stopped = worker_of(stack, job_id)
+    outbox = stack.directory / "outbox" / f"{first}.rank0.sqlite"
+    deadline = time.monotonic() + 10
+    while not list((stack.settings.capture_root / "t" / job_id).glob("*.a1.*.safetensors")) or not outbox.exists():
+        assert time.monotonic() < deadline, "its file and its receipt are durable first"
+        time.sleep(0.02)
+    time.sleep(0.2)
+    stack.kill(stopped, signal.SIGSTOP)
+    stack.restart("relay")
+    view = stack.wait(job_id)
+    assert (view.state, view.attempt, view.receipts) == (State.SUCCEEDED, 2, 1)
+    assert view.worker != first
+    result = stack.result(job_id)
+    before = marks(stack, str(first))
+    stack.kill(stopped, signal.SIGCONT)
+    deadline = time.monotonic() + 30
+    while marks(stack, str(first)) <= before:
+        assert time.monotonic() < deadline, "the late receipt is acknowledged, so that it does not come again"
+        time.sleep(0.05)
+    assert stack.view(job_id) == view
+    assert stack.result(job_id) == result
+    assert [file.path.rpartition("/")[2] for file in result.capture_results.files] == ["p0000.a2.pp0.safetensors"]
+    assert stack.wait(stack.submit(["next"], max_tokens=2)).state is State.SUCCEEDED
+
+
+def marks(stack: Stack, worker: str) -> int:
+    """How many receipts of a worker have been acknowledged, over all epochs."""
+    with redis.Redis.from_url(stack.settings.redis_url) as client:
+        return sum(int(client.get(name) or 0) for name in client.scan_iter(match=f"ms:mark:{worker}:*"))
+
+
+# field case 42
+@pytest.mark.parametrize("kind", ["application/x-python-serialize", "application/json"])
+def test_a_pickle_in_the_queue_is_thrown_away_and_never_run(stack: Stack, tmp_path: Path, kind: str) -> None:
+    mark = tmp_path / "ran"
+    bomb = b"cposix\nsystem\n(S'touch " + str(mark).encode() + b"'\ntR."
+    name, tag = queue_of(stack.settings.served_model), str(uuid.uuid4())
+    headers = {"lang": "py", "task": "midstream.generate", "id": tag, "root_id": tag, "parent_id": None, "group": None}
+    message = {
+        "body": base64.b64encode(bomb).decode(),
+        "content-encoding": "binary",
+        "content-type": kind,
+        "headers": headers,
+        "properties": {
+            "correlation_id": tag, "delivery_mode": 2, "delivery_info": {"exchange": name, "routing_key": name}, "priority": 0,
+            "body_encoding": "base64", "delivery_tag": tag,
+        },
+    }  # fmt: skip
+    with redis.Redis.from_url(stack.settings.redis_url) as client:
+        client.lpush(name, json.dumps(message))
+        deadline = time.monotonic() + 20
+        while client.llen(name) or client.hexists("unacked", tag):
+            assert time.monotonic() < deadline, "it is taken from the queue, and not given back"
+            time.sleep(0.05)
+    assert stack.wait(stack.submit(["the workers go on"], max_tokens=2)).state is State.SUCCEEDED
+    assert not mark.exists()
