@@ -16,7 +16,8 @@ from celery import Celery
 from ..schemas.faults import crash_point
 from ..schemas.handling import Priority
 from ..schemas.jobs import Job
-from .celery_app import PRIORITY_OF_KIND, PRIORITY_STEPS, enqueue
+from .celery_app import PRIORITY_OF_KIND, PRIORITY_STEPS
+from .messages import post
 
 log = logging.getLogger(__name__)
 
@@ -90,18 +91,23 @@ class Dispatcher:
             self._thread.join(timeout)
 
     def _run(self) -> None:
-        while (messages := self._outgoing.get()) is not None:
-            send_now(self._app, messages)
-            crash_point(self._sent)
+        going = True
+        while going:
+            waiting = [self._outgoing.get()]
+            while not self._outgoing.empty():  # what came while the last were on their way goes together
+                waiting.append(self._outgoing.get())
+            messages = [message for some in waiting if some is not None for message in some]
+            going = None not in waiting
+            if messages:
+                send_now(self._app, messages)
+                crash_point(self._sent)
 
 
 def send_now(app: Celery, messages: Sequence[Message]) -> int:
-    """Send them on this thread; returns how many. When Redis does not take one the others are left to the sweeper, too."""
-    for sent, message in enumerate(messages):
-        try:
-            enqueue(app, *message)
-        except Exception as error:  # whatever the transport raises: it is told, it is mended, and the next messages come
-            left = len(messages) - sent
-            log.warning("the messages of %d jobs, from %s on, are left to the sweeper: %r", left, message.job_id, error)
-            return sent
+    """Send them on this thread; returns how many. When Redis does not take them they are left to the sweeper."""
+    try:
+        post(app, messages)
+    except Exception as error:  # whatever the transport raises: it is told, it is mended, and the next messages come
+        log.warning("the messages of %d jobs, from %s on, are left to the sweeper: %r", len(messages), messages[0].job_id, error)
+        return 0
     return len(messages)

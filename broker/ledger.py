@@ -26,6 +26,7 @@ from ..schemas.sweeps import UnitRecord
 from ..schemas.tensors import Tensor
 from . import reading, scripts
 from .dispatch import Send, cost_of, messages_of
+from .grouped import GroupedRedis
 from .pressure import Pressure
 from .tenants import Tenants, refusal
 
@@ -131,7 +132,7 @@ class Ledger:
             # A pooled connection that Redis's restart has cut is mended in silence; a Redis that is away is told within a second.
             retry=Retry(ExponentialBackoff(cap=0.4, base=0.05), RETRIES),
         )
-        return cls(redis.asyncio.Redis.from_pool(pool), settings, send)
+        return cls(GroupedRedis.from_pool(pool), settings, send)
 
     async def close(self) -> None:
         await self.redis.aclose()

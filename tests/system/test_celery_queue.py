@@ -1,8 +1,10 @@
 """Does the queue deliver by priority, keep what runs, and hold to json? With a real Celery worker and Redis."""
 
+import base64
 import json
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -10,7 +12,8 @@ import pytest
 import redis
 from ledger_kit import MODEL, settings_for
 
-from midstream.broker.celery_app import enqueue, lists_of, make_app, queue_of
+from midstream.broker.celery_app import lists_of, make_app, queue_of
+from midstream.broker.messages import enqueue, post
 
 WORKER = Path(__file__).with_name("lease_worker.py")
 
@@ -25,6 +28,40 @@ def test_a_message_is_json_and_carries_the_job_id_alone(redis_url: str) -> None:
     assert {message["content-type"] for message in messages} == {"application/json"}
     assert {message["headers"]["id"] for message in messages} == {"job_1", "job_1.2"}
     assert {message["headers"]["argsrepr"] for message in messages} == {"['job_1']"}
+    app.close()
+
+
+def test_a_prepared_message_is_the_one_that_celery_would_send(redis_url: str) -> None:
+    app = make_app(settings_for(redis_url))
+    name = queue_of(MODEL)
+    app.send_task("midstream.chat", args=["job_1"], queue=name, priority=3, task_id="job_1.2")
+    post(app, [("job_1", "chat", MODEL, 2, 3), ("job_2", "generate", MODEL, 0, 0)])
+    with redis.Redis.from_url(redis_url) as client:
+        urgent, (prepared, composed), *_ = ([json.loads(raw) for raw in client.lrange(each, 0, -1)] for each in lists_of(name))
+    assert [message["headers"]["id"] for message in urgent] == ["job_2"]
+    assert prepared["properties"].pop("delivery_tag") != composed["properties"].pop("delivery_tag")
+    assert json.loads(base64.b64decode(prepared.pop("body"))) == json.loads(base64.b64decode(composed.pop("body")))
+    assert prepared == composed
+    app.close()
+
+
+def test_flower_hears_of_every_message_that_was_sent_together(redis_url: str) -> None:
+    app = make_app(settings_for(redis_url))
+    state = app.events.State()
+
+    def send_once_heard() -> None:
+        with redis.Redis.from_url(redis_url) as client:
+            while not client.pubsub_numpat():
+                time.sleep(0.02)
+        post(app, [(f"job_{number}", "generate", MODEL, 0, 6) for number in range(3)])
+
+    sending = threading.Thread(target=send_once_heard)
+    sending.start()
+    with app.connection_for_read() as connection:
+        app.events.Receiver(connection, handlers={"*": state.event}).capture(limit=1, timeout=10, wakeup=False)
+    sending.join()
+    told = {name: (task.name, task.args, task.state, task.routing_key) for name, task in state.tasks.items()}
+    assert told == {f"job_{n}": ("midstream.generate", f"['job_{n}']", "PENDING", queue_of(MODEL)) for n in range(3)}
     app.close()
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from stack import Stack
 
-from midstream.broker.celery_app import enqueue
+from midstream.broker.messages import enqueue
 from midstream.broker.runs import SourceRuns
 from midstream.schemas.jobs import JobView, State
 from midstream.schemas.runs import RunRow, RunView, row_name, run_key

@@ -9,7 +9,7 @@ import pytest
 from stack import Stack
 from sweep_rig import CLEAN, CORRUPT, check_grid, pair, sweep, sweep_job
 
-from midstream.broker.celery_app import enqueue
+from midstream.broker.messages import enqueue
 from midstream.broker.sweeps import Sweeps
 from midstream.schemas.jobs import Event, State
 from midstream.schemas.specs import StoredCapture

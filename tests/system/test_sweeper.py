@@ -11,8 +11,9 @@ from celery import Celery
 from ledger_kit import BOOT, EPOCH, MODEL, WORKER, claimed, make_job, open_ledger, outputs, receipt, settings_for, settler
 
 from midstream.broker import redis_server
-from midstream.broker.celery_app import enqueue, lists_of, make_app, queue_of
+from midstream.broker.celery_app import lists_of, make_app, queue_of
 from midstream.broker.ledger import Ledger
+from midstream.broker.messages import enqueue
 from midstream.broker.sweeper import Sweeper
 from midstream.schemas.base import now
 from midstream.schemas.jobs import State

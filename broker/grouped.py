@@ -1,0 +1,81 @@
+"""How do the many small commands of one process reach Redis in few round trips? Those that are asked for at the same time go together.
+
+A round trip costs a process several times what Redis spends on the command. So while `IN_FLIGHT` groups are on their way, further
+commands collect and leave as one group when an answer comes: an idle system waits for nothing, a busy one groups by itself.
+"""
+
+import asyncio
+from typing import Any
+
+import redis.asyncio
+
+#: Groups that are on their way at once: enough that a large answer does not hold up everybody.
+IN_FLIGHT = 3
+#: Commands of one group at most: Redis serves a group's commands one after the other, between those of others.
+GROUP_LIMIT = 64
+#: What is grouped: short answers, and may be repeated when a connection breaks, as the ledger's scripts may.
+GROUPED = frozenset({"EVALSHA", "HGET", "HMGET"})
+
+Command = tuple[tuple[Any, ...], dict[str, Any], "asyncio.Future[Any]"]
+
+
+class GroupedRedis(redis.asyncio.Redis):
+    """redis-py's client, whose short commands travel in groups. Belongs to one event loop.
+
+    A caller that is cancelled no longer hears the answer; its command is carried out all the same.
+    """
+
+    _waiting: list[Command]
+    _on_the_way: set["asyncio.Task[None]"]
+
+    async def execute_command(self, *args: Any, **options: Any) -> Any:
+        if args[0] not in GROUPED:
+            return await self._alone(args, options)
+        if "_waiting" not in self.__dict__:
+            self._waiting, self._on_the_way = [], set()
+        answer = asyncio.get_running_loop().create_future()
+        self._waiting.append((args, options, answer))
+        if len(self._waiting) == 1 and len(self._on_the_way) < IN_FLIGHT:
+            asyncio.get_running_loop().call_soon(self._depart)
+        return await answer
+
+    async def _alone(self, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        execute: Any = super().execute_command  # without types
+        return await execute(*args, **options)
+
+    def _depart(self) -> None:
+        while self._waiting and len(self._on_the_way) < IN_FLIGHT:
+            group, self._waiting = self._waiting[:GROUP_LIMIT], self._waiting[GROUP_LIMIT:]
+            task = asyncio.create_task(self._travel(group))
+            self._on_the_way.add(task)
+            task.add_done_callback(self._arrived)
+
+    def _arrived(self, task: "asyncio.Task[None]") -> None:
+        self._on_the_way.discard(task)
+        self._depart()
+
+    async def _travel(self, group: list[Command]) -> None:
+        """Every command's answer, or the error that it, or the whole group, met."""
+        answers: list[Any]
+        try:
+            if len(group) == 1:
+                args, options, _ = group[0]
+                answers = [await self._alone(args, options)]
+            else:
+                async with self.pipeline(transaction=False) as pipe:
+                    for args, options, _ in group:
+                        pipe.execute_command(*args, **options)
+                    answers = await pipe.execute(raise_on_error=False)
+        except Exception as error:
+            answers = [error] * len(group)
+        except asyncio.CancelledError:
+            for _, _, answer in group:
+                answer.cancel()
+            raise
+        for (_, _, answer), found in zip(group, answers, strict=True):
+            if answer.done():  # whoever asked has left
+                continue
+            if isinstance(found, Exception):
+                answer.set_exception(found)
+            else:
+                answer.set_result(found)
