@@ -1,6 +1,7 @@
 """Does nothing accepted get lost, and does no client hang or hear a lie, when Redis or the API goes away?"""
 
 import asyncio
+import json
 import re
 import signal
 import socket
@@ -15,6 +16,7 @@ from edge import MODEL, Api, Hand, running
 
 from midstream.api.edge import open_edge
 from midstream.broker import redis_server
+from midstream.broker.celery_app import lists_of, queue_of
 from midstream.schemas.errors import MidstreamError
 
 BODY = {"model": MODEL, "prompts": ["hello there"]}
@@ -186,9 +188,21 @@ def test_a_client_that_leaves_while_its_job_is_made_leaves_a_job_that_runs(api: 
         connection.sendall(
             b"POST /v1/jobs HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(raw) + raw
         )
+    deadline = time.monotonic() + 10
+    while not (waiting := messages(hand)):
+        assert time.monotonic() < deadline, "its message is sent all the same, or it would be queued for ever"
+        time.sleep(0.02)
     claim = hand.claim_next()
+    assert waiting == [claim.job.id]
     hand.store(claim)
     assert api.view(claim.job.id)["state"] == "succeeded"
+
+
+def messages(hand: Hand) -> list[str]:
+    """Ids of the jobs whose messages wait for a worker."""
+    with hand._redis as client:
+        raw = [message for name in lists_of(queue_of(MODEL)) for message in client.lrange(name, 0, -1)]
+    return [json.loads(message)["headers"]["id"] for message in raw]
 
 
 def test_a_client_that_leaves_in_the_middle_of_its_body_makes_nothing(api: Api, hand: Hand) -> None:
@@ -224,16 +238,17 @@ def waiting(api: Api) -> int:
 
 def test_a_job_that_celery_did_not_get_is_accepted_and_left_to_the_sweeper(api: Api, hand: Hand) -> None:
     """The ledger is the truth: what it has committed is accepted, with or without a message."""
-    from midstream.broker.celery_app import lists_of, queue_of
-
     with hand._redis as client:
         for name in lists_of(queue_of(MODEL)):
             client.set(name, "not a list")  # every push fails
         answer = api.http.post("/v1/jobs", json=BODY)
+        assert answer.status_code == 202
+        deadline = time.monotonic() + 15
+        while answer.json()["id"] not in api.log():
+            assert time.monotonic() < deadline, "the log says that the sweeper has to"
+            time.sleep(0.05)
         for name in lists_of(queue_of(MODEL)):
             client.delete(name)
-    assert answer.status_code == 202
-    assert answer.json()["id"] in api.log(), "and the log says that the sweeper has to"
     assert hand.view(answer.json()["id"]).state == "queued"
 
 
