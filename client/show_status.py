@@ -1,7 +1,7 @@
 """How does the whole service look on a terminal of 80 columns, and how the findings of `midstream doctor`?"""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rich.console import Group, RenderableType
 from rich.markup import escape
@@ -22,6 +22,8 @@ _STATES = {
 }  # fmt: skip
 #: Findings are printed as they come, one below the other: so wide is what they are about.
 _ABOUT = 14
+#: Longer names are cut, so that numbers have room on 80 columns.
+_NAME = 22
 #: A disagreement of ranks is shown for this long, in seconds.
 DESYNC_SHOWN_S = 24 * 3600.0
 
@@ -43,10 +45,10 @@ def _head(now: Status, url: str) -> Text:
     line = Text()
     line.append(f"midstream {now.version}", style="bold")
     line.append(f" at {url} · {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(now.at))}\n")
-    line.append(f"{now.live} jobs live, {now.queued} queued, {now.held} responses held · redis {memory}, {redis.milliseconds:.1f} ms\n")
+    line.append(f"{now.live} jobs live, {now.queued} queued, {now.held} responses held\n")
     line.append_text(_alive("relay", now.relay.alive, f"{now.relay.received} receipts"))
+    line.append(f" · redis {memory}, {redis.milliseconds:.1f} ms\n")
     late = f", {now.callbacks.webhooks_overdue_s:.0f} s overdue" if now.callbacks.webhooks_overdue_s >= 1 else ""
-    line.append(" · ")
     line.append_text(_alive("callbacks", now.callbacks.alive, f"{now.callbacks.webhooks_pending} webhooks pending{late}"))
     return line
 
@@ -57,54 +59,59 @@ def _alive(name: str, alive: bool, more: str) -> Text:
     return found.append(f", {more}" if alive else "")
 
 
-def _table(title: str, *columns: str, left: int = 1) -> Table:
-    """The first `left` columns hold names, which are cut where there is no room; the others numbers, which are not."""
-    made = Table(title=f"\n{title}", title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str | Text]], left: int = 1) -> Table:
+    """The first `left` columns hold names, which are cut where there is no room; the others numbers, which never are."""
+    made = Table(title=f"\n{title}", title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for place, column in enumerate(columns):
         if place < left:
-            made.add_column(column, overflow="ellipsis", no_wrap=True, min_width=6)
+            made.add_column(column, overflow="ellipsis", no_wrap=True, max_width=_NAME)
         else:
-            made.add_column(column, justify="right", no_wrap=True)
+            widest = max([len(column), *[len(row[place]) for row in rows]])
+            made.add_column(column, justify="right", no_wrap=True, min_width=widest)
+    for row in rows:
+        made.add_row(*[cell if isinstance(cell, Text) else escape(cell) for cell in row])
     return made
 
 
 def _jobs(now: Status, before: Status | None) -> Table:
-    made = _table("jobs so far", "model", *_STATES.values(), "done/s")
+    rows = []
     for model, counts in now.counts.items():
         rate = "–"
         if before is not None and now.at > before.at:
             ended = counts.get("succeeded", 0) - before.counts.get(model, {}).get("succeeded", 0)
             rate = f"{ended / (now.at - before.at):.1f}"
-        made.add_row(escape(model), *[str(counts.get(state, 0)) for state in _STATES], rate)
-    return made
+        rows.append([model, *[str(counts.get(state, 0)) for state in _STATES], rate])
+    return _table("jobs so far", ["model", *_STATES.values(), "done/s"], rows)
 
 
 def _queues(queues: Iterable[QueueStatus]) -> Table:
-    made = _table("queues", "model", "priority", "waiting for", "sent", "waiting", left=3)
+    rows = []
     for queue in queues:
         tenants = ", ".join(f"{tenant} {count}" for tenant, count in sorted(queue.waiting.items(), key=lambda item: -item[1]))
-        made.add_row(escape(queue.model), queue.priority, escape(tenants), str(queue.sent), str(sum(queue.waiting.values())))
-    return made
+        rows.append([queue.model, tenants, queue.priority, str(queue.sent), str(sum(queue.waiting.values()))])
+    return _table("queues", ["model", "who waits", "priority", "sent", "waiting"], rows, left=2)
 
 
-def _workers(workers: Iterable[WorkerInfo]) -> RenderableType:
-    workers = list(workers)
+def _workers(workers: Sequence[WorkerInfo]) -> RenderableType:
     if not workers:
-        return Text("no worker is alive", style="bold red")
-    made = _table("workers", "worker", "model", "tp×pp", "jobs", "run", "wait", "tok/s in", "out", "kv", "rows", "outbox", left=2)
-    for worker in workers:
-        stats = worker.stats
-        name = Text(worker.worker, style="green" if worker.healthy else "red")
-        if stats is None:
-            made.add_row(name, escape(worker.model), f"{worker.tp}×{worker.pp}")
-            continue
-        made.add_row(
-            name, escape(worker.model), f"{worker.tp}×{worker.pp}", str(stats.jobs), str(stats.running), str(stats.waiting),
-            f"{stats.prompt_tokens_s:.0f}", f"{stats.generated_tokens_s:.0f}", f"{stats.kv_cache:.0%}", f"{stats.rows_used}/{stats.rows}",
-            str(stats.outbox),
-        )  # fmt: skip
-    ill = [Text(f"{worker.worker}: {worker.detail}", style="red") for worker in workers if not worker.healthy]
-    return Group(made, *ill)
+        return Text("\nno worker is alive", style="bold red")
+    columns = ["worker", "tp×pp", "jobs", "run", "wait", "tok/s in", "out", "kv", "rows", "outbox"]
+    tables: list[RenderableType] = []
+    for model in sorted({worker.model for worker in workers}):
+        of_model = [worker for worker in workers if worker.model == model]
+        tables.append(_table(f"workers of {escape(model)}", columns, [_worker(worker) for worker in of_model]))
+    return Group(*tables, *[Text(f"{worker.worker}: {worker.detail}", style="red") for worker in workers if not worker.healthy])
+
+
+def _worker(worker: WorkerInfo) -> list[str | Text]:
+    name, place = Text(worker.worker, style="green" if worker.healthy else "red"), f"{worker.tp}×{worker.pp}"
+    stats = worker.stats
+    if stats is None:
+        return [name, place, *["–"] * 8]
+    return [
+        name, place, str(stats.jobs), str(stats.running), str(stats.waiting), f"{stats.prompt_tokens_s:.0f}",
+        f"{stats.generated_tokens_s:.0f}", f"{stats.kv_cache:.0%}", f"{stats.rows_used}/{stats.rows}", str(stats.outbox),
+    ]  # fmt: skip
 
 
 def _ago(seconds: float) -> str:

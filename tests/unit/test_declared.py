@@ -17,7 +17,7 @@ EXTRAS_OF: dict[str, tuple[str, ...]] = {
     "api": ("api",),
     "kernels": ("cpu",),
     "workers": ("cpu",),
-    "tests": ("cpu", "demo", "dev", "plots"),
+    "tests": ("cpu", "demo", "dev", "otel", "plots"),
     "benchmarks": ("cpu", "demo", "dev", "plots"),
     "examples": ("client", "plots"),
 }

@@ -15,6 +15,7 @@ KEPT = Path(__file__).resolve().parents[2] / "docs" / "openapi.json"
 
 PATHS = {
     "/healthz": {"get"},
+    "/v1/status": {"get"},
     "/readyz": {"get"},
     "/v1/captures": {"get"},
     "/v1/captures/{job_id}": {"delete", "get"},

@@ -1,0 +1,330 @@
+"""Can one see what happens? Logs, metrics, traces and the status of a whole stack, as an operator reads them."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+import redis
+from otlp import Collector, Span, tree
+from stack import Stack, free_port
+
+from midstream.client.doctor import Finding, examine
+from midstream.client.supervisor import STATE_FILE
+from midstream.schemas.base import from_json, now
+from midstream.schemas.specs import StoredSteering
+from midstream.schemas.status import Status
+
+SERVED = {"relay", "worker", "callbacks"}  # those that serve their metrics themselves
+ADMIN_KEY = "ms_abcdef012345_" + "s3cr3t" * 8
+TRACE, CALLER_SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+STAGES = {"POST /v1/completions", "queue", "attempt", "prompt", "receipt", "durable", "release"}
+
+
+class Seen(Stack):
+    """A stack whose processes have a port for their metrics each."""
+
+    ports: dict[str, int]
+
+    def spawn(self, name: str, **changed: Any) -> None:
+        self.ports = {**getattr(self, "ports", {}), name: free_port()}
+        super().spawn(name, **({"metrics_port": self.ports[name]} if name in SERVED else {}), **changed)
+
+    def metrics(self, name: str) -> dict[str, float]:
+        """Sample → value."""
+        url = f"http://127.0.0.1:{self.ports[name]}/metrics" if name in SERVED else f"{self.url}/metrics"
+        lines = [line.rpartition(" ") for line in httpx.get(url).text.splitlines() if line.startswith("midstream_")]
+        return {sample: float(value) for sample, _, value in lines}
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        """Its log; the ready line is for whoever starts it."""
+        return [json.loads(line) for line in self.log(name).splitlines() if line.startswith("{")]
+
+
+@pytest.fixture(scope="module")
+def collector() -> Iterator[Collector]:
+    with Collector() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Seen]:
+    settings = {
+        "log_format": "json",
+        "otel_endpoint": collector.url,
+        "admin_key": ADMIN_KEY,
+        "tensor_parallel_size": 2,
+        "dispatch_window": 1,
+    }
+    with Seen(tmp_path_factory.mktemp("seen"), api=True, **settings) as started:
+        assert isinstance(started, Seen)
+        yield started
+
+
+@pytest.fixture(scope="module")
+def held(stack: Seen) -> httpx.Response:
+    """A completion that was held until its capture was durable."""
+    answer = httpx.post(
+        f"{stack.url}/v1/completions",
+        json={"model": "fake-model", "prompt": ["hi there", "and you"], "max_tokens": 4, "capture": {"layers": [0]}, "capture_wait": True},
+        headers={"x-request-id": "mine-1", "traceparent": f"00-{TRACE}-{CALLER_SPAN}-01", "authorization": f"Bearer {ADMIN_KEY}"},
+        timeout=60,
+    )
+    assert answer.status_code == 200
+    return answer
+
+
+@pytest.fixture(scope="module")
+def spans(held: httpx.Response, collector: Collector) -> list[Span]:
+    found = collector.trace(TRACE, STAGES)
+    print(tree(found))
+    return found
+
+
+def named(spans: list[Span], name: str) -> list[Span]:
+    return [span for span in spans if span.name == name]
+
+
+# --- Traces -----------------------------------------------------------------------------------------------------------------
+
+
+def test_one_trace_follows_a_held_completion_from_its_caller_to_its_release(spans: list[Span]) -> None:
+    post, attempt = named(spans, "POST /v1/completions")[0], named(spans, "attempt")[0]
+    assert post.parent == CALLER_SPAN
+    parents = {span.name: span.parent for span in spans if span is not post}
+    assert parents == {
+        "queue": post.id,
+        "attempt": post.id,
+        "release": post.id,
+        "prompt": attempt.id,
+        "receipt": attempt.id,
+        "durable": attempt.id,
+    }
+
+
+def test_each_process_tells_its_own_part_of_the_trace(spans: list[Span]) -> None:
+    services = {span.name: span.service for span in spans if span.name != "durable"}  # relay or worker, whoever is last
+    worker, api = "midstream-worker", "midstream-api"
+    expected = {
+        "POST /v1/completions": api,
+        "release": api,
+        "queue": worker,
+        "attempt": worker,
+        "prompt": worker,
+        "receipt": "midstream-relay",
+    }
+    assert services == expected
+
+
+def test_every_prompt_and_every_rank_has_a_span(spans: list[Span]) -> None:
+    assert sorted(span.attributes["request"] for span in named(spans, "prompt")) == [0, 1]
+    told = sorted((span.attributes["request"], span.attributes["rank"]) for span in named(spans, "receipt"))
+    assert told == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def test_the_stages_of_a_trace_follow_each_other(spans: list[Span]) -> None:
+    post, queue, attempt, release = (named(spans, name)[0] for name in ("POST /v1/completions", "queue", "attempt", "release"))
+    assert post.start <= queue.start <= queue.end == pytest.approx(attempt.start, abs=1e-3)
+    assert attempt.start <= min(span.start for span in named(spans, "prompt"))
+    assert release.end <= post.end
+
+
+def test_a_job_that_fails_fails_its_attempt_in_the_trace(stack: Seen, collector: Collector) -> None:
+    trace = "ab" * 16
+    missing = StoredSteering(layers=[0], hook="post_block", positions="all", family="add", tensors=["0" * 64], scale=1.0)
+    job = stack.submit(["x"], steering=[missing], trace=f"00-{trace}-{CALLER_SPAN}-01")
+    assert stack.wait(job).state == "failed"
+    attempt = named(collector.trace(trace, {"attempt", "queue"}), "attempt")[0]
+    assert (attempt.failed, attempt.attributes["outcome"]) == (True, "failed")
+
+
+# --- Logs -------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_access_line_of_a_call_has_its_ids_and_what_it_took(stack: Seen, held: httpx.Response) -> None:
+    line = next(line for line in stack.lines("api") if line.get("request_id") == "mine-1" and "status" in line)
+    job = held.headers["x-midstream-job"]
+    wanted = {"method": "POST", "path": "/v1/completions", "status": 200, "job": job, "tenant": "default", "trace_id": TRACE}
+    assert {name: line[name] for name in wanted} == wanted
+    assert 0 < line["ms"] < 60_000
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", line["time"])
+
+
+def test_the_worker_says_of_which_job_and_attempt_each_line_is(stack: Seen, held: httpx.Response) -> None:
+    job = held.headers["x-midstream-job"]
+    line = next(line for line in stack.lines("worker") if line["message"].startswith("attempt over") and line.get("job") == job)
+    assert (line["attempt"], line["worker"], line["process"], line["trace_id"]) == (1, "w1", "worker", TRACE)
+    celery = [line for line in stack.lines("worker") if line["logger"].startswith("celery.") and job in line["message"]]
+    assert celery
+    assert {line["job"] for line in celery} == {job}
+
+
+def test_a_request_id_is_taken_if_it_is_sane_and_made_otherwise(stack: Seen, held: httpx.Response) -> None:
+    assert held.headers["x-request-id"] == "mine-1"
+    for odd in (b"", b"a b", b"x" * 200, "é".encode()):
+        answer = httpx.get(f"{stack.url}/v1/nothing", headers={b"x-request-id": odd})
+        assert re.fullmatch("[0-9a-f]{32}", answer.headers["x-request-id"]), odd
+
+
+def test_no_log_of_any_process_has_a_secret_in_it(stack: Seen, held: httpx.Response) -> None:
+    text = "".join(stack.log(name) for name in stack.names)
+    assert "s3cr3t" not in text
+    assert "mine-1" in text, "or nothing was logged at all"
+
+
+# --- Metrics ----------------------------------------------------------------------------------------------------------------
+
+
+def test_each_stage_of_a_job_is_measured_where_it_ends(stack: Seen, held: httpx.Response) -> None:
+    worker, relay, api = stack.metrics("worker"), stack.metrics("relay"), stack.metrics("api")
+    of_model = '{model="fake-model"}'
+    for name in ("queue_wait", "first_token", "generation"):
+        assert worker[f"midstream_{name}_seconds_count{of_model}"] >= 1, name
+    for name in ("durable", "job"):
+        whole = f"midstream_{name}_seconds_count{of_model}"
+        assert worker.get(whole, 0) + relay.get(whole, 0) >= 1, name
+    assert api['midstream_release_seconds_count{route="/v1/completions"}'] == 1
+    assert relay['midstream_receipts_total{status="ok"}'] >= 4
+
+
+def test_what_the_ranks_have_captured_reaches_the_worker_s_metrics(stack: Seen, held: httpx.Response) -> None:
+    def captured() -> float:
+        return stack.metrics("worker")['midstream_rank_captured_rows_total{model="fake-model",rank="0"}']
+
+    deadline = now() + 15  # ranks are asked every 5 s
+    while captured() == 0:
+        assert now() < deadline
+    assert captured() == 2  # the last position of each prompt, at one layer
+    assert stack.metrics("worker")['midstream_generated_tokens_total{model="fake-model"}'] >= 8
+
+
+def test_the_callbacks_worker_serves_metrics_too(stack: Seen) -> None:
+    assert stack.metrics("callbacks")['midstream_build_info{process="callbacks",version="0.1.0"}'] == 1
+
+
+def test_the_api_counts_every_change_of_state_once(stack: Seen, held: httpx.Response) -> None:
+    counts = stack.metrics("api")
+    job = stack.submit(["count me"])
+    stack.wait(job)
+    later = stack.metrics("api")
+    for state in ("queued", "running", "succeeded"):
+        name = f'midstream_jobs_total{{model="fake-model",state="{state}"}}'
+        assert later[name] - counts[name] == 1, state
+
+
+# --- Status, top, inspect ---------------------------------------------------------------------------------------------------
+
+
+def test_the_status_tells_of_the_worker_and_its_engine(stack: Seen, held: httpx.Response) -> None:
+    status = from_json(httpx.get(f"{stack.url}/v1/status").content, Status)
+    (worker,) = status.workers
+    assert (worker.worker, worker.tp, worker.healthy) == ("w1", 2, True)
+    assert worker.stats is not None
+    assert worker.stats.rows == 256
+    assert status.relay.alive
+    assert status.callbacks.alive
+    assert (status.redis.policy, status.redis.aof) == ("noeviction", True)
+
+
+def test_inspect_shows_the_engine_of_a_worker(stack: Seen) -> None:
+    answer = stack.app.control.inspect(destination=["w1@" + os.uname().nodename], timeout=5)._request("midstream_engine")
+    (told,) = answer.values()
+    assert (told["model"], told["tp"], told["pp"], told["worker"]) == ("fake-model", 2, 1, "w1")
+    assert told["stats"]["rows"] == 256
+    assert told["versions"]["midstream"] == "0.1.0"
+
+
+def command(stack: Seen, *arguments: str) -> tuple[int, str]:
+    environment = {**os.environ, "COLUMNS": "80", "NO_COLOR": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "midstream.client.cli", *arguments], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_top_prints_the_service_once_on_80_columns(stack: Seen, held: httpx.Response) -> None:
+    code, text = command(stack, "top", "--once", "--url", stack.url)
+    assert code == 0
+    assert max(map(len, text.splitlines())) <= 80
+    for part in ("relay alive", "callbacks alive", "fake-model", "w1", "0/256"):
+        assert part in text
+
+
+# --- Doctor -----------------------------------------------------------------------------------------------------------------
+
+
+def bad(stack: Seen) -> dict[str, Finding]:
+    """What the doctor does not like, by what it is about; how busy this machine's disk and Redis are is nobody's fault."""
+    found = examine(stack.settings, stack.settings.redis_url, stack.url)
+    return {finding.about: finding for finding in found if finding.level != "ok" and finding.about not in ("redis latency", "disk fsync")}
+
+
+def test_the_doctor_finds_a_stack_that_is_well_and_reads_where_it_is_from_its_data_directory(stack: Seen) -> None:
+    (stack.directory / STATE_FILE).write_text(json.dumps({"url": stack.url, "redis_url": stack.settings.redis_url}))
+    code, text = command(stack, "doctor", "--data-dir", str(stack.directory))
+    assert code == 0, text
+    for about in ("redis AOF", "redis eviction", "redis clock", "api", "worker w1", "relay", "callbacks", "disk fsync", "keys"):
+        assert re.search(rf"^(ok|warn)\s+{about}", text, re.MULTILINE), about
+
+
+def test_the_doctor_says_what_to_do_about_a_redis_that_forgets(stack: Seen) -> None:
+    client = redis.Redis.from_url(stack.settings.redis_url)
+    client.config_set("maxmemory-policy", "allkeys-lru")
+    client.config_set("appendonly", "no")
+    try:
+        found = bad(stack)
+        assert set(found) == {"redis eviction", "redis AOF"}
+        assert "CONFIG SET maxmemory-policy noeviction" in found["redis eviction"].advice
+        assert "CONFIG SET appendonly yes" in found["redis AOF"].advice
+    finally:
+        client.config_set("maxmemory-policy", "noeviction")
+        client.config_set("appendonly", "yes")
+    client.config_set("appendfsync", "no")
+    client.config_set("maxmemory", client.info()["used_memory"])
+    try:
+        assert {about: finding.level for about, finding in bad(stack).items()} == {"redis AOF": "fail", "redis memory": "fail"}
+    finally:
+        client.config_set("appendfsync", "everysec")
+        client.config_set("maxmemory", 0)
+        client.close()
+
+
+@pytest.fixture(scope="module")
+def lonely(stack: Seen) -> Seen:
+    """Its worker and its relay are dead: for the last tests."""
+    for name in ("relay", "worker"):
+        stack.kill(name)
+    stack.do(lambda ledger: ledger.redis.delete("ms:relay", "ms:alive:w1"))  # as they expire by themselves
+    for tenant in ("default", "alice", "alice"):
+        stack.submit(["wait"], tenant=tenant, send=False)
+    return stack
+
+
+def test_the_status_counts_what_waits_by_priority_and_tenant(lonely: Seen) -> None:
+    status = from_json(httpx.get(f"{lonely.url}/v1/status").content, Status)
+    (queue,) = status.queues
+    assert (queue.priority, queue.sent, queue.waiting) == ("batch", 1, {"alice": 2})
+    assert status.queued == status.live == 3
+    assert (status.workers, status.relay.alive) == ([], False)
+    depth = 'midstream_queue_depth{model="fake-model",place="waiting",priority="batch"}'
+    assert lonely.metrics("api")[depth] == 2
+
+
+def test_the_doctor_misses_a_dead_relay_and_a_dead_worker_and_exits_with_1(lonely: Seen) -> None:
+    found = {about: finding.level for about, finding in bad(lonely).items()}
+    assert found == {"ready": "fail", "workers": "fail", "relay": "fail", "queue": "fail"}
+    code, text = command(lonely, "doctor", "--data-dir", str(lonely.directory))
+    assert code == 1
+    assert "python -m midstream.broker.relay" in text
+
+
+def test_the_doctor_names_a_redis_and_an_api_that_do_not_answer(stack: Seen) -> None:
+    nowhere = free_port()
+    found = list(examine(stack.settings, f"redis://:s3cr3t@127.0.0.1:{nowhere}/0", f"http://127.0.0.1:{nowhere}"))
+    assert {finding.about for finding in found if finding.level == "fail"} == {"redis", "api", "service"}
+    assert not any("s3cr3t" in part for finding in found for part in finding)

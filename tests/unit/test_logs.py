@@ -1,0 +1,143 @@
+"""Is every line of a log what a machine, or a person, can read: complete, with its ids, and without a secret?"""
+
+import asyncio
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from midstream.broker import logs
+from midstream.schemas.settings import Settings
+
+SECRET = "hunter2hunter2"
+
+
+class Stream:
+    """What was logged so far."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys, self._text = capsys, ""
+
+    def getvalue(self) -> str:
+        self._text += self._capsys.readouterr().err
+        return self._text
+
+
+@pytest.fixture
+def stream(capsys: pytest.CaptureFixture[str]) -> Iterator[Stream]:
+    """Where lines go; the logging of the test run is put back."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield Stream(capsys)
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    logging.captureWarnings(False)
+    logs._of_process.clear()
+
+
+def lines(stream: Stream) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+def start(log_format: str, **fields: Any) -> logging.Logger:
+    logs.setup(Settings(log_format=log_format, log_level="INFO"), "worker", **fields)  # type: ignore[arg-type]
+    return logging.getLogger("midstream.test")
+
+
+def test_a_json_line_has_time_level_logger_message_and_process(stream: Stream) -> None:
+    start("json").info("%d jobs", 3)
+    (line,) = lines(stream)
+    assert (line["level"], line["logger"], line["message"], line["process"]) == ("INFO", "midstream.test", "3 jobs", "worker")
+    assert line["time"].endswith("Z")
+    assert set(line) == {"time", "level", "logger", "message", "process", "pid"}
+
+
+def test_what_was_bound_is_on_every_line_below_and_on_no_other(stream: Stream) -> None:
+    log = start("json", worker="w1")
+
+    async def job(name: str) -> None:
+        logs.bind(job=name, attempt=1)
+        await asyncio.sleep(0)
+        with logs.bound(request=0):
+            log.info("inside")
+        log.info("outside")
+
+    async def both() -> None:
+        await asyncio.gather(job("a"), job("b"))
+        log.info("after")
+
+    asyncio.run(both())
+    told = {(line.get("job"), line.get("request"), line["message"], line["worker"]) for line in lines(stream)}
+    assert told == {(name, *rest) for name in "ab" for rest in ((0, "inside", "w1"), (None, "outside", "w1"))} | {
+        (None, None, "after", "w1")
+    }
+
+
+def test_an_exception_is_a_field_of_its_line(stream: Stream) -> None:
+    log = start("json")
+    try:
+        raise ValueError(f"cannot reach redis://:{SECRET}@host/0")
+    except ValueError:
+        log.exception("it failed")
+    (line,) = lines(stream)
+    assert line["message"] == "it failed"
+    assert "ValueError: cannot reach redis://:***@host/0" in line["exception"]
+
+
+def test_a_line_of_celery_s_about_a_task_names_the_job(stream: Stream) -> None:
+    start("json")
+    logging.getLogger("celery.worker").info("received", extra={"data": {"id": "job_x.2", "name": "midstream.generate"}})
+    assert lines(stream)[0]["job"] == "job_x"
+
+
+def test_a_text_line_has_its_ids_behind_the_message_and_before_the_traceback(stream: Stream) -> None:
+    log = start("text")
+    with logs.bound(job="job_x", attempt=2):
+        try:
+            raise ValueError("no")
+        except ValueError:
+            log.exception("it failed")
+    first, *traceback = stream.getvalue().splitlines()
+    assert first.endswith("ERROR midstream.test: it failed [job=job_x attempt=2]")
+    assert traceback[-1] == "ValueError: no"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (f"redis://:{SECRET}@host:6379/0 is away", "redis://:***@host:6379/0 is away"),
+        (f"rediss://worker:{SECRET}@host/0", "rediss://worker:***@host/0"),
+        (f"key ms_abcdef012345_{SECRET}-_x", "key ms_abcdef012345_***"),
+        (f"whsec_{SECRET}+/=", "whsec_***"),
+        (f"{{'authorization': 'Bearer {SECRET}'}}", "{'authorization': 'Bearer ***'}"),
+        ("http://host:8321/v1/jobs and user@host", "http://host:8321/v1/jobs and user@host"),
+    ],
+)
+@pytest.mark.parametrize("log_format", ["json", "text"])
+def test_no_line_shows_a_secret(text: str, shown: str, log_format: str, stream: Stream) -> None:
+    start(log_format).warning("%s", text)
+    assert SECRET not in stream.getvalue()
+    if log_format == "json":
+        assert lines(stream)[0]["message"] == shown
+    else:
+        assert stream.getvalue().rstrip().endswith(shown)
+
+
+def test_a_line_with_breaks_and_odd_letters_stays_one_json_object(stream: Stream) -> None:
+    start("json").info('two\nlines, "quoted", é \x00')
+    assert len(stream.getvalue().splitlines()) == 1
+    assert lines(stream)[0]["message"] == 'two\nlines, "quoted", é \x00'
+
+
+def test_without_a_collector_nothing_of_opentelemetry_is_imported() -> None:
+    program = (
+        "import sys\nfrom midstream.broker import observe, traces\nfrom midstream.schemas.settings import Settings\n"
+        "observe.start(Settings(), 'api')\nspan = traces.begin('x', '00-' + 'a' * 32 + '-' + 'b' * 16 + '-01')\n"
+        "traces.record('y', span.traceparent, 0.0, 1.0)\nspan.end()\nprint(span.traceparent, 'opentelemetry' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd="/")
+    assert done.stdout.split() == ["00-" + "a" * 32 + "-" + "b" * 16 + "-01", "False"]

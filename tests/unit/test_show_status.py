@@ -1,0 +1,110 @@
+"""Does the picture of the service fit on a narrow terminal, and does the doctor read it rightly?"""
+
+import io
+from typing import Any
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from midstream import __version__
+from midstream.client import doctor, show_status
+from midstream.schemas.models import WorkerInfo, WorkerStats
+from midstream.schemas.settings import Settings
+from midstream.schemas.status import CallbacksStatus, DesyncStatus, QueueStatus, RedisStatus, RelayStatus, Status
+
+AT = 1_800_000_000.0
+
+
+def stats(**changes: Any) -> WorkerStats:
+    numbers = dict.fromkeys(WorkerStats.__struct_fields__, 0) | {"rows": 256, "last_desync": "", "last_desync_at": None, "at": AT - 2}
+    return WorkerStats(**(numbers | changes))
+
+
+def worker(name: str = "gpu-node-17.cluster.example", told: WorkerStats | None = None, **changes: Any) -> WorkerInfo:
+    facts: dict[str, Any] = {
+        "worker": name, "boot": "b", "model": "meta-llama-3.1-70b-instruct", "version": __version__, "host": "h", "pid": 1, "started": AT,
+        "tp": 8, "pp": 2, "stats": told or stats(),
+    }  # fmt: skip
+    return WorkerInfo(**(facts | changes))
+
+
+def status(**changes: Any) -> Status:
+    facts: dict[str, Any] = {
+        "version": __version__,
+        "at": AT,
+        "held": 512,
+        "live": 123_456,
+        "queued": 100_000,
+        "counts": {"meta-llama-3.1-70b-instruct": {"queued": 1_234_567, "running": 1_234_567, "succeeded": 1_200_000, "failed": 12}},
+        "queues": [QueueStatus(model="meta-llama-3.1-70b-instruct", priority="interactive", sent=64, waiting={"a-long-tenant": 99_936})],
+        "workers": [worker(told=stats(jobs=128, running=64, waiting=4096, generated_tokens_s=12_345.6, kv_cache=0.973, rows_used=256))],
+        "relay": RelayStatus(alive=True, url="tcp://10.0.0.1:5557", version=__version__, received=12_345_678),
+        "callbacks": CallbacksStatus(alive=True, last_sweep=AT - 1, webhooks_pending=3, webhooks_overdue_s=2.0),
+        "redis": RedisStatus(
+            version="7.0.1",
+            used_bytes=3 << 30,
+            limit_bytes=4 << 30,
+            share=0.75,
+            policy="noeviction",
+            aof=True,
+            clients=99,
+            milliseconds=0.4,
+        ),
+    }
+    return Status(**(facts | changes))
+
+
+def printed(now: Status, before: Status | None = None) -> str:
+    console = Console(width=80, file=io.StringIO())
+    console.print(show_status.status(now, "http://api.example:8321", before))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_a_busy_service_with_long_names_fits_on_80_columns_and_keeps_its_numbers() -> None:
+    text = printed(status())
+    assert max(map(len, text.splitlines())) <= 80
+    for number in ("1234567", "99936", "4096", "12346", "97%", "256/256", "8×2"):
+        assert number in text, number
+
+
+def test_what_is_not_there_is_said() -> None:
+    text = printed(status(workers=[], relay=RelayStatus(alive=False), callbacks=CallbacksStatus(alive=False)))
+    for words in ("no worker is alive", "relay not seen", "callbacks not seen"):
+        assert words in text
+
+
+def test_jobs_per_second_are_told_from_two_looks() -> None:
+    later = status(at=AT + 2, counts={"meta-llama-3.1-70b-instruct": {"succeeded": 1_200_041}})
+    assert " 20.5" in printed(later, status())
+
+
+def test_ranks_that_disagreed_lately_are_shown_and_long_ago_are_not() -> None:
+    told = DesyncStatus(worker="w1", at=AT - 120, detail="rank 1 reports another checksum")
+    assert "disagreed 2 min ago" in printed(status(last_desync=told))
+    assert "disagreed" not in printed(status(last_desync=msgspec.structs.replace(told, at=AT - 2 * show_status.DESYNC_SHOWN_S)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "about", "level"),
+    [
+        ({}, "", "ok"),
+        ({"workers": []}, "workers", "fail"),
+        ({"workers": [worker("w1", healthy=False, detail="resyncing")]}, "worker w1", "fail"),
+        ({"workers": [worker("w1", version="0.0.9")]}, "worker w1", "warn"),
+        ({"workers": [worker("w1", stats(at=AT + 60))]}, "worker w1 clock", "fail"),
+        ({"workers": [worker("w1", stats(at=AT + 2))]}, "worker w1 clock", "warn"),
+        ({"workers": [worker("w1", stats(outbox=10_001))]}, "worker w1", "warn"),
+        ({"workers": [worker("w1", stats(desyncs=1, last_desync="x", last_desync_at=AT - 60))]}, "worker w1", "warn"),
+        ({"relay": RelayStatus(alive=False)}, "relay", "fail"),
+        ({"relay": RelayStatus(alive=True, version="0.0.9")}, "relay", "warn"),
+        ({"callbacks": CallbacksStatus(alive=False)}, "callbacks", "fail"),
+        ({"callbacks": CallbacksStatus(alive=True, webhooks_pending=5, webhooks_overdue_s=301)}, "webhooks", "warn"),
+        ({"queues": [QueueStatus(model="other", priority="batch", sent=2, waiting={})]}, "queue", "fail"),
+    ],
+)
+def test_the_doctor_judges_what_goes_on(changes: dict[str, Any], about: str, level: str) -> None:
+    found = [finding for finding in doctor._parts(status(**{"queues": [], **changes}), Settings()) if finding.level != "ok"]
+    assert [(finding.about, finding.level) for finding in found] == ([] if level == "ok" else [(about, level)])
+    assert all(finding.advice for finding in found)
