@@ -1,0 +1,337 @@
+"""Is what belongs to one tenant invisible to every other, whatever that one guesses?"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from edge import MODEL, Api, Hand
+from tenant_kit import ADMIN, Caller, asking, bearer, flushed
+
+from midstream.broker.ledger import new_job_id
+from midstream.broker.redis_server import RedisServer
+from midstream.broker.steering import Steering
+from midstream.client import Client
+from midstream.schemas.keys import Limits
+from midstream.schemas.steering import RankSteering, WorkerSteering
+from midstream.schemas.tensors import from_numpy
+
+CAPTURE = {"layers": [0, 1], "positions": "all_prompt"}
+
+
+@pytest.fixture(scope="module")
+def api(redis_session: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
+    flushed(redis_session.url)
+    with asking(tmp_path_factory.mktemp("tenants"), redis_session.url) as api:
+        yield api
+
+
+@pytest.fixture(scope="module")
+def hand(api: Api) -> Iterator[Hand]:
+    worker = Hand(api.settings)
+    worker.serve()
+    yield worker
+    worker.close()
+
+
+@pytest.fixture(scope="module")
+def ours(api: Api, hand: Hand) -> Caller:
+    return Caller(api, hand, "ours")
+
+
+@pytest.fixture(scope="module")
+def theirs(api: Api, hand: Hand) -> Caller:
+    return Caller(api, hand, "theirs")
+
+
+@pytest.fixture(scope="module")
+def everyday(api: Api, hand: Hand) -> Caller:
+    """Of the tenant whose names are kept as they are."""
+    return Caller(api, hand, "default")
+
+
+@pytest.fixture(scope="module")
+def captured(ours: Caller, hand: Hand) -> str:
+    """A job of ours that is over, whose captures are kept as our run `clean`."""
+    job_id = ours.submit(capture={**CAPTURE, "run": "clean"})
+    hand.finish(job_id)
+    return job_id
+
+
+def vector() -> dict[str, Any]:
+    return dict(msgspec.to_builtins(from_numpy(np.ones(8, np.float32))))
+
+
+def steering() -> list[dict[str, Any]]:
+    return [{"layers": [0], "vector": vector()}]
+
+
+# --- Jobs and captures -------------------------------------------------------------------------------------------------
+
+#: Every route that takes a job's id.
+BY_JOB = [
+    ("GET", "/v1/jobs/{}"),
+    ("GET", "/v1/jobs/{}?wait=2"),
+    ("GET", "/v1/jobs/{}/events"),
+    ("GET", "/v1/jobs/{}/result"),
+    ("POST", "/v1/jobs/{}/cancel"),
+    ("GET", "/v1/captures/{}"),
+    ("GET", "/v1/captures/{}/safetensors"),
+    ("GET", "/v1/captures/{}/safetensors?tag=default&layers=0"),
+    ("GET", "/v1/captures/{}/files/default.p0000.pp0.safetensors"),
+    ("DELETE", "/v1/captures/{}"),
+    ("GET", "/v1/runs/{}"),
+    ("DELETE", "/v1/runs/{}"),
+]
+
+
+# field case 40
+@pytest.mark.parametrize(("method", "path"), BY_JOB)
+@pytest.mark.parametrize("state", ["queued", "running", "over"])
+def test_another_tenants_job_is_answered_just_as_one_that_there_is_not(
+    ours: Caller, theirs: Caller, hand: Hand, captured: str, method: str, path: str, state: str
+) -> None:
+    job_id = captured if state == "over" else ours.submit(capture=CAPTURE)
+    if state == "running":
+        hand.claim(job_id)
+    nowhere = new_job_id()
+    there, absent = (theirs.http.request(method, path.format(name)) for name in (job_id, nowhere))
+    assert there.status_code == absent.status_code == 404
+    assert there.text.replace(job_id, nowhere) == absent.text
+    assert sorted(there.headers) == sorted(absent.headers)
+    assert ours.http.get(f"/v1/jobs/{job_id}").json()["state"] == {"over": "succeeded"}.get(state, state)
+
+
+def test_another_tenants_deleted_captures_are_not_gone_but_not_there(ours: Caller, theirs: Caller, hand: Hand) -> None:
+    job_id = ours.submit(capture=CAPTURE)
+    hand.finish(job_id)
+    assert ours.http.delete(f"/v1/captures/{job_id}").status_code == 204
+    assert ours.http.get(f"/v1/captures/{job_id}").status_code == 410
+    assert theirs.http.get(f"/v1/captures/{job_id}").status_code == 404
+    assert theirs.http.delete(f"/v1/captures/{job_id}").status_code == 404
+
+
+def test_captures_stay_their_tenants_own_when_the_jobs_record_is_gone(ours: Caller, theirs: Caller, hand: Hand) -> None:
+    job_id = ours.submit(capture=CAPTURE)
+    hand.finish(job_id)
+    hand.do(hand.ledger.redis.delete(f"ms:job:{job_id}"))
+    assert job_id in listed(ours, "/v1/captures", "captures", "job")
+    assert theirs.http.delete(f"/v1/captures/{job_id}").status_code == 404
+    assert ours.http.delete(f"/v1/captures/{job_id}").status_code == 204
+
+
+def listed(caller: Caller, path: str, what: str, name: str, **parameters: Any) -> list[str]:
+    answer = caller.http.get(path, params={"limit": 200, **parameters})
+    assert answer.status_code == 200, answer.text
+    return [entry[name] for entry in answer.json()[what]]
+
+
+def test_each_tenant_lists_its_own_and_an_admin_lists_all(api: Api, ours: Caller, theirs: Caller, hand: Hand, captured: str) -> None:
+    other = theirs.submit()
+    assert captured in listed(ours, "/v1/jobs", "jobs", "id")
+    assert other not in listed(ours, "/v1/jobs", "jobs", "id")
+    assert captured not in listed(theirs, "/v1/jobs", "jobs", "id")
+    assert captured not in listed(theirs, "/v1/captures", "captures", "job")
+    admin = Caller(api, hand, "ops", "admin")
+    assert {captured, other} <= set(listed(admin, "/v1/jobs", "jobs", "id"))
+    assert {job["tenant"] for job in admin.http.get("/v1/jobs", params={"tenant": "ours"}).json()["jobs"]} == {"ours"}
+    assert captured in listed(admin, "/v1/captures", "captures", "job", tenant="ours")
+    assert theirs.http.get("/v1/jobs", params={"tenant": "ours"}).status_code == 403
+    assert theirs.http.get("/v1/jobs", params={"tenant": "nobody"}).status_code == 403
+
+
+def test_a_tenants_list_goes_on_over_pages(api: Api, hand: Hand, theirs: Caller) -> None:
+    caller = Caller(api, hand, "pages")
+    made = []
+    for _ in range(5):
+        made.append(caller.submit())
+        theirs.submit()
+    found, cursor = [], None
+    while True:
+        page = caller.http.get("/v1/jobs", params={"limit": 2} | ({"cursor": cursor} if cursor else {})).json()
+        found += [job["id"] for job in page["jobs"]]
+        if not (cursor := page.get("next")):
+            break
+    assert found == made[::-1]
+
+
+def test_an_admin_sees_and_ends_any_tenants_job(api: Api, ours: Caller, hand: Hand, captured: str) -> None:
+    admin = Caller(api, hand, "ops", "admin")
+    assert admin.http.get(f"/v1/jobs/{captured}/result").status_code == 200
+    assert admin.http.get(f"/v1/captures/{captured}").status_code == 200
+    job_id = ours.submit()
+    assert admin.http.post(f"/v1/jobs/{job_id}/cancel").status_code == 202
+
+
+# --- Idempotency -------------------------------------------------------------------------------------------------------
+
+
+def test_the_same_idempotency_key_of_two_tenants_makes_two_jobs(ours: Caller, theirs: Caller) -> None:
+    def send(caller: Caller, prompt: str) -> str:
+        body = {"model": MODEL, "prompts": [prompt]}
+        answer = caller.http.post("/v1/jobs", json=body, headers={"Idempotency-Key": "k"})
+        assert answer.status_code == 202, answer.text
+        return str(answer.json()["id"])
+
+    first = send(ours, "hello")
+    assert send(ours, "hello") == first
+    assert send(theirs, "there") != first  # and not 422 for another body
+
+
+def test_a_key_that_looks_like_another_tenants_is_not_taken_for_it(ours: Caller, everyday: Caller) -> None:
+    body = {"model": MODEL, "prompts": ["hello"]}
+    first = ours.http.post("/v1/jobs", json=body, headers={"Idempotency-Key": "mine"}).json()["id"]
+    guess = everyday.http.post("/v1/jobs", json=body, headers={"Idempotency-Key": "ours/mine"})
+    assert guess.status_code == 202
+    assert guess.json()["id"] != first
+
+
+# --- Modules -----------------------------------------------------------------------------------------------------------
+
+
+def test_tenants_give_one_name_to_modules_of_their_own(ours: Caller, theirs: Caller) -> None:
+    for caller, layer in ((ours, 0), (theirs, 1)):
+        answer = caller.http.put("/v1/steering/modules/joy", json={"steering": [{"layers": [layer], "vector": vector()}]})
+        assert (answer.status_code, answer.json()["name"]) == (201, "joy")
+    assert ours.http.get("/v1/steering/modules/joy").json()["entries"][0]["layers"] == [0]
+    assert listed(theirs, "/v1/steering/modules", "modules", "name") == ["joy"]
+    assert theirs.http.delete("/v1/steering/modules/joy").status_code == 204
+    assert ours.http.get("/v1/steering/modules/joy").status_code == 200
+
+
+@pytest.mark.parametrize("name", ["secret", "ours/secret", "default/secret"])
+def test_another_tenants_module_cannot_be_used_by_any_name(ours: Caller, theirs: Caller, everyday: Caller, hand: Hand, name: str) -> None:
+    assert ours.http.put("/v1/steering/modules/secret", json={"steering": steering()}).status_code in (200, 201)
+    for caller in (theirs, everyday):
+        for body in (
+            {"steering": [{"module": name}]},
+            {"patch": [{"layers": [0], "positions": [0], "source": {"module": name}}]},
+        ):
+            answer = caller.http.post("/v1/jobs", json={"model": MODEL, "prompts": ["hello"], **body})
+            assert answer.status_code == 400, answer.text
+            assert answer.json()["allowed"] == "there is none"
+        for method in ("GET", "DELETE"):
+            answer = caller.http.request(method, f"/v1/steering/modules/{name.replace('/', '%2F')}")
+            assert answer.status_code in (400, 404)
+            assert "digest" not in answer.text
+    job_id = ours.submit(steering=[{"module": "secret"}])
+    assert list(hand.job(job_id).modules) == ["secret"]
+
+
+def test_global_steering_names_modules_of_whoever_sets_it(api: Api, ours: Caller, hand: Hand) -> None:
+    ours.http.put("/v1/steering/modules/calm", json={"steering": steering()})
+    body = {"steering": [{"module": "calm"}]}
+    of_us, of_them = (Caller(api, hand, tenant, "steer-global") for tenant in ("ours", "theirs"))
+    refused = of_them.http.put("/v1/steering/global", json=body)
+    assert (refused.status_code, refused.json()["field"]) == (400, "steering[0].module")
+    assert of_us.http.put("/v1/steering/global", json=body).status_code != 400
+
+
+def test_what_ranks_report_names_no_other_tenants_modules(api: Api, ours: Caller, theirs: Caller, hand: Hand) -> None:
+    modules = {"plain": "d1", "ours/joy": "d2", "theirs/plan-b": "d3"}
+    rank = RankSteering(
+        rank=0, tp=0, pp=0, step=1, checksum="00", actions=1, epoch=0, global_version=0, global_digest="", modules=modules, rows_used=0,
+        rows=4, entries_used=0, entries=4, vectors=3, requests=0, outbox=0, backlog=0,
+    )  # fmt: skip
+    report = WorkerSteering(
+        worker=hand.worker, boot="b1", model=MODEL, state="quarantined", detail="module theirs/plan-b: vector 1 is not there", version=1,
+        global_version=0, at=0.0, ranks=[rank],
+    )  # fmt: skip
+    hand.do(Steering(hand.ledger).report(report))
+    told = ours.http.get("/v1/steering/dynamic")
+    assert told.json()["workers"][0]["ranks"][0]["modules"] == {"joy": "d2"}
+    for path in ("/v1/steering/dynamic", "/v1/steering/global"):
+        answer = ours.http.get(path)
+        assert answer.status_code == 200
+        assert "plan-b" not in answer.text
+        assert "plain" not in answer.text
+    assert "plan-b" in Caller(api, hand, "ops", "admin").http.get("/v1/steering/dynamic").text
+
+
+# --- Source runs -------------------------------------------------------------------------------------------------------
+
+
+def test_tenants_give_one_name_to_runs_of_their_own(ours: Caller, theirs: Caller, hand: Hand, captured: str) -> None:
+    job_id = theirs.submit(capture={**CAPTURE, "run": "clean"})
+    hand.finish(job_id)
+    assert ours.http.get("/v1/runs/clean").json()["job"] == captured
+    assert theirs.http.get("/v1/runs/clean").json()["job"] == job_id
+    assert listed(ours, "/v1/runs", "runs", "name") == ["clean"]
+    assert ours.http.get(f"/v1/jobs/{captured}").json()["run"] == "clean"
+
+
+@pytest.mark.parametrize("how", ["name", "ours/{}", "job"])
+def test_another_tenants_run_cannot_be_patched_with(ours: Caller, everyday: Caller, hand: Hand, captured: str, how: str) -> None:
+    def send(caller: Caller, run: str) -> Any:
+        patch = [{"layers": [0], "positions": [0], "source": {"run": run, "position": 0}}]
+        return caller.http.post("/v1/jobs", json={"model": MODEL, "prompts": ["hello there"], "patch": patch})
+
+    name = captured if how == "job" else how.format("clean").replace("name", "clean")
+    nowhere = new_job_id() if how == "job" else "ours/other"
+    there, absent = send(everyday, name), send(everyday, nowhere)
+    assert there.status_code == absent.status_code == 400
+    assert there.text.replace(name, nowhere) == absent.text.replace(name, nowhere) or how == "name"
+    assert "there is no source run" in there.json()["detail"]
+    if how != "ours/{}":
+        assert send(ours, name).status_code == 202
+
+
+def test_a_row_of_another_tenants_run_has_no_name_that_a_client_could_write(everyday: Caller, captured: str) -> None:
+    row = f"run:{captured}.0.default:post_block:0:0"
+    for body in (
+        {"steering": [{"layers": [0], "module": row}]},
+        {"steering": [{"layers": [0], "vector": row}]},
+        {"steering": [{"layers": [0], "tensors": [row]}]},
+        {"patch": [{"layers": [0], "positions": [0], "source": {"run": row, "position": 0}}]},
+        {"patch": [{"layers": [0], "positions": [0], "source": {"module": row}}]},
+    ):
+        answer = everyday.http.post("/v1/jobs", json={"model": MODEL, "prompts": ["hello there"], **body})
+        assert answer.status_code == 400, answer.text
+
+
+def test_tensors_are_never_addressed_by_their_hash(ours: Caller, everyday: Caller) -> None:
+    name = ours.http.put("/v1/steering/modules/hashed", json={"steering": steering()}).json()["entries"][0]["tensors"][0]
+    for source in ({"module": name}, {"run": name, "position": 0}, {"vector": name}, {"vector": {"sha256": name}}):
+        body = {"model": MODEL, "prompts": ["hello"], "patch": [{"layers": [0], "positions": [0], "source": source}]}
+        assert everyday.http.post("/v1/jobs", json=body).status_code == 400
+    for path in (f"/v1/blobs/{name}", f"/v1/captures/{name}", f"/v1/runs/{name}", f"/v1/steering/modules/{name}"):
+        assert everyday.http.get(path).status_code == 404
+
+
+# --- Completions and sweeps --------------------------------------------------------------------------------------------
+
+
+def test_a_completions_job_belongs_to_its_callers_tenant(ours: Caller, theirs: Caller, hand: Hand) -> None:
+    job_id = ours.http.post("/v1/completions", json={"model": MODEL, "prompt": "hello"}, headers={"Idempotency-Key": "held"}).headers[
+        "x-midstream-job"
+    ]
+    assert hand.job(job_id).tenant == "ours"
+    assert hand.job(job_id).key == ours.key.id
+    assert theirs.http.get(f"/v1/jobs/{job_id}").status_code == 404
+
+
+# --- Limits ------------------------------------------------------------------------------------------------------------
+
+
+def test_limits_are_set_by_admins_and_seen_by_their_tenant(api: Api, ours: Caller, theirs: Caller) -> None:
+    with Client(api.url, ADMIN) as admin:
+        admin.set_tenant("theirs", Limits(jobs_in_flight=1000, weight=4))
+        assert {"ours", "theirs"} <= {tenant.name for tenant in admin.tenants()}
+    own = theirs.http.get("/v1/tenant").json()
+    assert (own["name"], own["limits"]["jobs_in_flight"], own["limits"]["weight"]) == ("theirs", 1000, 4)
+    assert ours.http.get("/v1/tenant").json()["limits"].get("jobs_in_flight") == 0
+    assert ours.http.get("/v1/tenants/theirs").status_code == 403
+    assert ours.http.put("/v1/tenants/ours", json={"jobs_in_flight": 0}).status_code == 403
+    assert api.http.put("/v1/tenants/Bad_Name", json={}, headers=bearer(ADMIN)).status_code == 400
+
+
+def test_a_tenant_that_is_over_its_limit_is_told_when_to_come_back(api: Api, hand: Hand) -> None:
+    caller = Caller(api, hand, "small")
+    with Client(api.url, ADMIN) as admin:
+        admin.set_tenant("small", Limits(jobs_in_flight=1))
+    caller.submit()
+    refused = caller.http.post("/v1/jobs", json={"model": MODEL, "prompts": ["hello"]})
+    assert (refused.status_code, refused.json()["type"]) == (429, "urn:midstream:too_many_jobs")
+    assert int(refused.headers["retry-after"]) >= 1
+    assert caller.http.get("/v1/tenant").json()["usage"]["jobs_in_flight"] == 1
