@@ -29,6 +29,7 @@ from ..schemas.keys import Caller, own, scoped, shown
 from ..schemas.models import ModelInfo, TokenizerBundle
 from ..schemas.settings import Settings
 from ..schemas.specs import PatchSpec
+from ..schemas.version import disagreement
 from . import admission, everyone, patched, steered
 from .auth import Gate
 from .callback_rules import check_callback
@@ -85,6 +86,8 @@ class Edge:
         info = await self.ledger.model(name)
         if info is None:
             raise admission.unknown_model(name, [model.name for model in await self.ledger.models()])
+        if (trouble := disagreement(f"the worker of {name!r}", info.version, info.wire, info.oldest_wire)) is not None:
+            raise trouble
         return info
 
     async def the_model(self, name: str | None) -> ModelInfo:

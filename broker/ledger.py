@@ -5,6 +5,7 @@ worker says carries its `attempt`: a stale one changes nothing, and the call say
 """
 
 import functools
+import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
@@ -24,6 +25,7 @@ from ..schemas.models import ModelInfo, WorkerInfo
 from ..schemas.settings import Settings
 from ..schemas.sweeps import UnitRecord
 from ..schemas.tensors import Tensor
+from ..schemas.version import OLDEST_WIRE, WIRE
 from . import reading, scripts
 from .dispatch import Send, cost_of, messages_of
 from .grouped import GroupedRedis
@@ -32,6 +34,8 @@ from .tenants import Tenants, refusal
 
 P = ParamSpec("P")
 T = TypeVar("T")
+log = logging.getLogger(__name__)
+
 unit_decoder = msgspec.msgpack.Decoder(UnitRecord)
 list_ = list  # the method `Ledger.list` hides the builtin inside the class
 
@@ -238,7 +242,14 @@ class Ledger:
         if outcome == b"desynced":
             raise ClaimRefused("desynced", rest[0].decode())
         self._send(rest[3:])
-        return Claim(self._decode_job(job_id, rest[1]), int(rest[0]), float(rest[2]))
+        attempt = int(rest[0])
+        try:
+            job = await self._decode_job(job_id, rest[1])
+        except MidstreamError as error:
+            log.error("%s", error.detail)
+            await self.fail(job_id, attempt, error.problem())
+            return None
+        return Claim(job, attempt, float(rest[2]))
 
     async def store_outputs(self, job_id: str, attempt: int, outputs: list[Output]) -> State | None:
         """All outputs of the attempt, at once. None: the attempt is stale or was cancelled, nothing is kept.
@@ -300,7 +311,7 @@ class Ledger:
         raw = await self.redis.hget(f"ms:job:{job_id}", "spec")
         if raw is None:
             raise not_found(job_id)
-        return self._decode_job(job_id, raw)
+        return await self._decode_job(job_id, raw)
 
     @reachable
     async def view(self, job_id: str) -> JobView:
@@ -330,7 +341,7 @@ class Ledger:
         async with self.redis.pipeline(transaction=True) as pipe:
             pipe.hget(f"ms:job:{job_id}", "spec").hvals(f"ms:units:{job_id}").hvals(f"ms:ticket:{job_id}")
             spec, units, receipts = await pipe.execute()
-        if spec is None or (sweep := self._decode_job(job_id, spec).sweep) is None:
+        if spec is None or (sweep := (await self._decode_job(job_id, spec)).sweep) is None:
             raise not_found(job_id)
         records = {record.unit: record for record in map(unit_decoder.decode, units)}
         return reading.result(view, values, outputs, receipts, self.settings, (sweep, records))
@@ -400,12 +411,16 @@ class Ledger:
         raw = await self.redis.hget(f"ms:job:{job_id}", "version")
         return None if raw is None else int(raw)
 
-    def _decode_job(self, job_id: str, raw: bytes) -> Job:
+    async def _decode_job(self, job_id: str, raw: bytes) -> Job:
+        """Raises MidstreamError("version_mismatch")."""
         try:
             return from_msgpack(raw, Job)
         except msgspec.ValidationError as error:
+            writer = (await self.redis.hget(f"ms:job:{job_id}", "written_by") or b"(unknown)").decode()
             raise MidstreamError(
-                "internal", f"job {job_id} was accepted by another version of Midstream than this one, {__version__}: {error}"
+                "version_mismatch",
+                f"job {job_id} was accepted by midstream {writer}, and midstream {__version__} cannot read it: {error}; "
+                "upgrade the older one, workers first",
             ) from error
 
     # ---- blobs, models, workers ------------------------------------------------------------------------------------
@@ -429,7 +444,9 @@ class Ledger:
 
     @reachable
     async def publish_model(self, info: ModelInfo) -> None:
-        await self.redis.hset("ms:models", info.name, to_json(info))
+        """`info`, with what this process understands."""
+        told = msgspec.structs.replace(info, wire=WIRE, oldest_wire=OLDEST_WIRE)
+        await self.redis.hset("ms:models", info.name, to_json(told))
 
     @reachable
     async def model(self, name: str) -> ModelInfo | None:
@@ -445,8 +462,9 @@ class Ledger:
     @reachable
     async def heartbeat(self, info: WorkerInfo) -> None:
         """This worker lives for another `lease_s`."""
+        told = msgspec.structs.replace(info, wire=WIRE, oldest_wire=OLDEST_WIRE)
         async with self.redis.pipeline(transaction=True) as pipe:
-            pipe.hset("ms:workers", info.worker, to_json(info))
+            pipe.hset("ms:workers", info.worker, to_json(told))
             pipe.set(f"ms:alive:{info.worker}", info.boot, px=int(self.settings.lease_s * 1000))
             await pipe.execute()
 

@@ -8,10 +8,15 @@ import msgspec
 T = TypeVar("T")
 
 
-# Type checkers do not inherit `frozen` and `kw_only` from a base class; this tells them.
+# Type checkers do not inherit `frozen` and `kw_only` from a base class; these tell them.
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(msgspec.field,))
 class Record(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     """A JSON object of the public vocabulary: immutable, keyword-only, unknown fields refused."""
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(msgspec.field,))
+class Published(Record, forbid_unknown_fields=False):
+    """What a process says of itself for others to look at: what a newer one says besides is no reason not to read the rest."""
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(msgspec.field,))

@@ -70,14 +70,14 @@ class JobRequest(Handling, kw_only=True):
     metadata: Annotated[dict[str, str], msgspec.Meta(max_length=16)] = {}
 
 
-class StoredPrompt(Record):
+class StoredPrompt(Record, omit_defaults=True):
     """A prompt after tokenisation; the token ids are the truth from here on."""
 
     token_ids: list[int]
     text: str | None = None
 
 
-class Job(Record, dict=True):  # `dict`: for the cached property
+class Job(Record, dict=True, omit_defaults=True):  # `dict`: for the cached property; what is not used, older workers need not know
     """A validated job as the ledger keeps it and the worker reads it. Never changes after acceptance."""
 
     id: str

@@ -2,11 +2,11 @@
 
 import hashlib
 
-from .base import Record, to_msgpack
+from .base import Published, Record, to_msgpack
 from .specs import CaptureSpec
 
 
-class ModelInfo(Record):
+class ModelInfo(Published):
     """Published in Redis when a worker's engine is up; kept when it goes, so that jobs are accepted meanwhile."""
 
     name: str
@@ -31,6 +31,8 @@ class ModelInfo(Record):
     global_captures: list[CaptureSpec] = []  # taken of every request
     grades: bool = False  # ranks answer `RankSpec.grade`: sweeps can run
     multimodal: bool = False
+    wire: int = 0  # of the worker, see `schemas.version`
+    oldest_wire: int = 0
 
 
 class TokenizerBundle(Record):
@@ -48,7 +50,7 @@ def encode_bundle(bundle: TokenizerBundle) -> tuple[str, bytes]:
     return hashlib.sha256(raw).hexdigest(), raw
 
 
-class WorkerStats(Record):
+class WorkerStats(Published):
     """What a worker does now. Figures of its ranks are a few seconds old."""
 
     at: float  # seconds since the epoch
@@ -76,7 +78,7 @@ class WorkerStats(Record):
     last_desync_at: float | None = None
 
 
-class WorkerInfo(Record):
+class WorkerInfo(Published):
     """A live worker, renewed with its heartbeat."""
 
     worker: str
@@ -91,3 +93,5 @@ class WorkerInfo(Record):
     healthy: bool = True
     detail: str = ""
     stats: WorkerStats | None = None
+    wire: int = 0  # see `schemas.version`
+    oldest_wire: int = 0
