@@ -134,7 +134,7 @@ class Poster:
         except TimeoutError as error:
             raise NoAnswer(f"no answer within {self._timeout_s:g} s") from error
         except (httpcore.NetworkError, httpcore.TimeoutException, httpcore.ProtocolError, ssl.SSLError, OSError) as error:
-            raise NoAnswer(str(error) or type(error).__name__) from error
+            raise NoAnswer(_why(error)) from error
 
     async def _post(self, url: str, headers: list[tuple[str, str]], body: bytes) -> Answer:
         async with self._pool.stream("POST", url, headers=headers, content=body) as response:
@@ -154,6 +154,15 @@ class Poster:
         loop = asyncio.get_running_loop()
         found = await loop.run_in_executor(self._threads, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
         return list(dict.fromkeys(str(address[0]) for *_, address in found))
+
+
+def _why(error: BaseException) -> str:
+    """In the library's words, and in those of what lies below."""
+    root: BaseException = error
+    while (cause := root.__cause__ or root.__context__) is not None:
+        root = cause
+    known, deeper = str(error) or type(error).__name__, str(root)
+    return known if deeper in known else f"{known}: {deeper}"
 
 
 def _header(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> str | None:

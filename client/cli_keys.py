@@ -129,11 +129,11 @@ def _time(at: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(at))
 
 
-def parse_duration(text: str) -> float:
+def parse_duration(text: str, option: str = "--expires-in") -> float:
     """Seconds of `90d`, `12h`, `30m`, `45s` or `45`. Raises MidstreamError naming the option."""
     match = _DURATION.fullmatch(text)
     if match is None:
-        raise invalid("--expires-in", f"{text!r} is not a time", allowed="such as 90d, 12h, 30m or 600")
+        raise invalid(option, f"{text!r} is not a time", allowed="such as 90d, 12h, 30m or 600")
     return float(match[1]) * _SECONDS[match[2]]
 
 

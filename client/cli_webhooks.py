@@ -93,7 +93,7 @@ def webhooks_rotate(
 ) -> None:
     """A new signing secret."""
     with connect(url) as client:
-        _print_secrets(client.rotate_webhook_secret(keep_former_s=parse_duration(keep_former), own=own), json_)
+        _print_secrets(client.rotate_webhook_secret(keep_former_s=parse_duration(keep_former, "--keep-former"), own=own), json_)
 
 
 def _print_secrets(known: SecretList, json_: bool) -> None:
