@@ -6,8 +6,16 @@ from dataclasses import dataclass, field
 
 from cluster import Cluster, Outage
 
-#: What the full gate kills, how often; `api` is of each replica.
-FULL = {"worker": 30, "redis": 5, "relay": 5, "api": 2, "callbacks": 2}
+#: What the full gate kills, how often, and what it tells to stop (SIGTERM); `api` is of each replica.
+FULL = {
+    "worker": 30,
+    "redis": 5,
+    "relay": 5,
+    "api": 2,
+    "callbacks": 2,
+    **{f"{kind} stop": 1 for kind in ("worker", "relay", "api", "callbacks")},
+}
+STOP = " stop"
 #: A killed process is started again after so many seconds, at most.
 DOWN_S = 1.0
 #: Faults happen between these shares of the load, so that each has something before and something behind it.
@@ -16,9 +24,9 @@ FIRST, LAST = 0.03, 0.95
 
 @dataclass
 class Fault:
-    """Before job number `before` is sent, one of `targets` is killed."""
+    """Before job number `before` is sent, one of `targets` is killed, or told to stop."""
 
-    kind: str
+    kind: str  # as in `FULL`
     targets: list[str]
     before: int
     down_s: float
@@ -30,12 +38,13 @@ def schedule(rng: random.Random, cluster: Cluster, jobs: int, kills: dict[str, i
     """All faults in the order in which they happen."""
     wanted: list[tuple[str, list[str]]] = []
     for kind, count in kills.items():
-        if kind == "worker":
+        what = kind.removesuffix(STOP)
+        if what == "worker":
             wanted += [(kind, rng.sample(cluster.workers, len(cluster.workers))) for _ in range(count)]
-        elif kind == "api":
+        elif what == "api":
             wanted += [(kind, [replica]) for replica in cluster.ports for _ in range(count)]
         else:
-            wanted += [(kind, [kind])] * count
+            wanted += [(kind, [what])] * count
     faults = [Fault(kind, targets, rng.randint(int(FIRST * jobs), int(LAST * jobs)), rng.uniform(0.05, DOWN_S)) for kind, targets in wanted]
     return sorted(faults, key=lambda fault: fault.before)
 
@@ -65,7 +74,7 @@ class Chaos:
             await self._freed.wait_for(lambda: not self._busy.issuperset(fault.targets))
             target = next(name for name in fault.targets if name not in self._busy)
             self._busy.add(target)
-        fault.outage = await asyncio.to_thread(self._cluster.strike, target)
+        fault.outage = await asyncio.to_thread(self._cluster.strike, target, fault.kind.endswith(STOP))
         fault.fired.set()
         self._reviving.append(asyncio.create_task(self._revive(fault, target)))
 

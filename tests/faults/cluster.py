@@ -3,11 +3,14 @@
 `Stack` of the system tests with several API replicas. Every process is started again by the harness, as a supervisor would.
 """
 
+import contextlib
+import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import redis
 from stack import Stack, free_port
 
 #: Timeouts of a minute would make the gate wait for them; what is shown does not depend on their length.
@@ -25,6 +28,8 @@ SETTINGS: dict[str, Any] = {
 }
 #: Whoever starts while Redis restarts may end with an error.
 STARTS = 5
+#: How long a worker's kill waits for the worker to hold a job, in seconds.
+WORK_S = 5.0
 
 
 @dataclass
@@ -60,12 +65,31 @@ class Cluster(Stack):
             changed.setdefault("fault", self._callbacks_fault)
         super().spawn(name, suffix=suffix, **changed)
 
-    def strike(self, name: str) -> Outage:
-        """`kill -9`."""
+    def strike(self, name: str, gently: bool = False) -> Outage:
+        """`kill -9`; or SIGTERM, which must end the process in time and in order. (uvicorn stops in order and then dies of the signal.)"""
+        if name in self.workers:
+            self._await_work(name)
         outage = Outage(name, time.monotonic())
         self.outages.append(outage)
-        self.kill(name)
+        if gently:
+            code = self.end(name)
+            in_order = code == 0 or (name in self.ports and code == -signal.SIGTERM)
+            assert in_order, f"{name} ended with {code} after SIGTERM:\n{self.log(name)[-3000:]}"
+        else:
+            self.kill(name)
         return outage
+
+    def _await_work(self, worker: str) -> None:
+        """Until it holds a job, so that there is something to lose; not for long."""
+        number = worker.partition("-")[2]
+        name = f"ms:held:{self.settings.worker_id}" + (f"-{number}" if number else "")
+        deadline = time.monotonic() + WORK_S
+        with redis.Redis.from_url(self.settings.redis_url, retry=None) as client:
+            while time.monotonic() < deadline:
+                with contextlib.suppress(redis.ConnectionError, redis.TimeoutError):  # it may be killed just now
+                    if client.scard(name):
+                        return
+                time.sleep(0.005)
 
     def revive(self, outage: Outage, **changed: Any) -> None:
         """Start it again, as a supervisor would also when it ends while it starts, and wait until it is ready."""

@@ -89,11 +89,11 @@ class Report:
             f"{'rule':<18}{'broken':>8}",
             *[f"{rule:<18}{count:>8}" for rule, count in figures["broken"].items()],
             "",
-            f"{'killed':<12}{'times':>6}{'ready again, s':>16}{'next job, s':>14}{'all in flight, s':>18}   (median / longest)",
+            f"{'killed':<16}{'times':>6}{'ready again, s':>16}{'next job, s':>14}{'all in flight, s':>18}   (median / longest)",
         ]
         for kind, row in figures["recovery"].items():
             cells = [f"{row[name][0]:.1f} / {row[name][1]:.1f}" for name in ("ready_s", "next_s", "flight_s")]
-            lines.append(f"{kind:<12}{row['times']:>6}{cells[0]:>16}{cells[1]:>14}{cells[2]:>18}")
+            lines.append(f"{kind:<16}{row['times']:>6}{cells[0]:>16}{cells[1]:>14}{cells[2]:>18}")
         for rule, found in self.verdict.found.items():
             lines += [f"{rule}: {text}" for text in found[:10]]
         return "\n".join(lines)
@@ -146,6 +146,8 @@ async def _load(
         await asyncio.gather(*tasks)
         await chaos.end()
     finally:
+        for task in tasks:
+            task.cancel()
         await clients.close()
     return told
 

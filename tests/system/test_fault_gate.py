@@ -7,7 +7,7 @@ from pathlib import Path
 import gate
 
 JOBS = 700
-KILLS = {"worker": 4, "redis": 1, "relay": 1, "api": 1, "callbacks": 1}
+KILLS = {"worker": 4, "redis": 1, "relay": 1, "api": 1, "callbacks": 1, "worker stop": 1, "api stop": 1}
 
 
 # field case 37, 38, 39
@@ -17,4 +17,5 @@ def test_nothing_accepted_is_lost_or_happens_twice_while_every_part_is_killed(tm
     print(report.table(), json.dumps(report.figures()), sep="\n")  # with the seed, should it fail
     assert report.verdict.found == {rule: [] for rule in report.verdict.RULES}
     assert report.verdict.seen["again"] > 0, "some jobs were in the hands of a worker when it was killed"
-    assert report.figures()["kills"] == {"worker": 4, "redis": 1, "relay": 1, "api": 2, "callbacks": 1}
+    replicas = {"api": 2 * KILLS["api"], "api stop": 2 * KILLS["api stop"]}
+    assert report.figures()["kills"] == KILLS | replicas
