@@ -1,0 +1,122 @@
+"""Are the bytes that processes of different versions exchange still the same, and are former ones still read?"""
+
+import ast
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+from tree import ROOT, sources
+from wire_samples import CHOSEN, FILE, JSON, MSGPACK, encoders, full, small, written
+
+from midstream.broker import frames
+from midstream.broker.celery_app import make_app, task_of
+from midstream.schemas.base import Published, Record, from_json, from_msgpack, to_json, to_msgpack
+from midstream.schemas.jobs import Job
+from midstream.schemas.models import ModelInfo, WorkerInfo
+from midstream.schemas.settings import Settings
+
+KEPT: dict[str, dict[str, Any]] = json.loads(FILE.read_text())
+NAMES = sorted(encoders())
+HOW = "they have changed: if that is meant, run `python tests/unit/wire_samples.py`, and see that older peers can live with it"
+
+
+@pytest.mark.parametrize("name", [*NAMES, "Frame"])
+def test_what_is_written_is_what_was_agreed_byte_for_byte(name: str) -> None:
+    assert written()[name] == KEPT[name]["now"], HOW
+
+
+def reader(name: str) -> Callable[[bytes], Any]:
+    kind, _ = encoders()[name]
+    return (lambda raw: from_msgpack(raw, kind)) if kind in MSGPACK else (lambda raw: from_json(raw, kind))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_was_agreed_is_read_back_as_it_was_meant(name: str) -> None:
+    kind, _ = encoders()[name]
+    read = reader(name)
+    assert read(bytes.fromhex(KEPT[name]["now"]["small"])) == small(kind)
+    assert read(bytes.fromhex(KEPT[name]["now"]["full"])) == full(kind)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if KEPT[name]["former"]])
+def test_what_a_former_version_wrote_is_still_read(name: str) -> None:
+    for raw in KEPT[name]["former"]:
+        reader(name)(bytes.fromhex(raw))
+
+
+def test_there_are_bytes_of_a_former_version_to_read() -> None:
+    assert {"Job", "Receipt", "ModelInfo", "WorkerInfo"} & {name for name in NAMES if KEPT[name]["former"]}
+
+
+@pytest.mark.parametrize("kind", list(frames.Kind), ids=lambda kind: kind.name)
+def test_a_frame_is_read_back_as_it_was_meant(kind: frames.Kind) -> None:
+    frame = frames.unpack(bytes.fromhex(KEPT["Frame"]["now"][kind.name]))
+    assert frame == frames.Frame(kind, "0123456789abcdef" * 2, 7, b"payload")
+
+
+#: Read from what this very process wrote, or from a file of this machine.
+OF_THIS_MACHINE = {"PlaneConfig", "JobRequest"}
+
+
+def decoded_types() -> Iterator[tuple[str, str]]:
+    """(where, name of a struct) of every place in broker and workers that reads bytes into one."""
+    for path in sources("broker", "workers"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            called = ast.unparse(node.func).rpartition(".")[2]
+            told = [keyword.value for keyword in node.keywords if keyword.arg == "type" and called == "decode"]
+            if called in ("from_msgpack", "from_json") and len(node.args) == 2:
+                told.append(node.args[1])
+            elif called == "Decoder" and node.args:
+                told.append(node.args[0])
+            for wanted in told:
+                names = {one.id for one in ast.walk(wanted) if isinstance(one, ast.Name) and one.id[0].isupper()}
+                yield from ((f"{path.relative_to(ROOT)}:{node.lineno}", name) for name in names - {"Any"})
+
+
+def test_every_struct_that_is_read_from_a_wire_or_from_redis_is_among_the_samples() -> None:
+    found = list(decoded_types())
+    assert len(found) > 15, "the scan has gone blind"
+    assert [(where, name) for where, name in found if name not in {*NAMES, *OF_THIS_MACHINE}] == []
+
+
+def test_the_samples_fill_every_field() -> None:
+    for kind in (*MSGPACK, *JSON):
+        value = full(kind)
+        for field in msgspec.structs.fields(kind):
+            if field.default is not msgspec.NODEFAULT and (kind.__name__, field.name) not in CHOSEN:
+                assert getattr(value, field.name) != field.default, f"{kind.__name__}.{field.name}"
+
+
+def test_a_job_that_uses_nothing_new_says_nothing_new() -> None:
+    # So an older worker, which refuses fields that it does not know, can still run it.
+    assert set(msgspec.msgpack.decode(to_msgpack(small(Job)))) == {"id", "kind", "model", "prompts", "sampling", "created"}
+
+
+@pytest.mark.parametrize("kind", [ModelInfo, WorkerInfo])
+def test_what_a_newer_worker_says_besides_is_no_reason_not_to_read_the_rest(kind: type[Record]) -> None:
+    assert issubclass(kind, Published)
+    told = msgspec.json.decode(to_json(full(kind))) | {"invented_later": 1}
+    assert from_json(msgspec.json.encode(told), kind) == full(kind)
+
+
+def test_what_asks_for_something_unknown_is_refused_and_not_half_obeyed() -> None:
+    told = msgspec.msgpack.decode(to_msgpack(small(Job))) | {"invented_later": 1}
+    with pytest.raises(msgspec.ValidationError, match="invented_later"):
+        from_msgpack(msgspec.msgpack.encode(told), Job)
+
+
+def test_a_message_of_the_queue_carries_a_job_id_and_nothing_else() -> None:
+    app = make_app(Settings(redis_url="redis://127.0.0.1:1/0"))
+    message = app.amqp.as_task_v2("job_1", task_of("generate"), args=["job_1"])
+    assert message.body == (
+        ["job_1"],
+        {},
+        {"callbacks": None, "errbacks": None, "chain": None, "chord": None},
+    )
+    assert (message.headers["id"], message.headers["task"], message.headers["lang"]) == ("job_1", "midstream.generate", "py")
+    assert app.conf.task_serializer == "json"
+    app.close()

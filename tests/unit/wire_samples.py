@@ -1,0 +1,139 @@
+"""One small and one full value of everything that our processes send each other or keep in Redis, the same on every machine.
+
+`python tests/unit/wire_samples.py` writes `tests/data/wire.json` anew; bytes that change are kept there as those of a former version,
+which must stay readable.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import inspect as shapes
+
+from midstream.broker import frames
+from midstream.broker.frames import Hello, Kind, Refusal
+from midstream.schemas.base import to_json, to_msgpack
+from midstream.schemas.errors import Problem
+from midstream.schemas.handling import Callback
+from midstream.schemas.jobs import Event, Job, Output
+from midstream.schemas.keys import Key, Tenant
+from midstream.schemas.models import ModelInfo, TokenizerBundle, WorkerInfo
+from midstream.schemas.receipts import LostRange, Receipt
+from midstream.schemas.runs import Run, RunFiles
+from midstream.schemas.specs import RankSpec
+from midstream.schemas.steering import GlobalSteering, Module, Proposal, WorkerSteering
+from midstream.schemas.sweeps import UnitRecord
+from midstream.schemas.tensors import Tensor
+from midstream.schemas.webhooks import DeliveryAttempt
+
+FILE = Path(__file__).parents[1] / "data" / "wire.json"
+
+#: What crosses a wire or lies in Redis, and how it is written there. What is inside of these need not be named.
+MSGPACK: tuple[Any, ...] = (
+    Receipt, LostRange, Hello, Refusal, Job, Output, RankSpec, Run, RunFiles, UnitRecord, Module, Proposal, GlobalSteering,
+    WorkerSteering, Tensor, TokenizerBundle, Key, Tenant,
+)  # fmt: skip
+JSON: tuple[Any, ...] = (ModelInfo, WorkerInfo, Event, Problem, Callback, DeliveryAttempt)
+
+#: Where a value is bound by more than its type.
+CHOSEN: dict[tuple[str, str], Any] = {
+    ("Tensor", "dtype"): "float32",
+    ("Tensor", "shape"): [1, 2],
+    ("Tensor", "data"): b"\0\0\x80?\0\0\0@",
+    ("StoredSteering", "positions"): [1, 2],
+    ("StoredCapture", "positions"): "last_prompt",
+    ("SteeringTemplate", "positions"): "all_prompt",
+    ("Run", "name"): "source",
+    ("Column", "places"): [(1, 2)],
+    ("CaptureSpec", "hook"): None,
+    ("CaptureSpec", "layers"): None,
+    ("Sampling", "logprobs"): 2,
+    ("TokenLogprob", "top"): [],
+    ("Event", "data"): {"state": "running", "attempt": 1},
+}
+TEXTS = {"name": "alpha", "tenant": "team", "id": "0123456789ab", "tag": "t", "sha256": "0" * 64}
+
+
+def full(kind: Any) -> Any:
+    """A value with every field set to something that is not its default, where its type has such a thing."""
+    return _struct(kind, all_fields=True)
+
+
+def small(kind: Any) -> Any:
+    """A value with nothing but what must be there."""
+    return _struct(kind, all_fields=False)
+
+
+def _struct(kind: Any, all_fields: bool) -> Any:
+    values = {}
+    for field in shapes.type_info(kind).fields:  # type: ignore[union-attr]
+        if field.required or all_fields:
+            key = (kind.__name__, field.name)
+            values[field.name] = CHOSEN[key] if key in CHOSEN else _value(field.type, field.name, all_fields, field.default)
+    return kind(**values)
+
+
+def _value(shape: Any, name: str, all_fields: bool, default: Any = msgspec.NODEFAULT) -> Any:
+    match shape:
+        case shapes.Metadata():
+            return _value(shape.type, name, all_fields, default)
+        case shapes.BoolType():
+            return default is not True
+        case shapes.IntType():
+            return max(3, shape.ge or 0)
+        case shapes.FloatType():
+            return 0.5
+        case shapes.StrType():
+            return TEXTS.get(name, "text")
+        case shapes.BytesType():
+            return b"bytes"
+        case shapes.AnyType():
+            return "anything"
+        case shapes.LiteralType():
+            return next(value for value in reversed(shape.values) if value != default)
+        case shapes.EnumType():
+            return list(shape.cls)[-1]
+        case shapes.ListType() | shapes.CollectionType() | shapes.VarTupleType():
+            return [_value(shape.item_type, name, all_fields)]
+        case shapes.TupleType():
+            return tuple(_value(item, name, all_fields) for item in shape.item_types)
+        case shapes.DictType():
+            return {_value(shape.key_type, "key", all_fields): _value(shape.value_type, name, all_fields)}
+        case shapes.StructType():
+            return _struct(shape.cls, all_fields)
+        case shapes.UnionType():
+            told = [one for one in shape.types if not isinstance(one, shapes.NoneType)]
+            return _value(told[0], name, all_fields, default)
+        case _:
+            raise TypeError(f"{name}: no sample of {shape}")
+
+
+def encoders() -> dict[str, tuple[Any, Callable[[Any], bytes]]]:
+    """Name → what it is, and how it is written."""
+    return {kind.__name__: (kind, to_msgpack) for kind in MSGPACK} | {kind.__name__: (kind, to_json) for kind in JSON}
+
+
+def written() -> dict[str, dict[str, str]]:
+    """What this version writes: name → {small, full}, as hex digits; of a frame, kind → its bytes."""
+    found = {name: {"small": encode(small(kind)).hex(), "full": encode(full(kind)).hex()} for name, (kind, encode) in encoders().items()}
+    epoch = "0123456789abcdef" * 2
+    return found | {"Frame": {kind.name: frames.pack(kind, epoch, 7, b"payload").hex() for kind in Kind}}
+
+
+def main() -> None:
+    kept = json.loads(FILE.read_text()) if FILE.exists() else {}
+    for name, now in written().items():
+        entry = kept.setdefault(name, {"now": {}, "former": []})
+        for size, raw in now.items():
+            before = entry["now"].get(size)
+            if before not in (None, raw) and before not in entry["former"]:
+                entry["former"].append(before)
+            entry["now"][size] = raw
+    FILE.parent.mkdir(exist_ok=True)
+    FILE.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
+
+
+if __name__ == "__main__":
+    main()
