@@ -24,6 +24,7 @@ ACCESS_FIELDS = ("method", "path", "status", "ms")
 TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 #: Bound for everything that this process logs, and for what the current task (or thread) logs.
+_process = ""
 _of_process: dict[str, Any] = {}
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 _of_task: ContextVar[Mapping[str, Any]] = ContextVar("midstream_log_fields", default=_NOTHING)
@@ -75,11 +76,11 @@ def about(record: logging.LogRecord) -> dict[str, Any]:
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per line."""
+    """One JSON object per line. `process` and `fields` hold where `configure` was not called (vLLM's own processes)."""
 
-    def __init__(self, process: str):
+    def __init__(self, process: str, **fields: Any):
         super().__init__()
-        self._process = process
+        self._process, self._fields = process, fields
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
@@ -87,8 +88,9 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname,
             "logger": record.name,
             "message": redacted(record.getMessage()),
-            "process": self._process,
+            "process": _process or self._process,
             "pid": record.process,
+            **self._fields,
             **about(record),
         }
         line |= {name: getattr(record, name) for name in ACCESS_FIELDS if hasattr(record, name)}
@@ -121,6 +123,8 @@ def setup(settings: Settings, process: str, **fields: Any) -> None:
 
 def configure(log_format: str, log_level: str, process: str, **fields: Any) -> None:
     """`setup` for a rank, which does not have the settings."""
+    global _process
+    _process = process
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(process) if log_format == "json" else TextFormatter(TEXT))
     root = logging.getLogger()

@@ -1,10 +1,12 @@
 """What do the settings ask of vLLM, besides what is ours?"""
 
 import os
+from pathlib import Path
 from typing import Any
 
 from vllm.platforms import current_platform
 
+from ..schemas.base import to_json
 from ..schemas.settings import Settings
 
 #: Draft tokens are looked up in the prompt by its last 4 to 2 tokens.
@@ -52,7 +54,7 @@ def prepare_environment(settings: Settings) -> None:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     if settings.log_format == "json":
-        os.environ["VLLM_CONFIGURE_LOGGING"] = "0"  # its lines go where ours go, in every process
+        os.environ["VLLM_LOGGING_CONFIG_PATH"] = _logging_config(settings)
     runner = settings.runner
     if runner == "auto" and current_platform.is_cpu():
         runner = "v1"  # the v2 runner needs Triton, which has no CPU backend
@@ -64,3 +66,19 @@ def prepare_environment(settings: Settings) -> None:
         share = max(1, len(cores) // ranks)
         groups = [cores[rank * share : (rank + 1) * share] or [cores[rank % len(cores)]] for rank in range(ranks)]
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, group)) for group in groups)
+
+
+def _logging_config(settings: Settings) -> str:
+    """A file that has vLLM log as we do, in every process that it starts, from its first line on."""
+    formatter = {"()": "midstream.broker.logs.JsonFormatter", "process": "engine", "worker": settings.worker_id}
+    config = {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {"json": formatter},
+        "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "json", "stream": "ext://sys.stderr"}},
+        "root": {"handlers": ["stderr"], "level": settings.log_level},
+    }
+    path = Path(settings.data_dir).resolve() / "logs" / f"vllm-{settings.worker_id}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(to_json(config))
+    return str(path)

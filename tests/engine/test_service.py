@@ -26,6 +26,7 @@ CHAT = [{"role": "user", "content": "Name a colour."}]
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     model = fetch_demo_model()
     options = {"engine": "vllm", "model": str(model), "model_name": "demo", "max_model_len": 1024, "kv_cache_gib": 0.5, **SLOW}
+    options["log_format"] = "json"
     with Stack(tmp_path_factory.mktemp("service"), api=True, start_timeout_s=180, **options) as stack:
         yield stack
 
@@ -131,3 +132,28 @@ def test_bad_input_is_refused_by_field_and_the_engine_never_sees_it(service: Sta
         assert answer.status_code == 400, answer.text
         assert answer.json()["field"].startswith(field)
         assert len(http.get("/v1/jobs").json()["jobs"]) == before
+
+
+def test_the_engine_says_how_busy_it_is_while_it_generates(service: Stack) -> None:
+    body = {"model": "demo", "prompt": "The sky is", "max_tokens": 300, "ignore_eos": True}
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(httpx.post, f"{service.url}/v1/completions", json=body, timeout=60)
+        seen: dict[str, Any] = {"running": 0}
+        while not answer.done() and not seen["running"]:
+            (worker,) = httpx.get(f"{service.url}/v1/steering/dynamic", timeout=30).json()["workers"]
+            (seen,) = worker["ranks"]
+        assert answer.result().status_code == 200
+    assert (seen["running"], seen["queued"]) == (1, 0)
+    assert 0 < seen["kv_cache"] < 0.5
+
+
+def test_ranks_and_engine_log_json_lines_like_the_worker(service: Stack) -> None:
+    text = service.log("worker")
+    lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    others = [line for line in text.splitlines() if not line.startswith(("{", "worker ready"))]
+    assert [line for line in others if "INFO" in line or "WARNING" in line] == []
+    assert {line["process"] for line in lines} == {"worker", "engine", "rank"}
+    assert {line["worker"] for line in lines} == {"w1"}
+    of_rank = [line for line in lines if line["process"] == "rank"]
+    assert {line["rank"] for line in of_rank} == {0}
+    assert any(line["logger"].startswith("vllm.") for line in of_rank)

@@ -37,6 +37,7 @@ def stream(capsys: pytest.CaptureFixture[str]) -> Iterator[Stream]:
     root.setLevel(level)
     logging.captureWarnings(False)
     logs._of_process.clear()
+    logs._process = ""
 
 
 def lines(stream: Stream) -> list[dict[str, Any]]:
