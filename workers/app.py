@@ -62,6 +62,10 @@ class EngineStep(bootsteps.StartStopStep):
 
     terminate = stop
 
+    def info(self, parent: Any) -> dict[str, Any]:
+        """A part of `inspect stats`, which is what Flower shows of a worker."""
+        return {"midstream": parent.app.engine_host.describe()} if parent.app.engine_host.ready else {}
+
 
 def make_worker_app(settings: Settings) -> Celery:
     """The Celery app of a worker, with its host, tasks and bootsteps."""

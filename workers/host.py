@@ -24,7 +24,9 @@ from ..broker.ledger import Ledger
 from ..broker.steering import Steering
 from ..broker.sweeper import Sweeper
 from ..schemas.base import now
+from ..schemas.errors import MidstreamError
 from ..schemas.faults import crash_point
+from ..schemas.jobs import JobView
 from ..schemas.models import WorkerInfo, encode_bundle
 from ..schemas.settings import Settings
 from .engine import Engine, make_engine
@@ -91,6 +93,18 @@ class EngineHost:
         assert self._runs is not None, "start() first"
         outcome: Outcome = self._schedule(self._runs.run_job(job_id)).result()
         return outcome
+
+    def view(self, job_id: str) -> JobView:
+        """The job as the ledger has it. Raises MidstreamError: `not_found`, `unavailable`."""
+
+        async def look() -> JobView:
+            return await self._ledger.view(job_id)
+
+        try:
+            view: JobView = self._schedule(look()).result(DEATH_GRACE_S)
+        except TimeoutError as error:  # the loop may be at its end
+            raise MidstreamError("unavailable", f"nobody said in time what became of {job_id}") from error
+        return view
 
     def cancel(self, job_id: str) -> None:
         """Stop a job if it runs here; returns at once."""

@@ -18,7 +18,7 @@ from ..broker.sweeps import Kept
 from ..schemas.base import now
 from ..schemas.errors import MidstreamError, Problem
 from ..schemas.faults import crash_point
-from ..schemas.jobs import Event, Job, Output
+from ..schemas.jobs import Event, Job, Output, State
 from ..schemas.runs import ZEROS, is_row, runs_named
 from ..schemas.steering import GlobalSteering
 from ..schemas.tensors import Tensor, content_hash
@@ -50,6 +50,7 @@ SHARE_BESIDE = 8
 class Outcome(StrEnum):
     """How a run ended; what the Celery task returns, so that Flower shows it."""
 
+    SUCCEEDED = "succeeded"  # all is there
     GENERATED = "generated"  # outputs are stored; receipts may still settle
     NOT_OURS = "not ours"  # someone else has the job, or it is over
     CANCELLED = "cancelled"
@@ -244,7 +245,9 @@ class Runs:
             run.closed = True
             crash_point("worker.stored")
             run.stages.stored(stored, run.reported, began)
-            return Outcome.GENERATED if stored else Outcome.LOST
+            if stored is None:
+                return Outcome.LOST
+            return Outcome.SUCCEEDED if stored is State.SUCCEEDED else Outcome.GENERATED
         except asyncio.CancelledError:
             if run.ending is None:
                 raise  # the event loop itself is going down

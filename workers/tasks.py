@@ -3,11 +3,13 @@
 import time
 from collections.abc import Callable
 
-from celery import Celery
-from celery.exceptions import Reject
+from celery import Celery, Task
 
+from ..schemas.errors import MidstreamError
+from ..schemas.jobs import TERMINAL, JobView, State
 from .host import EngineHost
 from .runs import JobFailed, Outcome
+from .task_states import JobRequest, PutBack, Settlements, Settling, Told
 
 KINDS = ("generate", "completion", "chat", "sweep")
 
@@ -16,18 +18,42 @@ KINDS = ("generate", "completion", "chat", "sweep")
 REJECT_PAUSE_S = 0.2
 
 
+class JobTask(Task):
+    Request = JobRequest
+
+
 def register_tasks(app: Celery, host: EngineHost) -> None:
     """Give `app` the tasks `midstream.<kind>`; the route in Flower is the kind, the argument the job's id."""
+    app.settlements = Settlements(host.settings.redis_url)
     for kind in KINDS:
-        app.task(name=f"midstream.{kind}", throws=(JobFailed,))(_body(host))
+        app.task(name=f"midstream.{kind}", base=JobTask, throws=(JobFailed,))(_body(host))
 
 
 def _body(host: EngineHost) -> Callable[[str], str]:
     def run(job_id: str) -> str:
         outcome = host.run(job_id)
+        if outcome is Outcome.SUCCEEDED:
+            return outcome.value
+        if outcome is Outcome.GENERATED:
+            raise Settling
         if outcome is Outcome.PUT_BACK or (host.death and outcome is Outcome.NOT_OURS):
             time.sleep(REJECT_PAUSE_S)
-            raise Reject(host.death or outcome.value, requeue=True)
-        return outcome.value
+            raise PutBack(host.death or outcome.value)
+        try:
+            view = host.view(job_id)
+        except MidstreamError as error:  # removed since; or Redis is away, and Flower misses this end
+            raise Told(State.EXPIRED if error.kind == "not_found" else None, str(error)) from error
+        return _became(view, outcome)
 
     return run
+
+
+def _became(view: JobView, outcome: Outcome) -> str:
+    """What to say of a job that did not end here with its outputs, as the ledger has it; returned for a success, else raised."""
+    if view.state is State.SUCCEEDED:
+        return outcome.value
+    if view.state is State.FAILED:
+        raise JobFailed(f"{view.error.title}: {view.error.detail}" if view.error else "the ledger does not say why")
+    if view.state is State.QUEUED or view.state in TERMINAL:
+        raise Told(view.state, outcome.value)
+    raise Settling  # somebody else has it: its end is this message's as well

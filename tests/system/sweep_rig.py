@@ -162,7 +162,7 @@ class Rig:
         standing = Standing(Steering(self.ledger), engine, self.settings, boot, self._tell)
         try:
             await standing.start()
-            yield Runs(self.ledger, engine, standing, "w1", boot, asyncio.Event(), lambda job, attempt: None)
+            yield Runs(self.ledger, engine, standing, "w1", boot, asyncio.Event())
         finally:
             standing.close()
             await engine.shutdown()

@@ -31,7 +31,7 @@ def test_one_cell_that_the_engine_refuses_and_one_that_the_ranks_fail_are_the_on
     async def scenario(at: Rig) -> None:
         job_id = await at.submit(asked)
         async with at.worker(fault=f"generate:request={refused};refuse:request={failed}") as runs:
-            assert await runs.run_job(job_id) is Outcome.GENERATED
+            assert await runs.run_job(job_id) is Outcome.SUCCEEDED
         assert (await at.ledger.view(job_id)).state is State.SUCCEEDED
         result = await at.result(job_id)
         check_grid(asked, result, {refused: "rank 0 refused prompt", failed: "rank 0 (stage 0): injected fault"})
@@ -70,7 +70,7 @@ def test_files_of_a_source_run_that_are_gone_when_a_sweep_resumes_leave_its_cell
         kept = await at.records(job_id)
         shutil.rmtree(at.settings.capture_root)
         async with at.worker("boot2") as runs:
-            assert await runs.run_job(job_id) is Outcome.GENERATED
+            assert await runs.run_job(job_id) is Outcome.SUCCEEDED
         lost = {number: "cannot be read" for number in (await at.records(job_id)).keys() - kept.keys() if number >= Units(asked).first_cell}
         assert lost
         check_grid(asked, await at.result(job_id), lost)
@@ -85,7 +85,7 @@ def test_a_source_run_that_a_rank_cannot_load_leaves_the_pairs_cells_without_val
     async def scenario(at: Rig) -> None:
         job_id = await at.submit(asked)
         async with at.worker(fault="put_run:rank=1") as runs:
-            assert await runs.run_job(job_id) is Outcome.GENERATED
+            assert await runs.run_job(job_id) is Outcome.SUCCEEDED
         units = Units(asked)
         cells = range(units.first_cell, units.first_cell + asked.num_cells)
         check_grid(asked, await at.result(job_id), dict.fromkeys(cells, "rank 1: injected fault"))
@@ -100,7 +100,7 @@ def test_cells_of_which_a_rank_never_reports_have_no_value(redis_url: str, tmp_p
     async def scenario(at: Rig) -> None:
         job_id = await at.submit(asked)
         async with at.worker(fault="silent:rank=1") as runs:
-            assert await runs.run_job(job_id) is Outcome.GENERATED
+            assert await runs.run_job(job_id) is Outcome.SUCCEEDED
         why = (await at.records(job_id))[units.base(0).number].reason
         assert why == "1 of 2 receipts arrived within 0.5 s of the engine's answer"
         cells = range(units.first_cell, units.first_cell + asked.num_cells)
@@ -123,7 +123,7 @@ def test_ranks_that_disagree_put_a_sweep_back_and_its_cells_stay(redis_url: str,
         kept = await at.records(job_id)
         await at.ledger.redis.delete("ms:desync")  # its ranks were made equal
         async with at.worker("boot2") as runs:
-            assert await runs.run_job(job_id) is Outcome.GENERATED
+            assert await runs.run_job(job_id) is Outcome.SUCCEEDED
         records = await at.records(job_id)
         assert 50 < len(kept) < len(records)
         assert at.engine.ranks.ranks[0].step == len(records) - len(kept), "what is known is not asked again"
@@ -171,7 +171,7 @@ def test_a_sweep_goes_on_where_forwards_begin_elsewhere_than_they_did(redis_url:
             assert await running is Outcome.RELEASED
         async with at.worker("boot2") as runs:
             at.engine.enters = not entered
-            assert await runs.run_job(job_id) is Outcome.GENERATED
+            assert await runs.run_job(job_id) is Outcome.SUCCEEDED
         check_grid(asked, await at.result(job_id))
         assert {record.attempt for record in (await at.records(job_id)).values()} == {1, 2}
 
@@ -193,7 +193,7 @@ def test_a_sweep_that_goes_on_under_another_global_steering_does_not_mix_its_cel
         elsewhere = msgspec.structs.replace(base, receipts=[msgspec.structs.replace(told, global_version=7) for told in base.receipts])
         await at.ledger.redis.hset(f"ms:units:{job_id}", 0, to_msgpack(elsewhere))
         async with at.worker("boot2") as runs:
-            assert await runs.run_job(job_id) is Outcome.GENERATED
+            assert await runs.run_job(job_id) is Outcome.SUCCEEDED
         units = Units(asked)
         cells = range(units.first_cell, units.first_cell + asked.num_cells)
         check_grid(asked, await at.result(job_id), {n: "began under global steering version 7" for n in cells if n not in kept})
@@ -211,7 +211,7 @@ def test_cells_that_the_ledger_has_lost_are_told_again_at_the_end(redis_url: str
             running = asyncio.create_task(runs.run_job(job_id))
             await at.known(job_id, 30)
             await at.ledger.redis.hdel(f"ms:units:{job_id}", *(await at.records(job_id)))
-            assert await running is Outcome.GENERATED
+            assert await running is Outcome.SUCCEEDED
         check_grid(asked, await at.result(job_id))
 
     Rig(redis_url, tmp_path, sweep_cells_in_flight=2)(scenario)
@@ -259,7 +259,7 @@ def test_a_prompt_that_failed_for_a_former_attempt_is_not_asked_again_to_be_comp
         failed = msgspec.structs.replace(kept[clean], value=None, reason="no room", receipts=[])
         await at.ledger.redis.hset(f"ms:units:{job_id}", clean, to_msgpack(failed))
         async with at.worker("boot2") as runs:
-            assert await runs.run_job(job_id) is Outcome.GENERATED
+            assert await runs.run_job(job_id) is Outcome.SUCCEEDED
         cells = range(units.first_cell, units.first_cell + asked.num_cells)
         check_grid(asked, await at.result(job_id), {n: "rows come from failed: no room" for n in cells if n not in kept})
 

@@ -1,0 +1,172 @@
+"""Does what Celery's events say of each job, and so what Flower shows, agree with the ledger, however a job ends?"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from celery.events.receiver import EventReceiver
+from celery.events.state import State as Events
+from celery.events.state import Task
+from stack import Stack
+
+from midstream.broker.celery_app import enqueue, queue_of
+from midstream.schemas.jobs import State
+from midstream.schemas.specs import StoredCapture, StoredSteering
+
+CAPTURE = StoredCapture(sites={"post_block": [0]}, positions="all_prompt", tag="t", layout="packed")
+GONE = [StoredSteering(layers=[1], hook="post_block", positions="all", family="add", tensors=["f" * 64], scale=1.0)]
+#: The ends that a job may have, and what Celery calls them.
+SHOWN = {
+    State.SUCCEEDED: "SUCCESS", State.FAILED: "FAILURE", State.CANCELLED: "REVOKED", State.ABORTED: "REVOKED",
+}  # fmt: skip
+
+
+class Watcher:
+    """Sees what Flower sees: every event, in the same state object."""
+
+    def __init__(self, stack: Stack):
+        self.state = Events()
+        self._stack = stack
+        self._listening = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._over = False
+        self._thread.start()
+        assert self._listening.wait(20)
+
+    def _run(self) -> None:
+        with self._stack.app.connection_for_read() as connection:
+            receiver = EventReceiver(connection, handlers={"*": self.state.event}, app=self._stack.app)
+            with receiver.consumer_context(wakeup=True) as (own, _channel, _consumers):
+                self._listening.set()
+                while not self._over:
+                    try:
+                        own.drain_events(timeout=0.2)
+                    except TimeoutError:
+                        continue
+
+    def close(self) -> None:
+        self._over = True
+        self._thread.join(5)
+
+    def task(self, task_id: str, state: str, timeout: float = 15.0) -> Task:
+        """The task once it is in `state`."""
+        deadline = time.monotonic() + timeout
+        while True:
+            task = self.state.tasks.get(task_id)
+            if task is not None and task.state == state:
+                return task
+            assert time.monotonic() < deadline, f"{task_id} is {task.state if task else 'unknown'}, not {state}"
+            time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    with Stack(tmp_path_factory.mktemp("stack"), fake_token_s=0.02) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def flower(stack: Stack) -> Iterator[Watcher]:
+    watcher = Watcher(stack)
+    yield watcher
+    watcher.close()
+
+
+def eventually(true: Callable[[], bool], timeout: float = 15.0) -> None:
+    deadline = time.monotonic() + timeout
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def agrees(stack: Stack, flower: Watcher, job_id: str, end: State) -> Task:
+    """Wait for the job's end, in both."""
+    assert stack.wait(job_id).state is end
+    return flower.task(job_id, SHOWN[end])
+
+
+def test_a_job_that_succeeds_is_a_success_named_by_its_kind_with_its_id_queue_worker_and_runtime(stack: Stack, flower: Watcher) -> None:
+    job_id = stack.submit(["hello"], max_tokens=10)
+    task = agrees(stack, flower, job_id, State.SUCCEEDED)
+    assert (task.name, task.routing_key) == ("midstream.generate", queue_of("fake-model"))
+    assert job_id in task.args
+    assert task.worker.hostname.startswith("w1@")
+    assert task.runtime >= 10 * 0.02
+
+
+def test_a_capture_is_no_success_before_its_receipts_are_there(stack: Stack, flower: Watcher) -> None:
+    stack.kill("relay")
+    job_id = stack.submit(["hello"], max_tokens=2, capture=CAPTURE)
+    flower.task(job_id, "STARTED")
+    stack.wait(job_id, until=lambda view: view.generated is not None)
+    node = flower.state.tasks[job_id].worker.hostname
+    eventually(lambda: stack.app.control.inspect([node], timeout=1).active() == {node: []})
+    assert flower.state.tasks[job_id].state == "STARTED", "its place in the pool is free, and it is not over"
+    stack.restart("relay")
+    task = agrees(stack, flower, job_id, State.SUCCEEDED)
+    assert task.runtime > 0
+
+
+def test_a_failed_job_is_a_failure_with_its_problem_in_a_line(stack: Stack, flower: Watcher) -> None:
+    task = agrees(stack, flower, stack.submit(["abc"], steering=GONE), State.FAILED)
+    assert "ffff" in task.exception
+    assert "\n" not in task.exception
+
+
+def test_a_job_cancelled_while_it_runs_is_revoked(stack: Stack, flower: Watcher) -> None:
+    job_id = stack.submit(["x"], max_tokens=5000)
+    flower.task(job_id, "STARTED")
+    stack.do(lambda ledger: ledger.request_cancel(job_id))
+    stack.app.control.broadcast("midstream_cancel", arguments={"job_id": job_id})
+    agrees(stack, flower, job_id, State.CANCELLED)
+
+
+def test_a_job_that_fails_after_its_outputs_is_no_success(stack: Stack, flower: Watcher) -> None:
+    stack.kill("relay")
+    job_id = stack.submit(["hello"], max_tokens=2, capture=CAPTURE)
+    stack.wait(job_id, until=lambda view: view.generated is not None)
+    stack.do(lambda ledger: ledger.request_cancel(job_id))
+    stack.restart("relay")
+    agrees(stack, flower, job_id, stack.wait(job_id).state)
+
+
+def test_a_job_aborted_before_it_began_is_revoked_when_its_message_comes_round(stack: Stack, flower: Watcher) -> None:
+    stack.kill("worker")
+    job_id = stack.submit(["never"])
+    flower.task(job_id, "PENDING")
+    stack.do(lambda ledger: ledger.request_cancel(job_id))
+    stack.restart("worker")
+    agrees(stack, flower, job_id, State.ABORTED)
+
+
+def test_a_message_of_a_job_that_is_over_changes_nothing(stack: Stack, flower: Watcher) -> None:
+    failed, succeeded = stack.submit(["abc"], steering=GONE), stack.submit(["abc"])
+    for job_id, end in ((failed, State.FAILED), (succeeded, State.SUCCEEDED)):
+        agrees(stack, flower, job_id, end)
+        before = flower.state.tasks[job_id].received
+        enqueue(stack.app, job_id, "generate", "fake-model")
+        eventually(lambda job_id=job_id, before=before: flower.state.tasks[job_id].received != before)
+    after = stack.submit(["abc"])  # behind them
+    agrees(stack, flower, after, State.SUCCEEDED)
+    assert [flower.state.tasks[job_id].state for job_id in (failed, succeeded)] == ["FAILURE", "SUCCESS"]
+
+
+def test_an_attempt_that_was_taken_over_does_not_count_as_the_end(stack: Stack, flower: Watcher) -> None:
+    job_id = stack.submit(["taken over"], max_tokens=300)
+    flower.task(job_id, "STARTED")
+    stack.kill("worker")
+    stack.restart("worker")
+    assert stack.wait(job_id).state is State.SUCCEEDED
+    assert stack.view(job_id).attempt == 2
+
+    def states() -> set[str]:
+        return {task.state for task_id, task in list(flower.state.tasks.items()) if task_id.startswith(job_id)}
+
+    eventually(lambda: "SUCCESS" in states() <= {"SUCCESS", "RETRY"})
+
+
+def test_flower_is_told_of_the_engine_with_the_statistics_of_its_worker(stack: Stack) -> None:
+    answers = stack.app.control.inspect(timeout=3).stats()
+    (shown,) = (stats["midstream"] for node, stats in answers.items() if node.startswith("w1@"))
+    assert (shown["model"], shown["tp"], shown["pp"], shown["healthy"]) == ("fake-model", 1, 1, True)
