@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from ..schemas.base import now
 from ..schemas.errors import MidstreamError
@@ -128,8 +129,10 @@ class Sender:
         if not free:
             return 0
         loans = await self._outbox.lend(free, TENANT_SLOTS, self._lease_s, Counter(self._under_way.values()))
+        owners = {(loan.tenant, loan.key) for loan in loans}
+        secrets = {owner: [known.secret for known in (await self._secrets.of(*owner)).secrets] for owner in owners}
         for loan in loans:
-            task = asyncio.create_task(self._deliver(loan))
+            task = asyncio.create_task(self._deliver(loan, secrets[loan.tenant, loan.key]))
             self._under_way[task] = loan.tenant
             task.add_done_callback(self._ended)
         return len(loans)
@@ -139,11 +142,11 @@ class Sender:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a webhook's attempt was not noted, so it will be sent again", exc_info=error)
 
-    async def _deliver(self, loan: Loan) -> None:
-        """One attempt, and its note."""
+    async def _deliver(self, loan: Loan, secrets: list[str]) -> None:
+        """One attempt, signed with these, and its note."""
         at, started = self._outbox.clock(), time.monotonic()
         crash_point("webhook.lent")
-        state, status, error, wish = await self._attempt(loan, at)
+        state, status, error, wish = await self._attempt(loan, at, secrets)
         crash_point("webhook.sent")
         attempt = DeliveryAttempt(at=at, status=status, error=error, seconds=round(time.monotonic() - started, 6))
         again = None
@@ -151,21 +154,23 @@ class Sender:
             again = due_again(loan.tries + 1, self._outbox.clock(), wish, self._chance)
             state = "failed" if again is None else "pending"
         metrics.WEBHOOK_ATTEMPTS.labels("retried" if state == "pending" else state).inc()
-        log.log(
-            logging.DEBUG if state == "delivered" else logging.INFO,
-            "webhook %s of job %s to %s: %s after attempt %d (%s)", loan.id, loan.job, loan.url, state, loan.tries + 1, status or error,
+        log.log(  # of the URL only the host: what follows may be a password
+            logging.DEBUG if state == "delivered" else logging.INFO, "webhook %s of job %s to %s: %s after attempt %d (%s)",
+            loan.id, loan.job, urlsplit(loan.url).netloc, state, loan.tries + 1, status or error,
         )  # fmt: skip
         await self._note(loan, state, attempt, again)
 
-    async def _attempt(self, loan: Loan, at: float) -> tuple[DeliveryState, int | None, str, float]:
+    async def _attempt(self, loan: Loan, at: float, secrets: list[str]) -> tuple[DeliveryState, int | None, str, float]:
         """(what the delivery is now, HTTP status, what went wrong, seconds that the receiver wishes to be left alone)."""
         try:
-            secrets = (await self._secrets.of(loan.tenant, loan.key)).secrets
-            answer = await self._poster.post(loan.url, loan.id, int(at), loan.body(), [secret.secret for secret in secrets])
+            answer = await self._poster.post(loan.url, loan.id, int(at), loan.body(), secrets)
         except TargetRefused as refused:
             return "refused", None, str(refused), 0.0
         except NoAnswer as silence:
             return "pending", None, str(silence), 0.0
+        except Exception as ours:  # it climbs the ladder like any other failure, and does not come back with every lease
+            log.exception("webhook %s could not be sent", loan.id)
+            return "pending", None, f"the sender failed: {type(ours).__name__}", 0.0
         if 200 <= answer.status < 300:
             return "delivered", answer.status, "", 0.0
         if answer.status == GONE:
