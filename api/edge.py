@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -181,9 +181,12 @@ class Edge:
 
     # --- Waiting ---
 
-    async def wait(self, job_id: str, until: Callable[[JobView], bool], seconds: float, *, patient: bool = False) -> JobView:
+    async def wait(
+        self, job_id: str, until: Callable[[JobView], bool], seconds: float, *, patient: bool = False, quiet: Collection[str] = ()
+    ) -> JobView:
         """The job as soon as `until` holds of it, or as it is after `seconds` (or when the server stops).
 
+        `quiet`: states for whose coming `until` need not be asked, see `Watcher.changed`.
         Raises `not_found`; `unavailable` when Redis stays away longer than a restart takes, or (unless `patient`) is away
         at the beginning.
         """
@@ -194,7 +197,7 @@ class Edge:
             left = deadline - time.monotonic()
             if until(view) or left <= 0 or self.closing:
                 return view
-            await self.or_closing(self.watcher.changed(job_id, view.version, left))
+            await self.or_closing(self.watcher.changed(job_id, view.version, left, quiet))
 
     async def patiently(self, read: Callable[[], Awaitable[T]]) -> T:
         """`read`, repeated while Redis restarts."""

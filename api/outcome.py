@@ -13,6 +13,8 @@ from .edge import Edge
 
 JOB_HEADER = "x-midstream-job"
 
+#: States that nobody waits for who waits for a result.
+UNDER_WAY = frozenset({"queued", "running"})
 #: Seconds until it is worth looking again at a job that is not over.
 RETRY_AFTER_S = 1
 

@@ -47,6 +47,8 @@ SOCKET_TIMEOUT_S = 10.0
 RETRIES = 3
 #: Jobs read at once while a filtered page is filled, and the most that are read for one page.
 PAGE_CHUNK, PAGE_SCAN = 100, 5000
+#: What a result is made of, as of one moment: fields of the record, outputs, receipts.
+RESULT = "return {redis.call('HMGET', KEYS[1], unpack(ARGV)), redis.call('GET', KEYS[2]), redis.call('HVALS', KEYS[3])}"
 #: Crockford's base 32: no letter that reads like a digit.
 ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 
@@ -76,7 +78,7 @@ def new_job_id() -> str:
     for _ in range(9):
         stamp, digit = divmod(stamp, 32)
         prefix = ALPHABET[digit] + prefix
-    return "job_" + prefix + "".join(secrets.choice(ALPHABET) for _ in range(26))
+    return "job_" + prefix + "".join(ALPHABET[byte & 31] for byte in secrets.token_bytes(26))
 
 
 def is_absence(error: redis.exceptions.RedisError) -> bool:
@@ -123,6 +125,8 @@ class Ledger:
         self.tenants = Tenants(self.redis, settings)
         self._pressure = Pressure(self.redis)
         self._scripts = scripts.Scripts(client)
+        self._models: dict[str, tuple[bytes, ModelInfo]] = {}  # as stored, and read
+        self._result: Any = client.register_script(RESULT)
 
     @classmethod
     def connect(cls, settings: Settings, send: Send | None = None) -> "Ledger":
@@ -251,12 +255,14 @@ class Ledger:
             return None
         return Claim(job, attempt, float(rest[2]))
 
-    async def store_outputs(self, job_id: str, attempt: int, outputs: list[Output]) -> State | None:
-        """All outputs of the attempt, at once. None: the attempt is stale or was cancelled, nothing is kept.
+    async def store_outputs(self, job_id: str, attempt: int, outputs: list[Output], last: Event | None = None) -> State | None:
+        """All outputs of the attempt, at once, and the event of the last of them.
 
-        Otherwise the state after it: succeeded, or running while receipts are awaited.
+        None: the attempt is stale or was cancelled, nothing is kept. Otherwise the state after it: succeeded, or running while
+        receipts are awaited.
         """
-        outcome = await self._tell("store", job_id, attempt, self.settings.capture_timeout_s, to_msgpack(outputs))
+        told = to_json(last) if last else ""
+        outcome = await self._tell("store", job_id, attempt, self.settings.capture_timeout_s, to_msgpack(outputs), told)
         return State(outcome) if outcome in (State.RUNNING, State.SUCCEEDED) else None
 
     async def fail(self, job_id: str, attempt: int, problem: Problem) -> bool:
@@ -328,9 +334,8 @@ class Ledger:
 
         Raises not_found, and gone when the retention time is over.
         """
-        async with self.redis.pipeline(transaction=True) as pipe:
-            pipe.hmget(f"ms:job:{job_id}", reading.FIELDS).get(f"ms:out:{job_id}").hvals(f"ms:ticket:{job_id}")
-            values, outputs, receipts = await pipe.execute()
+        names = [f"ms:{kind}:{job_id}" for kind in ("job", "out", "ticket")]
+        values, outputs, receipts = await self._result(keys=names, args=reading.FIELDS)
         view = reading.view(job_id, values, self.settings)
         if view is None:
             raise not_found(job_id)
@@ -451,7 +456,11 @@ class Ledger:
     @reachable
     async def model(self, name: str) -> ModelInfo | None:
         raw = await self.redis.hget("ms:models", name)
-        return None if raw is None else from_json(raw, ModelInfo)
+        if raw is None:
+            return None
+        if self._models.get(name, (b"",))[0] != raw:  # every request asks, and it seldom changes
+            self._models[name] = raw, from_json(raw, ModelInfo)
+        return self._models[name][1]
 
     @reachable
     async def models(self) -> list_[ModelInfo]:

@@ -7,7 +7,8 @@ whoever waits also looks by itself from time to time, and everybody looks when t
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Collection
 from types import TracebackType
 from typing import TypeVar
 
@@ -23,12 +24,25 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 #: Seconds between looks of one waiter while messages come through, and while the connection is down.
-POLL_S, POLL_DEAF_S = 2.0, 0.25
+POLL_S, POLL_DEAF_S = 5.0, 0.25
+#: Of so many jobs the latest message is remembered, for whoever begins to wait just after it came.
+REMEMBERED = 4096
+#: What is heard of an event that changes nothing but the job's stream.
+STIRRED = b"e"
 #: Seconds after which the silent pub/sub connection is asked whether it still lives.
 HEALTH_CHECK_S = 5
 RECONNECT_S = 0.2
 PATTERN = "ms:changed:*"
 PREFIX = len("ms:changed:")
+
+
+class Waiter:
+    """One call that waits for news of a job."""
+
+    def __init__(self, quiet: Collection[str], stirred: bool) -> None:
+        self.woken = asyncio.Event()
+        self.quiet = quiet  # states whose coming is no news
+        self.stirred = stirred  # are events of its stream?
 
 
 class Watcher:
@@ -39,7 +53,8 @@ class Watcher:
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._waiting: dict[str, set[asyncio.Event]] = {}
+        self._waiting: dict[str, set[Waiter]] = {}
+        self._heard: OrderedDict[str, tuple[int, str]] = OrderedDict()  # version and state, since the connection is there
         self._task: asyncio.Task[None] | None = None
         self._hearing = asyncio.Event()
 
@@ -70,19 +85,28 @@ class Watcher:
         """How many calls wait now."""
         return sum(map(len, self._waiting.values()))
 
-    async def changed(self, job_id: str, version: int, timeout: float) -> int:
+    @property
+    def remembered(self) -> set[str]:
+        """Jobs whose latest message is known."""
+        return set(self._heard)
+
+    async def changed(self, job_id: str, version: int, timeout: float, quiet: Collection[str] = ()) -> int:
         """The job's current version: at once when it is above `version`, else when it grows, or after `timeout` seconds.
 
+        `quiet`: states for whose coming it need not return; beside those of jobs, `generated`: only receipts are awaited.
         While Redis is away it waits on; then, at the timeout, it returns `version`. Raises not_found.
         """
 
-        async def look() -> int | None:
-            current = await self._ledger.version(job_id)
-            if current is None:
+        async def look(polled: bool) -> int | None:
+            if not polled and self._hearing.is_set() and (heard := self._heard.get(job_id)) is not None:
+                current, state = heard
+                return current if current > version and state not in quiet else None
+            found = await self._ledger.version(job_id)
+            if found is None:
                 raise not_found(job_id)
-            return current if current > version else None
+            return found if found > version else None
 
-        found = await self._until(job_id, look, timeout)
+        found = await self._until(job_id, Waiter(quiet, stirred=False), look, timeout)
         return version if found is None else found
 
     async def stirred(self, job_id: str, after: str, timeout: float) -> bool:
@@ -92,23 +116,26 @@ class Watcher:
         """
         after_id(after)
 
-        async def look() -> bool | None:
+        async def look(_: bool) -> bool | None:
             return bool(await self._ledger.events(job_id, after, count=1)) or None
 
-        return await self._until(job_id, look, timeout) is not None
+        return await self._until(job_id, Waiter((), stirred=True), look, timeout) is not None
 
-    async def _until(self, job_id: str, look: Callable[[], Awaitable[T | None]], timeout: float) -> T | None:
-        """What `look` finds, or None after `timeout`. Registers before it looks, so that no change slips in between."""
+    async def _until(self, job_id: str, waiter: Waiter, look: Callable[[bool], Awaitable[T | None]], timeout: float) -> T | None:
+        """What `look` finds, or None after `timeout`. Registers before it looks, so that no change slips in between.
+
+        `look` is told whether it looks for no other reason than that some time has passed.
+        """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
-        woken = asyncio.Event()
-        self._waiting.setdefault(job_id, set()).add(woken)
+        polled = False
+        self._waiting.setdefault(job_id, set()).add(waiter)
         try:
             while True:
-                woken.clear()
+                waiter.woken.clear()
                 try:
                     async with asyncio.timeout_at(deadline):
-                        found = await look()
+                        found = await look(polled)
                     if found is not None:
                         return found
                 except TimeoutError:
@@ -119,12 +146,14 @@ class Watcher:
                 patience = min(deadline - loop.time(), POLL_S if self._hearing.is_set() else POLL_DEAF_S)
                 if patience <= 0:
                     return None
+                polled = True
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(patience):
-                        await woken.wait()
+                        await waiter.woken.wait()
+                        polled = False
         finally:
             waiters = self._waiting[job_id]
-            waiters.discard(woken)
+            waiters.discard(waiter)
             if not waiters:
                 del self._waiting[job_id]
 
@@ -137,6 +166,7 @@ class Watcher:
                 log.warning("job changes are not heard, %d waiters poll: %s", self.waiting, error)
             finally:
                 self._hearing.clear()
+                self._heard.clear()
                 self._wake_all()
             await asyncio.sleep(RECONNECT_S)
 
@@ -156,10 +186,25 @@ class Watcher:
                     self._hearing.set()
                     self._wake_all()  # what changed while nobody heard
                 elif message["type"] == "pmessage":
-                    for waiter in self._waiting.get(message["channel"][PREFIX:].decode(), ()):
-                        waiter.set()
+                    self._wake(message["channel"][PREFIX:].decode(), message["data"])
+
+    def _wake(self, job_id: str, told: bytes) -> None:
+        waiters = self._waiting.get(job_id, ())
+        if told == STIRRED:
+            for waiter in waiters:
+                if waiter.stirred:
+                    waiter.woken.set()
+            return
+        version, _, state = told.decode().partition(" ")
+        self._heard[job_id] = int(version), state
+        self._heard.move_to_end(job_id)
+        if len(self._heard) > REMEMBERED:
+            self._heard.popitem(last=False)
+        for waiter in waiters:
+            if state not in waiter.quiet:
+                waiter.woken.set()
 
     def _wake_all(self) -> None:
         for waiters in self._waiting.values():
             for waiter in waiters:
-                waiter.set()
+                waiter.woken.set()

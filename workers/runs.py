@@ -76,6 +76,8 @@ class Run:
     ending: Outcome | None = None  # why it is being stopped
     detail: str = ""  # more of that
     closed: bool = False  # past the point where stopping it means anything
+    finished: int = 0  # prompts
+    last: Event | None = None  # of the last prompt's output
 
     @property
     def reported(self) -> bool:
@@ -241,7 +243,9 @@ class Runs:
             run.check()
             crash_point("worker.generated")
             began = now()
-            stored = await patiently(lambda: self._ledger.store_outputs(run.job.id, run.attempt, outputs), f"outputs of {run.job.id}")
+            stored = await patiently(
+                lambda: self._ledger.store_outputs(run.job.id, run.attempt, outputs, run.last), f"outputs of {run.job.id}"
+            )
             run.closed = True
             crash_point("worker.stored")
             run.stages.stored(stored, run.reported, began)
@@ -299,7 +303,12 @@ class Runs:
                         await self._emit(run, _token_event(progress, run.attempt))
         if output is None:
             raise MidstreamError("engine_failed", f"the engine ended prompt {request} without an output")
-        await self._emit(run, Event(event="output", data={"index": request}, attempt=run.attempt))
+        told_of = Event(event="output", data={"index": request}, attempt=run.attempt)
+        run.finished += 1
+        if run.finished == len(run.job.prompts):
+            run.last = told_of  # goes along with the outputs
+        else:
+            await self._emit(run, told_of)
         return output
 
     async def _emit(self, run: Run, event: Event) -> None:

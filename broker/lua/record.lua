@@ -64,10 +64,11 @@ local function event(job, kind, data)
     '{"event":"' .. kind .. '","data":' .. data .. ',"attempt":' .. job.attempt .. '}')
 end
 
--- A change that readers may want to see.
+-- A change that readers may want to see: its version, and the state since then (`generated` while only receipts are awaited).
 local function changed(job)
   job.version = redis.call('HINCRBY', key('job', job.id), 'version', 1)
-  redis.call('PUBLISH', key('changed', job.id), job.version)
+  local state = job.state == 'running' and job.generated and 'generated' or job.state
+  redis.call('PUBLISH', key('changed', job.id), job.version .. ' ' .. state)
 end
 
 local function look_at(job, at)

@@ -132,5 +132,5 @@ if cells ~= '0' then
 end
 event(job, 'state', '{"state":"queued","attempt":0}')
 count(job)
-redis.call('PUBLISH', key('changed', id), 1)
+redis.call('PUBLISH', key('changed', id), '1 queued')
 return with_messages({'created', id})

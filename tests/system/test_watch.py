@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -28,6 +29,14 @@ async def until_heard(ledger: Ledger, others: set[str]) -> None:
             if await subscribers(ledger) - others:
                 return
             await asyncio.sleep(0.05)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while True:
+            if holds():
+                return
+            await asyncio.sleep(0.02)
 
 
 async def subscribers(ledger: Ledger) -> set[str]:
@@ -70,6 +79,48 @@ def test_a_change_before_the_wait_answers_at_once_and_none_answers_at_the_timeou
             with pytest.raises(MidstreamError) as caught:
                 await watcher.changed("job_unknown", 0, 30)
             assert caught.value.kind == "not_found"
+
+    asyncio.run(main())
+
+
+def test_who_waits_for_a_result_sleeps_through_the_start(redis_url: str, no_polling: None) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger, Watcher(ledger) as watcher:
+            job = make_job()
+            await ledger.submit(job, {})
+            waiting = asyncio.create_task(watcher.changed(job.id, 1, 30, quiet={"queued", "running"}))
+            await asyncio.sleep(0.2)
+            await ledger.claim(job.id, "w", "b", ranks=1)
+            await asyncio.sleep(0.2)
+            assert not waiting.done()
+            await ledger.store_outputs(job.id, 1, outputs())
+            assert await asyncio.wait_for(waiting, 10) == (await ledger.view(job.id)).version
+
+    asyncio.run(main())
+
+
+def test_who_begins_to_wait_after_the_message_is_answered_without_asking_redis(redis_url: str, no_polling: None) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger, AsyncExitStack() as stack:
+            others = await subscribers(ledger)
+            watcher = await stack.enter_async_context(Watcher(ledger))
+            await until_heard(ledger, others)
+            job = make_job()
+            await claimed(ledger, job)
+            await until(lambda: job.id in watcher.remembered)
+            await ledger.redis.delete(f"ms:job:{job.id}")
+            assert await watcher.changed(job.id, 1, 30) == 2
+
+    asyncio.run(main())
+
+
+def test_the_last_outputs_event_comes_with_the_outputs(redis_url: str) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger:
+            job = make_job()
+            await claimed(ledger, job)
+            await ledger.store_outputs(job.id, 1, outputs(), Event(event="output", data={"index": 0}, attempt=1))
+            assert [event.event for event in await ledger.events(job.id)][-3:] == ["output", "state", "done"]
 
     asyncio.run(main())
 
