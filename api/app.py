@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from litestar import Litestar
 from litestar.datastructures import MutableScopeHeaders
 from litestar.plugins.prometheus import PrometheusConfig
+from litestar.routes import HTTPRoute
 from litestar.types import Message, Scope
 
 from .. import __version__
@@ -31,6 +32,19 @@ async def _name_version(message: Message, scope: Scope) -> None:
         MutableScopeHeaders.from_message(message)[VERSION_HEADER] = __version__
 
 
+async def _allow(message: Message, scope: Scope) -> None:
+    """The answer to OPTIONS names every method of its path. (Litestar's names those of the handler that was registered first.)"""
+    if message["type"] == "http.response.start" and scope["type"] == "http" and scope["method"] == "OPTIONS":
+        methods = {
+            method
+            for route in scope["litestar_app"].routes
+            if isinstance(route, HTTPRoute) and route.path_format == scope.get("path_template")
+            for method in route.methods
+        }
+        if methods:
+            MutableScopeHeaders.from_message(message)["Allow"] = ", ".join(sorted(methods))
+
+
 def make_app(settings: Settings) -> Litestar:
     """The application over the Redis of `settings.redis_url`; needs no worker, relay or Redis to start."""
 
@@ -47,7 +61,7 @@ def make_app(settings: Settings) -> Litestar:
         request_class=JsonRequest,
         request_max_body_size=settings.max_body_mib * 1024 * 1024,
         exception_handlers=problems.HANDLERS,
-        before_send=[_name_version],
+        before_send=[_name_version, _allow],
         guards=[authorize],
         middleware=[PrometheusConfig(app_name="midstream", prefix="midstream_http", group_path=True).middleware],
         openapi_config=openapi.config(records),

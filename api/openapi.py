@@ -13,7 +13,9 @@ from litestar.plugins import OpenAPISchemaPlugin
 from litestar.typing import FieldDefinition
 
 from .. import __version__
+from ..schemas.openai import OpenAIProblem
 from .auth import needed
+from .problems import OPENAI_PATHS
 
 if TYPE_CHECKING:
     from litestar._openapi.schema_generation import SchemaCreator
@@ -40,7 +42,7 @@ class Records(OpenAPISchemaPlugin):
 
     def complete(self, document: dict[str, Any]) -> dict[str, Any]:
         """The document with every type described, what each operation needs, and where its answer leads."""
-        kinds = [self._met[name] for name in sorted(self._met)]
+        kinds = [OpenAIProblem, *(self._met[name] for name in sorted(self._met))]
         _, described = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
         components = document.get("components", {})
         schemas = {**components.get("schemas", {}), **described}
@@ -78,7 +80,6 @@ LINKS: dict[str, dict[str, tuple[str, str, str]]] = {
         "cancel": ("post /v1/jobs/{job_id}/cancel", "job_id", "$response.body#/id"),
         "captures": ("get /v1/captures/{job_id}", "job_id", "$response.body#/id"),
     },
-    "JobPage": {"first": ("get /v1/jobs/{job_id}", "job_id", "$response.body#/jobs/0/id")},
     "CaptureManifest": {
         "safetensors": ("get /v1/captures/{job_id}/safetensors", "job_id", "$response.body#/job"),
         "delete": ("delete /v1/captures/{job_id}", "job_id", "$response.body#/job"),
@@ -94,12 +95,24 @@ LINKS: dict[str, dict[str, tuple[str, str, str]]] = {
 
 def _operation(method: str, path: str, operation: dict[str, Any], ids: dict[str, str]) -> dict[str, Any]:
     """The operation with its scope, the refusals that come with it, and links out of its answers."""
+    if path in OPENAI_PATHS:
+        operation = _in_openais_words(operation)
     responses = {status: _linked(response, ids) for status, response in operation.get("responses", {}).items()}
     scope = needed(method.upper(), path)
     if scope is None:
         return {**operation, "responses": responses, "security": []}
     description = f"{operation.get('description') or ''}\n\nScope: `{scope}`.".strip()
-    return {**operation, "description": description, "responses": {**responses, **REFUSALS}, "security": [{KEY: []}]}
+    refusals = _in_openais_words(REFUSALS) if path in OPENAI_PATHS else REFUSALS
+    return {**operation, "description": description, "responses": {**responses, **refusals}, "security": [{KEY: []}]}
+
+
+def _in_openais_words(node: Any) -> Any:
+    """With what is answered at OpenAI's paths for each problem document."""
+    if isinstance(node, dict):
+        return {name: _in_openais_words(value) for name, value in node.items()}
+    if isinstance(node, list):
+        return [_in_openais_words(value) for value in node]
+    return "#/components/schemas/OpenAIProblem" if node == "#/components/schemas/Problem" else node
 
 
 def _linked(response: dict[str, Any], ids: dict[str, str]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from ..broker import metrics
 from ..schemas.base import to_json
 from ..schemas.errors import STATUS_OF_KIND, MidstreamError, Problem, invalid, misfit
 from ..schemas.keys import SCOPES
+from ..schemas.openai import OpenAIError, OpenAIProblem
 from ..schemas.selectors import HOOKS, PositionName
 from ..schemas.specs import At, Layout, RowDType, SteeringOp
 from ..schemas.sweeps import Ablation, Alignment, Direction, Metric
@@ -82,12 +83,12 @@ def malformed(error: msgspec.DecodeError) -> MidstreamError:
     return invalid(path, detail, allowed=", ".join(names) or None)
 
 
-def openai_error(problem: Problem) -> dict[str, Any]:
-    """The problem as OpenAI's clients read it: they show `message`, and nothing of a problem document."""
+def openai_error(problem: Problem) -> OpenAIError:
+    """The problem in OpenAI's words."""
     kind = problem.type.rpartition(":")[2]
     where = f"{problem.field}: " if problem.field else ""
     allowed = f" (allowed: {problem.allowed})" if problem.allowed else ""
-    return {"message": f"{where}{problem.detail}{allowed}", "type": kind, "code": kind, "param": problem.field}
+    return OpenAIError(message=f"{where}{problem.detail}{allowed}", type=kind, code=kind, param=problem.field)
 
 
 def answer(request: Request[Any, Any, Any], problem: Problem, headers: dict[str, str] | None = None) -> Response[Any]:
@@ -100,7 +101,7 @@ def answer(request: Request[Any, Any, Any], problem: Problem, headers: dict[str,
         headers.setdefault("Retry-After", str(seconds))
     body = to_json(problem)
     if request.url.path in OPENAI_PATHS:
-        body = to_json({**msgspec.to_builtins(problem), "error": openai_error(problem)})
+        body = to_json(OpenAIProblem(**msgspec.structs.asdict(problem), error=openai_error(problem)))
     return Response(body, status_code=problem.status, media_type=MEDIA_TYPE, headers=headers)
 
 

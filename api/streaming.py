@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from ..schemas.base import to_json
 from ..schemas.errors import MidstreamError, Problem
 from ..schemas.jobs import Event, JobView
@@ -154,7 +156,7 @@ class Streamed:
 
 def error_event(problem: Problem) -> bytes:
     """A failure in the middle of a stream, as OpenAI's clients understand it; the problem is inside."""
-    return b"data: %b\n\n" % to_json({"error": {**problems.openai_error(problem), "problem": problem}})
+    return b"data: %b\n\n" % to_json({"error": {**msgspec.structs.asdict(problems.openai_error(problem)), "problem": problem}})
 
 
 def _number(event: Event, name: str) -> int:

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from .base import Record
+from .errors import Problem
 from .handling import Handling
 from .jobs import CaptureResults, Determinism
 from .specs import CaptureSpec, PatchSpec, SteeringSpec
@@ -34,6 +35,21 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "prediction": (None,),
     "web_search_options": (None,),
 }
+
+
+class OpenAIError(Record):
+    """What is wrong, as OpenAI's clients read it: they show `message`, and nothing of a problem document."""
+
+    message: str
+    type: str
+    code: str
+    param: str | None = None
+
+
+class OpenAIProblem(Problem, kw_only=True, omit_defaults=True):
+    """A problem document at OpenAI's paths."""
+
+    error: OpenAIError
 
 
 class StreamOptions(Record):
