@@ -1,6 +1,6 @@
 """How many receipts per second go from rank to ledger, durably at both ends?
 
-    python benchmarks/receipts.py [--receipts 20000] [--ranks 1 2] [--windows 1 64 1024]
+    python benchmarks/receipts.py [--receipts 20000] [--ranks 1 2] [--windows 1 64 1024] [--curve]
 
 Real SQLite outboxes (synchronous=FULL), a relay process and a Redis with AOF, all on this machine's loopback. A receipt counts
 once the relay has acknowledged it, which it does after the commit in Redis. `append` is what a writer thread pays; `alone` is
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from midstream.broker import redis_server, sender
+from midstream.broker.curve import ClientKeys, client_keys, new_keys
 from midstream.broker.ledger import Ledger, new_job_id
 from midstream.broker.outbox import Outbox
 from midstream.schemas.base import now
@@ -61,11 +62,11 @@ async def claim_jobs(settings: Settings, count: int, ranks: int) -> list[str]:
     return made
 
 
-def measure(settings: Settings, directory: Path, ranks: int, window: int, receipts: int) -> dict[str, Any]:
+def measure(settings: Settings, directory: Path, ranks: int, window: int, receipts: int, curve: ClientKeys | None = None) -> dict[str, Any]:
     """`receipts` per rank through `ranks` outboxes of this process at once."""
     jobs = asyncio.run(claim_jobs(settings, -(-receipts // PROMPTS), ranks))
     sender.WINDOW = window
-    outboxes = [Outbox(directory, WORKER, rank, settings.relay_url) for rank in range(ranks)]
+    outboxes = [Outbox(directory, WORKER, rank, settings.relay_url, curve=curve) for rank in range(ranks)]
     appended = [0.0] * ranks
 
     def load(rank: int) -> None:
@@ -108,11 +109,18 @@ def main() -> None:
     parser.add_argument("--receipts", type=int, default=20_000, help="per rank")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--windows", type=int, nargs="+", default=[1, 64, 1024])
+    parser.add_argument("--curve", action="store_true", help="with CURVE keys, as off loopback")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         server = redis_server.start(Path(scratch) / "redis")
         environment = {name: value for name, value in os.environ.items() if not name.startswith("MIDSTREAM_")}
-        environment |= to_environment(Settings(redis_url=server.url))
+        chosen, curve = Settings(redis_url=server.url), None
+        if options.curve:
+            secret, public = new_keys("relay", "relay", Path(scratch) / "curve")
+            mine, known = new_keys("worker", WORKER, Path(scratch) / "curve")
+            chosen = Settings(redis_url=server.url, curve_secret_file=str(secret), curve_clients_dir=str(known.parent))
+            curve = client_keys(str(mine), public.read_text())
+        environment |= to_environment(chosen)
         relay = subprocess.Popen([sys.executable, "-m", "midstream.broker.relay"], env=environment, stdout=subprocess.PIPE)
         try:
             assert relay.stdout is not None
@@ -123,7 +131,7 @@ def main() -> None:
                 for window in options.windows:
                     # One receipt per round trip is slow: a tenth of them shows it as well.
                     count = options.receipts if window > 1 else max(1, options.receipts // 10)
-                    row = measure(settings, Path(scratch) / f"outbox-{ranks}-{window}", ranks, window, count)
+                    row = measure(settings, Path(scratch) / f"outbox-{ranks}-{window}", ranks, window, count, curve)
                     results.append(row)
                     print("{ranks:>5} {window:>7} {receipts:>9} {settled_per_s:>10} {append_us:>10} {receipts_per_commit:>11} {alone_ms:>9}"
                           .format(**row), flush=True)  # fmt: skip

@@ -56,6 +56,7 @@ class Settings(Record):
     max_model_len: Count | None = None  # tokens; default: the model's own
     tensor_parallel_size: Count = 1
     pipeline_parallel_size: Count = 1
+    executor: Literal["auto", "ray"] = "auto"  # of vLLM's ranks: `ray` spreads them over the machines of a Ray cluster
     runner: Literal["auto", "v1", "v2"] = "auto"
     enforce_eager: bool = True  # false: torch.compile and graphs (slower start, faster steps)
     max_num_seqs: Count = 64  # requests in one engine step

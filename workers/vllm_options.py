@@ -34,6 +34,8 @@ def engine_options(settings: Settings) -> dict[str, Any]:
         "disable_log_stats": True,
         "generation_config": "vllm",  # sampling is what the job says, never a file beside the weights
     }
+    if settings.executor != "auto":
+        options["distributed_executor_backend"] = settings.executor
     if settings.speculative_tokens:
         options["speculative_config"] = {"method": "ngram", "num_speculative_tokens": settings.speculative_tokens} | _NGRAMS
     block_size = settings.block_size or (_CPU_BLOCK if current_platform.is_cpu() else None)
