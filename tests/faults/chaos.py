@@ -2,11 +2,12 @@
 
 import asyncio
 import random
+import signal
 from dataclasses import dataclass, field
 
 from cluster import Cluster, Outage
 
-#: What the full gate kills, how often, and what it tells to stop (SIGTERM); `api` is of each replica.
+#: What the full gate kills, how often, what it tells to stop (SIGTERM) and stops past its lease (SIGSTOP); `api` is of each replica.
 FULL = {
     "worker": 30,
     "redis": 5,
@@ -14,8 +15,11 @@ FULL = {
     "api": 2,
     "callbacks": 2,
     **{f"{kind} stop": 1 for kind in ("worker", "relay", "api", "callbacks")},
+    "worker pause": 3,
 }
-STOP = " stop"
+STOP, PAUSE = " stop", " pause"
+#: A paused worker goes on so many seconds after its lease has run out.
+PAST_LEASE_S = 3.0
 #: A killed process is started again after so many seconds, at most.
 DOWN_S = 1.0
 #: Faults happen between these shares of the load, so that each has something before and something behind it.
@@ -38,7 +42,7 @@ def schedule(rng: random.Random, cluster: Cluster, jobs: int, kills: dict[str, i
     """All faults in the order in which they happen."""
     wanted: list[tuple[str, list[str]]] = []
     for kind, count in kills.items():
-        what = kind.removesuffix(STOP)
+        what = kind.removesuffix(STOP).removesuffix(PAUSE)
         if what == "worker":
             wanted += [(kind, rng.sample(cluster.workers, len(cluster.workers))) for _ in range(count)]
         elif what == "api":
@@ -74,13 +78,15 @@ class Chaos:
             await self._freed.wait_for(lambda: not self._busy.issuperset(fault.targets))
             target = next(name for name in fault.targets if name not in self._busy)
             self._busy.add(target)
-        fault.outage = await asyncio.to_thread(self._cluster.strike, target, fault.kind.endswith(STOP))
+        strike = self._cluster.stop_in_order if fault.kind.endswith(STOP) else self._cluster.strike
+        how = signal.SIGSTOP if fault.kind.endswith(PAUSE) else signal.SIGKILL
+        fault.outage = await asyncio.to_thread(strike, target, how)
         fault.fired.set()
         self._reviving.append(asyncio.create_task(self._revive(fault, target)))
 
     async def _revive(self, fault: Fault, target: str) -> None:
         assert fault.outage is not None
-        await asyncio.sleep(fault.down_s)
+        await asyncio.sleep(fault.down_s + (self._cluster.settings.lease_s + PAST_LEASE_S if fault.outage.paused else 0))
         if target != "redis":  # what starts while Redis is away waits for it, but says so by ending where it must
             await self._until_free("redis")
         await asyncio.to_thread(self._cluster.revive, fault.outage)

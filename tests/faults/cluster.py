@@ -39,6 +39,7 @@ class Outage:
     name: str
     killed: float
     ready: float = float("inf")
+    paused: bool = False  # it was stopped, and goes on
 
 
 class Cluster(Stack):
@@ -65,18 +66,22 @@ class Cluster(Stack):
             changed.setdefault("fault", self._callbacks_fault)
         super().spawn(name, suffix=suffix, **changed)
 
-    def strike(self, name: str, gently: bool = False) -> Outage:
-        """`kill -9`; or SIGTERM, which must end the process in time and in order. (uvicorn stops in order and then dies of the signal.)"""
+    def strike(self, name: str, how: signal.Signals = signal.SIGKILL) -> Outage:
+        """`kill -9`, or SIGSTOP; a worker not before it holds a job."""
         if name in self.workers:
             self._await_work(name)
+        outage = Outage(name, time.monotonic(), paused=how == signal.SIGSTOP)
+        self.outages.append(outage)
+        self.kill(name, how)
+        return outage
+
+    def stop_in_order(self, name: str, _: signal.Signals) -> Outage:
+        """SIGTERM, which must end the process in time and in order. (uvicorn stops in order and then dies of the signal.)"""
         outage = Outage(name, time.monotonic())
         self.outages.append(outage)
-        if gently:
-            code = self.end(name)
-            in_order = code == 0 or (name in self.ports and code == -signal.SIGTERM)
-            assert in_order, f"{name} ended with {code} after SIGTERM:\n{self.log(name)[-3000:]}"
-        else:
-            self.kill(name)
+        code = self.end(name)
+        in_order = code == 0 or (name in self.ports and code == -signal.SIGTERM)
+        assert in_order, f"{name} ended with {code} after SIGTERM:\n{self.log(name)[-3000:]}"
         return outage
 
     def _await_work(self, worker: str) -> None:
@@ -93,6 +98,10 @@ class Cluster(Stack):
 
     def revive(self, outage: Outage, **changed: Any) -> None:
         """Start it again, as a supervisor would also when it ends while it starts, and wait until it is ready."""
+        if outage.paused:
+            self.kill(outage.name, signal.SIGCONT)
+            outage.ready = time.monotonic()
+            return
         for left in reversed(range(STARTS)):
             try:
                 self.restart(outage.name, **changed)

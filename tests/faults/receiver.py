@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 #: The receiver is away for this long, by the simulated clock, while about this many seconds pass.
-DOWN_S, DOWN_REAL_S = 3600.0, 6.0
+DOWN_S, DOWN_REAL_S = 3600.0, 15.0
 #: The simulated clock goes on in steps of so many seconds, which is less than a loan of a delivery lasts.
 STEP_S = 20.0
 #: The whole ladder of retries, jitter included: what was not delivered by then never is.

@@ -7,7 +7,7 @@ from pathlib import Path
 import gate
 
 JOBS = 700
-KILLS = {"worker": 4, "redis": 1, "relay": 1, "api": 1, "callbacks": 1, "worker stop": 1, "api stop": 1}
+KILLS = {"worker": 4, "redis": 1, "relay": 1, "api": 1, "callbacks": 1, "worker stop": 1, "api stop": 1, "worker pause": 1}
 
 
 # field case 37, 38, 39
