@@ -1,6 +1,7 @@
 # Everything a fresh machine with Python 3.11, make, git and gcc needs: `make demo`, `make test`. `make help` lists the rest.
 #   PYTHON=…       the interpreter, 3.11 (default: python3.11, else python3)
 #   TORCH_INDEX=…  an index with CPU builds of torch, where pip's own configuration names none
+#   COMPOSE_ARGS=--keep  leaves what `make test-compose` made
 #   PYTEST_ARGS=…  passed on, such as PYTEST_ARGS="-k sweeper -x"
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -25,7 +26,7 @@ export PATH := $(abspath $(BIN)):$(PATH)
 
 PYTEST = $(BIN)/pytest -ra --durations=15 $(PYTEST_ARGS)
 
-.PHONY: help setup model demo up test lint format types test-unit test-system test-engine test-faults fidelity lens bench lock clean
+.PHONY: help setup model demo up test lint format types test-unit test-system test-engine test-faults test-compose fidelity lens bench lock clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -89,6 +90,9 @@ test-engine: $(READY) model ## real vLLM on CPU
 test-faults: $(READY) model ## the fault gate: 10,000 jobs with a fixed seed and a random one, and a real engine killed ten times
 	@echo "== fault gate"
 	@$(PYTEST) -s tests/faults
+
+test-compose: $(READY) ## the containers: build, bring up, run the demo, kill each, take down (needs Docker; see docs/deployment.md)
+	@$(BIN)/python tests/compose/run.py $(COMPOSE_ARGS)
 
 fidelity: $(READY) ## measure every architecture, hook, runner and mode; writes docs/fidelity.md (NAMES=…: only these checkpoints)
 	@$(BIN)/python tests/engine/fidelity.py $(NAMES)

@@ -112,10 +112,7 @@ def run_demo(keep: Path | None = None, console: Console | None = None) -> int:
     settings = _settings(keep, console)
     with _sigterm_as_interrupt(), _started(settings, console) as stack, Client(stack.url, stack.settings.admin_key) as client:
         verdict = Verdict(console)
-        model = client.models()[0]
-        job = _capture(client, model, console, verdict)
-        _steer(client, model, console, verdict)
-        _patch(client, model, stack.settings, console, verdict)
+        job = demonstrate(client, stack.settings, console, verdict)
         console.print()
     verdict.check(not stack.survivors(), "everything stopped, no process left behind")
     _farewell(console, stack.settings, job, time.monotonic() - began)
@@ -123,6 +120,18 @@ def run_demo(keep: Path | None = None, console: Console | None = None) -> int:
         console.print(f"[red]{len(verdict.short)} of the checks fell short[/]; logs: {Path(stack.settings.data_dir) / 'logs'}")
         return 1
     return 0
+
+
+def demonstrate(client: Client, settings: Settings, console: Console, verdict: Verdict) -> str:
+    """Capture, steer and patch the demo model, wherever it is served; figures go into the data directory of `settings`.
+
+    Returns the job that captured.
+    """
+    model = client.models()[0]
+    job = _capture(client, model, console, verdict)
+    _steer(client, model, console, verdict)
+    _patch(client, model, settings, console, verdict)
+    return job
 
 
 @contextmanager
