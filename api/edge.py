@@ -173,7 +173,10 @@ class Edge:
             try:
                 with anyio.fail_after(BROADCAST_S):
                     await anyio.to_thread.run_sync(
-                        lambda: self.celery.control.broadcast("midstream_cancel", arguments={"job_id": job_id}), abandon_on_cancel=True
+                        lambda: self.celery.control.broadcast(
+                            "midstream_cancel", arguments={"job_id": job_id}, pattern=f"{view.worker}@*", matcher="glob"
+                        ),
+                        abandon_on_cancel=True,
                     )
             except Exception as error:  # kombu raises what its transport raises
                 log.warning("cancel of job %s waits for the worker's next renewal: broadcast failed (%r)", job_id, error)

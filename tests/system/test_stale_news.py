@@ -1,5 +1,6 @@
 """Two workers: is what comes late, twice or from a stranger without effect, and what only takes long left alone?"""
 
+import asyncio
 import base64
 import json
 import signal
@@ -12,6 +13,7 @@ import pytest
 import redis
 from stack import Stack
 
+from midstream.api.edge import open_edge
 from midstream.broker.celery_app import queue_of
 from midstream.schemas.jobs import State
 from midstream.schemas.specs import StoredCapture
@@ -106,3 +108,17 @@ def test_a_pickle_in_the_queue_is_thrown_away_and_never_run(stack: Stack, tmp_pa
             time.sleep(0.05)
     assert stack.wait(stack.submit(["the workers go on"], max_tokens=2)).state is State.SUCCEEDED
     assert not mark.exists()
+
+
+def test_a_cancel_is_told_to_the_worker_that_runs_the_job_and_to_nobody_else(stack: Stack) -> None:
+    job_id = stack.submit(["a"], max_tokens=1000)
+    stack.wait_running(job_id)
+
+    async def cancel() -> None:
+        async with open_edge(stack.settings) as edge:
+            await edge.cancel(job_id)
+
+    asyncio.run(cancel())
+    assert stack.wait(job_id).state is State.CANCELLED
+    assert f"job {job_id} attempt 1 stops: cancelled" in stack.log(worker_of(stack, job_id))
+    assert "midstream_cancel" not in stack.log("callbacks"), "which knows no such command"
