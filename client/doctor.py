@@ -33,8 +33,8 @@ PING_WARN_MS, PING_FAIL_MS = 5.0, 50.0
 MEMORY_WARN = 0.7
 #: Seconds by which two clocks may differ before leases and deadlines are noticeably wrong, and when they are useless.
 SKEW_WARN_S, SKEW_FAIL_S = 0.5, 5.0
-#: HTTP's `Date` has whole seconds.
-DATE_SKEW_S = 2.0
+#: HTTP's `Date` has whole seconds, and servers write the same for another second.
+DATE_SKEW_S = 3.0
 #: Milliseconds of a write with fsync: every group of capture files and receipts waits for some.
 FSYNC_WARN_MS, FSYNC_FAIL_MS = 20.0, 200.0
 FSYNCS, PINGS = 20, 20

@@ -93,7 +93,8 @@ def tree(spans: list[Span]) -> str:
 
     def add(span: Span, depth: int) -> None:
         took = f"{(span.start - began) * 1000:7.1f} + {(span.end - span.start) * 1000:6.1f} ms"
-        lines.append(f"{took}  {'   ' * depth}{span.name} ({span.service})")
+        which = "".join(f" {name} {span.attributes[name]}" for name in ("request", "rank") if name in span.attributes)
+        lines.append(f"{took}  {'   ' * depth}{span.name}{which} ({span.service})")
         for child in spans:
             if child.parent == span.id:
                 add(child, depth + 1)
