@@ -28,8 +28,9 @@ KEEP_ALIVE_S = 75
 ASK_AGAIN_S = 1.0
 
 NO_KEYS = (
-    "MIDSTREAM_API_HOST={host}: off loopback keys are asked for, and there is not one. Make one with `midstream keys create --redis-url … "
-    "--scope admin`, or set MIDSTREAM_ADMIN_KEY (`midstream keys generate` prints one); MIDSTREAM_AUTH=open lets everybody in"
+    "MIDSTREAM_API_HOST={host}: off loopback keys are asked for, and there is not one. Make one with "
+    "`midstream keys create first --scope admin --redis-url …`, or set MIDSTREAM_ADMIN_KEY (`midstream keys generate` prints one); "
+    "MIDSTREAM_AUTH=open lets everybody in"
 )
 
 log = logging.getLogger("midstream.api")

@@ -79,7 +79,10 @@ SCOPE_OF: dict[str, Scope | None] = {
 }
 
 EVERYBODY = Caller()
-HOW = f"Authorization: Bearer {KEY_PREFIX}<id>_<secret>; an operator makes one with `midstream keys create`"
+HOW = (
+    f"Authorization: Bearer {KEY_PREFIX}<id>_<secret>; an operator makes one with `midstream keys create`, and the client takes it from "
+    "MIDSTREAM_API_KEY"
+)
 
 
 def needed(method: str, path: str) -> Scope | None:
