@@ -7,6 +7,7 @@ this machine: they are fetched here, and handed to the build from a folder over 
 
 import contextlib
 import functools
+import hashlib
 import http.server
 import shutil
 import sys
@@ -52,13 +53,18 @@ def bases(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def fetch_packages(folder: Path) -> None:
-    """Everything that the images and the demo model need, as pip finds it here. What is in `folder` already is not fetched again."""
+    """Everything that the images and the demo model need, as pip finds it here; once for each state of the locks."""
     folder.mkdir(parents=True, exist_ok=True)
     pip = [*GENTLY, sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "download", "--no-deps", "--dest", str(folder)]
-    for lock in ("service", "worker"):
-        run(*pip, "--require-hashes", "-r", f"requirements/{lock}.lock")
-    run(*pip, "-r", "requirements/torch-cpu.lock")
-    run(*pip, *BESIDE_THE_LOCKS)
+    asked = [["--require-hashes", "-r", f"requirements/{lock}.lock"] for lock in ("service", "worker")]
+    asked += [["-r", "requirements/torch-cpu.lock"], list(BESIDE_THE_LOCKS)]
+    for arguments in asked:
+        files = [ROOT / argument for argument in arguments if argument.endswith(".lock")]
+        state = hashlib.sha256(b"".join([" ".join(arguments).encode(), *(file.read_bytes() for file in files)])).hexdigest()
+        stamp = folder / f".fetched-{state[:16]}"
+        if not stamp.exists():
+            run(*pip, *arguments)
+            stamp.touch()
 
 
 class _Quiet(http.server.SimpleHTTPRequestHandler):
