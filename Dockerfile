@@ -36,7 +36,11 @@ ARG PIP_INDEX_URL PIP_EXTRA_INDEX_URL PIP_FIND_LINKS PIP_NO_INDEX PIP_TRUSTED_HO
 COPY requirements/torch-cpu.lock requirements/worker.lock requirements/
 RUN /opt/midstream/bin/python -m ensurepip >/dev/null \
  && /tools/bin/pip install --quiet -r requirements/torch-cpu.lock \
- && /tools/bin/pip install --quiet --require-hashes -r requirements/worker.lock
+ && /tools/bin/pip install --quiet --require-hashes -r requirements/worker.lock \
+ && if ! /opt/midstream/bin/python -c 'import torch' 2>/dev/null; then \
+      echo "no index has a CPU build of torch: with CUDA's libraries the other one computes on a CPU as well (3 GB more)"; \
+      env -u PIP_NO_DEPS /tools/bin/pip install --quiet -r requirements/torch-cpu.lock; \
+    fi
 COPY --from=wheel /wheels /wheels
 RUN /tools/bin/pip install --quiet --no-index /wheels/*.whl
 
