@@ -15,7 +15,7 @@ from ..schemas.settings import Settings, SettingsError
 
 log = logging.getLogger(__name__)
 
-disable_created_metrics()  # a second series beside every counter, which nobody asks for
+disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series beside every counter, which nobody asks for
 
 #: Upper bounds in seconds: from an answer without a model to a job that waited for a day.
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800, 7200, 86400)

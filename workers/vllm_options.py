@@ -71,7 +71,7 @@ def prepare_environment(settings: Settings) -> None:
 
 
 def _logging_config(settings: Settings) -> str:
-    """A file that has vLLM log as we do, in every process that it starts, from its first line on."""
+    """A file that has vLLM log as we do, in every process that it starts, once it is imported there."""
     formatter = {"()": "midstream.broker.logs.JsonFormatter", "process": "engine", "worker": settings.worker_id}
     config = {
         "version": 1,

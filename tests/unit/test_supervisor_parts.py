@@ -30,6 +30,13 @@ def ended(part: Child) -> bool:
 # --- Settings on their way to the children ---
 
 
+def test_each_process_has_a_metrics_port_of_its_own_counted_from_the_setting(tmp_path: Path) -> None:
+    stack = Supervisor(Settings(data_dir=str(tmp_path), metrics_port=9100))
+    ports = {name: stack._metrics_port(name).get("MIDSTREAM_METRICS_PORT") for name in ("relay", "worker", "callbacks", "api")}
+    assert ports == {"relay": "9100", "worker": "9101", "callbacks": "9102", "api": None}
+    assert Supervisor(Settings(data_dir=str(tmp_path)))._metrics_port("worker") == {}
+
+
 def test_settings_reach_a_child_as_they_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MIDSTREAM_MAX_WAIT_S", "1")
     config = tmp_path / "midstream.toml"
