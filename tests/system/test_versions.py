@@ -1,0 +1,112 @@
+"""Do two versions either work together or refuse with both of them named? The other version is a process with its numbers changed."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+from stack import Stack
+
+from midstream import __version__
+from midstream.broker.celery_app import enqueue
+from midstream.broker.ledger import new_job_id
+from midstream.schemas.base import now, to_msgpack
+from midstream.schemas.jobs import Job, Sampling, State, StoredPrompt
+from midstream.schemas.settings import to_environment
+from midstream.schemas.version import WIRE, disagreement
+
+MODEL = "fake-model"
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    with Stack(tmp_path_factory.mktemp("versions"), api=True) as started:
+        yield started
+
+
+def ask(stack: Stack) -> httpx.Response:
+    body = {"model": MODEL, "prompts": ["a"], "sampling": {"max_tokens": 2}}
+    return httpx.post(f"{stack.url}/v1/jobs", json=body, headers={"Prefer": "wait=20"}, timeout=30)
+
+
+#: Runs a module of the package as a version that speaks another wire.
+OTHER = """
+import runpy, sys
+import midstream, midstream.schemas.version as version
+midstream.__version__, version.WIRE, version.OLDEST_WIRE = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+sys.argv = [sys.argv[4]]
+runpy.run_module(sys.argv[0], run_name="__main__")
+"""
+
+
+def restart_worker(stack: Stack, version: str, wire: int, oldest: int) -> None:
+    """The worker again, as a version that speaks `wire` and works with `oldest` and newer."""
+    stack.end("worker")
+    log = stack.directory / "logs" / "worker.log"
+    with log.open("wb") as output:
+        stack.processes["worker"] = subprocess.Popen(
+            [sys.executable, "-c", OTHER, version, str(wire), str(oldest), "midstream.workers"],
+            env={**clean(), **to_environment(stack.settings)}, stdout=output, stderr=output, cwd=stack.directory,
+        )  # fmt: skip
+    stack.wait_ready("worker")
+
+
+def clean() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("MIDSTREAM_")} | {"PYTHONUNBUFFERED": "1"}
+
+
+# field case 43
+@pytest.mark.parametrize(
+    ("version", "wire", "oldest", "upgrade"), [("0.0.9", WIRE - 1, 0, "that one"), ("9.0.0", WIRE + 1, WIRE + 1, "this one")]
+)
+def test_a_worker_that_would_misunderstand_gets_no_jobs_and_both_versions_are_named(
+    stack: Stack, version: str, wire: int, oldest: int, upgrade: str
+) -> None:
+    restart_worker(stack, version, wire, oldest)
+    answer = ask(stack)
+    assert (answer.status_code, answer.json()["type"]) == (500, "urn:midstream:version_mismatch")
+    detail = answer.json()["detail"]
+    assert f"the worker of '{MODEL}' runs midstream {version} (wire {wire}, works with {oldest} and newer)" in detail
+    assert f"this is midstream {__version__} (wire {WIRE}" in detail
+    assert detail.endswith(f"upgrade {upgrade}")
+
+
+def test_a_newer_worker_that_still_understands_us_takes_our_jobs(stack: Stack) -> None:
+    restart_worker(stack, "9.0.0", WIRE + 1, WIRE)
+    answer = ask(stack)
+    assert (answer.status_code, answer.json()["state"]) == (200, "succeeded")
+
+
+# field case 43
+def test_a_job_that_asks_for_what_this_worker_does_not_know_fails_with_both_versions(stack: Stack) -> None:
+    restart_worker(stack, __version__, WIRE, WIRE)
+    job = Job(
+        id=new_job_id(), kind="generate", model=MODEL, prompts=[StoredPrompt(token_ids=[1])], sampling=Sampling(max_tokens=2), created=now()
+    )
+    stack._sending = False
+    stack.do(lambda ledger: ledger.submit(job, {}))
+    newer = msgspec.msgpack.encode(msgspec.msgpack.decode(to_msgpack(job)) | {"invented_later": 1})
+    fields = {"spec": newer, "written_by": "9.0.0"}
+    stack.do(lambda ledger: ledger.redis.hset(f"ms:job:{job.id}", mapping=fields))
+    enqueue(stack.app, job.id, job.kind, job.model)
+    view = stack.wait(job.id)
+    assert (view.state, view.attempt) == (State.FAILED, 1)
+    assert view.error is not None
+    assert view.error.type == "urn:midstream:version_mismatch"
+    assert f"accepted by midstream 9.0.0, and midstream {__version__} cannot read it" in view.error.detail
+    assert "invented_later" in view.error.detail
+
+
+def test_versions_that_overlap_agree() -> None:
+    assert disagreement("x", "1", WIRE, WIRE) is None
+    assert disagreement("x", "1", WIRE + 5, WIRE) is None
+    assert disagreement("x", "1", 0, 0) is not None, "a version that told no number is older than all that do"
+
+
+def test_the_document_says_in_which_order_to_upgrade() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "machines.md").read_text()
+    assert "workers first" in page
