@@ -1,0 +1,74 @@
+"""Do the files of the containers agree with the package, and is what they need refused when it is wrong?"""
+
+import stat
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from midstream import __version__
+from midstream.broker import flower, health, keys
+from midstream.schemas.settings import Settings, SettingsError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def variables() -> dict[str, str]:
+    lines = (line for line in (ROOT / ".env").read_text().splitlines() if line and not line.startswith("#"))
+    return dict(line.split("=", 1) for line in lines)
+
+
+def test_images_are_tagged_with_the_packages_version() -> None:
+    assert variables()["IMAGE_TAG"] == __version__ == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert f"ARG VERSION={__version__}\n" in (ROOT / "Dockerfile").read_text()
+
+
+def test_a_plain_up_takes_the_cpu_worker_and_publishes_on_loopback_alone() -> None:
+    found = variables()
+    assert found["COMPOSE_PROFILES"] == "cpu"
+    assert {value.partition(":")[0] for name, value in found.items() if name.startswith("PUBLISH_")} == {"127.0.0.1"}
+
+
+def test_every_package_folder_gets_into_the_images() -> None:
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    folders = {package.split(".")[1] for package in packages if "." in package}
+    taken = {line.removeprefix("!") for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert folders <= taken
+
+
+def test_secrets_are_made_once_closed_to_others_and_good_for_what_they_are(tmp_path: Path) -> None:
+    folder = tmp_path / "secrets"
+    script = str(ROOT / "compose/secrets.sh")
+    subprocess.run([script, str(folder)], check=True, capture_output=True)
+    made = {path.name: path.read_text() for path in folder.iterdir()}
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    again = subprocess.run([script, str(folder)], check=True, capture_output=True, text=True)
+    assert again.stdout == ""
+    assert {path.name: path.read_text() for path in folder.iterdir()} == made
+    assert keys.admin_key(made["admin_key"]) is not None
+    assert flower.options(Settings(flower_auth=made["flower_auth"], flower_host="0.0.0.0"))["FLOWER_BASIC_AUTH"] == made["flower_auth"]
+
+
+def test_flower_is_refused_off_loopback_without_a_password() -> None:
+    with pytest.raises(SettingsError, match="MIDSTREAM_FLOWER_AUTH"):
+        flower.options(Settings(flower_host="0.0.0.0"))
+    assert "FLOWER_BASIC_AUTH" not in flower.options(Settings(flower_host="127.0.0.1"))
+
+
+def test_a_password_of_flower_without_a_user_is_refused() -> None:
+    with pytest.raises(SettingsError, match="user:password"):
+        flower.options(Settings(flower_auth="secret"))
+
+
+def test_flower_remembers_and_changes_nothing() -> None:
+    found = flower.options(Settings(data_dir="/somewhere"))
+    assert (found["FLOWER_PERSISTENT"], found["FLOWER_READ_ONLY"], found["FLOWER_DB"]) == ("true", "true", "/somewhere/flower.db")
+
+
+def test_a_container_whose_redis_is_away_is_not_healthy(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("MIDSTREAM_REDIS_URL", "redis://127.0.0.1:1/0")
+    for name in ("relay", "worker", "callbacks"):
+        assert health.main([name]) == 1
+        assert "redis does not answer" in capsys.readouterr().out
+    assert health.main(["nothing"]) == 2
