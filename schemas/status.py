@@ -1,10 +1,10 @@
 """What goes on in the whole service, as `GET /v1/status` tells it and `midstream top` shows it?"""
 
-from .base import Record
+from .base import Published
 from .models import WorkerInfo
 
 
-class QueueStatus(Record):
+class QueueStatus(Published):
     """The jobs of one model and priority that no worker has begun."""
 
     model: str
@@ -13,7 +13,7 @@ class QueueStatus(Record):
     waiting: dict[str, int]  # tenant → jobs whose turn has not come
 
 
-class RedisStatus(Record):
+class RedisStatus(Published):
     version: str
     used_bytes: int
     limit_bytes: int  # maxmemory; 0: none
@@ -24,27 +24,27 @@ class RedisStatus(Record):
     milliseconds: float  # that it took to answer
 
 
-class RelayStatus(Record):
+class RelayStatus(Published):
     alive: bool
     url: str = ""
     version: str = ""
     received: int = 0  # receipts since it started
 
 
-class CallbacksStatus(Record):
+class CallbacksStatus(Published):
     alive: bool
     last_sweep: float | None = None  # seconds since the epoch
     webhooks_pending: int = 0
     webhooks_overdue_s: float = 0.0  # for how long the most overdue one has been due
 
 
-class DesyncStatus(Record):
+class DesyncStatus(Published):
     worker: str
     at: float
     detail: str
 
 
-class Status(Record):
+class Status(Published):
     """Answer of `GET /v1/status`."""
 
     version: str  # of this API
