@@ -117,7 +117,7 @@ async def _events(ledger: Ledger, job: str) -> AsyncIterator[Event]:
 
 
 def _history(events: list[Event], state: State, attempt: int) -> Iterator[str]:
-    """One end, said once and last; attempts that follow each other; an attempt begins once."""
+    """One end, said once and last; an attempt begins once; after it has, no earlier one is heard of."""
     moves = [(event.data["state"], event.attempt) for event in events if event.event == "state"]
     ends = [name for name, _ in moves if name in ("succeeded", "failed", "cancelled", "aborted")]
     if ends != [state]:
@@ -127,6 +127,9 @@ def _history(events: list[Event], state: State, attempt: int) -> Iterator[str]:
     begun = [number for name, number in moves if name == "running"]
     if begun != list(range(1, attempt + 1)):
         yield f"its attempts began as {begun}, and there were {attempt}"
+    spoken = [event.attempt for event in events]
+    if spoken != sorted(spoken):
+        yield f"an attempt that was over went on to say something: {spoken}"
 
 
 def _said_twice(events: list[Event]) -> int:

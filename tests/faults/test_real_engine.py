@@ -105,6 +105,7 @@ def test_every_capture_is_right_after_ten_kills_of_a_real_engine(tmp_path: Path)
             jobs.append((number, submit(stack, number)))
             stack.wait(jobs[-1][1], 120)
             following.append(time.monotonic() - killed)
+            print(f"killed {victim}: ready again after {ready[-1]:.1f} s, the next job over after {following[-1]:.1f} s", flush=True)
         for _, job_id in jobs:
             stack.wait(job_id, 120)
         blobs = sum(check(stack, job_id, reference[number]) for number, job_id in jobs)

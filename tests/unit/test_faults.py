@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tree import PACKAGES, sources
+from tree import PACKAGES, ROOT, sources
 
 from midstream.schemas.faults import CRASH_POINTS, FOLDER, arm, crash_point
 from midstream.schemas.settings import SettingsError
@@ -41,3 +41,8 @@ def test_without_the_setting_a_point_does_nothing(tmp_path: Path) -> None:
 def test_a_point_that_there_is_not_is_named(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"there is no crash point 'relay\.lost': api\.committed"):
         arm("crash:at=relay.lost", tmp_path)
+
+
+def test_the_page_on_reliability_lists_every_crash_point_with_its_words() -> None:
+    rows = re.findall(r"^\| `([a-z.]+)` \| (.+) \|$", (ROOT / "docs" / "reliability.md").read_text(), re.MULTILINE)
+    assert dict(rows) == CRASH_POINTS
