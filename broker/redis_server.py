@@ -136,6 +136,7 @@ def _spawn(binary: str, directory: Path, port: int, lock: int) -> "subprocess.Po
         "appendfsync": "everysec",
         "save": "",
         "maxmemory-policy": "noeviction",
+        "stream-node-max-bytes": "1024",  # reserved for each job's events at once: 4 KiB by itself, of which most jobs need a few hundred
         "daemonize": "no",
     }
     command = [binary]
