@@ -70,16 +70,6 @@ class Sweeps:
                 break
         return cast(Kept, outcome)
 
-    @reachable
-    async def waiting(self) -> int:
-        """Cells of all sweeps that are not over."""
-        names = await self._redis.zrange("ms:live", 0, -1)
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for name in names:
-                pipe.hmget(f"ms:job:{name.decode()}", "cells_expected", "cells")
-            counts = await pipe.execute() if names else []
-        return sum(int(expected or 0) - int(known or 0) for expected, known in counts)
-
 
 def _data(cell: SweepCell) -> dict[str, Any]:
     return {name: getattr(cell, name) for name in cell.__struct_fields__}

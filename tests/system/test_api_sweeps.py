@@ -180,7 +180,7 @@ def test_events_of_a_sweep_come_as_they_were_said_and_can_be_resumed(api: Api, h
 def test_a_sweep_that_waits_is_cancelled_at_once(api: Api, hand: Hand) -> None:
     job_id = swept(api)
     assert api.http.post(f"/v1/jobs/{job_id}/cancel").json()["state"] == "aborted"
-    assert hand.do(Sweeps(hand.ledger).waiting()) == 0
+    assert hand.do(hand.ledger.tenants.usage("default")).sweep_cells == 0
 
 
 # --- With a worker -------------------------------------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ def test_a_unit_is_kept_once_with_its_event_and_its_receipts_are_forgotten(redis
                 0,
                 0,
             )
-            assert await sweeps.waiting() == job.sweep.num_cells - 3
+            assert (await ledger.tenants.usage("default")).sweep_cells == job.sweep.num_cells - 3
 
     asyncio.run(run())
 
@@ -83,7 +83,7 @@ def test_what_is_kept_outlives_the_attempt_and_a_former_one_has_no_say(redis_url
             await ledger.finish_cancel(job.id, 2)
             assert len(await sweeps.records(job.id)) == 1
             assert 900 < await ledger.redis.ttl(f"ms:units:{job.id}") <= 1000
-            assert await sweeps.waiting() == 0
+            assert (await ledger.tenants.usage("default")).sweep_cells == 0
 
     asyncio.run(run())
 
