@@ -4,17 +4,20 @@
 
 Kinds, in turns in one run: `celery` sends no-op tasks and waits until all are done; `jobs` posts jobs over HTTP and waits for their
 end; `held` posts completions with a capture and `capture_wait`, each with a real file and a real receipt. Latencies of single
-requests (concurrency 1) come from a block of their own.
+requests (concurrency 1) come from a block of their own. The last lines say what processor time each process takes for a job: where
+the machine is shared, those are worth more than jobs per second.
 """
 
 import argparse
 import asyncio
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,7 @@ import aiohttp
 import redis
 from noop_tasks import DONE, QUEUE, noop_app
 
-from midstream.client.supervisor import Supervisor, prepare
+from midstream.client.supervisor import Supervisor, prepare, read_state
 from midstream.schemas.settings import Settings
 
 MODEL = "fake-model"
@@ -81,7 +84,8 @@ def main() -> None:
             log = (data / "noop.log").open("wb")
             noop = subprocess.Popen([sys.executable, str(Path(__file__).with_name("noop_tasks.py")), redis_url], stdout=log, stderr=log)
             try:
-                report = measure(stack.url, redis_url, options)
+                pids = {name: pid for name, (pid, _) in read_state(stack.data)["processes"].items()}
+                report = measure(stack.url, redis_url, options, pids | {"noop": noop.pid, "client": os.getpid()})
             finally:
                 noop.terminate()
                 noop.wait(30)
@@ -90,15 +94,36 @@ def main() -> None:
     print(json.dumps({"benchmark": "control_plane", "jobs": options.jobs, "concurrency": options.concurrency, "results": report}))
 
 
-def measure(url: str, redis_url: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+def processor_s(pids: dict[str, int]) -> dict[str, float]:
+    """Processor time of each process so far, in seconds."""
+    found = {}
+    for name, pid in pids.items():
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+        found[name] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return found
+
+
+def measure(url: str, redis_url: str, options: argparse.Namespace, pids: dict[str, int]) -> list[dict[str, Any]]:
+    spent: dict[str, Counter[str]] = {kind: Counter() for kind in ("celery", "jobs", "held")}
+    before = processor_s(pids)
+
+    def account(kind: str) -> None:
+        nonlocal before
+        now = processor_s(pids)
+        spent[kind].update({name: now[name] - before[name] for name in pids})
+        before = now
+
     rates: dict[str, list[float]] = {"celery": [], "jobs": [], "held": []}
     latencies: dict[str, list[float]] = {"jobs": [], "held": []}
     celery_round(redis_url, 200)
     asyncio.run(http_round(url, 200, options.concurrency, held=True))
     for _ in range(options.rounds):
+        before = processor_s(pids)
         rates["celery"].append(options.jobs / celery_round(redis_url, options.jobs))
+        account("celery")
         for kind in ("jobs", "held"):
             seconds, taken = asyncio.run(http_round(url, options.jobs, options.concurrency, held=kind == "held"))
+            account(kind)
             rates[kind].append(options.jobs / seconds)
             latencies[kind] += taken
     report: list[dict[str, Any]] = [{"kind": "celery", "per_s": round(statistics.median(rates["celery"]))}]
@@ -113,6 +138,9 @@ def measure(url: str, redis_url: str, options: argparse.Namespace) -> list[dict[
             cuts = statistics.quantiles(taken, n=100)
             line[f"{name}_p50_ms"], line[f"{name}_p99_ms"] = round(cuts[49] * 1e3, 1), round(cuts[98] * 1e3, 1)
         report.append(line)
+    for kind, times in spent.items():
+        each = {name: round(seconds * 1e6 / options.jobs / options.rounds) for name, seconds in times.most_common() if seconds}
+        report.append({"kind": f"{kind}_processor_us", "all": sum(each.values()), **each})
     return report
 
 

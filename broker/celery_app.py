@@ -100,18 +100,3 @@ def tls_options(redis_url: str) -> dict[str, Any] | Literal[False]:
 def queue(name: str) -> Queue:
     """A queue of ours for `app.amqp` or a publisher: direct, same exchange and routing key as its name."""
     return Queue(name, exchange=name, routing_key=name)
-
-
-def enqueue(app: Celery, job_id: str, kind: str, model: str, attempt: int = 0, step: int | None = None) -> None:
-    """Send the message that a job waits. `attempt`: how many were made, so that each message has an id of its own. `step`: of
-    `PRIORITY_STEPS`; None: what the kind of job has by itself.
-
-    Blocks for a round trip to Redis; thread-safe. Raises kombu.exceptions.OperationalError when Redis is away.
-    """
-    app.send_task(
-        task_of(kind),
-        args=[job_id],
-        queue=queue_of(model),
-        priority=PRIORITY_OF_KIND[kind] if step is None else step,
-        task_id=job_id if attempt == 0 else f"{job_id}.{attempt}",
-    )

@@ -10,7 +10,8 @@ from celery.events.state import State as Events
 from celery.events.state import Task
 from stack import Stack
 
-from midstream.broker.celery_app import enqueue, queue_of
+from midstream.broker.celery_app import queue_of
+from midstream.broker.messages import enqueue
 from midstream.schemas.jobs import State
 from midstream.schemas.specs import StoredCapture, StoredSteering
 

@@ -12,8 +12,8 @@ import pytest
 from stack import Stack
 
 from midstream import __version__
-from midstream.broker.celery_app import enqueue
 from midstream.broker.ledger import new_job_id
+from midstream.broker.messages import enqueue
 from midstream.schemas.base import now, to_msgpack
 from midstream.schemas.jobs import Job, Sampling, State, StoredPrompt
 from midstream.schemas.settings import to_environment
