@@ -51,10 +51,10 @@ class Deployment:
             "WORKER_PIP_NO_INDEX": "1",
             "WORKER_PIP_FIND_LINKS": "/cache/packages",
         }
-        self._compose = compose(environment)
+        self.compose_command = compose(environment)
 
     def __call__(self, *arguments: str, **more: Any) -> str:
-        return run(*self._compose, *arguments, env=self.environment, **more)
+        return run(*self.compose_command, *arguments, env=self.environment, **more)
 
     def docker(self, *arguments: str, **more: Any) -> str:
         return run("docker", *arguments, env=self.environment, **more)
@@ -118,7 +118,7 @@ def tenants_key(stack: Deployment) -> str:
 
 def valid_for_every_profile(stack: Deployment, verdict: Verdict) -> None:
     for profiles in ("cpu", "gpu", "cpu,observe", "gpu,observe"):
-        text = run(*stack._compose, "config", env={**stack.environment, "COMPOSE_PROFILES": profiles})
+        text = run(*stack.compose_command, "config", env={**stack.environment, "COMPOSE_PROFILES": profiles})
         verdict.check("midstream-service" in text, f"compose.yaml is valid with the profiles {profiles}")
 
 
