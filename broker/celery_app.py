@@ -90,7 +90,7 @@ def make_app(settings: Settings) -> Celery:
 
 def tls_options(redis_url: str) -> dict[str, Any] | Literal[False]:
     """What Celery and Flower must be told beside a rediss:// URL: kombu would speak in the clear, and Flower reads no URL."""
-    told = parse_url(redis_url) if redis_url.startswith("rediss://") else None
+    told = parse_url(redis_url) if redis_url.startswith("rediss://") else None  # type: ignore[no-untyped-call]
     if told is None:
         return False
     chosen = {name: value for name, value in told.items() if name.startswith("ssl_")}
