@@ -30,6 +30,8 @@ SETTINGS: dict[str, Any] = {
 STARTS = 5
 #: How long a worker's kill waits for the worker to hold a job, in seconds.
 WORK_S = 5.0
+#: A worker that is told to stop ends its jobs first.
+STOP_S = 90.0
 
 
 @dataclass
@@ -79,7 +81,7 @@ class Cluster(Stack):
         """SIGTERM, which must end the process in time and in order. (uvicorn stops in order and then dies of the signal.)"""
         outage = Outage(name, time.monotonic())
         self.outages.append(outage)
-        code = self.end(name)
+        code = self.end(name, STOP_S)
         in_order = code == 0 or (name in self.ports and code == -signal.SIGTERM)
         assert in_order, f"{name} ended with {code} after SIGTERM:\n{self.log(name)[-3000:]}"
         return outage

@@ -21,6 +21,7 @@ from tokenizers import Tokenizer
 from midstream.broker.ledger import Ledger
 from midstream.schemas.blobs import read_header
 from midstream.schemas.jobs import Event, FileEntry, Job, JobResult, State
+from midstream.schemas.keys import DEFAULT_TENANT
 from midstream.schemas.settings import Settings
 from midstream.workers.fake_model import Dice, make_tokenizer, residual_rows
 
@@ -239,3 +240,17 @@ async def _left_over(ledger: Ledger, verdict: Verdict) -> None:
         verdict.say("left over", f"{live} jobs are looked after, and all are over")
     async for name in ledger.redis.scan_iter(match="ms:held:*"):
         verdict.say("left over", f"{name.decode()} has {await ledger.redis.scard(name)} jobs, and all are over")
+    for kind in ("sent", "wait"):
+        async for name in ledger.redis.scan_iter(match=f"ms:{kind}:*"):
+            verdict.say("left over", f"{name.decode()} is not empty: a place in the window, or a turn, of a job that is over")
+    usage = {name.decode(): int(number) for name, number in (await ledger.redis.hgetall("ms:usage")).items()}
+    for name, number in usage.items():
+        if number and not name.endswith("/bytes"):
+            verdict.say("left over", f"{number} of {name} are counted as used, and nothing runs")
+    captured = [name async for name in ledger.redis.scan_iter(match="ms:capture:*")]
+    async with ledger.redis.pipeline(transaction=False) as pipe:
+        for name in captured:
+            pipe.hget(name, "bytes")
+        held = sum(int(number or 0) for number in await pipe.execute())
+    if held != usage.get(f"{DEFAULT_TENANT}/bytes", 0):
+        verdict.say("left over", f"{usage.get(f'{DEFAULT_TENANT}/bytes', 0)} bytes of captures are counted, and there are {held}")
