@@ -72,7 +72,7 @@ class FakeRanks:
 
     def tell_load(self, running: int, queued: int) -> None:
         """What a real rank knows besides: requests in the engine, and of its own its captures and its outbox."""
-        for rank, outbox, writer in zip(self.ranks, self._outboxes, self._writers, strict=True):
+        for rank, outbox, writer in zip(self.ranks, self._outboxes, self._writers, strict=False):  # before `start` there are none
             busy = {"running": running, "queued": queued, "kv_cache": running / self._settings.max_num_seqs}
             rank.load = {"outbox": outbox.depth(), "backlog": writer.backlog, **writer.totals, **busy}
 
