@@ -34,7 +34,7 @@ async def _name_version(message: Message, scope: Scope) -> None:
 
 async def _allow(message: Message, scope: Scope) -> None:
     """The answer to OPTIONS names every method of its path. (Litestar's names those of the handler that was registered first.)"""
-    if message["type"] == "http.response.start" and scope["type"] == "http" and scope["method"] == "OPTIONS":
+    if message["type"] == "http.response.start" and scope.get("method") == "OPTIONS":
         methods = {
             method
             for route in scope["litestar_app"].routes

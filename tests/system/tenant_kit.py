@@ -18,7 +18,7 @@ ADMIN = new_key()
 @contextmanager
 def asking(directory: Path, redis_url: str, **settings: Any) -> Iterator[Api]:
     """An API on loopback that asks for keys all the same."""
-    with running(directory, redis_url, **{"auth": "keys", "admin_key": ADMIN, "lease_s": 300.0, "max_wait_s": 5.0} | settings) as api:
+    with running(directory, redis_url, **{"auth": "keys", "admin_key": ADMIN, "lease_s": 300.0, "max_wait_s": 1.0} | settings) as api:
         yield api
 
 
