@@ -190,11 +190,11 @@ class Sweeper:
         before = at - self._settings.result_ttl_s
         owners: set[bytes] = await self._redis.smembers("ms:owners")
         share = max(PRUNE_LEAST, PRUNE_LIMIT // max(1, len(owners)))
-        limits = {"ms:jobs": PRUNE_LIMIT} | {listing("jobs", owner.decode()): share for owner in owners}
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for name, limit in limits.items():
-                pipe.zrangebyscore(name, "-inf", before, start=0, num=limit)
-            old: dict[str, list[bytes]] = dict(zip(limits, await pipe.execute(), strict=True))
+        own = dict.fromkeys([listing("jobs", owner.decode()) for owner in owners], share)
+        old = await self._oldest({"ms:jobs": PRUNE_LIMIT} | own, before)
+        # Most tenants have nothing old: what they leave is for those who have more.
+        if long := [name for name in own if len(old[name]) == share < PRUNE_LIMIT]:
+            old |= await self._oldest(dict.fromkeys(long, max(share, PRUNE_LIMIT // len(long))), before)
         ids = sorted({job_id for found in old.values() for job_id in found})
         if not ids:
             return 0
@@ -208,6 +208,13 @@ class Sweeper:
                 count = await self._redis.zrem(name, *dropped)
                 pruned += count if name == "ms:jobs" else 0
         return pruned
+
+    async def _oldest(self, limits: dict[str, int], before: float) -> dict[str, list[bytes]]:
+        """Of each listing up to so many jobs that are older than `before`, the oldest first."""
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for name, limit in limits.items():
+                pipe.zrangebyscore(name, "-inf", before, start=0, num=limit)
+            return dict(zip(limits, await pipe.execute(), strict=True))
 
 
 def _job_of(message: bytes) -> tuple[str, int]:
