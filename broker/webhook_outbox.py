@@ -23,8 +23,8 @@ SCRIPTS = ("hooks_lease", "hooks_settle", "hooks_redeliver", "hooks_clean")
 LANE_ROOM = 16
 #: An answer that took longer than this many seconds does not show that a receiver can take more at once.
 QUICK_S = 2.0
-#: Lanes looked at for one loan, at most.
-LANES_SCANNED = 1000
+#: Lanes looked at for one loan, at most: a tenant that has its share may have thousands that are due before those of others.
+LANES_SCANNED = 20_000
 #: Attempts that are kept of a delivery: more than the ladder has, for those sent again by hand.
 ATTEMPTS_KEPT = 50
 #: Deliveries read at once while a filtered page is filled, and the most that are read for one page.

@@ -4,12 +4,30 @@
 -- returns per delivery {id, job, event, tenant, key, url, created, job_state, attempt, model, tries}
 local now, ends, token = tonumber(ARGV[1]), tonumber(ARGV[2]), ARGV[3]
 local limit, share, scan = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
+local LANES_AT_ONCE = 1000
 local has, lent = {}, {}
 for at = 7, #ARGV, 2 do
   has[ARGV[at]] = tonumber(ARGV[at + 1])
 end
-for _, lane in ipairs(redis.call('ZRANGEBYSCORE', 'ms:hook-lanes', '-inf', now, 'LIMIT', 0, scan)) do
-  local tenant = string.match(lane, '^([^|]*)')
+local function owner(lane)
+  return string.match(lane, '^([^|]*)')
+end
+-- Lanes of those who have their share already are passed over: they must not stand in the way of the others'.
+local lanes, looked, taken = {}, 0, {}
+repeat
+  local due = redis.call('ZRANGEBYSCORE', 'ms:hook-lanes', '-inf', now, 'LIMIT', looked, LANES_AT_ONCE)
+  for _, lane in ipairs(due) do
+    local tenant = owner(lane)
+    taken[tenant] = taken[tenant] or has[tenant] or 0
+    if taken[tenant] < share then
+      taken[tenant] = taken[tenant] + 1
+      lanes[#lanes + 1] = lane
+    end
+  end
+  looked = looked + #due
+until #due < LANES_AT_ONCE or #lanes >= LANES_AT_ONCE or looked >= scan
+for _, lane in ipairs(lanes) do
+  local tenant = owner(lane)
   local waiting, busy = 'ms:hook-lane:' .. lane, 'ms:hook-busy:' .. lane
   for _, id in ipairs(redis.call('ZRANGEBYSCORE', busy, '-inf', now)) do -- its sender is gone
     redis.call('ZREM', busy, id)

@@ -317,6 +317,20 @@ def test_a_receiver_that_does_not_answer_does_not_hold_up_another(redis_url: str
     asyncio.run(main())
 
 
+def test_a_tenant_with_thousands_of_receivers_does_not_stand_in_the_way_of_another(redis_url: str) -> None:
+    async def main() -> None:
+        async with service(redis_url) as made:
+            for tenant, hosts in (("many", 1100), ("other", 1)):
+                for number in range(hosts):
+                    job = make_job(tenant=tenant, callback=Callback(url=f"http://h{number}.example/", events=["job.aborted"]))
+                    await made.ledger.submit(job, {})
+                    await made.ledger.request_cancel(job.id)
+            lent = await made.outbox.lend(32, 96, 30.0, {"many": 96})
+            assert [loan.tenant for loan in lent] == ["other"], "the other has its slots, and something to send"
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("what", ["never answers", "drips its headers"])
 def test_an_attempt_ends_in_time_whatever_the_receiver_does(what: str) -> None:  # field case 41
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
