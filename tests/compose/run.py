@@ -257,6 +257,7 @@ def test(environment: dict[str, str], cache: Path, keep: bool, console: Console)
             verdict.check(True, f"all of it healthy {took:.0f} s after `up`, the demo model fetched and served at {stack.api}")
             contained(stack, verdict)
             with Client(stack.api, tenants_key(stack)) as client:
+                (cache / "demo").mkdir(parents=True, exist_ok=True)
                 demo = demonstrate(client, Settings(data_dir=str(cache / "demo")), console, verdict)
                 jobs = [demo, *kill_in_turn(stack, client, console, verdict)]
                 flower_agrees(stack, client, jobs, verdict)
