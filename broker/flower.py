@@ -17,8 +17,8 @@ EXIT_BAD_SETTINGS = 2
 #: Flower keeps its tasks in memory; so often they are written down, so that a killed Flower has forgotten little.
 SAVE_EVERY_MS = 15_000
 TASKS_KEPT = 20_000
-#: Of the tasks page: kind, job, state, queue (one per model), then times and worker.
-COLUMNS = "name,args,state,routing_key,received,started,runtime,worker,result,exception"
+#: Of the tasks page: kind, job, state, times, queue (one per model), and what went wrong.
+COLUMNS = "name,args,state,received,runtime,routing_key,worker,exception"
 #: For so long a worker that went away is listed, in seconds.
 OFFLINE_KEPT_S = 3600
 INSPECT_TIMEOUT_MS = 3000
