@@ -79,11 +79,11 @@ def executable() -> str:
     )
 
 
-def start(directory: Path, port: int = 0) -> RedisServer:
+def start(directory: Path, port: int = 0, maxmemory_mib: int = 0) -> RedisServer:
     """Start a server whose data live in `directory` (created when missing) and wait until it has loaded them.
 
-    `port` 0 takes a free one. Raises MidstreamError("conflict") when a server already runs on `directory`, and
-    MidstreamError("unavailable") with the tail of its log when it dies or does not answer in time.
+    `port` 0 takes a free one; `maxmemory_mib` 0 is no limit. Raises MidstreamError("conflict") when a server already runs on
+    `directory`, and MidstreamError("unavailable") with the tail of its log when it dies or does not answer in time.
     """
     directory = Path(directory).resolve()
     directory.mkdir(parents=True, exist_ok=True)
@@ -92,7 +92,7 @@ def start(directory: Path, port: int = 0) -> RedisServer:
     try:
         for attempt in range(PORT_TRIES):
             chosen = port or _free_port()
-            process = _spawn(binary, directory, chosen, lock)
+            process = _spawn(binary, directory, chosen, lock, maxmemory_mib)
             server = RedisServer(url=f"redis://127.0.0.1:{chosen}/0", port=chosen, directory=directory, process=process)
             (directory / "redis.pid").write_text(f"{process.pid}\n")
             try:
@@ -127,7 +127,7 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _spawn(binary: str, directory: Path, port: int, lock: int) -> "subprocess.Popen[bytes]":
+def _spawn(binary: str, directory: Path, port: int, lock: int, maxmemory_mib: int) -> "subprocess.Popen[bytes]":
     options = {
         "bind": "127.0.0.1",
         "port": str(port),
@@ -135,6 +135,7 @@ def _spawn(binary: str, directory: Path, port: int, lock: int) -> "subprocess.Po
         "appendonly": "yes",
         "appendfsync": "everysec",
         "save": "",
+        "maxmemory": f"{maxmemory_mib}mb",
         "maxmemory-policy": "noeviction",
         "stream-node-max-bytes": "1024",  # reserved for each job's events at once: 4 KiB by itself, of which most jobs need a few hundred
         "daemonize": "no",

@@ -15,9 +15,10 @@ def test_what_was_written_is_there_after_kill_9_and_restart(tmp_path: Path) -> N
         for number in range(200):
             client.rpush("list", number)
     server.kill()
-    again = redis_server.start(tmp_path, port=server.port)
+    again = redis_server.start(tmp_path, port=server.port, maxmemory_mib=64)
     try:
         with redis.Redis.from_url(again.url) as client:
+            assert client.config_get("maxmemory")["maxmemory"] == str(64 << 20)
             assert client.llen("list") == 200
             assert client.config_get("appendonly")["appendonly"] == "yes"
             assert client.config_get("maxmemory-policy")["maxmemory-policy"] == "noeviction"
