@@ -1,11 +1,13 @@
 """What may a tenant use, who says no, and when may it come again? Limits in the commit that accepts, over HTTP and by the ledger."""
 
 import asyncio
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import redis
 from edge import MODEL, Hand, running
@@ -16,12 +18,15 @@ from midstream.broker import redis_server
 from midstream.broker.captures import Captures
 from midstream.broker.celery_app import make_app
 from midstream.broker.ledger import Ledger
+from midstream.broker.pressure import LOOK_S
+from midstream.broker.steering import Steering
 from midstream.broker.sweeper import Sweeper
 from midstream.schemas.base import now
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import Job, Sampling, State
 from midstream.schemas.keys import Limits, Tenant
 from midstream.schemas.receipts import CapturedFile
+from midstream.schemas.tensors import from_numpy
 
 
 async def refused(ledger: Ledger, job: Any, **more: Any) -> MidstreamError:
@@ -149,6 +154,9 @@ def test_cells_of_sweeps_are_counted_exactly_for_a_tenant_and_for_all(redis_url:
             await ledger.submit(job, {})
             error = await refused(ledger, sweep_of("t"))
             assert (error.kind, str(size) in error.detail) == ("too_many_cells", True)
+            await limited(ledger, "small", sweep_cells=size - 1)
+            never = await refused(ledger, sweep_of("small"))
+            assert (never.kind, never.field, never.retry_after) == ("invalid_request", "pairs", None), "to wait would be in vain"
             await ledger.submit(make_job(tenant="t"), {})
             await ledger.submit(sweep_of("u"), {})
             await ledger.request_cancel(job.id)
@@ -271,6 +279,16 @@ def test_submissions_are_refused_before_redis_is_full_and_what_was_accepted_is_f
             assert client.info("memory")["used_memory"] < 0.9 * (20 << 20)
             again = api.http.post("/v1/jobs", json=body, headers={"Idempotency-Key": "k"})
             assert again.status_code == 503, "nothing of it was kept"
+            client.config_set("maxmemory", client.info("memory")["used_memory"] * 100 // 90)
+            vector = dict(msgspec.to_builtins(from_numpy(np.ones(8, np.float32))))
+            entries = {"steering": [{"layers": [0], "vector": vector}]}
+            deadline = time.monotonic() + 10 * LOOK_S  # it has looked a moment ago, and may accept some until it looks again
+            while (refused := api.http.put(f"/v1/steering/modules/m{now()}", json=entries)).status_code == 201:
+                assert time.monotonic() < deadline
+            for answer in (refused, api.http.put("/v1/steering/global", json=entries)):
+                assert (answer.status_code, answer.json()["type"]) == (503, "urn:midstream:overloaded")
+            assert hand.do(Steering(hand.ledger).propose(MODEL, [], {})), "what steers everyone can be taken away all the same"
+            client.config_set("maxmemory", 20 << 20)
             for job_id in accepted:
                 claim = hand.claim(job_id)
                 assert hand.do(hand.ledger.store_outputs(job_id, claim.attempt, outputs())) is State.SUCCEEDED
