@@ -46,7 +46,9 @@ def refusal(tenant: str, name: str, used: int, allowed: int, more: int, retry_af
     """Why a submission was not accepted, and from when on it would be."""
     kind, text = REFUSALS[name]
     if kind == "too_many_cells" and more > allowed:  # waiting does not help
-        return invalid("pairs", f"come to {more} cells", allowed=f"at most {allowed} of all sweeps together (limit {name}): a smaller sweep")
+        return invalid(
+            "pairs", f"come to {more} cells", allowed=f"at most {allowed} of all sweeps together (limit {name}): a smaller sweep"
+        )
     facts = {"tenant": tenant, "used": used, "allowed": allowed, "more": more}
     advice = ALLOWED.get(name)
     return MidstreamError(kind, text.format(**facts), allowed=advice.format(**facts) if advice else None, retry_after=retry_after)
