@@ -30,7 +30,7 @@ from . import reading, scripts
 from .dispatch import Send, cost_of, messages_of
 from .grouped import GroupedRedis
 from .pressure import Pressure
-from .tenants import Tenants, refusal
+from .tenants import Tenants, limits_of, refusal
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -156,6 +156,17 @@ class Ledger:
         await self.redis.ping()
 
     # ---- accepting -------------------------------------------------------------------------------------------------
+
+    @reachable
+    async def check_room(self, size: int) -> None:
+        """Raises MidstreamError("overloaded") where Redis would be too full with so many bytes more: the rest is for what is accepted."""
+        used, allowed = await self._pressure.percent(size), limits_of(self.settings)["redis_fill"]
+        if used >= allowed:
+            raise refusal("", "redis_fill", int(used), allowed, size, None)
+
+    def took_room(self, size: int) -> None:
+        """So many bytes were stored since."""
+        self._pressure.accepted(size)
 
     @reachable
     async def submit(

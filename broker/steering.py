@@ -150,9 +150,11 @@ class Steering:
         """Phase one: workers are to prepare `entries` (none: clear) until `steering_wait_s` have passed; nothing is applied yet.
 
         `blobs`: content hash → tensor, of those that may not be pinned yet. Raises MidstreamError("conflict") while another
-        proposal is open, or when a tensor is neither brought nor pinned.
+        proposal is open, or when a tensor is neither brought nor pinned; overloaded when Redis is too full for `entries`.
         """
         raw = _packed(blobs)
+        if entries:  # to steer no more is possible however full Redis is
+            await self._ledger.check_room(_size(raw))
         for _ in range(RACES):
             # Numbers are given away once, also to what is never committed: a rank never sees one number with two contents.
             version = await self._redis.hincrby(_state(model), "global_numbers", 1)
@@ -166,6 +168,7 @@ class Steering:
                 raise MidstreamError("conflict", f"another change of the global steering of {model!r} is under way: try again")
             _check_there(outcome, detail)
             if outcome == "proposed":
+                self._ledger.took_room(_size(raw))
                 return proposal
         raise MidstreamError("conflict", f"the global steering of {model!r} is being changed by too many at once: try again")
 
@@ -202,11 +205,13 @@ class Steering:
             stored = msgspec.structs.replace(module, created=former.created) if former is not None and same else module
             if stored == former:
                 return former
+            await self._ledger.check_room(_size(raw))
             outcome, *detail = scripts.text(
                 await self._scripts.put_module(args=scripts.put_module(self._settings, stored, packed or b"", not same, raw))
             )
             _check_there(outcome, detail)
             if outcome == "stored":
+                self._ledger.took_room(_size(raw))
                 return former
         raise MidstreamError("conflict", f"module {module.name!r} is being changed by too many at once: try again")
 
@@ -258,6 +263,10 @@ def _check_there(outcome: str, detail: Sequence[str]) -> None:
 
 def _packed(blobs: Mapping[str, bytes | Tensor]) -> dict[str, bytes]:
     return {name: to_msgpack(blob) if isinstance(blob, Tensor) else blob for name, blob in blobs.items()}
+
+
+def _size(raw: Mapping[str, bytes]) -> int:
+    return sum(map(len, raw.values()))
 
 
 def _state(model: str) -> str:
