@@ -21,6 +21,8 @@ from ..schemas.settings import Settings
 FIELDS = ("job", "request", "attempt", "worker", "rank", "tenant", "request_id", "trace_id")
 #: Of the line about a call that was answered, in JSON.
 ACCESS_FIELDS = ("method", "path", "status", "ms")
+#: What would move a terminal's cursor, or begin a line that looks like one of ours: paths and names come from strangers.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
 TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 #: Bound for everything that this process logs, and for what the current task (or thread) logs.
@@ -102,14 +104,14 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """As one reads it in a terminal, the ids at the end of the first line."""
+    """As one reads it in a terminal, the ids behind the message, whose further lines are indented."""
 
     def format(self, record: logging.LogRecord) -> str:
         return redacted(super().format(record))
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         ids = " ".join(f"{name}={value}" for name, value in about(record).items())
-        line = super().formatMessage(record)
+        line = _CONTROL.sub(lambda found: repr(found[0])[1:-1], super().formatMessage(record)).replace("\n", "\n    ")
         return f"{line} [{ids}]" if ids else line
 
 

@@ -107,6 +107,13 @@ def test_a_text_line_has_its_ids_behind_the_message_and_before_the_traceback(str
     assert traceback[-1] == "ValueError: no"
 
 
+def test_what_a_stranger_writes_begins_no_line_of_its_own(stream: Stream) -> None:
+    start("text").info("no such path %s", "/v1/x\n2026-11-20 00:00:00,000 ERROR midstream.api: forged\r\x1b[2K")
+    first, second = stream.getvalue().splitlines()
+    assert first.endswith("no such path /v1/x")
+    assert second == "    2026-11-20 00:00:00,000 ERROR midstream.api: forged\\r\\x1b[2K"
+
+
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
