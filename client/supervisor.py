@@ -82,6 +82,14 @@ class Supervisor:
     def flower_url(self) -> str:
         return f"http://{_reachable(self.settings.flower_host)}:{self.settings.flower_port}" if "flower" in self._children else ""
 
+    def ready_line(self) -> str:
+        """What is told once everything is up: where it is, without a secret."""
+        from ..broker.logs import redacted
+
+        parts = [f"api {self.url}", f"openapi {self.url}/schema", f"flower {self.flower_url}" if self.flower_url else ""]
+        parts += [f"redis {redacted(self.settings.redis_url)}", f"model {self.settings.served_model}", f"data {self.data}"]
+        return f"midstream {__version__} ready: " + " · ".join(part for part in parts if part)
+
     def __enter__(self) -> "Supervisor":
         self.start()
         return self
@@ -121,9 +129,7 @@ class Supervisor:
         except BaseException:
             self.stop()
             raise
-        parts = [f"api {self.url}", f"openapi {self.url}/schema", f"flower {self.flower_url}" if self.flower_url else ""]
-        parts += [f"redis {self.settings.redis_url}", f"model {self.settings.served_model}", f"data {self.data}"]
-        self._say(f"midstream {__version__} ready: " + " · ".join(part for part in parts if part))
+        self._say(self.ready_line())
 
     def watch(self) -> None:
         """Until a signal: start again, after a growing pause, whatever has died."""
@@ -201,7 +207,7 @@ class Supervisor:
         from ..broker import redis_server
 
         port = self._redis.port if self._redis else _port_of(self.settings.redis_url)
-        self._redis = redis_server.start(self.data / "redis", port)
+        self._redis = redis_server.start(self.data / "redis", port, self.settings.redis_maxmemory_mib)
         self.settings = msgspec.structs.replace(self.settings, redis_url=self._redis.url)
         self._write_state()
 

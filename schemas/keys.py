@@ -24,6 +24,9 @@ KeyId = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-z]{12}(?!\n)$")]
 #: A key as its user has it: `ms_<id>_<secret>`; the secret has 256 bits, so its SHA-256 is as good as a slow hash.
 KEY_PREFIX = "ms_"
 
+#: The longest that a key may be given at once: within what every calendar knows.
+MAX_KEY_EXPIRES_S = 100 * 365 * 24 * 3600
+
 Natural = Annotated[int, msgspec.Meta(ge=0)]
 
 
@@ -64,7 +67,7 @@ class KeyRequest(Record):
     name: KeyName
     tenant: TenantName = DEFAULT_TENANT
     scopes: Annotated[list[Scope], msgspec.Meta(min_length=1)] = msgspec.field(default_factory=lambda: ["submit", "read"])
-    expires_in: Annotated[float, msgspec.Meta(gt=0)] | None = None  # seconds
+    expires_in: Annotated[float, msgspec.Meta(gt=0, le=MAX_KEY_EXPIRES_S)] | None = None  # seconds; null: never
 
 
 class KeyView(Record, kw_only=True):

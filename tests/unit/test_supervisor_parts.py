@@ -48,6 +48,12 @@ def test_settings_reach_a_child_as_they_are(monkeypatch: pytest.MonkeyPatch, tmp
     assert environment["PATH"] == os.environ["PATH"]
 
 
+def test_what_is_told_when_everything_is_up_has_no_password_in_it(tmp_path: Path) -> None:
+    stack = Supervisor(load_settings({}, data_dir=str(tmp_path), redis_url="redis://10.0.0.7:6379/0", redis_password="hunter2"))
+    assert "redis redis://:***@10.0.0.7:6379/0" in stack.ready_line()
+    assert "hunter2" not in stack.ready_line()
+
+
 def test_a_model_in_a_folder_needs_no_hub(tmp_path: Path) -> None:
     assert child_environment(Settings(model=str(tmp_path)))["HF_HUB_OFFLINE"] == "1"
 
