@@ -73,7 +73,8 @@ class CheckedBackend(httpcore.AsyncNetworkBackend):
         if not self._allow_private:
             for address in addresses:  # one is enough: a name with a public and an inner address is no receiver's
                 if why := refusal(address):
-                    raise TargetRefused(f"{host} is {address}, which is {why}")
+                    # Whose receiver it is reads this: what the names of our network stand for is nothing to him.
+                    raise TargetRefused(f"{host} has an address that is {why}" if host != str(address) else f"{host} is {why}")
         failure: Exception = httpcore.ConnectError(f"{host} has no address")
         for address in addresses:
             try:

@@ -1,5 +1,6 @@
 """When is a webhook sent again, and which addresses may it be sent to at all?"""
 
+import asyncio
 import random
 from email.utils import formatdate
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
@@ -8,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from midstream.broker.webhook_http import SECRET_PREFIX, signature
+from midstream.broker.webhook_http import SECRET_PREFIX, CheckedBackend, TargetRefused, signature
 from midstream.broker.webhook_schedule import JITTER, LADDER_S, RETRY_AFTER_MAX_S, due_again, retry_after
 from midstream.broker.webhook_targets import refusal, url_fault
 from midstream.schemas.errors import MidstreamError
@@ -188,6 +189,16 @@ def test_an_ordinary_receiver_is_fine(url: str) -> None:
 
 
 # What is told
+
+
+def test_whoever_names_a_host_of_our_network_does_not_learn_its_address() -> None:
+    async def found(host: str, port: int) -> list[str]:
+        return ["10.11.12.13"]
+
+    with pytest.raises(TargetRefused, match=r"^wiki\.corp has an address that is private$"):
+        asyncio.run(CheckedBackend(allow_private=False, resolve=found).connect_tcp("wiki.corp", 443))
+    with pytest.raises(TargetRefused, match=r"^10\.0\.0\.1 is private$"):
+        asyncio.run(CheckedBackend(allow_private=False, resolve=found).connect_tcp("10.0.0.1", 443))
 
 
 def test_a_callback_tells_of_every_end_unless_events_are_named_and_of_each_once() -> None:
