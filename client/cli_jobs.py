@@ -24,8 +24,18 @@ Url = Annotated[str | None, typer.Option(help="Where the API is; default: the st
 JobId = Annotated[str, typer.Argument(metavar="JOB", help="A job's id.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
-#: The options of a capture stand together in `--help`.
+#: The options of a capture stand together in `--help`, and those of how a job is handled.
 CAPTURE: dict[str, Any] = {"rich_help_panel": "Capture"}
+HANDLING: dict[str, Any] = {"rich_help_panel": "Handling"}
+
+Priority = Annotated[str | None, typer.Option(help="high, normal (if left out) or low.", **HANDLING)]
+ExpiresIn = Annotated[
+    str | None, typer.Option(metavar="TIME", help="Give up if no worker has begun it by then: 30s, 10m, 2h or 600.", **HANDLING)
+]
+Callback = Annotated[str | None, typer.Option(metavar="URL", help="Tell this receiver how the job ended: a signed webhook.", **HANDLING)]
+CallbackEvents = Annotated[
+    list[str] | None, typer.Option(metavar="EVENT", help="Tell of this instead, such as job.running; repeat as needed.", **HANDLING)
+]
 
 #: Between two looks at a job while a progress bar is shown.
 LOOK_S = 0.25
@@ -87,10 +97,10 @@ def submit(
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate per prompt.")] = 16,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    callback: Annotated[str | None, typer.Option(metavar="URL", help="Tell this receiver how the job ended: a signed webhook.")] = None,
-    callback_event: Annotated[
-        list[str] | None, typer.Option(metavar="EVENT", help="Tell of this instead, such as job.running; repeat as needed.")
-    ] = None,
+    priority: Priority = None,
+    expires_in: ExpiresIn = None,
+    callback: Callback = None,
+    callback_event: CallbackEvents = None,
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait for the result, or print the id and go.")] = True,
     json_: AsJson = False,
     url: Url = None,
@@ -107,7 +117,7 @@ def submit(
             fields["sampling"] = {"max_tokens": max_tokens, "temperature": temperature}
             fields["steering"] = options.parse_steering(steer or [])
             fields["patch"] = options.parse_patches(patch or [])
-            fields["callback_url"], fields["callback_events"] = callback, callback_event
+            fields |= options.parse_handling(priority, expires_in, callback, callback_event)
             fields["capture"] = options.parse_capture(
                 layers=layers, hook=capture_hook, hooks=hooks, positions=positions, spans=span, every_n=every_n, at=at, dtype=dtype,
                 layout=layout, consumers=consumer, tag=tag, run=run,

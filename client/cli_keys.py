@@ -1,7 +1,6 @@
 """Who may call, from a terminal? `keys create`, `list`, `revoke`, `generate`; `tenants set`, `show`, `list`."""
 
 import asyncio
-import re
 import time
 from collections.abc import Sequence
 from typing import Annotated
@@ -18,15 +17,13 @@ from ..schemas.settings import load_settings
 from . import show, wire
 from .cli_jobs import AsJson, Url, connect, err, out
 from .keys import key_request
+from .options import parse_duration
 
 RedisUrl = Annotated[
     str | None,
     typer.Option(help="Straight into this Redis, without an API: for the first key. `-`: that of the settings.", show_default=False),
 ]
 TenantOption = Annotated[str | None, typer.Argument(metavar="[NAME]", help="A tenant; if left out: the key's own.")]
-
-_SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smhd]?)")
 
 keys_app = typer.Typer(no_args_is_help=True, help="API keys: who may call.")
 tenants_app = typer.Typer(no_args_is_help=True, help="Tenants: how much they may use, and do.")
@@ -127,14 +124,6 @@ def _keys(found: Sequence[KeyView]) -> Table:
 
 def _time(at: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(at))
-
-
-def parse_duration(text: str, option: str = "--expires-in") -> float:
-    """Seconds of `90d`, `12h`, `30m`, `45s` or `45`. Raises MidstreamError naming the option."""
-    match = _DURATION.fullmatch(text)
-    if match is None:
-        raise invalid(option, f"{text!r} is not a time", allowed="such as 90d, 12h, 30m or 600")
-    return float(match[1]) * _SECONDS[match[2]]
 
 
 # --- Tenants -----------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from ..schemas.base import to_json
 from ..schemas.webhooks import Delivery, DeliveryAttempt, DeliveryState, SecretList
 from . import show
 from .cli_jobs import AsJson, Url, connect, err, out
-from .cli_keys import parse_duration
+from .options import parse_duration
 
 Tenant = Annotated[str | None, typer.Option(help="Of this tenant; for admins.")]
 

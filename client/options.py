@@ -255,3 +255,26 @@ def read_prompts(path: Path) -> list[str]:
             raise invalid("file", f"{path}: a JSON file of prompts is a list of texts")
         return list(found)
     return [line for line in text.splitlines() if line.strip()]
+
+
+# --- How a job is handled ----------------------------------------------------------------------------------------------
+
+_SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smhd]?)")
+
+
+def parse_duration(text: str, option: str = "--expires-in") -> float:
+    """Seconds of `90d`, `12h`, `30m`, `45s` or `45`. Raises MidstreamError naming the option."""
+    match = _DURATION.fullmatch(text)
+    if match is None:
+        raise invalid(option, f"{text!r} is not a time", allowed="such as 90d, 12h, 30m or 600")
+    return float(match[1]) * _SECONDS[match[2]]
+
+
+def parse_handling(
+    priority: str | None, expires_in: str | None, callback: str | None, callback_events: Sequence[str] | None
+) -> dict[str, Any]:
+    """The fields of a submission that `--priority`, `--expires-in` and `--callback…` ask for, without those that were not given."""
+    seconds = None if expires_in is None else parse_duration(expires_in)
+    given = {"priority": priority, "expires_in": seconds, "callback_url": callback, "callback_events": callback_events or None}
+    return {name: value for name, value in given.items() if value is not None}

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from midstream.client import cli, options, show, wire
+from midstream.client.keys import key_request
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import CaptureResults, Determinism, FileEntry, JobView, RankReport, StageReport, State
 from midstream.schemas.selectors import as_ranges
@@ -147,6 +148,22 @@ def test_an_option_that_would_capture_nothing_is_refused(option: str, given: dic
 def test_hooks_that_cannot_be_read_name_their_option() -> None:
     with pytest.raises(MidstreamError, match="--hooks: 'pre_mlp' is not a hook"):
         options.parse_capture(hooks="pre_mlp:0")
+
+
+def test_submit_and_sweep_take_the_same_options_of_handling() -> None:
+    commands = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
+    there = [
+        {option for parameter in commands[name].params for option in parameter.opts if parameter.rich_help_panel == "Handling"}
+        for name in ("submit", "sweep")
+    ]
+    assert there == [{"--priority", "--expires-in", "--callback", "--callback-event"}] * 2
+
+
+def test_a_key_ends_at_a_time_that_every_calendar_knows() -> None:
+    assert key_request("x", "default", ["read"], 20 * 365 * 86400.0).expires_in == 20 * 365 * 86400
+    with pytest.raises(MidstreamError) as refused:
+        key_request("x", "default", ["read"], 1e18)  # no listing could show it
+    assert refused.value.field == "expires_in"
 
 
 def test_every_capture_option_of_submit_is_read() -> None:

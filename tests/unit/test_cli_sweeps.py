@@ -38,6 +38,15 @@ def test_what_is_typed_is_what_is_asked(capsys: pytest.CaptureFixture[str]) -> N
     assert json.loads(to_json(asked.positions)) == {"text": None, "occurrence": 0, "start": 1, "stop": 4}
 
 
+def test_how_a_sweep_is_handled_is_typed_as_for_a_job(capsys: pytest.CaptureFixture[str]) -> None:
+    told = ("--callback", "https://a.example/hook", "--callback-event", "job.failed", "--callback-event", "job.succeeded")
+    asked, _ = swept(capsys, *PROMPTS, "--model", "m", "--priority", "low", "--expires-in", "10m", *told)
+    assert (asked.priority, asked.expires_in) == ("low", 600.0)
+    assert (asked.callback_url, asked.callback_events) == ("https://a.example/hook", ["job.failed", "job.succeeded"])
+    plain, _ = swept(capsys, *PROMPTS, "--model", "m")
+    assert (plain.priority, plain.expires_in, plain.callback_url) == ("normal", None, None)
+
+
 def test_the_terminal_shows_heatmap_strongest_cells_notes_and_reasons(capsys: pytest.CaptureFixture[str]) -> None:
     _, shown = swept(capsys, *PROMPTS, "--model", "m", "--top", "2")
     for part in ("pre_attn (resid_pre)", "um 3", "█", "Strongest cells", "0.950", "note: position 3", "60 cells without a value"):
@@ -101,6 +110,8 @@ def test_pairs_come_from_a_file_and_spans_are_shared(capsys: pytest.CaptureFixtu
         ((*PROMPTS, "--save", "nowhere/x.json"), "--save"),
         ((*PROMPTS, "--heatmap", "x.doc"), "heatmap"),
         ((*PROMPTS, "--pair", "1"), "--pair"),
+        ((*PROMPTS, "--expires-in", "soon"), "--expires-in"),
+        ((*PROMPTS, "--priority", "now"), "priority"),
     ],
 )
 def test_a_mistake_is_one_line_that_names_the_option_or_field(
