@@ -51,11 +51,11 @@ def register(app: typer.Typer) -> None:
 
 def find_url(given: str | None) -> str:
     """The API's address: `--url`, else the setting `public_url`, else what runs on the data directory, else host and port."""
-    from .supervisor import read_state
+    from .supervisor import reachable, read_state
 
     settings = load_settings()
     running = read_state(Path(settings.data_dir).expanduser().resolve()).get("url")
-    return given or settings.public_url or running or f"http://{settings.api_host}:{settings.api_port}"
+    return given or settings.public_url or running or f"http://{reachable(settings.api_host)}:{settings.api_port}"
 
 
 def connect(given: str | None) -> Client:

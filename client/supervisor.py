@@ -76,11 +76,11 @@ class Supervisor:
     @property
     def url(self) -> str:
         """Where the API answers."""
-        return f"http://{_reachable(self.settings.api_host)}:{self.settings.api_port}"
+        return f"http://{reachable(self.settings.api_host)}:{self.settings.api_port}"
 
     @property
     def flower_url(self) -> str:
-        return f"http://{_reachable(self.settings.flower_host)}:{self.settings.flower_port}" if "flower" in self._children else ""
+        return f"http://{reachable(self.settings.flower_host)}:{self.settings.flower_port}" if "flower" in self._children else ""
 
     def ready_line(self) -> str:
         """What is told once everything is up: where it is, without a secret."""
@@ -303,7 +303,7 @@ def read_state(data: Path) -> dict[str, Any]:
 
 
 def free_port(host: str) -> int:
-    with socket.socket() as probe:
+    with socket.socket(_family(host)) as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
 
@@ -311,7 +311,7 @@ def free_port(host: str) -> int:
 def _decided_port(name: str, host: str, wanted: int, say: Say) -> int:
     if not wanted:
         return free_port(host)
-    with socket.socket() as probe:
+    with socket.socket(_family(host)) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, wanted))
@@ -326,9 +326,15 @@ def _port_of(redis_url: str) -> int:
     return int(redis_url.rpartition(":")[2].partition("/")[0]) if redis_url else 0
 
 
-def _reachable(host: str) -> str:
-    """An address that a client on this machine can call."""
-    return "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def reachable(host: str) -> str:
+    """An address that a client on this machine can call, as it stands in a URL."""
+    if host in ("0.0.0.0", "::", ""):
+        return "127.0.0.1"
+    return f"[{host}]" if ":" in host else host
 
 
 def _answers(http: httpx.Client, url: str) -> bool:

@@ -71,6 +71,19 @@ def test_a_port_that_is_taken_is_replaced_and_said(tmp_path: Path) -> None:
     assert any(f"api_port {taken}" in line and str(settings.api_port) in line for line in said)
 
 
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [("::1", "http://[::1]:9"), ("::", "http://127.0.0.1:9"), ("0.0.0.0", "http://127.0.0.1:9"), ("a.example", "http://a.example:9")],
+)
+def test_the_address_that_is_told_can_be_called(host: str, url: str) -> None:
+    assert Supervisor(Settings(api_host=host, api_port=9)).url == url
+
+
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this machine has no IPv6")
+def test_a_port_is_found_on_the_loopback_of_ipv6_as_well(tmp_path: Path) -> None:
+    assert prepare(Settings(engine="fake", api_host="::1", api_port=0), tmp_path, print).api_port > 0
+
+
 def test_a_folder_without_a_checkpoint_is_refused_by_the_settings_name(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"model=.*config\.json"):
         prepare(Settings(model=str(tmp_path)), tmp_path, print)
