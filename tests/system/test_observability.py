@@ -232,8 +232,10 @@ def test_the_status_tells_of_the_worker_and_its_engine(stack: Seen, held: httpx.
 
 
 def test_inspect_shows_the_engine_of_a_worker(stack: Seen) -> None:
-    answer = stack.app.control.inspect(destination=["w1@" + os.uname().nodename], timeout=5)._request("midstream_engine")
-    (told,) = answer.values()
+    asked = ["-A", "midstream.workers.remote", "inspect", "midstream_engine", "-t", "5", "-d", f"w1@{os.uname().nodename}", "--json"]
+    environment = {**os.environ, "MIDSTREAM_REDIS_URL": stack.settings.redis_url}
+    done = subprocess.run([sys.executable, "-m", "celery", *asked], env=environment, capture_output=True, text=True, timeout=60, check=True)
+    (told,) = json.loads(done.stdout).values()
     assert (told["model"], told["tp"], told["pp"], told["worker"]) == ("fake-model", 2, 1, "w1")
     assert told["stats"]["rows"] == 256
     assert told["versions"]["midstream"] == "0.1.0"

@@ -1,0 +1,12 @@
+"""How is a worker asked from a terminal? `celery -A midstream.workers.remote inspect midstream_engine`.
+
+Celery's command line knows a command of ours once it is imported, and Redis with its password and TLS from the environment's settings.
+"""
+
+from ..broker.celery_app import make_app
+from ..schemas.settings import load_settings
+from . import control
+
+__all__ = ["app", "control"]
+
+app = make_app(load_settings())
