@@ -1,6 +1,7 @@
 """Does the command line read what is typed, and answer mistakes with one line that names the thing?"""
 
 import io
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,26 @@ def test_an_option_that_would_capture_nothing_is_refused(option: str, given: dic
 def test_hooks_that_cannot_be_read_name_their_option() -> None:
     with pytest.raises(MidstreamError, match="--hooks: 'pre_mlp' is not a hook"):
         options.parse_capture(hooks="pre_mlp:0")
+
+
+def told_commands() -> list[tuple[str, list[str]]]:
+    """(File, words behind `midstream`) of each command that our pages and messages tell of."""
+    root = Path(cli.__file__).parents[1]
+    pages = [root / "README.md", *root.glob("docs/**/*.md"), *(root / part for part in ("api", "broker", "client", "workers"))]
+    files = [file for page in pages for file in ([page] if page.is_file() else page.glob("**/*.py"))]
+    told = re.compile(r"(?:`|^\$ |\$\()(?:[A-Z_]+=\S+ )*midstream ([a-z][^`\n#;)]*)", re.MULTILINE)
+    return [(file.name, words.split()) for file in files for words in told.findall(file.read_text())]
+
+
+def test_every_command_that_is_told_of_is_there_with_its_options() -> None:
+    for where, words in told_commands():
+        command, rest = typer.main.get_command(cli.app), list(words)
+        while (known := getattr(command, "commands", None)) and rest and not rest[0].startswith("-"):
+            assert rest[0] in known, f"{where}: midstream {' '.join(words)}"
+            command = known[rest.pop(0)]
+        there = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)} | {"--help"}
+        used = {word.partition("=")[0] for word in rest if re.match(r"--[a-z]", word)}
+        assert used <= there, f"{where}: midstream {' '.join(words)}"
 
 
 def test_submit_and_sweep_take_the_same_options_of_handling() -> None:
