@@ -7,6 +7,7 @@ would come back.
 
 import logging
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -26,7 +27,7 @@ INSPECT_TIMEOUT_MS = 3000
 
 def options(settings: Settings) -> dict[str, str]:
     """Flower's options as it reads them from its environment. Raises SettingsError naming the setting."""
-    if settings.flower_auth and not all(":" in pair for pair in settings.flower_auth.split(",")):
+    if settings.flower_auth and not all(re.fullmatch(r"[^:]+:.+", pair) for pair in settings.flower_auth.split(",")):
         raise SettingsError("MIDSTREAM_FLOWER_AUTH: is not user:password, several separated by commas")
     if not settings.flower_auth and not is_loopback(settings.flower_host):
         raise SettingsError(

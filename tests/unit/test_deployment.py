@@ -56,9 +56,10 @@ def test_flower_is_refused_off_loopback_without_a_password() -> None:
     assert "FLOWER_BASIC_AUTH" not in flower.options(Settings(flower_host="127.0.0.1"))
 
 
-def test_a_password_of_flower_without_a_user_is_refused() -> None:
+@pytest.mark.parametrize("pairs", ["secret", ":", "user:", ":secret", "user:secret,:", "user:secret,"])
+def test_a_password_of_flower_without_a_user_or_the_other_way_round_is_refused(pairs: str) -> None:
     with pytest.raises(SettingsError, match="user:password"):
-        flower.options(Settings(flower_auth="secret"))
+        flower.options(Settings(flower_auth=pairs))
 
 
 def test_flower_remembers_and_changes_nothing() -> None:
