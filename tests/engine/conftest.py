@@ -18,6 +18,7 @@ if (WORKER := os.environ.get("PYTEST_XDIST_WORKER", "")).startswith("gw"):
 ENGINES = {"v1", "cached", "v2", "compiled", "tp2", "pp2"}
 
 
+@pytest.hookimpl(tryfirst=True)  # before the groups are read
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With `--dist loadgroup`: tests of shared engines are one group, those of any other file one each."""
     sharing = {item.path for item in items if ENGINES & set(getattr(item, "fixturenames", ()))}
