@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import threading
 from email.utils import formatdate
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
 
@@ -9,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from midstream.broker.webhook_http import SECRET_PREFIX, CheckedBackend, TargetRefused, signature
+from midstream.broker.webhook_http import SECRET_PREFIX, CheckedBackend, Poster, TargetRefused, signature
 from midstream.broker.webhook_schedule import JITTER, LADDER_S, RETRY_AFTER_MAX_S, due_again, retry_after
+from midstream.broker.webhook_sender import TENANT_SLOTS
 from midstream.broker.webhook_targets import refusal, url_fault
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.handling import ENDS, Handling, callback_of
@@ -199,6 +201,29 @@ def test_whoever_names_a_host_of_our_network_does_not_learn_its_address() -> Non
         asyncio.run(CheckedBackend(allow_private=False, resolve=found).connect_tcp("wiki.corp", 443))
     with pytest.raises(TargetRefused, match=r"^10\.0\.0\.1 is private$"):
         asyncio.run(CheckedBackend(allow_private=False, resolve=found).connect_tcp("10.0.0.1", 443))
+
+
+def test_names_that_nobody_answers_for_do_not_keep_others_from_being_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    answered = threading.Event()
+
+    def look_up(host: str, port: int, **_: object) -> list[tuple[object, ...]]:
+        if host.startswith("slow"):
+            answered.wait(20)
+        return [(0, 0, 0, "", ("1.1.1.1", port))]
+
+    async def main() -> None:
+        poster = Poster(allow_private=False, timeout_s=20)
+        slow = [asyncio.create_task(poster._look_up(f"slow{number}.example", 443)) for number in range(TENANT_SLOTS)]
+        try:
+            assert await asyncio.wait_for(poster._look_up("quick.example", 443), 10) == ["1.1.1.1"]
+            assert not any(task.done() for task in slow)
+        finally:
+            answered.set()
+            await asyncio.gather(*slow)
+            await poster.close()
+
+    monkeypatch.setattr("midstream.broker.webhook_http.socket.getaddrinfo", look_up)
+    asyncio.run(main())
 
 
 def test_a_callback_tells_of_every_end_unless_events_are_named_and_of_each_once() -> None:
