@@ -82,7 +82,8 @@ def new_job_id() -> str:
 
 
 def is_absence(error: redis.exceptions.RedisError) -> bool:
-    """Redis is away, loading, read-only or cannot write: it may be back later, and nothing is wrong with what was asked."""
+    """Redis is away, loading, read-only, cannot write or is held by a long script: it may be back later, and nothing is wrong with what
+    was asked."""
     known = (
         redis.exceptions.ConnectionError,
         redis.exceptions.TimeoutError,
@@ -92,7 +93,7 @@ def is_absence(error: redis.exceptions.RedisError) -> bool:
     if isinstance(error, known):
         return True
     # Inside a script 6.2 answers these as plain errors, their code somewhere in the text.
-    return isinstance(error, redis.exceptions.ResponseError) and any(code in str(error) for code in ("MISCONF", "OOM", "READONLY"))
+    return isinstance(error, redis.exceptions.ResponseError) and any(code in str(error) for code in ("BUSY ", "MISCONF", "OOM", "READONLY"))
 
 
 def reachable(call: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:

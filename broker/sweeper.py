@@ -37,6 +37,8 @@ PRUNE_LIMIT, PRUNE_LEAST = 2000, 50
 SECONDS_PER_MESSAGE = 1e-3
 #: Seconds between two counts of all that is in use: each holds Redis for some microseconds per job and capture.
 RECOUNT_S = 3600.0
+#: Captures that are counted at most: of more, which nobody has deleted, the bytes stay as they were counted all along.
+RECOUNT_CAPTURES = 50_000
 #: kombu's hash of messages that were delivered and not acknowledged.
 UNACKED = "unacked"
 
@@ -140,7 +142,7 @@ class Sweeper:
             return []
         self._recount_at = at + RECOUNT_S
         await self._scripts.forget_workers(args=scripts.context(self._settings, at))
-        told = scripts.text(await self._scripts.recount(args=scripts.context(self._settings, at)))
+        told = scripts.text(await self._scripts.recount(args=[*scripts.context(self._settings, at), RECOUNT_CAPTURES]))
         differed = [f"{name}: {counted} instead of {found}" for name, counted, found in zip(told[::3], told[1::3], told[2::3], strict=True)]
         if differed:
             log.warning("what is in use was counted wrong, and is corrected: %s", "; ".join(differed))

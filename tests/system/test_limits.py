@@ -15,6 +15,7 @@ from ledger_kit import BOOT, EPOCH, WORKER, claimed, make_job, open_ledger, outp
 from sweep_rig import sweep, sweep_job
 
 from midstream.broker import redis_server
+from midstream.broker import sweeper as broker_sweeper
 from midstream.broker.captures import Captures
 from midstream.broker.celery_app import make_app
 from midstream.broker.ledger import Ledger
@@ -231,6 +232,24 @@ def test_usage_outlives_a_killed_redis_and_what_was_counted_wrong_is_put_right(t
                 app.close()
         finally:
             server.stop()
+
+    asyncio.run(main())
+
+
+def test_of_very_many_captures_the_bytes_stay_as_they_were_counted(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger:
+            jobs = [make_job(tenant="t", capture=True) for _ in range(2)]
+            for job in jobs:
+                await ledger.submit(job, {})
+            await ledger.redis.hset("ms:usage", mapping={"t/bytes": 700, "t/jobs": 9})
+            app = make_app(ledger.settings)
+            monkeypatch.setattr(broker_sweeper, "RECOUNT_CAPTURES", 1)  # to count them all would hold Redis for too long
+            assert (await Sweeper(ledger, app, ledger.settings).sweep()).corrected == ["t/jobs: 9 instead of 2"]
+            assert (await ledger.tenants.usage("t")).capture_bytes == 700
+            monkeypatch.setattr(broker_sweeper, "RECOUNT_CAPTURES", 2)
+            assert (await Sweeper(ledger, app, ledger.settings).sweep()).corrected == ["t/bytes: 700 instead of 0"]
+            app.close()
 
     asyncio.run(main())
 

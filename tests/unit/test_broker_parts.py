@@ -116,6 +116,7 @@ def test_event_ids_are_checked_before_they_reach_redis() -> None:
     [
         (redis.exceptions.ConnectionError("refused"), True),
         (redis.exceptions.OutOfMemoryError("command not allowed when used memory > 'maxmemory'."), True),
+        (redis.exceptions.ResponseError("BUSY Redis is busy running a script. You can only call SCRIPT KILL or SHUTDOWN NOSAVE."), True),
         (redis.exceptions.ResponseError("MISCONF Errors writing to the AOF file: No space left on device"), True),
         (redis.exceptions.ResponseError("Error running script: @user_script:1: -OOM command not allowed"), True),
         (redis.exceptions.ReadOnlyError("You can't write against a read only replica."), True),
