@@ -112,6 +112,11 @@ def test_a_refused_or_repeated_submission_takes_nothing(redis_url: str) -> None:
             usage = await ledger.tenants.usage("t")
             assert usage.jobs_in_flight == 2
             assert usage.requests_this_minute in (0, 1, 2)
+            await limited(ledger, "u", requests_per_minute=2, tokens_per_minute=100)
+            await ledger.submit(make_job(tenant="u", sampling=Sampling(max_tokens=60)), {})
+            for _ in range(3):
+                assert "tokens" in (await refused(ledger, make_job(tenant="u", sampling=Sampling(max_tokens=60)))).detail
+            await ledger.submit(make_job(tenant="u", sampling=Sampling(max_tokens=1)), {})
 
     asyncio.run(main())
 
