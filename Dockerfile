@@ -90,14 +90,14 @@ CMD ["midstream-worker"]
 
 FROM worker AS worker-cpu
 LABEL org.opencontainers.image.title="midstream-worker-cpu"
-RUN apt-get update -q && apt-get install -y -q --no-install-recommends libnuma1 && rm -rf /var/lib/apt/lists/*
+RUN apt-get update -q && apt-get install -y -q --no-install-recommends libnuma1 && apt-get clean && rm -rf /var/lib/apt/lists/*
 COPY --from=worker-cpu-environment /opt/midstream /opt/midstream
 USER midstream
 
 FROM worker AS worker-gpu
 LABEL org.opencontainers.image.title="midstream-worker-gpu"
 # Triton compiles its launchers with the C compiler when a kernel is first used.
-RUN apt-get update -q && apt-get install -y -q --no-install-recommends gcc libc6-dev libnuma1 && rm -rf /var/lib/apt/lists/*
+RUN apt-get update -q && apt-get install -y -q --no-install-recommends gcc libc6-dev libnuma1 && apt-get clean && rm -rf /var/lib/apt/lists/*
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 COPY --from=worker-gpu-environment /opt/midstream /opt/midstream
 USER midstream

@@ -21,10 +21,10 @@ from docker import GENTLY, ROOT, Failed, run, succeeds
 PYTHON, REDIS = "python:3.11-slim-bookworm", "redis:7.4-bookworm"
 DEBIAN = "midstream-test/debian:bookworm"
 PYTHON_FILE = f"""FROM {DEBIAN}
-RUN apt-get update -q && apt-get install -y -q --no-install-recommends python3 python3-venv && rm -rf /var/lib/apt/lists/*
+RUN apt-get update -q && apt-get install -y -q --no-install-recommends python3 python3-venv && apt-get clean && rm -rf /var/lib/apt/lists/*
 """
 REDIS_FILE = f"""FROM {DEBIAN}
-RUN apt-get update -q && apt-get install -y -q --no-install-recommends redis-server && rm -rf /var/lib/apt/lists/* \\
+RUN apt-get update -q && apt-get install -y -q --no-install-recommends redis-server && apt-get clean && rm -rf /var/lib/apt/lists/* \\
  && install -d -o redis -g redis /data
 VOLUME /data
 """
@@ -45,7 +45,8 @@ def bases(environment: Mapping[str, str]) -> dict[str, str]:
     with tempfile.TemporaryDirectory(prefix="midstream-base-") as scratch:
         system = Path(scratch) / "system"
         run(*GENTLY, "debootstrap", "--variant=minbase", "--include=ca-certificates", "bookworm", str(system))
-        shutil.rmtree(system / "var/cache/apt/archives", ignore_errors=True)
+        for left in ("var/cache/apt", "var/lib/apt/lists"):
+            shutil.rmtree(system / left, ignore_errors=True)
         run("sh", "-c", f"tar -C '{system}' --exclude='./proc/*' --exclude='./sys/*' -c . | docker import - {DEBIAN}", env=environment)
     for tag, file in ((made["PYTHON_IMAGE"], PYTHON_FILE), (made["REDIS_IMAGE"], REDIS_FILE)):
         run(*GENTLY, "docker", "build", "--quiet", "--network", "host", "--tag", tag, "-", env=environment, stdin=file)
