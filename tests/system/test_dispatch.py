@@ -184,8 +184,9 @@ def test_the_sweeper_leaves_waiting_jobs_alone_and_fills_windows_that_have_room(
         async with opened(redis_url, dispatch_window=2) as line, swept(line) as sweeper:
             jobs = await line.submit(8)
             assert (await sweeper.sweep(now() + 60)).resent == [job.id for job in jobs[:2]], "what was sent and lost; not what waits"
+            await line.ledger.redis.zadd("ms:live", {jobs[5].id: now()})
+            assert not await sweeper.sweep(now() + 61), "one that waits is not sent before its turn, though it was to be looked at"
             assert sum(await messages(line.ledger)) == 2
-            assert not await sweeper.sweep(now() + 61)
         async with opened(redis_url, dispatch_window=5) as line, swept(line) as sweeper:
             assert (await sweeper.sweep()).picked == [job.id for job in jobs[2:5]], "the window was made larger"
             await line.ledger.redis.sadd(f"ms:sent:{MODEL}:6", "job_of_which_nothing_is_known")
