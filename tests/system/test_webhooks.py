@@ -398,7 +398,7 @@ def test_a_name_with_any_address_inside_is_not_called(redis_url: str, receiver: 
 
     delivery = asyncio.run(main())
     assert (delivery.state, receiver.got) == ("refused", [])
-    assert "hooks.example is " in delivery.attempts[0].error
+    assert "hooks.example has an address that is " in delivery.attempts[0].error
 
 
 def test_a_name_that_changes_its_address_is_called_where_it_was_checked(receiver: Receiver) -> None:  # field case 41
