@@ -38,6 +38,8 @@ MODULES: dict[str, tuple[str, float]] = {
     "callbacks": ("midstream.broker.callbacks", 15.0),
 }
 FLOWER_STOP_S = 5.0
+#: Secrets that one child alone needs: a worker runs what comes with its model.
+WHOSE = {f"{PREFIX}ADMIN_KEY": "api", f"{PREFIX}FLOWER_AUTH": "flower"}
 #: Above `metrics_port`; the API serves its own at /metrics.
 METRICS_OFFSETS = {"relay": 0, "worker": 1, "callbacks": 2}
 #: Those who give work stop first, then those who do it, then those who carry its results; Redis goes last.
@@ -212,16 +214,19 @@ class Supervisor:
         self._write_state()
 
     def _make_children(self) -> Iterator[Child]:
-        environment = child_environment(self.settings)
         logs = self.data / "logs"
         for name, (module, seconds) in MODULES.items():
-            own = environment | self._metrics_port(name)
-            yield Child(name, [sys.executable, "-P", "-m", module], own, logs / f"{name}.log", seconds)
+            yield Child(name, [sys.executable, "-P", "-m", module], self._environment(name), logs / f"{name}.log", seconds)
         if importlib.util.find_spec("flower") is None:
             self._say("flower is not installed: no dashboard")
             return
         command = [sys.executable, "-P", "-m", "midstream.broker.flower"]
-        yield Child("flower", command, environment, logs / "flower.log", FLOWER_STOP_S)
+        yield Child("flower", command, self._environment("flower"), logs / "flower.log", FLOWER_STOP_S)
+
+    def _environment(self, name: str) -> dict[str, str]:
+        """Of a child: with its own port for metrics, and without the secrets that are others'."""
+        environment = child_environment(self.settings) | self._metrics_port(name)
+        return {variable: value for variable, value in environment.items() if WHOSE.get(variable, name) == name}
 
     def _metrics_port(self, name: str) -> dict[str, str]:
         """Each process that serves its metrics itself has a port of its own, counted from `metrics_port`."""

@@ -48,6 +48,13 @@ def test_settings_reach_a_child_as_they_are(monkeypatch: pytest.MonkeyPatch, tmp
     assert environment["PATH"] == os.environ["PATH"]
 
 
+def test_a_secret_goes_to_the_child_alone_that_needs_it(tmp_path: Path) -> None:
+    stack = Supervisor(Settings(data_dir=str(tmp_path), admin_key="a", flower_auth="u:p"))
+    found = {name: stack._environment(name) for name in ("api", "worker", "relay", "callbacks", "flower")}
+    assert [name for name, environment in found.items() if "MIDSTREAM_ADMIN_KEY" in environment] == ["api"]
+    assert [name for name, environment in found.items() if "MIDSTREAM_FLOWER_AUTH" in environment] == ["flower"]
+
+
 def test_what_is_told_when_everything_is_up_has_no_password_in_it(tmp_path: Path) -> None:
     stack = Supervisor(load_settings({}, data_dir=str(tmp_path), redis_url="redis://10.0.0.7:6379/0", redis_password="hunter2"))
     assert "redis redis://:***@10.0.0.7:6379/0" in stack.ready_line()
