@@ -91,7 +91,7 @@ class Watcher:
         return set(self._heard)
 
     async def changed(self, job_id: str, version: int, timeout: float, quiet: Collection[str] = ()) -> int:
-        """The job's current version: at once when it is above `version`, else when it grows, or after `timeout` seconds.
+        """The job's current version: at once when it is another than `version`, else when it grows, or after `timeout` seconds.
 
         `quiet`: states for whose coming it need not return; beside those of jobs, `generated`: only receipts are awaited.
         While Redis is away it waits on; then, at the timeout, it returns `version`. Raises not_found.
@@ -104,7 +104,7 @@ class Watcher:
             found = await self._ledger.version(job_id)
             if found is None:
                 raise not_found(job_id)
-            return found if found > version else None
+            return found if found != version else None  # a lower one: Redis has lost its last second, and the job is at an earlier state
 
         found = await self._until(job_id, Waiter(quiet, stirred=False), look, timeout)
         return version if found is None else found

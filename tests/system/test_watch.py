@@ -83,6 +83,21 @@ def test_a_change_before_the_wait_answers_at_once_and_none_answers_at_the_timeou
     asyncio.run(main())
 
 
+def test_a_job_that_redis_has_set_back_is_news(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "POLL_S", 0.1)
+
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger, Watcher(ledger) as watcher:
+            job = make_job()
+            attempt = await claimed(ledger, job)
+            seen = (await ledger.view(job.id)).version + 2  # of an attempt that was lost with Redis' last second
+            assert await watcher.changed(job.id, seen, 3.0) == seen - 2
+            await ledger.store_outputs(job.id, attempt, outputs())
+            assert await watcher.changed(job.id, seen, 3.0) < seen, "else it would be waited for as long as a response is held"
+
+    asyncio.run(main())
+
+
 def test_who_waits_for_a_result_sleeps_through_the_start(redis_url: str, no_polling: None) -> None:
     async def main() -> None:
         async with open_ledger(redis_url) as ledger, Watcher(ledger) as watcher:
