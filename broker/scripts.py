@@ -4,6 +4,7 @@ Every change of a job is one script in `lua/`, so that it is atomic. The tables 
 are generated from `schemas`, so that there is one truth. The packers below are the scripts' typed signatures.
 """
 
+import secrets
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
 from itertools import zip_longest
@@ -171,7 +172,8 @@ def submit(
 
 
 def claim(settings: Settings, job_id: str, worker: str, boot: str, ranks: int, global_version: int, everyone: bool) -> list[Argument]:
-    return [*context(settings), job_id, worker, boot, ranks, settings.lease_s, global_version, int(everyone)]
+    """With a name of its own, by which the same call is known when redis-py repeats it."""
+    return [*context(settings), job_id, worker, boot, ranks, settings.lease_s, global_version, int(everyone), secrets.token_hex(8)]
 
 
 def of_attempt(settings: Settings, job_id: str, attempt: int, *rest: Argument) -> list[Argument]:

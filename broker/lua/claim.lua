@@ -1,14 +1,18 @@
 -- queued -> running: the attempt that comes back is the worker's fencing token.
 -- args: id, worker, boot, ranks, lease_s, version of the global steering that the worker has applied, whether that steers anything
---       ('1': every prompt gets receipts then, not only those that ask for something)
+--       ('1': every prompt gets receipts then, not only those that ask for something), a random name of this call
 -- returns {'unknown'} | {'refused', state, messages} | {'desynced', reason} | {'behind', version that is desired}
 --         | {'claimed', attempt, spec, when it was queued, messages}
-local id, worker, boot, ranks, lease_s, global_version, everyone = unpack(ARGV, FIRST, FIRST + 6)
+local id, worker, boot, ranks, lease_s, global_version, everyone, call = unpack(ARGV, FIRST, FIRST + 7)
 local job = read(id)
 if not job then
   return {'unknown'}
 end
 if job.state ~= 'queued' then
+  local made, spec, queued = unpack(redis.call('HMGET', key('job', id), 'claim', 'spec', 'queued'))
+  if job.state == 'running' and made == call then -- the same again: the connection broke before its answer came
+    return {'claimed', job.attempt, spec, queued}
+  end
   return {'refused', job.state}
 end
 if overdue(job) then
@@ -30,7 +34,7 @@ local asked = everyone == '1' and job.prompts or job.asked
 if job.kind == 'sweep' then
   asked = 0 -- its worker reads what is told of each unit
 end
-redis.call('HSET', hash, 'worker', worker, 'boot', boot, 'lease', now + tonumber(lease_s), 'receipts', 0,
+redis.call('HSET', hash, 'worker', worker, 'boot', boot, 'claim', call, 'lease', now + tonumber(lease_s), 'receipts', 0,
   'expected', asked * tonumber(ranks), 'everyone', everyone, 'global_version', global_version)
 redis.call('SADD', key('held', worker), id)
 look_at(job, now + tonumber(lease_s))

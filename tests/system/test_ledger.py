@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from ledger_kit import BOOT, WORKER, claimed, make_job, open_ledger, outputs
@@ -13,6 +14,7 @@ from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import TERMINAL, TRANSITIONS, Event, Job, State
 from midstream.schemas.models import ModelInfo, WorkerInfo
 from midstream.schemas.tensors import Tensor, content_hash
+from midstream.schemas.version import OLDEST_WIRE, WIRE
 
 PROBLEM = MidstreamError("engine_failed", "it broke").problem()
 
@@ -92,6 +94,42 @@ def test_one_of_many_claims_wins(redis_url: str) -> None:
             assert len(won) == 1
             assert won[0].job == job
             assert won[0].attempt == 1
+
+    asyncio.run(main())
+
+
+def test_a_claim_whose_answer_was_lost_is_the_same_claim_when_it_is_repeated(redis_url: str) -> None:  # field case 38
+    cut = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """To Redis and back; once `cut` is set the next answer is kept, and the connection closed instead."""
+        address = urlsplit(redis_url)
+        back, forth = await asyncio.open_connection(address.hostname, address.port)
+
+        async def answers() -> None:
+            while (data := await back.read(1 << 16)) and not cut.is_set():
+                writer.write(data)
+            cut.clear()
+            writer.close()
+
+        answering = asyncio.create_task(answers())
+        while data := await reader.read(1 << 16):
+            forth.write(data)
+        forth.close()
+        await answering
+
+    async def main() -> None:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        async with server, open_ledger(f"redis://127.0.0.1:{port}/0") as ledger:
+            await claimed(ledger, make_job())
+            await ledger.submit(job := make_job(), {})
+            cut.set()
+            claim = await ledger.claim(job.id, WORKER, BOOT, 1)
+            assert not cut.is_set(), "the first answer was lost"
+            assert claim is not None, "else nobody would run it until its lease ends"
+            assert claim.attempt == (await ledger.view(job.id)).attempt == 1
+            assert await ledger.claim(job.id, WORKER, BOOT, 1) is None, "another call is another claim"
 
     asyncio.run(main())
 
@@ -301,9 +339,11 @@ def test_a_result_past_its_retention_is_gone_and_the_job_expired(redis_url: str)
 def test_models_stay_and_workers_go_with_their_heartbeat(redis_url: str) -> None:
     model = ModelInfo(
         name="tiny", version="0", architecture="A", num_layers=2, hidden_size=4, vocab_size=8, max_model_len=16, dtype="float32",
-        hooks=["post_block"], tokenizer="0" * 64,
+        hooks=["post_block"], tokenizer="0" * 64, wire=WIRE, oldest_wire=OLDEST_WIRE,
     )  # fmt: skip
-    worker = WorkerInfo(worker="w", boot="b", model="tiny", version="0", host="h", pid=1, started=0.0, tp=1, pp=1)
+    worker = WorkerInfo(
+        worker="w", boot="b", model="tiny", version="0", host="h", pid=1, started=0.0, tp=1, pp=1, wire=WIRE, oldest_wire=OLDEST_WIRE
+    )
 
     async def main() -> None:
         async with open_ledger(redis_url, lease_s=2) as ledger:
