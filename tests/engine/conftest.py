@@ -14,6 +14,9 @@ if (WORKER := os.environ.get("PYTEST_XDIST_WORKER", "")).startswith("gw"):
     CORES = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {CORES[int(WORKER[2:]) % len(CORES)]})
 
+#: Engines of several ranks wait for one another in loops: on one core, or beside another engine, each waits for the other's time slice.
+#: They are marked `ranks`, and run alone.
+RANKS = {"tp2", "pp2", "two_ranks"}
 #: Engines that several files use start once in all: those files run in one process, one after the other.
 ENGINES = {"v1", "cached", "v2", "compiled", "tp2", "pp2"}
 
@@ -23,6 +26,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With `--dist loadgroup`: tests of shared engines are one group, those of any other file one each."""
     sharing = {item.path for item in items if ENGINES & set(getattr(item, "fixturenames", ()))}
     for item in items:
+        if RANKS & set(getattr(item, "fixturenames", ())):
+            item.add_marker("ranks")
         item.add_marker(pytest.mark.xdist_group("engines" if item.path in sharing else item.path.stem))
 
 
@@ -73,6 +78,11 @@ def compiled(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     host = Host(tmp_path_factory.mktemp("compiled"), llama, enforce_eager=False, max_num_batched_tokens=64, enable_prefix_caching=False)
     yield host
     host.close()
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> None:
+    """Asked for by whatever starts an engine of several ranks itself."""
 
 
 @pytest.fixture(scope="session")
