@@ -21,12 +21,18 @@ RANKS = {"tp2", "pp2", "two_ranks"}
 ENGINES = {"v1", "cached", "v2", "compiled", "tp2", "pp2"}
 
 
+def _asked(item: pytest.Item) -> set[str]:
+    """Names of the fixtures that a test takes, also of those that its parameters name."""
+    named = item.callspec.params.values() if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ()
+    return {*getattr(item, "fixturenames", ()), *(name for name in named if isinstance(name, str))}
+
+
 @pytest.hookimpl(tryfirst=True)  # before the groups are read
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With `--dist loadgroup`: tests of shared engines are one group, those of any other file one each."""
-    sharing = {item.path for item in items if ENGINES & set(getattr(item, "fixturenames", ()))}
+    sharing = {item.path for item in items if ENGINES & _asked(item)}
     for item in items:
-        if RANKS & set(getattr(item, "fixturenames", ())):
+        if RANKS & _asked(item):
             item.add_marker("ranks")
         item.add_marker(pytest.mark.xdist_group("engines" if item.path in sharing else item.path.stem))
 
