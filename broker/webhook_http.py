@@ -71,11 +71,10 @@ class CheckedBackend(httpcore.AsyncNetworkBackend):
     ) -> httpcore.AsyncNetworkStream:
         """Raises TargetRefused when any address of the host is refused, httpcore.ConnectError when none answers."""
         addresses = await self._addresses(host, port)
-        if not self._allow_private:
-            for address in addresses:  # one is enough: a name with a public and an inner address is no receiver's
-                if why := refusal(address):
-                    # Whose receiver it is reads this: what the names of our network stand for is nothing to him.
-                    raise TargetRefused(f"{host} has an address that is {why}" if host != str(address) else f"{host} is {why}")
+        for address in addresses:  # one is enough: a name with a public and an inner address is no receiver's
+            if why := refusal(address, self._allow_private):
+                # Whose receiver it is reads this: what the names of our network stand for is nothing to him.
+                raise TargetRefused(f"{host} has an address that is {why}" if host != str(address) else f"{host} is {why}")
         failure: Exception = httpcore.ConnectError(f"{host} has no address")
         for address in addresses:
             try:

@@ -9,9 +9,14 @@ from urllib.parse import urlsplit
 
 Address = IPv4Address | IPv6Address
 
+#: Where clouds answer what a machine may know of itself, its credentials among it: never called, whatever the settings.
+_METADATA = {
+    IPv4Address("169.254.169.254"), IPv4Address("169.254.170.2"), IPv4Address("168.63.129.16"), IPv4Address("100.100.100.200"),
+    IPv6Address("fd00:ec2::254"), IPv6Address("fd20:ce::254"),
+}  # fmt: skip
+METADATA = "the metadata address of a cloud"
 #: Not private by the book, and yet nobody's receiver.
 _EXTRA_V4 = {
-    IPv4Network("168.63.129.16/32"): "the metadata address of a cloud",
     IPv4Network("192.0.0.0/24"): "reserved",
     IPv4Network("192.88.99.0/24"): "reserved",
     IPv4Network("100.64.0.0/10"): "of a carrier's inner network",
@@ -39,10 +44,17 @@ _HOST = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?")
 MAX_HOST = 253
 
 
-def refusal(address: Address) -> str | None:
-    """Why nothing may be sent to `address`; None when it is public."""
-    if isinstance(address, IPv6Address) and address in _NAT64:
-        return refusal(IPv4Address(int(address) & 0xFFFFFFFF))
+def refusal(address: Address, allow_private: bool = False) -> str | None:
+    """Why nothing may be sent to `address`; None when it is public, or with `allow_private` when it is not a cloud's metadata."""
+    if isinstance(address, IPv6Address):
+        if address in _NAT64:
+            return refusal(IPv4Address(int(address) & 0xFFFFFFFF), allow_private)
+        if address.ipv4_mapped in _METADATA:
+            return METADATA
+    if address in _METADATA:
+        return METADATA
+    if allow_private:
+        return None
     for kind, what in _KINDS:
         if getattr(address, kind):
             return what
@@ -85,12 +97,12 @@ def _host_fault(netloc: str, host: str, allow_private: bool) -> str | None:
             address: Address = IPv6Address(host)
         except ValueError:
             return f"[{host}] is no IPv6 address"
-        why = refusal(address)
+        why = refusal(address, allow_private)
     elif _NUMBER.fullmatch(host.rstrip(".").rpartition(".")[2]):
         if not _DOTTED.fullmatch(host):
             return f"{host!r} is no host: write an IPv4 address as four decimal numbers"
         try:
-            why = refusal(ip_address(host))
+            why = refusal(ip_address(host), allow_private)
         except ValueError:
             return f"{host!r} is no IPv4 address"
     else:
@@ -98,6 +110,8 @@ def _host_fault(netloc: str, host: str, allow_private: bool) -> str | None:
             return f"{host!r} is no host's name"
         bare = host.rstrip(".")
         why = "loopback" if bare == "localhost" or bare.endswith(".localhost") else None
+    if why == METADATA:
+        return f"{host} is {why}: it is never called"
     if why is None or allow_private:
         return None
     return f"{host} is {why}: such addresses are not called (setting webhook_allow_private)"

@@ -37,7 +37,7 @@ def receiver() -> Iterator[Receiver]:
     ("url", "word"),
     [
         ("http://127.0.0.1:9/hook", "loopback"),
-        ("http://169.254.169.254/latest", "link-local"),
+        ("http://169.254.169.254/latest", "metadata"),
         ("http://[::1]/", "loopback"),
         ("http://10.0.0.8/", "private"),
         ("http://127.1/", "IPv4"),

@@ -119,6 +119,20 @@ def test_public_addresses_are_called(address: str) -> None:
     assert refusal(ip_address(address)) is None
 
 
+@pytest.mark.parametrize("address", ["169.254.169.254", "::ffff:169.254.169.254", "64:ff9b::a9fe:a9fe", "168.63.129.16", "fd00:ec2::254"])
+def test_a_clouds_metadata_is_not_called_even_where_private_addresses_are(address: str) -> None:  # field case 41
+    assert refusal(ip_address(address), allow_private=True)
+    assert refusal(ip_address("127.0.0.1"), allow_private=True) is None
+    host = f"[{address}]" if ":" in address else address
+    assert "never called" in (url_fault(f"http://{host}/latest", True) or "")
+    with pytest.raises(TargetRefused):
+        asyncio.run(CheckedBackend(allow_private=True, resolve=nothing).connect_tcp(address, 80))
+
+
+async def nothing(host: str, port: int) -> list[str]:
+    return []
+
+
 @given(st.ip_addresses(v=4))
 def test_what_is_called_is_public_by_the_standard_library_as_well(address: IPv4Address) -> None:  # field case 41
     if refusal(address) is None:
@@ -160,9 +174,9 @@ def test_a_url_that_is_wrong_in_itself_is_refused_whatever_is_allowed(url: str, 
 @pytest.mark.parametrize(
     "url",
     [
-        "http://127.0.0.1/", "http://127.0.0.1:8321/v1/jobs", "http://10.1.2.3/", "http://169.254.169.254/latest/meta-data", "http://0.0.0.0/",
+        "http://127.0.0.1/", "http://127.0.0.1:8321/v1/jobs", "http://10.1.2.3/", "http://169.254.169.253/", "http://0.0.0.0/",
         "http://[::1]/", "http://[::]/", "http://[fe80::1]/", "http://[::ffff:127.0.0.1]/", "http://[64:ff9b::7f00:1]/", "http://localhost/",
-        "http://LOCALHOST:80/", "http://x.localhost./", "http://100.100.100.200/",
+        "http://LOCALHOST:80/", "http://x.localhost./", "http://100.100.100.201/",
     ],
 )  # fmt: skip
 def test_a_private_address_in_a_url_is_refused_unless_it_is_allowed(url: str) -> None:  # field case 41
