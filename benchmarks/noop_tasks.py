@@ -1,6 +1,6 @@
 """Raw Celery to compare with: a worker whose one task does nothing but count itself in Redis.
 
-Run as `python noop_tasks.py REDIS_URL` it is that worker: Celery's own consumer, with the settings that our workers have.
+Run as `python noop_tasks.py REDIS_URL` it is that worker: Celery's own consumer and transport, with the settings that our workers have.
 """
 
 import sys
@@ -16,7 +16,7 @@ DONE, QUEUE = "bench:noop:done", "bench-noop"
 
 def noop_app(redis_url: str) -> Any:
     app = make_app(Settings(redis_url=redis_url))
-    app.conf.worker_consumer = "celery.worker.consumer:Consumer"
+    app.conf.update(worker_consumer="celery.worker.consumer:Consumer", broker_transport=None)
     counter = redis.Redis.from_url(redis_url)
 
     @app.task(name="bench.noop")

@@ -14,6 +14,8 @@ from typing import Any
 
 from celery.worker.consumer import Consumer as CeleryConsumer
 
+from .transport import is_closed
+
 logger = logging.getLogger(__name__)
 
 
@@ -76,8 +78,3 @@ def settle(act: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         if not is_closed(message.channel):
             raise
         logger.warning("message %s stays unacknowledged, its connection is gone: %s", message.delivery_tag, error)
-
-
-def is_closed(channel: Any) -> bool:
-    """Whether kombu has given up the connection below a channel; it clears `client` when it does."""
-    return channel.connection is None or channel.connection.client is None

@@ -8,7 +8,8 @@ from kombu import Connection, Message
 from kombu.utils.imports import symbol_by_name
 
 from midstream.broker.celery_app import make_app
-from midstream.broker.consumer import Consumer, is_closed, settle
+from midstream.broker.consumer import Consumer, settle
+from midstream.broker.transport import is_closed
 from midstream.schemas.settings import Settings
 
 

@@ -1,0 +1,173 @@
+"""Are messages that a worker takes several at a time as safe as those that kombu takes one by one?"""
+
+import uuid
+from collections.abc import Iterator
+
+import pytest
+import redis
+from kombu import Connection, Consumer, Message, Producer
+from kombu.asynchronous import Hub, get_event_loop, set_event_loop
+from kombu.transport import redis as kombu_redis
+
+from midstream.broker.celery_app import make_app, queue
+from midstream.broker.transport import AT_ONCE, Transport
+from midstream.schemas.settings import Settings
+
+OPTIONS = {"visibility_timeout": 60, "queue_order_strategy": "priority"}
+
+
+@pytest.fixture
+def name() -> str:
+    return f"midstream.{uuid.uuid4().hex}"
+
+
+@pytest.fixture
+def client(redis_url: str) -> Iterator[redis.Redis]:
+    with redis.Redis.from_url(redis_url, decode_responses=True) as client:
+        yield client
+
+
+@pytest.fixture
+def connection(redis_url: str) -> Iterator[Connection]:
+    with Connection(redis_url, transport=Transport, transport_options=OPTIONS) as connection:
+        yield connection
+
+
+@pytest.fixture
+def loop() -> Iterator[Hub]:
+    """As in a worker, whose acknowledgements wait for a message to go along with."""
+    former, hub = get_event_loop(), Hub()
+    set_event_loop(hub)
+    yield hub
+    set_event_loop(former)
+    hub.close()
+
+
+def put(redis_url: str, name: str, *numbers: int, priority: int = 0) -> None:
+    """Send messages as kombu itself does."""
+    with Connection(redis_url, transport_options=OPTIONS) as connection, connection.channel() as channel:
+        for number in numbers:
+            Producer(channel).publish({"number": number}, routing_key=name, declare=[queue(name)], exchange=name, priority=priority)
+
+
+def take(connection: Connection, name: str, prefetch: int = 0) -> list[Message]:
+    """What one look at the queue gives."""
+    taken: list[Message] = []
+    with Consumer(connection.channel(), [queue(name)], on_message=taken.append, accept=["json"]) as consumer:
+        consumer.qos(prefetch_count=prefetch)
+        connection.drain_events(timeout=5)
+    return taken
+
+
+def numbers(messages: list[Message]) -> list[int]:
+    return [message.decode()["number"] for message in messages]
+
+
+def noted(client: redis.Redis, messages: list[Message]) -> list[bool]:
+    """Of each message: does Redis have it as unacknowledged, in the hash and in the index?"""
+    return [
+        client.hexists("unacked", message.delivery_tag) and client.zscore("unacked_index", message.delivery_tag) is not None
+        for message in messages
+    ]
+
+
+def test_one_look_takes_all_that_waits_and_notes_each_message(
+    redis_url: str, client: redis.Redis, connection: Connection, name: str
+) -> None:
+    put(redis_url, name, 1, 2, 3)
+    messages = take(connection, name)
+    assert numbers(messages) == [1, 2, 3]
+    assert noted(client, messages) == [True] * 3
+    assert not client.exists(name)
+    for message in messages:
+        message.ack()
+    assert noted(client, messages) == [False] * 3
+
+
+def test_no_more_are_taken_than_there_is_room_for(redis_url: str, client: redis.Redis, connection: Connection, name: str) -> None:
+    put(redis_url, name, *range(AT_ONCE + 5))
+    assert numbers(take(connection, name, prefetch=3)) == [0, 1, 2]
+    assert numbers(take(connection, name)) == list(range(3, 3 + AT_ONCE))
+    assert client.llen(name) == 2
+
+
+def test_what_is_urgent_is_taken_first(redis_url: str, connection: Connection, name: str) -> None:
+    put(redis_url, name, 1, 2, priority=9)
+    put(redis_url, name, 3, 4, priority=3)
+    assert numbers(take(connection, name)) == [3, 4, 1, 2]
+
+
+@pytest.mark.parametrize("stock", [False, True])
+def test_messages_of_a_worker_that_is_gone_are_delivered_again(
+    redis_url: str, client: redis.Redis, connection: Connection, name: str, stock: bool
+) -> None:
+    put(redis_url, name, 1, 2, 3)
+    messages = take(connection, name)
+    for message in messages:  # long ago
+        client.zadd("unacked_index", {message.delivery_tag: 1}, xx=True)
+        message.channel.qos._on_collect.cancel()
+        message.channel.qos._delivered.clear()
+    transport = kombu_redis.Transport if stock else Transport
+    with Connection(redis_url, transport=transport, transport_options=OPTIONS) as other:
+        other.default_channel.qos.restore_visible(interval=1)
+        again = [*take(other, name), *(take(other, name) if stock else []), *(take(other, name) if stock else [])]
+        assert sorted(numbers(again)) == [1, 2, 3]
+        assert all(message.headers["redelivered"] for message in again)
+        for message in again:
+            message.ack()
+
+
+def test_acknowledgements_wait_for_the_next_message(
+    redis_url: str, client: redis.Redis, connection: Connection, name: str, loop: Hub
+) -> None:
+    put(redis_url, name, 1, 2)
+    messages = take(connection, name)
+    channel = messages[0].channel
+    for message in messages:
+        message.ack()
+    assert noted(client, messages) == [True, True]
+    assert channel.qos.can_consume_max_estimate() is None
+    assert not set(channel.qos._delivered) - channel.qos._dirty, "they are not held any more, whatever Redis still says"
+    put(redis_url, name, 3)
+    with Consumer(channel, [queue(name)], on_message=messages.append, accept=["json"]):
+        connection.drain_events(timeout=5)
+    assert noted(client, messages) == [False, False, True]
+
+
+def test_acknowledgements_are_told_soon_when_no_message_comes(
+    redis_url: str, client: redis.Redis, connection: Connection, name: str, loop: Hub
+) -> None:
+    put(redis_url, name, 1)
+    messages = take(connection, name)
+    messages[0].ack()
+    while any(noted(client, messages)):
+        next(loop.loop) if loop.readers else loop.fire_timers()
+
+
+def test_what_was_acknowledged_is_not_restored_when_the_channel_closes(
+    redis_url: str, client: redis.Redis, connection: Connection, name: str, loop: Hub
+) -> None:
+    put(redis_url, name, 1, 2)
+    messages = take(connection, name)
+    messages[0].ack()
+    messages[0].channel.close()
+    assert noted(client, messages) == [False, False]
+    assert numbers(take(connection, name)) == [2], "what was not acknowledged is there again"
+
+
+def test_an_acknowledgement_that_redis_does_not_hear_of_is_a_warning(
+    redis_url: str, connection: Connection, name: str, loop: Hub, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(redis_url, name, 1)
+    (message,) = take(connection, name)
+    message.ack()
+    message.channel.qos._on_collect.cancel()
+    client, connection.transport.client = connection.transport.client, None
+    message.channel.qos.settle()
+    connection.transport.client = client
+    assert "stay unacknowledged" in caplog.text
+
+
+def test_everybody_uses_this_transport() -> None:
+    app = make_app(Settings(redis_url="redis://127.0.0.1:1/0"))
+    assert isinstance(app.connection_for_write().transport, Transport)
