@@ -23,7 +23,7 @@ from .body import JsonRequest
 from .calls import released
 from .edge import edge_of, unless_client_leaves
 from .jobs import PROBLEM, SUBMIT_ERRORS, Key
-from .outcome import JOB_HEADER, UNDER_WAY, accepted, failed, failure_of, is_over, job_url, result_of
+from .outcome import ACCEPTED, JOB_HEADER, UNDER_WAY, accepted, failed, failure_of, is_over, job_url, result_of
 from .shapes import Shape
 from .streaming import Streamed
 from .wishes import Wish, wish_of_chat, wish_of_completion
@@ -68,8 +68,10 @@ async def _answer(request: JsonRequest, body: OpenAIRequest, wish: Wish, shape: 
         )
         return Stream(streamed.body(), media_type=events.MEDIA_TYPE, headers={**events.HEADERS, **headers}, status_code=200)
     try:
+        known = ACCEPTED
         while True:
-            view = await unless_client_leaves(request, edge.wait(job_id, until, edge.settings.max_wait_s, patient=True, quiet=UNDER_WAY))
+            held = edge.wait(job_id, until, edge.settings.max_wait_s, patient=True, quiet=UNDER_WAY, known=known)
+            view, known = await unless_client_leaves(request, held), 0
             if not until(view):
                 return accepted(edge, view, headers)
             problem = failure_of(view) if is_over(view) else None

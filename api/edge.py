@@ -185,15 +185,25 @@ class Edge:
     # --- Waiting ---
 
     async def wait(
-        self, job_id: str, until: Callable[[JobView], bool], seconds: float, *, patient: bool = False, quiet: Collection[str] = ()
+        self,
+        job_id: str,
+        until: Callable[[JobView], bool],
+        seconds: float,
+        *,
+        patient: bool = False,
+        quiet: Collection[str] = (),
+        known: int = 0,
     ) -> JobView:
         """The job as soon as `until` holds of it, or as it is after `seconds` (or when the server stops).
 
+        `known`: the version up to which `until` does not hold, where that is known: then nobody looks before there is a later one.
         `quiet`: states for whose coming `until` need not be asked, see `Watcher.changed`.
         Raises `not_found`; `unavailable` when Redis stays away longer than a restart takes, or (unless `patient`) is away
         at the beginning.
         """
         deadline = time.monotonic() + min(seconds, self.settings.max_wait_s)
+        if known and seconds > 0 and not self.closing:
+            await self.or_closing(self.watcher.changed(job_id, known, deadline - time.monotonic(), quiet))
         while True:
             view = await (self.patiently(lambda: self.ledger.view(job_id)) if patient else self.ledger.view(job_id))
             patient = True

@@ -15,7 +15,7 @@ from .auth import caller_of, seen, tenant_asked
 from .body import JsonRequest
 from .calls import released
 from .edge import Edge, edge_of, unless_client_leaves
-from .outcome import UNDER_WAY, accepted, etag, finished, is_over, job_url, matches, not_ready
+from .outcome import ACCEPTED, UNDER_WAY, accepted, etag, finished, is_over, job_url, matches, not_ready
 from .wishes import wish_of_job
 
 WAIT = re.compile(r"\s*wait\s*=\s*\"?(\d{1,9})\"?\s*")
@@ -64,7 +64,8 @@ async def answer_submission(request: JsonRequest, edge: Edge, job_id: str, prefe
     seconds = preferred_wait(prefer)
     headers = {} if seconds is None else {"Preference-Applied": f"wait={seconds:.0f}"}
     try:
-        view = await unless_client_leaves(request, edge.wait(job_id, is_over, seconds or 0.0, patient=True, quiet=UNDER_WAY))
+        held = edge.wait(job_id, is_over, seconds or 0.0, patient=True, quiet=UNDER_WAY, known=ACCEPTED)
+        view = await unless_client_leaves(request, held)
         if not (seconds and is_over(view)):
             return accepted(edge, view, headers)
         released(request, view)

@@ -15,6 +15,8 @@ JOB_HEADER = "x-midstream-job"
 
 #: States that nobody waits for who waits for a result.
 UNDER_WAY = frozenset({"queued", "running"})
+#: The version of a job that was accepted and nothing more: it is queued.
+ACCEPTED = 1
 #: Seconds until it is worth looking again at a job that is not over.
 RETRY_AFTER_S = 1
 

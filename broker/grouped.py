@@ -5,9 +5,12 @@ commands collect and leave as one group when an answer comes: an idle system wai
 """
 
 import asyncio
+import math
 from typing import Any
 
+import hiredis
 import redis.asyncio
+import redis.exceptions
 
 #: Groups that are on their way at once: enough that a large answer does not hold up everybody.
 IN_FLIGHT = 3
@@ -16,7 +19,7 @@ GROUP_LIMIT = 64
 #: What is grouped: short answers, and may be repeated when a connection breaks, as the ledger's scripts may.
 GROUPED = frozenset({"EVALSHA", "HGET", "HMGET"})
 
-Command = tuple[tuple[Any, ...], dict[str, Any], "asyncio.Future[Any]"]
+Command = tuple[tuple[Any, ...], "asyncio.Future[Any]"]
 
 
 class GroupedRedis(redis.asyncio.Redis):
@@ -30,18 +33,15 @@ class GroupedRedis(redis.asyncio.Redis):
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
         if args[0] not in GROUPED:
-            return await self._alone(args, options)
+            execute: Any = super().execute_command  # without types
+            return await execute(*args, **options)
         if "_waiting" not in self.__dict__:
             self._waiting, self._on_the_way = [], set()
         answer = asyncio.get_running_loop().create_future()
-        self._waiting.append((args, options, answer))
+        self._waiting.append((args, answer))
         if len(self._waiting) == 1 and len(self._on_the_way) < IN_FLIGHT:
             asyncio.get_running_loop().call_soon(self._depart)
         return await answer
-
-    async def _alone(self, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        execute: Any = super().execute_command  # without types
-        return await execute(*args, **options)
 
     def _depart(self) -> None:
         while self._waiting and len(self._on_the_way) < IN_FLIGHT:
@@ -58,24 +58,44 @@ class GroupedRedis(redis.asyncio.Redis):
         """Every command's answer, or the error that it, or the whole group, met."""
         answers: list[Any]
         try:
-            if len(group) == 1:
-                args, options, _ = group[0]
-                answers = [await self._alone(args, options)]
-            else:
-                async with self.pipeline(transaction=False) as pipe:
-                    for args, options, _ in group:
-                        pipe.execute_command(*args, **options)
-                    answers = await pipe.execute(raise_on_error=False)
+            packed = [hiredis.pack_command(args) for args, _ in group]
+            pool: Any = self.connection_pool  # without types
+            connection = await pool.get_connection()
+            try:
+                answers = await connection.retry.call_with_retry(
+                    lambda: _exchange(connection, packed), lambda _: connection.disconnect(nowait=True)
+                )
+            finally:
+                await pool.release(connection)
         except Exception as error:
             answers = [error] * len(group)
         except asyncio.CancelledError:
-            for _, _, answer in group:
+            for _, answer in group:
                 answer.cancel()
             raise
-        for (_, _, answer), found in zip(group, answers, strict=True):
+        for (_, answer), found in zip(group, answers, strict=True):
             if answer.done():  # whoever asked has left
                 continue
             if isinstance(found, Exception):
                 answer.set_exception(found)
             else:
                 answer.set_result(found)
+
+
+async def _exchange(connection: Any, packed: list[bytes]) -> list[Any]:
+    """Send commands and read their answers, each within the connection's timeout. An error that one of them met is its answer.
+
+    This is redis-py's pipeline without what it does for commands that we do not group, which took half of the time.
+    """
+    answers: list[Any] = []
+    await connection.send_packed_command([b"".join(packed)])
+    try:
+        async with asyncio.timeout(connection.socket_timeout):
+            for _ in packed:
+                try:
+                    answers.append(await connection.read_response(timeout=math.inf))
+                except redis.exceptions.ResponseError as error:
+                    answers.append(error)
+    except TimeoutError:  # the connection is closed by then: what was not read must not be taken for another's answer
+        raise redis.exceptions.TimeoutError(f"no answer from Redis within {connection.socket_timeout} s") from None
+    return answers
