@@ -198,6 +198,17 @@ def test_the_sweeper_leaves_waiting_jobs_alone_and_fills_windows_that_have_room(
     asyncio.run(main())
 
 
+def test_a_queued_job_that_neither_waits_nor_was_sent_is_found(redis_url: str) -> None:
+    async def main() -> None:
+        async with opened(redis_url, dispatch_window=1) as line, swept(line) as sweeper:
+            _, stray = await line.submit(2)
+            await line.ledger.redis.zrem(f"ms:wait:{MODEL}:6:default", stray.id)
+            await sweeper.sweep()
+            assert (await sweeper.sweep()).resent == [stray.id]
+
+    asyncio.run(main())
+
+
 def test_what_was_accepted_before_there_were_windows_is_served(redis_url: str) -> None:
     async def main() -> None:
         async with opened(redis_url, dispatch_window=1) as line, swept(line) as sweeper:
