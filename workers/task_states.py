@@ -132,6 +132,8 @@ class Settlements:
                 self.look()
             except redis.RedisError as error:
                 logger.info("the ends of settling jobs are told later: %s", error)
+            except Exception:  # the others' ends are still to be told
+                logger.exception("the end of a settling job could not be told")
             with self._lock:
                 if not self._waiting:
                     self._some.clear()

@@ -3,8 +3,10 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import cast
 
 import pytest
+import redis
 from celery.events.receiver import EventReceiver
 from celery.events.state import State as Events
 from celery.events.state import Task
@@ -14,6 +16,7 @@ from midstream.broker.celery_app import queue_of
 from midstream.broker.messages import enqueue
 from midstream.schemas.jobs import State
 from midstream.schemas.specs import StoredCapture, StoredSteering
+from midstream.workers import task_states
 
 CAPTURE = StoredCapture(sites={"post_block": [0]}, positions="all_prompt", tag="t", layout="packed")
 GONE = [StoredSteering(layers=[1], hook="post_block", positions="all", family="add", tensors=["f" * 64], scale=1.0)]
@@ -171,3 +174,31 @@ def test_flower_is_told_of_the_engine_with_the_statistics_of_its_worker(stack: S
     answers = stack.app.control.inspect(timeout=3).stats()
     (shown,) = (stats["midstream"] for node, stats in answers.items() if node.startswith("w1@"))
     assert (shown["model"], shown["tp"], shown["pp"], shown["healthy"]) == ("fake-model", 1, 1, True)
+
+
+def test_an_end_that_cannot_be_told_stops_no_other(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(task_states, "LOOK_S", 0.05)
+
+    class Asked:
+        def __init__(self, name: str, told: Callable[[State], None]):
+            self.id, self.args, self._told = name, [name], told
+
+        def tell(self, state: State, problem: object) -> None:
+            self._told(state)
+
+    def broken(state: State) -> None:
+        raise ValueError(state)
+
+    told: list[State] = []
+    with redis.Redis.from_url(redis_url) as client:
+        client.hset("ms:job:first", "state", "succeeded")
+        client.hset("ms:job:second", "state", "running")
+        settlements = task_states.Settlements(redis_url)
+        settlements.wait_for(cast(task_states.JobRequest, Asked("first", broken)))
+        settlements.wait_for(cast(task_states.JobRequest, Asked("second", told.append)))
+        time.sleep(0.5)  # the first was looked at
+        client.hset("ms:job:second", "state", "failed")
+        until = time.monotonic() + 10
+        while not told and time.monotonic() < until:
+            time.sleep(0.02)
+    assert told == [State.FAILED]

@@ -27,7 +27,7 @@ from midstream.schemas.base import now
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.handling import ENDS, Callback, CallbackEvent
 from midstream.schemas.jobs import Job
-from midstream.schemas.webhooks import Delivery
+from midstream.schemas.webhooks import Delivery, DeliveryAttempt
 
 ALL: list[CallbackEvent] = ["job.running", *ENDS]
 
@@ -313,6 +313,24 @@ def test_a_receiver_that_does_not_answer_does_not_hold_up_another(redis_url: str
                 stuck.set()
                 await asyncio.to_thread(receiver.wait, 30, "/slow")
                 running.cancel()
+
+    asyncio.run(main())
+
+
+def test_who_kept_a_loan_too_long_may_only_say_that_it_was_delivered(redis_url: str) -> None:
+    async def main() -> None:
+        async with service(redis_url) as made:
+            await made.job("http://hooks.example/")
+            [late] = await made.outbox.lend(8, 8, 30.0, {})
+            made.ahead += 31.0
+            [present] = await made.outbox.lend(8, 8, 30.0, {})
+            assert (present.id, present.token == late.token) == (late.id, False)
+            attempt = DeliveryAttempt(at=made.outbox.clock())
+            assert await made.outbox.settle(late, "failed", attempt) == "stale"
+            assert (await made.only()).state == "pending"
+            assert await made.outbox.settle(late, "delivered", attempt) == "delivered"
+            assert await made.outbox.settle(present, "failed", attempt) == "stale"
+            assert (await made.only()).state == "delivered"
 
     asyncio.run(main())
 
