@@ -172,6 +172,29 @@ def test_without_a_single_message_the_wait_still_ends(redis_url: str) -> None:  
     asyncio.run(main())
 
 
+def test_what_was_heard_before_the_connection_was_lost_is_not_believed_after_it(
+    redis_url: str, no_polling: None, monkeypatch: pytest.MonkeyPatch
+) -> None:  # field case 38
+    monkeypatch.setattr(watch, "RECONNECT_S", 1.0)
+
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger:
+            others = await subscribers(ledger)
+            async with Watcher(ledger) as watcher:
+                await until_heard(ledger, others)
+                job = make_job()
+                attempt = await claimed(ledger, job)
+                await until(lambda: job.id in watcher.remembered)
+                seen = (await ledger.view(job.id)).version
+                [mine] = await subscribers(ledger) - others
+                await ledger.redis.client_kill_filter(_id=mine)
+                await ledger.store_outputs(job.id, attempt, outputs())  # nobody hears it
+                await until_heard(ledger, others | {mine})
+                assert await watcher.changed(job.id, seen, 5.0) > seen
+
+    asyncio.run(main())
+
+
 def test_a_waiter_gets_its_answer_over_a_restart_of_redis(tmp_path: Path, no_polling: None) -> None:  # field case 38
     async def main() -> None:
         server = redis_server.start(tmp_path)
