@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from stack import Stack
 
+from midstream import __version__
 from midstream.schemas.base import from_msgpack
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import State
@@ -104,7 +105,8 @@ def test_a_job_that_this_version_cannot_read_fails_with_both_versions_named(stac
     view = stack.wait(job_id)
     assert view.state is State.FAILED
     assert view.error is not None
-    assert "version" in view.error.detail
+    assert view.error.title == "Version mismatch"
+    assert view.error.detail.count(f"midstream {__version__}") == 2
 
 
 def test_a_running_job_is_cancelled_within_a_second(stack: Stack) -> None:
