@@ -27,6 +27,8 @@ START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 15.0
 #: Another process may take a free port between our look and Redis's bind.
 PORT_TRIES = 5
+#: Redis says so in its log when the end of its append-only file was missing.
+CUT_OFF = b"aof-load-truncated is enabled"
 LOG_TAIL_LINES = 20
 
 
@@ -92,11 +94,13 @@ def start(directory: Path, port: int = 0, maxmemory_mib: int = 0) -> RedisServer
     try:
         for attempt in range(PORT_TRIES):
             chosen = port or _free_port()
+            log_start = _log_size(directory)
             process = _spawn(binary, directory, chosen, lock, maxmemory_mib)
             server = RedisServer(url=f"redis://127.0.0.1:{chosen}/0", port=chosen, directory=directory, process=process)
             (directory / "redis.pid").write_text(f"{process.pid}\n")
             try:
                 _wait_until_loaded(server)
+                _mend(server, log_start)
                 return server
             except MidstreamError as error:
                 server.kill()
@@ -169,6 +173,32 @@ def _wait_until_loaded(server: RedisServer) -> None:
     version = str(info["redis_version"])
     if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
         raise MidstreamError("unavailable", f"Redis {version} is too old: {'.'.join(map(str, OLDEST))} or newer is needed")
+
+
+def _mend(server: RedisServer, log_start: int) -> None:
+    """Write the append-only file anew if its end was missing, as after a power failure.
+
+    Redis leaves out the last command then, but where that was in a transaction it keeps the transaction's beginning in the file, and
+    the next start would apply that half (6.2.14). Raises MidstreamError("unavailable") when the file cannot be written.
+    """
+    with open(server.directory / "redis.log", "rb") as log:
+        log.seek(log_start)
+        if CUT_OFF not in log.read():
+            return
+    deadline = time.monotonic() + START_TIMEOUT_S
+    with redis.Redis.from_url(server.url, socket_timeout=5, retry=None) as client:
+        client.bgrewriteaof()
+        while (state := client.info("persistence"))["aof_rewrite_in_progress"] or state["aof_rewrite_scheduled"]:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.02)
+    if state["aof_rewrite_in_progress"] or state["aof_last_bgrewrite_status"] != "ok":
+        raise MidstreamError("unavailable", f"redis-server could not write its file anew: {_log_tail(server.directory)}")
+
+
+def _log_size(directory: Path) -> int:
+    log = directory / "redis.log"
+    return log.stat().st_size if log.exists() else 0
 
 
 def _log_tail(directory: Path) -> str:

@@ -27,6 +27,26 @@ def test_what_was_written_is_there_after_kill_9_and_restart(tmp_path: Path) -> N
         again.stop()
 
 
+def test_half_a_transaction_that_a_power_failure_left_is_never_applied(tmp_path: Path) -> None:
+    """Redis 6.2 drops the command that was cut off, keeps what stood before it in its transaction, and applies that a start later."""
+
+    def start_and_add(times: int) -> list[bytes | None]:
+        server = redis_server.start(tmp_path)
+        with redis.Redis.from_url(server.url) as client:
+            found: list[bytes | None] = client.mget("a", "b", "c")
+            for _ in range(times):
+                client.eval("for _, key in ipairs({'a', 'b', 'c'}) do redis.call('INCR', key) end", 0)
+        server.stop()
+        return found
+
+    start_and_add(2)
+    (file,) = (path for path in tmp_path.rglob("*.aof") if path.is_file())
+    with file.open("rb+") as log:
+        log.truncate(file.stat().st_size - 40)  # inside the second
+    assert start_and_add(1) == [b"1", b"1", b"1"]
+    assert start_and_add(0) == [b"2", b"2", b"2"]
+
+
 def test_a_second_server_on_the_same_directory_is_refused_with_the_pid(tmp_path: Path) -> None:
     server = redis_server.start(tmp_path)
     try:
