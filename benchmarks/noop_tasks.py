@@ -16,7 +16,7 @@ DONE, QUEUE = "bench:noop:done", "bench-noop"
 
 def noop_app(redis_url: str) -> Any:
     app = make_app(Settings(redis_url=redis_url))
-    app.conf.update(worker_consumer="celery.worker.consumer:Consumer", broker_transport=None)
+    app.conf.worker_consumer = "celery.worker.consumer:Consumer"
     counter = redis.Redis.from_url(redis_url)
 
     @app.task(name="bench.noop")

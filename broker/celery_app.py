@@ -48,7 +48,6 @@ def make_app(settings: Settings) -> Celery:
     """The Celery app that API, workers and callbacks share; there is no result backend, the ledger holds results."""
     app = Celery("midstream", broker=settings.redis_url, set_as_current=False)
     app.conf.update(
-        broker_transport="midstream.broker.transport:Transport",
         broker_use_ssl=tls_options(settings.redis_url),
         accept_content=["json"],
         task_serializer="json",

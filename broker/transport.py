@@ -162,6 +162,6 @@ class Channel(kombu_redis.Channel):
 
 
 class Transport(kombu_redis.Transport):
-    """Named by the setting `broker_transport`."""
+    """Of workers: named by their setting `broker_transport`."""
 
     Channel = Channel

@@ -70,6 +70,7 @@ class EngineStep(bootsteps.StartStopStep):
 def make_worker_app(settings: Settings) -> Celery:
     """The Celery app of a worker, with its host, tasks and bootsteps."""
     app = make_app(settings)
+    app.conf.broker_transport = "midstream.broker.transport:Transport"  # workers alone: Flower knows brokers by the scheme of their URL
     app.engine_host = EngineHost(app, settings, on_death=lambda reason: _end_process(app))
     app.may_renew = lambda: not app.engine_host.death  # a dead engine's messages must come back to the queue
     register_tasks(app, app.engine_host)

@@ -12,6 +12,7 @@ from kombu.transport import redis as kombu_redis
 from midstream.broker.celery_app import make_app, queue
 from midstream.broker.transport import AT_ONCE, Transport
 from midstream.schemas.settings import Settings
+from midstream.workers.app import make_worker_app
 
 OPTIONS = {"visibility_timeout": 60, "queue_order_strategy": "priority"}
 
@@ -168,6 +169,7 @@ def test_an_acknowledgement_that_redis_does_not_hear_of_is_a_warning(
     assert "stay unacknowledged" in caplog.text
 
 
-def test_everybody_uses_this_transport() -> None:
-    app = make_app(Settings(redis_url="redis://127.0.0.1:1/0"))
-    assert isinstance(app.connection_for_write().transport, Transport)
+def test_workers_use_this_transport_and_flower_sees_a_broker_that_it_knows() -> None:
+    settings = Settings(redis_url="redis://127.0.0.1:1/0", engine="fake", model="fake-model")
+    assert isinstance(make_worker_app(settings).connection_for_read().transport, Transport)
+    assert make_app(settings).connection().as_uri().startswith("redis://")
