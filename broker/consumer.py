@@ -47,6 +47,7 @@ class Consumer(CeleryConsumer):
     def register_with_event_loop(self, hub: Any) -> None:
         """The loop starts, perhaps again: timers of a former start were dropped with its connection."""
         self._events_wait = False
+        self.app.task_events = self.event_dispatcher  # for what outlives a connection
         if self.event_dispatcher is not None:
             self.event_dispatcher.buffer_limit = EVENTS_AT_ONCE
         super().register_with_event_loop(hub)

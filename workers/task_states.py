@@ -15,6 +15,7 @@ those at once.
 import logging
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import redis
@@ -91,7 +92,9 @@ def said(problem: Problem | None) -> str:
 class Settlements:
     """Tasks that are over here before their jobs are. From any thread."""
 
-    def __init__(self, redis_url: str):
+    def __init__(self, redis_url: str, dispatcher: Callable[[], Any]):
+        """`dispatcher`: Celery's of the present connection, perhaps None; a task that is over keeps that of its own, which may be lost."""
+        self._dispatcher = dispatcher
         self._client = redis.Redis.from_url(redis_url, socket_timeout=5, socket_connect_timeout=5)
         self._lock = threading.Lock()
         self._waiting: dict[str, JobRequest] = {}  # by the task's id
@@ -110,6 +113,9 @@ class Settlements:
 
     def look(self) -> None:
         """Tell the end of every job that has one. Raises redis.RedisError."""
+        dispatcher = self._dispatcher()
+        if dispatcher is None or not dispatcher.enabled:
+            return  # nobody would hear it: there is no connection
         with self._lock:
             waiting = dict(self._waiting)
         pipe = self._client.pipeline(transaction=False)
@@ -122,6 +128,7 @@ class Settlements:
             with self._lock:
                 if self._waiting.get(task_id) is request:
                     del self._waiting[task_id]
+            request.eventer = dispatcher
             request.tell(now, from_json(error, Problem) if error else None)
 
     def _run(self) -> None:

@@ -24,7 +24,8 @@ class JobTask(Task):
 
 def register_tasks(app: Celery, host: EngineHost) -> None:
     """Give `app` the tasks `midstream.<kind>`; the route in Flower is the kind, the argument the job's id."""
-    app.settlements = Settlements(host.settings.redis_url)
+    app.task_events = None  # the consumer's, as soon as it is connected
+    app.settlements = Settlements(host.settings.redis_url, lambda: app.task_events)
     for kind in KINDS:
         app.task(name=f"midstream.{kind}", base=JobTask, throws=(JobFailed,))(_body(host))
 

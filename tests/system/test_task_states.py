@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -176,6 +177,19 @@ def test_flower_is_told_of_the_engine_with_the_statistics_of_its_worker(stack: S
     assert (shown["model"], shown["tp"], shown["pp"], shown["healthy"]) == ("fake-model", 1, 1, True)
 
 
+def test_an_end_is_told_also_when_the_connection_of_its_task_is_gone(stack: Stack, flower: Watcher) -> None:
+    flower.close()  # its own connection would break
+    stack.kill("relay")
+    job_id = stack.submit(["hello"], max_tokens=2, capture=CAPTURE)
+    stack.wait(job_id, until=lambda view: view.generated is not None)
+    stack.kill("redis")
+    stack.restart("redis")
+    listening = Watcher(stack)
+    stack.restart("relay")
+    agrees(stack, listening, job_id, State.SUCCEEDED)
+    listening.close()
+
+
 def test_an_end_that_cannot_be_told_stops_no_other(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(task_states, "LOOK_S", 0.05)
 
@@ -193,7 +207,7 @@ def test_an_end_that_cannot_be_told_stops_no_other(redis_url: str, monkeypatch: 
     with redis.Redis.from_url(redis_url) as client:
         client.hset("ms:job:first", "state", "succeeded")
         client.hset("ms:job:second", "state", "running")
-        settlements = task_states.Settlements(redis_url)
+        settlements = task_states.Settlements(redis_url, lambda: SimpleNamespace(enabled=True))
         settlements.wait_for(cast(task_states.JobRequest, Asked("first", broken)))
         settlements.wait_for(cast(task_states.JobRequest, Asked("second", told.append)))
         time.sleep(0.5)  # the first was looked at
