@@ -182,8 +182,11 @@ def test_an_end_is_told_also_when_the_connection_of_its_task_is_gone(stack: Stac
     stack.kill("relay")
     job_id = stack.submit(["hello"], max_tokens=2, capture=CAPTURE)
     stack.wait(job_id, until=lambda view: view.generated is not None)
+    eventually(lambda: stack.do(lambda ledger: ledger.redis.hlen("unacked")) == 0)  # else the message comes again, and tells
+    connected = stack.log("worker").count("Connected to")
     stack.kill("redis")
     stack.restart("redis")
+    eventually(lambda: stack.log("worker").count("Connected to") > connected)
     listening = Watcher(stack)
     stack.restart("relay")
     agrees(stack, listening, job_id, State.SUCCEEDED)
