@@ -116,7 +116,14 @@ def test_a_key_is_stored_as_a_hash_alone(api: Api, hand: Hand) -> None:
     assert key not in str(api.http.get("/v1/keys", headers=bearer(ADMIN)).json())
 
 
-@pytest.mark.parametrize("header", ["", "Bearer", "Basic YTpi", f"bearer{ADMIN}", f"Token {ADMIN}", f"Bearer {ADMIN}x y", ADMIN])
+#: Named, because the key is another in each of the processes that share the tests.
+NO_KEYS = {
+    "nothing": "", "bearer alone": "Bearer", "basic": "Basic YTpi", "one word": f"bearer{ADMIN}", "token": f"Token {ADMIN}",
+    "two": f"Bearer {ADMIN}x y", "key alone": ADMIN,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("header", NO_KEYS.values(), ids=NO_KEYS)
 def test_what_is_no_bearer_key_is_refused(api: Api, header: str) -> None:
     assert status(api, header) == 401
 
