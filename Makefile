@@ -85,10 +85,7 @@ test-system: $(READY) model ## real Redis, Celery, ZeroMQ and HTTP
 
 test-engine: $(READY) model ## real vLLM on CPU
 	@echo "== engine tests"
-	@failed=0; \
-	$(PYTEST) --numprocesses 2 --dist loadgroup -m "not ranks" tests/engine || failed=1; \
-	$(PYTEST) -m ranks tests/engine || failed=1; \
-	exit $$failed
+	@$(PYTEST) tests/engine
 
 test-faults: $(READY) model ## the fault gate: 10,000 jobs with a fixed seed and a random one, and a real engine killed ten times
 	@echo "== fault gate"

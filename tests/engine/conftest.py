@@ -9,33 +9,6 @@ from host import Host
 from reference import Reference
 from tiny import checkpoint
 
-#: Several processes share these tests: each has a core of its own, because vLLM would bind the engines of all to the same one.
-if (WORKER := os.environ.get("PYTEST_XDIST_WORKER", "")).startswith("gw"):
-    CORES = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {CORES[int(WORKER[2:]) % len(CORES)]})
-
-#: Engines of several ranks wait for one another in loops: on one core, or beside another engine, each waits for the other's time slice.
-#: They are marked `ranks`, and run alone.
-RANKS = {"tp2", "pp2", "two_ranks"}
-#: Engines that several files use start once in all: those files run in one process, one after the other.
-ENGINES = {"v1", "cached", "v2", "compiled", "tp2", "pp2"}
-
-
-def _asked(item: pytest.Item) -> set[str]:
-    """Names of the fixtures that a test takes, also of those that its parameters name."""
-    named = item.callspec.params.values() if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ()
-    return {*getattr(item, "fixturenames", ()), *(name for name in named if isinstance(name, str))}
-
-
-@pytest.hookimpl(tryfirst=True)  # before the groups are read
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `--dist loadgroup`: tests of shared engines are one group, those of any other file one each."""
-    sharing = {item.path for item in items if ENGINES & _asked(item)}
-    for item in items:
-        if RANKS & _asked(item):
-            item.add_marker("ranks")
-        item.add_marker(pytest.mark.xdist_group("engines" if item.path in sharing else item.path.stem))
-
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -84,11 +57,6 @@ def compiled(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     host = Host(tmp_path_factory.mktemp("compiled"), llama, enforce_eager=False, max_num_batched_tokens=64, enable_prefix_caching=False)
     yield host
     host.close()
-
-
-@pytest.fixture(scope="session")
-def two_ranks() -> None:
-    """Asked for by whatever starts an engine of several ranks itself."""
 
 
 @pytest.fixture(scope="session")
