@@ -81,7 +81,7 @@ def executable() -> str:
     )
 
 
-def start(directory: Path, port: int = 0, maxmemory_mib: int = 0) -> RedisServer:
+def start(directory: Path, port: int = 0, maxmemory_mib: int = 0, appendfsync: str = "everysec") -> RedisServer:
     """Start a server whose data live in `directory` (created when missing) and wait until it has loaded them.
 
     `port` 0 takes a free one; `maxmemory_mib` 0 is no limit. Raises MidstreamError("conflict") when a server already runs on
@@ -95,7 +95,7 @@ def start(directory: Path, port: int = 0, maxmemory_mib: int = 0) -> RedisServer
         for attempt in range(PORT_TRIES):
             chosen = port or _free_port()
             log_start = _log_size(directory)
-            process = _spawn(binary, directory, chosen, lock, maxmemory_mib)
+            process = _spawn(binary, directory, chosen, lock, {"maxmemory": f"{maxmemory_mib}mb", "appendfsync": appendfsync})
             server = RedisServer(url=f"redis://127.0.0.1:{chosen}/0", port=chosen, directory=directory, process=process)
             (directory / "redis.pid").write_text(f"{process.pid}\n")
             try:
@@ -131,18 +131,17 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _spawn(binary: str, directory: Path, port: int, lock: int, maxmemory_mib: int) -> "subprocess.Popen[bytes]":
+def _spawn(binary: str, directory: Path, port: int, lock: int, asked: dict[str, str]) -> "subprocess.Popen[bytes]":
     options = {
         "bind": "127.0.0.1",
         "port": str(port),
         "dir": str(directory),
         "appendonly": "yes",
-        "appendfsync": "everysec",
         "save": "",
-        "maxmemory": f"{maxmemory_mib}mb",
         "maxmemory-policy": "noeviction",
         "stream-node-max-bytes": "1024",  # reserved for each job's events at once: 4 KiB by itself, of which most jobs need a few hundred
         "daemonize": "no",
+        **asked,
     }
     command = [binary]
     for name, value in options.items():

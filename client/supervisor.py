@@ -209,7 +209,7 @@ class Supervisor:
         from ..broker import redis_server
 
         port = self._redis.port if self._redis else _port_of(self.settings.redis_url)
-        self._redis = redis_server.start(self.data / "redis", port, self.settings.redis_maxmemory_mib)
+        self._redis = redis_server.start(self.data / "redis", port, self.settings.redis_maxmemory_mib, self.settings.redis_appendfsync)
         self.settings = msgspec.structs.replace(self.settings, redis_url=self._redis.url)
         self._write_state()
 

@@ -35,6 +35,9 @@ class Settings(Record):
     redis_tls_ca: str = ""  # file of the authorities that sign Redis' certificate; with it `redis_url` is rediss://…
     redis_tls_cert: str = ""  # where Redis asks for a certificate of ours
     redis_tls_key: str = ""
+    redis_appendfsync: Literal["everysec", "always"] = (
+        "everysec"  # of that Redis; `always` syncs before it answers: slower, and nothing is lost
+    )
     redis_maxmemory_mib: Natural = 0  # of the Redis that `midstream up` starts; 0: no limit but the machine's
     redis_url: str = ""  # empty: `midstream up` starts its own on a free loopback port
     relay_url: str = ""  # tcp://host:port of the relay's ROUTER; empty: `midstream up` picks a free port

@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 from edge import MODEL, Api, Hand, running
+from redis_kit import handed_over
 
 from midstream.api.edge import open_edge
 from midstream.broker import redis_server
@@ -64,6 +65,7 @@ def test_while_redis_is_away_everything_is_503_and_nothing_is_accepted(
     own_redis: redis_server.RedisServer, own_api: Api, own_hand: Hand
 ) -> None:
     job_id = own_api.submit()
+    handed_over(own_redis.url)
     own_redis.kill()
     assert own_api.http.get("/healthz").status_code == 200, "the process itself is well"
     ready = own_api.http.get("/readyz")
@@ -96,6 +98,7 @@ def test_a_held_answer_outlives_a_restart_of_redis(own_redis: redis_server.Redis
         claim = own_hand.claim_next()
         poll = pool.submit(own_api.http.get, f"/v1/jobs/{claim.job.id}", params={"wait": 25})
         time.sleep(0.3)
+        handed_over(own_redis.url)
         own_redis.kill()
         time.sleep(1.0)
         server = again(own_redis)
@@ -111,6 +114,7 @@ def test_a_wait_for_an_accepted_job_begins_even_while_redis_restarts(
     own_redis: redis_server.RedisServer, own_api: Api, own_hand: Hand
 ) -> None:
     job_id = own_api.submit()
+    handed_over(own_redis.url)
     own_redis.kill()
 
     async def wait() -> str:
@@ -134,6 +138,7 @@ def test_a_stream_outlives_a_restart_of_redis(own_redis: redis_server.RedisServe
         claim = own_hand.claim_next()
         own_hand.say(claim, "hello")
         time.sleep(0.3)
+        handed_over(own_redis.url)
         own_redis.kill()
         server = again(own_redis)
         try:

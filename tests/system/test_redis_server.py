@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import redis
+from redis_kit import handed_over
 
 from midstream.broker import redis_server
 from midstream.schemas.errors import MidstreamError
@@ -14,6 +15,7 @@ def test_what_was_written_is_there_after_kill_9_and_restart(tmp_path: Path) -> N
     with redis.Redis.from_url(server.url) as client:
         for number in range(200):
             client.rpush("list", number)
+    handed_over(server.url)
     server.kill()
     again = redis_server.start(tmp_path, port=server.port, maxmemory_mib=64)
     try:
@@ -25,6 +27,18 @@ def test_what_was_written_is_there_after_kill_9_and_restart(tmp_path: Path) -> N
             assert client.config_get("bind")["bind"] == "127.0.0.1"
     finally:
         again.stop()
+
+
+def test_a_redis_that_syncs_always_has_on_disk_what_it_answered(tmp_path: Path) -> None:  # field case 37
+    server = redis_server.start(tmp_path, appendfsync="always")
+    with redis.Redis.from_url(server.url) as client:
+        client.rpush("list", *range(200))
+    server.kill()
+    again = redis_server.start(tmp_path, appendfsync="always")
+    with redis.Redis.from_url(again.url) as client:
+        assert client.llen("list") == 200
+        assert client.config_get("appendfsync")["appendfsync"] == "always"
+    again.stop()
 
 
 def test_half_a_transaction_that_a_power_failure_left_is_never_applied(tmp_path: Path) -> None:
