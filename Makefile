@@ -81,7 +81,7 @@ test-unit: $(READY) ## no engine, no server
 
 test-system: $(READY) model ## real Redis, Celery, ZeroMQ and HTTP
 	@echo "== system tests"
-	@$(PYTEST) --numprocesses 3 --dist loadfile tests/system
+	@$(PYTEST) --numprocesses 3 --dist loadfile --no-loadscope-reorder tests/system
 
 test-engine: $(READY) model ## real vLLM on CPU
 	@echo "== engine tests"

@@ -10,6 +10,8 @@ for _name in ("COLUMNS", "LINES"):
     os.environ.pop(_name, None)
 
 TESTS = Path(__file__).parent
+#: Where several processes share the tests these begin, so that none of them is left over in the end.
+LONGEST = ("test_fault_gate.py", "test_schemathesis.py", "test_netns.py")
 #: Folders in the order in which they run.
 STAGES = ("unit", "system", "engine", "faults")
 
@@ -25,4 +27,4 @@ def stage_of(path: Path) -> str:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         item.add_marker(stage_of(item.path))
-    items.sort(key=lambda item: STAGES.index(stage_of(item.path)))
+    items.sort(key=lambda item: (STAGES.index(stage_of(item.path)), item.path.name not in LONGEST))
