@@ -20,7 +20,7 @@ from midstream.schemas.specs import StoredCapture
 
 CAPTURE = StoredCapture(sites={"post_block": [0, 1, 2, 3]}, positions="all", tag="t", layout="packed")
 TOKEN_S, VISIBILITY_S = 0.02, 3
-SETTINGS = {"fake_token_s": TOKEN_S, "visibility_timeout_s": VISIBILITY_S, "lease_s": 3, "capture_timeout_s": 3, "sweep_interval_s": 0.3}
+SETTINGS = {"fake_token_s": TOKEN_S, "visibility_timeout_s": VISIBILITY_S, "lease_s": 3, "capture_timeout_s": 6, "sweep_interval_s": 0.3}
 
 
 @pytest.fixture(scope="module")
