@@ -217,6 +217,8 @@ class Sender(threading.Thread):
 
     def _unheard(self, socket: "zmq.Socket[bytes]", event: int) -> None:
         """There is somebody, and no way to talk: say so, and knock again later, as it may have been put right."""
+        if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and self._curve is None:
+            event = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL  # it saw first that only it has keys
         now = time.monotonic()
         if now - self._complained.get(event, -COMPLAIN_EVERY_S) >= COMPLAIN_EVERY_S:
             self._complained[event] = now
