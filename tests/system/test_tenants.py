@@ -23,7 +23,7 @@ CAPTURE = {"layers": [0, 1], "positions": "all_prompt"}
 @pytest.fixture(scope="module")
 def api(redis_session: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
     flushed(redis_session.url)
-    with asking(tmp_path_factory.mktemp("tenants"), redis_session.url) as api:
+    with asking(tmp_path_factory.mktemp("tenants"), redis_session.url, steering_wait_s=1.0) as api:
         yield api
 
 
