@@ -10,6 +10,7 @@ import os
 import secrets
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import urlsplit, urlunsplit
 
 from ..schemas.errors import MidstreamError
 
@@ -44,6 +45,10 @@ ROLES: dict[str, Role] = {
     "callbacks": Role((*OPEN_KEYS, *HOOK_SECRETS, *QUEUE_KEYS), (*OUR_CHANNELS, *QUEUE_CHANNELS)),
     "flower": Role(QUEUE_KEYS, QUEUE_CHANNELS),
 }
+#: How Flower asks for jobs: as a user of its own, with Flower's password. Flower writes its queues, and whoever may write some keys
+#: and read others may write those as well (Redis 6.2 knows no keys for reading only).
+FLOWER, FLOWER_JOBS = "flower", "flower-jobs"
+FLOWER_JOBS_RULES = "resetkeys resetchannels -@all +hmget ~ms:job:*"
 #: For people: everything, with a password as well.
 OPERATOR = "operator"
 
@@ -52,6 +57,8 @@ def rules(role: str) -> str:
     """What a user of the role may do, as Redis' ACL SETUSER takes it, without its password."""
     if role == OPERATOR:
         return "allkeys allchannels +@all"
+    if role == FLOWER_JOBS:
+        return FLOWER_JOBS_RULES
     return " ".join([EVERY_ROLE, *ROLES[role].keys, *ROLES[role].channels])
 
 
@@ -71,7 +78,17 @@ def write_users(folder: Path) -> list[Path]:
         password = secrets.token_hex(PASSWORD_BYTES)
         written.append(_write(folder / f"{role}.password", password))
         lines.append(user_line(role, password))
+        if role == FLOWER:
+            lines.append(user_line(FLOWER_JOBS, password))
     return [_write(folder / USERS_FILE, "\n".join(lines)), *written]
+
+
+def jobs_url(redis_url: str) -> str:
+    """How to ask for jobs, given Flower's own URL: as `flower-jobs` where Flower is `flower`, else as the same user."""
+    parts = urlsplit(redis_url)
+    if parts.username != FLOWER:
+        return redis_url
+    return urlunsplit(parts._replace(netloc=FLOWER_JOBS + parts.netloc.removeprefix(FLOWER)))
 
 
 def _write(path: Path, text: str) -> Path:

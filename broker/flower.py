@@ -1,8 +1,8 @@
 """How does Flower run, the view on the queue? `python -m midstream.broker.flower`, with the settings of the environment.
 
 Secrets go in by the options object and the Celery app, never by a command line that everybody on the machine can read. What
-Flower shows comes from events and is no truth about a job: it is read-only here, because a task revoked behind the ledger's back
-would come back.
+Flower shows comes from events, and from the ledger where an event was missed (`flower_ends`); it is read-only here, because a task
+revoked behind the ledger's back would come back.
 """
 
 import logging
@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ..schemas.settings import Settings, SettingsError, is_loopback, load_settings
 from .celery_app import make_app
+from .flower_ends import MissedEnds
 
 EXIT_BAD_SETTINGS = 2
 #: Flower keeps its tasks in memory; so often they are written down, so that a killed Flower has forgotten little.
@@ -51,6 +52,19 @@ def options(settings: Settings) -> dict[str, str]:
     return found
 
 
+def serve(settings: Settings) -> None:
+    """Flower's own command, which ends with the process."""
+    from flower import command
+
+    class Flower(command.Flower):
+        def start(self) -> None:
+            self.io_loop.add_callback(MissedEnds(self.events.state, settings.redis_url).run)
+            super().start()
+
+    command.Flower = Flower  # what the command makes and starts
+    make_app(settings).start(["flower"])
+
+
 def main() -> int:
     """Run until told to stop; returns the exit code."""
     try:
@@ -63,7 +77,7 @@ def main() -> int:
         return EXIT_BAD_SETTINGS
     Path(settings.data_dir).mkdir(parents=True, exist_ok=True)
     logging.basicConfig(level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    make_app(settings).start(["flower"])
+    serve(settings)
     return 0
 
 

@@ -49,6 +49,12 @@ def task_id_of(job_id: str, attempt: int) -> str:
     return job_id if attempt == 0 else f"{job_id}.{attempt}"
 
 
+def job_of_task(task_id: str) -> tuple[str, int]:
+    """(job id, attempts made when it was sent) of a task that `task_id_of` named."""
+    job_id, _, attempts = task_id.partition(".")
+    return job_id, int(attempts) if attempts.isdigit() else 0
+
+
 @cache
 def _form(app: Celery, kind: str, model: str, step: int) -> Form:
     queue = queue_of(model)

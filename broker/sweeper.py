@@ -21,6 +21,7 @@ from .captures import Captures
 from .celery_app import lists_of, queue_of
 from .dispatch import Message, messages_of, send_now
 from .ledger import Ledger, reachable
+from .messages import job_of_task
 from .reading import listing
 from .runs import SourceRuns
 
@@ -222,7 +223,4 @@ class Sweeper:
 def _job_of(message: bytes) -> tuple[str, int]:
     """(job id, attempts made when it was sent) of a Celery message, from its task id; an empty id for what is none of ours."""
     match = _TASK_ID.search(message)
-    if match is None:
-        return "", NOWHERE
-    job_id, _, attempts = match[1].decode().partition(".")
-    return job_id, int(attempts) if attempts.isdigit() else 0
+    return ("", NOWHERE) if match is None else job_of_task(match[1].decode())

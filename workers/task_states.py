@@ -1,11 +1,4 @@
-"""What do Celery's events say of a job's end, so that Flower and the ledger agree?
-
-A task here carries one attempt at a job, and its state in Flower is the job's:
-
-    succeeded                       SUCCESS
-    failed                          FAILURE, with the problem
-    cancelled, aborted, expired     REVOKED
-    back in the queue               RETRY: another attempt, a task of its own, or the same message again
+"""When does a worker tell how the job of a task ended? (What it tells then: `broker.task_events`.)
 
 A job whose receipts are still on their way is no success yet, and neither is one that another attempt has taken over. Such a task
 gives its place in the pool free and is STARTED until the ledger says how the job ended; a thread looks once a second after all of
@@ -22,7 +15,7 @@ import redis
 from celery.exceptions import Ignore, Reject
 from celery.worker.request import Request
 
-from ..schemas.base import from_json
+from ..broker.task_events import REVOKED, SUCCEEDED, event_of, standings
 from ..schemas.errors import Problem
 from ..schemas.jobs import State
 
@@ -71,22 +64,13 @@ class JobRequest(Request):
 
     def tell(self, state: State, problem: Problem | None) -> None:
         """Say how the job ended, or that it is queued again."""
-        match state:
-            case State.SUCCEEDED:
-                self.send_event("task-succeeded", result=repr(state.value), runtime=time.time() - self.time_start)
-            case State.FAILED:
-                self.send_event("task-failed", exception=said(problem), traceback="")
-            case State.QUEUED:
-                self.send_event("task-retried", exception="another attempt follows", traceback="")
-            case State.CANCELLED | State.ABORTED | State.EXPIRED:
-                self._announce_revoked(state.value, state is State.CANCELLED, None, state is State.EXPIRED)
-            case _:
-                raise ValueError(f"{state} is no end")
-
-
-def said(problem: Problem | None) -> str:
-    """A problem in one line."""
-    return f"JobFailed({f'{problem.title}: {problem.detail}' if problem else 'the ledger does not say why'!r})"
+        kind, fields = event_of(state, problem)
+        if kind == REVOKED:
+            self._announce_revoked(state.value, **fields)
+            return
+        if kind == SUCCEEDED:
+            fields["runtime"] = time.time() - self.time_start
+        self.send_event(kind, **fields)
 
 
 class Settlements:
@@ -118,18 +102,15 @@ class Settlements:
             return  # nobody would hear it: there is no connection
         with self._lock:
             waiting = dict(self._waiting)
-        pipe = self._client.pipeline(transaction=False)
-        for request in waiting.values():
-            pipe.hmget(f"ms:job:{request.args[0]}", "state", "error")
-        for (task_id, request), (state, error) in zip(waiting.items(), pipe.execute(), strict=True):
-            now = State.EXPIRED if state is None else State(state.decode())
-            if now in (State.RUNNING, State.CANCELLING):
+        found = standings(self._client, [request.args[0] for request in waiting.values()])
+        for (task_id, request), standing in zip(waiting.items(), found, strict=True):
+            if standing.state in (State.RUNNING, State.CANCELLING):
                 continue
             with self._lock:
                 if self._waiting.get(task_id) is request:
                     del self._waiting[task_id]
             request.eventer = dispatcher
-            request.tell(now, from_json(error, Problem) if error else None)
+            request.tell(standing.state, standing.problem)
 
     def _run(self) -> None:
         while True:

@@ -9,16 +9,18 @@ import redis
 from machines_rig import Machines, make_certificates
 from receipt_rig import wait_until
 
+from midstream.broker.acl import jobs_url
 from midstream.broker.celery_app import make_app
 from midstream.schemas.settings import SettingsError, load_settings
 
 ALL = ("relay", "callbacks", "worker", "api", "flower")
 CAPTURE = {"layers": "all", "positions": "all"}
+FLOWERS_AUTH = "somebody:a password"
 
 
 @pytest.fixture(scope="module")
 def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
-    with Machines(tmp_path_factory.mktemp("users"), names=ALL, fake_token_s=0.02) as started:
+    with Machines(tmp_path_factory.mktemp("users"), names=ALL, fake_token_s=0.02, flower_auth=FLOWERS_AUTH) as started:
         yield started
 
 
@@ -40,6 +42,17 @@ def ended(http: httpx.Client, job: str) -> dict[str, object]:
     return view
 
 
+def flower(machines: Machines, path: str) -> httpx.Response:
+    url = f"http://127.0.0.1:{machines.settings('flower').flower_port}{path}"
+    return httpx.get(url, auth=tuple(FLOWERS_AUTH.split(":")), timeout=20).raise_for_status()
+
+
+def shown(machines: Machines, job: str) -> set[str]:
+    """The states of the job's tasks in Flower."""
+    tasks = flower(machines, "/api/tasks?limit=1000").json()
+    return {task["state"] for task_id, task in tasks.items() if task_id.partition(".")[0] == job}
+
+
 def test_jobs_with_captures_steering_and_answers_that_are_held_go_all_the_way(http: httpx.Client) -> None:
     body = {"model": "fake-model", "prompt": "hello", "max_tokens": 4, "capture": CAPTURE, "capture_wait": True}
     done = http.post("/v1/completions", json=body).json()
@@ -58,8 +71,7 @@ def test_cancel_reaches_the_worker_by_remote_control(http: httpx.Client) -> None
 
 def test_flower_and_inspect_see_the_worker(machines: Machines, http: httpx.Client) -> None:
     ended(http, submit(http, 2))
-    flower = f"http://127.0.0.1:{machines.settings('flower').flower_port}"
-    wait_until(lambda: "celery@" in (told := httpx.get(f"{flower}/workers?json=1").text) or "w1@" in told)
+    wait_until(lambda: "celery@" in (told := flower(machines, "/workers?json=1").text) or "w1@" in told)
     app = make_app(machines.settings("api"))
     try:
         assert list((app.control.inspect(timeout=3).ping() or {}).values()) == [{"ok": "pong"}] * 2  # worker and callbacks
@@ -76,6 +88,45 @@ def test_what_a_killed_worker_held_is_run_again(machines: Machines, http: httpx.
     machines.wait_ready("worker")
     view = ended(http, job)
     assert (view["state"], view["attempt"]) == ("succeeded", 2)
+
+
+def test_flower_learns_how_jobs_ended_whose_worker_was_killed_first_or_that_ended_while_it_was_away(
+    machines: Machines, http: httpx.Client
+) -> None:
+    machines.end("relay")
+    killed = submit(http, 2, capture=CAPTURE)
+    wait_until(lambda: "generated" in http.get(f"/v1/jobs/{killed}").json())
+    with machines.client() as client:
+        wait_until(lambda: client.hlen("unacked") == 0)  # else the message comes again, and tells
+    wait_until(lambda: shown(machines, killed) == {"STARTED"})
+    machines.processes["worker"].kill()
+    machines.processes["worker"].wait()
+    for name in ("relay", "worker"):
+        machines.spawn(name)
+    for name in ("relay", "worker"):
+        machines.wait_ready(name)
+    missed = submit(http, 100)
+    wait_until(lambda: shown(machines, missed) == {"STARTED"})
+    machines.end("flower")
+    assert [ended(http, job)["state"] for job in (killed, missed)] == ["succeeded"] * 2
+    machines.spawn("flower")
+    machines.wait_ready("flower")
+    wait_until(lambda: shown(machines, missed) == {"SUCCESS"})
+    wait_until(lambda: "SUCCESS" in shown(machines, killed) <= {"SUCCESS", "RETRY"})
+
+
+def test_flower_may_ask_how_a_job_stands_and_nothing_else(machines: Machines, http: httpx.Client) -> None:
+    job = f"ms:job:{submit(http, 1)}"
+    with machines.client("flower") as client, pytest.raises(redis.exceptions.NoPermissionError):
+        client.hmget(job, "state")
+    with redis.Redis.from_url(jobs_url(machines.redis_url("flower"))) as client:
+        assert client.hmget(job, "state") != [None]
+        for forbidden in (
+            ["HMGET", "ms:keys", "x"], ["HGETALL", job], ["HSET", job, "state", "failed"], ["DEL", job], ["LLEN", "midstream.fake-model"],
+            ["SCAN", "0"], ["EVAL", "return 1", "0"], ["PUBLISH", "ms:changed:x", ""], ["INFO"], ["MULTI"],
+        ):  # fmt: skip
+            with pytest.raises(redis.exceptions.NoPermissionError):
+                client.execute_command(*forbidden)
 
 
 def test_nobody_may_do_what_is_not_theirs(machines: Machines) -> None:
@@ -95,10 +146,11 @@ def test_nobody_may_do_what_is_not_theirs(machines: Machines) -> None:
 
 
 def test_no_command_that_was_needed_was_refused(machines: Machines) -> None:
-    # redis-py tells its name and version, which nobody needs; what the test before asked for on purpose comes last.
+    # redis-py tells its name and version, which nobody needs; what the tests before asked for on purpose comes last.
     asked_for = {"ms:keys", "ms:hook-secret:default", "keys", "flushall", "config", "shutdown", "script", "other", "midstream.fake-model"}
+    asked_for |= {"hgetall", "hset", "del", "llen", "scan", "eval", "publish", "info", "multi"}
     with machines.client() as client:
-        refused = {(entry["username"], entry["object"]) for entry in client.acl_log(1000)}
+        refused = {(entry["username"], entry["object"]) for entry in client.acl_log(1000) if not entry["object"].startswith("ms:job:")}
     assert {(user, what) for user, what in refused if what not in {"client", *asked_for}} == set()
 
 

@@ -1,0 +1,128 @@
+"""Does Flower learn from the ledger how jobs ended of which no event told, and only that?"""
+
+import asyncio
+import time
+from collections.abc import Iterator
+
+import pytest
+import redis
+from flower.events import EventsState
+
+from midstream.broker import flower_ends
+from midstream.broker.flower_ends import MissedEnds
+
+WORKER = "w1@machine"
+
+
+class Seen:
+    """What Flower knows, and the ledger that it may ask."""
+
+    def __init__(self, redis_url: str):
+        self.state = EventsState(max_tasks_in_memory=1000)
+        self.ends = MissedEnds(self.state, redis_url)
+        self.ledger = redis.Redis.from_url(redis_url)
+
+    def hears(self, task_id: str, *events: str) -> None:
+        for number, event in enumerate(events):
+            frame = {"type": f"task-{event}", "uuid": task_id, "hostname": WORKER, "clock": number, "local_received": None}
+            self.state.event(frame | {"timestamp": time.time() - 60 + number, "name": "midstream.generate"})
+
+    def stands(self, job_id: str, state: str, **more: object) -> None:
+        self.ledger.hset(f"ms:job:{job_id}", mapping={"state": state, **more})
+
+    def looks(self, times: int = 2) -> None:
+        for _ in range(times):
+            asyncio.run(self.ends.look())
+
+    def states(self, *task_ids: str) -> list[str]:
+        return [self.state.tasks[task_id].state for task_id in task_ids]
+
+
+@pytest.fixture
+def seen(redis_url: str) -> Iterator[Seen]:
+    flower = Seen(redis_url)
+    yield flower
+    flower.ledger.close()
+
+
+def test_each_end_is_told_as_a_worker_would_have_told_it(seen: Seen) -> None:
+    for name in ("succeeded", "failed", "cancelled", "aborted", "gone"):
+        seen.hears(f"job_{name}", "sent", "received", "started")
+    finished = seen.state.tasks["job_succeeded"].started + 7.5
+    seen.stands("job_succeeded", "succeeded", finished=finished)
+    seen.stands("job_failed", "failed", error='{"type":"t","title":"No","status":500,"detail":"it broke"}')
+    seen.stands("job_cancelled", "cancelled")
+    seen.stands("job_aborted", "aborted")
+    seen.looks()
+    ends = seen.states("job_succeeded", "job_failed", "job_cancelled", "job_aborted", "job_gone")
+    assert ends == ["SUCCESS", "FAILURE", "REVOKED", "REVOKED", "REVOKED"]
+    succeeded, failed = seen.state.tasks["job_succeeded"], seen.state.tasks["job_failed"]
+    assert (succeeded.succeeded, succeeded.runtime, succeeded.result) == (finished, 7.5, "'succeeded'")
+    assert failed.exception == "JobFailed('No: it broke')"
+    assert seen.state.search_engine.search(seen.state.tasks, state="SUCCESS").task_ids == ["job_succeeded"]
+
+
+def test_what_runs_or_is_queued_again_stays_as_it_is(seen: Seen) -> None:
+    for state, events in (("running", ("started",)), ("cancelling", ("started",)), ("queued", ("started", "retried"))):
+        seen.hears(f"job_{state}", *events)
+        seen.stands(f"job_{state}", state)
+    seen.looks(3)
+    assert seen.states("job_running", "job_cancelling", "job_queued") == ["STARTED", "STARTED", "RETRY"]
+
+
+def test_the_last_task_of_a_job_tells_its_end_and_those_before_it_that_another_attempt_followed(seen: Seen) -> None:
+    for task_id in ("job_a", "job_a.1", "job_a.2"):
+        seen.hears(task_id, "sent", "started")
+    seen.stands("job_a", "failed")
+    seen.looks()
+    assert seen.states("job_a", "job_a.1", "job_a.2") == ["RETRY", "RETRY", "FAILURE"]
+    seen.looks(3)
+    assert seen.states("job_a", "job_a.1", "job_a.2") == ["RETRY", "RETRY", "FAILURE"]
+
+
+def test_a_task_that_was_put_back_tells_the_end_when_flower_missed_those_after_it(seen: Seen) -> None:
+    seen.hears("job_a", "started", "retried")
+    seen.stands("job_a", "succeeded")
+    seen.looks()
+    assert seen.states("job_a") == ["SUCCESS"]
+
+
+def test_what_a_worker_tells_between_two_looks_is_not_told_again(seen: Seen) -> None:
+    seen.hears("job_a", "started")
+    seen.stands("job_a", "succeeded")
+    seen.looks(1)
+    assert seen.states("job_a") == ["STARTED"], "its worker has its time to tell"
+    seen.hears("job_a", "succeeded")
+    seen.looks()
+    assert seen.state.counter[WORKER]["task-succeeded"] == 1
+
+
+def test_a_worker_that_is_gone_does_not_count_as_alive_for_what_is_told_of_its_task(seen: Seen) -> None:
+    seen.hears("job_a", "started")
+    seen.hears("job_b", "sent")  # no worker ever had it
+    seen.stands("job_a", "succeeded")
+    seen.stands("job_b", "aborted")
+    seen.looks()
+    assert seen.states("job_a", "job_b") == ["SUCCESS", "REVOKED"]
+    assert [worker.hostname for worker in seen.state.alive_workers()] == []
+
+
+def test_nobody_is_asked_when_nothing_is_unfinished() -> None:
+    seen = Seen("redis://127.0.0.1:1/0")  # nobody there
+    seen.hears("job_a", "started", "succeeded")
+    seen.hears("job_b", "started", "retried")
+    seen.hears("job_b.1", "started", "failed")
+    seen.hears("another task", "started")
+    seen.looks()
+    seen.hears("job_c", "started")
+    with pytest.raises(redis.ConnectionError):
+        seen.looks()
+
+
+def test_of_more_tasks_than_are_asked_for_at_once_each_has_its_turn(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flower_ends, "ASKED", 2)
+    for number in range(5):
+        seen.hears(f"job_{number}", "started")
+        seen.stands(f"job_{number}", "running" if number < 4 else "succeeded")
+    seen.looks(4)
+    assert seen.states("job_0", "job_4") == ["STARTED", "SUCCESS"]
