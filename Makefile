@@ -83,9 +83,13 @@ test-system: $(READY) model ## real Redis, Celery, ZeroMQ and HTTP
 	@echo "== system tests"
 	@$(PYTEST) --numprocesses 3 --dist loadfile --no-loadscope-reorder tests/system
 
+# Two engines side by side, with a thread each, wherever there is a core: vLLM would bind both to the same one. Engines of two ranks alone.
 test-engine: $(READY) model ## real vLLM on CPU
 	@echo "== engine tests"
-	@$(PYTEST) tests/engine
+	@failed=0; \
+	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(PYTEST) --numprocesses 2 --dist loadfile -m "not ranks" tests/engine || failed=1; \
+	$(PYTEST) -m ranks tests/engine || failed=1; \
+	exit $$failed
 
 test-faults: $(READY) model ## the fault gate: 10,000 jobs with a fixed seed and a random one, and a real engine killed ten times
 	@echo "== fault gate"

@@ -3,11 +3,50 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from host import Host
 from reference import Reference
 from tiny import checkpoint
+from xdist.scheduler import LoadFileScheduling
+
+#: Engines of several ranks wait for one another in loops; beside another engine each waits for the other's time slice. Whatever asks
+#: for one of these is marked `ranks`, and runs alone.
+RANKS = {"tp2", "pp2", "two_ranks"}
+#: Engines of one rank that several files use.
+ENGINES = {"v1", "cached", "v2", "compiled"}
+#: The files that use them run in one process, one after the other, so that each of those engines starts once.
+SHARING = tuple(
+    f"test_{name}.py"
+    for name in (
+        "block_keys", "capture_rows", "graded_tokens", "interventions", "modes", "patching", "patching_cells", "prefix_cache",
+        "rank_calls", "reentry", "steering_rows", "token_ranges",
+    )
+)  # fmt: skip
+
+
+class FilesTogether(LoadFileScheduling):
+    """Whole files go to one process, and those that share engines to the same one."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return "engines" if file.endswith(SHARING) else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FilesTogether:
+    return FilesTogether(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        # Parameters may name the engine.
+        named = item.callspec.params.values() if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ()
+        asked = {*getattr(item, "fixturenames", ()), *(name for name in named if isinstance(name, str))}
+        if RANKS & asked:
+            item.add_marker("ranks")
+        elif ENGINES & asked and item.path.name not in SHARING:
+            raise pytest.UsageError(f"{item.path.name} uses an engine that files share: say so in SHARING ({__file__})")
 
 
 @pytest.fixture(scope="session")
@@ -57,6 +96,11 @@ def compiled(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     host = Host(tmp_path_factory.mktemp("compiled"), llama, enforce_eager=False, max_num_batched_tokens=64, enable_prefix_caching=False)
     yield host
     host.close()
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> None:
+    """Asked for by whatever starts an engine of several ranks itself."""
 
 
 @pytest.fixture(scope="session")

@@ -122,7 +122,7 @@ def test_every_family_at_every_hook_gives_transformers_rows_in_every_way_to_run(
 
 
 @pytest.mark.parametrize(("name", "split"), [("mixtral", "tensor_parallel_size"), ("olmo2", "pipeline_parallel_size")])
-def test_two_ranks_give_them_too(name: str, split: str, checkpoints, tmp_path) -> None:
+def test_two_ranks_give_them_too(name: str, split: str, checkpoints, two_ranks, tmp_path) -> None:
     """A branch is whole only after the ranks' parts were summed; a later stage's first layer gets the stream from the stage before."""
     host = Host(tmp_path, checkpoints(name), **options_of(EAGER), **{split: 2})
     try:

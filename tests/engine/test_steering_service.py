@@ -74,7 +74,7 @@ class Service:
 
 
 @pytest.fixture(scope="module")
-def service(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+def service(qwen3: Path, two_ranks: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     options = {"engine": "vllm", "model": str(qwen3), "model_name": "tiny", "max_model_len": 2048, "kv_cache_gib": 0.1}
     patience = {"lease_s": 15.0, "visibility_timeout_s": 30, "steering_wait_s": 20.0, "start_timeout_s": 240}
     directory = tmp_path_factory.mktemp("steering")
