@@ -140,6 +140,7 @@ def _spawn(binary: str, directory: Path, port: int, lock: int, asked: dict[str, 
         "save": "",
         "maxmemory-policy": "noeviction",
         "stream-node-max-bytes": "1024",  # reserved for each job's events at once: 4 KiB by itself, of which most jobs need a few hundred
+        "hash-max-ziplist-entries": "64",  # a larger one is searched from its beginning: what ranks agree on has a field per prompt
         "daemonize": "no",
         **asked,
     }

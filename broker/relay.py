@@ -204,7 +204,10 @@ class Relay:
     def _receive(self) -> tuple[list[bytes], str]:
         """A message, and the public key that its connection was authenticated with; raises `zmq.Again` when there is none."""
         if self._known is None:
-            return self._socket.recv_multipart(zmq.DONTWAIT), ""
+            message = [self._socket.recv(zmq.DONTWAIT), self._socket.recv(zmq.DONTWAIT)]  # a ROUTER has two parts of anything at least
+            while self._socket.getsockopt(zmq.RCVMORE):
+                message.append(self._socket.recv(zmq.DONTWAIT))
+            return message, ""
         parts = self._socket.recv_multipart(zmq.DONTWAIT, copy=False)
         return [part.bytes for part in parts], str(parts[-1].get("User-Id"))
 

@@ -190,9 +190,9 @@ def settle(settings: Settings, receipts: Iterable[tuple[int, Receipt]]) -> list[
     arguments = context(settings)
     for seq, told in receipts:
         arguments += (
-            seq, told.job, told.request, told.rank, told.pp, told.attempt, told.verdict, told.kind, told.checksum, told.actions,
-            told.message, to_msgpack(told), sum(file.bytes for file in told.files), sum(file.rows for file in told.files),
-            told.worker, told.boot, told.epoch, told.applied,
+            seq, told.job, told.request, told.rank, told.pp, told.attempt, told.verdict,
+            to_msgpack(told), sum(file.bytes for file in told.files), sum(file.rows for file in told.files),
+            f"{told.checksum}:{told.actions}:{told.epoch}:{told.applied}", f"{told.worker}\0{told.boot}\0{told.kind}\0{told.message}",
         )  # fmt: skip
     return arguments
 

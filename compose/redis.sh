@@ -14,4 +14,4 @@ printf 'requirepass %s\n' "$password" >/tmp/redis.conf
 exec redis-server /tmp/redis.conf \
     --bind 0.0.0.0 --port 6379 --dir /data --daemonize no --protected-mode yes \
     --appendonly yes --appendfsync "${REDIS_APPENDFSYNC:-everysec}" --save '' \
-    --maxmemory "${REDIS_MAXMEMORY:-0}" --maxmemory-policy noeviction --stream-node-max-bytes 1024
+    --maxmemory "${REDIS_MAXMEMORY:-0}" --maxmemory-policy noeviction --stream-node-max-bytes 1024 --hash-max-ziplist-entries 64

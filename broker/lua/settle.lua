@@ -1,18 +1,58 @@
 -- A batch of receipts of one stream, committed together with the stream's mark, the tickets and the jobs.
 -- keys: the mark of (worker, rank, epoch)
--- args: then (seq, job, request, rank, pp, attempt, status, kind, checksum, actions, message, packed receipt,
---       bytes and rows of its files, worker, its boot, epoch of the rank's ledger, token rows edited) per receipt, by seq
+-- args: then (seq, job, request, rank, pp, attempt, status, packed receipt, bytes and rows of its files, account, about) per receipt,
+--       by seq. What is not looked at one by one is one argument, as each takes its time: an account is checksum:actions:epoch of the
+--       rank's ledger:token rows edited; about is worker, its boot, kind and message with a zero byte in between
 -- returns {mark, applied, duplicate, stale, unknown, beyond a gap, {worker, what its ranks disagree on, ...},
 --          partial and error among the applied, {id, model, created, generated of each job that has succeeded with it, ...}}
-local WIDTH = 18
+local WIDTH = 12
 local before = tonumber(redis.call('GET', KEYS[1]) or '0')
 local mark = before
 local applied, duplicate, stale, unknown, beyond = 0, 0, 0, 0, 0
 local partial, errors = 0, 0
-local jobs, touched, disagreements, succeeded = {}, {}, {}, {}
+local jobs, found, touched, files = {}, {}, {}, {}
+local disagreements, succeeded = {}, {}
+
+-- What is listed of a job's captures, asked for by the first receipt that names bytes; false when it has none in files.
+local function listed(id)
+  if files[id] == nil then
+    files[id] = false
+    if redis.call('EXISTS', key('capture', id)) == 1 then
+      files[id] = {bytes = 0, rows = 0, deleted = redis.call('HEXISTS', key('capture', id), 'deleted') == 1}
+      if files[id].deleted then
+        redis.call('ZADD', 'ms:deleting', now, id) -- written after it was deleted: it is to be removed again
+      end
+    end
+  end
+  return files[id]
+end
+
+-- What a job's receipts have added to its counters since this was last called: one write each for many receipts. Whatever reads or
+-- resets a counter in Redis comes after it.
+local function note(job)
+  if job.more > 0 then
+    redis.call('HINCRBY', key('job', job.id), 'receipts', job.more)
+    job.more = 0
+  end
+  local held = files[job.id]
+  if held and held.more then
+    redis.call('HINCRBY', key('capture', job.id), 'bytes', held.bytes)
+    redis.call('HINCRBY', key('capture', job.id), 'rows', held.rows)
+    if not held.deleted then
+      charge(job.id, held.bytes)
+    end
+    held.bytes, held.rows, held.more = 0, 0, false
+  end
+end
 
 local function place(rank, pp)
   return 'rank ' .. rank .. ' (stage ' .. pp .. ')'
+end
+
+local function parts(account)
+  local told = {}
+  told.sum, told.count, told.epoch, told.edited, told.rank = string.match(account, '^(.*):(.*):(.*):(.*):(.*)$')
+  return told
 end
 
 -- The accounts of two ranks of a stage; ledgers are named where they are not of the same epoch.
@@ -25,32 +65,33 @@ local function difference(request, pp, first, second)
   return 'request ' .. request .. ', stage ' .. pp .. ': ' .. account(first) .. ', ' .. account(second)
 end
 
--- What a rank tells of a request against what the first rank of its stage told; nil when that is the same, or it is the first.
-local function compare(job, request, rank, pp, checksum, actions, epoch, edited)
-  local field, told = request .. '/' .. pp, checksum .. ':' .. actions .. ':' .. epoch .. ':' .. edited
-  if redis.call('HSETNX', key('agree', job.id), field, told .. ':' .. rank) == 1 then
+-- What a rank tells of a request against what the first rank of its stage told: how they differ and the later of their epochs; nil
+-- when they do not, or it is the first.
+local function compare(job, request, rank, pp, account)
+  local agree, field = key('agree', job.id), request .. '/' .. pp
+  local mine = account .. ':' .. rank
+  if redis.call('HSETNX', agree, field, mine) == 1 then
     return nil
   end
-  local first = {}
-  first.sum, first.count, first.epoch, first.edited, first.rank =
-    string.match(redis.call('HGET', key('agree', job.id), field), '^(.*):(.*):(.*):(.*):(.*)$')
-  if first.sum .. ':' .. first.count .. ':' .. first.epoch .. ':' .. first.edited == told then
+  local known = redis.call('HGET', agree, field)
+  if string.match(known, '^(.*):') == account then
     return nil
   end
-  local detail = difference(request, pp, first, {sum = checksum, count = actions, epoch = epoch, edited = edited, rank = rank})
-  return detail, math.max(tonumber(epoch), tonumber(first.epoch))
+  local first, second = parts(known), parts(mine)
+  return difference(request, pp, first, second), math.max(tonumber(first.epoch), tonumber(second.epoch))
 end
 
-local function receive(id, request, rank, pp, attempt, status, kind, checksum, actions, message, packed, bytes, rows, worker, boot,
-    epoch, edited)
+local function receive(id, request, rank, pp, attempt, status, packed, bytes, rows, account, about)
   local job = jobs[id]
   if job == nil then
     job = read(id) or false
     jobs[id] = job
+    if job then
+      job.more = 0
+      found[#found + 1] = job
+    end
   end
-  if bytes ~= '0' and redis.call('HEXISTS', key('capture', id), 'deleted') == 1 then
-    redis.call('ZADD', 'ms:deleting', now, id) -- written after it was deleted: it is to be removed again
-  end
+  local held = bytes ~= '0' and listed(id)
   if status ~= 'ok' and status ~= 'partial' then
     status = 'error' -- what we do not know is not fine
   end
@@ -65,45 +106,44 @@ local function receive(id, request, rank, pp, attempt, status, kind, checksum, a
     partial = partial + (status == 'partial' and 1 or 0)
     errors = errors + (status == 'error' and 1 or 0)
     local sweep = job.kind == 'sweep' -- its worker reads the ticket, unit by unit
-    job.receipts = job.receipts + (sweep and 0 or 1)
-    if not job.touched and not sweep then
-      job.touched = true
-      touched[#touched + 1] = job
+    if not sweep then
+      job.receipts, job.more = job.receipts + 1, job.more + 1
+      if not job.touched then
+        job.touched = true
+        touched[#touched + 1] = job
+      end
     end
-    if status == 'partial' then
+    if status == 'partial' and not job.partial then
       job.partial = '1'
       redis.call('HSET', key('job', id), 'partial', '1')
     end
-    if not sweep then
-      redis.call('HINCRBY', key('job', id), 'receipts', 1)
-    end
-    if bytes ~= '0' and redis.call('EXISTS', key('capture', id)) == 1 then
-      redis.call('HINCRBY', key('capture', id), 'bytes', bytes)
-      redis.call('HINCRBY', key('capture', id), 'rows', rows)
-      if redis.call('HEXISTS', key('capture', id), 'deleted') == 0 then
-        charge(id, tonumber(bytes))
-      end
+    if held then
+      held.bytes, held.rows, held.more = held.bytes + tonumber(bytes), held.rows + tonumber(rows), true
     end
     -- An error or a disagreement ends the attempt at once; what is wanted no more is not failed, its cancel is under way.
     local running, detail, last_epoch = job.state == 'running', nil, nil
     if running and status ~= 'error' then
-      detail, last_epoch = compare(job, request, rank, pp, checksum, actions, epoch, edited)
+      detail, last_epoch = compare(job, request, rank, pp, account)
     end
     if detail or not sweep then
       event(job, 'receipt', '{"request":' .. request .. ',"rank":' .. rank .. ',"status":"' .. (detail and 'disagrees' or status) .. '"}')
     end
     if detail then
+      local worker, boot = string.match(about, '^(.-)%z(.-)%z')
       disagreements[#disagreements + 1] = worker
       disagreements[#disagreements + 1] = detail
       mark_desync(worker, boot, last_epoch, detail)
+      note(job)
       put_back_desynced(job, detail)
       if job.state == 'queued' then
         look_at(job, now) -- nobody sends its message but the sweeper
       end
     elseif running and status == 'error' and not sweep then
+      local kind, message = string.match(about, '^.-%z.-%z(.-)%z(.*)$')
       if kind == '' then
         kind = (job.captures or not job.steers) and 'capture_failed' or 'intervention_failed'
       end
+      note(job)
       fail(job, kind, 'request ' .. request .. ', ' .. place(rank, pp) .. ': ' .. (message ~= '' and message or 'no reason was given'))
     end
   end
@@ -122,6 +162,9 @@ for at = FIRST, #ARGV, WIDTH do
 end
 if mark > before then
   redis.call('SET', KEYS[1], mark, 'EX', MARK_TTL_S)
+end
+for _, job in ipairs(found) do
+  note(job)
 end
 for _, job in ipairs(touched) do
   if not TERMINAL[job.state] then

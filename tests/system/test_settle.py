@@ -297,6 +297,32 @@ def test_a_repeated_batch_is_counted_once(redis_url: str) -> None:
     asyncio.run(main())
 
 
+def test_what_a_batch_adds_to_a_job_is_counted_once_and_taken_back_where_its_ranks_disagree(redis_url: str) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger:
+            ill, well = make_job(prompts=3, capture=True, tenant="ill"), make_job(capture=True, tenant="well")
+            await claimed(ledger, ill)
+            await claimed(ledger, well)
+            settle = settler(redis_url)
+            told = [
+                receipt(ill, 0, 0, files=[file()]),
+                receipt(well, 0, 0, files=[file(), file(rows=5)]),
+                receipt(ill, 1, 0, files=[file()]),
+                receipt(ill, 0, 1, files=[file()], actions=4),
+                receipt(ill, 2, 0, files=[file()]),
+                receipt(well, 0, 1, files=[file()]),
+            ]
+            settle.settle(WORKER, 0, EPOCH, list(enumerate(told, 1)))
+            assert (settle.counts.applied, settle.counts.stale) == (5, 1), "what follows the disagreement is stale"
+            for job, state, receipts, size, rows in ((ill, State.QUEUED, 0, 0, 0), (well, State.RUNNING, 2, 3 * 64, 13)):
+                view = await ledger.view(job.id)
+                assert (view.state, view.receipts) == (state, receipts)
+                assert await ledger.redis.hmget(f"ms:capture:{job.id}", "bytes", "rows") == [b"%d" % size, b"%d" % rows]
+                assert (await ledger.tenants.usage(job.tenant)).capture_bytes == size
+
+    asyncio.run(main())
+
+
 def test_a_gap_holds_the_mark_until_it_is_filled(redis_url: str) -> None:
     async def main() -> None:
         async with open_ledger(redis_url) as ledger:
