@@ -15,7 +15,7 @@ from ..broker.ledger import Ledger
 from ..schemas import faults
 from ..schemas.errors import MidstreamError
 from ..schemas.settings import Settings, SettingsError, is_loopback, load_settings
-from . import auth, openapi
+from . import auth, hosts, openapi
 from .app import make_app
 
 #: Held responses end at once when the server stops; this is for bodies that are still being sent, in seconds.
@@ -90,7 +90,8 @@ def serve(settings: Settings) -> None:
     """Until SIGTERM or SIGINT."""
     if not settings.redis_url:
         raise SettingsError("MIDSTREAM_REDIS_URL: is required here; `midstream up` sets it")
-    auth.admin_key(settings)  # what is wrong with it is said before anything listens
+    auth.admin_key(settings)  # what is wrong with them is said before anything listens
+    hosts.named(settings)
     refused = asyncio.run(_refusal(settings))
     if refused:
         raise SettingsError(refused)

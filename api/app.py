@@ -17,6 +17,7 @@ from .auth import authorize
 from .body import JsonRequest
 from .calls import App
 from .edge import open_edge
+from .hosts import well_called
 
 VERSION_HEADER = "x-midstream-version"
 
@@ -62,7 +63,7 @@ def make_app(settings: Settings) -> Litestar:
         request_max_body_size=settings.max_body_mib * 1024 * 1024,
         exception_handlers=problems.HANDLERS,
         before_send=[_name_version, _allow],
-        guards=[authorize],
+        guards=[well_called, authorize],
         middleware=[PrometheusConfig(app_name="midstream", prefix="midstream_http", group_path=True).middleware],
         openapi_config=openapi.config(records),
         plugins=[records],

@@ -34,6 +34,7 @@ from . import admission, everyone, patched, steered
 from .auth import Gate
 from .callback_rules import check_callback
 from .calls import traceparent
+from .hosts import Hosts
 from .problems import ClientGone
 from .standing import NOTHING, Standing, find_runs
 from .text import Codec
@@ -63,6 +64,8 @@ class Edge:
         self.keys = Keys(ledger)
         self.gate = Gate(settings, self.keys)
         self.steering = Steering(ledger)
+        self.hosts = Hosts(settings)
+        self.stays = Stays(self.keys, self.gate.always)
         self.watcher = watcher
         self.celery = celery
         self._usage = Usage(settings.capture_root, settings.capture_quota_mib << 20)

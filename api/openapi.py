@@ -68,8 +68,14 @@ _PROBLEM = {"application/problem+json": {"schema": {"$ref": "#/components/schema
 _CHALLENGE = {"WWW-Authenticate": {"schema": {"type": "string"}}}
 REFUSALS = {
     "401": {"description": "No key, or none that is valid", "headers": _CHALLENGE, "content": _PROBLEM},
-    "403": {"description": "The key lacks the scope; `detail` names it", "headers": _CHALLENGE, "content": _PROBLEM},
+    "403": {
+        "description": "The key lacks the scope; `detail` names it. Or a browser sent it for a page of elsewhere",
+        "headers": {"WWW-Authenticate": {"schema": {"type": "string"}, "required": False}},
+        "content": _PROBLEM,
+    },
 }
+#: Of every operation, also of those that are open to everybody.
+MISDIRECTED = {"421": {"description": "The API is not called by the name in the header `Host`", "content": _PROBLEM}}
 
 #: Type of an answer → name of the link → the operation that it leads to, its parameter, and where the answer has its value.
 LINKS: dict[str, dict[str, tuple[str, str, str]]] = {
@@ -95,9 +101,10 @@ LINKS: dict[str, dict[str, tuple[str, str, str]]] = {
 
 def _operation(method: str, path: str, operation: dict[str, Any], ids: dict[str, str]) -> dict[str, Any]:
     """The operation with its scope, the refusals that come with it, and links out of its answers."""
+    operation = {**operation, "responses": {**operation.get("responses", {}), **MISDIRECTED}}
     if path in OPENAI_PATHS:
         operation = _in_openais_words(operation)
-    responses = {status: _linked(response, ids) for status, response in operation.get("responses", {}).items()}
+    responses = {status: _linked(response, ids) for status, response in operation["responses"].items()}
     scope = needed(method.upper(), path)
     if scope is None:
         return {**operation, "responses": responses, "security": []}

@@ -10,6 +10,7 @@ from .base import Record
 STATUS_OF_KIND: dict[str, int] = {
     "invalid_request": 400,  # the body or a parameter is wrong; `field` says which
     "unauthorized": 401,
+    "cross_site": 403,  # a browser sent it for a page of elsewhere
     "forbidden": 403,  # the key lacks the scope that is needed
     "not_found": 404,
     "method_not_allowed": 405,
@@ -17,6 +18,7 @@ STATUS_OF_KIND: dict[str, int] = {
     "gone": 410,
     "payload_too_large": 413,
     "unsupported_media_type": 415,
+    "misdirected": 421,  # the API is not called by the name in the header `Host`
     "idempotency_mismatch": 422,  # the Idempotency-Key was used with another body
     "internal": 500,
     "capture_failed": 500,  # a rank could not capture or persist what was asked for

@@ -119,6 +119,7 @@ class Settings(Record):
     # Who may do what
     auth: Literal["auto", "keys", "open"] = "auto"  # `auto`: keys are asked for off loopback; `open`: everybody may do everything
     admin_key: str = ""  # a key with scope `admin` that is always valid: ms_<12 letters or digits>_<secret>; for the first start
+    allowed_hosts: str = ""  # names and addresses by which the API may be called, separated by commas, beside those of loopback
     api_key: str = ""  # that the Python client and the command line show
     limit_requests_per_minute: Natural = 0  # of a tenant that has no limits of its own; 0: no limit
     limit_tokens_per_minute: Natural = 0

@@ -1,0 +1,83 @@
+"""Which names, and which pages, does the API take a call from?"""
+
+import pytest
+
+from midstream.api.__main__ import serve
+from midstream.api.hosts import Hosts
+from midstream.schemas.errors import MidstreamError
+from midstream.schemas.settings import Settings, SettingsError
+
+OPEN = Settings()  # on loopback nobody is asked for a key
+KEYS = Settings(auth="keys")
+OWN = "http://localhost:8321"
+
+
+def refused(settings: Settings, hosts: list[str], origins: list[str] | None = None, method: str = "GET") -> str:
+    """The kind of the refusal; empty: none."""
+    try:
+        Hosts(settings).check(method, hosts, origins or [])
+    except MidstreamError as error:
+        return error.kind
+    return ""
+
+
+@pytest.mark.parametrize("host", ["localhost", "LocalHost:8321", "127.0.0.1", "127.0.0.1:80", "127.0.0.2", "[::1]", "[::1]:8321"])
+def test_on_loopback_its_own_names_are_right_with_any_port(host: str) -> None:
+    assert refused(OPEN, [host]) == ""
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example", "evil.example:8321", "localhost.evil.example", "127.0.0.1.evil.example", "127.0.0.1@evil.example",
+        "evil.example@127.0.0.1", "localhost:80:80", "localhost:8321.evil.example", "[::1].evil.example", "[::1]evil", "::1", "",
+        " localhost", "localhost\t", "localhost/x", "10.0.0.7", "0.0.0.0", "[fe80::1]",
+    ],
+)  # fmt: skip
+def test_a_name_that_was_made_to_point_here_is_not_ours(host: str) -> None:
+    assert refused(OPEN, [host]) == "misdirected"
+
+
+@pytest.mark.parametrize("hosts", [[], ["localhost", "evil.example"], ["localhost", "localhost"]])
+def test_a_call_names_one_host(hosts: list[str]) -> None:
+    assert refused(OPEN, hosts) == "misdirected"
+
+
+def test_names_of_the_setting_and_of_the_public_address_are_right_as_well() -> None:
+    settings = Settings(allowed_hosts="Lab.example, 10.0.0.7,fe80::1", public_url="https://mid.example/x")
+    assert [refused(settings, [host]) for host in ("lab.EXAMPLE:99", "10.0.0.7", "[fe80::1]:1", "mid.example", "localhost")] == [""] * 5
+    assert refused(settings, ["x.lab.example"]) == "misdirected"
+
+
+def test_with_keys_every_name_is_right_until_some_are_named() -> None:
+    assert refused(KEYS, ["any.example"]) == ""
+    named = Settings(auth="keys", allowed_hosts="mid.example")
+    assert [refused(named, [host]) for host in ("mid.example", "127.0.0.1:8321", "any.example")] == ["", "", "misdirected"]
+
+
+def test_open_off_loopback_any_address_is_right_and_no_name() -> None:
+    settings = Settings(api_host="0.0.0.0", auth="open")
+    assert [refused(settings, [host]) for host in ("10.0.0.7:8321", "[fe80::1]", "localhost")] == ["", "", ""]
+    assert refused(settings, ["evil.example"]) == "misdirected"
+
+
+@pytest.mark.parametrize("origin", ["http://evil.example", "https://localhost.evil.example:8321", "null", "file://", "http://10.0.0.7", ""])
+def test_a_page_of_elsewhere_may_look_and_change_nothing(origin: str) -> None:
+    assert refused(OPEN, ["localhost:8321"], [origin], "POST") == "cross_site"
+    assert refused(OPEN, ["localhost:8321"], [OWN, origin], "DELETE") == "cross_site"
+    assert refused(OPEN, ["localhost:8321"], [origin]) == ""
+
+
+def test_our_own_page_may_change_things() -> None:
+    assert refused(OPEN, ["localhost:8321"], [OWN], "POST") == ""
+    assert refused(Settings(allowed_hosts="lab.example"), ["lab.example"], ["https://lab.example"], "PUT") == ""
+
+
+def test_with_keys_a_page_is_not_looked_at_because_it_has_none() -> None:
+    assert refused(KEYS, ["mid.example"], ["https://evil.example"], "POST") == ""
+
+
+@pytest.mark.parametrize("wrong", ["https://mid.example", "mid.example:8321", "a b", "mid.example,x/y", "*@x"])
+def test_what_is_no_host_ends_the_start(wrong: str) -> None:
+    with pytest.raises(SettingsError, match="MIDSTREAM_ALLOWED_HOSTS"):
+        serve(Settings(redis_url="redis://127.0.0.1:1/0", allowed_hosts=wrong))
