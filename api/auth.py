@@ -108,6 +108,7 @@ class Gate:
     def __init__(self, settings: Settings, stored: Keys) -> None:
         self.asks = asks_for_keys(settings)
         self._admin = admin_key(settings)
+        self.always = "" if self._admin is None else self._admin.id  # of the key that nobody can revoke
         self._stored = stored
         self._known: OrderedDict[str, tuple[float, Key | None]] = OrderedDict()  # id → until when, and the key
 

@@ -62,6 +62,7 @@ async def _answer(request: JsonRequest, body: OpenAIRequest, wish: Wish, shape: 
             model=wish.model,
             created=created,
             prompts=len(wish.prompts),
+            caller=caller_of(request),
             until=until,
             with_usage=body.stream_options is not None and body.stream_options.include_usage,
             with_extras=asked,

@@ -29,14 +29,15 @@ from ..schemas.keys import Caller, own, scoped, shown
 from ..schemas.models import ModelInfo, TokenizerBundle
 from ..schemas.settings import Settings
 from ..schemas.specs import PatchSpec
-from ..schemas.version import disagreement
+from ..schemas.version import misfit_of
 from . import admission, everyone, patched, steered
-from .auth import Gate
+from .auth import Gate, caller_of
 from .callback_rules import check_callback
 from .calls import traceparent
 from .hosts import Hosts
 from .problems import ClientGone
 from .standing import NOTHING, Standing, find_runs
+from .staying import ALWAYS, Stay, Stays
 from .text import Codec
 from .wishes import Wish
 
@@ -63,9 +64,9 @@ class Edge:
         self.ledger = ledger
         self.keys = Keys(ledger)
         self.gate = Gate(settings, self.keys)
-        self.steering = Steering(ledger)
         self.hosts = Hosts(settings)
         self.stays = Stays(self.keys, self.gate.always)
+        self.steering = Steering(ledger)
         self.watcher = watcher
         self.celery = celery
         self._usage = Usage(settings.capture_root, settings.capture_quota_mib << 20)
@@ -75,6 +76,7 @@ class Edge:
 
     def close(self) -> None:
         """The server is stopping: held responses are answered with what is known by now. The jobs go on."""
+        self.stays.close()
         if not self._closing.done():
             self._closing.set_result(None)
 
@@ -89,7 +91,7 @@ class Edge:
         info = await self.ledger.model(name)
         if info is None:
             raise admission.unknown_model(name, [model.name for model in await self.ledger.models()])
-        if (trouble := disagreement(f"the worker of {name!r}", info.version, info.wire, info.oldest_wire)) is not None:
+        if (trouble := misfit_of(info)) is not None:
             raise trouble
         return info
 
@@ -196,24 +198,27 @@ class Edge:
         patient: bool = False,
         quiet: Collection[str] = (),
         known: int = 0,
+        stay: Stay = ALWAYS,
     ) -> JobView:
         """The job as soon as `until` holds of it, or as it is after `seconds` (or when the server stops).
 
         `known`: the version up to which `until` does not hold, where that is known: then nobody looks before there is a later one.
         `quiet`: states for whose coming `until` need not be asked, see `Watcher.changed`.
-        Raises `not_found`; `unavailable` when Redis stays away longer than a restart takes, or (unless `patient`) is away
+        Raises `not_found`; `unauthorized` when `stay` is over;
+        `unavailable` when Redis stays away longer than a restart takes, or (unless `patient`) is away
         at the beginning.
         """
         deadline = time.monotonic() + min(seconds, self.settings.max_wait_s)
         if known and seconds > 0 and not self.closing:
-            await self.or_closing(self.watcher.changed(job_id, known, deadline - time.monotonic(), quiet))
+            await self.or_closing(self.watcher.changed(job_id, known, deadline - time.monotonic(), quiet), stay)
         while True:
+            stay.check()
             view = await (self.patiently(lambda: self.ledger.view(job_id)) if patient else self.ledger.view(job_id))
             patient = True
             left = deadline - time.monotonic()
             if until(view) or left <= 0 or self.closing:
                 return view
-            await self.or_closing(self.watcher.changed(job_id, view.version, left, quiet))
+            await self.or_closing(self.watcher.changed(job_id, view.version, left, quiet), stay)
 
     async def patiently(self, read: Callable[[], Awaitable[T]]) -> T:
         """`read`, repeated while Redis restarts."""
@@ -227,11 +232,11 @@ class Edge:
                     raise
             await self.or_closing(asyncio.sleep(OUTAGE_PAUSE_S))
 
-    async def or_closing(self, wait: Any) -> None:
-        """`wait`, cut short when the server stops."""
+    async def or_closing(self, wait: Any, stay: Stay = ALWAYS) -> None:
+        """`wait`, cut short when the server stops, or when `stay` is over."""
         task = asyncio.ensure_future(wait)
         try:
-            await asyncio.wait({task, self._closing}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({task, self._closing, *stay.ends}, return_when=asyncio.FIRST_COMPLETED)
             if task.done() and (error := task.exception()) is not None:
                 if not (isinstance(error, MidstreamError) and error.kind == "unavailable"):
                     raise error
@@ -268,17 +273,20 @@ def edge_of(request: Request[Any, Any, Any]) -> Edge:
 
 
 async def unless_client_leaves(request: Request[Any, Any, Any], work: Awaitable[T]) -> T:
-    """`work`, given up with ClientGone when the connection closes. (The framework would leave the handler waiting.)
+    """`work`, given up with ClientGone when the connection closes, and with `unauthorized` when the caller's key counts no more.
 
-    Only for waiting: what changes anything is done before.
+    (The framework would leave the handler waiting.) Only for waiting: what changes anything is done before.
     """
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(request))
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientGone
+        with edge_of(request).stays.of(caller_of(request)) as stay:
+            ends: set[asyncio.Future[Any]] = {task, gone, *stay.ends}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            stay.check()
+            raise ClientGone
     finally:
         await _stopped(task, gone)
 

@@ -6,9 +6,12 @@ import time
 from collections.abc import AsyncIterator
 
 from ..schemas.base import to_json
-from ..schemas.errors import invalid
-from ..schemas.jobs import TERMINAL, Event
+from ..schemas.errors import MidstreamError, Problem, invalid
+from ..schemas.jobs import PROBLEM_EVENT, TERMINAL, Event
+from ..schemas.keys import Caller
 from .edge import Edge
+from .outcome import job_url
+from .staying import ALWAYS, Stay
 
 MEDIA_TYPE = "text/event-stream"
 #: For proxies that would gather a stream before passing it on.
@@ -35,15 +38,16 @@ def resume_point(header: str | None) -> str:
     return header
 
 
-async def follow(edge: Edge, job_id: str, after: str, deadline: float = math.inf) -> AsyncIterator[list[Event]]:
+async def follow(edge: Edge, job_id: str, after: str, deadline: float = math.inf, stay: Stay = ALWAYS) -> AsyncIterator[list[Event]]:
     """Batches of events after the id `after`, in order, up to `done`; an empty batch is a sign of life.
 
     Also ends when the job is over and has no further events (they were trimmed), when the server stops, and at `deadline`
-    (of `time.monotonic`).
+    (of `time.monotonic`). Raises `unauthorized` when `stay` is over.
     """
     last_sign = time.monotonic()
     over = False
     while True:
+        stay.check()
         batch = await edge.patiently(lambda after=after: edge.ledger.events(job_id, after, BATCH))  # type: ignore[misc]
         if batch:
             yield batch
@@ -60,7 +64,7 @@ async def follow(edge: Edge, job_id: str, after: str, deadline: float = math.inf
             # Looked at before the events are read again, so that none slips between the two.
             over = (await edge.patiently(lambda: edge.ledger.view(job_id))).state in TERMINAL
         else:
-            await edge.or_closing(edge.watcher.stirred(job_id, after, left))
+            await edge.or_closing(edge.watcher.stirred(job_id, after, left), stay)
 
 
 def encode(event: Event) -> bytes:
@@ -69,7 +73,18 @@ def encode(event: Event) -> bytes:
     return b"id: %b\nevent: %b\ndata: %b\n\n" % (event.id.encode(), event.event.encode(), data)
 
 
-async def server_sent(edge: Edge, job_id: str, after: str) -> AsyncIterator[bytes]:
-    """The body of `GET /v1/jobs/{id}/events`."""
-    async for batch in follow(edge, job_id, after):
-        yield b"".join(map(encode, batch)) if batch else PING
+def encode_problem(problem: Problem) -> bytes:
+    """How a stream ends that may not go on. Without an id, so that a client which is let in again resumes where it was."""
+    return b"event: %b\ndata: %b\n\n" % (PROBLEM_EVENT.encode(), to_json(problem))
+
+
+async def server_sent(edge: Edge, job_id: str, after: str, caller: Caller) -> AsyncIterator[bytes]:
+    """The body of `GET /v1/jobs/{id}/events`; up to a problem when the caller's key counts no more."""
+    with edge.stays.of(caller) as stay:
+        try:
+            async for batch in follow(edge, job_id, after, stay=stay):
+                yield b"".join(map(encode, batch)) if batch else PING
+        except MidstreamError as error:
+            if error.kind != "unauthorized":
+                raise
+            yield encode_problem(error.problem(job_url(edge, job_id)))

@@ -116,7 +116,7 @@ async def get_job(job_id: JobId, request: JsonRequest, wait: Wait = None, known:
     "/v1/jobs/{job_id:str}/events",
     summary="Follow a job",
     description="Server-sent events: `state`, `token`, `output`, `receipt`, of a sweep `start`, `cell` and `summary`, and `done` as the "
-    "last. Resume with `Last-Event-ID`; "
+    "last; or `error` with a problem, when the key is revoked meanwhile. Resume with `Last-Event-ID`; "
     "204 when there is nothing after it and the job is over.",
     media_type=events.MEDIA_TYPE,
     responses={204: ResponseSpec(None, description="The job is over and has no later event"), **ERRORS},
@@ -124,10 +124,11 @@ async def get_job(job_id: JobId, request: JsonRequest, wait: Wait = None, known:
 async def job_events(job_id: JobId, request: JsonRequest, last: Last = None) -> Response[Any]:
     edge = edge_of(request)
     after = events.resume_point(last)
-    view = seen(caller_of(request), await edge.ledger.view(job_id))
+    caller = caller_of(request)
+    view = seen(caller, await edge.ledger.view(job_id))
     if is_over(view) and not await edge.ledger.events(job_id, after, 1):
         return Response(None, status_code=204)  # an EventSource stops reconnecting at this
-    return Stream(events.server_sent(edge, job_id, after), media_type=events.MEDIA_TYPE, headers=events.HEADERS)
+    return Stream(events.server_sent(edge, job_id, after, caller), media_type=events.MEDIA_TYPE, headers=events.HEADERS)
 
 
 @get(

@@ -1,5 +1,6 @@
 """The routes about the service itself: models, health, readiness, metrics."""
 
+import re
 from collections import Counter as Tally
 from typing import Any
 
@@ -17,6 +18,7 @@ from ..schemas.health import Health, Readiness
 from ..schemas.models import ModelInfo, WorkerInfo
 from ..schemas.openai import ModelCard, ModelList
 from ..schemas.status import Status
+from ..schemas.version import judged, misfit_of
 from . import ledger_metrics, steering_metrics
 from .auth import knows_us
 from .body import JsonRequest
@@ -74,21 +76,25 @@ async def healthz() -> Health:
 async def readyz(request: JsonRequest) -> Response[Readiness]:
     readiness = await look(edge_of(request))
     if not await knows_us(request):
-        missing = sorted({what.partition(":")[0] for what in readiness.missing})
+        missing = sorted({re.split(r"\W", what, maxsplit=1)[0] for what in readiness.missing})
         readiness = msgspec.structs.replace(readiness, missing=missing, models=[], workers=[])
     return Response(readiness, status_code=200 if readiness.ready else 503, headers={} if readiness.ready else {"Retry-After": "1"})
 
 
 async def look(edge: Edge) -> Readiness:
-    """Redis answers, and a healthy worker serves a model that is known. Without a relay jobs run, but captures wait for it."""
+    """Redis answers, and a healthy worker serves a model that is known, both of versions that we can work with.
+
+    Without a relay jobs run, but captures wait for it.
+    """
     try:
         relay = await _relay_seen(edge.ledger)
-        workers = await edge.ledger.workers()
-        known = {info.name for info in await edge.ledger.models()}
+        workers = [judged(worker) for worker in await edge.ledger.workers()]
+        models = await edge.ledger.models()
     except MidstreamError as error:
         return Readiness(ready=False, missing=[f"redis: {error.detail}"], models=[], workers=[], relay=False)
-    served = sorted({worker.model for worker in workers if worker.healthy} & known)
-    missing = ([] if served else _why(workers)) + ([] if relay else ["relay: has not been seen lately, captures would wait for it"])
+    healthy = {worker.model for worker in workers if worker.healthy}
+    served = sorted(info.name for info in models if info.name in healthy and misfit_of(info) is None)
+    missing = ([] if served else _why(workers, models)) + ([] if relay else ["relay: has not been seen lately, captures would wait for it"])
     return Readiness(ready=bool(served), missing=missing, models=served, workers=workers, relay=relay)
 
 
@@ -97,9 +103,11 @@ async def _relay_seen(ledger: Ledger) -> bool:
     return bool(await ledger.redis.exists(RELAY_KEY))
 
 
-def _why(workers: list[WorkerInfo]) -> list[str]:
+def _why(workers: list[WorkerInfo], models: list[ModelInfo]) -> list[str]:
     ill = [f"worker {worker.worker}: {worker.detail or 'is not healthy'}" for worker in workers if not worker.healthy]
-    return ill or ["worker: none is alive"]
+    live = {worker.model for worker in workers}
+    foreign = [f"model {info.name}: {trouble.detail}" for info in models if info.name in live and (trouble := misfit_of(info)) is not None]
+    return ill or foreign or ["worker: none is alive"]
 
 
 @get("/metrics", summary="Prometheus metrics", include_in_schema=False, media_type=METRICS_TYPE)

@@ -14,10 +14,12 @@ import msgspec
 from ..schemas.base import to_json
 from ..schemas.errors import MidstreamError, Problem
 from ..schemas.jobs import Event, JobView
+from ..schemas.keys import Caller
 from . import events, problems, shapes
 from .edge import Edge
 from .outcome import failure_of, is_over, job_url, result_of
 from .shapes import Shape
+from .staying import Stay
 
 END = b"data: [DONE]\n\n"
 
@@ -57,6 +59,7 @@ class Streamed:
     model: str
     created: float
     prompts: int
+    caller: Caller
     until: Callable[[JobView], bool]
     with_usage: bool
     with_extras: Callable[[JobView], bool]
@@ -66,11 +69,12 @@ class Streamed:
     async def body(self) -> AsyncIterator[bytes]:
         """Chunks, then `[DONE]`; or chunks and then an error event, which ends the stream."""
         try:
-            deadline = time.monotonic() + self.edge.settings.max_wait_s
-            async for batch in self._tokens(deadline):
-                yield batch
-            while not self.until(view := await self._look(deadline)):
-                yield events.PING
+            with self.edge.stays.of(self.caller) as stay:
+                deadline = time.monotonic() + self.edge.settings.max_wait_s
+                async for batch in self._tokens(deadline, stay):
+                    yield batch
+                while not self.until(view := await self._look(deadline, stay)):
+                    yield events.PING
             problem = failure_of(view) if is_over(view) else None
             if problem is not None:
                 yield error_event(problem)
@@ -79,10 +83,10 @@ class Streamed:
         except MidstreamError as error:
             yield error_event(error.problem(job_url(self.edge, self.job_id)))
 
-    async def _tokens(self, deadline: float) -> AsyncIterator[bytes]:
+    async def _tokens(self, deadline: float, stay: Stay) -> AsyncIterator[bytes]:
         """The text as it is generated. Ends when every prompt is generated or the job is over."""
         finished: set[int] = set()
-        async for batch in events.follow(self.edge, self.job_id, events.BEGINNING, deadline):
+        async for batch in events.follow(self.edge, self.job_id, events.BEGINNING, deadline, stay):
             chunks = []
             for event in batch:
                 if event.attempt > self.attempt:
@@ -120,10 +124,10 @@ class Streamed:
     def _of(self, index: int) -> Sent:
         return self.sent.setdefault(index, Sent())
 
-    async def _look(self, deadline: float) -> JobView:
+    async def _look(self, deadline: float, stay: Stay) -> JobView:
         """The job once `until` holds, or as it is when it is time for a sign of life."""
         self._check(deadline)
-        return await self.edge.wait(self.job_id, self.until, min(events.PING_S, deadline - time.monotonic()))
+        return await self.edge.wait(self.job_id, self.until, min(events.PING_S, deadline - time.monotonic()), stay=stay)
 
     def _check(self, deadline: float) -> None:
         """Raises when the stream cannot be held any longer; the job goes on."""

@@ -7,6 +7,7 @@ import hashlib
 import hmac
 import re
 import secrets
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import msgspec
@@ -23,7 +24,9 @@ ID_LENGTH, SECRET_BYTES = 12, 32
 SECRET_LENGTH = (32, 256)
 _KEY = re.compile(rf"{KEY_PREFIX}([0-9a-z]{{{ID_LENGTH}}})_([A-Za-z0-9]{{{SECRET_LENGTH[0]},{SECRET_LENGTH[1]}}})")
 
-list_of_keys = list[Key]  # the method `Keys.list` hides the builtin inside the class
+# The method `Keys.list` hides the builtin inside the class.
+list_of_keys = list[Key]
+list_of_ids = list[str]
 
 
 class Shown(NamedTuple):
@@ -65,7 +68,11 @@ def admin_key(text: str) -> Key | None:
 def is_right(shown: Shown, key: Key | None, at: float) -> bool:
     """Whether `key` is what is shown, and has not expired. Takes as long for a key that there is not."""
     same = hmac.compare_digest(shown.sha256, NOBODY.sha256 if key is None else key.sha256)
-    return same and key is not None and (key.expires is None or at < key.expires)
+    return same and key is not None and not has_expired(key, at)
+
+
+def has_expired(key: Key, at: float) -> bool:
+    return key.expires is not None and at >= key.expires
 
 
 def view_of(key: Key) -> KeyView:
@@ -104,6 +111,13 @@ class Keys:
         return None if raw is None else _decoded(raw)
 
     @reachable
+    async def valid(self, key_ids: Iterable[str]) -> set[str]:
+        """Those of these ids whose keys are there and have not expired; one round trip."""
+        asked, at = list_of_ids(key_ids), now()
+        found = await self._redis.hmget(KEYS, asked) if asked else []
+        return {key_id for key_id, raw in zip(asked, found, strict=True) if raw is not None and _holds(raw, at)}
+
+    @reachable
     async def list(self) -> list_of_keys:
         """All keys, also those that have expired; the oldest first."""
         return sorted(map(_decoded, await self._redis.hvals(KEYS)), key=lambda key: (key.created, key.id))
@@ -118,6 +132,14 @@ class Keys:
     async def any(self) -> bool:
         """Whether there is one at all."""
         return bool(await self._redis.hlen(KEYS))
+
+
+def _holds(raw: bytes, at: float) -> bool:
+    """Not where it cannot be read: such a key lets nobody in, either."""
+    try:
+        return not has_expired(_decoded(raw), at)
+    except MidstreamError:
+        return False
 
 
 def _decoded(raw: bytes) -> Key:

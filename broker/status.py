@@ -7,6 +7,7 @@ from .. import __version__
 from ..schemas.base import from_json, now
 from ..schemas.models import WorkerInfo
 from ..schemas.status import CallbacksStatus, DesyncStatus, QueueStatus, RedisStatus, RelayStatus, Status
+from ..schemas.version import judged
 from .health import SWEEPER_KEY
 from .ledger import Ledger, reachable
 
@@ -27,7 +28,7 @@ async def read_status(ledger: Ledger, held: int = 0) -> Status:
         pipe.hgetall("ms:counts").zcard("ms:live").hget("ms:usage", "/queued").smembers("ms:queues").get(RELAY_KEY).get(SWEEPER_KEY)
         pipe.zcard("ms:hooks").zrange("ms:hooks", 0, 0, withscores=True)
         counts, live, queued, queues, relay, sweep, pending, first = await pipe.execute()
-    workers = await ledger.workers()
+    workers = [judged(worker) for worker in await ledger.workers()]
     at = now()
     return Status(
         version=__version__,

@@ -16,7 +16,7 @@ import numpy as np
 from .. import __version__
 from ..schemas.base import to_json
 from ..schemas.errors import STATUS_OF_KIND, MidstreamError, Problem, invalid, misfit
-from ..schemas.jobs import TERMINAL, CaptureResults, Determinism, Event, JobRequest, JobResult, JobView
+from ..schemas.jobs import PROBLEM_EVENT, TERMINAL, CaptureResults, Determinism, Event, JobRequest, JobResult, JobView
 from ..schemas.specs import STEERING_FIELDS, CaptureSpec, PatchSpec, SteeringSpec
 from ..schemas.tensors import Tensor, from_numpy
 from .reader import CaptureReader
@@ -275,10 +275,15 @@ def raise_problem(response: httpx.Response) -> None:
     if server != __version__ and (kind not in STATUS_OF_KIND or kind == "invalid_request"):
         # The other version may have other fields: say so, or the message sends the user looking for a mistake of their own.
         raise VersionMismatch(server or "of unknown version", f"{problem.field + ': ' if problem.field else ''}{problem.detail}")
-    raise MidstreamError(kind if kind in STATUS_OF_KIND else "internal", problem.detail, field=problem.field, allowed=problem.allowed)
+    raise _told(problem)
 
 
-def _lenient(content: bytes) -> dict[str, Any]:
+def _told(problem: Problem) -> MidstreamError:
+    kind = problem.type.rpartition(":")[2]
+    return MidstreamError(kind if kind in STATUS_OF_KIND else "internal", problem.detail, field=problem.field, allowed=problem.allowed)
+
+
+def _lenient(content: bytes | str) -> dict[str, Any]:
     """A problem document without the extension members that we do not know (RFC 9457 tells clients to ignore them)."""
     document = json.loads(content)
     if not isinstance(document, dict):
@@ -355,7 +360,10 @@ class EventParser:
         self._fields: dict[str, list[str]] = {}
 
     def feed(self, line: str) -> Event | None:
-        """The event that `line` (without its newline) completes, if it does. Comments are ignored."""
+        """The event that `line` (without its newline) completes, if it does. Comments are ignored.
+
+        Raises the MidstreamError with which the server ended the stream.
+        """
         if line:
             name, _, value = line.partition(":")
             if name:
@@ -365,6 +373,8 @@ class EventParser:
         if "data" not in fields:
             return None
         self.last_id = fields.get("id", [self.last_id])[-1]
+        if fields["event"][-1] == PROBLEM_EVENT:
+            raise _told(msgspec.convert(_lenient("\n".join(fields["data"])), Problem))
         body = json.loads("\n".join(fields["data"]))
         attempt = body.pop("attempt", 0)
         return msgspec.convert({"event": fields["event"][-1], "data": body, "attempt": attempt, "id": self.last_id}, Event)

@@ -260,6 +260,8 @@ class JobPage(Record):
     next: str | None = None  # pass as `?cursor=`
 
 
+#: No event of a job: it tells, as the last of a stream, the problem that ended it.
+PROBLEM_EVENT = "error"
 EventKind = Literal["state", "token", "output", "receipt", "start", "cell", "summary", "done"]
 
 

@@ -54,7 +54,7 @@ class Status(Published):
     queued: int  # of those, jobs that no worker has begun
     counts: dict[str, dict[str, int]]  # model → state → how often a job came into it, ever
     queues: list[QueueStatus]
-    workers: list[WorkerInfo]
+    workers: list[WorkerInfo]  # one whose version this API cannot work with is not healthy, and its `detail` names both
     relay: RelayStatus
     callbacks: CallbacksStatus
     redis: RedisStatus

@@ -5,8 +5,11 @@ misunderstand: a field with a new meaning, a key in Redis that must be kept up b
 still works with. A field that is new, left out where it is not used, and refused where it is not known needs no new number.
 """
 
+import msgspec
+
 from .. import __version__
 from .errors import MidstreamError
+from .models import ModelInfo, WorkerInfo
 
 #: 0: versions that did not tell one.
 WIRE = 1
@@ -23,3 +26,15 @@ def disagreement(who: str, version: str, wire: int, oldest: int) -> MidstreamErr
         f"{who} runs midstream {version} (wire {wire}, works with {oldest} and newer), this is midstream {__version__} "
         f"(wire {WIRE}, works with {OLDEST_WIRE} and newer): upgrade {older}",
     )
+
+
+def misfit_of(info: ModelInfo | WorkerInfo) -> MidstreamError | None:
+    """Why this process cannot work with the worker that said this; None: it can."""
+    who = f"the worker of {info.name!r}" if isinstance(info, ModelInfo) else f"the worker {info.worker!r}"
+    return disagreement(who, info.version, info.wire, info.oldest_wire)
+
+
+def judged(worker: WorkerInfo) -> WorkerInfo:
+    """As we see it: one that we cannot work with is of no use to us, however well it is."""
+    trouble = misfit_of(worker)
+    return worker if trouble is None else msgspec.structs.replace(worker, healthy=False, detail=trouble.detail)

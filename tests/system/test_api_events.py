@@ -1,7 +1,6 @@
 """Can a job be followed as it runs, from anywhere, without missing or repeating an event?"""
 
 import asyncio
-import json
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -10,21 +9,12 @@ from typing import Any
 import httpx
 import pytest
 from edge import Api, Hand
+from server_sent import parse
 
 from midstream.api import events
 from midstream.api.edge import open_edge
 
 KINDS_OF_A_CAPTURE = ["state", "state", "output", "receipt", "state", "done"]
-
-
-def parse(text: str) -> list[dict[str, Any]]:
-    """The server-sent events of a body, comments left out."""
-    found = []
-    for block in text.split("\n\n"):
-        fields = dict(line.split(": ", 1) for line in block.splitlines() if line and not line.startswith(":"))
-        if fields:
-            found.append({"id": fields["id"], "event": fields["event"], "data": json.loads(fields["data"])})
-    return found
 
 
 def test_the_events_of_a_job_come_in_order_and_end_after_done(api: Api, hand: Hand) -> None:

@@ -1,5 +1,6 @@
 """Does the API let in those who have a key, for what its scopes say, and nobody else?"""
 
+import json
 import os
 import signal
 import socket
@@ -7,11 +8,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
 import pytest
+import server_sent
 from edge import MODEL, Api, Hand, running
 from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
@@ -34,7 +38,7 @@ REFUSED_AFTER_S = 5.0  # what the documentation says
 @pytest.fixture(scope="module")
 def api(redis_session: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
     flushed(redis_session.url)
-    with asking(tmp_path_factory.mktemp("keys"), redis_session.url) as api:
+    with asking(tmp_path_factory.mktemp("keys"), redis_session.url, max_wait_s=60.0) as api:
         yield api
 
 
@@ -108,6 +112,37 @@ def test_a_revoked_key_is_refused_within_five_seconds(api: Api, hand: Hand) -> N
     assert KNOWN_S < REFUSED_AFTER_S
 
 
+def test_what_is_held_open_with_a_key_ends_when_the_key_is_revoked(api: Api, hand: Hand) -> None:
+    caller, other = Caller(api, hand, "held"), Caller(api, hand, "held")
+    job_id = caller.submit()
+
+    def held(**body: Any) -> httpx.Response:
+        return caller.http.post("/v1/completions", json={"model": MODEL, "prompt": "hello", **body}, timeout=40)
+
+    def waits(path: str) -> httpx.Response:
+        return caller.http.get(path, timeout=40)
+
+    with ThreadPoolExecutor(5) as pool:
+        paths = (f"/v1/jobs/{job_id}/events", f"/v1/jobs/{job_id}?wait=50")
+        kept = pool.submit(lambda: other.http.get(paths[0], timeout=60).text)
+        asked = [pool.submit(held), pool.submit(held, stream=True), *(pool.submit(waits, path) for path in paths)]
+        while api.http.get("/v1/status", headers=bearer(ADMIN)).json()["held"] < 5:
+            time.sleep(0.02)
+        began = time.monotonic()
+        api.http.delete(f"/v1/keys/{caller.key.id}", headers=bearer(ADMIN))
+        whole, streamed, events, looked = (call.result() for call in asked)
+        assert time.monotonic() < began + 25, "they ended for another reason"
+        hand.finish(job_id)
+        assert "event: done" in kept.result(), "another key of the tenant is not concerned"
+    assert [(answer.status_code, answer.json()["type"]) for answer in (whole, looked)] == [(401, "urn:midstream:unauthorized")] * 2
+    assert whole.json()["instance"].startswith("/v1/jobs/job_"), "the job goes on, and is told"
+    error = json.loads(streamed.text.rpartition("data: ")[2])["error"]
+    assert (error["code"], error["problem"]["status"]) == ("unauthorized", 401)
+    told = server_sent.parse(events.text)[-1]
+    assert (told["event"], told["id"], told["data"]["type"]) == ("error", None, "urn:midstream:unauthorized")
+    assert "revoked" in told["data"]["detail"]
+
+
 def test_a_key_is_stored_as_a_hash_alone(api: Api, hand: Hand) -> None:
     key = Caller(api, hand, "acme").key.key
     raw = hand.do(hand.ledger.redis.hvals("ms:keys"))
@@ -146,7 +181,7 @@ almost = st.builds(
     lambda prefix, at, letter: (prefix + ADMIN[:at] + letter + ADMIN[at + 1 :]).encode("latin-1"),
     st.sampled_from(["Bearer ", "bearer  ", "Bearer\t", "", "Bearer ms_"]),
     st.integers(0, len(ADMIN) - 1),
-    st.characters(min_codepoint=33, max_codepoint=255),
+    st.characters(min_codepoint=33, max_codepoint=255, exclude_characters="\x7f"),
 )
 
 
@@ -201,6 +236,14 @@ def test_strangers_learn_whether_it_is_ready_and_no_more(api: Api, hand: Hand) -
     assert "secret-host" not in stranger.text
     assert MODEL not in stranger.text
     assert stranger.json()["missing"] == ["relay"]
+
+
+def test_strangers_are_not_told_which_worker_is_ill(api: Api, hand: Hand) -> None:
+    hand.do(hand.ledger.heartbeat(hand.sign(healthy=False, detail="out of memory")))
+    try:
+        assert api.http.get("/readyz").json()["missing"] == ["relay", "worker"]
+    finally:
+        hand.serve()
 
 
 # --- Keys over HTTP and from a terminal ------------------------------------------------------------------------------

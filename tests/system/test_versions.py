@@ -74,11 +74,20 @@ def test_a_worker_that_would_misunderstand_gets_no_jobs_and_both_versions_are_na
     assert f"this is midstream {__version__} (wire {WIRE}" in detail
     assert detail.endswith(f"upgrade {upgrade}")
 
+    ready = httpx.get(f"{stack.url}/readyz")
+    assert (ready.status_code, ready.json()["ready"], ready.json()["models"]) == (503, False, [])
+    told = next(why for why in ready.json()["missing"] if why.startswith("worker "))
+    assert f"runs midstream {version} (wire {wire}" in told
+    assert f"this is midstream {__version__}" in told
+    seen = httpx.get(f"{stack.url}/v1/status").json()["workers"]
+    assert [(worker["healthy"], worker["detail"].endswith(f"upgrade {upgrade}")) for worker in seen] == [(False, True)]
+
 
 def test_a_newer_worker_that_still_understands_us_takes_our_jobs(stack: Stack) -> None:
     restart_worker(stack, "9.0.0", WIRE + 1, WIRE)
     answer = ask(stack)
     assert (answer.status_code, answer.json()["state"]) == (200, "succeeded")
+    assert httpx.get(f"{stack.url}/readyz").json()["models"] == [MODEL]
 
 
 # field case 43

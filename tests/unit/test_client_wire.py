@@ -180,6 +180,17 @@ def test_a_submission_is_repeated_with_the_same_key_while_the_api_restarts(monke
     assert len(seen[0].split()) == 3
 
 
+def test_a_stream_that_the_server_ends_with_a_problem_raises_it() -> None:
+    problem = MidstreamError("unauthorized", "the key was revoked", field="Authorization").problem()
+    told = b'id: 1-0\nevent: state\ndata: {"state":"running","attempt":1}\n\nevent: error\ndata: %b\n\n' % wire.to_json(problem)
+    with server((200, {"content-type": "text/event-stream"}, told)) as (url, _):
+        events = Client(url).events("job_x")
+        assert next(events).event == "state"
+        with pytest.raises(MidstreamError, match="the key was revoked") as caught:
+            next(events)
+    assert (caught.value.kind, caught.value.field) == ("unauthorized", "Authorization")
+
+
 def test_events_resume_behind_the_last_one_seen_after_a_cut_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "PAUSE_S", 0.01)
     first = b': ping\n\nid: 1-0\nevent: state\ndata: {"state": "running", "attempt": 2}\n\nid: 2-0\nevent: outp'

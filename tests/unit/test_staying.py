@@ -1,0 +1,79 @@
+"""How often is it asked whether the keys of held calls still count?"""
+
+import asyncio
+from collections.abc import Iterable
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from midstream.api import staying
+from midstream.api.auth import EVERYBODY
+from midstream.api.staying import Stays
+from midstream.schemas.errors import MidstreamError
+from midstream.schemas.keys import Caller
+
+
+class Stored:
+    """Keys that are there until `gone`, and away as often as `away` says; notes what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[set[str]] = []
+        self.gone: set[str] = set()
+        self.away = 0
+
+    async def valid(self, key_ids: Iterable[str]) -> set[str]:
+        self.asked.append(set(key_ids))
+        if self.away:
+            self.away -= 1
+            raise MidstreamError("unavailable", "redis is away")
+        return set(key_ids) - self.gone
+
+
+@pytest.fixture
+def stored(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(staying, "KNOWN_S", 0.001)
+    return Stored()
+
+
+def test_one_question_is_for_all_calls_and_those_of_a_revoked_key_end(stored: Any) -> None:
+    async def hold() -> None:
+        stays = Stays(stored)
+        with ExitStack() as held:
+            first = [held.enter_context(stays.of(Caller(key="one"))) for _ in range(50)]
+            second = held.enter_context(stays.of(Caller(key="two")))
+            stored.gone, stored.away = {"one"}, 2
+            await asyncio.wait([end for stay in first for end in stay.ends])
+            assert stored.asked == [{"one", "two"}] * 3, "twice in vain, because Redis was away"
+            for stay in first:
+                with pytest.raises(MidstreamError) as caught:
+                    stay.check()
+                assert caught.value.kind == "unauthorized"
+            second.check()
+
+    asyncio.run(hold())
+
+
+def test_nothing_is_asked_for_who_has_no_key_or_one_that_nobody_can_revoke(stored: Any) -> None:
+    async def hold() -> None:
+        stays = Stays(stored, always="admin")
+        with stays.of(EVERYBODY) as one, stays.of(Caller(key="admin")) as other:
+            assert one.ends == other.ends == ()
+            assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(hold())
+
+
+def test_nothing_is_asked_once_nobody_holds_anything(stored: Any) -> None:
+    async def hold() -> None:
+        stays = Stays(stored)
+        with stays.of(Caller(key="one")):
+            (task,) = asyncio.all_tasks() - {asyncio.current_task()}
+        await task
+        assert stored.asked == []
+        with stays.of(Caller(key="two")):
+            while not stored.asked:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        assert stored.asked[0] == {"two"}
+
+    asyncio.run(hold())
