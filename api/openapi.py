@@ -70,7 +70,7 @@ REFUSALS = {
     "401": {"description": "No key, or none that is valid", "headers": _CHALLENGE, "content": _PROBLEM},
     "403": {
         "description": "The key lacks the scope; `detail` names it. Or a browser sent it for a page of elsewhere",
-        "headers": {"WWW-Authenticate": {"schema": {"type": "string"}, "required": False}},
+        "headers": _CHALLENGE,
         "content": _PROBLEM,
     },
 }

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from .. import __version__
 from ..schemas.base import now, to_json, to_msgpack
 from ..schemas.errors import STATUS_OF_KIND, MidstreamError
 from ..schemas.jobs import TERMINAL, TRANSITIONS, Job, State
@@ -90,6 +91,7 @@ def _tables() -> str:
     problems = {kind: [(problem := MidstreamError(kind, "").problem()).title, problem.status] for kind in STATUS_OF_KIND}
     return "\n".join(
         [
+            f"local VERSION = {_lua(__version__)}",
             f"local ALLOWED = {_lua(allowed)}",
             f"local TERMINAL = {_lua(dict.fromkeys(TERMINAL, True))}",
             f"local STAMP = {_lua(STAMP)}",

@@ -7,13 +7,14 @@ The tensors of modules and of global steering are *pinned*: kept without end und
 import logging
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
 from .. import __version__
 from ..schemas.base import from_msgpack, now, to_msgpack
 from ..schemas.errors import MidstreamError
+from ..schemas.keys import shown
 from ..schemas.models import WorkerInfo
 from ..schemas.settings import Settings
 from ..schemas.steering import Desired, GlobalSteering, Module, Proposal, SteeringTemplate, WorkerSteering
@@ -23,6 +24,9 @@ from .ledger import Ledger, reachable
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
 #: Reports count only while their worker lives, so this merely removes those of workers that are gone.
 REPORT_TTL_S = 24 * 3600
 #: Marks of workers whose ranks disagree: worker → reason.
@@ -31,6 +35,34 @@ DESYNC_KEY = "ms:desync"
 SETTLED_KEY = "ms:desync-settled"
 #: Repeats of a change that another one overtook.
 RACES = 16
+
+
+#: Who wrote what was stored before versions said so.
+UNKNOWN = "(unknown)"
+
+
+class Kept(NamedTuple, Generic[T_co]):
+    """Something that is stored of a model's steering: what it is, and in which field stands who wrote it."""
+
+    kind: type[T_co]
+    what: str
+    written_by: str
+
+
+CURRENT = Kept(GlobalSteering, "the global steering", "current_by")
+PROPOSED = Kept(Proposal, "the proposed global steering", "proposal_by")
+
+
+def a_module(name: str) -> Kept[Module]:
+    return Kept(Module, f"the module {shown(name)!r}", f"module_by:{name}")
+
+
+def unreadable(what: str, writer: str, error: msgspec.DecodeError) -> MidstreamError:
+    return MidstreamError(
+        "version_mismatch",
+        f"{what} was stored by midstream {writer}, and midstream {__version__} cannot read it: {error}; "
+        "upgrade the older one, workers first",
+    )
 
 
 class Look(NamedTuple):
@@ -72,23 +104,19 @@ class Steering:
     async def desired(self, model: str) -> Desired:
         """Everything that a worker of `model` is to reconcile to, of one moment. A proposal past its deadline is none.
 
-        Raises MidstreamError("version_mismatch") for what another version of Midstream has stored and this one cannot read.
+        Raises MidstreamError("version_mismatch"), as all that reads what is stored, for what another version of Midstream has stored and
+        this one cannot read; it names both.
         """
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.hmget(_state(model), "version", "current", "proposal").hgetall(_modules(model))
             (version, current, packed), modules = await pipe.execute()
-        try:
-            proposal = None if packed is None else from_msgpack(packed, Proposal)
-            return Desired(
-                version=int(version or 0),
-                current=GlobalSteering() if current is None else from_msgpack(current, GlobalSteering),
-                proposal=proposal if proposal is not None and proposal.deadline > now() else None,
-                modules={name.decode(): from_msgpack(raw, Module) for name, raw in sorted(modules.items())},
-            )
-        except msgspec.ValidationError as error:
-            raise MidstreamError(
-                "version_mismatch", f"the steering stored for {model!r} is of another version of Midstream than {__version__}: {error}"
-            ) from error
+        proposal = None if packed is None else await self._read(model, PROPOSED, packed)
+        return Desired(
+            version=int(version or 0),
+            current=GlobalSteering() if current is None else await self._read(model, CURRENT, current),
+            proposal=proposal if proposal is not None and proposal.deadline > now() else None,
+            modules={(text := name.decode()): await self._read(model, a_module(text), raw) for name, raw in sorted(modules.items())},
+        )
 
     @reachable
     async def look(self, model: str, worker: str) -> Look:
@@ -114,12 +142,18 @@ class Steering:
 
     @reachable
     async def get_tensor(self, name: str) -> Tensor:
-        """A pinned tensor, or one that a job brought, by content hash. Raises MidstreamError("intervention_failed") when it is gone."""
+        """A pinned tensor, or one that a job brought, by content hash.
+
+        Raises MidstreamError: `intervention_failed` when it is gone, `version_mismatch`.
+        """
         pinned, blob = await self._redis.mget(_pinned(name), f"ms:blob:{name}")
         raw = blob if pinned is None else pinned
         if raw is None:
             raise MidstreamError("intervention_failed", f"the tensor {name} is no longer stored")
-        return from_msgpack(raw, Tensor)
+        try:
+            return from_msgpack(raw, Tensor)
+        except msgspec.DecodeError as error:
+            raise unreadable(f"the tensor {name}", UNKNOWN, error) from error
 
     # ---- what workers say ------------------------------------------------------------------------------------------
 
@@ -181,7 +215,7 @@ class Steering:
         outcome, *packed = await self._scripts.commit(args=[*scripts.context(self._settings), model, proposal_id])
         if outcome != b"committed":
             raise MidstreamError("conflict", f"the change of the global steering of {model!r} was given up before it was applied")
-        return from_msgpack(packed[0], GlobalSteering)
+        return await self._read(model, CURRENT, packed[0])
 
     @reachable
     async def abort(self, model: str, proposal_id: str) -> bool:
@@ -200,7 +234,7 @@ class Steering:
         raw = _packed(blobs)
         for _ in range(RACES):
             packed = await self._redis.hget(_modules(module.model), module.name)
-            former = None if packed is None else from_msgpack(packed, Module)
+            former = None if packed is None else await self._read(module.model, a_module(module.name), packed)
             same = former is not None and former.digest == module.digest
             stored = msgspec.structs.replace(module, created=former.created) if former is not None and same else module
             if stored == former:
@@ -218,8 +252,9 @@ class Steering:
     @reachable
     async def delete_module(self, model: str, name: str) -> Module | None:
         """Take the name away; returns what it pointed at, None when there is no such module. Accepted jobs keep what it was."""
+        await self.module(model, name)  # one that cannot be read stays: its version may still need it
         packed = await self._scripts.delete_module(args=[*scripts.context(self._settings), model, name])
-        return from_msgpack(packed, Module) if packed else None
+        return await self._read(model, a_module(name), packed) if packed else None
 
     @reachable
     async def standing(self, model: str, names: Sequence[str]) -> tuple[dict[str, Module], GlobalSteering]:
@@ -230,8 +265,16 @@ class Steering:
                 pipe.hmget(_modules(model), list(names))
             current, *found = await pipe.execute()
         pairs = zip(names, found[0] if found else [], strict=True)
-        modules = {name: from_msgpack(packed, Module) for name, packed in pairs if packed is not None}
-        return modules, GlobalSteering() if current is None else from_msgpack(current, GlobalSteering)
+        modules = {name: await self._read(model, a_module(name), packed) for name, packed in pairs if packed is not None}
+        return modules, GlobalSteering() if current is None else await self._read(model, CURRENT, current)
+
+    async def _read(self, model: str, kept: Kept[T], packed: bytes) -> T:
+        """Raises MidstreamError("version_mismatch")."""
+        try:
+            return from_msgpack(packed, kept.kind)
+        except msgspec.DecodeError as error:
+            writer = await self._redis.hget(_state(model), kept.written_by)
+            raise unreadable(f"{kept.what} of {model!r}", _text(writer) or UNKNOWN, error) from error
 
     async def module(self, model: str, name: str) -> Module | None:
         """None when there is none of this name."""
@@ -241,7 +284,7 @@ class Steering:
     async def modules(self, model: str) -> list[Module]:
         """Every module of `model`, by name."""
         raw = await self._redis.hgetall(_modules(model))
-        return [from_msgpack(raw[name], Module) for name in sorted(raw)]
+        return [await self._read(model, a_module(name.decode()), raw[name]) for name in sorted(raw)]
 
     @reachable
     async def module_names(self, model: str) -> list[str]:

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from .. import __version__
-from ..schemas.errors import MidstreamError
+from ..schemas.errors import STATUS_OF_KIND, MidstreamError
 from ..schemas.settings import Settings, is_loopback
 from ..schemas.status import Status
 from . import wire
@@ -43,6 +43,7 @@ OUTBOX_WARN = 10_000
 OVERDUE_WARN_S = 300.0
 DESYNC_WARN_S = 24 * 3600.0
 TIMEOUT_S = 5.0
+MISDIRECTED = STATUS_OF_KIND["misdirected"]
 
 
 class Finding(NamedTuple):
@@ -184,6 +185,10 @@ def _api(url: str, headers: dict[str, str]) -> Iterator[Finding]:
     if version is None:
         yield Finding("fail", "api", f"what answers at {url} is not Midstream", "give --url")
         return
+    if answer.status_code == MISDIRECTED:
+        problem = answer.json()
+        yield Finding("fail", "api", problem["detail"], f"give --url with one of: {problem['allowed']}")
+        return
     yield _version("api", version, f"at {url}")
     if date := answer.headers.get("date"):
         yield _clock("api clock", parsedate_to_datetime(date).timestamp() + 0.5 - time.time(), DATE_SKEW_S)
@@ -323,6 +328,8 @@ def _keys(url: str, headers: dict[str, str]) -> Iterator[Finding]:
     try:
         stranger, we = (httpx.get(f"{url}/v1/tenant", headers=given, timeout=TIMEOUT_S).status_code for given in ({}, headers))
     except httpx.HTTPError:
+        return  # said above
+    if stranger == MISDIRECTED:
         return  # said above
     if stranger != 401:
         if is_loopback(urlsplit(url).hostname or ""):

@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 COMPARE_S = 5.0
 #: Global steering that the ranks refused, and what was not stored, is tried again this much later.
 RETRY_S = 1.0
+VERSION_MISMATCH = "version_mismatch"
 #: So often a resync begins anew without what was refused on some ranks and not on others.
 RESYNC_ROUNDS = 3
 #: A resync waits this long for the engine to let go of the requests that it stopped.
@@ -167,6 +168,8 @@ class Standing:
         await self._let_go()
         if self._out_of_step:
             await self._resync(self._out_of_step)
+            if self._out_of_step:
+                return
         look = await self._broker.look(self._model, self._worker)
         if look.desync:
             await self._resync(look.desync)
@@ -192,7 +195,7 @@ class Standing:
         try:
             desired = await self._broker.desired(self._model)
         except MidstreamError as error:
-            if error.kind != "version_mismatch":
+            if error.kind != VERSION_MISMATCH:
                 raise
             # What everyone is to be steered with cannot be read: no job may run without it, and starting anew helps nobody.
             self._retried = time.monotonic()
@@ -332,11 +335,11 @@ class Standing:
             await self._engine.release_vectors(applied.steering.tensors, standing=True)
 
     async def _hold(self, tensors: list[str]) -> None:
-        """Raises Refused also when a tensor is not stored any more: what needs it was taken back meanwhile."""
+        """Raises Refused also when a tensor is not stored any more (what needs it was taken back meanwhile), or cannot be read."""
         try:
             await self._engine.hold_vectors(tensors, self._fetch, standing=True)
         except MidstreamError as error:
-            if error.kind != "intervention_failed" or isinstance(error, Refused | Quarantined):
+            if error.kind not in ("intervention_failed", VERSION_MISMATCH) or isinstance(error, Refused | Quarantined):
                 raise
             raise Refused(error.detail, []) from error
 
@@ -365,6 +368,13 @@ class Standing:
                 raise ResyncFailed("after a resync the ranks have different content in their tables")
         except Quarantined as error:
             raise ResyncFailed(f"the ranks could not be made equal: {error.detail}") from error
+        except MidstreamError as error:
+            if error.kind != VERSION_MISMATCH:
+                raise
+            self._stop_serving("resyncing", error.detail)  # once more when it can be read
+            await self._say()
+            await asyncio.sleep(RETRY_S)
+            return
         epoch = max(rank.epoch for rank in ranks)
         await self._broker.clear_desync(self._worker, self._boot, epoch)
         self._out_of_step = ""

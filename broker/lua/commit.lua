@@ -13,6 +13,6 @@ if open ~= id or tonumber(deadline) <= now then
 end
 hand_over('proposal:' .. model, 'global:' .. model)
 close_proposal(state)
-redis.call('HSET', state, 'current', steering, 'global_version', version, 'committed_id', id)
+redis.call('HSET', state, 'current', steering, 'global_version', version, 'committed_id', id, 'current_by', VERSION)
 redis.call('HINCRBY', state, 'version', 1)
 return {'committed', steering}

@@ -8,6 +8,7 @@ if not packed then
   return ''
 end
 redis.call('HDEL', modules, name)
+redis.call('HDEL', key('steering', model), 'module_by:' .. name)
 pin('module:' .. model .. ':' .. name, 0, 0)
 redis.call('HINCRBY', key('steering', model), 'version', 1)
 return packed

@@ -19,6 +19,6 @@ if missing then
   return {'missing', missing}
 end
 redis.call('HSET', state, 'proposal_id', id, 'proposal_version', version, 'proposal_deadline', deadline, 'proposal', packed,
-  'proposed', steering)
+  'proposed', steering, 'proposal_by', VERSION)
 redis.call('HINCRBY', state, 'version', 1)
 return {'proposed'}

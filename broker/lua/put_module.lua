@@ -16,6 +16,7 @@ if missing then
   return {'missing', missing}
 end
 redis.call('HSET', modules, name, packed)
+redis.call('HSET', key('steering', model), 'module_by:' .. name, VERSION)
 if other == '1' then
   redis.call('HINCRBY', key('steering', model), 'version', 1)
 end

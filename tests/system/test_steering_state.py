@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from ledger_kit import BOOT, MODEL, WORKER, make_job, open_ledger, outputs, settings_for, worker_info
 
 from midstream import __version__
+from midstream.broker import scripts
 from midstream.broker.ledger import ClaimRefused, Ledger
 from midstream.broker.steering import Steering
 from midstream.schemas.base import now, to_msgpack
@@ -68,12 +69,42 @@ async def change(steering: Steering, *tensors: str) -> GlobalSteering:
 # --- Global steering ---------------------------------------------------------------------------------------------------
 
 
-def test_what_another_version_has_stored_is_named_with_both_versions(redis_url: str) -> None:  # field case 43
+# field case 43
+def test_what_another_version_has_stored_is_named_with_both_versions(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def later(value: object) -> bytes:
+        return to_msgpack(msgspec.msgpack.decode(to_msgpack(value)) | {"tomorrow": 1})
+
     async def main() -> None:
         async with open_ledger(redis_url) as ledger:
-            await ledger.redis.hset(f"ms:modules:{MODEL}", "joy", to_msgpack({"name": "joy", "tomorrow": 1}))
-            with pytest.raises(MidstreamError, match=f"another version of Midstream than {__version__}: .*tomorrow") as found:
-                await Steering(ledger).desired(MODEL)
+            steering = Steering(ledger)
+            with monkeypatch.context() as newer:
+                newer.setattr(scripts, "__version__", "9.0.0")
+                newer.setattr(scripts, "to_msgpack", later)
+                scripts.source.cache_clear()
+                theirs = Steering(ledger)
+                await theirs.put_module(module(A), blobs(A))
+                await theirs.propose(MODEL, [entry(A)], {})
+            scripts.source.cache_clear()
+            reads = {
+                "the module 'joy'": [steering.module(MODEL, "joy"), steering.modules(MODEL), steering.delete_module(MODEL, "joy"),
+                    steering.put_module(module(B), blobs(B))],
+                "the proposed global steering": [steering.desired(MODEL)],
+            }  # fmt: skip
+            for what, calls in reads.items():
+                for call in calls:
+                    with pytest.raises(MidstreamError) as found:
+                        await call
+                    assert found.value.kind == "version_mismatch"
+                    said = f"{what} of {MODEL!r} was stored by midstream 9.0.0, and midstream {__version__} cannot read it: "
+                    assert found.value.detail.startswith(said)
+                    assert "tomorrow" in found.value.detail
+            assert await steering.module_names(MODEL) == ["joy"], "what cannot be read is not deleted"
+            await ledger.redis.hset(f"ms:steering:{MODEL}", "current", later(GlobalSteering(version=1)))
+            with pytest.raises(MidstreamError, match=r"the global steering of .* midstream \(unknown\)"):
+                await steering.standing(MODEL, [])
+            await ledger.redis.set(f"ms:pinned:{A}", later(TENSORS[A]))
+            with pytest.raises(MidstreamError, match="tomorrow") as found:
+                await steering.get_tensor(A)
             assert found.value.kind == "version_mismatch"
 
     asyncio.run(main())

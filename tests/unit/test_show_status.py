@@ -5,10 +5,12 @@ from typing import Any
 
 import msgspec
 import pytest
+from http_kit import reply, server
 from rich.console import Console
 
 from midstream import __version__
 from midstream.client import doctor, show_status
+from midstream.schemas.errors import MidstreamError
 from midstream.schemas.models import WorkerInfo, WorkerStats
 from midstream.schemas.settings import Settings
 from midstream.schemas.status import CallbacksStatus, DesyncStatus, QueueStatus, RedisStatus, RelayStatus, Status
@@ -108,3 +110,10 @@ def test_the_doctor_judges_what_goes_on(changes: dict[str, Any], about: str, lev
     found = [finding for finding in doctor._parts(status(**{"queues": [], **changes}), Settings()) if finding.level != "ok"]
     assert [(finding.about, finding.level) for finding in found] == ([] if level == "ok" else [(about, level)])
     assert all(finding.advice for finding in found)
+
+
+def test_the_doctor_says_by_which_names_the_api_may_be_called() -> None:
+    problem = MidstreamError("misdirected", "this API is not called 'box'", field="Host", allowed="localhost, api.example").problem()
+    with server(reply(problem, status=421)) as (url, _):
+        found = [*doctor._api(url, {}), *doctor._keys(url, {})]
+    assert found == [doctor.Finding("fail", "api", "this API is not called 'box'", "give --url with one of: localhost, api.example")]

@@ -339,6 +339,22 @@ def test_a_resync_that_redis_interrupts_begins_again_and_counts_once(tmp_path: P
     Worker(tmp_path)(story)
 
 
+def test_a_resync_that_cannot_read_what_is_desired_is_made_once_it_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("midstream.workers.steering.RETRY_S", 0.02)
+
+    async def story(at: Worker) -> None:
+        at.board.unreadable, at.board.desync = True, "a disagreement"
+        while at.standing.detail != "stored by another version":  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        assert at.standing.state == "resyncing"
+        assert await at.standing.lease(0.1) is None
+        at.board.unreadable = False
+        assert await at.standing.lease(5) is not None
+        assert (at.standing.desyncs, at.standing.resyncs) == (1, 1)
+
+    Worker(tmp_path)(story)
+
+
 def test_a_commit_that_one_rank_refuses_is_taken_back_and_applied_after_a_resync(tmp_path: Path) -> None:
     """The others have accounted for a change and its rollback: they are equal in content, but not in their ledgers."""
 
