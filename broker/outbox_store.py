@@ -23,6 +23,7 @@ import msgspec
 
 from ..schemas.errors import MidstreamError
 from .frames import new_epoch
+from .private import private_folder
 
 log = logging.getLogger(__name__)
 
@@ -151,7 +152,7 @@ class Store:
 
     def __init__(self, directory: Path, worker: str, rank: int, lock_wait_s: float = LOCK_WAIT_S):
         """Raises OutboxError: in use, of another worker, written by a newer version, or not writable."""
-        directory.mkdir(parents=True, exist_ok=True)
+        private_folder(directory)
         base = directory / f"{file_stem(worker)}.rank{rank}"
         self.path = base.with_name(base.name + ".sqlite")
         self.worker, self.rank = worker, rank

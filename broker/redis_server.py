@@ -18,6 +18,7 @@ from pathlib import Path
 import redis
 
 from ..schemas.errors import MidstreamError
+from .private import private_folder
 
 #: The oldest Redis that knows every command used here (`ZADD GT`, effect-replicated scripts, `ZRANGE BYSCORE`).
 OLDEST = (6, 2)
@@ -82,13 +83,12 @@ def executable() -> str:
 
 
 def start(directory: Path, port: int = 0, maxmemory_mib: int = 0, appendfsync: str = "everysec") -> RedisServer:
-    """Start a server whose data live in `directory` (created when missing) and wait until it has loaded them.
+    """Start a server whose data live in `directory` (created when missing, closed to other accounts) and wait until it has loaded them.
 
     `port` 0 takes a free one; `maxmemory_mib` 0 is no limit. Raises MidstreamError("conflict") when a server already runs on
     `directory`, and MidstreamError("unavailable") with the tail of its log when it dies or does not answer in time.
     """
-    directory = Path(directory).resolve()
-    directory.mkdir(parents=True, exist_ok=True)
+    directory = private_folder(Path(directory).resolve())
     binary = executable()
     lock = _lock(directory)
     try:

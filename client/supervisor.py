@@ -116,10 +116,12 @@ class Supervisor:
 
     def start(self, timeout: float = READY_TIMEOUT_S) -> None:
         """Start everything and wait until a live worker serves the model. On any failure everything is stopped again."""
+        from ..broker.private import private_folder
+
         try:
             self._take_lock()
             self.settings = prepare(self.settings, self.data, self._say)
-            logs = self.data / "logs"
+            logs = private_folder(self.data / "logs")
             self._say(f"midstream {__version__} starting with {self.settings.served_model}; a model takes a minute or so (logs: {logs})")
             if self._own_redis:
                 self._start_redis()

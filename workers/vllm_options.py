@@ -6,6 +6,7 @@ from typing import Any
 
 from vllm.platforms import current_platform
 
+from ..broker.private import private_folder
 from ..schemas.base import to_json
 from ..schemas.settings import Settings
 
@@ -80,7 +81,6 @@ def _logging_config(settings: Settings) -> str:
         "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "json", "stream": "ext://sys.stderr"}},
         "root": {"handlers": ["stderr"], "level": settings.log_level},
     }
-    path = Path(settings.data_dir).resolve() / "logs" / f"vllm-{settings.worker_id}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = private_folder(Path(settings.data_dir).resolve() / "logs") / f"vllm-{settings.worker_id}.json"
     path.write_bytes(to_json(config))
     return str(path)

@@ -1,5 +1,6 @@
 """Does our own Redis start, hold its data through a kill, and say what is wrong when it cannot?"""
 
+import stat
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,15 @@ def test_what_was_written_is_there_after_kill_9_and_restart(tmp_path: Path) -> N
             assert client.config_get("bind")["bind"] == "127.0.0.1"
     finally:
         again.stop()
+
+
+def test_no_other_account_reads_what_redis_keeps(tmp_path: Path) -> None:
+    server = redis_server.start(tmp_path / "data" / "redis")
+    try:
+        assert stat.S_IMODE(server.directory.stat().st_mode) == 0o700
+        assert stat.S_IMODE(server.directory.parent.stat().st_mode) & 0o077 != 0, "captures beside it may be others' to read"
+    finally:
+        server.stop()
 
 
 def test_a_redis_that_syncs_always_has_on_disk_what_it_answered(tmp_path: Path) -> None:  # field case 37

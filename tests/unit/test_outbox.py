@@ -3,6 +3,7 @@
 import os
 import shutil
 import sqlite3
+import stat
 import subprocess
 import sys
 import threading
@@ -46,6 +47,16 @@ def test_a_receipt_is_on_disk_when_its_caller_is_told_so(outbox: Outbox) -> None
     assert told.wait(10)
     assert seen == [[(1, "job_1")]]
     assert outbox.depth() == 1
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, 0o700), (0o755, 0o750), (0o750, 0o750)])
+def test_no_other_account_reads_an_outbox_but_a_group_that_was_let_in(tmp_path: Path, before: int | None, after: int) -> None:
+    folder = tmp_path / "data" / "outbox"
+    if before is not None:
+        folder.mkdir(parents=True)
+        folder.chmod(before)
+    Store(folder, "w1", 0).close()
+    assert stat.S_IMODE(folder.stat().st_mode) == after
 
 
 def test_commits_reach_the_disk_each_time(outbox: Outbox) -> None:

@@ -1,0 +1,29 @@
+"""Which folders are nobody else's business, and how are they made?
+
+What Redis, SQLite and loggers write has the mode that they give it, so it is the folder that keeps other accounts of the machine out: of
+the ledger's log (prompts, outputs, secrets of webhooks), of the outboxes (receipts) and of what our processes print. Capture files are
+not among them: others may be meant to read them, so theirs is the umask's mode.
+"""
+
+import logging
+import stat
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+OWNER_ALONE = 0o700
+
+
+def private_folder(path: Path) -> Path:
+    """`path`, made for its owner alone where it is missing.
+
+    One that is there is closed to everybody but its owner and its group: what the group may do is an operator's wish, and stays.
+    """
+    path.mkdir(mode=OWNER_ALONE, parents=True, exist_ok=True)
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if mode & stat.S_IRWXO:
+        try:
+            path.chmod(mode & ~stat.S_IRWXO)
+        except PermissionError:
+            log.warning("%s is open to everybody on this machine, and another account's: chmod o-rwx it", path)
+    return path
