@@ -191,7 +191,7 @@ def test_a_client_that_leaves_while_its_job_is_made_leaves_a_job_that_runs(api: 
     raw = b'{"model":"tiny","prompts":["hello there"]}'
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(
-            b"POST /v1/jobs HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(raw) + raw
+            b"POST /v1/jobs HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(raw) + raw
         )
     deadline = time.monotonic() + 10
     while not (waiting := messages(hand)):
@@ -213,7 +213,7 @@ def messages(hand: Hand) -> list[str]:
 def test_a_client_that_leaves_in_the_middle_of_its_body_makes_nothing(api: Api, hand: Hand) -> None:
     host, port = api.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
-        connection.sendall(b'POST /v1/jobs HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 500\r\n\r\n{"model":')
+        connection.sendall(b'POST /v1/jobs HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 500\r\n\r\n{"model":')
     time.sleep(0.3)
     assert hand.count_jobs() == 0
     assert "Traceback" not in api.log()
