@@ -72,7 +72,7 @@ def capture_save(
     """Download a job's capture files, checked on arrival."""
     with connect(url) as client:
         reader = client.capture(job_id, folder, partial=partial)
-    out.print(f"{len(reader.files)} files in {folder}", markup=False, soft_wrap=True)
+    out.print(f"{show.count(len(reader.files), 'file')} in {folder}", markup=False, soft_wrap=True)
 
 
 @capture_app.command("export")

@@ -248,7 +248,7 @@ def print_result(result: JobResult) -> None:
         out.print(show.determinism_line(result.determinism), soft_wrap=True)
     if captures.status != "not_requested":
         returned = sum(len(report.rows) for report in captures.consumers)
-        there = f"{len(captures.files)} files, {captures.rows} rows, {show.size(captures.bytes)}"
+        there = f"{show.count(len(captures.files), 'file')}, {show.count(captures.rows, 'row')}, {show.size(captures.bytes)}"
         if returned:
             there = (f"{there}; " if captures.files else "") + f"{show.size(returned)} in the answer"
         out.print(f"captures {show.coloured(captures.status)}: {there}")
@@ -257,7 +257,7 @@ def print_result(result: JobResult) -> None:
         if returned:
             out.print(show.capture(returned_rows(captures)))
     if captures.files:
-        out.print(f"midstream capture show {result.id}", style="bold", markup=False, soft_wrap=True)
+        out.print(f"look at them: midstream capture show {result.id}", style="bold", markup=False, soft_wrap=True)
 
 
 def only_model(client: Client) -> str:

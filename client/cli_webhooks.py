@@ -131,12 +131,13 @@ def webhooks_enable(
 
 
 def deliveries(found: Iterable[Delivery]) -> Table:
-    """One line per webhook, its id whole."""
-    shown = show.table("Webhooks", "id", "state", "attempts", "last", "receiver")
+    """Each webhook with its receiver below it: both are long, and a terminal may have 80 columns."""
+    shown = show.table("Webhooks", "id", "state", "tries", "last")
     shown.columns[0].no_wrap = True
     for delivery in found:
         last = delivery.attempts[-1] if delivery.attempts else None
-        shown.add_row(delivery.id, show.coloured(delivery.state), str(len(delivery.attempts)), _outcome(last), escape(delivery.url))
+        named = f"{delivery.id}\n→ {escape(delivery.url)}"
+        shown.add_row(named, show.coloured(delivery.state), str(len(delivery.attempts)), _outcome(last))
     return shown
 
 

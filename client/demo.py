@@ -239,7 +239,7 @@ def _steer(client: Client, model: str, console: Console, verdict: Verdict) -> No
 def _patch(client: Client, model: str, settings: Settings, console: Console, verdict: Verdict) -> None:
     """Where does it know that the tower is in Paris? Causal tracing (Meng et al. 2022, arXiv:2202.05262), drawn twice."""
     console.print()
-    console.rule("[bold]Patching[/]: each row of one prompt's stream into the other's, and what brings the answer back", align="left")
+    console.rule("[bold]Patching[/]: one prompt's rows put into another, and which bring the answer", align="left")
     study = PatchStudy(CLEAN, CORRUPT, ANSWER, FOIL, client=client, model=model).sweep(hooks=[HOOK])
     result, (pair,) = study.result, study.result.pairs
     console.print(Padding(show_sweeps.report(result, count=3), (0, 0, 0, 2)))
@@ -259,7 +259,7 @@ def _patch(client: Client, model: str, settings: Settings, console: Console, ver
     layer, column = np.unravel_index(values[:, :-1].argmax(), values[:, :-1].shape)
     found, late = values[layer, column], values[-1, column]
     early = (
-        f"before, the answer sits elsewhere: {grid.names[column]} alone brings back {found:.0%} in layer {layer}, in the last {late:.0%}"
+        f"before that it sits at the subject: “{grid.names[column]}” alone brings back {found:.0%} in layer {layer}, {late:.0%} in the last"
     )
     verdict.check(found >= LEAST_AT_THE_SUBJECT and late <= MOST_WHEN_READ, early)
     floor = pair.noise_floor

@@ -74,6 +74,11 @@ class Child:
         """None while it runs or was never started."""
         return self.process.poll() if self.process else None
 
+    @property
+    def ending(self) -> str:
+        """`70`, `SIGKILL`."""
+        return exit_name(self.exit_code)
+
     def output(self) -> str:
         """What it has written since its last start."""
         with self.log.open("rb") as handle:
@@ -81,7 +86,9 @@ class Child:
             return _ANSI.sub("", handle.read().decode(errors="replace"))
 
     def last_words(self) -> str:
-        """The line that best says why it ended: the last complaint, else the last line."""
+        """The line that best says why it ended: the last complaint, else the last line. Who is killed has no last words."""
+        if self.exit_code == -signal.SIGKILL:
+            return "it was killed, by somebody or by the kernel for want of memory"
         lines = [line.strip() for line in self.output().splitlines() if line.strip() and not _NOISE.match(line)]
         complaints = [line for line in lines if _COMPLAINT.search(line)]
         return (complaints or lines or ["it wrote nothing"])[-1][:500]
@@ -171,3 +178,8 @@ def end_leftover(pid: int, born: int, timeout: float = 20.0) -> bool:
         os.kill(pid, signal.SIGKILL)
         wait_for(lambda: birth(pid) != born, timeout)
     return True
+
+
+def exit_name(code: int | None) -> str:
+    """An exit code for people: `70`, or the name of the signal that ended the process."""
+    return next((known.name for known in signal.Signals if code == -known), str(code))

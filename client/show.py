@@ -41,6 +41,11 @@ def size(count: float) -> str:
     raise AssertionError("unreachable")
 
 
+def count(number: int, thing: str) -> str:
+    """`1 file`, `2 files`."""
+    return f"{number} {thing}{'' if number == 1 else 's'}"
+
+
 def seconds(start: float | None, end: float | None) -> str:
     return "" if start is None or end is None else f"{end - start:.2f} s"
 
@@ -56,12 +61,20 @@ def table(title: str, *columns: str) -> Table:
     return made
 
 
-def job(view: JobView) -> Table:
-    """Everything known about one job."""
+def _facts(*facts: tuple[str, str]) -> Table:
+    """(name, value) one below the other; without those that are empty."""
     shown = Table(show_header=False, box=None, pad_edge=False)
     shown.add_column(style="dim")
     shown.add_column(overflow="fold")
-    rows: list[tuple[str, str]] = [
+    for name, value in facts:
+        if value:
+            shown.add_row(name, value)
+    return shown
+
+
+def job(view: JobView) -> Table:
+    """Everything known about one job."""
+    return _facts(
         ("job", view.id),
         ("state", coloured(view.state)),
         ("kind", f"{view.kind}, {_extent(view)}, model {escape(view.model)}"),
@@ -73,17 +86,13 @@ def job(view: JobView) -> Table:
         ("captures", coloured(view.capture_status) if view.capture_status != "not_requested" else "none asked for"),
         ("receipts", f"{view.receipts} of {view.receipts_expected}" if view.receipts_expected else ""),
         ("error", f"[red]{escape(view.error.detail)}[/]" if view.error else ""),
-    ]
-    for name, value in rows:
-        if value:
-            shown.add_row(name, value)
-    return shown
+    )
 
 
 def _extent(view: JobView) -> str:
     if view.kind == "sweep":
         return f"{view.cells} of {view.cells_expected} cells"
-    return f"{view.prompts} prompt{'s' if view.prompts != 1 else ''}"
+    return count(view.prompts, "prompt")
 
 
 def jobs(views: Iterable[JobView]) -> Table:
@@ -112,23 +121,16 @@ def runs(views: Iterable[RunView]) -> Table:
 
 def run(view: RunView) -> Table:
     """Everything known about one source run; its prompts are `run_prompts`."""
-    shown = Table(show_header=False, box=None, pad_edge=False)
-    shown.add_column(style="dim")
-    shown.add_column(overflow="fold")
-    rows: list[tuple[str, str]] = [
+    return _facts(
         ("run", escape(view.name)),
         ("state", coloured(view.state) + (f" ({escape(view.detail)})" if view.detail else "")),
         ("model", escape(view.model)),
         ("job", view.job),
         ("tag", view.tag),
         ("files", size(view.bytes)),
-        ("in use", f"by {view.in_use} job{'s' if view.in_use != 1 else ''}" if view.in_use else ""),
+        ("in use", f"by {count(view.in_use, 'job')}" if view.in_use else ""),
         ("in memory", escape(", ".join(view.held_by))),
-    ]
-    for name, value in rows:
-        if value:
-            shown.add_row(name, value)
-    return shown
+    )
 
 
 def run_prompts(prompts: Sequence[RunPrompt]) -> Table:
@@ -177,10 +179,10 @@ def determinism_line(determinism: Determinism | None) -> str:
     if determinism is None:
         return "determinism: nothing to compare (no intervention, no capture)"
     ranks = len({report.rank for stage in determinism.stages for report in stage.ranks})
-    count = f"{ranks} rank{'s' if ranks != 1 else ''} in {len(determinism.stages)} stage{'s' if len(determinism.stages) != 1 else ''}"
+    extent = f"{count(ranks, 'rank')} in {count(len(determinism.stages), 'stage')}"
     if determinism.consistent:
-        return f"determinism: [green]consistent[/], {count}, every checksum and action count agrees"
-    return f"determinism: [red]ranks disagree[/] ({count})"
+        return f"determinism: [green]consistent[/], {extent}, every checksum and action count agrees"
+    return f"determinism: [red]ranks disagree[/] ({extent})"
 
 
 def capture(reader: CaptureReader) -> Table:

@@ -10,7 +10,7 @@ from rich.table import Table
 from ..schemas.base import to_json
 from ..schemas.selectors import as_ranges
 from ..schemas.steering import Agreement, Dynamic, EntryView, GlobalView, ModuleView, WorkerSteering
-from .show import TABLE_ROWS, size, table
+from .show import TABLE_ROWS, count, size, table
 
 #: So much of a digest or hash is shown: enough to tell one from another.
 DIGEST = 12
@@ -74,15 +74,15 @@ def global_line(view: GlobalView) -> str:
         return f"{line}; no worker is alive, each applies it before its first job"
     behind = [worker for worker in view.workers if worker.global_version != view.version]
     if view.applied:
-        return f"{line}; [green]applied[/] by {_count(len(view.workers), 'worker')} on every rank"
+        return f"{line}; [green]applied[/] by {count(len(view.workers), 'worker')} on every rank"
     late = "; ".join(f"{worker.worker} has version {worker.global_version}, {worker.state} {worker.detail}".rstrip() for worker in behind)
     return f"{line}; [yellow]not applied everywhere[/]: {escape(late) or 'a rank is behind'}"
 
 
 def worker_line(worker: WorkerSteering) -> str:
     state = f"[{_STATES[worker.state]}]{worker.state}[/]" + (f" ({escape(worker.detail)})" if worker.detail else "")
-    found = f", {_count(worker.desyncs, 'desync')} found, {worker.resyncs} mended" if worker.desyncs else ""
-    waits = f"{_count(worker.waiting, 'request')} wait{'s' if worker.waiting == 1 else ''} for rows"
+    found = f", {count(worker.desyncs, 'desync')} found, {worker.resyncs} mended" if worker.desyncs else ""
+    waits = f"{count(worker.waiting, 'request')} wait{'s' if worker.waiting == 1 else ''} for rows"
     versions = f"desired state {worker.version}, global {worker.global_version}"
     return f"{escape(worker.worker)} of {escape(worker.model)}: {state}, {versions}, {waits}{found}"
 
@@ -109,13 +109,9 @@ def agreement_line(dynamic: Dynamic) -> str:
         return f"determinism: [red]not consistent[/]: {escape(agreement.detail or 'a rank says something else than its peers')}"
     stages = agreement.stages
     many = sum(len(stage.checksums) for stage in stages)
-    count = f"{_count(many, 'rank')} in {_count(len(stages), 'stage')} of {_count(len(dynamic.workers), 'worker')}"
+    extent = f"{count(many, 'rank')} in {count(len(stages), 'stage')} of {count(len(dynamic.workers), 'worker')}"
     if len(stages) != 1:
-        return f"determinism: [green]consistent[/], {count}, every checksum and action count agrees within its stage"
+        return f"determinism: [green]consistent[/], {extent}, every checksum and action count agrees within its stage"
     (stage,) = stages
     checksum, actions = next(iter(stage.checksums.values())), next(iter(stage.actions.values()))
-    return f"determinism: [green]consistent[/], {count}, checksum {checksum} over {_count(actions, 'action')}"
-
-
-def _count(number: int, thing: str) -> str:
-    return f"{number} {thing}{'' if number == 1 else 's'}"
+    return f"determinism: [green]consistent[/], {extent}, checksum {checksum} over {count(actions, 'action')}"

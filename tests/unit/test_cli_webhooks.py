@@ -2,6 +2,7 @@
 
 import json
 
+import msgspec
 import pytest
 from http_kit import reply, server
 
@@ -42,6 +43,18 @@ def test_deliveries_are_filtered_and_listed_with_their_last_answer(capsys: pytes
     shown = capsys.readouterr().out
     assert "msg_1_succeeded" in shown
     assert "no answer" in shown
+
+
+def test_ids_and_receivers_stay_whole_on_a_terminal_of_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    long = msgspec.structs.replace(SENT, id=f"msg_{'1' * 35}_succeeded", url="https://hooks.lab.example/midstream")
+    with server(reply(DeliveryPage(deliveries=[long]))) as (url, _):
+        typed("deliveries", "--url", url)
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.strip().startswith(long.id) and "failed" in line for line in lines)
+    assert any(line.strip() == f"→ {long.url}" for line in lines)
 
 
 def test_one_is_shown_with_all_its_attempts_and_sent_again(capsys: pytest.CaptureFixture[str]) -> None:

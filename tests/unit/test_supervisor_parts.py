@@ -109,6 +109,13 @@ def test_the_last_words_are_the_reason_and_not_the_noise_after_it(tmp_path: Path
     assert part.last_words() == "worker failed: GPT-J is not supported"
 
 
+def test_of_one_that_was_killed_it_is_said_so_instead_of_its_last_line(tmp_path: Path) -> None:
+    part = child(tmp_path, "import os; print('all is well', flush=True); os.kill(os.getpid(), 9)")
+    part.start()
+    assert ended(part)
+    assert (part.ending, part.last_words()) == ("SIGKILL", "it was killed, by somebody or by the kernel for want of memory")
+
+
 def test_only_the_last_start_is_quoted(tmp_path: Path) -> None:
     part = child(tmp_path, "print('ValueError: old')")
     part.start()
