@@ -79,7 +79,7 @@ class ModuleOperation(Operation):
     summary="Give a module its name",
     description="Entries as in a request's `steering`, as JSON or as a safetensors file. Requests that were accepted before keep what the "
     "name meant then.",
-    responses={201: ResponseSpec(ModuleView, description="The name is new", generate_examples=False), **CHANGE_ERRORS},
+    responses={201: ResponseSpec(ModuleView, description="The name is new", generate_examples=False), **CHANGE_ERRORS, 429: PROBLEM},
     operation_class=ModuleOperation,
     opt={"file": _module_of},
 )

@@ -16,6 +16,7 @@ from celery import Celery
 from ..schemas.faults import crash_point
 from ..schemas.handling import Priority
 from ..schemas.jobs import Job
+from ..schemas.sweep_units import Units
 from .celery_app import PRIORITY_OF_KIND, PRIORITY_STEPS
 from .messages import post
 
@@ -58,9 +59,10 @@ def _text(raw: bytes | int) -> str:
 
 
 def cost_of(job: Job) -> int:
-    """What a job takes of its tenant's share: tokens of its prompts and the most that it may generate; of a sweep its cells."""
+    """What a job takes of its tenant's share: tokens of its prompts and the most that it may generate, of a sweep those of all requests
+    that it comes to."""
     if job.sweep is not None:
-        return job.sweep.num_cells
+        return Units(job.sweep).tokens
     return sum(len(prompt.token_ids) for prompt in job.prompts) + job.sampling.max_tokens * len(job.prompts)
 
 

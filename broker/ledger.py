@@ -27,7 +27,7 @@ from ..schemas.sweeps import UnitRecord
 from ..schemas.tensors import Tensor
 from ..schemas.version import OLDEST_WIRE, WIRE
 from . import reading, scripts
-from .dispatch import Send, cost_of, messages_of
+from .dispatch import Send, messages_of
 from .grouped import GroupedRedis
 from .pressure import Pressure
 from .tenants import Tenants, limits_of, refusal
@@ -195,7 +195,8 @@ class Ledger:
         outcome, job_id = scripts.text(reply[:2])
         if outcome == "refused":
             used, allowed, seconds = scripts.text(reply[2:])
-            raise refusal(job.tenant, job_id, int(used), int(allowed), cost_of(job), float(seconds) if seconds else None)
+            cells = job.sweep.num_cells if job.sweep is not None else 0
+            raise refusal(job.tenant, job_id, int(used), int(allowed), cells, float(seconds) if seconds else None)
         if outcome == "missing":
             named = ", ".join(sorted(job.modules)) or "what it was taken from"
             raise MidstreamError("conflict", f"{named} was changed or unregistered while the request was accepted: send it again")

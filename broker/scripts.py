@@ -17,6 +17,7 @@ from .. import __version__
 from ..schemas.base import now, to_json, to_msgpack
 from ..schemas.errors import STATUS_OF_KIND, MidstreamError
 from ..schemas.jobs import TERMINAL, TRANSITIONS, Job, State
+from ..schemas.keys import unscoped
 from ..schemas.receipts import LostRange, Receipt
 from ..schemas.runs import Run
 from ..schemas.settings import Settings
@@ -38,7 +39,7 @@ BLOB_TTL_FACTOR = 3
 NAMES = (
     "submit", "claim", "store", "fail", "cancel", "cancelled", "release", "release_boots", "renew", "emit",
     "settle", "lost", "sweep", "look_again", "forget_captures", "removed_captures", "desync",
-    "propose", "commit", "abort", "put_module", "delete_module", "delete_run", "keep_units", "top_up", "recount",
+    "propose", "commit", "abort", "put_module", "delete_module", "delete_run", "keep_units", "top_up", "recount", "recounted",
     "forget_workers",
 )  # fmt: skip
 
@@ -220,8 +221,14 @@ def propose(settings: Settings, model: str, proposal: Proposal, steering: bytes,
 def put_module(settings: Settings, module: Module, former: bytes, other: bool, blobs: Mapping[str, bytes]) -> list[Argument]:
     """`former`: as it is stored, empty for none; `other`: its content is not the module's."""
     return [
-        *context(settings), module.model, module.name, to_msgpack(module), former, int(other), *_tensors(module.tensors, blobs),
+        *context(settings), module.model, module.name, to_msgpack(module), former, int(other), unscoped(module.name)[0],
+        size_of(module), to_json(limits_of(settings)), *_tensors(module.tensors, blobs),
     ]  # fmt: skip
+
+
+def size_of(module: Module) -> int:
+    """Bytes that a module counts with: its vectors, and the record that names them."""
+    return module.bytes + len(to_msgpack(module))
 
 
 def _tensors(names: Sequence[str], blobs: Mapping[str, bytes]) -> list[Argument]:

@@ -14,13 +14,14 @@ import msgspec
 from .. import __version__
 from ..schemas.base import from_msgpack, now, to_msgpack
 from ..schemas.errors import MidstreamError
-from ..schemas.keys import shown
+from ..schemas.keys import shown, unscoped
 from ..schemas.models import WorkerInfo
 from ..schemas.settings import Settings
 from ..schemas.steering import Desired, GlobalSteering, Module, Proposal, SteeringTemplate, WorkerSteering
 from ..schemas.tensors import Tensor
 from . import scripts
 from .ledger import Ledger, reachable
+from .tenants import MIB, refusal
 
 log = logging.getLogger(__name__)
 
@@ -230,6 +231,7 @@ class Steering:
         """Let the name point at this content; returns what it pointed at before, None when it is new.
 
         The same content again changes at most the description: version and `created` stay. `blobs` as in `propose`.
+        Raises MidstreamError("module_limit") when its tenant has what it may have, and a 400 for what is more by itself.
         """
         raw = _packed(blobs)
         for _ in range(RACES):
@@ -244,6 +246,9 @@ class Steering:
                 await self._scripts.put_module(args=scripts.put_module(self._settings, stored, packed or b"", not same, raw))
             )
             _check_there(outcome, detail)
+            if outcome == "refused":
+                limit, used, allowed, _ = detail
+                raise refusal(unscoped(stored.name)[0], limit, int(used), int(allowed), -(-scripts.size_of(stored) // MIB), None)
             if outcome == "stored":
                 self._ledger.took_room(_size(raw))
                 return former
@@ -253,7 +258,7 @@ class Steering:
     async def delete_module(self, model: str, name: str) -> Module | None:
         """Take the name away; returns what it pointed at, None when there is no such module. Accepted jobs keep what it was."""
         await self.module(model, name)  # one that cannot be read stays: its version may still need it
-        packed = await self._scripts.delete_module(args=[*scripts.context(self._settings), model, name])
+        packed = await self._scripts.delete_module(args=[*scripts.context(self._settings), model, name, unscoped(name)[0]])
         return await self._read(model, a_module(name), packed) if packed else None
 
     @reachable

@@ -23,6 +23,7 @@ from .dispatch import Message, messages_of, send_now
 from .ledger import Ledger, reachable
 from .messages import job_of_task
 from .reading import listing
+from .recount import Recount
 from .runs import SourceRuns
 
 log = logging.getLogger(__name__)
@@ -36,10 +37,8 @@ PRUNE_LIMIT, PRUNE_LEAST = 2000, 50
 #: A queued job that has its message is looked at again after `QUEUED_LOOK_S` and this many seconds per message that had
 #: to be read for it, so that a long queue is not read all the time.
 SECONDS_PER_MESSAGE = 1e-3
-#: Seconds between two counts of all that is in use: each holds Redis for some microseconds per job and capture.
+#: Seconds between two counts of all that is in use.
 RECOUNT_S = 3600.0
-#: Captures that are counted at most: of more, which nobody has deleted, the bytes stay as they were counted all along.
-RECOUNT_CAPTURES = 50_000
 #: kombu's hash of messages that were delivered and not acknowledged.
 UNACKED = "unacked"
 
@@ -143,8 +142,9 @@ class Sweeper:
             return []
         self._recount_at = at + RECOUNT_S
         await self._scripts.forget_workers(args=scripts.context(self._settings, at))
-        told = scripts.text(await self._scripts.recount(args=[*scripts.context(self._settings, at), RECOUNT_CAPTURES]))
-        differed = [f"{name}: {counted} instead of {found}" for name, counted, found in zip(told[::3], told[1::3], told[2::3], strict=True)]
+        recount = Recount(self._scripts, self._settings, at)
+        while (differed := await recount.step()) is None:
+            pass
         if differed:
             log.warning("what is in use was counted wrong, and is corrected: %s", "; ".join(differed))
         return differed

@@ -15,7 +15,7 @@ TENANTS = "ms:tenants"
 USAGE = "ms:usage"
 
 #: Limits of a tenant for which there are settings.
-DEFAULTED = ("requests_per_minute", "tokens_per_minute", "jobs_in_flight", "capture_mib", "sweep_cells")
+DEFAULTED = ("requests_per_minute", "tokens_per_minute", "jobs_in_flight", "capture_mib", "sweep_cells", "modules", "module_mib")
 
 #: Name of a limit → kind of problem, and how it is told; and what would be accepted.
 REFUSALS: dict[str, tuple[str, str]] = {
@@ -25,6 +25,8 @@ REFUSALS: dict[str, tuple[str, str]] = {
     "sweep_cells": ("too_many_cells", "{used} cells of other sweeps of tenant {tenant} wait or run, and this one has {more}"),
     "sweep_cells_waiting": ("too_many_cells", "{used} cells of other sweeps wait or run, and this one has {more}"),
     "capture_mib": ("capture_limit", "the capture files of tenant {tenant} take {used} MiB, and they may take {allowed} MiB"),
+    "modules": ("module_limit", "tenant {tenant} has {used} named modules, and it may have {allowed}"),
+    "module_mib": ("module_limit", "with this one, of {more} MiB, the named modules of tenant {tenant} would take more than {allowed} MiB"),
     "requests_per_minute": ("rate_limited", "tenant {tenant} may submit {allowed} requests per minute"),
     "tokens_per_minute": ("rate_limited", "tenant {tenant} may submit {allowed} tokens per minute: of the last, {used} still count"),
 }
@@ -32,7 +34,18 @@ ALLOWED: dict[str, str] = {
     "sweep_cells": "{allowed} in all: try again when some are over, or ask for fewer cells",
     "sweep_cells_waiting": "{allowed} in all (setting sweep_cells_waiting): try again when some are over, or ask for fewer cells",
     "capture_mib": "delete some (DELETE /v1/captures/<job>)",
+    "modules": "delete some (DELETE /v1/steering/modules/<name>)",
+    "module_mib": "delete some (DELETE /v1/steering/modules/<name>), or smaller ones",
 }
+#: Name of a limit → what is wrong with one thing that is larger than the limit by itself, so that waiting does not help: field,
+#: how it is told, what would be accepted.
+_TOO_MANY_CELLS = ("pairs", "come to {more} cells", "at most {allowed} of all sweeps together (limit {name}): a smaller sweep")
+TOO_LARGE: dict[str, tuple[str, str, str]] = {
+    "sweep_cells": _TOO_MANY_CELLS,
+    "sweep_cells_waiting": _TOO_MANY_CELLS,
+    "module_mib": ("steering", "comes to {more} MiB", "at most {allowed} MiB of all modules together (limit {name}): a smaller module"),
+}
+MIB = 1 << 20
 
 
 def limits_of(settings: Settings) -> dict[str, int]:
@@ -43,15 +56,15 @@ def limits_of(settings: Settings) -> dict[str, int]:
 
 
 def refusal(tenant: str, name: str, used: int, allowed: int, more: int, retry_after: float | None) -> MidstreamError:
-    """Why a submission was not accepted, and from when on it would be."""
+    """Why something was not accepted, and from when on it would be. `more`: what it would have taken of the limit."""
+    facts = {"name": name, "tenant": tenant, "used": used, "allowed": allowed, "more": more}
+    if name in TOO_LARGE and more > allowed:
+        field, *words = TOO_LARGE[name]
+        detail, advice = (text.format(**facts) for text in words)
+        return invalid(field, detail, allowed=advice)
     kind, text = REFUSALS[name]
-    if kind == "too_many_cells" and more > allowed:  # waiting does not help
-        return invalid(
-            "pairs", f"come to {more} cells", allowed=f"at most {allowed} of all sweeps together (limit {name}): a smaller sweep"
-        )
-    facts = {"tenant": tenant, "used": used, "allowed": allowed, "more": more}
-    advice = ALLOWED.get(name)
-    return MidstreamError(kind, text.format(**facts), allowed=advice.format(**facts) if advice else None, retry_after=retry_after)
+    what_to_do = ALLOWED.get(name)
+    return MidstreamError(kind, text.format(**facts), allowed=what_to_do.format(**facts) if what_to_do else None, retry_after=retry_after)
 
 
 class Tenants:
@@ -86,9 +99,10 @@ class Tenants:
         rates = await self._redis.hmget(f"ms:rate:{name}", "minute", "requests", "tokens")
         minute, requests, tokens = (int(number or 0) for number in rates)
         current = minute == int(now() // 60)
+        sizes: list[bytes] = await self._redis.hvals(f"ms:module-bytes:{name}")
         return Usage(
             jobs_in_flight=jobs, sweep_cells=cells, capture_bytes=kept, tokens_this_minute=tokens if current else 0,
-            requests_this_minute=requests if current else 0,
+            requests_this_minute=requests if current else 0, modules=len(sizes), module_bytes=sum(map(int, sizes)),
         )  # fmt: skip
 
     async def view(self, name: str) -> TenantView:

@@ -137,6 +137,8 @@ def tenants_set(
     jobs_in_flight: Annotated[int | None, typer.Option(help="Jobs that are not over.")] = None,
     capture_mib: Annotated[int | None, typer.Option(help="Capture files, in MiB.")] = None,
     sweep_cells: Annotated[int | None, typer.Option(help="Cells of sweeps that are not over.")] = None,
+    modules: Annotated[int | None, typer.Option(help="Named steering modules.")] = None,
+    module_mib: Annotated[int | None, typer.Option(help="Named steering modules, in MiB.")] = None,
     weight: Annotated[int, typer.Option(help="Share of the engine beside other tenants.")] = 1,
     highest_priority: Annotated[str, typer.Option(help="high, normal or low: what asks for more gets this.")] = "high",
     json_: AsJson = False,
@@ -145,8 +147,8 @@ def tenants_set(
     """A tenant's limits, all of them: what is left out is as the service's settings say. 0 is no limit."""
     given = {
         "requests_per_minute": requests_per_minute, "tokens_per_minute": tokens_per_minute, "jobs_in_flight": jobs_in_flight,
-        "capture_mib": capture_mib, "sweep_cells": sweep_cells, "weight": weight,
-        "highest_priority": wire.checked(highest_priority, Priority, "highest_priority"),  # type: ignore[arg-type]
+        "capture_mib": capture_mib, "sweep_cells": sweep_cells, "modules": modules, "module_mib": module_mib,
+        "weight": weight, "highest_priority": wire.checked(highest_priority, Priority, "highest_priority"),  # type: ignore[arg-type]
     }  # fmt: skip
     with connect(url) as client:
         _show([client.set_tenant(name, wire.checked(given, Limits))], json_)
@@ -176,21 +178,26 @@ def _show(found: Sequence[TenantView], as_json: bool) -> None:
     if as_json:
         print(to_json(found[0]).decode())
         return
-    made = show.table("used / allowed", "tenant", "jobs", "requests/min", "tokens/min", "captures", "sweep cells", "weight", "priority")
+    columns = ("tenant", "jobs", "requests/min", "tokens/min", "captures", "sweep cells", "modules", "weight", "priority")
+    made = show.table("used / allowed", *columns)
     for view in found:
         usage, limits = view.usage, view.limits
-        captures = "∞" if not limits.capture_mib else f"{limits.capture_mib} MiB"
         made.add_row(
             view.name,
             _of(usage.jobs_in_flight, limits.jobs_in_flight),
             _of(usage.requests_this_minute, limits.requests_per_minute),
             _of(usage.tokens_this_minute, limits.tokens_per_minute),
-            f"{show.size(usage.capture_bytes)} / {captures}",
+            _size_of(usage.capture_bytes, limits.capture_mib),
             _of(usage.sweep_cells, limits.sweep_cells),
+            f"{_of(usage.modules, limits.modules)}, {_size_of(usage.module_bytes, limits.module_mib)}",
             str(limits.weight),
             limits.highest_priority,
         )
     out.print(made)
+
+
+def _size_of(used: int, allowed_mib: int | None) -> str:
+    return f"{show.size(used)} / {f'{allowed_mib} MiB' if allowed_mib else '∞'}"
 
 
 def _of(used: int, allowed: int | None) -> str:

@@ -33,6 +33,7 @@ STATUS_OF_KIND: dict[str, int] = {
     "rate_limited": 429,  # the tenant submits faster than it may: requests or tokens per minute
     "too_many_jobs": 429,  # the tenant has as many jobs in flight as it may
     "capture_limit": 429,  # the tenant's capture files take all the space that it may use
+    "module_limit": 429,  # the tenant has as many named modules, or as large ones, as it may: it is to delete some
     "overloaded": 503,  # the queue, or Redis, is nearly full: nothing was accepted
     "not_started_in_time": 504,  # no worker had begun the job when its `expires_in` was over
     "quota_exceeded": 507,  # the captures take all the space that they may

@@ -38,6 +38,8 @@ class Limits(Record, omit_defaults=True):
     jobs_in_flight: Natural | None = None  # accepted and not over
     capture_mib: Natural | None = None  # of capture files that are not deleted
     sweep_cells: Natural | None = None  # of sweeps that are not over
+    modules: Natural | None = None  # named steering modules, of all models
+    module_mib: Natural | None = None  # of their vectors and entries
     weight: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 1  # share of the engine beside other tenants
     highest_priority: Priority = "high"  # what asks for more gets this
 
@@ -99,6 +101,8 @@ class Usage(Record):
     capture_bytes: int
     tokens_this_minute: int
     requests_this_minute: int
+    modules: int = 0
+    module_bytes: int = 0
 
 
 class TenantView(Record):

@@ -126,6 +126,8 @@ class Settings(Record):
     limit_jobs_in_flight: Natural = 0
     limit_capture_mib: Natural = 0
     limit_sweep_cells: Natural = 0
+    limit_modules: Natural = 0
+    limit_module_mib: Natural = 0
 
     # Scheduling
     dispatch_window: Count = 64  # messages of a model and priority under way at once; the rest waits in the ledger, fair between tenants

@@ -43,6 +43,19 @@ class Units:
         """Numbers of requests are below this. Not all are in use."""
         return (self.first_cell + self._sweep.num_cells) * self.width
 
+    @cached_property
+    def tokens(self) -> int:
+        """What all its requests come to: their prompts, and the token that each has graded. What is skipped counts nothing; what an
+        engine shares between requests counts for each."""
+        sweep, total = self._sweep, 0
+        for stored, nodes in zip(sweep.pairs, self.nodes, strict=True):
+            columns = sum(bool(column.places) for column in stored.columns)
+            patched = sweep.noise + columns * len(sweep.hooks) * len(sweep.layers) if columns else 0
+            behind = sum(len(node.prefix) + 1 for node in nodes)
+            total += (1 + patched) * (len(nodes) * len(stored.base) + behind)
+            total += len(nodes) * len(stored.source) + behind if stored.source else 0
+        return total
+
     def base(self, pair: int) -> Unit:
         return Unit(pair * self._controls, "base", pair)
 

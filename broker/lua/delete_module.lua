@@ -1,7 +1,7 @@
 -- A name is taken away.
--- args: model, name
+-- args: model, name, tenant
 -- returns the packed module that it pointed at, '' when there was none
-local model, name = unpack(ARGV, FIRST, FIRST + 1)
+local model, name, tenant = unpack(ARGV, FIRST, FIRST + 2)
 local modules = key('modules', model)
 local packed = redis.call('HGET', modules, name)
 if not packed then
@@ -9,6 +9,7 @@ if not packed then
 end
 redis.call('HDEL', modules, name)
 redis.call('HDEL', key('steering', model), 'module_by:' .. name)
+redis.call('HDEL', key('module-bytes', tenant), model .. '/' .. name)
 pin('module:' .. model .. ':' .. name, 0, 0)
 redis.call('HINCRBY', key('steering', model), 'version', 1)
 return packed

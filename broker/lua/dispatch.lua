@@ -15,23 +15,63 @@ local function limits_of(tenant)
   return packed and cmsgpack.unpack(packed).limits or {}
 end
 
--- What a tenant uses of something (`jobs`, `cells`, `bytes`); what all together use has no tenant's name.
-local function tally(tenant, what, by)
+-- The limits that hold for a tenant: its own, and where it has none those in `defaults` (JSON). Its own come second.
+local function limits_for(tenant, defaults)
+  local limits, own = cjson.decode(defaults), limits_of(tenant)
+  for name, number in pairs(own) do
+    limits[name] = number
+  end
+  return limits, own
+end
+
+local MIB = 1048576
+
+-- The refusal where `used` and `more` come to more than a limit, of which one is `unit` of theirs; nil where they do not.
+local function over(limits, name, used, more, unit)
+  if more > 0 and limits[name] > 0 and used + more > limits[name] * unit then
+    return {'refused', name, math.max(0, math.ceil(used / unit)), limits[name], ''}
+  end
+end
+
+-- While usage is counted anew (recount.lua): what was counted by now, and the keys of the jobs and captures that are counted.
+local RECOUNT, SEEN, RECOUNT_TTL_S = 'ms:recount', 'ms:recount-seen', 600
+
+local counting = nil -- asked once in a script
+local function recounting()
+  if counting == nil then
+    counting = redis.call('EXISTS', RECOUNT) == 1
+  end
+  return counting
+end
+
+-- A job or capture that is new uses nothing yet: it is counted from here on.
+local function tally_from_here(of)
+  if recounting() then
+    redis.call('SADD', SEEN, of)
+  end
+end
+
+-- What a tenant uses of something (`jobs`, `cells`, `bytes`); what all together use has no tenant's name. `of`: the key of the job or
+-- capture that uses it.
+local function tally(of, tenant, what, by)
   if by ~= 0 then
     redis.call('HINCRBY', 'ms:usage', tenant .. '/' .. what, by)
+    if recounting() and redis.call('SISMEMBER', SEEN, of) == 1 then
+      redis.call('HINCRBY', RECOUNT, tenant .. '/' .. what, by)
+    end
   end
 end
 
 local function tally_cells(job, by)
-  tally(job.tenant, 'cells', by)
-  tally('', 'cells', by)
+  tally(key('job', job.id), job.tenant, 'cells', by)
+  tally(key('job', job.id), '', 'cells', by)
 end
 
 -- More or fewer bytes of a job's capture files, where its user asked for files (what the operator captures costs no user anything).
 local function charge(id, by)
   local tenant = redis.call('HGET', key('capture', id), 'charged')
   if tenant then
-    tally(tenant, 'bytes', by)
+    tally(key('capture', id), tenant, 'bytes', by)
   end
 end
 
@@ -84,8 +124,9 @@ end
 
 -- A job was accepted: its message is sent now if there is room and nobody waits, else when its turn comes.
 local function enter(job)
-  tally(job.tenant, 'jobs', 1)
-  tally('', 'queued', 1)
+  tally_from_here(key('job', job.id))
+  tally(key('job', job.id), job.tenant, 'jobs', 1)
+  tally(key('job', job.id), '', 'queued', 1)
   redis.call('SADD', 'ms:queues', job.model .. ':' .. job.step)
   local first, least = front(job.model, job.step)
   if not first and redis.call('SCARD', turn('sent', job.model, job.step)) < window then
@@ -100,14 +141,14 @@ end
 
 -- A job that had begun is queued again: it does not wait another time.
 local function enter_again(job)
-  tally('', 'queued', 1)
+  tally(key('job', job.id), '', 'queued', 1)
   redis.call('SADD', 'ms:queues', job.model .. ':' .. job.step)
   send(job)
 end
 
 -- A job is queued no more: the next may come.
 local function leave(job)
-  tally('', 'queued', -1)
+  tally(key('job', job.id), '', 'queued', -1)
   if redis.call('SREM', turn('sent', job.model, job.step), job.id) == 0 then
     redis.call('ZREM', turn('wait', job.model, job.step, job.tenant), job.id)
   end

@@ -55,7 +55,7 @@ local function move(job, to, capture_status)
         redis.call('ZADD', 'ms:captured', now, job.id) -- their age counts from here
       end
     end
-    tally(job.tenant, 'jobs', -1)
+    tally(hash, job.tenant, 'jobs', -1)
     if job.kind == 'sweep' then
       tally_cells(job, job.cells - job.cells_expected)
     end

@@ -1,61 +1,61 @@
--- What is in use, counted anew from the jobs that are not over and the captures that are kept. It is the same as what was counted
--- all along, but for what an older version did without counting. And every queued job is found where the sweeper looks.
--- args: how many captures are counted at most
--- returns {what, as it was counted, as it is, ...} of what differed
+-- What is in use, counted anew from the jobs that are not over and the captures that are kept, some at a time: nobody is served
+-- meanwhile. What was looked at is in `ms:recount-seen`, and whoever changes what it uses changes both counts (`tally`); what was not is
+-- counted as it is when its turn comes, and what is new from its beginning. So at the end it is the count of that moment.
+-- And every queued job is found where the sweeper looks.
+-- args: name of this count, 'live' or 'captures', cursor ('0' at first), how many
+-- returns the next cursor, '0' when all of them were looked at; '' when there is another count by now
+local name, which, cursor, many = unpack(ARGV, FIRST, FIRST + 3)
+if redis.call('HGET', RECOUNT, 'name') ~= name then
+  if which ~= 'live' or cursor ~= '0' then
+    return ''
+  end
+  redis.call('UNLINK', RECOUNT, SEEN)
+  redis.call('HSET', RECOUNT, 'name', name)
+end
+redis.call('EXPIRE', RECOUNT, RECOUNT_TTL_S) -- nobody goes on with it: then nobody is to keep it up
+redis.call('EXPIRE', SEEN, 2 * RECOUNT_TTL_S)
+
 local is = {}
 local function add(tenant, what, by)
-  if by ~= 0 then
-    local name = tenant .. '/' .. what
-    is[name] = (is[name] or 0) + by
-  end
+  local field = tenant .. '/' .. what
+  is[field] = (is[field] or 0) + by
 end
--- Only what is needed is read: there may be 100,000 jobs, and nobody else is served meanwhile.
-for _, id in ipairs(redis.call('ZRANGE', 'ms:live', 0, -1)) do
+
+-- Only what is needed is read.
+local look = {}
+function look.live(id)
   local state, kind, tenant, expected, cells, model, step =
     unpack(redis.call('HMGET', key('job', id), 'state', 'kind', 'tenant', 'cells_expected', 'cells', 'model', 'step'))
-  if state and not TERMINAL[state] then
-    tenant = tenant or 'default'
-    add(tenant, 'jobs', 1)
-    if kind == 'sweep' then
-      add(tenant, 'cells', tonumber(expected) - tonumber(cells))
-      add('', 'cells', tonumber(expected) - tonumber(cells))
-    end
-    if state == 'queued' then
-      add('', 'queued', 1)
-      step = step or STEPS[kind].normal
-      if not redis.call('ZSCORE', turn('wait', model, step, tenant), id)
-        and redis.call('SISMEMBER', turn('sent', model, step), id) == 0 then
-        redis.call('ZADD', 'ms:live', now, id)
-      end
+  if not state or TERMINAL[state] or redis.call('SADD', SEEN, key('job', id)) == 0 then
+    return
+  end
+  tenant = tenant or 'default'
+  add(tenant, 'jobs', 1)
+  if kind == 'sweep' then
+    add(tenant, 'cells', tonumber(expected) - tonumber(cells))
+    add('', 'cells', tonumber(expected) - tonumber(cells))
+  end
+  if state == 'queued' then
+    add('', 'queued', 1)
+    step = step or STEPS[kind].normal
+    if not redis.call('ZSCORE', turn('wait', model, step, tenant), id)
+      and redis.call('SISMEMBER', turn('sent', model, step), id) == 0 then
+      redis.call('ZADD', 'ms:live', now, id)
     end
   end
 end
-local whole = redis.call('ZCARD', 'ms:captures') <= tonumber(ARGV[FIRST]) -- else bytes stay as they were counted
-for _, id in ipairs(whole and redis.call('ZRANGE', 'ms:captures', 0, -1) or {}) do
+function look.captures(id)
   local tenant, bytes = unpack(redis.call('HMGET', key('capture', id), 'charged', 'bytes'))
-  if tenant then
+  if tenant and redis.call('SADD', SEEN, key('capture', id)) == 1 then
     add(tenant, 'bytes', tonumber(bytes))
   end
 end
-local differed = {}
-local was = redis.call('HGETALL', 'ms:usage')
-for at = 1, #was, 2 do
-  local name, counted = was[at], tonumber(was[at + 1])
-  if not whole and string.sub(name, -6) == '/bytes' then
-    is[name] = counted
-  end
-  if counted ~= (is[name] or 0) then
-    for _, value in ipairs({name, counted, is[name] or 0}) do
-      differed[#differed + 1] = value
-    end
-  end
-  is[name] = is[name] or false
+
+local found = redis.call('ZSCAN', 'ms:' .. which, cursor, 'COUNT', many)
+for at = 1, #found[2], 2 do
+  look[which](found[2][at])
 end
-for name, number in pairs(is) do
-  if number then
-    redis.call('HSET', 'ms:usage', name, number)
-  else
-    redis.call('HDEL', 'ms:usage', name)
-  end
+for field, by in pairs(is) do
+  redis.call('HINCRBY', RECOUNT, field, by)
 end
-return differed
+return found[1]

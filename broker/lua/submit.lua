@@ -2,7 +2,7 @@
 -- args: how full Redis is, in percent, id, spec, created, kind, model, prompts, asked, captures, steers, metadata, written_by, idempotency key, body sha256,
 --       blob ttl, JSON list of the tags under which captures become files ('' for none), JSON of the named modules, cells of a sweep,
 --       JSON of the source runs that it is patched with, name of the run that it makes ('' for none), that run, packed,
---       tenant, priority, when it expires ('' for never), JSON of its callback ('' for none), what it costs (tokens or cells), whether
+--       tenant, priority, when it expires ('' for never), JSON of its callback ('' for none), what it costs (tokens), whether
 --       its user captures into files ('1' or '0'), JSON of the limits that hold where the tenant has none of its own,
 --       then (sha256, bytes, '' to take what is pinned) per blob
 -- returns {'created', id, messages} | {'repeated', id of the first} | {'mismatch', id of the first} | {'exists', id} | {'missing', sha256}
@@ -11,19 +11,19 @@
 -- leaks (GCRA): `{name}_until` is when nothing of it is used any more, a minute ahead it is full. What is more than a minute's worth
 -- by itself is accepted once nothing is used.
 local function over_limit(tenant, limits, job)
-  for _, check in ipairs({ -- limit, whose, of what, how much more, in units of
-    {'queue_limit', '', 'queued', 1, 1},
-    {'jobs_in_flight', tenant, 'jobs', 1, 1},
-    {'sweep_cells', tenant, 'cells', job.cells, 1},
-    {'sweep_cells_waiting', '', 'cells', job.cells, 1},
-    {'capture_mib', tenant, 'bytes', job.files, 1048576},
+  local queued, all_cells, jobs, cells, bytes =
+    unpack(redis.call('HMGET', 'ms:usage', '/queued', '/cells', tenant .. '/jobs', tenant .. '/cells', tenant .. '/bytes'))
+  for _, check in ipairs({ -- limit, what is used of it, how much more, in units of
+    {'queue_limit', queued, 1, 1},
+    {'jobs_in_flight', jobs, 1, 1},
+    {'sweep_cells', cells, job.cells, 1},
+    {'sweep_cells_waiting', all_cells, job.cells, 1},
+    {'capture_mib', bytes, job.files, MIB}, -- nobody knows how large they will be: until it is all taken
   }) do
-    local name, whose, what, more, unit = unpack(check)
-    if more > 0 and limits[name] > 0 then
-      local used = math.ceil((tonumber(redis.call('HGET', 'ms:usage', whose .. '/' .. what)) or 0) / unit)
-      if used + more > limits[name] then
-        return {'refused', name, math.max(0, used), limits[name], ''}
-      end
+    local name, used, more, unit = unpack(check)
+    local refused = over(limits, name, tonumber(used) or 0, more, unit)
+    if refused then
+      return refused
     end
   end
   local rate, this_minute, lasts = key('rate', tenant), math.floor(now / 60), 60
@@ -74,10 +74,7 @@ for at = BLOBS, #ARGV, 2 do
     return {'missing', ARGV[at]} -- its module was changed or taken away since it was looked up
   end
 end
-local limits, own = cjson.decode(defaults), limits_of(tenant)
-for name, number in pairs(own) do
-  limits[name] = number
-end
+local limits, own = limits_for(tenant, defaults)
 if tonumber(fill) >= limits.redis_fill then
   return {'refused', 'redis_fill', math.floor(tonumber(fill)), limits.redis_fill, ''}
 end
@@ -115,6 +112,7 @@ if tags ~= '' then -- outlives the job's record: files stay until they are delet
     'tenant', tenant)
   if files == '1' then
     redis.call('HSET', key('capture', id), 'charged', tenant)
+    tally_from_here(key('capture', id))
   end
   redis.call('ZADD', 'ms:captures', created, id)
   redis.call('ZADD', key('captures', tenant), created, id)

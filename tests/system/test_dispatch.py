@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 import pytest
 from ledger_kit import BOOT, MODEL, WORKER, claimed, make_job, open_ledger, outputs, settings_for
 from sweep_rig import sweep, sweep_job
@@ -17,6 +18,7 @@ from midstream.broker.sweeper import Sweeper
 from midstream.schemas.base import now
 from midstream.schemas.jobs import Job, Sampling, State
 from midstream.schemas.keys import Limits, Tenant
+from midstream.schemas.sweep_units import Units
 
 
 class Line:
@@ -264,12 +266,15 @@ def test_messages_go_out_from_a_thread_of_their_own_in_order(redis_url: str) -> 
     asyncio.run(main())
 
 
-def test_a_sweep_costs_its_cells(redis_url: str) -> None:
+def test_a_sweep_takes_turns_with_jobs_that_come_to_as_many_tokens(redis_url: str) -> None:
     async def main() -> None:
         async with opened(redis_url, dispatch_window=1) as line:
-            job = sweep_job(sweep(), MODEL)
-            await line.ledger.submit(job, {})
-            assert job.sweep is not None
-            assert int(await line.ledger.redis.hget(f"ms:job:{job.id}", "cost")) == job.sweep.num_cells
+            await line.submit(1, tenant="first")  # it fills the window
+            for _ in range(8):
+                await line.ledger.submit(msgspec.structs.replace(sweep_job(sweep(), MODEL), tenant="grids"), {})
+            tenth = Units(sweep()).tokens // 10
+            await line.submit(70, tenant="plain", sampling=Sampling(max_tokens=tenth - 3))  # and three tokens of prompt
+            served = Counter((await line.serve(56))[1:])
+            assert served["grids"] == pytest.approx(5, abs=1), "ten jobs for each sweep"
 
     asyncio.run(main())

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,19 +16,21 @@ from ledger_kit import BOOT, EPOCH, WORKER, claimed, make_job, open_ledger, outp
 from sweep_rig import sweep, sweep_job
 
 from midstream.broker import redis_server
-from midstream.broker import sweeper as broker_sweeper
 from midstream.broker.captures import Captures
 from midstream.broker.celery_app import make_app
 from midstream.broker.ledger import Ledger
 from midstream.broker.pressure import LOOK_S
+from midstream.broker.recount import Recount
+from midstream.broker.scripts import Scripts
 from midstream.broker.steering import Steering
 from midstream.broker.sweeper import Sweeper
 from midstream.schemas.base import now
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import Job, Sampling, State
-from midstream.schemas.keys import Limits, Tenant
+from midstream.schemas.keys import Limits, Tenant, scoped
 from midstream.schemas.receipts import CapturedFile
-from midstream.schemas.tensors import from_numpy
+from midstream.schemas.steering import Module, SteeringTemplate, content_digest
+from midstream.schemas.tensors import Tensor, content_hash, from_numpy
 
 
 async def refused(ledger: Ledger, job: Any, **more: Any) -> MidstreamError:
@@ -241,20 +244,110 @@ def test_usage_outlives_a_killed_redis_and_what_was_counted_wrong_is_put_right(t
     asyncio.run(main())
 
 
-def test_of_very_many_captures_the_bytes_stay_as_they_were_counted(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_count_that_was_given_up_changes_nothing_and_the_next_one_is_right(redis_url: str) -> None:
     async def main() -> None:
         async with open_ledger(redis_url) as ledger:
-            jobs = [make_job(tenant="t", capture=True) for _ in range(2)]
-            for job in jobs:
-                await ledger.submit(job, {})
+            await ledger.submit(make_job(tenant="t", capture=True), {})
             await ledger.redis.hset("ms:usage", mapping={"t/bytes": 700, "t/jobs": 9})
-            app = make_app(ledger.settings)
-            monkeypatch.setattr(broker_sweeper, "RECOUNT_CAPTURES", 1)  # to count them all would hold Redis for too long
-            assert (await Sweeper(ledger, app, ledger.settings).sweep()).corrected == ["t/jobs: 9 instead of 2"]
-            assert (await ledger.tenants.usage("t")).capture_bytes == 700
-            monkeypatch.setattr(broker_sweeper, "RECOUNT_CAPTURES", 2)
-            assert (await Sweeper(ledger, app, ledger.settings).sweep()).corrected == ["t/bytes: 700 instead of 0"]
-            app.close()
+            bound = Scripts(ledger.redis)
+            first, second, present = (Recount(bound, ledger.settings, now()) for _ in range(3))
+            assert [await first.step(), await first.step()] == [None, None]
+            assert await second.step() is None
+            assert await present.step() is None
+            assert await first.step() == [], "another one has begun"
+            assert await second.step() == []
+            late = make_job(tenant="t", capture=True)
+            await claimed(ledger, late, ranks=1)
+            settler(redis_url).settle(WORKER, 0, EPOCH, [(1, receipt(late, files=[a_file(1000)]))])
+            assert await present.step() is None
+            told = await present.step()
+            assert sorted(told or []) == ["t/bytes: 1700 instead of 1000", "t/jobs: 10 instead of 2"], "what came meanwhile counts once"
+            assert await ledger.redis.keys("ms:recount*") == []
+
+    asyncio.run(main())
+
+
+# --- Named modules -----------------------------------------------------------------------------------------------------
+
+
+def a_module(name: str, vectors: int = 1, tenant: str = "t", **changes: Any) -> tuple[Module, dict[str, bytes | Tensor]]:
+    """With so many vectors of 256 KiB, which no other has."""
+    tensors = [from_numpy(np.full(1 << 16, zlib.crc32(f"{name} {number}".encode()) >> 8, np.float32)) for number in range(vectors)]
+    blobs: dict[str, bytes | Tensor] = {content_hash(tensor): tensor for tensor in tensors}
+    entries = [SteeringTemplate(layers=[0], hook="post_block", positions="all", family="add", tensors=[blob]) for blob in blobs]
+    fields: dict[str, Any] = {
+        "name": scoped(tenant, name), "model": MODEL, "digest": content_digest(entries), "entries": entries, "bytes": vectors << 18,
+        "created": now(),
+    }  # fmt: skip
+    return Module(**(fields | changes)), blobs
+
+
+async def no_module(steering: Steering, *asked: Any, **changes: Any) -> MidstreamError:
+    with pytest.raises(MidstreamError) as told:
+        await steering.put_module(*a_module(*asked, **changes))
+    return told.value
+
+
+def test_a_tenant_has_so_many_modules_of_all_models_and_each_that_is_deleted_makes_room(redis_url: str) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url, limit_modules=2) as ledger:
+            steering = Steering(ledger)
+            await steering.put_module(*a_module("one"))
+            await steering.put_module(*a_module("two", model="another"))
+            error = await no_module(steering, "three")
+            assert (error.kind, error.status, error.retry_after) == ("module_limit", 429, None)
+            assert "2 named modules" in error.detail
+            assert await steering.module(MODEL, "t/three") is None
+            await steering.put_module(*a_module("one", 2))
+            await steering.put_module(*a_module("three", tenant="u"))
+            await steering.put_module(*a_module("three", tenant="default"))
+            await limited(ledger, modules=3)
+            await steering.put_module(*a_module("three"))
+            assert (await ledger.tenants.usage("t")).modules == 3
+            await limited(ledger, modules=1)
+            await steering.put_module(*a_module("two", 2, model="another"))
+            await steering.delete_module("another", "t/two")
+            await steering.delete_module(MODEL, "t/one")
+            assert (await no_module(steering, "one")).kind == "module_limit"
+            await steering.delete_module(MODEL, "t/three")
+            await steering.put_module(*a_module("one"))
+            await steering.delete_module(MODEL, "t/one")
+            usage = await ledger.tenants.usage("t")
+            assert (usage.modules, usage.module_bytes) == (0, 0)
+
+    asyncio.run(main())
+
+
+def test_modules_take_so_many_bytes_and_what_replaces_another_needs_room_for_what_it_has_more(redis_url: str) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url, limit_module_mib=2) as ledger:
+            steering = Steering(ledger)
+            large, small = a_module("one", 6), a_module("one", 1)
+            await steering.put_module(*large)  # of eight vectors, less what entries take
+            error = await no_module(steering, "two", 2)
+            assert (error.kind, error.retry_after) == ("module_limit", None)
+            assert "with this one, of 1 MiB" in error.detail
+            await steering.put_module(*a_module("two", 1))
+            assert (await no_module(steering, "one", 7)).kind == "module_limit"
+            await steering.put_module(msgspec.structs.replace(large[0], description="the same"), {})
+            await steering.put_module(*small)
+            usage = await ledger.tenants.usage("t")
+            assert (usage.modules, usage.module_bytes >> 18) == (2, 2)
+            await steering.put_module(*a_module("two", 6))
+            never = await no_module(steering, "three", 8)
+            assert (never.kind, never.field) == ("invalid_request", "steering"), "to delete others would be in vain"
+            assert "comes to 3 MiB" in never.detail
+
+    asyncio.run(main())
+
+
+def test_a_hundred_modules_at_once_get_exactly_as_far_as_they_may(redis_url: str) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url, limit_modules=30) as ledger:
+            steering = Steering(ledger)
+            made = [a_module(f"m{number}", 0) for number in range(100)]
+            answers = await asyncio.gather(*[steering.put_module(*each) for each in made], return_exceptions=True)
+            assert sum(answer is None for answer in answers) == len(await steering.module_names(MODEL)) == 30
 
     asyncio.run(main())
 

@@ -13,7 +13,7 @@ from midstream.broker.ledger import new_job_id
 from midstream.broker.redis_server import RedisServer
 from midstream.broker.steering import Steering
 from midstream.client import Client
-from midstream.schemas.keys import Limits
+from midstream.schemas.keys import Limits, Tenant
 from midstream.schemas.steering import RankSteering, WorkerSteering
 from midstream.schemas.tensors import from_numpy
 
@@ -198,6 +198,20 @@ def test_tenants_give_one_name_to_modules_of_their_own(ours: Caller, theirs: Cal
     assert listed(theirs, "/v1/steering/modules", "modules", "name") == ["joy"]
     assert theirs.http.delete("/v1/steering/modules/joy").status_code == 204
     assert ours.http.get("/v1/steering/modules/joy").status_code == 200
+
+
+def test_one_module_too_many_is_refused_until_another_is_deleted(api: Api, hand: Hand) -> None:
+    few = Caller(api, hand, "few")
+    hand.do(hand.ledger.tenants.put(Tenant(name="few", limits=Limits(modules=1))))
+    assert few.http.put("/v1/steering/modules/one", json={"steering": steering()}).status_code == 201
+    refused = few.http.put("/v1/steering/modules/two", json={"steering": steering()})
+    assert (refused.status_code, refused.json()["type"]) == (429, "urn:midstream:module_limit")
+    assert "retry-after" not in refused.headers, "no time makes room"
+    usage = few.http.get("/v1/tenant").json()["usage"]
+    assert usage["modules"] == 1
+    assert usage["module_bytes"] > few.http.get("/v1/steering/modules/one").json()["bytes"] > 0
+    assert few.http.delete("/v1/steering/modules/one").status_code == 204
+    assert few.http.put("/v1/steering/modules/two", json={"steering": steering()}).status_code == 201
 
 
 @pytest.mark.parametrize("name", ["secret", "ours/secret", "default/secret"])

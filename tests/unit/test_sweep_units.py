@@ -56,6 +56,19 @@ def test_units_and_requests_are_numbered_once_each() -> None:
     assert all(units.cell(unit.number) == (unit if unit.kind == "cell" else None) for unit in every)
 
 
+@pytest.mark.parametrize("changes", [{}, {"ablation": "zeros", "pairs": [StoredPair(base=BASE, source=[], columns=COLUMNS)]}])
+def test_a_sweep_counts_the_tokens_of_every_request_that_it_sends(changes: dict[str, object]) -> None:
+    answered = StoredPair(base=BASE, source=SOURCE, columns=COLUMNS, answer=[5, 7, 8], foil=[6])
+    asked = sweep(**({"pairs": [answered, PAIR]} | changes))
+    made, sent = asks(asked), []
+    for pair in range(len(asked.pairs)):
+        sent += made.control(made.units.base(pair))
+        sent += made.control(made.units.source(pair)) if asked.ablation is None else []
+        for unit in (*made.units.noise(pair), *made.units.cells(pair)):
+            sent += made.patched(unit) if made.units.patched(unit)[1] else []
+    assert made.units.tokens == sum(len(ask.token_ids) + ask.sampling.max_tokens for ask in sent)
+
+
 def test_a_cell_is_patched_with_the_other_prompts_rows_at_the_aligned_positions() -> None:
     run = "run:job_1.1.source"
     assert rows(sweep(), 1, 2, 1) == [("attn_out", [3], [1], f"{run}:attn_out:3:1"), ("attn_out", [3], [2], f"{run}:attn_out:3:3")]

@@ -1,0 +1,34 @@
+-- All was looked at (recount.lua): what was counted there is what is in use.
+-- args: name of the count
+-- returns {what, as it was counted, as it is, ...} of what differed; {''} when there is another count by now
+local name = ARGV[FIRST]
+if redis.call('HGET', RECOUNT, 'name') ~= name then
+  return {''}
+end
+redis.call('HDEL', RECOUNT, 'name')
+local function numbers(hash)
+  local found, flat = {}, redis.call('HGETALL', hash)
+  for at = 1, #flat, 2 do
+    found[flat[at]] = tonumber(flat[at + 1])
+  end
+  return found
+end
+local was, is = numbers('ms:usage'), numbers(RECOUNT)
+local differed = {}
+for field, counted in pairs(was) do
+  is[field] = is[field] or 0
+end
+for field, number in pairs(is) do
+  local counted = was[field] or 0
+  if counted ~= number then
+    for _, value in ipairs({field, counted, number}) do
+      differed[#differed + 1] = value
+    end
+    redis.call('HSET', 'ms:usage', field, number)
+  end
+  if number == 0 then
+    redis.call('HDEL', 'ms:usage', field)
+  end
+end
+redis.call('UNLINK', RECOUNT, SEEN)
+return differed
