@@ -378,27 +378,3 @@ def _masked(entries: Iterable[StoredSteering], mask: str) -> list[StoredSteering
         )
         for entry in entries
     ]  # fmt: skip
-
-
-def in_written_order(entries: Sequence[StoredSteering], hidden_size: int, blobs: dict[str, bytes]) -> list[StoredSteering]:
-    """The same, so that the ranks apply it in this order: they apply `replace` first, and only then `replace_masked`.
-
-    A `replace` behind a masked one of the same rows becomes one of every dimension.
-    """
-    listed: dict[tuple[Hook, int], set[int]] = {}  # site → positions at which something masked was written before
-    unlisted: set[tuple[Hook, int]] = set()  # sites at which such a one has other positions than listed ones
-    ordered = []
-    for entry in entries:
-        sites = [(entry.hook, layer) for layer in entry.layers]
-        mine = set(entry.positions) if isinstance(entry.positions, list) else None
-        if entry.family == "replace" and any(
-            site in unlisted or (site in listed and (mine is None or listed[site] & mine)) for site in sites
-        ):
-            (entry,) = _masked([entry], mask_tensor(range(hidden_size), hidden_size, blobs))
-        if entry.family == "replace_masked":
-            if mine is None:
-                unlisted.update(sites)
-            for site in sites:
-                listed.setdefault(site, set()).update(mine or ())
-        ordered.append(entry)
-    return ordered

@@ -25,7 +25,7 @@ from ..schemas.specs import (
 )
 from ..schemas.steering import GlobalSteering, Module, SteeringTemplate
 from ..schemas.tensors import Tensor
-from .patched import in_written_order, resolve_patches
+from .patched import resolve_patches
 from .rules import Bounds, apply_rules, positions_of_each
 from .standing import NOTHING as NOTHING
 from .standing import Standing as Standing
@@ -178,9 +178,8 @@ def resolve_edits(
     patched = resolve_patches(patch, bounds, standing, blobs)
     for index, entries in enumerate(per_prompt):
         patched[index] += entries
-    together = [in_written_order(entries, bounds.model.hidden_size, blobs) for entries in patched]
-    _check_each(together, "patch", bounds.model, beside)
-    return together, blobs
+    _check_each(patched, "patch", bounds.model, beside)
+    return patched, blobs
 
 
 def _check_each(per_prompt: Sequence[list[StoredSteering]], field: str, model: ModelInfo, beside: Room) -> None:

@@ -2,12 +2,9 @@
 -- args: id, attempt, why
 -- returns {'unknown'} | {'stale'} | {the state after it, messages}
 local id, attempt, detail = unpack(ARGV, FIRST, FIRST + 2)
-local job = read(id)
+local job, why = job_of(id, attempt)
 if not job then
-  return {'unknown'}
-end
-if not working(job, attempt) then
-  return {'stale'}
+  return {why}
 end
 put_back_desynced(job, detail)
 return with_messages({job.state})

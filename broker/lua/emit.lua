@@ -2,12 +2,9 @@
 -- args: id, attempt, event (JSON)
 -- returns 'unknown' | 'stale' | 'emitted'
 local id, attempt, body = unpack(ARGV, FIRST, FIRST + 2)
-local job = read(id)
+local job, why = job_of(id, attempt)
 if not job then
-  return 'unknown'
-end
-if not working(job, attempt) then
-  return 'stale'
+  return why
 end
 redis.call('XADD', key('events', id), 'MAXLEN', '~', events_kept(job), '*', 'e', body)
 redis.call('PUBLISH', key('changed', id), 'e')

@@ -2,12 +2,9 @@
 -- args: id, attempt, problem (JSON)
 -- returns 'unknown' | 'stale' | 'failed'
 local id, attempt, problem = unpack(ARGV, FIRST, FIRST + 2)
-local job = read(id)
+local job, why = job_of(id, attempt)
 if not job then
-  return 'unknown'
-end
-if not working(job, attempt) then
-  return 'stale'
+  return why
 end
 redis.call('HSET', key('job', id), 'error', problem)
 move(job, 'failed')

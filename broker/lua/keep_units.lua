@@ -2,12 +2,9 @@
 -- args: id, attempt, requests of a unit, ranks, stages, then (unit, packed record, its `cell` event (JSON), or '' for what is no cell)
 -- returns 'unknown' | 'stale' | 'cancelling' (nobody wants them any more: not kept) | 'kept'
 local id, attempt, width, ranks, stages = unpack(ARGV, FIRST, FIRST + 4)
-local job = read(id)
+local job, why = job_of(id, attempt)
 if not job then
-  return 'unknown'
-end
-if not working(job, attempt) then
-  return 'stale'
+  return why
 end
 if job.state == 'cancelling' then
   return 'cancelling'

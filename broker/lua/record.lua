@@ -51,6 +51,17 @@ local function working(job, attempt)
   return (job.state == 'running' or job.state == 'cancelling') and job.attempt == tonumber(attempt)
 end
 
+-- The job of an attempt that still has a say in it; nil and 'unknown' or 'stale' where it has none.
+local function job_of(id, attempt)
+  local job = read(id)
+  if not job then
+    return nil, 'unknown'
+  elseif not working(job, attempt) then
+    return nil, 'stale'
+  end
+  return job
+end
+
 -- How long the job's event stream may be: a sweep's holds all its cells.
 local function events_kept(job)
   if job.kind ~= 'sweep' then

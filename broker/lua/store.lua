@@ -2,12 +2,9 @@
 -- args: id, attempt, capture_timeout_s, outputs, the event of the last of them (JSON), '' for none
 -- returns 'unknown' | 'stale' | 'cancelled' (asked for meanwhile: the outputs are dropped) | 'running' (receipts are awaited) | 'succeeded'
 local id, attempt, capture_timeout, outputs, last = unpack(ARGV, FIRST, FIRST + 4)
-local job = read(id)
+local job, why = job_of(id, attempt)
 if not job then
-  return 'unknown'
-end
-if not working(job, attempt) then
-  return 'stale'
+  return why
 end
 if job.state == 'cancelling' then
   move(job, 'cancelled')

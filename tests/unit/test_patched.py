@@ -213,16 +213,6 @@ def test_patches_stand_in_front_of_the_requests_steering() -> None:
     assert list(blobs) == [content_hash(OTHER)]
 
 
-def test_what_is_written_behind_a_masked_patch_of_the_same_rows_stays_behind_it() -> None:
-    """Ranks apply masked replacements after all others, so a later one of all dimensions becomes masked, too."""
-    wished = [patch(mask=[0]), patch({"zeros": True}), patch({"zeros": True}, (1,)), patch({"zeros": True}, layers=1)]
-    steering = [SteeringSpec(layers=0, hook="pre_attn", op="replace", vector=OTHER, scale=3.0, alpha=0.5)]
-    ((*found,),), blobs = resolved(wished, steering)
-    assert [entry.family for entry in found] == ["replace_masked", "replace_masked", "replace", "replace", "replace_masked"]
-    assert to_numpy(from_msgpack(blobs[found[1].tensors[1]], Tensor)).tolist() == [1] * HIDDEN
-    assert (found[4].scale, found[4].numbers, found[4].tensors) == (3.0, [0.5], [content_hash(OTHER), found[1].tensors[1]])
-
-
 # --- Refusals --------------------------------------------------------------------------------------------------------------
 
 
