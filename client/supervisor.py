@@ -23,7 +23,7 @@ from ..schemas.base import now
 from ..schemas.errors import MidstreamError
 from ..schemas.settings import FILE_VARIABLE, PREFIX, Settings, SettingsError, to_environment
 from .models import fetch_demo_model
-from .processes import Child, birth, end_leftover, members
+from .processes import Child, birth, end_leftover, exit_name, members
 
 if TYPE_CHECKING:
     from ..broker.redis_server import RedisServer
@@ -146,9 +146,9 @@ class Supervisor:
             self._restart_redis()
         for child in self._children.values():
             if child.exit_code is not None:
-                code, words = child.exit_code, child.last_words()
+                ending, words = child.ending, child.last_words()
                 pause = child.died()
-                self._say(f"{child.name} ended with {code}; starting again in {pause:.0f} s ({words}; log: {child.log})")
+                self._say(f"{child.name} ended with {ending}; starting again in {pause:.0f} s ({words}; log: {child.log})")
             elif child.due:
                 child.start()
                 self._say(f"{child.name} started again")
@@ -157,7 +157,7 @@ class Supervisor:
     def _restart_redis(self) -> None:
         """Once, and again at the next look when it fails: the others wait for it and lose nothing."""
         assert self._redis is not None
-        self._say(f"redis ended with {self._redis.process.returncode}; starting it again")
+        self._say(f"redis ended with {exit_name(self._redis.process.returncode)}; starting it again")
         try:
             self._start_redis()
         except MidstreamError as error:
@@ -243,7 +243,7 @@ class Supervisor:
             while not (WORKER_READY in worker.output() and _answers(http, f"{self.url}/readyz")):
                 for child in self._children.values():
                     if child.exit_code is not None:
-                        detail = f"{child.name} ended with {child.exit_code} while starting: {child.last_words()} (log: {child.log})"
+                        detail = f"{child.name} ended with {child.ending} while starting: {child.last_words()} (log: {child.log})"
                         raise MidstreamError("engine_failed" if child is worker else "unavailable", detail)
                 if time.monotonic() > deadline:
                     raise MidstreamError("unavailable", f"not ready after {timeout:.0f} s; logs: {self.data / 'logs'}")
