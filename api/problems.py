@@ -2,9 +2,8 @@
 
 import logging
 import math
-import re
 import secrets
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 from litestar import Request, Response
@@ -13,12 +12,9 @@ from litestar.status_codes import HTTP_500_INTERNAL_SERVER_ERROR
 
 from ..broker import metrics
 from ..schemas.base import to_json
-from ..schemas.errors import STATUS_OF_KIND, MidstreamError, Problem, invalid, misfit
-from ..schemas.keys import SCOPES
+from ..schemas.choices import refusal
+from ..schemas.errors import STATUS_OF_KIND, MidstreamError, Problem, invalid
 from ..schemas.openai import OpenAIError, OpenAIProblem
-from ..schemas.selectors import HOOKS, PositionName
-from ..schemas.specs import At, Layout, RowDType, SteeringOp
-from ..schemas.sweeps import Ablation, Alignment, Direction, Metric
 
 log = logging.getLogger("midstream.api")
 
@@ -44,30 +40,6 @@ CLIENT_GONE = 499
 _KIND_OF_STATUS = {status: kind for kind, status in STATUS_OF_KIND.items() if status < HTTP_500_INTERNAL_SERVER_ERROR and status != 422}
 
 
-#: Names of positions where nothing is generated.
-PROMPT_POSITIONS = ("all_prompt", "last_prompt")
-#: Field → the names that it takes: msgspec says only that another one is wrong.
-NAMES: dict[str, tuple[str, ...]] = {
-    "capture.hook": HOOKS,
-    "capture.hooks": HOOKS,
-    "capture.positions": get_args(PositionName),
-    "capture.at": get_args(At),
-    "capture.dtype": get_args(RowDType),
-    "capture.layout": get_args(Layout),
-    "steering.hook": HOOKS,
-    "steering.positions": get_args(PositionName),
-    "steering.op": get_args(SteeringOp),
-    "hooks": HOOKS,
-    "metric": get_args(Metric),
-    "scopes": SCOPES,
-    "direction": get_args(Direction),
-    "ablation": get_args(Ablation),
-    "alignment": get_args(Alignment),
-    "pairs.alignment": get_args(Alignment),
-    **dict.fromkeys(("positions", "pairs.positions", "pairs.spans.clean", "pairs.spans.corrupt"), PROMPT_POSITIONS),
-}
-
-
 class ClientGone(Exception):
     """The client closed its connection while we worked or waited for it. Its job goes on."""
 
@@ -76,11 +48,7 @@ def malformed(error: msgspec.DecodeError) -> MidstreamError:
     """What msgspec found wrong in a body, with the field's path: `$.capture.layers` becomes `capture.layers`."""
     if not isinstance(error, msgspec.ValidationError):
         return MidstreamError("invalid_request", f"the body is not JSON: {error}")
-    detail, path = misfit(error)
-    if not path:
-        return MidstreamError("invalid_request", f"the body: {detail}")
-    names = NAMES.get(re.sub(r"\[.*?\]", "", path), ()) if detail.startswith("Invalid enum value") else ()
-    return invalid(path, detail, allowed=", ".join(names) or None)
+    return refusal(error)
 
 
 def openai_error(problem: Problem) -> OpenAIError:

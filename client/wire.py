@@ -15,7 +15,8 @@ import numpy as np
 
 from .. import __version__
 from ..schemas.base import to_json
-from ..schemas.errors import STATUS_OF_KIND, MidstreamError, Problem, invalid, misfit
+from ..schemas.choices import refusal
+from ..schemas.errors import STATUS_OF_KIND, MidstreamError, Problem, invalid
 from ..schemas.jobs import PROBLEM_EVENT, TERMINAL, CaptureResults, Determinism, Event, JobRequest, JobResult, JobView
 from ..schemas.specs import STEERING_FIELDS, CaptureSpec, PatchSpec, SteeringSpec
 from ..schemas.tensors import Tensor, from_numpy
@@ -217,8 +218,7 @@ def checked(fields: Any, kind: type[T], prefix: str = "") -> T:
     try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
-        detail, path = misfit(error)
-        raise invalid(".".join(part for part in (prefix, path) if part) or kind.__name__, detail) from error
+        raise refusal(error, prefix, kind.__name__) from error
 
 
 def headers(api_key: str | None) -> dict[str, str]:

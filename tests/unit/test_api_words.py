@@ -14,6 +14,7 @@ from midstream.api.streaming import Sent
 from midstream.schemas.base import from_json, to_json
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import JobRequest
+from midstream.schemas.selectors import HOOKS
 
 
 @pytest.mark.parametrize(
@@ -49,6 +50,9 @@ def test_what_msgspec_finds_becomes_a_problem_at_the_fields_path(body: str, fiel
         ({"capture": {"positions": "first"}}, "last_prompt, all_prompt, all_generated, all"),
         ({"capture": {"dtype": "float64"}}, "model, float32, bfloat16, float16"),
         ({"capture": {"tag": "../x"}}, None),
+        ({"patch": [{"layers": 0, "hook": "resid", "positions": [0], "source": {"zeros": True}}]}, ", ".join(HOOKS)),
+        ({"priority": "urgent"}, "high, normal, low"),
+        ({"callback_events": ["job.done"]}, "job.running, job.succeeded, job.failed, job.cancelled, job.aborted"),
         (
             {"steering": [{"layers": 0, "vector": {"dtype": "float32", "shape": [0], "data": ""}, "op": "mul"}]},
             "replace, lowrank, add, ablate, clamp",

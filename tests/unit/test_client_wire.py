@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,8 @@ from midstream import __version__
 from midstream.client import Client, VersionMismatch, download, wire
 from midstream.schemas.errors import MidstreamError, invalid
 from midstream.schemas.jobs import JobRequest, JobView, State
+from midstream.schemas.keys import KeyId
+from midstream.schemas.selectors import HOOKS
 from midstream.schemas.specs import SteeringSpec
 from midstream.schemas.tensors import Tensor, from_numpy, to_numpy
 
@@ -75,6 +78,21 @@ def test_a_bad_field_is_named_before_anything_is_sent(fields: dict[str, object],
         Client("http://127.0.0.1:1").submit(**fields)
     assert caught.value.kind == "invalid_request"
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("look", "said", "allowed"),
+    [
+        (lambda: wire.pack_steering([{"layers": 0, "vector": [1.0], "op": "clmp"}]), "'clmp'", "replace, lowrank, add, ablate, clamp"),
+        (lambda: wire.pack_capture({"hook": "foo"}), "'foo'", ", ".join(HOOKS)),
+        (lambda: wire.checked("nope", KeyId, "id"), "id: is not of the form [0-9a-z]{12}", None),
+    ],
+)
+def test_a_wrong_name_is_refused_with_what_would_be_right(look: Callable[[], object], said: str, allowed: str | None) -> None:
+    with pytest.raises(MidstreamError) as caught:
+        look()
+    assert said in str(caught.value)
+    assert caught.value.allowed == allowed
 
 
 def test_one_prompt_may_be_given_as_text() -> None:
