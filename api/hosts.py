@@ -51,8 +51,9 @@ class Hosts:
         self._any = not self._open and not settings.allowed_hosts
         ours = (settings.api_host, urlsplit(settings.public_url).hostname or "")
         self._names = named(settings) | {name.lower() for name in ours if name}
-        # Whoever listens elsewhere is called by its address, and an address cannot be made to point at another one.
-        self._addresses = self._open and not is_loopback(settings.api_host)
+        # Whoever listens elsewhere is called by its address (Prometheus finds containers by theirs), and an address cannot be made to
+        # point at another one.
+        self._addresses = not is_loopback(settings.api_host)
         self._allowed = ", ".join(["localhost", "127.0.0.1", "[::1]", *(["any address"] if self._addresses else []), *sorted(self._names)])
 
     def check(self, method: str, hosts: list[str], origins: list[str]) -> None:
@@ -66,14 +67,16 @@ class Hosts:
                 "misdirected", f"this API is not called {shown!r}; MIDSTREAM_ALLOWED_HOSTS names what it is called", field="Host",
                 allowed=self._allowed,
             )  # fmt: skip
-        if self._open and method not in SAFE and origins and not all(map(self._our_page, origins)):
+        if self._open and method not in SAFE and not all(self._our_page(origin, host_of(hosts[0])) for origin in origins):
             raise MidstreamError(
                 "cross_site", f"a page of {', '.join(origins)[:200]!r} may change nothing here", field="Origin", allowed=self._allowed
             )
 
-    def _our_page(self, origin: str) -> bool:
+    def _our_page(self, origin: str, called: str) -> bool:
+        """Of the name or address by which we are called, or of one that is certainly ours: pages of elsewhere have addresses, too."""
         match = _ORIGIN.fullmatch(origin)
-        return match is not None and self._ours(match[1])
+        page = host_of(match[1]) if match is not None else ""
+        return page != "" and (page == called or page in self._names or is_loopback(page))
 
     def _ours(self, header: str) -> bool:
         host = host_of(header)

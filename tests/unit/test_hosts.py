@@ -61,6 +61,19 @@ def test_open_off_loopback_any_address_is_right_and_no_name() -> None:
     assert refused(settings, ["evil.example"]) == "misdirected"
 
 
+def test_with_keys_off_loopback_addresses_stay_right_when_names_are_named() -> None:
+    settings = Settings(api_host="0.0.0.0", allowed_hosts="mid.example")
+    assert refused(settings, ["172.18.0.5:8321"]) == "", "Prometheus finds containers by their addresses"
+    assert refused(settings, ["evil.example"]) == "misdirected"
+
+
+def test_a_page_at_an_address_of_elsewhere_changes_nothing_where_any_address_is_ours() -> None:
+    settings = Settings(api_host="0.0.0.0", auth="open")
+    assert refused(settings, ["10.0.0.7:8321"], ["http://203.0.113.5"], "POST") == "cross_site"
+    assert refused(settings, ["10.0.0.7:8321"], ["http://10.0.0.7:8321"], "POST") == ""
+    assert refused(settings, ["[fe80::1]:8321"], ["http://[fe80::1]:8321"], "POST") == ""
+
+
 @pytest.mark.parametrize("origin", ["http://evil.example", "https://localhost.evil.example:8321", "null", "file://", "http://10.0.0.7", ""])
 def test_a_page_of_elsewhere_may_look_and_change_nothing(origin: str) -> None:
     assert refused(OPEN, ["localhost:8321"], [origin], "POST") == "cross_site"
