@@ -20,7 +20,10 @@ from .problems import OPENAI_PATHS
 if TYPE_CHECKING:
     from litestar._openapi.schema_generation import SchemaCreator
 
-DESCRIPTION = "Activation steering and capture on stock vLLM, as a job service. Errors are RFC 9457 problem details that name the field."
+DESCRIPTION = (
+    "Capture, steering and patching of activations on stock vLLM, as a job service. "
+    "Errors are RFC 9457 problem details that name the field."
+)
 
 
 class Records(OpenAPISchemaPlugin):

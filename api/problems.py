@@ -85,7 +85,7 @@ def on_http_error(request: Request[Any, Any, Any], error: HTTPException) -> Resp
     kind = _KIND_OF_STATUS.get(error.status_code, "invalid_request")
     found = MidstreamError(kind, error.detail or kind.replace("_", " "))
     if kind == "not_found":
-        found = MidstreamError(kind, f"there is nothing at {request.url.path}")
+        found = MidstreamError(kind, f"there is nothing at {request.url.path}", allowed="what /schema lists")
     elif kind == "method_not_allowed":
         found = MidstreamError(kind, f"{request.method} is not offered at {request.url.path}", allowed=(error.headers or {}).get("allow"))
     elif isinstance(error, ValidationException):
