@@ -5,6 +5,7 @@ counting. A count that is under way is kept up by all scripts (`tally` in lua/di
 """
 
 import secrets
+from collections.abc import Sequence
 
 from ..schemas.settings import Settings
 from . import scripts
@@ -27,11 +28,16 @@ class Recount:
         """Look at a slice more. None: there is more to look at. At the end what was counted wrong, and is right now."""
         context = scripts.context(self._settings, self._at)
         if not self._left:
-            told = scripts.text(await self._scripts.recounted(args=[*context, self._name]))
-            return [f"{name}: {was} instead of {found}" for name, was, found in zip(told[::3], told[1::3], told[2::3], strict=False)]
+            counted = await self._scripts.recounted(args=[*context, self._name])
+            return [*_differences(counted), *_differences(await self._scripts.list_modules(args=context))]
         self._cursor = await self._scripts.recount(args=[*context, self._name, self._left[0], self._cursor, self._slice])
         if not self._cursor:
             return []
         if self._cursor == b"0":
             self._left.pop(0)
         return None
+
+
+def _differences(reply: Sequence[bytes | int]) -> list[str]:
+    told = scripts.text(reply)
+    return [f"{name}: {was} instead of {found}" for name, was, found in zip(told[::3], told[1::3], told[2::3], strict=False)]

@@ -40,7 +40,7 @@ NAMES = (
     "submit", "claim", "store", "fail", "cancel", "cancelled", "release", "release_boots", "renew", "emit",
     "settle", "lost", "sweep", "look_again", "forget_captures", "removed_captures", "desync",
     "propose", "commit", "abort", "put_module", "delete_module", "delete_run", "keep_units", "top_up", "recount", "recounted",
-    "forget_workers",
+    "list_modules", "forget_workers",
 )  # fmt: skip
 
 #: Place among the arguments of `submit`: the first behind the context.

@@ -37,8 +37,8 @@ PRUNE_LIMIT, PRUNE_LEAST = 2000, 50
 #: A queued job that has its message is looked at again after `QUEUED_LOOK_S` and this many seconds per message that had
 #: to be read for it, so that a long queue is not read all the time.
 SECONDS_PER_MESSAGE = 1e-3
-#: Seconds between two counts of all that is in use.
-RECOUNT_S = 3600.0
+#: Seconds between two counts of all that is in use; where one could not be ended, until the next.
+RECOUNT_S, RECOUNT_AGAIN_S = 3600.0, 60.0
 #: kombu's hash of messages that were delivered and not acknowledged.
 UNACKED = "unacked"
 
@@ -140,11 +140,12 @@ class Sweeper:
         """What is in use, counted anew once in a while, without the workers that are gone; says what differed."""
         if at < self._recount_at:
             return []
-        self._recount_at = at + RECOUNT_S
+        self._recount_at = at + RECOUNT_AGAIN_S
         await self._scripts.forget_workers(args=scripts.context(self._settings, at))
         recount = Recount(self._scripts, self._settings, at)
         while (differed := await recount.step()) is None:
             pass
+        self._recount_at = at + RECOUNT_S
         if differed:
             log.warning("what is in use was counted wrong, and is corrected: %s", "; ".join(differed))
         return differed

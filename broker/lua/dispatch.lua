@@ -36,6 +36,11 @@ end
 -- While usage is counted anew (recount.lua): what was counted by now, and the keys of the jobs and captures that are counted.
 local RECOUNT, SEEN, RECOUNT_TTL_S = 'ms:recount', 'ms:recount-seen', 600
 
+-- A count belongs to one start of Redis: the next one's cursors mean something else, and its last second may be missing.
+local function of_this_start(name)
+  return name .. ' ' .. string.match(redis.call('INFO', 'server'), 'run_id:(%x+)')
+end
+
 local counting = nil -- asked once in a script
 local function recounting()
   if counting == nil then

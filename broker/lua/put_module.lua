@@ -32,6 +32,7 @@ end
 redis.call('HSET', modules, name, packed)
 redis.call('HSET', key('steering', model), 'module_by:' .. name, VERSION)
 redis.call('HSET', sizes, place, size)
+redis.call('SADD', 'ms:owners', tenant)
 if other == '1' then
   redis.call('HINCRBY', key('steering', model), 'version', 1)
 end

@@ -3,8 +3,9 @@
 -- counted as it is when its turn comes, and what is new from its beginning. So at the end it is the count of that moment.
 -- And every queued job is found where the sweeper looks.
 -- args: name of this count, 'live' or 'captures', cursor ('0' at first), how many
--- returns the next cursor, '0' when all of them were looked at; '' when there is another count by now
+-- returns the next cursor, '0' when all of them were looked at; '' when there is another count by now, or Redis has started anew
 local name, which, cursor, many = unpack(ARGV, FIRST, FIRST + 3)
+name = of_this_start(name)
 if redis.call('HGET', RECOUNT, 'name') ~= name then
   if which ~= 'live' or cursor ~= '0' then
     return ''
@@ -12,8 +13,6 @@ if redis.call('HGET', RECOUNT, 'name') ~= name then
   redis.call('UNLINK', RECOUNT, SEEN)
   redis.call('HSET', RECOUNT, 'name', name)
 end
-redis.call('EXPIRE', RECOUNT, RECOUNT_TTL_S) -- nobody goes on with it: then nobody is to keep it up
-redis.call('EXPIRE', SEEN, 2 * RECOUNT_TTL_S)
 
 local is = {}
 local function add(tenant, what, by)
@@ -58,4 +57,6 @@ end
 for field, by in pairs(is) do
   redis.call('HINCRBY', RECOUNT, field, by)
 end
+redis.call('EXPIRE', RECOUNT, RECOUNT_TTL_S) -- nobody goes on with it: then nobody is to keep it up
+redis.call('EXPIRE', SEEN, 2 * RECOUNT_TTL_S)
 return found[1]

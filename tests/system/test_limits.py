@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 import redis
-from edge import MODEL, Hand, running
+from edge import MODEL, Hand, model_info, running
 from ledger_kit import BOOT, EPOCH, WORKER, claimed, make_job, open_ledger, outputs, receipt, settings_for, settler
 from sweep_rig import sweep, sweep_job
 
@@ -41,6 +41,13 @@ async def refused(ledger: Ledger, job: Any, **more: Any) -> MidstreamError:
 
 async def limited(ledger: Ledger, name: str = "t", **limits: Any) -> None:
     await ledger.tenants.put(Tenant(name=name, limits=Limits(**limits)))
+
+
+async def counted_anew(ledger: Ledger) -> list[str]:
+    count = Recount(Scripts(ledger.redis), ledger.settings, now())
+    while (differed := await count.step()) is None:
+        pass
+    return differed
 
 
 def sweep_of(tenant: str) -> Job:
@@ -244,6 +251,26 @@ def test_usage_outlives_a_killed_redis_and_what_was_counted_wrong_is_put_right(t
     asyncio.run(main())
 
 
+def test_a_count_is_given_up_where_redis_starts_anew_because_its_cursors_mean_something_else_then(tmp_path: Path) -> None:
+    async def main() -> None:
+        server = redis_server.start(tmp_path)
+        try:
+            async with open_ledger(server.url) as ledger:
+                await ledger.submit(make_job(tenant="t"), {})
+                for steps in (1, 2):  # before all was looked at, and after
+                    count = Recount(Scripts(ledger.redis), ledger.settings, now())
+                    assert [await count.step() for _ in range(steps)] == [None] * steps
+                    await ledger.redis.hset("ms:usage", "t/jobs", 9)
+                    server.kill()
+                    server = redis_server.start(tmp_path, port=server.port)
+                    assert await count.step() == []
+                    assert await ledger.redis.hget("ms:usage", "t/jobs") == b"9"
+        finally:
+            server.stop()
+
+    asyncio.run(main())
+
+
 def test_a_count_that_was_given_up_changes_nothing_and_the_next_one_is_right(redis_url: str) -> None:
     async def main() -> None:
         async with open_ledger(redis_url) as ledger:
@@ -251,7 +278,9 @@ def test_a_count_that_was_given_up_changes_nothing_and_the_next_one_is_right(red
             await ledger.redis.hset("ms:usage", mapping={"t/bytes": 700, "t/jobs": 9})
             bound = Scripts(ledger.redis)
             first, second, present = (Recount(bound, ledger.settings, now()) for _ in range(3))
-            assert [await first.step(), await first.step()] == [None, None]
+            assert await first.step() is None
+            assert [await ledger.redis.ttl(kept) > 0 for kept in ("ms:recount", "ms:recount-seen")] == [True, True], "nobody may go on"
+            assert await first.step() is None
             assert await second.step() is None
             assert await present.step() is None
             assert await first.step() == [], "another one has begun"
@@ -348,6 +377,29 @@ def test_a_hundred_modules_at_once_get_exactly_as_far_as_they_may(redis_url: str
             made = [a_module(f"m{number}", 0) for number in range(100)]
             answers = await asyncio.gather(*[steering.put_module(*each) for each in made], return_exceptions=True)
             assert sum(answer is None for answer in answers) == len(await steering.module_names(MODEL)) == 30
+
+    asyncio.run(main())
+
+
+def test_modules_that_a_version_without_lists_of_them_stored_or_deleted_are_listed_right_by_the_next_count(redis_url: str) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url, limit_modules=3) as ledger:
+            await ledger.publish_model(model_info())
+            steering = Steering(ledger)
+            for module in (*map(a_module, ("one", "two", "three")), a_module("one", tenant="u"), a_module("one", tenant="default")):
+                await steering.put_module(*module)
+            right = {tenant: await ledger.tenants.usage(tenant) for tenant in ("t", "u", "default")}
+            assert await counted_anew(ledger) == []
+            await ledger.redis.delete("ms:module-bytes:t", "ms:module-bytes:default")
+            await ledger.redis.hset("ms:module-bytes:u", f"{MODEL}/u/gone", 5)
+            assert sorted(told.partition(":")[0] for told in await counted_anew(ledger)) == [
+                "default/module_bytes", "t/module_bytes", "u/module_bytes",
+            ]  # fmt: skip
+            assert {tenant: await ledger.tenants.usage(tenant) for tenant in right} == right
+            assert (await no_module(steering, "four")).kind == "module_limit"
+            await ledger.redis.hdel(f"ms:modules:{MODEL}", "u/one")
+            await counted_anew(ledger)
+            assert (await ledger.tenants.usage("u")).modules == 0
 
     asyncio.run(main())
 

@@ -1,0 +1,37 @@
+-- Of each tenant the list of its modules, by which its limits are judged, is what its modules are: a process of a version of before there
+-- were such lists puts, changes and deletes modules and leaves the lists as they are.
+-- returns {what, as it was listed, as it is, ...} of what differed
+local owned = {}
+for _, tenant in ipairs(redis.call('SMEMBERS', 'ms:owners')) do
+  owned[tenant] = {}
+end
+for _, model in ipairs(redis.call('HKEYS', 'ms:models')) do
+  local modules = redis.call('HGETALL', key('modules', model))
+  for at = 1, #modules, 2 do
+    local name, packed = modules[at], modules[at + 1]
+    local tenant = string.match(name, '^(.-)/') or 'default'
+    owned[tenant] = owned[tenant] or {}
+    owned[tenant][model .. '/' .. name] = cmsgpack.unpack(packed).bytes + #packed -- as `size_of` in scripts.py
+  end
+end
+local differed = {}
+for tenant, sizes in pairs(owned) do
+  local list, was, is = key('module-bytes', tenant), 0, 0
+  local listed = redis.call('HGETALL', list)
+  for at = 1, #listed, 2 do
+    was = was + tonumber(listed[at + 1])
+  end
+  for _, size in pairs(sizes) do
+    is = is + size
+  end
+  if was ~= is then
+    redis.call('DEL', list)
+    for place, size in pairs(sizes) do
+      redis.call('HSET', list, place, size)
+    end
+    for _, value in ipairs({tenant .. '/module_bytes', was, is}) do
+      differed[#differed + 1] = value
+    end
+  end
+end
+return differed
