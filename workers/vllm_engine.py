@@ -12,6 +12,7 @@ from typing import Any
 from vllm import TokensPrompt
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
+from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -28,7 +29,7 @@ from .engine import Ask, Progress
 from .identity import BOOT
 from .rank_control import RankControl, rank_steering, row_wish
 from .rank_spec import rank_spec
-from .runner.architectures import describe
+from .runner.architectures import UnsupportedArchitectureError, describe
 from .runner.config import PlaneConfig
 from .runner.consumers import available
 from .tokenizer import tokenizer_bundle
@@ -91,12 +92,15 @@ class VllmEngine(RankControl):
         )
         plane.export()
         try:
-            self._llm = await asyncio.to_thread(AsyncLLM.from_engine_args, _engine_args(settings, plane))
+            asked = await asyncio.to_thread(_engine_args(settings, plane).create_engine_config, UsageContext.ENGINE_CONTEXT)
+            config = asked.model_config
+            adapter = describe(config.architectures[0], config.hf_config)  # before any process of the engine starts: refused in words
+            self._llm = await asyncio.to_thread(AsyncLLM.from_vllm_config, asked, disable_log_stats=True)
             self.tokenizer = await asyncio.to_thread(tokenizer_bundle, settings.model)
+        except UnsupportedArchitectureError:
+            raise
         except Exception as error:
             raise MidstreamError("engine_failed", f"the engine did not start: {error}") from error
-        config = self._llm.model_config
-        adapter = describe(config.architectures[0], config.hf_config)
         hooks = [hook for hook in adapter.hooks if not plane.hooks or hook in plane.hooks]
         self.enters = settings.sweep_entry and settings.enforce_eager and "pre_attn" in hooks  # as the ranks see it
         self._row_bytes = config.get_hidden_size() * config.dtype.itemsize
