@@ -21,6 +21,10 @@ _COMPLAINT = re.compile(r"\b\w*(error|exception|refused|fatal|failed)\b", re.IGN
 #: Noise that may follow the reason.
 _NOISE = re.compile(r"^(During handling|The above exception|Traceback|\s*File |\s*\^|sys:1|.*ResourceWarning|.*leaked )", re.IGNORECASE)
 
+#: What vLLM's first process says when another of its processes failed, and how that one's reason looks in the log.
+_POINTS_ABOVE = "See root cause above"
+_CAUSE = re.compile(r" ERROR .*?\b(\w+(?:Error|Exception): .+)")
+
 #: Places in `/proc/<pid>/stat`, counted from behind the name (proc(5) counts from 1 with pid and name).
 _STATE, _SESSION, _STARTTIME = 0, 3, 19
 
@@ -91,7 +95,10 @@ class Child:
             return "it was killed, by somebody or by the kernel for want of memory"
         lines = [line.strip() for line in self.output().splitlines() if line.strip() and not _NOISE.match(line)]
         complaints = [line for line in lines if _COMPLAINT.search(line)]
-        return (complaints or lines or ["it wrote nothing"])[-1][:500]
+        words = (complaints or lines or ["it wrote nothing"])[-1]
+        if _POINTS_ABOVE in words:
+            words = next((found[1] for line in lines if (found := _CAUSE.search(line))), words)
+        return words[:500]
 
     def died(self) -> float:
         """Note a death; returns the pause in seconds before it should be started again."""

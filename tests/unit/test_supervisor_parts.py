@@ -109,6 +109,19 @@ def test_the_last_words_are_the_reason_and_not_the_noise_after_it(tmp_path: Path
     assert part.last_words() == "worker failed: GPT-J is not supported"
 
 
+def test_where_the_last_words_point_above_the_first_cause_is_told(tmp_path: Path) -> None:
+    lines = [
+        "(Worker pid=4) ERROR 11-20 20:49:30 [multiproc_executor.py:953]     raise RuntimeError(",
+        "(Worker pid=4) ERROR 11-20 20:49:30 [multiproc_executor.py:953] RuntimeError: Cannot find any model weights with `m`",
+        "(EngineCore pid=3) ERROR 11-20 20:49:31 [core.py:900] Exception: WorkerProc initialization failed",
+        "worker failed: the engine did not start: Engine core initialization failed. See root cause above. Failed core proc(s): {}",
+    ]
+    part = child(tmp_path, f"[print(line, flush=True) for line in {lines!r}]")
+    part.start()
+    assert ended(part)
+    assert part.last_words() == "RuntimeError: Cannot find any model weights with `m`"
+
+
 def test_of_one_that_was_killed_it_is_said_so_instead_of_its_last_line(tmp_path: Path) -> None:
     part = child(tmp_path, "import os; print('all is well', flush=True); os.kill(os.getpid(), 9)")
     part.start()
