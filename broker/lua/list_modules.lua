@@ -16,15 +16,16 @@ for _, model in ipairs(redis.call('HKEYS', 'ms:models')) do
 end
 local differed = {}
 for tenant, sizes in pairs(owned) do
-  local list, was, is = key('module-bytes', tenant), 0, 0
+  local list, was, is, same = key('module-bytes', tenant), 0, 0, true
   local listed = redis.call('HGETALL', list)
   for at = 1, #listed, 2 do
-    was = was + tonumber(listed[at + 1])
+    local size = tonumber(listed[at + 1])
+    was, same = was + size, same and sizes[listed[at]] == size
   end
   for _, size in pairs(sizes) do
     is = is + size
   end
-  if was ~= is then
+  if not same or was ~= is then
     redis.call('DEL', list)
     for place, size in pairs(sizes) do
       redis.call('HSET', list, place, size)

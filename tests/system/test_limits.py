@@ -285,12 +285,13 @@ def test_a_count_that_was_given_up_changes_nothing_and_the_next_one_is_right(red
             assert await present.step() is None
             assert await first.step() == [], "another one has begun"
             assert await second.step() == []
-            late = make_job(tenant="t", capture=True)
-            await claimed(ledger, late, ranks=1)
-            settler(redis_url).settle(WORKER, 0, EPOCH, [(1, receipt(late, files=[a_file(1000)]))])
-            assert await present.step() is None
-            told = await present.step()
-            assert sorted(told or []) == ["t/bytes: 1700 instead of 1000", "t/jobs: 10 instead of 2"], "what came meanwhile counts once"
+            for seq, size in ((1, 1000), (2, 500)):  # one before captures are looked at, one after
+                late = make_job(tenant="t", capture=True)
+                await claimed(ledger, late, ranks=1)
+                settler(redis_url).settle(WORKER, 0, EPOCH, [(seq, receipt(late, files=[a_file(size)]))])
+                told = await present.step()
+                assert (told is None) == (seq == 1)
+            assert sorted(told or []) == ["t/bytes: 2200 instead of 1500", "t/jobs: 11 instead of 3"], "what came meanwhile counts once"
             assert await ledger.redis.keys("ms:recount*") == []
 
     asyncio.run(main())
@@ -397,6 +398,11 @@ def test_modules_that_a_version_without_lists_of_them_stored_or_deleted_are_list
             ]  # fmt: skip
             assert {tenant: await ledger.tenants.usage(tenant) for tenant in right} == right
             assert (await no_module(steering, "four")).kind == "module_limit"
+            (size,) = await ledger.redis.hvals("ms:module-bytes:u")
+            await ledger.redis.delete("ms:module-bytes:u")
+            await ledger.redis.hset("ms:module-bytes:u", f"{MODEL}/u/two", size)
+            await counted_anew(ledger)
+            assert await ledger.redis.hkeys("ms:module-bytes:u") == [f"{MODEL}/u/one".encode()], "another one of the same size, too"
             await ledger.redis.hdel(f"ms:modules:{MODEL}", "u/one")
             await counted_anew(ledger)
             assert (await ledger.tenants.usage("u")).modules == 0
