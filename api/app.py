@@ -18,6 +18,7 @@ from .body import JsonRequest
 from .calls import App
 from .edge import open_edge
 from .hosts import well_called
+from .promises import KeepPromises
 
 VERSION_HEADER = "x-midstream-version"
 
@@ -64,7 +65,7 @@ def make_app(settings: Settings) -> Litestar:
         exception_handlers=problems.HANDLERS,
         before_send=[_name_version, _allow],
         guards=[well_called, authorize],
-        middleware=[PrometheusConfig(app_name="midstream", prefix="midstream_http", group_path=True).middleware],
+        middleware=[PrometheusConfig(app_name="midstream", prefix="midstream_http", group_path=True).middleware, KeepPromises()],
         openapi_config=openapi.config(records),
         plugins=[records],
         logging_config=None,

@@ -50,8 +50,11 @@ async def follow(edge: Edge, job_id: str, after: str, deadline: float = math.inf
         stay.check()
         batch = await edge.patiently(lambda after=after: edge.ledger.events(job_id, after, BATCH))  # type: ignore[misc]
         if batch:
+            done = any(event.event == "done" for event in batch)
+            if done:
+                await edge.patiently(edge.ledger.written)
             yield batch
-            if any(event.event == "done" for event in batch):
+            if done:
                 return
             after, last_sign = batch[-1].id, time.monotonic()
             continue

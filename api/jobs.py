@@ -106,6 +106,8 @@ async def get_job(job_id: JobId, request: JsonRequest, wait: Wait = None, known:
         return is_over(view) if known is None else is_over(view) or not matches(known, etag(view.version))
 
     view = await unless_client_leaves(request, edge.wait(job_id, news, wait or 0.0))
+    if is_over(view):
+        await edge.ledger.written()
     headers = {"ETag": etag(view.version), "Cache-Control": "no-cache"}
     if matches(known, etag(view.version)):
         return Response(None, status_code=304, headers=headers)  # type: ignore[arg-type]
@@ -141,6 +143,7 @@ async def job_result(job_id: JobId, request: JsonRequest) -> Response[JobResult]
     view = seen(caller_of(request), await edge.ledger.view(job_id))
     if not is_over(view):
         raise not_ready(view)
+    await edge.ledger.written()
     return await finished(request, edge, view)
 
 

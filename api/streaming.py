@@ -75,6 +75,8 @@ class Streamed:
                     yield batch
                 while not self.until(view := await self._look(deadline, stay)):
                     yield events.PING
+            if is_over(view):
+                await self.edge.patiently(self.edge.ledger.written)
             problem = failure_of(view) if is_over(view) else None
             if problem is not None:
                 yield error_event(problem)

@@ -31,6 +31,7 @@ from .dispatch import Send, messages_of
 from .grouped import GroupedRedis
 from .pressure import Pressure
 from .tenants import Tenants, limits_of, refusal
+from .written import Written
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -125,6 +126,7 @@ class Ledger:
         self.send = send
         self.tenants = Tenants(self.redis, settings)
         self._pressure = Pressure(self.redis)
+        self._written = Written(self.redis)
         self._scripts = scripts.Scripts(client)
         self._models: dict[str, tuple[bytes, ModelInfo]] = {}  # as stored, and read
         self._result: Any = client.register_script(RESULT)
@@ -155,6 +157,11 @@ class Ledger:
     async def ping(self) -> None:
         """Raises MidstreamError("unavailable") when Redis does not answer."""
         await self.redis.ping()
+
+    @reachable
+    async def written(self) -> None:
+        """Wait until what was answered before stays if Redis is killed. For whoever is going to promise it."""
+        await self._written()
 
     # ---- accepting -------------------------------------------------------------------------------------------------
 

@@ -62,6 +62,7 @@ class HookOutbox:
 
     def __init__(self, ledger: Ledger, clock: Callable[[], float] = now) -> None:
         self._redis: Any = ledger.redis
+        self._written = ledger.written
         self._scripts = {name: ledger.redis.register_script(_source(name)) for name in SCRIPTS}
         self.clock = clock
 
@@ -69,11 +70,16 @@ class HookOutbox:
 
     @reachable
     async def lend(self, limit: int, share: int, lease_s: float, under_way: Mapping[str, int]) -> list[Loan]:
-        """Up to `limit` deliveries that are due, of no tenant more than `share` with those that it has `under_way` here."""
+        """Up to `limit` deliveries that are due, of no tenant more than `share` with those that it has `under_way` here.
+
+        What they tell stays so if Redis is killed.
+        """
         at, token = self.clock(), secrets.token_hex(8)
         busy = [part for pair in under_way.items() for part in pair]
         arguments = [repr(at), repr(at + lease_s), token, limit, share, LANES_SCANNED, *busy]
         lent = await self._scripts["hooks_lease"](args=arguments)
+        if lent:
+            await self._written()
         loans = []
         for row in lent:
             id_, job, event, tenant, key, url, created, state, attempt, model, tries = (part.decode() for part in row)

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-from redis_kit import handed_over
 
 from midstream.broker import redis_server
 from midstream.broker.celery_app import make_app
@@ -152,7 +151,6 @@ class Stack:
         """Send `how`; for SIGKILL wait until the process is gone."""
         if name == "redis":
             assert self._redis is not None
-            handed_over(self._redis.url)
             self._redis.kill()
             return
         self.processes[name].send_signal(how)

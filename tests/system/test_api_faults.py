@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 from edge import MODEL, Api, Hand, running
-from redis_kit import handed_over
+from redis_kit import handed_over, hold_back, slow_disk
 
 from midstream.api.edge import open_edge
 from midstream.broker import redis_server
@@ -56,6 +56,12 @@ def own_hand(own_api: Api) -> Iterator[Hand]:
     hand.close()
 
 
+@pytest.fixture
+def on_slow_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Ask for it before `own_redis`."""
+    monkeypatch.setenv("LD_PRELOAD", slow_disk(tmp_path))
+
+
 def again(server: redis_server.RedisServer) -> redis_server.RedisServer:
     return redis_server.start(server.directory, port=server.port)
 
@@ -65,7 +71,6 @@ def test_while_redis_is_away_everything_is_503_and_nothing_is_accepted(
     own_redis: redis_server.RedisServer, own_api: Api, own_hand: Hand
 ) -> None:
     job_id = own_api.submit()
-    handed_over(own_redis.url)
     own_redis.kill()
     assert own_api.http.get("/healthz").status_code == 200, "the process itself is well"
     ready = own_api.http.get("/readyz")
@@ -110,11 +115,37 @@ def test_a_held_answer_outlives_a_restart_of_redis(own_redis: redis_server.Redis
             server.stop()
 
 
+# field case 37
+@pytest.mark.parametrize("promise", ["accepted", "over", "told"])
+def test_what_was_answered_while_the_disk_is_slow_is_so_after_redis_was_killed(
+    on_slow_disk: None, own_redis: redis_server.RedisServer, own_api: Api, own_hand: Hand, promise: str
+) -> None:
+    """A Redis whose last fsync still runs answers before it writes."""
+    http = own_api.http
+    job_id = own_api.submit()
+    claim = own_hand.claim_next() if promise != "accepted" else None
+    hold_back(own_redis.url)
+    if claim is not None:
+        own_hand.store(claim)
+    match promise:
+        case "accepted":
+            job_id = own_api.submit()
+        case "over":
+            assert http.get(f"/v1/jobs/{job_id}").json()["state"] == "succeeded"
+        case "told":
+            assert "event: done" in http.get(f"/v1/jobs/{job_id}/events").text
+    own_redis.kill()
+    server = again(own_redis)
+    try:
+        assert own_api.view(job_id)["state"] == ("queued" if promise == "accepted" else "succeeded")
+    finally:
+        server.stop()
+
+
 def test_a_wait_for_an_accepted_job_begins_even_while_redis_restarts(
     own_redis: redis_server.RedisServer, own_api: Api, own_hand: Hand
 ) -> None:
     job_id = own_api.submit()
-    handed_over(own_redis.url)
     own_redis.kill()
 
     async def wait() -> str:
@@ -213,7 +244,9 @@ def messages(hand: Hand) -> list[str]:
 def test_a_client_that_leaves_in_the_middle_of_its_body_makes_nothing(api: Api, hand: Hand) -> None:
     host, port = api.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
-        connection.sendall(b'POST /v1/jobs HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 500\r\n\r\n{"model":')
+        connection.sendall(
+            b'POST /v1/jobs HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 500\r\n\r\n{"model":'
+        )
     time.sleep(0.3)
     assert hand.count_jobs() == 0
     assert "Traceback" not in api.log()

@@ -158,13 +158,16 @@ def test_a_sender_without_keys_or_with_another_relays_key_gets_nowhere_and_says_
 
 def test_a_sender_without_keys_says_so_also_when_the_relay_hangs_up_first(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Both sides see in the other's greeting that only one has keys; here the other one is always first."""
-    with socket.create_server(("127.0.0.1", 0)) as listener, caplog.at_level(logging.ERROR):
-        with Outbox(tmp_path, "w", 0, f"tcp://127.0.0.1:{listener.getsockname()[1]}"):
-            visitor, _ = listener.accept()
-            visitor.recv(10)  # the part of a greeting that both wait for
-            visitor.sendall(b"\xff" + bytes(8) + b"\x7f")
-            visitor.close()
-            wait_until(lambda: "one side has CURVE keys and the other has none" in caplog.text)
+    with (
+        caplog.at_level(logging.ERROR),
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        Outbox(tmp_path, "w", 0, f"tcp://127.0.0.1:{listener.getsockname()[1]}"),
+    ):
+        visitor, _ = listener.accept()
+        visitor.recv(10)  # the part of a greeting that both wait for
+        visitor.sendall(b"\xff" + bytes(8) + b"\x7f")
+        visitor.close()
+        wait_until(lambda: "one side has CURVE keys and the other has none" in caplog.text)
     assert "curve_server_key" not in caplog.text
 
 
