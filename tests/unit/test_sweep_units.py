@@ -56,7 +56,14 @@ def test_units_and_requests_are_numbered_once_each() -> None:
     assert all(units.cell(unit.number) == (unit if unit.kind == "cell" else None) for unit in every)
 
 
-@pytest.mark.parametrize("changes", [{}, {"ablation": "zeros", "pairs": [StoredPair(base=BASE, source=[], columns=COLUMNS)]}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"ablation": "zeros", "pairs": [StoredPair(base=BASE, source=[], columns=COLUMNS)]},
+        {"pairs": [StoredPair(base=BASE, source=SOURCE, columns=[COLUMNS[2]] * 4, answer=[5], foil=[6]), PAIR]},
+    ],
+)
 def test_a_sweep_counts_the_tokens_of_every_request_that_it_sends(changes: dict[str, object]) -> None:
     answered = StoredPair(base=BASE, source=SOURCE, columns=COLUMNS, answer=[5, 7, 8], foil=[6])
     asked = sweep(**({"pairs": [answered, PAIR]} | changes))
