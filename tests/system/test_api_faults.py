@@ -11,13 +11,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
-from edge import MODEL, Api, Hand, running
+from edge import MODEL, Api, Hand, model_info, running
 from redis_kit import handed_over, hold_back, slow_disk
 
 from midstream.api.edge import open_edge
 from midstream.broker import redis_server
 from midstream.broker.celery_app import lists_of, queue_of
+from midstream.schemas.base import to_json
 from midstream.schemas.errors import MidstreamError
 
 BODY = {"model": MODEL, "prompts": ["hello there"]}
@@ -296,6 +298,15 @@ def test_a_worker_that_is_ill_is_not_ready_and_says_why(api: Api, hand: Hand) ->
     answer = api.http.get("/readyz")
     assert answer.status_code == 503
     assert "ranks disagree" in answer.json()["missing"][0]
+
+
+def test_a_model_as_a_version_told_it_that_this_api_cannot_work_with_is_not_ready_and_says_why(api: Api, hand: Hand) -> None:
+    told = msgspec.structs.replace(model_info(), version="9.0.0", wire=9, oldest_wire=9)
+    with hand._redis as client:
+        client.hset("ms:models", MODEL, to_json(told))
+    answer = api.http.get("/readyz")
+    assert (answer.status_code, answer.json()["models"]) == (503, [])
+    assert answer.json()["missing"][0].startswith(f"model {MODEL}: the worker of {MODEL!r} runs midstream 9.0.0 (wire 9")
 
 
 def test_without_a_live_worker_jobs_are_accepted_and_the_service_is_not_ready(api: Api, hand: Hand) -> None:

@@ -84,6 +84,7 @@ def test_what_another_version_has_stored_is_named_with_both_versions(redis_url: 
                 theirs = Steering(ledger)
                 await theirs.put_module(module(A), blobs(A))
                 await theirs.propose(MODEL, [entry(A)], {})
+                await theirs.commit("another", (await theirs.propose("another", [entry(A)], {})).id)
             scripts.source.cache_clear()
             reads = {
                 "the module 'joy'": [steering.module(MODEL, "joy"), steering.modules(MODEL), steering.delete_module(MODEL, "joy"),
@@ -102,6 +103,9 @@ def test_what_another_version_has_stored_is_named_with_both_versions(redis_url: 
             await ledger.redis.hset(f"ms:steering:{MODEL}", "current", later(GlobalSteering(version=1)))
             with pytest.raises(MidstreamError, match=r"the global steering of .* midstream \(unknown\)"):
                 await steering.standing(MODEL, [])
+            await ledger.redis.hset("ms:steering:another", "current", later(GlobalSteering(version=1)))
+            with pytest.raises(MidstreamError, match=r"the global steering of 'another' was stored by midstream 9\.0\.0"):
+                await steering.standing("another", [])
             await ledger.redis.set(f"ms:pinned:{A}", later(TENSORS[A]))
             with pytest.raises(MidstreamError, match="tomorrow") as found:
                 await steering.get_tensor(A)
