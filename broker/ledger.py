@@ -193,6 +193,7 @@ class Ledger:
         Same key and same body: the first job's id and False. Raises MidstreamError("idempotency_mismatch") for another body,
         and MidstreamError("conflict") when a pinned tensor is nowhere any more; rate_limited, too_many_jobs, too_many_cells,
         capture_limit when the tenant uses what it may, and overloaded when too many jobs wait: nothing is accepted then.
+        What is returned stays so if Redis is killed (`written`).
         """
         raw = {name: to_msgpack(blob) if isinstance(blob, Tensor) else blob for name, blob in blobs.items()}
         arguments = scripts.submit(self.settings, job, raw, pinned, idempotency, __version__, operators)
@@ -215,6 +216,7 @@ class Ledger:
             raise MidstreamError("conflict", f"job {job_id} exists already")
         self._pressure.accepted(size)
         self._send(reply[2:])
+        await self._written()  # from here on its caller may wait for it
         return job_id, outcome == "created"
 
     @reachable

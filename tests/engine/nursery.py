@@ -142,11 +142,11 @@ class InprocLLM:
         self.errored, self.dead_error, self.output_handler = False, None, None
 
     @classmethod
-    def from_engine_args(cls, args: Any) -> "InprocLLM":
+    def from_vllm_config(cls, config: Any, disable_log_stats: bool) -> "InprocLLM":
         from vllm.v1.engine.llm_engine import LLMEngine
 
         thread = ThreadPoolExecutor(1)
-        return cls(thread.submit(LLMEngine.from_engine_args, args).result(), thread)
+        return cls(thread.submit(LLMEngine.from_vllm_config, config, disable_log_stats=disable_log_stats).result(), thread)
 
     async def _in_thread(self, call: Any, *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, call, *args)

@@ -303,9 +303,10 @@ class LedgerModel(RuleBasedStateMachine):
     @rule()
     def let_deadlines_and_leases_run_out(self) -> None:
         self.clock += 1000
+        met = {raw.decode(): place for place, raw in enumerate(self.do(self.ledger.redis.zrange("ms:live", 0, -1)))}
         self.do(self.broker.sweeper.sweep(now() + self.clock))
         while True:  # as the sweeper meets them: what it aborts may make room for what is then met as sent
-            due = [job for job in self.jobs if self._is_over(job)]
+            due = sorted(filter(self._is_over, self.jobs), key=lambda job: met[job.job.id])
             if not due:
                 break
             for job in due:
