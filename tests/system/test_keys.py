@@ -146,6 +146,23 @@ def test_what_is_held_open_with_a_key_ends_when_the_key_is_revoked(api: Api, han
     assert "revoked" in told["data"]["detail"]
 
 
+def test_a_stream_that_waits_for_receipts_only_ends_when_its_key_is_revoked(api: Api, hand: Hand) -> None:
+    caller = Caller(api, hand, "held")
+    capture = {"capture": {"layers": [0], "positions": "all_prompt"}, "capture_wait": True}
+    with ThreadPoolExecutor(1) as pool:
+        streamed = pool.submit(caller.http.post, "/v1/completions", json={"model": MODEL, "prompt": "hello", "stream": True, **capture})
+        claim = hand.claim_next()
+        hand.store(claim)
+        began = time.monotonic()
+        assert api.http.delete(f"/v1/keys/{caller.key.id}", headers=bearer(ADMIN)).status_code == 204
+        try:
+            text = streamed.result(timeout=PING_S - 4).text
+        finally:
+            hand.receipts(claim)
+    assert "urn:midstream:unauthorized" in text
+    assert time.monotonic() < began + PING_S
+
+
 def test_a_key_is_stored_as_a_hash_alone(api: Api, hand: Hand) -> None:
     key = Caller(api, hand, "acme").key.key
     raw = hand.do(hand.ledger.redis.hvals("ms:keys"))
