@@ -3,8 +3,9 @@
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
-from litestar import Litestar
+from litestar import Litestar, Response
 from litestar.datastructures import MutableScopeHeaders
 from litestar.plugins.prometheus import PrometheusConfig
 from litestar.routes import HTTPRoute
@@ -15,10 +16,9 @@ from ..schemas.settings import Settings
 from . import captures, completions, jobs, keys, openapi, problems, runs, service, status, steering, sweeps, webhooks
 from .auth import authorize
 from .body import JsonRequest
-from .calls import App
+from .calls import App, changes_something
 from .edge import open_edge
 from .hosts import well_called
-from .promises import KeepPromises
 
 VERSION_HEADER = "x-midstream-version"
 
@@ -56,6 +56,12 @@ def make_app(settings: Settings) -> Litestar:
             app.state.edge = opened
             yield
 
+    async def keep(response: Response[Any]) -> Response[Any]:
+        """What was accepted or changed is told once it stays so if Redis is killed; where that cannot be had, `unavailable` is."""
+        if changes_something():
+            await app.state.edge.ledger.written()
+        return response
+
     records = openapi.Records()
     app = App(
         route_handlers=ROUTES,
@@ -63,9 +69,10 @@ def make_app(settings: Settings) -> Litestar:
         request_class=JsonRequest,
         request_max_body_size=settings.max_body_mib * 1024 * 1024,
         exception_handlers=problems.HANDLERS,
+        after_request=keep,
         before_send=[_name_version, _allow],
         guards=[well_called, authorize],
-        middleware=[PrometheusConfig(app_name="midstream", prefix="midstream_http", group_path=True).middleware, KeepPromises()],
+        middleware=[PrometheusConfig(app_name="midstream", prefix="midstream_http", group_path=True).middleware],
         openapi_config=openapi.config(records),
         plugins=[records],
         logging_config=None,

@@ -25,7 +25,7 @@ REQUEST_ID, TRACEPARENT = b"x-request-id", b"traceparent"
 _SANE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:+/=-]{0,127}")
 #: Asked every few seconds by machines: a line for each would hide the others.
 QUIET = frozenset({"/healthz", "/readyz", "/metrics"})
-#: These change something, and are traced; of the others those whose caller traces them.
+#: These change something: their answers are promises, and they are traced; of the others those whose caller traces them.
 TRACED = frozenset({"POST", "PUT", "DELETE", "PATCH"})
 
 
@@ -34,6 +34,7 @@ class Call(NamedTuple):
 
     span: Span
     began: float  # as `time.perf_counter` has it
+    method: str
 
 
 _current: ContextVar[Call | None] = ContextVar("midstream_call", default=None)
@@ -43,6 +44,12 @@ def traceparent() -> str:
     """For what this call begins; empty when nobody traces it."""
     call = _current.get()
     return call.span.traceparent if call is not None else ""
+
+
+def changes_something() -> bool:
+    """Whether the call that is being answered may have accepted or changed anything."""
+    call = _current.get()
+    return call is not None and call.method in TRACED
 
 
 def released(request: Request[Any, Any, Any], view: JobView) -> None:
@@ -94,8 +101,8 @@ def _begin(method: str, parent: str, request_id: str) -> tuple[Call, bool]:
     """And whether the call is traced here."""
     began = time.perf_counter()
     if not traces.enabled() or not (parent or method in TRACED):
-        return Call(Span(parent), began), False
-    return Call(traces.begin(method, parent, root=True, kind="server", request_id=request_id), began), True
+        return Call(Span(parent), began, method), False
+    return Call(traces.begin(method, parent, root=True, kind="server", request_id=request_id), began, method), True
 
 
 def _end(span: Span, scope: Any, status: int) -> None:

@@ -144,6 +144,21 @@ def test_what_was_answered_while_the_disk_is_slow_is_so_after_redis_was_killed(
         server.stop()
 
 
+def test_what_is_not_written_before_redis_is_killed_is_told_to_be_unavailable(
+    on_slow_disk: None, own_redis: redis_server.RedisServer, own_api: Api, own_hand: Hand
+) -> None:
+    job_id = own_api.submit()
+    hold_back(own_redis.url)
+    with ThreadPoolExecutor(1) as pool:
+        cancelled = pool.submit(own_api.http.post, f"/v1/jobs/{job_id}/cancel")
+        while not cancelled.done() and own_hand.view(job_id).state != "aborted":
+            time.sleep(0.01)
+        own_redis.kill()
+        answer = cancelled.result()
+    assert (answer.status_code, answer.json()["type"]) == (503, "urn:midstream:unavailable")
+    assert answer.headers["retry-after"]
+
+
 def test_a_wait_for_an_accepted_job_begins_even_while_redis_restarts(
     own_redis: redis_server.RedisServer, own_api: Api, own_hand: Hand
 ) -> None:
