@@ -90,7 +90,10 @@ async def list_jobs(
     tenant: Whose = None,
 ) -> JobPage:
     whose = tenant_asked(caller_of(request), tenant)
-    return await edge_of(request).ledger.list(state=job_state, model=model, limit=limit, cursor=cursor, tenant=whose)
+    ledger = edge_of(request).ledger
+    page = await ledger.list(state=job_state, model=model, limit=limit, cursor=cursor, tenant=whose)
+    await ledger.written()
+    return page
 
 
 @get(
@@ -129,6 +132,7 @@ async def job_events(job_id: JobId, request: JsonRequest, last: Last = None) -> 
     caller = caller_of(request)
     view = seen(caller, await edge.ledger.view(job_id))
     if is_over(view) and not await edge.ledger.events(job_id, after, 1):
+        await edge.ledger.written()
         return Response(None, status_code=204)  # an EventSource stops reconnecting at this
     return Stream(events.server_sent(edge, job_id, after, caller), media_type=events.MEDIA_TYPE, headers=events.HEADERS)
 

@@ -118,7 +118,7 @@ def test_a_held_answer_outlives_a_restart_of_redis(own_redis: redis_server.Redis
 
 
 # field case 37
-@pytest.mark.parametrize("promise", ["accepted", "over", "told"])
+@pytest.mark.parametrize("promise", ["accepted", "over", "listed", "told"])
 def test_what_was_answered_while_the_disk_is_slow_is_so_after_redis_was_killed(
     on_slow_disk: None, own_redis: redis_server.RedisServer, own_api: Api, own_hand: Hand, promise: str
 ) -> None:
@@ -134,6 +134,8 @@ def test_what_was_answered_while_the_disk_is_slow_is_so_after_redis_was_killed(
             job_id = own_api.submit()
         case "over":
             assert http.get(f"/v1/jobs/{job_id}").json()["state"] == "succeeded"
+        case "listed":
+            assert http.get("/v1/jobs").json()["jobs"][0]["state"] == "succeeded"
         case "told":
             assert "event: done" in http.get(f"/v1/jobs/{job_id}/events").text
     own_redis.kill()
