@@ -15,8 +15,10 @@ import httpcore
 import pytest
 from hook_kit import OK, Receiver, receiving
 from ledger_kit import BOOT, MODEL, WORKER, claimed, make_job, open_ledger, outputs
+from redis_kit import hold_back, slow_disk
 from standardwebhooks.webhooks import WebhookVerificationError
 
+from midstream.broker import redis_server
 from midstream.broker.ledger import Ledger
 from midstream.broker.webhook_http import CheckedBackend, NoAnswer, Poster, TargetRefused
 from midstream.broker.webhook_outbox import HookOutbox
@@ -26,7 +28,7 @@ from midstream.broker.webhook_sender import Sender
 from midstream.schemas.base import now
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.handling import ENDS, Callback, CallbackEvent
-from midstream.schemas.jobs import Job
+from midstream.schemas.jobs import Job, State
 from midstream.schemas.webhooks import Delivery, DeliveryAttempt
 
 ALL: list[CallbackEvent] = ["job.running", *ENDS]
@@ -101,6 +103,30 @@ def test_each_beginning_and_the_end_of_a_job_is_told_once_however_often_it_is_sa
             assert {(body.data.id, body.data.model) for body in bodies} == {(job.id, MODEL)}
             assert len({got.id for got in receiver.got}) == 3
             assert await made.sender.round() == 0
+
+    asyncio.run(main())
+
+
+def test_an_end_that_was_told_while_the_disk_is_slow_is_the_end_after_redis_was_killed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, receiver: Receiver
+) -> None:
+    monkeypatch.setenv("LD_PRELOAD", slow_disk(tmp_path))
+    server = redis_server.start(tmp_path / "redis")
+
+    async def main() -> None:
+        async with service(server.url) as made:
+            job = make_job(callback=Callback(url=receiver.url(), events=list(ENDS)))
+            await made.ledger.submit(job, {})
+            await asyncio.to_thread(hold_back, server.url)
+            await made.ledger.request_cancel(job.id)
+            assert await made.sender.round() == 1
+            assert [got.body.type for got in receiver.got] == ["job.aborted"]
+            server.kill()
+            again = redis_server.start(server.directory, port=server.port)
+            try:
+                assert (await made.ledger.view(job.id)).state is State.ABORTED
+            finally:
+                again.stop()
 
     asyncio.run(main())
 
