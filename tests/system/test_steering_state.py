@@ -15,6 +15,7 @@ from ledger_kit import BOOT, MODEL, WORKER, make_job, open_ledger, outputs, sett
 
 from midstream import __version__
 from midstream.broker import scripts
+from midstream.broker import steering as broker_steering
 from midstream.broker.ledger import ClaimRefused, Ledger
 from midstream.broker.steering import Steering
 from midstream.schemas.base import now, to_msgpack
@@ -152,16 +153,17 @@ def test_a_proposal_that_is_given_up_leaves_what_was_and_takes_its_tensors_along
     asyncio.run(main())
 
 
-def test_one_proposal_at_a_time_until_its_deadline(redis_url: str) -> None:
+def test_one_proposal_at_a_time_until_its_deadline(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
-        async with open_ledger(redis_url, steering_wait_s=0.2) as ledger:
+        async with open_ledger(redis_url, steering_wait_s=60) as ledger:
             steering = Steering(ledger)
             first = await steering.propose(MODEL, [entry(A)], blobs(A))
             with pytest.raises(MidstreamError) as busy:
                 await steering.propose(MODEL, [entry(B)], blobs(B))
             assert busy.value.kind == "conflict"
             assert await steering.propose("another model", [entry(B)], blobs(B))
-            await asyncio.sleep(0.25)
+            for clock in (scripts, broker_steering):
+                monkeypatch.setattr(clock, "now", lambda: now() + 61)
             assert (await steering.desired(MODEL)).proposal is None
             with pytest.raises(MidstreamError):
                 await steering.commit(MODEL, first.id)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from ledger_kit import claimed, make_job, open_ledger, outputs
+from redis_kit import handed_over
 
 from midstream.broker import redis_server, watch
 from midstream.broker.ledger import Ledger
@@ -24,7 +25,7 @@ def no_polling(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def until_heard(ledger: Ledger, others: set[str]) -> None:
     """Until somebody else than `others` subscribes."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while True:
             if await subscribers(ledger) - others:
                 return
@@ -32,11 +33,22 @@ async def until_heard(ledger: Ledger, others: set[str]) -> None:
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while True:
             if holds():
                 return
             await asyncio.sleep(0.02)
+
+
+async def until_hearing(ledger: Ledger, watcher: Watcher) -> None:
+    """Until messages come through to it."""
+    async with asyncio.timeout(60):
+        while True:
+            job = make_job()
+            await ledger.submit(job, {})
+            await asyncio.sleep(0.05)
+            if job.id in watcher.remembered:
+                return
 
 
 async def subscribers(ledger: Ledger) -> set[str]:
@@ -61,7 +73,7 @@ def test_a_thousand_waiters_on_one_connection_are_woken_by_the_change(redis_url:
                 await ledger.request_cancel(job.id)
             began = time.monotonic()
             assert set(await asyncio.gather(*waits)) == {2}
-            assert time.monotonic() - began < 10, "woken by the message, not by polling"
+            assert time.monotonic() - began < 25, "woken by the message, not by polling"
             assert watcher.waiting == 0
 
     asyncio.run(main())
@@ -75,7 +87,7 @@ def test_a_change_before_the_wait_answers_at_once_and_none_answers_at_the_timeou
             assert await watcher.changed(job.id, 1, 30) == 2
             began = time.monotonic()
             assert await watcher.changed(job.id, 2, 0.3) == 2
-            assert 0.25 < time.monotonic() - began < 10
+            assert 0.25 < time.monotonic() - began < 25
             with pytest.raises(MidstreamError) as caught:
                 await watcher.changed("job_unknown", 0, 30)
             assert caught.value.kind == "not_found"
@@ -91,9 +103,9 @@ def test_a_job_that_redis_has_set_back_is_news(redis_url: str, monkeypatch: pyte
             job = make_job()
             attempt = await claimed(ledger, job)
             seen = (await ledger.view(job.id)).version + 2  # of an attempt that was lost with Redis' last second
-            assert await watcher.changed(job.id, seen, 3.0) == seen - 2
+            assert await watcher.changed(job.id, seen, 60) == seen - 2
             await ledger.store_outputs(job.id, attempt, outputs())
-            assert await watcher.changed(job.id, seen, 3.0) < seen, "else it would be waited for as long as a response is held"
+            assert await watcher.changed(job.id, seen, 60) < seen, "else it would be waited for as long as a response is held"
 
     asyncio.run(main())
 
@@ -101,15 +113,16 @@ def test_a_job_that_redis_has_set_back_is_news(redis_url: str, monkeypatch: pyte
 def test_who_waits_for_a_result_sleeps_through_the_start(redis_url: str, no_polling: None) -> None:
     async def main() -> None:
         async with open_ledger(redis_url) as ledger, Watcher(ledger) as watcher:
+            await until_hearing(ledger, watcher)  # who is connected while it waits looks by itself
             job = make_job()
             await ledger.submit(job, {})
-            waiting = asyncio.create_task(watcher.changed(job.id, 1, 30, quiet={"queued", "running"}))
+            waiting = asyncio.create_task(watcher.changed(job.id, 1, 60, quiet={"queued", "running"}))
             await asyncio.sleep(0.2)
             await ledger.claim(job.id, "w", "b", ranks=1)
             await asyncio.sleep(0.2)
             assert not waiting.done()
             await ledger.store_outputs(job.id, 1, outputs())
-            assert await asyncio.wait_for(waiting, 10) == (await ledger.view(job.id)).version
+            assert await asyncio.wait_for(waiting, 50) == (await ledger.view(job.id)).version
 
     asyncio.run(main())
 
@@ -153,7 +166,7 @@ def test_a_follower_of_events_is_woken_by_one_that_changes_no_state(redis_url: s
             began = time.monotonic()
             await ledger.emit(job.id, 1, Event(event="output", data={"index": 0}, attempt=1))
             assert await following is True
-            assert time.monotonic() - began < 10, "woken by the message, not by polling"
+            assert time.monotonic() - began < 25, "woken by the message, not by polling"
             assert await still == 2, "an event alone is no change of the job"
 
     asyncio.run(main())
@@ -164,10 +177,10 @@ def test_without_a_single_message_the_wait_still_ends(redis_url: str) -> None:  
         async with open_ledger(redis_url) as ledger, Watcher(ledger) as watcher:
             job = make_job()
             await claimed(ledger, job)
-            waiting = asyncio.create_task(watcher.changed(job.id, 2, 30))
+            waiting = asyncio.create_task(watcher.changed(job.id, 2, 60))
             await asyncio.sleep(0.2)
             await ledger.redis.hincrby(f"ms:job:{job.id}", "version", 1)  # a change whose notification is lost
-            assert await asyncio.wait_for(waiting, 10) == 3
+            assert await asyncio.wait_for(waiting, 50) == 3
 
     asyncio.run(main())
 
@@ -190,7 +203,7 @@ def test_what_was_heard_before_the_connection_was_lost_is_not_believed_after_it(
                 await ledger.redis.client_kill_filter(_id=mine)
                 await ledger.store_outputs(job.id, attempt, outputs())  # nobody hears it
                 await until_heard(ledger, others | {mine})
-                assert await watcher.changed(job.id, seen, 5.0) > seen
+                assert await watcher.changed(job.id, seen, 50) > seen
 
     asyncio.run(main())
 
@@ -202,16 +215,17 @@ def test_a_waiter_gets_its_answer_over_a_restart_of_redis(tmp_path: Path, no_pol
             job, silent = make_job(), make_job()
             for each in (job, silent):
                 await claimed(ledger, each)
-            waits = [asyncio.create_task(watcher.changed(job.id, 2, 60)) for _ in range(50)]
+            waits = [asyncio.create_task(watcher.changed(job.id, 2, 100)) for _ in range(50)]
             unanswered = asyncio.create_task(watcher.changed(silent.id, 2, 2.0))
             await asyncio.sleep(0.3)
+            await asyncio.to_thread(handed_over, server.url)
             await asyncio.to_thread(server.kill)
             await asyncio.sleep(0.7)
             assert not any(wait.done() for wait in waits)
             again = await asyncio.to_thread(redis_server.start, tmp_path, server.port)
             try:
                 await ledger.store_outputs(job.id, 1, outputs())
-                assert set(await asyncio.wait_for(asyncio.gather(*waits), 10)) == {3}
+                assert set(await asyncio.wait_for(asyncio.gather(*waits), 60)) == {3}
                 assert (await ledger.view(job.id)).state is State.SUCCEEDED
                 assert await unanswered == 2
                 await until_heard(ledger, set())  # and messages are heard again
@@ -220,7 +234,7 @@ def test_a_waiter_gets_its_answer_over_a_restart_of_redis(tmp_path: Path, no_pol
                 began = time.monotonic()
                 await ledger.store_outputs(silent.id, 1, outputs())
                 assert await later == 3
-                assert time.monotonic() - began < 10
+                assert time.monotonic() - began < 25
             finally:
                 again.stop()
 
@@ -236,6 +250,6 @@ def test_a_wait_while_redis_stays_away_ends_at_its_timeout(tmp_path: Path) -> No
             waiting = asyncio.create_task(watcher.changed(job.id, 2, 1.5))
             await asyncio.sleep(0.2)
             server.kill()
-            assert await asyncio.wait_for(waiting, 10) == 2
+            assert await asyncio.wait_for(waiting, 60) == 2
 
     asyncio.run(main())
