@@ -44,7 +44,8 @@ TEMPLATE = (
     "{% if add_generation_prompt %}assistant :{% endif %}"
     "{% if messages[0]['role'] == 'assistant' %}{{ raise_exception('the user begins') }}{% endif %}"
 )
-START_TIMEOUT_S = 30.0
+#: These only end what hangs: a machine with other things to do takes its time.
+START_TIMEOUT_S, STOP_TIMEOUT_S, CALL_TIMEOUT_S = 120.0, 60.0, 60.0
 
 
 def bundle() -> TokenizerBundle:
@@ -91,7 +92,7 @@ class Api:
         """Start (again, on the same port) and wait for the ready line."""
         environment = {key: value for key, value in os.environ.items() if not key.startswith("MIDSTREAM_")}
         with self._log.open("ab") as output:
-            mark = self._log.stat().st_size
+            mark = self.said
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "midstream.api"],
                 env=environment | to_environment(self.settings),
@@ -100,24 +101,34 @@ class Api:
                 stderr=output,
             )
         deadline = time.monotonic() + START_TIMEOUT_S
-        while "api ready " not in (text := self.log()[mark:]):
-            assert self.process.poll() is None, text
+        while True:
+            ended = self.process.poll() is not None  # asked first: a log that is read after the end is whole
+            if "api ready " in (text := self.log(mark)):
+                break
+            assert not ended, text
             assert time.monotonic() < deadline, text
             time.sleep(0.02)
         self.url = text.split("api ready ")[1].split()[0]
-        self.http = httpx.Client(base_url=self.url, timeout=30)
+        self.http = httpx.Client(base_url=self.url, timeout=CALL_TIMEOUT_S)
 
-    def log(self) -> str:
-        return self._log.read_text(errors="replace")
+    def log(self, mark: int = 0) -> str:
+        """What it has said since the log had `mark` bytes: see `said`."""
+        return self._log.read_bytes()[mark:].decode(errors="replace")
+
+    @property
+    def said(self) -> int:
+        """How long the log is. Other tests have used this API before."""
+        return self._log.stat().st_size
 
     def stop(self) -> int:
         """SIGTERM; the exit code."""
         self.http.close()
         self.process.terminate()
         try:
-            return self.process.wait(15)
+            return self.process.wait(STOP_TIMEOUT_S)
         finally:
             self.process.kill()
+            self.process.wait()
 
     def kill(self) -> None:
         self.http.close()
@@ -137,7 +148,8 @@ class Api:
 @contextmanager
 def running(directory: Path, redis_url: str, api_port: int = 0, **settings: Any) -> Iterator[Api]:
     """An API over `redis_url`; its captures and log lie in `directory`."""
-    api = Api(Settings(data_dir=str(directory), redis_url=redis_url, api_port=api_port, **settings), directory / "api.log")
+    given: dict[str, Any] = {"lease_s": 300.0, **settings}  # nobody renews the sign of life of a worker by hand
+    api = Api(Settings(data_dir=str(directory), redis_url=redis_url, api_port=api_port, **given), directory / "api.log")
     try:
         yield api
     finally:
@@ -169,7 +181,7 @@ class Hand:
         self._redis.close()
 
     def do(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(30)
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(CALL_TIMEOUT_S)
 
     # What a worker publishes
 
@@ -195,7 +207,7 @@ class Hand:
         assert claim is not None
         return claim
 
-    def claim_next(self, timeout: float = 10.0) -> Claim:
+    def claim_next(self, timeout: float = CALL_TIMEOUT_S) -> Claim:
         """The newest queued job, once there is one: for endpoints that do not say an id before they answer."""
         deadline = time.monotonic() + timeout
         while not (page := self.do(self.ledger.list(limit=1))).jobs or page.jobs[0].state != "queued":

@@ -7,10 +7,13 @@ from midstream.broker import lease
 from midstream.broker.celery_app import make_app, queue_of
 from midstream.schemas.settings import Settings
 
+#: Seconds; leases are renewed four times in each, so that a busy machine may be late with one or two.
+VISIBILITY_TIMEOUT_S = 5
+
 
 def main() -> None:
     url, model, leases, seconds = sys.argv[1:]
-    app = make_app(Settings(redis_url=url, visibility_timeout_s=2))
+    app = make_app(Settings(redis_url=url, visibility_timeout_s=VISIBILITY_TIMEOUT_S))
     if leases == "with":
         app.steps["consumer"].add(lease.LeaseStep)
 

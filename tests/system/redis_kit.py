@@ -15,7 +15,7 @@ int fdatasync(int file) {{ usleep({SLOW_S * 1e6:.0f}); return syscall(SYS_fdatas
 """
 
 
-def handed_over(url: str, timeout: float = 20.0) -> None:
+def handed_over(url: str, timeout: float = 60.0) -> None:
     """Wait until the kernel has all that Redis has answered: for what no API has promised to anybody."""
     deadline = time.monotonic() + timeout
     with redis.Redis.from_url(url) as client:
@@ -31,7 +31,7 @@ def slow_disk(directory: Path) -> str:
     return str(library)
 
 
-def hold_back(url: str, timeout: float = 20.0) -> None:
+def hold_back(url: str, timeout: float = 60.0) -> None:
     """Return while a Redis on a slow disk holds back what it is told, just after it wrote what it had held back before."""
     deadline = time.monotonic() + timeout
     with redis.Redis.from_url(url) as client:

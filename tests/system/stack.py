@@ -12,7 +12,6 @@ Processes: `redis`, `relay`, `callbacks`, `worker` (also `worker-2`, … when as
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+from ports import free_port
 
 from midstream.broker import redis_server
 from midstream.broker.celery_app import make_app
@@ -39,14 +39,9 @@ MODULES = {
     "worker": "midstream.workers",
     "api": "midstream.api",
 }
-STOP_TIMEOUT_S = 30.0
+#: These two only end what hangs: a machine with other things to do takes its time over a start.
+START_TIMEOUT_S, STOP_TIMEOUT_S = 120.0, 60.0
 POLL_S = 0.02
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Stack:
@@ -59,7 +54,7 @@ class Stack:
         api: bool = False,
         callbacks: bool = True,
         workers: int = 1,
-        start_timeout_s: float = 60.0,
+        start_timeout_s: float = START_TIMEOUT_S,
         **settings: Any,
     ):
         chosen: dict[str, Any] = {
@@ -210,8 +205,11 @@ class Stack:
     def wait_log(self, name: str, word: str) -> None:
         """Until `word` is in the log of a process, which must not end before."""
         deadline = time.monotonic() + self.start_timeout_s
-        while word not in self.log(name):
-            if self.processes[name].poll() is not None:
+        while True:
+            ended = self.processes[name].poll() is not None  # asked first: a log that is read after the end is whole
+            if word in self.log(name):
+                return
+            if ended:
                 raise AssertionError(f"{name} ended with {self.processes[name].returncode}:\n{self.log(name)[-3000:]}")
             if time.monotonic() > deadline:
                 raise AssertionError(f"{name} did not say {word!r} within {self.start_timeout_s} s:\n{self.log(name)[-3000:]}")

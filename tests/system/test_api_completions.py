@@ -26,7 +26,7 @@ VECTOR = {"dtype": "float32", "shape": [8], "data": "AACAPwAAgD8AAIA/AACAPwAAgD8
 
 @pytest.fixture
 def client(api: Api) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{api.url}/v1", api_key="none", max_retries=0, timeout=20) as client:
+    with openai.OpenAI(base_url=f"{api.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
         yield client
 
 
@@ -303,7 +303,7 @@ def test_ranks_that_disagree_cost_an_attempt_and_the_answer_says_so_or_fail_the_
 
 
 def test_the_openai_client_raises_a_failed_job_once_and_does_not_run_it_again(api: Api, hand: Hand, pool: ThreadPoolExecutor) -> None:
-    with openai.OpenAI(base_url=f"{api.url}/v1", api_key="none", max_retries=3, timeout=20) as client:
+    with openai.OpenAI(base_url=f"{api.url}/v1", api_key="none", max_retries=3, timeout=60) as client:
         asked = pool.submit(client.completions.create, model=MODEL, prompt="hello")
         hand.fail(hand.claim_next(), MidstreamError("engine_failed", "out of memory").problem())
         with pytest.raises(openai.InternalServerError, match="out of memory"):
@@ -460,7 +460,7 @@ def test_text_that_no_event_carried_is_in_the_stream_all_the_same(client: openai
 def test_a_client_that_leaves_loses_nothing(api: Api, hand: Hand, stream: bool) -> None:
     body = {"model": MODEL, "prompt": "hello", "capture": CAPTURE, "capture_wait": True, "stream": stream}
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{api.url}/v1/completions", json=body, timeout=httpx.Timeout(10, read=0.5))
+        httpx.post(f"{api.url}/v1/completions", json=body, timeout=httpx.Timeout(60, read=0.5))
     claim = hand.claim_next()
     hand.store(claim)
     hand.receipts(claim)
@@ -472,7 +472,7 @@ def test_a_client_that_leaves_loses_nothing(api: Api, hand: Hand, stream: bool) 
 def test_an_idempotency_key_finds_the_job_of_a_lost_answer(api: Api, hand: Hand) -> None:
     body, key = {"model": MODEL, "prompt": "hello"}, {"Idempotency-Key": "once"}
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{api.url}/v1/completions", json=body, headers=key, timeout=httpx.Timeout(10, read=0.5))
+        httpx.post(f"{api.url}/v1/completions", json=body, headers=key, timeout=httpx.Timeout(60, read=0.5))
     hand.store(hand.claim_next())
     answer = api.http.post("/v1/completions", json=body, headers=key)
     assert answer.json()["choices"][0]["text"] == "hello world"

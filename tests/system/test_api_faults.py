@@ -35,19 +35,8 @@ def own_redis(tmp_path: Path) -> Iterator[redis_server.RedisServer]:
 
 @pytest.fixture
 def own_api(own_redis: redis_server.RedisServer, tmp_path: Path) -> Iterator[Api]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    api = Api(api_settings(own_redis, tmp_path, port), tmp_path / "api.log")
-    yield api
-    if api.process.poll() is None:
-        api.stop()
-
-
-def api_settings(server: redis_server.RedisServer, directory: Path, port: int):  # type: ignore[no-untyped-def]
-    from midstream.schemas.settings import Settings
-
-    return Settings(data_dir=str(directory), redis_url=server.url, api_port=port, lease_s=300.0)
+    with running(tmp_path, own_redis.url) as api:
+        yield api
 
 
 @pytest.fixture
@@ -111,8 +100,8 @@ def test_a_held_answer_outlives_a_restart_of_redis(own_redis: redis_server.Redis
         server = again(own_redis)
         try:
             own_hand.store(claim)
-            assert completion.result(timeout=15).json()["choices"][0]["text"] == "hello world"
-            assert poll.result(timeout=15).json()["state"] == "succeeded"
+            assert completion.result(timeout=20).json()["choices"][0]["text"] == "hello world"
+            assert poll.result(timeout=20).json()["state"] == "succeeded"
         finally:
             server.stop()
 
@@ -149,14 +138,23 @@ def test_what_was_answered_while_the_disk_is_slow_is_so_after_redis_was_killed(
 def test_what_is_not_written_before_redis_is_killed_is_told_to_be_unavailable(
     on_slow_disk: None, own_redis: redis_server.RedisServer, own_api: Api, own_hand: Hand
 ) -> None:
-    job_id = own_api.submit()
-    hold_back(own_redis.url)
-    with ThreadPoolExecutor(1) as pool:
-        cancelled = pool.submit(own_api.http.post, f"/v1/jobs/{job_id}/cancel")
-        while not cancelled.done() and own_hand.view(job_id).state != "aborted":
-            time.sleep(0.01)
-        own_redis.kill()
-        answer = cancelled.result()
+    server = own_redis
+    try:
+        for _ in range(10):
+            job_id = own_api.submit()
+            hold_back(server.url)
+            with ThreadPoolExecutor(1) as pool:
+                cancelled = pool.submit(own_api.http.post, f"/v1/jobs/{job_id}/cancel")
+                while not cancelled.done() and own_hand.view(job_id).state != "aborted":
+                    time.sleep(0.01)
+                server.kill()
+                answer = cancelled.result()
+            server = again(server)
+            if answer.status_code != 202:
+                break
+            assert own_api.view(job_id)["state"] == "aborted", "on a machine that is slower than this disk it may have been written"
+    finally:
+        server.stop()
     assert (answer.status_code, answer.json()["type"]) == (503, "urn:midstream:unavailable")
     assert answer.headers["retry-after"]
 
@@ -169,7 +167,7 @@ def test_a_wait_for_an_accepted_job_begins_even_while_redis_restarts(
 
     async def wait() -> str:
         async with open_edge(own_api.settings) as edge:
-            waiting = asyncio.create_task(edge.wait(job_id, lambda view: True, 10, patient=True))
+            waiting = asyncio.create_task(edge.wait(job_id, lambda view: True, 60, patient=True))
             await asyncio.sleep(1)
             assert not waiting.done()
             server = await asyncio.to_thread(again, own_redis)
@@ -194,7 +192,7 @@ def test_a_stream_outlives_a_restart_of_redis(own_redis: redis_server.RedisServe
         try:
             own_hand.say(claim, " world")
             own_hand.store(claim)
-            text = stream.result(timeout=15).text
+            text = stream.result(timeout=30).text
         finally:
             server.stop()
     assert re.findall(r'"text":"([^"]*)"', text) == ["hello", " world", ""]
@@ -220,18 +218,17 @@ def test_an_api_that_is_stopped_answers_those_it_holds_and_ends_at_once(own_api:
         completion = pool.submit(own_api.http.post, "/v1/completions", json={"model": MODEL, "prompt": "hello"})
         stream = pool.submit(own_api.http.post, "/v1/completions", json={"model": MODEL, "prompt": "hello", "stream": True})
         events = pool.submit(own_api.http.get, f"/v1/jobs/{job_id}/events")
-        deadline = time.monotonic() + 10
-        while own_hand.count_jobs() < 3 and time.monotonic() < deadline:
+        deadline = time.monotonic() + 60
+        while waiting(own_api) < 4:
+            assert time.monotonic() < deadline, "all four are held"
             time.sleep(0.05)
-        time.sleep(0.3)
-        before = time.monotonic()
         own_api.process.send_signal(signal.SIGTERM)
         assert poll.result().json()["state"] == "queued"
         assert completion.result().status_code == 202, "the job goes on: this is where to look"
         assert "server is stopping" in stream.result().text
         assert "event: done" not in events.result().text
-        own_api.process.wait(10)
-        assert time.monotonic() - before < 4
+        own_api.process.wait(30)
+    assert "graceful shutdown exceeded" not in own_api.log(), "nobody had to be cut off"
     assert own_hand.count_jobs() == 3
 
 
@@ -243,12 +240,12 @@ def test_a_client_that_leaves_while_its_job_is_made_leaves_a_job_that_runs(api: 
         connection.sendall(
             b"POST /v1/jobs HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(raw) + raw
         )
-    deadline = time.monotonic() + 10
-    while not (waiting := messages(hand)):
+    deadline = time.monotonic() + 60
+    while not (sent := messages(hand)):
         assert time.monotonic() < deadline, "its message is sent all the same, or it would be queued for ever"
         time.sleep(0.02)
     claim = hand.claim_next()
-    assert waiting == [claim.job.id]
+    assert sent == [claim.job.id]
     hand.store(claim)
     assert api.view(claim.job.id)["state"] == "succeeded"
 
@@ -262,13 +259,14 @@ def messages(hand: Hand) -> list[str]:
 
 def test_a_client_that_leaves_in_the_middle_of_its_body_makes_nothing(api: Api, hand: Hand) -> None:
     host, port = api.url.removeprefix("http://").split(":")
+    mark = api.said
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(
             b'POST /v1/jobs HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 500\r\n\r\n{"model":'
         )
     time.sleep(0.3)
     assert hand.count_jobs() == 0
-    assert "Traceback" not in api.log()
+    assert "Traceback" not in api.log(mark)
 
 
 # field case 38
@@ -277,11 +275,11 @@ def test_held_answers_whose_clients_left_do_not_pile_up(api: Api, hand: Hand) ->
 
     def ask_and_leave(_: int) -> None:
         with pytest.raises(httpx.ReadTimeout):
-            httpx.get(f"{api.url}/v1/jobs/{job_id}", params={"wait": 300}, timeout=httpx.Timeout(10, read=0.4))
+            httpx.get(f"{api.url}/v1/jobs/{job_id}", params={"wait": 300}, timeout=httpx.Timeout(60, read=0.4))
 
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(ask_and_leave, range(32)))
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while waiting(api) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert waiting(api) == 0
@@ -300,7 +298,7 @@ def test_a_job_that_celery_did_not_get_is_accepted_and_left_to_the_sweeper(api: 
             client.set(name, "not a list")  # every push fails
         answer = api.http.post("/v1/jobs", json=BODY)
         assert answer.status_code == 202
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + 60
         while answer.json()["id"] not in api.log():
             assert time.monotonic() < deadline, "the log says that the sweeper has to"
             time.sleep(0.05)

@@ -295,10 +295,11 @@ def test_every_answer_names_the_servers_version(api: Api, method: str, path: str
 
 
 def test_a_template_error_never_shows_a_traceback(api: Api, hand: Hand) -> None:
+    mark = api.said
     answer = api.http.post("/v1/chat/completions", json={"model": MODEL, "messages": [{"role": "assistant", "content": "hello"}]})
     assert (answer.status_code, answer.json()["field"]) == (400, "messages")
     assert "the user begins" in answer.json()["detail"]
-    assert "Traceback" not in api.log()
+    assert "Traceback" not in api.log(mark)
 
 
 def test_a_failure_of_ours_is_a_numbered_500_without_its_reason(api: Api, hand: Hand) -> None:

@@ -15,6 +15,8 @@ from midstream.schemas.errors import MidstreamError
 from midstream.schemas.tensors import from_numpy
 
 BODY = {"model": MODEL, "prompts": ["hello there"]}
+#: Whoever waits looks by itself every 5 s (`POLL_S` of the watcher); an answer that came sooner was told of the change.
+TOLD_S = 4.0
 
 
 def test_a_submitted_job_is_committed_queued_and_located(api: Api, hand: Hand) -> None:
@@ -27,7 +29,7 @@ def test_a_submitted_job_is_committed_queued_and_located(api: Api, hand: Hand) -
     assert view["state"] == "queued"
     assert view["metadata"] == {"who": "me"}
     with redis.Redis.from_url(api.settings.redis_url) as client:
-        _, message = client.brpop(lists_of(queue_of(MODEL)), timeout=5)
+        _, message = client.brpop(lists_of(queue_of(MODEL)), timeout=30)
     assert b"hello" not in message, "a message carries the job's id and nothing else"
     stored = hand.job(view["id"]).prompts[0]
     assert (stored.token_ids, stored.text) == ([1, 2, 3], "hello there"), "BOS as the tokenizer adds it, nothing truncated"
@@ -126,7 +128,7 @@ def test_prefer_wait_answers_202_when_the_job_does_not_end_in_time(api: Api, han
     before = time.monotonic()
     answer = api.http.post("/v1/jobs", json=BODY, headers={"Prefer": "respond-async, wait=1"})
     assert answer.status_code == 202
-    assert 0.9 < time.monotonic() - before < 5
+    assert 0.9 < time.monotonic() - before < 20
     assert answer.json()["state"] == "queued"
 
 
@@ -159,13 +161,13 @@ def test_a_long_poll_returns_when_the_job_is_over(api: Api, hand: Hand) -> None:
         before = time.monotonic()
         hand.finish(job_id)
         assert poll.result()["state"] == "succeeded"
-        assert time.monotonic() - before < 2
+        assert time.monotonic() - before < TOLD_S
 
 
 def test_a_long_poll_of_a_job_that_stays_returns_at_its_timeout(api: Api, hand: Hand) -> None:
     before = time.monotonic()
     assert api.view(api.submit(), wait=0.5)["state"] == "queued"
-    assert 0.4 < time.monotonic() - before < 5
+    assert 0.4 < time.monotonic() - before < 20
 
 
 def test_an_unchanged_job_is_304_and_a_changed_one_has_another_etag(api: Api, hand: Hand) -> None:
@@ -252,16 +254,13 @@ def test_cancel_of_a_finished_job_is_refused(api: Api, hand: Hand) -> None:
     assert (answer.status_code, answer.headers["content-type"]) == (409, "application/problem+json")
 
 
-def test_a_result_past_its_retention_is_410(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    with running(tmp_path_factory.mktemp("short"), redis_url, result_ttl_s=1) as api:
-        hand = Hand(api.settings)
-        hand.serve()
-        job_id = api.submit()
-        hand.finish(job_id)
-        time.sleep(1.2)
-        assert api.http.get(f"/v1/jobs/{job_id}/result").status_code == 410
-        assert api.view(job_id)["state"] == "expired"
-        hand.close()
+def test_a_result_past_its_retention_is_410(api: Api, hand: Hand) -> None:
+    job_id = api.submit()
+    hand.finish(job_id)
+    with redis.Redis.from_url(api.settings.redis_url) as client:
+        client.hincrbyfloat(f"ms:job:{job_id}", "finished", -1 - api.settings.result_ttl_s)  # as if that time had passed
+    assert api.http.get(f"/v1/jobs/{job_id}/result").status_code == 410
+    assert api.view(job_id)["state"] == "expired"
 
 
 @pytest.mark.parametrize("path", ["", "/result", "/events"])
@@ -282,7 +281,7 @@ def test_a_held_response_hears_of_a_job_that_ended_while_messages_were_lost(api:
         time.sleep(0.3)
         client.execute_command("CLIENT", "KILL", "TYPE", "pubsub")
         hand.finish(job_id)
-        assert poll.result(timeout=10)["state"] == "succeeded"
+        assert poll.result(timeout=20)["state"] == "succeeded"
 
 
 # field case 21, 38
@@ -294,7 +293,7 @@ def test_a_job_that_fails_before_anything_was_registered_ends_the_wait_at_once(a
         before = time.monotonic()
         hand.fail(claim, MidstreamError("intervention_failed", "rank 0: no such vector").problem())
         assert poll.result()["error"]["detail"] == "rank 0: no such vector"
-        assert time.monotonic() - before < 2
+        assert time.monotonic() - before < TOLD_S
 
 
 def test_many_held_responses_do_not_hold_each_other_up(api: Api, hand: Hand) -> None:

@@ -24,18 +24,21 @@ CLEAN, CORRUPT = "The Eiffel Tower is in", "The Colosseum is in"  # a token for 
 TOKENS = len(CLEAN)
 VECTOR = from_numpy(np.arange(HIDDEN, dtype=np.float32))
 INLINE: dict[str, Any] = json.loads(to_json(VECTOR))
-PATIENCE_S = 20.0
+#: No message comes a second time while its worker is stalled; a third of the lease lies between two heartbeats.
+TIMES = {"lease_s": 9.0, "visibility_timeout_s": 60}
+PATIENCE_S = 50.0
 
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    with Stack(tmp_path_factory.mktemp("patching"), api=True, callbacks=False, fake_token_s=0.01, steering_poll_s=0.05) as running:
+    settings = {"fake_token_s": 0.01, "steering_poll_s": 0.05, **TIMES}
+    with Stack(tmp_path_factory.mktemp("patching"), api=True, callbacks=False, **settings) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def http(stack: Stack) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=stack.url, timeout=30) as client:
+    with httpx.Client(base_url=stack.url, timeout=60) as client:
         yield client
 
 
@@ -224,7 +227,7 @@ def test_a_deleted_run_is_refused_by_name_and_by_its_jobs_id(http: httpx.Client,
 
 
 def test_a_run_is_ready_when_its_job_is(http: httpx.Client) -> None:
-    job = submit(http, [CLEAN], capture={"layers": 1, "run": "slow"}, sampling={"max_tokens": 1000})
+    job = submit(http, [CLEAN], capture={"layers": 1, "run": "slow"}, sampling={"max_tokens": 4000})
     body = {"model": MODEL, "prompts": [CORRUPT], "patch": [patch("slow", hook="post_block")]}
     problem = refused(http.post("/v1/jobs", json=body))
     assert (problem["field"], f"run 'slow' of job {job} is pending" in problem["detail"]) == ("patch[0].source.run", True)

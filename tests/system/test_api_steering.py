@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from ports import free_port
 from stack import Stack
 
 from midstream.schemas.base import from_json, to_json
@@ -21,6 +22,8 @@ from midstream.schemas.tensors import from_numpy
 MODEL = "fake-model"
 HIDDEN = 8
 PROMPT = "The weather today is"
+#: Of an API that does not wait long for a worker which does not answer.
+HASTY_PORT = free_port()
 
 
 def vector(seed: int) -> dict[str, Any]:
@@ -35,16 +38,17 @@ CALM = {"layers": 3, "op": "ablate", "vector": vector(2), "positions": "all_gene
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     with Stack(
-        tmp_path_factory.mktemp("steering"), api=True, workers=2, tensor_parallel_size=2, lease_s=30.0, steering_poll_s=0.05,
-        steering_wait_s=2.0, fault="",
+        tmp_path_factory.mktemp("steering"), api=True, workers=2, tensor_parallel_size=2, lease_s=60.0, visibility_timeout_s=60,
+        steering_poll_s=0.05, steering_wait_s=40.0, fault="",
     ) as running:  # fmt: skip
+        running.spawn("api-2", api_port=HASTY_PORT, steering_wait_s=2.0)
         yield running
 
 
 @pytest.fixture
 def http(stack: Stack) -> Iterator[httpx.Client]:
     """Nothing is named and nobody is steered before and after."""
-    with httpx.Client(base_url=stack.url, timeout=30) as client:
+    with httpx.Client(base_url=stack.url, timeout=60) as client:
         yield client
         for module in client.get("/v1/steering/modules").json()["modules"]:
             assert client.delete(f"/v1/steering/modules/{module['name']}").status_code == 204
@@ -66,6 +70,17 @@ def complete(http: httpx.Client, prompt: Any = PROMPT, **body: Any) -> Any:
 
 def text(http: httpx.Client, **body: Any) -> str:
     return str(complete(http, **body)["choices"][0]["text"])
+
+
+def dynamic(http: httpx.Client) -> Dynamic:
+    """What all workers say: they are asked again where one of them was too busy for the two seconds that it is given."""
+    for _ in range(20):
+        answer = http.get("/v1/steering/dynamic", params={"model": MODEL})
+        assert answer.status_code == 200, answer.text
+        told = from_json(answer.content, Dynamic)
+        if "did not answer" not in told.determinism.detail:
+            break
+    return told
 
 
 def refused(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
@@ -126,7 +141,7 @@ def test_every_way_of_asking_is_steered_by_a_module_as_by_its_entries(stack: Sta
 
 def _job(http: httpx.Client, prompts: list[str], steering: Any) -> list[str]:
     body = {"model": MODEL, "prompts": prompts, "steering": steering, "sampling": {"max_tokens": 12}}
-    answer = http.post("/v1/jobs", json=body, headers={"Prefer": "wait=20"})
+    answer = http.post("/v1/jobs", json=body, headers={"Prefer": "wait=50"})
     assert answer.status_code == 200, answer.text
     result = answer.json()
     if steering:
@@ -185,7 +200,7 @@ def test_what_is_in_flight_keeps_what_the_name_meant(http: httpx.Client) -> None
         accepted.append(http.post("/v1/jobs", json=body).json()["id"])
         assert http.delete("/v1/steering/modules/joy").status_code == 204
     for number, job in enumerate(accepted):
-        view = http.get(f"/v1/jobs/{job}", params={"wait": 20}).json()
+        view = http.get(f"/v1/jobs/{job}", params={"wait": 50}).json()
         result = http.get(f"/v1/jobs/{job}/result").json()
         meant, digest = ("old", first.digest) if number < 8 else ("new", second.digest)
         assert view["modules"] == {"joy": digest}
@@ -317,9 +332,11 @@ def test_global_steering_by_a_module_is_its_content_of_that_moment(http: httpx.C
 
 def test_a_worker_that_does_not_answer_keeps_everything_as_it_was(stack: Stack, http: httpx.Client) -> None:
     made = put_global(http, JOY)
+    stack.wait_ready("api-2")
     stack.kill("worker-2", signal.SIGSTOP)
     try:
-        problem = refused(http.put("/v1/steering/global", json={"steering": [CALM]}), 503)
+        hasty = f"http://127.0.0.1:{HASTY_PORT}/v1/steering/global"
+        problem = refused(httpx.put(hasty, json={"steering": [CALM]}, timeout=60), 503)
         assert "worker w1-2 did not prepare the change" in problem["detail"]
         assert "nothing was changed" in problem["detail"]
         shown = http.get("/v1/steering/dynamic")
@@ -343,7 +360,7 @@ def test_a_rank_that_refuses_keeps_everything_as_it_was_and_a_new_worker_catches
     assert "rank 1" in problem["detail"]
     shown = from_json(http.get("/v1/steering/global").content, GlobalView)
     assert (shown.version, shown.applied) == (made.version, True)
-    told = from_json(http.get("/v1/steering/dynamic").content, Dynamic)
+    told = dynamic(http)
     assert all(set(rank.modules) == {"joy"} for worker in told.workers for rank in worker.ranks), "it has them from before its start"
     stack.end("worker-2")
     stack.restart("worker-2")
@@ -357,7 +374,7 @@ def test_the_ranks_say_what_they_have_and_that_they_agree(http: httpx.Client) ->
     register(http, "joy", JOY)
     made = put_global(http, CALM)
     complete(http, steering=[{"module": "joy"}])
-    told = from_json(http.get("/v1/steering/dynamic", params={"model": MODEL}).content, Dynamic)
+    told = dynamic(http)
     assert told.determinism.consistent, told.determinism.detail
     assert [(stage.worker, stage.pp, sorted(stage.checksums)) for stage in told.determinism.stages] == [
         ("w1", 0, [0, 1]),
@@ -366,7 +383,7 @@ def test_the_ranks_say_what_they_have_and_that_they_agree(http: httpx.Client) ->
     assert all(len(set(stage.checksums.values())) == 1 and len(set(stage.actions.values())) == 1 for stage in told.determinism.stages)
     for worker in told.workers:
         assert (worker.state, worker.global_version) == ("serving", made.version)
-        assert abs(worker.at - time.time()) < 5
+        assert abs(worker.at - time.time()) < 60
         assert [(rank.tp, rank.pp, rank.global_digest) for rank in worker.ranks] == [(0, 0, made.digest), (1, 0, made.digest)]
 
 

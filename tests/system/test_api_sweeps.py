@@ -188,7 +188,7 @@ def test_a_sweep_that_waits_is_cancelled_at_once(api: Api, hand: Hand) -> None:
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    with Stack(tmp_path_factory.mktemp("sweeps"), api=True, callbacks=False) as started:
+    with Stack(tmp_path_factory.mktemp("sweeps"), api=True, callbacks=False, lease_s=60.0, visibility_timeout_s=60) as started:
         yield started
 
 

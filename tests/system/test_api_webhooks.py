@@ -152,7 +152,7 @@ def test_the_key_that_submitted_is_the_one_whose_secret_signs(api: Api, hand: Ha
     url = receiver.url(host="receiver.example")
 
     async def send() -> None:
-        poster = Poster(allow_private=True, timeout_s=5, resolve=resolve)
+        poster = Poster(allow_private=True, timeout_s=60, resolve=resolve)
         sender = Sender(HookOutbox(hand.ledger), HookSecrets(hand.ledger), poster, hand.settings)
         await sender.round()
         await sender.close()

@@ -9,20 +9,23 @@ from stack import Stack
 
 from midstream.schemas.jobs import JobView, State
 
+#: A worker that no broadcast reaches hears of a cancellation when it renews its leases, which it does three times in each.
+LEASE_S = 300.0
 #: What is promised is a second; a machine that is busy with other things may stall for longer.
-BOUND_S = 2.0
+BOUND_S = 8.0
 
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     settings = {"dispatch_window": 1, "worker_concurrency": 1, "fake_token_s": 0.02, "sweep_cells_in_flight": 1}
-    with Stack(tmp_path_factory.mktemp("cancel"), api=True, callbacks=False, **settings) as started:
+    times = {"lease_s": LEASE_S, "visibility_timeout_s": 60, "capture_timeout_s": 300.0}
+    with Stack(tmp_path_factory.mktemp("cancel"), api=True, callbacks=False, **settings, **times) as started:
         yield started
 
 
 @pytest.fixture
 def http(stack: Stack) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=stack.url, timeout=30) as client:
+    with httpx.Client(base_url=stack.url, timeout=60) as client:
         yield client
 
 
@@ -88,7 +91,8 @@ def test_while_its_receipts_are_awaited(stack: Stack, http: httpx.Client) -> Non
 
 def test_while_a_sweep_is_in_flight(stack: Stack, http: httpx.Client) -> None:
     pair = {"clean": "The Eiffel Tower is here", "corrupt": "The Colosseum is in here", "answer": "P", "foil": "R"}
-    body = {"model": stack.settings.served_model, "pairs": [pair], "metric": "logit_diff"}
+    hooks = ["pre_attn", "attn_out", "post_attn", "mlp_in", "mlp_out", "post_block"]  # so many cells that it is not over meanwhile
+    body = {"model": stack.settings.served_model, "pairs": [pair], "metric": "logit_diff", "hooks": hooks}
     answer = http.post("/v1/sweeps", json=body)
     assert answer.status_code == 202, answer.text
     job_id = answer.json()["id"]

@@ -39,7 +39,7 @@ def expected(layer: int, token_ids: list[int]) -> np.ndarray:
 
 
 def test_a_job_runs_from_keyword_arguments_to_arrays(client: Client) -> None:
-    result = client.run(model="fake", prompts=["hello", "you"], capture=CAPTURE, sampling={"max_tokens": 5}, timeout=30)
+    result = client.run(model="fake", prompts=["hello", "you"], capture=CAPTURE, sampling={"max_tokens": 5}, timeout=120)
     assert [len(output.token_ids) for output in result.outputs] == [5, 5]
     reader = client.capture(result.id)
     assert reader.requests() == [0, 1]
@@ -52,7 +52,7 @@ def test_a_job_runs_from_keyword_arguments_to_arrays(client: Client) -> None:
 
 
 def test_captures_can_be_downloaded_and_are_the_same(client: Client, tmp_path: Path) -> None:
-    result = client.run(model="fake", prompts=["far away"], capture=CAPTURE, timeout=30)
+    result = client.run(model="fake", prompts=["far away"], capture=CAPTURE, timeout=120)
     here, there = client.capture(result.id), client.capture(result.id, tmp_path / "copy")
     assert here.files[0].parent != there.files[0].parent
     assert here.token_ids() == there.token_ids()
@@ -63,7 +63,7 @@ def test_captures_can_be_downloaded_and_are_the_same(client: Client, tmp_path: P
 def test_a_download_is_kept_for_the_program_when_the_server_is_elsewhere(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     from midstream.client import download
 
-    result = client.run(model="fake", prompts=["far away"], capture=CAPTURE, timeout=30)
+    result = client.run(model="fake", prompts=["far away"], capture=CAPTURE, timeout=120)
     monkeypatch.setattr(download, "in_place", lambda manifest, job_id: [])
     reader = client.capture(result.id)
     assert "midstream-capture-" in str(reader.files[0])
@@ -75,7 +75,7 @@ def test_hooks_spans_and_positions_are_asked_for_by_structs_or_fields(client: Cl
     spec = CaptureSpec(hooks={"resid_pre": 0, "mlp_out": "2-3"}, positions=[Span(text="be", occurrence=-1), 0], tag="mine")
     fields = {"hooks": {"pre_attn": [0], "hook_mlp_out": [2, -1]}, "positions": [{"text": "be", "occurrence": 1}, -18], "tag": "mine"}
     for capture in (spec, fields):
-        reader = client.capture(client.run(model="fake", prompts=prompt, capture=capture, timeout=30).id)
+        reader = client.capture(client.run(model="fake", prompts=prompt, capture=capture, timeout=120).id)
         assert (reader.hooks(), reader.positions()) == (["pre_attn", "mlp_out"], [0, 16, 17])
         tokens = np.array(reader.token_ids())
         for hook, layer in (("pre_attn", 0), ("mlp_out", 2), ("mlp_out", 3)):
@@ -93,7 +93,7 @@ def test_small_captures_come_back_in_the_answer_as_arrays(client: Client) -> Non
         np.testing.assert_array_equal(answer.rows.array(2, request=request), expected(2, tokens))
         wanted = residual_rows(1, np.arange(length), np.array(tokens), "pre_attn")
         np.testing.assert_array_equal(answer.rows.array(1, "pre_attn", request), wanted)
-    result = client.run(model="fake", prompts=["one"], capture=capture, timeout=30)
+    result = client.run(model="fake", prompts=["one"], capture=capture, timeout=120)
     np.testing.assert_array_equal(returned_rows(result.capture_results).stack(), answer.rows.stack(request=0))
 
 
@@ -109,7 +109,7 @@ def test_what_the_operator_captures_of_everyone_is_there_without_asking(tmp_path
         with Client(up.ready()) as client:
             plain = client.completion("fake", "hello", max_tokens=2, temperature=0)
             assert plain.capture_results is None
-            job = client.wait(plain.job, timeout=30)
+            job = client.wait(plain.job, timeout=120)
             assert (job.state, job.capture_status) == (State.SUCCEEDED, "ok")
             assert {file.tag for file in client.result(plain.job).capture_results.files} == {"ops"}
             reader = client.capture(plain.job)
@@ -122,10 +122,10 @@ def test_what_the_operator_captures_of_everyone_is_there_without_asking(tmp_path
 
 def test_a_numpy_vector_steers(client: Client) -> None:
     vector = np.ones(HIDDEN_SIZE, np.float32)
-    steered = client.run(model="fake", prompts=["hello"], steering=[{"layers": [1], "vector": vector, "scale": 2.0}], timeout=30)
+    steered = client.run(model="fake", prompts=["hello"], steering=[{"layers": [1], "vector": vector, "scale": 2.0}], timeout=120)
     assert steered.determinism is not None
     assert steered.determinism.consistent
-    plain = client.run(model="fake", prompts=["hello"], timeout=30)
+    plain = client.run(model="fake", prompts=["hello"], timeout=120)
     assert plain.outputs != steered.outputs
 
 
@@ -175,7 +175,7 @@ def test_events_are_followed_to_the_end_and_can_be_resumed(client: Client) -> No
 
 
 def test_jobs_are_listed_and_a_finished_one_cannot_be_cancelled(client: Client) -> None:
-    result = client.run(model="fake", prompts=["hello"], timeout=30)
+    result = client.run(model="fake", prompts=["hello"], timeout=120)
     assert result.id in {view.id for view in client.jobs(state="succeeded", limit=200).jobs}
     with pytest.raises(MidstreamError) as caught:
         client.cancel(result.id)
@@ -193,7 +193,7 @@ def test_many_coroutines_share_one_async_client(up: Up) -> None:
         async with AsyncClient(up.ready()) as client:
             assert await client.ready()
             assert await client.models() == ["fake"]
-            runs = [client.run(model="fake", prompts=[f"prompt {number}"], capture=CAPTURE, timeout=60) for number in range(20)]
+            runs = [client.run(model="fake", prompts=[f"prompt {number}"], capture=CAPTURE, timeout=120) for number in range(20)]
             results = await asyncio.gather(*runs)
             assert len({result.id for result in results}) == 20
             reader = await client.capture(results[3].id)
@@ -307,7 +307,7 @@ def test_cancel_stops_a_running_job_and_waiting_for_it_fails(tmp_path: Path) -> 
 
 
 def test_captures_are_listed_exported_and_deleted(up: Up, client: Client, tmp_path: Path) -> None:
-    job = client.run(model="fake", prompts=["hello"], capture={**CAPTURE, "tag": "passing"}, timeout=30).id
+    job = client.run(model="fake", prompts=["hello"], capture={**CAPTURE, "tag": "passing"}, timeout=120).id
     assert [entry.job for entry in client.captures(tag="passing", limit=1).captures] == [job]
     assert job in up.midstream("capture", "list", "--tag", "passing").stdout
     done = up.midstream("capture", "export", job, str(tmp_path / "rows.npz"), "--layers", "1")
@@ -342,7 +342,7 @@ def test_a_study_sweeps_looks_closer_and_is_cancelled_when_interrupted(up: Up, c
     with pytest.raises(KeyboardInterrupt):
         study.sweep(hooks=["resid_pre"], metric="logit_diff", progress=stop)
     (last,) = client.jobs(limit=1).jobs
-    assert client.wait(last.id, timeout=30).state in (State.CANCELLED, State.SUCCEEDED)
+    assert client.wait(last.id, timeout=120).state in (State.CANCELLED, State.SUCCEEDED)
 
 
 def test_a_sweep_is_drawn_on_the_terminal_and_its_job_shown_again(up: Up, tmp_path: Path) -> None:

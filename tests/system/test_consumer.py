@@ -17,7 +17,7 @@ def taken(redis_url: str) -> tuple[Connection, Message]:
     """A message that was delivered and is not acknowledged, and the connection it came through."""
     connection = Connection(redis_url)
     connection.SimpleQueue("acks").put({"job": 1})
-    return connection, connection.SimpleQueue("acks").get(timeout=5)
+    return connection, connection.SimpleQueue("acks").get(timeout=30)
 
 
 def lose(connection: Connection) -> None:

@@ -74,7 +74,7 @@ def test_receipts_of_a_known_worker_arrive_over_the_restart_of_the_relay(
             if request == 20:
                 relay.kill()
                 relay.start()
-        assert outbox.flush(20)
+        assert outbox.flush(60)
     assert jobs.arrived(job) == once_each(40)
 
 
@@ -90,7 +90,7 @@ def test_a_worker_that_the_relay_does_not_know_is_told_so_and_let_in_once_its_ke
         assert f"public key {mine.public} is none of 0" in relay.log.read_text()
         assert jobs.arrived(job) == {}
         keys.admit("w")
-        assert outbox.flush(20)
+        assert outbox.flush(60)
     assert jobs.arrived(job) == once_each(1)
 
 
@@ -101,7 +101,7 @@ class Stranger:
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.ROUTING_ID, identity)
-        self.socket.linger, self.socket.rcvtimeo = 0, 10_000
+        self.socket.linger, self.socket.rcvtimeo = 0, 60_000
         keys.apply(self.socket)
         self.socket.connect(url)
         self.epoch = frames.new_epoch()
