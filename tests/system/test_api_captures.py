@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
+from capture_kit import HIDDEN as CAPTURED_SIZE
 from capture_kit import finished, values, write
 from edge import HIDDEN, Api, Hand, running
 from typer.testing import CliRunner
@@ -382,10 +383,15 @@ def test_bytes_of_an_attempt_that_was_given_up_are_not_counted(api: Api, hand: H
 
 
 def test_a_download_that_has_begun_is_not_cut_by_a_deletion(api: Api, hand: Hand) -> None:
-    """A blob of 40 MiB in a segment: far more than the buffers between here and the server."""
+    """A blob of 50 MiB in a segment: far more than the buffers between here and the server."""
     claim = hand.claim(api.submit(capture={"layers": [2], "tag": "mine", "layout": "segment"}))
     hand.store(claim)
-    large = finished(claim.job.id, sites={"post_block": [2]}, positions=range(2 << 20), layout="segment", tag="mine", dtype="float32")
+    positions = range(1 << 20)
+    rows = np.arange(len(positions) * CAPTURED_SIZE, dtype=np.float32)
+    large = finished(
+        claim.job.id, sites={"post_block": [2]}, positions=positions, layout="segment", tag="mine", dtype="float32",
+        rows=lambda hook, layer: [memoryview(rows.tobytes())],
+    )  # fmt: skip
     (file,) = write(api.settings.capture_root, large, owner=f"hand.{claim.job.id}")
     hand.receipt(claim, files=[file])
     name = "mine.p0000.pp0.safetensors"

@@ -11,12 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ports import free_port
+
 from midstream.client.processes import members
 from midstream.client.supervisor import STATE_FILE
 
 READY = re.compile(r"ready: api (\S+)")
 MIDSTREAM = [sys.executable, "-m", "midstream.client.cli"]
-START_S = 90.0
+START_S = 180.0
 
 
 class Up:
@@ -24,7 +26,8 @@ class Up:
 
     def __init__(self, data: Path, command: Sequence[str] = ("up",), **settings: object):
         self.data = data
-        chosen = {"data_dir": data, "engine": "fake", "model_name": "fake", "api_port": 0, "flower_port": 0, "worker_id": "w1", **settings}
+        ports = {"api_port": free_port(), "flower_port": free_port(), "relay_url": f"tcp://127.0.0.1:{free_port()}"}
+        chosen = {"data_dir": data, "engine": "fake", "model_name": "fake", "worker_id": "w1", **ports, **settings}
         self.environment = {**os.environ, **{f"MIDSTREAM_{name.upper()}": str(value) for name, value in chosen.items()}}
         self.environment.pop("MIDSTREAM_CONFIG", None)
         self._log = data.with_suffix(".up.log")
@@ -68,7 +71,7 @@ class Up:
         """Ctrl-C; the exit code."""
         self.note_sessions()
         self.process.send_signal(number)
-        return self.process.wait(60)
+        return self.process.wait(90)
 
     def close(self) -> None:
         """For the end of a test, however it went."""
@@ -77,7 +80,7 @@ class Up:
                 self.note_sessions()
             self.process.terminate()
             try:
-                self.process.wait(60)
+                self.process.wait(90)
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
@@ -85,4 +88,4 @@ class Up:
     def midstream(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Another command, in the same surroundings; it finds the API by the data directory."""
         environment = {**self.environment, "COLUMNS": "160"}
-        return subprocess.run([*MIDSTREAM, *arguments], env=environment, capture_output=True, text=True, timeout=60, check=False)
+        return subprocess.run([*MIDSTREAM, *arguments], env=environment, capture_output=True, text=True, timeout=120, check=False)
