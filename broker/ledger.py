@@ -132,16 +132,19 @@ class Ledger:
         self._result: Any = client.register_script(RESULT)
 
     @classmethod
-    def connect(cls, settings: Settings, send: Send | None = None) -> "Ledger":
-        """A ledger on `settings.redis_url`, with its own connections; end it with `close()`."""
+    def connect(cls, settings: Settings, send: Send | None = None, answer_s: float = SOCKET_TIMEOUT_S) -> "Ledger":
+        """A ledger on `settings.redis_url`, with its own connections; end it with `close()`.
+
+        `answer_s`: seconds without an answer after which a connection is given up, and the call repeated over a new one.
+        """
         pool = redis.asyncio.BlockingConnectionPool.from_url(
             settings.redis_url,
             max_connections=MAX_CONNECTIONS,
-            timeout=SOCKET_TIMEOUT_S,
-            socket_timeout=SOCKET_TIMEOUT_S,
-            socket_connect_timeout=SOCKET_TIMEOUT_S,
+            timeout=answer_s,
+            socket_timeout=answer_s,
+            socket_connect_timeout=answer_s,
             # A pooled connection that Redis's restart has cut is mended in silence; a Redis that is away is told within a second.
-            retry=Retry(ExponentialBackoff(cap=0.4, base=0.05), RETRIES),
+            retry=Retry(ExponentialBackoff(cap=min(0.4, answer_s / 5), base=0.05), RETRIES),
         )
         return cls(GroupedRedis.from_pool(pool), settings, send)
 

@@ -5,8 +5,10 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from ..broker.ledger import Ledger
+from ..broker.runs import SourceRuns
 from ..schemas.errors import MidstreamError
 from ..schemas.models import WorkerInfo
+from ..schemas.settings import Settings
 from .patience import LONGEST_PAUSE_S, UNAVAILABLE
 from .runs import Outcome, Runs
 
@@ -14,15 +16,24 @@ logger = logging.getLogger(__name__)
 
 #: Leases are renewed this many times within their length, so that one missed renewal costs nothing.
 RENEWALS_PER_LEASE = 3
+#: A renewal without an answer is tried over a new connection, so many times within a lease. Where packets got lost TCP waits twice as
+#: long after each try of its own, so that a connection which met a short cut can stay silent for longer than the lease.
+TRIES_PER_LEASE = 16
+#: Seconds that a try gets all the same.
+SHORTEST_TRY_S = 0.5
 
 
 class Heartbeat:
-    """`publish` is called again after Redis was away: a restored Redis may have lost what was said last."""
+    """Has connections to Redis of its own; end them with `close()`.
 
-    def __init__(self, ledger: Ledger, runs: Runs, lease_s: float, info: Callable[[], WorkerInfo], publish: Callable[[], Awaitable[None]]):
-        self._ledger = ledger
+    `publish` is called again after Redis was away: a restored Redis may have lost what was said last.
+    """
+
+    def __init__(self, settings: Settings, runs: Runs, info: Callable[[], WorkerInfo], publish: Callable[[], Awaitable[None]]):
+        self._ledger = Ledger.connect(settings, answer_s=max(SHORTEST_TRY_S, settings.lease_s / TRIES_PER_LEASE))
+        self._sources = SourceRuns(self._ledger)
         self._runs = runs
-        self._period_s = lease_s / RENEWALS_PER_LEASE
+        self._period_s = settings.lease_s / RENEWALS_PER_LEASE
         self._info = info
         self._publish = publish
 
@@ -51,5 +62,8 @@ class Heartbeat:
             renewal = await self._ledger.renew(info.worker, info.boot, held)
             self._runs.stop(renewal.lost, Outcome.LOST)
             self._runs.stop(renewal.cancelling, Outcome.CANCELLED)
-        await self._runs.sources.renew()
+        await self._runs.sources.renew(self._sources)
         await self._ledger.heartbeat(info)
+
+    async def close(self) -> None:
+        await self._ledger.close()

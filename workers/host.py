@@ -64,6 +64,7 @@ class EngineHost:
         self._figures: Figures | None = None
         self._dispatcher = Dispatcher(app)
         self._ledger = Ledger.connect(settings, self._send)
+        self._heartbeat: Heartbeat | None = None
 
     # From the outside, any thread
 
@@ -166,7 +167,7 @@ class EngineHost:
         self._runs = Runs(self._ledger, engine, standing, settings.worker_id, BOOT, died)
         self._figures = Figures(engine.info.name, self._runs, standing, lambda: engine.waiting)
         self._figures.register()
-        heartbeat = Heartbeat(self._ledger, self._runs, settings.lease_s, self._info, self._publish)
+        heartbeat = self._heartbeat = Heartbeat(settings, self._runs, self._info, self._publish)
         await patiently(self._publish, "start")
         await standing.start()  # before the first job
         await patiently(heartbeat.beat, "start")
@@ -252,4 +253,6 @@ class EngineHost:
             self._figures.unregister()
         if self._engine is not None:
             await self._engine.shutdown()
+        if self._heartbeat is not None:
+            await self._heartbeat.close()
         await self._ledger.close()

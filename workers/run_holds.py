@@ -49,10 +49,10 @@ class RunHolds:
         finally:
             await self._let_go(job, keys)
 
-    async def renew(self) -> None:
-        """With every heartbeat: the leases of all that is held, and what this worker has in memory."""
-        await self._sources.lease(self._held, self._seconds)
-        await self._sources.tell_held(self._worker, self._engine.held_runs(), self._lease_s)
+    async def renew(self, sources: SourceRuns) -> None:
+        """With every heartbeat, over its connections: the leases of all that is held, and what this worker has in memory."""
+        await sources.lease(self._held, self._seconds)
+        await sources.tell_held(self._worker, self._engine.held_runs(), self._lease_s)
 
     @property
     def _seconds(self) -> float:

@@ -8,8 +8,9 @@ for at = FIRST + 3, #ARGV, 2 do
   local same = job and job.attempt == tonumber(ARGV[at + 1])
   if same and working(job, job.attempt) and job.worker == worker and job.boot == boot then
     if not job.generated then -- once generated, the lease is the deadline of its receipts
-      redis.call('HSET', key('job', job.id), 'lease', now + tonumber(lease_s))
-      look_at(job, now + tonumber(lease_s))
+      local lease = math.max(job.lease, now + tonumber(lease_s)) -- a renewal that was long on its way comes after younger ones
+      redis.call('HSET', key('job', job.id), 'lease', lease)
+      look_at(job, lease)
     end
     if job.state == 'cancelling' then
       cancelling[#cancelling + 1] = job.id

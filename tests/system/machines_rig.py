@@ -36,12 +36,16 @@ MODULES = {
 }
 
 
+#: A station's address that nobody has.
+NOBODY = "02:00:00:00:00:01"
+
+
 class Link:
     """Another machine: a network namespace, and the wire to it, which can be cut. Needs root."""
 
     def __init__(self, name: str, here: str, there: str):
         self.name, self.here, self.there = name, here, there
-        self._wire = f"{name}h"
+        self._wire, self._far = f"{name}h", f"{name}f"
 
     @staticmethod
     def why_not() -> str:
@@ -59,7 +63,7 @@ class Link:
         number = os.getpid() % 16384
         net = f"10.{64 + number // 256}.{number % 256}"
         link = cls(f"ms{number}", f"{net}.1", f"{net}.2")
-        far = f"{link.name}f"
+        far = link._far
         try:
             ip("netns", "add", link.name)
             ip("link", "add", link._wire, "type", "veth", "peer", "name", far, "netns", link.name)
@@ -74,11 +78,22 @@ class Link:
         return link
 
     def cut(self) -> None:
-        """From now on nothing arrives, and nobody is told."""
-        ip("link", "set", self._wire, "down")
+        """From now on nothing arrives, and nobody is told: both sides send to a station that is not there.
+
+        A wire that is down is known to the kernel, which then tries again twice a second. Where packets vanish on their way it
+        waits twice as long each time.
+        """
+        for there, wire, address in self._ends:
+            ip(*there, "neighbour", "replace", address, "lladdr", NOBODY, "dev", wire, "nud", "permanent")
 
     def heal(self) -> None:
-        ip("link", "set", self._wire, "up")
+        for there, wire, address in self._ends:
+            ip(*there, "neighbour", "flush", "to", address, "dev", wire, "nud", "permanent")
+
+    @property
+    def _ends(self) -> tuple[tuple[tuple[str, ...], str, str], ...]:
+        """Of either side: how `ip` gets there, the wire's name, and the address at its other end."""
+        return ((), self._wire, self.there), (("-n", self.name), self._far, self.here)
 
     def close(self) -> None:
         for command in (("link", "delete", self._wire), ("netns", "delete", self.name)):
@@ -167,7 +182,7 @@ class Machines:
             self.end(name)
         for process in reversed(self._servers):
             process.terminate()
-            process.wait(15)
+            process.wait(60)
         if self.link is not None:
             self.link.close()
 
@@ -181,7 +196,7 @@ class Machines:
             log.write(f"--- started at {time.time()}\n".encode())
             self.processes[name] = subprocess.Popen([*there, sys.executable, "-m", MODULES[role]], env=environment, stdout=log, stderr=log)
 
-    def wait_ready(self, name: str, timeout: float = 60.0) -> None:
+    def wait_ready(self, name: str, timeout: float = 120.0) -> None:
         def ready() -> bool:
             assert self.processes[name].poll() is None, f"{name} has ended:\n{self.log(name)[-4000:]}"
             if name == "flower":  # says nothing
@@ -193,7 +208,7 @@ class Machines:
 
         wait_until(ready, timeout)
 
-    def end(self, name: str, timeout: float = 30.0) -> int:
+    def end(self, name: str, timeout: float = 60.0) -> int:
         """SIGTERM; returns the exit code."""
         process = self.processes[name]
         if process.poll() is None:
@@ -244,7 +259,7 @@ class Machines:
         """Whether this redis-server knows all of these options, and listens now."""
         with (self.directory / "redis" / "redis.log").open("ab") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log)
-        until = time.monotonic() + 30
+        until = time.monotonic() + 60
         while process.poll() is None and time.monotonic() < until:
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._redis_port), 1):
                 self._servers.append(process)

@@ -304,11 +304,11 @@ def test_a_run_that_a_job_uses_does_not_age_away_however_long_the_job_lasts(
             async with holds.holding("job_user", [run_key(job.id, 0, TAG)], {"clean": job.id}):
                 for _ in range(200):  # many times as long as a lease
                     later += lease_s / 3
-                    await holds.renew()
+                    await holds.renew(runs)
                     assert await captures.sweep(later) == []
                 later += (LEASES - 1) * lease_s  # Redis was away meanwhile
                 assert await captures.sweep(later) == []
-                await holds.renew()
+                await holds.renew(runs)
                 assert (await runs.view(MODEL, "clean")).in_use == 1
             assert (await runs.view(MODEL, "clean")).in_use == 0
             assert await captures.sweep(later) == [job.id]

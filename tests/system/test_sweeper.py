@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from celery import Celery
 from ledger_kit import BOOT, EPOCH, MODEL, WORKER, claimed, make_job, open_ledger, outputs, receipt, settings_for, settler
+from redis_kit import handed_over
 
-from midstream.broker import redis_server
+from midstream.broker import redis_server, scripts
 from midstream.broker.celery_app import lists_of, make_app, queue_of
 from midstream.broker.ledger import Ledger
 from midstream.broker.messages import enqueue
@@ -40,11 +41,12 @@ async def heartbeat(ledger: Ledger, boot: str) -> None:
 def test_a_queued_job_without_a_message_gets_one(redis_url: str) -> None:  # field case 37
     async def main() -> None:
         async with opened(redis_url) as (ledger, sweeper, app):
+            began = now()
             lost, sent = make_job(), make_job(kind="chat")
             for job in (lost, sent):
                 await ledger.submit(job, {})
             enqueue(app, sent.id, sent.kind, sent.model)
-            assert not await sweeper.sweep(), "both are young: the message may be on its way"
+            assert not await sweeper.sweep(began + 9.9), "both are young: the message may be on its way"
             later = now() + 30
             report = await sweeper.sweep(later)
             assert report.resent == [lost.id]
@@ -113,9 +115,9 @@ def test_the_messages_of_a_long_queue_are_all_seen(redis_url: str) -> None:
 def test_an_expired_lease_requeues_with_the_attempt_unchanged_and_the_claim_adds_one(redis_url: str) -> None:  # field case 37
     async def main() -> None:
         async with opened(redis_url) as (ledger, sweeper, _):
-            job = make_job()
+            began, job = now(), make_job()
             assert await claimed(ledger, job) == 1
-            assert not await sweeper.sweep(now() + 14)
+            assert not await sweeper.sweep(began + 14.9)
             report = await sweeper.sweep(now() + 16)
             assert report.requeued == [job.id]
             view = await ledger.view(job.id)
@@ -146,9 +148,26 @@ def test_a_renewed_lease_is_left_alone(redis_url: str) -> None:
     asyncio.run(main())
 
 
+def test_a_renewal_that_was_long_on_its_way_takes_nothing_from_the_lease(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with opened(redis_url, lease_s=10) as (ledger, _, _):
+            job = make_job()
+            await claimed(ledger, job)
+            sent = now()
+            await asyncio.sleep(0.01)
+            await ledger.renew(WORKER, BOOT, {job.id: 1})
+            monkeypatch.setattr(scripts, "now", lambda: sent)
+            await ledger.renew(WORKER, BOOT, {job.id: 1})
+            over = float(await ledger.redis.hget(f"ms:job:{job.id}", "lease"))
+            assert over > sent + 10
+            assert await ledger.redis.zscore("ms:live", job.id) == pytest.approx(over)
+
+    asyncio.run(main())
+
+
 def test_a_lease_that_is_renewed_while_the_sweeper_looks_is_not_broken(redis_url: str) -> None:
     async def main() -> None:
-        async with opened(redis_url) as (ledger, sweeper, _):
+        async with opened(redis_url, lease_s=60) as (ledger, sweeper, _):
             job = make_job()
             await claimed(ledger, job)
             await ledger.redis.zadd("ms:live", {job.id: 0})  # as if it had been due when the list was read
@@ -167,6 +186,7 @@ def test_a_restart_of_redis_gives_every_live_worker_the_time_to_renew(tmp_path: 
                 job = make_job()
                 await claimed(ledger, job)
                 leased = now()
+                await asyncio.to_thread(handed_over, server.url)
                 server.kill()
                 await asyncio.sleep(2.5)  # Redis tells its uptime in whole seconds
                 server = redis_server.start(tmp_path, port=server.port)
@@ -205,9 +225,10 @@ def test_missing_receipts_time_out_with_what_is_there_and_what_is_not(redis_url:
             job = make_job(prompts=2, capture=True)
             await claimed(ledger, job, ranks=1)
             settler(redis_url).settle(WORKER, 0, EPOCH, [(1, receipt(job, 0))])
+            began = now()
             await ledger.store_outputs(job.id, 1, outputs(2))
             await ledger.renew(WORKER, BOOT, {job.id: 1})
-            assert not await sweeper.sweep(now() + 4)
+            assert not await sweeper.sweep(began + 4.9)
             assert (await sweeper.sweep(now() + 6)).timed_out == [job.id]
             result = await ledger.result(job.id)
             assert result.state is State.FAILED
