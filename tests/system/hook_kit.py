@@ -95,7 +95,7 @@ class Receiver:
     def at(self, path: str) -> list[Got]:
         return [got for got in list(self.got) if got.path == path]
 
-    def wait(self, count: int, path: str = "/hook", timeout: float = 20.0) -> list[Got]:
+    def wait(self, count: int, path: str = "/hook", timeout: float = 60.0) -> list[Got]:
         """At least `count` calls of `path`."""
         deadline = time.monotonic() + timeout
         while len(found := self.at(path)) < count:

@@ -71,7 +71,7 @@ class Collector:
                     self.spans += [_span(service, span) for span in scope.spans]
             self._came.notify_all()
 
-    def trace(self, trace: str, names: set[str], seconds: float = 15.0) -> list[Span]:
+    def trace(self, trace: str, names: set[str], seconds: float = 60.0) -> list[Span]:
         """The spans of a trace, by their start, once there is one of each of `names`."""
         deadline = time.monotonic() + seconds
         with self._came:

@@ -140,7 +140,7 @@ class Rig:
             self.ledger = Ledger.connect(self.settings)
             self.sweeps = Sweeps(self.ledger)
             try:
-                async with asyncio.timeout(60):
+                async with asyncio.timeout(120):
                     await scenario(self)
             finally:
                 await self.ledger.close()

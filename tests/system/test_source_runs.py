@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+from redis_kit import handed_over
 from stack import Stack
 
 from midstream.broker.messages import enqueue
@@ -18,7 +19,7 @@ from midstream.schemas.specs import StoredCapture, StoredSteering
 from midstream.workers.fake_model import NUM_LAYERS
 
 MODEL = "fake-model"
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 #: The rows of a prompt of this length at every site are 1.2 of the 2 MiB that a worker keeps: one run is there, two are not.
 LONG = 1600
 
@@ -72,6 +73,12 @@ def refused(stack: Stack, job: str) -> tuple[str, str]:
     return view.error.type.removeprefix("urn:midstream:"), view.error.detail
 
 
+def ended(stack: Stack, job: str) -> float:
+    finished = stack.view(job).finished
+    assert finished is not None
+    return finished
+
+
 def view(stack: Stack, name: str) -> RunView:
     return stack.do(lambda ledger: SourceRuns(ledger).view(MODEL, name))
 
@@ -114,16 +121,16 @@ def test_a_run_that_gave_way_to_another_is_read_from_disk_again_and_the_result_i
 
 def test_a_job_that_waits_for_room_is_cancelled_at_once_and_keeps_nothing(stack: Stack) -> None:
     first, second = make_run(stack, "large", "c" * LONG), make_run(stack, "larger", "d" * LONG)
-    running = patched(stack, "large", first, max_tokens=200)
+    running = patched(stack, "large", first, max_tokens=250)
     until(stack, "large", lambda found: found.in_use == 1)
     waiting = patched(stack, "larger", second)
     until(stack, "larger", lambda found: found.in_use == 1)
     stack.do(lambda ledger: ledger.request_cancel(waiting))
     cancelled: JobView = stack.wait(waiting)
     assert cancelled.state is State.CANCELLED
-    assert stack.view(running).state is State.RUNNING, "or nothing was tried here"
     assert view(stack, "larger").in_use == 0
     assert text(stack, running)
+    assert ended(stack, waiting) < ended(stack, running), "or nothing was tried here"
     assert text(stack, patched(stack, "larger", second))
 
 
@@ -136,10 +143,13 @@ def test_every_rank_of_whichever_worker_takes_the_job_has_the_run(stack: Stack) 
     assert found.prompts is not None
     assert found.prompts[0].sites == {hook: [0, 1, 2, 3] for hook in HOOKS}, "of both stages"
     assert found.prompts[0].positions == list(range(len("The Eiffel Tower is in the city of")))
-    jobs = [patched(stack, "eiffel", job) for _ in range(12)]
-    assert len({text(stack, job) for job in jobs}) == 1
-    views = [stack.view(job) for job in jobs]
-    assert {each.worker for each in views} == {"w1", "w1-2"}
+    views, texts, deadline = [], set(), time.monotonic() + PATIENCE_S
+    while {each.worker for each in views} != {"w1", "w1-2"}:  # a worker may have been quick enough to take several
+        assert time.monotonic() < deadline, views
+        jobs = [patched(stack, "eiffel", job) for _ in range(12)]
+        texts |= {text(stack, job) for job in jobs}
+        views += [stack.view(job) for job in jobs]
+    assert len(texts) == 1
     assert views[0].runs == {"eiffel": job}
     until(stack, "eiffel", lambda found: found.held_by == ["w1", "w1-2"] and found.in_use == 0)
 
@@ -159,7 +169,7 @@ def test_a_run_deleted_before_a_job_that_was_accepted_begins_fails_it_by_name_an
 # field case 31, 36
 def test_a_run_deleted_while_a_job_uses_it_stays_with_that_job_and_serves_no_other(stack: Stack) -> None:
     job = make_run(stack, "in-use")
-    running = patched(stack, "in-use", job, max_tokens=150)
+    running = patched(stack, "in-use", job, max_tokens=250)
     assert until(stack, "in-use", lambda found: found.in_use == 1).state == "ready"
     following = [patched(stack, "in-use", job, send=False) for _ in range(4)]
     delete(stack, "in-use")
@@ -167,18 +177,19 @@ def test_a_run_deleted_while_a_job_uses_it_stays_with_that_job_and_serves_no_oth
     for each in following:
         enqueue(stack.app, each, "generate", MODEL)
     assert {refused(stack, each)[0] for each in following} == {"intervention_failed"}, "also where it is still in memory"
-    assert stack.view(running).state is State.RUNNING, "or nothing was tried here"
     assert text(stack, running)
+    assert max(ended(stack, each) for each in following) < ended(stack, running), "or nothing was tried here"
 
 
 # field case 31
 def test_names_and_rows_survive_a_killed_worker_and_a_killed_redis(stack: Stack) -> None:
     job = make_run(stack, "kept")
     expected = text(stack, patched(stack, "kept", job))
-    running = patched(stack, "kept", job, max_tokens=100)
+    running = patched(stack, "kept", job, max_tokens=250)
     worker = {"w1": "worker", "w1-2": "worker-2"}[str(stack.wait_running(running).worker)]
     stack.kill(worker)
-    stack.restart(worker, fault="")
+    stack.restart(worker, fault="", fake_token_s=0.002)
+    handed_over(stack.settings.redis_url)  # nobody was promised anything yet
     stack.kill("redis")
     stack.restart("redis")
     assert text(stack, running)

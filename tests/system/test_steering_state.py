@@ -1,7 +1,7 @@
 """Is the desired state of steering what was set, versioned, and are its tensors there exactly as long as somebody needs them?"""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -60,6 +60,11 @@ async def pinned(ledger: Ledger) -> dict[str, set[str]]:
         found[name] = {owner.decode() for owner in await ledger.redis.smembers(f"ms:pinners:{name}")}
     assert {raw.decode().removeprefix("ms:pinners:") for raw in await ledger.redis.keys("ms:pinners:*")} == set(found)
     return found
+
+
+async def later(seconds: float, call: Awaitable[Any]) -> Any:
+    await asyncio.sleep(seconds)
+    return await call
 
 
 async def change(steering: Steering, *tensors: str) -> GlobalSteering:
@@ -389,7 +394,12 @@ def test_unregistering_races_with_submission_and_either_is_whole(redis_url: str)
                 await steering.put_module(module(A), blobs(A))
                 job = make_job(steer=True)
                 calls = [ledger.submit(job, {}, pinned=[A]), steering.delete_module(MODEL, "joy")]
-                outcomes = await asyncio.gather(*(calls if turn % 2 else calls[::-1]), return_exceptions=True)
+                first, second = calls if turn % 2 else calls[::-1]
+                if turn < 2:  # one after the other
+                    outcomes = [*await asyncio.gather(first, return_exceptions=True), *await asyncio.gather(second, return_exceptions=True)]
+                else:
+                    gap = turn // 2 * 0.0002  # a deletion asks twice
+                    outcomes = await asyncio.gather(first, later(gap, second), return_exceptions=True)
                 failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
                 if failures:
                     refused += 1

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import shutil
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -102,11 +101,11 @@ def test_cells_of_which_a_rank_never_reports_have_no_value(redis_url: str, tmp_p
         async with at.worker(fault="silent:rank=1") as runs:
             assert await runs.run_job(job_id) is Outcome.SUCCEEDED
         why = (await at.records(job_id))[units.base(0).number].reason
-        assert why == "1 of 2 receipts arrived within 0.5 s of the engine's answer"
+        assert why == "1 of 2 receipts arrived within 2 s of the engine's answer"
         cells = range(units.first_cell, units.first_cell + asked.num_cells)
-        check_grid(asked, await at.result(job_id), dict.fromkeys(cells, why))
+        check_grid(asked, await at.result(job_id), dict.fromkeys(cells, "of 2 receipts arrived within 2 s"))
 
-    Rig(redis_url, tmp_path, tensor_parallel_size=2, capture_timeout_s=0.5)(scenario)
+    Rig(redis_url, tmp_path, tensor_parallel_size=2, capture_timeout_s=2.0)(scenario)
 
 
 def test_ranks_that_disagree_put_a_sweep_back_and_its_cells_stay(redis_url: str, tmp_path: Path) -> None:
@@ -145,13 +144,13 @@ def test_a_cancelled_sweep_stops_at_once_and_keeps_what_it_has(redis_url: str, t
         async with at.worker(fake_token_s=0.02) as runs:
             running = asyncio.create_task(runs.run_job(job_id))
             await at.known(job_id, 20)
-            began = time.monotonic()
             await at.ledger.request_cancel(job_id)
+            known, asked_for = (await at.ledger.view(job_id)).cells, at.engine.ranks.ranks[0].step
             assert await running is Outcome.CANCELLED
-            assert time.monotonic() - began < 1, "with the next cell, not with the last"
+            assert at.engine.ranks.ranks[0].step <= asked_for + 20, "with the next cell, not with the last"
         view = await at.ledger.view(job_id)
         assert view.state is State.CANCELLED
-        assert 20 <= view.cells < asked.num_cells
+        assert 20 <= view.cells == known < asked.num_cells
 
     Rig(redis_url, tmp_path, sweep_cells_in_flight=2)(scenario)
 
@@ -228,7 +227,7 @@ def test_a_sweep_that_is_stopped_while_it_leases_its_runs_stops(
         await lease(self, held, seconds)
         leasing.set()
         with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.sleep(10)
+            await asyncio.sleep(50)
 
     async def scenario(at: Rig) -> None:
         job_id = await at.submit(sweep())
@@ -237,7 +236,7 @@ def test_a_sweep_that_is_stopped_while_it_leases_its_runs_stops(
             running = asyncio.create_task(runs.run_job(job_id))
             await leasing.wait()
             runs.stop([job_id], ending)
-            await asyncio.wait([running], timeout=3)  # not `wait_for`, which would cancel it once more
+            await asyncio.wait([running], timeout=30)  # not `wait_for`, which would cancel it once more
             assert running.done()
             assert running.result() is ending
 

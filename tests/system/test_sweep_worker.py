@@ -42,7 +42,7 @@ def attempts_of(stack: Stack, job_id: str, units: Units) -> Counter[int]:
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Two stages of two ranks."""
-    with Stack(tmp_path_factory.mktemp("sweeps"), tensor_parallel_size=2, pipeline_parallel_size=2) as running:
+    with Stack(tmp_path_factory.mktemp("sweeps"), tensor_parallel_size=2, pipeline_parallel_size=2, lease_s=30) as running:
         yield running
 
 
@@ -153,12 +153,20 @@ def test_two_sweeps_at_once_and_ordinary_jobs_are_all_served(stack: Stack) -> No
     first, second = submit(stack, asked), submit(stack, asked)
     capture = StoredCapture(sites={"post_block": [0]}, positions="last_prompt", tag="t")
     stack.wait(second, until=lambda view: view.cells > 100)
-    assert stack.view(first).state is State.RUNNING
     ordinary = stack.submit(["beside it"], max_tokens=4, capture=capture)
     assert stack.wait(ordinary).state is State.SUCCEEDED
     for job_id in (first, second):
         assert stack.wait(job_id).state is State.SUCCEEDED
         check_grid(asked, result_of(stack, job_id))
+    begins, ends = (
+        next(event for event in events_of(stack, job_id) if event.event == kind) for job_id, kind in ((second, "cell"), (first, "done"))
+    )
+    assert told_at(begins) < told_at(ends), "they take turns"
+
+
+def told_at(event: Event) -> int:
+    """By Redis' clock, in milliseconds."""
+    return int(event.id.partition("-")[0])
 
 
 # field case 36

@@ -24,7 +24,8 @@ from midstream.workers.patience import end_tasks
 from midstream.workers.runs import JobFailed, Outcome, Runs
 from midstream.workers.steering import Standing
 
-TIMEOUT_S = 5
+#: Only ends what hangs.
+TIMEOUT_S = 40
 
 
 class Harness:
