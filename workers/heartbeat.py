@@ -60,7 +60,8 @@ class Heartbeat:
         held = self._runs.held
         if held:
             renewal = await self._ledger.renew(info.worker, info.boot, held)
-            self._runs.stop(renewal.lost, Outcome.LOST)
+            # What was lost may have been claimed anew before the answer came.
+            self._runs.stop(renewal.lost, Outcome.LOST, held)
             self._runs.stop(renewal.cancelling, Outcome.CANCELLED)
         await self._runs.sources.renew(self._sources)
         await self._ledger.heartbeat(info)

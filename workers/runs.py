@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from enum import StrEnum
@@ -133,10 +133,13 @@ class Runs:
         alone = all(run.job.sweep is not None for run in self._running.values())
         return limit if alone else max(1, limit // SHARE_BESIDE)
 
-    def stop(self, job_ids: Iterable[str], ending: Outcome) -> None:
+    def stop(self, job_ids: Iterable[str], ending: Outcome, held: Mapping[str, int] | None = None) -> None:
+        """`held`: which attempts are meant, as of `held` at some time; without it, whichever runs."""
         for job_id in job_ids:
             if job_id in self._running:
-                self._running[job_id].stop(ending)
+                run = self._running[job_id]
+                if held is None or held.get(job_id) == run.attempt:
+                    run.stop(ending)
             elif ending is Outcome.CANCELLED:
                 self._unwanted.append(job_id)
 

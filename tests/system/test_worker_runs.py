@@ -2,14 +2,15 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ledger_kit import worker_info
 
 from midstream.broker.dispatch import Message
-from midstream.broker.ledger import Ledger, new_job_id
+from midstream.broker.ledger import Ledger, Renewal, new_job_id
 from midstream.broker.steering import Steering
 from midstream.schemas.base import now
 from midstream.schemas.errors import MidstreamError
@@ -20,6 +21,7 @@ from midstream.schemas.steering import GlobalSteering
 from midstream.workers.collective import Quarantined
 from midstream.workers.engine import Ask, Progress
 from midstream.workers.fake_engine import FakeEngine
+from midstream.workers.heartbeat import Heartbeat
 from midstream.workers.patience import end_tasks
 from midstream.workers.runs import JobFailed, Outcome, Runs
 from midstream.workers.steering import Standing
@@ -187,6 +189,32 @@ def test_the_late_outputs_of_a_lost_attempt_change_nothing(redis_url: str, tmp_p
         view = await at.view(job_id)
         assert (view.state, view.attempt, view.worker) == (State.RUNNING, 2, "w2")
         assert (await at.ledger.result(job_id)).outputs == []
+
+    Harness(redis_url, tmp_path)(scenario)
+
+
+# field case 38
+def test_a_late_word_that_an_attempt_is_lost_does_not_stop_the_next_one(redis_url: str, tmp_path: Path) -> None:
+    async def scenario(at: Harness) -> None:
+        job_id = await at.submit(max_tokens=50)
+        tasks = [await at.running(job_id)]
+        heartbeat = Heartbeat(at.settings, at.runs, lambda: worker_info("w1", "boot"), at._tell)
+        renew = heartbeat._ledger.renew
+
+        async def late(worker: str, boot: str, held: Mapping[str, int]) -> Renewal:
+            await at.ledger.release(job_id, 1)
+            renewal = await renew(worker, boot, held)
+            tasks.append(asyncio.create_task(at.runs.run_job(job_id)))
+            while at.runs.held.get(job_id) != 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            return renewal
+
+        heartbeat._ledger.renew = late  # type: ignore[method-assign]
+        await heartbeat.beat()
+        await heartbeat.close()
+        assert [await task for task in tasks] == [Outcome.LOST, Outcome.SUCCEEDED]
+        view = await at.view(job_id)
+        assert (view.state, view.attempt) == (State.SUCCEEDED, 2)
 
     Harness(redis_url, tmp_path)(scenario)
 
