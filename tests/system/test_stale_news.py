@@ -19,8 +19,9 @@ from midstream.schemas.jobs import State
 from midstream.schemas.specs import StoredCapture
 
 CAPTURE = StoredCapture(sites={"post_block": [0, 1, 2, 3]}, positions="all", tag="t", layout="packed")
-TOKEN_S, VISIBILITY_S = 0.02, 3
-SETTINGS = {"fake_token_s": TOKEN_S, "visibility_timeout_s": VISIBILITY_S, "lease_s": 3, "capture_timeout_s": 6, "sweep_interval_s": 0.3}
+TOKEN_S, VISIBILITY_S = 0.02, 5
+#: A worker may be kept from its work for 3 s. What it has generated is given up only after it has lost its lease: see `sweep.lua`.
+SETTINGS = {"fake_token_s": TOKEN_S, "visibility_timeout_s": VISIBILITY_S, "lease_s": 5, "capture_timeout_s": 8, "sweep_interval_s": 0.3}
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +35,12 @@ def worker_of(stack: Stack, job_id: str) -> str:
 
 
 # field case 37
-def test_a_job_five_times_longer_than_the_visibility_timeout_starts_once(stack: Stack) -> None:
-    job_id = stack.submit(["a"], max_tokens=int(5.1 * VISIBILITY_S / TOKEN_S))
-    began = time.monotonic()
+def test_a_job_three_times_longer_than_the_visibility_timeout_starts_once(stack: Stack) -> None:
+    job_id = stack.submit(["a"], max_tokens=int(3.1 * VISIBILITY_S / TOKEN_S))
     view = stack.wait(job_id)
-    assert time.monotonic() - began > 5 * VISIBILITY_S
+    assert view.started is not None
+    assert view.finished is not None
+    assert view.finished - view.started > 3 * VISIBILITY_S
     assert (view.state, view.attempt) == (State.SUCCEEDED, 1)
     events = stack.do(lambda ledger: ledger.events(job_id))
     assert sum(event.event == "state" and event.data["state"] == "running" for event in events) == 1
@@ -54,7 +56,7 @@ def test_receipts_of_a_worker_that_was_stopped_past_its_lease_come_late_and_chan
     first = stack.wait(job_id, until=lambda view: view.generated is not None).worker
     stopped = worker_of(stack, job_id)
     outbox = stack.directory / "outbox" / f"{first}.rank0.sqlite"
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not list((stack.settings.capture_root / "t" / job_id).glob("*.a1.*.safetensors")) or not outbox.exists():
         assert time.monotonic() < deadline, "its file and its receipt are durable first"
         time.sleep(0.02)
@@ -67,7 +69,7 @@ def test_receipts_of_a_worker_that_was_stopped_past_its_lease_come_late_and_chan
     result = stack.result(job_id)
     before = marks(stack, str(first))
     stack.kill(stopped, signal.SIGCONT)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while marks(stack, str(first)) <= before:
         assert time.monotonic() < deadline, "the late receipt is acknowledged, so that it does not come again"
         time.sleep(0.05)
@@ -102,7 +104,7 @@ def test_a_pickle_in_the_queue_is_thrown_away_and_never_run(stack: Stack, tmp_pa
     }  # fmt: skip
     with redis.Redis.from_url(stack.settings.redis_url) as client:
         client.lpush(name, json.dumps(message))
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while client.llen(name) or client.hexists("unacked", tag):
             assert time.monotonic() < deadline, "it is taken from the queue, and not given back"
             time.sleep(0.05)
