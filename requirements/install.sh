@@ -17,14 +17,23 @@ log=$venv/install.log
 : >"$log"
 
 # Runs pip with its whole output in the log and a progress line per 25 packages; on failure shows the end of the log.
+# Three times at most: pip asks again for a connection, but not for a file that broke off in the middle.
 run_pip() {
-    if ! "$venv/bin/python" -m pip --disable-pip-version-check --no-input "$@" 2>&1 | tee -a "$log" | awk '
-        /^(Collecting|Processing) / { if (++n % 25 == 0) { print "  … " n " fetched"; fflush() } }
-        /^Installing collected packages/ { print "  … unpacking"; fflush() }'; then
-        grep -v "^WARNING: Location" "$log" | tail -n 25 | cut -c1-300 >&2
-        echo "installation failed; all of pip's output is in $log" >&2
-        exit 1
-    fi
+    local try
+    for try in 1 2 3; do
+        if "$venv/bin/python" -m pip --disable-pip-version-check --no-input --retries 8 --timeout 60 "$@" 2>&1 | tee -a "$log" | awk '
+            /^(Collecting|Processing) / { if (++n % 25 == 0) { print "  … " n " fetched"; fflush() } }
+            /^Installing collected packages/ { print "  … unpacking"; fflush() }'; then
+            return
+        fi
+        if [ "$try" -lt 3 ]; then
+            say "pip failed; once more in 10 s"
+            sleep 10
+        fi
+    done
+    grep -v "^WARNING: Location" "$log" | tail -n 25 | cut -c1-300 >&2
+    echo "installation failed; all of pip's output is in $log" >&2
+    exit 1
 }
 
 say "environment in $venv ($("$python" --version))"
