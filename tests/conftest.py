@@ -1,13 +1,19 @@
-"""In which order do tests run, and which mark does each get? Cheap ones first; the folder is the mark."""
+"""In which order do tests run, which mark does each get, and with which examples? Cheap ones first; the folder is the mark."""
 
 import os
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # The processes that share the tests among them are told that their terminal has 80 columns; tests say how many they want.
 for _name in ("COLUMNS", "LINES"):
     os.environ.pop(_name, None)
+
+# The same examples every time, however long one takes: neither a rare draw nor a machine that stalls for a fifth of a second fails a run
+# at random. `--hypothesis-profile default --hypothesis-seed random` draws others, to look for rare cases on purpose.
+settings.register_profile("repeatable", derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("repeatable")
 
 TESTS = Path(__file__).parent
 #: Where several processes share the tests these begin, so that none of them is left over in the end.

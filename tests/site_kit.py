@@ -38,7 +38,18 @@ TOKENS = (1, 7, 33)
 ROUNDOFF = {dtype: torch.finfo(dtype).eps / 2 for dtype in DTYPES}
 
 Op = Callable[..., None]
+_draws = random.Random()
 _BITS = {2: torch.int16, 4: torch.int32}
+
+
+def begin(name: str) -> None:
+    """From here on all is drawn as it is each time for `name`; without it, anew in each process."""
+    _draws.seed(name)
+    torch.manual_seed(new_seed())
+
+
+def new_seed() -> int:
+    return _draws.getrandbits(32)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

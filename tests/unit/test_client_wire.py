@@ -173,7 +173,7 @@ def test_waiting_survives_an_api_that_restarts(monkeypatch: pytest.MonkeyPatch) 
         url,
         seen,
     ):
-        assert Client(url).wait("job_x", timeout=10).state is State.SUCCEEDED
+        assert Client(url).wait("job_x", timeout=60).state is State.SUCCEEDED
     assert len(seen) == 4
 
 
@@ -184,7 +184,7 @@ def test_waiting_ends_with_its_timeout_and_names_the_state() -> None:
 
 def test_waiting_for_a_job_that_is_not_there_does_not_go_on() -> None:
     with server(reply(MidstreamError("not_found", "there is no job job_x").problem(), 404)) as (url, seen), pytest.raises(MidstreamError):
-        Client(url).wait("job_x", timeout=10)
+        Client(url).wait("job_x", timeout=60)
     assert len(seen) == 1
 
 

@@ -70,7 +70,7 @@ class Rig:
 
 def tell(story: Awaitable[None]) -> None:
     async def within() -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             await story
 
     asyncio.run(within())

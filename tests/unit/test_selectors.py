@@ -2,6 +2,7 @@
 
 import itertools
 import time
+import tracemalloc
 from typing import Any
 
 import msgspec
@@ -202,9 +203,9 @@ def test_a_span_is_a_text_or_a_range_and_never_nothing(raw: str, words: str) -> 
 
 def test_overlapping_ranges_are_written_out_once() -> None:
     wish = [Span(start=index % 7, stop=30_000) for index in range(65_536)]
-    start = time.monotonic()
+    start = time.process_time()
     assert resolve_positions(wish, 30_000) == list(range(30_000))
-    assert time.monotonic() - start < 2, "not 65,536 times 30,000"
+    assert time.process_time() - start < 10, "not 65,536 times 30,000"
 
 
 @given(prompt=st.integers(1, 20), data=st.data())
@@ -243,9 +244,12 @@ def test_positions_are_counted_as_they_are_selected(prompt: int, max_tokens: int
 
 def test_positions_are_counted_without_listing_them() -> None:
     capture = StoredCapture(sites={"post_block": [0]}, positions="all", tag="t", every_n=2)
-    start = time.monotonic()
-    assert capture.count_positions(5_000_000, 5_000_001) == 7_500_000
-    assert time.monotonic() - start < 0.05
+    tracemalloc.start()
+    try:
+        assert capture.count_positions(5_000_000, 5_000_001) == 7_500_000
+        assert tracemalloc.get_traced_memory()[1] < 100_000, "bytes: a list would be some hundred times as large"
+    finally:
+        tracemalloc.stop()
 
 
 @given(

@@ -2,12 +2,11 @@
 
 import math
 import re
-import secrets
 from typing import Any, get_args
 
 import pytest
 import torch
-from site_kit import DTYPES, Case, check, random_case, run, same_bits, some_of
+from site_kit import DTYPES, Case, begin, check, new_seed, random_case, run, same_bits, some_of
 from site_properties import PROPERTIES, a_matched_addition_is_measured_by_the_whole_stream
 from site_truth import ORDER
 from torch._inductor.utils import run_and_get_code
@@ -34,6 +33,12 @@ from midstream.kernels.plan import (
 from midstream.schemas import specs
 
 WIDTH = 24
+
+
+@pytest.fixture(autouse=True)
+def same_draws(request: pytest.FixtureRequest) -> None:
+    """Of each test its own, in every run: a draw that is one in a million is found by those who look for it, not by whoever runs all."""
+    begin(request.node.name)
 
 
 @pytest.mark.parametrize("sentence", PROPERTIES)
@@ -265,7 +270,7 @@ def test_a_compiled_layer_gives_what_the_eager_one_gives(kind: type[Layer]) -> N
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_ops_and_the_reference_are_the_same_code_on_the_cpu(dtype: torch.dtype) -> None:
     for pair in (True, False):
-        case = random_case(secrets.randbits(32), dtype=dtype, width=WIDTH, tokens=9, pair=pair)
+        case = random_case(new_seed(), dtype=dtype, width=WIDTH, tokens=9, pair=pair)
         op, plain = run(case, pair_site, single_site), run(case, reference.pair_site, reference.single_site)
         assert same_bits(op.stream, plain.stream), case.name
         assert same_bits(op.ring, plain.ring), case.name

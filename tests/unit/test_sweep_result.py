@@ -89,7 +89,7 @@ def test_what_is_skipped_beforehand_is_told_at_the_start() -> None:
     ]
 
 
-def test_twenty_thousand_cells_are_assembled_in_a_fraction_of_a_second() -> None:
+def test_twenty_thousand_cells_are_assembled_in_one_pass_and_not_in_minutes() -> None:
     asked = sweep(pairs=2, layers=list(range(50)))
     asked = StoredSweep(**{name: getattr(asked, name) for name in asked.__struct_fields__} | {"pairs": [pair(100)] * 2})
     assert asked.num_cells == 20_000
@@ -97,5 +97,5 @@ def test_twenty_thousand_cells_are_assembled_in_a_fraction_of_a_second() -> None
     found = {first + number: UnitRecord(unit=first + number, value=float(number)) for number in range(asked.num_cells)}
     began = time.process_time()
     encoded = to_json(sweep_result(asked, found, 1.0))
-    assert time.process_time() - began < 0.3
+    assert time.process_time() - began < 3  # measured: 0.014
     assert len(encoded) > 100_000

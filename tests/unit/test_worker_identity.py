@@ -36,4 +36,4 @@ def test_a_second_worker_of_the_same_id_is_refused_with_the_pid_of_the_first(tmp
     finally:
         holder.kill()
         holder.wait()
-    WorkerLock(settings, patience_s=5).release()  # the lock died with its holder
+    WorkerLock(settings, patience_s=60).release()  # the lock died with its holder

@@ -104,7 +104,7 @@ class Worker:
         self.runs.clear()
 
     async def begin(self) -> Lease:
-        lease = await self.standing.lease(2)
+        lease = await self.standing.lease(60)
         assert lease is not None
         self.runs.append(lease)
         return lease
@@ -112,7 +112,7 @@ class Worker:
     async def follow(self) -> None:
         """Until everything that is desired now has been looked into."""
         for _ in range(2):
-            await self.standing.catch_up(5)
+            await self.standing.catch_up(60)
 
     async def until(self, state: str) -> WorkerSteering:
         """The first report from here on that says so."""
@@ -126,7 +126,7 @@ class Worker:
             await self.standing.start()
             self.loop = asyncio.create_task(self.standing.run())
             try:
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(120):
                     await story(self)
             finally:
                 await end_tasks([self.loop])
@@ -220,7 +220,7 @@ def test_ranks_that_disagree_stop_the_worker_until_they_are_equal_from_zero(tmp_
             resyncing = asyncio.create_task(at.until("resyncing"))
             at.board.asked += "x"
             assert "stage 0 disagree" in (await resyncing).detail
-            assert await at.standing.lease(5)
+            assert await at.standing.lease(60)
             at.standing._global.users = 0
         report = at.board.reports[-1]
         assert (report.state, report.desyncs, report.resyncs, report.version) == ("serving", 2, 2, at.board.state.version)
@@ -243,7 +243,7 @@ def test_a_disagreement_seen_in_receipts_is_resynced_too(tmp_path: Path) -> None
         resyncing = asyncio.create_task(at.until("resyncing"))
         at.board.desync = "request 0, stage 0: rank 0 reports …"
         assert (await resyncing).detail == "request 0, stage 0: rank 0 reports …"
-        assert await at.standing.lease(5)
+        assert await at.standing.lease(60)
         assert (at.stopped, at.board.desync) == (["request 0, stage 0: rank 0 reports …"], "")
 
     Worker(tmp_path)(story)
@@ -253,7 +253,7 @@ def test_a_quarantined_worker_begins_nothing_until_its_ranks_were_made_equal(tmp
     async def story(at: Worker) -> None:
         at.engine.on_quarantine("rank 1 kept what it should have dropped")
         assert not at.standing.serving, "at once"
-        assert await at.standing.lease(5)
+        assert await at.standing.lease(60)
         assert (at.standing.desyncs, at.standing.resyncs) == (1, 1)
 
     Worker(tmp_path)(story)
@@ -275,7 +275,7 @@ def test_a_worker_quarantined_while_it_applies_a_change_does_not_serve_when_it_h
         at.board.want(current=steering(1, NAMES[0]))
         await at.follow()
         at.engine.commit_global = commit  # type: ignore[method-assign]
-        assert await at.standing.lease(5)
+        assert await at.standing.lease(60)
         assert ("serving", 0) not in serving
 
     Worker(tmp_path)(story)
@@ -331,7 +331,7 @@ def test_a_resync_that_redis_interrupts_begins_again_and_counts_once(tmp_path: P
         await asyncio.sleep(0.05)
         assert not at.standing.serving
         at.board.away = False
-        lease = await at.standing.lease(5)
+        lease = await at.standing.lease(60)
         assert lease is not None
         assert lease.steering.version == 1
         assert (at.standing.desyncs, at.standing.resyncs) == (1, 1)
@@ -349,7 +349,7 @@ def test_a_resync_that_cannot_read_what_is_desired_is_made_once_it_can(tmp_path:
         assert at.standing.state == "resyncing"
         assert await at.standing.lease(0.1) is None
         at.board.unreadable = False
-        assert await at.standing.lease(5) is not None
+        assert await at.standing.lease(60) is not None
         assert (at.standing.desyncs, at.standing.resyncs) == (1, 1)
 
     Worker(tmp_path)(story)
@@ -364,7 +364,7 @@ def test_a_commit_that_one_rank_refuses_is_taken_back_and_applied_after_a_resync
         at.board.want(current=steering(1, NAMES[0]))
         refused = (await resyncing).applied
         assert [(answer.ok, answer.message) for answer in refused] == [(True, ""), (False, "injected fault")]
-        lease = await at.standing.lease(5)
+        lease = await at.standing.lease(60)
         assert lease is not None
         assert lease.steering.version == 1
         assert {rank.global_version for rank in at.board.reports[-1].ranks} == {1}
@@ -382,7 +382,7 @@ def test_global_steering_that_a_rank_keeps_refusing_keeps_the_worker_from_jobs_a
         assert {(rank.global_version, len(rank.modules)) for rank in report.ranks} == {(0, 1)}, "what they did not refuse, they have"
         assert await at.standing.lease(0.05) is None
         at.engine.faults.switch("")
-        lease = await at.standing.lease(5)
+        lease = await at.standing.lease(60)
         assert lease is not None
         assert lease.steering.version == 1
 
@@ -398,7 +398,7 @@ def test_a_worker_that_could_not_do_what_is_desired_at_its_start_begins_no_job_u
         assert report.detail == "global steering version 1: rank 1: injected fault"
         assert await at.standing.lease(0.05) is None
         at.board.want(current=steering(2))
-        lease = await at.standing.lease(5)
+        lease = await at.standing.lease(60)
         assert lease is not None
         assert lease.steering.version == 2
         assert not at.engine._vectors._standing
@@ -414,7 +414,7 @@ def test_a_worker_that_cannot_read_what_is_desired_says_so_and_begins_no_job_unt
         assert (report.state, report.detail) == ("quarantined", "stored by another version")
         assert await at.standing.lease(0.05) is None
         at.board.unreadable = False
-        lease = await at.standing.lease(5)
+        lease = await at.standing.lease(60)
         assert lease is not None
         assert lease.steering.version == 1
 

@@ -161,11 +161,11 @@ def test_a_receipt_does_not_wait_for_what_comes_after_it(desk: Desk) -> None:
     free = threading.Event()
 
     def slow() -> FinishedCapture:
-        assert free.wait(20)
+        assert free.wait(60)
         return finished(request=1)
 
     desk.submit(capture(request=0), request=0)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not desk.receipts and time.monotonic() < deadline:
         time.sleep(0.002)
     desk.submit(slow, request=1)
@@ -313,7 +313,7 @@ def test_a_consumer_that_breaks_breaks_nobody_else(
     gate = threading.Event()
 
     def first() -> FinishedCapture:
-        assert gate.wait(20)  # so that the others form one group behind it
+        assert gate.wait(60)  # so that the others form one group behind it
         return finished(request=0, consumers=["filesystem", name])
 
     desk.submit(first)
@@ -389,17 +389,18 @@ def test_a_consumer_that_hangs_is_given_up_and_then_left_alone_until_it_answers(
         def consume(self, captures: Sequence[FinishedCapture]) -> list[Outcome]:
             self.calls += 1
             if self.calls == 1:
-                assert let_go.wait(20)
+                assert let_go.wait(60)
             return [Outcome()] * len(captures)
 
     hanging = Hanging()
     apart = Apart("hanging", hanging, patience_s=0.05)
     assert "longer than 0.05 s" in apart.consume([finished()])[0].error
+    apart._patience_s = 60.0
     start = time.monotonic()
     assert "still busy" in apart.consume([finished(), finished(request=1)])[1].error
-    assert time.monotonic() - start < 0.04
+    assert time.monotonic() - start < 10, "nobody sits out the patience again"
     let_go.set()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while apart.consume([finished()])[0].error:
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -417,7 +418,7 @@ def test_the_memory_of_rows_is_free_once_the_receipt_is_on_its_way(tmp_path: Pat
 
     for request in range(5):
         desk.submit(build, request=request)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while desk.writer.busy() and time.monotonic() < deadline:
         time.sleep(0.002)
     gc.collect()
