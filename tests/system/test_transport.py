@@ -56,7 +56,7 @@ def take(connection: Connection, name: str, prefetch: int = 0) -> list[Message]:
     taken: list[Message] = []
     with Consumer(connection.channel(), [queue(name)], on_message=taken.append, accept=["json"]) as consumer:
         consumer.qos(prefetch_count=prefetch)
-        connection.drain_events(timeout=5)
+        connection.drain_events(timeout=60)
     return taken
 
 
@@ -131,7 +131,7 @@ def test_acknowledgements_wait_for_the_next_message(
     assert not set(channel.qos._delivered) - channel.qos._dirty, "they are not held any more, whatever Redis still says"
     put(redis_url, name, 3)
     with Consumer(channel, [queue(name)], on_message=messages.append, accept=["json"]):
-        connection.drain_events(timeout=5)
+        connection.drain_events(timeout=60)
     assert noted(client, messages) == [False, False, True]
 
 

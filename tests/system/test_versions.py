@@ -24,13 +24,13 @@ MODEL = "fake-model"
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    with Stack(tmp_path_factory.mktemp("versions"), api=True) as started:
+    with Stack(tmp_path_factory.mktemp("versions"), api=True, lease_s=15) as started:
         yield started
 
 
 def ask(stack: Stack) -> httpx.Response:
     body = {"model": MODEL, "prompts": ["a"], "sampling": {"max_tokens": 2}}
-    return httpx.post(f"{stack.url}/v1/jobs", json=body, headers={"Prefer": "wait=20"}, timeout=30)
+    return httpx.post(f"{stack.url}/v1/jobs", json=body, headers={"Prefer": "wait=60"}, timeout=90)
 
 
 #: Runs a module of the package as a version that speaks another wire.

@@ -323,18 +323,20 @@ def test_a_delivery_can_be_sent_again_by_hand_whatever_became_of_it(redis_url: s
 
 def test_a_receiver_that_does_not_answer_does_not_hold_up_another(redis_url: str, receiver: Receiver) -> None:
     stuck = threading.Event()
-    receiver.on_call = lambda got: got.path != "/slow" or not stuck.wait(20)
+    receiver.on_call = lambda got: got.path != "/slow" or not stuck.wait(120)
 
     async def main() -> None:
-        async with service(redis_url, webhook_timeout_s=60) as made:
+        async with service(redis_url, webhook_timeout_s=150) as made:
             for _ in range(30):
                 await made.job(receiver.url("/slow"))
             for _ in range(10):
                 await made.job(receiver.url("/quick", host="localhost"))
             running = asyncio.create_task(made.sender.run())
             try:
-                await asyncio.to_thread(receiver.wait, 10, "/quick", 10.0)
-                assert 1 <= len(receiver.at("/slow")) <= 4, "of one host nothing is known yet, so it gets few at once"
+                await asyncio.to_thread(receiver.wait, 10, "/quick")
+                assert len(await asyncio.to_thread(receiver.wait, 1, "/slow")) <= 4, (
+                    "of one host nothing is known yet, so it gets few at once"
+                )
             finally:
                 stuck.set()
                 await asyncio.to_thread(receiver.wait, 30, "/slow")
@@ -381,14 +383,14 @@ def test_an_attempt_ends_in_time_whatever_the_receiver_does(what: str) -> None: 
         while what == "drips its headers":
             writer.write(b"HTTP/1.1 200 OK\r\n" if not writer.transport.get_write_buffer_size() else b"x: y\r\n")
             await asyncio.sleep(0.05)
-        await asyncio.sleep(60)
+        await asyncio.sleep(120)
 
     async def main() -> None:
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         poster = Poster(allow_private=True, timeout_s=0.4)
         port = server.sockets[0].getsockname()[1]
         with pytest.raises(NoAnswer):
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 await poster.post(f"http://127.0.0.1:{port}/", "msg_1", 1, b"{}", [])
         await poster.close()
         server.close()
@@ -413,10 +415,10 @@ def test_of_an_endless_answer_next_to_nothing_is_read_and_it_counts_all_the_same
                 done.set()
 
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        poster = Poster(allow_private=True, timeout_s=10)
+        poster = Poster(allow_private=True, timeout_s=60)
         port = server.sockets[0].getsockname()[1]
         assert (await poster.post(f"http://127.0.0.1:{port}/", "msg_1", 1, b"{}", [])).status == 200
-        await asyncio.wait_for(done.wait(), 10)
+        await asyncio.wait_for(done.wait(), 60)
         assert sent < 32 * 1024 * 1024, "what lies in the sockets' buffers, and no more"
         await poster.close()
         server.close()
@@ -483,7 +485,7 @@ def test_over_tls_the_receiver_proves_that_it_has_the_name_that_was_called(
     receiver.secure(tmp_path / "cert.pem", tmp_path / "key.pem")
 
     async def post(host: str) -> int:
-        poster = Poster(allow_private=True, timeout_s=5, resolve=lambda host, port: named("127.0.0.1"))
+        poster = Poster(allow_private=True, timeout_s=60, resolve=lambda host, port: named("127.0.0.1"))
         try:
             return (await poster.post(f"https://{host}:{receiver.port}/hook", "msg_1", 1, b"{}", [])).status
         finally:
@@ -560,10 +562,10 @@ def test_what_is_settled_is_forgotten_after_its_time_and_what_is_pending_is_not(
             gone = await made.job(receiver.url())
             kept = await made.job(receiver.url("/later"))
             await made.sender.round()
-            made.ahead += 99
+            made.ahead += 60
             await made.sender.housekeeping()
             assert len((await made.outbox.deliveries(None)).deliveries) == 2
-            made.ahead += 10
+            made.ahead += 50
             await made.sender.housekeeping()
             assert [delivery.job for delivery in (await made.outbox.deliveries(None)).deliveries] == [kept.id]
             keys = [key.decode() for key in await made.ledger.redis.keys("ms:hook*")]

@@ -47,12 +47,13 @@ def test_a_plain_job_ends_with_its_output(stack: Stack) -> None:
 def test_eight_jobs_of_three_prompts_run_at_once_and_keep_their_own_outputs(stack: Stack) -> None:
     alone = stack.submit(["job 3 prompt 1"], max_tokens=100)
     stack.wait(alone)
-    started = time.monotonic()
     jobs = [stack.submit([f"job {j} prompt {p}" for p in range(3)], max_tokens=100, capture=ALL_LAYERS) for j in range(8)]
     assert {stack.wait(job_id).state for job_id in jobs} == {State.SUCCEEDED}
-    elapsed = time.monotonic() - started
+    views = [stack.view(job_id) for job_id in jobs]
     results = [stack.result(job_id) for job_id in jobs]
-    assert elapsed < 8 * 100 * 0.02, "one after the other they take longer than this"
+    times = [(view.started or 0.0, view.finished or 0.0) for view in views]
+    whole = max(end for _, end in times) - min(begin for begin, _ in times)
+    assert sum(end - begin for begin, end in times) > 2 * whole, "one after the other they take less than the whole"
     assert results[3].outputs[1].token_ids == stack.result(alone).outputs[0].token_ids
     assert [[output.index for output in result.outputs] for result in results] == [[0, 1, 2]] * 8
 
@@ -89,7 +90,7 @@ def test_a_vector_that_is_gone_fails_the_job_at_once(stack: Stack) -> None:
     assert view.state is State.FAILED
     assert view.error is not None
     assert view.error.type == "urn:midstream:intervention_failed"
-    assert time.monotonic() - started < 20, "nobody waits for receipts that never come"
+    assert time.monotonic() - started < 40, "nobody waits for receipts that never come"
 
 
 # field case 21
