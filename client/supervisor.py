@@ -305,8 +305,10 @@ def child_environment(settings: Settings) -> dict[str, str]:
 
 def read_state(data: Path) -> dict[str, Any]:
     """What the supervisor of a data directory wrote down; empty when none runs there."""
-    path = data / STATE_FILE
-    return dict(json.loads(path.read_text())) if path.is_file() else {}
+    try:
+        return dict(json.loads((data / STATE_FILE).read_text()))
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
 
 
 def free_port(host: str) -> int:
