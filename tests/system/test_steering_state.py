@@ -502,7 +502,7 @@ class Pins(RuleBasedStateMachine):
 @pytest.fixture
 def broker(redis_url: str) -> Iterator[Broker]:
     loop = asyncio.new_event_loop()
-    ledger = Ledger.connect(settings_for(redis_url))
+    ledger = Ledger.connect(settings_for(redis_url, steering_wait_s=600))  # no proposal ends by itself
     yield Broker(loop, ledger, Steering(ledger))
     loop.run_until_complete(ledger.close())
     loop.close()

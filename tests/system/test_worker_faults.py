@@ -23,12 +23,12 @@ def captured(stack: Stack, job_id: str) -> list[str]:
 
 # field case 37
 def test_a_worker_killed_in_the_middle_of_a_job_leaves_one_result_and_counts_nothing_twice(tmp_path: Path) -> None:
-    with Stack(tmp_path, fake_token_s=TOKEN_S, max_num_seqs=1, lease_s=10) as stack:
+    with Stack(tmp_path, fake_token_s=0.1, max_num_seqs=1, lease_s=15) as stack:
         job_id = stack.submit(["first", "second"], max_tokens=30, capture=CAPTURE)
         stack.wait(job_id, until=lambda view: view.receipts == 1)  # the first prompt is captured, durable and reported
         assert captured(stack, job_id) == ["p0000.a1.pp0.safetensors"]
         stack.kill("worker")
-        stack.restart("worker")
+        stack.restart("worker", fake_token_s=0.001)
         view = stack.wait(job_id)
         assert (view.state, view.attempt, view.receipts, view.receipts_expected) == (State.SUCCEEDED, 2, 2, 2)
         result = stack.result(job_id)
@@ -42,21 +42,23 @@ def test_a_worker_killed_in_the_middle_of_a_job_leaves_one_result_and_counts_not
 
 
 def test_a_restarted_worker_takes_its_jobs_back_without_waiting_for_the_lease(tmp_path: Path) -> None:
-    with Stack(tmp_path, fake_token_s=TOKEN_S, lease_s=60, callbacks=False) as stack:
+    with Stack(tmp_path, fake_token_s=1.0, lease_s=120, callbacks=False) as stack:
         job_id = stack.submit(["a"], max_tokens=50)
         stack.wait_running(job_id)
         stack.kill("worker")
-        stack.restart("worker")
-        assert stack.wait(job_id, 30).attempt == 2
+        stack.restart("worker", fake_token_s=0.001)
+        assert stack.wait(job_id, 60).attempt == 2
 
 
 # field case 37
 def test_when_the_engine_dies_the_worker_exits_and_its_jobs_are_run_again(tmp_path: Path) -> None:
-    settings = {"fake_token_s": TOKEN_S, "lease_s": 60, "worker_concurrency": 3, "fault": "engine_dies:tokens=30"}
+    settings = {"fake_token_s": TOKEN_S, "lease_s": 60, "worker_concurrency": 3, "fault": "engine_dies:tokens=60"}
     with Stack(tmp_path, callbacks=False, **settings) as stack:  # no sweeper: the messages themselves must survive
+        stack.kill("worker", signal.SIGSTOP)
         jobs = [stack.submit(["a", "b"], max_tokens=40) for _ in range(5)]
+        stack.kill("worker", signal.SIGCONT)  # as many as it may have at once are there when the first begins
         assert stack.exit_code("worker", 60) == EXIT_ENGINE_DIED
-        assert "worker failed: the fake engine died after 30 tokens" in stack.log("worker")
+        assert "worker failed: the fake engine died after 60 tokens" in stack.log("worker")
         views = [stack.view(job_id) for job_id in jobs]
         assert {view.state for view in views} == {State.QUEUED}, "released, not left to a lease of a minute"
         stack.restart("worker", fault="")
@@ -67,7 +69,7 @@ def test_when_the_engine_dies_the_worker_exits_and_its_jobs_are_run_again(tmp_pa
 
 
 def test_a_job_whose_every_attempt_kills_the_engine_fails_in_the_end(tmp_path: Path) -> None:
-    with Stack(tmp_path, fake_token_s=TOKEN_S, max_attempts=2, fault="engine_dies:tokens=3") as stack:
+    with Stack(tmp_path, fake_token_s=TOKEN_S, max_attempts=2, lease_s=15, fault="engine_dies:tokens=3") as stack:
         job_id = stack.submit(["a"], max_tokens=40)
         assert stack.exit_code("worker", 60) == EXIT_ENGINE_DIED
         stack.restart("worker")
@@ -80,21 +82,21 @@ def test_a_job_whose_every_attempt_kills_the_engine_fails_in_the_end(tmp_path: P
 
 # field case 37
 def test_sigterm_finishes_what_runs_and_leaves_the_rest_in_the_queue(tmp_path: Path) -> None:
-    with Stack(tmp_path, fake_token_s=TOKEN_S, worker_concurrency=2, lease_s=10) as stack:
+    with Stack(tmp_path, fake_token_s=0.05, worker_concurrency=2, lease_s=15) as stack:
         jobs = [stack.submit(["a"], max_tokens=60, capture=CAPTURE) for _ in range(6)]
-        stack.wait_running(jobs[0])
+        stack.wait(jobs[0], until=lambda view: view.state is not State.QUEUED)
         assert stack.end("worker") == 0
         states = Counter(stack.wait(job_id, until=lambda view: view.state is not State.RUNNING).state for job_id in jobs)
         assert states[State.SUCCEEDED] >= 2
         assert set(states) == {State.SUCCEEDED, State.QUEUED}
-        stack.restart("worker")
+        stack.restart("worker", fake_token_s=0.001)
         views = [stack.wait(job_id) for job_id in jobs]
         assert {(view.state, view.attempt) for view in views} == {(State.SUCCEEDED, 1)}
 
 
 # field case 37
 def test_redis_killed_under_load_loses_nothing_that_was_accepted(tmp_path: Path) -> None:
-    with Stack(tmp_path, fake_token_s=0.005) as stack:
+    with Stack(tmp_path, fake_token_s=0.005, lease_s=10) as stack:
         accepted: list[str] = []
         for number in range(60):
             if number in (20, 40):
@@ -111,7 +113,7 @@ def test_redis_killed_under_load_loses_nothing_that_was_accepted(tmp_path: Path)
 # field case 38
 def test_a_worker_stalled_past_its_lease_finds_its_late_result_fenced(tmp_path: Path) -> None:
     with Stack(tmp_path, workers=2, fake_token_s=TOKEN_S, lease_s=4, visibility_timeout_s=30) as stack:
-        job_id = stack.submit(["a"], max_tokens=100, capture=CAPTURE)
+        job_id = stack.submit(["a"], max_tokens=150, capture=CAPTURE)
         first = stack.wait_running(job_id).worker
         stalled = "worker" if first == "w1" else "worker-2"
         stack.kill(stalled, signal.SIGSTOP)
@@ -119,7 +121,7 @@ def test_a_worker_stalled_past_its_lease_finds_its_late_result_fenced(tmp_path: 
         assert (view.state, view.attempt) == (State.SUCCEEDED, 2)
         assert view.worker != first
         stack.kill(stalled, signal.SIGCONT)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while f"job {job_id} attempt 1 stops: lost" not in stack.log(stalled):
             assert time.monotonic() < deadline, stack.log(stalled)[-2000:]
             time.sleep(0.05)
@@ -145,7 +147,7 @@ def test_a_worker_that_is_told_to_stop_while_its_engine_starts_does_so(tmp_path:
     with Stack(tmp_path, workers=0) as stack:
         stack.spawn("worker", fault="slow_start:seconds=120")
         stack.wait_log("worker", "engine starts")
-        assert stack.end("worker", 10) == 0
+        assert stack.end("worker", 40) == 0
 
 
 def test_an_engine_that_does_not_start_is_named_on_the_last_line(tmp_path: Path) -> None:

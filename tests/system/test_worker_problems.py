@@ -27,7 +27,7 @@ STEERING = [StoredSteering(layers=[1], hook="post_block", positions="all", famil
 )
 def test_what_went_wrong_on_a_rank_is_the_jobs_error(tmp_path: Path, fault: str, kind: str, detail: str) -> None:
     patience = 1 if kind == "receipts_timed_out" else 60  # seconds for the receipts: only there they never come
-    with Stack(tmp_path, tensor_parallel_size=2, capture_timeout_s=patience, fault=fault) as stack:
+    with Stack(tmp_path, tensor_parallel_size=2, capture_timeout_s=patience, lease_s=15, fault=fault) as stack:
         view = stack.wait(stack.submit(["a", "b"], steering=STEERING, blobs={content_hash(VECTOR): VECTOR}))
         assert view.state is State.FAILED
         assert view.error is not None
