@@ -21,7 +21,7 @@ API_2 = free_port()
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     directory = tmp_path_factory.mktemp("several")
-    with Stack(directory, api=True, workers=2, fake_token_s=0.01, worker_concurrency=8, lease_s=3.0) as started:
+    with Stack(directory, api=True, workers=2, fake_token_s=0.01, worker_concurrency=8, lease_s=6.0) as started:
         start(started, "worker-3")
         start(started, "api-2")
         yield started
@@ -55,10 +55,10 @@ def test_global_steering_of_a_model_is_that_of_all_its_workers_and_of_no_others(
 
 
 def test_what_one_killed_worker_held_the_other_finishes(stack: Stack, client: Client) -> None:
-    jobs = [client.submit(model=SHARED, prompts=["a"], sampling={"max_tokens": 100}).id for _ in range(16)]
+    jobs = [client.submit(model=SHARED, prompts=["a"], sampling={"max_tokens": 250}).id for _ in range(16)]
     held = [job for job in jobs if stack.wait(job, until=lambda view: view.worker is not None or view.state in TERMINAL).worker == "w1"]
     stack.kill("worker")
-    views = [client.wait(job, 40) for job in jobs]
+    views = [client.wait(job, 90) for job in jobs]
     start(stack, "worker")
     assert {view.state for view in views} == {"succeeded"}
     again = [view for view in views if view.attempt > 1]
@@ -77,14 +77,14 @@ class Load(threading.Thread):
         self._enough = threading.Event()
 
     def run(self) -> None:
-        with httpx.Client(timeout=30) as http:
+        with httpx.Client(timeout=60) as http:
             while not self._enough.wait(0.1):
                 self._one(http, len(self.accepted))
 
     def _one(self, http: httpx.Client, number: int) -> None:
         key, waits = uuid.uuid4().hex, number % 5 == 0
         body = {"model": SHARED, "prompts": ["a"], "sampling": {"max_tokens": 5}, "capture": {"layers": [0]}}
-        for turn in range(40):
+        for turn in range(200):
             headers = {"Idempotency-Key": key} | ({"Prefer": "wait=20"} if waits else {})
             try:
                 answer = http.post(f"{self.urls[(number + turn) % len(self.urls)]}/v1/jobs", json=body, headers=headers)
@@ -103,7 +103,8 @@ class Load(threading.Thread):
 
     def stop(self) -> None:
         self._enough.set()
-        self.join(60)
+        self.join(120)
+        assert not self.is_alive()
 
 
 def test_all_restarted_one_after_the_other_under_load_fails_and_loses_nothing(stack: Stack, client: Client) -> None:
@@ -116,7 +117,7 @@ def test_all_restarted_one_after_the_other_under_load_fails_and_loses_nothing(st
     load.stop()
     assert load.failed == []
     assert load.held > 0
-    views = [client.wait(job, 40) for job in load.accepted]
+    views = [client.wait(job, 90) for job in load.accepted]
     assert Counter(view.state for view in views) == {"succeeded": len(load.accepted)}
     assert len(set(load.accepted)) == len(load.accepted)
     assert {view.receipts for view in views} == {1}
