@@ -14,6 +14,7 @@ import httpx
 import msgspec
 import pytest
 from edge import MODEL, Api, Hand, model_info, running
+from ports import free_port
 from redis_kit import handed_over, hold_back, slow_disk
 
 from midstream.api.edge import open_edge
@@ -28,7 +29,7 @@ BODY = {"model": MODEL, "prompts": ["hello there"]}
 @pytest.fixture
 def own_redis(tmp_path: Path) -> Iterator[redis_server.RedisServer]:
     """A Redis that the test may kill."""
-    server = redis_server.start(tmp_path / "redis")
+    server = redis_server.start(tmp_path / "redis", port=free_port())  # it is started on the same one again
     yield server
     server.stop()
 
@@ -92,7 +93,7 @@ def test_a_held_answer_outlives_a_restart_of_redis(own_redis: redis_server.Redis
     with ThreadPoolExecutor(3) as pool:
         completion = pool.submit(own_api.http.post, "/v1/completions", json={"model": MODEL, "prompt": "hello"})
         claim = own_hand.claim_next()
-        poll = pool.submit(own_api.http.get, f"/v1/jobs/{claim.job.id}", params={"wait": 25})
+        poll = pool.submit(own_api.http.get, f"/v1/jobs/{claim.job.id}", params={"wait": 55})
         time.sleep(0.3)
         handed_over(own_redis.url)
         own_redis.kill()
@@ -100,8 +101,8 @@ def test_a_held_answer_outlives_a_restart_of_redis(own_redis: redis_server.Redis
         server = again(own_redis)
         try:
             own_hand.store(claim)
-            assert completion.result(timeout=20).json()["choices"][0]["text"] == "hello world"
-            assert poll.result(timeout=20).json()["state"] == "succeeded"
+            assert completion.result(timeout=50).json()["choices"][0]["text"] == "hello world"
+            assert poll.result(timeout=50).json()["state"] == "succeeded"
         finally:
             server.stop()
 

@@ -299,7 +299,7 @@ def test_a_job_that_fails_before_anything_was_registered_ends_the_wait_at_once(a
 def test_many_held_responses_do_not_hold_each_other_up(api: Api, hand: Hand) -> None:
     ids = [api.submit() for _ in range(30)]
     with ThreadPoolExecutor(30) as pool:
-        polls = [pool.submit(api.view, job_id, wait=25) for job_id in ids]
+        polls = [pool.submit(api.view, job_id, wait=50) for job_id in ids]
         for job_id in reversed(ids):
             hand.finish(job_id)
         assert {poll.result()["state"] for poll in polls} == {"succeeded"}

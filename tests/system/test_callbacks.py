@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from ledger_kit import MODEL, make_job, open_ledger
+from ports import free_port
 
 from midstream.broker import redis_server
 from midstream.broker.celery_app import lists_of, queue_of
@@ -16,7 +17,7 @@ from midstream.schemas.settings import Settings, to_environment
 
 
 def test_it_resends_a_lost_message_also_after_redis_was_away_and_stops_on_sigterm(tmp_path: Path) -> None:  # field case 37
-    server = redis_server.start(tmp_path / "redis")
+    server = redis_server.start(tmp_path / "redis", port=free_port())
     settings = Settings(redis_url=server.url, sweep_interval_s=0.2)
     log = (tmp_path / "log").open("w+")
     process = subprocess.Popen(
