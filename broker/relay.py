@@ -1,7 +1,7 @@
 """How do receipts from all ranks get into Redis, and who tells the ranks that they are there?
 
 `python -m midstream.broker.relay`: one ROUTER socket and one thread. It takes what is there, commits it to the ledger in
-groups of one outbox epoch each, and acknowledges only then. It keeps nothing of its own: killed at any moment, it loses
+groups of one outbox epoch each, and acknowledges what is written. It keeps nothing of its own: killed at any moment, it loses
 nothing, because the outboxes send again whatever was not acknowledged.
 """
 
@@ -35,6 +35,7 @@ from . import frames, metrics, observe
 from .curve import ServerKeys, server_keys
 from .frames import Frame, FrameError, Kind, ProtocolMismatch
 from .sender import HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS
+from .written import PATIENCE_S, PAUSE_S, is_written
 
 log = logging.getLogger(__name__)
 
@@ -235,26 +236,49 @@ class Relay:
     # -- committing and answering -------------------------------------------------------------------------------------------
 
     def _commit(self, batch: Batch) -> None:
-        """Everything of the batch into Redis, each stream answered after its commit.
+        """Everything of the batch into Redis, and answered once that is written.
 
         While Redis cannot be reached nothing more is taken: the outboxes keep what they have. A stream that Redis refuses
         is left unanswered, so that its outbox sends it again later; the others go on.
         """
+        answers: list[tuple[Stream, Kind, int | None, bytes]] = []
         for stream, receipts in batch.receipts.items():
             receipts.sort(key=lambda numbered: numbered[0])
             crash_point("relay.received")
             mark = self._patiently(stream, partial(self._settler.settle, *stream, receipts))
             crash_point("relay.committed")
-            self._answer(batch, stream, Kind.ACK, mark)
+            answers.append((stream, Kind.ACK, mark, b""))
         for stream, lost in batch.losses:
             log.error(
                 "worker %s rank %d lost receipts %d to %d of jobs %s: %s", *stream[:2], lost.first, lost.last, lost.jobs, lost.message
             )
             mark = self._patiently(stream, partial(self._settler.lost, *stream, lost))
-            self._answer(batch, stream, Kind.ACK, mark)
+            answers.append((stream, Kind.ACK, mark, b""))
         for stream, nonce in batch.greetings.items():
             mark = self._patiently(stream, partial(self._settler.mark, *stream))
-            self._answer(batch, stream, Kind.MARK, mark, to_msgpack(nonce))
+            answers.append((stream, Kind.MARK, mark, to_msgpack(nonce)))
+        if any(mark is not None for _, _, mark, _ in answers) and self._is_written():
+            for answer in answers:
+                self._answer(batch, *answer)
+
+    def _is_written(self) -> bool:
+        """Wait until Redis has written what it has committed: killed before, it would have forgotten it.
+
+        False when it is away, or cannot write: nobody is answered then, and the outboxes ask again.
+        """
+        if self._redis is None:
+            return True
+        deadline = time.monotonic() + PATIENCE_S
+        try:
+            while not is_written(self._redis.info("persistence")):
+                if time.monotonic() >= deadline:
+                    self._complain("written", "Redis cannot write its log, receipts stay unacknowledged")
+                    return False
+                time.sleep(PAUSE_S)
+        except (redis.RedisError, OSError) as error:
+            self._complain("redis", "Redis cannot be reached, receipts stay unacknowledged: %s", error)
+            return False
+        return True
 
     def _patiently(self, stream: Stream, call: Callable[[], int]) -> int | None:
         """`call`'s mark, once Redis can be reached; None when it is refused, or when stopping without Redis."""

@@ -5,7 +5,6 @@ import json
 import os
 import selectors
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import redis
+from ports import free_port
 
 from midstream.broker.ledger import Ledger, new_job_id
 from midstream.schemas.base import now
@@ -24,12 +24,6 @@ from midstream.schemas.specs import StoredCapture
 
 T = TypeVar("T")
 BOOT = "boot-1"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def receipt(job: str, request: int, *, worker: str = "w", rank: int = 0, world: int = 1, attempt: int = 1) -> Receipt:
@@ -72,7 +66,7 @@ class RelayProcess:
         if self.process.poll() is None:
             self.process.send_signal(how)
         try:
-            return self.process.wait(15)
+            return self.process.wait(60)
         finally:
             self.process.kill()
             self.process.wait()
@@ -80,13 +74,16 @@ class RelayProcess:
 
 
 class SenderProcess:
-    """A process that appends one receipt per `(job, request)` and says which are durable; to be killed."""
+    """A process that appends one receipt per `(job, request)` and says which are durable; to be killed.
 
-    def __init__(self, directory: Path, relay_url: str, jobs: list[str], requests: int, first: int):
-        command = [sys.executable, __file__, str(directory), relay_url, json.dumps(jobs), str(requests), str(first)]
+    It begins with receipt number `first`. After `most` of them, if there are more, it waits for its end.
+    """
+
+    def __init__(self, directory: Path, relay_url: str, jobs: list[str], requests: int, first: int, most: int = 1_000_000):
+        command = [sys.executable, __file__, str(directory), relay_url, json.dumps(jobs), str(requests), str(first), str(most)]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE)
 
-    def durable(self, enough: int, timeout: float = 30.0) -> int:
+    def durable(self, enough: int, timeout: float = 60.0) -> int:
         """How many receipts it called durable: as soon as there are `enough`, or it has ended, or after `timeout` seconds."""
         assert self.process.stdout is not None
         count, until = 0, time.monotonic() + timeout
@@ -171,7 +168,7 @@ def once_each(requests: int, ranks: int = 1) -> dict[tuple[int, int], int]:
     return {(request, rank): 1 for request in range(requests) for rank in range(ranks)}
 
 
-def wait_until(true: Callable[[], bool], timeout: float = 30.0) -> None:
+def wait_until(true: Callable[[], bool], timeout: float = 60.0) -> None:
     deadline = time.monotonic() + timeout
     while not true():
         assert time.monotonic() < deadline, "it did not happen in time"
@@ -182,14 +179,17 @@ def main() -> None:
     """The program of `SenderProcess`."""
     from midstream.broker.outbox import Outbox
 
-    directory, relay_url, jobs, requests, first = sys.argv[1:]
+    directory, relay_url, jobs, requests, first, most = sys.argv[1:]
     total = len(json.loads(jobs)) * int(requests)
+    end = min(total, int(first) + int(most))
     with Outbox(Path(directory), "w", 0, relay_url) as outbox:
-        for number in range(int(first), total):
+        for number in range(int(first), end):
             job, request = divmod(number, int(requests))
             outbox.append(receipt(json.loads(jobs)[job], request), lambda: os.write(1, b"."))
             if number % 20 == 0:
                 time.sleep(0.01)  # so that a kill falls into the work and not behind it
+        if end < total:
+            time.sleep(600)
         outbox.flush(60)
 
 
