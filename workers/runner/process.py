@@ -5,6 +5,7 @@ cores that vLLM binds the model's threads to.
 """
 
 import ctypes
+import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
@@ -19,7 +20,9 @@ def die_with_parent() -> None:
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         code = ctypes.get_errno()
         raise OSError(code, f"prctl(PR_SET_PDEATHSIG): {os.strerror(code)}")
-    if os.getppid() != parent:  # it ended before we asked
+    # Did it end before we asked? Perhaps long before, while this process still started: then another took us in, and is `parent`.
+    starter = multiprocessing.parent_process()
+    if os.getppid() != parent or (starter is not None and not starter.is_alive()):
         os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -1,0 +1,69 @@
+"""Does a process of the engine end with the one that started it, whenever that ends?"""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from midstream.client.processes import birth, wait_for
+from midstream.workers.runner.process import die_with_parent
+
+#: Starts a child as vLLM starts its processes, says its pid, and stays.
+PARENT = """
+import multiprocessing, sys, time
+from pathlib import Path
+sys.path.insert(0, {here!r})
+from test_orphans import live
+if __name__ == "__main__":
+    child = multiprocessing.get_context("spawn").Process(target=live, args=(Path({folder!r}),))
+    child.start()
+    print(child.pid, flush=True)
+    time.sleep(600)
+"""
+
+
+def live(folder: Path) -> None:
+    """In the child. It asks to end with its parent when it is let: a process that imports vLLM takes seconds until then."""
+    (folder / "started").touch()
+    while not (folder / "asks").exists():
+        time.sleep(0.01)
+    die_with_parent()
+    (folder / "asked").touch()
+    time.sleep(600)
+
+
+@pytest.mark.parametrize("when", ["after it asked", "before it asked"])
+def test_a_process_whose_parent_was_killed_ends_although_it_had_not_asked_to_yet(tmp_path: Path, when: str) -> None:
+    program = tmp_path / "parent.py"
+    program.write_text(PARENT.format(here=str(Path(__file__).parent), folder=str(tmp_path)))
+    parent = subprocess.Popen([sys.executable, str(program)], stdout=subprocess.PIPE)
+    pid = born = 0
+    try:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        born = birth(pid)
+        assert wait_for(lambda: (tmp_path / "started").exists(), 60)
+        if when == "after it asked":
+            (tmp_path / "asks").touch()
+            assert wait_for(lambda: (tmp_path / "asked").exists(), 60)
+        parent.kill()
+        parent.wait()
+        (tmp_path / "asks").touch()
+        assert wait_for(lambda: birth(pid) != born, 60), "it goes on, and nobody knows of it"
+        assert (tmp_path / "asked").exists() == (when == "after it asked")
+    finally:
+        parent.kill()
+        if born and birth(pid) == born:
+            os.kill(pid, signal.SIGKILL)
+        parent.communicate()
+
+
+def test_a_process_that_nobody_started_so_asks_and_goes_on() -> None:
+    assert multiprocessing.parent_process() is None
+    program = "from midstream.workers.runner.process import die_with_parent; die_with_parent(); print('alive')"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "alive\n"
