@@ -34,7 +34,7 @@ class Caller:
         request = KeyRequest(name=f"of {tenant}", tenant=tenant, scopes=list(scopes or ("submit", "read")), expires_in=expires_in)  # type: ignore[arg-type]
         self.key: CreatedKey = hand.do(Keys(hand.ledger).create(request))
         self.tenant = tenant
-        self.http = httpx.Client(base_url=api.url, headers=bearer(self.key.key), timeout=30)
+        self.http = httpx.Client(base_url=api.url, headers=bearer(self.key.key), timeout=60)
 
     def submit(self, **body: Any) -> str:
         answer = self.http.post("/v1/jobs", json={"model": "tiny", "prompts": ["hello there"], **body})

@@ -13,6 +13,7 @@ import pytest
 import redis
 from edge import MODEL, Hand, model_info, running
 from ledger_kit import BOOT, EPOCH, WORKER, claimed, make_job, open_ledger, outputs, receipt, settings_for, settler
+from redis_kit import handed_over
 from sweep_rig import sweep, sweep_job
 
 from midstream.broker import redis_server
@@ -61,8 +62,8 @@ def a_file(size: int) -> CapturedFile:
 def test_requests_per_minute_are_refused_until_the_second_that_was_told(redis_url: str) -> None:
     async def main() -> None:
         async with open_ledger(redis_url) as ledger:
-            await limited(ledger, requests_per_minute=300)
-            accepted = 0
+            await limited(ledger, requests_per_minute=60)
+            accepted, began = 0, now()
             while True:
                 try:
                     await ledger.submit(make_job(tenant="t"), {})
@@ -70,10 +71,10 @@ def test_requests_per_minute_are_refused_until_the_second_that_was_told(redis_ur
                 except MidstreamError as error:
                     told = error
                     break
-            assert 300 <= accepted <= 330, "a minute's worth at once, and what leaked meanwhile"
+            assert 60 <= accepted <= 61 + now() - began, "a minute's worth at once, and what leaked meanwhile"
             assert told.kind == "rate_limited"
             assert told.retry_after is not None
-            assert 0 < told.retry_after <= 0.2
+            assert 0 < told.retry_after <= 1
             await ledger.submit(make_job(tenant="other"), {})
             await asyncio.sleep(told.retry_after)
             await ledger.submit(make_job(tenant="t"), {})
@@ -86,11 +87,13 @@ def test_tokens_per_minute_count_prompts_and_what_they_may_generate(redis_url: s
         async with open_ledger(redis_url) as ledger:
             await limited(ledger, tokens_per_minute=600)
             half = make_job(prompts=3, tenant="t", sampling=Sampling(max_tokens=97))  # 3 · (3 + 97)
+            began = now()
             await ledger.submit(half, {})
             usage = await ledger.tenants.usage("t")
             assert (usage.tokens_this_minute, usage.requests_this_minute) in ((300, 1), (0, 0)), "of this minute of the clock"
             error = await refused(ledger, make_job(prompts=4, tenant="t", sampling=Sampling(max_tokens=97)))
-            assert error.retry_after == pytest.approx(10, abs=1), "a hundred tokens too many, ten a second"
+            assert error.retry_after is not None
+            assert 10 - (now() - began) <= error.retry_after <= 10, "a hundred tokens too many, ten a second"
             await ledger.submit(make_job(prompts=2, tenant="t", sampling=Sampling(max_tokens=97)), {})
 
     asyncio.run(main())
@@ -100,9 +103,11 @@ def test_more_than_a_minutes_worth_is_accepted_once_nothing_is_used_and_then_pai
     async def main() -> None:
         async with open_ledger(redis_url) as ledger:
             await limited(ledger, tokens_per_minute=100)
+            began = now()
             await ledger.submit(make_job(prompts=10, tenant="t", sampling=Sampling(max_tokens=97)), {})
             error = await refused(ledger, make_job(tenant="t", sampling=Sampling(max_tokens=7)))
-            assert error.retry_after == pytest.approx(546, abs=1), "600 s of debt, less what fits into a minute"
+            assert error.retry_after is not None
+            assert 546 - (now() - began) <= error.retry_after <= 546, "600 s of debt, less what fits into a minute"
 
     asyncio.run(main())
 
@@ -261,6 +266,7 @@ def test_a_count_is_given_up_where_redis_starts_anew_because_its_cursors_mean_so
                     count = Recount(Scripts(ledger.redis), ledger.settings, now())
                     assert [await count.step() for _ in range(steps)] == [None] * steps
                     await ledger.redis.hset("ms:usage", "t/jobs", 9)
+                    handed_over(server.url)
                     server.kill()
                     server = redis_server.start(tmp_path, port=server.port)
                     assert await count.step() == []
@@ -457,7 +463,7 @@ def test_submissions_are_refused_before_redis_is_full_and_what_was_accepted_is_f
             client.config_set("maxmemory", client.info("memory")["used_memory"] * 100 // 90)
             vector = dict(msgspec.to_builtins(from_numpy(np.ones(8, np.float32))))
             entries = {"steering": [{"layers": [0], "vector": vector}]}
-            deadline = time.monotonic() + 10 * LOOK_S  # it has looked a moment ago, and may accept some until it looks again
+            deadline = time.monotonic() + 60 * LOOK_S  # it has looked a moment ago, and may accept some until it looks again
             while (refused := api.http.put(f"/v1/steering/modules/m{now()}", json=entries)).status_code == 201:
                 assert time.monotonic() < deadline
             for answer in (refused, api.http.put("/v1/steering/global", json=entries)):
