@@ -102,7 +102,7 @@ def test_preempted_requests_are_graded_once_and_right(cached: Host, reference: R
     """Seven blocks of KV cache: they grow until they push one another out."""
     prompts = [prompt_of(100, seed=90 + number) for number in range(5)]
     before = cached.call("midstream_status")[0]["preemptions"]
-    told = graded(cached, *((cached.job(prompt, max_tokens=60), Grade(EVERY)) for prompt in prompts))
+    told = graded(cached, *((cached.job(prompt, max_tokens=60), Grade(EVERY)) for prompt in prompts), together=True)
     assert cached.call("midstream_status")[0]["preemptions"] > before
     for prompt, values in zip(prompts, told, strict=True):
         np.testing.assert_allclose(values, truth(reference, prompt), atol=FP32_LOGPROBS, rtol=0)

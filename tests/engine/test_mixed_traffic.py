@@ -196,13 +196,13 @@ def test_rows_beside_strong_interventions_are_bit_equal_to_those_of_a_batch_with
             )
             for n, edits in enumerate(BESIDE[beside])
         ]
-        answers = crowded.run(*(job for pair in zip(plain, others, strict=True) for job in pair))
+        answers = crowded.run_together(*(job for pair in zip(plain, others, strict=True) for job in pair))
         rows = [crowded.capture(job).array(layer, hook) for job in plain for hook, layers in ALL.items() for layer in layers]
         rows += [np.array([top.logprob for each in answers[job.id][0].logprobs or [] for top in each.top]) for job in plain]
         return crowded.call("midstream_status")[0]["schedule"], Batch(rows, [crowded.capture(job).array(3) for job in others])
 
     found: dict[tuple[str, str], Batch] = {}
-    for _ in range(12):  # arrival decides which step a request joins; tried until three batches were composed alike
+    for _ in range(12):  # all begin in one step; how far ahead the engine plans may differ: tried until three were composed alike
         for beside in BESIDE:
             schedule, made = batch(beside)
             found[beside, schedule] = made

@@ -130,7 +130,7 @@ def test_preempted_requests_are_patched_where_they_were_and_nowhere_else(cached:
         )
         for number in range(6)
     ]
-    answers = cached.run(*jobs)
+    answers = cached.run_together(*jobs)
     assert cached.call("midstream_status")[0]["preemptions"] > before
     wanted = [*edits(cells, rows), Edit(2, vector, list(range(110, 289)), "mlp_out", "replace")]
     for number, job in enumerate(jobs):

@@ -165,7 +165,7 @@ def test_preempted_requests_have_every_row_once(cached: Host, reference: Referen
         )
         for n in range(6)
     ]
-    answers = cached.run(*jobs)
+    answers = cached.run_together(*jobs)
     assert cached.call("midstream_status")[0]["preemptions"] > before
     for number, job in enumerate(jobs):
         output = answers[job.id][0]

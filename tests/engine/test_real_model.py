@@ -110,7 +110,7 @@ def test_cells_that_begin_at_their_layer_come_to_the_same(host) -> None:
     for batch in (jobs[: len(places)], entered):
         skipped = host.call("midstream_status")[0]["skipped_rows"]
         entries = {job.id: Entry(base, job.steering[0][0].layers[0]) for job in batch if batch is entered}
-        host.run_any(*batch, grades={job.id: [Grade(list(range(0, 49152, 512)))] for job in batch}, entries=entries)
+        host.run_any(*batch, grades={job.id: [Grade(list(range(0, 49152, 512)))] for job in batch}, entries=entries, together=True)
         assert (host.call("midstream_status")[0]["skipped_rows"] > skipped) == (batch is entered)
     full, short = (np.array([host.receipts(job)[0].graded for job in batch]) for batch in (jobs[: len(places)], entered))
     assert np.abs(full - full[:1]).max() > 1.0, "the patches do something"
@@ -161,7 +161,7 @@ def test_a_direction_out_of_captures_moves_what_the_model_writes_both_ways(host,
     def score(scale: float) -> float:
         steering = host.steering(SteeringSpec(layers=LAYER, vector=from_numpy(direction), scale=scale)) if scale else None
         job = host.job(*prompts, max_tokens=TOKENS, steering=steering)
-        return float(np.mean([study.word_score(output.text, found.words) for output in host.run(job)[job.id]]))
+        return float(np.mean([study.word_score(output.text, found.words) for output in host.run_together(job)[job.id]]))
 
     low, plain, high = score(-SCALE), score(0), score(SCALE)
     assert low < plain < high

@@ -136,13 +136,16 @@ def test_bad_input_is_refused_by_field_and_the_engine_never_sees_it(service: Sta
 
 def test_the_engine_says_how_busy_it_is_while_it_generates(service: Stack) -> None:
     body = {"model": "demo", "prompt": "The sky is", "max_tokens": 120, "ignore_eos": True}
-    with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(httpx.post, f"{service.url}/v1/completions", json=body, timeout=60)
-        seen: dict[str, Any] = {"running": 0}
-        while not answer.done() and not seen["running"]:
-            (worker,) = httpx.get(f"{service.url}/v1/steering/dynamic", timeout=30).json()["workers"]
-            (seen,) = worker["ranks"]
-        assert answer.result().status_code == 200
+    seen: dict[str, Any] = {"running": 0}
+    for _ in range(5):  # on a busy machine a request may be over before the worker was asked
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(httpx.post, f"{service.url}/v1/completions", json=body, timeout=60)
+            while not answer.done() and not seen["running"]:
+                (worker,) = httpx.get(f"{service.url}/v1/steering/dynamic", timeout=30).json()["workers"]
+                (seen,) = worker["ranks"]
+            assert answer.result().status_code == 200
+        if seen["running"]:
+            break
     assert (seen["running"], seen["queued"]) == (1, 0)
     assert 0 < seen["kv_cache"] < 0.5
 

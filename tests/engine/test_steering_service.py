@@ -70,13 +70,18 @@ class Service:
         return from_json(answer.content, GlobalView)
 
     def dynamic(self) -> Dynamic:
-        return from_json(self.http.get("/v1/steering/dynamic").content, Dynamic)
+        """Once the worker answers in time: a machine may stall for longer than the API waits for it."""
+        for _ in range(30):
+            told = from_json(self.http.get("/v1/steering/dynamic").content, Dynamic)
+            if "did not answer" not in told.determinism.detail:
+                break
+        return told
 
 
 @pytest.fixture(scope="module")
 def service(qwen3: Path, two_ranks: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     options = {"engine": "vllm", "model": str(qwen3), "model_name": "tiny", "max_model_len": 2048, "kv_cache_gib": 0.1}
-    patience = {"lease_s": 15.0, "visibility_timeout_s": 30, "steering_wait_s": 20.0, "start_timeout_s": 240}
+    patience = {"lease_s": 15.0, "visibility_timeout_s": 30, "steering_wait_s": 60.0, "start_timeout_s": 240}
     directory = tmp_path_factory.mktemp("steering")
     with Stack(directory, api=True, tensor_parallel_size=2, fault="skip_action:rank=1", **options, **patience) as stack:
         yield Service(stack)

@@ -82,7 +82,7 @@ def test_a_range_is_edited_as_once_when_its_request_is_preempted_and_computed_ag
         )
         for n, window in enumerate(windows)
     ]
-    answers = cached.run(*jobs)
+    answers = cached.run_together(*jobs)
     assert cached.call("midstream_status")[0]["preemptions"] > before
     for number, (job, window) in enumerate(zip(jobs, windows, strict=True)):
         assert cached.capture(job).positions(0) == list(range(289))
