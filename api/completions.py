@@ -22,7 +22,7 @@ from .auth import caller_of
 from .body import JsonRequest
 from .calls import released
 from .edge import edge_of, unless_client_leaves
-from .jobs import PROBLEM, SUBMIT_ERRORS, Key
+from .jobs import SUBMIT_ERRORS, Key
 from .outcome import ACCEPTED, JOB_HEADER, UNDER_WAY, accepted, failed, failure_of, is_over, job_url, result_of
 from .shapes import Shape
 from .streaming import Streamed
@@ -30,9 +30,6 @@ from .wishes import Wish, wish_of_chat, wish_of_completion
 
 RESPONSES = {
     202: ResponseSpec(JobView, description="Held for as long as responses are held; the job goes on", generate_examples=False),
-    409: PROBLEM,
-    500: PROBLEM,
-    504: PROBLEM,
     **SUBMIT_ERRORS,
 }
 DESCRIPTION = (

@@ -23,7 +23,8 @@ MAX_PAGE = 200
 
 PROBLEM = ResponseSpec(Problem, media_type=problems.MEDIA_TYPE, description="What is wrong, with the field's path", generate_examples=False)
 ERRORS = {400: PROBLEM, 404: PROBLEM, 503: PROBLEM}
-SUBMIT_ERRORS = {**ERRORS, 413: PROBLEM, 415: PROBLEM, 422: PROBLEM, 507: PROBLEM}
+#: 409, 500 and 504: also a job's own end, where the answer was held for it.
+SUBMIT_ERRORS = {**ERRORS, **dict.fromkeys((409, 413, 415, 422, 429, 500, 504, 507), PROBLEM)}
 
 JobId = Annotated[str, PathParameter(description="The job's id")]
 Wait = Annotated[

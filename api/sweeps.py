@@ -13,7 +13,7 @@ from .admission import handled
 from .auth import caller_of
 from .body import JsonRequest
 from .edge import Edge, edge_of
-from .jobs import PROBLEM, SUBMIT_ERRORS, Key, Prefer, answer_submission
+from .jobs import SUBMIT_ERRORS, Key, Prefer, answer_submission
 from .sweep_plan import plan_sweep
 
 
@@ -43,11 +43,7 @@ async def submit_sweep(edge: Edge, body: SweepRequest, idempotency: tuple[str, s
     status_code=202,
     summary="Submit a sweep of patches",
     description="One job: both prompts of every pair as they are, then each cell, patched. Follow, fetch and cancel it as any job.",
-    responses={
-        200: ResponseSpec(JobResult, description="The result, with `Prefer: wait=N`", generate_examples=False),
-        429: PROBLEM,
-        **SUBMIT_ERRORS,
-    },
+    responses={200: ResponseSpec(JobResult, description="The result, with `Prefer: wait=N`", generate_examples=False), **SUBMIT_ERRORS},
 )
 async def post_sweep(data: JSONBody[SweepRequest], request: JsonRequest, key: Key = None, prefer: Prefer = None) -> Response[JobView]:
     edge = edge_of(request)

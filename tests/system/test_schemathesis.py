@@ -16,18 +16,28 @@ from tenant_kit import ADMIN, bearer
 #: A body may fit the document and not the model that is served (another vocabulary, no such layer, a job that is over): that is told
 #: with these, and is no fault. Everything else about them is checked.
 CONFIG = """
+[checks]
+max_response_time = 100
+
 [checks.positive_data_acceptance]
 expected-statuses = ["2xx", 304, 400, 404, 409, 410, 422, 429, 503, 504, 507]
 """
-SECONDS = 15  # of fuzzing, after every edge of every parameter and field was tried once
-LINKS_SECONDS = 12
+#: Seconds of trying every edge of every parameter and field, and then of fuzzing. All of it would take minutes: it is cut off, and where
+#: a busy machine did not come to all operations meanwhile, it is given more.
+SECONDS = (15, 60, 240)
+LINKS_SECONDS = (12, 48, 192)
 SEED = 1
+#: Only ends what hangs, in seconds.
+LONGEST = 400
+
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     folder = tmp_path_factory.mktemp("schemathesis")
-    with Stack(folder, api=True, auth="keys", admin_key=ADMIN, max_wait_s=1.0, steering_wait_s=2.0) as stack:
+    times = {"max_wait_s": 1.0, "lease_s": 60.0, "visibility_timeout_s": 90}  # a worker that stands still is not a dead one
+    with Stack(folder, api=True, auth="keys", admin_key=ADMIN, **times) as stack:
         yield stack
 
 
@@ -55,10 +65,10 @@ def run(stack: Stack, folder: Path, document: dict[str, Any], phases: str, secon
         [
             str(program), "--config-file", str(folder / "config.toml"), "run", str(folder / "openapi.json"), "--url", stack.url,
             "--header", f"Authorization: Bearer {ADMIN}", "--checks", "all", "--phases", phases,
-            "--max-time", str(seconds), "--seed", str(SEED), "--request-timeout", "30",
+            "--max-time", str(seconds), "--seed", str(SEED), "--request-timeout", "120",
             "--no-shrink", "--continue-on-failure", "--warnings", "off", *options,
         ],
-        capture_output=True, text=True, cwd=folder, timeout=280, check=False,
+        capture_output=True, text=True, cwd=folder, timeout=LONGEST, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert "Traceback" not in stack.log("api")
@@ -66,16 +76,24 @@ def run(stack: Stack, folder: Path, document: dict[str, Any], phases: str, secon
 
 
 def test_every_answer_to_generated_requests_is_one_that_the_document_promises(stack: Stack, tmp_path: Path) -> None:
-    document = httpx.get(f"{stack.url}/schema/openapi.json").json()
-    said = run(stack, tmp_path, document, "coverage,fuzzing", SECONDS, "--max-examples", "5")
-    assert f"Tested: {sum(map(len, document['paths'].values()))}" in said
+    document = httpx.get(f"{stack.url}/schema/openapi.json", timeout=60).json()
+    all_of_them = f"Tested: {sum(map(len, document['paths'].values()))}"
+    for seconds in SECONDS:
+        said = run(stack, tmp_path, document, "coverage,fuzzing", seconds, "--max-examples", "5")
+        if all_of_them in said:
+            break
+    assert all_of_them in said
 
 
 def test_along_the_links_of_answers_every_answer_is_one_that_the_document_promises(stack: Stack, tmp_path: Path) -> None:
-    document = runnable(httpx.get(f"{stack.url}/schema/openapi.json").json(), stack.settings.served_model)
-    run(stack, tmp_path, document, "stateful", LINKS_SECONDS, "--include-path-regex", "^/v1/(jobs|captures)", "--mode", "positive")
-    jobs = httpx.get(f"{stack.url}/v1/jobs", params={"limit": 200}, headers=bearer(ADMIN)).json()["jobs"]
+    stack.do(lambda ledger: ledger.redis.delete("ms:tenants"))  # the other test may have set any limits
+    document = runnable(httpx.get(f"{stack.url}/schema/openapi.json", timeout=60).json(), stack.settings.served_model)
+    for seconds in LINKS_SECONDS:
+        run(stack, tmp_path, document, "stateful", seconds, "--include-path-regex", "^/v1/(jobs|captures)", "--mode", "positive")
+        jobs = httpx.get(f"{stack.url}/v1/jobs", params={"limit": 200}, headers=bearer(ADMIN), timeout=60).json()["jobs"]
+        figures = httpx.get(f"{stack.url}/metrics", headers=bearer(ADMIN), timeout=60).text
+        followed = set(re.findall(r'midstream_http_requests_total\{[^}]*path="([^"]*\{job_id\}[^"]*)",status_code="20', figures))
+        if len(followed) >= 2 and "succeeded" in {job["state"] for job in jobs}:
+            break
     assert {"succeeded"} <= {job["state"] for job in jobs}
-    figures = httpx.get(f"{stack.url}/metrics", headers=bearer(ADMIN)).text
-    followed = set(re.findall(r'midstream_http_requests_total\{[^}]*path="([^"]*\{job_id\}[^"]*)",status_code="20', figures))
     assert len(followed) >= 2, followed
