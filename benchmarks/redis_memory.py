@@ -58,9 +58,9 @@ async def measure(settings: Settings, jobs: int, tokens: int, captures: bool) ->
         assert await ledger.claim(job_id, WORKER, BOOT, 1)
 
     async def events(job_id: str) -> None:
-        for _ in range(EVENTS):
+        for number in range(1, EVENTS + 1):
             data = {"index": 0, "text": "word ", "token_ids": [1], "finish_reason": None}
-            assert await ledger.emit(job_id, 1, Event(event="token", data=data, attempt=1))
+            assert await ledger.emit(job_id, 1, number, Event(event="token", data=data, attempt=1))
 
     async def store(job_id: str) -> None:
         await ledger.store_outputs(job_id, 1, [output], Event(event="output", data={"index": 0}, attempt=1))

@@ -314,9 +314,12 @@ class Ledger:
         outcome = await self._tell("desync", job_id, attempt, detail)
         return None if outcome == "stale" else State(outcome)
 
-    async def emit(self, job_id: str, attempt: int, event: Event) -> bool:
-        """Append to the job's event stream. False: the attempt is stale."""
-        return await self._tell("emit", job_id, attempt, to_json(event)) == "emitted"
+    async def emit(self, job_id: str, attempt: int, number: int, event: Event) -> bool:
+        """Append to the job's event stream what is `number` of the attempt's events. False: the attempt is stale.
+
+        One whose number is not above that of the last is there already: a call may be repeated, but not overtake another.
+        """
+        return await self._tell("emit", job_id, attempt, number, to_json(event)) == "emitted"
 
     @reachable
     async def _tell(self, script: str, job_id: str, attempt: int, *rest: scripts.Argument) -> str:

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from ..broker.ledger import Claim, ClaimRefused, Ledger
@@ -78,6 +78,8 @@ class Run:
     closed: bool = False  # past the point where stopping it means anything
     finished: int = 0  # prompts
     last: Event | None = None  # of the last prompt's output
+    emitted: int = 0  # events
+    _emitting: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def reported(self) -> bool:
@@ -89,6 +91,13 @@ class Run:
         if not self.closed and self.ending is None:
             self.ending, self.detail = ending, detail
             self.task.cancel()
+
+    async def emit(self, ledger: Ledger, event: Event) -> None:
+        """One event after the other, so that each has a number by which it is told once, however often the call is repeated."""
+        async with self._emitting:
+            self.emitted += 1
+            number = self.emitted
+            await patiently(lambda: ledger.emit(self.job.id, self.attempt, number, event), f"event of {self.job.id}")
 
     def check(self) -> None:
         """Raise CancelledError when the run is being stopped: a cancellation alone may be swallowed (see `patience`)."""
@@ -303,7 +312,7 @@ class Runs:
                     told.heard(len(progress.token_ids))
                     output = progress.finished
                     if run.job.stream and (progress.text or progress.token_ids or output):
-                        await self._emit(run, _token_event(progress, run.attempt))
+                        await run.emit(self._ledger, _token_event(progress, run.attempt))
         if output is None:
             raise MidstreamError("engine_failed", f"the engine ended prompt {request} without an output")
         told_of = Event(event="output", data={"index": request}, attempt=run.attempt)
@@ -311,11 +320,8 @@ class Runs:
         if run.finished == len(run.job.prompts):
             run.last = told_of  # goes along with the outputs
         else:
-            await self._emit(run, told_of)
+            await run.emit(self._ledger, told_of)
         return output
-
-    async def _emit(self, run: Run, event: Event) -> None:
-        await patiently(lambda: self._ledger.emit(run.job.id, run.attempt, event), f"event of {run.job.id}")
 
     async def _fetch(self, name: str) -> Tensor:
         tensor = await patiently(lambda: self._ledger.get_tensor(name), f"vector {name[:12]}")

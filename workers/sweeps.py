@@ -152,7 +152,7 @@ class SweepRun:
 
     async def _emit(self, kind: EventKind, told: SweepStart | SweepSummary) -> None:
         event = Event(event=kind, data=from_json(to_json(told), dict[str, Any]), attempt=self._run.attempt)
-        await patiently(lambda: self._ledger.emit(self._run.job.id, self._run.attempt, event), f"event of {self._run.job.id}")
+        await self._run.emit(self._ledger, event)
 
     # Asking
 

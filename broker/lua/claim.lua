@@ -34,7 +34,7 @@ local asked = everyone == '1' and job.prompts or job.asked
 if job.kind == 'sweep' then
   asked = 0 -- its worker reads what is told of each unit
 end
-redis.call('HSET', hash, 'worker', worker, 'boot', boot, 'claim', call, 'lease', now + tonumber(lease_s), 'receipts', 0,
+redis.call('HSET', hash, 'worker', worker, 'boot', boot, 'claim', call, 'lease', now + tonumber(lease_s), 'receipts', 0, 'said', 0,
   'expected', asked * tonumber(ranks), 'everyone', everyone, 'global_version', global_version)
 redis.call('SADD', key('held', worker), id)
 look_at(job, now + tonumber(lease_s))

@@ -5,6 +5,7 @@ outputs and settles receipts when the test says so, which makes every moment in 
 """
 
 import asyncio
+import itertools
 import os
 import subprocess
 import sys
@@ -173,6 +174,7 @@ class Hand:
         self._settler = Settler(self._redis, settings)
         self._sequence = [0] * len(ranks)
         self._epoch = os.urandom(8).hex()
+        self._events = itertools.count(1)
 
     def close(self) -> None:
         self.do(self.ledger.close())
@@ -218,14 +220,16 @@ class Hand:
     def say(self, claim: Claim, text: str, index: int = 0) -> None:
         """A token event, as of a job that streams."""
         data: Any = {"index": index, "text": text, "token_ids": [2], "finish_reason": None}
-        assert self.do(self.ledger.emit(claim.job.id, claim.attempt, Event(event="token", data=data, attempt=claim.attempt)))
+        assert self.emit(claim, Event(event="token", data=data, attempt=claim.attempt))
+
+    def emit(self, claim: Claim, event: Event) -> bool:
+        return self.do(self.ledger.emit(claim.job.id, claim.attempt, next(self._events), event))
 
     def store(self, claim: Claim, texts: Sequence[str] | None = None) -> None:
         """Outputs of every prompt, with an `output` event each, as the worker does."""
         outputs = outputs_of(claim.job, texts)
         for output in outputs:
-            event = Event(event="output", data={"index": output.index}, attempt=claim.attempt)
-            self.do(self.ledger.emit(claim.job.id, claim.attempt, event))
+            self.emit(claim, Event(event="output", data={"index": output.index}, attempt=claim.attempt))
         assert self.do(self.ledger.store_outputs(claim.job.id, claim.attempt, outputs))
 
     def fail(self, claim: Claim, problem: Problem) -> None:

@@ -153,7 +153,7 @@ def test_events_of_a_sweep_come_as_they_were_said_and_can_be_resumed(api: Api, h
     assert sweep is not None
     start = sweep_start(sweep)
     data = {name: getattr(start, name) for name in start.__struct_fields__}
-    assert hand.do(hand.ledger.emit(job_id, claim.attempt, Event(event="start", data=data, attempt=claim.attempt)))
+    assert hand.emit(claim, Event(event="start", data=data, attempt=claim.attempt))
     units = list(Units(sweep).cells(0))[:2]
     records = [
         UnitRecord(unit=units[0].number, value=0.25, logprob=-1.5, attempt=1),

@@ -152,7 +152,7 @@ def test_a_stale_attempt_changes_nothing_and_is_told_so(redis_url: str) -> None:
             assert await ledger.fail(job.id, 1, PROBLEM) is False
             assert await ledger.finish_cancel(job.id, 1) is False
             assert await ledger.release(job.id, 1) is None
-            assert await ledger.emit(job.id, 1, Event(event="output", data={"index": 0}, attempt=1)) is False
+            assert await ledger.emit(job.id, 1, 1, Event(event="output", data={"index": 0}, attempt=1)) is False
             assert (await ledger.renew(WORKER, BOOT, {job.id: 1})).lost == {job.id}
             assert await ledger.view(job.id) == before
             assert await ledger.store_outputs(job.id, 2, outputs(text="good"))
@@ -259,7 +259,7 @@ def test_vectors_come_back_as_they_were_submitted(redis_url: str) -> None:
         lambda ledger: ledger.fail("job_x", 1, PROBLEM),
         lambda ledger: ledger.finish_cancel("job_x", 1),
         lambda ledger: ledger.release("job_x", 1),
-        lambda ledger: ledger.emit("job_x", 1, Event(event="done", data={})),
+        lambda ledger: ledger.emit("job_x", 1, 1, Event(event="done", data={})),
         lambda ledger: ledger.request_cancel("job_x"),
     ],
 )
@@ -279,7 +279,7 @@ def test_events_are_read_from_where_the_reader_left_off(redis_url: str) -> None:
             job = make_job()
             await claimed(ledger, job)
             await ledger.emit(
-                job.id, 1, Event(event="token", data={"index": 0, "text": 'a"é', "token_ids": [1], "finish_reason": None}, attempt=1)
+                job.id, 1, 1, Event(event="token", data={"index": 0, "text": 'a"é', "token_ids": [1], "finish_reason": None}, attempt=1)
             )
             await ledger.store_outputs(job.id, 1, outputs())
             events = await ledger.events(job.id)
@@ -291,6 +291,24 @@ def test_events_are_read_from_where_the_reader_left_off(redis_url: str) -> None:
             with pytest.raises(MidstreamError) as caught:
                 await ledger.events(job.id, after="nonsense")
             assert caught.value.kind == "invalid_request"
+
+    asyncio.run(main())
+
+
+def test_an_event_whose_answer_was_lost_is_told_once_in_every_attempt(redis_url: str) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger:
+            job = make_job()
+            await claimed(ledger, job)
+            for attempt in (1, 2):
+                for number in (1, 2, 2, 1, 3):  # those that are repeated come once
+                    event = Event(event="output", data={"index": number}, attempt=attempt)
+                    assert await ledger.emit(job.id, attempt, number, event)
+                if attempt == 1:
+                    await ledger.release(job.id, 1)
+                    assert await ledger.claim(job.id, WORKER, BOOT, 1)
+            told = [(event.attempt, event.data["index"]) for event in await ledger.events(job.id) if event.event == "output"]
+            assert told == [(attempt, number) for attempt in (1, 2) for number in (1, 2, 3)]
 
     asyncio.run(main())
 

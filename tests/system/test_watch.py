@@ -164,7 +164,7 @@ def test_a_follower_of_events_is_woken_by_one_that_changes_no_state(redis_url: s
             still = asyncio.create_task(watcher.changed(job.id, (await ledger.view(job.id)).version, 1.0))
             await asyncio.sleep(0.2)
             began = time.monotonic()
-            await ledger.emit(job.id, 1, Event(event="output", data={"index": 0}, attempt=1))
+            await ledger.emit(job.id, 1, 1, Event(event="output", data={"index": 0}, attempt=1))
             assert await following is True
             assert time.monotonic() - began < 25, "woken by the message, not by polling"
             assert await still == 2, "an event alone is no change of the job"
