@@ -35,7 +35,8 @@ from . import frames, metrics, observe
 from .curve import ServerKeys, server_keys
 from .frames import Frame, FrameError, Kind, ProtocolMismatch
 from .sender import HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS
-from .written import PATIENCE_S, PAUSE_S, is_written
+from .settle import mark_key
+from .written import PATIENCE_S, PAUSE_S, Goal
 
 log = logging.getLogger(__name__)
 
@@ -241,44 +242,55 @@ class Relay:
         While Redis cannot be reached nothing more is taken: the outboxes keep what they have. A stream that Redis refuses
         is left unanswered, so that its outbox sends it again later; the others go on.
         """
-        answers: list[tuple[Stream, Kind, int | None, bytes]] = []
+        marks: dict[Stream, int] = {}
+        answers: list[tuple[Stream, Kind, bytes]] = []
+
+        def commit(stream: Stream, call: Callable[[], int], kind: Kind, payload: bytes = b"") -> None:
+            mark = self._patiently(stream, call)
+            if mark is not None:
+                marks[stream] = mark
+                answers.append((stream, kind, payload))
+
         for stream, receipts in batch.receipts.items():
             receipts.sort(key=lambda numbered: numbered[0])
             crash_point("relay.received")
-            mark = self._patiently(stream, partial(self._settler.settle, *stream, receipts))
+            commit(stream, partial(self._settler.settle, *stream, receipts), Kind.ACK)
             crash_point("relay.committed")
-            answers.append((stream, Kind.ACK, mark, b""))
         for stream, lost in batch.losses:
             log.error(
                 "worker %s rank %d lost receipts %d to %d of jobs %s: %s", *stream[:2], lost.first, lost.last, lost.jobs, lost.message
             )
-            mark = self._patiently(stream, partial(self._settler.lost, *stream, lost))
-            answers.append((stream, Kind.ACK, mark, b""))
+            commit(stream, partial(self._settler.lost, *stream, lost), Kind.ACK)
         for stream, nonce in batch.greetings.items():
-            mark = self._patiently(stream, partial(self._settler.mark, *stream))
-            answers.append((stream, Kind.MARK, mark, to_msgpack(nonce)))
-        if any(mark is not None for _, _, mark, _ in answers) and self._is_written():
-            for answer in answers:
-                self._answer(batch, *answer)
+            commit(stream, partial(self._settler.mark, *stream), Kind.MARK, to_msgpack(nonce))
+        if self._redis is not None and marks:
+            marks = self._written(self._redis, list(marks))
+        for stream, kind, payload in answers:
+            if stream in marks:
+                self._send(batch.peers[stream], frames.pack(kind, stream[2], marks[stream], payload))
 
-    def _is_written(self) -> bool:
-        """Wait until Redis has written what it has committed: killed before, it would have forgotten it.
+    def _written(self, client: "redis.Redis", streams: list[Stream]) -> dict[Stream, int]:
+        """The streams' marks, once Redis has written what says so: killed before, it would have forgotten it.
 
-        False when it is away, or cannot write: nobody is answered then, and the outboxes ask again.
+        They are read anew, over the connection that is asked whether they are written: Redis may be another by now, which has what the
+        former had written. Empty when it is away, or cannot write: nobody is answered then, and the outboxes ask again.
         """
-        if self._redis is None:
-            return True
-        deadline = time.monotonic() + PATIENCE_S
+        deadline, goal = time.monotonic() + PATIENCE_S, Goal()
         try:
-            while not is_written(self._redis.info("persistence")):
-                if time.monotonic() >= deadline:
+            while True:
+                with client.pipeline(transaction=False) as pipe:
+                    pipe.mget([mark_key(*stream) for stream in streams])
+                    pipe.info("persistence")
+                    found, persistence = pipe.execute()
+                if goal.reached(persistence):
+                    return {stream: int(mark or 0) for stream, mark in zip(streams, found, strict=True)}
+                if self._stopping or time.monotonic() >= deadline:
                     self._complain("written", "Redis cannot write its log, receipts stay unacknowledged")
-                    return False
+                    return {}
                 time.sleep(PAUSE_S)
         except (redis.RedisError, OSError) as error:
             self._complain("redis", "Redis cannot be reached, receipts stay unacknowledged: %s", error)
-            return False
-        return True
+            return {}
 
     def _patiently(self, stream: Stream, call: Callable[[], int]) -> int | None:
         """`call`'s mark, once Redis can be reached; None when it is refused, or when stopping without Redis."""
@@ -309,10 +321,6 @@ class Relay:
             poller = zmq.Poller()
             poller.register(self._wake_read, zmq.POLLIN)
             poller.poll(int(seconds * 1000))
-
-    def _answer(self, batch: Batch, stream: Stream, kind: Kind, mark: int | None, payload: bytes = b"") -> None:
-        if mark is not None:
-            self._send(batch.peers[stream], frames.pack(kind, stream[2], mark, payload))
 
     def _send(self, identity: bytes, raw: bytes) -> None:
         try:

@@ -8,7 +8,10 @@ for at = FIRST + 3, #ARGV, 2 do
   local same = job and job.attempt == tonumber(ARGV[at + 1])
   if same and working(job, job.attempt) and job.worker == worker and job.boot == boot then
     if not job.generated then -- once generated, the lease is the deadline of its receipts
-      local lease = math.max(job.lease, now + tonumber(lease_s)) -- a renewal that was long on its way comes after younger ones
+      local lease = now + tonumber(lease_s)
+      if job.lease < now + 2 * tonumber(lease_s) then -- beyond is a clock that went wrong
+        lease = math.max(job.lease, lease) -- a renewal that was long on its way comes after younger ones
+      end
       redis.call('HSET', key('job', job.id), 'lease', lease)
       look_at(job, lease)
     end

@@ -1,0 +1,141 @@
+"""Is what Redis has not written yet, because its disk is busy, kept from being told as safe? And is what it has written told?"""
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import redis
+from ledger_kit import open_ledger
+from ports import free_port
+from receipt_rig import Jobs, RelayProcess, once_each, receipt
+from redis_kit import hold_back, slow_disk
+
+from midstream.broker import redis_server, written
+from midstream.broker.outbox import Outbox
+from midstream.broker.relay import Relay, connect_redis
+from midstream.broker.settle import Settler
+from midstream.schemas.errors import MidstreamError
+from midstream.schemas.receipts import Receipt
+
+#: Only ends what hangs.
+LONG_S = 60.0
+
+
+def slow_redis(directory: Path, monkeypatch: pytest.MonkeyPatch) -> redis_server.RedisServer:
+    """Every sync of its log takes a second, until it is started again."""
+    monkeypatch.setenv("LD_PRELOAD", slow_disk(directory))
+    try:
+        return redis_server.start(directory / "redis", port=free_port())
+    finally:
+        monkeypatch.delenv("LD_PRELOAD")
+
+
+def test_what_a_busy_disk_keeps_redis_from_writing_is_not_acknowledged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = slow_redis(tmp_path, monkeypatch)
+    jobs = Jobs(server.url)
+    relay = RelayProcess(server.url, tmp_path / "relay.log")
+    try:
+        (job,) = jobs.claim(1, 2)
+        with Outbox(tmp_path, "w", 0, relay.url) as outbox:
+            outbox.append(receipt(job, 0))
+            assert outbox.flush(LONG_S)
+            hold_back(server.url)
+            outbox.append(receipt(job, 1))
+            assert outbox.flush(LONG_S)
+            server.kill()
+            server = redis_server.start(tmp_path / "redis", port=server.port)
+        assert jobs.arrived(job) == once_each(2)
+    finally:
+        relay.kill()
+        server.stop()
+
+
+def test_receipts_are_acknowledged_while_others_keep_a_busy_disk_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One sync follows the other, and there is always something that Redis holds back."""
+    server = slow_redis(tmp_path, monkeypatch)
+    jobs = Jobs(server.url)
+    relay = RelayProcess(server.url, tmp_path / "relay.log")
+    enough = threading.Event()
+
+    def write() -> None:
+        with redis.Redis.from_url(server.url) as client:
+            while not enough.wait(0.0005):
+                client.set("something", "to write" * 10)
+
+    writer = threading.Thread(target=write)
+    try:
+        (job,) = jobs.claim(1, 4)
+        writer.start()
+        with Outbox(tmp_path, "w", 0, relay.url) as outbox:
+            hold_back(server.url)
+            began = time.monotonic()
+            for request in range(4):
+                outbox.append(receipt(job, request))
+                assert outbox.flush(LONG_S)
+            assert time.monotonic() - began < 30, "a sync takes a second, and each waits for two of them at most"
+    finally:
+        enough.set()
+        writer.join()
+        relay.kill()
+        server.stop()
+
+
+def test_what_a_redis_forgot_that_is_back_already_is_not_acknowledged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    servers = [slow_redis(tmp_path, monkeypatch)]
+    jobs = Jobs(servers[0].url)
+
+    class Forgetful(Settler):
+        """Its Redis dies and is back just after it has committed what it held back."""
+
+        def settle(self, worker: str, rank: int, epoch: str, receipts: Iterable[tuple[int, Receipt]]) -> int:
+            mark = super().settle(worker, rank, epoch, receipts)
+            if len(servers) == 1 and mark == 2:
+                servers[0].kill()
+                servers.append(redis_server.start(tmp_path / "redis", port=servers[0].port))
+            return mark
+
+    client = connect_redis(servers[0].url)
+    relay = Relay(Forgetful(client, jobs.settings), "", client)
+    thread = threading.Thread(target=relay.serve)
+    thread.start()
+    try:
+        (job,) = jobs.claim(1, 2)
+        with Outbox(tmp_path, "w", 0, relay.endpoint) as outbox:
+            outbox.append(receipt(job, 0))
+            assert outbox.flush(LONG_S)
+            hold_back(servers[0].url)
+            outbox.append(receipt(job, 1))
+            assert outbox.flush(LONG_S)
+            assert len(servers) == 2
+            assert jobs.mark(outbox.epoch) == 2, "it came again: what was committed first was forgotten"
+        assert jobs.arrived(job) == once_each(2)
+    finally:
+        relay.stop()
+        thread.join()
+        servers[-1].stop()
+
+
+def test_what_a_redis_had_answered_that_died_is_not_told_on_the_word_of_the_next(tmp_path: Path) -> None:
+    async def main() -> None:
+        nonlocal server
+        async with open_ledger(server.url) as ledger:
+            await ledger.written()
+            server.kill()
+            waiting = asyncio.create_task(ledger.written())
+            await asyncio.sleep(2 * written.BACK_S)
+            server = redis_server.start(tmp_path / "redis", port=server.port)
+            with pytest.raises(MidstreamError, match="restarted") as caught:
+                await waiting
+            assert caught.value.kind == "unavailable"
+            server.kill()
+            server = redis_server.start(tmp_path / "redis", port=server.port)
+            await ledger.written()  # nobody waited meanwhile
+
+    server = redis_server.start(tmp_path / "redis", port=free_port())
+    try:
+        asyncio.run(main())
+    finally:
+        server.stop()

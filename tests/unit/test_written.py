@@ -1,0 +1,37 @@
+"""When is the log of Redis written as far as somebody has been answered?"""
+
+from typing import Any
+
+from midstream.broker.written import Goal
+
+
+def told(size: int, held_back: int, base: int = 100, syncing: bool = True, status: str = "ok") -> dict[str, Any]:
+    """`INFO persistence`, as much of it as matters here."""
+    return {
+        "aof_enabled": 1, "aof_current_size": size, "aof_buffer_length": held_back, "aof_base_size": base,
+        "aof_pending_bio_fsync": int(syncing), "aof_last_write_status": status,
+    }  # fmt: skip
+
+
+def test_without_a_log_there_is_nothing_to_wait_for() -> None:
+    assert Goal().reached({"aof_enabled": 0})
+
+
+def test_what_is_held_back_while_no_sync_runs_is_written_before_the_answer() -> None:
+    assert Goal().reached(told(500, 20, syncing=False))
+    assert not Goal().reached(told(500, 20, syncing=False, status="err"))
+
+
+def test_what_others_say_later_is_not_waited_for() -> None:
+    goal = Goal()
+    assert not goal.reached(told(500, 20))
+    assert not goal.reached(told(519, 40))
+    assert goal.reached(told(520, 60))
+
+
+def test_a_log_that_was_written_anew_meanwhile_is_waited_for_anew() -> None:
+    goal = Goal()
+    assert not goal.reached(told(500, 20))
+    assert not goal.reached(told(900, 30, base=900))
+    assert not goal.reached(told(929, 30, base=900))
+    assert goal.reached(told(930, 30, base=900))
