@@ -13,14 +13,12 @@ from typing import Any
 import redis
 from stack import Stack, free_port
 
-#: Leases of a minute would make the gate wait for them; what is shown does not depend on their length. On a machine that stands still
-#: they run out more often than anything is killed, and a job that is run again for that is none that was lost.
+#: Leases of a minute would make the gate wait for them; what is shown does not depend on their length.
 SETTINGS: dict[str, Any] = {
     "fake_token_s": 0.02,
     "lease_s": 5.0,
     "visibility_timeout_s": 6,
     "sweep_interval_s": 0.5,
-    "max_attempts": 50,
     "max_wait_s": 15.0,
     "worker_concurrency": 48,
     "max_num_seqs": 64,

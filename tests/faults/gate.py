@@ -153,13 +153,22 @@ async def _load(
 
 
 def run(
-    directory: Path, seed: int, jobs: int, kills: dict[str, int], *, workers: int = 2, apis: int = 2, say: Callable[[str], object] = print
+    directory: Path,
+    seed: int,
+    jobs: int,
+    kills: dict[str, int],
+    *,
+    workers: int = 2,
+    apis: int = 2,
+    say: Callable[[str], object] = print,
+    **settings: Any,
 ) -> Report:
-    """The gate on a cluster of its own in `directory`."""
+    """The gate on a cluster of its own in `directory`, with `settings` of the service."""
     directory.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
     verdict, clock = Verdict(), Clock(directory / "clock")
-    with Receiver() as receiver, Cluster(directory, workers=workers, apis=apis, callbacks_fault=clock.fault) as cluster:
+    parts: dict[str, Any] = {"workers": workers, "apis": apis, "callbacks_fault": clock.fault}
+    with Receiver() as receiver, Cluster(directory, **parts, **settings) as cluster:
         faults = schedule(rng, cluster, jobs, kills)
         monitor = Monitor(cluster.settings.redis_url)
         monitor.start()

@@ -1,8 +1,8 @@
 """What became of every job in the end, by the ledger, the event streams and the files? Each rule names who broke it.
 
 Lost: a job whose client was told that it is accepted, and that did not succeed (or was not cancelled where that was asked for).
-Duplicate effect: two jobs for one Idempotency-Key; more than one result, end, or set of files for a job; files or receipts of another
-attempt than the one that gave the result; an output or a row that is not what the deterministic engine gives.
+Duplicate effect: two jobs for one Idempotency-Key; more than one result, end, or set of files for a job; an event that is told twice;
+files or receipts of another attempt than the one that gave the result; an output or a row that is not what the deterministic engine gives.
 """
 
 import asyncio
@@ -92,12 +92,13 @@ async def _job(ledger: Ledger, tokenizer: Tokenizer, root: Path, client: Told, v
     verdict.seen[view.state] += 1
     verdict.seen["attempts"] += view.attempt
     verdict.seen["again"] += view.attempt > 1
-    verdict.seen["events twice"] += _said_twice(events)
     if view.state not in MAY_END.get(client.plan.way, {State.SUCCEEDED}):
         verdict.say("lost", f"{job.id} ({client.plan.way}) ended {view.state}: {view.error.detail if view.error else ''}")
     if client.state and client.state != view.state:
         verdict.say("terminal changed", f"{job.id}: its client was told {client.state}, it is {view.state}")
     for wrong in _history(events, view.state, view.attempt):
+        verdict.say("duplicate", f"{job.id}: {wrong}")
+    for wrong in _said_twice(events):
         verdict.say("duplicate", f"{job.id}: {wrong}")
     if view.state is not State.SUCCEEDED:
         return
@@ -105,6 +106,8 @@ async def _job(ledger: Ledger, tokenizer: Tokenizer, root: Path, client: Told, v
         verdict.say("duplicate", f"{job.id} has {view.receipts} receipts of {view.receipts_expected}")
     for wrong in _sweep(result) if job.sweep is not None else _outputs(tokenizer, job, result, client):
         verdict.say("wrong answer", f"{job.id} ({client.plan.way}): {wrong}")
+    for wrong in _streamed(events, result) if job.stream else ():
+        verdict.say("duplicate", f"{job.id}: {wrong}")
     for wrong in _captures(root, job, result, verdict):
         verdict.say("duplicate", f"{job.id}: {wrong}")
 
@@ -133,10 +136,23 @@ def _history(events: list[Event], state: State, attempt: int) -> Iterator[str]:
         yield f"an attempt that was over went on to say something: {spoken}"
 
 
-def _said_twice(events: list[Event]) -> int:
-    """Events of an attempt that are there more than once: tokens, outputs, cells."""
+def _said_twice(events: list[Event]) -> Iterator[str]:
+    """Outputs, receipts and cells that an attempt has told of more than once. Two tokens may be alike: see `_streamed`."""
     once = Counter((event.event, event.attempt, str(event.data)) for event in events if event.event in ("output", "receipt", "cell"))
-    return sum(count - 1 for count in once.values())
+    for (name, attempt, data), count in once.items():
+        if count > 1:
+            yield f"attempt {attempt} told {count} times of the {name} {data}"
+
+
+def _streamed(events: list[Event], result: JobResult) -> Iterator[str]:
+    """The tokens that were told one by one are those that are stored, each once. (Its text is judged by what its client was told.)"""
+    told: dict[int, list[int]] = defaultdict(list)
+    for event in events:
+        if event.event == "token" and event.attempt == result.attempt:
+            told[event.data["index"]] += event.data["token_ids"]
+    for output in result.outputs:
+        if told[output.index] != output.token_ids:
+            yield f"prompt {output.index} was told as {told[output.index]}, stored is {output.token_ids}"
 
 
 def _outputs(tokenizer: Tokenizer, job: Job, result: JobResult, client: Told) -> Iterator[str]:

@@ -1,18 +1,22 @@
-"""Is a job over within a second of its cancel, in whatever state it is? Over HTTP, with a live worker that does one job at a time."""
+"""Is a job over within a second of its cancel, in whatever state it is? Over HTTP, with a live worker that does one job at a time.
+
+Several jobs in each state, of which the quickest has to be: a stall of the machine hits one of them, a service that waits hits all.
+"""
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import httpx
 import pytest
 from stack import Stack
 
-from midstream.schemas.jobs import JobView, State
+from midstream.schemas.jobs import State
 
 #: A worker that no broadcast reaches hears of a cancellation when it renews its leases, which it does three times in each.
 LEASE_S = 300.0
-#: What is promised is a second; a machine that is busy with other things may stall for longer.
-BOUND_S = 8.0
+BOUND_S = 1.0
+TRIES = 3
 
 
 @pytest.fixture(scope="module")
@@ -29,14 +33,16 @@ def http(stack: Stack) -> Iterator[httpx.Client]:
         yield client
 
 
-@pytest.fixture
+@contextmanager
 def long(stack: Stack, http: httpx.Client) -> Iterator[str]:
     """A job that keeps the worker busy."""
     job_id = posted(stack, http, max_tokens=4000)
     stack.wait_running(job_id)
-    yield job_id
-    http.post(f"/v1/jobs/{job_id}/cancel")
-    stack.wait(job_id)
+    try:
+        yield job_id
+    finally:
+        http.post(f"/v1/jobs/{job_id}/cancel")
+        stack.wait(job_id)
 
 
 def posted(stack: Stack, http: httpx.Client, max_tokens: int = 4, **body: object) -> str:
@@ -46,66 +52,88 @@ def posted(stack: Stack, http: httpx.Client, max_tokens: int = 4, **body: object
     return str(answer.json()["id"])
 
 
-def cancelled(stack: Stack, http: httpx.Client, job_id: str) -> JobView:
-    """The job's end, which must come in time."""
+def cancelled(stack: Stack, http: httpx.Client, job_id: str, end: State) -> float:
+    """Seconds until the job's end, which must be this one."""
     began = time.time()
     assert http.post(f"/v1/jobs/{job_id}/cancel").status_code == 202
     view = stack.wait(job_id)
+    assert view.state is end
     assert view.finished is not None
-    took = view.finished - began
-    print(f"{view.state} after {took * 1000:.0f} ms")
-    assert took < BOUND_S
-    return view
+    return view.finished - began
 
 
-def test_while_its_message_is_out_and_while_it_waits_behind_the_window(stack: Stack, http: httpx.Client, long: str) -> None:
-    sent, waiting, last = (posted(stack, http) for _ in range(3))
-    assert cancelled(stack, http, waiting).state is State.ABORTED
-    assert cancelled(stack, http, sent).state is State.ABORTED
-    assert cancelled(stack, http, long).state is State.CANCELLED
-    assert stack.wait(last).state is State.SUCCEEDED, "the one behind them had its turn"
+def in_time(took: list[float]) -> bool:
+    print("over after", ", ".join(f"{seconds * 1000:.0f} ms" for seconds in took))
+    return min(took) < BOUND_S
 
 
-def test_while_it_generates(stack: Stack, http: httpx.Client, long: str) -> None:
-    assert cancelled(stack, http, long).state is State.CANCELLED
+def test_while_its_message_is_out_and_while_it_waits_behind_the_window(stack: Stack, http: httpx.Client) -> None:
+    took: list[list[float]] = [[], []]
+    for _ in range(TRIES):
+        with long(stack, http):
+            sent, waiting, last = (posted(stack, http) for _ in range(3))
+            took[0].append(cancelled(stack, http, waiting, State.ABORTED))
+            took[1].append(cancelled(stack, http, sent, State.ABORTED))
+        assert stack.wait(last).state is State.SUCCEEDED, "the one behind them had its turn"
+    assert all(in_time(each) for each in took)
+
+
+def test_while_it_generates(stack: Stack, http: httpx.Client) -> None:
+    took = []
+    for _ in range(TRIES):
+        with long(stack, http) as job_id:
+            took.append(cancelled(stack, http, job_id, State.CANCELLED))
+    assert in_time(took)
 
 
 def test_at_once_after_its_claim(stack: Stack, http: httpx.Client) -> None:
     """The broadcast may come before the worker has heard that the job is its own."""
+    took = []
     for _ in range(5):
         job_id = posted(stack, http, max_tokens=4000)
         while stack.view(job_id).state is State.QUEUED:
             pass
-        assert cancelled(stack, http, job_id).state is State.CANCELLED
+        took.append(cancelled(stack, http, job_id, State.CANCELLED))
+    assert in_time(took)
 
 
 def test_while_its_receipts_are_awaited(stack: Stack, http: httpx.Client) -> None:
+    took = []
     stack.end("relay")
     try:
-        job_id = posted(stack, http, capture={"positions": "last_prompt"})
-        stack.wait(job_id, until=lambda view: view.generated is not None)
-        assert cancelled(stack, http, job_id).state is State.CANCELLED
+        for _ in range(TRIES):
+            job_id = posted(stack, http, capture={"positions": "last_prompt"})
+            stack.wait(job_id, until=lambda view: view.generated is not None)
+            took.append(cancelled(stack, http, job_id, State.CANCELLED))
     finally:
         stack.restart("relay")
+    assert in_time(took)
 
 
 def test_while_a_sweep_is_in_flight(stack: Stack, http: httpx.Client) -> None:
     pair = {"clean": "The Eiffel Tower is here", "corrupt": "The Colosseum is in here", "answer": "P", "foil": "R"}
     hooks = ["pre_attn", "attn_out", "post_attn", "mlp_in", "mlp_out", "post_block"]  # so many cells that it is not over meanwhile
     body = {"model": stack.settings.served_model, "pairs": [pair], "metric": "logit_diff", "hooks": hooks}
-    answer = http.post("/v1/sweeps", json=body)
-    assert answer.status_code == 202, answer.text
-    job_id = answer.json()["id"]
-    stack.wait(job_id, until=lambda view: view.cells > 0)
-    view = cancelled(stack, http, job_id)
-    assert view.state is State.CANCELLED
-    assert 0 < view.cells < view.cells_expected
-    assert stack.do(lambda ledger: ledger.tenants.usage("default")).sweep_cells == 0
+    took = []
+    for _ in range(TRIES):
+        answer = http.post("/v1/sweeps", json=body)
+        assert answer.status_code == 202, answer.text
+        job_id = answer.json()["id"]
+        stack.wait(job_id, until=lambda view: view.cells > 0)
+        took.append(cancelled(stack, http, job_id, State.CANCELLED))
+        view = stack.view(job_id)
+        assert 0 < view.cells < view.cells_expected
+        assert stack.do(lambda ledger: ledger.tenants.usage("default")).sweep_cells == 0
+    assert in_time(took)
 
 
-def test_when_it_was_put_back(stack: Stack, http: httpx.Client, long: str) -> None:
-    job_id = posted(stack, http)
-    claim = stack.do(lambda ledger: ledger.claim(job_id, "another", "boot", 1))
-    assert claim is not None
-    assert stack.do(lambda ledger: ledger.release(job_id, claim.attempt)) is State.QUEUED
-    assert cancelled(stack, http, job_id).state is State.ABORTED
+def test_when_it_was_put_back(stack: Stack, http: httpx.Client) -> None:
+    took = []
+    for _ in range(TRIES):
+        with long(stack, http):
+            job_id = posted(stack, http)
+            claim = stack.do(lambda ledger, job_id=job_id: ledger.claim(job_id, "another", "boot", 1))
+            assert claim is not None
+            assert stack.do(lambda ledger, job_id=job_id, claim=claim: ledger.release(job_id, claim.attempt)) is State.QUEUED
+            took.append(cancelled(stack, http, job_id, State.ABORTED))
+    assert in_time(took)

@@ -8,6 +8,9 @@ import gate
 import pytest
 
 JOBS = 500
+#: On a machine that stands still leases run out more often than anything is killed: a job that is run again for that is none that was lost.
+#: The whole gate keeps to what the service does by itself.
+MAX_ATTEMPTS = 50
 KILLS = {"worker": 4, "redis": 1, "relay": 1, "api": 1, "callbacks": 1, "worker stop": 1, "api stop": 1, "worker pause": 1}
 
 
@@ -15,7 +18,7 @@ KILLS = {"worker": 4, "redis": 1, "relay": 1, "api": 1, "callbacks": 1, "worker 
 @pytest.mark.timeout(600)
 def test_nothing_accepted_is_lost_or_happens_twice_while_every_part_is_killed(tmp_path: Path) -> None:
     seed = random.SystemRandom().randrange(10**9)
-    report = gate.run(tmp_path, seed, JOBS, KILLS)
+    report = gate.run(tmp_path, seed, JOBS, KILLS, max_attempts=MAX_ATTEMPTS)
     print(report.table(), json.dumps(report.figures()), sep="\n")  # with the seed, should it fail
     assert report.verdict.found == {rule: [] for rule in report.verdict.RULES}
     assert report.verdict.seen["again"] > 0, "some jobs were in the hands of a worker when it was killed"

@@ -84,7 +84,8 @@ def test_a_job_whose_every_attempt_kills_the_engine_fails_in_the_end(tmp_path: P
 def test_sigterm_finishes_what_runs_and_leaves_the_rest_in_the_queue(tmp_path: Path) -> None:
     with Stack(tmp_path, fake_token_s=0.05, worker_concurrency=2, lease_s=15) as stack:
         jobs = [stack.submit(["a"], max_tokens=60, capture=CAPTURE) for _ in range(6)]
-        stack.wait(jobs[0], until=lambda view: view.state is not State.QUEUED)
+        for job_id in jobs[:2]:
+            stack.wait(job_id, until=lambda view: view.state is not State.QUEUED)
         assert stack.end("worker") == 0
         states = Counter(stack.wait(job_id, until=lambda view: view.state is not State.RUNNING).state for job_id in jobs)
         assert states[State.SUCCEEDED] >= 2

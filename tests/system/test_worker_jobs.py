@@ -122,7 +122,7 @@ def test_a_running_job_is_cancelled_at_once(stack: Stack) -> None:
         assert view.cancelling is not None
         assert view.finished is not None
         took.append(view.finished - view.cancelling)
-    assert sorted(took)[1] < 2, "by the ledger's clock; one of the three may meet a stall of the machine"
+    assert min(took) < 1, f"{took}, by the ledger's clock: a stall of the machine hits one of them, a worker that waits hits all"
 
 
 def test_a_cancel_whose_broadcast_was_lost_is_noticed_all_the_same(stack: Stack) -> None:

@@ -14,7 +14,7 @@ from midstream.broker.ledger import Ledger, Renewal, new_job_id
 from midstream.broker.steering import Steering
 from midstream.schemas.base import now
 from midstream.schemas.errors import MidstreamError
-from midstream.schemas.jobs import Job, JobView, Sampling, State, StoredPrompt
+from midstream.schemas.jobs import Job, JobView, Output, Sampling, State, StoredPrompt
 from midstream.schemas.settings import Settings
 from midstream.schemas.specs import StoredCapture
 from midstream.schemas.steering import GlobalSteering
@@ -195,8 +195,16 @@ def test_the_late_outputs_of_a_lost_attempt_change_nothing(redis_url: str, tmp_p
 
 # field case 38
 def test_a_late_word_that_an_attempt_is_lost_does_not_stop_the_next_one(redis_url: str, tmp_path: Path) -> None:
+    beaten = asyncio.Event()
+
+    async def lasting(ask: Ask, everyone: GlobalSteering) -> AsyncGenerator[Progress, None]:
+        if ask.attempt == 1:
+            await asyncio.sleep(600)  # until the next one stops it
+        await beaten.wait()
+        yield Progress(ask.request, "a", [1], Output(ask.request, "a", [1], "length", len(ask.token_ids)))
+
     async def scenario(at: Harness) -> None:
-        job_id = await at.submit(max_tokens=50)
+        job_id = await at.submit()
         tasks = [await at.running(job_id)]
         heartbeat = Heartbeat(at.settings, at.runs, lambda: worker_info("w1", "boot"), at._tell)
         renew = heartbeat._ledger.renew
@@ -212,11 +220,12 @@ def test_a_late_word_that_an_attempt_is_lost_does_not_stop_the_next_one(redis_ur
         heartbeat._ledger.renew = late  # type: ignore[method-assign]
         await heartbeat.beat()
         await heartbeat.close()
+        beaten.set()
         assert [await task for task in tasks] == [Outcome.LOST, Outcome.SUCCEEDED]
         view = await at.view(job_id)
         assert (view.state, view.attempt) == (State.SUCCEEDED, 2)
 
-    Harness(redis_url, tmp_path)(scenario)
+    Harness(redis_url, tmp_path, lasting)(scenario)
 
 
 def test_when_ranks_are_out_of_step_what_they_report_on_is_run_again_and_the_rest_goes_on(redis_url: str, tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ def test_only_the_last_start_is_quoted(tmp_path: Path) -> None:
 
 
 def test_a_child_that_ignores_sigterm_is_killed_and_that_is_known(tmp_path: Path) -> None:
-    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
+    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
     part = child(tmp_path, code, stop_timeout_s=0.2)
     part.start()
     assert wait_for(lambda: "deaf" in part.output(), 60)
@@ -158,7 +158,7 @@ def test_a_child_that_ignores_sigterm_is_killed_and_that_is_known(tmp_path: Path
 
 
 def test_what_a_dead_child_left_behind_is_ended_with_it(tmp_path: Path) -> None:
-    spawn = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']).pid, flush=True)"
+    spawn = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']).pid, flush=True)"
     part = child(tmp_path, spawn)
     part.start()
     assert ended(part)
@@ -174,10 +174,10 @@ def test_a_child_goes_when_its_supervisor_is_killed(tmp_path: Path) -> None:
 import sys, time
 from pathlib import Path
 from midstream.client.processes import Child
-part = Child("part", [sys.executable, "-c", "import time; time.sleep(60)"], {{}}, Path({str(tmp_path)!r}) / "part.log", 1.0)
+part = Child("part", [sys.executable, "-c", "import time; time.sleep(600)"], {{}}, Path({str(tmp_path)!r}) / "part.log", 1.0)
 part.start()
 print(part.pid, flush=True)
-time.sleep(60)
+time.sleep(600)
 """
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
@@ -205,7 +205,7 @@ def test_the_pause_before_a_restart_grows_and_is_kept(tmp_path: Path, monkeypatc
 
 
 def test_a_leftover_is_ended_only_if_it_is_the_same_process() -> None:
-    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
     try:
         born = birth(other.pid)
         assert end_leftover(other.pid, born + 1) is False  # a later process that got the same pid
@@ -232,7 +232,7 @@ def test_a_second_up_on_the_same_data_directory_names_the_first(tmp_path: Path) 
 
 
 def test_what_a_killed_supervisor_left_running_is_ended_by_the_next(tmp_path: Path) -> None:
-    left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
     try:
         state = {"pid": 1, "processes": {"relay": [left.pid, birth(left.pid)]}}
         (tmp_path / supervisor.STATE_FILE).write_text(json.dumps(state))

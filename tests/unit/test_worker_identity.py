@@ -25,7 +25,7 @@ def test_a_second_worker_of_the_same_id_is_refused_with_the_pid_of_the_first(tmp
     settings = Settings(data_dir=str(tmp_path), worker_id="w1")
     hold = (
         "import sys, time; from midstream.schemas.settings import Settings; from midstream.workers.identity import WorkerLock\n"
-        f"lock = WorkerLock(Settings(data_dir={str(tmp_path)!r}, worker_id='w1')); print('held', flush=True); time.sleep(60)"
+        f"lock = WorkerLock(Settings(data_dir={str(tmp_path)!r}, worker_id='w1')); print('held', flush=True); time.sleep(600)"
     )
     holder = subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE)
     try:
