@@ -161,6 +161,12 @@ def test_a_renewal_that_was_long_on_its_way_takes_nothing_from_the_lease(redis_u
             over = float(await ledger.redis.hget(f"ms:job:{job.id}", "lease"))
             assert over > sent + 10
             assert await ledger.redis.zscore("ms:live", job.id) == pytest.approx(over, abs=0.001)
+            monkeypatch.setattr(scripts, "now", lambda: sent + 3600)
+            await ledger.renew(WORKER, BOOT, {job.id: 1})
+            monkeypatch.setattr(scripts, "now", lambda: sent)
+            await ledger.renew(WORKER, BOOT, {job.id: 1})
+            over = float(await ledger.redis.hget(f"ms:job:{job.id}", "lease"))
+            assert over == pytest.approx(sent + 10, abs=0.001), "a clock that went wrong for a moment leases nothing for an hour"
 
     asyncio.run(main())
 
