@@ -15,8 +15,6 @@ import redis.exceptions
 PAUSE_S = 0.01
 #: A Redis that cannot write for so long counts as away.
 PATIENCE_S = 10.0
-
-
 #: A Redis that was killed is not back sooner: who is told by then is told by the one that answered before. (A connection that a restart of
 #: long ago has cut costs half of it.)
 BACK_S = 0.2
@@ -63,25 +61,26 @@ class Written:
         nobody knows whether it still had written what it had answered.
         """
         if self._next is None:
-            self._next = asyncio.create_task(self._ask(time.monotonic()), name="midstream-written")
+            self._next = asyncio.create_task(self._ask(time.monotonic(), self._run), name="midstream-written")
         await asyncio.shield(self._next)
 
-    async def _ask(self, since: float) -> None:
+    async def _ask(self, since: float, run: str) -> None:
+        """`run`: of the Redis that was known at `since` (monotonic)."""
         async with self._asking:
             self._next = None  # this question is on its way: it tells nothing of what is answered from here on
             deadline = time.monotonic() + PATIENCE_S
             goal = Goal()
-            while not goal.reached(await self._same_redis(since)):
+            while not goal.reached(await self._same_redis(since, run)):
                 if time.monotonic() >= deadline:
                     raise redis.exceptions.TimeoutError("Redis cannot write its log")
                 await asyncio.sleep(PAUSE_S)
 
-    async def _same_redis(self, since: float) -> dict[str, Any]:
-        """What the Redis says of its log that was there before `since` (monotonic)."""
+    async def _same_redis(self, since: float, run: str) -> dict[str, Any]:
+        """What Redis says of its log, if it is the one that was there before `since`."""
         async with self._client.pipeline(transaction=False) as pipe:
             server, persistence = await pipe.info("server").info("persistence").execute()
-        former, self._run = self._run, server["run_id"]
+        self._run = server["run_id"]
         waited = time.monotonic() - since
-        if former not in ("", self._run) and waited > BACK_S and server["uptime_in_seconds"] < waited + MARGIN_S:
+        if run not in ("", self._run) and waited > BACK_S and server["uptime_in_seconds"] < waited + MARGIN_S:
             raise redis.exceptions.ConnectionError("Redis was restarted just now, perhaps without what it had answered before")
         return dict(persistence)
