@@ -15,12 +15,14 @@ if TYPE_CHECKING:
     from .client import Span as Span
     from .client import SteeringSpec as SteeringSpec
     from .client import VersionMismatch as VersionMismatch
+    from .client import matrix as matrix
     from .client import returned_rows as returned_rows
+    from .client import samples as samples
 
 __version__ = "0.1.0"
 __all__ = [
     "Answer", "AsyncClient", "AsyncPatchStudy", "CaptureReader", "CaptureSpec", "Client", "PatchSource", "PatchSpec", "PatchStudy", "Span",
-    "SteeringSpec", "VersionMismatch", "__version__", "returned_rows",
+    "SteeringSpec", "VersionMismatch", "__version__", "matrix", "returned_rows", "samples",
 ]  # fmt: skip
 
 

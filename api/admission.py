@@ -67,17 +67,18 @@ async def tokenise(prompts: Sequence[WishedPrompt], model: ModelInfo, codec: Cod
             if not ids:
                 raise invalid(prompt.field, "is empty once tokenised: a prompt has at least one token")
             stored.append(StoredPrompt(token_ids=ids, text=text))
-        elif isinstance(prompt.value[0], dict):
+        elif prompt.is_conversation:
             ids, text = await codec.encode_chat([message for message in prompt.value if isinstance(message, dict)])
             stored.append(StoredPrompt(token_ids=ids, text=text))
         else:
             ids = [token for token in prompt.value if isinstance(token, int)]
-            _check_vocabulary(ids, prompt.field, model)
+            check_vocabulary(ids, prompt.field, model)
             stored.append(StoredPrompt(token_ids=ids))
     return stored
 
 
-def _check_vocabulary(ids: Sequence[int], at: str, model: ModelInfo) -> None:
+def check_vocabulary(ids: Sequence[int], at: str, model: ModelInfo) -> None:
+    """Raises a 400 naming the first of `ids` that is no token of the model."""
     if not ids or (min(ids) >= 0 and max(ids) < model.vocab_size):
         return
     for index, token in enumerate(ids):
@@ -115,7 +116,7 @@ def check_sampling(sampling: Sampling, at: str, model: ModelInfo) -> None:
     for index, text in enumerate(sampling.stop):
         if not text:
             raise invalid(f"{at}stop[{index}]", "is empty: a stop string has at least one character")
-    _check_vocabulary(sampling.stop_token_ids, f"{at}stop_token_ids", model)
+    check_vocabulary(sampling.stop_token_ids, f"{at}stop_token_ids", model)
 
 
 def check_metadata(metadata: dict[str, str]) -> None:
@@ -226,11 +227,11 @@ def facts_of(wish: Wish, prompts: Sequence[StoredPrompt], codec: Codec, standing
     if not _needs_text(wish, standing):
         return [PromptFacts(len(prompt.token_ids)) for prompt in prompts]
     facts = []
-    for prompt in prompts:
+    for prompt, wished in zip(prompts, wish.prompts, strict=True):
         if prompt.text is None:
             found = codec.map_ids(prompt.token_ids)
         else:
-            found = codec.map_text(prompt.text, prompt.token_ids, special_tokens=wish.kind != "chat")
+            found = codec.map_text(prompt.text, prompt.token_ids, special_tokens=not wished.is_conversation)
         facts.append(PromptFacts(len(prompt.token_ids), found.find) if found else PromptFacts(len(prompt.token_ids)))
     return facts
 

@@ -37,6 +37,8 @@ SCOPE_OF: dict[str, Scope | None] = {
     "GET /metrics": "observe",
     "GET /v1/status": "observe",
     "GET /v1/models": "read",
+    "POST /v1/tokenize": "read",
+    "POST /v1/detokenize": "read",
     "POST /v1/jobs": "submit",
     "GET /v1/jobs": "read",
     "GET /v1/jobs/{job_id}": "read",

@@ -117,6 +117,22 @@ class Codec:
             return str(text)
         return self._tokenizer.id_to_token(token) or f"<{token}>"
 
+    async def read(self, ids: Sequence[int], text: str | None, *, special_tokens: bool) -> list[str]:
+        """How each of `ids` reads; in the characters of `text`, if that is what they were made of."""
+
+        def work() -> list[str]:
+            return self.words(ids, None if text is None else self.map_text(text, ids, special_tokens=special_tokens))
+
+        return await anyio.to_thread.run_sync(work)
+
+    async def decode(self, ids: Sequence[int]) -> tuple[str, list[str]]:
+        """The text of `ids`, special tokens included, and how each of them reads."""
+
+        def work() -> tuple[str, list[str]]:
+            return self._tokenizer.decode(list(ids), skip_special_tokens=False), self.words(ids, None)
+
+        return await anyio.to_thread.run_sync(work)
+
     async def encode_chat(self, messages: Sequence[dict[str, str]]) -> tuple[list[int], str]:
         """Token ids and text of a conversation, opened for the assistant's turn.
 

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
+from ..schemas.chat import ChatMessage, TextPart
 from ..schemas.errors import invalid
 from ..schemas.handling import Handling, handling_of
 from ..schemas.jobs import JobRequest, Sampling
@@ -19,6 +20,10 @@ class WishedPrompt:
 
     field: str
     value: str | list[int] | list[dict[str, str]]
+
+    @property
+    def is_conversation(self) -> bool:
+        return not isinstance(self.value, str) and bool(self.value) and isinstance(self.value[0], dict)
 
 
 @dataclass(frozen=True)
@@ -45,11 +50,16 @@ MAX_PROMPTS = 4096
 
 
 def wish_of_job(body: JobRequest) -> Wish:
-    """The body of `POST /v1/jobs`."""
+    """The body of `POST /v1/jobs`. Raises a 400 naming `prompts` when there is nothing to run, or both kinds of prompts."""
+    if (body.prompts is None) == (body.messages is None):
+        what = "not both prompts and messages" if body.prompts else "no prompt is given"
+        raise invalid("prompts", what, allowed="prompts (texts or lists of token ids), or messages (lists of chat messages)")
+    prompts = [WishedPrompt(f"prompts[{index}]", prompt) for index, prompt in enumerate(body.prompts or [])]
+    chats = [WishedPrompt(f"messages[{index}]", plain_messages(messages)) for index, messages in enumerate(body.messages or [])]
     return Wish(
         kind="generate",
         model=body.model,
-        prompts=[WishedPrompt(f"prompts[{index}]", prompt) for index, prompt in enumerate(body.prompts)],
+        prompts=prompts or chats,
         sampling=body.sampling,
         sampling_at="sampling.",
         max_tokens_at="sampling.max_tokens",
@@ -92,7 +102,7 @@ def wish_of_chat(body: ChatRequest) -> Wish:
     return Wish(
         kind="chat",
         model=body.model,
-        prompts=[WishedPrompt("messages", [_message(message) for message in body.messages])],
+        prompts=[WishedPrompt("messages", plain_messages(body.messages))],
         sampling=_sampling(body, max_tokens or 1, (body.top_logprobs or 0) if body.logprobs else None),
         max_tokens_at=named,
         fill_max_tokens=max_tokens is None,
@@ -145,12 +155,16 @@ def _completion_prompts(prompt: str | list[str | int | list[int]]) -> list[Wishe
     return [WishedPrompt(f"prompt[{index}]", item) for index, item in enumerate(prompt) if not isinstance(item, int)]
 
 
-def _message(message: Any) -> dict[str, str]:
-    """As chat templates know it: text only, and OpenAI's newer name for the system role under its old one."""
+def plain_messages(messages: Iterable[ChatMessage]) -> list[dict[str, str]]:
+    """A conversation as chat templates know it: text only, and OpenAI's newer name for the system role under its old one."""
+    return [_message(message) for message in messages]
+
+
+def _message(message: ChatMessage) -> dict[str, str]:
     content = message.content if isinstance(message.content, str) else "\n".join(_texts(message.content))
     plain = {"role": "system" if message.role == "developer" else message.role, "content": content}
     return plain if message.name is None else {**plain, "name": message.name}
 
 
-def _texts(parts: Iterable[Any]) -> list[str]:
+def _texts(parts: Iterable[TextPart]) -> list[str]:
     return [part.text for part in parts]

@@ -17,19 +17,22 @@ if TYPE_CHECKING:
     from .patch_study import AsyncPatchStudy as AsyncPatchStudy
     from .patch_study import PatchStudy as PatchStudy
     from .reader import CaptureReader as CaptureReader
+    from .row_matrix import matrix as matrix
+    from .row_matrix import samples as samples
     from .wire import Answer as Answer
     from .wire import VersionMismatch as VersionMismatch
     from .wire import returned_rows as returned_rows
 
 _HOMES = {
     "AsyncClient": ".http", "Client": ".http", "CaptureReader": ".reader", "Answer": ".wire", "VersionMismatch": ".wire",
-    "returned_rows": ".wire", "PatchStudy": ".patch_study", "AsyncPatchStudy": ".patch_study",
+    "returned_rows": ".wire",
+    "matrix": ".row_matrix", "samples": ".row_matrix", "PatchStudy": ".patch_study", "AsyncPatchStudy": ".patch_study",
     "CaptureSpec": "..schemas.specs", "PatchSource": "..schemas.specs", "PatchSpec": "..schemas.specs",
     "SteeringSpec": "..schemas.specs", "Span": "..schemas.selectors",
 }  # fmt: skip
 __all__ = [
     "Answer", "AsyncClient", "AsyncPatchStudy", "CaptureReader", "CaptureSpec", "Client", "PatchSource", "PatchSpec", "PatchStudy", "Span",
-    "SteeringSpec", "VersionMismatch", "returned_rows",
+    "SteeringSpec", "VersionMismatch", "matrix", "returned_rows", "samples",
 ]  # fmt: skip
 
 

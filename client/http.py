@@ -2,11 +2,12 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 
 from ..schemas.captures import CapturePage
 from ..schemas.errors import MidstreamError
@@ -14,15 +15,17 @@ from ..schemas.jobs import Event, JobPage, JobRequest, JobResult, JobView
 from . import calls, download, wire
 from .keys import AsyncKeyCalls, KeyCalls
 from .reader import CaptureReader
+from .row_matrix import Rows, matrix
 from .runs import AsyncRunCalls, RunCalls
 from .service import AsyncServiceCalls, ServiceCalls
 from .steering import AsyncSteeringCalls, SteeringCalls
 from .sweeps import AsyncSweepCalls, SweepCalls
+from .tokens import AsyncTokenCalls, TokenCalls
 from .webhooks import AsyncWebhookCalls, WebhookCalls
 from .wire import Answer, Call, Capture, Patch, Steering
 
 
-class Client(SteeringCalls, RunCalls, SweepCalls, KeyCalls, WebhookCalls, ServiceCalls):
+class Client(SteeringCalls, RunCalls, SweepCalls, KeyCalls, WebhookCalls, ServiceCalls, TokenCalls):
     """The blocking client. `url`: where the API is, such as `http://127.0.0.1:8321`. `api_key`: else that of MIDSTREAM_API_KEY.
 
     Every call raises MidstreamError for what the server refuses or cannot do (with its `kind` and `field`), VersionMismatch
@@ -161,8 +164,17 @@ class Client(SteeringCalls, RunCalls, SweepCalls, KeyCalls, WebhookCalls, Servic
         `folder`: where to keep a download; by default a folder that is gone when the program ends. `tag`: by default that of
         the job's own capture; what the operator captures of every request has another. `partial`: whatever is there of a
         capture that is `pending`, `error` or `timed_out`, which otherwise raises `conflict`, `capture_failed` or `receipts_timed_out`.
-        The reader's `status` and `detail` say what the server says; `gaps()` what is missing.
+        The reader's `status` and `detail` say what the server says; `gaps()` what is missing; its `tokens()` asks the server.
         """
+        reader = self._open_capture(job_id, folder, tag, partial)
+        reader.read_tokens = lambda ids: self.detokenize(self.job(job_id).model, ids).token_strs
+        return reader
+
+    def matrix(self, jobs: Iterable[str], layer: int, hook: str | None = None, rows: Rows = "last") -> np.ndarray:
+        """float32 `[samples, hidden]` over all requests of several jobs, as `midstream.matrix` makes it of their captures."""
+        return matrix([self.capture(job) for job in jobs], layer, hook, rows)
+
+    def _open_capture(self, job_id: str, folder: Path | str | None, tag: str | None, partial: bool) -> CaptureReader:
         manifest = wire.decode(self._send(Call("GET", wire.capture_path(job_id))), wire.Manifest)
         download.check(manifest, job_id, partial)
         found = download.in_place(manifest, job_id) if folder is None else None
@@ -214,7 +226,7 @@ class Client(SteeringCalls, RunCalls, SweepCalls, KeyCalls, WebhookCalls, Servic
                 time.sleep(wire.PAUSE_S)
 
 
-class AsyncClient(AsyncSteeringCalls, AsyncRunCalls, AsyncSweepCalls, AsyncKeyCalls, AsyncWebhookCalls, AsyncServiceCalls):
+class AsyncClient(AsyncSteeringCalls, AsyncRunCalls, AsyncSweepCalls, AsyncKeyCalls, AsyncWebhookCalls, AsyncServiceCalls, AsyncTokenCalls):
     """The awaiting client: the calls of `Client`, as coroutines. Raises the same."""
 
     def __init__(self, url: str = "http://127.0.0.1:8321", api_key: str | None = None):
@@ -335,6 +347,18 @@ class AsyncClient(AsyncSteeringCalls, AsyncRunCalls, AsyncSweepCalls, AsyncKeyCa
     async def capture(
         self, job_id: str, folder: Path | str | None = None, tag: str | None = None, *, partial: bool = False
     ) -> CaptureReader:
+        """As `Client.capture`; how tokens read is fetched with it, so that the reader's `tokens()` need not wait."""
+        reader = await self._open_capture(job_id, folder, tag, partial)
+        known = sorted({token for request in reader.requests() for token in reader.token_ids(request)})
+        words = dict(zip(known, (await self.detokenize((await self.job(job_id)).model, known)).token_strs, strict=True))
+        reader.read_tokens = lambda ids: [words[token] for token in ids]
+        return reader
+
+    async def matrix(self, jobs: Iterable[str], layer: int, hook: str | None = None, rows: Rows = "last") -> np.ndarray:
+        """As `Client.matrix`."""
+        return matrix([await self.capture(job) for job in jobs], layer, hook, rows)
+
+    async def _open_capture(self, job_id: str, folder: Path | str | None, tag: str | None, partial: bool) -> CaptureReader:
         manifest = wire.decode(await self._send(Call("GET", wire.capture_path(job_id))), wire.Manifest)
         download.check(manifest, job_id, partial)
         found = download.in_place(manifest, job_id) if folder is None else None

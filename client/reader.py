@@ -1,6 +1,6 @@
 """How do captured activations become numpy arrays, on any machine, without torch? Whatever the layout of their files."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -112,6 +112,8 @@ class CaptureReader:
     #: What the API says of the job's capture (`ok`, `partial`, …) and why; empty for a reader that did not ask it.
     status: str = ""
     detail: str = ""
+    #: How token ids read: `[tokens]` → as many strings. Set by `Client.capture`, which asks the server; nobody knows it from files alone.
+    read_tokens: Callable[[list[int]], list[str]] | None = None
 
     def __init__(self, source: Source, job: str | None = None, *, tag: str | None = None, partial: bool = False):
         if isinstance(source, str | Path):
@@ -216,6 +218,17 @@ class CaptureReader:
         """The token at each of `positions`."""
         return list(self._of(request).positions.values())
 
+    def tokens(self, request: int = 0) -> list[str]:
+        """How the token at each of `positions` reads, leading space included.
+
+        Raises MidstreamError: `not_found` for a reader that was opened from files alone (use `Client.capture`), and what the server
+        raises when it is asked.
+        """
+        if self.read_tokens is None:
+            allowed = "open the capture with Client.capture(job), or pass token_ids() to Client.detokenize"
+            raise MidstreamError("not_found", "files hold token ids and no tokenizer", field="tokens", allowed=allowed)
+        return self.read_tokens(self.token_ids(request))
+
     def dropped(self, request: int = 0) -> list[int]:
         """Positions that were asked for and that some stage dropped under overload."""
         return self._of(request).dropped
@@ -223,7 +236,8 @@ class CaptureReader:
     def array(self, layer: int, hook: str | None = None, request: int = 0) -> np.ndarray:
         """`[positions, hidden]` float32, a copy. `hook`: by default `post_block`, or the only one that was captured.
 
-        TransformerLens' names are understood. Raises MidstreamError naming the layers there are.
+        `layer`: negative ones count from the model's last, -1. TransformerLens' names are understood. Raises MidstreamError naming
+        the layers there are.
         """
         blob, name, rows = self._tensor(layer, hook, request)
         array = blob.array(name)
@@ -302,12 +316,24 @@ class CaptureReader:
 
     def _tensor(self, layer: int, hook: str | None, request: int) -> tuple[Blob, str, list[int] | None]:
         found, chosen = self._of(request), self._hook(hook, request)
+        if layer < 0:
+            layer = _from_the_end(layer, found.manifest)
         blob = found.sites.get((chosen, layer))
         if blob is None:
             layers, hooks = self.layers(request, chosen), self.hooks(request)
             allowed = str(layers) if layers else f"hooks {', '.join(hooks)}"
             raise MidstreamError("not_found", f"layer {layer} was not captured at {chosen}", field="layer", allowed=allowed)
         return blob, f"{chosen}.{layer}", found.rows(blob)
+
+
+def _from_the_end(layer: int, manifest: Manifest) -> int:
+    """The layer that a negative number names, counted from the model's last."""
+    if not manifest.num_layers:
+        detail = f"layer {layer} counts from the model's last layer, and this capture does not name the number of layers"
+        raise invalid("layer", detail, allowed="a layer of 0 or above: an older version of Midstream wrote this capture")
+    if layer < -manifest.num_layers:
+        raise invalid("layer", f"{layer} is below the first layer", allowed=f"{-manifest.num_layers} to {manifest.num_layers - 1}")
+    return manifest.num_layers + layer
 
 
 def _last_whole(attempts: dict[int, list[Blob]]) -> _Request:

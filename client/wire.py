@@ -129,6 +129,9 @@ def job_request(request: JobRequest | None, fields: dict[str, Any]) -> JobReques
         fields = {**fields, "capture": pack_capture(fields["capture"])}
     if isinstance(fields.get("prompts"), str):
         fields = {**fields, "prompts": [fields["prompts"]]}
+    messages = fields.get("messages")
+    if isinstance(messages, Sequence) and messages and isinstance(messages[0], Mapping):  # one conversation
+        fields = {**fields, "messages": [messages]}
     return checked(fields, JobRequest)
 
 

@@ -42,6 +42,7 @@ class Manifest(msgspec.Struct):
     tag: str = ""
     all_sites: dict[str, list[int]] = {}  # hook → layers over all stages: a capture is whole when its blobs hold these
     requests: int = 0  # how many of the job's prompts have a capture under this tag; 0: nobody says
+    num_layers: int = 0  # of the whole model, for negative layers; 0: written by an older version
 
 
 class BlobEntry(msgspec.Struct):

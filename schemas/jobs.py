@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from .base import Record
+from .chat import Conversation
 from .errors import Problem
 from .handling import Callback, Handling, Priority
 from .keys import DEFAULT_TENANT
@@ -59,10 +60,12 @@ class Sampling(Record):
 
 
 class JobRequest(Handling, kw_only=True):
-    """Body of `POST /v1/jobs`."""
+    """Body of `POST /v1/jobs`: `prompts`, or conversations in `messages`."""
 
     model: str
-    prompts: Annotated[list[Prompt], msgspec.Meta(min_length=1, max_length=4096)]
+    prompts: Annotated[list[Prompt], msgspec.Meta(min_length=1, max_length=4096)] | None = None
+    #: Conversations; each becomes a prompt through the model's chat template, opened for the assistant's turn.
+    messages: Annotated[list[Conversation], msgspec.Meta(min_length=1, max_length=4096)] | None = None
     sampling: Sampling = Sampling()
     capture: CaptureSpec | None = None
     steering: list[SteeringSpec] = []

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from .base import Record
+from .chat import Conversation
 from .errors import Problem
 from .handling import Handling
 from .jobs import CaptureResults, Determinism
@@ -107,22 +108,10 @@ class CompletionRequest(OpenAIRequest, kw_only=True):
     suffix: Any = None
 
 
-class TextPart(Record):
-    type: Literal["text"]
-    text: str
-
-
-class ChatMessage(Record):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
-    name: str | None = None
-    refusal: None = None
-
-
 class ChatRequest(OpenAIRequest, kw_only=True):
     """Body of `POST /v1/chat/completions`."""
 
-    messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1)]
+    messages: Conversation
     max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None  # default: what the model's length leaves
     max_completion_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     logprobs: bool | None = False

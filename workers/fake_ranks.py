@@ -208,6 +208,7 @@ class FakeRanks:
             pp=pp,
             stages=len(self._stages),
             rows=rows,
+            num_layers=NUM_LAYERS,
         )
 
 

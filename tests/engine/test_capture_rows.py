@@ -58,6 +58,7 @@ def test_layer_12_of_a_capture_is_the_output_of_block_12_and_layers_differ(v1: H
         assert relative_error(reader.array(layer), hidden[layer + 1][0].numpy()) <= FP32_ROWS
     for layer in ALL[1:]:
         assert relative_error(reader.array(layer), reader.array(layer - 1)) > 0.01
+    np.testing.assert_array_equal(reader.array(-1), reader.array(ALL[-1]))
 
 
 def test_prompts_longer_than_a_step_are_captured_whole(v1: Host, reference: Reference) -> None:

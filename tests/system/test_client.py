@@ -354,3 +354,31 @@ def test_a_sweep_is_drawn_on_the_terminal_and_its_job_shown_again(up: Up, tmp_pa
     assert "<svg" in drawn.read_text()
     job = done.stdout.split("job: ")[1].split()[0]
     assert "Strongest cells" in up.midstream("job", "show", job).stdout
+
+
+def test_conversations_run_as_one_job_through_the_models_chat_template(client: Client) -> None:
+    chats = [[{"role": "user", "content": text}] for text in ("hello", "how are you")]
+    result = client.run(model="fake", messages=chats, capture=CAPTURE, timeout=120)
+    reader = client.capture(result.id)
+    for request, messages in enumerate(chats):
+        assert reader.token_ids(request) == client.tokenize("fake", messages=messages).tokens
+    single = client.run(model="fake", messages=chats[0], timeout=120)
+    assert [output.prompt_tokens for output in single.outputs] == [len(reader.token_ids(0))]
+
+
+def test_a_reader_shows_its_tokens_and_rows_of_several_jobs_are_one_matrix(client: Client, up: Up) -> None:
+    ids = [client.run(model="fake", prompts=prompts, capture=CAPTURE, timeout=120).id for prompts in (["hello", "you"], ["far away"])]
+    reader = client.capture(ids[0])
+    assert "".join(reader.tokens(0)) == client.detokenize("fake", reader.token_ids(0)).prompt
+    rows = client.matrix(ids, -1)
+    last = [client.capture(job).row(NUM_LAYERS - 1, reader.positions(request)[-1], request=request)
+            for job, request in ((ids[0], 0), (ids[0], 1), (ids[1], 0)) for reader in [client.capture(job)]]  # fmt: skip
+    np.testing.assert_array_equal(rows, np.stack(last))
+
+    async def same() -> tuple[list[str], np.ndarray]:
+        async with AsyncClient(up.ready()) as other:
+            return (await other.capture(ids[0])).tokens(0), await other.matrix(ids, -1)
+
+    words, theirs = asyncio.run(same())
+    assert words == reader.tokens(0)
+    np.testing.assert_array_equal(theirs, rows)

@@ -21,7 +21,7 @@ from midstream.schemas.selectors import HOOKS
     ("body", "field", "said"),
     [
         ('{"model":1,"prompts":["a"]}', "model", "Expected `str`"),
-        ('{"model":"m"}', "prompts", "is required"),
+        ('{"prompts":["a"]}', "model", "is required"),
         ('{"model":"m","prompts":["a"],"x":1}', "x", "no such field"),
         ('{"model":"m","prompts":["a"],"capture":{"x":1}}', "capture.x", "no such field"),
         ('{"model":"m","prompts":["a"],"capture":{"hooks":{"x":1}}}', "capture.hooks", "Invalid enum value 'x'"),

@@ -412,3 +412,28 @@ def test_a_file_that_vanishes_while_it_is_opened_means_gone_and_not_fewer_reques
 def test_the_shape_of_rows_is_positions_by_hidden(tmp_path: Path) -> None:
     write(tmp_path, finished(positions=range(7)))
     assert CaptureReader(tmp_path, "job_x").stack().shape == (2, 7, HIDDEN)
+
+
+def test_negative_layers_count_from_the_models_last(tmp_path: Path) -> None:
+    write(tmp_path, finished(sites={"post_block": [3, 7]}, num_layers=8))
+    write(tmp_path, finished(job="older", sites={"post_block": [3]}), owner="older")
+    reader = CaptureReader(tmp_path, "job_x")
+    np.testing.assert_array_equal(reader.array(-1), reader.array(7))
+    np.testing.assert_array_equal(reader.stack([-5, -1]), reader.stack([3, 7]))
+    with pytest.raises(MidstreamError, match="layer 6 was not captured") as caught:
+        reader.array(-2)
+    assert caught.value.allowed == "[3, 7]"
+    with pytest.raises(MidstreamError, match="below the first layer") as caught:
+        reader.array(-9)
+    assert caught.value.allowed == "-8 to 7"
+    with pytest.raises(MidstreamError, match="does not name the number of layers"):
+        CaptureReader(tmp_path, "older").array(-1)
+
+
+def test_tokens_are_read_by_whoever_opened_the_reader_and_refused_otherwise(tmp_path: Path) -> None:
+    write(tmp_path, finished(positions=[0, 2]))
+    reader = CaptureReader(tmp_path, "job_x")
+    with pytest.raises(MidstreamError, match="no tokenizer"):
+        reader.tokens()
+    reader.read_tokens = lambda ids: [f" {token}" for token in ids]
+    assert reader.tokens() == [" 100", " 102"]

@@ -32,6 +32,8 @@ PATHS = {
     "/v1/keys": {"get", "post"},
     "/v1/keys/{key_id}": {"delete"},
     "/v1/models": {"get"},
+    "/v1/tokenize": {"post"},
+    "/v1/detokenize": {"post"},
     "/v1/runs": {"get"},
     "/v1/runs/{name}": {"delete", "get"},
     "/v1/steering/dynamic": {"get"},

@@ -85,7 +85,9 @@ class DataPlane:
         curve = client_keys(config.curve_secret_file, config.curve_server_key)
         self._outbox = Outbox(Path(config.outbox_dir), config.worker, place.rank, config.relay_url, on_fatal=_give_up, curve=curve)
         self._writer = make_writer(config, place.rank, self._outbox, fail_writes=self.faults.of_write)
-        self._reports = Reports(config, place, self._writer, self.actions, hidden_size=self._hidden_size, dtype=self._dtype)
+        self._reports = Reports(
+            config, place, self._writer, self.actions, hidden_size=self._hidden_size, dtype=self._dtype, num_layers=num_layers
+        )
         self._overload = Overload(config.capture_overload, queue_bytes, lambda: self._writer.backlog)
         self._planner = Planner(sites, buffers, self._table, self._slabs, self._overload, traced=traced)
         self._row_store, self._keeping = RowStore(), cast("Keeping | None", None)

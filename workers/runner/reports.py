@@ -20,9 +20,18 @@ class Reports:
     """One per rank. At most one receipt for each request: `Tracked.reported`."""
 
     def __init__(
-        self, config: PlaneConfig, place: Place, writer: Writer, actions: ActionLedger, *, hidden_size: int, dtype: torch.dtype
+        self,
+        config: PlaneConfig,
+        place: Place,
+        writer: Writer,
+        actions: ActionLedger,
+        *,
+        hidden_size: int,
+        dtype: torch.dtype,
+        num_layers: int,
     ) -> None:
-        """`hidden_size` and `dtype`: of captured rows."""
+        """`hidden_size` and `dtype`: of captured rows. `num_layers`: of the whole model."""
+        self._num_layers = num_layers
         self._config, self._place, self._writer, self._actions = config, place, writer, actions
         self._hidden_size, self._dtype = hidden_size, dtype
 
@@ -60,6 +69,7 @@ class Reports:
             rank=place.rank,
             pp=place.pp,
             stages=place.stages,
+            num_layers=self._num_layers,
         )
 
     def _receipt(self, step: int, tracked: Tracked) -> Receipt:
