@@ -10,12 +10,13 @@ import uvicorn
 from litestar import Litestar
 
 from ..broker import logs, metrics, traces
+from ..broker.hosts import named
 from ..broker.keys import Keys
 from ..broker.ledger import Ledger
 from ..schemas import faults
 from ..schemas.errors import MidstreamError
-from ..schemas.settings import Settings, SettingsError, is_loopback, load_settings
-from . import auth, hosts, openapi
+from ..schemas.settings import Settings, SettingsError, asks_for_keys, is_loopback, load_settings
+from . import auth, openapi
 from .app import make_app
 
 #: Held responses end at once when the server stops; this is for bodies that are still being sent, in seconds.
@@ -91,7 +92,7 @@ def serve(settings: Settings) -> None:
     if not settings.redis_url:
         raise SettingsError("MIDSTREAM_REDIS_URL: is required here; `midstream up` sets it")
     auth.admin_key(settings)  # what is wrong with them is said before anything listens
-    hosts.named(settings)
+    named(settings)
     refused = asyncio.run(_refusal(settings))
     if refused:
         raise SettingsError(refused)
@@ -123,7 +124,7 @@ async def _refusal(settings: Settings) -> str | None:
 
     Meanwhile it asks for keys all the same, so nobody gets in.
     """
-    if settings.auth != "auto" or not auth.asks_for_keys(settings) or settings.admin_key:
+    if settings.auth != "auto" or not asks_for_keys(settings) or settings.admin_key:
         return ""
     ledger = Ledger.connect(settings)
     try:

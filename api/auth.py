@@ -18,7 +18,7 @@ from ..schemas.base import now
 from ..schemas.errors import MidstreamError
 from ..schemas.jobs import JobView
 from ..schemas.keys import KEY_PREFIX, Caller, Key, Scope
-from ..schemas.settings import Settings, SettingsError, is_loopback
+from ..schemas.settings import Settings, SettingsError, asks_for_keys
 
 #: For so many seconds a process takes a key for what it was when it last looked: a revoked key is refused after that everywhere.
 KNOWN_S = 3.0
@@ -90,10 +90,6 @@ HOW = (
 def needed(method: str, path: str) -> Scope | None:
     """The scope that a route needs; None: it is open to everybody."""
     return None if method == "OPTIONS" else SCOPE_OF.get(f"{method} {path.rstrip('/') or '/'}", "admin")
-
-
-def asks_for_keys(settings: Settings) -> bool:
-    return settings.auth == "keys" or (settings.auth == "auto" and not is_loopback(settings.api_host))
 
 
 def admin_key(settings: Settings) -> Key | None:

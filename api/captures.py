@@ -60,17 +60,17 @@ def _name(entry: FileEntry) -> str:
 
 
 def _open(edge: Edge, job_id: str, entries: Sequence[FileEntry]) -> list[packed.OpenBlob]:
-    return packed.open_blobs(edge.settings.capture_root, job_id, _places(edge, entries))
+    return packed.open_blobs(edge.settings.capture_root, job_id, _places(edge, job_id, entries))
 
 
-def _places(edge: Edge, entries: Sequence[FileEntry]) -> list[Place]:
+def _places(edge: Edge, job_id: str, entries: Sequence[FileEntry]) -> list[Place]:
     """Where the entries' blobs lie."""
-    return [place_in(edge.settings.capture_root, entry.path, entry.offset, entry.bytes) for entry in entries]
+    return [place_in(edge.settings.capture_root, job_id, entry.request, entry) for entry in entries]
 
 
 def _described(edge: Edge, job_id: str, entries: Sequence[FileEntry]) -> list[ManifestFile]:
     """The entries with what the blobs' manifests say."""
-    headers = read_headers(edge.settings.capture_root, job_id, _places(edge, entries))
+    headers = read_headers(edge.settings.capture_root, job_id, _places(edge, job_id, entries))
     return [
         ManifestFile(
             name=_name(entry),

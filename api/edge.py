@@ -14,6 +14,7 @@ from litestar import Request
 from ..broker import logs
 from ..broker.celery_app import make_app as make_celery
 from ..broker.dispatch import Dispatcher, Message
+from ..broker.hosts import Hosts
 from ..broker.keys import Keys
 from ..broker.ledger import Ledger, new_job_id
 from ..broker.retention import Usage
@@ -27,14 +28,13 @@ from ..schemas.faults import crash_point
 from ..schemas.jobs import Job, JobView, State
 from ..schemas.keys import Caller, own, scoped, shown
 from ..schemas.models import ModelInfo, TokenizerBundle
-from ..schemas.settings import Settings
+from ..schemas.settings import Settings, asks_for_keys
 from ..schemas.specs import PatchSpec
 from ..schemas.version import misfit_of
 from . import admission, everyone, patched, steered
 from .auth import Gate, caller_of
 from .callback_rules import check_callback
 from .calls import traceparent
-from .hosts import Hosts
 from .problems import ClientGone
 from .standing import NOTHING, Standing, find_runs
 from .staying import ALWAYS, Stay, Stays
@@ -64,7 +64,7 @@ class Edge:
         self.ledger = ledger
         self.keys = Keys(ledger)
         self.gate = Gate(settings, self.keys)
-        self.hosts = Hosts(settings)
+        self.hosts = Hosts(settings, settings.api_host, asks_for_keys(settings))
         self.stays = Stays(self.keys, self.gate.always)
         self.steering = Steering(ledger)
         self.watcher = watcher

@@ -5,6 +5,7 @@ relay knows its senders by a folder of public keys, `WORKER.pub`: who is in none
 speaks as a worker that its key does not stand for is refused frame by frame.
 """
 
+import fcntl
 import logging
 import os
 import threading
@@ -12,11 +13,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import msgspec
 import zmq
 from zmq.utils import z85
 
 from ..schemas.errors import MidstreamError, invalid
 from ..schemas.settings import Settings, SettingsError
+from .private import private_folder
 
 if TYPE_CHECKING:
     from zmq.auth.thread import ThreadAuthenticator
@@ -29,6 +32,7 @@ CLIENTS = "clients"  # of a folder that `new_keys` wrote: what the relay is give
 DOMAIN = "midstream"  # of ZAP; any will do, but none lets everybody in where no authenticator runs
 #: The folder of known keys is looked at this often at most; adding or removing a worker takes that long.
 LOOK_EVERY_S = 1.0
+RELAY = "relay"  # name of the relay's pair in `curve_dir`, which no worker may have there
 #: The same stranger is logged this often.
 COMPLAIN_EVERY_S = 10.0
 REMEMBERED = 1000  # strangers, at most
@@ -140,6 +144,7 @@ class ClientKeys(NamedTuple):
 
 def server_keys(settings: Settings) -> ServerKeys | None:
     """The relay's; None when it is to speak in the clear. Raises SettingsError naming what is wrong or missing."""
+    settings = with_kept_keys(settings)
     if not settings.curve_secret_file and not settings.curve_clients_dir:
         return None
     if not settings.curve_clients_dir:
@@ -158,6 +163,44 @@ def client_keys(secret_file: str, server_key: str) -> ClientKeys | None:
     if not secret_file:
         raise SettingsError("curve_server_key is set and curve_secret_file is not: a worker needs a key of its own")
     return ClientKeys(*secret_key(secret_file), public_key(server_key, "curve_server_key"))
+
+
+def with_kept_keys(settings: Settings, worker: str = "") -> Settings:
+    """With the keys that `curve_dir` holds for `worker`, or for the relay; they are made at the first start.
+
+    Whoever may write that folder may send receipts. Raises SettingsError when it cannot be used.
+    """
+    if not settings.curve_dir:
+        return settings
+    if settings.curve_secret_file or settings.curve_clients_dir or settings.curve_server_key:
+        raise SettingsError("curve_dir is set and other curve_… settings as well: take one or the others")
+    if worker == RELAY:
+        raise SettingsError(f"worker_id={worker!r}: with curve_dir this is the name of the relay's key, take another")
+    folder = Path(settings.curve_dir)
+    try:
+        private_folder(folder)
+        with (folder / "lock").open("a") as lock:  # a worker may come before the relay
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            secret, public = _kept_keys("relay", RELAY, folder)
+            (folder / CLIENTS).mkdir(exist_ok=True)
+            if not worker:
+                return msgspec.structs.replace(
+                    settings, curve_dir="", curve_secret_file=str(secret), curve_clients_dir=str(folder / CLIENTS)
+                )
+            secret, _ = _kept_keys("worker", worker, folder)
+    except OSError as error:
+        raise SettingsError(f"curve_dir={str(folder)!r}: {error.strerror}") from error
+    return msgspec.structs.replace(settings, curve_dir="", curve_secret_file=str(secret), curve_server_key=public.read_text().strip())
+
+
+def _kept_keys(role: Role, name: str, folder: Path) -> tuple[Path, Path]:
+    """Files (private, public) of the pair that is there, or of a new one. A pair of which a crash left a half is made again."""
+    private, public = _files(role, name, folder)
+    if private.exists() and public.exists() and public.read_text().strip() == secret_key(str(private))[0]:
+        return private, public
+    private.unlink(missing_ok=True)
+    public.unlink(missing_ok=True)
+    return new_keys(role, name, folder)
 
 
 def secret_key(path: str) -> tuple[str, str]:
@@ -196,8 +239,7 @@ def new_keys(role: Role, name: str, folder: Path) -> tuple[Path, Path]:
     """
     if not name or name != Path(name).name or name.startswith("."):
         raise invalid("name", f"{name!r} cannot be the name of a file")
-    private = folder / f"{name}{PRIVATE}"
-    public = (folder / CLIENTS if role == "worker" else folder) / f"{name}{PUBLIC}"
+    private, public = _files(role, name, folder)
     for file in (private, public):
         file.parent.mkdir(parents=True, exist_ok=True)
         if file.exists():
@@ -207,3 +249,7 @@ def new_keys(role: Role, name: str, folder: Path) -> tuple[Path, Path]:
         with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as out:
             out.write(key + b"\n")
     return private, public
+
+
+def _files(role: Role, name: str, folder: Path) -> tuple[Path, Path]:
+    return folder / f"{name}{PRIVATE}", (folder / CLIENTS if role == "worker" else folder) / f"{name}{PUBLIC}"

@@ -2,7 +2,8 @@
 
 Secrets go in by the options object and the Celery app, never by a command line that everybody on the machine can read. What
 Flower shows comes from events, and from the ledger where an event was missed (`flower_ends`); it is read-only here, because a task
-revoked behind the ledger's back would come back.
+revoked behind the ledger's back would come back. Where no password is asked for, a call under another name than ours is refused, as the
+API does: a page of elsewhere can have its own name point here.
 """
 
 import logging
@@ -10,20 +11,26 @@ import os
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
-from ..schemas.settings import Settings, SettingsError, is_loopback, load_settings
+from ..schemas.errors import STATUS_OF_KIND
+from ..schemas.settings import Settings, SettingsError, asks_for_keys, is_loopback, load_settings
 from .celery_app import make_app
 from .flower_ends import MissedEnds
+from .hosts import Hosts
 
 EXIT_BAD_SETTINGS = 2
 #: Flower keeps its tasks in memory; so often they are written down, so that a killed Flower has forgotten little.
 SAVE_EVERY_MS = 15_000
-TASKS_KEPT = 20_000
+#: About 5 KiB each, in memory and in its file. Older ones make room.
+TASKS_KEPT = 5_000
+WORKERS_KEPT = 200
 #: Of the tasks page: kind, job, state, times, queue (one per model), and what went wrong.
 COLUMNS = "name,args,state,received,runtime,routing_key,worker,exception"
 #: For so long a worker that went away is listed, in seconds.
 OFFLINE_KEPT_S = 3600
 INSPECT_TIMEOUT_MS = 3000
+MISDIRECTED = STATUS_OF_KIND["misdirected"]
 
 
 def options(settings: Settings) -> dict[str, str]:
@@ -35,6 +42,10 @@ def options(settings: Settings) -> dict[str, str]:
             f"MIDSTREAM_FLOWER_HOST={settings.flower_host} is off loopback: Flower needs MIDSTREAM_FLOWER_AUTH=user:password there, "
             "because it shows everybody's jobs"
         )
+    if not settings.flower_auth and asks_for_keys(settings):
+        raise SettingsError(
+            "MIDSTREAM_FLOWER_AUTH: the API asks for keys, so Flower needs user:password as well, because it shows everybody's jobs"
+        )
     found = {
         "FLOWER_ADDRESS": settings.flower_host,
         "FLOWER_PORT": str(settings.flower_port),
@@ -42,6 +53,7 @@ def options(settings: Settings) -> dict[str, str]:
         "FLOWER_DB": str(Path(settings.data_dir).resolve() / "flower.db"),
         "FLOWER_STATE_SAVE_INTERVAL": str(SAVE_EVERY_MS),
         "FLOWER_MAX_TASKS": str(TASKS_KEPT),
+        "FLOWER_MAX_WORKERS": str(WORKERS_KEPT),
         "FLOWER_TASKS_COLUMNS": COLUMNS,
         "FLOWER_PURGE_OFFLINE_WORKERS": str(OFFLINE_KEPT_S),
         "FLOWER_INSPECT_TIMEOUT": str(INSPECT_TIMEOUT_MS),
@@ -55,8 +67,16 @@ def options(settings: Settings) -> dict[str, str]:
 def serve(settings: Settings) -> None:
     """Flower's own command, which ends with the process."""
     from flower import command
+    from tornado.web import ErrorHandler
+
+    hosts = Hosts(settings, settings.flower_host, bool(settings.flower_auth))
 
     class Flower(command.Flower):
+        def find_handler(self, request: Any, **options: Any) -> Any:
+            if hosts.allows(request.headers.get_list("Host")):
+                return super().find_handler(request, **options)
+            return self.get_handler_delegate(request, ErrorHandler, {"status_code": MISDIRECTED})
+
         def start(self) -> None:
             self.io_loop.add_callback(MissedEnds(self.events.state, settings.redis_url).run)
             super().start()

@@ -9,32 +9,44 @@ from pathlib import Path
 from typing import IO
 
 from ..schemas.blobs import DamagedBlob, DeletedBlob, Header, read_entries, read_header
-from ..schemas.captures import DELETED, SEGMENTS, BlobEntry
+from ..schemas.captures import DELETED, SEGMENTS, BlobEntry, path_fault
 from ..schemas.errors import MidstreamError
+from ..schemas.jobs import FileEntry
+from ..schemas.receipts import CapturedFile
 from .retention import gone
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a blob lies; `path` is inside the capture root."""
+    """Where a blob lies, `path` inside the capture root, and whose rows it holds."""
 
     path: Path
     offset: int
     bytes: int
+    job: str
+    request: int
+    tag: str
 
 
-def place_in(root: Path, relative: str, offset: int, size: int) -> Place:
-    """`relative` comes from a receipt, and is held inside the capture root nevertheless. Raises MidstreamError("capture_failed")."""
-    path = (root / relative).resolve()
-    if not path.is_relative_to(root):
-        raise MidstreamError("capture_failed", f"{relative!r} is not inside the capture root")
-    return Place(path, offset, size)
+def place_in(root: Path, job: str, request: int, file: FileEntry | CapturedFile) -> Place:
+    """Where a receipt of `job` says that a blob of one of its prompts lies.
+
+    Receipts are not trusted: raises MidstreamError("capture_failed") for a path that is not the job's or leaves the capture root.
+    """
+    path = (root / file.path).resolve()
+    fault = path_fault(file.path, job)
+    if fault is None and not path.is_relative_to(root):
+        fault = f"{file.path!r} is not inside the capture root"
+    if fault is not None:
+        raise MidstreamError("capture_failed", fault)
+    return Place(path, file.offset, file.bytes, job, request, file.path.partition("/")[0])
 
 
 def read_headers(root: Path, job: str, places: Sequence[Place]) -> list[Header]:
     """What all of a job's blobs say of themselves; one file is open at a time, for there may be thousands.
 
-    Raises MidstreamError: `gone` when one is not there any more, `capture_failed` for one that is cut short or cannot be read.
+    Raises MidstreamError: `gone` when one is not there any more, `capture_failed` for one that is cut short, cannot be read, or is
+    another job's.
     """
     found = []
     try:
@@ -85,10 +97,15 @@ def explained(job: str, place: Place) -> Iterator[None]:
 
 
 def header_of(file: IO[bytes], place: Place) -> Header:
+    """Raises DamagedBlob for a blob that is cut short or not one of ours, and for one of another job, prompt or tag."""
     size = min(place.bytes, max(0, fstat(file.fileno()).st_size - place.offset))
     header = read_header(lambda start, count: pread(file.fileno(), count, place.offset + start), size)
     if size < place.bytes:
         raise DamagedBlob(f"it is cut short: {size} bytes of {place.bytes}")
+    found = header.manifest
+    if (found.job, found.request, found.tag or place.tag) != (place.job, place.request, place.tag):
+        # Whose they are is not named: the caller may not be allowed to know.
+        raise DamagedBlob(f"at byte {place.offset} it does not hold rows of request {place.request} of job {place.job}")
     return header
 
 

@@ -6,7 +6,9 @@ not among them: others may be meant to read them, so theirs is the umask's mode.
 """
 
 import logging
+import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -27,3 +29,23 @@ def private_folder(path: Path) -> Path:
         except PermissionError:
             log.warning("%s is open to everybody on this machine, and another account's: chmod o-rwx it", path)
     return path
+
+
+def kept_secret(path: Path, make: Callable[[], str]) -> str:
+    """The secret in a file of its owner's alone; `make` gives one where there is none yet.
+
+    Written aside and renamed, so that a crash leaves no half of it.
+    """
+    private_folder(path.parent)
+    try:
+        found = path.read_text().strip()
+    except FileNotFoundError:
+        found = ""
+    if not found:
+        aside = path.with_name(f".{path.name}.{os.getpid()}")
+        with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            file.write((found := make()) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        aside.rename(path)
+    return found

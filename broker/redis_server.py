@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,10 +83,11 @@ def executable() -> str:
     )
 
 
-def start(directory: Path, port: int = 0, maxmemory_mib: int = 0, appendfsync: str = "everysec") -> RedisServer:
+def start(directory: Path, port: int = 0, maxmemory_mib: int = 0, appendfsync: str = "everysec", password: str = "") -> RedisServer:
     """Start a server whose data live in `directory` (created when missing, closed to other accounts) and wait until it has loaded them.
 
-    `port` 0 takes a free one; `maxmemory_mib` 0 is no limit. Raises MidstreamError("conflict") when a server already runs on
+    `port` 0 takes a free one; `maxmemory_mib` 0 is no limit; `password` (printable ASCII without quotes) is asked of clients and is in
+    the URL; empty: none. Raises MidstreamError("conflict") when a server already runs on
     `directory`, and MidstreamError("unavailable") with the tail of its log when it dies or does not answer in time.
     """
     directory = private_folder(Path(directory).resolve())
@@ -95,8 +97,10 @@ def start(directory: Path, port: int = 0, maxmemory_mib: int = 0, appendfsync: s
         for attempt in range(PORT_TRIES):
             chosen = port or _free_port()
             log_start = _log_size(directory)
-            process = _spawn(binary, directory, chosen, lock, {"maxmemory": f"{maxmemory_mib}mb", "appendfsync": appendfsync})
-            server = RedisServer(url=f"redis://127.0.0.1:{chosen}/0", port=chosen, directory=directory, process=process)
+            process = _spawn(binary, directory, chosen, lock, {"maxmemory": f"{maxmemory_mib}mb", "appendfsync": appendfsync}, password)
+            server = RedisServer(
+                url=f"redis://{f':{password}@' if password else ''}127.0.0.1:{chosen}/0", port=chosen, directory=directory, process=process
+            )
             (directory / "redis.pid").write_text(f"{process.pid}\n")
             try:
                 _wait_until_loaded(server)
@@ -131,7 +135,7 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _spawn(binary: str, directory: Path, port: int, lock: int, asked: dict[str, str]) -> "subprocess.Popen[bytes]":
+def _spawn(binary: str, directory: Path, port: int, lock: int, asked: dict[str, str], password: str = "") -> "subprocess.Popen[bytes]":
     options = {
         "bind": "127.0.0.1",
         "port": str(port),
@@ -144,12 +148,16 @@ def _spawn(binary: str, directory: Path, port: int, lock: int, asked: dict[str, 
         "daemonize": "no",
         **asked,
     }
-    command = [binary]
+    command = [binary, "-"]  # a configuration from stdin: command lines are for everybody to read
     for name, value in options.items():
         command += [f"--{name}", value]
     with open(directory / "redis.log", "ab") as log:
         # Its own session: a Ctrl-C at the terminal must not stop Redis before those who still write to it.
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, pass_fds=(lock,))
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True, pass_fds=(lock,))
+    assert process.stdin is not None
+    with suppress(BrokenPipeError), process.stdin as configuration:  # it may have ended already: its exit says more
+        configuration.write(f'requirepass "{password}"\n'.encode() if password else b"")
+    return process
 
 
 def _wait_until_loaded(server: RedisServer) -> None:

@@ -28,6 +28,7 @@ import zmq
 from .. import __version__
 from ..schemas import faults
 from ..schemas.base import from_msgpack, to_msgpack
+from ..schemas.captures import path_fault
 from ..schemas.faults import crash_point
 from ..schemas.receipts import LostRange, Receipt, receipt_decoder
 from ..schemas.settings import Settings, SettingsError, load_settings
@@ -90,6 +91,9 @@ class Batch:
             receipt = _decoded(frame.payload)
             if (receipt.worker, receipt.rank) != (worker, rank):
                 raise FrameError(f"receipt {frame.seq} names worker {receipt.worker!r} rank {receipt.rank}, its sender is another")
+            for file in receipt.files:
+                if fault := path_fault(file.path, receipt.job):
+                    raise FrameError(f"receipt {frame.seq}: {fault}")
             self.receipts.setdefault(stream, []).append((frame.seq, receipt))
         elif frame.kind is Kind.HELLO:
             self.greetings[stream] = frame.seq

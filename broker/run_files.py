@@ -22,12 +22,13 @@ class Blob(NamedTuple):
     manifest: Manifest
 
 
-def reported(root: Path, job: str, files: Sequence[CapturedFile]) -> list[Blob]:
-    """The blobs that receipts name. Raises MidstreamError: `gone`, or `capture_failed` for one that cannot be read."""
-    headers = read_headers(root, job, [place_in(root, file.path, file.offset, file.bytes) for file in files])
+def reported(root: Path, job: str, files: Sequence[tuple[int, CapturedFile]]) -> list[Blob]:
+    """The blobs that receipts name, (prompt, file) each. Raises MidstreamError: `gone`, or `capture_failed` for one that cannot be
+    read or is another job's."""
+    headers = read_headers(root, job, [place_in(root, job, request, file) for request, file in files])
     return [
         Blob(RunFile(path=file.path, offset=file.offset, bytes=file.bytes, crc32=file.crc32), header.manifest)
-        for file, header in zip(files, headers, strict=True)
+        for (_, file), header in zip(files, headers, strict=True)
     ]
 
 

@@ -278,7 +278,7 @@ class SourceRuns:
         if not files:
             found = await self._on_disk(job, tag)
             return {request: blobs for request, blobs in found.items() if only is None or request in only}
-        blobs = await asyncio.to_thread(run_files.reported, self._settings.capture_root, job, [file for _, file in files])
+        blobs = await asyncio.to_thread(run_files.reported, self._settings.capture_root, job, files)
         by_request: dict[int, Blobs] = {}
         for (request, _), blob in zip(files, blobs, strict=True):
             by_request.setdefault(request, []).append(blob)

@@ -47,9 +47,14 @@ COMPLAIN_EVERY_S = 30.0
 
 _UNHEARD: dict[int, str] = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it does not know this worker's public CURVE key {public} (curve_clients_dir of the relay)",
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "one side has CURVE keys and the other has none, or what listens there is no relay",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "one side has CURVE keys and the other has none, or what listens there is no relay{keyless}",
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it hung up during the handshake: is curve_server_key the public key of this relay?",
 }
+#: Said where it is this side that has none.
+_KEYLESS = (
+    ". This worker has none: set MIDSTREAM_CURVE_DIR to the relay's curve_dir (of `midstream up`: secrets/curve in its data directory), "
+    "or give it keys (midstream curve new)"
+)
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 for _event in _UNHEARD:
     _EVENTS |= _event
@@ -222,7 +227,8 @@ class Sender(threading.Thread):
         now = time.monotonic()
         if now - self._complained.get(event, -COMPLAIN_EVERY_S) >= COMPLAIN_EVERY_S:
             self._complained[event] = now
-            why = _UNHEARD[event].format(public=self._curve.public if self._curve else "")
+            public, keyless = (self._curve.public, "") if self._curve else ("", _KEYLESS)
+            why = _UNHEARD[event].format(public=public, keyless=keyless)
             waiting = self._committed - self._acked
             log.error("outbox %s: the relay at %s does not let us in; %d receipts wait: %s", self._store.path, self._url, waiting, why)
         if self._knock_at == float("inf"):

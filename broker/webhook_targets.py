@@ -24,6 +24,20 @@ _EXTRA_V4 = {
 #: All of IPv6 that is anybody's receiver lies here, or leads to an IPv4 address through NAT64.
 _GLOBAL_V6 = IPv6Network("2000::/3")
 _NAT64 = IPv6Network("64:ff9b::/96")
+#: Networks whose addresses hold IPv4 addresses: (network, how far these lie from the right end in bits, mask that hides them).
+#: A gateway or a kernel that knows the scheme sends such a packet to the IPv4 address.
+_EMBEDDING: tuple[tuple[IPv6Network, int, int], ...] = (
+    (IPv6Network("::/96"), 0, 0),  # IPv4-compatible, RFC 4291
+    (IPv6Network("::ffff:0:0/96"), 0, 0),  # IPv4-mapped, RFC 4291
+    (IPv6Network("::ffff:0:0:0/96"), 0, 0),  # IPv4-translated, RFC 2765
+    (_NAT64, 0, 0),  # RFC 6052
+    (IPv6Network("64:ff9b:1::/48"), 0, 0),  # NAT64 of one network, RFC 8215, with a prefix of 96 bits
+    (IPv6Network("2002::/16"), 80, 0),  # 6to4, RFC 3056
+    (IPv6Network("2001::/32"), 64, 0),  # Teredo's server, RFC 4380
+    (IPv6Network("2001::/32"), 0, 0xFFFFFFFF),  # Teredo's client
+)
+#: ISATAP (RFC 5214) embeds one in the right half of an address of any network, behind these 32 bits.
+_ISATAP = {0x00005EFE, 0x02005EFE}
 _EXTRA_V6 = {
     IPv6Network("2001::/23"): "reserved, or a tunnel",
     IPv6Network("2001:db8::/32"): "for documentation",
@@ -46,11 +60,13 @@ MAX_HOST = 253
 
 def refusal(address: Address, allow_private: bool = False) -> str | None:
     """Why nothing may be sent to `address`; None when it is public, or with `allow_private` when it is not a cloud's metadata."""
+    inner: list[str | None] = []
     if isinstance(address, IPv6Address):
-        if address in _NAT64:
-            return refusal(IPv4Address(int(address) & 0xFFFFFFFF), allow_private)
-        if address.ipv4_mapped in _METADATA:
+        inner = [refusal(each, allow_private) for each in embedded(address)]
+        if METADATA in inner:
             return METADATA
+        if address in _NAT64:
+            return inner[0]
     if address in _METADATA:
         return METADATA
     if allow_private:
@@ -65,7 +81,17 @@ def refusal(address: Address, allow_private: bool = False) -> str | None:
         return "of one link"
     if address not in _GLOBAL_V6:
         return "not public"
-    return next((what for network, what in _EXTRA_V6.items() if address in network), None)
+    found = next((what for network, what in _EXTRA_V6.items() if address in network), None)
+    return found or next((why for why in inner if why), None)
+
+
+def embedded(address: IPv6Address) -> list[IPv4Address]:
+    """The IPv4 addresses inside an IPv6 address, where what is sent to it may end."""
+    value = int(address)
+    found = [((value >> shift) ^ mask) & 0xFFFFFFFF for network, shift, mask in _EMBEDDING if address in network]
+    if (value >> 32) & 0xFFFFFFFF in _ISATAP:
+        found.append(value & 0xFFFFFFFF)
+    return [IPv4Address(each) for each in found]
 
 
 def url_fault(url: str, allow_private: bool) -> str | None:

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -68,12 +69,16 @@ def keys_create(
 async def _create(redis_url: str, request: KeyRequest) -> CreatedKey:
     from ..broker.keys import Keys
     from ..broker.ledger import Ledger
+    from .supervisor import own_redis_url
 
     settings = load_settings()
     if redis_url != "-":
         settings = msgspec.structs.replace(settings, redis_url=redis_url)
+    elif not settings.redis_url:
+        settings = msgspec.structs.replace(settings, redis_url=own_redis_url(Path(settings.data_dir).expanduser().resolve()))
     if not settings.redis_url:
-        raise invalid("--redis-url", "the settings name no Redis", allowed="redis://host:port/0, or MIDSTREAM_REDIS_URL")
+        allowed = "redis://host:port/0, MIDSTREAM_REDIS_URL, or MIDSTREAM_DATA_DIR of a `midstream up` that runs"
+        raise invalid("--redis-url", "the settings name no Redis", allowed=allowed)
     ledger = Ledger.connect(settings)
     try:
         return await Keys(ledger).create(request)

@@ -70,13 +70,14 @@ def doctor(
     url: Url = None,
 ) -> None:
     """Check Redis, clocks, disk, versions, workers, relay, webhooks and keys; say what to do. Exit code 1 when something fails."""
-    from .supervisor import read_state
+    from .supervisor import own_redis_url, read_state
 
     settings = load_settings(data_dir=str(data_dir) if data_dir else None)
-    state = read_state(Path(settings.data_dir).expanduser().resolve())
+    data = Path(settings.data_dir).expanduser().resolve()
+    state = read_state(data)
     where = url or (str(state["url"]) if data_dir and state.get("url") else find_url(None))
     found: list[Finding] = []
-    for finding in examine(settings, settings.redis_url or state.get("redis_url", ""), where):
+    for finding in examine(settings, settings.redis_url or own_redis_url(data), where):
         found.append(finding)
         if not json_:
             out.print(show_status.findings([finding]))

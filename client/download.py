@@ -2,6 +2,7 @@
 
 import atexit
 import json
+import os
 import re
 import shutil
 import tempfile
@@ -9,6 +10,7 @@ import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
+from ..schemas.captures import path_fault
 from ..schemas.errors import MidstreamError
 from .blobs import Place
 from .reader import CaptureReader
@@ -36,8 +38,11 @@ def in_place(manifest: Manifest, job_id: str) -> list[Place]:
     """The blobs under the server's capture root if they are on this machine, whole; else nothing."""
     if manifest.root is None:
         return []
+    if any(path_fault(file.path, job_id) for file in manifest.files):
+        return []  # the server has to say what it means
     places = [Place(Path(manifest.root) / file.path, file.offset, file.bytes, file.crc32) for file in manifest.files]
-    sizes = {path: path.stat().st_size for path in {place.path for place in places} if path.is_file()}
+    # Another account's folder may be closed to this one: its files are fetched.
+    sizes = {path: path.stat().st_size for path in {place.path for place in places} if os.access(path, os.R_OK)}
     here = all(sizes.get(place.path, 0) >= file.offset + file.bytes for place, file in zip(places, manifest.files, strict=True))
     return places if here else []
 

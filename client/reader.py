@@ -144,6 +144,9 @@ class CaptureReader:
         """A reader of all the files that the API names of a job whose capture is `status`."""
         reader = cls.__new__(cls)
         blobs = open_blobs(file if isinstance(file, Place) else Place(file) for file in files)
+        for blob in blobs:
+            if blob.header.manifest.job != job:
+                raise MidstreamError("capture_failed", f"{blob.place.path.name} does not hold rows of job {job}")
         reader._open(blobs, job, tag, partial, first_tag=True, whole=True)
         if not reader._requests:
             raise MidstreamError("not_found", f"job {job} has no capture files" + (f" under the tag {tag!r}" if tag else ""))

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import IO, TYPE_CHECKING, Any
+from urllib.parse import urlsplit, urlunsplit
 
 import httpx
 import msgspec
@@ -70,6 +71,7 @@ class Supervisor:
         self._redis: RedisServer | None = None
         self._own_redis = not settings.redis_url
         self._lock: IO[str] | None = None
+        self._umask: int | None = None  # as it was before the start
         self._stopping = threading.Event()
         self._hurry = False
         self._started = now()
@@ -116,11 +118,13 @@ class Supervisor:
 
     def start(self, timeout: float = READY_TIMEOUT_S) -> None:
         """Start everything and wait until a live worker serves the model. On any failure everything is stopped again."""
+        from ..broker.install import close_folder, with_secrets
         from ..broker.private import private_folder
 
         try:
+            self._umask = os.umask(close_folder(self.data, self._say))
             self._take_lock()
-            self.settings = prepare(self.settings, self.data, self._say)
+            self.settings = with_secrets(prepare(self.settings, self.data, self._say), self.data, self._say)
             logs = private_folder(self.data / "logs")
             self._say(f"midstream {__version__} starting with {self.settings.served_model}; a model takes a minute or so (logs: {logs})")
             if self._own_redis:
@@ -173,6 +177,9 @@ class Supervisor:
         if self._redis is not None:
             self._redis.stop()
             self._redis = None
+        if self._umask is not None:
+            os.umask(self._umask)
+            self._umask = None
         if self._lock is not None:
             (self.data / STATE_FILE).unlink(missing_ok=True)
             self._lock.close()
@@ -208,10 +215,11 @@ class Supervisor:
         self._write_state()
 
     def _start_redis(self) -> None:
-        from ..broker import redis_server
+        from ..broker import install, redis_server
 
         port = self._redis.port if self._redis else _port_of(self.settings.redis_url)
-        self._redis = redis_server.start(self.data / "redis", port, self.settings.redis_maxmemory_mib, self.settings.redis_appendfsync)
+        maxmemory, fsync = self.settings.redis_maxmemory_mib, self.settings.redis_appendfsync
+        self._redis = redis_server.start(self.data / "redis", port, maxmemory, fsync, install.redis_password(self.data))
         self.settings = msgspec.structs.replace(self.settings, redis_url=self._redis.url)
         self._write_state()
 
@@ -262,7 +270,7 @@ class Supervisor:
             "version": __version__,
             "url": self.url if self._children else "",
             "model": self.settings.served_model,
-            "redis_url": self.settings.redis_url if self._own_redis else "",  # another's may hold a password
+            "redis_url": _without_password(self.settings.redis_url) if self._own_redis else "",
             "started": self._started,
             "processes": {name: [pid, birth(pid)] for name, pid in pids.items()},
         }
@@ -309,6 +317,18 @@ def read_state(data: Path) -> dict[str, Any]:
         return dict(json.loads((data / STATE_FILE).read_text()))
     except (FileNotFoundError, NotADirectoryError):
         return {}
+
+
+def own_redis_url(data: Path) -> str:
+    """The Redis that a `midstream up` runs on `data`, with its password; empty when none runs there."""
+    from ..broker.install import with_redis_password
+
+    return with_redis_password(str(read_state(data).get("redis_url", "")), data)
+
+
+def _without_password(url: str) -> str:
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
 
 def free_port(host: str) -> int:

@@ -1,5 +1,7 @@
 """What is in a job's capture files? The manifest as it lies in each of them, and as `GET /v1/captures/{id}` shows it."""
 
+from pathlib import PurePosixPath
+
 import msgspec
 
 from .base import Record
@@ -12,6 +14,17 @@ SEGMENTS = "segments"
 #: `<capture root>/.deleted/<job>` exists from the moment at which a job's captures are deleted until nothing is left of them.
 #: Who reads files looks there after opening them: so it has everything that the job has, or nothing.
 DELETED = ".deleted"
+
+
+def path_fault(path: str, job: str) -> str | None:
+    """What is wrong with the path of a capture file as a receipt of `job` names it, relative to the capture root; None for nothing.
+
+    A job's files lie in `<tag>/<job>/` and in the segments that it shares: a path to anywhere else is a lie.
+    """
+    parts = PurePosixPath(path).parts
+    if len(parts) == 3 and ".." not in parts and not path.startswith("/") and parts[0] != DELETED and parts[1] in (job, SEGMENTS):
+        return None
+    return f"{path[:200]!r} is not a capture file of job {job}, which lie in TAG/{job} and TAG/{SEGMENTS}"
 
 
 class Manifest(msgspec.Struct):

@@ -42,6 +42,7 @@ class Settings(Record):
     redis_url: str = ""  # empty: `midstream up` starts its own on a free loopback port
     relay_url: str = ""  # tcp://host:port of the relay's ROUTER; empty: `midstream up` picks a free port
     relay_allow_remote: bool = False  # let the relay listen off loopback without CURVE keys: only in a trusted network
+    curve_dir: str = ""  # folder where relay and workers of one account make and find their CURVE keys by themselves
     curve_secret_file: str = ""  # this process's private CURVE key, of the relay or of a worker: `midstream curve new`
     curve_server_key: str = ""  # worker: the relay's public key
     curve_clients_dir: str = ""  # relay: folder of the workers' public keys, `<worker_id>.pub`; read again when it changes
@@ -65,6 +66,7 @@ class Settings(Record):
     max_num_seqs: Count = 64  # requests in one engine step
     max_num_batched_tokens: Count = 2048  # tokens in one engine step
     enable_prefix_caching: bool = True
+    prefix_cache_scope: Literal["shared", "tenant"] = "shared"  # `tenant`: a tenant's requests reuse only what its own have computed
     speculative_tokens: Natural = 0  # draft tokens by n-gram lookup in the prompt; 0: none
     kv_cache_gib: Positive = 1.0  # CPU only
     block_size: Count | None = None  # tokens in a block of the KV cache, of which only whole ones are shared; default: the platform's
@@ -254,6 +256,11 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def asks_for_keys(settings: Settings) -> bool:
+    """Whether the API lets in only callers with a key."""
+    return settings.auth == "keys" or (settings.auth == "auto" and not is_loopback(settings.api_host))
 
 
 def to_environment(settings: Settings) -> dict[str, str]:

@@ -21,7 +21,7 @@ from celery.worker.components import Pool
 
 from ..broker import observe, traces
 from ..broker.celery_app import make_app, queue_of
-from ..broker.curve import client_keys
+from ..broker.curve import client_keys, with_kept_keys
 from ..broker.lease import LeaseStep
 from ..schemas import faults
 from ..schemas.errors import MidstreamError
@@ -94,6 +94,7 @@ def main() -> int:
     try:
         settings = with_worker_id(load_settings())
         _check(settings)
+        settings = with_kept_keys(settings, settings.worker_id)
         faults.arm(settings.fault, settings.data_dir)
         lock = WorkerLock(settings)
         observe.start(settings, "worker", worker=settings.worker_id)

@@ -6,6 +6,7 @@ from typing import Protocol
 
 from ..schemas.errors import MidstreamError
 from ..schemas.jobs import Job, Output, Sampling
+from ..schemas.keys import DEFAULT_TENANT
 from ..schemas.models import ModelInfo, TokenizerBundle
 from ..schemas.runs import RunFiles
 from ..schemas.settings import Settings
@@ -36,6 +37,7 @@ class Ask:
     grade: Grade | None = None
     keep_blocks: str = ""  # see `RankSpec`
     trace: str = ""  # see `RankSpec`
+    tenant: str = DEFAULT_TENANT
 
 
 def ask_of(job: Job, request: int, attempt: int, trace: str = "") -> Ask:
@@ -51,6 +53,7 @@ def ask_of(job: Job, request: int, attempt: int, trace: str = "") -> Ask:
         captured=job.captured,
         stream=job.stream,
         trace=trace,
+        tenant=job.tenant,
     )
 
 

@@ -146,6 +146,7 @@ class Asks:
             entry=entry,
             grade=grade,
             keep_blocks=keep_blocks,
+            tenant=self._job.tenant,
         )
 
     def _key(self, unit: Unit, place: int, tag: str) -> str:

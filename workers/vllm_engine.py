@@ -147,6 +147,8 @@ class VllmEngine(RankControl):
                 self._captures.admitted(self._captured_rows(ask) * self._row_bytes),
             ):
                 prompt = TokensPrompt(prompt_token_ids=ask.token_ids)
+                if self._settings.prefix_cache_scope == "tenant":
+                    prompt["cache_salt"] = ask.tenant  # part of the first block's hash, and so of all that follow
                 parts = Parts(ask.request)
                 submitted = True
                 # Closed before the rows are given back and the ranks are told: an abort then goes ahead of both.

@@ -97,8 +97,8 @@ local function receive(id, request, rank, pp, attempt, status, packed, bytes, ro
   end
   if not job or tonumber(request) >= job.prompts then
     unknown = unknown + 1 -- a request that the job does not have must not count towards those it has
-  elseif not working(job, attempt) then
-    stale = stale + 1
+  elseif not working(job, attempt) or string.match(about, '^(.-)%z') ~= job.worker then
+    stale = stale + 1 -- of a former attempt, or of a worker that does not have the job
   elseif redis.call('HSETNX', key('ticket', id), request .. '/' .. rank, packed) == 0 then
     duplicate = duplicate + 1
   else

@@ -105,8 +105,8 @@ def two_ranks() -> None:
 
 @pytest.fixture(scope="session")
 def tp2(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
-    """Two tensor-parallel ranks."""
-    host = Host(tmp_path_factory.mktemp("tp2"), qwen3, tensor_parallel_size=2, fault="rpc")
+    """Two tensor-parallel ranks; each tenant has a prefix cache of its own."""
+    host = Host(tmp_path_factory.mktemp("tp2"), qwen3, tensor_parallel_size=2, fault="rpc", prefix_cache_scope="tenant")
     yield host
     host.close()
 

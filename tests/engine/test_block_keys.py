@@ -25,7 +25,7 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def request(number: int, digest: str) -> Any:
+def request(number: int, digest: str, salt: str | None = None) -> Any:
     """As vLLM makes one of what a client sends, four blocks long: in a thread of its own, ahead of the scheduler."""
     from vllm import SamplingParams
     from vllm.utils.hashing import sha256
@@ -37,7 +37,7 @@ def request(number: int, digest: str) -> Any:
     )
     params = SamplingParams(max_tokens=1, extra_args={"midstream": msgspec.to_builtins(spec)})
     hasher = kv_cache_utils.get_request_block_hasher(BLOCK, sha256)
-    return Request(str(number), list(range(64)), params, None, block_hasher=hasher)
+    return Request(str(number), list(range(64)), params, None, cache_salt=salt, block_hasher=hasher)
 
 
 def scheduler_of(module: ModuleType) -> Any:
@@ -83,3 +83,11 @@ def test_plain_requests_find_their_blocks_in_every_epoch(scheduler: ModuleType) 
     after = request(2, "")
     ours.add_request(before)
     assert before.block_hashes == after.block_hashes
+
+
+@pytest.mark.parametrize("digest", ["", "d"])
+def test_no_block_of_a_tenant_is_found_by_another_where_the_cache_is_theirs_alone(scheduler: ModuleType, digest: str) -> None:
+    one, same, other, nobodys = (request(number, digest, salt) for number, salt in enumerate(("a", "a", "b", None)))
+    assert one.block_hashes == same.block_hashes
+    assert not set(one.block_hashes) & set(other.block_hashes)
+    assert not set(one.block_hashes) & set(nobodys.block_hashes)

@@ -211,3 +211,18 @@ def test_a_failed_intervention_leaves_no_blocks_that_claim_it(cached: Host, refe
         output = cached.run(anew)[anew.id][0]
         assert output.cached_tokens == reused
         rows_match(cached, reference, anew, output, [(0, vector, None)])
+
+
+@pytest.mark.parametrize(("way", "crossing"), [("cached", 2 * BLOCK), ("tp2", 0)])
+@pytest.mark.parametrize("asks", ["nothing", "steering", "capture"])
+def test_tenants_reuse_each_others_blocks_only_where_the_cache_is_shared(way: str, crossing: int, asks: str, request) -> None:
+    """`cached` has prefix_cache_scope=shared, `tp2` has `tenant`. What is reused is told as `cached_tokens`."""
+    host: Host = request.getfixturevalue(way)
+    prompt = prompt_of(300, seed=70 + len(asks))
+    steering = [steer(host.vector(direction(70)), [0], 2.0)] if asks == "steering" else None
+    capture = capture_of(ALL, "all_prompt") if asks == "capture" else None
+    found = {}
+    for turn in ("a first", "a again", "b first", "b again"):
+        job = msgspec.structs.replace(host.job(prompt, max_tokens=1, steering=steering, capture=capture), tenant=turn[0])
+        found[turn] = host.run(job)[job.id][0].cached_tokens
+    assert found == {"a first": 0, "a again": 2 * BLOCK, "b first": crossing, "b again": 2 * BLOCK}

@@ -137,7 +137,27 @@ def test_a_receipt_that_names_a_path_outside_the_root_opens_nothing(api: Api, ha
     for path in ("", "/files/...p0000.pp0.safetensors", "/safetensors"):
         answer = api.http.get(f"/v1/captures/{claim.job.id}{path}")
         assert answer.status_code == 500
-        assert "inside the capture root" in answer.json()["detail"]
+        assert "is not a capture file of job" in answer.json()["detail"]
+
+
+@pytest.mark.parametrize("where", ["folder", "segment"])
+def test_a_receipt_that_names_another_jobs_blob_serves_none_of_it(api: Api, hand: Hand, captured: str, where: str) -> None:
+    claim = hand.claim(api.submit(capture={"layers": [0], "positions": "last_prompt", "tag": "mine"}))
+    hand.store(claim)
+    victim = api.http.get(f"/v1/captures/{captured}").json()["files"][0]
+    if where == "folder":
+        stolen = CapturedFile(victim["path"], victim["bytes"], victim["crc32"], 1, sites={"post_block": [0]}, positions=1, tag="mine")
+    else:  # shared by jobs, so the path alone does not tell whose blob it is
+        (stolen,) = write(api.settings.capture_root, finished("job_victim", positions=[0], tag="mine"), segment_limit=1 << 20)
+        assert stolen.path.startswith("mine/segments/")
+    hand.receipt(claim, files=[stolen])
+    for path in ("", "/files/mine.p0000.pp0.safetensors", "/safetensors"):
+        answer = api.http.get(f"/v1/captures/{claim.job.id}{path}")
+        assert (answer.status_code, answer.json()["type"]) == (500, "urn:midstream:capture_failed")
+        assert "job_victim" not in answer.text
+    with Client(api.url) as client, pytest.raises(MidstreamError) as raised:
+        client.capture(claim.job.id)
+    assert raised.value.kind == "capture_failed"
 
 
 # field case 39

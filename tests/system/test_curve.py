@@ -152,6 +152,7 @@ def test_a_sender_without_keys_or_with_another_relays_key_gets_nowhere_and_says_
         wrong.append(receipt(job, 1))
         wait_until(lambda: "is curve_server_key the public key of this relay?" in caplog.text)
         wait_until(lambda: "one side has CURVE keys and the other has none" in caplog.text)
+        assert "This worker has none: set MIDSTREAM_CURVE_DIR" in caplog.text
         assert (plain.depth(), wrong.depth()) == (1, 1)
     assert jobs.arrived(job) == {}
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import redis
 import zmq
@@ -22,7 +23,7 @@ from midstream.broker.frames import Frame, Kind
 from midstream.broker.outbox import Outbox, OutboxError
 from midstream.schemas.base import to_msgpack
 from midstream.schemas.jobs import Output, State
-from midstream.schemas.receipts import PROTOCOL, LostRange
+from midstream.schemas.receipts import PROTOCOL, CapturedFile, LostRange
 
 #: Only ends what hangs.
 LONG_S = 60.0
@@ -356,6 +357,11 @@ def test_receipts_of_jobs_that_nobody_knows_do_not_hold_up_the_others(relay: Rel
 def test_strangers_and_nonsense_are_answered_and_do_no_harm(relay: RelayProcess, jobs: Jobs, tmp_path: Path) -> None:
     (job,) = jobs.claim(1, 1)
     good = frames.pack(Kind.RECEIPT, frames.new_epoch(), 1, to_msgpack(receipt(job, 0)))
+
+    def names(path: str) -> bytes:
+        told = msgspec.structs.replace(receipt(job, 0), files=[CapturedFile(path, 1, 0, 1)])
+        return frames.pack(Kind.RECEIPT, frames.new_epoch(), 1, to_msgpack(told))
+
     cases = [
         (b"w/0/a", b"", "too short"),
         (b"w/0/b", bytes([PROTOCOL, 99]) + bytes(24), "kind 99 is unknown"),
@@ -363,6 +369,10 @@ def test_strangers_and_nonsense_are_answered_and_do_no_harm(relay: RelayProcess,
         (b"w/0/d", frames.pack(Kind.ACK, frames.new_epoch(), 1), "the relay's to say"),
         (b"someone else", good, "worker/rank/instance"),
         (b"v/0/e", good, "its sender is another"),
+        (b"w/0/f", names("../secret"), "not a capture file of job"),
+        (b"w/0/g", names(f"/{job}/x"), "not a capture file of job"),
+        (b"w/0/h", names(f"{job}/../x"), "not a capture file of job"),
+        (b"w/0/i", names("tag/job_another/x.safetensors"), "not a capture file of job"),
     ]
     for identity, raw, reason in cases:
         with Peer(relay.url, identity) as peer:

@@ -204,7 +204,7 @@ def test_late_receipts_of_ledgers_that_are_settled_do_not_mark_the_worker_again(
 
             async def disagree(seq: int, boot: str, epoch: int) -> bool:
                 job = make_job(steer=True)
-                await claimed(ledger, job, worker="w2")
+                await claimed(ledger, job)
                 for rank in (0, 1):
                     told = receipt(job, 0, rank, worker=WORKER, boot=boot, epoch=epoch, actions=3 + rank)
                     settle.settle(WORKER, rank, EPOCH, [(seq, told)])
@@ -375,6 +375,22 @@ def test_a_batch_of_many_bytes_is_settled_in_several_script_calls(redis_url: str
     asyncio.run(main())
 
 
+def test_a_receipt_of_a_worker_that_does_not_have_the_job_changes_nothing(redis_url: str) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger:
+            job = make_job(capture=True)
+            await claimed(ledger, job, ranks=1)
+            await ledger.store_outputs(job.id, 1, outputs())
+            settle = settler(redis_url)
+            for forged in (receipt(job, worker="other", files=[file()]), receipt(job, worker="other", status="error")):
+                settle.settle("other", 0, EPOCH, [(settle.mark("other", 0, EPOCH) + 1, forged)])
+            assert (settle.counts.stale, (await ledger.view(job.id)).receipts) == (2, 0)
+            settle.settle(WORKER, 0, EPOCH, [(1, receipt(job, files=[file()]))])
+            assert await state_of(ledger, job) is State.SUCCEEDED
+
+    asyncio.run(main())
+
+
 def test_receipts_of_a_former_attempt_are_acknowledged_and_change_nothing(redis_url: str) -> None:  # field case 37
     async def main() -> None:
         async with open_ledger(redis_url) as ledger:
@@ -389,11 +405,11 @@ def test_receipts_of_a_former_attempt_are_acknowledged_and_change_nothing(redis_
             assert settle.settle(WORKER, 0, EPOCH, [(3, receipt(job, attempt=1, status="error", message="late"))]) == 3
             assert settle.counts.stale == 2
             await ledger.store_outputs(job.id, 2, outputs())
-            settle.settle("w2", 0, EPOCH, [(1, receipt(job, attempt=2, files=[file("second")]))])
+            settle.settle("w2", 0, EPOCH, [(1, receipt(job, attempt=2, worker="w2", files=[file("second")]))])
             result = await ledger.result(job.id)
             assert result.state is State.SUCCEEDED
             assert [entry.path for entry in result.capture_results.files] == ["second"]
-            settle.settle("w2", 0, EPOCH, [(2, receipt(job, attempt=2, status="error", message="after the end"))])
+            settle.settle("w2", 0, EPOCH, [(2, receipt(job, attempt=2, worker="w2", status="error", message="after the end"))])
             assert await ledger.result(job.id) == result, "terminal is final"
 
     asyncio.run(main())

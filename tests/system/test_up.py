@@ -1,15 +1,22 @@
 """Does one command run the whole stack, keep it running, and leave nothing behind?"""
 
 import os
+import re
 import signal
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
+import redis
+from receipt_rig import receipt
 from up_kit import START_S, Up
 
+from midstream.broker.keys import new_key
+from midstream.broker.outbox import Outbox
 from midstream.client import Client
 from midstream.client.processes import birth
 from midstream.client.supervisor import STATE_FILE
@@ -31,7 +38,7 @@ def test_one_line_says_where_everything_is_and_ctrl_c_leaves_no_process(up: Up) 
         "api http://127.0.0.1:",
         "openapi ",
         "flower http://127.0.0.1:",
-        "redis redis://127.0.0.1:",
+        "redis redis://:***@127.0.0.1:",
         "model fake",
         f"data {up.data}",
     ):
@@ -134,6 +141,59 @@ def test_an_up_that_was_killed_is_cleaned_up_by_the_next(up: Up, tmp_path: Path)
         again.close()
     assert again.alive() == []
     assert up.alive() == []
+
+
+def test_what_up_starts_is_closed_to_other_accounts(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    data.chmod(0o755)  # as a former version left it
+    up = Up(data, auth="keys", admin_key=new_key())
+    try:
+        url = up.ready()
+        assert f"{data} was open to other accounts" in up.output()
+        assert {stat.S_IMODE(path.stat().st_mode) & 0o077 for path in [data, *data.rglob("*")] if not path.is_symlink()} == {0}
+        # Redis asks for a password, which no command line and no line of ours shows
+        password = (data / "secrets" / "redis.password").read_text().strip()
+        port = urlsplit(up.state()["redis_url"]).port
+        assert port is not None
+        with redis.Redis(port=port) as stranger, pytest.raises(redis.AuthenticationError):
+            stranger.ping()
+        with redis.Redis(port=port, password=password) as ours:
+            assert ours.ping()
+        shown = [up.output(), (data / STATE_FILE).read_text(), *(path.read_text() for path in (data / "logs").glob("*.log"))]
+        shown += [Path(f"/proc/{pid}/cmdline").read_text() for pid, _ in up.state()["processes"].values()]
+        assert not any(password in text for text in shown)
+        assert "redis://:***@127.0.0.1:" in up.output()
+        # so does Flower
+        auth = (data / "secrets" / "flower.auth").read_text().strip()
+        assert str(data / "secrets" / "flower.auth") in up.output()
+        assert auth not in up.output()
+        flower = re.search(r"flower (http://\S+)", up.output())
+        assert flower is not None
+        assert httpx.get(f"{flower[1]}/api/tasks").status_code == 401
+        assert httpx.get(f"{flower[1]}/api/tasks", auth=tuple(auth.split(":", 1))).status_code == 200  # type: ignore[arg-type]
+        # and the relay: a forged receipt of a running job does not get in
+        relay = up.environment["MIDSTREAM_RELAY_URL"]
+        with Outbox(tmp_path / "forged", "w1", 0, relay) as forged:
+            forged.append(receipt("job_x", 0, worker="w1"))
+            assert not forged.flush(2.0)
+            assert not forged.connected
+        with Client(url, up.environment["MIDSTREAM_ADMIN_KEY"]) as client:
+            done = client.run(model="fake", prompts=["hello"], capture={"layers": "all", "positions": "last_prompt"}, timeout=90)
+            assert client.result(done.id).capture_results.status == "ok"
+        made = up.midstream("keys", "create", "second", "--redis-url", "-")
+        assert made.returncode == 0, made.stderr
+        assert "redis" in up.midstream("doctor").stdout
+    finally:
+        up.close()
+
+
+def test_flower_without_a_password_is_called_by_its_own_name_alone(up: Up) -> None:
+    up.ready()
+    flower = re.search(r"flower (http://\S+)", up.output())
+    assert flower is not None
+    assert httpx.get(f"{flower[1]}/api/tasks", headers={"Host": "evil.example"}).status_code == 421
+    assert httpx.get(f"{flower[1]}/metrics", headers={"Host": "evil.example:5555"}).status_code == 421
 
 
 def test_a_demo_that_falls_short_fails_and_stops_what_it_started(tmp_path: Path) -> None:

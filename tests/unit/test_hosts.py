@@ -3,9 +3,9 @@
 import pytest
 
 from midstream.api.__main__ import serve
-from midstream.api.hosts import Hosts
+from midstream.broker.hosts import Hosts
 from midstream.schemas.errors import MidstreamError
-from midstream.schemas.settings import Settings, SettingsError
+from midstream.schemas.settings import Settings, SettingsError, asks_for_keys
 
 OPEN = Settings()  # on loopback nobody is asked for a key
 KEYS = Settings(auth="keys")
@@ -15,7 +15,7 @@ OWN = "http://localhost:8321"
 def refused(settings: Settings, hosts: list[str], origins: list[str] | None = None, method: str = "GET") -> str:
     """The kind of the refusal; empty: none."""
     try:
-        Hosts(settings).check(method, hosts, origins or [])
+        Hosts(settings, settings.api_host, asks_for_keys(settings)).check(method, hosts, origins or [])
     except MidstreamError as error:
         return error.kind
     return ""

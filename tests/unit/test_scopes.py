@@ -8,7 +8,7 @@ from midstream.api import auth
 from midstream.api.app import make_app
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.keys import DEFAULT_TENANT, TENANT_PATTERN, Caller, own, scoped, shown, unscoped
-from midstream.schemas.settings import Settings
+from midstream.schemas.settings import Settings, asks_for_keys
 
 
 def routes() -> set[str]:
@@ -40,7 +40,7 @@ def test_only_health_and_documents_are_open() -> None:
     ],
 )  # fmt: skip
 def test_keys_are_asked_for_off_loopback_or_where_it_is_said(host: str, setting: str, asks: bool) -> None:
-    assert auth.asks_for_keys(Settings(api_host=host, auth=setting)) is asks  # type: ignore[arg-type]
+    assert asks_for_keys(Settings(api_host=host, auth=setting)) is asks  # type: ignore[arg-type]
 
 
 tenants = st.from_regex(TENANT_PATTERN, fullmatch=True)

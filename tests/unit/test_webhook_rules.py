@@ -119,7 +119,15 @@ def test_public_addresses_are_called(address: str) -> None:
     assert refusal(ip_address(address)) is None
 
 
-@pytest.mark.parametrize("address", ["169.254.169.254", "::ffff:169.254.169.254", "64:ff9b::a9fe:a9fe", "168.63.129.16", "fd00:ec2::254"])
+@pytest.mark.parametrize(
+    "address",
+    [
+        "169.254.169.254", "::ffff:169.254.169.254", "64:ff9b::a9fe:a9fe", "168.63.129.16", "fd00:ec2::254",
+        "2002:a9fe:a9fe::", "2002:a9fe:a9fe::1", "::169.254.169.254", "::ffff:0:a9fe:a9fe", "64:ff9b:1::a9fe:a9fe",
+        "2001:0:a9fe:a9fe::", "2001:0:102:304:0:0:5601:5601", "2606:4700::5efe:169.254.169.254", "fe80::200:5efe:a9fe:a9fe",
+        "2002:a83f:8110::", "::100.100.100.200",
+    ],
+)  # fmt: skip
 def test_a_clouds_metadata_is_not_called_even_where_private_addresses_are(address: str) -> None:  # field case 41
     assert refusal(ip_address(address), allow_private=True)
     assert refusal(ip_address("127.0.0.1"), allow_private=True) is None

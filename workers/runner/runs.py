@@ -146,6 +146,7 @@ class RunStore:
             descriptor = opened.fileno()
             header = read_header(lambda start, count: os.pread(descriptor, count, file.offset + start), file.bytes)
             held = {place.site: place for place in header.tensors.values() if place.site is not None}
+            self._check(files, header)
             mine = {site: place for site, place in held.items() if site in wanted}
             if not mine:  # another stage's
                 return {}
@@ -153,7 +154,6 @@ class RunStore:
             opened.seek(file.offset)
             if opened.readinto(raw) != file.bytes or zlib.crc32(raw) != file.crc32:
                 raise ValueError("its bytes are not those that were captured")
-        self._check(files, header)
         rows = {}
         for site, place in mine.items():
             if place.shape != [len(files.positions), files.hidden_size] or place.dtype not in _DTYPES:
