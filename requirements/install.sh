@@ -55,6 +55,7 @@ run_pip() {
     for try in 1 2 3; do
         if "$venv/bin/python" -m pip --disable-pip-version-check --no-input --retries 8 --timeout 60 "$@" 2>&1 | tee -a "$log" | awk '
             /^(Collecting|Processing) / { if (++n % 25 == 0) { print "  … " n " fetched"; fflush() } }
+            / Building wheel for .*: started$/ { print "  … building " $4; fflush() }
             /^Installing collected packages/ { print "  … unpacking"; fflush() }'; then
             return
         fi
