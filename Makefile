@@ -1,6 +1,9 @@
-# Everything a fresh machine with Python 3.11, make, git and gcc needs: `make demo`, `make test`. `make help` lists the rest.
-#   PYTHON=…       the interpreter, 3.11 (default: python3.11, else python3)
+# Everything that a fresh machine with Python 3.11, 3.12 or 3.13, make, git and a C++ compiler needs: `make demo`, `make test`.
+# `make help` lists the rest. What requirements/install.sh reads:
+#   PYTHON=…       the interpreter (default: the first of python3.11, python3.12, python3.13, python3 that fits)
 #   TORCH_INDEX=…  an index with CPU builds of torch, where pip's own configuration names none
+#   TORCH_UNVERIFIED=1  takes a build of torch whose hash is not in requirements/torch-cpu.lock
+# and what this file reads:
 #   COMPOSE_ARGS=--keep  leaves what `make test-compose` made
 #   PYTEST_ARGS=…  passed on, such as PYTEST_ARGS="-k sweeper -x"
 SHELL := /bin/bash
@@ -8,8 +11,9 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-print-directory
 
-PYTHON ?= $(or $(shell command -v python3.11),python3)
+PYTHON ?=
 TORCH_INDEX ?=
+TORCH_UNVERIFIED ?=
 PYTEST_ARGS ?=
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -17,7 +21,7 @@ READY := $(VENV)/.ready
 PACKAGES := api broker client kernels schemas workers
 
 # The model comes from a folder: nothing is asked of a hub, nothing is reported to anybody.
-export PYTHON TORCH_INDEX
+export PYTHON TORCH_INDEX TORCH_UNVERIFIED
 export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
 export DO_NOT_TRACK := 1
@@ -33,7 +37,7 @@ help: ## this list
 
 setup: $(READY) ## the environment in .venv, from the locks
 
-$(READY): requirements/cpu.lock requirements/torch-cpu.lock requirements/install.sh pyproject.toml
+$(READY): requirements/cpu.lock requirements/torch-cpu.lock requirements/torch-cuda.lock requirements/install.sh pyproject.toml
 	@echo "== setting up"
 	@requirements/install.sh $(VENV)
 	@touch $@
@@ -102,15 +106,16 @@ fidelity: $(READY) ## measure every architecture, hook, runner and mode; writes 
 	@$(BIN)/python tests/engine/fidelity.py $(NAMES)
 
 lens: $(READY) model ## TransformerLens, and what it says of three facts anew: patched grids are held to it
-	@$(PYTHON) -m venv .cache/lens
-	@.cache/lens/bin/python -m pip install --quiet --no-deps $(TORCH_INDEX:%=--extra-index-url %) -r requirements/torch-cpu.lock -r requirements/lens.lock
+	@$(BIN)/python -m venv .cache/lens
+	@.cache/lens/bin/python -m pip install --quiet --no-deps --require-hashes $(TORCH_INDEX:%=--extra-index-url %) -r requirements/torch-cpu.lock -r requirements/lens.lock
+	@.cache/lens/bin/python -c 'import torch' 2>/dev/null || .cache/lens/bin/python -m pip install --quiet --no-deps --require-hashes -r requirements/torch-cuda.lock
 	@.cache/lens/bin/python benchmarks/lens.py golden
 
 bench: $(READY) model ## the figures of benchmarks/RESULTS.md, one after the other
 	@for script in $(filter-out benchmarks/engines.py benchmarks/lens.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script; done
 
 lock: ## resolve the dependencies anew (UPGRADE=1: to their newest versions)
-	@PYTHON=$(PYTHON) requirements/compile.sh $(if $(UPGRADE),--upgrade)
+	@requirements/compile.sh $(if $(UPGRADE),--upgrade)
 
 clean: ## the environment, caches and the demo's data; not the model
 	rm -rf .venv .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info .midstream

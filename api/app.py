@@ -13,7 +13,7 @@ from litestar.types import Message, Scope
 
 from .. import __version__
 from ..schemas.settings import Settings
-from . import captures, completions, jobs, keys, openapi, problems, runs, service, status, steering, sweeps, tokens, webhooks
+from . import captures, completions, jobs, keys, openapi, pages, problems, runs, service, status, steering, sweeps, tokens, webhooks
 from .auth import authorize
 from .body import JsonRequest
 from .calls import App, changes_something
@@ -24,7 +24,7 @@ VERSION_HEADER = "x-midstream-version"
 
 ROUTES = [
     *jobs.ROUTES, *completions.ROUTES, *captures.ROUTES, *runs.ROUTES, *steering.ROUTES, *sweeps.ROUTES, *webhooks.ROUTES,
-    *keys.ROUTES, *status.ROUTES, *service.ROUTES, *tokens.ROUTES,
+    *keys.ROUTES, *status.ROUTES, *service.ROUTES, *pages.ROUTES, *tokens.ROUTES,
 ]  # fmt: skip
 
 

@@ -27,12 +27,13 @@ REMEMBERED = 10_000
 
 #: Method and path → the scope that is needed; None: open to everybody.
 SCOPE_OF: dict[str, Scope | None] = {
+    "GET /": None,  # links
     "GET /healthz": None,
     "GET /readyz": None,  # strangers are told whether, and not what is missing
     "GET /schema": None,  # what our documentation says as well
     "GET /schema/openapi.json": None,
     "GET /schema/swagger": None,
-    "GET /schema/oauth2-redirect.html": None,  # of Swagger's page
+    "GET /schema/assets/{name}": None,  # what the pages load
     "GET /schema/{path}": None,  # there is nothing
     "GET /metrics": "observe",
     "GET /v1/status": "observe",

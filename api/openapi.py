@@ -1,13 +1,11 @@
-"""What does the OpenAPI document say? What our types mean, including that unknown fields are refused; and a page that needs no network."""
+"""The OpenAPI document: our types as msgspec describes them, what each operation needs, and where its answers lead."""
 
-import html
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from litestar import Litestar, Request
-from litestar.enums import MediaType
+from litestar import Litestar, Request, Router
 from litestar.openapi.config import OpenAPIConfig
-from litestar.openapi.plugins import JsonRenderPlugin, OpenAPIRenderPlugin, SwaggerRenderPlugin
+from litestar.openapi.plugins import JsonRenderPlugin
 from litestar.openapi.spec import Schema
 from litestar.plugins import OpenAPISchemaPlugin
 from litestar.typing import FieldDefinition
@@ -15,6 +13,7 @@ from litestar.typing import FieldDefinition
 from .. import __version__
 from ..schemas.openai import OpenAIProblem
 from .auth import needed
+from .pages import HEADERS, Operations, Swagger
 from .problems import OPENAI_PATHS
 
 if TYPE_CHECKING:
@@ -146,46 +145,13 @@ class Document(JsonRenderPlugin):
         return msgspec.json.encode(self._records.complete(openapi_schema))
 
 
-class Interactive(SwaggerRenderPlugin):
-    """`/schema/swagger`."""
-
-    def __init__(self, records: Records):
-        super().__init__(path="/swagger")
-        self._records = records
-
-    def render(self, request: Request[Any, Any, Any], openapi_schema: dict[str, Any]) -> bytes:
-        return super().render(request, self._records.complete(openapi_schema))
-
-
-class Page(OpenAPIRenderPlugin):
-    """A list of the operations, drawn here: no script, no other host. The interactive page is one link away."""
-
-    def __init__(self) -> None:
-        super().__init__(path="/", media_type=MediaType.HTML)
-
-    def render(self, request: Request[Any, Any, Any], openapi_schema: dict[str, Any]) -> bytes:
-        rows = [
-            f"<tr><td><b>{method.upper()}</b></td><td><code>{html.escape(path)}</code></td>"
-            f"<td>{html.escape(operation.get('summary') or '')}<br>"
-            f"<small>{html.escape(operation.get('description') or '')}</small></td></tr>"
-            for path, operations in sorted(openapi_schema["paths"].items())
-            for method, operation in operations.items()
-            if isinstance(operation, dict)
-        ]
-        return f"""<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>Midstream {__version__}</title>
-<style>body{{font:16px/1.5 sans-serif;max-width:60em;margin:2em auto;padding:0 1em}}td{{vertical-align:top;padding:.3em .8em .3em 0}}
-small{{color:#555}}</style></head><body><h1>Midstream {__version__}</h1><p>{html.escape(DESCRIPTION)}</p>
-<p>The document: <a href="/schema/openapi.json">openapi.json</a>. To try things out (loads scripts from the network):
-<a href="/schema/swagger">Swagger UI</a>.</p><table>{"".join(rows)}</table></body></html>""".encode()
-
-
 def config(records: Records) -> OpenAPIConfig:
     return OpenAPIConfig(
         title="Midstream",
         version=__version__,
         description=DESCRIPTION,
-        path="/schema",
-        render_plugins=[Page(), Document(records), Interactive(records)],
+        render_plugins=[Operations(), Document(records), Swagger()],
+        openapi_router=Router("/schema", route_handlers=[], include_in_schema=False, dto=None, return_dto=None, response_headers=HEADERS),
     )
 
 

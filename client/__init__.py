@@ -6,6 +6,8 @@ Importing this is light: no torch, no vLLM, no Celery.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .extras import explained
+
 if TYPE_CHECKING:
     from ..schemas.selectors import Span as Span
     from ..schemas.specs import CaptureSpec as CaptureSpec
@@ -39,4 +41,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name], __name__), name)
+    try:
+        return getattr(import_module(_HOMES[name], __name__), name)
+    except ModuleNotFoundError as error:
+        raise explained(error) from None

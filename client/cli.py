@@ -13,6 +13,7 @@ from ..schemas.global_capture import from_settings
 from ..schemas.settings import SettingsError, load_settings
 from . import cli_acl, cli_captures, cli_curve, cli_jobs, cli_keys, cli_runs, cli_service, cli_steering, cli_sweeps, cli_webhooks
 from .cli_jobs import Url, err, find_url, out
+from .extras import MissingExtraError, explained, need
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -47,6 +48,7 @@ def up(
 
     Settings come from the file named by MIDSTREAM_CONFIG, MIDSTREAM_* in the environment, and these options, the last one wins.
     """
+    need("up", "`midstream up`")
     from .supervisor import Supervisor
 
     given = {
@@ -63,6 +65,7 @@ def demo(
     keep: Annotated[Path | None, typer.Option(help="Keep data and captures in this folder.")] = None,
 ) -> None:
     """Start everything, capture, steer and patch a real model, check what came, stop. Non-zero if anything fell short."""
+    need("demo", "`midstream demo`")
     from .demo import run_demo
 
     raise typer.Exit(run_demo(keep))
@@ -115,6 +118,11 @@ def main(arguments: list[str] | None = None) -> Any:
         _fail(f"{error}{advice}")
     except (SettingsError, TimeoutError, OSError) as error:
         _fail(str(error))
+    except ModuleNotFoundError as error:
+        explanation = explained(error)
+        if not isinstance(explanation, MissingExtraError):
+            raise
+        _fail(str(explanation))
 
 
 def _fail(message: str) -> None:

@@ -66,7 +66,7 @@ def _matplotlib() -> Any:
         import matplotlib.figure
         import matplotlib.font_manager
     except ImportError as error:
-        detail = "drawing needs matplotlib: install the extra `plots` (`pip install '.[client,plots]'`)"
+        detail = "drawing needs matplotlib: pip install 'midstream[plots]'"
         raise MidstreamError("unavailable", detail) from error
     if "IPython" in sys.modules:
         import matplotlib.pyplot  # teaches notebooks to show figures

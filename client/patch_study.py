@@ -133,7 +133,7 @@ class _Study:
             import pandas
         except ImportError as error:
             raise MidstreamError(
-                "unavailable", "a data frame needs pandas: `pip install midstream[plots]`; to_records() needs nothing"
+                "unavailable", "a data frame needs pandas: pip install 'midstream[plots]'; to_records() needs nothing"
             ) from error
         return pandas.DataFrame(self.to_records())
 

@@ -305,6 +305,7 @@ def child_environment(settings: Settings) -> dict[str, str]:
     """This process's environment with exactly these settings, read from nowhere else."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX) and name != FILE_VARIABLE}
     environment |= to_environment(msgspec.structs.replace(settings, api_key=""))  # that is of who calls
+    environment |= {"PYTHONSAFEPATH": "1"}  # what lies in the working directory is no module of theirs, nor of the processes they start
     environment |= {"PYTHONUNBUFFERED": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     if Path(settings.model).is_dir():
         environment["HF_HUB_OFFLINE"] = "1"  # everything is there: a hub that does not answer must not hold up the start

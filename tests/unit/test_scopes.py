@@ -13,7 +13,7 @@ from midstream.schemas.settings import Settings, asks_for_keys
 
 def routes() -> set[str]:
     app = make_app(Settings(redis_url="redis://127.0.0.1:1/0"))
-    return {f"{method} {route.path.rstrip('/')}" for route in app.routes for method in route.methods if method != "OPTIONS"}  # type: ignore[union-attr]
+    return {f"{method} {route.path.rstrip('/') or '/'}" for route in app.routes for method in route.methods if method != "OPTIONS"}  # type: ignore[union-attr]
 
 
 def test_every_route_has_its_scope_in_the_table_and_the_table_no_other() -> None:
@@ -28,7 +28,7 @@ def test_a_route_that_nobody_thought_of_is_for_admins() -> None:
 
 def test_only_health_and_documents_are_open() -> None:
     opened = {route for route, scope in auth.SCOPE_OF.items() if scope is None}
-    assert {route for route in opened if not route.startswith("GET /schema")} == {"GET /healthz", "GET /readyz"}
+    assert {route for route in opened if not route.startswith("GET /schema")} == {"GET /", "GET /healthz", "GET /readyz"}
 
 
 @pytest.mark.parametrize(
