@@ -13,14 +13,16 @@ if TYPE_CHECKING:
     from .client import PatchSpec as PatchSpec
     from .client import PatchStudy as PatchStudy
     from .client import Span as Span
+    from .client import ServerUnreachable as ServerUnreachable
     from .client import SteeringSpec as SteeringSpec
+    from .client import UnknownArgument as UnknownArgument
     from .client import VersionMismatch as VersionMismatch
     from .client import returned_rows as returned_rows
 
 __version__ = "0.1.0"
 __all__ = [
     "Answer", "AsyncClient", "AsyncPatchStudy", "CaptureReader", "CaptureSpec", "Client", "PatchSource", "PatchSpec", "PatchStudy", "Span",
-    "SteeringSpec", "VersionMismatch", "__version__", "returned_rows",
+    "ServerUnreachable", "SteeringSpec", "UnknownArgument", "VersionMismatch", "__version__", "returned_rows",
 ]  # fmt: skip
 
 

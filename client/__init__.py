@@ -17,19 +17,21 @@ if TYPE_CHECKING:
     from .patch_study import AsyncPatchStudy as AsyncPatchStudy
     from .patch_study import PatchStudy as PatchStudy
     from .reader import CaptureReader as CaptureReader
+    from .plain import UnknownArgument as UnknownArgument
     from .wire import Answer as Answer
+    from .wire import ServerUnreachable as ServerUnreachable
     from .wire import VersionMismatch as VersionMismatch
     from .wire import returned_rows as returned_rows
 
 _HOMES = {
     "AsyncClient": ".http", "Client": ".http", "CaptureReader": ".reader", "Answer": ".wire", "VersionMismatch": ".wire",
-    "returned_rows": ".wire", "PatchStudy": ".patch_study", "AsyncPatchStudy": ".patch_study",
+    "ServerUnreachable": ".wire", "UnknownArgument": ".plain",     "returned_rows": ".wire", "PatchStudy": ".patch_study", "AsyncPatchStudy": ".patch_study",
     "CaptureSpec": "..schemas.specs", "PatchSource": "..schemas.specs", "PatchSpec": "..schemas.specs",
     "SteeringSpec": "..schemas.specs", "Span": "..schemas.selectors",
 }  # fmt: skip
 __all__ = [
     "Answer", "AsyncClient", "AsyncPatchStudy", "CaptureReader", "CaptureSpec", "Client", "PatchSource", "PatchSpec", "PatchStudy", "Span",
-    "SteeringSpec", "VersionMismatch", "returned_rows",
+    "ServerUnreachable", "SteeringSpec", "UnknownArgument", "VersionMismatch", "returned_rows",
 ]  # fmt: skip
 
 

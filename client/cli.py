@@ -111,8 +111,7 @@ def main(arguments: list[str] | None = None) -> Any:
     try:
         return app(arguments, prog_name="midstream")
     except MidstreamError as error:
-        advice = f" (allowed: {error.allowed})" if error.allowed else ""
-        _fail(f"{error}{advice}")
+        _fail(str(error))
     except (SettingsError, TimeoutError, OSError) as error:
         _fail(str(error))
 

@@ -11,6 +11,7 @@ import httpx
 from ..schemas.captures import CapturePage
 from ..schemas.errors import MidstreamError
 from ..schemas.jobs import Event, JobPage, JobRequest, JobResult, JobView
+from ..schemas.openai import ChatRequest, CompletionRequest
 from . import calls, download, wire
 from .keys import AsyncKeyCalls, KeyCalls
 from .reader import CaptureReader
@@ -19,7 +20,7 @@ from .service import AsyncServiceCalls, ServiceCalls
 from .steering import AsyncSteeringCalls, SteeringCalls
 from .sweeps import AsyncSweepCalls, SweepCalls
 from .webhooks import AsyncWebhookCalls, WebhookCalls
-from .wire import Answer, Call, Capture, Patch, Steering
+from .wire import Answer, Call, Capture, JobLike, Patch, Steering
 
 
 class Client(SteeringCalls, RunCalls, SweepCalls, KeyCalls, WebhookCalls, ServiceCalls):
@@ -49,16 +50,16 @@ class Client(SteeringCalls, RunCalls, SweepCalls, KeyCalls, WebhookCalls, Servic
         """
         return wire.decode(self._send_patiently(calls.submission(request, idempotency_key, fields)), JobView)
 
-    def job(self, job_id: str) -> JobView:
+    def job(self, job_id: JobLike) -> JobView:
         return wire.decode(self._send(Call("GET", wire.job_path(job_id))), JobView)
 
     def jobs(self, *, state: str | None = None, model: str | None = None, limit: int | None = None, cursor: str | None = None) -> JobPage:
         """One page of jobs, newest first; `next` of the page is the next `cursor`."""
         return wire.decode(self._send(calls.page_of_jobs(state, model, limit, cursor)), JobPage)
 
-    def wait(self, job_id: str, timeout: float | None = None) -> JobView:
+    def wait(self, job_id: JobLike, timeout: float | None = None) -> JobView:
         """The job once it is over, however it ended. Raises TimeoutError after `timeout` seconds; survives an API restart."""
-        deadline = None if timeout is None else time.monotonic() + timeout
+        job_id, deadline = wire.id_of(job_id), None if timeout is None else time.monotonic() + timeout
         etag, state, patience = "", "queued", calls.Patience()
         while True:
             left = wire.POLL_S if deadline is None else min(wire.POLL_S, deadline - time.monotonic())
@@ -76,7 +77,7 @@ class Client(SteeringCalls, RunCalls, SweepCalls, KeyCalls, WebhookCalls, Servic
                 patience.check(error)
                 time.sleep(wire.PAUSE_S)
 
-    def result(self, job_id: str) -> JobResult:
+    def result(self, job_id: JobLike) -> JobResult:
         """The result of a job that succeeded; raises what went wrong of one that failed, `conflict` of one not over yet."""
         return wire.decode(self._send(Call("GET", wire.job_path(job_id, "result"))), JobResult)
 
@@ -86,7 +87,7 @@ class Client(SteeringCalls, RunCalls, SweepCalls, KeyCalls, WebhookCalls, Servic
         self.wait(view.id, timeout)
         return self.result(view.id)
 
-    def events(self, job_id: str, after: str = "") -> Iterator[Event]:
+    def events(self, job_id: JobLike, after: str = "") -> Iterator[Event]:
         """The job's events until it is over; after a lost connection it resumes behind the last one seen."""
         parser, patience = wire.EventParser(after), calls.Patience()
         while True:
@@ -110,7 +111,7 @@ class Client(SteeringCalls, RunCalls, SweepCalls, KeyCalls, WebhookCalls, Servic
                 patience.check(error)
             time.sleep(wire.PAUSE_S)
 
-    def cancel(self, job_id: str) -> JobView:
+    def cancel(self, job_id: JobLike) -> JobView:
         """Ask for cancellation; raises `conflict` when the job is over."""
         return wire.decode(self._send(Call("POST", wire.job_path(job_id, "cancel"))), JobView)
 
@@ -130,14 +131,15 @@ class Client(SteeringCalls, RunCalls, SweepCalls, KeyCalls, WebhookCalls, Servic
         model: str,
         prompt: str | list[str] | list[int] | list[list[int]],
         *,
-        steering: Sequence[Steering] = (),
-        patch: Sequence[Patch] = (),
+        steering: Steering | Sequence[Steering] = (),
+        patch: Patch | Sequence[Patch] = (),
         capture: Capture | None = None,
         capture_wait: bool = False,
         **openai: Any,
     ) -> Answer:
         """`POST /v1/completions` with OpenAI's fields (`max_tokens`, `temperature`, …) and ours."""
-        body = wire.openai_body({"model": model, "prompt": prompt, **openai}, steering, capture, capture_wait, patch)
+        ours = {"steering": steering, "patch": patch, "capture": capture, "capture_wait": capture_wait}
+        body = wire.openai_body(CompletionRequest, {"model": model, "prompt": prompt, **openai, **ours})
         return self._held("/v1/completions", body)
 
     def chat(
@@ -145,24 +147,26 @@ class Client(SteeringCalls, RunCalls, SweepCalls, KeyCalls, WebhookCalls, Servic
         model: str,
         messages: Sequence[dict[str, Any]],
         *,
-        steering: Sequence[Steering] = (),
-        patch: Sequence[Patch] = (),
+        steering: Steering | Sequence[Steering] = (),
+        patch: Patch | Sequence[Patch] = (),
         capture: Capture | None = None,
         capture_wait: bool = False,
         **openai: Any,
     ) -> Answer:
         """`POST /v1/chat/completions` with OpenAI's fields and ours."""
-        body = wire.openai_body({"model": model, "messages": list(messages), **openai}, steering, capture, capture_wait, patch)
+        ours = {"steering": steering, "patch": patch, "capture": capture, "capture_wait": capture_wait}
+        body = wire.openai_body(ChatRequest, {"model": model, "messages": messages, **openai, **ours})
         return self._held("/v1/chat/completions", body)
 
-    def capture(self, job_id: str, folder: Path | str | None = None, tag: str | None = None, *, partial: bool = False) -> CaptureReader:
-        """The captured rows of a job: read in place on the server's machine, else downloaded and checked.
+    def capture(self, job_id: JobLike, folder: Path | str | None = None, tag: str | None = None, *, partial: bool = False) -> CaptureReader:
+        """The captured rows of a job, given by its id, result or answer: read in place on the server's machine, else downloaded and checked.
 
         `folder`: where to keep a download; by default a folder that is gone when the program ends. `tag`: by default that of
         the job's own capture; what the operator captures of every request has another. `partial`: whatever is there of a
         capture that is `pending`, `error` or `timed_out`, which otherwise raises `conflict`, `capture_failed` or `receipts_timed_out`.
         The reader's `status` and `detail` say what the server says; `gaps()` what is missing.
         """
+        job_id = wire.id_of(job_id)
         manifest = wire.decode(self._send(Call("GET", wire.capture_path(job_id))), wire.Manifest)
         download.check(manifest, job_id, partial)
         found = download.in_place(manifest, job_id) if folder is None else None
@@ -182,7 +186,7 @@ class Client(SteeringCalls, RunCalls, SweepCalls, KeyCalls, WebhookCalls, Servic
         """One page of what lies in capture files, newest first; `next` of the page is the next `cursor`."""
         return wire.decode(self._send(calls.page_of_captures(tag, limit, cursor)), CapturePage)
 
-    def delete_capture(self, job_id: str) -> None:
+    def delete_capture(self, job_id: JobLike) -> None:
         """Delete a job's capture files. Raises `gone` when they were deleted before, `conflict` while the job runs."""
         wire.raise_problem(self._send(Call("DELETE", wire.capture_path(job_id))))
 
@@ -198,7 +202,7 @@ class Client(SteeringCalls, RunCalls, SweepCalls, KeyCalls, WebhookCalls, Servic
         try:
             return self._http.request(**call.arguments())
         except httpx.TransportError as error:
-            raise wire.unreachable(self.url, error) from error
+            raise wire.unreachable(self.url, error) from None
 
     def _send_patiently(self, call: Call) -> httpx.Response:
         """For calls that are safe to repeat: tried again for a few seconds while nobody answers."""
@@ -234,7 +238,7 @@ class AsyncClient(AsyncSteeringCalls, AsyncRunCalls, AsyncSweepCalls, AsyncKeyCa
     async def submit(self, request: JobRequest | None = None, *, idempotency_key: str | None = None, **fields: Any) -> JobView:
         return wire.decode(await self._send_patiently(calls.submission(request, idempotency_key, fields)), JobView)
 
-    async def job(self, job_id: str) -> JobView:
+    async def job(self, job_id: JobLike) -> JobView:
         return wire.decode(await self._send(Call("GET", wire.job_path(job_id))), JobView)
 
     async def jobs(
@@ -242,8 +246,8 @@ class AsyncClient(AsyncSteeringCalls, AsyncRunCalls, AsyncSweepCalls, AsyncKeyCa
     ) -> JobPage:
         return wire.decode(await self._send(calls.page_of_jobs(state, model, limit, cursor)), JobPage)
 
-    async def wait(self, job_id: str, timeout: float | None = None) -> JobView:
-        deadline = None if timeout is None else time.monotonic() + timeout
+    async def wait(self, job_id: JobLike, timeout: float | None = None) -> JobView:
+        job_id, deadline = wire.id_of(job_id), None if timeout is None else time.monotonic() + timeout
         etag, state, patience = "", "queued", calls.Patience()
         while True:
             left = wire.POLL_S if deadline is None else min(wire.POLL_S, deadline - time.monotonic())
@@ -261,7 +265,7 @@ class AsyncClient(AsyncSteeringCalls, AsyncRunCalls, AsyncSweepCalls, AsyncKeyCa
                 patience.check(error)
                 await asyncio.sleep(wire.PAUSE_S)
 
-    async def result(self, job_id: str) -> JobResult:
+    async def result(self, job_id: JobLike) -> JobResult:
         return wire.decode(await self._send(Call("GET", wire.job_path(job_id, "result"))), JobResult)
 
     async def run(self, request: JobRequest | None = None, *, timeout: float | None = None, **fields: Any) -> JobResult:
@@ -269,7 +273,7 @@ class AsyncClient(AsyncSteeringCalls, AsyncRunCalls, AsyncSweepCalls, AsyncKeyCa
         await self.wait(view.id, timeout)
         return await self.result(view.id)
 
-    async def events(self, job_id: str, after: str = "") -> AsyncIterator[Event]:
+    async def events(self, job_id: JobLike, after: str = "") -> AsyncIterator[Event]:
         parser, patience = wire.EventParser(after), calls.Patience()
         while True:
             try:
@@ -292,7 +296,7 @@ class AsyncClient(AsyncSteeringCalls, AsyncRunCalls, AsyncSweepCalls, AsyncKeyCa
                 patience.check(error)
             await asyncio.sleep(wire.PAUSE_S)
 
-    async def cancel(self, job_id: str) -> JobView:
+    async def cancel(self, job_id: JobLike) -> JobView:
         return wire.decode(await self._send(Call("POST", wire.job_path(job_id, "cancel"))), JobView)
 
     async def models(self) -> list[str]:
@@ -309,13 +313,14 @@ class AsyncClient(AsyncSteeringCalls, AsyncRunCalls, AsyncSweepCalls, AsyncKeyCa
         model: str,
         prompt: str | list[str] | list[int] | list[list[int]],
         *,
-        steering: Sequence[Steering] = (),
-        patch: Sequence[Patch] = (),
+        steering: Steering | Sequence[Steering] = (),
+        patch: Patch | Sequence[Patch] = (),
         capture: Capture | None = None,
         capture_wait: bool = False,
         **openai: Any,
     ) -> Answer:
-        body = wire.openai_body({"model": model, "prompt": prompt, **openai}, steering, capture, capture_wait, patch)
+        ours = {"steering": steering, "patch": patch, "capture": capture, "capture_wait": capture_wait}
+        body = wire.openai_body(CompletionRequest, {"model": model, "prompt": prompt, **openai, **ours})
         return await self._held("/v1/completions", body)
 
     async def chat(
@@ -323,18 +328,20 @@ class AsyncClient(AsyncSteeringCalls, AsyncRunCalls, AsyncSweepCalls, AsyncKeyCa
         model: str,
         messages: Sequence[dict[str, Any]],
         *,
-        steering: Sequence[Steering] = (),
-        patch: Sequence[Patch] = (),
+        steering: Steering | Sequence[Steering] = (),
+        patch: Patch | Sequence[Patch] = (),
         capture: Capture | None = None,
         capture_wait: bool = False,
         **openai: Any,
     ) -> Answer:
-        body = wire.openai_body({"model": model, "messages": list(messages), **openai}, steering, capture, capture_wait, patch)
+        ours = {"steering": steering, "patch": patch, "capture": capture, "capture_wait": capture_wait}
+        body = wire.openai_body(ChatRequest, {"model": model, "messages": messages, **openai, **ours})
         return await self._held("/v1/chat/completions", body)
 
     async def capture(
-        self, job_id: str, folder: Path | str | None = None, tag: str | None = None, *, partial: bool = False
+        self, job_id: JobLike, folder: Path | str | None = None, tag: str | None = None, *, partial: bool = False
     ) -> CaptureReader:
+        job_id = wire.id_of(job_id)
         manifest = wire.decode(await self._send(Call("GET", wire.capture_path(job_id))), wire.Manifest)
         download.check(manifest, job_id, partial)
         found = download.in_place(manifest, job_id) if folder is None else None
@@ -351,7 +358,7 @@ class AsyncClient(AsyncSteeringCalls, AsyncRunCalls, AsyncSweepCalls, AsyncKeyCa
     async def captures(self, *, tag: str | None = None, limit: int | None = None, cursor: str | None = None) -> CapturePage:
         return wire.decode(await self._send(calls.page_of_captures(tag, limit, cursor)), CapturePage)
 
-    async def delete_capture(self, job_id: str) -> None:
+    async def delete_capture(self, job_id: JobLike) -> None:
         wire.raise_problem(await self._send(Call("DELETE", wire.capture_path(job_id))))
 
     async def _held(self, path: str, body: dict[str, Any]) -> Answer:
@@ -366,7 +373,7 @@ class AsyncClient(AsyncSteeringCalls, AsyncRunCalls, AsyncSweepCalls, AsyncKeyCa
         try:
             return await self._http.request(**call.arguments())
         except httpx.TransportError as error:
-            raise wire.unreachable(self.url, error) from error
+            raise wire.unreachable(self.url, error) from None
 
     async def _send_patiently(self, call: Call) -> httpx.Response:
         patience = calls.Patience(seconds=5.0)

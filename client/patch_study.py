@@ -19,7 +19,7 @@ from ..schemas.errors import MidstreamError, invalid, misfit
 from ..schemas.selectors import HookName, LayerSelector
 from ..schemas.sweeps import PairResult, PairSpan, PatchWindow, SweepPair, SweepRequest, SweepResult
 from . import grid as grids
-from . import heatmap, sweeps
+from . import heatmap, plain, sweeps
 from .grid import Effect, Grid
 from .http import AsyncClient, Client
 
@@ -351,7 +351,8 @@ def _pair(pair: Pair, field: str = "") -> SweepPair:
         if isinstance(pair, str) or not 1 <= len(pair) <= 4:
             raise invalid(field, "write a pair as clean, corrupt, answer, foil, or as its fields")
         pair = dict(zip(("clean", "corrupt", "answer", "foil"), pair, strict=False))
-    return sweeps.plain(dict(pair), SweepPair, field)
+    made: SweepPair = plain.checked(dict(pair), SweepPair, field)
+    return made
 
 
 def _fields(record: Record) -> dict[str, Any]:

@@ -91,7 +91,7 @@ def test_an_ablation_asks_for_what_its_pair_can_tell(pair: tuple[str | None, ...
 
 @pytest.mark.parametrize(
     ("fields", "field"),
-    [({"hooks": ["nowhere"]}, "hooks[0]"), ({"widow": 3}, "widow"), ({"alpha": 2}, "alpha"), ({"layers": object()}, "SweepRequest")],
+    [({"hooks": ["nowhere"]}, "hooks[0]"), ({"widow": 3}, "widow"), ({"alpha": 2}, "alpha"), ({"layers": object()}, "layers")],
 )
 def test_a_mistake_is_named_before_anything_is_sent(fields: dict[str, Any], field: str) -> None:
     with pytest.raises(MidstreamError) as caught:
