@@ -11,12 +11,11 @@ from .. import __version__
 from ..schemas.errors import MidstreamError
 from ..schemas.global_capture import from_settings
 from ..schemas.settings import SettingsError, load_settings
-from . import cli_acl, cli_captures, cli_curve, cli_jobs, cli_keys, cli_runs, cli_service, cli_steering, cli_sweeps, cli_webhooks
-from .cli_jobs import Url, err, find_url, out
+from . import cli_acl, cli_captures, cli_curve, cli_jobs, cli_keys, cli_runs, cli_service, cli_stack, cli_steering, cli_sweeps, cli_webhooks, where
+from .cli_jobs import Url, err, out
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
-    help="Activation steering, capture and patching on stock vLLM, as a job service.",
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
 )  # fmt: skip
 model_app = typer.Typer(no_args_is_help=True, help="Checkpoints.")
 app.add_typer(model_app, name="model")
@@ -26,10 +25,24 @@ cli_steering.register(app)
 cli_runs.register(app)
 cli_sweeps.register(app)
 cli_service.register(app)
+cli_stack.register(app)
 cli_webhooks.register(app)
 cli_keys.register(app)
 cli_curve.register(app)
 cli_acl.register(app)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"midstream {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print this version.")] = False,
+) -> None:
+    """Activation steering, capture and patching on stock vLLM, as a job service."""
 
 
 @app.command()
@@ -87,12 +100,12 @@ def version(url: Url = None) -> None:
     from .wire import VERSION_HEADER
 
     print(f"midstream {__version__}")
-    where = find_url(url)
+    address = where.find_url(url, sure=False)
     try:
-        found = httpx.get(f"{where}/healthz", timeout=3.0).headers.get(VERSION_HEADER)
-        print(f"server {found} at {where}" if found else f"what answers at {where} is not Midstream")
+        found = httpx.get(f"{address}/healthz", timeout=3.0).headers.get(VERSION_HEADER)
+        print(f"server {found} at {address}" if found else f"what answers at {address} is not Midstream")
     except httpx.TransportError:
-        print(f"no server at {where}")
+        print(f"no server at {address}")
 
 
 def _overrides(pairs: list[str]) -> dict[str, str]:

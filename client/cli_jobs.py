@@ -49,17 +49,8 @@ def register(app: typer.Typer) -> None:
     app.add_typer(job_app, name="job")
 
 
-def find_url(given: str | None) -> str:
-    """The API's address: `--url`, else the setting `public_url`, else what runs on the data directory, else host and port."""
-    from .supervisor import reachable, read_state
-
-    settings = load_settings()
-    running = read_state(Path(settings.data_dir).expanduser().resolve()).get("url")
-    return given or settings.public_url or running or f"http://{reachable(settings.api_host)}:{settings.api_port}"
-
-
 def connect(given: str | None) -> Client:
-    return Client(find_url(given), load_settings().api_key)
+    return Client(given, load_settings().api_key)
 
 
 def submit(

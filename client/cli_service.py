@@ -14,8 +14,8 @@ from ..schemas.base import to_json
 from ..schemas.errors import MidstreamError
 from ..schemas.settings import load_settings
 from ..schemas.status import Status
-from . import show_status
-from .cli_jobs import AsJson, Url, connect, find_url, out
+from . import show_status, where
+from .cli_jobs import AsJson, Url, connect, out
 from .doctor import Finding, examine
 
 #: Seconds between two looks.
@@ -70,13 +70,11 @@ def doctor(
     url: Url = None,
 ) -> None:
     """Check Redis, clocks, disk, versions, workers, relay, webhooks and keys; say what to do. Exit code 1 when something fails."""
-    from .supervisor import read_state
-
     settings = load_settings(data_dir=str(data_dir) if data_dir else None)
-    state = read_state(Path(settings.data_dir).expanduser().resolve())
-    where = url or (str(state["url"]) if data_dir and state.get("url") else find_url(None))
+    stack = where.running(where.data_dir(settings))
+    address = url or (stack.url if data_dir and stack else "") or where.find_url(None, settings, sure=False)
     found: list[Finding] = []
-    for finding in examine(settings, settings.redis_url or state.get("redis_url", ""), where):
+    for finding in examine(settings, settings.redis_url or (stack.redis_url if stack else ""), address):
         found.append(finding)
         if not json_:
             out.print(show_status.findings([finding]))

@@ -12,7 +12,7 @@ from ..schemas.captures import CapturePage
 from ..schemas.errors import MidstreamError
 from ..schemas.jobs import Event, JobPage, JobRequest, JobResult, JobView
 from ..schemas.openai import ChatRequest, CompletionRequest
-from . import calls, download, wire
+from . import calls, download, where, wire
 from .keys import AsyncKeyCalls, KeyCalls
 from .reader import CaptureReader
 from .runs import AsyncRunCalls, RunCalls
@@ -24,14 +24,15 @@ from .wire import Answer, Call, Capture, JobLike, Patch, Steering
 
 
 class Client(SteeringCalls, RunCalls, SweepCalls, KeyCalls, WebhookCalls, ServiceCalls):
-    """The blocking client. `url`: where the API is, such as `http://127.0.0.1:8321`. `api_key`: else that of MIDSTREAM_API_KEY.
+    """The blocking client. `url`: where the API is; by default that of the running stack, found as the commands find it
+    (`client.where`). `api_key`: else that of MIDSTREAM_API_KEY.
 
     Every call raises MidstreamError for what the server refuses or cannot do (with its `kind` and `field`), VersionMismatch
-    when the two versions do not understand each other, and MidstreamError("unavailable") when nobody answers.
+    when the two versions do not understand each other, and ServerUnreachable when no server answers.
     """
 
-    def __init__(self, url: str = "http://127.0.0.1:8321", api_key: str | None = None):
-        self.url = url.rstrip("/")
+    def __init__(self, url: str | None = None, api_key: str | None = None):
+        self.url, api_key = where.address(url, api_key)
         self._http = httpx.Client(base_url=self.url, headers=wire.headers(api_key), limits=httpx.Limits(max_connections=256))
 
     def __enter__(self) -> "Client":
@@ -221,8 +222,8 @@ class Client(SteeringCalls, RunCalls, SweepCalls, KeyCalls, WebhookCalls, Servic
 class AsyncClient(AsyncSteeringCalls, AsyncRunCalls, AsyncSweepCalls, AsyncKeyCalls, AsyncWebhookCalls, AsyncServiceCalls):
     """The awaiting client: the calls of `Client`, as coroutines. Raises the same."""
 
-    def __init__(self, url: str = "http://127.0.0.1:8321", api_key: str | None = None):
-        self.url = url.rstrip("/")
+    def __init__(self, url: str | None = None, api_key: str | None = None):
+        self.url, api_key = where.address(url, api_key)
         limits = httpx.Limits(max_connections=4096, max_keepalive_connections=256)
         self._http = httpx.AsyncClient(base_url=self.url, headers=wire.headers(api_key), limits=limits)
 
