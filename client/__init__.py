@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from .http import Client as Client
     from .patch_study import AsyncPatchStudy as AsyncPatchStudy
     from .patch_study import PatchStudy as PatchStudy
-    from .reader import CaptureReader as CaptureReader
     from .plain import UnknownArgument as UnknownArgument
+    from .reader import CaptureReader as CaptureReader
     from .wire import Answer as Answer
     from .wire import ServerUnreachable as ServerUnreachable
     from .wire import VersionMismatch as VersionMismatch
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "AsyncClient": ".http", "Client": ".http", "CaptureReader": ".reader", "Answer": ".wire", "VersionMismatch": ".wire",
-    "ServerUnreachable": ".wire", "UnknownArgument": ".plain",     "returned_rows": ".wire", "PatchStudy": ".patch_study", "AsyncPatchStudy": ".patch_study",
-    "CaptureSpec": "..schemas.specs", "PatchSource": "..schemas.specs", "PatchSpec": "..schemas.specs",
+    "ServerUnreachable": ".wire", "returned_rows": ".wire", "UnknownArgument": ".plain", "PatchStudy": ".patch_study",
+    "AsyncPatchStudy": ".patch_study", "CaptureSpec": "..schemas.specs", "PatchSource": "..schemas.specs", "PatchSpec": "..schemas.specs",
     "SteeringSpec": "..schemas.specs", "Span": "..schemas.selectors",
 }  # fmt: skip
 __all__ = [
-    "Answer", "AsyncClient", "AsyncPatchStudy", "CaptureReader", "CaptureSpec", "Client", "PatchSource", "PatchSpec", "PatchStudy", "Span",
-    "ServerUnreachable", "SteeringSpec", "UnknownArgument", "VersionMismatch", "returned_rows",
+    "Answer", "AsyncClient", "AsyncPatchStudy", "CaptureReader", "CaptureSpec", "Client", "PatchSource", "PatchSpec", "PatchStudy",
+    "ServerUnreachable", "Span", "SteeringSpec", "UnknownArgument", "VersionMismatch", "returned_rows",
 ]  # fmt: skip
 
 

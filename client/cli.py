@@ -8,28 +8,32 @@ from typing import Annotated, Any
 import typer
 
 from .. import __version__
+from ..schemas.base import to_json
 from ..schemas.errors import MidstreamError
 from ..schemas.global_capture import from_settings
 from ..schemas.settings import SettingsError, load_settings
-from . import cli_acl, cli_captures, cli_curve, cli_jobs, cli_keys, cli_runs, cli_service, cli_stack, cli_steering, cli_sweeps, cli_webhooks, where
-from .cli_jobs import Url, err, out
+from . import (
+    cli_acl,
+    cli_captures,
+    cli_curve,
+    cli_jobs,
+    cli_keys,
+    cli_runs,
+    cli_service,
+    cli_stack,
+    cli_steering,
+    cli_sweeps,
+    cli_webhooks,
+    where,
+)
+from .cli_jobs import AsJson, Url, connect, err, out
+from .options import HOOKS_FORM
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
 )  # fmt: skip
 model_app = typer.Typer(no_args_is_help=True, help="Checkpoints.")
 app.add_typer(model_app, name="model")
-cli_jobs.register(app)
-cli_captures.register(app)
-cli_steering.register(app)
-cli_runs.register(app)
-cli_sweeps.register(app)
-cli_service.register(app)
-cli_stack.register(app)
-cli_webhooks.register(app)
-cli_keys.register(app)
-cli_curve.register(app)
-cli_acl.register(app)
 
 
 def _print_version(wanted: bool) -> None:
@@ -52,7 +56,7 @@ def up(
     port: Annotated[int | None, typer.Option(help="The API's port; 0: a free one.")] = None,
     flower_port: Annotated[int | None, typer.Option(help="Flower's port; 0: a free one.")] = None,
     global_capture: Annotated[
-        str | None, typer.Option(metavar="HOOK:LAYERS;…", help="Capture this of every request, such as post_block:all;pre_attn:0-17.")
+        str | None, typer.Option(metavar=HOOKS_FORM, help="Capture this of every request, such as post_block:all;pre_attn:0-17.")
     ] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Any other setting; repeat as needed.")] = None,
 ) -> None:
@@ -74,11 +78,12 @@ def up(
 @app.command()
 def demo(
     keep: Annotated[Path | None, typer.Option(help="Keep data and captures in this folder.")] = None,
+    url: Annotated[str | None, typer.Option(help="On a stack that runs and serves the demo model, instead of one of its own.")] = None,
 ) -> None:
     """Start everything, capture, steer and patch a real model, check what came, stop. Non-zero if anything fell short."""
-    from .demo import run_demo
+    from .demo import run_demo, run_demo_at
 
-    raise typer.Exit(run_demo(keep))
+    raise typer.Exit(run_demo(keep) if url is None else run_demo_at(url, keep))
 
 
 @model_app.command("fetch")
@@ -90,6 +95,14 @@ def model_fetch(
 
     folder = fetch_demo_model(say=lambda line: err.print(line, style="dim"), verify=verify)
     print(folder)
+
+
+@model_app.command("list")
+def model_list(json_: AsJson = False, url: Url = None) -> None:
+    """The models that are served."""
+    with connect(url) as client:
+        served = client.models()
+    print(to_json(served).decode() if json_ else "\n".join(served) or "no models")
 
 
 @app.command()
@@ -106,6 +119,19 @@ def version(url: Url = None) -> None:
         print(f"server {found} at {address}" if found else f"what answers at {address} is not Midstream")
     except httpx.TransportError:
         print(f"no server at {address}")
+
+
+cli_jobs.register(app)
+cli_captures.register(app)
+cli_steering.register(app)
+cli_runs.register(app)
+cli_sweeps.register(app)
+cli_service.register(app)
+cli_stack.register(app)
+cli_webhooks.register(app)
+cli_keys.register(app)
+cli_curve.register(app)
+cli_acl.register(app)
 
 
 def _overrides(pairs: list[str]) -> dict[str, str]:

@@ -171,7 +171,9 @@ def _print_lines(name: str, wide: int, found: Iterable[str]) -> None:
 
 
 def down(
-    now_: Annotated[bool, typer.Option("--now", help="Kill what is left instead of waiting for jobs under way; they are done again.")] = False,
+    now_: Annotated[
+        bool, typer.Option("--now", help="Kill what is left instead of waiting for jobs under way; they are done again.")
+    ] = False,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for the end.", min=0)] = 120.0,
     data_dir: DataDir = None,
 ) -> None:

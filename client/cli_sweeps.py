@@ -33,7 +33,9 @@ def sweep(
     pairs: Annotated[Path | None, typer.Option(help="Several pairs: a JSON list of objects with these names.", **PAIR)] = None,
     body: Annotated[Path | None, typer.Option(help="A whole SweepRequest as JSON instead of all options.", **PAIR)] = None,
     model: Annotated[str | None, typer.Option(help="Default: the first model served.", **PAIR)] = None,
-    hooks: Annotated[str | None, typer.Option(help="Such as resid_pre,attn_out,mlp_out; if left out: post_block.", **CELLS)] = None,
+    hooks: Annotated[
+        str | None, typer.Option(metavar=options.HOOKS_FORM, help="Such as resid_pre,attn_out,mlp_out; if left out: post_block.", **CELLS)
+    ] = None,
     layers: Annotated[str | None, typer.Option(help="all (if left out), 3, 0-5, or 0-5,9,-1.", **CELLS)] = None,
     positions: Annotated[
         str | None, typer.Option(help="Of the patched prompt: all_prompt (if left out), 0,5,-1, or 5:9, or from 5: on.", **CELLS)
@@ -80,7 +82,7 @@ def sweep(
             request = _request(
                 body, pairs, {"clean": clean, "corrupt": corrupt, "answer": answer, "foil": foil}, span or [],
                 {
-                    "model": model, "hooks": hooks and hooks.split(","), "layers": layers and options.parse_layers(layers),
+                    "model": model, **options.sweep_sites(hooks, layers),
                     "positions": positions and options.parse_positions(positions), "window": window and parse_window(window),
                     "metric": metric, "direction": direction, "ablation": ablation, "alignment": alignment, "alpha": alpha,
                     "mask": mask and options.parse_layers(mask),

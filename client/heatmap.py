@@ -1,5 +1,6 @@
 """How does a sweep look in a figure? Tokens by layers, one panel for each hook, all on one colour scale (matplotlib, `plots`)."""
 
+import math
 import sys
 import textwrap
 from pathlib import Path
@@ -20,8 +21,8 @@ _STYLE: dict[str, Any] = {
 }  # fmt: skip
 #: Of scripts that matplotlib's own font lacks; those that are installed.
 _FONTS = ("Noto Sans CJK SC", "Noto Sans CJK JP", "PingFang SC", "Hiragino Sans", "Microsoft YaHei", "Noto Sans", "Arial Unicode MS")
-#: Told apart by people who are blind to some colours, and in grey: one for shares, one for both sides of a base.
-SEQUENTIAL, DIVERGING = "viridis", "RdBu_r"
+#: White where nothing changes, red above and blue below: also for people who are blind to some colours.
+DIVERGING = "RdBu_r"
 _DPI = 200
 #: Inches: of a cell, of what stands around the panels, the least and the most that a panel may take, and the colour bar's width.
 _COLUMN, _ROW, _AROUND, _WIDTH, _HEIGHT, _BAR = 0.1, 0.18, 1.5, (2.2, 7.0), (1.3, 11.0), 0.09
@@ -82,7 +83,7 @@ def _draw(matplotlib: Any, grid: Grid, title: list[str]) -> "Figure":
     drawn = matplotlib.figure.Figure(figsize=(wide, height + 0.75 + 0.16 * len(lines)), layout="constrained")
     axes = drawn.subplots(1, panels, sharex=True, sharey=True, squeeze=False)[0]
     low, high = grid.limits
-    scale = {"vmin": low, "vmax": high, "cmap": SEQUENTIAL if grid.metric == "recovered" else DIVERGING}
+    scale = {"vmin": low, "vmax": high, "cmap": DIVERGING}
     for axis, hook in zip(axes, grid.hooks, strict=True):
         axis.patch.set(facecolor="0.93", edgecolor="0.6", hatch="/////", linewidth=0)  # seen where there is no value
         mesh = axis.pcolormesh(grid.values[hook].T, edgecolors="face", linewidth=0.1, **scale)
@@ -96,7 +97,8 @@ def _draw(matplotlib: Any, grid: Grid, title: list[str]) -> "Figure":
     axes[0].invert_yaxis()
     values = np.concatenate([each.ravel() for each in grid.values.values()])
     bar = drawn.colorbar(mesh, ax=list(axes), extend=_beyond(values, low, high), aspect=height / _BAR, pad=0.02)
-    bar.set_label(MEANING[grid.metric], fontsize=7)
+    middle = "" if math.isnan(grid.base) else f"; white: unpatched ({grid.base:.3g})"
+    bar.set_label(f"{MEANING[grid.metric]}{middle}", fontsize=7)
     bar.outline.set_linewidth(0.6)
     if grid.missing:
         lines[-1] += f" · hatched: no value ({grid.missing} of {values.size} cells)"

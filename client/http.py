@@ -160,7 +160,7 @@ class Client(SteeringCalls, RunCalls, SweepCalls, KeyCalls, WebhookCalls, Servic
         return self._held("/v1/chat/completions", body)
 
     def capture(self, job_id: JobLike, folder: Path | str | None = None, tag: str | None = None, *, partial: bool = False) -> CaptureReader:
-        """The captured rows of a job, given by its id, result or answer: read in place on the server's machine, else downloaded and checked.
+        """The captured rows of a job, given by id, result or answer: read in place on the server's machine, else downloaded and checked.
 
         `folder`: where to keep a download; by default a folder that is gone when the program ends. `tag`: by default that of
         the job's own capture; what the operator captures of every request has another. `partial`: whatever is there of a

@@ -351,8 +351,7 @@ def _pair(pair: Pair, field: str = "") -> SweepPair:
         if isinstance(pair, str) or not 1 <= len(pair) <= 4:
             raise invalid(field, "write a pair as clean, corrupt, answer, foil, or as its fields")
         pair = dict(zip(("clean", "corrupt", "answer", "foil"), pair, strict=False))
-    made: SweepPair = plain.checked(dict(pair), SweepPair, field)
-    return made
+    return plain.checked(dict(pair), SweepPair, field)
 
 
 def _fields(record: Record) -> dict[str, Any]:

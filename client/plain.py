@@ -34,7 +34,7 @@ class UnknownArgument(MidstreamError, TypeError):
     """A keyword argument that the call does not have; the message names the one that was probably meant."""
 
 
-def checked(value: Any, kind: Any, prefix: str = "") -> Any:
+def checked(value: Any, kind: type[T], prefix: str = "") -> T:
     """`value` as `kind`; raises MidstreamError with the field's path, below `prefix`, before anything is sent."""
     try:
         return msgspec.convert(plain(value, kind, prefix), kind)
@@ -52,8 +52,7 @@ def request(given: T | None, fields: dict[str, Any], kind: type[T]) -> T:
             raise invalid(next(iter(fields)), f"give either a {kind.__name__} or keyword arguments, not both")
         return given
     known_keywords(fields, kind)
-    made: T = checked({name: value for name, value in fields.items() if value is not None}, kind)
-    return made
+    return checked({name: value for name, value in fields.items() if value is not None}, kind)
 
 
 def known_keywords(fields: Iterable[str], kind: Any) -> None:
@@ -188,7 +187,9 @@ def _capture(value: Any, field: str) -> Any:
         return value
     layers = value.get("layers")
     hooks = checked(value["hooks"], list[HookName], f"{field}.hooks" if field else "hooks")
-    return {name: item for name, item in value.items() if name != "layers"} | {"hooks": dict.fromkeys(hooks, "all" if layers is None else layers)}
+    return {name: item for name, item in value.items() if name != "layers"} | {
+        "hooks": dict.fromkeys(hooks, "all" if layers is None else layers)
+    }
 
 
 def _job(value: Any, field: str) -> Any:

@@ -19,13 +19,12 @@ from . import sweeps
 from .grid import MEANING, Grid, described, grid_of, titled, written
 from .show import table
 
-#: Stops of the colour scales, as red, green and blue: viridis, and blue over white to red.
-_STOPS = {
-    True: ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37)),
-    False: ((33, 102, 172), (146, 197, 222), (247, 247, 247), (244, 165, 130), (178, 24, 43)),
-}
-#: Where there are no colours.
-_BLOCKS = "▁▂▃▄▅▆▇█"
+#: Stops of the colour scale, as red, green and blue: blue over white to red.
+_STOPS = np.array(((33, 102, 172), (146, 197, 222), (247, 247, 247), (244, 165, 130), (178, 24, 43)), dtype=np.float64)
+#: Where there are no colours: from the middle up, and from the middle down.
+_ABOVE, _BELOW = "▁▂▃▄▅▆▇█", "░▒▓"
+#: Below this part of the scale's half nothing is told from the middle.
+_LEAST = 0.05
 #: A cell without a value.
 _NONE = "·"
 #: Widest name of a row, rows at most, cells of the legend's scale, and how many reasons for missing cells are told.
@@ -52,17 +51,17 @@ class _Paint:
 
     def __init__(self, grid: Grid, colour: bool):
         self.low, self.high = grid.limits
-        self._stops = np.array(_STOPS[grid.metric == "recovered"], dtype=np.float64)
         self._colour = colour
 
     def cell(self, value: float, width: int) -> Text:
         if np.isnan(value):
             return Text(_NONE.ljust(width), style="dim")
-        share = float(np.clip((value - self.low) / (self.high - self.low), 0.0, 1.0))
+        share = float(np.clip(2 * (value - self.low) / (self.high - self.low) - 1, -1.0, 1.0))  # of the way from the middle to an end
         if not self._colour:
-            return Text(_BLOCKS[min(int(share * len(_BLOCKS)), len(_BLOCKS) - 1)] * width)
-        at = share * (len(self._stops) - 1)
-        mixed = [float(np.interp(at, range(len(self._stops)), self._stops[:, part])) for part in range(3)]
+            signs = _BELOW if share < -_LEAST else _ABOVE
+            return Text(signs[min(int(abs(share) * len(signs)), len(signs) - 1)] * width)
+        at = (share + 1) / 2 * (len(_STOPS) - 1)
+        mixed = [float(np.interp(at, range(len(_STOPS)), _STOPS[:, part])) for part in range(3)]
         return Text(" " * width, style=Style(bgcolor=Color.from_rgb(*mixed)))
 
     def legend(self) -> Text:

@@ -1,13 +1,13 @@
 """What has a name, what is steered for everyone, and do the ranks agree? The calls about it, of both clients.
 
-Steering is given as a list of entries or one entry, as a mapping from site to array (`{"post_block.12": vector}`), or as a safetensors file:
-`schemas.module_files` says how both name their tensors.
+Steering is given as a list of entries or as one, as a mapping from site to array (`{"post_block.12": vector}`), or as a safetensors
+file: `schemas.module_files` says how both name their tensors.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import numpy as np
@@ -31,7 +31,7 @@ def entries_of(wanted: Wanted) -> list[SteeringSpec]:
     """The entries in whatever was given, tensors packed. Raises MidstreamError naming the field, FileNotFoundError."""
     is_entry = isinstance(wanted, Mapping) and wanted.keys() <= set(SteeringSpec.__struct_fields__)
     if is_entry or not isinstance(wanted, str | Path | Mapping):
-        return wire.pack_steering(wanted)
+        return wire.pack_steering(cast(Steering | Sequence[Steering], wanted))
     from ..schemas.module_files import of_sites, specs_of
 
     try:

@@ -114,7 +114,9 @@ def _same(stack: Stack) -> None:
     except (httpx.HTTPError, msgspec.DecodeError):
         return
     if found != stack.instance:
-        raise ServerUnreachable(f"another stack answers at {stack.url} than the one on {stack.data}: `midstream status` shows what runs there")
+        raise ServerUnreachable(
+            f"another stack answers at {stack.url} than the one on {stack.data}: `midstream status` shows what runs there"
+        )
 
 
 def reachable(host: str) -> str:

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 import httpx
@@ -19,7 +19,7 @@ from ..schemas.jobs import PROBLEM_EVENT, TERMINAL, CaptureResults, Determinism,
 from ..schemas.openai import OpenAIRequest
 from ..schemas.specs import CaptureSpec, PatchSpec, SteeringSpec
 from . import plain
-from .plain import checked
+from .plain import checked as checked
 from .reader import CaptureReader
 
 T = TypeVar("T")
@@ -135,17 +135,17 @@ def job_request(request: JobRequest | None, fields: dict[str, Any]) -> JobReques
 
 def pack_steering(entries: Steering | Sequence[Steering]) -> list[SteeringSpec]:
     """Steering entries with their tensors packed; raises MidstreamError naming the field."""
-    return cast(list[SteeringSpec], checked(entries, list[SteeringSpec], "steering"))
+    return checked(entries, list[SteeringSpec], "steering")
 
 
 def pack_patch(entries: Patch | Sequence[Patch]) -> list[PatchSpec]:
     """Patches with their vectors packed; raises MidstreamError naming the field."""
-    return cast(list[PatchSpec], checked(entries, list[PatchSpec], "patch"))
+    return checked(entries, list[PatchSpec], "patch")
 
 
 def pack_capture(capture: Capture) -> CaptureSpec:
     """A capture from a struct or its fields; raises MidstreamError naming the field."""
-    return cast(CaptureSpec, checked(capture, CaptureSpec, "capture"))
+    return checked(capture, CaptureSpec, "capture")
 
 
 def openai_body(kind: type[OpenAIRequest], fields: dict[str, Any]) -> dict[str, Any]:
