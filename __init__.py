@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from .client import CaptureReader as CaptureReader
     from .client import CaptureSpec as CaptureSpec
     from .client import Client as Client
+    from .client import MidstreamError as MidstreamError
     from .client import PatchSource as PatchSource
     from .client import PatchSpec as PatchSpec
     from .client import PatchStudy as PatchStudy
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "Answer", "AsyncClient", "AsyncPatchStudy", "CaptureReader", "CaptureSpec", "Client", "PatchSource", "PatchSpec", "PatchStudy",
+    "Answer", "AsyncClient", "AsyncPatchStudy", "CaptureReader", "CaptureSpec", "Client", "MidstreamError", "PatchSource", "PatchSpec",
+    "PatchStudy",
     "ServerUnreachable", "Span", "SteeringSpec", "UnknownArgument", "VersionMismatch", "__version__", "returned_rows",
 ]  # fmt: skip
 

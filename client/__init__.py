@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ..schemas.errors import MidstreamError as MidstreamError
     from ..schemas.selectors import Span as Span
     from ..schemas.specs import CaptureSpec as CaptureSpec
     from ..schemas.specs import PatchSource as PatchSource
@@ -27,10 +28,11 @@ _HOMES = {
     "AsyncClient": ".http", "Client": ".http", "CaptureReader": ".reader", "Answer": ".wire", "VersionMismatch": ".wire",
     "ServerUnreachable": ".wire", "returned_rows": ".wire", "UnknownArgument": ".plain", "PatchStudy": ".patch_study",
     "AsyncPatchStudy": ".patch_study", "CaptureSpec": "..schemas.specs", "PatchSource": "..schemas.specs", "PatchSpec": "..schemas.specs",
-    "SteeringSpec": "..schemas.specs", "Span": "..schemas.selectors",
+    "SteeringSpec": "..schemas.specs", "MidstreamError": "..schemas.errors", "Span": "..schemas.selectors",
 }  # fmt: skip
 __all__ = [
-    "Answer", "AsyncClient", "AsyncPatchStudy", "CaptureReader", "CaptureSpec", "Client", "PatchSource", "PatchSpec", "PatchStudy",
+    "Answer", "AsyncClient", "AsyncPatchStudy", "CaptureReader", "CaptureSpec", "Client", "MidstreamError", "PatchSource", "PatchSpec",
+    "PatchStudy",
     "ServerUnreachable", "Span", "SteeringSpec", "UnknownArgument", "VersionMismatch", "returned_rows",
 ]  # fmt: skip
 

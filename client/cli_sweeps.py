@@ -13,6 +13,7 @@ from . import cli_jobs, options, show_sweeps, sweeps
 from .cli_jobs import AsJson, Url, connect, out
 from .heatmap import check, figure
 from .patch_study import PatchStudy
+from .progress import bar
 
 #: The options that belong together in `--help`.
 PAIR: dict[str, Any] = {"rich_help_panel": "Prompts"}
@@ -97,7 +98,7 @@ def sweep(
                 print(to_json(view).decode() if json_ else view.id)
                 return
             job = view.id
-        with show_sweeps.bar(cli_jobs.err if json_ else out) as progress:
+        with bar() as progress:
             result = client.sweep_result(job, progress, cancel=request is not None)
     if save is not None and request is not None:
         PatchStudy.of(job, request, result).save(save)

@@ -12,7 +12,7 @@ from ..schemas.captures import CapturePage
 from ..schemas.errors import MidstreamError
 from ..schemas.jobs import Event, JobPage, JobRequest, JobResult, JobView
 from ..schemas.openai import ChatRequest, CompletionRequest
-from . import calls, download, where, wire
+from . import calls, download, notebook, where, wire
 from .keys import AsyncKeyCalls, KeyCalls
 from .reader import CaptureReader
 from .runs import AsyncRunCalls, RunCalls
@@ -33,6 +33,7 @@ class Client(SteeringCalls, RunCalls, SweepCalls, KeyCalls, WebhookCalls, Servic
 
     def __init__(self, url: str | None = None, api_key: str | None = None):
         self.url, api_key = where.address(url, api_key)
+        notebook.install()
         self._http = httpx.Client(base_url=self.url, headers=wire.headers(api_key), limits=httpx.Limits(max_connections=256))
 
     def __enter__(self) -> "Client":
@@ -224,6 +225,7 @@ class AsyncClient(AsyncSteeringCalls, AsyncRunCalls, AsyncSweepCalls, AsyncKeyCa
 
     def __init__(self, url: str | None = None, api_key: str | None = None):
         self.url, api_key = where.address(url, api_key)
+        notebook.install()
         limits = httpx.Limits(max_connections=4096, max_keepalive_connections=256)
         self._http = httpx.AsyncClient(base_url=self.url, headers=wire.headers(api_key), limits=limits)
 

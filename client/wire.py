@@ -18,7 +18,7 @@ from ..schemas.errors import STATUS_OF_KIND, MidstreamError, Problem, invalid
 from ..schemas.jobs import PROBLEM_EVENT, TERMINAL, CaptureResults, Determinism, Event, JobRequest, JobResult, JobView
 from ..schemas.openai import OpenAIRequest
 from ..schemas.specs import CaptureSpec, PatchSpec, SteeringSpec
-from . import plain
+from . import notebook, plain
 from .plain import checked as checked
 from .reader import CaptureReader
 
@@ -98,6 +98,9 @@ class Answer:
     def text(self) -> str:
         """The first prompt's text."""
         return self.texts[0]
+
+    def _repr_html_(self) -> str:
+        return notebook.answer_html(self)
 
     @property
     def rows(self) -> CaptureReader:
