@@ -9,11 +9,14 @@ if TYPE_CHECKING:
     from .client import CaptureReader as CaptureReader
     from .client import CaptureSpec as CaptureSpec
     from .client import Client as Client
+    from .client import MidstreamError as MidstreamError
     from .client import PatchSource as PatchSource
     from .client import PatchSpec as PatchSpec
     from .client import PatchStudy as PatchStudy
+    from .client import ServerUnreachable as ServerUnreachable
     from .client import Span as Span
     from .client import SteeringSpec as SteeringSpec
+    from .client import UnknownArgument as UnknownArgument
     from .client import VersionMismatch as VersionMismatch
     from .client import matrix as matrix
     from .client import returned_rows as returned_rows
@@ -21,8 +24,9 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "Answer", "AsyncClient", "AsyncPatchStudy", "CaptureReader", "CaptureSpec", "Client", "PatchSource", "PatchSpec", "PatchStudy", "Span",
-    "SteeringSpec", "VersionMismatch", "__version__", "matrix", "returned_rows", "samples",
+    "Answer", "AsyncClient", "AsyncPatchStudy", "CaptureReader", "CaptureSpec", "Client", "MidstreamError", "PatchSource", "PatchSpec",
+    "PatchStudy", "ServerUnreachable", "Span", "SteeringSpec", "UnknownArgument", "VersionMismatch", "__version__", "matrix",
+    "returned_rows", "samples",
 ]  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """The routes about the service itself: models, health, readiness, metrics."""
 
+import os
 import re
 from collections import Counter as Tally
 from typing import Any
@@ -15,6 +16,7 @@ from ..broker.status import RELAY_KEY, read_status
 from ..broker.steering import Account
 from ..schemas.errors import MidstreamError
 from ..schemas.health import Health, Readiness
+from ..schemas.instance import instance_of
 from ..schemas.models import ModelInfo, WorkerInfo
 from ..schemas.openai import ModelCard, ModelList
 from ..schemas.status import Status
@@ -63,9 +65,13 @@ def _card(info: ModelInfo, workers: int) -> ModelCard:
     )
 
 
+#: The parent is `midstream up`, where that started this process.
+_INSTANCE = instance_of(os.getppid())
+
+
 @get("/healthz", summary="This process answers")
 async def healthz() -> Health:
-    return Health(status="ok", version=__version__)
+    return Health(status="ok", version=__version__, instance=_INSTANCE)
 
 
 @get(

@@ -144,6 +144,7 @@ def _pair_result(sweep: StoredSweep, records: Records, pair: int, grids: dict[Ho
         base=_baseline(stored, records.get(units.base(pair).number)),
         source=_baseline(stored, records.get(units.source(pair).number)),
         noise_floor=_noise_floor(sweep, records, pair),
+        noise_probes=sum(_value(records.get(unit.number)) is not None for unit in units.noise(pair)),
         grids=grids,
         notes=stored.notes,
     )

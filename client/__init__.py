@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from .extras import explained
 
 if TYPE_CHECKING:
+    from ..schemas.errors import MidstreamError as MidstreamError
     from ..schemas.selectors import Span as Span
     from ..schemas.specs import CaptureSpec as CaptureSpec
     from ..schemas.specs import PatchSource as PatchSource
@@ -18,23 +19,26 @@ if TYPE_CHECKING:
     from .http import Client as Client
     from .patch_study import AsyncPatchStudy as AsyncPatchStudy
     from .patch_study import PatchStudy as PatchStudy
+    from .plain import UnknownArgument as UnknownArgument
     from .reader import CaptureReader as CaptureReader
     from .row_matrix import matrix as matrix
     from .row_matrix import samples as samples
     from .wire import Answer as Answer
+    from .wire import ServerUnreachable as ServerUnreachable
     from .wire import VersionMismatch as VersionMismatch
     from .wire import returned_rows as returned_rows
 
 _HOMES = {
     "AsyncClient": ".http", "Client": ".http", "CaptureReader": ".reader", "Answer": ".wire", "VersionMismatch": ".wire",
-    "returned_rows": ".wire",
-    "matrix": ".row_matrix", "samples": ".row_matrix", "PatchStudy": ".patch_study", "AsyncPatchStudy": ".patch_study",
-    "CaptureSpec": "..schemas.specs", "PatchSource": "..schemas.specs", "PatchSpec": "..schemas.specs",
-    "SteeringSpec": "..schemas.specs", "Span": "..schemas.selectors",
+    "ServerUnreachable": ".wire", "returned_rows": ".wire", "UnknownArgument": ".plain", "PatchStudy": ".patch_study",
+    "AsyncPatchStudy": ".patch_study", "CaptureSpec": "..schemas.specs", "PatchSource": "..schemas.specs", "PatchSpec": "..schemas.specs",
+    "SteeringSpec": "..schemas.specs", "MidstreamError": "..schemas.errors", "Span": "..schemas.selectors",
+    "matrix": ".row_matrix", "samples": ".row_matrix",
 }  # fmt: skip
 __all__ = [
-    "Answer", "AsyncClient", "AsyncPatchStudy", "CaptureReader", "CaptureSpec", "Client", "PatchSource", "PatchSpec", "PatchStudy", "Span",
-    "SteeringSpec", "VersionMismatch", "matrix", "returned_rows", "samples",
+    "Answer", "AsyncClient", "AsyncPatchStudy", "CaptureReader", "CaptureSpec", "Client", "MidstreamError", "PatchSource", "PatchSpec",
+    "PatchStudy", "ServerUnreachable", "Span", "SteeringSpec", "UnknownArgument", "VersionMismatch", "matrix", "returned_rows",
+    "samples",
 ]  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import httpx
 
 from ..schemas.errors import MidstreamError
 from ..schemas.jobs import JobRequest
-from .wire import PATIENCE_S, Call, idempotency_key, job_path, job_request
+from .wire import PATIENCE_S, Call, JobLike, idempotency_key, job_path, job_request
 
 
 def submission(request: JobRequest | None, key: str | None, fields: dict[str, Any]) -> Call:
@@ -25,12 +25,12 @@ def page_of_captures(tag: str | None, limit: int | None, cursor: str | None) -> 
     return Call("GET", "/v1/captures", params={name: value for name, value in given.items() if value is not None})
 
 
-def poll(job_id: str, version: str, seconds: float) -> Call:
+def poll(job_id: JobLike, version: str, seconds: float) -> Call:
     headers = {"if-none-match": version} if version else {}
     return Call("GET", job_path(job_id), params={"wait": round(seconds, 3)}, headers=headers, timeout=seconds + 30)
 
 
-def events_stream(job_id: str, after: str) -> dict[str, Any]:
+def events_stream(job_id: JobLike, after: str) -> dict[str, Any]:
     headers = {"accept": "text/event-stream", **({"last-event-id": after} if after else {})}
     # The server sends a comment every 15 s: silence for longer means that the connection is dead.
     return {"method": "GET", "url": job_path(job_id, "events"), "headers": headers, "timeout": httpx.Timeout(10.0, read=45.0)}
@@ -52,4 +52,4 @@ class Patience:
             raise error
         self._since = self._since or time.monotonic()
         if time.monotonic() - self._since > self._seconds:
-            raise error
+            raise error from None

@@ -8,29 +8,46 @@ from typing import Annotated, Any
 import typer
 
 from .. import __version__
+from ..schemas.base import to_json
 from ..schemas.errors import MidstreamError
 from ..schemas.global_capture import from_settings
 from ..schemas.settings import SettingsError, load_settings
-from . import cli_acl, cli_captures, cli_curve, cli_jobs, cli_keys, cli_runs, cli_service, cli_steering, cli_sweeps, cli_webhooks
-from .cli_jobs import Url, err, find_url, out
+from . import (
+    cli_acl,
+    cli_captures,
+    cli_curve,
+    cli_jobs,
+    cli_keys,
+    cli_runs,
+    cli_service,
+    cli_stack,
+    cli_steering,
+    cli_sweeps,
+    cli_webhooks,
+    where,
+)
+from .cli_jobs import AsJson, Url, connect, err, out
 from .extras import MissingExtraError, explained, need
+from .options import HOOKS_FORM
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
-    help="Activation steering, capture and patching on stock vLLM, as a job service.",
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
 )  # fmt: skip
 model_app = typer.Typer(no_args_is_help=True, help="Checkpoints.")
 app.add_typer(model_app, name="model")
-cli_jobs.register(app)
-cli_captures.register(app)
-cli_steering.register(app)
-cli_runs.register(app)
-cli_sweeps.register(app)
-cli_service.register(app)
-cli_webhooks.register(app)
-cli_keys.register(app)
-cli_curve.register(app)
-cli_acl.register(app)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"midstream {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print this version.")] = False,
+) -> None:
+    """Activation steering, capture and patching on stock vLLM, as a job service."""
 
 
 @app.command()
@@ -40,7 +57,7 @@ def up(
     port: Annotated[int | None, typer.Option(help="The API's port; 0: a free one.")] = None,
     flower_port: Annotated[int | None, typer.Option(help="Flower's port; 0: a free one.")] = None,
     global_capture: Annotated[
-        str | None, typer.Option(metavar="HOOK:LAYERS;…", help="Capture this of every request, such as post_block:all;pre_attn:0-17.")
+        str | None, typer.Option(metavar=HOOKS_FORM, help="Capture this of every request, such as post_block:all;pre_attn:0-17.")
     ] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Any other setting; repeat as needed.")] = None,
 ) -> None:
@@ -63,12 +80,13 @@ def up(
 @app.command()
 def demo(
     keep: Annotated[Path | None, typer.Option(help="Keep data and captures in this folder.")] = None,
+    url: Annotated[str | None, typer.Option(help="On a stack that runs and serves the demo model, instead of one of its own.")] = None,
 ) -> None:
     """Start everything, capture, steer and patch a real model, check what came, stop. Non-zero if anything fell short."""
     need("demo", "`midstream demo`")
-    from .demo import run_demo
+    from .demo import run_demo, run_demo_at
 
-    raise typer.Exit(run_demo(keep))
+    raise typer.Exit(run_demo(keep) if url is None else run_demo_at(url, keep))
 
 
 @model_app.command("fetch")
@@ -82,6 +100,14 @@ def model_fetch(
     print(folder)
 
 
+@model_app.command("list")
+def model_list(json_: AsJson = False, url: Url = None) -> None:
+    """The models that are served."""
+    with connect(url) as client:
+        served = client.models()
+    print(to_json(served).decode() if json_ else "\n".join(served) or "no models")
+
+
 @app.command()
 def version(url: Url = None) -> None:
     """This version, and the server's if one answers."""
@@ -90,12 +116,25 @@ def version(url: Url = None) -> None:
     from .wire import VERSION_HEADER
 
     print(f"midstream {__version__}")
-    where = find_url(url)
+    address = where.find_url(url, sure=False)
     try:
-        found = httpx.get(f"{where}/healthz", timeout=3.0).headers.get(VERSION_HEADER)
-        print(f"server {found} at {where}" if found else f"what answers at {where} is not Midstream")
+        found = httpx.get(f"{address}/healthz", timeout=3.0).headers.get(VERSION_HEADER)
+        print(f"server {found} at {address}" if found else f"what answers at {address} is not Midstream")
     except httpx.TransportError:
-        print(f"no server at {where}")
+        print(f"no server at {address}")
+
+
+cli_jobs.register(app)
+cli_captures.register(app)
+cli_steering.register(app)
+cli_runs.register(app)
+cli_sweeps.register(app)
+cli_service.register(app)
+cli_stack.register(app)
+cli_webhooks.register(app)
+cli_keys.register(app)
+cli_curve.register(app)
+cli_acl.register(app)
 
 
 def _overrides(pairs: list[str]) -> dict[str, str]:
@@ -114,8 +153,7 @@ def main(arguments: list[str] | None = None) -> Any:
     try:
         return app(arguments, prog_name="midstream")
     except MidstreamError as error:
-        advice = f" (allowed: {error.allowed})" if error.allowed else ""
-        _fail(f"{error}{advice}")
+        _fail(str(error))
     except (SettingsError, TimeoutError, OSError) as error:
         _fail(str(error))
     except ModuleNotFoundError as error:

@@ -9,7 +9,7 @@ from rich.markup import escape
 
 from ..schemas.base import to_json
 from ..schemas.errors import MidstreamError
-from . import show
+from . import options, show
 from .cli_jobs import AsJson, JobId, Url, connect, out
 from .export import export
 from .reader import CaptureReader
@@ -30,8 +30,7 @@ def register(app: typer.Typer) -> None:
 @capture_app.command("show")
 def capture_show(
     source: Source,
-    values: Annotated[int | None, typer.Option(metavar="LAYER", help="Also print this layer's rows of the first request.")] = None,
-    hook: Annotated[str | None, typer.Option(help="... at this hook point.")] = None,
+    values: Annotated[str | None, typer.Option(metavar="[HOOK:]LAYER", help="Also print these rows of the first request.")] = None,
     job: Job = None,
     tag: Tag = None,
     partial: Partial = False,
@@ -43,10 +42,10 @@ def capture_show(
     for gap in reader.gaps():
         out.print(f"[yellow]missing:[/] {escape(gap.detail)}", soft_wrap=True)
     if values is not None:
-        first = reader.requests()[0]
-        array = reader.array(values, hook, first)
+        first, (hook, layer) = reader.requests()[0], options.parse_site(values, "--values")
+        array = reader.array(layer, hook, first)
         with np.printoptions(precision=4, edgeitems=4, threshold=40):
-            out.print(f"layer {values}, request {first}, float32 {list(array.shape)}\n{array}", markup=False)
+            out.print(f"layer {layer}, request {first}, float32 {list(array.shape)}\n{array}", markup=False)
     out.print(f"files: {reader.files[0].parent}", markup=False, soft_wrap=True)
     if others := [name for name in reader.tags if name != reader.tag]:
         out.print(f"tag {reader.tag}; other captures: --tag {', '.join(others)}", markup=False, soft_wrap=True)
@@ -79,8 +78,8 @@ def capture_save(
 def capture_export(
     source: Source,
     target: Annotated[Path, typer.Argument(help="rows.npz (float32) or rows.safetensors (as captured).")],
-    hook: Annotated[list[str] | None, typer.Option(help="Only this hook point; repeat as needed.")] = None,
-    layers: Annotated[str, typer.Option(help="Only these layers: 3, 0-5, or 0-5,9.")] = "all",
+    hooks: Annotated[str | None, typer.Option(metavar=options.HOOKS_FORM, help="Only these hooks.")] = None,
+    layers: Annotated[str | None, typer.Option(help="Only these layers: 3, 0-5, or 0-5,9.")] = None,
     request: Annotated[list[int] | None, typer.Option(help="Only this prompt's rows; repeat as needed.")] = None,
     job: Job = None,
     tag: Tag = None,
@@ -89,7 +88,9 @@ def capture_export(
 ) -> None:
     """Write chosen rows into one file for other programs."""
     reader = open_capture(source, url, job, tag, partial)
-    names = export(reader, target, hooks=hook or (), layers=layers, requests=request or ())
+    chosen = None if layers is None else options.parse_layers(layers)
+    wanted = options.read_hooks(hooks, chosen) if hooks else ()
+    names = export(reader, target, hooks=wanted, layers="all" if chosen is None else chosen, requests=request or ())
     out.print(f"{len(names)} arrays, {show.size(target.stat().st_size)}: {target}", markup=False, soft_wrap=True)
 
 

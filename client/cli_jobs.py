@@ -49,17 +49,8 @@ def register(app: typer.Typer) -> None:
     app.add_typer(job_app, name="job")
 
 
-def find_url(given: str | None) -> str:
-    """The API's address: `--url`, else the setting `public_url`, else what runs on the data directory, else host and port."""
-    from .supervisor import reachable, read_state
-
-    settings = load_settings()
-    running = read_state(Path(settings.data_dir).expanduser().resolve()).get("url")
-    return given or settings.public_url or running or f"http://{reachable(settings.api_host)}:{settings.api_port}"
-
-
 def connect(given: str | None) -> Client:
-    return Client(find_url(given), load_settings().api_key)
+    return Client(given, load_settings().api_key)
 
 
 def submit(
@@ -68,8 +59,12 @@ def submit(
     body: Annotated[Path | None, typer.Option(help="A whole JobRequest as JSON instead of all options.")] = None,
     model: Annotated[str | None, typer.Option(help="Default: the first model served.")] = None,
     layers: Annotated[str | None, typer.Option(help="Capture these layers: all, 3, 0-5, or 0-5,9,-1.", **CAPTURE)] = None,
-    capture_hook: Annotated[str | None, typer.Option(help="At this hook; if left out: post_block.", **CAPTURE)] = None,
-    hooks: Annotated[str | None, typer.Option(metavar="HOOK:LAYERS;…", help="Several hooks, each with its layers.", **CAPTURE)] = None,
+    hooks: Annotated[
+        str | None,
+        typer.Option(
+            metavar=options.HOOKS_FORM, help="At these hooks, each at its own layers or at --layers; if left out: post_block.", **CAPTURE
+        ),
+    ] = None,
     positions: Annotated[
         str | None,
         typer.Option(
@@ -119,7 +114,7 @@ def submit(
             fields["patch"] = options.parse_patches(patch or [])
             fields |= options.parse_handling(priority, expires_in, callback, callback_event)
             fields["capture"] = options.parse_capture(
-                layers=layers, hook=capture_hook, hooks=hooks, positions=positions, spans=span, every_n=every_n, at=at, dtype=dtype,
+                layers=layers, hooks=hooks, positions=positions, spans=span, every_n=every_n, at=at, dtype=dtype,
                 layout=layout, consumers=consumer, tag=tag, run=run,
             )  # fmt: skip
             from .wire import job_request

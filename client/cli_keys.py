@@ -11,7 +11,8 @@ import typer
 from rich.table import Table
 
 from ..schemas.base import to_json
-from ..schemas.errors import invalid
+from ..schemas.choices import suggestion
+from ..schemas.errors import MidstreamError, invalid
 from ..schemas.handling import Priority
 from ..schemas.keys import DEFAULT_TENANT, SCOPES, CreatedKey, KeyRequest, KeyView, Limits, TenantView
 from ..schemas.settings import load_settings
@@ -163,6 +164,10 @@ def tenants_set(
 def tenants_show(name: TenantOption = None, json_: AsJson = False, url: Url = None) -> None:
     """Its limits as they hold, and what it uses now."""
     with connect(url) as client:
+        if name is not None and name not in (known := [view.name for view in client.tenants()]):
+            meant = suggestion(name, known)
+            detail = f"there is no tenant {name!r}: none has a key or limits of its own by this name" + (f"; {meant}" if meant else "")
+            raise MidstreamError("not_found", detail, allowed=", ".join(known) or None)
         _show([client.tenant(name)], json_)
 
 
@@ -183,22 +188,21 @@ def _show(found: Sequence[TenantView], as_json: bool) -> None:
     if as_json:
         print(to_json(found[0]).decode())
         return
-    columns = ("tenant", "jobs", "requests/min", "tokens/min", "captures", "sweep cells", "modules", "weight", "priority")
-    made = show.table("used / allowed", *columns)
     for view in found:
         usage, limits = view.usage, view.limits
-        made.add_row(
-            view.name,
-            _of(usage.jobs_in_flight, limits.jobs_in_flight),
-            _of(usage.requests_this_minute, limits.requests_per_minute),
-            _of(usage.tokens_this_minute, limits.tokens_per_minute),
-            _size_of(usage.capture_bytes, limits.capture_mib),
-            _of(usage.sweep_cells, limits.sweep_cells),
-            f"{_of(usage.modules, limits.modules)}, {_size_of(usage.module_bytes, limits.module_mib)}",
-            str(limits.weight),
-            limits.highest_priority,
+        out.print(f"tenant {view.name}: used / allowed", style="bold", markup=False)
+        out.print(
+            show.facts(
+                ("jobs in flight", _of(usage.jobs_in_flight, limits.jobs_in_flight)),
+                ("requests this minute", _of(usage.requests_this_minute, limits.requests_per_minute)),
+                ("tokens this minute", _of(usage.tokens_this_minute, limits.tokens_per_minute)),
+                ("captures", _size_of(usage.capture_bytes, limits.capture_mib)),
+                ("sweep cells", _of(usage.sweep_cells, limits.sweep_cells)),
+                ("modules", f"{_of(usage.modules, limits.modules)}, {_size_of(usage.module_bytes, limits.module_mib)}"),
+                ("weight", str(limits.weight)),
+                ("highest priority", limits.highest_priority),
+            )
         )
-    out.print(made)
 
 
 def _size_of(used: int, allowed_mib: int | None) -> str:

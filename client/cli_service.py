@@ -14,8 +14,8 @@ from ..schemas.base import to_json
 from ..schemas.errors import MidstreamError
 from ..schemas.settings import load_settings
 from ..schemas.status import Status
-from . import show_status
-from .cli_jobs import AsJson, Url, connect, find_url, out
+from . import show_status, where
+from .cli_jobs import AsJson, Url, connect, out
 from .doctor import Finding, examine
 
 #: Seconds between two looks.
@@ -70,14 +70,14 @@ def doctor(
     url: Url = None,
 ) -> None:
     """Check Redis, clocks, disk, versions, workers, relay, webhooks and keys; say what to do. Exit code 1 when something fails."""
-    from .supervisor import own_redis_url, read_state
+    from .supervisor import own_redis_url
 
     settings = load_settings(data_dir=str(data_dir) if data_dir else None)
-    data = Path(settings.data_dir).expanduser().resolve()
-    state = read_state(data)
-    where = url or (str(state["url"]) if data_dir and state.get("url") else find_url(None))
+    data = where.data_dir(settings)
+    stack = where.running(data)
+    address = url or (stack.url if data_dir and stack else "") or where.find_url(None, settings, sure=False)
     found: list[Finding] = []
-    for finding in examine(settings, settings.redis_url or own_redis_url(data), where):
+    for finding in examine(settings, settings.redis_url or own_redis_url(data), address):
         found.append(finding)
         if not json_:
             out.print(show_status.findings([finding]))

@@ -13,6 +13,7 @@ from . import cli_jobs, options, show_sweeps, sweeps
 from .cli_jobs import AsJson, Url, connect, out
 from .heatmap import check, figure
 from .patch_study import PatchStudy
+from .progress import bar
 
 #: The options that belong together in `--help`.
 PAIR: dict[str, Any] = {"rich_help_panel": "Prompts"}
@@ -33,7 +34,9 @@ def sweep(
     pairs: Annotated[Path | None, typer.Option(help="Several pairs: a JSON list of objects with these names.", **PAIR)] = None,
     body: Annotated[Path | None, typer.Option(help="A whole SweepRequest as JSON instead of all options.", **PAIR)] = None,
     model: Annotated[str | None, typer.Option(help="Default: the first model served.", **PAIR)] = None,
-    hooks: Annotated[str | None, typer.Option(help="Such as resid_pre,attn_out,mlp_out; if left out: post_block.", **CELLS)] = None,
+    hooks: Annotated[
+        str | None, typer.Option(metavar=options.HOOKS_FORM, help="Such as resid_pre,attn_out,mlp_out; if left out: post_block.", **CELLS)
+    ] = None,
     layers: Annotated[str | None, typer.Option(help="all (if left out), 3, 0-5, or 0-5,9,-1.", **CELLS)] = None,
     positions: Annotated[
         str | None, typer.Option(help="Of the patched prompt: all_prompt (if left out), 0,5,-1, or 5:9, or from 5: on.", **CELLS)
@@ -80,7 +83,7 @@ def sweep(
             request = _request(
                 body, pairs, {"clean": clean, "corrupt": corrupt, "answer": answer, "foil": foil}, span or [],
                 {
-                    "model": model, "hooks": hooks and hooks.split(","), "layers": layers and options.parse_layers(layers),
+                    "model": model, **options.sweep_sites(hooks, layers),
                     "positions": positions and options.parse_positions(positions), "window": window and parse_window(window),
                     "metric": metric, "direction": direction, "ablation": ablation, "alignment": alignment, "alpha": alpha,
                     "mask": mask and options.parse_layers(mask),
@@ -95,7 +98,7 @@ def sweep(
                 print(to_json(view).decode() if json_ else view.id)
                 return
             job = view.id
-        with show_sweeps.bar(cli_jobs.err if json_ else out) as progress:
+        with bar() as progress:
             result = client.sweep_result(job, progress, cancel=request is not None)
     if save is not None and request is not None:
         PatchStudy.of(job, request, result).save(save)

@@ -1,4 +1,4 @@
-"""What can one do with webhooks from a terminal? `webhooks deliveries`, `show`, `redeliver`, `secret`, `rotate`, `disabled`, `enable`."""
+"""What can one do with webhooks from a terminal? `webhooks list`, `show`, `redeliver`, `secret`, `rotate`, `enable`."""
 
 import time
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..schemas.base import to_json
-from ..schemas.webhooks import Delivery, DeliveryAttempt, DeliveryState, SecretList
+from ..schemas.webhooks import Delivery, DeliveryAttempt, DeliveryState, DisabledEndpoint, SecretList
 from . import show
 from .cli_jobs import AsJson, Url, connect, err, out
 from .options import parse_duration
@@ -24,17 +24,21 @@ def register(app: typer.Typer) -> None:
     app.add_typer(webhooks_app, name="webhooks")
 
 
-@webhooks_app.command("deliveries")
-def webhooks_deliveries(
+@webhooks_app.command("list")
+def webhooks_list(
     job: Annotated[str | None, typer.Option(help="Only what tells of this job.")] = None,
     state: Annotated[str | None, typer.Option(help="Only those that are pending, delivered, failed, disabled or refused.")] = None,
     limit: Annotated[int, typer.Option(help="How many.")] = 20,
+    disabled: Annotated[bool, typer.Option("--disabled", help="Instead: the receivers that get nothing, since they answered 410.")] = False,
     tenant: Tenant = None,
     json_: AsJson = False,
     url: Url = None,
 ) -> None:
     """The newest webhooks and what came of them."""
     with connect(url) as client:
+        if disabled:
+            _print_disabled(client.disabled_webhooks(tenant=tenant), json_)
+            return
         page = client.deliveries(job=job, state=cast(DeliveryState | None, state), tenant=tenant, limit=limit)
     if json_:
         print(to_json(page).decode())
@@ -106,21 +110,20 @@ def _print_secrets(known: SecretList, json_: bool) -> None:
         err.print(f"until {until} also {former.secret}", style="dim")
 
 
-@webhooks_app.command("disabled")
-def webhooks_disabled(tenant: Tenant = None, url: Url = None) -> None:
-    """Receivers that answered 410: nothing is sent to them."""
-    with connect(url) as client:
-        endpoints = client.disabled_webhooks(tenant=tenant)
+def _print_disabled(endpoints: list[DisabledEndpoint], as_json: bool) -> None:
+    if as_json:
+        print(to_json(endpoints).decode())
+        return
     for endpoint in endpoints:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(endpoint.since))
-        out.print(f"{endpoint.url}  since {since}  ({endpoint.tenant})", markup=False)
+        out.print(f"{endpoint.url}  since {since}  ({endpoint.tenant})", markup=False, soft_wrap=True)
     if not endpoints:
-        out.print("none", style="dim")
+        out.print("none is disabled", style="dim")
 
 
 @webhooks_app.command("enable")
 def webhooks_enable(
-    receiver: Annotated[str, typer.Argument(metavar="RECEIVER", help="Its URL, as `midstream webhooks disabled` shows it.")],
+    receiver: Annotated[str, typer.Argument(metavar="RECEIVER", help="Its URL, as `midstream webhooks list --disabled` shows it.")],
     tenant: Tenant = None,
     url: Url = None,
 ) -> None:

@@ -23,6 +23,7 @@ from rich.table import Table
 
 from .. import __version__
 from ..schemas.base import to_json
+from ..schemas.errors import MidstreamError
 from ..schemas.settings import Settings, load_settings
 from . import show, show_steering, show_sweeps
 from .http import Client
@@ -112,7 +113,7 @@ def run_demo(keep: Path | None = None, console: Console | None = None) -> int:
     settings = _settings(keep, console)
     with _sigterm_as_interrupt(), _started(settings, console) as stack, Client(stack.url, stack.settings.admin_key) as client:
         verdict = Verdict(console)
-        job = demonstrate(client, stack.settings, console, verdict)
+        job = demonstrate(client, Path(stack.settings.data_dir), console, verdict)
         console.print()
     verdict.check(not stack.survivors(), "everything stopped, no process left behind")
     _farewell(console, stack.settings, job, time.monotonic() - began)
@@ -122,15 +123,40 @@ def run_demo(keep: Path | None = None, console: Console | None = None) -> int:
     return 0
 
 
-def demonstrate(client: Client, settings: Settings, console: Console, verdict: Verdict) -> str:
-    """Capture, steer and patch the demo model, wherever it is served; figures go into the data directory of `settings`.
+def run_demo_at(url: str, keep: Path | None = None, console: Console | None = None) -> int:
+    """The demo on a stack that runs; its exit code. `keep`: where the figure goes, by default the working directory.
 
-    Returns the job that captured.
+    Raises MidstreamError when the demo model is not served there. The module that it named is removed.
     """
-    model = client.models()[0]
-    job = _capture(client, model, console, verdict)
-    _steer(client, model, console, verdict)
-    _patch(client, model, settings, console, verdict)
+    console = console or Console(highlight=False)
+    began = time.monotonic()
+    console.rule(f"[bold]Midstream {__version__}[/]: activation capture, steering and patching on stock vLLM")
+    folder = (keep or Path()).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    with Client(url, load_settings().api_key) as client:
+        if MODEL_NAME not in (served := client.models()):
+            raise MidstreamError("not_found", f"{url} does not serve {MODEL_NAME}, whose numbers the demo knows", allowed=", ".join(served))
+        if MODULE in {module.name for module in client.modules(MODEL_NAME)}:
+            raise MidstreamError("conflict", f"{url} has a module {MODULE!r} already: the demo would replace it")
+        _line(console, f"[green]✓[/] stack: [bold]{url}[/]")
+        verdict = Verdict(console)
+        try:
+            demonstrate(client, folder, console, verdict)
+        finally:
+            if MODULE in {module.name for module in client.modules(MODEL_NAME)}:
+                client.unregister_module(MODULE, MODEL_NAME)
+    console.print()
+    console.rule(f"[bold]Done in {time.monotonic() - began:.0f} s[/]", align="left")
+    if verdict.short:
+        console.print(f"[red]{len(verdict.short)} of the checks fell short[/]")
+    return 1 if verdict.short else 0
+
+
+def demonstrate(client: Client, folder: Path, console: Console, verdict: Verdict) -> str:
+    """Capture, steer and patch the demo model, wherever it is served; the figure goes into `folder`. Returns the job that captured."""
+    job = _capture(client, MODEL_NAME, console, verdict)
+    _steer(client, MODEL_NAME, console, verdict)
+    _patch(client, MODEL_NAME, folder, console, verdict)
     return job
 
 
@@ -209,7 +235,7 @@ def _steer(client: Client, model: str, console: Console, verdict: Verdict) -> No
     typical = float(np.linalg.norm(means, axis=1).mean())
     sets = f"mean of {len(SEA)} texts about the sea − mean of {len(LAND)} others"
     _line(console, f"{sets}: norm {norm:.1f}, beside activations of {typical:.1f}")
-    module = client.register_module(MODULE, {f"post_block.{LAYER}": direction}, description=sets)
+    module = client.register_module(MODULE, {f"post_block.{LAYER}": direction}, model, sets)
     push = [{"module": MODULE, "scale": SCALE}]
     _line(console, f"registered as module {MODULE}, digest {module.digest[:DIGEST]}; a request says {escape(to_json(push).decode())}")
 
@@ -236,7 +262,7 @@ def _steer(client: Client, model: str, console: Console, verdict: Verdict) -> No
     _ask_the_ranks(client, console, verdict)
 
 
-def _patch(client: Client, model: str, settings: Settings, console: Console, verdict: Verdict) -> None:
+def _patch(client: Client, model: str, folder: Path, console: Console, verdict: Verdict) -> None:
     """Where does it know that the tower is in Paris? Causal tracing (Meng et al. 2022, arXiv:2202.05262), drawn twice."""
     console.print()
     console.rule("[bold]Patching[/]: one prompt's rows put into another, and which bring the answer", align="left")
@@ -244,7 +270,7 @@ def _patch(client: Client, model: str, settings: Settings, console: Console, ver
     result, (pair,) = study.result, study.result.pairs
     console.print(Padding(show_sweeps.report(result, count=3), (0, 0, 0, 2)))
     summary, grid = result.summary, study.grid()
-    path = Path(settings.data_dir) / "sweep.png"
+    path = folder / "sweep.png"
     study.heatmap(path)
     _line(console, f"[bold]{escape(_short(path))}[/]: the same as a figure")
     took = f" in {summary.seconds:.1f} s" if summary.seconds else ""
@@ -269,7 +295,7 @@ def _patch(client: Client, model: str, settings: Settings, console: Console, ver
 def _ask_the_ranks(client: Client, console: Console, verdict: Verdict) -> None:
     """As `midstream dynamic` does."""
     console.print("\n  [dim]$ midstream dynamic[/]")
-    found = client.dynamic()
+    found = client.dynamic(MODEL_NAME)
     for worker in found.workers:
         _line(console, show_steering.worker_line(worker))
         console.print(show_steering.ranks(worker, found.determinism))

@@ -249,7 +249,7 @@ def _parts(status: Status, settings: Settings) -> Iterator[Finding]:
         yield Finding("fail", "callbacks", found, "start it (`python -m midstream.broker.callbacks`), and look at its log")
     pending, overdue = status.callbacks.webhooks_pending, status.callbacks.webhooks_overdue_s
     late = overdue > OVERDUE_WARN_S
-    advice = "`midstream webhooks deliveries --state pending` says which receivers do not answer" if late else ""
+    advice = "`midstream webhooks list --state pending` says which receivers do not answer" if late else ""
     more = f", the most overdue one for {overdue:.0f} s" if overdue >= 1 else ""
     yield Finding("warn" if late else "ok", "webhooks", f"{pending} pending{more}", advice)
     served = {worker.model for worker in status.workers if worker.healthy}

@@ -1,14 +1,16 @@
 """How do captured rows leave Midstream's files for other programs? As one `.npz`, or one `.safetensors`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import numpy as np
 
 from ..schemas.blobs import DTYPE_NAMES, encode_header
 from ..schemas.errors import invalid
-from ..schemas.selectors import ALIASES, SelectorError, resolve_layers
+from ..schemas.selectors import ALIASES, HookName, LayerSelector, SelectorError, resolve_layers
+from .plain import plain
 from .reader import CaptureReader
 
 FORMATS = (".npz", ".safetensors")
@@ -18,15 +20,16 @@ def export(
     reader: CaptureReader,
     target: Path,
     *,
-    hooks: Sequence[str] = (),
-    layers: str = "all",
+    hooks: Sequence[str] | Mapping[HookName, LayerSelector] = (),
+    layers: LayerSelector = "all",
     requests: Sequence[int] = (),
 ) -> list[str]:
     """Write the chosen rows into one file; returns the names of its arrays.
 
     `<hook>.<layer>` `[positions, hidden]`, `positions` and `token_ids`; of several requests `<request>/<hook>.<layer>` and so
     on. `.npz` holds float32, `.safetensors` what was captured; of one request it is a capture file that `CaptureReader` reads.
-    `hooks`, `requests`: empty for all. Raises MidstreamError naming what was not captured.
+    `hooks`: names, all at `layers`, or hook → layers. `hooks`, `requests`: empty for all.
+    Raises MidstreamError naming what was not captured.
     """
     if target.suffix not in FORMATS:
         raise invalid("target", f"{target.name} is neither of {' or '.join(FORMATS)}", allowed="rows.npz")
@@ -36,20 +39,32 @@ def export(
     return write(reader, target, sites)
 
 
-def _sites(reader: CaptureReader, request: int, hooks: Sequence[str], layers: str) -> dict[str, list[int]]:
+def _sites(
+    reader: CaptureReader, request: int, hooks: Sequence[str] | Mapping[HookName, LayerSelector], layers: LayerSelector
+) -> dict[str, list[int]]:
     captured = {hook: reader.layers(request, hook) for hook in reader.hooks(request)}
-    for hook in hooks:
-        if ALIASES.get(hook, hook) not in captured:
-            raise invalid("hooks", f"{hook!r} was not captured", allowed=", ".join(captured))
-    names = [ALIASES.get(hook, hook) for hook in hooks] or list(captured)
-    there = sorted({layer for hook in names for layer in captured[hook]})
+    names = {ALIASES.get(hook, hook): hook for hook in hooks} or {hook: hook for hook in captured}
+    for name, given in names.items():
+        if name not in captured:
+            raise invalid("hooks", f"{given!r} was not captured", allowed=", ".join(captured))
+    if isinstance(hooks, Mapping):
+        wanted = {name: _layers(hooks[cast(HookName, given)], captured[name]) for name, given in names.items()}
+    else:  # at some hooks more layers may have been captured than at others
+        everywhere = _layers(layers, sorted({layer for name in names for layer in captured[name]}))
+        wanted = {name: [layer for layer in captured[name] if layer in everywhere] for name in names}
+    return {name: kept for name, kept in wanted.items() if kept}
+
+
+def _layers(wanted: LayerSelector, there: list[int]) -> list[int]:
+    if wanted == "all":
+        return there
     try:
-        wanted = there if layers == "all" else resolve_layers(layers, there[-1] + 1)
+        chosen = resolve_layers(plain(wanted, LayerSelector), there[-1] + 1)
     except SelectorError as error:
         raise invalid("layers", str(error), allowed=str(there)) from error
-    if missing := set(wanted) - set(there):
+    if missing := set(chosen) - set(there):
         raise invalid("layers", f"layer {min(missing)} was not captured", allowed=str(there))
-    return {hook: kept for hook in names if (kept := [layer for layer in captured[hook] if layer in wanted])}
+    return chosen
 
 
 def _prefix(request: int, sites: dict[int, dict[str, list[int]]]) -> str:

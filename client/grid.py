@@ -52,6 +52,8 @@ class Grid:
     effects: dict[Hook, np.ndarray]  # value less that of the patched prompt as it is
     base: float  # the patched prompt as it is, in the metric's units
     noise_floor: float | None
+    noise_probes: int  # patches that change nothing, of which it is the largest change; 0: not known
+    resolution: float  # the least change that the metric's float32 log-probabilities can show
 
     @property
     def missing(self) -> int:
@@ -60,12 +62,12 @@ class Grid:
 
     @property
     def limits(self) -> tuple[float, float]:
-        """The ends of a colour scale that serves all hooks: 0 to 1 of shares, else as far on both sides of `base` as any cell lies."""
+        """The ends of a colour scale that serves all hooks, as far on both sides of `base` as any cell lies; −1 to 1 of shares."""
         if self.metric == "recovered":
-            return 0.0, 1.0
+            return -1.0, 1.0
         if math.isnan(self.base):
             known = np.concatenate([each[~np.isnan(each)] for each in self.values.values()])
-            low, high = (float(known.min()), float(known.max())) if known.size else (0.0, 1.0)
+            low, high = (float(known.min()), float(known.max())) if known.size else (-1.0, 1.0)
             return (low, high) if low < high else (low - 1.0, low + 1.0)
         reach = max((float(np.nanmax(np.abs(each))) for each in self.effects.values() if not np.isnan(each).all()), default=0.0)
         return self.base - (reach or 1.0), self.base + (reach or 1.0)
@@ -104,6 +106,8 @@ def grid_of(result: SweepResult, pair: int | None = None) -> Grid:
         effects={hook: _mean(each - bases[:, None, None]) for hook, each in values.items()},
         base=float(np.mean(known)) if (known := bases[~np.isnan(bases)]).size else float("nan"),  # without one there are no values
         noise_floor=max(floors, default=None),
+        noise_probes=sum(each.noise_probes for each in chosen),
+        resolution=max((_resolution(result.metric, each) for each in chosen), default=0.0),
     )
 
 
@@ -174,7 +178,8 @@ def _conditions(result: SweepResult, grid: Grid) -> Iterator[str]:
     if result.alpha != 1:
         yield f"alpha {result.alpha:g}"
     if grid.noise_floor is not None:
-        yield f"noise floor {grid.noise_floor:.2g}"
+        floor = f"{grid.noise_floor:.2g}" if grid.noise_floor > grid.resolution else f"< {grid.resolution:.1g}"
+        yield f"noise floor {floor}" + (f" ({grid.noise_probes} probes)" if grid.noise_probes else "")
 
 
 def _array(pair: PairResult, hook: Hook, result: SweepResult) -> np.ndarray:
@@ -186,6 +191,15 @@ def _base(metric: Metric, base: Baseline | None) -> float:
     if metric == "recovered":
         return 0.0
     return float("nan") if base is None else base.value
+
+
+def _resolution(metric: Metric, pair: PairResult) -> float:
+    """The step from one float32 to the next at the largest log-probability that the metric is made of, in the metric's units."""
+    known = [each for each in (pair.base, pair.source) if each is not None]
+    logprobs = [abs(part) for each in known for part in (each.logprob, each.foil_logprob) if part is not None]
+    step = float(np.spacing(np.float32(max(logprobs, default=1.0))))
+    span = abs(known[1].value - known[0].value) if metric == "recovered" and len(known) > 1 else 1.0
+    return step / (span or 1.0)
 
 
 def _mean(stack: np.ndarray) -> np.ndarray:

@@ -1,7 +1,9 @@
 """How does a sweep look in a figure? Tokens by layers, one panel for each hook, all on one colour scale (matplotlib, `plots`)."""
 
-import sys
+import io
+import math
 import textwrap
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +22,9 @@ _STYLE: dict[str, Any] = {
 }  # fmt: skip
 #: Of scripts that matplotlib's own font lacks; those that are installed.
 _FONTS = ("Noto Sans CJK SC", "Noto Sans CJK JP", "PingFang SC", "Hiragino Sans", "Microsoft YaHei", "Noto Sans", "Arial Unicode MS")
-#: Told apart by people who are blind to some colours, and in grey: one for shares, one for both sides of a base.
-SEQUENTIAL, DIVERGING = "viridis", "RdBu_r"
-_DPI = 200
+#: White where nothing changes, red above and blue below: also for people who are blind to some colours.
+DIVERGING = "RdBu_r"
+_DPI, _DPI_SHOWN = 200, 110
 #: Inches: of a cell, of what stands around the panels, the least and the most that a panel may take, and the colour bar's width.
 _COLUMN, _ROW, _AROUND, _WIDTH, _HEIGHT, _BAR = 0.1, 0.18, 1.5, (2.2, 7.0), (1.3, 11.0), 0.09
 #: So many layers are numbered, about.
@@ -49,6 +51,21 @@ def figure(result: SweepResult, path: Path | str | None = None, pair: int | None
     return drawn
 
 
+def png(drawn: "Figure") -> bytes:
+    """The figure as notebooks show it."""
+    buffer = io.BytesIO()
+    drawn.savefig(buffer, format="png", dpi=_DPI_SHOWN)
+    return buffer.getvalue()
+
+
+@cache
+def _figure_class() -> Any:
+    """matplotlib's figure, which a notebook shows without being told how."""
+    from matplotlib.figure import Figure
+
+    return type("Figure", (Figure,), {"_repr_png_": png, "__module__": __name__})
+
+
 def check(path: Path | str) -> None:
     """Raises MidstreamError unless a figure can be written there: better said before a long sweep than behind it."""
     formats = _matplotlib().figure.Figure().canvas.get_supported_filetypes()
@@ -68,8 +85,6 @@ def _matplotlib() -> Any:
     except ImportError as error:
         detail = "drawing needs matplotlib: pip install 'midstream[plots]'"
         raise MidstreamError("unavailable", detail) from error
-    if "IPython" in sys.modules:
-        import matplotlib.pyplot  # teaches notebooks to show figures
     return matplotlib
 
 
@@ -79,10 +94,10 @@ def _draw(matplotlib: Any, grid: Grid, title: list[str]) -> "Figure":
     height = float(np.clip(_ROW * rows, *_HEIGHT))
     wide = max(panels * width + _AROUND, 5.0)
     lines = [line for part in title for line in textwrap.wrap(part, int(wide * _PER_INCH)) or [""]]
-    drawn = matplotlib.figure.Figure(figsize=(wide, height + 0.75 + 0.16 * len(lines)), layout="constrained")
+    drawn = _figure_class()(figsize=(wide, height + 0.75 + 0.16 * len(lines)), layout="constrained")
     axes = drawn.subplots(1, panels, sharex=True, sharey=True, squeeze=False)[0]
     low, high = grid.limits
-    scale = {"vmin": low, "vmax": high, "cmap": SEQUENTIAL if grid.metric == "recovered" else DIVERGING}
+    scale = {"vmin": low, "vmax": high, "cmap": DIVERGING}
     for axis, hook in zip(axes, grid.hooks, strict=True):
         axis.patch.set(facecolor="0.93", edgecolor="0.6", hatch="/////", linewidth=0)  # seen where there is no value
         mesh = axis.pcolormesh(grid.values[hook].T, edgecolors="face", linewidth=0.1, **scale)
@@ -96,7 +111,8 @@ def _draw(matplotlib: Any, grid: Grid, title: list[str]) -> "Figure":
     axes[0].invert_yaxis()
     values = np.concatenate([each.ravel() for each in grid.values.values()])
     bar = drawn.colorbar(mesh, ax=list(axes), extend=_beyond(values, low, high), aspect=height / _BAR, pad=0.02)
-    bar.set_label(MEANING[grid.metric], fontsize=7)
+    middle = "" if math.isnan(grid.base) else f"; white: unpatched ({grid.base:.3g})"
+    bar.set_label(f"{MEANING[grid.metric]}{middle}", fontsize=7)
     bar.outline.set_linewidth(0.6)
     if grid.missing:
         lines[-1] += f" · hatched: no value ({grid.missing} of {values.size} cells)"

@@ -12,7 +12,8 @@ import numpy as np
 from ..schemas.captures import CapturePage
 from ..schemas.errors import MidstreamError
 from ..schemas.jobs import Event, JobPage, JobRequest, JobResult, JobView
-from . import calls, download, wire
+from ..schemas.openai import ChatRequest, CompletionRequest
+from . import calls, download, notebook, where, wire
 from .keys import AsyncKeyCalls, KeyCalls
 from .reader import CaptureReader
 from .row_matrix import Rows, matrix
@@ -22,18 +23,20 @@ from .steering import AsyncSteeringCalls, SteeringCalls
 from .sweeps import AsyncSweepCalls, SweepCalls
 from .tokens import AsyncTokenCalls, TokenCalls
 from .webhooks import AsyncWebhookCalls, WebhookCalls
-from .wire import Answer, Call, Capture, Patch, Steering
+from .wire import Answer, Call, Capture, JobLike, Patch, Steering
 
 
 class Client(SteeringCalls, RunCalls, SweepCalls, KeyCalls, WebhookCalls, ServiceCalls, TokenCalls):
-    """The blocking client. `url`: where the API is, such as `http://127.0.0.1:8321`. `api_key`: else that of MIDSTREAM_API_KEY.
+    """The blocking client. `url`: where the API is; by default that of the running stack, found as the commands find it
+    (`client.where`). `api_key`: else that of MIDSTREAM_API_KEY.
 
     Every call raises MidstreamError for what the server refuses or cannot do (with its `kind` and `field`), VersionMismatch
-    when the two versions do not understand each other, and MidstreamError("unavailable") when nobody answers.
+    when the two versions do not understand each other, and ServerUnreachable when no server answers.
     """
 
-    def __init__(self, url: str = "http://127.0.0.1:8321", api_key: str | None = None):
-        self.url = url.rstrip("/")
+    def __init__(self, url: str | None = None, api_key: str | None = None):
+        self.url, api_key = where.address(url, api_key)
+        notebook.install()
         self._http = httpx.Client(base_url=self.url, headers=wire.headers(api_key), limits=httpx.Limits(max_connections=256))
 
     def __enter__(self) -> "Client":
@@ -52,16 +55,16 @@ class Client(SteeringCalls, RunCalls, SweepCalls, KeyCalls, WebhookCalls, Servic
         """
         return wire.decode(self._send_patiently(calls.submission(request, idempotency_key, fields)), JobView)
 
-    def job(self, job_id: str) -> JobView:
+    def job(self, job_id: JobLike) -> JobView:
         return wire.decode(self._send(Call("GET", wire.job_path(job_id))), JobView)
 
     def jobs(self, *, state: str | None = None, model: str | None = None, limit: int | None = None, cursor: str | None = None) -> JobPage:
         """One page of jobs, newest first; `next` of the page is the next `cursor`."""
         return wire.decode(self._send(calls.page_of_jobs(state, model, limit, cursor)), JobPage)
 
-    def wait(self, job_id: str, timeout: float | None = None) -> JobView:
+    def wait(self, job_id: JobLike, timeout: float | None = None) -> JobView:
         """The job once it is over, however it ended. Raises TimeoutError after `timeout` seconds; survives an API restart."""
-        deadline = None if timeout is None else time.monotonic() + timeout
+        job_id, deadline = wire.id_of(job_id), None if timeout is None else time.monotonic() + timeout
         etag, state, patience = "", "queued", calls.Patience()
         while True:
             left = wire.POLL_S if deadline is None else min(wire.POLL_S, deadline - time.monotonic())
@@ -79,7 +82,7 @@ class Client(SteeringCalls, RunCalls, SweepCalls, KeyCalls, WebhookCalls, Servic
                 patience.check(error)
                 time.sleep(wire.PAUSE_S)
 
-    def result(self, job_id: str) -> JobResult:
+    def result(self, job_id: JobLike) -> JobResult:
         """The result of a job that succeeded; raises what went wrong of one that failed, `conflict` of one not over yet."""
         return wire.decode(self._send(Call("GET", wire.job_path(job_id, "result"))), JobResult)
 
@@ -89,7 +92,7 @@ class Client(SteeringCalls, RunCalls, SweepCalls, KeyCalls, WebhookCalls, Servic
         self.wait(view.id, timeout)
         return self.result(view.id)
 
-    def events(self, job_id: str, after: str = "") -> Iterator[Event]:
+    def events(self, job_id: JobLike, after: str = "") -> Iterator[Event]:
         """The job's events until it is over; after a lost connection it resumes behind the last one seen."""
         parser, patience = wire.EventParser(after), calls.Patience()
         while True:
@@ -113,7 +116,7 @@ class Client(SteeringCalls, RunCalls, SweepCalls, KeyCalls, WebhookCalls, Servic
                 patience.check(error)
             time.sleep(wire.PAUSE_S)
 
-    def cancel(self, job_id: str) -> JobView:
+    def cancel(self, job_id: JobLike) -> JobView:
         """Ask for cancellation; raises `conflict` when the job is over."""
         return wire.decode(self._send(Call("POST", wire.job_path(job_id, "cancel"))), JobView)
 
@@ -133,14 +136,15 @@ class Client(SteeringCalls, RunCalls, SweepCalls, KeyCalls, WebhookCalls, Servic
         model: str,
         prompt: str | list[str] | list[int] | list[list[int]],
         *,
-        steering: Sequence[Steering] = (),
-        patch: Sequence[Patch] = (),
+        steering: Steering | Sequence[Steering] = (),
+        patch: Patch | Sequence[Patch] = (),
         capture: Capture | None = None,
         capture_wait: bool = False,
         **openai: Any,
     ) -> Answer:
         """`POST /v1/completions` with OpenAI's fields (`max_tokens`, `temperature`, …) and ours."""
-        body = wire.openai_body({"model": model, "prompt": prompt, **openai}, steering, capture, capture_wait, patch)
+        ours = {"steering": steering, "patch": patch, "capture": capture, "capture_wait": capture_wait}
+        body = wire.openai_body(CompletionRequest, {"model": model, "prompt": prompt, **openai, **ours})
         return self._held("/v1/completions", body)
 
     def chat(
@@ -148,29 +152,31 @@ class Client(SteeringCalls, RunCalls, SweepCalls, KeyCalls, WebhookCalls, Servic
         model: str,
         messages: Sequence[dict[str, Any]],
         *,
-        steering: Sequence[Steering] = (),
-        patch: Sequence[Patch] = (),
+        steering: Steering | Sequence[Steering] = (),
+        patch: Patch | Sequence[Patch] = (),
         capture: Capture | None = None,
         capture_wait: bool = False,
         **openai: Any,
     ) -> Answer:
         """`POST /v1/chat/completions` with OpenAI's fields and ours."""
-        body = wire.openai_body({"model": model, "messages": list(messages), **openai}, steering, capture, capture_wait, patch)
+        ours = {"steering": steering, "patch": patch, "capture": capture, "capture_wait": capture_wait}
+        body = wire.openai_body(ChatRequest, {"model": model, "messages": messages, **openai, **ours})
         return self._held("/v1/chat/completions", body)
 
-    def capture(self, job_id: str, folder: Path | str | None = None, tag: str | None = None, *, partial: bool = False) -> CaptureReader:
-        """The captured rows of a job: read in place on the server's machine, else downloaded and checked.
+    def capture(self, job_id: JobLike, folder: Path | str | None = None, tag: str | None = None, *, partial: bool = False) -> CaptureReader:
+        """The captured rows of a job, given by id, result or answer: read in place on the server's machine, else downloaded and checked.
 
         `folder`: where to keep a download; by default a folder that is gone when the program ends. `tag`: by default that of
         the job's own capture; what the operator captures of every request has another. `partial`: whatever is there of a
         capture that is `pending`, `error` or `timed_out`, which otherwise raises `conflict`, `capture_failed` or `receipts_timed_out`.
         The reader's `status` and `detail` say what the server says; `gaps()` what is missing; its `tokens()` asks the server.
         """
+        job_id = wire.id_of(job_id)
         reader = self._open_capture(job_id, folder, tag, partial)
         reader.read_tokens = lambda ids: self.detokenize(self.job(job_id).model, ids).token_strs
         return reader
 
-    def matrix(self, jobs: Iterable[str], layer: int, hook: str | None = None, rows: Rows = "last") -> np.ndarray:
+    def matrix(self, jobs: Iterable[JobLike], layer: int, hook: str | None = None, rows: Rows = "last") -> np.ndarray:
         """float32 `[samples, hidden]` over all requests of several jobs, as `midstream.matrix` makes it of their captures."""
         return matrix([self.capture(job) for job in jobs], layer, hook, rows)
 
@@ -194,7 +200,7 @@ class Client(SteeringCalls, RunCalls, SweepCalls, KeyCalls, WebhookCalls, Servic
         """One page of what lies in capture files, newest first; `next` of the page is the next `cursor`."""
         return wire.decode(self._send(calls.page_of_captures(tag, limit, cursor)), CapturePage)
 
-    def delete_capture(self, job_id: str) -> None:
+    def delete_capture(self, job_id: JobLike) -> None:
         """Delete a job's capture files. Raises `gone` when they were deleted before, `conflict` while the job runs."""
         wire.raise_problem(self._send(Call("DELETE", wire.capture_path(job_id))))
 
@@ -210,7 +216,7 @@ class Client(SteeringCalls, RunCalls, SweepCalls, KeyCalls, WebhookCalls, Servic
         try:
             return self._http.request(**call.arguments())
         except httpx.TransportError as error:
-            raise wire.unreachable(self.url, error) from error
+            raise wire.unreachable(self.url, error) from None
 
     def _send_patiently(self, call: Call) -> httpx.Response:
         """For calls that are safe to repeat: tried again for a few seconds while nobody answers."""
@@ -229,8 +235,9 @@ class Client(SteeringCalls, RunCalls, SweepCalls, KeyCalls, WebhookCalls, Servic
 class AsyncClient(AsyncSteeringCalls, AsyncRunCalls, AsyncSweepCalls, AsyncKeyCalls, AsyncWebhookCalls, AsyncServiceCalls, AsyncTokenCalls):
     """The awaiting client: the calls of `Client`, as coroutines. Raises the same."""
 
-    def __init__(self, url: str = "http://127.0.0.1:8321", api_key: str | None = None):
-        self.url = url.rstrip("/")
+    def __init__(self, url: str | None = None, api_key: str | None = None):
+        self.url, api_key = where.address(url, api_key)
+        notebook.install()
         limits = httpx.Limits(max_connections=4096, max_keepalive_connections=256)
         self._http = httpx.AsyncClient(base_url=self.url, headers=wire.headers(api_key), limits=limits)
 
@@ -246,7 +253,7 @@ class AsyncClient(AsyncSteeringCalls, AsyncRunCalls, AsyncSweepCalls, AsyncKeyCa
     async def submit(self, request: JobRequest | None = None, *, idempotency_key: str | None = None, **fields: Any) -> JobView:
         return wire.decode(await self._send_patiently(calls.submission(request, idempotency_key, fields)), JobView)
 
-    async def job(self, job_id: str) -> JobView:
+    async def job(self, job_id: JobLike) -> JobView:
         return wire.decode(await self._send(Call("GET", wire.job_path(job_id))), JobView)
 
     async def jobs(
@@ -254,8 +261,8 @@ class AsyncClient(AsyncSteeringCalls, AsyncRunCalls, AsyncSweepCalls, AsyncKeyCa
     ) -> JobPage:
         return wire.decode(await self._send(calls.page_of_jobs(state, model, limit, cursor)), JobPage)
 
-    async def wait(self, job_id: str, timeout: float | None = None) -> JobView:
-        deadline = None if timeout is None else time.monotonic() + timeout
+    async def wait(self, job_id: JobLike, timeout: float | None = None) -> JobView:
+        job_id, deadline = wire.id_of(job_id), None if timeout is None else time.monotonic() + timeout
         etag, state, patience = "", "queued", calls.Patience()
         while True:
             left = wire.POLL_S if deadline is None else min(wire.POLL_S, deadline - time.monotonic())
@@ -273,7 +280,7 @@ class AsyncClient(AsyncSteeringCalls, AsyncRunCalls, AsyncSweepCalls, AsyncKeyCa
                 patience.check(error)
                 await asyncio.sleep(wire.PAUSE_S)
 
-    async def result(self, job_id: str) -> JobResult:
+    async def result(self, job_id: JobLike) -> JobResult:
         return wire.decode(await self._send(Call("GET", wire.job_path(job_id, "result"))), JobResult)
 
     async def run(self, request: JobRequest | None = None, *, timeout: float | None = None, **fields: Any) -> JobResult:
@@ -281,7 +288,7 @@ class AsyncClient(AsyncSteeringCalls, AsyncRunCalls, AsyncSweepCalls, AsyncKeyCa
         await self.wait(view.id, timeout)
         return await self.result(view.id)
 
-    async def events(self, job_id: str, after: str = "") -> AsyncIterator[Event]:
+    async def events(self, job_id: JobLike, after: str = "") -> AsyncIterator[Event]:
         parser, patience = wire.EventParser(after), calls.Patience()
         while True:
             try:
@@ -304,7 +311,7 @@ class AsyncClient(AsyncSteeringCalls, AsyncRunCalls, AsyncSweepCalls, AsyncKeyCa
                 patience.check(error)
             await asyncio.sleep(wire.PAUSE_S)
 
-    async def cancel(self, job_id: str) -> JobView:
+    async def cancel(self, job_id: JobLike) -> JobView:
         return wire.decode(await self._send(Call("POST", wire.job_path(job_id, "cancel"))), JobView)
 
     async def models(self) -> list[str]:
@@ -321,13 +328,14 @@ class AsyncClient(AsyncSteeringCalls, AsyncRunCalls, AsyncSweepCalls, AsyncKeyCa
         model: str,
         prompt: str | list[str] | list[int] | list[list[int]],
         *,
-        steering: Sequence[Steering] = (),
-        patch: Sequence[Patch] = (),
+        steering: Steering | Sequence[Steering] = (),
+        patch: Patch | Sequence[Patch] = (),
         capture: Capture | None = None,
         capture_wait: bool = False,
         **openai: Any,
     ) -> Answer:
-        body = wire.openai_body({"model": model, "prompt": prompt, **openai}, steering, capture, capture_wait, patch)
+        ours = {"steering": steering, "patch": patch, "capture": capture, "capture_wait": capture_wait}
+        body = wire.openai_body(CompletionRequest, {"model": model, "prompt": prompt, **openai, **ours})
         return await self._held("/v1/completions", body)
 
     async def chat(
@@ -335,26 +343,28 @@ class AsyncClient(AsyncSteeringCalls, AsyncRunCalls, AsyncSweepCalls, AsyncKeyCa
         model: str,
         messages: Sequence[dict[str, Any]],
         *,
-        steering: Sequence[Steering] = (),
-        patch: Sequence[Patch] = (),
+        steering: Steering | Sequence[Steering] = (),
+        patch: Patch | Sequence[Patch] = (),
         capture: Capture | None = None,
         capture_wait: bool = False,
         **openai: Any,
     ) -> Answer:
-        body = wire.openai_body({"model": model, "messages": list(messages), **openai}, steering, capture, capture_wait, patch)
+        ours = {"steering": steering, "patch": patch, "capture": capture, "capture_wait": capture_wait}
+        body = wire.openai_body(ChatRequest, {"model": model, "messages": messages, **openai, **ours})
         return await self._held("/v1/chat/completions", body)
 
     async def capture(
-        self, job_id: str, folder: Path | str | None = None, tag: str | None = None, *, partial: bool = False
+        self, job_id: JobLike, folder: Path | str | None = None, tag: str | None = None, *, partial: bool = False
     ) -> CaptureReader:
         """As `Client.capture`; how tokens read is fetched with it, so that the reader's `tokens()` need not wait."""
+        job_id = wire.id_of(job_id)
         reader = await self._open_capture(job_id, folder, tag, partial)
         known = sorted({token for request in reader.requests() for token in reader.token_ids(request)})
         words = dict(zip(known, (await self.detokenize((await self.job(job_id)).model, known)).token_strs, strict=True))
         reader.read_tokens = lambda ids: [words[token] for token in ids]
         return reader
 
-    async def matrix(self, jobs: Iterable[str], layer: int, hook: str | None = None, rows: Rows = "last") -> np.ndarray:
+    async def matrix(self, jobs: Iterable[JobLike], layer: int, hook: str | None = None, rows: Rows = "last") -> np.ndarray:
         """As `Client.matrix`."""
         return matrix([await self.capture(job) for job in jobs], layer, hook, rows)
 
@@ -375,7 +385,7 @@ class AsyncClient(AsyncSteeringCalls, AsyncRunCalls, AsyncSweepCalls, AsyncKeyCa
     async def captures(self, *, tag: str | None = None, limit: int | None = None, cursor: str | None = None) -> CapturePage:
         return wire.decode(await self._send(calls.page_of_captures(tag, limit, cursor)), CapturePage)
 
-    async def delete_capture(self, job_id: str) -> None:
+    async def delete_capture(self, job_id: JobLike) -> None:
         wire.raise_problem(await self._send(Call("DELETE", wire.capture_path(job_id))))
 
     async def _held(self, path: str, body: dict[str, Any]) -> Answer:
@@ -390,7 +400,7 @@ class AsyncClient(AsyncSteeringCalls, AsyncRunCalls, AsyncSweepCalls, AsyncKeyCa
         try:
             return await self._http.request(**call.arguments())
         except httpx.TransportError as error:
-            raise wire.unreachable(self.url, error) from error
+            raise wire.unreachable(self.url, error) from None
 
     async def _send_patiently(self, call: Call) -> httpx.Response:
         patience = calls.Patience(seconds=5.0)

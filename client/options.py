@@ -9,18 +9,21 @@ from zipfile import BadZipFile
 
 import numpy as np
 
+from ..schemas.choices import suggestion
 from ..schemas.errors import MidstreamError, invalid
-from ..schemas.global_capture import parse_hooks
-from ..schemas.selectors import written_range
+from ..schemas.global_capture import HOOK_NAMES, parse_hooks
+from ..schemas.selectors import HookName, LayerSelector, written_range
 from .wire import Patch, Steering
 
-#: Capture option → the field of a capture that it sets. One of the first three asks for a capture; the others say how.
+#: Capture option → the field of a capture that it sets. One of the first two asks for a capture; the others say how.
 CAPTURE_OPTIONS = {
-    "--layers": "layers", "--capture-hook": "hook", "--hooks": "hooks", "--positions": "positions", "--span": "spans", "--at": "at",
+    "--layers": "layers", "--hooks": "hooks", "--positions": "positions", "--span": "spans", "--at": "at",
     "--dtype": "dtype", "--every-n": "every_n", "--layout": "layout", "--consumer": "consumers", "--tag": "tag",
     "--run": "run",
 }  # fmt: skip
-_ASKING = ("layers", "hook", "hooks")
+_ASKING = ("layers", "hooks")
+#: As `--help` shows it, wherever hooks are named.
+HOOKS_FORM = "HOOK[:LAYERS];…"
 
 
 def parse_layers(text: str) -> str | int:
@@ -56,17 +59,46 @@ def parse_capture(**options: Any) -> dict[str, Any] | None:
     if not any(field in given for field in _ASKING):
         for option, field in CAPTURE_OPTIONS.items():
             if field in given:
-                raise invalid(option, "captures nothing without --layers, --capture-hook or --hooks", allowed="such as --layers all")
+                raise invalid(option, "captures nothing without --layers or --hooks", allowed="such as --layers all")
         return None
     if "layers" in given:
         given["layers"] = parse_layers(given["layers"])
     if "hooks" in given:
-        try:
-            given["hooks"] = parse_hooks(given["hooks"])
-        except ValueError as error:
-            raise invalid("--hooks", str(error), allowed='such as "post_block:all;pre_attn:0-3"') from error
+        given["hooks"] = read_hooks(given["hooks"], given.pop("layers", None))
     positions = _positions(given.pop("positions", None), given.pop("spans", []))
     return given if positions is None else {**given, "positions": positions}
+
+
+def read_hooks(text: str, layers: LayerSelector | None = None) -> dict[HookName, LayerSelector]:
+    """`--hooks`, where `--layers` are those of the hooks that name none. Raises MidstreamError naming the option."""
+    try:
+        hooks = parse_hooks(text, "" if layers is None else layers)
+    except ValueError as error:
+        raise invalid("--hooks", str(error), allowed="such as post_block:all;pre_attn:0-3 or resid_pre,mlp_out") from error
+    if layers is not None and layers not in hooks.values():
+        raise invalid("--layers", "does nothing: every hook in --hooks names its own layers")
+    return {hook: "all" if own == "" else parse_layers(own) if isinstance(own, str) else own for hook, own in hooks.items()}
+
+
+def sweep_sites(hooks: str | None, layers: str | None) -> dict[str, Any]:
+    """`--hooks` and `--layers` of a sweep, whose hooks all have the same layers. Raises MidstreamError naming the option."""
+    chosen = None if layers is None else parse_layers(layers)
+    if hooks is None:
+        return {"layers": chosen}
+    read = read_hooks(hooks, chosen)
+    if any(own != next(iter(read.values())) for own in read.values()):
+        raise invalid(
+            "--hooks", "a sweep has the same layers at every hook", allowed="hooks alone, such as resid_pre,mlp_out, and --layers"
+        )
+    return {"hooks": list(read), "layers": next(iter(read.values()))}
+
+
+def parse_site(text: str, option: str) -> tuple[str | None, int]:
+    """`[HOOK:]LAYER` as hook and layer. Raises MidstreamError naming the option."""
+    hook, colon, layer = text.rpartition(":")
+    if (colon and hook not in HOOK_NAMES) or not re.fullmatch(r"[0-9]{1,6}", layer):
+        raise invalid(option, f"{text!r} is not [HOOK:]LAYER", allowed="such as 12 or mlp_out:12")
+    return hook or None, int(layer)
 
 
 def _positions(text: str | None, spans: Sequence[str]) -> Any:
@@ -80,12 +112,12 @@ def _positions(text: str | None, spans: Sequence[str]) -> Any:
 
 
 #: As `--help` shows them.
-STEER_FILE = "FILE:LAYERS[:SCALE[:HOOK]][:NAME=VALUE]…"
+STEER_FILE = "FILE:[HOOK:]LAYERS[:SCALE][:NAME=VALUE]…"
 STEER = f"{STEER_FILE} | @MODULE[:SCALE][:NAME=VALUE]… | FILE.safetensors"
 _YES = {"true": True, "false": False}
 #: What may be said by name → how it is read.
 STEER_NAMES: dict[str, Callable[[str], Any]] = {
-    "op": str, "hook": str, "positions": parse_positions, "norm_match": lambda text: _YES[text],
+    "op": str, "positions": parse_positions, "norm_match": lambda text: _YES[text],
     "scale": float, "alpha": float, "strength": float, "low": float, "high": float,
 }  # fmt: skip
 #: Those of them that a named module takes.
@@ -111,14 +143,17 @@ def parse_steering(texts: Sequence[str], option: str = "--steer") -> list[Steeri
 
 
 def parse_steer(text: str) -> dict[str, Any]:
-    """`joy.npy:15:4.0`, or with names: `joy.npy:10-15:op=clamp:low=-1:high=2`; raises MidstreamError naming `--steer`.
+    """`joy.npy:15:4.0`, `joy.npy:mlp_out:15`, or with names: `joy.npy:10-15:op=clamp:low=-1:high=2`.
+
+    Raises MidstreamError naming `--steer`.
 
     A `.npy` file is the vector. A `.npz` file holds the entry's tensors under their names: `rotation`, `weight`, `bias`.
     `@joy:2.0` is the module `joy` at twice its strength, `@joy:positions=all_generated` at other positions than its own.
     """
     source, *parts = _parts(text)
     is_module = source.startswith("@")
-    places, names = (("scale",), MODULE_NAMES) if is_module else (("layers", "scale", "hook"), tuple(STEER_NAMES))
+    hook = parts.pop(0) if not is_module and parts and parts[0] in HOOK_NAMES else None
+    places, names = (("scale",), MODULE_NAMES) if is_module else (("layers", "scale"), tuple(STEER_NAMES))
     named = [part for part in parts if "=" in part]
     placed = [part for part in parts if "=" not in part]
     if not is_module and (not placed or not placed[0]):
@@ -127,9 +162,13 @@ def parse_steer(text: str) -> dict[str, Any]:
         raise _unreadable(text, "cannot be read")
     given = dict(zip(places, placed, strict=False)) | dict(part.split("=", 1) for part in named)
     entry: dict[str, Any] = {"module": source[1:]} if is_module else {"layers": parse_layers(given.pop("layers"))}
+    if hook is not None:
+        entry["hook"] = hook
     for name, value in given.items():
         if name not in names:
-            raise _unreadable(text, f"{'a module takes' if is_module else 'there is'} no {name!r}: use {', '.join(names)}")
+            meant = suggestion(name, names)
+            why = f"{'a module takes' if is_module else 'there is'} no {name!r}: use {', '.join(names)}"
+            raise _unreadable(text, why + (f"; {meant}" if meant else ""))
         if value:
             try:
                 entry[name] = STEER_NAMES[name](value)
@@ -161,7 +200,7 @@ def _tensors(path: str, text: str, option: str = "--steer") -> dict[str, np.ndar
 
 
 def _unreadable(text: str, why: str) -> MidstreamError:
-    return invalid("--steer", f"{text!r}: {why}", allowed=f"{STEER}, such as joy.npy:15:4.0, joy.npy:15:op=ablate or @joy:2")
+    return invalid("--steer", f"{text!r}: {why}", allowed=f"{STEER}, such as joy.npy:15:4.0, joy.npy:mlp_out:15:op=ablate or @joy:2")
 
 
 # --- Patches ---------------------------------------------------------------------------------------------------------

@@ -19,9 +19,10 @@ from ..schemas.errors import MidstreamError, invalid, misfit
 from ..schemas.selectors import HookName, LayerSelector
 from ..schemas.sweeps import PairResult, PairSpan, PatchWindow, SweepPair, SweepRequest, SweepResult
 from . import grid as grids
-from . import heatmap, sweeps
+from . import heatmap, notebook, plain, sweeps
 from .grid import Effect, Grid
 from .http import AsyncClient, Client
+from .progress import bar
 
 if TYPE_CHECKING:
     import pandas
@@ -85,6 +86,12 @@ class _Study:
             return f"{type(self).__name__}({what}): no sweep yet"
         summary = self._result.summary
         return f"{type(self).__name__}({what}): {summary.metric} of {summary.cells} cells, {summary.skipped} skipped"
+
+    def _repr_png_(self) -> bytes | None:
+        return None if self._result is None else notebook.sweep_png(self._result)
+
+    def _repr_html_(self) -> str | None:
+        return None if self._result is None else notebook.sweep_html(self._result)
 
     @property
     def request(self) -> SweepRequest:
@@ -351,7 +358,7 @@ def _pair(pair: Pair, field: str = "") -> SweepPair:
         if isinstance(pair, str) or not 1 <= len(pair) <= 4:
             raise invalid(field, "write a pair as clean, corrupt, answer, foil, or as its fields")
         pair = dict(zip(("clean", "corrupt", "answer", "foil"), pair, strict=False))
-    return sweeps.plain(dict(pair), SweepPair, field)
+    return plain.checked(dict(pair), SweepPair, field)
 
 
 def _fields(record: Record) -> dict[str, Any]:
@@ -405,11 +412,7 @@ def _shown(progress: bool | sweeps.Progress) -> Iterator[sweeps.Progress | None]
     if progress is not True:
         yield progress or None
         return
-    from rich.console import Console
-
-    from .show_sweeps import bar
-
-    with bar(Console(stderr=True)) as told:
+    with bar() as told:
         yield told
 
 

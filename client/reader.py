@@ -181,6 +181,11 @@ class CaptureReader:
         status = f", status={self.status!r}" if self.status not in ("", "ok") else ""
         return f"CaptureReader(job={self.job!r}, tag={self.tag!r}, requests={count}, files={len(self.files)}{status})"
 
+    def _repr_html_(self) -> str:
+        from .notebook import reader_html
+
+        return reader_html(self)
+
     def __enter__(self) -> "CaptureReader":
         return self
 

@@ -61,7 +61,7 @@ def table(title: str, *columns: str) -> Table:
     return made
 
 
-def _facts(*facts: tuple[str, str]) -> Table:
+def facts(*facts: tuple[str, str]) -> Table:
     """(name, value) one below the other; without those that are empty."""
     shown = Table(show_header=False, box=None, pad_edge=False)
     shown.add_column(style="dim")
@@ -74,7 +74,7 @@ def _facts(*facts: tuple[str, str]) -> Table:
 
 def job(view: JobView) -> Table:
     """Everything known about one job."""
-    return _facts(
+    return facts(
         ("job", view.id),
         ("state", coloured(view.state)),
         ("kind", f"{view.kind}, {_extent(view)}, model {escape(view.model)}"),
@@ -121,7 +121,7 @@ def runs(views: Iterable[RunView]) -> Table:
 
 def run(view: RunView) -> Table:
     """Everything known about one source run; its prompts are `run_prompts`."""
-    return _facts(
+    return facts(
         ("run", escape(view.name)),
         ("state", coloured(view.state) + (f" ({escape(view.detail)})" if view.detail else "")),
         ("model", escape(view.model)),

@@ -1,31 +1,27 @@
-"""How does a sweep look on a terminal, while it runs and when it is over?"""
+"""Shows a sweep's result on a terminal."""
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import numpy as np
 from rich.cells import cell_len, set_cell_size
 from rich.color import Color
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from ..schemas.sweeps import SweepCell, SweepResult, SweepStart
-from . import sweeps
+from ..schemas.sweeps import SweepResult
 from .grid import MEANING, Grid, described, grid_of, titled, written
 from .show import table
 
-#: Stops of the colour scales, as red, green and blue: viridis, and blue over white to red.
-_STOPS = {
-    True: ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37)),
-    False: ((33, 102, 172), (146, 197, 222), (247, 247, 247), (244, 165, 130), (178, 24, 43)),
-}
-#: Where there are no colours.
-_BLOCKS = "▁▂▃▄▅▆▇█"
+#: Stops of the colour scale, as red, green and blue: blue over white to red.
+_STOPS = np.array(((33, 102, 172), (146, 197, 222), (247, 247, 247), (244, 165, 130), (178, 24, 43)), dtype=np.float64)
+#: Where there are no colours: from the middle up, and from the middle down.
+_ABOVE, _BELOW = "▁▂▃▄▅▆▇█", "░▒▓"
+#: Below this part of the scale's half nothing is told from the middle.
+_LEAST = 0.05
 #: A cell without a value.
 _NONE = "·"
 #: Widest name of a row, rows at most, cells of the legend's scale, and how many reasons for missing cells are told.
@@ -52,17 +48,17 @@ class _Paint:
 
     def __init__(self, grid: Grid, colour: bool):
         self.low, self.high = grid.limits
-        self._stops = np.array(_STOPS[grid.metric == "recovered"], dtype=np.float64)
         self._colour = colour
 
     def cell(self, value: float, width: int) -> Text:
         if np.isnan(value):
             return Text(_NONE.ljust(width), style="dim")
-        share = float(np.clip((value - self.low) / (self.high - self.low), 0.0, 1.0))
+        share = float(np.clip(2 * (value - self.low) / (self.high - self.low) - 1, -1.0, 1.0))  # of the way from the middle to an end
         if not self._colour:
-            return Text(_BLOCKS[min(int(share * len(_BLOCKS)), len(_BLOCKS) - 1)] * width)
-        at = share * (len(self._stops) - 1)
-        mixed = [float(np.interp(at, range(len(self._stops)), self._stops[:, part])) for part in range(3)]
+            signs = _BELOW if share < -_LEAST else _ABOVE
+            return Text(signs[min(int(abs(share) * len(signs)), len(signs) - 1)] * width)
+        at = (share + 1) / 2 * (len(_STOPS) - 1)
+        mixed = [float(np.interp(at, range(len(_STOPS)), _STOPS[:, part])) for part in range(3)]
         return Text(" " * width, style=Style(bgcolor=Color.from_rgb(*mixed)))
 
     def legend(self) -> Text:
@@ -134,8 +130,13 @@ def strongest(result: SweepResult, pair: int | None = None, count: int = 5) -> T
 
 
 def report(result: SweepResult, pair: int | None = None, count: int = 5) -> RenderableType:
-    """Heatmap, strongest cells, baselines, notes, and what has no value and why."""
-    parts: list[RenderableType] = [Heatmap(result, pair), Text(""), strongest(result, pair, count)]
+    """Heatmap and findings."""
+    return Group(Heatmap(result, pair), Text(""), findings(result, pair, count))
+
+
+def findings(result: SweepResult, pair: int | None = None, count: int = 5) -> RenderableType:
+    """Strongest cells, baselines, notes, and what has no value and why."""
+    parts: list[RenderableType] = [strongest(result, pair, count)]
     parts += [Text(line, style="dim") for line in _baselines(result)]
     for number, each in enumerate(result.pairs):
         parts += [Text(f"note{_of(result, number)}: {note}", style="yellow") for note in each.notes]
@@ -173,35 +174,3 @@ def without_value(result: SweepResult) -> list[str]:
     if len(counts) > _REASONS:
         lines.append(f"… and {sum(counts.values()) - sum(count for _, count in counts.most_common(_REASONS))} for other reasons")
     return lines
-
-
-@contextmanager
-def bar(console: Console, title: str = "sweep") -> Iterator[sweeps.Progress | None]:
-    """A progress bar that a sweep's events move; None, and nothing is drawn, where nobody watches."""
-    if not (console.is_terminal or console.is_jupyter):
-        yield None
-        return
-    columns = (
-        SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("cells{task.fields[rate]}"),
-        TimeElapsedColumn(), TimeRemainingColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=console, transient=not console.is_jupyter) as progress:
-        yield _Bar(progress, title)
-
-
-class _Bar:
-    """Counts each cell once, also when a sweep goes on after its worker died."""
-
-    def __init__(self, progress: Progress, title: str):
-        self._progress = progress
-        self._task = progress.add_task(title, total=None, rate="")
-        self._seen: set[tuple[int, str, int, int]] = set()
-
-    def __call__(self, told: sweeps.Told) -> None:
-        if isinstance(told, SweepStart):
-            self._seen |= {(each.pair, each.hook, layer, each.column) for each in told.skipped for layer in each.layers}
-            self._progress.update(self._task, total=told.total, completed=len(self._seen))
-        elif isinstance(told, SweepCell):
-            self._seen.add((told.pair, told.hook, told.layer, told.column))
-            speed = self._progress.tasks[0].speed
-            self._progress.update(self._task, completed=len(self._seen), rate=f", {speed:.0f}/s" if speed else "")

@@ -1,13 +1,13 @@
 """What has a name, what is steered for everyone, and do the ranks agree? The calls about it, of both clients.
 
-Steering is given as a list of entries, as a mapping from site to array (`{"post_block.12": vector}`), or as a safetensors file:
-`schemas.module_files` says how both name their tensors.
+Steering is given as a list of entries or as one, as a mapping from site to array (`{"post_block.12": vector}`), or as a safetensors
+file: `schemas.module_files` says how both name their tensors.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import numpy as np
@@ -16,10 +16,11 @@ from ..schemas.errors import invalid
 from ..schemas.specs import SteeringSpec
 from ..schemas.steering import Dynamic, GlobalRequest, GlobalView, ModuleName, ModulePage, ModuleRequest, ModuleView
 from . import wire
+from .plain import packed
 from .wire import Call, Steering
 
 #: What a module or global steering may be given as.
-Wanted = Sequence[Steering] | Mapping[str, np.ndarray | list[Any]] | Path | str
+Wanted = Steering | Sequence[Steering] | Mapping[str, np.ndarray | list[Any]] | Path | str
 
 #: A change of global steering is answered when every worker has validated and applied it, or one of them took too long.
 CHANGE_S = 120.0
@@ -28,13 +29,14 @@ _MODULES, _GLOBAL, _DYNAMIC = "/v1/steering/modules", "/v1/steering/global", "/v
 
 def entries_of(wanted: Wanted) -> list[SteeringSpec]:
     """The entries in whatever was given, tensors packed. Raises MidstreamError naming the field, FileNotFoundError."""
-    if not isinstance(wanted, str | Path | Mapping):
-        return wire.pack_steering(wanted)
+    is_entry = isinstance(wanted, Mapping) and wanted.keys() <= set(SteeringSpec.__struct_fields__)
+    if is_entry or not isinstance(wanted, str | Path | Mapping):
+        return wire.pack_steering(cast(Steering | Sequence[Steering], wanted))
     from ..schemas.module_files import of_sites, specs_of
 
     try:
         if isinstance(wanted, Mapping):
-            return of_sites({site: wire.packed(values, f"steering.{site}") for site, values in wanted.items()})
+            return of_sites({site: packed(values, f"steering.{site}") for site, values in wanted.items()})
         return specs_of(Path(wanted).read_bytes())
     except ValueError as error:
         raise invalid("steering", str(error) if isinstance(wanted, Mapping) else f"{wanted}: {error}") from error

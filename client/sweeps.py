@@ -6,19 +6,16 @@ A sweep is a job: `job`, `wait`, `cancel` and `events` of the clients hold for i
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx
 import msgspec
-import numpy as np
 
-from ..schemas.errors import MidstreamError, invalid
+from ..schemas.errors import MidstreamError
 from ..schemas.jobs import Event, JobResult, JobView
 from ..schemas.sweeps import Metric, SweepCell, SweepPair, SweepRequest, SweepResult, SweepStart, SweepSummary
-from . import wire
-from .wire import Call
-
-T = TypeVar("T")
+from . import plain, wire
+from .wire import Call, JobLike
 
 #: What is told of a sweep while it runs.
 Told = SweepStart | SweepCell | SweepSummary
@@ -34,31 +31,16 @@ def sweep_request(request: SweepRequest | None, fields: dict[str, Any]) -> Sweep
 
     An ablation without a metric asks for what its pairs can tell: a share that was recovered needs two prompts.
     """
-    if request is None:
-        made = plain(fields, SweepRequest)
-        return made if made.ablation is None or "metric" in fields else msgspec.structs.replace(made, metric=_ablation_metric(made.pairs))
-    if fields:
-        raise invalid(next(iter(fields)), "give either a SweepRequest or keyword arguments, not both")
-    return request
+    made = plain.request(request, fields, SweepRequest)
+    if request is not None or made.ablation is None or "metric" in fields:
+        return made
+    return msgspec.structs.replace(made, metric=_ablation_metric(made.pairs))
 
 
 def _ablation_metric(pairs: Sequence[SweepPair]) -> Metric:
     if any(pair.answer is None for pair in pairs):
         return "kl"
     return "logprob" if any(pair.foil is None for pair in pairs) else "logit_diff"
-
-
-def plain(fields: dict[str, Any], kind: type[T], prefix: str = "") -> T:
-    """`fields` as `kind`: structs, numpy numbers and ranges may stand in them. Raises MidstreamError with the field's path."""
-
-    def unpacked(inner: Any) -> Any:
-        if isinstance(inner, np.ndarray | np.generic):
-            return inner.tolist()
-        if isinstance(inner, range):
-            return list(inner)
-        raise invalid(prefix or kind.__name__, f"a {type(inner).__name__} cannot be sent")
-
-    return wire.checked(msgspec.to_builtins(fields, enc_hook=unpacked), kind, prefix)
 
 
 def told(event: Event) -> Told | None:
@@ -82,9 +64,10 @@ def _grid(result: JobResult) -> SweepResult:
     return result.sweep
 
 
-def _stopped(interrupt: BaseException, job_id: str, error: MidstreamError | None) -> None:
+def _stopped(interrupt: BaseException, job_id: JobLike, error: MidstreamError | None) -> None:
     """What the one who interrupts the wait for a sweep is told of it."""
-    interrupt.add_note(f"sweep {job_id} was cancelled" if error is None else f"sweep {job_id} could not be cancelled: {error}")
+    sweep = f"sweep {wire.id_of(job_id)}"
+    interrupt.add_note(f"{sweep} was cancelled" if error is None else f"{sweep} could not be cancelled: {error}")
 
 
 class SweepCalls(ABC):
@@ -93,13 +76,13 @@ class SweepCalls(ABC):
     @abstractmethod
     def _send_patiently(self, call: Call) -> httpx.Response: ...
     @abstractmethod
-    def events(self, job_id: str, after: str = "") -> Iterator[Event]: ...
+    def events(self, job_id: JobLike, after: str = "") -> Iterator[Event]: ...
     @abstractmethod
-    def wait(self, job_id: str, timeout: float | None = None) -> JobView: ...
+    def wait(self, job_id: JobLike, timeout: float | None = None) -> JobView: ...
     @abstractmethod
-    def result(self, job_id: str) -> JobResult: ...
+    def result(self, job_id: JobLike) -> JobResult: ...
     @abstractmethod
-    def cancel(self, job_id: str) -> JobView: ...
+    def cancel(self, job_id: JobLike) -> JobView: ...
 
     def submit_sweep(self, request: SweepRequest | None = None, *, idempotency_key: str | None = None, **fields: Any) -> JobView:
         """Submit a sweep, by struct or by its fields (`model=…, pairs=[…], hooks=[…]`); returns at once. Safe to repeat."""
@@ -109,7 +92,7 @@ class SweepCalls(ABC):
         """Submit a sweep, wait, and return its grids. `progress` is told of every cell; who interrupts the wait cancels the sweep."""
         return self.sweep_result(self.submit_sweep(request, **fields).id, progress, cancel=True)
 
-    def sweep_result(self, job_id: str, progress: Progress | None = None, *, cancel: bool = False) -> SweepResult:
+    def sweep_result(self, job_id: JobLike, progress: Progress | None = None, *, cancel: bool = False) -> SweepResult:
         """The grids of a sweep once it is over; raises what went wrong of one that failed, `not_found` of another job.
 
         `cancel`: who interrupts the wait cancels the sweep.
@@ -129,7 +112,7 @@ class SweepCalls(ABC):
                     _stopped(interrupt, job_id, error)
             raise
 
-    def sweep_events(self, job_id: str, after: str = "") -> Iterator[Told]:
+    def sweep_events(self, job_id: JobLike, after: str = "") -> Iterator[Told]:
         """What is told of a sweep, from its beginning (or behind the event `after`) to its end; outlives lost connections."""
         return (each for event in self.events(job_id, after) if (each := told(event)) is not None)
 
@@ -140,13 +123,13 @@ class AsyncSweepCalls(ABC):
     @abstractmethod
     async def _send_patiently(self, call: Call) -> httpx.Response: ...
     @abstractmethod
-    def events(self, job_id: str, after: str = "") -> AsyncIterator[Event]: ...
+    def events(self, job_id: JobLike, after: str = "") -> AsyncIterator[Event]: ...
     @abstractmethod
-    async def wait(self, job_id: str, timeout: float | None = None) -> JobView: ...
+    async def wait(self, job_id: JobLike, timeout: float | None = None) -> JobView: ...
     @abstractmethod
-    async def result(self, job_id: str) -> JobResult: ...
+    async def result(self, job_id: JobLike) -> JobResult: ...
     @abstractmethod
-    async def cancel(self, job_id: str) -> JobView: ...
+    async def cancel(self, job_id: JobLike) -> JobView: ...
 
     async def submit_sweep(self, request: SweepRequest | None = None, *, idempotency_key: str | None = None, **fields: Any) -> JobView:
         return wire.decode(await self._send_patiently(_submission(request, idempotency_key, fields)), JobView)
@@ -154,7 +137,7 @@ class AsyncSweepCalls(ABC):
     async def sweep(self, request: SweepRequest | None = None, *, progress: Progress | None = None, **fields: Any) -> SweepResult:
         return await self.sweep_result((await self.submit_sweep(request, **fields)).id, progress, cancel=True)
 
-    async def sweep_result(self, job_id: str, progress: Progress | None = None, *, cancel: bool = False) -> SweepResult:
+    async def sweep_result(self, job_id: JobLike, progress: Progress | None = None, *, cancel: bool = False) -> SweepResult:
         try:
             if progress is not None:
                 async for each in self.sweep_events(job_id):
@@ -170,7 +153,7 @@ class AsyncSweepCalls(ABC):
                     _stopped(interrupt, job_id, error)
             raise
 
-    async def sweep_events(self, job_id: str, after: str = "") -> AsyncIterator[Told]:
+    async def sweep_events(self, job_id: JobLike, after: str = "") -> AsyncIterator[Told]:
         async for event in self.events(job_id, after):
             each = told(event)
             if each is not None:

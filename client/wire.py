@@ -11,15 +11,15 @@ from urllib.parse import quote
 
 import httpx
 import msgspec
-import numpy as np
 
 from .. import __version__
 from ..schemas.base import to_json
-from ..schemas.choices import refusal
 from ..schemas.errors import STATUS_OF_KIND, MidstreamError, Problem, invalid
 from ..schemas.jobs import PROBLEM_EVENT, TERMINAL, CaptureResults, Determinism, Event, JobRequest, JobResult, JobView
-from ..schemas.specs import STEERING_FIELDS, CaptureSpec, PatchSpec, SteeringSpec
-from ..schemas.tensors import Tensor, from_numpy
+from ..schemas.openai import OpenAIRequest
+from ..schemas.specs import CaptureSpec, PatchSpec, SteeringSpec
+from . import notebook, plain
+from .plain import checked as checked
 from .reader import CaptureReader
 
 T = TypeVar("T")
@@ -41,8 +41,17 @@ Steering = SteeringSpec | Mapping[str, Any]
 #: A patch, likewise; its `source` may be a run's name or an array instead of fields.
 Patch = PatchSpec | Mapping[str, Any]
 Capture = CaptureSpec | Mapping[str, Any]
-#: Those fields of a steering entry that are tensors.
-TENSORS = frozenset(field for takes in STEERING_FIELDS.values() for field in takes.tensors)
+
+
+class ServerUnreachable(MidstreamError):
+    """No Midstream answers at the address: the server is down, or it is elsewhere."""
+
+    def __init__(self, detail: str):
+        super().__init__("unavailable", detail)
+
+    def _render_traceback_(self) -> list[str]:
+        """One line in a notebook: where the call stands there says nothing about a server that is down."""
+        return [f"{type(self).__name__}: {self}"]
 
 
 class VersionMismatch(MidstreamError):
@@ -90,10 +99,17 @@ class Answer:
         """The first prompt's text."""
         return self.texts[0]
 
+    def _repr_html_(self) -> str:
+        return notebook.answer_html(self)
+
     @property
     def rows(self) -> CaptureReader:
         """The rows in the answer itself: see `returned_rows`."""
         return returned_rows(self.capture_results)
+
+
+#: A job as callers name it: its id, or anything that a call returned about it.
+JobLike = str | JobView | JobResult | CaptureResults | Answer
 
 
 class ManifestFile(msgspec.Struct):
@@ -117,111 +133,39 @@ class Manifest(msgspec.Struct):
 
 def job_request(request: JobRequest | None, fields: dict[str, Any]) -> JobRequest:
     """The body of a submission from a struct or from keyword arguments; raises MidstreamError naming the field."""
-    if request is not None:
-        if fields:
-            raise invalid(next(iter(fields)), "give either a JobRequest or keyword arguments, not both")
-        return request
-    if "steering" in fields:
-        fields = {**fields, "steering": pack_steering(fields["steering"])}
-    if "patch" in fields:
-        fields = {**fields, "patch": pack_patch(fields["patch"])}
-    if fields.get("capture") is not None:
-        fields = {**fields, "capture": pack_capture(fields["capture"])}
-    if isinstance(fields.get("prompts"), str):
-        fields = {**fields, "prompts": [fields["prompts"]]}
     messages = fields.get("messages")
     if isinstance(messages, Sequence) and messages and isinstance(messages[0], Mapping):  # one conversation
         fields = {**fields, "messages": [messages]}
-    return checked(fields, JobRequest)
+    return plain.request(request, fields, JobRequest)
 
 
-def pack_steering(entries: Sequence[Steering]) -> list[SteeringSpec]:
+def pack_steering(entries: Steering | Sequence[Steering]) -> list[SteeringSpec]:
     """Steering entries with their tensors packed; raises MidstreamError naming the field."""
-    specs = []
-    for index, entry in enumerate(entries):
-        if isinstance(entry, SteeringSpec):
-            specs.append(entry)
-            continue
-        fields = dict(entry)
-        for name in TENSORS.intersection(fields):
-            if is_array(fields[name]):
-                fields[name] = packed(fields[name], f"steering[{index}].{name}")
-        specs.append(checked(fields, SteeringSpec, f"steering[{index}]"))
-    return specs
+    return checked(entries, list[SteeringSpec], "steering")
 
 
-def pack_patch(entries: Sequence[Patch]) -> list[PatchSpec]:
+def pack_patch(entries: Patch | Sequence[Patch]) -> list[PatchSpec]:
     """Patches with their vectors packed; raises MidstreamError naming the field."""
-    specs = []
-    for index, entry in enumerate(entries):
-        if isinstance(entry, PatchSpec):
-            specs.append(entry)
-            continue
-        fields = dict(entry)
-        source = fields.get("source")
-        if isinstance(source, str):
-            fields["source"] = {"run": source}
-        elif is_array(source):
-            fields["source"] = {"vector": packed(source, f"patch[{index}].source.vector")}
-        elif isinstance(source, Mapping) and is_array(source.get("vector")):
-            fields["source"] = {**source, "vector": packed(source["vector"], f"patch[{index}].source.vector")}
-        specs.append(checked(fields, PatchSpec, f"patch[{index}]"))
-    return specs
-
-
-def is_array(values: Any) -> bool:
-    """Numbers in a list, in numpy or in torch."""
-    return isinstance(values, list | np.ndarray) or _is_torch(values)
-
-
-def _is_torch(values: Any) -> bool:
-    return type(values).__module__.partition(".")[0] == "torch"
-
-
-def packed(values: Any, field: str) -> Tensor:
-    """float16 stays, everything else is sent as float32. `values`: what `is_array` takes."""
-    try:
-        if _is_torch(values):  # numpy has no bfloat16
-            values = values.detach().cpu()
-            values = values.float() if str(values.dtype) == "torch.bfloat16" else values
-        array = np.asarray(values)
-    except ValueError as error:  # rows of different lengths
-        raise invalid(field, f"is no array: {error}") from error
-    if array.dtype.kind not in "fiu":
-        raise invalid(field, f"an array of {array.dtype} is not one of numbers")
-    return from_numpy(array)
+    return checked(entries, list[PatchSpec], "patch")
 
 
 def pack_capture(capture: Capture) -> CaptureSpec:
     """A capture from a struct or its fields; raises MidstreamError naming the field."""
-    if isinstance(capture, CaptureSpec):
-        return capture
-    return checked(dict(capture) if isinstance(capture, Mapping) else capture, CaptureSpec, "capture")
+    return checked(capture, CaptureSpec, "capture")
 
 
-def openai_body(
-    fields: dict[str, Any], steering: Sequence[Steering], capture: Capture | None, capture_wait: bool, patch: Sequence[Patch] = ()
-) -> dict[str, Any]:
-    """The body of an OpenAI-style call with Midstream's fields, which are left out when not used."""
-    body = {name: value for name, value in fields.items() if value is not None}
-    if patch:
-        body["patch"] = pack_patch(patch)
-    if steering:
-        body["steering"] = pack_steering(steering)
-    if capture is not None:
-        body["capture"] = pack_capture(capture)
-        body["capture_wait"] = capture_wait
-    elif capture_wait:
-        body["capture_wait"] = True
-    return body
+def openai_body(kind: type[OpenAIRequest], fields: dict[str, Any]) -> dict[str, Any]:
+    """The body of an OpenAI-style call with Midstream's fields, which are left out when not used.
 
-
-def checked(fields: Any, kind: type[T], prefix: str = "") -> T:
-    """`fields` as `kind`; raises MidstreamError with the field's path before anything is sent."""
-    try:
-        return msgspec.convert(fields, kind)
-    except msgspec.ValidationError as error:
-        raise refusal(error, prefix, kind.__name__) from error
+    Raises MidstreamError naming a field that does not fit, UnknownArgument for one that there is not.
+    """
+    given = {name: value for name, value in fields.items() if value is not None}
+    plain.known_keywords(given, kind)
+    body: dict[str, Any] = plain.plain(given, kind)
+    for name, pack in (("steering", pack_steering), ("patch", pack_patch), ("capture", pack_capture)):
+        if name in body:
+            body[name] = pack(body[name])
+    return {name: value for name, value in body.items() if value is not False and not (name in ("steering", "patch") and not value)}
 
 
 def headers(api_key: str | None) -> dict[str, str]:
@@ -237,22 +181,30 @@ def headers(api_key: str | None) -> dict[str, str]:
     return {"user-agent": f"midstream/{__version__}"} | ({"authorization": f"Bearer {api_key}"} if api_key else {})
 
 
-def job_path(job_id: str, *parts: str) -> str:
+def id_of(job: JobLike) -> str:
+    """The id of a job that is given by its id, or by what a call returned about it. Raises MidstreamError for anything else."""
+    found = next((given for name in ("id", "job") if isinstance(given := getattr(job, name, None), str)), job)
+    if not isinstance(found, str) or not found:
+        raise invalid("job", f"{type(job).__name__} names no job", allowed="a job's id, or what submit, run, completion or job returned")
+    return found
+
+
+def job_path(job: JobLike, *parts: str) -> str:
     """`/v1/jobs/<id>/<parts>`, with whatever a user takes for an id kept inside its segment."""
-    return "/".join(["/v1/jobs", quote(job_id, safe=""), *parts])
+    return "/".join(["/v1/jobs", quote(id_of(job), safe=""), *parts])
 
 
-def capture_path(job_id: str, *parts: str) -> str:
+def capture_path(job: JobLike, *parts: str) -> str:
     """`/v1/captures/<id>/<parts>`, likewise."""
-    return "/".join(["/v1/captures", quote(job_id, safe=""), *(quote(part, safe="") for part in parts)])
+    return "/".join(["/v1/captures", quote(id_of(job), safe=""), *(quote(part, safe="") for part in parts)])
 
 
 def idempotency_key() -> str:
     return uuid.uuid4().hex
 
 
-def unreachable(url: str, error: Exception) -> MidstreamError:
-    return MidstreamError("unavailable", f"no Midstream answers at {url} ({error or type(error).__name__}); `midstream up` starts one")
+def unreachable(url: str, error: Exception) -> ServerUnreachable:
+    return ServerUnreachable(f"no Midstream answers at {url} ({error or type(error).__name__}); `midstream up` starts one")
 
 
 def decode(response: httpx.Response, kind: type[T]) -> T:

@@ -1,14 +1,16 @@
 """What would have been right where msgspec found something wrong? It says only that a name is another, or a pattern not matched."""
 
 import re
-from typing import get_args
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any, get_args
 
 import msgspec
 
-from .errors import MidstreamError, invalid, misfit
+from .errors import NO_FIELD, MidstreamError, invalid, misfit
 from .handling import CallbackEvent, Priority
 from .keys import SCOPES
-from .selectors import HOOKS, PositionName
+from .selectors import ALIASES, HOOKS, PositionName
 from .specs import At, Layout, RowDType, SteeringOp
 from .sweeps import Ablation, Alignment, Direction, Metric
 
@@ -40,18 +42,61 @@ NAMES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("positions", "pairs.positions", "pairs.spans.clean", "pairs.spans.corrupt"), PROMPT_POSITIONS),
 }
 
-_ANOTHER_NAME = "Invalid enum value"
+_ANOTHER_NAME = re.compile(r"^Invalid enum value '(?P<name>.*)'$", re.DOTALL)
 #: msgspec quotes the pattern as it is written, with what keeps a line break from following the end.
 _PATTERN = re.compile(r"^Expected `str` matching regex '\^(?P<form>.*?)(?:\(\?!\\+n\))?\$'$")
+_INDEX = re.compile(r"\[.*?\]")
 
 
-def refusal(error: msgspec.ValidationError, prefix: str = "", whole: str | None = None) -> MidstreamError:
-    """The error as one that names the field, below `prefix`, and what it takes. `whole` names what has no field, by default the body."""
+def suggestion(word: str, names: Iterable[str]) -> str:
+    """`did you mean 'resid_pre'?`, or nothing when no name is close to `word`."""
+    found = get_close_matches(word[:100], list(names), n=1)
+    return f"did you mean {found[0]!r}?" if found else ""
+
+
+def unknown(word: str, names: Iterable[str]) -> str:
+    """What is wrong with a field's name, with the name that was probably meant."""
+    return "; ".join(part for part in ("there is no such field", suggestion(word, names)) if part)
+
+
+def refusal(error: msgspec.ValidationError, prefix: str = "", whole: str | None = None, kind: Any = None) -> MidstreamError:
+    """The error as one that names the field, below `prefix`, and what it takes.
+
+    `whole` names what has no field, by default the body. `kind`: the type that did not fit, for the names of its fields.
+    """
     detail, path = misfit(error)
-    field = ".".join(part for part in (prefix, path) if part) or whole
-    names = NAMES.get(re.sub(r"\[.*?\]", "", field or ""), ()) if detail.startswith(_ANOTHER_NAME) else ()
+    dot = "." if prefix and path and not path.startswith("[") else ""
+    field = f"{prefix}{dot}{path}" or whole
     if found := _PATTERN.match(detail):
         detail = f"is not of the form {found['form']}"
     if field is None:
         return MidstreamError("invalid_request", f"the body: {detail}")
+    names: tuple[str, ...] = ()
+    if found := _ANOTHER_NAME.match(detail):
+        names = NAMES.get(_INDEX.sub("", field), ())
+        meant = suggestion(found["name"], (*names, *ALIASES) if names == HOOKS else names)
+        detail = "; ".join(part for part in (detail, meant) if part)
+    elif detail == NO_FIELD:
+        names = fields_at(kind, path.rpartition(".")[0])
+        detail = unknown(path.rpartition(".")[2], names)
     return invalid(field, detail, allowed=", ".join(names) or None)
+
+
+def fields_at(kind: Any, path: str) -> tuple[str, ...]:
+    """The names of the fields at a path of msgspec's inside a struct type, such as `pairs[0].spans[...]`; none where it is no struct."""
+    if kind is None:
+        return ()
+    found = structs_in(msgspec.inspect.type_info(kind))
+    for step in _INDEX.sub("", path).split(".") if path else ():
+        found = [inner for each in found for field in each.fields if field.name == step for inner in structs_in(field.type)]
+    return tuple(dict.fromkeys(field.name for each in found for field in each.fields))
+
+
+def structs_in(info: Any) -> list[msgspec.inspect.StructType]:
+    """The struct types that a type may be: itself, one of a union, or an item of a list or mapping."""
+    if isinstance(info, msgspec.inspect.StructType):
+        return [info]
+    if isinstance(info, msgspec.inspect.UnionType):
+        return [found for each in info.types for found in structs_in(each)]
+    inner = getattr(info, "item_type", None) or getattr(info, "value_type", None)
+    return [] if inner is None else structs_in(inner)

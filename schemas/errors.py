@@ -65,6 +65,10 @@ class MidstreamError(Exception):
         self.allowed = allowed
         self.retry_after = retry_after
 
+    def __str__(self) -> str:
+        """The field, what is wrong, and what is valid: the same line in Python, on the command line and in logs."""
+        return super().__str__() + (f" (allowed: {self.allowed})" if self.allowed else "")
+
     @property
     def status(self) -> int:
         return STATUS_OF_KIND[self.kind]
@@ -86,6 +90,9 @@ def invalid(field: str, detail: str, allowed: str | None = None) -> MidstreamErr
     return MidstreamError("invalid_request", detail, field=field, allowed=allowed)
 
 
+#: What `misfit` says of a field that is unknown.
+NO_FIELD = "there is no such field"
+
 #: msgspec writes "… - at `$.capture.layers`", or "… - at `key` in `$.capture.hooks`"; at the top level it writes no path.
 _PATH = re.compile(r"^(?P<detail>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>.*)`)?$", re.DOTALL)
 #: These name a field that is not part of the path.
@@ -98,5 +105,5 @@ def misfit(error: msgspec.ValidationError) -> tuple[str, str]:
     detail, path = (match["detail"], match["path"] or "") if match else (str(error), "")
     if named := _NAMED.match(detail):
         path = f"{path}.{named['name']}" if path else named["name"]
-        detail = "there is no such field" if "unknown" in detail else "is required"
+        detail = NO_FIELD if "unknown" in detail else "is required"
     return detail, path

@@ -1,6 +1,7 @@
 """Which captures does the operator take of every request? The settings `global_capture…` as specs.
 
 `post_block:all;pre_attn:0-17` names hooks (ours, or TransformerLens' names) with their layers; a hook without layers means all.
+Options of the command line are written alike: `parse_hooks` is the one grammar of hooks.
 """
 
 import re
@@ -9,11 +10,15 @@ from typing import cast, get_args
 
 import msgspec
 
+from .choices import suggestion
 from .selectors import HOOKS, Alias, Hook, HookName, LayerSelector, PositionName, resolve_sites, written_range
 from .settings import Settings, SettingsError
 from .specs import CaptureSpec
 
-_HOOK_NAMES = (*HOOKS, *get_args(Alias))
+#: What a hook may be called.
+HOOK_NAMES = (*HOOKS, *get_args(Alias))
+#: A separator behind which a name begins; others stand between layers.
+_BEFORE_HOOK = re.compile(r"[;,]\s*(?=[A-Za-z_])|;")
 _NUMBER = re.compile(r"-?[0-9]{1,9}")
 
 
@@ -50,16 +55,21 @@ def parse(text: str, positions: str = "last_prompt", tag: str = "global") -> lis
         raise ValueError(f"{error}: a tag is one folder name of letters, digits, - and _") from error
 
 
-def parse_hooks(text: str) -> dict[HookName, LayerSelector]:
-    """`post_block:all;pre_attn:0-17` as hook → layers. Raises ValueError."""
+def parse_hooks(text: str, layers: LayerSelector = "all") -> dict[HookName, LayerSelector]:
+    """`post_block:all;pre_attn:0-3,7` or `resid_pre,mlp_out` as hook → layers. Raises ValueError.
+
+    Hooks are separated by `;` or `,`. `layers`: of a hook that names none.
+    """
     hooks: dict[HookName, LayerSelector] = {}
-    for part in text.split(";"):
-        hook, _, layers = (word.strip() for word in part.partition(":"))
-        if hook not in _HOOK_NAMES:
-            raise ValueError(f"{hook[:40]!r} is not a hook: write hook:layers;hook:layers with hooks of {', '.join(HOOKS)}")
+    for part in _BEFORE_HOOK.split(text.strip()):
+        hook, _, own = (word.strip() for word in part.partition(":"))
+        if hook not in HOOK_NAMES:
+            meant = suggestion(hook, HOOK_NAMES)
+            known = f"write hook:layers;hook:layers with hooks of {', '.join(HOOKS)}"
+            raise ValueError(f"{hook[:40]!r} is not a hook: {known}" + (f"; {meant}" if meant else ""))
         if hook in hooks:
             raise ValueError(f"{hook} is named twice: write its layers together, such as {hook}:0-3,7")
-        hooks[cast(Hook | Alias, hook)] = layers or "all"
+        hooks[cast(Hook | Alias, hook)] = own or layers
     return hooks
 
 

@@ -1,14 +1,15 @@
 """What does the API say of its own health?"""
 
-from .base import Record
+from .base import Published, Record
 from .models import WorkerInfo
 
 
-class Health(Record):
+class Health(Published):
     """Answer of `GET /healthz`: this process answers; says nothing of the rest."""
 
     status: str
     version: str
+    instance: str = ""  # of the `midstream up` that started it; of an API that was started otherwise: that of its parent, or empty
 
 
 class Readiness(Record):

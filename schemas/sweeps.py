@@ -166,6 +166,7 @@ class PairResult(Record):
     grids: dict[Hook, list[list[float | None]]]
     notes: list[str] = []
     positions: list[list[int]] = []  # of the columns, in the patched prompt; of one that is skipped: none
+    noise_probes: int = 0  # patches whose largest change `noise_floor` is; 0: of a server that does not say
     sources: list[list[int]] = []  # whose rows are written there, in the other prompt, in the same order; in an ablation: none
 
 

@@ -25,7 +25,6 @@ from rich.console import Console
 from midstream.client import Client
 from midstream.client.demo import Verdict, demonstrate
 from midstream.schemas.jobs import State
-from midstream.schemas.settings import Settings
 
 #: Killed in this order: Flower forgets what it had not written down yet, so that it is asked about those after it.
 SERVICES = ("flower", "redis", "api", "relay", "callbacks", "worker")
@@ -265,7 +264,7 @@ def test(environment: dict[str, str], cache: Path, keep: bool, console: Console)
             contained(stack, verdict)
             with Client(stack.api, tenants_key(stack)) as client:
                 (cache / "demo").mkdir(parents=True, exist_ok=True)
-                demonstrate(client, Settings(data_dir=str(cache / "demo")), console, verdict)
+                demonstrate(client, cache / "demo", console, verdict)
                 flower_agrees(stack, client, kill_in_turn(stack, client, console, verdict), verdict)
             figures_are_there(stack, verdict)
     finally:

@@ -241,7 +241,7 @@ def test_the_capture_options_of_submit_reach_the_worker(up: Up) -> None:
     assert len(files) == 1 + NUM_LAYERS, "one file for each hook and layer"
     rows = returned_rows(result.capture_results)
     assert (rows.positions(), rows.layers(hook="pre_attn"), len(rows.layers())) == ([0, 2, 3, 7, 9], [0], NUM_LAYERS)
-    shown = up.midstream("submit", "hello", "--capture-hook", "mlp_in", "--layers", "1", "--consumer", "memory")
+    shown = up.midstream("submit", "hello", "--hooks", "mlp_in", "--layers", "1", "--consumer", "memory")
     assert "mlp_in" in shown.stdout, shown.stderr
     assert "KiB in the answer" in shown.stdout or " B in the answer" in shown.stdout
 

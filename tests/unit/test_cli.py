@@ -68,7 +68,7 @@ def test_a_steering_vector_comes_from_a_file_with_layers_and_scale(tmp_path: Pat
     entry = options.parse_steer("joy.npy:3-5:2.5")
     assert (entry["layers"], entry["scale"], entry["vector"].tolist()) == ("3-5", 2.5, [1.0] * 4)
     assert options.parse_steer("joy.npy:3").keys() == {"layers", "vector"}
-    assert options.parse_steer("joy.npy:0,3::resid_pre")["hook"] == "resid_pre"
+    assert options.parse_steer("joy.npy:resid_pre:0,3")["hook"] == "resid_pre"
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_a_steering_vector_comes_from_a_file_with_layers_and_scale(tmp_path: Pat
     [
         ("joy.npy:3:op=ablate", {"layers": 3, "op": "ablate"}),
         ("joy.npy:all:0.2:norm_match=true", {"layers": "all", "scale": 0.2, "norm_match": True}),
-        ("joy.npy:3:2:resid_pre:positions=0,-1", {"layers": 3, "scale": 2.0, "hook": "resid_pre", "positions": [0, -1]}),
+        ("joy.npy:resid_pre:3:2:positions=0,-1", {"layers": 3, "scale": 2.0, "hook": "resid_pre", "positions": [0, -1]}),
         (
             "joy.npy:0-2:op=clamp:low=-1:high=2.5:strength=0.5:positions=all_generated",
             {"layers": "0-2", "op": "clamp", "low": -1.0, "high": 2.5, "strength": 0.5, "positions": "all_generated"},
@@ -84,7 +84,7 @@ def test_a_steering_vector_comes_from_a_file_with_layers_and_scale(tmp_path: Pat
         ("joy.npy:3:positions=5:", {"layers": 3, "positions": {"start": 5}}),
         ("joy.npy:3:positions=5::scale=2", {"layers": 3, "positions": {"start": 5}, "scale": 2.0}),
         ("joy.npy:3:positions=0,5:-1:op=ablate", {"layers": 3, "positions": [0, {"start": 5, "stop": -1}], "op": "ablate"}),
-        ("joy.npy:3:op=replace:alpha=0.5:hook=mlp_out", {"layers": 3, "op": "replace", "alpha": 0.5, "hook": "mlp_out"}),
+        ("joy.npy:mlp_out:3:op=replace:alpha=0.5", {"layers": 3, "op": "replace", "alpha": 0.5, "hook": "mlp_out"}),
     ],
 )
 def test_what_a_vector_does_is_said_by_name(tmp_path: Path, text: str, fields: dict[str, Any]) -> None:
@@ -107,7 +107,8 @@ def test_a_capture_is_asked_for_with_what_was_typed_and_no_more() -> None:
     assert options.parse_capture(layers="all", positions=None, spans=[]) == {"layers": "all"}
     assert options.parse_capture(layers="3", positions="0,-1", tag="mine") == {"layers": 3, "positions": [0, -1], "tag": "mine"}
     assert options.parse_capture(layers="3", positions="5:", spans=["a"]) == {"layers": 3, "positions": [{"start": 5}, {"text": "a"}]}
-    assert options.parse_capture(hook="resid_pre") == {"hook": "resid_pre"}
+    assert options.parse_capture(hooks="resid_pre") == {"hooks": {"resid_pre": "all"}}
+    assert options.parse_capture(hooks="resid_pre, mlp_out:1", layers="3") == {"hooks": {"resid_pre": 3, "mlp_out": 1}}
     rest = {"every_n": 4, "at": "after", "dtype": "float32", "layout": "segment", "consumers": ["memory"]}
     assert options.parse_capture(hooks="post_block:all;pre_attn:0-3", **rest) == {"hooks": {"post_block": "all", "pre_attn": "0-3"}, **rest}
 

@@ -38,7 +38,7 @@ def typed(*words: str) -> None:
 
 def test_deliveries_are_filtered_and_listed_with_their_last_answer(capsys: pytest.CaptureFixture[str]) -> None:
     with server(reply(DeliveryPage(deliveries=[SENT]))) as (url, seen):
-        typed("deliveries", "--job", "job_1", "--state", "failed", "--url", url)
+        typed("list", "--job", "job_1", "--state", "failed", "--url", url)
     assert seen == ["GET /v1/webhooks/deliveries?job=job_1&state=failed&limit=20"]
     shown = capsys.readouterr().out
     assert "msg_1_succeeded" in shown
@@ -51,7 +51,7 @@ def test_ids_and_receivers_stay_whole_on_a_terminal_of_80_columns(
     monkeypatch.setenv("COLUMNS", "80")
     long = msgspec.structs.replace(SENT, id=f"msg_{'1' * 35}_succeeded", url="https://hooks.lab.example/midstream")
     with server(reply(DeliveryPage(deliveries=[long]))) as (url, _):
-        typed("deliveries", "--url", url)
+        typed("list", "--url", url)
     lines = capsys.readouterr().out.splitlines()
     assert any(line.strip().startswith(long.id) and "failed" in line for line in lines)
     assert any(line.strip() == f"→ {long.url}" for line in lines)
@@ -81,7 +81,7 @@ def test_the_new_secret_alone_goes_to_standard_output(capsys: pytest.CaptureFixt
 def test_receivers_that_want_no_more_are_listed_and_enabled(capsys: pytest.CaptureFixture[str]) -> None:
     listed = DisabledList(endpoints=[DisabledEndpoint(tenant="lab", url=SENT.url, since=1.0)])
     with server(reply(listed), (204, {}, b"")) as (url, seen):
-        typed("disabled", "--url", url)
+        typed("list", "--disabled", "--url", url)
         typed("enable", SENT.url, "--url", url)
     assert SENT.url in capsys.readouterr().out
     assert seen[1] == "DELETE /v1/webhooks/disabled?url=https%3A%2F%2Fa.example%2Fhook"

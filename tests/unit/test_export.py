@@ -79,7 +79,7 @@ def test_show_describes_a_folder_or_a_job_in_the_capture_root(root: Path) -> Non
         assert code == 0, text
         assert "pre_attn" in text
         assert "[3, 3, 5]" in text  # three layers, three positions, hidden size
-    code, text = run("capture", "show", root, "--job", "job_x", "--values", "3", "--hook", "pre_attn")
+    code, text = run("capture", "show", root, "--job", "job_x", "--values", "pre_attn:3")
     assert "layer 3, request 0, float32 [3, 5]" in text
 
 
@@ -127,5 +127,5 @@ def test_an_exported_request_is_whole_by_itself(tmp_path: Path) -> None:
 
 def test_export_from_a_terminal_says_what_it_wrote(root: Path, tmp_path: Path) -> None:
     target = tmp_path / "rows.npz"
-    code, text = run("capture", "export", root, target, "--job", "job_x", "--hook", "pre_attn", "--layers", "3", "--request", "0")
+    code, text = run("capture", "export", root, target, "--job", "job_x", "--hooks", "pre_attn:3", "--request", "0")
     assert (code, "3 arrays" in text, target.is_file()) == (0, True, True)

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -47,19 +48,48 @@ def test_the_title_names_both_prompts_answer_foil_and_noise_floor() -> None:
         assert part in title
 
 
-@pytest.mark.parametrize(("metric", "limits", "colours"), [("recovered", (0.0, 1.0), "viridis"), ("logit_diff", (-27.0, 9.0), "RdBu_r")])
-def test_shares_run_from_zero_to_one_and_all_else_is_centred_on_the_unpatched_prompt(
-    metric: Metric, limits: tuple[float, float], colours: str
-) -> None:
+@pytest.mark.parametrize(("metric", "limits", "middle"), [("recovered", (-1.0, 1.0), "0"), ("logit_diff", (-27.0, 9.0), "-9")])
+def test_colours_diverge_from_the_unpatched_prompt_with_symmetric_limits(metric: Metric, limits: tuple[float, float], middle: str) -> None:
     peak = 0.95 if metric == "recovered" else 9.0  # 18 nats from the base at −9
     sweep = result(pair(grids={"pre_attn": grid(peak), "mlp_out": grid(peak)}), metric=metric)
-    meshes = [panel.collections[0] for panel in heatmap.figure(sweep).axes[:2]]
+    axes = heatmap.figure(sweep).axes
+    meshes = [panel.collections[0] for panel in axes[:2]]
     assert [mesh.get_clim() for mesh in meshes] == [limits, limits]
-    assert {mesh.get_cmap().name for mesh in meshes} == {colours}
+    assert {mesh.get_cmap().name for mesh in meshes} == {"RdBu_r"}
+    assert axes[-1].get_ylabel().endswith(f"; white: unpatched ({middle})")
+
+
+def test_a_small_negative_effect_is_told_from_none_in_every_way_of_drawing() -> None:
+    values: list[list[float | None]] = [[-0.1, 0.0, 0.1, -0.9, 0.9, -0.01] for _ in LAYERS]
+    sweep = result(pair(grids={"pre_attn": values, "mlp_out": values}), skipped=[])
+    mesh = heatmap.figure(sweep).axes[0].collections[0]
+    low, none, high = (mesh.cmap(mesh.norm(value)) for value in (-0.1, 0.0, 0.1))
+    assert low[2] > low[0] + 0.05, "blue"
+    assert high[0] > high[2] + 0.05, "red"
+    assert abs(none[0] - none[2]) < 0.02
+    shown = [line.removeprefix(name).strip()[0] for name in ("The 0", "Col 1", "osse 2", "um 3", "is 4", "in 5")
+             for line in printed(result(pair(grids={"pre_attn": values, "mlp_out": values}, positions=[[n] for n in range(6)]), skipped=[])
+             ).splitlines() if line.startswith(name)][::2]  # fmt: skip
+    assert shown == ["░", "▁", "▁", "▓", "█", "▁"]
+    coloured = printed(sweep, color_system="truecolor")
+    assert len({part.partition("m")[0] for part in coloured.split("\x1b[48;2;")[1:]}) >= 6
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"noise_floor": 0.004, "noise_probes": 8}, "noise floor 0.004 (8 probes)"),
+        ({"noise_floor": 0.0, "noise_probes": 8}, "noise floor < 7e-08 (8 probes)"),
+        ({"noise_floor": 0.0}, "noise floor < 7e-08"),
+    ],
+)
+def test_a_noise_floor_of_zero_says_what_could_have_been_seen_and_how_often_it_was_tried(given: dict[str, Any], words: str) -> None:
+    assert described(result(pair(**given)))[-1].endswith(words)  # float32 at 9.4 nats: 9.5e-7, of a difference of 13.8
 
 
 def test_values_beyond_the_scale_are_pointed_at() -> None:
-    bar = heatmap.figure(result()).axes[-1]  # mlp_out goes below 0
+    beyond = pair(grids={"pre_attn": grid(0.95), "mlp_out": grid(-1.2)})
+    bar = heatmap.figure(result(beyond)).axes[-1]
     assert bar._colorbar.extend == "min"
 
 
@@ -164,6 +194,6 @@ def test_pairs_whose_prompts_failed_leave_scale_and_title_to_the_others() -> Non
     assert grid_of(both).limits == (-7.0, -3.0)
     assert "unpatched -5" in described(both)[-1]
     alone = result(failed, metric="logprob")
-    assert (grid_of(alone).limits, "unpatched" in described(alone)[-1]) == ((0.0, 1.0), False)
+    assert (grid_of(alone).limits, "unpatched" in described(alone)[-1]) == ((-1.0, 1.0), False)
     unknown = result(pair(base=None, grids=values), metric="logprob")
     assert grid_of(unknown).limits == (-4.0, -2.0)

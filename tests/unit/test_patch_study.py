@@ -11,13 +11,13 @@ import msgspec
 import numpy as np
 import pytest
 from http_kit import Reply, reply, server
-from rich.console import Console
 from sweep_kit import CORRUPT, FAILED, LAYERS, PEAK, VIEW, grid, over, pair, result
 
 from midstream import AsyncClient, AsyncPatchStudy, Client, PatchStudy
-from midstream.client import show_sweeps
+from midstream.client import heatmap, notebook
 from midstream.client.grid import grid_of
 from midstream.client.patch_study import Region
+from midstream.client.progress import bar
 from midstream.schemas.base import from_json, to_json
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.sweeps import (
@@ -91,7 +91,7 @@ def test_an_ablation_asks_for_what_its_pair_can_tell(pair: tuple[str | None, ...
 
 @pytest.mark.parametrize(
     ("fields", "field"),
-    [({"hooks": ["nowhere"]}, "hooks[0]"), ({"widow": 3}, "widow"), ({"alpha": 2}, "alpha"), ({"layers": object()}, "SweepRequest")],
+    [({"hooks": ["nowhere"]}, "hooks[0]"), ({"widow": 3}, "widow"), ({"alpha": 2}, "alpha"), ({"layers": object()}, "layers")],
 )
 def test_a_mistake_is_named_before_anything_is_sent(fields: dict[str, Any], field: str) -> None:
     with pytest.raises(MidstreamError) as caught:
@@ -318,15 +318,35 @@ def test_who_cancels_the_awaited_sweep_cancels_it_on_the_server_too() -> None:
     assert "POST /v1/jobs/job_1/cancel" in seen
 
 
-def test_the_bar_counts_each_cell_once_and_nothing_is_drawn_where_nobody_watches() -> None:
+def test_the_bar_counts_each_cell_once_and_is_not_drawn_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = io.StringIO()
-    with show_sweeps.bar(Console(file=screen, force_terminal=True, width=120)) as told:
+    monkeypatch.setattr("sys.stderr", screen)
+    with bar() as told:
+        assert told is None
+    assert screen.getvalue() == ""
+    monkeypatch.setattr(screen, "isatty", lambda: True, raising=False)
+    with bar("sweep") as told:
         assert told is not None
         for each in (START, CELL, CELL, START):
             told(each)
-        task = told._progress.tasks[0]  # type: ignore[attr-defined]
-        assert (task.completed, task.total) == (2, 2)
-    quiet = io.StringIO()
-    with show_sweeps.bar(Console(file=quiet)) as told:
-        assert told is None
-    assert quiet.getvalue() == ""
+        assert (told._drawn.n, told._drawn.total) == (2, 2)  # type: ignore[attr-defined]
+    assert "sweep: 100%" in screen.getvalue()
+
+
+def test_a_study_a_figure_and_a_result_render_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    study = PatchStudy("a", client=Client("http://127.0.0.1:1"))
+    assert (study._repr_png_(), study._repr_html_()) == (None, None)
+    request = SweepRequest(model="m", pairs=[SweepPair(clean="a")])
+    study = PatchStudy.of("job_1", request, result(), study._client)
+    for drawn in (study._repr_png_(), study.heatmap()._repr_png_(), notebook.sweep_png(result())):  # type: ignore[attr-defined]
+        assert drawn is not None
+        assert drawn.startswith(b"\x89PNG")
+    page = study._repr_html_()
+    assert page is not None
+    assert "data:image/png;base64," in page
+    assert "Strongest cells" in page
+    monkeypatch.setattr(heatmap, "_matplotlib", lambda: (_ for _ in ()).throw(MidstreamError("unavailable", "no matplotlib")))
+    assert study._repr_png_() is None
+    page = study._repr_html_()
+    assert page is not None
+    assert "background-color" in page, "as the terminal draws it"

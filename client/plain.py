@@ -1,0 +1,218 @@
+"""Converts what a Python program passes to a schema's plain values: numpy, torch, ranges, and one item where a list is meant.
+
+Every request body of both clients goes through `checked`, so that a new field needs no conversion of its own.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+from msgspec import inspect
+
+from ..schemas.base import Record
+from ..schemas.choices import refusal, unknown
+from ..schemas.errors import MidstreamError, invalid
+from ..schemas.jobs import JobRequest, Sampling
+from ..schemas.selectors import HookName
+from ..schemas.specs import CaptureSpec, PatchSource
+from ..schemas.tensors import Tensor, from_numpy
+
+T = TypeVar("T")
+
+#: msgspec's types whose values are no containers → the Python classes that they take.
+_TAKES: dict[type[inspect.Type], tuple[type, ...]] = {
+    inspect.StrType: (str,), inspect.LiteralType: (str,), inspect.EnumType: (str,), inspect.IntType: (int,),
+    inspect.FloatType: (float, int), inspect.BoolType: (bool,), inspect.NoneType: (type(None),), inspect.BytesType: (bytes,),
+    inspect.AnyType: (object,), inspect.StructType: (Mapping, msgspec.Struct), inspect.DictType: (Mapping,),
+}  # fmt: skip
+_LISTS = (inspect.ListType, inspect.VarTupleType, inspect.TupleType)
+
+
+class UnknownArgument(MidstreamError, TypeError):
+    """A keyword argument that the call does not have; the message names the one that was probably meant."""
+
+
+def checked(value: Any, kind: type[T], prefix: str = "") -> T:
+    """`value` as `kind`; raises MidstreamError with the field's path, below `prefix`, before anything is sent."""
+    try:
+        return msgspec.convert(plain(value, kind, prefix), kind)
+    except msgspec.ValidationError as error:
+        raise refusal(error, prefix, getattr(kind, "__name__", "value"), kind) from None
+
+
+def request(given: T | None, fields: dict[str, Any], kind: type[T]) -> T:
+    """A request body from a struct or from keyword arguments.
+
+    Raises UnknownArgument for a keyword that the body does not have, MidstreamError naming a field that does not fit.
+    """
+    if given is not None:
+        if fields:
+            raise invalid(next(iter(fields)), f"give either a {kind.__name__} or keyword arguments, not both")
+        return given
+    known_keywords(fields, kind)
+    return checked({name: value for name, value in fields.items() if value is not None}, kind)
+
+
+def known_keywords(fields: Iterable[str], kind: Any) -> None:
+    """Raises UnknownArgument for the first that is no field of `kind`, and no other name of one."""
+    names = [*kind.__struct_fields__, *(Sampling.__struct_fields__ if kind is JobRequest else ())]
+    for name in fields:
+        if name not in names and not (kind is JobRequest and name == "prompt"):
+            raise UnknownArgument("invalid_request", unknown(name, names), field=name, allowed=", ".join(kind.__struct_fields__))
+
+
+def plain(value: Any, kind: Any, field: str = "") -> Any:
+    """`value` with everything that is not plain converted as `kind` asks; what does not fit is left for msgspec to refuse."""
+    return _plain(value, _members(_info(kind)), field)
+
+
+@cache
+def _info(kind: Any) -> inspect.Type:
+    return inspect.type_info(kind)
+
+
+def _members(info: Any) -> list[Any]:
+    """The types that a value may be of."""
+    if isinstance(info, inspect.UnionType):
+        return [member for each in info.types for member in _members(each)]
+    return _members(info.type) if isinstance(info, inspect.Metadata) else [info]
+
+
+def _plain(value: Any, kinds: list[Any], field: str, listed: bool = True) -> Any:
+    """`listed`: one item may stand for a list of one."""
+    structs = {each.cls: each for each in kinds if isinstance(each, inspect.StructType)}
+    for cls, convert in _CONVERTERS.items():
+        if cls in structs:
+            value = convert(value, field)
+    if isinstance(value, msgspec.Struct):
+        return value if type(value) in structs or not _wants_list(value, kinds, listed) else [value]
+    value = _builtin(value)
+    lists = [each for each in kinds if isinstance(each, _LISTS)]
+    if isinstance(value, list):
+        items = [item for each in lists for item in _items(each)]
+        if all(type(item) in (int, str) for item in value) or not items:  # the common case, and long: nothing to convert
+            return value
+        return [_plain(item, items, f"{field}[{number}]", listed=False) for number, item in enumerate(value)]
+    if _wants_list(value, kinds, listed):
+        return _plain([value], kinds, field)
+    if isinstance(value, Mapping):
+        return _mapping(value, kinds, structs, field)
+    return value
+
+
+def _wants_list(value: Any, kinds: list[Any], listed: bool) -> bool:
+    """Whether only a list can be meant, of which `value` is the one item."""
+    items = [item for each in kinds if listed and isinstance(each, inspect.ListType) for item in _items(each)]
+    return _takes(value, items) and not _takes(value, kinds)
+
+
+def _takes(value: Any, kinds: list[Any]) -> bool:
+    """Whether one of the types may hold such a value, lists aside."""
+    return any(isinstance(value, _TAKES.get(type(each), ())) for each in kinds)
+
+
+def _items(kind: Any) -> list[Any]:
+    each = kind.item_types if isinstance(kind, inspect.TupleType) else [kind.item_type]
+    return [member for item in each for member in _members(item)]
+
+
+def _mapping(value: Mapping[Any, Any], kinds: list[Any], structs: dict[type, Any], field: str) -> dict[Any, Any]:
+    fields = {each.name: each.type for struct in structs.values() for each in struct.fields}
+    values = next((_members(each.value_type) for each in kinds if isinstance(each, inspect.DictType)), [])
+    return {
+        name: _plain(item, _members(fields[name]) if name in fields else values, f"{field}.{name}" if field else str(name))
+        for name, item in ((_builtin(name), item) for name, item in value.items())
+    }
+
+
+def _builtin(value: Any) -> Any:
+    """Numbers, arrays, ranges and sets as Python's own; anything else as it is."""
+    if type(value) in (str, int, float, bool, list, dict):
+        return value
+    if is_torch(value):
+        value = _from_torch(value)
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    if isinstance(value, range | tuple):
+        return list(value)
+    if isinstance(value, set | frozenset):
+        return sorted(value)
+    return str(value) if isinstance(value, str) else value  # a subclass, such as an enumeration
+
+
+# --- Fields that take more than their own shape -------------------------------------------------------------------------
+
+
+def is_array(values: Any) -> bool:
+    """Numbers in a list, in numpy or in torch."""
+    return isinstance(values, list | tuple | np.ndarray) or is_torch(values)
+
+
+def is_torch(values: Any) -> bool:
+    return type(values).__module__.partition(".")[0] == "torch"
+
+
+def _from_torch(values: Any) -> np.ndarray:
+    values = values.detach().cpu()
+    return np.asarray(values.float() if str(values.dtype) == "torch.bfloat16" else values)  # numpy has no bfloat16
+
+
+def packed(values: Any, field: str) -> Tensor:
+    """float16 stays, everything else is sent as float32. `values`: what `is_array` takes."""
+    try:
+        array = _from_torch(values) if is_torch(values) else np.asarray(values)
+    except ValueError as error:  # rows of different lengths
+        raise invalid(field, f"is no array: {error}") from error
+    if array.dtype.kind not in "fiu":
+        raise invalid(field, f"an array of {array.dtype} is not one of numbers")
+    return from_numpy(array)
+
+
+def _tensor(value: Any, field: str) -> Any:
+    return packed(value, field) if is_array(value) else value
+
+
+def _source(value: Any, field: str) -> Any:
+    """A run's name, or a vector."""
+    if isinstance(value, str):
+        return {"run": value}
+    return {"vector": packed(value, f"{field}.vector")} if is_array(value) else value
+
+
+def _capture(value: Any, field: str) -> Any:
+    """`hooks` as a list of names, all at `layers`, as a sweep takes it."""
+    if not isinstance(value, Mapping) or "hooks" not in value or isinstance(value["hooks"], Mapping | None):
+        return value
+    layers = value.get("layers")
+    hooks = checked(value["hooks"], list[HookName], f"{field}.hooks" if field else "hooks")
+    return {name: item for name, item in value.items() if name != "layers"} | {
+        "hooks": dict.fromkeys(hooks, "all" if layers is None else layers)
+    }
+
+
+def _job(value: Any, field: str) -> Any:
+    """`prompt` for one prompt, and the fields of `sampling` beside the others."""
+    if not isinstance(value, Mapping):
+        return value
+    fields = dict(value)
+    if "prompt" in fields:
+        if "prompts" in fields:
+            raise invalid("prompt", "give either `prompt` or `prompts`, not both")
+        prompt = _builtin(fields.pop("prompt"))
+        is_tokens = isinstance(prompt, list) and bool(prompt) and all(isinstance(item, int | np.integer) for item in prompt)
+        fields["prompts"] = [prompt] if is_tokens else prompt
+    own = {name: fields.pop(name) for name in Sampling.__struct_fields__ if name in fields and name not in JobRequest.__struct_fields__}
+    if own:
+        sampling = fields.get("sampling") or {}
+        known = {name: getattr(sampling, name) for name in Sampling.__struct_fields__} if isinstance(sampling, Sampling) else dict(sampling)
+        if twice := [name for name in own if not isinstance(sampling, Sampling) and name in known]:
+            raise invalid(twice[0], "stands in `sampling` as well: give it once")
+        fields["sampling"] = known | own
+    return fields
+
+
+_CONVERTERS: dict[type[Record], Callable[[Any, str], Any]] = {
+    Tensor: _tensor, PatchSource: _source, CaptureSpec: _capture, JobRequest: _job,
+}  # fmt: skip
