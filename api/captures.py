@@ -81,10 +81,10 @@ def _places(edge: Edge, entries: Sequence[FileEntry]) -> list[Place]:
     return [place_in(edge.settings.capture_root, entry.path, entry.offset, entry.bytes) for entry in entries]
 
 
-def _described(edge: Edge, job_id: str, entries: Sequence[FileEntry]) -> list[ManifestFile]:
-    """The entries with what the blobs' manifests say."""
+def _described(edge: Edge, job_id: str, entries: Sequence[FileEntry]) -> tuple[list[ManifestFile], list[str]]:
+    """The entries with what the blobs' manifests say; and the caveats of all of them, each once."""
     headers = read_headers(edge.settings.capture_root, job_id, _places(edge, entries))
-    return [
+    files = [
         ManifestFile(
             name=_name(entry),
             url=f"{capture_url(edge, job_id)}/files/{_name(entry)}",
@@ -107,6 +107,7 @@ def _described(edge: Edge, job_id: str, entries: Sequence[FileEntry]) -> list[Ma
         )
         for entry, header in zip(entries, headers, strict=True)
     ]
+    return files, list(dict.fromkeys(caveat for header in headers for caveat in header.manifest.caveats))
 
 
 @get(
@@ -130,7 +131,7 @@ async def list_captures(
 async def get_manifest(job_id: JobId, request: JsonRequest) -> CaptureManifest:
     edge = edge_of(request)
     results = await _captured(edge, caller_of(request), job_id)
-    files = await _read(edge, job_id, results.files, _described)
+    files, caveats = await _read(edge, job_id, results.files, _described)
     return CaptureManifest(
         job=job_id,
         status=results.status,
@@ -139,6 +140,7 @@ async def get_manifest(job_id: JobId, request: JsonRequest) -> CaptureManifest:
         rows=results.rows,
         files=files,
         detail=results.detail,
+        caveats=caveats,
     )
 
 

@@ -42,6 +42,7 @@ class Manifest(msgspec.Struct):
     tag: str = ""
     all_sites: dict[str, list[int]] = {}  # hook → layers over all stages: a capture is whole when its blobs hold these
     requests: int = 0  # how many of the job's prompts have a capture under this tag; 0: nobody says
+    caveats: list[str] = []  # in what rows of this model, as it was served, may differ from transformers'
 
 
 class BlobEntry(msgspec.Struct):
@@ -87,6 +88,7 @@ class CaptureManifest(Record):
     rows: int
     files: list[ManifestFile]
     detail: str = ""
+    caveats: list[str] = []  # in what rows of this model, as it was served, may differ from transformers'
 
 
 class CaptureEntry(Record):

@@ -170,7 +170,17 @@ class Recording:
         self.recorded = sum(run.count for run in self.runs)
 
     def finish(
-        self, spec: RankSpec, token_ids: list[int], *, hidden_size: int, dtype: torch.dtype, worker: str, rank: int, pp: int, stages: int
+        self,
+        spec: RankSpec,
+        token_ids: list[int],
+        *,
+        hidden_size: int,
+        dtype: torch.dtype,
+        worker: str,
+        rank: int,
+        pp: int,
+        stages: int,
+        caveats: Sequence[str] = (),
     ) -> FinishedCapture:
         """What is to be stored of a request that ended with `token_ids` (prompt and generated; the last was never fed back).
 
@@ -201,6 +211,7 @@ class Recording:
             rows=_Rows(self.ports, stretches(owners, positions), stored_as),
             reused=len(self.ports) * len(reused),
             dropped=tuple(sorted((self.dropped & expected) - owners.keys())),
+            caveats=tuple(caveats),
         )
 
     def _expected(self, prompt_tokens: int, num_tokens: int) -> set[int]:

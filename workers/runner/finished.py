@@ -29,6 +29,7 @@ class FinishedCapture:
     rows: Callable[[str, int], Sequence[memoryview]]  # (hook, layer) → `[len(positions), hidden_size]`, as buffers in order
     reused: int = 0  # rows that came from the row store
     dropped: tuple[int, ...] = ()  # positions dropped under overload, not in `positions`
+    caveats: tuple[str, ...] = ()  # of the model: see `Manifest`
 
     @property
     def num_rows(self) -> int:
@@ -64,6 +65,7 @@ class FinishedCapture:
             tag=self.capture.tag,
             all_sites={str(hook): layers for hook, layers in self.capture.sites.items()},
             requests=self.spec.requests.get(self.capture.tag, 0),
+            caveats=list(self.caveats),
         )
 
     def __str__(self) -> str:
