@@ -1,8 +1,8 @@
 """The routes of captures: what was captured, the tensors themselves, and the end of both."""
 
 import re
-from collections.abc import Sequence
-from typing import Annotated, Any
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, TypeVar
 
 import anyio.to_thread
 from litestar import Response, delete, get
@@ -24,6 +24,8 @@ from .body import JsonRequest
 from .edge import Edge, edge_of
 from .jobs import ERRORS, MAX_PAGE, PROBLEM, JobId, Known, Whose
 from .outcome import capture_url, matches, result_of
+
+T = TypeVar("T")
 
 MEDIA_TYPE = "application/octet-stream"
 CAPTURE_ERRORS = {**ERRORS, 409: PROBLEM, 410: PROBLEM}
@@ -59,8 +61,19 @@ def _name(entry: FileEntry) -> str:
     return f"{_tag(entry)}.p{entry.request:04d}.pp{entry.pp}{''.join(site)}.safetensors"
 
 
+async def _read(edge: Edge, job_id: str, entries: Sequence[FileEntry], read: Callable[[Edge, str, Sequence[FileEntry]], T]) -> T:
+    """What `read` finds on the disk, in a thread. Raises what it raises; `gone` when the captures were deleted meanwhile."""
+    try:
+        return await anyio.to_thread.run_sync(read, edge, job_id, entries)
+    except MidstreamError as error:
+        if error.kind == "capture_damaged":  # blobs that were deleted from a segment read as zeros
+            await edge.patiently(lambda: Captures(edge.ledger).check(job_id))
+        raise
+
+
 def _open(edge: Edge, job_id: str, entries: Sequence[FileEntry]) -> list[packed.OpenBlob]:
-    return packed.open_blobs(edge.settings.capture_root, job_id, _places(edge, job_id, entries))
+    checksums = [entry.crc32 for entry in entries]
+    return packed.open_blobs(edge.settings.capture_root, job_id, list(zip(_places(edge, job_id, entries), checksums, strict=True)))
 
 
 def _places(edge: Edge, job_id: str, entries: Sequence[FileEntry]) -> list[Place]:
@@ -68,10 +81,10 @@ def _places(edge: Edge, job_id: str, entries: Sequence[FileEntry]) -> list[Place
     return [place_in(edge.settings.capture_root, job_id, entry.request, entry) for entry in entries]
 
 
-def _described(edge: Edge, job_id: str, entries: Sequence[FileEntry]) -> list[ManifestFile]:
-    """The entries with what the blobs' manifests say."""
+def _described(edge: Edge, job_id: str, entries: Sequence[FileEntry]) -> tuple[list[ManifestFile], list[str]]:
+    """The entries with what the blobs' manifests say; and the caveats of all of them, each once."""
     headers = read_headers(edge.settings.capture_root, job_id, _places(edge, job_id, entries))
-    return [
+    files = [
         ManifestFile(
             name=_name(entry),
             url=f"{capture_url(edge, job_id)}/files/{_name(entry)}",
@@ -94,6 +107,7 @@ def _described(edge: Edge, job_id: str, entries: Sequence[FileEntry]) -> list[Ma
         )
         for entry, header in zip(entries, headers, strict=True)
     ]
+    return files, list(dict.fromkeys(caveat for header in headers for caveat in header.manifest.caveats))
 
 
 @get(
@@ -117,7 +131,7 @@ async def list_captures(
 async def get_manifest(job_id: JobId, request: JsonRequest) -> CaptureManifest:
     edge = edge_of(request)
     results = await _captured(edge, caller_of(request), job_id)
-    files = await anyio.to_thread.run_sync(_described, edge, job_id, results.files)
+    files, caveats = await _read(edge, job_id, results.files, _described)
     return CaptureManifest(
         job=job_id,
         status=results.status,
@@ -126,6 +140,7 @@ async def get_manifest(job_id: JobId, request: JsonRequest) -> CaptureManifest:
         rows=results.rows,
         files=files,
         detail=results.detail,
+        caveats=caveats,
     )
 
 
@@ -157,15 +172,20 @@ async def get_file(
     entries = [entry for entry in (await _captured(edge, caller_of(request), job_id)).files if _name(entry) == name]
     if not entries:
         raise MidstreamError("not_found", f"job {job_id} has no file {name!r}")
-    return await _whole(edge, job_id, entries[0], known)
+    return _known(entries[0], known) or _whole(entries[0], *await _read(edge, job_id, entries[:1], _open))
 
 
-async def _whole(edge: Edge, job_id: str, entry: FileEntry, known: str | None) -> Response[Any]:
-    tag = f'"{entry.crc32:08x}"'
-    if matches(known, tag):
-        return Response(b"", status_code=304, headers={"ETag": tag})
-    (blob,) = await anyio.to_thread.run_sync(_open, edge, job_id, [entry])
-    headers = {"ETag": tag, **_attachment(_name(entry), entry.bytes)}
+def _etag(entry: FileEntry) -> str:
+    return f'"{entry.crc32:08x}"'
+
+
+def _known(entry: FileEntry, known: str | None) -> Response[Any] | None:
+    """The answer for a client that has the blob already."""
+    return Response(b"", status_code=304, headers={"ETag": _etag(entry)}) if matches(known, _etag(entry)) else None
+
+
+def _whole(entry: FileEntry, blob: packed.OpenBlob) -> Response[Any]:
+    headers = {"ETag": _etag(entry), **_attachment(_name(entry), entry.bytes)}
     return Stream(blob.read(0, entry.bytes), media_type=MEDIA_TYPE, headers=headers)
 
 
@@ -202,10 +222,10 @@ async def get_safetensors(
         if tag is not None and any(entry.request == prompt for entry in results.files):
             raise MidstreamError("not_found", f"job {job_id} has no capture under the tag {tag!r}", field="tag")
         raise MidstreamError("not_found", f"job {job_id} has no capture of prompt {prompt} in files", field="request")
-    blobs = await anyio.to_thread.run_sync(_open, edge, job_id, entries)
+    blobs = await _read(edge, job_id, entries, _open)
     sites = _chosen(blobs[0].header.manifest.all_sites, wanted, None if hook is None else ALIASES.get(hook, hook))
     if len(entries) == 1 and sites == entries[0].sites:
-        return await _whole(edge, job_id, entries[0], known)
+        return _known(entries[0], known) or _whole(entries[0], blobs[0])
     held = {(name, layer) for entry in entries for name, some in entry.sites.items() for layer in some}
     if results.status == "pending" and not held >= {(name, layer) for name, some in sites.items() for layer in some}:
         raise pending

@@ -3,6 +3,7 @@
 Blobs are opened before the answer begins, so that a deletion meanwhile cannot cut it short: see `schemas.captures.DELETED`.
 """
 
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from os import pread
@@ -12,7 +13,7 @@ from typing import IO
 import msgspec
 
 from ..broker.headers import Place, explained, header_of, must_be_there, opened
-from ..schemas.blobs import Header, TensorPlace, encode_header
+from ..schemas.blobs import DamagedBlob, Header, TensorPlace, encode_header
 from ..schemas.captures import Manifest
 from ..schemas.errors import MidstreamError
 
@@ -27,6 +28,17 @@ class OpenBlob:
     place: Place
     header: Header
 
+    def check(self, crc32: int) -> None:
+        """Reads all of it. Raises DamagedBlob when it is not what was written, OSError."""
+        found = 0
+        try:
+            for chunk in self.read(0, self.place.bytes):
+                found = zlib.crc32(chunk, found)
+        except EOFError as error:
+            raise DamagedBlob(str(error)) from error
+        if found != crc32:
+            raise DamagedBlob(f"its {self.place.bytes} bytes have the CRC32 {found:08x}, and {crc32:08x} was written")
+
     def read(self, start: int, count: int) -> Iterator[bytes]:
         """`count` bytes of the blob in chunks. Raises OSError, EOFError when the file has become shorter."""
         at, end = self.place.offset + start, self.place.offset + start + count
@@ -38,18 +50,22 @@ class OpenBlob:
             yield chunk
 
 
-def open_blobs(root: Path, job: str, places: Sequence[Place]) -> list[OpenBlob]:
-    """All of a job's blobs that are asked for.
+def open_blobs(root: Path, job: str, blobs: Sequence[tuple[Place, int]]) -> list[OpenBlob]:
+    """All of a job's blobs that are asked for, read once and compared with the CRC32 beside each place.
 
-    Raises MidstreamError: `gone` when one is not there any more, `capture_failed` for one that is cut short or cannot be read.
+    Raises MidstreamError: `gone` when one is not there any more, `capture_damaged` for one that is not what was written,
+    `capture_failed` when the disk refuses.
     """
     files: dict[Path, IO[bytes]] = {}
     found = []
-    for place in places:
-        with explained(job, place):
-            file = files.get(place.path) or files.setdefault(place.path, opened(place.path))
-            found.append(OpenBlob(file, place, header_of(file, place)))
-    must_be_there(root, job)
+    try:
+        for place, crc32 in blobs:
+            with explained(job, place):
+                file = files.get(place.path) or files.setdefault(place.path, opened(place.path))
+                found.append(OpenBlob(file, place, header_of(file, place)))
+                found[-1].check(crc32)
+    finally:
+        must_be_there(root, job)  # says more than that a blob is not there
     return found
 
 

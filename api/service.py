@@ -62,6 +62,7 @@ def _card(info: ModelInfo, workers: int) -> ModelCard:
         consumers=info.consumers,
         memory_limit_kib=info.memory_limit_kib,
         global_captures=info.global_captures,
+        caveats=info.caveats,
     )
 
 

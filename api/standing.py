@@ -12,7 +12,7 @@ from ..schemas.specs import PatchSpec
 from ..schemas.steering import GlobalSteering, Module
 
 #: What the reading of a run's files may say → what the run is then.
-STATE_OF_KIND: dict[str, RunState] = {"gone": "deleted", "capture_failed": "failed", "conflict": "pending"}
+STATE_OF_KIND: dict[str, RunState] = {"gone": "deleted", "capture_failed": "failed", "capture_damaged": "failed", "conflict": "pending"}
 
 
 @dataclass(frozen=True)

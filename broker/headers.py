@@ -8,12 +8,15 @@ from os import fstat, pread
 from pathlib import Path
 from typing import IO
 
-from ..schemas.blobs import DamagedBlob, DeletedBlob, Header, read_entries, read_header
+from ..schemas.blobs import DamagedBlob, Header, read_entries, read_header
 from ..schemas.captures import DELETED, SEGMENTS, BlobEntry, path_fault
 from ..schemas.errors import MidstreamError
 from ..schemas.jobs import FileEntry
 from ..schemas.receipts import CapturedFile
 from .retention import gone
+
+#: Why the blobs of a job cannot be read.
+UNREADABLE = frozenset({"gone", "capture_failed", "capture_damaged"})
 
 
 @dataclass(frozen=True)
@@ -45,8 +48,8 @@ def place_in(root: Path, job: str, request: int, file: FileEntry | CapturedFile)
 def read_headers(root: Path, job: str, places: Sequence[Place]) -> list[Header]:
     """What all of a job's blobs say of themselves; one file is open at a time, for there may be thousands.
 
-    Raises MidstreamError: `gone` when one is not there any more, `capture_failed` for one that is cut short, cannot be read, or is
-    another job's.
+    Raises MidstreamError: `gone` when one is not there any more, `capture_damaged` for one that is not what was written or is
+    another job's, `capture_failed` when the disk refuses.
     """
     found = []
     try:
@@ -61,7 +64,7 @@ def read_headers(root: Path, job: str, places: Sequence[Place]) -> list[Header]:
 def find_entries(root: Path, job: str, tag: str) -> list[tuple[str, BlobEntry]]:
     """The blobs that a job has on disk under a tag, as the files beside them say: (path relative to the capture root, entry).
 
-    Raises MidstreamError: `gone` when they were deleted, `capture_failed` for a manifest that cannot be read.
+    Raises MidstreamError: `gone` when they were deleted, `capture_damaged` or `capture_failed` for a manifest that cannot be read.
     """
     folder = root / tag
     found: list[tuple[str, BlobEntry]] = []
@@ -70,7 +73,9 @@ def find_entries(root: Path, job: str, tag: str) -> list[tuple[str, BlobEntry]]:
             found += [(str((index.parent / entry.file).relative_to(root)), entry) for entry in read_entries(index, {job})]
         except FileNotFoundError:
             continue  # removed since it was listed
-        except (OSError, DamagedBlob) as error:
+        except DamagedBlob as error:
+            raise MidstreamError("capture_damaged", f"the manifest {index.name} cannot be read: {error}") from error
+        except OSError as error:
             raise MidstreamError("capture_failed", f"the manifest {index.name} cannot be read: {error}") from error
     must_be_there(root, job)
     return found
@@ -84,15 +89,18 @@ def must_be_there(root: Path, job: str) -> None:
 
 @contextmanager
 def explained(job: str, place: Place) -> Iterator[None]:
-    """Errors of the disk and of the file's content as a MidstreamError that names the file."""
+    """Errors of the disk and of the file's content as a MidstreamError that names the file.
+
+    A blob of zeros is a deleted one only if the ledger or `must_be_there` says so: the caller asks them.
+    """
     try:
         yield
     except FileNotFoundError as error:
         detail = f"{place.path.name} is not in the capture root of this process: it was removed, or the worker writes elsewhere"
         raise MidstreamError("gone", detail) from error
-    except DeletedBlob as error:
-        raise gone(job) from error
-    except (OSError, DamagedBlob) as error:
+    except DamagedBlob as error:
+        raise MidstreamError("capture_damaged", f"the capture file {place.path.name} of job {job} is damaged: {error}") from error
+    except OSError as error:
         raise MidstreamError("capture_failed", f"the capture file {place.path.name} cannot be read: {error}") from error
 
 

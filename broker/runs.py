@@ -21,7 +21,7 @@ from ..schemas.runs import Run, RunFiles, RunPage, RunPrompt, RunState, RunView,
 from ..schemas.settings import Settings
 from . import reading, run_files, scripts
 from .captures import Captures
-from .headers import must_be_there
+from .headers import UNREADABLE, must_be_there
 from .ledger import Ledger, reachable
 from .run_files import Blob, unusable
 
@@ -130,7 +130,7 @@ class SourceRuns:
         try:
             blobs = (await self._blobs(job, tag, [request])).get(request, [])
         except MidstreamError as error:
-            if error.kind not in ("gone", "capture_failed"):
+            if error.kind not in UNREADABLE:
                 raise
             raise unusable(key, error.detail) from error
         if why := run_files.shortfall(blobs):
@@ -150,7 +150,7 @@ class SourceRuns:
         try:
             return msgspec.structs.replace(view, prompts=await self.prompts(run))
         except MidstreamError as error:
-            if error.kind not in ("gone", "capture_failed"):
+            if error.kind not in UNREADABLE:
                 raise
             return msgspec.structs.replace(view, state="deleted" if error.kind == "gone" else "failed", detail=error.detail)
 

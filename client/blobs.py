@@ -46,24 +46,40 @@ class _Promise(msgspec.Struct):
 
 
 class Blob:
-    """One blob, opened. Raises MidstreamError for what is cut short or deleted."""
+    """One blob, opened. Raises MidstreamError: `gone` when it was deleted, `capture_damaged` when it is not what was written."""
 
-    def __init__(self, place: Place, data: memoryview):
-        """`data`: the bytes of the blob; read-only."""
+    def __init__(self, place: Place, data: memoryview, checked: bool = False):
+        """`data`: the bytes of the blob; read-only. `checked`: no CRC32 of it is known, or it was compared already."""
         self.place = place
         self._data = data
+        self._checked = checked
         try:
             self.header: Header = read_header(lambda start, count: bytes(data[start : start + count]), len(data))
         except DeletedBlob as error:
-            raise gone(place.path) from error
+            if place.path.suffix == ".seg":
+                raise gone(place.path) from error
+            raise _damaged(place.path, "it begins with zeros") from error
         except DamagedBlob as error:
-            raise MidstreamError("capture_failed", f"{place.path}: {error}") from error
+            raise _damaged(place.path, str(error)) from error
         if self.header.end != len(data):
             more = f"{len(data)} bytes, of which its first blob has {self.header.end}"
-            raise MidstreamError("capture_failed", f"{place.path} is not a whole blob: it has {more}")
+            raise _damaged(place.path, f"it is not a whole blob: it has {more}")
 
     def raw(self, name: str) -> np.ndarray:
-        """The tensor as it lies in the file, read-only and not copied; bfloat16 as uint16."""
+        """The tensor as it lies in the file, read-only and not copied; bfloat16 as uint16.
+
+        With the first tensor that is read the whole blob is compared with its CRC32, where that is known. Raises
+        MidstreamError("capture_damaged").
+        """
+        if not self._checked:
+            promised = self.promised()
+            if promised not in (None, (self.size, self.crc32())):
+                raise _damaged(self.place.path, f"{self.size} bytes with CRC32 {self.crc32():08x} are not what was written")
+            self._checked = True
+        return self.unchecked(name)
+
+    def unchecked(self, name: str) -> np.ndarray:
+        """As `raw`, also of a damaged blob."""
         tensor = self.header.tensors[name]
         dtype = np.dtype(_NUMPY_DTYPES[tensor.dtype])
         return np.frombuffer(self._data, dtype, count=tensor.length // dtype.itemsize, offset=tensor.start).reshape(tensor.shape)
@@ -90,12 +106,16 @@ class Blob:
         except FileNotFoundError:
             return None
         except msgspec.DecodeError as error:
-            raise MidstreamError("capture_failed", f"the manifest beside {place.path} cannot be read: {error}") from error
+            raise MidstreamError("capture_damaged", f"the manifest beside {place.path} cannot be read: {error}") from error
         return told.bytes, told.crc32
 
 
 def gone(what: Path | str) -> MidstreamError:
     return MidstreamError("gone", f"{what} was deleted")
+
+
+def _damaged(path: Path, why: str) -> MidstreamError:
+    return MidstreamError("capture_damaged", f"{path} is damaged: {why}")
 
 
 def find(source: Path, job: str | None, tag: str | None) -> list[Place]:
@@ -158,12 +178,12 @@ def _of_segment(index: Path, job: str | None) -> list[Place]:
     try:
         entries: list[BlobEntry] = list(read_entries(index, None if job is None else {job}))
     except DamagedBlob as error:
-        raise MidstreamError("capture_failed", f"{index}: {error}") from error
+        raise _damaged(index, str(error)) from error
     return [Place(index.with_name(entry.file), entry.offset, entry.bytes, entry.crc32, if_there=job is None) for entry in entries]
 
 
 def open_blobs(places: Iterable[Place]) -> list[Blob]:
-    """All of them, or MidstreamError("gone") when one was deleted before it could be opened, ("capture_failed") for a damaged one."""
+    """All of them, or MidstreamError("gone") when one was deleted before it could be opened, ("capture_damaged") for a damaged one."""
     maps: dict[Path, memoryview] = {}
     blobs: list[Blob] = []
     deleted: Path | None = None
@@ -173,7 +193,7 @@ def open_blobs(places: Iterable[Place]) -> list[Blob]:
                 maps[place.path] = _mapped(place.path)
             end = len(maps[place.path]) if place.bytes is None else place.offset + place.bytes
             if end > len(maps[place.path]):
-                raise MidstreamError("capture_failed", f"{place.path} is cut short: {len(maps[place.path])} bytes of {end}")
+                raise _damaged(place.path, f"it is cut short: {len(maps[place.path])} bytes of {end}")
             try:
                 blobs.append(Blob(place, maps[place.path][place.offset : end]))
             except MidstreamError as error:

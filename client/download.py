@@ -80,7 +80,7 @@ def save(folder: Path, job_id: str, file: ManifestFile, chunks: Iterable[bytes])
     if (size, crc) != (file.bytes, file.crc32):
         partial.unlink()
         wanted = f"{file.bytes} bytes with CRC32 {file.crc32:08x}"
-        raise MidstreamError("capture_failed", f"{file.name} of job {job_id} arrived as {size} bytes with CRC32 {crc:08x}, not {wanted}")
+        raise MidstreamError("capture_damaged", f"{file.name} of job {job_id} arrived as {size} bytes with CRC32 {crc:08x}, not {wanted}")
     path.with_suffix(".json").write_text(json.dumps({"job": job_id, "file": file.name, "bytes": size, "crc32": crc}))
     partial.rename(path)
     return path

@@ -19,11 +19,15 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 #: What a line of a dying process looks like that says why: `ValueError: …`, `error: …`, `… ERROR …`.
 _COMPLAINT = re.compile(r"\b\w*(error|exception|refused|fatal|failed)\b", re.IGNORECASE)
 #: Noise that may follow the reason.
-_NOISE = re.compile(r"^(During handling|The above exception|Traceback|\s*File |\s*\^|sys:1|.*ResourceWarning|.*leaked )", re.IGNORECASE)
+_NOISE = re.compile(
+    r"^(During handling|For further information visit|The above exception|Traceback|\s*File |\s*\^|sys:1|.*ResourceWarning|.*leaked )",
+    re.IGNORECASE,
+)
 
 #: What vLLM's first process says when another of its processes failed, and how that one's reason looks in the log.
 _POINTS_ABOVE = "See root cause above"
-_CAUSE = re.compile(r" ERROR .*?\b(\w+(?:Error|Exception): .+)")
+_LOGGED_ERROR = re.compile(r" ERROR \S+ \S+ \[[^]]*\] (.*)")
+_RAISED = re.compile(r"[\w.]*(?:Error|Exception)(: .+)?$")
 
 #: Places in `/proc/<pid>/stat`, counted from behind the name (proc(5) counts from 1 with pid and name).
 _STATE, _SESSION, _STARTTIME = 0, 3, 19
@@ -97,7 +101,7 @@ class Child:
         complaints = [line for line in lines if _COMPLAINT.search(line)]
         words = (complaints or lines or ["it wrote nothing"])[-1]
         if _POINTS_ABOVE in words:
-            words = next((found[1] for line in lines if (found := _CAUSE.search(line))), words)
+            words = _root_cause(lines) or words
         return words[:500]
 
     def died(self) -> float:
@@ -138,6 +142,17 @@ class Child:
             os.killpg(self.process.pid, signal.SIGKILL)  # its pid is its group's id: it leads its session
         except ProcessLookupError:
             return
+
+
+def _root_cause(lines: Sequence[str]) -> str:
+    """The end of the first traceback that vLLM logged: the exception, with the statement that raised it if it has no message."""
+    logged = [found[1] for line in lines if (found := _LOGGED_ERROR.search(line))]
+    for number, text in enumerate(logged):
+        if (raised := _RAISED.match(text)) is None:
+            continue
+        statement = next((before.strip() for before in reversed(logged[:number]) if before.strip(" ^~")), "")
+        return text if raised[1] else f"{text}: {statement}"
+    return ""
 
 
 def _die_with_parent() -> None:

@@ -104,7 +104,7 @@ class CaptureReader:
     those are read and no more is expected. Of several attempts at a request the last whole one counts. Everything is opened at
     once and stays readable, whatever is deleted meanwhile, until `close` or the reader's end.
 
-    Raises MidstreamError: `not_found` when there is nothing, `gone` when it was deleted, `capture_failed` for damaged files, and
+    Raises MidstreamError: `not_found` when there is nothing, `gone` when it was deleted, `capture_damaged` for damaged files, and
     `invalid_request` when the source holds several jobs or tags and none is named. Listing the requests of a folder where some
     are missing, and reading one of which a stage or tensor is missing, raise `capture_failed`, unless `partial`.
     """
@@ -131,7 +131,7 @@ class CaptureReader:
         """A reader of what the consumer `memory` gave back, or of files read into memory: the blobs of one job."""
         reader = cls.__new__(cls)
         parts = [blobs] if isinstance(blobs, bytes) else list(blobs)
-        opened = [Blob(Place(Path(f"<bytes {number}>")), memoryview(raw)) for number, raw in enumerate(parts)]
+        opened = [Blob(Place(Path(f"<bytes {number}>")), memoryview(raw), checked=True) for number, raw in enumerate(parts)]
         reader._open(opened, None, tag, partial, first_tag=True, whole=False)
         if not reader._requests:
             raise MidstreamError("not_found", "no blob was given, so there is nothing to read")
@@ -368,6 +368,6 @@ def _check(blob: Blob) -> Check:
             if tensor is None or tensor.shape != [rows, manifest.hidden_size]:
                 wrong.append(f"{hook}.{layer} is {'missing' if tensor is None else tensor.shape}, not [{rows}, {manifest.hidden_size}]")
     for name, values in (("positions", manifest.positions), ("token_ids", manifest.token_ids)):
-        if name not in blob.header.tensors or blob.raw(name).tolist() != values:
+        if name not in blob.header.tensors or blob.unchecked(name).tolist() != values:
             wrong.append(f"the tensor {name} is not what the manifest says")
     return Check(blob.place.path, blob.size, crc, not wrong, "; ".join(wrong), manifest.request, blob.place.offset)

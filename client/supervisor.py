@@ -47,6 +47,8 @@ METRICS_OFFSETS = {"relay": 0, "worker": 1, "callbacks": 2}
 STOP_ORDER = ("api", "callbacks", "flower", "worker", "relay")
 #: The worker prints this once its engine is up; an old heartbeat in Redis could make `/readyz` say so too early.
 WORKER_READY = "worker ready"
+#: With what follows, before that line: see `ModelInfo.caveats`.
+WORKER_CAVEAT = "worker caveat: "
 #: Loading a large model and compiling it take minutes.
 READY_TIMEOUT_S = 1800.0
 TICK_S = 0.2
@@ -137,6 +139,9 @@ class Supervisor:
         except BaseException:
             self.stop()
             raise
+        for line in self._children["worker"].output().splitlines():
+            if line.startswith(WORKER_CAVEAT):
+                self._say(f"caveat of {self.settings.served_model}: {line.removeprefix(WORKER_CAVEAT)}")
         self._say(self.ready_line())
 
     def watch(self) -> None:

@@ -56,6 +56,7 @@ class Manifest(msgspec.Struct):
     all_sites: dict[str, list[int]] = {}  # hook → layers over all stages: a capture is whole when its blobs hold these
     requests: int = 0  # how many of the job's prompts have a capture under this tag; 0: nobody says
     num_layers: int = 0  # of the whole model, for negative layers; 0: written by an older version
+    caveats: list[str] = []  # in what rows of this model, as it was served, may differ from transformers'
 
 
 class BlobEntry(msgspec.Struct):
@@ -101,6 +102,7 @@ class CaptureManifest(Record):
     rows: int
     files: list[ManifestFile]
     detail: str = ""
+    caveats: list[str] = []  # in what rows of this model, as it was served, may differ from transformers'
 
 
 class CaptureEntry(Record):

@@ -9,6 +9,7 @@ from .base import Record
 #: Problem types; the HTTP status each is answered with. `type` on the wire is `urn:midstream:<kind>`.
 STATUS_OF_KIND: dict[str, int] = {
     "invalid_request": 400,  # the body or a parameter is wrong; `field` says which
+    "prompt_too_long": 400,  # the job was accepted for a larger `max_model_len` than that of the worker which took it
     "unauthorized": 401,
     "cross_site": 403,  # a browser sent it for a page of elsewhere
     "forbidden": 403,  # the key lacks the scope that is needed
@@ -22,6 +23,7 @@ STATUS_OF_KIND: dict[str, int] = {
     "idempotency_mismatch": 422,  # the Idempotency-Key was used with another body
     "internal": 500,
     "capture_failed": 500,  # a rank could not capture or persist what was asked for
+    "capture_damaged": 500,  # bytes of a capture file are not those that were written
     "intervention_failed": 500,  # a rank could not apply what was asked for
     "ranks_disagree": 500,  # ranks of one pipeline stage applied different actions
     "engine_failed": 500,

@@ -89,7 +89,7 @@ class Job(Record, dict=True, omit_defaults=True):  # `dict`: for the cached prop
     prompts: list[StoredPrompt]  # none of a sweep
     sampling: Sampling
     created: float
-    #: One list per prompt: positions are resolved against that prompt. Empty when nothing is asked for. Patches come first.
+    #: One list per prompt: positions are resolved against that prompt. Empty when nothing is asked for. Patches come before steering.
     steering: list[list[StoredSteering]] = []
     captures: list[list[StoredCapture]] = []
     stream: bool = False  # publish token events while generating

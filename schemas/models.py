@@ -31,6 +31,7 @@ class ModelInfo(Published):
     global_captures: list[CaptureSpec] = []  # taken of every request
     grades: bool = False  # ranks answer `RankSpec.grade`: sweeps can run
     multimodal: bool = False
+    caveats: list[str] = []  # in what its rows differ from transformers' on the same checkpoint
     wire: int = 0  # of the worker, see `schemas.version`
     oldest_wire: int = 0
 

@@ -245,6 +245,7 @@ class ModelCard(Record):
     consumers: list[str] = []  # who may get captured rows
     memory_limit_kib: int = 0  # the most that consumer `memory` returns per prompt
     global_captures: list[CaptureSpec] = []  # what the operator captures of every request
+    caveats: list[str] = []  # in what its rows differ from transformers' on the same checkpoint, as sentences
 
 
 class ModelList(Record):

@@ -157,7 +157,7 @@ class PatchSpec(Record):
     """Activation patching: write rows at `hook` of each of `layers`, at `positions`: s → (1 − alpha) · s + alpha · t, in `mask`.
 
     With alpha 1 bit for bit the source's row t (Vig et al. 2020, arXiv:2004.12265; Meng et al. 2022, arXiv:2202.05262).
-    Patches come before steering at the same site, in the order written; `docs/patching.md`.
+    At the same site patches come after global steering's replacements and before the request's own; `docs/steering.md`.
     """
 
     layers: LayerSelector

@@ -109,6 +109,8 @@ def main() -> int:
 
     @signals.worker_ready.connect(weak=False)
     def _say_ready(**_: Any) -> None:
+        for caveat in app.engine_host.caveats:
+            print(f"worker caveat: {caveat}", flush=True)
         print(f"worker ready model={settings.served_model} worker={settings.worker_id}", flush=True)
 
     worker = app.Worker(

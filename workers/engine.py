@@ -57,6 +57,17 @@ def ask_of(job: Job, request: int, attempt: int, trace: str = "") -> Ask:
     )
 
 
+def check_lengths(job: Job, info: ModelInfo) -> None:
+    """Raises MidstreamError("prompt_too_long") for a job accepted when the model took more tokens (`max_model_len`) than it does here."""
+    lengths = {f"prompts[{index}]": len(prompt.token_ids) for index, prompt in enumerate(job.prompts)}
+    if job.sweep is not None:
+        lengths = {f"pairs[{index}]": max(len(pair.base), len(pair.source)) for index, pair in enumerate(job.sweep.pairs)}
+    for field_, tokens in lengths.items():
+        if tokens >= info.max_model_len:
+            detail = f"has {tokens} tokens and leaves none to generate: this worker's max_model_len is {info.max_model_len}"
+            raise MidstreamError("prompt_too_long", detail, field=field_, allowed=f"up to {info.max_model_len - 1} tokens")
+
+
 @dataclass(frozen=True)
 class Progress:
     """What one prompt generated since the last `Progress`: a delta, never the whole."""

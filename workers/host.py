@@ -89,6 +89,11 @@ class EngineHost:
             self.stop()
             raise
 
+    @property
+    def caveats(self) -> list[str]:
+        """Of the model, once the engine is ready."""
+        return self._engine.info.caveats if self._engine is not None else []
+
     def run(self, job_id: str) -> Outcome:
         """Run a job on the engine's loop and wait for its end. Raises JobFailed when it ended with a problem."""
         assert self._runs is not None, "start() first"

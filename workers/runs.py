@@ -25,7 +25,7 @@ from ..schemas.tensors import Tensor, content_hash
 from .admission import CellSlots, CrowdedOut
 from .applied import Lease
 from .collective import Quarantined
-from .engine import Engine, Progress, ask_of
+from .engine import Engine, Progress, ask_of, check_lengths
 from .patience import UNAVAILABLE, patiently
 from .run_holds import RunHolds
 from .stages import Attempt, Totals
@@ -251,6 +251,7 @@ class Runs:
 
     async def _attempt(self, run: Run) -> Outcome:
         try:
+            check_lengths(run.job, self._engine.info)
             outputs = await (self._generate(run) if run.job.sweep is None else self._sweep(run))
             run.check()
             crash_point("worker.generated")

@@ -33,6 +33,10 @@ SEGMENT_ALIGNMENT = 4096
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
+class NotAtItsPathError(OSError):
+    """A file that was written is not the one at its path: it was removed or replaced meanwhile. Written again, it would be."""
+
+
 @dataclass(frozen=True)
 class Blob:
     """The bytes of a whole safetensors file, as buffers in order."""
@@ -75,8 +79,8 @@ class PendingFile:
 def publish(root: Path, files: Sequence[PendingFile]) -> None:
     """Write `files` under `root`; when this returns, contents and names are on disk.
 
-    Raises OSError (disk full, read-only, …) or ValueError (a path that leaves `root`); then temporary files are removed,
-    and what got its name already is whole but must not be reported.
+    Raises OSError (disk full, read-only, removed meanwhile, …) or ValueError (a path that leaves `root`); then temporary files are
+    removed, and what got its name already is whole but must not be reported.
     """
     written: list[tuple[Path, Path]] = []  # (temporary, final)
     try:
@@ -89,10 +93,13 @@ def publish(root: Path, files: Sequence[PendingFile]) -> None:
                 _write_file(temporary, parts)
         _sync(root, [temporary for temporary, _ in written])
         crash_point("capture.written")
+        identities = [_identity(os.stat(temporary)) for temporary, _ in written]
         for temporary, final in written:
             os.rename(temporary, final)
         crash_point("capture.renamed")
         _sync(root, _directories(root, [final for _, final in written]))
+        for (_, final), identity in zip(written, identities, strict=True):
+            _must_be_at(final, identity)
     except BaseException:
         for temporary, _ in written:
             temporary.unlink(missing_ok=True)
@@ -134,10 +141,24 @@ class Segment:
                 path.unlink(missing_ok=True)
             raise
 
-    def append(self, blobs: Sequence[Blob]) -> list[int]:
-        """Durable when this returns; the offsets of the blobs.
+    def in_place(self) -> bool:
+        """Whether both files are still those at their paths: whoever may write to the folder can remove or replace them."""
+        try:
+            self._must_be_in_place()
+        except OSError:
+            return False
+        return True
 
-        Raises OSError; then none of the group is in the segment, and `usable` says whether another may follow.
+    def _must_be_in_place(self) -> None:
+        target = inside(self.root, self.path)
+        for path, descriptor in ((target, self._data), (target.with_suffix(".jsonl"), self._index)):
+            _must_be_at(path, _identity(os.fstat(descriptor)))
+
+    def append(self, blobs: Sequence[Blob]) -> list[int]:
+        """Durable when this returns, in the files that are at the segment's paths; the offsets of the blobs.
+
+        Raises OSError; then none of the group is in the segment, and `usable` says whether another may follow. NotAtItsPathError:
+        a file was removed or replaced, and the group belongs into another segment.
         """
         offsets: list[int] = []
         parts: list[Buffer] = []
@@ -157,7 +178,9 @@ class Segment:
             _write_at(self._index, [index], self._lines)
             self._synced(self._index)
             crash_point("segment.indexed")
-        except BaseException:
+            self._must_be_in_place()
+        except BaseException as error:
+            self.usable = self.usable and not isinstance(error, NotAtItsPathError)
             self._take_back()
             raise
         self.size, self._lines = end, self._lines + len(index)
@@ -192,6 +215,20 @@ def inside(root: Path, relative: str) -> Path:
     if pure.is_absolute() or ".." in pure.parts or not pure.parts:
         raise ValueError(f"capture path {relative!r} is not inside the capture root")
     return root / pure
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
+
+
+def _must_be_at(path: Path, identity: tuple[int, int]) -> None:
+    """Raises NotAtItsPathError unless the file with this device and inode is at `path`."""
+    try:
+        found = _identity(os.stat(path))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise NotAtItsPathError(f"{path.name} was removed while it was written") from error
+    if found != identity:
+        raise NotAtItsPathError(f"{path.name} was replaced while it was written")
 
 
 def _write_file(path: Path, buffers: Sequence[Buffer]) -> None:

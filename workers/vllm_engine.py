@@ -9,6 +9,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
 from vllm import TokensPrompt
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
@@ -33,7 +34,7 @@ from .runner.architectures import UnsupportedArchitectureError, describe
 from .runner.config import PlaneConfig
 from .runner.consumers import available
 from .tokenizer import tokenizer_bundle
-from .vllm_options import engine_options, overlaps, prepare_environment
+from .vllm_options import check_architecture, engine_options, overlaps, prepare_environment
 from .vllm_output import Parts, sampling_params
 
 logger = logging.getLogger(__name__)
@@ -92,15 +93,18 @@ class VllmEngine(RankControl):
         )
         plane.export()
         try:
+            await asyncio.to_thread(check_architecture, settings.model)
             asked = await asyncio.to_thread(_engine_args(settings, plane).create_engine_config, UsageContext.ENGINE_CONTEXT)
             config = asked.model_config
-            adapter = describe(config.architectures[0], config.hf_config)  # before any process of the engine starts: refused in words
+            adapter = describe(
+                config.architectures[0], config.hf_config, config.max_model_len
+            )  # before any process of the engine starts: refused in words
             self._llm = await asyncio.to_thread(AsyncLLM.from_vllm_config, asked, disable_log_stats=True)
             self.tokenizer = await asyncio.to_thread(tokenizer_bundle, settings.model)
         except UnsupportedArchitectureError:
             raise
         except Exception as error:
-            raise MidstreamError("engine_failed", f"the engine did not start: {error}") from error
+            raise MidstreamError("engine_failed", f"the engine did not start: {_reason(error)}") from error
         hooks = [hook for hook in adapter.hooks if not plane.hooks or hook in plane.hooks]
         self.enters = settings.sweep_entry and settings.enforce_eager and "pre_attn" in hooks  # as the ranks see it
         self._row_bytes = config.get_hidden_size() * config.dtype.itemsize
@@ -131,6 +135,7 @@ class VllmEngine(RankControl):
             global_captures=from_settings(settings, config.get_total_num_hidden_layers(), hooks, row_limit),
             grades=True,
             multimodal=config.is_multimodal_model,
+            caveats=list(adapter.caveats),
         )
 
     async def generate(self, ask: Ask, everyone: GlobalSteering) -> AsyncGenerator[Progress, None]:
@@ -231,6 +236,12 @@ class VllmEngine(RankControl):
             self._broken = f"a rank failed in {method}: {error}"
             raise MidstreamError("engine_failed", self._broken) from error
         return results
+
+
+def _reason(error: Exception) -> str:
+    """In one line; of a failed validation only what is wrong, without pydantic's account of its input."""
+    text = "; ".join(each["msg"] for each in error.errors()) if isinstance(error, ValidationError) else str(error)
+    return " ".join(text.split()) or type(error).__name__
 
 
 def _hooks(settings: Settings) -> list[str]:

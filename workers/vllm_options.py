@@ -4,11 +4,13 @@ import os
 from pathlib import Path
 from typing import Any
 
+from transformers import PretrainedConfig
 from vllm.platforms import current_platform
 
 from ..broker.private import private_folder
 from ..schemas.base import to_json
 from ..schemas.settings import Settings
+from .runner.architectures import check_name
 
 #: Draft tokens are looked up in the prompt by its last 4 to 2 tokens.
 _NGRAMS = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
@@ -45,6 +47,19 @@ def engine_options(settings: Settings) -> dict[str, Any]:
     if current_platform.is_cpu():
         options["kv_cache_memory_bytes"] = int(settings.kv_cache_gib * (1 << 30))
     return options
+
+
+def check_architecture(model: str) -> None:
+    """Raises UnsupportedArchitectureError by the name in the checkpoint's config.json, before vLLM imports anything for it.
+
+    A checkpoint without that file, or that is not there, is left to vLLM's own error.
+    """
+    try:
+        config, _ = PretrainedConfig.get_config_dict(model)
+    except (OSError, ValueError):
+        return
+    for architecture in (config.get("architectures") or [])[:1]:
+        check_name(architecture)
 
 
 def overlaps(settings: Settings) -> bool:

@@ -20,7 +20,7 @@ ENGINES = {"v1", "cached", "v2", "compiled"}
 SHARING = tuple(
     f"test_{name}.py"
     for name in (
-        "block_keys", "capture_rows", "graded_tokens", "interventions", "modes", "patching", "patching_cells", "prefix_cache",
+        "block_keys", "capture_rows", "global_order", "graded_tokens", "interventions", "modes", "patching", "patching_cells", "prefix_cache",
         "rank_calls", "reentry", "steering_rows", "token_ranges",
     )
 )  # fmt: skip

@@ -32,6 +32,7 @@ class Edit(NamedTuple):
     rotation: np.ndarray | None = None  # `[rank, hidden]`
     weight: np.ndarray | None = None
     bias: np.ndarray | None = None  # `[rank]`
+    mask: np.ndarray | None = None  # `[hidden]`, of `replace`: true where it writes
 
     def rounded(self, dtype: torch.dtype) -> "Edit":
         """With its tensors as a model of this dtype holds them."""
@@ -73,10 +74,15 @@ def _lowrank(rows: torch.Tensor, edit: Edit) -> torch.Tensor:
     return rows + edit.strength * (wanted - rows @ rotation.T) @ rotation
 
 
+def _replace(rows: torch.Tensor, edit: Edit) -> torch.Tensor:
+    mixed = (1 - edit.alpha) * rows + edit.alpha * edit.scale * _float(edit.vector)
+    return mixed if edit.mask is None else torch.where(torch.from_numpy(edit.mask), mixed, rows)
+
+
 #: Rows `[tokens, hidden]` float32 → rows, written down from the papers and not from our code.
 FORMULAS: dict[str, Callable[[torch.Tensor, Edit], torch.Tensor]] = {
     "add": _add,
-    "replace": lambda rows, edit: (1 - edit.alpha) * rows + edit.alpha * edit.scale * _float(edit.vector),
+    "replace": _replace,
     "ablate": _ablate,
     "clamp": _clamp,
     "lowrank": _lowrank,

@@ -172,10 +172,36 @@ def test_what_reads_the_edited_tensor_in_the_same_layer_reads_the_edit(name: str
     assert moved[: ADDED[0]].max() <= FP32_HOOKS
 
 
-@pytest.mark.parametrize(("name", "reason"), [("bloom", "supported: GPT2LMHeadModel,"), ("opt-post-norm", "there is no residual stream")])
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("bloom", "supported: GPT2LMHeadModel,"),
+        ("opt-post-norm", "there is no residual stream"),
+        ("gpt2-by-layer", "scale_attn_by_inverse_layer_idx=True is not served"),
+    ],
+)
 def test_what_we_do_not_know_is_refused_at_boot_with_the_list_or_the_reason(name, reason, checkpoints, nurseries, tmp_path) -> None:
     with pytest.raises(AssertionError, match=reason):
         nurseries("v1").host(tmp_path / name, checkpoints(name), max_model_len=128)
+
+
+def test_rows_differ_from_transformers_where_the_caveat_says_so_and_nowhere_else(checkpoints, nurseries, tmp_path) -> None:
+    """Longrope: prompts of up to 64 tokens while longer ones are possible. The caveat is in the model's description and every manifest."""
+    truth, sites = Reference(checkpoints("phi3-longrope")), {"post_block": list(ALL)}
+    for max_model_len, worst_of in ((128, {20: 1e9, 100: FP32_HOOKS}), (64, {20: FP32_HOOKS})):
+        settings = options_of(EAGER) | {"max_model_len": max_model_len}
+        host = nurseries("v1").host(tmp_path / str(max_model_len), checkpoints("phi3-longrope"), **settings)
+        try:
+            for length, limit in worst_of.items():
+                job = host.job(prompt_of(length), max_tokens=1, capture=capture_of([], "all_prompt", sites=sites))
+                host.run(job)
+                rows, reader = truth.rows(prompt_of(length)), host.capture(job)
+                error = max(relative_error(reader.array(layer), rows["post_block", layer]) for layer in ALL)
+                assert (error <= limit) and (error > 0.01 or limit == FP32_HOOKS), (max_model_len, length, error)
+                assert reader.manifest().caveats == host.info["caveats"]
+            assert ["long factors" in caveat for caveat in host.info["caveats"]] == [True] * (max_model_len > 64)
+        finally:
+            host.close()
 
 
 # field case 14

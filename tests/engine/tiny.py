@@ -131,13 +131,30 @@ CHECKPOINTS: dict[str, Checkpoint] = {
 #: Served by nothing: named in tests of what is refused.
 REFUSED: dict[str, Checkpoint] = {
     "opt-post-norm": Checkpoint("OPTForCausalLM", "OPTConfig", CHECKPOINTS["opt"].options | {"do_layer_norm_before": False}),
+    "gpt2-by-layer": Checkpoint("GPT2LMHeadModel", "GPT2Config", CHECKPOINTS["gpt2"].options | {"scale_attn_by_inverse_layer_idx": True}),
     "bloom": Checkpoint("BloomForCausalLM", "BloomConfig", {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "n_layer": 2, "n_head": 2}),
+}
+
+
+#: Served, and said to differ from transformers in some of its rows.
+CAVEATS: dict[str, Checkpoint] = {
+    "phi3-longrope": _narrow(
+        "Phi3",
+        original_max_position_embeddings=64,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 1.0,
+            "short_factor": [1.0] * 16,
+            "long_factor": [4.0 + place for place in range(16)],
+        },
+    ),
 }
 
 
 def checkpoint(name: str, path: Path) -> Path:
     """Write the named checkpoint to `path`, unless it is there."""
-    return (CHECKPOINTS | REFUSED)[name].make(path)
+    return (CHECKPOINTS | REFUSED | CAVEATS)[name].make(path)
 
 
 if __name__ == "__main__":

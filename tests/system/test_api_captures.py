@@ -160,6 +160,10 @@ def test_a_receipt_that_names_another_jobs_blob_serves_none_of_it(api: Api, hand
     assert raised.value.kind == "capture_failed"
 
 
+#: Status and type of the answer for bytes that are not those that were written.
+DAMAGED = (500, "urn:midstream:capture_damaged")
+
+
 # field case 39
 def test_a_file_that_is_gone_is_410_and_not_an_empty_success(api: Api, captured: str) -> None:
     file = api.http.get(f"/v1/captures/{captured}").json()["files"][0]
@@ -173,7 +177,7 @@ def test_a_file_cut_short_is_an_error_and_not_a_short_answer(api: Api, staged: s
     path = api.settings.capture_root / file["path"]
     path.write_bytes(path.read_bytes()[:-8])
     answer = api.http.get(f"/v1/captures/{staged}/safetensors")
-    assert (answer.status_code, answer.json()["type"]) == (500, "urn:midstream:capture_failed")
+    assert (answer.status_code, answer.json()["type"]) == DAMAGED
 
 
 def test_the_manifest_of_a_large_ticket_is_whole(api: Api, hand: Hand) -> None:
@@ -307,6 +311,44 @@ def test_the_client_reads_every_layout_in_place_and_downloaded(api: Api, hand: H
             assert (reader.requests(), all(check.ok for check in reader.verify())) == ([0, 1], True)
             np.testing.assert_array_equal(reader.array(3, request=1), values("post_block", 3, [0, 1, 2]))
     assert all(path.parent == tmp_path for path in reader.files)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_flipped_bit_of_a_row_is_an_error_of_every_download(api: Api, hand: Hand, layout: str, tmp_path: Path) -> None:
+    job_id = layered(api, hand, layout, prompts=1)
+    file = api.http.get(f"/v1/captures/{job_id}").json()["files"][-1]
+    with (api.settings.capture_root / file["path"]).open("r+b") as blob:
+        raw = bytearray(os.pread(blob.fileno(), file["bytes"], file["offset"]))
+        first = 8 + int.from_bytes(raw[:8], "little")  # of the rows
+        os.pwrite(blob.fileno(), bytes([raw[first] ^ 1]), file["offset"] + first)
+    layer = file["sites"]["post_block"][-1]
+    for url in (file["url"], f"/v1/captures/{job_id}/safetensors", f"/v1/captures/{job_id}/safetensors?hook=post_block&layers={layer}"):
+        answer = api.http.get(url)
+        assert (answer.status_code, answer.json()["type"]) == DAMAGED, url
+        assert "CRC32" in answer.json()["detail"]
+    with Client(api.url) as client:
+        reader = client.capture(job_id)
+        for read in (lambda: reader.array(layer), lambda: client.capture(job_id, tmp_path)):
+            with pytest.raises(MidstreamError) as caught:
+                read()
+            assert caught.value.kind == "capture_damaged"
+        assert [check.ok for check in reader.verify()].count(False) == 1
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_file_of_zeros_is_damaged_and_not_deleted(api: Api, hand: Hand, layout: str) -> None:
+    job_id = layered(api, hand, layout, prompts=1)
+    file = api.http.get(f"/v1/captures/{job_id}").json()["files"][-1]
+    path = api.settings.capture_root / file["path"]
+    path.write_bytes(bytes(path.stat().st_size))
+    for url in (file["url"], f"/v1/captures/{job_id}/safetensors", f"/v1/captures/{job_id}"):
+        answer = api.http.get(url)
+        assert (answer.status_code, answer.json()["type"]) == DAMAGED, url
+    with Client(api.url) as client, pytest.raises(MidstreamError) as caught:
+        client.capture(job_id)
+    assert caught.value.kind == "capture_damaged"
+    assert api.http.delete(f"/v1/captures/{job_id}").status_code == 204
+    assert api.http.get(file["url"]).status_code == 410
 
 
 @pytest.mark.parametrize(

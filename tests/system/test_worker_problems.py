@@ -34,3 +34,14 @@ def test_what_went_wrong_on_a_rank_is_the_jobs_error(tmp_path: Path, fault: str,
         assert view.error.type == f"urn:midstream:{kind}"
         assert detail in view.error.detail
         assert stack.wait(stack.submit(["the next job runs"])).state is State.SUCCEEDED
+
+
+def test_a_prompt_accepted_for_a_longer_model_fails_with_its_length(tmp_path: Path) -> None:
+    """The worker was started again with a smaller `max_model_len` while the job waited; it is submitted past the API's own check."""
+    with Stack(tmp_path, max_model_len=8) as stack:
+        view = stack.wait(stack.submit(["short", "a prompt of more than eight letters"], max_tokens=4))
+        assert view.state is State.FAILED
+        assert view.error is not None
+        assert (view.error.type, view.error.field) == ("urn:midstream:prompt_too_long", "prompts[1]")
+        assert "max_model_len is 8" in view.error.detail
+        assert stack.wait(stack.submit(["short"], max_tokens=1)).state is State.SUCCEEDED

@@ -211,7 +211,7 @@ def test_bytes_behind_a_blob_are_refused_and_not_left_unread(tmp_path: Path) -> 
     for read in (lambda: CaptureReader(first), lambda: CaptureReader.from_bytes(both)):
         with pytest.raises(MidstreamError, match="not a whole blob") as caught:
             read()
-        assert kind_of(caught) == "capture_failed"
+        assert kind_of(caught) == "capture_damaged"
 
 
 def test_a_part_of_a_file_is_read_where_a_manifest_says_that_it_is(tmp_path: Path) -> None:
@@ -356,6 +356,27 @@ def test_a_file_that_was_cut_short_is_refused_when_it_is_opened(tmp_path: Path) 
         os.truncate(path, length)
         with pytest.raises(MidstreamError, match="cut short"):
             CaptureReader(path)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_damaged_row_is_not_given(tmp_path: Path, layout: str) -> None:
+    file, *_ = write(tmp_path, finished(layout=layout))
+    path, reader = tmp_path / file.path, CaptureReader(tmp_path, "job_x")
+    raw = bytearray(path.read_bytes())
+    raw[file.offset + 8 + int.from_bytes(raw[file.offset : file.offset + 8], "little")] ^= 1
+    path.write_bytes(raw)
+    for read in (reader.array, reader.raw):
+        with pytest.raises(MidstreamError, match="CRC32") as caught:
+            read(2)
+        assert kind_of(caught) == "capture_damaged"
+
+
+def test_a_file_of_zeros_is_damaged_and_not_deleted(tmp_path: Path) -> None:
+    (file,) = write(tmp_path, finished(layout="packed"))
+    (tmp_path / file.path).write_bytes(bytes(file.bytes))
+    with pytest.raises(MidstreamError, match="zeros") as caught:
+        CaptureReader(tmp_path, "job_x")
+    assert kind_of(caught) == "capture_damaged"
 
 
 def test_a_missing_manifest_is_named_when_files_are_checked(tmp_path: Path) -> None:

@@ -1,6 +1,9 @@
 """Does each layout hold every row, together with others or alone, and does one that cannot be written fail alone?"""
 
 import os
+import shutil
+import zlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +159,82 @@ def test_beyond_the_quota_nothing_is_written_until_something_is_deleted(
     retention.delete(tmp_path / "captures", [f"job_{n}" for n in written])
     assert put("job_later").error == ""
     store.close()
+
+
+def _remove_segment(tag: Path) -> None:
+    for path in tag.glob("segments/*.seg"):
+        path.unlink()
+
+
+def _remove_index(tag: Path) -> None:
+    for path in tag.glob("segments/*.jsonl"):
+        path.unlink()
+
+
+def _replace_segment(tag: Path) -> None:
+    for path in tag.glob("segments/*.seg"):
+        path.with_suffix(".copy").write_bytes(path.read_bytes())
+        path.with_suffix(".copy").rename(path)
+
+
+HARMS = [_remove_segment, _remove_index, _replace_segment, shutil.rmtree]
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_captures_after_a_segment_was_removed_or_replaced_are_at_their_path(tmp_path: Path, harm: Callable[[Path], None]) -> None:
+    store = filesystem(tmp_path)
+    store.consume([finished("job_before", layout="segment")])
+    harm(tmp_path / "tag")
+    outcomes = store.consume([finished(f"job_{n}", layout="segment") for n in range(3)])
+    store.close()
+    _read_where_reported(tmp_path, outcomes)
+
+
+@pytest.mark.parametrize("layout", ["packed", "segment"])
+@pytest.mark.parametrize("harm", HARMS)
+def test_files_removed_while_they_are_written_are_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: Callable[[Path], None], layout: str
+) -> None:
+    """The harm is done between the last sync and the report, once."""
+    module, name = (os, "fdatasync") if layout == "segment" else (storage, "_sync")
+    store, real, syncs = filesystem(tmp_path), getattr(module, name), []
+
+    def sync(*args: Any) -> None:
+        real(*args)
+        syncs.append(args)
+        if len(syncs) == 2:
+            for path in tmp_path.rglob("*.safetensors"):
+                path.unlink()
+            harm(tmp_path / "tag")
+
+    monkeypatch.setattr(module, name, sync)
+    outcomes = store.consume([finished("job_0", layout=layout), finished("job_1", layout=layout)])
+    monkeypatch.undo()
+    store.close()
+    _read_where_reported(tmp_path, outcomes)
+
+
+def test_a_file_that_is_removed_each_time_fails_its_capture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = storage._sync
+
+    def sync(root: Path, paths: Sequence[Path]) -> None:
+        real(root, paths)
+        for path in tmp_path.rglob("*.safetensors"):
+            path.unlink()
+
+    monkeypatch.setattr(storage, "_sync", sync)
+    (outcome,) = filesystem(tmp_path).consume([finished(layout="packed")])
+    assert (outcome.files, "was removed while it was written" in outcome.error) == ((), True)
+
+
+def _read_where_reported(root: Path, outcomes: Sequence[Outcome]) -> None:
+    for outcome in outcomes:
+        assert outcome.error == ""
+        for file in outcome.files:
+            content = (root / file.path).read_bytes()[file.offset : file.offset + file.bytes]
+            assert (len(content), zlib.crc32(content)) == (file.bytes, file.crc32)
+            index = (root / file.path).with_suffix(".jsonl" if file.layout == "segment" else ".json")
+            assert (file.offset, file.crc32) in [(entry.offset, entry.crc32) for entry in read_entries(index)]
 
 
 def test_a_read_only_folder_is_an_error_of_the_capture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,6 +128,20 @@ def test_where_the_last_words_point_above_the_first_cause_is_told(tmp_path: Path
     assert part.last_words() == "RuntimeError: Cannot find any model weights with `m`"
 
 
+def test_an_exception_without_a_message_is_told_with_its_statement(tmp_path: Path) -> None:
+    lines = [
+        '(Worker pid=4) ERROR 11-21 05:09:23 [multiproc_executor.py:953]   File "gpt2.py", line 207, in __init__',
+        "(Worker pid=4) ERROR 11-21 05:09:23 [multiproc_executor.py:953]     assert not config.scale_attn_by_inverse_layer_idx",
+        "(Worker pid=4) ERROR 11-21 05:09:23 [multiproc_executor.py:953]            ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^",
+        "(Worker pid=4) ERROR 11-21 05:09:23 [multiproc_executor.py:953] AssertionError",
+        "worker failed: the engine did not start: Engine core initialization failed. See root cause above. Failed core proc(s): {}",
+    ]
+    part = child(tmp_path, f"[print(line, flush=True) for line in {lines!r}]")
+    part.start()
+    assert ended(part)
+    assert part.last_words() == "AssertionError: assert not config.scale_attn_by_inverse_layer_idx"
+
+
 def test_of_one_that_was_killed_it_is_said_so_instead_of_its_last_line(tmp_path: Path) -> None:
     part = child(tmp_path, "import os; print('all is well', flush=True); os.kill(os.getpid(), 9)")
     part.start()

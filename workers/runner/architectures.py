@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from ...schemas.errors import MidstreamError
 from ...schemas.selectors import HOOKS, Hook
+from .fidelity import DifferentNumbersError, caveats
 
 Side = Literal["input", "output"]
 #: `pair`: the stream is the sum of two tensors, `(hidden, residual)`, that the next norm adds up; `single`: it is one tensor.
@@ -56,6 +57,7 @@ class Adapter:
     variant: Variant
     hidden_size: int
     num_layers: int
+    caveats: tuple[str, ...] = ()  # in what the rows differ from transformers', see `fidelity`
 
     @property
     def hooks(self) -> tuple[Hook, ...]:
@@ -162,21 +164,31 @@ ARCHITECTURES: Mapping[str, tuple[Variant, ...]] = {
 BACKEND_CLASS = "TransformersForCausalLM"
 
 
-def describe(architecture: str, hf_config: Any) -> Adapter:
-    """The adapter of a model, before its weights are read.
-
-    `architecture`: HF's `architectures[0]`, or the backend's class, whose config then says it; `hf_config`: transformers'
-    config. Raises UnsupportedArchitectureError with the list of what is supported, or with the reason.
-    """
-    if architecture == BACKEND_CLASS:
-        architecture = (hf_config.architectures or [architecture])[0]
+def check_name(architecture: str) -> None:
+    """Raises UnsupportedArchitectureError with the list of what is supported."""
     if architecture not in ARCHITECTURES:
         supported = ", ".join(sorted(ARCHITECTURES))
         raise UnsupportedArchitectureError(f"architecture {architecture} is not supported; supported: {supported}")
+
+
+def describe(architecture: str, hf_config: Any, max_model_len: int = 0) -> Adapter:
+    """The adapter of a model, before its weights are read.
+
+    `architecture`: HF's `architectures[0]`, or the backend's class, whose config then says it; `hf_config`: transformers'
+    config; `max_model_len`: tokens, prompt and generated. Raises UnsupportedArchitectureError with the list of what is
+    supported, or with the reason.
+    """
+    if architecture == BACKEND_CLASS:
+        architecture = (hf_config.architectures or [architecture])[0]
+    check_name(architecture)
     config = hf_config.get_text_config()
     for variant in ARCHITECTURES[architecture]:
         if all(getattr(config, name) == value for name, value in variant.when.items()):
             if variant.refused:
                 raise UnsupportedArchitectureError(f"{architecture}: {variant.refused}")
-            return Adapter(architecture, variant, config.hidden_size, config.num_hidden_layers)
+            try:
+                found = caveats(architecture, config, max_model_len, backend=variant.backend)
+            except DifferentNumbersError as error:
+                raise UnsupportedArchitectureError(f"{architecture}: {error}") from error
+            return Adapter(architecture, variant, config.hidden_size, config.num_hidden_layers, found)
     raise UnsupportedArchitectureError(f"{architecture}: no variant of it matches this configuration")

@@ -181,6 +181,7 @@ class Recording:
         pp: int,
         stages: int,
         num_layers: int = 0,
+        caveats: Sequence[str] = (),
     ) -> FinishedCapture:
         """What is to be stored of a request that ended with `token_ids` (prompt and generated; the last was never fed back).
 
@@ -212,6 +213,7 @@ class Recording:
             reused=len(self.ports) * len(reused),
             dropped=tuple(sorted((self.dropped & expected) - owners.keys())),
             num_layers=num_layers,
+            caveats=tuple(caveats),
         )
 
     def _expected(self, prompt_tokens: int, num_tokens: int) -> set[int]:

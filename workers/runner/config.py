@@ -63,6 +63,7 @@ class PlaneConfig(Record):
     fault: str = ""  # tests only: see `faults`
     curve_secret_file: str = ""  # see `broker.curve`
     curve_server_key: str = ""
+    caveats: list[str] = []  # of the model, which the rank itself says: see `fidelity`
 
     def ring_rows(self, hidden_size: int, item_bytes: int) -> int:
         """Rows of the ring that compiled forwards and accelerators capture into."""

@@ -30,6 +30,7 @@ class FinishedCapture:
     reused: int = 0  # rows that came from the row store
     dropped: tuple[int, ...] = ()  # positions dropped under overload, not in `positions`
     num_layers: int = 0  # of the whole model; 0: not known
+    caveats: tuple[str, ...] = ()  # of the model: see `Manifest`
 
     @property
     def num_rows(self) -> int:
@@ -66,6 +67,7 @@ class FinishedCapture:
             all_sites={str(hook): layers for hook, layers in self.capture.sites.items()},
             requests=self.spec.requests.get(self.capture.tag, 0),
             num_layers=self.num_layers,
+            caveats=list(self.caveats),
         )
 
     def __str__(self) -> str:

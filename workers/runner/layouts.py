@@ -17,7 +17,7 @@ import numpy as np
 from ...broker.retention import Usage
 from ...schemas.captures import SEGMENTS
 from ...schemas.receipts import CapturedFile
-from ..storage import SEGMENT_ALIGNMENT, Blob, PendingFile, Segment, make_blob, publish
+from ..storage import SEGMENT_ALIGNMENT, Blob, NotAtItsPathError, PendingFile, Segment, make_blob, publish
 from .finished import FinishedCapture, Outcome
 
 logger = logging.getLogger(__name__)
@@ -136,16 +136,22 @@ class Filesystem:
         blobs = [blob_of(capture, capture.sites) for capture in captures]
         self._usage.take(SEGMENT_ALIGNMENT + blob.bytes for blob in blobs)
         segment = self._segment(captures[0].capture.tag)
-        offsets = segment.append(blobs)
+        try:
+            offsets = segment.append(blobs)
+        except NotAtItsPathError as error:
+            logger.warning("%s; its captures go into another segment", error)
+            segment = self._segment(captures[0].capture.tag)
+            offsets = segment.append(blobs)
         return [
             Outcome(files=(_captured(capture, blob, segment.path, offset, "segment"),))
             for capture, blob, offset in zip(captures, blobs, offsets, strict=True)
         ]
 
     def _segment(self, tag: str) -> Segment:
-        """The tag's open segment, or a new one: the old one may be full, or in doubt after an error."""
+        """The tag's open segment, or a new one: the old one may be full, in doubt after an error, or no longer at its path."""
         segment = self._segments.get(tag)
-        if segment is not None and (not segment.usable or segment.size >= self._config.segment_bytes):
+        full = segment is not None and segment.size >= self._config.segment_bytes
+        if segment is not None and (full or not segment.usable or not segment.in_place()):
             self._segments.pop(tag).close()
             segment = None
         if segment is None:

@@ -66,6 +66,7 @@ class Reports:
             hidden_size=self._hidden_size,
             dtype=self._dtype,
             worker=self._config.worker,
+            caveats=self._config.caveats,
             rank=place.rank,
             pp=place.pp,
             stages=place.stages,

@@ -51,7 +51,7 @@ class MidstreamWorker(PlatformWorker):
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         config, model = plane_config(), self.model_config
-        adapter = describe(model.architectures[0], model.hf_config)  # refuse before the weights are read
+        adapter = describe(model.architectures[0], model.hf_config, model.max_model_len)  # refuse before the weights are read
         super().load_model(*args, **kwargs)
         mode = self.vllm_config.compilation_config.mode
         traced = mode != CompilationMode.NONE or not (model.enforce_eager or current_platform.is_cpu())
@@ -70,6 +70,7 @@ class MidstreamWorker(PlatformWorker):
         enters = config.sweep_entry and not traced and "pre_attn" in hooks
         gate = install_gate(self.model_runner.get_model(), adapter) if enters else None
         with threads_elsewhere(set(config.cores)):
+            config = msgspec.structs.replace(config, caveats=list(adapter.caveats))
             self._plane = DataPlane(config, place, sites, buffers, num_layers=adapter.num_layers, traced=traced, gate=gate)
         if place.grades:
             tap(self.model_runner.get_model(), self._plane.grade)

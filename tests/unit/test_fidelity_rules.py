@@ -1,0 +1,178 @@
+"""Has every config field that transformers or vLLM alone reads a verdict, and is what would give other numbers refused?"""
+
+import ast
+import dataclasses
+import functools
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from tiny import CHECKPOINTS, Checkpoint
+
+from midstream.workers.runner.architectures import ARCHITECTURES, UnsupportedArchitectureError, describe
+from midstream.workers.runner.fidelity import EVERYWHERE, IRRELEVANT, REFUSED, ROPE_KEYS
+
+#: What the model's config is called in both libraries.
+CONFIGS = ("config", "hf_config", "text_config", "hf_text_config", "cfg")
+
+
+def package(name: str) -> Path:
+    """Its folder; nothing is imported."""
+    spec = importlib.util.find_spec(name)
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    return Path(spec.submodule_search_locations[0])
+
+
+@functools.cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def is_config(node: ast.expr) -> bool:
+    return (isinstance(node, ast.Name) and node.id in CONFIGS) or (isinstance(node, ast.Attribute) and node.attr in CONFIGS)
+
+
+def fields_read(path: Path) -> set[str]:
+    """`config.x`, and `getattr(config, "x", …)`, of any config in the file."""
+    found = set()
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Attribute) and is_config(node.value):
+            found.add(node.attr)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr"):
+            if is_config(node.args[0]) and isinstance(node.args[1], ast.Constant):
+                found.add(str(node.args[1].value))
+    return found
+
+
+VLLM_MODELS = package("vllm") / "model_executor" / "models"
+
+
+@functools.cache
+def registry() -> dict[str, str]:
+    """Architecture → vLLM's module."""
+    for node in ast.walk(tree(VLLM_MODELS / "registry.py")):
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if any(isinstance(target, ast.Name) and target.id == "_TEXT_GENERATION_MODELS" for target in targets):
+                return {name: place[0] for name, place in ast.literal_eval(node.value).items()}
+    raise AssertionError("vLLM's registry is built otherwise")
+
+
+def files_of_vllm(module: str) -> Iterator[Path]:
+    """The model's file, and those of the models that it is built from."""
+    yield (path := VLLM_MODELS / f"{module}.py")
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            other = node.module.removeprefix("vllm.model_executor.models.")
+            if other in set(registry().values()) - {module}:
+                yield from files_of_vllm(other)
+
+
+def read_by_vllm(architecture: str, *, backend: bool) -> set[str]:
+    files = (VLLM_MODELS / "transformers").glob("*.py") if backend else files_of_vllm(registry()[architecture])
+    return set().union(*map(fields_read, files))
+
+
+def read_by_transformers(architecture: str) -> set[str]:
+    module = getattr(transformers, architecture).__module__.rpartition(".")[2].removeprefix("modeling_")
+    return fields_read(package("transformers") / "models" / module / f"modeling_{module}.py")
+
+
+def read_by_one_alone(architecture: str) -> set[str]:
+    backend = ARCHITECTURES[architecture][0].backend
+    ours, theirs = read_by_vllm(architecture, backend=backend), read_by_transformers(architecture)
+    return ours - theirs if backend else ours ^ theirs  # the backend runs transformers' own module
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_field_that_one_library_alone_reads_has_a_verdict(architecture: str) -> None:
+    judged = {rule.field for rule in (*EVERYWHERE, *REFUSED[architecture])}
+    judged |= {name.removeprefix(f"{architecture}.") for name in IRRELEVANT if "." not in name or name.startswith(f"{architecture}.")}
+    assert sorted(read_by_one_alone(architecture) - judged) == []
+
+
+def test_no_verdict_is_stale() -> None:
+    alone = {architecture: read_by_one_alone(architecture) for architecture in ARCHITECTURES}
+    anywhere = set().union(*alone.values())
+    stale = [name for name in IRRELEVANT if "." not in name and name not in anywhere]
+    stale += [name for name in IRRELEVANT if "." in name and name.partition(".")[2] not in alone[name.partition(".")[0]]]
+    assert stale == []
+    assert REFUSED.keys() == ARCHITECTURES.keys()
+
+
+def test_keys_of_rope_parameters_are_read_by_both_libraries() -> None:
+    def words(*paths: Path) -> set[str]:
+        return {str(node.value) for path in paths for node in ast.walk(tree(path)) if isinstance(node, ast.Constant)}
+
+    theirs = words(package("transformers") / "modeling_rope_utils.py")
+    ours = words(package("vllm") / "model_executor" / "layers" / "rotary_embedding" / "__init__.py")
+    assert ROPE_KEYS - theirs == set()
+    assert ROPE_KEYS - ours == set()
+
+
+# -- what is refused, and what is said -----------------------------------------------------------------------------------
+
+OF = {made.architecture: name for name, made in reversed(CHECKPOINTS.items())}
+
+
+def changed(name: str, **options: Any) -> Checkpoint:
+    return dataclasses.replace(CHECKPOINTS[name], options=CHECKPOINTS[name].options | options)
+
+
+def adapter(name: str, max_model_len: int = 128, **options: Any):
+    made = changed(name, **options)
+    return describe(made.architecture, made.hf_config(), max_model_len)
+
+
+#: Values of fields that are neither flags nor integers.
+OTHER: dict[str, Any] = {"hidden_act": "relu", "hidden_activation": "relu", "attn_logit_softcapping": 7.0}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "field"), [(name, rule.field) for name, rules in REFUSED.items() for rule in (*EVERYWHERE, *rules)]
+)
+def test_another_value_of_the_field_is_refused_by_name_with_the_served_ones(architecture: str, field: str) -> None:
+    (rule,) = [rule for rule in (*EVERYWHERE, *REFUSED[architecture]) if rule.field == field]
+    flags = [not value for value in rule.served if isinstance(value, bool)]
+    config = CHECKPOINTS[OF[architecture]].hf_config()
+    setattr(config, field, flags[0] if flags else OTHER.get(field, 7))
+    with pytest.raises(UnsupportedArchitectureError, match=rf"{architecture}: {field}=.* is not served: .*; served: "):
+        describe(architecture, config)
+
+
+def test_every_checkpoint_that_is_measured_is_served_without_a_caveat() -> None:
+    assert {name: adapter(name).caveats for name in CHECKPOINTS} == dict.fromkeys(CHECKPOINTS, ())
+
+
+SHARP = {"short_factor": [1.0] * 16, "long_factor": [8.0] * 16}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 1.0, **SHARP, "original_max_position_embeddings": 64}
+
+
+def test_longrope_beyond_the_original_length_is_served_with_a_caveat() -> None:
+    options = {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64}
+    assert adapter("phi3", 64, **options).caveats == ()
+    (caveat,) = adapter("phi3", 65, **options).caveats
+    assert "long factors" in caveat
+    assert "max_model_len=64" in caveat
+
+
+@pytest.mark.parametrize(
+    ("name", "rope", "match"),
+    [
+        ("olmo", LONGROPE, "others in its batch"),
+        ("llama", {"rope_type": "dynamic", "factor": 2.0}, "set max_model_len to 4096"),
+        ("llama", {"rope_type": "default", "mrope_section": [8, 4, 4]}, "mrope_section is not served"),
+        ("llama", {"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor is not served"),
+        ("gemma3", {"full_attention": {"rope_type": "default", "use_fope": True}}, "use_fope is not served"),
+        ("llama", {"rope_type": "ntk", "factor": 2.0}, "rope_type 'ntk' is not served"),
+    ],
+)
+def test_a_rotary_embedding_that_is_computed_otherwise_is_refused(name: str, rope: dict[str, Any], match: str) -> None:
+    config = CHECKPOINTS[name].hf_config()
+    config.rope_parameters = {"rope_theta": 10000.0, **rope} if name != "gemma3" else rope
+    with pytest.raises(UnsupportedArchitectureError, match=match):
+        describe(CHECKPOINTS[name].architecture, config, 5000)

@@ -1,0 +1,222 @@
+"""Configurations of served architectures that vLLM computes otherwise than transformers: refused, or served with a caveat.
+
+A checkpoint's numbers are what transformers' model computes. Where vLLM reads a field of the config that transformers ignores, or
+ignores or drops one that transformers reads, the rows would differ and nothing would show it. All is data: the fields that
+must have a value, those that may have any, each with the reason. A test walks the sources of both libraries and fails when
+one of them alone reads a field that has no verdict here. What was compared, and how: `docs/architectures.md`.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+class DifferentNumbersError(ValueError):
+    """vLLM would not compute what the checkpoint's configuration says; the message names the field."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A field of the HF text config that is served with these values only; one that is not there counts as null."""
+
+    field: str
+    served: tuple[Any, ...]
+    why: str
+
+
+_NO_WINDOW = Rule("sliding_window", (None,), "vLLM attends within the window, transformers' model has none")
+_LLAMA_FILE = "vLLM's Llama file reads it, transformers' model does not"
+_OWN_OF_LLAMA_FILE = (
+    Rule("bias", (None, False), _LLAMA_FILE),
+    Rule("qkv_bias", (None, False), _LLAMA_FILE),
+    Rule("logit_scale", (None, 1.0), _LLAMA_FILE),
+)
+_NO_BIAS = (
+    Rule("attention_bias", (None, False), "vLLM adds biases that the checkpoint does not have"),
+    Rule("mlp_bias", (None, False), "vLLM adds biases that the checkpoint does not have"),
+)
+_OUTPUT_BIAS = Rule("attention_bias", (None, False), "vLLM drops the bias of o_proj")
+_QWEN = (
+    Rule("dual_chunk_attention_config", (None,), "transformers' model has no dual chunk attention"),
+    Rule("qk_norm", (None, False), "transformers' model has no such norm"),
+)
+
+_BACKEND_READS = "vLLM's Transformers backend applies it, transformers' model does not"
+_BACKEND = (
+    Rule("attn_logit_softcapping", (None,), _BACKEND_READS),
+    Rule("final_logit_softcapping", (None,), _BACKEND_READS),
+    Rule("logit_scale", (None, 1.0), _BACKEND_READS),
+)
+
+#: Of every architecture.
+EVERYWHERE: tuple[Rule, ...] = (
+    Rule("is_causal", (None, True), "the tokens of a prompt would attend to later ones, which no step of a served model has yet"),
+    Rule("use_bidirectional_attention", (None, False), "vLLM attends to earlier tokens only"),
+)
+#: Architecture → its own.
+REFUSED: Mapping[str, tuple[Rule, ...]] = {
+    "GPT2LMHeadModel": (
+        Rule("scale_attn_weights", (None, True), "vLLM scales attention scores by 1 / √head size in any case"),
+        Rule("scale_attn_by_inverse_layer_idx", (None, False), "vLLM does not scale attention scores by layer"),
+        Rule("reorder_and_upcast_attn", (None, False), "vLLM does not serve it"),
+        Rule("add_cross_attention", (None, False), "vLLM does not serve it"),
+        _NO_WINDOW,
+    ),
+    "GPTNeoXForCausalLM": (*_BACKEND, _NO_WINDOW),
+    "Gemma2ForCausalLM": (),
+    "Gemma3ForCausalLM": (Rule("attn_logit_softcapping", (None,), "vLLM does not cap attention scores"),),
+    "GemmaForCausalLM": (
+        Rule("attention_bias", (None, False), "vLLM drops the biases of attention"),
+        Rule("hidden_act", ("gelu_pytorch_tanh",), "vLLM computes the tanh approximation of gelu"),
+        Rule("hidden_activation", (None, "gelu_pytorch_tanh"), "transformers' model reads `hidden_act` instead"),
+        _NO_WINDOW,
+    ),
+    "LlamaForCausalLM": (*_OWN_OF_LLAMA_FILE, _NO_WINDOW),
+    "MistralForCausalLM": (
+        *_OWN_OF_LLAMA_FILE,
+        *_NO_BIAS,
+        Rule("llama_4_scaling", (None,), "transformers' model does not scale queries by position"),
+        Rule("ada_rms_norm_t_cond", (None, False), "transformers' model has no such norm"),
+    ),
+    "MixtralForCausalLM": (Rule("hidden_act", ("silu",), "vLLM's experts compute silu"),),
+    "OPTForCausalLM": (_NO_WINDOW,),
+    "Olmo2ForCausalLM": (*_BACKEND, _NO_WINDOW),
+    "OlmoForCausalLM": (*_BACKEND, _NO_WINDOW),
+    "Phi3ForCausalLM": (*_OWN_OF_LLAMA_FILE, *_NO_BIAS),
+    "Qwen2ForCausalLM": _QWEN,
+    "Qwen3ForCausalLM": (_OUTPUT_BIAS, *_QWEN),
+    "Qwen3MoeForCausalLM": (
+        _OUTPUT_BIAS,
+        Rule("dual_chunk_attention_config", (None,), "transformers' model has no dual chunk attention"),
+        Rule("shared_expert_intermediate_size", (None, 0), "transformers' model has no shared expert"),
+    ),
+    "SmolLM3ForCausalLM": _BACKEND,
+    "Starcoder2ForCausalLM": _BACKEND,
+}
+
+_DROPOUT = "dropout: nothing is dropped outside training"
+_HEAD = "of a classification head"
+_TRAINING = "a loss or noise of training"
+_EXPERTS = "of a model with experts, or with latent attention"
+_ELSEWHERE = "of another class in the same file"
+#: Field, or `architecture.field` → why it changes no number although one library alone reads it.
+IRRELEVANT: Mapping[str, str] = {
+    "_attn_implementation": "which kernel computes attention",
+    "attention_dropout": _DROPOUT,
+    "attn_pdrop": _DROPOUT,
+    "embd_pdrop": _DROPOUT,
+    "resid_pdrop": _DROPOUT,
+    "dropout": _DROPOUT,
+    "hidden_dropout": _DROPOUT,
+    "layerdrop": _DROPOUT,
+    "classifier_dropout": _HEAD,
+    "num_labels": _HEAD,
+    "problem_type": _HEAD,
+    "summary_activation": _HEAD,
+    "summary_first_dropout": _HEAD,
+    "summary_last_dropout": _HEAD,
+    "summary_proj_to_labels": _HEAD,
+    "summary_type": _HEAD,
+    "summary_use_proj": _HEAD,
+    "initializer_range": "of fresh weights",
+    "output_router_logits": _TRAINING,
+    "router_aux_loss_coef": _TRAINING,
+    "router_jitter_noise": _TRAINING,
+    "pad_token_id": "leaves a row of the embedding without a gradient",
+    "tie_word_embeddings": "transformers reads it in `modeling_utils`",
+    "architectures": "names the model",
+    "model_type": "names the model",
+    "dtype": "the setting `dtype` decides",
+    "get_text_config": "gives the config itself",
+    "target_layer_count": "of a draft model",
+    "n_layer": "GPT-2's name of num_hidden_layers",
+    "max_window_layers": "transformers reads it in the config class, and gives `layer_types`; vLLM refuses windows in some layers only",
+    "layer_types": "says which layers have the window that `sliding_window` is; without one it changes nothing",
+    "Qwen2ForCausalLM.sliding_window": "vLLM reads it in `ModelConfig`",
+    "Qwen3ForCausalLM.sliding_window": "vLLM reads it in `ModelConfig`",
+    "Qwen3MoeForCausalLM.sliding_window": "vLLM reads it in `ModelConfig`",
+    "MixtralForCausalLM.sliding_window": "vLLM reads it in `ModelConfig`",
+    "Phi3ForCausalLM.original_max_position_embeddings": "the config class puts it into `rope_parameters`: see `caveats`",
+    "Qwen2ForCausalLM.head_dim": "vLLM does not start with heads of another size than hidden_size / num_attention_heads",
+    "kv_lora_rank": _EXPERTS,
+    "moe_router_dtype": _EXPERTS,
+    "n_group": _EXPERTS,
+    "norm_topk_prob": _EXPERTS,
+    "qk_nope_head_dim": _EXPERTS,
+    "qk_rope_head_dim": _EXPERTS,
+    "routed_scaling_factor": _EXPERTS,
+    "topk_group": _EXPERTS,
+    "Gemma3ForCausalLM.image_token_id": _ELSEWHERE,
+    "Gemma3ForCausalLM.mm_tokens_per_image": _ELSEWHERE,
+    "Gemma3ForCausalLM.text_config": _ELSEWHERE,
+    "Gemma3ForCausalLM.vision_config": _ELSEWHERE,
+    "MistralForCausalLM.ada_rms_norm_t_cond_dim": "of `ada_rms_norm_t_cond`",
+}
+
+#: Of `rope_parameters`: the kinds of scaling, and the keys, that both libraries compute alike.
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+ROPE_KEYS = frozenset(
+    ("rope_type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings")
+    + ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim")
+    + ("short_factor", "long_factor")
+)
+#: Other spellings that the config classes leave where they were, and nobody reads.
+_ROPE_REST = frozenset(("type",))
+
+
+#: Whose transformers model rotates a part of each head where `partial_rotary_factor` says so. Others of vLLM's models do, too.
+_PARTLY_ROTATED = frozenset({"Phi3ForCausalLM"})
+
+
+def caveats(architecture: str, config: Any, max_model_len: int, *, backend: bool) -> tuple[str, ...]:
+    """In what the rows of a served model differ from transformers', as sentences; mostly nothing.
+
+    `config`: transformers' text config; `max_model_len`: tokens, prompt and generated; `backend`: served by vLLM's Transformers
+    backend. Raises DifferentNumbersError for a configuration that is not served.
+    """
+    for rule in (*EVERYWHERE, *REFUSED[architecture]):
+        value = getattr(config, rule.field, None)
+        if value not in rule.served:
+            served = " or ".join("null" if each is None else repr(each) for each in rule.served)
+            raise DifferentNumbersError(f"{rule.field}={value!r} is not served: {rule.why}; served: {served}")
+    found = []
+    for rope in _ropes(config):
+        if not backend and architecture not in _PARTLY_ROTATED and rope.get("partial_rotary_factor") not in (None, 1.0):
+            raise DifferentNumbersError("rope_parameters: partial_rotary_factor is not served: transformers' model rotates whole heads")
+        found += _of_rope(rope, config, max_model_len, backend)
+    return tuple(dict.fromkeys(found))
+
+
+def _ropes(config: Any) -> Iterator[Mapping[str, Any]]:
+    """The rotary embeddings: one, or one for each kind of layer."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if any(isinstance(value, Mapping) for value in parameters.values()):
+        yield from (value for value in parameters.values() if value)
+    elif parameters:
+        yield parameters
+
+
+def _of_rope(rope: Mapping[str, Any], config: Any, max_model_len: int, backend: bool) -> Iterator[str]:
+    kind = rope.get("rope_type", "default")
+    if kind not in ROPE_TYPES:
+        raise DifferentNumbersError(f"rope_parameters: the rope_type {kind!r} is not served; served: {', '.join(ROPE_TYPES)}")
+    if unknown := sorted(rope.keys() - ROPE_KEYS - _ROPE_REST):
+        raise DifferentNumbersError(f"rope_parameters: {unknown[0]} is not served; served: {', '.join(sorted(ROPE_KEYS))}")
+    if kind == "dynamic" and max_model_len > config.max_position_embeddings:
+        raise DifferentNumbersError(
+            f"rope_parameters: with rope_type 'dynamic' vLLM computes prompts of up to max_position_embeddings tokens as "
+            f"transformers does: set max_model_len to {config.max_position_embeddings} or less, it is {max_model_len}"
+        )
+    original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+    if kind != "longrope" or max_model_len <= original:
+        return
+    if backend:
+        raise DifferentNumbersError(
+            "rope_parameters: with rope_type 'longrope' a request's rows would depend on the length of others in its batch: "
+            f"set max_model_len to original_max_position_embeddings ({original}) or less, it is {max_model_len}"
+        )
+    yield (
+        f"longrope: vLLM computes every prompt with the long factors, as max_model_len ({max_model_len}) is more than "
+        f"original_max_position_embeddings ({original}); transformers computes those of up to {original} tokens with the short ones, "
+        f"and their rows differ. With max_model_len={original} all rows are equal."
+    )
