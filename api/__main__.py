@@ -17,6 +17,7 @@ from ..schemas.errors import MidstreamError
 from ..schemas.settings import Settings, SettingsError, is_loopback, load_settings
 from . import auth, hosts, openapi
 from .app import make_app
+from .connections import Connections
 
 #: Held responses end at once when the server stops; this is for bodies that are still being sent, in seconds.
 GRACE_S = 5
@@ -104,6 +105,8 @@ def serve(settings: Settings) -> None:
     app = make_app(settings)
     config = uvicorn.Config(
         app,
+        http=Connections(settings),  # type: ignore[arg-type]  # called as the class would be
+        ws="none",
         log_level=settings.log_level.lower(),
         log_config=None,  # its lines go where ours go
         access_log=False,
