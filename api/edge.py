@@ -30,10 +30,10 @@ from ..schemas.models import ModelInfo, TokenizerBundle
 from ..schemas.settings import Settings
 from ..schemas.specs import PatchSpec
 from ..schemas.version import misfit_of
-from . import admission, everyone, patched, steered
+from . import admission, context, everyone, patched, steered
 from .auth import Gate, caller_of
 from .callback_rules import check_callback
-from .calls import traceparent
+from .context import traceparent
 from .hosts import Hosts
 from .problems import ClientGone
 from .standing import NOTHING, Standing, find_runs
@@ -85,6 +85,9 @@ class Edge:
     @property
     def closing(self) -> bool:
         return self._closing.done()
+
+    def job_url(self, job_id: str) -> str:
+        return f"{self.settings.public_url.rstrip('/')}/v1/jobs/{job_id}"
 
     # --- Submission ---
 
@@ -154,7 +157,9 @@ class Edge:
         if parent := traceparent():
             job = msgspec.structs.replace(job, trace=parent)
         operators = {spec.tag for spec in info.global_captures}
+        context.accepting(job.id, self.job_url(job.id))
         job_id, _ = await self.ledger.submit(job, blobs, idempotency, pinned, operators)
+        context.accepted(job_id, self.job_url(job_id))
         logs.bind(job=job_id)
         return job_id
 
