@@ -91,7 +91,9 @@ class Settings(Record):
     # Captures
     segment_limit_kib: Natural = 64  # layout `auto`: captures up to this size share segment files
     segment_mib: Count = 256  # a segment file is closed at this size
-    memory_limit_kib: Count = 256  # consumer `memory`: the most that comes back in a response, per prompt
+    memory_limit_kib: Annotated[int, msgspec.Meta(ge=1, le=32 * 1024)] = (
+        256  # consumer `memory`: the most that comes back in a response, per prompt
+    )
     capture_quota_mib: Natural = 0  # of the capture root; beyond it captures are refused; 0: no quota
     capture_ttl_s: Natural = 0  # captures are deleted so long after the end of their job; 0: kept
     global_capture: str = ""  # taken of every request, such as `post_block:all;pre_attn:0-17`
