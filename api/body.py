@@ -54,7 +54,18 @@ class JsonRequest(Request[Any, Any, Any]):
 
     _more = True  # whether more of the body is to come
 
+    @property
+    def _reads_file(self) -> Any:
+        """What makes a file the same as JSON, off the event loop, where the body is a file and the route takes one."""
+        return self.route_handler.opt.get("file") if self.content_type[0] in FILE_TYPES else None
+
     async def body(self) -> bytes:
+        encoding = self.headers.get("content-encoding", "identity")
+        if encoding != "identity":  # a small compressed body may be a huge one
+            detail = f"the body is compressed ({encoding[:40]})"
+            raise MidstreamError("unsupported_media_type", detail, field="Content-Encoding", allowed="an uncompressed body")
+        if self._reads_file:
+            return b"file"  # the framework asks whether there is any before it calls `json`, which reads it
         receive = self.receive
 
         async def noting() -> Any:
@@ -74,15 +85,10 @@ class JsonRequest(Request[Any, Any, Any]):
 
     async def json(self) -> Any:
         media, _ = self.content_type
-        encoding = self.headers.get("content-encoding", "identity")
-        if encoding != "identity":  # a small compressed body may be a huge one
-            detail = f"the body is compressed ({encoding})"
-            raise MidstreamError("unsupported_media_type", detail, field="Content-Encoding", allowed="an uncompressed body")
-        read_file = self.route_handler.opt.get("file")  # what makes a file the same as JSON, off the event loop
-        if read_file and media in FILE_TYPES:
+        if read_file := self._reads_file:
             return await self._read_file(read_file)
         if media != "application/json":
-            allowed = ", ".join(("application/json", *(FILE_TYPES if read_file else ())))
+            allowed = ", ".join(("application/json", *(FILE_TYPES if self.route_handler.opt.get("file") else ())))
             raise MidstreamError(
                 "unsupported_media_type", f"the body is {media or 'of unnamed type'}", field="Content-Type", allowed=allowed
             )
