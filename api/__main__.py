@@ -7,7 +7,6 @@ import sys
 from types import FrameType
 
 import uvicorn
-from litestar import Litestar
 
 from ..broker import logs, metrics, traces
 from ..broker.hosts import named
@@ -18,6 +17,8 @@ from ..schemas.errors import MidstreamError
 from ..schemas.settings import Settings, SettingsError, asks_for_keys, is_loopback, load_settings
 from . import auth, openapi
 from .app import make_app
+from .calls import App
+from .connections import Connections
 
 #: Held responses end at once when the server stops; this is for bodies that are still being sent, in seconds.
 GRACE_S = 5
@@ -40,7 +41,7 @@ log = logging.getLogger("midstream.api")
 class Server(uvicorn.Server):
     """uvicorn, which says where it listens and lets go of held responses when it is told to stop."""
 
-    def __init__(self, config: uvicorn.Config, app: Litestar, url: str, undecided: Settings | None = None):
+    def __init__(self, config: uvicorn.Config, app: App, url: str, undecided: Settings | None = None):
         """`undecided`: the settings, where it is not known yet whether there are keys."""
         super().__init__(config)
         self.refused = ""
@@ -70,6 +71,7 @@ class Server(uvicorn.Server):
         edge = getattr(self._litestar.state, "edge", None)
         if edge is not None:
             self._loop.call_soon_threadsafe(edge.close)
+        self._loop.call_soon_threadsafe(self._litestar.stop)
 
 
 def bind(host: str, port: int) -> tuple[socket.socket, str]:
@@ -105,6 +107,8 @@ def serve(settings: Settings) -> None:
     app = make_app(settings)
     config = uvicorn.Config(
         app,
+        http=Connections(settings),  # type: ignore[arg-type]  # called as the class would be
+        ws="none",
         log_level=settings.log_level.lower(),
         log_config=None,  # its lines go where ours go
         access_log=False,

@@ -3,6 +3,7 @@
 Everything is checked here, against what the worker has published of its model, so that a bad request never reaches the engine.
 """
 
+import asyncio
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ from .patched import runs_of
 from .rules import Bounds, PromptFacts, has_text, resolve_captures
 from .standing import NOTHING, Standing
 from .steered import check_number, modules_named, resolve_edits
-from .text import INLINE_CHARACTERS, Codec
+from .text import INLINE_CHARACTERS, Codec, TooLong
 from .wishes import Wish, WishedPrompt
 
 #: torch takes seeds of 64 bits.
@@ -58,8 +59,11 @@ async def tokenise(prompts: Sequence[WishedPrompt], model: ModelInfo, codec: Cod
     for prompt in prompts:
         if not prompt.value:
             raise invalid(prompt.field, "is empty: a prompt has at least one token")
-    texts = [prompt.value for prompt in prompts if isinstance(prompt.value, str)]
-    encoded = iter(await codec.encode(texts, special_tokens=True) if texts else [])
+    plain = [prompt for prompt in prompts if isinstance(prompt.value, str)]
+    try:
+        encoded = iter(await codec.encode([str(prompt.value) for prompt in plain], special_tokens=True) if plain else [])
+    except TooLong as error:
+        raise too_long(error, plain[error.index].field, model) from None
     stored = []
     for prompt in prompts:
         if isinstance(prompt.value, str):
@@ -68,13 +72,24 @@ async def tokenise(prompts: Sequence[WishedPrompt], model: ModelInfo, codec: Cod
                 raise invalid(prompt.field, "is empty once tokenised: a prompt has at least one token")
             stored.append(StoredPrompt(token_ids=ids, text=text))
         elif prompt.is_conversation:
-            ids, text = await codec.encode_chat([message for message in prompt.value if isinstance(message, dict)])
+            await asyncio.sleep(0)  # there may be thousands of short ones
+            try:
+                ids, text = await codec.encode_chat([message for message in prompt.value if isinstance(message, dict)])
+            except TooLong as error:
+                raise too_long(error, prompt.field, model) from None
             stored.append(StoredPrompt(token_ids=ids, text=text))
         else:
             ids = [token for token in prompt.value if isinstance(token, int)]
             check_vocabulary(ids, prompt.field, model)
             stored.append(StoredPrompt(token_ids=ids))
     return stored
+
+
+def too_long(error: TooLong, field: str, model: ModelInfo) -> MidstreamError:
+    """The prompt at `field` leaves the model nothing to generate."""
+    if error.tokens is None:
+        return invalid(field, error.detail)
+    return invalid(field, f"has {error.tokens} tokens and leaves none to generate: the model takes {model.max_model_len} in all")
 
 
 def check_vocabulary(ids: Sequence[int], at: str, model: ModelInfo) -> None:
@@ -92,7 +107,7 @@ def check_lengths(wish: Wish, prompts: Sequence[StoredPrompt], model: ModelInfo)
     for prompt, wished in zip(prompts, wish.prompts, strict=True):
         tokens = len(prompt.token_ids)
         if tokens >= model.max_model_len:
-            raise invalid(wished.field, f"has {tokens} tokens and leaves none to generate: the model takes {model.max_model_len} in all")
+            raise too_long(TooLong(0, tokens), wished.field, model)
         longest = max(longest, tokens)
     room = model.max_model_len - longest
     if wish.fill_max_tokens:

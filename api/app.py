@@ -16,7 +16,8 @@ from ..schemas.settings import Settings
 from . import captures, completions, jobs, keys, openapi, pages, problems, runs, service, status, steering, sweeps, tokens, webhooks
 from .auth import authorize
 from .body import JsonRequest
-from .calls import App, changes_something
+from .calls import App
+from .context import changes_something
 from .edge import open_edge
 from .hosts import well_called
 
@@ -47,7 +48,7 @@ async def _allow(message: Message, scope: Scope) -> None:
             MutableScopeHeaders.from_message(message)["Allow"] = ", ".join(sorted(methods))
 
 
-def make_app(settings: Settings) -> Litestar:
+def make_app(settings: Settings) -> App:
     """The application over the Redis of `settings.redis_url`; needs no worker, relay or Redis to start."""
 
     @asynccontextmanager

@@ -1,10 +1,14 @@
-"""How is a request's body read? Bounded before it is buffered, and decoded strictly into the handler's type.
+"""Request bodies: bounded while they arrive, before anything is decoded, then decoded strictly into the handler's type.
 
-It is JSON, or a file where a route takes one.
+JSON of at most `max_body_mib`; or, where a route takes one, a file of at most `max_file_mib`, which is written to disk as it arrives.
 """
 
+import errno
 import hashlib
-from typing import Any
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
 
 import anyio
 import anyio.to_thread
@@ -16,6 +20,7 @@ from litestar.exceptions.http_exceptions import RequestEntityTooLarge
 from ..schemas.base import from_json
 from ..schemas.errors import MidstreamError, invalid
 from ..schemas.keys import scoped
+from ..schemas.settings import Settings
 from . import problems
 from .auth import caller_of
 
@@ -25,8 +30,23 @@ DRAIN_S = 5.0
 
 MAX_KEY_LENGTH = 255
 
+#: A file goes to disk in pieces of so many bytes.
+PIECE = 1 << 20
+
 #: Media types of safetensors files, for the routes that take one.
 FILE_TYPES = ("application/vnd.safetensors", "application/octet-stream")
+
+
+def _temporary(data_dir: Path) -> IO[bytes]:
+    """A file without a name: it is gone when the request is, or the process."""
+    folder = data_dir / "uploads"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return tempfile.TemporaryFile(dir=folder)
+
+
+def _content(file: IO[bytes]) -> bytes:
+    file.seek(0)
+    return file.read()
 
 
 class JsonRequest(Request[Any, Any, Any]):
@@ -34,7 +54,18 @@ class JsonRequest(Request[Any, Any, Any]):
 
     _more = True  # whether more of the body is to come
 
+    @property
+    def _reads_file(self) -> Any:
+        """What makes a file the same as JSON, off the event loop, where the body is a file and the route takes one."""
+        return self.route_handler.opt.get("file") if self.content_type[0] in FILE_TYPES else None
+
     async def body(self) -> bytes:
+        encoding = self.headers.get("content-encoding", "identity")
+        if encoding != "identity":  # a small compressed body may be a huge one
+            detail = f"the body is compressed ({encoding[:40]})"
+            raise MidstreamError("unsupported_media_type", detail, field="Content-Encoding", allowed="an uncompressed body")
+        if self._reads_file:
+            return b"file"  # the framework asks whether there is any before it calls `json`, which reads it
         receive = self.receive
 
         async def noting() -> Any:
@@ -46,11 +77,7 @@ class JsonRequest(Request[Any, Any, Any]):
         try:
             return await super().body()
         except RequestEntityTooLarge as error:
-            limit = self.route_handler.resolve_request_max_body_size() or 0
-            await self._drain(limit * DRAIN_FACTOR)
-            raise MidstreamError(
-                "payload_too_large", "the body is too large", allowed=f"at most {limit} bytes (MIDSTREAM_MAX_BODY_MIB)"
-            ) from error
+            raise await self._too_large(self.route_handler.resolve_request_max_body_size() or 0, "max_body_mib") from error
         except InternalServerException as error:  # how Litestar says that the client left in the middle
             raise problems.ClientGone from error
         finally:
@@ -58,11 +85,10 @@ class JsonRequest(Request[Any, Any, Any]):
 
     async def json(self) -> Any:
         media, _ = self.content_type
-        read_file = self.route_handler.opt.get("file")  # what makes a file the same as JSON, off the event loop
-        if read_file and media in FILE_TYPES:
-            return await anyio.to_thread.run_sync(read_file, await self.body())
+        if read_file := self._reads_file:
+            return await self._read_file(read_file)
         if media != "application/json":
-            allowed = ", ".join(("application/json", *(FILE_TYPES if read_file else ())))
+            allowed = ", ".join(("application/json", *(FILE_TYPES if self.route_handler.opt.get("file") else ())))
             raise MidstreamError(
                 "unsupported_media_type", f"the body is {media or 'of unnamed type'}", field="Content-Type", allowed=allowed
             )
@@ -71,6 +97,41 @@ class JsonRequest(Request[Any, Any, Any]):
             return from_json(await self.body(), wanted.annotation if wanted else Any)
         except msgspec.DecodeError as error:
             raise problems.malformed(error) from error
+
+    async def _read_file(self, read: Callable[[bytes], Any]) -> Any:
+        """What `read` makes of the body. Raises `payload_too_large`, and `unavailable` when the disk is full."""
+        settings: Settings = self.app.state.edge.settings
+        try:
+            with await anyio.to_thread.run_sync(_temporary, Path(settings.data_dir)) as file:
+                await self._save(file, settings.max_file_mib << 20)
+                return await anyio.to_thread.run_sync(lambda: read(_content(file)))
+        except OSError as error:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            detail = "disk full" if full else f"the file cannot be kept: {error.strerror}"
+            raise MidstreamError("unavailable", detail) from error
+
+    async def _save(self, file: IO[bytes], limit: int) -> None:
+        announced = self.content_length
+        if announced is not None and announced > limit:
+            raise await self._too_large(limit, "max_file_mib")
+        piece, size = bytearray(), 0
+        while self._more:
+            message = await self.receive()
+            if message["type"] != "http.request":
+                raise problems.ClientGone
+            self._more = message.get("more_body", False)
+            piece += message["body"]
+            if size + len(piece) > limit:
+                raise await self._too_large(limit, "max_file_mib")
+            if len(piece) >= PIECE or not self._more:
+                size += len(piece)
+                await anyio.to_thread.run_sync(file.write, bytes(piece))
+                piece.clear()
+
+    async def _too_large(self, limit: int, setting: str) -> MidstreamError:
+        await self._drain(limit * DRAIN_FACTOR)
+        allowed = f"at most {limit} bytes (MIDSTREAM_{setting.upper()})"
+        return MidstreamError("payload_too_large", "the body is too large", allowed=allowed)
 
     async def _drain(self, most: int) -> None:
         """Throw away what is still being sent, up to `most` bytes and a few seconds."""

@@ -1,22 +1,27 @@
-"""What is told of every call? Its id (`X-Request-ID`), one line in the log, and for calls that change something a span of its own.
+"""Every call's id (`X-Request-ID`), log line, span if it changes something, and its end when the server stops.
 
-Outside of Litestar, so that calls which find no route are told of as well.
+Outside of Litestar, so that calls which find no route have them as well.
 """
 
+import asyncio
 import logging
 import re
 import secrets
 import time
-from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
+import anyio
 from litestar import Litestar, Request
 
+from .. import __version__
 from ..broker import logs, metrics, traces
 from ..broker.traces import Span
 from ..schemas.base import now
+from ..schemas.errors import MidstreamError
 from ..schemas.jobs import JobView
 from ..schemas.keys import Caller
+from . import context, problems
+from .context import TRACED, Call
 
 log = logging.getLogger("midstream.api.access")
 
@@ -25,36 +30,15 @@ REQUEST_ID, TRACEPARENT = b"x-request-id", b"traceparent"
 _SANE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:+/=-]{0,127}")
 #: Asked every few seconds by machines: a line for each would hide the others.
 QUIET = frozenset({"/healthz", "/readyz", "/metrics"})
-#: These change something: their answers are promises, and they are traced; of the others those whose caller traces them.
-TRACED = frozenset({"POST", "PUT", "DELETE", "PATCH"})
 
 
-class Call(NamedTuple):
-    """The call that is being answered."""
-
-    span: Span
-    began: float  # as `time.perf_counter` has it
-    method: str
-
-
-_current: ContextVar[Call | None] = ContextVar("midstream_call", default=None)
-
-
-def traceparent() -> str:
-    """For what this call begins; empty when nobody traces it."""
-    call = _current.get()
-    return call.span.traceparent if call is not None else ""
-
-
-def changes_something() -> bool:
-    """Whether the call that is being answered may have accepted or changed anything."""
-    call = _current.get()
-    return call is not None and call.method in TRACED
+#: When the server stops, calls that are not answered after so many seconds are: Redis may hang. Less than `__main__.GRACE_S`.
+STOP_S = 3.0
 
 
 def released(request: Request[Any, Any, Any], view: JobView) -> None:
     """A response that was held is answered now: the job has come as far as its caller wanted."""
-    call = _current.get()
+    call = context.CURRENT.get()
     if call is not None:
         metrics.RELEASE.labels(request.scope["path_template"]).observe(time.perf_counter() - call.began)
         at = now()
@@ -66,6 +50,21 @@ class App(Litestar):
 
     access_level = logging.DEBUG  # of the line about a call: INFO where lines are read by machines
 
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._open: set[anyio.CancelScope] = set()  # of calls whose answer has not begun
+        self._stopping = False
+
+    def stop(self) -> None:
+        """The server stops: what is not answered by itself soon is answered with 503."""
+
+        def end() -> None:
+            self._stopping = True
+            for waiting in self._open:
+                waiting.cancel()
+
+        asyncio.get_running_loop().call_later(STOP_S, end)
+
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             await super().__call__(scope, receive, send)
@@ -75,26 +74,54 @@ class App(Litestar):
         if not _SANE.fullmatch(request_id):
             request_id = secrets.token_hex(16)
         call, traced = _begin(scope["method"], traces.valid(given.get(TRACEPARENT)), request_id)
-        status = 500
+        status = 0
+        waiting = anyio.CancelScope()
 
         async def answer(message: Any) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
+                self._open.discard(waiting)
                 status = message["status"]
                 message["headers"] = [*message.get("headers", ()), (REQUEST_ID, request_id.encode())]
             await send(message)
 
-        token = _current.set(call)
+        token = context.CURRENT.set(call)
         with logs.bound(request_id=request_id, trace_id=traces.trace_id(call.span.traceparent)):
             try:
-                await super().__call__(scope, receive, answer)
+                self._open.add(waiting)
+                with waiting:
+                    if self._stopping:
+                        waiting.cancel()
+                    await super().__call__(scope, receive, answer)
+                if waiting.cancelled_caught and not status:
+                    await _stopped(scope["path"], answer)
             finally:
-                _current.reset(token)
+                self._open.discard(waiting)
+                status = status or 500
+                context.CURRENT.reset(token)
                 if traced:
                     _end(call.span, scope, status)
                 level = logging.DEBUG if scope["path"] in QUIET else self.access_level
                 if log.isEnabledFor(level):
                     log.log(level, "%s %s %d", scope["method"], scope["path"], status, extra=_access(scope, status, call))
+
+
+async def _stopped(path: str, answer: Any) -> None:
+    """The answer to a call that the server's end found waiting."""
+    error = MidstreamError("unavailable", "the server is stopping")
+    problem, more = problems.with_job(error.problem(path))
+    body = problems.body_of(problem, path)
+    headers = {
+        **more,
+        "Content-Type": problems.MEDIA_TYPE,
+        "Content-Length": str(len(body)),
+        "Retry-After": "1",
+        "Connection": "close",
+        "x-midstream-version": __version__,
+    }
+    raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+    await answer({"type": "http.response.start", "status": problem.status, "headers": raw})
+    await answer({"type": "http.response.body", "body": body})
 
 
 def _begin(method: str, parent: str, request_id: str) -> tuple[Call, bool]:

@@ -23,7 +23,8 @@ from .body import JsonRequest
 from .calls import released
 from .edge import edge_of, unless_client_leaves
 from .jobs import SUBMIT_ERRORS, Key
-from .outcome import ACCEPTED, JOB_HEADER, UNDER_WAY, accepted, failed, failure_of, is_over, job_url, result_of
+from .outcome import ACCEPTED, UNDER_WAY, accepted, failed, failure_of, is_over, job_url, result_of
+from .problems import JOB_HEADER
 from .shapes import Shape
 from .streaming import Streamed
 from .wishes import Wish, wish_of_chat, wish_of_completion

@@ -31,14 +31,15 @@ from ..schemas.models import ModelInfo, TokenizerBundle
 from ..schemas.settings import Settings, asks_for_keys
 from ..schemas.specs import PatchSpec
 from ..schemas.version import misfit_of
-from . import admission, everyone, patched, steered
+from . import admission, context, everyone, patched, steered
 from .auth import Gate, caller_of
 from .callback_rules import check_callback
-from .calls import traceparent
+from .context import traceparent
 from .problems import ClientGone
 from .standing import NOTHING, Standing, find_runs
 from .staying import ALWAYS, Stay, Stays
-from .text import Codec
+from .text import Beside, Codec
+from .tokenising import Helpers
 from .wishes import Wish
 
 log = logging.getLogger("midstream.api")
@@ -70,7 +71,8 @@ class Edge:
         self.watcher = watcher
         self.celery = celery
         self._usage = Usage(settings.capture_root, settings.capture_quota_mib << 20)
-        self._codecs: dict[str, Codec] = {}
+        self.helpers = Helpers(settings)
+        self._codecs: dict[tuple[str, int], Codec] = {}
         self._reading = asyncio.Lock()
         self._closing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -83,6 +85,9 @@ class Edge:
     @property
     def closing(self) -> bool:
         return self._closing.done()
+
+    def job_url(self, job_id: str) -> str:
+        return f"{self.settings.public_url.rstrip('/')}/v1/jobs/{job_id}"
 
     # --- Submission ---
 
@@ -110,15 +115,22 @@ class Edge:
         return models[0]
 
     async def codec(self, info: ModelInfo) -> Codec:
-        """The model's tokenizer, read once per process and content hash."""
+        """The model's tokenizer, read once per process, content hash and length of the model."""
+
+        async def fetch() -> bytes:
+            raw = await self.ledger.get_blob(info.tokenizer)
+            if raw is None:
+                raise MidstreamError("unavailable", f"the tokenizer of {info.name!r} has not been published yet", field="model")
+            return raw
+
+        key = (info.tokenizer, info.max_model_len)
         async with self._reading:  # the first burst after a start must not read it once for each request
-            known = self._codecs.get(info.tokenizer)
+            known = self._codecs.get(key)
             if known is None:
-                raw = await self.ledger.get_blob(info.tokenizer)
-                if raw is None:
-                    raise MidstreamError("unavailable", f"the tokenizer of {info.name!r} has not been published yet", field="model")
-                known = await anyio.to_thread.run_sync(lambda: Codec(from_msgpack(raw, TokenizerBundle)))
-                self._codecs[info.tokenizer] = known
+                raw = await fetch()
+                beside = Beside(self.helpers, info.tokenizer, fetch)
+                known = await anyio.to_thread.run_sync(lambda: Codec(from_msgpack(raw, TokenizerBundle), info.max_model_len, beside))
+                self._codecs[key] = known
         return known
 
     async def submit(self, wish: Wish, idempotency: tuple[str, str] | None, caller: Caller) -> str:
@@ -145,7 +157,9 @@ class Edge:
         if parent := traceparent():
             job = msgspec.structs.replace(job, trace=parent)
         operators = {spec.tag for spec in info.global_captures}
+        context.accepting(job.id, self.job_url(job.id))
         job_id, _ = await self.ledger.submit(job, blobs, idempotency, pinned, operators)
+        context.accepted(job_id, self.job_url(job_id))
         logs.bind(job=job_id)
         return job_id
 
@@ -262,6 +276,7 @@ async def open_edge(settings: Settings) -> AsyncIterator[Edge]:
                 yield edge
             finally:
                 edge.close()
+                await edge.helpers.close()
     finally:
         await ledger.close()
         await anyio.to_thread.run_sync(dispatcher.close)

@@ -10,8 +10,7 @@ from ..schemas.jobs import TERMINAL, JobResult, JobView, State
 from . import problems
 from .body import JsonRequest
 from .edge import Edge
-
-JOB_HEADER = "x-midstream-job"
+from .problems import JOB_HEADER
 
 #: States that nobody waits for who waits for a result.
 UNDER_WAY = frozenset({"queued", "running"})
@@ -37,7 +36,7 @@ def matches(header: str | None, tag: str) -> bool:
 
 
 def job_url(edge: Edge, job_id: str) -> str:
-    return f"{edge.settings.public_url.rstrip('/')}/v1/jobs/{job_id}"
+    return edge.job_url(job_id)
 
 
 def capture_url(edge: Edge, job_id: str) -> str:

@@ -15,10 +15,12 @@ from ..schemas.base import to_json
 from ..schemas.choices import refusal
 from ..schemas.errors import STATUS_OF_KIND, MidstreamError, Problem, invalid
 from ..schemas.openai import OpenAIError, OpenAIProblem
+from .context import CURRENT
 
 log = logging.getLogger("midstream.api")
 
 MEDIA_TYPE = "application/problem+json"
+JOB_HEADER = "x-midstream-job"
 
 OPENAI_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/models"})
 
@@ -67,15 +69,33 @@ def answer(request: Request[Any, Any, Any], problem: Problem, headers: dict[str,
         metrics.REFUSALS.labels(kind).inc()
     if seconds := RETRY_AFTER_S.get(kind):
         headers.setdefault("Retry-After", str(seconds))
-    body = to_json(problem)
-    if request.url.path in OPENAI_PATHS:
-        body = to_json(OpenAIProblem(**msgspec.structs.asdict(problem), error=openai_error(problem)))
-    return Response(body, status_code=problem.status, media_type=MEDIA_TYPE, headers=headers)
+    return Response(body_of(problem, request.url.path), status_code=problem.status, media_type=MEDIA_TYPE, headers=headers)
+
+
+def body_of(problem: Problem, path: str) -> bytes:
+    """The problem as it is answered at `path`."""
+    if path in OPENAI_PATHS:
+        return to_json(OpenAIProblem(**msgspec.structs.asdict(problem), error=openai_error(problem)))
+    return to_json(problem)
+
+
+def with_job(problem: Problem) -> tuple[Problem, dict[str, str]]:
+    """`unavailable`, when the call has begun a job: the id of it, so that its caller can find out what became of it."""
+    call = CURRENT.get()
+    if call is None or not call.job:
+        return problem, {}
+    known = f"job {call.job} is accepted" if call.accepted else f"job {call.job} may have been accepted"
+    detail = f"{problem.detail}; {known}: look for it, or repeat the call with the same Idempotency-Key"
+    return msgspec.structs.replace(problem, detail=detail, instance=call.url), {"Location": call.url, JOB_HEADER: call.job}
 
 
 def on_midstream_error(request: Request[Any, Any, Any], error: MidstreamError) -> Response[bytes]:
     headers = {} if error.retry_after is None else {"Retry-After": str(max(1, math.ceil(error.retry_after)))}
-    return answer(request, error.problem(instance=request.url.path), headers)
+    problem = error.problem(instance=request.url.path)
+    if error.kind == "unavailable":
+        problem, more = with_job(problem)
+        headers |= more
+    return answer(request, problem, headers)
 
 
 def on_http_error(request: Request[Any, Any, Any], error: HTTPException) -> Response[bytes]:

@@ -1,15 +1,15 @@
-"""How does text become token ids, exactly as the worker's engine would do it, without torch or transformers?
+"""Token ids of texts and conversations, exactly as the worker's engine makes them, without torch or transformers.
 
 The worker publishes its tokenizer as a bundle; `tokenizers` reads it. Chat templates come with the model (from the operator,
 never from a client) and run in jinja2's sandbox with the environment that transformers gives them.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import anyio.to_thread
 import jinja2
@@ -20,14 +20,48 @@ import jinja2.sandbox
 import numpy as np
 from tokenizers import Tokenizer
 
-from ..schemas.errors import invalid
+from ..schemas.errors import MidstreamError, invalid
 from ..schemas.models import TokenizerBundle
 from ..schemas.selectors import SelectorError, Span
 
-#: Above this many characters tokenisation leaves the event loop; below, the hop to a thread costs more than the work.
-INLINE_CHARACTERS = 4096
+#: Above this many characters, or messages, tokenisation leaves the event loop; below, the hop costs more than the work.
+INLINE_CHARACTERS, INLINE_MESSAGES = 4096, 64
+#: A text of this many characters is tokenised, whatever the model's length: its normaliser may leave out most of it.
+SHORT_CHARACTERS = 64 * 1024
+#: Without a limit of its own.
+ANY_LENGTH = 2**31 - 1
 #: This much of a prompt is shown in an error.
 SHOWN_CHARACTERS = 60
+
+
+class TooLong(MidstreamError):
+    """Text number `index` is longer than the model; `tokens` is None where its characters alone say so."""
+
+    def __init__(self, index: int, tokens: int | None, detail: str = ""):
+        super().__init__("invalid_request", detail or f"has {tokens} tokens: more than the model takes")
+        self.index = index
+        self.tokens = tokens
+
+
+class Tokenising(Protocol):
+    """Processes that do the work of long texts; see `tokenising.Helpers`."""
+
+    async def encode(
+        self, tokenizer: str, fetch: Callable[[], Awaitable[bytes]], texts: Sequence[str], special_tokens: bool, limit: int
+    ) -> list[list[int]]: ...
+
+    async def encode_chat(
+        self, tokenizer: str, fetch: Callable[[], Awaitable[bytes]], messages: Sequence[dict[str, str]], limit: int
+    ) -> tuple[list[int], str]: ...
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Where a codec's long texts are tokenised."""
+
+    processes: Tokenising
+    tokenizer: str  # content hash of the bundle
+    fetch: Callable[[], Awaitable[bytes]]  # reads the bundle
 
 
 @dataclass(frozen=True)
@@ -77,22 +111,41 @@ def _times(count: int) -> str:
 class Codec:
     """One model's tokenizer and chat template. Immutable after construction; safe to share between threads."""
 
-    def __init__(self, bundle: TokenizerBundle):
+    def __init__(self, bundle: TokenizerBundle, limit: int = ANY_LENGTH, beside: Beside | None = None):
+        """`limit`: tokens that the model takes; `beside`: processes for long texts, which a thread tokenises otherwise."""
         self._bundle = bundle
-        self._tokenizer = Tokenizer.from_str(_untrimmed(bundle.tokenizer_json))
+        self._limit = limit
+        self._beside = beside
+        text, longest_token = _untrimmed(bundle.tokenizer_json)
+        self._most_characters = max(SHORT_CHARACTERS, limit * longest_token)
+        self._tokenizer = Tokenizer.from_str(text)
         # A saved tokenizer may carry the truncation of its last caller; a prompt is never cut silently.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
 
     async def encode(self, texts: Sequence[str], *, special_tokens: bool) -> list[list[int]]:
-        """Token ids per text; `special_tokens` adds what the model's tokenizer adds around plain text, such as BOS."""
-        if sum(map(len, texts)) <= INLINE_CHARACTERS:
-            return self._encode(texts, special_tokens)
-        return await anyio.to_thread.run_sync(self._encode, texts, special_tokens)
+        """Token ids per text; `special_tokens` adds what the model's tokenizer adds around plain text, such as BOS.
 
-    def _encode(self, texts: Sequence[str], special_tokens: bool) -> list[list[int]]:
+        Raises TooLong when a text is longer than the model, if it is long; from its characters alone where that can be.
+        """
+        for index, text in enumerate(texts):
+            self._check_characters(index, len(text))
+        if sum(map(len, texts)) <= INLINE_CHARACTERS and len(texts) <= INLINE_MESSAGES:
+            return self.encode_here(texts, special_tokens)
+        if self._beside is None:
+            return await anyio.to_thread.run_sync(self.encode_here, texts, special_tokens)
+        beside = self._beside
+        return await beside.processes.encode(beside.tokenizer, beside.fetch, texts, special_tokens, self._limit)
+
+    def encode_here(self, texts: Sequence[str], special_tokens: bool) -> list[list[int]]:
+        """As `encode`, of any length, in this thread."""
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=special_tokens)
         return [encoding.ids for encoding in encodings]
+
+    def _check_characters(self, index: int, characters: int) -> None:
+        if characters > self._most_characters:
+            detail = f"has {characters} characters, which is more than the model's {self._limit} tokens"
+            raise TooLong(index, None, detail)
 
     def map_text(self, text: str, ids: Sequence[int], *, special_tokens: bool) -> TextMap | None:
         """Where each of `ids` lies in `text`; None when they are not this text's tokens. Takes its time (~ 1 µs per character)."""
@@ -138,6 +191,11 @@ class Codec:
 
         Raises a 400 naming `messages` when the model has no chat template or its template refuses the conversation.
         """
+        characters = sum(len(text) for message in messages for text in message.values())
+        self._check_characters(0, characters)
+        beside = self._beside
+        if beside is not None and (characters > INLINE_CHARACTERS or len(messages) > INLINE_MESSAGES):
+            return await beside.processes.encode_chat(beside.tokenizer, beside.fetch, messages, self._limit)
         text = self.render(messages)
         (ids,) = await self.encode([text], special_tokens=False)  # the template writes them itself
         return ids, text
@@ -159,14 +217,20 @@ class Codec:
             raise invalid("messages", f"this model's chat template is broken: {error}", allowed="use /v1/completions") from error
 
 
-def _untrimmed(tokenizer_json: str) -> str:
-    """The tokenizer with offsets that cover whole tokens: byte-level ones leave out the space that a token begins with."""
+def _untrimmed(tokenizer_json: str) -> tuple[str, int]:
+    """The tokenizer with offsets that cover whole tokens: byte-level ones leave out the space that a token begins with.
+
+    And how many characters its longest token has, at most.
+    """
     tokenizer = json.loads(tokenizer_json)
     processor = tokenizer.get("post_processor") or {}
     for step in [processor, *processor.get("processors", [])]:
         if "trim_offsets" in step:
             step["trim_offsets"] = False
-    return json.dumps(tokenizer)
+    vocabulary = tokenizer["model"].get("vocab") or []  # token → id, or of Unigram pairs of token and score
+    pieces = vocabulary if isinstance(vocabulary, dict) else [piece for piece, _ in vocabulary]
+    added = [token["content"] for token in tokenizer.get("added_tokens") or []]
+    return json.dumps(tokenizer), max(map(len, [*pieces, *added]), default=1)
 
 
 class _Generation(jinja2.ext.Extension):

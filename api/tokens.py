@@ -10,6 +10,7 @@ from .admission import check_vocabulary
 from .body import JsonRequest
 from .edge import edge_of
 from .jobs import SUBMIT_ERRORS
+from .text import TooLong
 from .wishes import plain_messages
 
 
@@ -26,15 +27,17 @@ async def tokenize(data: JSONBody[TokenizeRequest], request: JsonRequest) -> Res
     edge = edge_of(request)
     info = await edge.model(data.model)
     codec = await edge.codec(info)
-    if data.messages is not None:
-        ids, text = await codec.encode_chat(plain_messages(data.messages))
-        prompt = StoredPrompt(token_ids=ids, text=text)
-        special_tokens = False
-    else:
-        assert data.prompt is not None
-        special_tokens = data.add_special_tokens
-        (ids,) = await codec.encode([data.prompt], special_tokens=special_tokens)
-        prompt = StoredPrompt(token_ids=ids, text=data.prompt)
+    special_tokens = data.messages is None and data.add_special_tokens
+    try:
+        if data.messages is not None:
+            ids, text = await codec.encode_chat(plain_messages(data.messages))
+            prompt = StoredPrompt(token_ids=ids, text=text)
+        else:
+            assert data.prompt is not None
+            (ids,) = await codec.encode([data.prompt], special_tokens=special_tokens)
+            prompt = StoredPrompt(token_ids=ids, text=data.prompt)
+    except TooLong as error:
+        raise invalid("prompt" if data.messages is None else "messages", error.detail) from None
     words = await codec.read(prompt.token_ids, prompt.text, special_tokens=special_tokens)
     return Response(Tokenized(count=len(ids), max_model_len=info.max_model_len, tokens=ids, token_strs=words))
 

@@ -127,6 +127,7 @@ class Relay:
         self._authenticator = curve.guard(self._context, self._socket) if curve is not None else None
         for option, value in (
             (zmq.ROUTER_MANDATORY, 1), (zmq.ROUTER_HANDOVER, 1), (zmq.LINGER, 500), (zmq.SNDHWM, BATCH), (zmq.RCVHWM, BATCH),
+            (zmq.MAXMSGSIZE, frames.MAX_FRAME),
             (zmq.HEARTBEAT_IVL, HEARTBEAT_MS), (zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS), (zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS),
         ):  # fmt: skip
             self._socket.setsockopt(option, value)

@@ -15,11 +15,13 @@ STATUS_OF_KIND: dict[str, int] = {
     "forbidden": 403,  # the key lacks the scope that is needed
     "not_found": 404,
     "method_not_allowed": 405,
+    "request_timeout": 408,  # the head or the body of the request arrived too slowly
     "conflict": 409,  # the job's state does not allow it
     "gone": 410,
     "payload_too_large": 413,
     "unsupported_media_type": 415,
     "misdirected": 421,  # the API is not called by the name in the header `Host`
+    "head_too_large": 431,  # request line and headers
     "idempotency_mismatch": 422,  # the Idempotency-Key was used with another body
     "internal": 500,
     "capture_failed": 500,  # a rank could not capture or persist what was asked for

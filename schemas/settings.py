@@ -93,7 +93,9 @@ class Settings(Record):
     # Captures
     segment_limit_kib: Natural = 64  # layout `auto`: captures up to this size share segment files
     segment_mib: Count = 256  # a segment file is closed at this size
-    memory_limit_kib: Count = 256  # consumer `memory`: the most that comes back in a response, per prompt
+    memory_limit_kib: Annotated[int, msgspec.Meta(ge=1, le=32 * 1024)] = (
+        256  # consumer `memory`: the most that comes back in a response, per prompt
+    )
     capture_quota_mib: Natural = 0  # of the capture root; beyond it captures are refused; 0: no quota
     capture_ttl_s: Natural = 0  # captures are deleted so long after the end of their job; 0: kept
     global_capture: str = ""  # taken of every request, such as `post_block:all;pre_attn:0-17`
@@ -148,7 +150,13 @@ class Settings(Record):
     otel_endpoint: str = ""  # OTLP over HTTP, such as http://127.0.0.1:4318; empty: no traces
 
     # The edge
-    max_body_mib: Count = 64
+    max_body_mib: Count = 8  # of JSON
+    max_file_mib: Count = 64  # of a file in place of JSON: modules
+    max_connections: Count = 10_000  # of clients; fewer where the process may not open so many files
+    head_timeout_s: Positive = 15.0  # a new connection, and one that has begun a request, has sent its headers by then
+    body_timeout_s: Positive = 30.0  # a body has arrived by then; a large one has a second more for each 16 KiB
+    tokenizer_processes: Count = 2  # that tokenise long texts beside the API
+    tokenizer_timeout_s: Positive = 20.0  # of one long prompt or conversation
     max_wait_s: Positive = 600.0  # the longest a response is held
     result_ttl_s: Count = 7 * 24 * 3600  # after this a finished job's record is gone
     event_limit: Count = 10_000  # events kept per job

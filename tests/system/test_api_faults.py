@@ -1,10 +1,12 @@
 """Does nothing accepted get lost, and does no client hang or hear a lie, when Redis or the API goes away?"""
 
 import asyncio
+import contextlib
 import json
 import re
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -343,3 +345,69 @@ def test_a_second_api_on_the_same_port_says_which_setting_is_wrong(api: Api, tmp
     port = int(api.url.rpartition(":")[2])
     with pytest.raises(AssertionError, match="MIDSTREAM_API_PORT"), running(tmp_path, api.settings.redis_url, api_port=port):
         pass
+
+
+class Muted:
+    """A way to Redis that brings everything there, and no answer back once `word` came by: Redis hangs just after it wrote."""
+
+    def __init__(self, port: int, word: bytes):
+        self._port, self._word, self.is_mute = port, word, threading.Event()
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.url = f"redis://127.0.0.1:{self._listening.getsockname()[1]}/0"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        self._listening.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                there, _ = self._listening.accept()
+                redis_side = socket.create_connection(("127.0.0.1", self._port))
+                threading.Thread(target=self._pump, args=(there, redis_side), daemon=True).start()
+                threading.Thread(target=self._pump, args=(redis_side, there, True), daemon=True).start()
+
+    def _pump(self, source: socket.socket, target: socket.socket, answers: bool = False) -> None:
+        with contextlib.suppress(OSError), source, target:
+            while data := source.recv(1 << 16):
+                if not answers and self._word in data:
+                    self.is_mute.set()
+                if not (answers and self.is_mute.is_set()):
+                    target.sendall(data)
+
+
+def test_a_stop_while_redis_hangs_answers_503_and_names_what_may_be_accepted(
+    own_redis: redis_server.RedisServer, own_hand: Hand, tmp_path: Path
+) -> None:
+    way = Muted(own_redis.port, b"mute from here")
+    (tmp_path / "stopped").mkdir()
+    with running(tmp_path / "stopped", way.url) as api, httpx.Client(base_url=api.url, timeout=60) as http, ThreadPoolExecutor(5) as pool:
+        known = api.submit()
+        held = [
+            pool.submit(http.get, f"/v1/jobs/{known}", params={"wait": 55}),
+            pool.submit(http.post, "/v1/jobs", json=BODY, headers={"Prefer": "wait=55"}),
+        ]
+        wait_for_jobs(own_hand, 2)
+        late = [pool.submit(http.post, "/v1/jobs", json={**BODY, "metadata": {"a": "mute from here"}})]
+        assert way.is_mute.wait(60)
+        late.append(pool.submit(http.get, f"/v1/jobs/{known}"))
+        time.sleep(0.5)
+        api.process.terminate()
+        answers = [call.result(timeout=50) for call in (*held, *late)]
+        assert api.process.wait(60) in (0, -signal.SIGTERM)
+    way.close()
+    for answer in answers:
+        assert (answer.status_code, answer.json()["type"]) == (503, "urn:midstream:unavailable"), answer.text
+        assert answer.headers["content-type"] == "application/problem+json"
+        assert int(answer.headers["retry-after"]) >= 1
+    begun = [answers[index].headers["x-midstream-job"] for index in (1, 2)]
+    assert answers[2].headers["location"] == f"/v1/jobs/{begun[1]}"
+    assert "may have been accepted" in answers[2].json()["detail"]
+    assert [own_hand.view(job_id).id for job_id in begun] == begun, "both are there, and their callers know it"
+
+
+def wait_for_jobs(hand: Hand, count: int) -> None:
+    deadline = time.monotonic() + 60
+    while hand.count_jobs() < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -385,6 +385,18 @@ def test_strangers_and_nonsense_are_answered_and_do_no_harm(relay: RelayProcess,
         assert peer.ask(Kind.RECEIPT, 1, to_msgpack(receipt(job, 0))).seq == 1
 
 
+def test_a_frame_beyond_the_largest_ends_its_connection_and_no_other(relay: RelayProcess, jobs: Jobs) -> None:
+    (job,) = jobs.claim(1, 1)
+    with Peer(relay.url) as peer, Peer(relay.url, b"w/1/test") as stranger:
+        stranger.ask(Kind.HELLO, 1, to_msgpack(frames.Hello(__version__, 1, 0)))
+        monitor = stranger.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        stranger.socket.send(bytes(frames.MAX_FRAME + 1))
+        assert monitor.poll(LONG_S * 1000), "the relay has taken it"
+        stranger.socket.disable_monitor()
+        monitor.close()
+        assert peer.ask(Kind.RECEIPT, 1, to_msgpack(receipt(job, 0))).seq == 1
+
+
 # -- versions ------------------------------------------------------------------------------------------------------------------
 
 

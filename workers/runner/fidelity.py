@@ -179,7 +179,7 @@ def caveats(architecture: str, config: Any, max_model_len: int, *, backend: bool
         if value not in rule.served:
             served = " or ".join("null" if each is None else repr(each) for each in rule.served)
             raise DifferentNumbersError(f"{rule.field}={value!r} is not served: {rule.why}; served: {served}")
-    found = []
+    found: list[str] = []
     for rope in _ropes(config):
         if not backend and architecture not in _PARTLY_ROTATED and rope.get("partial_rotary_factor") not in (None, 1.0):
             raise DifferentNumbersError("rope_parameters: partial_rotary_factor is not served: transformers' model rotates whole heads")

@@ -1,0 +1,324 @@
+"""How long does one large request hold up the API, and how much memory does it take? Each in turn, beside a probe of /healthz.
+
+    python benchmarks/api_attacks.py [--rounds 3] [--only NAME …]
+
+A service with a fake engine, beside which a model with the demo model's tokenizer and shape is published that no worker serves:
+requests are checked, tokenised and queued. A process of its own asks /healthz every 20 ms over one connection. For each request: what
+it is answered with; the longest that the probe waited while it was under way (the median of the rounds; in brackets just before); by
+how much the API's peak of resident memory rose (the largest of the rounds) and that of its helper processes; both to the size of the
+body where that is 1 MiB or more.
+Goal: no request within the limits delays the probe by more than 250 ms, or adds more than four times its size.
+"""
+
+import argparse
+import asyncio
+import base64
+import json
+import multiprocessing
+import os
+import socket
+import statistics
+import struct
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import httpx
+import msgspec
+
+from midstream.broker.ledger import Ledger
+from midstream.client.supervisor import Supervisor, prepare, read_state
+from midstream.schemas.models import TokenizerBundle, encode_bundle
+from midstream.schemas.settings import Settings
+
+FAKE, MODEL = "fake-model", "of-demo-size"
+LAYERS, HIDDEN, LENGTH = 30, 576, 8192
+#: The template that small chat models come with.
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "<|im_start|>assistant\n"
+)
+MIB = 1 << 20
+#: Just within the largest JSON body.
+FULL = 8 * MIB - 64 * 1024
+JSON, FILE = "application/json", "application/octet-stream"
+
+
+class Attack(NamedTuple):
+    name: str
+    make: Callable[[], bytes]
+    path: str = "/v1/jobs"
+    method: str = "POST"
+    media: str = JSON
+
+
+def job(**fields: Any) -> bytes:
+    return json.dumps({"model": MODEL, "prompts": ["hello"], **fields}, separators=(",", ":")).encode()
+
+
+def repeated(before: str, item: str, size: int, after: str) -> bytes:
+    """`size` bytes of items in a list of a job."""
+    count = (size - len(before) - len(after)) // (len(item) + 1)
+    return (before + ",".join([item] * count) + after).encode()
+
+
+def in_job(field: str, item: str, size: int, count: int | None = None) -> Callable[[], bytes]:
+    prompts = "" if field == "prompts" else '"prompts":["hello"],'
+    before = f'{{"model":"{MODEL}",{prompts}"{field}":['
+    return lambda: repeated(before, item, size if count is None else (len(item) + 1) * count + len(before) + 2, "]}")
+
+
+def words(characters: int) -> str:
+    return ("the quick brown fox jumps over a lazy dog, 1234 times. " * (characters // 55 + 1))[:characters]
+
+
+def vector() -> dict[str, Any]:
+    return {"dtype": "float32", "shape": [HIDDEN], "data": base64.b64encode(struct.pack("<f", 0.5) * HIDDEN).decode()}
+
+
+def edits(count: int) -> list[dict[str, Any]]:
+    return [{"layers": index % LAYERS, "op": "add", "vector": vector(), "positions": "all"} for index in range(count)]
+
+
+def module(entries: int) -> bytes:
+    return json.dumps({"model": MODEL, "steering": edits(entries)}).encode()
+
+
+def file_of(shapes: list[list[int]], name: str = "post_block.{}") -> bytes:
+    header, at = {}, 0
+    for index, shape in enumerate(shapes):
+        size = 4
+        for dim in shape:
+            size *= dim
+        header[name.format(index)] = {"dtype": "F32", "shape": shape, "data_offsets": [at, at + size]}
+        at += size
+    raw = json.dumps(header, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)
+    return struct.pack("<Q", len(raw)) + raw + bytes(at)
+
+
+def lowrank(mib: int) -> bytes:
+    """A legal file of so many MiB: rotations and weights of each layer."""
+    rank = mib * MIB // (LAYERS * 2 * HIDDEN * 4 + LAYERS * 4)
+    header, at = {}, 0
+    for layer in range(LAYERS):
+        for field, shape in (("rotation", [rank, HIDDEN]), ("weight", [rank, HIDDEN]), ("bias", [rank])):
+            size = 4 * rank * (HIDDEN if len(shape) == 2 else 1)
+            header[f"post_block.{layer}.{field}"] = {"dtype": "F32", "shape": shape, "data_offsets": [at, at + size]}
+            at += size
+    raw = json.dumps(header).encode()
+    raw += b" " * (-len(raw) % 8)
+    return struct.pack("<Q", len(raw)) + raw + bytes(at)
+
+
+def pairs(count: int, characters: int) -> bytes:
+    text = words(characters)
+    pair = {"clean": text, "corrupt": "A" + text[1:], "answer": " a", "foil": " b", "positions": [-1]}
+    return json.dumps({"model": MODEL, "pairs": [pair] * count, "layers": "all"}).encode()
+
+
+def chat(count: int, characters: int) -> bytes:
+    messages = [{"role": "user", "content": words(characters)}] * count
+    return json.dumps({"model": MODEL, "messages": messages}).encode()
+
+
+MODULE = f"/v1/steering/modules/m?model={MODEL}"
+ATTACKS = [
+    Attack("nothing", lambda: b"", "/v1/models", "GET"),
+    Attack("prompt that fits the model", lambda: job(prompts=[words(25_000)])),
+    Attack("prompt, 400 kB", lambda: job(prompts=[words(400_000)])),
+    Attack("prompt, 7.9 MiB", lambda: job(prompts=[words(FULL)])),
+    Attack("prompt, 7.9 MiB of one letter", lambda: job(prompts=["a" * FULL])),
+    Attack("prompt, 60 MB", lambda: job(prompts=[words(60_000_000)])),
+    Attack("messages, 7.9 MiB in one", lambda: chat(1, FULL), "/v1/chat/completions"),
+    Attack("messages, 250 that fit", lambda: chat(250, 100), "/v1/chat/completions"),
+    Attack("messages, 7.9 MiB in short ones", lambda: chat(FULL // 40, 1), "/v1/chat/completions"),
+    Attack("prompts, 250 × 30 kB", lambda: job(prompts=[words(30_000)] * 250)),
+    Attack("prompts, 4096 short", lambda: job(prompts=["hello there"] * 4096)),
+    Attack("prompts, 7.9 MiB of empty ones", in_job("prompts", '""', FULL)),
+    Attack("prompts, 7.9 MiB of token ids", lambda: job(prompts=[[7] * 8000] * (FULL // 16_100))),
+    Attack("prompts, 20 MB of lists", in_job("prompts", "[1]", 20_000_000)),
+    Attack("tokenize, 400 kB", lambda: json.dumps({"model": MODEL, "prompt": words(400_000)}).encode(), "/v1/tokenize"),
+    Attack("detokenize, 7.9 MiB", lambda: json.dumps({"model": MODEL, "tokens": [7] * (FULL // 3)}).encode(), "/v1/detokenize"),
+    Attack("steering, 64 edits", lambda: job(steering=edits(64))),
+    Attack("steering, 2,500 edits with vectors", lambda: job(steering=edits(2500))),
+    Attack("steering, 7.9 MiB of {}", in_job("steering", "{}", FULL)),
+    Attack("steering, 60 MB of {}", in_job("steering", "{}", 60_000_000)),
+    Attack("layers, a text of 1 kB", lambda: job(capture={"layers": "0," * 500 + "0"})),
+    Attack("layers, a text of 1 MB", lambda: job(capture={"layers": "0," * 500_000 + "0"})),
+    Attack("positions, 7.9 MiB of them", lambda: job(capture={"layers": 0, "positions": [0] * (FULL // 3)})),
+    Attack("mask, 4 MB", lambda: job(patch=[{"layers": 0, "positions": [0], "mask": "0," * 2_000_000 + "0", "source": {"zeros": True}}])),
+    Attack("stop, 1,000 strings", lambda: job(sampling={"stop": ["abc"] * 1000})),
+    Attack("stop, 7.9 MiB", lambda: job(sampling={"stop": ["abc"] * (FULL // 7)})),
+    Attack("stop_token_ids, 7.9 MiB", lambda: job(sampling={"stop_token_ids": [1] * (FULL // 3)})),
+    Attack("metadata, 7.9 MiB", lambda: job(metadata={str(index): "a" for index in range(FULL // 13)})),
+    Attack("unknown field of 7.9 MiB", lambda: job(**{"a" * FULL: 1})),
+    Attack("nested, 7.9 MiB", lambda: b"[" * FULL),
+    Attack("module, JSON of 7.7 MiB", lambda: module(2500), MODULE, "PUT"),
+    Attack("module, JSON of 20 MB", lambda: module(6500), MODULE, "PUT"),
+    Attack("module file, 60 MiB", lambda: lowrank(60), MODULE, "PUT", FILE),
+    Attack("module file, 300,000 tensors", lambda: file_of([[1]] * 300_000), MODULE, "PUT", FILE),
+    Attack("module file, 80 MiB", lambda: lowrank(80), MODULE, "PUT", FILE),
+    Attack("safetensors?layers= of 56 kB", lambda: b"", "/v1/captures/job_x/safetensors?layers=" + "0-9999," * 8000 + "0", "GET"),
+    Attack("sweep, 64 pairs of 400 characters", lambda: pairs(64, 400), "/v1/sweeps"),
+    Attack("sweep, 256 pairs of 15 kB", lambda: pairs(256, 15_000), "/v1/sweeps"),
+]
+
+
+# --- The probe -------------------------------------------------------------------------------------------------------
+
+
+def probe(host: str, port: int, out: Connection) -> None:
+    """Ask every 20 ms until told to end; then tell (when, seconds) of each answer."""
+    ask = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    samples: list[tuple[float, float]] = []
+    out.send("started")
+    with socket.create_connection((host, port)) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        while not out.poll(0.02):
+            began = time.perf_counter()
+            connection.sendall(ask)
+            answer = b""
+            while not answer.endswith(b"}"):
+                answer += connection.recv(4096)
+            samples.append((began, time.perf_counter() - began))
+    out.send(samples)
+
+
+@contextmanager
+def probing(url: str) -> Iterator[list[tuple[float, float]]]:
+    """The samples, which are there once it is over."""
+    here, there = multiprocessing.Pipe()
+    parts = urlsplit(url)
+    process = multiprocessing.get_context("spawn").Process(target=probe, args=(parts.hostname, parts.port, there))
+    process.start()
+    samples: list[tuple[float, float]] = []
+    here.recv()
+    time.sleep(0.3)
+    try:
+        yield samples
+    finally:
+        time.sleep(0.3)
+        here.send(None)
+        samples += here.recv()
+        process.join()
+
+
+# --- Memory ----------------------------------------------------------------------------------------------------------
+
+
+def memory(pid: int, field: str) -> int:
+    """`VmRSS` or `VmHWM` of a process, in bytes; 0 when it is gone."""
+    try:
+        return int(Path(f"/proc/{pid}/status").read_text().split(f"{field}:")[1].split()[0]) * 1024
+    except (OSError, IndexError):
+        return 0
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
+
+
+def mark(pid: int) -> int:
+    """Begin the peak of resident memory anew; what it is now."""
+    Path(f"/proc/{pid}/clear_refs").write_text("5")
+    return memory(pid, "VmRSS")
+
+
+# --- Altogether ------------------------------------------------------------------------------------------------------
+
+
+async def publish(settings: Settings) -> None:
+    """A model of the demo model's shape with its tokenizer, beside the fake one."""
+    folder = Path(settings.cache_dir).expanduser() / "models" / "SmolLM2-135M-Instruct"
+    bundle = TokenizerBundle(
+        tokenizer_json=(folder / "tokenizer.json").read_text(), chat_template=TEMPLATE, special_tokens={}, eos_token_ids=[2]
+    )
+    name, raw = encode_bundle(bundle)
+    ledger = Ledger.connect(settings)
+    try:
+        fake = await ledger.model(FAKE)
+        assert fake is not None
+        facts = {
+            "name": MODEL,
+            "num_layers": LAYERS,
+            "hidden_size": HIDDEN,
+            "max_model_len": LENGTH,
+            "vocab_size": 49152,
+            "tokenizer": name,
+        }
+        await ledger.put_blob(name, raw)
+        await ledger.publish_model(msgspec.structs.replace(fake, **facts))
+    finally:
+        await ledger.close()
+
+
+def one(http: httpx.Client, pid: int, attack: Attack) -> dict[str, Any]:
+    body = attack.make()
+    helpers = children(pid)
+    before, before_helpers = mark(pid), sum(map(mark, helpers))
+    with probing(str(http.base_url)) as samples:
+        began = time.perf_counter()
+        try:
+            answer = http.request(attack.method, attack.path, content=body or None, headers={"Content-Type": attack.media})
+            status = answer.status_code
+            if os.environ.get("SHOW"):
+                print(answer.text[:300])
+        except httpx.TransportError as error:
+            status = type(error).__name__
+        ended = time.perf_counter()
+    worst = max((took for at, took in samples if at < ended and at + took > began), default=0.0)
+    quiet = max((took for at, took in samples if at + took <= began), default=0.0)
+    added = memory(pid, "VmHWM") - before
+    helped = sum(memory(child, "VmHWM") for child in {*helpers, *children(pid)}) - before_helpers
+    return {
+        "status": status,
+        "s": ended - began,
+        "delay": worst,
+        "quiet": quiet,
+        "bytes": len(body),
+        "added": added,
+        "helpers": max(0, helped),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", nargs="*", default=[])
+    options = parser.parse_args()
+    chosen = [attack for attack in ATTACKS if not options.only or any(part in attack.name for part in options.only)]
+    with tempfile.TemporaryDirectory(prefix="midstream-bench-") as folder:
+        data = Path(folder)
+        wanted = Settings(engine="fake", model=FAKE, data_dir=folder, api_port=0, flower_port=0, log_level="WARNING")
+        with Supervisor(prepare(wanted, data, print), say=lambda line: None) as stack:
+            asyncio.run(publish(stack.settings))
+            pid = read_state(stack.data)["processes"]["api"][0]
+            with httpx.Client(base_url=stack.url, timeout=300) as http:
+                http.post("/v1/jobs", json={"model": MODEL, "prompts": [words(5000)]})  # reads the tokenizer, starts a helper
+                for attack in chosen:
+                    rounds = [one(http, pid, attack) for _ in range(options.rounds)]
+                    print(row(attack, rounds), flush=True)
+    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
+
+
+def row(attack: Attack, rounds: list[dict[str, Any]]) -> str:
+    size = rounds[0]["bytes"]
+    delay, quiet = (statistics.median(found[name] for found in rounds) * 1000 for name in ("delay", "quiet"))
+    added, helped = (max(found[name] for found in rounds) for name in ("added", "helpers"))
+    times = f"{added / size:.1f} × + {helped / size:.1f} ×" if size >= MIB else "-"
+    took = statistics.median(found["s"] for found in rounds)
+    statuses = "/".join(sorted({str(found["status"]) for found in rounds}))
+    return (
+        f"| {attack.name} | {size / MIB:.1f} | {statuses} | {took:.2f} | {delay:.0f} ({quiet:.0f}) "
+        f"| {added / MIB:.0f} + {helped / MIB:.0f} | {times} |"
+    )
+
+
+if __name__ == "__main__":
+    main()

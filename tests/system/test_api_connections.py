@@ -1,0 +1,109 @@
+"""Clients that send or read too slowly, or open too many connections, are refused, and others are served meanwhile."""
+
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from edge import Api, running
+
+HOST = b"Host: localhost\r\n"
+POST = b"POST /v1/jobs HTTP/1.1\r\n" + HOST + b"Content-Type: application/json\r\n"
+#: Only ends what hangs: the limits under test are 1 s.
+PATIENCE_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def hasty(redis_session: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
+    folder = tmp_path_factory.mktemp("hasty")
+    with running(folder, redis_session.url, head_timeout_s=1, body_timeout_s=1, max_connections=6, max_file_mib=1) as api:
+        yield api
+
+
+def connect(api: Api) -> socket.socket:
+    host, port = api.url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=PATIENCE_S)
+
+
+def until_closed(connection: socket.socket, drip: bytes = b"") -> bytes:
+    """Everything that is answered until the other side closes; meanwhile `drip` is sent again and again."""
+    answer, deadline = b"", time.monotonic() + PATIENCE_S
+    connection.settimeout(0.1)
+    while time.monotonic() < deadline:
+        try:
+            if drip:
+                connection.sendall(drip)
+            if not (part := connection.recv(65536)):
+                return answer
+            answer += part
+        except TimeoutError:
+            continue
+        except ConnectionError:
+            return answer
+    raise AssertionError(f"the connection was not closed: {answer!r}")
+
+
+@pytest.mark.parametrize(
+    ("sent", "drip", "status"),
+    [
+        (b"", b"", b""),
+        (b"\r\n", b"", b"408"),
+        (b"GET /healthz HTTP/1.1\r\n" + HOST, b"X-A: b\r\n", b"408"),
+        (b"GET /healthz HTTP/1.1\r\nX-A: ", b"b", b"408"),
+        (POST + b"Content-Length: 1000\r\n\r\n{", b" ", b"408"),
+        (POST + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n", b"1\r\n \r\n", b"408"),
+        (b"GET /healthz HTTP/1.1\r\n" + HOST + b"Content-Length: 1000\r\n\r\n", b" ", b"200"),
+        (b"GET /healthz HTTP/1.1\r\n" + HOST + b"\r\nGET /healthz HTT", b"", b"200"),
+    ],
+    ids=["nothing", "empty lines", "headers", "one header", "body", "chunks", "body after the answer", "second request"],
+)
+def test_a_request_that_arrives_too_slowly_is_closed(hasty: Api, sent: bytes, drip: bytes, status: bytes) -> None:
+    with connect(hasty) as connection:
+        connection.sendall(sent)
+        answer = until_closed(connection, drip)
+    assert answer.startswith(b"HTTP/1.1 " + status if status else b"")
+    assert bool(answer) == bool(status)
+    if status == b"408":
+        assert b"urn:midstream:request_timeout" in answer
+        assert b"application/problem+json" in answer
+
+
+def test_a_request_that_arrives_slowly_but_in_time_is_answered(hasty: Api) -> None:
+    """A body longer than a second is not late while enough of it arrives, nor is a client that waits for its answer."""
+    with connect(hasty) as connection:
+        connection.sendall(POST + b"Content-Length: 131073\r\n\r\n{")
+        for _ in range(4):
+            connection.sendall(b" " * 32768)
+            time.sleep(0.5)
+        assert connection.recv(64).startswith(b"HTTP/1.1 400")
+
+
+@pytest.mark.parametrize("head", [b"X-A: " + b"a" * 70_000, b"".join(b"X-%d: a\r\n" % i for i in range(9000))[:-2]])
+def test_long_headers_are_refused(hasty: Api, head: bytes) -> None:
+    with connect(hasty) as connection:
+        connection.sendall(b"GET /healthz HTTP/1.1\r\n" + HOST + head + b"\r\n\r\n")
+        assert until_closed(connection).startswith(b"HTTP/1.1 431")
+    with connect(hasty) as connection:  # and those that never end
+        connection.sendall(b"GET /healthz HTTP/1.1\r\n" + HOST + head)
+        assert until_closed(connection).startswith(b"HTTP/1.1 431")
+
+
+def test_idle_connections_make_room_and_health_is_answered_beyond_the_limit(hasty: Api) -> None:
+    job = b"POST /v1/jobs HTTP/1.1\r\n" + HOST + b"Content-Type: application/json\r\nContent-Length: 9\r\nExpect: 100-continue\r\n\r\n"
+    url = hasty.url
+    idle = connect(hasty)
+    busy = [connect(hasty) for _ in range(6)]
+    try:
+        assert until_closed(idle) == b"", "the one that waited longest made room"
+        for connection in busy:
+            connection.sendall(job)
+            assert connection.recv(64).startswith(b"HTTP/1.1 100")
+        assert httpx.get(f"{url}/healthz", timeout=PATIENCE_S).status_code == 200
+        refused = httpx.get(f"{url}/v1/models", timeout=PATIENCE_S)
+        assert (refused.status_code, refused.json()["type"]) == (503, "urn:midstream:overloaded")
+        assert int(refused.headers["retry-after"]) >= 1
+    finally:
+        for connection in [idle, *busy]:
+            connection.close()
