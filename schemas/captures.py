@@ -42,6 +42,7 @@ class Manifest(msgspec.Struct):
     tag: str = ""
     all_sites: dict[str, list[int]] = {}  # hook → layers over all stages: a capture is whole when its blobs hold these
     requests: int = 0  # how many of the job's prompts have a capture under this tag; 0: nobody says
+    non_finite: int = 0  # rows of this blob with values that are not finite: the model gave them, or `dtype` does not hold them
 
 
 class BlobEntry(msgspec.Struct):
@@ -75,6 +76,7 @@ class ManifestFile(Record):
     token_ids: list[int]  # the token at each position
     reused: int = 0
     dropped: list[int] = []
+    non_finite: int = 0  # rows with values that are not finite
 
 
 class CaptureManifest(Record):

@@ -21,7 +21,7 @@ SHARING = tuple(
     f"test_{name}.py"
     for name in (
         "block_keys", "capture_rows", "graded_tokens", "interventions", "modes", "patching", "patching_cells", "prefix_cache",
-        "rank_calls", "reentry", "steering_rows", "token_ranges",
+        "non_finite", "rank_calls", "reentry", "steering_rows", "token_ranges",
     )
 )  # fmt: skip
 
