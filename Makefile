@@ -30,7 +30,7 @@ export PATH := $(abspath $(BIN)):$(PATH)
 
 PYTEST = $(BIN)/pytest -ra --durations=15 $(PYTEST_ARGS)
 
-.PHONY: help setup model demo up test lint format types test-unit test-system test-engine test-faults test-compose fidelity lens bench lock clean
+.PHONY: help setup model demo up test lint format types test-unit test-system test-engine test-long test-faults test-compose fidelity lens bench lock clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -94,6 +94,10 @@ test-engine: $(READY) model ## real vLLM on CPU
 	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(PYTEST) --numprocesses 2 --dist loadfile -m "not ranks" tests/engine || failed=1; \
 	$(PYTEST) -m ranks tests/engine || failed=1; \
 	exit $$failed
+
+test-long: $(READY) model ## what takes too long for `make test`: attacks on other requests' numbers, 10 minutes for each dtype
+	@echo "== long tests"
+	@OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(PYTEST) -s tests/long
 
 test-faults: $(READY) model ## the fault gate: 10,000 jobs with a fixed seed and a random one, and a real engine killed ten times
 	@echo "== fault gate"

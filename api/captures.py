@@ -104,6 +104,7 @@ def _described(edge: Edge, job_id: str, entries: Sequence[FileEntry]) -> tuple[l
             token_ids=header.manifest.token_ids,
             reused=entry.reused,
             dropped=entry.dropped,
+            non_finite=entry.non_finite,
         )
         for entry, header in zip(entries, headers, strict=True)
     ]

@@ -30,7 +30,7 @@ from .rules import Bounds, apply_rules, positions_of_each
 from .standing import NOTHING as NOTHING
 from .standing import Standing as Standing
 from .standing import unknown_module
-from .steering_rules import NO_LIMIT, limit_of, reach_of, resolve_entry
+from .steering_rules import NUMBERS, SCALED, check_limit, limit_of, reach_of, resolve_entry
 
 #: More than any request needs: the steering table has room for 4096 sites (setting steering_entries) unless it is told otherwise.
 MAX_STEERING_ENTRIES = 4096
@@ -131,9 +131,11 @@ def _check_fits(module: Module, number: int, entry: SteeringTemplate, bounds: Bo
 
 def _check_scale(entry: SteeringTemplate, reach: float, scale: float, bounds: Bounds, at: str) -> None:
     made = entry.stored("all", scale)
-    numbers = [made.scale, *made.numbers]
-    if not all(abs(number) <= NO_LIMIT for number in numbers):
-        raise invalid(f"{at}.scale", f"{scale:.3g} times what the module does is beyond float32's {NO_LIMIT:.3g}")
+    field, number = ("scale", made.scale) if made.family in SCALED else (NUMBERS[made.family][0], made.numbers[0])
+    try:
+        check_limit(made.family, field, number)
+    except ValueError as error:
+        raise invalid(f"{at}.scale", f"{scale:.3g} times the module's {field}: {error}") from error
     if not reach * abs(scale) <= limit_of(bounds):
         largest, limit = reach * abs(scale), limit_of(bounds)
         raise invalid(f"{at}.scale", f"scale times vector reaches {largest:.3g}, beyond {bounds.model.dtype}'s {limit:.3g}")

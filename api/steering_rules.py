@@ -37,6 +37,17 @@ NUMBERS: dict[Family, tuple[str, ...]] = {
     "ablate": ("strength",),
     "clamp": ("strength", "low", "high"),
 }
+#: Family → field → its largest absolute value. What is in units of the row itself needs no large numbers: 100 times a row or a
+#: component leaves nothing else of it. What is in units of the stream may be as large as streams get. `alpha` is 0 to 1 by schema.
+LIMITS: dict[Family, dict[str, float]] = {
+    "replace": {"scale": 1e6},
+    "replace_masked": {"scale": 1e6},
+    "lowrank": {"strength": 100.0},
+    "add": {"scale": 1e6},
+    "add_matched": {"scale": 100.0},
+    "ablate": {"strength": 100.0},
+    "clamp": {"strength": 100.0, "low": 1e6, "high": 1e6},
+}
 #: What a field that is left out means.
 DEFAULTS = {"scale": 1.0, "alpha": 1.0, "strength": 1.0, "low": -NO_LIMIT, "high": NO_LIMIT}
 
@@ -132,10 +143,19 @@ def limit_of(bounds: Bounds) -> float:
 def _number(field: str, spec: SteeringSpec, bounds: Bounds) -> float:
     """As the ranks hold it, in float32."""
     given = getattr(spec, field)
-    value: float = DEFAULTS[field] if given is None else given
-    if not abs(value) <= NO_LIMIT:
-        raise ValueError(f"{value:.3g} is beyond float32's {NO_LIMIT:.3g}")
+    if given is None:
+        return DEFAULTS[field]
+    value: float = given
+    check_limit(family_of(spec), field, value)
     return value
+
+
+def check_limit(family: Family, field: str, value: float) -> None:
+    """Raises ValueError for a number that is larger than `LIMITS` has it."""
+    limit = LIMITS[family].get(field, NO_LIMIT)
+    if not abs(value) <= limit:
+        op = {"add_matched": "add with norm_match", "replace_masked": "replace"}.get(family, family)
+        raise ValueError(f"{value:.3g} is beyond the limit of op {op!r}: {-limit:g} to {limit:g}")
 
 
 def _scale(spec: SteeringSpec, bounds: Bounds) -> float:

@@ -144,6 +144,7 @@ def capture_results(view: JobView, known: Facts, ticket: Sequence[Receipt], sett
             path=file.path, request=told.request, rank=told.rank, pp=told.pp, bytes=file.bytes, crc32=file.crc32, rows=file.rows,
             sites=_sites(file), positions=file.positions, offset=file.offset, layout=file.layout, tag=file.tag, reused=file.reused,
             dropped=file.dropped,
+            non_finite=file.non_finite,
         )
         for told in ticket
         for file in told.files

@@ -7,8 +7,10 @@ import torch
 
 from . import reference
 
-#: What follows the tensors that are written. All are persistent; the planner fills them before the forward.
-_PLANNED = "Tensor plan, Tensor lists, Tensor token_rows, Tensor capture_slots, Tensor site_rows, Tensor pool, Tensor scalars"
+#: What follows the stream and the ring. All are persistent; the planner fills them before the forward, but for `broken`.
+_PLANNED = (
+    "Tensor plan, Tensor lists, Tensor token_rows, Tensor capture_slots, Tensor site_rows, Tensor pool, Tensor scalars, Tensor(d!) broken"
+)
 _SCHEMAS = {
     "pair_site": f"(Tensor(a!) hidden, Tensor(b!) residual, Tensor(c!) ring, {_PLANNED}) -> ()",
     "single_site": f"(Tensor(a!) stream, Tensor(b!) ring, {_PLANNED}) -> ()",

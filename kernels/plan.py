@@ -22,6 +22,7 @@ EDITS_AT = 1  # where they begin in `lists`
 DEPTH = 2  # columns of `token_rows` in use
 ALIKE = 3  # the configuration row of all edited tokens, where they have that alone and are one contiguous run; else 0
 ALIKE_FROM = 14  # the first of that run
+SITE = 15  # number of this site, from 1: written to `broken` for a row that is not finite
 
 
 class Port(NamedTuple):
@@ -54,6 +55,9 @@ class Planned(NamedTuple):
     site_rows: torch.Tensor  # [families, 1 + configurations] configuration row → pool entry; column 0 and entry 0: nothing
     pool: torch.Tensor  # [1 + entries, hidden_size], the model's dtype
     scalars: torch.Tensor  # float32 [1 + entries, SCALARS]
+    #: [capacity], written by the ops, zeroed by whoever reads it. Of each edited token the first site at which its row was not
+    #: finite: SITE where the edits made it so, −SITE where it was so before them; 0: finite at every site that edits it.
+    broken: torch.Tensor
 
 
 class Does(NamedTuple):
@@ -114,12 +118,13 @@ class SitePlan:
     after: Sequence[int] = ()
     before_row: int = 0  # ring row of the first
     after_row: int = 0
+    site: int = 1  # its number, from 1
 
     def build(self, capacity: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Planned:
         """Buffers for up to `capacity` tokens. Raises ValueError for more rows on a token than fit."""
         lists: list[int] = []
         plan = [0] * COLUMNS
-        plan[EDITS], plan[EDITS_AT] = len(self.edits), len(lists)
+        plan[EDITS], plan[EDITS_AT], plan[SITE] = len(self.edits), len(lists), self.site
         lists += self.edits
         token_rows = torch.zeros(capacity, ROWS_PER_TOKEN, dtype=torch.int32)
         for token, rows in self.edits.items():
@@ -147,6 +152,7 @@ class SitePlan:
             site_rows,
             pool,
             scalars,
+            torch.zeros(capacity, dtype=torch.int32),
         )
         return Planned(*(tensor.to(device) for tensor in built))
 

@@ -10,12 +10,14 @@ inside its range, or the row comes out bit for bit as it was) is as if it were n
 named, family by family; rows that no configuration touches keep their bits.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
 from .families import FAMILIES, PLACE, Family
-from .plan import AFTER, ALIKE, ALIKE_FROM, BEFORE, DEPTH, EDITS, EDITS_AT, Port
+from .plan import AFTER, ALIKE, ALIKE_FROM, BEFORE, DEPTH, EDITS, EDITS_AT, SITE, Port
 
 #: Of a `rewrite`: (rows, entries, pool, scalars) → new rows, and which of them it changed (None: all).
 #: rows: float32 `[n, hidden_size]`, may be overwritten; entries: int32 `[n]`, where each row's application begins; pool and
@@ -123,6 +125,7 @@ def pair_site(
     site_rows: torch.Tensor,
     pool: torch.Tensor,
     scalars: torch.Tensor,
+    broken: torch.Tensor,
 ) -> None:
     """A site whose stream is `hidden + residual`, both `[tokens, hidden_size]` or `[1, tokens, hidden_size]`, contiguous.
 
@@ -132,7 +135,7 @@ def pair_site(
     steps: list[int] = plan.tolist()
     if steps[EDITS] or steps[BEFORE.COUNT] or steps[AFTER.COUNT]:
         width = ring.shape[1]
-        _site(hidden.view(-1, width), residual.view(-1, width), ring, steps, lists, token_rows, site_rows, pool, scalars)
+        _site(hidden.view(-1, width), residual.view(-1, width), ring, steps, lists, token_rows, site_rows, pool, scalars, broken)
 
 
 def single_site(
@@ -145,6 +148,7 @@ def single_site(
     site_rows: torch.Tensor,
     pool: torch.Tensor,
     scalars: torch.Tensor,
+    broken: torch.Tensor,
 ) -> None:
     """A site that is one tensor, edited in place: `[tokens, hidden_size]` or `[1, tokens, hidden_size]`, contiguous.
 
@@ -152,7 +156,7 @@ def single_site(
     """
     steps: list[int] = plan.tolist()
     if steps[EDITS] or steps[BEFORE.COUNT] or steps[AFTER.COUNT]:
-        _site(None, stream.view(-1, ring.shape[1]), ring, steps, lists, token_rows, site_rows, pool, scalars)
+        _site(None, stream.view(-1, ring.shape[1]), ring, steps, lists, token_rows, site_rows, pool, scalars, broken)
 
 
 def _site(
@@ -165,29 +169,66 @@ def _site(
     site_rows: torch.Tensor,
     pool: torch.Tensor,
     scalars: torch.Tensor,
+    broken: torch.Tensor,
 ) -> None:
     if steps[BEFORE.COUNT]:
         _capture(hidden, stream, ring, steps, lists, BEFORE)
-    if steps[EDITS] and not (steps[ALIKE] and _shift_alike(stream, steps, site_rows, pool)):
+    if steps[EDITS] and not (steps[ALIKE] and _shift_alike(hidden, stream, steps, site_rows, pool, broken)):
         tokens = lists[steps[EDITS_AT] : steps[EDITS_AT] + steps[EDITS]]
         depth = steps[DEPTH]
         rows = token_rows[:, :depth].index_select(0, tokens)
         entries = site_rows.index_select(1, rows.flatten()).view(len(site_rows), len(tokens), depth)
-        _edit(hidden, stream, tokens, entries, pool, scalars)
+        here = entries.any(2).any(0).nonzero().flatten()  # the plan lists a token at all sites that one of the step's rows edits
+        if len(here) < len(tokens):
+            tokens, entries = tokens.index_select(0, here), entries.index_select(1, here)
+        if len(tokens):
+            with _watched(hidden, stream, tokens, steps, broken):
+                _edit(hidden, stream, tokens, entries, pool, scalars)
     if steps[AFTER.COUNT]:
         _capture(hidden, stream, ring, steps, lists, AFTER)
 
 
-def _shift_alike(stream: torch.Tensor, steps: list[int], site_rows: torch.Tensor, pool: torch.Tensor) -> bool:
+def _shift_alike(
+    hidden: torch.Tensor | None, stream: torch.Tensor, steps: list[int], site_rows: torch.Tensor, pool: torch.Tensor, broken: torch.Tensor
+) -> bool:
     """What is usual, in one call: one vector is added to a run of tokens, and nothing else is done. False when it is not so."""
     entries: list[int] = site_rows[:, steps[ALIKE]].tolist()
     entry = entries[_ADD]
     if any(entries[:_ADD]) or any(entries[_ADD + 1 :]):
         return False
     if entry:
-        first = steps[ALIKE_FROM]
-        stream[first : first + steps[EDITS]].add_(pool[entry])
+        run = slice(steps[ALIKE_FROM], steps[ALIKE_FROM] + steps[EDITS])
+        with _watched(hidden, stream, run, steps, broken):
+            stream[run].add_(pool[entry])
     return True
+
+
+@contextmanager
+def _watched(
+    hidden: torch.Tensor | None, stream: torch.Tensor, tokens: slice | torch.Tensor, steps: list[int], broken: torch.Tensor
+) -> Iterator[None]:
+    """Note in `broken` which of these tokens' rows are not finite before or behind what is done to them."""
+    before = _unsound(hidden, stream, tokens)
+    yield
+    after = _unsound(hidden, stream, tokens)
+    if before is None and after is None:
+        return
+    found = broken[tokens]
+    marks = torch.zeros_like(found)
+    if after is not None:
+        marks[after] = steps[SITE]
+    if before is not None:
+        marks[before] = -steps[SITE]
+    broken[tokens] = torch.where(found == 0, marks, found)
+
+
+def _unsound(hidden: torch.Tensor | None, stream: torch.Tensor, tokens: slice | torch.Tensor) -> torch.Tensor | None:
+    """Which of these tokens' rows have values that are not finite: bool `[n]`; None: no row."""
+    rows = stream[tokens] if hidden is None else hidden[tokens] + stream[tokens]
+    # A sum is finite only if all that it adds is; that it may overflow by itself costs a second look.
+    if math.isfinite(float(rows.sum(dtype=torch.float32))):
+        return None
+    return torch.isfinite(rows).all(1).logical_not_()
 
 
 def _capture(

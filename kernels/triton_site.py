@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .families import FAMILIES, PLACE, SCALARS
-from .plan import AFTER, BEFORE, DEPTH, EDITS, ROWS_PER_TOKEN
+from .plan import AFTER, BEFORE, DEPTH, EDITS, ROWS_PER_TOKEN, SITE
 
 #: Programs of a launch at most: several for each multiprocessor, and still a short launch when there is nothing to do.
 MAX_PROGRAMS = 1024
@@ -22,6 +22,7 @@ _REGISTERS = {2: 64, 4: 96}
 
 _EDITS = tl.constexpr(EDITS)
 _DEPTH = tl.constexpr(DEPTH)
+_SITE = tl.constexpr(SITE)
 _BEFORE_COUNT, _BEFORE_ROW, _BEFORE_PATTERN = map(tl.constexpr, (BEFORE.COUNT, BEFORE.ROW, BEFORE.PATTERN))
 _AFTER_COUNT, _AFTER_ROW, _AFTER_PATTERN = map(tl.constexpr, (AFTER.COUNT, AFTER.ROW, AFTER.PATTERN))
 _ROWS_PER_TOKEN = tl.constexpr(ROWS_PER_TOKEN)
@@ -105,6 +106,12 @@ def _sum(hidden_row, row, PAIR: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _unsound(row, inside):  # type: ignore[no-untyped-def]
+    """1 where a value of the row is not finite, else 0."""
+    return tl.max((inside & ((tl.abs(row.to(tl.float32)) < float("inf")) == 0)).to(tl.int32), 0)
+
+
+@triton.jit
 def _bits(row):  # type: ignore[no-untyped-def]
     if row.dtype.primitive_bitwidth == 16:
         return row.to(tl.int16, bitcast=True)
@@ -114,7 +121,10 @@ def _bits(row):  # type: ignore[no-untyped-def]
 
 # Nothing but the large tensors' alignment may ask for another compilation: it could fall into the capture of a graph.
 @triton.jit(
-    do_not_specialize=["plan", "token_rows", "capture_slots", "site_rows", "scalars", "tokens", "capacity", "configurations", "programs"]
+    do_not_specialize=[
+        *("plan", "token_rows", "capture_slots", "site_rows", "scalars", "broken"),
+        *("tokens", "capacity", "configurations", "programs"),
+    ]
 )
 def _site(  # type: ignore[no-untyped-def]
     hidden,
@@ -126,6 +136,7 @@ def _site(  # type: ignore[no-untyped-def]
     site_rows,
     pool,
     scalars,
+    broken,
     tokens,
     capacity,
     configurations,
@@ -159,16 +170,12 @@ def _site(  # type: ignore[no-untyped-def]
         if (before_slot >= 0) | (after_slot >= 0) | (named > 0):
             at = token * WIDTH + lanes
             row = tl.load(stream + at, mask=inside, other=0.0)
-            if PAIR:
-                # A shift alone has no need of it, and the memory sets the pace.
-                summed = (before_slot >= 0) | (after_slot >= 0) | ((named & _REWRITING) != 0)
-                hidden_row = tl.load(hidden + at, mask=lanes < tl.where(summed, WIDTH, 0), other=0.0)
-            else:
-                hidden_row = row  # not looked at
+            hidden_row = tl.load(hidden + at, mask=inside, other=0.0) if PAIR else row  # of a single site it is not looked at
             if before_slot >= 0:
                 place = (tl.load(plan + _BEFORE_ROW) + before_slot).to(tl.int64) * WIDTH
                 tl.store(ring + place + lanes, _sum(hidden_row, row, PAIR), mask=inside)
 
+            unsound = _unsound(_sum(hidden_row, row, PAIR), inside)
             rewrites = edits * 0
             if (named & _REWRITING) != 0:
                 value = _sum(hidden_row, row, PAIR).to(tl.float32)
@@ -215,6 +222,10 @@ def _site(  # type: ignore[no-untyped-def]
                 row = (row.to(tl.float32) + total).to(row.dtype)
                 tl.store(stream + at, row, mask=inside)
 
+            if named > 0:
+                mark = tl.where(unsound > 0, -1, _unsound(_sum(hidden_row, row, PAIR), inside)) * tl.load(plan + _SITE)
+                if (mark != 0) & (tl.load(broken + token) == 0):  # the first site counts
+                    tl.store(broken + token, mark)
             if after_slot >= 0:
                 place = (tl.load(plan + _AFTER_ROW) + after_slot).to(tl.int64) * WIDTH
                 tl.store(ring + place + lanes, _sum(hidden_row, row, PAIR), mask=inside)
@@ -232,9 +243,10 @@ def pair_site(
     site_rows: torch.Tensor,
     pool: torch.Tensor,
     scalars: torch.Tensor,
+    broken: torch.Tensor,
 ) -> None:
     """As `reference.pair_site`; reads `capture_slots`, not `lists`. Raises ValueError for tensors that are not contiguous."""
-    _launch(hidden, residual, ring, plan, token_rows, capture_slots, site_rows, pool, scalars, pair=True)
+    _launch(hidden, residual, ring, plan, token_rows, capture_slots, site_rows, pool, scalars, broken, pair=True)
 
 
 def single_site(
@@ -247,9 +259,10 @@ def single_site(
     site_rows: torch.Tensor,
     pool: torch.Tensor,
     scalars: torch.Tensor,
+    broken: torch.Tensor,
 ) -> None:
     """As `reference.single_site`; reads `capture_slots`, not `lists`. Raises ValueError for tensors that are not contiguous."""
-    _launch(stream, stream, ring, plan, token_rows, capture_slots, site_rows, pool, scalars, pair=False)
+    _launch(stream, stream, ring, plan, token_rows, capture_slots, site_rows, pool, scalars, broken, pair=False)
 
 
 def _launch(
@@ -262,10 +275,11 @@ def _launch(
     site_rows: torch.Tensor,
     pool: torch.Tensor,
     scalars: torch.Tensor,
+    broken: torch.Tensor,
     *,
     pair: bool,
 ) -> None:
-    tensors = (hidden, stream, ring, plan, token_rows, capture_slots, site_rows, pool, scalars)
+    tensors = (hidden, stream, ring, plan, token_rows, capture_slots, site_rows, pool, scalars, broken)
     for tensor in tensors:
         if not tensor.is_contiguous():
             raise ValueError(f"a tensor {list(tensor.shape)} with strides {list(tensor.stride())} is not contiguous")

@@ -57,6 +57,7 @@ class Manifest(msgspec.Struct):
     requests: int = 0  # how many of the job's prompts have a capture under this tag; 0: nobody says
     num_layers: int = 0  # of the whole model, for negative layers; 0: written by an older version
     caveats: list[str] = []  # in what rows of this model, as it was served, may differ from transformers'
+    non_finite: int = 0  # rows of this blob with values that are not finite: the model gave them, or `dtype` does not hold them
 
 
 class BlobEntry(msgspec.Struct):
@@ -90,6 +91,7 @@ class ManifestFile(Record):
     token_ids: list[int]  # the token at each position
     reused: int = 0
     dropped: list[int] = []
+    non_finite: int = 0  # rows with values that are not finite
 
 
 class CaptureManifest(Record):

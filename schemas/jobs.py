@@ -151,6 +151,7 @@ class FileEntry(Record):
     tag: str = ""
     reused: int = 0  # rows served from the store of earlier rows (a prefix cache hit skipped their computation)
     dropped: list[int] = []  # positions dropped under overload
+    non_finite: int = 0  # rows of it with values that are not finite
 
 
 class ConsumerReport(Record):

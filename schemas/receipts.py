@@ -26,6 +26,7 @@ class CapturedFile(Wire):
     tag: str = ""
     reused: int = 0  # rows of it that came from the store of earlier rows instead of this request's forward passes
     dropped: list[int] = []  # positions that were asked for and dropped under overload
+    non_finite: int = 0  # rows of it with values that are not finite
 
 
 class Consumed(Wire):

@@ -23,6 +23,7 @@ from midstream.kernels.plan import (
     EDITS,
     EDITS_AT,
     ROWS_PER_TOKEN,
+    SITE,
     Does,
     Planned,
     SitePlan,
@@ -86,6 +87,7 @@ class Outcome:
     hidden: torch.Tensor | None
     stream: torch.Tensor
     ring: torch.Tensor
+    broken: torch.Tensor
 
     @property
     def sum(self) -> torch.Tensor:
@@ -95,7 +97,7 @@ class Outcome:
 def _poisoned(planned: Planned, plan: SitePlan) -> Planned:
     """Nonsense in every place that the contract leaves open, so that reading it shows."""
     columns, depth = planned.plan, int(planned.plan[DEPTH])
-    for column in set(range(COLUMNS)) - {EDITS, EDITS_AT, DEPTH, ALIKE, ALIKE_FROM, *BEFORE, *AFTER}:
+    for column in set(range(COLUMNS)) - {EDITS, EDITS_AT, DEPTH, ALIKE, ALIKE_FROM, SITE, *BEFORE, *AFTER}:
         columns[column] = -99
     if not columns[ALIKE]:
         columns[ALIKE_FROM] = 10**6
@@ -133,8 +135,8 @@ def run(case: Case, pair_site: Op, single_site: Op) -> Outcome:
     else:
         pair_site(hidden, stream, ring, *planned)
     for name, after, before in zip(Planned._fields, planned, case.planned, strict=True):
-        assert same_bits(after, before), f"{case.name}: {name} was written"
-    return Outcome(hidden, stream, ring)
+        assert name == "broken" or same_bits(after, before), f"{case.name}: {name} was written"
+    return Outcome(hidden, stream, ring, planned.broken)
 
 
 def check(case: Case, found: Outcome) -> None:
@@ -146,6 +148,7 @@ def check(case: Case, found: Outcome) -> None:
         f"{case.name}: captured after the edits is not the stream as it left, bit for bit"
     )
     _check_ring(case, found)
+    check_broken(case, found)
     for token in range(len(case.stream)):
         _check_token(case, found, token, f"{case.name}, token {token}")
 
@@ -186,6 +189,19 @@ def _check_ring(case: Case, found: Outcome) -> None:
         untouched[first : first + len(tokens)] = False
     rows = found.ring[untouched]
     assert same_bits(rows, torch.full_like(rows, math.nan)), f"{case.name}: a ring row that nothing names was written"
+
+
+def check_broken(case: Case, found: Outcome) -> None:
+    """Edited rows that are not finite are marked, with the sign that says since when; no others."""
+    edited = {
+        token for token, rows in case.plan.edits.items() if any(row and len(case.plan.configurations[row - 1]) for row in rows)
+    }  # here
+    before, after = (torch.isfinite(rows).all(1).tolist() for rows in (case.sum, found.sum))
+    for token, mark in enumerate(found.broken.tolist()):
+        wanted = 0
+        if token in edited:
+            wanted = -case.plan.site if not before[token] else 0 if after[token] else case.plan.site
+        assert mark == wanted, f"{case.name}: token {token} has the mark {mark}, {wanted} is right"
 
 
 #: How often a configuration has a family.

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 
 import torch
-from site_kit import DTYPES, TOKENS, WIDTHS, Case, Op, check, new_seed, random_case, run, same_bits, some_of
+from site_kit import DTYPES, TOKENS, WIDTHS, Case, Op, check, check_broken, new_seed, random_case, run, same_bits, some_of
 
 from midstream.kernels.families import FAMILIES, MAX_RANK
 from midstream.kernels.plan import ROWS_PER_TOKEN, Does, SitePlan, lowrank
@@ -98,6 +98,32 @@ def a_rewrite_that_gives_the_row_back_leaves_both_halves_of_a_pair(pair_site: Op
         assert same_bits(found.stream, case.stream), case
         behind = Case(SitePlan(WIDTH, configurations, {2: [2]}), case.hidden, case.stream, 3, 9, case.name)
         assert same_bits(run(behind, pair_site, single_site).sum[2], (own[0] + 1).to(dtype)), "what comes behind it comes once"
+
+
+def a_row_that_an_edit_makes_not_finite_is_marked(pair_site: Op, single_site: Op) -> None:
+    """By every family, in every dtype, also where the row fits the dtype only before it is rounded; −: it came so."""
+    for dtype in DTYPES:
+        large = 0.75 * torch.finfo(dtype).max
+        breaking = {"add": _add(large), **_of_strength(1e30)}
+        assert breaking.keys() == {family.name for family in FAMILIES}
+        for pair in (True, False):
+            for name, does in breaking.items():
+                plan = SitePlan(WIDTH, [{name: does}, {"add": _add()}], {token: [1 + (token % 2)] for token in range(6)}, site=7)
+                case = _case(plan, dtype=dtype, pair=pair, name=f"{name} breaks rows")
+                case.stream[:] = large
+                if case.hidden is not None:
+                    case.hidden[:] = 0
+                case.stream[4, 3] = math.nan
+                found = run(case, pair_site, single_site)
+                check_broken(case, found)
+                assert found.broken[:3].tolist() == [7, 0, 7], (case.name, dtype)
+                assert found.broken[4] == -7, (case.name, dtype)
+
+
+def the_first_site_is_the_one_that_is_marked(pair_site: Op, single_site: Op) -> None:
+    case = _case(SitePlan(WIDTH, [{"ablate": Does(torch.ones(1, WIDTH), (3e38,))}], {1: [1], 2: [1]}, site=7), pair=False)
+    case.planned.broken[1], case.stream[:] = 3, 1e5
+    assert run(case, pair_site, single_site).broken[:3].tolist() == [0, 3, 7]
 
 
 def a_full_replacement_gives_the_vectors_bits_whatever_was_there(pair_site: Op, single_site: Op) -> None:

@@ -138,6 +138,7 @@ class InprocLLM:
         self._outputs: dict[str, asyncio.Queue[Any]] = {}
         self._internal: dict[str, str] = {}
         self._stepping: asyncio.Task[None] | None = None
+        self._paused = False
         self.model_config, self.vllm_config = llm.model_config, llm.vllm_config
         self.errored, self.dead_error, self.output_handler = False, None, None
 
@@ -155,8 +156,7 @@ class InprocLLM:
         queue = self._outputs[request_id] = asyncio.Queue()
         try:
             self._internal[request_id] = await self._in_thread(self._llm.add_request, request_id, prompt, params)
-            if self._stepping is None or self._stepping.done():
-                self._stepping = asyncio.ensure_future(self._step())
+            self._go_on()
             while True:
                 output = await queue.get()
                 if isinstance(output, Exception):
@@ -166,6 +166,21 @@ class InprocLLM:
                     return
         finally:
             del self._outputs[request_id]
+
+    @property
+    def output_processor(self) -> Any:
+        return self._llm.output_processor
+
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        self._paused = True
+
+    async def resume_generation(self) -> None:
+        self._paused = False
+        self._go_on()
+
+    def _go_on(self) -> None:
+        if not self._paused and (self._stepping is None or self._stepping.done()):
+            self._stepping = asyncio.ensure_future(self._step())
 
     async def _step(self) -> None:
         try:

@@ -14,6 +14,8 @@ BF16_EXCESS = 1.5
 FP32_BATCH = 1e-5
 #: As FP32_BATCH in bf16, after 30 layers: a rounding is 0.4 % of a coordinate.
 BF16_BATCH = 0.02
+#: As BF16_BATCH in fp16, whose roundings are an eighth.
+FP16_BATCH = 0.005
 #: nats: what a steered token's log-probability differs by from the plain one's at least; far above any rounding in bf16.
 LOGPROB_MOVED = 0.5
 #: v1 against v2, fp32: another attention path.

@@ -45,6 +45,7 @@ def make_buffers(sites: int, *, capacity: int, ring_rows: int = 0, configuration
         site_rows=zeros(sites, len(FAMILIES), 1 + configurations),
         pool=zeros(1 + entries, HIDDEN, dtype=torch.float32),
         scalars=zeros(1 + entries, SCALARS, dtype=torch.float32),
+        broken=zeros(capacity),
     )
 
 
@@ -133,7 +134,7 @@ class Rank:
             )
             arguments = [
                 getattr(self.buffers, name)[index] if name in ("plan", "site_rows") else getattr(self.buffers, name)
-                for name in ("ring", "plan", "lists", "token_rows", "capture_slots", "site_rows", "pool", "scalars")
+                for name in ("ring", "plan", "lists", "token_rows", "capture_slots", "site_rows", "pool", "scalars", "broken")
             ]
             if site.busy or self._traced:
                 if site.kind == "pair":

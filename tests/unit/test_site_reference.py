@@ -202,7 +202,7 @@ class Layer(torch.nn.Module):
 
     def site(self) -> list[torch.Tensor]:
         return [
-            self.ring, self.plan, self.lists, self.token_rows, self.capture_slots, self.site_rows, self.pool, self.scalars,
+            self.ring, self.plan, self.lists, self.token_rows, self.capture_slots, self.site_rows, self.pool, self.scalars, self.broken,
         ]  # fmt: skip
 
 

@@ -119,7 +119,7 @@ def test_a_name_is_resolved_to_content_so_that_what_it_means_later_changes_nothi
         ({"module": "joy", "norm_match": True}, "norm_match", "not taken beside module"),
         ({"module": "joy", "strength": 1.0}, "strength", "not taken beside module"),
         ({"module": "joy", "scale": 1e6}, "scale", "beyond float16"),
-        ({"module": "joy", "scale": 1e300}, "scale", "beyond float32"),
+        ({"module": "joy", "scale": 1e300}, "scale", "beyond the limit of op"),
         ({"module": "joy", "positions": [6]}, "positions[0]", "beyond the prompt"),
         ({"module": "joy", "positions": Span(text="nowhere")}, "positions.text", "not there"),
     ],

@@ -5,6 +5,9 @@ Both adapters are mixed in front of the platform's runner class; see `docs/decis
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from .quarantine import tell
 from .scheduler import finishes, keeping, load
 from .step import NewRequest, RequestRows, StepView
 
@@ -51,7 +54,14 @@ class _Adapter:
 
     def _drain(self) -> None:
         if self.midstream is not None:
-            self.midstream.drain()
+            # Only on the last stage: what the sampler is about to get.
+            state = self.execute_model_state  # type: ignore[attr-defined]
+            hidden = state.hidden_states if state is not None else None
+            self.midstream.drain(hidden if isinstance(hidden, torch.Tensor) else None)
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
+        return tell(output, self.midstream.found()) if self.midstream is not None else output
 
 
 class V1Adapter(_Adapter):

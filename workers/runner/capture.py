@@ -8,7 +8,8 @@ values the later tokens saw.
 
 import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -66,6 +67,18 @@ class StepRows:
     base: np.ndarray  # int64 [ports]
     pattern: np.ndarray  # int64 [ports]
     landing: "Landing"  # of the rows in the slab: they may come from an accelerator, in their own time
+    #: dtype → which rows of the slab are not finite in it, bool `[rows]`; None: all are. Filled when a writer first asks.
+    checked: dict[torch.dtype, np.ndarray | None] = field(default_factory=dict, compare=False)
+
+    def unsound(self, dtype: torch.dtype) -> np.ndarray | None:
+        """Which rows of the slab are not finite once they are stored as `dtype`; None: all are. Of landed rows."""
+        if dtype not in self.checked:
+            # A sum is finite only if all that it adds is; it may overflow by itself.
+            bad = ~torch.isfinite(self.slab.to(dtype).sum(dim=1, dtype=torch.float32))
+            if bool(bad.any()):
+                bad[bad.clone()] = ~torch.isfinite(self.slab[bad].to(dtype)).all(dim=1)
+            self.checked[dtype] = bad.numpy() if bool(bad.any()) else None
+        return self.checked[dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +210,7 @@ class Recording:
         if missing := expected - owners.keys() - self.dropped:
             raise RuntimeError(f"positions {sorted(missing)[:8]} were not recorded ({len(missing)} of {len(expected)})")
         stored_as = dtype if self.capture.dtype == "model" else getattr(torch, self.capture.dtype)
+        rows = _Rows(self.ports, stretches(owners, positions), stored_as)
         return FinishedCapture(
             spec=spec,
             capture=self.capture,
@@ -209,7 +223,9 @@ class Recording:
             rank=rank,
             pp=pp,
             stages=stages,
-            rows=_Rows(self.ports, stretches(owners, positions), stored_as),
+            rows=rows,
+            non_finite=rows.non_finite(stored_as),
+            unsound=min(rows.unsound(dtype), key=lambda place: place[2], default=None),
             reused=len(self.ports) * len(reused),
             dropped=tuple(sorted((self.dropped & expected) - owners.keys())),
             num_layers=num_layers,
@@ -253,11 +269,31 @@ class _Rows:
         self._parts = [(stretch, stretch.run.first_rows(order) + stretch.offset) for stretch in stretches]
         self._landed = False
 
-    def __call__(self, hook: str, layer: int) -> list[memoryview]:
+    def unsound(self, dtype: torch.dtype) -> Iterator[tuple[str, int, int]]:
+        """(hook, layer, position) of the rows that are not finite as `dtype`."""
+        self._wait()
+        for stretch, rows in self._parts:
+            bad = stretch.run.step.unsound(dtype)
+            if bad is None:
+                continue
+            first_position = stretch.run.first_position + stretch.offset
+            for (hook, layer), place in self._places.items():
+                first = int(rows[place])
+                for offset in np.flatnonzero(bad[first : first + stretch.count]):
+                    yield hook, layer, first_position + int(offset)
+
+    def non_finite(self, dtype: torch.dtype) -> dict[tuple[str, int], int]:
+        """(hook, layer) → how many of its rows are not finite as `dtype`, where some are."""
+        return dict(Counter((hook, layer) for hook, layer, _ in self.unsound(dtype)))
+
+    def _wait(self) -> None:
         if not self._landed:
             for stretch, _ in self._parts:
                 stretch.run.step.landing.wait()
             self._landed = True
+
+    def __call__(self, hook: str, layer: int) -> list[memoryview]:
+        self._wait()
         place = self._places[hook, layer]
         return [
             _bytes(stretch.run.step.slab[(first := int(rows[place])) : first + stretch.count], self._dtype) for stretch, rows in self._parts

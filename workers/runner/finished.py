@@ -1,7 +1,7 @@
 """What did a finished request record on this stage, ready for those who consume it? And what did they make of it?"""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from ... import __version__
@@ -31,6 +31,8 @@ class FinishedCapture:
     dropped: tuple[int, ...] = ()  # positions dropped under overload, not in `positions`
     num_layers: int = 0  # of the whole model; 0: not known
     caveats: tuple[str, ...] = ()  # of the model: see `Manifest`
+    non_finite: dict[tuple[str, int], int] = field(default_factory=dict)  # (hook, layer) → rows that are not finite as stored
+    unsound: tuple[str, int, int] | None = None  # (hook, layer, position) of the first row that the model computed so
 
     @property
     def num_rows(self) -> int:
@@ -40,6 +42,10 @@ class FinishedCapture:
     def size(self) -> int:
         """Bytes of all rows."""
         return self.num_rows * self.hidden_size * ITEM_BYTES[self.dtype]
+
+    def count_non_finite(self, sites: dict[str, list[int]]) -> int:
+        """How many of the rows of `sites` are not finite, as they are stored."""
+        return sum(self.non_finite.get((hook, layer), 0) for hook, layers in sites.items() for layer in layers)
 
     def manifest(self, sites: dict[str, list[int]]) -> Manifest:
         """For a blob that holds `sites` of this capture."""
@@ -68,6 +74,7 @@ class FinishedCapture:
             requests=self.spec.requests.get(self.capture.tag, 0),
             num_layers=self.num_layers,
             caveats=list(self.caveats),
+            non_finite=self.count_non_finite(sites),
         )
 
     def __str__(self) -> str:

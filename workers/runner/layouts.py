@@ -191,4 +191,5 @@ def _captured(capture: FinishedCapture, blob: Blob, path: str, offset: int, layo
         tag=capture.capture.tag,
         reused=blob.manifest.reused,
         dropped=list(capture.dropped),
+        non_finite=blob.manifest.non_finite,
     )

@@ -36,6 +36,7 @@ from .row_store import RowStore
 from .runs import RunStore
 from .sites import Buffers, Site
 from .slabs import SlabPool
+from .soundness import Soundness, Unsound, precedes_edits, reason
 from .standing import Standing
 from .steering import HeldRows, RowTable, VectorStore
 from .step import Finish, Load, NewRequest, StepView
@@ -92,6 +93,8 @@ class DataPlane:
         self._planner = Planner(sites, buffers, self._table, self._slabs, self._overload, traced=traced)
         self._row_store, self._keeping = RowStore(), cast("Keeping | None", None)
         self._grading = Grading()
+        self._soundness = Soundness(sites, buffers)
+        self._view: StepView | None = None  # of the step that was planned and has not run
         self.entering = Entering(gate, self.runs, self._hidden_size, self._dtype, buffers.ring.device) if gate is not None else None
         self._unkept = 0  # the last step in which a failed request did not leave rows that the scheduler takes for kept
         self._tracked: dict[str, Tracked] = {}
@@ -102,7 +105,7 @@ class DataPlane:
         self.load = Load()
         self._step = 0
         self._preemptions = 0
-        self._schedule = 0  # how batches were composed since this rank last had nothing to do: two runs can be told to be alike
+        self._schedule = 0  # how batches were composed since a request came to this rank while it had none: two runs can be told to be alike
         self._token_rows = 0  # computed so far, rejected drafts included
 
     # -- what the worker asks for -------------------------------------------------------------------------------------------
@@ -213,12 +216,14 @@ class DataPlane:
         self._keeping = keeping
         self._step += 1
         self._preemptions += preempted
+        needed = {request_id: len(finish.token_ids) for request_id, finish in finished.items() if request_id in self._tracked}
+        self._judge(self._soundness.settle(needed))
         for request_id in sorted(finished):
             tracked = self._tracked.pop(request_id, None)
             if tracked is not None:
                 with self._guard([tracked], ""):
                     self._finish(tracked, finished[request_id])
-        if not self._tracked:
+        if new and not self._tracked:
             self._schedule = 0
         for request in new:
             if request.id in self._tracked:  # in the v2 runner a resumed request arrives as new
@@ -251,6 +256,7 @@ class DataPlane:
     def plan(self, view: StepView) -> None:
         """Fill the buffers for the forward pass that follows."""
         self._token_rows += view.num_rows
+        self._view = view
         if not self._tracked:
             return
         places = [(rows.first_row, rows.num_rows, rows.first_position) for rows in view.requests]
@@ -276,13 +282,19 @@ class DataPlane:
                 for tracked, why in self._grading.take(logits):
                     self._reports.failed(self._step, tracked, why, "intervention_failed")
 
-    def drain(self) -> None:
-        """Take the captured rows of the forward pass that ran."""
+    def drain(self, hidden: torch.Tensor | None = None) -> None:
+        """Take the captured rows of the forward pass that ran.
+
+        `hidden`: `[tokens, hidden_size]`, what left the last layer; None on other stages.
+        """
+        view, self._view = self._view, None
+        self._soundness.take(self._step, view, self._planner.edits, hidden if self._place.grades else None)
         if self.entering is not None:
             self.entering.done()
         if self._planner.busy:
             with self._guard([tracked for tracked in self._tracked.values() if tracked.recordings], "capture_failed"):
                 self._planner.drain()
+        self._judge(self._soundness.settle())
         if self._keeping is not None:
             for block in self._keeping.keep:
                 if block.request_id in self._tracked and self._tracked[block.request_id].reported:
@@ -290,6 +302,23 @@ class DataPlane:
                 self._with_recording(block, self._row_store.keep)
             self._row_store.drop(self._keeping.drop)
             self._keeping = None
+
+    def found(self) -> Callable[[], list[tuple[str, int]]]:
+        """Of the step that ran last: (request, first position) of rows that are not finite. Waits for the step, in any thread."""
+        finding = self._soundness.last
+        return lambda: [] if finding is None else self._soundness.of(finding)
+
+    def _judge(self, found: Sequence[Unsound]) -> None:
+        """Fail the requests whose edits left rows that are not finite; note of others that the model did."""
+        for each in found:
+            tracked = self._tracked.get(each.id)
+            if tracked is None or tracked.reported:
+                continue
+            place = (each.site.hook, each.site.layer) if each.site is not None else None
+            if not each.edited and (tracked.unsound or precedes_edits(tracked.spec, each.position, place, after=False)):
+                tracked.unsound = True
+            else:
+                self._fail(tracked, f"{reason(tracked.spec, each)} (rank {self._place.rank})", "intervention_failed", since=each.step)
 
     def _with_recording(self, block: KeptBlock, action: Callable[[int, Recording, int, int], None]) -> None:
         """Let the row store act on the recording that a block's rows belong to, if this rank has one."""
@@ -351,6 +380,7 @@ class DataPlane:
 
     def _check_cached(self, tracked: Tracked, cached_tokens: int) -> None:
         """A preempted request goes on, perhaps on blocks that another one computed."""
+        tracked.admitted, tracked.cached_tokens = self._step, cached_tokens
         if self._taints.spoil(tracked.spec, cached_tokens):
             self._fail(tracked, _TAINTED, "intervention_failed")
 
@@ -380,17 +410,20 @@ class DataPlane:
                 tracked.applied -= len(beyond) * sites
             self._reports.over(self._step, tracked, mine)
 
-    def _fail(self, tracked: Tracked, message: str, kind: str) -> None:
+    def _fail(self, tracked: Tracked, message: str, kind: str, since: int | None = None) -> None:
         """Report the failure now: nobody has to wait for the request to end.
 
         The request goes on in the engine and fills cache blocks that claim its interventions: their digest is tainted.
+        `since`: the step in which it went wrong, where that is not this one.
         """
         self._reports.failed(self._step, tracked, message, kind)
         digest = tracked.spec.digest
         shared = tracked.spec.entry is None  # else nobody, not even itself, is served what it fills under this digest
-        if digest and shared and kind != "capture_failed" and self._taints.add(digest, self._step):
-            for other in list(self._tracked.values()):  # came in the same step, on blocks that this one was to fill
-                if other.spec.digest == digest and other.admitted == self._step and other.cached_tokens > other.spec.first_affected:
+        if digest and shared and kind != "capture_failed" and (self._taints.add(digest, self._step) or since is not None):
+            first = self._step if since is None else since
+            for other in list(self._tracked.values()):  # came in the same step or later, on blocks that this one was to fill
+                served = other.cached_tokens > other.spec.first_affected
+                if other.spec.digest == digest and other.admitted >= first and served and not other.reported:
                     self._fail(other, _TAINTING, kind)
 
     def _refuse(self, raw: dict[str, Any], message: str) -> None:

@@ -36,8 +36,9 @@ class Tracked:
     failure: str = ""
     failure_kind: str = ""  # the problem's kind, see `Receipt.kind`
     reported: bool = False
-    admitted: int = 0  # the step in which it came
-    cached_tokens: int = 0  # served by the prefix cache when it came
+    admitted: int = 0  # the step in which it came, or went on after a preemption
+    cached_tokens: int = 0  # served by the prefix cache then
+    unsound: bool = False  # the model gave rows that are not finite, before any edit could reach them
     graded: Callable[[], list[float]] | None = None  # what `RankSpec.grade` asked; waits for the values
 
     def holds(self, rows: list[tuple[int, SteeringRow]]) -> None:
@@ -69,6 +70,7 @@ class Planner:
         self._hidden_size, self._dtype = buffers.ring.shape[1], buffers.ring.dtype
         self._staging = Staging(buffers, traced=traced)
         self._plan = np.zeros((len(self._sites), columns.COLUMNS), dtype=np.int32)
+        self._edits = False
         self._lists: list[np.ndarray] = []  # this step's entries of `buffers.lists`, in order
         self._lists_end = 0
         self._runs: list[tuple[Recording, Run]] = []  # recorded by this step's forward
@@ -80,9 +82,15 @@ class Planner:
         """Does the forward that runs now do anything?"""
         return self._busy
 
+    @property
+    def edits(self) -> bool:
+        """Does it edit a row?"""
+        return self._edits
+
     def plan_steering(self, mine: Sequence[tuple[Tracked, RequestRows]]) -> None:
         """Plan the edits of these requests' rows; on an error nothing is edited. First of the two: it starts the step."""
         self._plan[:] = 0
+        self._edits = False
         self._lists, self._lists_end = [], 0
         self._staging.clear_rows()
         runs: list[tuple[int, int, int, int]] = []  # of tokens that one row edits: the first, how many, column, row
@@ -103,6 +111,7 @@ class Planner:
                     runs += [(position + shift, 1, column, row) for position in chosen]
             tracked.reached = max(tracked.reached, stop)
         if runs:
+            self._edits = True
             # All requests at once: a call for each would cost more than all else here.
             begins, counts, column_of, row_of = np.array(runs, dtype=np.int64).T
             run = np.repeat(np.arange(len(runs)), counts)
@@ -112,6 +121,7 @@ class Planner:
             count, start = self._list([tokens])
             touched = np.logical_or.reduce([self._table.sites(row) for row in used])
             self._plan[touched, columns.EDITS] = count
+            self._plan[touched, columns.SITE] = np.flatnonzero(touched) + 1
             self._plan[touched, columns.EDITS_AT] = start
             self._plan[touched, columns.DEPTH] = depth = int(column_of.max()) + 1
             if len(used) == depth == 1 and int(tokens[-1] - tokens[0]) == count - 1:

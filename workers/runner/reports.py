@@ -6,14 +6,14 @@ import torch
 
 from ... import __version__
 from ...schemas.receipts import Receipt
-from ...schemas.specs import RankSpec
 from .actions import ActionLedger
 from .capture import Recording
 from .config import Place, PlaneConfig
 from .finished import FinishedCapture
 from .grading import lacking
 from .planner import Tracked
-from .writer import WriteJob, Writer
+from .soundness import precedes_edits
+from .writer import InterventionError, WriteJob, Writer
 
 
 class Reports:
@@ -44,7 +44,7 @@ class Reports:
             return
         tracked.reported = True
         recordings = tracked.recordings.values()
-        builds = [partial(self._build, tracked.spec, recording, token_ids) for recording in recordings]
+        builds = [partial(self._build, tracked, recording, token_ids) for recording in recordings]
         size = sum(recording.num_rows for recording in recordings) * self._hidden_size * self._dtype.itemsize
         self._writer.submit(WriteJob(self._receipt(step, tracked), builds, size))
 
@@ -57,11 +57,11 @@ class Reports:
             recording.forget()
         self._writer.submit(WriteJob(self._receipt(step, tracked), [], 0))
 
-    def _build(self, spec: RankSpec, recording: Recording, token_ids: list[int]) -> FinishedCapture:
-        """Runs in a writer thread."""
+    def _build(self, tracked: Tracked, recording: Recording, token_ids: list[int]) -> FinishedCapture:
+        """Runs in a writer thread. Raises InterventionError for a row that is not finite, unless the unedited model made it so."""
         place = self._place
-        return recording.finish(
-            spec,
+        capture = recording.finish(
+            tracked.spec,
             token_ids,
             hidden_size=self._hidden_size,
             dtype=self._dtype,
@@ -72,6 +72,12 @@ class Reports:
             stages=place.stages,
             num_layers=self._num_layers,
         )
+        if capture.unsound is not None and not tracked.unsound:
+            hook, layer, position = capture.unsound
+            if not precedes_edits(tracked.spec, position, (hook, layer), after=recording.capture.at == "after"):
+                where = f"{hook} of layer {layer}, position {position}"
+                raise InterventionError(f"the captured row at {where}, is not finite, after edits of this request (rank {place.rank})")
+        return capture
 
     def _receipt(self, step: int, tracked: Tracked) -> Receipt:
         spec, place = tracked.spec, self._place

@@ -14,9 +14,11 @@ from vllm.v1.request import RequestStatus
 
 from ... import __version__
 from ...schemas.specs import RankSpec
+from . import kv_blocks  # noqa: F401 - the engine core zeroes new blocks
 from .config import plane_config
 from .kept_blocks import KeptBlocks
 from .process import die_with_parent
+from .quarantine import Quarantine, private, told
 from .row_index import Keeping, RowIndex
 from .step import Finish, Load
 
@@ -68,6 +70,7 @@ class _Midstream:
         row_bytes = model.get_hidden_size() * model.dtype.itemsize
         self._midstream_rows = RowIndex(limit, row_bytes, manager.block_pool.hash_block_size)
         self._midstream_blocks = KeptBlocks(manager)
+        self._midstream_quarantine = Quarantine(manager)
         manager.get_computed_blocks = self._capped(manager, manager.get_computed_blocks)
 
     def add_request(self, request: Any) -> None:
@@ -82,13 +85,14 @@ class _Midstream:
         super().add_request(request)  # type: ignore[misc]
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        self._midstream_quarantine.leaving(request.request_id)
         spec = _spec(request)
         if spec is not None:
             aborted = request.status in (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR)
             self._midstream_finished[request.request_id] = Finish(list(request.all_token_ids), aborted)
             self._midstream_capturing.pop(request.request_id, None)
             self._midstream_entering.pop(request.request_id, None)
-            if spec.get("keep_blocks") and not spec.get("digest") and not aborted:
+            if spec.get("keep_blocks") and not spec.get("digest") and not aborted and self._midstream_quarantine.clean(request):
                 self._midstream_blocks.keep(spec["keep_blocks"], request)
         return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
 
@@ -110,6 +114,13 @@ class _Midstream:
         setattr(output, _LOAD, (running, queued, self.kv_cache_manager.usage))  # type: ignore[attr-defined]
         return output
 
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        for request_id, position in told(model_runner_output):
+            request = self.requests.get(request_id)  # type: ignore[attr-defined]
+            if self._midstream_quarantine.isolate(request, request_id, position):
+                _hash_anew(request, always=True)
+        return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         """What has to be forgotten is, also when vLLM, being busy, keeps its blocks.
 
@@ -125,6 +136,7 @@ class _Midstream:
         return bool(super().reset_prefix_cache(*args, **kwargs))  # type: ignore[misc]
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
+        self._midstream_quarantine.leaving(request.request_id)
         super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
         _hash_anew(request)
 
@@ -185,10 +197,10 @@ class MidstreamAsyncScheduler(_Midstream, AsyncScheduler):
     """For engines with asynchronous scheduling."""
 
 
-def _hash_anew(request: Any) -> None:
-    """Blocks of a steered request that holds none, hashed again: an epoch may have begun since."""
+def _hash_anew(request: Any, *, always: bool = False) -> None:
+    """Blocks of a steered request that holds none, hashed again: an epoch may have begun since. `always`: also of others."""
     spec = _spec(request)
-    if spec and spec.get("digest") and request.block_hashes:
+    if (always or (spec and spec.get("digest"))) and request.block_hashes:
         request.block_hashes.clear()
         request.update_block_hashes()
 
@@ -206,6 +218,8 @@ def _install_block_keys() -> None:
             # A longer prompt with the same beginning (the next turn of a chat) is touched otherwise from here on.
             prompt_tokens = spec["prompt_tokens"] if spec["by_prompt"] and end_token_idx >= spec["prompt_tokens"] else 0
             keys = (*(keys or ()), (_KEY, spec["digest"], prompt_tokens, _epoch))
+        if owner := private(request, end_token_idx):
+            keys = (*(keys or ()), (_KEY, owner))
         return keys, next_mm_idx
 
     kv_cache_utils.generate_block_hash_extra_keys = with_interventions

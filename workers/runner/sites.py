@@ -60,6 +60,7 @@ class Buffers:
     site_rows: torch.Tensor  # int32 [sites, families, 1 + configurations]
     pool: torch.Tensor  # [1 + entries, hidden] model dtype
     scalars: torch.Tensor  # float32 [1 + entries, SCALARS]
+    broken: torch.Tensor  # int32 [capacity], written by the sites: see `kernels.plan.Planned`
 
 
 #: In the order of the ops' arguments; of two of them a site gets its own row.
@@ -124,6 +125,7 @@ def _buffers(sites: int, sizes: Sizes, hidden: int, dtype: torch.dtype, device: 
         site_rows=empty(sites, len(FAMILIES), 1 + sizes.configurations),
         pool=empty(1 + sizes.entries, hidden, dtype=dtype),
         scalars=empty(1 + sizes.entries, SCALARS, dtype=torch.float32),
+        broken=empty(sizes.capacity),
     )
 
 

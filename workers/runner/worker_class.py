@@ -22,6 +22,7 @@ from .config import Place, PlaneConfig, plane_config
 from .entry import install_gate
 from .faults import answer
 from .grading import tap
+from .kv_blocks import CpuBlocks
 from .plane import DataPlane
 from .process import die_with_parent, threads_elsewhere
 from .sites import Sizes, install
@@ -45,9 +46,11 @@ class MidstreamWorker(PlatformWorker):
     def init_device(self) -> None:
         super().init_device()
         runner = self.model_runner
-        adapter = V2Adapter if self.use_v2_model_runner else V1Adapter
+        mixed: tuple[type, ...] = (V2Adapter if self.use_v2_model_runner else V1Adapter,)
+        if current_platform.is_cpu():
+            mixed = (*mixed, CpuBlocks)
         # The platform names its runner class in code; an instance takes ours, which adds methods and no state.
-        runner.__class__ = type(f"Midstream{type(runner).__name__}", (adapter, type(runner)), {})
+        runner.__class__ = type(f"Midstream{type(runner).__name__}", (*mixed, type(runner)), {})
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         config, model = plane_config(), self.model_config

@@ -30,6 +30,10 @@ _POSITIONS, _MESSAGE = 16, 1000
 BOOT_DIGITS = 12
 
 
+class InterventionError(Exception):
+    """Captured rows show that an intervention of the request went wrong."""
+
+
 @dataclass
 class WriteJob:
     """A finished request: its receipt, complete but for the captures, and how to make those. `size`: bytes of their rows, about.
@@ -51,6 +55,7 @@ class _Told:
     consumed: list[Consumed] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)  # reasons for `error`
     missing: list[str] = field(default_factory=list)  # reasons for `partial`
+    kind: str = "capture_failed"  # of the `error`
 
     def receipt(self) -> Receipt:
         """The job's receipt with all of this in it; one that was an error before stays one, for its own reason."""
@@ -58,7 +63,7 @@ class _Told:
         if receipt.status == "error" or not (self.failed or self.missing):
             return receipt
         if self.failed:
-            return msgspec.structs.replace(receipt, status="error", kind="capture_failed", message=_cut("; ".join(self.failed)))
+            return msgspec.structs.replace(receipt, status="error", kind=self.kind, message=_cut("; ".join(self.failed)))
         return msgspec.structs.replace(receipt, status="partial", message=_cut("; ".join(self.missing)))
 
 
@@ -177,6 +182,10 @@ def _built(told: _Told, build: Callable[[], FinishedCapture]) -> FinishedCapture
     """The capture, or why there is none in `told.failed`."""
     try:
         return build()
+    except InterventionError as error:
+        told.kind = "intervention_failed"
+        told.failed.insert(0, str(error))
+        return None
     except Exception as error:
         receipt = told.job.receipt
         logger.exception("a capture of job %s request %d could not be taken", receipt.job, receipt.request)

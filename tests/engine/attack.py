@@ -1,0 +1,157 @@
+"""Requests that try to spoil the numbers of others, beside requests that must not notice.
+
+A round runs attackers and victims in one schedule, twice: with numbers that overflow, and with small ones in their place. The
+victims' rows must be equal bit for bit. `python tests/engine/attack.py SECONDS [MODEL]` goes on for a while and prints what it saw.
+"""
+
+import itertools
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from host import Host, capture_of, prompt_of, relative_error
+from tiny import checkpoint
+from tolerances import BF16_BATCH, FP16_BATCH, FP32_BATCH
+
+from midstream.schemas.jobs import Job
+from midstream.schemas.specs import Family, StoredSteering
+
+#: dtype → its largest number, nearly.
+LARGE = {"float32": 3e38, "bfloat16": 3e38, "float16": 6e4}
+#: dtype → how much the rows of a request may differ between batches, relative to their length.
+BATCH = {"float32": FP32_BATCH, "bfloat16": BF16_BATCH, "float16": FP16_BATCH}
+#: In the order of the kernels' table.
+FAMILIES: tuple[Family, ...] = ("replace", "replace_masked", "lowrank", "add", "add_matched", "ablate", "clamp")
+#: So few that the blocks of one round are used again in the next. Of 128 tokens each.
+BLOCKS = 24
+ATTACKERS, VICTIMS = 4, 4
+LAYERS = [0, 1, 2]
+
+
+def edits(host: Host, family: Family, large: float) -> list[StoredSteering]:
+    """One attack; its numbers overflow where `large` is nearly the dtype's largest, and do not where it is 1."""
+    width = host.info["hidden_size"]
+    one, vector = host.vector(np.ones(width)), host.vector(np.full(width, large))
+    common: dict[str, Any] = {"layers": LAYERS, "hook": "post_block", "positions": "all", "family": family}
+    strength = 0.5 if large == 1 else 3e38
+    match family:
+        case "replace":  # an alpha that only a rank takes: no other replacement of finite numbers overflows
+            return [StoredSteering(**common, tensors=[vector], numbers=[0.5 if large == 1 else 5.0])]
+        case "replace_masked":
+            return [StoredSteering(**common, tensors=[vector, one], numbers=[0.5 if large == 1 else 5.0])]
+        case "lowrank":
+            small = host.vector(np.full((1, width), 0.1))
+            return [StoredSteering(**common, tensors=[small, small, host.vector(np.ones(1))], numbers=[strength], rank=1)]
+        case "add":
+            return [StoredSteering(**common, tensors=[vector])]
+        case "clamp":
+            return [StoredSteering(**common, tensors=[one], numbers=[strength, 1e6 if large > 1 else 0.5, 2e6 if large > 1 else 1.0])]
+        case _:
+            return [StoredSteering(**common, tensors=[one], numbers=[strength])]
+
+
+@dataclass
+class Seen:
+    """What the rounds of one engine showed."""
+
+    rounds: int = 0
+    failed: int = 0  # attacks that failed as they should
+    withstood: int = 0  # attacks whose rows stayed finite
+    rows: int = 0  # of victims that were compared
+    worst: float = 0.0  # of them against an undisturbed run, relative to a row's length
+    texts: int = 0
+    by_family: dict[str, int] = field(default_factory=dict)  # attacks that failed
+
+
+def rounds(host: Host, dtype: str, seconds: float, first: int = 0) -> Iterator[Seen]:
+    """Rounds with every family in turn, all of them at least once. Raises AssertionError where a victim could notice."""
+    seen, end = Seen(), time.monotonic() + seconds
+    for number in itertools.count(first):
+        if number - first >= len(FAMILIES) and time.monotonic() > end:
+            return
+        _round(host, dtype, number, seen)
+        yield seen
+
+
+def _round(host: Host, dtype: str, number: int, seen: Seen) -> None:
+    family = FAMILIES[number % len(FAMILIES)]
+    undisturbed = _victims(host, number)
+    host.run_together(*undisturbed)
+    outcomes = {}
+    for name, large in (("attack", LARGE[dtype]), ("finite", 1.0)):
+        attackers = [
+            host.job(prompt_of(14 + 3 * n, seed=1000 * number + n), max_tokens=12, steering=edits(host, family, large))
+            for n in range(ATTACKERS)
+        ]
+        victims = _victims(host, number)
+        outputs = host.run_together(*(job for pair in zip(attackers, victims, strict=True) for job in pair))
+        schedule = host.call("midstream_status")[0]["schedule"]
+        outcomes[name] = attackers, victims, outputs, schedule
+    attackers, victims, outputs, schedule = outcomes["attack"]
+    _, siblings, theirs, their_schedule = outcomes["finite"]
+    assert schedule == their_schedule, "the two runs are composed alike"
+    for attacker in attackers:
+        (receipt,) = host.receipts(attacker)
+        assert receipt.status == "ok" or receipt.kind == "intervention_failed", receipt
+        seen.failed += receipt.status == "error"
+        seen.withstood += receipt.status == "ok"
+        seen.by_family[family] = seen.by_family.get(family, 0) + (receipt.status == "error")
+    plain = host.run_together(*(after := _victims(host, number)))
+    for same in (victims, siblings, undisturbed, after):
+        for victim in same:
+            _check(host, victim, seen)
+    for victim, sibling, alone, later in zip(victims, siblings, undisturbed, after, strict=True):
+        assert outputs[victim.id][0].token_ids == theirs[sibling.id][0].token_ids == plain[later.id][0].token_ids, (number, family)
+        seen.texts += 2
+        for layer in range(host.info["num_layers"]):
+            mine, twin, before, behind = (host.capture(job).array(layer) for job in (victim, sibling, alone, later))
+            assert np.array_equal(mine, twin), f"round {number}, {family}: another number at the victim"
+            assert np.array_equal(before, behind), f"round {number}, {family}: another number after the attack"
+            error = relative_error(mine.astype(np.float64), before.astype(np.float64))
+            assert error <= BATCH[dtype], f"round {number}, {family}: {error}"
+            seen.worst = max(seen.worst, error)
+            seen.rows += 2 * len(mine)
+    seen.rounds += 1
+
+
+def _victims(host: Host, number: int) -> list[Job]:
+    layers = list(range(host.info["num_layers"]))
+    return [host.job(prompt_of(10 + 5 * n, seed=77 * number + n), max_tokens=10, capture=capture_of(layers, "all")) for n in range(VICTIMS)]
+
+
+def _check(host: Host, job: Job, seen: Seen) -> None:
+    for receipt in host.receipts(job):
+        assert receipt.status == "ok", receipt
+        assert all(not file.non_finite for file in receipt.files), receipt
+    reader = host.capture(job)
+    assert all(np.isfinite(reader.array(layer).astype(np.float32)).all() for layer in range(host.info["num_layers"]))
+
+
+def options(dtype: str, **others: Any) -> dict[str, Any]:
+    """Settings of an engine for the rounds."""
+    return {"dtype": dtype, "num_gpu_blocks": BLOCKS, "enable_prefix_caching": False, **others}
+
+
+def main(seconds: float, model: str = "") -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(model) if model else checkpoint("llama", Path(folder) / "llama")
+        for dtype in ("bfloat16",) if model else LARGE:
+            (Path(folder) / dtype).mkdir()
+            host = Host(Path(folder) / dtype, path, **options(dtype))
+            try:
+                began = time.monotonic()
+                for seen in rounds(host, dtype, seconds):
+                    if seen.rounds % 50 == 0:
+                        print(dtype, seen, flush=True)
+                print(f"{dtype}, {time.monotonic() - began:.0f} s: {seen}", flush=True)
+            finally:
+                host.close()
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]), *sys.argv[2:])

@@ -1,0 +1,135 @@
+"""Numbers that are not finite stay with the request that made them: it fails, and nobody else's numbers change by a bit."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from attack import FAMILIES, LARGE, options, rounds
+from host import Host, capture_of, prompt_of, steer
+from nursery import Nursery
+from safetensors.numpy import load_file, save_file
+from tiny import HIDDEN, LAYERS, checkpoint
+
+from midstream.schemas.jobs import Job
+from midstream.schemas.selectors import Window
+from midstream.schemas.specs import StoredSteering
+
+ALL = list(range(LAYERS))
+BLOCK = 128
+#: Tokens whose embedding is so long that fp16 overflows in the unedited model.
+LOUD = 7
+
+
+def overflowing(host: Host, start: int = 0) -> list[StoredSteering]:
+    """Added at two layers, the vector is finite at the first and not at the second."""
+    name = host.vector(np.full(host.info["hidden_size"], LARGE[host.info["dtype"]]))
+    return [steer(name, [0, 1], positions=Window(start))]
+
+
+def capturing(host: Host, prompt: list[int], **others: object) -> Job:
+    return host.job(prompt, capture=capture_of(ALL, "all"), **others)  # type: ignore[arg-type]
+
+
+def rows_of(host: Host, job: Job) -> np.ndarray:
+    return np.stack([host.capture(job).array(layer) for layer in ALL])
+
+
+@pytest.fixture(scope="module")
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    with Nursery(tmp_path_factory.mktemp("nursery")) as nursery:
+        yield nursery
+
+
+@pytest.mark.parametrize("dtype", LARGE)
+def test_attacks_change_no_bit_of_their_neighbours(nursery: Nursery, llama: Path, tmp_path: Path, dtype: str) -> None:
+    """Every family, in the same schedule as with finite numbers; the long form of this is in `tests/long`."""
+    host = nursery.host(tmp_path / dtype, llama, **options(dtype))
+    try:
+        for seen in rounds(host, dtype, seconds=0):
+            pass
+    finally:
+        host.close()
+    assert seen.by_family.keys() == set(FAMILIES)
+    assert all(seen.by_family.values()), seen
+
+
+@pytest.mark.parametrize("engine", ["v1", "cached", "compiled", "v2", "tp2", "pp2"])
+def test_an_edit_that_overflows_fails_its_request_and_names_the_row(engine: str, request: pytest.FixtureRequest) -> None:
+    host: Host = request.getfixturevalue(engine)
+    prompt, other = prompt_of(12, seed=500), prompt_of(9, seed=501)
+    first = capturing(host, other)
+    alone = host.run_together(first)[first.id][0]
+    attacks = [host.job(prompt, max_tokens=4, steering=overflowing(host, start=5), capture=capture_of(ALL, "all")) for _ in range(3)]
+    cancelled = host.job(prompt_of(14, seed=502), max_tokens=20, steering=overflowing(host))
+    beside = capturing(host, other)
+    host.run(*attacks, beside, cancelled, cancel_after={cancelled.id: 2})
+    for attack in attacks:
+        failed = [receipt for receipt in host.receipts(attack) if receipt.status == "error"]
+        assert failed
+        assert {receipt.kind for receipt in failed} == {"intervention_failed"}
+        assert any("add left a row that is not finite at post_block of layer 1, position 5" in each.message for each in failed), failed
+    assert np.isfinite(rows_of(host, beside)).all()
+    for _ in range(3):  # in blocks that the attacks had, and partly filled
+        after = capturing(host, other)
+        assert host.run_together(after)[after.id][0].token_ids == alone.token_ids
+        if host.settings.enable_prefix_caching is False:
+            assert np.array_equal(rows_of(host, after), rows_of(host, first))
+        assert np.isfinite(rows_of(host, after)).all()
+
+
+def test_what_an_attack_left_in_the_prefix_cache_serves_nobody(cached: Host) -> None:
+    prompt = prompt_of(2 * BLOCK + 9, seed=510)
+    plain = cached.job(prompt, max_tokens=2)
+    text = cached.run(plain)[plain.id][0].token_ids
+    steering = overflowing(cached, start=BLOCK + 3)
+    for _ in range(2):
+        attack = cached.job(prompt, max_tokens=2, steering=steering)
+        cached.run(attack)
+        (receipt,) = cached.receipts(attack)
+        assert receipt.kind == "intervention_failed"
+    again = cached.job(prompt, max_tokens=2, capture=capture_of(ALL, "last_prompt"))
+    assert cached.run(again)[again.id][0].token_ids == text
+    assert np.isfinite(rows_of(cached, again)).all()
+
+
+@pytest.fixture(scope="module")
+def loud(nursery: Nursery, llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
+    """A model that overflows in fp16 wherever a prompt has one of its tokens."""
+    folder = tmp_path_factory.mktemp("loud")
+    checkpoint("llama", folder / "model")
+    file = folder / "model" / "model.safetensors"
+    weights = dict(load_file(file))
+    weights["model.layers.1.mlp.down_proj.weight"] = weights["model.layers.1.mlp.down_proj.weight"].copy()
+    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"].copy()
+    weights["model.embed_tokens.weight"][LOUD] = 65504.0 * np.sign(weights["model.embed_tokens.weight"][LOUD])
+    weights["model.layers.0.mlp.down_proj.weight"] = weights["model.layers.0.mlp.down_proj.weight"] * 4000
+    save_file(weights, file, metadata={"format": "pt"})
+    host = nursery.host(folder / "engine", folder / "model", dtype="float16", num_gpu_blocks=8)
+    yield host
+    host.close()
+
+
+def test_a_model_that_overflows_by_itself_is_said_so_and_serves_nobody(loud: Host) -> None:
+    prompt = prompt_of(2 * BLOCK + 9, seed=520)
+    quiet = [token for token in prompt if token != LOUD]
+    first = capturing(loud, quiet, max_tokens=2)
+    text = loud.run(first)[first.id][0].token_ids
+    assert np.isfinite(rows_of(loud, first)).all()
+    noisy = [*quiet[: BLOCK + 5], LOUD, *quiet[BLOCK + 5 :]]
+    for _ in range(2):
+        job = capturing(loud, noisy, max_tokens=2)
+        output = loud.run(job)[job.id][0]
+        assert output.cached_tokens <= BLOCK, "the block with the loud token is not found again"
+        (receipt,) = loud.receipts(job)
+        bad = (~np.isfinite(rows_of(loud, job))).any(-1)
+        assert bad.any()
+        assert receipt.status == "ok"
+        assert sum(file.non_finite for file in receipt.files) == int(bad.sum())
+    steered = loud.job(noisy, max_tokens=2, steering=[steer(loud.vector(np.ones(HIDDEN)), [2], positions=Window(BLOCK + 40))])
+    loud.run(steered)
+    assert [receipt.status for receipt in loud.receipts(steered)] == ["ok"], "the model was not finite before the edit could reach it"
+    for _ in range(3):
+        after = capturing(loud, quiet, max_tokens=2)
+        assert loud.run(after)[after.id][0].token_ids == text
+        assert np.array_equal(rows_of(loud, after), rows_of(loud, first))

@@ -1,0 +1,30 @@
+"""Ten minutes of requests that try to spoil others' numbers, in every dtype, and on the demo model."""
+
+import os
+from pathlib import Path
+
+import pytest
+from attack import FAMILIES, LARGE, options, rounds
+from host import Host
+from tiny import checkpoint
+
+from midstream.client.models import fetch_demo_model
+
+#: For each of them.
+SECONDS = float(os.environ.get("ATTACK_SECONDS", "600"))
+
+
+@pytest.mark.timeout(SECONDS * 2 + 600)
+@pytest.mark.parametrize(("model", "dtype"), [*(("llama", dtype) for dtype in LARGE), ("demo", "bfloat16")])
+def test_no_attack_reaches_a_victim(tmp_path: Path, model: str, dtype: str) -> None:
+    path = fetch_demo_model() if model == "demo" else checkpoint(model, tmp_path / model)
+    (tmp_path / "engine").mkdir()
+    host = Host(tmp_path / "engine", path, **options(dtype))
+    try:
+        for seen in rounds(host, dtype, SECONDS):
+            pass
+    finally:
+        host.close()
+    print(f"\n{model}, {dtype}, {SECONDS:.0f} s: {seen}")
+    assert seen.by_family.keys() == set(FAMILIES)
+    assert all(seen.by_family.values()), "each kind of attack would have left rows that are not finite"

@@ -1,0 +1,88 @@
+"""Keeps KV blocks that hold values which are not finite out of the prefix cache.
+
+The last stage's first rank says with a step's output which requests had such rows, and from which position on. The scheduler
+takes their blocks from there on out of the cache, and gives those requests block hashes that no other request has.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+
+#: Attribute of a step's output: (request id, first position) of each request with rows that were not finite.
+_FOUND = "midstream_non_finite"
+#: Attribute of a request: the first position from which on its blocks are its own.
+_PRIVATE_FROM = "midstream_private_from"
+#: Requests whose blocks are remembered after they were freed: a step may still be under way then.
+_REMEMBERED = 256
+
+Found = Sequence[tuple[str, int]]
+
+
+def tell(output: Any, found: Callable[[], Found]) -> Any:
+    """A step's output with what was found in it; of an asynchronous one `found` is asked when the output is there."""
+    if isinstance(output, AsyncModelRunnerOutput):
+        get_output = output.get_output
+
+        def with_found() -> ModelRunnerOutput:
+            return _with(get_output(), found())
+
+        output.get_output = with_found  # type: ignore[method-assign]
+        return output
+    return _with(output, found()) if isinstance(output, ModelRunnerOutput) and output.req_ids else output
+
+
+def _with(output: ModelRunnerOutput, found: Found) -> ModelRunnerOutput:
+    if found:
+        setattr(output, _FOUND, list(found))
+    return output
+
+
+def told(output: Any) -> Found:
+    """What `tell` put there."""
+    return getattr(output, _FOUND, ())
+
+
+def private(request: Any, end: int) -> str:
+    """What the hash of a block that ends before token `end` must have in it, so that no other request finds the block; or nothing."""
+    start = getattr(request, _PRIVATE_FROM, None)
+    return request.request_id if start is not None and end > start else ""
+
+
+class Quarantine:
+    """One per scheduler. `manager`: vLLM's `KVCacheManager`."""
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+        self._left: OrderedDict[str, list[tuple[int, list[int]]]] = OrderedDict()  # freed request → block size, block ids; for each group
+
+    def isolate(self, request: Any, request_id: str, position: int) -> bool:
+        """From `position` on the request's blocks serve nobody. `request`: None when it is gone. Whether its hashes must change."""
+        groups = self._blocks(request_id) if request is not None else []
+        for block_size, ids in [*groups, *self._left.get(request_id, ())]:
+            self._manager.evict_blocks(set(ids[position // block_size :]))
+        if request is None or getattr(request, _PRIVATE_FROM, position + 1) <= position:
+            return False
+        setattr(request, _PRIVATE_FROM, position)
+        return True
+
+    def clean(self, request: Any) -> bool:
+        """Was nothing found in it?"""
+        return not hasattr(request, _PRIVATE_FROM)
+
+    def leaving(self, request_id: str) -> None:
+        """The request's blocks are about to be freed."""
+        if groups := self._blocks(request_id):
+            self._left[request_id] = groups
+            self._left.move_to_end(request_id)
+            while len(self._left) > _REMEMBERED:
+                self._left.popitem(last=False)
+
+    def _blocks(self, request_id: str) -> list[tuple[int, list[int]]]:
+        managers = self._manager.coordinator.single_type_managers
+        return [
+            (manager.block_size, [block.block_id for block in blocks])
+            for manager in managers
+            if (blocks := manager.req_to_blocks.get(request_id))
+        ]

@@ -1,0 +1,169 @@
+"""Finds the requests whose rows are not finite in a step, without making the step wait for the device.
+
+Two observations of each step: the mark that a site leaves for a row it edits (`kernels.plan.Planned.broken`), and the sum of
+each row that leaves the last layer, which is not finite when a value of the row is not. On an accelerator both travel to
+pinned memory and are read when the step is over; on the CPU they are read at once.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+import numpy as np
+import torch
+
+from ...schemas.selectors import Hook, select
+from ...schemas.specs import RankSpec, StoredSteering
+from .sites import Buffers, Site
+from .step import StepView
+
+_ORDER = {hook: place for place, hook in enumerate(get_args(Hook))}
+
+
+@dataclass(frozen=True, slots=True)
+class Unsound:
+    """The first row of a request in one step that is not finite."""
+
+    id: str  # of the request in the engine
+    step: int
+    position: int
+    site: Site | None  # None: behind the last layer
+    edited: bool = False  # the edits at the site made it so; else it was so before them
+
+
+class _Finding:
+    """What one step's forward leaves behind, and when it is there."""
+
+    def __init__(
+        self, step: int, view: StepView, broken: torch.Tensor | None, sums: torch.Tensor | None, event: "torch.cuda.Event | None"
+    ) -> None:
+        """`broken`, `sums`: on the CPU, `[rows]` each; None: not observed. `event`: of their copies."""
+        self.step, self.view = step, view
+        self._broken, self._sums, self._event = broken, sums, event
+
+    def done(self) -> bool:
+        return self._event is None or self._event.query()
+
+    def read(self, sites: Sequence[Site]) -> list[Unsound]:
+        """Waits for the copies. Of each request first what its edits did, then what left the last layer."""
+        if self._event is not None:
+            self._event.synchronize()
+        found: list[Unsound] = []
+        if self._broken is not None and (marks := self._broken.numpy()).any():
+            for id_, place, position in self._first(marks != 0):
+                mark = int(marks[place])
+                found.append(Unsound(id_, self.step, position, sites[abs(mark) - 1], mark > 0))
+        if self._sums is not None and (bad := ~np.isfinite(self._sums.numpy())).any():
+            found += [Unsound(id_, self.step, position, None) for id_, _, position in self._first(bad)]
+        return found
+
+    def _first(self, bad: np.ndarray) -> Iterator[tuple[str, int, int]]:
+        """(request, row, position) of the first bad row of each request that has one."""
+        for rows in self.view.requests:
+            mine = np.flatnonzero(bad[rows.first_row : rows.first_row + rows.num_rows])
+            if len(mine):
+                yield rows.id, rows.first_row + int(mine[0]), rows.first_position + int(mine[0])
+
+
+class Soundness:
+    """One per rank: `take` after each forward, `settle` for what is known by then."""
+
+    def __init__(self, sites: Sequence[Site], buffers: Buffers) -> None:
+        self._sites, self._broken = list(sites), buffers.broken
+        self._on_cpu = buffers.broken.device.type == "cpu"
+        self._pending: deque[_Finding] = deque()
+        self.last: _Finding | None = None  # of the step that ran last
+
+    def take(self, step: int, view: StepView | None, edits: bool, hidden: torch.Tensor | None) -> None:
+        """The forward of `view` ran. `edits`: it edited rows. `hidden`: `[rows or more, hidden_size]`, what left the last layer."""
+        self.last = None
+        if view is None or (not edits and hidden is None):
+            return
+        rows = view.num_rows
+        broken = self._broken[:rows] if edits else None
+        sums = None if hidden is None else hidden[:rows].sum(dim=-1, dtype=torch.float32)
+        event = None
+        if self._on_cpu:
+            broken = None if broken is None or not bool(broken.any()) else broken.clone()
+            sums = None if sums is None or bool(torch.isfinite(sums).all()) else sums
+            if broken is None and sums is None:
+                return
+        else:
+            broken, sums = (None if each is None else _on_its_way(each) for each in (broken, sums))
+            event = torch.cuda.Event()
+            event.record()
+        if broken is not None:
+            self._broken.zero_()
+        self.last = _Finding(step, view, broken, sums, event)
+        self._pending.append(self.last)
+
+    def settle(self, needed: Mapping[str, int] | None = None) -> list[Unsound]:
+        """What was found in the steps that are over, each once and in their order.
+
+        `needed`: request → tokens that it has: waits for the steps that computed them.
+        """
+        found: list[Unsound] = []
+        last = max((number for number, each in enumerate(self._pending) if _computed(each.view, needed or {})), default=-1)
+        while self._pending and (last >= 0 or self._pending[0].done()):
+            found += self._pending.popleft().read(self._sites)
+            last -= 1
+        return found
+
+    def of(self, finding: _Finding) -> list[tuple[str, int]]:
+        """(request, first position) of what was found in one step. May be asked from another thread; waits for the step."""
+        return [(each.id, each.position) for each in finding.read(self._sites)]
+
+
+def _on_its_way(values: torch.Tensor) -> torch.Tensor:
+    there = torch.empty_like(values, device="cpu", pin_memory=True)
+    there.copy_(values, non_blocking=True)
+    return there
+
+
+def _computed(view: StepView, needed: Mapping[str, int]) -> bool:
+    return any(rows.first_position < needed.get(rows.id, 0) for rows in view.requests)
+
+
+# --- Whose doing it was -------------------------------------------------------------------------------------------------
+
+
+def entries_of(spec: RankSpec) -> list[StoredSteering]:
+    """All that edits a request's rows."""
+    return [*spec.global_steering, *spec.steering]
+
+
+def precedes_edits(spec: RankSpec, position: int, place: tuple[str, int] | None, *, after: bool) -> bool:
+    """Was this row computed before any edit of the request could reach it? Then the unedited model made it what it is.
+
+    `place`: (hook, layer), behind its edits or `after` them; None: behind the last layer.
+    """
+    entries = entries_of(spec)
+    if not entries or spec.first_affected < 0 or position < spec.first_affected:
+        return True
+    if position > spec.first_affected or place is None:
+        return False
+    hook, layer = place
+    lowest = min((number, _ORDER[entry.hook]) for entry in entries for number in entry.layers)
+    here = layer, _ORDER[hook]  # type: ignore[index]
+    return here < lowest or (here == lowest and not after)
+
+
+def reason(spec: RankSpec, found: Unsound) -> str:
+    """Why a request fails: which row, and which of its edits are to blame as far as that is known."""
+    if found.site is None:
+        return f"the stream behind the last layer is not finite at position {found.position}, after the edits of this request"
+    where = f"{found.site.hook} of layer {found.site.layer}, position {found.position}"
+    if not found.edited:
+        return f"the stream is not finite at {where}, after earlier edits of this request"
+    ops = [
+        _NAMES.get(entry.family, entry.family)
+        for entry in entries_of(spec)
+        if entry.hook == found.site.hook and found.site.layer in entry.layers
+        if select(entry.positions, found.position, found.position + 1, spec.prompt_tokens)
+    ]
+    return f"{' and '.join(dict.fromkeys(ops)) or 'an edit'} left a row that is not finite at {where}: its numbers are too large"
+
+
+#: Families as a user knows them.
+_NAMES = {"add_matched": "add with norm_match", "replace_masked": "replace"}
