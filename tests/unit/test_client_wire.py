@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import msgspec
 import pytest
 from http_kit import reply, server
 
@@ -250,6 +251,23 @@ def test_a_download_that_is_not_what_was_promised_is_not_kept(tmp_path: Path) ->
     with pytest.raises(MidstreamError, match="CRC32"):
         download.save(tmp_path, "job_x", file, [b"wro", b"ng"])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_files_that_this_account_may_not_read_or_the_job_cannot_have_are_not_read_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "tag.p0000.pp0.safetensors"
+    for job in ("job_x", "job_y"):
+        (tmp_path / "tag" / job).mkdir(parents=True)
+        (tmp_path / "tag" / job / name).write_bytes(b"right")
+    file = promised(name, b"right")
+    manifest = wire.Manifest(status="ok", root=str(tmp_path), files=[file])
+    assert len(download.in_place(manifest, "job_x")) == 1
+    for path in (f"tag/job_y/{name}", f"../{tmp_path.name}/tag/job_x/{name}", str(tmp_path / "tag" / "job_x" / name)):
+        lie = wire.Manifest(status="ok", root=str(tmp_path), files=[msgspec.structs.replace(file, path=path)])
+        assert download.in_place(lie, "job_x") == []
+    monkeypatch.setattr(download.os, "access", lambda path, how: False)  # another account's folder is closed to this one
+    assert download.in_place(manifest, "job_x") == []
 
 
 # field case 40

@@ -4,6 +4,7 @@ import stat
 import subprocess
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,9 +51,11 @@ def test_secrets_are_made_once_closed_to_others_and_good_for_what_they_are(tmp_p
     assert flower.options(Settings(flower_auth=made["flower_auth"], flower_host="0.0.0.0"))["FLOWER_BASIC_AUTH"] == made["flower_auth"]
 
 
-def test_flower_is_refused_off_loopback_without_a_password() -> None:
+@pytest.mark.parametrize("asked", [{"flower_host": "0.0.0.0"}, {"auth": "keys"}, {"api_host": "0.0.0.0"}])
+def test_flower_needs_a_password_off_loopback_and_where_the_api_asks_for_keys(asked: dict[str, Any]) -> None:
     with pytest.raises(SettingsError, match="MIDSTREAM_FLOWER_AUTH"):
-        flower.options(Settings(flower_host="0.0.0.0"))
+        flower.options(Settings(**asked))
+    assert flower.options(Settings(flower_auth="u:p", **asked))["FLOWER_BASIC_AUTH"] == "u:p"
     assert "FLOWER_BASIC_AUTH" not in flower.options(Settings(flower_host="127.0.0.1"))
 
 
@@ -65,6 +68,15 @@ def test_a_password_of_flower_without_a_user_or_the_other_way_round_is_refused(p
 def test_flower_remembers_and_changes_nothing() -> None:
     found = flower.options(Settings(data_dir="/somewhere"))
     assert (found["FLOWER_PERSISTENT"], found["FLOWER_READ_ONLY"], found["FLOWER_DB"]) == ("true", "true", "/somewhere/flower.db")
+
+
+def test_flower_keeps_a_bounded_number_of_tasks_and_workers() -> None:
+    from flower.options import options
+
+    for name, value in flower.options(Settings()).items():
+        assert name.removeprefix("FLOWER_").lower() in options, f"{name} is no option of this Flower, which would ignore it"
+        if name in ("FLOWER_MAX_TASKS", "FLOWER_MAX_WORKERS"):
+            assert 0 < int(value) <= 5000
 
 
 def test_a_container_whose_redis_is_away_is_not_healthy(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

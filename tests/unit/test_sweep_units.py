@@ -86,6 +86,13 @@ def test_a_window_takes_its_neighbours_along_as_far_as_there_are_some() -> None:
     assert [(layers, positions) for _, layers, positions, _ in places] == [([at], [to]) for to in (0, 1, 2) for at in (0, 1)]
 
 
+def test_every_request_of_a_sweep_is_its_tenants_whose_cached_blocks_it_may_reuse() -> None:
+    job = Job(id="job_1", kind="sweep", model="m", prompts=[], sampling=Sampling(), created=0.0, sweep=sweep(), tenant="acme")
+    made = Asks(job, 2, INFO, True)
+    unit = next(iter(made.units.cells(0)))
+    assert {ask.tenant for ask in made.patched(unit)} == {"acme"}
+
+
 def test_an_ablation_needs_no_other_prompt() -> None:
     assert rows(sweep(ablation="zeros"), 0, 1, 1) == [("post_block", [1], [1, 2], ZEROS)]
     ((_, layers, positions, name),) = rows(sweep(ablation="mean"), 0, 1, 1)
