@@ -8,8 +8,8 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import msgspec
+import numpy as np
 import pytest
 from http_kit import reply, server
 
