@@ -6,7 +6,7 @@ Everything is checked here, against what the worker has published of its model, 
 import asyncio
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from ..schemas.handling import Handling, callback_of
 from ..schemas.jobs import Job, Sampling, StoredPrompt
 from ..schemas.keys import Caller, scoped
 from ..schemas.models import ModelInfo
-from ..schemas.selectors import PositionWish, Span
+from ..schemas.selectors import DimensionSelector, LayerSelector, PositionWish, Span, parts_of
 from ..schemas.specs import PatchSpec, StoredCapture, StoredSteering
 from .auth import EVERYBODY
 from .patched import runs_of
@@ -29,17 +29,11 @@ from .steered import check_number, modules_named, resolve_edits
 from .text import INLINE_CHARACTERS, Codec, TooLong
 from .wishes import Wish, WishedPrompt
 
-#: torch takes seeds of 64 bits.
-SEED_LIMIT = 2**63
-
 #: Captures and edits are resolved for each prompt. What that costs, about, in the time that one named position takes: an entry, a
-#: span and a span's search through so many characters; of layers named by a text there are several. A job may cost `RESOLVE_LIMIT` (in
-#: the order of a second); above `RESOLVE_INLINE` it is done off the event loop.
-ENTRY_COST, SPAN_COST, SEARCHED_CHARACTERS, SEVERAL = 8, 64, 32, 32
+#: span, a part of a text such as `0-3,7,-1` and a span's search through so many characters; of layers named by a text there are several.
+#: A job may cost `RESOLVE_LIMIT` (in the order of a second); above `RESOLVE_INLINE` it is done off the event loop.
+ENTRY_COST, SPAN_COST, SEARCHED_CHARACTERS, SEVERAL, PART_COST = 8, 64, 32, 32, 8
 RESOLVE_LIMIT, RESOLVE_INLINE = 1 << 22, 1 << 12
-
-#: As in OpenAI's API.
-METADATA_KEY_LENGTH, METADATA_VALUE_LENGTH = 64, 512
 
 
 @dataclass(frozen=True)
@@ -123,23 +117,12 @@ def check_lengths(wish: Wish, prompts: Sequence[StoredPrompt], model: ModelInfo)
 
 def check_sampling(sampling: Sampling, at: str, model: ModelInfo) -> None:
     """What the types do not say of sampling parameters."""
-    if sampling.seed is not None and not -SEED_LIMIT <= sampling.seed < SEED_LIMIT:
-        raise invalid(f"{at}seed", "does not fit 64 bits", allowed=f"{-SEED_LIMIT} to {SEED_LIMIT - 1}")
-    if sampling.max_tokens > sys.maxsize or sampling.top_k > model.vocab_size:
-        name = "max_tokens" if sampling.max_tokens > sys.maxsize else "top_k"
-        raise invalid(f"{at}{name}", "is too large", allowed=f"0 to {model.vocab_size}" if name == "top_k" else None)
+    if sampling.top_k > model.vocab_size:
+        raise invalid(f"{at}top_k", "is too large", allowed=f"0 to {model.vocab_size}")
     for index, text in enumerate(sampling.stop):
         if not text:
             raise invalid(f"{at}stop[{index}]", "is empty: a stop string has at least one character")
     check_vocabulary(sampling.stop_token_ids, f"{at}stop_token_ids", model)
-
-
-def check_metadata(metadata: dict[str, str]) -> None:
-    for key, value in metadata.items():
-        if len(key) > METADATA_KEY_LENGTH:
-            raise invalid("metadata", f"key {key[:20]!r}… is longer than {METADATA_KEY_LENGTH} characters")
-        if len(value) > METADATA_VALUE_LENGTH:
-            raise invalid(f"metadata.{key}", f"is longer than {METADATA_VALUE_LENGTH} characters")
 
 
 # --- Captures and steering -------------------------------------------------------------------------------------------
@@ -170,7 +153,7 @@ def check_cost(wish: Wish, prompts: int, characters: int, standing: Standing = N
 
     `characters`: of all `prompts`.
     """
-    check_number(wish.steering, standing, wish.patch)
+    check_number(wish.steering, standing, prompts)
     wanted = _wanted(wish, standing)
     costs: Counter[str] = Counter()
     for field, positions in wanted:
@@ -180,6 +163,8 @@ def check_cost(wish: Wish, prompts: int, characters: int, standing: Standing = N
         searched = texts * characters // SEARCHED_CHARACTERS
         written_out = min(prompts * sum(map(_length, ranges)), characters) if isinstance(positions, list) else 0
         costs[field] += prompts * (ENTRY_COST + numbers + len(ranges) + SPAN_COST * texts) + searched + written_out
+    for field, selector in _selectors(wish):
+        costs[field] += PART_COST * (parts_of(selector) - 1)  # the first is in the entry's cost
     for index, patch in enumerate(wish.patch):
         costs[f"patch[{index}].positions"] += _cost_of_patch(patch, prompts, characters)
     if sum(costs.values()) > RESOLVE_LIMIT:
@@ -216,6 +201,15 @@ def _wanted(wish: Wish, standing: Standing) -> list[tuple[str, PositionWish]]:
         else:
             found += [(f"steering[{index}].module", entry.positions) for entry in module.entries]
     return found + ([("capture.positions", wish.capture.positions)] if wish.capture else [])
+
+
+def _selectors(wish: Wish) -> Iterator[tuple[str, LayerSelector | DimensionSelector | None]]:
+    """(Field, layers or dimensions) of every patch and every edit: resolved once for all prompts. (Those of a capture are few.)"""
+    for index, spec in enumerate(wish.steering):
+        yield f"steering[{index}].layers", spec.layers
+    for index, patch in enumerate(wish.patch):
+        yield f"patch[{index}].layers", patch.layers
+        yield f"patch[{index}].mask", patch.mask
 
 
 def _needs_text(wish: Wish, standing: Standing) -> bool:
@@ -258,7 +252,6 @@ async def admit(
     wish: Wish, model: ModelInfo, codec: Codec, job_id: str, standing: Standing = NOTHING, caller: Caller = EVERYBODY
 ) -> Admitted:
     """The wish as a job of `caller` under `job_id`. Raises a 400 with the path of the first field at fault."""
-    check_metadata(wish.metadata)
     check_sampling(wish.sampling, wish.sampling_at, model)
     prompts = await tokenise(wish.prompts, model, codec)
     max_tokens = check_lengths(wish, prompts, model)

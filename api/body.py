@@ -12,14 +12,15 @@ from typing import IO, Any
 
 import anyio
 import anyio.to_thread
-import msgspec
 from litestar import Request
 from litestar.exceptions import InternalServerException
 from litestar.exceptions.http_exceptions import RequestEntityTooLarge
 
 from ..schemas.base import from_json
 from ..schemas.errors import MidstreamError, invalid
+from ..schemas.json_bounds import check_json
 from ..schemas.keys import scoped
+from ..schemas.limits import MAX_IDEMPOTENCY_KEY
 from ..schemas.settings import Settings
 from . import problems
 from .auth import caller_of
@@ -27,8 +28,6 @@ from .auth import caller_of
 #: A client that sends too much hears of it only once it has stopped sending; we read this many times the limit for it.
 DRAIN_FACTOR = 4
 DRAIN_S = 5.0
-
-MAX_KEY_LENGTH = 255
 
 #: A file goes to disk in pieces of so many bytes.
 PIECE = 1 << 20
@@ -94,8 +93,10 @@ class JsonRequest(Request[Any, Any, Any]):
             )
         wanted = self.route_handler.parsed_data_field
         try:
-            return from_json(await self.body(), wanted.annotation if wanted else Any)
-        except msgspec.DecodeError as error:
+            raw = await self.body()
+            check_json(raw)
+            return from_json(raw, wanted.annotation if wanted else Any)
+        except problems.UNREADABLE as error:
             raise problems.malformed(error) from error
 
     async def _read_file(self, read: Callable[[bytes], Any]) -> Any:
@@ -151,8 +152,8 @@ class JsonRequest(Request[Any, Any, Any]):
         """
         if key is None:
             return None
-        if not 0 < len(key) <= MAX_KEY_LENGTH or not (key.isascii() and key.isprintable()):
-            raise invalid("Idempotency-Key", "is not 1 to 255 printable ASCII characters")
+        if not 0 < len(key) <= MAX_IDEMPOTENCY_KEY or not (key.isascii() and key.isprintable()):
+            raise invalid("Idempotency-Key", f"is not 1 to {MAX_IDEMPOTENCY_KEY} printable ASCII characters")
         asked = hashlib.sha256(self.url.path.encode() + b"\0")
         asked.update(await self.body())
         return scoped(caller_of(self).tenant, key), asked.hexdigest()

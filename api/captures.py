@@ -17,12 +17,13 @@ from ..schemas.captures import CaptureManifest, CapturePage, ManifestFile
 from ..schemas.errors import MidstreamError, invalid
 from ..schemas.jobs import CaptureResults, FileEntry
 from ..schemas.keys import Caller
-from ..schemas.selectors import ALIASES
+from ..schemas.limits import MAX_COUNT, MAX_LAYER_TEXT, MAX_NAME, MAX_TAG
+from ..schemas.selectors import ALIASES, joined
 from . import packed
 from .auth import caller_of, tenant_asked
 from .body import JsonRequest
 from .edge import Edge, edge_of
-from .jobs import ERRORS, MAX_PAGE, PROBLEM, JobId, Known, Whose
+from .jobs import ERRORS, PROBLEM, Cursor, JobId, Known, PageSize, Whose
 from .outcome import capture_url, matches, result_of
 
 T = TypeVar("T")
@@ -32,7 +33,7 @@ CAPTURE_ERRORS = {**ERRORS, 409: PROBLEM, 410: PROBLEM}
 
 #: What `?layers=` takes: `3`, `3,7`, `3-7`, and lists of these.
 _LAYERS = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?")
-MAX_LAYER_SPAN = 10_000
+MAX_LAYER_SPAN = 10_000  # of one range; `layers` has `MAX_LAYER_TEXT / 4` of them at most
 
 
 def _sees(caller: Caller, owner: str | None) -> bool:
@@ -119,9 +120,9 @@ def _described(edge: Edge, job_id: str, entries: Sequence[FileEntry]) -> tuple[l
 )
 async def list_captures(
     request: JsonRequest,
-    tag: Annotated[str | None, QueryParameter(description="Only jobs with captures under this tag")] = None,
-    limit: Annotated[int, QueryParameter(ge=1, le=MAX_PAGE)] = 50,
-    cursor: Annotated[str | None, QueryParameter(description="`next` of the page before")] = None,
+    tag: Annotated[str | None, QueryParameter(max_length=MAX_TAG, description="Only jobs with captures under this tag")] = None,
+    limit: PageSize = 50,
+    cursor: Cursor = None,
     tenant: Whose = None,
 ) -> CapturePage:
     whose = tenant_asked(caller_of(request), tenant)
@@ -167,7 +168,10 @@ async def delete_captures(job_id: JobId, request: JsonRequest) -> None:
     responses={304: ResponseSpec(None, description="Unchanged since If-None-Match"), **CAPTURE_ERRORS},
 )
 async def get_file(
-    job_id: JobId, name: Annotated[str, PathParameter(description="`name` of the manifest")], request: JsonRequest, known: Known = None
+    job_id: JobId,
+    name: Annotated[str, PathParameter(max_length=MAX_NAME, description="`name` of the manifest")],
+    request: JsonRequest,
+    known: Known = None,
 ) -> Response[Any]:
     edge = edge_of(request)
     entries = [entry for entry in (await _captured(edge, caller_of(request), job_id)).files if _name(entry) == name]
@@ -204,15 +208,19 @@ def _attachment(name: str, length: int) -> dict[str, str]:
 async def get_safetensors(
     job_id: JobId,
     request: JsonRequest,
-    prompt: Annotated[int, QueryParameter(name="request", ge=0, description="Index of the prompt")] = 0,
-    layers: Annotated[str | None, QueryParameter(description="Such as `3`, `3,7` or `3-7`; all captured layers if left out")] = None,
-    hook: Annotated[str | None, QueryParameter(description="Only this hook point; all captured ones if left out")] = None,
-    tag: Annotated[str | None, QueryParameter(description="Of several captures; the job's own if left out")] = None,
+    prompt: Annotated[int, QueryParameter(name="request", ge=0, le=MAX_COUNT, description="Index of the prompt")] = 0,
+    layers: Annotated[
+        str | None, QueryParameter(max_length=MAX_LAYER_TEXT, description="Such as `3`, `3,7` or `3-7`; all if left out")
+    ] = None,
+    hook: Annotated[
+        str | None, QueryParameter(max_length=MAX_TAG, description="Only this hook point; all captured ones if left out")
+    ] = None,
+    tag: Annotated[str | None, QueryParameter(max_length=MAX_TAG, description="Of several captures; the job's own if left out")] = None,
     known: Known = None,
 ) -> Response[Any]:
     edge = edge_of(request)
-    wanted = None if layers is None else parse_layers(layers)
     results = await _captured(edge, caller_of(request), job_id)
+    wanted = None if layers is None else parse_layers(layers)
     entries = [entry for entry in results.files if entry.request == prompt]
     chosen_tag = tag or (_tag(entries[0]) if entries else "")
     entries = sorted((entry for entry in entries if _tag(entry) == chosen_tag), key=lambda entry: entry.pp)
@@ -250,7 +258,7 @@ def _chosen(captured: dict[str, list[int]], layers: frozenset[int] | None, hook:
 
 def parse_layers(text: str) -> frozenset[int]:
     """`3,7-9` → {3, 7, 8, 9}. Raises a 400 naming `layers`."""
-    wanted: set[int] = set()
+    wanted: list[range] = []
     for part in text.split(","):
         match = _LAYERS.fullmatch(part.strip())
         if match is None:
@@ -258,8 +266,8 @@ def parse_layers(text: str) -> frozenset[int]:
         first, last = int(match[1]), int(match[2] or match[1])
         if not 0 <= last - first < MAX_LAYER_SPAN:
             raise invalid("layers", f"the range {part[:40]!r} is empty or too long")
-        wanted.update(range(first, last + 1))
-    return frozenset(wanted)
+        wanted.append(range(first, last + 1))
+    return frozenset(joined(wanted))
 
 
 ROUTES = [list_captures, get_manifest, delete_captures, get_file, get_safetensors]

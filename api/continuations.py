@@ -4,13 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..schemas.errors import invalid
+from ..schemas.limits import MAX_ANSWER_TOKENS
 from ..schemas.models import ModelInfo
 from .admission import tokenise
 from .text import Codec, TextMap
 from .wishes import WishedPrompt
 
-#: Tokens of an answer: each costs every cell a forward pass more.
-MOST_TOKENS = 32
 #: Tokens before the first that differs which an error shows.
 SHOWN_TOKENS = 3
 
@@ -63,8 +62,8 @@ async def continue_prompts(
             made.append(Continuation(field, _agreed(field, behind, codec), value, _joined(field, value, texts)))
         else:
             made.append(Continuation(field, value, "".join(codec.words(value, None))))
-        if not 0 < len(made[-1].ids) <= MOST_TOKENS:
-            raise invalid(field, f"has {len(made[-1].ids)} tokens", allowed=f"1 to {MOST_TOKENS} tokens")
+        if not 0 < len(made[-1].ids) <= MAX_ANSWER_TOKENS:
+            raise invalid(field, f"has {len(made[-1].ids)} tokens", allowed=f"1 to {MAX_ANSWER_TOKENS} tokens")
     return made
 
 

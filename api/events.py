@@ -23,7 +23,8 @@ PING = b": ping\n\n"
 BATCH = 256
 
 #: Ids are those of the Redis stream.
-_ID = re.compile(r"\d{1,20}-\d{1,20}")
+_ID = re.compile(r"([0-9]{1,20})-([0-9]{1,20})")
+MAX_ID = (1 << 64) - 1  # of either part
 BEGINNING = "0-0"
 
 
@@ -31,7 +32,7 @@ def resume_point(header: str | None) -> str:
     """Where `Last-Event-ID` says that the client is; raises a 400 for what is not an id of ours."""
     if header is None or header == "":
         return BEGINNING
-    if not _ID.fullmatch(header):
+    if not (match := _ID.fullmatch(header)) or max(map(int, match.groups())) > MAX_ID:
         raise invalid(
             "Last-Event-ID", f"{header[:40]!r} is not the id of an event", allowed="an `id` of this stream, such as 1700000000000-0"
         )

@@ -10,6 +10,7 @@ from litestar.response import Stream
 
 from ..schemas.errors import MidstreamError, Problem
 from ..schemas.jobs import JobPage, JobRequest, JobResult, JobView, State
+from ..schemas.limits import MAX_HEADER, MAX_IDEMPOTENCY_KEY, MAX_NAME, MAX_PAGE, MAX_TAG, MAX_WAIT_S
 from . import events, problems
 from .auth import caller_of, seen, tenant_asked
 from .body import JsonRequest
@@ -19,23 +20,34 @@ from .outcome import ACCEPTED, UNDER_WAY, accepted, etag, finished, is_over, job
 from .wishes import wish_of_job
 
 WAIT = re.compile(r"\s*wait\s*=\s*\"?(\d{1,9})\"?\s*")
-MAX_PAGE = 200
 
 PROBLEM = ResponseSpec(Problem, media_type=problems.MEDIA_TYPE, description="What is wrong, with the field's path", generate_examples=False)
 ERRORS = {400: PROBLEM, 404: PROBLEM, 503: PROBLEM}
 #: 409, 500 and 504: also a job's own end, where the answer was held for it.
 SUBMIT_ERRORS = {**ERRORS, **dict.fromkeys((409, 413, 415, 422, 429, 500, 504, 507), PROBLEM)}
 
-JobId = Annotated[str, PathParameter(description="The job's id")]
+JobId = Annotated[str, PathParameter(max_length=MAX_NAME, description="The job's id")]
 Wait = Annotated[
     float | None,
-    QueryParameter(ge=0, description="Seconds to hold the answer: until the job is over, or with If-None-Match until it has changed"),
+    QueryParameter(
+        ge=0, le=MAX_WAIT_S, description="Seconds to hold the answer: until the job is over, or with If-None-Match until it has changed"
+    ),
 ]
-Known = Annotated[str | None, HeaderParameter(name="If-None-Match", description="The ETag that the client has")]
-Whose = Annotated[str | None, QueryParameter(description="Only this tenant's; all tenants' are there for admins alone")]
-Key = Annotated[str | None, HeaderParameter(name="Idempotency-Key", description="Makes a repeated submission the same job")]
-Prefer = Annotated[str | None, HeaderParameter(name="Prefer", description="`wait=N`: hold the answer for up to N seconds; `respond-async`")]
-Last = Annotated[str | None, HeaderParameter(name="Last-Event-ID", description="The last event that the client has")]
+Known = Annotated[str | None, HeaderParameter(name="If-None-Match", max_length=MAX_HEADER, description="The ETag that the client has")]
+Whose = Annotated[str | None, QueryParameter(max_length=MAX_TAG, description="Only this tenant's; all tenants' are there for admins alone")]
+Key = Annotated[
+    str | None,
+    HeaderParameter(name="Idempotency-Key", max_length=MAX_IDEMPOTENCY_KEY, description="Makes a repeated submission the same job"),
+]
+Prefer = Annotated[
+    str | None,
+    HeaderParameter(name="Prefer", max_length=MAX_HEADER, description="`wait=N`: hold the answer for up to N seconds; `respond-async`"),
+]
+Last = Annotated[str | None, HeaderParameter(name="Last-Event-ID", max_length=MAX_NAME, description="The last event that the client has")]
+
+PageSize = Annotated[int, QueryParameter(ge=1, le=MAX_PAGE)]
+Cursor = Annotated[str | None, QueryParameter(max_length=MAX_NAME, description="`next` of the page before")]
+Model = Annotated[str | None, QueryParameter(max_length=MAX_NAME, description="May be left out while there is one model")]
 
 
 def preferred_wait(header: str | None) -> float | None:
@@ -85,9 +97,9 @@ async def answer_submission(request: JsonRequest, edge: Edge, job_id: str, prefe
 async def list_jobs(
     request: JsonRequest,
     job_state: Annotated[State | None, QueryParameter(name="state", description="Only jobs in this state")] = None,
-    model: Annotated[str | None, QueryParameter(description="Only jobs of this model")] = None,
-    limit: Annotated[int, QueryParameter(ge=1, le=MAX_PAGE)] = 50,
-    cursor: Annotated[str | None, QueryParameter(description="`next` of the page before")] = None,
+    model: Annotated[str | None, QueryParameter(max_length=MAX_NAME, description="Only jobs of this model")] = None,
+    limit: PageSize = 50,
+    cursor: Cursor = None,
     tenant: Whose = None,
 ) -> JobPage:
     whose = tenant_asked(caller_of(request), tenant)
@@ -128,10 +140,9 @@ async def get_job(job_id: JobId, request: JsonRequest, wait: Wait = None, known:
     responses={204: ResponseSpec(None, description="The job is over and has no later event"), **ERRORS},
 )
 async def job_events(job_id: JobId, request: JsonRequest, last: Last = None) -> Response[Any]:
-    edge = edge_of(request)
-    after = events.resume_point(last)
-    caller = caller_of(request)
+    edge, caller = edge_of(request), caller_of(request)
     view = seen(caller, await edge.ledger.view(job_id))
+    after = events.resume_point(last)
     if is_over(view) and not await edge.ledger.events(job_id, after, 1):
         await edge.ledger.written()
         return Response(None, status_code=204)  # an EventSource stops reconnecting at this

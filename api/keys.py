@@ -9,6 +9,7 @@ from ..broker.keys import view_of
 from ..broker.ledger import reachable
 from ..schemas.base import now
 from ..schemas.keys import TENANT_PATTERN, CreatedKey, KeyList, KeyRequest, Limits, Tenant, TenantList, TenantView
+from ..schemas.limits import MAX_TAG
 from .auth import caller_of
 from .body import JsonRequest
 from .edge import Edge, edge_of
@@ -16,8 +17,10 @@ from .jobs import ERRORS, PROBLEM
 
 BODY_ERRORS = {400: PROBLEM, 413: PROBLEM, 415: PROBLEM, 503: PROBLEM}
 
-KeyIdParameter = Annotated[str, PathParameter(description="The key's id: what stands between `ms_` and the secret")]
-TenantParameter = Annotated[str, PathParameter(description="The tenant's name: lower-case letters, digits and `-`", pattern=TENANT_PATTERN)]
+KeyIdParameter = Annotated[str, PathParameter(max_length=MAX_TAG, description="The key's id: what stands between `ms_` and the secret")]
+TenantParameter = Annotated[
+    str, PathParameter(description="The tenant's name: lower-case letters, digits and `-`", max_length=MAX_TAG, pattern=TENANT_PATTERN)
+]
 
 
 # --- Keys --------------------------------------------------------------------------------------------------------------

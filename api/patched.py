@@ -13,6 +13,7 @@ import numpy as np
 
 from ..schemas.base import to_msgpack
 from ..schemas.errors import invalid
+from ..schemas.limits import MAX_MASKS, MAX_PATCH_ROWS
 from ..schemas.runs import ZEROS, RunPrompt, RunRow, RunView, row_name, run_key
 from ..schemas.selectors import (
     Hook,
@@ -33,8 +34,6 @@ from .standing import Standing, unknown_module
 from .steering_rules import RULES as STEERING_RULES
 from .steering_rules import limit_of, reach_of
 
-#: Entries of all prompts of a job: each names a row of a run, and all of them are kept with the job.
-MAX_PATCH_ENTRIES = 1 << 16
 #: Source runs that one request may name: a worker holds all of them at once.
 MAX_RUNS = 64
 #: A mean's positions are part of its name: they may lie in so many ranges.
@@ -335,17 +334,21 @@ def resolve_patches(specs: Sequence[PatchSpec], bounds: Bounds, standing: Standi
         raise invalid("patch", f"{bounds.model.name!r} is a multimodal model: positions of its prompts are not those of text alone")
     runs_of(specs)
     per_prompt: list[list[StoredSteering]] = [[] for _ in bounds.prompts] if specs else []
-    total = 0
+    total, masks = 0, {""}
     for index, spec in enumerate(specs):
         at = f"patch[{index}]"
         made = apply_rules(RULES, spec, bounds, at)
         patch = Patch(spec, at, made["hook"], made["layers"], made["positions"])
         kind = next(name for name in SOURCES if getattr(spec.source, name) not in (None, False))
         total += _most_entries(patch)
-        if total > MAX_PATCH_ENTRIES:
-            raise invalid("patch", f"comes to {total} rows of runs and vectors over all prompts", allowed=f"at most {MAX_PATCH_ENTRIES}")
+        if total > MAX_PATCH_ROWS:
+            raise invalid("patch", f"comes to {total} rows of runs and vectors over all prompts", allowed=f"at most {MAX_PATCH_ROWS}")
+        mask = "" if made["mask"] is None else mask_tensor(made["mask"], bounds.model.hidden_size, blobs)
+        masks.add(mask)
+        if len(masks) - 1 > MAX_MASKS:  # without the one that is no mask
+            raise invalid(f"{at}.mask", f"is another mask than the {MAX_MASKS} before it", allowed=f"at most {MAX_MASKS} that differ")
         for entries, mine in zip(per_prompt, SOURCES[kind](patch, bounds, standing, blobs), strict=True):
-            entries += mine if made["mask"] is None else _masked(mine, mask_tensor(made["mask"], bounds.model.hidden_size, blobs))
+            entries += mine if not mask else _masked(mine, mask)
     return per_prompt
 
 

@@ -13,7 +13,9 @@ from litestar.status_codes import HTTP_500_INTERNAL_SERVER_ERROR
 from ..broker import metrics
 from ..schemas.base import to_json
 from ..schemas.choices import refusal
-from ..schemas.errors import STATUS_OF_KIND, MidstreamError, Problem, invalid
+from ..schemas.errors import STATUS_OF_KIND, MidstreamError, Problem, invalid, shortened
+from ..schemas.json_bounds import TooManyValues
+from ..schemas.limits import MAX_DETAIL
 from ..schemas.openai import OpenAIError, OpenAIProblem
 from .context import CURRENT
 
@@ -46,11 +48,31 @@ class ClientGone(Exception):
     """The client closed its connection while we worked or waited for it. Its job goes on."""
 
 
-def malformed(error: msgspec.DecodeError) -> MidstreamError:
-    """What msgspec found wrong in a body, with the field's path: `$.capture.layers` becomes `capture.layers`."""
-    if not isinstance(error, msgspec.ValidationError):
-        return MidstreamError("invalid_request", f"the body is not JSON: {error}")
-    return refusal(error)
+#: What decoding a body raises for what is wrong with the body.
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TooManyValues)
+
+
+def malformed(error: Exception) -> MidstreamError:
+    """What is wrong in a body, one of `UNREADABLE`, with the field's path: `$.capture.layers` becomes `capture.layers`."""
+    if isinstance(error, msgspec.ValidationError):
+        return refusal(error)
+    if isinstance(error, TooManyValues):
+        return MidstreamError("invalid_request", f"the body: {error}", allowed="fewer values; send large vectors as a safetensors file")
+    if isinstance(error, UnicodeDecodeError):
+        return MidstreamError("invalid_request", f"the body is not UTF-8: {error.reason} 0x{error.object[error.start]:02x}")
+    if isinstance(error, RecursionError):
+        return MidstreamError("invalid_request", "the body holds too many objects or arrays inside one another")
+    return MidstreamError("invalid_request", f"the body is not JSON: {error}")
+
+
+def bounded(problem: Problem) -> Problem:
+    """The problem without long parts of what the client sent: names of unknown fields, paths, quoted values."""
+    return msgspec.structs.replace(
+        problem,
+        detail=shortened(problem.detail, MAX_DETAIL),
+        field=problem.field and shortened(problem.field),
+        instance=problem.instance and shortened(problem.instance),
+    )
 
 
 def openai_error(problem: Problem) -> OpenAIError:
@@ -63,6 +85,8 @@ def openai_error(problem: Problem) -> OpenAIError:
 
 def answer(request: Request[Any, Any, Any], problem: Problem, headers: dict[str, str] | None = None) -> Response[Any]:
     """The problem with its own status; at the OpenAI-style endpoints also in OpenAI's words, as the member `error`."""
+    if problem.status < HTTP_500_INTERNAL_SERVER_ERROR:
+        problem = bounded(problem)
     kind = problem.type.rpartition(":")[2]
     headers = {**HEADERS_OF.get(kind, {}), **(headers or {})}
     if kind in REFUSALS:
@@ -105,9 +129,11 @@ def on_http_error(request: Request[Any, Any, Any], error: HTTPException) -> Resp
     kind = _KIND_OF_STATUS.get(error.status_code, "invalid_request")
     found = MidstreamError(kind, error.detail or kind.replace("_", " "))
     if kind == "not_found":
-        found = MidstreamError(kind, f"there is nothing at {request.url.path}", allowed="what /schema lists")
+        found = MidstreamError(kind, f"there is nothing at {shortened(request.url.path)}", allowed="what /schema lists")
     elif kind == "method_not_allowed":
-        found = MidstreamError(kind, f"{request.method} is not offered at {request.url.path}", allowed=(error.headers or {}).get("allow"))
+        found = MidstreamError(
+            kind, f"{request.method} is not offered at {shortened(request.url.path)}", allowed=(error.headers or {}).get("allow")
+        )
     elif isinstance(error, ValidationException):
         found = _parameter(request, error)
     return answer(request, found.problem(instance=request.url.path), dict(error.headers or {}))
@@ -119,6 +145,7 @@ def _parameter(request: Request[Any, Any, Any], error: ValidationException) -> M
     name, message = first.get("key", ""), first.get("message", error.detail)
     if name == "data" or "`data`" in message:
         return MidstreamError("invalid_request", "the body is empty: a JSON object is expected")
+    message = shortened(message)
     return invalid(_public_name(request, name), message) if name else MidstreamError("invalid_request", message)
 
 

@@ -5,26 +5,26 @@ from contextlib import asynccontextmanager
 from typing import Annotated, Any
 
 from litestar import delete, get
-from litestar.params import PathParameter, QueryParameter
+from litestar.params import PathParameter
 
 from ..broker.runs import SourceRuns
 from ..schemas.errors import MidstreamError
+from ..schemas.limits import MAX_NAME
 from ..schemas.runs import RunPage, RunView
 from .auth import caller_of
 from .body import JsonRequest
 from .edge import edge_of
-from .jobs import ERRORS, MAX_PAGE, PROBLEM
+from .jobs import ERRORS, PROBLEM, Cursor, Model, PageSize
 
-Name = Annotated[str, PathParameter(description="A run's name, or the id of a job that captured into files")]
-Model = Annotated[str | None, QueryParameter(description="May be left out while there is one model")]
+Name = Annotated[str, PathParameter(max_length=MAX_NAME, description="A run's name, or the id of a job that captured into files")]
 
 
 @get("/v1/runs", summary="List the source runs, newest first", description="Those that have a name.", responses=ERRORS)
 async def list_runs(
     request: JsonRequest,
     model: Model = None,
-    limit: Annotated[int, QueryParameter(ge=1, le=MAX_PAGE)] = 50,
-    cursor: Annotated[str | None, QueryParameter(description="`next` of the page before")] = None,
+    limit: PageSize = 50,
+    cursor: Cursor = None,
 ) -> RunPage:
     edge = edge_of(request)
     return await SourceRuns(edge.ledger, caller_of(request)).list((await edge.the_model(model)).name, limit, cursor)

@@ -5,14 +5,15 @@ A named module is replaced by its entries here, so that nothing behind this know
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import msgspec
 
 from ..schemas.base import from_msgpack
 from ..schemas.errors import invalid
+from ..schemas.limits import MAX_ENTRIES, MAX_JOB_EDITS
 from ..schemas.models import ModelInfo
-from ..schemas.selectors import PositionSelector, PositionWish, SelectorError, Span
+from ..schemas.selectors import PositionName, PositionSelector, PositionWish, SelectorError, Span
 from ..schemas.specs import (
     MAX_STEERING_ROWS,
     PatchSpec,
@@ -32,13 +33,14 @@ from .standing import Standing as Standing
 from .standing import unknown_module
 from .steering_rules import NUMBERS, SCALED, check_limit, limit_of, reach_of, resolve_entry
 
-#: More than any request needs: the steering table has room for 4096 sites (setting steering_entries) unless it is told otherwise.
-MAX_STEERING_ENTRIES = 4096
 #: What steers everyone may take of the worker's tables, so that what requests bring finds room: 1 / this.
 SHARE_OF_EVERYONE = 2
 #: Positions in lists that steer everyone: workers go through them for each prompt that comes.
 MAX_EVERYONES_POSITIONS = 1 << 15
 
+
+#: Resolved positions that are a name.
+POSITION_NAMES: tuple[PositionName, ...] = get_args(PositionName)
 
 NO_POSITION = "no position named: give at least one"
 
@@ -67,13 +69,15 @@ def modules_named(specs: Iterable[SteeringSpec], patch: Iterable[PatchSpec] = ()
     return list(dict.fromkeys(name for name in named if name is not None))
 
 
-def check_number(specs: Iterable[SteeringSpec], standing: Standing, patch: Sequence[PatchSpec] = ()) -> None:
+def check_number(specs: Iterable[SteeringSpec], standing: Standing, prompts: int = 1) -> None:
     """Raises a 400 for more entries than anybody needs. Of named modules none is looked at yet: each may be named often."""
     named = (standing.modules.get(spec.module or "") for spec in specs)
-    if (entries := sum(1 if module is None else len(module.entries) for module in named)) > MAX_STEERING_ENTRIES:
-        raise invalid("steering", f"has {entries} entries", allowed=f"at most {MAX_STEERING_ENTRIES}, those of modules among them")
-    if len(patch) > MAX_STEERING_ENTRIES:
-        raise invalid("patch", f"has {len(patch)} entries", allowed=f"at most {MAX_STEERING_ENTRIES}")
+    entries = sum(1 if module is None else len(module.entries) for module in named)
+    if entries > MAX_ENTRIES:
+        raise invalid("steering", f"has {entries} entries", allowed=f"at most {MAX_ENTRIES}, those of modules among them")
+    if entries * prompts > MAX_JOB_EDITS:
+        allowed = f"at most {MAX_JOB_EDITS} over all prompts: fewer entries, or fewer prompts in one job"
+        raise invalid("steering", f"has {entries} entries for {prompts} prompts", allowed=allowed)
 
 
 # --- A named module in a request ---------------------------------------------------------------------------------------
@@ -171,8 +175,10 @@ def resolve_edits(
     per_prompt: list[list[StoredSteering]] = [[] for _ in bounds.prompts] if specs else []
     for index, spec in enumerate(specs):
         for part in _parts(spec, bounds, f"steering[{index}]", standing, blobs):
+            named = {name: part.entry.stored(name, part.scale) for name in POSITION_NAMES}  # the same for every prompt
             for entries, positions in zip(per_prompt, part.positions, strict=True):
-                entries.append(part.entry.stored(positions, part.scale))
+                same = named.get(positions) if isinstance(positions, str) else None
+                entries.append(same or part.entry.stored(positions, part.scale))
     beside = _room_for_everyone(standing.everyone, bounds) if specs or patch else NO_ROOM
     _check_each(per_prompt, "steering", bounds.model, beside)
     if not patch:
@@ -188,9 +194,9 @@ def _check_each(per_prompt: Sequence[list[StoredSteering]], field: str, model: M
     """Raises a 400 naming `field` for the first prompt that needs more than there is."""
     rows: dict[tuple[int, ...], int] = {}
     for index, entries in enumerate(per_prompt):
-        if len(entries) > MAX_STEERING_ENTRIES and field == "patch":
+        if len(entries) > MAX_ENTRIES and field == "patch":
             detail = f"comes to {len(entries)} entries for prompt {index}: one for each layer and source position, and the steering's"
-            raise invalid(field, detail, allowed=f"at most {MAX_STEERING_ENTRIES}")
+            raise invalid(field, detail, allowed=f"at most {MAX_ENTRIES}")
         sharing = _sharing(entries)
         if rows.get(sharing, MAX_STEERING_ROWS + 1) > MAX_STEERING_ROWS:  # which of them meet is another matter in each prompt
             rows[sharing] = _check_room(entries, f"for prompt {index}", model, beside, field=field)

@@ -18,6 +18,7 @@ from ..broker.steering import Account
 from ..schemas.base import now
 from ..schemas.errors import MidstreamError
 from ..schemas.keys import Caller, own, scoped, shown, unscoped
+from ..schemas.limits import MAX_DESCRIPTION, MAX_MODULE_NAME
 from ..schemas.module_files import specs_of
 from ..schemas.specs import STEERING_FIELDS, Family, SteeringOp
 from ..schemas.steering import (
@@ -41,14 +42,15 @@ from .auth import caller_of
 from .body import FILE_TYPES, JsonRequest
 from .edge import Edge, edge_of
 from .global_change import change, is_applied
-from .jobs import ERRORS, PROBLEM
+from .jobs import ERRORS, PROBLEM, Model
 
 #: How long `GET /v1/steering/dynamic` waits for the workers' answers, in seconds, and how often it looks.
 ANSWER_S, LOOK_S = 2.0, 0.02
 CHANGE_ERRORS = {**ERRORS, 409: PROBLEM, 413: PROBLEM, 415: PROBLEM}
 
-Name = Annotated[str, PathParameter(description="The module's name: letters, digits, `.`, `_` and `-`", pattern=NAME_PATTERN)]
-Model = Annotated[str | None, QueryParameter(description="May be left out while there is one model")]
+Name = Annotated[
+    str, PathParameter(description="The module's name: letters, digits, `.`, `_` and `-`", max_length=MAX_MODULE_NAME, pattern=NAME_PATTERN)
+]
 
 
 def _module_of(raw: bytes) -> ModuleRequest:
@@ -88,7 +90,7 @@ async def put_module(
     data: JSONBody[ModuleRequest],
     request: JsonRequest,
     model: Model = None,
-    description: Annotated[str | None, QueryParameter(max_length=1000, description="Where the body is a file")] = None,
+    description: Annotated[str | None, QueryParameter(max_length=MAX_DESCRIPTION, description="Where the body is a file")] = None,
 ) -> Response[ModuleView]:
     edge = edge_of(request)
     info = await edge.the_model(data.model or model)

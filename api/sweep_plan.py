@@ -13,6 +13,7 @@ import anyio.to_thread
 from ..schemas.errors import invalid
 from ..schemas.models import ModelInfo
 from ..schemas.selectors import (
+    DimensionSelector,
     Hook,
     LayerSelector,
     PositionSelector,
@@ -29,7 +30,7 @@ from ..schemas.selectors import (
 from ..schemas.settings import Settings
 from ..schemas.steering import GlobalSteering
 from ..schemas.sweeps import Alignment, Column, PairSpan, StoredPair, StoredSweep, SweepPair, SweepRequest
-from .admission import ENTRY_COST, RESOLVE_LIMIT, SEARCHED_CHARACTERS, SPAN_COST, check_metadata, tokenise
+from .admission import ENTRY_COST, RESOLVE_LIMIT, SEARCHED_CHARACTERS, SPAN_COST, tokenise
 from .alignment import CLEAN, CORRUPT, Aligned, Matched, Tokens, align, match_span, match_spans
 from .continuations import Continuation, ReadPrompt, continue_prompts
 from .patched import mask_tensor
@@ -74,7 +75,6 @@ async def plan_sweep(
     request: SweepRequest, model: ModelInfo, codec: Codec, settings: Settings, everyone: GlobalSteering = NOBODY
 ) -> Planned:
     """`everyone`: what steers every request. Raises a 400 with the path of the first field at fault."""
-    check_metadata(request.metadata)
     _check_model(model)
     _check_asked(request)
     hooks = _hooks(request, model)
@@ -168,7 +168,7 @@ def _hooks(request: SweepRequest, model: ModelInfo) -> list[Hook]:
     return hooks
 
 
-def _numbers(field: str, selector: LayerSelector, count: int, what: str = "layer") -> list[int]:
+def _numbers(field: str, selector: LayerSelector | DimensionSelector, count: int, what: str = "layer") -> list[int]:
     try:
         return resolve_layers(selector, count, what)
     except SelectorError as error:

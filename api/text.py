@@ -20,7 +20,7 @@ import jinja2.sandbox
 import numpy as np
 from tokenizers import Tokenizer
 
-from ..schemas.errors import MidstreamError, invalid
+from ..schemas.errors import MidstreamError, invalid, shortened
 from ..schemas.models import TokenizerBundle
 from ..schemas.selectors import SelectorError, Span
 
@@ -81,7 +81,7 @@ class TextMap:
         starts = self._occurrences(span.text)
         if span.occurrence is not None:
             if not -len(starts) <= span.occurrence < len(starts):
-                detail = f"{span.text!r} occurs {_times(len(starts))} in the prompt: occurrence {span.occurrence} is not there"
+                detail = f"{shortened(span.text)!r} occurs {_times(len(starts))} in the prompt: occurrence {span.occurrence} is not there"
                 raise SelectorError(detail, ".occurrence")
             starts = [starts[span.occurrence]]
         touched = np.zeros(len(self.text) + 1, np.int64)
@@ -90,7 +90,7 @@ class TextMap:
         before = np.cumsum(touched)  # touched characters before each place of the text
         positions: list[int] = np.flatnonzero(before[self.offsets[:, 1]] > before[self.offsets[:, 0]]).tolist()
         if not positions:
-            raise SelectorError(f"{span.text!r} is in the prompt, but the tokenizer makes no token of it", ".text")
+            raise SelectorError(f"{shortened(span.text)!r} is in the prompt, but the tokenizer makes no token of it", ".text")
         return positions
 
     def _occurrences(self, part: str) -> list[int]:

@@ -7,13 +7,14 @@ from litestar.params import JSONBody, PathParameter, QueryParameter
 
 from ..broker.webhook_outbox import HookOutbox, not_found
 from ..broker.webhook_secrets import HookSecrets
+from ..schemas.limits import MAX_NAME, MAX_URL
 from ..schemas.webhooks import Delivery, DeliveryPage, DeliveryState, DisabledList, RotateRequest, SecretList
 from .auth import caller_of, tenant_asked
 from .body import JsonRequest
 from .edge import edge_of
-from .jobs import ERRORS, MAX_PAGE, PROBLEM, Whose
+from .jobs import ERRORS, PROBLEM, Cursor, PageSize, Whose
 
-DeliveryId = Annotated[str, PathParameter(description="The delivery's id: the `webhook-id` of all its attempts")]
+DeliveryId = Annotated[str, PathParameter(max_length=MAX_NAME, description="The delivery's id: the `webhook-id` of all its attempts")]
 WITH_BODY = {400: PROBLEM, 413: PROBLEM, 415: PROBLEM, 503: PROBLEM}
 #: Nobody between us and the caller keeps a secret.
 UNKEPT = {"Cache-Control": "no-store"}
@@ -22,10 +23,10 @@ UNKEPT = {"Cache-Control": "no-store"}
 @get("/v1/webhooks/deliveries", summary="List webhooks and what came of them, newest first", responses=ERRORS)
 async def list_deliveries(
     request: JsonRequest,
-    job: Annotated[str | None, QueryParameter(description="Only what tells of this job")] = None,
+    job: Annotated[str | None, QueryParameter(max_length=MAX_NAME, description="Only what tells of this job")] = None,
     delivery_state: Annotated[DeliveryState | None, QueryParameter(name="state", description="Only deliveries in this state")] = None,
-    limit: Annotated[int, QueryParameter(ge=1, le=MAX_PAGE)] = 50,
-    cursor: Annotated[str | None, QueryParameter(description="`next` of the page before")] = None,
+    limit: PageSize = 50,
+    cursor: Cursor = None,
     tenant: Whose = None,
 ) -> DeliveryPage:
     whose = tenant_asked(caller_of(request), tenant)
@@ -96,7 +97,7 @@ async def list_disabled(request: JsonRequest, tenant: Whose = None) -> DisabledL
 )
 async def enable(
     request: JsonRequest,
-    url: Annotated[str, QueryParameter(description="The receiver, as `GET /v1/webhooks/disabled` has it")],
+    url: Annotated[str, QueryParameter(max_length=MAX_URL, description="The receiver, as `GET /v1/webhooks/disabled` has it")],
     tenant: Whose = None,
 ) -> None:
     caller = caller_of(request)

@@ -1,15 +1,17 @@
 """What does a request body wish for, whichever endpoint it came through? Three body shapes, one `Wish`."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
+from msgspec import UNSET
 
 from ..schemas.chat import ChatMessage, TextPart
 from ..schemas.errors import invalid
 from ..schemas.handling import Handling, handling_of
 from ..schemas.jobs import JobRequest, Sampling
+from ..schemas.limits import MAX_PROMPTS, MAX_UNSERVED
 from ..schemas.openai import ONLY, ChatRequest, CompletionRequest, OpenAIRequest
 from ..schemas.specs import CaptureSpec, PatchSpec, SteeringSpec
 
@@ -43,10 +45,6 @@ class Wish:
     stream: bool = False
     metadata: dict[str, str] = field(default_factory=dict)
     handling: Handling = field(default_factory=Handling)
-
-
-#: As many prompts as `JobRequest` allows.
-MAX_PROMPTS = 4096
 
 
 def wish_of_job(body: JobRequest) -> Wish:
@@ -117,11 +115,20 @@ def wish_of_chat(body: ChatRequest) -> Wish:
 
 def _refuse_unserved(body: OpenAIRequest) -> None:
     for name, harmless in ONLY.items():
-        if (value := getattr(body, name, None)) not in harmless:
-            shown = msgspec.json.encode(value).decode()
-            raise invalid(name, f"{shown[:80]} is not supported", allowed=f"leave it out, or {msgspec.json.encode(harmless[0]).decode()}")
+        raw = getattr(body, name, UNSET)
+        if raw is not UNSET and not _is_one_of(bytes(raw), harmless):
+            shown = bytes(raw)[:80].decode(errors="replace")
+            raise invalid(name, f"{shown} is not supported", allowed=f"leave it out, or {msgspec.json.encode(harmless[0]).decode()}")
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "needs stream: true")
+
+
+def _is_one_of(raw: bytes, values: Sequence[Any]) -> bool:
+    """Whether the JSON is one of `values`. What is long is none, and is not decoded."""
+    try:
+        return len(raw) <= MAX_UNSERVED and msgspec.json.decode(raw) in values
+    except (msgspec.DecodeError, UnicodeDecodeError):  # it was taken as it came
+        return False
 
 
 def _sampling(body: OpenAIRequest, max_tokens: int, logprobs: int | None) -> Sampling:

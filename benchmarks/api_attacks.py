@@ -127,6 +127,7 @@ def chat(count: int, characters: int) -> bytes:
     return json.dumps({"model": MODEL, "messages": messages}).encode()
 
 
+PATCH = {"layers": 0, "positions": [0], "source": {"zeros": True}}
 MODULE = f"/v1/steering/modules/m?model={MODEL}"
 ATTACKS = [
     Attack("nothing", lambda: b"", "/v1/models", "GET"),
@@ -159,9 +160,24 @@ ATTACKS = [
     Attack("metadata, 7.9 MiB", lambda: job(metadata={str(index): "a" for index in range(FULL // 13)})),
     Attack("unknown field of 7.9 MiB", lambda: job(**{"a" * FULL: 1})),
     Attack("nested, 7.9 MiB", lambda: b"[" * FULL),
+    Attack("steering, 32,000 × {}", in_job("steering", "{}", 0, 32_000)),
+    Attack("edits, 16 for 4,096 prompts", lambda: job(prompts=["a"] * 4096, steering=edits(1) * 16)),
+    Attack("edits, 127 for 4,096 prompts", lambda: job(prompts=["a"] * 4096, steering=edits(1) * 127)),
+    Attack("spans, 32,000", lambda: job(capture={"positions": [{"start": 0, "stop": 1}] * 32_000})),
+    Attack("positions, 65,536", lambda: job(capture={"positions": [0] * 65_536})),
+    Attack("masks, 256 of 512 parts", lambda: job(patch=[PATCH | {"mask": "0," * 511 + "0"}] * 256)),
+    Attack("masks, 4,096 of 512 parts", lambda: job(patch=[PATCH | {"mask": "0," * 511 + "0"}] * 4096)),
+    Attack("masks, 256 that differ", lambda: job(patch=[PATCH | {"mask": index} for index in range(256)])),
+    Attack("prompt of 262,000 token ids", lambda: job(prompts=[[257] * 262_000])),
+    Attack("prompts, 4,096 × 60 token ids", lambda: job(prompts=[[7] * 60] * 4096)),
+    Attack("prompt of commas, 7.9 MiB", lambda: job(prompts=["," * FULL])),
+    Attack("stop, 7.9 MiB of texts with commas", in_job("stop", '"a,"', FULL)),
+    Attack("tools, 500,000 × {}", in_job("tools", "{}", 0, 500_000), "/v1/completions"),
+    Attack("safetensors?layers= of 1,000 characters", lambda: b"", "/v1/captures/job_x/safetensors?layers=" + "0-9999," * 142 + "0", "GET"),
     Attack("module, JSON of 7.7 MiB", lambda: module(2500), MODULE, "PUT"),
     Attack("module, JSON of 20 MB", lambda: module(6500), MODULE, "PUT"),
     Attack("module file, 60 MiB", lambda: lowrank(60), MODULE, "PUT", FILE),
+    Attack("module file, 4,096 tensors", lambda: file_of([[HIDDEN]] * 4096, "mlp_out.{}"), MODULE, "PUT", FILE),
     Attack("module file, 300,000 tensors", lambda: file_of([[1]] * 300_000), MODULE, "PUT", FILE),
     Attack("module file, 80 MiB", lambda: lowrank(80), MODULE, "PUT", FILE),
     Attack("safetensors?layers= of 56 kB", lambda: b"", "/v1/captures/job_x/safetensors?layers=" + "0-9999," * 8000 + "0", "GET"),

@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import msgspec
 
-from .errors import NO_FIELD, MidstreamError, invalid, misfit
+from .errors import NO_FIELD, MidstreamError, invalid, misfit, shortened
 from .handling import CallbackEvent, Priority
 from .keys import SCOPES
 from .selectors import ALIASES, HOOKS, PositionName
@@ -75,7 +75,7 @@ def refusal(error: msgspec.ValidationError, prefix: str = "", whole: str | None 
     if found := _ANOTHER_NAME.match(detail):
         names = NAMES.get(_INDEX.sub("", field), ())
         meant = suggestion(found["name"], (*names, *ALIASES) if names == HOOKS else names)
-        detail = "; ".join(part for part in (detail, meant) if part)
+        detail = "; ".join(part for part in (shortened(detail), meant) if part)
     elif detail == NO_FIELD:
         names = fields_at(kind, path.rpartition(".")[0])
         detail = unknown(path.rpartition(".")[2], names)

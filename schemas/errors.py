@@ -5,6 +5,7 @@ import re
 import msgspec
 
 from .base import Record
+from .limits import MAX_DETAIL, MAX_SHOWN
 
 #: Problem types; the HTTP status each is answered with. `type` on the wire is `urn:midstream:<kind>`.
 STATUS_OF_KIND: dict[str, int] = {
@@ -94,6 +95,11 @@ def invalid(field: str, detail: str, allowed: str | None = None) -> MidstreamErr
     return MidstreamError("invalid_request", detail, field=field, allowed=allowed)
 
 
+def shortened(text: str, most: int = MAX_SHOWN) -> str:
+    """`text`, or its beginning and an ellipsis: for what a client sent, in an error."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
 #: What `misfit` says of a field that is unknown.
 NO_FIELD = "there is no such field"
 
@@ -105,8 +111,11 @@ _NAMED = re.compile(r"^Object (?:contains unknown|missing required) field `(?P<n
 
 def misfit(error: msgspec.ValidationError) -> tuple[str, str]:
     """What does not fit and where: `$.capture.layers` becomes `capture.layers`; the path is empty for the whole object."""
-    match = _PATH.match(str(error))
-    detail, path = (match["detail"], match["path"] or "") if match else (str(error), "")
+    text = str(error)
+    if len(text) > 2 * MAX_DETAIL:  # it quotes names of any length; the path stands last
+        text = f"{text[:MAX_DETAIL]}…{text[-MAX_DETAIL:]}"
+    match = _PATH.match(text)
+    detail, path = (match["detail"], match["path"] or "") if match else (text, "")
     if named := _NAMED.match(detail):
         path = f"{path}.{named['name']}" if path else named["name"]
         detail = NO_FIELD if "unknown" in detail else "is required"

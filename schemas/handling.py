@@ -6,6 +6,7 @@ import msgspec
 
 from .base import Record
 from .errors import invalid
+from .limits import MAX_EVENTS, MAX_URL
 
 #: `normal` is what the kind of job has by itself: someone waits at the OpenAI-style endpoints, a batch of jobs does not mind.
 Priority = Literal["high", "normal", "low"]
@@ -23,8 +24,10 @@ class Handling(Record, kw_only=True):
     #: Seconds from its acceptance within which a worker must have begun it, or it is aborted.
     expires_in: Annotated[float, msgspec.Meta(gt=0, le=MAX_EXPIRES_S)] | None = None
     #: Signed webhooks go here (Standard Webhooks 1.0): http or https, and no private address unless the operator allows them.
-    callback_url: Annotated[str, msgspec.Meta(min_length=1, max_length=2048)] | None = None
-    callback_events: Annotated[list[CallbackEvent], msgspec.Meta(min_length=1)] | None = None  # null: all ways in which it may end
+    callback_url: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_URL)] | None = None
+    callback_events: Annotated[list[CallbackEvent], msgspec.Meta(min_length=1, max_length=MAX_EVENTS)] | None = (
+        None  # null: all ways in which it may end
+    )
 
 
 class Callback(Record):

@@ -12,7 +12,20 @@ from .chat import Conversation
 from .errors import Problem
 from .handling import Callback, Handling, Priority
 from .keys import DEFAULT_TENANT
-from .specs import CaptureSpec, CaptureStatus, PatchSpec, SteeringSpec, StoredCapture, StoredSteering
+from .limits import (
+    MAX_INT64,
+    MAX_PROMPTS,
+    MAX_STOP_TEXT,
+    MAX_STOP_TOKENS,
+    MAX_STOPS,
+    Count,
+    Index,
+    Metadata,
+    Name,
+    Text,
+    TokenIds,
+)
+from .specs import CaptureSpec, CaptureStatus, PatchList, SteeringList, StoredCapture, StoredSteering
 from .sweeps import StoredSweep, SweepResult
 
 
@@ -42,7 +55,11 @@ TRANSITIONS: dict[State, frozenset[State]] = {
 TERMINAL = frozenset(state for state, following in TRANSITIONS.items() if not following)
 
 #: A prompt is text or token ids.
-Prompt = str | list[int]
+Prompt = Text | TokenIds
+Seed = Annotated[int, msgspec.Meta(ge=-MAX_INT64 - 1, le=MAX_INT64)]  # torch takes 64 bits
+StopText = Annotated[str, msgspec.Meta(max_length=MAX_STOP_TEXT)]
+StopTexts = Annotated[list[StopText], msgspec.Meta(max_length=MAX_STOPS)]
+StopTokens = Annotated[list[Index], msgspec.Meta(max_length=MAX_STOP_TOKENS)]
 
 
 class Sampling(Record):
@@ -59,18 +76,28 @@ class Sampling(Record):
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None  # of the generated tokens
 
 
+class SamplingRequest(Sampling):
+    """The same as a request writes them. Jobs that were accepted under wider limits are read as `Sampling`."""
+
+    max_tokens: Count = 16
+    top_k: Index = 0
+    seed: Seed | None = None
+    stop: StopTexts = []
+    stop_token_ids: StopTokens = []
+
+
 class JobRequest(Handling, kw_only=True):
     """Body of `POST /v1/jobs`: `prompts`, or conversations in `messages`."""
 
-    model: str
-    prompts: Annotated[list[Prompt], msgspec.Meta(min_length=1, max_length=4096)] | None = None
+    model: Name
+    prompts: Annotated[list[Prompt], msgspec.Meta(min_length=1, max_length=MAX_PROMPTS)] | None = None
     #: Conversations; each becomes a prompt through the model's chat template, opened for the assistant's turn.
-    messages: Annotated[list[Conversation], msgspec.Meta(min_length=1, max_length=4096)] | None = None
-    sampling: Sampling = Sampling()
+    messages: Annotated[list[Conversation], msgspec.Meta(min_length=1, max_length=MAX_PROMPTS)] | None = None
+    sampling: SamplingRequest = SamplingRequest()
     capture: CaptureSpec | None = None
-    steering: list[SteeringSpec] = []
-    patch: list[PatchSpec] = []
-    metadata: Annotated[dict[str, str], msgspec.Meta(max_length=16)] = {}
+    steering: SteeringList = []
+    patch: PatchList = []
+    metadata: Metadata = {}
 
 
 class StoredPrompt(Record, omit_defaults=True):

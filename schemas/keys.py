@@ -7,6 +7,7 @@ import msgspec
 
 from .base import Record
 from .handling import Priority
+from .limits import MAX_INT64, MAX_SCOPES, MAX_TAG
 
 #: `submit`: jobs and sweeps, their cancel, modules, source runs, deletion of what is one's own. `read`: look at what is one's own.
 #: `steer-global`: what steers everyone. `observe`: look at the service as a whole, its metrics and its workers.
@@ -17,9 +18,9 @@ SCOPES: tuple[Scope, ...] = ("submit", "read", "steer-global", "observe", "admin
 #: To whom everything belongs where no keys are asked for.
 DEFAULT_TENANT = "default"
 TENANT_PATTERN = r"^[a-z0-9][a-z0-9-]{0,62}(?!\n)$"
-TenantName = Annotated[str, msgspec.Meta(pattern=TENANT_PATTERN)]
-KeyName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._@-]{0,62}(?!\n)$")]
-KeyId = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-z]{12}(?!\n)$")]
+TenantName = Annotated[str, msgspec.Meta(max_length=MAX_TAG, pattern=TENANT_PATTERN)]
+KeyName = Annotated[str, msgspec.Meta(max_length=MAX_TAG, pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._@-]{0,62}(?!\n)$")]
+KeyId = Annotated[str, msgspec.Meta(max_length=MAX_TAG, pattern=r"^[0-9a-z]{12}(?!\n)$")]
 
 #: A key as its user has it: `ms_<id>_<secret>`; the secret has 256 bits, so its SHA-256 is as good as a slow hash.
 KEY_PREFIX = "ms_"
@@ -27,7 +28,7 @@ KEY_PREFIX = "ms_"
 #: The longest that a key may be given at once: within what every calendar knows.
 MAX_KEY_EXPIRES_S = 100 * 365 * 24 * 3600
 
-Natural = Annotated[int, msgspec.Meta(ge=0)]
+Natural = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT64)]
 
 
 class Limits(Record, omit_defaults=True):
@@ -68,7 +69,9 @@ class KeyRequest(Record):
 
     name: KeyName
     tenant: TenantName = DEFAULT_TENANT
-    scopes: Annotated[list[Scope], msgspec.Meta(min_length=1)] = msgspec.field(default_factory=lambda: ["submit", "read"])
+    scopes: Annotated[list[Scope], msgspec.Meta(min_length=1, max_length=MAX_SCOPES)] = msgspec.field(
+        default_factory=lambda: ["submit", "read"]
+    )
     expires_in: Annotated[float, msgspec.Meta(gt=0, le=MAX_KEY_EXPIRES_S)] | None = None  # seconds; null: never
 
 

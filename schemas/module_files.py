@@ -16,6 +16,8 @@ import msgspec
 import safetensors
 
 from .blobs import DTYPE_NAMES, encode_safetensors
+from .json_bounds import TooManyValues, check_json
+from .limits import MAX_ENTRIES, MAX_FILE_HEADER, MAX_FILE_TENSORS
 from .selectors import ALIASES, HOOKS, resolve_hook
 from .specs import STEERING_FIELDS, SteeringSpec
 from .tensors import DType, Tensor
@@ -30,9 +32,6 @@ TENSOR_DIMS = {"vector": 1, "rotation": 2, "weight": 2, "bias": 1}
 _WIDE = frozenset({"vector", "rotation", "weight"})
 #: What the metadata of a simple file may say, for all its sites.
 SHARED = ("op", "positions", *dict.fromkeys(name for takes in STEERING_FIELDS.values() for name in takes.options))
-#: As many entries as a request may have.
-MAX_ENTRIES = 4096
-
 _DTYPE_OF: dict[str, DType] = {DTYPE_NAMES[name]: name for name in get_args(DType)}
 _SITE = re.compile(r"(?P<hook>[a-z_]+)\.(?P<layer>-?[0-9]{1,6})(?:\.(?P<field>[a-z]+))?")
 _INDEXED = re.compile(r"(?P<index>0|[1-9][0-9]{0,5})\.(?P<field>[a-z]+)")
@@ -45,6 +44,7 @@ def specs_of(raw: bytes) -> list[SteeringSpec]:
     Raises ValueError saying which key is wrong and what would be right. What only a model can tell (its layers, its width), and
     which fields an op takes, is for whoever uses the entries.
     """
+    _check_header(raw)
     try:
         read = safetensors.deserialize(raw)  # type: ignore[no-untyped-call]  # its stub has no types
         metadata = _metadata(raw)
@@ -102,8 +102,9 @@ def of_sites(tensors: Mapping[str, Tensor], shared: Mapping[str, Any] | None = N
 
 def _general(tensors: Mapping[str, Tensor], text: str) -> list[SteeringSpec]:
     try:
+        check_json(text.encode())
         entries = msgspec.json.decode(text, type=list[SteeringSpec])
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, TooManyValues) as error:
         raise ValueError(f"metadata {ENTRIES_KEY} is no list of entries: {error}") from error
     for index, entry in enumerate(entries):
         if entry.module is not None:
@@ -121,6 +122,15 @@ def _general(tensors: Mapping[str, Tensor], text: str) -> list[SteeringSpec]:
             raise ValueError(f"entry {index} has no tensor, such as {index}.vector")
     _same_width({f"{index}.{field}": tensor for index, found in of_entry.items() for field, tensor in found.items() if field in _WIDE})
     return [msgspec.structs.replace(entry, **of_entry[index]) for index, entry in enumerate(entries)]
+
+
+def _check_header(raw: bytes) -> None:
+    """Raises ValueError for a header of more bytes or tensors than a module needs, before anything of it is read."""
+    length = int.from_bytes(raw[:8], "little")
+    if length > MAX_FILE_HEADER:
+        raise ValueError(f"its header is {length} bytes: at most {MAX_FILE_HEADER}")
+    if (tensors := raw.count(b'"data_offsets"', 8, 8 + length)) > MAX_FILE_TENSORS:
+        raise ValueError(f"it holds {tensors} tensors: at most {MAX_FILE_TENSORS}")
 
 
 def _metadata(raw: bytes) -> dict[str, str]:

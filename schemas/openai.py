@@ -13,8 +13,9 @@ from .base import Record
 from .chat import Conversation
 from .errors import Problem
 from .handling import Handling
-from .jobs import CaptureResults, Determinism
-from .specs import CaptureSpec, PatchSpec, SteeringSpec
+from .jobs import CaptureResults, Determinism, Prompt, Seed, StopText, StopTexts, StopTokens
+from .limits import MAX_PROMPT_TOKENS, Count, Index, Label, Metadata, Name, Text
+from .specs import CaptureSpec, PatchList, SteeringList
 
 #: Field → the values that ask for nothing. Anything else is refused with the field's name.
 ONLY: dict[str, tuple[Any, ...]] = {
@@ -36,6 +37,10 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "prediction": (None,),
     "web_search_options": (None,),
 }
+
+
+#: A field of `ONLY`: kept as it came, so that nothing large is built to be refused. Left out: it asks for nothing.
+Unserved = msgspec.Raw | UnsetType
 
 
 class OpenAIError(Record):
@@ -61,72 +66,72 @@ class StreamOptions(Record):
 class OpenAIRequest(Handling, kw_only=True):
     """What both endpoints share. `temperature` is 1 by default, as in OpenAI's API; a job's is 0."""
 
-    model: str
+    model: Name
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = 1.0
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = 1.0
-    seed: int | None = None
-    stop: str | list[str] | None = None
+    seed: Seed | None = None
+    stop: StopText | StopTexts | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    metadata: Annotated[dict[str, str], msgspec.Meta(max_length=16)] | None = None
+    metadata: Metadata | None = None
 
     # Ours
-    steering: list[SteeringSpec] = []
-    patch: list[PatchSpec] = []
+    steering: SteeringList = []
+    patch: PatchList = []
     capture: CaptureSpec | None = None
     #: Hold the answer until every capture is durable and every rank has reported. A steered answer is always held for the
     #: ranks' reports, so that an intervention which was not applied is never answered as if it were.
     capture_wait: bool = False
-    top_k: Annotated[int, msgspec.Meta(ge=0)] = 0  # 0: all
+    top_k: Index = 0  # 0: all
     ignore_eos: bool = False
-    stop_token_ids: list[int] = []
+    stop_token_ids: StopTokens = []
 
     # Accepted, and without effect
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    service_tier: str | None = None
+    user: Label | None = None
+    safety_identifier: Label | None = None
+    prompt_cache_key: Label | None = None
+    service_tier: Label | None = None
     store: bool | None = None
 
     # Only at the value that asks for nothing: see `ONLY`
-    n: Any = 1
-    presence_penalty: Any = 0
-    frequency_penalty: Any = 0
-    logit_bias: Any = None
+    n: Unserved = UNSET
+    presence_penalty: Unserved = UNSET
+    frequency_penalty: Unserved = UNSET
+    logit_bias: Unserved = UNSET
 
 
 class CompletionRequest(OpenAIRequest, kw_only=True):
     """Body of `POST /v1/completions`."""
 
     #: Text, several texts, token ids, or several lists of token ids.
-    prompt: str | list[str | int | list[int]]
-    max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = 16
+    prompt: Text | Annotated[list[Prompt | Index], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)]
+    max_tokens: Count | None = 16
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None  # how many alternatives per token
 
-    best_of: Any = 1
-    echo: Any = False
-    suffix: Any = None
+    best_of: Unserved = UNSET
+    echo: Unserved = UNSET
+    suffix: Unserved = UNSET
 
 
 class ChatRequest(OpenAIRequest, kw_only=True):
     """Body of `POST /v1/chat/completions`."""
 
     messages: Conversation
-    max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None  # default: what the model's length leaves
-    max_completion_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    max_tokens: Count | None = None  # default: what the model's length leaves
+    max_completion_tokens: Count | None = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
 
-    tools: Any = None
-    tool_choice: Any = None
-    parallel_tool_calls: Any = None
-    functions: Any = None
-    function_call: Any = None
-    response_format: Any = None
-    modalities: Any = None
-    audio: Any = None
-    prediction: Any = None
-    web_search_options: Any = None
+    tools: Unserved = UNSET
+    tool_choice: Unserved = UNSET
+    parallel_tool_calls: Unserved = UNSET
+    functions: Unserved = UNSET
+    function_call: Unserved = UNSET
+    response_format: Unserved = UNSET
+    modalities: Unserved = UNSET
+    audio: Unserved = UNSET
+    prediction: Unserved = UNSET
+    web_search_options: Unserved = UNSET
 
 
 class CachedTokens(Record):

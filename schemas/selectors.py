@@ -1,6 +1,7 @@
 """Which layers, which positions, which hook point? Selectors as users write them, resolved to plain names and numbers."""
 
 import re
+import sys
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Literal, Protocol, cast, get_args
@@ -8,6 +9,14 @@ from typing import Annotated, Literal, Protocol, cast, get_args
 import msgspec
 
 from .base import Record
+from .limits import (
+    MAX_DIMENSIONS,
+    MAX_LAYER,
+    MAX_LAYER_TEXT,
+    MAX_LAYERS,
+    MAX_POSITIONS,
+    MAX_SPAN_TEXT,
+)
 
 
 class SelectorError(ValueError):
@@ -54,8 +63,19 @@ def resolve_hook(name: HookName) -> Hook:
     return ALIASES.get(name) or cast(Hook, name)
 
 
+LayerNumber = Annotated[int, msgspec.Meta(ge=-MAX_LAYER, le=MAX_LAYER)]
 #: `all`; one layer; a list; or text such as `0-3,7,-1` (ranges are inclusive). Negative numbers count from the last layer.
-LayerSelector = str | int | list[int]
+LayerSelector = (
+    Annotated[str, msgspec.Meta(max_length=MAX_LAYER_TEXT)]
+    | LayerNumber
+    | Annotated[list[LayerNumber], msgspec.Meta(max_length=MAX_LAYERS)]
+)
+#: Dimensions of the residual stream, written as layers are.
+DimensionSelector = (
+    Annotated[str, msgspec.Meta(max_length=MAX_DIMENSIONS)]
+    | LayerNumber
+    | Annotated[list[LayerNumber], msgspec.Meta(max_length=MAX_DIMENSIONS)]
+)
 _LAYERS = re.compile(r"(-?[0-9]{1,6})(?:-(-?[0-9]{1,6}))?")
 
 #: Named position sets; anything else is a list of absolute token positions, negative from the prompt's end.
@@ -84,7 +104,7 @@ class Span(Record):
     generated). Negative ones count from the prompt's end; positions of generated tokens follow those of the prompt.
     """
 
-    text: str | None = None
+    text: Annotated[str, msgspec.Meta(max_length=MAX_SPAN_TEXT)] | None = None
     occurrence: Place | None = 0
     start: Place | None = None
     stop: Place | None = None
@@ -104,7 +124,7 @@ class Span(Record):
 
 
 #: As users write it: a name, positions and spans in any mixture, or one span.
-PositionWish = PositionName | Annotated[list[Place | Span], msgspec.Meta(max_length=65_536)] | Span
+PositionWish = PositionName | Annotated[list[Place | Span], msgspec.Meta(max_length=MAX_POSITIONS)] | Span
 _RANGE = re.compile(r"(-?[0-9]{1,9})?:(-?[0-9]{1,9})?")
 
 
@@ -116,7 +136,7 @@ def written_range(text: str) -> dict[str, int] | None:
     return {name: int(place) for name, place in zip(("start", "stop"), match.groups(), strict=True) if place is not None}
 
 
-def resolve_layers(selector: LayerSelector, num_layers: int, thing: str = "layer") -> list[int]:
+def resolve_layers(selector: LayerSelector | DimensionSelector, num_layers: int, thing: str = "layer") -> list[int]:
     """Sorted unique layer numbers in `[0, num_layers)`; or of another `thing` that a model has so many of.
 
     Raises SelectorError saying what is wrong and what would be right.
@@ -124,11 +144,28 @@ def resolve_layers(selector: LayerSelector, num_layers: int, thing: str = "layer
     if selector == "all":
         return list(range(num_layers))
     if isinstance(selector, str):
-        return sorted({layer for part in selector.split(",") for layer in _layer_range(part.strip(), num_layers, thing)})
+        return joined(_layer_range(part.strip(), num_layers, thing) for part in selector.split(","))
     wanted = [selector] if isinstance(selector, int) else selector
     if not wanted:
         raise SelectorError(f"no {thing} named: give at least one")
     return sorted({_layer(layer, num_layers, thing) for layer in wanted})
+
+
+def parts_of(selector: LayerSelector | DimensionSelector | None) -> int:
+    """How many numbers and ranges it is written as."""
+    if isinstance(selector, str):
+        return selector.count(",") + 1
+    return len(selector) if isinstance(selector, list) else 1
+
+
+def joined(ranges: Iterable[range]) -> list[int]:
+    """The numbers in any of `ranges`, each once, ascending; takes time for each range and each number, not for both together."""
+    numbers: list[int] = []
+    reached = -sys.maxsize
+    for found in sorted(ranges, key=lambda found: found.start):
+        numbers += range(max(found.start, reached), found.stop)
+        reached = max(reached, found.stop)
+    return numbers
 
 
 def _layer_range(text: str, num_layers: int, thing: str) -> range:
@@ -194,7 +231,7 @@ def resolve_positions(wish: PositionWish, prompt_tokens: int, find: SpanFinder =
     if not wish:
         raise SelectorError("no position named: give at least one")
     positions: set[int] = set()
-    ranges: list[tuple[int, int]] = []
+    ranges: list[range] = []
     for index, item in enumerate(wish):
         if isinstance(item, Span):
             if item.is_range:
@@ -205,11 +242,8 @@ def resolve_positions(wish: PositionWish, prompt_tokens: int, find: SpanFinder =
         if not -prompt_tokens <= item < prompt_tokens:
             detail = f"position {item} is beyond the prompt, which has {prompt_tokens} tokens (0 to {prompt_tokens - 1})"
             raise SelectorError(detail, f"[{index}]")
-        positions.add(item % prompt_tokens)
-    reached = 0
-    for start, stop in sorted(ranges):  # each position once, however often ranges overlap
-        positions.update(range(max(start, reached), stop))
-        reached = max(reached, stop)
+        positions.add(item if item >= 0 else item + prompt_tokens)  # numbers are shared by all prompts
+    positions.update(joined(ranges))
     return sorted(positions)
 
 
@@ -229,14 +263,14 @@ def _counted(place: int, prompt_tokens: int) -> int:
     return place + prompt_tokens if place < 0 else place
 
 
-def _inside(window: Window, prompt_tokens: int, at: str) -> tuple[int, int]:
+def _inside(window: Window, prompt_tokens: int, at: str) -> range:
     """A range beside other positions: those are the prompt's. Raises SelectorError."""
     if window.stop is None:
         raise SelectorError("a range among other positions needs a `stop`: alone it may go on to the end", at)
     if window.stop > prompt_tokens:
         detail = f"the range goes up to {window.stop}, beyond the prompt, which has {prompt_tokens} tokens: alone it may"
         raise SelectorError(detail, f"{at}.stop")
-    return window.start, window.stop
+    return range(window.start, window.stop)
 
 
 def _span(span: Span, find: SpanFinder, at: str) -> list[int]:

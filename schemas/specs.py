@@ -7,16 +7,30 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 
 from .base import Record
-from .selectors import Hook, HookName, LayerSelector, Place, PositionSelector, PositionWish, Window, select
+from .limits import (
+    MAX_CONSUMERS,
+    MAX_ENTRIES,
+    MAX_HOOKS,
+    MAX_MODULE_NAME,
+    MAX_POSITIONS,
+    MAX_TAG,
+    Count,
+    Index,
+    Name,
+)
+from .selectors import DimensionSelector, Hook, HookName, LayerSelector, Place, PositionSelector, PositionWish, Window, select
 from .tensors import ITEM_BYTES, Tensor
 
 #: A tag is a folder name: one path segment, so it cannot leave the capture root.
 #: (`(?!\n)`: Python's `$` would let one line break follow.)
-Tag = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}(?!\n)$")]
+Tag = Annotated[str, msgspec.Meta(max_length=MAX_TAG, pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}(?!\n)$")]
 
+
+#: Names a module; whether there is one of this name is looked up.
+ModuleReference = Annotated[str, msgspec.Meta(max_length=MAX_MODULE_NAME)]
 
 #: Names a source run; job ids name the captures of their jobs without one, so no name may begin like them.
-RunName = Annotated[str, msgspec.Meta(pattern=r"^(?!job_)[A-Za-z0-9][A-Za-z0-9_-]{0,63}(?!\n)$")]
+RunName = Annotated[str, msgspec.Meta(max_length=MAX_TAG, pattern=r"^(?!job_)[A-Za-z0-9][A-Za-z0-9_-]{0,63}(?!\n)$")]
 
 #: Before or after the interventions of the same site.
 At = Literal["before", "after"]
@@ -25,7 +39,7 @@ RowDType = Literal["model", "float32", "bfloat16", "float16"]
 #: How captured rows become files, see `docs/capture.md`; `auto`: `segment` for small captures, `packed` for others.
 Layout = Literal["auto", "packed", "per_file", "segment"]
 #: Who gets the rows, by name: `filesystem`, `memory`, `logging`, and what is installed besides.
-Consumers = Annotated[list[str], msgspec.Meta(min_length=1, max_length=8)]
+Consumers = Annotated[list[Name], msgspec.Meta(min_length=1, max_length=MAX_CONSUMERS)]
 DEFAULT_CONSUMERS = ("filesystem",)
 LAYERS_AND_HOOKS = "name layers per hook in `hooks`, or `hook` with `layers`, not both"
 
@@ -40,9 +54,9 @@ class CaptureSpec(Record):
 
     layers: LayerSelector | None = None  # null: all
     hook: HookName | None = None  # null: post_block
-    hooks: dict[HookName, LayerSelector] | None = None
+    hooks: Annotated[dict[HookName, LayerSelector], msgspec.Meta(max_length=MAX_HOOKS)] | None = None
     positions: PositionWish = "last_prompt"
-    every_n: Annotated[int, msgspec.Meta(ge=1)] = 1
+    every_n: Count = 1
     at: At = "before"
     dtype: RowDType = "model"
     tag: Tag = "default"
@@ -106,7 +120,7 @@ class SteeringSpec(Record):
     hook: HookName | None = None  # post_block
     positions: PositionWish | None = None  # all; of a module: its own
     op: SteeringOp | None = None  # add
-    module: str | None = None
+    module: ModuleReference | None = None
     scale: float | None = None  # 1
     norm_match: bool | None = None  # false
     alpha: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None  # 1: all of it
@@ -133,13 +147,15 @@ class PatchSource(Record):
     that it has), in float32.
     """
 
-    run: str | None = None
-    prompt: Annotated[int, msgspec.Meta(ge=0)] = 0
-    position: Place | list[Place] | None = None  # a list: one for each position that is patched, in ascending order of those
+    run: Name | None = None
+    prompt: Index = 0
+    position: Place | Annotated[list[Place], msgspec.Meta(max_length=MAX_POSITIONS)] | None = (
+        None  # a list: one for each position that is patched, in ascending order of those
+    )
     mean: bool = False
     positions: PositionWish | None = None  # of the mean
     vector: Tensor | None = None  # `[hidden_size]`
-    module: str | None = None  # a named module that is one vector
+    module: ModuleReference | None = None  # a named module that is one vector
     zeros: bool = False
 
     def __post_init__(self) -> None:
@@ -165,7 +181,12 @@ class PatchSpec(Record):
     source: PatchSource
     hook: HookName = "post_block"
     alpha: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
-    mask: LayerSelector | None = None  # dimensions that are written, as layers are named: "0-63,100", a list; null: all
+    mask: DimensionSelector | None = None  # dimensions that are written, as layers are named: "0-63,100", a list; null: all
+
+
+#: As a request writes them.
+SteeringList = Annotated[list[SteeringSpec], msgspec.Meta(max_length=MAX_ENTRIES)]
+PatchList = Annotated[list[PatchSpec], msgspec.Meta(max_length=MAX_ENTRIES)]
 
 
 #: What the ops are to the ranks, in the order in which they are applied: `kernels.families`. `add_matched` is `add` with

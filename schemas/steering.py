@@ -9,13 +9,14 @@ from typing import Annotated, Literal
 import msgspec
 
 from .base import Record
+from .limits import MAX_DESCRIPTION, MAX_ENTRIES, MAX_MODULE_NAME, Name
 from .selectors import Hook, PositionSelector, PositionWish, cut_positions, resolve_positions
 from .specs import Family, SteeringRow, SteeringSpec, StoredSteering, at_scale, content_key, shapes_of, steering_rows
 
 #: Names of modules: one path segment.
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}(?!\n)$"
-ModuleName = Annotated[str, msgspec.Meta(pattern=NAME_PATTERN)]
-Entries = Annotated[list[SteeringSpec], msgspec.Meta(min_length=1, max_length=4096)]
+ModuleName = Annotated[str, msgspec.Meta(max_length=MAX_MODULE_NAME, pattern=NAME_PATTERN)]
+Entries = Annotated[list[SteeringSpec], msgspec.Meta(min_length=1, max_length=MAX_ENTRIES)]
 
 
 class SteeringTemplate(Record):
@@ -57,8 +58,8 @@ class ModuleRequest(Record):
     """Body of `PUT /v1/steering/modules/{name}`: entries as in a request's `steering`, without modules among them."""
 
     steering: Entries
-    model: str | None = None  # null: the only one there is
-    description: Annotated[str, msgspec.Meta(max_length=1000)] = ""
+    model: Name | None = None  # null: the only one there is
+    description: Annotated[str, msgspec.Meta(max_length=MAX_DESCRIPTION)] = ""
 
 
 class Module(Record):
@@ -124,7 +125,7 @@ class GlobalRequest(Record):
     """
 
     steering: Entries
-    model: str | None = None  # null: the only one there is
+    model: Name | None = None  # null: the only one there is
 
 
 class GlobalSteering(Record):

@@ -9,8 +9,23 @@ import msgspec
 
 from .base import Record
 from .handling import Handling
+from .limits import (
+    MAX_ANSWER_TEXT,
+    MAX_ANSWER_TOKENS,
+    MAX_HOOKS,
+    MAX_NOISE,
+    MAX_PAIRS,
+    MAX_POSITIONS,
+    MAX_SPANS,
+    Count,
+    Index,
+    Metadata,
+    Name,
+    Text,
+    TokenIds,
+)
 from .receipts import Receipt
-from .selectors import Hook, HookName, LayerSelector, Place, PositionWish
+from .selectors import DimensionSelector, Hook, HookName, LayerSelector, Place, PositionWish
 
 #: `logprob`: of the answer. `logit_diff`: log-probability of the answer less that of the foil (of one token each: the difference of
 #: their logits). `recovered`: (m − m_base) / (m_source − m_base) with m the logit_diff, or without a foil the logprob.
@@ -24,10 +39,19 @@ Ablation = Literal["zeros", "mean"]
 Alignment = Literal["auto", "left", "right"]
 
 
+#: What is expected after a prompt.
+Answer = Annotated[str, msgspec.Meta(max_length=MAX_ANSWER_TEXT)] | Annotated[list[Index], msgspec.Meta(max_length=MAX_ANSWER_TOKENS)]
+
+
+#: (clean, corrupt) positions.
+Counterparts = Annotated[list[tuple[Place, Place]], msgspec.Meta(max_length=MAX_POSITIONS)]
+Hooks = Annotated[list[HookName], msgspec.Meta(min_length=1, max_length=MAX_HOOKS)]
+
+
 class PairSpan(Record):
     """A column of the grid: these tokens are patched together."""
 
-    name: str
+    name: Name
     clean: PositionWish
     corrupt: PositionWish | None = None  # null: the counterparts of `clean`, by the alignment
 
@@ -35,28 +59,30 @@ class PairSpan(Record):
 class SweepPair(Record):
     """Two prompts and what is asked after them. Without `corrupt`: an ablation."""
 
-    clean: str | list[int]
-    corrupt: str | list[int] | None = None
-    answer: str | list[int] | None = None  # the continuation that is right after `clean`; null only with metric `kl`
-    foil: str | list[int] | None = None  # one that is right after `corrupt`
+    clean: Text | TokenIds
+    corrupt: Text | TokenIds | None = None
+    answer: Answer | None = None  # the continuation that is right after `clean`; null only with metric `kl`
+    foil: Answer | None = None  # one that is right after `corrupt`
     positions: PositionWish | None = None  # of the prompt that is patched, instead of the sweep's
-    spans: list[PairSpan] | None = None  # columns of several tokens, instead of positions; the same names in every pair
-    alignment: Alignment | list[tuple[Place, Place]] | None = None  # instead of the sweep's; a list: (clean, corrupt) positions
+    spans: Annotated[list[PairSpan], msgspec.Meta(max_length=MAX_SPANS)] | None = (
+        None  # columns of several tokens, instead of positions; the same names in every pair
+    )
+    alignment: Alignment | Counterparts | None = None  # instead of the sweep's
 
 
 class PatchWindow(Record):
     """How many of the sweep's layers and columns, a cell's own in their middle, are patched together; cut off at the edges."""
 
-    layers: Annotated[int, msgspec.Meta(ge=1)] = 1
-    positions: Annotated[int, msgspec.Meta(ge=1)] = 1
+    layers: Count = 1
+    positions: Count = 1
 
 
 class SweepRequest(Handling, kw_only=True):
     """Body of `POST /v1/sweeps`."""
 
-    model: str
-    pairs: Annotated[list[SweepPair], msgspec.Meta(min_length=1, max_length=256)]
-    hooks: Annotated[list[HookName], msgspec.Meta(min_length=1)] = msgspec.field(default_factory=lambda: ["post_block"])
+    model: Name
+    pairs: Annotated[list[SweepPair], msgspec.Meta(min_length=1, max_length=MAX_PAIRS)]
+    hooks: Hooks = msgspec.field(default_factory=lambda: ["post_block"])
     layers: LayerSelector = "all"
     positions: PositionWish = "all_prompt"  # of the prompt that is patched; one column each
     window: PatchWindow = PatchWindow()
@@ -65,9 +91,9 @@ class SweepRequest(Handling, kw_only=True):
     ablation: Ablation | None = None  # instead of rows of the other prompt; `corrupt` and `direction` are left out then
     alignment: Alignment = "auto"
     alpha: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
-    mask: LayerSelector | None = None  # dimensions that are written
-    noise: Annotated[int, msgspec.Meta(ge=1, le=64)] = 8  # patches of each pair that change nothing, to see how far values scatter
-    metadata: Annotated[dict[str, str], msgspec.Meta(max_length=16)] = {}
+    mask: DimensionSelector | None = None  # dimensions that are written
+    noise: Annotated[int, msgspec.Meta(ge=1, le=MAX_NOISE)] = 8  # patches of each pair that change nothing, to see how far values scatter
+    metadata: Metadata = {}
 
 
 class Column(Record):

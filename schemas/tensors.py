@@ -2,12 +2,13 @@
 
 import hashlib
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
 
 from .base import Record
+from .limits import MAX_TENSOR_BYTES, MAX_TENSOR_DIMS, Index
 
 DType = Literal["float32", "float16", "bfloat16"]
 
@@ -19,12 +20,10 @@ class Tensor(Record):
     """`data` is C-contiguous little-endian; in JSON it is base64 text."""
 
     dtype: DType
-    shape: list[int]
-    data: bytes
+    shape: Annotated[list[Index], msgspec.Meta(max_length=MAX_TENSOR_DIMS)]
+    data: Annotated[bytes, msgspec.Meta(max_length=MAX_TENSOR_BYTES)]
 
     def __post_init__(self) -> None:
-        if any(side < 0 for side in self.shape):
-            raise ValueError(f"shape {self.shape} has a negative side")
         expected = math.prod(self.shape) * ITEM_BYTES[self.dtype]
         if len(self.data) != expected:
             raise ValueError(f"data holds {len(self.data)} bytes; {self.dtype} of shape {self.shape} needs {expected}")

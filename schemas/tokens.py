@@ -1,18 +1,15 @@
 """Text to token ids and back, in the shapes of vLLM's own `/tokenize` and `/detokenize`."""
 
-from typing import Annotated
-
-import msgspec
-
 from .base import Record
 from .chat import Conversation
+from .limits import Name, Text, TokenIds
 
 
 class TokenizeRequest(Record):
     """Body of `POST /v1/tokenize`: `prompt`, or a conversation in `messages`."""
 
-    model: str
-    prompt: str | None = None
+    model: Name
+    prompt: Text | None = None
     messages: Conversation | None = None
     #: Adds what the model's tokenizer adds around plain text, such as BOS. A chat template writes its own.
     add_special_tokens: bool = True
@@ -30,8 +27,8 @@ class Tokenized(Record):
 class DetokenizeRequest(Record):
     """Body of `POST /v1/detokenize`."""
 
-    model: str
-    tokens: Annotated[list[int], msgspec.Meta(max_length=1 << 20)]
+    model: Name
+    tokens: TokenIds
 
 
 class Detokenized(Record):

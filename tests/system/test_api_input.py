@@ -6,6 +6,7 @@ import socket
 import struct
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import pytest
@@ -13,6 +14,7 @@ import redis
 from edge import HIDDEN, LAYERS, LONGEST, MODEL, WORDS, Api, Hand, running
 
 import midstream
+from midstream.schemas.limits import MAX_ENTRIES, MAX_JSON_VALUES, MAX_PROMPTS, MAX_TEXT
 from midstream.schemas.specs import CaptureSpec
 
 BODY: dict[str, Any] = {"model": MODEL, "prompts": ["hello there"]}
@@ -33,6 +35,10 @@ MATRICES = {"rotation": vector([1.0] * 16, shape=[2, 8]), "weight": vector([1.0]
 
 def capture(**changes: Any) -> dict[str, Any]:
     return {"capture": changes}
+
+
+def patch(number: int = 1, **changes: Any) -> dict[str, Any]:
+    return {"patch": [{"layers": 1, "positions": [0], "source": {"zeros": True}} | changes] * number}
 
 
 def sampling(**changes: Any) -> dict[str, Any]:
@@ -60,7 +66,32 @@ BAD: dict[str, tuple[dict[str, Any], int, str]] = {
     "empty stop": (sampling(stop=["a", ""]), 400, "sampling.stop[1]"),
     "stop token outside the vocabulary": (sampling(stop_token_ids=[10**30]), 400, "sampling.stop_token_ids[0]"),
     "top_k beyond the vocabulary": (sampling(top_k=10**9), 400, "sampling.top_k"),
-    "metadata too long": ({"metadata": {"a": "x" * 1000}}, 400, "metadata.a"),
+    "metadata too long": ({"metadata": {"a": "x" * 1000}}, 400, "metadata[...]"),
+    "key of metadata too long": ({"metadata": {"a" * 65: "x"}}, 400, "metadata"),
+    "name of a model too long": ({"model": "m" * 201}, 400, "model"),
+    "prompt longer than any": ({"prompts": ["a" * (MAX_TEXT + 1)]}, 400, "prompts[0]"),
+    "more prompts than a job has": ({"prompts": ["a"] * (MAX_PROMPTS + 1)}, 400, "prompts"),
+    "token id beyond 64 bits": ({"prompts": [[2**64]]}, 400, "prompts[0][0]"),
+    "max_tokens beyond 64 bits": (sampling(max_tokens=2**64), 400, "sampling.max_tokens"),
+    "more stops than are looked for": (sampling(stop=["x"] * 33), 400, "sampling.stop"),
+    "stop that is too long": (sampling(stop=["x" * 257]), 400, "sampling.stop[0]"),
+    "more stop tokens than are looked for": (sampling(stop_token_ids=[1] * 257), 400, "sampling.stop_token_ids"),
+    "every_n beyond 64 bits": (capture(every_n=2**64), 400, "capture.every_n"),
+    "layer beyond 64 bits": (capture(layers=[2**64]), 400, "capture.layers[0]"),
+    "layers as a long text": (capture(layers="0," * 500_000), 400, "capture.layers"),
+    "layers as a long list": (capture(layers=[0] * 1025), 400, "capture.layers"),
+    "mask as a long text": (patch(mask="0," * 40_000), 400, "patch[0].mask"),
+    "mask as a long list": (patch(mask=[0] * 65_537), 400, "patch[0].mask"),
+    "position beyond 64 bits": (capture(positions=[2**64]), 400, "capture.positions[0]"),
+    "row of a prompt beyond 64 bits": (patch(source={"run": "a", "prompt": 2**64}), 400, "patch[0].source.prompt"),
+    "more edits than a job has": ({"steering": [{}] * (MAX_ENTRIES + 1)}, 400, "steering"),
+    "more patches than a job has": (patch(4097), 400, "patch"),
+    "span longer than any": (capture(positions=[{"text": "a" * 65_537}]), 400, "capture.positions[0].text"),
+    "shape of many dimensions": (steering(vector=vector([1.0] * 8, shape=[2, 2, 2])), 400, "steering[0].vector.shape"),
+    "shape beyond 64 bits": (steering(vector=vector([1.0] * 8, shape=[2**64])), 400, "steering[0].vector.shape[0]"),
+    "more parts of layers than can be resolved": ({"patch": patch(1030, layers=",".join("0" * 512), mask=[0])["patch"]}, 400,
+        "patch[0].layers"),
+    "name of a field that is too long": ({"x" * 1000: 1}, 400, "x" * 199 + "…"),
     "layer out of range": (capture(layers=[0, LAYERS]), 400, "capture.layers"),
     "layer out of range from the end": (capture(layers=-LAYERS - 1), 400, "capture.layers"),
     "range of layers out of range": (capture(layers=f"0-{LAYERS}"), 400, "capture.layers"),
@@ -185,7 +216,8 @@ def test_before_any_model_is_known_a_job_may_be_tried_again_later(api: Api) -> N
     assert int(answer.headers["retry-after"]) >= 1
 
 
-@pytest.mark.parametrize("body", [b"{", b"", b"null", b"[]", b"\xff\xfe", b'{"model":"\\ud800"}', b'{"model":"tiny"} x', b"[" * 100_000])
+@pytest.mark.parametrize("body", [b"{", b"", b"null", b"[]", b"\xff\xfe", b'{"model":"\\ud800"}', b'{"model":"tiny"} x', b"[" * 100_000,
+    b'{"model": "\xff"}', b'{"model": "a", "tools": ' + b"[" * 30_000, b'{"x": [' + b"0," * MAX_JSON_VALUES + b"0]}"])  # fmt: skip
 def test_a_body_that_is_not_a_json_object_is_400(api: Api, hand: Hand, body: bytes) -> None:
     answer = api.http.post("/v1/jobs", content=body, headers=JSON)
     assert (answer.status_code, answer.headers["content-type"]) == (400, "application/problem+json")
@@ -225,6 +257,57 @@ def test_an_idempotency_key_that_cannot_be_one_is_refused(api: Api, hand: Hand, 
 def test_a_wait_that_is_no_time_is_refused(api: Api, hand: Hand, wait: str) -> None:
     answer = api.http.get(f"/v1/jobs/{api.submit()}", params={"wait": wait})
     assert (answer.status_code, answer.json()["field"]) == (400, "wait")
+
+
+#: Path → (its parameters, headers, and the one that is at fault).
+BAD_PARAMETERS: list[tuple[str, dict[str, str], dict[str, str], str]] = [
+    ("/v1/jobs", {"limit": "9" * 5000}, {}, "limit"),
+    ("/v1/jobs", {"limit": "-1"}, {}, "limit"),
+    ("/v1/jobs", {"model": "m" * 201}, {}, "model"),
+    ("/v1/jobs", {"cursor": "1e999:\0"}, {}, "cursor"),
+    ("/v1/jobs", {"cursor": "nan:x"}, {}, "cursor"),
+    ("/v1/captures", {"tag": "t" * 65}, {}, "tag"),
+    ("/v1/webhooks/deliveries", {"cursor": "x" * 10_000}, {}, "cursor"),
+    ("/v1/jobs/JOB", {"wait": "1e300"}, {}, "wait"),
+    ("/v1/jobs/JOB", {"wait": "inf"}, {}, "wait"),
+    ("/v1/jobs/JOB/events", {}, {"Last-Event-ID": f"{2**64}-0"}, "Last-Event-ID"),
+    ("/v1/jobs/JOB/events", {}, {"Last-Event-ID": f"0-{2**64}"}, "Last-Event-ID"),
+    ("/v1/jobs/JOB/events", {}, {"Last-Event-ID": "1" * 300}, "Last-Event-ID"),
+    ("/v1/captures/JOB/safetensors", {"request": str(2**64)}, {}, "request"),
+    ("/v1/captures/JOB/safetensors", {"request": "-1"}, {}, "request"),
+    ("/v1/captures/JOB/safetensors", {"layers": "0," * 10_000}, {}, "layers"),
+    ("/v1/jobs/" + "j" * 201, {}, {}, "job_id"),
+]
+
+
+@pytest.mark.parametrize(("path", "query", "headers", "field"), BAD_PARAMETERS)
+def test_a_bad_parameter_is_400_with_its_name(
+    api: Api, hand: Hand, path: str, query: dict[str, str], headers: dict[str, str], field: str
+) -> None:
+    answer = api.http.get(path.replace("JOB", api.submit()), params=query, headers=headers)
+    assert (answer.status_code, answer.json().get("field")) == (400, field), answer.text
+    assert len(answer.content) < 2000
+
+
+def test_whose_job_it_is_comes_before_what_its_parameters_say(api: Api, hand: Hand) -> None:
+    nobodys = api.http.get("/v1/captures/job_nobody/safetensors", params={"layers": "x"})
+    events = api.http.get("/v1/jobs/job_nobody/events", headers={"Last-Event-ID": "x"})
+    assert (nobodys.status_code, events.status_code) == (404, 404)
+
+
+@pytest.mark.parametrize("name", ["\0", "\ud800", "é" * 60, " ", "%00%ff"])
+@pytest.mark.parametrize("path", ["/v1/jobs/{}", "/v1/captures/{}", "/v1/captures/{}/files/{}", "/v1/runs/{}", "/v1/webhooks/deliveries/{}",
+    "/v1/jobs?tenant={}&model={}&cursor={}", "/v1/captures?tag={}", "/v1/runs?model={}"])  # fmt: skip
+def test_no_name_is_a_failure_of_ours(api: Api, hand: Hand, path: str, name: str) -> None:
+    quoted = quote(name.encode(errors="surrogatepass"), safe="%")
+    assert api.http.get(path.replace("{}", quoted)).status_code < 500
+
+
+@pytest.mark.parametrize("field", ["requests_per_minute", "capture_mib", "module_mib", "weight"])
+@pytest.mark.parametrize("value", [2**64, -1])
+def test_limits_of_a_tenant_that_are_no_limits_are_refused(api: Api, field: str, value: int) -> None:
+    answer = api.http.put("/v1/tenants/someone", json={field: value})
+    assert (answer.status_code, answer.json()["field"]) == (400, field)
 
 
 @pytest.fixture(scope="module")

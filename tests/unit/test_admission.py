@@ -11,7 +11,7 @@ import pytest
 from midstream import __version__
 from midstream.api import admission
 from midstream.api.admission import RESOLVE_LIMIT, check_cost, resolve
-from midstream.api.steered import MAX_STEERING_ENTRIES, Standing
+from midstream.api.steered import MAX_ENTRIES, Standing
 from midstream.api.wishes import Wish
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import Sampling, StoredPrompt
@@ -32,8 +32,8 @@ def wish(capture: CaptureSpec | None = None, *steering: SteeringSpec) -> Wish:
     return Wish("generate", "m", [], Sampling(), capture=capture, steering=list(steering))
 
 
-def steered(positions: Any) -> SteeringSpec:
-    return SteeringSpec(layers=0, vector=VECTOR, positions=positions)
+def steered(positions: Any, layers: Any = 0) -> SteeringSpec:
+    return SteeringSpec(layers=layers, vector=VECTOR, positions=positions)
 
 
 @pytest.mark.parametrize(
@@ -76,10 +76,11 @@ def test_what_takes_long_to_resolve_is_resolved_off_the_event_loop(
         (wish(CaptureSpec(positions=[0] * 65_536)), 64, 0, "capture.positions"),
         (wish(CaptureSpec(), steered("all"), steered([0] * 1100)), 4096, 0, "steering[1].positions"),
         (wish(CaptureSpec(positions=[Span(text="a")] * 1000)), 1, 150_000, "capture.positions"),
-        (wish(CaptureSpec(positions=Span(text="a")), *[steered("all")] * 200), 4096, 0, "capture.positions"),
+        (wish(None, *[steered("all")] * 32), 4096, 0, "steering"),
+        (wish(CaptureSpec(positions=Span(text="a")), *[steered("all", ",".join("0" * 512))] * 1100), 1, 0, "steering[0].layers"),
         (wish(CaptureSpec(), *[steered([Span(stop=9000)])] * 8), 64, 1 << 20, "steering[0].positions"),
         (wish(CaptureSpec(), *[steered([Span(start=-9000, stop=9000)])] * 8), 2, 1_040_000, "steering[0].positions"),
-        (wish(None, *[steered("all")] * (MAX_STEERING_ENTRIES + 1)), 1, 0, "steering"),
+        (wish(None, *[steered("all")] * (MAX_ENTRIES + 1)), 1, 0, "steering"),
     ],
 )
 def test_what_would_take_too_long_is_refused_by_the_field_that_takes_most(asked: Wish, prompts: int, characters: int, field: str) -> None:

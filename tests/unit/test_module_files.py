@@ -166,6 +166,17 @@ def test_more_entries_than_a_request_may_have_are_refused(monkeypatch: pytest.Mo
         specs_of(file({f"post_block.{layer}": JOY for layer in range(3)}))
 
 
+def test_a_header_beyond_its_limits_is_refused_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = file({f"post_block.{layer}": JOY for layer in range(3)})
+    monkeypatch.setattr(safetensors, "deserialize", None)
+    monkeypatch.setattr(module_files, "MAX_FILE_TENSORS", 2)
+    with pytest.raises(ValueError, match="holds 3 tensors: at most 2"):
+        specs_of(raw)
+    monkeypatch.setattr(module_files, "MAX_FILE_HEADER", 100)
+    with pytest.raises(ValueError, match=r"header is \d+ bytes: at most 100"):
+        specs_of(raw)
+
+
 @given(st.binary(max_size=64) | st.binary(max_size=64).map(lambda tail: len(tail).to_bytes(8, "little") + tail))
 def test_no_bytes_raise_anything_else(raw: bytes) -> None:
     with pytest.raises(ValueError):  # noqa: PT011  # whichever it is

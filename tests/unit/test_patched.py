@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from midstream import __version__
-from midstream.api.patched import MAX_PATCH_ENTRIES, MAX_RUNS
+from midstream.api import patched
+from midstream.api.patched import MAX_PATCH_ROWS, MAX_RUNS
 from midstream.api.rules import Bounds, PromptFacts, resolve_captures
 from midstream.api.standing import Standing
-from midstream.api.steered import MAX_STEERING_ENTRIES, resolve_edits, resolve_module
+from midstream.api.steered import MAX_ENTRIES, resolve_edits, resolve_module
 from midstream.schemas.base import from_msgpack
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.models import ModelInfo
@@ -197,6 +198,14 @@ def test_zeros_need_no_bytes() -> None:
 # --- Masks and order -------------------------------------------------------------------------------------------------------
 
 
+def test_masks_that_differ_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patched, "MAX_MASKS", 2)
+    two = [patch(mask=0), patch(mask=[1]), patch(mask="0"), patch()]
+    assert len(entries(*two)) == 4
+    found = refused(*two, patch(mask=2))
+    assert (found.field, found.allowed) == ("patch[4].mask", "at most 2 that differ")
+
+
 def test_a_mask_is_a_tensor_of_ones_where_it_writes() -> None:
     ((entry,),), blobs = resolved([patch(mask="0-1,-1")])
     assert (entry.family, entry.tensors[0], entry.numbers) == ("replace_masked", "run:job_1.0.t:pre_attn:0:0", [1.0])
@@ -357,18 +366,18 @@ def test_tables_of_the_worker_bound_a_request() -> None:
 
 
 def test_a_prompt_has_so_many_entries() -> None:
-    tokens = MAX_STEERING_ENTRIES // LAYERS
+    tokens = MAX_ENTRIES // LAYERS
     long = run(changed(tokens=tokens, positions=list(range(tokens)), token_ids=[1] * tokens))
     wished, more = patch({"run": "clean"}, "all_prompt", layers="all"), {"lengths": (tokens,), "standing": Standing(runs={"clean": long})}
-    assert len(entries(wished, **more)) == MAX_STEERING_ENTRIES
+    assert len(entries(wished, **more)) == MAX_ENTRIES
     found = refused(wished, steering=[SteeringSpec(layers=0, vector=VECTOR)], **more)
-    assert (found.field, f"comes to {MAX_STEERING_ENTRIES + 1} entries for prompt 0" in found.detail) == ("patch", True), found
+    assert (found.field, f"comes to {MAX_ENTRIES + 1} entries for prompt 0" in found.detail) == ("patch", True), found
 
 
 def test_a_job_has_so_many_rows_and_a_request_so_many_runs() -> None:
     wished = [patch({"run": "clean"}, [0, 1, 2, 3], layers="all")] * 2
-    found = refused(*wished, lengths=(6,) * (MAX_PATCH_ENTRIES // 32 + 1))
-    assert (found.field, found.allowed) == ("patch", f"at most {MAX_PATCH_ENTRIES}")
+    found = refused(*wished, lengths=(6,) * (MAX_PATCH_ROWS // 32 + 1))
+    assert (found.field, found.allowed) == ("patch", f"at most {MAX_PATCH_ROWS}")
     found = refused(*[patch({"run": f"r{number}"}) for number in range(MAX_RUNS + 1)])
     assert (found.field, "source runs" in found.detail) == ("patch", True)
 

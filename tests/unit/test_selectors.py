@@ -20,6 +20,7 @@ from midstream.schemas.selectors import (
     Window,
     cut_positions,
     depends_on_prompt,
+    joined,
     lowest_position,
     resolve_layers,
     resolve_positions,
@@ -74,6 +75,11 @@ def test_layer_selectors_resolve_to_sorted_unique_layers(selector, layers) -> No
 def test_wrong_layer_selectors_are_refused_with_what_would_be_right(selector, words) -> None:
     with pytest.raises(ValueError, match=words):
         resolve_layers(selector, 5)
+
+
+def test_overlapping_ranges_are_joined() -> None:
+    assert joined([range(4, 9), range(3), range(2, 5), range(7, 8), range(20, 21), range(30, 30)]) == [*range(9), 20]
+    assert resolve_layers(",".join(["0-99"] * 200 + ["5", "-1"]), 100) == list(range(100))
 
 
 def test_a_position_beyond_the_prompt_is_refused() -> None:

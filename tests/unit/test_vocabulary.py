@@ -37,7 +37,7 @@ def test_a_tensor_is_named_by_its_content_and_nothing_else() -> None:
 def test_a_tensor_whose_bytes_do_not_fill_its_shape_is_refused() -> None:
     with pytest.raises(msgspec.ValidationError, match="needs 16"):
         from_json(b'{"dtype": "float32", "shape": [4], "data": "AAAA"}', Tensor)
-    with pytest.raises(msgspec.ValidationError, match="negative"):
+    with pytest.raises(msgspec.ValidationError, match=">= 0"):
         from_json(b'{"dtype": "float32", "shape": [-1, -1], "data": "AAAAAA=="}', Tensor)
 
 

@@ -1,0 +1,98 @@
+"""Limits on what one request may hold. `docs/http.md` has them as a table, which a test compares with this module.
+
+What an operator may need to change is a setting (`max_body_mib`, `sweep_cells`, …); these are constants. Lengths of texts are in
+characters. msgspec checks a list's length only after building it, so `json_bounds` counts the values of a body before that.
+"""
+
+from typing import Annotated
+
+import msgspec
+
+# --- Any JSON document, counted in its bytes before anything is built --------------------------------------------------
+
+MAX_JSON_VALUES = 1 << 18  # elements and members
+MAX_JSON_CONTAINERS = 1 << 15  # objects and arrays
+
+# --- Numbers -----------------------------------------------------------------------------------------------------------
+
+MAX_COUNT = (1 << 31) - 1  # indices, positions, numbers of tokens
+MAX_INT64 = (1 << 63) - 1  # seeds and limits of tenants
+MAX_WAIT_S = 1_000_000.0  # `?wait=` and `Prefer: wait=N`; what is longer than the setting `max_wait_s` counts as that
+
+# --- Names -------------------------------------------------------------------------------------------------------------
+
+MAX_NAME = 200  # of models, modules, runs, jobs, spans of a sweep and consumers, cursors and file names
+MAX_TAG = 64  # tags of captures, names of source runs and tenants
+MAX_MODULE_NAME = 128
+MAX_URL = 2048
+MAX_HEADER = 4096  # of headers that are read
+MAX_IDEMPOTENCY_KEY = 255
+MAX_DESCRIPTION = 1000
+MAX_LABEL = 512  # OpenAI's `user`, `safety_identifier`, `prompt_cache_key`, `service_tier`
+MAX_METADATA = 16  # entries; keys and values as in OpenAI's API
+MAX_METADATA_KEY = 64
+MAX_METADATA_VALUE = 512
+
+# --- Prompts -----------------------------------------------------------------------------------------------------------
+
+MAX_TEXT = 1 << 22  # a prompt, or a message of a conversation
+MAX_PROMPTS = 4096  # of one job
+MAX_PROMPT_TOKENS = MAX_JSON_VALUES  # token ids of one prompt
+MAX_MESSAGES = 4096  # of a conversation, and parts of a message
+MAX_STOPS = 32  # `stop`: each is looked for after every generated token
+MAX_STOP_TEXT = 256
+MAX_STOP_TOKENS = 256  # `stop_token_ids`
+MAX_UNSERVED = 1024  # bytes of an OpenAI field that is accepted only at the value that asks for nothing
+
+# --- Layers, positions, dimensions -------------------------------------------------------------------------------------
+
+MAX_LAYER = 10**6  # the largest number of a layer or dimension, counted from either end
+MAX_LAYERS = 1024  # entries of a list of layers
+MAX_LAYER_TEXT = 1024  # `0-3,7,-1`
+MAX_HOOKS = 16  # entries of `hooks`
+MAX_DIMENSIONS = 1 << 16  # entries of a list of dimensions (`mask`), and characters of its text
+MAX_POSITIONS = 1 << 16  # entries of a list of positions
+MAX_SPAN_TEXT = 1 << 16
+
+# --- Captures, steering and patches --------------------------------------------------------------------------------------
+
+MAX_CONSUMERS = 8
+MAX_ENTRIES = 4096  # of `steering`, of `patch` and of a module, and for one prompt those of its modules among them
+MAX_JOB_EDITS = 1 << 16  # of `steering`, those of modules among them, over all prompts of a job: each is stored with the job
+MAX_PATCH_ROWS = 1 << 16  # of `patch`, over all prompts of a job: each names a row of a run or a vector
+MAX_MASKS = 256  # that differ, of a job: each is stored as a vector
+MAX_TENSOR_DIMS = 2
+MAX_TENSOR_BYTES = 8 << 20
+MAX_FILE_TENSORS = 3 * MAX_ENTRIES  # of a module's safetensors file: `lowrank` has three
+MAX_FILE_HEADER = 4 << 20  # bytes of that file's header
+
+# --- Sweeps --------------------------------------------------------------------------------------------------------------
+
+MAX_PAIRS = 256
+MAX_SPANS = 4096  # of a pair
+MAX_ANSWER_TEXT = 4096
+MAX_ANSWER_TOKENS = 32  # each costs every cell another forward pass
+MAX_NOISE = 64
+
+# --- Keys, webhooks, listings ----------------------------------------------------------------------------------------------
+
+MAX_SCOPES = 16
+MAX_EVENTS = 16  # of `callback_events`
+MAX_PAGE = 200  # entries of a page
+
+#: So much of what a client sent is shown in an error, and so much is said of it altogether.
+MAX_SHOWN = 200
+MAX_DETAIL = 1000
+
+# --- The types that have them ----------------------------------------------------------------------------------------------
+
+Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_COUNT)]
+Index = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
+Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
+Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
+TokenIds = Annotated[list[Index], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)]
+Label = Annotated[str, msgspec.Meta(max_length=MAX_LABEL)]
+Metadata = Annotated[
+    dict[Annotated[str, msgspec.Meta(max_length=MAX_METADATA_KEY)], Annotated[str, msgspec.Meta(max_length=MAX_METADATA_VALUE)]],
+    msgspec.Meta(max_length=MAX_METADATA),
+]
