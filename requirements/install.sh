@@ -44,6 +44,7 @@ for compiler in cc c++; do
     echo 'int main() { return 0; }' | "$compiler" -x c - -o /dev/null 2>/dev/null || refuse "there is no working C++ compiler ($compiler)" g++ gcc-c++
 done
 if [ -f "$venv/pyvenv.cfg" ] && [ "$(version_of "$venv/bin/python")" != "$version" ]; then rm -rf "$venv"; fi # made by another Python
+"$python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || refuse "vLLM's kernels need libnuma" libnuma1 numactl-libs
 mkdir -p "$venv"
 log=$venv/install.log
 : >"$log"
