@@ -138,8 +138,8 @@ case "$2" in *version_info*) echo {version} ;; *ensurepip*) exit {venv} ;; *libn
         ({"python3": ("3.10", 0)}, "found 3.10", "apt-get install python3 python3-venv"),
         ({"python3": ("3.13", 1)}, "python3 cannot make virtual environments", "apt-get install python3.13-venv"),
         ({"python3.12": ("3.12", 1), "python3": ("3.13", 0)}, "git is missing", "apt-get install git"),
-        ({"python3": ("3.13", 0), "git": None, "make": None}, "there is no working C++ compiler", "apt-get install g++"),
-        ({"python3": ("3.13", 0), "git": None, "make": None, "dnf": None}, "there is no working C++ compiler", "dnf install gcc-c++"),
+        ({"python3": ("3.13", 0), "git": None, "make": None}, "there is no working C compiler", "apt-get install g++"),
+        ({"python3": ("3.13", 0), "git": None, "make": None, "dnf": None}, "there is no working C compiler", "dnf install gcc-c++"),
         ({"python3": ("3.13", 0), "git": None, "make": None, "cc": None, "c++": None}, "libnuma", "apt-get install libnuma1"),
     ],
 )
