@@ -7,8 +7,8 @@ REASONS: tuple[tuple[str, str], ...] = (
     (
         r"max seq len \((\d+)\), \(([\d.]+) GiB KV cache is needed, which is larger than the available KV cache memory \(([\d.]+) GiB\)"
         r"\.(?: Based on the available memory, the estimated maximum model length is (?P<fits>\d+))?",
-        "the KV cache is too small for one request of {1} tokens: it needs {2} GiB and has {3}. Increase the setting kv_cache_gib (on a CPU), "
-        "or decrease max_model_len{fits}",
+        "the KV cache is too small for one request of {1} tokens: it needs {2} GiB and has {3}. Increase the setting kv_cache_gib "
+        "(on a CPU), or decrease max_model_len{fits}",
     ),
     (
         r"No available memory for the cache blocks",

