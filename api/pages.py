@@ -64,7 +64,8 @@ class Operations(OpenAPIRenderPlugin):
         return page(
             f"Midstream {__version__}",
             f"<h1>Midstream {__version__}</h1><p>{html.escape(openapi_schema['info']['description'])}</p>"
-            '<p>The document: <a href="/schema/openapi.json">openapi.json</a>. To try calls out: <a href="/schema/swagger">Swagger UI</a>.</p>'
+            '<p>The document: <a href="/schema/openapi.json">openapi.json</a>. '
+            'To try calls out: <a href="/schema/swagger">Swagger UI</a>.</p>'
             f"<table>{''.join(rows)}</table>",
         )
 

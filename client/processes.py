@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from ..schemas.engine_errors import in_our_settings
+
 #: A log file above this size is set aside as `<name>.log.1` when its process is started anew.
 LOG_LIMIT_BYTES = 32 << 20
 #: First and longest pause before a dead child is started again; a child that ran this long starts over at the first.
@@ -102,7 +104,7 @@ class Child:
         words = (complaints or lines or ["it wrote nothing"])[-1]
         if _POINTS_ABOVE in words:
             words = _root_cause(lines) or words
-        return words[:500]
+        return in_our_settings(words)[:500]
 
     def died(self) -> float:
         """Note a death; returns the pause in seconds before it should be started again."""

@@ -40,9 +40,9 @@ makes_venvs "$python" || refuse "$python cannot make virtual environments: it la
 # vLLM and torch compile kernels when they run, and redis-server is built where its package has no wheel for this Python.
 command -v git >/dev/null || refuse "git is missing" git git
 command -v make >/dev/null || refuse "make is missing" make make
-for compiler in cc c++; do
-    echo 'int main() { return 0; }' | "$compiler" -x c - -o /dev/null 2>/dev/null || refuse "there is no working C++ compiler ($compiler)" g++ gcc-c++
-done
+echo 'int main() { return 0; }' | cc -x c - -o /dev/null 2>/dev/null || refuse "there is no working C compiler (cc)" g++ gcc-c++
+echo 'int main() { return 0; }' | c++ -x c++ - -o /dev/null 2>/dev/null || refuse "there is no working C++ compiler (c++)" g++ gcc-c++
+"$python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || refuse "vLLM's kernels need libnuma" libnuma1 numactl-libs
 if [ -f "$venv/pyvenv.cfg" ] && [ "$(version_of "$venv/bin/python")" != "$version" ]; then rm -rf "$venv"; fi # made by another Python
 mkdir -p "$venv"
 log=$venv/install.log

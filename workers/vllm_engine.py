@@ -18,6 +18,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from .. import __version__
+from ..schemas.engine_errors import in_our_settings
 from ..schemas.errors import MidstreamError
 from ..schemas.global_capture import from_settings
 from ..schemas.models import ModelInfo, TokenizerBundle
@@ -104,7 +105,7 @@ class VllmEngine(RankControl):
         except UnsupportedArchitectureError:
             raise
         except Exception as error:
-            raise MidstreamError("engine_failed", f"the engine did not start: {_reason(error)}") from error
+            raise MidstreamError("engine_failed", f"the engine did not start: {in_our_settings(_reason(error))}") from error
         hooks = [hook for hook in adapter.hooks if not plane.hooks or hook in plane.hooks]
         self.enters = settings.sweep_entry and settings.enforce_eager and "pre_attn" in hooks  # as the ranks see it
         self._row_bytes = config.get_hidden_size() * config.dtype.itemsize

@@ -127,7 +127,7 @@ def test_the_pythons_are_the_same_everywhere() -> None:
 #: Of the system: what install.sh calls before it has an interpreter.
 TOOLS = ("bash", "id", "cat", "dirname", "grep")
 PYTHON = """#!/bin/sh
-case "$2" in *version_info*) echo {version} ;; *ensurepip*) exit {venv} ;; esac
+case "$2" in *version_info*) echo {version} ;; *ensurepip*) exit {venv} ;; *libnuma*) exit 1 ;; esac
 """
 
 
@@ -138,8 +138,9 @@ case "$2" in *version_info*) echo {version} ;; *ensurepip*) exit {venv} ;; esac
         ({"python3": ("3.10", 0)}, "found 3.10", "apt-get install python3 python3-venv"),
         ({"python3": ("3.13", 1)}, "python3 cannot make virtual environments", "apt-get install python3.13-venv"),
         ({"python3.12": ("3.12", 1), "python3": ("3.13", 0)}, "git is missing", "apt-get install git"),
-        ({"python3": ("3.13", 0), "git": None, "make": None}, "there is no working C++ compiler", "apt-get install g++"),
-        ({"python3": ("3.13", 0), "git": None, "make": None, "dnf": None}, "there is no working C++ compiler", "dnf install gcc-c++"),
+        ({"python3": ("3.13", 0), "git": None, "make": None}, "there is no working C compiler", "apt-get install g++"),
+        ({"python3": ("3.13", 0), "git": None, "make": None, "dnf": None}, "there is no working C compiler", "dnf install gcc-c++"),
+        ({"python3": ("3.13", 0), "git": None, "make": None, "cc": None, "c++": None}, "libnuma", "apt-get install libnuma1"),
     ],
 )
 def test_install_names_what_is_missing_and_its_command(

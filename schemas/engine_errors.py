@@ -1,0 +1,50 @@
+"""vLLM's reasons not to start, in terms of our settings: its own messages name options that Midstream does not have."""
+
+import re
+
+#: What vLLM (0.32) says → what that means here; groups of the match fill the braces.
+REASONS: tuple[tuple[str, str], ...] = (
+    (
+        r"max seq len \((\d+)\), \(([\d.]+) GiB KV cache is needed, which is larger than the available KV cache memory \(([\d.]+) GiB\)"
+        r"\.(?: Based on the available memory, the estimated maximum model length is (?P<fits>\d+))?",
+        "the KV cache is too small for one request of {1} tokens: it needs {2} GiB and has {3}. Increase the setting kv_cache_gib "
+        "(on a CPU), or decrease max_model_len{fits}",
+    ),
+    (
+        r"No available memory for the cache blocks",
+        "no memory is left for the KV cache. Increase the setting kv_cache_gib (on a CPU), or take a smaller model or a larger "
+        "tensor_parallel_size",
+    ),
+    (
+        r"Available memory on node \d+ \(([\d.]+)/([\d.]+) GiB\) on kv cache allocation is less than requested memory for kv \(([\d.]+)",
+        "the KV cache is too large for this machine: the setting kv_cache_gib asks for {3} GiB, and {1} of {2} GiB are free. Decrease "
+        "kv_cache_gib, or end other processes",
+    ),
+    (
+        r"DefaultCPUAllocator: can't allocate memory: you tried to allocate (\d+) bytes",
+        "there is not enough memory: an allocation of {1} bytes failed. Decrease the setting kv_cache_gib, capture_buffer_mib or "
+        "max_num_batched_tokens, or take a smaller model",
+    ),
+    (
+        r"User-specified max_model_len \((\d+)\) is greater than the derived max_model_len \(\w+=(\d+)",
+        "the setting max_model_len={1} is longer than the model was made for: at most {2}",
+    ),
+    (
+        r"max_num_batched_tokens \((\d+)\) must be greater than or equal to max_num_seqs \((\d+)\)",
+        "the setting max_num_batched_tokens={1} is less than max_num_seqs={2}: increase the first, or decrease the second",
+    ),
+    (
+        r"attention heads \((\d+)\) must be divisible by tensor parallel size \((\d+)\)",
+        "the setting tensor_parallel_size={2} does not divide the model's {1} attention heads",
+    ),
+)
+
+
+def in_our_settings(text: str) -> str:
+    """`text` with vLLM's reason replaced by ours, where it has one that is known."""
+    joined = " ".join(text.split())
+    for pattern, meaning in REASONS:
+        if (match := re.search(pattern, joined)) is not None:
+            fits = match.groupdict().get("fits")
+            return meaning.replace("{fits}", f" to {fits}" if fits else "").format(None, *match.groups())
+    return text
