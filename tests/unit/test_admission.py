@@ -1,6 +1,7 @@
 """Does a request of any size leave the API to others while it is looked at, or is it refused by the field that is too much?"""
 
 import asyncio
+import dataclasses
 import threading
 import tracemalloc
 from typing import Any
@@ -12,7 +13,7 @@ from midstream import __version__
 from midstream.api import admission
 from midstream.api.admission import RESOLVE_LIMIT, check_cost, resolve
 from midstream.api.steered import MAX_ENTRIES, Standing
-from midstream.api.wishes import Wish
+from midstream.api.wishes import Wish, WishedPrompt
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import Sampling, StoredPrompt
 from midstream.schemas.models import ModelInfo
@@ -65,6 +66,7 @@ def test_what_takes_long_to_resolve_is_resolved_off_the_event_loop(
 
     monkeypatch.setattr(admission, "Bounds", noted)
     stored = [StoredPrompt(token_ids=[1] * 100, text="a" * 100)] * prompts
+    asked = dataclasses.replace(asked, prompts=[WishedPrompt(f"prompts[{index}]", "a" * 100) for index in range(prompts)])
     captures, steering, _ = asyncio.run(resolve(asked, stored, MODEL, Letters(), 4))  # type: ignore[arg-type]
     assert len(captures or steering) == prompts
     assert (threads[0] is not threading.main_thread()) == apart
