@@ -116,10 +116,8 @@ def _round(host: Host, dtype: str, number: int, seen: Seen) -> None:
 
 def _together(host: Host, family: Family, large: float, number: int) -> tuple[list[Job], list[Job], dict[str, list[Output]], str]:
     """Attackers, victims, what all of them generated, and the schedule's checksum."""
-    attackers = [
-        host.job(prompt_of(14 + 3 * n, seed=1000 * number + n), max_tokens=12, steering=edits(host, family, large))
-        for n in range(ATTACKERS)
-    ]
+    steering = edits(host, family, large)
+    attackers = [host.job(prompt_of(14 + 3 * n, seed=1000 * number + n), max_tokens=12, steering=steering) for n in range(ATTACKERS)]
     victims = _victims(host, number)
     # Victims first: they wait for no vector, so the order in which requests reach the engine is always the same.
     outputs = host.run_together(*victims, *attackers)

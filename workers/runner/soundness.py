@@ -47,7 +47,7 @@ class _Finding:
         return self._event is None or self._event.query()
 
     def read(self, sites: Sequence[Site]) -> list[Unsound]:
-        """Waits for the copies. Of each request first what its edits did, then what left the last layer."""
+        """Waits for the copies. By position; at one position first what edits did, then what left the last layer."""
         if self._event is not None:
             self._event.synchronize()
         found: list[Unsound] = []
@@ -57,7 +57,8 @@ class _Finding:
                 found.append(Unsound(id_, self.step, position, sites[abs(mark) - 1], mark > 0))
         if self._sums is not None and (bad := ~np.isfinite(self._sums.numpy())).any():
             found += [Unsound(id_, self.step, position, None) for id_, _, position in self._first(bad)]
-        return found
+        # The earliest position first: what the model did there excuses what is seen of it later.
+        return sorted(found, key=lambda each: each.position)
 
     def _first(self, bad: np.ndarray) -> Iterator[tuple[str, int, int]]:
         """(request, row, position) of the first bad row of each request that has one."""
@@ -150,7 +151,7 @@ def precedes_edits(spec: RankSpec, position: int, place: tuple[str, int] | None,
         return False
     hook, layer = place
     lowest = min((number, _ORDER[entry.hook]) for entry in entries for number in entry.layers)
-    here = layer, _ORDER[hook]  # type: ignore[index]
+    here = layer, _ORDER[hook]
     return here < lowest or (here == lowest and not after)
 
 
