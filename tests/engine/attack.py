@@ -1,7 +1,7 @@
 """Requests that try to spoil the numbers of others, beside requests that must not notice.
 
 A round runs attackers and victims in one schedule, twice: with numbers that overflow, and with small ones in their place. The
-victims' rows must be equal bit for bit. `python tests/engine/attack.py SECONDS [MODEL]` goes on for a while and prints what it saw.
+victims' rows must be equal bit for bit. `python tests/engine/attack.py SECONDS [DTYPE [MODEL]]` goes on for a while and prints what it saw.
 """
 
 import itertools
@@ -142,16 +142,16 @@ def options(dtype: str, **others: Any) -> dict[str, Any]:
     return {"dtype": dtype, "num_gpu_blocks": BLOCKS, "enable_prefix_caching": False, **others}
 
 
-def main(seconds: float, model: str = "") -> None:
+def main(seconds: float, only: str = "", model: str = "") -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(model) if model else checkpoint("llama", Path(folder) / "llama")
-        for dtype in ("bfloat16",) if model else LARGE:
+        for dtype in [only] if only else LARGE:
             (Path(folder) / dtype).mkdir()
             host = Host(Path(folder) / dtype, path, **options(dtype))
             try:
                 began = time.monotonic()
                 for seen in rounds(host, dtype, seconds):
-                    if seen.rounds % 50 == 0:
+                    if seen.rounds % 5 == 0:
                         print(dtype, seen, flush=True)
                 print(f"{dtype}, {time.monotonic() - began:.0f} s: {seen}", flush=True)
             finally:
