@@ -47,8 +47,8 @@ def edits(host: Host, family: Family, large: float) -> list[StoredSteering]:
         case "replace_masked":
             return [StoredSteering(**common, tensors=[vector, one], numbers=[0.5 if large == 1 else 5.0])]
         case "lowrank":
-            small = host.vector(np.full((1, width), 0.1))
-            return [StoredSteering(**common, tensors=[small, small, host.vector(np.ones(1))], numbers=[strength], rank=1)]
+            ones = host.vector(np.ones((1, width)))  # R and W: what is left of the formula is strength · b · R, added at each layer
+            return [StoredSteering(**common, tensors=[ones, ones, host.vector(np.ones(1))], numbers=[strength], rank=1)]
         case "add":
             return [StoredSteering(**common, tensors=[vector])]
         case "clamp":
