@@ -10,7 +10,6 @@ inside its range, or the row comes out bit for bit as it was) is as if it were n
 named, family by family; rows that no configuration touches keep their bits.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -224,11 +223,17 @@ def _watched(
 
 def _unsound(hidden: torch.Tensor | None, stream: torch.Tensor, tokens: slice | torch.Tensor) -> torch.Tensor | None:
     """Which of these tokens' rows have values that are not finite: bool `[n]`; None: no row."""
-    rows = stream[tokens] if hidden is None else hidden[tokens] + stream[tokens]
-    # A sum is finite only if all that it adds is; that it may overflow by itself costs a second look.
-    if math.isfinite(float(rows.sum(dtype=torch.float32))):
+    parts = [stream[tokens]] if hidden is None else [stream[tokens], hidden[tokens]]
+    # One quick pass over each half: no sum can be larger than the largest of both together.
+    if sum(map(_largest, parts)) <= torch.finfo(stream.dtype).max:
         return None
-    return torch.isfinite(rows).all(1).logical_not_()
+    return torch.isfinite(sum(parts)).all(1).logical_not_()
+
+
+def _largest(rows: torch.Tensor) -> float:
+    """The largest absolute value; NaN where there is one."""
+    low, high = torch.aminmax(rows)
+    return float(torch.maximum(-low, high))
 
 
 def _capture(

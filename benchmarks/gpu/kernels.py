@@ -114,6 +114,7 @@ class GraphOfOneSite:
             zeros(len(PLACE), 1 + self.CONFIGURATIONS),
             zeros(1 + self.ENTRIES, width, kind=dtype),
             zeros(1 + self.ENTRIES, SCALARS, kind=torch.float32),
+            zeros(self.CAPACITY),
         )
         self.written = [zeros(tokens, width, kind=dtype) for _ in range(1 + pair)] + [zeros(self.RING, width, kind=dtype)]
         op = pair_site if pair else single_site
@@ -133,7 +134,9 @@ class GraphOfOneSite:
         for name in ("token_rows", "capture_slots", "site_rows", "pool", "scalars"):
             values = getattr(planned, name)
             getattr(self.planned, name)[: values.shape[0], : values.shape[1]] = values.cuda()
+        self.planned.broken.zero_()
         self._graph.replay()
+        planned.broken.copy_(self.planned.broken[: len(planned.broken)])
         for buffer, values in zip(self.written, written, strict=True):
             values.copy_(buffer[: len(values)])
 

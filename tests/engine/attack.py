@@ -1,7 +1,7 @@
 """Requests that try to spoil the numbers of others, beside requests that must not notice.
 
 A round runs attackers and victims in one schedule, twice: with numbers that overflow, and with small ones in their place. The
-victims' rows must be equal bit for bit. `python tests/engine/attack.py SECONDS [MODEL]` goes on for a while and prints what it saw.
+victims' rows must be equal bit for bit. `python tests/engine/attack.py SECONDS [DTYPE [MODEL]]` goes on for a while and prints what it saw.
 """
 
 import itertools
@@ -18,7 +18,7 @@ from host import Host, capture_of, prompt_of, relative_error
 from tiny import checkpoint
 from tolerances import BF16_BATCH, FP16_BATCH, FP32_BATCH
 
-from midstream.schemas.jobs import Job
+from midstream.schemas.jobs import Job, Output
 from midstream.schemas.specs import Family, StoredSteering
 
 #: dtype → its largest number, nearly.
@@ -31,6 +31,8 @@ FAMILIES: tuple[Family, ...] = ("replace", "replace_masked", "lowrank", "add", "
 BLOCKS = 24
 ATTACKERS, VICTIMS = 4, 4
 LAYERS = [0, 1, 2]
+#: Pairs of runs until two are composed alike.
+TRIES = 5
 
 
 def edits(host: Host, family: Family, large: float) -> list[StoredSteering]:
@@ -45,8 +47,8 @@ def edits(host: Host, family: Family, large: float) -> list[StoredSteering]:
         case "replace_masked":
             return [StoredSteering(**common, tensors=[vector, one], numbers=[0.5 if large == 1 else 5.0])]
         case "lowrank":
-            small = host.vector(np.full((1, width), 0.1))
-            return [StoredSteering(**common, tensors=[small, small, host.vector(np.ones(1))], numbers=[strength], rank=1)]
+            ones = host.vector(np.ones((1, width)))  # R and W: what is left of the formula is strength · b · R, added at each layer
+            return [StoredSteering(**common, tensors=[ones, ones, host.vector(np.ones(1))], numbers=[strength], rank=1)]
         case "add":
             return [StoredSteering(**common, tensors=[vector])]
         case "clamp":
@@ -82,19 +84,12 @@ def _round(host: Host, dtype: str, number: int, seen: Seen) -> None:
     family = FAMILIES[number % len(FAMILIES)]
     undisturbed = _victims(host, number)
     host.run_together(*undisturbed)
-    outcomes = {}
-    for name, large in (("attack", LARGE[dtype]), ("finite", 1.0)):
-        attackers = [
-            host.job(prompt_of(14 + 3 * n, seed=1000 * number + n), max_tokens=12, steering=edits(host, family, large))
-            for n in range(ATTACKERS)
-        ]
-        victims = _victims(host, number)
-        outputs = host.run_together(*(job for pair in zip(attackers, victims, strict=True) for job in pair))
-        schedule = host.call("midstream_status")[0]["schedule"]
-        outcomes[name] = attackers, victims, outputs, schedule
-    attackers, victims, outputs, schedule = outcomes["attack"]
-    _, siblings, theirs, their_schedule = outcomes["finite"]
-    assert schedule == their_schedule, "the two runs are composed alike"
+    for _ in range(TRIES):
+        attackers, victims, outputs, schedule = _together(host, family, LARGE[dtype], number)
+        _, siblings, theirs, their_schedule = _together(host, family, 1.0, number)
+        if schedule == their_schedule:
+            break
+    assert schedule == their_schedule, f"of {TRIES} pairs of runs none was composed alike"
     for attacker in attackers:
         (receipt,) = host.receipts(attacker)
         assert receipt.status == "ok" or receipt.kind == "intervention_failed", receipt
@@ -119,6 +114,16 @@ def _round(host: Host, dtype: str, number: int, seen: Seen) -> None:
     seen.rounds += 1
 
 
+def _together(host: Host, family: Family, large: float, number: int) -> tuple[list[Job], list[Job], dict[str, list[Output]], str]:
+    """Attackers, victims, what all of them generated, and the schedule's checksum."""
+    steering = edits(host, family, large)
+    attackers = [host.job(prompt_of(14 + 3 * n, seed=1000 * number + n), max_tokens=12, steering=steering) for n in range(ATTACKERS)]
+    victims = _victims(host, number)
+    # Victims first: they wait for no vector, so the order in which requests reach the engine is always the same.
+    outputs = host.run_together(*victims, *attackers)
+    return attackers, victims, outputs, host.call("midstream_status")[0]["schedule"]
+
+
 def _victims(host: Host, number: int) -> list[Job]:
     layers = list(range(host.info["num_layers"]))
     return [host.job(prompt_of(10 + 5 * n, seed=77 * number + n), max_tokens=10, capture=capture_of(layers, "all")) for n in range(VICTIMS)]
@@ -137,16 +142,16 @@ def options(dtype: str, **others: Any) -> dict[str, Any]:
     return {"dtype": dtype, "num_gpu_blocks": BLOCKS, "enable_prefix_caching": False, **others}
 
 
-def main(seconds: float, model: str = "") -> None:
+def main(seconds: float, only: str = "", model: str = "") -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(model) if model else checkpoint("llama", Path(folder) / "llama")
-        for dtype in ("bfloat16",) if model else LARGE:
+        for dtype in [only] if only else LARGE:
             (Path(folder) / dtype).mkdir()
             host = Host(Path(folder) / dtype, path, **options(dtype))
             try:
                 began = time.monotonic()
                 for seen in rounds(host, dtype, seconds):
-                    if seen.rounds % 50 == 0:
+                    if seen.rounds % 5 == 0:
                         print(dtype, seen, flush=True)
                 print(f"{dtype}, {time.monotonic() - began:.0f} s: {seen}", flush=True)
             finally:

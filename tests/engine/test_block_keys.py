@@ -55,6 +55,9 @@ def scheduler_of(module: ModuleType) -> Any:
         def reset_prefix_cache(self) -> bool:
             return False
 
+        def update_from_output(self, *_: Any) -> None:
+            return
+
     return type("Ours", (module._Midstream, Scheduler), {"__init__": Scheduler.__init__})()
 
 
@@ -75,6 +78,27 @@ def test_nothing_from_before_the_cache_began_anew_serves_a_request_whenever_it_c
     assert hashes[0] == old[0], "what lies below the first steered position stays shared"
     assert not set(hashes[1:]) & set(old[1:])
     assert len(hashes) == 4
+
+
+@pytest.mark.parametrize("digest", ["", "d"])
+def test_blocks_of_a_request_that_is_not_finite_are_its_own_from_there_on(scheduler: ModuleType, digest: str) -> None:
+    evicted: list[int] = []
+    blocks = [SimpleNamespace(block_id=number) for number in range(4)]
+    group = SimpleNamespace(block_size=BLOCK, req_to_blocks={"1": blocks})
+    manager = SimpleNamespace(coordinator=SimpleNamespace(single_type_managers=[group]), evict_blocks=evicted.extend)
+    ours, mine, other = scheduler_of(scheduler), request(1, digest), request(2, digest)
+    ours._midstream_quarantine = quarantine = scheduler.Quarantine(manager)
+    ours.add_request(mine)
+    ours.update_from_output(None, SimpleNamespace(midstream_non_finite=[("1", 2 * BLOCK + 3)]))
+    assert sorted(evicted) == [2, 3]
+    assert mine.block_hashes[:2] == other.block_hashes[:2]
+    assert not set(mine.block_hashes[2:]) & set(other.block_hashes[2:])
+    assert not quarantine.clean(mine)
+    evicted.clear()
+    quarantine.leaving("1")
+    del group.req_to_blocks["1"]
+    quarantine.isolate(None, "1", BLOCK)
+    assert sorted(evicted) == [1, 2, 3], "also when it is gone"
 
 
 def test_plain_requests_find_their_blocks_in_every_epoch(scheduler: ModuleType) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import torch
 from rank_kit import HIDDEN, Rank, Request, make_buffers, steering
 
 from midstream import __version__
@@ -83,7 +84,9 @@ class Rig:
         finished: Sequence[Request] = (),
         aborted: Sequence[Request] = (),
         keeping: Keeping | None = None,
+        hidden: Sequence[float] = (),
     ) -> None:
+        """`hidden`: of each row what leaves the last layer, in every element; empty: this is not the last stage."""
         ends = {str(r.number): Finish(list(range(1000, 1000 + r.total)), r in aborted) for r in (*finished, *aborted)}
         arrived = [NewRequest(str(r.number), msgspec.to_builtins(spec_of(r)), 0) for r in new]
         self.plane.begin(arrived, ends, 0, keeping)
@@ -94,7 +97,7 @@ class Rig:
         self.plane.plan(StepView(rows, row))
         if windows:
             self._rank.forward(*windows)
-        self.plane.drain()
+        self.plane.drain(torch.tensor(hidden)[:, None].expand(-1, HIDDEN) if hidden else None)
 
     def receipts(self) -> list[Receipt]:
         """All so far; closes the plane."""

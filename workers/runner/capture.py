@@ -19,6 +19,7 @@ import torch
 from ...schemas.specs import RankSpec, StoredCapture
 from .finished import FinishedCapture
 from .sites import Site
+from .soundness import all_finite
 
 _NUMPY_VIEW = {torch.bfloat16: torch.uint16}  # numpy has no bfloat16: same bits, other name
 
@@ -73,11 +74,8 @@ class StepRows:
     def unsound(self, dtype: torch.dtype) -> np.ndarray | None:
         """Which rows of the slab are not finite once they are stored as `dtype`; None: all are. Of landed rows."""
         if dtype not in self.checked:
-            # A sum is finite only if all that it adds is; it may overflow by itself.
-            bad = ~torch.isfinite(self.slab.to(dtype).sum(dim=1, dtype=torch.float32))
-            if bool(bad.any()):
-                bad[bad.clone()] = ~torch.isfinite(self.slab[bad].to(dtype)).all(dim=1)
-            self.checked[dtype] = bad.numpy() if bool(bad.any()) else None
+            rows = self.slab.to(dtype)
+            self.checked[dtype] = None if all_finite(rows) else ~torch.isfinite(rows).all(dim=1).numpy()
         return self.checked[dtype]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from ... import __version__
 from ...kernels.families import FAMILIES, SCALARS
-from ...kernels.plan import COLUMNS, ROWS_PER_TOKEN
+from ...kernels.plan import COLUMNS, ROWS_PER_TOKEN, Planned
 from ...schemas.base import Record, from_json, to_json
 
 KEY = "midstream"
@@ -71,7 +71,7 @@ class PlaneConfig(Record):
 
     def layout(self) -> dict[str, Any]:
         """For `additional_config`: what a compiled graph depends on."""
-        kernels = (tuple(family.name for family in FAMILIES), SCALARS, COLUMNS, ROWS_PER_TOKEN)
+        kernels = (tuple(family.name for family in FAMILIES), SCALARS, COLUMNS, ROWS_PER_TOKEN, Planned._fields)
         shapes = (self.hooks, self.steering_rows, self.steering_entries, self.step_tokens, self.capture_buffer_mib, kernels)
         return {KEY: {"version": self.version, "buffers": str(shapes)}}
 

@@ -14,6 +14,7 @@ from .architectures import Adapter
 from .planner import Tracked
 from .runs import RunStore
 from .sites import held_layers, places
+from .soundness import all_finite
 from .step import RequestRows, StepView
 
 #: Of one request: the engine's request as this rank knows it, and its rows of the step.
@@ -169,7 +170,7 @@ class Entering:
         """Raises LookupError when one of these requests' rows is not in the run, or the run not here."""
         positions = [position for _, rows in members for position in range(rows.first_position, rows.first_position + rows.num_rows)]
         found = self._runs.rows(key, "pre_attn", layer, positions)
-        if not bool(torch.isfinite(found.sum(dtype=torch.float32))) and not bool(torch.isfinite(found).all()):
+        if not all_finite(found):
             raise LookupError(f"source run {key}: its rows of pre_attn of layer {layer} are not all finite")
         if len(positions) == len(stream):
             stream.copy_(found)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-KVCacheConfig.needs_kv_cache_zeroing = property(lambda self: True)  # type: ignore[method-assign, assignment]
+KVCacheConfig.needs_kv_cache_zeroing = property(lambda self: True)
 
 
 class CpuBlocks:

@@ -105,7 +105,7 @@ class DataPlane:
         self.load = Load()
         self._step = 0
         self._preemptions = 0
-        self._schedule = 0  # how batches were composed since a request came to this rank while it had none: two runs can be told to be alike
+        self._schedule = 0  # how batches were composed since this rank last began with nothing to do: two runs can be compared
         self._token_rows = 0  # computed so far, rejected drafts included
 
     # -- what the worker asks for -------------------------------------------------------------------------------------------

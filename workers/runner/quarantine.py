@@ -28,7 +28,7 @@ def tell(output: Any, found: Callable[[], Found]) -> Any:
         def with_found() -> ModelRunnerOutput:
             return _with(get_output(), found())
 
-        output.get_output = with_found  # type: ignore[method-assign]
+        output.get_output = with_found
         return output
     return _with(output, found()) if isinstance(output, ModelRunnerOutput) and output.req_ids else output
 

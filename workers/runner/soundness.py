@@ -5,6 +5,7 @@ each row that leaves the last layer, which is not finite when a value of the row
 pinned memory and are read when the step is over; on the CPU they are read at once.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,7 +47,7 @@ class _Finding:
         return self._event is None or self._event.query()
 
     def read(self, sites: Sequence[Site]) -> list[Unsound]:
-        """Waits for the copies. Of each request first what its edits did, then what left the last layer."""
+        """Waits for the copies. By position; at one position first what edits did, then what left the last layer."""
         if self._event is not None:
             self._event.synchronize()
         found: list[Unsound] = []
@@ -56,7 +57,8 @@ class _Finding:
                 found.append(Unsound(id_, self.step, position, sites[abs(mark) - 1], mark > 0))
         if self._sums is not None and (bad := ~np.isfinite(self._sums.numpy())).any():
             found += [Unsound(id_, self.step, position, None) for id_, _, position in self._first(bad)]
-        return found
+        # The earliest position first: what the model did there excuses what is seen of it later.
+        return sorted(found, key=lambda each: each.position)
 
     def _first(self, bad: np.ndarray) -> Iterator[tuple[str, int, int]]:
         """(request, row, position) of the first bad row of each request that has one."""
@@ -82,14 +84,13 @@ class Soundness:
             return
         rows = view.num_rows
         broken = self._broken[:rows] if edits else None
-        sums = None if hidden is None else hidden[:rows].sum(dim=-1, dtype=torch.float32)
-        event = None
         if self._on_cpu:
             broken = None if broken is None or not bool(broken.any()) else broken.clone()
-            sums = None if sums is None or bool(torch.isfinite(sums).all()) else sums
-            if broken is None and sums is None:
+            hidden = None if hidden is None or all_finite(hidden[:rows]) else hidden
+            if broken is None and hidden is None:
                 return
-        else:
+        sums, event = None if hidden is None else hidden[:rows].sum(dim=-1, dtype=torch.float32), None
+        if not self._on_cpu:
             broken, sums = (None if each is None else _on_its_way(each) for each in (broken, sums))
             event = torch.cuda.Event()
             event.record()
@@ -113,6 +114,11 @@ class Soundness:
     def of(self, finding: _Finding) -> list[tuple[str, int]]:
         """(request, first position) of what was found in one step. May be asked from another thread; waits for the step."""
         return [(each.id, each.position) for each in finding.read(self._sites)]
+
+
+def all_finite(rows: torch.Tensor) -> bool:
+    """On the CPU, in one quick pass: minimum and maximum are NaN where a value is."""
+    return not rows.numel() or all(math.isfinite(float(each)) for each in torch.aminmax(rows))
 
 
 def _on_its_way(values: torch.Tensor) -> torch.Tensor:
@@ -145,7 +151,7 @@ def precedes_edits(spec: RankSpec, position: int, place: tuple[str, int] | None,
         return False
     hook, layer = place
     lowest = min((number, _ORDER[entry.hook]) for entry in entries for number in entry.layers)
-    here = layer, _ORDER[hook]  # type: ignore[index]
+    here = layer, _ORDER[hook]
     return here < lowest or (here == lowest and not after)
 
 

@@ -1,0 +1,85 @@
+"""A request whose edits leave rows that are not finite fails and says which; what the unedited model did is only counted."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from plane_kit import Rig, capturing, steered
+from rank_kit import Request, steering, stream_of
+
+from midstream.schemas.selectors import Window
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Rig:
+    return Rig(tmp_path)
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, *positions: int) -> None:
+    """Make the stream NaN at these positions of every request."""
+
+    def spoiled(number: int, hook: str, layer: int, first: int, count: int) -> np.ndarray:
+        rows = stream_of(number, hook, layer, first, count)
+        rows[[position - first for position in positions if first <= position < first + count]] = np.nan
+        return rows
+
+    monkeypatch.setattr("rank_kit.stream_of", spoiled)
+
+
+def clamping(rig: Rig, number: int, strength: float, positions: Any = "all") -> Request:
+    """Set to a large component at layer 1; with a large strength that overflows."""
+    entry = steering(rig.vector(2.0), [1], positions=positions, family="clamp", numbers=[strength, 1e6, 1e6])
+    return Request(number, 6, 8, capturing(number).captures, [entry])
+
+
+def test_an_edit_that_overflows_fails_its_request_alone(rig: Rig) -> None:
+    bad, good, plain = clamping(rig, 1, 3e38, Window(2)), clamping(rig, 2, 1.0, Window(2)), capturing(3)
+    both = [bad, good, plain]
+    rig.step(*((request, 0, 6) for request in both), new=both)
+    rig.step(*((request, 6, 1) for request in both))
+    rig.step(finished=both)
+    told = {receipt.job: receipt for receipt in rig.receipts()}
+    assert told["j1"].kind == "intervention_failed"
+    assert "clamp left a row that is not finite at post_block of layer 1, position 2" in told["j1"].message
+    assert [told[job].status for job in ("j2", "j3")] == ["ok", "ok"]
+    assert not rig._rank.buffers.broken.any(), "the marks are gone"
+
+
+def test_rows_of_the_unedited_model_are_counted_and_fail_nobody(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil(monkeypatch, 1, 4)
+    plain, later = capturing(1), clamping(rig, 2, 1.0, Window(3))  # of the second, position 1 precedes every edit
+    rig.step((plain, 0, 6), (later, 0, 6), new=[plain, later], hidden=[0, np.nan, 0, 0, np.nan, 0] * 2)
+    assert rig.plane.found()() == [("1", 1), ("2", 1), ("2", 4)], "the scheduler hears of all of them"
+    rig.step((plain, 6, 1), (later, 6, 1))
+    rig.step(finished=[plain, later])
+    for receipt in rig.receipts():
+        assert receipt.status == "ok"
+        assert sum(file.non_finite for file in receipt.files) == 2 * 2, "two layers, two positions"
+
+
+def test_what_is_not_finite_behind_an_edit_fails_its_request(rig: Rig) -> None:
+    """Neither row was broken by an edit itself: what the model made of it is not the unedited model's."""
+    request = clamping(rig, 1, 1.0, Window(3))
+    rig.step((request, 0, 6), new=[request], hidden=[0, 0, 0, 0, np.inf, 0])
+    (receipt,) = rig.receipts()
+    assert receipt.kind == "intervention_failed"
+    assert "behind the last layer is not finite at position 4" in receipt.message
+
+
+def test_a_captured_row_that_is_not_finite_behind_an_edit_fails_its_request(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen by the writer alone: no edit is at that row, and another stage has the last layer."""
+    spoil(monkeypatch, 5)
+    request = clamping(rig, 1, 1.0, [3])
+    rig.step((request, 0, 6), new=[request])
+    rig.step((request, 6, 1))
+    rig.step(finished=[request])
+    (receipt,) = rig.receipts()
+    assert receipt.kind == "intervention_failed"
+    assert "layer 0, position 5, is not finite, after edits" in receipt.message
+
+
+def test_requests_served_by_a_broken_ones_blocks_fail_too(rig: Rig) -> None:
+    first = steered(1)
+    rig.step((first, 0, 6), new=[first], hidden=[0, 0, 0, np.nan, 0, 0])
+    assert rig.plane.status()["tainted"] == 1
