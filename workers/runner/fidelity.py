@@ -156,10 +156,12 @@ IRRELEVANT: Mapping[str, str] = {
 #: Of `rope_parameters`: the kinds of scaling, and the keys, that both libraries compute alike.
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 ROPE_KEYS = frozenset(
-    ("rope_type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings")
-    + ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim")
-    + ("short_factor", "long_factor")
-)
+    (
+        "rope_type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings", "low_freq_factor",
+        "high_freq_factor", "beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim", "short_factor",
+        "long_factor",
+    )
+)  # fmt: skip
 #: Other spellings that the config classes leave where they were, and nobody reads.
 _ROPE_REST = frozenset(("type",))
 
