@@ -48,8 +48,8 @@ def place_in(root: Path, job: str, request: int, file: FileEntry | CapturedFile)
 def read_headers(root: Path, job: str, places: Sequence[Place]) -> list[Header]:
     """What all of a job's blobs say of themselves; one file is open at a time, for there may be thousands.
 
-    Raises MidstreamError: `gone` when one is not there any more, `capture_damaged` for one that is not what was written or is
-    another job's, `capture_failed` when the disk refuses.
+    Raises MidstreamError: `gone` when one is not there any more, `capture_damaged` for one that is not what was written,
+    `capture_failed` for another job's and when the disk refuses.
     """
     found = []
     try:
@@ -105,7 +105,10 @@ def explained(job: str, place: Place) -> Iterator[None]:
 
 
 def header_of(file: IO[bytes], place: Place) -> Header:
-    """Raises DamagedBlob for a blob that is cut short or not one of ours, and for one of another job, prompt or tag."""
+    """Raises DamagedBlob for a blob that is cut short or not one of ours.
+
+    MidstreamError("capture_failed") for one of another job, prompt or tag.
+    """
     size = min(place.bytes, max(0, fstat(file.fileno()).st_size - place.offset))
     header = read_header(lambda start, count: pread(file.fileno(), count, place.offset + start), size)
     if size < place.bytes:
@@ -113,7 +116,8 @@ def header_of(file: IO[bytes], place: Place) -> Header:
     found = header.manifest
     if (found.job, found.request, found.tag or place.tag) != (place.job, place.request, place.tag):
         # Whose they are is not named: the caller may not be allowed to know.
-        raise DamagedBlob(f"at byte {place.offset} it does not hold rows of request {place.request} of job {place.job}")
+        detail = f"at byte {place.offset} it does not hold rows of request {place.request} of job {place.job}"
+        raise MidstreamError("capture_failed", f"the capture file {place.path.name} cannot be read: {detail}")
     return header
 
 

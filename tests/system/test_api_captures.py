@@ -335,6 +335,18 @@ def test_one_flipped_bit_of_a_row_is_an_error_of_every_download(api: Api, hand: 
         assert [check.ok for check in reader.verify()].count(False) == 1
 
 
+def test_caveats_of_the_model_are_in_every_manifest(api: Api, hand: Hand) -> None:
+    claim = hand.claim(api.submit(prompts=["hello there"] * 2, capture={"layers": [2], "tag": "mine"}))
+    hand.store(claim)
+    for request in range(2):
+        capture = finished(claim.job.id, request, {"post_block": [2]}, tag="mine", caveats=("rows of short prompts differ",))
+        hand.receipt(claim, request, files=write(api.settings.capture_root, capture, owner=f"hand.{request}"))
+    assert api.http.get(f"/v1/captures/{claim.job.id}").json()["caveats"] == ["rows of short prompts differ"]
+    with Client(api.url) as client:
+        reader = client.capture(claim.job.id)
+    assert [reader.manifest(request).caveats for request in range(2)] == [["rows of short prompts differ"]] * 2
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_file_of_zeros_is_damaged_and_not_deleted(api: Api, hand: Hand, layout: str) -> None:
     job_id = layered(api, hand, layout, prompts=1)

@@ -43,8 +43,10 @@ def fields_read(path: Path) -> set[str]:
         if isinstance(node, ast.Attribute) and is_config(node.value):
             found.add(node.attr)
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr"):
-            if is_config(node.args[0]) and isinstance(node.args[1], ast.Constant):
-                found.add(str(node.args[1].value))
+            of, name, *_ = node.args
+            if is_config(of):
+                found.add(str(ast.literal_eval(name)) if isinstance(name, ast.Constant) else "")
+    found.discard("")  # a name that is computed
     return found
 
 

@@ -64,7 +64,7 @@ REFUSED: Mapping[str, tuple[Rule, ...]] = {
     ),
     "GPTNeoXForCausalLM": (*_BACKEND, _NO_WINDOW),
     "Gemma2ForCausalLM": (),
-    "Gemma3ForCausalLM": (Rule("attn_logit_softcapping", (None,), "vLLM does not cap attention scores"),),
+    "Gemma3ForCausalLM": (),
     "GemmaForCausalLM": (
         Rule("attention_bias", (None, False), "vLLM drops the biases of attention"),
         Rule("hidden_act", ("gelu_pytorch_tanh",), "vLLM computes the tanh approximation of gelu"),
@@ -146,6 +146,7 @@ IRRELEVANT: Mapping[str, str] = {
     "qk_rope_head_dim": _EXPERTS,
     "routed_scaling_factor": _EXPERTS,
     "topk_group": _EXPERTS,
+    "Gemma3ForCausalLM.attn_logit_softcapping": "transformers' model stores it and caps nothing",
     "Gemma3ForCausalLM.image_token_id": _ELSEWHERE,
     "Gemma3ForCausalLM.mm_tokens_per_image": _ELSEWHERE,
     "Gemma3ForCausalLM.text_config": _ELSEWHERE,
@@ -156,10 +157,12 @@ IRRELEVANT: Mapping[str, str] = {
 #: Of `rope_parameters`: the kinds of scaling, and the keys, that both libraries compute alike.
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 ROPE_KEYS = frozenset(
-    ("rope_type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings")
-    + ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim")
-    + ("short_factor", "long_factor")
-)
+    (
+        "rope_type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings", "low_freq_factor",
+        "high_freq_factor", "beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim", "short_factor",
+        "long_factor",
+    )
+)  # fmt: skip
 #: Other spellings that the config classes leave where they were, and nobody reads.
 _ROPE_REST = frozenset(("type",))
 
