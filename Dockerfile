@@ -74,10 +74,11 @@ STOPSIGNAL SIGTERM
 FROM runtime AS service
 LABEL org.opencontainers.image.title="midstream-service"
 COPY --from=service-environment /opt/midstream /opt/midstream
+COPY compose/probe.py /usr/local/lib/midstream/probe.py
 USER midstream
 VOLUME /data
 EXPOSE 8321
-HEALTHCHECK --interval=10s --timeout=8s --start-period=60s --retries=3 CMD ["python", "-m", "midstream.broker.health", "api"]
+HEALTHCHECK --interval=15s --timeout=30s --start-period=60s --retries=3 CMD ["python3", "-IS", "/usr/local/lib/midstream/probe.py", "8321", "/readyz"]
 CMD ["python", "-m", "midstream.api"]
 
 FROM runtime AS worker
@@ -86,7 +87,7 @@ COPY compose/worker.sh /usr/local/bin/midstream-worker
 ENV VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 VLLM_CACHE_ROOT=/cache/vllm HF_HOME=/cache/huggingface \
     TRITON_CACHE_DIR=/cache/triton TORCHINDUCTOR_CACHE_DIR=/cache/inductor XDG_CACHE_HOME=/cache/xdg XDG_CONFIG_HOME=/cache/config
 VOLUME /data /cache
-HEALTHCHECK --interval=15s --timeout=10s --start-period=1800s --retries=3 CMD ["python", "-m", "midstream.broker.health", "worker"]
+HEALTHCHECK --interval=15s --timeout=30s --start-period=1800s --retries=3 CMD ["python", "-m", "midstream.broker.health", "worker"]
 CMD ["midstream-worker"]
 
 FROM worker AS worker-cpu

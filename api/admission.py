@@ -73,6 +73,7 @@ async def tokenise(prompts: Sequence[WishedPrompt], model: ModelInfo, codec: Cod
                 raise too_long(error, prompt.field, model) from None
             stored.append(StoredPrompt(token_ids=ids, text=text))
         else:
+            await asyncio.sleep(0)
             ids = [token for token in prompt.value if isinstance(token, int)]
             check_vocabulary(ids, prompt.field, model)
             stored.append(StoredPrompt(token_ids=ids))

@@ -1,8 +1,10 @@
 """Clients that send or read too slowly, or open too many connections, are refused, and others are served meanwhile."""
 
+import gzip
 import socket
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,7 +20,7 @@ PATIENCE_S = 60.0
 @pytest.fixture(scope="module")
 def hasty(redis_session: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
     folder = tmp_path_factory.mktemp("hasty")
-    with running(folder, redis_session.url, head_timeout_s=1, body_timeout_s=1, max_connections=6, max_file_mib=1) as api:
+    with running(folder, redis_session.url, head_timeout_s=1, body_timeout_s=1, max_connections=6, max_body_mib=1, max_file_mib=2) as api:
         yield api
 
 
@@ -107,3 +109,39 @@ def test_idle_connections_make_room_and_health_is_answered_beyond_the_limit(hast
     finally:
         for connection in [idle, *busy]:
             connection.close()
+
+
+# --- Bodies ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("mib", "status"), [(1.5, 400), (2.5, 413)])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_file_has_a_limit_of_its_own_and_leaves_nothing_on_disk(hasty: Api, mib: float, status: int, chunked: bool) -> None:
+    body = bytes(int(mib * (1 << 20)))
+    content = iter([body[: 1 << 19], body[1 << 19 :]]) if chunked else body
+    answer = hasty.http.put("/v1/steering/modules/m", content=content, headers={"Content-Type": "application/octet-stream"})
+    assert answer.status_code == status, answer.text
+    if status == 413:
+        assert "MIDSTREAM_MAX_FILE_MIB" in answer.json()["allowed"]
+    assert list((Path(hasty.settings.data_dir) / "uploads").iterdir()) == []
+
+
+def test_a_compressed_body_is_refused_before_it_is_read(hasty: Api) -> None:
+    bomb = gzip.compress(b" " * (64 << 20))
+    for media in ("application/json", "application/octet-stream"):
+        headers = {"Content-Type": media, "Content-Encoding": "gzip"}
+        answer = hasty.http.put("/v1/steering/modules/m", content=bomb, headers=headers)
+        assert (answer.status_code, answer.json()["field"]) == (415, "Content-Encoding")
+
+
+def test_a_file_that_the_disk_refuses_is_503(hasty: Api) -> None:
+    uploads = Path(hasty.settings.data_dir) / "uploads"
+    uploads.mkdir(exist_ok=True)
+    away = uploads.rename(uploads.with_name("uploads.away"))
+    uploads.write_text("no folder")  # stands for what a disk may refuse
+    try:
+        answer = hasty.http.put("/v1/steering/modules/m", content=b"x", headers={"Content-Type": "application/octet-stream"})
+        assert (answer.status_code, answer.json()["type"]) == (503, "urn:midstream:unavailable")
+    finally:
+        uploads.unlink()
+        away.rename(uploads)

@@ -1,11 +1,14 @@
 """Do the files of the containers agree with the package, and is what they need refused when it is wrong?"""
 
+import socket
 import stat
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
 
+import http_kit
 import pytest
 
 from midstream import __version__
@@ -85,3 +88,23 @@ def test_a_container_whose_redis_is_away_is_not_healthy(monkeypatch: pytest.Monk
         assert health.main([name]) == 1
         assert "redis does not answer" in capsys.readouterr().out
     assert health.main(["nothing"]) == 2
+
+
+@pytest.mark.parametrize(("status", "exit_status"), [(200, 0), (503, 1)])
+def test_the_probe_of_containers_says_whether_the_answer_is_200(status: int, exit_status: int) -> None:
+    with http_kit.server(http_kit.reply({"missing": ["redis"]}, status)) as (url, seen):
+        done = _probe(url.rpartition(":")[2])
+    assert (done.returncode, done.stdout.strip()) == (exit_status, "" if status == 200 else '{"missing":["redis"]}')
+    assert seen == ["GET /readyz"]
+
+
+def test_the_probe_of_containers_says_when_nothing_answers() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+    done = _probe(port)
+    assert (done.returncode, port in done.stdout) == (1, True)
+
+
+def _probe(port: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-IS", str(ROOT / "compose" / "probe.py"), port, "/readyz"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
