@@ -1,4 +1,4 @@
-"""Do clients and commands find the stack that runs on a data directory, only that one, and can it be looked at and stopped from elsewhere?"""
+"""Do clients and commands find the stack that runs on a data directory and no other, and can it be looked at and stopped from elsewhere?"""
 
 import json
 import os
@@ -44,7 +44,7 @@ def test_a_data_directory_on_which_nothing_runs_is_said_and_no_other_stack_is_ta
     up: Up, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MIDSTREAM_DATA_DIR", str(tmp_path / "other"))
-    with pytest.raises(ServerUnreachable, match="the stack on .*other does not run; `midstream up` starts it"):
+    with pytest.raises(ServerUnreachable, match=r"the stack on .*other does not run; `midstream up` starts it"):
         Client()
 
 
