@@ -30,15 +30,13 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "AsyncClient": ".http", "Client": ".http", "CaptureReader": ".reader", "Answer": ".wire", "VersionMismatch": ".wire",
-    "ServerUnreachable": ".wire", "returned_rows": ".wire", "UnknownArgument": ".plain", "PatchStudy": ".patch_study",
-    "AsyncPatchStudy": ".patch_study", "CaptureSpec": "..schemas.specs", "PatchSource": "..schemas.specs", "PatchSpec": "..schemas.specs",
-    "SteeringSpec": "..schemas.specs", "MidstreamError": "..schemas.errors", "Span": "..schemas.selectors",
-    "matrix": ".row_matrix", "samples": ".row_matrix",
+    "ServerUnreachable": ".wire", "returned_rows": ".wire", "UnknownArgument": ".plain", "matrix": ".row_matrix", "samples": ".row_matrix",
+    "PatchStudy": ".patch_study", "AsyncPatchStudy": ".patch_study", "CaptureSpec": "..schemas.specs", "PatchSource": "..schemas.specs",
+    "PatchSpec": "..schemas.specs", "SteeringSpec": "..schemas.specs", "MidstreamError": "..schemas.errors", "Span": "..schemas.selectors",
 }  # fmt: skip
 __all__ = [
     "Answer", "AsyncClient", "AsyncPatchStudy", "CaptureReader", "CaptureSpec", "Client", "MidstreamError", "PatchSource", "PatchSpec",
-    "PatchStudy", "ServerUnreachable", "Span", "SteeringSpec", "UnknownArgument", "VersionMismatch", "matrix", "returned_rows",
-    "samples",
+    "PatchStudy", "ServerUnreachable", "Span", "SteeringSpec", "UnknownArgument", "VersionMismatch", "matrix", "returned_rows", "samples",
 ]  # fmt: skip
 
 

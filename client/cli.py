@@ -83,7 +83,7 @@ def demo(
     url: Annotated[str | None, typer.Option(help="On a stack that runs and serves the demo model, instead of one of its own.")] = None,
 ) -> None:
     """Start everything, capture, steer and patch a real model, check what came, stop. Non-zero if anything fell short."""
-    need("demo", "`midstream demo`")
+    need("demo" if url is None else "client", "`midstream demo`")
     from .demo import run_demo, run_demo_at
 
     raise typer.Exit(run_demo(keep) if url is None else run_demo_at(url, keep))

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import msgspec
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from ..schemas.base import to_json
@@ -121,11 +122,16 @@ def keys_revoke(
 
 
 def _keys(found: Sequence[KeyView]) -> Table:
-    made = show.table("keys", "id", "name", "tenant", "scopes", "created", "expires")
+    """Each key with its tenant below its name."""
+    made = show.table("keys", "id", "name, tenant", "scopes", "created", "expires")
     for key in found:
-        expires = "never" if key.expires is None else _time(key.expires) if key.expires > time.time() else "[red]has expired[/]"
-        made.add_row(key.id, key.name, key.tenant, " ".join(key.scopes), _time(key.created), expires)
+        expires = "never" if key.expires is None else _day(key.expires) if key.expires > time.time() else "[red]has expired[/]"
+        made.add_row(key.id, f"{escape(key.name)}\n{key.tenant}", " ".join(key.scopes), _day(key.created), expires)
     return made
+
+
+def _day(at: float) -> str:
+    return time.strftime("%Y-%m-%d", time.localtime(at))
 
 
 def _time(at: float) -> str:

@@ -171,7 +171,6 @@ class Client(SteeringCalls, RunCalls, SweepCalls, KeyCalls, WebhookCalls, Servic
         capture that is `pending`, `error` or `timed_out`, which otherwise raises `conflict`, `capture_failed` or `receipts_timed_out`.
         The reader's `status` and `detail` say what the server says; `gaps()` what is missing; its `tokens()` asks the server.
         """
-        job_id = wire.id_of(job_id)
         reader = self._open_capture(job_id, folder, tag, partial)
         reader.read_tokens = lambda ids: self.detokenize(self.job(job_id).model, ids).token_strs
         return reader
@@ -180,7 +179,8 @@ class Client(SteeringCalls, RunCalls, SweepCalls, KeyCalls, WebhookCalls, Servic
         """float32 `[samples, hidden]` over all requests of several jobs, as `midstream.matrix` makes it of their captures."""
         return matrix([self.capture(job) for job in jobs], layer, hook, rows)
 
-    def _open_capture(self, job_id: str, folder: Path | str | None, tag: str | None, partial: bool) -> CaptureReader:
+    def _open_capture(self, job_id: JobLike, folder: Path | str | None, tag: str | None, partial: bool) -> CaptureReader:
+        job_id = wire.id_of(job_id)
         manifest = wire.decode(self._send(Call("GET", wire.capture_path(job_id))), wire.Manifest)
         download.check(manifest, job_id, partial)
         found = download.in_place(manifest, job_id) if folder is None else None
@@ -368,7 +368,8 @@ class AsyncClient(AsyncSteeringCalls, AsyncRunCalls, AsyncSweepCalls, AsyncKeyCa
         """As `Client.matrix`."""
         return matrix([await self.capture(job) for job in jobs], layer, hook, rows)
 
-    async def _open_capture(self, job_id: str, folder: Path | str | None, tag: str | None, partial: bool) -> CaptureReader:
+    async def _open_capture(self, job_id: JobLike, folder: Path | str | None, tag: str | None, partial: bool) -> CaptureReader:
+        job_id = wire.id_of(job_id)
         manifest = wire.decode(await self._send(Call("GET", wire.capture_path(job_id))), wire.Manifest)
         download.check(manifest, job_id, partial)
         found = download.in_place(manifest, job_id) if folder is None else None

@@ -1,4 +1,4 @@
-"""Renders results in notebooks, without any setting there: what `_repr_html_` and `_repr_png_` of studies, sweeps, answers and readers give."""
+"""Renders results in notebooks, without any setting there: `_repr_html_` and `_repr_png_` of studies, sweeps, answers and readers."""
 
 import base64
 import io

@@ -203,6 +203,9 @@ def _job(value: Any, field: str) -> Any:
         prompt = _builtin(fields.pop("prompt"))
         is_tokens = isinstance(prompt, list) and bool(prompt) and all(isinstance(item, int | np.integer) for item in prompt)
         fields["prompts"] = [prompt] if is_tokens else prompt
+    messages = _builtin(fields.get("messages"))
+    if isinstance(messages, Mapping) or (isinstance(messages, list) and messages and isinstance(messages[0], Mapping)):
+        fields["messages"] = [messages]  # one conversation
     own = {name: fields.pop(name) for name in Sampling.__struct_fields__ if name in fields and name not in JobRequest.__struct_fields__}
     if own:
         sampling = fields.get("sampling") or {}

@@ -21,6 +21,8 @@ _COLOURS = {
     "pending": "blue", "failed": "red", "error": "red", "timed_out": "red", "cancelled": "magenta", "aborted": "magenta", "expired": "dim",
     "ready": "green", "deleted": "dim", "delivered": "green", "disabled": "yellow", "refused": "red",
 }  # fmt: skip
+#: Columns that are not folded: what is in them is copied.
+_WHOLE = frozenset({"checksum", "crc32", "job", "state", "id", "run", "name", "digest", "process", "pid"})
 #: Longer tables are cut, and say so.
 TABLE_ROWS = 24
 #: So much is shown of a segment's name.
@@ -53,7 +55,7 @@ def seconds(start: float | None, end: float | None) -> str:
 def table(title: str, *columns: str) -> Table:
     made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
-        if column in ("checksum", "crc32", "job", "state"):
+        if column in _WHOLE:
             made.add_column(column, no_wrap=True)
             continue
         right = column in ("rank", "request", "req", "step", "acts", "edits", "rows", "bytes", "layers", "positions", "tokens")
@@ -110,12 +112,11 @@ def jobs(views: Iterable[JobView]) -> Table:
 
 
 def runs(views: Iterable[RunView]) -> Table:
-    """One line per source run."""
-    shown = table("Source runs", "run", "state", "bytes", "in use", "held by", "job")
+    """Each source run with its job below it: both are long, and a terminal may have 80 columns."""
+    shown = table("Source runs", "run", "state", "bytes", "in use", "held by")
     for view in views:
-        shown.add_row(
-            escape(view.name), coloured(view.state), size(view.bytes), str(view.in_use), escape(", ".join(view.held_by)), view.job
-        )
+        held = escape(", ".join(view.held_by))
+        shown.add_row(f"{escape(view.name)}\n{view.job}", coloured(view.state), size(view.bytes), str(view.in_use), held)
     return shown
 
 

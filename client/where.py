@@ -36,7 +36,6 @@ class Stack:
     model: str
     version: str
     started: float  # seconds since the epoch
-    redis_url: str = ""  # empty when it is another's
     processes: dict[str, tuple[int, int]] = field(default_factory=dict)  # name → pid and birth, see `processes.birth`
 
 
@@ -54,8 +53,7 @@ def running(data: Path) -> Stack | None:
             return None
         return Stack(
             data=data, pid=pid, instance=instance, url=state.get("url", ""), model=state.get("model", ""), version=state.get("version", ""),
-            started=state.get("started", 0.0), redis_url=state.get("redis_url", ""),
-            processes=processes_of(state),
+            started=state.get("started", 0.0), processes=processes_of(state),
         )  # fmt: skip
     except (OSError, KeyError, TypeError, ValueError):
         return None

@@ -133,9 +133,6 @@ class Manifest(msgspec.Struct):
 
 def job_request(request: JobRequest | None, fields: dict[str, Any]) -> JobRequest:
     """The body of a submission from a struct or from keyword arguments; raises MidstreamError naming the field."""
-    messages = fields.get("messages")
-    if isinstance(messages, Sequence) and messages and isinstance(messages[0], Mapping):  # one conversation
-        fields = {**fields, "messages": [messages]}
     return plain.request(request, fields, JobRequest)
 
 

@@ -3,19 +3,25 @@
 import io
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import typer
+from http_kit import reply, server
 from rich.console import Console
 
-from midstream.client import cli, options, show, wire
+from midstream.client import cli, cli_keys, options, show, show_steering, wire
 from midstream.client.keys import key_request
+from midstream.schemas.captures import CaptureEntry, CapturePage
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import CaptureResults, Determinism, FileEntry, JobView, RankReport, StageReport, State
+from midstream.schemas.keys import SCOPES, KeyView, Limits, TenantView, Usage
+from midstream.schemas.runs import RunView
 from midstream.schemas.selectors import as_ranges
+from midstream.schemas.steering import EntryView, ModuleView
 
 
 @pytest.fixture(autouse=True)
@@ -316,3 +322,76 @@ def test_the_demo_names_commands_as_they_can_be_typed(monkeypatch: pytest.Monkey
     assert demo._command() == ".venv/bin/midstream"
     monkeypatch.setattr(sys, "argv", ["midstream"])
     assert demo._command() == "midstream"
+
+
+JOB_ID = "job_1m7vjx8kxwmbmsgdtc9whv0838jage76jzk"
+
+
+def narrow(*shown: Any) -> str:
+    console = Console(width=80, file=io.StringIO())
+    for each in shown:
+        console.print(each)
+    return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+
+
+def test_ids_stay_whole_in_every_table_on_80_columns() -> None:
+    key = KeyView(id="k3y0k3y0k3y0", name="ada of vision", tenant="vision-department", scopes=list(SCOPES), created=1.79e9, expires=1.8e9)
+    run = RunView(
+        name="eiffel-tower-clean", state="ready", model="m", job=JOB_ID, tag="t", created=1.79e9, bytes=3 << 20, in_use=2, held_by=["w1"]
+    )
+    captured = CaptureEntry(job=JOB_ID, tags=["default", "tour"], created=1.79e9, status="ok", bytes=1 << 20, rows=4200)
+    entry = EntryView(layers=[14], hook="post_block", positions="all", op="add", scale=1.0, numbers=[], tensors=["0" * 64])
+    module = ModuleView(name="sea-not-office", model="m", digest="461a7232b345" + "0" * 52, bytes=2304, created=1.79e9, entries=[entry])
+    text = narrow(cli_keys._keys([key]), show.runs([run]), show.captures(CapturePage(captures=[captured])), show_steering.modules([module]))
+    for whole in (key.id, run.name, JOB_ID, "461a7232b345", module.name):
+        assert whole in text
+    assert text.count(JOB_ID) == 2
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_h_and_version_are_understood_everywhere(capsys: pytest.CaptureFixture[str]) -> None:
+    from midstream import __version__
+
+    assert call(capsys, "--version")[:2] == (0, f"midstream {__version__}\n")
+    for words in ((), ("submit",), ("job",), ("webhooks", "list"), ("status",), ("down",), ("logs",), ("demo",)):
+        code, out, _ = call(capsys, *words, "-h")
+        assert (code, "Usage: " in out) == (0, True)
+
+
+def test_every_group_that_holds_something_has_a_list() -> None:
+    groups = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
+    assert {name for name, group in groups.items() if hasattr(group, "commands") and "list" not in group.commands} == {"global", "curve"}
+
+
+def test_hooks_and_layers_are_the_only_names_of_sites() -> None:
+    def options_of(command: Any, path: str) -> Iterator[tuple[str, str]]:
+        for name, inner in getattr(command, "commands", {}).items():
+            yield from options_of(inner, f"{path} {name}")
+        for parameter in command.params:
+            yield from ((path, option) for option in parameter.opts if "hook" in option or "layer" in option)
+
+    found = set(options_of(typer.main.get_command(cli.app), "midstream"))
+    assert found == {
+        (f"midstream {command}", option) for command in ("submit", "sweep", "capture export") for option in ("--hooks", "--layers")
+    }
+
+
+def test_nothing_that_runs_is_said_with_an_exit_code_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, "status")
+    assert (code, "nothing runs on" in out) == (3, True)
+    code, out, _ = call(capsys, "down")
+    assert (code, "nothing runs on" in out) == (0, True)
+    code, _, err = call(capsys, "logs")
+    assert (code, "there are no logs in" in err) == (1, True)
+
+
+def test_an_unknown_tenant_is_named_with_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    view = TenantView(
+        name="vision",
+        limits=Limits(),
+        usage=Usage(jobs_in_flight=0, sweep_cells=0, capture_bytes=0, tokens_this_minute=0, requests_this_minute=0),
+    )
+    with server(reply({"tenants": [view]})) as (url, _):
+        code, _, err = call(capsys, "tenants", "show", "visoin", "--url", url)
+    assert (code, "there is no tenant 'visoin'" in err, "did you mean 'vision'?" in err) == (1, True, True)

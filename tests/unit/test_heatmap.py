@@ -101,7 +101,7 @@ def test_a_dollar_in_a_token_is_no_formula_and_text_in_a_vector_file_stays_text(
 
 def test_a_missing_matplotlib_is_named_with_the_extra_that_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(MidstreamError, match="extra `plots`"):
+    with pytest.raises(MidstreamError, match=r"midstream\[plots\]"):
         heatmap.figure(result())
 
 
@@ -129,7 +129,7 @@ def test_without_colours_the_strongest_cell_is_the_highest_block() -> None:
 
 def test_with_256_colours_the_strongest_cell_is_the_brightest() -> None:
     text = printed(result(), color_system="256")
-    assert "\x1b[48;5;" in text
+    assert "\x1b[48;" in text
     assert "█" not in text
 
 

@@ -1,0 +1,127 @@
+"""Do clients and commands find the stack that runs on a data directory and no other, and can it be looked at and stopped from elsewhere?"""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from ports import free_port
+from up_kit import Up
+
+from midstream import Client, ServerUnreachable
+from midstream.client import where
+from midstream.client.processes import birth
+from midstream.client.supervisor import STATE_FILE
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    started = Up(tmp_path_factory.mktemp("local") / "data")
+    started.ready()
+    yield started
+    started.close()
+
+
+@pytest.fixture(autouse=True)
+def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("MIDSTREAM_")]:
+        monkeypatch.delenv(name)
+
+
+def test_a_client_without_an_address_takes_the_stack_on_the_data_directory(up: Up, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MIDSTREAM_DATA_DIR", str(up.data))
+    with Client() as client:
+        assert client.url == up.ready()
+        assert client.models() == ["fake"]
+    stack = where.running(up.data)
+    assert stack is not None
+    assert httpx.get(f"{client.url}/healthz").json()["instance"] == stack.instance
+
+
+def test_a_data_directory_on_which_nothing_runs_is_said_and_no_other_stack_is_taken(
+    up: Up, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MIDSTREAM_DATA_DIR", str(tmp_path / "other"))
+    with pytest.raises(ServerUnreachable, match=r"the stack on .*other does not run; `midstream up` starts it"):
+        Client()
+
+
+@pytest.mark.parametrize("lie", ["a dead process", "another process"])
+def test_a_state_file_that_does_not_fit_is_not_believed(up: Up, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lie: str) -> None:
+    """As after a crash, or when the port went to another stack."""
+    state = up.state() | {"pid": os.getpid() if lie == "another process" else 2**22 + 1}
+    (tmp_path / STATE_FILE).write_text(json.dumps(state))
+    monkeypatch.setenv("MIDSTREAM_DATA_DIR", str(tmp_path))
+    words = "another stack answers at" if lie == "another process" else "does not run"
+    with pytest.raises(ServerUnreachable, match=words):
+        Client()
+
+
+def test_a_state_file_of_another_user_is_not_believed(up: Up, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: 4711)
+    assert where.running(up.data) is None
+
+
+def test_what_another_user_runs_at_the_default_address_is_not_taken(up: Up, monkeypatch: pytest.MonkeyPatch) -> None:
+    port = httpx.URL(up.ready()).port
+    monkeypatch.setenv("MIDSTREAM_API_PORT", str(port))
+    monkeypatch.chdir(up.data.parent)
+    assert where.find_url() == up.ready()
+    monkeypatch.setattr(os, "getuid", lambda: 4711)
+    with pytest.raises(ServerUnreachable, match=r"belongs to another user \(uid \d+\)"):
+        where.find_url()
+
+
+def test_status_names_processes_ports_and_disk(up: Up) -> None:
+    done = up.midstream("status")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{up.ready()} is ready" in done.stdout
+    for word in ("model fake", f"data  {up.data}", "redis", "relay", "worker", "callbacks", str(up.pid("worker")), "disk: ", " free"):
+        assert word in done.stdout
+    told = json.loads(up.midstream("status", "--json").stdout)
+    assert told["processes"]["api"] == {"pid": up.pid("api"), "ports": [httpx.URL(up.ready()).port]}
+    assert told["disk"]["bytes"]["logs"] > 0
+
+
+def test_logs_of_one_process_or_all(up: Up) -> None:
+    one = up.midstream("logs", "worker")
+    assert "worker ready" in one.stdout
+    both = up.midstream("logs", "worker", "relay", "-n", "1")
+    assert [line.split(" | ")[0].strip() for line in both.stdout.splitlines()] == ["worker", "relay"]
+    wrong = up.midstream("logs", "worke")
+    assert (wrong.returncode, "did you mean 'worker'?" in wrong.stderr) == (1, True)
+
+
+def test_down_stops_everything_and_status_says_that_nothing_runs(tmp_path: Path) -> None:
+    up = Up(tmp_path / "data", api_port=free_port())
+    try:
+        up.ready()
+        pids = up.state()["processes"].values()
+        done = up.midstream("down")
+        assert done.returncode == 0, done.stderr
+        assert f"stopped what ran on {up.data}" in done.stdout
+        assert up.process.wait(60) == 0
+        assert [pid for pid, born in pids if birth(pid) == born] == []
+        after = up.midstream("status")
+        assert (after.returncode, f"nothing runs on {up.data}" in after.stdout) == (3, True)
+        again = up.midstream("down")
+        assert (again.returncode, "nothing runs" in again.stdout) == (0, True)
+        assert "worker ready" in up.midstream("logs", "worker").stdout
+    finally:
+        up.close()
+
+
+def test_down_ends_what_a_killed_up_left(tmp_path: Path) -> None:
+    up = Up(tmp_path / "data")
+    try:
+        up.ready()
+        redis = up.state()["processes"]["redis"]
+        up.process.kill()
+        up.process.wait()
+        up.midstream("down")
+        assert birth(redis[0]) != redis[1]
+        assert up.midstream("status").returncode == 3
+    finally:
+        up.close()
