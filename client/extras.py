@@ -4,7 +4,7 @@ from importlib.util import find_spec
 
 #: Extra → the modules that it brings, as they are imported; of several extras with a module the first is named.
 MODULES: dict[str, tuple[str, ...]] = {
-    "client": ("httpx", "rich", "typer"),
+    "client": ("httpx", "rich", "tqdm", "typer"),
     "plots": ("matplotlib", "pandas"),
     "up": (
         "celery", "kombu", "redis", "hiredis", "zmq", "prometheus_client", "httpcore", "litestar", "uvicorn", "tokenizers", "jinja2",
