@@ -114,7 +114,8 @@ def _why(workers: list[WorkerInfo], models: list[ModelInfo]) -> list[str]:
     ill = [f"worker {worker.worker}: {worker.detail or 'is not healthy'}" for worker in workers if not worker.healthy]
     live = {worker.model for worker in workers}
     foreign = [f"model {info.name}: {trouble.detail}" for info in models if info.name in live and (trouble := misfit_of(info)) is not None]
-    return ill or foreign or ["worker: none is alive"]
+    unknown = [f"model {name}: is not published yet" for name in sorted(live - {info.name for info in models})]
+    return ill or foreign or unknown or ["worker: none is alive"]
 
 
 @get("/metrics", summary="Prometheus metrics", include_in_schema=False, media_type=METRICS_TYPE)

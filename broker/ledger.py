@@ -476,6 +476,12 @@ class Ledger:
         return self._models[name][1]
 
     @reachable
+    async def serves(self, name: str) -> bool:
+        """Whether jobs for the model can be accepted: it is published, and so is its tokenizer. False after Redis has lost its data."""
+        info = await self.model(name)
+        return info is not None and bool(await self.redis.exists(f"ms:blob:{info.tokenizer}"))
+
+    @reachable
     async def models(self) -> list_[ModelInfo]:
         """Every model that a worker has ever served, by name."""
         raw = await self.redis.hgetall("ms:models")
