@@ -11,7 +11,7 @@ from ..schemas.disk import disk_trouble
 
 log = logging.getLogger(__name__)
 
-#: Replies of a Redis that may do later what it refuses now. Inside a script 6.2 answers them as plain errors, the code somewhere in the text.
+#: Replies of a Redis that may do later what it refuses now. Inside a script 6.2 answers plain errors, with the code in the text.
 CODES = ("LOADING", "BUSY ", "MISCONF", "OOM", "READONLY", "NOREPLICAS", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "UNBLOCKED")
 #: redis-py drops the code of an error that it has a class for.
 _CLASSES = (

@@ -1,8 +1,9 @@
 """Repairs an append-only file whose end is zeros or half a command, as a file system leaves it after a power failure.
 
-Redis loads a file that ends inside a command, and refuses one that ends in anything else, such as the zeros that ext4 leaves in blocks
-that were allocated and never written. Only such an end is cut off, and a copy of it kept. Where the commands end is found by
-`redis-check-aof`, which is the `redis-server` binary under another name.
+ext4 leaves zeros in blocks that were allocated and never written, which Redis refuses to load. A command that was cut off Redis would
+drop by itself, but 6.2 keeps what stood before it in its transaction, and applies that half at the next start. So either end is cut off
+here, with the whole transaction, and a copy of it kept. Where the commands end is found by `redis-check-aof`, which is the
+`redis-server` binary under another name.
 """
 
 import mmap
@@ -16,7 +17,7 @@ from pathlib import Path
 from ..schemas.errors import MidstreamError
 
 #: What Redis logs about a file that it refuses.
-REFUSED = b"Bad file format reading the append only file"
+REFUSED = re.compile(rb"(Bad file format|Unexpected end of file) reading the append only file")
 _ANALYZED = re.compile(r"AOF analyzed:.*?size=(\d+), ok_up_to=(\d+)")
 #: A line of a manifest (Redis 7): the last file of type `i` is the one that is written to.
 _INCREMENT = re.compile(r"^file (\S+) seq \d+ type i", re.MULTILINE)
@@ -34,7 +35,7 @@ def repair(directory: Path, server: str) -> str:
     """
     path = _written_file(directory)
     check = _checker(directory, server)
-    size, good = _analyze(path, server)
+    size, good = _analyze(path, check)
     if good is None or good >= size:
         raise _refusal(path, check, "it is damaged, and not at its end alone")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -45,7 +46,9 @@ def repair(directory: Path, server: str) -> str:
     with path.open("rb+") as file:
         file.truncate(good)
         os.fsync(file.fileno())
-    return f"{path} ended in what is no command, as after a power failure: {size - good} bytes from byte {good} on were cut off, and are kept in {kept}"
+    return (
+        f"{path} had a damaged end, as after a power failure: {size - good} bytes from byte {good} on were cut off and are kept in {kept}"
+    )
 
 
 def _written_file(directory: Path) -> Path:
@@ -66,9 +69,9 @@ def _checker(directory: Path, server: str) -> str:
     return str(link)
 
 
-def _analyze(path: Path, server: str) -> tuple[int, int | None]:
+def _analyze(path: Path, check: str) -> tuple[int, int | None]:
     """(size, up to where it is whole: a transaction that was not finished is not part of that); None where that cannot be said."""
-    done = subprocess.run(["redis-check-aof", str(path)], executable=server, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    done = subprocess.run([check, str(path)], stdin=subprocess.DEVNULL, capture_output=True, check=False)
     found = _ANALYZED.search(done.stdout.decode(errors="replace"))
     return (int(found[1]), int(found[2])) if found else (path.stat().st_size, None)
 
@@ -104,17 +107,21 @@ def _of_command(data: mmap.mmap, at: int, end: int) -> "list[re.Pattern[bytes]]"
 
 def _begins_header(rest: bytes) -> bool:
     """Whether a header may begin like this."""
-    return re.fullmatch(rb"[*$]\d{0,10}\r?", rest) is not None
+    return not rest or re.fullmatch(rb"[*$]\d{0,10}\r?", rest) is not None
 
 
 def _copy(data: mmap.mmap, start: int, target: Path) -> None:
     """`data` from `start` on, on disk before this returns."""
-    with target.open("xb") as copy:
-        os.fchmod(copy.fileno(), 0o600)
-        for at in range(start, len(data), 1 << 20):
-            copy.write(data[at : at + (1 << 20)])
-        copy.flush()
-        os.fsync(copy.fileno())
+    try:
+        with target.open("xb") as copy:
+            os.fchmod(copy.fileno(), 0o600)
+            for at in range(start, len(data), 1 << 20):
+                copy.write(data[at : at + (1 << 20)])
+            copy.flush()
+            os.fsync(copy.fileno())
+    except OSError:
+        target.unlink(missing_ok=True)
+        raise
 
 
 def _refusal(path: Path, check: str, why: str) -> MidstreamError:

@@ -55,7 +55,7 @@ def keep_under_way(stack: Stack) -> str:
 
 
 def survives(stack: Stack, refuse: Callable[["redis.Redis"], object], allow: Callable[["redis.Redis"], object], who: Sequence[str]) -> None:
-    """While Redis refuses, `who` log it once, no process ends, and the API answers 503; afterwards the waiting job ends, and new ones do."""
+    """While Redis refuses, `who` log it once, no process ends, and the API answers 503. Afterwards the waiting job and new ones run."""
     processes = dict(stack.processes)
     said = {name: stack.log(name).count(NOTICED) for name in who}
     job = keep_under_way(stack)
