@@ -37,7 +37,6 @@ def probe(folder: Path) -> str:
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             os.write(file.fileno(), bytes(PROBE_BYTES))
-            os.fsync(file.fileno())
     except (FileNotFoundError, NotADirectoryError):
         return ""
     except OSError as error:
