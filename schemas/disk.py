@@ -1,23 +1,23 @@
 """Names a disk that takes no writes, in the words that users read, and tests whether a folder can be written."""
 
 import errno
-import os
 import re
 import tempfile
 from pathlib import Path
 
+FULL, READ_ONLY = "disk full", "disk read-only"
 #: What the operating system says, as it stands in an error → what users are told.
 TROUBLES = {
-    errno.ENOSPC: "disk full",
-    errno.EDQUOT: "disk full",
-    errno.EROFS: "disk read-only",
+    errno.ENOSPC: FULL,
+    errno.EDQUOT: FULL,
+    errno.EROFS: READ_ONLY,
 }
 #: The same in the texts of SQLite and Redis, which carry no number.
 _TEXTS = {
-    "disk full": re.compile(r"No space left on device|Disk quota exceeded|database or disk is full"),
-    "disk read-only": re.compile(r"Read-only file system|readonly database"),
+    FULL: re.compile(r"No space left on device|Disk quota exceeded|database or disk is full"),
+    READ_ONLY: re.compile(r"Read-only file system|readonly database"),
 }
-#: Bytes of a test write: what a page cache or a file system keeps in an inode would hide a full disk.
+#: Bytes of a test write: more than some file systems keep beside a file's name, where a full disk would not show.
 PROBE_BYTES = 16 << 10
 
 
@@ -36,7 +36,8 @@ def probe(folder: Path) -> str:
     """
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
-            os.write(file.fileno(), bytes(PROBE_BYTES))
+            file.write(bytes(PROBE_BYTES))
+            file.flush()  # which goes on after a short write, and then fails
     except (FileNotFoundError, NotADirectoryError):
         return ""
     except OSError as error:

@@ -24,6 +24,7 @@ from ..broker.celery_app import make_app, queue_of
 from ..broker.curve import client_keys, with_kept_keys
 from ..broker.lease import LeaseStep
 from ..schemas import faults
+from ..schemas.disk import disk_trouble
 from ..schemas.errors import MidstreamError
 from ..schemas.global_capture import from_settings
 from ..schemas.settings import Settings, SettingsError, load_settings
@@ -101,6 +102,9 @@ def main() -> int:
     except (SettingsError, MidstreamError) as error:
         print(f"worker failed: {error}", file=sys.stderr, flush=True)
         return EXIT_BAD_SETTINGS
+    except OSError as error:
+        print(f"worker failed: {disk_trouble(error) or error.strerror}: {error.filename or settings.data_dir}", file=sys.stderr, flush=True)
+        return EXIT_NO_ENGINE
     signals.setup_logging.connect(_keep_logging)
     # Neither concerns us: tasks are never cancelled on connection loss, and nothing is unpickled from messages.
     warnings.simplefilter("ignore", CPendingDeprecationWarning)

@@ -19,8 +19,9 @@ from midstream.schemas.errors import MidstreamError
 from midstream.schemas.settings import Settings, SettingsError, load_settings
 
 
-def child(tmp_path: Path, code: str, stop_timeout_s: float = 5.0) -> Child:
-    return Child("part", [sys.executable, "-c", code], dict(os.environ), tmp_path / "logs" / "part.log", stop_timeout_s)
+def child(tmp_path: Path, code: str, stop_timeout_s: float = 5.0, longest_pause_s: float = 4.0) -> Child:
+    log = tmp_path / "logs" / "part.log"
+    return Child("part", [sys.executable, "-c", code], dict(os.environ), log, stop_timeout_s, longest_pause_s)
 
 
 def ended(part: Child) -> bool:
@@ -206,7 +207,7 @@ time.sleep(600)
 
 def test_the_pause_before_a_restart_grows_and_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "BACKOFF_S", (200.0, 500.0))
-    part = child(tmp_path, "raise SystemExit(1)")
+    part = child(tmp_path, "raise SystemExit(1)", longest_pause_s=500.0)
     pauses = []
     for _ in range(3):
         part.start()
