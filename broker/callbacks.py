@@ -22,7 +22,7 @@ from ..schemas import faults
 from ..schemas.base import now
 from ..schemas.errors import MidstreamError
 from ..schemas.settings import Settings, SettingsError, load_settings
-from . import metrics, observe
+from . import durability, metrics, observe
 from .absence import is_absence
 from .celery_app import CALLBACKS_QUEUE, make_app
 from .health import SWEEPER_KEY
@@ -155,6 +155,7 @@ def main() -> int:
         settings = load_settings()
         if not settings.redis_url:
             raise SettingsError("MIDSTREAM_REDIS_URL: the callbacks worker needs it")
+        durability.require(settings)
         faults.arm(settings.fault, settings.data_dir)
         observe.start(settings, "callbacks")
     except SettingsError as error:

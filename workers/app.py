@@ -19,7 +19,7 @@ from celery.utils.nodenames import default_nodename, host_format
 from celery.worker import state as worker_state
 from celery.worker.components import Pool
 
-from ..broker import observe, traces
+from ..broker import durability, observe, traces
 from ..broker.celery_app import make_app, queue_of
 from ..broker.curve import client_keys, with_kept_keys
 from ..broker.lease import LeaseStep
@@ -95,6 +95,7 @@ def main() -> int:
     try:
         settings = with_worker_id(load_settings())
         _check(settings)
+        durability.require(settings)
         settings = with_kept_keys(settings, settings.worker_id)
         faults.arm(settings.fault, settings.data_dir)
         lock = WorkerLock(settings)
