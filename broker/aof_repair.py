@@ -43,9 +43,9 @@ def repair(directory: Path, server: str) -> str:
             raise _refusal(path, check, f"it is damaged at byte {good} of {size}, and what follows is neither zeros nor half a command")
         kept = path.with_name(f"{path.name}.cut-at-{good}.{time.strftime('%Y%m%dT%H%M%S')}")
         _copy(data, good, kept)
-    with path.open("rb+") as file:
-        file.truncate(good)
-        os.fsync(file.fileno())
+    with path.open("rb+") as whole:
+        whole.truncate(good)
+        os.fsync(whole.fileno())
     return (
         f"{path} had a damaged end, as after a power failure: {size - good} bytes from byte {good} on were cut off and are kept in {kept}"
     )

@@ -187,7 +187,6 @@ def _spawn(binary: str, directory: Path, port: int, lock: int, asked: dict[str, 
     return process
 
 
-
 def _log_file(directory: Path) -> IO[bytes]:
     try:
         return open(directory / "redis.log", "ab")

@@ -180,8 +180,8 @@ def test_loading_takes_as_long_as_it_makes_progress(tmp_path: Path, monkeypatch:
     server.stop()
     spawn = redis_server._spawn
 
-    def slowly(binary: str, directory: Path, port: int, lock: int, asked: dict[str, str]) -> Any:
-        return spawn(binary, directory, port, lock, asked | {"key-load-delay": "20000"})
+    def slowly(binary: str, directory: Path, port: int, lock: int, asked: dict[str, str], password: str) -> Any:
+        return spawn(binary, directory, port, lock, asked | {"key-load-delay": "20000"}, password)
 
     monkeypatch.setattr(redis_server, "_spawn", slowly)
     monkeypatch.setattr(redis_server, "STALLED_S", 4.0)
