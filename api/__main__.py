@@ -8,7 +8,7 @@ from types import FrameType
 
 import uvicorn
 
-from ..broker import logs, metrics, traces
+from ..broker import durability, logs, metrics, traces
 from ..broker.hosts import named
 from ..broker.keys import Keys
 from ..broker.ledger import Ledger
@@ -95,6 +95,7 @@ def serve(settings: Settings) -> None:
         raise SettingsError("MIDSTREAM_REDIS_URL: is required here; `midstream up` sets it")
     auth.admin_key(settings)  # what is wrong with them is said before anything listens
     named(settings)
+    durability.require(settings)
     refused = asyncio.run(_refusal(settings))
     if refused:
         raise SettingsError(refused)

@@ -35,6 +35,7 @@ from . import admission, context, everyone, patched, steered
 from .auth import Gate, caller_of
 from .callback_rules import check_callback
 from .context import traceparent
+from .disks import Disks
 from .problems import ClientGone
 from .standing import NOTHING, Standing, find_runs
 from .staying import ALWAYS, Stay, Stays
@@ -70,6 +71,7 @@ class Edge:
         self.steering = Steering(ledger)
         self.watcher = watcher
         self.celery = celery
+        self.disks = Disks(settings)
         self._usage = Usage(settings.capture_root, settings.capture_quota_mib << 20)
         self.helpers = Helpers(settings)
         self._codecs: dict[tuple[str, int], Codec] = {}
@@ -152,6 +154,7 @@ class Edge:
     ) -> str:
         """Commit a valid job to the ledger, which has its message sent; see `submit`. `blobs`, `pinned`: as of `Ledger.submit`."""
         check_callback(job.callback, self.settings)
+        await self.disks.check(job)
         if self.settings.capture_quota_mib and not (idempotency and await self.ledger.knows_key(idempotency[0])):
             job = await self._within_quota(job, info)
         if parent := traceparent():

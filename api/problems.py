@@ -13,6 +13,7 @@ from litestar.status_codes import HTTP_500_INTERNAL_SERVER_ERROR
 from ..broker import metrics
 from ..schemas.base import to_json
 from ..schemas.choices import refusal
+from ..schemas.disk import disk_trouble
 from ..schemas.errors import STATUS_OF_KIND, MidstreamError, Problem, invalid, shortened
 from ..schemas.json_bounds import TooManyValues
 from ..schemas.limits import MAX_DETAIL
@@ -168,8 +169,16 @@ def on_any_error(request: Request[Any, Any, Any], error: Exception) -> Response[
     return answer(request, found.problem(instance=request.url.path))
 
 
+def on_os_error(request: Request[Any, Any, Any], error: OSError) -> Response[bytes]:
+    """A full or read-only disk passes: the client may try again."""
+    if trouble := disk_trouble(error):
+        return on_midstream_error(request, MidstreamError("unavailable", f"{trouble}: {error.filename or 'a folder'} cannot be written"))
+    return on_any_error(request, error)
+
+
 HANDLERS: dict[Any, Any] = {
     MidstreamError: on_midstream_error,
+    OSError: on_os_error,
     HTTPException: on_http_error,
     ClientGone: on_client_gone,
     Exception: on_any_error,

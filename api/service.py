@@ -91,18 +91,24 @@ async def readyz(request: JsonRequest) -> Response[Readiness]:
 async def look(edge: Edge) -> Readiness:
     """Redis answers, and a healthy worker serves a model that is known, both of versions that we can work with.
 
-    Without a relay jobs run, but captures wait for it.
+    Without a relay jobs run, but captures wait for it. A disk that takes no captures or receipts, or no log of Redis', makes it not ready.
     """
+    disks = [f"{name}: {trouble}" for name, trouble in (await edge.disks.troubles()).items()]
     try:
+        await edge.ledger.ping()  # which Redis refuses while it cannot write
         relay = await _relay_seen(edge.ledger)
         workers = [judged(worker) for worker in await edge.ledger.workers()]
         models = await edge.ledger.models()
     except MidstreamError as error:
-        return Readiness(ready=False, missing=[f"redis: {error.detail}"], models=[], workers=[], relay=False)
+        return Readiness(ready=False, missing=[f"redis: {error.detail}", *disks], models=[], workers=[], relay=False)
     healthy = {worker.model for worker in workers if worker.healthy}
     served = sorted(info.name for info in models if info.name in healthy and misfit_of(info) is None)
-    missing = ([] if served else _why(workers, models)) + ([] if relay else ["relay: has not been seen lately, captures would wait for it"])
-    return Readiness(ready=bool(served), missing=missing, models=served, workers=workers, relay=relay)
+    missing = (
+        disks
+        + ([] if served else _why(workers, models))
+        + ([] if relay else ["relay: has not been seen lately, captures would wait for it"])
+    )
+    return Readiness(ready=bool(served) and not disks, missing=missing, models=served, workers=workers, relay=relay)
 
 
 @reachable
@@ -114,7 +120,8 @@ def _why(workers: list[WorkerInfo], models: list[ModelInfo]) -> list[str]:
     ill = [f"worker {worker.worker}: {worker.detail or 'is not healthy'}" for worker in workers if not worker.healthy]
     live = {worker.model for worker in workers}
     foreign = [f"model {info.name}: {trouble.detail}" for info in models if info.name in live and (trouble := misfit_of(info)) is not None]
-    return ill or foreign or ["worker: none is alive"]
+    unknown = [f"model {name}: is not published yet" for name in sorted(live - {info.name for info in models})]
+    return ill or foreign or unknown or ["worker: none is alive"]
 
 
 @get("/metrics", summary="Prometheus metrics", include_in_schema=False, media_type=METRICS_TYPE)

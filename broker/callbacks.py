@@ -14,13 +14,16 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import redis
 from celery import Celery, bootsteps, signals
 from celery.utils.nodenames import default_nodename, host_format
 
 from ..schemas import faults
 from ..schemas.base import now
+from ..schemas.errors import MidstreamError
 from ..schemas.settings import Settings, SettingsError, load_settings
-from . import metrics, observe
+from . import durability, metrics, observe
+from .absence import is_absence
 from .celery_app import CALLBACKS_QUEUE, make_app
 from .health import SWEEPER_KEY
 from .ledger import Ledger
@@ -78,6 +81,7 @@ async def keep_sweeping(app: Celery, settings: Settings) -> None:
     ledger = Ledger.connect(settings)
     sweeper = Sweeper(ledger, app, settings)
     alive_s = math.ceil(SWEEPS_MISSED * settings.sweep_interval_s + STOP_TIMEOUT_S)
+    away = False
     try:
         while True:
             try:
@@ -87,12 +91,26 @@ async def keep_sweeping(app: Celery, settings: Settings) -> None:
                     log.info("swept: %s", report)
                     for action, found in vars(report).items():
                         metrics.SWEPT.labels(action).inc(found if isinstance(found, int) else len(found))
+                if away:
+                    log.warning("sweeps go on")
+                away = False
+            except (MidstreamError, redis.RedisError) as error:
+                if not is_unavailable(error):
+                    log.exception("a sweep failed; the next one is in %s s", settings.sweep_interval_s)
+                elif not away:
+                    log.warning("no sweeps until Redis is back: %s", error)
+                away = away or is_unavailable(error)
             except Exception:
                 # Whatever it was, the other jobs still need the next sweep.
                 log.exception("a sweep failed; the next one is in %s s", settings.sweep_interval_s)
             await asyncio.sleep(settings.sweep_interval_s)
     finally:
         await ledger.close()
+
+
+def is_unavailable(error: Exception) -> bool:
+    """Redis is away, or refuses for now."""
+    return error.kind == "unavailable" if isinstance(error, MidstreamError) else is_absence(error)
 
 
 async def keep_sending(settings: Settings) -> None:
@@ -125,6 +143,7 @@ class SenderStep(bootsteps.StartStopStep):
 def make_callbacks_app(settings: Settings) -> Celery:
     """The Celery app of the `callbacks` worker."""
     app = make_app(settings)
+    app.conf.broker_transport = "midstream.broker.transport:Transport"
     app.midstream_settings = settings
     app.steps["worker"].update({SweeperStep, SenderStep})
     return app
@@ -136,6 +155,7 @@ def main() -> int:
         settings = load_settings()
         if not settings.redis_url:
             raise SettingsError("MIDSTREAM_REDIS_URL: the callbacks worker needs it")
+        durability.require(settings)
         faults.arm(settings.fault, settings.data_dir)
         observe.start(settings, "callbacks")
     except SettingsError as error:

@@ -67,6 +67,7 @@ def make_app(settings: Settings) -> Celery:
         worker_enable_prefetch_count_reduction=False,  # after a reconnect at full strength: what runs twice is refused by the ledger
         broker_connection_retry_on_startup=True,
         broker_connection_max_retries=None,  # Redis may restart: keep trying
+        broker_channel_error_retry=True,  # and it may refuse writes for a while: see `consumer`
         # A publisher that cannot reach Redis says so soon; the job is committed, and the sweeper sends its message later.
         task_publish_retry_policy={"max_retries": 2, "interval_start": 0, "interval_step": 0.2, "interval_max": 0.5},
         broker_transport_options={

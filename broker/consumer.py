@@ -2,7 +2,8 @@
 
 kombu clears a lost connection's `client`. What touches the connection afterwards, an acknowledgement or the second attempt
 to close it, ends in an AttributeError, which Celery takes for unrecoverable: the worker would end, and with it an engine
-that takes a minute to load. The message itself is safe: it is delivered again, and the ledger refuses it then.
+that takes a minute to load. The message itself is safe: it is delivered again, and the ledger refuses it then. A Redis that answers
+but refuses writes would end the worker as well; it is awaited like one that is unreachable.
 
 What it tells of tasks (received, started, succeeded; Flower listens) is sent a few times a second, all together: by itself Celery
 sends it at every turn of its loop, which under load costs worker and Flower more than the tasks do.
@@ -13,7 +14,10 @@ from collections.abc import Callable
 from typing import Any
 
 from celery.worker.consumer import Consumer as CeleryConsumer
+from celery.worker.state import maybe_shutdown
+from redis.exceptions import ResponseError
 
+from .absence import await_writes, is_absence
 from .transport import is_closed
 
 logger = logging.getLogger(__name__)
@@ -58,16 +62,36 @@ class Consumer(CeleryConsumer):
         Celery closes it twice, the second time without `client` when the first attempt failed, as it does when messages
         are to be restored and Redis is still away.
         """
+        _reraise_failure(exc)
         try:
             super().on_connection_error_after_connected(exc)
         except AttributeError as error:
             if self.connection is not None:  # not from the closing: Celery has let go of it by then
                 raise
             logger.warning("what was left of a lost connection could not be closed: %s", error)
+        self._await_writes(exc)
+
+    def on_connection_error_before_connected(self, exc: Exception) -> None:
+        _reraise_failure(exc)
+        super().on_connection_error_before_connected(exc)
+        self._await_writes(exc)
+
+    def _await_writes(self, exc: Exception) -> None:
+        """Wait for a Redis that answers and takes no writes (full disk, full memory, read-only); an unreachable one is Celery's affair."""
+        if isinstance(exc, ResponseError):
+            logger.error("Redis takes no writes, no jobs are taken until it does: %s", exc)
+            await_writes(self.app.conf.broker_url, maybe_shutdown)
+            logger.warning("Redis takes writes again")
 
     def call_soon_ack(self, p: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """`p` is `ack_log_error` or `reject_log_error` of a message."""
         return super().call_soon_ack(settle, p, *args, **kwargs)
+
+
+def _reraise_failure(exc: Exception) -> None:
+    """Raise what Redis will answer again whatever time passes, such as a missing permission."""
+    if isinstance(exc, ResponseError) and not is_absence(exc):
+        raise exc
 
 
 def settle(act: Callable[..., Any], *args: Any, **kwargs: Any) -> None:

@@ -6,9 +6,12 @@ and the sweeper whether they have been seen in Redis lately, which they are only
 
 import socket
 import sys
+import tempfile
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import redis
@@ -18,6 +21,10 @@ from ..schemas.models import WorkerInfo
 from ..schemas.settings import Settings, SettingsError, load_settings
 
 TIMEOUT_S = 5.0
+#: In the folder for temporary files of a container, from its start until its worker was ready: empty, or why it cannot start.
+STARTING = "midstream-worker-starting"
+#: A start may take so long: a model is fetched and loaded.
+START_S, LOOK_S = 1800.0, 1.0
 #: The sweeper's sign of life in Redis.
 SWEEPER_KEY = "ms:sweeper"
 
@@ -39,7 +46,22 @@ def callbacks(settings: Settings) -> str:
 
 
 def worker(settings: Settings) -> str:
-    """Of this machine, which in a container is the container."""
+    """Of this machine, which in a container is the container. Waits while it starts, until `START_S` have passed or it cannot."""
+    note = Path(tempfile.gettempdir()) / STARTING
+    deadline = time.monotonic() + START_S
+    while trouble := _worker_seen(settings):
+        try:
+            cannot = note.read_text().strip()
+        except FileNotFoundError:  # it was ready before
+            return trouble
+        if cannot or time.monotonic() > deadline:
+            return cannot or trouble
+        time.sleep(LOOK_S)
+    note.unlink(missing_ok=True)
+    return ""
+
+
+def _worker_seen(settings: Settings) -> str:
     client = _redis(settings)
     known = [from_json(raw, WorkerInfo) for raw in client.hvals("ms:workers")]
     here = [info for info in known if info.host == socket.gethostname()]

@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 from celery import bootsteps
+from redis.exceptions import ResponseError
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +59,6 @@ def renew_unacked(consumer: Any) -> int:
     try:
         with channel.conn_or_acquire() as client:
             client.zadd(channel.unacked_index_key, dict.fromkeys(held, time.time()), xx=True)
-    except channel.connection_errors as error:  # the consumer notices the same and reconnects
-        log.warning("%d messages not renewed, Redis is away: %s", len(held), error)
+    except (*channel.connection_errors, ResponseError) as error:  # the consumer notices the same and reconnects
+        log.warning("%d messages not renewed, Redis is away or refuses: %s", len(held), error)
     return len(held)

@@ -26,7 +26,7 @@ from ..schemas.settings import Settings
 from ..schemas.sweeps import UnitRecord
 from ..schemas.tensors import Tensor
 from ..schemas.version import OLDEST_WIRE, WIRE
-from . import reading, scripts
+from . import absence, reading, scripts
 from .dispatch import Send, messages_of
 from .grouped import GroupedRedis
 from .pressure import Pressure
@@ -82,21 +82,6 @@ def new_job_id() -> str:
     return "job_" + prefix + "".join(ALPHABET[byte & 31] for byte in secrets.token_bytes(26))
 
 
-def is_absence(error: redis.exceptions.RedisError) -> bool:
-    """Redis is away, loading, read-only, cannot write or is held by a long script: it may be back later, and nothing is wrong with what
-    was asked."""
-    known = (
-        redis.exceptions.ConnectionError,
-        redis.exceptions.TimeoutError,
-        redis.exceptions.ReadOnlyError,
-        redis.exceptions.OutOfMemoryError,
-    )
-    if isinstance(error, known):
-        return True
-    # Inside a script 6.2 answers these as plain errors, their code somewhere in the text.
-    return isinstance(error, redis.exceptions.ResponseError) and any(code in str(error) for code in ("BUSY ", "MISCONF", "OOM", "READONLY"))
-
-
 def reachable(call: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
     """Redis away, loading or full is one typed error: MidstreamError("unavailable")."""
 
@@ -105,9 +90,9 @@ def reachable(call: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
         try:
             return await call(*args, **kwargs)
         except redis.exceptions.RedisError as error:
-            if not is_absence(error):
+            if not absence.is_absence(error):
                 raise
-            raise MidstreamError("unavailable", f"the job ledger is not reachable: {error}") from error
+            raise MidstreamError("unavailable", absence.words(error)) from error
 
     return guarded
 
@@ -489,6 +474,12 @@ class Ledger:
         if self._models.get(name, (b"",))[0] != raw:  # every request asks, and it seldom changes
             self._models[name] = raw, from_json(raw, ModelInfo)
         return self._models[name][1]
+
+    @reachable
+    async def serves(self, name: str) -> bool:
+        """Whether jobs for the model can be accepted: it is published, and so is its tokenizer. False after Redis has lost its data."""
+        info = await self.model(name)
+        return info is not None and bool(await self.redis.exists(f"ms:blob:{info.tokenizer}"))
 
     @reachable
     async def models(self) -> list_[ModelInfo]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 
 from ..schemas.base import to_msgpack
+from ..schemas.disk import FULL, disk_trouble
 from ..schemas.faults import crash_point
 from ..schemas.receipts import Receipt
 from .curve import ClientKeys
@@ -32,7 +33,7 @@ GROUP = 4096
 #: Acknowledged receipts stay this long: Redis with `appendfsync everysec` may forget its last second when the machine dies,
 #: and then asks for them again.
 KEEP_ACKED_S = 5.0
-#: A disk that refuses writes (full, say) is tried again for this long before somebody is told.
+#: A disk that refuses writes is tried again for this long before the worker is given up; a full one for as long as it is full.
 GIVE_UP_S = 30.0
 RETRY_S, MAX_RETRY_S = 0.05, 2.0
 
@@ -254,17 +255,23 @@ class Outbox:
         self._sender.renumbered(last)
 
     def _persist(self, write: Callable[[], int | None]) -> int:
-        """`write`, tried again while the disk refuses; raises when it is damaged, or when closing or after `GIVE_UP_S`."""
+        """`write`, tried again while the disk refuses; raises when it is damaged, when closing, and after `GIVE_UP_S` unless it is full."""
         started, pause = time.monotonic(), RETRY_S
         while True:
             try:
-                return write() or 0
+                last = write() or 0
             except (sqlite3.OperationalError, OSError) as error:
-                if self._closing or time.monotonic() - started > GIVE_UP_S:
+                trouble = disk_trouble(error)
+                if self._closing or (trouble != FULL and time.monotonic() - started > GIVE_UP_S):
                     raise
-                log.error("outbox %s: %s: trying again in %.2f s", self._store.path, error, pause)
+                if pause == RETRY_S:  # once, not with every try
+                    log.error("outbox %s: %s: receipts wait until they can be written", self._store.path, trouble or error)
                 time.sleep(pause)
                 pause = min(2 * pause, MAX_RETRY_S)
+            else:
+                if pause > RETRY_S:
+                    log.warning("outbox %s can be written again", self._store.path)
+                return last
 
     def _call(self, on_durable: Callable[[], object]) -> None:
         try:

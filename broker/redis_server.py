@@ -6,31 +6,40 @@ most a second when the machine dies; `noeviction` refuses writes rather than dro
 
 import fcntl
 import importlib.util
+import logging
 import os
 import shutil
 import signal
 import socket
 import subprocess
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Any
 
 import redis
 
 from ..schemas.errors import MidstreamError
+from . import aof_repair
 from .private import private_folder
+
+log = logging.getLogger(__name__)
+
+Say = Callable[[str], None]
 
 #: The oldest Redis that knows every command used here (`ZADD GT`, effect-replicated scripts, `ZRANGE BYSCORE`).
 OLDEST = (6, 2)
-#: Seconds until PING must be answered; loading a large AOF takes its time.
-START_TIMEOUT_S = 60.0
+#: A start is given up after so many seconds without progress. Loading a large file may take as long as it needs.
+STALLED_S = 60.0
+#: Seconds between two lines about how far the loading is.
+PROGRESS_S = 10.0
+POLL_S = 0.02
 #: Seconds a shutdown may take for its last fsync before the process is killed.
 STOP_TIMEOUT_S = 15.0
 #: Another process may take a free port between our look and Redis's bind.
 PORT_TRIES = 5
-#: Redis says so in its log when the end of its append-only file was missing.
-CUT_OFF = b"aof-load-truncated is enabled"
 LOG_TAIL_LINES = 20
 
 
@@ -83,16 +92,27 @@ def executable() -> str:
     )
 
 
-def start(directory: Path, port: int = 0, maxmemory_mib: int = 0, appendfsync: str = "everysec", password: str = "") -> RedisServer:
+def start(
+    directory: Path,
+    port: int = 0,
+    maxmemory_mib: int = 0,
+    appendfsync: str = "everysec",
+    password: str = "",
+    say: Say = log.warning,
+    waiting: Callable[[], None] = lambda: None,
+) -> RedisServer:
     """Start a server whose data live in `directory` (created when missing, closed to other accounts) and wait until it has loaded them.
 
     `port` 0 takes a free one; `maxmemory_mib` 0 is no limit; `password` (printable ASCII without quotes) is asked of clients and is in
-    the URL; empty: none. Raises MidstreamError("conflict") when a server already runs on
-    `directory`, and MidstreamError("unavailable") with the tail of its log when it dies or does not answer in time.
+    the URL; empty: none. `say` gets what a person should know: how far the loading is, what was cut off a damaged file (`aof_repair`).
+    `waiting` is called several times a second and may raise to give up. Raises MidstreamError("conflict") when a server already runs on
+    `directory`; MidstreamError("unavailable") with the tail of its log when it dies, or makes no progress for `STALLED_S`; OSError when
+    `directory` cannot be written.
     """
     directory = private_folder(Path(directory).resolve())
     binary = executable()
     lock = _lock(directory)
+    repaired = False
     try:
         for attempt in range(PORT_TRIES):
             chosen = port or _free_port()
@@ -101,13 +121,19 @@ def start(directory: Path, port: int = 0, maxmemory_mib: int = 0, appendfsync: s
             server = RedisServer(
                 url=f"redis://{f':{password}@' if password else ''}127.0.0.1:{chosen}/0", port=chosen, directory=directory, process=process
             )
-            (directory / "redis.pid").write_text(f"{process.pid}\n")
+            with suppress(OSError):  # a full disk; the file is for people alone
+                (directory / "redis.pid").write_text(f"{process.pid}\n")
             try:
-                _wait_until_loaded(server)
-                _mend(server, log_start)
+                _wait_until_loaded(server, say, waiting)
                 return server
-            except MidstreamError as error:
+            except BaseException as error:
                 server.kill()
+                if not isinstance(error, MidstreamError):
+                    raise
+                if not repaired and aof_repair.REFUSED.search(_log_since(directory, log_start)):
+                    say(aof_repair.repair(directory, binary))
+                    repaired = True
+                    continue
                 lost_race = port == 0 and "Address already in use" in error.detail and attempt + 1 < PORT_TRIES
                 if not lost_race:
                     raise
@@ -141,6 +167,7 @@ def _spawn(binary: str, directory: Path, port: int, lock: int, asked: dict[str, 
         "port": str(port),
         "dir": str(directory),
         "appendonly": "yes",
+        "aof-load-truncated": "no",  # an end that is missing is cut off by `aof_repair`, whole transactions at a time
         "save": "",
         "maxmemory-policy": "noeviction",
         "stream-node-max-bytes": "1024",  # reserved for each job's events at once: 4 KiB by itself, of which most jobs need a few hundred
@@ -151,30 +178,59 @@ def _spawn(binary: str, directory: Path, port: int, lock: int, asked: dict[str, 
     command = [binary, "-"]  # a configuration from stdin: command lines are for everybody to read
     for name, value in options.items():
         command += [f"--{name}", value]
-    with open(directory / "redis.log", "ab") as log:
+    with _log_file(directory) as output:
         # Its own session: a Ctrl-C at the terminal must not stop Redis before those who still write to it.
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True, pass_fds=(lock,))
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True, pass_fds=(lock,))
     assert process.stdin is not None
     with suppress(BrokenPipeError), process.stdin as configuration:  # it may have ended already: its exit says more
         configuration.write(f'requirepass "{password}"\n'.encode() if password else b"")
     return process
 
 
-def _wait_until_loaded(server: RedisServer) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
+def _log_file(directory: Path) -> IO[bytes]:
+    try:
+        return open(directory / "redis.log", "ab")
+    except OSError:  # a read-only disk
+        return open(os.devnull, "ab")
+
+
+class _Progress:
+    """Raises MidstreamError("unavailable") when what is `seen` has not changed for `STALLED_S`."""
+
+    def __init__(self, server: RedisServer) -> None:
+        self._server = server
+        self._last: object = None
+        self._deadline = time.monotonic() + STALLED_S
+
+    def seen(self, state: object) -> None:
+        if state != self._last:
+            self._last, self._deadline = state, time.monotonic() + STALLED_S
+        elif time.monotonic() > self._deadline:
+            raise MidstreamError(
+                "unavailable",
+                f"redis-server made no progress in starting for {STALLED_S:.0f} s: {_log_tail(self._server.directory)}",
+            )
+
+
+def _wait_until_loaded(server: RedisServer, say: Say, waiting: Callable[[], None]) -> None:
+    progress, say_at = _Progress(server), time.monotonic() + PROGRESS_S
     with redis.Redis.from_url(server.url, socket_timeout=5, retry=None) as client:
         while True:
             if server.process.poll() is not None:
                 raise MidstreamError("unavailable", f"redis-server exited with {server.process.returncode}: {_log_tail(server.directory)}")
-            try:
-                client.ping()
-                break
-            except (redis.ConnectionError, redis.TimeoutError):  # not listening yet, or loading its AOF
-                if time.monotonic() > deadline:
-                    raise MidstreamError(
-                        "unavailable", f"redis-server did not answer within {START_TIMEOUT_S:.0f} s: {_log_tail(server.directory)}"
-                    ) from None
-                time.sleep(0.02)
+            state: dict[str, Any] = {}
+            with suppress(redis.ConnectionError, redis.TimeoutError):  # not listening yet
+                try:
+                    client.ping()
+                    break
+                except redis.BusyLoadingError:
+                    state = client.info("persistence")
+            progress.seen(state.get("loading_loaded_bytes"))
+            if state.get("loading") and time.monotonic() > say_at:
+                say_at = time.monotonic() + PROGRESS_S
+                say(f"redis loads its data: {state['loading_loaded_perc']} %, about {state['loading_eta_seconds']} s left")
+            waiting()
+            time.sleep(POLL_S)
         info = client.info("server")
     if info["process_id"] != server.pid:
         raise MidstreamError("unavailable", f"Address already in use: pid {info['process_id']} answers on port {server.port}")
@@ -183,32 +239,21 @@ def _wait_until_loaded(server: RedisServer) -> None:
         raise MidstreamError("unavailable", f"Redis {version} is too old: {'.'.join(map(str, OLDEST))} or newer is needed")
 
 
-def _mend(server: RedisServer, log_start: int) -> None:
-    """Write the append-only file anew if its end was missing, as after a power failure.
-
-    Redis leaves out the last command then, but where that was in a transaction it keeps the transaction's beginning in the file, and
-    the next start would apply that half (6.2.14). Raises MidstreamError("unavailable") when the file cannot be written.
-    """
-    with open(server.directory / "redis.log", "rb") as log:
-        log.seek(log_start)
-        if CUT_OFF not in log.read():
-            return
-    deadline = time.monotonic() + START_TIMEOUT_S
-    with redis.Redis.from_url(server.url, socket_timeout=5, retry=None) as client:
-        client.bgrewriteaof()
-        while (state := client.info("persistence"))["aof_rewrite_in_progress"] or state["aof_rewrite_scheduled"]:
-            if time.monotonic() > deadline:
-                break
-            time.sleep(0.02)
-    if state["aof_rewrite_in_progress"] or state["aof_last_bgrewrite_status"] != "ok":
-        raise MidstreamError("unavailable", f"redis-server could not write its file anew: {_log_tail(server.directory)}")
-
-
 def _log_size(directory: Path) -> int:
-    log = directory / "redis.log"
-    return log.stat().st_size if log.exists() else 0
+    path = directory / "redis.log"
+    return path.stat().st_size if path.exists() else 0
+
+
+def _log_since(directory: Path, start: int) -> bytes:
+    path = directory / "redis.log"
+    if not path.exists():
+        return b""
+    with path.open("rb") as file:
+        file.seek(start)
+        return file.read()
 
 
 def _log_tail(directory: Path) -> str:
-    lines = (directory / "redis.log").read_text(errors="replace").splitlines()
+    path = directory / "redis.log"
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else ["it left no log"]
     return "\n".join(lines[-LOG_TAIL_LINES:])

@@ -32,7 +32,7 @@ from ..schemas.captures import path_fault
 from ..schemas.faults import crash_point
 from ..schemas.receipts import LostRange, Receipt, receipt_decoder
 from ..schemas.settings import Settings, SettingsError, load_settings
-from . import frames, metrics, observe
+from . import durability, frames, metrics, observe
 from .curve import ServerKeys, server_keys
 from .frames import Frame, FrameError, Kind, ProtocolMismatch
 from .sender import HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS
@@ -407,6 +407,7 @@ def run(settings: Settings) -> None:
 
     if not settings.redis_url:
         raise SettingsError("redis_url (MIDSTREAM_REDIS_URL) is empty: the relay needs a Redis")
+    durability.require(settings)
     faults.arm(settings.fault, settings.data_dir)
     gc.freeze()  # what is there by now stays
     gc.set_threshold(GC_OBJECTS)

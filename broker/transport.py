@@ -18,6 +18,9 @@ from kombu.asynchronous import get_event_loop
 from kombu.transport import redis as kombu_redis
 from kombu.transport.virtual import base as kombu_virtual
 from kombu.utils.json import dumps, loads
+from redis.exceptions import ResponseError
+
+from .absence import is_absence
 
 logger = logging.getLogger(__name__)
 
@@ -102,8 +105,17 @@ class QoS(kombu_redis.QoS):
         try:
             with self.pipe_or_acquire() as pipe:
                 pipe.zrem(self.unacked_index_key, *tags).hdel(self.unacked_key, *tags).execute()
-        except self.channel.connection_errors as error:
-            logger.warning("%d messages stay unacknowledged, Redis is away: %s", len(tags), error)
+        except (*self.channel.connection_errors, ResponseError) as error:
+            logger.warning("%d messages stay unacknowledged, Redis is away or refuses: %s", len(tags), error)
+
+    def restore_visible(self, *args: Any, **kwargs: Any) -> None:
+        """Give abandoned messages back. A Redis that takes no writes is asked again in two seconds; the consumer reports it."""
+        try:
+            super().restore_visible(*args, **kwargs)
+        except ResponseError as error:
+            if not is_absence(error):
+                raise
+            logger.debug("abandoned messages are not restored: %s", error)
 
 
 class Channel(kombu_redis.Channel):
@@ -162,6 +174,6 @@ class Channel(kombu_redis.Channel):
 
 
 class Transport(kombu_redis.Transport):
-    """Of workers: named by their setting `broker_transport`."""
+    """Of workers and `callbacks`: named by their setting `broker_transport`."""
 
     Channel = Channel

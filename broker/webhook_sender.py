@@ -83,7 +83,7 @@ class Sender:
 
     async def run(self) -> None:
         """Until cancelled. Redis away, or anything else that fails, is logged and tried again."""
-        housekeeping = 0.0
+        housekeeping, away = 0.0, False
         while True:
             lent = 0
             try:
@@ -91,8 +91,11 @@ class Sender:
                 if time.monotonic() >= housekeeping:
                     housekeeping = time.monotonic() + HOUSEKEEPING_S
                     await self.housekeeping()
+                    away = False
             except MidstreamError as error:
-                log.warning("webhooks wait: %s", error.detail)
+                if not away:  # once, not every `POLL_S`
+                    log.warning("webhooks wait: %s", error.detail)
+                away = True
             except Exception:
                 # Whatever it was, the other deliveries still need the next round.
                 log.exception("a round of webhooks failed; the next one is in %s s", POLL_S)

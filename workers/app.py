@@ -19,11 +19,12 @@ from celery.utils.nodenames import default_nodename, host_format
 from celery.worker import state as worker_state
 from celery.worker.components import Pool
 
-from ..broker import observe, traces
+from ..broker import durability, observe, traces
 from ..broker.celery_app import make_app, queue_of
 from ..broker.curve import client_keys, with_kept_keys
 from ..broker.lease import LeaseStep
 from ..schemas import faults
+from ..schemas.disk import disk_trouble
 from ..schemas.errors import MidstreamError
 from ..schemas.global_capture import from_settings
 from ..schemas.settings import Settings, SettingsError, load_settings
@@ -94,6 +95,7 @@ def main() -> int:
     try:
         settings = with_worker_id(load_settings())
         _check(settings)
+        durability.require(settings)
         settings = with_kept_keys(settings, settings.worker_id)
         faults.arm(settings.fault, settings.data_dir)
         lock = WorkerLock(settings)
@@ -101,6 +103,9 @@ def main() -> int:
     except (SettingsError, MidstreamError) as error:
         print(f"worker failed: {error}", file=sys.stderr, flush=True)
         return EXIT_BAD_SETTINGS
+    except OSError as error:
+        print(f"worker failed: {disk_trouble(error) or error.strerror}: {error.filename or settings.data_dir}", file=sys.stderr, flush=True)
+        return EXIT_NO_ENGINE
     signals.setup_logging.connect(_keep_logging)
     # Neither concerns us: tasks are never cancelled on connection loss, and nothing is unpickled from messages.
     warnings.simplefilter("ignore", CPendingDeprecationWarning)

@@ -26,11 +26,12 @@ SHORTEST_TRY_S = 0.5
 class Heartbeat:
     """Has connections to Redis of its own; end them with `close()`.
 
-    `publish` is called again after Redis was away: a restored Redis may have lost what was said last.
+    `publish` is called again after Redis was away, and whenever Redis does not know the model: it may have lost its data.
     """
 
     def __init__(self, settings: Settings, runs: Runs, info: Callable[[], WorkerInfo], publish: Callable[[], Awaitable[None]]):
         self._ledger = Ledger.connect(settings, answer_s=max(SHORTEST_TRY_S, settings.lease_s / TRIES_PER_LEASE))
+        self._settings = settings
         self._sources = SourceRuns(self._ledger)
         self._runs = runs
         self._period_s = settings.lease_s / RENEWALS_PER_LEASE
@@ -44,7 +45,8 @@ class Heartbeat:
             await asyncio.sleep(min(self._period_s, LONGEST_PAUSE_S) if away else self._period_s)
             try:
                 await self.beat()
-                if away:
+                if away or not await self._ledger.serves(self._settings.served_model):
+                    logger.warning("Redis was away or has lost its data: the model is published again")
                     await self._publish()
                 away = False
             except MidstreamError as error:

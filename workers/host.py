@@ -13,6 +13,7 @@ import socket
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -24,6 +25,7 @@ from ..broker.ledger import Ledger
 from ..broker.steering import Steering
 from ..broker.sweeper import Sweeper
 from ..schemas.base import now
+from ..schemas.disk import probe
 from ..schemas.errors import MidstreamError
 from ..schemas.faults import crash_point
 from ..schemas.jobs import JobView
@@ -41,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 #: How often a blocking start looks whether it should give up.
 INTERRUPT_CHECK_S = 0.2
+#: How often it is looked whether captures and receipts can be written.
+DISK_LOOK_S = 2.0
 #: After the engine's death, how long releasing its jobs and stopping what is left of it may take together.
 DEATH_GRACE_S = 4.0
 
@@ -53,6 +57,7 @@ class EngineHost:
         self.settings = settings
         self.started_at = now()
         self.death = ""  # why the engine died; empty while it has not
+        self._disk = ""  # why captures or receipts cannot be written
         self._on_death = on_death
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="engine", daemon=True)
@@ -163,6 +168,7 @@ class EngineHost:
         settings = self.settings
         await patiently(self._ledger.ping, "start")
         await patiently(self._release_former_boots, "start")
+        await self._await_disks()
         engine = make_engine(settings)
         logger.info("engine starts: %s", settings.model)
         await engine.start()
@@ -180,6 +186,7 @@ class EngineHost:
             self._loop.create_task(self._watch(engine.failed(), died), name="engine watch"),
             self._loop.create_task(self._watch(heartbeat.run(), died), name="heartbeat"),
             self._loop.create_task(self._watch(standing.run(), died), name="steering"),
+            self._loop.create_task(self._watch(self._watch_disks(), died), name="disks"),
         ]
 
     async def _publish(self) -> None:
@@ -210,9 +217,36 @@ class EngineHost:
     @property
     def _trouble(self) -> str:
         """Why no job begins here; empty when it may."""
-        if self.death or self._standing is None or self._standing.state == "serving":
-            return self.death
+        if self.death or self._disk or self._standing is None or self._standing.state == "serving":
+            return self.death or self._disk
         return f"{self._standing.state}: {self._standing.detail}"
+
+    async def _look_at_disks(self) -> None:
+        """Note, and log once, whether captures and receipts can be written."""
+        folders = (Path(self.settings.capture_root), Path(self.settings.data_dir) / "outbox", Path(self.settings.data_dir))
+        found = next(filter(None, [await asyncio.to_thread(probe, folder) for folder in folders]), "")
+        if found and not self._disk:
+            logger.error("%s: captures and receipts wait", found)
+        elif self._disk and not found:
+            logger.warning("captures and receipts can be written again")
+        self._disk = found
+
+    async def _await_disks(self) -> None:
+        """An engine that takes minutes to load is not started for ranks that cannot open their outboxes."""
+        await self._look_at_disks()
+        while self._disk:
+            await asyncio.sleep(DISK_LOOK_S)
+            await self._look_at_disks()
+
+    async def _watch_disks(self) -> str:
+        """Until cancelled; what it finds goes out with the heartbeat, at once when it changes."""
+        while True:
+            await asyncio.sleep(DISK_LOOK_S)
+            former = self._disk
+            await self._look_at_disks()
+            if bool(former) != bool(self._disk) and self._heartbeat is not None:
+                with contextlib.suppress(MidstreamError):  # the next one is due soon
+                    await self._heartbeat.beat()
 
     async def _watch(self, watched: Coroutine[Any, Any, str], died: asyncio.Event) -> None:
         """`watched` returns, or raises, only when this worker can do no more work."""

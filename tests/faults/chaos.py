@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from cluster import Cluster, Outage
 
-#: What the full gate kills, how often, what it tells to stop (SIGTERM) and stops past its lease (SIGSTOP); `api` is of each replica.
+#: What the full gate kills, how often, what it tells to stop (SIGTERM), what it stops past its lease (SIGSTOP), and how often Redis refuses
+#: writes for a while; `api` is of each replica.
 FULL = {
     "worker": 30,
     "redis": 5,
@@ -16,8 +17,9 @@ FULL = {
     "callbacks": 2,
     **{f"{kind} stop": 1 for kind in ("worker", "relay", "api", "callbacks")},
     "worker pause": 3,
+    "redis full": 3,
 }
-STOP, PAUSE = " stop", " pause"
+STOP, PAUSE, NO_ROOM = " stop", " pause", " full"
 #: A paused worker goes on so many seconds after its lease has run out.
 PAST_LEASE_S = 3.0
 #: A killed process is started again after so many seconds, at most.
@@ -42,7 +44,7 @@ def schedule(rng: random.Random, cluster: Cluster, jobs: int, kills: dict[str, i
     """All faults in the order in which they happen."""
     wanted: list[tuple[str, list[str]]] = []
     for kind, count in kills.items():
-        what = kind.removesuffix(STOP).removesuffix(PAUSE)
+        what = kind.removesuffix(STOP).removesuffix(PAUSE).removesuffix(NO_ROOM)
         if what == "worker":
             wanted += [(kind, rng.sample(cluster.workers, len(cluster.workers))) for _ in range(count)]
         elif what == "api":
@@ -78,7 +80,8 @@ class Chaos:
             await self._freed.wait_for(lambda: not self._busy.issuperset(fault.targets))
             target = next(name for name in fault.targets if name not in self._busy)
             self._busy.add(target)
-        strike = self._cluster.stop_in_order if fault.kind.endswith(STOP) else self._cluster.strike
+        strikes = {STOP: self._cluster.stop_in_order, NO_ROOM: self._cluster.fill}
+        strike = next((found for suffix, found in strikes.items() if fault.kind.endswith(suffix)), self._cluster.strike)
         how = signal.SIGSTOP if fault.kind.endswith(PAUSE) else signal.SIGKILL
         fault.outage = await asyncio.to_thread(strike, target, how)
         fault.fired.set()

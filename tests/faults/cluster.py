@@ -41,6 +41,7 @@ class Outage:
     killed: float
     ready: float = float("inf")
     paused: bool = False  # it was stopped, and goes on
+    full: bool = False  # Redis runs, and takes no writes
 
 
 class Cluster(Stack):
@@ -76,6 +77,17 @@ class Cluster(Stack):
         self.kill(name, how)
         return outage
 
+    def fill(self, name: str, _: signal.Signals) -> Outage:
+        """Redis answers from now on, and refuses every write, as when its memory or its disk is full."""
+        outage = Outage(name, time.monotonic(), full=True)
+        self.outages.append(outage)
+        self._limit_redis(1)
+        return outage
+
+    def _limit_redis(self, memory: int) -> None:
+        with redis.Redis.from_url(self.settings.redis_url) as client:
+            client.config_set("maxmemory", memory)
+
     def stop_in_order(self, name: str, _: signal.Signals) -> Outage:
         """SIGTERM, which must end the process in time and in order. (uvicorn stops in order and then dies of the signal.)"""
         outage = Outage(name, time.monotonic())
@@ -101,6 +113,10 @@ class Cluster(Stack):
         """Start it again, as a supervisor would also when it ends while it starts, and wait until it is ready."""
         if outage.paused:
             self.kill(outage.name, signal.SIGCONT)
+            outage.ready = time.monotonic()
+            return
+        if outage.full:
+            self._limit_redis(0)
             outage.ready = time.monotonic()
             return
         for left in reversed(range(STARTS)):

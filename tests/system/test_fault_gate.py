@@ -11,7 +11,7 @@ JOBS = 500
 #: On a machine that stands still leases run out more often than anything is killed: a job that is run again for that is none that was lost.
 #: The whole gate keeps to what the service does by itself.
 MAX_ATTEMPTS = 50
-KILLS = {"worker": 4, "redis": 1, "relay": 1, "api": 1, "callbacks": 1, "worker stop": 1, "api stop": 1, "worker pause": 1}
+KILLS = {"worker": 4, "redis": 1, "relay": 1, "api": 1, "callbacks": 1, "worker stop": 1, "api stop": 1, "worker pause": 1, "redis full": 1}
 
 
 # field case 37, 38, 39

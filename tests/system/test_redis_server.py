@@ -1,13 +1,17 @@
 """Does our own Redis start, hold its data through a kill, and say what is wrong when it cannot?"""
 
+import os
+import re
 import stat
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
 from redis_kit import handed_over
 
-from midstream.broker import redis_server
+from midstream.broker import aof_repair, redis_server
 from midstream.schemas.errors import MidstreamError
 
 
@@ -98,3 +102,100 @@ def test_stop_may_be_repeated(tmp_path: Path) -> None:
     server.stop()
     server.stop()
     assert server.process.returncode == 0
+
+
+def write_some(folder: Path, *, rewritten: bool = False) -> Path:
+    """Ten keys in an append-only file, which is returned. `rewritten`: it begins with a snapshot."""
+    server = redis_server.start(folder)
+    with redis.Redis.from_url(server.url) as client:
+        for number in range(10):
+            client.set(f"key{number}", bytes(range(256)) + bytes(64))
+            if rewritten and number == 4:
+                client.bgrewriteaof()
+                while client.info("persistence")["aof_rewrite_in_progress"] or client.info("persistence")["aof_rewrite_scheduled"]:
+                    pass
+    server.stop()
+    return aof_repair._written_file(folder)
+
+
+def keys_after_start(folder: Path, said: list[str]) -> int:
+    server = redis_server.start(folder, say=said.append)
+    try:
+        with redis.Redis.from_url(server.url) as client:
+            return int(client.dbsize())
+    finally:
+        server.stop()
+
+
+HALF = b"*3\r\n$3\r\nSET\r\n$5\r\nkey10\r\n$999\r\nwhat was"
+OPEN = b"*1\r\n$5\r\nMULTI\r\n*3\r\n$3\r\nSET\r\n$4\r\nkeyA\r\n$1\r\n1\r\n"
+
+
+@pytest.mark.parametrize("rewritten", [False, True], ids=["plain", "rewritten"])
+@pytest.mark.parametrize(
+    "tail", [bytes(3 << 20), HALF + bytes(5000), OPEN + bytes(100)], ids=["zeros", "half a command", "half a transaction"]
+)
+def test_an_aof_that_ends_in_zeros_is_repaired(tmp_path: Path, tail: bytes, rewritten: bool) -> None:
+    """As ext4 leaves it: blocks that were allocated, and never written when the machine failed."""
+    file = write_some(tmp_path, rewritten=rewritten)
+    whole = file.read_bytes()
+    file.write_bytes(whole + tail)
+    said: list[str] = []
+    assert keys_after_start(tmp_path, said) == 10
+    assert f"{len(tail)} bytes from byte {len(whole)} on were cut off" in said[0]
+    (kept,) = file.parent.glob("*.cut-at-*")
+    assert str(kept) in said[0]
+    assert kept.read_bytes() == tail
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+
+
+def test_no_valid_data_is_cut_off_with_damage_in_the_middle(tmp_path: Path) -> None:
+    """The command that is named instead exists here, and does what it says."""
+    file = write_some(tmp_path)
+    whole = file.read_bytes()
+    middle = len(whole) // 2
+    length = whole.index(b"$320\r\n", middle)
+    for damaged in (
+        whole[:middle] + bytes(40) + whole[middle + 40 :],
+        whole[:length] + b"$99320\r\n" + whole[length + 6 :],  # beyond the end of the file
+    ):
+        file.write_bytes(damaged)
+        with pytest.raises(MidstreamError, match="Nothing was changed") as caught:
+            redis_server.start(tmp_path)
+        assert file.read_bytes() == damaged
+    command = re.search(r"`(cp .*?)`", caught.value.detail)
+    assert command is not None
+    subprocess.run(command[1], shell=True, input=b"y\n", check=True, capture_output=True)
+    assert 0 < keys_after_start(tmp_path, []) < 10
+
+
+def test_loading_takes_as_long_as_it_makes_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_some(tmp_path, rewritten=True)
+    server = redis_server.start(tmp_path)
+    with redis.Redis.from_url(server.url) as client:
+        client.mset({f"more{number}": os.urandom(100_000) for number in range(300)})  # it says how far it is every 2 MB
+        client.bgrewriteaof()
+        while client.info("persistence")["aof_rewrite_in_progress"] or client.info("persistence")["aof_rewrite_scheduled"]:
+            pass
+    server.stop()
+    spawn = redis_server._spawn
+
+    def slowly(binary: str, directory: Path, port: int, lock: int, asked: dict[str, str], password: str) -> Any:
+        return spawn(binary, directory, port, lock, asked | {"key-load-delay": "20000"}, password)
+
+    monkeypatch.setattr(redis_server, "_spawn", slowly)
+    monkeypatch.setattr(redis_server, "STALLED_S", 4.0)
+    monkeypatch.setattr(redis_server, "PROGRESS_S", 0.5)
+    said: list[str] = []
+    assert keys_after_start(tmp_path, said) == 310
+    assert any(re.match(r"redis loads its data: [\d.]+ %, about \d+ s left", line) for line in said)
+
+
+def test_a_start_without_progress_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stuck = tmp_path / "redis-server"
+    stuck.write_text("#!/bin/sh\nexec sleep 600\n")
+    stuck.chmod(0o755)
+    monkeypatch.setattr(redis_server, "executable", lambda: str(stuck))
+    monkeypatch.setattr(redis_server, "STALLED_S", 0.5)
+    with pytest.raises(MidstreamError, match="no progress"):
+        redis_server.start(tmp_path / "data")

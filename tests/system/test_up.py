@@ -1,9 +1,12 @@
 """Does one command run the whole stack, keep it running, and leave nothing behind?"""
 
+import contextlib
 import os
 import re
+import shutil
 import signal
 import stat
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +18,7 @@ import redis
 from receipt_rig import receipt
 from up_kit import START_S, Up
 
+from midstream.broker import redis_server
 from midstream.broker.keys import new_key
 from midstream.broker.outbox import Outbox
 from midstream.client import Client
@@ -210,3 +214,111 @@ def test_a_demo_that_falls_short_fails_and_stops_what_it_started(tmp_path: Path)
     assert "✗" in demo.output()
     assert demo.output().strip().splitlines()[-1].startswith("error: ")
     assert demo.alive() == []
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A small ext4; needs the right to mount one."""
+    image, folder = tmp_path / "image", tmp_path / "disk"
+    folder.mkdir()
+    with image.open("wb") as file:
+        file.truncate(64 << 20)
+    for command in (["mkfs.ext4", "-q", "-m", "0", "-F", str(image)], ["mount", "-o", "loop", str(image), str(folder)]):
+        if shutil.which(command[0]) is None or subprocess.run(command, capture_output=True, check=False).returncode:
+            pytest.skip("file systems cannot be mounted here")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def fill(file: Path) -> None:
+    """Take all the room that is left, down to the last block."""
+    for size in (1 << 20, 4096):
+        with file.open("ab", buffering=0) as handle, contextlib.suppress(OSError):
+            while True:
+                handle.write(bytes(size))
+
+
+def capture_job(url: str) -> httpx.Response:
+    body = {"model": "fake", "prompts": ["hello"], "sampling": {"max_tokens": 2}, "capture": {"layers": "all", "positions": "all_prompt"}}
+    return httpx.post(f"{url}/v1/jobs", json=body, timeout=60)
+
+
+def refused_for(url: str, trouble: str, deadline_s: float = START_S) -> httpx.Response:
+    """The first answer 503 that names `trouble`; every other answer until then is a problem of ours, and none a 500."""
+    deadline = time.monotonic() + deadline_s
+    while True:
+        assert time.monotonic() < deadline
+        with contextlib.suppress(httpx.TransportError):  # it is being started again
+            answer = capture_job(url)
+            assert answer.status_code in (202, 503), answer.text
+            if answer.status_code == 503:
+                assert answer.headers["content-type"] == "application/problem+json"
+                assert answer.headers["retry-after"]
+                if trouble in answer.json()["detail"]:
+                    return answer
+        time.sleep(0.2)
+
+
+def test_up_outlives_a_full_disk_and_a_read_only_one(disk: Path) -> None:
+    up = Up(disk, lease_s=6, sweep_interval_s=0.5)
+    try:
+        url = up.ready()
+        fill(disk / "filler")
+        up.until(lambda: "disk full" in up.output())
+        refused_for(url, "disk full")
+        readiness = httpx.get(f"{url}/readyz", timeout=30)
+        assert readiness.status_code == 503
+        missing = " ".join(readiness.json()["missing"])
+        assert "outbox: disk full" in missing
+        os.kill(up.pid("api"), signal.SIGKILL)
+        refused_for(url, "")
+        os.kill(up.pid("redis"), signal.SIGKILL)
+        up.until(lambda: "redis ended with" in up.output())
+        refused_for(url, "")
+        (disk / "filler").unlink()
+        up.until(lambda: "can be written again" in up.output())
+        up.until(lambda: httpx.get(f"{url}/readyz", timeout=30).status_code == 200)
+        with Client(url) as client:
+            result = client.result(client.wait(capture_job(url).json()["id"], timeout=120).id)
+            assert result.capture_results.status == "ok"
+        assert up.output().count("disk full") == 1, up.output()
+        up.until(lambda: set(up.state()["processes"]) == {"redis", "relay", "worker", "api", "callbacks", "flower"})
+
+        subprocess.run(["mount", "-o", "remount,abort", str(disk)], check=True)  # as the kernel does after an error of the disk
+        up.until(lambda: "disk read-only" in up.output())
+        refused_for(url, "disk read-only")
+        up.sessions |= {up.pid(name) for name in up.state()["processes"]}
+        up.process.send_signal(signal.SIGTERM)
+        assert up.process.wait(90) == 0
+        assert up.output().count("disk read-only") == 1
+    finally:
+        up.close()
+    assert up.alive() == []
+
+
+def test_an_up_on_a_read_only_disk_says_so(disk: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    up = Up(disk)
+    try:
+        assert up.process.wait(START_S) == 1
+    finally:
+        up.close()
+    assert up.output().strip().splitlines()[-1] == f"error: data_dir: disk read-only: {disk} cannot be written"
+
+
+def test_a_redis_that_was_orphaned_while_it_loaded_is_ended_by_the_next_up(tmp_path: Path) -> None:
+    """Its pid is in no state file yet; it holds the lock of its folder."""
+    data = tmp_path / "data"
+    server = redis_server.start(data / "redis")
+    (data / "redis" / "redis.pid").write_text("1")
+    up = Up(data)
+    try:
+        up.ready()
+        assert f"ended redis (pid {server.pid})" in up.output()
+        assert server.process.wait(60) is not None
+    finally:
+        server.kill()
+        up.close()
+    assert up.alive() == []

@@ -12,9 +12,10 @@ from kombu.transport import redis as kombu_redis
 from kombu.transport.virtual import base as kombu_virtual
 
 from midstream.broker import reading, scripts
+from midstream.broker.absence import is_absence
 from midstream.broker.celery_app import PRIORITY_OF_KIND, PRIORITY_STEPS, RESTORE_INTERVAL_S, lists_of, make_app, queue_of
 from midstream.broker.lease import RENEW_S, LeaseStep
-from midstream.broker.ledger import is_absence, new_job_id
+from midstream.broker.ledger import new_job_id
 from midstream.broker.webhook_outbox import SCRIPTS
 from midstream.schemas.errors import STATUS_OF_KIND, MidstreamError
 from midstream.schemas.jobs import TERMINAL, TRANSITIONS, Job, State

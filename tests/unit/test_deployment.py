@@ -4,6 +4,7 @@ import socket
 import stat
 import subprocess
 import sys
+import time
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -108,3 +109,51 @@ def test_the_probe_of_containers_says_when_nothing_answers() -> None:
 def _probe(port: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-IS", str(ROOT / "compose" / "probe.py"), port, "/readyz"]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_worker_without_its_model_is_unhealthy_with_the_reason_and_tries_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its container goes on: each start of a container would be "health: starting" again."""
+    found, python = tmp_path / "model", tmp_path / "python"
+    python.write_text(
+        f"""#!/bin/sh
+if [ "$2" = midstream.workers ]; then echo "serves $MIDSTREAM_MODEL"; exit; fi
+[ -d {found} ] && echo {found} && exit
+echo "error: pip could not download it" >&2
+exit 1
+"""
+    )
+    python.chmod(0o755)
+    environment = {
+        "PATH": f"{tmp_path}:/usr/bin:/bin",
+        "TMPDIR": str(tmp_path),
+        "MIDSTREAM_DATA_DIR": str(tmp_path),
+        "MODEL_RETRY_S": "0.1",
+    }
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(health, "_worker_seen", lambda settings: "no worker of this machine has been seen in Redis lately")
+    script = ["sh", str(ROOT / "compose/worker.sh")]
+    with subprocess.Popen(script, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as container:
+        note = tmp_path / health.STARTING
+        while not (note.exists() and note.read_text()):
+            assert container.poll() is None
+            time.sleep(0.01)
+        assert health.worker(Settings()) == "the demo model cannot be had: the log of this container says why"
+        found.mkdir()
+        out, err = container.communicate(timeout=60)
+    assert out == f"serves {found}\n"
+    assert "pip could not download it" in err
+    assert note.read_text() == "", "it starts"
+
+
+def test_the_check_of_a_worker_that_starts_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(health, "LOOK_S", 0.01)
+    answers = iter(["not yet", "not yet", "", "gone"])
+    monkeypatch.setattr(health, "_worker_seen", lambda settings: next(answers))
+    (tmp_path / health.STARTING).touch()
+    assert health.worker(Settings()) == ""
+    assert health.worker(Settings()) == "gone", "it was ready before: nothing is waited for"
+    monkeypatch.setattr(health, "_worker_seen", lambda settings: "not yet")
+    monkeypatch.setattr(health, "START_S", 0.0)
+    (tmp_path / health.STARTING).touch()
+    assert health.worker(Settings()) == "not yet"

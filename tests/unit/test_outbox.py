@@ -176,7 +176,8 @@ def test_workers_with_odd_names_have_files_of_their_own(tmp_path: Path) -> None:
 
 
 # field case 19
-def test_a_full_disk_holds_receipts_back_until_there_is_room(tmp_path: Path) -> None:
+def test_a_full_disk_holds_receipts_back_until_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("midstream.broker.outbox.GIVE_UP_S", 0.1)  # that is for a disk that is broken
     told = threading.Event()
     with Outbox(tmp_path, "w", 0, NOBODY) as outbox:
         pages = outbox._store._db.execute("PRAGMA page_count").fetchone()[0]

@@ -1,5 +1,6 @@
 """Does one process get started, understood and stopped as the supervisor promises? With real processes, without a stack."""
 
+import errno
 import fcntl
 import json
 import os
@@ -19,8 +20,9 @@ from midstream.schemas.errors import MidstreamError
 from midstream.schemas.settings import Settings, SettingsError, load_settings
 
 
-def child(tmp_path: Path, code: str, stop_timeout_s: float = 5.0) -> Child:
-    return Child("part", [sys.executable, "-c", code], dict(os.environ), tmp_path / "logs" / "part.log", stop_timeout_s)
+def child(tmp_path: Path, code: str, stop_timeout_s: float = 5.0, longest_pause_s: float = 4.0) -> Child:
+    log = tmp_path / "logs" / "part.log"
+    return Child("part", [sys.executable, "-c", code], dict(os.environ), log, stop_timeout_s, longest_pause_s)
 
 
 def ended(part: Child) -> bool:
@@ -206,7 +208,7 @@ time.sleep(600)
 
 def test_the_pause_before_a_restart_grows_and_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "BACKOFF_S", (200.0, 500.0))
-    part = child(tmp_path, "raise SystemExit(1)")
+    part = child(tmp_path, "raise SystemExit(1)", longest_pause_s=500.0)
     pauses = []
     for _ in range(3):
         part.start()
@@ -216,6 +218,49 @@ def test_the_pause_before_a_restart_grows_and_is_kept(tmp_path: Path, monkeypatc
         part._not_before -= pauses[-1]  # as if it were over
         assert part.due
     assert pauses == [200.0, 400.0, 500.0]
+
+
+def test_what_died_long_after_its_start_is_started_again_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    part = child(tmp_path, "raise SystemExit(1)")
+    pauses = []
+    for healthy_after in (60.0, 60.0, 60.0, 60.0, -1.0, 60.0):
+        monkeypatch.setattr(processes, "HEALTHY_AFTER_S", healthy_after)
+        part.start()
+        assert ended(part)
+        pauses.append(part.died())
+    assert pauses == [1.0, 2.0, 4.0, 4.0, 1.0, 2.0], "a part that is killed again and again is away for seconds"
+    stack = Supervisor(Settings(data_dir=str(tmp_path)), say=lambda line: None)
+    assert {part.name: part.longest_pause_s for part in stack._make_children()}["api"] == 4.0
+
+
+def test_a_start_that_fails_ends_no_supervisor(tmp_path: Path) -> None:
+    said: list[str] = []
+    stack = Supervisor(Settings(data_dir=str(tmp_path)), say=said.append)
+    part = child(tmp_path, "")
+    part.command = [str(tmp_path / "nothing")]
+    stack._children = {"part": part}
+    stack.tend()
+    assert "part could not be started, again in 1 s" in said[0]
+    assert not part.due
+
+
+def test_a_data_directory_that_cannot_be_written_ends_no_supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    def say(line: str) -> None:
+        said.append(line)
+        raise OSError(errno.ENOSPC, "No space left on device")  # its output is on the same disk
+
+    stack = Supervisor(Settings(data_dir=str(tmp_path / "data")), say=say)
+    monkeypatch.setattr(supervisor, "DISK_LOOK_S", 0.0)
+    for trouble in ("disk full: there", "disk full: there", "", "", "disk read-only: there"):
+        monkeypatch.setattr(supervisor, "probe", lambda folder, trouble=trouble: trouble)
+        stack._unwritten = True  # there is no directory to write to
+        stack.tend()
+    assert [line.split(":")[0] for line in said] == ["disk full", f"{tmp_path}/data can be written again", "disk read-only"]
+    (tmp_path / "data").mkdir()
+    stack.tend()
+    assert supervisor.read_state(tmp_path / "data")["pid"] == os.getpid()
 
 
 def test_a_leftover_is_ended_only_if_it_is_the_same_process() -> None:
@@ -259,6 +304,27 @@ def test_what_a_killed_supervisor_left_running_is_ended_by_the_next(tmp_path: Pa
     finally:
         left.kill()
         left.wait()
+
+
+def test_what_a_killed_supervisor_had_not_written_down_is_ended_too(tmp_path: Path) -> None:
+    sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+    ours, others = (
+        subprocess.Popen(sleep, env={**os.environ, processes.MARK: str(folder)}, start_new_session=True)
+        for folder in (tmp_path, tmp_path / "others")
+    )
+    try:
+        assert wait_for(lambda: ours.pid in processes.marked(str(tmp_path)), 60)
+        said: list[str] = []
+        stack = Supervisor(Settings(engine="fake", data_dir=str(tmp_path)), say=said.append)
+        stack._take_lock()
+        stack.stop()
+        assert ours.wait(60) == -signal.SIGTERM
+        assert others.poll() is None
+        assert said == [f"ended a process (pid {ours.pid}), left by a `midstream up` that was killed"]
+    finally:
+        for left in (ours, others):
+            left.kill()
+            left.wait()
 
 
 def test_waiting_gives_up_in_time() -> None:

@@ -1,0 +1,71 @@
+"""Is a Redis that may forget accepted jobs refused by every process that relies on it?"""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+from ports import free_port
+from stack import MODULES
+
+from midstream.broker import durability, redis_server
+from midstream.schemas.settings import Settings, to_environment
+
+
+@pytest.fixture(scope="module")
+def lossy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A Redis without AOF that evicts keys, and whose users may not ask for its configuration, as in a managed service."""
+    server = redis_server.start(tmp_path_factory.mktemp("lossy"))
+    with redis.Redis.from_url(server.url) as client:
+        client.config_set("appendonly", "no")
+        client.config_set("maxmemory-policy", "allkeys-lru")
+        client.execute_command("ACL", "SETUSER", "default", "-config")
+    yield server.url
+    server.kill()
+
+
+@pytest.mark.parametrize("part", MODULES)
+def test_a_redis_that_may_forget_jobs_is_refused(part: str, lossy: str, tmp_path: Path) -> None:
+    settings = Settings(
+        data_dir=str(tmp_path), redis_url=lossy, relay_url=f"tcp://127.0.0.1:{free_port()}", api_port=free_port(), engine="fake", model="m"
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MIDSTREAM_")} | to_environment(settings)
+    done = subprocess.run([sys.executable, "-m", MODULES[part]], env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert "append-only" in done.stderr
+    assert "allkeys-lru" in done.stderr
+    assert "MIDSTREAM_REDIS_ALLOW_LOSSY=true" in done.stderr
+
+
+def test_the_setting_takes_it_all_the_same(lossy: str, caplog: pytest.LogCaptureFixture) -> None:
+    durability.require(Settings(redis_url=lossy, redis_allow_lossy=True))
+    assert "may forget jobs" in caplog.text
+
+
+def test_one_that_is_unreachable_at_the_start_is_asked_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(durability, "ASK_AGAIN_S", 0.05)
+    port, ended = free_port(), threading.Event()
+    codes: list[int] = []
+
+    def end(code: int) -> None:
+        codes.append(code)
+        ended.set()
+
+    durability.require(Settings(redis_url=f"redis://127.0.0.1:{port}/0"), end)
+    assert not ended.wait(0.3)
+    command = [redis_server.executable(), "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(tmp_path)]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        assert ended.wait(60)
+        assert codes == [durability.EXIT_BAD_SETTINGS]
+    finally:
+        server.kill()
+        server.wait()
+
+
+def test_a_durable_one_is_taken(redis_url: str) -> None:
+    durability.require(Settings(redis_url=redis_url))

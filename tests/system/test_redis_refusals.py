@@ -1,0 +1,124 @@
+"""What does the service do while Redis refuses writes, and after Redis has lost its data?"""
+
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import httpx
+import pytest
+import redis
+from ports import free_port
+from stack import Stack
+
+from midstream.schemas.jobs import State
+
+WAIT_S = 90.0
+NOTICED = "Redis takes no writes"
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    with Stack(tmp_path_factory.mktemp("refusals"), api=True) as running:
+        yield running
+
+
+def until(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {WAIT_S:.0f} s: {what}"
+        time.sleep(0.1)
+
+
+def ask(stack: Stack, **more: object) -> httpx.Response:
+    body = {"model": stack.settings.served_model, "prompts": ["hello"], "sampling": {"max_tokens": 2}, **more}
+    return httpx.post(f"{stack.url}/v1/jobs", json=body, timeout=60)
+
+
+def ready(stack: Stack) -> bool:
+    return httpx.get(f"{stack.url}/readyz", timeout=30).status_code == 200
+
+
+def runs_a_job(stack: Stack) -> None:
+    answer = ask(stack)
+    assert answer.status_code == 202, answer.text
+    assert stack.wait(answer.json()["id"], WAIT_S).state is State.SUCCEEDED
+
+
+def keep_under_way(stack: Stack) -> str:
+    """A job whose message waits while the worker is stopped, so that the worker meets what Redis says next."""
+    stack.kill("worker", signal.SIGSTOP)
+    try:
+        return stack.submit(["hello"])
+    except BaseException:
+        stack.kill("worker", signal.SIGCONT)
+        raise
+
+
+def survives(stack: Stack, refuse: Callable[["redis.Redis"], object], allow: Callable[["redis.Redis"], object], who: Sequence[str]) -> None:
+    """While Redis refuses, `who` log it once, no process ends, and the API answers 503. Afterwards the waiting job and new ones run."""
+    processes = dict(stack.processes)
+    said = {name: stack.log(name).count(NOTICED) for name in who}
+    job = keep_under_way(stack)
+    with redis.Redis.from_url(stack.settings.redis_url) as client:
+        try:
+            refuse(client)
+            stack.kill("worker", signal.SIGCONT)
+            for name in who:
+                until(lambda name=name: stack.log(name).count(NOTICED) > said[name], f"{name} notices it")
+            answer = ask(stack)
+            time.sleep(2.0)  # for who would end
+            assert [name for name, process in processes.items() if process.poll() is not None] == []
+        finally:
+            allow(client)
+    assert answer.status_code == 503, answer.text
+    assert "retry-after" in answer.headers
+    assert {name: stack.log(name).count(NOTICED) - said[name] for name in who} == dict.fromkeys(who, 1)
+    until(lambda: ready(stack), "it is ready again")
+    assert stack.wait(job, WAIT_S).state is State.SUCCEEDED
+    runs_a_job(stack)
+    assert stack.processes == processes
+
+
+def test_a_redis_out_of_memory_is_awaited(stack: Stack) -> None:
+    survives(stack, lambda client: client.config_set("maxmemory", 1), lambda client: client.config_set("maxmemory", 0), ["worker"])
+
+
+def test_a_redis_that_cannot_save_is_awaited(stack: Stack) -> None:
+    home = str(stack.directory / "redis")
+
+    def refuse(client: "redis.Redis") -> None:
+        client.config_set("dir", "/proc")
+        client.config_set("save", "3600 1")
+        client.bgsave()
+        until(lambda: client.info("persistence")["rdb_last_bgsave_status"] == "err", "Redis fails to save")
+
+    def allow(client: "redis.Redis") -> None:
+        client.config_set("dir", home)
+        client.config_set("save", "")
+
+    survives(stack, refuse, allow, ["worker", "callbacks"])
+
+
+def test_a_redis_that_is_read_only_is_awaited(stack: Stack) -> None:
+    """As a managed Redis is for a moment when another takes over. (It keeps its data: there is none to copy from.)"""
+    survives(stack, lambda client: client.slaveof("127.0.0.1", free_port()), lambda client: client.slaveof(), ["worker", "callbacks"])
+
+
+@pytest.mark.parametrize("how", ["FLUSHALL", "AOF removed"])
+def test_a_worker_registers_again_after_redis_lost_its_data(stack: Stack, how: str) -> None:
+    if how == "FLUSHALL":
+        with redis.Redis.from_url(stack.settings.redis_url) as client:
+            client.flushall()
+    else:
+        stack.kill("redis")
+        for path in (stack.directory / "redis").rglob("*.aof"):
+            path.unlink()
+        stack.restart("redis")
+    until(lambda: ready(stack), "it is ready again")
+    runs_a_job(stack)
+    capture = {"layers": "all", "positions": "all_prompt"}
+    answer = ask(stack, capture=capture)
+    assert answer.status_code == 202, answer.text
+    done = stack.wait(answer.json()["id"], WAIT_S)
+    assert done.state is State.SUCCEEDED
+    assert stack.result(done.id).capture_results.status == "ok"
