@@ -1,8 +1,10 @@
 """How does a Python program talk to Midstream? `Client` blocks, `AsyncClient` awaits; both offer the same calls."""
 
 import asyncio
+import threading
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from ..schemas.jobs import Event, JobPage, JobRequest, JobResult, JobView
 from ..schemas.openai import ChatRequest, CompletionRequest
 from . import calls, download, notebook, where, wire
 from .keys import AsyncKeyCalls, KeyCalls
+from .progress import prompts_bar
 from .reader import CaptureReader
 from .row_matrix import Rows, matrix
 from .runs import AsyncRunCalls, RunCalls
@@ -86,11 +89,23 @@ class Client(SteeringCalls, RunCalls, SweepCalls, KeyCalls, WebhookCalls, Servic
         """The result of a job that succeeded; raises what went wrong of one that failed, `conflict` of one not over yet."""
         return wire.decode(self._send(Call("GET", wire.job_path(job_id, "result"))), JobResult)
 
-    def run(self, request: JobRequest | None = None, *, timeout: float | None = None, **fields: Any) -> JobResult:
-        """Submit, wait, and return the result: every requested capture is durable then."""
+    def run(self, request: JobRequest | None = None, *, timeout: float | None = None, progress: bool = True, **fields: Any) -> JobResult:
+        """Submit, wait, and return the result: every requested capture is durable then.
+
+        On a terminal and in a notebook a bar counts the prompts, once the job has run for a second; `progress=False` leaves it out.
+        """
         view = self.submit(request, **fields)
-        self.wait(view.id, timeout)
+        with prompts_bar(view.prompts) if progress else nullcontext() as told:
+            if told is not None:
+                threading.Thread(target=self._follow, args=(view.id, told), daemon=True).start()
+            self.wait(view.id, timeout)
         return self.result(view.id)
+
+    def _follow(self, job_id: str, told: Callable[[Event], None]) -> None:
+        """For a bar: what ends the events early is raised to whoever waits for the job."""
+        with suppress(MidstreamError, RuntimeError):  # RuntimeError: the client was closed
+            for event in self.events(job_id):
+                told(event)
 
     def events(self, job_id: JobLike, after: str = "") -> Iterator[Event]:
         """The job's events until it is over; after a lost connection it resumes behind the last one seen."""
@@ -283,10 +298,23 @@ class AsyncClient(AsyncSteeringCalls, AsyncRunCalls, AsyncSweepCalls, AsyncKeyCa
     async def result(self, job_id: JobLike) -> JobResult:
         return wire.decode(await self._send(Call("GET", wire.job_path(job_id, "result"))), JobResult)
 
-    async def run(self, request: JobRequest | None = None, *, timeout: float | None = None, **fields: Any) -> JobResult:
+    async def run(
+        self, request: JobRequest | None = None, *, timeout: float | None = None, progress: bool = True, **fields: Any
+    ) -> JobResult:
         view = await self.submit(request, **fields)
-        await self.wait(view.id, timeout)
+        with prompts_bar(view.prompts) if progress else nullcontext() as told:
+            following = None if told is None else asyncio.create_task(self._follow(view.id, told))
+            try:
+                await self.wait(view.id, timeout)
+            finally:
+                if following is not None:
+                    following.cancel()
         return await self.result(view.id)
+
+    async def _follow(self, job_id: str, told: Callable[[Event], None]) -> None:
+        with suppress(MidstreamError):
+            async for event in self.events(job_id):
+                told(event)
 
     async def events(self, job_id: JobLike, after: str = "") -> AsyncIterator[Event]:
         parser, patience = wire.EventParser(after), calls.Patience()

@@ -1,27 +1,57 @@
-"""Shows how far a sweep is: a bar of tqdm's on a terminal or in a notebook, nothing where nobody watches."""
+"""Shows how far a sweep or a job is: a bar of tqdm's on a terminal or in a notebook, nothing where nobody watches."""
 
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from ..schemas.jobs import Event
 from ..schemas.sweeps import SweepCell, SweepStart
 from .notebook import in_notebook
 from .sweeps import Progress, Told
+
+#: A job that is over sooner shows no bar.
+DELAY_S = 1.0
 
 
 @contextmanager
 def bar(title: str = "sweep") -> Iterator[Progress | None]:
     """What a sweep's events move; None, and nothing is drawn, where standard error is no terminal and there is no notebook."""
+    with _drawn(desc=title, unit="cell") as drawn:
+        yield None if drawn is None else _Cells(drawn)
+
+
+@contextmanager
+def prompts_bar(total: int) -> Iterator[Callable[[Event], None] | None]:
+    """What a job's events move, from the second after its start on: prompts whose output is there. None as for `bar`."""
+    with _drawn(desc="prompts", unit="prompt", total=total, delay=DELAY_S) as drawn:
+        yield None if drawn is None else _Prompts(drawn)
+
+
+@contextmanager
+def _drawn(**options: Any) -> Iterator[Any]:
     if not (sys.stderr.isatty() or in_notebook()):
         yield None
         return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a notebook without ipywidgets: the bar is text there
         from tqdm.auto import tqdm
-    with tqdm(desc=title, unit="cell", leave=in_notebook()) as drawn:
-        yield _Cells(drawn)
+    with tqdm(leave=in_notebook(), **options) as drawn:
+        yield drawn
+
+
+class _Prompts:
+    """Counts each prompt once, also when another worker runs the job again."""
+
+    def __init__(self, drawn: Any):
+        self._drawn = drawn
+        self._seen: set[int] = set()
+
+    def __call__(self, event: Event) -> None:
+        if event.event == "output" and event.data["index"] not in self._seen:
+            self._seen.add(event.data["index"])
+            self._drawn.update(1)
 
 
 class _Cells:

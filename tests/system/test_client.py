@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -382,3 +383,20 @@ def test_a_reader_shows_its_tokens_and_rows_of_several_jobs_are_one_matrix(clien
     words, theirs = asyncio.run(same())
     assert words == reader.tokens(0)
     np.testing.assert_array_equal(theirs, rows)
+
+
+def test_run_counts_prompts_where_somebody_watches(client: Client, up: Up, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr("midstream.client.progress.in_notebook", lambda: True)
+    monkeypatch.setattr("midstream.client.progress.DELAY_S", 0.0)
+    prompts = [f"prompt {number}" for number in range(5)]
+    client.run(model="fake", prompts=prompts, timeout=120)
+    assert "/5" in capsys.readouterr().err
+    client.run(model="fake", prompts=prompts, timeout=120, progress=False)
+    assert capsys.readouterr().err == ""
+
+    async def shown() -> None:
+        async with AsyncClient(up.ready()) as other:
+            await other.run(model="fake", prompts=prompts, timeout=120)
+
+    asyncio.run(shown())
+    assert "/5" in capsys.readouterr().err
