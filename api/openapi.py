@@ -1,5 +1,6 @@
 """The OpenAPI document: our types as msgspec describes them, what each operation needs, and where its answers lead."""
 
+from inspect import cleandoc
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -47,7 +48,7 @@ class Records(OpenAPISchemaPlugin):
         kinds = [OpenAIProblem, *(self._met[name] for name in sorted(self._met))]
         _, described = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
         components = document.get("components", {})
-        schemas = {**components.get("schemas", {}), **described}
+        schemas = {**components.get("schemas", {}), **{name: _dedented(schema) for name, schema in described.items()}}
         ids = {
             f"{method} {path}": operation["operationId"]
             for path, operations in document["paths"].items()
@@ -61,6 +62,11 @@ class Records(OpenAPISchemaPlugin):
             },
             "components": {**components, "schemas": schemas, "securitySchemes": {KEY: BEARER}},
         }
+
+
+def _dedented(schema: dict[str, Any]) -> dict[str, Any]:
+    """Docstrings without their indentation, which Python 3.13 takes off by itself and older ones keep."""
+    return {**schema, "description": cleandoc(schema["description"])} if "description" in schema else schema
 
 
 #: Of the one security scheme.

@@ -3,7 +3,7 @@
 import sys
 from typing import Any
 
-from .extras import MissingExtraError, explained
+from .extras import CONTAINED, MissingExtraError, explained, need
 
 
 def main() -> Any:
@@ -11,6 +11,12 @@ def main() -> Any:
     try:
         from .cli import main as run
     except ModuleNotFoundError as error:
+        command = next(iter(sys.argv[1:]), "")
+        try:
+            if command in CONTAINED:  # brings what the command line needs, too
+                need(command, f"`midstream {command}`")
+        except MissingExtraError as missing:
+            sys.exit(f"error: {missing}")
         explanation = explained(error)
         if not isinstance(explanation, MissingExtraError):
             raise

@@ -1,5 +1,6 @@
 """Optional parts of the package: a missing one is named with the command that installs it."""
 
+import sys
 from importlib.util import find_spec
 
 #: Extra → the modules that it brings, as they are imported; of several extras with a module the first is named.
@@ -13,7 +14,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "model": ("accelerate", "gguf"),
     "cpu": ("vllm", "torch", "transformers"),
 }  # fmt: skip
-#: Extra → the extras that it contains, of those above.
+#: Command, and the extra of that name → the extras that it contains, of those above.
 CONTAINED = {"up": ("client", "up"), "demo": ("client", "up", "plots", "model")}
 
 
@@ -43,6 +44,8 @@ def _message(needed: str, extra: str) -> str:
 
 
 def _found(name: str) -> bool:
+    if name in sys.modules:  # find_spec fails on a module without a spec, such as kombu once it is imported
+        return True
     try:
         return find_spec(name) is not None
     except ModuleNotFoundError:

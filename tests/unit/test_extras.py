@@ -35,6 +35,7 @@ def python(missing: list[str], program: str, cwd: Path) -> subprocess.CompletedP
     [
         (["typer"], CLI.format(arguments=["jobs"]), "client"),
         (["litestar", "celery"], CLI.format(arguments=["up"]), "up"),
+        (["typer"], CLI.format(arguments=["up"]), "up"),
         (["gguf"], CLI.format(arguments=["demo"]), "demo"),
         (["httpx"], "from midstream import Client", "client"),
     ],

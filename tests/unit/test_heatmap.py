@@ -16,7 +16,7 @@ from midstream.schemas.sweeps import Baseline, Metric, SweepResult
 
 
 def printed(sweep: SweepResult, width: int = 80, color_system: str | None = None) -> str:
-    console = Console(width=width, color_system=color_system, force_terminal=True)  # type: ignore[arg-type]
+    console = Console(width=width, height=50, color_system=color_system, force_terminal=True)  # type: ignore[arg-type]
     with console.capture() as captured:
         console.print(show_sweeps.report(sweep))
     return captured.get()
