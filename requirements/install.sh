@@ -42,6 +42,8 @@ command -v git >/dev/null || refuse "git is missing" git git
 command -v make >/dev/null || refuse "make is missing" make make
 echo 'int main() { return 0; }' | cc -x c - -o /dev/null 2>/dev/null || refuse "there is no working C compiler (cc)" g++ gcc-c++
 echo 'int main() { return 0; }' | c++ -x c++ - -o /dev/null 2>/dev/null || refuse "there is no working C++ compiler (c++)" g++ gcc-c++
+header='import os, sys, sysconfig; sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))'
+"$python" -c "$header" || refuse "torch.compile needs Python's headers (Python.h)" "python$version-dev" python3-devel
 "$python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || refuse "vLLM's kernels need libnuma" libnuma1 numactl-libs
 if [ -f "$venv/pyvenv.cfg" ] && [ "$(version_of "$venv/bin/python")" != "$version" ]; then rm -rf "$venv"; fi # made by another Python
 mkdir -p "$venv"
