@@ -12,7 +12,7 @@ from sweep_kit import VIEW
 from midstream import Client, ServerUnreachable, UnknownArgument
 from midstream.client import plain, steering, wire
 from midstream.schemas.errors import MidstreamError
-from midstream.schemas.jobs import JobRequest, Sampling, State
+from midstream.schemas.jobs import JobRequest, SamplingRequest, State
 from midstream.schemas.openai import CompletionRequest
 from midstream.schemas.selectors import Span
 from midstream.schemas.specs import CaptureSpec, PatchSpec, SteeringSpec
@@ -58,7 +58,7 @@ def test_one_position_needs_no_list(position: Any) -> None:
 def test_numbers_may_be_numpy_scalars_anywhere() -> None:
     (spec,) = job(steering=[{"layers": [np.int64(1)], "vector": VECTOR, "scale": np.float64(2.5), "norm_match": np.bool_(True)}]).steering
     assert (spec.layers, spec.scale, spec.norm_match) == ([1], 2.5, True)
-    assert job(sampling={"max_tokens": np.int64(4), "temperature": np.float32(0.5)}).sampling == Sampling(max_tokens=4, temperature=0.5)
+    assert job(sampling={"max_tokens": np.int64(4), "temperature": np.float32(0.5)}).sampling == SamplingRequest(max_tokens=4, temperature=0.5)
     assert job(expires_in=np.float64(3)).expires_in == 3.0
     asked = sweep(alpha=np.float64(0.5), window={"layers": np.int64(3)}, noise=np.int8(2), mask=range(4))
     assert (asked.alpha, asked.window.layers, asked.noise, asked.mask) == (0.5, 3, 2, [0, 1, 2, 3])
@@ -103,8 +103,8 @@ def test_vectors_come_from_numpy_lists_and_torch() -> None:
 
 
 def test_run_takes_the_names_of_completion() -> None:
-    assert job(max_tokens=np.int64(4), temperature=0.5).sampling == Sampling(max_tokens=4, temperature=0.5)
-    assert job(sampling={"seed": 1}, max_tokens=4).sampling == Sampling(max_tokens=4, seed=1)
+    assert job(max_tokens=np.int64(4), temperature=0.5).sampling == SamplingRequest(max_tokens=4, temperature=0.5)
+    assert job(sampling={"seed": 1}, max_tokens=4).sampling == SamplingRequest(max_tokens=4, seed=1)
     prompts = [
         plain.request(None, {"model": "m", "prompt": prompt}, JobRequest).prompts
         for prompt in ("hello", ["a", "b"], [1, 2], np.array([1, 2]), np.array([[1], [2]]))
