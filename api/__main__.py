@@ -1,6 +1,7 @@
 """`python -m midstream.api`: serve the HTTP edge with the settings of the environment. `--openapi` prints the document instead."""
 
 import asyncio
+import gc
 import logging
 import socket
 import sys
@@ -28,6 +29,9 @@ BACKLOG = 2048
 KEEP_ALIVE_S = 75
 #: Between two looks for a Redis that was away at the start.
 ASK_AGAIN_S = 1.0
+#: New objects that are searched for cycles at once. A body of 8 MiB makes some ten thousand; at Python's own number (700) every such
+#: body has the whole process searched, which takes longer than decoding it.
+GC_OBJECTS = 10_000
 
 NO_KEYS = (
     "MIDSTREAM_API_HOST={host}: off loopback keys are asked for, and there is not one. Make one with "
@@ -53,6 +57,9 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         if self.started:
             self._loop = asyncio.get_running_loop()
+            gc.collect()
+            gc.freeze()  # what is there by now stays
+            gc.set_threshold(GC_OBJECTS)
             if self._undecided is not None:
                 self._deciding = self._loop.create_task(self._decide(self._undecided))
             print(f"api ready {self._url}", flush=True)

@@ -36,6 +36,9 @@ ENTRY_COST, SPAN_COST, SEARCHED_CHARACTERS, SEVERAL, PART_COST = 8, 64, 32, 32, 
 RESOLVE_LIMIT, RESOLVE_INLINE = 1 << 22, 1 << 12
 
 
+EMPTY_ONCE_TOKENISED = "is empty once tokenised: a prompt has at least one token"
+
+
 @dataclass(frozen=True)
 class Admitted:
     """A job that can be submitted, and the vectors it names: content hash → MessagePack `Tensor`, and those of named modules."""
@@ -63,7 +66,7 @@ async def tokenise(prompts: Sequence[WishedPrompt], model: ModelInfo, codec: Cod
         if isinstance(prompt.value, str):
             ids, text = next(encoded), prompt.value
             if not ids:
-                raise invalid(prompt.field, "is empty once tokenised: a prompt has at least one token")
+                raise invalid(prompt.field, EMPTY_ONCE_TOKENISED)
             stored.append(StoredPrompt(token_ids=ids, text=text))
         elif prompt.is_conversation:
             await asyncio.sleep(0)  # there may be thousands of short ones

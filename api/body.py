@@ -1,4 +1,4 @@
-"""Request bodies: bounded while they arrive, before anything is decoded, then decoded strictly into the handler's type.
+"""Request bodies: bounded and counted while they arrive, before anything is decoded, then decoded strictly into the handler's type.
 
 JSON of at most `max_body_mib`; or, where a route takes one, a file of at most `max_file_mib`, which is written to disk as it arrives.
 """
@@ -18,7 +18,7 @@ from litestar.exceptions.http_exceptions import RequestEntityTooLarge
 
 from ..schemas.base import from_json
 from ..schemas.errors import MidstreamError, invalid
-from ..schemas.json_bounds import check_json
+from ..schemas.json_bounds import JsonCounter, TooManyValues
 from ..schemas.keys import scoped
 from ..schemas.limits import MAX_IDEMPOTENCY_KEY
 from ..schemas.settings import Settings
@@ -65,18 +65,29 @@ class JsonRequest(Request[Any, Any, Any]):
             raise MidstreamError("unsupported_media_type", detail, field="Content-Encoding", allowed="an uncompressed body")
         if self._reads_file:
             return b"file"  # the framework asks whether there is any before it calls `json`, which reads it
-        receive = self.receive
+        receive, counter = self.receive, JsonCounter()
+        limit = self.route_handler.resolve_request_max_body_size() or 0
 
         async def noting() -> Any:
             message = await receive()
             self._more = message["type"] == "http.request" and message.get("more_body", False)
             return message
 
-        self.receive = noting
+        async def counting() -> Any:
+            message = await noting()
+            counter.feed(message.get("body", b""))
+            return message
+
+        self.receive = counting
         try:
             return await super().body()
         except RequestEntityTooLarge as error:
-            raise await self._too_large(self.route_handler.resolve_request_max_body_size() or 0, "max_body_mib") from error
+            self.receive = noting
+            raise await self._too_large(limit, "max_body_mib") from error
+        except TooManyValues:
+            self.receive = noting
+            await self._drain(limit)
+            raise
         except InternalServerException as error:  # how Litestar says that the client left in the middle
             raise problems.ClientGone from error
         finally:
@@ -93,9 +104,7 @@ class JsonRequest(Request[Any, Any, Any]):
             )
         wanted = self.route_handler.parsed_data_field
         try:
-            raw = await self.body()
-            check_json(raw)
-            return from_json(raw, wanted.annotation if wanted else Any)
+            return from_json(await self.body(), wanted.annotation if wanted else Any)
         except problems.UNREADABLE as error:
             raise problems.malformed(error) from error
 

@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from ..schemas.errors import invalid
 from ..schemas.limits import MAX_ANSWER_TOKENS
 from ..schemas.models import ModelInfo
 from .admission import tokenise
-from .text import Codec, TextMap
+from .text import Codec, TextMap, TooLong
 from .wishes import WishedPrompt
 
 #: Tokens before the first that differs which an error shows.
@@ -45,20 +47,25 @@ async def continue_prompts(
     Raises a 400 naming the field when there are none, too many, or not the same behind each, when the text changes the prompt's own
     tokens, and for token ids outside the vocabulary.
     """
-    plain: list[str] = []
+    plain: list[tuple[str, str]] = []  # field, text
     for field, value, prompts in wanted:
         if not value:
             raise invalid(field, "is empty: it has at least one token")
         if isinstance(value, str):
-            plain += [part for prompt in prompts if prompt.text is not None for part in (prompt.text, prompt.text + value)] or [value]
+            parts = [part for prompt in prompts if prompt.text is not None for part in (prompt.text, prompt.text + value)] or [value]
+            plain += [(field, part) for part in parts]
         else:
             await tokenise([WishedPrompt(field, value)], model, codec)
-    encoded = iter(await codec.encode(plain, special_tokens=False) if plain else [])
+    try:
+        encoded = iter(await codec.encodings([text for _, text in plain], special_tokens=False))
+    except TooLong as error:
+        raise invalid(plain[error.index][0], f"behind its prompt {error.detail}", allowed=f"{model.max_model_len} in all") from None
     made = []
     for field, value, prompts in wanted:
         if isinstance(value, str):
             texts = [prompt.text for prompt in prompts if prompt.text is not None]
-            behind = [_behind(field, value, next(encoded), next(encoded), codec) for _ in texts] or [next(encoded)]
+            behind = [_behind(field, value, next(encoded).ids, next(encoded).ids, codec) for _ in texts]
+            behind = behind or [codec.as_list(next(encoded).ids)]
             made.append(Continuation(field, _agreed(field, behind, codec), value, _joined(field, value, texts)))
         else:
             made.append(Continuation(field, value, "".join(codec.words(value, None))))
@@ -67,13 +74,14 @@ async def continue_prompts(
     return made
 
 
-def _behind(field: str, value: str, prompt: list[int], whole: list[int], codec: Codec) -> list[int]:
+def _behind(field: str, value: str, prompt: np.ndarray, whole: np.ndarray, codec: Codec) -> list[int]:
     """What is added to the prompt's tokens."""
-    if whole[: len(prompt)] == prompt:
-        return whole[len(prompt) :]
-    same = next(place for place, token in enumerate(prompt) if whole[place : place + 1] != [token])
-    first = max(0, same - SHOWN_TOKENS)
-    before, after = codec.words(prompt, None)[first:], codec.words(whole, None)[first:]
+    if np.array_equal(whole[: len(prompt)], prompt):
+        return codec.as_list(whole[len(prompt) :])
+    both = min(len(prompt), len(whole))
+    differ = np.flatnonzero(prompt[:both] != whole[:both])
+    first = max(0, (int(differ[0]) if len(differ) else both) - SHOWN_TOKENS)
+    before, after = (codec.words(codec.as_list(ids[first : first + 2 * SHOWN_TOKENS + 1]), None) for ids in (prompt, whole))
     raise invalid(
         field,
         f"{value!r} changes the tokens that it follows: the prompt ends in {_shown(before)}, with it in {_shown(after)}",

@@ -2,7 +2,7 @@
 
 from itertools import accumulate
 
-from ..schemas.errors import invalid
+from ..schemas.errors import MidstreamError, invalid
 from ..schemas.models import ModelInfo
 from ..schemas.settings import Settings
 from ..schemas.specs import steering_rows
@@ -48,12 +48,16 @@ def _check_cells(sweep: StoredSweep, settings: Settings) -> None:
     if sweep.num_cells > settings.sweep_cells:
         factors = (len(sweep.pairs), "pairs"), (len(sweep.hooks), "hooks"), (len(sweep.layers), "layers"), (sweep.num_columns, "columns")
         shown = " × ".join(f"{count} {name if count > 1 else name[:-1]}" for count, name in factors)
-        raise invalid(
-            "pairs",
-            f"come to {sweep.num_cells} cells ({shown})",
-            allowed=f"at most {settings.sweep_cells} (setting sweep_cells): fewer layers or hooks, positions that matter, spans instead of "
-            "single positions, or fewer pairs in one sweep",
-        )
+        raise too_many_cells(f"{sweep.num_cells} cells ({shown})", settings.sweep_cells)
+
+
+def too_many_cells(found: str, limit: int) -> MidstreamError:
+    return invalid(
+        "pairs",
+        f"come to {found}",
+        allowed=f"at most {limit} (setting sweep_cells): fewer layers or hooks, positions that matter, spans instead of single positions, "
+        "or fewer pairs in one sweep",
+    )
 
 
 def _check_lengths(sweep: StoredSweep, model: ModelInfo) -> None:

@@ -30,15 +30,15 @@ from ..schemas.selectors import (
 from ..schemas.settings import Settings
 from ..schemas.steering import GlobalSteering
 from ..schemas.sweeps import Alignment, Column, PairSpan, StoredPair, StoredSweep, SweepPair, SweepRequest
-from .admission import ENTRY_COST, RESOLVE_LIMIT, SEARCHED_CHARACTERS, SPAN_COST, tokenise
+from .admission import ENTRY_COST, RESOLVE_LIMIT, SEARCHED_CHARACTERS, SPAN_COST
 from .alignment import CLEAN, CORRUPT, Aligned, Matched, Tokens, align, match_span, match_spans
 from .continuations import Continuation, ReadPrompt, continue_prompts
 from .patched import mask_tensor
 from .rules import Bounds, one_hook
 from .steered import NO_POSITION
-from .sweep_limits import check_limits
+from .sweep_limits import check_limits, too_many_cells
+from .sweep_prompts import read_prompts
 from .text import Codec
-from .wishes import WishedPrompt
 
 #: Where rows come from in an ablation.
 NO_SOURCE = -1
@@ -187,23 +187,7 @@ def _mask(request: SweepRequest, model: ModelInfo, blobs: dict[str, bytes]) -> s
 
 
 async def _read_pairs(request: SweepRequest, model: ModelInfo, codec: Codec) -> list[_Pair]:
-    wished = [
-        WishedPrompt(f"pairs[{index}].{name}", prompt)
-        for index, pair in enumerate(request.pairs)
-        for name, prompt in ((CLEAN, pair.clean), (CORRUPT, pair.corrupt))
-        if prompt is not None
-    ]
-    stored = await tokenise(wished, model, codec)
-
-    def read() -> list[ReadPrompt]:
-        found = []
-        for prompt in stored:
-            ids = prompt.token_ids
-            where = codec.map_ids(ids) if prompt.text is None else codec.map_text(prompt.text, ids, special_tokens=True)
-            found.append(ReadPrompt(ids, codec.words(ids, where), where))
-        return found
-
-    prompts = iter(await anyio.to_thread.run_sync(read))
+    prompts = iter(await read_prompts(request.pairs, model, codec))
     patched = CORRUPT if request.ablation is None and request.direction == "denoise" else CLEAN
     pairs = []
     for index, wish in enumerate(request.pairs):
@@ -245,7 +229,14 @@ async def _continue_pairs(request: SweepRequest, pairs: Sequence[_Pair], model: 
 
 def _store_pairs(request: SweepRequest, pairs: Sequence[_Pair], answers: dict[str, Continuation], limit: int) -> list[StoredPair]:
     _check_cost(request, pairs, limit)
-    return [_store_pair(request, pair, answers) for pair in pairs]
+    stored: list[StoredPair] = []
+    columns = 0
+    for pair in pairs:
+        stored.append(_store_pair(request, pair, answers))
+        columns += len(stored[-1].columns)
+        if columns > limit:  # and each column is a cell in every layer: the rest is not made
+            raise too_many_cells(f"more than {limit} cells", limit)
+    return stored
 
 
 def _store_pair(request: SweepRequest, pair: _Pair, answers: dict[str, Continuation]) -> StoredPair:

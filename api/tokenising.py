@@ -13,6 +13,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
+from itertools import zip_longest
 from typing import BinaryIO
 
 import anyio
@@ -23,7 +24,7 @@ from ..schemas.base import Wire, from_msgpack, to_msgpack
 from ..schemas.errors import MidstreamError, Problem
 from ..schemas.models import TokenizerBundle
 from ..schemas.settings import Settings
-from .text import Codec, TooLong
+from .text import Codec, Encoded, TooLong
 
 log = logging.getLogger("midstream.api")
 
@@ -50,6 +51,7 @@ class Ask(Wire):
     messages: list[dict[str, str]]  # one conversation in place of texts
     special_tokens: bool
     limit: int  # tokens; of a text with more only their number is answered
+    offsets: bool = False  # whether the answer says where each token lies in its text
 
 
 class Answer(Wire):
@@ -58,6 +60,7 @@ class Answer(Wire):
     text: str = ""  # of the conversation
     too_long: tuple[int, int] | None = None  # index of a text, its number of tokens
     problem: Problem | None = None
+    offsets: list[bytes] = []  # int32 pairs, of each text; see `Ask.offsets`
 
 
 class Helpers:
@@ -70,30 +73,37 @@ class Helpers:
         self._all: set[asyncio.subprocess.Process] = set()
 
     async def encode(
-        self, tokenizer: str, fetch: Callable[[], Awaitable[bytes]], texts: Sequence[str], special_tokens: bool, limit: int
-    ) -> list[list[int]]:
-        """Token ids of each text. `fetch` reads the bundle for a helper that does not have it.
+        self,
+        tokenizer: str,
+        fetch: Callable[[], Awaitable[bytes]],
+        texts: Sequence[str],
+        special_tokens: bool,
+        limit: int,
+        offsets: bool,
+    ) -> list[Encoded]:
+        """The tokens of each text. `fetch` reads the bundle for a helper that does not have it.
 
         Raises TooLong for a text of more than `limit` tokens; `invalid_request` when it takes too much processor time, `overloaded` when
         too many wait, `unavailable` when helpers die.
         """
-        found: list[list[int]] = []
+        found: list[Encoded] = []
         for batch in _batches(texts):
             try:
-                answer = await self._ask(Ask(tokenizer, b"", batch, [], special_tokens, limit), fetch)
+                answer = await self._ask(Ask(tokenizer, b"", batch, [], special_tokens, limit, offsets), fetch)
             except TooLong as error:
                 raise TooLong(len(found) + error.index, error.tokens) from None
-            for ids in answer.ids:
-                found.append(np.frombuffer(ids, np.int32).tolist())
-                await asyncio.sleep(0)
+            found += [
+                Encoded(np.frombuffer(ids, np.int32), np.frombuffer(places, np.int32).reshape(-1, 2) if offsets else None)
+                for ids, places in zip_longest(answer.ids, answer.offsets, fillvalue=b"")
+            ]
         return found
 
     async def encode_chat(
         self, tokenizer: str, fetch: Callable[[], Awaitable[bytes]], messages: Sequence[dict[str, str]], limit: int
-    ) -> tuple[list[int], str]:
+    ) -> tuple[np.ndarray, str]:
         """Token ids and text of a conversation; raises as `encode`, and what the chat template refuses."""
         answer = await self._ask(Ask(tokenizer, b"", [], list(messages), False, limit), fetch)
-        return np.frombuffer(answer.ids[0], np.int32).tolist(), answer.text
+        return np.frombuffer(answer.ids[0], np.int32), answer.text
 
     async def close(self) -> None:
         for process in [*self._all]:
@@ -198,12 +208,14 @@ def answer(ask: Ask, codecs: "OrderedDict[str, Codec]") -> Answer:
             texts = [codec.render(ask.messages)]
         except MidstreamError as error:
             return Answer(False, [], problem=error.problem())
-    ids = []
-    for index, found in enumerate(codec.encode_here(texts, ask.special_tokens)):
-        if len(found) > ask.limit:
-            return Answer(False, [], too_long=(index, len(found)))
-        ids.append(np.array(found, np.int32).tobytes())
-    return Answer(False, ids, texts[0] if ask.messages else "")
+    ids, offsets = [], []
+    for index, found in enumerate(codec.encode_here(texts, ask.special_tokens, ask.offsets)):
+        if len(found.ids) > ask.limit:
+            return Answer(False, [], too_long=(index, len(found.ids)))
+        ids.append(found.ids.tobytes())
+        if found.offsets is not None:
+            offsets.append(found.offsets.tobytes())
+    return Answer(False, ids, texts[0] if ask.messages else "", offsets=offsets)
 
 
 def _serve(questions: BinaryIO, answers: BinaryIO, seconds: float) -> None:

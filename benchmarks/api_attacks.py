@@ -117,9 +117,13 @@ def lowrank(mib: int) -> bytes:
 
 
 def pairs(count: int, characters: int) -> bytes:
-    text = words(characters)
-    pair = {"clean": text, "corrupt": "A" + text[1:], "answer": " a", "foil": " b", "positions": [-1]}
-    return json.dumps({"model": MODEL, "pairs": [pair] * count, "layers": "all"}).encode()
+    """Pairs whose prompts all differ."""
+    texts = [f"{index} {words(characters)}" for index in range(2 * count)]
+    made = [
+        {"clean": clean, "corrupt": corrupt, "answer": " a", "foil": " b", "positions": [-1]}
+        for clean, corrupt in zip(texts[::2], texts[1::2], strict=True)
+    ]
+    return json.dumps({"model": MODEL, "pairs": made, "layers": "all"}).encode()
 
 
 def chat(count: int, characters: int) -> bytes:
@@ -140,12 +144,15 @@ ATTACKS = [
     Attack("messages, 250 that fit", lambda: chat(250, 100), "/v1/chat/completions"),
     Attack("messages, 7.9 MiB in short ones", lambda: chat(FULL // 40, 1), "/v1/chat/completions"),
     Attack("prompts, 250 × 30 kB", lambda: job(prompts=[words(30_000)] * 250)),
+    Attack("prompts, 330 × 24 kB, the same", lambda: job(prompts=[words(24_000)] * 330)),
+    Attack("prompts, 330 × 24 kB that differ", lambda: job(prompts=[f"{index} {words(24_000)}" for index in range(330)])),
     Attack("prompts, 4096 short", lambda: job(prompts=["hello there"] * 4096)),
     Attack("prompts, 7.9 MiB of empty ones", in_job("prompts", '""', FULL)),
     Attack("prompts, 7.9 MiB of token ids", lambda: job(prompts=[[7] * 8000] * (FULL // 16_100))),
     Attack("prompts, 20 MB of lists", in_job("prompts", "[1]", 20_000_000)),
     Attack("tokenize, 400 kB", lambda: json.dumps({"model": MODEL, "prompt": words(400_000)}).encode(), "/v1/tokenize"),
     Attack("detokenize, 7.9 MiB", lambda: json.dumps({"model": MODEL, "tokens": [7] * (FULL // 3)}).encode(), "/v1/detokenize"),
+    Attack("detokenize, 262,000", lambda: json.dumps({"model": MODEL, "tokens": [7] * 262_000}).encode(), "/v1/detokenize"),
     Attack("steering, 64 edits", lambda: job(steering=edits(64))),
     Attack("steering, 2,500 edits with vectors", lambda: job(steering=edits(2500))),
     Attack("steering, 7.9 MiB of {}", in_job("steering", "{}", FULL)),
@@ -182,6 +189,7 @@ ATTACKS = [
     Attack("module file, 80 MiB", lambda: lowrank(80), MODULE, "PUT", FILE),
     Attack("safetensors?layers= of 56 kB", lambda: b"", "/v1/captures/job_x/safetensors?layers=" + "0-9999," * 8000 + "0", "GET"),
     Attack("sweep, 64 pairs of 400 characters", lambda: pairs(64, 400), "/v1/sweeps"),
+    Attack("sweep, 34 pairs of 15 kB", lambda: pairs(34, 15_000), "/v1/sweeps"),
     Attack("sweep, 256 pairs of 15 kB", lambda: pairs(256, 15_000), "/v1/sweeps"),
 ]
 

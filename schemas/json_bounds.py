@@ -1,7 +1,7 @@
-"""Bounds the number of values in a JSON document before it is decoded.
+"""Bounds the number of values in a JSON document before it is decoded, while it arrives.
 
 Decoding holds the GIL and builds every value before a list's `max_length` is checked, so a body of a few MB of `{},` would stop the
-event loop for seconds. Counting bytes takes a few milliseconds per 8 MiB.
+event loop for seconds. Counting takes a few milliseconds per MiB and is done piece by piece.
 """
 
 from .limits import MAX_JSON_CONTAINERS, MAX_JSON_VALUES
@@ -9,38 +9,46 @@ from .limits import MAX_JSON_CONTAINERS, MAX_JSON_VALUES
 #: What counts nothing and bounds nothing.
 _PLAIN = bytes(set(range(256)) - set(b'",{['))
 
-_BEGINNING = 1 << 20
+#: Bytes counted at a time.
+PIECE = 1 << 16
 
 
 class TooManyValues(ValueError):
     """The document holds more values than are decoded; the message says which limit."""
 
 
-def check_json(raw: bytes) -> None:
-    """Raises TooManyValues for a document with more values or containers than `schemas.limits` allows.
+class JsonCounter:
+    """Counts the values of a document that arrives in pieces. What is inside strings does not count.
 
-    What is inside strings does not count. What is not JSON may pass: the decoder refuses it.
+    What is not JSON may pass: the decoder refuses it.
     """
-    if not _too_many(raw):
-        return  # an upper bound: it counts what is inside strings as well
-    for part in (raw[:_BEGINNING], raw):  # most of what is refused is refused for its beginning
-        if found := _too_many_outside(part):
-            raise TooManyValues(found)
+
+    def __init__(self) -> None:
+        self._commas = 0  # n of them separate n + 1 values
+        self._containers = 0
+        self._in_string = 0
+        self._held = b""  # a backslash at the end of the piece before, which escapes what comes next
+
+    def feed(self, piece: bytes) -> None:
+        """Raises TooManyValues once there are more values or containers than `schemas.limits` allows."""
+        piece = self._held + piece
+        self._held = b"\\" if (len(piece) - len(piece.rstrip(b"\\"))) % 2 else b""
+        bare = piece[: len(piece) - len(self._held)]
+        bare = bare.replace(b"\\\\", b"").replace(b'\\"', b"")  # without escaped quotes, so that quotes alone begin and end strings
+        bare = bare.translate(None, _PLAIN).replace(b'""', b"")  # strings that now hold nothing change nothing for the others
+        parts = bare.split(b'"')
+        outside = b"".join(parts[self._in_string :: 2])
+        self._in_string ^= (len(parts) - 1) & 1
+        self._commas += outside.count(b",")
+        self._containers += outside.count(b"{") + outside.count(b"[")
+        if self._containers > MAX_JSON_CONTAINERS:
+            raise TooManyValues(f"it holds more than {MAX_JSON_CONTAINERS} objects and arrays")
+        if self._commas >= MAX_JSON_VALUES:
+            raise TooManyValues(f"it holds more than {MAX_JSON_VALUES} values")
 
 
-def _too_many_outside(raw: bytes) -> str:
-    """As `_too_many`, of what is not inside strings. `raw` may be the beginning of a document."""
-    bare = raw.replace(b"\\\\", b"").replace(b'\\"', b"")  # without escaped quotes, so that quotes alone begin and end strings
-    bare = bare.translate(None, _PLAIN).replace(b'""', b"")  # strings that now hold nothing change nothing for the others
-    if bare.count(b'"') > 4 * MAX_JSON_VALUES:  # a member has two strings
-        return f"it holds more than {2 * MAX_JSON_VALUES} strings"
-    return _too_many(b"".join(bare.split(b'"')[::2]))
-
-
-def _too_many(raw: bytes) -> str:
-    """Which limit is exceeded; empty for none."""
-    if raw.count(b"{") + raw.count(b"[") > MAX_JSON_CONTAINERS:
-        return f"it holds more than {MAX_JSON_CONTAINERS} objects and arrays"
-    if raw.count(b",") >= MAX_JSON_VALUES:  # n commas separate n + 1 values
-        return f"it holds more than {MAX_JSON_VALUES} values"
-    return ""
+def check_json(raw: bytes) -> None:
+    """Raises TooManyValues as `JsonCounter.feed`, of a whole document."""
+    counter = JsonCounter()
+    for at in range(0, len(raw), PIECE):
+        counter.feed(raw[at : at + PIECE])

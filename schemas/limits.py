@@ -69,6 +69,7 @@ MAX_FILE_HEADER = 4 << 20  # bytes of that file's header
 # --- Sweeps --------------------------------------------------------------------------------------------------------------
 
 MAX_PAIRS = 256
+MAX_SWEEP_TEXT = 1 << 20  # of prompts, answers and foils of all pairs; of token ids, the text that they read
 MAX_SPANS = 4096  # of a pair
 MAX_ANSWER_TEXT = 4096
 MAX_ANSWER_TOKENS = 32  # each costs every cell another forward pass
