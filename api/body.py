@@ -84,10 +84,10 @@ class JsonRequest(Request[Any, Any, Any]):
         except RequestEntityTooLarge as error:
             self.receive = noting
             raise await self._too_large(limit, "max_body_mib") from error
-        except TooManyValues:
+        except TooManyValues as error:
             self.receive = noting
             await self._drain(limit)
-            raise
+            raise problems.malformed(error) from error
         except InternalServerException as error:  # how Litestar says that the client left in the middle
             raise problems.ClientGone from error
         finally:

@@ -46,7 +46,7 @@ async def read_prompts(pairs: Sequence[SweepPair], model: ModelInfo, codec: Code
         distinct.setdefault(_key(prompt), prompt)
     texts = [prompt for prompt in distinct.values() if isinstance(prompt.value, str)]
     spelled = [prompt for prompt in distinct.values() if not isinstance(prompt.value, str)]
-    read = await _read_texts(texts, model, codec) | await _read_ids(pairs, spelled, model, codec)
+    read = await _read_ids(pairs, spelled, model, codec) | await _read_texts(texts, model, codec)  # in this order: one checks lengths
     return [read[_key(prompt)] for prompt in wished]
 
 

@@ -4,7 +4,8 @@
 
 A service with a fake engine, beside which a model with the demo model's tokenizer and shape is published that no worker serves:
 requests are checked, tokenised and queued. A process of its own asks /healthz every 20 ms over one connection. For each request: what
-it is answered with; the longest that the probe waited while it was under way (the median of the rounds; in brackets just before); by
+it is answered with; the longest that the probe waited while it was under way (the median and the worst of the rounds; in brackets
+the median just before); by
 how much the API's peak of resident memory rose (the largest of the rounds) and that of its helper processes; both to the size of the
 body where that is 1 MiB or more.
 Goal: no request within the limits delays the probe by more than 250 ms, or adds more than four times its size.
@@ -152,7 +153,7 @@ ATTACKS = [
     Attack("prompts, 20 MB of lists", in_job("prompts", "[1]", 20_000_000)),
     Attack("tokenize, 400 kB", lambda: json.dumps({"model": MODEL, "prompt": words(400_000)}).encode(), "/v1/tokenize"),
     Attack("detokenize, 7.9 MiB", lambda: json.dumps({"model": MODEL, "tokens": [7] * (FULL // 3)}).encode(), "/v1/detokenize"),
-    Attack("detokenize, 262,000", lambda: json.dumps({"model": MODEL, "tokens": [7] * 262_000}).encode(), "/v1/detokenize"),
+    Attack("detokenize, 131,000", lambda: json.dumps({"model": MODEL, "tokens": [7] * 131_000}).encode(), "/v1/detokenize"),
     Attack("steering, 64 edits", lambda: job(steering=edits(64))),
     Attack("steering, 2,500 edits with vectors", lambda: job(steering=edits(2500))),
     Attack("steering, 7.9 MiB of {}", in_job("steering", "{}", FULL)),
@@ -332,12 +333,13 @@ def main() -> None:
 def row(attack: Attack, rounds: list[dict[str, Any]]) -> str:
     size = rounds[0]["bytes"]
     delay, quiet = (statistics.median(found[name] for found in rounds) * 1000 for name in ("delay", "quiet"))
+    worst = max(found["delay"] for found in rounds) * 1000
     added, helped = (max(found[name] for found in rounds) for name in ("added", "helpers"))
     times = f"{added / size:.1f} × + {helped / size:.1f} ×" if size >= MIB else "-"
     took = statistics.median(found["s"] for found in rounds)
     statuses = "/".join(sorted({str(found["status"]) for found in rounds}))
     return (
-        f"| {attack.name} | {size / MIB:.1f} | {statuses} | {took:.2f} | {delay:.0f} ({quiet:.0f}) "
+        f"| {attack.name} | {size / MIB:.1f} | {statuses} | {took:.2f} | {delay:.0f} / {worst:.0f} ({quiet:.0f}) "
         f"| {added / MIB:.0f} + {helped / MIB:.0f} | {times} |"
     )
 

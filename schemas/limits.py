@@ -37,7 +37,7 @@ MAX_METADATA_VALUE = 512
 
 MAX_TEXT = 1 << 22  # a prompt, or a message of a conversation
 MAX_PROMPTS = 4096  # of one job
-MAX_PROMPT_TOKENS = MAX_JSON_VALUES  # token ids of one prompt
+MAX_PROMPT_TOKENS = 1 << 17  # token ids of one prompt
 MAX_MESSAGES = 4096  # of a conversation, and parts of a message
 MAX_STOPS = 32  # `stop`: each is looked for after every generated token
 MAX_STOP_TEXT = 256

@@ -9,10 +9,11 @@ import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 
 from midstream import __version__
+from midstream.api import sweep_prompts
 from midstream.api.continuations import ReadPrompt, continue_prompts
 from midstream.api.sweep_limits import room_of_cell
 from midstream.api.sweep_plan import Planned, plan_sweep
-from midstream.api.text import Codec
+from midstream.api.text import Codec, TooLong
 from midstream.schemas.base import from_msgpack
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.models import ModelInfo, TokenizerBundle
@@ -280,6 +281,59 @@ def test_text_that_has_other_tokens_behind_the_other_prompt_is_refused() -> None
         asyncio.run(continue_prompts([("pairs[0].foil", "bc", prompts)], model(), split))
     assert refused.value.field == "pairs[0].foil"
     assert "'bc' and 'b' 'c'" in refused.value.detail
+
+
+# --- Long texts ----------------------------------------------------------------------------------------------------------------
+
+
+def test_each_distinct_text_of_a_sweep_is_tokenised_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, bool]] = []
+    encode_here = Codec.encode_here
+
+    def noting(self: Codec, texts: list[str], special_tokens: bool, offsets: bool = False) -> Any:
+        seen.extend((text, special_tokens) for text in texts)
+        return encode_here(self, texts, special_tokens, offsets)
+
+    monkeypatch.setattr(Codec, "encode_here", noting)
+    monkeypatch.setattr(Codec, "map_text", None)  # which would tokenise in this process
+    pairs = plan(*[pair(positions=[-1])] * 5).sweep.pairs
+    assert len(seen) == len(set(seen)) == 8, "two prompts, with and without special tokens, and with each answer"
+    assert all(one == pairs[0] for one in pairs)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "field"),
+    [
+        ([pair(), pair(corrupt="The " * 20)], "pairs[1].corrupt"),
+        ([pair(), pair(answer=" Paris" * 10)], "pairs[1].answer"),
+        ([pair(), pair(), pair(clean=[1] * 30)], "pairs[2].clean"),
+        ([pair(clean=[11] * 20)], "pairs[0].clean"),  # its text
+    ],
+)
+def test_a_sweep_of_too_much_text_is_refused(monkeypatch: pytest.MonkeyPatch, pairs: list[dict[str, Any]], field: str) -> None:
+    monkeypatch.setattr(sweep_prompts, "MAX_SWEEP_TEXT", 130)
+    monkeypatch.setattr(Codec, "encodings", None)  # nothing is tokenised before
+    error = refusal(*pairs)
+    assert (error.field, "130 characters" in error.detail) == (field, True)
+
+
+def test_text_longer_than_the_model_is_refused_by_its_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def strict(self: Codec, texts: list[str], special: bool, offsets: bool) -> Any:
+        found = self.encode_here(texts, special, offsets)
+        for index, one in enumerate(found):
+            if len(one.ids) > 8:  # as the helper processes answer for long texts
+                raise TooLong(index, len(one.ids))
+        return found
+
+    monkeypatch.setattr(Codec, "_encodings", strict)
+    assert refusal(pair(), pair(corrupt="The" + " old" * 8)).field == "pairs[1].corrupt"
+    assert refusal(pair(), pair(foil=" Rome" * 8)).field == "pairs[1].foil"
+    assert refusal(pair(clean=[2] * 33)).field == "pairs[0].clean"
+
+
+def test_columns_beyond_the_cells_of_a_sweep_are_not_made() -> None:
+    error = refusal(*[pair()] * 9, limits={"sweep_cells": 20})
+    assert (error.field, error.detail) == ("pairs", "come to more than 20 cells")
 
 
 # --- Room ----------------------------------------------------------------------------------------------------------------------
