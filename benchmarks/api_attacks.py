@@ -4,10 +4,9 @@
 
 A service with a fake engine, beside which a model with the demo model's tokenizer and shape is published that no worker serves:
 requests are checked, tokenised and queued. A process of its own asks /healthz every 20 ms over one connection. For each request: what
-it is answered with; the longest that the probe waited while it was under way (the median and the worst of the rounds; in brackets
-the median just before); by
-how much the API's peak of resident memory rose (the largest of the rounds) and that of its helper processes; both to the size of the
-body where that is 1 MiB or more.
+it is answered with; the longest that the probe waited while it was under way (the median and the worst of the rounds; in brackets the
+median just before); by how much the API's peak of resident memory rose (the largest of the rounds) and that of its helper processes;
+both to the size of the body where that is 1 MiB or more.
 Goal: no request within the limits delays the probe by more than 250 ms, or adds more than four times its size.
 """
 
@@ -198,40 +197,50 @@ ATTACKS = [
 # --- The probe -------------------------------------------------------------------------------------------------------
 
 
-def probe(host: str, port: int, out: Connection) -> None:
-    """Ask every 20 ms until told to end; then tell (when, seconds) of each answer."""
+def probe(host: str, port: int, pipe: Connection) -> None:
+    """Between two messages ask every 20 ms, then tell (when, seconds) of each answer; until told to end."""
     ask = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    samples: list[tuple[float, float]] = []
-    out.send("started")
     with socket.create_connection((host, port)) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        while not out.poll(0.02):
-            began = time.perf_counter()
-            connection.sendall(ask)
-            answer = b""
-            while not answer.endswith(b"}"):
-                answer += connection.recv(4096)
-            samples.append((began, time.perf_counter() - began))
-    out.send(samples)
+        pipe.send("ready")
+        while pipe.recv() == "begin":
+            samples: list[tuple[float, float]] = []
+            while not pipe.poll(0.02):
+                began = time.perf_counter()
+                connection.sendall(ask)
+                answer = b""
+                while not answer.endswith(b"}"):
+                    answer += connection.recv(4096)
+                samples.append((began, time.perf_counter() - began))
+            pipe.recv()
+            pipe.send(samples)
 
 
-@contextmanager
-def probing(url: str) -> Iterator[list[tuple[float, float]]]:
-    """The samples, which are there once it is over."""
-    here, there = multiprocessing.Pipe()
-    parts = urlsplit(url)
-    process = multiprocessing.get_context("spawn").Process(target=probe, args=(parts.hostname, parts.port, there))
-    process.start()
-    samples: list[tuple[float, float]] = []
-    here.recv()
-    time.sleep(0.3)
-    try:
-        yield samples
-    finally:
+class Probe:
+    """A process that asks; `samples` are those of the last `probing`."""
+
+    def __init__(self, url: str):
+        parts = urlsplit(url)
+        self._pipe, there = multiprocessing.Pipe()
+        self._process = multiprocessing.get_context("spawn").Process(target=probe, args=(parts.hostname, parts.port, there))
+        self._process.start()
+        self._pipe.recv()
+        self.samples: list[tuple[float, float]] = []
+
+    @contextmanager
+    def probing(self) -> Iterator[None]:
+        self._pipe.send("begin")
         time.sleep(0.3)
-        here.send(None)
-        samples += here.recv()
-        process.join()
+        try:
+            yield
+        finally:
+            time.sleep(0.3)
+            self._pipe.send("enough")
+            self.samples = self._pipe.recv()
+
+    def close(self) -> None:
+        self._pipe.send("end")
+        self._process.join()
 
 
 # --- Memory ----------------------------------------------------------------------------------------------------------
@@ -283,11 +292,11 @@ async def publish(settings: Settings) -> None:
         await ledger.close()
 
 
-def one(http: httpx.Client, pid: int, attack: Attack) -> dict[str, Any]:
+def one(http: httpx.Client, pid: int, prober: Probe, attack: Attack) -> dict[str, Any]:
     body = attack.make()
     helpers = children(pid)
     before, before_helpers = mark(pid), sum(map(mark, helpers))
-    with probing(str(http.base_url)) as samples:
+    with prober.probing():
         began = time.perf_counter()
         try:
             answer = http.request(attack.method, attack.path, content=body or None, headers={"Content-Type": attack.media})
@@ -295,6 +304,7 @@ def one(http: httpx.Client, pid: int, attack: Attack) -> dict[str, Any]:
         except httpx.TransportError as error:
             status = type(error).__name__
         ended = time.perf_counter()
+    samples = prober.samples
     worst = max((took for at, took in samples if at < ended and at + took > began), default=0.0)
     quiet = max((took for at, took in samples if at + took <= began), default=0.0)
     added = memory(pid, "VmHWM") - before
@@ -324,9 +334,11 @@ def main() -> None:
             pid = read_state(stack.data)["processes"]["api"][0]
             with httpx.Client(base_url=stack.url, timeout=300) as http:
                 http.post("/v1/jobs", json={"model": MODEL, "prompts": [words(5000)]})  # reads the tokenizer, starts a helper
+                prober = Probe(stack.url)
                 for attack in chosen:
-                    rounds = [one(http, pid, attack) for _ in range(options.rounds)]
+                    rounds = [one(http, pid, prober, attack) for _ in range(options.rounds)]
                     print(row(attack, rounds), flush=True)
+                prober.close()
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
 
 
