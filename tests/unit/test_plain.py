@@ -58,7 +58,9 @@ def test_one_position_needs_no_list(position: Any) -> None:
 def test_numbers_may_be_numpy_scalars_anywhere() -> None:
     (spec,) = job(steering=[{"layers": [np.int64(1)], "vector": VECTOR, "scale": np.float64(2.5), "norm_match": np.bool_(True)}]).steering
     assert (spec.layers, spec.scale, spec.norm_match) == ([1], 2.5, True)
-    assert job(sampling={"max_tokens": np.int64(4), "temperature": np.float32(0.5)}).sampling == SamplingRequest(max_tokens=4, temperature=0.5)
+    assert job(sampling={"max_tokens": np.int64(4), "temperature": np.float32(0.5)}).sampling == SamplingRequest(
+        max_tokens=4, temperature=0.5
+    )
     assert job(expires_in=np.float64(3)).expires_in == 3.0
     asked = sweep(alpha=np.float64(0.5), window={"layers": np.int64(3)}, noise=np.int8(2), mask=range(4))
     assert (asked.alpha, asked.window.layers, asked.noise, asked.mask) == (0.5, 3, 2, [0, 1, 2, 3])
