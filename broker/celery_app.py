@@ -22,6 +22,8 @@ PRIORITY_OF_KIND = {"chat": 3, "completion": 3, "generate": 6, "sweep": 6}
 CALLBACKS_QUEUE = "midstream.callbacks"
 #: Abandoned messages are looked for this often, in seconds (kombu's default amounts to about 100 s).
 RESTORE_INTERVAL_S = 2
+#: Only one process looks at a time. A process that is killed while it does holds the lock for so long (kombu's default: 300 s).
+RESTORE_LOCK_S = 5
 #: A connection whose other end went away without a word (a cut link, a machine that lost power) is given up after 20 s: kombu waits
 #: for messages without a timeout, and the kernel alone would take two hours.
 KEEPALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3, socket.TCP_USER_TIMEOUT: 20_000}
@@ -74,6 +76,7 @@ def make_app(settings: Settings) -> Celery:
             "visibility_timeout": settings.visibility_timeout_s,
             "unacked_restore_interval": RESTORE_INTERVAL_S,
             "unacked_restore_throttle": 1,
+            "unacked_mutex_expire": RESTORE_LOCK_S,
             "priority_steps": list(PRIORITY_STEPS),
             "sep": SEPARATOR,
             "queue_order_strategy": "priority",

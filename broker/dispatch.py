@@ -8,6 +8,7 @@ jobs names them, and whoever called it sends their messages. What is picked and 
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -30,6 +31,8 @@ STEPS: dict[str, dict[Priority, int]] = {
 }
 #: Seconds that an ending process gives to the messages that it has still to send.
 CLOSE_S = 2.0
+#: Messages that Redis refused are sent again after a pause, for so many seconds; then the sweeper has found that they are missing.
+RETRY_S, RETRY_FOR_S = 0.5, 8.0
 
 
 class Message(NamedTuple):
@@ -94,22 +97,36 @@ class Dispatcher:
 
     def _run(self) -> None:
         going = True
+        unsent: list[Message] = []
+        give_up = 0.0
         while going:
-            waiting = [self._outgoing.get()]
+            waiting = [self._next(RETRY_S if unsent else None)]
             while not self._outgoing.empty():  # what came while the last were on their way goes together
                 waiting.append(self._outgoing.get())
-            messages = [message for some in waiting if some is not None for message in some]
+            messages = unsent + [message for some in waiting if some is not None for message in some]
             going = None not in waiting
-            if messages:
-                send_now(self._app, messages)
+            if not messages:
+                continue
+            if send_now(self._app, messages):
+                unsent = []
                 crash_point(self._sent)
+            else:
+                give_up = give_up if unsent else time.monotonic() + RETRY_FOR_S
+                unsent = messages if time.monotonic() < give_up else []
+
+    def _next(self, timeout: float | None) -> list[Message] | None:
+        """What is to be sent next; nothing when nothing comes in time."""
+        try:
+            return self._outgoing.get(timeout=timeout)
+        except queue.Empty:
+            return []
 
 
 def send_now(app: Celery, messages: Sequence[Message]) -> int:
-    """Send them on this thread; returns how many. When Redis does not take them they are left to the sweeper."""
+    """Send them on this thread; returns how many: none when Redis does not take them."""
     try:
         post(app, messages)
     except Exception as error:  # whatever the transport raises: it is told, it is mended, and the next messages come
-        log.warning("the messages of %d jobs, from %s on, are left to the sweeper: %r", len(messages), messages[0].job_id, error)
+        log.warning("the messages of %d jobs, from %s on, could not be sent yet: %r", len(messages), messages[0].job_id, error)
         return 0
     return len(messages)

@@ -76,6 +76,7 @@ class Sweeper:
         self._redis = ledger.redis
         self._scripts = scripts.Scripts(ledger.redis)
         self._recount_at = 0.0
+        self._unsent: list[Message] = []
         self._captures = Captures(ledger)
         self._runs = SourceRuns(ledger)
 
@@ -133,8 +134,11 @@ class Sweeper:
         return float(now() - server["uptime_in_seconds"])
 
     async def _send(self, messages: list[Message]) -> bool:
-        """Whether Redis took them; what it did not take is found without a message in a later sweep."""
-        return not messages or await asyncio.to_thread(send_now, self._app, messages) == len(messages)
+        """Whether Redis took them; what it did not take is sent with the next ones."""
+        messages = list(dict.fromkeys([*self._unsent, *messages]))
+        sent = not messages or await asyncio.to_thread(send_now, self._app, messages) == len(messages)
+        self._unsent = [] if sent else messages
+        return sent
 
     async def _recount(self, at: float) -> list[str]:
         """What is in use, counted anew once in a while, without the workers that are gone; says what differed."""

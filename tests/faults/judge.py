@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import redis
-from clients import Told
+from clients import TERMINAL, Told
 from monitor import Monitor
 from receiver import Receiver
 from tokenizers import Tokenizer
@@ -94,7 +94,7 @@ async def _job(ledger: Ledger, tokenizer: Tokenizer, root: Path, client: Told, v
     verdict.seen["again"] += view.attempt > 1
     if view.state not in MAY_END.get(client.plan.way, {State.SUCCEEDED}):
         verdict.say("lost", f"{job.id} ({client.plan.way}) ended {view.state}: {view.error.detail if view.error else ''}")
-    if client.state and client.state != view.state:
+    if client.state in TERMINAL and client.state != view.state:  # one that lost its patience may have been told `queued` last
         verdict.say("terminal changed", f"{job.id}: its client was told {client.state}, it is {view.state}")
     for wrong in _history(events, view.state, view.attempt):
         verdict.say("duplicate", f"{job.id}: {wrong}")

@@ -2,12 +2,13 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
 import pytest
+import redis
 from ledger_kit import BOOT, MODEL, WORKER, claimed, make_job, open_ledger, outputs, settings_for
 from sweep_rig import sweep, sweep_job
 
@@ -56,6 +57,15 @@ async def swept(line: Line) -> AsyncIterator[Sweeper]:
     app = make_app(line.ledger.settings)
     yield Sweeper(line.ledger, app, line.ledger.settings)
     app.close()
+
+
+async def holds(condition: Callable[[], bool]) -> None:
+    """Return as soon as it does; fails after half a minute."""
+    for _ in range(600):
+        if condition():
+            return
+        await asyncio.sleep(0.05)
+    raise AssertionError("it never did")
 
 
 async def messages(ledger: Ledger) -> list[int]:
@@ -261,6 +271,27 @@ def test_messages_go_out_from_a_thread_of_their_own_in_order(redis_url: str) -> 
                 await ledger.submit(make_job(**changes), {})
             await asyncio.to_thread(dispatcher.close)
             assert await messages(ledger) == [1, 1, 2, 1]
+            app.close()
+
+    asyncio.run(main())
+
+
+def test_messages_that_redis_refused_go_out_once_it_takes_writes(redis_url: str, caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with opened(redis_url) as line:
+            app = make_app(line.ledger.settings)
+            await line.submit(2)
+            dispatcher = Dispatcher(app)
+            await line.ledger.redis.config_set("maxmemory", 1)
+            try:
+                dispatcher.send(line.sent)
+                await holds(lambda: "could not be sent yet" in caplog.text)
+            finally:
+                await line.ledger.redis.config_set("maxmemory", 0)
+            with redis.Redis.from_url(redis_url) as client:
+                await holds(lambda: sum(client.llen(name) for name in lists_of(queue_of(MODEL))) >= 2)
+            await asyncio.to_thread(dispatcher.close)
+            assert sum(await messages(line.ledger)) == 2
             app.close()
 
     asyncio.run(main())

@@ -80,7 +80,23 @@ def survives(stack: Stack, refuse: Callable[["redis.Redis"], object], allow: Cal
 
 
 def test_a_redis_out_of_memory_is_awaited(stack: Stack) -> None:
-    survives(stack, lambda client: client.config_set("maxmemory", 1), lambda client: client.config_set("maxmemory", 0), ["worker"])
+    """It still gives messages out, and the worker keeps those that it took."""
+    processes = dict(stack.processes)
+    job = keep_under_way(stack)
+    with redis.Redis.from_url(stack.settings.redis_url) as client:
+        try:
+            client.config_set("maxmemory", 1)
+            stack.kill("worker", signal.SIGCONT)
+            until(lambda: f"claim of {job} waits for Redis" in stack.log("worker"), "the worker takes the message")
+            answer = ask(stack)
+        finally:
+            client.config_set("maxmemory", 0)
+    assert answer.status_code == 503, answer.text
+    until(lambda: ready(stack), "it is ready again")
+    assert stack.wait(job, WAIT_S).state is State.SUCCEEDED
+    runs_a_job(stack)
+    assert stack.processes == processes
+    assert all(process.poll() is None for process in processes.values())
 
 
 def test_a_redis_that_cannot_save_is_awaited(stack: Stack) -> None:

@@ -118,6 +118,29 @@ def test_messages_of_a_worker_that_is_gone_are_delivered_again(
             message.ack()
 
 
+def test_a_message_is_noted_while_redis_has_no_memory(redis_url: str, client: redis.Redis, connection: Connection, name: str) -> None:
+    put(redis_url, name, 1, 2)
+    messages: list[Message] = []
+    with Consumer(connection.channel(), [queue(name)], on_message=messages.append, accept=["json"]):
+        client.config_set("maxmemory", 1)
+        try:
+            connection.drain_events(timeout=60)
+            with pytest.raises(redis.exceptions.OutOfMemoryError):
+                client.lpush(name, "more")
+        finally:
+            client.config_set("maxmemory", 0)
+    assert numbers(messages) == [1, 2]
+    assert noted(client, messages) == [True, True]
+
+
+def test_the_lock_of_a_worker_killed_while_it_restored_expires_soon(redis_url: str, client: redis.Redis) -> None:
+    app = make_worker_app(Settings(redis_url=redis_url, engine="fake", model="fake-model"))
+    with app.connection_for_read() as connection:
+        qos = connection.default_channel.qos
+        with kombu_redis.Mutex(qos.channel.client, qos.unacked_mutex_key, qos.unacked_mutex_expire):
+            assert 0 < client.ttl(qos.unacked_mutex_key) <= 10
+
+
 def test_acknowledgements_wait_for_the_next_message(
     redis_url: str, client: redis.Redis, connection: Connection, name: str, loop: Hub
 ) -> None:
