@@ -170,6 +170,8 @@ def _check(settings: Settings) -> None:
             raise SettingsError(f"MIDSTREAM_{name.upper()}: a worker needs it")
     if not settings.served_model:
         raise SettingsError("MIDSTREAM_MODEL: a worker needs a model to serve")
+    if settings.engine == "vllm" and os.path.isabs(settings.model) and not os.path.exists(settings.model):
+        raise SettingsError(f"MIDSTREAM_MODEL={settings.model}: there is no such folder here")
     client_keys(settings.curve_secret_file, settings.curve_server_key)
     from_settings(settings)  # the capture of every request: what is wrong in itself is said before the model is loaded
 

@@ -145,15 +145,16 @@ exit 1
 
 
 def test_a_worker_that_cannot_start_is_unhealthy_with_the_reason_until_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real worker, which has no Redis to go to. Its container goes on and can be stopped at any time."""
+    """The real worker, whose model is not there. Its container goes on and can be stopped at any time."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(health, "_worker_seen", lambda settings: "no worker of this machine has been seen in Redis lately")
     environment = {
         "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
         "TMPDIR": str(tmp_path),
         "MIDSTREAM_DATA_DIR": str(tmp_path),
-        "MIDSTREAM_ENGINE": "fake",
-        "MIDSTREAM_MODEL": "m",
+        "MIDSTREAM_REDIS_URL": "redis://127.0.0.1:1/0",
+        "MIDSTREAM_RELAY_URL": "tcp://127.0.0.1:1",
+        "MIDSTREAM_MODEL": "/no/such/model",
         "START_RETRY_S": "600",
     }
     with subprocess.Popen(["sh", str(ROOT / "compose/worker.sh")], env=environment, stderr=subprocess.PIPE, text=True) as container:
@@ -161,10 +162,10 @@ def test_a_worker_that_cannot_start_is_unhealthy_with_the_reason_until_stopped(t
         while not (note.exists() and note.read_text()):
             assert container.poll() is None
             time.sleep(0.01)
-        assert health.worker(Settings()) == "MIDSTREAM_REDIS_URL: a worker needs it"
+        assert health.worker(Settings()) == "MIDSTREAM_MODEL=/no/such/model: there is no such folder here"
         container.terminate()
         _, err = container.communicate(timeout=60)
-    assert err.count("worker failed: MIDSTREAM_REDIS_URL: a worker needs it") == 1
+    assert err.count("worker failed: MIDSTREAM_MODEL=/no/such/model: there is no such folder here") == 1
 
 
 WORKER_THAT_DRAINS = """#!/bin/sh
