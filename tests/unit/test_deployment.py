@@ -116,7 +116,8 @@ def test_a_worker_without_its_model_is_unhealthy_with_the_reason_and_tries_again
     found, python = tmp_path / "model", tmp_path / "python"
     python.write_text(
         f"""#!/bin/sh
-if [ "$2" = midstream.workers ]; then echo "serves $MIDSTREAM_MODEL, note: '$(cat "$WORKER_STARTING_NOTE")'"; rm "$WORKER_STARTING_NOTE"; exit; fi
+note=$WORKER_STARTING_NOTE
+if [ "$2" = midstream.workers ]; then echo "serves $MIDSTREAM_MODEL, note: '$(cat "$note")'"; rm "$note"; exit; fi
 [ -d {found} ] && echo {found} && exit
 echo "error: pip could not download it" >&2
 exit 1
