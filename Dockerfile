@@ -87,7 +87,7 @@ COPY compose/worker.sh /usr/local/bin/midstream-worker
 ENV VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 VLLM_CACHE_ROOT=/cache/vllm HF_HOME=/cache/huggingface \
     TRITON_CACHE_DIR=/cache/triton TORCHINDUCTOR_CACHE_DIR=/cache/inductor XDG_CACHE_HOME=/cache/xdg XDG_CONFIG_HOME=/cache/config
 VOLUME /data /cache
-HEALTHCHECK --interval=15s --timeout=30s --start-period=1800s --retries=3 CMD ["python", "-m", "midstream.broker.health", "worker"]
+HEALTHCHECK --interval=15s --timeout=1830s --retries=3 CMD ["python", "-m", "midstream.broker.health", "worker"]
 CMD ["midstream-worker"]
 
 FROM worker AS worker-cpu

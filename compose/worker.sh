@@ -3,15 +3,16 @@
 # put in its place takes again, so that it finds what its predecessor had not sent.
 set -eu
 
-# Read by `python -m midstream.broker.health worker`: empty while the worker starts, else why it cannot.
+# Read by `python -m midstream.broker.health worker`: empty while the worker starts, else why it cannot. That check removes it once the
+# worker is ready. Until then every failure is retried here: a restarted container would be "health: starting" each time.
 starting=${TMPDIR:-/tmp}/midstream-worker-starting
 : >"$starting"
+export WORKER_STARTING_NOTE="$starting"
 
 if [ -z "${MIDSTREAM_MODEL:-}" ] && [ "${MIDSTREAM_ENGINE:-vllm}" = vllm ]; then
-    # Tried again here, not by starting the container again, which would be "health: starting" each time.
     until MIDSTREAM_MODEL=$(python -m midstream.client.models); do
         echo "the demo model cannot be had: the log of this container says why" >"$starting"
-        sleep "${MODEL_RETRY_S:-30}"
+        sleep "${START_RETRY_S:-30}"
     done
     : >"$starting"
     export MIDSTREAM_MODEL
@@ -33,4 +34,25 @@ if [ -z "${MIDSTREAM_WORKER_ID:-}" ]; then
     export MIDSTREAM_WORKER_ID="$name-$place"
 fi
 
-exec python -m midstream.workers
+# Not `exec`: this shell starts the worker again, so it has to pass on what stops a container.
+stopping='' child='' code=0
+trap 'stopping=yes; kill -TERM $child 2>/dev/null || true' TERM INT
+
+run() { # COMMAND…: sets `code` to its exit code; a signal interrupts only the wait
+    "$@" &
+    child=$!
+    if [ -n "$stopping" ]; then kill -TERM "$child"; fi
+    while :; do
+        code=0
+        wait "$child" || code=$?
+        if ! kill -0 "$child" 2>/dev/null; then return; fi
+    done
+}
+
+while :; do
+    run python -m midstream.workers
+    if [ -n "$stopping" ] || [ ! -e "$starting" ]; then exit "$code"; fi
+    [ -s "$starting" ] || echo "the worker ended with exit code $code before it was ready: the log of this container says why" >"$starting"
+    run sleep "${START_RETRY_S:-30}"
+    if [ -n "$stopping" ]; then exit; fi
+done

@@ -4,6 +4,7 @@ Nothing is consumed before the engine is ready, and the engine outlives the last
 jobs go back to the queue and the process ends with `EXIT_ENGINE_DIED`, so that a supervisor starts another.
 """
 
+import contextlib
 import logging
 import multiprocessing
 import os
@@ -40,6 +41,8 @@ EXIT_NO_ENGINE = 3  # it never started
 EXIT_ENGINE_DIED = 70
 #: An orderly end after the engine's death takes a second or two; after this the process ends anyway.
 EXIT_DEADLINE_S = 6.0
+#: Names the file of `broker.health.worker`, which `compose/worker.sh` makes. Docker keeps 4 KiB of what a health check prints.
+NOTE_VARIABLE, NOTE_CHARS = "WORKER_STARTING_NOTE", 2000
 
 
 class EngineStep(bootsteps.StartStopStep):
@@ -55,7 +58,7 @@ class EngineStep(bootsteps.StartStopStep):
         try:
             host.start(check_interrupt=worker_state.maybe_shutdown)
         except MidstreamError as error:
-            print(f"worker failed: {error}", file=sys.stderr, flush=True)
+            _print_failure(str(error))
             raise SystemExit(EXIT_NO_ENGINE) from error
 
     def stop(self, parent: Any) -> None:
@@ -101,10 +104,10 @@ def main() -> int:
         lock = WorkerLock(settings)
         observe.start(settings, "worker", worker=settings.worker_id)
     except (SettingsError, MidstreamError) as error:
-        print(f"worker failed: {error}", file=sys.stderr, flush=True)
+        _print_failure(str(error))
         return EXIT_BAD_SETTINGS
     except OSError as error:
-        print(f"worker failed: {disk_trouble(error) or error.strerror}: {error.filename or settings.data_dir}", file=sys.stderr, flush=True)
+        _print_failure(f"{disk_trouble(error) or error.strerror}: {error.filename or settings.data_dir}")
         return EXIT_NO_ENGINE
     signals.setup_logging.connect(_keep_logging)
     # Neither concerns us: tasks are never cancelled on connection loss, and nothing is unpickled from messages.
@@ -134,11 +137,20 @@ def main() -> int:
     lock.release()
     code = int(worker.exitcode or 0)
     if app.engine_host.death:
-        print(f"worker failed: {app.engine_host.death}", file=sys.stderr, flush=True)
+        _print_failure(app.engine_host.death)
         code = EXIT_ENGINE_DIED
     if app.engine_host.death or not app.engine_host.ready:
         _leave(code)
     return code
+
+
+def _print_failure(reason: str) -> None:
+    """To the log, and where a container's health check finds it until the worker has been ready."""
+    print(f"worker failed: {reason}", file=sys.stderr, flush=True)
+    note = os.environ.get(NOTE_VARIABLE, "")
+    if os.path.exists(note):
+        with contextlib.suppress(OSError), open(note, "w") as file:
+            file.write(reason[:NOTE_CHARS])
 
 
 def _leave(code: int) -> NoReturn:
@@ -158,6 +170,8 @@ def _check(settings: Settings) -> None:
             raise SettingsError(f"MIDSTREAM_{name.upper()}: a worker needs it")
     if not settings.served_model:
         raise SettingsError("MIDSTREAM_MODEL: a worker needs a model to serve")
+    if settings.engine == "vllm" and os.path.isabs(settings.model) and not os.path.exists(settings.model):
+        raise SettingsError(f"MIDSTREAM_MODEL={settings.model}: there is no such folder here")
     client_keys(settings.curve_secret_file, settings.curve_server_key)
     from_settings(settings)  # the capture of every request: what is wrong in itself is said before the model is loaded
 

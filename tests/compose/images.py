@@ -9,6 +9,7 @@ import contextlib
 import functools
 import hashlib
 import http.server
+import re
 import shutil
 import sys
 import tempfile
@@ -17,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from docker import GENTLY, ROOT, Failed, run, succeeds
+from packaging.markers import Marker
 
 PYTHON, REDIS = "python:3.11-slim-bookworm", "redis:7.4-bookworm"
 DEBIAN = "midstream-test/debian:bookworm"
@@ -53,19 +55,43 @@ def bases(environment: Mapping[str, str]) -> dict[str, str]:
     return made
 
 
-def fetch_packages(folder: Path) -> None:
+def fetch_packages(environment: Mapping[str, str], base: str, folder: Path) -> None:
     """Everything that the images and the demo model need, as pip finds it here; once for each state of the locks."""
     folder.mkdir(parents=True, exist_ok=True)
-    pip = [*GENTLY, sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "download", "--no-deps", "--dest", str(folder)]
-    asked = [["--require-hashes", "-r", f"requirements/{lock}.lock"] for lock in ("service", "worker", "torch-cpu")]
-    asked.append(list(BESIDE_THE_LOCKS))
-    for arguments in asked:
-        files = [ROOT / argument for argument in arguments if argument.endswith(".lock")]
-        state = hashlib.sha256(b"".join([" ".join(arguments).encode(), *(file.read_bytes() for file in files)])).hexdigest()
-        stamp = folder / f".fetched-{state[:16]}"
-        if not stamp.exists():
-            run(*pip, *arguments)
-            stamp.touch()
+    shown = run("docker", "run", "--rm", "--network", "none", base, "python3", "--version", env=environment)
+    python = shown.split()[1]
+    for lock in ("service", "worker"):
+        _download(folder, python, _for_python(lock, python), "--require-hashes")
+    torch = _for_python("torch-cpu", python)
+    try:  # by its name: of `2.13.0` pip prefers a build whose link carries its hash, which a folder of wheels has not
+        _download(folder, python, re.sub(r"^(torch==\S+)", r"\1+cpu", torch), "--require-hashes")
+    except Failed:
+        for requirements in (torch, _for_python("torch-cuda", python)):
+            _download(folder, python, requirements, "--require-hashes")
+    _download(folder, python, "\n".join(BESIDE_THE_LOCKS))
+
+
+def _lock(name: str) -> str:
+    return (ROOT / f"requirements/{name}.lock").read_text()
+
+
+def _for_python(lock: str, python: str) -> str:
+    """The entries of a lock that the image's Python takes, without their markers: pip evaluates those for the Python that runs pip."""
+    target = {"python_full_version": python, "python_version": python.rpartition(".")[0], "implementation_version": python}
+    entries = re.findall(r"^(\S+==\S+)(?: ; (.+?))?( \\\n(?:    .+\n?)+)", _lock(lock), re.MULTILINE)
+    return "".join(name + hashes for name, marker, hashes in entries if not marker or Marker(marker).evaluate(target))
+
+
+def _download(folder: Path, python: str, requirements: str, *options: str) -> None:
+    stamp = folder / f".fetched-{hashlib.sha256((python + requirements).encode()).hexdigest()[:16]}"
+    if stamp.exists():
+        return
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
+        file.write(requirements)
+        file.flush()
+        target = ["--python-version", python, "--only-binary=:all:", "--no-deps", "--dest", str(folder), *options]
+        run(*GENTLY, sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "download", *target, "-r", file.name)
+    stamp.touch()
 
 
 class _Quiet(http.server.SimpleHTTPRequestHandler):

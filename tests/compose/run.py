@@ -184,6 +184,25 @@ def patiently(true: Callable[[], bool]) -> bool:
         return False
 
 
+def names_a_missing_model(stack: Deployment, verdict: Verdict) -> None:
+    """A second worker, whose model is not there: unhealthy with the reason, not "starting" for as long as a start may take."""
+    absent = "/cache/no-such-model"
+    began = time.monotonic()
+    container = stack("run", "-d", "--no-deps", "-e", f"MIDSTREAM_MODEL={absent}", "worker").split()[-1]
+    health: dict[str, Any] = {}
+
+    def is_unhealthy() -> bool:
+        health.update(json.loads(stack.docker("inspect", "--format", "{{json .State.Health}}", container)))
+        return bool(health["Status"] == "unhealthy")
+
+    try:
+        eventually(is_unhealthy, "a worker without its model is unhealthy", HEALTHY_S)
+    finally:
+        stack.docker("rm", "--force", container)
+    reason = health["Log"][-1]["Output"].strip()
+    verdict.check(absent in reason, f"a worker without its model: unhealthy after {time.monotonic() - began:.0f} s, with “{reason[:200]}”")
+
+
 def flower_agrees(stack: Deployment, client: Client, killed: dict[str, list[str]], verdict: Verdict) -> None:
     """Of every job that it knows, Flower says what the ledger says; killed itself it forgets what it had not written down yet."""
     auth = {"Authorization": "Basic " + b64encode(secret("flower_auth").encode()).decode()}
@@ -250,7 +269,7 @@ def test(environment: dict[str, str], cache: Path, keep: bool, console: Console)
     environment |= bases(environment)
     console.print(f"bases: {environment['PYTHON_IMAGE']}, {environment['REDIS_IMAGE']} ({time.monotonic() - timed:.0f} s)")
     packages = cache / "packages"
-    fetch_packages(packages)
+    fetch_packages(environment, environment["PYTHON_IMAGE"], packages)
     timed = time.monotonic()
     with served(packages) as links:
         sizes = build(environment, environment["PYTHON_IMAGE"], tag, links)
@@ -267,6 +286,7 @@ def test(environment: dict[str, str], cache: Path, keep: bool, console: Console)
                 demonstrate(client, cache / "demo", console, verdict)
                 flower_agrees(stack, client, kill_in_turn(stack, client, console, verdict), verdict)
             figures_are_there(stack, verdict)
+            names_a_missing_model(stack, verdict)
     finally:
         if not keep:
             for name in sizes:

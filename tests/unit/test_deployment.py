@@ -116,7 +116,8 @@ def test_a_worker_without_its_model_is_unhealthy_with_the_reason_and_tries_again
     found, python = tmp_path / "model", tmp_path / "python"
     python.write_text(
         f"""#!/bin/sh
-if [ "$2" = midstream.workers ]; then echo "serves $MIDSTREAM_MODEL"; exit; fi
+note=$WORKER_STARTING_NOTE
+if [ "$2" = midstream.workers ]; then echo "serves $MIDSTREAM_MODEL, note: '$(cat "$note")'"; rm "$note"; exit; fi
 [ -d {found} ] && echo {found} && exit
 echo "error: pip could not download it" >&2
 exit 1
@@ -127,7 +128,7 @@ exit 1
         "PATH": f"{tmp_path}:/usr/bin:/bin",
         "TMPDIR": str(tmp_path),
         "MIDSTREAM_DATA_DIR": str(tmp_path),
-        "MODEL_RETRY_S": "0.1",
+        "START_RETRY_S": "0.1",
     }
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(health, "_worker_seen", lambda settings: "no worker of this machine has been seen in Redis lately")
@@ -140,9 +141,61 @@ exit 1
         assert health.worker(Settings()) == "the demo model cannot be had: the log of this container says why"
         found.mkdir()
         out, err = container.communicate(timeout=60)
-    assert out == f"serves {found}\n"
+    assert out == f"serves {found}, note: ''\n"
     assert "pip could not download it" in err
-    assert note.read_text() == "", "it starts"
+
+
+def test_a_worker_that_cannot_start_is_unhealthy_with_the_reason_until_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real worker, whose model is not there. Its container goes on and can be stopped at any time."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(health, "_worker_seen", lambda settings: "no worker of this machine has been seen in Redis lately")
+    environment = {
+        "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
+        "TMPDIR": str(tmp_path),
+        "MIDSTREAM_DATA_DIR": str(tmp_path),
+        "MIDSTREAM_REDIS_URL": "redis://127.0.0.1:1/0",
+        "MIDSTREAM_RELAY_URL": "tcp://127.0.0.1:1",
+        "MIDSTREAM_MODEL": "/no/such/model",
+        "START_RETRY_S": "600",
+    }
+    with subprocess.Popen(["sh", str(ROOT / "compose/worker.sh")], env=environment, stderr=subprocess.PIPE, text=True) as container:
+        note = tmp_path / health.STARTING
+        while not (note.exists() and note.read_text()):
+            assert container.poll() is None
+            time.sleep(0.01)
+        assert health.worker(Settings()) == "MIDSTREAM_MODEL=/no/such/model: there is no such folder here"
+        container.terminate()
+        _, err = container.communicate(timeout=60)
+    assert err.count("worker failed: MIDSTREAM_MODEL=/no/such/model: there is no such folder here") == 1
+
+
+WORKER_THAT_DRAINS = """#!/bin/sh
+[ -e "$0.tried" ] || { touch "$0.tried"; exit 137; }
+[ -s "$WORKER_STARTING_NOTE" ] && cat "$WORKER_STARTING_NOTE"
+trap 'echo drained; exit 7' TERM
+echo ready
+while :; do sleep 0.05; done
+"""
+
+
+def test_a_stopped_container_lets_its_worker_finish(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(WORKER_THAT_DRAINS)
+    python.chmod(0o755)
+    environment = {
+        "PATH": f"{tmp_path}:/usr/bin:/bin",
+        "TMPDIR": str(tmp_path),
+        "MIDSTREAM_DATA_DIR": str(tmp_path),
+        "MIDSTREAM_MODEL": "m",
+        "START_RETRY_S": "0.1",
+    }
+    with subprocess.Popen(["sh", str(ROOT / "compose/worker.sh")], env=environment, stdout=subprocess.PIPE, text=True) as container:
+        assert container.stdout is not None
+        assert "ended with exit code 137 before it was ready" in container.stdout.readline()
+        assert container.stdout.readline() == "ready\n"
+        container.terminate()
+        assert container.stdout.read() == "drained\n"
+    assert container.returncode == 7
 
 
 def test_the_check_of_a_worker_that_starts_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
