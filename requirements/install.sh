@@ -40,8 +40,8 @@ makes_venvs "$python" || refuse "$python cannot make virtual environments: it la
 # vLLM and torch compile kernels when they run, and redis-server is built where its package has no wheel for this Python.
 command -v git >/dev/null || refuse "git is missing" git git
 command -v make >/dev/null || refuse "make is missing" make make
-echo 'int main() { return 0; }' | cc -x c - -o /dev/null 2>/dev/null || refuse "there is no working C compiler (cc)" g++ gcc-c++
-echo 'int main() { return 0; }' | c++ -x c++ - -o /dev/null 2>/dev/null || refuse "there is no working C++ compiler (c++)" g++ gcc-c++
+cc -x c - -o /dev/null 2>/dev/null <<<'int main() { return 0; }' || refuse "there is no working C compiler (cc)" g++ gcc-c++
+c++ -x c++ - -o /dev/null 2>/dev/null <<<'int main() { return 0; }' || refuse "there is no working C++ compiler (c++)" g++ gcc-c++
 header='import os, sys, sysconfig; sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))'
 "$python" -c "$header" || refuse "torch.compile needs Python's headers (Python.h)" "python$version-dev" python3-devel
 "$python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || refuse "vLLM's kernels need libnuma" libnuma1 numactl-libs
@@ -76,14 +76,18 @@ locked() { run_pip install --progress-bar off --no-deps --require-hashes "$@"; }
 say "environment in $venv ($("$python" --version))"
 "$python" -m venv "$venv"
 
-# torch has a lock of its own: one version, built differently by different indexes. A plain `torch==2.13.0` takes the CPU build
-# (2.13.0+cpu sorts above 2.13.0) wherever pip's configuration or TORCH_INDEX offers it.
+# torch has a lock of its own: one version, built differently by different indexes. The CPU build is asked for by its name first: of
+# `torch==2.13.0` pip prefers a build whose link carries its hash, which a folder of wheels lacks.
+index=(${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"})
+cpu_build=$venv/torch-cpu-build.lock
+sed 's/^torch==[0-9.]*/&+cpu/' requirements/torch-cpu.lock >"$cpu_build"
 say "torch (a CPU build has 180 MB)"
 if [ "${TORCH_UNVERIFIED:-}" = 1 ]; then
     say "TORCH_UNVERIFIED=1: torch is taken without a look at its hash"
-    run_pip install --progress-bar off --no-deps ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "$(grep -oE '^torch==[0-9.]+' requirements/torch-cpu.lock)"
-else
-    locked ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} -r requirements/torch-cpu.lock
+    run_pip install --progress-bar off --no-deps "${index[@]}" "$(grep -oE '^torch==[0-9.]+' requirements/torch-cpu.lock)"
+elif ! "$venv/bin/python" -m pip --disable-pip-version-check --no-input install --quiet --progress-bar off --no-deps --require-hashes \
+    "${index[@]}" -r "$cpu_build" >>"$log" 2>&1; then
+    locked "${index[@]}" -r requirements/torch-cpu.lock
 fi
 say "$(grep -c '==' requirements/cpu.lock) locked packages (about 400 MB; 2 to 5 minutes)"
 locked -r requirements/cpu.lock

