@@ -10,8 +10,8 @@ inside its range, or the row comes out bit for bit as it was) is as if it were n
 named, family by family; rows that no configuration touches keep their bits.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -181,8 +181,11 @@ def _site(
         if len(here) < len(tokens):
             tokens, entries = tokens.index_select(0, here), entries.index_select(1, here)
         if len(tokens):
-            with _watched(hidden, stream, tokens, steps, broken):
-                _edit(hidden, stream, tokens, entries, pool, scalars)
+            before = _rows(hidden, stream, tokens)
+            _edit(hidden, stream, tokens, entries, pool, scalars)
+            after = _rows(hidden, stream, tokens)
+            if not (_finite(before) and _finite(after)):
+                _mark(broken, tokens, steps[SITE], before, after)
     if steps[AFTER.COUNT]:
         _capture(hidden, stream, ring, steps, lists, AFTER)
 
@@ -197,43 +200,33 @@ def _shift_alike(
         return False
     if entry:
         run = slice(steps[ALIKE_FROM], steps[ALIKE_FROM] + steps[EDITS])
-        with _watched(hidden, stream, run, steps, broken):
-            stream[run].add_(pool[entry])
+        rows, other = stream[run], None if hidden is None else hidden[run]
+        before = rows.clone()
+        rows.add_(pool[entry])
+        after = rows if other is None else rows + other
+        if not _finite(after):  # nothing added makes a row finite again
+            _mark(broken, run, steps[SITE], before if other is None else before + other, after)
     return True
 
 
-@contextmanager
-def _watched(
-    hidden: torch.Tensor | None, stream: torch.Tensor, tokens: slice | torch.Tensor, steps: list[int], broken: torch.Tensor
-) -> Iterator[None]:
-    """Note in `broken` which of these tokens' rows are not finite before or behind what is done to them."""
-    before = _unsound(hidden, stream, tokens)
-    yield
-    after = _unsound(hidden, stream, tokens)
-    if before is None and after is None:
-        return
+def _rows(hidden: torch.Tensor | None, stream: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """A copy of these tokens' rows."""
+    rows = stream.index_select(0, tokens)
+    return rows if hidden is None else rows.add_(hidden.index_select(0, tokens))
+
+
+def _mark(broken: torch.Tensor, tokens: slice | torch.Tensor, site: int, before: torch.Tensor, after: torch.Tensor) -> None:
+    """Note in `broken` which of these tokens' rows are not finite `before` or `after` what was done to them."""
     found = broken[tokens]
-    marks = torch.zeros_like(found)
-    if after is not None:
-        marks[after] = steps[SITE]
-    if before is not None:
-        marks[before] = -steps[SITE]
+    bad, worse = (torch.isfinite(rows).all(1).logical_not_() for rows in (before, after))
+    marks = torch.zeros_like(found).masked_fill_(worse, site).masked_fill_(bad, -site)
     broken[tokens] = torch.where(found == 0, marks, found)
 
 
-def _unsound(hidden: torch.Tensor | None, stream: torch.Tensor, tokens: slice | torch.Tensor) -> torch.Tensor | None:
-    """Which of these tokens' rows have values that are not finite: bool `[n]`; None: no row."""
-    parts = [stream[tokens]] if hidden is None else [stream[tokens], hidden[tokens]]
-    # One quick pass over each half: no sum can be larger than the largest of both together.
-    if sum(map(_largest, parts)) <= torch.finfo(stream.dtype).max:
-        return None
-    return torch.isfinite(sum(parts)).all(1).logical_not_()
-
-
-def _largest(rows: torch.Tensor) -> float:
-    """The largest absolute value; NaN where there is one."""
+def _finite(rows: torch.Tensor) -> bool:
+    """In one quick pass: minimum and maximum are NaN where a value is."""
     low, high = torch.aminmax(rows)
-    return float(torch.maximum(-low, high))
+    return math.isfinite(low) and math.isfinite(high)
 
 
 def _capture(

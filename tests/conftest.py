@@ -19,7 +19,7 @@ TESTS = Path(__file__).parent
 #: Where several processes share the tests these begin, so that none of them is left over in the end.
 LONGEST = ("test_fault_gate.py", "test_schemathesis.py", "test_netns.py")
 #: Folders in the order in which they run.
-STAGES = ("unit", "system", "engine", "faults")
+STAGES = ("unit", "system", "engine", "faults", "long")
 
 
 def stage_of(path: Path) -> str:

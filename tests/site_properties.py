@@ -118,6 +118,14 @@ def a_row_that_an_edit_makes_not_finite_is_marked(pair_site: Op, single_site: Op
                 check_broken(case, found)
                 assert found.broken[:3].tolist() == [7, 0, 7], (case.name, dtype)
                 assert found.broken[4] == -7, (case.name, dtype)
+            run_of_tokens = _case(
+                SitePlan(WIDTH, [{"add": _add(large)}], {token: [1] for token in range(3)}, site=7), dtype=dtype, pair=pair
+            )
+            run_of_tokens.stream[:] = large
+            run_of_tokens.stream[1, 3] = math.nan
+            if run_of_tokens.hidden is not None:
+                run_of_tokens.hidden[:] = 0
+            assert run(run_of_tokens, pair_site, single_site).broken[:4].tolist() == [7, -7, 7, 0], dtype
 
 
 def the_first_site_is_the_one_that_is_marked(pair_site: Op, single_site: Op) -> None:

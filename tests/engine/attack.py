@@ -14,19 +14,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from host import Host, capture_of, prompt_of, relative_error
+from host import Host, capture_of, prompt_of, relative_error, steer
+from patching_kit import patch
 from tiny import checkpoint
 from tolerances import BF16_BATCH, FP16_BATCH, FP32_BATCH
 
 from midstream.schemas.jobs import Job, Output
-from midstream.schemas.specs import Family, StoredSteering
+from midstream.schemas.runs import RunRow, row_name
+from midstream.schemas.specs import StoredSteering
 
 #: dtype → its largest number, nearly.
 LARGE = {"float32": 3e38, "bfloat16": 3e38, "float16": 6e4}
 #: dtype → how much the rows of a request may differ between batches, relative to their length.
 BATCH = {"float32": FP32_BATCH, "bfloat16": BF16_BATCH, "float16": FP16_BATCH}
-#: In the order of the kernels' table.
-FAMILIES: tuple[Family, ...] = ("replace", "replace_masked", "lowrank", "add", "add_matched", "ablate", "clamp")
+#: Every family, in the order of the kernels' table; then what a vector, and what a row of another job, does as a patch.
+ATTACKS = ("replace", "replace_masked", "lowrank", "add", "add_matched", "ablate", "clamp", "patch", "patch from a run")
 #: So few that the blocks of one round are used again in the next. Of 128 tokens each.
 BLOCKS = 24
 ATTACKERS, VICTIMS = 4, 4
@@ -35,13 +37,21 @@ LAYERS = [0, 1, 2]
 TRIES = 5
 
 
-def edits(host: Host, family: Family, large: float) -> list[StoredSteering]:
+def edits(host: Host, attack: str, large: float) -> list[StoredSteering]:
     """One attack; its numbers overflow where `large` is nearly the dtype's largest, and do not where it is 1."""
     width = host.info["hidden_size"]
     one, vector = host.vector(np.ones(width)), host.vector(np.full(width, large))
-    common: dict[str, Any] = {"layers": LAYERS, "hook": "post_block", "positions": "all", "family": family}
+    common: dict[str, Any] = {"layers": LAYERS, "hook": "post_block", "positions": "all", "family": attack}
     strength = 0.5 if large == 1 else 3e38
-    match family:
+    match attack:
+        case "patch":  # the row is finite, and no longer when as much is added to it
+            return [patch(vector, "post_block", LAYERS, "all"), steer(vector, LAYERS)]
+        case "patch from a run":
+            written = [patch(vector, "post_block", LAYERS, "all")]
+            source = host.job(prompt_of(9), max_tokens=1, steering=written, capture=capture_of(LAYERS, "all_prompt", at="after"))
+            host.run(source)
+            row = row_name(RunRow(host.keep(source), "post_block", LAYERS[0], 2))
+            return [patch(row, "post_block", LAYERS[:1], "all"), steer(vector, LAYERS[:1])]
         case "replace":  # an alpha that only a rank takes: no other replacement of finite numbers overflows
             return [StoredSteering(**common, tensors=[vector], numbers=[0.5 if large == 1 else 5.0])]
         case "replace_masked":
@@ -67,26 +77,26 @@ class Seen:
     rows: int = 0  # of victims that were compared
     worst: float = 0.0  # of them against an undisturbed run, relative to a row's length
     texts: int = 0
-    by_family: dict[str, int] = field(default_factory=dict)  # attacks that failed
+    by_attack: dict[str, int] = field(default_factory=dict)  # attacks that failed
 
 
 def rounds(host: Host, dtype: str, seconds: float, first: int = 0) -> Iterator[Seen]:
-    """Rounds with every family in turn, all of them at least once. Raises AssertionError where a victim could notice."""
+    """Rounds with every attack in turn, all of them at least once. Raises AssertionError where a victim could notice."""
     seen, end = Seen(), time.monotonic() + seconds
     for number in itertools.count(first):
-        if number - first >= len(FAMILIES) and time.monotonic() > end:
+        if number - first >= len(ATTACKS) and time.monotonic() > end:
             return
         _round(host, dtype, number, seen)
         yield seen
 
 
 def _round(host: Host, dtype: str, number: int, seen: Seen) -> None:
-    family = FAMILIES[number % len(FAMILIES)]
+    attack = ATTACKS[number % len(ATTACKS)]
     undisturbed = _victims(host, number)
     host.run_together(*undisturbed)
     for _ in range(TRIES):
-        attackers, victims, outputs, schedule = _together(host, family, LARGE[dtype], number)
-        _, siblings, theirs, their_schedule = _together(host, family, 1.0, number)
+        attackers, victims, outputs, schedule = _together(host, attack, LARGE[dtype], number)
+        _, siblings, theirs, their_schedule = _together(host, attack, 1.0, number)
         if schedule == their_schedule:
             break
     assert schedule == their_schedule, f"of {TRIES} pairs of runs none was composed alike"
@@ -95,28 +105,28 @@ def _round(host: Host, dtype: str, number: int, seen: Seen) -> None:
         assert receipt.status == "ok" or receipt.kind == "intervention_failed", receipt
         seen.failed += receipt.status == "error"
         seen.withstood += receipt.status == "ok"
-        seen.by_family[family] = seen.by_family.get(family, 0) + (receipt.status == "error")
+        seen.by_attack[attack] = seen.by_attack.get(attack, 0) + (receipt.status == "error")
     plain = host.run_together(*(after := _victims(host, number)))
     for same in (victims, siblings, undisturbed, after):
         for victim in same:
             _check(host, victim, seen)
     for victim, sibling, alone, later in zip(victims, siblings, undisturbed, after, strict=True):
-        assert outputs[victim.id][0].token_ids == theirs[sibling.id][0].token_ids == plain[later.id][0].token_ids, (number, family)
+        assert outputs[victim.id][0].token_ids == theirs[sibling.id][0].token_ids == plain[later.id][0].token_ids, (number, attack)
         seen.texts += 2
         for layer in range(host.info["num_layers"]):
             mine, twin, before, behind = (host.capture(job).array(layer) for job in (victim, sibling, alone, later))
-            assert np.array_equal(mine, twin), f"round {number}, {family}: another number at the victim"
-            assert np.array_equal(before, behind), f"round {number}, {family}: another number after the attack"
+            assert np.array_equal(mine, twin), f"round {number}, {attack}: another number at the victim"
+            assert np.array_equal(before, behind), f"round {number}, {attack}: another number after the attack"
             error = relative_error(mine.astype(np.float64), before.astype(np.float64))
-            assert error <= BATCH[dtype], f"round {number}, {family}: {error}"
+            assert error <= BATCH[dtype], f"round {number}, {attack}: {error}"
             seen.worst = max(seen.worst, error)
             seen.rows += 2 * len(mine)
     seen.rounds += 1
 
 
-def _together(host: Host, family: Family, large: float, number: int) -> tuple[list[Job], list[Job], dict[str, list[Output]], str]:
+def _together(host: Host, attack: str, large: float, number: int) -> tuple[list[Job], list[Job], dict[str, list[Output]], str]:
     """Attackers, victims, what all of them generated, and the schedule's checksum."""
-    steering = edits(host, family, large)
+    steering = edits(host, attack, large)
     attackers = [host.job(prompt_of(14 + 3 * n, seed=1000 * number + n), max_tokens=12, steering=steering) for n in range(ATTACKERS)]
     victims = _victims(host, number)
     # Victims first: they wait for no vector, so the order in which requests reach the engine is always the same.

@@ -3,9 +3,11 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
-from attack import FAMILIES, LARGE, options, rounds
+from attack import ATTACKS, LARGE, options, rounds
+from engine_process import Command
 from host import Host, capture_of, prompt_of, steer
 from nursery import Nursery
 from safetensors.numpy import load_file, save_file
@@ -14,6 +16,7 @@ from tiny import HIDDEN, LAYERS, checkpoint
 from midstream.schemas.jobs import Job
 from midstream.schemas.selectors import Window
 from midstream.schemas.specs import StoredSteering
+from midstream.schemas.steering import GlobalSteering, SteeringTemplate
 
 ALL = list(range(LAYERS))
 BLOCK = 128
@@ -43,15 +46,15 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
 
 @pytest.mark.parametrize("dtype", LARGE)
 def test_attacks_change_no_bit_of_their_neighbours(nursery: Nursery, llama: Path, tmp_path: Path, dtype: str) -> None:
-    """Every family, in the same schedule as with finite numbers; the long form of this is in `tests/long`."""
+    """Every attack, in the same schedule as with finite numbers; the long form of this is in `tests/long`."""
     host = nursery.host(tmp_path / dtype, llama, **options(dtype))
     try:
         for seen in rounds(host, dtype, seconds=0):  # noqa: B007 - the last one is looked at
             pass
     finally:
         host.close()
-    assert seen.by_family.keys() == set(FAMILIES)
-    assert all(seen.by_family.values()), seen
+    assert seen.by_attack.keys() == set(ATTACKS)
+    assert all(seen.by_attack.values()), seen
 
 
 @pytest.mark.parametrize("engine", ["v1", "cached", "compiled", "v2", "tp2", "pp2"])
@@ -91,6 +94,37 @@ def test_what_an_attack_left_in_the_prefix_cache_serves_nobody(cached: Host) -> 
     again = cached.job(prompt, max_tokens=2, capture=capture_of(ALL, "last_prompt"))
     assert cached.run(again)[again.id][0].token_ids == text
     assert np.isfinite(rows_of(cached, again)).all()
+
+
+def test_edits_of_everyone_fail_those_that_run_under_them_and_nobody_after_them(v1: Host) -> None:
+    first = capturing(v1, prompt_of(9, seed=530))
+    v1.run_together(first)
+    template = [SteeringTemplate(**msgspec.structs.asdict(entry)) for entry in overflowing(v1)]
+    under = v1.job(prompt_of(14, seed=531), max_tokens=4)
+    answer = v1.send(Command(jobs=[under], vectors=v1._vectors, everyone=GlobalSteering(version=1, entries=template)))
+    assert not answer.errors, answer.errors
+    assert [receipt.kind for receipt in v1.receipts(under)] == ["intervention_failed"]
+    after = capturing(v1, prompt_of(9, seed=530))
+    v1.run_together(after)
+    assert np.array_equal(rows_of(v1, after), rows_of(v1, first))
+
+
+def test_preempted_attacks_fail_and_leave_nothing_behind(cached: Host) -> None:
+    """Seven blocks for six requests of up to three blocks each: they must take turns."""
+    victim = prompt_of(BLOCK + 9, seed=540)
+    first = capturing(cached, victim)
+    text = cached.run_together(first)[first.id][0].token_ids
+    before = cached.call("midstream_status")[0]["preemptions"]
+    attacks = [cached.job(prompt_of(110, seed=541 + n), max_tokens=180, steering=overflowing(cached, start=50)) for n in range(6)]
+    cached.run_together(*attacks)
+    assert cached.call("midstream_status")[0]["preemptions"] > before
+    for attack in attacks:
+        assert [receipt.kind for receipt in cached.receipts(attack)] == ["intervention_failed"]
+    for seed in (540, 550):  # found in the cache, if at all, and computed in blocks of the attacks
+        after = capturing(cached, prompt_of(BLOCK + 9, seed=seed))
+        output = cached.run_together(after)[after.id][0]
+        assert np.isfinite(rows_of(cached, after)).all()
+        assert seed != 540 or output.token_ids == text
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,8 @@ from reference import Reference
 from tiny import HIDDEN, LAYERS
 from tolerances import FP32_ROWS
 
+from midstream.schemas.selectors import Window
+
 ALL = list(range(LAYERS))
 
 
@@ -39,3 +41,19 @@ def test_rows_of_rejected_drafts_never_appear_and_accepted_ones_are_right(specul
             assert relative_error(reader.array(layer), wanted[layer]) <= FP32_ROWS, layer
     fed = sum(len(job.prompts[0].token_ids) + 24 - 1 for job in (*plain, steered))
     assert computed > fed + 20  # so many rows more were computed for drafts that were rejected
+
+
+def test_an_edit_that_overflows_drafts_fails_and_leaves_nothing_behind(speculating: Host) -> None:
+    huge = speculating.vector(np.full(HIDDEN, 3e38))
+    prompt = prompt_of(12, seed=9) * 3
+    first = speculating.job(prompt, max_tokens=12, capture=capture_of(ALL, "all"))
+    text = speculating.run_together(first)[first.id][0].token_ids
+    at_once, later = [steer(huge, [0, 1])], [steer(huge, [0, 1], positions=Window(40))]  # from a token on that a draft may bring
+    attacks = [speculating.job(prompt_of(12, seed=20 + n) * 3, max_tokens=24, steering=each) for n, each in enumerate((at_once, later))]
+    speculating.run(*attacks)
+    for attack in attacks:
+        assert [receipt.kind for receipt in speculating.receipts(attack)] == ["intervention_failed"]
+    after = speculating.job(prompt, max_tokens=12, capture=capture_of(ALL, "all"))
+    assert speculating.run_together(after)[after.id][0].token_ids == text
+    for layer in ALL:
+        assert np.array_equal(speculating.capture(after).array(layer), speculating.capture(first).array(layer))
