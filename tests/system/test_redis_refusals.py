@@ -94,6 +94,7 @@ def test_a_redis_out_of_memory_is_awaited(stack: Stack) -> None:
     assert answer.status_code == 503, answer.text
     until(lambda: ready(stack), "it is ready again")
     assert stack.wait(job, WAIT_S).state is State.SUCCEEDED
+    until(lambda: ask(stack).status_code == 202, "the API has looked at the memory again")  # once a second
     runs_a_job(stack)
     assert stack.processes == processes
     assert all(process.poll() is None for process in processes.values())
