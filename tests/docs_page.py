@@ -5,7 +5,7 @@ command (with the lines that complete it), and what follows is its output. A `te
 prints. A block below `<!-- not run: reason -->` is left out.
 
 What is printed is compared without white space; `…` stands for anything; ids, hex digests, numbers of four digits and more, and numbers
-with decimals stand for any of their kind. A command whose output is not shown has to end with 0.
+with decimals stand for any of their kind. Headers that the page leaves out of an HTTP answer may be there. A command whose output is not shown has to end with 0.
 """
 
 import json
@@ -85,7 +85,7 @@ class Page:
             self._compare(block.line, block.body.strip().partition("\n")[0] + " …", shown, printed)
 
     def _compare(self, line: int, command: str, shown: str, printed: str) -> None:
-        if not pattern_of(shown).fullmatch(_dense(printed)):
+        if not pattern_of(shown).fullmatch(_dense(_headers_shown(printed, shown))):
             self.wrong.append(f"{self.path.name}:{line}: `{command}` prints\n{printed}\nand the page shows\n{shown}")
 
 
@@ -128,6 +128,16 @@ def pattern_of(shown: str) -> re.Pattern[str]:
         parts += [re.escape(text[at : found.start()]), VARIES[found.lastindex - 1][1]]
         at = found.end()
     return re.compile("".join([*parts, re.escape(text[at:])]), re.DOTALL)
+
+
+def _headers_shown(printed: str, shown: str) -> str:
+    """An HTTP answer without those headers that the page leaves out."""
+    if not printed.startswith("HTTP/1.1"):
+        return printed
+    head, blank, body = re.sub(r"\r", "", printed).partition("\n\n")
+    first, *headers = head.splitlines()
+    named = {line.partition(":")[0].lower() for line in shown.partition("\n\n")[0].splitlines()}
+    return "\n".join([first, *(line for line in headers if line.partition(":")[0].lower() in named)]) + blank + body
 
 
 def _dense(text: str) -> str:
