@@ -4,8 +4,8 @@
 command (with the lines that complete it), and what follows is its output. A `text` block right after a `python` block is what that one
 prints. A block below `<!-- not run: reason -->` is left out.
 
-What is printed is compared without white space; `…` stands for anything; ids, hex digests, numbers of four digits and more, and numbers
-with decimals stand for any of their kind. Headers that the page leaves out of an HTTP answer may be there. A command whose output is not shown has to end with 0.
+What is printed is compared without white space; `…` stands for anything; ids, hex digests, numbers of four digits and more, numbers
+with decimals, bars and lines stand for any of their kind. Headers that the page leaves out of an HTTP answer may be there. A command whose output is not shown has to end with 0.
 """
 
 import json
@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tree import ROOT
+
 FENCE = re.compile(
     r"^(?:<!-- not run: (?P<reason>[^\n]+?) -->\n+)?^```(?P<language>\w*)[^\n]*\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL
 )
@@ -24,12 +26,15 @@ PYTHON, SHELL, OUTPUT = "python", ("console", "bash", "sh"), "text"
 #: What differs between two runs of one command, most special first → what it may be.
 VARIES = [
     (r"…", r".*?"),
+    (r"[─━]{3,}", r"[─━]+"),
+    (r"[▁▂▃▄▅▆▇█░▒▓]{3,}", r"[▁▂▃▄▅▆▇█░▒▓]+"),
+    (r"^ +0(?: +\d+){3,}$", r"0\d+"),  # an axis, as wide as the terminal
     (r"(?:job|ms|msg|run)_[0-9a-zA-Z_]{2,}", r"(?:job|ms|msg|run)_[0-9a-zA-Z_]+"),
     (r"(?<![0-9A-Za-z])[0-9a-f]{8,}(?![0-9A-Za-z])", r"[0-9a-f]{8,}"),
-    (r"-?\d+\.\d*(?:[eE][-+]?\d+)?", r"-?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?"),
+    (r"-?\d+(?:\.\d*(?:[eE][-+]?\d+)?|[eE][-+]?\d+)", r"-?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?"),
     (r"\d{4,}", r"\d+"),
 ]
-_VARIES = re.compile("|".join(f"({shown})" for shown, _ in VARIES))
+_VARIES = re.compile("|".join(f"({shown})" for shown, _ in VARIES), re.MULTILINE)
 _DONE = "midstream-command-over"
 
 
@@ -41,6 +46,10 @@ class Block:
     language: str
     body: str
     reason: str
+
+    @property
+    def runs(self) -> bool:
+        return not self.reason and self.language in (PYTHON, *SHELL)
 
 
 @dataclass
@@ -58,11 +67,9 @@ class Page:
         found = list(blocks(self.text))
         with _Shell(self.cwd, self.environment) as shell, _Python(self.cwd, self.environment) as python:
             for block, after in zip(found, [*found[1:], None], strict=True):
-                if block.reason:
-                    continue
-                if block.language in SHELL:
+                if block.runs and block.language in SHELL:
                     self._shell(shell, block)
-                elif block.language == PYTHON:
+                elif block.runs:
                     shown = after.body if after is not None and after.language == OUTPUT else ""
                     self._python(python, block, shown)
         return self.wrong
@@ -120,14 +127,20 @@ def _complete(command: str) -> bool:
     return checked.returncode == 0 and "here-document" not in checked.stderr
 
 
+def pages() -> list[Path]:
+    """Those with blocks to run, below the repository's root."""
+    found = (path for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))])
+    return [path.relative_to(ROOT) for path in found if any(block.runs for block in blocks(path.read_text()))]
+
+
 def pattern_of(shown: str) -> re.Pattern[str]:
     """What a run may print where the page shows this."""
-    text, parts, at = _dense(shown), [], 0
-    for found in _VARIES.finditer(text):
+    parts, at = [], 0
+    for found in _VARIES.finditer(shown):
         assert found.lastindex is not None
-        parts += [re.escape(text[at : found.start()]), VARIES[found.lastindex - 1][1]]
+        parts += [re.escape(_dense(shown[at : found.start()])), VARIES[found.lastindex - 1][1]]
         at = found.end()
-    return re.compile("".join([*parts, re.escape(text[at:])]), re.DOTALL)
+    return re.compile("".join([*parts, re.escape(_dense(shown[at:]))]), re.DOTALL)
 
 
 def _headers_shown(printed: str, shown: str) -> str:
