@@ -25,12 +25,13 @@ FENCE = re.compile(
 PYTHON, SHELL, OUTPUT = "python", ("console", "bash", "sh"), "text"
 #: What differs between two runs of one command, most special first → what it may be.
 VARIES = [
-    (r"…", r".*?"),
+    (r"[0-9A-Za-z_]*…[0-9A-Za-z_]*", r".*?"),  # also within an id
     (r"[─━]{3,}", r"[─━]+"),
     (r"[▁▂▃▄▅▆▇█░▒▓]{3,}", r"[▁▂▃▄▅▆▇█░▒▓]+"),
     (r"^ +0(?: +\d+){3,}$", r"0\d+"),  # an axis, as wide as the terminal
     (r"(?:job|ms|msg|run)_[0-9a-zA-Z_]{2,}", r"(?:job|ms|msg|run)_[0-9a-zA-Z_]+"),
     (r"(?<![0-9A-Za-z])[0-9a-f]{8,}(?![0-9A-Za-z])", r"[0-9a-f]{8,}"),
+    (r'"(?:step|actions|offset|version|global_version|seconds)":\d+(?:\.\d+)?', r'"\w+":\d+(?:\.\d+)?'),  # what ran before
     (r"-?\d+(?:\.\d*(?:[eE][-+]?\d+)?|[eE][-+]?\d+)", r"-?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?"),
     (r"\d{4,}", r"\d+"),
 ]
@@ -92,6 +93,7 @@ class Page:
             self._compare(block.line, block.body.strip().partition("\n")[0] + " …", shown, printed)
 
     def _compare(self, line: int, command: str, shown: str, printed: str) -> None:
+        printed = re.sub(r"^: ping\n+", "", printed, flags=re.MULTILINE)  # an event stream that is slow
         if not pattern_of(shown).fullmatch(_dense(_headers_shown(printed, shown))):
             self.wrong.append(f"{self.path.name}:{line}: `{command}` prints\n{printed}\nand the page shows\n{shown}")
 
@@ -235,7 +237,8 @@ def environment_of(url: str, data: Path) -> dict[str, str]:
     """What finds the stack at `url`, whose data are in `data`."""
     own = {"MIDSTREAM_API_PORT": url.rpartition(":")[2], "MIDSTREAM_DATA_DIR": str(data), "COLUMNS": "140"}
     (data / "docs-curl").mkdir(exist_ok=True)
-    (data / "docs-curl" / ".curlrc").write_text("silent\nshow-error\n")  # as on a terminal: no progress meter between lines
+    # No progress meter, as on a terminal. An answer of 400 or more gives an exit code, which counts where no answer is shown.
+    (data / "docs-curl" / ".curlrc").write_text("silent\nfail-with-body\n")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     quiet = {"NO_COLOR": "1", "PAGER": "cat", "MPLBACKEND": "Agg", "CURL_HOME": str(data / "docs-curl")}
     return {**os.environ, **own, **quiet, "PATH": path}
