@@ -214,9 +214,9 @@ class _Shell:
     def __exit__(self, *_: object) -> None:
         assert self._process.stdin
         assert self._process.stdout
-        self._process.stdin.write("kill $(jobs -p) 2>/dev/null\n")
+        self._process.stdin.write("kill $(jobs -p) 2>/dev/null; wait\n")
         self._process.stdin.close()
-        self._process.wait(30)
+        self._process.wait(90)
         self._process.stdout.close()
 
     def run(self, command: str) -> tuple[int, str]:
@@ -235,7 +235,7 @@ class _Shell:
 
 def environment_of(url: str, data: Path) -> dict[str, str]:
     """What finds the stack at `url`, whose data are in `data`."""
-    own = {"MIDSTREAM_API_PORT": url.rpartition(":")[2], "MIDSTREAM_DATA_DIR": str(data), "COLUMNS": "140"}
+    own = {"MIDSTREAM_API_PORT": url.rpartition(":")[2], "MIDSTREAM_DATA_DIR": str(data), "COLUMNS": "80"}
     (data / "docs-curl").mkdir(exist_ok=True)
     # No progress meter, as on a terminal. An answer of 400 or more gives an exit code, which counts where no answer is shown.
     (data / "docs-curl" / ".curlrc").write_text("silent\nfail-with-body\n")
