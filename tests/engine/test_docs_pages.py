@@ -15,6 +15,7 @@ from midstream.client import Client
 #: The port that pages write for the stack. Ports of this hundred that a page starts other things on are free ones here.
 STACK_PORT = "8321"
 PORT = re.compile(r"(?<!\d)83\d\d(?!\d)")
+ENGINE_START_S = 500.0
 #: The id that `midstream up` gives its worker on a machine called `vm`.
 WORKER = "vm-SmolLM2-135M-Instruct"
 
@@ -23,12 +24,13 @@ WORKER = "vm-SmolLM2-135M-Instruct"
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     up = Up(tmp_path_factory.mktemp("stack") / ".midstream", engine=None, model_name=None, worker_id=WORKER)
     try:
-        up.ready()
+        up.ready(ENGINE_START_S)
         yield up
     finally:
         up.close()
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("path", pages(), ids=str)
 def test_the_blocks_of_a_page_run_in_order_and_print_what_it_shows(path: Path, stack: Up, tmp_path: Path) -> None:
     (tmp_path / ".midstream").symlink_to(stack.data)

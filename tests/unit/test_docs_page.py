@@ -46,7 +46,11 @@ def test_a_fence_with_a_reason_is_found_with_it() -> None:
 
 def test_a_command_takes_the_lines_that_complete_it() -> None:
     body = "$ echo 'a\nb'\na\nb\n$ cat <<END\nc\nEND\nc\n$ echo d \\\n    e\nd e\n"
-    assert list(commands(Block(1, "console", body, ""))) == [("echo 'a\nb'", "a\nb"), ("cat <<END\nc\nEND", "c"), ("echo d \\\n    e", "d e")]
+    assert list(commands(Block(1, "console", body, ""))) == [
+        ("echo 'a\nb'", "a\nb"),
+        ("cat <<END\nc\nEND", "c"),
+        ("echo d \\\n    e", "d e"),
+    ]
 
 
 def test_blocks_share_variables_and_what_they_print_is_compared(tmp_path: Path) -> None:
