@@ -4,8 +4,9 @@
 command (with the lines that complete it), and what follows is its output. A `text` block right after a `python` block is what that one
 prints. A block below `<!-- not run: reason -->` is left out.
 
-What is printed is compared without white space; `…` stands for anything; ids, hex digests, numbers of four digits and more, numbers
-with decimals, bars and lines stand for any of their kind. Headers that the page leaves out of an HTTP answer may be there. A command whose output is not shown has to end with 0.
+What is printed is compared without white space. `…` stands for anything; ids, hex digests, numbers of four digits and more, numbers with
+decimals, bars and lines stand for any of their kind. Headers that the page leaves out of an HTTP answer may be there. A command whose
+output is not shown has to end with 0.
 """
 
 import json
