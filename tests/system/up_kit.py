@@ -22,7 +22,8 @@ START_S = 180.0
 
 
 class Up:
-    """A running `midstream up` with the fake engine on `data`; or another command of that kind. `settings` become MIDSTREAM_* variables; None: unset."""
+    """A running `midstream up` with the fake engine on `data`; or another command of that kind. `settings` become
+    MIDSTREAM_* variables; None: unset."""
 
     def __init__(self, data: Path, command: Sequence[str] = ("up",), **settings: object):
         self.data = data
