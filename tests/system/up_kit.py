@@ -22,13 +22,17 @@ START_S = 180.0
 
 
 class Up:
-    """A running `midstream up` with the fake engine on `data`; or another command of that kind. `settings` become MIDSTREAM_* variables."""
+    """A running `midstream up` with the fake engine on `data`; or another command of that kind. `settings` become
+    MIDSTREAM_* variables; None: unset."""
 
     def __init__(self, data: Path, command: Sequence[str] = ("up",), **settings: object):
         self.data = data
         ports = {"api_port": free_port(), "flower_port": free_port(), "relay_url": f"tcp://127.0.0.1:{free_port()}"}
         chosen = {"data_dir": data, "engine": "fake", "model_name": "fake", "worker_id": "w1", **ports, **settings}
-        self.environment = {**os.environ, **{f"MIDSTREAM_{name.upper()}": str(value) for name, value in chosen.items()}}
+        self.environment = {
+            **os.environ,
+            **{f"MIDSTREAM_{name.upper()}": str(value) for name, value in chosen.items() if value is not None},
+        }
         self.environment.pop("MIDSTREAM_CONFIG", None)
         self._log = data.with_suffix(".up.log")
         with self._log.open("wb") as log:
@@ -38,9 +42,9 @@ class Up:
     def output(self) -> str:
         return self._log.read_text()
 
-    def ready(self) -> str:
+    def ready(self, seconds: float = START_S) -> str:
         """The API's URL, once it is up."""
-        self.until(lambda: READY.search(self.output()) is not None)
+        self.until(lambda: READY.search(self.output()) is not None, seconds)
         self.note_sessions()
         found = READY.search(self.output())
         assert found is not None

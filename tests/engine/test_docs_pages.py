@@ -1,0 +1,47 @@
+"""Runs every block of every documentation page, in order, on a real stack with the demo model."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from docs_page import Page, environment_of, pages
+from ports import free_port
+from tree import ROOT
+from up_kit import Up
+
+from midstream.client import Client
+
+#: The port that pages write for the stack. Ports of this hundred that a page starts other things on are free ones here.
+STACK_PORT = "8321"
+PORT = re.compile(r"(?<!\d)83\d\d(?!\d)")
+ENGINE_START_S = 500.0
+#: The id that `midstream up` gives its worker on a machine called `vm`.
+WORKER = "vm-SmolLM2-135M-Instruct"
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    up = Up(tmp_path_factory.mktemp("stack") / ".midstream", engine=None, model_name=None, worker_id=WORKER)
+    try:
+        up.ready(ENGINE_START_S)
+        yield up
+    finally:
+        up.close()
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("path", pages(), ids=str)
+def test_the_blocks_of_a_page_run_in_order_and_print_what_it_shows(path: Path, stack: Up, tmp_path: Path) -> None:
+    (tmp_path / ".midstream").symlink_to(stack.data)
+    url = stack.ready()
+    ports = {STACK_PORT: url.rpartition(":")[2]}
+    text = PORT.sub(lambda found: ports.setdefault(found[0], str(free_port())), (ROOT / path).read_text())
+    page = Page(path, text, tmp_path, environment_of(url, stack.data))
+    with Client(url) as client:
+        try:
+            wrong = page.run()
+        finally:
+            client.clear_global()
+    assert page.ran
+    assert not wrong, "\n\n".join(wrong)
