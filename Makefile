@@ -95,7 +95,7 @@ test-engine: $(READY) model ## real vLLM on CPU
 	$(PYTEST) -m ranks tests/engine || failed=1; \
 	exit $$failed
 
-test-long: $(READY) model ## what takes too long for `make test`: attacks on other requests' numbers, about 15 minutes in all (ATTACK_SECONDS=600: ten for each dtype)
+test-long: $(READY) model ## what takes too long for `make test`: every block of the docs, and attacks on other requests' numbers (ATTACK_SECONDS=600: ten minutes for each dtype)
 	@echo "== long tests"
 	@OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(PYTEST) -s tests/long
 
