@@ -46,7 +46,7 @@ class Figure:
     """Of one hook. `rows`: what is captured there; `edits`: the rows of all hooks when the edits are made there.
 
     fp32: the largest error of a row, relative to its length. bf16: distance from transformers in fp32, of all rows together, as
-    a multiple of transformers' own in bf16; where a router chooses experts, of the median row.
+    a multiple of transformers' own in bf16; where a router chooses experts, of the median row, and the median of several prompts.
     """
 
     rows: float
