@@ -52,6 +52,7 @@ class JsonRequest(Request[Any, Any, Any]):
     """Litestar's request with our reading of the body. (Litestar itself would convert loosely, `"1"` to 1.)"""
 
     _more = True  # whether more of the body is to come
+    _asked = ""  # SHA-256 of path and body, where the client sent an Idempotency-Key
 
     @property
     def _reads_file(self) -> Any:
@@ -103,8 +104,14 @@ class JsonRequest(Request[Any, Any, Any]):
                 "unsupported_media_type", f"the body is {media or 'of unnamed type'}", field="Content-Type", allowed=allowed
             )
         wanted = self.route_handler.parsed_data_field
+        body = await self.body()
+        if "idempotency-key" in self.headers:
+            asked = hashlib.sha256(self.url.path.encode() + b"\0")
+            asked.update(body)
+            self._asked = asked.hexdigest()
+        self._body = self._connection_state.body = b""  # it may be large, and what is made of it is larger
         try:
-            return from_json(await self.body(), wanted.annotation if wanted else Any)
+            return from_json(body, wanted.annotation if wanted else Any)
         except problems.UNREADABLE as error:
             raise problems.malformed(error) from error
 
@@ -154,7 +161,7 @@ class JsonRequest(Request[Any, Any, Any]):
                     return
                 most -= len(message["body"])
 
-    async def idempotency(self, key: str | None) -> tuple[str, str] | None:
+    def idempotency(self, key: str | None) -> tuple[str, str] | None:
         """The `Idempotency-Key`, as it is kept for the caller's tenant, and the SHA-256 of what was asked under it.
 
         None without a key. Raises a 400 naming it.
@@ -163,6 +170,4 @@ class JsonRequest(Request[Any, Any, Any]):
             return None
         if not 0 < len(key) <= MAX_IDEMPOTENCY_KEY or not (key.isascii() and key.isprintable()):
             raise invalid("Idempotency-Key", f"is not 1 to {MAX_IDEMPOTENCY_KEY} printable ASCII characters")
-        asked = hashlib.sha256(self.url.path.encode() + b"\0")
-        asked.update(await self.body())
-        return scoped(caller_of(self).tenant, key), asked.hexdigest()
+        return scoped(caller_of(self).tenant, key), self._asked

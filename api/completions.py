@@ -42,7 +42,7 @@ DESCRIPTION = (
 async def _answer(request: JsonRequest, body: OpenAIRequest, wish: Wish, shape: Shape, key: str | None) -> Response[Any]:
     edge = edge_of(request)
     created = now()
-    job_id = await edge.submit(wish, await request.idempotency(key), caller_of(request))
+    job_id = await edge.submit(wish, request.idempotency(key), caller_of(request))
     headers = {JOB_HEADER: job_id, "Location": job_url(edge, job_id)}
     hold = body.capture_wait or (wish.capture is not None and "memory" in wish.capture.consumers)
 

@@ -68,7 +68,7 @@ def preferred_wait(header: str | None) -> float | None:
 )
 async def submit_job(data: JSONBody[JobRequest], request: JsonRequest, key: Key = None, prefer: Prefer = None) -> Response[JobView]:
     edge = edge_of(request)
-    job_id = await edge.submit(wish_of_job(data), await request.idempotency(key), caller_of(request))
+    job_id = await edge.submit(wish_of_job(data), request.idempotency(key), caller_of(request))
     return await answer_submission(request, edge, job_id, prefer)
 
 

@@ -47,7 +47,7 @@ async def submit_sweep(edge: Edge, body: SweepRequest, idempotency: tuple[str, s
 )
 async def post_sweep(data: JSONBody[SweepRequest], request: JsonRequest, key: Key = None, prefer: Prefer = None) -> Response[JobView]:
     edge = edge_of(request)
-    job_id = await submit_sweep(edge, data, await request.idempotency(key), caller_of(request))
+    job_id = await submit_sweep(edge, data, request.idempotency(key), caller_of(request))
     return await answer_submission(request, edge, job_id, prefer)
 
 

@@ -144,7 +144,9 @@ class Codec:
         Raises TooLong when a text is longer than the model, if it is long; from its characters alone where that can be.
         """
         lists: dict[str, list[int]] = {}
-        for text, found in zip(texts, await self.encodings(texts, special_tokens=special_tokens), strict=True):
+        made = (await self.encodings(texts, special_tokens=special_tokens))[::-1]
+        for text in texts:
+            found = made.pop()  # no array stays beside its list
             if text not in lists:
                 lists[text] = self.as_list(found.ids)
                 await asyncio.sleep(0)

@@ -292,6 +292,21 @@ async def publish(settings: Settings) -> None:
         await ledger.close()
 
 
+def finished(http: httpx.Client) -> list[Attack]:
+    """What is asked of jobs that are over: a result of a million tokens, and a page of jobs with large metadata."""
+    prompts = {"prompts": [[7] * 8] * 4096, "sampling": {"max_tokens": 256, "ignore_eos": True}}
+    large = http.post("/v1/jobs", json={"model": FAKE, **prompts}).raise_for_status().json()["id"]
+    while http.get(f"/v1/jobs/{large}?wait=30").raise_for_status().json()["state"] in ("queued", "running"):
+        pass
+    labels = {f"{index:064}": "x" * 512 for index in range(16)}
+    for _ in range(200):
+        http.post("/v1/jobs", json={"model": FAKE, "prompts": ["hello"], "metadata": labels}).raise_for_status()
+    return [
+        Attack("result of 4,096 × 256 tokens", lambda: b"", f"/v1/jobs/{large}/result", "GET"),
+        Attack("page of 200 jobs with 9 kB of metadata", lambda: b"", "/v1/jobs?limit=200", "GET"),
+    ]
+
+
 def one(http: httpx.Client, pid: int, prober: Probe, attack: Attack) -> dict[str, Any]:
     body = attack.make()
     helpers = children(pid)
@@ -335,7 +350,7 @@ def main() -> None:
             with httpx.Client(base_url=stack.url, timeout=300) as http:
                 http.post("/v1/jobs", json={"model": MODEL, "prompts": [words(5000)]})  # reads the tokenizer, starts a helper
                 prober = Probe(stack.url)
-                for attack in chosen:
+                for attack in [*chosen, *([] if options.only else finished(http))]:
                     rounds = [one(http, pid, prober, attack) for _ in range(options.rounds)]
                     print(row(attack, rounds), flush=True)
                 prober.close()
