@@ -33,6 +33,11 @@ VARIES = [
     (r"(?:job|ms|msg|run)_[0-9a-zA-Z_]{2,}", r"(?:job|ms|msg|run)_[0-9a-zA-Z_]+"),
     (r"(?<![0-9A-Za-z])[0-9a-f]{8,}(?![0-9A-Za-z])", r"[0-9a-f]{8,}"),
     (r'"(?:step|actions|offset|version|global_version|seconds)":\d+(?:\.\d+)?', r'"\w+":\d+(?:\.\d+)?'),  # what ran before
+    (
+        r'"state":"queued","attempt":0',
+        r'"state":"(?:queued","attempt":0|running","attempt":1)',
+    ),  # an engine without other work takes a job at once
+    (r'etag: "\d+"', r'etag:"\d+"'),
     (r"-?\d+(?:\.\d*(?:[eE][-+]?\d+)?|[eE][-+]?\d+)", r"-?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?"),
     (r"\d{4,}", r"\d+"),
 ]

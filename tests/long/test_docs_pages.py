@@ -43,5 +43,7 @@ def test_the_blocks_of_a_page_run_in_order_and_print_what_it_shows(path: Path, s
             wrong = page.run()
         finally:
             client.clear_global()
+            for module in client.modules():
+                client.unregister_module(module.name)
     assert page.ran
     assert not wrong, "\n\n".join(wrong)
