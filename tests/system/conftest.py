@@ -1,10 +1,12 @@
 """A real redis-server for the whole session, emptied before each test that asks for it."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import redis
 from edge import Api, Hand, running
+from receipt_rig import Jobs, RelayProcess
 
 from midstream.broker import redis_server
 
@@ -42,3 +44,15 @@ def hand(api: Api) -> Iterator[Hand]:
     worker.serve()
     yield worker
     worker.close()
+
+
+@pytest.fixture
+def relay(redis_url: str, tmp_path: Path) -> Iterator[RelayProcess]:
+    process = RelayProcess(redis_url, tmp_path / "relay.log")
+    yield process
+    process.kill()
+
+
+@pytest.fixture
+def jobs(redis_url: str) -> Jobs:
+    return Jobs(redis_url)

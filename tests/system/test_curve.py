@@ -58,11 +58,6 @@ def relay(redis_url: str, tmp_path: Path, keys: Keys) -> Iterator[RelayProcess]:
     process.kill()
 
 
-@pytest.fixture
-def jobs(redis_url: str) -> Jobs:
-    return Jobs(redis_url)
-
-
 def test_receipts_of_a_known_worker_arrive_over_the_restart_of_the_relay(
     relay: RelayProcess, keys: Keys, jobs: Jobs, tmp_path: Path
 ) -> None:

@@ -7,68 +7,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 import redis
-import zmq
 from ports import free_port
 from receipt_rig import Jobs, RelayProcess, SenderProcess, once_each, receipt, wait_until
 
-from midstream import __version__
-from midstream.broker import frames, redis_server
-from midstream.broker.frames import Frame, Kind
-from midstream.broker.outbox import Outbox, OutboxError
-from midstream.schemas.base import to_msgpack
+from midstream.broker import redis_server
+from midstream.broker.outbox import Outbox
 from midstream.schemas.jobs import Output, State
-from midstream.schemas.receipts import PROTOCOL, CapturedFile, LostRange
 
 #: Only ends what hangs.
 LONG_S = 60.0
-
-
-@pytest.fixture
-def relay(redis_url: str, tmp_path: Path) -> Iterator[RelayProcess]:
-    process = RelayProcess(redis_url, tmp_path / "relay.log")
-    yield process
-    process.kill()
-
-
-@pytest.fixture
-def jobs(redis_url: str) -> Jobs:
-    return Jobs(redis_url)
-
-
-class Peer:
-    """A bare DEALER that speaks for worker `w`, rank 0."""
-
-    def __init__(self, url: str, identity: bytes = b"w/0/test"):
-        self.context = zmq.Context()
-        self.socket = self.context.socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.ROUTING_ID, identity)
-        self.socket.linger = 0
-        self.socket.rcvtimeo = int(LONG_S * 1000)
-        self.socket.connect(url)
-        self.epoch = frames.new_epoch()
-
-    def send(self, kind: Kind, seq: int, payload: bytes = b"") -> None:
-        self.socket.send(frames.pack(kind, self.epoch, seq, payload))
-
-    def ask(self, kind: Kind, seq: int, payload: bytes = b"") -> Frame:
-        self.send(kind, seq, payload)
-        return self.answer()
-
-    def answer(self) -> Frame:
-        return frames.unpack(self.socket.recv())
-
-    def __enter__(self) -> "Peer":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.socket.close()
-        self.context.term()
 
 
 # -- the plain way -------------------------------------------------------------------------------------------------------------
@@ -293,153 +244,6 @@ def test_sigterm_without_redis_exits_with_zero_and_in_time(tmp_path: Path) -> No
         assert relay.stop() == 0
         assert time.monotonic() - start < 8
         assert outbox.depth() == 1
-
-
-# -- odd traffic ---------------------------------------------------------------------------------------------------------------
-
-
-def test_the_answer_to_hello_is_the_mark_and_the_nonce(relay: RelayProcess, jobs: Jobs) -> None:
-    (job,) = jobs.claim(1, 3)
-    with Peer(relay.url) as peer:
-        hello = to_msgpack(frames.Hello(__version__, os.getpid(), 0))
-        assert peer.ask(Kind.HELLO, 77, hello) == (Kind.MARK, peer.epoch, 0, to_msgpack(77))
-        assert peer.ask(Kind.RECEIPT, 1, to_msgpack(receipt(job, 0))) == (Kind.ACK, peer.epoch, 1, b"")
-        assert peer.ask(Kind.HELLO, 78, hello) == (Kind.MARK, peer.epoch, 1, to_msgpack(78))
-
-
-def test_a_receipt_sent_twice_counts_once(relay: RelayProcess, jobs: Jobs) -> None:
-    (job,) = jobs.claim(1, 2)
-    with Peer(relay.url) as peer:
-        payload = to_msgpack(receipt(job, 0))
-        assert [peer.ask(Kind.RECEIPT, 1, payload).seq for _ in range(3)] == [1, 1, 1]
-    assert jobs.arrived(job) == {(0, 0): 1}
-    assert jobs.view(job).receipts == 1
-
-
-def test_a_gap_never_advances_the_mark(relay: RelayProcess, jobs: Jobs) -> None:
-    (job,) = jobs.claim(1, 5)
-    with Peer(relay.url) as peer:
-        assert peer.ask(Kind.RECEIPT, 1, to_msgpack(receipt(job, 0))).seq == 1
-        assert peer.ask(Kind.RECEIPT, 3, to_msgpack(receipt(job, 2))).seq == 1
-        assert peer.ask(Kind.RECEIPT, 4, to_msgpack(receipt(job, 3))).seq == 1
-        assert jobs.arrived(job) == {(0, 0): 1}
-        for seq in (2, 3, 4):
-            answer = peer.ask(Kind.RECEIPT, seq, to_msgpack(receipt(job, seq - 1)))
-        assert answer.seq == 4
-    assert jobs.arrived(job) == once_each(4)
-
-
-def test_a_lost_range_fails_its_running_jobs_and_closes_the_gap(relay: RelayProcess, jobs: Jobs) -> None:
-    gone, other = jobs.claim(2, 2)
-    with Peer(relay.url) as peer:
-        peer.ask(Kind.RECEIPT, 1, to_msgpack(receipt(other, 0)))
-        beyond = peer.ask(Kind.LOST, 9, to_msgpack(LostRange(5, 9, [other])))
-        assert beyond.seq == 1, "a range beyond a gap closes nothing"
-        assert peer.ask(Kind.LOST, 3, to_msgpack(LostRange(2, 3, [gone], "the disk died"))).seq == 3
-        assert peer.ask(Kind.RECEIPT, 4, to_msgpack(receipt(other, 1))).seq == 4
-    view = jobs.view(gone)
-    assert (view.state, view.error and view.error.type) == (State.FAILED, "urn:midstream:capture_failed")
-    assert view.error is not None
-    assert "the disk died" in view.error.detail
-    assert jobs.arrived(other) == once_each(2)
-
-
-def test_receipts_of_jobs_that_nobody_knows_do_not_hold_up_the_others(relay: RelayProcess, jobs: Jobs, tmp_path: Path) -> None:
-    (job,) = jobs.claim(1, 1)
-    with Outbox(tmp_path, "w", 0, relay.url) as outbox:
-        outbox.append(receipt("job_unknown", 0))
-        outbox.append(receipt(job, 0, attempt=9))  # of an attempt that was fenced off
-        outbox.append(receipt(job, 0))
-        assert outbox.flush(LONG_S)
-    assert jobs.arrived(job) == once_each(1)
-
-
-def test_strangers_and_nonsense_are_answered_and_do_no_harm(relay: RelayProcess, jobs: Jobs, tmp_path: Path) -> None:
-    (job,) = jobs.claim(1, 1)
-    good = frames.pack(Kind.RECEIPT, frames.new_epoch(), 1, to_msgpack(receipt(job, 0)))
-
-    def names(path: str) -> bytes:
-        told = msgspec.structs.replace(receipt(job, 0), files=[CapturedFile(path, 1, 0, 1)])
-        return frames.pack(Kind.RECEIPT, frames.new_epoch(), 1, to_msgpack(told))
-
-    cases = [
-        (b"w/0/a", b"", "too short"),
-        (b"w/0/b", bytes([PROTOCOL, 99]) + bytes(24), "kind 99 is unknown"),
-        (b"w/0/c", frames.pack(Kind.RECEIPT, frames.new_epoch(), 1, b"\xc1"), "receipt cannot be read"),
-        (b"w/0/d", frames.pack(Kind.ACK, frames.new_epoch(), 1), "the relay's to say"),
-        (b"someone else", good, "worker/rank/instance"),
-        (b"v/0/e", good, "its sender is another"),
-        (b"w/0/f", names("../secret"), "not a capture file of job"),
-        (b"w/0/g", names(f"/{job}/x"), "not a capture file of job"),
-        (b"w/0/h", names(f"{job}/../x"), "not a capture file of job"),
-        (b"w/0/i", names("tag/job_another/x.safetensors"), "not a capture file of job"),
-    ]
-    for identity, raw, reason in cases:
-        with Peer(relay.url, identity) as peer:
-            peer.socket.send(raw)
-            answer = peer.answer()
-            assert answer.kind is Kind.REFUSED
-            assert reason in frames.refusal(answer).detail
-    assert jobs.arrived(job) == {}
-    with Peer(relay.url) as peer:
-        assert peer.ask(Kind.RECEIPT, 1, to_msgpack(receipt(job, 0))).seq == 1
-
-
-def test_a_frame_beyond_the_largest_ends_its_connection_and_no_other(relay: RelayProcess, jobs: Jobs) -> None:
-    (job,) = jobs.claim(1, 1)
-    with Peer(relay.url) as peer, Peer(relay.url, b"w/1/test") as stranger:
-        stranger.ask(Kind.HELLO, 1, to_msgpack(frames.Hello(__version__, 1, 0)))
-        monitor = stranger.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        stranger.socket.send(bytes(frames.MAX_FRAME + 1))
-        assert monitor.poll(LONG_S * 1000), "the relay has taken it"
-        stranger.socket.disable_monitor()
-        monitor.close()
-        assert peer.ask(Kind.RECEIPT, 1, to_msgpack(receipt(job, 0))).seq == 1
-
-
-# -- versions ------------------------------------------------------------------------------------------------------------------
-
-
-# field case 43
-def test_a_sender_of_another_protocol_is_refused_with_both_versions(relay: RelayProcess) -> None:
-    with Peer(relay.url) as peer:
-        peer.socket.send(bytes([PROTOCOL + 1]) + b"\x01some other layout")
-        told = frames.refusal(peer.answer())
-    named = f"the relay speaks protocol {PROTOCOL} (midstream {__version__}), the sender speaks {PROTOCOL + 1}"
-    assert (told.reason, named in told.detail) == ("protocol", True)
-    wait_until(lambda: named in relay.log.read_text())
-
-
-# field case 43
-def test_a_rank_that_meets_a_relay_of_another_protocol_says_both_versions_and_keeps_its_receipts(
-    jobs: Jobs, redis_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (job,) = jobs.claim(1, 1)
-    context = zmq.Context()
-    other = context.socket(zmq.ROUTER)
-    other.linger = 0
-    url = f"tcp://127.0.0.1:{free_port()}"
-    other.bind(url)
-    errors: list[Exception] = []
-    with Outbox(tmp_path, "w", 0, url, errors.append) as outbox:
-        outbox.append(receipt(job, 0))
-        identity, _hello = other.recv_multipart()
-        other.send_multipart([identity, bytes([PROTOCOL + 1]) + b"\x02" + bytes(24) + b"\xc1"])
-        wait_until(lambda: bool(errors))
-        assert isinstance(errors[0], OutboxError)
-        for text in (str(errors[0]), caplog.text):
-            assert f"relay protocol {PROTOCOL + 1}" in text
-            assert f"this side speaks {PROTOCOL} (midstream {__version__})" in text
-        assert outbox.depth() == 1
-        other.close()
-        context.term()
-        relay = RelayProcess(redis_url, tmp_path / "relay.log", url)  # the upgrade
-        try:
-            assert outbox.flush(LONG_S)
-        finally:
-            relay.kill()
-    assert len(errors) == 1
-    assert jobs.arrived(job) == once_each(1)
 
 
 # -- disks that lie ------------------------------------------------------------------------------------------------------------
