@@ -27,6 +27,7 @@ from ..schemas.errors import MidstreamError
 from ..schemas.settings import FILE_VARIABLE, PREFIX, Settings, SettingsError, to_environment
 from .models import fetch_demo_model
 from .processes import BACKOFF_S, MARK, Child, birth, end_leftover, exit_name, holders, marked, members
+from .where import STATE_FILE, reachable
 
 if TYPE_CHECKING:
     from ..broker.redis_server import RedisServer
@@ -65,7 +66,6 @@ READY_TIMEOUT_S = 1800.0
 TICK_S = 0.2
 #: So often it is looked whether the data directory can be written.
 DISK_LOOK_S = 2.0
-STATE_FILE = "up.json"
 LOCK_FILE = "up.lock"
 
 
@@ -465,13 +465,6 @@ def _port_of(redis_url: str) -> int:
 
 def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def reachable(host: str) -> str:
-    """An address that a client on this machine can call, as it stands in a URL."""
-    if host in ("0.0.0.0", "::", ""):
-        return "127.0.0.1"
-    return f"[{host}]" if ":" in host else host
 
 
 def _answers(http: httpx.Client, url: str) -> bool:

@@ -13,7 +13,7 @@ from up_kit import Up
 from midstream import Client, ServerUnreachable
 from midstream.client import where
 from midstream.client.processes import birth
-from midstream.client.supervisor import STATE_FILE
+from midstream.client.where import STATE_FILE
 
 
 @pytest.fixture(scope="module")

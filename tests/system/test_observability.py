@@ -16,7 +16,7 @@ from otlp import Collector, Span, tree
 from stack import Stack, free_port
 
 from midstream.client.doctor import Finding, examine
-from midstream.client.supervisor import STATE_FILE
+from midstream.client.where import STATE_FILE
 from midstream.schemas.base import from_json
 from midstream.schemas.specs import StoredSteering
 from midstream.schemas.status import Status

@@ -23,7 +23,7 @@ from midstream.broker.keys import new_key
 from midstream.broker.outbox import Outbox
 from midstream.client import Client
 from midstream.client.processes import birth
-from midstream.client.supervisor import STATE_FILE
+from midstream.client.where import STATE_FILE
 from midstream.schemas.jobs import State
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from ports import free_port
 
 from midstream.client.processes import members
-from midstream.client.supervisor import STATE_FILE
+from midstream.client.where import STATE_FILE
 
 READY = re.compile(r"ready: api (\S+)")
 MIDSTREAM = [sys.executable, "-m", "midstream.client.cli"]

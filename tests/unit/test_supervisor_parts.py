@@ -16,6 +16,7 @@ import pytest
 from midstream.client import processes, supervisor
 from midstream.client.processes import Child, birth, end_leftover, members, wait_for
 from midstream.client.supervisor import Supervisor, child_environment, prepare
+from midstream.client.where import STATE_FILE
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.settings import Settings, SettingsError, load_settings
 
@@ -282,19 +283,19 @@ def test_a_leftover_is_ended_only_if_it_is_the_same_process() -> None:
 def test_a_second_up_on_the_same_data_directory_names_the_first(tmp_path: Path) -> None:
     with (tmp_path / supervisor.LOCK_FILE).open("a") as first:
         fcntl.flock(first, fcntl.LOCK_EX)
-        (tmp_path / supervisor.STATE_FILE).write_text(json.dumps({"pid": 4711, "url": "http://127.0.0.1:8321"}))
+        (tmp_path / STATE_FILE).write_text(json.dumps({"pid": 4711, "url": "http://127.0.0.1:8321"}))
         with pytest.raises(MidstreamError, match=r"in use.*pid 4711, http://127\.0\.0\.1:8321") as caught:
             Supervisor(Settings(engine="fake", data_dir=str(tmp_path)), say=lambda line: None).start()
     assert caught.value.kind == "conflict"
     assert caught.value.field == "data_dir"
-    assert json.loads((tmp_path / supervisor.STATE_FILE).read_text())["pid"] == 4711, "the first one's notes are its own"
+    assert json.loads((tmp_path / STATE_FILE).read_text())["pid"] == 4711, "the first one's notes are its own"
 
 
 def test_what_a_killed_supervisor_left_running_is_ended_by_the_next(tmp_path: Path) -> None:
     left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
     try:
         state = {"pid": 1, "processes": {"relay": [left.pid, birth(left.pid)]}}
-        (tmp_path / supervisor.STATE_FILE).write_text(json.dumps(state))
+        (tmp_path / STATE_FILE).write_text(json.dumps(state))
         said: list[str] = []
         stack = Supervisor(Settings(engine="fake", data_dir=str(tmp_path), model="/nowhere"), say=said.append)
         stack._take_lock()
