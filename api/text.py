@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import anyio.to_thread
 import jinja2
@@ -24,6 +24,9 @@ from tokenizers import Encoding, Tokenizer
 from ..schemas.errors import MidstreamError, invalid, shortened
 from ..schemas.models import TokenizerBundle
 from ..schemas.selectors import SelectorError, Span
+
+if TYPE_CHECKING:
+    from .tokenising import Helpers
 
 #: Above this many characters, or messages, tokenisation leaves the event loop; below, the hop costs more than the work.
 INLINE_CHARACTERS, INLINE_MESSAGES = 4096, 64
@@ -51,29 +54,11 @@ class Encoded(NamedTuple):
     offsets: np.ndarray | None = None
 
 
-class Tokenising(Protocol):
-    """Processes that do the work of long texts; see `tokenising.Helpers`."""
-
-    async def encode(
-        self,
-        tokenizer: str,
-        fetch: Callable[[], Awaitable[bytes]],
-        texts: Sequence[str],
-        special_tokens: bool,
-        limit: int,
-        offsets: bool,
-    ) -> list[Encoded]: ...
-
-    async def encode_chat(
-        self, tokenizer: str, fetch: Callable[[], Awaitable[bytes]], messages: Sequence[dict[str, str]], limit: int
-    ) -> tuple[np.ndarray, str]: ...
-
-
 @dataclass(frozen=True)
 class Beside:
     """Where a codec's long texts are tokenised."""
 
-    processes: Tokenising
+    processes: "Helpers"
     tokenizer: str  # content hash of the bundle
     fetch: Callable[[], Awaitable[bytes]]  # reads the bundle
 
