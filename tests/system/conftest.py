@@ -7,6 +7,7 @@ import pytest
 import redis
 from edge import Api, Hand, running
 from receipt_rig import Jobs, RelayProcess
+from up_kit import Up
 
 from midstream.broker import redis_server
 
@@ -56,3 +57,12 @@ def relay(redis_url: str, tmp_path: Path) -> Iterator[RelayProcess]:
 @pytest.fixture
 def jobs(redis_url: str) -> Jobs:
     return Jobs(redis_url)
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    """A whole stack with the fake engine, shared by the tests of a module."""
+    started = Up(tmp_path_factory.mktemp("up") / "data")
+    started.ready()
+    yield started
+    started.close()

@@ -21,14 +21,6 @@ from midstream.workers.fake_model import HIDDEN_SIZE, NUM_LAYERS, residual_rows
 CAPTURE = {"layers": "all", "positions": "all_prompt", "tag": "mine"}
 
 
-@pytest.fixture(scope="module")
-def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
-    started = Up(tmp_path_factory.mktemp("client") / "data")
-    started.ready()
-    yield started
-    started.close()
-
-
 @pytest.fixture
 def client(up: Up) -> Iterator[Client]:
     with Client(up.ready()) as made:

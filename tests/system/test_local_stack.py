@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -14,14 +13,6 @@ from midstream import Client, ServerUnreachable
 from midstream.client import where
 from midstream.client.processes import birth
 from midstream.client.where import STATE_FILE
-
-
-@pytest.fixture(scope="module")
-def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
-    started = Up(tmp_path_factory.mktemp("local") / "data")
-    started.ready()
-    yield started
-    started.close()
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,8 @@ import subprocess
 import sys
 import time
 import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -111,9 +113,35 @@ def _probe(port: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_a_worker_without_its_model_is_unhealthy_with_the_reason_and_tries_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@contextmanager
+def worker_container(folder: Path, path: str, **settings: str) -> "Iterator[subprocess.Popen[str]]":
+    """compose/worker.sh as its container runs it, with `folder` as data and temporary directory and `path` as PATH."""
+    environment = {"PATH": path, "TMPDIR": str(folder), "MIDSTREAM_DATA_DIR": str(folder), **settings}
+    script = ["sh", str(ROOT / "compose/worker.sh")]
+    with subprocess.Popen(script, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as container:
+        yield container
+
+
+@pytest.fixture
+def health_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The temporary directory of the health check, to which no worker has reported."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(health, "_worker_seen", lambda settings: "no worker of this machine has been seen in Redis lately")
+    return tmp_path
+
+
+def reason_why_unhealthy(folder: Path, container: "subprocess.Popen[str]") -> str:
+    """The health check's answer, once the worker has noted why it does not start."""
+    note = folder / health.STARTING
+    while not (note.exists() and note.read_text()):
+        assert container.poll() is None
+        time.sleep(0.01)
+    return health.worker(Settings())
+
+
+def test_a_worker_without_its_model_is_unhealthy_with_the_reason_and_tries_again(health_folder: Path) -> None:
     """Its container goes on: each start of a container would be "health: starting" again."""
-    found, python = tmp_path / "model", tmp_path / "python"
+    found, python = health_folder / "model", health_folder / "python"
     python.write_text(
         f"""#!/bin/sh
 note=$WORKER_STARTING_NOTE
@@ -124,46 +152,24 @@ exit 1
 """
     )
     python.chmod(0o755)
-    environment = {
-        "PATH": f"{tmp_path}:/usr/bin:/bin",
-        "TMPDIR": str(tmp_path),
-        "MIDSTREAM_DATA_DIR": str(tmp_path),
-        "START_RETRY_S": "0.1",
-    }
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(health, "_worker_seen", lambda settings: "no worker of this machine has been seen in Redis lately")
-    script = ["sh", str(ROOT / "compose/worker.sh")]
-    with subprocess.Popen(script, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as container:
-        note = tmp_path / health.STARTING
-        while not (note.exists() and note.read_text()):
-            assert container.poll() is None
-            time.sleep(0.01)
-        assert health.worker(Settings()) == "the demo model cannot be had: the log of this container says why"
+    with worker_container(health_folder, f"{health_folder}:/usr/bin:/bin", START_RETRY_S="0.1") as container:
+        assert reason_why_unhealthy(health_folder, container) == "the demo model cannot be had: the log of this container says why"
         found.mkdir()
         out, err = container.communicate(timeout=60)
     assert out == f"serves {found}, note: ''\n"
     assert "pip could not download it" in err
 
 
-def test_a_worker_that_cannot_start_is_unhealthy_with_the_reason_until_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_cannot_start_is_unhealthy_with_the_reason_until_stopped(health_folder: Path) -> None:
     """The real worker, whose model is not there. Its container goes on and can be stopped at any time."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(health, "_worker_seen", lambda settings: "no worker of this machine has been seen in Redis lately")
-    environment = {
-        "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
-        "TMPDIR": str(tmp_path),
-        "MIDSTREAM_DATA_DIR": str(tmp_path),
+    settings = {
         "MIDSTREAM_REDIS_URL": "redis://127.0.0.1:1/0",
         "MIDSTREAM_RELAY_URL": "tcp://127.0.0.1:1",
         "MIDSTREAM_MODEL": "/no/such/model",
         "START_RETRY_S": "600",
     }
-    with subprocess.Popen(["sh", str(ROOT / "compose/worker.sh")], env=environment, stderr=subprocess.PIPE, text=True) as container:
-        note = tmp_path / health.STARTING
-        while not (note.exists() and note.read_text()):
-            assert container.poll() is None
-            time.sleep(0.01)
-        assert health.worker(Settings()) == "MIDSTREAM_MODEL=/no/such/model: there is no such folder here"
+    with worker_container(health_folder, f"{Path(sys.executable).parent}:/usr/bin:/bin", **settings) as container:
+        assert reason_why_unhealthy(health_folder, container) == "MIDSTREAM_MODEL=/no/such/model: there is no such folder here"
         container.terminate()
         _, err = container.communicate(timeout=60)
     assert err.count("worker failed: MIDSTREAM_MODEL=/no/such/model: there is no such folder here") == 1
@@ -182,14 +188,7 @@ def test_a_stopped_container_lets_its_worker_finish(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text(WORKER_THAT_DRAINS)
     python.chmod(0o755)
-    environment = {
-        "PATH": f"{tmp_path}:/usr/bin:/bin",
-        "TMPDIR": str(tmp_path),
-        "MIDSTREAM_DATA_DIR": str(tmp_path),
-        "MIDSTREAM_MODEL": "m",
-        "START_RETRY_S": "0.1",
-    }
-    with subprocess.Popen(["sh", str(ROOT / "compose/worker.sh")], env=environment, stdout=subprocess.PIPE, text=True) as container:
+    with worker_container(tmp_path, f"{tmp_path}:/usr/bin:/bin", MIDSTREAM_MODEL="m", START_RETRY_S="0.1") as container:
         assert container.stdout is not None
         assert "ended with exit code 137 before it was ready" in container.stdout.readline()
         assert container.stdout.readline() == "ready\n"

@@ -26,8 +26,11 @@ def child(tmp_path: Path, code: str, stop_timeout_s: float = 5.0, longest_pause_
     return Child("part", [sys.executable, "-c", code], dict(os.environ), log, stop_timeout_s, longest_pause_s)
 
 
-def ended(part: Child) -> bool:
-    return wait_for(lambda: part.exit_code is not None, 60)
+def run(part: Child) -> Child:
+    """`part`, started and ended."""
+    part.start()
+    assert wait_for(lambda: part.exit_code is not None, 60)
+    return part
 
 
 # --- Settings on their way to the children ---
@@ -108,58 +111,53 @@ def test_a_folder_without_a_checkpoint_is_refused_by_the_settings_name(tmp_path:
 # --- One child ---
 
 
-def test_the_last_words_are_the_reason_and_not_the_noise_after_it(tmp_path: Path) -> None:
-    lines = ["loading", "\x1b[31mworker failed: GPT-J is not supported\x1b[0m", "bye"]
-    code = f"import sys; [print(line, flush=True) for line in {lines!r}]; sys.exit(3)"
-    part = child(tmp_path, code)
-    part.start()
-    assert ended(part)
+#: What the engine's processes and the worker print when the engine does not start.
+ENGINE_FAILED = [
+    "(EngineCore pid=3) ERROR 11-20 20:49:31 [core.py:900] Exception: WorkerProc initialization failed",
+    "worker failed: the engine did not start: Engine core initialization failed. See root cause above. Failed core proc(s): {}",
+]
+RANK = "(Worker pid=4) ERROR 11-20 20:49:30 [multiproc_executor.py:953] "
+#: Case → the lines that a process printed before it ended, and the one reported as the reason.
+ENDINGS = {
+    "a line after the reason": (
+        ["loading", "\x1b[31mworker failed: GPT-J is not supported\x1b[0m", "bye"],
+        "worker failed: GPT-J is not supported",
+    ),
+    "a reason that refers to lines above it": (
+        [f"{RANK}    raise RuntimeError(", f"{RANK}RuntimeError: Cannot find any model weights with `m`", *ENGINE_FAILED],
+        "RuntimeError: Cannot find any model weights with `m`",
+    ),
+    "an exception without a message": (
+        [
+            f'{RANK}  File "gpt2.py", line 207, in __init__',
+            f"{RANK}    assert not config.scale_attn_by_inverse_layer_idx",
+            f"{RANK}           {'^' * 42}",
+            f"{RANK}AssertionError",
+            ENGINE_FAILED[-1],
+        ],
+        "AssertionError: assert not config.scale_attn_by_inverse_layer_idx",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ENDINGS)
+def test_the_first_cause_in_the_output_is_reported(case: str, tmp_path: Path) -> None:
+    lines, reason = ENDINGS[case]
+    part = run(child(tmp_path, f"import sys; [print(line, flush=True) for line in {lines!r}]; sys.exit(3)"))
     assert part.exit_code == 3
-    assert part.last_words() == "worker failed: GPT-J is not supported"
-
-
-def test_where_the_last_words_point_above_the_first_cause_is_told(tmp_path: Path) -> None:
-    lines = [
-        "(Worker pid=4) ERROR 11-20 20:49:30 [multiproc_executor.py:953]     raise RuntimeError(",
-        "(Worker pid=4) ERROR 11-20 20:49:30 [multiproc_executor.py:953] RuntimeError: Cannot find any model weights with `m`",
-        "(EngineCore pid=3) ERROR 11-20 20:49:31 [core.py:900] Exception: WorkerProc initialization failed",
-        "worker failed: the engine did not start: Engine core initialization failed. See root cause above. Failed core proc(s): {}",
-    ]
-    part = child(tmp_path, f"[print(line, flush=True) for line in {lines!r}]")
-    part.start()
-    assert ended(part)
-    assert part.last_words() == "RuntimeError: Cannot find any model weights with `m`"
-
-
-def test_an_exception_without_a_message_is_told_with_its_statement(tmp_path: Path) -> None:
-    lines = [
-        '(Worker pid=4) ERROR 11-21 05:09:23 [multiproc_executor.py:953]   File "gpt2.py", line 207, in __init__',
-        "(Worker pid=4) ERROR 11-21 05:09:23 [multiproc_executor.py:953]     assert not config.scale_attn_by_inverse_layer_idx",
-        "(Worker pid=4) ERROR 11-21 05:09:23 [multiproc_executor.py:953]            ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^",
-        "(Worker pid=4) ERROR 11-21 05:09:23 [multiproc_executor.py:953] AssertionError",
-        "worker failed: the engine did not start: Engine core initialization failed. See root cause above. Failed core proc(s): {}",
-    ]
-    part = child(tmp_path, f"[print(line, flush=True) for line in {lines!r}]")
-    part.start()
-    assert ended(part)
-    assert part.last_words() == "AssertionError: assert not config.scale_attn_by_inverse_layer_idx"
+    assert part.last_words() == reason
 
 
 def test_of_one_that_was_killed_it_is_said_so_instead_of_its_last_line(tmp_path: Path) -> None:
-    part = child(tmp_path, "import os; print('all is well', flush=True); os.kill(os.getpid(), 9)")
-    part.start()
-    assert ended(part)
+    part = run(child(tmp_path, "import os; print('all is well', flush=True); os.kill(os.getpid(), 9)"))
     assert (part.ending, part.last_words()) == ("SIGKILL", "it was killed, by somebody or by the kernel for want of memory")
 
 
 def test_only_the_last_start_is_quoted(tmp_path: Path) -> None:
-    part = child(tmp_path, "print('ValueError: old')")
-    part.start()
-    assert ended(part)
+    part = run(child(tmp_path, "print('ValueError: old')"))
     part.died()
     part.command[-1] = "print('all is well')"
-    part.start()
-    assert ended(part)
+    run(part)
     assert part.last_words() == "all is well"
 
 
@@ -176,9 +174,7 @@ def test_a_child_that_ignores_sigterm_is_killed_and_that_is_known(tmp_path: Path
 
 def test_what_a_dead_child_left_behind_is_ended_with_it(tmp_path: Path) -> None:
     spawn = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']).pid, flush=True)"
-    part = child(tmp_path, spawn)
-    part.start()
-    assert ended(part)
+    part = run(child(tmp_path, spawn))
     orphan, session = int(part.output()), part.pid
     assert session is not None
     assert members(session) == [orphan]
@@ -212,8 +208,7 @@ def test_the_pause_before_a_restart_grows_and_is_kept(tmp_path: Path, monkeypatc
     part = child(tmp_path, "raise SystemExit(1)", longest_pause_s=500.0)
     pauses = []
     for _ in range(3):
-        part.start()
-        assert ended(part)
+        run(part)
         pauses.append(part.died())
         assert not part.due
         part._not_before -= pauses[-1]  # as if it were over
@@ -226,8 +221,7 @@ def test_what_died_long_after_its_start_is_started_again_soon(tmp_path: Path, mo
     pauses = []
     for healthy_after in (60.0, 60.0, 60.0, 60.0, -1.0, 60.0):
         monkeypatch.setattr(processes, "HEALTHY_AFTER_S", healthy_after)
-        part.start()
-        assert ended(part)
+        run(part)
         pauses.append(part.died())
     assert pauses == [1.0, 2.0, 4.0, 4.0, 1.0, 2.0], "a part that is killed again and again is away for seconds"
     stack = Supervisor(Settings(data_dir=str(tmp_path)), say=lambda line: None)
