@@ -167,7 +167,7 @@ def test_one_bad_file_does_not_hold_up_the_others_of_its_group(v1: Host) -> None
     assert [v1.receipts(job)[0].status for job in others] == ["ok"] * 8
 
 
-def test_an_error_in_the_data_plane_fails_the_requests_of_the_step_and_not_the_engine(v1: Host) -> None:
+def test_a_data_plane_error_fails_the_requests_of_the_step_and_not_the_engine(v1: Host) -> None:
     """Reported before the request ends, so nobody sits out a timeout."""  # field case 21
     v1.call("midstream_fault", "plan")
     try:

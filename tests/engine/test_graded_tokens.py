@@ -41,7 +41,7 @@ def graded(host: Host, *asked: tuple[Job, Grade], **options: Any) -> list[list[f
     return found
 
 
-def test_all_log_probabilities_are_transformers_beside_neighbours_whose_own_stay_right(v1: Host, reference: Reference) -> None:
+def test_log_probabilities_equal_transformers_and_neighbours_keep_theirs(v1: Host, reference: Reference) -> None:
     """With vLLM's `logprob_token_ids` instead the neighbours would be told of other tokens."""
     prompts = [prompt_of(length, seed=length) for length in (9, 100, 20)]  # one of them in two steps
     asked = [(v1.job(prompt, max_tokens=2), Grade(token_ids=EVERY)) for prompt in prompts]

@@ -131,7 +131,7 @@ def test_other_architectures_are_steered_alike(other_models, name: str, toleranc
     assert {place: error for place, error in errors.items() if error > tolerance} == {}
 
 
-def test_a_stack_of_all_families_is_applied_in_the_documented_order_however_it_was_written(v1: Host, reference: Reference) -> None:
+def test_a_stack_of_all_families_is_applied_in_the_documented_order(v1: Host, reference: Reference) -> None:
     stack = [edit._replace(vector=None if edit.vector is None else RNG.normal(size=HIDDEN)) for edit in FAMILIES.values()]
     shuffled = [stack[index] for index in (4, 1, 5, 3, 0, 2)]
     found = trials(v1, {"in order": stack, "shuffled": shuffled})
@@ -230,7 +230,7 @@ def test_what_comes_to_nothing_leaves_every_bit(v1: Host, plain: Trial, what: st
     assert same_bits(found, plain)
 
 
-def test_an_addition_that_is_taken_back_at_the_next_site_leaves_the_stream_up_to_rounding(v1: Host, plain: Trial) -> None:
+def test_an_addition_subtracted_at_the_next_site_leaves_the_stream_up_to_rounding(v1: Host, plain: Trial) -> None:
     """`post_block` of layer 1 is the stream at `pre_attn` of layer 2."""
     found = alone(v1, [FAMILIES["add"], FAMILIES["add"]._replace(layer=2, hook="pre_attn", scale=1.5)])
     assert relative_error(found.after["post_block", 1], plain.after["post_block", 1]) > 0.01
@@ -248,7 +248,7 @@ def test_ablating_takes_the_component_away_and_nothing_else(at_every_hook, hook:
     assert relative_error(after, rest) <= FP32_ROWS
 
 
-def test_an_ablated_direction_is_gone_from_every_later_stream_when_ablated_everywhere(v1: Host) -> None:
+def test_a_direction_ablated_everywhere_is_absent_from_every_later_stream(v1: Host) -> None:
     everywhere = [Edit(layer, V, op="ablate", hook=hook) for layer in ALL for hook in STREAM_HOOKS]
     found = alone(v1, everywhere)
     for layer in ALL:
@@ -257,7 +257,7 @@ def test_an_ablated_direction_is_gone_from_every_later_stream_when_ablated_every
 
 
 @pytest.mark.parametrize("hook", HOOKS)
-def test_a_clamped_component_is_in_its_range_and_rows_that_were_in_it_keep_their_bits(at_every_hook, hook: str) -> None:
+def test_clamp_bounds_a_component_and_keeps_rows_within_the_range_bit_for_bit(at_every_hook, hook: str) -> None:
     found, edit = at_every_hook[f"clamp {hook}"], FAMILIES["clamp"]
     before, after = found.before[hook, 1], found.after[hook, 1]
     component, clamped = before @ UNIT, after @ UNIT

@@ -108,7 +108,7 @@ def test_vectors_refused_by_one_rank_are_rolled_back_on_the_other(tp2: Host) -> 
     assert after[0]["checksum"] == after[1]["checksum"]  # a refused vector does not put the ranks out of step
 
 
-def test_an_action_applied_on_one_rank_and_failed_on_the_other_is_in_the_receipts_and_nobody_hangs(tp2: Host) -> None:
+def test_an_action_that_failed_on_one_of_two_ranks_is_in_the_receipts(tp2: Host) -> None:
     """Nothing that ranks apply waits for other ranks: the forward's collectives go on, for this request and the ones beside it."""
     tp2.call("midstream_fault", "admit:rank=1")  # field case 28, 29
     job = tp2.job(prompt_of(9), max_tokens=2, steering=[steer(tp2.vector(direction(31)), [0])])

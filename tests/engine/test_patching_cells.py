@@ -31,7 +31,7 @@ def source_of(host: Host, prompt: list[int]) -> tuple[str, dict[tuple[str, int],
     return host.keep(job), rows_of(host, job)
 
 
-def test_cells_share_the_blocks_below_their_patch_and_leave_nothing_to_whoever_is_not_patched(cached: Host) -> None:
+def test_cells_share_blocks_below_their_patch_and_none_with_unpatched_requests(cached: Host) -> None:
     """What a plain request finds after patched ones is, bit for bit, what it finds in a cache that never saw one."""  # field case 13
     prompt = prompt_of(300, seed=91)
     key, _ = source_of(cached, prompt_of(300, seed=92))

@@ -73,9 +73,7 @@ def test_whoever_comes_in_whatever_turn_finds_the_blocks_of_its_own_steering_onl
         met.add(name)
 
 
-def test_decode_only_steering_shares_the_prompt_with_everybody_and_what_it_generates_with_nobody(
-    cached: Host, reference: Reference
-) -> None:
+def test_decode_only_steering_shares_prompt_blocks_and_no_generated_ones(cached: Host, reference: Reference) -> None:
     prompt = prompt_of(250, seed=64)  # field case 13, field case 16
     edits = {"plain": [], "one": [Edit(0, direction(10))], "other": [Edit(0, direction(11), op="ablate")]}
     answers = {}
@@ -175,7 +173,7 @@ def test_preempted_requests_have_every_row_once(cached: Host, reference: Referen
 
 
 @pytest.mark.parametrize(("positions", "touched"), [("all_prompt", range(440)), ("all_generated", []), ("last_prompt", [439])])
-def test_the_next_turn_of_a_chat_does_not_reuse_what_was_steered_by_where_the_prompt_ended(
+def test_the_next_chat_turn_reuses_no_block_steered_relative_to_the_prompts_end(
     cached: Host, reference: Reference, positions, touched
 ) -> None:
     """The second prompt is the first with its answer: other tokens are the prompt's now."""  # field case 13

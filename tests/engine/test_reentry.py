@@ -92,9 +92,7 @@ def test_every_hook_gives_the_same_with_the_layers_below_left_out(cached: Host, 
         assert short[0].applied == whole[0].applied == 1
 
 
-def test_where_the_bases_keys_and_values_are_kept_a_cell_begins_at_the_very_token_that_it_patches(
-    cached: Host, reference: Reference
-) -> None:
+def test_with_cached_base_blocks_a_cell_begins_at_the_token_that_it_patches(cached: Host, reference: Reference) -> None:
     """And where they had to make room it begins at the first, with the same result."""
     prompt = prompt_of(40, seed=70)
     key = base_run(cached, prompt, blocks=True)

@@ -34,7 +34,7 @@ def test_what_vllm_finds_wrong_is_told_in_one_line_without_its_validators_words(
     assert "\n" not in caught.value.detail
 
 
-def test_an_architecture_without_an_entry_is_refused_with_the_list_and_without_a_process(tmp_path: Path) -> None:
+def test_an_unknown_architecture_is_refused_with_the_list_before_a_process_starts(tmp_path: Path) -> None:
     config = {"architectures": ["GPTJForCausalLM"], "model_type": "gptj", "n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8}
     (tmp_path / "config.json").write_text(json.dumps(config))
     engine = VllmEngine(Settings(model=str(tmp_path), data_dir=str(tmp_path / "data"), dtype="float32"))

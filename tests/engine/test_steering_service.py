@@ -87,7 +87,7 @@ def service(qwen3: Path, two_ranks: None, tmp_path_factory: pytest.TempPathFacto
         yield Service(stack)
 
 
-def test_ranks_that_applied_different_actions_are_found_by_the_first_result_and_made_equal(service: Service) -> None:
+def test_ranks_with_different_actions_are_detected_at_the_first_result_and_aligned(service: Service) -> None:
     """Nobody polls. The job is run once more, the engine lives on, and everybody can see what happened."""  # field case 30
     service.run(SHORT)
     affected = service.begin(SHORT, steering=STEERING)
@@ -111,7 +111,7 @@ def test_ranks_that_applied_different_actions_are_found_by_the_first_result_and_
     assert (again.outputs, again.determinism.retried) == (result.outputs, []), "the second attempt was steered on both ranks"
 
 
-def test_global_steering_is_the_same_as_steering_every_request_and_leaves_nothing_behind(service: Service) -> None:
+def test_global_steering_equals_steering_every_request_and_leaves_no_trace(service: Service) -> None:
     plain, own = service.run(SHORT).outputs, service.run(SHORT, steering=STEERING).outputs
     assert plain[0].logprobs != own[0].logprobs
     version = service.set_global(STEERING).version
@@ -146,7 +146,7 @@ def test_a_running_request_keeps_the_global_steering_that_it_began_under(service
     assert still_running
 
 
-def test_the_prefix_cache_serves_nobody_what_was_computed_under_another_global_steering(service: Service) -> None:
+def test_the_prefix_cache_is_not_shared_across_global_steerings(service: Service) -> None:
     def cached() -> tuple[list[int], int]:
         (output,) = service.run(LONG).outputs
         return output.token_ids, output.cached_tokens

@@ -270,7 +270,7 @@ def test_a_steering_that_failed_on_a_rank_is_never_answered_as_a_success(api: Ap
     assert "choices" not in answer.json()
 
 
-def test_ranks_that_disagree_cost_an_attempt_and_the_answer_says_so_or_fail_the_answer(api: Api) -> None:  # field case 29
+def test_ranks_that_disagree_cost_an_attempt_and_are_reported_in_the_answer(api: Api) -> None:  # field case 29
     hand = Hand(api.settings, ranks=[(0, 0), (1, 0)])
     hand.serve()
     body = {"model": MODEL, "prompt": "hello", "capture": CAPTURE, "capture_wait": True}

@@ -318,7 +318,7 @@ def test_a_worker_that_is_ill_is_not_ready_and_says_why(api: Api, hand: Hand) ->
     assert "ranks disagree" in answer.json()["missing"][0]
 
 
-def test_a_model_as_a_version_told_it_that_this_api_cannot_work_with_is_not_ready_and_says_why(api: Api, hand: Hand) -> None:
+def test_a_model_record_of_an_incompatible_version_is_reported_as_not_ready(api: Api, hand: Hand) -> None:
     told = msgspec.structs.replace(model_info(), version="9.0.0", wire=9, oldest_wire=9)
     with hand._redis as client:
         client.hset("ms:models", MODEL, to_json(told))

@@ -46,7 +46,7 @@ def receiver() -> Iterator[Receiver]:
         ("https://receiver.example/#part", "fragment"),
     ],
 )
-def test_a_receiver_that_may_not_be_called_is_refused_by_name_before_anything_is_accepted(  # field case 41
+def test_a_blocked_receiver_is_refused_by_name_before_the_job_is_accepted(  # field case 41
     api: Api, hand: Hand, url: str, word: str
 ) -> None:
     answer = api.http.post("/v1/jobs", json={"model": MODEL, "prompts": ["hello"], "callback_url": url})

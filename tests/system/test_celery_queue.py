@@ -98,7 +98,7 @@ def test_an_enqueue_without_redis_fails_soon(redis_url: str) -> None:  # field c
     app.close()
 
 
-def test_a_task_longer_than_the_visibility_timeout_runs_once_with_leases_and_twice_without(  # field case 37
+def test_a_task_over_the_visibility_timeout_runs_once_only_with_leases(  # field case 37
     redis_url: str, tmp_path: Path
 ) -> None:
     seconds = {"with": VISIBILITY_TIMEOUT_S + 3.0, "without": 60.0}

@@ -73,7 +73,7 @@ def test_receipts_of_a_known_worker_arrive_over_the_restart_of_the_relay(
     assert jobs.arrived(job) == once_each(40)
 
 
-def test_a_worker_that_the_relay_does_not_know_is_told_so_and_let_in_once_its_key_is_there(
+def test_a_worker_unknown_to_the_relay_is_refused_until_its_key_is_added(
     relay: RelayProcess, keys: Keys, jobs: Jobs, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     mine = keys.worker("w", known=False)

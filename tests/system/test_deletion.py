@@ -254,9 +254,7 @@ def test_a_repeated_submission_finds_its_job_although_the_quota_is_full_by_now(r
 
 
 @pytest.mark.parametrize("size", [(1 << 20) - (20 << 10), 2 << 20])  # a user's capture would still have room in the first
-def test_a_full_quota_leaves_the_operators_captures_out_and_stops_nobody_who_asked_for_none(
-    redis_url: str, tmp_path: Path, size: int
-) -> None:
+def test_a_full_quota_skips_global_captures_and_refuses_no_job_without_captures(redis_url: str, tmp_path: Path, size: int) -> None:
     filled(tmp_path, size)
     with running(tmp_path, redis_url, capture_quota_mib=1) as api:
         hand = Hand(api.settings)

@@ -70,7 +70,7 @@ def test_what_runs_or_is_queued_again_stays_as_it_is(seen: Seen) -> None:
     assert seen.states("job_running", "job_cancelling", "job_queued") == ["STARTED", "STARTED", "RETRY"]
 
 
-def test_the_last_task_of_a_job_tells_its_end_and_those_before_it_that_another_attempt_followed(seen: Seen) -> None:
+def test_a_jobs_last_task_reports_its_end_and_former_ones_the_next_attempt(seen: Seen) -> None:
     for task_id in ("job_a", "job_a.1", "job_a.2"):
         seen.hears(task_id, "sent", "started")
     seen.stands("job_a", "failed")

@@ -99,7 +99,7 @@ def test_tokens_per_minute_count_prompts_and_what_they_may_generate(redis_url: s
     asyncio.run(main())
 
 
-def test_more_than_a_minutes_worth_is_accepted_once_nothing_is_used_and_then_paid_off(redis_url: str) -> None:
+def test_a_burst_over_one_minutes_limit_is_accepted_when_idle_and_then_repaid(redis_url: str) -> None:
     async def main() -> None:
         async with open_ledger(redis_url) as ledger:
             await limited(ledger, tokens_per_minute=100)
@@ -186,7 +186,7 @@ def test_cells_of_sweeps_are_counted_exactly_for_a_tenant_and_for_all(redis_url:
     asyncio.run(main())
 
 
-def test_capture_files_count_until_they_are_deleted_and_only_what_their_tenant_asked_for(redis_url: str, tmp_path: Path) -> None:
+def test_a_tenants_own_capture_files_count_until_they_are_deleted(redis_url: str, tmp_path: Path) -> None:
     async def main() -> None:
         async with open_ledger(redis_url, data_dir=str(tmp_path)) as ledger:
             (tmp_path / "captures").mkdir()
@@ -256,7 +256,7 @@ def test_usage_outlives_a_killed_redis_and_what_was_counted_wrong_is_put_right(t
     asyncio.run(main())
 
 
-def test_a_count_is_given_up_where_redis_starts_anew_because_its_cursors_mean_something_else_then(tmp_path: Path) -> None:
+def test_a_count_is_abandoned_when_redis_restarts_since_its_scan_cursors_are_invalid(tmp_path: Path) -> None:
     async def main() -> None:
         server = redis_server.start(tmp_path)
         try:
@@ -324,7 +324,7 @@ async def no_module(steering: Steering, *asked: Any, **changes: Any) -> Midstrea
     return told.value
 
 
-def test_a_tenant_has_so_many_modules_of_all_models_and_each_that_is_deleted_makes_room(redis_url: str) -> None:
+def test_a_tenants_module_limit_spans_models_and_deletion_makes_room(redis_url: str) -> None:
     async def main() -> None:
         async with open_ledger(redis_url, limit_modules=2) as ledger:
             steering = Steering(ledger)
@@ -354,7 +354,7 @@ def test_a_tenant_has_so_many_modules_of_all_models_and_each_that_is_deleted_mak
     asyncio.run(main())
 
 
-def test_modules_take_so_many_bytes_and_what_replaces_another_needs_room_for_what_it_has_more(redis_url: str) -> None:
+def test_a_module_that_replaces_another_needs_room_for_the_difference_only(redis_url: str) -> None:
     async def main() -> None:
         async with open_ledger(redis_url, limit_module_mib=2) as ledger:
             steering = Steering(ledger)
@@ -388,7 +388,7 @@ def test_a_hundred_modules_at_once_get_exactly_as_far_as_they_may(redis_url: str
     asyncio.run(main())
 
 
-def test_modules_that_a_version_without_lists_of_them_stored_or_deleted_are_listed_right_by_the_next_count(redis_url: str) -> None:
+def test_the_next_count_lists_modules_stored_or_deleted_by_an_older_version(redis_url: str) -> None:
     async def main() -> None:
         async with open_ledger(redis_url, limit_modules=3) as ledger:
             await ledger.publish_model(model_info())
@@ -443,7 +443,7 @@ def test_a_long_queue_and_a_hasty_client_are_told_when_to_come_again(crowded: tu
     assert "5 requests per minute" in hasty.json()["error"]["message"]
 
 
-def test_submissions_are_refused_before_redis_is_full_and_what_was_accepted_is_finished(tmp_path: Path) -> None:
+def test_submissions_are_refused_before_redis_is_full_and_accepted_jobs_finish(tmp_path: Path) -> None:
     server = redis_server.start(tmp_path / "redis")
     try:
         with redis.Redis.from_url(server.url) as client, running(tmp_path, server.url) as api:

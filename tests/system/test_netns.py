@@ -111,7 +111,7 @@ def test_a_cut_of_half_a_lease_is_not_noticed_by_anybody_who_waits(machines: Mac
     assert [view["attempt"] for view in views] == [1, 1]
 
 
-def test_after_a_cut_longer_than_the_lease_jobs_run_again_and_late_receipts_change_nothing(machines: Machines, caller: Caller) -> None:
+def test_after_a_cut_longer_than_the_lease_jobs_rerun_and_late_receipts_are_ignored(machines: Machines, caller: Caller) -> None:
     assert machines.link is not None
     before = caller.marks()
     answers = [caller.held(30), caller.held(60)]

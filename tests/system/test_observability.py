@@ -295,7 +295,7 @@ def bad(stack: Seen) -> dict[str, Finding]:
     return {finding.about: finding for finding in found if finding.level != "ok" and finding.about not in BUSY}
 
 
-def test_the_doctor_finds_a_stack_that_is_well_and_reads_where_it_is_from_its_data_directory(stack: Seen) -> None:
+def test_the_doctor_finds_a_healthy_stack_by_its_data_directory(stack: Seen) -> None:
     (stack.directory / STATE_FILE).write_text(json.dumps({"pid": os.getpid(), "url": stack.url, "redis_url": stack.settings.redis_url}))
     code, text = command(stack, "doctor", "--data-dir", str(stack.directory))
     slow = re.findall(rf"^fail\s+({'|'.join(BUSY)})", text, re.MULTILINE)

@@ -92,9 +92,7 @@ def test_what_a_killed_worker_held_is_run_again(machines: Machines, http: httpx.
     assert (view["state"], view["attempt"]) == ("succeeded", 2)
 
 
-def test_flower_learns_how_jobs_ended_whose_worker_was_killed_first_or_that_ended_while_it_was_away(
-    machines: Machines, http: httpx.Client
-) -> None:
+def test_flower_shows_ends_of_jobs_whose_worker_died_or_that_it_missed(machines: Machines, http: httpx.Client) -> None:
     machines.end("relay")
     killed = submit(http, 2, capture=CAPTURE)
     wait_until(lambda: "generated" in http.get(f"/v1/jobs/{killed}").json())

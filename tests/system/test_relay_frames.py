@@ -167,7 +167,7 @@ def test_a_sender_of_another_protocol_is_refused_with_both_versions(relay: Relay
 
 
 # field case 43
-def test_a_rank_that_meets_a_relay_of_another_protocol_says_both_versions_and_keeps_its_receipts(
+def test_a_rank_reports_both_protocol_versions_and_keeps_its_receipts(
     jobs: Jobs, redis_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (job,) = jobs.claim(1, 1)

@@ -70,7 +70,7 @@ async def refusal(call: Awaitable[Any]) -> tuple[str, str]:
     return caught.value.kind, caught.value.detail
 
 
-def test_a_name_is_given_with_the_job_that_is_accepted_and_then_means_the_last_such_job(redis_url: str, tmp_path: Path) -> None:
+def test_a_run_name_refers_to_the_last_accepted_job_with_that_name(redis_url: str, tmp_path: Path) -> None:
     async def main() -> None:
         async with open_ledger(redis_url, data_dir=str(tmp_path)) as ledger:
             runs = SourceRuns(ledger)
@@ -173,7 +173,7 @@ def test_rows_are_found_by_receipts_and_without_them_and_without_the_ledger(redi
 
 
 # field case 31
-def test_what_was_deleted_is_refused_by_name_and_by_key_whoever_knows_of_the_deletion(redis_url: str, tmp_path: Path) -> None:
+def test_deleted_runs_are_refused_by_name_and_key_after_their_records_are_gone(redis_url: str, tmp_path: Path) -> None:
     async def main() -> None:
         async with open_ledger(redis_url, data_dir=str(tmp_path)) as ledger:
             runs, root = SourceRuns(ledger), tmp_path / "captures"
@@ -210,7 +210,7 @@ def test_names_of_what_was_deleted_long_ago_are_taken_away_in_the_end(redis_url:
     asyncio.run(main())
 
 
-def test_deleting_a_run_deletes_its_captures_and_the_name_unless_that_means_another_job_by_now(
+def test_deleting_a_run_deletes_its_captures_and_a_name_that_still_refers_to_it(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
@@ -316,7 +316,7 @@ def test_a_run_that_a_job_uses_does_not_age_away_however_long_the_job_lasts(
     asyncio.run(main())
 
 
-def test_the_lease_of_a_job_whose_worker_died_lapses_and_an_explicit_deletion_asks_for_none(
+def test_a_dead_workers_lease_lapses_and_explicit_deletion_ignores_leases(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:

@@ -297,7 +297,7 @@ def test_a_repeated_batch_is_counted_once(redis_url: str) -> None:
     asyncio.run(main())
 
 
-def test_what_a_batch_adds_to_a_job_is_counted_once_and_taken_back_where_its_ranks_disagree(redis_url: str) -> None:
+def test_a_batchs_counts_are_added_once_and_reverted_where_its_ranks_disagree(redis_url: str) -> None:
     async def main() -> None:
         async with open_ledger(redis_url) as ledger:
             ill, well = make_job(prompts=3, capture=True, tenant="ill"), make_job(capture=True, tenant="well")

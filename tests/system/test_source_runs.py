@@ -96,7 +96,7 @@ def until(stack: Stack, name: str, holds: Callable[[RunView], bool]) -> RunView:
 
 
 # field case 28
-def test_a_rank_that_cannot_read_the_run_fails_the_job_with_its_reason_and_the_next_job_has_all_ranks(stack: Stack) -> None:
+def test_a_rank_that_cannot_read_a_run_fails_that_job_and_serves_the_next(stack: Stack) -> None:
     job = make_run(stack, "unreadable")
     kind, detail = refused(stack, patched(stack, "unreadable", job))
     assert kind == "intervention_failed"
@@ -106,7 +106,7 @@ def test_a_rank_that_cannot_read_the_run_fails_the_job_with_its_reason_and_the_n
 
 
 # field case 31
-def test_a_run_that_gave_way_to_another_is_read_from_disk_again_and_the_result_is_the_same(stack: Stack) -> None:
+def test_an_evicted_run_is_read_from_disk_again_with_the_same_result(stack: Stack) -> None:
     first, second = make_run(stack, "first", "a" * LONG), make_run(stack, "second", "b" * LONG)
     expected = text(stack, patched(stack, "first", first))
     until(stack, "first", lambda found: found.held_by == ["w1"])
@@ -155,7 +155,7 @@ def test_every_rank_of_whichever_worker_takes_the_job_has_the_run(stack: Stack) 
 
 
 # field case 31
-def test_a_run_deleted_before_a_job_that_was_accepted_begins_fails_it_by_name_and_nothing_runs(stack: Stack) -> None:
+def test_a_run_deleted_before_an_accepted_job_begins_fails_the_job_by_name(stack: Stack) -> None:
     job = make_run(stack, "short-lived")
     waiting = patched(stack, "short-lived", job, send=False)
     delete(stack, "short-lived")

@@ -49,7 +49,7 @@ def test_a_job_five_times_longer_than_the_visibility_timeout_starts_once(stack: 
 
 
 # field case 37, 38
-def test_receipts_of_a_worker_that_was_stopped_past_its_lease_come_late_and_change_nothing(stack: Stack) -> None:
+def test_late_receipts_of_a_worker_stopped_past_its_lease_are_ignored(stack: Stack) -> None:
     """Its outputs are stored and its receipts are on its disk when it is stopped; they reach the relay after another attempt's."""
     stack.kill("relay")
     job_id = stack.submit(["a"], max_tokens=3, capture=CAPTURE)

@@ -20,9 +20,7 @@ from midstream.workers.runs import Outcome
 
 # field case 36
 # field case 32
-def test_one_cell_that_the_engine_refuses_and_one_that_the_ranks_fail_are_the_only_ones_without_a_value(
-    redis_url: str, tmp_path: Path
-) -> None:
+def test_only_cells_that_engine_or_ranks_fail_have_no_value(redis_url: str, tmp_path: Path) -> None:
     asked = sweep()
     units = Units(asked)
     refused, failed = units.first_cell + 2, units.first_cell + asked.num_columns + 5
@@ -56,7 +54,7 @@ def test_cells_whose_source_run_is_not_there_when_they_need_it_have_no_value(red
 
 
 # field case 31
-def test_files_of_a_source_run_that_are_gone_when_a_sweep_resumes_leave_its_cells_without_values(redis_url: str, tmp_path: Path) -> None:
+def test_source_files_missing_when_a_sweep_resumes_leave_cells_without_values(redis_url: str, tmp_path: Path) -> None:
     asked = sweep(pair(CLEAN * 3, CORRUPT * 3))
 
     async def scenario(at: Rig) -> None:
@@ -243,7 +241,7 @@ def test_a_sweep_that_is_stopped_while_it_leases_its_runs_stops(
     Rig(redis_url, tmp_path)(scenario)
 
 
-def test_a_prompt_that_failed_for_a_former_attempt_is_not_asked_again_to_be_compared_with(redis_url: str, tmp_path: Path) -> None:
+def test_a_prompt_that_failed_in_an_earlier_attempt_is_not_rerun_for_comparison(redis_url: str, tmp_path: Path) -> None:
     asked = sweep(metric="kl")
     units = Units(asked)
 

@@ -74,7 +74,7 @@ def test_a_delivered_message_counts_as_there(redis_url: str) -> None:
     asyncio.run(main())
 
 
-def test_a_job_whose_ranks_disagreed_gets_its_message_at_once_though_the_former_is_still_out(redis_url: str) -> None:
+def test_a_job_whose_ranks_disagreed_is_sent_again_while_its_message_is_unacked(redis_url: str) -> None:
     """The worker winds the former attempt up: its message is acknowledged only then, and starts nothing."""
 
     async def main() -> None:

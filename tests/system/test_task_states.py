@@ -95,7 +95,7 @@ def agrees(stack: Stack, flower: Watcher, job_id: str, end: State) -> Task:
     return flower.task(job_id, SHOWN[end])
 
 
-def test_a_job_that_succeeds_is_a_success_named_by_its_kind_with_its_id_queue_worker_and_runtime(stack: Stack, flower: Watcher) -> None:
+def test_a_succeeded_job_is_a_task_with_its_kind_id_queue_worker_and_runtime(stack: Stack, flower: Watcher) -> None:
     job_id = stack.submit(["hello"], max_tokens=10)
     task = agrees(stack, flower, job_id, State.SUCCEEDED)
     assert (task.name, task.routing_key) == ("midstream.generate", queue_of("fake-model"))

@@ -108,9 +108,7 @@ async def settled(redis_url: str) -> list[Delivery]:
 
 
 # field case 41
-def test_two_senders_share_the_work_and_one_killed_between_send_and_note_costs_a_repetition_and_no_webhook(
-    senders: Senders, receiver: Receiver, redis_url: str
-) -> None:
+def test_a_sender_killed_after_a_send_causes_a_repeat_and_loses_no_webhook(senders: Senders, receiver: Receiver, redis_url: str) -> None:
     senders.start(2)
 
     # Quiet: each is sent once, by one of the two.

@@ -115,7 +115,7 @@ def test_a_full_disk_fails_the_capture_with_its_reason_and_the_worker_goes_on(st
         subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
-def test_a_consumer_of_another_package_is_served_and_one_that_breaks_makes_the_result_partial(stack: Stack) -> None:
+def test_a_consumer_plugin_gets_rows_and_a_failing_one_makes_the_result_partial(stack: Stack) -> None:
     (info,) = stack.do(lambda ledger: ledger.models())
     assert info.consumers == ["filesystem", "memory", "logging", "picky"]
     wanted = capture("picky", consumers=["filesystem", "picky"])

@@ -22,7 +22,7 @@ def captured(stack: Stack, job_id: str) -> list[str]:
 
 
 # field case 37
-def test_a_worker_killed_in_the_middle_of_a_job_leaves_one_result_and_counts_nothing_twice(tmp_path: Path) -> None:
+def test_a_worker_killed_during_a_job_leaves_one_result_and_no_double_counts(tmp_path: Path) -> None:
     with Stack(tmp_path, fake_token_s=0.1, max_num_seqs=1, lease_s=15) as stack:
         job_id = stack.submit(["first", "second"], max_tokens=30, capture=CAPTURE)
         stack.wait(job_id, until=lambda view: view.receipts == 1)  # the first prompt is captured, durable and reported
@@ -132,7 +132,7 @@ def test_a_worker_stalled_past_its_lease_finds_its_late_result_fenced(tmp_path: 
 
 
 # field case 38
-def test_a_lone_worker_stalled_past_its_lease_runs_the_job_again_and_drops_the_first_attempt(tmp_path: Path) -> None:
+def test_a_lone_worker_stalled_past_its_lease_discards_the_attempt_and_reruns_it(tmp_path: Path) -> None:
     with Stack(tmp_path, fake_token_s=TOKEN_S, lease_s=4, visibility_timeout_s=30) as stack:
         job_id = stack.submit(["a"], max_tokens=150, capture=CAPTURE)
         stack.wait_running(job_id)

@@ -228,7 +228,7 @@ def test_a_late_word_that_an_attempt_is_lost_does_not_stop_the_next_one(redis_ur
     Harness(redis_url, tmp_path, lasting)(scenario)
 
 
-def test_when_ranks_are_out_of_step_what_they_report_on_is_run_again_and_the_rest_goes_on(redis_url: str, tmp_path: Path) -> None:
+def test_when_ranks_disagree_only_the_affected_requests_run_again(redis_url: str, tmp_path: Path) -> None:
     async def scenario(at: Harness) -> None:
         captured, plain = await at.submit(max_tokens=100, capture=True), await at.submit(max_tokens=20)
         tasks = [await at.running(captured), await at.running(plain)]

@@ -108,7 +108,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         yield running
 
 
-def test_what_is_set_for_everyone_holds_on_every_rank_of_both_workers_until_it_is_cleared(stack: Stack) -> None:
+def test_global_steering_holds_on_every_rank_of_both_workers_until_cleared(stack: Stack) -> None:
     plain = text(stack, stack.submit(["hello"]))
     steered = text(stack, stack.submit(["hello"], steering=own(1), blobs=blobs(1)))
     version = set_global(stack, 1)

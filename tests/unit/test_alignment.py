@@ -42,9 +42,7 @@ def test_counterparts_are_in_order_and_every_other_token_has_a_reason(clean: lis
 
 
 @given(IDS, IDS)
-def test_unequal_prompts_pair_other_tokens_only_inside_a_block_that_replaces_one_of_equal_length(
-    clean: list[int], corrupt: list[int]
-) -> None:
+def test_unequal_prompts_pair_different_tokens_only_in_blocks_of_equal_length(clean: list[int], corrupt: list[int]) -> None:
     # field case 34
     if len(clean) == len(corrupt):
         corrupt = [*corrupt, 9]
@@ -104,9 +102,7 @@ def test_a_block_of_equal_length_in_unequal_prompts_is_aligned_and_told_of() -> 
         ("abcde", "aXbce", "'bc' is in both"),
     ],
 )
-def test_prompts_of_equal_length_are_aligned_by_position_with_a_note_where_that_may_be_wrong(
-    clean: str, corrupt: str, words: str | None
-) -> None:
+def test_equal_length_prompts_align_by_position_with_a_note_where_doubtful(clean: str, corrupt: str, words: str | None) -> None:
     made = align(tokens(*clean), tokens(*corrupt))
     assert made.pairs == [(place, place) for place in range(5)]
     assert not made.clean_alone

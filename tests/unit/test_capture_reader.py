@@ -44,7 +44,7 @@ def test_rows_come_back_as_float32_exactly(tmp_path: Path, dtype: str) -> None:
     np.testing.assert_array_equal(reader.row(3, 5), values("post_block", 3, [5])[0])
 
 
-def test_the_hook_may_be_left_out_where_there_is_one_and_named_as_in_transformer_lens(tmp_path: Path) -> None:
+def test_the_hook_is_optional_where_there_is_one_and_takes_transformer_lens_names(tmp_path: Path) -> None:
     write(tmp_path, finished(sites={"pre_attn": [1]}))
     reader = CaptureReader(tmp_path, "job_x")
     for hook in (None, "pre_attn", "resid_pre", "hook_resid_pre"):

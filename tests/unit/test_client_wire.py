@@ -232,7 +232,7 @@ def test_following_a_job_that_is_long_over_ends_at_once() -> None:
 
 
 @pytest.mark.parametrize(("status", "kind"), [("pending", "conflict"), ("error", "capture_failed"), ("timed_out", "receipts_timed_out")])
-def test_a_capture_that_is_not_whole_is_refused_with_its_status_unless_a_part_will_do(status: str, kind: str) -> None:
+def test_an_incomplete_capture_is_refused_with_its_status_unless_allowed(status: str, kind: str) -> None:
     manifest = wire.Manifest(status=status, files=[promised("tag.p0000.pp0.safetensors", b"x")], detail="rank 1 is silent")
     with pytest.raises(MidstreamError, match=rf"status {status} \(rank 1 is silent\)") as caught:
         download.check(manifest, "job_x", partial=False)
@@ -253,9 +253,7 @@ def test_a_download_that_is_not_what_was_promised_is_not_kept(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
-def test_files_that_this_account_may_not_read_or_the_job_cannot_have_are_not_read_in_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_or_foreign_files_are_not_read_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = "tag.p0000.pp0.safetensors"
     for job in ("job_x", "job_y"):
         (tmp_path / "tag" / job).mkdir(parents=True)

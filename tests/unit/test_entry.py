@@ -67,7 +67,7 @@ def test_blocks_before_the_first_that_is_touched_are_filled_in_full() -> None:
     assert begins((cell(first_affected=-1, steering=[]), *WHOLE)) == 2
 
 
-def test_runs_of_one_job_have_the_layers_of_all_its_cells_and_those_of_others_need_not() -> None:
+def test_a_jobs_own_runs_have_the_layers_of_all_its_cells_and_others_may_not() -> None:
     assert begins((cell(5, "j.0.base"), *FROM_BLOCK), (cell(2, "j.7.base"), *FROM_BLOCK)) == 2
     assert begins((cell(5, "j.0.base"), *FROM_BLOCK), (cell(2, "k.0.base"), *FROM_BLOCK)) == 0
     both = [(cell(layer, f"{job}.0.base"), *FROM_BLOCK) for job in "jk" for layer in (2, 5)]
@@ -155,7 +155,7 @@ def plan(entering: Entering, *step: tuple[RankSpec, int, int]) -> tuple[list[str
 
 
 @pytest.mark.parametrize("kind", [PairLayer, SingleLayer])
-def test_layers_below_are_left_out_and_the_first_gets_the_rows_of_the_run_bit_for_bit(kind: type[nn.Module]) -> None:
+def test_lower_layers_are_skipped_and_the_first_gets_the_runs_rows_bit_for_bit(kind: type[nn.Module]) -> None:
     model, gate = gated(kind)
     forward = entering(gate, "j.0.base", "j.1.base")
     failed, rows = plan(forward, (cell(3), *FROM_BLOCK), (cell(4, "j.1.base"), 8, 2))
@@ -187,7 +187,7 @@ def test_each_stage_leaves_out_its_own_layers_and_hands_on_two_tensors() -> None
     assert [len(layer.seen) for layer in later.held] == [0, 1, 1]
 
 
-def test_a_rank_without_a_requests_rows_fails_that_one_and_leaves_out_the_same_layers() -> None:
+def test_a_rank_without_a_requests_rows_fails_it_and_skips_the_same_layers() -> None:
     """Ranks of a stage that left out other layers would wait for each other."""  # field case 28
     _, gate = gated(PairLayer)
     forward = entering(gate, "j.0.base")

@@ -39,7 +39,7 @@ def step(grading: Grading, logits: torch.Tensor, *windows: tuple[Tracked | None,
     return grading.take(logits)
 
 
-def test_each_prompt_that_ends_in_a_step_is_graded_by_its_own_last_row_whatever_runs_beside_it() -> None:
+def test_each_prompt_that_ends_in_a_step_is_graded_by_its_own_last_row() -> None:
     grading, logits = Grading(), logits_of(8)
     ending, chunked, decoding, later = asking(0), asking(1), asking(2, (1,)), asking(3, (49, 0, 5))
     windows = [(None, 0, 4, 3), (ending, 2, 4, 1), (chunked, 0, 5, 1), (decoding, PROMPT, 1, 2), (later, 0, PROMPT, 1)]

@@ -83,7 +83,7 @@ def test_a_small_negative_effect_is_told_from_none_in_every_way_of_drawing() -> 
         ({"noise_floor": 0.0}, "noise floor < 7e-08"),
     ],
 )
-def test_a_noise_floor_of_zero_says_what_could_have_been_seen_and_how_often_it_was_tried(given: dict[str, Any], words: str) -> None:
+def test_a_noise_floor_of_zero_reports_its_resolution_and_sample_count(given: dict[str, Any], words: str) -> None:
     assert described(result(pair(**given)))[-1].endswith(words)  # float32 at 9.4 nats: 9.5e-7, of a difference of 13.8
 
 

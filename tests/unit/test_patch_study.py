@@ -176,7 +176,7 @@ def test_zoom_asks_for_each_token_of_the_named_columns_by_itself() -> None:
     assert (asked.metric, asked.alpha) == ("logprob", 0.5), "what else was asked is asked again"
 
 
-def test_zoom_around_a_cell_takes_its_hook_its_tokens_and_the_layers_up_to_its_neighbours() -> None:
+def test_zoom_around_a_cell_takes_its_hook_tokens_and_layers_between_neighbours() -> None:
     study = swept(result(pair(grids={hook: grid(0.9)[::3] for hook in ("pre_attn", "mlp_out")}), layers=LAYERS[::3], skipped=[]))
     cell = next(each for each in study.grid().cells() if each.layer == 12 and each.column == 3)
     asked = asked_by(study, "zoom", cell)
@@ -184,7 +184,7 @@ def test_zoom_around_a_cell_takes_its_hook_its_tokens_and_the_layers_up_to_its_n
 
 
 # field case 34
-def test_zoom_keeps_every_tokens_counterpart_also_where_the_other_prompt_is_patched_now() -> None:
+def test_zoom_keeps_token_pairs_when_the_patch_direction_is_reversed() -> None:
     # "iffel Tower" of the clean prompt, at 2 and 3, is "um" and what follows it: no alignment but the sweep's own says so.
     spans = [PairSpan(name="subject", clean=[1, 2, 3], corrupt=[3, 4])]
     request = SweepRequest(model="m", pairs=[SweepPair(clean="a", corrupt="b", answer="c", spans=spans)])

@@ -148,7 +148,7 @@ def test_where_rows_cannot_be_spilled_the_request_fails_with_the_reason(tmp_path
     assert (second.status, second.applied) == ("ok", 6)
 
 
-def test_rows_that_a_failed_request_should_have_left_are_told_of_and_fail_whoever_needs_them(rig: Rig) -> None:
+def test_rows_missing_from_a_failed_request_are_reported_and_fail_dependent_ones(rig: Rig) -> None:
     """The scheduler promised them; the worker then has it forget all promises."""
     first, second = capturing(1), capturing(2)
     rig.plane.faults.switch("plan")
@@ -218,7 +218,7 @@ def test_ten_thousand_requests_and_changes_of_all_that_stands_leave_nothing_behi
     assert {receipt.status for receipt in told} == {"ok"}, [receipt.message for receipt in told if receipt.status != "ok"][:3]
 
 
-def test_after_a_failed_intervention_its_digest_reads_no_cached_block_until_the_cache_began_anew(rig: Rig) -> None:
+def test_after_a_failed_intervention_its_digest_reads_no_block_until_a_cache_reset(rig: Rig) -> None:
     """New requests and preempted ones alike; nor while a request that failed still fills blocks."""  # field case 13
     resumed = steered(1)
     rig.step((resumed, 0, 6), new=[resumed])
@@ -275,7 +275,7 @@ def test_a_request_may_patch_every_position_of_its_prompt(tmp_path: Path) -> Non
 
 # field case 31
 @pytest.mark.parametrize("lost", ["never put", "dropped", "lost once", "dropped for a restart"])
-def test_a_request_whose_source_run_is_not_there_fails_with_the_reason_and_taints_what_it_fills(rig: Rig, lost: str) -> None:
+def test_a_missing_source_run_fails_the_request_and_taints_the_blocks_it_fills(rig: Rig, lost: str) -> None:
     run_files = source_run(rig.directory / "captures", {"pre_attn": [0, 1]}, range(6))
     if lost != "never put":
         rig.plane.runs.put(run_files)

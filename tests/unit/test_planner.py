@@ -36,7 +36,7 @@ def assert_whole(rank: Rank, request: Request, number: int = 0) -> None:
 
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize("seed", range(5))
-def test_any_mixture_of_captures_chunks_batches_and_repeats_gives_every_row_its_own_place(seed: int, traced: bool) -> None:
+def test_captures_chunks_batches_and_repeats_give_every_row_its_own_place(seed: int, traced: bool) -> None:
     """Random site sets, selectors, batch orders, chunk sizes and recomputed prefixes."""  # field case 1, 6
     rng = np.random.default_rng(seed)
     rank = Rank(traced=traced)
@@ -141,7 +141,7 @@ def test_replacements_of_one_row_follow_one_another() -> None:
     assert rank.left["post_block", 0] == pytest.approx(0.5 * (0.5 * stream + 0.5 * 100.0) + 0.5 * 300.0)
 
 
-def test_replacements_happen_in_the_order_written_also_when_positions_are_named_again() -> None:
+def test_replacements_happen_in_the_given_order_at_repeated_positions_too() -> None:
     rank = Rank()
     a, b, c = (rank.vector(np.full(HIDDEN, value)) for value in (1.0, 2.0, 3.0))
 
@@ -296,7 +296,7 @@ class _Elsewhere(Staging):
         self.sent += values.nbytes
 
 
-def test_an_accelerator_is_sent_the_rows_of_tokens_that_are_or_were_edited_and_no_others() -> None:
+def test_only_rows_of_tokens_with_current_or_former_edits_go_to_an_accelerator() -> None:
     buffers, rng = make_buffers(2, capacity=64), np.random.default_rng(0)
     staging = _Elsewhere(buffers, traced=True)
     plan = np.zeros(tuple(buffers.plan.shape), dtype=np.int32)

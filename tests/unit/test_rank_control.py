@@ -196,7 +196,7 @@ def test_an_engine_that_died_is_no_refusal(tmp_path: Path) -> None:
     asyncio.run(story())
 
 
-def test_global_steering_that_can_never_fit_beside_the_former_is_refused_by_all_ranks(tmp_path: Path) -> None:
+def test_global_steering_too_large_beside_the_former_is_refused_by_all_ranks(tmp_path: Path) -> None:
     async def story() -> None:
         rig = Rig(tmp_path, steering_entries=2)
         await rig.engine.hold_vectors([FIRST, SECOND], fetch, standing=True)

@@ -92,7 +92,7 @@ def test_concurrent_holders_load_a_run_once_and_one_rpc_carries_it() -> None:
     tell(story())
 
 
-def test_the_run_that_was_used_longest_ago_is_given_up_whole_and_loaded_again_when_it_is_needed() -> None:
+def test_the_least_recently_used_run_is_evicted_whole_and_reloaded_on_demand() -> None:
     async def story() -> None:
         rig = Rig(3 * SIZE)
         for key in (A, B, C, A, D):
@@ -108,7 +108,7 @@ def test_the_run_that_was_used_longest_ago_is_given_up_whole_and_loaded_again_wh
 
 
 # field case 31
-def test_what_is_held_is_never_given_up_however_long_others_wait_and_they_come_in_order() -> None:
+def test_a_held_run_is_never_evicted_and_waiters_are_served_in_order() -> None:
     async def story() -> None:
         rig, order = Rig(2 * SIZE, c=2 * SIZE), []
 
@@ -158,7 +158,7 @@ def test_a_run_larger_than_the_budget_is_loaded_when_nobody_holds_another() -> N
     tell(story())
 
 
-def test_a_holder_that_is_cancelled_while_it_waits_holds_nothing_and_lets_the_next_one_in() -> None:
+def test_a_holder_cancelled_while_waiting_holds_nothing_and_admits_the_next() -> None:
     async def story() -> None:
         rig = Rig(2 * SIZE)
         await rig.hold(A)
@@ -180,7 +180,7 @@ def test_a_holder_that_is_cancelled_while_it_waits_holds_nothing_and_lets_the_ne
     tell(story())
 
 
-def test_a_holder_that_is_cancelled_while_the_ranks_load_leaves_a_whole_run_that_nobody_holds() -> None:
+def test_a_holder_cancelled_during_loading_leaves_a_complete_run_without_holders() -> None:
     async def story() -> None:
         rig, reached, go_on = Rig(SIZE), asyncio.Event(), asyncio.Event()
 
@@ -204,7 +204,7 @@ def test_a_holder_that_is_cancelled_while_the_ranks_load_leaves_a_whole_run_that
 
 
 # field case 28
-def test_a_run_that_one_rank_cannot_load_is_on_none_and_its_holder_is_told_the_rank_and_the_reason() -> None:
+def test_a_run_that_one_rank_cannot_load_is_dropped_by_all_with_the_reason() -> None:
     async def story() -> None:
         rig = Rig(10 * SIZE, fault="put_run:rank=1,after=1,times=1")
         with pytest.raises(MidstreamError, match=f"source run {B} failed on rank 1: injected fault") as caught:
@@ -267,7 +267,7 @@ def test_after_a_resync_runs_are_loaded_again_and_late_releases_do_no_harm() -> 
 
 
 # field case 31
-def test_many_holders_in_any_order_never_lose_a_run_that_they_hold_nor_exceed_the_budget_together() -> None:
+def test_holders_in_any_order_keep_their_runs_within_the_budget() -> None:
     async def story() -> None:
         keys = [f"job_{number}.0.t" for number in range(8)]
         rig, dice, budget = Rig(3 * SIZE), random.Random(7), 3 * SIZE

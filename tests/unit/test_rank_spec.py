@@ -45,7 +45,7 @@ def test_a_request_that_nobody_asks_anything_of_is_not_told_of() -> None:
     assert (captured.digest, captured.first_affected, captured.global_version) == ("", -1, 7)
 
 
-def test_everyones_entries_are_resolved_for_the_prompt_and_what_has_no_place_in_it_is_left_out() -> None:
+def test_global_entries_are_resolved_per_prompt_without_absent_positions() -> None:
     entries = [
         template("a"),
         template("b", [0, 2, 9]),

@@ -134,7 +134,7 @@ def test_a_request_that_alone_needs_too_many_rows_is_refused() -> None:
     asyncio.run(story())
 
 
-def test_configurations_whose_vectors_do_not_fit_together_wait_and_one_that_never_fits_is_refused() -> None:
+def test_configurations_that_do_not_fit_together_wait_and_oversized_are_refused() -> None:
     async def story() -> None:
         admission, order = RowAdmission(9, 10), []
 
@@ -152,7 +152,7 @@ def test_configurations_whose_vectors_do_not_fit_together_wait_and_one_that_neve
     asyncio.run(story())
 
 
-def test_captures_that_would_overflow_the_buffers_of_one_step_wait_and_a_larger_one_is_refused() -> None:
+def test_captures_beyond_a_steps_buffers_wait_and_oversized_ones_are_refused() -> None:
     async def story() -> None:
         gate, order = StepRows(10), []
 
@@ -211,7 +211,7 @@ def test_holder_and_waiter_cancelled_together_leave_nothing_behind() -> None:
     asyncio.run(story())
 
 
-def test_rows_that_stand_for_everyone_wait_for_room_and_those_before_them_go_when_they_are_written() -> None:
+def test_global_rows_wait_for_room_and_replace_the_former_when_written() -> None:
     async def story() -> None:
         admission = RowAdmission(3, 9)
         async with admission.replacing_standing(rows("a"), 60):
@@ -242,7 +242,7 @@ def test_rows_that_stand_for_everyone_wait_for_room_and_those_before_them_go_whe
     asyncio.run(story())  # field case 24
 
 
-def test_rows_for_everyone_that_find_no_room_in_time_or_fail_on_the_ranks_leave_those_that_stood() -> None:
+def test_global_rows_that_time_out_or_fail_leave_the_former_rows() -> None:
     async def story() -> None:
         admission = RowAdmission(2, 9)
         async with admission.replacing_standing(rows("a"), 60):

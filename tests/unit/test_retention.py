@@ -137,9 +137,7 @@ def test_what_is_written_after_a_deletion_is_shown_to_nobody_and_removed_by_the_
 
 
 @pytest.mark.parametrize("damage", [bytes(100), b'{"file":"\xff"}', b'{"manifest":{"job":"\xff"}}', b"[]"])
-def test_a_damaged_line_stops_neither_the_deletion_of_others_nor_of_what_it_does_not_name(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: bytes
-) -> None:
+def test_a_damaged_line_does_not_stop_the_deletion_of_other_files(tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: bytes) -> None:
     jobs = ["job_x", "job_y", "job_z"]
     (file, *_) = write(tmp_path, *(finished(job, layout="segment") for job in jobs))
     write(tmp_path, finished("job_y", 1, layout="segment"), owner="w.other.0")

@@ -30,7 +30,7 @@ def captured(capture: dict[str, Any], *lengths: int, **changes: Any) -> list[lis
     return resolve_captures(CaptureSpec(**capture), bounds(*lengths, **changes))
 
 
-def test_a_capture_of_nothing_named_is_post_block_of_every_layer_at_the_last_prompt_token() -> None:
+def test_the_default_capture_is_post_block_of_all_layers_at_the_last_prompt_token() -> None:
     assert captured({}) == [[StoredCapture(sites={"post_block": [0, 1, 2, 3]}, positions="last_prompt", tag="default")]]
 
 
@@ -115,7 +115,7 @@ def test_what_the_operator_captures_comes_with_every_prompt_asked_or_not() -> No
     assert both[0][1].sites == {"pre_attn": [0, 1]}
 
 
-def test_a_range_from_a_token_on_is_kept_for_each_prompt_and_counted_with_what_is_generated() -> None:
+def test_an_open_range_is_stored_per_prompt_and_counts_generated_tokens() -> None:
     assert [[capture.positions for capture in captures] for captures in captured({"positions": Span(start=-2)}, 6, 3)] == [
         [Window(start=4)],
         [Window(start=1)],
@@ -138,7 +138,7 @@ def test_a_prompt_too_short_for_the_operators_positions_is_left_alone() -> None:
     assert resolve_captures(None, bounds(3, global_captures=everyone)) == []
 
 
-def test_for_want_of_room_in_a_step_the_operators_capture_is_left_out_and_nobody_refused(caplog: pytest.LogCaptureFixture) -> None:
+def test_global_capture_that_exceeds_a_steps_room_is_skipped_without_refusals(caplog: pytest.LogCaptureFixture) -> None:
     """A long prompt that asks for nothing must not be answered 400 about a capture; the user's own capture comes first."""
     everyone._logged.clear()
     limits: dict[str, Any] = {
@@ -156,7 +156,7 @@ def test_for_want_of_room_in_a_step_the_operators_capture_is_left_out_and_nobody
     assert "capture_buffer_mib" in line
 
 
-def test_a_job_keeps_what_its_user_asked_for_when_the_operators_captures_are_taken_out() -> None:
+def test_removing_global_captures_keeps_the_captures_that_the_user_requested() -> None:
     limits = bounds(6, 3, global_captures=[CaptureSpec(tag="global")])
     prompts = [StoredPrompt(token_ids=[1] * prompt.tokens) for prompt in limits.prompts]
 

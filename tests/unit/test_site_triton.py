@@ -50,7 +50,7 @@ def test_every_sentence_that_was_tried_is_looked_at(faults: dict[str, str | None
     assert set(faults) == {*PROPERTIES, *OWN}
 
 
-def test_the_kernels_compile_for_two_generations_of_gpus_once_for_each_dtype_and_width(tmp_path: Path) -> None:
+def test_the_kernels_compile_once_per_dtype_and_width_for_two_gpu_generations(tmp_path: Path) -> None:
     """A compilation that depends on the number of tokens could fall into the capture of a graph."""
     answer = _in_its_own_process(str(TESTS / "site_compiler.py"), TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
     dtypes, widths = 3, 3

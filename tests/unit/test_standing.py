@@ -120,7 +120,7 @@ def test_a_hook_that_the_worker_was_not_given_is_refused(rig: Rig) -> None:
         rig.plane.standing.prepare_global(for_everyone(1, msgspec.structs.replace(template(), hook="mlp_in")))
 
 
-def test_a_rollback_restores_the_former_global_steering_once_and_only_for_the_last_commit(rig: Rig) -> None:
+def test_a_rollback_restores_the_former_steering_once_for_the_last_commit_only(rig: Rig) -> None:
     standing = rig.plane.standing
     standing.commit_global(for_everyone(1, template()))
     bare = rig.plane.fingerprint()
@@ -136,7 +136,7 @@ def test_a_rollback_restores_the_former_global_steering_once_and_only_for_the_la
     assert state(rig) == once
 
 
-def test_a_commit_that_is_refused_leaves_the_former_steering_and_its_rollback_does_nothing(rig: Rig) -> None:
+def test_a_refused_commit_leaves_the_steering_and_its_rollback_changes_nothing(rig: Rig) -> None:
     standing = rig.plane.standing
     standing.commit_global(for_everyone(1, template()))
     live = [steered(number, scale=10.0 + number) for number in (1, 2)]
@@ -169,7 +169,7 @@ def test_a_module_is_registered_changed_and_unregistered_and_each_can_be_taken_b
             standing.set_module("joy", digest, tensors)
 
 
-def test_a_module_whose_tensors_are_not_here_is_refused_and_the_name_keeps_its_meaning(rig: Rig) -> None:
+def test_a_module_without_its_tensors_is_refused_and_the_name_keeps_its_value(rig: Rig) -> None:
     rig.plane.standing.set_module("joy", JOY, [NAME])
     before = state(rig)
     for digest in ("e" * 64, JOY):  # also when it is what the name means
@@ -195,7 +195,7 @@ def test_a_tensor_that_stands_is_not_dropped(rig: Rig) -> None:
 
 
 # field case 26
-def test_a_module_may_be_unregistered_and_its_tensors_dropped_under_a_request_that_has_it(rig: Rig) -> None:
+def test_a_module_can_be_unregistered_while_a_request_uses_it(rig: Rig) -> None:
     rig.plane.standing.set_module("joy", JOY, [NAME])
     admitted = steered(1)
     rig.step((admitted, 0, 4), new=[admitted])
@@ -415,7 +415,7 @@ def test_ranks_out_of_step_begin_anew_from_zero_and_agree_when_the_same_is_repla
     assert (after[0].checksum == after[1].checksum, after[0].epoch, after[1].epoch) == (True, 1, 1)
 
 
-def test_requests_that_are_there_when_a_rank_begins_anew_fail_with_the_reason_and_are_not_taken_up_again(rig: Rig) -> None:
+def test_requests_present_when_a_rank_restarts_fail_with_the_reason(rig: Rig) -> None:
     live, plain, over = steered(1), capturing(2), steered(3)
     over_spec = msgspec.structs.replace(spec_of(over), told_when_over=True)
     rig.step((live, 0, 6), (plain, 0, 6), new=[live, plain])
@@ -438,7 +438,7 @@ def test_requests_that_are_there_when_a_rank_begins_anew_fail_with_the_reason_an
     assert sorted(told) == [("j1", "error", 0), ("j2", "error", 0), ("j3", "error", 0)]
 
 
-def test_the_table_of_a_rank_that_began_anew_is_whole_and_those_of_before_take_nothing_from_it(rig: Rig) -> None:
+def test_a_restarted_ranks_table_is_complete_and_free_of_former_rows(rig: Rig) -> None:
     old = [steered(number, scale=float(number)) for number in (1, 2, 3)]
     rig.step(*((request, 0, 6) for request in old), new=old)
     rig.plane.restart()

@@ -141,7 +141,7 @@ def test_a_module_for_a_former_model_of_that_name_is_refused(changes: dict[str, 
     assert (problem.field, words in problem.detail) == ("steering[0].module", True)
 
 
-def test_a_module_whose_own_positions_are_not_in_a_prompt_is_refused_and_may_be_given_others() -> None:
+def test_a_module_with_positions_outside_a_prompt_is_refused_unless_overridden() -> None:
     there = module(spec(positions=[Span(text="gone")]))
     problem = refused(resolved, [SteeringSpec(module="joy")], there)
     assert problem.field == "steering[0].module"

@@ -59,7 +59,7 @@ def refused(spec: dict[str, Any], **changes: Any) -> MidstreamError:
     return found.value
 
 
-def test_steering_is_stored_under_our_hook_names_per_prompt_with_its_tensor_by_content() -> None:
+def test_steering_is_stored_per_prompt_by_hook_name_and_tensor_hash() -> None:
     spec = SteeringSpec(layers="1,-1", vector=VECTOR, hook="hook_resid_pre", op="replace", alpha=0.25, scale=2.0, positions=[-1])
     ((entry,), (other,)), blobs = resolve_steering([spec], bounds(6, 3))
     assert entry == StoredSteering(
@@ -103,7 +103,7 @@ def test_a_lowrank_keeps_its_rank_and_three_tensors_in_order() -> None:
 
 @pytest.mark.parametrize("op", get_args(SteeringOp))
 # field case 27
-def test_a_field_that_an_op_does_not_take_is_refused_by_its_name_and_one_it_needs_is_asked_for(op: SteeringOp) -> None:
+def test_a_field_invalid_for_an_op_and_a_missing_field_are_refused_by_name(op: SteeringOp) -> None:
     takes = STEERING_FIELDS[op]
     values: dict[str, Any] = {"vector": VECTOR, "norm_match": False} | {name: LOW_RANK[name] for name in ("rotation", "weight", "bias")}
     for field in (*TENSORS, *OPTIONS):
@@ -190,7 +190,7 @@ def test_entries_that_cannot_share_a_row_are_counted() -> None:
     assert len(resolved(*(spec | {"layers": layer % 4} for layer, spec in enumerate(again)))) == 5, "at another layer"
 
 
-def test_more_sets_of_positions_that_a_token_is_in_than_it_may_have_rows_are_refused_with_what_to_do() -> None:
+def test_more_overlapping_position_sets_than_rows_per_token_are_refused() -> None:
     """Replacements at one site that take turns between sets of positions with a token in common need a row each."""
 
     def steering(*positions: Any, op: str) -> int:

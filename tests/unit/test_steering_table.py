@@ -69,7 +69,7 @@ def test_a_family_does_at_its_site_what_its_formula_says(family: Family, hook: s
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_families_follow_one_another_in_the_documented_order_however_they_were_written(seed: int) -> None:
+def test_families_are_applied_in_the_documented_order_whatever_the_given_order(seed: int) -> None:
     rank = Rank()
     families = [family.name for family in FAMILIES]
     written = np.random.default_rng(seed).permutation(families).tolist()
@@ -119,7 +119,7 @@ def test_replacements_masked_or_not_are_applied_in_the_order_written(patches: li
     assert same(left(rank, edits), wanted)
 
 
-def test_a_replacement_of_strength_zero_changes_no_bit_of_the_one_before_it_in_its_row() -> None:
+def test_a_replacement_of_strength_zero_keeps_the_one_before_it_bit_for_bit() -> None:
     rank = Rank()
     zeros, value = rank.vector(np.full(HIDDEN, -0.0)), rank.vector(np.full(HIDDEN, 3.0))
     found = left(rank, [steering(zeros, [0], "pre_attn", [2], "replace", [1.0]), steering(value, [0], "pre_attn", [2], "replace", [0.0])])
@@ -127,7 +127,7 @@ def test_a_replacement_of_strength_zero_changes_no_bit_of_the_one_before_it_in_i
     assert np.signbit(found[2]).all()
 
 
-def test_a_full_replacement_behind_a_masked_one_at_its_site_is_a_masked_one_of_everything() -> None:
+def test_a_full_replacement_after_a_masked_one_at_a_site_gets_a_full_mask() -> None:
     def written(*entries: tuple[Family, int]) -> list[list[tuple[Family, list[str]]]]:
         edits = [steering(["v", "m"] if family == "replace_masked" else "v", [layer], family=family) for family, layer in entries]
         return [[(e.family, e.tensors) for e in row.entries] for row in steering_rows(edits)]
@@ -318,7 +318,7 @@ HISTORY = st.lists(st.tuples(st.integers(1, ROWS), st.one_of(st.none(), A_ROW)),
 
 @settings(max_examples=200, deadline=None)
 @given(HISTORY)
-def test_rows_that_come_and_go_in_any_order_always_fit_where_enough_is_free_and_keep_their_content(history: list[Any]) -> None:
+def test_rows_added_and_removed_in_any_order_fit_and_keep_their_content(history: list[Any]) -> None:
     buffers = make_buffers(SITES, capacity=1, configurations=ROWS, entries=CAPACITY)
     pool = EntryPool(buffers)
     held: dict[int, Any] = {}

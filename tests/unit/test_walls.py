@@ -195,7 +195,17 @@ def test_no_file_is_larger_than_a_source_file_should_be() -> None:
     assert [str(path) for path in tracked() if (ROOT / path).stat().st_size > limit] == []
 
 
-def test_the_repository_root_as_working_directory_gives_nobody_our_packages_under_other_names() -> None:
+def test_names_of_tests_fit_in_eighty_characters() -> None:
+    names = [
+        node.name
+        for path in sources("tests")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    ]
+    assert [name for name in names if len(name) > 80] == []
+
+
+def test_the_working_directory_does_not_expose_our_packages_under_other_names() -> None:
     """transformers imports `kernels` where it finds one; our ops must not be registered by that, nor twice."""
     script = "import kernels, torch; assert not hasattr(torch.ops.midstream, 'pair_site'); import midstream.kernels as ours; ours.pair_site"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=500)

@@ -152,7 +152,7 @@ def test_what_is_desired_is_applied_before_the_first_job_begins(tmp_path: Path) 
     worker(story)
 
 
-def test_a_proposal_is_prepared_and_reported_and_nothing_is_applied_until_it_is_decided(tmp_path: Path) -> None:
+def test_a_proposal_is_prepared_and_applied_only_after_the_decision(tmp_path: Path) -> None:
     async def story(at: Worker) -> None:
         at.board.want(version=0, proposal=Proposal(id="p1", steering=steering(1, NAMES[0]), deadline=FAR))
         await at.follow()
@@ -167,7 +167,7 @@ def test_a_proposal_is_prepared_and_reported_and_nothing_is_applied_until_it_is_
     Worker(tmp_path)(story)
 
 
-def test_a_proposal_that_a_rank_refuses_is_refused_by_rank_and_reason_and_its_tensors_are_let_go(tmp_path: Path) -> None:
+def test_a_proposal_refused_by_a_rank_names_rank_and_reason_and_frees_tensors(tmp_path: Path) -> None:
     async def story(at: Worker) -> None:
         at.board.want(proposal=Proposal(id="p1", steering=steering(1, NAMES[0]), deadline=FAR))
         await at.follow()
@@ -259,7 +259,7 @@ def test_a_quarantined_worker_begins_nothing_until_its_ranks_were_made_equal(tmp
     Worker(tmp_path)(story)
 
 
-def test_a_worker_quarantined_while_it_applies_a_change_does_not_serve_when_it_has_applied_it(tmp_path: Path) -> None:
+def test_a_worker_quarantined_during_a_change_does_not_serve_after_it(tmp_path: Path) -> None:
     async def story(at: Worker) -> None:
         commit, serving = at.engine.commit_global, []
 
@@ -372,7 +372,7 @@ def test_a_commit_that_one_rank_refuses_is_taken_back_and_applied_after_a_resync
     Worker(tmp_path)(story)
 
 
-def test_global_steering_that_a_rank_keeps_refusing_keeps_the_worker_from_jobs_and_is_tried_again(tmp_path: Path) -> None:
+def test_global_steering_refused_by_a_rank_is_retried_before_any_job(tmp_path: Path) -> None:
     async def story(at: Worker) -> None:
         at.engine.faults.switch("commit:rank=1")
         quarantined = asyncio.create_task(at.until("quarantined"))
@@ -389,7 +389,7 @@ def test_global_steering_that_a_rank_keeps_refusing_keeps_the_worker_from_jobs_a
     Worker(tmp_path)(story)
 
 
-def test_a_worker_that_could_not_do_what_is_desired_at_its_start_begins_no_job_until_it_is_cleared(tmp_path: Path) -> None:
+def test_a_worker_that_cannot_apply_the_state_at_start_waits_until_it_is_cleared(tmp_path: Path) -> None:
     """Its model came back with fewer layers, or its settings leave a hook out: such entries would be left out in silence."""
 
     async def story(at: Worker) -> None:
@@ -408,7 +408,7 @@ def test_a_worker_that_could_not_do_what_is_desired_at_its_start_begins_no_job_u
     worker(story)
 
 
-def test_a_worker_that_cannot_read_what_is_desired_says_so_and_begins_no_job_until_it_can(tmp_path: Path) -> None:
+def test_a_worker_that_cannot_read_the_desired_state_reports_it_and_begins_no_job(tmp_path: Path) -> None:
     async def story(at: Worker) -> None:
         report = at.board.reports[-1]
         assert (report.state, report.detail) == ("quarantined", "stored by another version")
