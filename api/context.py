@@ -25,7 +25,7 @@ CURRENT: ContextVar[Call | None] = ContextVar("midstream_call", default=None)
 
 
 def traceparent() -> str:
-    """For what this call begins; empty when nobody traces it."""
+    """Headers for the calls that this one causes; empty without tracing."""
     call = CURRENT.get()
     return call.span.traceparent if call is not None else ""
 

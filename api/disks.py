@@ -1,4 +1,4 @@
-"""Tells whether this machine's disks take what jobs leave there: captures, and receipts on their way."""
+"""Checks that this machine's disks can be written: captures, and receipts on their way to the relay."""
 
 import threading
 import time
@@ -17,7 +17,7 @@ LOOK_S = 1.0
 
 
 class Disks:
-    """Folders that are not on this machine are not looked at: a worker reports its own."""
+    """Folders that are not on this machine are skipped: a worker reports its own."""
 
     def __init__(self, settings: Settings) -> None:
         self._folders = {"captures": Path(settings.capture_root), "outbox": Path(settings.data_dir) / "outbox"}

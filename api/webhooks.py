@@ -16,14 +16,14 @@ from .jobs import ERRORS, PROBLEM, Cursor, PageSize, Whose
 
 DeliveryId = Annotated[str, PathParameter(max_length=MAX_NAME, description="The delivery's id: the `webhook-id` of all its attempts")]
 WITH_BODY = {400: PROBLEM, 413: PROBLEM, 415: PROBLEM, 503: PROBLEM}
-#: Nobody between us and the caller keeps a secret.
+#: No cache on the way keeps a secret.
 UNKEPT = {"Cache-Control": "no-store"}
 
 
 @get("/v1/webhooks/deliveries", summary="List webhooks and what came of them, newest first", responses=ERRORS)
 async def list_deliveries(
     request: JsonRequest,
-    job: Annotated[str | None, QueryParameter(max_length=MAX_NAME, description="Only what tells of this job")] = None,
+    job: Annotated[str | None, QueryParameter(max_length=MAX_NAME, description="Only webhooks about this job")] = None,
     delivery_state: Annotated[DeliveryState | None, QueryParameter(name="state", description="Only deliveries in this state")] = None,
     limit: PageSize = 50,
     cursor: Cursor = None,
@@ -61,7 +61,7 @@ async def _seen(request: JsonRequest, delivery_id: str) -> Delivery:
 @get(
     "/v1/webhooks/secrets",
     summary="The secrets that sign webhooks",
-    description="Those that sign what tells of jobs submitted with this key; made now if there is none.",
+    description="Those that sign webhooks about jobs submitted with this key; created by this call if there is none.",
     responses={503: PROBLEM},
 )
 async def get_secrets(request: JsonRequest) -> Response[SecretList]:

@@ -3,7 +3,7 @@
     python benchmarks/api_attacks.py [--rounds 3] [--only NAME …]
 
 A service with a fake engine, beside which a model with the demo model's tokenizer and shape is published that no worker serves:
-requests are checked, tokenised and queued. A process of its own asks /healthz every 20 ms over one connection. For each request: what
+requests are checked, tokenised and queued. A separate process requests /healthz every 20 ms over one connection. For each request: what
 it is answered with; the longest that the probe waited while it was under way (the median and the worst of the rounds; in brackets the
 median just before); by how much the API's peak of resident memory rose (the largest of the rounds) and that of its helper processes;
 both to the size of the body where that is 1 MiB or more.
@@ -198,7 +198,7 @@ ATTACKS = [
 
 
 def probe(host: str, port: int, pipe: Connection) -> None:
-    """Between two messages ask every 20 ms, then tell (when, seconds) of each answer; until told to end."""
+    """From each `begin` to the next message, request /healthz every 20 ms; then send (when, seconds) of each answer."""
     ask = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with socket.create_connection((host, port)) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -217,7 +217,7 @@ def probe(host: str, port: int, pipe: Connection) -> None:
 
 
 class Probe:
-    """A process that asks; `samples` are those of the last `probing`."""
+    """A process that requests /healthz; `samples` are those of the last `probing`."""
 
     def __init__(self, url: str):
         parts = urlsplit(url)
@@ -259,7 +259,7 @@ def children(pid: int) -> list[int]:
 
 
 def mark(pid: int) -> int:
-    """Begin the peak of resident memory anew; what it is now."""
+    """Reset the peak of resident memory; returns the current value."""
     Path(f"/proc/{pid}/clear_refs").write_text("5")
     return memory(pid, "VmRSS")
 

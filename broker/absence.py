@@ -1,4 +1,4 @@
-"""Tells a Redis that is away, or takes no writes for now, from a request that is wrong, and waits for it."""
+"""Distinguishes an unavailable or read-only Redis from an invalid request, and waits until it takes writes."""
 
 import logging
 import time
@@ -22,20 +22,20 @@ _CLASSES = (
     redis.exceptions.ClusterDownError,
     redis.exceptions.TryAgainError,
 )
-#: Written to learn whether Redis takes writes.
+#: Written to test whether Redis takes writes.
 PROBE_KEY = "ms:probe"
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 
 
 def is_absence(error: BaseException) -> bool:
-    """Redis is away, loading, read-only, full, cannot write or is held by a long script: nothing is wrong with what was asked."""
+    """Whether Redis is unreachable, loading, read-only, full, unable to write or in a long script: the request is not at fault."""
     if isinstance(error, _CLASSES):
         return True
     return isinstance(error, redis.exceptions.ResponseError) and any(code in str(error) for code in CODES)
 
 
 def words(error: BaseException) -> str:
-    """What users are told of it."""
+    """The error's text for users."""
     if trouble := disk_trouble(str(error)):
         return f"{trouble}: Redis cannot write its log"
     return f"the job ledger is not reachable: {error}"

@@ -168,7 +168,7 @@ def client_keys(secret_file: str, server_key: str) -> ClientKeys | None:
 def with_kept_keys(settings: Settings, worker: str = "") -> Settings:
     """With the keys that `curve_dir` holds for `worker`, or for the relay; they are made at the first start.
 
-    Whoever may write that folder may send receipts. Raises SettingsError when it cannot be used.
+    An account that can write that folder can send receipts. Raises SettingsError when it cannot be used.
     """
     if not settings.curve_dir:
         return settings

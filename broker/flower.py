@@ -40,11 +40,11 @@ def options(settings: Settings) -> dict[str, str]:
     if not settings.flower_auth and not is_loopback(settings.flower_host):
         raise SettingsError(
             f"MIDSTREAM_FLOWER_HOST={settings.flower_host} is off loopback: Flower needs MIDSTREAM_FLOWER_AUTH=user:password there, "
-            "because it shows everybody's jobs"
+            "because it shows the jobs of all tenants"
         )
     if not settings.flower_auth and asks_for_keys(settings):
         raise SettingsError(
-            "MIDSTREAM_FLOWER_AUTH: the API asks for keys, so Flower needs user:password as well, because it shows everybody's jobs"
+            "MIDSTREAM_FLOWER_AUTH: the API asks for keys, so Flower needs user:password as well, because it shows the jobs of all tenants"
         )
     found = {
         "FLOWER_ADDRESS": settings.flower_host,

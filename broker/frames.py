@@ -32,7 +32,7 @@ MAX_SEQ = 2**64 - 1
 NO_EPOCH = "0" * 32
 
 #: The largest frame that is taken: a receipt with all that `memory_limit_kib` allows, and lists of dropped positions.
-#: ZeroMQ closes the connection of whoever announces more, before it reserves memory for it.
+#: ZeroMQ closes a connection that announces a larger frame before it reserves memory for it.
 MAX_FRAME = 64 << 20
 
 #: ZeroMQ allows 255 bytes in a routing id; this leaves room for the rank and the instance.

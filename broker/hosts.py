@@ -1,9 +1,9 @@
-"""Rules on the `Host` and `Origin` headers that API and Flower accept: a browser must not be made to act for its user.
+"""Checks the `Host` and `Origin` headers of API and Flower, against DNS rebinding and cross-site requests.
 
-A page of anywhere can have its own name point at 127.0.0.1 (DNS rebinding): to the browser the API is of the page's origin then, and its
-scripts may read and write everything. But the name by which the browser calls is told, in `Host`, and it is not one of ours. Without that
-trick a page cannot read what we answer, and cannot send JSON (we allow no other origin to); it can send what has no body, and forms. Then
-the browser tells whose page it is, in `Origin`.
+A page can point its own name at 127.0.0.1 (DNS rebinding). The browser then treats the API as the page's origin, and the page's scripts can
+read and write everything; but the browser sends that name in `Host`, and it is not one of ours. Without rebinding a page cannot read our
+answers and cannot send JSON (CORS allows no other origin); it can send forms and requests without a body. For these the browser sends the
+page's origin in `Origin`.
 """
 
 import ipaddress
@@ -39,10 +39,10 @@ def named(settings: Settings) -> frozenset[str]:
 
 
 class Hosts:
-    """Which `Host` and `Origin` headers are right. Loopback's always are: health checks and whoever works on the machine itself."""
+    """The `Host` and `Origin` headers that are accepted. Loopback's always are, for health checks and local users."""
 
     def __init__(self, settings: Settings, host: str, asks: bool) -> None:
-        """`host`: where it listens. `asks`: callers need a key or a password, without which another page's script gets nothing.
+        """`host`: where it listens. `asks`: callers need a key or a password, which another site's page does not have.
 
         Raises SettingsError for an `allowed_hosts` that is none.
         """
@@ -50,8 +50,7 @@ class Hosts:
         self._any = not self._open and not settings.allowed_hosts
         ours = (host, urlsplit(settings.public_url).hostname or "")
         self._names = named(settings) | {name.lower() for name in ours if name}
-        # Whoever listens elsewhere is called by its address (Prometheus finds containers by theirs), and an address cannot be made to
-        # point at another one.
+        # A service off loopback may be called by its address (Prometheus finds containers that way), and no page can rebind an address.
         self._addresses = not is_loopback(host)
         self._allowed = ", ".join(["localhost", "127.0.0.1", "[::1]", *(["any address"] if self._addresses else []), *sorted(self._names)])
 
@@ -60,8 +59,8 @@ class Hosts:
         return self._any or (len(hosts) == 1 and self._ours(hosts[0]))
 
     def check(self, method: str, hosts: list[str], origins: list[str]) -> None:
-        """Raises `misdirected` for another name than ours and, where everybody is let in, `cross_site` for a page of elsewhere
-        that wants to change something."""
+        """Raises `misdirected` for a name that is not ours and, without authentication, `cross_site` for a request of another
+        site's page that is not in `SAFE`."""
         if not self.allows(hosts):
             shown = ", ".join(hosts)[:200] or "(none)"
             raise MidstreamError(

@@ -25,8 +25,8 @@ PASSWORD_BYTES = 24
 def close_folder(data: Path, say: Callable[[str], None]) -> int:
     """Make `data`, or close it, to other accounts; returns the umask that keeps what is written there as closed.
 
-    A folder that was open to everybody got its mode from a umask, so the group loses its rights as well; rights of the group alone are
-    an operator's wish and stay. Raises SettingsError for a folder that everybody is meant to write, such as /tmp.
+    A folder open to all accounts got its mode from a umask, so the group loses its rights as well; rights of the group alone are
+    set by an operator and stay. Raises SettingsError for a folder that is meant to be writable by all, such as /tmp.
     """
     data.mkdir(mode=OWNER_ALONE, parents=True, exist_ok=True)
     mode = data.stat().st_mode

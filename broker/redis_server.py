@@ -175,7 +175,7 @@ def _spawn(binary: str, directory: Path, port: int, lock: int, asked: dict[str, 
         "daemonize": "no",
         **asked,
     }
-    command = [binary, "-"]  # a configuration from stdin: command lines are for everybody to read
+    command = [binary, "-"]  # a configuration from stdin: all accounts can read command lines
     for name, value in options.items():
         command += [f"--{name}", value]
     with _log_file(directory) as output:

@@ -196,7 +196,7 @@ def down(
 
 
 def _signal(stack: where.Stack) -> None:
-    """SIGTERM to that process and no other, whoever has its pid by now."""
+    """Send SIGTERM to that process, and to no other that has got its pid since."""
     try:
         handle = os.pidfd_open(stack.pid)
     except ProcessLookupError:

@@ -60,7 +60,7 @@ def png(drawn: "Figure") -> bytes:
 
 @cache
 def _figure_class() -> Any:
-    """matplotlib's figure, which a notebook shows without being told how."""
+    """matplotlib's figure, which a notebook displays as it is."""
     from matplotlib.figure import Figure
 
     return type("Figure", (Figure,), {"_repr_png_": png, "__module__": __name__})

@@ -95,17 +95,17 @@ class Client(SteeringCalls, RunCalls, SweepCalls, KeyCalls, WebhookCalls, Servic
         On a terminal and in a notebook a bar counts the prompts, once the job has run for a second; `progress=False` leaves it out.
         """
         view = self.submit(request, **fields)
-        with prompts_bar(view.prompts) if progress else nullcontext() as told:
-            if told is not None:
-                threading.Thread(target=self._follow, args=(view.id, told), daemon=True).start()
+        with prompts_bar(view.prompts) if progress else nullcontext() as show:
+            if show is not None:
+                threading.Thread(target=self._follow, args=(view.id, show), daemon=True).start()
             self.wait(view.id, timeout)
         return self.result(view.id)
 
-    def _follow(self, job_id: str, told: Callable[[Event], None]) -> None:
-        """For a bar: what ends the events early is raised to whoever waits for the job."""
+    def _follow(self, job_id: str, show: Callable[[Event], None]) -> None:
+        """Passes events to a progress bar. Errors are dropped: the call that waits for the job raises them."""
         with suppress(MidstreamError, RuntimeError):  # RuntimeError: the client was closed
             for event in self.events(job_id):
-                told(event)
+                show(event)
 
     def events(self, job_id: JobLike, after: str = "") -> Iterator[Event]:
         """The job's events until it is over; after a lost connection it resumes behind the last one seen."""
@@ -302,8 +302,8 @@ class AsyncClient(AsyncSteeringCalls, AsyncRunCalls, AsyncSweepCalls, AsyncKeyCa
         self, request: JobRequest | None = None, *, timeout: float | None = None, progress: bool = True, **fields: Any
     ) -> JobResult:
         view = await self.submit(request, **fields)
-        with prompts_bar(view.prompts) if progress else nullcontext() as told:
-            following = None if told is None else asyncio.create_task(self._follow(view.id, told))
+        with prompts_bar(view.prompts) if progress else nullcontext() as show:
+            following = None if show is None else asyncio.create_task(self._follow(view.id, show))
             try:
                 await self.wait(view.id, timeout)
             finally:
@@ -311,10 +311,10 @@ class AsyncClient(AsyncSteeringCalls, AsyncRunCalls, AsyncSweepCalls, AsyncKeyCa
                     following.cancel()
         return await self.result(view.id)
 
-    async def _follow(self, job_id: str, told: Callable[[Event], None]) -> None:
+    async def _follow(self, job_id: str, show: Callable[[Event], None]) -> None:
         with suppress(MidstreamError):
             async for event in self.events(job_id):
-                told(event)
+                show(event)
 
     async def events(self, job_id: JobLike, after: str = "") -> AsyncIterator[Event]:
         parser, patience = wire.EventParser(after), calls.Patience()

@@ -253,13 +253,13 @@ class PatchStudy(_Study):
         """Ask, wait, and keep the result; returns the study. `fields`: hooks, layers, positions, metric, window, direction,
         ablation, alignment, alpha, mask, noise, as in `POST /v1/sweeps`. `spans`: columns of several tokens, for all pairs.
 
-        `progress`: True: a bar on a terminal or in a notebook; or a callable that is told of every cell.
+        `progress`: True: a bar on a terminal or in a notebook; or a callable that gets every event of the sweep.
         """
         with self._connected() as client:
             request = self._asked(self._model or _only(client.models()), spans, fields)
-            with _shown(progress) as told:
+            with _shown(progress) as show:
                 job = client.submit_sweep(request).id
-                return self._keep(job, request, client.sweep_result(job, told, cancel=True))
+                return self._keep(job, request, client.sweep_result(job, show, cancel=True))
 
     def zoom(
         self,
@@ -324,9 +324,9 @@ class AsyncPatchStudy(_Study):
         **fields: Any,
     ) -> Self:
         request = self._asked(self._model or _only(await self._client.models()), spans, fields)
-        with _shown(progress) as told:
+        with _shown(progress) as show:
             job = (await self._client.submit_sweep(request)).id
-            return self._keep(job, request, await self._client.sweep_result(job, told, cancel=True))
+            return self._keep(job, request, await self._client.sweep_result(job, show, cancel=True))
 
     async def zoom(
         self,
@@ -408,12 +408,12 @@ def _only(served: list[str]) -> str:
 
 @contextmanager
 def _shown(progress: bool | sweeps.Progress) -> Iterator[sweeps.Progress | None]:
-    """Who is told of the cells: nobody, a bar, or whom the user named."""
+    """The callable that gets the sweep's events: none, a bar, or the user's own."""
     if progress is not True:
         yield progress or None
         return
-    with bar() as told:
-        yield told
+    with bar() as show:
+        yield show
 
 
 def _no_sweep() -> MidstreamError:

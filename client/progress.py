@@ -1,4 +1,4 @@
-"""Shows how far a sweep or a job is: a bar of tqdm's on a terminal or in a notebook, nothing where nobody watches."""
+"""Shows how far a sweep or a job is: a tqdm bar on a terminal or in a notebook, nothing elsewhere."""
 
 import sys
 import warnings
@@ -9,7 +9,7 @@ from typing import Any
 from ..schemas.jobs import Event
 from ..schemas.sweeps import SweepCell, SweepStart
 from .notebook import in_notebook
-from .sweeps import Progress, Told
+from .sweeps import Progress, SweepEvent
 
 #: A job that is over sooner shows no bar.
 DELAY_S = 1.0
@@ -17,14 +17,14 @@ DELAY_S = 1.0
 
 @contextmanager
 def bar(title: str = "sweep") -> Iterator[Progress | None]:
-    """What a sweep's events move; None, and nothing is drawn, where standard error is no terminal and there is no notebook."""
+    """A bar to call with a sweep's events; None, and nothing is drawn, outside of terminals (standard error) and notebooks."""
     with _drawn(desc=title, unit="cell") as drawn:
         yield None if drawn is None else _Cells(drawn)
 
 
 @contextmanager
 def prompts_bar(total: int) -> Iterator[Callable[[Event], None] | None]:
-    """What a job's events move, from the second after its start on: prompts whose output is there. None as for `bar`."""
+    """A bar to call with a job's events: counts finished prompts, and appears after `DELAY_S`. None as for `bar`."""
     with _drawn(desc="prompts", unit="prompt", total=total, delay=DELAY_S) as drawn:
         yield None if drawn is None else _Prompts(drawn)
 
@@ -61,12 +61,12 @@ class _Cells:
         self._drawn = drawn
         self._seen: set[tuple[int, str, int, int]] = set()
 
-    def __call__(self, told: Told) -> None:
+    def __call__(self, event: SweepEvent) -> None:
         before = len(self._seen)
-        if isinstance(told, SweepStart):
-            self._seen |= {(each.pair, each.hook, layer, each.column) for each in told.skipped for layer in each.layers}
-            self._drawn.total = told.total
+        if isinstance(event, SweepStart):
+            self._seen |= {(each.pair, each.hook, layer, each.column) for each in event.skipped for layer in each.layers}
+            self._drawn.total = event.total
             self._drawn.refresh()
-        elif isinstance(told, SweepCell):
-            self._seen.add((told.pair, told.hook, told.layer, told.column))
+        elif isinstance(event, SweepCell):
+            self._seen.add((event.pair, event.hook, event.layer, event.column))
         self._drawn.update(len(self._seen) - before)

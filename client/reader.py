@@ -112,7 +112,7 @@ class CaptureReader:
     #: What the API says of the job's capture (`ok`, `partial`, …) and why; empty for a reader that did not ask it.
     status: str = ""
     detail: str = ""
-    #: How token ids read: `[tokens]` → as many strings. Set by `Client.capture`, which asks the server; nobody knows it from files alone.
+    #: How token ids read: `[tokens]` → as many strings. Set by `Client.capture`, which requests them from the server.
     read_tokens: Callable[[list[int]], list[str]] | None = None
 
     def __init__(self, source: Source, job: str | None = None, *, tag: str | None = None, partial: bool = False):

@@ -20,11 +20,11 @@ from .show import table
 _STOPS = np.array(((33, 102, 172), (146, 197, 222), (247, 247, 247), (244, 165, 130), (178, 24, 43)), dtype=np.float64)
 #: Where there are no colours: from the middle up, and from the middle down.
 _ABOVE, _BELOW = "▁▂▃▄▅▆▇█", "░▒▓"
-#: Below this part of the scale's half nothing is told from the middle.
+#: Values below this share of half the scale are drawn as its middle.
 _LEAST = 0.05
 #: A cell without a value.
 _NONE = "·"
-#: Widest name of a row, rows at most, cells of the legend's scale, and how many reasons for missing cells are told.
+#: Widest name of a row, rows at most, cells of the legend's scale, and how many reasons for missing cells are shown.
 _LABEL, _ROWS, _LEGEND, _REASONS = 18, 48, 24, 5
 
 

@@ -64,7 +64,7 @@ WORKER_CAVEAT = "worker caveat: "
 #: Loading a large model and compiling it take minutes.
 READY_TIMEOUT_S = 1800.0
 TICK_S = 0.2
-#: So often it is looked whether the data directory can be written.
+#: Interval of the checks whether the data directory can be written.
 DISK_LOOK_S = 2.0
 LOCK_FILE = "up.lock"
 
@@ -78,7 +78,7 @@ class Supervisor:
     """
 
     def __init__(self, settings: Settings, say: Say = print, waiting: Callable[[], None] = lambda: None):
-        self._tell = say
+        self._print = say
         self._waiting = waiting  # called several times a second while the stack starts
         self.data = Path(settings.data_dir).expanduser().resolve()
         self.settings = settings
@@ -237,9 +237,9 @@ class Supervisor:
             raise KeyboardInterrupt
 
     def _say(self, line: str) -> None:
-        """Tell the user; an output that takes no more (a full disk, a closed terminal) ends nothing."""
+        """Print a line for the user; an output that fails (a full disk, a closed terminal) is ignored."""
         with contextlib.suppress(OSError, ValueError):
-            self._tell(line)
+            self._print(line)
 
     def stop(self) -> None:
         """End everything, in order; harmless when repeated. Nothing of the stack is left running."""

@@ -17,9 +17,9 @@ from ..schemas.sweeps import Metric, SweepCell, SweepPair, SweepRequest, SweepRe
 from . import plain, wire
 from .wire import Call, JobLike
 
-#: What is told of a sweep while it runs.
-Told = SweepStart | SweepCell | SweepSummary
-Progress = Callable[[Told], None]
+#: An event that only sweeps have.
+SweepEvent = SweepStart | SweepCell | SweepSummary
+Progress = Callable[[SweepEvent], None]
 
 _KINDS: dict[str, type[SweepStart] | type[SweepCell] | type[SweepSummary]] = {
     "start": SweepStart, "cell": SweepCell, "summary": SweepSummary,
@@ -29,7 +29,7 @@ _KINDS: dict[str, type[SweepStart] | type[SweepCell] | type[SweepSummary]] = {
 def sweep_request(request: SweepRequest | None, fields: dict[str, Any]) -> SweepRequest:
     """The body of a sweep from a struct or from keyword arguments; raises MidstreamError naming the field.
 
-    An ablation without a metric asks for what its pairs can tell: a share that was recovered needs two prompts.
+    An ablation without a metric asks for the metric that its pairs allow: `recovered` needs two prompts.
     """
     made = plain.request(request, fields, SweepRequest)
     if request is not None or made.ablation is None or "metric" in fields:
@@ -43,8 +43,8 @@ def _ablation_metric(pairs: Sequence[SweepPair]) -> Metric:
     return "logprob" if any(pair.foil is None for pair in pairs) else "logit_diff"
 
 
-def told(event: Event) -> Told | None:
-    """What an event tells of a sweep; None of one that all jobs have."""
+def sweep_event(event: Event) -> SweepEvent | None:
+    """The event of a sweep; None for an event that all jobs have."""
     if event.event not in _KINDS:
         return None
     try:
@@ -65,7 +65,7 @@ def _grid(result: JobResult) -> SweepResult:
 
 
 def _stopped(interrupt: BaseException, job_id: JobLike, error: MidstreamError | None) -> None:
-    """What the one who interrupts the wait for a sweep is told of it."""
+    """The message for a user who interrupts the wait for a sweep."""
     sweep = f"sweep {wire.id_of(job_id)}"
     interrupt.add_note(f"{sweep} was cancelled" if error is None else f"{sweep} could not be cancelled: {error}")
 
@@ -89,7 +89,7 @@ class SweepCalls(ABC):
         return wire.decode(self._send_patiently(_submission(request, idempotency_key, fields)), JobView)
 
     def sweep(self, request: SweepRequest | None = None, *, progress: Progress | None = None, **fields: Any) -> SweepResult:
-        """Submit a sweep, wait, and return its grids. `progress` is told of every cell; who interrupts the wait cancels the sweep."""
+        """Submit a sweep, wait, and return its grids. `progress` is called with every event; interrupting the wait cancels the sweep."""
         return self.sweep_result(self.submit_sweep(request, **fields).id, progress, cancel=True)
 
     def sweep_result(self, job_id: JobLike, progress: Progress | None = None, *, cancel: bool = False) -> SweepResult:
@@ -112,9 +112,9 @@ class SweepCalls(ABC):
                     _stopped(interrupt, job_id, error)
             raise
 
-    def sweep_events(self, job_id: JobLike, after: str = "") -> Iterator[Told]:
-        """What is told of a sweep, from its beginning (or behind the event `after`) to its end; outlives lost connections."""
-        return (each for event in self.events(job_id, after) if (each := told(event)) is not None)
+    def sweep_events(self, job_id: JobLike, after: str = "") -> Iterator[SweepEvent]:
+        """The events of a sweep, from its beginning (or behind the event `after`) to its end; outlives lost connections."""
+        return (each for event in self.events(job_id, after) if (each := sweep_event(event)) is not None)
 
 
 class AsyncSweepCalls(ABC):
@@ -153,8 +153,8 @@ class AsyncSweepCalls(ABC):
                     _stopped(interrupt, job_id, error)
             raise
 
-    async def sweep_events(self, job_id: JobLike, after: str = "") -> AsyncIterator[Told]:
+    async def sweep_events(self, job_id: JobLike, after: str = "") -> AsyncIterator[SweepEvent]:
         async for event in self.events(job_id, after):
-            each = told(event)
+            each = sweep_event(event)
             if each is not None:
                 yield each

@@ -21,7 +21,7 @@ from .wire import ServerUnreachable
 
 #: Of `midstream up`, in its data directory: who runs there.
 STATE_FILE = "up.json"
-#: How long a running API may take to say who it is.
+#: How long a running API may take to answer with its instance.
 ASK_S = 3.0
 
 
@@ -148,7 +148,7 @@ def _listeners() -> list[tuple[int, int, int]]:
 
 
 def owner_of(port: int) -> int | None:
-    """The user whose process listens on a port; None when nobody does, or when it cannot be told."""
+    """The user whose process listens on a port; None when no process does, or when its owner is unknown."""
     return next((uid for found, uid, _ in _listeners() if found == port), None)
 
 

@@ -55,7 +55,7 @@ class Planned(NamedTuple):
     site_rows: torch.Tensor  # [families, 1 + configurations] configuration row → pool entry; column 0 and entry 0: nothing
     pool: torch.Tensor  # [1 + entries, hidden_size], the model's dtype
     scalars: torch.Tensor  # float32 [1 + entries, SCALARS]
-    #: [capacity], written by the ops, zeroed by whoever reads it. Of each edited token the first site at which its row was not
+    #: [capacity], written by the ops, zeroed by its reader. Of each edited token the first site at which its row was not
     #: finite: SITE where the edits made it so, −SITE where it was so before them; 0: finite at every site that edits it.
     broken: torch.Tensor
 

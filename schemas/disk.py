@@ -1,4 +1,4 @@
-"""Names a disk that takes no writes, in the words that users read, and tests whether a folder can be written."""
+"""Recognises errors of disks that take no writes, and tests whether a folder can be written."""
 
 import errno
 import re
@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 FULL, READ_ONLY = "disk full", "disk read-only"
-#: What the operating system says, as it stands in an error → what users are told.
+#: Error number of the operating system → text for users.
 TROUBLES = {
     errno.ENOSPC: FULL,
     errno.EDQUOT: FULL,

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 #: How often a blocking start looks whether it should give up.
 INTERRUPT_CHECK_S = 0.2
-#: How often it is looked whether captures and receipts can be written.
+#: Interval of the checks whether captures and receipts can be written.
 DISK_LOOK_S = 2.0
 #: After the engine's death, how long releasing its jobs and stopping what is left of it may take together.
 DEATH_GRACE_S = 4.0

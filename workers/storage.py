@@ -142,7 +142,7 @@ class Segment:
             raise
 
     def in_place(self) -> bool:
-        """Whether both files are still those at their paths: whoever may write to the folder can remove or replace them."""
+        """Whether both files are still those at their paths: other processes with write access can remove or replace them."""
         try:
             self._must_be_in_place()
         except OSError:

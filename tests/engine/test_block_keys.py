@@ -111,7 +111,7 @@ def test_plain_requests_find_their_blocks_in_every_epoch(scheduler: ModuleType) 
 
 @pytest.mark.parametrize("digest", ["", "d"])
 def test_no_block_of_a_tenant_is_found_by_another_where_the_cache_is_theirs_alone(scheduler: ModuleType, digest: str) -> None:
-    one, same, other, nobodys = (request(number, digest, salt) for number, salt in enumerate(("a", "a", "b", None)))
+    one, same, other, unsalted = (request(number, digest, salt) for number, salt in enumerate(("a", "a", "b", None)))
     assert one.block_hashes == same.block_hashes
     assert not set(one.block_hashes) & set(other.block_hashes)
-    assert not set(one.block_hashes) & set(nobodys.block_hashes)
+    assert not set(one.block_hashes) & set(unsalted.block_hashes)

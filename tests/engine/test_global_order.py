@@ -62,7 +62,7 @@ def of_everyone(host: Host, edit: Edit) -> GlobalSteering:
 
 
 def check(host: Host, reference: Reference, wanted: dict[str, tuple[list[StoredSteering], list[Edit]]], everyone: GlobalSteering) -> None:
-    """Name → (a request's entries, what the reference is told): every row after the edits is the reference's."""
+    """Name → (a request's entries, the reference's edits): every row after the edits is the reference's."""
     capture = capture_of([1, 3], "all", at="after")
     jobs = {name: host.job(prompt_of(PROMPT), max_tokens=2, capture=capture, steering=steering) for name, (steering, _) in wanted.items()}
     answer = host.send(Command(jobs=list(jobs.values()), vectors=host._vectors, everyone=everyone))

@@ -1,4 +1,4 @@
-"""Numbers that are not finite stay with the request that made them: it fails, and nobody else's numbers change by a bit."""
+"""Numbers that are not finite stay with the request that made them: it fails, and no bit of another request's numbers changes."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -81,7 +81,7 @@ def test_an_edit_that_overflows_fails_its_request_and_names_the_row(engine: str,
         assert np.isfinite(rows_of(host, after)).all()
 
 
-def test_what_an_attack_left_in_the_prefix_cache_serves_nobody(cached: Host) -> None:
+def test_blocks_of_an_attack_are_not_served_from_the_prefix_cache(cached: Host) -> None:
     prompt = prompt_of(2 * BLOCK + 9, seed=510)
     plain = cached.job(prompt, max_tokens=2)
     text = cached.run(plain)[plain.id][0].token_ids
@@ -96,7 +96,7 @@ def test_what_an_attack_left_in_the_prefix_cache_serves_nobody(cached: Host) -> 
     assert np.isfinite(rows_of(cached, again)).all()
 
 
-def test_edits_of_everyone_fail_those_that_run_under_them_and_nobody_after_them(v1: Host) -> None:
+def test_non_finite_global_edits_fail_requests_under_them_and_none_after(v1: Host) -> None:
     first = capturing(v1, prompt_of(9, seed=530))
     v1.run_together(first)
     template = [SteeringTemplate(**msgspec.structs.asdict(entry)) for entry in overflowing(v1)]
@@ -144,7 +144,7 @@ def loud(nursery: Nursery, llama: Path, tmp_path_factory: pytest.TempPathFactory
     host.close()
 
 
-def test_a_model_that_overflows_by_itself_is_said_so_and_serves_nobody(loud: Host) -> None:
+def test_a_model_that_overflows_unedited_is_reported_and_its_blocks_are_not_reused(loud: Host) -> None:
     prompt = prompt_of(2 * BLOCK + 9, seed=520)
     quiet = [token for token in prompt if token != LOUD]
     first = capturing(loud, quiet, max_tokens=2)

@@ -214,7 +214,7 @@ def test_a_failed_intervention_leaves_no_blocks_that_claim_it(cached: Host, refe
 @pytest.mark.parametrize(("way", "crossing"), [("cached", 2 * BLOCK), ("tp2", 0)])
 @pytest.mark.parametrize("asks", ["nothing", "steering", "capture"])
 def test_tenants_reuse_each_others_blocks_only_where_the_cache_is_shared(way: str, crossing: int, asks: str, request) -> None:
-    """`cached` has prefix_cache_scope=shared, `tp2` has `tenant`. What is reused is told as `cached_tokens`."""
+    """`cached` has prefix_cache_scope=shared, `tp2` has `tenant`. Reuse is reported as `cached_tokens`."""
     host: Host = request.getfixturevalue(way)
     prompt = prompt_of(300, seed=70 + len(asks))
     steering = [steer(host.vector(direction(70)), [0], 2.0)] if asks == "steering" else None

@@ -23,7 +23,7 @@ def test_a_multimodal_model_is_refused_by_name_before_vllm_looks_at_it(tmp_path:
         asyncio.run(engine.start())
 
 
-def test_what_vllm_finds_wrong_is_told_in_one_line_without_its_validators_words(tmp_path: Path) -> None:
+def test_an_error_of_vllm_is_reported_in_one_line_without_its_validators_text(tmp_path: Path) -> None:
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "max_position_embeddings": 64}
     (tmp_path / "config.json").write_text(json.dumps(config))
     engine = VllmEngine(Settings(model=str(tmp_path), data_dir=str(tmp_path / "data"), dtype="float32", max_model_len=65))

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from cluster import Cluster, Outage
 
-#: What the full gate kills, how often, what it tells to stop (SIGTERM), what it stops past its lease (SIGSTOP), and how often Redis refuses
-#: writes for a while; `api` is of each replica.
+#: Fault → how often the full gate causes it: kills, stops (SIGTERM), pauses past the lease (SIGSTOP), refused writes of Redis. `api`: for
+#: each replica.
 FULL = {
     "worker": 30,
     "redis": 5,
@@ -30,7 +30,7 @@ FIRST, LAST = 0.03, 0.95
 
 @dataclass
 class Fault:
-    """Before job number `before` is sent, one of `targets` is killed, or told to stop."""
+    """Before job number `before` is sent, one of `targets` is killed, or gets SIGTERM."""
 
     kind: str  # as in `FULL`
     targets: list[str]

@@ -1,7 +1,7 @@
-"""What do the service's clients ask, and what are they told while its parts die?
+"""What do the service's clients request, and which answers do they get while its parts die?
 
 Each job has a client of its own that does what the guide tells clients to do: it sends an Idempotency-Key, repeats what was
-answered 503 or broke, at whichever replica answers, and follows the job to its end. All that it was told is noted.
+answered 503 or broke, at whichever replica answers, and follows the job to its end. All answers are recorded.
 """
 
 import asyncio
@@ -82,7 +82,7 @@ class Plan:
 
 
 def plans(rng: random.Random, count: int, callback: str | None = None) -> list[Plan]:
-    """`count` different jobs; one in five is to be told to `callback`."""
+    """`count` different jobs; one in five has the callback URL `callback`."""
     made = []
     for number in range(count):
         way = rng.choices(list(WAYS), list(WAYS.values()))[0]
@@ -106,15 +106,15 @@ def plans(rng: random.Random, count: int, callback: str | None = None) -> list[P
 
 
 @dataclass
-class Told:
-    """Everything that one client has been told."""
+class Observed:
+    """Everything that one client received."""
 
     plan: Plan
     key: str
-    ids: dict[str, None] = field(default_factory=dict)  # of jobs, in the order in which they were told
+    ids: dict[str, None] = field(default_factory=dict)  # of jobs, in the order in which they were received
     begun: float = 0.0  # when it was first sent
     accepted: float = 0.0  # when a 200 or 202 was first there
-    finished: float = 0.0  # when its end was told
+    finished: float = 0.0  # when its end was received
     answers: Counter[str] = field(default_factory=Counter)  # status or kind of break -> how often
     held_s: float = 0.0  # how long the answer that came was held
     texts: list[str] | None = None  # of each prompt, where the answer held them
@@ -142,57 +142,57 @@ class Clients:
         for http in self._http.values():
             await http.aclose()
 
-    async def follow(self, plan: Plan) -> Told:
+    async def follow(self, plan: Plan) -> Observed:
         """From the first request to the end of the job."""
-        told = Told(plan, f"{self._run}-{plan.number}", begun=time.monotonic())
+        observed = Observed(plan, f"{self._run}-{plan.number}", begun=time.monotonic())
         try:
-            await asyncio.wait_for(self._follow(told), PATIENCE_S)
+            await asyncio.wait_for(self._follow(observed), PATIENCE_S)
         except TimeoutError:
-            told.wrong.append(f"no end within {PATIENCE_S:.0f} s")
-        return told
+            observed.wrong.append(f"no end within {PATIENCE_S:.0f} s")
+        return observed
 
-    async def _follow(self, told: Told) -> None:
-        plan = told.plan
-        headers = {"Idempotency-Key": told.key}
+    async def _follow(self, observed: Observed) -> None:
+        plan = observed.plan
+        headers = {"Idempotency-Key": observed.key}
         if plan.way == "held job":
             headers["Prefer"] = f"wait={self._wait_s:.0f}"
         began = time.monotonic()
-        answer = await self._ask(told, "POST", plan.path, json=plan.body(), headers=headers)
-        told.held_s = time.monotonic() - began
+        answer = await self._ask(observed, "POST", plan.path, json=plan.body(), headers=headers)
+        observed.held_s = time.monotonic() - began
         if answer.status_code not in (200, 202):
-            told.wrong.append(f"{plan.way} was answered {answer.status_code}: {answer.text[:300]}")
+            observed.wrong.append(f"{plan.way} was answered {answer.status_code}: {answer.text[:300]}")
             return
         if "completion" in plan.way and answer.status_code == 200:
-            told.texts = _texts(plan, answer)
+            observed.texts = _texts(plan, answer)
         if plan.way == "cancelled job":
-            await self._until_started(told) if plan.when == "running" else await asyncio.sleep(self._rng.random() * 0.3)
-            cancelled = await self._ask(told, "POST", f"/v1/jobs/{told.id}/cancel")
+            await self._until_started(observed) if plan.when == "running" else await asyncio.sleep(self._rng.random() * 0.3)
+            cancelled = await self._ask(observed, "POST", f"/v1/jobs/{observed.id}/cancel")
             if cancelled.status_code not in (200, 202, 409):
-                told.wrong.append(f"cancel was answered {cancelled.status_code}: {cancelled.text[:200]}")
-        while told.state not in TERMINAL:
-            view = await self._ask(told, "GET", f"/v1/jobs/{told.id}", params={"wait": self._wait_s})
+                observed.wrong.append(f"cancel was answered {cancelled.status_code}: {cancelled.text[:200]}")
+        while observed.state not in TERMINAL:
+            view = await self._ask(observed, "GET", f"/v1/jobs/{observed.id}", params={"wait": self._wait_s})
             if view.status_code != 200:
-                told.wrong.append(f"GET of {told.id}, which was accepted, was answered {view.status_code}: {view.text[:200]}")
+                observed.wrong.append(f"GET of {observed.id}, which was accepted, was answered {view.status_code}: {view.text[:200]}")
                 return
-            told.state = view.json()["state"]
-        told.finished = time.monotonic()
-        if plan.way in ("job", "held job", "steered job") and told.state == "succeeded":
-            result = await self._ask(told, "GET", f"/v1/jobs/{told.id}/result")
+            observed.state = view.json()["state"]
+        observed.finished = time.monotonic()
+        if plan.way in ("job", "held job", "steered job") and observed.state == "succeeded":
+            result = await self._ask(observed, "GET", f"/v1/jobs/{observed.id}/result")
             if result.status_code == 200:
-                told.texts = [output["text"] for output in result.json()["outputs"]]
+                observed.texts = [output["text"] for output in result.json()["outputs"]]
             else:
-                told.wrong.append(f"the result of {told.id} was answered {result.status_code}")
+                observed.wrong.append(f"the result of {observed.id} was answered {result.status_code}")
 
-    async def _until_started(self, told: Told) -> None:
+    async def _until_started(self, observed: Observed) -> None:
         """A long poll for each change."""
         known = {"If-None-Match": '"0"'}  # without one the poll would wait for the end
         while True:
-            view = await self._ask(told, "GET", f"/v1/jobs/{told.id}", params={"wait": self._wait_s}, headers=known)
+            view = await self._ask(observed, "GET", f"/v1/jobs/{observed.id}", params={"wait": self._wait_s}, headers=known)
             if view.status_code == 200 and view.json()["state"] != "queued":
                 return
             known = {"If-None-Match": view.headers.get("etag", "")}
 
-    async def _ask(self, told: Told, method: str, path: str, **more: Any) -> httpx.Response:
+    async def _ask(self, observed: Observed, method: str, path: str, **more: Any) -> httpx.Response:
         """Until some replica gives an answer that is not to be repeated."""
         while True:
             replica = self._rng.choice(list(self._http))
@@ -200,19 +200,19 @@ class Clients:
             try:
                 answer = await self._http[replica].request(method, path, **more)
             except httpx.TimeoutException as error:
-                told.answers["hung"] += 1
-                told.wrong.append(f"{method} {path} hung for {time.monotonic() - began:.0f} s at {replica}: {error!r}")
+                observed.answers["hung"] += 1
+                observed.wrong.append(f"{method} {path} hung for {time.monotonic() - began:.0f} s at {replica}: {error!r}")
                 continue
             except httpx.TransportError as error:
-                told.answers["broken"] += 1
+                observed.answers["broken"] += 1
                 if not self._was_away(replica, began, time.monotonic()):
-                    told.wrong.append(f"{method} {path} broke at {replica}, which lived: {error!r}")
+                    observed.wrong.append(f"{method} {path} broke at {replica}, which lived: {error!r}")
                 await asyncio.sleep(0.05 + self._rng.random() * 0.2)
                 continue
-            told.answers[str(answer.status_code)] += 1
+            observed.answers[str(answer.status_code)] += 1
             if answer.status_code in (200, 202) and method == "POST" and not path.endswith("/cancel"):
-                told.ids[answer.headers[JOB_HEADER]] = None
-                told.accepted = told.accepted or time.monotonic()
+                observed.ids[answer.headers[JOB_HEADER]] = None
+                observed.accepted = observed.accepted or time.monotonic()
             if answer.status_code in (429, 503):
                 await asyncio.sleep(min(float(answer.headers.get("retry-after", "1")), 0.5) * (0.5 + self._rng.random()))
                 continue

@@ -29,7 +29,7 @@ SETTINGS: dict[str, Any] = {
 STARTS = 5
 #: How long a worker's kill waits for the worker to hold a job, in seconds.
 WORK_S = 5.0
-#: A worker that is told to stop ends its jobs first.
+#: A worker that gets SIGTERM finishes its jobs first.
 STOP_S = 90.0
 
 

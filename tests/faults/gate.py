@@ -25,7 +25,7 @@ if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "system")]
 
 from chaos import FULL, Chaos, Fault, schedule
-from clients import HELD, Clients, Plan, Told, plans
+from clients import HELD, Clients, Observed, Plan, plans
 from cluster import Cluster
 from judge import Verdict, judge
 from monitor import Monitor
@@ -47,7 +47,7 @@ class Report:
     jobs: int
     seconds: float
     verdict: Verdict
-    told: list[Told]
+    observed: list[Observed]
     faults: list[Fault]
 
     @property
@@ -56,24 +56,24 @@ class Report:
 
     def figures(self) -> dict[str, Any]:
         """Everything that the table shows, as JSON."""
-        held = [told for told in self.told if told.plan.way in HELD]
-        answers: Counter[str] = sum((told.answers for told in self.told), Counter())
+        held = [observed for observed in self.observed if observed.plan.way in HELD]
+        answers: Counter[str] = sum((observed.answers for observed in self.observed), Counter())
         return {
             "seed": self.seed,
             "jobs": self.jobs,
             "seconds": round(self.seconds, 1),
             "jobs_per_s": round(self.jobs / self.seconds, 1),
             "kills": dict(Counter(fault.kind for fault in self.faults if fault.outage)),
-            "ways": dict(Counter(told.plan.way for told in self.told)),
+            "ways": dict(Counter(observed.plan.way for observed in self.observed)),
             "held": {
                 "asked": len(held),
-                "resolved": sum(bool(told.ids) for told in held),
-                "longest_s": round(max((told.held_s for told in held), default=0.0), 1),
+                "resolved": sum(bool(observed.ids) for observed in held),
+                "longest_s": round(max((observed.held_s for observed in held), default=0.0), 1),
             },
             "answers": dict(sorted(answers.items())),
             "seen": dict(self.verdict.seen),
             "broken": {rule: len(found) for rule, found in self.verdict.found.items()},
-            "recovery": recovery(self.faults, self.told),
+            "recovery": recovery(self.faults, self.observed),
         }
 
     def table(self) -> str:
@@ -99,11 +99,11 @@ class Report:
         return "\n".join(lines)
 
 
-def recovery(faults: list[Fault], told: list[Told]) -> dict[str, dict[str, Any]]:
+def recovery(faults: list[Fault], observed: list[Observed]) -> dict[str, dict[str, Any]]:
     """Per kind of kill, seconds from it: until the process was ready again (its pause included), until the first job that was
     accepted after it had finished, and until every job had finished that was under way. Median and longest."""
     found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    ended = [client for client in told if client.finished]
+    ended = [client for client in observed if client.finished]
     for fault in faults:
         if fault.outage is None:
             continue
@@ -120,21 +120,21 @@ def recovery(faults: list[Fault], told: list[Told]) -> dict[str, dict[str, Any]]
 
 async def _load(
     cluster: Cluster, faults: list[Fault], rng: random.Random, jobs: int, receiver: Receiver, clock: Clock, say: Callable[[str], object]
-) -> list[Told]:
+) -> list[Observed]:
     """All clients, `AT_ONCE` at a time, and the faults among them."""
     chaos = Chaos(cluster, faults)
     clients = Clients(cluster.urls, f"gate-{os.urandom(4).hex()}", rng, cluster.settings.max_wait_s, cluster.was_away)
     room = asyncio.Semaphore(AT_ONCE)
-    told: list[Told] = []
+    observed: list[Observed] = []
     tasks: list[asyncio.Task[None]] = []
 
     async def one(plan: Plan) -> None:
         try:
-            told.append(await clients.follow(plan))
+            observed.append(await clients.follow(plan))
         finally:
             room.release()
-        if len(told) % 1000 == 0:
-            say(f"{len(told)} of {jobs} jobs are over")
+        if len(observed) % 1000 == 0:
+            say(f"{len(observed)} of {jobs} jobs are over")
 
     try:
         for plan in plans(rng, jobs, receiver.url):
@@ -149,7 +149,7 @@ async def _load(
         for task in tasks:
             task.cancel()
         await clients.close()
-    return told
+    return observed
 
 
 def run(
@@ -173,16 +173,16 @@ def run(
         monitor = Monitor(cluster.settings.redis_url)
         monitor.start()
         started = time.monotonic()
-        told = asyncio.run(_load(cluster, faults, rng, jobs, receiver, clock, say))
+        observed = asyncio.run(_load(cluster, faults, rng, jobs, receiver, clock, say))
         seconds = time.monotonic() - started
         settle(cluster, clock)
-        asyncio.run(judge(cluster.settings, told, monitor, receiver, verdict))
+        asyncio.run(judge(cluster.settings, observed, monitor, receiver, verdict))
         monitor.stop()
-    return Report(seed, jobs, seconds, verdict, told, faults)
+    return Report(seed, jobs, seconds, verdict, observed, faults)
 
 
 def settle(cluster: Cluster, clock: Clock) -> None:
-    """Until no job and no webhook is under way any more, or for `SETTLE_S`: what is left then is told by the judge."""
+    """Until no job and no webhook is under way any more, or for `SETTLE_S`: the judge reports what is left then."""
     deadline = time.monotonic() + SETTLE_S
     while time.monotonic() < deadline and cluster.do(lambda ledger: ledger.redis.zcard("ms:live")):
         time.sleep(0.2)

@@ -1,7 +1,7 @@
 """What became of every job in the end, by the ledger, the event streams and the files? Each rule names who broke it.
 
-Lost: a job whose client was told that it is accepted, and that did not succeed (or was not cancelled where that was asked for).
-Duplicate effect: two jobs for one Idempotency-Key; more than one result, end, or set of files for a job; an event that is told twice;
+Lost: a job whose client received its acceptance, and that did not succeed (or was not cancelled where that was asked for).
+Duplicate effect: two jobs for one Idempotency-Key; more than one result, end, or set of files for a job; an event that occurs twice;
 files or receipts of another attempt than the one that gave the result; an output or a row that is not what the deterministic engine gives.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import redis
-from clients import TERMINAL, Told
+from clients import TERMINAL, Observed
 from monitor import Monitor
 from receiver import Receiver
 from tokenizers import Tokenizer
@@ -47,29 +47,29 @@ class Verdict:
         return not any(self.found.values())
 
 
-async def judge(settings: Settings, told: list[Told], monitor: Monitor, receiver: Receiver, verdict: Verdict) -> None:
+async def judge(settings: Settings, observed: list[Observed], monitor: Monitor, receiver: Receiver, verdict: Verdict) -> None:
     """Everything that can be asked of the ledger and of the disk once the load is over."""
     ledger = Ledger.connect(settings)
     try:
-        await _accounts(ledger, told, verdict)
+        await _accounts(ledger, observed, verdict)
         tokenizer, gate = make_tokenizer(), asyncio.Semaphore(AT_ONCE)
 
-        async def one(client: Told) -> None:
+        async def one(client: Observed) -> None:
             async with gate:
                 await _job(ledger, tokenizer, settings.capture_root, client, verdict)
 
-        await asyncio.gather(*[one(client) for client in told if client.ids])
-        await _ends(ledger, told, monitor, verdict)
-        await _webhooks(ledger, told, receiver, verdict)
+        await asyncio.gather(*[one(client) for client in observed if client.ids])
+        await _ends(ledger, observed, monitor, verdict)
+        await _webhooks(ledger, observed, receiver, verdict)
         await _left_over(ledger, verdict)
     finally:
         await ledger.close()
 
 
-async def _accounts(ledger: Ledger, told: list[Told], verdict: Verdict) -> None:
+async def _accounts(ledger: Ledger, observed: list[Observed], verdict: Verdict) -> None:
     """Every accepted job is there once, and nobody's is there."""
     known = {raw.decode() for raw in await ledger.redis.zrange("ms:jobs", 0, -1)}
-    for client in told:
+    for client in observed:
         for wrong in client.wrong:
             verdict.say("unresolved", f"job {client.plan.number} ({client.plan.way}, {client.id}): {wrong}")
         if len(client.ids) > 1:
@@ -79,13 +79,13 @@ async def _accounts(ledger: Ledger, told: list[Told], verdict: Verdict) -> None:
                 verdict.say("lost", f"{job} was accepted and is not in the ledger")
         if not client.ids:
             verdict.say("unresolved", f"job {client.plan.number} was never accepted: {dict(client.answers)}")
-    own = {job for client in told for job in client.ids}
+    own = {job for client in observed for job in client.ids}
     for job in known - own:
-        verdict.say("duplicate", f"{job} is in the ledger, and no client was told of it")
+        verdict.say("duplicate", f"{job} is in the ledger, and no client received its id")
     verdict.seen["jobs"] = len(known)
 
 
-async def _job(ledger: Ledger, tokenizer: Tokenizer, root: Path, client: Told, verdict: Verdict) -> None:
+async def _job(ledger: Ledger, tokenizer: Tokenizer, root: Path, client: Observed, verdict: Verdict) -> None:
     job, result = await ledger.job(client.id), await ledger.result(client.id)
     view = await ledger.view(client.id)
     events = [event async for event in _events(ledger, client.id)]
@@ -94,8 +94,8 @@ async def _job(ledger: Ledger, tokenizer: Tokenizer, root: Path, client: Told, v
     verdict.seen["again"] += view.attempt > 1
     if view.state not in MAY_END.get(client.plan.way, {State.SUCCEEDED}):
         verdict.say("lost", f"{job.id} ({client.plan.way}) ended {view.state}: {view.error.detail if view.error else ''}")
-    if client.state in TERMINAL and client.state != view.state:  # one that lost its patience may have been told `queued` last
-        verdict.say("terminal changed", f"{job.id}: its client was told {client.state}, it is {view.state}")
+    if client.state in TERMINAL and client.state != view.state:  # a client that gave up may have received `queued` last
+        verdict.say("terminal changed", f"{job.id}: its client received {client.state}, the ledger has {view.state}")
     for wrong in _history(events, view.state, view.attempt):
         verdict.say("duplicate", f"{job.id}: {wrong}")
     for wrong in _said_twice(events):
@@ -137,26 +137,26 @@ def _history(events: list[Event], state: State, attempt: int) -> Iterator[str]:
 
 
 def _said_twice(events: list[Event]) -> Iterator[str]:
-    """Outputs, receipts and cells that an attempt has told of more than once. Two tokens may be alike: see `_streamed`."""
+    """Outputs, receipts and cells that an attempt reported more than once. Two tokens may be alike: see `_streamed`."""
     once = Counter((event.event, event.attempt, str(event.data)) for event in events if event.event in ("output", "receipt", "cell"))
     for (name, attempt, data), count in once.items():
         if count > 1:
-            yield f"attempt {attempt} told {count} times of the {name} {data}"
+            yield f"attempt {attempt} reported the {name} {data} {count} times"
 
 
 def _streamed(events: list[Event], result: JobResult) -> Iterator[str]:
-    """The tokens that were told one by one are those that are stored, each once. (Its text is judged by what its client was told.)"""
-    told: dict[int, list[int]] = defaultdict(list)
+    """The streamed tokens are those that are stored, each once. (Its text is judged by what its client received.)"""
+    streamed: dict[int, list[int]] = defaultdict(list)
     for event in events:
         if event.event == "token" and event.attempt == result.attempt:
-            told[event.data["index"]] += event.data["token_ids"]
+            streamed[event.data["index"]] += event.data["token_ids"]
     for output in result.outputs:
-        if told[output.index] != output.token_ids:
-            yield f"prompt {output.index} was told as {told[output.index]}, stored is {output.token_ids}"
+        if streamed[output.index] != output.token_ids:
+            yield f"prompt {output.index} was streamed as {streamed[output.index]}, stored is {output.token_ids}"
 
 
-def _outputs(tokenizer: Tokenizer, job: Job, result: JobResult, client: Told) -> Iterator[str]:
-    """What the fake engine gives for these prompts, and what the client was told is what is stored."""
+def _outputs(tokenizer: Tokenizer, job: Job, result: JobResult, client: Observed) -> Iterator[str]:
+    """What the fake engine gives for these prompts, and what the client received is what is stored."""
     for number, prompt in enumerate(job.prompts):
         dice = Dice(tokenizer, prompt.token_ids, job.sampling.seed, job.steering[number] if job.steering else [])
         wanted = tokenizer.decode([dice.roll() for _ in range(job.sampling.max_tokens)])
@@ -164,7 +164,7 @@ def _outputs(tokenizer: Tokenizer, job: Job, result: JobResult, client: Told) ->
         if stored != [wanted]:
             yield f"prompt {number} gave {stored}, not {wanted!r}"
         if client.texts is not None and client.texts[number] != wanted:
-            yield f"its client was told {client.texts[number]!r} of prompt {number}, not {wanted!r}"
+            yield f"its client received {client.texts[number]!r} for prompt {number}, not {wanted!r}"
     if len(result.outputs) != len(job.prompts):
         yield f"{len(result.outputs)} outputs of {len(job.prompts)} prompts"
 
@@ -220,12 +220,12 @@ def _blob(root: Path, job: Job, attempt: int, file: FileEntry, generated: list[i
     return ""
 
 
-async def _ends(ledger: Ledger, told: list[Told], monitor: Monitor, verdict: Verdict) -> None:
+async def _ends(ledger: Ledger, observed: list[Observed], monitor: Monitor, verdict: Verdict) -> None:
     """Every end that anybody saw is the end."""
 
     def again() -> None:
         with redis.Redis.from_url(ledger.settings.redis_url) as connection:
-            monitor.look(connection, [job for client in told for job in client.ids])
+            monitor.look(connection, [job for client in observed for job in client.ids])
 
     await asyncio.to_thread(again)
     for change in monitor.changed:
@@ -233,18 +233,18 @@ async def _ends(ledger: Ledger, told: list[Told], monitor: Monitor, verdict: Ver
     verdict.seen["ends seen"] = len(monitor.ends)
 
 
-async def _webhooks(ledger: Ledger, told: list[Told], receiver: Receiver, verdict: Verdict) -> None:
-    """Each end of a job that was to be told of was delivered, under one id, and nothing else was."""
+async def _webhooks(ledger: Ledger, observed: list[Observed], receiver: Receiver, verdict: Verdict) -> None:
+    """Each requested end of a job was delivered, under one id, and nothing else was."""
     for wrong in receiver.wrong:
         verdict.say("webhook", wrong)
-    wanted = {client.id: client for client in told if client.plan.callback and client.id}
+    wanted = {client.id: client for client in observed if client.plan.callback and client.id}
     for job, client in wanted.items():
         end = f"job.{(await ledger.view(job)).state}"
-        told_of = {event: len(names) for event, names in receiver.told[job].items()}
-        if told_of != {end: 1}:
-            verdict.say("webhook", f"{job} ({client.plan.way}) ended as {end}; event -> ids of what was delivered: {told_of}")
-    for job in receiver.told.keys() - wanted.keys():
-        verdict.say("webhook", f"{job} was told of, and nobody had asked for it")
+        delivered = {event: len(names) for event, names in receiver.delivered[job].items()}
+        if delivered != {end: 1}:
+            verdict.say("webhook", f"{job} ({client.plan.way}) ended as {end}; event -> ids of what was delivered: {delivered}")
+    for job in receiver.delivered.keys() - wanted.keys():
+        verdict.say("webhook", f"{job}: a webhook was delivered that no client had requested")
     verdict.seen["webhooks"] = len(receiver.got)
     verdict.seen["webhooks sent again"] = receiver.got.total() - len(receiver.got)
     verdict.seen["webhooks while away"] = receiver.refused

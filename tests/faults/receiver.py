@@ -17,12 +17,12 @@ LADDER_S = 4 * 24 * 3600.0
 
 
 class Receiver:
-    """`http://127.0.0.1:<port>/`. `got[webhook-id]`: how often it was accepted; `told[job]`: event → ids of what told it."""
+    """`http://127.0.0.1:<port>/`. `got[webhook-id]`: how often it was accepted; `delivered[job]`: event → ids of its webhooks."""
 
     def __init__(self) -> None:
         self.got: Counter[str] = Counter()
         self.refused = 0  # attempts while it was away
-        self.told: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+        self.delivered: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
         self.wrong: list[str] = []
         self.away = False
         self._lock = threading.Lock()
@@ -52,7 +52,7 @@ class Receiver:
             if not headers["webhook-signature"].startswith("v1,"):
                 self.wrong.append(f"{name} is not signed")
             self.got[name] += 1
-            self.told[body["data"]["id"]][body["type"]].add(name)
+            self.delivered[body["data"]["id"]][body["type"]].add(name)
             return 204
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:

@@ -1,4 +1,4 @@
-"""Whatever a process had just made durable when it was killed: does the job end right, once, and is its client told so?
+"""Whatever a process had just made durable when it was killed: does the job end right, once, and does its client learn it?
 
 A process is started with one crash point armed, a job is sent that comes to it, and the process is gone. What is started in its
 place has the next point armed, so that jobs may go through several deaths. In the end the gate's judge looks at all of them.
@@ -11,7 +11,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from clients import Clients, Plan, Told
+from clients import Clients, Observed, Plan
 from cluster import Cluster, Outage
 from gate import settle
 from judge import Verdict, judge
@@ -69,18 +69,18 @@ def test_a_job_ends_right_wherever_a_process_is_killed(tmp_path: Path) -> None:
     with Receiver() as receiver, Cluster(tmp_path, workers=1, apis=1, callbacks_fault=clock.fault, **SETTINGS) as cluster:
         monitor = Monitor(cluster.settings.redis_url)
         monitor.start()
-        told = asyncio.run(walk(cluster, receiver))
+        observed = asyncio.run(walk(cluster, receiver))
         settle(cluster, clock)
         verdict = Verdict()
-        asyncio.run(judge(cluster.settings, told, monitor, receiver, verdict))
+        asyncio.run(judge(cluster.settings, observed, monitor, receiver, verdict))
         monitor.stop()
     assert verdict.found == {rule: [] for rule in verdict.RULES}
     assert {path.name for path in (tmp_path / FOLDER).iterdir()} == set(CRASH_POINTS)
     assert verdict.seen["attempts"] > len(WALK), "some of them had to be run again"
 
 
-async def walk(cluster: Cluster, receiver: Receiver) -> list[Told]:
-    """Every process at each of its points; what the clients were told."""
+async def walk(cluster: Cluster, receiver: Receiver) -> list[Observed]:
+    """Every process at each of its points; what the clients observed."""
     clients = Clients(cluster.urls, "walk", random.Random(1), cluster.settings.max_wait_s, cluster.was_away)
     following = []
     try:

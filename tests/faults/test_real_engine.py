@@ -56,16 +56,16 @@ def check(stack: Stack, job_id: str, reference: list[dict[str, np.ndarray]]) -> 
         assert [reader.manifest(request).attempt for request in reader.requests()] == [view.attempt] * 2
         checks = reader.verify()
         assert all(found.ok for found in checks), checks
-        told = {(file.path, file.offset): file.crc32 for file in result.capture_results.files}
+        observed = {(file.path, file.offset): file.crc32 for file in result.capture_results.files}
         there = {(str(found.path.relative_to(stack.settings.capture_root)), found.offset): found.crc32 for found in checks}
-    assert told.items() <= there.items(), "what the receipts say is what the disk holds"
+    assert observed.items() <= there.items(), "what the receipts say is what the disk holds"
     assert sorted(file.request for file in result.capture_results.files) == [0, 1], "one blob of each prompt, of one attempt"
     for mine, theirs in zip(rows(stack, job_id), reference, strict=True):
         assert mine.keys() == theirs.keys()
         for site, wanted in theirs.items():
             worst = np.max(np.linalg.norm(mine[site] - wanted, axis=1) / np.linalg.norm(wanted, axis=1))
             assert worst < FP32_ROWS_30_LAYERS, f"{job_id} {site}: {worst}"
-    return len(told)
+    return len(observed)
 
 
 def strike(stack: Stack, victim: str) -> None:

@@ -147,7 +147,7 @@ def test_a_receipt_that_names_another_jobs_blob_serves_none_of_it(api: Api, hand
     victim = api.http.get(f"/v1/captures/{captured}").json()["files"][0]
     if where == "folder":
         stolen = CapturedFile(victim["path"], victim["bytes"], victim["crc32"], 1, sites={"post_block": [0]}, positions=1, tag="mine")
-    else:  # shared by jobs, so the path alone does not tell whose blob it is
+    else:  # shared by jobs, so the path alone does not identify the blob's job
         (stolen,) = write(api.settings.capture_root, finished("job_victim", positions=[0], tag="mine"), segment_limit=1 << 20)
         assert stolen.path.startswith("mine/segments/")
     hand.receipt(claim, files=[stolen])

@@ -290,9 +290,9 @@ def test_a_bad_parameter_is_400_with_its_name(
 
 
 def test_whose_job_it_is_comes_before_what_its_parameters_say(api: Api, hand: Hand) -> None:
-    nobodys = api.http.get("/v1/captures/job_nobody/safetensors", params={"layers": "x"})
-    events = api.http.get("/v1/jobs/job_nobody/events", headers={"Last-Event-ID": "x"})
-    assert (nobodys.status_code, events.status_code) == (404, 404)
+    unknown = api.http.get("/v1/captures/job_unknown/safetensors", params={"layers": "x"})
+    events = api.http.get("/v1/jobs/job_unknown/events", headers={"Last-Event-ID": "x"})
+    assert (unknown.status_code, events.status_code) == (404, 404)
 
 
 @pytest.mark.parametrize("name", ["\0", "\ud800", "é" * 60, " ", "%00%ff"])

@@ -377,7 +377,9 @@ def test_a_reader_shows_its_tokens_and_rows_of_several_jobs_are_one_matrix(clien
     np.testing.assert_array_equal(theirs, rows)
 
 
-def test_run_counts_prompts_where_somebody_watches(client: Client, up: Up, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_run_shows_a_prompt_count_on_terminals_and_in_notebooks(
+    client: Client, up: Up, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     monkeypatch.setattr("midstream.client.progress.in_notebook", lambda: True)
     monkeypatch.setattr("midstream.client.progress.DELAY_S", 0.0)
     prompts = [f"prompt {number}" for number in range(5)]

@@ -71,9 +71,9 @@ def test_status_names_processes_ports_and_disk(up: Up) -> None:
     assert f"{up.ready()} is ready" in done.stdout
     for word in ("model fake", f"data  {up.data}", "redis", "relay", "worker", "callbacks", str(up.pid("worker")), "disk: ", " free"):
         assert word in done.stdout
-    told = json.loads(up.midstream("status", "--json").stdout)
-    assert told["processes"]["api"] == {"pid": up.pid("api"), "ports": [httpx.URL(up.ready()).port]}
-    assert told["disk"]["bytes"]["logs"] > 0
+    status = json.loads(up.midstream("status", "--json").stdout)
+    assert status["processes"]["api"] == {"pid": up.pid("api"), "ports": [httpx.URL(up.ready()).port]}
+    assert status["disk"]["bytes"]["logs"] > 0
 
 
 def test_logs_of_one_process_or_all(up: Up) -> None:

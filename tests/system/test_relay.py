@@ -277,7 +277,7 @@ def test_a_damaged_outbox_fails_the_jobs_it_lost_and_goes_on(jobs: Jobs, redis_u
         assert jobs.arrived(fresh) == once_each(1)
         assert jobs.mark(outbox.epoch) == 3
         with Outbox(tmp_path, "w", 0, url) as third:
-            assert third.flush(LONG_S), "what was lost is told once"
+            assert third.flush(LONG_S), "lost receipts are reported once"
     finally:
         relay.kill()
 

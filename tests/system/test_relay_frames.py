@@ -1,4 +1,4 @@
-"""Which frames does the relay accept, and how does it answer those of strangers and of other protocols?"""
+"""Which frames does the relay accept, and how does it refuse invalid ones and those of other protocols?"""
 
 import os
 from pathlib import Path
@@ -100,7 +100,7 @@ def test_a_lost_range_fails_its_running_jobs_and_closes_the_gap(relay: RelayProc
     assert jobs.arrived(other) == once_each(2)
 
 
-def test_receipts_of_jobs_that_nobody_knows_do_not_hold_up_the_others(relay: RelayProcess, jobs: Jobs, tmp_path: Path) -> None:
+def test_receipts_of_unknown_jobs_do_not_delay_others(relay: RelayProcess, jobs: Jobs, tmp_path: Path) -> None:
     (job,) = jobs.claim(1, 1)
     with Outbox(tmp_path, "w", 0, relay.url) as outbox:
         outbox.append(receipt("job_unknown", 0))
@@ -110,13 +110,13 @@ def test_receipts_of_jobs_that_nobody_knows_do_not_hold_up_the_others(relay: Rel
     assert jobs.arrived(job) == once_each(1)
 
 
-def test_strangers_and_nonsense_are_answered_and_do_no_harm(relay: RelayProcess, jobs: Jobs, tmp_path: Path) -> None:
+def test_invalid_identities_and_frames_are_refused_without_effect(relay: RelayProcess, jobs: Jobs, tmp_path: Path) -> None:
     (job,) = jobs.claim(1, 1)
     good = frames.pack(Kind.RECEIPT, frames.new_epoch(), 1, to_msgpack(receipt(job, 0)))
 
     def names(path: str) -> bytes:
-        told = msgspec.structs.replace(receipt(job, 0), files=[CapturedFile(path, 1, 0, 1)])
-        return frames.pack(Kind.RECEIPT, frames.new_epoch(), 1, to_msgpack(told))
+        naming = msgspec.structs.replace(receipt(job, 0), files=[CapturedFile(path, 1, 0, 1)])
+        return frames.pack(Kind.RECEIPT, frames.new_epoch(), 1, to_msgpack(naming))
 
     cases = [
         (b"w/0/a", b"", "too short"),
@@ -143,12 +143,12 @@ def test_strangers_and_nonsense_are_answered_and_do_no_harm(relay: RelayProcess,
 
 def test_a_frame_beyond_the_largest_ends_its_connection_and_no_other(relay: RelayProcess, jobs: Jobs) -> None:
     (job,) = jobs.claim(1, 1)
-    with Peer(relay.url) as peer, Peer(relay.url, b"w/1/test") as stranger:
-        stranger.ask(Kind.HELLO, 1, to_msgpack(frames.Hello(__version__, 1, 0)))
-        monitor = stranger.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        stranger.socket.send(bytes(frames.MAX_FRAME + 1))
+    with Peer(relay.url) as peer, Peer(relay.url, b"w/1/test") as oversized:
+        oversized.ask(Kind.HELLO, 1, to_msgpack(frames.Hello(__version__, 1, 0)))
+        monitor = oversized.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        oversized.socket.send(bytes(frames.MAX_FRAME + 1))
         assert monitor.poll(LONG_S * 1000), "the relay has taken it"
-        stranger.socket.disable_monitor()
+        oversized.socket.disable_monitor()
         monitor.close()
         assert peer.ask(Kind.RECEIPT, 1, to_msgpack(receipt(job, 0))).seq == 1
 
@@ -160,9 +160,9 @@ def test_a_frame_beyond_the_largest_ends_its_connection_and_no_other(relay: Rela
 def test_a_sender_of_another_protocol_is_refused_with_both_versions(relay: RelayProcess) -> None:
     with Peer(relay.url) as peer:
         peer.socket.send(bytes([PROTOCOL + 1]) + b"\x01some other layout")
-        told = frames.refusal(peer.answer())
+        refusal = frames.refusal(peer.answer())
     named = f"the relay speaks protocol {PROTOCOL} (midstream {__version__}), the sender speaks {PROTOCOL + 1}"
-    assert (told.reason, named in told.detail) == ("protocol", True)
+    assert (refusal.reason, named in refusal.detail) == ("protocol", True)
     wait_until(lambda: named in relay.log.read_text())
 
 

@@ -451,7 +451,7 @@ def test_negative_layers_count_from_the_models_last(tmp_path: Path) -> None:
         CaptureReader(tmp_path, "older").array(-1)
 
 
-def test_tokens_are_read_by_whoever_opened_the_reader_and_refused_otherwise(tmp_path: Path) -> None:
+def test_tokens_need_the_client_that_opened_the_reader(tmp_path: Path) -> None:
     write(tmp_path, finished(positions=[0, 2]))
     reader = CaptureReader(tmp_path, "job_x")
     with pytest.raises(MidstreamError, match="no tokenizer"):

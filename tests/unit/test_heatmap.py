@@ -59,7 +59,7 @@ def test_colours_diverge_from_the_unpatched_prompt_with_symmetric_limits(metric:
     assert axes[-1].get_ylabel().endswith(f"; white: unpatched ({middle})")
 
 
-def test_a_small_negative_effect_is_told_from_none_in_every_way_of_drawing() -> None:
+def test_a_small_negative_effect_differs_from_none_in_every_rendering() -> None:
     values: list[list[float | None]] = [[-0.1, 0.0, 0.1, -0.9, 0.9, -0.01] for _ in LAYERS]
     sweep = result(pair(grids={"pre_attn": values, "mlp_out": values}), skipped=[])
     mesh = heatmap.figure(sweep).axes[0].collections[0]

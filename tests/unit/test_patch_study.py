@@ -271,22 +271,22 @@ EVENTS = (
 
 
 def test_progress_is_told_of_every_cell_also_after_a_lost_connection() -> None:
-    told: list[SweepStart | SweepCell | SweepSummary] = []
+    show: list[SweepStart | SweepCell | SweepSummary] = []
     with server(reply(VIEW, 202), *EVENTS, reply(VIEW), over(result())) as (url, seen), Client(url) as client:
-        assert client.sweep(model="m", pairs=[SweepPair(clean="a")], progress=told.append) == result()
-    assert told == [START, CELL]
+        assert client.sweep(model="m", pairs=[SweepPair(clean="a")], progress=show.append) == result()
+    assert show == [START, CELL]
     assert [line for line in seen if "events" in line] == ["GET /v1/jobs/job_1/events", "GET /v1/jobs/job_1/events 2-0"]
 
 
 def test_the_awaiting_study_does_the_same() -> None:
     async def ask(url: str) -> tuple[AsyncPatchStudy, list[Any]]:
-        told: list[Any] = []
+        show: list[Any] = []
         async with AsyncClient(url) as client:
-            return await AsyncPatchStudy(*PROMPTS, client=client, model="m").sweep(hooks=["resid_pre"], progress=told.append), told
+            return await AsyncPatchStudy(*PROMPTS, client=client, model="m").sweep(hooks=["resid_pre"], progress=show.append), show
 
     with server(reply(VIEW, 202), *EVENTS, reply(VIEW), over(result())) as (url, seen):
-        study, told = asyncio.run(ask(url))
-    assert (study.result, told) == (result(), [START, CELL])
+        study, show = asyncio.run(ask(url))
+    assert (study.result, show) == (result(), [START, CELL])
     assert from_json(seen.bodies[0], SweepRequest).hooks == ["resid_pre"]
 
 
@@ -296,7 +296,7 @@ def test_another_jobs_result_is_no_sweep() -> None:
 
 
 def test_who_interrupts_the_wait_cancels_the_sweep() -> None:
-    def stop(told: object) -> None:
+    def stop(show: object) -> None:
         raise KeyboardInterrupt
 
     replies = reply(VIEW, 202), EVENTS[0], reply(VIEW)
@@ -309,7 +309,7 @@ def test_who_interrupts_the_wait_cancels_the_sweep() -> None:
 def test_who_cancels_the_awaited_sweep_cancels_it_on_the_server_too() -> None:
     async def ask(url: str) -> None:
         async with AsyncClient(url) as client:
-            waiting = asyncio.create_task(client.sweep(model="m", pairs=[SweepPair(clean="a")], progress=lambda told: waiting.cancel()))
+            waiting = asyncio.create_task(client.sweep(model="m", pairs=[SweepPair(clean="a")], progress=lambda show: waiting.cancel()))
             with pytest.raises(asyncio.CancelledError):
                 await waiting
 
@@ -321,15 +321,15 @@ def test_who_cancels_the_awaited_sweep_cancels_it_on_the_server_too() -> None:
 def test_the_bar_counts_each_cell_once_and_is_not_drawn_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = io.StringIO()
     monkeypatch.setattr("sys.stderr", screen)
-    with bar() as told:
-        assert told is None
+    with bar() as show:
+        assert show is None
     assert screen.getvalue() == ""
     monkeypatch.setattr(screen, "isatty", lambda: True, raising=False)
-    with bar("sweep") as told:
-        assert told is not None
+    with bar("sweep") as show:
+        assert show is not None
         for each in (START, CELL, CELL, START):
-            told(each)
-        assert (told._drawn.n, told._drawn.total) == (2, 2)  # type: ignore[attr-defined]
+            show(each)
+        assert (show._drawn.n, show._drawn.total) == (2, 2)  # type: ignore[attr-defined]
     assert "sweep: 100%" in screen.getvalue()
 
 

@@ -39,14 +39,14 @@ def test_an_edit_that_overflows_fails_its_request_alone(rig: Rig) -> None:
     rig.step(*((request, 0, 6) for request in both), new=both)
     rig.step(*((request, 6, 1) for request in both))
     rig.step(finished=both)
-    told = {receipt.job: receipt for receipt in rig.receipts()}
-    assert told["j1"].kind == "intervention_failed"
-    assert "clamp left a row that is not finite at post_block of layer 1, position 2" in told["j1"].message
-    assert [told[job].status for job in ("j2", "j3")] == ["ok", "ok"]
+    receipts = {receipt.job: receipt for receipt in rig.receipts()}
+    assert receipts["j1"].kind == "intervention_failed"
+    assert "clamp left a row that is not finite at post_block of layer 1, position 2" in receipts["j1"].message
+    assert [receipts[job].status for job in ("j2", "j3")] == ["ok", "ok"]
     assert not rig._rank.buffers.broken.any(), "the marks are gone"
 
 
-def test_rows_of_the_unedited_model_are_counted_and_fail_nobody(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_the_unedited_model_are_counted_and_fail_no_request(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     spoil(monkeypatch, 1, 4)
     plain, later = capturing(1), clamping(rig, 2, 1.0, Window(3))  # of the second, position 1 precedes every edit
     rig.step((plain, 0, 6), (later, 0, 6), new=[plain, later], hidden=[0, np.nan, 0, 0, np.nan, 0] * 2)

@@ -111,7 +111,7 @@ def test_a_process_that_dies_is_replaced() -> None:
     use(check)
 
 
-def test_more_than_may_wait_are_told_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_over_the_queue_limit_get_retry_after(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenising, "MAX_WAITING", 2)
 
     async def check(_: Helpers, codec: Codec) -> None:

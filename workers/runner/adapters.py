@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .quarantine import tell
+from .quarantine import attach_found
 from .scheduler import finishes, keeping, load
 from .step import NewRequest, RequestRows, StepView
 
@@ -61,7 +61,7 @@ class _Adapter:
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
-        return tell(output, self.midstream.found()) if self.midstream is not None else output
+        return attach_found(output, self.midstream.found()) if self.midstream is not None else output
 
 
 class V1Adapter(_Adapter):

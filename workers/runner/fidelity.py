@@ -163,7 +163,7 @@ ROPE_KEYS = frozenset(
         "long_factor",
     )
 )  # fmt: skip
-#: Other spellings that the config classes leave where they were, and nobody reads.
+#: Other spellings that the config classes keep and no code reads.
 _ROPE_REST = frozenset(("type",))
 
 

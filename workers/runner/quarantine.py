@@ -1,7 +1,7 @@
 """Keeps KV blocks that hold values which are not finite out of the prefix cache.
 
-The last stage's first rank says with a step's output which requests had such rows, and from which position on. The scheduler
-takes their blocks from there on out of the cache, and gives those requests block hashes that no other request has.
+The last stage's first rank attaches to a step's output which requests had such rows, and from which position on. The scheduler
+evicts their blocks from that position on, and gives those requests block hashes that no other request has.
 """
 
 from collections import OrderedDict
@@ -20,8 +20,8 @@ _REMEMBERED = 256
 Found = Sequence[tuple[str, int]]
 
 
-def tell(output: Any, found: Callable[[], Found]) -> Any:
-    """A step's output with what was found in it; of an asynchronous one `found` is asked when the output is there."""
+def attach_found(output: Any, found: Callable[[], Found]) -> Any:
+    """A step's output with what was found in it; for an asynchronous output `found` is called when the output is ready."""
     if isinstance(output, AsyncModelRunnerOutput):
         get_output = output.get_output
 
@@ -39,8 +39,8 @@ def _with(output: ModelRunnerOutput, found: Found) -> ModelRunnerOutput:
     return output
 
 
-def told(output: Any) -> Found:
-    """What `tell` put there."""
+def found_in(output: Any) -> Found:
+    """What `attach_found` attached to a step's output."""
     return getattr(output, _FOUND, ())
 
 
@@ -58,7 +58,10 @@ class Quarantine:
         self._left: OrderedDict[str, list[tuple[int, list[int]]]] = OrderedDict()  # freed request → block size, block ids; for each group
 
     def isolate(self, request: Any, request_id: str, position: int) -> bool:
-        """From `position` on the request's blocks serve nobody. `request`: None when it is gone. Whether its hashes must change."""
+        """Exclude the request's blocks from `position` on from reuse. `request`: None when it has ended.
+
+        Returns whether its hashes must change.
+        """
         groups = self._blocks(request_id) if request is not None else []
         for block_size, ids in [*groups, *self._left.get(request_id, ())]:
             self._manager.evict_blocks(set(ids[position // block_size :]))
@@ -68,7 +71,7 @@ class Quarantine:
         return True
 
     def clean(self, request: Any) -> bool:
-        """Was nothing found in it?"""
+        """Whether no row of it was found that is not finite."""
         return not hasattr(request, _PRIVATE_FROM)
 
     def leaving(self, request_id: str) -> None:

@@ -18,7 +18,7 @@ from . import kv_blocks  # noqa: F401 - the engine core zeroes new blocks
 from .config import plane_config
 from .kept_blocks import KeptBlocks
 from .process import die_with_parent
-from .quarantine import Quarantine, private, told
+from .quarantine import Quarantine, found_in, private
 from .row_index import Keeping, RowIndex
 from .step import Finish, Load
 
@@ -115,7 +115,7 @@ class _Midstream:
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        for request_id, position in told(model_runner_output):
+        for request_id, position in found_in(model_runner_output):
             request = self.requests.get(request_id)  # type: ignore[attr-defined]
             if self._midstream_quarantine.isolate(request, request_id, position):
                 _hash_anew(request, always=True)

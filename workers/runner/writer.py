@@ -47,7 +47,7 @@ class WriteJob:
 
 
 @dataclass
-class _Told:
+class _Report:
     """What became of one request's captures so far."""
 
     job: WriteJob
@@ -118,7 +118,7 @@ class Writer:
             for receipt in self._write(group, consumers):
                 self._outbox.append(receipt)
             count, size = len(group), sum(job.size for job in group)
-            group.clear()  # the memory of the rows is free before anybody is told
+            group.clear()  # the memory of the rows is free before the receipts are counted as written
             del first
             with self._lock:
                 self._pending -= count
@@ -144,9 +144,9 @@ class Writer:
 
     def _write(self, group: Sequence[WriteJob], consumers: Mapping[str, Consumer]) -> list[Receipt]:
         """Build, consume, and say how it went: whatever fails, fails for its own request alone."""
-        told = [_Told(job) for job in group]
-        captures: list[tuple[_Told, FinishedCapture]] = []
-        for of_request in told:
+        reports = [_Report(job) for job in group]
+        captures: list[tuple[_Report, FinishedCapture]] = []
+        for of_request in reports:
             for build in of_request.job.builds:
                 if (capture := _built(of_request, build)) is not None:
                     captures.append((of_request, capture))
@@ -157,9 +157,9 @@ class Writer:
             self.totals["dropped_positions"] += sum(len(capture.dropped) for _, capture in captures)
         for (of_request, capture), by_name in zip(captures, outcomes, strict=True):
             _note(of_request, capture, by_name)
-        return [of_request.receipt() for of_request in told]
+        return [of_request.receipt() for of_request in reports]
 
-    def _consume(self, captures: Sequence[tuple[_Told, FinishedCapture]], consumers: Mapping[str, Consumer]) -> list[dict[str, Outcome]]:
+    def _consume(self, captures: Sequence[tuple[_Report, FinishedCapture]], consumers: Mapping[str, Consumer]) -> list[dict[str, Outcome]]:
         """For each capture its consumers' outcomes. Those built in come first, the files before all: they are what most wait for."""
         outcomes: list[dict[str, Outcome]] = [dict.fromkeys(capture.capture.consumers, Outcome()) for _, capture in captures]
         names = {name for by_name in outcomes for name in by_name}
@@ -178,33 +178,33 @@ class Writer:
         return consumers[name].consume
 
 
-def _built(told: _Told, build: Callable[[], FinishedCapture]) -> FinishedCapture | None:
-    """The capture, or why there is none in `told.failed`."""
+def _built(report: _Report, build: Callable[[], FinishedCapture]) -> FinishedCapture | None:
+    """The capture, or why there is none in `report.failed`."""
     try:
         return build()
     except InterventionError as error:
-        told.kind = "intervention_failed"
-        told.failed.insert(0, str(error))
+        report.kind = "intervention_failed"
+        report.failed.insert(0, str(error))
         return None
     except Exception as error:
-        receipt = told.job.receipt
+        receipt = report.job.receipt
         logger.exception("a capture of job %s request %d could not be taken", receipt.job, receipt.request)
-        told.failed.append(f"capture could not be taken: {error}")
+        report.failed.append(f"capture could not be taken: {error}")
         return None
 
 
-def _note(told: _Told, capture: FinishedCapture, by_name: Mapping[str, Outcome]) -> None:
+def _note(report: _Report, capture: FinishedCapture, by_name: Mapping[str, Outcome]) -> None:
     errors = {name: outcome.error for name, outcome in by_name.items() if outcome.error}
     for name, outcome in by_name.items():
-        told.consumed.append(Consumed(name=name, ok=not outcome.error, message=_cut(outcome.error), rows=outcome.rows))
-        told.files += outcome.files
+        report.consumed.append(Consumed(name=name, ok=not outcome.error, message=_cut(outcome.error), rows=outcome.rows))
+        report.files += outcome.files
     for name, error in errors.items():
         logger.error("%s: consumer %s failed: %s", capture, name, error)
         fatal = name in ESSENTIAL or len(errors) == len(by_name)
-        (told.failed if fatal else told.missing).append(f"{capture.capture.tag}: consumer {name} failed: {error}")
+        (report.failed if fatal else report.missing).append(f"{capture.capture.tag}: consumer {name} failed: {error}")
     if capture.dropped:
         some = ", ".join(map(str, capture.dropped[:_POSITIONS])) + (", …" if len(capture.dropped) > _POSITIONS else "")
-        told.missing.append(f"{capture.capture.tag}: rows of {len(capture.dropped)} positions were dropped under overload: {some}")
+        report.missing.append(f"{capture.capture.tag}: rows of {len(capture.dropped)} positions were dropped under overload: {some}")
 
 
 def _cut(message: str) -> str:
