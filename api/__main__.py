@@ -29,8 +29,8 @@ BACKLOG = 2048
 KEEP_ALIVE_S = 75
 #: Between two looks for a Redis that was away at the start.
 ASK_AGAIN_S = 1.0
-#: New objects that are searched for cycles at once. A body of 8 MiB makes some ten thousand; at Python's own number (700) every such
-#: body has the whole process searched, which takes longer than decoding it.
+#: Allocations between two garbage collections. A body of 8 MiB makes some ten thousand objects; with Python's default (700) every such
+#: body triggers a collection of the whole process, which takes longer than decoding it.
 GC_OBJECTS = 10_000
 
 NO_KEYS = (
@@ -58,7 +58,7 @@ class Server(uvicorn.Server):
         if self.started:
             self._loop = asyncio.get_running_loop()
             gc.collect()
-            gc.freeze()  # what is there by now stays
+            gc.freeze()  # excludes what is loaded by now from collections
             gc.set_threshold(GC_OBJECTS)
             if self._undecided is not None:
                 self._deciding = self._loop.create_task(self._decide(self._undecided))

@@ -33,7 +33,7 @@ SCOPE_OF: dict[str, Scope | None] = {
     "GET /schema": None,  # what our documentation says as well
     "GET /schema/openapi.json": None,
     "GET /schema/swagger": None,
-    "GET /schema/assets/{name}": None,  # what the pages load
+    "GET /schema/assets/{name}": None,  # assets of the pages
     "GET /schema/{path}": None,  # there is nothing
     "GET /metrics": "observe",
     "GET /v1/status": "observe",

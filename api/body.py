@@ -37,7 +37,7 @@ FILE_TYPES = ("application/vnd.safetensors", "application/octet-stream")
 
 
 def _temporary(data_dir: Path) -> IO[bytes]:
-    """A file without a name: it is gone when the request is, or the process."""
+    """A file without a name, removed with the end of the request or of the process."""
     folder = data_dir / "uploads"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return tempfile.TemporaryFile(dir=folder)
@@ -56,7 +56,7 @@ class JsonRequest(Request[Any, Any, Any]):
 
     @property
     def _reads_file(self) -> Any:
-        """What makes a file the same as JSON, off the event loop, where the body is a file and the route takes one."""
+        """The converter of a file to JSON, called off the event loop, where the body is a file and the route takes one."""
         return self.route_handler.opt.get("file") if self.content_type[0] in FILE_TYPES else None
 
     async def body(self) -> bytes:

@@ -1,6 +1,6 @@
-"""Every call's id (`X-Request-ID`), log line, span if it changes something, and its end when the server stops.
+"""Middleware of every call: id (`X-Request-ID`), log line, a span for calls that change something, and an answer when the server stops.
 
-Outside of Litestar, so that calls which find no route have them as well.
+Outside of Litestar, so that it covers calls without a route as well.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ _SANE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:+/=-]{0,127}")
 QUIET = frozenset({"/healthz", "/readyz", "/metrics"})
 
 
-#: When the server stops, calls that are not answered after so many seconds are: Redis may hang. Less than `__main__.GRACE_S`.
+#: When the server stops, calls still open after so many seconds are answered with 503: Redis may hang. Less than `__main__.GRACE_S`.
 STOP_S = 3.0
 
 
@@ -56,7 +56,7 @@ class App(Litestar):
         self._stopping = False
 
     def stop(self) -> None:
-        """The server stops: what is not answered by itself soon is answered with 503."""
+        """Called when the server stops: answers calls that stay open with 503."""
 
         def end() -> None:
             self._stopping = True
@@ -107,7 +107,7 @@ class App(Litestar):
 
 
 async def _stopped(path: str, answer: Any) -> None:
-    """The answer to a call that the server's end found waiting."""
+    """The answer to a call that was open when the server stopped."""
     error = MidstreamError("unavailable", "the server is stopping")
     problem, more = problems.with_job(error.problem(path))
     body = problems.body_of(problem, path)

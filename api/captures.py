@@ -83,7 +83,7 @@ def _places(edge: Edge, job_id: str, entries: Sequence[FileEntry]) -> list[Place
 
 
 def _described(edge: Edge, job_id: str, entries: Sequence[FileEntry]) -> tuple[list[ManifestFile], list[str]]:
-    """The entries with what the blobs' manifests say; and the caveats of all of them, each once."""
+    """The entries, completed from the blobs' manifests; and the distinct caveats of all of them."""
     headers = read_headers(edge.settings.capture_root, job_id, _places(edge, job_id, entries))
     files = [
         ManifestFile(
@@ -185,7 +185,7 @@ def _etag(entry: FileEntry) -> str:
 
 
 def _known(entry: FileEntry, known: str | None) -> Response[Any] | None:
-    """The answer for a client that has the blob already."""
+    """304, for a client that has the blob already."""
     return Response(b"", status_code=304, headers={"ETag": _etag(entry)}) if matches(known, _etag(entry)) else None
 
 

@@ -24,7 +24,7 @@ BODY_BYTES_PER_S = 16 * 1024
 READ_S = 300.0
 #: Connections beyond the limit, for health checks.
 SPARE = 32
-#: Files that the process needs besides connections: to Redis, to captures it sends.
+#: File descriptors that the process needs for other uses: Redis, captures that it sends.
 FILES = 256
 
 
@@ -65,7 +65,7 @@ class Connection(HttpToolsProtocol):
         self._unread: asyncio.TimerHandle | None = None
         self._refused = False
 
-    # --- Coming and going ---
+    # --- Opening and closing ---
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -94,7 +94,7 @@ class Connection(HttpToolsProtocol):
         if not self.transport.is_closing() and not self.pipeline:
             self._common.waiting[self] = None
 
-    # --- What arrives ---
+    # --- Data from the client ---
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
@@ -136,7 +136,7 @@ class Connection(HttpToolsProtocol):
             self._stop_timer()
             super().on_message_complete()
 
-    # --- What does not ---
+    # --- Deadlines ---
 
     def _await(self, seconds: float) -> None:
         self._stop_timer()
@@ -149,7 +149,7 @@ class Connection(HttpToolsProtocol):
             self._timer = None
 
     def _late(self) -> None:
-        """The time of what is awaited is over, unless it is us who do not read, or enough of a body has arrived for more time."""
+        """End the connection whose deadline has passed, unless we have paused reading or enough of a body has arrived for more time."""
         asked = self.cycle is None or not self.cycle.waiting_for_100_continue
         if self.flow.read_paused or not asked:
             self._body = min(self._body, 0)
@@ -201,7 +201,7 @@ def _problem(kind: str, detail: str) -> tuple[int, list[tuple[bytes, bytes]], by
 
 
 async def _full(scope: Any, receive: Any, send: Any) -> None:
-    """The application while there are too many connections."""
+    """The ASGI application that answers while there are too many connections."""
     status, headers, body = _problem("overloaded", "there are too many connections: try again later")
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

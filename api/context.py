@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from ..broker.traces import Span
 
-#: These change something: their answers are promises, and they are traced; of the others those whose caller traces them.
+#: Methods that change something and are always traced. Other calls are traced only if their caller traces them.
 TRACED = frozenset({"POST", "PUT", "DELETE", "PATCH"})
 
 
@@ -18,7 +18,7 @@ class Call:
     method: str
     job: str = ""  # the id under which a job is being accepted
     url: str = ""  # where the job is found
-    accepted: bool = False  # whether it is known to be
+    accepted: bool = False  # whether the ledger has confirmed it
 
 
 CURRENT: ContextVar[Call | None] = ContextVar("midstream_call", default=None)
@@ -37,12 +37,12 @@ def changes_something() -> bool:
 
 
 def accepting(job_id: str, url: str) -> None:
-    """From here on the job may be in the ledger, whatever becomes of the call."""
+    """Note that the job may be in the ledger from here on, even if the call fails."""
     if (call := CURRENT.get()) is not None:
         call.job, call.url = job_id, url
 
 
 def accepted(job_id: str, url: str) -> None:
-    """The job is in the ledger."""
+    """Note that the job is in the ledger."""
     if (call := CURRENT.get()) is not None:
         call.job, call.url, call.accepted = job_id, url, True

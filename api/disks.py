@@ -12,7 +12,7 @@ from ..schemas.errors import MidstreamError
 from ..schemas.jobs import Job
 from ..schemas.settings import Settings
 
-#: Seconds for which an answer counts.
+#: Seconds for which a result is cached.
 LOOK_S = 1.0
 
 

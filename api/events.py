@@ -24,7 +24,7 @@ BATCH = 256
 
 #: Ids are those of the Redis stream.
 _ID = re.compile(r"([0-9]{1,20})-([0-9]{1,20})")
-MAX_ID = (1 << 64) - 1  # of either part
+MAX_ID = (1 << 64) - 1  # of each of the two numbers
 BEGINNING = "0-0"
 
 

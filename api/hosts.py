@@ -1,4 +1,4 @@
-"""The guard of all routes that looks at `Host` and `Origin`."""
+"""The guard of all routes that checks `Host` and `Origin`."""
 
 from typing import Any
 

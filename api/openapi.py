@@ -65,7 +65,7 @@ class Records(OpenAPISchemaPlugin):
 
 
 def _dedented(schema: dict[str, Any]) -> dict[str, Any]:
-    """Docstrings without their indentation, which Python 3.13 takes off by itself and older ones keep."""
+    """Docstrings without their indentation, which Python 3.13 removes automatically and older versions keep."""
     return {**schema, "description": cleandoc(schema["description"])} if "description" in schema else schema
 
 
@@ -77,13 +77,13 @@ _CHALLENGE = {"WWW-Authenticate": {"schema": {"type": "string"}}}
 REFUSALS = {
     "401": {"description": "No key, or none that is valid", "headers": _CHALLENGE, "content": _PROBLEM},
     "403": {
-        "description": "The key lacks the scope; `detail` names it. Or a browser sent it for a page of elsewhere",
+        "description": "The key lacks the scope; `detail` names it. Or a page of another site sent it (`cross_site`)",
         "headers": _CHALLENGE,
         "content": _PROBLEM,
     },
 }
 #: Of every operation, also of those that are open to everybody.
-MISDIRECTED = {"421": {"description": "The API is not called by the name in the header `Host`", "content": _PROBLEM}}
+MISDIRECTED = {"421": {"description": "The name in the header `Host` is not one of the API's", "content": _PROBLEM}}
 
 #: Type of an answer → name of the link → the operation that it leads to, its parameter, and where the answer has its value.
 LINKS: dict[str, dict[str, tuple[str, str, str]]] = {

@@ -65,7 +65,7 @@ def open_blobs(root: Path, job: str, blobs: Sequence[tuple[Place, int]]) -> list
                 found.append(OpenBlob(file, place, header_of(file, place)))
                 found[-1].check(crc32)
     finally:
-        must_be_there(root, job)  # says more than that a blob is not there
+        must_be_there(root, job)  # raises with the reason: deleted, or missing
     return found
 
 

@@ -39,7 +39,7 @@ SHOWN_CHARACTERS = 60
 
 
 class TooLong(MidstreamError):
-    """Text number `index` is longer than the model; `tokens` is None where its characters alone say so."""
+    """Text number `index` is longer than the model; `tokens` is None where the number of characters decides."""
 
     def __init__(self, index: int, tokens: int | None, detail: str = ""):
         super().__init__("invalid_request", detail or f"has {tokens} tokens: more than the model takes")
@@ -89,7 +89,7 @@ class TextMap:
         before = np.cumsum(touched)  # touched characters before each place of the text
         positions: list[int] = np.flatnonzero(before[self.offsets[:, 1]] > before[self.offsets[:, 0]]).tolist()
         if not positions:
-            raise SelectorError(f"{shortened(span.text)!r} is in the prompt, but the tokenizer makes no token of it", ".text")
+            raise SelectorError(f"{shortened(span.text)!r} is in the prompt, but no token stands for it", ".text")
         return positions
 
     def _occurrences(self, part: str) -> list[int]:
@@ -191,7 +191,7 @@ class Codec:
     def words(self, ids: Sequence[int], where: TextMap | None) -> list[str]:
         """How each token reads, spaces as they are: its part of the text, or what the tokenizer makes of it alone. Never empty."""
         if where is not None:
-            shared: dict[str, str] = {}  # a long text has the same words many times
+            shared: dict[str, str] = {}  # long texts repeat words
             parts = (where.text[start:end] for start, end in where.offsets.tolist())
             return [shared.setdefault(part, part) or self._word(token) for token, part in zip(ids, parts, strict=True)]
         known = {token: self._word(token) for token in set(ids)}

@@ -30,7 +30,7 @@ log = logging.getLogger("midstream.api")
 
 #: Characters sent to a helper at once, unless one text has more.
 BATCH_CHARACTERS = 256 * 1024
-#: Questions that wait for a helper; beyond it requests are refused.
+#: Requests that may wait for a helper; more are refused.
 MAX_WAITING = 64
 #: A helper that shares its processor may take so many times its limit of processor time.
 PATIENCE = 3
@@ -46,7 +46,7 @@ TRIM_CHARACTERS = 64 * 1024
 
 class Ask(Wire):
     tokenizer: str  # content hash of the bundle
-    bundle: bytes  # empty: the helper should know it
+    bundle: bytes  # empty: the helper has it cached
     texts: list[str]
     messages: list[dict[str, str]]  # one conversation in place of texts
     special_tokens: bool
@@ -127,7 +127,7 @@ class Helpers:
                     raise MidstreamError("invalid_request", detail, allowed="shorter ones") from None
                 log.warning("a tokenising process ended with %s: %r", ended, error)
                 raise MidstreamError("unavailable", "tokenising failed or took too long: try again") from None
-            except BaseException:  # given up in the middle of an answer
+            except BaseException:  # cancelled before the answer was complete
                 await self._end(process)
                 raise
             self._idle.append(process)
@@ -155,7 +155,7 @@ class Helpers:
         return process
 
     async def _end(self, process: asyncio.subprocess.Process) -> int:
-        """Its exit status, of its own end if it had come to one."""
+        """Its exit status; it is killed if it has not ended."""
         with anyio.CancelScope(shield=True):
             with suppress(TimeoutError):  # a pipe breaks a moment before its process has ended
                 await asyncio.wait_for(process.wait(), 0.2)
@@ -235,7 +235,7 @@ def _serve(questions: BinaryIO, answers: BinaryIO, seconds: float) -> None:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C is for the API, whose end ends this
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C is for the API; this process ends when the API closes the pipe
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY if hard == resource.RLIM_INFINITY else min(MEMORY, hard), hard))
     with suppress(BrokenPipeError):

@@ -124,10 +124,10 @@ def _refuse_unserved(body: OpenAIRequest) -> None:
 
 
 def _is_one_of(raw: bytes, values: Sequence[Any]) -> bool:
-    """Whether the JSON is one of `values`. What is long is none, and is not decoded."""
+    """Whether the JSON is one of `values`. JSON longer than all of them is not decoded."""
     try:
         return len(raw) <= MAX_UNSERVED and msgspec.json.decode(raw) in values
-    except (msgspec.DecodeError, UnicodeDecodeError):  # it was taken as it came
+    except (msgspec.DecodeError, UnicodeDecodeError):  # it was not checked before
         return False
 
 

@@ -44,7 +44,7 @@ def words(error: BaseException) -> str:
 def await_writes(url: str, check: Callable[[], object] = lambda: None) -> None:
     """Return once the Redis at `url` takes a write; `check` is called before each try and may raise to give up.
 
-    Raises redis.RedisError for what does not pass by waiting.
+    Raises redis.RedisError for errors that are not temporary (`is_absence`).
     """
     pause = FIRST_PAUSE_S
     with redis.Redis.from_url(url, socket_timeout=5, socket_connect_timeout=5, retry=None) as client:

@@ -1,8 +1,8 @@
 """Repairs an append-only file whose end is zeros or half a command, as a file system leaves it after a power failure.
 
-ext4 leaves zeros in blocks that were allocated and never written, which Redis refuses to load. A command that was cut off Redis would
-drop by itself, but 6.2 keeps what stood before it in its transaction, and applies that half at the next start. So either end is cut off
-here, with the whole transaction, and a copy of it kept. Where the commands end is found by `redis-check-aof`, which is the
+ext4 leaves zeros in blocks that were allocated and never written, which Redis refuses to load. Redis drops an incomplete command
+itself, but 6.2 keeps the commands before it in its transaction, and applies that half at the next start. Both kinds of end are cut off
+here, with the whole transaction, and a copy of them is kept. `redis-check-aof` finds the end of the valid commands; it is the
 `redis-server` binary under another name.
 """
 
@@ -22,7 +22,7 @@ _ANALYZED = re.compile(r"AOF analyzed:.*?size=(\d+), ok_up_to=(\d+)")
 #: A line of a manifest (Redis 7): the last file of type `i` is the one that is written to.
 _INCREMENT = re.compile(r"^file (\S+) seq \d+ type i", re.MULTILINE)
 _COUNT, _LENGTH = re.compile(rb"\*(\d{1,10})\r\n"), re.compile(rb"\$(\d{1,10})\r\n")
-#: The longest header, `*1000000000\r\n`, and then some.
+#: Longer than the longest header, `*1000000000\r\n`.
 _HEADER_BYTES = 16
 #: Whole commands inside of what should be one value: its length is wrong, and what follows is valid data.
 _COMMAND = re.compile(rb"\r\n\*\d{1,10}\r\n\$\d{1,10}\r\n[A-Za-z]+\r\n")
@@ -70,7 +70,7 @@ def _checker(directory: Path, server: str) -> str:
 
 
 def _analyze(path: Path, check: str) -> tuple[int, int | None]:
-    """(size, up to where it is whole: a transaction that was not finished is not part of that); None where that cannot be said."""
+    """(size, length of the valid part, without an unfinished transaction); None where the check does not report them."""
     done = subprocess.run([check, str(path)], stdin=subprocess.DEVNULL, capture_output=True, check=False)
     found = _ANALYZED.search(done.stdout.decode(errors="replace"))
     return (int(found[1]), int(found[2])) if found else (path.stat().st_size, None)
@@ -100,7 +100,7 @@ def _is_cut_off(data: mmap.mmap, start: int) -> bool:
 
 
 def _of_command(data: mmap.mmap, at: int, end: int) -> "list[re.Pattern[bytes]]":
-    """The headers that a command consists of."""
+    """The patterns of the headers of a command."""
     found = _COUNT.match(data, at, end)
     return [_COUNT, *[_LENGTH] * (int(found[1]) if found and int(found[1]) < 1 << 20 else 0)]
 

@@ -109,7 +109,7 @@ async def keep_sweeping(app: Celery, settings: Settings) -> None:
 
 
 def is_unavailable(error: Exception) -> bool:
-    """Redis is away, or refuses for now."""
+    """Whether Redis is unreachable or refuses for now."""
     return error.kind == "unavailable" if isinstance(error, MidstreamError) else is_absence(error)
 
 

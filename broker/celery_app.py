@@ -22,7 +22,7 @@ PRIORITY_OF_KIND = {"chat": 3, "completion": 3, "generate": 6, "sweep": 6}
 CALLBACKS_QUEUE = "midstream.callbacks"
 #: Abandoned messages are looked for this often, in seconds (kombu's default amounts to about 100 s).
 RESTORE_INTERVAL_S = 2
-#: Only one process looks at a time. A process that is killed while it does holds the lock for so long (kombu's default: 300 s).
+#: Only one process checks at a time. The lock of a killed process expires after so many seconds (kombu's default: 300 s).
 RESTORE_LOCK_S = 5
 #: A connection whose other end went away without a word (a cut link, a machine that lost power) is given up after 20 s: kombu waits
 #: for messages without a timeout, and the kernel alone would take two hours.

@@ -77,7 +77,7 @@ class Consumer(CeleryConsumer):
         self._await_writes(exc)
 
     def _await_writes(self, exc: Exception) -> None:
-        """Wait for a Redis that answers and takes no writes (full disk, full memory, read-only); an unreachable one is Celery's affair."""
+        """Wait for a Redis that answers and takes no writes (full disk, full memory, read-only); Celery handles an unreachable one."""
         if isinstance(exc, ResponseError):
             logger.error("Redis takes no writes, no jobs are taken until it does: %s", exc)
             await_writes(self.app.conf.broker_url, maybe_shutdown)
@@ -89,7 +89,7 @@ class Consumer(CeleryConsumer):
 
 
 def _reraise_failure(exc: Exception) -> None:
-    """Raise what Redis will answer again whatever time passes, such as a missing permission."""
+    """Raise errors that waiting does not cure, such as a missing permission."""
     if isinstance(exc, ResponseError) and not is_absence(exc):
         raise exc
 

@@ -32,7 +32,7 @@ CLIENTS = "clients"  # of a folder that `new_keys` wrote: what the relay is give
 DOMAIN = "midstream"  # of ZAP; any will do, but none lets everybody in where no authenticator runs
 #: The folder of known keys is looked at this often at most; adding or removing a worker takes that long.
 LOOK_EVERY_S = 1.0
-RELAY = "relay"  # name of the relay's pair in `curve_dir`, which no worker may have there
+RELAY = "relay"  # name of the relay's key pair in `curve_dir`; no worker may use it
 #: The same stranger is logged this often.
 COMPLAIN_EVERY_S = 10.0
 REMEMBERED = 1000  # strangers, at most
@@ -194,7 +194,7 @@ def with_kept_keys(settings: Settings, worker: str = "") -> Settings:
 
 
 def _kept_keys(role: Role, name: str, folder: Path) -> tuple[Path, Path]:
-    """Files (private, public) of the pair that is there, or of a new one. A pair of which a crash left a half is made again."""
+    """Files (private, public) of the existing pair, or of a new one. An incomplete pair, which a crash can leave, is created again."""
     private, public = _files(role, name, folder)
     if private.exists() and public.exists() and public.read_text().strip() == secret_key(str(private))[0]:
         return private, public

@@ -1,6 +1,6 @@
 """Refuses a Redis that may forget accepted jobs: one without an append-only file, or one that evicts keys when it is full.
 
-`INFO` says both, which managed services allow where they forbid `CONFIG`.
+`INFO` reports both; managed services that forbid `CONFIG` allow it.
 """
 
 import logging
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 EXIT_BAD_SETTINGS = 2
 TIMEOUT_S = 5.0
-#: Between two questions to a Redis that was unreachable at the start.
+#: Seconds between two checks of a Redis that was unreachable at the start.
 ASK_AGAIN_S = 1.0
 
 
@@ -37,7 +37,7 @@ def dangers(info: dict[str, Any]) -> list[str]:
 def require(settings: Settings, end: Callable[[int], object] = os._exit) -> None:
     """Raise SettingsError for a Redis that may forget jobs, unless `redis_allow_lossy` is set.
 
-    A Redis that is unreachable is asked by a thread until it answers; if it is one that may forget jobs, the thread ends the process.
+    A thread checks an unreachable Redis until it answers, and ends the process if that Redis may forget jobs.
     """
     if not _decide(settings):
         threading.Thread(target=_ask_later, args=(settings, end), name="redis durability", daemon=True).start()
@@ -54,8 +54,7 @@ def _decide(settings: Settings) -> bool:
         raise SettingsError(f"redis_url: Redis does not answer INFO: {error}") from error
     if found and not settings.redis_allow_lossy:
         raise SettingsError(
-            f"redis_url: this Redis may forget jobs that were accepted: {'; '.join(found)}; "
-            "MIDSTREAM_REDIS_ALLOW_LOSSY=true takes it all the same"
+            f"redis_url: this Redis may forget jobs that were accepted: {'; '.join(found)}; MIDSTREAM_REDIS_ALLOW_LOSSY=true accepts it"
         )
     if found:
         log.warning("redis_allow_lossy is set; this Redis may forget jobs that were accepted: %s", "; ".join(found))

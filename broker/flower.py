@@ -2,8 +2,8 @@
 
 Secrets go in by the options object and the Celery app, never by a command line that everybody on the machine can read. What
 Flower shows comes from events, and from the ledger where an event was missed (`flower_ends`); it is read-only here, because a task
-revoked behind the ledger's back would come back. Where no password is asked for, a call under another name than ours is refused, as the
-API does: a page of elsewhere can have its own name point here.
+revoked behind the ledger's back would come back. Without a password, calls under a foreign host name are refused, as in the API, against
+DNS rebinding.
 """
 
 import logging

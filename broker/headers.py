@@ -32,7 +32,7 @@ class Place:
 
 
 def place_in(root: Path, job: str, request: int, file: FileEntry | CapturedFile) -> Place:
-    """Where a receipt of `job` says that a blob of one of its prompts lies.
+    """The place of a blob that a receipt of `job` names.
 
     Receipts are not trusted: raises MidstreamError("capture_failed") for a path that is not the job's or leaves the capture root.
     """
@@ -91,7 +91,7 @@ def must_be_there(root: Path, job: str) -> None:
 def explained(job: str, place: Place) -> Iterator[None]:
     """Errors of the disk and of the file's content as a MidstreamError that names the file.
 
-    A blob of zeros is a deleted one only if the ledger or `must_be_there` says so: the caller asks them.
+    A blob of zeros was deleted only if the ledger or `must_be_there` reports it: the caller checks.
     """
     try:
         yield
@@ -115,7 +115,7 @@ def header_of(file: IO[bytes], place: Place) -> Header:
         raise DamagedBlob(f"it is cut short: {size} bytes of {place.bytes}")
     found = header.manifest
     if (found.job, found.request, found.tag or place.tag) != (place.job, place.request, place.tag):
-        # Whose they are is not named: the caller may not be allowed to know.
+        # The owner is not named: it may be another tenant's job.
         detail = f"at byte {place.offset} it does not hold rows of request {place.request} of job {place.job}"
         raise MidstreamError("capture_failed", f"the capture file {place.path.name} cannot be read: {detail}")
     return header

@@ -46,7 +46,7 @@ def callbacks(settings: Settings) -> str:
 
 
 def worker(settings: Settings) -> str:
-    """Of this machine, which in a container is the container. Waits while it starts, until `START_S` have passed or it cannot."""
+    """Why the worker of this machine (or container) is unhealthy; empty when it is well. Waits for its start, for at most `START_S`."""
     note = Path(tempfile.gettempdir()) / STARTING
     deadline = time.monotonic() + START_S
     while trouble := _worker_seen(settings):

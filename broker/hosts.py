@@ -16,18 +16,18 @@ from ..schemas.settings import Settings, SettingsError, is_loopback
 #: An address in brackets, or a name or address; and a port.
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\s:/@\[\]]+)(:\d{0,5})?", re.IGNORECASE)
 _ORIGIN = re.compile(r"https?://(.+)", re.IGNORECASE)
-#: These change nothing.
+#: Methods that change nothing.
 SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 def host_of(header: str) -> str:
-    """`name:port` without the port, in lower case, and an address without brackets; empty for what is no host."""
+    """`name:port` without the port, in lower case, and an address without brackets; empty if it is not a host."""
     match = _HOST.fullmatch(header)
     return match[1].strip("[]").lower() if match else ""
 
 
 def named(settings: Settings) -> frozenset[str]:
-    """What `allowed_hosts` names. Raises SettingsError for what is neither a name nor an address."""
+    """The entries of `allowed_hosts`. Raises SettingsError for an entry that is neither a name nor an address."""
     names = [name for name in map(str.strip, settings.allowed_hosts.split(",")) if name]
     for name in names:
         if not _is_address(name) and host_of(name) != name.lower():
@@ -64,18 +64,18 @@ class Hosts:
         if not self.allows(hosts):
             shown = ", ".join(hosts)[:200] or "(none)"
             raise MidstreamError(
-                "misdirected", f"this API is not called {shown!r}; MIDSTREAM_ALLOWED_HOSTS names what it is called", field="Host",
+                "misdirected", f"{shown!r} is not a name of this API; MIDSTREAM_ALLOWED_HOSTS lists its names", field="Host",
                 allowed=self._allowed,
             )  # fmt: skip
         if self._any:
             return
         if self._open and method not in SAFE and not all(self._our_page(origin, host_of(hosts[0])) for origin in origins):
             raise MidstreamError(
-                "cross_site", f"a page of {', '.join(origins)[:200]!r} may change nothing here", field="Origin", allowed=self._allowed
+                "cross_site", f"a page of {', '.join(origins)[:200]!r} may not send this request", field="Origin", allowed=self._allowed
             )
 
     def _our_page(self, origin: str, called: str) -> bool:
-        """Of the name or address by which we are called, or of one that is certainly ours: pages of elsewhere have addresses, too."""
+        """Whether the page has the host of this call, or a name of ours. Other addresses do not count: other sites have addresses too."""
         match = _ORIGIN.fullmatch(origin)
         page = host_of(match[1]) if match is not None else ""
         return page != "" and (page == called or page in self._names or is_loopback(page))

@@ -23,7 +23,7 @@ PASSWORD_BYTES = 24
 
 
 def close_folder(data: Path, say: Callable[[str], None]) -> int:
-    """Make `data`, or close it, to other accounts; returns the umask that keeps what is written there as closed.
+    """Create `data`, or remove other accounts' access to it; returns the umask for files in it.
 
     A folder open to all accounts got its mode from a umask, so the group loses its rights as well; rights of the group alone are
     set by an operator and stay. Raises SettingsError for a folder that is meant to be writable by all, such as /tmp.
@@ -42,7 +42,7 @@ def close_folder(data: Path, say: Callable[[str], None]) -> int:
 
 
 def with_secrets(settings: Settings, data: Path, say: Callable[[str], None]) -> Settings:
-    """With the folder of the relay's CURVE keys and Flower's password, where the settings name none."""
+    """Settings with the folder of CURVE keys and with Flower's password, where they name none."""
     changes = {}
     folder = private_folder(data / SECRETS)
     curve = (settings.curve_dir, settings.curve_secret_file, settings.curve_server_key, settings.curve_clients_dir)
@@ -55,12 +55,12 @@ def with_secrets(settings: Settings, data: Path, say: Callable[[str], None]) -> 
 
 
 def redis_password(data: Path) -> str:
-    """Of the Redis that runs on `data`; made at the first call. Raises OSError."""
+    """The password of the Redis that runs on `data`, created at the first call. Raises OSError."""
     return kept_secret(data / SECRETS / REDIS_PASSWORD, lambda: secrets.token_hex(PASSWORD_BYTES))
 
 
 def with_redis_password(url: str, data: Path) -> str:
-    """`url`, that names the Redis which runs on `data`, with its password; as it is where this account cannot read that."""
+    """`url` of the Redis that runs on `data`, with its password; unchanged where this account cannot read the password."""
     file = data / SECRETS / REDIS_PASSWORD
     if not url or not os.access(file, os.R_OK):
         return url

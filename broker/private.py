@@ -32,9 +32,9 @@ def private_folder(path: Path) -> Path:
 
 
 def kept_secret(path: Path, make: Callable[[], str]) -> str:
-    """The secret in a file of its owner's alone; `make` gives one where there is none yet.
+    """The secret in a file that only its owner can read; `make` creates one where there is none yet.
 
-    Written aside and renamed, so that a crash leaves no half of it.
+    Written to another file and renamed, so that a crash leaves no incomplete secret.
     """
     private_folder(path.parent)
     try:

@@ -33,7 +33,7 @@ Say = Callable[[str], None]
 OLDEST = (6, 2)
 #: A start is given up after so many seconds without progress. Loading a large file may take as long as it needs.
 STALLED_S = 60.0
-#: Seconds between two lines about how far the loading is.
+#: Seconds between two lines about the progress of loading.
 PROGRESS_S = 10.0
 POLL_S = 0.02
 #: Seconds a shutdown may take for its last fsync before the process is killed.
@@ -103,8 +103,8 @@ def start(
 ) -> RedisServer:
     """Start a server whose data live in `directory` (created when missing, closed to other accounts) and wait until it has loaded them.
 
-    `port` 0 takes a free one; `maxmemory_mib` 0 is no limit; `password` (printable ASCII without quotes) is asked of clients and is in
-    the URL; empty: none. `say` gets what a person should know: how far the loading is, what was cut off a damaged file (`aof_repair`).
+    `port` 0 takes a free one; `maxmemory_mib` 0 is no limit; `password` (printable ASCII without quotes) is required of clients and is in
+    the URL; empty: none. `say` gets messages for the operator: progress of loading, what was cut off a damaged file (`aof_repair`).
     `waiting` is called several times a second and may raise to give up. Raises MidstreamError("conflict") when a server already runs on
     `directory`; MidstreamError("unavailable") with the tail of its log when it dies, or makes no progress for `STALLED_S`; OSError when
     `directory` cannot be written.
@@ -121,7 +121,7 @@ def start(
             server = RedisServer(
                 url=f"redis://{f':{password}@' if password else ''}127.0.0.1:{chosen}/0", port=chosen, directory=directory, process=process
             )
-            with suppress(OSError):  # a full disk; the file is for people alone
+            with suppress(OSError):  # a full disk; the file is only information
                 (directory / "redis.pid").write_text(f"{process.pid}\n")
             try:
                 _wait_until_loaded(server, say, waiting)
@@ -195,7 +195,7 @@ def _log_file(directory: Path) -> IO[bytes]:
 
 
 class _Progress:
-    """Raises MidstreamError("unavailable") when what is `seen` has not changed for `STALLED_S`."""
+    """Raises MidstreamError("unavailable") when `seen`, the state of the start, has not changed for `STALLED_S`."""
 
     def __init__(self, server: RedisServer) -> None:
         self._server = server
@@ -255,5 +255,5 @@ def _log_since(directory: Path, start: int) -> bytes:
 
 def _log_tail(directory: Path) -> str:
     path = directory / "redis.log"
-    lines = path.read_text(errors="replace").splitlines() if path.exists() else ["it left no log"]
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else ["there is no log"]
     return "\n".join(lines[-LOG_TAIL_LINES:])

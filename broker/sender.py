@@ -50,7 +50,7 @@ _UNHEARD: dict[int, str] = {
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "one side has CURVE keys and the other has none, or what listens there is no relay{keyless}",
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it hung up during the handshake: is curve_server_key the public key of this relay?",
 }
-#: Said where it is this side that has none.
+#: Added to the message where this side has no keys.
 _KEYLESS = (
     ". This worker has none: set MIDSTREAM_CURVE_DIR to the relay's curve_dir (of `midstream up`: secrets/curve in its data directory), "
     "or give it keys (midstream curve new)"

@@ -134,7 +134,7 @@ class Sweeper:
         return float(now() - server["uptime_in_seconds"])
 
     async def _send(self, messages: list[Message]) -> bool:
-        """Whether Redis took them; what it did not take is sent with the next ones."""
+        """Whether Redis accepted them; messages that it refused are sent with the next ones."""
         messages = list(dict.fromkeys([*self._unsent, *messages]))
         sent = not messages or await asyncio.to_thread(send_now, self._app, messages) == len(messages)
         self._unsent = [] if sent else messages

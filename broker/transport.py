@@ -33,7 +33,7 @@ SETTLE_S = 0.02
 #: Args: now, tag of a message that was taken, the message as kombu notes it, how many to take along, tags that are acknowledged.
 #: Returns the list and the text of each that was taken along.
 #: ZREM comes first because Redis without memory gives messages out (BRPOP) but refuses a script whose first write takes memory; it does not
-#: refuse the writes behind another. The message would be lost until the sweeper misses it, and a note takes no more than its removal freed.
+#: refuse the writes that follow. A refusal would lose the message until the sweeper finds that. The note is no larger than what ZREM frees.
 TAKE = """
 local now, tag, noted, room = unpack(ARGV, 1, 4)
 redis.call('ZREM', KEYS[1], tag, unpack(ARGV, 5))
@@ -111,7 +111,7 @@ class QoS(kombu_redis.QoS):
             logger.warning("%d messages stay unacknowledged, Redis is away or refuses: %s", len(tags), error)
 
     def restore_visible(self, *args: Any, **kwargs: Any) -> None:
-        """Give abandoned messages back. A Redis that takes no writes is asked again in two seconds; the consumer reports it."""
+        """Give abandoned messages back. With a Redis that takes no writes this is repeated in two seconds; the consumer reports it."""
         try:
             super().restore_visible(*args, **kwargs)
         except ResponseError as error:
@@ -176,6 +176,6 @@ class Channel(kombu_redis.Channel):
 
 
 class Transport(kombu_redis.Transport):
-    """Of workers and `callbacks`: named by their setting `broker_transport`."""
+    """The transport of workers and `callbacks`, named in their setting `broker_transport`."""
 
     Channel = Channel

@@ -86,7 +86,7 @@ def refusal(address: Address, allow_private: bool = False) -> str | None:
 
 
 def embedded(address: IPv6Address) -> list[IPv4Address]:
-    """The IPv4 addresses inside an IPv6 address, where what is sent to it may end."""
+    """The IPv4 addresses embedded in an IPv6 address, to which its packets may be forwarded."""
     value = int(address)
     found = [((value >> shift) ^ mask) & 0xFFFFFFFF for network, shift, mask in _EMBEDDING if address in network]
     if (value >> 32) & 0xFFFFFFFF in _ISATAP:

@@ -79,7 +79,7 @@ class Blob:
         return self.unchecked(name)
 
     def unchecked(self, name: str) -> np.ndarray:
-        """As `raw`, also of a damaged blob."""
+        """As `raw`, without the check of the CRC32."""
         tensor = self.header.tensors[name]
         dtype = np.dtype(_NUMPY_DTYPES[tensor.dtype])
         return np.frombuffer(self._data, dtype, count=tensor.length // dtype.itemsize, offset=tensor.start).reshape(tensor.shape)

@@ -25,7 +25,7 @@ DataDir = Annotated[Path | None, typer.Option(help="Of the `midstream up`; defau
 
 #: Exit codes of `status`, as of service managers: everything runs, some part does not, nothing does.
 ALL_RUN, PART_RUNS, NOTHING_RUNS = 0, 1, 3
-#: What lies in a data directory, by what fills it.
+#: Part of a data directory → what writes it.
 PARTS = ("captures", "redis", "outbox", "logs")
 LOOK_S = 0.3
 
@@ -45,7 +45,7 @@ def _folder(given: Path | None) -> Path:
 
 
 def status(data_dir: DataDir = None, json_: AsJson = False) -> None:
-    """What runs on this machine: processes, ports, disk. Exit code 0 when all of it runs, 1 when a part does not, 3 when nothing does."""
+    """Processes, ports and disk usage of this machine's stack. Exit code 0 when all runs, 1 when a part does not, 3 when nothing does."""
     data = _folder(data_dir)
     stack = where.running(data)
     known = stack.processes if stack else where.processes_of(where.written(data))
@@ -128,11 +128,11 @@ def _disk_line(data: Path) -> str:
 
 def logs(
     names: Annotated[list[str] | None, typer.Argument(metavar="[PROCESS]...", help="Such as worker or api; if left out: all.")] = None,
-    lines: Annotated[int, typer.Option("-n", "--lines", help="So many of the last lines of each.", min=0)] = 20,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on with what is written from now on, until Ctrl-C.")] = False,
+    lines: Annotated[int, typer.Option("-n", "--lines", help="Number of last lines of each.", min=0)] = 20,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Print new lines too, until Ctrl-C.")] = False,
     data_dir: DataDir = None,
 ) -> None:
-    """What the processes of the stack on this machine wrote, also after it ended."""
+    """Logs of the stack's processes on this machine, also after it ended."""
     folder = _folder(data_dir) / "logs"
     files = {path.stem: path for path in sorted(folder.glob("*.log"))}
     if not files:

@@ -1,4 +1,4 @@
-"""What can one do with webhooks from a terminal? `webhooks list`, `show`, `redeliver`, `secret`, `rotate`, `enable`."""
+"""Commands for webhooks: `webhooks list`, `show`, `redeliver`, `secret`, `rotate`, `enable`."""
 
 import time
 from collections.abc import Iterable
@@ -29,7 +29,7 @@ def webhooks_list(
     job: Annotated[str | None, typer.Option(help="Only what tells of this job.")] = None,
     state: Annotated[str | None, typer.Option(help="Only those that are pending, delivered, failed, disabled or refused.")] = None,
     limit: Annotated[int, typer.Option(help="How many.")] = 20,
-    disabled: Annotated[bool, typer.Option("--disabled", help="Instead: the receivers that get nothing, since they answered 410.")] = False,
+    disabled: Annotated[bool, typer.Option("--disabled", help="List the receivers that get none because they answered 410.")] = False,
     tenant: Tenant = None,
     json_: AsJson = False,
     url: Url = None,

@@ -135,7 +135,7 @@ def run_demo_at(url: str, keep: Path | None = None, console: Console | None = No
     folder.mkdir(parents=True, exist_ok=True)
     with Client(url, load_settings().api_key) as client:
         if MODEL_NAME not in (served := client.models()):
-            raise MidstreamError("not_found", f"{url} does not serve {MODEL_NAME}, whose numbers the demo knows", allowed=", ".join(served))
+            raise MidstreamError("not_found", f"{url} does not serve {MODEL_NAME}, which the demo needs", allowed=", ".join(served))
         if MODULE in {module.name for module in client.modules(MODEL_NAME)}:
             raise MidstreamError("conflict", f"{url} has a module {MODULE!r} already: the demo would replace it")
         _line(console, f"[green]✓[/] stack: [bold]{url}[/]")

@@ -39,7 +39,7 @@ def in_place(manifest: Manifest, job_id: str) -> list[Place]:
     if manifest.root is None:
         return []
     if any(path_fault(file.path, job_id) for file in manifest.files):
-        return []  # the server has to say what it means
+        return []  # downloading raises the server's error
     places = [Place(Path(manifest.root) / file.path, file.offset, file.bytes, file.crc32) for file in manifest.files]
     # Another account's folder may be closed to this one: its files are fetched.
     sizes = {path: path.stat().st_size for path in {place.path for place in places} if os.access(path, os.R_OK)}

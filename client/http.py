@@ -184,7 +184,7 @@ class Client(SteeringCalls, RunCalls, SweepCalls, KeyCalls, WebhookCalls, Servic
         `folder`: where to keep a download; by default a folder that is gone when the program ends. `tag`: by default that of
         the job's own capture; what the operator captures of every request has another. `partial`: whatever is there of a
         capture that is `pending`, `error` or `timed_out`, which otherwise raises `conflict`, `capture_failed` or `receipts_timed_out`.
-        The reader's `status` and `detail` say what the server says; `gaps()` what is missing; its `tokens()` asks the server.
+        The reader's `status` and `detail` are the server's; `gaps()` lists what is missing; `tokens()` uses the server's tokenizer.
         """
         reader = self._open_capture(job_id, folder, tag, partial)
         reader.read_tokens = lambda ids: self.detokenize(self.job(job_id).model, ids).token_strs

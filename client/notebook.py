@@ -38,7 +38,7 @@ def _shell() -> Any:
 
 
 def install() -> None:
-    """Teach a running IPython to render what the schemas hold: they have no methods for it. Harmless elsewhere, and when repeated."""
+    """Register renderers for the schemas' types, which have no methods for it, in a running IPython. No effect elsewhere."""
     shell = _shell()
     if shell is None:
         return
@@ -49,7 +49,7 @@ def install() -> None:
 
 
 def html(*parts: "RenderableType") -> str:
-    """What the terminal would show, in its colours."""
+    """The terminal's output as HTML, in its colours."""
     from rich.console import Console
 
     console = Console(record=True, file=io.StringIO(), width=_WIDTH, force_terminal=True, color_system="truecolor", highlight=False)
@@ -95,7 +95,7 @@ def _job_html(result: JobResult) -> str:
 
 
 def answer_html(answer: "Answer") -> str:
-    """Its texts, what was captured, and whether the ranks agree on what they applied."""
+    """Texts, captures, and whether the ranks agree on what they applied."""
     from rich.markup import escape
 
     from . import show
@@ -112,7 +112,7 @@ def answer_html(answer: "Answer") -> str:
 
 
 def reader_html(reader: "CaptureReader") -> str:
-    """Which rows there are, and what is missing."""
+    """The captured rows, and what is missing."""
     from rich.markup import escape
 
     from . import show

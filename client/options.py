@@ -15,7 +15,7 @@ from ..schemas.global_capture import HOOK_NAMES, parse_hooks
 from ..schemas.selectors import HookName, LayerSelector, written_range
 from .wire import Patch, Steering
 
-#: Capture option → the field of a capture that it sets. One of the first two asks for a capture; the others say how.
+#: Capture option → the field of a capture that it sets. One of the first two requests a capture; the others are its options.
 CAPTURE_OPTIONS = {
     "--layers": "layers", "--hooks": "hooks", "--positions": "positions", "--span": "spans", "--at": "at",
     "--dtype": "dtype", "--every-n": "every_n", "--layout": "layout", "--consumer": "consumers", "--tag": "tag",

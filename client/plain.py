@@ -211,7 +211,7 @@ def _job(value: Any, field: str) -> Any:
         sampling = fields.get("sampling") or {}
         known = {name: getattr(sampling, name) for name in Sampling.__struct_fields__} if isinstance(sampling, Sampling) else dict(sampling)
         if twice := [name for name in own if not isinstance(sampling, Sampling) and name in known]:
-            raise invalid(twice[0], "stands in `sampling` as well: give it once")
+            raise invalid(twice[0], "is in `sampling` as well: give it once")
         fields["sampling"] = known | own
     return fields
 

@@ -19,7 +19,7 @@ LOG_LIMIT_BYTES = 32 << 20
 #: this long starts over at the first.
 BACKOFF_S = (1.0, 4.0)
 HEALTHY_AFTER_S = 10.0
-#: In the environment of every child, and of what it starts: the data directory of its supervisor, so that the next one knows it again.
+#: In the environment of every child, and of what it starts: the data directory of its supervisor, so that the next supervisor finds them.
 MARK = "SUPERVISED_BY_MIDSTREAM"
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -217,7 +217,7 @@ def _stat(pid: int) -> list[str]:
 
 
 def end_leftover(pid: int, born: int, timeout: float = 20.0) -> bool:
-    """Stop a process of a supervisor that was killed, and its session, if it still runs and is the same one. Whether there was one."""
+    """Stop a process of a supervisor that was killed, and its session, if it still runs. Returns whether it did."""
     if not born or birth(pid) != born:
         return False
     _signal(pid, signal.SIGTERM)

@@ -1,8 +1,8 @@
-"""Finds the stack that a client or a command is meant for, and makes sure that it is that one.
+"""Finds the stack of a client or a command, and verifies its identity.
 
 In this order: an address that is given; the setting `public_url`; the `midstream up` that runs on the data directory; the settings
-`api_host` and `api_port`. What the data directory says is believed only when the directory belongs to this user, its `midstream up` is
-alive, and the API says that it belongs to it.
+`api_host` and `api_port`. The state file of the data directory is used only when the directory belongs to this user, its `midstream up` is
+alive, and the API reports the same instance.
 """
 
 import os
@@ -19,7 +19,7 @@ from ..schemas.instance import instance_of
 from ..schemas.settings import Settings, load_settings
 from .wire import ServerUnreachable
 
-#: Of `midstream up`, in its data directory: who runs there.
+#: State file of `midstream up` in its data directory.
 STATE_FILE = "up.json"
 #: How long a running API may take to answer with its instance.
 ASK_S = 3.0

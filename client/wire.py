@@ -44,13 +44,13 @@ Capture = CaptureSpec | Mapping[str, Any]
 
 
 class ServerUnreachable(MidstreamError):
-    """No Midstream answers at the address: the server is down, or it is elsewhere."""
+    """No Midstream answers at the address: the server is down, or the address is wrong."""
 
     def __init__(self, detail: str):
         super().__init__("unavailable", detail)
 
     def _render_traceback_(self) -> list[str]:
-        """One line in a notebook: where the call stands there says nothing about a server that is down."""
+        """One line in a notebook: a traceback does not help when the server is down."""
         return [f"{type(self).__name__}: {self}"]
 
 

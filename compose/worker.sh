@@ -11,7 +11,7 @@ export WORKER_STARTING_NOTE="$starting"
 
 if [ -z "${MIDSTREAM_MODEL:-}" ] && [ "${MIDSTREAM_ENGINE:-vllm}" = vllm ]; then
     until MIDSTREAM_MODEL=$(python -m midstream.client.models); do
-        echo "the demo model cannot be had: the log of this container says why" >"$starting"
+        echo "the demo model could not be fetched: see the log of this container" >"$starting"
         sleep "${START_RETRY_S:-30}"
     done
     : >"$starting"
@@ -52,7 +52,7 @@ run() { # COMMAND…: sets `code` to its exit code; a signal interrupts only the
 while :; do
     run python -m midstream.workers
     if [ -n "$stopping" ] || [ ! -e "$starting" ]; then exit "$code"; fi
-    [ -s "$starting" ] || echo "the worker ended with exit code $code before it was ready: the log of this container says why" >"$starting"
+    [ -s "$starting" ] || echo "the worker ended with exit code $code before it was ready: see the log of this container" >"$starting"
     run sleep "${START_RETRY_S:-30}"
     if [ -n "$stopping" ]; then exit; fi
 done

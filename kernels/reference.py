@@ -216,7 +216,7 @@ def _rows(hidden: torch.Tensor | None, stream: torch.Tensor, tokens: torch.Tenso
 
 
 def _mark(broken: torch.Tensor, tokens: slice | torch.Tensor, site: int, before: torch.Tensor, after: torch.Tensor) -> None:
-    """Note in `broken` which of these tokens' rows are not finite `before` or `after` what was done to them."""
+    """Mark in `broken` which of these tokens' rows are not finite `before` or `after` the edits."""
     found = broken[tokens]
     bad, worse = (torch.isfinite(rows).all(1).logical_not_() for rows in (before, after))
     marks = torch.zeros_like(found).masked_fill_(worse, site).masked_fill_(bad, -site)
@@ -224,7 +224,7 @@ def _mark(broken: torch.Tensor, tokens: slice | torch.Tensor, site: int, before:
 
 
 def _finite(rows: torch.Tensor) -> bool:
-    """In one quick pass: minimum and maximum are NaN where a value is."""
+    """Whether all values are finite, in one pass: minimum and maximum are NaN where a value is."""
     low, high = torch.aminmax(rows)
     return math.isfinite(low) and math.isfinite(high)
 

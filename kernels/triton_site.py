@@ -170,7 +170,7 @@ def _site(  # type: ignore[no-untyped-def]
         if (before_slot >= 0) | (after_slot >= 0) | (named > 0):
             at = token * WIDTH + lanes
             row = tl.load(stream + at, mask=inside, other=0.0)
-            hidden_row = tl.load(hidden + at, mask=inside, other=0.0) if PAIR else row  # of a single site it is not looked at
+            hidden_row = tl.load(hidden + at, mask=inside, other=0.0) if PAIR else row  # unused at a single site
             if before_slot >= 0:
                 place = (tl.load(plan + _BEFORE_ROW) + before_slot).to(tl.int64) * WIDTH
                 tl.store(ring + place + lanes, _sum(hidden_row, row, PAIR), mask=inside)

@@ -19,7 +19,7 @@ DELETED = ".deleted"
 def path_fault(path: str, job: str) -> str | None:
     """What is wrong with the path of a capture file as a receipt of `job` names it, relative to the capture root; None for nothing.
 
-    A job's files lie in `<tag>/<job>/` and in the segments that it shares: a path to anywhere else is a lie.
+    A job's files lie in `<tag>/<job>/` and in the segments that it shares: any other path is invalid.
     """
     parts = PurePosixPath(path).parts
     if len(parts) == 3 and ".." not in parts and not path.startswith("/") and parts[0] != DELETED and parts[1] in (job, SEGMENTS):

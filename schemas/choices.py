@@ -62,7 +62,7 @@ def unknown(word: str, names: Iterable[str]) -> str:
 def refusal(error: msgspec.ValidationError, prefix: str = "", whole: str | None = None, kind: Any = None) -> MidstreamError:
     """The error as one that names the field, below `prefix`, and what it takes.
 
-    `whole` names what has no field, by default the body. `kind`: the type that did not fit, for the names of its fields.
+    `whole`: the name for an error without a field, by default the body. `kind`: the type that did not fit, for the names of its fields.
     """
     detail, path = misfit(error)
     dot = "." if prefix and path and not path.startswith("[") else ""

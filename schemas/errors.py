@@ -12,7 +12,7 @@ STATUS_OF_KIND: dict[str, int] = {
     "invalid_request": 400,  # the body or a parameter is wrong; `field` says which
     "prompt_too_long": 400,  # the job was accepted for a larger `max_model_len` than that of the worker which took it
     "unauthorized": 401,
-    "cross_site": 403,  # a browser sent it for a page of elsewhere
+    "cross_site": 403,  # a page of another site sent it
     "forbidden": 403,  # the key lacks the scope that is needed
     "not_found": 404,
     "method_not_allowed": 405,
@@ -21,7 +21,7 @@ STATUS_OF_KIND: dict[str, int] = {
     "gone": 410,
     "payload_too_large": 413,
     "unsupported_media_type": 415,
-    "misdirected": 421,  # the API is not called by the name in the header `Host`
+    "misdirected": 421,  # the name in the header `Host` is not one of the API's
     "head_too_large": 431,  # request line and headers
     "idempotency_mismatch": 422,  # the Idempotency-Key was used with another body
     "internal": 500,

@@ -15,7 +15,7 @@ from .selectors import HOOKS, Alias, Hook, HookName, LayerSelector, PositionName
 from .settings import Settings, SettingsError
 from .specs import CaptureSpec
 
-#: What a hook may be called.
+#: Names of hooks, aliases included.
 HOOK_NAMES = (*HOOKS, *get_args(Alias))
 #: A separator behind which a name begins; others stand between layers.
 _BEFORE_HOOK = re.compile(r"[;,]\s*(?=[A-Za-z_])|;")

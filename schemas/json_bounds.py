@@ -6,7 +6,7 @@ event loop for seconds. Counting takes a few milliseconds per MiB and is done pi
 
 from .limits import MAX_JSON_CONTAINERS, MAX_JSON_VALUES
 
-#: What counts nothing and bounds nothing.
+#: Bytes that neither count nor delimit values.
 _PLAIN = bytes(set(range(256)) - set(b'",{['))
 
 #: Bytes counted at a time.
@@ -18,9 +18,9 @@ class TooManyValues(ValueError):
 
 
 class JsonCounter:
-    """Counts the values of a document that arrives in pieces. What is inside strings does not count.
+    """Counts the values of a document that arrives in pieces. Contents of strings do not count.
 
-    What is not JSON may pass: the decoder refuses it.
+    Invalid JSON may pass: the decoder refuses it.
     """
 
     def __init__(self) -> None:

@@ -25,7 +25,7 @@ MAX_NAME = 200  # of models, modules, runs, jobs, spans of a sweep and consumers
 MAX_TAG = 64  # tags of captures, names of source runs and tenants
 MAX_MODULE_NAME = 128
 MAX_URL = 2048
-MAX_HEADER = 4096  # of headers that are read
+MAX_HEADER = 4096  # of the headers in use
 MAX_IDEMPOTENCY_KEY = 255
 MAX_DESCRIPTION = 1000
 MAX_LABEL = 512  # OpenAI's `user`, `safety_identifier`, `prompt_cache_key`, `service_tier`
@@ -39,7 +39,7 @@ MAX_TEXT = 1 << 22  # a prompt, or a message of a conversation
 MAX_PROMPTS = 4096  # of one job
 MAX_PROMPT_TOKENS = 1 << 17  # token ids of one prompt
 MAX_MESSAGES = 4096  # of a conversation, and parts of a message
-MAX_STOPS = 32  # `stop`: each is looked for after every generated token
+MAX_STOPS = 32  # `stop`: each is searched for after every generated token
 MAX_STOP_TEXT = 256
 MAX_STOP_TOKENS = 256  # `stop_token_ids`
 MAX_UNSERVED = 1024  # bytes of an OpenAI field that is accepted only at the value that asks for nothing
@@ -81,7 +81,7 @@ MAX_SCOPES = 16
 MAX_EVENTS = 16  # of `callback_events`
 MAX_PAGE = 200  # entries of a page
 
-#: So much of what a client sent is shown in an error, and so much is said of it altogether.
+#: Characters of a client's input that an error shows, and of a whole message.
 MAX_SHOWN = 200
 MAX_DETAIL = 1000
 

@@ -26,7 +26,7 @@ from .tensors import ITEM_BYTES, Tensor
 Tag = Annotated[str, msgspec.Meta(max_length=MAX_TAG, pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}(?!\n)$")]
 
 
-#: Names a module; whether there is one of this name is looked up.
+#: The name of a module; its existence is checked at submission.
 ModuleReference = Annotated[str, msgspec.Meta(max_length=MAX_MODULE_NAME)]
 
 #: Names a source run; job ids name the captures of their jobs without one, so no name may begin like them.
@@ -184,7 +184,7 @@ class PatchSpec(Record):
     mask: DimensionSelector | None = None  # dimensions that are written, as layers are named: "0-63,100", a list; null: all
 
 
-#: As a request writes them.
+#: The same, as in requests.
 SteeringList = Annotated[list[SteeringSpec], msgspec.Meta(max_length=MAX_ENTRIES)]
 PatchList = Annotated[list[PatchSpec], msgspec.Meta(max_length=MAX_ENTRIES)]
 

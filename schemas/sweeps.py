@@ -92,7 +92,7 @@ class SweepRequest(Handling, kw_only=True):
     alignment: Alignment = "auto"
     alpha: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
     mask: DimensionSelector | None = None  # dimensions that are written
-    noise: Annotated[int, msgspec.Meta(ge=1, le=MAX_NOISE)] = 8  # patches of each pair that change nothing, to see how far values scatter
+    noise: Annotated[int, msgspec.Meta(ge=1, le=MAX_NOISE)] = 8  # patches without effect per pair, which measure the scatter of values
     metadata: Metadata = {}
 
 
@@ -192,7 +192,7 @@ class PairResult(Record):
     grids: dict[Hook, list[list[float | None]]]
     notes: list[str] = []
     positions: list[list[int]] = []  # of the columns, in the patched prompt; of one that is skipped: none
-    noise_probes: int = 0  # patches whose largest change `noise_floor` is; 0: of a server that does not say
+    noise_probes: int = 0  # number of patches of which `noise_floor` is the largest change; 0: an older server
     sources: list[list[int]] = []  # whose rows are written there, in the other prompt, in the same order; in an ablation: none
 
 

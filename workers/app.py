@@ -145,7 +145,7 @@ def main() -> int:
 
 
 def _print_failure(reason: str) -> None:
-    """To the log, and where a container's health check finds it until the worker has been ready."""
+    """Log why the worker cannot start, and store it for the container's health check."""
     print(f"worker failed: {reason}", file=sys.stderr, flush=True)
     note = os.environ.get(NOTE_VARIABLE, "")
     if os.path.exists(note):

@@ -58,7 +58,7 @@ def ask_of(job: Job, request: int, attempt: int, trace: str = "") -> Ask:
 
 
 def check_lengths(job: Job, info: ModelInfo) -> None:
-    """Raises MidstreamError("prompt_too_long") for a job accepted when the model took more tokens (`max_model_len`) than it does here."""
+    """Raises MidstreamError("prompt_too_long") for a job accepted under a larger `max_model_len` than this worker's."""
     lengths = {f"prompts[{index}]": len(prompt.token_ids) for index, prompt in enumerate(job.prompts)}
     if job.sweep is not None:
         lengths = {f"pairs[{index}]": max(len(pair.base), len(pair.source)) for index, pair in enumerate(job.sweep.pairs)}

@@ -26,7 +26,7 @@ SHORTEST_TRY_S = 0.5
 class Heartbeat:
     """Has connections to Redis of its own; end them with `close()`.
 
-    `publish` is called again after Redis was away, and whenever Redis does not know the model: it may have lost its data.
+    `publish` is called again after Redis was unreachable, and whenever Redis lacks the model: it may have lost its data.
     """
 
     def __init__(self, settings: Settings, runs: Runs, info: Callable[[], WorkerInfo], publish: Callable[[], Awaitable[None]]):
@@ -46,7 +46,7 @@ class Heartbeat:
             try:
                 await self.beat()
                 if away or not await self._ledger.serves(self._settings.served_model):
-                    logger.warning("Redis was away or has lost its data: the model is published again")
+                    logger.warning("Redis was unreachable or has lost its data: the model is published again")
                     await self._publish()
                 away = False
             except MidstreamError as error:

@@ -232,14 +232,14 @@ class EngineHost:
         self._disk = found
 
     async def _await_disks(self) -> None:
-        """An engine that takes minutes to load is not started for ranks that cannot open their outboxes."""
+        """Wait until outboxes can be opened, before an engine is loaded for minutes in vain."""
         await self._look_at_disks()
         while self._disk:
             await asyncio.sleep(DISK_LOOK_S)
             await self._look_at_disks()
 
     async def _watch_disks(self) -> str:
-        """Until cancelled; what it finds goes out with the heartbeat, at once when it changes."""
+        """Check until cancelled. The result is sent with the heartbeat, and immediately when it changes."""
         while True:
             await asyncio.sleep(DISK_LOOK_S)
             former = self._disk

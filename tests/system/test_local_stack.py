@@ -1,4 +1,4 @@
-"""Do clients and commands find the stack that runs on a data directory and no other, and can it be looked at and stopped from elsewhere?"""
+"""Clients and commands find the stack of a data directory and no other, and can inspect and stop it from another process."""
 
 import json
 import os

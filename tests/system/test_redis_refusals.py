@@ -45,7 +45,7 @@ def runs_a_job(stack: Stack) -> None:
 
 
 def keep_under_way(stack: Stack) -> str:
-    """A job whose message waits while the worker is stopped, so that the worker meets what Redis says next."""
+    """A job whose message waits while the worker is stopped, so that the worker gets Redis' next answer."""
     stack.kill("worker", signal.SIGSTOP)
     try:
         return stack.submit(["hello"])
@@ -66,7 +66,7 @@ def survives(stack: Stack, refuse: Callable[["redis.Redis"], object], allow: Cal
             for name in who:
                 until(lambda name=name: stack.log(name).count(NOTICED) > said[name], f"{name} notices it")
             answer = ask(stack)
-            time.sleep(2.0)  # for who would end
+            time.sleep(2.0)  # time for a process to end
             assert [name for name, process in processes.items() if process.poll() is not None] == []
         finally:
             allow(client)

@@ -18,7 +18,7 @@ from midstream.broker import redis_server
 from midstream.broker.outbox import Outbox
 from midstream.schemas.jobs import Output, State
 
-#: Only ends what hangs.
+#: Time limit against hangs.
 LONG_S = 60.0
 
 

@@ -17,7 +17,7 @@ from midstream.schemas.base import to_msgpack
 from midstream.schemas.jobs import State
 from midstream.schemas.receipts import PROTOCOL, CapturedFile, LostRange
 
-#: Only ends what hangs.
+#: Time limit against hangs.
 LONG_S = 60.0
 
 

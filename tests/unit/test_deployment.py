@@ -153,7 +153,7 @@ exit 1
     )
     python.chmod(0o755)
     with worker_container(health_folder, f"{health_folder}:/usr/bin:/bin", START_RETRY_S="0.1") as container:
-        assert reason_why_unhealthy(health_folder, container) == "the demo model cannot be had: the log of this container says why"
+        assert reason_why_unhealthy(health_folder, container) == "the demo model could not be fetched: see the log of this container"
         found.mkdir()
         out, err = container.communicate(timeout=60)
     assert out == f"serves {found}, note: ''\n"

@@ -116,7 +116,7 @@ def test_keys_of_rope_parameters_are_read_by_both_libraries() -> None:
     assert ROPE_KEYS - ours == set()
 
 
-# -- what is refused, and what is said -----------------------------------------------------------------------------------
+# -- refusals and caveats ----------------------------------------------------------------------------------------------
 
 OF = {made.architecture: name for name, made in reversed(CHECKPOINTS.items())}
 

@@ -1,4 +1,4 @@
-"""Secrets and modes of a data directory: made once, closed to other accounts, and never those that the settings name."""
+"""Secrets and modes of a data directory: created once, closed to other accounts, and not created where the settings name others."""
 
 import stat
 from pathlib import Path

@@ -195,7 +195,7 @@ def test_captures_after_a_segment_was_removed_or_replaced_are_at_their_path(tmp_
 def test_files_removed_while_they_are_written_are_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: Callable[[Path], None], layout: str
 ) -> None:
-    """The harm is done between the last sync and the report, once."""
+    """The file is replaced once, between the last sync and the report."""
     module, name = (os, "fdatasync") if layout == "segment" else (storage, "_sync")
     store, real, syncs = filesystem(tmp_path), getattr(module, name), []
 

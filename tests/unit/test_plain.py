@@ -1,4 +1,4 @@
-"""Does the client take what Python programs have at hand, and name what it cannot take?"""
+"""Does the client convert Python values to request bodies, and name those that it cannot convert?"""
 
 import traceback
 from typing import Any

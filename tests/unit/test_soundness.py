@@ -1,4 +1,4 @@
-"""A request whose edits leave rows that are not finite fails and says which; what the unedited model did is only counted."""
+"""A request whose edits leave rows that are not finite fails and says which; rows of the unedited model are only counted."""
 
 from pathlib import Path
 from typing import Any

@@ -175,7 +175,7 @@ def test_text_that_the_tokenizer_passes_over_is_refused() -> None:
     found = codec_of(tokenizer).map_text("a b", [0, 1], special_tokens=False)
     assert found is not None
     assert found.find(Span(text="a b")) == [0, 1]
-    with pytest.raises(SelectorError, match="makes no token of it"):
+    with pytest.raises(SelectorError, match="no token stands for it"):
         found.find(Span(text=" "))
 
 
