@@ -157,20 +157,12 @@ def _own_positions(module: Module, number: int, entry: SteeringTemplate, bounds:
 # --- A request ---------------------------------------------------------------------------------------------------------
 
 
-def resolve_steering(
-    specs: Sequence[SteeringSpec], bounds: Bounds, standing: Standing = NOTHING
-) -> tuple[list[list[StoredSteering]], dict[str, bytes]]:
-    """One list per prompt, and the tensors that came with them by content hash; both empty when nothing is steered.
-
-    Tensors of named modules are not among those that came. Raises a 400 naming the field.
-    """
-    return resolve_edits([], specs, bounds, standing)
-
-
 def resolve_edits(
     patch: Sequence[PatchSpec], specs: Sequence[SteeringSpec], bounds: Bounds, standing: Standing = NOTHING
 ) -> tuple[list[list[StoredSteering]], dict[str, bytes]]:
-    """The same for patches and the steering behind them."""
+    """Patches and the steering after them: one list per prompt, and the tensors that came with them by content hash. Both are empty when
+    nothing is edited. Tensors of named modules are not included. Raises a 400 naming the field.
+    """
     blobs: dict[str, bytes] = {}
     per_prompt: list[list[StoredSteering]] = [[] for _ in bounds.prompts] if specs else []
     for index, spec in enumerate(specs):

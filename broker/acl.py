@@ -20,7 +20,6 @@ USERS_FILE = "users.acl"
 #: `ms:keys` has the API keys, `ms:hook-secret:…` the secrets of webhooks: what follows has neither.
 OPEN_KEYS = ("~ms:[^kh]*", "~ms:held:*", "~ms:hooks", "~ms:hook:*", "~ms:hook-[^s]*")
 HOOK_SECRETS = ("~ms:hook-secret:*",)
-API_KEYS = ("~ms:keys",)
 #: Celery's: our queues, its table of queues, messages that are being worked on, answers to remote control.
 QUEUE_KEYS = ("~midstream.*", "~_kombu.binding*", "~unacked*", "~*.pidbox*", "~celeryev*")
 OUR_CHANNELS = ("&ms:changed:*",)

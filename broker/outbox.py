@@ -8,7 +8,6 @@ Runs inside vLLM's rank processes: imports nothing heavy, installs no signal han
 
 import functools
 import logging
-import os
 import sqlite3
 import threading
 import time
@@ -278,8 +277,3 @@ class Outbox:
             on_durable()
         except Exception:
             log.exception("outbox %s: a caller's on_durable failed; its receipt is durable all the same", self._store.path)
-
-
-def default_directory(data_dir: str | os.PathLike[str]) -> Path:
-    """Where a worker's outboxes live inside the data directory."""
-    return Path(data_dir).resolve() / "outbox"

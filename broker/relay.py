@@ -142,7 +142,6 @@ class Relay:
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.received = 0  # receipts taken from the socket
         self.refused = 0  # frames
-        self.impostors = 0  # of these, frames in the name of a worker that the sender's key does not stand for
         self._stopping = False
         self._closed = False
         self._gave_up = False  # while stopping, Redis was found away
@@ -206,7 +205,6 @@ class Relay:
             except ProtocolMismatch as error:
                 self._refuse(identity, raw, "protocol", f"upgrade the older one; {error}")
             except ImpostorError as error:
-                self.impostors += 1
                 self._refuse(identity, raw, "identity", str(error))
             except FrameError as error:
                 self._refuse(identity, raw, "malformed", str(error))

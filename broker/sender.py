@@ -100,8 +100,6 @@ class Sender(threading.Thread):
         self._identity = frames.routing_id(store.worker, store.rank, secrets.token_hex(4))
         self.formers: list[Former] = store.formers()
         self.connected = False
-        self.hellos = 0
-        self.sent_frames = 0
         self._phase = Phase.OFF
         self._committed = store.last
         self._acked = store.acked
@@ -269,7 +267,6 @@ class Sender(threading.Thread):
             self._nonce = (self._nonce + 1) % 2**32
             hello = frames.Hello(__version__, os.getpid(), self._committed - self._acked)
             if self._send(socket, Kind.HELLO, self._nonce, to_msgpack(hello)):
-                self.hellos += 1
                 self._enter(Phase.ASKED)
         elif self._phase is Phase.STREAM:
             self._stream(socket)
@@ -293,7 +290,6 @@ class Sender(threading.Thread):
                 crash_point("receipt.sent")
                 self._sent = row.seq
                 self._highest_sent = max(self._highest_sent, row.seq)
-                self.sent_frames += 1
                 if idle:
                     idle = False
                     self._enter(Phase.STREAM)  # something is under way: the clock starts

@@ -1,6 +1,6 @@
 """What is a source run, and how is a row of one named? The captures of a job, kept so that other requests can be patched with them."""
 
-from typing import Annotated, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -77,11 +77,8 @@ class RunFiles(Record):
     files: list[RunFile]
 
 
-#: One prompt's captures under one tag of one job: content, because a settled job's captures never change.
-RunKey = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_-]+\.[0-9]+\.[A-Za-z0-9_-]+(?!\n)$")]
-
-
 def run_key(job: str, request: int, tag: Tag) -> str:
+    """Names one prompt's captures under one tag of one job: their content, because a settled job's captures never change."""
     return f"{job}.{request}.{tag}"
 
 
@@ -110,7 +107,7 @@ class RunRow(NamedTuple):
 
 
 def row_name(row: RunRow) -> str:
-    """What `StoredSteering.tensors` calls it: as good as a content hash, see `RunKey`."""
+    """What `StoredSteering.tensors` calls it: as good as a content hash, see `run_key`."""
     where = str(row.position) if row.position is not None else f"mean {as_ranges(row.mean)}".rstrip()
     return f"{ROW_PREFIX}{row.key}:{row.hook}:{row.layer}:{where}"
 

@@ -73,7 +73,6 @@ class Seen:
 
     rounds: int = 0
     failed: int = 0  # attacks that failed as they should
-    withstood: int = 0  # attacks whose rows stayed finite
     rows: int = 0  # of victims that were compared
     worst: float = 0.0  # of them against an undisturbed run, relative to a row's length
     texts: int = 0
@@ -104,7 +103,6 @@ def _round(host: Host, dtype: str, number: int, seen: Seen) -> None:
         (receipt,) = host.receipts(attacker)
         assert receipt.status == "ok" or receipt.kind == "intervention_failed", receipt
         seen.failed += receipt.status == "error"
-        seen.withstood += receipt.status == "ok"
         seen.by_attack[attack] = seen.by_attack.get(attack, 0) + (receipt.status == "error")
     plain = host.run_together(*(after := _victims(host, number)))
     for same in (victims, siblings, undisturbed, after):

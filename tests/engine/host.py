@@ -16,7 +16,7 @@ from engine_process import Answer, Command
 from reference import Edit
 
 from midstream.api.rules import Bounds, PromptFacts
-from midstream.api.steered import resolve_steering
+from midstream.api.steered import resolve_edits
 from midstream.client.reader import CaptureReader
 from midstream.schemas.base import from_json, from_msgpack, to_json
 from midstream.schemas.jobs import Job, Output, Sampling, StoredPrompt
@@ -101,7 +101,7 @@ class Host:
         """As the API stores what a user writes; the tensors are registered. Positions count from the prompt's start."""
         wished = [_spec(spec) if isinstance(spec, Edit) else spec for spec in specs]
         bounds = Bounds(msgspec.convert(self.info, ModelInfo), [PromptFacts(self.settings.max_model_len or 0)])
-        per_prompt, blobs = resolve_steering(wished, bounds)
+        per_prompt, blobs = resolve_edits([], wished, bounds)
         self._vectors |= {name: from_msgpack(blob, Tensor) for name, blob in blobs.items()}
         return per_prompt[0] if per_prompt else []
 

@@ -41,9 +41,6 @@ OUTAGE_S = 40.0
 TERMINAL = {"succeeded", "failed", "cancelled", "aborted", "expired"}
 JOB_HEADER = "x-midstream-job"
 
-#: (replica, start, end) → whether it was killed, or not up again, between.
-WasAway = Callable[[str, float, float], bool]
-
 
 @dataclass(frozen=True)
 class Plan:

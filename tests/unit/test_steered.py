@@ -8,7 +8,7 @@ import pytest
 
 from midstream import __version__
 from midstream.api.rules import Bounds, PromptFacts
-from midstream.api.steered import Standing, resolve_everyone, resolve_module, resolve_steering
+from midstream.api.steered import Standing, resolve_edits, resolve_everyone, resolve_module
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.models import ModelInfo
 from midstream.schemas.selectors import HOOKS, SelectorError, Span, Window
@@ -45,7 +45,7 @@ def module(*specs: SteeringSpec, name: str = "joy") -> Module:
 def resolved(specs: list[SteeringSpec], *modules: Module, lengths: tuple[int, ...] = (6,), everyone: Any = None, **changes: Any) -> Any:
     bounds = Bounds(model(**changes), [PromptFacts(length, _find) for length in lengths], 4)
     standing = Standing({one.name: one for one in modules}, everyone or GlobalSteering(), sorted(one.name for one in modules))
-    return resolve_steering(specs, bounds, standing)
+    return resolve_edits([], specs, bounds, standing)
 
 
 def _find(span: Span) -> list[int]:

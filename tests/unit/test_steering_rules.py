@@ -8,7 +8,7 @@ import pytest
 
 from midstream import __version__
 from midstream.api.rules import Bounds, PromptFacts
-from midstream.api.steered import resolve_steering
+from midstream.api.steered import resolve_edits
 from midstream.api.steering_rules import DEFAULTS, DIRECTIONS, LARGEST, NO_LIMIT, NUMBERS, OPTIONS, SCALED, TENSORS
 from midstream.kernels.families import FAMILIES
 from midstream.schemas.base import from_msgpack, to_json, to_msgpack
@@ -48,7 +48,7 @@ def bounds(*lengths: int, **changes: Any) -> Bounds:
 
 def resolved(*specs: dict[str, Any], **changes: Any) -> list[StoredSteering]:
     """Of one prompt."""
-    (entries,), _ = resolve_steering([SteeringSpec(**({"layers": 0} | spec)) for spec in specs], bounds(**changes))
+    (entries,), _ = resolve_edits([], [SteeringSpec(**({"layers": 0} | spec)) for spec in specs], bounds(**changes))
     return entries
 
 
@@ -61,7 +61,7 @@ def refused(spec: dict[str, Any], **changes: Any) -> MidstreamError:
 
 def test_steering_is_stored_per_prompt_by_hook_name_and_tensor_hash() -> None:
     spec = SteeringSpec(layers="1,-1", vector=VECTOR, hook="hook_resid_pre", op="replace", alpha=0.25, scale=2.0, positions=[-1])
-    ((entry,), (other,)), blobs = resolve_steering([spec], bounds(6, 3))
+    ((entry,), (other,)), blobs = resolve_edits([], [spec], bounds(6, 3))
     assert entry == StoredSteering(
         layers=[1, 3], hook="pre_attn", positions=[5], family="replace", tensors=[content_hash(VECTOR)], scale=2.0, numbers=[0.25]
     )
@@ -95,7 +95,7 @@ def test_each_op_becomes_a_family_with_its_numbers(spec: dict[str, Any], family:
 
 def test_a_lowrank_keeps_its_rank_and_three_tensors_in_order() -> None:
     spec = SteeringSpec(layers="all", **LOW_RANK)
-    ((entry, _),), blobs = resolve_steering([spec, spec], bounds())
+    ((entry, _),), blobs = resolve_edits([], [spec, spec], bounds())
     assert entry.tensors == [content_hash(LOW_RANK[name]) for name in ("rotation", "weight", "bias")]
     assert (entry.rank, entry.num_vectors, sorted(blobs)) == (3, 6, sorted(entry.tensors))
     assert [list(to_numpy(from_msgpack(blobs[name], Tensor)).shape) for name in entry.tensors] == entry.shapes(HIDDEN)
@@ -195,7 +195,7 @@ def test_more_overlapping_position_sets_than_rows_per_token_are_refused() -> Non
 
     def steering(*positions: Any, op: str) -> int:
         specs = [SteeringSpec(layers=0, **LEAST[op] | {"positions": position}) for position in positions]
-        return len(resolve_steering(specs, bounds(6, 5))[0])
+        return len(resolve_edits([], specs, bounds(6, 5))[0])
 
     assert steering(*([place] for place in range(5)), op="replace") == steering([0], [1], [0], [1], op="add") == 2, "none in common"
     assert steering([0], [1], [0, 1], [1], [0], op="replace") == 2, "three sets that token 0 is in, and three that token 1 is in"
@@ -210,9 +210,9 @@ def test_more_overlapping_position_sets_than_rows_per_token_are_refused() -> Non
 def test_prompts_whose_positions_fall_together_otherwise_are_checked_each() -> None:
     """In a prompt of six tokens [0, -1] is [0, 5]; in one of seven it is a fifth set."""
     specs = [SteeringSpec(layers=0, vector=VECTOR, positions=[0, position]) for position in (1, 2, 3, 5, -1)]
-    resolve_steering(specs, bounds(6, 6))
+    resolve_edits([], specs, bounds(6, 6))
     with pytest.raises(MidstreamError, match="needs 5 rows of the steering table for one token for prompt 2"):
-        resolve_steering(specs, bounds(6, 6, 7))
+        resolve_edits([], specs, bounds(6, 6, 7))
 
 
 def test_what_one_request_needs_must_fit_the_workers_tables() -> None:
