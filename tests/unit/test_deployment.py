@@ -1,13 +1,14 @@
 """Do the files of the containers agree with the package, and is what they need refused when it is wrong?"""
 
+import os
+import signal
 import socket
 import stat
 import subprocess
 import sys
-import time
 import tomllib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 
 from midstream import __version__
 from midstream.broker import flower, health, keys
+from midstream.client.processes import wait_for
 from midstream.schemas.settings import Settings, SettingsError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,10 +81,11 @@ def test_flower_remembers_and_changes_nothing() -> None:
 def test_flower_keeps_a_bounded_number_of_tasks_and_workers() -> None:
     from flower.options import options
 
-    for name, value in flower.options(Settings()).items():
+    found = flower.options(Settings())
+    for name in found:
         assert name.removeprefix("FLOWER_").lower() in options, f"{name} is no option of this Flower, which would ignore it"
-        if name in ("FLOWER_MAX_TASKS", "FLOWER_MAX_WORKERS"):
-            assert 0 < int(value) <= 5000
+    for name in ("FLOWER_MAX_TASKS", "FLOWER_MAX_WORKERS"):
+        assert 0 < int(found[name]) <= 5000
 
 
 def test_a_container_whose_redis_is_away_is_not_healthy(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,12 +117,18 @@ def _probe(port: str) -> "subprocess.CompletedProcess[str]":
 
 
 @contextmanager
-def worker_container(folder: Path, path: str, **settings: str) -> "Iterator[subprocess.Popen[str]]":
-    """compose/worker.sh as its container runs it, with `folder` as data and temporary directory and `path` as PATH."""
-    environment = {"PATH": path, "TMPDIR": str(folder), "MIDSTREAM_DATA_DIR": str(folder), **settings}
+def worker_container(
+    folder: Path, path: object, *, err: int | None = subprocess.PIPE, **variables: str
+) -> Iterator["subprocess.Popen[str]"]:
+    """compose/worker.sh with its data in `folder` and `path` first in PATH; killed at the end of the block."""
+    environment = {"PATH": f"{path}:/usr/bin:/bin", "TMPDIR": str(folder), "MIDSTREAM_DATA_DIR": str(folder), **variables}
     script = ["sh", str(ROOT / "compose/worker.sh")]
-    with subprocess.Popen(script, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as container:
-        yield container
+    with subprocess.Popen(script, env=environment, stdout=subprocess.PIPE, stderr=err, text=True, start_new_session=True) as container:
+        try:
+            yield container
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(container.pid, signal.SIGKILL)
 
 
 @pytest.fixture
@@ -127,15 +136,15 @@ def health_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The temporary directory of the health check, to which no worker has reported."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(health, "_worker_seen", lambda settings: "no worker of this machine has been seen in Redis lately")
+    monkeypatch.setattr(health, "START_S", 30.0)
     return tmp_path
 
 
 def reason_why_unhealthy(folder: Path, container: "subprocess.Popen[str]") -> str:
-    """The health check's answer, once the worker has noted why it does not start."""
+    """The health check's answer, once the container has noted why it cannot start; fails when it does not."""
     note = folder / health.STARTING
-    while not (note.exists() and note.read_text()):
-        assert container.poll() is None
-        time.sleep(0.01)
+    assert wait_for(lambda: container.poll() is not None or (note.exists() and note.read_text() != ""), 120)
+    assert container.poll() is None
     return health.worker(Settings())
 
 
@@ -152,7 +161,7 @@ exit 1
 """
     )
     python.chmod(0o755)
-    with worker_container(health_folder, f"{health_folder}:/usr/bin:/bin", START_RETRY_S="0.1") as container:
+    with worker_container(health_folder, health_folder, START_RETRY_S="0.1") as container:
         assert reason_why_unhealthy(health_folder, container) == "the demo model could not be fetched: see the log of this container"
         found.mkdir()
         out, err = container.communicate(timeout=60)
@@ -162,13 +171,13 @@ exit 1
 
 def test_a_worker_that_cannot_start_is_unhealthy_with_the_reason_until_stopped(health_folder: Path) -> None:
     """The real worker, whose model is not there. Its container goes on and can be stopped at any time."""
-    settings = {
+    variables = {
         "MIDSTREAM_REDIS_URL": "redis://127.0.0.1:1/0",
         "MIDSTREAM_RELAY_URL": "tcp://127.0.0.1:1",
         "MIDSTREAM_MODEL": "/no/such/model",
         "START_RETRY_S": "600",
     }
-    with worker_container(health_folder, f"{Path(sys.executable).parent}:/usr/bin:/bin", **settings) as container:
+    with worker_container(health_folder, Path(sys.executable).parent, **variables) as container:
         assert reason_why_unhealthy(health_folder, container) == "MIDSTREAM_MODEL=/no/such/model: there is no such folder here"
         container.terminate()
         _, err = container.communicate(timeout=60)
@@ -184,11 +193,12 @@ while :; do sleep 0.05; done
 """
 
 
+@pytest.mark.timeout(120)
 def test_a_stopped_container_lets_its_worker_finish(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text(WORKER_THAT_DRAINS)
     python.chmod(0o755)
-    with worker_container(tmp_path, f"{tmp_path}:/usr/bin:/bin", MIDSTREAM_MODEL="m", START_RETRY_S="0.1") as container:
+    with worker_container(tmp_path, tmp_path, err=None, MIDSTREAM_MODEL="m", START_RETRY_S="0.1") as container:
         assert container.stdout is not None
         assert "ended with exit code 137 before it was ready" in container.stdout.readline()
         assert container.stdout.readline() == "ready\n"
