@@ -269,14 +269,17 @@ class Machines:
 
 
 def make_certificates(folder: Path, host: str) -> None:
-    """`ca.pem`, and `redis.pem` with `redis.key`, signed by it for `host`."""
+    """`ca.pem`, and `redis.pem` with `redis.key`, signed by it for `host`. Python 3.13 wants to read what an authority's key is for."""
     folder.mkdir(parents=True, exist_ok=True)
 
     def openssl(*arguments: str) -> None:
         subprocess.run(["openssl", *arguments], check=True, capture_output=True, cwd=folder)
 
     curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-    openssl("req", "-x509", *curve, "-keyout", "ca.key", "-out", "ca.pem", "-days", "2", "-subj", "/CN=test authority")
+    openssl(
+        "req", "-x509", *curve, "-keyout", "ca.key", "-out", "ca.pem", "-days", "2", "-subj", "/CN=test authority",
+        "-addext", "keyUsage=critical,keyCertSign,cRLSign",
+    )  # fmt: skip
     openssl("req", "-new", *curve, "-keyout", "redis.key", "-out", "redis.csr", "-subj", "/CN=redis")
     (folder / "names").write_text(f"subjectAltName=IP:{host}\n")
     openssl(

@@ -4,12 +4,13 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import hiredis
 import pytest
 import redis.asyncio
 import redis.exceptions
 from ledger_kit import settings_for
 
-from midstream.broker.grouped import GROUP_LIMIT
+from midstream.broker.grouped import GROUP_LIMIT, LARGE, packed
 from midstream.broker.ledger import Ledger
 
 
@@ -30,6 +31,27 @@ def test_everybody_gets_the_answer_to_what_they_asked(redis_url: str) -> None:
         assert [int(answer) for answer in answers] == [number * number for number in range(many)]
 
     with_client(redis_url, body)
+
+
+def test_large_arguments_go_between_small_commands_and_change_no_answer(redis_url: str) -> None:
+    large = "x" * 40 * LARGE
+
+    async def body(client: Any) -> None:
+        await client.hset("sizes", mapping={large: "large", "a": "small"})
+        answers = await asyncio.gather(*(client.hget("sizes", name) for name in (large, "a", "none", large, large, "a")))
+        assert answers == [b"large", b"small", None, b"large", b"large", b"small"]
+        assert await client.hget("sizes", large) == b"large"
+
+    with_client(redis_url, body)
+
+
+@pytest.mark.parametrize("sizes", [(1,), (LARGE + 1,), (1, 2), (1, LARGE + 1), (LARGE + 1, 1), (LARGE + 1, LARGE + 1)])
+def test_commands_are_packed_as_hiredis_does_without_empty_pieces(sizes: tuple[int, ...]) -> None:
+    """asyncio's `writelines` of Python 3.12 and later never gets done with an empty piece."""
+    commands = [("HGET", "key", "x" * size) for size in sizes]
+    pieces = packed(commands, redis.asyncio.Redis().get_encoder())
+    assert all(pieces)
+    assert b"".join(pieces) == b"".join(map(hiredis.pack_command, commands))
 
 
 def test_an_error_is_its_commands_alone(redis_url: str) -> None:
