@@ -81,23 +81,23 @@ format: $(READY) ## rewrite the code as ruff wants it
 
 test-unit: $(READY) ## no engine, no server
 	@echo "== unit tests"
-	@$(PYTEST) --numprocesses 2 --dist loadfile tests/unit
+	@$(PYTEST) --numprocesses 2 --dist loadfile -m "not long" tests/unit
 
 test-system: $(READY) model ## real Redis, Celery, ZeroMQ and HTTP
 	@echo "== system tests"
-	@$(PYTEST) --numprocesses 3 --dist loadfile --no-loadscope-reorder tests/system
+	@$(PYTEST) --numprocesses 3 --dist loadfile --no-loadscope-reorder -m "not long" tests/system
 
 # Two engines side by side, with a thread each, wherever there is a core: vLLM would bind both to the same one. Engines of two ranks alone.
 test-engine: $(READY) model ## real vLLM on CPU
 	@echo "== engine tests"
 	@failed=0; \
-	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(PYTEST) --numprocesses 2 --dist loadfile -m "not ranks" tests/engine || failed=1; \
+	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(PYTEST) --numprocesses 2 --dist loadfile -m "not ranks and not long" tests/engine || failed=1; \
 	$(PYTEST) -m ranks tests/engine || failed=1; \
 	exit $$failed
 
-test-long: $(READY) model ## what takes too long for `make test`: every block of the docs, and attacks on other requests' numbers (ATTACK_SECONDS=600: ten minutes for each dtype)
+test-long: $(READY) model ## what takes minutes each: every block of the docs, attacks on other requests' numbers (ATTACK_SECONDS=600: ten minutes for each dtype), …
 	@echo "== long tests"
-	@OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(PYTEST) -s tests/long
+	@OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(PYTEST) --numprocesses 2 --dist loadfile -m long tests
 
 test-faults: $(READY) model ## the fault gate: 10,000 jobs with a fixed seed and a random one, and a real engine killed ten times
 	@echo "== fault gate"

@@ -39,7 +39,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FilesTogethe
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
+    for item in (item for item in items if item.path.parent == Path(__file__).parent):
         # Parameters may name the engine.
         named = item.callspec.params.values() if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ()
         asked = {*getattr(item, "fixturenames", ()), *(name for name in named if isinstance(name, str))}

@@ -15,6 +15,8 @@ from midstream.schemas.specs import StoredCapture
 from midstream.workers.app import EXIT_ENGINE_DIED
 
 CAPTURE = StoredCapture(sites={"post_block": [0]}, positions="all_prompt", tag="t")
+pytestmark = pytest.mark.long
+
 LONG = 3000  # tokens: seconds, for the tiny model
 
 

@@ -107,6 +107,7 @@ class Load(threading.Thread):
         assert not self.is_alive()
 
 
+@pytest.mark.long
 def test_all_restarted_one_after_the_other_under_load_fails_and_loses_nothing(stack: Stack, client: Client) -> None:
     load = Load([stack.url, f"http://127.0.0.1:{API_2}"])
     before = stack.do(lambda ledger: ledger.redis.zcard("ms:jobs"))

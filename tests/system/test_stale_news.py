@@ -34,6 +34,7 @@ def worker_of(stack: Stack, job_id: str) -> str:
     return "worker" if stack.view(job_id).worker == "w1" else "worker-2"
 
 
+@pytest.mark.long
 # field case 37
 def test_a_job_five_times_longer_than_the_visibility_timeout_starts_once(stack: Stack) -> None:
     job_id = stack.submit(["a"], max_tokens=int(5.1 * VISIBILITY_S / TOKEN_S))

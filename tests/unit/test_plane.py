@@ -169,6 +169,7 @@ def test_rows_missing_from_a_failed_request_are_reported_and_fail_dependent_ones
     assert "which the prefix cache serves, are no longer kept" in told[1].message
 
 
+@pytest.mark.long
 def test_ten_thousand_requests_and_changes_of_all_that_stands_leave_nothing_behind(tmp_path: Path) -> None:
     """Distinct configurations come, end, are cancelled and preempted, while modules and global steering change under them."""
     rig, rng = Rig(tmp_path, steering_rows=24, steering_entries=64), np.random.default_rng(0)
