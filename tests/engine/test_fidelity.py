@@ -129,7 +129,7 @@ def test_two_ranks_give_them_too(name: str, split: str, checkpoints, two_ranks, 
         outcomes = capture(host, hooks_of(name))
     finally:
         host.close()
-    figures = judge(outcomes, Truth(checkpoints(name), EAGER.dtype), EAGER.dtype)
+    figures = judge([outcomes], Truth(checkpoints(name), EAGER.dtype), EAGER.dtype)
     assert {hook: str(figure) for hook, figure in figures.items() if figure.worst > EAGER.tolerance} == {}
 
 
@@ -137,7 +137,7 @@ def test_two_ranks_give_them_too(name: str, split: str, checkpoints, two_ranks, 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_the_stream_is_what_enters_and_the_branches_added_to_it(name: str, captured) -> None:
     """So `post_block` holds the MLP, `post_attn` the attention, and the branches are meant after their own norms."""
-    rows = captured(name, EAGER)[""].rows
+    rows = captured(name, EAGER)[0][""].rows
     for layer in ALL:
         before, after = rows["pre_attn", layer], rows["post_block", layer]
         middle = rows.get(("post_attn", layer), before + rows["attn_out", layer])
@@ -150,7 +150,7 @@ def test_the_stream_is_what_enters_and_the_branches_added_to_it(name: str, captu
 # field case 4, field case 8
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_each_layer_has_its_own_rows_and_layer_n_is_hidden_states_n_plus_1(name: str, captured, checkpoints) -> None:
-    outcome = captured(name, EAGER)[""]
+    outcome = captured(name, EAGER)[0][""]
     hidden = Reference(checkpoints(name)).hidden_states(outcome.token_ids)
     for layer in ALL:
         assert relative_error(outcome.rows["pre_attn", layer], hidden[layer]) <= FP32_HOOKS
@@ -164,7 +164,7 @@ def test_each_layer_has_its_own_rows_and_layer_n_is_hidden_states_n_plus_1(name:
 @pytest.mark.parametrize(("name", "hook", "reads"), READERS)
 def test_what_reads_the_edited_tensor_in_the_same_layer_reads_the_edit(name: str, hook: str, reads: str, captured, checkpoints) -> None:
     """At the edited positions of layer 1 the branch is another than without the edit, and at no earlier position."""
-    outcomes = captured(name, EAGER)
+    outcomes = captured(name, EAGER)[0]
     edited = outcomes[hook]
     plain = Reference(checkpoints(name)).rows(edited.token_ids)
     moved = np.linalg.norm(edited.rows[reads, 1] - plain[reads, 1], axis=-1) / np.linalg.norm(plain[reads, 1], axis=-1)
