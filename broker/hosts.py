@@ -52,7 +52,9 @@ class Hosts:
         self._names = named(settings) | {name.lower() for name in ours if name}
         # A service off loopback may be called by its address (Prometheus finds containers that way), and no page can rebind an address.
         self._addresses = not is_loopback(host)
-        self._allowed = ", ".join(["localhost", "127.0.0.1", "[::1]", *(["any address"] if self._addresses else []), *sorted(self._names)])
+        others = {name for name in self._names if not (is_loopback(name) or (self._addresses and _is_address(name)))}
+        shown = ["localhost", "127.0.0.1", "[::1]", *(["any address"] if self._addresses else [])]
+        self._allowed = ", ".join([*shown, *sorted(f"[{name}]" if ":" in name else name for name in others)])
 
     def allows(self, hosts: list[str]) -> bool:
         """Whether a call with these `Host` headers means us."""

@@ -49,6 +49,23 @@ def test_names_of_the_setting_and_of_the_public_address_are_right_as_well() -> N
     assert refused(settings, ["x.lab.example"]) == "misdirected"
 
 
+@pytest.mark.parametrize(
+    ("settings", "allowed"),
+    [
+        (OPEN, "localhost, 127.0.0.1, [::1]"),
+        (Settings(api_host="::1", allowed_hosts="localhost,lab.example,fe80::1"), "localhost, 127.0.0.1, [::1], [fe80::1], lab.example"),
+        (
+            Settings(api_host="0.0.0.0", auth="open", public_url="http://lab.example"),
+            "localhost, 127.0.0.1, [::1], any address, lab.example",
+        ),
+    ],
+)
+def test_a_refusal_names_each_host_once(settings: Settings, allowed: str) -> None:
+    with pytest.raises(MidstreamError) as error:
+        Hosts(settings, settings.api_host, asks_for_keys(settings)).check("GET", ["evil.example"], [])
+    assert error.value.allowed == allowed
+
+
 def test_with_keys_every_name_is_right_until_some_are_named() -> None:
     assert refused(KEYS, ["any.example"]) == ""
     named = Settings(auth="keys", allowed_hosts="mid.example")
