@@ -54,11 +54,16 @@ class Finding(NamedTuple):
 
 
 def examine(settings: Settings, redis_url: str, url: str) -> Iterator[Finding]:
-    """Everything, in the order in which one thing stands on another. `redis_url`: empty where it is not known here."""
+    """Everything, in the order in which one thing stands on another. `redis_url`: empty where none is configured."""
     if redis_url:
         yield from _redis(redis_url, settings)
     else:
-        yield Finding("warn", "redis", "where it is is not known here", "set MIDSTREAM_REDIS_URL, or MIDSTREAM_DATA_DIR of `midstream up`")
+        yield Finding(
+            "warn",
+            "redis",
+            "no Redis URL is configured here, and no `midstream up` runs on the data directory",
+            "set MIDSTREAM_REDIS_URL, or MIDSTREAM_DATA_DIR of `midstream up`",
+        )
     headers = wire.headers(settings.api_key)
     yield from _api(url, headers)
     status = _status(redis_url, url, settings.api_key)
