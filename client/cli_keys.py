@@ -19,8 +19,8 @@ from ..schemas.keys import DEFAULT_TENANT, SCOPES, CreatedKey, KeyRequest, KeyVi
 from ..schemas.settings import load_settings
 from . import show, wire
 from .cli_jobs import AsJson, Url, connect, err, out
+from .durations import seconds
 from .keys import key_request
-from .options import parse_duration
 
 RedisUrl = Annotated[
     str | None,
@@ -54,7 +54,7 @@ def keys_create(
     url: Url = None,
 ) -> None:
     """A new key. It is printed once, here; what is stored cannot be turned into it again."""
-    request = key_request(name, tenant, scope or ["submit", "read"], None if expires_in is None else parse_duration(expires_in))
+    request = key_request(name, tenant, scope or ["submit", "read"], seconds(expires_in, "--expires-in"))
     if redis_url is None:
         with connect(url) as client:
             made = client.create_key(request.name, tenant=request.tenant, scopes=request.scopes, expires_in=request.expires_in)

@@ -12,7 +12,7 @@ from ..schemas.base import to_json
 from ..schemas.webhooks import Delivery, DeliveryAttempt, DeliveryState, DisabledEndpoint, SecretList
 from . import show
 from .cli_jobs import AsJson, Url, connect, err, out
-from .options import parse_duration
+from .durations import seconds
 
 Tenant = Annotated[str | None, typer.Option(help="Of this tenant; for admins.")]
 
@@ -97,7 +97,7 @@ def webhooks_rotate(
 ) -> None:
     """A new signing secret."""
     with connect(url) as client:
-        _print_secrets(client.rotate_webhook_secret(keep_former_s=parse_duration(keep_former, "--keep-former"), own=own), json_)
+        _print_secrets(client.rotate_webhook_secret(keep_former_s=seconds(keep_former, "--keep-former"), own=own), json_)
 
 
 def _print_secrets(known: SecretList, json_: bool) -> None:

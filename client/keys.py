@@ -5,10 +5,8 @@ from collections.abc import Sequence
 
 import httpx
 
-from ..schemas.errors import invalid
 from ..schemas.keys import (
     DEFAULT_TENANT,
-    SCOPES,
     CreatedKey,
     KeyId,
     KeyList,
@@ -25,12 +23,9 @@ from .wire import Call
 _KEYS, _TENANTS = "/v1/keys", "/v1/tenants"
 
 
-def key_request(name: str, tenant: str, scopes: Sequence[str], expires_in: float | None) -> KeyRequest:
+def key_request(name: str, tenant: str, scopes: str | Sequence[str], expires_in: float | str | None) -> KeyRequest:
     """Raises MidstreamError naming what is wrong."""
-    for scope in scopes:
-        if scope not in SCOPES:
-            raise invalid("scopes", f"{scope!r} is none", allowed=", ".join(SCOPES))
-    return wire.checked({"name": name, "tenant": tenant, "scopes": list(scopes), "expires_in": expires_in}, KeyRequest)
+    return wire.checked({"name": name, "tenant": tenant, "scopes": scopes, "expires_in": expires_in}, KeyRequest)
 
 
 def _key(key_id: str) -> Call:
@@ -52,10 +47,10 @@ class KeyCalls(ABC):
         name: str,
         *,
         tenant: str = DEFAULT_TENANT,
-        scopes: Sequence[str] = ("submit", "read"),
-        expires_in: float | None = None,
+        scopes: str | Sequence[str] = ("submit", "read"),
+        expires_in: float | str | None = None,
     ) -> CreatedKey:
-        """A new key; it is told here and never again. `expires_in`: seconds."""
+        """A new key; it is told here and never again. `expires_in`: seconds, or a text such as `90d` or `12h`."""
         body = key_request(name, tenant, scopes, expires_in)
         return wire.decode(self._send(Call("POST", _KEYS, body=body)), CreatedKey)
 
@@ -89,8 +84,8 @@ class AsyncKeyCalls(ABC):
         name: str,
         *,
         tenant: str = DEFAULT_TENANT,
-        scopes: Sequence[str] = ("submit", "read"),
-        expires_in: float | None = None,
+        scopes: str | Sequence[str] = ("submit", "read"),
+        expires_in: float | str | None = None,
     ) -> CreatedKey:
         body = key_request(name, tenant, scopes, expires_in)
         return wire.decode(await self._send(Call("POST", _KEYS, body=body)), CreatedKey)

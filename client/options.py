@@ -13,6 +13,7 @@ from ..schemas.choices import suggestion
 from ..schemas.errors import MidstreamError, invalid
 from ..schemas.global_capture import HOOK_NAMES, parse_hooks
 from ..schemas.selectors import HookName, LayerSelector, written_range
+from .durations import seconds
 from .wire import Patch, Steering
 
 #: Capture option → the field of a capture that it sets. One of the first two requests a capture; the others are its options.
@@ -298,22 +299,15 @@ def read_prompts(path: Path) -> list[str]:
 
 # --- How a job is handled ----------------------------------------------------------------------------------------------
 
-_SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smhd]?)")
-
-
-def parse_duration(text: str, option: str = "--expires-in") -> float:
-    """Seconds of `90d`, `12h`, `30m`, `45s` or `45`. Raises MidstreamError naming the option."""
-    match = _DURATION.fullmatch(text)
-    if match is None:
-        raise invalid(option, f"{text!r} is not a time", allowed="such as 90d, 12h, 30m or 600")
-    return float(match[1]) * _SECONDS[match[2]]
-
 
 def parse_handling(
     priority: str | None, expires_in: str | None, callback: str | None, callback_events: Sequence[str] | None
 ) -> dict[str, Any]:
     """The fields of a submission that `--priority`, `--expires-in` and `--callback…` ask for, without those that were not given."""
-    seconds = None if expires_in is None else parse_duration(expires_in)
-    given = {"priority": priority, "expires_in": seconds, "callback_url": callback, "callback_events": callback_events or None}
+    given = {
+        "priority": priority,
+        "expires_in": seconds(expires_in, "--expires-in"),
+        "callback_url": callback,
+        "callback_events": callback_events or None,
+    }
     return {name: value for name, value in given.items() if value is not None}

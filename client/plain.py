@@ -18,6 +18,7 @@ from ..schemas.jobs import JobRequest, Sampling
 from ..schemas.selectors import HookName
 from ..schemas.specs import CaptureSpec, PatchSource
 from ..schemas.tensors import Tensor, from_numpy
+from .durations import seconds
 
 T = TypeVar("T")
 
@@ -27,6 +28,8 @@ _TAKES: dict[type[inspect.Type], tuple[type, ...]] = {
     inspect.FloatType: (float, int), inspect.BoolType: (bool,), inspect.NoneType: (type(None),), inspect.BytesType: (bytes,),
     inspect.AnyType: (object,), inspect.StructType: (Mapping, msgspec.Struct), inspect.DictType: (Mapping,),
 }  # fmt: skip
+#: Fields in seconds that take a text such as `90d` as well.
+_DURATIONS = frozenset({"expires_in", "keep_former_s"})
 _LISTS = (inspect.ListType, inspect.VarTupleType, inspect.TupleType)
 
 
@@ -121,10 +124,14 @@ def _items(kind: Any) -> list[Any]:
 def _mapping(value: Mapping[Any, Any], kinds: list[Any], structs: dict[type, Any], field: str) -> dict[Any, Any]:
     fields = {each.name: each.type for struct in structs.values() for each in struct.fields}
     values = next((_members(each.value_type) for each in kinds if isinstance(each, inspect.DictType)), [])
-    return {
-        name: _plain(item, _members(fields[name]) if name in fields else values, f"{field}.{name}" if field else str(name))
-        for name, item in ((_builtin(name), item) for name, item in value.items())
-    }
+    converted = {}
+    for given, item in value.items():
+        name = _builtin(given)
+        path = f"{field}.{name}" if field else str(name)
+        if name in _DURATIONS and name in fields:
+            item = seconds(item, path)
+        converted[name] = _plain(item, _members(fields[name]) if name in fields else values, path)
+    return converted
 
 
 def _builtin(value: Any) -> Any:

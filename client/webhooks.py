@@ -22,8 +22,8 @@ def _one(method: str, delivery_id: str, *rest: str) -> Call:
     return Call(method, "/".join([_DELIVERIES, quote(delivery_id, safe=""), *rest]))
 
 
-def _rotation(keep_former_s: float, own: bool) -> Call:
-    return Call("POST", _SECRETS, body=RotateRequest(keep_former_s=keep_former_s, own=own))
+def _rotation(keep_former_s: float | str, own: bool) -> Call:
+    return Call("POST", _SECRETS, body=wire.checked({"keep_former_s": keep_former_s, "own": own}, RotateRequest))
 
 
 class WebhookCalls(ABC):
@@ -57,8 +57,8 @@ class WebhookCalls(ABC):
         """What signs webhooks about jobs of this key, newest first; made now if there is none."""
         return wire.decode(self._send(Call("GET", _SECRETS)), SecretList)
 
-    def rotate_webhook_secret(self, *, keep_former_s: float = _DAY_S, own: bool = False) -> SecretList:
-        """A new secret; the former one signs as well for `keep_former_s`. `own`: for this key alone, from now on."""
+    def rotate_webhook_secret(self, *, keep_former_s: float | str = _DAY_S, own: bool = False) -> SecretList:
+        """A new secret; the former one signs as well for `keep_former_s`: seconds, or `12h`. `own`: for this key alone, from now on."""
         return wire.decode(self._send(_rotation(keep_former_s, own)), SecretList)
 
     def disabled_webhooks(self, *, tenant: str | None = None) -> list[DisabledEndpoint]:
@@ -97,7 +97,7 @@ class AsyncWebhookCalls(ABC):
     async def webhook_secrets(self) -> SecretList:
         return wire.decode(await self._send(Call("GET", _SECRETS)), SecretList)
 
-    async def rotate_webhook_secret(self, *, keep_former_s: float = _DAY_S, own: bool = False) -> SecretList:
+    async def rotate_webhook_secret(self, *, keep_former_s: float | str = _DAY_S, own: bool = False) -> SecretList:
         return wire.decode(await self._send(_rotation(keep_former_s, own)), SecretList)
 
     async def disabled_webhooks(self, *, tenant: str | None = None) -> list[DisabledEndpoint]:

@@ -335,7 +335,7 @@ def test_keys_and_tenants_are_managed_from_a_terminal(api: Api, monkeypatch: pyt
 def test_a_wrong_scope_is_named_before_anything_is_sent() -> None:
     done = CliRunner().invoke(cli, ["keys", "create", "x", "--scope", "write"])
     assert isinstance(done.exception, MidstreamError)
-    assert (done.exception.field, done.exception.allowed) == ("scopes", ", ".join(SCOPES))
+    assert (done.exception.field, done.exception.allowed) == ("scopes[0]", ", ".join(SCOPES))
 
 
 # --- Where the API listens --------------------------------------------------------------------------------------------

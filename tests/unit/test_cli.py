@@ -194,6 +194,12 @@ def test_a_key_ends_at_a_time_that_every_calendar_knows() -> None:
     assert refused.value.field == "expires_in"
 
 
+def test_a_misspelt_scope_of_a_key_is_answered_with_the_right_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = call(capsys, "keys", "create", "x", "--scope", "read", "--scope", "submitt")
+    assert code == 1
+    assert "'submitt'; did you mean 'submit'? (allowed: submit, read, steer-global, observe, admin)" in " ".join(err.split())
+
+
 def test_every_capture_option_of_submit_is_read() -> None:
     submit = typer.main.get_command(cli.app).commands["submit"]  # type: ignore[attr-defined]
     there = {option for parameter in submit.params for option in parameter.opts}

@@ -11,6 +11,7 @@ from sweep_kit import VIEW
 
 from midstream import Client, ServerUnreachable, UnknownArgument
 from midstream.client import plain, steering, wire
+from midstream.client.keys import key_request
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import JobRequest, SamplingRequest, State
 from midstream.schemas.openai import CompletionRequest
@@ -64,6 +65,16 @@ def test_numbers_may_be_numpy_scalars_anywhere() -> None:
     assert job(expires_in=np.float64(3)).expires_in == 3.0
     asked = sweep(alpha=np.float64(0.5), window={"layers": np.int64(3)}, noise=np.int8(2), mask=range(4))
     assert (asked.alpha, asked.window.layers, asked.noise, asked.mask) == (0.5, 3, 2, [0, 1, 2, 3])
+
+
+def test_lengths_of_time_may_be_texts() -> None:
+    assert [job(expires_in=given).expires_in for given in ("20d", "1.5h", "30m", "45", 45)] == [20 * 86400.0, 5400.0, 1800.0, 45.0, 45.0]
+    assert sweep(expires_in="10m").expires_in == 600.0
+    assert wire.openai_body(CompletionRequest, {"model": "m", "prompt": "a", "expires_in": "1m"})["expires_in"] == 60.0
+    assert key_request("k", "default", "read", "90d") == key_request("k", "default", ["read"], 90 * 86400.0)
+    with pytest.raises(MidstreamError, match=r"'soon' is not a length of time \(allowed: such as 90d") as refused:
+        job(expires_in="soon")
+    assert refused.value.field == "expires_in"
 
 
 def test_one_entry_stands_for_a_list_of_one() -> None:
