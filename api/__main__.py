@@ -11,8 +11,7 @@ import uvicorn
 
 from ..broker import durability, logs, metrics, traces
 from ..broker.hosts import named
-from ..broker.keys import Keys
-from ..broker.ledger import Ledger
+from ..broker.keys import any_key
 from ..schemas import faults
 from ..schemas.errors import MidstreamError
 from ..schemas.settings import Settings, SettingsError, asks_for_keys, is_loopback, load_settings
@@ -34,9 +33,9 @@ ASK_AGAIN_S = 1.0
 GC_OBJECTS = 10_000
 
 NO_KEYS = (
-    "MIDSTREAM_API_HOST={host}: off loopback keys are asked for, and there is not one. Make one with "
-    "`midstream keys create first --scope admin --redis-url …`, or set MIDSTREAM_ADMIN_KEY (`midstream keys generate` prints one); "
-    "MIDSTREAM_AUTH=open lets everybody in"
+    "MIDSTREAM_API_HOST={host}: off loopback keys are required, and none exists. Make one with "
+    "`midstream keys create first --scope admin --redis-url …`, or set MIDSTREAM_ADMIN_KEY (`midstream keys generate` prints one), or "
+    "MIDSTREAM_AUTH=keys to start without a key; MIDSTREAM_AUTH=open admits everybody"
 )
 
 log = logging.getLogger("midstream.api")
@@ -138,15 +137,12 @@ async def _refusal(settings: Settings) -> str | None:
     """
     if settings.auth != "auto" or not asks_for_keys(settings) or settings.admin_key:
         return ""
-    ledger = Ledger.connect(settings)
     try:
-        return "" if await Keys(ledger).any() else NO_KEYS.format(host=settings.api_host)
+        return "" if await any_key(settings) else NO_KEYS.format(host=settings.api_host)
     except MidstreamError as error:
         if error.kind != "unavailable":
             raise
         return None
-    finally:
-        await ledger.close()
 
 
 def main() -> int:

@@ -16,6 +16,7 @@ from .. import __version__
 from ..schemas.base import from_msgpack, now, to_msgpack
 from ..schemas.errors import MidstreamError
 from ..schemas.keys import DEFAULT_TENANT, KEY_PREFIX, CreatedKey, Key, KeyRequest, KeyView
+from ..schemas.settings import Settings
 from .ledger import ALPHABET, Ledger, reachable
 
 KEYS = "ms:keys"
@@ -132,6 +133,15 @@ class Keys:
     async def any(self) -> bool:
         """Whether there is one at all."""
         return bool(await self._redis.hlen(KEYS))
+
+
+async def any_key(settings: Settings) -> bool:
+    """Whether the Redis of the settings holds a key. Raises MidstreamError("unavailable")."""
+    ledger = Ledger.connect(settings)
+    try:
+        return await Keys(ledger).any()
+    finally:
+        await ledger.close()
 
 
 def _holds(raw: bytes, at: float) -> bool:

@@ -1,10 +1,12 @@
 """How does the whole stack run on one machine? Redis, relay, worker, API, callbacks and Flower as children of one process."""
 
+import asyncio
 import contextlib
 import fcntl
 import importlib.util
 import json
 import os
+import shlex
 import signal
 import socket
 import sys
@@ -24,7 +26,7 @@ from .. import __version__
 from ..schemas.base import now
 from ..schemas.disk import disk_trouble, probe
 from ..schemas.errors import MidstreamError
-from ..schemas.settings import FILE_VARIABLE, PREFIX, Settings, SettingsError, to_environment
+from ..schemas.settings import FILE_VARIABLE, PREFIX, Settings, SettingsError, asks_for_keys, to_environment
 from .models import fetch_demo_model
 from .processes import BACKOFF_S, MARK, Child, birth, end_leftover, exit_name, holders, marked, members
 from .where import STATE_FILE, reachable
@@ -154,6 +156,7 @@ class Supervisor:
                 child.start()
             self._write_state()
             self._await_ready(timeout)
+            self._say_how_to_make_a_key()
         except BaseException:
             self.stop()
             raise
@@ -161,6 +164,17 @@ class Supervisor:
             if line.startswith(WORKER_CAVEAT):
                 self._say(f"caveat of {self.settings.served_model}: {line.removeprefix(WORKER_CAVEAT)}")
         self._say(self.ready_line())
+
+    def _say_how_to_make_a_key(self) -> None:
+        """The command that makes the first key, where keys are required and none exists."""
+        from ..broker.keys import any_key
+        from ..broker.logs import redacted
+
+        if not asks_for_keys(self.settings) or self.settings.admin_key or asyncio.run(any_key(self.settings)):
+            return
+        here = f"MIDSTREAM_DATA_DIR={shlex.quote(str(self.data))} " if self._own_redis else ""
+        redis_url = "-" if self._own_redis else shlex.quote(redacted(self.settings.redis_url))
+        self._say(f"no API key exists yet; make the first: {here}midstream keys create first --scope admin --redis-url {redis_url}")
 
     def watch(self) -> None:
         """Until a signal: start again, after a growing pause, whatever has died."""

@@ -7,6 +7,7 @@ import shutil
 import signal
 import stat
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,11 +20,11 @@ from receipt_rig import receipt
 from up_kit import START_S, Up
 
 from midstream.broker import redis_server
-from midstream.broker.keys import new_key
 from midstream.broker.outbox import Outbox
 from midstream.client import Client
 from midstream.client.processes import birth
 from midstream.client.where import STATE_FILE
+from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import State
 
 
@@ -32,6 +33,15 @@ def up(tmp_path: Path) -> Iterator[Up]:
     started = Up(tmp_path / "data")
     yield started
     started.close()
+
+
+def in_shell(command: str) -> subprocess.CompletedProcess[str]:
+    """As a user pastes it into another terminal, from another folder."""
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("MIDSTREAM_")}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{plain['PATH']}"
+    return subprocess.run(
+        ["bash", "-c", command], env={**plain, "PATH": path}, cwd="/", capture_output=True, text=True, timeout=120, check=False
+    )
 
 
 def test_one_line_says_where_everything_is_and_ctrl_c_leaves_no_process(up: Up) -> None:
@@ -151,7 +161,7 @@ def test_what_up_starts_is_closed_to_other_accounts(tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.mkdir()
     data.chmod(0o755)  # as a former version left it
-    up = Up(data, auth="keys", admin_key=new_key())
+    up = Up(data, auth="keys")
     try:
         url = up.ready()
         assert f"{data} was open to other accounts" in up.output()
@@ -182,11 +192,16 @@ def test_what_up_starts_is_closed_to_other_accounts(tmp_path: Path) -> None:
             forged.append(receipt("job_x", 0, worker="w1"))
             assert not forged.flush(2.0)
             assert not forged.connected
-        with Client(url, up.environment["MIDSTREAM_ADMIN_KEY"]) as client:
+        # callers need a key, and the command that is printed makes the first
+        with pytest.raises(MidstreamError, match="no API key was given"), Client(url) as client:
+            client.models()
+        command = re.search(r"make the first: (MIDSTREAM_DATA_DIR=.*)", up.output())
+        assert command is not None
+        made = in_shell(command[1])
+        assert made.returncode == 0, made.stderr
+        with Client(url, made.stdout.strip()) as client:
             done = client.run(model="fake", prompts=["hello"], capture={"layers": "all", "positions": "last_prompt"}, timeout=90)
             assert client.result(done.id).capture_results.status == "ok"
-        made = up.midstream("keys", "create", "second", "--redis-url", "-")
-        assert made.returncode == 0, made.stderr
         assert "redis" in up.midstream("doctor").stdout
     finally:
         up.close()
