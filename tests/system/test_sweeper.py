@@ -295,6 +295,35 @@ def test_a_restarted_worker_puts_back_at_once_what_its_former_boots_held(redis_u
     asyncio.run(main())
 
 
+def test_messages_that_redis_refused_go_out_with_the_next_sweep(redis_url: str) -> None:
+    """Not only when their jobs are due again, which is `QUEUED_LOOK_S` later."""
+
+    async def main() -> None:
+        async with opened(redis_url) as (ledger, _, _):
+            await ledger.redis.execute_command("ACL", "SETUSER", "poster", "on", ">pw", "~*", "&*", "+@all", "-lpush", "-eval", "-evalsha")
+            app = make_app(settings_for(redis_url.replace("//", "//poster:pw@")))
+            sweeper = Sweeper(ledger, app, settings_for(redis_url))
+            try:
+                jobs = [make_job(), make_job()]
+                for job in jobs:
+                    await claimed(ledger, job)
+                at = now() + 16
+                assert sorted((await sweeper.sweep(at)).requeued) == sorted(job.id for job in jobs)
+                assert await messages(ledger) == 0
+                assert not await sweeper.sweep(at), "nothing is due, and Redis still refuses"
+                assert await messages(ledger) == 0
+                await ledger.redis.execute_command("ACL", "SETUSER", "poster", "+@all")
+                assert not await sweeper.sweep(at)
+                assert await messages(ledger) == 2, "each once"
+                assert not await sweeper.sweep(at)
+                assert await messages(ledger) == 2
+            finally:
+                app.close()
+                await ledger.redis.execute_command("ACL", "DELUSER", "poster")
+
+    asyncio.run(main())
+
+
 def test_two_sweepers_at_once_requeue_a_job_once(redis_url: str) -> None:
     async def main() -> None:
         async with opened(redis_url) as (ledger, sweeper, _):
