@@ -100,7 +100,7 @@ def _check_room(sweep: StoredSweep, model: ModelInfo, everyone: GlobalSteering) 
 
 def _check_capture(sweep: StoredSweep, model: ModelInfo, settings: Settings) -> None:
     """Rows that a prompt gives in one engine step must fit the capture buffer."""
-    longest = max(len(ids) + max(len(pair.answer), len(pair.foil), 1) - 1 for pair in sweep.pairs for ids in (pair.base, pair.source))
+    longest = max(pair.longest for pair in sweep.pairs)
     hooks = {*sweep.hooks}
     of_base = hooks if sweep.ablation == "mean" else {sweep.hooks[0]}
     if settings.sweep_entry and "pre_attn" in model.hooks:  # what forwards go on from that begin at the layer that is patched

@@ -118,6 +118,11 @@ class StoredPair(Record):
     foil_text: str = ""
     notes: list[str] = []  # what the alignment did that a reader should know
 
+    @property
+    def longest(self) -> int:
+        """Tokens of its longest request: a prompt, and all but the last token of the longer continuation."""
+        return max(len(self.base), len(self.source)) + max(len(self.answer), len(self.foil), 1) - 1
+
 
 class StoredSweep(Record):
     """What was asked, resolved. All pairs have the same number of columns."""

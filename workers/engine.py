@@ -61,7 +61,7 @@ def check_lengths(job: Job, info: ModelInfo) -> None:
     """Raises MidstreamError("prompt_too_long") for a job accepted under a larger `max_model_len` than this worker's."""
     lengths = {f"prompts[{index}]": len(prompt.token_ids) for index, prompt in enumerate(job.prompts)}
     if job.sweep is not None:
-        lengths = {f"pairs[{index}]": max(len(pair.base), len(pair.source)) for index, pair in enumerate(job.sweep.pairs)}
+        lengths = {f"pairs[{index}]": pair.longest for index, pair in enumerate(job.sweep.pairs)}
     for field_, tokens in lengths.items():
         if tokens >= info.max_model_len:
             detail = f"has {tokens} tokens and leaves none to generate: this worker's max_model_len is {info.max_model_len}"

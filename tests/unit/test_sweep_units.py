@@ -1,8 +1,13 @@
 """Which requests does a sweep come to, and what is asked in each of them?"""
 
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
 import pytest
 
-from midstream.schemas.jobs import Job, Sampling
+from midstream.schemas.errors import MidstreamError
+from midstream.schemas.jobs import Job, Sampling, StoredPrompt
 from midstream.schemas.receipts import CapturedFile, Receipt
 from midstream.schemas.runs import ZEROS, parse_row
 from midstream.schemas.selectors import HOOKS
@@ -10,6 +15,7 @@ from midstream.schemas.settings import Settings
 from midstream.schemas.specs import columns_of, steering_rows
 from midstream.schemas.sweep_units import Units
 from midstream.schemas.sweeps import Column, PatchWindow, StoredPair, StoredSweep
+from midstream.workers.engine import check_lengths
 from midstream.workers.fake_model import make_bundle, make_info, make_tokenizer
 from midstream.workers.sweep_asks import Asks
 
@@ -222,3 +228,20 @@ def test_a_cell_of_any_span_and_window_takes_one_place_of_a_token() -> None:
         if unit.column != 2:
             places = columns_of(steering_rows(made.patched(unit)[0].steering))
             assert set(places) == {0}
+
+
+def test_a_sweep_or_prompt_longer_than_this_worker_takes_is_refused_by_its_field() -> None:
+    """Its job was accepted for a larger `max_model_len`, which also has room for one token that is generated."""
+
+    def job(kind: Literal["generate", "sweep"], asked: StoredSweep | None = None, prompts: Sequence[list[int]] = ()) -> Job:
+        stored = [StoredPrompt(token_ids=ids) for ids in prompts]
+        return Job(id="job_1", kind=kind, model="m", prompts=stored, sampling=Sampling(), created=0.0, sweep=asked)
+
+    long_answer = msgspec.structs.replace(PAIR, foil=[6, 7, 8])  # asked behind its first two tokens
+    cases = [(job("sweep", sweep()), 5), (job("sweep", sweep(pairs=[long_answer])), 7), (job("generate", prompts=[SOURCE]), 5)]
+    for asked, tokens in cases:
+        check_lengths(asked, msgspec.structs.replace(INFO, max_model_len=tokens + 1))
+        with pytest.raises(MidstreamError, match=f"has {tokens} tokens and leaves none to generate") as refused:
+            check_lengths(asked, msgspec.structs.replace(INFO, max_model_len=tokens))
+        assert refused.value.kind == "prompt_too_long"
+        assert refused.value.field == ("prompts[0]" if asked.sweep is None else "pairs[0]")
