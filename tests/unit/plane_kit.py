@@ -85,10 +85,14 @@ class Rig:
         aborted: Sequence[Request] = (),
         keeping: Keeping | None = None,
         hidden: Sequence[float] = (),
+        cached: int = 0,
     ) -> None:
-        """`hidden`: of each row what leaves the last layer, in every element; empty: this is not the last stage."""
+        """`hidden`: of each row what leaves the last layer, in every element; empty: this is not the last stage.
+
+        `cached`: tokens of the last new request that the prefix cache serves.
+        """
         ends = {str(r.number): Finish(list(range(1000, 1000 + r.total)), r in aborted) for r in (*finished, *aborted)}
-        arrived = [NewRequest(str(r.number), msgspec.to_builtins(spec_of(r)), 0) for r in new]
+        arrived = [NewRequest(str(r.number), msgspec.to_builtins(spec_of(r)), cached if r is new[-1] else 0) for r in new]
         self.plane.begin(arrived, ends, 0, keeping)
         rows, row = [], 0
         for request, first, count in windows:

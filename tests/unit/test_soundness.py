@@ -80,6 +80,11 @@ def test_a_captured_row_that_is_not_finite_behind_an_edit_fails_its_request(rig:
 
 
 def test_requests_served_by_a_broken_ones_blocks_fail_too(rig: Rig) -> None:
-    first = steered(1)
-    rig.step((first, 0, 6), new=[first], hidden=[0, 0, 0, np.nan, 0, 0])
-    assert rig.plane.status()["tainted"] == 1
+    """The one that came in the same step, on blocks that were to be filled, and one that comes later; not those that compute their own."""
+    first, beside, later, own = (steered(number) for number in range(1, 5))
+    rig.step((first, 0, 6), (beside, 4, 2), new=[first, beside], cached=4, hidden=[0, 0, 0, np.nan, 0, 0, 0, 0])
+    rig.step((own, 0, 6), (later, 4, 2), new=[own, later], cached=4)
+    rig.step(finished=[own])
+    assert {receipt.job: receipt.kind for receipt in rig.receipts()} == {
+        "j1": "intervention_failed", "j2": "intervention_failed", "j3": "intervention_failed", "j4": "",
+    }  # fmt: skip
