@@ -81,6 +81,8 @@ def test_an_output_that_is_shown_may_end_with_any_code(tmp_path: Path) -> None:
         ("a … b", "b, then a", False),
         ("│ ──── │", "│ ───────── │", True),
         ("two words", "two  \n words", True),
+        ('"state":"queued","attempt":0,"version":1,', '"state":"running","attempt":1,"version":2,', True),
+        ('"state":"queued","attempt":0,"version":1,', '"state":"failed","attempt":1,"version":2,', False),
         ("two words", "two swords", False),
     ],
 )
