@@ -58,3 +58,23 @@ def test_other_rows_are_refused_with_what_there_is(readers: list[CaptureReader],
         matrix(readers, readers[0].layers()[0], rows=rows)
     assert caught.value.field == "rows"
     assert caught.value.allowed
+
+
+def test_without_rows_there_is_no_matrix(tmp_path: Path) -> None:
+    write(tmp_path, finished(job="job_a", positions=[0, 1]), finished(job="job_a", request=1, positions=[]), owner="job_a")
+    reader = CaptureReader(tmp_path, "job_a")
+    layer = reader.layers()[0]
+    for rows in ("last", "first", "mean"):
+        with pytest.raises(MidstreamError, match="request 1 has no captured rows") as caught:
+            matrix(reader, layer, rows=rows)  # type: ignore[arg-type]
+        assert caught.value.kind == "not_found"
+    assert matrix(reader, layer, rows="all").shape[0] == 2
+    with pytest.raises(MidstreamError, match="no captured rows to make a matrix of"):
+        matrix([], layer)
+
+
+def test_models_of_different_width_make_no_matrix(readers: list[CaptureReader], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("capture_kit.HIDDEN", 4)
+    write(tmp_path / "other", finished(job="job_c"), owner="job_c")
+    with pytest.raises(MidstreamError, match=r"different width .*\[4, 5\]"):
+        matrix([*readers, CaptureReader(tmp_path / "other", "job_c")], readers[0].layers()[0])
