@@ -146,7 +146,7 @@ def _builtin(value: Any) -> Any:
         return list(value)
     if isinstance(value, set | frozenset):
         return sorted(value)
-    return str(value) if isinstance(value, str) else value  # a subclass, such as an enumeration
+    return str.__str__(value) if isinstance(value, str) else value  # of an enumeration the value, not its name
 
 
 # --- Fields that take more than their own shape -------------------------------------------------------------------------

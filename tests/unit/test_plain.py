@@ -1,5 +1,6 @@
 """Does the client convert Python values to request bodies, and name those that it cannot convert?"""
 
+import enum
 import traceback
 from typing import Any
 
@@ -12,6 +13,7 @@ from sweep_kit import VIEW
 from midstream import Client, ServerUnreachable, UnknownArgument
 from midstream.client import plain, steering, wire
 from midstream.client.keys import key_request
+from midstream.schemas.base import to_json
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import JobRequest, SamplingRequest, State
 from midstream.schemas.openai import CompletionRequest
@@ -47,6 +49,18 @@ def test_layers_may_be_numpy_ranges_and_sets(given: dict[str, Any], found: Any) 
     assert job(steering={**given, "vector": VECTOR}).steering[0].layers == found
     assert job(patch={**given, "positions": 0, "source": {"zeros": True}}).patch[0].layers == found
     assert sweep(**given).layers == found
+
+
+def test_texts_may_be_of_classes_of_their_own() -> None:
+    class Layers(str, enum.Enum):  # noqa: UP042  # written for a Python without StrEnum
+        ALL = "all"
+
+    class Text(str):
+        __slots__ = ()
+
+    asked = job(capture={"layers": Layers.ALL}, prompts=[Text("x"), "y"])
+    assert (asked.capture, asked.prompts) == (CaptureSpec(layers="all"), ["x", "y"])
+    assert b'"prompts":["x","y"]' in to_json(asked)
 
 
 @pytest.mark.parametrize("position", [4, np.int64(4), [4], np.array([4]), (4,), range(4, 5)])
