@@ -46,6 +46,7 @@ def finished(
     consumers: Sequence[str] = ("filesystem",),
     shift: float = 0.0,
     requests: int = 0,
+    prompt_tokens: int | None = None,
     **more: Any,
 ) -> FinishedCapture:
     """One capture. `sites`: of this stage; `all_sites`: of all. Rows are `values`, plus `shift`; each comes as two buffers.
@@ -72,7 +73,7 @@ def finished(
             job=job,
             request=request,
             attempt=attempt,
-            prompt_tokens=len(positions),
+            prompt_tokens=len(positions) if prompt_tokens is None else prompt_tokens,
             captures=[capture],
             requests={tag: requests} if requests else {},
         ),

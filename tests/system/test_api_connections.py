@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from edge import Api, running
+from edge import MODEL, Api, Hand, running
 
 HOST = b"Host: localhost\r\n"
 POST = b"POST /v1/jobs HTTP/1.1\r\n" + HOST + b"Content-Type: application/json\r\n"
@@ -77,13 +77,24 @@ def test_a_request_that_arrives_too_slowly_is_closed(hasty: Api, sent: bytes, dr
 
 
 def test_a_request_that_arrives_slowly_but_in_time_is_answered(hasty: Api) -> None:
-    """A body longer than a second is not late while enough of it arrives, nor is a client that waits for its answer."""
+    """A body that takes longer than a second is not late while enough of it arrives."""
     with connect(hasty) as connection:
         connection.sendall(POST + b"Content-Length: 131073\r\n\r\n{")
         for _ in range(4):
             connection.sendall(b" " * 32768)
             time.sleep(0.5)
         assert connection.recv(64).startswith(b"HTTP/1.1 400")
+
+
+def test_a_client_that_waits_for_its_answer_is_not_late(hasty: Api) -> None:
+    hand = Hand(hasty.settings)
+    try:
+        hand.serve()
+        asked = {"model": MODEL, "prompts": ["hello there"]}
+        answer = hasty.http.post("/v1/jobs", json=asked, headers={"Prefer": "wait=3"}, timeout=PATIENCE_S)
+        assert answer.status_code == 202
+    finally:
+        hand.close()
 
 
 @pytest.mark.parametrize("head", [b"X-A: " + b"a" * 70_000, b"".join(b"X-%d: a\r\n" % i for i in range(9000))[:-2]])
@@ -99,7 +110,9 @@ def test_long_headers_are_refused(hasty: Api, head: bytes) -> None:
 def test_idle_connections_make_room_and_health_is_answered_beyond_the_limit(hasty: Api) -> None:
     job = b"POST /v1/jobs HTTP/1.1\r\n" + HOST + b"Content-Type: application/json\r\nContent-Length: 9\r\nExpect: 100-continue\r\n\r\n"
     url = hasty.url
-    idle = connect(hasty)
+    idle = connect(hasty)  # has been answered, so nothing else ends it for a minute
+    idle.sendall(b"GET /healthz HTTP/1.1\r\n" + HOST + b"\r\n")
+    assert idle.recv(4096).startswith(b"HTTP/1.1 200")
     busy = [connect(hasty) for _ in range(6)]
     try:
         assert until_closed(idle) == b"", "the one that waited longest made room"
@@ -128,6 +141,13 @@ def test_a_file_has_a_limit_of_its_own_and_leaves_nothing_on_disk(hasty: Api, mi
     if status == 413:
         assert "MIDSTREAM_MAX_FILE_MIB" in answer.json()["allowed"]
     assert list((Path(hasty.settings.data_dir) / "uploads").iterdir()) == []
+
+
+def test_a_file_announced_too_long_is_refused_before_it_is_sent(hasty: Api) -> None:
+    head = b"PUT /v1/steering/modules/m HTTP/1.1\r\n" + HOST + b"Content-Type: application/octet-stream\r\nExpect: 100-continue\r\n"
+    with connect(hasty) as connection:
+        connection.sendall(head + b"Content-Length: %d\r\n\r\n" % (3 << 20))
+        assert connection.recv(64).startswith(b"HTTP/1.1 413")
 
 
 def test_a_compressed_body_is_refused_before_it_is_read(hasty: Api) -> None:

@@ -44,6 +44,12 @@ def test_a_matrix_has_the_chosen_rows_in_the_order_of_its_samples(readers: list[
     assert [tuple(sample) for sample in samples(readers, rows)] == wanted
 
 
+def test_a_negative_position_counts_from_the_end_of_the_prompt(tmp_path: Path) -> None:
+    write(tmp_path, finished(job="job_a", positions=[4, 6, 9], prompt_tokens=7), owner="job_a")
+    reader = CaptureReader(tmp_path, "job_a")
+    assert samples(reader, -1) == [("job_a", 0, 6)], "not the last row, and not the third from the first"
+
+
 def test_a_mean_is_over_the_captured_positions_of_a_request(readers: list[CaptureReader]) -> None:
     layer = readers[0].layers()[0]
     found = matrix(readers[0], layer, rows="mean")
