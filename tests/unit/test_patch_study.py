@@ -5,6 +5,7 @@ import io
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -327,10 +328,22 @@ def test_the_bar_counts_each_cell_once_and_is_not_drawn_without_a_terminal(monke
     monkeypatch.setattr(screen, "isatty", lambda: True, raising=False)
     with bar("sweep") as show:
         assert show is not None
-        for each in (START, CELL, CELL, START):
+        for each in (START, CELL, CELL, CELL, START):
             show(each)
         assert (show._drawn.n, show._drawn.total) == (2, 2)  # type: ignore[attr-defined]
     assert "sweep: 100%" in screen.getvalue()
+
+
+def test_ipython_renders_what_has_no_method_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    formatters = pytest.importorskip("IPython.core.formatters", reason="ipykernel is not installed (extra `dev`)")
+    shell = SimpleNamespace(display_formatter=formatters.DisplayFormatter())
+    assert set(shell.display_formatter.format(result())[0]) == {"text/plain"}
+    monkeypatch.setattr(notebook, "_shell", lambda: shell)
+    notebook.install()
+    data, _ = shell.display_formatter.format(result())
+    assert data["image/png"]
+    assert "Strongest cells" in data["text/html"]
+    assert "job_1" in shell.display_formatter.format(VIEW)[0]["text/html"]
 
 
 def test_a_study_a_figure_and_a_result_render_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
