@@ -93,8 +93,8 @@ def test_down_stops_everything_and_status_says_that_nothing_runs(tmp_path: Path)
         done = up.midstream("down")
         assert done.returncode == 0, done.stderr
         assert f"stopped what ran on {up.data}" in done.stdout
+        assert [pid for pid, born in pids if birth(pid) == born] == [], "it returns when all has ended"
         assert up.process.wait(60) == 0
-        assert [pid for pid, born in pids if birth(pid) == born] == []
         after = up.midstream("status")
         assert (after.returncode, f"nothing runs on {up.data}" in after.stdout) == (3, True)
         again = up.midstream("down")
