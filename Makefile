@@ -92,12 +92,15 @@ test-engine: $(READY) model ## real vLLM on CPU
 	@echo "== engine tests"
 	@failed=0; \
 	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(PYTEST) --numprocesses 2 --dist loadfile -m "not ranks and not long" tests/engine || failed=1; \
-	$(PYTEST) -m ranks tests/engine || failed=1; \
+	$(PYTEST) -m "ranks and not long" tests/engine || failed=1; \
 	exit $$failed
 
 test-long: $(READY) model ## what takes minutes each: every block of the docs, attacks on other requests' numbers (ATTACK_SECONDS=600: ten minutes for each dtype), …
 	@echo "== long tests"
-	@OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(PYTEST) --numprocesses 2 --dist loadfile -m long tests
+	@failed=0; \
+	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(PYTEST) --numprocesses 2 --dist loadfile -m "long and not ranks" tests || failed=1; \
+	$(PYTEST) -m "long and ranks" tests/engine || failed=1; \
+	exit $$failed
 
 test-faults: $(READY) model ## the fault gate: 10,000 jobs with a fixed seed and a random one, and a real engine killed ten times
 	@echo "== fault gate"

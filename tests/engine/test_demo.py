@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from midstream.client import CaptureReader
 from midstream.client.demo import FACTS, HIDDEN_SIZE, NUM_LAYERS
@@ -20,6 +21,7 @@ AGREED = re.compile(r"determinism: consistent, 1 rank in 1 stage of 1 worker, ch
 
 
 # field case 19
+@pytest.mark.long
 def test_the_demo_captures_steers_patches_checks_and_leaves_files_that_hold(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "midstream.client.cli", "demo", "--keep", str(tmp_path / "kept")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=580, check=False, cwd=tmp_path)

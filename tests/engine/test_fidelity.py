@@ -86,6 +86,7 @@ def test_every_hook_of_every_architecture_gives_transformers_rows_plain_and_edit
 
 
 # field case 5
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "way"), OTHERS, ids=[f"{name} {way.name}" for name, way in OTHERS])
 def test_compiled_forwards_and_the_v2_runner_give_them_too(name: str, way: Way, captured, checkpoints) -> None:
     """A site that a compiler dropped would give zeros, and an edit there would do nothing."""
@@ -121,6 +122,7 @@ def test_every_family_at_every_hook_gives_transformers_rows_in_every_way_to_run(
     assert exceeded == {}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "split"), [("mixtral", "tensor_parallel_size"), ("olmo2", "pipeline_parallel_size")])
 def test_two_ranks_give_them_too(name: str, split: str, checkpoints, two_ranks, tmp_path) -> None:
     """A branch is whole only after the ranks' parts were summed; a later stage's first layer gets the stream from the stage before."""

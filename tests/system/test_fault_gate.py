@@ -14,6 +14,7 @@ MAX_ATTEMPTS = 50
 KILLS = {"worker": 4, "redis": 1, "relay": 1, "api": 1, "callbacks": 1, "worker stop": 1, "api stop": 1, "worker pause": 1, "redis full": 1}
 
 
+@pytest.mark.long
 # field case 37, 38, 39
 @pytest.mark.timeout(600)
 def test_nothing_accepted_is_lost_or_happens_twice_while_every_part_is_killed(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from midstream.schemas.jobs import Event
 from midstream.workers.heartbeat import RENEWALS_PER_LEASE
 
 WHY_NOT = Link.why_not()
-pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "there is a second namespace")
+pytestmark = [pytest.mark.long, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "there is a second namespace")]
 
 TOKEN_S, LEASE_S = 0.05, 8.0
 PERIOD_S = LEASE_S / RENEWALS_PER_LEASE

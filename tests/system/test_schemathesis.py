@@ -85,6 +85,7 @@ def test_every_answer_to_generated_requests_is_one_that_the_document_promises(st
     assert all_of_them in said
 
 
+@pytest.mark.long
 def test_along_the_links_of_answers_every_answer_is_one_that_the_document_promises(stack: Stack, tmp_path: Path) -> None:
     stack.do(lambda ledger: ledger.redis.delete("ms:tenants"))  # the other test may have set any limits
     document = runnable(httpx.get(f"{stack.url}/schema/openapi.json", timeout=60).json(), stack.settings.served_model)

@@ -90,6 +90,7 @@ def test_a_second_up_on_the_same_data_directory_says_so_and_harms_nothing(up: Up
 
 
 # field case 37
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["worker", "relay", "api", "redis"])
 def test_a_part_that_is_killed_is_started_again_and_the_job_completes(tmp_path: Path, name: str) -> None:
     up = Up(tmp_path / "data", fake_token_s=0.1, lease_s=6, visibility_timeout_s=4, sweep_interval_s=0.5)
@@ -140,6 +141,7 @@ def test_ctrl_c_while_it_starts_leaves_no_process(tmp_path: Path) -> None:
     assert up.alive() == []
 
 
+@pytest.mark.long
 def test_an_up_that_was_killed_is_cleaned_up_by_the_next(up: Up, tmp_path: Path) -> None:
     up.ready()
     redis, born = up.state()["processes"]["redis"]
@@ -285,6 +287,7 @@ def missing_of(url: str) -> str:
     return ""
 
 
+@pytest.mark.long
 def test_up_outlives_a_full_disk_and_a_read_only_one(disk: Path) -> None:
     up = Up(disk, lease_s=6, sweep_interval_s=0.5)
     try:
@@ -329,6 +332,7 @@ def test_an_up_on_a_read_only_disk_says_so(disk: Path) -> None:
     assert up.output().strip().splitlines()[-1] == f"error: data_dir: disk read-only: {disk} cannot be written"
 
 
+@pytest.mark.long
 def test_a_redis_that_was_orphaned_while_it_loaded_is_ended_by_the_next_up(tmp_path: Path) -> None:
     """Its pid is in no state file yet; it holds the lock of its folder."""
     data = tmp_path / "data"

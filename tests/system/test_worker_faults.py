@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import pytest
 from stack import Stack
 
 from midstream.schemas.errors import MidstreamError
@@ -68,6 +69,7 @@ def test_when_the_engine_dies_the_worker_exits_and_its_jobs_are_run_again(tmp_pa
         assert [len(stack.result(job_id).outputs) for job_id in jobs] == [2] * 5
 
 
+@pytest.mark.long
 def test_a_job_whose_every_attempt_kills_the_engine_fails_in_the_end(tmp_path: Path) -> None:
     with Stack(tmp_path, fake_token_s=TOKEN_S, max_attempts=2, lease_s=15, fault="engine_dies:tokens=3") as stack:
         job_id = stack.submit(["a"], max_tokens=40)
@@ -111,6 +113,7 @@ def test_redis_killed_under_load_loses_nothing_that_was_accepted(tmp_path: Path)
         assert all(len(stack.result(job_id).capture_results.files) == 1 for job_id in accepted)
 
 
+@pytest.mark.long
 # field case 38
 def test_a_worker_stalled_past_its_lease_finds_its_late_result_fenced(tmp_path: Path) -> None:
     with Stack(tmp_path, workers=2, fake_token_s=TOKEN_S, lease_s=4, visibility_timeout_s=30) as stack:
@@ -131,6 +134,7 @@ def test_a_worker_stalled_past_its_lease_finds_its_late_result_fenced(tmp_path: 
         assert stack.wait(stack.submit(["next"], max_tokens=2)).state is State.SUCCEEDED
 
 
+@pytest.mark.long
 # field case 38
 def test_a_lone_worker_stalled_past_its_lease_discards_the_attempt_and_reruns_it(tmp_path: Path) -> None:
     with Stack(tmp_path, fake_token_s=TOKEN_S, lease_s=4, visibility_timeout_s=30) as stack:
