@@ -38,6 +38,7 @@ VARIES = [
         r'"state":"(?:queued","attempt":0|running","attempt":1)',
     ),  # an engine without other work takes a job at once
     (r'etag: "\d+"', r'etag:"\d+"'),
+    (r"(?<!\d)\d{13}-\d+", r"\d{13}-\d+"),  # of an event: what comes in one millisecond is counted
     (r"-?\d+(?:\.\d*(?:[eE][-+]?\d+)?|[eE][-+]?\d+)", r"-?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?"),
     (r"\d{4,}", r"\d+"),
 ]
