@@ -31,6 +31,7 @@ VARIES = [
     (r"[▁▂▃▄▅▆▇█░▒▓]{3,}", r"[▁▂▃▄▅▆▇█░▒▓]+"),
     (r"^ +0(?: +\d+){3,}$", r"0\d+"),  # an axis, as wide as the terminal
     (r"(?:job|ms|msg|run)_[0-9a-zA-Z_]{2,}", r"(?:job|ms|msg|run)_[0-9a-zA-Z_]+"),
+    (r"(?<!\d)\d{13}-\d+", r"\d{13}-\d+"),  # of an event: what comes in one millisecond is counted
     (r"(?<![0-9A-Za-z])[0-9a-f]{8,}(?![0-9A-Za-z])", r"[0-9a-f]{8,}"),
     (r'"(?:step|actions|offset|version|global_version|seconds)":\d+(?:\.\d+)?', r'"\w+":\d+(?:\.\d+)?'),  # what ran before
     (
@@ -38,7 +39,6 @@ VARIES = [
         r'"state":"(?:queued","attempt":0|running","attempt":1)',
     ),  # an engine without other work takes a job at once
     (r'etag: "\d+"', r'etag:"\d+"'),
-    (r"(?<!\d)\d{13}-\d+", r"\d{13}-\d+"),  # of an event: what comes in one millisecond is counted
     (r"-?\d+(?:\.\d*(?:[eE][-+]?\d+)?|[eE][-+]?\d+)", r"-?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?"),
     (r"\d{4,}", r"\d+"),
 ]
