@@ -170,4 +170,5 @@ class JsonRequest(Request[Any, Any, Any]):
             return None
         if not 0 < len(key) <= MAX_IDEMPOTENCY_KEY or not (key.isascii() and key.isprintable()):
             raise invalid("Idempotency-Key", f"is not 1 to {MAX_IDEMPOTENCY_KEY} printable ASCII characters")
+        assert self._asked, "a route with an Idempotency-Key takes JSON"  # else two bodies would count as one
         return scoped(caller_of(self).tenant, key), self._asked

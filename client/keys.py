@@ -50,7 +50,7 @@ class KeyCalls(ABC):
         scopes: str | Sequence[str] = ("submit", "read"),
         expires_in: float | str | None = None,
     ) -> CreatedKey:
-        """A new key; it is told here and never again. `expires_in`: seconds, or a text such as `90d` or `12h`."""
+        """A new key, which is shown here and never again. `expires_in`: seconds, or a text such as `90d` or `12h`."""
         body = key_request(name, tenant, scopes, expires_in)
         return wire.decode(self._send(Call("POST", _KEYS, body=body)), CreatedKey)
 
