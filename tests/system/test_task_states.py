@@ -13,11 +13,13 @@ import redis
 from celery.events.receiver import EventReceiver
 from celery.events.state import State as Events
 from celery.events.state import Task
+from ledger_kit import receipt
 from redis_kit import handed_over
 from stack import Stack
 
 from midstream.broker.celery_app import queue_of
 from midstream.broker.messages import enqueue
+from midstream.broker.settle import Settler
 from midstream.schemas.jobs import State
 from midstream.schemas.specs import StoredCapture, StoredSteering
 from midstream.workers import task_states
@@ -131,13 +133,27 @@ def test_a_job_cancelled_while_it_runs_is_revoked(stack: Stack, flower: Watcher)
     agrees(stack, flower, job_id, State.CANCELLED)
 
 
-def test_a_job_that_fails_after_its_outputs_is_no_success(stack: Stack, flower: Watcher) -> None:
+@pytest.fixture
+def awaiting_receipts(stack: Stack) -> Iterator[str]:
+    """A job whose outputs are stored and whose receipts cannot arrive: the relay is dead until the test ends."""
     stack.kill("relay")
     job_id = stack.submit(["hello"], max_tokens=2, capture=CAPTURE)
     stack.wait(job_id, until=lambda view: view.generated is not None)
-    stack.do(lambda ledger: ledger.request_cancel(job_id))
+    yield job_id
     stack.restart("relay")
-    agrees(stack, flower, job_id, stack.wait(job_id).state)
+
+
+def test_a_job_that_fails_after_its_outputs_is_a_failure(stack: Stack, flower: Watcher, awaiting_receipts: str) -> None:
+    failed = receipt(awaiting_receipts, worker="w1", world=1, status="error", message="the disk is full")
+    with redis.Redis.from_url(stack.settings.redis_url) as client:
+        Settler(client, stack.settings).settle("w1", 0, "epoch of this test", [(1, failed)])
+    task = agrees(stack, flower, awaiting_receipts, State.FAILED)
+    assert "the disk is full" in task.exception
+
+
+def test_a_job_cancelled_after_its_outputs_is_revoked(stack: Stack, flower: Watcher, awaiting_receipts: str) -> None:
+    stack.do(lambda ledger: ledger.request_cancel(awaiting_receipts))
+    agrees(stack, flower, awaiting_receipts, State.CANCELLED)
 
 
 def test_a_job_aborted_before_it_began_is_revoked_when_its_message_comes_round(stack: Stack, flower: Watcher) -> None:

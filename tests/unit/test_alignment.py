@@ -4,7 +4,7 @@ from itertools import pairwise
 from typing import Any, get_args
 
 import pytest
-from hypothesis import example, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from midstream.api import alignment
@@ -60,8 +60,7 @@ def test_what_one_prompt_has_more_shifts_no_row(ids: list[int], data: st.DataObj
     start = data.draw(st.integers(0, len(ids) - 1))
     stop = data.draw(st.integers(start + 1, len(ids)))
     shorter = ids[:start] + ids[stop:]
-    if not shorter:
-        return
+    assume(shorter)
     made = align(numbered(ids), numbered(shorter))
     expected = [(place, place if place < start else place - (stop - start)) for place in range(len(ids)) if not start <= place < stop]
     assert made.pairs == expected
