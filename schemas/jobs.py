@@ -37,11 +37,11 @@ class State(StrEnum):
     FAILED = "failed"  # `error` says why
     CANCELLED = "cancelled"  # stopped on request while it ran
     ABORTED = "aborted"  # ended before it ever ran
-    EXPIRED = "expired"  # its result was removed after the retention time
+    EXPIRED = "expired"  # read, never stored: the job ended longer ago than `result_ttl_s`, and its result was removed
 
 
-#: Which state may follow which; the Lua transitions are generated from this table. Terminal states have no successor
-#: but `expired`, which removes the result and not the fact.
+#: Which state may follow which; the Lua transitions are generated from this table. Terminal states have no successor.
+#: No transition leads to `expired`: a reader sees it instead of the stored terminal state.
 TRANSITIONS: dict[State, frozenset[State]] = {
     State.QUEUED: frozenset({State.RUNNING, State.ABORTED, State.FAILED}),
     State.RUNNING: frozenset({State.QUEUED, State.CANCELLING, State.SUCCEEDED, State.FAILED}),
