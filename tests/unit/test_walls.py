@@ -146,6 +146,11 @@ def test_importing_the_workers_tasks_does_not_load_the_edge() -> None:
     assert loaded_by(["midstream.workers"]) & {"litestar", "uvicorn", "vllm"} == set()
 
 
+def test_a_worker_with_the_fake_engine_starts_without_torch() -> None:
+    """It takes a second of a core; the system tests start more than a hundred of them."""
+    assert loaded_by(["midstream.workers.app", "midstream.workers.fake_engine"]) & {"torch", "vllm", "transformers"} == set()
+
+
 def loaded_by(modules: list[str]) -> set[str]:
     """Top-level packages in `sys.modules` after a fresh interpreter imported `modules`."""
     program = f"import sys\nfor name in {modules!r}: __import__(name)\nprint(*sorted({{name.split('.')[0] for name in sys.modules}}))"

@@ -6,16 +6,19 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from ...broker.outbox import Outbox
 from ...broker.retention import Usage
 from ...schemas.receipts import CapturedFile, Consumed, Receipt
-from .config import PlaneConfig
 from .consumers import BUILT_IN, Logging, Memory, installed
 from .finished import Consumer, FinishedCapture, Outcome
 from .layouts import Filesystem, StoreConfig, each
+
+if TYPE_CHECKING:  # it knows the kernels' buffers, and so torch, which the fake engine's worker starts without
+    from .config import PlaneConfig
 
 logger = logging.getLogger(__name__)
 
@@ -211,7 +214,7 @@ def _cut(message: str) -> str:
     return message if len(message) <= _MESSAGE else message[: _MESSAGE - 1] + "…"
 
 
-def make_writer(config: PlaneConfig, rank: int, outbox: Outbox, fail_writes: Callable[[], bool]) -> Writer:
+def make_writer(config: "PlaneConfig", rank: int, outbox: Outbox, fail_writes: Callable[[], bool]) -> Writer:
     """The writer of a rank, as its config says."""
     store = StoreConfig(
         root=Path(config.capture_root),
