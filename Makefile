@@ -26,6 +26,8 @@ export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
 export DO_NOT_TRACK := 1
 export PYTHONUNBUFFERED := 1
+# The tests start hundreds of processes: without bytecode on disk each of them compiles our modules again.
+unexport PYTHONDONTWRITEBYTECODE
 export PATH := $(abspath $(BIN)):$(PATH)
 
 PYTEST = $(BIN)/pytest -ra --durations=15 $(PYTEST_ARGS)

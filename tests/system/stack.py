@@ -115,8 +115,11 @@ class Stack:
             if self._ledger is not None:
                 self._loop.run_until_complete(self._ledger.close())
                 self._ledger = None
+            for name in self.processes:
+                if name != "relay":  # the others are its clients
+                    self._terminate(name)
             for name in reversed(list(self.processes)):
-                self.end(name)
+                self._ended(name) if name != "relay" else self.end(name)
         finally:
             for process in self.processes.values():
                 if process.poll() is None:
@@ -129,10 +132,17 @@ class Stack:
 
     def end(self, name: str, timeout: float = STOP_TIMEOUT_S) -> int:
         """SIGTERM and wait; returns the exit code. A process that does not end in time is killed, which fails the test."""
+        self._terminate(name)
+        return self._ended(name, timeout)
+
+    def _terminate(self, name: str) -> None:
         process = self.processes[name]
         if process.poll() is None:
             process.send_signal(signal.SIGCONT)  # a stopped process does not see SIGTERM
             process.terminate()
+
+    def _ended(self, name: str, timeout: float = STOP_TIMEOUT_S) -> int:
+        process = self.processes[name]
         try:
             return process.wait(timeout)
         except subprocess.TimeoutExpired:

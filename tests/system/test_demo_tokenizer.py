@@ -12,7 +12,6 @@ from midstream.api.text import Codec
 from midstream.client.models import fetch_demo_model
 from midstream.schemas.models import TokenizerBundle
 from midstream.schemas.selectors import Span
-from midstream.workers.tokenizer import tokenizer_bundle
 
 WORDS = [
     "The", " Eiffel", " Tower", " is", " in", " Paris", ".", "\n", "  ", " 2026", " naïve", " 東京", "都", " 🙂", "👩\u200d🚀", " e\u0301",
@@ -22,6 +21,9 @@ WORDS = [
 
 @pytest.fixture(scope="module")
 def bundle() -> TokenizerBundle:
+    # Here and not above: every test process imports every test file, and this imports transformers (4 s).
+    from midstream.workers.tokenizer import tokenizer_bundle
+
     return tokenizer_bundle(str(fetch_demo_model(say=lambda line: None)))
 
 
