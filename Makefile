@@ -46,7 +46,7 @@ $(READY): requirements/cpu.lock requirements/torch-cpu.lock requirements/torch-c
 
 model: $(READY) ## the demo model, in the cache folder
 	@echo "== demo model"
-	@$(BIN)/python -m midstream.client.models
+	@$(BIN)/python -m midstream.workers.demo_model
 
 demo: $(READY) ## start everything, capture, steer and patch a real model, stop
 	@$(BIN)/midstream demo

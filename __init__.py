@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
+from .schemas.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from .client import Answer as Answer
     from .client import AsyncClient as AsyncClient
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
     from .client import returned_rows as returned_rows
     from .client import samples as samples
 
-__version__ = "0.1.0"
 __all__ = [
     "Answer", "AsyncClient", "AsyncPatchStudy", "CaptureReader", "CaptureSpec", "Client", "MidstreamError", "PatchSource", "PatchSpec",
     "PatchStudy", "ServerUnreachable", "Span", "SteeringSpec", "UnknownArgument", "VersionMismatch", "__version__", "matrix",

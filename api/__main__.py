@@ -9,16 +9,17 @@ from types import FrameType
 
 import uvicorn
 
-from ..broker import durability, logs, metrics, traces
-from ..broker.hosts import named
-from ..broker.keys import any_key
+from ..broker.ledger.keys import any_key
+from ..broker.ops import logs, metrics, redis_durability, traces
+from ..broker.ops.hosts import named
 from ..schemas import faults
 from ..schemas.errors import MidstreamError
 from ..schemas.settings import Settings, SettingsError, asks_for_keys, is_loopback, load_settings
-from . import auth, openapi
+from . import openapi
 from .app import make_app
-from .calls import App
-from .connections import Connections
+from .web import auth
+from .web.connections import Connections
+from .web.middleware import App
 
 #: Held responses end at once when the server stops; this is for bodies that are still being sent, in seconds.
 GRACE_S = 5
@@ -101,7 +102,7 @@ def serve(settings: Settings) -> None:
         raise SettingsError("MIDSTREAM_REDIS_URL: is required here; `midstream up` sets it")
     auth.admin_key(settings)  # what is wrong with them is said before anything listens
     named(settings)
-    durability.require(settings)
+    redis_durability.require(settings)
     refused = asyncio.run(_refusal(settings))
     if refused:
         raise SettingsError(refused)

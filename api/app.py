@@ -11,20 +11,22 @@ from litestar.plugins.prometheus import PrometheusConfig
 from litestar.routes import HTTPRoute
 from litestar.types import Message, Scope
 
-from .. import __version__
 from ..schemas.settings import Settings
-from . import captures, completions, jobs, keys, openapi, pages, problems, runs, service, status, steering, sweeps, tokens, webhooks
-from .auth import authorize
-from .body import JsonRequest
-from .calls import App
-from .context import changes_something
-from .edge import open_edge
-from .hosts import well_called
+from ..schemas.version import __version__
+from . import openapi
+from .context import open_edge
+from .routes import captures, completions, jobs, keys, pages, service, source_runs, status, steering, sweeps, tokens, webhooks
+from .web import problems
+from .web.auth import authorize
+from .web.body import JsonRequest
+from .web.hosts import well_called
+from .web.middleware import App
+from .web.request_context import changes_something
 
 VERSION_HEADER = "x-midstream-version"
 
 ROUTES = [
-    *jobs.ROUTES, *completions.ROUTES, *captures.ROUTES, *runs.ROUTES, *steering.ROUTES, *sweeps.ROUTES, *webhooks.ROUTES,
+    *jobs.ROUTES, *completions.ROUTES, *captures.ROUTES, *source_runs.ROUTES, *steering.ROUTES, *sweeps.ROUTES, *webhooks.ROUTES,
     *keys.ROUTES, *status.ROUTES, *service.ROUTES, *pages.ROUTES, *tokens.ROUTES,
 ]  # fmt: skip
 

@@ -1,48 +1,338 @@
-"""The call that is being answered: what handlers and error answers need to know of it."""
+"""What do the routes stand on? One `Edge` per process: ledger, watcher, Celery and the tokenizers it has met. Keeps no job state."""
 
-from contextvars import ContextVar
-from dataclasses import dataclass
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
 
-from ..broker.traces import Span
+import anyio.to_thread
+import msgspec
+from litestar import Request
 
-#: Methods that change something and are always traced. Other calls are traced only if their caller traces them.
-TRACED = frozenset({"POST", "PUT", "DELETE", "PATCH"})
+from ..broker.artifacts.retention import Usage
+from ..broker.ledger.dispatch import Dispatcher, Message
+from ..broker.ledger.jobs import Ledger, new_job_id
+from ..broker.ledger.keys import Keys
+from ..broker.ledger.scripts import stored_tags
+from ..broker.ledger.source_runs import SourceRuns
+from ..broker.ledger.steering import Steering
+from ..broker.ledger.watch import Watcher
+from ..broker.ops import logs
+from ..broker.ops.hosts import Hosts
+from ..broker.queue.celery_app import make_app as make_celery
+from ..schemas.base import from_msgpack
+from ..schemas.compatibility import misfit_of
+from ..schemas.errors import MidstreamError, invalid
+from ..schemas.faults import crash_point
+from ..schemas.jobs import Job, JobView, State
+from ..schemas.keys import Caller, own, scoped, shown
+from ..schemas.models import ModelInfo, TokenizerBundle
+from ..schemas.settings import Settings, asks_for_keys
+from ..schemas.specs import PatchSpec
+from .operations.disks import Disks
+from .resolve import admission, global_capture, patches, steering
+from .resolve.callback_url import check_callback
+from .resolve.model_state import NOTHING, Standing, find_runs
+from .resolve.request_parsing import Wish
+from .resolve.tokenizer import Beside, Codec
+from .resolve.tokenizer_pool import Helpers
+from .web import request_context
+from .web.auth import Gate, caller_of
+from .web.key_revocation import ALWAYS, Stay, Stays
+from .web.problems import ClientGone
+from .web.request_context import traceparent
+
+log = logging.getLogger("midstream.api")
+
+T = TypeVar("T")
+
+#: A held response outlives a Redis that restarts within this many seconds.
+OUTAGE_S = 20.0
+OUTAGE_PAUSE_S = 0.25
+#: A wait that is given up is over long before; if its cancellation was lost, it is cancelled again.
+CANCEL_AGAIN_S = 0.2
+#: The last part of a full quota is kept for what users ask for: what the operator captures of every request is then left out.
+QUOTA_SPARE = 16
+#: Telling the workers of a cancellation may take this long; then they notice it at their next renewal.
+BROADCAST_S = 5.0
 
 
-@dataclass
-class Call:
-    """The call that is being answered."""
+class Edge:
+    """Everything a handler needs. Build with `open_edge`."""
 
-    span: Span
-    began: float  # as `time.perf_counter` has it
-    method: str
-    job: str = ""  # the id under which a job is being accepted
-    url: str = ""  # where the job is found
-    accepted: bool = False  # whether the ledger has confirmed it
+    def __init__(self, settings: Settings, ledger: Ledger, watcher: Watcher, celery: Any):
+        self.settings = settings
+        self.ledger = ledger
+        self.keys = Keys(ledger)
+        self.gate = Gate(settings, self.keys)
+        self.hosts = Hosts(settings, settings.api_host, asks_for_keys(settings))
+        self.stays = Stays(self.keys, self.gate.always)
+        self.steering = Steering(ledger)
+        self.watcher = watcher
+        self.celery = celery
+        self.disks = Disks(settings)
+        self._usage = Usage(settings.capture_root, settings.capture_quota_mib << 20)
+        self.helpers = Helpers(settings)
+        self._codecs: dict[tuple[str, int], Codec] = {}
+        self._reading = asyncio.Lock()
+        self._closing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def close(self) -> None:
+        """The server is stopping: held responses are answered with what is known by now. The jobs go on."""
+        self.stays.close()
+        if not self._closing.done():
+            self._closing.set_result(None)
+
+    @property
+    def closing(self) -> bool:
+        return self._closing.done()
+
+    def job_url(self, job_id: str) -> str:
+        return f"{self.settings.public_url.rstrip('/')}/v1/jobs/{job_id}"
+
+    # --- Submission ---
+
+    async def model(self, name: str) -> ModelInfo:
+        """Raises `not_found` naming the models there are."""
+        info = await self.ledger.model(name)
+        if info is None:
+            raise admission.unknown_model(name, [model.name for model in await self.ledger.models()])
+        if (trouble := misfit_of(info)) is not None:
+            raise trouble
+        return info
+
+    async def the_model(self, name: str | None) -> ModelInfo:
+        """The one that is named, or the only one there is. Raises `not_found`, and a 400 when there are several to choose from."""
+        if name is not None:
+            return await self.model(name)
+        models = await self.ledger.models()
+        if len(models) > 1:
+            live = {worker.model for worker in await self.ledger.workers()}
+            models = [model for model in models if model.name in live] if len(live) == 1 else models
+        if len(models) > 1:
+            raise invalid("model", "is needed: there are several models", allowed=", ".join(model.name for model in models))
+        if not models:
+            raise admission.unknown_model("", [])
+        return models[0]
+
+    async def codec(self, info: ModelInfo) -> Codec:
+        """The model's tokenizer, read once per process, content hash and length of the model."""
+
+        async def fetch() -> bytes:
+            raw = await self.ledger.get_blob(info.tokenizer)
+            if raw is None:
+                raise MidstreamError("unavailable", f"the tokenizer of {info.name!r} has not been published yet", field="model")
+            return raw
+
+        key = (info.tokenizer, info.max_model_len)
+        async with self._reading:  # the first burst after a start must not read it once for each request
+            known = self._codecs.get(key)
+            if known is None:
+                raw = await fetch()
+                beside = Beside(self.helpers, info.tokenizer, fetch)
+                known = await anyio.to_thread.run_sync(lambda: Codec(from_msgpack(raw, TokenizerBundle), info.max_model_len, beside))
+                self._codecs[key] = known
+        return known
+
+    async def submit(self, wish: Wish, idempotency: tuple[str, str] | None, caller: Caller) -> str:
+        """Validate, commit to the ledger, hand to Celery; returns the job's id. Once this returns the job is durable.
+
+        Raises MidstreamError: 4xx for a bad wish, `idempotency_mismatch`, `quota_exceeded` when captures would have no room,
+        `unavailable` when nothing was accepted.
+        """
+        info = await self.model(wish.model)
+        named = steering.modules_named(wish.steering, wish.patch)
+        if (named or patches.runs_of(wish.patch)) and idempotency and (known := await self.ledger.repeated(idempotency)):
+            return known  # whatever has become of the modules and runs since
+        standing = await self.standing(info.name, named, caller, wish.patch) if wish.steering or wish.patch else NOTHING
+        admitted = await admission.admit(wish, info, await self.codec(info), new_job_id(), standing, caller)
+        return await self.accept(admitted.job, info, admitted.blobs, idempotency, admitted.pinned)
+
+    async def accept(
+        self, job: Job, info: ModelInfo, blobs: Mapping[str, bytes], idempotency: tuple[str, str] | None, pinned: Iterable[str] = ()
+    ) -> str:
+        """Commit a valid job to the ledger, which has its message sent; see `submit`. `blobs`, `pinned`: as of `Ledger.submit`."""
+        check_callback(job.callback, self.settings)
+        await self.disks.check(job)
+        if self.settings.capture_quota_mib and not (idempotency and await self.ledger.knows_key(idempotency[0])):
+            job = await self._within_quota(job, info)
+        if parent := traceparent():
+            job = msgspec.structs.replace(job, trace=parent)
+        operators = {spec.tag for spec in info.global_captures}
+        request_context.accepting(job.id, self.job_url(job.id))
+        job_id, _ = await self.ledger.submit(job, blobs, idempotency, pinned, operators)
+        request_context.accepted(job_id, self.job_url(job_id))
+        logs.bind(job=job_id)
+        return job_id
+
+    async def standing(self, model: str, names: list[str], caller: Caller, patch: Sequence[PatchSpec] = ()) -> Standing:
+        """The caller's modules of these names and what steers everyone, of one moment, and the runs that patches name."""
+        kept, current = await self.steering.standing(model, [scoped(caller.tenant, name) for name in names])
+        modules = {shown(name): msgspec.structs.replace(module, name=shown(name)) for name, module in kept.items()}
+        known = own(caller.tenant, await self.steering.module_names(model)) if len(modules) < len(names) else []
+        runs = await find_runs(self.ledger, model, patch, caller)
+        wanted = patches.runs_of(patch)
+        named = await SourceRuns(self.ledger, caller).names(model) if len(runs) < len(wanted) else []
+        return Standing(modules, current, known, runs, named)
+
+    async def _within_quota(self, job: Job, info: ModelInfo) -> Job:
+        """The job as there is room for it. Raises `quota_exceeded` when there is none for what its user asked for."""
+        tags, operators = set(stored_tags(job)), {spec.tag for spec in info.global_captures}
+        if tags - operators:
+            await anyio.to_thread.run_sync(self._usage.take, [1])
+        if tags & operators:
+            try:
+                await anyio.to_thread.run_sync(self._usage.take, [1], (self.settings.capture_quota_mib << 20) // QUOTA_SPARE)
+            except MidstreamError as error:
+                return global_capture.without(job, info, "quota", error.detail)
+        return job
+
+    async def cancel(self, job_id: str) -> JobView:
+        """Raises `conflict` for a job that is over. The broadcast is a hint; a worker also sees the state when it renews."""
+        view = await self.ledger.request_cancel(job_id)
+        if view.state is State.CANCELLING:
+            try:
+                with anyio.fail_after(BROADCAST_S):
+                    await anyio.to_thread.run_sync(
+                        lambda: self.celery.control.broadcast(
+                            "midstream_cancel", arguments={"job_id": job_id}, pattern=f"{view.worker}@*", matcher="glob"
+                        ),
+                        abandon_on_cancel=True,
+                    )
+            except Exception as error:  # kombu raises what its transport raises
+                log.warning("cancel of job %s waits for the worker's next renewal: broadcast failed (%r)", job_id, error)
+        return view
+
+    # --- Waiting ---
+
+    async def wait(
+        self,
+        job_id: str,
+        until: Callable[[JobView], bool],
+        seconds: float,
+        *,
+        patient: bool = False,
+        quiet: Collection[str] = (),
+        known: int = 0,
+        stay: Stay = ALWAYS,
+    ) -> JobView:
+        """The job as soon as `until` holds of it, or as it is after `seconds` (or when the server stops).
+
+        `known`: the version up to which `until` does not hold, where that is known: then nobody looks before there is a later one.
+        `quiet`: states for whose coming `until` need not be asked, see `Watcher.changed`.
+        Raises `not_found`; `unauthorized` when `stay` is over;
+        `unavailable` when Redis stays away longer than a restart takes, or (unless `patient`) is away
+        at the beginning.
+        """
+        deadline = time.monotonic() + min(seconds, self.settings.max_wait_s)
+        if known and seconds > 0 and not self.closing:
+            await self.or_closing(self.watcher.changed(job_id, known, deadline - time.monotonic(), quiet), stay)
+        while True:
+            stay.check()
+            view = await (self.patiently(lambda: self.ledger.view(job_id)) if patient else self.ledger.view(job_id))
+            patient = True
+            left = deadline - time.monotonic()
+            if until(view) or left <= 0 or self.closing:
+                return view
+            await self.or_closing(self.watcher.changed(job_id, view.version, left, quiet), stay)
+
+    async def patiently(self, read: Callable[[], Awaitable[T]]) -> T:
+        """`read`, repeated while Redis restarts."""
+        until: float | None = None
+        while True:
+            try:
+                return await read()
+            except MidstreamError as error:
+                until = until or time.monotonic() + OUTAGE_S
+                if error.kind != "unavailable" or self.closing or time.monotonic() > until:
+                    raise
+            await self.or_closing(asyncio.sleep(OUTAGE_PAUSE_S))
+
+    async def or_closing(self, wait: Any, stay: Stay = ALWAYS) -> None:
+        """`wait`, cut short when the server stops, or when `stay` is over."""
+        task = asyncio.ensure_future(wait)
+        try:
+            await asyncio.wait({task, self._closing, *stay.ends}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done() and (error := task.exception()) is not None:
+                if not (isinstance(error, MidstreamError) and error.kind == "unavailable"):
+                    raise error
+                await asyncio.sleep(OUTAGE_PAUSE_S)  # the read that follows says what to do about it
+        finally:
+            await _stopped(task)
 
 
-CURRENT: ContextVar[Call | None] = ContextVar("midstream_call", default=None)
+@asynccontextmanager
+async def open_edge(settings: Settings) -> AsyncIterator[Edge]:
+    celery = make_celery(settings)
+    dispatcher = Dispatcher(celery, "api.sent")
+
+    def send(messages: list[Message]) -> None:
+        crash_point("api.committed")
+        dispatcher.send(messages)
+
+    ledger = Ledger.connect(settings, send)
+    try:
+        async with Watcher(ledger) as watcher:
+            edge = Edge(settings, ledger, watcher, celery)
+            try:
+                yield edge
+            finally:
+                edge.close()
+                await edge.helpers.close()
+    finally:
+        await ledger.close()
+        await anyio.to_thread.run_sync(dispatcher.close)
 
 
-def traceparent() -> str:
-    """Headers for the calls that this one causes; empty without tracing."""
-    call = CURRENT.get()
-    return call.span.traceparent if call is not None else ""
+def edge_of(request: Request[Any, Any, Any]) -> Edge:
+    edge: Edge = request.app.state.edge
+    return edge
 
 
-def changes_something() -> bool:
-    """Whether the call that is being answered may have accepted or changed anything."""
-    call = CURRENT.get()
-    return call is not None and call.method in TRACED
+async def unless_client_leaves(request: Request[Any, Any, Any], work: Awaitable[T]) -> T:
+    """`work`, given up with ClientGone when the connection closes, and with `unauthorized` when the caller's key counts no more.
+
+    (The framework would leave the handler waiting.) Only for waiting: what changes anything is done before.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        with edge_of(request).stays.of(caller_of(request)) as stay:
+            ends: set[asyncio.Future[Any]] = {task, gone, *stay.ends}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            stay.check()
+            raise ClientGone
+    finally:
+        await _stopped(task, gone)
 
 
-def accepting(job_id: str, url: str) -> None:
-    """Note that the job may be in the ledger from here on, even if the call fails."""
-    if (call := CURRENT.get()) is not None:
-        call.job, call.url = job_id, url
+async def _stopped(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel the tasks, and again until they are over.
+
+    Before Python 3.12 a cancellation is lost when it meets an `asyncio.wait_for` whose work has just finished, and redis-py
+    sends its commands through one: the waiter would go on as if nobody had left. Whoever is cancelled here once more, by one
+    that stops it in the same way, goes on with this all the same, or what it waits for would be left behind.
+    """
+    interrupted: asyncio.CancelledError | None = None
+    with anyio.CancelScope(shield=True):
+        while left := [task for task in tasks if not task.done()]:
+            for task in left:
+                task.cancel()
+            try:
+                await asyncio.wait(left, timeout=CANCEL_AGAIN_S)
+            except asyncio.CancelledError as again:
+                interrupted = again
+    for task in tasks:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.debug("a wait that was given up had failed: %r", error)
+    if interrupted is not None:
+        raise interrupted
 
 
-def accepted(job_id: str, url: str) -> None:
-    """Note that the job is in the ledger."""
-    if (call := CURRENT.get()) is not None:
-        call.job, call.url, call.accepted = job_id, url, True
+async def _disconnected(request: Request[Any, Any, Any]) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -11,11 +11,11 @@ from litestar.openapi.spec import Schema
 from litestar.plugins import OpenAPISchemaPlugin
 from litestar.typing import FieldDefinition
 
-from .. import __version__
 from ..schemas.openai import OpenAIProblem
-from .auth import needed
-from .pages import HEADERS, Operations, Swagger
-from .problems import OPENAI_PATHS
+from ..schemas.version import __version__
+from .routes.pages import HEADERS, Operations, Swagger
+from .web.auth import needed
+from .web.problems import OPENAI_PATHS
 
 if TYPE_CHECKING:
     from litestar._openapi.schema_generation import SchemaCreator

@@ -31,8 +31,8 @@ from urllib.parse import urlsplit
 import httpx
 import msgspec
 
-from midstream.broker.ledger import Ledger
-from midstream.client.supervisor import Supervisor, prepare, read_state
+from midstream.broker.ledger.jobs import Ledger
+from midstream.client.stack.supervisor import Supervisor, prepare, read_state
 from midstream.schemas.models import TokenizerBundle, encode_bundle
 from midstream.schemas.settings import Settings
 

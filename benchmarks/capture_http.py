@@ -24,7 +24,7 @@ from typing import Any
 import aiohttp
 from engines import DEMO_MODEL, EngineProcess, bench_prompts, settings_for, tokenised
 
-from midstream.client.supervisor import Supervisor, prepare
+from midstream.client.stack.supervisor import Supervisor, prepare
 from midstream.schemas.selectors import HOOKS
 from midstream.schemas.settings import Settings
 

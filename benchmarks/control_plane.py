@@ -25,7 +25,7 @@ import aiohttp
 import redis
 from noop_tasks import DONE, QUEUE, noop_app
 
-from midstream.client.supervisor import Supervisor, prepare, read_state
+from midstream.client.stack.supervisor import Supervisor, prepare, read_state
 from midstream.schemas.settings import Settings
 
 MODEL = "fake-model"

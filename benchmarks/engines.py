@@ -22,7 +22,7 @@ from midstream.schemas.settings import Settings, load_settings, to_environment
 from midstream.schemas.specs import StoredSteering
 from midstream.schemas.steering import GlobalSteering
 from midstream.schemas.tensors import Tensor, content_hash, from_numpy
-from midstream.workers.engine import ask_of
+from midstream.workers.engine.protocol import ask_of
 
 DATA = Path(__file__).with_name("data")
 DEMO_MODEL = Path.home() / ".cache" / "midstream" / "models" / "SmolLM2-135M-Instruct"
@@ -133,7 +133,7 @@ class _Stock:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        from midstream.workers import vllm_options
+        from midstream.workers.engine import vllm_options
 
         vllm_options.prepare_environment(settings)
         return cls(AsyncLLM.from_engine_args(AsyncEngineArgs(**vllm_options.engine_options(settings))))
@@ -142,7 +142,7 @@ class _Stock:
         """Tokens generated."""
         from vllm import TokensPrompt
 
-        from midstream.workers import vllm_output
+        from midstream.workers.engine import vllm_output
 
         prompt, count = TokensPrompt(prompt_token_ids=job.prompts[0].token_ids), 0
         async for output in self.llm.generate(prompt, vllm_output.sampling_params(job.sampling, None), job.id):
@@ -166,7 +166,7 @@ class _Ours:
 
     @classmethod
     async def start(cls, settings: Settings) -> "_Ours":
-        from midstream.workers.vllm_engine import VllmEngine
+        from midstream.workers.engine.vllm import VllmEngine
 
         engine = VllmEngine(settings)
         await engine.start()

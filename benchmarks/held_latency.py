@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 from engines import DEMO_MODEL, EngineProcess, bench_prompts, settings_for, tokenised
 
-from midstream.client.supervisor import Supervisor, prepare
+from midstream.client.stack.supervisor import Supervisor, prepare
 from midstream.schemas.settings import Settings
 
 BLOCK = 20  # requests of one kind before the next kind's turn

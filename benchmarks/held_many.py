@@ -22,7 +22,7 @@ from typing import Any
 
 import aiohttp
 
-from midstream.client.supervisor import Supervisor, prepare, read_state
+from midstream.client.stack.supervisor import Supervisor, prepare, read_state
 from midstream.schemas.settings import Settings
 
 MODEL = "fake-model"

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from midstream.broker.outbox import Outbox
+from midstream.broker.receipts.outbox import Outbox
 from midstream.schemas.receipts import Receipt
 from midstream.schemas.specs import RankSpec, StoredCapture
 from midstream.workers.runner.finished import FinishedCapture

@@ -8,7 +8,7 @@ from typing import Any
 
 import redis
 
-from midstream.broker.celery_app import make_app
+from midstream.broker.queue.celery_app import make_app
 from midstream.schemas.settings import Settings
 
 DONE, QUEUE = "bench:noop:done", "bench-noop"

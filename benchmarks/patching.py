@@ -31,7 +31,7 @@ import httpx
 import numpy as np
 from engines import DEMO_MODEL, bench_prompts, tokenised
 
-from midstream.client.supervisor import Supervisor, prepare
+from midstream.client.stack.supervisor import Supervisor, prepare
 from midstream.schemas.settings import Settings
 
 #: The environment that `make lens` makes; `--lens` or this variable names another.

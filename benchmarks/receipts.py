@@ -21,10 +21,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from midstream.broker import redis_server, sender
-from midstream.broker.curve import ClientKeys, client_keys, new_keys
-from midstream.broker.ledger import Ledger, new_job_id
-from midstream.broker.outbox import Outbox
+from midstream.broker.ledger.jobs import Ledger, new_job_id
+from midstream.broker.ops import redis_server
+from midstream.broker.receipts import sender
+from midstream.broker.receipts.curve import ClientKeys, client_keys, new_keys
+from midstream.broker.receipts.outbox import Outbox
 from midstream.schemas.base import now
 from midstream.schemas.jobs import Job, Sampling, StoredPrompt
 from midstream.schemas.receipts import CapturedFile, Receipt

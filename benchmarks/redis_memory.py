@@ -16,9 +16,9 @@ import redis
 from receipts import receipt
 
 from midstream import __version__
-from midstream.broker import redis_server
-from midstream.broker.ledger import Ledger, new_job_id
-from midstream.broker.settle import Settler
+from midstream.broker.ledger.jobs import Ledger, new_job_id
+from midstream.broker.ledger.settlement import Settler
+from midstream.broker.ops import redis_server
 from midstream.schemas.base import now
 from midstream.schemas.jobs import Event, Job, Output, Sampling, StoredPrompt
 from midstream.schemas.settings import Settings

@@ -32,7 +32,7 @@ import msgspec
 import numpy as np
 from engines import DEMO_MODEL, EngineProcess, bench_prompts, settings_for, tokenised
 
-from midstream.broker import redis_server
+from midstream.broker.ops import redis_server
 from midstream.schemas.settings import Settings, to_environment
 from midstream.schemas.tensors import Tensor, content_hash, from_numpy
 

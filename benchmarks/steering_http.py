@@ -27,7 +27,7 @@ import httpx
 import numpy as np
 from engines import DEMO_MODEL, bench_prompts, tokenised
 
-from midstream.client.supervisor import Supervisor, prepare
+from midstream.client.stack.supervisor import Supervisor, prepare
 from midstream.schemas.settings import Settings
 
 KINDS = ("plain", "inline first", "inline again", "module cold", "registration", "module warm")

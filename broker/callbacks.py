@@ -22,13 +22,13 @@ from ..schemas import faults
 from ..schemas.base import now
 from ..schemas.errors import MidstreamError
 from ..schemas.settings import Settings, SettingsError, load_settings
-from . import durability, metrics, observe
-from .absence import is_absence
-from .celery_app import CALLBACKS_QUEUE, make_app
-from .health import SWEEPER_KEY
-from .ledger import Ledger
-from .sweeper import Sweeper
-from .webhook_sender import Sender
+from .ledger.jobs import Ledger
+from .ledger.reaper import Sweeper
+from .ops import metrics, observability, redis_durability
+from .ops.liveness import REAPER_KEY
+from .ops.redis_availability import is_absence
+from .queue.celery_app import CALLBACKS_QUEUE, make_app
+from .webhooks.sender import Sender
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ async def keep_sweeping(app: Celery, settings: Settings) -> None:
         while True:
             try:
                 report = await sweeper.sweep()
-                await ledger.redis.set(SWEEPER_KEY, f"{now():.3f}", ex=alive_s)
+                await ledger.redis.set(REAPER_KEY, f"{now():.3f}", ex=alive_s)
                 if report:
                     log.info("swept: %s", report)
                     for action, found in vars(report).items():
@@ -143,7 +143,7 @@ class SenderStep(bootsteps.StartStopStep):
 def make_callbacks_app(settings: Settings) -> Celery:
     """The Celery app of the `callbacks` worker."""
     app = make_app(settings)
-    app.conf.broker_transport = "midstream.broker.transport:Transport"
+    app.conf.broker_transport = "midstream.broker.queue.transport:Transport"
     app.midstream_settings = settings
     app.steps["worker"].update({SweeperStep, SenderStep})
     return app
@@ -155,9 +155,9 @@ def main() -> int:
         settings = load_settings()
         if not settings.redis_url:
             raise SettingsError("MIDSTREAM_REDIS_URL: the callbacks worker needs it")
-        durability.require(settings)
+        redis_durability.require(settings)
         faults.arm(settings.fault, settings.data_dir)
-        observe.start(settings, "callbacks")
+        observability.start(settings, "callbacks")
     except SettingsError as error:
         print(f"callbacks failed: {error}", file=sys.stderr, flush=True)
         return EXIT_BAD_SETTINGS

@@ -15,9 +15,9 @@ from typing import Any
 
 from ..schemas.errors import STATUS_OF_KIND
 from ..schemas.settings import Settings, SettingsError, asks_for_keys, is_loopback, load_settings
-from .celery_app import make_app
-from .flower_ends import MissedEnds
-from .hosts import Hosts
+from .ops.hosts import Hosts
+from .queue.celery_app import make_app
+from .queue.flower_tasks import MissedEnds
 
 EXIT_BAD_SETTINGS = 2
 #: Flower keeps its tasks in memory; so often they are written down, so that a killed Flower has forgotten little.

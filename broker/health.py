@@ -19,14 +19,13 @@ import redis
 from ..schemas.base import from_json
 from ..schemas.models import WorkerInfo
 from ..schemas.settings import Settings, SettingsError, load_settings
+from .ops.liveness import REAPER_KEY, RELAY_KEY
 
 TIMEOUT_S = 5.0
 #: In the folder for temporary files of a container, from its start until its worker was ready: empty, or why it cannot start.
 STARTING = "midstream-worker-starting"
 #: A start may take so long: a model is fetched and loaded.
 START_S, LOOK_S = 1800.0, 1.0
-#: The sweeper's sign of life in Redis.
-SWEEPER_KEY = "ms:sweeper"
 
 
 def api(settings: Settings) -> str:
@@ -38,11 +37,11 @@ def flower(settings: Settings) -> str:
 
 
 def relay(settings: Settings) -> str:
-    return "" if _redis(settings).exists("ms:relay") else "the relay has not been seen in Redis lately"
+    return "" if _redis(settings).exists(RELAY_KEY) else "the relay has not been seen in Redis lately"
 
 
 def callbacks(settings: Settings) -> str:
-    return "" if _redis(settings).exists(SWEEPER_KEY) else "no sweep has ended lately"
+    return "" if _redis(settings).exists(REAPER_KEY) else "no sweep has ended lately"
 
 
 def worker(settings: Settings) -> str:

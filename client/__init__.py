@@ -15,25 +15,51 @@ if TYPE_CHECKING:
     from ..schemas.specs import PatchSource as PatchSource
     from ..schemas.specs import PatchSpec as PatchSpec
     from ..schemas.specs import SteeringSpec as SteeringSpec
-    from .http import AsyncClient as AsyncClient
-    from .http import Client as Client
-    from .patch_study import AsyncPatchStudy as AsyncPatchStudy
-    from .patch_study import PatchStudy as PatchStudy
-    from .plain import UnknownArgument as UnknownArgument
-    from .reader import CaptureReader as CaptureReader
-    from .row_matrix import matrix as matrix
-    from .row_matrix import samples as samples
-    from .wire import Answer as Answer
-    from .wire import ServerUnreachable as ServerUnreachable
-    from .wire import VersionMismatch as VersionMismatch
-    from .wire import returned_rows as returned_rows
+    from .captures.reader import CaptureReader as CaptureReader
+    from .captures.row_matrix import matrix as matrix
+    from .captures.row_matrix import samples as samples
+    from .sdk.client import AsyncClient as AsyncClient
+    from .sdk.client import Client as Client
+    from .sdk.wire import Answer as Answer
+    from .sdk.wire import ServerUnreachable as ServerUnreachable
+    from .sdk.wire import VersionMismatch as VersionMismatch
+    from .sdk.wire import returned_rows as returned_rows
+    from .study.patch_study import AsyncPatchStudy as AsyncPatchStudy
+    from .study.patch_study import PatchStudy as PatchStudy
+    from .values import UnknownArgument as UnknownArgument
 
-_HOMES = {
-    "AsyncClient": ".http", "Client": ".http", "CaptureReader": ".reader", "Answer": ".wire", "VersionMismatch": ".wire",
-    "ServerUnreachable": ".wire", "returned_rows": ".wire", "UnknownArgument": ".plain", "matrix": ".row_matrix", "samples": ".row_matrix",
-    "PatchStudy": ".patch_study", "AsyncPatchStudy": ".patch_study", "CaptureSpec": "..schemas.specs", "PatchSource": "..schemas.specs",
-    "PatchSpec": "..schemas.specs", "SteeringSpec": "..schemas.specs", "MidstreamError": "..schemas.errors", "Span": "..schemas.selectors",
-}  # fmt: skip
+#: Module → the names that it is asked for, loaded when first used.
+_MODULES: dict[str, tuple[str, ...]] = {
+    ".sdk.client": (
+        "AsyncClient",
+        "Client",
+    ),
+    ".captures.reader": ("CaptureReader",),
+    ".sdk.wire": (
+        "Answer",
+        "VersionMismatch",
+        "ServerUnreachable",
+        "returned_rows",
+    ),
+    ".values": ("UnknownArgument",),
+    ".captures.row_matrix": (
+        "matrix",
+        "samples",
+    ),
+    ".study.patch_study": (
+        "PatchStudy",
+        "AsyncPatchStudy",
+    ),
+    "..schemas.specs": (
+        "CaptureSpec",
+        "PatchSource",
+        "PatchSpec",
+        "SteeringSpec",
+    ),
+    "..schemas.errors": ("MidstreamError",),
+    "..schemas.selectors": ("Span",),
+}
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
 __all__ = [
     "Answer", "AsyncClient", "AsyncPatchStudy", "CaptureReader", "CaptureSpec", "Client", "MidstreamError", "PatchSource", "PatchSpec",
     "PatchStudy", "ServerUnreachable", "Span", "SteeringSpec", "UnknownArgument", "VersionMismatch", "matrix", "returned_rows", "samples",

@@ -9,7 +9,7 @@ from .extras import CONTAINED, MissingExtraError, explained, need
 def main() -> Any:
     """The console script."""
     try:
-        from .cli import main as run
+        from .cli.main import main as run
     except ModuleNotFoundError as error:
         command = next(iter(sys.argv[1:]), "")
         try:

@@ -1,150 +1,32 @@
-"""Renders results in notebooks, without any setting there: `_repr_html_` and `_repr_png_` of studies, sweeps, answers and readers."""
+"""Finds out whether this program runs in a notebook, and hands what is to be shown there to `client.render.notebook`."""
 
-import base64
-import io
 import sys
-from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from importlib import import_module
+from typing import Any
 
-from ..schemas.errors import MidstreamError
-from ..schemas.jobs import JobPage, JobResult, JobView
-from ..schemas.steering import GlobalView, ModuleView
-from ..schemas.sweeps import SweepResult
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-    from .reader import CaptureReader
-    from .wire import Answer
-
-#: Characters in a line of a table.
-_WIDTH = 110
-_PRE = (
-    "<pre style=\"white-space:pre;overflow-x:auto;line-height:normal;font-family:Menlo,'DejaVu Sans Mono',Consolas,monospace\">{code}</pre>"
-)
+#: Loaded only when something is shown: results know that they can be shown, not how.
+RENDERER = "midstream.client.render.notebook"
 
 
 def in_notebook() -> bool:
     """Whether this program is a notebook's kernel."""
-    shell = _shell()
+    shell = ipython_shell()
     return shell is not None and getattr(shell, "kernel", None) is not None
 
 
-def _shell() -> Any:
-    """IPython's shell, when this program runs in one."""
+def ipython_shell() -> Any:
+    """IPython's shell, when this program runs in one; otherwise None."""
     ipython = sys.modules.get("IPython")
     return None if ipython is None else ipython.get_ipython()
 
 
 def install() -> None:
-    """Register renderers for the schemas' types, which have no methods for it, in a running IPython. No effect elsewhere."""
-    shell = _shell()
-    if shell is None:
-        return
-    formatters = shell.display_formatter.formatters
-    for kind, render in _HTML.items():
-        formatters["text/html"].for_type(kind, render)
-    formatters["image/png"].for_type(SweepResult, sweep_png)
+    """Register renderers for the schemas' types in a running IPython. No effect elsewhere."""
+    shell = ipython_shell()
+    if shell is not None:
+        rendered("register", shell)
 
 
-def html(*parts: "RenderableType") -> str:
-    """The terminal's output as HTML, in its colours."""
-    from rich.console import Console
-
-    console = Console(record=True, file=io.StringIO(), width=_WIDTH, force_terminal=True, color_system="truecolor", highlight=False)
-    console.print(*parts, sep="\n")
-    return console.export_html(inline_styles=True, code_format=_PRE)
-
-
-def sweep_png(result: SweepResult, pair: int | None = None) -> bytes | None:
-    """The heatmap; None without matplotlib."""
-    from .heatmap import figure, png
-
-    try:
-        return png(figure(result, None, pair))
-    except MidstreamError as error:
-        if error.kind != "unavailable":
-            raise
-        return None
-
-
-def sweep_html(result: SweepResult, pair: int | None = None) -> str:
-    """The heatmap, as the terminal draws it where there is no matplotlib, and the strongest cells."""
-    from . import show_sweeps
-
-    drawn = sweep_png(result, pair)
-    if drawn is None:
-        return html(show_sweeps.report(result, pair))
-    image = f'<img alt="heatmap" style="max-width:100%" src="data:image/png;base64,{base64.b64encode(drawn).decode()}"/>'
-    return image + html(show_sweeps.findings(result, pair))
-
-
-def _job_html(result: JobResult) -> str:
-    from . import show
-
-    if result.sweep is not None:
-        return sweep_html(result.sweep)
-    captures = result.capture_results
-    parts: list[RenderableType] = [show.outputs(result)]
-    if captures.status != "not_requested":
-        parts.append(f"captures {show.coloured(captures.status)}: {show.count(captures.rows, 'row')}, {show.size(captures.bytes)}")
-    if result.determinism is not None:
-        parts.append(show.determinism_line(result.determinism))
-    return html(*parts)
-
-
-def answer_html(answer: "Answer") -> str:
-    """Texts, captures, and whether the ranks agree on what they applied."""
-    from rich.markup import escape
-
-    from . import show
-
-    shown = show.table("", "request", "text", "finish")
-    for number, (text, finish) in enumerate(zip(answer.texts, answer.finish_reasons, strict=True)):
-        shown.add_row(str(number), escape(repr(text)), str(finish))
-    parts: list[RenderableType] = [shown]
-    if answer.capture_results is not None:
-        parts.append(f"captures {show.coloured(answer.capture_results.status)}: {show.count(answer.capture_results.rows, 'row')}")
-    if answer.determinism is not None:
-        parts.append(show.determinism_line(answer.determinism))
-    return html(*parts)
-
-
-def reader_html(reader: "CaptureReader") -> str:
-    """The captured rows, and what is missing."""
-    from rich.markup import escape
-
-    from . import show
-
-    return html(show.capture(reader), *[f"[yellow]missing:[/] {escape(gap.detail)}" for gap in reader.gaps()])
-
-
-def _shown(module: str, name: str, value: Any) -> str:
-    """By a function of the modules that show things on terminals."""
-    from importlib import import_module
-
-    return html(getattr(import_module(module, __package__), name)(value))
-
-
-def _module_html(view: ModuleView) -> str:
-    from . import show_steering
-
-    return html(show_steering.module(view), show_steering.entries(view.entries))
-
-
-def _global_html(view: GlobalView) -> str:
-    from . import show_steering
-
-    return html(show_steering.global_line(view), show_steering.entries(view.entries))
-
-
-#: Type of the schemas → its HTML.
-_HTML: dict[type, Callable[[Any], str]] = {
-    SweepResult: sweep_html,
-    JobResult: _job_html,
-    JobView: partial(_shown, ".show", "job"),
-    JobPage: lambda page: _shown(".show", "jobs", page.jobs),
-    ModuleView: _module_html,
-    GlobalView: _global_html,
-}
+def rendered(function: str, *values: Any) -> Any:
+    """What `function` of the renderer makes of the values: HTML, a PNG's bytes, or None."""
+    return getattr(import_module(RENDERER), function)(*values)

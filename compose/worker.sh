@@ -10,7 +10,7 @@ starting=${TMPDIR:-/tmp}/midstream-worker-starting
 export WORKER_STARTING_NOTE="$starting"
 
 if [ -z "${MIDSTREAM_MODEL:-}" ] && [ "${MIDSTREAM_ENGINE:-vllm}" = vllm ]; then
-    until MIDSTREAM_MODEL=$(python -m midstream.client.models); do
+    until MIDSTREAM_MODEL=$(python -m midstream.workers.demo_model); do
         echo "the demo model could not be fetched: see the log of this container" >"$starting"
         sleep "${START_RETRY_S:-30}"
     done

@@ -12,19 +12,7 @@ from .chat import Conversation
 from .errors import Problem
 from .handling import Callback, Handling, Priority
 from .keys import DEFAULT_TENANT
-from .limits import (
-    MAX_INT64,
-    MAX_PROMPTS,
-    MAX_STOP_TEXT,
-    MAX_STOP_TOKENS,
-    MAX_STOPS,
-    Count,
-    Index,
-    Metadata,
-    Name,
-    Text,
-    TokenIds,
-)
+from .limits import MAX_INT64, MAX_PROMPTS, MAX_STOP_TEXT, MAX_STOP_TOKENS, MAX_STOPS, Count, Index, Metadata, Name, Text, TokenIds
 from .specs import CaptureSpec, CaptureStatus, PatchList, SteeringList, StoredCapture, StoredSteering
 from .sweeps import StoredSweep, SweepResult
 

@@ -137,6 +137,10 @@ class Caller(NamedTuple):
         return tenant == self.tenant or "admin" in self.scopes
 
 
+#: Every caller, where no keys are asked for.
+EVERYBODY = Caller()
+
+
 #: Between tenant and name; in no tenant's name.
 SCOPE_SEPARATOR = "/"
 

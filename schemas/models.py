@@ -32,7 +32,7 @@ class ModelInfo(Published):
     grades: bool = False  # ranks answer `RankSpec.grade`: sweeps can run
     multimodal: bool = False
     caveats: list[str] = []  # in what its rows differ from transformers' on the same checkpoint
-    wire: int = 0  # of the worker, see `schemas.version`
+    wire: int = 0  # of the worker, see `schemas.compatibility`
     oldest_wire: int = 0
 
 
@@ -94,5 +94,5 @@ class WorkerInfo(Published):
     healthy: bool = True
     detail: str = ""
     stats: WorkerStats | None = None
-    wire: int = 0  # see `schemas.version`
+    wire: int = 0  # see `schemas.compatibility`
     oldest_wire: int = 0

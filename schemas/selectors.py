@@ -9,14 +9,7 @@ from typing import Annotated, Literal, Protocol, cast, get_args
 import msgspec
 
 from .base import Record
-from .limits import (
-    MAX_DIMENSIONS,
-    MAX_LAYER,
-    MAX_LAYER_TEXT,
-    MAX_LAYERS,
-    MAX_POSITIONS,
-    MAX_SPAN_TEXT,
-)
+from .limits import MAX_DIMENSIONS, MAX_LAYER, MAX_LAYER_TEXT, MAX_LAYERS, MAX_POSITIONS, MAX_SPAN_TEXT
 
 
 class SelectorError(ValueError):

@@ -7,17 +7,7 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 
 from .base import Record
-from .limits import (
-    MAX_CONSUMERS,
-    MAX_ENTRIES,
-    MAX_HOOKS,
-    MAX_MODULE_NAME,
-    MAX_POSITIONS,
-    MAX_TAG,
-    Count,
-    Index,
-    Name,
-)
+from .limits import MAX_CONSUMERS, MAX_ENTRIES, MAX_HOOKS, MAX_MODULE_NAME, MAX_POSITIONS, MAX_TAG, Count, Index, Name
 from .selectors import DimensionSelector, Hook, HookName, LayerSelector, Place, PositionSelector, PositionWish, Window, select
 from .tensors import ITEM_BYTES, Tensor
 

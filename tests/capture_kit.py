@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from midstream.broker.retention import Usage
+from midstream.broker.artifacts.retention import Usage
 from midstream.schemas.receipts import CapturedFile
-from midstream.schemas.runs import RunFile, RunFiles, run_key
 from midstream.schemas.selectors import HOOKS
+from midstream.schemas.source_runs import RunFile, RunFiles, run_key
 from midstream.schemas.specs import RankSpec, StoredCapture
 from midstream.workers.runner.finished import FinishedCapture, Outcome
 from midstream.workers.runner.layouts import Filesystem, StoreConfig

@@ -20,19 +20,19 @@ from celery.utils.nodenames import default_nodename, host_format
 from celery.worker import state as worker_state
 from celery.worker.components import Pool
 
-from ..broker import durability, observe, traces
-from ..broker.celery_app import make_app, queue_of
-from ..broker.curve import client_keys, with_kept_keys
-from ..broker.lease import LeaseStep
+from ..broker.ops import observability, redis_durability, traces
+from ..broker.queue.celery_app import make_app, queue_of
+from ..broker.queue.visibility import LeaseStep
+from ..broker.receipts.curve import client_keys, with_kept_keys
 from ..schemas import faults
 from ..schemas.disk import disk_trouble
 from ..schemas.errors import MidstreamError
 from ..schemas.global_capture import from_settings
 from ..schemas.settings import Settings, SettingsError, load_settings
-from . import control as _control  # registers the remote-control commands  # noqa: F401
-from .host import EngineHost
-from .identity import WorkerLock, with_worker_id
-from .tasks import register_tasks
+from .engine.identity import WorkerLock, with_worker_id
+from .serving import remote_control as _control  # registers the remote-control commands  # noqa: F401
+from .serving.host import EngineHost
+from .serving.tasks import register_tasks
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,9 @@ class EngineStep(bootsteps.StartStopStep):
 def make_worker_app(settings: Settings) -> Celery:
     """The Celery app of a worker, with its host, tasks and bootsteps."""
     app = make_app(settings)
-    app.conf.broker_transport = "midstream.broker.transport:Transport"  # workers alone: Flower knows brokers by the scheme of their URL
+    app.conf.broker_transport = (
+        "midstream.broker.queue.transport:Transport"  # workers alone: Flower knows brokers by the scheme of their URL
+    )
     app.engine_host = EngineHost(app, settings, on_death=lambda reason: _end_process(app))
     app.may_renew = lambda: not app.engine_host.death  # a dead engine's messages must come back to the queue
     register_tasks(app, app.engine_host)
@@ -98,11 +100,11 @@ def main() -> int:
     try:
         settings = with_worker_id(load_settings())
         _check(settings)
-        durability.require(settings)
+        redis_durability.require(settings)
         settings = with_kept_keys(settings, settings.worker_id)
         faults.arm(settings.fault, settings.data_dir)
         lock = WorkerLock(settings)
-        observe.start(settings, "worker", worker=settings.worker_id)
+        observability.start(settings, "worker", worker=settings.worker_id)
     except (SettingsError, MidstreamError) as error:
         _print_failure(str(error))
         return EXIT_BAD_SETTINGS

@@ -3,10 +3,10 @@
 Celery's command line knows a command of ours once it is imported, and Redis with its password and TLS from the environment's settings.
 """
 
-from ..broker.celery_app import make_app
+from ..broker.queue.celery_app import make_app
 from ..schemas.settings import load_settings
-from . import control
+from .serving import remote_control
 
-__all__ = ["app", "control"]
+__all__ = ["app", "remote_control"]
 
 app = make_app(load_settings())

@@ -23,7 +23,7 @@ from images import bases, build, fetch_packages, served
 from rich.console import Console
 
 from midstream.client import Client
-from midstream.client.demo import Verdict, demonstrate
+from midstream.client.cli.demo import Verdict, demonstrate
 from midstream.schemas.jobs import State
 
 #: Killed in this order: Flower forgets what it had not written down yet, so that it is asked about those after it.

@@ -20,7 +20,7 @@ from tiny import checkpoint
 from tolerances import BF16_BATCH, FP16_BATCH, FP32_BATCH
 
 from midstream.schemas.jobs import Job, Output
-from midstream.schemas.runs import RunRow, row_name
+from midstream.schemas.source_runs import RunRow, row_name
 from midstream.schemas.specs import StoredSteering
 
 #: dtype → its largest number, nearly.

@@ -13,13 +13,13 @@ import msgspec
 from midstream.schemas.base import from_json, to_json
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import Job, Output
-from midstream.schemas.runs import ZEROS, RunFiles, is_row, runs_named
 from midstream.schemas.settings import load_settings
+from midstream.schemas.source_runs import ZEROS, RunFiles, is_row, runs_named
 from midstream.schemas.specs import Entry, Grade
 from midstream.schemas.steering import GlobalSteering
 from midstream.schemas.tensors import Tensor
-from midstream.workers.engine import Ask, ask_of
-from midstream.workers.rank_control import disagreement
+from midstream.workers.engine.protocol import Ask, ask_of
+from midstream.workers.engine.rank_control import disagreement
 
 
 class Command(msgspec.Struct, omit_defaults=True):
@@ -49,7 +49,7 @@ class Answer(msgspec.Struct, omit_defaults=True):
 
 
 async def serve(reply: Any) -> None:
-    from midstream.workers.vllm_engine import VllmEngine
+    from midstream.workers.engine.vllm import VllmEngine
 
     engine = VllmEngine(load_settings())
     await engine.start()

@@ -15,16 +15,16 @@ import numpy as np
 from engine_process import Answer, Command
 from reference import Edit
 
-from midstream.api.rules import Bounds, PromptFacts
-from midstream.api.steered import resolve_edits
-from midstream.client.reader import CaptureReader
+from midstream.api.resolve.captures import Bounds, PromptFacts
+from midstream.api.resolve.steering import resolve_edits
+from midstream.client.captures.reader import CaptureReader
 from midstream.schemas.base import from_json, from_msgpack, to_json
 from midstream.schemas.jobs import Job, Output, Sampling, StoredPrompt
 from midstream.schemas.models import ModelInfo
 from midstream.schemas.receipts import Receipt
-from midstream.schemas.runs import RunFile, RunFiles, run_key
 from midstream.schemas.selectors import Hook, PositionSelector
 from midstream.schemas.settings import Settings, to_environment
+from midstream.schemas.source_runs import RunFile, RunFiles, run_key
 from midstream.schemas.specs import STEERING_FIELDS, SteeringSpec, StoredCapture, StoredSteering
 from midstream.schemas.tensors import Tensor, content_hash, from_numpy
 

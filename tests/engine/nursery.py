@@ -226,7 +226,7 @@ def main() -> None:
     os.dup2(2, 1)
     import engine_process
 
-    import midstream.workers.vllm_engine as hosting
+    import midstream.workers.engine.vllm as hosting
 
     hosting.AsyncLLM = InprocLLM  # type: ignore[attr-defined, assignment, misc]
     know_models()

@@ -10,8 +10,8 @@ from tiny import LAYERS
 from tolerances import FP32_ROWS
 
 from midstream.schemas.jobs import Job
-from midstream.schemas.runs import ZEROS, RunRow, row_name
 from midstream.schemas.selectors import HOOKS, Hook, PositionSelector
+from midstream.schemas.source_runs import ZEROS, RunRow, row_name
 from midstream.schemas.specs import StoredCapture, StoredSteering
 
 ALL = list(range(LAYERS))

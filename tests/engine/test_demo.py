@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from midstream.client import CaptureReader
-from midstream.client.demo import FACTS, HIDDEN_SIZE, NUM_LAYERS
+from midstream.client.cli.demo import FACTS, HIDDEN_SIZE, NUM_LAYERS
 
 CLAIMS = (
     "6/6 captures ok", "Paris", "registered as module sea", "further along the direction", "no process left behind", "Try next",
@@ -23,7 +23,7 @@ AGREED = re.compile(r"determinism: consistent, 1 rank in 1 stage of 1 worker, ch
 # field case 19
 @pytest.mark.long
 def test_the_demo_captures_steers_patches_checks_and_leaves_files_that_hold(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "midstream.client.cli", "demo", "--keep", str(tmp_path / "kept")]
+    command = [sys.executable, "-m", "midstream.client.cli.main", "demo", "--keep", str(tmp_path / "kept")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=580, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "✗" not in done.stdout

@@ -9,7 +9,7 @@ from reference import Reference
 from tiny import LAYERS
 from tolerances import FP32_ROWS
 
-from midstream.client.reader import CaptureReader
+from midstream.client.captures.reader import CaptureReader
 from midstream.schemas.selectors import HOOKS
 
 EVERYTHING = {hook: list(range(LAYERS)) for hook in HOOKS}

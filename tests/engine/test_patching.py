@@ -9,8 +9,8 @@ from tiny import HIDDEN
 from tolerances import FP32_LERP
 
 from midstream.schemas.jobs import Job
-from midstream.schemas.runs import ZEROS, RunRow, row_name
 from midstream.schemas.selectors import STREAM_HOOKS, Window
+from midstream.schemas.source_runs import ZEROS, RunRow, row_name
 from midstream.schemas.specs import Grade, StoredSteering
 
 CLEAN, CORRUPT = prompt_of(24, seed=71), prompt_of(24, seed=72)

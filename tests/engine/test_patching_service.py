@@ -16,11 +16,11 @@ from safetensors import safe_open
 from stack import Stack
 from tolerances import FP32_BATCH_LOGITS, LENS_LOGITS
 
-from midstream.client.models import fetch_demo_model
 from midstream.schemas.base import from_json
 from midstream.schemas.jobs import JobResult, JobView, State
 from midstream.schemas.selectors import resolve_hook
 from midstream.schemas.sweeps import SweepResult
+from midstream.workers.demo_model import fetch_demo_model
 
 LENS = Path(__file__).resolve().parents[1] / "data" / "patching.safetensors"
 HOOKS = ["resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out"]

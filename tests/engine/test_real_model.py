@@ -19,9 +19,9 @@ from test_graded_tokens import logprobs_of
 from tokenizers import Tokenizer
 from tolerances import BF16_ENTERED, BF16_EXCESS, FP32_ENTERED, FP32_LAYERS, FP32_LOGPROBS, FP32_ROWS_30_LAYERS
 
-from midstream.client.models import fetch_demo_model
 from midstream.schemas.specs import Entry, Grade, SteeringSpec
 from midstream.schemas.tensors import from_numpy
+from midstream.workers.demo_model import fetch_demo_model
 
 LAYERS = list(range(30))
 PROMPTS = [prompt_of(length, seed=length) for length in (3, 40, 150)]

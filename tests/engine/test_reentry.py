@@ -14,8 +14,8 @@ from tolerances import FP32_ENTERED, FP32_LOGPROBS
 
 from midstream.schemas.jobs import Job
 from midstream.schemas.receipts import Receipt
-from midstream.schemas.runs import run_key
 from midstream.schemas.selectors import HOOKS, Hook
+from midstream.schemas.source_runs import run_key
 from midstream.schemas.specs import Entry, Grade
 
 VECTOR = np.random.default_rng(17).normal(size=HIDDEN).astype(np.float32)

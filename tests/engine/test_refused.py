@@ -8,8 +8,8 @@ import pytest
 
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.settings import Settings
+from midstream.workers.engine.vllm import VllmEngine
 from midstream.workers.runner.architectures import UnsupportedArchitectureError
-from midstream.workers.vllm_engine import VllmEngine
 
 
 @pytest.mark.parametrize(

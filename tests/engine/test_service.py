@@ -15,8 +15,8 @@ from stack import Stack
 from tolerances import BF16_BATCH, LOGPROB_MOVED
 
 from midstream.client import Client, returned_rows
-from midstream.client.models import fetch_demo_model
 from midstream.schemas.jobs import CaptureResults
+from midstream.workers.demo_model import fetch_demo_model
 
 SLOW = {"lease_s": 15.0, "visibility_timeout_s": 30}  # a real engine may stall the process for seconds
 CHAT = [{"role": "user", "content": "Name a colour."}]

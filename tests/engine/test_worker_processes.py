@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from stack import Stack
 
-from midstream.client.reader import CaptureReader
+from midstream.client.captures.reader import CaptureReader
 from midstream.schemas.jobs import State
 from midstream.schemas.specs import StoredCapture
 from midstream.workers.app import EXIT_ENGINE_DIED

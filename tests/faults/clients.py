@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from midstream.workers.fake_model import HIDDEN_SIZE
+from midstream.workers.fake.model import HIDDEN_SIZE
 
 MODEL = "fake-model"
 #: Ways of asking and how often each is chosen.

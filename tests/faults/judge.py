@@ -18,12 +18,12 @@ from monitor import Monitor
 from receiver import Receiver
 from tokenizers import Tokenizer
 
-from midstream.broker.ledger import Ledger
+from midstream.broker.ledger.jobs import Ledger
 from midstream.schemas.blobs import read_header
 from midstream.schemas.jobs import Event, FileEntry, Job, JobResult, State
 from midstream.schemas.keys import DEFAULT_TENANT
 from midstream.schemas.settings import Settings
-from midstream.workers.fake_model import Dice, make_tokenizer, residual_rows
+from midstream.workers.fake.model import Dice, make_tokenizer, residual_rows
 
 #: Jobs that are looked at together.
 AT_ONCE = 32

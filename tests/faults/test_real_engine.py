@@ -13,11 +13,11 @@ from stack import Stack
 from test_worker_processes import descendants, wait_gone
 from tolerances import FP32_ROWS_30_LAYERS
 
-from midstream.client.models import fetch_demo_model
-from midstream.client.reader import CaptureReader
+from midstream.client.captures.reader import CaptureReader
 from midstream.schemas.jobs import State
 from midstream.schemas.specs import StoredCapture
 from midstream.workers.app import EXIT_ENGINE_DIED
+from midstream.workers.demo_model import fetch_demo_model
 
 #: Who is killed; names of processes as Linux keeps them, 15 characters.
 VICTIMS = ["worker"] * 6 + ["VLLM::EngineCor"] * 2 + ["VLLM::Worker"] * 2

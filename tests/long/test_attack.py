@@ -8,7 +8,7 @@ from attack import ATTACKS, LARGE, options, rounds
 from host import Host
 from tiny import checkpoint
 
-from midstream.client.models import fetch_demo_model
+from midstream.workers.demo_model import fetch_demo_model
 
 #: For each of them: all four within a quarter of an hour.
 SECONDS = float(os.environ.get("ATTACK_SECONDS", "150"))

@@ -9,7 +9,7 @@ from edge import Api, Hand, running
 from receipt_rig import Jobs, RelayProcess
 from up_kit import Up
 
-from midstream.broker import redis_server
+from midstream.broker.ops import redis_server
 
 
 @pytest.fixture(scope="session")

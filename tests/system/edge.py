@@ -22,8 +22,9 @@ import redis
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import midstream
-from midstream.broker.ledger import Claim, Ledger
-from midstream.broker.settle import Settler
+from midstream.broker.artifacts.local import Blob, PendingFile, make_blob, publish
+from midstream.broker.ledger.jobs import Claim, Ledger
+from midstream.broker.ledger.settlement import Settler
 from midstream.schemas.base import now
 from midstream.schemas.captures import FORMAT, Manifest
 from midstream.schemas.errors import Problem
@@ -33,7 +34,6 @@ from midstream.schemas.receipts import CapturedFile, Receipt
 from midstream.schemas.selectors import HOOKS
 from midstream.schemas.settings import Settings, to_environment
 from midstream.schemas.specs import StoredCapture
-from midstream.workers.storage import Blob, PendingFile, make_blob, publish
 
 T = TypeVar("T")
 

@@ -3,8 +3,8 @@
 import sys
 import time
 
-from midstream.broker import lease
-from midstream.broker.celery_app import make_app, queue_of
+from midstream.broker.queue import visibility
+from midstream.broker.queue.celery_app import make_app, queue_of
 from midstream.schemas.settings import Settings
 
 #: Seconds; leases are renewed four times in each, so that a busy machine may be late with one or two.
@@ -15,7 +15,7 @@ def main() -> None:
     url, model, leases, seconds = sys.argv[1:]
     app = make_app(Settings(redis_url=url, visibility_timeout_s=VISIBILITY_TIMEOUT_S))
     if leases == "with":
-        app.steps["consumer"].add(lease.LeaseStep)
+        app.steps["consumer"].add(visibility.LeaseStep)
 
     @app.task(name="midstream.generate")
     def generate(job_id: str) -> None:

@@ -6,8 +6,8 @@ from typing import Any
 
 import redis
 
-from midstream.broker.ledger import Ledger, new_job_id
-from midstream.broker.settle import Settler
+from midstream.broker.ledger.jobs import Ledger, new_job_id
+from midstream.broker.ledger.settlement import Settler
 from midstream.schemas.base import now
 from midstream.schemas.jobs import Job, Output, Sampling, StoredPrompt
 from midstream.schemas.models import WorkerInfo

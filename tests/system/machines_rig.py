@@ -22,9 +22,9 @@ from urllib.parse import quote
 import redis
 from receipt_rig import free_port, wait_until
 
-from midstream.broker import redis_server
-from midstream.broker.acl import OPERATOR, ROLES, write_users
-from midstream.broker.curve import new_keys
+from midstream.broker.ops import redis_server
+from midstream.broker.ops.acl import OPERATOR, ROLES, write_users
+from midstream.broker.receipts.curve import new_keys
 from midstream.schemas.settings import Settings, load_settings, to_environment
 
 MODULES = {

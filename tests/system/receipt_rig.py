@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import redis
 from ports import free_port
 
-from midstream.broker.ledger import Ledger, new_job_id
+from midstream.broker.ledger.jobs import Ledger, new_job_id
 from midstream.schemas.base import now
 from midstream.schemas.jobs import Job, JobView, Sampling, StoredPrompt
 from midstream.schemas.receipts import Receipt
@@ -177,7 +177,7 @@ def wait_until(true: Callable[[], bool], timeout: float = 60.0) -> None:
 
 def main() -> None:
     """The program of `SenderProcess`."""
-    from midstream.broker.outbox import Outbox
+    from midstream.broker.receipts.outbox import Outbox
 
     directory, relay_url, jobs, requests, first, most = sys.argv[1:]
     total = len(json.loads(jobs)) * int(requests)

@@ -22,10 +22,10 @@ from typing import Any, TypeVar
 import msgspec
 from ports import free_port
 
-from midstream.broker import redis_server
-from midstream.broker.celery_app import make_app
-from midstream.broker.dispatch import Message, send_now
-from midstream.broker.ledger import Ledger, new_job_id
+from midstream.broker.ledger.dispatch import Message, send_now
+from midstream.broker.ledger.jobs import Ledger, new_job_id
+from midstream.broker.ops import redis_server
+from midstream.broker.queue.celery_app import make_app
 from midstream.schemas.base import now
 from midstream.schemas.jobs import TERMINAL, Job, JobResult, JobView, Sampling, State, StoredPrompt
 from midstream.schemas.settings import Settings, to_environment
@@ -253,7 +253,7 @@ class Stack:
 
         `more`: other fields of the job.
         """
-        from midstream.workers.fake_model import make_tokenizer
+        from midstream.workers.fake.model import make_tokenizer
 
         tokenizer = make_tokenizer()
         job = Job(

@@ -11,21 +11,21 @@ from typing import Any
 import pytest
 import redis
 
-from midstream.broker.ledger import Ledger, new_job_id
-from midstream.broker.relay import Relay
-from midstream.broker.settle import Settler
-from midstream.broker.steering import Steering
-from midstream.broker.sweeps import Sweeps
+from midstream.broker.ledger.jobs import Ledger, new_job_id
+from midstream.broker.ledger.settlement import Settler
+from midstream.broker.ledger.steering import Steering
+from midstream.broker.ledger.sweeps import Sweeps
+from midstream.broker.receipts.relay import Relay
 from midstream.schemas.base import now
 from midstream.schemas.jobs import Job, Sampling
 from midstream.schemas.settings import Settings
 from midstream.schemas.sweep_units import Units
 from midstream.schemas.sweeps import Column, StoredPair, StoredSweep, SweepResult, UnitRecord
-from midstream.workers.fake_engine import FakeEngine
-from midstream.workers.fake_grades import Edit, expected_divergence, expected_logprob, own_row, replaced
-from midstream.workers.fake_model import NUM_LAYERS, make_tokenizer
-from midstream.workers.runs import Runs
-from midstream.workers.steering import Standing
+from midstream.workers.fake.engine import FakeEngine
+from midstream.workers.fake.grades import Edit, expected_divergence, expected_logprob, own_row, replaced
+from midstream.workers.fake.model import NUM_LAYERS, make_tokenizer
+from midstream.workers.serving.attempts import Runs
+from midstream.workers.serving.steering import Standing
 
 CLEAN, CORRUPT = "The Eiffel Tower is in", "The Colosseum  is now in"
 LAYERS = list(range(NUM_LAYERS))

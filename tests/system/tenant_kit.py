@@ -9,7 +9,7 @@ import httpx
 import redis
 from edge import Api, Hand, running
 
-from midstream.broker.keys import Keys, new_key
+from midstream.broker.ledger.keys import Keys, new_key
 from midstream.schemas.keys import CreatedKey, KeyRequest
 
 ADMIN = new_key()

@@ -14,9 +14,10 @@ from capture_kit import finished, values, write
 from edge import HIDDEN, Api, Hand, running
 from typer.testing import CliRunner
 
-from midstream.broker.captures import Captures
-from midstream.broker.ledger import Claim
-from midstream.client import CaptureReader, Client, cli
+from midstream.broker.ledger.captures import Captures
+from midstream.broker.ledger.jobs import Claim
+from midstream.client import CaptureReader, Client
+from midstream.client.cli import main
 from midstream.schemas.base import now
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.receipts import CapturedFile
@@ -214,7 +215,7 @@ def half(api: Api, hand: Hand) -> Claim:
 
 
 def verified(api: Api, job_id: str) -> tuple[int, str]:
-    done = CliRunner().invoke(cli.app, ["capture", "verify", job_id, "--url", api.url], env={"COLUMNS": "400"})
+    done = CliRunner().invoke(main.app, ["capture", "verify", job_id, "--url", api.url], env={"COLUMNS": "400"})
     return done.exit_code, done.output
 
 

@@ -12,7 +12,7 @@ import pytest
 from edge import MODEL, WORDS, Api, Hand, running
 
 from midstream import returned_rows
-from midstream.broker.steering import Steering
+from midstream.broker.ledger.steering import Steering
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import CaptureResults
 from midstream.schemas.openai import ONLY

@@ -11,8 +11,8 @@ import pytest
 from edge import Api, Hand
 from server_sent import parse
 
-from midstream.api import events
-from midstream.api.edge import open_edge
+from midstream.api.context import open_edge
+from midstream.api.responses import events
 
 KINDS_OF_A_CAPTURE = ["state", "state", "output", "receipt", "state", "done"]
 

@@ -19,9 +19,9 @@ from edge import MODEL, Api, Hand, model_info, running
 from ports import free_port
 from redis_kit import handed_over, hold_back, slow_disk
 
-from midstream.api.edge import open_edge
-from midstream.broker import redis_server
-from midstream.broker.celery_app import lists_of, queue_of
+from midstream.api.context import open_edge
+from midstream.broker.ops import redis_server
+from midstream.broker.queue.celery_app import lists_of, queue_of
 from midstream.schemas.base import to_json
 from midstream.schemas.errors import MidstreamError
 

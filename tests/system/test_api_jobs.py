@@ -10,7 +10,7 @@ import pytest
 import redis
 from edge import MODEL, Api, Hand, running
 
-from midstream.broker.celery_app import lists_of, queue_of
+from midstream.broker.queue.celery_app import lists_of, queue_of
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.tensors import from_numpy
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from edge import Api
 
-from midstream.api.pages import ASSETS
+from midstream.api.routes.pages import ASSETS
 
 BROWSER = {"accept": "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"}
 SUMS = (Path(__file__).resolve().parents[2] / "api/assets/README.md").read_text()

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from stack import Stack
 
-from midstream.broker.ledger import Ledger
-from midstream.client import Client, cli
+from midstream.broker.ledger.jobs import Ledger
+from midstream.client import Client
+from midstream.client.cli import main
 from midstream.schemas.base import from_json, to_json
 from midstream.schemas.jobs import Job
 from midstream.schemas.openai import Completion
-from midstream.schemas.runs import ZEROS, RunPage, RunView
+from midstream.schemas.source_runs import ZEROS, RunPage, RunView
 from midstream.schemas.tensors import content_hash, from_numpy
 
 MODEL = "fake-model"
@@ -303,7 +304,7 @@ def test_the_client_and_the_command_line_capture_patch_and_delete(
 ) -> None:
     def midstream(*arguments: str) -> str:
         with pytest.raises(SystemExit) as code:
-            cli.main([*arguments, "--url", stack.url])
+            main.main([*arguments, "--url", stack.url])
         out, err = capsys.readouterr()
         assert not code.value.code, err
         return out

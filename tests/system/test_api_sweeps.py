@@ -11,8 +11,8 @@ from stack import Stack
 from test_api_events import parse
 
 from midstream import Client, PatchStudy
-from midstream.broker.sweep_result import sweep_cell, sweep_start
-from midstream.broker.sweeps import Sweeps
+from midstream.broker.ledger.sweep_result import sweep_cell, sweep_start
+from midstream.broker.ledger.sweeps import Sweeps
 from midstream.schemas.base import from_json, to_json
 from midstream.schemas.jobs import Event, JobResult, State
 from midstream.schemas.sweep_units import Units

@@ -9,11 +9,11 @@ import pytest
 from edge import MODEL, Api, Hand
 from hook_kit import Receiver, receiving
 
-from midstream.broker.keys import Keys
-from midstream.broker.webhook_http import Poster
-from midstream.broker.webhook_outbox import HookOutbox
-from midstream.broker.webhook_secrets import HookSecrets
-from midstream.broker.webhook_sender import Sender
+from midstream.broker.ledger.keys import Keys
+from midstream.broker.webhooks.http import Poster
+from midstream.broker.webhooks.outbox import HookOutbox
+from midstream.broker.webhooks.secrets import HookSecrets
+from midstream.broker.webhooks.sender import Sender
 from midstream.client import AsyncClient, Client
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.keys import KeyRequest, Scope

@@ -11,8 +11,8 @@ from pathlib import Path
 from ledger_kit import MODEL, make_job, open_ledger
 from ports import free_port
 
-from midstream.broker import redis_server
-from midstream.broker.celery_app import lists_of, queue_of
+from midstream.broker.ops import redis_server
+from midstream.broker.queue.celery_app import lists_of, queue_of
 from midstream.schemas.settings import Settings, to_environment
 
 

@@ -13,8 +13,8 @@ import redis
 from lease_worker import VISIBILITY_TIMEOUT_S
 from ledger_kit import MODEL, settings_for
 
-from midstream.broker.celery_app import lists_of, make_app, queue_of
-from midstream.broker.messages import enqueue, post
+from midstream.broker.queue.celery_app import lists_of, make_app, queue_of
+from midstream.broker.queue.messages import enqueue, post
 
 WORKER = Path(__file__).with_name("lease_worker.py")
 

@@ -14,7 +14,7 @@ from up_kit import Up
 from midstream.client import AsyncClient, Client
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.steering import Dynamic
-from midstream.workers.fake_model import HIDDEN_SIZE
+from midstream.workers.fake.model import HIDDEN_SIZE
 
 RANKS = 2
 JOY, CALM = np.ones(HIDDEN_SIZE, np.float32), np.linspace(-1, 1, HIDDEN_SIZE, dtype=np.float32)

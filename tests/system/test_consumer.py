@@ -7,9 +7,9 @@ from celery.worker.consumer import Consumer as CeleryConsumer
 from kombu import Connection, Message
 from kombu.utils.imports import symbol_by_name
 
-from midstream.broker.celery_app import make_app
-from midstream.broker.consumer import Consumer, settle
-from midstream.broker.transport import is_closed
+from midstream.broker.queue.celery_app import make_app
+from midstream.broker.queue.consumer import Consumer, settle
+from midstream.broker.queue.transport import is_closed
 from midstream.schemas.settings import Settings
 
 

@@ -9,11 +9,11 @@ import pytest
 import zmq
 from receipt_rig import Jobs, RelayProcess, free_port, once_each, receipt, wait_until
 
-from midstream.broker import frames
-from midstream.broker.curve import ClientKeys, client_keys, new_keys
-from midstream.broker.frames import Frame, Kind
-from midstream.broker.outbox import Outbox
-from midstream.broker.relay import bind_address
+from midstream.broker.receipts import frames
+from midstream.broker.receipts.curve import ClientKeys, client_keys, new_keys
+from midstream.broker.receipts.frames import Frame, Kind
+from midstream.broker.receipts.outbox import Outbox
+from midstream.broker.receipts.relay import bind_address
 from midstream.schemas.base import to_msgpack
 from midstream.schemas.settings import SettingsError
 

@@ -9,10 +9,10 @@ from capture_kit import finished, write
 from edge import Hand, running
 from ledger_kit import EPOCH, WORKER, claimed, make_job, open_ledger, outputs, receipt, settler
 
-from midstream.broker import captures as captures_module
-from midstream.broker import retention
-from midstream.broker.captures import Captures
-from midstream.broker.ledger import Ledger
+from midstream.broker.artifacts import retention
+from midstream.broker.ledger import captures as captures_module
+from midstream.broker.ledger.captures import Captures
+from midstream.broker.ledger.jobs import Ledger
 from midstream.client import CaptureReader
 from midstream.schemas.base import now
 from midstream.schemas.errors import MidstreamError

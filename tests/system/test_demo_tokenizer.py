@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from spelling import byte_level, overlapping
 from tokenizers import Tokenizer
 
-from midstream.api.text import Codec
-from midstream.client.models import fetch_demo_model
+from midstream.api.resolve.tokenizer import Codec
 from midstream.schemas.models import TokenizerBundle
 from midstream.schemas.selectors import Span
+from midstream.workers.demo_model import fetch_demo_model
 
 WORDS = [
     "The", " Eiffel", " Tower", " is", " in", " Paris", ".", "\n", "  ", " 2026", " naïve", " 東京", "都", " 🙂", "👩\u200d🚀", " e\u0301",
@@ -22,7 +22,7 @@ WORDS = [
 @pytest.fixture(scope="module")
 def bundle() -> TokenizerBundle:
     # Here and not above: every test process imports every test file, and this imports transformers (4 s).
-    from midstream.workers.tokenizer import tokenizer_bundle
+    from midstream.workers.engine.tokenizer import tokenizer_bundle
 
     return tokenizer_bundle(str(fetch_demo_model(say=lambda line: None)))
 

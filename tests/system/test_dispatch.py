@@ -12,10 +12,10 @@ import redis
 from ledger_kit import BOOT, MODEL, WORKER, claimed, make_job, open_ledger, outputs, settings_for
 from sweep_rig import sweep, sweep_job
 
-from midstream.broker.celery_app import lists_of, make_app, queue_of
-from midstream.broker.dispatch import Dispatcher, Message
-from midstream.broker.ledger import Ledger
-from midstream.broker.sweeper import Sweeper
+from midstream.broker.ledger.dispatch import Dispatcher, Message
+from midstream.broker.ledger.jobs import Ledger
+from midstream.broker.ledger.reaper import Sweeper
+from midstream.broker.queue.celery_app import lists_of, make_app, queue_of
 from midstream.schemas.base import now
 from midstream.schemas.jobs import Job, Sampling, State
 from midstream.schemas.keys import Limits, Tenant

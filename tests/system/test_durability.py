@@ -12,7 +12,7 @@ import redis
 from ports import free_port
 from stack import MODULES
 
-from midstream.broker import durability, redis_server
+from midstream.broker.ops import redis_durability, redis_server
 from midstream.schemas.settings import Settings, to_environment
 
 
@@ -42,12 +42,12 @@ def test_a_redis_that_may_forget_jobs_is_refused(part: str, lossy: str, tmp_path
 
 
 def test_the_setting_takes_it_all_the_same(lossy: str, caplog: pytest.LogCaptureFixture) -> None:
-    durability.require(Settings(redis_url=lossy, redis_allow_lossy=True))
+    redis_durability.require(Settings(redis_url=lossy, redis_allow_lossy=True))
     assert "may forget jobs" in caplog.text
 
 
 def test_one_that_is_unreachable_at_the_start_is_asked_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(durability, "ASK_AGAIN_S", 0.05)
+    monkeypatch.setattr(redis_durability, "ASK_AGAIN_S", 0.05)
     port, ended = free_port(), threading.Event()
     codes: list[int] = []
 
@@ -55,17 +55,17 @@ def test_one_that_is_unreachable_at_the_start_is_asked_later(tmp_path: Path, mon
         codes.append(code)
         ended.set()
 
-    durability.require(Settings(redis_url=f"redis://127.0.0.1:{port}/0"), end)
+    redis_durability.require(Settings(redis_url=f"redis://127.0.0.1:{port}/0"), end)
     assert not ended.wait(0.3)
     command = [redis_server.executable(), "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(tmp_path)]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
         assert ended.wait(60)
-        assert codes == [durability.EXIT_BAD_SETTINGS]
+        assert codes == [redis_durability.EXIT_BAD_SETTINGS]
     finally:
         server.kill()
         server.wait()
 
 
 def test_a_durable_one_is_taken(redis_url: str) -> None:
-    durability.require(Settings(redis_url=redis_url))
+    redis_durability.require(Settings(redis_url=redis_url))

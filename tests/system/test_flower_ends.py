@@ -8,8 +8,8 @@ import pytest
 import redis
 from flower.events import EventsState
 
-from midstream.broker import flower_ends
-from midstream.broker.flower_ends import MissedEnds
+from midstream.broker.queue import flower_tasks
+from midstream.broker.queue.flower_tasks import MissedEnds
 
 WORKER = "w1@machine"
 
@@ -120,7 +120,7 @@ def test_nobody_is_asked_when_nothing_is_unfinished() -> None:
 
 
 def test_of_more_tasks_than_are_asked_for_at_once_each_has_its_turn(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flower_ends, "ASKED", 2)
+    monkeypatch.setattr(flower_tasks, "ASKED", 2)
     for number in range(5):
         seen.hears(f"job_{number}", "started")
         seen.stands(f"job_{number}", "running" if number < 4 else "succeeded")

@@ -10,8 +10,8 @@ import redis.asyncio
 import redis.exceptions
 from ledger_kit import settings_for
 
-from midstream.broker.grouped import GROUP_LIMIT, LARGE, packed
-from midstream.broker.ledger import Ledger
+from midstream.broker.ledger.auto_pipeline import GROUP_LIMIT, LARGE, packed
+from midstream.broker.ledger.jobs import Ledger
 
 
 def with_client(url: str, body: Callable[[Any], Awaitable[None]]) -> None:

@@ -22,12 +22,12 @@ from ports import free_port
 from tenant_kit import ADMIN, Caller, asking, bearer, flushed
 from typer.testing import CliRunner
 
-from midstream.api.auth import KNOWN_S
-from midstream.api.events import PING_S
-from midstream.broker.keys import Keys, is_right, new_key, parse
-from midstream.broker.redis_server import RedisServer
+from midstream.api.responses.events import PING_S
+from midstream.api.web.auth import KNOWN_S
+from midstream.broker.ledger.keys import Keys, is_right, new_key, parse
+from midstream.broker.ops.redis_server import RedisServer
 from midstream.client import Client
-from midstream.client.cli import app as cli
+from midstream.client.cli.main import app as cli
 from midstream.schemas.base import now
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.keys import SCOPES, Scope
@@ -86,7 +86,7 @@ def test_a_key_that_is_wrong_in_one_letter_is_refused(api: Api, hand: Hand) -> N
 
 def test_an_unknown_id_costs_the_same_work_as_a_wrong_secret(api: Api, hand: Hand, monkeypatch: pytest.MonkeyPatch) -> None:
     compared = []
-    monkeypatch.setattr("midstream.broker.keys.hmac.compare_digest", lambda one, other: compared.append((one, other)) or False)
+    monkeypatch.setattr("midstream.broker.ledger.keys.hmac.compare_digest", lambda one, other: compared.append((one, other)) or False)
     shown = parse(new_key())
     assert shown is not None
     stored = hand.do(Keys(hand.ledger).get(Caller(api, hand, "acme").key.id))
@@ -377,7 +377,7 @@ def test_off_loopback_it_is_open_only_where_that_was_said_and_warns(api: Api, ha
 
 
 def test_while_redis_is_away_at_the_start_nobody_gets_in_and_without_a_key_it_ends(tmp_path: Path) -> None:
-    from midstream.broker import redis_server
+    from midstream.broker.ops import redis_server
 
     port = free_port()
     process = started(Settings(redis_url=f"redis://127.0.0.1:{port}/0", api_host=EVERYWHERE, api_port=0))

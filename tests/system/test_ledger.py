@@ -8,14 +8,15 @@ from urllib.parse import urlsplit
 import pytest
 from ledger_kit import BOOT, WORKER, claimed, make_job, open_ledger, outputs
 
-from midstream.broker import reading, redis_server
-from midstream.broker.ledger import Ledger
+from midstream.broker.ledger import views
+from midstream.broker.ledger.jobs import Ledger
+from midstream.broker.ops import redis_server
 from midstream.schemas.base import now
+from midstream.schemas.compatibility import OLDEST_WIRE, WIRE
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import TERMINAL, TRANSITIONS, Event, Job, State
 from midstream.schemas.models import ModelInfo, WorkerInfo
 from midstream.schemas.tensors import Tensor, content_hash
-from midstream.schemas.version import OLDEST_WIRE, WIRE
 
 PROBLEM = MidstreamError("engine_failed", "it broke").problem()
 
@@ -350,7 +351,7 @@ def test_a_result_past_its_retention_is_gone_and_the_job_expired(redis_url: str,
                 assert 0 < left <= 1200, f"{key}: the record is known for as long again"
                 if left <= 600:
                     await ledger.redis.pexpire(key, 1)  # as if they had passed
-            monkeypatch.setattr(reading, "now", lambda: now() + 600)
+            monkeypatch.setattr(views, "now", lambda: now() + 600)
             await asyncio.sleep(0.1)
             assert (await ledger.view(job.id)).state is State.EXPIRED
             with pytest.raises(MidstreamError) as caught:

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from ledger_kit import MODEL, WORKER, make_job, outputs, receipt, settings_for
 
-from midstream.broker.celery_app import make_app
-from midstream.broker.dispatch import Message, cost_of
-from midstream.broker.ledger import Ledger
-from midstream.broker.recount import Recount
-from midstream.broker.scripts import Scripts
-from midstream.broker.settle import Settler
-from midstream.broker.sweeper import Sweeper
+from midstream.broker.ledger.dispatch import Message, cost_of
+from midstream.broker.ledger.jobs import Ledger
+from midstream.broker.ledger.reaper import Sweeper
+from midstream.broker.ledger.scripts import Scripts
+from midstream.broker.ledger.settlement import Settler
+from midstream.broker.ledger.usage_reconciliation import Recount
+from midstream.broker.queue.celery_app import make_app
 from midstream.schemas.base import now
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import TERMINAL, TRANSITIONS, Job, Sampling, State

@@ -16,15 +16,15 @@ from ledger_kit import BOOT, EPOCH, WORKER, claimed, make_job, open_ledger, outp
 from redis_kit import handed_over
 from sweep_rig import sweep, sweep_job
 
-from midstream.broker import redis_server
-from midstream.broker.captures import Captures
-from midstream.broker.celery_app import make_app
-from midstream.broker.ledger import Ledger
-from midstream.broker.pressure import LOOK_S
-from midstream.broker.recount import Recount
-from midstream.broker.scripts import Scripts
-from midstream.broker.steering import Steering
-from midstream.broker.sweeper import Sweeper
+from midstream.broker.ledger.captures import Captures
+from midstream.broker.ledger.jobs import Ledger
+from midstream.broker.ledger.memory_pressure import LOOK_S
+from midstream.broker.ledger.reaper import Sweeper
+from midstream.broker.ledger.scripts import Scripts
+from midstream.broker.ledger.steering import Steering
+from midstream.broker.ledger.usage_reconciliation import Recount
+from midstream.broker.ops import redis_server
+from midstream.broker.queue.celery_app import make_app
 from midstream.schemas.base import now
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import Job, Sampling, State

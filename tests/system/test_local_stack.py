@@ -10,9 +10,9 @@ from ports import free_port
 from up_kit import Up
 
 from midstream import Client, ServerUnreachable
-from midstream.client import where
-from midstream.client.processes import birth
-from midstream.client.where import STATE_FILE
+from midstream.client.sdk import discovery
+from midstream.client.sdk.discovery import STATE_FILE
+from midstream.client.stack.processes import birth
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +26,7 @@ def test_a_client_without_an_address_takes_the_stack_on_the_data_directory(up: U
     with Client() as client:
         assert client.url == up.ready()
         assert client.models() == ["fake"]
-    stack = where.running(up.data)
+    stack = discovery.running(up.data)
     assert stack is not None
     assert httpx.get(f"{client.url}/healthz").json()["instance"] == stack.instance
 
@@ -52,17 +52,17 @@ def test_a_state_file_that_does_not_fit_is_not_believed(up: Up, tmp_path: Path, 
 
 def test_a_state_file_of_another_user_is_not_believed(up: Up, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getuid", lambda: 4711)
-    assert where.running(up.data) is None
+    assert discovery.running(up.data) is None
 
 
 def test_what_another_user_runs_at_the_default_address_is_not_taken(up: Up, monkeypatch: pytest.MonkeyPatch) -> None:
     port = httpx.URL(up.ready()).port
     monkeypatch.setenv("MIDSTREAM_API_PORT", str(port))
     monkeypatch.chdir(up.data.parent)
-    assert where.find_url() == up.ready()
+    assert discovery.find_url() == up.ready()
     monkeypatch.setattr(os, "getuid", lambda: 4711)
     with pytest.raises(ServerUnreachable, match=r"belongs to another user \(uid \d+\)"):
-        where.find_url()
+        discovery.find_url()
 
 
 def test_status_names_processes_ports_and_disk(up: Up) -> None:

@@ -13,9 +13,9 @@ import pytest
 from machines_rig import Link, Machines
 from receipt_rig import wait_until
 
-from midstream.broker.settle import mark_key
+from midstream.broker.ledger.settlement import mark_key
 from midstream.schemas.jobs import Event
-from midstream.workers.heartbeat import RENEWALS_PER_LEASE
+from midstream.workers.serving.heartbeat import RENEWALS_PER_LEASE
 
 WHY_NOT = Link.why_not()
 pytestmark = [pytest.mark.long, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "there is a second namespace")]

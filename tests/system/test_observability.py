@@ -16,9 +16,10 @@ import redis
 from otlp import Collector, Span, tree
 from stack import Stack, free_port
 
-from midstream.client import cli, doctor
-from midstream.client.doctor import Finding, examine
-from midstream.client.where import STATE_FILE
+from midstream.client.cli import main as cli
+from midstream.client.sdk.discovery import STATE_FILE
+from midstream.client.stack import doctor
+from midstream.client.stack.doctor import Finding, examine
 from midstream.schemas.base import from_json
 from midstream.schemas.specs import StoredSteering
 from midstream.schemas.status import Status
@@ -266,7 +267,7 @@ def test_inspect_shows_the_engine_of_a_worker(stack: Seen) -> None:
 def command(stack: Seen, *arguments: str) -> tuple[int, str]:
     environment = {**os.environ, "COLUMNS": "80", "NO_COLOR": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "midstream.client.cli", *arguments],
+        [sys.executable, "-m", "midstream.client.cli.main", *arguments],
         env=environment,
         capture_output=True,
         text=True,

@@ -11,7 +11,7 @@ import pytest
 import redis
 from redis_kit import handed_over
 
-from midstream.broker import aof_repair, redis_server
+from midstream.broker.ops import aof_repair, redis_server
 from midstream.schemas.errors import MidstreamError
 
 

@@ -9,8 +9,8 @@ import redis
 from machines_rig import Machines, make_certificates
 from receipt_rig import wait_until
 
-from midstream.broker.acl import jobs_url
-from midstream.broker.celery_app import make_app
+from midstream.broker.ops.acl import jobs_url
+from midstream.broker.queue.celery_app import make_app
 from midstream.schemas.settings import SettingsError, load_settings
 
 ALL = ("relay", "callbacks", "worker", "api", "flower")

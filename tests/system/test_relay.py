@@ -14,8 +14,8 @@ import redis
 from ports import free_port
 from receipt_rig import Jobs, RelayProcess, SenderProcess, once_each, receipt, wait_until
 
-from midstream.broker import redis_server
-from midstream.broker.outbox import Outbox
+from midstream.broker.ops import redis_server
+from midstream.broker.receipts.outbox import Outbox
 from midstream.schemas.jobs import Output, State
 
 #: Time limit against hangs.
@@ -47,7 +47,7 @@ def test_a_job_succeeds_with_the_last_receipt_of_the_last_rank_and_not_before(re
 def test_a_receipt_arrives_at_once_though_nothing_follows_it(
     relay: RelayProcess, jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("midstream.broker.sender.PATIENCE_S", 60.0)  # asking again would not help here
+    monkeypatch.setattr("midstream.broker.receipts.sender.PATIENCE_S", 60.0)  # asking again would not help here
     (job,) = jobs.claim(1, 4)
     took = []
     with Outbox(tmp_path, "w", 0, relay.url) as outbox:
@@ -335,7 +335,7 @@ def test_an_outbox_put_back_to_an_older_state_does_not_lose_its_new_receipts(rel
 def test_a_redis_that_forgot_its_last_second_is_given_those_receipts_again(
     relay: RelayProcess, jobs: Jobs, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("midstream.broker.outbox.KEEP_ACKED_S", 600.0)  # a relay may take its time to start
+    monkeypatch.setattr("midstream.broker.receipts.outbox.KEEP_ACKED_S", 600.0)  # a relay may take its time to start
     (job,) = jobs.claim(1, 10)
     with Outbox(tmp_path, "w", 0, relay.url) as outbox, redis.Redis.from_url(redis_url) as client:
         for request in range(10):
@@ -353,7 +353,7 @@ def test_a_redis_that_forgot_its_last_second_is_given_those_receipts_again(
 def test_acknowledged_receipts_leave_the_disk_after_a_while_though_nothing_follows(
     relay: RelayProcess, jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("midstream.broker.outbox.KEEP_ACKED_S", 0.3)
+    monkeypatch.setattr("midstream.broker.receipts.outbox.KEEP_ACKED_S", 0.3)
     (job,) = jobs.claim(1, 20)
     with Outbox(tmp_path, "w", 0, relay.url) as outbox, sqlite3.connect(outbox.path) as database:
         began = time.monotonic()

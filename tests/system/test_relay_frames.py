@@ -10,9 +10,9 @@ from ports import free_port
 from receipt_rig import Jobs, RelayProcess, once_each, receipt, wait_until
 
 from midstream import __version__
-from midstream.broker import frames
-from midstream.broker.frames import Frame, Kind
-from midstream.broker.outbox import Outbox, OutboxError
+from midstream.broker.receipts import frames
+from midstream.broker.receipts.frames import Frame, Kind
+from midstream.broker.receipts.outbox import Outbox, OutboxError
 from midstream.schemas.base import to_msgpack
 from midstream.schemas.jobs import State
 from midstream.schemas.receipts import PROTOCOL, CapturedFile, LostRange

@@ -9,9 +9,9 @@ import pytest
 from ledger_kit import BOOT, EPOCH, WORKER, make_job, open_ledger, outputs, receipt, settler, worker_info
 from sweep_rig import sweep, sweep_job
 
-from midstream.broker.captures import Captures
-from midstream.broker.celery_app import make_app
-from midstream.broker.sweeper import Sweeper
+from midstream.broker.ledger.captures import Captures
+from midstream.broker.ledger.reaper import Sweeper
+from midstream.broker.queue.celery_app import make_app
 from midstream.schemas.base import now
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import Sampling, State

@@ -10,19 +10,19 @@ from capture_kit import HIDDEN, finished, write
 from edge import model_info
 from ledger_kit import BOOT, EPOCH, MODEL, WORKER, claimed, make_job, open_ledger, outputs, receipt, settler, worker_info
 
-from midstream.broker import runs as runs_module
-from midstream.broker import scripts
-from midstream.broker.captures import Captures
-from midstream.broker.ledger import Ledger
-from midstream.broker.runs import SourceRuns
+from midstream.broker.ledger import scripts
+from midstream.broker.ledger import source_runs as runs_module
+from midstream.broker.ledger.captures import Captures
+from midstream.broker.ledger.jobs import Ledger
+from midstream.broker.ledger.source_runs import SourceRuns
 from midstream.schemas.base import now
 from midstream.schemas.captures import DELETED
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import Job, State
-from midstream.schemas.runs import RunFiles, RunView, run_key
+from midstream.schemas.source_runs import RunFiles, RunView, run_key
 from midstream.schemas.specs import StoredCapture
-from midstream.workers.engine import Locate
-from midstream.workers.run_holds import LEASES, RunHolds
+from midstream.workers.engine.protocol import Locate
+from midstream.workers.serving.source_run_leases import LEASES, RunHolds
 
 SITES = {"pre_attn": [0, 2], "post_block": [0, 1, 2, 3]}
 STAGES = [{"pre_attn": [0], "post_block": [0, 1]}, {"pre_attn": [2], "post_block": [2, 3]}]

@@ -9,8 +9,8 @@ import pytest
 import redis
 from ledger_kit import BOOT, EPOCH, MODEL, WORKER, claimed, make_job, open_ledger, outputs, receipt, settler, worker_info
 
-from midstream.broker.ledger import Ledger
-from midstream.broker.steering import Steering
+from midstream.broker.ledger.jobs import Ledger
+from midstream.broker.ledger.steering import Steering
 from midstream.schemas.base import from_json, now, to_json
 from midstream.schemas.jobs import CaptureResults, Job, JobResult, State
 from midstream.schemas.receipts import CapturedFile, Consumed, LostRange

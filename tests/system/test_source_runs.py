@@ -10,13 +10,13 @@ import pytest
 from redis_kit import handed_over
 from stack import Stack
 
-from midstream.broker.messages import enqueue
-from midstream.broker.runs import SourceRuns
+from midstream.broker.ledger.source_runs import SourceRuns
+from midstream.broker.queue.messages import enqueue
 from midstream.schemas.jobs import JobView, State
-from midstream.schemas.runs import RunRow, RunView, row_name, run_key
 from midstream.schemas.selectors import HOOKS
+from midstream.schemas.source_runs import RunRow, RunView, row_name, run_key
 from midstream.schemas.specs import StoredCapture, StoredSteering
-from midstream.workers.fake_model import NUM_LAYERS
+from midstream.workers.fake.model import NUM_LAYERS
 
 MODEL = "fake-model"
 PATIENCE_S = 60.0

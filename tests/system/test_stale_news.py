@@ -13,8 +13,8 @@ import pytest
 import redis
 from stack import Stack
 
-from midstream.api.edge import open_edge
-from midstream.broker.celery_app import queue_of
+from midstream.api.context import open_edge
+from midstream.broker.queue.celery_app import queue_of
 from midstream.schemas.jobs import State
 from midstream.schemas.specs import StoredCapture
 

@@ -14,10 +14,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from ledger_kit import BOOT, MODEL, WORKER, make_job, open_ledger, outputs, settings_for, worker_info
 
 from midstream import __version__
-from midstream.broker import scripts
-from midstream.broker import steering as broker_steering
-from midstream.broker.ledger import ClaimRefused, Ledger
-from midstream.broker.steering import Steering
+from midstream.broker.ledger import scripts
+from midstream.broker.ledger import steering as broker_steering
+from midstream.broker.ledger.jobs import ClaimRefused, Ledger
+from midstream.broker.ledger.steering import Steering
 from midstream.schemas.base import now, to_msgpack
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import State

@@ -11,11 +11,11 @@ import msgspec
 import pytest
 from sweep_rig import CLEAN, CORRUPT, LAYERS, Rig, check_grid, pair, sweep
 
-from midstream.broker.runs import SourceRuns
+from midstream.broker.ledger.source_runs import SourceRuns
 from midstream.schemas.base import to_msgpack
 from midstream.schemas.jobs import State
 from midstream.schemas.sweep_units import Units
-from midstream.workers.runs import Outcome
+from midstream.workers.serving.attempt import Outcome
 
 
 # field case 36

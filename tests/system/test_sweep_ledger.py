@@ -7,10 +7,10 @@ import pytest
 from ledger_kit import BOOT, EPOCH, WORKER, open_ledger, receipt, settler
 from sweep_rig import CLEAN, pair, sweep, sweep_job
 
-from midstream.broker.captures import Captures
-from midstream.broker.ledger import Ledger
-from midstream.broker.sweep_result import sweep_cell
-from midstream.broker.sweeps import Sweeps
+from midstream.broker.ledger.captures import Captures
+from midstream.broker.ledger.jobs import Ledger
+from midstream.broker.ledger.sweep_result import sweep_cell
+from midstream.broker.ledger.sweeps import Sweeps
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import Job, State
 from midstream.schemas.receipts import CapturedFile

@@ -9,8 +9,8 @@ import pytest
 from stack import Stack
 from sweep_rig import CLEAN, CORRUPT, check_grid, pair, sweep, sweep_job
 
-from midstream.broker.messages import enqueue
-from midstream.broker.sweeps import Sweeps
+from midstream.broker.ledger.sweeps import Sweeps
+from midstream.broker.queue.messages import enqueue
 from midstream.schemas.jobs import Event, State
 from midstream.schemas.specs import StoredCapture
 from midstream.schemas.sweep_units import Units

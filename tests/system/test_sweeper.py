@@ -11,11 +11,12 @@ from celery import Celery
 from ledger_kit import BOOT, EPOCH, MODEL, WORKER, claimed, make_job, open_ledger, outputs, receipt, settings_for, settler
 from redis_kit import handed_over
 
-from midstream.broker import redis_server, scripts
-from midstream.broker.celery_app import lists_of, make_app, queue_of
-from midstream.broker.ledger import Ledger
-from midstream.broker.messages import enqueue
-from midstream.broker.sweeper import Sweeper
+from midstream.broker.ledger import scripts
+from midstream.broker.ledger.jobs import Ledger
+from midstream.broker.ledger.reaper import Sweeper
+from midstream.broker.ops import redis_server
+from midstream.broker.queue.celery_app import lists_of, make_app, queue_of
+from midstream.broker.queue.messages import enqueue
 from midstream.schemas.base import now
 from midstream.schemas.jobs import State
 from midstream.schemas.models import WorkerInfo

@@ -17,12 +17,12 @@ from ledger_kit import receipt
 from redis_kit import handed_over
 from stack import Stack
 
-from midstream.broker.celery_app import queue_of
-from midstream.broker.messages import enqueue
-from midstream.broker.settle import Settler
+from midstream.broker.ledger.settlement import Settler
+from midstream.broker.queue.celery_app import queue_of
+from midstream.broker.queue.messages import enqueue
 from midstream.schemas.jobs import State
 from midstream.schemas.specs import StoredCapture, StoredSteering
-from midstream.workers import task_states
+from midstream.workers.serving import task_states
 
 CAPTURE = StoredCapture(sites={"post_block": [0]}, positions="all_prompt", tag="t", layout="packed")
 GONE = [StoredSteering(layers=[1], hook="post_block", positions="all", family="add", tensors=["f" * 64], scale=1.0)]

@@ -9,9 +9,9 @@ import pytest
 from edge import MODEL, Api, Hand
 from tenant_kit import ADMIN, Caller, asking, bearer, flushed
 
-from midstream.broker.ledger import new_job_id
-from midstream.broker.redis_server import RedisServer
-from midstream.broker.steering import Steering
+from midstream.broker.ledger.jobs import new_job_id
+from midstream.broker.ledger.steering import Steering
+from midstream.broker.ops.redis_server import RedisServer
 from midstream.client import Client
 from midstream.schemas.keys import Limits, Tenant
 from midstream.schemas.steering import RankSteering, WorkerSteering

@@ -10,8 +10,8 @@ from kombu import Connection, Consumer, Message, Producer
 from kombu.asynchronous import Hub, get_event_loop, set_event_loop
 from kombu.transport import redis as kombu_redis
 
-from midstream.broker.celery_app import make_app, queue
-from midstream.broker.transport import AT_ONCE, Transport
+from midstream.broker.queue.celery_app import make_app, queue
+from midstream.broker.queue.transport import AT_ONCE, Transport
 from midstream.schemas.settings import Settings
 from midstream.workers.app import make_worker_app
 

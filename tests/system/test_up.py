@@ -19,11 +19,11 @@ import redis
 from receipt_rig import receipt
 from up_kit import START_S, Up
 
-from midstream.broker import redis_server
-from midstream.broker.outbox import Outbox
+from midstream.broker.ops import redis_server
+from midstream.broker.receipts.outbox import Outbox
 from midstream.client import Client
-from midstream.client.processes import birth
-from midstream.client.where import STATE_FILE
+from midstream.client.sdk.discovery import STATE_FILE
+from midstream.client.stack.processes import birth
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import State
 

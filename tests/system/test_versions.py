@@ -12,12 +12,12 @@ import pytest
 from stack import Stack
 
 from midstream import __version__
-from midstream.broker.ledger import new_job_id
-from midstream.broker.messages import enqueue
+from midstream.broker.ledger.jobs import new_job_id
+from midstream.broker.queue.messages import enqueue
 from midstream.schemas.base import now, to_msgpack
+from midstream.schemas.compatibility import WIRE, disagreement
 from midstream.schemas.jobs import Job, Sampling, State, StoredPrompt
 from midstream.schemas.settings import to_environment
-from midstream.schemas.version import WIRE, disagreement
 
 MODEL = "fake-model"
 
@@ -36,7 +36,7 @@ def ask(stack: Stack) -> httpx.Response:
 #: Runs a module of the package as a version that speaks another wire.
 OTHER = """
 import runpy, sys
-import midstream, midstream.schemas.version as version
+import midstream, midstream.schemas.compatibility as version
 midstream.__version__, version.WIRE, version.OLDEST_WIRE = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 sys.argv = [sys.argv[4]]
 runpy.run_module(sys.argv[0], run_name="__main__")

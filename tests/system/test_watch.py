@@ -10,9 +10,10 @@ import pytest
 from ledger_kit import claimed, make_job, open_ledger, outputs
 from redis_kit import handed_over
 
-from midstream.broker import redis_server, watch
-from midstream.broker.ledger import Ledger
-from midstream.broker.watch import Watcher
+from midstream.broker.ledger import watch
+from midstream.broker.ledger.jobs import Ledger
+from midstream.broker.ledger.watch import Watcher
+from midstream.broker.ops import redis_server
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import Event, State
 

@@ -15,8 +15,8 @@ import pytest
 from hook_kit import Got, Receiver, receiving
 from ledger_kit import claimed, make_job, open_ledger, outputs
 
-from midstream.broker.webhook_outbox import HookOutbox
-from midstream.broker.webhook_secrets import HookSecrets
+from midstream.broker.webhooks.outbox import HookOutbox
+from midstream.broker.webhooks.secrets import HookSecrets
 from midstream.schemas.handling import Callback
 from midstream.schemas.settings import Settings, to_environment
 from midstream.schemas.webhooks import Delivery

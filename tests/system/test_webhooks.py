@@ -18,13 +18,13 @@ from ledger_kit import BOOT, MODEL, WORKER, claimed, make_job, open_ledger, outp
 from redis_kit import hold_back, slow_disk
 from standardwebhooks.webhooks import WebhookVerificationError
 
-from midstream.broker import redis_server
-from midstream.broker.ledger import Ledger
-from midstream.broker.webhook_http import CheckedBackend, NoAnswer, Poster, TargetRefused
-from midstream.broker.webhook_outbox import HookOutbox
-from midstream.broker.webhook_schedule import LADDER_S
-from midstream.broker.webhook_secrets import HookSecrets
-from midstream.broker.webhook_sender import Sender
+from midstream.broker.ledger.jobs import Ledger
+from midstream.broker.ops import redis_server
+from midstream.broker.webhooks.http import CheckedBackend, NoAnswer, Poster, TargetRefused
+from midstream.broker.webhooks.outbox import HookOutbox
+from midstream.broker.webhooks.schedule import LADDER_S
+from midstream.broker.webhooks.secrets import HookSecrets
+from midstream.broker.webhooks.sender import Sender
 from midstream.schemas.base import now
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.handling import ENDS, Callback, CallbackEvent

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from stack import Stack
 
-from midstream.broker.captures import Captures
+from midstream.broker.ledger.captures import Captures
 from midstream.client import CaptureReader
 from midstream.schemas.jobs import State
 from midstream.schemas.specs import StoredCapture
-from midstream.workers.fake_model import residual_rows
+from midstream.workers.fake.model import residual_rows
 
 PLUGIN = """
 from midstream.workers.runner.finished import Outcome

@@ -16,7 +16,7 @@ from midstream.schemas.jobs import State
 from midstream.schemas.models import TokenizerBundle, encode_bundle
 from midstream.schemas.specs import StoredCapture, StoredSteering
 from midstream.schemas.tensors import content_hash, from_numpy
-from midstream.workers.fake_model import HIDDEN_SIZE
+from midstream.workers.fake.model import HIDDEN_SIZE
 
 ALL_LAYERS = StoredCapture(sites={"post_block": [0, 1, 2, 3]}, positions="all_prompt", tag="t", layout="packed")
 VECTOR = from_numpy(np.arange(HIDDEN_SIZE, dtype=np.float32))
@@ -95,7 +95,7 @@ def test_a_vector_that_is_gone_fails_the_job_at_once(stack: Stack) -> None:
 
 # field case 21
 def test_a_job_that_this_version_cannot_read_fails_with_both_versions_named(stack: Stack) -> None:
-    from midstream.broker.messages import enqueue
+    from midstream.broker.queue.messages import enqueue
 
     async def spoil(ledger):  # type: ignore[no-untyped-def]
         await ledger.redis.hset(f"ms:job:{job_id}", "spec", b"\x93\x01\x02\x03")
@@ -168,7 +168,7 @@ def test_inspect_shows_the_engine_and_its_jobs(stack: Stack) -> None:
 
 
 def test_a_message_of_a_finished_or_unknown_job_does_nothing(stack: Stack) -> None:
-    from midstream.broker.messages import enqueue
+    from midstream.broker.queue.messages import enqueue
 
     job_id = stack.submit(["once"], max_tokens=2)
     version = stack.wait(job_id).version

@@ -9,7 +9,7 @@ from stack import Stack
 from midstream.schemas.jobs import State
 from midstream.schemas.specs import StoredSteering
 from midstream.schemas.tensors import content_hash, from_numpy
-from midstream.workers.fake_model import HIDDEN_SIZE
+from midstream.workers.fake.model import HIDDEN_SIZE
 
 VECTOR = from_numpy(np.ones(HIDDEN_SIZE, dtype=np.float32))
 STEERING = [StoredSteering(layers=[1], hook="post_block", positions="all", family="add", tensors=[content_hash(VECTOR)], scale=1.0)]

@@ -9,22 +9,23 @@ from typing import Any
 import pytest
 from ledger_kit import worker_info
 
-from midstream.broker.dispatch import Message
-from midstream.broker.ledger import Ledger, Renewal, new_job_id
-from midstream.broker.steering import Steering
+from midstream.broker.ledger.dispatch import Message
+from midstream.broker.ledger.jobs import Ledger, Renewal, new_job_id
+from midstream.broker.ledger.steering import Steering
 from midstream.schemas.base import now
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import Job, JobView, Output, Sampling, State, StoredPrompt
 from midstream.schemas.settings import Settings
 from midstream.schemas.specs import StoredCapture
 from midstream.schemas.steering import GlobalSteering
-from midstream.workers.collective import Quarantined
-from midstream.workers.engine import Ask, Progress
-from midstream.workers.fake_engine import FakeEngine
-from midstream.workers.heartbeat import Heartbeat
-from midstream.workers.patience import end_tasks
-from midstream.workers.runs import JobFailed, Outcome, Runs
-from midstream.workers.steering import Standing
+from midstream.workers.engine.collective import Quarantined
+from midstream.workers.engine.protocol import Ask, Progress
+from midstream.workers.fake.engine import FakeEngine
+from midstream.workers.serving.attempt import JobFailed, Outcome
+from midstream.workers.serving.attempts import Runs
+from midstream.workers.serving.heartbeat import Heartbeat
+from midstream.workers.serving.redis_retry import end_tasks
+from midstream.workers.serving.steering import Standing
 
 #: Only ends what hangs.
 TIMEOUT_S = 40
@@ -146,7 +147,7 @@ def test_one_failing_prompt_fails_the_job_and_stops_the_others(redis_url: str, t
 def test_an_engine_that_ends_a_request_without_a_word_fails_the_job(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("midstream.workers.runs.VERDICT_S", 0.05)
+    monkeypatch.setattr("midstream.workers.serving.attempts.VERDICT_S", 0.05)
 
     async def silent(ask: Ask, everyone: GlobalSteering) -> AsyncGenerator[Progress, None]:
         yield Progress(ask.request, "a", [1])
@@ -259,7 +260,7 @@ def test_a_rank_that_may_differ_costs_the_job_an_attempt_and_not_its_life(redis_
 def test_a_job_waits_while_the_worker_does_not_serve_and_goes_back_when_that_lasts(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("midstream.workers.runs.CLAIM_PATIENCE_S", 0.2)
+    monkeypatch.setattr("midstream.workers.serving.attempts.CLAIM_PATIENCE_S", 0.2)
 
     async def scenario(at: Harness) -> None:
         job_id = await at.submit()

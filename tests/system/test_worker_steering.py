@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from stack import Stack
 
-from midstream.broker.ledger import Ledger
-from midstream.broker.steering import Steering
+from midstream.broker.ledger.jobs import Ledger
+from midstream.broker.ledger.steering import Steering
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import State
 from midstream.schemas.specs import StoredCapture, StoredSteering
 from midstream.schemas.steering import GlobalSteering, Module, SteeringTemplate, WorkerSteering, content_digest
 from midstream.schemas.tensors import Tensor, content_hash, from_numpy
-from midstream.workers.fake_model import HIDDEN_SIZE, Dice, make_tokenizer
-from midstream.workers.runs import CLAIM_PATIENCE_S
+from midstream.workers.fake.model import HIDDEN_SIZE, Dice, make_tokenizer
+from midstream.workers.serving.attempts import CLAIM_PATIENCE_S
 
 MODEL = "fake-model"
 CAPTURE = StoredCapture(sites={"post_block": [1]}, positions="last_prompt", tag="t")
@@ -256,5 +256,5 @@ def test_ranks_out_of_step_are_found_by_the_first_result_and_brought_back_in_ste
         following = stack.submit(["the next"], steering=own(1), blobs=blobs(1))
         assert (stack.wait(following).state, stack.view(following).attempt) == (State.SUCCEEDED, 1)
         assert stack.wait(bystander).state is State.SUCCEEDED
-        assert stack.log("worker").count("ERROR midstream.workers.steering: ranks out of step") == 1
+        assert stack.log("worker").count("ERROR midstream.workers.serving.steering: ranks out of step") == 1
         assert stack.processes["worker"].poll() is None, "the engine lives on"

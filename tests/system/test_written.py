@@ -13,10 +13,11 @@ from ports import free_port
 from receipt_rig import Jobs, RelayProcess, once_each, receipt
 from redis_kit import hold_back, slow_disk
 
-from midstream.broker import redis_server, written
-from midstream.broker.outbox import Outbox
-from midstream.broker.relay import Relay, connect_redis
-from midstream.broker.settle import Settler
+from midstream.broker.ledger import aof_barrier
+from midstream.broker.ledger.settlement import Settler
+from midstream.broker.ops import redis_server
+from midstream.broker.receipts.outbox import Outbox
+from midstream.broker.receipts.relay import Relay, connect_redis
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.receipts import Receipt
 
@@ -127,7 +128,7 @@ def test_what_a_redis_had_answered_that_died_is_not_told_on_the_word_of_the_next
             waiting = [asyncio.create_task(ledger.written())]
             await asyncio.sleep(0.05)  # that question is on its way: who comes now asks another
             waiting.append(asyncio.create_task(ledger.written()))
-            await asyncio.sleep(2 * written.BACK_S)
+            await asyncio.sleep(2 * aof_barrier.BACK_S)
             server = redis_server.start(tmp_path / "redis", port=server.port)
             for asked in waiting:
                 with pytest.raises(MidstreamError, match="restarted") as caught:

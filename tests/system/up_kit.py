@@ -13,11 +13,11 @@ from typing import Any
 
 from ports import free_port
 
-from midstream.client.processes import members
-from midstream.client.where import STATE_FILE
+from midstream.client.sdk.discovery import STATE_FILE
+from midstream.client.stack.processes import members
 
 READY = re.compile(r"ready: api (\S+)")
-MIDSTREAM = [sys.executable, "-m", "midstream.client.cli"]
+MIDSTREAM = [sys.executable, "-m", "midstream.client.cli.main"]
 START_S = 180.0
 
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from midstream import __version__
-from midstream.client import wire
+from midstream.client.sdk import wire
 
 Reply = tuple[int, dict[str, str], bytes]
 

@@ -12,7 +12,7 @@ import torch
 from rank_kit import HIDDEN, Rank, Request, make_buffers, steering
 
 from midstream import __version__
-from midstream.client.reader import CaptureReader
+from midstream.client.captures.reader import CaptureReader
 from midstream.schemas.base import from_msgpack
 from midstream.schemas.receipts import Receipt
 from midstream.schemas.selectors import lowest_position

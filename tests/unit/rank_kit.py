@@ -23,10 +23,10 @@ from midstream.workers.runner.capture import Ports, Recording
 from midstream.workers.runner.finished import FinishedCapture
 from midstream.workers.runner.overload import Overload
 from midstream.workers.runner.planner import Planner, Tracked
-from midstream.workers.runner.runs import RunStore
 from midstream.workers.runner.sites import Buffers, Site
 from midstream.workers.runner.slabs import SlabPool
-from midstream.workers.runner.steering import RowTable, VectorStore
+from midstream.workers.runner.source_runs import RunStore
+from midstream.workers.runner.steering_tables import RowTable, VectorStore
 from midstream.workers.runner.step import RequestRows
 
 HIDDEN = 5

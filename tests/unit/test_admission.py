@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from midstream import __version__
-from midstream.api import admission
-from midstream.api.admission import RESOLVE_LIMIT, check_cost, resolve
-from midstream.api.steered import MAX_ENTRIES, Standing
-from midstream.api.wishes import Wish, WishedPrompt
+from midstream.api.resolve import admission
+from midstream.api.resolve.admission import RESOLVE_LIMIT, check_cost, resolve
+from midstream.api.resolve.request_parsing import Wish, WishedPrompt
+from midstream.api.resolve.steering import MAX_ENTRIES, Standing
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import Sampling, StoredPrompt
 from midstream.schemas.models import ModelInfo

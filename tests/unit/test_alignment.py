@@ -7,8 +7,8 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from midstream.api import alignment
-from midstream.api.alignment import Aligned, Tokens, align, match_span, match_spans
+from midstream.api.resolve import alignment
+from midstream.api.resolve.alignment import Aligned, Tokens, align, match_span, match_spans
 from midstream.schemas.selectors import SelectorError
 from midstream.schemas.sweeps import Alignment
 

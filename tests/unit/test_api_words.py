@@ -5,12 +5,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from midstream.api.captures import parse_layers
-from midstream.api.events import resume_point
-from midstream.api.jobs import preferred_wait
-from midstream.api.outcome import matches
-from midstream.api.problems import malformed
-from midstream.api.streaming import Sent
+from midstream.api.responses.events import resume_point
+from midstream.api.responses.outcome import matches
+from midstream.api.responses.streaming import Sent
+from midstream.api.routes.captures import parse_layers
+from midstream.api.routes.jobs import preferred_wait
+from midstream.api.web.problems import malformed
 from midstream.schemas.base import from_json, to_json
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import JobRequest

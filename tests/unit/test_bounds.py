@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from midstream.api import problems
 from midstream.api.app import make_app
 from midstream.api.openapi import document
+from midstream.api.web import problems
 from midstream.schemas import json_bounds, limits
 from midstream.schemas.base import from_json
 from midstream.schemas.errors import Problem
@@ -24,9 +24,9 @@ from midstream.schemas.settings import Settings
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
-#: JSON has no infinity, and their limits depend on the op and the model: `api/steering_rules.py`.
+#: JSON has no infinity, and their limits depend on the op and the model: `api/resolve/interventions.py`.
 LIMITED_BY_OP = {f"SteeringSpec.{name}" for name in ("scale", "strength", "low", "high")}
-#: Kept as they came and refused by name: `api/wishes.py`.
+#: Kept as they came and refused by name: `api/resolve/request_parsing.py`.
 UNSERVED = {f"{kind}.{name}" for kind in ("CompletionRequest", "ChatRequest") for name in ONLY}
 
 

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from kombu.transport import redis as kombu_redis
 from kombu.transport.virtual import base as kombu_virtual
 
-from midstream.broker import reading, scripts
-from midstream.broker.absence import is_absence
-from midstream.broker.celery_app import PRIORITY_OF_KIND, PRIORITY_STEPS, RESTORE_INTERVAL_S, lists_of, make_app, queue_of
-from midstream.broker.lease import RENEW_S, LeaseStep
-from midstream.broker.ledger import new_job_id
-from midstream.broker.webhook_outbox import SCRIPTS
+from midstream.broker.ledger import scripts, views
+from midstream.broker.ledger.jobs import new_job_id
+from midstream.broker.ops.redis_availability import is_absence
+from midstream.broker.queue.celery_app import PRIORITY_OF_KIND, PRIORITY_STEPS, RESTORE_INTERVAL_S, lists_of, make_app, queue_of
+from midstream.broker.queue.visibility import RENEW_S, LeaseStep
+from midstream.broker.webhooks.outbox import SCRIPTS
 from midstream.schemas.errors import STATUS_OF_KIND, MidstreamError
 from midstream.schemas.jobs import TERMINAL, TRANSITIONS, Job, State
 from midstream.schemas.settings import Settings
@@ -36,8 +36,9 @@ def test_the_scripts_are_generated_from_the_table_of_transitions() -> None:
 
 def test_every_script_file_has_a_name_and_every_problem_that_scripts_raise_is_known() -> None:
     folder = scripts.Path(scripts.__file__).parent / "lua"
-    webhooks = {*SCRIPTS, "hooks_common", "hooks_rotate"}
-    assert {file.stem for file in folder.glob("*.lua")} == {*scripts.NAMES, *scripts.PARTS, *webhooks}
+    assert {file.stem for file in folder.glob("*.lua")} == {*scripts.NAMES, *scripts.PARTS}
+    webhooks = folder.parents[1] / "webhooks" / "lua"
+    assert {file.stem for file in webhooks.glob("*.lua")} == {*SCRIPTS, "hooks_common", "hooks_rotate"}
     raised = {kind for file in folder.glob("*.lua") for kind in re.findall(r"fail\(job, '(\w+)'", file.read_text())}
     assert raised <= set(STATUS_OF_KIND)
     assert "ranks_disagree" in raised
@@ -97,19 +98,19 @@ def test_the_app_is_set_up_for_late_acks_json_and_short_leases() -> None:
 
 
 def test_cursors_come_back_and_others_are_refused() -> None:
-    assert reading.parse_cursor(reading.format_cursor(1795145199.4220054, "job_a1")) == (1795145199.4220054, "job_a1")
-    assert reading.parse_cursor(None) == (float("inf"), "")
+    assert views.parse_cursor(views.format_cursor(1795145199.4220054, "job_a1")) == (1795145199.4220054, "job_a1")
+    assert views.parse_cursor(None) == (float("inf"), "")
     for bad in ("1", "x:job_a", "1:job a", "nan:job_a", "1:"):
         with pytest.raises(MidstreamError):
-            reading.parse_cursor(bad)
+            views.parse_cursor(bad)
 
 
 def test_event_ids_are_checked_before_they_reach_redis() -> None:
-    assert reading.after_id("") == reading.after_id("0") == "-"
-    assert reading.after_id("17-3") == "(17-3"
+    assert views.after_id("") == views.after_id("0") == "-"
+    assert views.after_id("17-3") == "(17-3"
     for bad in ("x", "17-", "17-3 COUNT 1", "-1"):
         with pytest.raises(MidstreamError):
-            reading.after_id(bad)
+            views.after_id(bad)
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from capture_kit import HIDDEN, Sites, finished, values, write
 
-from midstream.broker import retention
+from midstream.broker.artifacts import retention
 from midstream.client import CaptureReader
-from midstream.client.blobs import Place
+from midstream.client.captures.blobs import Place
 from midstream.schemas.errors import MidstreamError
 from midstream.workers.runner.finished import FinishedCapture
 from midstream.workers.runner.layouts import blob_of

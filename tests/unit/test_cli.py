@@ -13,14 +13,16 @@ import typer
 from http_kit import reply, server
 from rich.console import Console
 
-from midstream.client import cli, cli_keys, options, show, show_steering, wire
-from midstream.client.keys import key_request
+from midstream.client.cli import keys, main, options
+from midstream.client.render import jobs, steering
+from midstream.client.sdk import wire
+from midstream.client.sdk.keys import key_request
 from midstream.schemas.captures import CaptureEntry, CapturePage
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import CaptureResults, Determinism, FileEntry, JobView, RankReport, StageReport, State
 from midstream.schemas.keys import SCOPES, KeyView, Limits, TenantView, Usage
-from midstream.schemas.runs import RunView
 from midstream.schemas.selectors import as_ranges
+from midstream.schemas.source_runs import RunView
 from midstream.schemas.steering import EntryView, ModuleView
 
 
@@ -33,7 +35,7 @@ def _nothing_runs_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
     """Exit code, stdout, stderr of `midstream <arguments>`."""
     with pytest.raises(SystemExit) as caught:
-        cli.main(list(arguments))
+        main.main(list(arguments))
     out, err = capsys.readouterr()
     return int(caught.value.code or 0), out, err
 
@@ -160,7 +162,7 @@ def test_hooks_that_cannot_be_read_name_their_option() -> None:
 
 def told_commands() -> list[tuple[str, list[str]]]:
     """(File, words behind `midstream`) of each command that our pages and messages tell of."""
-    root = Path(cli.__file__).parents[1]
+    root = Path(main.__file__).parents[1]
     pages = [root / "README.md", *root.glob("docs/**/*.md"), *(root / part for part in ("api", "broker", "client", "workers"))]
     files = [file for page in pages for file in ([page] if page.is_file() else page.glob("**/*.py"))]
     told = re.compile(r"(?:`|^\$ |\$\()(?:[A-Z_]+=\S+ )*midstream ([a-z][^`\n#;)]*)", re.MULTILINE)
@@ -169,7 +171,7 @@ def told_commands() -> list[tuple[str, list[str]]]:
 
 def test_every_command_that_is_told_of_is_there_with_its_options() -> None:
     for where, words in told_commands():
-        command, rest = typer.main.get_command(cli.app), list(words)
+        command, rest = typer.main.get_command(main.app), list(words)
         while (known := getattr(command, "commands", None)) and rest and not rest[0].startswith("-"):
             assert rest[0] in known, f"{where}: midstream {' '.join(words)}"
             command = known[rest.pop(0)]
@@ -179,7 +181,7 @@ def test_every_command_that_is_told_of_is_there_with_its_options() -> None:
 
 
 def test_submit_and_sweep_take_the_same_options_of_handling() -> None:
-    commands = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
+    commands = typer.main.get_command(main.app).commands  # type: ignore[attr-defined]
     there = [
         {option for parameter in commands[name].params for option in parameter.opts if parameter.rich_help_panel == "Handling"}
         for name in ("submit", "sweep")
@@ -201,7 +203,7 @@ def test_a_misspelt_scope_of_a_key_is_answered_with_the_right_ones(capsys: pytes
 
 
 def test_every_capture_option_of_submit_is_read() -> None:
-    submit = typer.main.get_command(cli.app).commands["submit"]  # type: ignore[attr-defined]
+    submit = typer.main.get_command(main.app).commands["submit"]  # type: ignore[attr-defined]
     there = {option for parameter in submit.params for option in parameter.opts}
     assert set(options.CAPTURE_OPTIONS) <= there
 
@@ -294,7 +296,7 @@ def test_the_list_of_jobs_keeps_a_line_and_a_whole_id_for_each_on_a_narrow_termi
         for state, attempt in ((State.SUCCEEDED, 1), (State.CANCELLED, 2))
     ]
     console = Console(width=80, file=io.StringIO())
-    console.print(show.jobs(views))
+    console.print(jobs.jobs(views))
     heading, _, first, second = [line for line in console.file.getvalue().splitlines() if line.strip()]  # type: ignore[attr-defined]
     assert heading.split()[:5] == ["job", "state", "prompts", "captures", "took"]
     assert first.split()[:2] == [job_id, "succeeded"]
@@ -311,18 +313,18 @@ def test_receipts_count_the_rows_of_all_files_of_a_rank() -> None:
     captures = CaptureResults(status="ok", job="job_x", files=[file(3), file(4), file(5, request=1)])
     stages = [StageReport(pp=0, consistent=True, ranks=[report(0), report(1)])]
     console = Console(width=120, file=io.StringIO())
-    console.print(show.receipts("Receipts", [("job_x", captures, Determinism(consistent=True, stages=stages))]))
+    console.print(jobs.receipts("Receipts", [("job_x", captures, Determinism(consistent=True, stages=stages))]))
     first, second = [line for line in console.file.getvalue().splitlines() if "…" in line]  # type: ignore[attr-defined]
     assert first.split()[-3:] == ["7", "2", "files"]
     assert second.split()[-2:] == ["5", "000000ab"]
 
 
 def test_sizes_are_for_people() -> None:
-    assert [show.size(count) for count in (12, 2048, 3 << 20)] == ["12 B", "2.0 KiB", "3.0 MiB"]
+    assert [jobs.size(count) for count in (12, 2048, 3 << 20)] == ["12 B", "2.0 KiB", "3.0 MiB"]
 
 
 def test_the_demo_names_commands_as_they_can_be_typed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from midstream.client import demo
+    from midstream.client.cli import demo
 
     monkeypatch.setattr(sys, "argv", [str(tmp_path / ".venv" / "bin" / "midstream")])
     assert demo._command() == ".venv/bin/midstream"
@@ -348,7 +350,7 @@ def test_ids_stay_whole_in_every_table_on_80_columns() -> None:
     captured = CaptureEntry(job=JOB_ID, tags=["default", "tour"], created=1.79e9, status="ok", bytes=1 << 20, rows=4200)
     entry = EntryView(layers=[14], hook="post_block", positions="all", op="add", scale=1.0, numbers=[], tensors=["0" * 64])
     module = ModuleView(name="sea-not-office", model="m", digest="461a7232b345" + "0" * 52, bytes=2304, created=1.79e9, entries=[entry])
-    text = narrow(cli_keys._keys([key]), show.runs([run]), show.captures(CapturePage(captures=[captured])), show_steering.modules([module]))
+    text = narrow(keys._keys([key]), jobs.runs([run]), jobs.captures(CapturePage(captures=[captured])), steering.modules([module]))
     for whole in (key.id, run.name, JOB_ID, "461a7232b345", module.name):
         assert whole in text
     assert text.count(JOB_ID) == 2
@@ -366,7 +368,7 @@ def test_h_and_version_are_understood_everywhere(capsys: pytest.CaptureFixture[s
 
 
 def test_every_group_that_holds_something_has_a_list() -> None:
-    groups = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
+    groups = typer.main.get_command(main.app).commands  # type: ignore[attr-defined]
     assert {name for name, group in groups.items() if hasattr(group, "commands") and "list" not in group.commands} == {"global", "curve"}
 
 
@@ -377,7 +379,7 @@ def test_hooks_and_layers_are_the_only_names_of_sites() -> None:
         for parameter in command.params:
             yield from ((path, option) for option in parameter.opts if "hook" in option or "layer" in option)
 
-    found = set(options_of(typer.main.get_command(cli.app), "midstream"))
+    found = set(options_of(typer.main.get_command(main.app), "midstream"))
     assert found == {
         (f"midstream {command}", option) for command in ("submit", "sweep", "capture export") for option in ("--hooks", "--layers")
     }

@@ -9,7 +9,8 @@ import pytest
 from http_kit import reply, server
 from sweep_kit import VIEW, over, result
 
-from midstream.client import PatchStudy, cli, cli_sweeps
+from midstream.client import PatchStudy
+from midstream.client.cli import main, sweeps
 from midstream.schemas.base import from_json, to_json
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.sweeps import SweepRequest, SweepResult
@@ -21,7 +22,7 @@ def swept(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[SweepReque
     """What the server was asked and what was printed."""
     with server(reply(VIEW, 202), reply(VIEW), over(result())) as (url, seen):
         with pytest.raises(SystemExit) as caught:
-            cli.main(["sweep", *options, "--url", url])
+            main.main(["sweep", *options, "--url", url])
         assert not caught.value.code
         return from_json(seen.bodies[0], SweepRequest), capsys.readouterr().out
 
@@ -68,7 +69,7 @@ def test_a_sweep_none_of_whose_cells_has_a_value_is_shown_and_fails(capsys: pyte
     found = result()
     empty = msgspec.structs.replace(found, summary=msgspec.structs.replace(found.summary, cells=0))
     with server(reply(VIEW, 202), reply(VIEW), over(empty)) as (url, _), pytest.raises(SystemExit) as caught:
-        cli.main(["sweep", *PROMPTS, "--model", "m", "--url", url])
+        main.main(["sweep", *PROMPTS, "--model", "m", "--url", url])
     assert caught.value.code == 1
     printed = capsys.readouterr()
     assert "note: position 3" in printed.out
@@ -82,7 +83,7 @@ def test_json_is_the_result_and_nothing_else(capsys: pytest.CaptureFixture[str])
 
 def test_a_sweep_of_before_is_shown_by_its_job(capsys: pytest.CaptureFixture[str]) -> None:
     with server(reply(VIEW), over(result())) as (url, seen), pytest.raises(SystemExit):
-        cli.main(["sweep", "--job", "job_1", "--url", url])
+        main.main(["sweep", "--job", "job_1", "--url", url])
     assert not any(line.startswith("POST") for line in seen)
     assert "Strongest cells" in capsys.readouterr().out
 
@@ -119,7 +120,7 @@ def test_a_mistake_is_one_line_that_names_the_option_or_field(
     capsys: pytest.CaptureFixture[str], options: tuple[str, ...], field: str
 ) -> None:
     with pytest.raises(SystemExit) as caught:
-        cli.main(["sweep", *options, "--model", "m", "--url", "http://127.0.0.1:1"])
+        main.main(["sweep", *options, "--model", "m", "--url", "http://127.0.0.1:1"])
     assert caught.value.code == 1
     error = capsys.readouterr().err
     assert error.startswith(f"error: {field}: ")
@@ -128,11 +129,11 @@ def test_a_mistake_is_one_line_that_names_the_option_or_field(
 
 @pytest.mark.parametrize(("text", "window"), [("3", {"layers": 3}), ("3x2", {"layers": 3, "positions": 2})])
 def test_a_window_is_layers_or_layers_by_positions(text: str, window: dict[str, Any]) -> None:
-    assert cli_sweeps.parse_window(text) == window
+    assert sweeps.parse_window(text) == window
 
 
 def test_a_file_that_does_not_fit_is_named_with_the_place(tmp_path: Path) -> None:
     (tmp_path / "body.json").write_text('{"model": "m", "pairs": [{"clean": 1}]}')
     with pytest.raises(MidstreamError, match=r"body.json: pairs\[0\].clean") as caught:
-        cli_sweeps._read(tmp_path / "body.json", SweepRequest, "--body")
+        sweeps._read(tmp_path / "body.json", SweepRequest, "--body")
     assert caught.value.field == "--body"

@@ -6,16 +6,8 @@ import msgspec
 import pytest
 from http_kit import reply, server
 
-from midstream.client import cli
-from midstream.schemas.webhooks import (
-    Delivery,
-    DeliveryAttempt,
-    DeliveryPage,
-    DisabledEndpoint,
-    DisabledList,
-    Secret,
-    SecretList,
-)
+from midstream.client.cli import main
+from midstream.schemas.webhooks import Delivery, DeliveryAttempt, DeliveryPage, DisabledEndpoint, DisabledList, Secret, SecretList
 
 SENT = Delivery(
     id="msg_1_succeeded", job="job_1", event="job.succeeded", tenant="lab", url="https://a.example/hook", state="failed", created=1.0,
@@ -32,7 +24,7 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def typed(*words: str) -> None:
     with pytest.raises(SystemExit) as ended:
-        cli.main(["webhooks", *words])
+        main.main(["webhooks", *words])
     assert ended.value.code == 0
 
 

@@ -10,12 +10,15 @@ import pytest
 from http_kit import reply, server
 from rich.console import Console
 
-from midstream.client import AsyncClient, Client, cli, options, show, wire
+from midstream.client import AsyncClient, Client
+from midstream.client.cli import main, options
+from midstream.client.render import jobs
+from midstream.client.sdk import wire
 from midstream.schemas.base import from_json
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import JobRequest
 from midstream.schemas.openai import CompletionRequest
-from midstream.schemas.runs import RunPage, RunPrompt, RunView
+from midstream.schemas.source_runs import RunPage, RunPrompt, RunView
 from midstream.schemas.specs import PatchSource, PatchSpec
 from midstream.schemas.tensors import from_numpy
 
@@ -169,7 +172,7 @@ def test_a_capture_is_given_a_runs_name() -> None:
 
 def test_runs_are_shown_with_their_rows() -> None:
     console = Console(file=io.StringIO(), width=120)
-    for shown in (show.runs([RUN]), show.run(RUN), show.run_prompts([PROMPT])):
+    for shown in (jobs.runs([RUN]), jobs.run(RUN), jobs.run_prompts([PROMPT])):
         console.print(shown)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     for words in ("clean", "ready", "2.0 KiB", "by 2 jobs", "w1", "job_1", "pre_attn        0-2", "0-1, 4", "bfloat16"):
@@ -179,7 +182,7 @@ def test_runs_are_shown_with_their_rows() -> None:
 def test_runs_are_deleted_by_name_and_mistakes_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     problem = MidstreamError("not_found", "there is no source run 'b'").problem()
     with server(reply(None, 204), reply(problem, 404)) as (url, seen), pytest.raises(SystemExit) as code:
-        cli.main(["runs", "delete", "a", "b", "--url", url])
+        main.main(["runs", "delete", "a", "b", "--url", url])
     out, err = capsys.readouterr()
     assert (code.value.code, out, err) == (1, "a deleted\n", "error: there is no source run 'b'\n")
     assert seen == ["DELETE /v1/runs/a", "DELETE /v1/runs/b"]
@@ -188,5 +191,5 @@ def test_runs_are_deleted_by_name_and_mistakes_are_one_line(capsys: pytest.Captu
 @pytest.mark.parametrize(("arguments", "value"), [(["list", "--limit", "3"], PAGE), (["show", "clean"], RUN)])
 def test_runs_as_json_are_what_the_server_said(capsys: pytest.CaptureFixture[str], arguments: list[str], value: Any) -> None:
     with server(reply(value)) as (url, _), pytest.raises(SystemExit):
-        cli.main(["runs", *arguments, "--json", "--url", url])
+        main.main(["runs", *arguments, "--json", "--url", url])
     assert from_json(capsys.readouterr().out.encode(), type(value)) == value

@@ -11,7 +11,10 @@ from http_kit import reply, server
 from rich.console import Console
 from safetensors.numpy import save_file
 
-from midstream.client import AsyncClient, Client, cli, options, show_steering, steering
+from midstream.client import AsyncClient, Client
+from midstream.client.cli import main, options
+from midstream.client.render import steering as show_steering
+from midstream.client.sdk import steering
 from midstream.schemas.base import from_json
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.specs import SteeringSpec
@@ -208,7 +211,7 @@ def test_a_file_that_cannot_be_used_names_the_option(tmp_path: Path, monkeypatch
 def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
     """Exit code, stdout without the breaks of a narrow terminal, stderr of `midstream <arguments>`."""
     with pytest.raises(SystemExit) as caught:
-        cli.main(list(arguments))
+        main.main(list(arguments))
     out, err = capsys.readouterr()
     return int(caught.value.code or 0), out, err
 

@@ -14,7 +14,8 @@ import pytest
 from http_kit import reply, server
 
 from midstream import __version__
-from midstream.client import Client, VersionMismatch, download, wire
+from midstream.client import Client, VersionMismatch
+from midstream.client.sdk import download, wire
 from midstream.schemas.errors import MidstreamError, invalid
 from midstream.schemas.jobs import JobRequest, JobView, State
 from midstream.schemas.keys import KeyId
@@ -277,7 +278,9 @@ def test_a_server_cannot_choose_where_a_download_goes(tmp_path: Path, name: str)
 
 
 def test_importing_the_client_loads_nothing_heavy() -> None:
-    code = "import sys, midstream.client as c; c.Client, c.AsyncClient, c.CaptureReader; import midstream.client.cli; print(*sys.modules)"
+    code = (
+        "import sys, midstream.client as c; c.Client, c.AsyncClient, c.CaptureReader; import midstream.client.cli.main; print(*sys.modules)"
+    )
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     heavy = {"torch", "vllm", "celery", "litestar", "transformers", "redis", "zmq"} & set(loaded)
     assert heavy == set()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from midstream.broker.curve import KnownClients, client_keys, new_keys, secret_key, server_keys
+from midstream.broker.receipts.curve import KnownClients, client_keys, new_keys, secret_key, server_keys
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.settings import Settings, SettingsError
 
@@ -53,7 +53,7 @@ def test_what_is_no_key_is_refused_by_its_place_and_not_repeated(tmp_path: Path)
 
 
 def test_workers_come_and_go_with_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("midstream.broker.curve.LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("midstream.broker.receipts.curve.LOOK_EVERY_S", 0.0)
     keys = {name: zmq.curve_keypair()[0] for name in ("w1", "w2")}
     (tmp_path / "w1.pub").write_bytes(keys["w1"] + b"\n")
     clients = KnownClients(tmp_path)
@@ -72,7 +72,7 @@ def test_workers_come_and_go_with_their_files(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_folder_that_disappears_lets_in_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("midstream.broker.curve.LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("midstream.broker.receipts.curve.LOOK_EVERY_S", 0.0)
     key, _ = zmq.curve_keypair()
     folder = tmp_path / "clients"
     folder.mkdir()

@@ -16,8 +16,9 @@ import http_kit
 import pytest
 
 from midstream import __version__
-from midstream.broker import flower, health, keys
-from midstream.client.processes import wait_for
+from midstream.broker import flower, health
+from midstream.broker.ledger import keys
+from midstream.client.stack.processes import wait_for
 from midstream.schemas.settings import Settings, SettingsError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,7 +12,7 @@ import pytest
 import typer
 from tree import ROOT
 
-from midstream.client.cli import app
+from midstream.client.cli.main import app
 from midstream.schemas.selectors import ALIASES, HOOKS
 from midstream.schemas.settings import Settings
 

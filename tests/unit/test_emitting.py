@@ -7,7 +7,7 @@ from typing import Any
 
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import Event
-from midstream.workers.runs import Run
+from midstream.workers.serving.attempt import Run
 
 
 class Uneven:

@@ -11,8 +11,8 @@ from torch import nn
 
 from midstream.schemas.selectors import PositionSelector
 from midstream.schemas.specs import Entry, RankSpec, StoredCapture, StoredSteering
-from midstream.workers.runner.entry import Entering, Gate, first_layer, install_gate
 from midstream.workers.runner.planner import Tracked
+from midstream.workers.runner.reentry import Entering, Gate, first_layer, install_gate
 from midstream.workers.runner.step import RequestRows, StepView
 
 HIDDEN, BLOCK, PROMPT = 8, 4, 10

@@ -8,8 +8,9 @@ import safetensors.numpy
 from capture_kit import finished, values, write
 from typer.testing import CliRunner
 
-from midstream.client import CaptureReader, cli
-from midstream.client.export import export
+from midstream.client import CaptureReader
+from midstream.client.captures.export import export
+from midstream.client.cli import main
 from midstream.schemas.errors import MidstreamError
 
 SITES = {"pre_attn": [0, 3], "post_block": [0, 1, 2]}
@@ -24,7 +25,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def run(*arguments: object) -> tuple[int, str]:
-    done = CliRunner().invoke(cli.app, [str(argument) for argument in arguments], env={"COLUMNS": "160"})
+    done = CliRunner().invoke(main.app, [str(argument) for argument in arguments], env={"COLUMNS": "160"})
     return done.exit_code, done.output + (str(done.exception) if isinstance(done.exception, MidstreamError) else "")
 
 

@@ -12,16 +12,17 @@ from midstream.client import CaptureReader
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import Job, Output, Sampling, StoredPrompt
 from midstream.schemas.models import encode_bundle
-from midstream.schemas.runs import ZEROS, RunFiles, RunRow, row_name
 from midstream.schemas.selectors import HOOKS, Hook
 from midstream.schemas.settings import Settings
+from midstream.schemas.source_runs import ZEROS, RunFiles, RunRow, row_name
 from midstream.schemas.specs import RankSpec, StoredCapture, StoredSteering
 from midstream.schemas.steering import GlobalSteering, SteeringTemplate
 from midstream.schemas.tensors import Tensor, content_hash, from_numpy
-from midstream.workers.engine import Progress, ask_of, make_engine
-from midstream.workers.fake_engine import FakeEngine
-from midstream.workers.fake_model import HIDDEN_SIZE, residual_rows
-from midstream.workers.fake_rank import FakeFaults, FakeRank
+from midstream.workers.engine.protocol import Progress, ask_of
+from midstream.workers.engines import make_engine
+from midstream.workers.fake.engine import FakeEngine
+from midstream.workers.fake.model import HIDDEN_SIZE, residual_rows
+from midstream.workers.fake.rank import FakeFaults, FakeRank
 
 
 def settings(tmp_path: Path, **changed: object) -> Settings:

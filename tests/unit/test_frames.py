@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from midstream import __version__
-from midstream.broker import frames
-from midstream.broker.frames import FrameError, Kind, ProtocolMismatch
+from midstream.broker.receipts import frames
+from midstream.broker.receipts.frames import FrameError, Kind, ProtocolMismatch
 from midstream.schemas.base import to_msgpack
 from midstream.schemas.receipts import PROTOCOL, CapturedFile, Receipt, receipt_decoder
 

@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 from sweep_kit import CORRUPT, FAILED, LAYERS, PEAK, grid, pair, result
 
-from midstream.client import heatmap, show_sweeps
-from midstream.client.grid import described, grid_of
+from midstream.client.render import heatmap, sweeps
+from midstream.client.sdk.grid import described, grid_of
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.sweeps import Baseline, Metric, SweepResult
 
@@ -18,7 +18,7 @@ from midstream.schemas.sweeps import Baseline, Metric, SweepResult
 def printed(sweep: SweepResult, width: int = 80, color_system: str | None = None) -> str:
     console = Console(width=width, height=50, color_system=color_system, force_terminal=True)  # type: ignore[arg-type]
     with console.capture() as captured:
-        console.print(show_sweeps.report(sweep))
+        console.print(sweeps.report(sweep))
     return captured.get()
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from midstream.api.__main__ import serve
-from midstream.broker.hosts import Hosts
+from midstream.broker.ops.hosts import Hosts
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.settings import Settings, SettingsError, asks_for_keys
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from midstream.broker.curve import client_keys, server_keys, with_kept_keys
-from midstream.broker.install import close_folder, redis_password, with_redis_password, with_secrets
+from midstream.broker.ops.install import close_folder, redis_password, with_redis_password, with_secrets
+from midstream.broker.receipts.curve import client_keys, server_keys, with_kept_keys
 from midstream.schemas.settings import Settings, SettingsError
 
 

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 from capture_kit import filesystem, finished, values, write
 
-from midstream.broker import retention
+from midstream.broker.artifacts import local, retention
 from midstream.client import CaptureReader
 from midstream.schemas.blobs import read_entries
-from midstream.workers import storage
 from midstream.workers.runner.finished import FinishedCapture, Outcome
 
 SITES = {"pre_attn": [0, 3], "mlp_out": [1], "post_block": [0, 1, 2]}
@@ -115,7 +114,7 @@ def test_a_group_of_any_layout_mix_costs_four_syncs(tmp_path: Path, monkeypatch:
     store = filesystem(tmp_path)
     store.consume([finished(layout="segment")])  # opens the segment
     calls: list[str] = []
-    for module, name in ((os, "fsync"), (os, "fdatasync"), (storage, "_syncfs")):
+    for module, name in ((os, "fsync"), (os, "fdatasync"), (local, "_syncfs")):
         monkeypatch.setattr(module, name, lambda descriptor, name=name: calls.append(name))
     store.consume([finished(f"job_{n}", layout=layout) for n in range(40) for layout in ("segment", "packed", "per_file")])
     store.close()
@@ -196,7 +195,7 @@ def test_files_removed_while_they_are_written_are_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: Callable[[Path], None], layout: str
 ) -> None:
     """The file is replaced once, between the last sync and the report."""
-    module, name = (os, "fdatasync") if layout == "segment" else (storage, "_sync")
+    module, name = (os, "fdatasync") if layout == "segment" else (local, "_sync")
     store, real, syncs = filesystem(tmp_path), getattr(module, name), []
 
     def sync(*args: Any) -> None:
@@ -215,14 +214,14 @@ def test_files_removed_while_they_are_written_are_written_again(
 
 
 def test_a_file_that_is_removed_each_time_fails_its_capture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = storage._sync
+    real = local._sync
 
     def sync(root: Path, paths: Sequence[Path]) -> None:
         real(root, paths)
         for path in tmp_path.rglob("*.safetensors"):
             path.unlink()
 
-    monkeypatch.setattr(storage, "_sync", sync)
+    monkeypatch.setattr(local, "_sync", sync)
     (outcome,) = filesystem(tmp_path).consume([finished(layout="packed")])
     assert (outcome.files, "was removed while it was written" in outcome.error) == ((), True)
 

@@ -6,10 +6,10 @@ from typing import NamedTuple
 from prometheus_client import REGISTRY
 from tree import ROOT
 
-from midstream.api import ledger_metrics as _ledger_metrics  # noqa: F401
-from midstream.api import service as _service  # noqa: F401
-from midstream.broker import metrics as _metrics  # noqa: F401
-from midstream.workers.figures import OF_RANK, OF_WORKER
+from midstream.api.operations import ledger_metrics as _ledger_metrics  # noqa: F401
+from midstream.api.routes import service as _service  # noqa: F401
+from midstream.broker.ops import metrics as _metrics  # noqa: F401
+from midstream.workers.serving.metrics import OF_RANK, OF_WORKER
 
 
 class Metric(NamedTuple):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from midstream.client.processes import birth, wait_for
+from midstream.client.stack.processes import birth, wait_for
 from midstream.workers.runner.process import die_with_parent
 
 #: Starts a child as vLLM starts its processes, says its pid, and stays.

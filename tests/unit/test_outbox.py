@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from midstream.broker.outbox import Outbox, OutboxError
-from midstream.broker.outbox_store import JobLog, Store, file_stem
+from midstream.broker.receipts.outbox import Outbox, OutboxError
+from midstream.broker.receipts.outbox_store import JobLog, Store, file_stem
 from midstream.schemas.receipts import Receipt, receipt_decoder
 
 NOBODY = "tcp://127.0.0.1:9"  # the discard port: nothing listens
@@ -130,7 +130,7 @@ def test_a_second_process_on_the_same_outbox_is_told_who_has_it(tmp_path: Path) 
     program = f"""
 import sys, time
 from pathlib import Path
-from midstream.broker.outbox import Outbox
+from midstream.broker.receipts.outbox import Outbox
 with Outbox(Path({str(tmp_path)!r}), "w", 0, {NOBODY!r}):
     print("held", flush=True)
     sys.stdin.read()
@@ -177,7 +177,7 @@ def test_workers_with_odd_names_have_files_of_their_own(tmp_path: Path) -> None:
 
 # field case 19
 def test_a_full_disk_holds_receipts_back_until_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("midstream.broker.outbox.GIVE_UP_S", 0.1)  # that is for a disk that is broken
+    monkeypatch.setattr("midstream.broker.receipts.outbox.GIVE_UP_S", 0.1)  # that is for a disk that is broken
     told = threading.Event()
     with Outbox(tmp_path, "w", 0, NOBODY) as outbox:
         pages = outbox._store._db.execute("PRAGMA page_count").fetchone()[0]
@@ -193,7 +193,7 @@ def test_a_full_disk_holds_receipts_back_until_there_is_room(tmp_path: Path, mon
 
 # field case 19
 def test_a_disk_that_stays_broken_is_reported_and_ends_in_errors_not_in_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("midstream.broker.outbox.GIVE_UP_S", 0.2)
+    monkeypatch.setattr("midstream.broker.receipts.outbox.GIVE_UP_S", 0.2)
     errors: list[Exception] = []
     told = threading.Event()
 
@@ -295,7 +295,7 @@ def test_the_job_log_survives_a_torn_last_line(tmp_path: Path) -> None:
 
 
 def test_the_job_log_does_not_grow_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("midstream.broker.outbox_store.JOB_LOG_BYTES", 10_000)
+    monkeypatch.setattr("midstream.broker.receipts.outbox_store.JOB_LOG_BYTES", 10_000)
     store = Store(tmp_path, "w", 0)
     for _ in range(100):
         last = store.commit([("job_" + "x" * 30, b"x")] * 100, acked=store.last, prune=store.last)
@@ -323,5 +323,7 @@ def test_receipts_read_back_from_disk_are_the_ones_appended(outbox: Outbox) -> N
 
 
 def test_the_outbox_brings_nothing_heavy_into_a_rank_process() -> None:
-    program = "import sys; import midstream.broker.outbox; print({'torch', 'vllm', 'celery', 'redis', 'asyncio'} & set(sys.modules))"
+    program = (
+        "import sys; import midstream.broker.receipts.outbox; print({'torch', 'vllm', 'celery', 'redis', 'asyncio'} & set(sys.modules))"
+    )
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "set()\n"

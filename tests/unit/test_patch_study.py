@@ -15,22 +15,14 @@ from http_kit import Reply, reply, server
 from sweep_kit import CORRUPT, FAILED, LAYERS, PEAK, VIEW, grid, over, pair, result
 
 from midstream import AsyncClient, AsyncPatchStudy, Client, PatchStudy
-from midstream.client import heatmap, notebook
-from midstream.client.grid import grid_of
-from midstream.client.patch_study import Region
-from midstream.client.progress import bar
+from midstream.client.notebook import install
+from midstream.client.render import heatmap, notebook
+from midstream.client.sdk.grid import grid_of
+from midstream.client.sdk.progress import bar
+from midstream.client.study.patch_study import Region
 from midstream.schemas.base import from_json, to_json
 from midstream.schemas.errors import MidstreamError
-from midstream.schemas.sweeps import (
-    PairSpan,
-    Skipped,
-    SweepCell,
-    SweepPair,
-    SweepRequest,
-    SweepResult,
-    SweepStart,
-    SweepSummary,
-)
+from midstream.schemas.sweeps import PairSpan, Skipped, SweepCell, SweepPair, SweepRequest, SweepResult, SweepStart, SweepSummary
 
 PROMPTS = ("The Eiffel Tower is in", "The Colosseum is in", " Paris", " Rome")
 START = SweepStart(
@@ -338,8 +330,8 @@ def test_ipython_renders_what_has_no_method_for_it(monkeypatch: pytest.MonkeyPat
     formatters = pytest.importorskip("IPython.core.formatters", reason="ipykernel is not installed (extra `dev`)")
     shell = SimpleNamespace(display_formatter=formatters.DisplayFormatter())
     assert set(shell.display_formatter.format(result())[0]) == {"text/plain"}
-    monkeypatch.setattr(notebook, "_shell", lambda: shell)
-    notebook.install()
+    monkeypatch.setattr("midstream.client.notebook.ipython_shell", lambda: shell)
+    install()
     data, _ = shell.display_formatter.format(result())
     assert data["image/png"]
     assert "Strongest cells" in data["text/html"]

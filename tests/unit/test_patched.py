@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 
 from midstream import __version__
-from midstream.api import patched
-from midstream.api.patched import MAX_PATCH_ROWS, MAX_RUNS
-from midstream.api.rules import Bounds, PromptFacts, resolve_captures
-from midstream.api.standing import Standing
-from midstream.api.steered import MAX_ENTRIES, resolve_edits, resolve_module
+from midstream.api.resolve import patches
+from midstream.api.resolve.captures import Bounds, PromptFacts, resolve_captures
+from midstream.api.resolve.model_state import Standing
+from midstream.api.resolve.patches import MAX_PATCH_ROWS, MAX_RUNS
+from midstream.api.resolve.steering import MAX_ENTRIES, resolve_edits, resolve_module
 from midstream.schemas.base import from_msgpack
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.models import ModelInfo
-from midstream.schemas.runs import ZEROS, RunPrompt, RunView
 from midstream.schemas.selectors import HOOKS, SelectorError, Span, Window
+from midstream.schemas.source_runs import ZEROS, RunPrompt, RunView
 from midstream.schemas.specs import CaptureSpec, PatchSource, PatchSpec, SteeringSpec, StoredSteering
 from midstream.schemas.steering import Module, content_digest
 from midstream.schemas.tensors import Tensor, content_hash, from_numpy, to_numpy
@@ -199,7 +199,7 @@ def test_zeros_need_no_bytes() -> None:
 
 
 def test_masks_that_differ_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patched, "MAX_MASKS", 2)
+    monkeypatch.setattr(patches, "MAX_MASKS", 2)
     two = [patch(mask=0), patch(mask=[1]), patch(mask="0"), patch()]
     assert len(entries(*two)) == 4
     found = refused(*two, patch(mask=2))

@@ -11,8 +11,9 @@ from http_kit import reply, server
 from sweep_kit import VIEW
 
 from midstream import Client, ServerUnreachable, UnknownArgument
-from midstream.client import plain, steering, wire
-from midstream.client.keys import key_request
+from midstream.client import values
+from midstream.client.sdk import steering, wire
+from midstream.client.sdk.keys import key_request
 from midstream.schemas.base import to_json
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import JobRequest, SamplingRequest, State
@@ -26,11 +27,11 @@ VECTOR = np.arange(4, dtype=np.float64)
 
 
 def job(**fields: Any) -> JobRequest:
-    return plain.request(None, {"model": "m", "prompts": ["x"], **fields}, JobRequest)
+    return values.request(None, {"model": "m", "prompts": ["x"], **fields}, JobRequest)
 
 
 def sweep(**fields: Any) -> SweepRequest:
-    return plain.request(None, {"model": "m", "pairs": [{"clean": "a", "corrupt": "b", "answer": "c"}], **fields}, SweepRequest)
+    return values.request(None, {"model": "m", "pairs": [{"clean": "a", "corrupt": "b", "answer": "c"}], **fields}, SweepRequest)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +134,7 @@ def test_run_takes_the_names_of_completion() -> None:
     assert job(max_tokens=np.int64(4), temperature=0.5).sampling == SamplingRequest(max_tokens=4, temperature=0.5)
     assert job(sampling={"seed": 1}, max_tokens=4).sampling == SamplingRequest(max_tokens=4, seed=1)
     prompts = [
-        plain.request(None, {"model": "m", "prompt": prompt}, JobRequest).prompts
+        values.request(None, {"model": "m", "prompt": prompt}, JobRequest).prompts
         for prompt in ("hello", ["a", "b"], [1, 2], np.array([1, 2]), np.array([[1], [2]]))
     ]
     assert prompts == [["hello"], ["a", "b"], [[1, 2]], [[1, 2]], [[1], [2]]]

@@ -11,9 +11,9 @@ from plane_kit import VECTOR, Rig, capturing, for_everyone, run, spec_of, steere
 from rank_kit import HIDDEN, Request, steering, stream_of
 
 from midstream import __version__
-from midstream.client.reader import CaptureReader
-from midstream.schemas.runs import RunRow, row_name
+from midstream.client.captures.reader import CaptureReader
 from midstream.schemas.selectors import HOOKS, PositionSelector, Window, select
+from midstream.schemas.source_runs import RunRow, row_name
 from midstream.schemas.specs import StoredCapture
 from midstream.schemas.tensors import content_hash, from_numpy
 from midstream.workers.runner.row_index import Keeping, KeptBlock

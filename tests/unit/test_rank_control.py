@@ -12,9 +12,9 @@ from midstream.schemas.errors import MidstreamError
 from midstream.schemas.settings import Settings
 from midstream.schemas.steering import GlobalSteering, RankSteering, SteeringTemplate
 from midstream.schemas.tensors import Tensor, content_hash, from_numpy
-from midstream.workers.collective import Quarantined, Refused, Undo, unbroken
-from midstream.workers.fake_engine import FakeEngine
-from midstream.workers.rank_control import disagreement
+from midstream.workers.engine.collective import Quarantined, Refused, Undo, unbroken
+from midstream.workers.engine.rank_control import disagreement
+from midstream.workers.fake.engine import FakeEngine
 
 TENSORS = {content_hash(t): t for t in (from_numpy(np.full(8, n, dtype=np.float32)) for n in range(3))}
 FIRST, SECOND, THIRD = TENSORS

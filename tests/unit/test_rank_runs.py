@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from midstream.schemas.errors import MidstreamError
-from midstream.schemas.runs import RunFile, RunFiles
 from midstream.schemas.settings import Settings
-from midstream.workers.collective import Quarantined, Ranks
-from midstream.workers.fake_model import HIDDEN_SIZE
-from midstream.workers.fake_rank import FakeFaults
-from midstream.workers.fake_ranks import FakeRanks
-from midstream.workers.rank_runs import RankRuns
+from midstream.schemas.source_runs import RunFile, RunFiles
+from midstream.workers.engine.collective import Quarantined, Ranks
+from midstream.workers.engine.source_runs import RankRuns
+from midstream.workers.fake.model import HIDDEN_SIZE
+from midstream.workers.fake.rank import FakeFaults
+from midstream.workers.fake.ranks import FakeRanks
 
 A, B, C, D = (f"job_{letter}.0.t" for letter in "abcd")
 SIZE = 100

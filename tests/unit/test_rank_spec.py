@@ -6,8 +6,8 @@ from midstream.schemas.jobs import Job, Sampling, StoredPrompt
 from midstream.schemas.selectors import PositionWish, Span, Window
 from midstream.schemas.specs import RankSpec, StoredCapture, StoredSteering
 from midstream.schemas.steering import GlobalSteering, SteeringTemplate
-from midstream.workers.engine import ask_of
-from midstream.workers.rank_spec import rank_spec
+from midstream.workers.engine.protocol import ask_of
+from midstream.workers.engine.rank_spec import rank_spec
 
 
 def template(vector: str, positions: PositionWish = "all") -> SteeringTemplate:

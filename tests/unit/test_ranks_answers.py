@@ -7,9 +7,9 @@ import pytest
 
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.tensors import content_hash, from_numpy
-from midstream.workers.admission import CaptureBudget, CellSlots, CrowdedOut, RowAdmission, RowWish, StepRows
-from midstream.workers.collective import Ranks, check_apply_results
-from midstream.workers.vectors import RankVectors
+from midstream.workers.engine.admission import CaptureBudget, CellSlots, CrowdedOut, RowAdmission, RowWish, StepRows
+from midstream.workers.engine.collective import Ranks, check_apply_results
+from midstream.workers.engine.vectors import RankVectors
 
 TENSORS = {content_hash(t): t for t in (from_numpy(np.full(4, n, dtype=np.float32)) for n in range(6))}
 NAMES = list(TENSORS)

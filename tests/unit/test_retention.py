@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from capture_kit import filesystem, finished, values, write
 
-from midstream.broker import retention
+from midstream.broker.artifacts import retention
 from midstream.client import CaptureReader
 from midstream.schemas.errors import MidstreamError
 

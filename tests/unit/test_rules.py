@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from midstream import __version__
-from midstream.api import everyone, rules
-from midstream.api.rules import Bounds, PromptFacts, resolve_captures
+from midstream.api.resolve import captures as rules
+from midstream.api.resolve import global_capture as everyone
+from midstream.api.resolve.captures import Bounds, PromptFacts, resolve_captures
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import Job, Sampling, StoredPrompt
 from midstream.schemas.models import ModelInfo

@@ -1,7 +1,7 @@
 """Does an exception in a run become the problem that says most?"""
 
 from midstream.schemas.errors import MidstreamError
-from midstream.workers.runs import problem_of
+from midstream.workers.serving.attempts import problem_of
 
 
 def test_a_typed_error_keeps_kind_and_detail() -> None:

@@ -10,11 +10,11 @@ import pytest
 import torch
 from capture_kit import HIDDEN, finished, run_of, values, write
 
-from midstream.schemas.runs import RunFiles, RunRow, row_name, run_key
 from midstream.schemas.selectors import HOOKS
+from midstream.schemas.source_runs import RunFiles, RunRow, row_name, run_key
 from midstream.workers.runner.faults import Faults, answer
-from midstream.workers.runner.runs import RunStore
 from midstream.workers.runner.sites import Site
+from midstream.workers.runner.source_runs import RunStore
 
 KEY = run_key("job_x", 0, "tag")
 SITES = {"post_block": [2, 3], "pre_attn": [2]}

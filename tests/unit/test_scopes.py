@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from midstream.api import auth
 from midstream.api.app import make_app
+from midstream.api.web import auth
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.keys import DEFAULT_TENANT, TENANT_PATTERN, Caller, own, scoped, shown, unscoped
 from midstream.schemas.settings import Settings, asks_for_keys

@@ -9,7 +9,8 @@ from http_kit import reply, server
 from rich.console import Console
 
 from midstream import __version__
-from midstream.client import doctor, show_status
+from midstream.client.render import status as show_status
+from midstream.client.stack import doctor
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.models import WorkerInfo, WorkerStats
 from midstream.schemas.settings import Settings

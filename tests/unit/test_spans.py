@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from spelling import byte_level, fallback, overlapping
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from midstream.api.admission import facts_of
-from midstream.api.text import Codec
-from midstream.api.wishes import Wish, WishedPrompt
+from midstream.api.resolve.admission import facts_of
+from midstream.api.resolve.request_parsing import Wish, WishedPrompt
+from midstream.api.resolve.tokenizer import Codec
 from midstream.schemas.jobs import Sampling, StoredPrompt
 from midstream.schemas.models import TokenizerBundle
 from midstream.schemas.selectors import PositionSelector, SelectorError, Span, resolve_positions

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from midstream.api import staying
-from midstream.api.auth import EVERYBODY
-from midstream.api.staying import Stays
+from midstream.api.web import key_revocation
+from midstream.api.web.key_revocation import Stays
 from midstream.schemas.errors import MidstreamError
-from midstream.schemas.keys import Caller
+from midstream.schemas.keys import EVERYBODY, Caller
 
 
 class Stored:
@@ -32,7 +31,7 @@ class Stored:
 
 @pytest.fixture
 def stored(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(staying, "KNOWN_S", 0.001)
+    monkeypatch.setattr(key_revocation, "KNOWN_S", 0.001)
     return Stored()
 
 

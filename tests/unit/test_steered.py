@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from midstream import __version__
-from midstream.api.rules import Bounds, PromptFacts
-from midstream.api.steered import Standing, resolve_edits, resolve_everyone, resolve_module
+from midstream.api.resolve.captures import Bounds, PromptFacts
+from midstream.api.resolve.steering import Standing, resolve_edits, resolve_everyone, resolve_module
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.models import ModelInfo
 from midstream.schemas.selectors import HOOKS, SelectorError, Span, Window

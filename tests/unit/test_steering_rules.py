@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from midstream import __version__
-from midstream.api.rules import Bounds, PromptFacts
-from midstream.api.steered import resolve_edits
-from midstream.api.steering_rules import DEFAULTS, DIRECTIONS, LARGEST, NO_LIMIT, NUMBERS, OPTIONS, SCALED, TENSORS
+from midstream.api.resolve.captures import Bounds, PromptFacts
+from midstream.api.resolve.interventions import DEFAULTS, DIRECTIONS, LARGEST, NO_LIMIT, NUMBERS, OPTIONS, SCALED, TENSORS
+from midstream.api.resolve.steering import resolve_edits
 from midstream.kernels.families import FAMILIES
 from midstream.schemas.base import from_msgpack, to_json, to_msgpack
 from midstream.schemas.errors import MidstreamError

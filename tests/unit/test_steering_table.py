@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from rank_kit import HIDDEN, Rank, Request, make_buffers, steering, stream_of
 
 from midstream.kernels.families import FAMILIES, PLACE, SCALARS
-from midstream.schemas.runs import ZEROS, RunRow, row_name
+from midstream.schemas.source_runs import ZEROS, RunRow, row_name
 from midstream.schemas.specs import ONES, Family, StoredSteering, steering_digest, steering_rows
-from midstream.workers.runner.entries import EntryPool, crc32_of
-from midstream.workers.runner.steering import RowTable
+from midstream.workers.runner.steering_tables import RowTable
+from midstream.workers.runner.vector_pool import EntryPool, crc32_of
 
 RNG = np.random.default_rng(7)
 V, W = RNG.normal(size=(2, HIDDEN)).astype(np.float32)

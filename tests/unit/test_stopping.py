@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 
-from midstream.api.edge import _stopped
+from midstream.api.context import _stopped
 
 
 def test_a_wait_inside_a_wait_is_stopped_although_it_takes_several_cancellations() -> None:

@@ -14,10 +14,10 @@ import pytest
 from capture_kit import finished, values
 from safetensors.numpy import load, load_file
 
+from midstream.broker.artifacts import local
+from midstream.broker.artifacts.local import SEGMENT_ALIGNMENT, Blob, PendingFile, Segment, publish
 from midstream.schemas.blobs import read_entries
-from midstream.workers import storage
 from midstream.workers.runner.layouts import blob_of
-from midstream.workers.storage import SEGMENT_ALIGNMENT, Blob, PendingFile, Segment, publish
 
 
 def blob(request: int = 0, rows: int = 3) -> Blob:
@@ -96,7 +96,7 @@ class Order:
 # field case 22
 def test_contents_are_synced_before_the_rename_and_directories_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The order in which a power cut cannot leave a name without its content, or a reported file without its name."""
-    monkeypatch.setattr(storage, "_SYNC_SINGLY", 100)
+    monkeypatch.setattr(local, "_SYNC_SINGLY", 100)
     order = Order(monkeypatch)
     publish(tmp_path, [pending("tag/job/p.safetensors")])
     steps = [step for step in order.seen if step[0] != "write"]
@@ -121,8 +121,8 @@ def test_a_segments_blobs_are_synced_before_the_lines_that_name_them(tmp_path: P
 # field case 46
 def test_many_files_cost_two_round_trips_to_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    syncfs = storage._syncfs
-    monkeypatch.setattr(storage, "_syncfs", lambda descriptor: (calls.append("syncfs"), syncfs(descriptor)))
+    syncfs = local._syncfs
+    monkeypatch.setattr(local, "_syncfs", lambda descriptor: (calls.append("syncfs"), syncfs(descriptor)))
     monkeypatch.setattr(os, "fsync", lambda descriptor: calls.append("fsync"))
     publish(tmp_path, [pending(f"tag/job{n}/p.safetensors") for n in range(50)])
     assert calls == ["syncfs", "syncfs"]

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from midstream.client import processes, supervisor
-from midstream.client.processes import Child, birth, end_leftover, members, wait_for
-from midstream.client.supervisor import Supervisor, child_environment, prepare
-from midstream.client.where import STATE_FILE
+from midstream.client.sdk.discovery import STATE_FILE
+from midstream.client.stack import processes, supervisor
+from midstream.client.stack.processes import Child, birth, end_leftover, members, wait_for
+from midstream.client.stack.supervisor import Supervisor, child_environment, prepare
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.settings import Settings, SettingsError, load_settings
 
@@ -186,7 +186,7 @@ def test_a_child_goes_when_its_supervisor_is_killed(tmp_path: Path) -> None:
     code = f"""
 import sys, time
 from pathlib import Path
-from midstream.client.processes import Child
+from midstream.client.stack.processes import Child
 part = Child("part", [sys.executable, "-c", "import time; time.sleep(600)"], {{}}, Path({str(tmp_path)!r}) / "part.log", 1.0)
 part.start()
 print(part.pid, flush=True)

@@ -4,11 +4,11 @@ import math
 
 import pytest
 
-from midstream.broker.sweep_metrics import Grades, grades, in_nats, noise_floor, recovered, useless_baseline
+from midstream.broker.ledger.sweep_metrics import Grades, grades, in_nats, noise_floor, recovered, useless_baseline
 from midstream.schemas.receipts import Receipt
 from midstream.schemas.sweep_units import nodes_of
 from midstream.schemas.sweeps import StoredPair
-from midstream.workers.sweep_verdict import Unvouched, verdict
+from midstream.workers.serving.sweep_verdict import Unvouched, verdict
 
 PAIR = StoredPair(base=[1], source=[2], columns=[], answer=[10, 11], foil=[12])
 #: The prompt's next token: 10 or 12; behind 10: 11.

@@ -9,11 +9,11 @@ import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 
 from midstream import __version__
-from midstream.api import sweep_prompts
-from midstream.api.continuations import ReadPrompt, continue_prompts
-from midstream.api.sweep_limits import room_of_cell
-from midstream.api.sweep_plan import Planned, plan_sweep
-from midstream.api.text import Codec, TooLong
+from midstream.api.resolve import sweep_prompts
+from midstream.api.resolve.continuations import ReadPrompt, continue_prompts
+from midstream.api.resolve.sweep_limits import room_of_cell
+from midstream.api.resolve.sweep_plan import Planned, plan_sweep
+from midstream.api.resolve.tokenizer import Codec, TooLong
 from midstream.schemas.base import from_msgpack
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.models import ModelInfo, TokenizerBundle

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from midstream.broker.sweep_result import sweep_result, sweep_start, sweep_summary
+from midstream.broker.ledger.sweep_result import sweep_result, sweep_start, sweep_summary
 from midstream.schemas.base import to_json
 from midstream.schemas.sweep_units import Units
 from midstream.schemas.sweeps import Column, StoredPair, StoredSweep, UnitRecord

@@ -9,15 +9,15 @@ import pytest
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import Job, Sampling, StoredPrompt
 from midstream.schemas.receipts import CapturedFile, Receipt
-from midstream.schemas.runs import ZEROS, parse_row
 from midstream.schemas.selectors import HOOKS
 from midstream.schemas.settings import Settings
+from midstream.schemas.source_runs import ZEROS, parse_row
 from midstream.schemas.specs import columns_of, steering_rows
 from midstream.schemas.sweep_units import Units
 from midstream.schemas.sweeps import Column, PatchWindow, StoredPair, StoredSweep
-from midstream.workers.engine import check_lengths
-from midstream.workers.fake_model import make_bundle, make_info, make_tokenizer
-from midstream.workers.sweep_asks import Asks
+from midstream.workers.engine.protocol import check_lengths
+from midstream.workers.fake.model import make_bundle, make_info, make_tokenizer
+from midstream.workers.serving.sweep_requests import Asks
 
 BASE, SOURCE = [10, 11, 12, 13], [20, 21, 22, 23, 24]
 COLUMNS = [

@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from midstream.api.text import INLINE_CHARACTERS, Codec
+from midstream.api.resolve.tokenizer import INLINE_CHARACTERS, Codec
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.models import TokenizerBundle
 

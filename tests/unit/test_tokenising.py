@@ -10,9 +10,9 @@ import msgspec
 import pytest
 from test_text import TEMPLATES, make_codec
 
-from midstream.api import tokenising
-from midstream.api.text import SHORT_CHARACTERS, Beside, Codec, TooLong
-from midstream.api.tokenising import Helpers
+from midstream.api.resolve import tokenizer_pool
+from midstream.api.resolve.tokenizer import SHORT_CHARACTERS, Beside, Codec, TooLong
+from midstream.api.resolve.tokenizer_pool import Helpers
 from midstream.schemas.base import to_msgpack
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.settings import Settings
@@ -112,7 +112,7 @@ def test_a_process_that_dies_is_replaced() -> None:
 
 
 def test_requests_over_the_queue_limit_get_retry_after(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenising, "MAX_WAITING", 2)
+    monkeypatch.setattr(tokenizer_pool, "MAX_WAITING", 2)
 
     async def check(_: Helpers, codec: Codec) -> None:
         made = await asyncio.gather(*(codec.encode(["hello " * 2000], special_tokens=False) for _ in range(5)), return_exceptions=True)

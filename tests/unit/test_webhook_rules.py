@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from midstream.broker.webhook_http import SECRET_PREFIX, CheckedBackend, Poster, TargetRefused, signature
-from midstream.broker.webhook_schedule import JITTER, LADDER_S, RETRY_AFTER_MAX_S, due_again, retry_after
-from midstream.broker.webhook_sender import TENANT_SLOTS
-from midstream.broker.webhook_targets import refusal, url_fault
+from midstream.broker.webhooks.http import SECRET_PREFIX, CheckedBackend, Poster, TargetRefused, signature
+from midstream.broker.webhooks.schedule import JITTER, LADDER_S, RETRY_AFTER_MAX_S, due_again, retry_after
+from midstream.broker.webhooks.sender import TENANT_SLOTS
+from midstream.broker.webhooks.targets import refusal, url_fault
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.handling import ENDS, Handling, callback_of
 
@@ -244,7 +244,7 @@ def test_names_that_nobody_answers_for_do_not_keep_others_from_being_looked_up(m
             await asyncio.gather(*slow)
             await poster.close()
 
-    monkeypatch.setattr("midstream.broker.webhook_http.socket.getaddrinfo", look_up)
+    monkeypatch.setattr("midstream.broker.webhooks.http.socket.getaddrinfo", look_up)
     asyncio.run(main())
 
 

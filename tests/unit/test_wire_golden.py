@@ -10,8 +10,8 @@ import pytest
 from tree import ROOT, sources
 from wire_samples import CHOSEN, FILE, JSON, MSGPACK, encoders, full, small, written
 
-from midstream.broker import frames
-from midstream.broker.celery_app import make_app, task_of
+from midstream.broker.queue.celery_app import make_app, task_of
+from midstream.broker.receipts import frames
 from midstream.schemas.base import Published, Record, from_json, from_msgpack, to_json, to_msgpack
 from midstream.schemas.jobs import Job
 from midstream.schemas.models import ModelInfo, WorkerInfo

@@ -8,7 +8,7 @@ import pytest
 
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.settings import Settings
-from midstream.workers.identity import WorkerLock, with_worker_id
+from midstream.workers.engine.identity import WorkerLock, with_worker_id
 
 
 def test_a_worker_without_an_id_is_named_after_host_and_model() -> None:
@@ -24,7 +24,7 @@ def test_an_id_becomes_a_plain_file_name() -> None:
 def test_a_second_worker_of_the_same_id_is_refused_with_the_pid_of_the_first(tmp_path: Path) -> None:
     settings = Settings(data_dir=str(tmp_path), worker_id="w1")
     hold = (
-        "import sys, time; from midstream.schemas.settings import Settings; from midstream.workers.identity import WorkerLock\n"
+        "import sys, time; from midstream.schemas.settings import Settings; from midstream.workers.engine.identity import WorkerLock\n"
         f"lock = WorkerLock(Settings(data_dir={str(tmp_path)!r}, worker_id='w1')); print('held', flush=True); time.sleep(600)"
     )
     holder = subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE)

@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from midstream.broker.steering import Look
+from midstream.broker.ledger.steering import Look
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.settings import Settings
 from midstream.schemas.steering import Desired, GlobalSteering, Module, Proposal, SteeringTemplate, WorkerSteering
 from midstream.schemas.tensors import Tensor, content_hash, from_numpy
-from midstream.workers.applied import Lease
-from midstream.workers.fake_engine import FakeEngine
-from midstream.workers.patience import end_tasks
-from midstream.workers.steering import Standing
+from midstream.workers.fake.engine import FakeEngine
+from midstream.workers.serving.redis_retry import end_tasks
+from midstream.workers.serving.steering import Standing
+from midstream.workers.serving.steering_leases import Lease
 
 TENSORS = {content_hash(t): t for t in (from_numpy(np.full(8, n, dtype=np.float32)) for n in range(4))}
 NAMES = list(TENSORS)
@@ -340,7 +340,7 @@ def test_a_resync_that_redis_interrupts_begins_again_and_counts_once(tmp_path: P
 
 
 def test_a_resync_that_cannot_read_what_is_desired_is_made_once_it_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("midstream.workers.steering.RETRY_S", 0.02)
+    monkeypatch.setattr("midstream.workers.serving.steering.RETRY_S", 0.02)
 
     async def story(at: Worker) -> None:
         at.board.unreadable, at.board.desync = True, "a disagreement"
@@ -442,7 +442,7 @@ def test_a_module_that_a_rank_refuses_is_said_and_does_not_keep_the_worker_from_
 
 
 def test_a_module_whose_tensor_is_gone_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("midstream.workers.steering.RETRY_S", 0.02)
+    monkeypatch.setattr("midstream.workers.serving.steering.RETRY_S", 0.02)
 
     async def story(at: Worker) -> None:
         at.board.gone = {NAMES[0]}

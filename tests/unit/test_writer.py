@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from capture_kit import HIDDEN, finished, values
 
-from midstream.broker.outbox import Outbox
+from midstream.broker.receipts.outbox import Outbox
 from midstream.client import CaptureReader
 from midstream.schemas.receipts import Receipt, receipt_decoder
 from midstream.schemas.specs import memory_bytes

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from midstream.broker.written import Goal
+from midstream.broker.ledger.aof_barrier import Goal
 
 
 def told(size: int, held_back: int, base: int = 100, syncing: bool = True, status: str = "ok") -> dict[str, Any]:

@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 from msgspec import inspect as shapes
 
-from midstream.broker import frames
-from midstream.broker.frames import Hello, Kind, Refusal
+from midstream.broker.receipts import frames
+from midstream.broker.receipts.frames import Hello, Kind, Refusal
 from midstream.schemas.base import to_json, to_msgpack
 from midstream.schemas.errors import Problem
 from midstream.schemas.handling import Callback
@@ -21,7 +21,7 @@ from midstream.schemas.jobs import Event, Job, Output
 from midstream.schemas.keys import Key, Tenant
 from midstream.schemas.models import ModelInfo, TokenizerBundle, WorkerInfo
 from midstream.schemas.receipts import LostRange, Receipt
-from midstream.schemas.runs import Run, RunFiles
+from midstream.schemas.source_runs import Run, RunFiles
 from midstream.schemas.specs import RankSpec
 from midstream.schemas.steering import GlobalSteering, Module, Proposal, WorkerSteering
 from midstream.schemas.sweeps import UnitRecord

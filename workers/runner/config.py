@@ -8,10 +8,10 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from ... import __version__
 from ...kernels.families import FAMILIES, SCALARS
 from ...kernels.plan import COLUMNS, ROWS_PER_TOKEN, Planned
 from ...schemas.base import Record, from_json, to_json
+from ...schemas.version import __version__
 
 KEY = "midstream"
 VARIABLE = "_MIDSTREAM_PLANE"
@@ -61,7 +61,7 @@ class PlaneConfig(Record):
     log_format: str = "text"
     log_level: str = "INFO"
     fault: str = ""  # tests only: see `faults`
-    curve_secret_file: str = ""  # see `broker.curve`
+    curve_secret_file: str = ""  # see `broker.receipts.curve`
     curve_server_key: str = ""
     caveats: list[str] = []  # of the model, which the rank itself says: see `fidelity`
 

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 
 from .actions import Content as ActionContent
-from .entries import Content as RowContent
+from .vector_pool import Content as RowContent
 
 #: Calls of the worker; under its name each can be made to fail on a rank, before it does anything.
 CALLS = (

@@ -4,11 +4,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ... import __version__
 from ...schemas.captures import FORMAT, Manifest
 from ...schemas.receipts import CapturedFile
 from ...schemas.specs import RankSpec, StoredCapture
 from ...schemas.tensors import ITEM_BYTES
+from ...schemas.version import __version__
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ...broker.retention import Usage
+from ...broker.artifacts.local import SEGMENT_ALIGNMENT, Blob, NotAtItsPathError, PendingFile, Segment, make_blob, publish
+from ...broker.artifacts.retention import Usage
 from ...schemas.captures import SEGMENTS
 from ...schemas.receipts import CapturedFile
-from ..storage import SEGMENT_ALIGNMENT, Blob, NotAtItsPathError, PendingFile, Segment, make_blob, publish
 from .finished import FinishedCapture, Outcome
 
 logger = logging.getLogger(__name__)

@@ -15,30 +15,30 @@ from typing import Any, cast
 import msgspec
 import torch
 
-from ... import __version__
-from ...broker.curve import client_keys
-from ...broker.outbox import Outbox
+from ...broker.receipts.curve import client_keys
+from ...broker.receipts.outbox import Outbox
 from ...kernels.plan import ROWS_PER_TOKEN
 from ...schemas.faults import arm
 from ...schemas.selectors import select
 from ...schemas.specs import RankSpec, columns_of, steering_rows
+from ...schemas.version import __version__
 from .actions import ActionLedger
 from .capture import Ports, Recording
 from .config import Place, PlaneConfig
-from .entry import Entering, Gate
 from .faults import Faults
 from .grading import Grading
+from .model_state import Standing
 from .overload import Overload
 from .planner import Planner, Tracked
+from .reentry import Entering, Gate
 from .reports import Reports
 from .row_index import Keeping, KeptBlock
 from .row_store import RowStore
-from .runs import RunStore
 from .sites import Buffers, Site
 from .slabs import SlabPool
 from .soundness import Soundness, Unsound, precedes_edits, reason
-from .standing import Standing
-from .steering import HeldRows, RowTable, VectorStore
+from .source_runs import RunStore
+from .steering_tables import HeldRows, RowTable, VectorStore
 from .step import Finish, Load, NewRequest, StepView
 from .taints import Taints
 from .writer import make_writer

@@ -18,7 +18,7 @@ from .capture import Recording, Run, StepRows, contiguous
 from .overload import Overload
 from .sites import Buffers, Site
 from .slabs import SlabPool
-from .steering import RowTable
+from .steering_tables import RowTable
 from .step import RequestRows
 
 

@@ -4,8 +4,8 @@ from functools import partial
 
 import torch
 
-from ... import __version__
 from ...schemas.receipts import Receipt
+from ...schemas.version import __version__
 from .actions import ActionLedger
 from .capture import Recording
 from .config import Place, PlaneConfig

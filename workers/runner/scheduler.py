@@ -12,8 +12,8 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
-from ... import __version__
 from ...schemas.specs import RankSpec
+from ...schemas.version import __version__
 from . import kv_blocks  # noqa: F401 - the engine core zeroes new blocks
 from .config import plane_config
 from .kept_blocks import KeptBlocks

@@ -12,19 +12,19 @@ from vllm.config import CompilationMode
 from vllm.distributed import get_pp_group, get_tp_group
 from vllm.platforms import current_platform
 
-from ...broker import logs
-from ...schemas.runs import RunFiles
+from ...broker.ops import logs
+from ...schemas.source_runs import RunFiles
 from ...schemas.steering import GlobalSteering
 from ...schemas.tensors import Tensor
 from .adapters import V1Adapter, V2Adapter
 from .architectures import describe
 from .config import Place, PlaneConfig, plane_config
-from .entry import install_gate
 from .faults import answer
 from .grading import tap
 from .kv_blocks import CpuBlocks
 from .plane import DataPlane
 from .process import die_with_parent, threads_elsewhere
+from .reentry import install_gate
 from .sites import Sizes, install
 
 if current_platform.is_cpu():

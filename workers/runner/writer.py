@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ...broker.outbox import Outbox
-from ...broker.retention import Usage
+from ...broker.artifacts.retention import Usage
+from ...broker.receipts.outbox import Outbox
 from ...schemas.receipts import CapturedFile, Consumed, Receipt
 from .consumers import BUILT_IN, Logging, Memory, installed
 from .finished import Consumer, FinishedCapture, Outcome

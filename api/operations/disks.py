@@ -1,0 +1,45 @@
+"""Checks that this machine's disks can be written: captures, and receipts on their way to the relay."""
+
+import threading
+import time
+from pathlib import Path
+
+import anyio.to_thread
+
+from ...broker.ledger.scripts import stored_tags
+from ...schemas.disk import probe
+from ...schemas.errors import MidstreamError
+from ...schemas.jobs import Job
+from ...schemas.settings import Settings
+
+#: Seconds for which a result is cached.
+LOOK_S = 1.0
+
+
+class Disks:
+    """Folders that are not on this machine are skipped: a worker reports its own."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._folders = {"captures": Path(settings.capture_root), "outbox": Path(settings.data_dir) / "outbox"}
+        self._lock = threading.Lock()
+        self._due = 0.0
+        self._found: dict[str, str] = {}
+
+    async def troubles(self) -> dict[str, str]:
+        """`captures`, `outbox` → why it cannot be written; empty when both can."""
+        return await anyio.to_thread.run_sync(self._look)
+
+    async def check(self, job: Job) -> None:
+        """Raises MidstreamError("unavailable") for a job whose captures or receipts could not be kept."""
+        needed = {"captures"} if stored_tags(job) else set()
+        needed |= {"outbox"} if any(job.captures) or any(job.steering) or job.sweep is not None else set()
+        found = await self.troubles() if needed else {}
+        for name in sorted(needed & found.keys()):
+            raise MidstreamError("unavailable", found[name])
+
+    def _look(self) -> dict[str, str]:
+        with self._lock:
+            if time.monotonic() >= self._due:
+                self._found = {name: trouble for name, folder in self._folders.items() if (trouble := probe(folder))}
+                self._due = time.monotonic() + LOOK_S
+            return dict(self._found)

@@ -1,0 +1,123 @@
+"""How does global steering change on all workers of a model, or on none?
+
+Two phases: every live worker prepares the change on all its ranks and says so; only then is it the desired state, to which they
+reconcile. Whoever is late or cut off is kept from starting jobs until it has it, so nothing begins under what was before.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import anyio
+
+from ...broker.ledger.steering import Account, Steering
+from ...schemas.base import now
+from ...schemas.errors import MidstreamError
+from ...schemas.models import ModelInfo
+from ...schemas.settings import Settings
+from ...schemas.steering import GlobalSteering, Proposal, SteeringTemplate, WorkerSteering, content_digest
+
+log = logging.getLogger("midstream.api")
+
+#: Between looks at the workers' reports.
+LOOK_S = 0.05
+
+
+async def change(
+    steering: Steering, settings: Settings, model: ModelInfo, entries: Sequence[SteeringTemplate], blobs: Mapping[str, bytes]
+) -> GlobalSteering:
+    """Make `entries` (none: nothing) what steers every request of `model` from now on; the same again changes nothing.
+
+    Waits for each phase up to `steering_wait_s`. Raises MidstreamError, and nothing has changed anywhere then: `conflict` when
+    a rank refuses or somebody else is changing it all the time, `unavailable` when a live worker does not answer.
+    """
+    _, desired = await steering.standing(model.name, [])
+    if content_digest(list(entries)) != desired.digest:
+        desired = await _two_phases(steering, settings, model, entries, blobs)
+    await _until(lambda accounts: is_applied(accounts, desired), steering, model.name, settings.steering_wait_s)
+    return desired
+
+
+def is_applied(accounts: Sequence[Account], desired: GlobalSteering) -> bool:
+    """Whether every worker has it on every rank."""
+    return all(_has(account.report, desired.version) for account in accounts)
+
+
+def _has(report: WorkerSteering | None, version: int) -> bool:
+    return report is not None and report.global_version == version and all(rank.global_version == version for rank in report.ranks)
+
+
+async def _two_phases(
+    steering: Steering, settings: Settings, model: ModelInfo, entries: Sequence[SteeringTemplate], blobs: Mapping[str, bytes]
+) -> GlobalSteering:
+    proposal = await _propose(steering, settings, model.name, entries, blobs)
+    try:
+        accounts = await _until(
+            lambda accounts: all(map(_answered(proposal), accounts)) or any(map(_refused(proposal), accounts)),
+            steering,
+            model.name,
+            proposal.deadline - now(),
+        )
+        _check_prepared(accounts, proposal, settings.steering_wait_s)
+        return await steering.commit(model.name, proposal.id)
+    except BaseException:
+        with anyio.CancelScope(shield=True):
+            await _abort(steering, model.name, proposal)
+        raise
+
+
+async def _abort(steering: Steering, model: str, proposal: Proposal) -> None:
+    try:
+        await steering.abort(model, proposal.id)
+    except MidstreamError as error:  # it expires by itself
+        log.warning("proposal %s for %s stays open until its deadline: %s", proposal.id, model, error)
+
+
+async def _propose(
+    steering: Steering, settings: Settings, model: str, entries: Sequence[SteeringTemplate], blobs: Mapping[str, bytes]
+) -> Proposal:
+    """Waits its turn behind another change."""
+    deadline = time.monotonic() + settings.steering_wait_s
+    while True:
+        try:
+            return await steering.propose(model, entries, blobs)
+        except MidstreamError as error:
+            if error.kind != "conflict" or time.monotonic() > deadline:
+                raise
+        await asyncio.sleep(LOOK_S)
+
+
+async def _until(done: Callable[[list[Account]], bool], steering: Steering, model: str, seconds: float) -> list[Account]:
+    """The live workers' accounts once `done` holds of them, or after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while True:
+        accounts = await steering.accounts(model)
+        if done(accounts) or time.monotonic() > deadline:
+            return accounts
+        await asyncio.sleep(LOOK_S)
+
+
+def _answered(proposal: Proposal) -> Callable[[Account], bool]:
+    return lambda account: account.report is not None and account.report.proposal == proposal.id and account.report.prepared
+
+
+def _refused(proposal: Proposal) -> Callable[[Account], bool]:
+    return lambda account: account.report is not None and account.report.proposal == proposal.id and bool(account.report.refusal)
+
+
+def _check_prepared(accounts: Sequence[Account], proposal: Proposal, seconds: float) -> None:
+    for account in filter(_refused(proposal), accounts):
+        assert account.report is not None
+        raise MidstreamError("conflict", f"worker {account.info.worker} refuses, nothing was changed: {_reasons(account.report)}")
+    silent = [account.info.worker for account in accounts if not _answered(proposal)(account)]
+    if silent:
+        raise MidstreamError(
+            "unavailable", f"worker {', '.join(silent)} did not prepare the change within {seconds:g} s; nothing was changed"
+        )
+
+
+def _reasons(report: WorkerSteering) -> str:
+    """Which rank says what."""
+    ranks = [f"rank {rank.rank}: {rank.message}" for rank in report.applied if not rank.ok]
+    return "; ".join(ranks) or report.refusal

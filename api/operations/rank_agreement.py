@@ -1,0 +1,72 @@
+"""Do the ranks of each worker's stages agree, as their workers report it?"""
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from ...broker.ledger.steering import Account
+from ...schemas.steering import Agreement, RankSteering, StageAgreement, WorkerSteering
+
+
+def agreement(accounts: Iterable[Account], asks: Mapping[str, str]) -> Agreement:
+    """Over all workers, by stage. `asks`: model → the question that the reports of its workers are to answer.
+
+    A worker that did not answer, a rank that did not report, and a rank without a checksum agree with nobody.
+    """
+    stages, wrong = [], []
+    for account in accounts:
+        worker, report = account.info.worker, account.report
+        if not account.answers(asks[account.info.model]):
+            wrong.append(f"worker {worker} did not answer")
+        if report is None:
+            continue
+        if report.state != "serving":
+            wrong.append(f"worker {worker} is {report.state}: {report.detail}")
+        expected = account.info.tp * account.info.pp
+        if len(report.ranks) != expected:
+            wrong.append(f"worker {worker} told of {len(report.ranks)} of its {expected} ranks")
+        for stage, differing in stage_agreements(report):
+            stages.append(stage)
+            wrong += [f"worker {worker}, stage {stage.pp}: {words}" for words in differing]
+    return Agreement(consistent=not wrong, stages=stages, detail="; ".join(wrong))
+
+
+def stage_agreements(report: WorkerSteering) -> Iterator[tuple[StageAgreement, list[str]]]:
+    """Each stage of a worker, and in what its ranks differ, in words."""
+    for pp in sorted({rank.pp for rank in report.ranks}):
+        ranks = [rank for rank in report.ranks if rank.pp == pp]
+        differing = _differences(ranks)
+        stage = StageAgreement(
+            worker=report.worker,
+            pp=pp,
+            consistent=not differing,
+            actions={rank.rank: rank.actions for rank in ranks},
+            checksums={rank.rank: rank.checksum for rank in ranks},
+        )
+        yield stage, differing
+
+
+#: What the ranks of a stage must have in common, in the words of the detail.
+SHARED = {
+    "checksum": "checksum",
+    "actions": "number of actions",
+    "epoch": "epoch",
+    "global_version": "global version",
+    "global_digest": "global steering",
+    "modules": "modules",
+}
+
+
+def _differences(ranks: list[RankSteering]) -> list[str]:
+    """In what the ranks of one stage differ, in words; empty when they agree."""
+    found = [f"rank {rank.rank} has no checksum" for rank in ranks if not rank.checksum]
+    for name, words in SHARED.items():
+        values = {rank.rank: getattr(rank, name) for rank in ranks}
+        if any(value != values[ranks[0].rank] for value in values.values()):
+            told = ", ".join(f"rank {rank} {_shown(value)}" for rank, value in values.items())
+            found.append(f"the ranks differ in {words}: {told}")
+    return found
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, dict):
+        return " ".join(f"{name}={digest[:12]}" for name, digest in sorted(value.items())) or "none"
+    return str(value) or "none"

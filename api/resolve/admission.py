@@ -1,0 +1,298 @@
+"""Is this wish something the model can do? Turns a `Wish` into a `Job`, or says which field is wrong and what would be right.
+
+Everything is checked here, against what the worker has published of its model, so that a bad request never reaches the engine.
+"""
+
+import asyncio
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import anyio.to_thread
+import msgspec
+
+from ...schemas.base import now
+from ...schemas.errors import MidstreamError, invalid
+from ...schemas.handling import Handling, callback_of
+from ...schemas.jobs import Job, Sampling, StoredPrompt
+from ...schemas.keys import EVERYBODY, Caller, scoped
+from ...schemas.models import ModelInfo
+from ...schemas.selectors import DimensionSelector, LayerSelector, PositionWish, Span, parts_of
+from ...schemas.specs import PatchSpec, StoredCapture, StoredSteering
+from .captures import Bounds, PromptFacts, has_text, resolve_captures
+from .model_state import NOTHING, Standing
+from .patches import runs_of
+from .request_parsing import Wish, WishedPrompt
+from .steering import check_number, modules_named, resolve_edits
+from .tokenizer import INLINE_CHARACTERS, Codec, TooLong
+
+#: Captures and edits are resolved for each prompt. What that costs, about, in the time that one named position takes: an entry, a
+#: span, a part of a text such as `0-3,7,-1` and a span's search through so many characters; of layers named by a text there are several.
+#: A job may cost `RESOLVE_LIMIT` (in the order of a second); above `RESOLVE_INLINE` it is done off the event loop.
+ENTRY_COST, SPAN_COST, SEARCHED_CHARACTERS, SEVERAL, PART_COST = 8, 64, 32, 32, 8
+RESOLVE_LIMIT, RESOLVE_INLINE = 1 << 22, 1 << 12
+
+
+EMPTY_ONCE_TOKENISED = "is empty once tokenised: a prompt has at least one token"
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """A job that can be submitted, and the vectors it names: content hash → MessagePack `Tensor`, and those of named modules."""
+
+    job: Job
+    blobs: dict[str, bytes]
+    pinned: list[str]
+
+
+# --- Prompts and sampling --------------------------------------------------------------------------------------------
+
+
+async def tokenise(prompts: Sequence[WishedPrompt], model: ModelInfo, codec: Codec) -> list[StoredPrompt]:
+    """Every prompt as token ids of this model. Raises a 400 naming the prompt that is empty or outside the vocabulary."""
+    for prompt in prompts:
+        if not prompt.value:
+            raise invalid(prompt.field, "is empty: a prompt has at least one token")
+    plain = [prompt for prompt in prompts if isinstance(prompt.value, str)]
+    try:
+        encoded = iter(await codec.encode([str(prompt.value) for prompt in plain], special_tokens=True) if plain else [])
+    except TooLong as error:
+        raise too_long(error, plain[error.index].field, model) from None
+    stored = []
+    for prompt in prompts:
+        if isinstance(prompt.value, str):
+            ids, text = next(encoded), prompt.value
+            if not ids:
+                raise invalid(prompt.field, EMPTY_ONCE_TOKENISED)
+            stored.append(StoredPrompt(token_ids=ids, text=text))
+        elif prompt.is_conversation:
+            await asyncio.sleep(0)  # there may be thousands of short ones
+            try:
+                ids, text = await codec.encode_chat([message for message in prompt.value if isinstance(message, dict)])
+            except TooLong as error:
+                raise too_long(error, prompt.field, model) from None
+            stored.append(StoredPrompt(token_ids=ids, text=text))
+        else:
+            await asyncio.sleep(0)
+            ids = [token for token in prompt.value if isinstance(token, int)]
+            check_vocabulary(ids, prompt.field, model)
+            stored.append(StoredPrompt(token_ids=ids))
+    return stored
+
+
+def too_long(error: TooLong, field: str, model: ModelInfo) -> MidstreamError:
+    """The prompt at `field` leaves the model nothing to generate."""
+    if error.tokens is None:
+        return invalid(field, error.detail)
+    return invalid(field, f"has {error.tokens} tokens and leaves none to generate: the model takes {model.max_model_len} in all")
+
+
+def check_vocabulary(ids: Sequence[int], at: str, model: ModelInfo) -> None:
+    """Raises a 400 naming the first of `ids` that is no token of the model."""
+    if not ids or (min(ids) >= 0 and max(ids) < model.vocab_size):
+        return
+    for index, token in enumerate(ids):
+        if not 0 <= token < model.vocab_size:
+            raise invalid(f"{at}[{index}]", f"token id {token} is outside the vocabulary", allowed=f"0 to {model.vocab_size - 1}")
+
+
+def check_lengths(wish: Wish, prompts: Sequence[StoredPrompt], model: ModelInfo) -> int:
+    """How many tokens to generate. Raises a 400 when a prompt, or a prompt with what it generates, is longer than the model."""
+    longest = 0
+    for prompt, wished in zip(prompts, wish.prompts, strict=True):
+        tokens = len(prompt.token_ids)
+        if tokens >= model.max_model_len:
+            raise too_long(TooLong(0, tokens), wished.field, model)
+        longest = max(longest, tokens)
+    room = model.max_model_len - longest
+    if wish.fill_max_tokens:
+        return room
+    if wish.sampling.max_tokens > room:
+        raise invalid(
+            wish.max_tokens_at,
+            f"{wish.sampling.max_tokens} after a prompt of {longest} tokens is more than the model's {model.max_model_len}",
+            allowed=f"1 to {room}",
+        )
+    return wish.sampling.max_tokens
+
+
+def check_sampling(sampling: Sampling, at: str, model: ModelInfo) -> None:
+    """What the types do not say of sampling parameters."""
+    if sampling.top_k > model.vocab_size:
+        raise invalid(f"{at}top_k", "is too large", allowed=f"0 to {model.vocab_size}")
+    for index, text in enumerate(sampling.stop):
+        if not text:
+            raise invalid(f"{at}stop[{index}]", "is empty: a stop string has at least one character")
+    check_vocabulary(sampling.stop_token_ids, f"{at}stop_token_ids", model)
+
+
+# --- Captures and steering -------------------------------------------------------------------------------------------
+
+Resolved = tuple[list[list[StoredCapture]], list[list[StoredSteering]], dict[str, bytes]]
+
+
+async def resolve(
+    wish: Wish, prompts: Sequence[StoredPrompt], model: ModelInfo, codec: Codec, max_tokens: int, standing: Standing = NOTHING
+) -> Resolved:
+    """Captures and steering for each prompt, and the vectors that came with it by content hash. Raises a 400 naming the field."""
+
+    def resolved() -> Resolved:
+        bounds = Bounds(model, facts_of(wish, prompts, codec, standing), max_tokens)
+        return resolve_captures(wish.capture, bounds), *resolve_edits(wish.patch, wish.steering, bounds, standing)
+
+    characters = sum(map(_characters, prompts))
+    cost = check_cost(wish, len(prompts), characters, standing)
+    cost += sum(len(prompts) * (ENTRY_COST + _numbers(spec.positions)) for spec in model.global_captures)
+    mapped = characters if _needs_text(wish, standing) else 0
+    if cost <= RESOLVE_INLINE and mapped <= INLINE_CHARACTERS:
+        return resolved()
+    return await anyio.to_thread.run_sync(resolved)
+
+
+def check_cost(wish: Wish, prompts: int, characters: int, standing: Standing = NOTHING) -> int:
+    """What captures and steering cost to resolve, see `RESOLVE_LIMIT`. Raises a 400 naming the field that costs most.
+
+    `characters`: of all `prompts`.
+    """
+    check_number(wish.steering, standing, prompts)
+    wanted = _wanted(wish, standing)
+    costs: Counter[str] = Counter()
+    for field, positions in wanted:
+        numbers, items = _numbers(positions), positions if isinstance(positions, list) else [positions]
+        ranges = [item for item in items if isinstance(item, Span) and item.is_range]
+        texts = sum(isinstance(item, Span) for item in items) - len(ranges)
+        searched = texts * characters // SEARCHED_CHARACTERS
+        written_out = min(prompts * sum(map(_length, ranges)), characters) if isinstance(positions, list) else 0
+        costs[field] += prompts * (ENTRY_COST + numbers + len(ranges) + SPAN_COST * texts) + searched + written_out
+    for field, selector in _selectors(wish):
+        costs[field] += PART_COST * (parts_of(selector) - 1)  # the first is in the entry's cost
+    for index, patch in enumerate(wish.patch):
+        costs[f"patch[{index}].positions"] += _cost_of_patch(patch, prompts, characters)
+    if sum(costs.values()) > RESOLVE_LIMIT:
+        raise invalid(
+            max(costs, key=lambda field: costs[field]),
+            f"is too much to resolve for {prompts} prompts",
+            allowed="fewer positions or spans, or fewer prompts in one job",
+        )
+    return sum(costs.values())
+
+
+def _cost_of_patch(patch: PatchSpec, prompts: int, characters: int) -> int:
+    """Besides what its positions cost wherever they are named: they are listed, and those of a run become entries in each layer.
+
+    How many entries there may be is limited where they are made.
+    """
+    wish = patch.positions
+    named = len(wish) if isinstance(wish, list) else 1
+    whole = wish in ("all", "all_prompt") or (isinstance(wish, Span) and wish.is_range)
+    places = characters if whole else prompts * named
+    if patch.source.run is None or patch.source.mean or isinstance(patch.source.position, int):
+        return places
+    layers = len(patch.layers) if isinstance(patch.layers, list) else 1 if isinstance(patch.layers, int) else SEVERAL
+    return places + min(places * layers * ENTRY_COST, RESOLVE_INLINE + 1)
+
+
+def _wanted(wish: Wish, standing: Standing) -> list[tuple[str, PositionWish]]:
+    """(Field, positions) of the capture, of every patch and of every edit, those of modules each."""
+    found: list[tuple[str, PositionWish]] = [(f"patch[{index}].positions", spec.positions) for index, spec in enumerate(wish.patch)]
+    for index, spec in enumerate(wish.steering):
+        module = None if spec.module is None else standing.modules.get(spec.module)
+        if module is None or spec.positions is not None:
+            found += [(f"steering[{index}].positions", spec.positions or "all")] * (1 if module is None else len(module.entries))
+        else:
+            found += [(f"steering[{index}].module", entry.positions) for entry in module.entries]
+    return found + ([("capture.positions", wish.capture.positions)] if wish.capture else [])
+
+
+def _selectors(wish: Wish) -> Iterator[tuple[str, LayerSelector | DimensionSelector | None]]:
+    """(Field, layers or dimensions) of every patch and every edit: resolved once for all prompts. (Those of a capture are few.)"""
+    for index, spec in enumerate(wish.steering):
+        yield f"steering[{index}].layers", spec.layers
+    for index, patch in enumerate(wish.patch):
+        yield f"patch[{index}].layers", patch.layers
+        yield f"patch[{index}].mask", patch.mask
+
+
+def _needs_text(wish: Wish, standing: Standing) -> bool:
+    return any(has_text(positions) for _, positions in _wanted(wish, standing))
+
+
+def _numbers(positions: PositionWish) -> int:
+    return sum(isinstance(item, int) for item in positions) if isinstance(positions, list) else 0
+
+
+def _length(span: Span) -> int:
+    """The most positions of a range; without the prompt's length not always known."""
+    start, stop = span.start or 0, span.stop
+    return stop - start if stop is not None and (start < 0) == (stop < 0) else sys.maxsize
+
+
+def _characters(prompt: StoredPrompt) -> int:
+    """Of its text; about, where only its tokens are known."""
+    return len(prompt.text) if prompt.text is not None else 4 * len(prompt.token_ids)
+
+
+def facts_of(wish: Wish, prompts: Sequence[StoredPrompt], codec: Codec, standing: Standing = NOTHING) -> list[PromptFacts]:
+    """What the rules need to know of each prompt; where its tokens lie in its text is looked up only when a span asks for it."""
+    if not _needs_text(wish, standing):
+        return [PromptFacts(len(prompt.token_ids)) for prompt in prompts]
+    facts = []
+    for prompt, wished in zip(prompts, wish.prompts, strict=True):
+        if prompt.text is None:
+            found = codec.map_ids(prompt.token_ids)
+        else:
+            found = codec.map_text(prompt.text, prompt.token_ids, special_tokens=not wished.is_conversation)
+        facts.append(PromptFacts(len(prompt.token_ids), found.find) if found else PromptFacts(len(prompt.token_ids)))
+    return facts
+
+
+# --- Altogether ------------------------------------------------------------------------------------------------------
+
+
+async def admit(
+    wish: Wish, model: ModelInfo, codec: Codec, job_id: str, standing: Standing = NOTHING, caller: Caller = EVERYBODY
+) -> Admitted:
+    """The wish as a job of `caller` under `job_id`. Raises a 400 with the path of the first field at fault."""
+    check_sampling(wish.sampling, wish.sampling_at, model)
+    prompts = await tokenise(wish.prompts, model, codec)
+    max_tokens = check_lengths(wish, prompts, model)
+    captures, steering, blobs = await resolve(wish, prompts, model, codec, max_tokens, standing)
+    job = Job(
+        id=job_id,
+        kind=wish.kind,
+        model=model.name,
+        prompts=prompts,
+        sampling=msgspec.structs.replace(wish.sampling, max_tokens=max_tokens),
+        created=now(),
+        steering=steering,
+        captures=captures,
+        stream=wish.stream,
+        metadata=wish.metadata,
+        modules={name: standing.modules[name].digest for name in modules_named(wish.steering, wish.patch)},
+        runs={name: standing.runs[name].job for name in runs_of(wish.patch)},
+        run=scoped(caller.tenant, wish.capture.run) if wish.capture and wish.capture.run else "",
+        **handled(wish.handling, caller),
+    )
+    named = {name for module in standing.modules.values() for name in module.tensors}
+    return Admitted(job, blobs, sorted(named - blobs.keys()))
+
+
+def handled(handling: Handling, caller: Caller) -> dict[str, Any]:
+    """The members of a job that say whose it is and how it is handled."""
+    expires = None if handling.expires_in is None else now() + handling.expires_in
+    return {
+        "tenant": caller.tenant,
+        "key": caller.key,
+        "priority": handling.priority,
+        "expires": expires,
+        "callback": callback_of(handling),
+    }
+
+
+def unknown_model(name: str, served: Sequence[str]) -> MidstreamError:
+    """The model is not one that a worker has ever served here; says which are."""
+    if not served:
+        return MidstreamError("unavailable", "no worker has published a model yet", field="model")
+    return MidstreamError("not_found", f"there is no model {name!r}", field="model", allowed=", ".join(sorted(served)))

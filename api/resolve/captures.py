@@ -1,0 +1,257 @@
+"""What do the captures that a body names come to on this model, for each of its prompts? And what do all rules share?
+
+A rule reads a spec and returns the value to store; a ValueError's text becomes the problem's detail, at the rule's field (and
+below it, when a SelectorError says where). A new hook or option is a row in `CAPTURE_RULES`.
+Steering is `steering_rules.py`'s and `steered.py`'s.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from ...schemas.errors import MidstreamError, invalid
+from ...schemas.models import ModelInfo
+from ...schemas.selectors import (
+    Hook,
+    PositionSelector,
+    PositionWish,
+    SelectorError,
+    Span,
+    SpanFinder,
+    Window,
+    cut_positions,
+    no_text,
+    resolve_layers,
+    resolve_positions,
+    resolve_sites,
+)
+from ...schemas.specs import DEFAULT_CONSUMERS, CaptureSpec, PatchSpec, SteeringSpec, StoredCapture, memory_bytes
+from ...schemas.steering import SteeringTemplate
+from . import global_capture
+
+#: Rows that come back are kept in Redis with their job's result: all prompts of a job together may give so many bytes (or one
+#: prompt its `memory_limit_kib`, where that is more).
+MEMORY_JOB_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class PromptFacts:
+    """What the rules know of a prompt: its tokens, and how a span of its text becomes positions."""
+
+    tokens: int
+    find: SpanFinder = no_text
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What a spec is checked against."""
+
+    model: ModelInfo
+    prompts: Sequence[PromptFacts]
+    max_tokens: int = 1  # tokens generated, at most
+
+
+def has_text(positions: PositionWish) -> bool:
+    """Does it name parts of the prompt's text?"""
+    return any(isinstance(item, Span) and not item.is_range for item in (positions if isinstance(positions, list) else [positions]))
+
+
+Spec = CaptureSpec | SteeringSpec | PatchSpec
+
+
+# --- Rules of both ---------------------------------------------------------------------------------------------------
+
+
+def positions_of_each(spec: Spec | SteeringTemplate, bounds: Bounds) -> list[PositionSelector]:
+    """One resolved selector per prompt."""
+    if spec.positions is None or isinstance(spec.positions, str):
+        return [spec.positions or "all"] * len(bounds.prompts)
+    resolved = []
+    for index, prompt in enumerate(bounds.prompts):
+        try:
+            resolved.append(_reachable(resolve_positions(spec.positions, prompt.tokens, prompt.find), prompt.tokens + bounds.max_tokens))
+        except SelectorError as error:
+            which = f"prompt {index}: " if len(bounds.prompts) > 1 else ""
+            raise SelectorError(f"{which}{error}", error.at) from error
+    return resolved
+
+
+def _reachable(positions: PositionSelector, total: int) -> PositionSelector:
+    """A range that begins behind everything that a request may have is a mistake."""
+    if isinstance(positions, Window) and positions.start >= total:
+        raise SelectorError(f"position {positions.start} is beyond prompt and generated tokens, which are {total} at most", ".start")
+    return positions
+
+
+def one_hook(name: Any, bounds: Bounds) -> Hook:
+    try:
+        (hook,) = resolve_sites({name: "all"}, bounds.model.num_layers, bounds.model.hooks)
+    except SelectorError as error:
+        raise SelectorError(str(error)) from error
+    return hook
+
+
+def apply_rules(rules: Sequence[tuple[str, Callable[[Any, Bounds], Any]]], spec: Spec, bounds: Bounds, at: str) -> dict[str, Any]:
+    """Field → what its rule made of it. Raises a 400 naming the field of the first rule that refuses."""
+    made = {}
+    for field, rule in rules:
+        try:
+            made[field] = rule(spec, bounds)
+        except ValueError as error:
+            raise invalid(f"{at}.{field}{getattr(error, 'at', '')}", str(error)) from error
+    return made
+
+
+# --- Rules of capture ------------------------------------------------------------------------------------------------
+
+
+def _sites(spec: CaptureSpec, bounds: Bounds) -> dict[Hook, list[int]]:
+    return resolve_sites(spec.wanted, bounds.model.num_layers, bounds.model.hooks)
+
+
+def _one_hook(spec: CaptureSpec, bounds: Bounds) -> None:
+    """`hook` and `layers`, the short form, by the field that is wrong."""
+    if spec.hooks is None:
+        one_hook(spec.hook or "post_block", bounds)
+
+
+def _all_layers(spec: CaptureSpec, bounds: Bounds) -> None:
+    if spec.layers is not None:
+        resolve_layers(spec.layers, bounds.model.num_layers)
+
+
+def _consumers(spec: CaptureSpec, bounds: Bounds) -> list[str]:
+    there = bounds.model.consumers or list(DEFAULT_CONSUMERS)
+    for index, name in enumerate(spec.consumers):
+        if name not in there:
+            raise SelectorError(f"there is no consumer {name!r}: the worker has {', '.join(there)}", f"[{index}]")
+        if name in spec.consumers[:index]:
+            raise SelectorError(f"{name!r} is named twice", f"[{index}]")
+    return spec.consumers
+
+
+def _run(spec: CaptureSpec, bounds: Bounds) -> None:
+    """A source run is files: workers read them when it is needed, also long after."""
+    if spec.run is not None and "filesystem" not in spec.consumers:
+        raise ValueError(f"is kept in files, and consumers are {', '.join(spec.consumers) or 'none'}: add 'filesystem', or leave run out")
+
+
+CAPTURE_RULES: tuple[tuple[str, Callable[[CaptureSpec, Bounds], Any]], ...] = (
+    ("hook", _one_hook),
+    ("layers", _all_layers),
+    ("hooks", _sites),
+    ("positions", positions_of_each),
+    ("consumers", _consumers),
+    ("run", _run),
+)
+
+
+def resolve_captures(spec: CaptureSpec | None, bounds: Bounds) -> list[list[StoredCapture]]:
+    """One list per prompt: what the user asks for, then what the operator captures of everyone; empty when there is neither.
+
+    Raises a 400 naming the field: of what the user asks for, never of what the operator captures.
+    """
+    per_prompt: list[list[StoredCapture]] = [[] for _ in bounds.prompts]
+    if spec is not None:
+        if spec.tag in {everyones.tag for everyones in bounds.model.global_captures}:
+            raise invalid("capture.tag", f"{spec.tag!r} is the tag of what the operator captures of every request: choose another")
+        for index, mine in enumerate(_captures(spec, bounds, "capture")):
+            per_prompt[index].append(mine)
+            _check_step(mine, index, bounds)
+        _check_memory([captures[0] for captures in per_prompt], bounds)
+    for everyones in bounds.model.global_captures:
+        _add(everyones, per_prompt, bounds)
+    return per_prompt if any(per_prompt) else []
+
+
+def _captures(spec: CaptureSpec, bounds: Bounds, at: str) -> list[StoredCapture]:
+    """One per prompt."""
+    made = apply_rules(CAPTURE_RULES, spec, bounds, at)
+    return [
+        StoredCapture(
+            sites=made["hooks"], positions=chosen, tag=spec.tag, every_n=spec.every_n, at=spec.at, dtype=spec.dtype, layout=spec.layout,
+            consumers=made["consumers"],
+        )
+        for chosen in made["positions"]
+    ]  # fmt: skip
+
+
+def _add(spec: CaptureSpec, per_prompt: Sequence[list[StoredCapture]], bounds: Bounds) -> None:
+    """What the operator captures of everyone, for the prompts in whose steps there is room for it. Nobody is refused for it."""
+    crowded = 0
+    for index, (captures, more) in enumerate(zip(per_prompt, _of_everyone(spec, bounds), strict=True)):
+        if more is None:
+            continue
+        if _fits_step([*captures, more], index, bounds):
+            captures.append(more)
+        else:
+            crowded += 1
+    if crowded:
+        global_capture.left_out(
+            "buffer", crowded, "the rows of one engine step are more than the worker's buffer holds (capture_buffer_mib)"
+        )
+
+
+def _of_everyone(spec: CaptureSpec, bounds: Bounds) -> Iterator[StoredCapture | None]:
+    """Nobody asked for it, so positions beyond a short prompt are left out, and with them perhaps the whole capture."""
+    try:
+        named = msgspec.structs.replace(spec, positions="all")
+        (capture,) = _captures(named, Bounds(bounds.model, [PromptFacts(1)]), "global_capture")
+        for prompt in bounds.prompts:
+            positions = cut_positions(spec.positions, prompt.tokens)
+            if positions == []:
+                yield None
+            else:
+                yield msgspec.structs.replace(capture, positions=resolve_positions(positions, prompt.tokens))
+    except (MidstreamError, SelectorError) as error:  # not the user's mistake: the worker checked it against its model when it started
+        raise MidstreamError("internal", f"what the operator captures of every request does not fit the model: {error}") from error
+
+
+def _fits_step(captures: Sequence[StoredCapture], index: int, bounds: Bounds) -> bool:
+    return not bounds.model.capture_row_limit or _rows_in_step(captures, index, bounds) <= bounds.model.capture_row_limit
+
+
+def _rows_in_step(captures: Sequence[StoredCapture], index: int, bounds: Bounds) -> int:
+    """How many rows prompt `index` may give in one engine step."""
+    return sum(capture.num_sites * min(bounds.model.step_tokens, _positions_of(capture, index, bounds)) for capture in captures)
+
+
+def _positions_of(capture: StoredCapture, index: int, bounds: Bounds) -> int:
+    return capture.count_positions(bounds.prompts[index].tokens, bounds.max_tokens)
+
+
+def _check_step(capture: StoredCapture, index: int, bounds: Bounds) -> None:
+    """The rows of one engine step must fit the capture buffer."""
+    if not _fits_step([capture], index, bounds):
+        raise invalid(
+            "capture",
+            f"prompt {index} may give {_rows_in_step([capture], index, bounds)} rows in one engine step: more than the worker's buffer "
+            "holds (setting capture_buffer_mib)",
+            allowed=f"at most {bounds.model.capture_row_limit} rows: fewer layers, hooks or positions",
+        )
+
+
+def _check_memory(captures: Sequence[StoredCapture], bounds: Bounds) -> None:
+    """Rows that come back in the response are few: the most that each prompt could give, and all of them, is held against a limit."""
+    if "memory" not in captures[0].consumers:
+        return
+    model, total = bounds.model, 0
+    limit = model.memory_limit_kib << 10
+    for index, capture in enumerate(captures):
+        dtype = model.dtype if capture.dtype == "model" else capture.dtype
+        size = memory_bytes(_positions_of(capture, index, bounds), capture.num_sites, model.hidden_size, dtype, model.pp)
+        if size > limit:
+            raise invalid(
+                "capture.consumers",
+                f"prompt {index} may give {size} bytes of rows: consumer 'memory' returns at most {model.memory_limit_kib} KiB per prompt "
+                "(setting memory_limit_kib); capture fewer, or leave them to 'filesystem'",
+            )
+        total += size
+    if total > max(limit, MEMORY_JOB_BYTES):
+        raise invalid(
+            "capture.consumers",
+            f"the job's {len(captures)} prompts may give {total} bytes of rows: consumer 'memory' returns at most "
+            f"{max(limit, MEMORY_JOB_BYTES) >> 20} MiB per job; send fewer prompts in one job, or leave the rows to 'filesystem'",
+        )

@@ -1,0 +1,40 @@
+"""When is what the operator captures of every request left out of one, and who hears of it?
+
+Nobody asked for these captures, so no request fails for want of room for them: it runs without, and that is counted and logged.
+"""
+
+import logging
+import time
+
+import msgspec
+from prometheus_client import Counter
+
+from ...schemas.jobs import Job
+from ...schemas.models import ModelInfo
+
+log = logging.getLogger("midstream.api")
+
+LEFT_OUT = Counter(
+    "midstream_global_captures_left_out", "Prompts without what the operator captures of every request, by reason", ["reason"]
+)
+#: Seconds between two lines of the log about the same reason.
+LOG_EVERY_S = 60.0
+
+_logged: dict[str, float] = {}
+
+
+def left_out(reason: str, prompts: int, detail: str) -> None:
+    """Count `prompts` under `reason`, and log `detail`, that once a minute at most. From any thread."""
+    LEFT_OUT.labels(reason).inc(prompts)
+    now = time.monotonic()
+    if now >= _logged.get(reason, now):
+        _logged[reason] = now + LOG_EVERY_S
+        log.warning("what the operator captures of every request is left out of %d prompts of a job: %s", prompts, detail)
+
+
+def without(job: Job, model: ModelInfo, reason: str, detail: str) -> Job:
+    """The job with what its user asked for alone."""
+    tags = {spec.tag for spec in model.global_captures}
+    captures = [[capture for capture in captures if capture.tag not in tags] for captures in job.captures]
+    left_out(reason, sum(map(len, job.captures)) - sum(map(len, captures)), detail)
+    return msgspec.structs.replace(job, captures=captures if any(captures) else [])

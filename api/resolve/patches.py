@@ -1,0 +1,373 @@
+"""What does a body's `patch` come to for each of its prompts? Entries that put rows in place of rows, one for each source vector.
+
+A rule reads a spec and returns a value, as in `rules.py`; what each kind of source comes to is a row in `SOURCES`. Runs and modules
+are named here and nowhere behind: entries hold content (`schemas.source_runs.row_name`).
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+
+from ...schemas.base import to_msgpack
+from ...schemas.errors import invalid
+from ...schemas.limits import MAX_MASKS, MAX_PATCH_ROWS
+from ...schemas.selectors import Hook, PositionSelector, SelectorError, Span, Window, as_ranges, resolve_layers, resolve_positions, select
+from ...schemas.source_runs import ZEROS, RunPrompt, RunRow, RunView, row_name, run_key
+from ...schemas.specs import PatchSpec, SteeringSpec, StoredSteering
+from ...schemas.steering import Module
+from ...schemas.tensors import content_hash, from_numpy
+from .captures import Bounds, apply_rules, one_hook, positions_of_each
+from .interventions import RULES as STEERING_RULES
+from .interventions import limit_of, reach_of
+from .model_state import Standing, unknown_module
+
+#: Source runs that one request may name: a worker holds all of them at once.
+MAX_RUNS = 64
+#: A mean's positions are part of its name: they may lie in so many ranges.
+MAX_MEAN_RANGES = 256
+#: So many ranges are shown of what was captured.
+SHOWN_RANGES = 8
+
+
+def runs_of(specs: Iterable[PatchSpec]) -> list[str]:
+    """The runs that are named, each once. Raises a 400 for more than a worker should hold."""
+    names = list(dict.fromkeys(spec.source.run for spec in specs if spec.source.run is not None))
+    if len(names) > MAX_RUNS:
+        raise invalid("patch", f"names {len(names)} source runs", allowed=f"at most {MAX_RUNS} in one request")
+    return names
+
+
+@contextmanager
+def _field(at: str) -> Iterator[None]:
+    """A ValueError as a 400 at a field, and below it where a SelectorError says so."""
+    try:
+        yield
+    except ValueError as error:
+        raise invalid(f"{at}{getattr(error, 'at', '')}", str(error)) from error
+
+
+# --- Which rows are written ----------------------------------------------------------------------------------------------
+
+
+def _destinations(spec: PatchSpec, bounds: Bounds) -> list[PositionSelector]:
+    """One per prompt: listed where they are known, since rows of listed positions share a place; else a name or a window."""
+    found: list[PositionSelector] = []
+    for index, (selector, prompt) in enumerate(zip(positions_of_each(spec, bounds), bounds.prompts, strict=True)):
+        try:
+            found.append(_listed(selector, prompt.tokens, prompt.tokens + bounds.max_tokens - 1))
+        except SelectorError as error:
+            which = f"prompt {index}: " if len(bounds.prompts) > 1 else ""
+            raise SelectorError(f"{which}{error}", error.at) from error
+    return found
+
+
+def _listed(selector: PositionSelector, tokens: int, end: int) -> PositionSelector:
+    """`end`: behind the last position that may be computed; the last token that is generated never is."""
+    if isinstance(selector, list):
+        return selector
+    if selector in ("last_prompt", "all_prompt") or (end == tokens and selector == "all"):
+        return list(select(selector, 0, tokens, tokens))
+    if selector == "all_generated" and end == tokens:
+        raise SelectorError("nothing would be patched: of one generated token none is fed back to the model", "")
+    if not isinstance(selector, Window):
+        return selector
+    there = f"the model computes positions 0 to {end - 1} at most, as the last generated token is not fed back"
+    if selector.start >= end:
+        raise SelectorError(f"position {selector.start} is never patched: {there}", ".start")
+    if selector.stop is None and end > tokens:
+        return selector
+    if selector.stop is not None and selector.stop > end:
+        raise SelectorError(f"the range goes up to {selector.stop}: {there}", ".stop")
+    return list(range(selector.start, end if selector.stop is None else selector.stop))
+
+
+def _mask(spec: PatchSpec, bounds: Bounds) -> list[int] | None:
+    """The dimensions that are written; None: all of them."""
+    if spec.mask is None:
+        return None
+    chosen = resolve_layers(spec.mask, bounds.model.hidden_size, "dimension")
+    return None if len(chosen) == bounds.model.hidden_size else chosen
+
+
+RULES: tuple[tuple[str, Callable[[PatchSpec, Bounds], Any]], ...] = (
+    ("hook", lambda spec, bounds: one_hook(spec.hook, bounds)),
+    ("layers", lambda spec, bounds: resolve_layers(spec.layers, bounds.model.num_layers)),
+    ("mask", _mask),
+    ("positions", _destinations),
+)
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One spec, and where it acts."""
+
+    spec: PatchSpec
+    at: str  # its path in the body
+    hook: Hook
+    layers: list[int]
+    positions: list[PositionSelector]  # one per prompt
+
+    def source(self, name: str) -> str:
+        """The path of a field of its source."""
+        return f"{self.at}.source.{name}"
+
+    def everywhere(self, tensor: str, scale: float = 1.0) -> list[list[StoredSteering]]:
+        """One vector for all that is written, per prompt."""
+        return [[self.entry(self.layers, chosen, tensor, scale)] for chosen in self.positions]
+
+    def entry(self, layers: list[int], positions: PositionSelector, tensor: str, scale: float = 1.0) -> StoredSteering:
+        return StoredSteering(
+            layers=layers, hook=self.hook, positions=positions, family="replace", tensors=[tensor], scale=scale, numbers=[self.spec.alpha]
+        )
+
+
+# --- What is written -----------------------------------------------------------------------------------------------------
+
+VECTOR_RULES = tuple(rule for rule in STEERING_RULES if rule[0] in ("vector.shape", "vector.data"))
+
+
+def _of_vector(patch: Patch, bounds: Bounds, standing: Standing, blobs: dict[str, bytes]) -> list[list[StoredSteering]]:
+    vector = patch.spec.source.vector
+    assert vector is not None
+    spec = SteeringSpec(layers=patch.layers, op="replace", vector=vector)
+    apply_rules(VECTOR_RULES, spec, bounds, f"{patch.at}.source")
+    _check_reach(patch.source("vector.data"), reach_of(spec), bounds)
+    name = content_hash(vector)
+    blobs.setdefault(name, to_msgpack(vector))
+    return patch.everywhere(name)
+
+
+def _of_module(patch: Patch, bounds: Bounds, standing: Standing, blobs: dict[str, bytes]) -> list[list[StoredSteering]]:
+    name, at = patch.spec.source.module, patch.source("module")
+    module = standing.modules.get(name or "")
+    if module is None:
+        raise unknown_module(at, name, bounds.model.name, standing)
+    if why := _is_no_vector(module):
+        raise invalid(at, f"module {name!r} is not one vector: it {why}", allowed="a module of one entry, whose op is add or replace")
+    if module.hidden_size != bounds.model.hidden_size:
+        raise invalid(at, f"module {name!r} is {module.hidden_size} wide, the model {bounds.model.hidden_size}")
+    (entry,) = module.entries
+    _check_reach(at, module.reach[0], bounds)
+    return patch.everywhere(entry.tensors[0], entry.scale)
+
+
+def _is_no_vector(module: Module) -> str:
+    if len(module.entries) != 1:
+        return f"has {len(module.entries)} entries"
+    (entry,) = module.entries
+    if entry.family in ("add", "replace"):
+        return ""
+    return "adds by the stream's length (norm_match)" if entry.family == "add_matched" else f"is a {entry.family}"
+
+
+def _check_reach(at: str, reach: float, bounds: Bounds) -> None:
+    if not reach <= limit_of(bounds):
+        raise invalid(at, f"reaches {reach:.3g}, beyond {bounds.model.dtype}'s {limit_of(bounds):.3g}")
+
+
+def _of_zeros(patch: Patch, bounds: Bounds, standing: Standing, blobs: dict[str, bytes]) -> list[list[StoredSteering]]:
+    return patch.everywhere(ZEROS)
+
+
+def _of_run(patch: Patch, bounds: Bounds, standing: Standing, blobs: dict[str, bytes]) -> list[list[StoredSteering]]:
+    """For each source position, and each layer, an entry."""
+    run = _run(patch, bounds, standing)
+    prompt = _prompt(patch, run, bounds)
+    _check_captured(patch, run, prompt)
+    key = run_key(run.job, prompt.request, run.tag)
+    mean: tuple[int, ...] | None = None
+    if patch.spec.source.mean:
+        with _field(patch.source("positions")):
+            mean = _mean_of(patch, prompt)
+    per_prompt = []
+    for index, chosen in enumerate(patch.positions):
+        which = f"prompt {index}: " if len(patch.positions) > 1 else ""
+        rows = {(None, mean): chosen} if mean is not None else _rows_of(patch, chosen, prompt, which)
+        per_prompt.append(
+            [
+                patch.entry([layer], written, row_name(RunRow(key, patch.hook, layer, position, over)))
+                for (position, over), written in rows.items()
+                for layer in patch.layers
+            ]
+        )
+    return per_prompt
+
+
+def _run(patch: Patch, bounds: Bounds, standing: Standing) -> RunView:
+    name, model, at = patch.spec.source.run, bounds.model, patch.source("run")
+    run = standing.runs.get(name or "")
+    if run is None:
+        there = " or ".join(filter(None, [", ".join(standing.run_names), "the id of a job that captured"]))
+        raise invalid(at, f"there is no source run {name!r} of model {model.name!r}", allowed=there)
+    if run.model != model.name:
+        raise invalid(at, f"{name!r} is a run of model {run.model!r}: a row means something to the model only that it was taken from")
+    if run.state != "ready":
+        why = f": {run.detail}" if run.detail else ""
+        allowed = f"a run that is ready: GET /v1/jobs/{run.job}?wait=30" if run.state == "pending" else None
+        raise invalid(at, f"run {name!r} of job {run.job} is {run.state}{why}", allowed=allowed)
+    return run
+
+
+def _prompt(patch: Patch, run: RunView, bounds: Bounds) -> RunPrompt:
+    prompts = {prompt.request: prompt for prompt in run.prompts or []}
+    prompt = prompts.get(patch.spec.source.prompt)
+    if prompt is None:
+        detail = f"run {patch.spec.source.run!r} of job {run.job} has no rows of a prompt {patch.spec.source.prompt}"
+        raise invalid(patch.source("prompt"), detail, allowed="the index of a prompt in that job")
+    if prompt.hidden_size != bounds.model.hidden_size:
+        detail = f"run {patch.spec.source.run!r} has rows of {prompt.hidden_size} numbers, the model of {bounds.model.hidden_size}"
+        raise invalid(patch.source("run"), f"{detail}: it was captured from another {bounds.model.name!r}")
+    return prompt
+
+
+def _check_captured(patch: Patch, run: RunView, prompt: RunPrompt) -> None:
+    name = patch.spec.source.run
+    if patch.hook not in prompt.sites:
+        there = "; ".join(f"{hook} {as_ranges(layers, SHOWN_RANGES)}" for hook, layers in prompt.sites.items())
+        raise invalid(f"{patch.at}.hook", f"{patch.hook} was not captured in run {name!r}", allowed=there)
+    captured = prompt.sites[patch.hook]
+    if missing := sorted(set(patch.layers) - set(captured)):
+        there = as_ranges(captured, SHOWN_RANGES)
+        raise invalid(f"{patch.at}.layers", f"layer {missing[0]} was not captured at {patch.hook} in run {name!r}: it has {there}")
+
+
+def _rows_of(
+    patch: Patch, written: PositionSelector, prompt: RunPrompt, which: str
+) -> dict[tuple[int | None, tuple[int, ...]], PositionSelector]:
+    """Source position → the positions that get its row, in the order in which those begin. Raises a 400 at `source.position`."""
+    wanted, at = patch.spec.source.position, patch.source("position")
+    if isinstance(wanted, int):
+        with _field(at):
+            return {(_captured(wanted, prompt), ()): written}
+    if not isinstance(written, list):
+        raise invalid(
+            at,
+            f"{which}is needed: positions go on for as long as tokens are generated",
+            allowed="one position, whose row is written to all of them, or mean",
+        )
+    if wanted is not None and len(wanted) != len(written):
+        raise invalid(
+            at, f"{which}names {len(wanted)} positions for {len(written)} that are patched: one for each, in ascending order of those"
+        )
+    shared: dict[int, list[int]] = {}
+    for number, place in enumerate(written):
+        with _field(at if wanted is None else f"{at}[{number}]"):
+            try:
+                source = _captured(place if wanted is None else wanted[number], prompt)
+            except SelectorError as error:
+                raise SelectorError(f"{which}{error}" if wanted is None else str(error)) from error
+        shared.setdefault(source, []).append(place)
+    return {(source, ()): places for source, places in shared.items()}
+
+
+def _captured(place: int, prompt: RunPrompt) -> int:
+    """A position of the run's prompt, negative from its end. Raises SelectorError when the run has no row of it."""
+    position = place + prompt.tokens if place < 0 else place
+    if position < 0:
+        raise SelectorError(f"position {place} is before the run's prompt, which has {prompt.tokens} tokens")
+    _check_has([position], prompt)
+    return position
+
+
+def _check_has(positions: Iterable[int], prompt: RunPrompt) -> None:
+    if missing := set(positions) - set(prompt.positions):
+        raise SelectorError(f"position {min(missing)} was not captured: it has {as_ranges(prompt.positions, SHOWN_RANGES)}")
+
+
+def _mean_of(patch: Patch, prompt: RunPrompt) -> tuple[int, ...]:
+    """The positions of the run over which the mean is taken; empty: all that it has. Raises SelectorError."""
+    wish = patch.spec.source.positions
+    if wish is None or wish == "all":
+        return ()
+    selector = resolve_positions(wish, prompt.tokens, _no_text)
+    last = prompt.positions[-1]
+    if selector == "all_generated" or (isinstance(selector, Window) and selector.stop is None):
+        there = set(prompt.positions)
+        chosen = [position for position in select(selector, 0, last + 1, prompt.tokens) if position in there]
+        if not chosen:
+            raise SelectorError(f"the run has no row there: it has {as_ranges(prompt.positions, SHOWN_RANGES)}")
+    else:
+        if isinstance(selector, Window):  # one that goes on for long is not written out to find that it is not there
+            _check_has([selector.start, cast(int, selector.stop) - 1], prompt)
+        chosen = list(select(selector, 0, max(last + 1, prompt.tokens), prompt.tokens))
+        _check_has(chosen, prompt)
+    if (ranges := as_ranges(chosen).count(",") + 1) > MAX_MEAN_RANGES:
+        raise SelectorError(f"lies in {ranges} ranges: a mean may be over {MAX_MEAN_RANGES}")
+    return () if chosen == prompt.positions else tuple(chosen)
+
+
+def _no_text(span: Span) -> list[int]:
+    raise SelectorError("a run is known by its positions, not by its text: give numbers or a range", ".text")
+
+
+#: What a source says → what it comes to, per prompt.
+SOURCES: dict[str, Callable[[Patch, Bounds, Standing, dict[str, bytes]], list[list[StoredSteering]]]] = {
+    "run": _of_run,
+    "vector": _of_vector,
+    "module": _of_module,
+    "zeros": _of_zeros,
+}
+
+
+# --- All of them -----------------------------------------------------------------------------------------------------------
+
+
+def resolve_patches(specs: Sequence[PatchSpec], bounds: Bounds, standing: Standing, blobs: dict[str, bytes]) -> list[list[StoredSteering]]:
+    """One list per prompt; empty without specs. Tensors that came with them are added to `blobs`, by content hash.
+
+    Raises a 400 naming the field.
+    """
+    if specs and bounds.model.multimodal:
+        raise invalid("patch", f"{bounds.model.name!r} is a multimodal model: positions of its prompts are not those of text alone")
+    runs_of(specs)
+    per_prompt: list[list[StoredSteering]] = [[] for _ in bounds.prompts] if specs else []
+    total, masks = 0, {""}
+    for index, spec in enumerate(specs):
+        at = f"patch[{index}]"
+        made = apply_rules(RULES, spec, bounds, at)
+        patch = Patch(spec, at, made["hook"], made["layers"], made["positions"])
+        kind = next(name for name in SOURCES if getattr(spec.source, name) not in (None, False))
+        total += _most_entries(patch)
+        if total > MAX_PATCH_ROWS:
+            raise invalid("patch", f"comes to {total} rows of runs and vectors over all prompts", allowed=f"at most {MAX_PATCH_ROWS}")
+        mask = "" if made["mask"] is None else mask_tensor(made["mask"], bounds.model.hidden_size, blobs)
+        masks.add(mask)
+        if len(masks) - 1 > MAX_MASKS:  # without the one that is no mask
+            raise invalid(f"{at}.mask", f"is another mask than the {MAX_MASKS} before it", allowed=f"at most {MAX_MASKS} that differ")
+        for entries, mine in zip(per_prompt, SOURCES[kind](patch, bounds, standing, blobs), strict=True):
+            entries += mine if not mask else _masked(mine, mask)
+    return per_prompt
+
+
+def _most_entries(patch: Patch) -> int:
+    """How many entries it may come to, over all prompts."""
+    if patch.spec.source.run is None:
+        return len(patch.positions)
+    apart = not patch.spec.source.mean and not isinstance(patch.spec.source.position, int)
+    return len(patch.layers) * sum(len(chosen) if apart and isinstance(chosen, list) else 1 for chosen in patch.positions)
+
+
+# --- Masks -----------------------------------------------------------------------------------------------------------------
+
+
+def mask_tensor(dimensions: Sequence[int], hidden_size: int, blobs: dict[str, bytes]) -> str:
+    """The name of `[hidden_size]` float32, 1 in `dimensions` and 0 elsewhere; it is added to `blobs`."""
+    values = np.zeros(hidden_size, np.float32)
+    values[list(dimensions)] = 1
+    tensor = from_numpy(values)
+    name = content_hash(tensor)
+    blobs.setdefault(name, to_msgpack(tensor))
+    return name
+
+
+def _masked(entries: Iterable[StoredSteering], mask: str) -> list[StoredSteering]:
+    return [
+        StoredSteering(
+            layers=entry.layers, hook=entry.hook, positions=entry.positions, family="replace_masked", tensors=[*entry.tensors, mask],
+            scale=entry.scale, numbers=entry.numbers,
+        )
+        for entry in entries
+    ]  # fmt: skip

@@ -1,0 +1,177 @@
+"""What does a request body wish for, whichever endpoint it came through? Three body shapes, one `Wish`."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+from msgspec import UNSET
+
+from ...schemas.chat import ChatMessage, TextPart
+from ...schemas.errors import invalid
+from ...schemas.handling import Handling, handling_of
+from ...schemas.jobs import JobRequest, Sampling
+from ...schemas.limits import MAX_PROMPTS, MAX_UNSERVED
+from ...schemas.openai import ONLY, ChatRequest, CompletionRequest, OpenAIRequest
+from ...schemas.specs import CaptureSpec, PatchSpec, SteeringSpec
+
+
+@dataclass(frozen=True)
+class WishedPrompt:
+    """A prompt before tokenisation: text, token ids or a conversation; `field` is where the user wrote it."""
+
+    field: str
+    value: str | list[int] | list[dict[str, str]]
+
+    @property
+    def is_conversation(self) -> bool:
+        return not isinstance(self.value, str) and bool(self.value) and isinstance(self.value[0], dict)
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A body with defaults filled in, before anything is known of the model. `sampling_at` prefixes sampling's field names."""
+
+    kind: Literal["generate", "completion", "chat"]
+    model: str
+    prompts: list[WishedPrompt]
+    sampling: Sampling
+    sampling_at: str = ""
+    max_tokens_at: str = "max_tokens"
+    fill_max_tokens: bool = False  # generate as long as the model's length allows
+    capture: CaptureSpec | None = None
+    steering: list[SteeringSpec] = field(default_factory=list)
+    patch: list[PatchSpec] = field(default_factory=list)
+    stream: bool = False
+    metadata: dict[str, str] = field(default_factory=dict)
+    handling: Handling = field(default_factory=Handling)
+
+
+def wish_of_job(body: JobRequest) -> Wish:
+    """The body of `POST /v1/jobs`. Raises a 400 naming `prompts` when there is nothing to run, or both kinds of prompts."""
+    if (body.prompts is None) == (body.messages is None):
+        what = "not both prompts and messages" if body.prompts else "no prompt is given"
+        raise invalid("prompts", what, allowed="prompts (texts or lists of token ids), or messages (lists of chat messages)")
+    prompts = [WishedPrompt(f"prompts[{index}]", prompt) for index, prompt in enumerate(body.prompts or [])]
+    chats = [WishedPrompt(f"messages[{index}]", plain_messages(messages)) for index, messages in enumerate(body.messages or [])]
+    return Wish(
+        kind="generate",
+        model=body.model,
+        prompts=prompts or chats,
+        sampling=body.sampling,
+        sampling_at="sampling.",
+        max_tokens_at="sampling.max_tokens",
+        capture=body.capture,
+        steering=body.steering,
+        patch=body.patch,
+        metadata=body.metadata,
+        handling=handling_of(body),
+    )
+
+
+def wish_of_completion(body: CompletionRequest) -> Wish:
+    """The body of `POST /v1/completions`. Raises a 400 naming the field that we do not serve."""
+    _refuse_unserved(body)
+    if body.stream and body.logprobs is not None:
+        raise invalid("logprobs", "is not available with stream: true", allowed="null, or stream: false")
+    return Wish(
+        kind="completion",
+        model=body.model,
+        prompts=_completion_prompts(body.prompt),
+        sampling=_sampling(body, 16 if body.max_tokens is None else body.max_tokens, body.logprobs),
+        capture=body.capture,
+        steering=body.steering,
+        patch=body.patch,
+        stream=bool(body.stream),
+        metadata=body.metadata or {},
+        handling=handling_of(body),
+    )
+
+
+def wish_of_chat(body: ChatRequest) -> Wish:
+    """The body of `POST /v1/chat/completions`. Raises a 400 naming the field that we do not serve."""
+    _refuse_unserved(body)
+    if body.stream and body.logprobs:
+        raise invalid("logprobs", "is not available with stream: true", allowed="false, or stream: false")
+    if body.top_logprobs is not None and not body.logprobs:
+        raise invalid("top_logprobs", "needs logprobs: true")
+    named = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    max_tokens = getattr(body, named)
+    return Wish(
+        kind="chat",
+        model=body.model,
+        prompts=[WishedPrompt("messages", plain_messages(body.messages))],
+        sampling=_sampling(body, max_tokens or 1, (body.top_logprobs or 0) if body.logprobs else None),
+        max_tokens_at=named,
+        fill_max_tokens=max_tokens is None,
+        capture=body.capture,
+        steering=body.steering,
+        patch=body.patch,
+        stream=bool(body.stream),
+        metadata=body.metadata or {},
+        handling=handling_of(body),
+    )
+
+
+def _refuse_unserved(body: OpenAIRequest) -> None:
+    for name, harmless in ONLY.items():
+        raw = getattr(body, name, UNSET)
+        if raw is not UNSET and not _is_one_of(bytes(raw), harmless):
+            shown = bytes(raw)[:80].decode(errors="replace")
+            raise invalid(name, f"{shown} is not supported", allowed=f"leave it out, or {msgspec.json.encode(harmless[0]).decode()}")
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options", "needs stream: true")
+
+
+def _is_one_of(raw: bytes, values: Sequence[Any]) -> bool:
+    """Whether the JSON is one of `values`. JSON longer than all of them is not decoded."""
+    try:
+        return len(raw) <= MAX_UNSERVED and msgspec.json.decode(raw) in values
+    except (msgspec.DecodeError, UnicodeDecodeError):  # it was not checked before
+        return False
+
+
+def _sampling(body: OpenAIRequest, max_tokens: int, logprobs: int | None) -> Sampling:
+    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    return Sampling(
+        max_tokens=max_tokens,
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        top_k=body.top_k,
+        seed=body.seed,
+        stop=stop,
+        stop_token_ids=body.stop_token_ids,
+        ignore_eos=body.ignore_eos,
+        logprobs=logprobs,
+    )
+
+
+def _completion_prompts(prompt: str | list[str | int | list[int]]) -> list[WishedPrompt]:
+    """One prompt (text or token ids), or a list of prompts; a mixture of token ids and prompts is neither."""
+    if isinstance(prompt, str):
+        return [WishedPrompt("prompt", prompt)]
+    if not prompt:
+        raise invalid("prompt", "is empty: give text or token ids")
+    if len(prompt) > MAX_PROMPTS and not isinstance(prompt[0], int):
+        raise invalid("prompt", f"holds {len(prompt)} prompts", allowed=f"at most {MAX_PROMPTS}")
+    ids = [item for item in prompt if isinstance(item, int)]
+    if len(ids) == len(prompt):
+        return [WishedPrompt("prompt", ids)]
+    if ids:
+        raise invalid("prompt", "mixes token ids with prompts", allowed="text, a list of texts, token ids, or lists of token ids")
+    return [WishedPrompt(f"prompt[{index}]", item) for index, item in enumerate(prompt) if not isinstance(item, int)]
+
+
+def plain_messages(messages: Iterable[ChatMessage]) -> list[dict[str, str]]:
+    """A conversation as chat templates know it: text only, and OpenAI's newer name for the system role under its old one."""
+    return [_message(message) for message in messages]
+
+
+def _message(message: ChatMessage) -> dict[str, str]:
+    content = message.content if isinstance(message.content, str) else "\n".join(_texts(message.content))
+    plain = {"role": "system" if message.role == "developer" else message.role, "content": content}
+    return plain if message.name is None else {**plain, "name": message.name}
+
+
+def _texts(parts: Iterable[TextPart]) -> list[str]:
+    return [part.text for part in parts]

@@ -1,0 +1,342 @@
+"""What do all entries of a body's `steering` come to: for each prompt of a request, or for whoever comes, as a module or for everyone?
+
+A named module is replaced by its entries here, so that nothing behind this knows names. Patches (`patched.py`) come in front.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, get_args
+
+import msgspec
+
+from ...schemas.base import from_msgpack
+from ...schemas.errors import invalid
+from ...schemas.limits import MAX_ENTRIES, MAX_JOB_EDITS
+from ...schemas.models import ModelInfo
+from ...schemas.selectors import PositionName, PositionSelector, PositionWish, SelectorError, Span
+from ...schemas.specs import MAX_STEERING_ROWS, PatchSpec, SteeringRow, SteeringSpec, StoredSteering, columns_of, hashable, steering_rows
+from ...schemas.steering import GlobalSteering, Module, SteeringTemplate
+from ...schemas.tensors import Tensor
+from .captures import Bounds, apply_rules, positions_of_each
+from .interventions import NUMBERS, SCALED, check_limit, limit_of, reach_of, resolve_entry
+from .model_state import NOTHING as NOTHING
+from .model_state import Standing as Standing
+from .model_state import unknown_module
+from .patches import resolve_patches
+
+#: What steers everyone may take of the worker's tables, so that what requests bring finds room: 1 / this.
+SHARE_OF_EVERYONE = 2
+#: Positions in lists that steer everyone: workers go through them for each prompt that comes.
+MAX_EVERYONES_POSITIONS = 1 << 15
+
+
+#: Resolved positions that are a name.
+POSITION_NAMES: tuple[PositionName, ...] = get_args(PositionName)
+
+NO_POSITION = "no position named: give at least one"
+
+
+class Room(NamedTuple):
+    """What entries take of the worker's tables."""
+
+    rows: int
+    entries: int
+
+
+NO_ROOM = Room(0, 0)
+
+
+class Part(NamedTuple):
+    """An entry as it is written, or one of a module's."""
+
+    entry: SteeringTemplate
+    scale: float
+    positions: list[PositionSelector]  # one per prompt
+
+
+def modules_named(specs: Iterable[SteeringSpec], patch: Iterable[PatchSpec] = ()) -> list[str]:
+    """Each once."""
+    named = [*(spec.module for spec in specs), *(spec.source.module for spec in patch)]
+    return list(dict.fromkeys(name for name in named if name is not None))
+
+
+def check_number(specs: Iterable[SteeringSpec], standing: Standing, prompts: int = 1) -> None:
+    """Raises a 400 for more entries than anybody needs. Of named modules none is looked at yet: each may be named often."""
+    named = (standing.modules.get(spec.module or "") for spec in specs)
+    entries = sum(1 if module is None else len(module.entries) for module in named)
+    if entries > MAX_ENTRIES:
+        raise invalid("steering", f"has {entries} entries", allowed=f"at most {MAX_ENTRIES}, those of modules among them")
+    if entries * prompts > MAX_JOB_EDITS:
+        allowed = f"at most {MAX_JOB_EDITS} over all prompts: fewer entries, or fewer prompts in one job"
+        raise invalid("steering", f"has {entries} entries for {prompts} prompts", allowed=allowed)
+
+
+# --- A named module in a request ---------------------------------------------------------------------------------------
+
+#: What may stand beside `module`.
+BESIDE_MODULE = ("module", "scale", "positions")
+
+
+def _left_out(name: str) -> Callable[[SteeringSpec, Bounds], None]:
+    def rule(spec: SteeringSpec, bounds: Bounds) -> None:
+        if getattr(spec, name) is not None:
+            raise ValueError("is not taken beside module, which says itself what it does: give scale and positions, or leave module out")
+
+    return rule
+
+
+def _positions(spec: SteeringSpec, bounds: Bounds) -> list[PositionSelector] | None:
+    return None if spec.positions is None else positions_of_each(spec, bounds)
+
+
+REFERENCE_RULES: tuple[tuple[str, Callable[[SteeringSpec, Bounds], Any]], ...] = (
+    *((name, _left_out(name)) for name in SteeringSpec.__struct_fields__ if name not in BESIDE_MODULE),
+    ("positions", _positions),
+)
+
+
+def _parts_of_module(spec: SteeringSpec, bounds: Bounds, at: str, standing: Standing) -> list[Part]:
+    """The entries of the module that `spec` names. Raises a 400 naming the field below `at`."""
+    made = apply_rules(REFERENCE_RULES, spec, bounds, at)
+    module = standing.modules.get(spec.module or "")
+    if module is None:
+        raise unknown_module(f"{at}.module", spec.module, bounds.model.name, standing)
+    scale = 1.0 if spec.scale is None else spec.scale
+    parts = []
+    for number, (entry, reach) in enumerate(zip(module.entries, module.reach, strict=True)):
+        _check_fits(module, number, entry, bounds, at)
+        _check_scale(entry, reach, scale, bounds, at)
+        parts.append(Part(entry, scale, made["positions"] or _own_positions(module, number, entry, bounds, at)))
+    return parts
+
+
+def _check_fits(module: Module, number: int, entry: SteeringTemplate, bounds: Bounds, at: str) -> None:
+    """A model may come back under its name with other sizes."""
+    model = bounds.model
+    if module.hidden_size != model.hidden_size:
+        wrong = f"is {module.hidden_size} wide, the model {model.hidden_size}"
+    elif entry.layers[-1] >= model.num_layers:
+        wrong = f"names layer {entry.layers[-1]} in its entry {number}, the model has layers 0 to {model.num_layers - 1}"
+    elif entry.hook not in model.hooks:
+        wrong = f"names hook {entry.hook} in its entry {number}, the model has {', '.join(model.hooks)}"
+    else:
+        return
+    raise invalid(f"{at}.module", f"module {module.name!r} {wrong}: it was registered for another {model.name!r}")
+
+
+def _check_scale(entry: SteeringTemplate, reach: float, scale: float, bounds: Bounds, at: str) -> None:
+    made = entry.stored("all", scale)
+    field, number = ("scale", made.scale) if made.family in SCALED else (NUMBERS[made.family][0], made.numbers[0])
+    try:
+        check_limit(made.family, field, number)
+    except ValueError as error:
+        raise invalid(f"{at}.scale", f"{scale:.3g} times the module's {field}: {error}") from error
+    if not reach * abs(scale) <= limit_of(bounds):
+        largest, limit = reach * abs(scale), limit_of(bounds)
+        raise invalid(f"{at}.scale", f"scale times vector reaches {largest:.3g}, beyond {bounds.model.dtype}'s {limit:.3g}")
+
+
+def _own_positions(module: Module, number: int, entry: SteeringTemplate, bounds: Bounds, at: str) -> list[PositionSelector]:
+    try:
+        return positions_of_each(entry, bounds)
+    except SelectorError as error:
+        raise invalid(
+            f"{at}.module", f"module {module.name!r}, entry {number}: {error}", allowed=f"{at}.positions, instead of the module's own"
+        ) from error
+
+
+# --- A request ---------------------------------------------------------------------------------------------------------
+
+
+def resolve_edits(
+    patch: Sequence[PatchSpec], specs: Sequence[SteeringSpec], bounds: Bounds, standing: Standing = NOTHING
+) -> tuple[list[list[StoredSteering]], dict[str, bytes]]:
+    """Patches and the steering after them: one list per prompt, and the tensors that came with them by content hash. Both are empty when
+    nothing is edited. Tensors of named modules are not included. Raises a 400 naming the field.
+    """
+    blobs: dict[str, bytes] = {}
+    per_prompt: list[list[StoredSteering]] = [[] for _ in bounds.prompts] if specs else []
+    for index, spec in enumerate(specs):
+        for part in _parts(spec, bounds, f"steering[{index}]", standing, blobs):
+            named = {name: part.entry.stored(name, part.scale) for name in POSITION_NAMES}  # the same for every prompt
+            for entries, positions in zip(per_prompt, part.positions, strict=True):
+                same = named.get(positions) if isinstance(positions, str) else None
+                entries.append(same or part.entry.stored(positions, part.scale))
+    beside = _room_for_everyone(standing.everyone, bounds) if specs or patch else NO_ROOM
+    _check_each(per_prompt, "steering", bounds.model, beside)
+    if not patch:
+        return per_prompt, blobs
+    patched = resolve_patches(patch, bounds, standing, blobs)
+    for index, entries in enumerate(per_prompt):
+        patched[index] += entries
+    _check_each(patched, "patch", bounds.model, beside)
+    return patched, blobs
+
+
+def _check_each(per_prompt: Sequence[list[StoredSteering]], field: str, model: ModelInfo, beside: Room) -> None:
+    """Raises a 400 naming `field` for the first prompt that needs more than there is."""
+    rows: dict[tuple[int, ...], int] = {}
+    for index, entries in enumerate(per_prompt):
+        if len(entries) > MAX_ENTRIES and field == "patch":
+            detail = f"comes to {len(entries)} entries for prompt {index}: one for each layer and source position, and the steering's"
+            raise invalid(field, detail, allowed=f"at most {MAX_ENTRIES}")
+        sharing = _sharing(entries)
+        if rows.get(sharing, MAX_STEERING_ROWS + 1) > MAX_STEERING_ROWS:  # which of them meet is another matter in each prompt
+            rows[sharing] = _check_room(entries, f"for prompt {index}", model, beside, field=field)
+
+
+def _parts(spec: SteeringSpec, bounds: Bounds, at: str, standing: Standing, blobs: dict[str, bytes]) -> list[Part]:
+    if spec.module is not None:
+        return _parts_of_module(spec, bounds, at, standing)
+    entry, positions = resolve_entry(spec, bounds, at, blobs)
+    return [Part(entry, 1.0, positions)]
+
+
+# --- Whoever comes -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Content:
+    """Entries that hold for prompts which nobody has seen yet."""
+
+    entries: list[SteeringTemplate]
+    reach: list[float]  # of each entry, see `Module.reach`
+    blobs: dict[str, bytes]  # tensors that came with them, by content hash
+
+    @property
+    def size(self) -> int:
+        """Bytes of those tensors."""
+        return sum(len(from_msgpack(raw, Tensor).data) for raw in self.blobs.values())
+
+
+def resolve_module(specs: Sequence[SteeringSpec], model: ModelInfo) -> Content:
+    """What a named module is to do. Raises a 400 naming the field."""
+    blobs: dict[str, bytes] = {}
+    entries = []
+    for index, spec in enumerate(specs):
+        if spec.module is not None:
+            raise invalid(f"steering[{index}].module", "a module holds entries, not other modules: write out what it does")
+        if spec.positions == []:
+            raise invalid(f"steering[{index}].positions", NO_POSITION)
+        entries.append(resolve_entry(spec, Bounds(model, []), f"steering[{index}]", blobs)[0])
+    _check_room([_anywhere(entry) for entry in entries], "", model)
+    return Content(entries, [reach_of(spec) for spec in specs], blobs)
+
+
+def resolve_everyone(specs: Sequence[SteeringSpec], model: ModelInfo, standing: Standing) -> Content:
+    """What is to be done to every request. Raises a 400 naming the field."""
+    check_number(specs, standing)
+    blobs: dict[str, bytes] = {}
+    bounds = Bounds(model, [])
+    entries = []
+    listed = 0
+    for index, spec in enumerate(specs):
+        at = f"steering[{index}]"
+        place = f"{at}.positions" if spec.module is None or spec.positions is not None else f"{at}.module"
+        for part in _parts(spec, bounds, at, standing, blobs):
+            entry = _at_scale(part.entry, part.scale, spec.positions)
+            _check_for_everyone(entry.positions, place)
+            listed += _listed(entry.positions, model)
+            entries.append(entry)
+        if listed > MAX_EVERYONES_POSITIONS:
+            allowed = f"at most {MAX_EVERYONES_POSITIONS} in all lists; a range that stands alone is none"
+            raise invalid(place, f"makes {listed} positions in lists, which are looked up for each prompt", allowed=allowed)
+    _check_room([_anywhere(entry) for entry in entries], "", model, share=SHARE_OF_EVERYONE)
+    return Content(entries, [], blobs)
+
+
+def _at_scale(entry: SteeringTemplate, scale: float, positions: PositionWish | None) -> SteeringTemplate:
+    made = entry.stored("all", scale)
+    return msgspec.structs.replace(
+        entry, scale=made.scale, numbers=made.numbers, positions=entry.positions if positions is None else positions
+    )
+
+
+def _anywhere(entry: SteeringTemplate) -> StoredSteering:
+    """With its wish in place of positions: entries of one wish share a row, whatever the prompt."""
+    return entry.stored(entry.positions)  # type: ignore[arg-type]
+
+
+def _listed(wish: PositionWish, model: ModelInfo) -> int:
+    """How many positions a list comes to, at the most. (Its ranges begin at 0 or later.)"""
+    if not isinstance(wish, list):
+        return 0
+    end = model.max_model_len
+    ranges = [(item.start or 0, end if item.stop is None else min(item.stop, end)) for item in wish if isinstance(item, Span)]
+    return len(wish) - len(ranges) + sum(max(stop - start, 0) for start, stop in ranges)
+
+
+def _check_for_everyone(wish: PositionWish, at: str) -> None:
+    """Raises a 400 for positions that need to know the prompt."""
+    allowed = "a name, positions from 0 on, or a range with `start` and `stop` from 0 on"
+    for index, item in enumerate(wish if isinstance(wish, list) else [wish]):
+        where = f"{at}[{index}]" if isinstance(wish, list) and not at.endswith(".module") else at
+        if isinstance(item, Span) and not item.is_range:
+            raise invalid(where, "a text is in some prompts only: global steering holds for all of them", allowed=allowed)
+        places = (item.start, item.stop) if isinstance(item, Span) else (item,)
+        for place in places:
+            if isinstance(place, int) and place < 0:
+                raise invalid(where, f"{place} is another position in each prompt: count from the beginning", allowed=allowed)
+    if wish == []:
+        raise invalid(at, NO_POSITION, allowed=allowed)
+
+
+# --- Room in the tables ------------------------------------------------------------------------------------------------
+
+
+def _room(rows: Sequence[SteeringRow]) -> Room:
+    return Room(len(rows), sum(row.num_vectors for row in rows))
+
+
+def _room_for_everyone(everyone: GlobalSteering, bounds: Bounds) -> Room:
+    if not everyone.entries:
+        return NO_ROOM
+    return _room(steering_rows(everyone.at(max(prompt.tokens for prompt in bounds.prompts))))
+
+
+def _places(rows: Sequence[SteeringRow]) -> int:
+    """How many rows a token may have. What is counted from a prompt's end, or looked up in it, may be any token."""
+    known = [row if _is_counted(row.positions) else msgspec.structs.replace(row, positions="all") for row in rows]
+    return max(columns_of(known), default=-1) + 1
+
+
+def _is_counted(positions: Sequence[object] | object) -> bool:
+    return not isinstance(positions, list) or all(isinstance(place, int) and place >= 0 for place in positions)
+
+
+def _sharing(entries: list[StoredSteering]) -> tuple[int, ...]:
+    """For each entry the first that has its positions. Prompts of which this is the same take the same rows."""
+    first: dict[object, int] = {}
+    return tuple(first.setdefault(hashable(entry.positions), number) for number, entry in enumerate(entries))
+
+
+def _check_room(
+    entries: list[StoredSteering], whom: str, model: ModelInfo, beside: Room = NO_ROOM, share: int = 1, field: str = "steering"
+) -> int:
+    """All of it must fit into a `share`-th of the worker's tables, beside what steers everyone. Returns the number of its rows.
+
+    Raises a 400 naming `field`. That several do not fit at once only makes them wait.
+    """
+    rows = steering_rows(entries)
+    needed = _room(rows)
+    whom = f" {whom}" if whom else ""
+    if needed.rows > MAX_STEERING_ROWS and (places := _places(rows)) > MAX_STEERING_ROWS:
+        raise invalid(
+            field,
+            f"needs {places} rows of the steering table for one token{whom}: one for each set of positions that it may be in, and one "
+            "more where an op that cannot be joined with another of its kind is at the same site again",
+            allowed=f"at most {MAX_STEERING_ROWS} for one token: list positions that have none in common, give entries the same "
+            "positions, write those that replace rows at the same positions behind one another, or make one lowrank of several directions",
+        )
+    for wanted, taken, there, setting in (
+        (needed.rows, beside.rows, model.steering_rows, "steering_rows"),
+        (needed.entries, beside.entries, model.steering_entries, "steering_entries"),
+    ):
+        if there and wanted + taken > max(1, there // share):
+            words = f"needs {wanted} {setting.replace('_', ' ')}{whom}, the worker has {there} (setting {setting})"
+            if taken:
+                words += f", of which global steering takes {taken}"
+            if share > 1:
+                words += f", of which global steering may take {max(1, there // share)}"
+            raise invalid(field, words, allowed="fewer layers, entries or ranks" if field == "steering" else "fewer layers or positions")
+    return needed.rows

@@ -1,0 +1,116 @@
+"""Is there room for a sweep: in one grid, in the model's length, in a cell's share of the worker's tables, in the quota of cells?"""
+
+from itertools import accumulate
+
+from ...schemas.errors import MidstreamError, invalid
+from ...schemas.models import ModelInfo
+from ...schemas.settings import Settings
+from ...schemas.specs import steering_rows
+from ...schemas.steering import GlobalSteering
+from ...schemas.sweeps import PatchWindow, StoredSweep
+from .alignment import CLEAN, CORRUPT
+from .steering import Room
+
+#: Pairs that an error lists.
+SHOWN_PAIRS = 8
+
+
+def check_limits(sweep: StoredSweep, model: ModelInfo, settings: Settings, everyone: GlobalSteering) -> None:
+    """`everyone`: what steers every request. Raises a 400 that says how many there are and how to ask for fewer."""
+    _check_columns(sweep)
+    _check_window(sweep)
+    _check_cells(sweep, settings)
+    _check_lengths(sweep, model)
+    _check_room(sweep, model, everyone)
+    _check_capture(sweep, model, settings)
+
+
+def _check_columns(sweep: StoredSweep) -> None:
+    counts = [len(pair.columns) for pair in sweep.pairs]
+    if len(set(counts)) > 1:
+        shown = ", ".join(f"pairs[{index}] {count}" for index, count in enumerate(counts[:SHOWN_PAIRS])) + (
+            ", …" if len(counts) > SHOWN_PAIRS else ""
+        )
+        raise invalid(
+            "pairs",
+            f"have different numbers of columns, so their grids have no average: {shown}",
+            allowed="the same number in every pair: positions counted from the end (-1, -2, …), or spans of the same names",
+        )
+
+
+def _check_window(sweep: StoredSweep) -> None:
+    for name, there in (("layers", len(sweep.layers)), ("positions", sweep.num_columns)):
+        if (wanted := getattr(sweep.window, name)) > there:
+            raise invalid(f"window.{name}", f"{wanted} are more than the sweep has", allowed=f"1 to {there}")
+
+
+def _check_cells(sweep: StoredSweep, settings: Settings) -> None:
+    if sweep.num_cells > settings.sweep_cells:
+        factors = (len(sweep.pairs), "pairs"), (len(sweep.hooks), "hooks"), (len(sweep.layers), "layers"), (sweep.num_columns, "columns")
+        shown = " × ".join(f"{count} {name if count > 1 else name[:-1]}" for count, name in factors)
+        raise too_many_cells(f"{sweep.num_cells} cells ({shown})", settings.sweep_cells)
+
+
+def too_many_cells(found: str, limit: int) -> MidstreamError:
+    return invalid(
+        "pairs",
+        f"come to {found}",
+        allowed=f"at most {limit} (setting sweep_cells): fewer layers or hooks, positions that matter, spans instead of single positions, "
+        "or fewer pairs in one sweep",
+    )
+
+
+def _check_lengths(sweep: StoredSweep, model: ModelInfo) -> None:
+    for index, pair in enumerate(sweep.pairs):
+        behind = max(len(pair.answer), len(pair.foil), 1)
+        for ids, is_base in ((pair.base, True), (pair.source, False)):
+            if len(ids) + behind > model.max_model_len:
+                clean = is_base == (sweep.direction == "noise" or sweep.ablation is not None)
+                raise invalid(
+                    f"pairs[{index}].{CLEAN if clean else CORRUPT}",
+                    f"has {len(ids)} tokens, and {behind} follow: the model takes {model.max_model_len} in all",
+                )
+
+
+def room_of_cell(sweep: StoredSweep) -> Room:
+    """What the largest cell takes of the steering table: a row for each position, an entry for each vector.
+
+    (Cells of an ablation take less. The patches that change nothing, to see how far values scatter, do not.)
+    """
+    each = sweep.window.layers * (2 if sweep.mask else 1)
+    widest, window = 0, sweep.window.positions
+    for pair in sweep.pairs:
+        before = [0, *accumulate(len(column.places) for column in pair.columns)]  # places of the columns before each, and of all
+        widest = max(widest, *(before[min(first + window, len(before) - 1)] - there for first, there in enumerate(before)))
+    return Room(widest, widest * each)
+
+
+def _check_room(sweep: StoredSweep, model: ModelInfo, everyone: GlobalSteering) -> None:
+    needed = room_of_cell(sweep)
+    rows = steering_rows(everyone.at(max(len(pair.base) for pair in sweep.pairs)))
+    taken = Room(len(rows), sum(row.num_vectors for row in rows))
+    for name, wanted, held, there in zip(Room._fields, needed, taken, (model.steering_rows, model.steering_entries), strict=True):
+        if there and wanted + held > there:
+            words = f"the largest cell needs {wanted} {name} of the steering table, and the worker has {there} (setting steering_{name})"
+            words += f", of which global steering takes {held}" if held else ""
+            raise invalid(
+                "pairs" if sweep.window == PatchWindow() else "window", words, allowed="a smaller window, or spans of fewer tokens"
+            )
+
+
+def _check_capture(sweep: StoredSweep, model: ModelInfo, settings: Settings) -> None:
+    """Rows that a prompt gives in one engine step must fit the capture buffer."""
+    longest = max(pair.longest for pair in sweep.pairs)
+    hooks = {*sweep.hooks}
+    of_base = hooks if sweep.ablation == "mean" else {sweep.hooks[0]}
+    if settings.sweep_entry and "pre_attn" in model.hooks:  # what forwards go on from that begin at the layer that is patched
+        of_base = of_base | {"pre_attn"}
+    sites = len(sweep.layers) * max(len(of_base), 0 if sweep.ablation else len(hooks))
+    rows = sites * min(longest, model.step_tokens or longest)
+    if model.capture_row_limit and rows > model.capture_row_limit:
+        raise invalid(
+            "layers",
+            f"a prompt of {longest} tokens gives {rows} rows in one engine step: more than the worker's buffer holds (setting "
+            "capture_buffer_mib)",
+            allowed=f"at most {model.capture_row_limit} rows: fewer layers or hooks in one sweep",
+        )

@@ -1,0 +1,313 @@
+"""Token ids of texts and conversations, exactly as the worker's engine makes them, without torch or transformers.
+
+The worker publishes its tokenizer as a bundle; `tokenizers` reads it. Chat templates come with the model (from the operator,
+never from a client) and run in jinja2's sandbox with the environment that transformers gives them.
+"""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import anyio.to_thread
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+import numpy as np
+from tokenizers import Encoding, Tokenizer
+
+from ...schemas.errors import MidstreamError, invalid, shortened
+from ...schemas.models import TokenizerBundle
+from ...schemas.selectors import SelectorError, Span
+
+if TYPE_CHECKING:
+    from .tokenizer_pool import Helpers
+
+#: Above this many characters, or messages, tokenisation leaves the event loop; below, the hop costs more than the work.
+INLINE_CHARACTERS, INLINE_MESSAGES = 4096, 64
+#: A text of this many characters is tokenised, whatever the model's length: its normaliser may leave out most of it.
+SHORT_CHARACTERS = 64 * 1024
+#: Without a limit of its own.
+ANY_LENGTH = 2**31 - 1
+#: This much of a prompt is shown in an error.
+SHOWN_CHARACTERS = 60
+
+
+class TooLong(MidstreamError):
+    """Text number `index` is longer than the model; `tokens` is None where the number of characters decides."""
+
+    def __init__(self, index: int, tokens: int | None, detail: str = ""):
+        super().__init__("invalid_request", detail or f"has {tokens} tokens: more than the model takes")
+        self.index = index
+        self.tokens = tokens
+
+
+class Encoded(NamedTuple):
+    """The tokens of a text. `ids`: int32 `[tokens]`; `offsets`: as in `TextMap`, None where not asked for."""
+
+    ids: np.ndarray
+    offsets: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Where a codec's long texts are tokenised."""
+
+    processes: "Helpers"
+    tokenizer: str  # content hash of the bundle
+    fetch: Callable[[], Awaitable[bytes]]  # reads the bundle
+
+
+@dataclass(frozen=True)
+class TextMap:
+    """Where each token of a prompt lies in its text. `offsets`: int32 `[tokens, 2]`, `[start, end)` in characters; empty for tokens that
+    no text stands for."""
+
+    text: str
+    offsets: np.ndarray
+
+    def find(self, span: Span) -> list[int]:
+        """The positions of the tokens that overlap the span, which has a text. Occurrences do not overlap, as in `str.count`.
+
+        Raises SelectorError when the text does not occur, or not so often, or no token stands for it.
+        """
+        assert span.text is not None
+        starts = self._occurrences(span.text)
+        if span.occurrence is not None:
+            if not -len(starts) <= span.occurrence < len(starts):
+                detail = f"{shortened(span.text)!r} occurs {_times(len(starts))} in the prompt: occurrence {span.occurrence} is not there"
+                raise SelectorError(detail, ".occurrence")
+            starts = [starts[span.occurrence]]
+        touched = np.zeros(len(self.text) + 1, np.int64)
+        for start in starts:
+            touched[start + 1 : start + len(span.text) + 1] = 1
+        before = np.cumsum(touched)  # touched characters before each place of the text
+        positions: list[int] = np.flatnonzero(before[self.offsets[:, 1]] > before[self.offsets[:, 0]]).tolist()
+        if not positions:
+            raise SelectorError(f"{shortened(span.text)!r} is in the prompt, but no token stands for it", ".text")
+        return positions
+
+    def _occurrences(self, part: str) -> list[int]:
+        starts, at = [], self.text.find(part)
+        while at >= 0:
+            starts.append(at)
+            at = self.text.find(part, at + len(part))
+        if not starts:
+            shown = self.text if len(self.text) <= SHOWN_CHARACTERS else self.text[:SHOWN_CHARACTERS] + "…"
+            raise SelectorError(f"{part[:SHOWN_CHARACTERS]!r} occurs 0 times in the prompt, which begins {shown!r}", ".text")
+        return starts
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
+class Codec:
+    """One model's tokenizer and chat template. Immutable after construction; safe to share between threads."""
+
+    def __init__(self, bundle: TokenizerBundle, limit: int = ANY_LENGTH, beside: Beside | None = None):
+        """`limit`: tokens that the model takes; `beside`: processes for long texts, which a thread tokenises otherwise."""
+        self._bundle = bundle
+        self._limit = limit
+        self._beside = beside
+        text, longest_token = _untrimmed(bundle.tokenizer_json)
+        self._most_characters = max(SHORT_CHARACTERS, limit * longest_token)
+        self._tokenizer = Tokenizer.from_str(text)
+        # A saved tokenizer may carry the truncation of its last caller; a prompt is never cut silently.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._numbers = np.arange(max(self._tokenizer.get_vocab().values(), default=0) + 1).astype(object)
+
+    async def encode(self, texts: Sequence[str], *, special_tokens: bool) -> list[list[int]]:
+        """Token ids per text; `special_tokens` adds what the model's tokenizer adds around plain text, such as BOS.
+
+        Raises TooLong when a text is longer than the model, if it is long; from its characters alone where that can be.
+        """
+        lists: dict[str, list[int]] = {}
+        made = (await self.encodings(texts, special_tokens=special_tokens))[::-1]
+        for text in texts:
+            found = made.pop()  # no array stays beside its list
+            if text not in lists:
+                lists[text] = self.as_list(found.ids)
+                await asyncio.sleep(0)
+        return [lists[text] for text in texts]
+
+    async def encodings(self, texts: Sequence[str], *, special_tokens: bool, offsets: bool = False) -> list[Encoded]:
+        """As `encode`, as arrays, with `offsets` if asked. A text that is there several times is tokenised once."""
+        for index, text in enumerate(texts):
+            self._check_characters(index, len(text))
+        distinct = [*dict.fromkeys(texts)]
+        try:
+            made = await self._encodings(distinct, special_tokens, offsets)
+        except TooLong as error:
+            raise TooLong(texts.index(distinct[error.index]), error.tokens, error.detail) from None
+        found = dict(zip(distinct, made, strict=True))
+        return [found[text] for text in texts]
+
+    async def _encodings(self, texts: list[str], special_tokens: bool, offsets: bool) -> list[Encoded]:
+        if sum(map(len, texts)) <= INLINE_CHARACTERS and len(texts) <= INLINE_MESSAGES:
+            return self.encode_here(texts, special_tokens, offsets)
+        if self._beside is None:
+            return await anyio.to_thread.run_sync(self.encode_here, texts, special_tokens, offsets)
+        beside = self._beside
+        return await beside.processes.encode(beside.tokenizer, beside.fetch, texts, special_tokens, self._limit, offsets)
+
+    def encode_here(self, texts: Sequence[str], special_tokens: bool, offsets: bool = False) -> list[Encoded]:
+        """As `encodings`, of any length, in this thread."""
+        encode = self._tokenizer.encode_batch if offsets else self._tokenizer.encode_batch_fast
+        return [
+            Encoded(np.array(made.ids, np.int32), _offsets(made) if offsets else None)
+            for made in encode(list(texts), add_special_tokens=special_tokens)
+        ]
+
+    def as_list(self, ids: np.ndarray) -> list[int]:
+        """The ids as numbers that all lists share: 8 bytes each instead of 36."""
+        shared: list[int] = self._numbers[ids].tolist()
+        return shared
+
+    def _check_characters(self, index: int, characters: int) -> None:
+        if characters > self._most_characters:
+            detail = f"has {characters} characters, which is more than the model's {self._limit} tokens"
+            raise TooLong(index, None, detail)
+
+    def map_text(self, text: str, ids: Sequence[int], *, special_tokens: bool) -> TextMap | None:
+        """Where each of `ids` lies in `text`; None when they are not this text's tokens. Takes its time (~ 1 µs per character)."""
+        (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=special_tokens)  # `encode` would keep the GIL
+        return TextMap(text, _offsets(encoding)) if encoding.ids == list(ids) else None
+
+    def map_ids(self, ids: Sequence[int]) -> TextMap | None:
+        """The text of `ids`, and where each lies in it; None when that text has other tokens."""
+        return self.map_text(self.text_of(ids), ids, special_tokens=False)
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        """The text of `ids`, special tokens included."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    def words(self, ids: Sequence[int], where: TextMap | None) -> list[str]:
+        """How each token reads, spaces as they are: its part of the text, or what the tokenizer makes of it alone. Never empty."""
+        if where is not None:
+            shared: dict[str, str] = {}  # long texts repeat words
+            parts = (where.text[start:end] for start, end in where.offsets.tolist())
+            return [shared.setdefault(part, part) or self._word(token) for token, part in zip(ids, parts, strict=True)]
+        known = {token: self._word(token) for token in set(ids)}
+        return [known[token] for token in ids]
+
+    def _word(self, token: int) -> str:
+        text = self._tokenizer.decode([token], skip_special_tokens=False)
+        if text and "\N{REPLACEMENT CHARACTER}" not in text:  # else it is no text, or a part of a character
+            return str(text)
+        return self._tokenizer.id_to_token(token) or f"<{token}>"
+
+    async def read(self, ids: Sequence[int], text: str | None, *, special_tokens: bool) -> list[str]:
+        """How each of `ids` reads; in the characters of `text`, if that is what they were made of."""
+
+        where = None
+        if text is not None:
+            (found,) = await self.encodings([text], special_tokens=special_tokens, offsets=True)
+            where = found_map(text, found, ids)
+        return await anyio.to_thread.run_sync(self.words, ids, where)
+
+    async def decode(self, ids: Sequence[int]) -> tuple[str, list[str]]:
+        """The text of `ids`, special tokens included, and how each of them reads."""
+
+        def work() -> tuple[str, list[str]]:
+            return self.text_of(ids), self.words(ids, None)
+
+        return await anyio.to_thread.run_sync(work)
+
+    async def encode_chat(self, messages: Sequence[dict[str, str]]) -> tuple[list[int], str]:
+        """Token ids and text of a conversation, opened for the assistant's turn.
+
+        Raises a 400 naming `messages` when the model has no chat template or its template refuses the conversation.
+        """
+        characters = sum(len(text) for message in messages for text in message.values())
+        self._check_characters(0, characters)
+        beside = self._beside
+        if beside is not None and (characters > INLINE_CHARACTERS or len(messages) > INLINE_MESSAGES):
+            found, text = await beside.processes.encode_chat(beside.tokenizer, beside.fetch, messages, self._limit)
+            return self.as_list(found), text
+        text = self.render(messages)
+        (ids,) = await self.encode([text], special_tokens=False)  # the template writes them itself
+        return ids, text
+
+    def render(self, messages: Sequence[dict[str, str]]) -> str:
+        template = self._template
+        try:
+            return template.render(messages=messages, tools=None, documents=None, add_generation_prompt=True, **self._bundle.special_tokens)
+        except Exception as error:  # whatever a template may raise, it is this conversation that it refuses
+            raise invalid("messages", f"the model's chat template refuses them: {error}") from error
+
+    @cached_property
+    def _template(self) -> jinja2.Template:
+        if self._bundle.chat_template is None:
+            raise invalid("messages", "this model has no chat template", allowed="use /v1/completions")
+        try:
+            return _environment().from_string(self._bundle.chat_template)
+        except jinja2.TemplateSyntaxError as error:
+            raise invalid("messages", f"this model's chat template is broken: {error}", allowed="use /v1/completions") from error
+
+
+def found_map(text: str, found: Encoded, ids: Sequence[int]) -> TextMap | None:
+    """Where each of `ids` lies in `text`, whose tokens were `found`; None when `ids` are others."""
+    if found.offsets is None or not np.array_equal(found.ids, np.asarray(ids)):
+        return None
+    return TextMap(text, found.offsets)
+
+
+def _offsets(encoding: Encoding) -> np.ndarray:
+    return np.array(encoding.offsets, np.int32).reshape(-1, 2)
+
+
+def _untrimmed(tokenizer_json: str) -> tuple[str, int]:
+    """The tokenizer with offsets that cover whole tokens: byte-level ones leave out the space that a token begins with.
+
+    And how many characters its longest token has, at most.
+    """
+    tokenizer = json.loads(tokenizer_json)
+    processor = tokenizer.get("post_processor") or {}
+    for step in [processor, *processor.get("processors", [])]:
+        if "trim_offsets" in step:
+            step["trim_offsets"] = False
+    vocabulary = tokenizer["model"].get("vocab") or []  # token → id, or of Unigram pairs of token and score
+    pieces = vocabulary if isinstance(vocabulary, dict) else [piece for piece, _ in vocabulary]
+    added = [token["content"] for token in tokenizer.get("added_tokens") or []]
+    return json.dumps(tokenizer), max(map(len, [*pieces, *added]), default=1)
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks the assistant's text for training; here its content is rendered as it is."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> jinja2.Environment:
+    """The environment of `transformers.utils.chat_template_utils`, whose templates these are."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
+    """jinja2's own filter escapes HTML; templates expect plain JSON with these options."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)

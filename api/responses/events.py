@@ -1,0 +1,94 @@
+"""How does a client follow a job as it runs? Server-sent events out of the job's event stream, resumable by id."""
+
+import math
+import re
+import time
+from collections.abc import AsyncIterator
+
+from ...schemas.base import to_json
+from ...schemas.errors import MidstreamError, Problem, invalid
+from ...schemas.jobs import PROBLEM_EVENT, TERMINAL, Event
+from ...schemas.keys import Caller
+from ..context import Edge
+from ..web.key_revocation import ALWAYS, Stay
+from .outcome import job_url
+
+MEDIA_TYPE = "text/event-stream"
+#: For proxies that would gather a stream before passing it on.
+HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+#: Silence for longer lets proxies and clients think that the connection is dead.
+PING_S = 15.0
+PING = b": ping\n\n"
+BATCH = 256
+
+#: Ids are those of the Redis stream.
+_ID = re.compile(r"([0-9]{1,20})-([0-9]{1,20})")
+MAX_ID = (1 << 64) - 1  # of each of the two numbers
+BEGINNING = "0-0"
+
+
+def resume_point(header: str | None) -> str:
+    """Where `Last-Event-ID` says that the client is; raises a 400 for what is not an id of ours."""
+    if header is None or header == "":
+        return BEGINNING
+    if not (match := _ID.fullmatch(header)) or max(map(int, match.groups())) > MAX_ID:
+        raise invalid(
+            "Last-Event-ID", f"{header[:40]!r} is not the id of an event", allowed="an `id` of this stream, such as 1700000000000-0"
+        )
+    return header
+
+
+async def follow(edge: Edge, job_id: str, after: str, deadline: float = math.inf, stay: Stay = ALWAYS) -> AsyncIterator[list[Event]]:
+    """Batches of events after the id `after`, in order, up to `done`; an empty batch is a sign of life.
+
+    Also ends when the job is over and has no further events (they were trimmed), when the server stops, and at `deadline`
+    (of `time.monotonic`). Raises `unauthorized` when `stay` is over.
+    """
+    last_sign = time.monotonic()
+    over = False
+    while True:
+        stay.check()
+        batch = await edge.patiently(lambda after=after: edge.ledger.events(job_id, after, BATCH))  # type: ignore[misc]
+        if batch:
+            done = any(event.event == "done" for event in batch)
+            if done:
+                await edge.patiently(edge.ledger.written)
+            yield batch
+            if done:
+                return
+            after, last_sign = batch[-1].id, time.monotonic()
+            continue
+        if over or edge.closing or time.monotonic() >= deadline:
+            return
+        left = min(last_sign + PING_S, deadline) - time.monotonic()
+        if left <= 0:
+            yield []
+            last_sign = time.monotonic()
+            # Looked at before the events are read again, so that none slips between the two.
+            over = (await edge.patiently(lambda: edge.ledger.view(job_id))).state in TERMINAL
+        else:
+            await edge.or_closing(edge.watcher.stirred(job_id, after, left), stay)
+
+
+def encode(event: Event) -> bytes:
+    """One server-sent event; the attempt travels in the data, so that a reader of tokens sees when a job began anew."""
+    data = to_json({**event.data, "attempt": event.attempt})
+    return b"id: %b\nevent: %b\ndata: %b\n\n" % (event.id.encode(), event.event.encode(), data)
+
+
+def encode_problem(problem: Problem) -> bytes:
+    """How a stream ends that may not go on. Without an id, so that a client which is let in again resumes where it was."""
+    return b"event: %b\ndata: %b\n\n" % (PROBLEM_EVENT.encode(), to_json(problem))
+
+
+async def server_sent(edge: Edge, job_id: str, after: str, caller: Caller) -> AsyncIterator[bytes]:
+    """The body of `GET /v1/jobs/{id}/events`; up to a problem when the caller's key counts no more."""
+    with edge.stays.of(caller) as stay:
+        try:
+            async for batch in follow(edge, job_id, after, stay=stay):
+                yield b"".join(map(encode, batch)) if batch else PING
+        except MidstreamError as error:
+            if error.kind != "unauthorized":
+                raise
+            yield encode_problem(error.problem(job_url(edge, job_id)))

@@ -1,0 +1,84 @@
+"""How did a job end, as an HTTP client is told? A failed job is its problem with its status, never a success."""
+
+from typing import Any
+
+import msgspec
+from litestar import Response
+
+from ...schemas.errors import MidstreamError, Problem
+from ...schemas.jobs import TERMINAL, JobResult, JobView, State
+from ..context import Edge
+from ..web import problems
+from ..web.body import JsonRequest
+from ..web.problems import JOB_HEADER
+
+#: States that nobody waits for who waits for a result.
+UNDER_WAY = frozenset({"queued", "running"})
+#: The version of a job that was accepted and nothing more: it is queued.
+ACCEPTED = 1
+#: Seconds until it is worth looking again at a job that is not over.
+RETRY_AFTER_S = 1
+
+
+def is_over(view: JobView) -> bool:
+    return view.state in TERMINAL
+
+
+def etag(version: int) -> str:
+    return f'"{version}"'
+
+
+def matches(header: str | None, tag: str) -> bool:
+    """Whether `If-None-Match` names this tag (weakly compared, as RFC 9110 says for GET)."""
+    if header is None:
+        return False
+    return header.strip() == "*" or any(given.strip().removeprefix("W/") == tag for given in header.split(","))
+
+
+def job_url(edge: Edge, job_id: str) -> str:
+    return edge.job_url(job_id)
+
+
+def capture_url(edge: Edge, job_id: str) -> str:
+    return f"{edge.settings.public_url.rstrip('/')}/v1/captures/{job_id}"
+
+
+def failure_of(view: JobView) -> Problem | None:
+    """Why there is no result; None for a job that succeeded. For jobs that are over."""
+    instance = f"/v1/jobs/{view.id}"
+    if view.state is State.SUCCEEDED:
+        return None
+    if view.state is State.EXPIRED:
+        return MidstreamError("gone", "the result was removed after its retention time").problem(instance)
+    if view.error is not None:
+        return msgspec.structs.replace(view.error, instance=instance)
+    return MidstreamError("conflict", f"the job was {view.state}: it has no result").problem(instance)
+
+
+def not_ready(view: JobView) -> MidstreamError:
+    return MidstreamError("conflict", f"the job is {view.state}: it has no result yet", allowed=f"GET /v1/jobs/{view.id}?wait=30")
+
+
+def failed(request: JsonRequest, problem: Problem, headers: dict[str, str]) -> Response[Any]:
+    """The answer for a job that failed. Asking again would run it again: OpenAI's clients are told not to."""
+    return problems.answer(request, problem, {**headers, "x-should-retry": "false"})
+
+
+def accepted(edge: Edge, view: JobView, headers: dict[str, str] | None = None) -> Response[Any]:
+    """202: the job is durable, and this is where to look."""
+    where = {"Location": job_url(edge, view.id), "Retry-After": str(RETRY_AFTER_S), "ETag": etag(view.version), JOB_HEADER: view.id}
+    return Response(view, status_code=202, headers={**where, **(headers or {})})
+
+
+async def result_of(edge: Edge, job_id: str) -> JobResult:
+    """The outputs and receipts so far. Raises `gone`, `not_found`."""
+    return await edge.patiently(lambda: edge.ledger.result(job_id))
+
+
+async def finished(request: JsonRequest, edge: Edge, view: JobView, headers: dict[str, str] | None = None) -> Response[Any]:
+    """The answer for a job that is over: 200 with its result, or its problem with its status."""
+    headers = {JOB_HEADER: view.id, "Location": job_url(edge, view.id), **(headers or {})}
+    problem = failure_of(view)
+    if problem is not None:
+        return failed(request, problem, headers)
+    return Response(await result_of(edge, view.id), status_code=200, headers={**headers, "ETag": etag(view.version)})

@@ -1,0 +1,171 @@
+"""How is a completion streamed? Tokens out of the job's event stream, then the finish, held until what was asked for is settled.
+
+What a client has been sent is kept beside what the job says, so that a job which begins anew on another worker goes on where
+the client is, and a text that turns out different is an error and not a silent splice.
+"""
+
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from ...schemas.base import to_json
+from ...schemas.errors import MidstreamError, Problem
+from ...schemas.jobs import Event, JobView
+from ...schemas.keys import Caller
+from ..context import Edge
+from ..web import problems
+from ..web.key_revocation import Stay
+from . import events, openai_shapes
+from .openai_shapes import Shape
+from .outcome import failure_of, is_over, job_url, result_of
+
+END = b"data: [DONE]\n\n"
+
+
+@dataclass
+class Sent:
+    """How much of one prompt's text the client has, and how far the current attempt has come."""
+
+    text: str = ""
+    seen: str = ""
+    opened: bool = False
+
+    def news(self, delta: str) -> str:
+        """What of the attempt's next text the client does not have yet. Raises MidstreamError when it contradicts what it has."""
+        self.seen += delta
+        return self.upto(self.seen)
+
+    def upto(self, text: str) -> str:
+        """What is missing up to `text`; raises as `news` does."""
+        if self.text.startswith(text):
+            return ""
+        if not text.startswith(self.text):
+            raise MidstreamError(
+                "worker_lost", "the job was started again on another worker and generated another text; ask again, or set a seed"
+            )
+        missing, self.text = text[len(self.text) :], text
+        return missing
+
+
+@dataclass
+class Streamed:
+    """One streamed request: `until`: the view is settled enough to end it; `with_extras`: it tells of captures and ranks."""
+
+    edge: Edge
+    shape: Shape
+    job_id: str
+    model: str
+    created: float
+    prompts: int
+    caller: Caller
+    until: Callable[[JobView], bool]
+    with_usage: bool
+    with_extras: Callable[[JobView], bool]
+    sent: dict[int, Sent] = field(default_factory=dict)
+    attempt: int = 0
+
+    async def body(self) -> AsyncIterator[bytes]:
+        """Chunks, then `[DONE]`; or chunks and then an error event, which ends the stream."""
+        try:
+            with self.edge.stays.of(self.caller) as stay:
+                deadline = time.monotonic() + self.edge.settings.max_wait_s
+                async for batch in self._tokens(deadline, stay):
+                    yield batch
+                while not self.until(view := await self._look(deadline, stay)):
+                    yield events.PING
+            if is_over(view):
+                await self.edge.patiently(self.edge.ledger.written)
+            problem = failure_of(view) if is_over(view) else None
+            if problem is not None:
+                yield error_event(problem)
+                return
+            yield await self._ending(view)
+        except MidstreamError as error:
+            yield error_event(error.problem(job_url(self.edge, self.job_id)))
+
+    async def _tokens(self, deadline: float, stay: Stay) -> AsyncIterator[bytes]:
+        """The text as it is generated. Ends when every prompt is generated or the job is over."""
+        finished: set[int] = set()
+        async for batch in events.follow(self.edge, self.job_id, events.BEGINNING, deadline, stay):
+            chunks = []
+            for event in batch:
+                if event.attempt > self.attempt:
+                    self._begin_anew(event.attempt)
+                    finished.clear()
+                if event.event == "token":
+                    chunks += self._chunks(event)
+                elif event.event == "output":
+                    finished.add(_number(event, "index"))
+            yield b"".join(chunks) if chunks else events.PING
+            if len(finished) == self.prompts:
+                return
+            self._check(deadline)
+        self._check(deadline)
+
+    def _begin_anew(self, attempt: int) -> None:
+        self.attempt = attempt
+        for sent in self.sent.values():
+            sent.seen = ""
+
+    def _chunks(self, event: Event) -> list[bytes]:
+        index = _number(event, "index")
+        text = event.data.get("text")
+        return self._text(index, self._of(index).news(text if isinstance(text, str) else ""))
+
+    def _text(self, index: int, text: str) -> list[bytes]:
+        choices = []
+        if self.shape.opening is not None and not self._of(index).opened:
+            self._of(index).opened = True
+            choices.append(self.shape.opening(index))
+        if text:
+            choices.append(self.shape.delta(index, text))
+        return [self._chunk([choice]) for choice in choices]
+
+    def _of(self, index: int) -> Sent:
+        return self.sent.setdefault(index, Sent())
+
+    async def _look(self, deadline: float, stay: Stay) -> JobView:
+        """The job once `until` holds, or as it is when it is time for a sign of life."""
+        self._check(deadline)
+        return await self.edge.wait(self.job_id, self.until, min(events.PING_S, deadline - time.monotonic()), stay=stay)
+
+    def _check(self, deadline: float) -> None:
+        """Raises when the stream cannot be held any longer; the job goes on."""
+        if self.edge.closing:
+            raise MidstreamError("unavailable", f"the server is stopping; job {self.job_id} goes on: look there")
+        if time.monotonic() >= deadline:
+            raise MidstreamError(
+                "unavailable", f"a response is held for {self.edge.settings.max_wait_s:g} s; job {self.job_id} goes on: look there"
+            )
+
+    async def _ending(self, view: JobView) -> bytes:
+        """What is missing of the texts, the finish reasons, the usage, and what was captured, in the last chunk."""
+        result = await result_of(self.edge, self.job_id)
+        more = openai_shapes.extras(result, self.with_extras(view), is_over(view))
+        outputs = sorted(result.outputs, key=lambda output: output.index)
+        chunks = [chunk for output in outputs for chunk in self._text(output.index, self._of(output.index).upto(output.text))]
+        last = {} if self.with_usage else more
+        for output in outputs:
+            choice = self.shape.finish(output.index, output.finish_reason)
+            chunks.append(self._chunk([choice], **(last if output is outputs[-1] else {})))
+        if self.with_usage:
+            chunks.append(self._chunk([], counted=openai_shapes.usage(outputs), **more))
+        return b"".join([*chunks, END])
+
+    def _chunk(self, choices: list[Any], **more: Any) -> bytes:
+        if self.with_usage:
+            more.setdefault("counted", None)
+        return b"data: %b\n\n" % to_json(openai_shapes.piece(self.shape, self.job_id, self.created, self.model, choices, **more))
+
+
+def error_event(problem: Problem) -> bytes:
+    """A failure in the middle of a stream, as OpenAI's clients understand it; the problem is inside."""
+    return b"data: %b\n\n" % to_json({"error": {**msgspec.structs.asdict(problems.openai_error(problem)), "problem": problem}})
+
+
+def _number(event: Event, name: str) -> int:
+    value = event.data.get(name)
+    return value if isinstance(value, int) else 0

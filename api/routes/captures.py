@@ -1,0 +1,273 @@
+"""The routes of captures: what was captured, the tensors themselves, and the end of both."""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, TypeVar
+
+import anyio.to_thread
+from litestar import Response, delete, get
+from litestar.openapi.datastructures import ResponseSpec
+from litestar.params import PathParameter, QueryParameter
+from litestar.response import Stream
+
+from ...broker.artifacts.headers import Place, place_in, read_headers
+from ...broker.ledger.captures import Captures, no_captures
+from ...broker.ledger.jobs import not_found
+from ...schemas.captures import CaptureManifest, CapturePage, ManifestFile
+from ...schemas.errors import MidstreamError, invalid
+from ...schemas.jobs import CaptureResults, FileEntry
+from ...schemas.keys import Caller
+from ...schemas.limits import MAX_COUNT, MAX_LAYER_TEXT, MAX_NAME, MAX_TAG
+from ...schemas.selectors import ALIASES, joined
+from ..context import Edge, edge_of
+from ..responses import packed
+from ..responses.outcome import capture_url, matches, result_of
+from ..web.auth import caller_of, tenant_asked
+from ..web.body import JsonRequest
+from .jobs import ERRORS, PROBLEM, Cursor, JobId, Known, PageSize, Whose
+
+T = TypeVar("T")
+
+MEDIA_TYPE = "application/octet-stream"
+CAPTURE_ERRORS = {**ERRORS, 409: PROBLEM, 410: PROBLEM}
+
+#: What `?layers=` takes: `3`, `3,7`, `3-7`, and lists of these.
+_LAYERS = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?")
+MAX_LAYER_SPAN = 10_000  # of one range; `layers` has `MAX_LAYER_TEXT / 4` of them at most
+
+
+def _sees(caller: Caller, owner: str | None) -> bool:
+    return owner is not None and caller.sees(owner)
+
+
+async def _captured(edge: Edge, caller: Caller, job_id: str) -> CaptureResults:
+    """What the job's receipts say. Raises `not_found` when nothing was to be captured, `gone` when it was deleted."""
+    captures = Captures(edge.ledger)
+    if not _sees(caller, await edge.patiently(lambda: captures.owner(job_id))):
+        raise not_found(job_id)
+    await edge.patiently(lambda: captures.check(job_id))
+    results = (await result_of(edge, job_id)).capture_results
+    if results.status == "not_requested":
+        raise MidstreamError("not_found", f"job {job_id} did not ask for a capture")
+    return results
+
+
+def _tag(entry: FileEntry) -> str:
+    return entry.path.partition("/")[0]
+
+
+def _name(entry: FileEntry) -> str:
+    """Names the blob within its job, whichever file it lies in: `mine.p0003.pp0.safetensors`."""
+    site = [f".{hook}.{layer}" for hook, layers in entry.sites.items() for layer in layers] if entry.layout == "per_file" else []
+    return f"{_tag(entry)}.p{entry.request:04d}.pp{entry.pp}{''.join(site)}.safetensors"
+
+
+async def _read(edge: Edge, job_id: str, entries: Sequence[FileEntry], read: Callable[[Edge, str, Sequence[FileEntry]], T]) -> T:
+    """What `read` finds on the disk, in a thread. Raises what it raises; `gone` when the captures were deleted meanwhile."""
+    try:
+        return await anyio.to_thread.run_sync(read, edge, job_id, entries)
+    except MidstreamError as error:
+        if error.kind == "capture_damaged":  # blobs that were deleted from a segment read as zeros
+            await edge.patiently(lambda: Captures(edge.ledger).check(job_id))
+        raise
+
+
+def _open(edge: Edge, job_id: str, entries: Sequence[FileEntry]) -> list[packed.OpenBlob]:
+    checksums = [entry.crc32 for entry in entries]
+    return packed.open_blobs(edge.settings.capture_root, job_id, list(zip(_places(edge, job_id, entries), checksums, strict=True)))
+
+
+def _places(edge: Edge, job_id: str, entries: Sequence[FileEntry]) -> list[Place]:
+    """Where the entries' blobs lie."""
+    return [place_in(edge.settings.capture_root, job_id, entry.request, entry) for entry in entries]
+
+
+def _described(edge: Edge, job_id: str, entries: Sequence[FileEntry]) -> tuple[list[ManifestFile], list[str]]:
+    """The entries, completed from the blobs' manifests; and the distinct caveats of all of them."""
+    headers = read_headers(edge.settings.capture_root, job_id, _places(edge, job_id, entries))
+    files = [
+        ManifestFile(
+            name=_name(entry),
+            url=f"{capture_url(edge, job_id)}/files/{_name(entry)}",
+            path=entry.path,
+            offset=entry.offset,
+            request=entry.request,
+            rank=entry.rank,
+            pp=entry.pp,
+            bytes=entry.bytes,
+            crc32=entry.crc32,
+            rows=entry.rows,
+            sites=entry.sites,
+            at=header.manifest.at,
+            dtype=header.manifest.dtype,
+            layout=entry.layout,
+            positions=header.manifest.positions,
+            token_ids=header.manifest.token_ids,
+            reused=entry.reused,
+            dropped=entry.dropped,
+            non_finite=entry.non_finite,
+        )
+        for entry, header in zip(entries, headers, strict=True)
+    ]
+    return files, list(dict.fromkeys(caveat for header in headers for caveat in header.manifest.caveats))
+
+
+@get(
+    "/v1/captures",
+    summary="List captures, newest first",
+    description="Jobs whose captures were written into files and not deleted, also when the jobs' results are gone.",
+    responses=ERRORS,
+)
+async def list_captures(
+    request: JsonRequest,
+    tag: Annotated[str | None, QueryParameter(max_length=MAX_TAG, description="Only jobs with captures under this tag")] = None,
+    limit: PageSize = 50,
+    cursor: Cursor = None,
+    tenant: Whose = None,
+) -> CapturePage:
+    whose = tenant_asked(caller_of(request), tenant)
+    return await Captures(edge_of(request).ledger).list(tag=tag, limit=limit, cursor=cursor, tenant=whose)
+
+
+@get("/v1/captures/{job_id:str}", summary="What a job captured", responses=CAPTURE_ERRORS)
+async def get_manifest(job_id: JobId, request: JsonRequest) -> CaptureManifest:
+    edge = edge_of(request)
+    results = await _captured(edge, caller_of(request), job_id)
+    files, caveats = await _read(edge, job_id, results.files, _described)
+    return CaptureManifest(
+        job=job_id,
+        status=results.status,
+        root=str(edge.settings.capture_root),
+        bytes=results.bytes,
+        rows=results.rows,
+        files=files,
+        detail=results.detail,
+        caveats=caveats,
+    )
+
+
+@delete(
+    "/v1/captures/{job_id:str}",
+    status_code=204,
+    summary="Delete what a job captured",
+    description="From then on the manifest and the files are answered 410. Who is reading keeps what was opened. The job's record stays.",
+    responses=CAPTURE_ERRORS,
+)
+async def delete_captures(job_id: JobId, request: JsonRequest) -> None:
+    captures = Captures(edge_of(request).ledger)
+    if not _sees(caller_of(request), await captures.owner(job_id)):
+        raise no_captures(job_id)
+    await captures.delete(job_id)
+
+
+@get(
+    "/v1/captures/{job_id:str}/files/{name:str}",
+    summary="One blob: a whole safetensors file",
+    description="The ETag is the blob's CRC32, as 8 hexadecimal digits.",
+    media_type=MEDIA_TYPE,
+    responses={304: ResponseSpec(None, description="Unchanged since If-None-Match"), **CAPTURE_ERRORS},
+)
+async def get_file(
+    job_id: JobId,
+    name: Annotated[str, PathParameter(max_length=MAX_NAME, description="`name` of the manifest")],
+    request: JsonRequest,
+    known: Known = None,
+) -> Response[Any]:
+    edge = edge_of(request)
+    entries = [entry for entry in (await _captured(edge, caller_of(request), job_id)).files if _name(entry) == name]
+    if not entries:
+        raise MidstreamError("not_found", f"job {job_id} has no file {name!r}")
+    return _known(entries[0], known) or _whole(entries[0], *await _read(edge, job_id, entries[:1], _open))
+
+
+def _etag(entry: FileEntry) -> str:
+    return f'"{entry.crc32:08x}"'
+
+
+def _known(entry: FileEntry, known: str | None) -> Response[Any] | None:
+    """304, for a client that has the blob already."""
+    return Response(b"", status_code=304, headers={"ETag": _etag(entry)}) if matches(known, _etag(entry)) else None
+
+
+def _whole(entry: FileEntry, blob: packed.OpenBlob) -> Response[Any]:
+    headers = {"ETag": _etag(entry), **_attachment(_name(entry), entry.bytes)}
+    return Stream(blob.read(0, entry.bytes), media_type=MEDIA_TYPE, headers=headers)
+
+
+def _attachment(name: str, length: int) -> dict[str, str]:
+    return {"Content-Length": str(length), "Content-Disposition": f'attachment; filename="{name}"'}
+
+
+@get(
+    "/v1/captures/{job_id:str}/safetensors",
+    summary="The rows of one prompt as one safetensors file",
+    description="Joins the files of the pipeline stages. Tensors: `<hook>.<layer>` `[positions, hidden_size]`, `positions`, `token_ids`.",
+    media_type=MEDIA_TYPE,
+    responses=CAPTURE_ERRORS,
+)
+async def get_safetensors(
+    job_id: JobId,
+    request: JsonRequest,
+    prompt: Annotated[int, QueryParameter(name="request", ge=0, le=MAX_COUNT, description="Index of the prompt")] = 0,
+    layers: Annotated[
+        str | None, QueryParameter(max_length=MAX_LAYER_TEXT, description="Such as `3`, `3,7` or `3-7`; all if left out")
+    ] = None,
+    hook: Annotated[
+        str | None, QueryParameter(max_length=MAX_TAG, description="Only this hook point; all captured ones if left out")
+    ] = None,
+    tag: Annotated[str | None, QueryParameter(max_length=MAX_TAG, description="Of several captures; the job's own if left out")] = None,
+    known: Known = None,
+) -> Response[Any]:
+    edge = edge_of(request)
+    results = await _captured(edge, caller_of(request), job_id)
+    wanted = None if layers is None else parse_layers(layers)
+    entries = [entry for entry in results.files if entry.request == prompt]
+    chosen_tag = tag or (_tag(entries[0]) if entries else "")
+    entries = sorted((entry for entry in entries if _tag(entry) == chosen_tag), key=lambda entry: entry.pp)
+    pending = MidstreamError("conflict", f"prompt {prompt} is not durable yet", allowed=f"GET /v1/jobs/{job_id}?wait=30")
+    if not entries:
+        if results.status == "pending":
+            raise pending
+        if tag is not None and any(entry.request == prompt for entry in results.files):
+            raise MidstreamError("not_found", f"job {job_id} has no capture under the tag {tag!r}", field="tag")
+        raise MidstreamError("not_found", f"job {job_id} has no capture of prompt {prompt} in files", field="request")
+    blobs = await _read(edge, job_id, entries, _open)
+    sites = _chosen(blobs[0].header.manifest.all_sites, wanted, None if hook is None else ALIASES.get(hook, hook))
+    if len(entries) == 1 and sites == entries[0].sites:
+        return _known(entries[0], known) or _whole(entries[0], blobs[0])
+    held = {(name, layer) for entry in entries for name, some in entry.sites.items() for layer in some}
+    if results.status == "pending" and not held >= {(name, layer) for name, some in sites.items() for layer in some}:
+        raise pending
+    joined = packed.join(blobs, sites)
+    name = f"{job_id}.{chosen_tag}.p{prompt:04d}.safetensors"
+    return Stream(joined.chunks(), media_type=MEDIA_TYPE, headers=_attachment(name, joined.length))
+
+
+def _chosen(captured: dict[str, list[int]], layers: frozenset[int] | None, hook: str | None) -> dict[str, list[int]]:
+    """The captured sites that are asked for. Raises a 400 naming `hook` or `layers`."""
+    if hook is not None and hook not in captured:
+        raise invalid("hook", f"{hook!r} was not captured", allowed=", ".join(captured))
+    sites = {name: some for name, some in captured.items() if hook is None or name == hook}
+    if layers is None:
+        return sites
+    there = sorted({layer for some in sites.values() for layer in some})
+    if missing := layers - set(there):
+        raise invalid("layers", f"layer {min(missing)} was not captured", allowed=", ".join(map(str, there)))
+    return {name: kept for name, some in sites.items() if (kept := [layer for layer in some if layer in layers])}
+
+
+def parse_layers(text: str) -> frozenset[int]:
+    """`3,7-9` → {3, 7, 8, 9}. Raises a 400 naming `layers`."""
+    wanted: list[range] = []
+    for part in text.split(","):
+        match = _LAYERS.fullmatch(part.strip())
+        if match is None:
+            raise invalid("layers", f"{part[:40]!r} is not a layer or a range of layers", allowed="such as 3, 3,7 or 3-7")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if not 0 <= last - first < MAX_LAYER_SPAN:
+            raise invalid("layers", f"the range {part[:40]!r} is empty or too long")
+        wanted.append(range(first, last + 1))
+    return frozenset(joined(wanted))
+
+
+ROUTES = [list_captures, get_manifest, delete_captures, get_file, get_safetensors]

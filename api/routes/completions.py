@@ -1,0 +1,100 @@
+"""The OpenAI-style routes. A completion is a job like any other; these handlers wait for it and answer in OpenAI's shape.
+
+When is a response answered? With `capture_wait: true`, with steering, or with rows that are to come back in it, once the job is
+over: then every capture is durable, every rank has reported and all agree. (A steered answer, also of a request that only global
+steering edits, is never given before: a rank might still report that it applied nothing.) Without either, as soon as the outputs
+are stored; captures are `pending` then, with the place to look.
+"""
+
+from typing import Any
+
+from litestar import Response, post
+from litestar.openapi.datastructures import ResponseSpec
+from litestar.params import JSONBody
+from litestar.response import Stream
+
+from ...schemas.base import now
+from ...schemas.errors import MidstreamError
+from ...schemas.jobs import JobView
+from ...schemas.openai import ChatCompletion, ChatRequest, Completion, CompletionRequest, OpenAIRequest
+from ..context import edge_of, unless_client_leaves
+from ..resolve.request_parsing import Wish, wish_of_chat, wish_of_completion
+from ..responses import events, openai_shapes
+from ..responses.openai_shapes import Shape
+from ..responses.outcome import ACCEPTED, UNDER_WAY, accepted, failed, failure_of, is_over, job_url, result_of
+from ..responses.streaming import Streamed
+from ..web import problems
+from ..web.auth import caller_of
+from ..web.body import JsonRequest
+from ..web.middleware import released
+from ..web.problems import JOB_HEADER
+from .jobs import SUBMIT_ERRORS, Key
+
+RESPONSES = {
+    202: ResponseSpec(JobView, description="Held for as long as responses are held; the job goes on", generate_examples=False),
+    **SUBMIT_ERRORS,
+}
+DESCRIPTION = (
+    "OpenAI's API with `steering`, `capture` and `capture_wait`. With `stream: true` the answer is server-sent chunks; the last one "
+    "before `[DONE]` carries `capture_results` and `determinism`."
+)
+
+
+async def _answer(request: JsonRequest, body: OpenAIRequest, wish: Wish, shape: Shape, key: str | None) -> Response[Any]:
+    edge = edge_of(request)
+    created = now()
+    job_id = await edge.submit(wish, request.idempotency(key), caller_of(request))
+    headers = {JOB_HEADER: job_id, "Location": job_url(edge, job_id)}
+    hold = body.capture_wait or (wish.capture is not None and "memory" in wish.capture.consumers)
+
+    def until(view: JobView) -> bool:
+        return is_over(view) or (not hold and not view.steered and view.generated is not None)
+
+    def asked(view: JobView) -> bool:
+        return wish.capture is not None or view.steered
+
+    if wish.stream:
+        streamed = Streamed(
+            edge=edge,
+            shape=shape,
+            job_id=job_id,
+            model=wish.model,
+            created=created,
+            prompts=len(wish.prompts),
+            caller=caller_of(request),
+            until=until,
+            with_usage=body.stream_options is not None and body.stream_options.include_usage,
+            with_extras=asked,
+        )
+        return Stream(streamed.body(), media_type=events.MEDIA_TYPE, headers={**events.HEADERS, **headers}, status_code=200)
+    try:
+        known = ACCEPTED
+        while True:
+            held = edge.wait(job_id, until, edge.settings.max_wait_s, patient=True, quiet=UNDER_WAY, known=known)
+            view, known = await unless_client_leaves(request, held), 0
+            if not until(view):
+                return accepted(edge, view, headers)
+            problem = failure_of(view) if is_over(view) else None
+            if problem is not None:
+                return failed(request, problem, headers)
+            result = await result_of(edge, job_id)
+            if is_over(view) or len(result.outputs) == len(wish.prompts):
+                break  # else its worker died in between and the outputs went with the attempt
+    except MidstreamError as error:  # the job is accepted all the same: say where it is
+        return problems.answer(request, error.problem(instance=job_url(edge, job_id)), {**headers, "x-should-retry": "false"})
+    released(request, view)
+    more = openai_shapes.extras(result, asked(view), is_over(view))
+    return Response(openai_shapes.whole(shape, result, created, more), status_code=200, headers=headers)
+
+
+@post("/v1/completions", status_code=200, summary="Complete prompts", description=DESCRIPTION, responses=RESPONSES)
+async def complete(data: JSONBody[CompletionRequest], request: JsonRequest, key: Key = None) -> Response[Completion]:
+    return await _answer(request, data, wish_of_completion(data), openai_shapes.COMPLETION, key)
+
+
+@post("/v1/chat/completions", status_code=200, summary="Answer a conversation", description=DESCRIPTION, responses=RESPONSES)
+async def chat(data: JSONBody[ChatRequest], request: JsonRequest, key: Key = None) -> Response[ChatCompletion]:
+    return await _answer(request, data, wish_of_chat(data), openai_shapes.CHAT, key)
+
+
+ROUTES = [complete, chat]

@@ -1,0 +1,180 @@
+"""The routes of jobs: submit, look, list, follow, fetch the result, cancel."""
+
+import re
+from typing import Annotated, Any
+
+from litestar import Response, get, post
+from litestar.openapi.datastructures import ResponseSpec
+from litestar.params import HeaderParameter, JSONBody, PathParameter, QueryParameter
+from litestar.response import Stream
+
+from ...schemas.errors import MidstreamError, Problem
+from ...schemas.jobs import JobPage, JobRequest, JobResult, JobView, State
+from ...schemas.limits import MAX_HEADER, MAX_IDEMPOTENCY_KEY, MAX_NAME, MAX_PAGE, MAX_TAG, MAX_WAIT_S
+from ..context import Edge, edge_of, unless_client_leaves
+from ..resolve.request_parsing import wish_of_job
+from ..responses import events
+from ..responses.outcome import ACCEPTED, UNDER_WAY, accepted, etag, finished, is_over, job_url, matches, not_ready
+from ..web import problems
+from ..web.auth import caller_of, seen, tenant_asked
+from ..web.body import JsonRequest
+from ..web.middleware import released
+
+WAIT = re.compile(r"\s*wait\s*=\s*\"?(\d{1,9})\"?\s*")
+
+PROBLEM = ResponseSpec(Problem, media_type=problems.MEDIA_TYPE, description="What is wrong, with the field's path", generate_examples=False)
+ERRORS = {400: PROBLEM, 404: PROBLEM, 503: PROBLEM}
+#: 409, 500 and 504: also a job's own end, where the answer was held for it.
+SUBMIT_ERRORS = {**ERRORS, **dict.fromkeys((409, 413, 415, 422, 429, 500, 504, 507), PROBLEM)}
+
+JobId = Annotated[str, PathParameter(max_length=MAX_NAME, description="The job's id")]
+Wait = Annotated[
+    float | None,
+    QueryParameter(
+        ge=0, le=MAX_WAIT_S, description="Seconds to hold the answer: until the job is over, or with If-None-Match until it has changed"
+    ),
+]
+Known = Annotated[str | None, HeaderParameter(name="If-None-Match", max_length=MAX_HEADER, description="The ETag that the client has")]
+Whose = Annotated[str | None, QueryParameter(max_length=MAX_TAG, description="Only this tenant's; all tenants' are there for admins alone")]
+Key = Annotated[
+    str | None,
+    HeaderParameter(name="Idempotency-Key", max_length=MAX_IDEMPOTENCY_KEY, description="Makes a repeated submission the same job"),
+]
+Prefer = Annotated[
+    str | None,
+    HeaderParameter(name="Prefer", max_length=MAX_HEADER, description="`wait=N`: hold the answer for up to N seconds; `respond-async`"),
+]
+Last = Annotated[str | None, HeaderParameter(name="Last-Event-ID", max_length=MAX_NAME, description="The last event that the client has")]
+
+PageSize = Annotated[int, QueryParameter(ge=1, le=MAX_PAGE)]
+Cursor = Annotated[str | None, QueryParameter(max_length=MAX_NAME, description="`next` of the page before")]
+Model = Annotated[str | None, QueryParameter(max_length=MAX_NAME, description="May be left out while there is one model")]
+
+
+def preferred_wait(header: str | None) -> float | None:
+    """Seconds from `Prefer: wait=N` (RFC 7240); a preference that cannot be read is ignored, as the RFC wants."""
+    for preference in (header or "").split(","):
+        if match := WAIT.fullmatch(preference):
+            return float(match[1])
+    return None
+
+
+@post(
+    "/v1/jobs",
+    status_code=202,
+    summary="Submit a job",
+    description="Durable once answered. `Prefer: wait=N` holds the answer and gives the result with 200 if the job is over in time; "
+    "`Idempotency-Key` makes a repeated submission the same job.",
+    responses={200: ResponseSpec(JobResult, description="The result, with `Prefer: wait=N`", generate_examples=False), **SUBMIT_ERRORS},
+)
+async def submit_job(data: JSONBody[JobRequest], request: JsonRequest, key: Key = None, prefer: Prefer = None) -> Response[JobView]:
+    edge = edge_of(request)
+    job_id = await edge.submit(wish_of_job(data), request.idempotency(key), caller_of(request))
+    return await answer_submission(request, edge, job_id, prefer)
+
+
+async def answer_submission(request: JsonRequest, edge: Edge, job_id: str, prefer: str | None) -> Response[JobView]:
+    """202 and where to look; or, as `Prefer` asks, the result if the job is over in time."""
+    seconds = preferred_wait(prefer)
+    headers = {} if seconds is None else {"Preference-Applied": f"wait={seconds:.0f}"}
+    try:
+        held = edge.wait(job_id, is_over, seconds or 0.0, patient=True, quiet=UNDER_WAY, known=ACCEPTED)
+        view = await unless_client_leaves(request, held)
+        if not (seconds and is_over(view)):
+            return accepted(edge, view, headers)
+        released(request, view)
+        return await finished(request, edge, view, headers)
+    except MidstreamError as error:  # the job is accepted all the same: say where it is
+        return problems.answer(
+            request, error.problem(instance=job_url(edge, job_id)), {"Location": job_url(edge, job_id), "x-should-retry": "false"}
+        )
+
+
+@get(
+    "/v1/jobs",
+    summary="List jobs, newest first",
+    responses=ERRORS,
+)
+async def list_jobs(
+    request: JsonRequest,
+    job_state: Annotated[State | None, QueryParameter(name="state", description="Only jobs in this state")] = None,
+    model: Annotated[str | None, QueryParameter(max_length=MAX_NAME, description="Only jobs of this model")] = None,
+    limit: PageSize = 50,
+    cursor: Cursor = None,
+    tenant: Whose = None,
+) -> JobPage:
+    whose = tenant_asked(caller_of(request), tenant)
+    ledger = edge_of(request).ledger
+    page = await ledger.list(state=job_state, model=model, limit=limit, cursor=cursor, tenant=whose)
+    await ledger.written()
+    return page
+
+
+@get(
+    "/v1/jobs/{job_id:str}",
+    summary="Look at a job",
+    responses={304: ResponseSpec(None, description="Unchanged since If-None-Match"), **ERRORS},
+)
+async def get_job(job_id: JobId, request: JsonRequest, wait: Wait = None, known: Known = None) -> Response[JobView]:
+    edge, caller = edge_of(request), caller_of(request)
+
+    def news(view: JobView) -> bool:
+        seen(caller, view)
+        return is_over(view) if known is None else is_over(view) or not matches(known, etag(view.version))
+
+    view = await unless_client_leaves(request, edge.wait(job_id, news, wait or 0.0))
+    if is_over(view):
+        await edge.ledger.written()
+    headers = {"ETag": etag(view.version), "Cache-Control": "no-cache"}
+    if matches(known, etag(view.version)):
+        return Response(None, status_code=304, headers=headers)  # type: ignore[arg-type]
+    return Response(view, headers=headers)
+
+
+@get(
+    "/v1/jobs/{job_id:str}/events",
+    summary="Follow a job",
+    description="Server-sent events: `state`, `token`, `output`, `receipt`, of a sweep `start`, `cell` and `summary`, and `done` as the "
+    "last; or `error` with a problem, when the key is revoked meanwhile. Resume with `Last-Event-ID`; "
+    "204 when there is nothing after it and the job is over.",
+    media_type=events.MEDIA_TYPE,
+    responses={204: ResponseSpec(None, description="The job is over and has no later event"), **ERRORS},
+)
+async def job_events(job_id: JobId, request: JsonRequest, last: Last = None) -> Response[Any]:
+    edge, caller = edge_of(request), caller_of(request)
+    view = seen(caller, await edge.ledger.view(job_id))
+    after = events.resume_point(last)
+    if is_over(view) and not await edge.ledger.events(job_id, after, 1):
+        await edge.ledger.written()
+        return Response(None, status_code=204)  # an EventSource stops reconnecting at this
+    return Stream(events.server_sent(edge, job_id, after, caller), media_type=events.MEDIA_TYPE, headers=events.HEADERS)
+
+
+@get(
+    "/v1/jobs/{job_id:str}/result",
+    summary="The result of a job",
+    responses={409: PROBLEM, 410: PROBLEM, 500: PROBLEM, 504: PROBLEM, **ERRORS},
+)
+async def job_result(job_id: JobId, request: JsonRequest) -> Response[JobResult]:
+    edge = edge_of(request)
+    view = seen(caller_of(request), await edge.ledger.view(job_id))
+    if not is_over(view):
+        raise not_ready(view)
+    await edge.ledger.written()
+    return await finished(request, edge, view)
+
+
+@post(
+    "/v1/jobs/{job_id:str}/cancel",
+    status_code=202,
+    summary="Cancel a job",
+    responses={409: PROBLEM, **ERRORS},
+)
+async def cancel_job(job_id: JobId, request: JsonRequest) -> Response[JobView]:
+    edge = edge_of(request)
+    seen(caller_of(request), await edge.ledger.view(job_id))
+    view = await edge.cancel(job_id)
+    return Response(view, status_code=202, headers={"Location": job_url(edge, job_id), "ETag": etag(view.version)})
+
+
+ROUTES = [submit_job, list_jobs, get_job, job_events, job_result, cancel_job]

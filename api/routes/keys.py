@@ -1,0 +1,102 @@
+"""The routes of keys and tenants: who may call, and how much each tenant may use and does."""
+
+from typing import Annotated, Any
+
+from litestar import Response, delete, get, post, put
+from litestar.params import JSONBody, PathParameter
+
+from ...broker.ledger.jobs import reachable
+from ...broker.ledger.keys import view_of
+from ...schemas.base import now
+from ...schemas.keys import TENANT_PATTERN, CreatedKey, KeyList, KeyRequest, Limits, Tenant, TenantList, TenantView
+from ...schemas.limits import MAX_TAG
+from ..context import Edge, edge_of
+from ..web.auth import caller_of
+from ..web.body import JsonRequest
+from .jobs import ERRORS, PROBLEM
+
+BODY_ERRORS = {400: PROBLEM, 413: PROBLEM, 415: PROBLEM, 503: PROBLEM}
+
+KeyIdParameter = Annotated[str, PathParameter(max_length=MAX_TAG, description="The key's id: what stands between `ms_` and the secret")]
+TenantParameter = Annotated[
+    str, PathParameter(description="The tenant's name: lower-case letters, digits and `-`", max_length=MAX_TAG, pattern=TENANT_PATTERN)
+]
+
+
+# --- Keys --------------------------------------------------------------------------------------------------------------
+
+
+@post(
+    "/v1/keys",
+    summary="Make a key",
+    description="The answer is the only place where the key is told: what is stored is the SHA-256 of its secret.",
+    responses=BODY_ERRORS,
+)
+async def create_key(data: JSONBody[KeyRequest], request: JsonRequest) -> Response[CreatedKey]:
+    edge = edge_of(request)
+    made = await edge.keys.create(data)
+    where = f"{edge.settings.public_url.rstrip('/')}/v1/keys/{made.id}"
+    return Response(made, status_code=201, headers={"Cache-Control": "no-store", "Location": where})
+
+
+@get("/v1/keys", summary="List the keys", description="All tenants', the oldest first; those that have expired, too.", responses=ERRORS)
+async def list_keys(request: JsonRequest) -> KeyList:
+    return KeyList(keys=[view_of(key) for key in await edge_of(request).keys.list()])
+
+
+@delete(
+    "/v1/keys/{key_id:str}",
+    status_code=204,
+    summary="Revoke a key",
+    description="Rejected everywhere within five seconds. Streams and held responses opened with the key end; its jobs continue.",
+    responses=ERRORS,
+)
+async def revoke_key(key_id: KeyIdParameter, request: JsonRequest) -> None:
+    await edge_of(request).keys.revoke(key_id)
+
+
+# --- Tenants -----------------------------------------------------------------------------------------------------------
+
+
+@reachable
+async def _view(edge: Edge, name: str) -> TenantView:
+    return await edge.ledger.tenants.view(name)
+
+
+@get("/v1/tenants", summary="List the tenants", description="Those that have keys, or limits of their own.", responses={503: PROBLEM})
+async def list_tenants(request: JsonRequest) -> TenantList:
+    edge = edge_of(request)
+    stored = {tenant.name for tenant in await reachable(edge.ledger.tenants.list)()}
+    names = stored | {key.tenant for key in await edge.keys.list() if key.expires is None or now() < key.expires}
+    return TenantList(tenants=[await _view(edge, name) for name in sorted(names)])
+
+
+@get(
+    "/v1/tenants/{name:str}",
+    summary="A tenant's limits and what it uses",
+    description="A tenant needs not be made: whatever has no limits of its own has those of the settings.",
+    responses=ERRORS,
+)
+async def get_tenant(name: TenantParameter, request: JsonRequest) -> TenantView:
+    return await _view(edge_of(request), name)
+
+
+@put(
+    "/v1/tenants/{name:str}",
+    summary="Set a tenant's limits",
+    description="The whole of them: what is left out takes the setting `limit_*` of its name, 0 is no limit. They hold from the next "
+    "submission on.",
+    responses=BODY_ERRORS,
+)
+async def put_tenant(name: TenantParameter, data: JSONBody[Limits], request: JsonRequest) -> TenantView:
+    edge = edge_of(request)
+    await reachable(edge.ledger.tenants.put)(Tenant(name=name, limits=data))
+    return await _view(edge, name)
+
+
+@get("/v1/tenant", summary="Your tenant's limits and what it uses", responses={503: PROBLEM})
+async def own_tenant(request: JsonRequest) -> TenantView:
+    return await _view(edge_of(request), caller_of(request).tenant)
+
+
+ROUTES: list[Any] = [create_key, list_keys, revoke_key, list_tenants, get_tenant, put_tenant, own_tenant]

@@ -1,0 +1,150 @@
+"""The routes about the service itself: models, health, readiness, metrics."""
+
+import os
+import re
+from collections import Counter as Tally
+from typing import Any
+
+import msgspec
+from litestar import Response, get
+from litestar.openapi.datastructures import ResponseSpec
+from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, Gauge, generate_latest
+
+from ...broker.ledger.jobs import Ledger, reachable
+from ...broker.ledger.status import read_status
+from ...broker.ledger.steering import Account
+from ...broker.ops.liveness import RELAY_KEY
+from ...schemas.compatibility import judged, misfit_of
+from ...schemas.errors import MidstreamError
+from ...schemas.health import Health, Readiness
+from ...schemas.instance import instance_of
+from ...schemas.models import ModelInfo, WorkerInfo
+from ...schemas.openai import ModelCard, ModelList
+from ...schemas.status import Status
+from ...schemas.version import __version__
+from ..context import Edge, edge_of
+from ..operations import ledger_metrics, steering_metrics
+from ..web.auth import knows_us
+from ..web.body import JsonRequest
+from .jobs import PROBLEM
+from .steering import ask_all, fresh
+
+#: Litestar adds the charset itself.
+METRICS_TYPE = CONTENT_TYPE_LATEST.partition("; charset")[0]
+#: How long a scrape waits for what the workers say of their ranks, in seconds; then it takes what they said last.
+SCRAPE_S = 1.0
+
+WORKERS = Gauge("midstream_workers", "Live workers, by model and health", ["model", "healthy"])
+LEDGER = Gauge("midstream_ledger_reachable", "Whether the job ledger answers this API")
+HELD = Gauge("midstream_held_responses", "Calls of this process that wait for a job to change")
+
+
+@get("/v1/models", summary="The models that are served", responses={503: PROBLEM})
+async def list_models(request: JsonRequest) -> ModelList:
+    ledger = edge_of(request).ledger
+    live = Tally(worker.model for worker in await ledger.workers())
+    return ModelList(object="list", data=[_card(info, live[info.name]) for info in await ledger.models()])
+
+
+def _card(info: ModelInfo, workers: int) -> ModelCard:
+    return ModelCard(
+        id=info.name,
+        object="model",
+        created=0,
+        owned_by="midstream",
+        architecture=info.architecture,
+        num_layers=info.num_layers,
+        hidden_size=info.hidden_size,
+        vocab_size=info.vocab_size,
+        max_model_len=info.max_model_len,
+        dtype=info.dtype,
+        hooks=info.hooks,
+        workers=workers,
+        consumers=info.consumers,
+        memory_limit_kib=info.memory_limit_kib,
+        global_captures=info.global_captures,
+        caveats=info.caveats,
+    )
+
+
+#: The parent is `midstream up`, where that started this process.
+_INSTANCE = instance_of(os.getppid())
+
+
+@get("/healthz", summary="This process answers")
+async def healthz() -> Health:
+    return Health(status="ok", version=__version__, instance=_INSTANCE)
+
+
+@get(
+    "/readyz",
+    summary="A job would run now",
+    responses={503: ResponseSpec(Readiness, description="Not ready; `missing` says why", generate_examples=False)},
+)
+async def readyz(request: JsonRequest) -> Response[Readiness]:
+    readiness = await look(edge_of(request))
+    if not await knows_us(request):
+        missing = sorted({re.split(r"\W", what, maxsplit=1)[0] for what in readiness.missing})
+        readiness = msgspec.structs.replace(readiness, missing=missing, models=[], workers=[])
+    return Response(readiness, status_code=200 if readiness.ready else 503, headers={} if readiness.ready else {"Retry-After": "1"})
+
+
+async def look(edge: Edge) -> Readiness:
+    """Redis answers, and a healthy worker serves a model that is known, both of versions that we can work with.
+
+    Without a relay jobs run, but captures wait for it. A disk that takes no captures or receipts, or no log of Redis', makes it not ready.
+    """
+    disks = [f"{name}: {trouble}" for name, trouble in (await edge.disks.troubles()).items()]
+    try:
+        await edge.ledger.ping()  # which Redis refuses while it cannot write
+        relay = await _relay_seen(edge.ledger)
+        workers = [judged(worker) for worker in await edge.ledger.workers()]
+        models = await edge.ledger.models()
+    except MidstreamError as error:
+        return Readiness(ready=False, missing=[f"redis: {error.detail}", *disks], models=[], workers=[], relay=False)
+    healthy = {worker.model for worker in workers if worker.healthy}
+    served = sorted(info.name for info in models if info.name in healthy and misfit_of(info) is None)
+    missing = (
+        disks
+        + ([] if served else _why(workers, models))
+        + ([] if relay else ["relay: has not been seen lately, captures would wait for it"])
+    )
+    return Readiness(ready=bool(served) and not disks, missing=missing, models=served, workers=workers, relay=relay)
+
+
+@reachable
+async def _relay_seen(ledger: Ledger) -> bool:
+    return bool(await ledger.redis.exists(RELAY_KEY))
+
+
+def _why(workers: list[WorkerInfo], models: list[ModelInfo]) -> list[str]:
+    ill = [f"worker {worker.worker}: {worker.detail or 'is not healthy'}" for worker in workers if not worker.healthy]
+    live = {worker.model for worker in workers}
+    foreign = [f"model {info.name}: {trouble.detail}" for info in models if info.name in live and (trouble := misfit_of(info)) is not None]
+    unknown = [f"model {name}: is not published yet" for name in sorted(live - {info.name for info in models})]
+    return ill or foreign or unknown or ["worker: none is alive"]
+
+
+@get("/metrics", summary="Prometheus metrics", include_in_schema=False, media_type=METRICS_TYPE)
+async def metrics(request: JsonRequest) -> Response[Any]:
+    edge = edge_of(request)
+    status: Status | None = None
+    accounts: list[Account] = []
+    try:
+        status = await read_status(edge.ledger)
+        accounts = await fresh(edge, None, await ask_all(edge), SCRAPE_S)
+    except MidstreamError:  # the metrics of this process are worth having while Redis is away
+        status = None
+    # From here on without a pause: several may be scraping.
+    LEDGER.set(status is not None)
+    ledger_metrics.FIGURES.status = status
+    HELD.set(edge.watcher.waiting)
+    WORKERS.clear()
+    for worker in status.workers if status is not None else ():
+        WORKERS.labels(worker.model, str(worker.healthy).lower()).inc()
+    steering_metrics.clear()
+    steering_metrics.fill(accounts)
+    return Response(generate_latest(REGISTRY), media_type=METRICS_TYPE)
+
+
+ROUTES = [list_models, healthz, readyz, metrics]

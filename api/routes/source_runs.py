@@ -1,0 +1,70 @@
+"""The routes of source runs: which captures have a name, what is in one, and its end."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Annotated, Any
+
+from litestar import delete, get
+from litestar.params import PathParameter
+
+from ...broker.ledger.source_runs import SourceRuns
+from ...schemas.errors import MidstreamError
+from ...schemas.limits import MAX_NAME
+from ...schemas.source_runs import RunPage, RunView
+from ..context import edge_of
+from ..web.auth import caller_of
+from ..web.body import JsonRequest
+from .jobs import ERRORS, PROBLEM, Cursor, Model, PageSize
+
+Name = Annotated[str, PathParameter(max_length=MAX_NAME, description="A run's name, or the id of a job that captured into files")]
+
+
+@get("/v1/runs", summary="List the source runs, newest first", description="Those that have a name.", responses=ERRORS)
+async def list_runs(
+    request: JsonRequest,
+    model: Model = None,
+    limit: PageSize = 50,
+    cursor: Cursor = None,
+) -> RunPage:
+    edge = edge_of(request)
+    return await SourceRuns(edge.ledger, caller_of(request)).list((await edge.the_model(model)).name, limit, cursor)
+
+
+@get("/v1/runs/{name:str}", summary="What is in a source run", responses=ERRORS)
+async def get_run(name: Name, request: JsonRequest, model: Model = None) -> RunView:
+    edge = edge_of(request)
+    info = await edge.the_model(model)
+    runs = SourceRuns(edge.ledger, caller_of(request))
+    async with _named(runs, info.name):
+        return await runs.view(info.name, name)
+
+
+@delete(
+    "/v1/runs/{name:str}",
+    status_code=204,
+    summary="Delete a source run",
+    description="Its captures, as `DELETE /v1/captures/{id}` does, and its name. Who has its rows by now keeps them; who needs them "
+    "later fails.",
+    responses={**ERRORS, 409: PROBLEM},
+)
+async def delete_run(name: Name, request: JsonRequest, model: Model = None) -> None:
+    edge = edge_of(request)
+    info = await edge.the_model(model)
+    runs = SourceRuns(edge.ledger, caller_of(request))
+    async with _named(runs, info.name):
+        await runs.delete(info.name, name)
+
+
+@asynccontextmanager
+async def _named(runs: SourceRuns, model: str) -> AsyncIterator[None]:
+    """An unknown name is answered with those there are."""
+    try:
+        yield
+    except MidstreamError as error:
+        if error.kind != "not_found":
+            raise
+        names = ", ".join(await runs.names(model)) or "there is none"
+        raise MidstreamError("not_found", f"{error.detail} of model {model!r}", field="name", allowed=names) from error
+
+
+ROUTES: list[Any] = [list_runs, get_run, delete_run]

@@ -1,0 +1,24 @@
+"""The route that tells what goes on in the whole service: queues, workers, relay, webhooks, Redis."""
+
+from litestar import get
+
+from ...broker.ledger.status import read_status
+from ...schemas.status import Status
+from ..context import edge_of
+from ..web.body import JsonRequest
+from .jobs import PROBLEM
+
+
+@get(
+    "/v1/status",
+    summary="What goes on in the whole service",
+    description="Queues by model, priority and tenant, the live workers and what they do, relay, webhooks and Redis. Needs the scope "
+    "`observe`. Figures of workers are as old as their last heartbeat.",
+    responses={503: PROBLEM},
+)
+async def service_status(request: JsonRequest) -> Status:
+    edge = edge_of(request)
+    return await read_status(edge.ledger, held=edge.watcher.waiting)
+
+
+ROUTES = [service_status]

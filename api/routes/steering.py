@@ -1,0 +1,305 @@
+"""The routes of what stands whatever requests come: named modules, global steering, and what the ranks say of both."""
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import anyio.to_thread
+import msgspec
+from litestar import Response, delete, get, put
+from litestar.openapi.datastructures import ResponseSpec
+from litestar.openapi.spec import OpenAPIMediaType, Operation, RequestBody, Schema
+from litestar.openapi.spec.enums import OpenAPIFormat, OpenAPIType
+from litestar.params import JSONBody, PathParameter, QueryParameter
+
+from ...broker.ledger.steering import Account
+from ...schemas.base import now
+from ...schemas.errors import MidstreamError
+from ...schemas.keys import Caller, own, scoped, shown, unscoped
+from ...schemas.limits import MAX_DESCRIPTION, MAX_MODULE_NAME
+from ...schemas.module_files import specs_of
+from ...schemas.specs import STEERING_FIELDS, Family, SteeringOp
+from ...schemas.steering import (
+    NAME_PATTERN,
+    Dynamic,
+    EntryView,
+    GlobalRequest,
+    GlobalSteering,
+    GlobalView,
+    Module,
+    ModulePage,
+    ModuleRequest,
+    ModuleView,
+    SteeringTemplate,
+    WorkerSteering,
+    content_digest,
+)
+from ..context import Edge, edge_of
+from ..operations.global_change import change, is_applied
+from ..operations.rank_agreement import agreement
+from ..resolve import steering
+from ..web.auth import caller_of
+from ..web.body import FILE_TYPES, JsonRequest
+from .jobs import ERRORS, PROBLEM, Model
+
+#: How long `GET /v1/steering/dynamic` waits for the workers' answers, in seconds, and how often it looks.
+ANSWER_S, LOOK_S = 2.0, 0.02
+CHANGE_ERRORS = {**ERRORS, 409: PROBLEM, 413: PROBLEM, 415: PROBLEM}
+
+Name = Annotated[
+    str, PathParameter(description="The module's name: letters, digits, `.`, `_` and `-`", max_length=MAX_MODULE_NAME, pattern=NAME_PATTERN)
+]
+
+
+def _module_of(raw: bytes) -> ModuleRequest:
+    """The body when it is a safetensors file. Raises a 400."""
+    try:
+        return ModuleRequest(steering=specs_of(raw))
+    except ValueError as error:
+        raise MidstreamError("invalid_request", f"the body: {error}") from error
+
+
+@dataclass
+class ModuleOperation(Operation):
+    """Says in the document that a file may be sent in place of JSON."""
+
+    def __post_init__(self) -> None:
+        assert isinstance(self.request_body, RequestBody)
+        for media_type in FILE_TYPES:
+            schema = Schema(type=OpenAPIType.STRING, format=OpenAPIFormat.BINARY)
+            self.request_body.content[media_type] = OpenAPIMediaType(schema=schema)
+
+
+# --- Named modules -----------------------------------------------------------------------------------------------------
+
+
+@put(
+    "/v1/steering/modules/{name:str}",
+    status_code=200,
+    summary="Give a module its name",
+    description="Entries as in a request's `steering`, as JSON or as a safetensors file. Requests that were accepted before keep what the "
+    "name meant then.",
+    responses={201: ResponseSpec(ModuleView, description="The name is new", generate_examples=False), **CHANGE_ERRORS, 429: PROBLEM},
+    operation_class=ModuleOperation,
+    opt={"file": _module_of},
+)
+async def put_module(
+    name: Name,
+    data: JSONBody[ModuleRequest],
+    request: JsonRequest,
+    model: Model = None,
+    description: Annotated[str | None, QueryParameter(max_length=MAX_DESCRIPTION, description="Where the body is a file")] = None,
+) -> Response[ModuleView]:
+    edge = edge_of(request)
+    info = await edge.the_model(data.model or model)
+    content = await anyio.to_thread.run_sync(steering.resolve_module, data.steering, info)
+    caller = caller_of(request)
+    module = Module(
+        name=scoped(caller.tenant, name),
+        model=info.name,
+        digest=content_digest(content.entries),
+        entries=content.entries,
+        bytes=content.size,
+        created=now(),
+        description=description or data.description,
+        hidden_size=info.hidden_size,
+        reach=content.reach,
+    )
+    former = await edge.steering.put_module(module, content.blobs)
+    if former is None:
+        where = f"{edge.settings.public_url.rstrip('/')}/v1/steering/modules/{name}"
+        return Response(_view(module), status_code=201, headers={"Location": where})
+    if former.digest == module.digest:
+        return Response(_view(msgspec.structs.replace(module, created=former.created)), status_code=200)
+    return Response(msgspec.structs.replace(_view(module), replaced=former.digest), status_code=200)
+
+
+@get("/v1/steering/modules", summary="List the named modules", responses=ERRORS)
+async def list_modules(request: JsonRequest, model: Model = None) -> ModulePage:
+    edge = edge_of(request)
+    info = await edge.the_model(model)
+    modules = await edge.steering.modules(info.name)
+    return ModulePage(modules=[_view(module) for module in modules if unscoped(module.name)[0] == caller_of(request).tenant])
+
+
+@get("/v1/steering/modules/{name:str}", summary="What a name means", responses=ERRORS)
+async def get_module(name: Name, request: JsonRequest, model: Model = None) -> ModuleView:
+    edge = edge_of(request)
+    info = await edge.the_model(model)
+    caller = caller_of(request)
+    module = await edge.steering.module(info.name, scoped(caller.tenant, name))
+    if module is None:
+        raise await _no_module(edge, info.name, name, caller)
+    return _view(module)
+
+
+@delete(
+    "/v1/steering/modules/{name:str}",
+    status_code=204,
+    summary="Take a module's name away",
+    description="Requests that were accepted before keep what it meant.",
+    responses=ERRORS,
+)
+async def delete_module(name: Name, request: JsonRequest, model: Model = None) -> None:
+    edge = edge_of(request)
+    info = await edge.the_model(model)
+    caller = caller_of(request)
+    if await edge.steering.delete_module(info.name, scoped(caller.tenant, name)) is None:
+        raise await _no_module(edge, info.name, name, caller)
+
+
+async def _no_module(edge: Edge, model: str, name: str, caller: Caller) -> MidstreamError:
+    names = ", ".join(own(caller.tenant, await edge.steering.module_names(model))) or "there is none"
+    return MidstreamError("not_found", f"there is no module {name!r} of model {model!r}", field="name", allowed=names)
+
+
+def _view(module: Module) -> ModuleView:
+    return ModuleView(
+        name=shown(module.name),
+        model=module.model,
+        digest=module.digest,
+        entries=_entries(module.entries),
+        bytes=module.bytes,
+        created=module.created,
+        description=module.description,
+    )
+
+
+def op_of(family: Family) -> SteeringOp:
+    """The op that users write for it: `add` with `norm_match` is a family of its own."""
+    return family if family in STEERING_FIELDS else "add"
+
+
+def _entries(entries: Sequence[SteeringTemplate]) -> list[EntryView]:
+    return [_entry(entry) for entry in entries]
+
+
+def _entry(entry: SteeringTemplate) -> EntryView:
+    matched = entry.family == "add_matched"
+    return EntryView(
+        op=op_of(entry.family),
+        hook=entry.hook,
+        layers=entry.layers,
+        positions=entry.positions,
+        tensors=entry.tensors,
+        scale=entry.numbers[0] if matched else entry.scale,
+        numbers=[] if matched else entry.numbers,
+        rank=entry.rank,
+        norm_match=matched,
+    )
+
+
+# --- Global steering ---------------------------------------------------------------------------------------------------
+
+
+@put(
+    "/v1/steering/global",
+    summary="Steer every request of a model",
+    description="Every live worker prepares it on all its ranks; if one cannot, nothing changes anywhere (409, 503). Once answered, no "
+    "request begins under what was before; those that run end under it.",
+    responses=CHANGE_ERRORS,
+)
+async def put_global(data: JSONBody[GlobalRequest], request: JsonRequest, model: Model = None) -> GlobalView:
+    edge = edge_of(request)
+    info = await edge.the_model(data.model or model)
+    standing = await edge.standing(info.name, steering.modules_named(data.steering), caller_of(request))
+    content = await anyio.to_thread.run_sync(steering.resolve_everyone, data.steering, info, standing)
+    desired = await change(edge.steering, edge.settings, info, content.entries, content.blobs)
+    return await _global(edge, info.name, desired, caller_of(request))
+
+
+@delete(
+    "/v1/steering/global",
+    status_code=200,
+    summary="Steer every request of a model no more",
+    description="As setting it. Harmless when nothing is steered.",
+    responses=CHANGE_ERRORS,
+)
+async def delete_global(request: JsonRequest, model: Model = None) -> GlobalView:
+    edge = edge_of(request)
+    info = await edge.the_model(model)
+    return await _global(edge, info.name, await change(edge.steering, edge.settings, info, [], {}), caller_of(request))
+
+
+@get("/v1/steering/global", summary="What every request of a model is steered by", responses=ERRORS)
+async def get_global(request: JsonRequest, model: Model = None) -> GlobalView:
+    edge = edge_of(request)
+    info = await edge.the_model(model)
+    _, desired = await edge.steering.standing(info.name, [])
+    return await _global(edge, info.name, desired, caller_of(request))
+
+
+async def _global(edge: Edge, model: str, desired: GlobalSteering, caller: Caller) -> GlobalView:
+    accounts = await edge.steering.accounts(model)
+    return GlobalView(
+        model=model,
+        version=desired.version,
+        digest=desired.digest,
+        entries=_entries(desired.entries),
+        changed=desired.changed,
+        applied=is_applied(accounts, desired),
+        workers=_reports(accounts, caller),
+    )
+
+
+def _reports(accounts: Sequence[Account], caller: Caller) -> list[WorkerSteering]:
+    """What workers say, as far as it concerns the caller: their words may name modules of other tenants, and are for admins."""
+    reports = [account.report for account in accounts if account.report is not None]
+    if "admin" in caller.scopes:
+        return reports
+    return [
+        msgspec.structs.replace(
+            report,
+            detail="",
+            refusal="",
+            applied=[msgspec.structs.replace(told, message="") for told in report.applied],
+            ranks=[msgspec.structs.replace(rank, modules=_own(rank.modules, caller.tenant)) for rank in report.ranks],
+        )
+        for report in reports
+    ]
+
+
+def _own(modules: Mapping[str, str], tenant: str) -> dict[str, str]:
+    return {shown(name): digest for name, digest in modules.items() if unscoped(name)[0] == tenant}
+
+
+# --- What the ranks say ------------------------------------------------------------------------------------------------
+
+
+@get(
+    "/v1/steering/dynamic",
+    summary="What the ranks have applied, and whether they agree",
+    description="Asks every live worker now. 200 also when ranks differ or a worker does not answer: `determinism` says so.",
+    responses=ERRORS,
+)
+async def get_dynamic(request: JsonRequest, model: Model = None) -> Dynamic:
+    edge = edge_of(request)
+    if model is not None:
+        await edge.model(model)
+    asks = await ask_all(edge, model)
+    accounts = await fresh(edge, model, asks, ANSWER_S)
+    caller, found = caller_of(request), agreement(accounts, asks)
+    if "admin" not in caller.scopes and found.detail:  # it may name modules of other tenants
+        found = msgspec.structs.replace(found, detail="some ranks or workers do not agree: an admin is told which, and in what")
+    return Dynamic(workers=_reports(accounts, caller), determinism=found)
+
+
+async def ask_all(edge: Edge, model: str | None = None) -> dict[str, str]:
+    """Model that live workers serve → the question that was put to them."""
+    models = {account.info.model for account in await edge.steering.accounts(model)}
+    return {name: await edge.steering.ask(name) for name in sorted(models)}
+
+
+async def fresh(edge: Edge, model: str | None, asks: dict[str, str], seconds: float) -> list[Account]:
+    """The accounts of those who were asked, once all have answered, or after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while True:
+        accounts = [account for account in await edge.steering.accounts(model) if account.info.model in asks]
+        if all(account.answers(asks[account.info.model]) for account in accounts) or time.monotonic() > deadline:
+            return accounts
+        await asyncio.sleep(LOOK_S)
+
+
+ROUTES: list[Any] = [put_module, list_modules, get_module, delete_module, put_global, delete_global, get_global, get_dynamic]

@@ -1,0 +1,54 @@
+"""The route of sweeps: a body is resolved on the model, held against the quota of cells, and accepted as a job like any other."""
+
+from litestar import Response, post
+from litestar.openapi.datastructures import ResponseSpec
+from litestar.params import JSONBody
+
+from ...broker.ledger.jobs import new_job_id
+from ...schemas.base import now
+from ...schemas.jobs import Job, JobResult, JobView, Sampling
+from ...schemas.keys import Caller
+from ...schemas.sweeps import SweepRequest
+from ..context import Edge, edge_of
+from ..resolve.admission import handled
+from ..resolve.sweep_plan import plan_sweep
+from ..web.auth import caller_of
+from ..web.body import JsonRequest
+from .jobs import SUBMIT_ERRORS, Key, Prefer, answer_submission
+
+
+async def submit_sweep(edge: Edge, body: SweepRequest, idempotency: tuple[str, str] | None, caller: Caller) -> str:
+    """As `Edge.submit`, of a sweep. Raises MidstreamError also with `too_many_cells`."""
+    info = await edge.model(body.model)
+    if idempotency and (known := await edge.ledger.repeated(idempotency)):
+        return known  # counted already
+    everyone = (await edge.standing(info.name, [], caller)).everyone
+    sweep, blobs = await plan_sweep(body, info, await edge.codec(info), edge.settings, everyone)
+    job = Job(
+        id=new_job_id(),
+        kind="sweep",
+        model=info.name,
+        prompts=[],
+        sampling=Sampling(max_tokens=1),
+        created=now(),
+        metadata=body.metadata,
+        sweep=sweep,
+        **handled(body, caller),
+    )
+    return await edge.accept(job, info, blobs, idempotency)
+
+
+@post(
+    "/v1/sweeps",
+    status_code=202,
+    summary="Submit a sweep of patches",
+    description="One job: both prompts of every pair as they are, then each cell, patched. Follow, fetch and cancel it as any job.",
+    responses={200: ResponseSpec(JobResult, description="The result, with `Prefer: wait=N`", generate_examples=False), **SUBMIT_ERRORS},
+)
+async def post_sweep(data: JSONBody[SweepRequest], request: JsonRequest, key: Key = None, prefer: Prefer = None) -> Response[JobView]:
+    edge = edge_of(request)
+    job_id = await submit_sweep(edge, data, request.idempotency(key), caller_of(request))
+    return await answer_submission(request, edge, job_id, prefer)
+
+
+ROUTES = [post_sweep]

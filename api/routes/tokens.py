@@ -1,0 +1,59 @@
+"""The routes between text and token ids, with the tokenizer that the model's workers use."""
+
+from litestar import Response, post
+from litestar.params import JSONBody
+
+from ...schemas.errors import invalid
+from ...schemas.jobs import StoredPrompt
+from ...schemas.tokens import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
+from ..context import edge_of
+from ..resolve.admission import check_vocabulary
+from ..resolve.request_parsing import plain_messages
+from ..resolve.tokenizer import TooLong
+from ..web.body import JsonRequest
+from .jobs import SUBMIT_ERRORS
+
+
+@post(
+    "/v1/tokenize",
+    status_code=200,
+    summary="Turn text or a conversation into token ids",
+    description="With the model's own tokenizer and chat template: a job with the same `prompt` or `messages` has these tokens.",
+    responses=SUBMIT_ERRORS,
+)
+async def tokenize(data: JSONBody[TokenizeRequest], request: JsonRequest) -> Response[Tokenized]:
+    if (data.prompt is None) == (data.messages is None):
+        raise invalid("prompt", "give one of prompt and messages", allowed="prompt, or messages")
+    edge = edge_of(request)
+    info = await edge.model(data.model)
+    codec = await edge.codec(info)
+    special_tokens = data.messages is None and data.add_special_tokens
+    try:
+        if data.messages is not None:
+            ids, text = await codec.encode_chat(plain_messages(data.messages))
+            prompt = StoredPrompt(token_ids=ids, text=text)
+        else:
+            assert data.prompt is not None
+            (ids,) = await codec.encode([data.prompt], special_tokens=special_tokens)
+            prompt = StoredPrompt(token_ids=ids, text=data.prompt)
+    except TooLong as error:
+        raise invalid("prompt" if data.messages is None else "messages", error.detail) from None
+    words = await codec.read(prompt.token_ids, prompt.text, special_tokens=special_tokens)
+    return Response(Tokenized(count=len(ids), max_model_len=info.max_model_len, tokens=ids, token_strs=words))
+
+
+@post(
+    "/v1/detokenize",
+    status_code=200,
+    summary="Turn token ids into text",
+    responses=SUBMIT_ERRORS,
+)
+async def detokenize(data: JSONBody[DetokenizeRequest], request: JsonRequest) -> Response[Detokenized]:
+    edge = edge_of(request)
+    info = await edge.model(data.model)
+    check_vocabulary(data.tokens, "tokens", info)
+    text, words = await (await edge.codec(info)).decode(data.tokens)
+    return Response(Detokenized(prompt=text, token_strs=words))
+
+
+ROUTES = [tokenize, detokenize]

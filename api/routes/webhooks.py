@@ -1,0 +1,107 @@
+"""The routes of webhooks: what was sent and what came of it, sending again, signing secrets, receivers that want no more."""
+
+from typing import Annotated, Any
+
+from litestar import Response, delete, get, post
+from litestar.params import JSONBody, PathParameter, QueryParameter
+
+from ...broker.webhooks.outbox import HookOutbox, not_found
+from ...broker.webhooks.secrets import HookSecrets
+from ...schemas.limits import MAX_NAME, MAX_URL
+from ...schemas.webhooks import Delivery, DeliveryPage, DeliveryState, DisabledList, RotateRequest, SecretList
+from ..context import edge_of
+from ..web.auth import caller_of, tenant_asked
+from ..web.body import JsonRequest
+from .jobs import ERRORS, PROBLEM, Cursor, PageSize, Whose
+
+DeliveryId = Annotated[str, PathParameter(max_length=MAX_NAME, description="The delivery's id: the `webhook-id` of all its attempts")]
+WITH_BODY = {400: PROBLEM, 413: PROBLEM, 415: PROBLEM, 503: PROBLEM}
+#: No cache on the way keeps a secret.
+UNKEPT = {"Cache-Control": "no-store"}
+
+
+@get("/v1/webhooks/deliveries", summary="List webhooks and what came of them, newest first", responses=ERRORS)
+async def list_deliveries(
+    request: JsonRequest,
+    job: Annotated[str | None, QueryParameter(max_length=MAX_NAME, description="Only webhooks about this job")] = None,
+    delivery_state: Annotated[DeliveryState | None, QueryParameter(name="state", description="Only deliveries in this state")] = None,
+    limit: PageSize = 50,
+    cursor: Cursor = None,
+    tenant: Whose = None,
+) -> DeliveryPage:
+    whose = tenant_asked(caller_of(request), tenant)
+    return await HookOutbox(edge_of(request).ledger).deliveries(whose, job, delivery_state, limit, cursor)
+
+
+@get("/v1/webhooks/deliveries/{delivery_id:str}", summary="Look at a webhook and its attempts", responses=ERRORS)
+async def get_delivery(delivery_id: DeliveryId, request: JsonRequest) -> Delivery:
+    return await _seen(request, delivery_id)
+
+
+@post(
+    "/v1/webhooks/deliveries/{delivery_id:str}/redeliver",
+    status_code=202,
+    summary="Send a webhook again",
+    description="Under the same `webhook-id`, whatever became of it; one that waits for its next attempt is sent now.",
+    responses={**ERRORS, 409: PROBLEM},
+)
+async def redeliver(delivery_id: DeliveryId, request: JsonRequest) -> Delivery:
+    await _seen(request, delivery_id)
+    return await HookOutbox(edge_of(request).ledger).redeliver(delivery_id)
+
+
+async def _seen(request: JsonRequest, delivery_id: str) -> Delivery:
+    """Raises `not_found`, also for another tenant's."""
+    found = await HookOutbox(edge_of(request).ledger).delivery(delivery_id)
+    if not caller_of(request).sees(found.tenant):
+        raise not_found(delivery_id)
+    return found
+
+
+@get(
+    "/v1/webhooks/secrets",
+    summary="The secrets that sign webhooks",
+    description="Those that sign webhooks about jobs submitted with this key; created by this call if there is none.",
+    responses={503: PROBLEM},
+)
+async def get_secrets(request: JsonRequest) -> Response[SecretList]:
+    caller = caller_of(request)
+    return Response(await HookSecrets(edge_of(request).ledger).of(caller.tenant, caller.key), headers=UNKEPT)
+
+
+@post(
+    "/v1/webhooks/secrets",
+    status_code=201,
+    summary="Make a new signing secret",
+    description="The former one signs as well for `keep_former_s`, so that receivers can change over; one before that signs no more.",
+    responses=WITH_BODY,
+)
+async def rotate_secret(data: JSONBody[RotateRequest], request: JsonRequest) -> Response[SecretList]:
+    caller = caller_of(request)
+    made = await HookSecrets(edge_of(request).ledger).rotate(caller.tenant, caller.key, data.keep_former_s, data.own)
+    return Response(made, status_code=201, headers=UNKEPT)
+
+
+@get("/v1/webhooks/disabled", summary="Receivers that answered 410: nothing is sent to them", responses=ERRORS)
+async def list_disabled(request: JsonRequest, tenant: Whose = None) -> DisabledList:
+    whose = tenant_asked(caller_of(request), tenant)
+    return DisabledList(endpoints=await HookOutbox(edge_of(request).ledger).disabled(whose))
+
+
+@delete(
+    "/v1/webhooks/disabled",
+    status_code=204,
+    summary="Enable a receiver again",
+    description="What was disabled meanwhile stays so until it is sent again by hand.",
+    responses=ERRORS,
+)
+async def enable(
+    request: JsonRequest,
+    url: Annotated[str, QueryParameter(max_length=MAX_URL, description="The receiver, as `GET /v1/webhooks/disabled` has it")],
+    tenant: Whose = None,
+) -> None:
+    caller = caller_of(request)
+    await HookOutbox(edge_of(request).ledger).enable(tenant_asked(caller, tenant) or caller.tenant, url)
+
+
+ROUTES: list[Any] = [list_deliveries, get_delivery, redeliver, get_secrets, rotate_secret, list_disabled, enable]

@@ -1,0 +1,203 @@
+"""Who is calling, and may they do this? Every request passes `authorize` before anything of it is read.
+
+What a route needs is a row in `SCOPE_OF`; a route without one is for admins alone. What belongs to another tenant is answered as
+what is not there, so handlers ask `seen` (jobs), or look names up as their caller's tenant knows them.
+"""
+
+import time
+from collections import OrderedDict
+from typing import Any
+
+from litestar.connection import ASGIConnection
+from litestar.handlers.base import BaseRouteHandler
+
+from ...broker.ledger import keys
+from ...broker.ledger.jobs import not_found
+from ...broker.ledger.keys import Keys, Shown
+from ...schemas.base import now
+from ...schemas.errors import MidstreamError
+from ...schemas.jobs import JobView
+from ...schemas.keys import EVERYBODY, KEY_PREFIX, Caller, Key, Scope
+from ...schemas.settings import Settings, SettingsError, asks_for_keys
+
+#: For so many seconds a process takes a key for what it was when it last looked: a revoked key is refused after that everywhere.
+KNOWN_S = 3.0
+#: Ids that a process remembers, also of keys that there are not; those asked for longest ago are forgotten.
+REMEMBERED = 10_000
+
+#: Method and path → the scope that is needed; None: open to everybody.
+SCOPE_OF: dict[str, Scope | None] = {
+    "GET /": None,  # links
+    "GET /healthz": None,
+    "GET /readyz": None,  # strangers are told whether, and not what is missing
+    "GET /schema": None,  # what our documentation says as well
+    "GET /schema/openapi.json": None,
+    "GET /schema/swagger": None,
+    "GET /schema/assets/{name}": None,  # assets of the pages
+    "GET /schema/{path}": None,  # there is nothing
+    "GET /metrics": "observe",
+    "GET /v1/status": "observe",
+    "GET /v1/models": "read",
+    "POST /v1/tokenize": "read",
+    "POST /v1/detokenize": "read",
+    "POST /v1/jobs": "submit",
+    "GET /v1/jobs": "read",
+    "GET /v1/jobs/{job_id}": "read",
+    "GET /v1/jobs/{job_id}/events": "read",
+    "GET /v1/jobs/{job_id}/result": "read",
+    "POST /v1/jobs/{job_id}/cancel": "submit",
+    "POST /v1/completions": "submit",
+    "POST /v1/chat/completions": "submit",
+    "POST /v1/sweeps": "submit",
+    "GET /v1/captures": "read",
+    "GET /v1/captures/{job_id}": "read",
+    "DELETE /v1/captures/{job_id}": "submit",
+    "GET /v1/captures/{job_id}/files/{name}": "read",
+    "GET /v1/captures/{job_id}/safetensors": "read",
+    "GET /v1/runs": "read",
+    "GET /v1/runs/{name}": "read",
+    "DELETE /v1/runs/{name}": "submit",
+    "GET /v1/steering/modules": "read",
+    "GET /v1/steering/modules/{name}": "read",
+    "PUT /v1/steering/modules/{name}": "submit",
+    "DELETE /v1/steering/modules/{name}": "submit",
+    "GET /v1/steering/global": "read",
+    "PUT /v1/steering/global": "steer-global",
+    "DELETE /v1/steering/global": "steer-global",
+    "GET /v1/steering/dynamic": "read",
+    "GET /v1/webhooks/deliveries": "read",
+    "GET /v1/webhooks/deliveries/{delivery_id}": "read",
+    "POST /v1/webhooks/deliveries/{delivery_id}/redeliver": "submit",
+    "GET /v1/webhooks/secrets": "submit",
+    "POST /v1/webhooks/secrets": "submit",
+    "GET /v1/webhooks/disabled": "read",
+    "DELETE /v1/webhooks/disabled": "submit",
+    "POST /v1/keys": "admin",
+    "GET /v1/keys": "admin",
+    "DELETE /v1/keys/{key_id}": "admin",
+    "GET /v1/tenants": "admin",
+    "GET /v1/tenants/{name}": "admin",
+    "PUT /v1/tenants/{name}": "admin",
+    "GET /v1/tenant": "read",
+}
+
+HOW = (
+    f"Authorization: Bearer {KEY_PREFIX}<id>_<secret>; an operator makes one with `midstream keys create`, and the client takes it from "
+    "MIDSTREAM_API_KEY"
+)
+
+
+def needed(method: str, path: str) -> Scope | None:
+    """The scope that a route needs; None: it is open to everybody."""
+    return None if method == "OPTIONS" else SCOPE_OF.get(f"{method} {path.rstrip('/') or '/'}", "admin")
+
+
+def admin_key(settings: Settings) -> Key | None:
+    """Raises SettingsError naming the setting."""
+    try:
+        return keys.admin_key(settings.admin_key)
+    except ValueError as error:
+        raise SettingsError(f"MIDSTREAM_ADMIN_KEY: {error}") from error
+
+
+class Gate:
+    """Turns what a request shows into a `Caller`. One per process: it remembers keys for `KNOWN_S`."""
+
+    def __init__(self, settings: Settings, stored: Keys) -> None:
+        self.asks = asks_for_keys(settings)
+        self._admin = admin_key(settings)
+        self.always = "" if self._admin is None else self._admin.id  # of the key that nobody can revoke
+        self._stored = stored
+        self._known: OrderedDict[str, tuple[float, Key | None]] = OrderedDict()  # id → until when, and the key
+
+    async def caller(self, headers: list[str]) -> Caller:
+        """Whom the `Authorization` headers name. Raises `unauthorized`, and `unavailable` while nobody can say.
+
+        Where no keys are asked for, one that is right counts all the same, and anything else is everybody: OpenAI's clients
+        always send something.
+        """
+        if not headers:
+            if self.asks:
+                raise MidstreamError("unauthorized", "no API key was given", field="Authorization", allowed=HOW)
+            return EVERYBODY
+        key = await self._key(headers[0]) if len(headers) == 1 else None
+        if key is not None:
+            return Caller(key.tenant, key.id, frozenset(key.scopes))
+        if self.asks:
+            raise MidstreamError("unauthorized", "this is no API key that is valid here", field="Authorization", allowed=HOW)
+        return EVERYBODY
+
+    async def _key(self, header: str) -> Key | None:
+        """The same work whether there is a key of this id or not."""
+        scheme, _, text = header.partition(" ")
+        shown = keys.parse(text.strip(" ")) if scheme.lower() == "bearer" else None
+        if shown is None:
+            return None
+        key = await self._looked_up(shown)
+        return key if keys.is_right(shown, key, now()) else None
+
+    async def _looked_up(self, shown: Shown) -> Key | None:
+        if self._admin is not None and shown.id == self._admin.id:
+            return self._admin
+        at = time.monotonic()
+        until, key = self._known.get(shown.id, (0.0, None))
+        if at < until:
+            return key
+        try:
+            key = await self._stored.get(shown.id)
+        except MidstreamError as error:
+            # While Redis is away nobody can revoke a key, either.
+            if error.kind != "unavailable" or key is None:
+                raise
+        self._known[shown.id] = at + KNOWN_S, key
+        self._known.move_to_end(shown.id)
+        if len(self._known) > REMEMBERED:
+            self._known.popitem(last=False)
+        return key
+
+
+async def authorize(connection: ASGIConnection[Any, Any, Any, Any], handler: BaseRouteHandler) -> None:
+    """The guard of all routes. Raises `unauthorized`, `forbidden`."""
+    scope = needed(connection.scope["method"], connection.scope["path_template"])  # type: ignore[typeddict-item]
+    if scope is None:
+        return
+    caller = await _caller(connection)
+    if not caller.may(scope):
+        has = ", ".join(sorted(caller.scopes))
+        raise MidstreamError("forbidden", f"this needs the scope {scope!r}, and the key has {has}", allowed=f"a key with scope {scope}")
+    connection.scope["auth"] = caller
+
+
+async def _caller(connection: ASGIConnection[Any, Any, Any, Any]) -> Caller:
+    gate: Gate = connection.app.state.edge.gate
+    return await gate.caller(connection.headers.getall("authorization", []))
+
+
+def caller_of(request: ASGIConnection[Any, Any, Any, Any]) -> Caller:
+    """Whoever `authorize` has found."""
+    caller: Caller = request.scope["auth"]
+    return caller
+
+
+async def knows_us(request: ASGIConnection[Any, Any, Any, Any]) -> bool:
+    """Of a route that is open to everybody: is it somebody who may look at the service as a whole?"""
+    try:
+        return (await _caller(request)).may("observe")
+    except MidstreamError:
+        return False
+
+
+def seen(caller: Caller, view: JobView) -> JobView:
+    """Raises `not_found` for a job of another tenant, just as for one that there is not."""
+    if not caller.sees(view.tenant):
+        raise not_found(view.id)
+    return view
+
+
+def tenant_asked(caller: Caller, tenant: str | None) -> str | None:
+    """Whose things are listed; None: everybody's. Raises `forbidden` for another tenant's than the caller's own."""
+    if "admin" in caller.scopes:
+        return tenant
+    if tenant not in (None, caller.tenant):
+        raise MidstreamError("forbidden", "another tenant's things are for admins", field="tenant", allowed="a key with scope admin")
+    return caller.tenant

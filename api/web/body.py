@@ -1,0 +1,174 @@
+"""Request bodies: bounded and counted while they arrive, before anything is decoded, then decoded strictly into the handler's type.
+
+JSON of at most `max_body_mib`; or, where a route takes one, a file of at most `max_file_mib`, which is written to disk as it arrives.
+"""
+
+import errno
+import hashlib
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+import anyio
+import anyio.to_thread
+from litestar import Request
+from litestar.exceptions import InternalServerException
+from litestar.exceptions.http_exceptions import RequestEntityTooLarge
+
+from ...schemas.base import from_json
+from ...schemas.errors import MidstreamError, invalid
+from ...schemas.json_bounds import JsonCounter, TooManyValues
+from ...schemas.keys import scoped
+from ...schemas.limits import MAX_IDEMPOTENCY_KEY
+from ...schemas.settings import Settings
+from . import problems
+from .auth import caller_of
+
+#: A client that sends too much hears of it only once it has stopped sending; we read this many times the limit for it.
+DRAIN_FACTOR = 4
+DRAIN_S = 5.0
+
+#: A file goes to disk in pieces of so many bytes.
+PIECE = 1 << 20
+
+#: Media types of safetensors files, for the routes that take one.
+FILE_TYPES = ("application/vnd.safetensors", "application/octet-stream")
+
+
+def _temporary(data_dir: Path) -> IO[bytes]:
+    """A file without a name, removed with the end of the request or of the process."""
+    folder = data_dir / "uploads"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return tempfile.TemporaryFile(dir=folder)
+
+
+def _content(file: IO[bytes]) -> bytes:
+    file.seek(0)
+    return file.read()
+
+
+class JsonRequest(Request[Any, Any, Any]):
+    """Litestar's request with our reading of the body. (Litestar itself would convert loosely, `"1"` to 1.)"""
+
+    _more = True  # whether more of the body is to come
+    _asked = ""  # SHA-256 of path and body, where the client sent an Idempotency-Key
+
+    @property
+    def _reads_file(self) -> Any:
+        """The converter of a file to JSON, called off the event loop, where the body is a file and the route takes one."""
+        return self.route_handler.opt.get("file") if self.content_type[0] in FILE_TYPES else None
+
+    async def body(self) -> bytes:
+        encoding = self.headers.get("content-encoding", "identity")
+        if encoding != "identity":  # a small compressed body may be a huge one
+            detail = f"the body is compressed ({encoding[:40]})"
+            raise MidstreamError("unsupported_media_type", detail, field="Content-Encoding", allowed="an uncompressed body")
+        if self._reads_file:
+            return b"file"  # the framework asks whether there is any before it calls `json`, which reads it
+        receive, counter = self.receive, JsonCounter()
+        limit = self.route_handler.resolve_request_max_body_size() or 0
+
+        async def noting() -> Any:
+            message = await receive()
+            self._more = message["type"] == "http.request" and message.get("more_body", False)
+            return message
+
+        async def counting() -> Any:
+            message = await noting()
+            counter.feed(message.get("body", b""))
+            return message
+
+        self.receive = counting
+        try:
+            return await super().body()
+        except RequestEntityTooLarge as error:
+            self.receive = noting
+            raise await self._too_large(limit, "max_body_mib") from error
+        except TooManyValues as error:
+            self.receive = noting
+            await self._drain(limit)
+            raise problems.malformed(error) from error
+        except InternalServerException as error:  # how Litestar says that the client left in the middle
+            raise problems.ClientGone from error
+        finally:
+            self.receive = receive
+
+    async def json(self) -> Any:
+        media, _ = self.content_type
+        if read_file := self._reads_file:
+            return await self._read_file(read_file)
+        if media != "application/json":
+            allowed = ", ".join(("application/json", *(FILE_TYPES if self.route_handler.opt.get("file") else ())))
+            raise MidstreamError(
+                "unsupported_media_type", f"the body is {media or 'of unnamed type'}", field="Content-Type", allowed=allowed
+            )
+        wanted = self.route_handler.parsed_data_field
+        body = await self.body()
+        if "idempotency-key" in self.headers:
+            asked = hashlib.sha256(self.url.path.encode() + b"\0")
+            asked.update(body)
+            self._asked = asked.hexdigest()
+        self._body = self._connection_state.body = b""  # it may be large, and what is made of it is larger
+        try:
+            return from_json(body, wanted.annotation if wanted else Any)
+        except problems.UNREADABLE as error:
+            raise problems.malformed(error) from error
+
+    async def _read_file(self, read: Callable[[bytes], Any]) -> Any:
+        """What `read` makes of the body. Raises `payload_too_large`, and `unavailable` when the disk is full."""
+        settings: Settings = self.app.state.edge.settings
+        try:
+            with await anyio.to_thread.run_sync(_temporary, Path(settings.data_dir)) as file:
+                await self._save(file, settings.max_file_mib << 20)
+                return await anyio.to_thread.run_sync(lambda: read(_content(file)))
+        except OSError as error:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            detail = "disk full" if full else f"the file cannot be kept: {error.strerror}"
+            raise MidstreamError("unavailable", detail) from error
+
+    async def _save(self, file: IO[bytes], limit: int) -> None:
+        announced = self.content_length
+        if announced is not None and announced > limit:
+            raise await self._too_large(limit, "max_file_mib")
+        piece, size = bytearray(), 0
+        while self._more:
+            message = await self.receive()
+            if message["type"] != "http.request":
+                raise problems.ClientGone
+            self._more = message.get("more_body", False)
+            piece += message["body"]
+            if size + len(piece) > limit:
+                raise await self._too_large(limit, "max_file_mib")
+            if len(piece) >= PIECE or not self._more:
+                size += len(piece)
+                await anyio.to_thread.run_sync(file.write, bytes(piece))
+                piece.clear()
+
+    async def _too_large(self, limit: int, setting: str) -> MidstreamError:
+        await self._drain(limit * DRAIN_FACTOR)
+        allowed = f"at most {limit} bytes (MIDSTREAM_{setting.upper()})"
+        return MidstreamError("payload_too_large", "the body is too large", allowed=allowed)
+
+    async def _drain(self, most: int) -> None:
+        """Throw away what is still being sent, up to `most` bytes and a few seconds."""
+        if "expect" in self.headers:  # this client asks before it sends
+            return
+        with anyio.move_on_after(DRAIN_S):
+            while self._more and most > 0:
+                message = await self.receive()
+                if message["type"] != "http.request":
+                    return
+                most -= len(message["body"])
+
+    def idempotency(self, key: str | None) -> tuple[str, str] | None:
+        """The `Idempotency-Key`, as it is kept for the caller's tenant, and the SHA-256 of what was asked under it.
+
+        None without a key. Raises a 400 naming it.
+        """
+        if key is None:
+            return None
+        if not 0 < len(key) <= MAX_IDEMPOTENCY_KEY or not (key.isascii() and key.isprintable()):
+            raise invalid("Idempotency-Key", f"is not 1 to {MAX_IDEMPOTENCY_KEY} printable ASCII characters")
+        assert self._asked, "a route with an Idempotency-Key takes JSON"  # else two bodies would count as one
+        return scoped(caller_of(self).tenant, key), self._asked

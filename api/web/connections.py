@@ -1,0 +1,207 @@
+"""HTTP connections with deadlines and limits for what a client sends: uvicorn's protocol has none for heads, bodies or readers.
+
+A connection that waits for a request, sends its head or body too slowly, or does not read its answer, is closed. Beyond
+`max_connections` the connection that has waited longest for a request makes room; when none waits, only health checks are answered.
+"""
+
+import asyncio
+import resource
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from ...schemas.base import to_json
+from ...schemas.errors import STATUS_OF_KIND, MidstreamError
+from ...schemas.settings import Settings
+from ...schemas.version import __version__
+from .middleware import QUIET
+
+#: Bytes of a request line with its headers.
+HEAD_LIMIT = 64 * 1024
+#: A body may take `body_timeout_s`, and a second more for so many bytes that have arrived.
+BODY_BYTES_PER_S = 16 * 1024
+#: Seconds that an answer may wait for a client that does not read it. (The kernel holds some hundred KiB more.)
+READ_S = 300.0
+#: Connections beyond the limit, for health checks.
+SPARE = 32
+#: File descriptors that the process needs for other uses: Redis, captures that it sends.
+FILES = 256
+
+
+class Connections:
+    """What the connections of one server have in common."""
+
+    def __init__(self, settings: Settings):
+        self.head_s = settings.head_timeout_s
+        self.body_s = settings.body_timeout_s
+        self.limit = _within_files(settings.max_connections)
+        self.waiting: dict[Connection, None] = {}  # those without a request, longest first
+
+    def __call__(self, **uvicorn: Any) -> "Connection":
+        return Connection(self, **uvicorn)
+
+
+def _within_files(wanted: int) -> int:
+    """As many connections as this process may open; its soft limit of files is raised for them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = wanted + SPARE + FILES
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return wanted if soft == resource.RLIM_INFINITY else max(1, min(wanted, soft - SPARE - FILES))
+
+
+class Connection(HttpToolsProtocol):
+    """One connection. At each moment it waits for a request (`_head` is 0), for the rest of a head, of a body, or for an answer."""
+
+    def __init__(self, common: Connections, **uvicorn: Any):
+        super().__init__(**uvicorn)
+        self._common = common
+        self._served = self.app
+        self._head = 0  # bytes of a head that is not complete
+        self._body = -1  # bytes of a body that is not complete; -1: none is awaited
+        self._since = 0.0  # when what is awaited began
+        self._timer: asyncio.TimerHandle | None = None
+        self._unread: asyncio.TimerHandle | None = None
+        self._refused = False
+
+    # --- Opening and closing ---
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        common = self._common
+        if len(self.connections) > common.limit:
+            oldest = next(iter(common.waiting), None)
+            if oldest is not None:
+                del common.waiting[oldest]
+                oldest.transport.close()
+            elif len(self.connections) > common.limit + SPARE:
+                transport.abort()
+                return
+        common.waiting[self] = None
+        self._await(common.head_s)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._common.waiting.pop(self, None)
+        self._stop_timer()
+        self._unset_keepalive_if_required()
+        if self._unread is not None:
+            self._unread.cancel()
+        super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self.transport.is_closing() and not self.pipeline:
+            self._common.waiting[self] = None
+
+    # --- Data from the client ---
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
+        if self._body >= 0:
+            self._body += len(data)
+        else:
+            if self._head == 0:
+                self._await(self._common.head_s)
+            self._head += len(data)
+        super().data_received(data)
+        if self._head > HEAD_LIMIT and self._body < 0:
+            self._refuse("head_too_large", f"the request line and headers are longer than {HEAD_LIMIT} bytes")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        if self._timer is None:  # it came with the end of the request before
+            self._head = 1
+            self._await(self._common.head_s)
+
+    def on_headers_complete(self) -> None:
+        if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > HEAD_LIMIT:
+            self._refuse("head_too_large", f"the request line and headers are longer than {HEAD_LIMIT} bytes")
+            return
+        self._common.waiting.pop(self, None)
+        self._head, self._body = 0, 0
+        self._await(self._common.body_s)
+        is_full = len(self.connections) > self._common.limit and self.url.partition(b"?")[0].decode("latin-1") not in QUIET
+        self.app = _full if is_full else self._served
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        if not self._refused:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if not self._refused:
+            self._body = -1
+            self._stop_timer()
+            super().on_message_complete()
+
+    # --- Deadlines ---
+
+    def _await(self, seconds: float) -> None:
+        self._stop_timer()
+        self._since = self.loop.time()
+        self._timer = self.loop.call_later(seconds, self._late)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _late(self) -> None:
+        """End the connection whose deadline has passed, unless we have paused reading or enough of a body has arrived for more time."""
+        asked = self.cycle is None or not self.cycle.waiting_for_100_continue
+        if self.flow.read_paused or not asked:
+            self._body = min(self._body, 0)
+            self._await(self._common.body_s)
+            return
+        if self._body > 0 and (left := self._since + self._common.body_s + self._body / BODY_BYTES_PER_S - self.loop.time()) > 0:
+            self._timer = self.loop.call_later(left, self._late)
+            return
+        if self._head == 0 and self._body < 0:
+            self.transport.close()
+            return
+        self._refuse("request_timeout", "the request did not arrive in time" if self._body < 0 else "the body did not arrive in time")
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread = self.loop.call_later(READ_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+
+    def _refuse(self, kind: str, detail: str) -> None:
+        """Answer, where no answer has begun, and close."""
+        self._refused = True
+        self._stop_timer()
+        if self.transport.is_closing():
+            return
+        if self._body < 0 and self.cycle is not None and not self.cycle.response_complete:
+            return self.transport.abort()  # an answer to what came before is under way
+        if self._body < 0 or not self.cycle.response_started:
+            status, headers, body = _problem(kind, detail)
+            lines = [f"HTTP/1.1 {status} {kind}".encode(), *(name + b": " + value for name, value in headers)]
+            self.transport.write(b"\r\n".join([*lines, b"", body]))
+        self.transport.close()
+
+
+def _problem(kind: str, detail: str) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
+    body = to_json(MidstreamError(kind, detail).problem())
+    headers = [
+        (b"content-type", b"application/problem+json"),
+        (b"content-length", str(len(body)).encode()),
+        (b"x-midstream-version", __version__.encode()),
+        (b"retry-after", b"1"),
+        (b"connection", b"close"),
+    ]
+    return STATUS_OF_KIND[kind], headers, body
+
+
+async def _full(scope: Any, receive: Any, send: Any) -> None:
+    """The ASGI application that answers while there are too many connections."""
+    status, headers, body = _problem("overloaded", "there are too many connections: try again later")
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,87 @@
+"""May a caller who was let in still be answered? Responses that are held and event streams can outlive the key that they were asked with.
+
+One look at all keys that hold something open, every `KNOWN_S` and for however many calls; none while nobody holds anything with a key.
+"""
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ...broker.ledger.keys import Keys
+from ...schemas.errors import MidstreamError
+from ...schemas.keys import Caller
+from .auth import HOW, KNOWN_S
+
+log = logging.getLogger("midstream.api")
+
+
+class Stay:
+    """Of one call: `lost` is done once its key counts no more; None: it came without one, or with one that always counts."""
+
+    def __init__(self, lost: asyncio.Future[None] | None = None) -> None:
+        self.lost = lost
+
+    @property
+    def ends(self) -> tuple[asyncio.Future[None], ...]:
+        """To wait for beside what is waited for."""
+        return () if self.lost is None else (self.lost,)
+
+    def check(self) -> None:
+        """Raises `unauthorized`."""
+        if self.lost is not None and self.lost.done():
+            raise MidstreamError(
+                "unauthorized", "the key was revoked or has expired while this answer was under way", field="Authorization", allowed=HOW
+            )
+
+
+ALWAYS = Stay()
+
+
+class Stays:
+    """All of a process. Belongs to one event loop. `always`: id of the key that nobody can revoke."""
+
+    def __init__(self, stored: Keys, always: str = "") -> None:
+        self._stored = stored
+        self._always = always
+        self._held: dict[str, set[asyncio.Future[None]]] = {}  # by key
+        self._task: asyncio.Task[None] | None = None
+
+    @contextmanager
+    def of(self, caller: Caller) -> Iterator[Stay]:
+        """Whatever is answered inside ends when the caller's key is revoked, or expires: ask the `Stay`, or wait for it."""
+        if caller.key in ("", self._always):
+            yield ALWAYS
+            return
+        lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._held.setdefault(caller.key, set()).add(lost)
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._watch(), name="midstream-stays")
+        try:
+            yield Stay(lost)
+        finally:
+            held = self._held[caller.key]
+            held.discard(lost)
+            if not held:
+                del self._held[caller.key]
+
+    def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _watch(self) -> None:
+        """Ends when nobody holds anything."""
+        while True:
+            await asyncio.sleep(KNOWN_S)
+            asked = set(self._held)
+            if not asked:
+                return
+            try:
+                valid = await self._stored.valid(asked)
+            except MidstreamError as error:  # while Redis is away nobody can revoke a key, either
+                log.debug("the keys of %d held calls are looked at later: %s", len(asked), error)
+                continue
+            for key in asked - valid:
+                for lost in self._held.get(key, ()):
+                    if not lost.done():
+                        lost.set_result(None)

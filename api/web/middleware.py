@@ -1,0 +1,147 @@
+"""Middleware of every call: id (`X-Request-ID`), log line, a span for calls that change something, and an answer when the server stops.
+
+Outside of Litestar, so that it covers calls without a route as well.
+"""
+
+import asyncio
+import logging
+import re
+import secrets
+import time
+from typing import Any
+
+import anyio
+from litestar import Litestar, Request
+
+from ...broker.ops import logs, metrics, traces
+from ...broker.ops.traces import Span
+from ...schemas.base import now
+from ...schemas.errors import MidstreamError
+from ...schemas.jobs import JobView
+from ...schemas.keys import Caller
+from ...schemas.version import __version__
+from . import problems, request_context
+from .request_context import TRACED, Call
+
+log = logging.getLogger("midstream.api.access")
+
+REQUEST_ID, TRACEPARENT = b"x-request-id", b"traceparent"
+#: An id that a caller gives is taken if it is short and plain, so that it cannot forge lines or headers.
+_SANE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:+/=-]{0,127}")
+#: Asked every few seconds by machines: a line for each would hide the others.
+QUIET = frozenset({"/healthz", "/readyz", "/metrics"})
+
+
+#: When the server stops, calls still open after so many seconds are answered with 503: Redis may hang. Less than `__main__.GRACE_S`.
+STOP_S = 3.0
+
+
+def released(request: Request[Any, Any, Any], view: JobView) -> None:
+    """A response that was held is answered now: the job has come as far as its caller wanted."""
+    call = request_context.CURRENT.get()
+    if call is not None:
+        metrics.RELEASE.labels(request.scope["path_template"]).observe(time.perf_counter() - call.began)
+        at = now()
+        traces.record("release", call.span.traceparent, view.finished or view.generated or at, at, job=view.id, state=view.state.value)
+
+
+class App(Litestar):
+    """The application, and what is told of its calls."""
+
+    access_level = logging.DEBUG  # of the line about a call: INFO where lines are read by machines
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._open: set[anyio.CancelScope] = set()  # of calls whose answer has not begun
+        self._stopping = False
+
+    def stop(self) -> None:
+        """Called when the server stops: answers calls that stay open with 503."""
+
+        def end() -> None:
+            self._stopping = True
+            for waiting in self._open:
+                waiting.cancel()
+
+        asyncio.get_running_loop().call_later(STOP_S, end)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await super().__call__(scope, receive, send)
+            return
+        given = {name: value.decode("latin-1") for name, value in scope["headers"] if name in (REQUEST_ID, TRACEPARENT)}
+        request_id = given.get(REQUEST_ID, "")
+        if not _SANE.fullmatch(request_id):
+            request_id = secrets.token_hex(16)
+        call, traced = _begin(scope["method"], traces.valid(given.get(TRACEPARENT)), request_id)
+        status = 0
+        waiting = anyio.CancelScope()
+
+        async def answer(message: Any) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                self._open.discard(waiting)
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (REQUEST_ID, request_id.encode())]
+            await send(message)
+
+        token = request_context.CURRENT.set(call)
+        with logs.bound(request_id=request_id, trace_id=traces.trace_id(call.span.traceparent)):
+            try:
+                self._open.add(waiting)
+                with waiting:
+                    if self._stopping:
+                        waiting.cancel()
+                    await super().__call__(scope, receive, answer)
+                if waiting.cancelled_caught and not status:
+                    await _stopped(scope["path"], answer)
+            finally:
+                self._open.discard(waiting)
+                status = status or 500
+                request_context.CURRENT.reset(token)
+                if traced:
+                    _end(call.span, scope, status)
+                level = logging.DEBUG if scope["path"] in QUIET else self.access_level
+                if log.isEnabledFor(level):
+                    log.log(level, "%s %s %d", scope["method"], scope["path"], status, extra=_access(scope, status, call))
+
+
+async def _stopped(path: str, answer: Any) -> None:
+    """The answer to a call that was open when the server stopped."""
+    error = MidstreamError("unavailable", "the server is stopping")
+    problem, more = problems.with_job(error.problem(path))
+    body = problems.body_of(problem, path)
+    headers = {
+        **more,
+        "Content-Type": problems.MEDIA_TYPE,
+        "Content-Length": str(len(body)),
+        "Retry-After": "1",
+        "Connection": "close",
+        "x-midstream-version": __version__,
+    }
+    raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+    await answer({"type": "http.response.start", "status": problem.status, "headers": raw})
+    await answer({"type": "http.response.body", "body": body})
+
+
+def _begin(method: str, parent: str, request_id: str) -> tuple[Call, bool]:
+    """And whether the call is traced here."""
+    began = time.perf_counter()
+    if not traces.enabled() or not (parent or method in TRACED):
+        return Call(Span(parent), began, method), False
+    return Call(traces.begin(method, parent, root=True, kind="server", request_id=request_id), began, method), True
+
+
+def _end(span: Span, scope: Any, status: int) -> None:
+    span.rename(f"{scope['method']} {scope.get('path_template') or scope['path']}")
+    span.note(status=status)
+    if status >= 500:
+        span.fail(str(status))
+    span.end()
+
+
+def _access(scope: Any, status: int, call: Call) -> dict[str, Any]:
+    milliseconds = round((time.perf_counter() - call.began) * 1000, 2)
+    caller = scope.get("auth")
+    tenant = caller.tenant if isinstance(caller, Caller) else None
+    return {"method": scope["method"], "path": scope["path"], "status": status, "ms": milliseconds, "tenant": tenant}

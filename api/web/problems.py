@@ -1,0 +1,185 @@
+"""How is every failure answered? As RFC 9457 problem details that name the field, never as a traceback."""
+
+import logging
+import math
+import secrets
+from typing import Any
+
+import msgspec
+from litestar import Request, Response
+from litestar.exceptions import HTTPException, ValidationException
+from litestar.status_codes import HTTP_500_INTERNAL_SERVER_ERROR
+
+from ...broker.ops import metrics
+from ...schemas.base import to_json
+from ...schemas.choices import refusal
+from ...schemas.disk import disk_trouble
+from ...schemas.errors import STATUS_OF_KIND, MidstreamError, Problem, invalid, shortened
+from ...schemas.json_bounds import TooManyValues
+from ...schemas.limits import MAX_DETAIL
+from ...schemas.openai import OpenAIError, OpenAIProblem
+from .request_context import CURRENT
+
+log = logging.getLogger("midstream.api")
+
+MEDIA_TYPE = "application/problem+json"
+JOB_HEADER = "x-midstream-job"
+
+OPENAI_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/models"})
+
+#: Kind → after how many seconds a client may try again.
+RETRY_AFTER_S = {"unavailable": 1, "too_many_cells": 10, "too_many_jobs": 5, "capture_limit": 60, "rate_limited": 5, "overloaded": 5}
+
+#: Kind → what else its answers say (RFC 6750).
+HEADERS_OF: dict[str, dict[str, str]] = {
+    "unauthorized": {"WWW-Authenticate": 'Bearer realm="midstream"'},
+    "forbidden": {"WWW-Authenticate": 'Bearer realm="midstream", error="insufficient_scope"'},
+}
+
+#: Refused for a limit of a tenant's, a quota, or because the service is full: counted.
+REFUSALS = frozenset({kind for kind, status in STATUS_OF_KIND.items() if status in (429, 507)} | {"overloaded"})
+
+#: nginx's status for a client that left before its answer; nobody receives it, the metrics count it.
+CLIENT_GONE = 499
+
+_KIND_OF_STATUS = {status: kind for kind, status in STATUS_OF_KIND.items() if status < HTTP_500_INTERNAL_SERVER_ERROR and status != 422}
+
+
+class ClientGone(Exception):
+    """The client closed its connection while we worked or waited for it. Its job goes on."""
+
+
+#: What decoding a body raises for what is wrong with the body.
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TooManyValues)
+
+
+def malformed(error: Exception) -> MidstreamError:
+    """What is wrong in a body, one of `UNREADABLE`, with the field's path: `$.capture.layers` becomes `capture.layers`."""
+    if isinstance(error, msgspec.ValidationError):
+        return refusal(error)
+    if isinstance(error, TooManyValues):
+        return MidstreamError("invalid_request", f"the body: {error}", allowed="fewer values; send large vectors as a safetensors file")
+    if isinstance(error, UnicodeDecodeError):
+        return MidstreamError("invalid_request", f"the body is not UTF-8: {error.reason} 0x{error.object[error.start]:02x}")
+    if isinstance(error, RecursionError):
+        return MidstreamError("invalid_request", "the body holds too many objects or arrays inside one another")
+    return MidstreamError("invalid_request", f"the body is not JSON: {error}")
+
+
+def bounded(problem: Problem) -> Problem:
+    """The problem without long parts of what the client sent: names of unknown fields, paths, quoted values."""
+    return msgspec.structs.replace(
+        problem,
+        detail=shortened(problem.detail, MAX_DETAIL),
+        field=problem.field and shortened(problem.field),
+        instance=problem.instance and shortened(problem.instance),
+    )
+
+
+def openai_error(problem: Problem) -> OpenAIError:
+    """The problem in OpenAI's words."""
+    kind = problem.type.rpartition(":")[2]
+    where = f"{problem.field}: " if problem.field else ""
+    allowed = f" (allowed: {problem.allowed})" if problem.allowed else ""
+    return OpenAIError(message=f"{where}{problem.detail}{allowed}", type=kind, code=kind, param=problem.field)
+
+
+def answer(request: Request[Any, Any, Any], problem: Problem, headers: dict[str, str] | None = None) -> Response[Any]:
+    """The problem with its own status; at the OpenAI-style endpoints also in OpenAI's words, as the member `error`."""
+    if problem.status < HTTP_500_INTERNAL_SERVER_ERROR:
+        problem = bounded(problem)
+    kind = problem.type.rpartition(":")[2]
+    headers = {**HEADERS_OF.get(kind, {}), **(headers or {})}
+    if kind in REFUSALS:
+        metrics.REFUSALS.labels(kind).inc()
+    if seconds := RETRY_AFTER_S.get(kind):
+        headers.setdefault("Retry-After", str(seconds))
+    return Response(body_of(problem, request.url.path), status_code=problem.status, media_type=MEDIA_TYPE, headers=headers)
+
+
+def body_of(problem: Problem, path: str) -> bytes:
+    """The problem as it is answered at `path`."""
+    if path in OPENAI_PATHS:
+        return to_json(OpenAIProblem(**msgspec.structs.asdict(problem), error=openai_error(problem)))
+    return to_json(problem)
+
+
+def with_job(problem: Problem) -> tuple[Problem, dict[str, str]]:
+    """`unavailable`, when the call has begun a job: the id of it, so that its caller can find out what became of it."""
+    call = CURRENT.get()
+    if call is None or not call.job:
+        return problem, {}
+    known = f"job {call.job} is accepted" if call.accepted else f"job {call.job} may have been accepted"
+    detail = f"{problem.detail}; {known}: look for it, or repeat the call with the same Idempotency-Key"
+    return msgspec.structs.replace(problem, detail=detail, instance=call.url), {"Location": call.url, JOB_HEADER: call.job}
+
+
+def on_midstream_error(request: Request[Any, Any, Any], error: MidstreamError) -> Response[bytes]:
+    headers = {} if error.retry_after is None else {"Retry-After": str(max(1, math.ceil(error.retry_after)))}
+    problem = error.problem(instance=request.url.path)
+    if error.kind == "unavailable":
+        problem, more = with_job(problem)
+        headers |= more
+    return answer(request, problem, headers)
+
+
+def on_http_error(request: Request[Any, Any, Any], error: HTTPException) -> Response[bytes]:
+    """Litestar's own refusals: no such route, wrong method, parameters that do not convert."""
+    if error.status_code >= HTTP_500_INTERNAL_SERVER_ERROR:
+        return on_any_error(request, error)
+    kind = _KIND_OF_STATUS.get(error.status_code, "invalid_request")
+    found = MidstreamError(kind, error.detail or kind.replace("_", " "))
+    if kind == "not_found":
+        found = MidstreamError(kind, f"there is nothing at {shortened(request.url.path)}", allowed="what /schema lists")
+    elif kind == "method_not_allowed":
+        found = MidstreamError(
+            kind, f"{request.method} is not offered at {shortened(request.url.path)}", allowed=(error.headers or {}).get("allow")
+        )
+    elif isinstance(error, ValidationException):
+        found = _parameter(request, error)
+    return answer(request, found.problem(instance=request.url.path), dict(error.headers or {}))
+
+
+def _parameter(request: Request[Any, Any, Any], error: ValidationException) -> MidstreamError:
+    """The first parameter that did not convert; a missing body counts as one."""
+    first = error.extra[0] if isinstance(error.extra, list) and error.extra else {}
+    name, message = first.get("key", ""), first.get("message", error.detail)
+    if name == "data" or "`data`" in message:
+        return MidstreamError("invalid_request", "the body is empty: a JSON object is expected")
+    message = shortened(message)
+    return invalid(_public_name(request, name), message) if name else MidstreamError("invalid_request", message)
+
+
+def _public_name(request: Request[Any, Any, Any], name: str) -> str:
+    """What users call the handler's parameter `name`: some names are taken inside the framework."""
+    parameter = request.route_handler.parsed_fn_signature.parameters.get(name)
+    public: str | None = getattr(parameter.kwarg_definition, "name", None) if parameter else None
+    return public or name
+
+
+def on_client_gone(request: Request[Any, Any, Any], error: ClientGone) -> Response[bytes]:
+    return Response(b"", status_code=CLIENT_GONE, media_type=MEDIA_TYPE)
+
+
+def on_any_error(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
+    """A failure of ours: logged with its traceback under a number, which is all that the client is told."""
+    number = secrets.token_hex(4)
+    log.error("failure %s at %s %s", number, request.method, request.url.path, exc_info=error)
+    found = MidstreamError("internal", f"the server failed on this request; its log says why under {number}")
+    return answer(request, found.problem(instance=request.url.path))
+
+
+def on_os_error(request: Request[Any, Any, Any], error: OSError) -> Response[bytes]:
+    """A full or read-only disk passes: the client may try again."""
+    if trouble := disk_trouble(error):
+        return on_midstream_error(request, MidstreamError("unavailable", f"{trouble}: {error.filename or 'a folder'} cannot be written"))
+    return on_any_error(request, error)
+
+
+HANDLERS: dict[Any, Any] = {
+    MidstreamError: on_midstream_error,
+    OSError: on_os_error,
+    HTTPException: on_http_error,
+    ClientGone: on_client_gone,
+    Exception: on_any_error,
+}

@@ -1,0 +1,48 @@
+"""The call that is being answered: what handlers and error answers need to know of it."""
+
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from ...broker.ops.traces import Span
+
+#: Methods that change something and are always traced. Other calls are traced only if their caller traces them.
+TRACED = frozenset({"POST", "PUT", "DELETE", "PATCH"})
+
+
+@dataclass
+class Call:
+    """The call that is being answered."""
+
+    span: Span
+    began: float  # as `time.perf_counter` has it
+    method: str
+    job: str = ""  # the id under which a job is being accepted
+    url: str = ""  # where the job is found
+    accepted: bool = False  # whether the ledger has confirmed it
+
+
+CURRENT: ContextVar[Call | None] = ContextVar("midstream_call", default=None)
+
+
+def traceparent() -> str:
+    """Headers for the calls that this one causes; empty without tracing."""
+    call = CURRENT.get()
+    return call.span.traceparent if call is not None else ""
+
+
+def changes_something() -> bool:
+    """Whether the call that is being answered may have accepted or changed anything."""
+    call = CURRENT.get()
+    return call is not None and call.method in TRACED
+
+
+def accepting(job_id: str, url: str) -> None:
+    """Note that the job may be in the ledger from here on, even if the call fails."""
+    if (call := CURRENT.get()) is not None:
+        call.job, call.url = job_id, url
+
+
+def accepted(job_id: str, url: str) -> None:
+    """Note that the job is in the ledger."""
+    if (call := CURRENT.get()) is not None:
+        call.job, call.url, call.accepted = job_id, url, True

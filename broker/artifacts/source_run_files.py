@@ -1,0 +1,104 @@
+"""Where do the rows of a source run lie, and which are they? From the receipts of its job, or from what is on the disk alone."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, cast
+
+from ...schemas.captures import Manifest
+from ...schemas.errors import MidstreamError
+from ...schemas.receipts import CapturedFile
+from ...schemas.selectors import HOOKS, Hook
+from ...schemas.source_runs import RunFile, RunFiles, RunPrompt
+from ...schemas.tensors import ITEM_BYTES
+from .headers import find_entries, place_in, read_headers
+
+Sites = dict[Hook, list[int]]
+
+
+class Blob(NamedTuple):
+    """A durable blob of a run: where it lies, and what it says of itself."""
+
+    file: RunFile
+    manifest: Manifest
+
+
+def reported(root: Path, job: str, files: Sequence[tuple[int, CapturedFile]]) -> list[Blob]:
+    """The blobs that receipts name, (prompt, file) each. Raises MidstreamError: `gone`, or `capture_failed` for one that cannot be
+    read or is another job's."""
+    headers = read_headers(root, job, [place_in(root, job, request, file) for request, file in files])
+    return [
+        Blob(RunFile(path=file.path, offset=file.offset, bytes=file.bytes, crc32=file.crc32), header.manifest)
+        for (_, file), header in zip(files, headers, strict=True)
+    ]
+
+
+def on_disk(root: Path, job: str, tag: str) -> dict[int, list[Blob]]:
+    """Prompt → the blobs of its last attempt that is whole, or of its last. Raises MidstreamError as `find_entries`."""
+    attempts: dict[int, dict[int, list[Blob]]] = {}
+    for path, entry in find_entries(root, job, tag):
+        if (entry.manifest.job, entry.manifest.tag) == (job, tag):
+            blob = Blob(RunFile(path=path, offset=entry.offset, bytes=entry.bytes, crc32=entry.crc32), entry.manifest)
+            attempts.setdefault(entry.manifest.request, {}).setdefault(entry.manifest.attempt, []).append(blob)
+    return {request: _last_whole(attempts[request]) for request in sorted(attempts)}
+
+
+def _last_whole(attempts: dict[int, list[Blob]]) -> list[Blob]:
+    newest_first = [attempts[attempt] for attempt in sorted(attempts, reverse=True)]
+    return next((blobs for blobs in newest_first if not shortfall(blobs)), newest_first[0])
+
+
+def shortfall(blobs: Sequence[Blob]) -> str:
+    """Why these are not all rows of a prompt; empty when they are."""
+    if not blobs:
+        return "nothing of this prompt was captured"
+    first = blobs[0].manifest
+    for _, manifest in blobs:
+        if manifest.dropped:
+            return f"{len(manifest.dropped)} positions were dropped under overload"
+        if (manifest.positions, manifest.token_ids) != (first.positions, first.token_ids):
+            return "its files hold rows of different positions or tokens"
+    held = {(hook, layer) for _, manifest in blobs for hook, layers in manifest.sites.items() for layer in layers}
+    lacking = sorted({(hook, layer) for hook, layers in first.all_sites.items() for layer in layers} - held)
+    return f"{lacking[0][0]} of layer {lacking[0][1]} is in no file" if lacking else ""
+
+
+def run_files(key: str, blobs: Sequence[Blob]) -> RunFiles:
+    """What ranks are told to load. `blobs` must be without a `shortfall`."""
+    prompt = run_prompt(blobs)
+    return RunFiles(
+        key=key,
+        sites=prompt.sites,
+        positions=prompt.positions,
+        hidden_size=prompt.hidden_size,
+        bytes=prompt.bytes,
+        files=[blob.file for blob in blobs],
+    )
+
+
+def run_prompt(blobs: Sequence[Blob]) -> RunPrompt:
+    """What users are told. `blobs` must be without a `shortfall`."""
+    first, sites = blobs[0].manifest, _sites(blobs)
+    num_rows = len(first.positions) * sum(map(len, sites.values()))
+    return RunPrompt(
+        request=first.request,
+        tokens=first.prompt_tokens,
+        sites=sites,
+        positions=first.positions,
+        token_ids=first.token_ids,
+        dtype=first.dtype,
+        hidden_size=first.hidden_size,
+        bytes=num_rows * first.hidden_size * ITEM_BYTES[first.dtype],
+    )
+
+
+def _sites(blobs: Sequence[Blob]) -> Sites:
+    """Of all stages, in the order in which a forward meets them."""
+    found: dict[str, set[int]] = {}
+    for _, manifest in blobs:
+        for hook, layers in manifest.sites.items():
+            found.setdefault(hook, set()).update(layers)
+    return {cast(Hook, hook): sorted(found[hook]) for hook in sorted(found, key=lambda hook: HOOKS.index(cast(Hook, hook)))}
+
+
+def unusable(key: str, why: str) -> MidstreamError:
+    return MidstreamError("intervention_failed", f"source run {key}: {why}")

@@ -1,0 +1,185 @@
+"""Which jobs have captures on disk, and who may delete them? The ledger's side of `retention`.
+
+A job may be over while its captures are still being written: the first error ends it, a cancel does, and a worker that was given up
+may wake. So a deleted job stays in `ms:deleting`, and its mark on the disk, until a grace has passed, and its removal is
+repeated until then. A receipt that names files of it later than that puts it there again (`settle.lua`).
+"""
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any, cast
+
+from ...schemas.base import from_json, now
+from ...schemas.captures import CaptureEntry, CapturePage
+from ...schemas.errors import MidstreamError
+from ...schemas.keys import DEFAULT_TENANT
+from ...schemas.settings import Settings
+from ...schemas.specs import CaptureStatus
+from ..artifacts import retention
+from . import scripts, views
+from .jobs import Ledger, reachable
+
+log = logging.getLogger(__name__)
+list_of_text = list[str]  # the method `Captures.list` hides the builtin inside the class
+entries = list[CaptureEntry]
+
+#: Entries read at once while a filtered page is filled, and the most that are read for one page.
+PAGE_CHUNK, PAGE_SCAN = 100, 5000
+#: Captures that one sweep deletes for their age at most; and how long, in seconds, before it looks again at those deleted before.
+SWEEP_LIMIT = 200
+SWEEP_AGAIN_S = 30.0
+#: The grace of a deletion: this many leases, and the time that receipts are waited for.
+GRACE_LEASES = 4
+
+
+def no_captures(job_id: str) -> MidstreamError:
+    return MidstreamError("not_found", f"job {job_id} has no captures in files")
+
+
+class Captures:
+    """Over a ledger, and the capture root of its settings. Belongs to the ledger's event loop."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._redis: Any = ledger.redis
+        self._settings: Settings = ledger.settings
+        self._scripts = scripts.Scripts(ledger.redis)
+        self._grace = ledger.settings.capture_timeout_s + GRACE_LEASES * ledger.settings.lease_s
+        self._again = 0.0  # when those deleted before are looked at again
+
+    @property
+    def root(self) -> Path:
+        return self._settings.capture_root
+
+    @reachable
+    async def list(self, tag: str | None = None, limit: int = 50, cursor: str | None = None, tenant: str | None = None) -> CapturePage:
+        """What was captured (for `tenant`) into files and not deleted, newest first. `cursor`: a former page's `next`.
+
+        A rare tag may give a short page with a `next`. Raises MidstreamError("invalid_request") for a cursor that is not ours.
+        """
+        score, last = views.parse_cursor(cursor)
+        listed = views.listing("captures", tenant)
+        found: entries = []
+        offset = scanned = 0
+        while scanned < PAGE_SCAN:
+            rows = await self._redis.zrevrangebyscore(listed, score, "-inf", start=offset, num=PAGE_CHUNK, withscores=True)
+            offset += len(rows)
+            scanned += len(rows)
+            async with self._redis.pipeline(transaction=False) as pipe:
+                for name, _ in rows:
+                    pipe.hmget(f"ms:capture:{name.decode()}", "tags", "status", "bytes", "rows")
+                records = await pipe.execute()
+            for (name, created), (tags, status, size, count) in zip(rows, records, strict=True):
+                job = name.decode()
+                if (created == score and last and job >= last) or tags is None:
+                    continue  # of a former page; or deleted just now
+                entry = CaptureEntry(
+                    job=job,
+                    tags=from_json(tags, list_of_text),
+                    created=created,
+                    status=cast(CaptureStatus, status.decode()),
+                    bytes=int(size),
+                    rows=int(count),
+                )
+                if tag is not None and tag not in entry.tags:
+                    continue
+                if len(found) == limit:
+                    return CapturePage(captures=found, next=views.format_cursor(found[-1].created, found[-1].job))
+                found.append(entry)
+            if len(rows) < PAGE_CHUNK:
+                return CapturePage(captures=found)
+        name, created = rows[-1]
+        return CapturePage(captures=found, next=views.format_cursor(created, name.decode()))
+
+    @reachable
+    async def owner(self, job_id: str) -> str | None:
+        """The tenant of a job or of its captures, which outlive it; None when nothing is known of either."""
+        async with self._redis.pipeline(transaction=False) as pipe:
+            pipe.hmget(f"ms:job:{job_id}", "tenant", "created").hmget(f"ms:capture:{job_id}", "tenant", "created")
+            records = await pipe.execute()
+        for tenant, created in records:
+            if created is not None:
+                return DEFAULT_TENANT if tenant is None else str(tenant.decode())
+        return None
+
+    @reachable
+    async def check(self, job_id: str) -> None:
+        """Raises MidstreamError("gone") when the job's captures were deleted."""
+        if await self._redis.hexists(f"ms:capture:{job_id}", "deleted"):
+            raise retention.gone(job_id)
+
+    @reachable
+    async def delete(self, job_id: str) -> None:
+        """Delete a job's captures: nobody is shown them once this returns. What is being read is removed later.
+
+        Raises MidstreamError: `not_found` when it has none in files, `gone` when they were deleted before, `conflict` while it
+        runs, `internal` when the disk refuses (the sweeper tries again).
+        """
+        outcome = await self._forgotten(job_id)
+        if outcome == "unknown":
+            raise no_captures(job_id)
+        if outcome == "gone":
+            raise retention.gone(job_id)
+        if outcome == "running":
+            raise MidstreamError(
+                "conflict", f"job {job_id} is not over: its captures are still being written", allowed=f"POST /v1/jobs/{job_id}/cancel"
+            )
+        at = now()
+        try:
+            await self._remove({job_id: at}, at)
+        except OSError as error:
+            raise MidstreamError("internal", f"the captures of job {job_id} are deleted, but not yet from the disk: {error}") from error
+
+    async def sweep(self, at: float | None = None) -> list_of_text:
+        """Delete what ended more than `capture_ttl_s` ago, and go on with what was deleted. Returns the ids of expired jobs.
+
+        Several may do this at once. Raises MidstreamError("unavailable") when Redis is away, OSError.
+        """
+        at = now() if at is None else at
+        expired = await self._expire(at) if self._settings.capture_ttl_s else []
+        if at >= self._again:
+            self._again = at + SWEEP_AGAIN_S
+            await self._remove(await self._pending(at), at)
+        else:
+            await self._remove(dict.fromkeys(expired, at), at)
+        return expired
+
+    @reachable
+    async def _expire(self, at: float) -> list_of_text:
+        before = at - self._settings.capture_ttl_s
+        old = await self._redis.zrangebyscore("ms:captured", "-inf", before, start=0, num=SWEEP_LIMIT)
+        # Source runs that a running job holds are spared; the next sweep looks again.
+        return [name.decode() for name in old if await self._forgotten(name.decode(), spare_leased=True) == "forgotten"]
+
+    @reachable
+    async def _pending(self, at: float) -> dict[str, float]:
+        """The jobs that are being deleted, and since when."""
+        told = {name.decode(): since for name, since in await self._redis.zrange("ms:deleting", 0, -1, withscores=True)}
+        # After the ledger's list: who ends a deletion takes the mark away first. What only the disk knows, the ledger has lost.
+        lost = {job: at for job in await asyncio.to_thread(retention.unfinished, self.root) if job not in told}
+        if lost:
+            await self._redis.zadd("ms:deleting", lost, nx=True)
+        return told | lost
+
+    async def _forgotten(self, job_id: str, spare_leased: bool = False) -> str:
+        arguments = [*scripts.context(self._settings), job_id, int(spare_leased)]
+        return str((await self._scripts.forget_captures(args=arguments)).decode())
+
+    @reachable
+    async def _remove(self, jobs: dict[str, float], at: float) -> None:
+        """`jobs`: those deleted, and since when. Raises OSError after it has done what could be done."""
+        if not jobs:
+            return
+        ending = {job: since for job, since in jobs.items() if since + self._grace <= at}
+        failure = None
+        try:
+            done = await asyncio.to_thread(retention.delete, self.root, list(jobs), jobs.keys() - ending.keys())
+        except retention.RemovalError as error:
+            done, failure = error.done, error
+        if ended := [job for job in done if job in ending]:
+            flat = [part for job in ended for part in (job, repr(ending[job]))]
+            await self._scripts.removed_captures(args=[*scripts.context(self._settings), *flat])
+        if failure is not None:
+            raise failure
+        if len(done) < len(jobs):
+            log.info("captures of %d jobs are being read: they are removed later", len(jobs) - len(done))

@@ -1,0 +1,506 @@
+"""What is true about each job? The ledger in Redis: accepted, claimed, stored, ended, and what readers see of it.
+
+Everything here may be called from any process at any time; what changes a job is one Lua script (`scripts.py`). Whatever a
+worker says carries its `attempt`: a stale one changes nothing, and the call says so by returning None or False.
+"""
+
+import functools
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
+
+import msgspec
+import redis.asyncio
+import redis.exceptions
+from redis.asyncio.retry import Retry
+from redis.backoff import ExponentialBackoff
+
+from ...schemas.base import from_json, from_msgpack, to_json, to_msgpack
+from ...schemas.compatibility import OLDEST_WIRE, WIRE
+from ...schemas.errors import MidstreamError, Problem
+from ...schemas.jobs import Event, Job, JobPage, JobResult, JobView, Output, State
+from ...schemas.models import ModelInfo, WorkerInfo
+from ...schemas.settings import Settings
+from ...schemas.sweeps import UnitRecord
+from ...schemas.tensors import Tensor
+from ...schemas.version import __version__
+from ..ops import redis_availability
+from . import scripts, views
+from .aof_barrier import Written
+from .auto_pipeline import GroupedRedis
+from .dispatch import Send, messages_of
+from .memory_pressure import Pressure
+from .tenants import Tenants, limits_of, refusal
+
+P = ParamSpec("P")
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+unit_decoder = msgspec.msgpack.Decoder(UnitRecord)
+list_ = list  # the method `Ledger.list` hides the builtin inside the class
+
+#: Connections to Redis that one process opens at most; more callers wait for a free one.
+MAX_CONNECTIONS = 64
+#: Seconds without an answer after which Redis counts as away.
+SOCKET_TIMEOUT_S = 10.0
+#: Repeats of a command whose connection broke. Every script may be repeated: what was done already is seen as done or refused.
+RETRIES = 3
+#: Jobs read at once while a filtered page is filled, and the most that are read for one page.
+PAGE_CHUNK, PAGE_SCAN = 100, 5000
+#: What a result is made of, as of one moment: fields of the record, outputs, receipts.
+RESULT = "return {redis.call('HMGET', KEYS[1], unpack(ARGV)), redis.call('GET', KEYS[2]), redis.call('HVALS', KEYS[3])}"
+#: Crockford's base 32: no letter that reads like a digit.
+ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
+
+
+class Claim(NamedTuple):
+    job: Job
+    attempt: int  # the fencing token: everything the worker says about the job carries it
+    queued: float  # when it began to wait, in seconds since the epoch
+
+
+class ClaimRefused(MidstreamError):
+    """The job is there, but this worker may not take it now: claim again once what `why` says is mended."""
+
+    def __init__(self, why: Literal["behind", "desynced"], detail: str) -> None:
+        super().__init__("conflict", detail)
+        self.why = why  # `behind`: another global steering is desired than it has applied; `desynced`: its ranks disagree
+
+
+class Renewal(NamedTuple):
+    lost: set[str]  # no longer this boot's: stop them, drop what they give
+    cancelling: set[str]  # still held, but nobody wants them any more
+
+
+def new_job_id() -> str:
+    """`job_`, 9 digits of time (so that ids sort by age) and 26 of secret randomness (130 bits)."""
+    stamp, prefix = int(time.time() * 1000), ""
+    for _ in range(9):
+        stamp, digit = divmod(stamp, 32)
+        prefix = ALPHABET[digit] + prefix
+    return "job_" + prefix + "".join(ALPHABET[byte & 31] for byte in secrets.token_bytes(26))
+
+
+def reachable(call: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
+    """Redis away, loading or full is one typed error: MidstreamError("unavailable")."""
+
+    @functools.wraps(call)
+    async def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return await call(*args, **kwargs)
+        except redis.exceptions.RedisError as error:
+            if not redis_availability.is_absence(error):
+                raise
+            raise MidstreamError("unavailable", redis_availability.words(error)) from error
+
+    return guarded
+
+
+def not_found(job_id: str) -> MidstreamError:
+    return MidstreamError("not_found", f"there is no job {job_id}")
+
+
+class Ledger:
+    """The job ledger over one asyncio Redis client. Belongs to the event loop it is first used on."""
+
+    def __init__(self, client: redis.asyncio.Redis, settings: Settings, send: Send | None = None) -> None:
+        """`send` gets the messages that are to be sent after a change; without it that is left to the sweeper. It must not block."""
+        self.redis: Any = client  # redis-py types each answer as the union of all that it can be configured to give
+        self.settings = settings
+        self.send = send
+        self.tenants = Tenants(self.redis, settings)
+        self._pressure = Pressure(self.redis)
+        self._written = Written(self.redis)
+        self._scripts = scripts.Scripts(client)
+        self._models: dict[str, tuple[bytes, ModelInfo]] = {}  # as stored, and read
+        self._result: Any = client.register_script(RESULT)
+
+    @classmethod
+    def connect(cls, settings: Settings, send: Send | None = None, answer_s: float = SOCKET_TIMEOUT_S) -> "Ledger":
+        """A ledger on `settings.redis_url`, with its own connections; end it with `close()`.
+
+        `answer_s`: seconds without an answer after which a connection is given up, and the call repeated over a new one.
+        """
+        pool = redis.asyncio.BlockingConnectionPool.from_url(
+            settings.redis_url,
+            max_connections=MAX_CONNECTIONS,
+            timeout=answer_s,
+            socket_timeout=answer_s,
+            socket_connect_timeout=answer_s,
+            # A pooled connection that Redis's restart has cut is mended in silence; a Redis that is away is told within a second.
+            retry=Retry(ExponentialBackoff(cap=min(0.4, answer_s / 5), base=0.05), RETRIES),
+        )
+        return cls(GroupedRedis.from_pool(pool), settings, send)
+
+    async def close(self) -> None:
+        await self.redis.aclose()
+
+    def _send(self, flat: Sequence[bytes | int]) -> None:
+        """Hand over what a script has picked, the end of its reply."""
+        if flat and self.send is not None:
+            self.send(messages_of(flat))
+
+    @reachable
+    async def ping(self) -> None:
+        """Raises MidstreamError("unavailable") when Redis does not answer."""
+        await self.redis.ping()
+
+    @reachable
+    async def written(self) -> None:
+        """Wait until what was answered before stays if Redis is killed. For whoever is going to promise it."""
+        await self._written()
+
+    # ---- accepting -------------------------------------------------------------------------------------------------
+
+    @reachable
+    async def check_room(self, size: int) -> None:
+        """Raises MidstreamError("overloaded") where Redis would be too full with so many bytes more: the rest is for what is accepted."""
+        used, allowed = await self._pressure.percent(size), limits_of(self.settings)["redis_fill"]
+        if used >= allowed:
+            raise refusal("", "redis_fill", int(used), allowed, size, None)
+
+    def took_room(self, size: int) -> None:
+        """So many bytes were stored since."""
+        self._pressure.accepted(size)
+
+    @reachable
+    async def submit(
+        self,
+        job: Job,
+        blobs: Mapping[str, bytes | Tensor],
+        idempotency: tuple[str, str] | None = None,
+        pinned: Iterable[str] = (),
+        operators: Collection[str] = (),
+    ) -> tuple[str, bool]:
+        """Accept `job` and its vectors (content hash -> tensor) in one commit; returns its id and whether it is new.
+
+        `pinned`: content hashes of tensors of named modules, of which the job gets copies of its own. `operators`: tags of captures
+        that its user did not ask for. `idempotency`: (the client's key, SHA-256 of the body). The job's message is sent when its
+        turn comes, at once as a rule.
+        Same key and same body: the first job's id and False. Raises MidstreamError("idempotency_mismatch") for another body,
+        and MidstreamError("conflict") when a pinned tensor is nowhere any more; rate_limited, too_many_jobs, too_many_cells,
+        capture_limit when the tenant uses what it may, and overloaded when too many jobs wait: nothing is accepted then.
+        What is returned stays so if Redis is killed (`written`).
+        """
+        raw = {name: to_msgpack(blob) if isinstance(blob, Tensor) else blob for name, blob in blobs.items()}
+        arguments = scripts.submit(self.settings, job, raw, pinned, idempotency, __version__, operators)
+        size = sum(len(part) for part in arguments if isinstance(part, (bytes, str)))
+        arguments[scripts.FILL] = await self._pressure.percent(size)
+        reply = await self._scripts.submit(args=arguments)
+        outcome, job_id = scripts.text(reply[:2])
+        if outcome == "refused":
+            used, allowed, seconds = scripts.text(reply[2:])
+            cells = job.sweep.num_cells if job.sweep is not None else 0
+            raise refusal(job.tenant, job_id, int(used), int(allowed), cells, float(seconds) if seconds else None)
+        if outcome == "missing":
+            named = ", ".join(sorted(job.modules)) or "what it was taken from"
+            raise MidstreamError("conflict", f"{named} was changed or unregistered while the request was accepted: send it again")
+        if outcome == "mismatch":
+            raise MidstreamError(
+                "idempotency_mismatch", f"this Idempotency-Key was used for job {job_id} with another body", field="Idempotency-Key"
+            )
+        if outcome == "exists":
+            raise MidstreamError("conflict", f"job {job_id} exists already")
+        self._pressure.accepted(size)
+        self._send(reply[2:])
+        await self._written()  # from here on its caller may wait for it
+        return job_id, outcome == "created"
+
+    @reachable
+    async def knows_key(self, key: str) -> bool:
+        """Whether a job was accepted under this Idempotency-Key, so that another submission under it accepts none."""
+        return bool(await self.redis.exists(f"ms:idem:{key}"))
+
+    @reachable
+    async def repeated(self, idempotency: tuple[str, str]) -> str | None:
+        """The job that was accepted under this (key, SHA-256 of the body), if there is one; another body may be told by `submit`."""
+        first: bytes | None = await self.redis.get(f"ms:idem:{idempotency[0]}")
+        job_id, _, body = (first or b"").decode().partition(":")
+        return job_id if body == idempotency[1] and await self.redis.exists(f"ms:job:{job_id}") else None
+
+    @reachable
+    async def request_cancel(self, job_id: str) -> JobView:
+        """Queued: aborted at once. Running: `cancelling`, until the worker says that it has stopped.
+
+        Raises not_found, and conflict when the job is over. Asking twice is harmless.
+        """
+        reply = await self._scripts.cancel(args=[*scripts.context(self.settings), job_id])
+        (outcome, *state) = scripts.text(reply)
+        if outcome == "unknown":
+            raise not_found(job_id)
+        if outcome == "refused":
+            raise MidstreamError("conflict", f"job {job_id} is over: its state is {state[0]}")
+        self._send(reply[1:])
+        return await self.view(job_id)
+
+    # ---- the worker's side -----------------------------------------------------------------------------------------
+
+    @reachable
+    async def claim(self, job_id: str, worker: str, boot: str, ranks: int, global_version: int = 0, everyone: bool = False) -> Claim | None:
+        """Take a queued job: running, attempt + 1, leased for `lease_s`. None when somebody else has it, or it is over.
+
+        `ranks`: how many receipts each request with an intervention or a capture will get. `global_version`: of the global
+        steering that this attempt will run under from start to end; `everyone`: it steers something, so every request gets
+        receipts. Raises not_found; ClaimRefused while another version is desired, or while the worker's ranks disagree.
+        """
+        arguments = scripts.claim(self.settings, job_id, worker, boot, ranks, global_version, everyone)
+        outcome, *rest = await self._scripts.claim(args=arguments)
+        if outcome == b"unknown":
+            raise not_found(job_id)
+        if outcome == b"refused":
+            self._send(rest[1:])
+            return None
+        if outcome == b"behind":
+            raise ClaimRefused("behind", f"global steering {int(rest[0])} is desired, the worker has {global_version}")
+        if outcome == b"desynced":
+            raise ClaimRefused("desynced", rest[0].decode())
+        self._send(rest[3:])
+        attempt = int(rest[0])
+        try:
+            job = await self._decode_job(job_id, rest[1])
+        except MidstreamError as error:
+            log.error("%s", error.detail)
+            await self.fail(job_id, attempt, error.problem())
+            return None
+        return Claim(job, attempt, float(rest[2]))
+
+    async def store_outputs(self, job_id: str, attempt: int, outputs: list[Output], last: Event | None = None) -> State | None:
+        """All outputs of the attempt, at once, and the event of the last of them.
+
+        None: the attempt is stale or was cancelled, nothing is kept. Otherwise the state after it: succeeded, or running while
+        receipts are awaited.
+        """
+        told = to_json(last) if last else ""
+        outcome = await self._tell("store", job_id, attempt, self.settings.capture_timeout_s, to_msgpack(outputs), told)
+        return State(outcome) if outcome in (State.RUNNING, State.SUCCEEDED) else None
+
+    async def fail(self, job_id: str, attempt: int, problem: Problem) -> bool:
+        """End the job `failed` with `problem`. False: the attempt is stale."""
+        return await self._tell("fail", job_id, attempt, to_json(problem)) == "failed"
+
+    async def finish_cancel(self, job_id: str, attempt: int) -> bool:
+        """The cancelled job has left the engine. False: the attempt is stale, or nobody asked for its end."""
+        return await self._tell("cancelled", job_id, attempt) == "cancelled"
+
+    async def release(self, job_id: str, attempt: int) -> State | None:
+        """Give the job back: queued, failed `worker_lost` after the last attempt, or cancelled.
+
+        Returns the state after it; None when the attempt is stale.
+        """
+        outcome = await self._tell("release", job_id, attempt)
+        return None if outcome == "stale" else State(outcome)
+
+    async def desync_release(self, job_id: str, attempt: int, detail: str) -> State | None:
+        """Give the job back because this worker's ranks disagree (`detail`): queued once, if `on_desync` says so, else failed.
+
+        Returns the state after it ; None when the attempt is stale.
+        """
+        outcome = await self._tell("desync", job_id, attempt, detail)
+        return None if outcome == "stale" else State(outcome)
+
+    async def emit(self, job_id: str, attempt: int, number: int, event: Event) -> bool:
+        """Append to the job's event stream what is `number` of the attempt's events. False: the attempt is stale.
+
+        One whose number is not above that of the last is there already: a call may be repeated, but not overtake another.
+        """
+        return await self._tell("emit", job_id, attempt, number, to_json(event)) == "emitted"
+
+    @reachable
+    async def _tell(self, script: str, job_id: str, attempt: int, *rest: scripts.Argument) -> str:
+        reply = await getattr(self._scripts, script)(args=scripts.of_attempt(self.settings, job_id, attempt, *rest))
+        first, *picked = reply if isinstance(reply, list_) else [reply]
+        outcome = str(first.decode())
+        if outcome == "unknown":
+            raise not_found(job_id)
+        self._send(picked)
+        return outcome
+
+    @reachable
+    async def renew(self, worker: str, boot: str, held: Mapping[str, int]) -> Renewal:
+        """Renew the leases of `held` (job id -> attempt) by `lease_s`."""
+        lost, cancelling = await self._scripts.renew(args=scripts.renew(self.settings, worker, boot, held))
+        return Renewal(set(scripts.text(lost)), set(scripts.text(cancelling)))
+
+    # ---- reading ---------------------------------------------------------------------------------------------------
+
+    @reachable
+    async def job(self, job_id: str) -> Job:
+        """The job as accepted. Raises not_found."""
+        raw = await self.redis.hget(f"ms:job:{job_id}", "spec")
+        if raw is None:
+            raise not_found(job_id)
+        return await self._decode_job(job_id, raw)
+
+    @reachable
+    async def view(self, job_id: str) -> JobView:
+        """Where the job stands. Raises not_found."""
+        values = await self.redis.hmget(f"ms:job:{job_id}", views.FIELDS)
+        view = views.view(job_id, values, self.settings)
+        if view is None:
+            raise not_found(job_id)
+        return view
+
+    @reachable
+    async def result(self, job_id: str) -> JobResult:
+        """Outputs, captures and determinism as far as they are known: read `state` for whether the job is over.
+
+        Raises not_found, and gone when the retention time is over.
+        """
+        names = [f"ms:{kind}:{job_id}" for kind in ("job", "out", "ticket")]
+        values, outputs, receipts = await self._result(keys=names, args=views.FIELDS)
+        view = views.view(job_id, values, self.settings)
+        if view is None:
+            raise not_found(job_id)
+        if view.state is State.EXPIRED:
+            raise MidstreamError("gone", f"the result of job {job_id} was removed after {self.settings.result_ttl_s} s")
+        if view.kind != "sweep":
+            return views.result(view, values, outputs, receipts, self.settings)
+        async with self.redis.pipeline(transaction=True) as pipe:
+            pipe.hget(f"ms:job:{job_id}", "spec").hvals(f"ms:units:{job_id}").hvals(f"ms:ticket:{job_id}")
+            spec, units, receipts = await pipe.execute()
+        if spec is None or (sweep := (await self._decode_job(job_id, spec)).sweep) is None:
+            raise not_found(job_id)
+        records = {record.unit: record for record in map(unit_decoder.decode, units)}
+        return views.result(view, values, outputs, receipts, self.settings, (sweep, records))
+
+    @reachable
+    async def list(
+        self,
+        state: State | None = None,
+        model: str | None = None,
+        limit: int = 50,
+        cursor: str | None = None,
+        tenant: str | None = None,
+    ) -> JobPage:
+        """Jobs (of `tenant`), newest first. `cursor` is a former page's `next`. A rare filter may give a short page with a `next`.
+
+        Raises MidstreamError("invalid_request") for a cursor that is not ours.
+        """
+        score, last = views.parse_cursor(cursor)
+        found: list[JobView] = []
+        scanned = 0
+        while len(found) < limit and scanned < PAGE_SCAN:
+            chunk = await self._older(score, last, tenant)
+            if not chunk:
+                return JobPage(jobs=found)
+            async with self.redis.pipeline(transaction=False) as pipe:
+                for name, _ in chunk:
+                    pipe.hmget(f"ms:job:{name}", views.FIELDS)
+                records = await pipe.execute()
+            for (name, created), values in zip(chunk, records, strict=True):
+                score, last = created, name
+                scanned += 1
+                view = views.view(name, values, self.settings)
+                if view and (state is None or view.state is state) and (model is None or view.model == model):
+                    found.append(view)
+                    if len(found) == limit:
+                        break
+        more = await self._older(score, last, tenant, 1)
+        return JobPage(jobs=found, next=views.format_cursor(score, last) if more else None)
+
+    async def _older(self, score: float, last: str, tenant: str | None, count: int = PAGE_CHUNK) -> list_[tuple[str, float]]:
+        """Up to `count` (job id, creation time) after the place (score, last), newest first."""
+        jobs = views.listing("jobs", tenant)
+        found: list_[tuple[str, float]] = []
+        offset = 0
+        while len(found) < count:  # jobs of one and the same time are ordered by id: skip those already given
+            rows = await self.redis.zrevrangebyscore(jobs, score, "-inf", start=offset, num=count, withscores=True)
+            offset += count
+            found += [(name.decode(), at) for name, at in rows if at < score or name.decode() < last]
+            if len(rows) < count:
+                break
+        return found[:count]
+
+    @reachable
+    async def events(self, job_id: str, after: str = "", count: int = 1000) -> list_[Event]:
+        """Up to `count` events after the event id `after` (empty: from the first kept). Unknown or expired job: raises not_found.
+
+        Raises MidstreamError("invalid_request") for an id that is not one of a stream.
+        """
+        entries = await self.redis.xrange(f"ms:events:{job_id}", min=views.after_id(after), count=count)
+        if not entries and not await self.redis.exists(f"ms:job:{job_id}"):
+            raise not_found(job_id)
+        return [msgspec.structs.replace(from_json(fields[b"e"], Event), id=name.decode()) for name, fields in entries]
+
+    @reachable
+    async def version(self, job_id: str) -> int | None:
+        """The job's version; None when there is no such job."""
+        raw = await self.redis.hget(f"ms:job:{job_id}", "version")
+        return None if raw is None else int(raw)
+
+    async def _decode_job(self, job_id: str, raw: bytes) -> Job:
+        """Raises MidstreamError("version_mismatch")."""
+        try:
+            return from_msgpack(raw, Job)
+        except msgspec.ValidationError as error:
+            writer = (await self.redis.hget(f"ms:job:{job_id}", "written_by") or b"(unknown)").decode()
+            raise MidstreamError(
+                "version_mismatch",
+                f"job {job_id} was accepted by midstream {writer}, and midstream {__version__} cannot read it: {error}; "
+                "upgrade the older one, workers first",
+            ) from error
+
+    # ---- blobs, models, workers ------------------------------------------------------------------------------------
+
+    @reachable
+    async def put_blob(self, name: str, data: bytes) -> None:
+        """Keep `data` under its content hash, without end: for tokenizer bundles. A job's vectors come with `submit`."""
+        await self.redis.set(f"ms:blob:{name}", data)
+
+    @reachable
+    async def get_blob(self, name: str) -> bytes | None:
+        raw: bytes | None = await self.redis.get(f"ms:blob:{name}")
+        return raw
+
+    async def get_tensor(self, name: str) -> Tensor:
+        """A steering vector by its content hash. Raises MidstreamError("intervention_failed") when it is gone."""
+        raw = await self.get_blob(name)
+        if raw is None:
+            raise MidstreamError("intervention_failed", f"the vector {name} is no longer stored")
+        return from_msgpack(raw, Tensor)
+
+    @reachable
+    async def publish_model(self, info: ModelInfo) -> None:
+        """`info`, with what this process understands."""
+        told = msgspec.structs.replace(info, wire=WIRE, oldest_wire=OLDEST_WIRE)
+        await self.redis.hset("ms:models", info.name, to_json(told))
+
+    @reachable
+    async def model(self, name: str) -> ModelInfo | None:
+        raw = await self.redis.hget("ms:models", name)
+        if raw is None:
+            return None
+        if self._models.get(name, (b"",))[0] != raw:  # every request asks, and it seldom changes
+            self._models[name] = raw, from_json(raw, ModelInfo)
+        return self._models[name][1]
+
+    @reachable
+    async def serves(self, name: str) -> bool:
+        """Whether jobs for the model can be accepted: it is published, and so is its tokenizer. False after Redis has lost its data."""
+        info = await self.model(name)
+        return info is not None and bool(await self.redis.exists(f"ms:blob:{info.tokenizer}"))
+
+    @reachable
+    async def models(self) -> list_[ModelInfo]:
+        """Every model that a worker has ever served, by name."""
+        raw = await self.redis.hgetall("ms:models")
+        return [from_json(raw[name], ModelInfo) for name in sorted(raw)]
+
+    @reachable
+    async def heartbeat(self, info: WorkerInfo) -> None:
+        """This worker lives for another `lease_s`."""
+        told = msgspec.structs.replace(info, wire=WIRE, oldest_wire=OLDEST_WIRE)
+        async with self.redis.pipeline(transaction=True) as pipe:
+            pipe.hset("ms:workers", info.worker, to_json(told))
+            pipe.set(f"ms:alive:{info.worker}", info.boot, px=int(self.settings.lease_s * 1000))
+            await pipe.execute()
+
+    @reachable
+    async def workers(self) -> list_[WorkerInfo]:
+        """The workers whose heartbeat is fresh, by id."""
+        raw = await self.redis.hgetall("ms:workers")
+        infos = [from_json(raw[name], WorkerInfo) for name in sorted(raw)]
+        boots = await self.redis.mget([f"ms:alive:{info.worker}" for info in infos]) if infos else []
+        return [info for info, boot in zip(infos, boots, strict=True) if boot is not None and boot.decode() == info.boot]

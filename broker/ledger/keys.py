@@ -1,0 +1,159 @@
+"""Which API keys are there, and whose is one that is shown? Kept in `ms:keys`, id → packed `Key`: never the key itself.
+
+A secret has 256 random bits, so its plain SHA-256 cannot be tried through, and is quick enough to be asked for with each request.
+"""
+
+import hashlib
+import hmac
+import re
+import secrets
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import msgspec
+
+from ...schemas.base import from_msgpack, now, to_msgpack
+from ...schemas.errors import MidstreamError
+from ...schemas.keys import DEFAULT_TENANT, KEY_PREFIX, CreatedKey, Key, KeyRequest, KeyView
+from ...schemas.settings import Settings
+from ...schemas.version import __version__
+from .jobs import ALPHABET, Ledger, reachable
+
+KEYS = "ms:keys"
+ID_LENGTH, SECRET_BYTES = 12, 32
+#: One that somebody thinks of himself (`admin_key`) has at least so many characters, and no key has more than so many.
+SECRET_LENGTH = (32, 256)
+_KEY = re.compile(rf"{KEY_PREFIX}([0-9a-z]{{{ID_LENGTH}}})_([A-Za-z0-9]{{{SECRET_LENGTH[0]},{SECRET_LENGTH[1]}}})")
+
+# The method `Keys.list` hides the builtin inside the class.
+list_of_keys = list[Key]
+list_of_ids = list[str]
+
+
+class Shown(NamedTuple):
+    """A key as its user shows it, taken apart."""
+
+    id: str
+    sha256: str  # of its secret, hex
+
+
+#: What is compared where there is nothing to compare with, so that it takes as long.
+NOBODY = Shown("", hashlib.sha256(secrets.token_bytes(SECRET_BYTES)).hexdigest())
+
+
+def parse(text: str) -> Shown | None:
+    """None for what does not look like a key of ours."""
+    match = _KEY.fullmatch(text)
+    return None if match is None else Shown(match[1], hashlib.sha256(match[2].encode()).hexdigest())
+
+
+def new_key() -> str:
+    """`ms_<id>_<secret>`, random."""
+    return f"{KEY_PREFIX}{''.join(secrets.choice(ALPHABET) for _ in range(ID_LENGTH))}_{secrets.token_hex(SECRET_BYTES)}"
+
+
+def admin_key(text: str) -> Key | None:
+    """The key of the setting `admin_key`, which is always valid; None where it is empty. Raises ValueError for what is no key."""
+    if not text:
+        return None
+    shown = parse(text)
+    if shown is None:
+        low, high = SECRET_LENGTH
+        raise ValueError(
+            f"is not a key: {KEY_PREFIX}<{ID_LENGTH} lower-case letters or digits>_<{low} to {high} letters or digits>; "
+            "`midstream keys generate` makes one"
+        )
+    return Key(id=shown.id, name="the setting admin_key", tenant=DEFAULT_TENANT, scopes=["admin"], sha256=shown.sha256, created=0.0)
+
+
+def is_right(shown: Shown, key: Key | None, at: float) -> bool:
+    """Whether `key` is what is shown, and has not expired. Takes as long for a key that there is not."""
+    same = hmac.compare_digest(shown.sha256, NOBODY.sha256 if key is None else key.sha256)
+    return same and key is not None and not has_expired(key, at)
+
+
+def has_expired(key: Key, at: float) -> bool:
+    return key.expires is not None and at >= key.expires
+
+
+def view_of(key: Key) -> KeyView:
+    return KeyView(id=key.id, name=key.name, tenant=key.tenant, scopes=key.scopes, created=key.created, expires=key.expires)
+
+
+class Keys:
+    """Over a ledger's Redis. All calls raise MidstreamError("unavailable") while that is away."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._redis: Any = ledger.redis
+
+    @reachable
+    async def create(self, request: KeyRequest) -> CreatedKey:
+        """A new key; what is returned is the only place where it is told."""
+        at = now()
+        while True:
+            text = new_key()
+            shown = parse(text)
+            assert shown is not None
+            key = Key(
+                id=shown.id,
+                name=request.name,
+                tenant=request.tenant,
+                scopes=list(dict.fromkeys(request.scopes)),
+                sha256=shown.sha256,
+                created=at,
+                expires=None if request.expires_in is None else at + request.expires_in,
+            )
+            if await self._redis.hsetnx(KEYS, key.id, to_msgpack(key)):
+                return CreatedKey(**msgspec.structs.asdict(view_of(key)), key=text)
+
+    @reachable
+    async def get(self, key_id: str) -> Key | None:
+        raw = await self._redis.hget(KEYS, key_id)
+        return None if raw is None else _decoded(raw)
+
+    @reachable
+    async def valid(self, key_ids: Iterable[str]) -> set[str]:
+        """Those of these ids whose keys are there and have not expired; one round trip."""
+        asked, at = list_of_ids(key_ids), now()
+        found = await self._redis.hmget(KEYS, asked) if asked else []
+        return {key_id for key_id, raw in zip(asked, found, strict=True) if raw is not None and _holds(raw, at)}
+
+    @reachable
+    async def list(self) -> list_of_keys:
+        """All keys, also those that have expired; the oldest first."""
+        return sorted(map(_decoded, await self._redis.hvals(KEYS)), key=lambda key: (key.created, key.id))
+
+    @reachable
+    async def revoke(self, key_id: str) -> None:
+        """Raises MidstreamError("not_found"). APIs that know the key forget it within `api.web.auth.KNOWN_S` seconds."""
+        if not await self._redis.hdel(KEYS, key_id):
+            raise MidstreamError("not_found", f"there is no key {key_id!r}", field="id")
+
+    @reachable
+    async def any(self) -> bool:
+        """Whether there is one at all."""
+        return bool(await self._redis.hlen(KEYS))
+
+
+async def any_key(settings: Settings) -> bool:
+    """Whether the Redis of the settings holds a key. Raises MidstreamError("unavailable")."""
+    ledger = Ledger.connect(settings)
+    try:
+        return await Keys(ledger).any()
+    finally:
+        await ledger.close()
+
+
+def _holds(raw: bytes, at: float) -> bool:
+    """Not where it cannot be read: such a key lets nobody in, either."""
+    try:
+        return not has_expired(_decoded(raw), at)
+    except MidstreamError:
+        return False
+
+
+def _decoded(raw: bytes) -> Key:
+    try:
+        return from_msgpack(raw, Key)
+    except msgspec.ValidationError as error:
+        raise MidstreamError("version_mismatch", f"a key is of another version of Midstream than {__version__}: {error}") from error

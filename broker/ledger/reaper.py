@@ -1,0 +1,231 @@
+"""What has been left lying, and what becomes of it? Messages that were lost, workers that died, receipts that never came.
+
+The queue is not at-least-once by itself (kombu pops a message before it notes it as unacknowledged), so the ledger is asked
+instead: `ms:live` holds every job that is not over by when it must be looked at next.
+"""
+
+import asyncio
+import logging
+import re
+import sys
+from collections import defaultdict
+from dataclasses import dataclass, field, fields
+
+from celery import Celery
+
+from ...schemas.base import now
+from ...schemas.faults import crash_point
+from ...schemas.settings import Settings
+from ..queue.celery_app import lists_of, queue_of
+from ..queue.messages import job_of_task
+from . import scripts
+from .captures import Captures
+from .dispatch import Message, messages_of, send_now
+from .jobs import Ledger, reachable
+from .source_runs import SourceRuns
+from .usage_reconciliation import Recount
+from .views import listing
+
+log = logging.getLogger(__name__)
+
+#: Jobs looked at in one sweep; the rest is due in the next one.
+SWEEP_LIMIT = 5000
+#: Messages read from a list at once.
+MESSAGES_CHUNK = 500
+#: Old jobs whose entry is checked in one sweep, of the list of all and of all tenants' lists together; of each tenant's at least.
+PRUNE_LIMIT, PRUNE_LEAST = 2000, 50
+#: A queued job that has its message is looked at again after `QUEUED_LOOK_S` and this many seconds per message that had
+#: to be read for it, so that a long queue is not read all the time.
+SECONDS_PER_MESSAGE = 1e-3
+#: Seconds between two counts of all that is in use; where one could not be ended, until the next.
+RECOUNT_S, RECOUNT_AGAIN_S = 3600.0, 60.0
+#: kombu's hash of messages that were delivered and not acknowledged.
+UNACKED = "unacked"
+
+#: The task id in a message's headers; `\\` because a message may be quoted inside another JSON document.
+_TASK_ID = re.compile(rb'\\?"id\\?": ?\\?"([^"\\]+)')
+#: In place of a number of attempts: no message, and a message that starts whichever attempt is next.
+NOWHERE, ANY_ATTEMPT = -1, sys.maxsize
+
+
+@dataclass
+class SweepReport:
+    """Job ids by what one sweep did to them."""
+
+    resent: list[str] = field(default_factory=list)  # queued, but their message was lost
+    requeued: list[str] = field(default_factory=list)  # their worker's lease had run out
+    failed: list[str] = field(default_factory=list)  # ... and it was the last attempt
+    timed_out: list[str] = field(default_factory=list)  # generated, but receipts are missing
+    late: list[str] = field(default_factory=list)  # never begun, and their `expires_in` was over: aborted
+    cancelled: list[str] = field(default_factory=list)  # their worker died before it could say so
+    picked: list[str] = field(default_factory=list)  # waited, and there was room for their message
+    deleted: list[str] = field(default_factory=list)  # their captures were older than `capture_ttl_s`
+    pruned: int = 0  # entries of the listing whose job's record has expired; names of runs that were deleted as long ago
+    corrected: list[str] = field(default_factory=list)  # what had been counted wrong of tenants' usage
+
+    def __bool__(self) -> bool:
+        return any(getattr(self, each.name) for each in fields(self))
+
+
+class Sweeper:
+    """Runs on the ledger's event loop. Several may run at once: every step is a compare-and-set, a second message is harmless."""
+
+    def __init__(self, ledger: Ledger, app: Celery, settings: Settings) -> None:
+        self._app = app
+        self._settings = settings
+        self._redis = ledger.redis
+        self._scripts = scripts.Scripts(ledger.redis)
+        self._recount_at = 0.0
+        self._unsent: list[Message] = []
+        self._captures = Captures(ledger)
+        self._runs = SourceRuns(ledger)
+
+    @reachable
+    async def sweep(self, at: float | None = None) -> SweepReport:
+        """Look at every job that is due at `at` (seconds since the epoch; default: now).
+
+        Raises MidstreamError("unavailable") when Redis is away: what was not done is still due in the next sweep.
+        """
+        at = now() if at is None else at
+        report = SweepReport()
+        queued: dict[str, list[Message]] = defaultdict(list)  # by model
+        due: list[bytes] = await self._redis.zrangebyscore("ms:live", "-inf", at, start=0, num=SWEEP_LIMIT)
+        up_since = await self._up_since() if due else 0.0
+        waits = self._settings.capture_timeout_s, self._settings.lease_s
+        for raw in due:
+            job_id = raw.decode()
+            reply = await self._scripts.sweep(args=[*scripts.context(self._settings, at), job_id, *waits, up_since])
+            found, *record = scripts.text(reply)
+            if found in ("gone", "held"):
+                continue
+            job = Message(job_id, record[0], record[1], int(record[2]), int(record[3]))
+            if found == "queued":
+                queued[job.model].append(job)
+            else:
+                getattr(report, found).append(job_id)
+                log.warning("job %s, attempt %d: %s", job_id, job.attempt, found)
+            if found == "requeued":
+                crash_point("sweeper.requeued")
+            await self._send(messages_of(reply[5:]))
+        for model, jobs in queued.items():
+            report.resent += await self._resend_lost(model, jobs, at)
+        topped = messages_of(await self._scripts.top_up(args=scripts.context(self._settings, at)))
+        report.picked = [message.job_id for message in topped]
+        await self._send(topped)
+        report.corrected = await self._recount(at)
+        report.pruned = await self._prune(at) + await self._runs.prune(at)
+        try:
+            report.deleted = await self._captures.sweep(at)
+        except OSError as error:  # jobs do not depend on it
+            log.error("captures cannot be removed from %s: %s", self._captures.root, error)
+        return report
+
+    @reachable
+    async def release_boots(self, worker: str, boot: str) -> list[str]:
+        """Put back at once what former starts of `worker` held; `boot` is its present start. Returns the requeued ids."""
+        touched, picked = await self._scripts.release_boots(args=[*scripts.context(self._settings), worker, boot])
+        await self._send(messages_of(picked))
+        told = scripts.text(touched)
+        return [job_id for job_id, state in zip(told[::2], told[1::2], strict=True) if state == "queued"]
+
+    async def _up_since(self) -> float:
+        """When Redis started, in seconds since the epoch: while it was away, live workers could not renew their leases."""
+        server = await self._redis.info("server")
+        return float(now() - server["uptime_in_seconds"])
+
+    async def _send(self, messages: list[Message]) -> bool:
+        """Whether Redis accepted them; messages that it refused are sent with the next ones."""
+        messages = list(dict.fromkeys([*self._unsent, *messages]))
+        sent = not messages or await asyncio.to_thread(send_now, self._app, messages) == len(messages)
+        self._unsent = [] if sent else messages
+        return sent
+
+    async def _recount(self, at: float) -> list[str]:
+        """What is in use, counted anew once in a while, without the workers that are gone; says what differed."""
+        if at < self._recount_at:
+            return []
+        self._recount_at = at + RECOUNT_AGAIN_S
+        await self._scripts.forget_workers(args=scripts.context(self._settings, at))
+        recount = Recount(self._scripts, self._settings, at)
+        while (differed := await recount.step()) is None:
+            pass
+        self._recount_at = at + RECOUNT_S
+        if differed:
+            log.warning("what is in use was counted wrong, and is corrected: %s", "; ".join(differed))
+        return differed
+
+    async def _resend_lost(self, model: str, jobs: list[Message], at: float) -> list[str]:
+        """Send a message again for each of `jobs` that has none; returns their ids."""
+        waiting, read = await self._messages(queue_of(model))
+        resent = []
+        for job in jobs:
+            job_id = job.job_id
+            if waiting.get(job_id, NOWHERE) < job.attempt:
+                log.warning("job %s has no message in the queue: sending another", job_id)
+                if not await self._send([job]):
+                    break  # it is still due in the next sweep, as those behind it are
+                resent.append(job_id)
+            later = at + scripts.QUEUED_LOOK_S + SECONDS_PER_MESSAGE * read
+            await self._scripts.look_again(args=[*scripts.context(self._settings, at), job_id, later])
+        return resent
+
+    async def _messages(self, queue: str) -> tuple[dict[str, int], int]:
+        """Job id → how many attempts had been made when its latest message was sent, and how many messages were read.
+
+        Of the messages that wait in `queue`, which may start any attempt (so they count as new ones), and of those that were
+        delivered from any queue: there the message of an attempt that is over may still lie while its worker winds up.
+        """
+        found: dict[str, int] = {}
+        read = 0
+        # Waiting first: a message that is delivered in between is found among the delivered, not in neither.
+        for name in lists_of(queue):
+            start = 0
+            while True:
+                # From the publishers' end: a message put in meanwhile makes us read another twice, none is passed over.
+                chunk: list[bytes] = await self._redis.lrange(name, start, start + MESSAGES_CHUNK - 1)
+                found.update((_job_of(message)[0], ANY_ATTEMPT) for message in chunk)
+                read += len(chunk)
+                start += MESSAGES_CHUNK
+                if len(chunk) < MESSAGES_CHUNK:
+                    break
+        delivered: list[bytes] = await self._redis.hvals(UNACKED)
+        for job_id, attempts in map(_job_of, delivered):
+            found[job_id] = max(attempts, found.get(job_id, NOWHERE))
+        return found, read + len(delivered)
+
+    async def _prune(self, at: float) -> int:
+        """Drop the oldest listing entries whose records have expired; returns how many of the list of all."""
+        before = at - self._settings.result_ttl_s
+        owners: set[bytes] = await self._redis.smembers("ms:owners")
+        share = max(PRUNE_LEAST, PRUNE_LIMIT // max(1, len(owners)))
+        own = dict.fromkeys([listing("jobs", owner.decode()) for owner in owners], share)
+        old = await self._oldest({"ms:jobs": PRUNE_LIMIT} | own, before)
+        # Most tenants have nothing old: what they leave is for those who have more.
+        if long := [name for name in own if len(old[name]) == share < PRUNE_LIMIT]:
+            old |= await self._oldest(dict.fromkeys(long, max(share, PRUNE_LIMIT // len(long))), before)
+        ids = sorted({job_id for found in old.values() for job_id in found})
+        if not ids:
+            return 0
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for job_id in ids:
+                pipe.exists(f"ms:job:{job_id.decode()}")
+            gone = {job_id for job_id, there in zip(ids, await pipe.execute(), strict=True) if not there}
+        pruned = 0
+        for name, found in old.items():
+            if dropped := gone.intersection(found):
+                count = await self._redis.zrem(name, *dropped)
+                pruned += count if name == "ms:jobs" else 0
+        return pruned
+
+    async def _oldest(self, limits: dict[str, int], before: float) -> dict[str, list[bytes]]:
+        """Of each listing up to so many jobs that are older than `before`, the oldest first."""
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for name, limit in limits.items():
+                pipe.zrangebyscore(name, "-inf", before, start=0, num=limit)
+            return dict(zip(limits, await pipe.execute(), strict=True))
+
+
+def _job_of(message: bytes) -> tuple[str, int]:
+    """(job id, attempts made when it was sent) of a Celery message, from its task id; an empty id for what is none of ours."""
+    match = _TASK_ID.search(message)
+    return ("", NOWHERE) if match is None else job_of_task(match[1].decode())

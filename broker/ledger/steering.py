@@ -1,0 +1,337 @@
+"""What is desired of the steering of each model, and what do its workers report? Named modules, global steering, their tensors.
+
+The tensors of modules and of global steering are *pinned*: kept without end under their content hash, while at least one owner
+(a module, the global steering of a model, a proposal of it) names them. A job gets copies of its own when it is accepted.
+"""
+
+import logging
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import msgspec
+
+from ...schemas.base import from_msgpack, now, to_msgpack
+from ...schemas.errors import MidstreamError
+from ...schemas.keys import shown, unscoped
+from ...schemas.models import WorkerInfo
+from ...schemas.settings import Settings
+from ...schemas.steering import Desired, GlobalSteering, Module, Proposal, SteeringTemplate, WorkerSteering
+from ...schemas.tensors import Tensor
+from ...schemas.version import __version__
+from . import scripts
+from .jobs import Ledger, reachable
+from .tenants import MIB, refusal
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+#: Reports count only while their worker lives, so this merely removes those of workers that are gone.
+REPORT_TTL_S = 24 * 3600
+#: Marks of workers whose ranks disagree: worker → reason.
+DESYNC_KEY = "ms:desync"
+#: Which disagreement is dealt with: worker → "boot/epoch" of the ledgers up to which receipts do not mark it any more.
+SETTLED_KEY = "ms:desync-settled"
+#: Repeats of a change that another one overtook.
+RACES = 16
+
+
+#: Who wrote what was stored before versions said so.
+UNKNOWN = "(unknown)"
+
+
+class Kept(NamedTuple, Generic[T_co]):
+    """Something that is stored of a model's steering: what it is, and in which field stands who wrote it."""
+
+    kind: type[T_co]
+    what: str
+    written_by: str
+
+
+CURRENT = Kept(GlobalSteering, "the global steering", "current_by")
+PROPOSED = Kept(Proposal, "the proposed global steering", "proposal_by")
+
+
+def a_module(name: str) -> Kept[Module]:
+    return Kept(Module, f"the module {shown(name)!r}", f"module_by:{name}")
+
+
+def unreadable(what: str, writer: str, error: msgspec.DecodeError) -> MidstreamError:
+    return MidstreamError(
+        "version_mismatch",
+        f"{what} was stored by midstream {writer}, and midstream {__version__} cannot read it: {error}; "
+        "upgrade the older one, workers first",
+    )
+
+
+class Look(NamedTuple):
+    """Whether there is news for a worker. Empty: there is none of that kind."""
+
+    version: int  # of `Desired`
+    proposal: str  # id of the proposal that is to be prepared
+    ask: str  # the last question
+    desync: str  # why the worker's ranks are to be made equal again
+    committed: str = ""  # id of the proposal that steers everyone: versions may come again where Redis lost its last second
+
+
+class Account(NamedTuple):
+    """A live worker, and what it reported last since its start; None: nothing yet."""
+
+    info: WorkerInfo
+    report: WorkerSteering | None
+
+    def answers(self, ask: str) -> bool:
+        """Whether the report was made after the question `ask` was put: questions are numbered."""
+        return self.report is not None and self.report.ask != "" and int(self.report.ask) >= int(ask)
+
+
+class Steering:
+    """The desired state over a ledger's Redis. Belongs to the ledger's event loop.
+
+    All calls raise MidstreamError("unavailable") while Redis is away.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._redis: Any = ledger.redis
+        self._settings: Settings = ledger.settings
+        self._scripts = scripts.Scripts(ledger.redis)
+
+    # ---- the worker's side -----------------------------------------------------------------------------------------
+
+    @reachable
+    async def desired(self, model: str) -> Desired:
+        """Everything that a worker of `model` is to reconcile to, of one moment. A proposal past its deadline is none.
+
+        Raises MidstreamError("version_mismatch"), as all that reads what is stored, for what another version of Midstream has stored and
+        this one cannot read; it names both.
+        """
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.hmget(_state(model), "version", "current", "proposal").hgetall(_modules(model))
+            (version, current, packed), modules = await pipe.execute()
+        proposal = None if packed is None else await self._read(model, PROPOSED, packed)
+        return Desired(
+            version=int(version or 0),
+            current=GlobalSteering() if current is None else await self._read(model, CURRENT, current),
+            proposal=proposal if proposal is not None and proposal.deadline > now() else None,
+            modules={(text := name.decode()): await self._read(model, a_module(text), raw) for name, raw in sorted(modules.items())},
+        )
+
+    @reachable
+    async def look(self, model: str, worker: str) -> Look:
+        """Whether there is news; one round trip."""
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.hmget(_state(model), "version", "proposal_id", "ask", "committed_id").hget(DESYNC_KEY, worker)
+            (version, proposal, ask, committed), desync = await pipe.execute()
+        return Look(int(version or 0), _text(proposal), _text(ask), _text(desync), _text(committed))
+
+    @reachable
+    async def report(self, report: WorkerSteering) -> None:
+        """What a worker says of itself; the last report is the one that counts."""
+        await self._redis.set(_report(report.worker), to_msgpack(report), ex=REPORT_TTL_S)
+
+    @reachable
+    async def clear_desync(self, worker: str, boot: str = "", epoch: int = 0) -> None:
+        """The worker's ranks are equal again. Receipts of ledgers of this `boot` before `epoch` do not mark it once more."""
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.hdel(DESYNC_KEY, worker)
+            if boot:
+                pipe.hset(SETTLED_KEY, worker, f"{boot}/{epoch - 1}")
+            await pipe.execute()
+
+    @reachable
+    async def get_tensor(self, name: str) -> Tensor:
+        """A pinned tensor, or one that a job brought, by content hash.
+
+        Raises MidstreamError: `intervention_failed` when it is gone, `version_mismatch`.
+        """
+        pinned, blob = await self._redis.mget(_pinned(name), f"ms:blob:{name}")
+        raw = blob if pinned is None else pinned
+        if raw is None:
+            raise MidstreamError("intervention_failed", f"the tensor {name} is no longer stored")
+        try:
+            return from_msgpack(raw, Tensor)
+        except msgspec.DecodeError as error:
+            raise unreadable(f"the tensor {name}", UNKNOWN, error) from error
+
+    # ---- what workers say ------------------------------------------------------------------------------------------
+
+    @reachable
+    async def ask(self, model: str) -> str:
+        """Put a question to the workers of `model`; they answer it with a fresh report (see `Account.answers`)."""
+        return str(await self._redis.hincrby(_state(model), "ask", 1))
+
+    async def reports(self, model: str) -> list[WorkerSteering]:
+        """The last report of each live worker of `model`, by worker; one that has not reported since its start is not there."""
+        return [account.report for account in await self.accounts(model) if account.report is not None]
+
+    @reachable
+    async def accounts(self, model: str | None = None) -> list[Account]:
+        """The live workers (of `model`, or all) and what they reported last, by worker."""
+        live = [info for info in await self._ledger.workers() if model is None or info.model == model]
+        raw = await self._redis.mget([_report(info.worker) for info in live]) if live else []
+        told = [_told(packed) for packed in raw]
+        return [
+            Account(info, report if report is not None and report.boot == info.boot else None)
+            for info, report in zip(live, told, strict=True)
+        ]
+
+    # ---- global steering -------------------------------------------------------------------------------------------
+
+    @reachable
+    async def propose(self, model: str, entries: Sequence[SteeringTemplate], blobs: Mapping[str, bytes | Tensor]) -> Proposal:
+        """Phase one: workers are to prepare `entries` (none: clear) until `steering_wait_s` have passed; nothing is applied yet.
+
+        `blobs`: content hash → tensor, of those that may not be pinned yet. Raises MidstreamError("conflict") while another
+        proposal is open, or when a tensor is neither brought nor pinned; overloaded when Redis is too full for `entries`.
+        """
+        raw = _packed(blobs)
+        if entries:  # to steer no more is possible however full Redis is
+            await self._ledger.check_room(_size(raw))
+        for _ in range(RACES):
+            # Numbers are given away once, also to what is never committed: a rank never sees one number with two contents.
+            version = await self._redis.hincrby(_state(model), "global_numbers", 1)
+            at = now()
+            steering = GlobalSteering(version=version, entries=list(entries), changed=at)
+            proposal = Proposal(id=secrets.token_hex(8), steering=steering, deadline=at + self._settings.steering_wait_s)
+            outcome, *detail = scripts.text(
+                await self._scripts.propose(args=scripts.propose(self._settings, model, proposal, to_msgpack(steering), raw))
+            )
+            if outcome == "busy":
+                raise MidstreamError("conflict", f"another change of the global steering of {model!r} is under way: try again")
+            _check_there(outcome, detail)
+            if outcome == "proposed":
+                self._ledger.took_room(_size(raw))
+                return proposal
+        raise MidstreamError("conflict", f"the global steering of {model!r} is being changed by too many at once: try again")
+
+    @reachable
+    async def commit(self, model: str, proposal_id: str) -> GlobalSteering:
+        """Phase two: the proposal is what is desired now; from here on no job begins under what was before.
+
+        Raises MidstreamError("conflict") when it is not open any more: nothing has changed then.
+        """
+        outcome, *packed = await self._scripts.commit(args=[*scripts.context(self._settings), model, proposal_id])
+        if outcome != b"committed":
+            raise MidstreamError("conflict", f"the change of the global steering of {model!r} was given up before it was applied")
+        return await self._read(model, CURRENT, packed[0])
+
+    @reachable
+    async def abort(self, model: str, proposal_id: str) -> bool:
+        """Give the proposal up. False when it is not open any more."""
+        outcome: bytes = await self._scripts.abort(args=[*scripts.context(self._settings), model, proposal_id])
+        return outcome == b"aborted"
+
+    # ---- named modules ---------------------------------------------------------------------------------------------
+
+    @reachable
+    async def put_module(self, module: Module, blobs: Mapping[str, bytes | Tensor]) -> Module | None:
+        """Let the name point at this content; returns what it pointed at before, None when it is new.
+
+        The same content again changes at most the description: version and `created` stay. `blobs` as in `propose`.
+        Raises MidstreamError("module_limit") when its tenant has what it may have, and a 400 for what is more by itself.
+        """
+        raw = _packed(blobs)
+        for _ in range(RACES):
+            packed = await self._redis.hget(_modules(module.model), module.name)
+            former = None if packed is None else await self._read(module.model, a_module(module.name), packed)
+            same = former is not None and former.digest == module.digest
+            stored = msgspec.structs.replace(module, created=former.created) if former is not None and same else module
+            if stored == former:
+                return former
+            await self._ledger.check_room(_size(raw))
+            outcome, *detail = scripts.text(
+                await self._scripts.put_module(args=scripts.put_module(self._settings, stored, packed or b"", not same, raw))
+            )
+            _check_there(outcome, detail)
+            if outcome == "refused":
+                limit, used, allowed, _ = detail
+                raise refusal(unscoped(stored.name)[0], limit, int(used), int(allowed), -(-scripts.size_of(stored) // MIB), None)
+            if outcome == "stored":
+                self._ledger.took_room(_size(raw))
+                return former
+        raise MidstreamError("conflict", f"module {module.name!r} is being changed by too many at once: try again")
+
+    @reachable
+    async def delete_module(self, model: str, name: str) -> Module | None:
+        """Take the name away; returns what it pointed at, None when there is no such module. Accepted jobs keep what it was."""
+        await self.module(model, name)  # one that cannot be read stays: its version may still need it
+        packed = await self._scripts.delete_module(args=[*scripts.context(self._settings), model, name, unscoped(name)[0]])
+        return await self._read(model, a_module(name), packed) if packed else None
+
+    @reachable
+    async def standing(self, model: str, names: Sequence[str]) -> tuple[dict[str, Module], GlobalSteering]:
+        """The modules of these names that there are, and what steers everyone; of one moment."""
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.hget(_state(model), "current")
+            if names:
+                pipe.hmget(_modules(model), list(names))
+            current, *found = await pipe.execute()
+        pairs = zip(names, found[0] if found else [], strict=True)
+        modules = {name: await self._read(model, a_module(name), packed) for name, packed in pairs if packed is not None}
+        return modules, GlobalSteering() if current is None else await self._read(model, CURRENT, current)
+
+    async def _read(self, model: str, kept: Kept[T], packed: bytes) -> T:
+        """Raises MidstreamError("version_mismatch")."""
+        try:
+            return from_msgpack(packed, kept.kind)
+        except msgspec.DecodeError as error:
+            writer = await self._redis.hget(_state(model), kept.written_by)
+            raise unreadable(f"{kept.what} of {model!r}", _text(writer) or UNKNOWN, error) from error
+
+    async def module(self, model: str, name: str) -> Module | None:
+        """None when there is none of this name."""
+        return (await self.standing(model, [name]))[0].get(name)
+
+    @reachable
+    async def modules(self, model: str) -> list[Module]:
+        """Every module of `model`, by name."""
+        raw = await self._redis.hgetall(_modules(model))
+        return [await self._read(model, a_module(name.decode()), raw[name]) for name in sorted(raw)]
+
+    @reachable
+    async def module_names(self, model: str) -> list[str]:
+        return sorted(name.decode() for name in await self._redis.hkeys(_modules(model)))
+
+
+def _told(packed: bytes | None) -> WorkerSteering | None:
+    try:
+        return None if packed is None else from_msgpack(packed, WorkerSteering)
+    except msgspec.ValidationError as error:  # of a worker of another version: as if it had said nothing
+        log.warning("a worker's report cannot be read: %s", error)
+        return None
+
+
+def _check_there(outcome: str, detail: Sequence[str]) -> None:
+    if outcome == "missing":
+        raise MidstreamError("conflict", f"the tensor {detail[0]} is not stored: send it again")
+
+
+def _packed(blobs: Mapping[str, bytes | Tensor]) -> dict[str, bytes]:
+    return {name: to_msgpack(blob) if isinstance(blob, Tensor) else blob for name, blob in blobs.items()}
+
+
+def _size(raw: Mapping[str, bytes]) -> int:
+    return sum(map(len, raw.values()))
+
+
+def _state(model: str) -> str:
+    return f"ms:steering:{model}"
+
+
+def _modules(model: str) -> str:
+    return f"ms:modules:{model}"
+
+
+def _report(worker: str) -> str:
+    return f"ms:steering-report:{worker}"
+
+
+def _pinned(name: str) -> str:
+    return f"ms:pinned:{name}"
+
+
+def _text(raw: bytes | None) -> str:
+    return "" if raw is None else raw.decode()

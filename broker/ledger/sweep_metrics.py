@@ -1,0 +1,91 @@
+"""What is the number in a cell? From the log-probabilities that the ranks told to the metric that was asked for."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ...schemas.sweep_units import Node
+from ...schemas.sweeps import Metric, StoredPair
+
+#: Two prompts whose metric differs by less, in nats, say nothing about what share of the difference was recovered; …
+LEAST_DIFFERENCE = 0.1
+#: … nor do those whose difference is less than this many times what a patch changes that changes nothing.
+LEAST_OVER_NOISE = 10.0
+
+
+class Grades(NamedTuple):
+    """What was told of one unit, in nats."""
+
+    logprob: float | None  # of the answer: the sum over its tokens, each behind those before; None: there is no answer
+    foil_logprob: float | None
+    kl: float | None = None  # D(P_clean ‖ P) over the token after the prompt; None: not asked
+
+
+def grades(pair: StoredPair, nodes: Sequence[Node], graded: Sequence[Sequence[float]], compared: bool = False) -> Grades:
+    """`graded`: of each node, the log-probability of each of its token ids, in nats; `compared`: of the first, the divergence behind
+    them. Raises ValueError for what is not that, or not finite.
+    """
+    for number, (node, values) in enumerate(zip(nodes, graded, strict=True)):
+        expected = len(node.token_ids) + (compared and number == 0)
+        if len(values) != expected:
+            raise ValueError(f"{len(values)} values were told of the next token, {expected} were asked for")
+        if not all(map(math.isfinite, values)):
+            raise ValueError(f"the values that were told of the next token are not finite: {list(values)}")
+    known = {
+        (node.prefix, token): value
+        for node, values in zip(nodes, graded, strict=True)
+        for token, value in zip(node.token_ids, values, strict=False)
+    }
+
+    def logprob(continuation: list[int]) -> float | None:
+        if not continuation:
+            return None
+        return math.fsum(known[tuple(continuation[:place]), token] for place, token in enumerate(continuation))
+
+    return Grades(logprob(pair.answer), logprob(pair.foil), graded[0][-1] if compared else None)
+
+
+def in_nats(metric: Metric, told: Grades) -> float:
+    """The metric; under `recovered`, what it is a share of: the difference to the foil, or without one the answer's log-probability.
+
+    Raises ValueError where that was not asked.
+    """
+    value = told.kl if metric == "kl" else told.logprob
+    if metric == "logit_diff" or (metric == "recovered" and told.foil_logprob is not None):
+        value = None if told.logprob is None or told.foil_logprob is None else told.logprob - told.foil_logprob
+    if value is None:
+        raise ValueError(f"{metric} needs what was not asked")
+    return value
+
+
+def recovered(value: float, base: float, source: float) -> float:
+    """Which share of the way from the patched prompt to the other one a patch has gone; all in nats."""
+    return (value - base) / (source - base) + 0.0  # no share is 0, not −0
+
+
+def noise_floor(metric: Metric, values: Sequence[float], base: float | None) -> float | None:
+    """The largest change of a patch that changes nothing, in the metric's units. `values`: of such patches; None without any.
+
+    `base`: of the prompt without one, as `Baseline.value`; a share of 0 is no change.
+    """
+    if not values or base is None:
+        return None
+    unchanged = 0.0 if metric == "recovered" else base
+    return max(abs(value - unchanged) for value in values)
+
+
+def useless_baseline(base: float, source: float, noise: Sequence[float]) -> str:
+    """Why no share of the difference between two prompts can be told; empty when it can. `noise`: of patches that change nothing.
+
+    All in nats.
+    """
+    floor = max((abs(value - base) for value in noise), default=0.0)
+    needed = max(LEAST_DIFFERENCE, LEAST_OVER_NOISE * floor)
+    difference = abs(source - base)
+    if difference >= needed:
+        return ""
+    return (
+        f"the two prompts differ too little for `recovered`: {base:.4f} of the patched prompt, {source:.4f} of the other, a difference "
+        f"of {difference:.4f} nats where {needed:.4f} are needed (a patch that changes nothing changes {floor:.4f}); use prompts that "
+        "differ in the answer, or another metric"
+    )

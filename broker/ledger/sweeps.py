@@ -1,0 +1,75 @@
+"""What does the ledger know of a sweep's units? Receipts come in by the ticket; what they prove is kept, and outlives an attempt."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, cast
+
+from ...schemas.base import to_json, to_msgpack
+from ...schemas.jobs import Event, Job
+from ...schemas.receipts import Receipt, receipt_decoder
+from ...schemas.settings import Settings
+from ...schemas.sweep_units import Units
+from ...schemas.sweeps import SweepCell, UnitRecord
+from . import scripts
+from .jobs import Ledger, not_found, reachable, unit_decoder
+
+#: Units in one script call: few enough to hold Redis for a few milliseconds only.
+BATCH = 500
+
+Kept = Literal["kept", "stale", "cancelling"]
+
+
+class Sweeps:
+    """Over a ledger. Belongs to the ledger's event loop."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._redis: Any = ledger.redis
+        self._settings: Settings = ledger.settings
+        self._scripts = scripts.Scripts(ledger.redis)
+
+    @reachable
+    async def records(self, job_id: str) -> dict[int, UnitRecord]:
+        """Number of the unit → what became of it, for all that is known."""
+        raw = await self._redis.hvals(f"ms:units:{job_id}")
+        return {record.unit: record for record in map(unit_decoder.decode, raw)}
+
+    @reachable
+    async def receipts(self, job_id: str, requests: Sequence[int], ranks: int) -> dict[int, list[Receipt]]:
+        """Of these requests, the receipts of those about which all `ranks` have reported, in rank order."""
+        if not requests:
+            return {}
+        raw = await self._redis.hmget(f"ms:ticket:{job_id}", [f"{request}/{rank}" for request in requests for rank in range(ranks)])
+        told = {request: raw[place * ranks : (place + 1) * ranks] for place, request in enumerate(requests)}
+        return {request: [receipt_decoder.decode(one) for one in of_it] for request, of_it in told.items() if None not in of_it}
+
+    @reachable
+    async def told(self, job_id: str, requests: Sequence[int], ranks: int) -> list[Receipt]:
+        """All receipts of these requests that have arrived, also where some rank has not reported."""
+        raw = await self._redis.hmget(f"ms:ticket:{job_id}", [f"{request}/{rank}" for request in requests for rank in range(ranks)])
+        return [receipt_decoder.decode(one) for one in raw if one is not None]
+
+    @reachable
+    async def keep(self, job: Job, attempt: int, units: Iterable[tuple[UnitRecord, SweepCell | None]], ranks: int, stages: int) -> Kept:
+        """Keep what became of units, in this order, each with its event (no event: it is no cell), and forget their receipts.
+
+        What is known of a unit already stays as it is. `stale`: the attempt has no say any more. `cancelling`: nobody wants the
+        sweep. Nothing of a batch is kept then. Raises not_found.
+        """
+        assert job.sweep is not None
+        width = Units(job.sweep).width
+        packed = [
+            (record.unit, to_msgpack(record), b"" if cell is None else to_json(Event(event="cell", data=_data(cell), attempt=attempt)))
+            for record, cell in units
+        ]
+        outcome = "kept"
+        for start in range(0, len(packed), BATCH):
+            arguments = scripts.keep_units(self._settings, job.id, attempt, width, ranks, stages, packed[start : start + BATCH])
+            outcome = (await self._scripts.keep_units(args=arguments)).decode()
+            if outcome == "unknown":
+                raise not_found(job.id)
+            if outcome != "kept":
+                break
+        return cast(Kept, outcome)
+
+
+def _data(cell: SweepCell) -> dict[str, Any]:
+    return {name: getattr(cell, name) for name in cell.__struct_fields__}

@@ -1,0 +1,116 @@
+"""How much may a tenant use, and how much does it? Limits are stored by name; usage is counted by the scripts of the ledger."""
+
+from typing import Any
+
+import msgspec
+
+from ...schemas.base import from_msgpack, now, to_msgpack
+from ...schemas.errors import MidstreamError, invalid
+from ...schemas.keys import Limits, Tenant, TenantView, Usage
+from ...schemas.settings import Settings
+
+#: name → packed `Tenant`, of those whose limits were said.
+TENANTS = "ms:tenants"
+#: `{tenant}/jobs`, `{tenant}/cells`, `{tenant}/bytes`; with no tenant what all use: `/cells`, `/queued`.
+USAGE = "ms:usage"
+
+#: Limits of a tenant for which there are settings.
+DEFAULTED = ("requests_per_minute", "tokens_per_minute", "jobs_in_flight", "capture_mib", "sweep_cells", "modules", "module_mib")
+
+#: Name of a limit → kind of problem, and how it is told; and what would be accepted.
+REFUSALS: dict[str, tuple[str, str]] = {
+    "queue_limit": ("overloaded", "{used} jobs wait, and no more than {allowed} may (setting queue_limit)"),
+    "redis_fill": ("overloaded", "the job ledger's memory would be {used} % full, and {allowed} % are for new jobs (redis_fill_limit)"),
+    "jobs_in_flight": ("too_many_jobs", "{used} jobs of tenant {tenant} are not over, and it may have {allowed}"),
+    "sweep_cells": ("too_many_cells", "{used} cells of other sweeps of tenant {tenant} wait or run, and this one has {more}"),
+    "sweep_cells_waiting": ("too_many_cells", "{used} cells of other sweeps wait or run, and this one has {more}"),
+    "capture_mib": ("capture_limit", "the capture files of tenant {tenant} take {used} MiB, and they may take {allowed} MiB"),
+    "modules": ("module_limit", "tenant {tenant} has {used} named modules, and it may have {allowed}"),
+    "module_mib": ("module_limit", "with this one, of {more} MiB, the named modules of tenant {tenant} would take more than {allowed} MiB"),
+    "requests_per_minute": ("rate_limited", "tenant {tenant} may submit {allowed} requests per minute"),
+    "tokens_per_minute": ("rate_limited", "tenant {tenant} may submit {allowed} tokens per minute: of the last, {used} still count"),
+}
+ALLOWED: dict[str, str] = {
+    "sweep_cells": "{allowed} in all: try again when some are over, or ask for fewer cells",
+    "sweep_cells_waiting": "{allowed} in all (setting sweep_cells_waiting): try again when some are over, or ask for fewer cells",
+    "capture_mib": "delete some (DELETE /v1/captures/<job>)",
+    "modules": "delete some (DELETE /v1/steering/modules/<name>)",
+    "module_mib": "delete some (DELETE /v1/steering/modules/<name>), or smaller ones",
+}
+#: Name of a limit → what is wrong with one thing that is larger than the limit by itself, so that waiting does not help: field,
+#: how it is told, what would be accepted.
+_TOO_MANY_CELLS = ("pairs", "come to {more} cells", "at most {allowed} of all sweeps together (limit {name}): a smaller sweep")
+TOO_LARGE: dict[str, tuple[str, str, str]] = {
+    "sweep_cells": _TOO_MANY_CELLS,
+    "sweep_cells_waiting": _TOO_MANY_CELLS,
+    "module_mib": ("steering", "comes to {more} MiB", "at most {allowed} MiB of all modules together (limit {name}): a smaller module"),
+}
+MIB = 1 << 20
+
+
+def limits_of(settings: Settings) -> dict[str, int]:
+    """The limits that hold where a tenant has none of its own, and those of all together; 0 is no limit."""
+    own: dict[str, int] = {name: getattr(settings, f"limit_{name}") for name in DEFAULTED}
+    full = round(100 * settings.redis_fill_limit)
+    return {**own, "queue_limit": settings.queue_limit, "sweep_cells_waiting": settings.sweep_cells_waiting, "redis_fill": full}
+
+
+def refusal(tenant: str, name: str, used: int, allowed: int, more: int, retry_after: float | None) -> MidstreamError:
+    """Why something was not accepted, and from when on it would be. `more`: what it would have taken of the limit."""
+    facts = {"name": name, "tenant": tenant, "used": used, "allowed": allowed, "more": more}
+    if name in TOO_LARGE and more > allowed:
+        field, *words = TOO_LARGE[name]
+        detail, advice = (text.format(**facts) for text in words)
+        return invalid(field, detail, allowed=advice)
+    kind, text = REFUSALS[name]
+    what_to_do = ALLOWED.get(name)
+    return MidstreamError(kind, text.format(**facts), allowed=what_to_do.format(**facts) if what_to_do else None, retry_after=retry_after)
+
+
+class Tenants:
+    """Over a redis.asyncio client, such as a ledger's. Belongs to its event loop."""
+
+    def __init__(self, redis: Any, settings: Settings) -> None:
+        self._redis = redis
+        self._settings = settings
+
+    async def put(self, tenant: Tenant) -> None:
+        """From now on these limits hold for it, also for what it has submitted."""
+        await self._redis.hset(TENANTS, tenant.name, to_msgpack(tenant))
+
+    async def delete(self, name: str) -> bool:
+        """The settings' limits hold for it again. False: it had none of its own."""
+        return bool(await self._redis.hdel(TENANTS, name))
+
+    async def get(self, name: str) -> Tenant:
+        """With what was said of it by name; limits that are null are the settings'."""
+        raw = await self._redis.hget(TENANTS, name)
+        return Tenant(name=name) if raw is None else from_msgpack(raw, Tenant)
+
+    async def list(self) -> list[Tenant]:
+        """Those with limits of their own, by name."""
+        raw = await self._redis.hgetall(TENANTS)
+        return [from_msgpack(raw[name], Tenant) for name in sorted(raw)]
+
+    async def usage(self, name: str) -> Usage:
+        """What it uses now, and what it has submitted in this minute of the clock."""
+        counted = await self._redis.hmget(USAGE, [f"{name}/{what}" for what in ("jobs", "cells", "bytes")])
+        jobs, cells, kept = (max(0, int(number or 0)) for number in counted)
+        rates = await self._redis.hmget(f"ms:rate:{name}", "minute", "requests", "tokens")
+        minute, requests, tokens = (int(number or 0) for number in rates)
+        current = minute == int(now() // 60)
+        sizes: list[bytes] = await self._redis.hvals(f"ms:module-bytes:{name}")
+        return Usage(
+            jobs_in_flight=jobs, sweep_cells=cells, capture_bytes=kept, tokens_this_minute=tokens if current else 0,
+            requests_this_minute=requests if current else 0, modules=len(sizes), module_bytes=sum(map(int, sizes)),
+        )  # fmt: skip
+
+    async def view(self, name: str) -> TenantView:
+        """Its limits as they hold, settings filled in, and its usage."""
+        return TenantView(name=name, limits=filled((await self.get(name)).limits, self._settings), usage=await self.usage(name))
+
+
+def filled(limits: Limits, settings: Settings) -> Limits:
+    """The limits as they hold."""
+    defaults = limits_of(settings)
+    return msgspec.structs.replace(limits, **{name: defaults[name] for name in DEFAULTED if getattr(limits, name) is None})

@@ -1,0 +1,216 @@
+"""How do thousands of held responses learn that their job has changed, without thousands of connections, and never hang?
+
+One pub/sub connection per process hears of every change. A message is only a hint: it may be lost with the connection, so
+whoever waits also looks by itself from time to time, and everybody looks when the connection is back.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Collection
+from types import TracebackType
+from typing import Any, TypeVar
+
+import redis.asyncio
+import redis.exceptions
+
+from ...schemas.errors import MidstreamError
+from .jobs import Ledger, not_found
+from .views import after_id
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+#: Seconds between looks of one waiter while messages come through, and while the connection is down.
+POLL_S, POLL_DEAF_S = 5.0, 0.25
+#: Of so many jobs the latest message is remembered, for whoever begins to wait just after it came.
+REMEMBERED = 4096
+#: What is heard of an event that changes nothing but the job's stream.
+STIRRED = b"e"
+#: Seconds after which the silent pub/sub connection is asked whether it still lives.
+HEALTH_CHECK_S = 5
+RECONNECT_S = 0.2
+PATTERN = "ms:changed:*"
+PREFIX = len("ms:changed:")
+
+
+class Waiter:
+    """One call that waits for news of a job."""
+
+    def __init__(self, quiet: Collection[str], stirred: bool) -> None:
+        self.woken = asyncio.Event()
+        self.quiet = quiet  # states whose coming is no news
+        self.stirred = stirred  # are events of its stream?
+
+
+class Watcher:
+    """Waits for changes of jobs on one pub/sub connection. Belongs to one event loop.
+
+    Use as `async with Watcher(ledger)`, or `start()` and `close()`.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._waiting: dict[str, set[Waiter]] = {}
+        self._heard: OrderedDict[str, tuple[int, str]] = OrderedDict()  # version and state, since the connection is there
+        self._task: asyncio.Task[None] | None = None
+        self._hearing = asyncio.Event()
+
+    async def __aenter__(self) -> "Watcher":
+        self.start()
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self.close()
+
+    def start(self) -> None:
+        """Begin to listen; harmless when repeated. Must be called on the event loop."""
+        if self._task is None:
+            self._task = asyncio.create_task(self._listen(), name="midstream-watcher")
+
+    async def close(self) -> None:
+        """Stop listening and wake everybody who waits; they see their deadline or go on by polling."""
+        if self._task is not None:
+            while not self._task.done():  # redis-py may swallow a cancellation (asyncio.wait_for of Python 3.11)
+                self._task.cancel()
+                await asyncio.wait({self._task}, timeout=0.5)
+            self._task = None
+        self._hearing.clear()
+        self._wake_all()
+
+    @property
+    def waiting(self) -> int:
+        """How many calls wait now."""
+        return sum(map(len, self._waiting.values()))
+
+    @property
+    def remembered(self) -> set[str]:
+        """Jobs whose latest message is known."""
+        return set(self._heard)
+
+    async def changed(self, job_id: str, version: int, timeout: float, quiet: Collection[str] = ()) -> int:
+        """The job's current version: at once when it is another than `version`, else when it grows, or after `timeout` seconds.
+
+        `quiet`: states for whose coming it need not return; beside those of jobs, `generated`: only receipts are awaited.
+        While Redis is away it waits on; then, at the timeout, it returns `version`. Raises not_found.
+        """
+
+        async def look(polled: bool) -> int | None:
+            if not polled and self._hearing.is_set() and (heard := self._heard.get(job_id)) is not None:
+                current, state = heard
+                return current if current > version and state not in quiet else None
+            found = await self._ledger.version(job_id)
+            if found is None:
+                raise not_found(job_id)
+            return found if found != version else None  # a lower one: Redis has lost its last second, and the job is at an earlier state
+
+        found = await self._until(job_id, Waiter(quiet, stirred=False), look, timeout)
+        return version if found is None else found
+
+    async def stirred(self, job_id: str, after: str, timeout: float) -> bool:
+        """Whether the job's event stream has an entry after the event id `after`; waits up to `timeout` seconds for one.
+
+        Raises not_found, and invalid_request for what is no event id.
+        """
+        after_id(after)
+
+        async def look(_: bool) -> bool | None:
+            return bool(await self._ledger.events(job_id, after, count=1)) or None
+
+        return await self._until(job_id, Waiter((), stirred=True), look, timeout) is not None
+
+    async def _until(self, job_id: str, waiter: Waiter, look: Callable[[bool], Awaitable[T | None]], timeout: float) -> T | None:
+        """What `look` finds, or None after `timeout`. Registers before it looks, so that no change slips in between.
+
+        `look` is told whether it looks for no other reason than that some time has passed.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout
+        polled = False
+        self._waiting.setdefault(job_id, set()).add(waiter)
+        try:
+            while True:
+                waiter.woken.clear()
+                try:
+                    async with asyncio.timeout_at(deadline):
+                        found = await look(polled)
+                    if found is not None:
+                        return found
+                except TimeoutError:
+                    return None
+                except MidstreamError as error:
+                    if error.kind != "unavailable":
+                        raise
+                patience = min(deadline - loop.time(), POLL_S if self._hearing.is_set() else POLL_DEAF_S)
+                if patience <= 0:
+                    return None
+                polled = True
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(patience):
+                        await waiter.woken.wait()
+                        polled = False
+        finally:
+            waiters = self._waiting[job_id]
+            waiters.discard(waiter)
+            if not waiters:
+                del self._waiting[job_id]
+
+    async def _listen(self) -> None:
+        """Hear messages for ever; after any failure wake everybody, connect again, wake everybody again."""
+        while True:
+            try:
+                await self._hear()
+            except (redis.exceptions.RedisError, OSError) as error:
+                log.warning("job changes are not heard, %d waiters poll: %s", self.waiting, error)
+            finally:
+                self._hearing.clear()
+                self._heard.clear()
+                self._wake_all()
+            await asyncio.sleep(RECONNECT_S)
+
+    async def _hear(self) -> None:
+        settings = self._ledger.settings
+        # A connection of its own, that reports a failure at once instead of mending it in silence; read as it is, because redis-py's
+        # PubSub takes several times as long over each message (and more still with RESP3).
+        client = redis.asyncio.Redis.from_url(
+            settings.redis_url, retry=None, socket_connect_timeout=5, socket_timeout=None, socket_keepalive=True, protocol=2
+        )
+        async with client:
+            pool: Any = client.connection_pool  # without types
+            connection = await pool.get_connection()
+            try:
+                await connection.send_command("PSUBSCRIBE", PATTERN)
+                while True:
+                    message = await connection.read_response(timeout=HEALTH_CHECK_S)
+                    if message is None:
+                        await connection.send_command("PING")  # its answer is a message; a dead peer makes the next read or write fail
+                    elif message[0] == b"psubscribe":
+                        self._hearing.set()
+                        self._wake_all()  # what changed while nobody heard
+                    elif message[0] == b"pmessage":
+                        self._wake(message[2][PREFIX:].decode(), message[3])
+            finally:
+                await connection.disconnect()
+
+    def _wake(self, job_id: str, told: bytes) -> None:
+        waiters = self._waiting.get(job_id, ())
+        if told == STIRRED:
+            for waiter in waiters:
+                if waiter.stirred:
+                    waiter.woken.set()
+            return
+        version, _, state = told.decode().partition(" ")
+        self._heard[job_id] = int(version), state
+        self._heard.move_to_end(job_id)
+        if len(self._heard) > REMEMBERED:
+            self._heard.popitem(last=False)
+        for waiter in waiters:
+            if state not in waiter.quiet:
+                waiter.woken.set()
+
+    def _wake_all(self) -> None:
+        for waiters in self._waiting.values():
+            for waiter in waiters:
+                waiter.woken.set()

@@ -1,0 +1,99 @@
+"""What may each part of Midstream do in Redis? One user per role, as lines for Redis' `aclfile`.
+
+The commands are those that work on data, by Redis' own categories, without any that Redis calls dangerous (KEYS, FLUSHALL, CONFIG,
+SHUTDOWN, …) but INFO, which says how full it is. The keys keep the roles apart: API keys are the API's alone, secrets of webhooks
+those of the API, which makes them, and of `callbacks`, which signs with them.
+"""
+
+import hashlib
+import os
+import secrets
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import urlsplit, urlunsplit
+
+from ...schemas.errors import MidstreamError
+
+PASSWORD_BYTES = 32
+USERS_FILE = "users.acl"
+
+#: `ms:keys` has the API keys, `ms:hook-secret:…` the secrets of webhooks: what follows has neither.
+OPEN_KEYS = ("~ms:[^kh]*", "~ms:held:*", "~ms:hooks", "~ms:hook:*", "~ms:hook-[^s]*")
+HOOK_SECRETS = ("~ms:hook-secret:*",)
+#: Celery's: our queues, its table of queues, messages that are being worked on, answers to remote control.
+QUEUE_KEYS = ("~midstream.*", "~_kombu.binding*", "~unacked*", "~*.pidbox*", "~celeryev*")
+OUR_CHANNELS = ("&ms:changed:*",)
+#: Events and remote control, in database 0: whoever subscribes to a pattern must be allowed that very pattern.
+QUEUE_CHANNELS = ("&/0.celeryev/*", "&/0.celery.pidbox")
+
+DATA = "+@string +@hash +@set +@sortedset +@stream +@list +@keyspace +@transaction +@scripting +@pubsub +@connection"
+EVERY_ROLE = f"resetkeys resetchannels -@all {DATA} -@dangerous -script +script|load +script|exists +info +time"
+
+
+class Role(NamedTuple):
+    """A part of Midstream, and what it needs of Redis."""
+
+    keys: tuple[str, ...]
+    channels: tuple[str, ...]
+
+
+ROLES: dict[str, Role] = {
+    "api": Role(("~ms:*", *QUEUE_KEYS), (*OUR_CHANNELS, *QUEUE_CHANNELS)),
+    "worker": Role((*OPEN_KEYS, *QUEUE_KEYS), (*OUR_CHANNELS, *QUEUE_CHANNELS)),
+    "relay": Role(OPEN_KEYS, OUR_CHANNELS),
+    "callbacks": Role((*OPEN_KEYS, *HOOK_SECRETS, *QUEUE_KEYS), (*OUR_CHANNELS, *QUEUE_CHANNELS)),
+    "flower": Role(QUEUE_KEYS, QUEUE_CHANNELS),
+}
+#: How Flower asks for jobs: as a user of its own, with Flower's password. Flower writes its queues, and whoever may write some keys
+#: and read others may write those as well (Redis 6.2 knows no keys for reading only).
+FLOWER, FLOWER_JOBS = "flower", "flower-jobs"
+FLOWER_JOBS_RULES = "resetkeys resetchannels -@all +hmget ~ms:job:*"
+#: For people: everything, with a password as well.
+OPERATOR = "operator"
+
+
+def rules(role: str) -> str:
+    """What a user of the role may do, as Redis' ACL SETUSER takes it, without its password."""
+    if role == OPERATOR:
+        return "allkeys allchannels +@all"
+    if role == FLOWER_JOBS:
+        return FLOWER_JOBS_RULES
+    return " ".join([EVERY_ROLE, *ROLES[role].keys, *ROLES[role].channels])
+
+
+def user_line(role: str, password: str) -> str:
+    """A line of an aclfile; it holds the password's SHA-256 only."""
+    return f"user {role} reset on #{hashlib.sha256(password.encode()).hexdigest()} {rules(role)}"
+
+
+def write_users(folder: Path) -> list[Path]:
+    """`users.acl` and one `<role>.password` per user, which only their owner can read; the default user is switched off.
+
+    Raises MidstreamError("conflict") when there are users already.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lines, written = ["user default reset off"], []
+    for role in (*ROLES, OPERATOR):
+        password = secrets.token_hex(PASSWORD_BYTES)
+        written.append(_write(folder / f"{role}.password", password))
+        lines.append(user_line(role, password))
+        if role == FLOWER:
+            lines.append(user_line(FLOWER_JOBS, password))
+    return [_write(folder / USERS_FILE, "\n".join(lines)), *written]
+
+
+def jobs_url(redis_url: str) -> str:
+    """How to ask for jobs, given Flower's own URL: as `flower-jobs` where Flower is `flower`, else as the same user."""
+    parts = urlsplit(redis_url)
+    if parts.username != FLOWER:
+        return redis_url
+    return urlunsplit(parts._replace(netloc=FLOWER_JOBS + parts.netloc.removeprefix(FLOWER)))
+
+
+def _write(path: Path, text: str) -> Path:
+    try:
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(text + "\n")
+    except FileExistsError:
+        raise MidstreamError("conflict", f"{path} is there already: take another folder") from None
+    return path

@@ -1,0 +1,133 @@
+"""Repairs an append-only file whose end is zeros or half a command, as a file system leaves it after a power failure.
+
+ext4 leaves zeros in blocks that were allocated and never written, which Redis refuses to load. Redis drops an incomplete command
+itself, but 6.2 keeps the commands before it in its transaction, and applies that half at the next start. Both kinds of end are cut off
+here, with the whole transaction, and a copy of them is kept. `redis-check-aof` finds the end of the valid commands; it is the
+`redis-server` binary under another name.
+"""
+
+import mmap
+import os
+import re
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+from ...schemas.errors import MidstreamError
+
+#: What Redis logs about a file that it refuses.
+REFUSED = re.compile(rb"(Bad file format|Unexpected end of file) reading the append only file")
+_ANALYZED = re.compile(r"AOF analyzed:.*?size=(\d+), ok_up_to=(\d+)")
+#: A line of a manifest (Redis 7): the last file of type `i` is the one that is written to.
+_INCREMENT = re.compile(r"^file (\S+) seq \d+ type i", re.MULTILINE)
+_COUNT, _LENGTH = re.compile(rb"\*(\d{1,10})\r\n"), re.compile(rb"\$(\d{1,10})\r\n")
+#: Longer than the longest header, `*1000000000\r\n`.
+_HEADER_BYTES = 16
+#: Whole commands inside of what should be one value: its length is wrong, and what follows is valid data.
+_COMMAND = re.compile(rb"\r\n\*\d{1,10}\r\n\$\d{1,10}\r\n[A-Za-z]+\r\n")
+
+
+def repair(directory: Path, server: str) -> str:
+    """Cut off the damaged end of the append-only file in `directory`; returns what was cut, for people. `server`: the redis-server binary.
+
+    Raises MidstreamError("unavailable"), with a command to run, for any other damage; nothing is changed then.
+    """
+    path = _written_file(directory)
+    check = _checker(directory, server)
+    size, good = _analyze(path, check)
+    if good is None or good >= size:
+        raise _refusal(path, check, "it is damaged, and not at its end alone")
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        if not _is_cut_off(data, good):
+            raise _refusal(path, check, f"it is damaged at byte {good} of {size}, and what follows is neither zeros nor half a command")
+        kept = path.with_name(f"{path.name}.cut-at-{good}.{time.strftime('%Y%m%dT%H%M%S')}")
+        _copy(data, good, kept)
+    with path.open("rb+") as whole:
+        whole.truncate(good)
+        os.fsync(whole.fileno())
+    return (
+        f"{path} had a damaged end, as after a power failure: {size - good} bytes from byte {good} on were cut off and are kept in {kept}"
+    )
+
+
+def _written_file(directory: Path) -> Path:
+    """The file that Redis appends to: of 6.2 the only one, since 7 the last that the manifest names."""
+    for manifest in directory.glob("*/*.manifest"):
+        if found := _INCREMENT.findall(manifest.read_text()):
+            return manifest.parent / str(found[-1])
+    return directory / "appendonly.aof"
+
+
+def _checker(directory: Path, server: str) -> str:
+    """A command of this machine that checks and cuts such files."""
+    if installed := shutil.which("redis-check-aof"):
+        return installed
+    link = directory / "redis-check-aof"
+    link.unlink(missing_ok=True)
+    link.symlink_to(server)
+    return str(link)
+
+
+def _analyze(path: Path, check: str) -> tuple[int, int | None]:
+    """(size, length of the valid part, without an unfinished transaction); None where the check does not report them."""
+    done = subprocess.run([check, str(path)], stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    found = _ANALYZED.search(done.stdout.decode(errors="replace"))
+    return (int(found[1]), int(found[2])) if found else (path.stat().st_size, None)
+
+
+def _is_cut_off(data: mmap.mmap, start: int) -> bool:
+    """Whether from `start` on there is the beginning of valid commands, and then nothing but zeros."""
+    end = len(data)
+    while end > start and data[end - 1] == 0:
+        block = max(start, end - (1 << 20))
+        end = block + len(data[block:end].rstrip(b"\0"))
+    at = start
+    while at < end:
+        for pattern in _of_command(data, at, end):
+            found = pattern.match(data, at, end)
+            if found is None:
+                return end - at < _HEADER_BYTES and _begins_header(bytes(data[at:end]))
+            at = found.end()
+            if pattern is _LENGTH:
+                value_end = at + int(found[1])
+                if value_end + 2 > end:  # it ends within the value, or within what closes it
+                    return _COMMAND.search(data, at, end) is None
+                if data[value_end : value_end + 2] != b"\r\n":
+                    return False
+                at = value_end + 2
+    return True
+
+
+def _of_command(data: mmap.mmap, at: int, end: int) -> "list[re.Pattern[bytes]]":
+    """The patterns of the headers of a command."""
+    found = _COUNT.match(data, at, end)
+    return [_COUNT, *[_LENGTH] * (int(found[1]) if found and int(found[1]) < 1 << 20 else 0)]
+
+
+def _begins_header(rest: bytes) -> bool:
+    """Whether a header may begin like this."""
+    return not rest or re.fullmatch(rb"[*$]\d{0,10}\r?", rest) is not None
+
+
+def _copy(data: mmap.mmap, start: int, target: Path) -> None:
+    """`data` from `start` on, on disk before this returns."""
+    try:
+        with target.open("xb") as copy:
+            os.fchmod(copy.fileno(), 0o600)
+            for at in range(start, len(data), 1 << 20):
+                copy.write(data[at : at + (1 << 20)])
+            copy.flush()
+            os.fsync(copy.fileno())
+    except OSError:
+        target.unlink(missing_ok=True)
+        raise
+
+
+def _refusal(path: Path, check: str, why: str) -> MidstreamError:
+    checked = next(path.parent.glob("*.manifest"), path)
+    return MidstreamError(
+        "unavailable",
+        f"Redis cannot load {path}: {why}. Nothing was changed. Restore it from a backup; or give up everything behind the damage: "
+        f"`cp {path} {path}.backup && {check} --fix {checked}`, then start again",
+    )

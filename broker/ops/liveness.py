@@ -1,0 +1,6 @@
+"""Signs of life of processes without an HTTP port: keys in Redis that expire when their process has stopped."""
+
+#: JSON: url, pid, version, receipts received.
+RELAY_KEY = "ms:relay"
+#: When the reaper last finished a pass, in seconds since the epoch.
+REAPER_KEY = "ms:sweeper"

@@ -1,0 +1,141 @@
+"""How does every process log? One line each: plain text with the ids behind it, or (`log_format=json`) one JSON object.
+
+What a line is about (job, request, attempt, worker, rank, …) is bound where it becomes known, and is on every line logged below
+that, also on those of libraries. Nothing secret gets into a line: passwords in URLs, API keys and signing secrets are cut out of it.
+"""
+
+import logging
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from types import MappingProxyType
+from typing import Any
+
+from ...schemas.base import to_json
+from ...schemas.settings import Settings
+
+#: What a line may say that it is about, in this order.
+FIELDS = ("job", "request", "attempt", "worker", "rank", "tenant", "request_id", "trace_id")
+#: Of the line about a call that was answered, in JSON.
+ACCESS_FIELDS = ("method", "path", "status", "ms")
+#: What would move a terminal's cursor, or begin a line that looks like one of ours: paths and names come from strangers.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
+TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+#: Bound for everything that this process logs, and for what the current task (or thread) logs.
+_process = ""
+_of_process: dict[str, Any] = {}
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+_of_task: ContextVar[Mapping[str, Any]] = ContextVar("midstream_log_fields", default=_NOTHING)
+
+#: Each has the part that may be shown, then the secret.
+_SECRETS = re.compile(
+    r"(?P<url>\b[a-z][a-z0-9+.-]*://[^\s:/@'\"]*:)[^\s/'\"]+(?=@)"  # a password in a URL
+    r"|(?P<key>\bms_[0-9a-z]{12}_)[A-Za-z0-9_-]+"
+    r"|(?P<hook>\bwhsec_)[A-Za-z0-9+/=_-]+"
+    r"|(?P<bearer>\b[Bb]earer )[^\s'\",]+"
+)
+
+
+def redacted(text: str) -> str:
+    """`text` without what looks like a secret of ours."""
+    return _SECRETS.sub(lambda found: next(part for part in found.groups() if part is not None) + "***", text)
+
+
+def bind_process(**fields: Any) -> None:
+    """These are on every line of this process from now on."""
+    _of_process.update(fields)
+
+
+def bind(**fields: Any) -> None:
+    """These are on every line that the current task, and those that it starts from now on, log; None takes a field away."""
+    _of_task.set({**_of_task.get(), **fields})
+
+
+@contextmanager
+def bound(**fields: Any) -> Iterator[None]:
+    """`bind` for the length of a block."""
+    token = _of_task.set({**_of_task.get(), **fields})
+    try:
+        yield
+    finally:
+        _of_task.reset(token)
+
+
+def about(record: logging.LogRecord) -> dict[str, Any]:
+    """What a line is about: what was bound, and what was given with the line itself (`extra=`)."""
+    fields = {**_of_process, **_of_task.get()}
+    data = getattr(record, "data", None)  # Celery's own lines about a task have its id in here: job, or job.attempts
+    if isinstance(data, dict) and "job" not in fields and isinstance(task := data.get("id"), str):
+        fields["job"] = task.partition(".")[0]
+    for name in FIELDS:
+        if (value := getattr(record, name, None)) is not None:
+            fields[name] = value
+    return {name: fields[name] for name in FIELDS if fields.get(name) is not None}
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per line. `process` and `fields` hold where `configure` was not called (vLLM's own processes)."""
+
+    def __init__(self, process: str, **fields: Any):
+        super().__init__()
+        self._process, self._fields = process, fields
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": redacted(record.getMessage()),
+            "process": _process or self._process,
+            "pid": record.process,
+            **self._fields,
+            **about(record),
+        }
+        line |= {name: getattr(record, name) for name in ACCESS_FIELDS if hasattr(record, name)}
+        if record.exc_info:
+            line["exception"] = redacted(self.formatException(record.exc_info))
+        if record.stack_info:
+            line["stack"] = redacted(record.stack_info)
+        return to_json(line).decode()
+
+
+class TextFormatter(logging.Formatter):
+    """As one reads it in a terminal, the ids behind the message, whose further lines are indented."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redacted(super().format(record))
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        ids = " ".join(f"{name}={value}" for name, value in about(record).items())
+        line = _CONTROL.sub(lambda found: repr(found[0])[1:-1], super().formatMessage(record)).replace("\n", "\n    ")
+        return f"{line} [{ids}]" if ids else line
+
+
+def setup(settings: Settings, process: str, **fields: Any) -> None:
+    """All logging of this process goes to stderr from now on, as the settings say. `fields`: on every line.
+
+    Called again it starts over: the last call counts.
+    """
+    configure(settings.log_format, settings.log_level, process, **fields)
+
+
+def configure(log_format: str, log_level: str, process: str, **fields: Any) -> None:
+    """`setup` for a rank, which does not have the settings."""
+    global _process
+    _process = process
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter(process) if log_format == "json" else TextFormatter(TEXT))
+    root = logging.getLogger()
+    for former in list(root.handlers):
+        root.removeHandler(former)
+    root.addHandler(handler)
+    root.setLevel(log_level)
+    logging.captureWarnings(log_format == "json")
+    for noisy in ("httpx", "httpcore", "opentelemetry"):  # a line per call of theirs says nothing about a job
+        logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLevelNamesMapping()[log_level]))
+    _of_process.clear()
+    bind_process(**fields)

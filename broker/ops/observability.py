@@ -1,0 +1,16 @@
+"""How does a process begin to be seen? Its log, its traces and its metrics, as the settings say: the first thing that it does."""
+
+from typing import Any
+
+from ...schemas.settings import Settings
+from . import logs, metrics, traces
+
+
+def start(settings: Settings, process: str, **fields: Any) -> metrics.MetricsServer | None:
+    """`fields`: on every line that the process logs. Returns the server of its metrics, if it has one of its own.
+
+    Raises SettingsError naming the setting that does not work.
+    """
+    logs.setup(settings, process, **fields)
+    traces.setup(settings, process)
+    return metrics.start(settings, process)

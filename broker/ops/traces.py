@@ -1,0 +1,143 @@
+"""How is one job followed over all processes? OpenTelemetry spans over OTLP/HTTP, all of one trace, named by W3C traceparents.
+
+The submission's span goes into `Job.trace`; whoever does something for the job makes a span below it and hands its own traceparent on
+(`RankSpec.trace`, `Receipt.trace`). Without `otel_endpoint` nothing is imported and nothing is measured; a caller's traceparent is
+still handed on.
+"""
+
+import re
+import time
+from typing import Any, Literal
+
+from ...schemas.settings import Settings, SettingsError
+from ...schemas.version import __version__
+
+#: `00-<trace id>-<span id>-<flags>`; ids of zeros are none (W3C Trace Context, level 1).
+_TRACEPARENT = re.compile(r"00-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})")
+#: Spans are sent this often, and a collector that does not answer is waited for this long, in seconds.
+SEND_EVERY_S, PATIENCE_S = 1.0, 3.0
+_NS = 1_000_000_000
+
+Kind = Literal["internal", "server", "consumer"]
+Value = str | int | float | bool
+
+
+def valid(traceparent: str | None) -> str:
+    """The traceparent as it is to be handed on; empty for what is none."""
+    text = (traceparent or "").strip().lower()
+    return text if _TRACEPARENT.fullmatch(text) else ""
+
+
+def trace_id(traceparent: str) -> str | None:
+    """The trace that a traceparent belongs to, 32 hex digits; None for an empty one."""
+    return traceparent[3:35] or None
+
+
+class Span:
+    """Something that takes time. `traceparent` is for what happens below it; unrecorded, it is the one from above."""
+
+    def __init__(self, traceparent: str, recorded: Any = None) -> None:
+        self.traceparent = traceparent
+        self._recorded = recorded
+
+    def note(self, **attributes: Value) -> None:
+        if self._recorded is not None:
+            self._recorded.set_attributes(_named(attributes))
+
+    def rename(self, name: str) -> None:
+        if self._recorded is not None:
+            self._recorded.update_name(name)
+
+    def event(self, name: str) -> None:
+        """At this moment."""
+        if self._recorded is not None:
+            self._recorded.add_event(name)
+
+    def fail(self, why: str) -> None:
+        if self._recorded is not None:
+            from opentelemetry.trace import Status, StatusCode
+
+            self._recorded.set_status(Status(StatusCode.ERROR, why))
+
+    def end(self, at: float | None = None) -> None:
+        """`at`: seconds since the epoch; now."""
+        if self._recorded is not None:
+            self._recorded.end(None if at is None else int(at * _NS))
+
+
+_provider: Any = None  # while spans are recorded
+
+
+def setup(settings: Settings, process: str) -> None:
+    """Record spans of this process from now on, if `otel_endpoint` is set. Raises SettingsError when that is impossible."""
+    global _provider
+    if not settings.otel_endpoint:
+        return
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ModuleNotFoundError as error:
+        raise SettingsError(f"otel_endpoint is set, but OpenTelemetry is not installed ({error}): install the `otel` extra") from error
+    names = {"service.name": f"midstream-{process}", "service.namespace": "midstream", "service.version": __version__}
+    if settings.worker_id:
+        names["service.instance.id"] = settings.worker_id
+    exporter = OTLPSpanExporter(endpoint=f"{settings.otel_endpoint.rstrip('/')}/v1/traces", timeout=PATIENCE_S)
+    provider = TracerProvider(resource=Resource.create(names))
+    provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=SEND_EVERY_S * 1000))
+    _provider = provider
+
+
+def close() -> None:
+    """Send what is left; for processes that do not end in the usual way."""
+    global _provider
+    if _provider is not None:
+        _provider.shutdown()
+        _provider = None
+
+
+def enabled() -> bool:
+    return _provider is not None
+
+
+def begin(name: str, parent: str, *, root: bool = False, kind: Kind = "internal", at: float | None = None, **attributes: Value) -> Span:
+    """A span below `parent` (a traceparent) that began `at` (seconds since the epoch; now). `root`: without a parent it begins a trace.
+
+    Without `root` and parent nothing is recorded: what was not traced from its beginning is not traced at all.
+    """
+    if _provider is None or not (parent or root):
+        return Span(parent)
+    from opentelemetry.trace import SpanKind
+
+    span = _provider.get_tracer("midstream", __version__).start_span(
+        name,
+        context=_context(parent),
+        kind=SpanKind[kind.upper()],
+        attributes=_named(attributes),
+        start_time=int((time.time() if at is None else at) * _NS),
+    )
+    found = span.get_span_context()
+    return Span(f"00-{found.trace_id:032x}-{found.span_id:016x}-{found.trace_flags:02x}", span)
+
+
+def record(name: str, parent: str, start: float, end: float, **attributes: Value) -> None:
+    """A span that is over already; both in seconds since the epoch. Clocks of machines differ: it never ends before it began."""
+    span = begin(name, parent, at=start)
+    span.note(**attributes)
+    span.end(max(start, end))
+
+
+def _context(parent: str) -> Any:
+    from opentelemetry.context import Context
+    from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
+
+    match = _TRACEPARENT.fullmatch(parent)
+    if match is None:
+        return Context()
+    found = SpanContext(int(match[1], 16), int(match[2], 16), is_remote=True, trace_flags=TraceFlags(int(match[3], 16)))
+    return set_span_in_context(NonRecordingSpan(found), Context())
+
+
+def _named(attributes: dict[str, Value]) -> dict[str, Value]:
+    return {f"midstream.{name}": value for name, value in attributes.items()}

@@ -1,0 +1,106 @@
+"""How is the queue set up: which queues, which priorities, which of Celery's many switches?
+
+A message carries a job id and nothing else. It is a hint that a job waits: the ledger decides who runs it, the sweeper
+sends it again when it was lost.
+"""
+
+import re
+import socket
+from typing import Any, Literal
+
+from celery import Celery
+from kombu import Queue
+from redis.connection import parse_url
+
+from ...schemas.settings import Settings
+
+#: Redis priorities of kombu: one list per step, 0 is served first.
+PRIORITY_STEPS = (0, 3, 6, 9)
+#: Someone waits for an answer at the OpenAI-style endpoints; a batch of jobs does not mind.
+PRIORITY_OF_KIND = {"chat": 3, "completion": 3, "generate": 6, "sweep": 6}
+#: The queue of the `callbacks` worker.
+CALLBACKS_QUEUE = "midstream.callbacks"
+#: Abandoned messages are looked for this often, in seconds (kombu's default amounts to about 100 s).
+RESTORE_INTERVAL_S = 2
+#: Only one process checks at a time. The lock of a killed process expires after so many seconds (kombu's default: 300 s).
+RESTORE_LOCK_S = 5
+#: A connection whose other end went away without a word (a cut link, a machine that lost power) is given up after 20 s: kombu waits
+#: for messages without a timeout, and the kernel alone would take two hours.
+KEEPALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3, socket.TCP_USER_TIMEOUT: 20_000}
+#: Between the queue's name and the priority in the name of kombu's Redis lists.
+SEPARATOR = "\x06\x16"
+
+
+def queue_of(model: str) -> str:
+    """`midstream.<model>`; characters that do not belong into a queue's name become `_` and their code."""
+    return "midstream." + re.sub(r"[^A-Za-z0-9.-]", lambda odd: f"_{ord(odd[0]):x}_", model)
+
+
+def lists_of(queue: str) -> list[str]:
+    """The Redis lists that a queue's messages wait in, one per priority."""
+    return [queue if step == 0 else f"{queue}{SEPARATOR}{step}" for step in PRIORITY_STEPS]
+
+
+def task_of(kind: str) -> str:
+    """The name of the task that runs jobs of a kind: `midstream.generate`, `.completion`, `.chat`, `.sweep`."""
+    return f"midstream.{kind}"
+
+
+def make_app(settings: Settings) -> Celery:
+    """The Celery app that API, workers and callbacks share; there is no result backend, the ledger holds results."""
+    app = Celery("midstream", broker=settings.redis_url, set_as_current=False)
+    app.conf.update(
+        broker_use_ssl=tls_options(settings.redis_url),
+        accept_content=["json"],
+        task_serializer="json",
+        event_serializer="json",
+        result_accept_content=["json"],
+        task_ignore_result=True,
+        task_store_errors_even_if_ignored=False,
+        task_acks_late=True,
+        task_acks_on_failure_or_timeout=True,  # a failed task has written its problem to the ledger: its message is done
+        task_track_started=True,
+        task_send_sent_event=True,
+        worker_send_task_events=True,
+        worker_prefetch_multiplier=1,
+        worker_cancel_long_running_tasks_on_connection_loss=False,  # not possible on threads
+        worker_enable_remote_control=True,
+        worker_consumer="midstream.broker.queue.consumer:Consumer",
+        worker_enable_prefetch_count_reduction=False,  # after a reconnect at full strength: what runs twice is refused by the ledger
+        broker_connection_retry_on_startup=True,
+        broker_connection_max_retries=None,  # Redis may restart: keep trying
+        broker_channel_error_retry=True,  # and it may refuse writes for a while: see `consumer`
+        # A publisher that cannot reach Redis says so soon; the job is committed, and the sweeper sends its message later.
+        task_publish_retry_policy={"max_retries": 2, "interval_start": 0, "interval_step": 0.2, "interval_max": 0.5},
+        broker_transport_options={
+            "visibility_timeout": settings.visibility_timeout_s,
+            "unacked_restore_interval": RESTORE_INTERVAL_S,
+            "unacked_restore_throttle": 1,
+            "unacked_mutex_expire": RESTORE_LOCK_S,
+            "priority_steps": list(PRIORITY_STEPS),
+            "sep": SEPARATOR,
+            "queue_order_strategy": "priority",
+            "socket_keepalive": True,
+            "socket_keepalive_options": KEEPALIVE,
+            "socket_connect_timeout": 5,
+        },
+        task_default_queue=CALLBACKS_QUEUE,
+        task_create_missing_queues=True,
+        task_queues=None,
+        enable_utc=True,
+    )
+    return app
+
+
+def tls_options(redis_url: str) -> dict[str, Any] | Literal[False]:
+    """What Celery and Flower must be told beside a rediss:// URL: kombu would speak in the clear, and Flower reads no URL."""
+    told = parse_url(redis_url) if redis_url.startswith("rediss://") else None  # type: ignore[no-untyped-call]
+    if told is None:
+        return False
+    chosen = {name: value for name, value in told.items() if name.startswith("ssl_")}
+    return {"ssl_cert_reqs": "required", "ssl_check_hostname": True, **chosen}
+
+
+def queue(name: str) -> Queue:
+    """A queue of ours for `app.amqp` or a publisher: direct, same exchange and routing key as its name."""
+    return Queue(name, exchange=name, routing_key=name)

@@ -1,0 +1,115 @@
+"""Which of the tasks that Flower takes for unfinished are over, though no event said so?
+
+Events are lossy: nobody tells the end of a task whose worker was killed while the receipts were on their way, or that ended while
+Flower was away. Flower's process therefore asks the ledger now and then for the jobs of all tasks that it takes for unfinished, and
+tells itself what their workers would have told. A job may have several tasks, one per attempt: the last tells how the job ended, and
+those before it that another attempt followed.
+
+All of it happens on Flower's event loop, which alone touches Flower's state, but the round trip to Redis.
+"""
+
+import asyncio
+import logging
+import socket
+import time
+from typing import Any
+
+import redis
+from celery.states import READY_STATES, RETRY
+
+from ...schemas.jobs import TERMINAL, State
+from ..ops.acl import jobs_url
+from .messages import job_of_task
+from .task_events import SUCCEEDED, Standing, event_of, standings
+
+log = logging.getLogger(__name__)
+
+#: Seconds between two looks. A job that is over at one is told at the next, unless its worker told meanwhile.
+LOOK_S = 3.0
+#: Of so many tasks at most the jobs are asked for in one look; where more are unfinished, each has its turn.
+ASKED = 2000
+JOB_PREFIX = "job_"
+#: Who tells of a task that no worker is known to have had.
+TELLER = f"flower@{socket.gethostname()}"
+
+
+class MissedEnds:
+    """`events`: Flower's state, a flower.events.EventsState."""
+
+    def __init__(self, events: Any, redis_url: str):
+        self._events = events
+        self._client = redis.Redis.from_url(jobs_url(redis_url), socket_timeout=5, socket_connect_timeout=5)
+        self._over: dict[str, Standing] = {}  # by task, as the look before found it
+        self._last_attempts: dict[str, int] = {}  # as of the present look
+        self._turn = 0
+        self._trouble = ""  # that was told
+
+    async def run(self) -> None:
+        """Look for ever."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                await self.look()
+                self._trouble = ""
+            except redis.RedisError as error:
+                if str(error) != self._trouble:
+                    log.warning("the ledger cannot be asked how jobs ended that no event tells of: %s", error)
+                self._trouble = str(error)
+            except Exception:  # the others' ends are still to be told
+                log.exception("the end of a task could not be told")
+
+    async def look(self) -> None:
+        """Tell of the tasks that were over at the look before and that nobody has told of since; ask for the others.
+
+        Raises redis.RedisError.
+        """
+        over, self._over = self._over, {}
+        unfinished = self._unfinished()
+        for task_id in unfinished.keys() & over.keys():
+            self._tell(unfinished.pop(task_id), over[task_id])
+        asked = self._in_turn(list(unfinished))
+        if asked:
+            found = await asyncio.to_thread(standings, self._client, [job_of_task(task_id)[0] for task_id in asked])
+            self._over = {task_id: standing for task_id, standing in zip(asked, found, strict=True) if standing.state in TERMINAL}
+
+    def _unfinished(self) -> dict[str, Any]:
+        """Tasks of jobs that still have an end to be told, by id; one that was put back and whose job went on in a later task has none."""
+        found = {
+            task_id: task
+            for task_id, task in self._events.tasks.data.items()
+            if task.state not in READY_STATES and task_id.startswith(JOB_PREFIX)
+        }
+        self._last_attempts = self._known_attempts() if found else {}
+        return {task_id: task for task_id, task in found.items() if task.state != RETRY or not self._is_followed(task_id)}
+
+    def _known_attempts(self) -> dict[str, int]:
+        """Of each job with a task for a later attempt than the first: the last of those."""
+        last: dict[str, int] = {}
+        for task_id in self._events.tasks.data:
+            job_id, attempt = job_of_task(task_id)
+            if attempt > last.get(job_id, 0):
+                last[job_id] = attempt
+        return last
+
+    def _is_followed(self, task_id: str) -> bool:
+        job_id, attempt = job_of_task(task_id)
+        return attempt < self._last_attempts.get(job_id, 0)
+
+    def _in_turn(self, task_ids: list[str]) -> list[str]:
+        if len(task_ids) <= ASKED:
+            return task_ids
+        begin = self._turn % len(task_ids)
+        self._turn = begin + ASKED
+        return (task_ids[begin:] + task_ids[:begin])[:ASKED]
+
+    def _tell(self, task: Any, standing: Standing) -> None:
+        state = State.QUEUED if self._is_followed(task.uuid) else standing.state
+        kind, fields = event_of(state, standing.problem)
+        told_at = standing.finished or time.time()
+        if kind == SUCCEEDED and task.started:
+            fields["runtime"] = max(0.0, told_at - task.started)
+        worker = task.worker.hostname if task.worker else TELLER
+        # Nothing was received from the worker, so that it does not count as alive.
+        frame = {"type": kind, "uuid": task.uuid, "hostname": worker, "timestamp": told_at, "local_received": None, "clock": task.clock}
+        self._events.event(frame | fields)
+        log.info("%s: told of task %s, of which no event came", kind, task.uuid)

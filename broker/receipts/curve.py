@@ -1,0 +1,255 @@
+"""Who may speak to the relay, and as which worker? CURVE keys in files, and the relay's authenticator (ZAP).
+
+A key is one line of Z85 (40 characters). Private ones lie in `NAME.key`, for their owner's eyes only; public ones in `NAME.pub`. The
+relay knows its senders by a folder of public keys, `WORKER.pub`: who is in none of them does not get past the handshake, and who
+speaks as a worker that its key does not stand for is refused frame by frame.
+"""
+
+import fcntl
+import logging
+import os
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import msgspec
+import zmq
+from zmq.utils import z85
+
+from ...schemas.errors import MidstreamError, invalid
+from ...schemas.settings import Settings, SettingsError
+from ..ops.private_files import private_folder
+
+if TYPE_CHECKING:
+    from zmq.auth.thread import ThreadAuthenticator
+
+log = logging.getLogger(__name__)
+
+KEY_BYTES, Z85_CHARACTERS = 32, 40
+PRIVATE, PUBLIC = ".key", ".pub"
+CLIENTS = "clients"  # of a folder that `new_keys` wrote: what the relay is given as `curve_clients_dir`
+DOMAIN = "midstream"  # of ZAP; any will do, but none lets everybody in where no authenticator runs
+#: The folder of known keys is looked at this often at most; adding or removing a worker takes that long.
+LOOK_EVERY_S = 1.0
+RELAY = "relay"  # name of the relay's key pair in `curve_dir`; no worker may use it
+#: The same stranger is logged this often.
+COMPLAIN_EVERY_S = 10.0
+REMEMBERED = 1000  # strangers, at most
+
+Role = Literal["relay", "worker"]
+
+
+class KnownClients:
+    """The workers that a folder of public keys names, read again when it changes; from any thread."""
+
+    def __init__(self, folder: Path):
+        """Raises SettingsError when there is no such folder."""
+        self.folder = folder
+        self.denied = 0  # handshakes
+        self._lock = threading.Lock()
+        self._keys: dict[str, str] = {}  # worker → its public key
+        self._seen: object = None  # what the folder looked like
+        self._next_look = 0.0
+        self._told: dict[str, float] = {}
+        try:
+            self._look()
+        except OSError as error:
+            raise SettingsError(f"curve_clients_dir={str(folder)!r}: {error.strerror}") from error
+
+    def key_of(self, worker: str) -> str | None:
+        """The public key that speaks for `worker`."""
+        self._refresh()
+        return self._keys.get(worker)
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """As the authenticator asks: whether whoever has the public key `key` may come in."""
+        self._refresh()
+        text = key.decode()
+        if text not in self._keys.values():
+            self._refresh(at_once=True)  # its file may be there since a moment ago
+        if text in self._keys.values():
+            return True
+        with self._lock:
+            self.denied += 1
+            now = time.monotonic()
+            if now - self._told.get(text, -COMPLAIN_EVERY_S) >= COMPLAIN_EVERY_S:
+                if len(self._told) >= REMEMBERED:
+                    self._told.clear()
+                self._told[text] = now
+                log.error("refused a sender whose public key %s is none of %d in %s", text, len(self._keys), self.folder)
+        return False
+
+    def _refresh(self, at_once: bool = False) -> None:
+        if time.monotonic() < self._next_look and not at_once:
+            return
+        with self._lock:
+            try:
+                self._look()
+            except OSError as error:
+                self._keys, self._seen = {}, None
+                log.error("nobody is let in: the folder of the senders' public keys cannot be read: %s", error)
+
+    def _look(self) -> None:
+        self._next_look = time.monotonic() + LOOK_EVERY_S
+        with os.scandir(self.folder) as entries:
+            files = sorted((entry.name, entry.stat().st_mtime_ns, entry.stat().st_ino) for entry in entries if entry.name.endswith(PUBLIC))
+        if files == self._seen:
+            return
+        keys = {}
+        for name, _, _ in files:
+            try:
+                keys[name.removesuffix(PUBLIC)] = public_key((self.folder / name).read_text(), str(self.folder / name))
+            except (SettingsError, OSError, UnicodeDecodeError) as error:
+                log.error("a sender's public key cannot be used: %s", error)
+        if self._seen is not None:
+            log.info("senders known by their keys are now: %s", ", ".join(keys) or "none")
+        self._keys, self._seen = keys, files
+
+
+class ServerKeys(NamedTuple):
+    """What makes a socket the relay's."""
+
+    public: str
+    secret: str
+    clients: KnownClients
+
+    def guard(self, context: "zmq.Context[Any]", socket: "zmq.Socket[bytes]") -> "ThreadAuthenticator":
+        """Encrypt `socket`, not bound yet, and let in known clients only; the authenticator is to be stopped before `context` ends."""
+        from zmq.auth.thread import ThreadAuthenticator  # brings asyncio, which ranks do without
+
+        authenticator = ThreadAuthenticator(context, log=log)
+        authenticator.start()
+        authenticator.configure_curve_callback(DOMAIN, credentials_provider=self.clients)
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt_string(zmq.CURVE_PUBLICKEY, self.public)
+        socket.setsockopt_string(zmq.CURVE_SECRETKEY, self.secret)
+        socket.setsockopt_string(zmq.ZAP_DOMAIN, DOMAIN)
+        return authenticator
+
+
+class ClientKeys(NamedTuple):
+    """What a worker's sockets show, and what they expect of the relay."""
+
+    public: str
+    secret: str
+    server: str
+
+    def apply(self, socket: "zmq.Socket[bytes]") -> None:
+        """To be called before it connects."""
+        socket.setsockopt_string(zmq.CURVE_SERVERKEY, self.server)
+        socket.setsockopt_string(zmq.CURVE_PUBLICKEY, self.public)
+        socket.setsockopt_string(zmq.CURVE_SECRETKEY, self.secret)
+
+
+def server_keys(settings: Settings) -> ServerKeys | None:
+    """The relay's; None when it is to speak in the clear. Raises SettingsError naming what is wrong or missing."""
+    settings = with_kept_keys(settings)
+    if not settings.curve_secret_file and not settings.curve_clients_dir:
+        return None
+    if not settings.curve_clients_dir:
+        raise SettingsError("curve_secret_file is set and curve_clients_dir is not: without known keys the relay would let in anybody")
+    if not settings.curve_secret_file:
+        raise SettingsError("curve_clients_dir is set and curve_secret_file is not: the relay needs a key of its own")
+    return ServerKeys(*secret_key(settings.curve_secret_file), KnownClients(Path(settings.curve_clients_dir)))
+
+
+def client_keys(secret_file: str, server_key: str) -> ClientKeys | None:
+    """A worker's; None when it is to speak in the clear. Raises SettingsError naming what is wrong or missing."""
+    if not secret_file and not server_key:
+        return None
+    if not server_key:
+        raise SettingsError("curve_secret_file is set and curve_server_key is not: a worker needs the relay's public key")
+    if not secret_file:
+        raise SettingsError("curve_server_key is set and curve_secret_file is not: a worker needs a key of its own")
+    return ClientKeys(*secret_key(secret_file), public_key(server_key, "curve_server_key"))
+
+
+def with_kept_keys(settings: Settings, worker: str = "") -> Settings:
+    """With the keys that `curve_dir` holds for `worker`, or for the relay; they are made at the first start.
+
+    An account that can write that folder can send receipts. Raises SettingsError when it cannot be used.
+    """
+    if not settings.curve_dir:
+        return settings
+    if settings.curve_secret_file or settings.curve_clients_dir or settings.curve_server_key:
+        raise SettingsError("curve_dir is set and other curve_… settings as well: take one or the others")
+    if worker == RELAY:
+        raise SettingsError(f"worker_id={worker!r}: with curve_dir this is the name of the relay's key, take another")
+    folder = Path(settings.curve_dir)
+    try:
+        private_folder(folder)
+        with (folder / "lock").open("a") as lock:  # a worker may come before the relay
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            secret, public = _kept_keys("relay", RELAY, folder)
+            (folder / CLIENTS).mkdir(exist_ok=True)
+            if not worker:
+                return msgspec.structs.replace(
+                    settings, curve_dir="", curve_secret_file=str(secret), curve_clients_dir=str(folder / CLIENTS)
+                )
+            secret, _ = _kept_keys("worker", worker, folder)
+    except OSError as error:
+        raise SettingsError(f"curve_dir={str(folder)!r}: {error.strerror}") from error
+    return msgspec.structs.replace(settings, curve_dir="", curve_secret_file=str(secret), curve_server_key=public.read_text().strip())
+
+
+def _kept_keys(role: Role, name: str, folder: Path) -> tuple[Path, Path]:
+    """Files (private, public) of the existing pair, or of a new one. An incomplete pair, which a crash can leave, is created again."""
+    private, public = _files(role, name, folder)
+    if private.exists() and public.exists() and public.read_text().strip() == secret_key(str(private))[0]:
+        return private, public
+    private.unlink(missing_ok=True)
+    public.unlink(missing_ok=True)
+    return new_keys(role, name, folder)
+
+
+def secret_key(path: str) -> tuple[str, str]:
+    """(public, secret) of a private key's file. Raises SettingsError."""
+    file = Path(path)
+    try:
+        text, mode = file.read_text().strip(), file.stat().st_mode
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"curve_secret_file={path!r}: {getattr(error, 'strerror', None) or 'this is no text'}") from error
+    _check(text, f"curve_secret_file={path!r}")
+    if mode & 0o007:
+        log.warning("curve_secret_file=%r can be read by everybody on this machine: chmod 600 it", path)
+    return zmq.curve_public(text.encode()).decode(), text
+
+
+def public_key(text: str, where: str) -> str:
+    """`text` without what surrounds it; raises SettingsError naming `where` when it is no key."""
+    _check(text.strip(), where)
+    return text.strip()
+
+
+def _check(text: str, where: str) -> None:
+    # The key itself is not named: it may be the secret one.
+    try:
+        fits = len(text) == Z85_CHARACTERS and len(z85.decode(text.encode())) == KEY_BYTES
+    except (ValueError, KeyError):  # not its alphabet
+        fits = False
+    if not fits:
+        raise SettingsError(f"{where}: this is no CURVE key, which is one line of {Z85_CHARACTERS} characters (Z85): midstream curve new")
+
+
+def new_keys(role: Role, name: str, folder: Path) -> tuple[Path, Path]:
+    """Files (private, public) of a new key pair in `folder`, a worker's public one in `folder/clients`.
+
+    Raises MidstreamError: the name is no file's, or there is a key of this name already.
+    """
+    if not name or name != Path(name).name or name.startswith("."):
+        raise invalid("name", f"{name!r} cannot be the name of a file")
+    private, public = _files(role, name, folder)
+    for file in (private, public):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if file.exists():
+            raise MidstreamError("conflict", f"{file} is there already: remove it first, or take another name", field="name")
+    there, kept = zmq.curve_keypair()
+    for file, key, mode in ((private, kept, 0o600), (public, there, 0o644)):
+        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as out:
+            out.write(key + b"\n")
+    return private, public
+
+
+def _files(role: Role, name: str, folder: Path) -> tuple[Path, Path]:
+    return folder / f"{name}{PRIVATE}", (folder / CLIENTS if role == "worker" else folder) / f"{name}{PUBLIC}"

@@ -1,0 +1,164 @@
+"""What do a rank's outbox and the relay say to each other, byte for byte?
+
+One ZeroMQ message is one frame, laid out as `[version u8, kind u8, epoch 16 bytes, seq u64be, payload]`; the payload is
+MessagePack. The sender's routing id says which worker and rank it is, so the relay keeps no state about peers.
+
+| kind | from | seq | payload |
+|---|---|---|---|
+| HELLO | outbox | a nonce | `Hello` |
+| MARK | relay | last contiguous seq committed | the nonce that it answers |
+| RECEIPT | outbox | its number, from 1, without gaps | `schemas.receipts.Receipt` |
+| LOST | outbox | last of the range | `schemas.receipts.LostRange` |
+| ACK | relay | last contiguous seq committed | empty |
+| REFUSED | relay | seq of the frame refused | `Refusal` |
+
+Frozen in every version: byte 0 is the version, byte 1 the kind, REFUSED is 6, and its payload starts at byte 26. So two
+sides that share nothing else can still tell each other which versions they are.
+"""
+
+import uuid
+from enum import IntEnum
+from typing import NamedTuple
+
+import msgspec
+
+from ...schemas.base import Wire, from_msgpack, to_msgpack
+from ...schemas.receipts import PROTOCOL
+from ...schemas.version import __version__
+
+EPOCH_BYTES = 16
+HEADER_BYTES = 2 + EPOCH_BYTES + 8
+MAX_SEQ = 2**64 - 1
+NO_EPOCH = "0" * 32
+
+#: The largest frame that is taken: a receipt with all that `memory_limit_kib` allows, and lists of dropped positions.
+#: ZeroMQ closes a connection that announces a larger frame before it reserves memory for it.
+MAX_FRAME = 64 << 20
+
+#: ZeroMQ allows 255 bytes in a routing id; this leaves room for the rank and the instance.
+MAX_WORKER_BYTES = 200
+
+
+class Kind(IntEnum):
+    HELLO = 1  # "where do I go on from?"
+    MARK = 2  # the answer
+    RECEIPT = 3
+    ACK = 4  # cumulative: everything up to seq is committed
+    LOST = 5  # "I no longer have these"
+    REFUSED = 6  # "I cannot take this, because"; never renumbered
+
+
+class Hello(Wire):
+    """Who greets; for the relay's log."""
+
+    version: str  # Midstream's
+    pid: int
+    held: int  # receipts that wait in the outbox
+
+
+class Refusal(Wire):
+    """Why the relay did not take a frame. New fields go at the end; every version decodes what it knows."""
+
+    reason: str  # protocol | malformed | identity
+    detail: str
+    protocol: int  # the relay's
+    version: str  # Midstream's, on the relay
+    peer_protocol: int  # as the relay read it
+
+
+class Frame(NamedTuple):
+    kind: Kind
+    epoch: str  # 32 hex digits
+    seq: int
+    payload: bytes
+
+
+class FrameError(ValueError):
+    """The bytes are no frame."""
+
+
+class ProtocolMismatch(FrameError):
+    """The other side speaks another version of the protocol."""
+
+    def __init__(self, theirs: int, refusal: Refusal | None = None):
+        super().__init__(f"the other side speaks relay protocol {theirs}, this side speaks {PROTOCOL} (midstream {__version__})")
+        self.theirs = theirs
+        self.refusal = refusal  # when the frame said why
+
+
+_PREFIX = {kind: bytes([PROTOCOL, kind]) for kind in Kind}
+
+
+def pack(kind: Kind, epoch: str, seq: int, payload: bytes = b"") -> bytes:
+    """One frame. `epoch`: 32 hex digits; `seq`: 0 to 2**64 − 1."""
+    return _PREFIX[kind] + bytes.fromhex(epoch) + seq.to_bytes(8, "big") + payload
+
+
+def unpack(raw: bytes) -> Frame:
+    """The frame in `raw`.
+
+    Raises `ProtocolMismatch` when it is of another version (with its `Refusal`, if it is one), `FrameError` for anything else
+    that is not a frame.
+    """
+    if len(raw) < 2:
+        raise FrameError(f"{len(raw)} bytes are too short for a frame, which starts with {HEADER_BYTES}")
+    if raw[0] != PROTOCOL:
+        raise ProtocolMismatch(raw[0], _refusal_of_any_version(raw))
+    if len(raw) < HEADER_BYTES:
+        raise FrameError(f"{len(raw)} bytes are too short for a frame, which starts with {HEADER_BYTES}")
+    try:
+        kind = Kind(raw[1])
+    except ValueError:
+        raise FrameError(f"kind {raw[1]} is unknown: there are {', '.join(f'{k.value} {k.name}' for k in Kind)}") from None
+    return Frame(kind, raw[2 : 2 + EPOCH_BYTES].hex(), int.from_bytes(raw[2 + EPOCH_BYTES : HEADER_BYTES], "big"), raw[HEADER_BYTES:])
+
+
+def refuse(raw: bytes, reason: str, detail: str) -> bytes:
+    """A REFUSED frame that answers the bytes in `raw`, whatever they are."""
+    peer = raw[0] if raw else 0
+    if reason == "protocol":
+        detail = f"the relay speaks protocol {PROTOCOL} (midstream {__version__}), the sender speaks {peer}: {detail}"
+    seq = int.from_bytes(raw[2 + EPOCH_BYTES : HEADER_BYTES], "big") if len(raw) >= HEADER_BYTES else 0
+    refusal = Refusal(reason, detail, PROTOCOL, __version__, peer)
+    return pack(Kind.REFUSED, NO_EPOCH, seq, to_msgpack(refusal))
+
+
+def refusal(frame: Frame) -> Refusal:
+    """What a REFUSED frame says; raises `FrameError` when it cannot be read."""
+    try:
+        return from_msgpack(frame.payload, Refusal)
+    except msgspec.DecodeError as error:
+        raise FrameError(f"the relay refused something, but its reason cannot be read: {error}") from error
+
+
+def _refusal_of_any_version(raw: bytes) -> Refusal | None:
+    if raw[1] != Kind.REFUSED:
+        return None
+    try:
+        return from_msgpack(raw[HEADER_BYTES:], Refusal)
+    except msgspec.DecodeError:
+        return None  # the version byte alone is enough to name both versions
+
+
+def new_epoch() -> str:
+    """32 hex digits, never used before."""
+    return uuid.uuid4().hex
+
+
+def routing_id(worker: str, rank: int, instance: str) -> bytes:
+    """The ZeroMQ routing id of an outbox: `worker/rank/instance`, where `instance` differs for every opening of an outbox.
+
+    Raises ValueError when the worker's name is too long for it.
+    """
+    if not worker or len(worker.encode()) > MAX_WORKER_BYTES:
+        raise ValueError(f"worker {worker!r}: a worker's name has 1 to {MAX_WORKER_BYTES} bytes")
+    return f"{worker}/{rank}/{instance}".encode()
+
+
+def peer_of(identity: bytes) -> tuple[str, int]:
+    """`(worker, rank)` of a routing id; raises `FrameError` when it is not one of ours."""
+    try:
+        worker, rank, _instance = identity.decode().rsplit("/", 2)
+        return worker, int(rank)
+    except ValueError as error:  # UnicodeDecodeError is one
+        raise FrameError(f"routing id {identity!r} is not worker/rank/instance") from error

@@ -1,0 +1,279 @@
+"""How does a rank hand over a receipt so that it is never lost, without waiting for disk or network?
+
+`append` queues; one writer thread commits what is queued in one SQLite transaction (group commit); one sender thread sends
+what is committed until the relay has acknowledged it. What a process leaves behind, the next one on the same file sends.
+
+Runs inside vLLM's rank processes: imports nothing heavy, installs no signal handler, and its threads sleep when idle.
+"""
+
+import functools
+import logging
+import sqlite3
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+from ...schemas.base import to_msgpack
+from ...schemas.disk import FULL, disk_trouble
+from ...schemas.faults import crash_point
+from ...schemas.receipts import Receipt
+from .curve import ClientKeys
+from .outbox_store import LOCK_WAIT_S, OutboxError, Store
+from .sender import Sender
+
+__all__ = ["Outbox", "OutboxError"]
+
+log = logging.getLogger(__name__)
+
+#: Receipts in one transaction at most.
+GROUP = 4096
+#: Acknowledged receipts stay this long: Redis with `appendfsync everysec` may forget its last second when the machine dies,
+#: and then asks for them again.
+KEEP_ACKED_S = 5.0
+#: A disk that refuses writes is tried again for this long before the worker is given up; a full one for as long as it is full.
+GIVE_UP_S = 30.0
+RETRY_S, MAX_RETRY_S = 0.05, 2.0
+
+
+class Outbox:
+    """The receipts of one rank on their way to the relay."""
+
+    def __init__(
+        self,
+        directory: Path,
+        worker: str,
+        rank: int,
+        relay_url: str,
+        on_fatal: Callable[[Exception], None] | None = None,
+        lock_wait_s: float = LOCK_WAIT_S,
+        curve: ClientKeys | None = None,
+    ):
+        """Opens, or goes on with, the outbox of `(worker, rank)` in `directory`.
+
+        `on_fatal(error)` is called from one of its threads, at most once, when receipts cannot be kept or delivered without
+        help: the disk failed, or the relay refuses us. Receipts that were committed stay on disk all the same.
+        `curve` are the keys where the relay asks for some.
+        Raises OutboxError: another process holds it, or it cannot be read.
+        """
+        if not relay_url:
+            raise ValueError("relay_url is empty: the outbox needs the relay's address, such as tcp://127.0.0.1:5557")
+        self._store = Store(Path(directory), worker, rank, lock_wait_s)
+        self.worker, self.rank = worker, rank
+        self._on_fatal = on_fatal
+        self._fatal_told = False
+        lock = threading.Lock()
+        self._work = threading.Condition(lock)  # for the writer
+        self._changed = threading.Condition(lock)  # for those who flush
+        # All below is guarded by the lock.
+        self._queue: list[tuple[str, bytes, Callable[[], object] | None]] = []
+        self._forgotten: list[str] = []  # former epochs that are settled
+        self._renumber = False
+        self._closing = False
+        self._broken: Exception | None = None
+        self._acked = self._store.acked
+        self._shift = 0  # number in the current epoch + shift = place in the order of appending
+        self._appended = self._store.last
+        self._rearm = False  # the writer must look again at how long it may sleep
+        self._aging: tuple[float, int] | None = None  # (since when, up to which number) acknowledged rows are kept
+        self._sender = Sender(
+            self._store, relay_url, acked=self._note_acked, forget=self._note_forgotten, renumber=self._note_renumber,
+            fatal=self._fatal, curve=curve,
+        )  # fmt: skip
+        if self._store.last > self._store.acked:
+            log.info("outbox %s: %d receipts of a former process wait", self._store.path, self._store.last - self._store.acked)
+        self._writer = threading.Thread(target=self._write_loop, name=f"receipt-writer-{worker}-{rank}", daemon=True)
+        self._writer.start()
+        self._sender.start()
+
+    # -- what callers use ---------------------------------------------------------------------------------------------------
+
+    def append(self, receipt: Receipt, on_durable: Callable[[], object] | None = None) -> None:
+        """Queue `receipt`; from any thread; does not wait for the disk.
+
+        `on_durable()` is called from the writer thread once the receipt is on disk; it must be quick.
+        Raises ValueError for another rank's receipt, OutboxError when the outbox is closed or its disk has failed.
+        """
+        if (receipt.worker, receipt.rank) != (self.worker, self.rank):
+            raise ValueError(f"receipt of {receipt.worker}/{receipt.rank} in the outbox of {self.worker}/{self.rank}")
+        row = (receipt.job, to_msgpack(receipt), on_durable)
+        with self._changed:
+            if self._broken is not None:
+                raise OutboxError("internal", f"outbox {self._store.path} has failed: {self._broken}") from self._broken
+            if self._closing:
+                raise OutboxError("internal", f"outbox {self._store.path} is closed")
+            self._queue.append(row)
+            self._appended += 1
+            self._work.notify()
+
+    def flush(self, timeout: float) -> bool:
+        """Wait until the relay has acknowledged everything appended before this call (and what was lost before this boot).
+
+        Returns False when that took longer than `timeout` seconds, or cannot happen because the disk has failed.
+        """
+        with self._changed:
+            goal = self._appended
+            return self._changed.wait_for(lambda: self._broken is not None or self._settled(goal), timeout) and self._broken is None
+
+    def depth(self) -> int:
+        """Receipts appended and not yet acknowledged by the relay, those of former processes included."""
+        with self._changed:
+            return self._appended - (self._acked + self._shift)
+
+    def close(self) -> None:
+        """Make durable what was appended, then stop. What is not acknowledged is sent by the next process. Idempotent."""
+        with self._changed:
+            if self._closing:
+                return
+            self._closing = True
+            self._work.notify()
+        self._writer.join()
+        self._sender.stop()
+        self._store.close()
+
+    def __enter__(self) -> "Outbox":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def path(self) -> Path:
+        """The database file."""
+        return self._store.path
+
+    @property
+    def epoch(self) -> str:
+        return self._store.epoch
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a connection to the relay right now."""
+        return self._sender.connected
+
+    @property
+    def transactions(self) -> int:
+        """Transactions committed by this process; far below the receipts appended under load."""
+        return self._store.transactions
+
+    def _settled(self, goal: int) -> bool:
+        return self._acked + self._shift >= goal and not self._sender.formers
+
+    # -- told by the sender -------------------------------------------------------------------------------------------------
+
+    def _note_acked(self, acked: int) -> None:
+        with self._changed:
+            if acked < self._acked:
+                self._aging = None  # Redis lost its tail: nothing may be dropped before it is acknowledged anew
+            self._acked = acked
+            if self._aging is None and acked > 0:
+                self._aging = (time.monotonic(), acked)
+                self._rearm = True
+                self._work.notify()
+            self._changed.notify_all()
+
+    def _note_forgotten(self, epoch: str) -> None:
+        with self._changed:
+            self._forgotten.append(epoch)
+            self._work.notify()
+            self._changed.notify_all()
+
+    def _note_renumber(self) -> None:
+        with self._changed:
+            self._renumber = True
+            self._work.notify()
+
+    def _fatal(self, error: Exception) -> None:
+        with self._changed:
+            if self._fatal_told:
+                return
+            self._fatal_told = True
+        log.error("outbox %s: %s", self._store.path, error)
+        if self._on_fatal is not None:
+            self._on_fatal(error)
+
+    # -- the writer thread --------------------------------------------------------------------------------------------------
+
+    def _write_loop(self) -> None:
+        try:
+            while self._write_once():
+                pass
+        except Exception as error:
+            with self._changed:
+                self._broken = error
+                self._changed.notify_all()
+            log.exception("outbox %s: receipts cannot be kept any more", self._store.path)
+            self._fatal(error)
+
+    def _write_once(self) -> bool:
+        """Wait for work and do it; False when closing and nothing is left."""
+        with self._changed:
+            self._work.wait_for(self._has_work, self._prune_in())
+            group, self._queue = self._queue[:GROUP], self._queue[GROUP:]
+            forgotten, self._forgotten = self._forgotten, []
+            renumber, self._renumber = self._renumber, False
+            acked, prune = self._acked, self._to_prune()
+            self._rearm, closing = False, self._closing
+        for epoch in forgotten:
+            self._persist(functools.partial(self._store.forget, epoch))
+        if renumber:
+            self._start_new_epoch()
+            acked = prune = 0
+        if group or prune or (closing and acked > self._store.acked):
+            rows = [(job, payload) for job, payload, _ in group]
+            last = self._persist(functools.partial(self._store.commit, rows, acked, prune))
+            if group:
+                crash_point("receipt.stored")
+            self._sender.committed(last)
+            for _, _, on_durable in group:
+                if on_durable is not None:
+                    self._call(on_durable)
+        return bool(group or not closing)
+
+    def _has_work(self) -> bool:
+        return bool(self._queue or self._forgotten or self._renumber or self._rearm or self._closing)
+
+    def _prune_in(self) -> float | None:
+        """Seconds until acknowledged rows are old enough to be deleted; None: there are none."""
+        return None if self._aging is None else max(0.0, self._aging[0] + KEEP_ACKED_S - time.monotonic())
+
+    def _to_prune(self) -> int:
+        if self._aging is None or self._prune_in():
+            return 0
+        prune = min(self._aging[1], self._acked)
+        self._aging = (time.monotonic(), self._acked) if self._acked > prune else None
+        return prune
+
+    def _start_new_epoch(self) -> None:
+        found = self._store.opened_at
+        last = self._persist(self._store.restart_epoch)
+        with self._changed:
+            self._acked, self._shift, self._aging = 0, self._shift + found, None
+            self._changed.notify_all()
+        self._sender.renumbered(last)
+
+    def _persist(self, write: Callable[[], int | None]) -> int:
+        """`write`, tried again while the disk refuses; raises when it is damaged, when closing, and after `GIVE_UP_S` unless it is full."""
+        started, pause = time.monotonic(), RETRY_S
+        while True:
+            try:
+                last = write() or 0
+            except (sqlite3.OperationalError, OSError) as error:
+                trouble = disk_trouble(error)
+                if self._closing or (trouble != FULL and time.monotonic() - started > GIVE_UP_S):
+                    raise
+                if pause == RETRY_S:  # once, not with every try
+                    log.error("outbox %s: %s: receipts wait until they can be written", self._store.path, trouble or error)
+                time.sleep(pause)
+                pause = min(2 * pause, MAX_RETRY_S)
+            else:
+                if pause > RETRY_S:
+                    log.warning("outbox %s can be written again", self._store.path)
+                return last
+
+    def _call(self, on_durable: Callable[[], object]) -> None:
+        try:
+            on_durable()
+        except Exception:
+            log.exception("outbox %s: a caller's on_durable failed; its receipt is durable all the same", self._store.path)

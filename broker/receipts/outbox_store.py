@@ -1,0 +1,367 @@
+"""What does an outbox keep on disk, and what does it still know when that disk was damaged?
+
+Three files per rank: `<name>.sqlite` holds the receipts, `<name>.jobs` repeats which receipt belonged to which job (plain
+lines, so that it survives when the database does not), `<name>.lock` is held while a process uses the other two.
+
+A database that cannot be read is moved aside, never repaired: a new epoch starts, and the former one is remembered with
+its last number and its jobs, so that the relay can be told what is lost. Only one thread writes; another one may read.
+"""
+
+import fcntl
+import hashlib
+import logging
+import os
+import re
+import socket
+import sqlite3
+import time
+import zlib
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from ...schemas.errors import MidstreamError
+from ..ops.private_files import private_folder
+from .frames import new_epoch
+
+log = logging.getLogger(__name__)
+
+#: Layout of the database, in SQLite's `user_version`.
+LAYOUT = 1
+#: A former process of the same rank may need this long to die.
+LOCK_WAIT_S = 5.0
+#: The job log is rewritten when it outgrew both this and twice its size after the last rewrite.
+JOB_LOG_BYTES = 1 << 20
+
+_header_decoder = msgspec.json.Decoder(tuple[str, int])
+_line_decoder = msgspec.json.Decoder(tuple[int, str])
+
+_TABLES = """
+CREATE TABLE outbox (worker TEXT NOT NULL, rank INTEGER NOT NULL, epoch TEXT NOT NULL, acked INTEGER NOT NULL);
+CREATE TABLE receipts (seq INTEGER PRIMARY KEY, job TEXT NOT NULL, crc INTEGER NOT NULL, payload BLOB NOT NULL);
+CREATE TABLE former (epoch TEXT PRIMARY KEY, last INTEGER NOT NULL, jobs BLOB NOT NULL);
+"""
+
+
+class OutboxError(MidstreamError):
+    """The outbox cannot be used: another process holds it (`conflict`), or its disk failed (`internal`)."""
+
+
+class Row(NamedTuple):
+    seq: int
+    job: str
+    payload: bytes | None  # None: the bytes on disk are not what was written
+
+
+class Former(NamedTuple):
+    """An epoch whose database is gone."""
+
+    epoch: str
+    last: int  # the highest number that it is known to have used
+    jobs: list[tuple[int, str]]  # (seq, job), as far as known
+
+
+class Lock:
+    """The right to use an outbox; one process at a time, freed by its death."""
+
+    def __init__(self, path: Path, wait_s: float = LOCK_WAIT_S):
+        """Raises OutboxError("conflict") naming the holder when it is not free after `wait_s`."""
+        self._file = open(path, "a+", encoding="utf-8")  # noqa: SIM115  (held open for as long as the lock)
+        deadline = time.monotonic() + wait_s
+        while True:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    self._file.seek(0)
+                    holder = self._file.read().strip() or "a process that left no name"
+                    self._file.close()
+                    raise OutboxError("conflict", f"outbox {path.with_suffix('')} is in use by {holder}: one process per rank") from None
+                time.sleep(0.05)
+        self._file.truncate(0)
+        self._file.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%dT%H:%M:%S%z')}\n")
+        self._file.flush()
+
+    def release(self) -> None:
+        self._file.close()
+
+
+class JobLog:
+    """`seq → job` beside the database: one JSON line each, written before the receipt is committed."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._fd = -1
+        self._limit = JOB_LOG_BYTES
+        self._size = 0
+
+    def read(self) -> Former | None:
+        """What the file knows, or None when there is none. Lines after a torn or odd one are not trusted."""
+        try:
+            lines = self.path.read_bytes().split(b"\n")
+        except FileNotFoundError:
+            return None
+        try:
+            epoch, last = _header_decoder.decode(lines[0])
+            bytes.fromhex(epoch)
+        except ValueError:  # msgspec's errors are
+            return None
+        jobs = []
+        for line in lines[1:]:
+            try:
+                jobs.append(_line_decoder.decode(line))
+            except ValueError:
+                break
+        return Former(epoch, max([last, *(seq for seq, _ in jobs)]), jobs)
+
+    def rewrite(self, epoch: str, last: int, rows: list[tuple[int, str]]) -> None:
+        """Replace the file by a header and `rows`, atomically."""
+        fresh = self.path.with_suffix(".jobs.new")
+        content = _line([epoch, last]) + b"".join(map(_line, rows))
+        fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        _write_all(fd, content)
+        os.fsync(fd)
+        os.replace(fresh, self.path)
+        self.close()
+        self._fd, self._size = fd, len(content)
+        self._limit = max(JOB_LOG_BYTES, 2 * len(content))
+
+    def append(self, rows: list[tuple[int, str]]) -> None:
+        content = b"".join(map(_line, rows))
+        try:
+            _write_all(self._fd, content)
+        except OSError:
+            os.ftruncate(self._fd, self._size)  # a torn line would hide what comes after it
+            raise
+        self._size += len(content)
+
+    @property
+    def outgrown(self) -> bool:
+        return self._size > self._limit
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class Store:
+    """The durable part of one rank's outbox. `commit`, `forget` and `restart_epoch` belong to one thread, `read` to one."""
+
+    def __init__(self, directory: Path, worker: str, rank: int, lock_wait_s: float = LOCK_WAIT_S):
+        """Raises OutboxError: in use, of another worker, written by a newer version, or not writable."""
+        private_folder(directory)
+        base = directory / f"{file_stem(worker)}.rank{rank}"
+        self.path = base.with_name(base.name + ".sqlite")
+        self.worker, self.rank = worker, rank
+        self.transactions = 0  # committed; beside the receipts committed it shows whether commits are grouped
+        self._jobs = JobLog(base.with_name(base.name + ".jobs"))
+        self._lock = Lock(base.with_name(base.name + ".lock"), lock_wait_s)
+        try:
+            self._db = self._open()
+            row = self._db.execute("SELECT epoch, acked, (SELECT max(seq) FROM receipts) FROM outbox").fetchone()
+            self.epoch: str = row[0]
+            self.acked: int = row[1]  # as last written; the relay may know better
+            self.last: int = max(row[1], row[2] or 0)
+            self.opened_at = self.last  # what this opening found
+            self._pruned = 0
+            self._jobs.rewrite(self.epoch, self.last, self._held())
+            self._reader = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
+        except BaseException:
+            self._lock.release()
+            raise
+
+    # -- writing: one thread ------------------------------------------------------------------------------------------------
+
+    def commit(self, rows: list[tuple[str, bytes]], acked: int = 0, prune: int = 0) -> int:
+        """Append `(job, payload)` rows, note that `acked` was reached, delete rows up to `prune` ≤ `acked`: one transaction.
+
+        Returns the last number given. Durable when it returns; raises sqlite3.Error or OSError with nothing changed.
+        """
+        numbered = [(seq, job, zlib.crc32(payload), payload) for seq, (job, payload) in enumerate(rows, self.last + 1)]
+        if numbered:
+            self._jobs.append([(seq, job) for seq, job, _, _ in numbered])
+        with _Transaction(self._db):
+            self._db.executemany("INSERT INTO receipts VALUES (?, ?, ?, ?)", numbered)
+            if acked > self.acked:
+                self._db.execute("UPDATE outbox SET acked = ?", (acked,))
+            if prune > self._pruned:
+                self._db.execute("DELETE FROM receipts WHERE seq <= ?", (prune,))
+        self.transactions += 1
+        self.last += len(numbered)
+        self.acked, self._pruned = max(acked, self.acked), max(prune, self._pruned)
+        if self._jobs.outgrown:
+            self._jobs.rewrite(self.epoch, self.last, self._held())
+        return self.last
+
+    def forget(self, epoch: str) -> None:
+        """The relay knows what is lost of a former epoch."""
+        with _Transaction(self._db):
+            self._db.execute("DELETE FROM former WHERE epoch = ?", (epoch,))
+
+    def restart_epoch(self) -> int:
+        """Give this opening's rows new numbers under a new epoch, and drop those that it found; returns the new last number.
+
+        For a database that was put back to an older state: its next numbers were already used with other content.
+        """
+        epoch = new_epoch()
+        with _Transaction(self._db):
+            self._db.execute("DELETE FROM receipts WHERE seq <= ?", (self.opened_at,))
+            # By way of negative numbers: a row must not meet one that has not moved yet.
+            self._db.execute("UPDATE receipts SET seq = ? - seq", (self.opened_at,))
+            self._db.execute("UPDATE receipts SET seq = -seq")
+            self._db.execute("UPDATE outbox SET epoch = ?, acked = 0", (epoch,))
+        self.epoch, self.acked, self._pruned = epoch, 0, 0
+        self.last, self.opened_at = self.last - self.opened_at, 0
+        self._jobs.rewrite(self.epoch, self.last, self._held())
+        return self.last
+
+    # -- reading: another thread --------------------------------------------------------------------------------------------
+
+    def read(self, after: int, limit: int) -> list[Row]:
+        """Up to `limit` committed rows with `seq > after`, ascending; numbers may be missing."""
+        found = self._reader.execute("SELECT seq, job, crc, payload FROM receipts WHERE seq > ? ORDER BY seq LIMIT ?", (after, limit))
+        return [Row(seq, job, payload if zlib.crc32(payload) == crc else None) for seq, job, crc, payload in found]
+
+    def jobs_of(self, first: int, last: int) -> list[str]:
+        """The jobs of receipts `first..last` of this epoch, as far as known, each once."""
+        known = self._jobs.read()
+        logged = [(seq, job) for seq, job in known.jobs if seq >= first] if known and known.epoch == self.epoch else []
+        rows = self._reader.execute("SELECT seq, job FROM receipts WHERE seq BETWEEN ? AND ?", (first, last)).fetchall()
+        return unique_jobs([*logged, *rows], first, last)
+
+    def formers(self) -> list[Former]:
+        """Epochs of which the relay must still be told what is lost."""
+        found = self._reader.execute("SELECT epoch, last, jobs FROM former ORDER BY rowid")
+        return [Former(epoch, last, msgspec.msgpack.decode(jobs, type=list[tuple[int, str]])) for epoch, last, jobs in found]
+
+    def close(self) -> None:
+        self._reader.close()
+        self._db.close()
+        self._jobs.close()
+        self._lock.release()
+
+    # -- opening ------------------------------------------------------------------------------------------------------------
+
+    def _open(self) -> sqlite3.Connection:
+        damage = ""
+        if self.path.exists():
+            try:
+                if db := self._connect():
+                    return db
+                damage = "it is empty" if self._jobs.path.exists() else ""
+            except sqlite3.DatabaseError as error:
+                # Subclasses such as OperationalError are troubles of the moment (a full disk, no permission): not damage.
+                if type(error) is not sqlite3.DatabaseError:
+                    raise OutboxError("internal", f"outbox {self.path}: {error}") from error
+                damage = str(error)
+        known = self._jobs.read()
+        if known and not damage:
+            damage = "it is gone, though its job log is there"
+        if damage:
+            self._set_aside(damage, known)
+        return self._create(known)
+
+    def _connect(self) -> sqlite3.Connection | None:
+        """The database as it is, None when nothing was ever in it; raises sqlite3.DatabaseError (exactly) when it is damaged."""
+        db = _configured(self.path)
+        try:
+            layout = db.execute("PRAGMA user_version").fetchone()[0]
+            if layout > LAYOUT:
+                raise OutboxError("conflict", f"outbox {self.path} has layout {layout}, this version of Midstream knows up to {LAYOUT}")
+            problems = [text for (text,) in db.execute("PRAGMA quick_check(3)") if text != "ok"]
+            tables = {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+            if layout == 0 and not tables and not problems:
+                db.close()
+                return None
+            if problems or not {"outbox", "receipts", "former"} <= tables:
+                raise sqlite3.DatabaseError("; ".join(problems) or "tables are missing")
+            owner = db.execute("SELECT worker, rank FROM outbox").fetchone()
+            if owner is None:
+                raise sqlite3.DatabaseError("it does not say whose it is")
+            if owner != (self.worker, self.rank):
+                raise OutboxError("conflict", f"outbox {self.path} belongs to worker {owner[0]!r}, rank {owner[1]}")
+        except BaseException:
+            db.close()
+            raise
+        return db
+
+    def _create(self, former: Former | None) -> sqlite3.Connection:
+        db = _configured(self.path)
+        with _Transaction(db):
+            for statement in _TABLES.split(";"):
+                db.execute(statement)
+            db.execute("INSERT INTO outbox VALUES (?, ?, ?, 0)", (self.worker, self.rank, new_epoch()))
+            if former:
+                db.execute("INSERT INTO former VALUES (?, ?, ?)", (former.epoch, former.last, msgspec.msgpack.encode(former.jobs)))
+            db.execute(f"PRAGMA user_version = {LAYOUT}")
+        return db
+
+    def _set_aside(self, damage: str, known: Former | None) -> None:
+        suffix = time.strftime(".damaged-%Y%m%dT%H%M%S")
+        for tail in ("", "-wal", "-shm"):
+            part = self.path.with_name(self.path.name + tail)
+            if part.exists():
+                part.rename(part.with_name(part.name + suffix))
+        told = f"epoch {known.epoch} ended at {known.last}" if known else "what it held is unknown: its jobs will time out"
+        log.error("outbox %s is damaged (%s): moved aside as *%s, a new epoch starts; %s", self.path, damage, suffix, told)
+
+    def _held(self) -> list[tuple[int, str]]:
+        """Which receipts have not been acknowledged, or are still there: also those that only the job log knows."""
+        known = self._jobs.read()
+        logged = known.jobs if known and known.epoch == self.epoch else []
+        held = {seq: job for seq, job in logged if self.acked < seq <= self.last}
+        held.update(self._db.execute("SELECT seq, job FROM receipts"))
+        return sorted(held.items())
+
+
+class _Transaction:
+    """BEGIN IMMEDIATE … COMMIT, or ROLLBACK when the block or the commit raised."""
+
+    def __init__(self, db: sqlite3.Connection):
+        self._db = db
+
+    def __enter__(self) -> None:
+        self._db.execute("BEGIN IMMEDIATE")
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self._db.execute("COMMIT")
+        finally:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+
+
+def file_stem(worker: str) -> str:
+    """A file name for any worker's name; different workers get different ones."""
+    safe = re.sub(r"[^A-Za-z0-9._-]", "_", worker)
+    return safe if safe == worker and len(safe) <= 100 else f"{safe[:100]}-{hashlib.sha256(worker.encode()).hexdigest()[:12]}"
+
+
+def unique_jobs(numbered: list[tuple[int, str]], first: int, last: int) -> list[str]:
+    """The jobs with `first ≤ seq ≤ last`, each once, in order."""
+    return list(dict.fromkeys(job for seq, job in sorted(numbered) if first <= seq <= last))
+
+
+def _configured(path: Path) -> sqlite3.Connection:
+    db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    try:
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute("PRAGMA synchronous = FULL")
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+def _line(values: list[object] | tuple[object, ...]) -> bytes:
+    return msgspec.json.encode(values) + b"\n"
+
+
+def _write_all(fd: int, content: bytes) -> None:
+    view = memoryview(content)
+    while view:
+        view = view[os.write(fd, view) :]

@@ -1,0 +1,435 @@
+"""How do receipts from all ranks get into Redis, and who tells the ranks that they are there?
+
+`python -m midstream.broker.relay`: one ROUTER socket and one thread. It takes what is there, commits it to the ledger in
+groups of one outbox epoch each, and acknowledges what is written. It keeps nothing of its own: killed at any moment, it loses
+nothing, because the outboxes send again whatever was not acknowledged.
+"""
+
+import gc
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from types import FrameType
+from typing import Protocol
+from urllib.parse import urlsplit
+
+import msgspec
+import redis
+import redis.backoff
+import redis.retry
+import zmq
+
+from ...schemas import faults
+from ...schemas.base import from_msgpack, to_msgpack
+from ...schemas.captures import path_fault
+from ...schemas.faults import crash_point
+from ...schemas.receipts import LostRange, Receipt, receipt_decoder
+from ...schemas.settings import Settings, SettingsError, load_settings
+from ...schemas.version import __version__
+from ..ledger.aof_barrier import PATIENCE_S, PAUSE_S, Goal
+from ..ledger.settlement import mark_key
+from ..ops import metrics, observability, redis_durability
+from ..ops.liveness import RELAY_KEY
+from . import frames
+from .curve import ServerKeys, server_keys
+from .frames import Frame, FrameError, Kind, ProtocolMismatch
+from .sender import HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS
+
+log = logging.getLogger(__name__)
+
+#: Frames taken from the socket before they are committed.
+BATCH = 2048
+#: So many objects more than before are searched for cycles, of which receipts have none: more than a full batch is. At Python's own
+#: number (700) that search took a third of the relay's time.
+GC_OBJECTS = 100_000
+#: Between attempts to reach Redis.
+RETRY_S, MAX_RETRY_S = 0.1, 2.0
+#: The relay's sign of life in Redis (`liveness.RELAY_KEY`), and how long it stays.
+BEAT_S, ALIVE_S = 5.0, 15
+#: After SIGTERM: how long it goes on to commit what had arrived.
+DRAIN_S = 3.0
+#: The same complaint about the same peer is logged this often.
+COMPLAIN_EVERY_S = 10.0
+LOOPBACK = {"127.0.0.1", "::1", "localhost"}
+
+#: One outbox epoch: all of its receipts go in order.
+Stream = tuple[str, int, str]  # worker, rank, epoch
+
+
+class Settles(Protocol):
+    """What the relay needs of `broker.ledger.settlement.Settler`."""
+
+    def mark(self, worker: str, rank: int, epoch: str) -> int: ...
+
+    def settle(self, worker: str, rank: int, epoch: str, receipts: list[tuple[int, Receipt]]) -> int: ...
+
+    def lost(self, worker: str, rank: int, epoch: str, lost: LostRange) -> int: ...
+
+
+class ImpostorError(FrameError):
+    """Somebody speaks as a worker that its key does not stand for."""
+
+
+class Batch:
+    """Frames of one turn, sorted by what has to be done for them."""
+
+    def __init__(self) -> None:
+        self.receipts: OrderedDict[Stream, list[tuple[int, Receipt]]] = OrderedDict()
+        self.losses: list[tuple[Stream, LostRange]] = []
+        self.peers: dict[Stream, bytes] = {}  # who is answered: the latest that spoke for the stream
+        self.greetings: dict[Stream, int] = {}  # the latest nonce
+
+    def add(self, identity: bytes, frame: Frame) -> None:
+        """Raises FrameError when the frame makes no sense from this peer."""
+        worker, rank = frames.peer_of(identity)
+        stream = (worker, rank, frame.epoch)
+        if frame.kind is Kind.RECEIPT:
+            receipt = _decoded(frame.payload)
+            if (receipt.worker, receipt.rank) != (worker, rank):
+                raise FrameError(f"receipt {frame.seq} names worker {receipt.worker!r} rank {receipt.rank}, its sender is another")
+            for file in receipt.files:
+                if fault := path_fault(file.path, receipt.job):
+                    raise FrameError(f"receipt {frame.seq}: {fault}")
+            self.receipts.setdefault(stream, []).append((frame.seq, receipt))
+        elif frame.kind is Kind.HELLO:
+            self.greetings[stream] = frame.seq
+        elif frame.kind is Kind.LOST:
+            self.losses.append((stream, _decoded_loss(frame.payload)))
+        else:
+            raise FrameError(f"{frame.kind.name} is the relay's to say")
+        self.peers[stream] = identity
+
+
+class Relay:
+    """Serves outboxes on `url` until `stop`."""
+
+    def __init__(
+        self,
+        settler: Settles,
+        url: str,
+        redis_client: "redis.Redis | None" = None,
+        allow_remote: bool = False,
+        curve: ServerKeys | None = None,
+    ):
+        """Binds at once; port 0 or `*` takes a free one, see `endpoint`.
+
+        Raises SettingsError when `url` is no address, is off loopback without `curve` or `allow_remote`, or is taken.
+        """
+        self._settler = settler
+        self._redis = redis_client
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._known = curve.clients if curve is not None else None
+        self._authenticator = curve.guard(self._context, self._socket) if curve is not None else None
+        for option, value in (
+            (zmq.ROUTER_MANDATORY, 1), (zmq.ROUTER_HANDOVER, 1), (zmq.LINGER, 500), (zmq.SNDHWM, BATCH), (zmq.RCVHWM, BATCH),
+            (zmq.MAXMSGSIZE, frames.MAX_FRAME),
+            (zmq.HEARTBEAT_IVL, HEARTBEAT_MS), (zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS), (zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS),
+        ):  # fmt: skip
+            self._socket.setsockopt(option, value)
+        try:
+            self._socket.bind(bind_address(url, allow_remote or curve is not None))
+        except zmq.ZMQError as error:
+            self._close()
+            raise SettingsError(f"relay_url={url!r}: cannot listen there: {error}") from error
+        except BaseException:
+            self._close()
+            raise
+        self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.received = 0  # receipts taken from the socket
+        self.refused = 0  # frames
+        self._stopping = False
+        self._closed = False
+        self._gave_up = False  # while stopping, Redis was found away
+        self._next_beat = 0.0
+        self._complained: OrderedDict[str, float] = OrderedDict()
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+
+    def stop(self) -> None:
+        """Commit what has arrived, then end; from any thread or a signal handler."""
+        self._stopping = True
+        if not self._closed:
+            os.write(self._wake_write, b"s")
+
+    def serve(self) -> None:
+        """Runs until `stop`."""
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wake_read, zmq.POLLIN)
+        try:
+            while not self._stopping:
+                wait = self._beat()
+                poller.poll(wait)
+                if batch := self._take():
+                    self._commit(batch)
+            deadline = time.monotonic() + DRAIN_S
+            while time.monotonic() < deadline and (batch := self._take()):
+                self._commit(batch)
+        finally:
+            self._closed = True
+            self._close()
+            os.close(self._wake_read)
+            os.close(self._wake_write)
+
+    def _close(self) -> None:
+        self._socket.close()  # its LINGER lets the last acknowledgements out
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self._context.term()
+
+    # -- taking -------------------------------------------------------------------------------------------------------------
+
+    def _take(self) -> Batch | None:
+        """What is there now, up to `BATCH` frames; None: nothing."""
+        batch, taken = Batch(), 0
+        while taken < BATCH:
+            try:
+                message, key = self._receive()
+            except zmq.Again:
+                break
+            taken += 1
+            identity, raw = message[0], message[1] if len(message) == 2 else b""
+            try:
+                if len(message) != 2:
+                    raise FrameError(f"a message has one part, this one has {len(message) - 1}")
+                frame = frames.unpack(raw)
+                self._check_key(identity, key)
+                batch.add(identity, frame)
+                self.received += frame.kind is Kind.RECEIPT
+            except ProtocolMismatch as error:
+                self._refuse(identity, raw, "protocol", f"upgrade the older one; {error}")
+            except ImpostorError as error:
+                self._refuse(identity, raw, "identity", str(error))
+            except FrameError as error:
+                self._refuse(identity, raw, "malformed", str(error))
+        return batch if taken else None
+
+    def _receive(self) -> tuple[list[bytes], str]:
+        """A message, and the public key that its connection was authenticated with; raises `zmq.Again` when there is none."""
+        if self._known is None:
+            message = [self._socket.recv(zmq.DONTWAIT), self._socket.recv(zmq.DONTWAIT)]  # a ROUTER has two parts of anything at least
+            while self._socket.getsockopt(zmq.RCVMORE):
+                message.append(self._socket.recv(zmq.DONTWAIT))
+            return message, ""
+        parts = self._socket.recv_multipart(zmq.DONTWAIT, copy=False)
+        return [part.bytes for part in parts], str(parts[-1].get("User-Id"))
+
+    def _check_key(self, identity: bytes, key: str) -> None:
+        """Raises ImpostorError when the sender's key is not that of the worker that it says it is."""
+        if self._known is None:
+            return
+        worker, _ = frames.peer_of(identity)
+        known = self._known.key_of(worker)
+        if known != key:
+            belongs = "has no key here (any more)" if known is None else "has another key"
+            raise ImpostorError(f"a sender with the CURVE key {key} speaks as worker {worker!r}, which {belongs}")
+
+    def _refuse(self, identity: bytes, raw: bytes, reason: str, detail: str) -> None:
+        self.refused += 1
+        metrics.REFUSED_FRAMES.labels(reason).inc()
+        answer = frames.refuse(raw, reason, detail)
+        self._complain(f"{identity!r} {reason}", "refused a frame of %r: %s", identity, frames.refusal(frames.unpack(answer)).detail)
+        self._send(identity, answer)
+
+    # -- committing and answering -------------------------------------------------------------------------------------------
+
+    def _commit(self, batch: Batch) -> None:
+        """Everything of the batch into Redis, and answered once that is written.
+
+        While Redis cannot be reached nothing more is taken: the outboxes keep what they have. A stream that Redis refuses
+        is left unanswered, so that its outbox sends it again later; the others go on.
+        """
+        marks: dict[Stream, int] = {}
+        answers: list[tuple[Stream, Kind, bytes]] = []
+
+        def commit(stream: Stream, call: Callable[[], int], kind: Kind, payload: bytes = b"") -> None:
+            mark = self._patiently(stream, call)
+            if mark is not None:
+                marks[stream] = mark
+                answers.append((stream, kind, payload))
+
+        for stream, receipts in batch.receipts.items():
+            receipts.sort(key=lambda numbered: numbered[0])
+            crash_point("relay.received")
+            commit(stream, partial(self._settler.settle, *stream, receipts), Kind.ACK)
+            crash_point("relay.committed")
+        for stream, lost in batch.losses:
+            log.error(
+                "worker %s rank %d lost receipts %d to %d of jobs %s: %s", *stream[:2], lost.first, lost.last, lost.jobs, lost.message
+            )
+            commit(stream, partial(self._settler.lost, *stream, lost), Kind.ACK)
+        for stream, nonce in batch.greetings.items():
+            commit(stream, partial(self._settler.mark, *stream), Kind.MARK, to_msgpack(nonce))
+        if self._redis is not None and marks:
+            marks = self._written(self._redis, list(marks))
+        for stream, kind, payload in answers:
+            if stream in marks:
+                self._send(batch.peers[stream], frames.pack(kind, stream[2], marks[stream], payload))
+
+    def _written(self, client: "redis.Redis", streams: list[Stream]) -> dict[Stream, int]:
+        """The streams' marks, once Redis has written what says so: killed before, it would have forgotten it.
+
+        They are read anew, over the connection that is asked whether they are written: Redis may be another by now, which has what the
+        former had written. Empty when it is away, or cannot write: nobody is answered then, and the outboxes ask again.
+        """
+        deadline, goal = time.monotonic() + PATIENCE_S, Goal()
+        try:
+            while True:
+                with client.pipeline(transaction=False) as pipe:
+                    pipe.mget([mark_key(*stream) for stream in streams])
+                    pipe.info("persistence")
+                    found, persistence = pipe.execute()
+                if goal.reached(persistence):
+                    return {stream: int(mark or 0) for stream, mark in zip(streams, found, strict=True)}
+                if self._stopping or time.monotonic() >= deadline:
+                    self._complain("written", "Redis cannot write its log, receipts stay unacknowledged")
+                    return {}
+                time.sleep(PAUSE_S)
+        except (redis.RedisError, OSError) as error:
+            self._complain("redis", "Redis cannot be reached, receipts stay unacknowledged: %s", error)
+            return {}
+
+    def _patiently(self, stream: Stream, call: Callable[[], int]) -> int | None:
+        """`call`'s mark, once Redis can be reached; None when it is refused, or when stopping without Redis."""
+        pause = RETRY_S
+        while not self._gave_up:
+            try:
+                return call()
+            except (redis.ConnectionError, redis.TimeoutError, OSError) as error:
+                if self._stopping:
+                    self._gave_up = True
+                    log.warning("stopping without Redis (%s): receipts stay in their outboxes", error)
+                    break
+                self._complain("redis", "Redis cannot be reached, receipts stay unacknowledged: %s", error)
+                self._pause(pause)
+                pause = min(2 * pause, MAX_RETRY_S)
+            except redis.RedisError as error:
+                self._complain(f"{stream} redis", "Redis refuses receipts of worker %s rank %d: %s", *stream[:2], error)
+                break
+            except Exception:
+                # One stream that cannot be settled must not stop the others; its outbox keeps it and asks again.
+                log.exception("receipts of worker %s rank %d cannot be settled", *stream[:2])
+                break
+        return None
+
+    def _pause(self, seconds: float) -> None:
+        """Sleep, but not through a `stop`."""
+        if not self._stopping:
+            poller = zmq.Poller()
+            poller.register(self._wake_read, zmq.POLLIN)
+            poller.poll(int(seconds * 1000))
+
+    def _send(self, identity: bytes, raw: bytes) -> None:
+        try:
+            self._socket.send_multipart([identity, raw], zmq.DONTWAIT)
+        except zmq.ZMQError as error:
+            # Gone, or not reading: marks are cumulative and asked for anew, so an answer may be dropped.
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                raise
+            log.debug("no answer to %r: %s", identity, error)
+
+    # -- telling ------------------------------------------------------------------------------------------------------------
+
+    def _beat(self) -> int:
+        """Renew the sign of life when it is time; returns milliseconds until the next."""
+        now = time.monotonic()
+        if now >= self._next_beat:
+            self._next_beat = now + BEAT_S
+            if self._redis is not None:
+                sign = {"url": self.endpoint, "pid": os.getpid(), "version": __version__, "received": self.received}
+                try:
+                    self._redis.set(RELAY_KEY, json.dumps(sign), ex=ALIVE_S)
+                except (redis.RedisError, OSError) as error:
+                    self._complain("beat", "no sign of life in Redis: %s", error)
+        return max(1, int((self._next_beat - time.monotonic()) * 1000))
+
+    def _complain(self, about: str, text: str, *values: object) -> None:
+        now = time.monotonic()
+        if now - self._complained.get(about, -COMPLAIN_EVERY_S) >= COMPLAIN_EVERY_S:
+            self._complained[about] = now
+            self._complained.move_to_end(about)
+            while len(self._complained) > 1000:  # strangers may come under any name
+                self._complained.popitem(last=False)
+            log.error(text, *values)
+
+
+def bind_address(url: str, allow_remote: bool) -> str:
+    """`url` as ZeroMQ binds it; raises SettingsError when it may not be bound."""
+    if not url:
+        return "tcp://127.0.0.1:*"
+    if url.startswith("ipc://"):
+        return url
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", "*" if parts.netloc.endswith(":*") else parts.port or "*"
+    except ValueError as error:
+        raise SettingsError(f"relay_url={url!r}: {error}") from error
+    if parts.scheme != "tcp" or not host:
+        raise SettingsError(f"relay_url={url!r} is not an address such as tcp://127.0.0.1:5557")
+    if host not in LOOPBACK and not allow_remote:
+        raise SettingsError(
+            f"relay_url={url!r} is off loopback, where the relay would take receipts from anybody: give relay and workers keys "
+            "(midstream curve new), bind 127.0.0.1, or set MIDSTREAM_RELAY_ALLOW_REMOTE=true where every machine is trusted"
+        )
+    return f"tcp://{'127.0.0.1' if host == 'localhost' else f'[{host}]' if ':' in host else host}:{port}"
+
+
+def connect_redis(url: str) -> "redis.Redis":
+    """A client that fails fast: the relay has its own patience."""
+    return redis.Redis.from_url(url, socket_timeout=10, socket_connect_timeout=2, retry=redis.retry.Retry(redis.backoff.NoBackoff(), 0))
+
+
+def _decoded(payload: bytes) -> Receipt:
+    try:
+        return receipt_decoder.decode(payload)
+    except msgspec.DecodeError as error:
+        raise FrameError(f"its receipt cannot be read by midstream {__version__}: {error}") from error
+
+
+def _decoded_loss(payload: bytes) -> LostRange:
+    try:
+        return from_msgpack(payload, LostRange)
+    except msgspec.DecodeError as error:
+        raise FrameError(f"its LOST range cannot be read by midstream {__version__}: {error}") from error
+
+
+def run(settings: Settings) -> None:
+    """Serve until SIGTERM or SIGINT; prints `relay ready <endpoint>` once it listens. Raises SettingsError."""
+    from ..ledger.settlement import Settler
+
+    if not settings.redis_url:
+        raise SettingsError("redis_url (MIDSTREAM_REDIS_URL) is empty: the relay needs a Redis")
+    redis_durability.require(settings)
+    faults.arm(settings.fault, settings.data_dir)
+    gc.freeze()  # what is there by now stays
+    gc.set_threshold(GC_OBJECTS)
+    client = connect_redis(settings.redis_url)
+    relay = Relay(Settler(client, settings), settings.relay_url, client, settings.relay_allow_remote, server_keys(settings))
+
+    def on_signal(_number: int, _frame: FrameType | None) -> None:
+        relay.stop()
+
+    signal.signal(signal.SIGTERM, on_signal)
+    signal.signal(signal.SIGINT, on_signal)
+    print(f"relay ready {relay.endpoint}", flush=True)
+    relay.serve()
+    log.info("relay stopped; %d receipts taken", relay.received)
+
+
+def main() -> int:
+    try:
+        settings = load_settings()
+        observability.start(settings, "relay")
+        run(settings)
+    except SettingsError as error:
+        print(f"relay: {error}", file=sys.stderr)
+        return 2
+    return 0

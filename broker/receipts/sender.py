@@ -1,0 +1,397 @@
+"""How do committed receipts get from an outbox to the relay, each at least once and in order, whatever dies in between?
+
+One thread with one DEALER socket. After every (re)connection it asks the relay for its mark, and goes on from there with at
+most `WINDOW` receipts under way; acknowledgements are cumulative. When nothing moves it asks again. What the outbox no
+longer has is said with LOST, and nothing beyond it is sent before the relay has taken that.
+"""
+
+import contextlib
+import logging
+import os
+import secrets
+import struct
+import threading
+import time
+from collections.abc import Callable
+from enum import Enum, auto
+
+import zmq
+
+from ...schemas.base import to_msgpack
+from ...schemas.faults import crash_point
+from ...schemas.receipts import PROTOCOL, LostRange
+from ...schemas.version import __version__
+from . import frames
+from .curve import ClientKeys
+from .frames import Frame, FrameError, Kind, ProtocolMismatch
+from .outbox_store import Former, OutboxError, Store, unique_jobs
+
+log = logging.getLogger(__name__)
+
+#: Receipts sent and not yet acknowledged.
+WINDOW = 1024
+#: Rows read from the database at once.
+READ_ROWS = 256
+#: Without progress for this long the relay is asked again; doubled each time, up to the second number.
+PATIENCE_S, MAX_PATIENCE_S = 2.0, 16.0
+#: After a refusal: the relay may be replaced by one that understands us.
+REFUSED_PAUSE_S = 30.0
+#: A dead connection is noticed after the second of these.
+HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 5_000, 15_000
+RECONNECT_MS, RECONNECT_MAX_MS = 50, 2_000
+
+#: After a handshake that failed; libzmq itself gives up after some of these, and does not pause after the others.
+KNOCK_AGAIN_S = 2.0
+#: The same complaint about the handshake is logged this often.
+COMPLAIN_EVERY_S = 30.0
+
+_UNHEARD: dict[int, str] = {
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it does not know this worker's public CURVE key {public} (curve_clients_dir of the relay)",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "one side has CURVE keys and the other has none, or what listens there is no relay{keyless}",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it hung up during the handshake: is curve_server_key the public key of this relay?",
+}
+#: Added to the message where this side has no keys.
+_KEYLESS = (
+    ". This worker has none: set MIDSTREAM_CURVE_DIR to the relay's curve_dir (of `midstream up`: secrets/curve in its data directory), "
+    "or give it keys (midstream curve new)"
+)
+_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+for _event in _UNHEARD:
+    _EVENTS |= _event
+
+
+class Phase(Enum):
+    OFF = auto()  # no connection
+    GREET = auto()  # a HELLO must go out
+    ASKED = auto()  # the MARK is awaited
+    STREAM = auto()  # receipts go out
+    TOLD = auto()  # a LOST is out, its ACK is awaited
+    RENUMBER = auto()  # the writer is starting a new epoch
+    REFUSED = auto()  # the relay does not take what we send
+
+
+class Sender(threading.Thread):
+    """Sends what `store` holds up to the number last given to `committed`.
+
+    It calls `acked(n)` when the relay has everything up to n; `forget(epoch)` when it knows what a former epoch lost;
+    `renumber()` to ask for `store.restart_epoch`, after which `renumbered()` is to be called; `fatal(error)` when receipts
+    cannot be delivered without somebody's help.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        url: str,
+        *,
+        acked: Callable[[int], None],
+        forget: Callable[[str], None],
+        renumber: Callable[[], None],
+        fatal: Callable[[Exception], None],
+        curve: ClientKeys | None = None,
+    ):
+        super().__init__(name=f"receipts-{store.worker}-{store.rank}", daemon=True)
+        self._store = store
+        self._url = url
+        self._report_acked = acked
+        self._forget = forget
+        self._renumber = renumber
+        self._fatal = fatal
+        self._curve = curve
+        self._identity = frames.routing_id(store.worker, store.rank, secrets.token_hex(4))
+        self.formers: list[Former] = store.formers()
+        self.connected = False
+        self._phase = Phase.OFF
+        self._committed = store.last
+        self._acked = store.acked
+        self._sent = store.acked
+        self._highest_sent = store.opened_at  # of this epoch, by this process; older ones may have sent up to opened_at
+        self._told = LostRange(0, 0)
+        self._nonce = secrets.randbits(32)
+        self._patience = PATIENCE_S
+        self._deadline = self._knock_at = float("inf")
+        self._complained: dict[int, float] = {}
+        self._blocked = False
+        self._stopping = False
+        self._has_new_epoch = False
+        self._refusals: set[str] = set()
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+        self._waking = False
+
+    # -- called by other threads --------------------------------------------------------------------------------------------
+
+    def committed(self, last: int) -> None:
+        """Everything up to `last` is durable and may be sent."""
+        self._committed = last
+        self._wake()
+
+    def renumbered(self, last: int) -> None:
+        """The store has a new epoch, whose last number is `last`."""
+        self._committed = last
+        self._has_new_epoch = True
+        self._wake()
+
+    def stop(self) -> None:
+        """Ends the thread; what is not acknowledged stays in the store."""
+        self._stopping = True
+        self._wake()
+        if self.is_alive():
+            self.join()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+    def _wake(self) -> None:
+        if not self._waking:
+            self._waking = True
+            with contextlib.suppress(BlockingIOError):  # the pipe is full of wake-ups already
+                os.write(self._wake_write, b"w")
+
+    # -- the thread ---------------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        context = zmq.Context()
+        socket = context.socket(zmq.DEALER)
+        monitor = None
+        try:
+            for option, value in (
+                (zmq.ROUTING_ID, self._identity), (zmq.IMMEDIATE, 1), (zmq.LINGER, 0), (zmq.SNDHWM, WINDOW), (zmq.RCVHWM, WINDOW),
+                (zmq.MAXMSGSIZE, frames.MAX_FRAME),
+                (zmq.HEARTBEAT_IVL, HEARTBEAT_MS), (zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS),
+                (zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS),
+                (zmq.RECONNECT_IVL, RECONNECT_MS), (zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS),
+            ):  # fmt: skip
+                socket.setsockopt(option, value)
+            if self._curve is not None:
+                self._curve.apply(socket)
+            monitor = socket.get_monitor_socket(_EVENTS)
+            socket.connect(self._url)
+            self._serve(socket, monitor)
+        except Exception as error:
+            log.exception("outbox %s: sending has stopped; receipts stay on disk", self._store.path)
+            self._fatal(error)
+        finally:
+            if monitor is not None:
+                socket.disable_monitor()
+                monitor.close(linger=0)
+            socket.close(linger=0)
+            context.term()
+
+    def _serve(self, socket: "zmq.Socket[bytes]", monitor: "zmq.Socket[bytes]") -> None:
+        poller = zmq.Poller()
+        poller.register(monitor, zmq.POLLIN)
+        poller.register(self._wake_read, zmq.POLLIN)
+        while not self._stopping:
+            self._blocked = False
+            self._advance(socket)
+            # Without a connection there is no pipe, so POLLOUT does not spin.
+            poller.register(socket, zmq.POLLIN | (zmq.POLLOUT if self._blocked else 0))
+            wait = min(self._deadline, self._knock_at) - time.monotonic()
+            ready = dict(poller.poll(None if wait == float("inf") else max(0, int(wait * 1000) + 1)))
+            if self._wake_read in ready:
+                os.read(self._wake_read, 4096)
+                self._waking = False  # before state is looked at: a later change writes again
+            if monitor in ready:
+                self._watch_connection(socket, monitor)
+            if ready.get(socket, 0) & zmq.POLLIN:
+                self._receive(socket)
+            if time.monotonic() >= self._deadline:
+                self._ask_again()
+            if time.monotonic() >= self._knock_at:
+                self._knock_at = float("inf")
+                socket.connect(self._url)
+
+    def _watch_connection(self, socket: "zmq.Socket[bytes]", monitor: "zmq.Socket[bytes]") -> None:
+        while True:
+            try:
+                message = monitor.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            event: int = struct.unpack("=HI", message[0])[0]
+            self.connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            if self.connected:
+                self._patience = PATIENCE_S
+                self._enter(Phase.GREET)
+            elif event in _UNHEARD:
+                self._unheard(socket, event)
+            elif self._phase is not Phase.OFF:
+                waiting = self._committed - self._acked
+                log.warning("outbox %s: connection to the relay at %s lost; %d receipts wait", self._store.path, self._url, waiting)
+                self._enter(Phase.OFF)
+
+    def _unheard(self, socket: "zmq.Socket[bytes]", event: int) -> None:
+        """There is somebody, and no way to talk: say so, and knock again later, as it may have been put right."""
+        if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and self._curve is None:
+            event = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL  # it saw first that only it has keys
+        now = time.monotonic()
+        if now - self._complained.get(event, -COMPLAIN_EVERY_S) >= COMPLAIN_EVERY_S:
+            self._complained[event] = now
+            public, keyless = (self._curve.public, "") if self._curve else ("", _KEYLESS)
+            why = _UNHEARD[event].format(public=public, keyless=keyless)
+            waiting = self._committed - self._acked
+            log.error("outbox %s: the relay at %s does not let us in; %d receipts wait: %s", self._store.path, self._url, waiting, why)
+        if self._knock_at == float("inf"):
+            with contextlib.suppress(zmq.ZMQError):  # libzmq has forgotten the address already
+                socket.disconnect(self._url)
+            self._knock_at = now + KNOCK_AGAIN_S
+        if self._phase is not Phase.OFF:
+            self._enter(Phase.OFF)
+
+    def _enter(self, phase: Phase) -> None:
+        if self._phase is Phase.RENUMBER and not self._has_new_epoch:
+            return  # the epoch is changing under us; the connection is looked at afterwards
+        self._phase = phase
+        waits = phase in (Phase.ASKED, Phase.TOLD) or (phase is Phase.STREAM and self._sent > self._acked)
+        if phase is Phase.REFUSED:
+            self._deadline = time.monotonic() + REFUSED_PAUSE_S
+        else:
+            self._deadline = time.monotonic() + self._patience if waits else float("inf")
+
+    def _ask_again(self) -> None:
+        """Nothing moved: the relay, or what we sent it, may be gone, or its Redis is away."""
+        self._patience = min(2 * self._patience, MAX_PATIENCE_S)
+        self._enter(Phase.GREET)
+
+    # -- sending ------------------------------------------------------------------------------------------------------------
+
+    @property
+    def _epoch(self) -> str:
+        """The epoch in hand: former ones first."""
+        return self.formers[0].epoch if self.formers else self._store.epoch
+
+    def _advance(self, socket: "zmq.Socket[bytes]") -> None:
+        if self._phase is Phase.RENUMBER and self._has_new_epoch:
+            self._acked = self._sent = self._highest_sent = 0
+            self._enter(Phase.GREET if self.connected else Phase.OFF)
+        if self._phase is Phase.GREET:
+            self._nonce = (self._nonce + 1) % 2**32
+            hello = frames.Hello(__version__, os.getpid(), self._committed - self._acked)
+            if self._send(socket, Kind.HELLO, self._nonce, to_msgpack(hello)):
+                self._enter(Phase.ASKED)
+        elif self._phase is Phase.STREAM:
+            self._stream(socket)
+
+    def _stream(self, socket: "zmq.Socket[bytes]") -> None:
+        idle = self._sent == self._acked
+        while self._sent < self._committed and (room := WINDOW - (self._sent - self._acked)) > 0:
+            rows = self._store.read(self._sent, min(room, READ_ROWS))
+            if not rows:
+                self._lose(socket, self._committed)
+                return
+            for row in rows:
+                if row.seq != self._sent + 1:
+                    self._lose(socket, row.seq - 1)
+                    return
+                if row.payload is None:
+                    self._lose(socket, row.seq)
+                    return
+                if not self._send(socket, Kind.RECEIPT, row.seq, row.payload):
+                    return
+                crash_point("receipt.sent")
+                self._sent = row.seq
+                self._highest_sent = max(self._highest_sent, row.seq)
+                if idle:
+                    idle = False
+                    self._enter(Phase.STREAM)  # something is under way: the clock starts
+
+    def _lose(self, socket: "zmq.Socket[bytes]", last: int) -> None:
+        """Say that `sent + 1 … last` are not there any more, once everything before has been acknowledged."""
+        if self._acked == self._sent:
+            first = self._sent + 1
+            jobs = self._store.jobs_of(first, last)
+            self._tell(socket, LostRange(first, last, jobs, f"receipts {first} to {last} are missing in {self._store.path}"))
+
+    def _tell(self, socket: "zmq.Socket[bytes]", lost: LostRange) -> None:
+        if self._send(socket, Kind.LOST, lost.last, to_msgpack(lost)):
+            count = lost.last - lost.first + 1
+            log.error("outbox %s: %d receipts are lost, of jobs %s: %s", self._store.path, count, lost.jobs, lost.message)
+            self._told = lost
+            self._enter(Phase.TOLD)
+
+    def _send(self, socket: "zmq.Socket[bytes]", kind: Kind, seq: int, payload: bytes) -> bool:
+        try:
+            socket.send(frames.pack(kind, self._epoch, seq, payload), zmq.DONTWAIT)
+        except zmq.Again:
+            self._blocked = True
+            return False
+        return True
+
+    # -- receiving ----------------------------------------------------------------------------------------------------------
+
+    def _receive(self, socket: "zmq.Socket[bytes]") -> None:
+        while True:
+            try:
+                raw = socket.recv(zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            try:
+                frame = frames.unpack(raw)
+                if frame.kind is Kind.REFUSED:
+                    self._refused(frames.refusal(frame).reason, frames.refusal(frame).detail)
+                elif frame.epoch != self._epoch:
+                    continue  # the answer to a question of before
+                elif frame.kind is Kind.MARK:
+                    self._on_mark(socket, frame)
+                elif frame.kind is Kind.ACK:
+                    self._on_ack(frame)
+            except ProtocolMismatch as error:
+                self._refused("protocol", error.refusal.detail if error.refusal else str(error))
+            except FrameError as error:
+                self._refused("malformed", f"what the relay at {self._url} answered cannot be read: {error}")
+
+    def _on_mark(self, socket: "zmq.Socket[bytes]", frame: Frame) -> None:
+        if self._phase is not Phase.ASKED or frame.payload != to_msgpack(self._nonce):
+            return
+        mark = frame.seq
+        if self.formers:
+            former = self.formers[0]
+            if mark >= former.last:
+                self._close_former()
+                return
+            jobs = unique_jobs(former.jobs, mark + 1, former.last)
+            self._tell(socket, LostRange(mark + 1, former.last, jobs, f"the outbox of rank {self._store.rank} was damaged"))
+        elif mark > self._highest_sent:
+            log.error(
+                "outbox %s was put back to an older state: the relay has receipts up to %d, it ends at %d; a new epoch starts",
+                self._store.path,
+                mark,
+                self._highest_sent,
+            )
+            self._has_new_epoch = False
+            self._enter(Phase.RENUMBER)
+            self._renumber()
+        else:
+            self._sent = mark
+            self._progress(mark)
+            self._enter(Phase.STREAM)
+
+    def _on_ack(self, frame: Frame) -> None:
+        if self._phase is Phase.TOLD and frame.seq >= self._told.last:
+            if self.formers:
+                self._close_former()
+                return
+            self._sent = frame.seq
+            self._highest_sent = max(self._highest_sent, frame.seq)
+            self._progress(frame.seq)
+            self._enter(Phase.STREAM)
+        elif self._phase is Phase.STREAM and self._acked < frame.seq <= self._sent:
+            self._progress(frame.seq)
+            self._enter(Phase.STREAM)
+
+    def _progress(self, acked: int) -> None:
+        self._patience = PATIENCE_S
+        self._acked = acked
+        self._report_acked(acked)
+
+    def _close_former(self) -> None:
+        epoch = self.formers.pop(0).epoch
+        self._forget(epoch)
+        self._report_acked(self._acked)
+        self._enter(Phase.GREET)
+
+    def _refused(self, reason: str, detail: str) -> None:
+        if reason not in self._refusals:
+            self._refusals.add(reason)
+            log.error("outbox %s (relay protocol %d, midstream %s): the relay refuses: %s", self._store.path, PROTOCOL, __version__, detail)
+            self._fatal(OutboxError("internal", f"the relay at {self._url} refuses receipts: {detail}"))
+        self._enter(Phase.REFUSED)

@@ -1,0 +1,237 @@
+"""What is there to tell, to whom, and what became of it? The outbox of webhooks in Redis, as `lua/announce.lua` fills it.
+
+Every delivery is lent to one sender at a time; one whose sender died is lent again, under the same id, when the loan ends.
+The time is asked of `clock` wherever it matters, so that hours can be simulated.
+"""
+
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from ...schemas.base import from_json, now, to_json
+from ...schemas.errors import MidstreamError
+from ...schemas.handling import CallbackEvent
+from ...schemas.webhooks import Delivery, DeliveryAttempt, DeliveryPage, DeliveryState, DisabledEndpoint, HookBody, HookData
+from ..ledger import views
+from ..ledger.jobs import Ledger, reachable
+
+SCRIPTS = ("hooks_lease", "hooks_settle", "hooks_redeliver", "hooks_clean")
+#: One lane (a tenant's receivers at one host) has this many deliveries under way at most, once it is known to answer well.
+LANE_ROOM = 16
+#: An answer that took longer than this many seconds does not show that a receiver can take more at once.
+QUICK_S = 2.0
+#: Lanes looked at for one loan, at most: a tenant that has its share may have thousands that are due before those of others.
+LANES_SCANNED = 20_000
+#: Attempts that are kept of a delivery: more than the ladder has, for those sent again by hand.
+ATTEMPTS_KEPT = 50
+#: Deliveries read at once while a filtered page is filled, and the most that are read for one page.
+PAGE_CHUNK, PAGE_SCAN = 100, 2000
+
+FIELDS = ("job", "event", "tenant", "url", "state", "created", "next")
+
+
+class Loan(NamedTuple):
+    """A delivery that is this sender's until `ends`."""
+
+    id: str  # the `webhook-id`
+    job: str
+    event: str
+    tenant: str
+    key: str  # id of the API key whose secret signs
+    url: str
+    created: str  # of the event, seconds since the epoch as they were written
+    job_state: str
+    attempt: int  # of the job
+    model: str
+    tries: int  # attempts before this one, since it was put on the ladder
+    token: str
+    ends: float
+
+    def body(self) -> bytes:
+        """What is sent: the same bytes in every attempt."""
+        stamp = datetime.fromtimestamp(float(self.created), UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        data = HookData(id=self.job, state=self.job_state, attempt=self.attempt, model=self.model)
+        return to_json(HookBody(type=cast(CallbackEvent, self.event), timestamp=stamp, data=data))
+
+
+class HookOutbox:
+    """Over a ledger; `clock` gives seconds since the epoch. Belongs to the ledger's event loop."""
+
+    def __init__(self, ledger: Ledger, clock: Callable[[], float] = now) -> None:
+        self._redis: Any = ledger.redis
+        self._written = ledger.written
+        self._scripts = {name: ledger.redis.register_script(_source(name)) for name in SCRIPTS}
+        self.clock = clock
+
+    # ---- the sender's side -----------------------------------------------------------------------------------------
+
+    @reachable
+    async def lend(self, limit: int, share: int, lease_s: float, under_way: Mapping[str, int]) -> list[Loan]:
+        """Up to `limit` deliveries that are due, of no tenant more than `share` with those that it has `under_way` here.
+
+        What they tell stays so if Redis is killed.
+        """
+        at, token = self.clock(), secrets.token_hex(8)
+        busy = [part for pair in under_way.items() for part in pair]
+        arguments = [repr(at), repr(at + lease_s), token, limit, share, LANES_SCANNED, *busy]
+        lent = await self._scripts["hooks_lease"](args=arguments)
+        if lent:
+            await self._written()
+        loans = []
+        for row in lent:
+            id_, job, event, tenant, key, url, created, state, attempt, model, tries = (part.decode() for part in row)
+            loans.append(
+                Loan(id_, job, event, tenant, key, url, created, state, int(attempt), model, int(tries), token, at + lease_s)
+            )  # fmt: skip
+        return loans
+
+    @reachable
+    async def settle(self, loan: Loan, state: DeliveryState, attempt: DeliveryAttempt, again: float | None = None) -> str:
+        """Note an attempt and what the delivery is now; `again`: when it is due if it stays `pending`.
+
+        Returns the state after it, `stale` when somebody else has the delivery by now, `unknown` when it is gone.
+        """
+        well = state == "delivered" and attempt.seconds <= QUICK_S
+        arguments = [
+            repr(self.clock()), loan.id, loan.token, state, to_json(attempt), repr(again or 0.0), ATTEMPTS_KEPT, int(well), LANE_ROOM,
+        ]  # fmt: skip
+        return cast(str, (await self._scripts["hooks_settle"](args=arguments)).decode())
+
+    @reachable
+    async def clean(self, ttl_s: float, limit: int = 1000) -> int:
+        """Forget what was settled more than `ttl_s` ago, up to `limit` of it; returns how many."""
+        at = self.clock()
+        return int(await self._scripts["hooks_clean"](args=[repr(at), repr(at - ttl_s), limit]))
+
+    @reachable
+    async def depth(self) -> tuple[int, float | None]:
+        """How many deliveries are pending, and since or until when the first of them is due; None without any."""
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.zcard("ms:hooks").zrange("ms:hooks", 0, 0, withscores=True)
+            count, first = await pipe.execute()
+        return int(count), float(first[0][1]) if first else None
+
+    # ---- what users ask --------------------------------------------------------------------------------------------
+
+    @reachable
+    async def delivery(self, delivery_id: str) -> Delivery:
+        """Raises not_found."""
+        [found] = await self._read([delivery_id])
+        if found is None:
+            raise not_found(delivery_id)
+        return found
+
+    @reachable
+    async def deliveries(
+        self,
+        tenant: str | None,
+        job: str | None = None,
+        state: DeliveryState | None = None,
+        limit: int = 50,
+        cursor: str | None = None,
+    ) -> DeliveryPage:
+        """A tenant's deliveries (None: everybody's), newest first. `cursor`: a former page's `next`.
+
+        A rare filter may give a short page with a `next`. Raises MidstreamError("invalid_request") for a cursor that is not ours.
+        """
+        score, last = views.parse_cursor(cursor)
+        found: list[Delivery] = []
+        scanned = 0
+        while scanned < PAGE_SCAN:
+            chunk = await self._older(tenant, job, score, last)
+            if not chunk:
+                return DeliveryPage(deliveries=found)
+            for (name, created), known in zip(chunk, await self._read([name for name, _ in chunk]), strict=True):
+                scanned += 1
+                if known is not None and tenant in (None, known.tenant) and (state is None or known.state == state):
+                    if len(found) == limit:
+                        return DeliveryPage(deliveries=found, next=views.format_cursor(score, last))
+                    found.append(known)
+                score, last = created, name
+        return DeliveryPage(deliveries=found, next=views.format_cursor(score, last))
+
+    async def _older(self, tenant: str | None, job: str | None, score: float, last: str) -> Sequence[tuple[str, float]]:
+        """(id, creation time) of the next deliveries after the place (score, last), newest first."""
+        if job is not None:
+            ids = [name.decode() for name in await self._redis.smembers(f"ms:hook-job:{job}")]
+            rows = sorted(zip(await self._times(ids), ids, strict=True), reverse=True)
+            return [(name, at) for at, name in rows if (at, name) < (score, last)][:PAGE_CHUNK]
+        index = "ms:hook-index" if tenant is None else f"ms:hook-index:{tenant}"
+        found: list[tuple[str, float]] = []
+        offset = 0
+        while len(found) < PAGE_CHUNK:  # those of one and the same time are ordered by id: skip those already given
+            rows = await self._redis.zrevrangebyscore(index, score, "-inf", start=offset, num=PAGE_CHUNK, withscores=True)
+            offset += len(rows)
+            found += [(name.decode(), at) for name, at in rows if at < score or name.decode() < last]
+            if len(rows) < PAGE_CHUNK:
+                break
+        return found[:PAGE_CHUNK]
+
+    async def _times(self, ids: Iterable[str]) -> list[float]:
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for name in ids:
+                pipe.hget(f"ms:hook:{name}", "created")
+            return [float(raw or 0) for raw in await pipe.execute()]
+
+    async def _read(self, ids: Sequence[str]) -> list[Delivery | None]:
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for name in ids:
+                pipe.hmget(f"ms:hook:{name}", *FIELDS).lrange(f"ms:hook-log:{name}", 0, -1)
+            rows = await pipe.execute()
+        return [_delivery(name, values, log) for name, values, log in zip(ids, rows[::2], rows[1::2], strict=True)]
+
+    @reachable
+    async def redeliver(self, delivery_id: str) -> Delivery:
+        """Send it again, or now, under its id; whatever became of it. Raises not_found, and conflict while its receiver is disabled."""
+        outcome = await self._scripts["hooks_redeliver"](args=[repr(self.clock()), delivery_id])
+        if outcome == b"unknown":
+            raise not_found(delivery_id)
+        if outcome == b"off":
+            raise MidstreamError(
+                "conflict", "its receiver answered 410 and is disabled: enable it first", allowed="DELETE /v1/webhooks/disabled"
+            )
+        return await self.delivery(delivery_id)
+
+    @reachable
+    async def disabled(self, tenant: str | None) -> list[DisabledEndpoint]:
+        """The tenant's receivers (None: everybody's) that answered 410, by tenant and URL."""
+        raw = await self._redis.hgetall("ms:hook-off")
+        known = [(*field.decode().split("|", 1), float(raw[field])) for field in sorted(raw)]
+        return [DisabledEndpoint(tenant=owner, url=url, since=at) for owner, url, at in known if tenant in (None, owner)]
+
+    @reachable
+    async def enable(self, tenant: str, url: str) -> None:
+        """Send to this receiver of the tenant again. Raises not_found when it is not disabled."""
+        if not await self._redis.hdel("ms:hook-off", f"{tenant}|{url}"):
+            raise MidstreamError("not_found", f"{url} is not disabled", field="url")
+
+
+def not_found(delivery_id: str) -> MidstreamError:
+    return MidstreamError("not_found", f"there is no delivery {delivery_id}")
+
+
+def _delivery(name: str, values: Sequence[bytes | None], log: Sequence[bytes]) -> Delivery | None:
+    record = {field: value.decode() for field, value in zip(FIELDS, values, strict=True) if value is not None}
+    if "state" not in record:
+        return None
+    return Delivery(
+        id=name,
+        job=record["job"],
+        event=cast(CallbackEvent, record["event"]),
+        tenant=record["tenant"],
+        url=record["url"],
+        state=cast(DeliveryState, record["state"]),
+        created=float(record["created"]),
+        next_attempt=float(record["next"]) if "next" in record else None,
+        attempts=[from_json(raw, DeliveryAttempt) for raw in log],
+    )
+
+
+@cache
+def _source(name: str) -> str:
+    folder = Path(__file__).parent / "lua"
+    announce = folder.parents[1] / "ledger" / "lua" / "announce.lua"  # what the ledger's scripts queue here
+    return "\n".join(path.read_text() for path in (announce, folder / "hooks_common.lua", folder / f"{name}.lua"))

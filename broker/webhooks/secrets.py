@@ -1,0 +1,64 @@
+"""Which secrets sign a tenant's webhooks? Its own one, made on first use, and for a while the one before it; or those of a key.
+
+They lie in Redis as they are and not hashed, because whoever signs needs them.
+"""
+
+import base64
+import secrets
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ...schemas.base import now
+from ...schemas.webhooks import Secret, SecretList
+from ..ledger.jobs import Ledger, reachable
+from .http import SECRET_PREFIX
+
+SECRET_BYTES = 32
+
+
+class HookSecrets:
+    """Over a ledger. Belongs to the ledger's event loop."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._redis: Any = ledger.redis
+        self._script = ledger.redis.register_script(_source())
+
+    async def of(self, tenant: str, key: str) -> SecretList:
+        """What signs the webhooks of jobs submitted with `key` (empty: without one): newest first. Made now if there is none."""
+        if key and await self._own(tenant, key):
+            return SecretList(of="key", secrets=await self._turn(_owner(tenant, key), keep=True))
+        return SecretList(of="tenant", secrets=await self._turn(tenant, keep=True))
+
+    async def rotate(self, tenant: str, key: str, keep_former_s: float, own: bool = False) -> SecretList:
+        """A new secret; the former one signs as well for `keep_former_s` (0: no more). One that was former before signs no more.
+
+        `own`: for `key` alone, which then has secrets apart from its tenant's for good.
+        """
+        if key and (own or await self._own(tenant, key)):
+            found = await self._turn(_owner(tenant, key), keep_former_s, heir_of=tenant)
+            return SecretList(of="key", secrets=found)
+        return SecretList(of="tenant", secrets=await self._turn(tenant, keep_former_s))
+
+    @reachable
+    async def _own(self, tenant: str, key: str) -> bool:
+        return bool(await self._redis.exists(f"ms:hook-secret:{_owner(tenant, key)}"))
+
+    @reachable
+    async def _turn(self, owner: str, keep_former_s: float = 0.0, heir_of: str = "", keep: bool = False) -> list[Secret]:
+        at = now()
+        fresh = SECRET_PREFIX + base64.b64encode(secrets.token_bytes(SECRET_BYTES)).decode()
+        found = await self._script(args=[repr(at), owner, fresh, repr(at + keep_former_s), heir_of, int(keep)])
+        known = [Secret(secret=found[0].decode(), created=float(found[1]))]
+        if found[2] is not None and float(found[4]) > at:
+            known.append(Secret(secret=found[2].decode(), created=float(found[3]), until=float(found[4])))
+        return known
+
+
+def _owner(tenant: str, key: str) -> str:
+    return f"{tenant}/{key}"
+
+
+@cache
+def _source() -> str:
+    return (Path(__file__).parent / "lua" / "hooks_rotate.lua").read_text()

@@ -1,0 +1,372 @@
+"""How do captured activations become numpy arrays, on any machine, without torch? Whatever the layout of their files."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from ...schemas.captures import Manifest
+from ...schemas.errors import MidstreamError, invalid
+from ...schemas.selectors import ALIASES, HOOKS, as_ranges
+from ..notebook import rendered
+from .blobs import Blob, Place, expand, find, open_blobs
+
+Source = Path | str | Iterable[Path | str | Place]
+DEFAULT_HOOK = "post_block"
+_PARTIAL = "partial=True reads what is there"
+#: Longer lists of numbers are cut.
+_SHOWN_RANGES = 16
+
+
+@dataclass(frozen=True)
+class Check:
+    """What `CaptureReader.verify` found about one blob, or about something that is missing."""
+
+    path: Path  # of the blob; where requests are missing, the job's id
+    bytes: int
+    crc32: int  # recomputed
+    ok: bool
+    detail: str = ""  # what is wrong, if anything
+    request: int = 0
+    offset: int = 0  # of the blob in the file
+
+
+class _Request:
+    """One attempt at one request: its blobs of all stages."""
+
+    def __init__(self, blobs: Sequence[Blob]):
+        self.blobs = sorted(blobs, key=lambda blob: (blob.header.manifest.pp, blob.place.path, blob.place.offset))
+        self.sites = {tensor.site: blob for blob in self.blobs for tensor in blob.header.tensors.values() if tensor.site is not None}
+
+    @property
+    def manifest(self) -> Manifest:
+        return self.blobs[0].header.manifest
+
+    @property
+    def missing(self) -> list[str]:
+        """Tensors that belong to the capture and are in no blob."""
+        wanted = [(hook, layer) for hook, layers in self.manifest.all_sites.items() for layer in layers]
+        return [f"{hook}.{layer}" for hook, layer in wanted if (hook, layer) not in self.sites]
+
+    def incomplete(self) -> str:
+        """Why it is not whole; empty when it is."""
+        missing = self.missing
+        if not missing:
+            return ""
+        names = ", ".join(missing[:4]) + (", …" if len(missing) > 4 else "")
+        stages = ", ".join(str(pp) for pp in sorted({blob.header.manifest.pp for blob in self.blobs}))
+        return (
+            f"request {self.manifest.request} is not whole: {names} ({len(missing)} tensors) are missing; "
+            f"of {self.manifest.stages} stages there is {stages}"
+        )
+
+    @property
+    def dropped(self) -> list[int]:
+        """Positions that some stage dropped under overload."""
+        return sorted({position for blob in self.blobs for position in blob.header.manifest.dropped})
+
+    @cached_property
+    def positions(self) -> dict[int, int]:
+        """Position → token id, ascending: those that every stage holds (under overload each may have dropped others)."""
+        first, *others = self.blobs
+        asked = _asked(first)
+        shared = _tokens(first)
+        for other in others:
+            tokens = _tokens(other)
+            if _asked(other) != asked or any(tokens[position] != shared[position] for position in tokens.keys() & shared.keys()):
+                raise MidstreamError(
+                    "ranks_disagree", f"{first.place.path.name} and {other.place.path.name} hold rows of different positions or tokens"
+                )
+            if len(tokens) != len(shared) or tokens.keys() != shared.keys():
+                shared = {position: token for position, token in shared.items() if position in tokens}
+        return shared
+
+    def rows(self, blob: Blob) -> list[int] | None:
+        """Which rows of the blob's tensors belong to `positions`; None: all."""
+        own = blob.header.manifest.positions
+        return None if len(own) == len(self.positions) else [row for row, position in enumerate(own) if position in self.positions]
+
+
+def _asked(blob: Blob) -> list[int]:
+    manifest = blob.header.manifest
+    return sorted([*manifest.positions, *manifest.dropped]) if manifest.dropped else manifest.positions
+
+
+def _tokens(blob: Blob) -> dict[int, int]:
+    return dict(zip(blob.raw("positions").tolist(), blob.raw("token_ids").tolist(), strict=True))
+
+
+class CaptureReader:
+    """The captured rows of one job under one tag, merged over files and pipeline stages.
+
+    `source`: the job's folder `<capture root>/<tag>/<job>`; or the tag's folder or the capture root, with `job`; or files, and then
+    those are read and no more is expected. Of several attempts at a request the last whole one counts. Everything is opened at
+    once and stays readable, whatever is deleted meanwhile, until `close` or the reader's end.
+
+    Raises MidstreamError: `not_found` when there is nothing, `gone` when it was deleted, `capture_damaged` for damaged files, and
+    `invalid_request` when the source holds several jobs or tags and none is named. Listing the requests of a folder where some
+    are missing, and reading one of which a stage or tensor is missing, raise `capture_failed`, unless `partial`.
+    """
+
+    #: What the API says of the job's capture (`ok`, `partial`, …) and why; empty for a reader that did not ask it.
+    status: str = ""
+    detail: str = ""
+    #: How token ids read: `[tokens]` → as many strings. Set by `Client.capture`, which requests them from the server.
+    read_tokens: Callable[[list[int]], list[str]] | None = None
+
+    def __init__(self, source: Source, job: str | None = None, *, tag: str | None = None, partial: bool = False):
+        if isinstance(source, str | Path):
+            places, whole = find(Path(source), job, tag), not Path(source).is_file()
+        else:
+            places, whole = expand((place if isinstance(place, Place) else Place(Path(place)) for place in source), job), False
+        # A list of files has an order, and what the user asked for comes first; what lies in a folder has not.
+        self._open(open_blobs(places), job, tag, partial, first_tag=not isinstance(source, str | Path), whole=whole)
+        if not self._requests:
+            what = f"of job {job} " if job else ""
+            raise MidstreamError("not_found", f"there are no capture files {what}in {source}")
+
+    @classmethod
+    def from_bytes(cls, blobs: bytes | Iterable[bytes], *, tag: str | None = None, partial: bool = False) -> "CaptureReader":
+        """A reader of what the consumer `memory` gave back, or of files read into memory: the blobs of one job."""
+        reader = cls.__new__(cls)
+        parts = [blobs] if isinstance(blobs, bytes) else list(blobs)
+        opened = [Blob(Place(Path(f"<bytes {number}>")), memoryview(raw), checked=True) for number, raw in enumerate(parts)]
+        reader._open(opened, None, tag, partial, first_tag=True, whole=False)
+        if not reader._requests:
+            raise MidstreamError("not_found", "no blob was given, so there is nothing to read")
+        return reader
+
+    @classmethod
+    def of_job(
+        cls, files: Iterable[Path | Place], job: str, *, status: str, detail: str = "", tag: str | None = None, partial: bool = False
+    ) -> "CaptureReader":
+        """A reader of all the files that the API names of a job whose capture is `status`."""
+        reader = cls.__new__(cls)
+        blobs = open_blobs(file if isinstance(file, Place) else Place(file) for file in files)
+        for blob in blobs:
+            if blob.header.manifest.job != job:
+                raise MidstreamError("capture_failed", f"{blob.place.path.name} does not hold rows of job {job}")
+        reader._open(blobs, job, tag, partial, first_tag=True, whole=True)
+        if not reader._requests:
+            raise MidstreamError("not_found", f"job {job} has no capture files" + (f" under the tag {tag!r}" if tag else ""))
+        reader.status, reader.detail = status, detail
+        return reader
+
+    def _open(self, blobs: list[Blob], job: str | None, tag: str | None, partial: bool, first_tag: bool, whole: bool) -> None:
+        """`whole`: all that the job has should be among the blobs."""
+        self._partial = partial
+        if job is not None:
+            blobs = [blob for blob in blobs if blob.header.manifest.job == job]
+        jobs = sorted({blob.header.manifest.job for blob in blobs})
+        if len(jobs) > 1:
+            raise invalid("job", "there are captures of several jobs: name one", allowed=", ".join(jobs))
+        self.job = jobs[0] if jobs else ""
+        #: The tags that the source holds rows of; this reader reads one of them.
+        self.tags = list(dict.fromkeys(blob.header.manifest.tag for blob in blobs))
+        if tag is None and len(self.tags) > 1 and not first_tag:
+            raise invalid("tag", f"job {self.job} was captured under several tags: name one", allowed=", ".join(self.tags))
+        self.tag = tag if tag is not None else next(iter(self.tags), "")
+        attempts: dict[int, dict[int, list[Blob]]] = {}
+        for blob in blobs:
+            manifest = blob.header.manifest
+            if manifest.tag == self.tag:
+                attempts.setdefault(manifest.request, {}).setdefault(manifest.attempt, []).append(blob)
+        self._requests = {request: _last_whole(attempts[request]) for request in sorted(attempts)}
+        #: Of how many requests there should be rows; 0: nobody says.
+        self._expected = max((request.manifest.requests for request in self._requests.values()), default=0) if whole else 0
+
+    def __repr__(self) -> str:
+        count = f"{len(self._requests)}" + (f" of {self._expected}" if self._missing_requests() else "")
+        status = f", status={self.status!r}" if self.status not in ("", "ok") else ""
+        return f"CaptureReader(job={self.job!r}, tag={self.tag!r}, requests={count}, files={len(self.files)}{status})"
+
+    def _repr_html_(self) -> str:
+        return str(rendered("reader_html", self))
+
+    def __enter__(self) -> "CaptureReader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the files; views given by `raw` stay valid. The reader is empty afterwards."""
+        self._requests.clear()
+        self._expected = 0
+
+    @property
+    def files(self) -> list[Path]:
+        """The files that are read, by request and stage; a segment once."""
+        return list(dict.fromkeys(blob.place.path for request in self._requests.values() for blob in request.blobs))
+
+    def requests(self) -> list[int]:
+        """Indices of the job's prompts that have rows."""
+        if not self._partial and (why := self._missing_requests()):
+            raise MidstreamError("capture_failed", why, allowed=_PARTIAL)
+        return list(self._requests)
+
+    def hooks(self, request: int = 0) -> list[str]:
+        """The hook points that were captured, in the order in which a forward meets them."""
+        found = {hook for hook, _ in self._of(request).sites}
+        return [hook for hook in HOOKS if hook in found] + sorted(found - set(HOOKS))
+
+    def layers(self, request: int = 0, hook: str | None = None) -> list[int]:
+        """Ascending layers captured at `hook`, over all stages."""
+        chosen = self._hook(hook, request)
+        return sorted(layer for found, layer in self._of(request).sites if found == chosen)
+
+    def positions(self, request: int = 0) -> list[int]:
+        """Absolute token positions of the rows; row i of every array is `positions[i]`."""
+        return list(self._of(request).positions)
+
+    def token_ids(self, request: int = 0) -> list[int]:
+        """The token at each of `positions`."""
+        return list(self._of(request).positions.values())
+
+    def tokens(self, request: int = 0) -> list[str]:
+        """How the token at each of `positions` reads, leading space included.
+
+        Raises MidstreamError: `not_found` for a reader that was opened from files alone (use `Client.capture`), and what the server
+        raises when it is asked.
+        """
+        if self.read_tokens is None:
+            allowed = "open the capture with Client.capture(job), or pass token_ids() to Client.detokenize"
+            raise MidstreamError("not_found", "files hold token ids and no tokenizer", field="tokens", allowed=allowed)
+        return self.read_tokens(self.token_ids(request))
+
+    def dropped(self, request: int = 0) -> list[int]:
+        """Positions that were asked for and that some stage dropped under overload."""
+        return self._of(request).dropped
+
+    def array(self, layer: int, hook: str | None = None, request: int = 0) -> np.ndarray:
+        """`[positions, hidden]` float32, a copy. `hook`: by default `post_block`, or the only one that was captured.
+
+        `layer`: negative ones count from the model's last, -1. TransformerLens' names are understood. Raises MidstreamError naming
+        the layers there are.
+        """
+        blob, name, rows = self._tensor(layer, hook, request)
+        array = blob.array(name)
+        return array if rows is None else array[rows]
+
+    def raw(self, layer: int, hook: str | None = None, request: int = 0) -> np.ndarray:
+        """`[positions, hidden]` as it lies in the file: read-only, nothing copied; bfloat16 as its uint16 bit patterns.
+
+        (A copy only where a pipeline stage holds rows that another one dropped.)
+        """
+        blob, name, rows = self._tensor(layer, hook, request)
+        return blob.raw(name) if rows is None else blob.raw(name)[rows]
+
+    def stack(self, layers: Sequence[int] | None = None, hook: str | None = None, request: int = 0) -> np.ndarray:
+        """`[layers, positions, hidden]` float32; by default of every captured layer."""
+        return np.stack([self.array(layer, hook, request) for layer in (self.layers(request, hook) if layers is None else layers)])
+
+    def row(self, layer: int, position: int, hook: str | None = None, request: int = 0) -> np.ndarray:
+        """`[hidden]` float32 at an absolute token position."""
+        positions = self.positions(request)
+        if position not in positions:
+            raise MidstreamError("not_found", f"position {position} was not captured", field="position", allowed=str(positions))
+        return np.asarray(self.array(layer, hook, request)[positions.index(position)])
+
+    def dtype(self, request: int = 0) -> str:
+        """What the rows are stored as: float32, float16 or bfloat16."""
+        return self._of(request).manifest.dtype
+
+    def manifest(self, request: int = 0) -> Manifest:
+        """The manifest of the request's first blob."""
+        return self._of(request).manifest
+
+    def verify(self) -> list[Check]:
+        """Size, CRC32 and content of every blob, held against its manifests; and `gaps`. All is right when every check is `ok`."""
+        return [_check(blob) for request in self._requests.values() for blob in request.blobs] + self.gaps()
+
+    def gaps(self) -> list[Check]:
+        """What was asked for and is not here: requests, stages, tensors, dropped positions; and what the API says of the capture."""
+        found = []
+        if self.status not in ("", "ok"):
+            found.append(Check(Path(self.job), 0, 0, ok=False, detail=_told(self.status, self.detail)))
+        if why := self._missing_requests():
+            found.append(Check(Path(self.job), 0, 0, ok=False, detail=why))
+        for number, request in self._requests.items():
+            path = request.blobs[0].place.path
+            if why := request.incomplete():
+                found.append(Check(path, 0, 0, ok=False, detail=why, request=number))
+            if dropped := request.dropped:
+                why = f"request {number} lacks {len(dropped)} positions, dropped under overload: {as_ranges(dropped, _SHOWN_RANGES)}"
+                found.append(Check(path, 0, 0, ok=False, detail=why, request=number))
+        return found
+
+    def _missing_requests(self) -> str:
+        """Which requests are there when some are missing; empty when none is."""
+        there = list(self._requests)
+        if len(there) >= self._expected:
+            return ""
+        ranges = as_ranges(there, _SHOWN_RANGES)
+        return f"of job {self.job} {self._expected} requests were captured, and there are files of {len(there)}: {ranges}"
+
+    def _of(self, request: int) -> _Request:
+        if request not in self._requests:
+            raise MidstreamError("not_found", f"request {request} has no captured rows", field="request", allowed=str(list(self._requests)))
+        found = self._requests[request]
+        if not self._partial and (why := found.incomplete()):
+            raise MidstreamError("capture_failed", why, allowed=_PARTIAL)
+        return found
+
+    def _hook(self, hook: str | None, request: int) -> str:
+        if hook is not None:
+            return ALIASES.get(hook, hook)
+        hooks = self.hooks(request)
+        if DEFAULT_HOOK in hooks or len(hooks) != 1:
+            return DEFAULT_HOOK
+        return hooks[0]
+
+    def _tensor(self, layer: int, hook: str | None, request: int) -> tuple[Blob, str, list[int] | None]:
+        found, chosen = self._of(request), self._hook(hook, request)
+        if layer < 0:
+            layer = _from_the_end(layer, found.manifest)
+        blob = found.sites.get((chosen, layer))
+        if blob is None:
+            layers, hooks = self.layers(request, chosen), self.hooks(request)
+            allowed = str(layers) if layers else f"hooks {', '.join(hooks)}"
+            raise MidstreamError("not_found", f"layer {layer} was not captured at {chosen}", field="layer", allowed=allowed)
+        return blob, f"{chosen}.{layer}", found.rows(blob)
+
+
+def _from_the_end(layer: int, manifest: Manifest) -> int:
+    """The layer that a negative number names, counted from the model's last."""
+    if not manifest.num_layers:
+        detail = f"layer {layer} counts from the model's last layer, and this capture does not name the number of layers"
+        raise invalid("layer", detail, allowed="a layer of 0 or above: an older version of Midstream wrote this capture")
+    if layer < -manifest.num_layers:
+        raise invalid("layer", f"{layer} is below the first layer", allowed=f"{-manifest.num_layers} to {manifest.num_layers - 1}")
+    return manifest.num_layers + layer
+
+
+def _last_whole(attempts: dict[int, list[Blob]]) -> _Request:
+    """The last attempt that is whole; if none is, the last."""
+    found = [_Request(attempts[attempt]) for attempt in sorted(attempts, reverse=True)]
+    return next((request for request in found if not request.missing), found[0])
+
+
+def _told(status: str, detail: str) -> str:
+    return f"the status of the capture is {status}" + (f": {detail}" if detail else "")
+
+
+def _check(blob: Blob) -> Check:
+    manifest, crc, wrong = blob.header.manifest, blob.crc32(), []
+    promised = blob.promised()
+    if promised is None:
+        wrong.append(f"{blob.place.path.with_suffix('.json').name} is missing: without it the CRC32 cannot be checked")
+    elif promised != (blob.size, crc):
+        wrong.append(f"{blob.size} bytes with CRC32 {crc:08x}, the manifest says {promised[0]} with {promised[1]:08x}")
+    rows = len(manifest.positions)
+    for hook, layers in manifest.sites.items():
+        for layer in layers:
+            tensor = blob.header.tensors.get(f"{hook}.{layer}")
+            if tensor is None or tensor.shape != [rows, manifest.hidden_size]:
+                wrong.append(f"{hook}.{layer} is {'missing' if tensor is None else tensor.shape}, not [{rows}, {manifest.hidden_size}]")
+    for name, values in (("positions", manifest.positions), ("token_ids", manifest.token_ids)):
+        if name not in blob.header.tensors or blob.unchecked(name).tolist() != values:
+            wrong.append(f"the tensor {name} is not what the manifest says")
+    return Check(blob.place.path, blob.size, crc, not wrong, "; ".join(wrong), manifest.request, blob.place.offset)

@@ -1,0 +1,23 @@
+"""How does one make the users that the parts of Midstream are in Redis? `midstream acl`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    """Add `acl` to `midstream`."""
+    app.command("acl")(acl)
+
+
+def acl(
+    folder: Annotated[Path, typer.Option("--dir", help="Where the files are written.")] = Path("acl"),
+) -> None:
+    """Users of Redis, one per part of Midstream, with the least that each needs, and their passwords."""
+    from ...broker.ops.acl import ROLES, USERS_FILE, write_users
+
+    write_users(folder)
+    print(f"redis: aclfile {(folder / USERS_FILE).resolve()}")
+    for role in ROLES:
+        print(f"{role}: MIDSTREAM_REDIS_URL=rediss://{role}@HOST:6379/0 MIDSTREAM_REDIS_PASSWORD_FILE={folder / f'{role}.password'}")

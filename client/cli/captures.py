@@ -1,0 +1,136 @@
+"""What can one do with captured rows from a terminal? `capture show`, `verify`, `save`, `export`, `list`, `delete`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+from rich.markup import escape
+
+from ...schemas.base import to_json
+from ...schemas.errors import MidstreamError
+from ..captures.export import export
+from ..captures.reader import CaptureReader
+from ..render import jobs as show
+from . import options
+from .jobs import AsJson, JobId, Url, connect, out
+
+Source = Annotated[str, typer.Argument(metavar="JOB|FOLDER", help="A job's id, or a folder or file of captures.")]
+Job = Annotated[str | None, typer.Option(help="Where a folder holds several jobs' captures: which one.")]
+Tag = Annotated[str | None, typer.Option(help="Of several captures of a job; if left out, the job's own.")]
+Partial = Annotated[bool, typer.Option("--partial", help="Also if some of it is missing: what is there.")]
+
+capture_app = typer.Typer(no_args_is_help=True, help="Look at captured activations, export and delete them.")
+
+
+def register(app: typer.Typer) -> None:
+    """Add `capture …` to `midstream`."""
+    app.add_typer(capture_app, name="capture")
+
+
+@capture_app.command("show")
+def capture_show(
+    source: Source,
+    values: Annotated[str | None, typer.Option(metavar="[HOOK:]LAYER", help="Also print these rows of the first request.")] = None,
+    job: Job = None,
+    tag: Tag = None,
+    partial: Partial = False,
+    url: Url = None,
+) -> None:
+    """What was captured: requests, layers, positions, shapes, norms."""
+    reader = open_capture(source, url, job, tag, partial)
+    out.print(show.capture(reader))
+    for gap in reader.gaps():
+        out.print(f"[yellow]missing:[/] {escape(gap.detail)}", soft_wrap=True)
+    if values is not None:
+        first, (hook, layer) = reader.requests()[0], options.parse_site(values, "--values")
+        array = reader.array(layer, hook, first)
+        with np.printoptions(precision=4, edgeitems=4, threshold=40):
+            out.print(f"layer {layer}, request {first}, float32 {list(array.shape)}\n{array}", markup=False)
+    out.print(f"files: {reader.files[0].parent}", markup=False, soft_wrap=True)
+    if others := [name for name in reader.tags if name != reader.tag]:
+        out.print(f"tag {reader.tag}; other captures: --tag {', '.join(others)}", markup=False, soft_wrap=True)
+
+
+@capture_app.command("verify")
+def capture_verify(source: Source, job: Job = None, tag: Tag = None, url: Url = None) -> None:
+    """Recompute every CRC32, and see that no request, stage, site or position is missing; the exit code says whether all is right."""
+    found = open_capture(source, url, job, tag, partial=True).verify()
+    out.print(show.checks(found))
+    wrong = [check for check in found if not check.ok]
+    if wrong:
+        raise MidstreamError("capture_failed", f"{len(wrong)} of {len(found)} checks failed: {wrong[0].detail}")
+
+
+@capture_app.command("save")
+def capture_save(
+    job_id: JobId,
+    folder: Annotated[Path, typer.Argument(help="Where to put the files.")],
+    partial: Partial = False,
+    url: Url = None,
+) -> None:
+    """Download a job's capture files, checked on arrival."""
+    with connect(url) as client:
+        reader = client.capture(job_id, folder, partial=partial)
+    out.print(f"{show.count(len(reader.files), 'file')} in {folder}", markup=False, soft_wrap=True)
+
+
+@capture_app.command("export")
+def capture_export(
+    source: Source,
+    target: Annotated[Path, typer.Argument(help="rows.npz (float32) or rows.safetensors (as captured).")],
+    hooks: Annotated[str | None, typer.Option(metavar=options.HOOKS_FORM, help="Only these hooks.")] = None,
+    layers: Annotated[str | None, typer.Option(help="Only these layers: 3, 0-5, or 0-5,9.")] = None,
+    request: Annotated[list[int] | None, typer.Option(help="Only this prompt's rows; repeat as needed.")] = None,
+    job: Job = None,
+    tag: Tag = None,
+    partial: Partial = False,
+    url: Url = None,
+) -> None:
+    """Write chosen rows into one file for other programs."""
+    reader = open_capture(source, url, job, tag, partial)
+    chosen = None if layers is None else options.parse_layers(layers)
+    wanted = options.read_hooks(hooks, chosen) if hooks else ()
+    names = export(reader, target, hooks=wanted, layers="all" if chosen is None else chosen, requests=request or ())
+    out.print(f"{len(names)} arrays, {show.size(target.stat().st_size)}: {target}", markup=False, soft_wrap=True)
+
+
+@capture_app.command("list")
+def capture_list(
+    tag: Annotated[str | None, typer.Option(help="Only captures under this tag.")] = None,
+    limit: Annotated[int, typer.Option(help="How many.")] = 20,
+    json_: AsJson = False,
+    url: Url = None,
+) -> None:
+    """The newest captures on the server, with their size."""
+    with connect(url) as client:
+        page = client.captures(tag=tag, limit=limit)
+    if json_:
+        print(to_json(page).decode())
+    elif page.captures:
+        out.print(show.captures(page))
+    else:
+        out.print("no captures", style="dim")
+
+
+@capture_app.command("delete")
+def capture_delete(
+    jobs: Annotated[list[str], typer.Argument(metavar="JOB...", help="The jobs whose captures are to go.")],
+    url: Url = None,
+) -> None:
+    """Delete what jobs captured. Their records stay; who is reading keeps what was opened."""
+    with connect(url) as client:
+        for job_id in jobs:
+            client.delete_capture(job_id)
+            out.print(f"{job_id} deleted", markup=False)
+
+
+def open_capture(source: str, url: str | None, job: str | None = None, tag: str | None = None, partial: bool = False) -> CaptureReader:
+    """A folder or file of captures when there is one of that name, else a job's captures through the API."""
+    path = Path(source)
+    if path.exists() or (path.parent / "segments").is_dir():  # a job that lies in segments alone has no folder
+        return CaptureReader(path, job, tag=tag, partial=partial)
+    if "/" in source:
+        raise MidstreamError("not_found", f"there is no folder {source}")
+    with connect(url) as client:
+        return client.capture(source, tag=tag, partial=partial)

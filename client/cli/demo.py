@@ -1,0 +1,396 @@
+"""Does it all work here? `midstream demo`: the real stack, a real model, a real capture, real steering, a real sweep, and a check
+of each."""
+
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from rich.padding import Padding
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from ...schemas.base import to_json
+from ...schemas.errors import MidstreamError
+from ...schemas.settings import Settings, load_settings
+from ...schemas.version import __version__
+from ...workers.demo_model import MODEL_NAME, fetch_demo_model
+from ..captures.reader import CaptureReader
+from ..render import jobs, sweeps
+from ..render import steering as show_steering
+from ..render.steering import DIGEST
+from ..sdk.client import Client
+from ..sdk.wire import Answer
+from ..stack.supervisor import LOCK_FILE, Supervisor, read_state
+from ..study.patch_study import PatchStudy
+
+FACTS = (
+    "The Eiffel Tower is located in the city of",
+    "The capital of Japan is",
+    "Water is made of hydrogen and",
+    "The opposite of hot is",
+    "Monday, Tuesday, Wednesday,",
+    "The author of Romeo and Juliet is William",
+)
+FACT_TOKENS = 6
+#: The demo model's shape: every capture is held against it.
+NUM_LAYERS = 30
+HIDDEN_SIZE = 576
+
+#: Contrasting texts; the direction is the difference of their mean activations (Turner et al. 2023, arXiv:2308.10248).
+SEA = (
+    "The ocean waves crash on the sandy beach",
+    "A ship sails across the deep blue sea",
+    "Fish and whales swim in the salty ocean water",
+    "The sailor watched the tide from his boat",
+)
+LAND = (
+    "The office printer is out of paper again",
+    "A train crosses the dry inland plain",
+    "Cars and trucks drive on the busy city road",
+    "The accountant watched the numbers on his screen",
+)
+STEERED = (
+    "My favourite thing to do at the weekend is",
+    "The old man told us a story about",
+    "I close my eyes and I can hear",
+)
+STEER_TOKENS = 32
+LAYER = 14
+SCALE = 1.0
+#: The direction's name.
+MODULE = "sea"
+#: The first token's activation is a sink a hundred times larger than the rest, and says nothing about the text.
+SINK = 1
+#: Two facts of the same shape: what the model knows of the one is patched into the other.
+CLEAN, ANSWER = FACTS[0], " Paris"
+CORRUPT, FOIL = "The Colosseum is located in the city of", " Rome"
+HOOK = "resid_pre"
+#: The stream that enters the last layer at the last token has the answer, but for what that layer does: this share of it, at least.
+LEAST_AT_THE_END = 0.8
+#: The subject's rows bring back so much in an early layer, and nothing any more in a late one, where the last token has read them.
+LEAST_AT_THE_SUBJECT, MOST_WHEN_READ = 0.3, 0.1
+#: One layer later the edit is still there, but that layer has added to it: at least this part of it must be seen.
+LEAST_SHIFT = 0.5
+
+
+@dataclass(frozen=True)
+class Shift:
+    """How far the stream moved along a direction, and how far it was pushed."""
+
+    asked: float
+    found: float
+
+
+class Verdict:
+    """What was checked, and what fell short."""
+
+    def __init__(self, console: Console):
+        self._console = console
+        self.short: list[str] = []
+
+    def check(self, holds: bool, claim: str) -> None:
+        _line(self._console, f"[green]✓[/] {claim}" if holds else f"[red]✗ {claim}[/]")
+        if not holds:
+            self.short.append(claim)
+
+
+def run_demo(keep: Path | None = None, console: Console | None = None) -> int:
+    """The demo; its exit code. `keep`: the data directory, by default `demo/` in the setting `data_dir`, made anew."""
+    console = console or Console(highlight=False)
+    began = time.monotonic()
+    console.rule(f"[bold]Midstream {__version__}[/]: activation capture, steering and patching on stock vLLM")
+    settings = _settings(keep, console)
+    with _sigterm_as_interrupt(), _started(settings, console) as stack, Client(stack.url, stack.settings.admin_key) as client:
+        verdict = Verdict(console)
+        job = demonstrate(client, Path(stack.settings.data_dir), console, verdict)
+        console.print()
+    verdict.check(not stack.survivors(), "everything stopped, no process left behind")
+    _farewell(console, stack.settings, job, time.monotonic() - began)
+    if verdict.short:
+        console.print(f"[red]{len(verdict.short)} of the checks fell short[/]; logs: {Path(stack.settings.data_dir) / 'logs'}")
+        return 1
+    return 0
+
+
+def run_demo_at(url: str, keep: Path | None = None, console: Console | None = None) -> int:
+    """The demo on a stack that runs; its exit code. `keep`: where the figure goes, by default the working directory.
+
+    Raises MidstreamError when the demo model is not served there. The module that it named is removed.
+    """
+    console = console or Console(highlight=False)
+    began = time.monotonic()
+    console.rule(f"[bold]Midstream {__version__}[/]: activation capture, steering and patching on stock vLLM")
+    folder = (keep or Path()).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    with Client(url, load_settings().api_key) as client:
+        if MODEL_NAME not in (served := client.models()):
+            raise MidstreamError("not_found", f"{url} does not serve {MODEL_NAME}, which the demo needs", allowed=", ".join(served))
+        if MODULE in {module.name for module in client.modules(MODEL_NAME)}:
+            raise MidstreamError("conflict", f"{url} has a module {MODULE!r} already: the demo would replace it")
+        _line(console, f"[green]✓[/] stack: [bold]{url}[/]")
+        verdict = Verdict(console)
+        try:
+            demonstrate(client, folder, console, verdict)
+        finally:
+            if MODULE in {module.name for module in client.modules(MODEL_NAME)}:
+                client.unregister_module(MODULE, MODEL_NAME)
+    console.print()
+    console.rule(f"[bold]Done in {time.monotonic() - began:.0f} s[/]", align="left")
+    if verdict.short:
+        console.print(f"[red]{len(verdict.short)} of the checks fell short[/]")
+    return 1 if verdict.short else 0
+
+
+def demonstrate(client: Client, folder: Path, console: Console, verdict: Verdict) -> str:
+    """Capture, steer and patch the demo model, wherever it is served; the figure goes into `folder`. Returns the job that captured."""
+    job = _capture(client, MODEL_NAME, console, verdict)
+    _steer(client, MODEL_NAME, console, verdict)
+    _patch(client, MODEL_NAME, folder, console, verdict)
+    return job
+
+
+@contextmanager
+def _started(settings: Settings, console: Console) -> Iterator[Supervisor]:
+    """The running stack; a line that counts the seconds while it starts. (Redrawn by the wait itself: no threads beside forks.)"""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, auto_refresh=False) as progress:
+        progress.add_task("Redis, relay, worker, API, callbacks, Flower; the engine takes about half a minute")
+        stack = Supervisor(settings, say=lambda line: None, waiting=progress.refresh)
+        stack.start()
+    try:
+        _line(console, f"[green]✓[/] stack up: [bold]{stack.url}[/] · API docs {stack.url}/schema · dashboard {stack.flower_url or 'none'}")
+        yield stack
+    finally:
+        _line(console, "stopping the stack …")
+        stack.stop()
+
+
+def _settings(keep: Path | None, console: Console) -> Settings:
+    """Free ports, the demo model, a data directory of its own; other settings as the user has them."""
+    base = load_settings()
+    folder = Path(keep or Path(base.data_dir) / "demo").expanduser().resolve()
+    if keep is None and (folder / LOCK_FILE).exists() and not _in_use(folder):
+        shutil.rmtree(folder)  # the demo before this one
+    with console.status("the demo model …"):
+        model = fetch_demo_model(Path(base.cache_dir), say=lambda line: console.print(f"  {escape(line)}", style="dim"))
+    _line(console, f"[green]✓[/] model: {MODEL_NAME}, {NUM_LAYERS} layers, hidden size {HIDDEN_SIZE} [dim]({_short(model)})[/]")
+    return load_settings(
+        model=str(model), model_name=MODEL_NAME, data_dir=str(folder), api_port=0, flower_port=0, redis_url="", relay_url=""
+    )
+
+
+def _capture(client: Client, model: str, console: Console, verdict: Verdict) -> str:
+    """Every layer of every prompt token, held until durable; returns one job's id."""
+    console.print()
+    console.rule("[bold]Capture[/]: every layer at every prompt token, answered when all is on disk", align="left")
+    wish = {"layers": "all", "positions": "all_prompt", "tag": "demo"}
+
+    def ask(prompt: str) -> Answer:
+        return client.completion(model, prompt, capture=wish, capture_wait=True, max_tokens=FACT_TOKENS, temperature=0)
+
+    answers = _all([partial(ask, prompt) for prompt in FACTS], "held responses", console)
+    for prompt, answer in zip(FACTS, answers, strict=True):
+        _line(console, f"[dim]{escape(prompt)}[/][bold]{escape(answer.text.replace(chr(10), ' '))}[/]")
+    console.print()
+    console.print(_receipts("Receipts: what each rank says about each request", answers))
+    readers = [client.capture(answer.job) for answer in answers]
+    _draw_norms(console, readers[0], FACTS[0])
+    statuses = [answer.capture_results.status if answer.capture_results else "missing" for answer in answers]
+    verdict.check(statuses == ["ok"] * len(FACTS), f"{statuses.count('ok')}/{len(FACTS)} captures ok when the answer came")
+    checks = [check for reader in readers for check in reader.verify()]
+    total = jobs.size(sum(check.bytes for check in checks))
+    verdict.check(all(check.ok for check in checks), f"CRC32 of {len(checks)} files ({total}) recomputed and right")
+    stacks = [reader.stack() for reader in readers]
+    shapes = all(stack.shape == (NUM_LAYERS, len(reader.token_ids()), HIDDEN_SIZE) for stack, reader in zip(stacks, readers, strict=True))
+    rows = sum(stack.shape[0] * stack.shape[1] for stack in stacks)
+    finite = all(bool(np.isfinite(stack).all()) for stack in stacks)
+    verdict.check(shapes and finite, f"{rows} rows: {NUM_LAYERS} layers × every token × {HIDDEN_SIZE}, all finite")
+    agree = all(answer.determinism is not None and answer.determinism.consistent for answer in answers)
+    verdict.check(agree, "determinism: every rank's checksum and action count agrees")
+    verdict.check("Paris" in answers[0].text, "and the Eiffel Tower is in Paris")
+    return answers[0].job
+
+
+def _steer(client: Client, model: str, console: Console, verdict: Verdict) -> None:
+    """The same prompts plain and steered by a named module, side by side; then what the ranks say of themselves."""
+    console.print()
+    console.rule(f"[bold]Steering[/]: a direction out of our own captures, with a name, added at layer {LAYER}", align="left")
+    wish = {"layers": LAYER, "positions": "all_prompt", "tag": "direction"}
+    source = client.run(model=model, prompts=[*SEA, *LAND], capture=wish, sampling={"max_tokens": 1})
+    reader = client.capture(source.id)
+    means = np.stack([reader.array(LAYER, request=request)[SINK:].mean(0) for request in reader.requests()])
+    direction = means[: len(SEA)].mean(0) - means[len(SEA) :].mean(0)
+    norm = float(np.linalg.norm(direction))
+    typical = float(np.linalg.norm(means, axis=1).mean())
+    sets = f"mean of {len(SEA)} texts about the sea − mean of {len(LAND)} others"
+    _line(console, f"{sets}: norm {norm:.1f}, beside activations of {typical:.1f}")
+    module = client.register_module(MODULE, {f"post_block.{LAYER}": direction}, model, sets)
+    push = [{"module": MODULE, "scale": SCALE}]
+    _line(console, f"registered as module {MODULE}, digest {module.digest[:DIGEST]}; a request says {escape(to_json(push).decode())}")
+
+    def ask(steering: list[dict[str, Any]]) -> Answer:
+        capture = {"layers": LAYER + 1, "positions": "all_prompt", "tag": "steered" if steering else "plain"}
+        return client.completion(
+            model, list(STEERED), steering=steering, capture=capture, capture_wait=True, max_tokens=STEER_TOKENS, temperature=0
+        )  # fmt: skip
+
+    plain, steered = _all([partial(ask, []), partial(ask, push)], "plain and steered, at once", console)
+    for index, prompt in enumerate(STEERED):
+        console.print(f"\n  [bold]{escape(prompt)} …[/]")
+        jobs.side_by_side(console, ("as it is", plain.texts[index]), (f"+ {SCALE:g} · {MODULE}", steered.texts[index]))
+    console.print()
+    console.print(_receipts("Receipts of the steered answers", [steered]))
+    shift = _shift(client.capture(plain.job), client.capture(steered.job), direction)
+    verdict.check(plain.texts != steered.texts, "the steered answers differ from the plain ones")
+    moved = f"at layer {LAYER + 1} the stream lies {shift.found:.1f} further along the direction (pushed by {shift.asked:.1f})"
+    verdict.check(shift.found >= LEAST_SHIFT * shift.asked, moved)
+    applied = sum(report.applied for stage in steered.determinism.stages for report in stage.ranks) if steered.determinism else 0
+    verdict.check(applied > 0, f"receipts: {applied} token rows changed")
+    agree = steered.determinism is not None and steered.determinism.consistent
+    verdict.check(agree, jobs.determinism_line(steered.determinism))
+    _ask_the_ranks(client, console, verdict)
+
+
+def _patch(client: Client, model: str, folder: Path, console: Console, verdict: Verdict) -> None:
+    """Where does it know that the tower is in Paris? Causal tracing (Meng et al. 2022, arXiv:2202.05262), drawn twice."""
+    console.print()
+    console.rule("[bold]Patching[/]: one prompt's rows put into another, and which bring the answer", align="left")
+    study = PatchStudy(CLEAN, CORRUPT, ANSWER, FOIL, client=client, model=model).sweep(hooks=[HOOK])
+    result, (pair,) = study.result, study.result.pairs
+    console.print(Padding(sweeps.report(result, count=3), (0, 0, 0, 2)))
+    summary, grid = result.summary, study.grid()
+    path = folder / "sweep.png"
+    study.heatmap(path)
+    _line(console, f"[bold]{escape(_short(path))}[/]: the same as a figure")
+    took = f" in {summary.seconds:.1f} s" if summary.seconds else ""
+    verdict.check(
+        summary.cells + summary.skipped == summary.total,
+        f"{summary.cells} cells, each vouched for by every rank{took}; {summary.skipped} skipped",
+    )
+    knows = [each is not None and each.value * sign > 0 for each, sign in ((pair.source, 1), (pair.base, -1))]
+    verdict.check(all(knows), "unpatched, the model says Paris of the one and Rome of the other")
+    values = np.nan_to_num(grid.values[grid.hooks[0]])
+    verdict.check(values[-1, -1] >= LEAST_AT_THE_END, f"the last token in the last layer brings back {values[-1, -1]:.0%}")
+    layer, column = np.unravel_index(values[:, :-1].argmax(), values[:, :-1].shape)
+    found, late = values[layer, column], values[-1, column]
+    early = (
+        f"before that it sits at the subject: “{grid.names[column]}” alone brings back {found:.0%} in layer {layer}, {late:.0%} in the last"
+    )
+    verdict.check(found >= LEAST_AT_THE_SUBJECT and late <= MOST_WHEN_READ, early)
+    floor = pair.noise_floor
+    verdict.check(floor is not None and floor < found, f"patches that change nothing change {floor or 0:.2g}")
+
+
+def _ask_the_ranks(client: Client, console: Console, verdict: Verdict) -> None:
+    """As `midstream dynamic` does."""
+    console.print("\n  [dim]$ midstream dynamic[/]")
+    found = client.dynamic(MODEL_NAME)
+    for worker in found.workers:
+        _line(console, show_steering.worker_line(worker))
+        console.print(show_steering.ranks(worker, found.determinism))
+    verdict.check(found.determinism.consistent, show_steering.agreement_line(found))
+
+
+def _shift(plain: CaptureReader, steered: CaptureReader, direction: np.ndarray) -> Shift:
+    """Mean projection of (steered − plain) on the direction, over the prompt tokens after the sink."""
+    unit = direction / np.linalg.norm(direction)
+    moved = [
+        (steered.array(LAYER + 1, request=request) - plain.array(LAYER + 1, request=request))[SINK:] @ unit for request in plain.requests()
+    ]
+    return Shift(asked=SCALE * float(np.linalg.norm(direction)), found=float(np.concatenate(moved).mean()))
+
+
+def _all(calls: list[Callable[[], Answer]], title: str, console: Console) -> list[Answer]:
+    """The calls at once, with a bar that moves as their answers come; in the order of the calls."""
+    columns = (TextColumn("  {task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress, ThreadPoolExecutor(len(calls)) as pool:
+        task = progress.add_task(title, total=len(calls))
+        futures = [pool.submit(call) for call in calls]
+        for _ in as_completed(futures):
+            progress.advance(task)
+        return [future.result() for future in futures]
+
+
+def _receipts(title: str, answers: list[Answer]) -> Table:
+    return jobs.receipts(title, [(answer.job, answer.capture_results, answer.determinism) for answer in answers])
+
+
+def _draw_norms(console: Console, reader: CaptureReader, prompt: str) -> None:
+    """The norm of the stream at the last prompt token, layer by layer."""
+    norms = np.linalg.norm(reader.stack()[:, -1, :], axis=-1)
+    levels = np.clip(norms / norms.max() * 8, 0, 7).astype(int)
+    line = "".join("▁▂▃▄▅▆▇█"[level] for level in levels)
+    _line(console, f"the stream's norm at the last token of “{escape(prompt)}”, layer 0 to {len(norms) - 1}:")
+    _line(console, f"[cyan]{line}[/]  {norms[0]:.0f} → {norms[-1]:.0f}\n")
+
+
+def _farewell(console: Console, settings: Settings, job: str, seconds: float) -> None:
+    folder = _short(settings.capture_root / "demo" / job)
+    command = _command()
+    console.print()
+    console.rule(f"[bold]Done in {seconds:.0f} s[/]", align="left")
+    _line(console, f"captures: {_short(settings.capture_root)}\n")
+    _line(console, "Try next:")
+    tries = (
+        (f"{command} capture show {folder} --values {LAYER}", "the rows of the first prompt as numbers"),
+        (f"{command} up", "the stack, until Ctrl-C; then, in another terminal:"),
+        (f'{command} submit "The sky is" --layers all --positions all_prompt', "your own prompt's activations"),
+        (
+            f'{command} sweep --clean "{CLEAN}" --corrupt "{CORRUPT}" --answer "{ANSWER}" --foil "{FOIL}" '
+            "--hooks attn_out,mlp_out --heatmap sweep.png",
+            "which layer's attention carries it to the last token?",
+        ),
+    )
+    for line, why in tries:
+        _line(console, f"  [dim]# {why}[/]")
+        _line(console, f"  [bold]{escape(line)}[/]")
+    console.print()
+
+
+def _line(console: Console, text: str) -> None:
+    """One line, however wide the terminal: paths and addresses stay whole."""
+    console.print(f"  {text}", soft_wrap=True)
+
+
+def _command() -> str:
+    """How this program was called, as short as it can be typed here."""
+    called = Path(sys.argv[0])
+    if called.name != "midstream":
+        return f"{_short(Path(sys.executable))} -m midstream.client.cli.main"
+    return _short(called.absolute()) if called.parent != Path(".") else "midstream"
+
+
+def _short(path: Path) -> str:
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative
+
+
+def _in_use(folder: Path) -> bool:
+    """Whether a supervisor's processes may still live there: then nothing is removed, and the supervisor says what is wrong."""
+    return bool(read_state(folder))
+
+
+@contextmanager
+def _sigterm_as_interrupt() -> Iterator[None]:
+    """SIGTERM unwinds like Ctrl-C, so that the stack is stopped."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

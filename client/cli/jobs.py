@@ -1,0 +1,270 @@
+"""What can one do with jobs from a terminal? `submit`, `job …`."""
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from ...schemas.base import to_json
+from ...schemas.errors import MidstreamError, invalid
+from ...schemas.jobs import JobRequest, JobResult, JobView, State
+from ...schemas.settings import load_settings
+from ..render import jobs, sweeps
+from ..sdk.client import Client
+from ..sdk.wire import returned_rows
+from . import options
+
+out = Console(soft_wrap=False, highlight=False)
+err = Console(stderr=True, soft_wrap=True, highlight=False)
+
+Url = Annotated[str | None, typer.Option(help="Where the API is; default: the stack that runs on the data directory.")]
+JobId = Annotated[str, typer.Argument(metavar="JOB", help="A job's id.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+#: The options of a capture stand together in `--help`, and those of how a job is handled.
+CAPTURE: dict[str, Any] = {"rich_help_panel": "Capture"}
+HANDLING: dict[str, Any] = {"rich_help_panel": "Handling"}
+
+Priority = Annotated[str | None, typer.Option(help="high, normal (if left out) or low.", **HANDLING)]
+ExpiresIn = Annotated[
+    str | None, typer.Option(metavar="TIME", help="Give up if no worker has begun it by then: 30s, 10m, 2h or 600.", **HANDLING)
+]
+Callback = Annotated[str | None, typer.Option(metavar="URL", help="Tell this receiver how the job ended: a signed webhook.", **HANDLING)]
+CallbackEvents = Annotated[
+    list[str] | None, typer.Option(metavar="EVENT", help="Tell of this instead, such as job.running; repeat as needed.", **HANDLING)
+]
+
+#: Between two looks at a job while a progress bar is shown.
+LOOK_S = 0.25
+
+job_app = typer.Typer(no_args_is_help=True, help="Look at jobs, wait for them, cancel them.")
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's commands to `midstream`."""
+    app.command()(submit)
+    app.add_typer(job_app, name="job")
+
+
+def connect(given: str | None) -> Client:
+    return Client(given, load_settings().api_key)
+
+
+def submit(
+    prompts: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT]...", help="One or more prompts.")] = None,
+    file: Annotated[Path | None, typer.Option(help="More prompts: one a line, or a JSON list of texts.")] = None,
+    body: Annotated[Path | None, typer.Option(help="A whole JobRequest as JSON instead of all options.")] = None,
+    model: Annotated[str | None, typer.Option(help="Default: the first model served.")] = None,
+    layers: Annotated[str | None, typer.Option(help="Capture these layers: all, 3, 0-5, or 0-5,9,-1.", **CAPTURE)] = None,
+    hooks: Annotated[
+        str | None,
+        typer.Option(
+            metavar=options.HOOKS_FORM, help="At these hooks, each at its own layers or at --layers; if left out: post_block.", **CAPTURE
+        ),
+    ] = None,
+    positions: Annotated[
+        str | None,
+        typer.Option(
+            help="Capture these: last_prompt (if left out), all_prompt, all_generated, all, 0,5,-1, or 5:9, or from 5: on.", **CAPTURE
+        ),
+    ] = None,
+    span: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT[#N]", help="The tokens of this part of the prompt; N: 0 the first time it occurs, or all.", **CAPTURE),
+    ] = None,
+    every_n: Annotated[int | None, typer.Option(help="Only every n-th generated token.", **CAPTURE)] = None,
+    at: Annotated[str | None, typer.Option(help="before (if left out) or after the steering of the same site.", **CAPTURE)] = None,
+    dtype: Annotated[str | None, typer.Option(help="model (if left out), float32, bfloat16 or float16.", **CAPTURE)] = None,
+    layout: Annotated[str | None, typer.Option(help="auto (if left out), packed, per_file or segment.", **CAPTURE)] = None,
+    consumer: Annotated[list[str] | None, typer.Option(help="Who gets the rows: filesystem (if left out), memory, …", **CAPTURE)] = None,
+    tag: Annotated[str | None, typer.Option(help="Folder name of the capture; if left out: default.", **CAPTURE)] = None,
+    run: Annotated[str | None, typer.Option(help="Keep the rows as a source run of this name, for --patch.", **CAPTURE)] = None,
+    steer: Annotated[
+        list[str] | None,
+        typer.Option(metavar=options.STEER, help="Add a vector, or do what op=… says, or what has a name; repeat as needed."),
+    ] = None,
+    patch: Annotated[
+        list[str] | None,
+        typer.Option(metavar=options.PATCH, help="Put rows of a run, a vector or zeros in place of rows; repeat as needed."),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate per prompt.")] = 16,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    priority: Priority = None,
+    expires_in: ExpiresIn = None,
+    callback: Callback = None,
+    callback_event: CallbackEvents = None,
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait for the result, or print the id and go.")] = True,
+    json_: AsJson = False,
+    url: Url = None,
+) -> None:
+    """Submit a job; by default wait for it and show what came out."""
+    with connect(url) as client:
+        if body is not None:
+            request = read_request(body)
+        else:
+            texts = [*(prompts or []), *(options.read_prompts(file) if file else [])]
+            if not texts:
+                raise invalid("prompts", "give a prompt, --file or --body")
+            fields: dict[str, Any] = {"model": model or only_model(client), "prompts": texts}
+            fields["sampling"] = {"max_tokens": max_tokens, "temperature": temperature}
+            fields["steering"] = options.parse_steering(steer or [])
+            fields["patch"] = options.parse_patches(patch or [])
+            fields |= options.parse_handling(priority, expires_in, callback, callback_event)
+            fields["capture"] = options.parse_capture(
+                layers=layers, hooks=hooks, positions=positions, spans=span, every_n=every_n, at=at, dtype=dtype,
+                layout=layout, consumers=consumer, tag=tag, run=run,
+            )  # fmt: skip
+            from ..sdk.wire import job_request
+
+            request = job_request(None, fields)
+        view = client.submit(request)
+        if not wait:
+            print(to_json(view).decode() if json_ else view.id)
+            return
+        if not json_:
+            follow(client, view)
+        report_end(client, client.wait(view.id), json_)
+
+
+@job_app.command("show")
+def job_show(job_id: JobId, json_: AsJson = False, url: Url = None) -> None:
+    """One job, and its outputs and receipts once it is over."""
+    with connect(url) as client:
+        view = client.job(job_id)
+        if json_:
+            print(to_json(view).decode())
+            return
+        out.print(jobs.job(view))
+        if view.state is State.SUCCEEDED:
+            print_result(client.result(job_id))
+
+
+@job_app.command("list")
+def job_list(
+    state: Annotated[State | None, typer.Option(help="Only jobs in this state.")] = None,
+    model: Annotated[str | None, typer.Option(help="Only jobs of this model.")] = None,
+    limit: Annotated[int, typer.Option(help="How many.")] = 20,
+    json_: AsJson = False,
+    url: Url = None,
+) -> None:
+    """The newest jobs."""
+    with connect(url) as client:
+        page = client.jobs(state=state.value if state else None, model=model, limit=limit)
+    if json_:
+        print(to_json(page).decode())
+    elif page.jobs:
+        out.print(jobs.jobs(page.jobs))
+    else:
+        out.print("no jobs", style="dim")
+
+
+@job_app.command("wait")
+def job_wait(
+    job_id: JobId,
+    timeout: Annotated[float | None, typer.Option(help="Seconds; default: as long as it takes.")] = None,
+    json_: AsJson = False,
+    url: Url = None,
+) -> None:
+    """Wait until a job is over; the exit code says whether it succeeded."""
+    with connect(url) as client:
+        report_end(client, client.wait(job_id, timeout), json_)
+
+
+@job_app.command("result")
+def job_result(job_id: JobId, url: Url = None) -> None:
+    """A job's result as JSON."""
+    with connect(url) as client:
+        print(to_json(client.result(job_id)).decode())
+
+
+@job_app.command("cancel")
+def job_cancel(job_id: JobId, url: Url = None) -> None:
+    """Ask for a job's cancellation."""
+    with connect(url) as client:
+        out.print(f"{job_id} {jobs.coloured(client.cancel(job_id).state)}")
+
+
+@job_app.command("events")
+def job_events(
+    job_id: JobId,
+    after: Annotated[str, typer.Option(help="Resume behind this event id.")] = "",
+    json_: AsJson = False,
+    url: Url = None,
+) -> None:
+    """Follow a job's events until it is over."""
+    with connect(url) as client:
+        for event in client.events(job_id, after):
+            if json_:
+                print(to_json(event).decode(), flush=True)
+            else:
+                out.print(jobs.event(event), soft_wrap=True)
+
+
+def follow(client: Client, view: JobView) -> None:
+    """A progress bar until the job is over; prompts cannot be counted from outside, so receipts are, and the state is named."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn())
+    with Progress(*columns, console=out, transient=True) as progress:
+        task = progress.add_task(view.id, total=None, note="")
+        while view.finished is None:
+            note = f"receipts {view.receipts}/{view.receipts_expected}" if view.receipts_expected else ""
+            expected = view.receipts_expected or None
+            progress.update(task, description=f"{view.id} {jobs.coloured(view.state)}", total=expected, completed=view.receipts, note=note)
+            time.sleep(LOOK_S)
+            view = client.job(view.id)
+
+
+def report_end(client: Client, view: JobView, as_json: bool) -> None:
+    """The result of a job that succeeded; raises what stands in the way of one that did not."""
+    if view.state is not State.SUCCEEDED:
+        if view.error is not None:
+            raise MidstreamError(
+                view.error.type.rpartition(":")[2], f"job {view.id} {view.state}: {view.error.detail}", field=view.error.field
+            )
+        raise MidstreamError("conflict", f"job {view.id} ended {view.state}")
+    result = client.result(view.id)
+    if as_json:
+        print(to_json(result).decode())
+    else:
+        out.print(jobs.job(view))
+        print_result(result)
+
+
+def print_result(result: JobResult) -> None:
+    if result.sweep is not None:
+        out.print(sweeps.report(result.sweep))
+        return
+    out.print(jobs.outputs(result))
+    captures = result.capture_results
+    if result.determinism is not None:
+        out.print(jobs.receipts("Receipts", [(result.id, captures, result.determinism)]))
+        out.print(jobs.determinism_line(result.determinism), soft_wrap=True)
+    if captures.status != "not_requested":
+        returned = sum(len(report.rows) for report in captures.consumers)
+        there = f"{jobs.count(len(captures.files), 'file')}, {jobs.count(captures.rows, 'row')}, {jobs.size(captures.bytes)}"
+        if returned:
+            there = (f"{there}; " if captures.files else "") + f"{jobs.size(returned)} in the answer"
+        out.print(f"captures {jobs.coloured(captures.status)}: {there}")
+        if captures.detail:
+            out.print(captures.detail, style="dim", markup=False, soft_wrap=True)
+        if returned:
+            out.print(jobs.capture(returned_rows(captures)))
+    if captures.files:
+        out.print(f"look at them: midstream capture show {result.id}", style="bold", markup=False, soft_wrap=True)
+
+
+def only_model(client: Client) -> str:
+    served = client.models()
+    if not served:
+        raise MidstreamError("unavailable", "no model is served yet")
+    return served[0]
+
+
+def read_request(path: Path) -> JobRequest:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=JobRequest)
+    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        raise invalid("body", f"{path}: {error}") from error

@@ -1,0 +1,220 @@
+"""Who may call, from a terminal? `keys create`, `list`, `revoke`, `generate`; `tenants set`, `show`, `list`."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from ...schemas.base import to_json
+from ...schemas.choices import suggestion
+from ...schemas.errors import MidstreamError, invalid
+from ...schemas.handling import Priority
+from ...schemas.keys import DEFAULT_TENANT, SCOPES, CreatedKey, KeyRequest, KeyView, Limits, TenantView
+from ...schemas.settings import load_settings
+from ..durations import seconds
+from ..render import jobs
+from ..sdk import wire
+from ..sdk.keys import key_request
+from .jobs import AsJson, Url, connect, err, out
+
+RedisUrl = Annotated[
+    str | None,
+    typer.Option(help="Straight into this Redis, without an API: for the first key. `-`: that of the settings.", show_default=False),
+]
+TenantOption = Annotated[str | None, typer.Argument(metavar="[NAME]", help="A tenant; if left out: the key's own.")]
+
+keys_app = typer.Typer(no_args_is_help=True, help="API keys: who may call.")
+tenants_app = typer.Typer(no_args_is_help=True, help="Tenants: how much they may use, and do.")
+
+
+def register(app: typer.Typer) -> None:
+    """Add `keys …` and `tenants …` to `midstream`."""
+    app.add_typer(keys_app, name="keys")
+    app.add_typer(tenants_app, name="tenants")
+
+
+# --- Keys --------------------------------------------------------------------------------------------------------------
+
+
+@keys_app.command("create")
+def keys_create(
+    name: Annotated[str, typer.Argument(help="Whose it is, or what for.")],
+    tenant: Annotated[str, typer.Option(help="To whom belongs what is made with it.")] = DEFAULT_TENANT,
+    scope: Annotated[
+        list[str] | None, typer.Option(help=f"What it may do: {', '.join(SCOPES)}; repeat as needed. If left out: submit and read.")
+    ] = None,
+    expires_in: Annotated[str | None, typer.Option(metavar="TIME", help="Such as 90d, 12h or 600 (seconds); if left out: never.")] = None,
+    redis_url: RedisUrl = None,
+    json_: AsJson = False,
+    url: Url = None,
+) -> None:
+    """A new key. It is printed once, here; what is stored cannot be turned into it again."""
+    request = key_request(name, tenant, scope or ["submit", "read"], seconds(expires_in, "--expires-in"))
+    if redis_url is None:
+        with connect(url) as client:
+            made = client.create_key(request.name, tenant=request.tenant, scopes=request.scopes, expires_in=request.expires_in)
+    else:
+        made = asyncio.run(_create(redis_url, request))
+    if json_:
+        print(to_json(made).decode())
+        return
+    until = "" if made.expires is None else f", until {_time(made.expires)}"
+    err.print(f"key {made.id} ({made.name}) of tenant {made.tenant} may {', '.join(made.scopes)}{until}", style="dim", markup=False)
+    print(made.key)
+
+
+async def _create(redis_url: str, request: KeyRequest) -> CreatedKey:
+    from ...broker.ledger.jobs import Ledger
+    from ...broker.ledger.keys import Keys
+    from ..stack.supervisor import own_redis_url
+
+    settings = load_settings()
+    if redis_url != "-":
+        settings = msgspec.structs.replace(settings, redis_url=redis_url)
+    elif not settings.redis_url:
+        settings = msgspec.structs.replace(settings, redis_url=own_redis_url(Path(settings.data_dir).expanduser().resolve()))
+    if not settings.redis_url:
+        allowed = "redis://host:port/0, MIDSTREAM_REDIS_URL, or MIDSTREAM_DATA_DIR of a `midstream up` that runs"
+        raise invalid("--redis-url", "the settings name no Redis", allowed=allowed)
+    ledger = Ledger.connect(settings)
+    try:
+        return await Keys(ledger).create(request)
+    finally:
+        await ledger.close()
+
+
+@keys_app.command("generate")
+def keys_generate() -> None:
+    """Print a key that nobody knows yet, for the setting admin_key (MIDSTREAM_ADMIN_KEY, or a file: MIDSTREAM_ADMIN_KEY_FILE)."""
+    from ...broker.ledger.keys import new_key
+
+    print(new_key())
+
+
+@keys_app.command("list")
+def keys_list(json_: AsJson = False, url: Url = None) -> None:
+    """All keys, of every tenant."""
+    with connect(url) as client:
+        found = client.api_keys()
+    if json_:
+        print(to_json(found).decode())
+    elif found:
+        out.print(_keys(found))
+    else:
+        out.print("no keys", style="dim")
+
+
+@keys_app.command("revoke")
+def keys_revoke(
+    ids: Annotated[list[str], typer.Argument(metavar="ID...", help="What stands between ms_ and the secret.")],
+    url: Url = None,
+) -> None:
+    """Keys are refused from now on: everywhere within five seconds."""
+    with connect(url) as client:
+        for key_id in ids:
+            client.revoke_key(key_id)
+            out.print(f"{key_id} revoked", markup=False)
+
+
+def _keys(found: Sequence[KeyView]) -> Table:
+    """Each key with its tenant below its name."""
+    made = jobs.table("keys", "id", "name, tenant", "scopes", "created", "expires")
+    for key in found:
+        expires = "never" if key.expires is None else _day(key.expires) if key.expires > time.time() else "[red]has expired[/]"
+        made.add_row(key.id, f"{escape(key.name)}\n{key.tenant}", " ".join(key.scopes), _day(key.created), expires)
+    return made
+
+
+def _day(at: float) -> str:
+    return time.strftime("%Y-%m-%d", time.localtime(at))
+
+
+def _time(at: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(at))
+
+
+# --- Tenants -----------------------------------------------------------------------------------------------------------
+
+
+@tenants_app.command("set")
+def tenants_set(
+    name: Annotated[str, typer.Argument(help="The tenant.")],
+    requests_per_minute: Annotated[int | None, typer.Option(help="Submissions per minute.")] = None,
+    tokens_per_minute: Annotated[int | None, typer.Option(help="Prompt tokens and max_tokens per minute.")] = None,
+    jobs_in_flight: Annotated[int | None, typer.Option(help="Jobs that are not over.")] = None,
+    capture_mib: Annotated[int | None, typer.Option(help="Capture files, in MiB.")] = None,
+    sweep_cells: Annotated[int | None, typer.Option(help="Cells of sweeps that are not over.")] = None,
+    modules: Annotated[int | None, typer.Option(help="Named steering modules.")] = None,
+    module_mib: Annotated[int | None, typer.Option(help="Named steering modules, in MiB.")] = None,
+    weight: Annotated[int, typer.Option(help="Share of the engine beside other tenants.")] = 1,
+    highest_priority: Annotated[str, typer.Option(help="high, normal or low: what asks for more gets this.")] = "high",
+    json_: AsJson = False,
+    url: Url = None,
+) -> None:
+    """A tenant's limits, all of them: what is left out is as the service's settings say. 0 is no limit."""
+    given = {
+        "requests_per_minute": requests_per_minute, "tokens_per_minute": tokens_per_minute, "jobs_in_flight": jobs_in_flight,
+        "capture_mib": capture_mib, "sweep_cells": sweep_cells, "modules": modules, "module_mib": module_mib,
+        "weight": weight, "highest_priority": wire.checked(highest_priority, Priority, "highest_priority"),  # type: ignore[arg-type]
+    }  # fmt: skip
+    with connect(url) as client:
+        _show([client.set_tenant(name, wire.checked(given, Limits))], json_)
+
+
+@tenants_app.command("show")
+def tenants_show(name: TenantOption = None, json_: AsJson = False, url: Url = None) -> None:
+    """Its limits as they hold, and what it uses now."""
+    with connect(url) as client:
+        if name is not None and name not in (known := [view.name for view in client.tenants()]):
+            meant = suggestion(name, known)
+            detail = f"there is no tenant {name!r}: none has a key or limits of its own by this name" + (f"; {meant}" if meant else "")
+            raise MidstreamError("not_found", detail, allowed=", ".join(known) or None)
+        _show([client.tenant(name)], json_)
+
+
+@tenants_app.command("list")
+def tenants_list(json_: AsJson = False, url: Url = None) -> None:
+    """Every tenant with a key or limits of its own."""
+    with connect(url) as client:
+        found = client.tenants()
+    if json_:
+        print(to_json(found).decode())
+    elif found:
+        _show(found, False)
+    else:
+        out.print("no tenants", style="dim")
+
+
+def _show(found: Sequence[TenantView], as_json: bool) -> None:
+    if as_json:
+        print(to_json(found[0]).decode())
+        return
+    for view in found:
+        usage, limits = view.usage, view.limits
+        out.print(f"tenant {view.name}: used / allowed", style="bold", markup=False)
+        out.print(
+            jobs.facts(
+                ("jobs in flight", _of(usage.jobs_in_flight, limits.jobs_in_flight)),
+                ("requests this minute", _of(usage.requests_this_minute, limits.requests_per_minute)),
+                ("tokens this minute", _of(usage.tokens_this_minute, limits.tokens_per_minute)),
+                ("captures", _size_of(usage.capture_bytes, limits.capture_mib)),
+                ("sweep cells", _of(usage.sweep_cells, limits.sweep_cells)),
+                ("modules", f"{_of(usage.modules, limits.modules)}, {_size_of(usage.module_bytes, limits.module_mib)}"),
+                ("weight", str(limits.weight)),
+                ("highest priority", limits.highest_priority),
+            )
+        )
+
+
+def _size_of(used: int, allowed_mib: int | None) -> str:
+    return f"{jobs.size(used)} / {f'{allowed_mib} MiB' if allowed_mib else '∞'}"
+
+
+def _of(used: int, allowed: int | None) -> str:
+    return f"{used:,} / {allowed:,}" if allowed else f"{used:,} / ∞"

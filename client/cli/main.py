@@ -1,0 +1,161 @@
+"""What can one type? `midstream up`, `demo`, `model`, `version`, and what the other modules called `cli_…` add."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ...schemas.base import to_json
+from ...schemas.errors import MidstreamError
+from ...schemas.global_capture import from_settings
+from ...schemas.settings import SettingsError, load_settings
+from ...schemas.version import __version__
+from ..extras import MissingExtraError, explained, need
+from ..sdk import discovery
+from . import acl, captures, curve, jobs, keys, service, source_runs, stack, steering, sweeps, webhooks
+from .jobs import AsJson, Url, connect, err, out
+from .options import HOOKS_FORM
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
+)  # fmt: skip
+model_app = typer.Typer(no_args_is_help=True, help="Checkpoints.")
+app.add_typer(model_app, name="model")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"midstream {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print this version.")] = False,
+) -> None:
+    """Activation steering, capture and patching on stock vLLM, as a job service."""
+
+
+@app.command()
+def up(
+    model: Annotated[str | None, typer.Option(help="Checkpoint folder or hub name; default: the demo model.")] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Where Redis, captures and logs live.")] = None,
+    port: Annotated[int | None, typer.Option(help="The API's port; 0: a free one.")] = None,
+    flower_port: Annotated[int | None, typer.Option(help="Flower's port; 0: a free one.")] = None,
+    global_capture: Annotated[
+        str | None, typer.Option(metavar=HOOKS_FORM, help="Capture this of every request, such as post_block:all;pre_attn:0-17.")
+    ] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Any other setting; repeat as needed.")] = None,
+) -> None:
+    """Run the whole stack on this machine until Ctrl-C.
+
+    Settings come from the file named by MIDSTREAM_CONFIG, MIDSTREAM_* in the environment, and these options, the last one wins.
+    """
+    need("up", "`midstream up`")
+    from ..stack.supervisor import Supervisor
+
+    given = {
+        "model": model, "data_dir": str(data_dir) if data_dir else None, "api_port": port, "flower_port": flower_port,
+        "global_capture": global_capture,
+    }  # fmt: skip
+    settings = load_settings({**os.environ, **_overrides(set_ or [])}, **given)
+    from_settings(settings)  # what is wrong in itself is said before anything starts
+    raise typer.Exit(Supervisor(settings, say=lambda line: print(line, flush=True)).run())
+
+
+@app.command()
+def demo(
+    keep: Annotated[Path | None, typer.Option(help="Keep data and captures in this folder.")] = None,
+    url: Annotated[str | None, typer.Option(help="On a stack that runs and serves the demo model, instead of one of its own.")] = None,
+) -> None:
+    """Start everything, capture, steer and patch a real model, check what came, stop. Non-zero if anything fell short."""
+    need("demo" if url is None else "client", "`midstream demo`")
+    from .demo import run_demo, run_demo_at
+
+    raise typer.Exit(run_demo(keep) if url is None else run_demo_at(url, keep))
+
+
+@model_app.command("fetch")
+def model_fetch(
+    verify: Annotated[bool, typer.Option("--verify", help="Recompute the checksums of what is in the cache.")] = False,
+) -> None:
+    """Get the demo model, SmolLM2-135M-Instruct, into the cache folder; prints where it is."""
+    from ...workers.demo_model import fetch_demo_model
+
+    folder = fetch_demo_model(say=lambda line: err.print(line, style="dim"), verify=verify)
+    print(folder)
+
+
+@model_app.command("list")
+def model_list(json_: AsJson = False, url: Url = None) -> None:
+    """The models that are served."""
+    with connect(url) as client:
+        served = client.models()
+    print(to_json(served).decode() if json_ else "\n".join(served) or "no models")
+
+
+@app.command()
+def version(url: Url = None) -> None:
+    """This version, and the server's if one answers."""
+    import httpx
+
+    from ..sdk.wire import VERSION_HEADER
+
+    print(f"midstream {__version__}")
+    address = discovery.find_url(url, sure=False)
+    try:
+        found = httpx.get(f"{address}/healthz", timeout=3.0).headers.get(VERSION_HEADER)
+        print(f"server {found} at {address}" if found else f"what answers at {address} is not Midstream")
+    except httpx.TransportError:
+        print(f"no server at {address}")
+
+
+jobs.register(app)
+captures.register(app)
+steering.register(app)
+source_runs.register(app)
+sweeps.register(app)
+service.register(app)
+stack.register(app)
+webhooks.register(app)
+keys.register(app)
+curve.register(app)
+acl.register(app)
+
+
+def _overrides(pairs: list[str]) -> dict[str, str]:
+    """`--set name=value` as if it stood in the environment: the same conversion, the same complaints."""
+    values = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise SettingsError(f"--set {pair!r}: write it as NAME=VALUE, such as kv_cache_gib=2")
+        values[f"MIDSTREAM_{name.strip().upper()}"] = value
+    return values
+
+
+def main(arguments: list[str] | None = None) -> Any:
+    """The console script: whatever goes wrong is one readable line on stderr and a non-zero exit."""
+    try:
+        return app(arguments, prog_name="midstream")
+    except MidstreamError as error:
+        _fail(str(error))
+    except (SettingsError, TimeoutError, OSError) as error:
+        _fail(str(error))
+    except ModuleNotFoundError as error:
+        explanation = explained(error)
+        if not isinstance(explanation, MissingExtraError):
+            raise
+        _fail(str(explanation))
+
+
+def _fail(message: str) -> None:
+    out.file.flush()
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,313 @@
+"""What do the options of `midstream submit` ask for? Text as typed becomes the fields of a request; the server judges the rest."""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
+
+import numpy as np
+
+from ...schemas.choices import suggestion
+from ...schemas.errors import MidstreamError, invalid
+from ...schemas.global_capture import HOOK_NAMES, parse_hooks
+from ...schemas.selectors import HookName, LayerSelector, written_range
+from ..durations import seconds
+from ..sdk.wire import Patch, Steering
+
+#: Capture option → the field of a capture that it sets. One of the first two requests a capture; the others are its options.
+CAPTURE_OPTIONS = {
+    "--layers": "layers", "--hooks": "hooks", "--positions": "positions", "--span": "spans", "--at": "at",
+    "--dtype": "dtype", "--every-n": "every_n", "--layout": "layout", "--consumer": "consumers", "--tag": "tag",
+    "--run": "run",
+}  # fmt: skip
+_ASKING = ("layers", "hooks")
+#: As `--help` shows it, wherever hooks are named.
+HOOKS_FORM = "HOOK[:LAYERS];…"
+
+
+def parse_layers(text: str) -> str | int:
+    """One layer as a number; everything else as typed, for the server."""
+    number = text.strip()
+    return int(number) if number.removeprefix("-").isdecimal() else text
+
+
+def parse_positions(text: str) -> str | dict[str, int] | list[int | dict[str, int]]:
+    """`0,5,-1` as numbers, `5:` or `5:9` as a range; a name stays one, and so does what only the server can complain about."""
+    try:
+        return written_range(text) or [written_range(part) or int(part) for part in text.split(",")]
+    except ValueError:
+        return text
+
+
+def parse_span(text: str) -> dict[str, Any]:
+    """`TEXT`, or `TEXT#1` for its second occurrence, `TEXT#-1` for the last, `TEXT#all` for every one."""
+    part, mark, occurrence = text.rpartition("#")
+    if mark and part and occurrence == "all":
+        return {"text": part, "occurrence": None}
+    if mark and part and occurrence.removeprefix("-").isdecimal():
+        return {"text": part, "occurrence": int(occurrence)}
+    return {"text": text}
+
+
+def parse_capture(**options: Any) -> dict[str, Any] | None:
+    """The capture that the options ask for, if any; `options`: the values of `CAPTURE_OPTIONS`, as typed.
+
+    Raises MidstreamError naming an option that would do nothing, or cannot be read.
+    """
+    given = {field: value for field, value in options.items() if value not in (None, [], "")}
+    if not any(field in given for field in _ASKING):
+        for option, field in CAPTURE_OPTIONS.items():
+            if field in given:
+                raise invalid(option, "captures nothing without --layers or --hooks", allowed="such as --layers all")
+        return None
+    if "layers" in given:
+        given["layers"] = parse_layers(given["layers"])
+    if "hooks" in given:
+        given["hooks"] = read_hooks(given["hooks"], given.pop("layers", None))
+    positions = _positions(given.pop("positions", None), given.pop("spans", []))
+    return given if positions is None else {**given, "positions": positions}
+
+
+def read_hooks(text: str, layers: LayerSelector | None = None) -> dict[HookName, LayerSelector]:
+    """`--hooks`, where `--layers` are those of the hooks that name none. Raises MidstreamError naming the option."""
+    try:
+        hooks = parse_hooks(text, "" if layers is None else layers)
+    except ValueError as error:
+        raise invalid("--hooks", str(error), allowed="such as post_block:all;pre_attn:0-3 or resid_pre,mlp_out") from error
+    if layers is not None and layers not in hooks.values():
+        raise invalid("--layers", "does nothing: every hook in --hooks names its own layers")
+    return {hook: "all" if own == "" else parse_layers(own) if isinstance(own, str) else own for hook, own in hooks.items()}
+
+
+def sweep_sites(hooks: str | None, layers: str | None) -> dict[str, Any]:
+    """`--hooks` and `--layers` of a sweep, whose hooks all have the same layers. Raises MidstreamError naming the option."""
+    chosen = None if layers is None else parse_layers(layers)
+    if hooks is None:
+        return {"layers": chosen}
+    read = read_hooks(hooks, chosen)
+    if any(own != next(iter(read.values())) for own in read.values()):
+        raise invalid(
+            "--hooks", "a sweep has the same layers at every hook", allowed="hooks alone, such as resid_pre,mlp_out, and --layers"
+        )
+    return {"hooks": list(read), "layers": next(iter(read.values()))}
+
+
+def parse_site(text: str, option: str) -> tuple[str | None, int]:
+    """`[HOOK:]LAYER` as hook and layer. Raises MidstreamError naming the option."""
+    hook, colon, layer = text.rpartition(":")
+    if (colon and hook not in HOOK_NAMES) or not re.fullmatch(r"[0-9]{1,6}", layer):
+        raise invalid(option, f"{text!r} is not [HOOK:]LAYER", allowed="such as 12 or mlp_out:12")
+    return hook or None, int(layer)
+
+
+def _positions(text: str | None, spans: Sequence[str]) -> Any:
+    positions = None if text is None else parse_positions(text)
+    if not spans:
+        return positions
+    if isinstance(positions, str):
+        raise invalid("--span", f"cannot be added to --positions {positions}", allowed="numbers in --positions, or no --positions")
+    given = [positions] if isinstance(positions, dict) else positions or []
+    return [*given, *map(parse_span, spans)]
+
+
+#: As `--help` shows them.
+STEER_FILE = "FILE:[HOOK:]LAYERS[:SCALE][:NAME=VALUE]…"
+STEER = f"{STEER_FILE} | @MODULE[:SCALE][:NAME=VALUE]… | FILE.safetensors"
+_YES = {"true": True, "false": False}
+#: What may be said by name → how it is read.
+STEER_NAMES: dict[str, Callable[[str], Any]] = {
+    "op": str, "positions": parse_positions, "norm_match": lambda text: _YES[text],
+    "scale": float, "alpha": float, "strength": float, "low": float, "high": float,
+}  # fmt: skip
+#: Those of them that a named module takes.
+MODULE_NAMES = ("scale", "positions")
+
+
+def parse_steering(texts: Sequence[str], option: str = "--steer") -> list[Steering]:
+    """What `parse_steer` reads of each text, and of a `.safetensors` file all of its entries; raises MidstreamError naming `option`."""
+    entries: list[Steering] = []
+    for text in texts:
+        try:
+            if text.endswith(".safetensors"):
+                from ...schemas.module_files import specs_of
+
+                entries += specs_of(Path(text).read_bytes())
+            else:
+                entries.append(parse_steer(text))
+        except (OSError, ValueError) as error:
+            raise invalid(option, f"{text!r}: {error}") from error
+        except MidstreamError as error:
+            raise MidstreamError(error.kind, error.detail, field=option, allowed=error.allowed) from error
+    return entries
+
+
+def parse_steer(text: str) -> dict[str, Any]:
+    """`joy.npy:15:4.0`, `joy.npy:mlp_out:15`, or with names: `joy.npy:10-15:op=clamp:low=-1:high=2`.
+
+    Raises MidstreamError naming `--steer`.
+
+    A `.npy` file is the vector. A `.npz` file holds the entry's tensors under their names: `rotation`, `weight`, `bias`.
+    `@joy:2.0` is the module `joy` at twice its strength, `@joy:positions=all_generated` at other positions than its own.
+    """
+    source, *parts = _parts(text)
+    is_module = source.startswith("@")
+    hook = parts.pop(0) if not is_module and parts and parts[0] in HOOK_NAMES else None
+    places, names = (("scale",), MODULE_NAMES) if is_module else (("layers", "scale"), tuple(STEER_NAMES))
+    named = [part for part in parts if "=" in part]
+    placed = [part for part in parts if "=" not in part]
+    if not is_module and (not placed or not placed[0]):
+        raise _unreadable(text, "names no layers")
+    if len(placed) > len(places) or parts[: len(placed)] != placed or source == "@":
+        raise _unreadable(text, "cannot be read")
+    given = dict(zip(places, placed, strict=False)) | dict(part.split("=", 1) for part in named)
+    entry: dict[str, Any] = {"module": source[1:]} if is_module else {"layers": parse_layers(given.pop("layers"))}
+    if hook is not None:
+        entry["hook"] = hook
+    for name, value in given.items():
+        if name not in names:
+            meant = suggestion(name, names)
+            why = f"{'a module takes' if is_module else 'there is'} no {name!r}: use {', '.join(names)}"
+            raise _unreadable(text, why + (f"; {meant}" if meant else ""))
+        if value:
+            try:
+                entry[name] = STEER_NAMES[name](value)
+            except (ValueError, KeyError) as error:
+                raise _unreadable(text, f"{name} cannot be {value!r}") from error
+    return entry if is_module else entry | _tensors(source, text)
+
+
+def _parts(text: str) -> list[str]:
+    """What colons part; those of a range belong to it: `positions=5:9`, `positions=5::scale=2`."""
+    parts: list[str] = []
+    for part in text.split(":"):
+        if parts and parts[-1].startswith("positions=") and "=" not in part:
+            parts[-1] += f":{part}"
+        else:
+            parts.append(part)
+    return parts
+
+
+def _tensors(path: str, text: str, option: str = "--steer") -> dict[str, np.ndarray]:
+    try:
+        loaded = np.load(path, allow_pickle=False)
+        if isinstance(loaded, np.ndarray):
+            return {"vector": loaded}
+        with loaded:
+            return dict(loaded)
+    except (OSError, ValueError, EOFError, BadZipFile) as error:
+        raise invalid(option, f"{text!r}: {error}") from error
+
+
+def _unreadable(text: str, why: str) -> MidstreamError:
+    return invalid("--steer", f"{text!r}: {why}", allowed=f"{STEER}, such as joy.npy:15:4.0, joy.npy:mlp_out:15:op=ablate or @joy:2")
+
+
+# --- Patches ---------------------------------------------------------------------------------------------------------
+
+#: As `--help` shows it.
+PATCH = "[HOOK:]LAYERS@POSITIONS=SOURCE[:NAME=VALUE]…"
+_PATCH = re.compile(
+    r"""(?:(?P<hook>[a-z_]+):)?(?P<layers>[^@:="]+)"""
+    r"""@(?:"(?P<text>[^"]+)"(?:\#(?P<occurrence>all|-?[0-9]+))?|(?P<positions>[^="]+))"""
+    r"""=(?P<source>.+)"""
+)
+#: What may follow by name → how it is read. The first are the patch's own; the others are its source's, of a run.
+PATCH_NAMES: dict[str, Callable[[str], Any]] = {"alpha": float, "mask": str}
+RUN_NAMES: dict[str, Callable[[str], Any]] = {"prompt": int, "positions": parse_positions}
+
+
+def parse_patch(text: str) -> dict[str, Any]:
+    """`12@5=clean:5`: the row of run `clean` at position 5 in place of that at position 5, at `post_block` of layer 12.
+
+    Before `=` stands what is written: `HOOK:` (if left out: `post_block`), layers, and positions as elsewhere, or a part of the
+    prompt's text in double quotes, with `#N` behind them for another occurrence than the first. Behind it the source: a run (or a job's
+    id) with a position or several separated by commas, none for those that are written, or `mean`; a `.npy` file; `@MODULE`; `zeros`.
+    Then by name `alpha`, `mask`, and of a run `prompt` and (of a mean) `positions`. Raises MidstreamError naming `--patch`.
+    """
+    match = _PATCH.fullmatch(text)
+    if match is None:
+        raise _no_patch(text, "cannot be read")
+    name, *parts = _parts(match["source"])
+    entry: dict[str, Any] = {"layers": parse_layers(match["layers"]), "positions": _written(match)}
+    if match["hook"]:
+        entry["hook"] = match["hook"]
+    is_run = not (name == "zeros" or name.startswith("@") or name.endswith(".npy"))
+    source = {"run": name} if is_run else _source(name, text)
+    names = PATCH_NAMES | (RUN_NAMES if is_run else {})
+    for number, part in enumerate(parts):
+        key, equals, value = part.partition("=")
+        if not equals and is_run and number == 0:
+            source |= {"mean": True} if key == "mean" else {"position": _read(text, "position", key, _places)}
+        elif equals and key in names:
+            (entry if key in PATCH_NAMES else source)[key] = _read(text, key, value, names[key])
+        else:
+            raise _no_patch(text, f"there is no {part!r} there: use {', '.join(names)}")
+    return {**entry, "source": source}
+
+
+def _written(match: re.Match[str]) -> Any:
+    """The positions that are patched."""
+    if match["text"] is None:
+        return parse_positions(match["positions"])
+    occurrence = match["occurrence"]
+    if occurrence is None:
+        return {"text": match["text"]}
+    return {"text": match["text"], "occurrence": None if occurrence == "all" else int(occurrence)}
+
+
+def _places(text: str) -> int | list[int]:
+    places = [int(part) for part in text.split(",")]
+    return places if len(places) > 1 else places[0]
+
+
+def _source(name: str, text: str) -> dict[str, Any]:
+    """Of what is no run."""
+    if name == "zeros":
+        return {"zeros": True}
+    return {"module": name[1:]} if name.startswith("@") else _tensors(name, text, "--patch")
+
+
+def _read(text: str, name: str, value: str, read: Callable[[str], Any]) -> Any:
+    try:
+        return read(value)
+    except ValueError as error:
+        raise _no_patch(text, f"{name} cannot be {value!r}") from error
+
+
+def _no_patch(text: str, why: str) -> MidstreamError:
+    example = 'such as 12@5=clean:5, resid_pre:0-11@-1=clean:-1:alpha=0.5 or mlp_out:8@"Eiffel Tower"=zeros'
+    return invalid("--patch", f"{text!r}: {why}", allowed=f"{PATCH}, {example}")
+
+
+def parse_patches(texts: Sequence[str]) -> list[Patch]:
+    """What `parse_patch` reads of each text."""
+    return [parse_patch(text) for text in texts]
+
+
+def read_prompts(path: Path) -> list[str]:
+    """One prompt a line, or a JSON list of texts."""
+    text = path.read_text()
+    if text.lstrip().startswith("["):
+        found = json.loads(text)
+        if not all(isinstance(entry, str) for entry in found):
+            raise invalid("file", f"{path}: a JSON file of prompts is a list of texts")
+        return list(found)
+    return [line for line in text.splitlines() if line.strip()]
+
+
+# --- How a job is handled ----------------------------------------------------------------------------------------------
+
+
+def parse_handling(
+    priority: str | None, expires_in: str | None, callback: str | None, callback_events: Sequence[str] | None
+) -> dict[str, Any]:
+    """The fields of a submission that `--priority`, `--expires-in` and `--callback…` ask for, without those that were not given."""
+    given = {
+        "priority": priority,
+        "expires_in": seconds(expires_in, "--expires-in"),
+        "callback_url": callback,
+        "callback_events": callback_events or None,
+    }
+    return {name: value for name, value in given.items() if value is not None}

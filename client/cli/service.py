@@ -1,0 +1,90 @@
+"""How is the whole service, from a terminal? `top` shows what goes on, `doctor` what is wrong and what to do about it."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from ...schemas.base import to_json
+from ...schemas.errors import MidstreamError
+from ...schemas.settings import load_settings
+from ...schemas.status import Status
+from ..render import status as show_status
+from ..sdk import discovery
+from ..stack.doctor import Finding, examine
+from .jobs import AsJson, Url, connect, out
+
+#: Seconds between two looks.
+INTERVAL_S = 2.0
+
+
+def register(app: typer.Typer) -> None:
+    """Add `top` and `doctor` to `midstream`."""
+    app.command()(top)
+    app.command()(doctor)
+
+
+def top(
+    once: Annotated[bool, typer.Option("--once", help="Print it once and end.")] = False,
+    interval: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.2)] = INTERVAL_S,
+    json_: AsJson = False,
+    url: Url = None,
+) -> None:
+    """What goes on: queues, workers, relay, webhooks, Redis. Ends with Ctrl-C."""
+    with connect(url) as client:
+        if once or json_:
+            status = client.status()
+            if json_:
+                print(to_json(status).decode())
+            else:
+                out.print(show_status.status(status, client.url))
+            return
+        before = client.status()  # what is wrong from the start is an error and no picture
+        try:
+            with Live(show_status.status(before, client.url), console=out, screen=out.is_terminal, auto_refresh=False) as live:
+                while True:
+                    time.sleep(interval)
+                    before, picture = _look(client.status, client.url, before)
+                    live.update(picture, refresh=True)
+        except KeyboardInterrupt:
+            return
+
+
+def _look(ask: Callable[[], Status], url: str, before: Status) -> tuple[Status, RenderableType]:
+    """While nobody answers: what was seen last, and why there is no news."""
+    try:
+        status = ask()
+    except MidstreamError as error:
+        seen = time.strftime("%H:%M:%S", time.localtime(before.at))
+        return before, Text.assemble((f"{error}\n", "bold red"), f"what was seen last is from {seen}")
+    return status, show_status.status(status, url, before)
+
+
+def doctor(
+    data_dir: Annotated[Path | None, typer.Option(help="Of a `midstream up`; default: the settings'.")] = None,
+    json_: AsJson = False,
+    url: Url = None,
+) -> None:
+    """Check Redis, clocks, disk, versions, workers, relay, webhooks and keys; say what to do. Exit code 1 when something fails."""
+    from ..stack.supervisor import own_redis_url
+
+    settings = load_settings(data_dir=str(data_dir) if data_dir else None)
+    data = discovery.data_dir(settings)
+    stack = discovery.running(data)
+    address = url or (stack.url if data_dir and stack else "") or discovery.find_url(None, settings, sure=False)
+    found: list[Finding] = []
+    for finding in examine(settings, settings.redis_url or own_redis_url(data), address):
+        found.append(finding)
+        if not json_:
+            out.print(show_status.findings([finding]))
+    counts = {level: sum(finding.level == level for finding in found) for level in ("ok", "warn", "fail")}
+    if json_:
+        print(to_json([finding._asdict() for finding in found]).decode())
+    else:
+        out.print(f"{counts['ok']} ok, {counts['warn']} to look at, {counts['fail']} to mend")
+    raise typer.Exit(1 if counts["fail"] else 0)

@@ -1,0 +1,63 @@
+"""What can one do with source runs from a terminal? `runs list`, `show`, `delete`."""
+
+from typing import Annotated
+
+import typer
+
+from ...schemas.base import to_json
+from ..render import jobs
+from .jobs import AsJson, Url, connect, out
+
+Name = Annotated[str, typer.Argument(metavar="RUN", help="A run's name, or the id of a job that captured.")]
+Model = Annotated[str | None, typer.Option(help="Of which model; needed only where several are served.")]
+
+runs_app = typer.Typer(no_args_is_help=True, help="Look at source runs, whose rows others are patched with.")
+
+
+def register(app: typer.Typer) -> None:
+    """Add `runs …` to `midstream`."""
+    app.add_typer(runs_app, name="runs")
+
+
+@runs_app.command("list")
+def runs_list(
+    limit: Annotated[int, typer.Option(help="How many.")] = 20,
+    model: Model = None,
+    json_: AsJson = False,
+    url: Url = None,
+) -> None:
+    """The newest runs that have a name."""
+    with connect(url) as client:
+        page = client.source_runs(model, limit=limit)
+    if json_:
+        print(to_json(page).decode())
+    elif page.runs:
+        out.print(jobs.runs(page.runs))
+    else:
+        out.print("no runs", style="dim")
+
+
+@runs_app.command("show")
+def runs_show(name: Name, model: Model = None, json_: AsJson = False, url: Url = None) -> None:
+    """Is it ready, and which layers and positions has it of each prompt?"""
+    with connect(url) as client:
+        view = client.source_run(name, model)
+    if json_:
+        print(to_json(view).decode())
+        return
+    out.print(jobs.run(view))
+    if view.prompts:
+        out.print(jobs.run_prompts(view.prompts))
+
+
+@runs_app.command("delete")
+def runs_delete(
+    names: Annotated[list[str], typer.Argument(metavar="RUN...", help="The runs that are to go, with their captures.")],
+    model: Model = None,
+    url: Url = None,
+) -> None:
+    """Delete runs: their captures and their names."""
+    with connect(url) as client:
+        for name in names:
+            client.delete_run(name, model)
+            out.print(f"{name} deleted", markup=False)

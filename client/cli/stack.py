@@ -1,0 +1,211 @@
+"""The stack that `midstream up` runs on this machine, from another terminal: `status`, `logs`, `down`."""
+
+import os
+import shutil
+import signal
+import time
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+from typing import IO, Annotated
+
+import httpx
+import typer
+
+from ...schemas.base import now, to_json
+from ...schemas.choices import suggestion
+from ...schemas.errors import MidstreamError
+from ...schemas.instance import instance_of
+from ...schemas.settings import load_settings
+from ..render import jobs
+from ..sdk import discovery
+from ..stack.processes import birth, end_leftover, wait_for
+from .jobs import AsJson, out
+
+DataDir = Annotated[Path | None, typer.Option(help="Of the `midstream up`; default: the settings'.")]
+
+#: Exit codes of `status`, as of service managers: everything runs, some part does not, nothing does.
+ALL_RUN, PART_RUNS, NOTHING_RUNS = 0, 1, 3
+#: Part of a data directory → what writes it.
+PARTS = ("captures", "redis", "outbox", "logs")
+LOOK_S = 0.3
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's commands to `midstream`."""
+    app.command()(status)
+    app.command()(logs)
+    app.command()(down)
+
+
+def _folder(given: Path | None) -> Path:
+    return discovery.data_dir(load_settings(data_dir=str(given) if given else None))
+
+
+# --- status ------------------------------------------------------------------------------------------------------------
+
+
+def status(data_dir: DataDir = None, json_: AsJson = False) -> None:
+    """Processes, ports and disk usage of this machine's stack. Exit code 0 when all runs, 1 when a part does not, 3 when nothing does."""
+    data = _folder(data_dir)
+    stack = discovery.running(data)
+    known = stack.processes if stack else discovery.processes_of(discovery.written(data))
+    alive = {name: pid for name, (pid, born) in known.items() if born and birth(pid) == born}
+    if json_:
+        print(to_json(_facts(data, stack, known, alive)).decode())
+    elif stack is None:
+        out.print(f"nothing runs on {data}", markup=False, soft_wrap=True)
+        if alive:
+            left = ", ".join(f"{name} (pid {pid})" for name, pid in alive.items())
+            out.print(f"left behind by a `midstream up` that was killed: {left}; `midstream down` ends them", markup=False, soft_wrap=True)
+        elif data.is_dir():
+            out.print(_disk_line(data), markup=False, soft_wrap=True)
+    else:
+        _print_stack(stack, alive)
+    raise typer.Exit(NOTHING_RUNS if stack is None else ALL_RUN if len(alive) == len(known) and stack.url else PART_RUNS)
+
+
+def _facts(data: Path, stack: discovery.Stack | None, known: Iterable[str], alive: dict[str, int]) -> dict[str, object]:
+    usage = shutil.disk_usage(data if data.is_dir() else Path("/"))
+    return {
+        "running": stack is not None,
+        "data_dir": str(data),
+        "pid": stack.pid if stack else None,
+        "url": stack.url if stack else "",
+        "model": stack.model if stack else "",
+        "version": stack.version if stack else "",
+        "started": stack.started if stack else None,
+        "processes": {name: {"pid": alive.get(name), "ports": discovery.ports_of(alive[name]) if name in alive else []} for name in known},
+        "disk": {"bytes": _sizes(data), "free_bytes": usage.free, "total_bytes": usage.total},
+    }
+
+
+def _print_stack(stack: discovery.Stack, alive: dict[str, int]) -> None:
+    minutes, seconds = divmod(int(now() - stack.started), 60)
+    since = f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {seconds} s"
+    out.print(f"midstream {stack.version}, up for {since}: {_answer(stack)}", markup=False, soft_wrap=True)
+    out.print(f"model {stack.model}\ndata  {stack.data}", markup=False, soft_wrap=True)
+    shown = jobs.table("Processes", "process", "state", "pid", "ports")
+    rows = {"up": stack.pid, **{name: alive.get(name) for name in stack.processes}}
+    for name, pid in rows.items():
+        ports = " ".join(map(str, discovery.ports_of(pid))) if pid else ""
+        shown.add_row(name, "[green]runs[/]" if pid else "[red]ended[/]", str(pid or ""), ports)
+    out.print(shown)
+    out.print(_disk_line(stack.data), markup=False, soft_wrap=True)
+
+
+def _answer(stack: discovery.Stack) -> str:
+    if not stack.url:
+        return "starting"
+    try:
+        ready = httpx.get(f"{stack.url}/readyz", timeout=discovery.ASK_S).status_code == httpx.codes.OK
+    except httpx.HTTPError as error:
+        return f"no answer at {stack.url} ({error or type(error).__name__})"
+    return f"{stack.url} {'is ready' if ready else 'is not ready yet'}"
+
+
+def _sizes(data: Path) -> dict[str, int]:
+    """Part of the data directory → its bytes on disk; `other`: the rest."""
+    sizes = dict.fromkeys((*PARTS, "other"), 0)
+    for folder, _, files in os.walk(data):
+        part = Path(folder).relative_to(data).parts[:1]
+        name = part[0] if part and part[0] in PARTS else "other"
+        for file in files:
+            try:
+                sizes[name] += (Path(folder) / file).lstat().st_blocks * 512
+            except OSError:  # removed since it was listed
+                continue
+    return sizes
+
+
+def _disk_line(data: Path) -> str:
+    usage = shutil.disk_usage(data)
+    parts = ", ".join(f"{name} {jobs.size(count)}" for name, count in _sizes(data).items() if count)
+    return f"disk: {parts or 'empty'}; {jobs.size(usage.free)} of {jobs.size(usage.total)} free"
+
+
+# --- logs --------------------------------------------------------------------------------------------------------------
+
+
+def logs(
+    names: Annotated[list[str] | None, typer.Argument(metavar="[PROCESS]...", help="Such as worker or api; if left out: all.")] = None,
+    lines: Annotated[int, typer.Option("-n", "--lines", help="Number of last lines of each.", min=0)] = 20,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Print new lines too, until Ctrl-C.")] = False,
+    data_dir: DataDir = None,
+) -> None:
+    """Logs of the stack's processes on this machine, also after it ended."""
+    folder = _folder(data_dir) / "logs"
+    files = {path.stem: path for path in sorted(folder.glob("*.log"))}
+    if not files:
+        raise MidstreamError("not_found", f"there are no logs in {folder}")
+    for name in names or ():
+        if name not in files:
+            meant = suggestion(name, files)
+            raise MidstreamError("not_found", f"there is no log of {name!r}" + (f"; {meant}" if meant else ""), allowed=", ".join(files))
+    chosen = {name: files[name] for name in (names or files)}
+    wide = max(map(len, chosen)) if len(chosen) > 1 else 0
+    opened: dict[str, IO[str]] = {}
+    try:
+        for name, path in chosen.items():
+            opened[name] = path.open(errors="replace")
+            _print_lines(name, wide, deque(opened[name], maxlen=lines))
+        while follow:
+            time.sleep(LOOK_S)
+            for name, path in chosen.items():
+                _print_lines(name, wide, opened[name])
+                if path.exists() and path.stat().st_ino != os.fstat(opened[name].fileno()).st_ino:  # set aside, and begun again
+                    opened[name].close()
+                    opened[name] = path.open(errors="replace")
+    except KeyboardInterrupt:
+        return
+    finally:
+        for handle in opened.values():
+            handle.close()
+
+
+def _print_lines(name: str, wide: int, found: Iterable[str]) -> None:
+    for line in found:
+        print(f"{name:<{wide}} | {line.rstrip()}" if wide else line.rstrip(), flush=True)
+
+
+# --- down --------------------------------------------------------------------------------------------------------------
+
+
+def down(
+    now_: Annotated[
+        bool, typer.Option("--now", help="Kill what is left instead of waiting for jobs under way; they are done again.")
+    ] = False,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for the end.", min=0)] = 120.0,
+    data_dir: DataDir = None,
+) -> None:
+    """Stop the stack that runs on this machine, in order, as Ctrl-C does at its terminal. Harmless when nothing runs."""
+    data = _folder(data_dir)
+    stack = discovery.running(data)
+    if stack is None:
+        left = [name for name, (pid, born) in discovery.processes_of(discovery.written(data)).items() if end_leftover(pid, born)]
+        ended = f"; ended what a `midstream up` that was killed had left: {', '.join(left)}" if left else ""
+        out.print(f"nothing runs on {data}{ended}", markup=False, soft_wrap=True)
+        return
+    _signal(stack)
+    if now_:
+        time.sleep(LOOK_S)  # one signal stops in order; another one kills
+        _signal(stack)
+    if not wait_for(lambda: instance_of(stack.pid) != stack.instance, timeout):
+        detail = f"the stack on {data} (pid {stack.pid}) is still stopping after {timeout:.0f} s"
+        raise MidstreamError("conflict", detail, allowed="`midstream down --now` kills what is left, `midstream logs` shows it")
+    out.print(f"stopped what ran on {data}", markup=False, soft_wrap=True)
+
+
+def _signal(stack: discovery.Stack) -> None:
+    """Send SIGTERM to that process, and to no other that has got its pid since."""
+    try:
+        handle = os.pidfd_open(stack.pid)
+    except ProcessLookupError:
+        return
+    try:
+        if instance_of(stack.pid) == stack.instance:
+            signal.pidfd_send_signal(handle, signal.SIGTERM)
+    except ProcessLookupError:
+        return
+    finally:
+        os.close(handle)

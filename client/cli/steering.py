@@ -1,0 +1,123 @@
+"""What can one do with steering from a terminal? `modules …`, `global …`, `dynamic`."""
+
+from typing import Annotated
+
+import typer
+
+from ...schemas.base import to_json
+from ...schemas.errors import MidstreamError
+from ...schemas.steering import GlobalView, ModuleView
+from ..render import steering
+from . import options
+from .jobs import AsJson, Url, connect, out
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="A module's name.")]
+Model = Annotated[str | None, typer.Option(help="Of which model; needed only where several are served.")]
+Steer = Annotated[list[str], typer.Option(metavar=options.STEER, help="What to do to every request; repeat as needed.")]
+
+modules_app = typer.Typer(no_args_is_help=True, help="Name steering, for requests to use by its name.")
+global_app = typer.Typer(no_args_is_help=True, help="Steer every request of a model.")
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's commands to `midstream`."""
+    app.add_typer(modules_app, name="modules")
+    app.add_typer(global_app, name="global")
+    app.command("dynamic")(dynamic)
+
+
+@modules_app.command("list")
+def modules_list(model: Model = None, json_: AsJson = False, url: Url = None) -> None:
+    """The names there are."""
+    with connect(url) as client:
+        found = client.modules(model)
+    if json_:
+        print(to_json(found).decode())
+    elif found:
+        out.print(steering.modules(found))
+    else:
+        out.print("no modules", style="dim")
+
+
+@modules_app.command("register")
+def modules_register(
+    name: Name,
+    files: Annotated[list[str], typer.Argument(metavar="FILE...", help=f"A .safetensors file, or {options.STEER_FILE}.")],
+    description: Annotated[str, typer.Option(help="What it does, for people.")] = "",
+    model: Model = None,
+    json_: AsJson = False,
+    url: Url = None,
+) -> None:
+    """Give steering a name. A name that is taken gets the new content; requests under way keep the old one."""
+    entries = options.parse_steering(files, "FILE")
+    with connect(url) as client:
+        _print_module(client.register_module(name, entries, model, description), json_)
+
+
+@modules_app.command("show")
+def modules_show(name: Name, model: Model = None, json_: AsJson = False, url: Url = None) -> None:
+    """What a name points at."""
+    with connect(url) as client:
+        _print_module(client.module(name, model), json_)
+
+
+@modules_app.command("remove")
+def modules_remove(name: Name, model: Model = None, url: Url = None) -> None:
+    """Forget a name. Requests that were accepted with it keep what it was."""
+    with connect(url) as client:
+        client.unregister_module(name, model)
+    out.print(f"{name} removed", markup=False)
+
+
+@global_app.command("show")
+def global_show(model: Model = None, json_: AsJson = False, url: Url = None) -> None:
+    """What every request is steered by, and whether every worker has it."""
+    with connect(url) as client:
+        _print_global(client.global_steering(model), json_)
+
+
+@global_app.command("set")
+def global_set(steer: Steer, model: Model = None, json_: AsJson = False, url: Url = None) -> None:
+    """Steer every request that begins from now on; non-zero, and nothing is changed, when a rank of a worker refuses."""
+    entries = options.parse_steering(steer)
+    with connect(url) as client:
+        _print_global(client.set_global(entries, model), json_)
+
+
+@global_app.command("clear")
+def global_clear(model: Model = None, json_: AsJson = False, url: Url = None) -> None:
+    """Steer nothing any more, from the next request on."""
+    with connect(url) as client:
+        _print_global(client.clear_global(model), json_)
+
+
+def dynamic(model: Model = None, json_: AsJson = False, url: Url = None) -> None:
+    """What each rank of each worker says of itself now: checksums, table, versions, queues. Non-zero when they do not agree."""
+    with connect(url) as client:
+        found = client.dynamic(model)
+    if json_:
+        print(to_json(found).decode())
+    else:
+        for worker in found.workers:
+            out.print(steering.worker_line(worker), soft_wrap=True)
+            out.print(steering.ranks(worker, found.determinism))
+        out.print(steering.agreement_line(found), soft_wrap=True)
+    if not found.determinism.consistent:
+        raise MidstreamError("ranks_disagree", found.determinism.detail or "the ranks do not agree")
+
+
+def _print_module(view: ModuleView, as_json: bool) -> None:
+    if as_json:
+        print(to_json(view).decode())
+        return
+    out.print(steering.module(view))
+    out.print(steering.entries(view.entries))
+
+
+def _print_global(view: GlobalView, as_json: bool) -> None:
+    if as_json:
+        print(to_json(view).decode())
+        return
+    out.print(steering.global_line(view), soft_wrap=True)
+    if view.entries:
+        out.print(steering.entries(view.entries))

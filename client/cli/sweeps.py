@@ -1,0 +1,179 @@
+"""What can one do with sweeps from a terminal? `midstream sweep`: ask, watch, draw, keep."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from ...schemas.base import to_json
+from ...schemas.errors import MidstreamError, invalid, misfit
+from ...schemas.sweeps import SweepRequest, SweepResult
+from ..render import sweeps as show_sweeps
+from ..render.heatmap import check, figure
+from ..sdk import sweeps
+from ..sdk.progress import bar
+from ..study.patch_study import PatchStudy
+from . import jobs, options
+from .jobs import AsJson, Url, connect, out
+
+#: The options that belong together in `--help`.
+PAIR: dict[str, Any] = {"rich_help_panel": "Prompts"}
+CELLS: dict[str, Any] = {"rich_help_panel": "Cells"}
+RESULT: dict[str, Any] = {"rich_help_panel": "Result"}
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's command to `midstream`."""
+    app.command()(sweep)
+
+
+def sweep(
+    clean: Annotated[str | None, typer.Option(help="The prompt that is answered right.", **PAIR)] = None,
+    corrupt: Annotated[str | None, typer.Option(help="One that asks for something else.", **PAIR)] = None,
+    answer: Annotated[str | None, typer.Option(help="What is right after --clean; mind the space before a word.", **PAIR)] = None,
+    foil: Annotated[str | None, typer.Option(help="What is right after --corrupt.", **PAIR)] = None,
+    pairs: Annotated[Path | None, typer.Option(help="Several pairs: a JSON list of objects with these names.", **PAIR)] = None,
+    body: Annotated[Path | None, typer.Option(help="A whole SweepRequest as JSON instead of all options.", **PAIR)] = None,
+    model: Annotated[str | None, typer.Option(help="Default: the first model served.", **PAIR)] = None,
+    hooks: Annotated[
+        str | None, typer.Option(metavar=options.HOOKS_FORM, help="Such as resid_pre,attn_out,mlp_out; if left out: post_block.", **CELLS)
+    ] = None,
+    layers: Annotated[str | None, typer.Option(help="all (if left out), 3, 0-5, or 0-5,9,-1.", **CELLS)] = None,
+    positions: Annotated[
+        str | None, typer.Option(help="Of the patched prompt: all_prompt (if left out), 0,5,-1, or 5:9, or from 5: on.", **CELLS)
+    ] = None,
+    span: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=TEXT[|TEXT]", help="Tokens patched together: of both prompts, or of clean|corrupt; repeat.", **CELLS),
+    ] = None,
+    window: Annotated[str | None, typer.Option(metavar="LAYERS[xPOSITIONS]", help="Patched together around a cell.", **CELLS)] = None,
+    metric: Annotated[
+        str | None, typer.Option(help="recovered (if left out, but not of an ablation), logit_diff, logprob or kl.", **CELLS)
+    ] = None,
+    direction: Annotated[
+        str | None, typer.Option(help="denoise: clean rows into corrupt (if left out); noise: the other way.", **CELLS)
+    ] = None,
+    ablation: Annotated[str | None, typer.Option(help="zeros or mean, instead of rows of --corrupt.", **CELLS)] = None,
+    alignment: Annotated[str | None, typer.Option(help="auto (if left out), left or right.", **CELLS)] = None,
+    alpha: Annotated[float | None, typer.Option(help="How much of a row is replaced; if left out: 1.", **CELLS)] = None,
+    mask: Annotated[str | None, typer.Option(help="Replace only these dimensions of a row: 0-63,100.", **CELLS)] = None,
+    noise: Annotated[int | None, typer.Option(help="Patches that change nothing, to measure the noise; if left out: 8.", **CELLS)] = None,
+    priority: jobs.Priority = None,
+    expires_in: jobs.ExpiresIn = None,
+    callback: jobs.Callback = None,
+    callback_event: jobs.CallbackEvents = None,
+    heatmap: Annotated[Path | None, typer.Option(help="Draw it: out.png, out.pdf or out.svg (matplotlib).", **RESULT)] = None,
+    save: Annotated[Path | None, typer.Option(help="Keep it as JSON, for PatchStudy.load.", **RESULT)] = None,
+    pair: Annotated[int | None, typer.Option(help="Of several pairs show this one; if left out: their mean.", **RESULT)] = None,
+    top: Annotated[int, typer.Option(help="List so many of the strongest cells.", **RESULT)] = 5,
+    job: Annotated[str | None, typer.Option(help="Show this sweep (wait for it) instead of asking for one.", **RESULT)] = None,
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait for the result, or print the id and go.", **RESULT)] = True,
+    json_: AsJson = False,
+    url: Url = None,
+) -> None:
+    """Causal tracing: patch rows of one prompt into another, cell by cell, and see what brings the answer back."""
+    if job is not None and save is not None:
+        raise invalid("--save", "keeps what was asked, too: it goes with a sweep that is asked for here, not with --job")
+    if heatmap is not None:
+        check(heatmap)
+    if save is not None and not save.absolute().parent.is_dir():
+        raise invalid("--save", f"{save}: there is no such folder")
+    with connect(url) as client:
+        request = None
+        if job is None:
+            request = _request(
+                body, pairs, {"clean": clean, "corrupt": corrupt, "answer": answer, "foil": foil}, span or [],
+                {
+                    "model": model, **options.sweep_sites(hooks, layers),
+                    "positions": positions and options.parse_positions(positions), "window": window and parse_window(window),
+                    "metric": metric, "direction": direction, "ablation": ablation, "alignment": alignment, "alpha": alpha,
+                    "mask": mask and options.parse_layers(mask),
+                    "noise": noise, **options.parse_handling(priority, expires_in, callback, callback_event),
+                },
+                lambda: jobs.only_model(client),
+            )  # fmt: skip
+            if pair is not None and not 0 <= pair < len(request.pairs):
+                raise invalid("--pair", f"there is no pair {pair}", allowed=f"0 to {len(request.pairs) - 1}")
+            view = client.submit_sweep(request)
+            if not wait:
+                print(to_json(view).decode() if json_ else view.id)
+                return
+            job = view.id
+        with bar() as progress:
+            result = client.sweep_result(job, progress, cancel=request is not None)
+    if save is not None and request is not None:
+        PatchStudy.of(job, request, result).save(save)
+    if json_:
+        print(to_json(result).decode())
+    else:
+        out.print(show_sweeps.report(result, pair, top))
+        out.print(f"job: {job}", style="dim", markup=False, soft_wrap=True)
+    _draw(result, heatmap, pair, json_)
+    if not result.summary.cells:  # nothing was learnt: a script should stop here
+        raise MidstreamError("intervention_failed", "; ".join(["no cell has a value", *show_sweeps.without_value(result)[:1]]))
+
+
+def _draw(result: SweepResult, path: Path | None, pair: int | None, quiet: bool) -> None:
+    if path is None:
+        return
+    figure(result, path, pair)
+    if not quiet:
+        out.print(f"drawn: {path}", markup=False, soft_wrap=True)
+
+
+def _request(
+    body: Path | None, pairs: Path | None, pair: dict[str, str | None], spans: list[str], fields: dict[str, Any], only_model: Any
+) -> SweepRequest:
+    """Raises MidstreamError naming the option or the field."""
+    given = {name: value for name, value in fields.items() if value is not None}
+    own = {name: value for name, value in pair.items() if value is not None}
+    if body is not None:
+        if given or own or spans or pairs:
+            raise invalid("--body", "is the whole request: no other option of prompts or cells goes with it")
+        whole: SweepRequest = _read(body, SweepRequest, "--body")
+        return whole
+    if pairs is not None and own:
+        raise invalid(f"--{next(iter(own))}", "stands in the file that --pairs names")
+    if pairs is None and "clean" not in own:
+        raise invalid("--clean", "is required, or --pairs, --body or --job")
+    asked: list[dict[str, Any]] = _read(pairs, list[dict[str, Any]], "--pairs") if pairs else [own]
+    if spans:
+        columns = [parse_span(text) for text in spans]
+        asked = [{**each, "spans": columns} for each in asked]
+    return sweeps.sweep_request(None, {"model": given.pop("model", None) or only_model(), "pairs": asked, **given})
+
+
+def parse_window(text: str) -> dict[str, int]:
+    """`3`: layers; `3x2`: layers and positions. Raises MidstreamError naming `--window`."""
+    parts = text.lower().split("x")
+    if len(parts) > 2 or not all(part.isdecimal() for part in parts):
+        raise invalid("--window", f"{text!r} cannot be read", allowed="a number of layers, or LAYERSxPOSITIONS such as 3x1")
+    return dict(zip(("layers", "positions"), map(int, parts), strict=False))
+
+
+def parse_span(text: str) -> dict[str, Any]:
+    """`subject=Eiffel Tower|Colosseum`: a column's name, the text in the clean prompt and, if it is another, in the corrupt one.
+
+    Each text as `--span` of `midstream submit` takes it, or positions such as `1:4`. Raises MidstreamError naming `--span`.
+    """
+    name, equals, places = text.partition("=")
+    parts = places.split("|")
+    if not (equals and name and all(parts)) or len(parts) > 2:
+        raise invalid("--span", f"{text!r} cannot be read", allowed="NAME=TEXT or NAME=TEXT|TEXT, such as subject=Paris|Rome")
+    return {"name": name} | dict(zip(("clean", "corrupt"), map(_place, parts), strict=False))
+
+
+def _place(text: str) -> Any:
+    positions = options.parse_positions(text)
+    return options.parse_span(text) if isinstance(positions, str) else positions
+
+
+def _read(path: Path, kind: Any, option: str) -> Any:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except msgspec.ValidationError as error:
+        detail, field = misfit(error)
+        raise invalid(option, f"{path}: {field}: {detail}") from error
+    except msgspec.DecodeError as error:
+        raise MidstreamError("invalid_request", f"{path} is no JSON: {error}", field=option) from error

@@ -1,0 +1,158 @@
+"""Commands for webhooks: `webhooks list`, `show`, `redeliver`, `secret`, `rotate`, `enable`."""
+
+import time
+from collections.abc import Iterable
+from typing import Annotated, cast
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from ...schemas.base import to_json
+from ...schemas.webhooks import Delivery, DeliveryAttempt, DeliveryState, DisabledEndpoint, SecretList
+from ..durations import seconds
+from ..render import jobs
+from .jobs import AsJson, Url, connect, err, out
+
+Tenant = Annotated[str | None, typer.Option(help="Of this tenant; for admins.")]
+
+webhooks_app = typer.Typer(no_args_is_help=True, help="Webhooks: what was sent, again, and with which secret.")
+
+
+def register(app: typer.Typer) -> None:
+    """Add `webhooks …` to `midstream`."""
+    app.add_typer(webhooks_app, name="webhooks")
+
+
+@webhooks_app.command("list")
+def webhooks_list(
+    job: Annotated[str | None, typer.Option(help="Only what tells of this job.")] = None,
+    state: Annotated[str | None, typer.Option(help="Only those that are pending, delivered, failed, disabled or refused.")] = None,
+    limit: Annotated[int, typer.Option(help="How many.")] = 20,
+    disabled: Annotated[bool, typer.Option("--disabled", help="List the receivers that get none because they answered 410.")] = False,
+    tenant: Tenant = None,
+    json_: AsJson = False,
+    url: Url = None,
+) -> None:
+    """The newest webhooks and what came of them."""
+    with connect(url) as client:
+        if disabled:
+            _print_disabled(client.disabled_webhooks(tenant=tenant), json_)
+            return
+        page = client.deliveries(job=job, state=cast(DeliveryState | None, state), tenant=tenant, limit=limit)
+    if json_:
+        print(to_json(page).decode())
+    elif page.deliveries:
+        out.print(deliveries(page.deliveries))
+    else:
+        out.print("no webhooks", style="dim")
+
+
+@webhooks_app.command("show")
+def webhooks_show(
+    delivery_id: Annotated[str, typer.Argument(metavar="ID", help="A delivery's id, the header `webhook-id`.")],
+    json_: AsJson = False,
+    url: Url = None,
+) -> None:
+    """One webhook and all its attempts."""
+    with connect(url) as client:
+        found = client.delivery(delivery_id)
+    if json_:
+        print(to_json(found).decode())
+        return
+    out.print(f"{found.id}  {found.event}  {jobs.coloured(found.state)}\nto {escape(found.url)}\nof {found.job}")
+    if found.attempts:
+        out.print(attempts(found.attempts))
+    if found.next_attempt is not None:
+        out.print(f"again in {max(found.next_attempt - time.time(), 0):.0f} s", style="dim")
+
+
+@webhooks_app.command("redeliver")
+def webhooks_redeliver(
+    ids: Annotated[list[str], typer.Argument(metavar="ID...", help="Deliveries that are to be sent again, whatever became of them.")],
+    url: Url = None,
+) -> None:
+    """Send webhooks again, under the same ids."""
+    with connect(url) as client:
+        for delivery_id in ids:
+            client.redeliver(delivery_id)
+            out.print(f"{delivery_id} is sent again", markup=False)
+
+
+@webhooks_app.command("secret")
+def webhooks_secret(json_: AsJson = False, url: Url = None) -> None:
+    """The secret that signs webhooks about this key's jobs, and the former one while it does."""
+    with connect(url) as client:
+        _print_secrets(client.webhook_secrets(), json_)
+
+
+@webhooks_app.command("rotate")
+def webhooks_rotate(
+    keep_former: Annotated[
+        str, typer.Option(metavar="TIME", help="For how long the former signs as well, such as 12h; 0: no more.")
+    ] = "1d",
+    own: Annotated[bool, typer.Option("--own", help="A secret for this key alone, apart from its tenant's.")] = False,
+    json_: AsJson = False,
+    url: Url = None,
+) -> None:
+    """A new signing secret."""
+    with connect(url) as client:
+        _print_secrets(client.rotate_webhook_secret(keep_former_s=seconds(keep_former, "--keep-former"), own=own), json_)
+
+
+def _print_secrets(known: SecretList, json_: bool) -> None:
+    if json_:
+        print(to_json(known).decode())
+        return
+    print(known.secrets[0].secret)
+    for former in known.secrets[1:]:
+        until = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(former.until))
+        err.print(f"until {until} also {former.secret}", style="dim")
+
+
+def _print_disabled(endpoints: list[DisabledEndpoint], as_json: bool) -> None:
+    if as_json:
+        print(to_json(endpoints).decode())
+        return
+    for endpoint in endpoints:
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(endpoint.since))
+        out.print(f"{endpoint.url}  since {since}  ({endpoint.tenant})", markup=False, soft_wrap=True)
+    if not endpoints:
+        out.print("none is disabled", style="dim")
+
+
+@webhooks_app.command("enable")
+def webhooks_enable(
+    receiver: Annotated[str, typer.Argument(metavar="RECEIVER", help="Its URL, as `midstream webhooks list --disabled` shows it.")],
+    tenant: Tenant = None,
+    url: Url = None,
+) -> None:
+    """Send to a receiver again that answered 410. What was disabled meanwhile is sent with `redeliver`."""
+    with connect(url) as client:
+        client.enable_webhooks(receiver, tenant=tenant)
+    out.print(f"{receiver} is enabled", markup=False)
+
+
+def deliveries(found: Iterable[Delivery]) -> Table:
+    """Each webhook with its receiver below it: both are long, and a terminal may have 80 columns."""
+    shown = jobs.table("Webhooks", "id", "state", "tries", "last")
+    shown.columns[0].no_wrap = True
+    for delivery in found:
+        last = delivery.attempts[-1] if delivery.attempts else None
+        named = f"{delivery.id}\n→ {escape(delivery.url)}"
+        shown.add_row(named, jobs.coloured(delivery.state), str(len(delivery.attempts)), _outcome(last))
+    return shown
+
+
+def attempts(made: Iterable[DeliveryAttempt]) -> Table:
+    shown = jobs.table("Attempts", "at", "took", "answer")
+    for attempt in made:
+        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(attempt.at))
+        shown.add_row(at, f"{attempt.seconds:.3f} s", _outcome(attempt))
+    return shown
+
+
+def _outcome(attempt: DeliveryAttempt | None) -> str:
+    if attempt is None:
+        return ""
+    return " ".join(part for part in (str(attempt.status or ""), escape(attempt.error)) if part)

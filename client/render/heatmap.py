@@ -1,0 +1,126 @@
+"""How does a sweep look in a figure? Tokens by layers, one panel for each hook, all on one colour scale (matplotlib, `plots`)."""
+
+import io
+import math
+import textwrap
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...schemas.errors import MidstreamError, invalid
+from ...schemas.sweeps import SweepResult
+from ..sdk.grid import MEANING, Grid, described, grid_of, titled
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+#: Text stays text in vector files, and a `$` in a token a dollar.
+_STYLE: dict[str, Any] = {
+    "svg.fonttype": "none", "pdf.fonttype": 42, "text.parse_math": False, "font.size": 8, "axes.linewidth": 0.6, "hatch.linewidth": 0.4,
+}  # fmt: skip
+#: Of scripts that matplotlib's own font lacks; those that are installed.
+_FONTS = ("Noto Sans CJK SC", "Noto Sans CJK JP", "PingFang SC", "Hiragino Sans", "Microsoft YaHei", "Noto Sans", "Arial Unicode MS")
+#: White where nothing changes, red above and blue below: also for people who are blind to some colours.
+DIVERGING = "RdBu_r"
+_DPI, _DPI_SHOWN = 200, 110
+#: Inches: of a cell, of what stands around the panels, the least and the most that a panel may take, and the colour bar's width.
+_COLUMN, _ROW, _AROUND, _WIDTH, _HEIGHT, _BAR = 0.1, 0.18, 1.5, (2.2, 7.0), (1.3, 11.0), 0.09
+#: So many layers are numbered, about.
+_TICKS = 8
+#: Characters of the title in an inch.
+_PER_INCH = 14
+
+
+def figure(result: SweepResult, path: Path | str | None = None, pair: int | None = None) -> "Figure":
+    """Draw one pair, or the mean over all. `path`: saved there, in the format that its ending names (`.png`, `.pdf`, `.svg`, …).
+
+    Raises MidstreamError when matplotlib is missing or cannot write that format, OSError.
+    """
+    if path is not None:
+        check(path)
+    matplotlib = _matplotlib()
+    grid = grid_of(result, pair)
+    fonts = matplotlib.font_manager.fontManager.get_font_names()
+    family = {"font.family": ["DejaVu Sans", *(font for font in _FONTS if font in fonts)]}
+    with matplotlib.rc_context(_STYLE | family):
+        drawn = _draw(matplotlib, grid, described(result, pair))
+        if path is not None:
+            drawn.savefig(path, dpi=_DPI)
+    return drawn
+
+
+def png(drawn: "Figure") -> bytes:
+    """The figure as notebooks show it."""
+    buffer = io.BytesIO()
+    drawn.savefig(buffer, format="png", dpi=_DPI_SHOWN)
+    return buffer.getvalue()
+
+
+@cache
+def _figure_class() -> Any:
+    """matplotlib's figure, which a notebook displays as it is."""
+    from matplotlib.figure import Figure
+
+    return type("Figure", (Figure,), {"_repr_png_": png, "__module__": __name__})
+
+
+def check(path: Path | str) -> None:
+    """Raises MidstreamError unless a figure can be written there: better said before a long sweep than behind it."""
+    formats = _matplotlib().figure.Figure().canvas.get_supported_filetypes()
+    if Path(path).suffix.removeprefix(".").lower() not in formats:
+        raise invalid(
+            "heatmap", f"{path}: the ending names no format of figures", allowed=", ".join(f".{name}" for name in sorted(formats))
+        )
+    if not Path(path).absolute().parent.is_dir():
+        raise invalid("heatmap", f"{path}: there is no such folder")
+
+
+def _matplotlib() -> Any:
+    try:
+        import matplotlib
+        import matplotlib.figure
+        import matplotlib.font_manager
+    except ImportError as error:
+        detail = "drawing needs matplotlib: pip install 'midstream[plots]'"
+        raise MidstreamError("unavailable", detail) from error
+    return matplotlib
+
+
+def _draw(matplotlib: Any, grid: Grid, title: list[str]) -> "Figure":
+    panels, rows = len(grid.hooks), len(grid.labels)
+    width = float(np.clip(_COLUMN * len(grid.layers), *_WIDTH))
+    height = float(np.clip(_ROW * rows, *_HEIGHT))
+    wide = max(panels * width + _AROUND, 5.0)
+    lines = [line for part in title for line in textwrap.wrap(part, int(wide * _PER_INCH)) or [""]]
+    drawn = _figure_class()(figsize=(wide, height + 0.75 + 0.16 * len(lines)), layout="constrained")
+    axes = drawn.subplots(1, panels, sharex=True, sharey=True, squeeze=False)[0]
+    low, high = grid.limits
+    scale = {"vmin": low, "vmax": high, "cmap": DIVERGING}
+    for axis, hook in zip(axes, grid.hooks, strict=True):
+        axis.patch.set(facecolor="0.93", edgecolor="0.6", hatch="/////", linewidth=0)  # seen where there is no value
+        mesh = axis.pcolormesh(grid.values[hook].T, edgecolors="face", linewidth=0.1, **scale)
+        axis.set_title(titled(hook), fontsize=8)
+        axis.set_xlabel("layer")
+        step = max(1, -(-len(grid.layers) // _TICKS))
+        axis.set_xticks(np.arange(0, len(grid.layers), step) + 0.5, [str(layer) for layer in grid.layers[::step]])
+        axis.tick_params(length=2, width=0.6)
+    size = float(np.clip(0.75 * 72 * height / max(rows, 1), 3.0, 8.0))
+    axes[0].set_yticks(np.arange(rows) + 0.5, grid.names, fontsize=size)
+    axes[0].invert_yaxis()
+    values = np.concatenate([each.ravel() for each in grid.values.values()])
+    bar = drawn.colorbar(mesh, ax=list(axes), extend=_beyond(values, low, high), aspect=height / _BAR, pad=0.02)
+    middle = "" if math.isnan(grid.base) else f"; white: unpatched ({grid.base:.3g})"
+    bar.set_label(f"{MEANING[grid.metric]}{middle}", fontsize=7)
+    bar.outline.set_linewidth(0.6)
+    if grid.missing:
+        lines[-1] += f" · hatched: no value ({grid.missing} of {values.size} cells)"
+    drawn.suptitle("\n".join(lines), fontsize=8)
+    return drawn  # type: ignore[no-any-return]
+
+
+def _beyond(values: np.ndarray, low: float, high: float) -> str:
+    """Which ends of the colour bar get an arrow, because there are values beyond."""
+    ends = (bool((values < low).any()), bool((values > high).any()))
+    return {(False, False): "neither", (True, False): "min", (False, True): "max", (True, True): "both"}[ends]

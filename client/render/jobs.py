@@ -1,0 +1,246 @@
+"""How do jobs, receipts and captures look on a terminal?"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from ...schemas.captures import CapturePage
+from ...schemas.jobs import CaptureResults, Determinism, Event, FileEntry, JobResult, JobView
+from ...schemas.selectors import as_ranges
+from ...schemas.source_runs import RunPrompt, RunView
+from ..captures.reader import CaptureReader, Check
+
+_COLOURS = {
+    "succeeded": "green", "ok": "green", "running": "cyan", "queued": "blue", "cancelling": "yellow", "partial": "yellow",
+    "pending": "blue", "failed": "red", "error": "red", "timed_out": "red", "cancelled": "magenta", "aborted": "magenta", "expired": "dim",
+    "ready": "green", "deleted": "dim", "delivered": "green", "disabled": "yellow", "refused": "red",
+}  # fmt: skip
+#: Columns that are not folded: what is in them is copied.
+_WHOLE = frozenset({"checksum", "crc32", "job", "state", "id", "run", "name", "digest", "process", "pid"})
+#: Longer tables are cut, and say so.
+TABLE_ROWS = 24
+#: So much is shown of a segment's name.
+_SEGMENT_NAME = 20
+
+
+def coloured(state: str) -> str:
+    colour = _COLOURS.get(state, "white")
+    return f"[{colour}]{escape(state)}[/]"
+
+
+def size(count: float) -> str:
+    """Bytes for people: `1.4 MiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError("unreachable")
+
+
+def count(number: int, thing: str) -> str:
+    """`1 file`, `2 files`."""
+    return f"{number} {thing}{'' if number == 1 else 's'}"
+
+
+def seconds(start: float | None, end: float | None) -> str:
+    return "" if start is None or end is None else f"{end - start:.2f} s"
+
+
+def table(title: str, *columns: str) -> Table:
+    made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        if column in _WHOLE:
+            made.add_column(column, no_wrap=True)
+            continue
+        right = column in ("rank", "request", "req", "step", "acts", "edits", "rows", "bytes", "layers", "positions", "tokens")
+        made.add_column(column, justify="right" if right else "left", overflow="fold")
+    return made
+
+
+def facts(*facts: tuple[str, str]) -> Table:
+    """(name, value) one below the other; without those that are empty."""
+    shown = Table(show_header=False, box=None, pad_edge=False)
+    shown.add_column(style="dim")
+    shown.add_column(overflow="fold")
+    for name, value in facts:
+        if value:
+            shown.add_row(name, value)
+    return shown
+
+
+def job(view: JobView) -> Table:
+    """Everything known about one job."""
+    return facts(
+        ("job", view.id),
+        ("state", coloured(view.state)),
+        ("kind", f"{view.kind}, {_extent(view)}, model {escape(view.model)}"),
+        ("attempt", str(view.attempt)),
+        ("waited", seconds(view.queued or view.created, view.started)),
+        ("generated in", seconds(view.started, view.generated)),
+        ("over after", seconds(view.created, view.finished)),
+        ("worker", escape(view.worker or "")),
+        ("captures", coloured(view.capture_status) if view.capture_status != "not_requested" else "none asked for"),
+        ("receipts", f"{view.receipts} of {view.receipts_expected}" if view.receipts_expected else ""),
+        ("error", f"[red]{escape(view.error.detail)}[/]" if view.error else ""),
+    )
+
+
+def _extent(view: JobView) -> str:
+    if view.kind == "sweep":
+        return f"{view.cells} of {view.cells_expected} cells"
+    return count(view.prompts, "prompt")
+
+
+def jobs(views: Iterable[JobView]) -> Table:
+    """One line per job, its id whole, also on a terminal of 80 columns: the model's name gives way first."""
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
+    for column in ("job", "state", "prompts", "captures", "took"):
+        shown.add_column(column, no_wrap=True)
+    shown.add_column("model")
+    for view in views:
+        state = coloured(view.state) + (f" ×{view.attempt}" if view.attempt > 1 else "")
+        captures = "" if view.capture_status == "not_requested" else coloured(view.capture_status)
+        took = seconds(view.created, view.finished)
+        shown.add_row(view.id, state, str(view.prompts), captures, took, Text(view.model, no_wrap=True, overflow="ellipsis"))
+    return shown
+
+
+def runs(views: Iterable[RunView]) -> Table:
+    """Each source run with its job below it: both are long, and a terminal may have 80 columns."""
+    shown = table("Source runs", "run", "state", "bytes", "in use", "held by")
+    for view in views:
+        held = escape(", ".join(view.held_by))
+        shown.add_row(f"{escape(view.name)}\n{view.job}", coloured(view.state), size(view.bytes), str(view.in_use), held)
+    return shown
+
+
+def run(view: RunView) -> Table:
+    """Everything known about one source run; its prompts are `run_prompts`."""
+    return facts(
+        ("run", escape(view.name)),
+        ("state", coloured(view.state) + (f" ({escape(view.detail)})" if view.detail else "")),
+        ("model", escape(view.model)),
+        ("job", view.job),
+        ("tag", view.tag),
+        ("files", size(view.bytes)),
+        ("in use", f"by {count(view.in_use, 'job')}" if view.in_use else ""),
+        ("in memory", escape(", ".join(view.held_by))),
+    )
+
+
+def run_prompts(prompts: Sequence[RunPrompt]) -> Table:
+    """Which rows a run has of each prompt; of the first so many."""
+    shown = table("Rows", "request", "tokens", "hook", "layers", "positions", "dtype", "bytes")
+    for prompt in prompts[:TABLE_ROWS]:
+        begin, end = (str(prompt.request), str(prompt.tokens)), (as_ranges(prompt.positions, 8), prompt.dtype, size(prompt.bytes))
+        for hook, layers in prompt.sites.items():
+            shown.add_row(*begin, hook, as_ranges(layers), *end)
+            begin, end = ("", ""), ("", "", "")
+    if len(prompts) > TABLE_ROWS:
+        shown.caption = f"… and {len(prompts) - TABLE_ROWS} more"
+    return shown
+
+
+def outputs(result: JobResult) -> Table:
+    shown = table("Outputs", "request", "text", "tokens", "finish")
+    for output in result.outputs:
+        shown.add_row(str(output.index), escape(repr(output.text)), str(len(output.token_ids)), output.finish_reason)
+    return shown
+
+
+def receipts(title: str, jobs: Iterable[tuple[str, CaptureResults | None, Determinism | None]]) -> Table:
+    """What every rank said about every request: the proof behind `ok`. `jobs`: (id, captures, determinism)."""
+    shown = table(title, "job", "req", "rank", "step", "acts", "checksum", "edits", "rows", "crc32")
+    cells = []
+    for job_id, captures, determinism in jobs:
+        files: dict[tuple[int, int], list[FileEntry]] = {}
+        for file in captures.files if captures else []:
+            files.setdefault((file.request, file.rank), []).append(file)
+        reports = [report for stage in (determinism.stages if determinism else []) for report in stage.ranks]
+        for report in sorted(reports, key=lambda report: (report.request, report.rank)):
+            own = files.get((report.request, report.rank), [])
+            crc = f"{own[0].crc32:08x}" if len(own) == 1 else f"{len(own)} files"
+            written = (str(sum(file.rows for file in own)), crc) if own else ("", "")
+            numbers = (str(number) for number in (report.request, report.rank, report.step, report.actions))
+            cells.append((f"…{job_id[-4:]}", *numbers, report.checksum, str(report.applied), *written))
+    for row in cells[:TABLE_ROWS]:
+        shown.add_row(*row)
+    if len(cells) > TABLE_ROWS:
+        shown.caption = f"… and {len(cells) - TABLE_ROWS} more"
+    return shown
+
+
+def determinism_line(determinism: Determinism | None) -> str:
+    if determinism is None:
+        return "determinism: nothing to compare (no intervention, no capture)"
+    ranks = len({report.rank for stage in determinism.stages for report in stage.ranks})
+    extent = f"{count(ranks, 'rank')} in {count(len(determinism.stages), 'stage')}"
+    if determinism.consistent:
+        return f"determinism: [green]consistent[/], {extent}, every checksum and action count agrees"
+    return f"determinism: [red]ranks disagree[/] ({extent})"
+
+
+def capture(reader: CaptureReader) -> Table:
+    """What rows there are, per request."""
+    shown = table("Captured rows", "request", "hook", "layers", "positions", "shape", "norm, first → last layer")
+    for request in reader.requests()[:TABLE_ROWS]:
+        positions = reader.positions(request)
+        for hook in reader.hooks(request):
+            layers = reader.layers(request, hook)
+            first, last = reader.array(layers[0], hook, request), reader.array(layers[-1], hook, request)
+            shape = f"[{len(layers)}, {len(positions)}, {first.shape[-1]}]"
+            norms = " → ".join(f"{(array**2).sum(-1).mean() ** 0.5:.4g}" if len(positions) else "-" for array in (first, last))
+            shown.add_row(str(request), hook, as_ranges(layers), as_ranges(positions), escape(shape), norms)
+    if len(reader.requests()) > TABLE_ROWS:
+        shown.caption = f"… and {len(reader.requests()) - TABLE_ROWS} more requests"
+    return shown
+
+
+def checks(found: Sequence[Check]) -> Table:
+    """What is wrong, and then what is right as far as there is room."""
+    shown = table("Files against their manifests", "file", "request", "bytes", "crc32", "verdict")
+    for check in sorted(found, key=lambda check: check.ok)[:TABLE_ROWS]:
+        verdict = "[green]right[/]" if check.ok else f"[red]wrong: {escape(check.detail)}[/]"
+        segment = check.path.suffix == ".seg"  # of a long name, of which the end tells one from another
+        name = f"…{check.path.name[-_SEGMENT_NAME:]} @{check.offset}" if segment else check.path.name
+        numbers = (size(check.bytes), f"{check.crc32:08x}") if check.bytes else ("", "")  # none where something is missing
+        shown.add_row(name, str(check.request), *numbers, verdict)
+    right = sum(check.ok for check in found)
+    shown.caption = f"{right} of {len(found)} are right"
+    return shown
+
+
+def captures(page: CapturePage) -> Table:
+    """One line per job, its id whole."""
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
+    for column in ("job", "status", "rows", "size"):
+        shown.add_column(column, no_wrap=True, justify="right" if column in ("rows", "size") else "left")
+    shown.add_column("tags")
+    for entry in page.captures:
+        shown.add_row(entry.job, coloured(entry.status), f" {entry.rows}", f" {size(entry.bytes)}", escape(" " + ", ".join(entry.tags)))
+    return shown
+
+
+def event(entry: Event) -> str:
+    data: dict[str, Any] = dict(entry.data)
+    fields = " ".join(f"{name}={value!r}" for name, value in data.items() if value is not None)
+    return f"[dim]{escape(entry.id)}[/] [bold]{entry.event}[/] {escape(fields)}"
+
+
+def side_by_side(console: Console, left: tuple[str, str], right: tuple[str, str]) -> None:
+    """Two texts in two panels, beside each other."""
+    grid = Table.grid(expand=True, padding=(0, 1))
+    grid.add_column(ratio=1)
+    grid.add_column(ratio=1)
+    panels = [
+        Panel(Text(text.strip()), title=title, title_align="left", border_style=style)
+        for (title, text), style in ((left, "blue"), (right, "magenta"))
+    ]
+    grid.add_row(*panels)
+    console.print(grid)

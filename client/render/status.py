@@ -1,0 +1,134 @@
+"""How does the whole service look on a terminal of 80 columns, and how the findings of `midstream doctor`?"""
+
+import time
+from collections.abc import Iterable, Sequence
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from ...schemas.jobs import State
+from ...schemas.models import WorkerInfo
+from ...schemas.status import QueueStatus, Status
+from ..stack.doctor import Finding
+from .jobs import size
+
+_LEVELS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+#: Columns of the table of jobs: how each state is called there.
+_STATES = {
+    State.QUEUED: "queued", State.RUNNING: "begun", State.SUCCEEDED: "succeeded", State.FAILED: "failed", State.CANCELLED: "cancelled",
+    State.ABORTED: "aborted",
+}  # fmt: skip
+#: Findings are printed as they come, one below the other: so wide is what they are about.
+_ABOUT = 14
+#: Longer names are cut, so that numbers have room on 80 columns.
+_NAME = 22
+#: A disagreement of ranks is shown for this long, in seconds.
+DESYNC_SHOWN_S = 24 * 3600.0
+
+
+def status(now: Status, url: str, before: Status | None = None) -> RenderableType:
+    """`before`: an earlier look, for what happened per second since."""
+    parts: list[RenderableType] = [_head(now, url), _jobs(now, before), _workers(now.workers)]
+    if now.queues:
+        parts.insert(2, _queues(now.queues))
+    if now.last_desync is not None and now.at - now.last_desync.at < DESYNC_SHOWN_S:
+        ago = _ago(now.at - now.last_desync.at)
+        parts.append(Text(f"ranks of {now.last_desync.worker} disagreed {ago} ago: {now.last_desync.detail}", style="yellow"))
+    return Group(*parts)
+
+
+def _head(now: Status, url: str) -> Text:
+    redis = now.redis
+    memory = f"{size(redis.used_bytes)} of {size(redis.limit_bytes)} ({redis.share:.0%})" if redis.limit_bytes else size(redis.used_bytes)
+    line = Text()
+    line.append(f"midstream {now.version}", style="bold")
+    line.append(f" at {url} · {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(now.at))}\n")
+    line.append(f"{now.live} jobs live, {now.queued} queued, {now.held} responses held\n")
+    line.append_text(_alive("relay", now.relay.alive, f"{now.relay.received} receipts"))
+    line.append(f" · redis {memory}, {redis.milliseconds:.1f} ms\n")
+    late = f", {now.callbacks.webhooks_overdue_s:.0f} s overdue" if now.callbacks.webhooks_overdue_s >= 1 else ""
+    line.append_text(_alive("callbacks", now.callbacks.alive, f"{now.callbacks.webhooks_pending} webhooks pending{late}"))
+    return line
+
+
+def _alive(name: str, alive: bool, more: str) -> Text:
+    found = Text(f"{name} ")
+    found.append("alive" if alive else "not seen", style="green" if alive else "bold red")
+    return found.append(f", {more}" if alive else "")
+
+
+def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str | Text]], left: int = 1) -> Table:
+    """The first `left` columns hold names, which are cut where there is no room; the others numbers, which never are."""
+    made = Table(title=f"\n{title}", title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for place, column in enumerate(columns):
+        if place < left:
+            made.add_column(column, overflow="ellipsis", no_wrap=True, max_width=_NAME)
+        else:
+            widest = max([len(column), *[len(row[place]) for row in rows]])
+            made.add_column(column, justify="right", no_wrap=True, min_width=widest)
+    for row in rows:
+        made.add_row(*[cell if isinstance(cell, Text) else escape(cell) for cell in row])
+    return made
+
+
+def _jobs(now: Status, before: Status | None) -> Table:
+    rows = []
+    for model, counts in now.counts.items():
+        rate = "–"
+        if before is not None and now.at > before.at:
+            ended = counts.get("succeeded", 0) - before.counts.get(model, {}).get("succeeded", 0)
+            rate = f"{ended / (now.at - before.at):.1f}"
+        rows.append([model, *[str(counts.get(state, 0)) for state in _STATES], rate])
+    return _table("jobs so far", ["model", *_STATES.values(), "done/s"], rows)
+
+
+def _queues(queues: Iterable[QueueStatus]) -> Table:
+    rows = []
+    for queue in queues:
+        tenants = ", ".join(f"{tenant} {count}" for tenant, count in sorted(queue.waiting.items(), key=lambda item: -item[1]))
+        rows.append([queue.model, tenants, queue.priority, str(queue.sent), str(sum(queue.waiting.values()))])
+    return _table("queues", ["model", "who waits", "priority", "sent", "waiting"], rows, left=2)
+
+
+def _workers(workers: Sequence[WorkerInfo]) -> RenderableType:
+    if not workers:
+        return Text("\nno worker is alive", style="bold red")
+    columns = ["worker", "tp×pp", "jobs", "run", "wait", "tok/s in", "out", "kv", "rows", "outbox"]
+    tables: list[RenderableType] = []
+    for model in sorted({worker.model for worker in workers}):
+        of_model = [worker for worker in workers if worker.model == model]
+        tables.append(_table(f"workers of {escape(model)}", columns, [_worker(worker) for worker in of_model]))
+    return Group(*tables, *[Text(f"{worker.worker}: {worker.detail}", style="red") for worker in workers if not worker.healthy])
+
+
+def _worker(worker: WorkerInfo) -> list[str | Text]:
+    name, place = Text(worker.worker, style="green" if worker.healthy else "red"), f"{worker.tp}×{worker.pp}"
+    stats = worker.stats
+    if stats is None:
+        return [name, place, *["–"] * 8]
+    return [
+        name, place, str(stats.jobs), str(stats.running), str(stats.waiting), f"{stats.prompt_tokens_s:.0f}",
+        f"{stats.generated_tokens_s:.0f}", f"{stats.kv_cache:.0%}", f"{stats.rows_used}/{stats.rows}", str(stats.outbox),
+    ]  # fmt: skip
+
+
+def _ago(seconds: float) -> str:
+    for unit, length in (("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def findings(found: Iterable[Finding]) -> Table:
+    made = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 0))
+    made.add_column(no_wrap=True, min_width=4)
+    made.add_column(no_wrap=True, min_width=_ABOUT)
+    made.add_column(overflow="fold")
+    for finding in found:
+        text = Text(finding.found)
+        if finding.advice:
+            text.append(f"\n→ {finding.advice}", style="bold" if finding.level == "fail" else "")
+        made.add_row(Text(finding.level, style=_LEVELS[finding.level]), finding.about, text)
+    return made

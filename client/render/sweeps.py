@@ -1,0 +1,176 @@
+"""Shows a sweep's result on a terminal."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+from rich.cells import cell_len, set_cell_size
+from rich.color import Color
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.markup import escape
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+
+from ...schemas.sweeps import SweepResult
+from ..sdk.grid import MEANING, Grid, described, grid_of, titled, written
+from .jobs import table
+
+#: Stops of the colour scale, as red, green and blue: blue over white to red.
+_STOPS = np.array(((33, 102, 172), (146, 197, 222), (247, 247, 247), (244, 165, 130), (178, 24, 43)), dtype=np.float64)
+#: Where there are no colours: from the middle up, and from the middle down.
+_ABOVE, _BELOW = "▁▂▃▄▅▆▇█", "░▒▓"
+#: Values below this share of half the scale are drawn as its middle.
+_LEAST = 0.05
+#: A cell without a value.
+_NONE = "·"
+#: Widest name of a row, rows at most, cells of the legend's scale, and how many reasons for missing cells are shown.
+_LABEL, _ROWS, _LEGEND, _REASONS = 18, 48, 24, 5
+
+
+class Heatmap:
+    """One pair, or the mean over all, as wide as the terminal: a row for each token or span, a column for each layer."""
+
+    def __init__(self, result: SweepResult, pair: int | None = None):
+        self.result, self.pair, self.grid = result, pair, grid_of(result, pair)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        paint = _Paint(self.grid, colour=console.color_system is not None)
+        head, *rest = described(self.result, self.pair)
+        yield Text(head, style="bold")
+        yield from (Text(line) for line in rest)
+        yield Text("")
+        yield from _panels(self.grid, paint, options.max_width)
+
+
+class _Paint:
+    """Turns numbers into coloured cells, or into blocks of some height."""
+
+    def __init__(self, grid: Grid, colour: bool):
+        self.low, self.high = grid.limits
+        self._colour = colour
+
+    def cell(self, value: float, width: int) -> Text:
+        if np.isnan(value):
+            return Text(_NONE.ljust(width), style="dim")
+        share = float(np.clip(2 * (value - self.low) / (self.high - self.low) - 1, -1.0, 1.0))  # of the way from the middle to an end
+        if not self._colour:
+            signs = _BELOW if share < -_LEAST else _ABOVE
+            return Text(signs[min(int(abs(share) * len(signs)), len(signs) - 1)] * width)
+        at = (share + 1) / 2 * (len(_STOPS) - 1)
+        mixed = [float(np.interp(at, range(len(_STOPS)), _STOPS[:, part])) for part in range(3)]
+        return Text(" " * width, style=Style(bgcolor=Color.from_rgb(*mixed)))
+
+    def legend(self) -> Text:
+        parts = [self.cell(value, 1) for value in np.linspace(self.low, self.high, _LEGEND)]
+        return Text.assemble(f"{self.low:.3g} ", *parts, f" {self.high:.3g}")
+
+
+def _panels(grid: Grid, paint: _Paint, width: int) -> Iterator[RenderableType]:
+    """Lines of all hooks' panels, and then of what was left out to make them fit."""
+    names = grid.names
+    shown = _strongest_columns(grid)
+    label = min(_LABEL, max(cell_len(names[column]) for column in shown))
+    room = max(width - label - 1, 1)
+    merged = -(-len(grid.layers) // room)  # layers in one column of characters
+    columns = -(-len(grid.layers) // merged)
+    wide = max(1, min(3, room // columns))
+    for hook in grid.hooks:
+        values = _merge(grid.values[hook], grid.effects[hook], merged)
+        yield Text(f"{' ' * (label + 1)}{titled(hook)}", style="bold")
+        for column in shown:
+            name = set_cell_size(names[column], label)
+            yield Text.assemble((name, "dim"), " ", *(paint.cell(value, wide) for value in values[:, column]), no_wrap=True)
+        yield Text(" " * (label + 1) + _layer_numbers(grid.layers[::merged], wide), style="dim", no_wrap=True)
+    yield Text.assemble(" " * (label + 1), paint.legend(), "  ", MEANING[grid.metric] if width >= 80 else grid.metric)
+    if merged > 1:
+        yield Text(f"one column is {merged} layers: the one with the strongest effect is shown", style="dim")
+    if len(shown) < len(names):
+        yield Text(f"the {len(shown)} rows with the strongest effects of {len(names)}", style="dim")
+
+
+def _strongest_columns(grid: Grid) -> list[int]:
+    """All, in order; or so many as there is room for."""
+    if len(grid.labels) <= _ROWS:
+        return list(range(len(grid.labels)))
+    reach = np.max([np.nan_to_num(np.abs(each)).max(axis=0) for each in grid.effects.values()], axis=0)
+    return sorted(np.argsort(-reach, kind="stable")[:_ROWS].tolist())
+
+
+def _merge(values: np.ndarray, effects: np.ndarray, merged: int) -> np.ndarray:
+    """Of every `merged` layers the value whose effect is strongest: `[layers, columns]` → `[layers / merged, columns]`."""
+    if merged == 1:
+        return values
+    strength = np.where(np.isnan(values), -1.0, np.nan_to_num(np.abs(effects)))
+    picked = []
+    for first in range(0, len(values), merged):
+        best = first + strength[first : first + merged].argmax(axis=0)
+        picked.append(values[best, np.arange(values.shape[1])])
+    return np.array(picked)
+
+
+def _layer_numbers(layers: list[int], wide: int) -> str:
+    """As many as there is room for, each under the beginning of its column."""
+    line = ""
+    for place, layer in enumerate(layers):
+        if place * wide >= len(line) + (2 if line else 0) and (place % 5 == 0 or wide >= 3):
+            line = line.ljust(place * wide) + str(layer)
+    return line
+
+
+def strongest(result: SweepResult, pair: int | None = None, count: int = 5) -> Table:
+    """The cells that change most."""
+    grid = grid_of(result, pair)
+    shown = table("Strongest cells", "at", "hook", "layer", "value", "effect")
+    for name in ("layer", "value", "effect"):
+        next(column for column in shown.columns if column.header == name).justify = "right"
+    for cell in grid.top(count):
+        shown.add_row(escape(grid.names[cell.column]), titled(cell.hook), str(cell.layer), f"{cell.value:.3f}", f"{cell.effect:+.3f}")
+    return shown
+
+
+def report(result: SweepResult, pair: int | None = None, count: int = 5) -> RenderableType:
+    """Heatmap and findings."""
+    return Group(Heatmap(result, pair), Text(""), findings(result, pair, count))
+
+
+def findings(result: SweepResult, pair: int | None = None, count: int = 5) -> RenderableType:
+    """Strongest cells, baselines, notes, and what has no value and why."""
+    parts: list[RenderableType] = [strongest(result, pair, count)]
+    parts += [Text(line, style="dim") for line in _baselines(result)]
+    for number, each in enumerate(result.pairs):
+        parts += [Text(f"note{_of(result, number)}: {note}", style="yellow") for note in each.notes]
+    parts += [Text(line, style="yellow") for line in without_value(result)]
+    return Group(*parts)
+
+
+def _of(result: SweepResult, pair: int) -> str:
+    return f" of pair {pair}" if len(result.pairs) > 1 else ""
+
+
+def _baselines(result: SweepResult) -> Iterator[str]:
+    """What the two prompts say without a patch."""
+    for number, pair in enumerate(result.pairs):
+        for name, baseline in (("patched prompt", pair.base), ("source prompt", pair.source)):
+            if baseline is None:
+                continue
+            said = [
+                f"log P({text.strip()}) = {logprob:.2f}"
+                for text, logprob in ((pair.answer, baseline.logprob), (pair.foil, baseline.foil_logprob))
+                if logprob is not None
+            ]
+            yield f"{name}{_of(result, number)}, as it is: {', '.join(said) or f'{result.metric} {baseline.value:.3g}'}"
+
+
+def without_value(result: SweepResult) -> list[str]:
+    """How many cells were skipped or failed, by reason, with an example."""
+    counts: Counter[str] = Counter()
+    examples: dict[str, str] = {}
+    for each in result.skipped:
+        counts[each.reason] += len(each.layers)
+        label = written(result.pairs[each.pair].labels[each.column])
+        examples.setdefault(each.reason, f"{each.hook} at “{label}”{_of(result, each.pair)}")
+    lines = [f"{count} cells without a value: {reason} (such as {examples[reason]})" for reason, count in counts.most_common(_REASONS)]
+    if len(counts) > _REASONS:
+        lines.append(f"… and {sum(counts.values()) - sum(count for _, count in counts.most_common(_REASONS))} for other reasons")
+    return lines

@@ -1,0 +1,163 @@
+"""Finds the stack of a client or a command, and verifies its identity.
+
+In this order: an address that is given; the setting `public_url`; the `midstream up` that runs on the data directory; the settings
+`api_host` and `api_port`. The state file of the data directory is used only when the directory belongs to this user, its `midstream up` is
+alive, and the API reports the same instance.
+"""
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+
+from ...schemas.base import from_json
+from ...schemas.health import Health
+from ...schemas.instance import instance_of
+from ...schemas.settings import Settings, load_settings
+from .wire import ServerUnreachable
+
+#: State file of `midstream up` in its data directory.
+STATE_FILE = "up.json"
+#: How long a running API may take to answer with its instance.
+ASK_S = 3.0
+
+
+@dataclass(frozen=True)
+class Stack:
+    """What a `midstream up` that is alive wrote down."""
+
+    data: Path
+    pid: int
+    instance: str
+    url: str  # empty while it starts
+    model: str
+    version: str
+    started: float  # seconds since the epoch
+    processes: dict[str, tuple[int, int]] = field(default_factory=dict)  # name → pid and birth, see `processes.birth`
+
+
+def data_dir(settings: Settings) -> Path:
+    return Path(settings.data_dir).expanduser().resolve()
+
+
+def running(data: Path) -> Stack | None:
+    """The stack that runs on a data directory; None when none does, or when the directory is another user's."""
+    try:
+        state = written(data)
+        pid = int(state["pid"])
+        instance = instance_of(pid) if Path(f"/proc/{pid}").stat().st_uid == os.getuid() else ""
+        if not instance or not (data / STATE_FILE).exists():  # it ended in between
+            return None
+        return Stack(
+            data=data, pid=pid, instance=instance, url=state.get("url", ""), model=state.get("model", ""), version=state.get("version", ""),
+            started=state.get("started", 0.0), processes=processes_of(state),
+        )  # fmt: skip
+    except (OSError, KeyError, TypeError, ValueError):
+        return None
+
+
+def written(data: Path) -> dict[str, Any]:
+    """What the last `midstream up` on a data directory wrote down; empty when there is nothing, or it is another user's."""
+    path = data / STATE_FILE
+    try:
+        return from_json(path.read_bytes(), dict[str, Any]) if path.stat().st_uid == os.getuid() else {}
+    except (OSError, AttributeError, msgspec.DecodeError):  # AttributeError: a system without users, and so without `midstream up`
+        return {}
+
+
+def processes_of(state: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    return {name: (int(pid), int(born)) for name, (pid, born) in state.get("processes", {}).items()}
+
+
+def address(url: str | None, api_key: str | None) -> tuple[str, str | None]:
+    """The address and key of a client that was given these. Raises as `find_url`."""
+    if url:
+        return url.rstrip("/"), api_key
+    settings = load_settings()
+    return find_url(None, settings).rstrip("/"), settings.api_key or None if api_key is None else api_key
+
+
+def find_url(given: str | None = None, settings: Settings | None = None, *, sure: bool = True) -> str:
+    """The API's address. Raises SettingsError, and when `sure` ServerUnreachable if the stack that is meant does not run."""
+    if given:
+        return given
+    settings = settings or load_settings()
+    if settings.public_url:
+        return settings.public_url
+    data = data_dir(settings)
+    stack = running(data)
+    if stack is not None and stack.url:
+        if sure:
+            _same(stack)
+        return stack.url
+    default = Settings()
+    is_placed = (settings.api_host, settings.api_port) != (default.api_host, default.api_port)
+    if sure and not is_placed and (stack is not None or settings.data_dir != default.data_dir):
+        why = "is still starting" if stack is not None else "does not run"
+        raise ServerUnreachable(f"the stack on {data} {why}; `midstream up` starts it, `midstream status` shows it")
+    url = f"http://{reachable(settings.api_host)}:{settings.api_port}"
+    if sure and is_local(settings.api_host) and (owner := owner_of(settings.api_port)) not in (None, os.getuid()):
+        raise ServerUnreachable(f"what listens at {url} belongs to another user (uid {owner}): name it with `url` if you mean it")
+    return url
+
+
+def _same(stack: Stack) -> None:
+    """Raises ServerUnreachable when another stack answers in the place of this one. No answer says nothing: it may be restarting."""
+    try:
+        answer = httpx.get(f"{stack.url}/healthz", timeout=ASK_S)
+        found = from_json(answer.content, Health).instance
+    except (httpx.HTTPError, msgspec.DecodeError):
+        return
+    if found != stack.instance:
+        raise ServerUnreachable(
+            f"another stack answers at {stack.url} than the one on {stack.data}: `midstream status` shows what runs there"
+        )
+
+
+def reachable(host: str) -> str:
+    """An address that a client on this machine can call, as it stands in a URL."""
+    if host in ("0.0.0.0", "::", ""):
+        return "127.0.0.1"
+    return f"[{host}]" if ":" in host else host
+
+
+def is_local(host: str) -> bool:
+    return host in ("127.0.0.1", "localhost", "::1", "0.0.0.0", "::", "")
+
+
+# --- Who listens where (proc(5), tcp) ----------------------------------------------------------------------------------
+
+_LISTEN = "0A"
+
+
+def _listeners() -> list[tuple[int, int, int]]:
+    """(port, uid, inode) of every listening TCP socket of this machine."""
+    found = []
+    for name in ("tcp", "tcp6"):
+        try:
+            lines = Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for words in map(str.split, lines):
+            if words[3] == _LISTEN:
+                found.append((int(words[1].rpartition(":")[2], 16), int(words[7]), int(words[9])))
+    return found
+
+
+def owner_of(port: int) -> int | None:
+    """The user whose process listens on a port; None when no process does, or when its owner is unknown."""
+    return next((uid for found, uid, _ in _listeners() if found == port), None)
+
+
+def ports_of(pid: int) -> list[int]:
+    """The TCP ports on which a process of this user listens, ascending."""
+    inodes = set()
+    try:
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            inodes.add(os.readlink(descriptor))
+    except OSError:
+        pass
+    return sorted({port for port, _, inode in _listeners() if f"socket:[{inode}]" in inodes})

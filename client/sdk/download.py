@@ -1,0 +1,86 @@
+"""Where do a job's capture files lie for this client: on this machine already, or to be fetched over HTTP?"""
+
+import atexit
+import json
+import os
+import re
+import shutil
+import tempfile
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+
+from ...schemas.captures import path_fault
+from ...schemas.errors import MidstreamError
+from ..captures.blobs import Place
+from ..captures.reader import CaptureReader
+from .wire import Manifest, ManifestFile
+
+#: `<tag>.p<request>.pp<stage>.safetensors`, before the suffix `.<hook>.<layer>` where each tensor has a file of its own.
+FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*\.p\d+\.pp\d+(\.[a-z_]+\.\d+)?\.safetensors")
+
+
+#: Status of a capture that is not all there → the kind of error that says so. (`partial` is whole but for what its detail names.)
+_REFUSED = {"pending": "conflict", "error": "capture_failed", "timed_out": "receipts_timed_out"}
+
+
+def check(manifest: Manifest, job_id: str, partial: bool) -> None:
+    """Raises MidstreamError when the job has no files, or not all that it should have and `partial` is not wanted; saying why."""
+    because = f" ({manifest.detail})" if manifest.detail else ""
+    if not manifest.files:
+        raise MidstreamError("not_found", f"job {job_id} has no capture files: status {manifest.status}{because}")
+    if not partial and (kind := _REFUSED.get(manifest.status)):
+        detail = f"the capture of job {job_id} is not whole: status {manifest.status}{because}"
+        raise MidstreamError(kind, detail, allowed="partial=True reads what is there")
+
+
+def in_place(manifest: Manifest, job_id: str) -> list[Place]:
+    """The blobs under the server's capture root if they are on this machine, whole; else nothing."""
+    if manifest.root is None:
+        return []
+    if any(path_fault(file.path, job_id) for file in manifest.files):
+        return []  # downloading raises the server's error
+    places = [Place(Path(manifest.root) / file.path, file.offset, file.bytes, file.crc32) for file in manifest.files]
+    # Another account's folder may be closed to this one: its files are fetched.
+    sizes = {path: path.stat().st_size for path in {place.path for place in places} if os.access(path, os.R_OK)}
+    here = all(sizes.get(place.path, 0) >= file.offset + file.bytes for place, file in zip(places, manifest.files, strict=True))
+    return places if here else []
+
+
+def reader(manifest: Manifest, job_id: str, files: Iterable[Path | Place], tag: str | None, partial: bool) -> CaptureReader:
+    """Of `files`, which are all that the manifest names, here or in place."""
+    return CaptureReader.of_job(files, job_id, status=manifest.status, detail=manifest.detail, tag=tag, partial=partial)
+
+
+def target_folder(folder: Path | str | None) -> Path:
+    """`folder`, made if it is not there; or a temporary one, removed when the program ends."""
+    if folder is None:
+        target = Path(tempfile.mkdtemp(prefix="midstream-capture-"))
+        atexit.register(shutil.rmtree, target, ignore_errors=True)
+        return target
+    target = Path(folder).expanduser()
+    target.mkdir(parents=True, exist_ok=True)
+    return target
+
+
+def save(folder: Path, job_id: str, file: ManifestFile, chunks: Iterable[bytes]) -> Path:
+    """Write a downloaded file and a manifest for `verify`; raises MidstreamError when size or CRC32 are not as promised.
+
+    Only names of capture files are accepted, so a server cannot write outside `folder`.
+    """
+    if not FILE_NAME.fullmatch(file.name):
+        raise MidstreamError("capture_failed", f"the server names a file {file.name!r}, which is not a capture file's name")
+    path = folder / file.name
+    partial = path.with_name(f".{file.name}.part")
+    size = crc = 0
+    with partial.open("wb") as handle:
+        for chunk in chunks:
+            handle.write(chunk)
+            size, crc = size + len(chunk), zlib.crc32(chunk, crc)
+    if (size, crc) != (file.bytes, file.crc32):
+        partial.unlink()
+        wanted = f"{file.bytes} bytes with CRC32 {file.crc32:08x}"
+        raise MidstreamError("capture_damaged", f"{file.name} of job {job_id} arrived as {size} bytes with CRC32 {crc:08x}, not {wanted}")
+    path.with_suffix(".json").write_text(json.dumps({"job": job_id, "file": file.name, "bytes": size, "crc32": crc}))
+    partial.rename(path)
+    return path

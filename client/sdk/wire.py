@@ -1,0 +1,332 @@
+"""What does a request to the API look like, and what does an answer mean? Shared by the blocking and the async client."""
+
+import json
+import os
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+import httpx
+import msgspec
+
+from ...schemas.base import to_json
+from ...schemas.errors import STATUS_OF_KIND, MidstreamError, Problem, invalid
+from ...schemas.jobs import PROBLEM_EVENT, TERMINAL, CaptureResults, Determinism, Event, JobRequest, JobResult, JobView
+from ...schemas.openai import OpenAIRequest
+from ...schemas.specs import CaptureSpec, PatchSpec, SteeringSpec
+from ...schemas.version import __version__
+from .. import notebook, values
+from ..captures.reader import CaptureReader
+from ..values import checked as checked
+
+T = TypeVar("T")
+
+VERSION_HEADER = "x-midstream-version"
+JOB_HEADER = "x-midstream-job"
+#: One long poll; shorter than what proxies commonly allow.
+POLL_S = 25.0
+#: A held response may take this long before the client gives up on the connection (the server's `max_wait_s` and some).
+HELD_S = 660.0
+#: How long a waiting client puts up with an API that does not answer (it may be restarting).
+PATIENCE_S = 60.0
+PAUSE_S = 0.5
+#: Statuses after which the same call may simply be made again.
+RETRYABLE = frozenset({502, 503, 504})
+
+#: A steering entry as users write it: a struct, or its fields with tensors as numpy arrays or lists of numbers.
+Steering = SteeringSpec | Mapping[str, Any]
+#: A patch, likewise; its `source` may be a run's name or an array instead of fields.
+Patch = PatchSpec | Mapping[str, Any]
+Capture = CaptureSpec | Mapping[str, Any]
+
+
+class ServerUnreachable(MidstreamError):
+    """No Midstream answers at the address: the server is down, or the address is wrong."""
+
+    def __init__(self, detail: str):
+        super().__init__("unavailable", detail)
+
+    def _render_traceback_(self) -> list[str]:
+        """One line in a notebook: a traceback does not help when the server is down."""
+        return [f"{type(self).__name__}: {self}"]
+
+
+class VersionMismatch(MidstreamError):
+    """Client and server cannot understand each other because their versions differ."""
+
+    def __init__(self, server: str, problem: str):
+        super().__init__("version_mismatch", f"client {__version__} and server {server} do not understand each other: {problem}")
+        self.server = server
+
+
+@dataclass(frozen=True)
+class Call:
+    """One HTTP request, not yet sent."""
+
+    method: str
+    path: str
+    body: Any = None
+    params: dict[str, str | int | float] = field(default_factory=dict)
+    headers: dict[str, str] = field(default_factory=dict)
+    timeout: float = 60.0  # seconds until the answer must have begun
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments for `httpx.Client.request`."""
+        headers = dict(self.headers)
+        content = None
+        if self.body is not None:
+            content, headers["content-type"] = to_json(self.body), "application/json"
+        timeout = httpx.Timeout(10.0, read=self.timeout)
+        return {"method": self.method, "url": self.path, "content": content, "params": self.params, "headers": headers, "timeout": timeout}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a completion or a chat gave back, as far as Midstream adds to OpenAI's shape."""
+
+    job: str
+    texts: list[str]  # one per prompt
+    finish_reasons: list[str]
+    capture_results: CaptureResults | None
+    determinism: Determinism | None
+    raw: dict[str, Any]  # the whole answer as it came
+
+    @property
+    def text(self) -> str:
+        """The first prompt's text."""
+        return self.texts[0]
+
+    def _repr_html_(self) -> str:
+        return str(notebook.rendered("answer_html", self))
+
+    @property
+    def rows(self) -> CaptureReader:
+        """The rows in the answer itself: see `returned_rows`."""
+        return returned_rows(self.capture_results)
+
+
+#: A job as callers name it: its id, or anything that a call returned about it.
+JobLike = str | JobView | JobResult | CaptureResults | Answer
+
+
+class ManifestFile(msgspec.Struct):
+    """A blob in the answer of `GET /v1/captures/{id}`, as far as a reader needs it."""
+
+    name: str
+    path: str
+    bytes: int
+    crc32: int
+    offset: int = 0
+
+
+class Manifest(msgspec.Struct):
+    """The answer of `GET /v1/captures/{id}`, as far as a reader needs it."""
+
+    status: str
+    files: list[ManifestFile] = []
+    root: str | None = None
+    detail: str = ""
+
+
+def job_request(request: JobRequest | None, fields: dict[str, Any]) -> JobRequest:
+    """The body of a submission from a struct or from keyword arguments; raises MidstreamError naming the field."""
+    return values.request(request, fields, JobRequest)
+
+
+def pack_steering(entries: Steering | Sequence[Steering]) -> list[SteeringSpec]:
+    """Steering entries with their tensors packed; raises MidstreamError naming the field."""
+    return checked(entries, list[SteeringSpec], "steering")
+
+
+def pack_patch(entries: Patch | Sequence[Patch]) -> list[PatchSpec]:
+    """Patches with their vectors packed; raises MidstreamError naming the field."""
+    return checked(entries, list[PatchSpec], "patch")
+
+
+def pack_capture(capture: Capture) -> CaptureSpec:
+    """A capture from a struct or its fields; raises MidstreamError naming the field."""
+    return checked(capture, CaptureSpec, "capture")
+
+
+def openai_body(kind: type[OpenAIRequest], fields: dict[str, Any]) -> dict[str, Any]:
+    """The body of an OpenAI-style call with Midstream's fields, which are left out when not used.
+
+    Raises MidstreamError naming a field that does not fit, UnknownArgument for one that there is not.
+    """
+    given = {name: value for name, value in fields.items() if value is not None}
+    values.known_keywords(given, kind)
+    body: dict[str, Any] = values.plain(given, kind)
+    for name, pack in (("steering", pack_steering), ("patch", pack_patch), ("capture", pack_capture)):
+        if name in body:
+            body[name] = pack(body[name])
+    return {name: value for name, value in body.items() if value is not False and not (name in ("steering", "patch") and not value)}
+
+
+def headers(api_key: str | None) -> dict[str, str]:
+    """Of every request. `api_key`: None takes MIDSTREAM_API_KEY, or what is in the file of MIDSTREAM_API_KEY_FILE; empty: none.
+
+    Raises MidstreamError naming it, OSError.
+    """
+    if api_key is None:
+        file = os.environ.get("MIDSTREAM_API_KEY_FILE")
+        api_key = os.environ.get("MIDSTREAM_API_KEY") or (Path(file).read_text().strip() if file else "")
+    if not (api_key.isascii() and api_key.isprintable()):
+        raise invalid("api_key", "is not printable ASCII", allowed="ms_<id>_<secret>, as `midstream keys create` prints it")
+    return {"user-agent": f"midstream/{__version__}"} | ({"authorization": f"Bearer {api_key}"} if api_key else {})
+
+
+def id_of(job: JobLike) -> str:
+    """The id of a job that is given by its id, or by what a call returned about it. Raises MidstreamError for anything else."""
+    found = next((given for name in ("id", "job") if isinstance(given := getattr(job, name, None), str)), job)
+    if not isinstance(found, str) or not found:
+        raise invalid("job", f"{type(job).__name__} names no job", allowed="a job's id, or what submit, run, completion or job returned")
+    return found
+
+
+def job_path(job: JobLike, *parts: str) -> str:
+    """`/v1/jobs/<id>/<parts>`, with whatever a user takes for an id kept inside its segment."""
+    return "/".join(["/v1/jobs", quote(id_of(job), safe=""), *parts])
+
+
+def capture_path(job: JobLike, *parts: str) -> str:
+    """`/v1/captures/<id>/<parts>`, likewise."""
+    return "/".join(["/v1/captures", quote(id_of(job), safe=""), *(quote(part, safe="") for part in parts)])
+
+
+def idempotency_key() -> str:
+    return uuid.uuid4().hex
+
+
+def unreachable(url: str, error: Exception) -> ServerUnreachable:
+    return ServerUnreachable(f"no Midstream answers at {url} ({error or type(error).__name__}); `midstream up` starts one")
+
+
+def decode(response: httpx.Response, kind: type[T]) -> T:
+    """The body of a good answer as `kind`; raises what `raise_problem` does, or VersionMismatch when it cannot be read."""
+    raise_problem(response)
+    try:
+        return msgspec.json.decode(response.content, type=kind)
+    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        raise not_understood(response, f"the answer of {response.request.url.path} is not a {kind.__name__}: {error}") from error
+
+
+def raise_problem(response: httpx.Response) -> None:
+    """Raises MidstreamError when the answer is an error; a problem document keeps its kind, field and advice."""
+    if response.status_code < 400:
+        return
+    try:
+        problem = msgspec.convert(_lenient(response.content), Problem)
+    except (msgspec.ValidationError, msgspec.DecodeError, ValueError) as error:
+        text = response.text.strip().partition("\n")[0][:200]
+        raise not_understood(response, f"status {response.status_code} with {text!r}") from error
+    kind = problem.type.rpartition(":")[2]
+    server = response.headers.get(VERSION_HEADER)
+    if server != __version__ and (kind not in STATUS_OF_KIND or kind == "invalid_request"):
+        # The other version may have other fields: say so, or the message sends the user looking for a mistake of their own.
+        raise VersionMismatch(server or "of unknown version", f"{problem.field + ': ' if problem.field else ''}{problem.detail}")
+    raise _told(problem)
+
+
+def _told(problem: Problem) -> MidstreamError:
+    kind = problem.type.rpartition(":")[2]
+    return MidstreamError(kind if kind in STATUS_OF_KIND else "internal", problem.detail, field=problem.field, allowed=problem.allowed)
+
+
+def _lenient(content: bytes | str) -> dict[str, Any]:
+    """A problem document without the extension members that we do not know (RFC 9457 tells clients to ignore them)."""
+    document = json.loads(content)
+    if not isinstance(document, dict):
+        raise ValueError("not a problem document")
+    return {name: value for name, value in document.items() if name in Problem.__struct_fields__}
+
+
+def not_understood(response: httpx.Response, problem: str) -> MidstreamError:
+    """The error for an answer that cannot be read: it names both versions when they differ."""
+    server = response.headers.get(VERSION_HEADER)
+    if server is None:
+        return MidstreamError("unavailable", f"what answers at {response.request.url} is not Midstream: {problem}")
+    if server != __version__:
+        return VersionMismatch(server, problem)
+    return MidstreamError("internal", problem)
+
+
+def answer(response: httpx.Response) -> Answer:
+    """An OpenAI-style answer with status 200."""
+    raw = decode(response, dict[str, Any])
+    try:
+        choices = sorted(raw["choices"], key=lambda choice: choice["index"])
+        return Answer(
+            job=response.headers.get(JOB_HEADER, ""),
+            texts=[choice["message"]["content"] if "message" in choice else choice["text"] for choice in choices],
+            finish_reasons=[choice["finish_reason"] for choice in choices],
+            capture_results=msgspec.convert(raw["capture_results"], CaptureResults) if raw.get("capture_results") else None,
+            determinism=msgspec.convert(raw["determinism"], Determinism) if raw.get("determinism") else None,
+            raw=raw,
+        )
+    except (KeyError, TypeError, msgspec.ValidationError) as error:
+        raise not_understood(response, f"the answer of {response.request.url.path} has another shape: {error!r}") from error
+
+
+def answer_from_result(result: JobResult) -> Answer:
+    """The same from a job's result: for a response that was held until the server's limit and then became a job."""
+    captures = result.capture_results if result.capture_results.status != "not_requested" else None
+    return Answer(
+        job=result.id,
+        texts=[output.text for output in result.outputs],
+        finish_reasons=[output.finish_reason for output in result.outputs],
+        capture_results=captures,
+        determinism=result.determinism,
+        raw=msgspec.to_builtins(result),
+    )
+
+
+def returned_rows(results: CaptureResults | None) -> CaptureReader:
+    """The rows that consumer `memory` returned, as numpy by (hook, layer, position); of the user's capture.
+
+    Raises MidstreamError: `not_found` when none came back, `capture_failed` with the reason when a rank could not return them.
+    """
+    reports = [report for report in results.consumers if report.name == "memory"] if results else []
+    for report in reports:
+        if not report.ok:
+            raise MidstreamError("capture_failed", f"the rows of prompt {report.request} could not be returned: {report.message}")
+    blobs = [report.rows for report in reports if report.rows]
+    if not blobs:
+        status = results.status if results else "not_requested"
+        detail = f'the answer carries no rows (captures: {status}); ask with "consumers": ["memory"]'
+        raise MidstreamError("not_found", detail)
+    return CaptureReader.from_bytes(blobs)
+
+
+def is_over(view: JobView) -> bool:
+    return view.state in TERMINAL
+
+
+class EventParser:
+    """Server-sent events, line by line, into `Event`s; remembers the last id for resuming."""
+
+    def __init__(self, after: str = ""):
+        self.last_id = after
+        self._fields: dict[str, list[str]] = {}
+
+    def feed(self, line: str) -> Event | None:
+        """The event that `line` (without its newline) completes, if it does. Comments are ignored.
+
+        Raises the MidstreamError with which the server ended the stream.
+        """
+        if line:
+            name, _, value = line.partition(":")
+            if name:
+                self._fields.setdefault(name, []).append(value.removeprefix(" "))
+            return None
+        fields, self._fields = self._fields, {}
+        if "data" not in fields:
+            return None
+        self.last_id = fields.get("id", [self.last_id])[-1]
+        if fields["event"][-1] == PROBLEM_EVENT:
+            raise _told(msgspec.convert(_lenient("\n".join(fields["data"])), Problem))
+        body = json.loads("\n".join(fields["data"]))
+        attempt = body.pop("attempt", 0)
+        return msgspec.convert({"event": fields["event"][-1], "data": body, "attempt": attempt, "id": self.last_id}, Event)

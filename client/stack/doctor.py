@@ -1,0 +1,348 @@
+"""Is everything as it has to be, and what is to be done where it is not? The checks of `midstream doctor`.
+
+Redis is asked as an operator would ask it, the rest as it is seen from outside; nothing is changed.
+"""
+
+import asyncio
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+from urllib.parse import urlsplit
+
+import httpx
+
+from ...schemas.errors import STATUS_OF_KIND, MidstreamError
+from ...schemas.settings import Settings, is_loopback
+from ...schemas.status import Status
+from ...schemas.version import __version__
+from ..sdk import wire
+from ..sdk.client import Client
+
+Level = Literal["ok", "warn", "fail"]
+
+LEAST_REDIS = (6, 2)
+#: Milliseconds of a round trip to Redis beyond which held responses and receipts get slow, or everything does.
+PING_WARN_MS, PING_FAIL_MS = 5.0, 50.0
+#: Share of Redis' memory.
+MEMORY_WARN = 0.7
+#: Seconds by which two clocks may differ before leases and deadlines are noticeably wrong, and when they are useless.
+SKEW_WARN_S, SKEW_FAIL_S = 0.5, 5.0
+#: HTTP's `Date` has whole seconds, and servers write the same for another second.
+DATE_SKEW_S = 3.0
+#: Milliseconds of a write with fsync: every group of capture files and receipts waits for some.
+FSYNC_WARN_MS, FSYNC_FAIL_MS = 20.0, 200.0
+FSYNCS, PINGS = 20, 20
+DISK_WARN, DISK_FAIL = 10 << 30, 1 << 30
+OUTBOX_WARN = 10_000
+OVERDUE_WARN_S = 300.0
+DESYNC_WARN_S = 24 * 3600.0
+TIMEOUT_S = 5.0
+MISDIRECTED = STATUS_OF_KIND["misdirected"]
+
+
+class Finding(NamedTuple):
+    level: Level
+    about: str
+    found: str
+    advice: str = ""  # what to do about it
+
+
+def examine(settings: Settings, redis_url: str, url: str) -> Iterator[Finding]:
+    """Everything, in the order in which one thing stands on another. `redis_url`: empty where none is configured."""
+    if redis_url:
+        yield from _redis(redis_url, settings)
+    else:
+        yield Finding(
+            "warn",
+            "redis",
+            "no Redis URL is configured here, and no `midstream up` runs on the data directory",
+            "set MIDSTREAM_REDIS_URL, or MIDSTREAM_DATA_DIR of `midstream up`",
+        )
+    headers = wire.headers(settings.api_key)
+    yield from _api(url, headers)
+    status = _status(redis_url, url, settings.api_key)
+    if isinstance(status, Status):
+        yield from _parts(status, settings)
+    else:
+        yield Finding(
+            "fail", "service", f"what goes on cannot be read: {status}", "mend what is said above, or use a key with scope observe"
+        )
+    yield from _disk(Path(settings.data_dir).expanduser().resolve())
+    yield from _keys(url, headers)
+
+
+# --- Redis ------------------------------------------------------------------------------------------------------------------
+
+
+def _redis(url: str, settings: Settings) -> Iterator[Finding]:
+    import redis
+
+    client = redis.Redis.from_url(url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S)
+    try:
+        info: dict[str, Any] = client.info()
+    except redis.AuthenticationError as error:
+        yield Finding("fail", "redis", f"it refuses us: {error}", "set MIDSTREAM_REDIS_PASSWORD, or the user in MIDSTREAM_REDIS_URL")
+        return
+    except (redis.RedisError, OSError) as error:
+        yield Finding("fail", "redis", f"it does not answer: {error}", "start it, and check MIDSTREAM_REDIS_URL and the network")
+        return
+    version = str(info["redis_version"])
+    known = tuple(int(part) for part in version.split(".")[:2])
+    if known < LEAST_REDIS:
+        yield Finding("fail", "redis", f"version {version}", "6.2 or later is needed")
+    else:
+        yield Finding("ok", "redis", f"version {version}, {info['connected_clients']} clients")
+    yield from _latency(client)
+    yield from _memory(info, settings)
+    yield from _durability(info, _config(client, "appendfsync"))
+    seconds, micros = client.time()
+    yield _clock("redis clock", seconds + micros / 1e6 - time.time())
+
+
+def _latency(client: Any) -> Iterator[Finding]:
+    took = []
+    for _ in range(PINGS):
+        began = time.perf_counter()
+        client.ping()
+        took.append((time.perf_counter() - began) * 1000)
+    middle = statistics.median(took)
+    level: Level = "fail" if middle > PING_FAIL_MS else "warn" if middle > PING_WARN_MS else "ok"
+    advice = "" if level == "ok" else "move it nearer, and look for what keeps it busy: `redis-cli slowlog get`"
+    yield Finding(level, "redis latency", f"{middle:.2f} ms, at most {max(took):.2f} ms of {PINGS}", advice)
+
+
+def _memory(info: dict[str, Any], settings: Settings) -> Iterator[Finding]:
+    policy, used, limit = str(info["maxmemory_policy"]), int(info["used_memory"]), int(info["maxmemory"])
+    if policy != "noeviction":
+        advice = "`CONFIG SET maxmemory-policy noeviction`, and the same in its configuration"
+        yield Finding("fail", "redis eviction", f"maxmemory-policy is {policy}: when it is full it forgets jobs that were accepted", advice)
+    else:
+        yield Finding("ok", "redis eviction", "maxmemory-policy is noeviction")
+    if gone := int(info["evicted_keys"]):
+        yield Finding("fail", "redis eviction", f"{gone} keys were evicted since it started: jobs are lost", "submit again what is missing")
+    if not limit:
+        yield Finding("ok", "redis memory", f"{used / 2**20:.0f} MiB used, no limit (maxmemory 0)")
+        return
+    share = used / limit
+    said = f"{used / 2**20:.0f} of {limit / 2**20:.0f} MiB used ({share:.0%})"
+    if share >= settings.redis_fill_limit:
+        yield Finding(
+            "fail", "redis memory", f"{said}: submissions are answered 503", "raise maxmemory, or let results expire sooner (result_ttl_s)"
+        )
+    elif share >= MEMORY_WARN:
+        yield Finding("warn", "redis memory", said, f"at {settings.redis_fill_limit:.0%} submissions are refused: raise maxmemory")
+    else:
+        yield Finding("ok", "redis memory", said)
+
+
+def _durability(info: dict[str, Any], appendfsync: str | None) -> Iterator[Finding]:
+    if not int(info["aof_enabled"]):
+        advice = "`CONFIG SET appendonly yes`, and the same in its configuration"
+        yield Finding("fail", "redis AOF", "off: what was accepted since the last snapshot is lost when it restarts", advice)
+        return
+    if info.get("aof_last_write_status", "ok") != "ok" or info.get("aof_last_bgrewrite_status", "ok") != "ok":
+        yield Finding("fail", "redis AOF", "the last write or rewrite failed", "look at its log and at the free space of its disk")
+    if appendfsync is None:
+        yield Finding("ok", "redis AOF", "on; appendfsync may not be read by this user")
+    elif appendfsync == "no":
+        yield Finding("fail", "redis AOF", "appendfsync is no: the last half minute may be lost", "`CONFIG SET appendfsync everysec`")
+    else:
+        loses = "nothing" if appendfsync == "always" else "up to a second of accepted jobs, when its machine fails"
+        yield Finding("ok", "redis AOF", f"on, appendfsync {appendfsync}: may lose {loses}")
+
+
+def _config(client: Any, name: str) -> str | None:
+    """None where the user may not ask."""
+    import redis
+
+    try:
+        found = client.config_get(name)
+    except redis.ResponseError:  # ACL: no permission
+        return None
+    return str(found.get(name)) if name in found else None
+
+
+def _clock(about: str, ahead: float, warn: float = SKEW_WARN_S) -> Finding:
+    level: Level = "fail" if abs(ahead) > SKEW_FAIL_S else "warn" if abs(ahead) > warn else "ok"
+    said = f"{abs(ahead):.2f} s {'ahead of' if ahead > 0 else 'behind'} this machine's"
+    return Finding(level, about, said, "" if level == "ok" else "leases and deadlines go by the clock: run NTP on both machines")
+
+
+# --- API --------------------------------------------------------------------------------------------------------------------
+
+
+def _api(url: str, headers: dict[str, str]) -> Iterator[Finding]:
+    try:
+        answer = httpx.get(f"{url}/healthz", timeout=TIMEOUT_S)
+        ready = httpx.get(f"{url}/readyz", headers=headers, timeout=TIMEOUT_S)
+    except httpx.HTTPError as error:
+        yield Finding(
+            "fail", "api", f"nobody answers at {url}: {error}", "start it (`midstream up`, or `python -m midstream.api`), or give --url"
+        )
+        return
+    version = answer.headers.get(wire.VERSION_HEADER)
+    if version is None:
+        yield Finding("fail", "api", f"what answers at {url} is not Midstream", "give --url")
+        return
+    if answer.status_code == MISDIRECTED:
+        problem = answer.json()
+        yield Finding("fail", "api", problem["detail"], f"give --url with one of: {problem['allowed']}")
+        return
+    yield _version("api", version, f"at {url}")
+    if date := answer.headers.get("date"):
+        yield _clock("api clock", parsedate_to_datetime(date).timestamp() + 0.5 - time.time(), DATE_SKEW_S)
+    if ready.status_code == 200:
+        yield Finding("ok", "ready", "a job would run now")
+    else:
+        missing = "; ".join(ready.json().get("missing", [])) or f"/readyz answers {ready.status_code}"
+        yield Finding("fail", "ready", f"no job would run now: {missing}", "start a worker, and look at its log")
+
+
+def _version(about: str, version: str, more: str = "") -> Finding:
+    said = f"version {version}{' ' + more if more else ''}"
+    if version == __version__:
+        return Finding("ok", about, said)
+    return Finding("warn", about, f"{said}, this one is {__version__}", "run the same version everywhere: see the notes on upgrades")
+
+
+# --- What goes on -----------------------------------------------------------------------------------------------------------
+
+
+def _status(redis_url: str, url: str, api_key: str) -> Status | str:
+    """As the API tells it, or else from Redis itself; why not, where neither can."""
+    try:
+        with Client(url, api_key) as client:
+            return client.status()
+    except MidstreamError as error:
+        if not redis_url:
+            return str(error)
+    try:
+        return asyncio.run(_from_redis(redis_url))
+    except MidstreamError as error:
+        return str(error)
+
+
+async def _from_redis(redis_url: str) -> Status:
+    from ...broker.ledger.jobs import Ledger
+    from ...broker.ledger.status import read_status
+
+    ledger = Ledger.connect(Settings(redis_url=redis_url))
+    try:
+        return await read_status(ledger)
+    finally:
+        await ledger.close()
+
+
+def _parts(status: Status, settings: Settings) -> Iterator[Finding]:
+    yield from _workers(status, settings)
+    if status.relay.alive:
+        yield _version("relay", status.relay.version, f"at {status.relay.url}, {status.relay.received} receipts taken")
+    else:
+        found = "it has not been seen for 15 s: captures and interventions wait for it, and time out"
+        yield Finding("fail", "relay", found, "start it (`python -m midstream.broker.relay`), and look at its log")
+    if status.callbacks.alive:
+        ago = f", the last sweep {max(0.0, status.at - status.callbacks.last_sweep):.1f} s ago" if status.callbacks.last_sweep else ""
+        yield Finding("ok", "callbacks", f"alive{ago}")
+    else:
+        found = "no sweep has ended lately: lost messages and dead workers' jobs lie, webhooks are not sent"
+        yield Finding("fail", "callbacks", found, "start it (`python -m midstream.broker.callbacks`), and look at its log")
+    pending, overdue = status.callbacks.webhooks_pending, status.callbacks.webhooks_overdue_s
+    late = overdue > OVERDUE_WARN_S
+    advice = "`midstream webhooks list --state pending` says which receivers do not answer" if late else ""
+    more = f", the most overdue one for {overdue:.0f} s" if overdue >= 1 else ""
+    yield Finding("warn" if late else "ok", "webhooks", f"{pending} pending{more}", advice)
+    served = {worker.model for worker in status.workers if worker.healthy}
+    for queue in status.queues:
+        if queue.model not in served:
+            waiting = queue.sent + sum(queue.waiting.values())
+            yield Finding(
+                "fail", "queue", f"{waiting} jobs wait for {queue.model}, which nobody serves", f"start a worker for {queue.model}"
+            )
+
+
+def _workers(status: Status, settings: Settings) -> Iterator[Finding]:
+    if not status.workers:
+        yield Finding("fail", "workers", "none is alive", "start one (`python -m midstream.workers`), and look at its log")
+    for worker in status.workers:
+        about, stats = f"worker {worker.worker}", worker.stats
+        if not worker.healthy:
+            yield Finding(
+                "fail", about, f"{worker.model}: {worker.detail or 'it is not healthy'}", "look at its log; a restart loses no job"
+            )
+        else:
+            more = f"serves {worker.model} (TP {worker.tp}, PP {worker.pp}) on {worker.host}"
+            yield _version(about, worker.version, more)
+        if stats is None:
+            continue
+        ahead = stats.at - status.at  # its heartbeat, a third of a lease old at most
+        if ahead > SKEW_WARN_S or ahead < -(settings.lease_s + SKEW_WARN_S):
+            yield _clock(f"{about} clock", ahead)
+        if stats.last_desync_at is not None and status.at - stats.last_desync_at < DESYNC_WARN_S:
+            said = f"its ranks disagreed {stats.desyncs} times, the last time {(status.at - stats.last_desync_at) / 60:.0f} min ago"
+            yield Finding(
+                "warn", about, f"{said}: {stats.last_desync}", "the jobs concerned were tried again; if it recurs, suspect the hardware"
+            )
+        if stats.outbox > OUTBOX_WARN:
+            yield Finding("warn", about, f"{stats.outbox} receipts wait for the relay", "is the relay up, and can the worker reach it?")
+
+
+# --- This machine -----------------------------------------------------------------------------------------------------------
+
+
+def _disk(data: Path) -> Iterator[Finding]:
+    if not data.is_dir():
+        yield Finding("ok", "disk", f"{data} is not on this machine: not checked")
+        return
+    free = shutil.disk_usage(data).free
+    level: Level = "fail" if free < DISK_FAIL else "warn" if free < DISK_WARN else "ok"
+    advice = "" if level == "ok" else "delete captures (`midstream capture delete`, capture_ttl_s), or set capture_quota_mib"
+    yield Finding(level, "disk space", f"{free / 2**30:.1f} GiB free in {data}", advice)
+    try:
+        took = _fsyncs(data)
+    except OSError as error:
+        yield Finding("fail", "disk", f"{data} cannot be written: {error}", "give it to the user that the worker runs as")
+        return
+    middle = statistics.median(took)
+    level = "fail" if middle > FSYNC_FAIL_MS else "warn" if middle > FSYNC_WARN_MS else "ok"
+    advice = "" if level == "ok" else "receipts and captures wait for the disk: use a local SSD for data_dir"
+    yield Finding(level, "disk fsync", f"{middle:.2f} ms, at most {max(took):.2f} ms of {len(took)}", advice)
+
+
+def _fsyncs(folder: Path) -> list[float]:
+    """Milliseconds of writing 4 KiB and waiting for the disk, again and again."""
+    took = []
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".doctor-") as file:
+        for _ in range(FSYNCS):
+            began = time.perf_counter()
+            os.pwrite(file.fileno(), bytes(4096), 0)
+            os.fsync(file.fileno())
+            took.append((time.perf_counter() - began) * 1000)
+    return took
+
+
+# --- Keys -------------------------------------------------------------------------------------------------------------------
+
+
+def _keys(url: str, headers: dict[str, str]) -> Iterator[Finding]:
+    try:
+        stranger, we = (httpx.get(f"{url}/v1/tenant", headers=given, timeout=TIMEOUT_S).status_code for given in ({}, headers))
+    except httpx.HTTPError:
+        return  # said above
+    if stranger == MISDIRECTED:
+        return  # said above
+    if stranger != 401:
+        if is_loopback(urlsplit(url).hostname or ""):
+            yield Finding("ok", "keys", "none are asked for; this address is this machine's own")
+        else:
+            found = f"{url} asks for no keys: whoever reaches it may do everything"
+            yield Finding("fail", "keys", found, "`midstream keys create`, then take MIDSTREAM_AUTH=open away")
+    elif we == 401:
+        yield Finding("warn", "keys", "are asked for, and ours is missing or not valid", "set MIDSTREAM_API_KEY")
+    else:
+        yield Finding("ok", "keys", "are asked for, and ours is valid")

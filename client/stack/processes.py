@@ -1,0 +1,277 @@
+"""How is one child process started, watched, understood from its log, and stopped without a trace?"""
+
+import contextlib
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO
+
+from ...schemas.engine_errors import in_our_settings
+
+#: A log file above this size is set aside as `<name>.log.1` when its process is started anew.
+LOG_LIMIT_BYTES = 32 << 20
+#: Pause before a dead child is started again, doubled with each death, and the longest unless the child has another; a child that ran
+#: this long starts over at the first.
+BACKOFF_S = (1.0, 4.0)
+HEALTHY_AFTER_S = 10.0
+#: In the environment of every child, and of what it starts: the data directory of its supervisor, so that the next supervisor finds them.
+MARK = "SUPERVISED_BY_MIDSTREAM"
+
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+#: What a line of a dying process looks like that says why: `ValueError: …`, `error: …`, `… ERROR …`.
+_COMPLAINT = re.compile(r"\b\w*(error|exception|refused|fatal|failed)\b", re.IGNORECASE)
+#: Noise that may follow the reason.
+_NOISE = re.compile(
+    r"^(During handling|For further information visit|The above exception|Traceback|\s*File |\s*\^|sys:1|.*ResourceWarning|.*leaked )",
+    re.IGNORECASE,
+)
+
+#: What vLLM's first process says when another of its processes failed, and how that one's reason looks in the log.
+_POINTS_ABOVE = "See root cause above"
+_LOGGED_ERROR = re.compile(r" ERROR \S+ \S+ \[[^]]*\] (.*)")
+_RAISED = re.compile(r"[\w.]*(?:Error|Exception)(: .+)?$")
+
+#: Places in `/proc/<pid>/stat`, counted from behind the name (proc(5) counts from 1 with pid and name).
+_STATE, _SESSION, _STARTTIME = 0, 3, 19
+
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Child:
+    """A process of ours: its command, its log file, and how often it has died.
+
+    It runs in a session of its own, so that a Ctrl-C at the terminal reaches only the supervisor, which then stops
+    everything in order; and it is told by the kernel when the supervisor is killed.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        environment: dict[str, str],
+        log: Path,
+        stop_timeout_s: float,
+        longest_pause_s: float = BACKOFF_S[1],
+    ):
+        self.name = name
+        self.command = list(command)
+        self.environment = environment
+        self.log = log
+        self.stop_timeout_s = stop_timeout_s
+        self.longest_pause_s = longest_pause_s
+        self.process: subprocess.Popen[bytes] | None = None
+        self._log_start = 0  # where this start's output begins
+        self._started = 0.0
+        self._deaths = 0
+        self._not_before = 0.0  # monotonic time of the next start
+
+    def start(self) -> None:
+        """Start it; its output goes to the end of its log, or nowhere where the log cannot be opened. Raises OSError."""
+        with self._open_log() as handle:
+            self._log_start = handle.tell()
+            self.process = subprocess.Popen(
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=handle,
+                stderr=subprocess.STDOUT,
+                env=self.environment,
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )
+        self._started = time.monotonic()
+
+    def _open_log(self) -> IO[bytes]:
+        try:
+            self.log.parent.mkdir(parents=True, exist_ok=True)
+            if self.log.exists() and self.log.stat().st_size > LOG_LIMIT_BYTES:
+                self.log.rename(self.log.with_name(self.log.name + ".1"))
+            return self.log.open("ab")
+        except OSError:  # a disk that is full or read-only
+            return open(os.devnull, "ab")
+
+    @property
+    def pid(self) -> int | None:
+        return self.process.pid if self.process else None
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs or was never started."""
+        return self.process.poll() if self.process else None
+
+    @property
+    def ending(self) -> str:
+        """`70`, `SIGKILL`."""
+        return exit_name(self.exit_code)
+
+    def output(self) -> str:
+        """What it has written since its last start."""
+        try:
+            with self.log.open("rb") as handle:
+                handle.seek(self._log_start)
+                return _ANSI.sub("", handle.read().decode(errors="replace"))
+        except OSError:
+            return ""
+
+    def last_words(self) -> str:
+        """The line that best says why it ended: the last complaint, else the last line. Who is killed has no last words."""
+        if self.exit_code == -signal.SIGKILL:
+            return "it was killed, by somebody or by the kernel for want of memory"
+        lines = [line.strip() for line in self.output().splitlines() if line.strip() and not _NOISE.match(line)]
+        complaints = [line for line in lines if _COMPLAINT.search(line)]
+        words = (complaints or lines or ["it wrote nothing"])[-1]
+        if _POINTS_ABOVE in words:
+            words = _root_cause(lines) or words
+        return in_our_settings(words)[:500]
+
+    def died(self) -> float:
+        """Note a death, or a start that failed; returns the pause in seconds before it should be started again."""
+        if time.monotonic() - self._started > HEALTHY_AFTER_S:
+            self._deaths = 0
+        pause: float = min(self.longest_pause_s, BACKOFF_S[0] * 2.0 ** min(self._deaths, 30))
+        self._deaths += 1
+        self._not_before = time.monotonic() + pause
+        if self.process is not None:
+            self.sweep_group()
+        self.process = None
+        return pause
+
+    @property
+    def due(self) -> bool:
+        """Whether it is dead and its pause is over."""
+        return self.process is None and time.monotonic() >= self._not_before
+
+    def stop(self, hurry: Callable[[], bool] = lambda: False) -> bool:
+        """SIGTERM, wait, and after `stop_timeout_s` (or when `hurry()`) SIGKILL. Whether it went of its own accord."""
+        if self.process is None:
+            return True
+        if self.process.poll() is None:
+            self.process.terminate()
+        willing = wait_for(lambda: self.process is None or self.process.poll() is not None, self.stop_timeout_s, hurry)
+        if not willing:
+            self.process.kill()
+        self.process.wait()
+        self.sweep_group()
+        self.process = None
+        return willing
+
+    def sweep_group(self) -> None:
+        """Kill what the dead process left behind in its process group (engine ranks, pool children)."""
+        assert self.process is not None
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)  # its pid is its group's id: it leads its session
+        except ProcessLookupError:
+            return
+
+
+def _root_cause(lines: Sequence[str]) -> str:
+    """The end of the first traceback that vLLM logged: the exception, with the statement that raised it if it has no message."""
+    logged = [found[1] for line in lines if (found := _LOGGED_ERROR.search(line))]
+    for number, text in enumerate(logged):
+        if (raised := _RAISED.match(text)) is None:
+            continue
+        statement = next((before.strip() for before in reversed(logged[:number]) if before.strip(" ^~")), "")
+        return text if raised[1] else f"{text}: {statement}"
+    return ""
+
+
+def _die_with_parent() -> None:
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def wait_for(condition: Callable[[], bool], timeout: float, hurry: Callable[[], bool] = lambda: False, step: float = 0.05) -> bool:
+    """Poll `condition` until it holds; False after `timeout` seconds, or at once when `hurry()`."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > deadline or hurry():
+            return False
+        time.sleep(step)
+    return True
+
+
+def birth(pid: int) -> int:
+    """When the process was started, in clock ticks since boot; 0 if there is none. With the pid it names a process for good."""
+    fields = _stat(pid)
+    return int(fields[_STARTTIME]) if fields else 0
+
+
+def members(session: int) -> list[int]:
+    """Pids of the living processes of a session."""
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return [pid for pid in pids if (fields := _stat(pid)) and int(fields[_SESSION]) == session]
+
+
+def _stat(pid: int) -> list[str]:
+    """`/proc/<pid>/stat` behind the name, which may hold anything; empty for a process that is gone or a zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+    fields = stat.rpartition(")")[2].split()
+    return [] if fields[_STATE] == "Z" else fields
+
+
+def end_leftover(pid: int, born: int, timeout: float = 20.0) -> bool:
+    """Stop a process of a supervisor that was killed, and its session, if it still runs. Returns whether it did."""
+    if not born or birth(pid) != born:
+        return False
+    _signal(pid, signal.SIGTERM)
+    if not wait_for(lambda: birth(pid) != born, timeout):
+        _signal(pid, signal.SIGKILL)
+        wait_for(lambda: birth(pid) != born, timeout)
+    for member in members(pid):
+        _signal(member, signal.SIGKILL)
+    return True
+
+
+def holders(path: Path) -> list[int]:
+    """Pids of other processes that have the file open; those of other accounts are seen by root alone."""
+    try:
+        wanted = path.stat()
+    except OSError:
+        return []
+    return [pid for pid in _others() if _has_open(pid, wanted)]
+
+
+def marked(value: str) -> list[int]:
+    """Pids of other processes whose environment has `MARK` with this value."""
+    line = f"{MARK}={value}".encode()
+    found = []
+    for pid in _others():
+        try:
+            if line in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                found.append(pid)
+        except OSError:  # it is gone, or another account's
+            continue
+    return found
+
+
+def _others() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and int(entry.name) != os.getpid()]
+
+
+def _has_open(pid: int, wanted: os.stat_result) -> bool:
+    try:
+        for entry in os.scandir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                found = os.stat(entry.path)
+                if (found.st_dev, found.st_ino) == (wanted.st_dev, wanted.st_ino):
+                    return True
+    except OSError:  # it is gone, or another account's
+        return False
+    return False
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def exit_name(code: int | None) -> str:
+    """An exit code for people: `70`, or the name of the signal that ended the process."""
+    return next((known.name for known in signal.Signals if code == -known), str(code))

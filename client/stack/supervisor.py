@@ -1,0 +1,499 @@
+"""How does the whole stack run on one machine? Redis, relay, worker, API, callbacks and Flower as children of one process."""
+
+import asyncio
+import contextlib
+import fcntl
+import importlib.util
+import json
+import os
+import shlex
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import urlsplit, urlunsplit
+
+import httpx
+import msgspec
+
+from ...schemas.base import now
+from ...schemas.disk import disk_trouble, probe
+from ...schemas.errors import MidstreamError
+from ...schemas.settings import FILE_VARIABLE, PREFIX, Settings, SettingsError, asks_for_keys, to_environment
+from ...schemas.version import __version__
+from ..sdk.discovery import STATE_FILE, reachable
+from .processes import BACKOFF_S, MARK, Child, birth, end_leftover, exit_name, holders, marked, members
+
+if TYPE_CHECKING:
+    from ...broker.ops.redis_server import RedisServer
+
+Say = Callable[[str], None]
+
+
+class Part(NamedTuple):
+    """How a child is run."""
+
+    module: str
+    stop_s: float  # a stop may take so long
+    longest_pause_s: float = BACKOFF_S[1]  # before it is started again
+
+
+#: Started in this order, after Redis.
+MODULES = {
+    "relay": Part("midstream.broker.relay", 15.0),
+    "worker": Part("midstream.workers", 60.0, longest_pause_s=30.0),  # finishes the jobs it holds; each start loads the model
+    "api": Part("midstream.api", 15.0),
+    "callbacks": Part("midstream.broker.callbacks", 15.0),
+}
+FLOWER = Part("midstream.broker.flower", 5.0, longest_pause_s=30.0)
+#: Secrets that one child alone needs: a worker runs what comes with its model.
+WHOSE = {f"{PREFIX}ADMIN_KEY": "api", f"{PREFIX}FLOWER_AUTH": "flower"}
+#: Above `metrics_port`; the API serves its own at /metrics.
+METRICS_OFFSETS = {"relay": 0, "worker": 1, "callbacks": 2}
+#: Those who give work stop first, then those who do it, then those who carry its results; Redis goes last.
+STOP_ORDER = ("api", "callbacks", "flower", "worker", "relay")
+#: The worker prints this once its engine is up; an old heartbeat in Redis could make `/readyz` say so too early.
+WORKER_READY = "worker ready"
+#: With what follows, before that line: see `ModelInfo.caveats`.
+WORKER_CAVEAT = "worker caveat: "
+#: Loading a large model and compiling it take minutes.
+READY_TIMEOUT_S = 1800.0
+TICK_S = 0.2
+#: Interval of the checks whether the data directory can be written.
+DISK_LOOK_S = 2.0
+LOCK_FILE = "up.lock"
+
+
+class Supervisor:
+    """The stack on this machine. `start()` returns when it is ready, `watch()` keeps it so, `stop()` ends it.
+
+    `settings` may leave out the model (the demo model is fetched), ports (0: free ones) and Redis (one of its own).
+    Raises SettingsError for a setting that cannot work, MidstreamError("conflict") when the data directory is in use, and
+    MidstreamError with a child's last error line when the stack does not come up.
+    """
+
+    def __init__(self, settings: Settings, say: Say = print, waiting: Callable[[], None] = lambda: None):
+        self._print = say
+        self._waiting = waiting  # called several times a second while the stack starts
+        self.data = Path(settings.data_dir).expanduser().resolve()
+        self.settings = settings
+        self._children: dict[str, Child] = {}
+        self._redis: RedisServer | None = None
+        self._redis_due = 0.0  # monotonic time of its next start, and the pause behind that
+        self._redis_pause = BACKOFF_S[0]
+        self._redis_trouble = ""  # why its last start failed
+        self._disk = ""  # why the data directory cannot be written
+        self._disk_due = 0.0
+        self._unwritten = False  # the state file is not up to date
+        self._own_redis = not settings.redis_url
+        self._lock: IO[str] | None = None
+        self._umask: int | None = None  # as it was before the start
+        self._stopping = threading.Event()
+        self._hurry = False
+        self._started = now()
+        self._sessions: set[int] = set()  # every child leads a session with its pid as id
+
+    @property
+    def url(self) -> str:
+        """Where the API answers."""
+        return f"http://{reachable(self.settings.api_host)}:{self.settings.api_port}"
+
+    @property
+    def flower_url(self) -> str:
+        return f"http://{reachable(self.settings.flower_host)}:{self.settings.flower_port}" if "flower" in self._children else ""
+
+    def ready_line(self) -> str:
+        """What is told once everything is up: where it is, without a secret."""
+        from ...broker.ops.logs import redacted
+
+        parts = [f"api {self.url}", f"openapi {self.url}/schema", f"flower {self.flower_url}" if self.flower_url else ""]
+        parts += [f"redis {redacted(self.settings.redis_url)}", f"model {self.settings.served_model}", f"data {self.data}"]
+        return f"midstream {__version__} ready: " + " · ".join(part for part in parts if part)
+
+    def __enter__(self) -> "Supervisor":
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def run(self) -> int:
+        """Start, watch until SIGINT or SIGTERM, stop in order; a second signal kills what is left. The exit code."""
+        with _signals(self._on_signal):
+            try:
+                self.start()
+                self.watch()
+            except KeyboardInterrupt:
+                pass  # a signal during the start: everything is stopped already
+            except MidstreamError:
+                if not self._stopping.is_set():  # a Ctrl-C also reaches a fetch of the model, which then fails
+                    raise
+            finally:
+                self.stop()
+        return 0
+
+    def start(self, timeout: float = READY_TIMEOUT_S) -> None:
+        """Start everything and wait until a live worker serves the model. On any failure everything is stopped again."""
+        from ...broker.ops.install import with_secrets
+        from ...broker.ops.private_files import private_folder
+
+        try:
+            self._take_folder()
+            self.settings = with_secrets(prepare(self.settings, self.data, self._say), self.data, self._say)
+            logs = private_folder(self.data / "logs")
+            self._say(f"midstream {__version__} starting with {self.settings.served_model}; a model takes a minute or so (logs: {logs})")
+            if self._own_redis:
+                self._start_redis(self._while_starting)
+            self._children = {child.name: child for child in self._make_children()}
+            for child in self._children.values():
+                child.start()
+            self._write_state()
+            self._await_ready(timeout)
+            self._say_how_to_make_a_key()
+        except BaseException:
+            self.stop()
+            raise
+        for line in self._children["worker"].output().splitlines():
+            if line.startswith(WORKER_CAVEAT):
+                self._say(f"caveat of {self.settings.served_model}: {line.removeprefix(WORKER_CAVEAT)}")
+        self._say(self.ready_line())
+
+    def _say_how_to_make_a_key(self) -> None:
+        """The command that makes the first key, where keys are required and none exists."""
+        from ...broker.ledger.keys import any_key
+        from ...broker.ops.logs import redacted
+
+        if not asks_for_keys(self.settings) or self.settings.admin_key or asyncio.run(any_key(self.settings)):
+            return
+        here = f"MIDSTREAM_DATA_DIR={shlex.quote(str(self.data))} " if self._own_redis else ""
+        redis_url = "-" if self._own_redis else shlex.quote(redacted(self.settings.redis_url))
+        self._say(f"no API key exists yet; make the first: {here}midstream keys create first --scope admin --redis-url {redis_url}")
+
+    def watch(self) -> None:
+        """Until a signal: start again, after a growing pause, whatever has died."""
+        while not self._stopping.wait(TICK_S):
+            self.tend()
+
+    def tend(self) -> None:
+        """One look at every child and at the disk; says what died and what is started again. A full disk ends nothing here."""
+        if self._redis is not None and self._redis.process.poll() is not None and time.monotonic() >= self._redis_due:
+            self._restart_redis()
+        self._tend_children()
+
+    def _tend_children(self) -> None:
+        self._look_at_disk()
+        for child in self._children.values():
+            if child.exit_code is not None:
+                ending, words = child.ending, child.last_words()
+                pause = child.died()
+                self._say(f"{child.name} ended with {ending}; starting again in {pause:.0f} s ({words}; log: {child.log})")
+            elif child.due:
+                try:
+                    child.start()
+                except OSError as error:  # no process or no memory is left
+                    self._say(f"{child.name} could not be started, again in {child.died():.0f} s: {error}")
+                    continue
+                self._say(f"{child.name} started again")
+                self._unwritten = True
+        if self._unwritten:
+            self._write_state()
+
+    def _look_at_disk(self) -> None:
+        """Say once that the data directory cannot be written, and once that it can again."""
+        if time.monotonic() < self._disk_due:
+            return
+        self._disk_due = time.monotonic() + DISK_LOOK_S
+        trouble = probe(self.data)
+        if trouble and not self._disk:
+            self._say(f"{trouble}: captures and receipts wait for room, and jobs may be refused until then")
+        elif self._disk and not trouble:
+            self._say(f"{self.data} can be written again")
+        self._disk = trouble
+
+    def _restart_redis(self) -> None:
+        """Once, and again after a growing pause when it fails: the others wait for it and lose nothing."""
+        assert self._redis is not None
+        if not self._redis_trouble:
+            self._say(f"redis ended with {exit_name(self._redis.process.returncode)}; starting it again")
+        try:
+            self._start_redis(self._while_redis_starts)
+        except (MidstreamError, OSError) as error:
+            trouble = disk_trouble(error) or str(error)
+            if trouble != self._redis_trouble:
+                self._say(f"redis did not start, it will be tried again: {error}")
+            self._redis_trouble = trouble
+            self._redis_due = time.monotonic() + self._redis_pause
+            self._redis_pause = min(BACKOFF_S[1], 2 * self._redis_pause)
+        except KeyboardInterrupt:
+            return  # the watch ends
+        else:
+            if self._redis_trouble:
+                self._say("redis started again")
+            self._redis_trouble, self._redis_pause = "", BACKOFF_S[0]
+
+    def _while_starting(self) -> None:
+        """Called while something starts; raises KeyboardInterrupt when it is to be given up."""
+        self._waiting()
+        if self._stopping.is_set():
+            raise KeyboardInterrupt
+
+    def _while_redis_starts(self) -> None:
+        """Loading a large file takes minutes: the children are tended meanwhile."""
+        self._tend_children()
+        if self._stopping.is_set():
+            raise KeyboardInterrupt
+
+    def _say(self, line: str) -> None:
+        """Print a line for the user; an output that fails (a full disk, a closed terminal) is ignored."""
+        with contextlib.suppress(OSError, ValueError):
+            self._print(line)
+
+    def stop(self) -> None:
+        """End everything, in order; harmless when repeated. Nothing of the stack is left running."""
+        for name in STOP_ORDER:
+            child = self._children.get(name)
+            if child is not None and not child.stop(lambda: self._hurry):
+                why = "" if self._hurry else f": it did not stop within {child.stop_timeout_s:.0f} s"
+                self._say(f"{name} was killed{why}")
+        if self._redis is not None:
+            self._redis.stop()
+            self._redis = None
+        if self._umask is not None:
+            os.umask(self._umask)
+            self._umask = None
+        if self._lock is not None:
+            with contextlib.suppress(OSError):  # a read-only disk
+                (self.data / STATE_FILE).unlink(missing_ok=True)
+            self._lock.close()
+            self._lock = None
+
+    def survivors(self) -> list[int]:
+        """Pids of processes that this stack started, directly or not, and that still run."""
+        return sorted(pid for session in self._sessions for pid in members(session))
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._stopping.is_set():
+            self._hurry = True
+        else:
+            self._say("stopping … (again to kill)")
+        self._stopping.set()
+
+    def _take_folder(self) -> None:
+        """Close the data directory to others and lock it. Raises MidstreamError("unavailable") where it cannot be written."""
+        from ...broker.ops.install import close_folder
+
+        try:
+            self._umask = os.umask(close_folder(self.data, self._say))
+            self._take_lock()
+            trouble = probe(self.data)
+        except OSError as error:
+            trouble = f"{disk_trouble(error) or error.strerror}: {self.data} cannot be written"
+        if trouble:
+            raise MidstreamError("unavailable", trouble, field="data_dir")
+
+    def _take_lock(self) -> None:
+        """One supervisor per data directory; what a killed one left running is ended first."""
+        lock = (self.data / LOCK_FILE).open("a")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            other = read_state(self.data)
+            where = f"pid {other.get('pid', 'unknown')}, {other.get('url') or 'not ready yet'}"
+            raise MidstreamError("conflict", f"{self.data} is in use by another `midstream up` ({where})", field="data_dir") from None
+        self._lock = lock
+        for name, pid, born in self._leftovers():
+            if end_leftover(pid, born):
+                self._say(f"ended {name} (pid {pid}), left by a `midstream up` that was killed")
+        self._write_state()
+
+    def _leftovers(self) -> Iterator[tuple[str, int, int]]:
+        """(name, pid, birth) of what a former supervisor of this data directory left, those first who give work, Redis last.
+
+        What it wrote down, and what it had no time to write down: its children carry a mark, and Redis, which removes its environment,
+        holds the lock of its folder.
+        """
+        left = read_state(self.data).get("processes", {})
+        for name in (*STOP_ORDER, "redis"):
+            if name in left:
+                yield name, *left[name]
+        for pid in marked(str(self.data)):
+            yield "a process", pid, birth(pid)
+        for pid in holders(self.data / "redis" / "redis.lock"):
+            yield "redis", pid, birth(pid)
+
+    def _start_redis(self, waiting: Callable[[], None]) -> None:
+        from ...broker.ops import install, redis_server
+
+        port = self._redis.port if self._redis else _port_of(self.settings.redis_url)
+        limits = (self.settings.redis_maxmemory_mib, self.settings.redis_appendfsync)
+        password = install.redis_password(self.data)
+        self._redis = redis_server.start(self.data / "redis", port, *limits, password, say=self._say, waiting=waiting)
+        self.settings = msgspec.structs.replace(self.settings, redis_url=self._redis.url)
+        self._write_state()
+
+    def _make_children(self) -> Iterator[Child]:
+        logs = self.data / "logs"
+        parts = dict(MODULES)
+        if importlib.util.find_spec("flower") is None:
+            self._say("flower is not installed: no dashboard")
+        else:
+            parts["flower"] = FLOWER
+        for name, part in parts.items():
+            command = [sys.executable, "-P", "-m", part.module]
+            yield Child(name, command, self._environment(name), logs / f"{name}.log", part.stop_s, part.longest_pause_s)
+
+    def _environment(self, name: str) -> dict[str, str]:
+        """Of a child: with its own port for metrics, and without the secrets that are others'."""
+        environment = child_environment(self.settings) | self._metrics_port(name) | {MARK: str(self.data)}
+        return {variable: value for variable, value in environment.items() if WHOSE.get(variable, name) == name}
+
+    def _metrics_port(self, name: str) -> dict[str, str]:
+        """Each process that serves its metrics itself has a port of its own, counted from `metrics_port`."""
+        if not self.settings.metrics_port or name not in METRICS_OFFSETS:
+            return {}
+        return {f"{PREFIX}METRICS_PORT": str(self.settings.metrics_port + METRICS_OFFSETS[name])}
+
+    def _await_ready(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        worker = self._children["worker"]
+        with httpx.Client(timeout=5.0) as http:
+            while not (WORKER_READY in worker.output() and _answers(http, f"{self.url}/readyz")):
+                for child in self._children.values():
+                    if child.exit_code is not None:
+                        detail = f"{child.name} ended with {child.ending} while starting: {child.last_words()} (log: {child.log})"
+                        raise MidstreamError("engine_failed" if child is worker else "unavailable", detail)
+                if time.monotonic() > deadline:
+                    raise MidstreamError("unavailable", f"not ready after {timeout:.0f} s; logs: {self.data / 'logs'}")
+                self._while_starting()
+                self._stopping.wait(TICK_S)
+
+    def _write_state(self) -> None:
+        """Who runs here, for a second `up`, for the CLI, and for a successor that has to clean up."""
+        pids = {name: child.pid for name, child in self._children.items() if child.pid}
+        if self._redis is not None:
+            pids["redis"] = self._redis.pid
+        self._sessions.update(pids.values())
+        state = {
+            "pid": os.getpid(),
+            "version": __version__,
+            "url": self.url if self._children else "",
+            "model": self.settings.served_model,
+            "redis_url": _without_password(self.settings.redis_url) if self._own_redis else "",
+            "started": self._started,
+            "processes": {name: [pid, birth(pid)] for name, pid in pids.items()},
+        }
+        path = self.data / STATE_FILE
+        try:
+            path.with_suffix(".tmp").write_text(json.dumps(state))
+            path.with_suffix(".tmp").rename(path)
+        except OSError:
+            self._unwritten = True  # tried again; why is said by `_look_at_disk`
+        else:
+            self._unwritten = False
+
+
+def prepare(settings: Settings, data: Path, say: Say) -> Settings:
+    """Settings with everything decided: absolute folders, free ports, a model. Raises SettingsError naming the setting."""
+    changes: dict[str, Any] = {"data_dir": str(data)}
+    if settings.engine == "fake":
+        changes["model_name"] = settings.served_model or "fake"
+    elif not settings.model:
+        say("no model is set (MIDSTREAM_MODEL, --model): taking the demo model")
+        from ...workers.demo_model import fetch_demo_model
+
+        changes["model"] = str(fetch_demo_model(Path(settings.cache_dir), say))
+    elif settings.model.startswith(("/", "./", "../", "~")):
+        folder = Path(settings.model).expanduser().resolve()
+        if not (folder / "config.json").is_file():
+            raise SettingsError(f"model={settings.model!r}: there is no checkpoint (no config.json in {folder})")
+        changes["model"] = str(folder)
+    elif (Path(settings.model) / "config.json").is_file():
+        changes["model"] = str(Path(settings.model).resolve())
+    changes["api_port"] = _decided_port("api_port", settings.api_host, settings.api_port, say)
+    changes["flower_port"] = _decided_port("flower_port", settings.flower_host, settings.flower_port, say)
+    if not settings.relay_url:
+        changes["relay_url"] = f"tcp://127.0.0.1:{free_port('127.0.0.1')}"
+    return msgspec.structs.replace(settings, **changes)
+
+
+def child_environment(settings: Settings) -> dict[str, str]:
+    """This process's environment with exactly these settings, read from nowhere else."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX) and name != FILE_VARIABLE}
+    environment |= to_environment(msgspec.structs.replace(settings, api_key=""))  # that is of who calls
+    environment |= {"PYTHONSAFEPATH": "1"}  # what lies in the working directory is no module of theirs, nor of the processes they start
+    environment |= {"PYTHONUNBUFFERED": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    if Path(settings.model).is_dir():
+        environment["HF_HUB_OFFLINE"] = "1"  # everything is there: a hub that does not answer must not hold up the start
+    return environment
+
+
+def read_state(data: Path) -> dict[str, Any]:
+    """What the supervisor of a data directory wrote down; empty when none runs there."""
+    try:
+        return dict(json.loads((data / STATE_FILE).read_text()))
+    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
+        return {}
+
+
+def own_redis_url(data: Path) -> str:
+    """The Redis that a `midstream up` runs on `data`, with its password; empty when none runs there."""
+    from ...broker.ops.install import with_redis_password
+
+    return with_redis_password(str(read_state(data).get("redis_url", "")), data)
+
+
+def _without_password(url: str) -> str:
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+
+
+def free_port(host: str) -> int:
+    with socket.socket(_family(host)) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def _decided_port(name: str, host: str, wanted: int, say: Say) -> int:
+    if not wanted:
+        return free_port(host)
+    with socket.socket(_family(host)) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, wanted))
+        except OSError as error:
+            port = free_port(host)
+            say(f"{name} {wanted} cannot be used ({error.strerror}): using {port}")
+            return port
+    return wanted
+
+
+def _port_of(redis_url: str) -> int:
+    return int(redis_url.rpartition(":")[2].partition("/")[0]) if redis_url else 0
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _answers(http: httpx.Client, url: str) -> bool:
+    try:
+        return http.get(url).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+@contextmanager
+def _signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)

@@ -1,0 +1,422 @@
+"""Where does a model keep this fact? A study of two prompts: sweep, look closer, draw, keep.
+
+study = PatchStudy("The Eiffel Tower is in the city of", "The Colosseum is in the city of", " Paris", " Rome")
+study.sweep(hooks=["resid_pre", "attn_out", "mlp_out"])
+study.heatmap("eiffel.png")
+study.top(5)
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import msgspec
+
+from ...schemas.base import Record, from_json, to_json
+from ...schemas.errors import MidstreamError, invalid, misfit
+from ...schemas.selectors import HookName, LayerSelector
+from ...schemas.sweeps import PairResult, PairSpan, PatchWindow, SweepPair, SweepRequest, SweepResult
+from ...schemas.version import __version__
+from .. import values
+from ..render import heatmap, notebook
+from ..sdk import grid as grids
+from ..sdk import sweeps
+from ..sdk.client import AsyncClient, Client
+from ..sdk.grid import Effect, Grid
+from ..sdk.progress import bar
+
+if TYPE_CHECKING:
+    import pandas
+    from matplotlib.figure import Figure
+
+#: A pair as users write it; a tuple: clean, corrupt, answer, foil.
+Pair = SweepPair | Mapping[str, Any] | Sequence[str | list[int] | None]
+#: What a saved study is, and the shape of it that is written.
+_FORMAT, _VERSION = "midstream patch study", 1
+
+
+class Region(Record):
+    """A part of a grid to look closer at; None: all. `columns`: labels or numbers."""
+
+    hooks: list[HookName] | None = None
+    layers: LayerSelector | None = None
+    columns: list[str | int] | None = None
+
+
+class _Saved(Record):
+    format: str
+    version: int
+    midstream: str  # that wrote it
+    job: str
+    request: SweepRequest
+    result: SweepResult
+
+
+class _Header(msgspec.Struct):
+    """Of a file, whatever else is in it."""
+
+    format: str = ""
+    version: int = 0
+    midstream: str = "an unknown version"
+
+
+class _Study:
+    """What both kinds have in common: what is asked, and what came of it."""
+
+    def __init__(
+        self,
+        clean: str | list[int],
+        corrupt: str | list[int] | None = None,
+        answer: str | list[int] | None = None,
+        foil: str | list[int] | None = None,
+        *,
+        model: str | None = None,
+    ):
+        self._pairs = [_pair({"clean": clean, "corrupt": corrupt, "answer": answer, "foil": foil})]
+        self._unzoomed: list[SweepPair] | None = None  # the pairs of the study of which this one is a part
+        self._model = model
+        self._request: SweepRequest | None = None
+        self._result: SweepResult | None = None
+        #: The last sweep's job. Its captures under the tags `base` and `source` are the rows of the prompts as they are.
+        self.job = ""
+
+    def __repr__(self) -> str:
+        first = self._pairs[0]
+        what = f"{first.clean!r}, {first.corrupt!r}" if len(self._pairs) == 1 else f"{len(self._pairs)} pairs"
+        if self._result is None:
+            return f"{type(self).__name__}({what}): no sweep yet"
+        summary = self._result.summary
+        return f"{type(self).__name__}({what}): {summary.metric} of {summary.cells} cells, {summary.skipped} skipped"
+
+    def _repr_png_(self) -> bytes | None:
+        return None if self._result is None else notebook.sweep_png(self._result)
+
+    def _repr_html_(self) -> str | None:
+        return None if self._result is None else notebook.sweep_html(self._result)
+
+    @property
+    def request(self) -> SweepRequest:
+        """What was asked last. Raises MidstreamError before the first sweep."""
+        if self._request is None:
+            raise _no_sweep()
+        return self._request
+
+    @property
+    def result(self) -> SweepResult:
+        """What came of the last sweep. Raises MidstreamError before the first."""
+        if self._result is None:
+            raise _no_sweep()
+        return self._result
+
+    def grid(self, pair: int | None = None) -> Grid:
+        """As numpy arrays, of one pair or of the mean over all."""
+        return grids.grid_of(self.result, pair)
+
+    def top(self, count: int = 10, pair: int | None = None) -> list[Effect]:
+        """The cells that change the metric most, the strongest first."""
+        return self.grid(pair).top(count)
+
+    def heatmap(self, path: Path | str | None = None, *, pair: int | None = None) -> "Figure":
+        """Tokens by layers, one panel for each hook; of one pair, or of the mean over all. Saved at `path`, by its ending.
+
+        Raises MidstreamError when matplotlib is missing.
+        """
+        return heatmap.figure(self.result, path, pair)
+
+    def show(self, pair: int | None = None) -> None:
+        """The same on the terminal, with the strongest cells, notes, and what was skipped."""
+        from rich.console import Console
+
+        from ..render.sweeps import report
+
+        Console(highlight=False).print(report(self.result, pair))
+
+    def to_records(self) -> list[dict[str, Any]]:
+        """One dict for each cell of each pair: pair, hook, layer, column, label, positions, value, effect, reason."""
+        return grids.records(self.result)
+
+    def to_dataframe(self) -> "pandas.DataFrame":
+        """The records as a table. Raises MidstreamError when pandas is missing."""
+        try:
+            import pandas
+        except ImportError as error:
+            raise MidstreamError(
+                "unavailable", "a data frame needs pandas: pip install 'midstream[plots]'; to_records() needs nothing"
+            ) from error
+        return pandas.DataFrame(self.to_records())
+
+    def save(self, path: Path | str) -> None:
+        """Request and result as JSON, for `load`."""
+        saved = _Saved(
+            format=_FORMAT, version=_VERSION, midstream=__version__, job=self.job, request=self.request, result=self.result
+        )  # fmt: skip
+        Path(path).write_bytes(to_json(saved))
+
+    def _read(self, path: Path | str) -> Self:
+        raw = Path(path).read_bytes()
+        try:
+            header = from_json(raw, _Header)
+        except (msgspec.ValidationError, msgspec.DecodeError) as error:
+            raise invalid("path", f"{path} is not a saved study: {error}") from error
+        if header.format != _FORMAT:
+            raise invalid("path", f"{path} is not a saved study")
+        if header.version != _VERSION:
+            detail = f"{path} was written by {header.midstream} in format {header.version}; {__version__} reads format {_VERSION}"
+            raise MidstreamError("version_mismatch", detail)
+        try:
+            saved = from_json(raw, _Saved)
+        except msgspec.ValidationError as error:
+            raise invalid("path", f"{path}, written by {header.midstream}: {': '.join(reversed(misfit(error)))}") from error
+        self._pairs, self._model = saved.request.pairs, saved.request.model
+        return self._keep(saved.job, saved.request, saved.result)
+
+    def _keep(self, job: str, request: SweepRequest, result: SweepResult) -> Self:
+        self.job, self._request, self._result = job, request, result
+        return self
+
+    def _asked(self, model: str, spans: Sequence[PairSpan | Mapping[str, Any]] | None, fields: dict[str, Any]) -> SweepRequest:
+        """The pairs with what is asked of them now."""
+        pairs = self._pairs
+        if spans is not None or "positions" in fields:  # instead of what a pair says of its own, after `zoom` above all
+            columns = {"spans": None if spans is None else list(spans), "positions": None}
+            pairs = [_pair({**_fields(pair), **columns}, f"pairs[{number}]") for number, pair in enumerate(self._unzoomed or pairs)]
+        return sweeps.sweep_request(None, {"model": model, "pairs": pairs, **fields})
+
+    def _closer(
+        self, region: "Region | Effect | None", hooks: Any, layers: Any, columns: Any, fields: dict[str, Any]
+    ) -> tuple[list[SweepPair], dict[str, Any]]:
+        """The pairs and the fields of a sweep over each token of a region by itself, each with the counterpart that it had here."""
+        last, result = self.request, self.result
+        turned = fields.get("direction", result.direction) != result.direction  # the other prompt is patched then
+        if isinstance(region, Effect):
+            region = _around(region, result)
+        if region is not None:
+            hooks, layers, columns = hooks or region.hooks, layers if layers is not None else region.layers, columns or region.columns
+        pairs = []
+        for number, pair in enumerate(last.pairs):
+            found = result.pairs[number]
+            numbers = range(len(found.labels)) if columns is None else [_column(found.labels, wanted) for wanted in columns]
+            places = _places(found, numbers)
+            if not places:
+                raise invalid("columns", f"none of them could be patched in pair {number}: there is nothing to look closer at")
+            own: dict[str, Any] = {"spans": None, "positions": sorted({other if turned else place for place, other in places})}
+            if any(found.sources) and "alignment" not in fields:
+                clean_first = result.direction == "noise"
+                own["alignment"] = [(place, other) if clean_first else (other, place) for place, other in places]
+            pairs.append(msgspec.structs.replace(pair, **own))
+        asked = _fields(last) | {"window": PatchWindow(), "hooks": hooks or last.hooks, "layers": last.layers if layers is None else layers}
+        return pairs, {name: value for name, value in asked.items() if name not in ("model", "pairs", "positions")} | fields
+
+
+class PatchStudy(_Study):
+    """Two prompts that differ in what they ask, the answer after `clean` and the foil after `corrupt`; without `corrupt`: an ablation.
+
+    `client`: by default one of its own at the default address. `model`: by default the one that is served.
+    """
+
+    def __init__(
+        self,
+        clean: str | list[int],
+        corrupt: str | list[int] | None = None,
+        answer: str | list[int] | None = None,
+        foil: str | list[int] | None = None,
+        *,
+        client: Client | None = None,
+        model: str | None = None,
+    ):
+        super().__init__(clean, corrupt, answer, foil, model=model)
+        self._client = client
+
+    @classmethod
+    def pairs(cls, pairs: Sequence[Pair], *, client: Client | None = None, model: str | None = None) -> Self:
+        """A study of several pairs at once: their grids must have the same number of columns (see `spans`)."""
+        study = cls("", client=client, model=model)
+        study._pairs = _pairs(pairs)
+        return study
+
+    @classmethod
+    def of(cls, job: str, request: SweepRequest, result: SweepResult, client: Client | None = None) -> Self:
+        """A study of a sweep that was asked for by other means."""
+        return cls.pairs(request.pairs, client=client, model=request.model)._keep(job, request, result)
+
+    @classmethod
+    def load(cls, path: Path | str, client: Client | None = None) -> Self:
+        """What `save` wrote. Raises MidstreamError for another file, or one of another version; OSError."""
+        return cls("", client=client)._read(path)
+
+    def sweep(
+        self,
+        *,
+        spans: Sequence[PairSpan | Mapping[str, Any]] | None = None,
+        progress: bool | sweeps.Progress = True,
+        **fields: Any,
+    ) -> Self:
+        """Ask, wait, and keep the result; returns the study. `fields`: hooks, layers, positions, metric, window, direction,
+        ablation, alignment, alpha, mask, noise, as in `POST /v1/sweeps`. `spans`: columns of several tokens, for all pairs.
+
+        `progress`: True: a bar on a terminal or in a notebook; or a callable that gets every event of the sweep.
+        """
+        with self._connected() as client:
+            request = self._asked(self._model or _only(client.models()), spans, fields)
+            with _shown(progress) as show:
+                job = client.submit_sweep(request).id
+                return self._keep(job, request, client.sweep_result(job, show, cancel=True))
+
+    def zoom(
+        self,
+        region: Region | Effect | None = None,
+        *,
+        hooks: list[HookName] | None = None,
+        layers: LayerSelector | None = None,
+        columns: Sequence[str | int] | None = None,
+        progress: bool | sweeps.Progress = True,
+        **fields: Any,
+    ) -> Self:
+        """A study of a part of this one's grid: each token of these columns, each of these layers, by itself (window 1).
+
+        `region`: a `Region`, or a cell of `top()`: its hook, its tokens, and the layers around it. `fields`: what else is to
+        be otherwise than in this study's sweep.
+        """
+        pairs, asked = self._closer(region, hooks, layers, columns, fields)
+        study = type(self).pairs(pairs, client=self._client, model=self.request.model)
+        study._unzoomed = self.request.pairs
+        return study.sweep(progress=progress, **asked)
+
+    @contextmanager
+    def _connected(self) -> Iterator[Client]:
+        if self._client is not None:
+            yield self._client
+            return
+        with Client() as client:
+            yield client
+
+
+class AsyncPatchStudy(_Study):
+    """The same, awaited: `await study.sweep()`, `await study.zoom(…)`."""
+
+    def __init__(
+        self,
+        clean: str | list[int],
+        corrupt: str | list[int] | None = None,
+        answer: str | list[int] | None = None,
+        foil: str | list[int] | None = None,
+        *,
+        client: AsyncClient,
+        model: str | None = None,
+    ):
+        super().__init__(clean, corrupt, answer, foil, model=model)
+        self._client = client
+
+    @classmethod
+    def pairs(cls, pairs: Sequence[Pair], *, client: AsyncClient, model: str | None = None) -> Self:
+        study = cls("", client=client, model=model)
+        study._pairs = _pairs(pairs)
+        return study
+
+    @classmethod
+    def load(cls, path: Path | str, client: AsyncClient) -> Self:
+        return cls("", client=client)._read(path)
+
+    async def sweep(
+        self,
+        *,
+        spans: Sequence[PairSpan | Mapping[str, Any]] | None = None,
+        progress: bool | sweeps.Progress = True,
+        **fields: Any,
+    ) -> Self:
+        request = self._asked(self._model or _only(await self._client.models()), spans, fields)
+        with _shown(progress) as show:
+            job = (await self._client.submit_sweep(request)).id
+            return self._keep(job, request, await self._client.sweep_result(job, show, cancel=True))
+
+    async def zoom(
+        self,
+        region: Region | Effect | None = None,
+        *,
+        hooks: list[HookName] | None = None,
+        layers: LayerSelector | None = None,
+        columns: Sequence[str | int] | None = None,
+        progress: bool | sweeps.Progress = True,
+        **fields: Any,
+    ) -> Self:
+        pairs, asked = self._closer(region, hooks, layers, columns, fields)
+        study = type(self).pairs(pairs, client=self._client, model=self.request.model)
+        study._unzoomed = self.request.pairs
+        return await study.sweep(progress=progress, **asked)
+
+
+def _pairs(pairs: Sequence[Pair]) -> list[SweepPair]:
+    if not pairs:
+        raise invalid("pairs", "name at least one pair")
+    return [_pair(pair, f"pairs[{number}]") for number, pair in enumerate(pairs)]
+
+
+def _pair(pair: Pair, field: str = "") -> SweepPair:
+    """Raises MidstreamError naming the field."""
+    if isinstance(pair, SweepPair):
+        return pair
+    if not isinstance(pair, Mapping):
+        if isinstance(pair, str) or not 1 <= len(pair) <= 4:
+            raise invalid(field, "write a pair as clean, corrupt, answer, foil, or as its fields")
+        pair = dict(zip(("clean", "corrupt", "answer", "foil"), pair, strict=False))
+    return values.checked(dict(pair), SweepPair, field)
+
+
+def _fields(record: Record) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in record.__struct_fields__}
+
+
+def _around(cell: Effect, result: SweepResult) -> Region:
+    """A cell's hook and tokens, and the layers that were patched together with its own or lie between it and the next ones asked."""
+    place, reach = result.layers.index(cell.layer), result.window.layers
+    first = min(result.layers[max(place - 1, 0)], cell.layer - reach)
+    last = max(result.layers[min(place + 1, len(result.layers) - 1)], cell.layer + reach)
+    layers = range(max(first, result.layers[0]), min(last, result.layers[-1]) + 1)
+    return Region(hooks=[cell.hook], layers=list(layers), columns=[cell.column])
+
+
+def _places(found: PairResult, columns: Iterable[int]) -> list[tuple[int, int]]:
+    """Position in the patched prompt → whose row is written there, ascending. Raises MidstreamError where that is not one."""
+    places: dict[int, int] = {}
+    sources = found.sources if any(found.sources) else found.positions  # of an ablation there is no other prompt
+    for column in columns if found.positions else ():
+        for place, other in zip(found.positions[column], sources[column], strict=True):
+            if places.setdefault(place, other) != other:
+                raise invalid(
+                    "columns", f"position {place} gets rows of {places[place]} and {other} in two of them", allowed="one of the two"
+                )
+    return sorted(places.items())
+
+
+def _column(labels: list[str], wanted: str | int) -> int:
+    """The number of a column by its label or number."""
+    if isinstance(wanted, int):
+        if -len(labels) <= wanted < len(labels):
+            return wanted % len(labels)
+        raise invalid("columns", f"there is no column {wanted}", allowed=f"0 to {len(labels) - 1}")
+    found = [number for number, label in enumerate(labels) if wanted in (label, grids.written(label))]
+    if len(found) != 1:
+        detail = f"{len(found)} columns are called {wanted!r}" + (": give its number" if found else "")
+        raise invalid("columns", detail, allowed=", ".join(map(repr, labels)))
+    return found[0]
+
+
+def _only(served: list[str]) -> str:
+    if len(served) != 1:
+        raise invalid("model", "none is served yet" if not served else "several are served: name one", allowed=", ".join(served) or None)
+    return served[0]
+
+
+@contextmanager
+def _shown(progress: bool | sweeps.Progress) -> Iterator[sweeps.Progress | None]:
+    """The callable that gets the sweep's events: none, a bar, or the user's own."""
+    if progress is not True:
+        yield progress or None
+        return
+    with bar() as show:
+        yield show
+
+
+def _no_sweep() -> MidstreamError:
+    return MidstreamError("not_found", "nothing was swept yet: call sweep() first")

@@ -1,0 +1,40 @@
+"""Which versions of Midstream can work together? A number for what they say to each other, and what is said when it does not fit.
+
+`WIRE` grows with every change of what API, workers, relay and callbacks tell each other that a process of the number before could
+misunderstand: a field with a new meaning, a key in Redis that must be kept up by everybody. `OLDEST_WIRE` is the oldest that this one
+still works with. A field that is new, left out where it is not used, and refused where it is not known needs no new number.
+"""
+
+import msgspec
+
+from .errors import MidstreamError
+from .models import ModelInfo, WorkerInfo
+from .version import __version__
+
+#: 0: versions that did not tell one.
+WIRE = 1
+OLDEST_WIRE = 1
+
+
+def disagreement(who: str, version: str, wire: int, oldest: int) -> MidstreamError | None:
+    """Why `who`, which runs Midstream `version`, and this process cannot work together; None: they can."""
+    if wire >= OLDEST_WIRE and oldest <= WIRE:
+        return None
+    older = "that one" if wire < WIRE else "this one"
+    return MidstreamError(
+        "version_mismatch",
+        f"{who} runs midstream {version} (wire {wire}, works with {oldest} and newer), this is midstream {__version__} "
+        f"(wire {WIRE}, works with {OLDEST_WIRE} and newer): upgrade {older}",
+    )
+
+
+def misfit_of(info: ModelInfo | WorkerInfo) -> MidstreamError | None:
+    """Why this process cannot work with the worker that said this; None: it can."""
+    who = f"the worker of {info.name!r}" if isinstance(info, ModelInfo) else f"the worker {info.worker!r}"
+    return disagreement(who, info.version, info.wire, info.oldest_wire)
+
+
+def judged(worker: WorkerInfo) -> WorkerInfo:
+    """As we see it: one that we cannot work with is of no use to us, however well it is."""
+    trouble = misfit_of(worker)
+    return worker if trouble is None else msgspec.structs.replace(worker, healthy=False, detail=trouble.detail)

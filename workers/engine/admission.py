@@ -1,0 +1,245 @@
+"""May this request enter the engine now? What does not fit waits, in order of arrival, and never fails for it.
+
+What is limited: the distinct steering rows in flight, the memory that captured rows may take, and the cells of sweeps.
+"""
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Collection, Iterable
+from contextlib import asynccontextmanager
+from typing import Generic, NamedTuple, TypeVar
+
+from ...schemas.errors import MidstreamError
+
+Wish = TypeVar("Wish")
+
+
+class _Gate(ABC, Generic[Wish]):
+    """First come, first served: nobody overtakes a wish that waits. One event loop only."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[Wish, asyncio.Future[None]]] = deque()
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    def _check(self, wish: Wish) -> None:
+        """Raises MidstreamError for what will never fit."""
+
+    @abstractmethod
+    def _fits(self, wish: Wish) -> bool: ...
+
+    @abstractmethod
+    def _take(self, wish: Wish) -> None: ...
+
+    @abstractmethod
+    def _give_back(self, wish: Wish) -> None: ...
+
+    @asynccontextmanager
+    async def admitted(self, wish: Wish) -> AsyncIterator[None]:
+        """Hold what is wished for the block, once there is room. An empty wish never waits."""
+        self._check(wish)
+        if wish:
+            await self._acquire(wish)
+        try:
+            yield
+        finally:
+            self._release(wish)
+
+    async def _acquire(self, wish: Wish) -> None:
+        if not self._waiting and self._fits(wish):
+            self._take(wish)
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        entry = (wish, turn)
+        self._waiting.append(entry)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled() and turn.exception() is None:
+                self._release(wish)  # it was our turn in the same instant
+            elif entry in self._waiting:
+                self._waiting.remove(entry)
+                self._wake()
+            raise
+
+    def _release(self, wish: Wish) -> None:
+        self._give_back(wish)
+        self._wake()
+
+    def _wake(self) -> None:
+        while self._waiting and self._fits(self._waiting[0][0]):
+            wish, turn = self._waiting.popleft()
+            if not turn.done():
+                self._take(wish)
+                turn.set_result(None)
+
+
+class CrowdedOut(MidstreamError):
+    """What stands for everyone leaves no room for this request, which is not from its time: another attempt fits it."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__("intervention_failed", detail)
+
+
+class RowWish(NamedTuple):
+    """A row of the steering table: its content's key, and how many entries of the pool it takes."""
+
+    key: str
+    entries: int
+
+
+class RowAdmission(_Gate[frozenset[RowWish]]):
+    """Counts the distinct row contents in flight; never more than `rows` with `entries` at once. Equal contents share a row.
+
+    Some stand for everyone, whether a request in flight uses them or not.
+    """
+
+    def __init__(self, rows: int, entries: int) -> None:
+        super().__init__()
+        self._rows, self._entries = rows, entries
+        self._in_use: Counter[RowWish] = Counter()
+        self._standing: frozenset[RowWish] = frozenset()
+
+    @property
+    def used(self) -> int:
+        return len(self._in_use)
+
+    def check_standing(self, rows: frozenset[RowWish]) -> None:
+        """Raises MidstreamError("intervention_failed") when these can never take the place of those that stand now."""
+        self._check_size(rows)
+        if not self._within(rows | self._standing):
+            detail = f"beside what stands now, which it would replace, it does not fit the {self._rows} steering rows: clear that first"
+            raise MidstreamError("intervention_failed", detail)
+
+    @asynccontextmanager
+    async def replacing_standing(self, rows: frozenset[RowWish], patience_s: float) -> AsyncIterator[None]:
+        """These and those that stand are held in the block; after it these stand, or, when it raises, those as before.
+
+        Raises as `check_standing`, and when there is no room within `patience_s`.
+        """
+        self.check_standing(rows)
+        if rows:
+            try:
+                async with asyncio.timeout(patience_s):
+                    await self._acquire(rows)
+            except TimeoutError:
+                detail = f"no room for {len(rows)} more of the {self._rows} steering rows in {patience_s:g} s"
+                raise MidstreamError("intervention_failed", detail) from None
+        try:
+            yield
+        except BaseException:
+            self._release(rows)
+            raise
+        former, self._standing = self._standing, rows
+        self._release(former)
+        for entry in [entry for entry in self._waiting if not self._within(entry[0] | rows)]:
+            self._waiting.remove(entry)
+            if not entry[1].done():
+                entry[1].set_exception(self._crowded_out(entry[0]))
+        self._wake()
+
+    def clear_standing(self) -> None:
+        """None stand any more: the ranks have forgotten them."""
+        former, self._standing = self._standing, frozenset()
+        self._release(former)
+
+    def _check(self, wish: frozenset[RowWish]) -> None:
+        self._check_size(wish)
+        if wish and not self._within(wish | self._standing):
+            raise self._crowded_out(wish)
+
+    def _check_size(self, wish: frozenset[RowWish]) -> None:
+        for needed, there, setting in (
+            (len(wish), self._rows, "steering_rows"),
+            (_entries(wish), self._entries, "steering_entries"),
+        ):
+            if needed > there:
+                detail = f"the request needs {needed} {setting.replace('_', ' ')}, the engine has {there} (setting {setting})"
+                raise MidstreamError("intervention_failed", detail)
+
+    def _crowded_out(self, wish: frozenset[RowWish]) -> CrowdedOut:
+        return CrowdedOut(f"its {len(wish)} steering rows and the {len(self._standing)} that now stand for everyone do not fit together")
+
+    def _fits(self, wish: frozenset[RowWish]) -> bool:
+        return self._within(self._in_use.keys() | wish)
+
+    def _within(self, rows: Collection[RowWish]) -> bool:
+        return len(rows) <= self._rows and _entries(rows) <= self._entries
+
+    def _take(self, wish: frozenset[RowWish]) -> None:
+        self._in_use.update(wish)
+
+    def _give_back(self, wish: frozenset[RowWish]) -> None:
+        self._in_use.subtract(wish)
+        for row in wish:
+            if not self._in_use[row]:
+                del self._in_use[row]
+
+
+def _entries(rows: Iterable[RowWish]) -> int:
+    return sum(row.entries for row in rows)
+
+
+class CaptureBudget(_Gate[int]):
+    """Bytes of captured rows in flight: they lie in memory until the request ends and its file is written.
+
+    At most `limit`, or one request that is larger by itself.
+    """
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self._limit = limit
+        self._held = 0
+
+    def _fits(self, wish: int) -> bool:
+        return self._held == 0 or self._held + wish <= self._limit
+
+    def _take(self, wish: int) -> None:
+        self._held += wish
+
+    def _give_back(self, wish: int) -> None:
+        self._held -= wish
+
+
+class CellSlots(_Gate[int]):
+    """Cells of sweeps in the engine; `limit()` may be another each time, and is at least 1."""
+
+    def __init__(self, limit: Callable[[], int]) -> None:
+        super().__init__()
+        self._limit = limit
+        self._held = 0
+
+    async def acquire(self) -> None:
+        await self._acquire(1)
+
+    def release(self) -> None:
+        self._release(1)
+
+    def _fits(self, wish: int) -> bool:
+        return self._held + wish <= self._limit()
+
+    def _take(self, wish: int) -> None:
+        self._held += wish
+
+    def _give_back(self, wish: int) -> None:
+        self._held -= wish
+
+
+class StepRows(CaptureBudget):
+    """Rows that the requests in the engine may capture in one step: the buffers of a compiled forward hold so many.
+
+    `limit` 0: there is no such buffer, and no limit.
+    """
+
+    def _check(self, wish: int) -> None:
+        if self._limit and wish > self._limit:
+            raise MidstreamError(
+                "capture_failed",
+                f"the request captures {wish} rows in one step, the engine has room for {self._limit} (setting capture_buffer_mib)",
+            )
+
+    def _fits(self, wish: int) -> bool:
+        return not self._limit or self._held + wish <= self._limit

@@ -1,0 +1,119 @@
+"""Did a call succeed on every rank? Every answer is looked at; what did not succeed everywhere is undone everywhere."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from ...schemas.errors import MidstreamError
+from ...schemas.steering import RankApplied
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+#: Calls a method on all ranks and returns their answers in rank order; raises MidstreamError("engine_failed") when it cannot.
+CollectiveCall = Callable[[str, tuple[Any, ...]], Awaitable[Sequence[Any]]]
+
+
+class Refused(MidstreamError):
+    """A rank did not do what all were asked; `answers`: those of every rank."""
+
+    def __init__(self, detail: str, answers: list[RankApplied]) -> None:
+        super().__init__("intervention_failed", detail)
+        self.answers = answers
+
+
+class Quarantined(MidstreamError):
+    """The ranks may differ in what they have: no job may run here until they were made equal again."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__("intervention_failed", detail)
+
+
+class Undo(NamedTuple):
+    """The call that takes an action back; harmless on a rank where it never succeeded."""
+
+    method: str
+    arguments: tuple[Any, ...]
+
+
+def check_apply_results(action: str, results: Sequence[tuple[bool, str]], world: int) -> None:
+    """`results`: one `(ok, message)` of each rank, in rank order.
+
+    Raises Refused (`intervention_failed`) naming every rank that failed and why.
+    """
+    if len(results) != world:
+        raise Refused(f"{action}: {len(results)} of {world} ranks answered", _told(results))
+    if failures := refusals(_told(results)):
+        raise Refused(f"{action} failed on {failures}", _told(results))
+
+
+def refusals(answers: Sequence[RankApplied]) -> str:
+    """Which ranks said no, and why; empty when none did."""
+    return "; ".join(f"rank {answer.rank}: {answer.message or 'no reason was given'}" for answer in answers if not answer.ok)
+
+
+class Ranks:
+    """All ranks of an engine. `on_quarantine(reason)` is called where they may differ from now on, besides what is raised."""
+
+    def __init__(self, call: CollectiveCall, world: int, on_quarantine: Callable[[str], None]) -> None:
+        self._call, self._world, self._on_quarantine = call, world, on_quarantine
+
+    async def ask(self, action: str, method: str, *arguments: Any) -> list[RankApplied]:
+        """The answers of a call that changes nothing, good or bad. Raises MidstreamError when a rank gave none."""
+        results = await self._ask(method, arguments)
+        if len(results) != self._world:
+            check_apply_results(action, results, self._world)
+        return _told(results)
+
+    async def apply(self, action: str, method: str, *arguments: Any, undo: Undo | None = None) -> list[RankApplied]:
+        """Change something on every rank, or on none. Once begun it is brought to its end, also when the caller is cancelled.
+
+        Raises Refused with rank and reason when a rank failed and all took it back, and Quarantined when that failed as well
+        or there is no way back.
+        """
+        return await unbroken(self._apply(action, method, arguments, undo))
+
+    async def _apply(self, action: str, method: str, arguments: tuple[Any, ...], undo: Undo | None) -> list[RankApplied]:
+        results = await self._ask(method, arguments)
+        try:
+            check_apply_results(action, results, self._world)
+        except Refused as failure:
+            if undo is None:
+                raise self._quarantine(failure.detail) from failure
+            try:
+                check_apply_results(f"taking back {action}", await self._ask(*undo), self._world)
+            except Refused as second:
+                raise self._quarantine(f"{failure.detail}; {second.detail}") from second
+            raise
+        return _told(results)
+
+    async def _ask(self, method: str, arguments: tuple[Any, ...]) -> list[tuple[bool, str]]:
+        return [(bool(ok), str(message)) for ok, message in await self._call(method, arguments)]
+
+    def _quarantine(self, detail: str) -> Quarantined:
+        self._on_quarantine(detail)
+        return Quarantined(detail)
+
+
+def _told(results: Sequence[tuple[bool, str]]) -> list[RankApplied]:
+    return [RankApplied(rank=rank, ok=ok, message=message) for rank, (ok, message) in enumerate(results)]
+
+
+async def unbroken(work: Coroutine[Any, Any, T]) -> T:
+    """`work` to its end; a cancellation takes effect then."""
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError as error:
+            if task.cancelled():
+                raise
+            cancelled = error
+        except Exception as error:
+            if cancelled is not None:
+                logger.info("what a cancelled caller had begun failed: %s", error)
+    if cancelled is not None:
+        raise cancelled
+    return task.result()

@@ -1,0 +1,57 @@
+"""Which worker is this, and which start of it?"""
+
+import fcntl
+import os
+import re
+import socket
+import time
+import uuid
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from ...schemas.errors import MidstreamError
+from ...schemas.settings import Settings
+
+#: This start of the process; receipts and leases carry it, so that what a former start left behind is recognised.
+BOOT = uuid.uuid4().hex
+
+
+def with_worker_id(settings: Settings) -> Settings:
+    """The settings with `worker_id` filled in: stable over restarts, a plain file and node name."""
+    wanted = settings.worker_id or f"{socket.gethostname()}-{settings.served_model}"
+    return msgspec.structs.replace(settings, worker_id=re.sub(r"[^A-Za-z0-9_.-]", "-", wanted))
+
+
+class WorkerLock:
+    """Held for a worker's lifetime: a second live worker of the same id would release the first one's jobs."""
+
+    def __init__(self, settings: Settings, patience_s: float = 5.0):
+        """Raises MidstreamError("conflict") when another process holds the lock for longer than `patience_s` seconds."""
+        folder = Path(settings.data_dir).resolve() / "workers"
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / f"{settings.worker_id}.lock"
+        self._file: IO[str] = self.path.open("a+")
+        deadline = time.monotonic() + patience_s
+        while True:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    self._file.seek(0)
+                    holder = self._file.read().strip() or "unknown"
+                    self._file.close()
+                    raise MidstreamError(
+                        "conflict",
+                        f"worker {settings.worker_id!r} already runs (pid {holder}) on {settings.data_dir}: give this one another id",
+                        field="worker_id",
+                    ) from None
+                time.sleep(0.1)
+        self._file.truncate(0)
+        self._file.write(str(os.getpid()))
+        self._file.flush()
+
+    def release(self) -> None:
+        self._file.close()

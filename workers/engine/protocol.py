@@ -1,0 +1,168 @@
+"""What must an engine be able to do, so that a worker can host it?"""
+
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ...schemas.errors import MidstreamError
+from ...schemas.jobs import Job, Output, Sampling
+from ...schemas.keys import DEFAULT_TENANT
+from ...schemas.models import ModelInfo, TokenizerBundle
+from ...schemas.source_runs import RunFiles
+from ...schemas.specs import Entry, Grade, StoredCapture, StoredSteering
+from ...schemas.steering import GlobalSteering, RankApplied, RankSteering
+from ...schemas.tensors import Tensor
+
+#: Gives the tensor of a content hash; raises MidstreamError when nobody has it.
+Fetch = Callable[[str], Awaitable[Tensor]]
+#: Says where the rows of a run (`run_key`) are; raises MidstreamError when it is not ready, or deleted.
+Locate = Callable[[str], Awaitable[RunFiles]]
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One prompt, and all that is asked of the engine for it."""
+
+    job: str
+    request: int  # index of the prompt in its job; of a sweep see `schemas.sweep_units`
+    attempt: int
+    token_ids: list[int]
+    sampling: Sampling
+    steering: list[StoredSteering] = field(default_factory=list)  # patches among it
+    captures: list[StoredCapture] = field(default_factory=list)
+    captured: dict[str, int] = field(default_factory=dict)  # tag → how many of the job's prompts have a capture under it
+    stream: bool = False
+    entry: Entry | None = None
+    grade: Grade | None = None
+    keep_blocks: str = ""  # see `RankSpec`
+    trace: str = ""  # see `RankSpec`
+    tenant: str = DEFAULT_TENANT
+
+
+def ask_of(job: Job, request: int, attempt: int, trace: str = "") -> Ask:
+    """What a job that is no sweep asks for one of its prompts."""
+    return Ask(
+        job=job.id,
+        request=request,
+        attempt=attempt,
+        token_ids=job.prompts[request].token_ids,
+        sampling=job.sampling,
+        steering=job.steering[request] if job.steering else [],
+        captures=job.captures[request] if job.captures else [],
+        captured=job.captured,
+        stream=job.stream,
+        trace=trace,
+        tenant=job.tenant,
+    )
+
+
+def check_lengths(job: Job, info: ModelInfo) -> None:
+    """Raises MidstreamError("prompt_too_long") for a job accepted under a larger `max_model_len` than this worker's."""
+    lengths = {f"prompts[{index}]": len(prompt.token_ids) for index, prompt in enumerate(job.prompts)}
+    if job.sweep is not None:
+        lengths = {f"pairs[{index}]": pair.longest for index, pair in enumerate(job.sweep.pairs)}
+    for field_, tokens in lengths.items():
+        if tokens >= info.max_model_len:
+            detail = f"has {tokens} tokens and leaves none to generate: this worker's max_model_len is {info.max_model_len}"
+            raise MidstreamError("prompt_too_long", detail, field=field_, allowed=f"up to {info.max_model_len - 1} tokens")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What one prompt generated since the last `Progress`: a delta, never the whole."""
+
+    request: int  # index of the prompt in its job
+    text: str
+    token_ids: list[int]
+    finished: Output | None = None  # set on the last one: the whole output
+
+
+class Engine(Protocol):
+    """One model, loaded once, used from one event loop. `info` and `tokenizer` are there after `start`."""
+
+    info: ModelInfo
+    tokenizer: TokenizerBundle
+    world: int  # number of ranks (tp x pp): this many receipts for every request that wants them
+    enters: bool  # a forward may begin at `Ask.entry`; where it cannot, an entry changes nothing but the cache keys
+    on_quarantine: Callable[[str], None]  # set by the host; told why the ranks may differ, besides what is raised
+
+    async def start(self) -> None:
+        """Load the model; may take a minute. Raises MidstreamError("engine_failed")."""
+
+    async def hold_vectors(self, names: Sequence[str], fetch: Fetch, *, standing: bool = False) -> None:
+        """Have every one of these tensors on every rank, and keep them there until `release_vectors` with the same names.
+
+        `standing`: for modules and global steering, beside the cache's budget. Raises MidstreamError("intervention_failed")
+        naming rank and reason, and Quarantined; a call that raises, or is cancelled, holds nothing.
+        """
+
+    async def release_vectors(self, names: Sequence[str], *, standing: bool = False) -> None:
+        """These are no longer needed by whoever held them; they may stay as a cache."""
+
+    async def hold_runs(self, keys: Sequence[str], locate: Locate) -> None:
+        """Have the rows of every one of these source runs (`run_key`) on every rank of the stages that have its layers, and keep them
+        there until `release_runs` with the same keys. Whole runs, least recently used given up first; waits while what others hold
+        leaves no room.
+
+        Raises MidstreamError("intervention_failed") naming rank and reason, what `locate` raises, and Quarantined; a call that
+        raises, or is cancelled, holds nothing.
+        """
+
+    async def release_runs(self, keys: Sequence[str]) -> None:
+        """These are no longer needed by whoever held them; they may stay as a cache."""
+
+    def held_runs(self) -> list[str]:
+        """Keys of the runs that the ranks have now, in use or not."""
+
+    # What is applied to everyone and what has a name: `workers.serving.steering` calls these one at a time, never side by side.
+
+    async def prepare_global(self, steering: GlobalSteering) -> list[RankApplied]:
+        """Phase one: every rank checks that it could apply this, and changes nothing. Its tensors are held by the caller.
+
+        The answer of every rank, in rank order; raises MidstreamError("engine_failed") when the engine has died.
+        """
+
+    async def commit_global(self, steering: GlobalSteering) -> list[RankApplied]:
+        """Phase two: every rank applies it, to requests that begin from now on.
+
+        When a rank fails, all are rolled back to what they had; raises MidstreamError("intervention_failed") with rank and
+        reason then, and Quarantined when that fails as well.
+        """
+
+    async def set_module(self, name: str, digest: str, tensors: Sequence[str]) -> list[RankApplied]:
+        """Register a module on every rank, or change what its name points at; with an empty digest unregister it.
+
+        As `commit_global` when a rank fails. Its tensors are held by the caller.
+        """
+
+    async def steering_status(self) -> list[RankSteering]:
+        """Every rank's ledger and occupancy, in rank order."""
+
+    async def restart_ledgers(self) -> None:
+        """Resync, first half: every rank forgets all rows, modules, tensors and global steering, fails the requests that it
+        still has, and begins its ledger anew from zero; cached blocks that interventions touched are not found again.
+
+        The caller replays the desired state then, as at the start. Raises Quarantined when a rank does not obey.
+        """
+
+    async def same_content(self) -> bool:
+        """Resync, last half: do the ranks of every stage have the same bytes in their tables?"""
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for rows of the steering table."""
+
+    def generate(self, ask: Ask, everyone: GlobalSteering) -> AsyncGenerator[Progress, None]:
+        """Generate for one prompt under `everyone`, which was applied when the job was claimed; the last item carries `finished`.
+
+        Raises MidstreamError("engine_failed") when the engine has died. Closing the generator stops the request.
+        """
+
+    async def abort(self, job_id: str, attempt: int) -> None:
+        """Stop every request of this attempt; one that is over already is no error."""
+
+    async def shutdown(self) -> None:
+        """Stop the engine and end its processes; what is captured already is delivered first."""
+
+    async def failed(self) -> str:
+        """Return, with the reason, only when the engine has died by itself."""

@@ -1,0 +1,51 @@
+"""What are the ranks told about one prompt of a job?"""
+
+from ...schemas.selectors import depends_on_prompt, lowest_position
+from ...schemas.specs import RankSpec, StoredSteering, content_key, steering_digest
+from ...schemas.steering import GlobalSteering
+from ...schemas.version import __version__
+from .protocol import Ask
+
+
+def rank_spec(ask: Ask, everyone: GlobalSteering) -> RankSpec | None:
+    """None when nothing is asked for, by nobody: then no rank reports."""
+    own, captures = ask.steering, ask.captures
+    if not own and not captures and not everyone.entries and ask.grade is None:
+        return None
+    prompt_tokens = len(ask.token_ids)
+    standing = everyone.at(prompt_tokens)
+    steering = [*standing, *own]
+    lowest = min((lowest_position(capture.positions, prompt_tokens) for capture in captures), default=prompt_tokens)
+    return RankSpec(
+        version=__version__,
+        job=ask.job,
+        request=ask.request,
+        attempt=ask.attempt,
+        prompt_tokens=prompt_tokens,
+        steering=own,
+        captures=captures,
+        digest=_digest(standing, own, ask),
+        by_prompt=any(depends_on_prompt(entry.positions) for entry in steering),
+        first_affected=min((lowest_position(entry.positions, prompt_tokens) for entry in steering), default=-1),
+        lowest_captured=lowest if lowest < prompt_tokens else -1,
+        requests=ask.captured,
+        told_when_over=bool(ask.sampling.stop),
+        global_steering=standing,
+        global_version=everyone.version,
+        entry=ask.entry,
+        grade=ask.grade,
+        keep_blocks=ask.keep_blocks,
+        trace=ask.trace,
+    )
+
+
+def _digest(everyone: list[StoredSteering], own: list[StoredSteering], ask: Ask) -> str:
+    """Of all that touches the request's KV cache. The same entries share it, whether they are everyone's or the request's own.
+
+    With both they are told apart: each takes rows of its own, and what shares a row is rounded once. A forward that begins at a
+    layer above the first leaves the cache below it unwritten: those blocks are for nobody.
+    """
+    digest = steering_digest(everyone or own)
+    if everyone and own:
+        digest = content_key([steering_digest(everyone), steering_digest(own)])
+    return digest if ask.entry is None else content_key([digest, ask.job, ask.request, ask.attempt])

@@ -1,0 +1,30 @@
+"""How does the API tokenise exactly as the engine would? The worker hands over its tokenizer as data."""
+
+from transformers import AutoTokenizer
+
+from ...schemas.models import TokenizerBundle
+
+#: Text that exercises special tokens, spaces, newlines and non-ASCII: both tokenizers must agree on it.
+_PROBE = "The quick  brown fox,\n\n\tünïcode 東京 🙂 <|im_start|>user\n1234567890"
+
+
+def tokenizer_bundle(model: str) -> TokenizerBundle:
+    """The model's tokenizer for `tokenizers.Tokenizer.from_str`.
+
+    Raises ValueError when it is not a fast tokenizer or its serialised form tokenises otherwise.
+    """
+    from tokenizers import Tokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    if not tokenizer.is_fast:
+        raise ValueError(f"the tokenizer of {model} has no fast form (tokenizer.json), which the API needs")
+    text = tokenizer.backend_tokenizer.to_str()
+    if Tokenizer.from_str(text).encode(_PROBE).ids != tokenizer(_PROBE)["input_ids"]:
+        raise ValueError(f"the tokenizer of {model} behaves otherwise than its tokenizer.json: text prompts cannot be served safely")
+    special = {name: str(value) for name, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
+    return TokenizerBundle(
+        tokenizer_json=text,
+        chat_template=tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None,
+        special_tokens=special,
+        eos_token_ids=[tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else [],
+    )

@@ -1,0 +1,80 @@
+"""Which vectors are on the ranks? Each is sent once, to all ranks or to none, and kept while somebody needs it."""
+
+import asyncio
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+
+from ...schemas.tensors import Tensor
+from .collective import Ranks, Undo, unbroken
+from .protocol import Fetch
+
+
+class RankVectors:
+    """The worker's account of what the ranks hold; vectors that nobody holds stay as a cache within the budget.
+
+    What named modules and global steering hold (`standing`) does not count against it.
+    """
+
+    def __init__(self, ranks: Ranks, budget_bytes: int) -> None:
+        self._ranks, self._budget = ranks, budget_bytes
+        self._sizes: OrderedDict[str, int] = OrderedDict()  # least recently used first
+        self._held: Counter[str] = Counter()
+        self._standing: Counter[str] = Counter()
+        self._lock = asyncio.Lock()
+
+    async def hold(self, names: Sequence[str], fetch: Fetch, *, standing: bool = False) -> None:
+        """All of `names` on every rank, until `release`.
+
+        Raises MidstreamError("intervention_failed") when a rank refuses; what other ranks took is rolled back.
+        """
+        wanted = list(dict.fromkeys(names))
+        tensors = {name: await fetch(name) for name in wanted if name not in self._sizes}  # not under the lock: it may take long
+        async with self._lock:
+            missing = {name: tensor for name, tensor in tensors.items() if name not in self._sizes}
+            for name in wanted:
+                if name not in self._sizes and name not in missing:  # evicted meanwhile
+                    missing[name] = await fetch(name)
+            if missing:
+                await unbroken(self._send(missing, keep=set(wanted), counted=not standing))
+            holders = self._standing if standing else self._held
+            for name in wanted:
+                holders[name] += 1
+                self._sizes.move_to_end(name)
+
+    def release(self, names: Sequence[str], *, standing: bool = False) -> None:
+        """Undo one `hold` of the same names."""
+        holders = self._standing if standing else self._held
+        for name in dict.fromkeys(names):
+            holders[name] -= 1
+            if holders[name] <= 0:  # below: `forget` came in between
+                del holders[name]
+
+    def forget(self) -> None:
+        """The ranks have dropped everything, whoever held it."""
+        self._sizes.clear()
+        self._held.clear()
+        self._standing.clear()
+
+    async def _send(self, tensors: dict[str, Tensor], keep: set[str], counted: bool) -> None:
+        sizes = {name: len(tensor.data) for name, tensor in tensors.items()}
+        await self._evict(sum(sizes.values()) if counted else 0, keep)
+        payload = {name: {"dtype": t.dtype, "shape": t.shape, "data": t.data} for name, t in tensors.items()}
+        await self._ranks.apply(
+            "sending vectors", "midstream_put_vectors", payload, undo=Undo("midstream_drop_vectors", (sorted(tensors),))
+        )
+        self._sizes.update(sizes)
+
+    async def _evict(self, coming: int, keep: set[str]) -> None:
+        """Make room for `coming` bytes: drop what nobody holds, least recently used first."""
+        excess = sum(size for name, size in self._sizes.items() if name not in self._standing) + coming - self._budget
+        dropped = []
+        for name, size in self._sizes.items():
+            if excess <= 0:
+                break
+            if name not in self._held and name not in self._standing and name not in keep:
+                dropped.append(name)
+                excess -= size
+        if dropped:
+            for name in dropped:  # first: a rank that refuses leaves us not knowing who has them
+                del self._sizes[name]
+            await self._ranks.apply("dropping vectors", "midstream_drop_vectors", dropped)

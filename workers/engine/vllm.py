@@ -1,0 +1,276 @@
+"""How is stock vLLM hosted? One AsyncLLM, told to use our worker and scheduler classes, and nothing patched in its files."""
+
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from vllm import TokensPrompt
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from ...schemas.engine_errors import in_our_settings
+from ...schemas.errors import MidstreamError
+from ...schemas.global_capture import from_settings
+from ...schemas.models import ModelInfo, TokenizerBundle
+from ...schemas.selectors import HOOKS
+from ...schemas.settings import Settings, SettingsError
+from ...schemas.specs import RankSpec
+from ...schemas.steering import GlobalSteering, RankSteering
+from ...schemas.version import __version__
+from ..runner.architectures import UnsupportedArchitectureError, describe
+from ..runner.config import PlaneConfig
+from ..runner.consumers import available
+from .admission import CaptureBudget, StepRows
+from .identity import BOOT
+from .protocol import Ask, Progress
+from .rank_control import RankControl, rank_steering, row_wish
+from .rank_spec import rank_spec
+from .tokenizer import tokenizer_bundle
+from .vllm_options import check_architecture, engine_options, overlaps, prepare_environment
+from .vllm_output import Parts, sampling_params
+
+logger = logging.getLogger(__name__)
+
+#: How often a quiet engine is asked whether it is still alive.
+_HEALTH_INTERVAL_S = 0.25
+
+
+class VllmEngine(RankControl):
+    """`workers.engine.protocol.Engine` on vLLM's v1 engine, with either model runner."""
+
+    info: ModelInfo
+    tokenizer: TokenizerBundle
+    enters = False
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self._settings = settings
+        self._captures = CaptureBudget(settings.capture_memory_mib << 20)
+        self._live: dict[tuple[str, int], set[str]] = {}
+        self._stopping = False
+        self._broken = ""  # why the ranks' answers can no longer be relied on
+        self._ending: set[asyncio.Future[None]] = set()
+
+    async def start(self) -> None:
+        settings = self._settings
+        prepare_environment(settings)
+        plane = PlaneConfig(
+            version=__version__,
+            worker=settings.worker_id,
+            boot=BOOT,
+            relay_url=settings.relay_url,
+            outbox_dir=str(Path(settings.data_dir).resolve() / "outbox"),
+            capture_root=str(settings.capture_root),
+            hooks=_hooks(settings),
+            steering_rows=settings.steering_rows,
+            steering_entries=settings.steering_entries,
+            step_tokens=settings.max_num_batched_tokens,
+            capture_buffer_mib=settings.capture_buffer_mib,
+            capture_queue_mib=settings.capture_queue_mib,
+            capture_overload=settings.capture_overload,
+            spill_dir=str(Path(settings.data_dir).resolve() / "spill"),
+            row_store_mib=_row_store_mib(settings),
+            sweep_entry=settings.sweep_entry,
+            writer_threads=settings.writer_threads,
+            segment_limit_kib=settings.segment_limit_kib,
+            segment_mib=settings.segment_mib,
+            memory_limit_kib=settings.memory_limit_kib,
+            capture_quota_mib=settings.capture_quota_mib,
+            cores=sorted(os.sched_getaffinity(0)),
+            log_format=settings.log_format,
+            log_level=settings.log_level,
+            fault=settings.fault,
+            curve_secret_file=settings.curve_secret_file,
+            curve_server_key=settings.curve_server_key,
+        )
+        plane.export()
+        try:
+            await asyncio.to_thread(check_architecture, settings.model)
+            asked = await asyncio.to_thread(_engine_args(settings, plane).create_engine_config, UsageContext.ENGINE_CONTEXT)
+            config = asked.model_config
+            adapter = describe(
+                config.architectures[0], config.hf_config, config.max_model_len
+            )  # before any process of the engine starts: refused in words
+            self._llm = await asyncio.to_thread(AsyncLLM.from_vllm_config, asked, disable_log_stats=True)
+            self.tokenizer = await asyncio.to_thread(tokenizer_bundle, settings.model)
+        except UnsupportedArchitectureError:
+            raise
+        except Exception as error:
+            raise MidstreamError("engine_failed", f"the engine did not start: {in_our_settings(_reason(error))}") from error
+        hooks = [hook for hook in adapter.hooks if not plane.hooks or hook in plane.hooks]
+        self.enters = settings.sweep_entry and settings.enforce_eager and "pre_attn" in hooks  # as the ranks see it
+        self._row_bytes = config.get_hidden_size() * config.dtype.itemsize
+        row_limit = _row_limit(settings, plane, config)
+        self._step_rows = StepRows(row_limit)
+        # A step with a part of a prompt begins at the first layer: those that may begin higher are let in so that all fit whole.
+        self._entering = CaptureBudget(settings.max_num_batched_tokens)
+        self.info = ModelInfo(
+            name=settings.served_model,
+            version=__version__,
+            architecture=config.architectures[0],
+            num_layers=config.get_total_num_hidden_layers(),
+            hidden_size=config.get_hidden_size(),
+            vocab_size=config.get_vocab_size(),
+            max_model_len=config.max_model_len,
+            dtype=str(config.dtype).removeprefix("torch."),
+            hooks=list(hooks),
+            tokenizer="",
+            tp=settings.tensor_parallel_size,
+            pp=settings.pipeline_parallel_size,
+            runner="v2" if self._llm.vllm_config.use_v2_model_runner else "v1",
+            consumers=available(),
+            memory_limit_kib=settings.memory_limit_kib,
+            step_tokens=settings.max_num_batched_tokens,
+            capture_row_limit=row_limit,
+            steering_rows=settings.steering_rows,
+            steering_entries=settings.steering_entries,
+            global_captures=from_settings(settings, config.get_total_num_hidden_layers(), hooks, row_limit),
+            grades=True,
+            multimodal=config.is_multimodal_model,
+            caveats=list(adapter.caveats),
+        )
+
+    async def generate(self, ask: Ask, everyone: GlobalSteering) -> AsyncGenerator[Progress, None]:
+        spec = rank_spec(ask, everyone)
+        request_id = f"{ask.job}.{ask.request}.{ask.attempt}"
+        live = self._live.setdefault((ask.job, ask.attempt), set())
+        live.add(request_id)
+        submitted = over = False
+        try:
+            async with (
+                self._entering.admitted(len(ask.token_ids) if ask.entry is not None and self.enters else 0),
+                self._rows.admitted(row_wish(spec)),
+                self._step_rows.admitted(self._captured_rows(ask, self.info.step_tokens)),
+                self._captures.admitted(self._captured_rows(ask) * self._row_bytes),
+            ):
+                prompt = TokensPrompt(prompt_token_ids=ask.token_ids)
+                if self._settings.prefix_cache_scope == "tenant":
+                    prompt["cache_salt"] = ask.tenant  # part of the first block's hash, and so of all that follow
+                parts = Parts(ask.request)
+                submitted = True
+                # Closed before the rows are given back and the ranks are told: an abort then goes ahead of both.
+                async with aclosing(self._llm.generate(prompt, sampling_params(ask.sampling, spec), request_id)) as outputs:
+                    async for output in outputs:
+                        progress = parts.add(output)
+                        if progress is not None and progress.finished is not None:
+                            over = True
+                            if spec is not None and spec.told_when_over:
+                                await self._end(spec, spec.prompt_tokens + len(progress.finished.token_ids))
+                        if progress is not None:
+                            yield progress
+        except EngineDeadError as error:
+            raise MidstreamError("engine_failed", f"the engine died: {error}") from error
+        finally:
+            live.discard(request_id)
+            if not live:
+                self._live.pop((ask.job, ask.attempt), None)
+            if submitted and not over and spec is not None and not self._llm.errored:
+                # Cancelled: vLLM has sent its abort by now, so the ranks hear this after it or with it.
+                task = asyncio.ensure_future(self._end(spec, -1))
+                self._ending.add(task)
+                task.add_done_callback(self._ended)
+
+    def _captured_rows(self, ask: Ask, positions: int = sys.maxsize) -> int:
+        """How many rows the captures of one prompt may have, of at most so many positions."""
+        prompt_tokens = len(ask.token_ids)
+        max_tokens = ask.sampling.max_tokens + self._settings.speculative_tokens  # drafts beyond the end are computed, too
+        return sum(capture.num_sites * min(positions, capture.count_positions(prompt_tokens, max_tokens)) for capture in ask.captures)
+
+    async def abort(self, job_id: str, attempt: int) -> None:
+        for request_id in list(self._live.get((job_id, attempt), ())):
+            await self._llm.abort(request_id)
+
+    async def steering_status(self) -> list[RankSteering]:
+        """Also has the prefix cache begin anew after a failed intervention."""
+        statuses = await self._call("midstream_status", ())
+        if any(rank["tainted"] or rank["unkept"] for rank in statuses):
+            await self._llm.reset_prefix_cache()  # see our scheduler: what matters is forgotten also while requests run
+            await self._ranks.apply("forgetting failed interventions", "midstream_cleanse", [rank["step"] for rank in statuses])
+        return [rank_steering(status) for status in statuses]
+
+    async def restart_ledgers(self) -> None:
+        await super().restart_ledgers()
+        await self._llm.reset_prefix_cache()  # of what was touched nothing is found again, see our scheduler
+
+    async def shutdown(self) -> None:
+        """Captures and receipts that are on their way are written and sent first."""
+        self._stopping = True
+        if not self._llm.errored:
+            await self._call("midstream_close", ())
+        if self._llm.output_handler is not None:
+            self._llm.output_handler.cancel()  # or it would log the end of the engine as its death
+        await asyncio.to_thread(self._llm.shutdown)
+
+    async def failed(self) -> str:
+        while True:
+            if not self._stopping and self._llm.errored:
+                return f"the engine died: {self._llm.dead_error}"
+            if not self._stopping and self._broken:
+                return self._broken
+            await asyncio.sleep(_HEALTH_INTERVAL_S)
+
+    async def _end(self, spec: RankSpec, num_tokens: int) -> None:
+        """Tell the ranks where a request ends, see `DataPlane.end`."""
+        await self._ranks.apply("ending a request", "midstream_end", spec.key, num_tokens)
+
+    def _ended(self, task: "asyncio.Future[None]") -> None:
+        self._ending.discard(task)
+        if not task.cancelled() and task.exception() is not None and not self._llm.errored:
+            logger.error("the ranks could not be told of a cancelled request: %s", task.exception())
+
+    async def _call(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+        try:
+            results: list[Any] = await self._llm.collective_rpc(method, args=args)
+        except EngineDeadError as error:
+            raise MidstreamError("engine_failed", f"the engine died: {error}") from error
+        except Exception as error:
+            # vLLM leaves the other ranks' answers lying: the next call would take them for its own.
+            self._broken = f"a rank failed in {method}: {error}"
+            raise MidstreamError("engine_failed", self._broken) from error
+        return results
+
+
+def _reason(error: Exception) -> str:
+    """In one line; of a failed validation only what is wrong, without pydantic's account of its input."""
+    text = "; ".join(each["msg"] for each in error.errors()) if isinstance(error, ValidationError) else str(error)
+    return " ".join(text.split()) or type(error).__name__
+
+
+def _hooks(settings: Settings) -> list[str]:
+    """The hook points that the settings name; empty for all. Raises SettingsError."""
+    names = [] if settings.hooks == "all" else [name.strip() for name in settings.hooks.split(",")]
+    for name in names:
+        if name not in HOOKS:
+            raise SettingsError(f"hooks: {name!r} is not a hook point: use `all`, or some of {', '.join(HOOKS)}")
+    return names
+
+
+def _row_limit(settings: Settings, plane: PlaneConfig, config: Any) -> int:
+    """How many rows a step may capture; 0 where rows are captured straight into memory that is made for the step."""
+    if current_platform.is_cpu():
+        return 0 if settings.enforce_eager else plane.ring_rows(config.get_hidden_size(), config.dtype.itemsize)
+    return plane.ring_rows(config.get_hidden_size(), config.dtype.itemsize) // 2  # one half is filled while the other is read
+
+
+def _row_store_mib(settings: Settings) -> int:
+    """What is promised to a later request must be there: rows that may be dropped are not kept for others."""
+    return settings.row_store_mib if settings.enable_prefix_caching and settings.capture_overload != "drop" else 0
+
+
+def _engine_args(settings: Settings, plane: PlaneConfig) -> AsyncEngineArgs:
+    scheduler = "MidstreamAsyncScheduler" if overlaps(settings) else "MidstreamScheduler"
+    return AsyncEngineArgs(
+        **engine_options(settings),
+        worker_cls="midstream.workers.runner.worker_class.MidstreamWorker",
+        scheduler_cls=f"midstream.workers.runner.scheduler.{scheduler}",
+        additional_config=plane.layout(),
+    )

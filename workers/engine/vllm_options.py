@@ -1,0 +1,101 @@
+"""What do the settings ask of vLLM, besides what is ours?"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from transformers import PretrainedConfig
+from vllm.platforms import current_platform
+
+from ...broker.ops.private_files import private_folder
+from ...schemas.base import to_json
+from ...schemas.settings import Settings
+from ..runner.architectures import check_name
+
+#: Draft tokens are looked up in the prompt by its last 4 to 2 tokens.
+_NGRAMS = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
+#: Tokens in a block of the KV cache. vLLM's 128 leaves prompts of a sentence nothing to share; 32 is the least that its kernels for
+#: CPUs take, and as fast (measured with prompts of 300 tokens, and while 16 requests generate).
+_CPU_BLOCK = 32
+
+
+def engine_options(settings: Settings) -> dict[str, Any]:
+    """What the settings ask of vLLM, without anything of ours: a stock engine started so is what we compare with."""
+    options: dict[str, Any] = {
+        "model": settings.model,
+        "served_model_name": settings.served_model,
+        "dtype": settings.dtype,
+        "max_model_len": settings.max_model_len,
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "pipeline_parallel_size": settings.pipeline_parallel_size,
+        "enforce_eager": settings.enforce_eager,
+        "max_num_seqs": settings.max_num_seqs,
+        "max_num_batched_tokens": settings.max_num_batched_tokens,
+        "enable_prefix_caching": settings.enable_prefix_caching,
+        "num_gpu_blocks_override": settings.num_gpu_blocks,
+        "async_scheduling": overlaps(settings),
+        "disable_log_stats": True,
+        "generation_config": "vllm",  # sampling is what the job says, never a file beside the weights
+    }
+    if settings.executor != "auto":
+        options["distributed_executor_backend"] = settings.executor
+    if settings.speculative_tokens:
+        options["speculative_config"] = {"method": "ngram", "num_speculative_tokens": settings.speculative_tokens} | _NGRAMS
+    block_size = settings.block_size or (_CPU_BLOCK if current_platform.is_cpu() else None)
+    if block_size is not None:
+        options["block_size"] = block_size
+    if current_platform.is_cpu():
+        options["kv_cache_memory_bytes"] = int(settings.kv_cache_gib * (1 << 30))
+    return options
+
+
+def check_architecture(model: str) -> None:
+    """Raises UnsupportedArchitectureError by the name in the checkpoint's config.json, before vLLM imports anything for it.
+
+    A checkpoint without that file, or that is not there, is left to vLLM's own error.
+    """
+    try:
+        config, _ = PretrainedConfig.get_config_dict(model)
+    except (OSError, ValueError):
+        return
+    for architecture in (config.get("architectures") or [])[:1]:
+        check_name(architecture)
+
+
+def overlaps(settings: Settings) -> bool:
+    """Asynchronous scheduling; the v1 runner does not support it over pipeline stages, nor vLLM with drafts by n-gram."""
+    return settings.pipeline_parallel_size == 1 and not settings.speculative_tokens
+
+
+def prepare_environment(settings: Settings) -> None:
+    """What vLLM reads from the environment; set before its processes start."""
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    if settings.log_format == "json":
+        os.environ["VLLM_LOGGING_CONFIG_PATH"] = _logging_config(settings)
+    runner = settings.runner
+    if runner == "auto" and current_platform.is_cpu():
+        runner = "v1"  # the v2 runner needs Triton, which has no CPU backend
+    if runner != "auto":
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if runner == "v2" else "0"
+    ranks = settings.tensor_parallel_size * settings.pipeline_parallel_size
+    if current_platform.is_cpu() and ranks > 1 and "VLLM_CPU_OMP_THREADS_BIND" not in os.environ:
+        cores = sorted(os.sched_getaffinity(0))
+        share = max(1, len(cores) // ranks)
+        groups = [cores[rank * share : (rank + 1) * share] or [cores[rank % len(cores)]] for rank in range(ranks)]
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, group)) for group in groups)
+
+
+def _logging_config(settings: Settings) -> str:
+    """A file that has vLLM log as we do, in every process that it starts, once it is imported there."""
+    formatter = {"()": "midstream.broker.ops.logs.JsonFormatter", "process": "engine", "worker": settings.worker_id}
+    config = {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {"json": formatter},
+        "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "json", "stream": "ext://sys.stderr"}},
+        "root": {"handlers": ["stderr"], "level": settings.log_level},
+    }
+    path = private_folder(Path(settings.data_dir).resolve() / "logs") / f"vllm-{settings.worker_id}.json"
+    path.write_bytes(to_json(config))
+    return str(path)

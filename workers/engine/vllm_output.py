@@ -1,0 +1,72 @@
+"""How does a job's sampling become vLLM's, and how do vLLM's deltas become our output?"""
+
+import msgspec
+from vllm import SamplingParams
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind
+
+from ...schemas.errors import MidstreamError
+from ...schemas.jobs import Output, Sampling, TokenLogprob
+from ...schemas.specs import RankSpec
+from .protocol import Progress
+
+
+def sampling_params(sampling: Sampling, spec: RankSpec | None) -> SamplingParams:
+    """vLLM's parameters, with the spec for the ranks."""
+    return SamplingParams(
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        seed=sampling.seed,
+        stop=sampling.stop,
+        stop_token_ids=sampling.stop_token_ids,
+        ignore_eos=sampling.ignore_eos,
+        logprobs=sampling.logprobs,
+        output_kind=RequestOutputKind.DELTA,
+        extra_args={"midstream": msgspec.to_builtins(spec, builtin_types=(bytes,))} if spec else None,
+    )
+
+
+class Parts:
+    """Joins vLLM's deltas of one prompt into the whole output."""
+
+    def __init__(self, request: int) -> None:
+        self._request = request
+        self._text: list[str] = []
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprob] | None = None
+
+    def add(self, output: RequestOutput) -> Progress | None:
+        part = output.outputs[0]
+        self._text.append(part.text)
+        self._token_ids += part.token_ids
+        if part.logprobs is not None:
+            self._logprobs = (self._logprobs or []) + _logprobs(part)
+        if not output.finished:
+            return Progress(self._request, part.text, list(part.token_ids)) if part.token_ids or part.text else None
+        if part.finish_reason not in ("stop", "length"):
+            raise MidstreamError("engine_failed", f"the engine ended the request with {part.finish_reason!r}")
+        finished = Output(
+            index=self._request,
+            text="".join(self._text),
+            token_ids=self._token_ids,
+            finish_reason=part.finish_reason,
+            prompt_tokens=len(output.prompt_token_ids or []),
+            cached_tokens=output.num_cached_tokens or 0,
+            logprobs=self._logprobs,
+        )
+        return Progress(self._request, part.text, list(part.token_ids), finished)
+
+
+def _logprobs(part: CompletionOutput) -> list[TokenLogprob]:
+    found = []
+    for token_id, choices in zip(part.token_ids, part.logprobs or [], strict=True):
+        entries = {
+            other: TokenLogprob(token_id=other, token=choice.decoded_token or "", logprob=choice.logprob)
+            for other, choice in choices.items()
+        }
+        chosen = entries[token_id]
+        top = sorted(entries.values(), key=lambda entry: -entry.logprob)
+        found.append(msgspec.structs.replace(chosen, top=top))
+    return found

@@ -1,0 +1,18 @@
+"""Chooses the engine that a worker hosts."""
+
+from ..schemas.errors import MidstreamError
+from ..schemas.settings import Settings
+from .engine.protocol import Engine
+
+
+def make_engine(settings: Settings) -> Engine:
+    """The engine that `settings.engine` names, not started yet. Raises MidstreamError("engine_failed") where vLLM is not installed."""
+    if settings.engine == "fake":
+        from .fake.engine import FakeEngine
+
+        return FakeEngine(settings)
+    try:
+        from .engine.vllm import VllmEngine
+    except ModuleNotFoundError as error:
+        raise MidstreamError("engine_failed", f"vLLM is not installed here ({error}): install the `cpu` or `gpu` extra") from error
+    return VllmEngine(settings)

@@ -1,0 +1,203 @@
+"""What does the control plane do when no model is in the way?
+
+`FakeEngine` generates without a model: deterministic text, a settable time per token, and real receipts and real capture
+files for every rank it claims to have. Steering of every op is checked, accounted for on each rank and decides the text;
+captured rows stay as they are. For control-plane tests and benchmarks only; nothing it says is about a language model. Faults
+that `settings.fault` may name (see `FakeFaults`): `engine_dies:tokens=N` (after N tokens in all), `generate:request=I` (that
+prompt of each job fails), `disagree:rank=R` (rank R's receipts tell another checksum), `refuse:request=I` (the ranks report an
+error of that prompt of each job), `silent:rank=R` (rank R never reports), `start:reason=TEXT`, `slow_start:seconds=S`; and of a
+call to rank R: `hold`, `drop`, `put_run`, `drop_runs`, `prepare`, `commit`, `set_module`, `rollback`, `restart` (the rank refuses),
+`lose_run` (it has none of the source run that a request names), `desync` (it does not account for a steered request), `fingerprint`
+(it has other bytes).
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from ...schemas.errors import MidstreamError
+from ...schemas.jobs import Output, Sampling, TokenLogprob
+from ...schemas.settings import Settings
+from ...schemas.specs import RankSpec, StoredSteering
+from ...schemas.steering import GlobalSteering, RankSteering
+from ..engine.protocol import Ask, Progress
+from ..engine.rank_control import RankControl, row_wish
+from ..engine.rank_spec import rank_spec
+from .model import Dice, make_bundle, make_info, make_tokenizer
+from .rank import FakeFaults
+from .ranks import FakeRanks
+
+
+class FakeEngine(RankControl):
+    """An `Engine` without a model. `settings.fake_token_s`: seconds per token; 0 gives a whole output at once."""
+
+    enters = True  # nothing is left out, but what a forward would begin with is checked
+
+    def __init__(self, settings: Settings):
+        super().__init__(settings)
+        self._settings = settings
+        self.faults = FakeFaults(settings.fault)
+        self._tokenizer = make_tokenizer()
+        self.tokenizer = make_bundle(self._tokenizer)
+        self.info = make_info(settings, self._tokenizer, self.tokenizer)
+        self._slots = asyncio.Semaphore(settings.max_num_seqs)
+        self._tokens = 0  # generated so far, over all requests
+        self._running = 0  # requests that are being generated, and do not wait
+        self._death: asyncio.Event = asyncio.Event()
+        self._reason = ""
+        self._active: Counter[tuple[str, int]] = Counter()  # requests of an attempt that are being generated
+        self._aborted: set[tuple[str, int]] = set()
+        self.ranks = FakeRanks(settings, self.faults, self._die)
+
+    async def start(self) -> None:
+        if (found := self.faults.get("start")) is not None:
+            raise MidstreamError("engine_failed", found["reason"])
+        if (found := self.faults.get("slow_start")) is not None:
+            # In a thread, where a real engine is built: nothing can interrupt that.
+            await asyncio.to_thread(time.sleep, float(found["seconds"]))
+        await self.ranks.start()
+
+    async def _call(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+        await asyncio.sleep(0)
+        if self._reason:
+            raise MidstreamError("engine_failed", self._reason)
+        return self.ranks.call(method, args)
+
+    async def steering_status(self) -> list[RankSteering]:
+        self.ranks.tell_load(self._running, sum(self._active.values()) - self._running)
+        return await super().steering_status()
+
+    async def generate(self, ask: Ask, everyone: GlobalSteering) -> AsyncGenerator[Progress, None]:
+        attempt = ask.job, ask.attempt
+        self._active[attempt] += 1
+        try:
+            async with aclosing(self._generate(ask, rank_spec(ask, everyone))) as progresses:
+                async for progress in progresses:
+                    yield progress
+        finally:
+            self._active[attempt] -= 1
+            if not self._active[attempt]:
+                del self._active[attempt]
+                self._aborted.discard(attempt)
+
+    async def _generate(self, ask: Ask, spec: RankSpec | None) -> AsyncGenerator[Progress, None]:
+        steering = [*spec.global_steering, *spec.steering] if spec is not None else []
+        async with self._rows.admitted(row_wish(spec)), self._slots, self._stepping():
+            if (found := self.faults.get("generate")) is not None and int(found["request"]) == ask.request:
+                raise MidstreamError("intervention_failed", f"rank 0 refused prompt {ask.request}: injected fault")
+            writing = _Writing(self._tokenizer, ask, steering)
+            if spec is not None:
+                self.ranks.begin(spec)
+            try:
+                while writing.finish_reason is None:
+                    await self._take_time(ask)
+                    if (ask.job, ask.attempt) in self._aborted:
+                        return
+                    writing.add_token()
+                    if writing.finish_reason is None and (ask.stream or self._settings.fake_token_s):
+                        yield writing.progress()
+            finally:
+                if spec is not None:
+                    self.ranks.end(spec)
+            if spec is not None:
+                self.ranks.report(ask, spec, writing.token_ids)
+        yield writing.progress()
+
+    @asynccontextmanager
+    async def _stepping(self) -> AsyncGenerator[None, None]:
+        self._running += 1
+        try:
+            yield
+        finally:
+            self._running -= 1
+
+    async def _take_time(self, ask: Ask) -> None:
+        if self._settings.fake_token_s:
+            await asyncio.sleep(self._settings.fake_token_s)
+        elif ask.stream:
+            await asyncio.sleep(0)
+        if self._reason:
+            raise MidstreamError("engine_failed", self._reason)
+        self._tokens += 1
+        if (found := self.faults.get("engine_dies")) is not None and self._tokens >= int(found["tokens"]):
+            self._die(f"the fake engine died after {self._tokens} tokens")
+            raise MidstreamError("engine_failed", self._reason)
+
+    async def abort(self, job_id: str, attempt: int) -> None:
+        if (job_id, attempt) in self._active:
+            self._aborted.add((job_id, attempt))
+
+    async def shutdown(self) -> None:
+        await self.ranks.close()
+
+    def _die(self, reason: str) -> None:
+        self._reason = reason
+        self._death.set()
+
+    async def failed(self) -> str:
+        await self._death.wait()
+        return self._reason
+
+
+class _Writing:
+    """One output on its way."""
+
+    def __init__(self, tokenizer: Tokenizer, ask: Ask, steering: list[StoredSteering]):
+        self.token_ids: list[int] = []
+        self.finish_reason: str | None = None
+        self._text = ""
+        self._sent_tokens = 0
+        self._sent_text = 0
+        self._ask, self._dice = ask, Dice(tokenizer, ask.token_ids, ask.sampling.seed, steering)
+        self._decode: Callable[[list[int]], str] = tokenizer.decode
+        #: Characters held back while they may turn out to begin a stop string.
+        self._held_back = max((len(stop) for stop in ask.sampling.stop), default=1) - 1
+
+    def add_token(self) -> None:
+        sampling = self._ask.sampling
+        self.token_ids.append(self._dice.roll())
+        self._text += self._decode(self.token_ids[-1:])
+        ends = [found for stop in sampling.stop if (found := self._text.find(stop)) >= 0]
+        if ends:
+            self._text, self.finish_reason = self._text[: min(ends)], "stop"
+        elif self.token_ids[-1] in sampling.stop_token_ids:
+            self.finish_reason = "stop"
+        elif len(self.token_ids) >= sampling.max_tokens:
+            self.finish_reason = "length"
+
+    def progress(self) -> Progress:
+        until = len(self._text) if self.finish_reason else max(len(self._text) - self._held_back, self._sent_text)
+        text, tokens = self._text[self._sent_text : until], self.token_ids[self._sent_tokens :]
+        self._sent_text, self._sent_tokens = until, len(self.token_ids)
+        return Progress(self._ask.request, text, tokens, self._output() if self.finish_reason else None)
+
+    def _output(self) -> Output:
+        assert self.finish_reason is not None
+        return Output(
+            index=self._ask.request,
+            text=self._text,
+            token_ids=self.token_ids,
+            finish_reason=self.finish_reason,
+            prompt_tokens=len(self._ask.token_ids),
+            logprobs=self._logprobs(self._ask.sampling),
+        )
+
+    def _logprobs(self, sampling: Sampling) -> list[TokenLogprob] | None:
+        """Each token as if all letters had the same chance."""
+        if sampling.logprobs is None:
+            return None
+        chance = -3.2958  # ln(1/27)
+        return [
+            TokenLogprob(
+                token_id=token,
+                token=self._decode([token]),
+                logprob=chance,
+                top=[TokenLogprob(token_id=token, token=self._decode([token]), logprob=chance)] * min(sampling.logprobs, 1),
+            )
+            for token in self.token_ids
+        ]

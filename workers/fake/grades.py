@@ -1,0 +1,132 @@
+"""What would the model that is none expect next? A number that tokens and edited rows decide, so that a wrong patch shows.
+
+A row that an edit leaves as it is counts for nothing: so a patch with a prompt's own row changes nothing here either.
+"""
+
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from ...broker.artifacts.local import inside
+from ...schemas.base import to_msgpack
+from ...schemas.blobs import DamagedBlob, read_header
+from ...schemas.selectors import Hook, select
+from ...schemas.source_runs import ZEROS, RunFiles, RunRow, is_row, parse_row
+from ...schemas.specs import RankSpec, StoredSteering
+from .model import HIDDEN_SIZE, residual_rows
+
+#: (hook, layer, position) and what stands there: a row's bytes, or what would be done to it.
+Edit = tuple[str, int, int, bytes]
+
+
+class Ungradable(Exception):
+    """The request's grade cannot be told; the text says why."""
+
+
+def expected_logprob(token_ids: Sequence[int], edits: Sequence[Edit], token: int) -> float:
+    """Of `token` behind `token_ids`, nats: a number in (−10, 0)."""
+    return -(zlib.crc32(to_msgpack((list(token_ids), sorted(edits), token))) % 9_999 + 1) / 1000
+
+
+def expected_divergence(first: tuple[Sequence[int], Sequence[Edit]], second: tuple[Sequence[int], Sequence[Edit]]) -> float:
+    """Of what is expected behind two prompts under their edits, nats: 0 where they are the same."""
+    told = [to_msgpack((list(token_ids), sorted(edits))) for token_ids, edits in (first, second)]
+    return 0.0 if told[0] == told[1] else (zlib.crc32(b"".join(told)) % 4_999 + 1) / 1000
+
+
+def own_row(hook: str, layer: int, position: int, token_ids: Sequence[int]) -> np.ndarray:
+    """`[HIDDEN_SIZE]` float32: what stands there without an edit."""
+    row: np.ndarray = residual_rows(layer, np.array([position]), np.array([token_ids[position]]), hook)[0]
+    return row
+
+
+def replaced(hook: str, layer: int, position: int, token_ids: Sequence[int], row: np.ndarray, alpha: float = 1.0) -> list[Edit]:
+    """The edit that writes `row` there; none where it is what stands there anyway."""
+    own = own_row(hook, layer, position, token_ids)
+    new = row.astype(np.float32) if alpha == 1.0 else ((1 - alpha) * own.astype(np.float64) + alpha * row).astype(np.float32)
+    return [] if (new == own).all() else [(hook, layer, position, new.tobytes())]
+
+
+class FakeGrades:
+    """Grades requests as the last stage's first rank does. `runs()`: the source runs that the ranks have, by key."""
+
+    def __init__(self, root: Path, runs: Callable[[], dict[str, RunFiles]]) -> None:
+        self._root, self._runs = root, runs
+        self._kept: dict[str, tuple[Sequence[int], Sequence[Edit]]] = {}
+        self._read: dict[str, dict[tuple[str, int], np.ndarray]] = {}
+
+    def of(self, spec: RankSpec, token_ids: Sequence[int]) -> list[float]:
+        """What `spec.grade` asks. Raises Ungradable."""
+        grade = spec.grade
+        if grade is None:
+            return []
+        edits = [edit for entry in (*spec.global_steering, *spec.steering) for edit in self._edits(entry, token_ids)]
+        if spec.entry is not None:
+            self._check_entry(spec.entry.run, spec.entry.layer, token_ids, edits)
+        if grade.keep:
+            self._kept[grade.keep] = token_ids, edits
+        values = [expected_logprob(token_ids, edits, token) for token in grade.token_ids]
+        if grade.against:
+            if grade.against not in self._kept:
+                raise Ungradable(f"the distribution {grade.against!r} that it is compared with is not kept any more")
+            values.append(expected_divergence(self._kept[grade.against], (token_ids, edits)))
+        return values
+
+    def _edits(self, entry: StoredSteering, token_ids: Sequence[int]) -> list[Edit]:
+        edits: list[Edit] = []
+        for position in select(entry.positions, 0, len(token_ids), len(token_ids)):
+            for layer in entry.layers:
+                name = entry.tensors[0]
+                if entry.family == "replace" and (name == ZEROS or is_row(name)):
+                    row = np.zeros(HIDDEN_SIZE, np.float32) if name == ZEROS else self._row(parse_row(name))
+                    edits += replaced(entry.hook, layer, position, token_ids, row, entry.numbers[0])
+                else:
+                    edits.append((entry.hook, layer, position, to_msgpack((entry.family, entry.tensors, entry.numbers, entry.scale))))
+        return edits
+
+    def _row(self, row: RunRow) -> np.ndarray:
+        rows, positions = self._rows(row.key, row.hook, row.layer)
+        if row.position is not None:
+            found: np.ndarray = rows[positions.index(row.position)]
+            return found
+        chosen = rows[[positions.index(place) for place in row.mean]] if row.mean else rows
+        mean: np.ndarray = chosen.astype(np.float64).mean(0).astype(np.float32)
+        return mean
+
+    def _check_entry(self, run: str, layer: int, token_ids: Sequence[int], edits: Sequence[Edit]) -> None:
+        """As a rank that begins there: with rows of the very same tokens, and nothing edited below."""
+        rows, positions = self._rows(run, "pre_attn", layer)
+        if positions != list(range(len(token_ids))):
+            raise Ungradable(f"source run {run} does not have all positions of the prompt")
+        own = residual_rows(layer, np.arange(len(token_ids)), np.array(token_ids), "pre_attn")
+        if not (rows == own).all():
+            raise Ungradable(f"source run {run} is of other tokens")
+        if below := [edit for edit in edits if edit[1] < layer]:
+            raise Ungradable(f"layer {below[0][1]} is edited below layer {layer}, at which the forward begins")
+
+    def _rows(self, key: str, hook: Hook, layer: int) -> tuple[np.ndarray, list[int]]:
+        """`[positions, HIDDEN_SIZE]`, and which positions these are."""
+        run = self._runs().get(key)
+        if run is None:
+            raise Ungradable(f"source run {key} is not on this rank")
+        try:
+            if key not in self._read:
+                self._read[key] = self._load(run)
+            return self._read[key][hook, layer], run.positions
+        except KeyError:
+            raise Ungradable(f"source run {key} has no rows of {hook} of layer {layer}") from None
+        except (OSError, DamagedBlob) as error:
+            raise Ungradable(f"source run {key} cannot be read: {error}") from error
+
+    def _load(self, run: RunFiles) -> dict[tuple[str, int], np.ndarray]:
+        rows = {}
+        for file in run.files:
+            raw = inside(self._root, file.path).read_bytes()[file.offset : file.offset + file.bytes]
+            header = read_header(lambda start, count, raw=raw: raw[start : start + count], len(raw))  # type: ignore[misc]
+            for place in header.tensors.values():
+                if place.site is not None:
+                    values = np.frombuffer(raw, np.float32, place.length // 4, place.start)
+                    rows[place.site] = values.reshape(place.shape)
+        return rows

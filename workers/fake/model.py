@@ -1,0 +1,101 @@
+"""What does the model that is none look like from outside? Its facts, its tokenizer, its text and its residual stream."""
+
+import zlib
+from typing import cast
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+
+from ...schemas.base import to_msgpack
+from ...schemas.global_capture import from_settings
+from ...schemas.models import ModelInfo, TokenizerBundle, encode_bundle
+from ...schemas.selectors import HOOKS, Hook
+from ...schemas.settings import Settings
+from ...schemas.specs import StoredSteering
+from ...schemas.version import __version__
+from ..runner.consumers import available
+
+NUM_LAYERS = 4
+HIDDEN_SIZE = 8
+BOS, EOS = "<bos>", "<eos>"
+MAX_MODEL_LEN = 4096
+
+_CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def make_tokenizer() -> Tokenizer:
+    """One token per byte and nothing merged: any text survives a round trip."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(BPE(vocab={character: index for index, character in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([BOS, EOS])
+    return tokenizer
+
+
+def make_bundle(tokenizer: Tokenizer) -> TokenizerBundle:
+    return TokenizerBundle(
+        tokenizer_json=tokenizer.to_str(),
+        chat_template=_CHAT_TEMPLATE,
+        special_tokens={"bos_token": BOS, "eos_token": EOS},
+        eos_token_ids=[_token_id(tokenizer, EOS)],
+    )
+
+
+def make_info(settings: Settings, tokenizer: Tokenizer, bundle: TokenizerBundle) -> ModelInfo:
+    return ModelInfo(
+        name=settings.served_model,
+        version=__version__,
+        architecture="FakeForCausalLM",
+        num_layers=NUM_LAYERS,
+        hidden_size=HIDDEN_SIZE,
+        vocab_size=tokenizer.get_vocab_size(),
+        max_model_len=settings.max_model_len or MAX_MODEL_LEN,
+        dtype="float32",
+        hooks=list(HOOKS),
+        tokenizer=encode_bundle(bundle)[0],
+        tp=settings.tensor_parallel_size,
+        pp=settings.pipeline_parallel_size,
+        runner="fake",
+        consumers=available(),
+        memory_limit_kib=settings.memory_limit_kib,
+        step_tokens=settings.max_num_batched_tokens,
+        steering_rows=settings.steering_rows,
+        steering_entries=settings.steering_entries,
+        global_captures=from_settings(settings, NUM_LAYERS),
+        grades=True,
+    )
+
+
+def _token_id(tokenizer: Tokenizer, token: str) -> int:
+    token_id: int | None = tokenizer.token_to_id(token)
+    assert token_id is not None, f"{token!r} is in the vocabulary"
+    return token_id
+
+
+class Dice:
+    """Deterministic tokens: lower-case letters and blanks that prompt, steering and seed decide."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: list[int], seed: int | None, steering: list[StoredSteering]):
+        """`steering`: everyone's and the request's own."""
+        self._state = zlib.crc32(to_msgpack((prompt, steering, seed)))
+        self._faces = [_token_id(tokenizer, character) for character in "Ġabcdefghijklmnopqrstuvwxyz"]
+
+    def roll(self) -> int:
+        self._state = zlib.crc32(self._state.to_bytes(4, "little"))
+        return self._faces[self._state % len(self._faces)]
+
+
+def residual_rows(layer: int, positions: np.ndarray, token_ids: np.ndarray, hook: str = "post_block") -> np.ndarray:
+    """`[positions, HIDDEN_SIZE]` float32: a value that names its hook, layer, position and token, so that a swap shows.
+
+    Scaled by powers of two, so that it is exact and fits a float16 as well.
+    """
+    rows = layer * 1e6 + positions.astype(np.float64) * 1e3 + token_ids
+    scale = 2.0 ** -(10 + HOOKS.index(cast(Hook, hook)))
+    block: np.ndarray = ((rows[:, None] + np.arange(HIDDEN_SIZE) / HIDDEN_SIZE) * scale).astype(np.float32)
+    return block

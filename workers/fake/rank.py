@@ -1,0 +1,252 @@
+"""What does one rank of the fake engine keep? Vectors, source runs, modules, global steering, rows in use, and a real action ledger.
+
+It answers the same calls as a real rank (`runner.worker_class`), so that all that the worker does with ranks runs unchanged.
+"""
+
+import zlib
+from collections import Counter
+from typing import Any
+
+import msgspec
+
+from ...schemas.base import to_msgpack
+from ...schemas.settings import Settings
+from ...schemas.source_runs import ZEROS, RunFiles, is_row, parse_row
+from ...schemas.specs import RankSpec, StoredSteering, steering_rows
+from ...schemas.steering import GlobalSteering, SteeringTemplate
+from ...schemas.tensors import Tensor
+from ..runner.actions import ActionLedger, Kind
+from .model import HIDDEN_SIZE
+
+Answer = tuple[bool, str]
+_FINE: Answer = (True, "")
+
+
+class FakeFaults:
+    """`name:key=value,key=value`, several separated by semicolons. `rank=R`: on that rank only; `times=N`: so often; `after=N`: later."""
+
+    def __init__(self, text: str) -> None:
+        self._known: dict[str, dict[str, str]] = {}
+        self.switch(text)
+
+    def switch(self, text: str) -> None:
+        """Have these faults from now on."""
+        parts = [part.partition(":") for part in text.split(";") if part]
+        self._known = {name: dict(pair.split("=", 1) for pair in rest.split(",") if pair) for name, _, rest in parts}
+
+    def get(self, name: str) -> dict[str, str] | None:
+        """The fault's arguments; None when there is no such fault."""
+        return self._known.get(name)
+
+    def rank(self, name: str) -> int | None:
+        """The rank that has the fault."""
+        found = self._known.get(name)
+        return int(found["rank"]) if found is not None else None
+
+    def strikes(self, name: str, rank: int) -> bool:
+        """Does it happen to this rank now? Counts against `times`."""
+        found = self._known.get(name)
+        if found is None or int(found.get("rank", rank)) != rank or found.get("times") == "0":
+            return False
+        if found.get("after", "0") != "0":
+            found["after"] = str(int(found["after"]) - 1)
+            return False
+        if "times" in found:
+            found["times"] = str(int(found["times"]) - 1)
+        return True
+
+
+class FakeRank:
+    """Rank `rank`, at place `tp` of stage `pp`."""
+
+    def __init__(self, rank: int, tp: int, pp: int, settings: Settings, faults: FakeFaults) -> None:
+        self.rank, self.tp, self.pp = rank, tp, pp
+        self.ledger = ActionLedger()
+        self.step = 0
+        #: What a real rank knows of the scheduler, its writer and its outbox.
+        self.load: dict[str, float] = {"outbox": 0, "backlog": 0}
+        self.vectors: dict[str, list[int]] = {}  # name → shape
+        self.runs: dict[str, RunFiles] = {}  # by key; the rows themselves nobody reads
+        self.modules: dict[str, tuple[str, list[str]]] = {}  # name → (digest, tensors)
+        self.current = GlobalSteering()
+        self._former = GlobalSteering()
+        self._former_module: tuple[str, str, tuple[str, list[str]] | None] = ("", "", None)  # name, the digest it got, what it had
+        self._rows: Counter[str] = Counter()
+        self._live: dict[str, list[str]] = {}  # request → keys of its rows
+        self._settings, self._faults = settings, faults
+
+    # What the worker calls, by these names
+
+    def midstream_put_vectors(self, vectors: dict[str, Any]) -> Answer:
+        if self._faults.strikes("hold", self.rank):
+            return False, f"refused vector {min(vectors)[:12]}: injected fault"
+        tensors = msgspec.convert(vectors, dict[str, Tensor])
+        self.vectors |= {name: tensor.shape for name, tensor in tensors.items()}
+        return _FINE
+
+    def midstream_drop_vectors(self, names: list[str]) -> Answer:
+        if self._faults.strikes("drop", self.rank):
+            return False, "injected fault"
+        needed = {name for _, tensors in self.modules.values() for name in tensors} | set(self.current.tensors)
+        if used := needed & set(names):
+            return False, f"vector {min(used)[:12]} is in use"
+        for name in names:
+            self.vectors.pop(name, None)
+        return _FINE
+
+    def midstream_put_run(self, run: dict[str, Any]) -> Answer:
+        if self._faults.strikes("put_run", self.rank):
+            return False, "injected fault"
+        files = msgspec.convert(run, RunFiles)
+        if files.hidden_size != HIDDEN_SIZE:
+            return False, f"run {files.key}: its rows have {files.hidden_size} elements, the model's {HIDDEN_SIZE}"
+        self.runs[files.key] = files
+        return _FINE
+
+    def midstream_drop_runs(self, keys: list[str]) -> Answer:
+        if self._faults.strikes("drop_runs", self.rank):
+            return False, "injected fault"
+        for key in keys:
+            self.runs.pop(key, None)
+        return _FINE
+
+    def midstream_prepare_global(self, steering: dict[str, Any]) -> Answer:
+        if self._faults.strikes("prepare", self.rank):
+            return False, "injected fault"
+        return self._fits(_global(steering).entries)
+
+    def midstream_commit_global(self, steering: dict[str, Any]) -> Answer:
+        if self._faults.strikes("commit", self.rank):
+            return False, "injected fault"
+        wanted = _global(steering)
+        self._former, self.current = self.current, wanted
+        self._fold("global_set" if wanted.entries else "global_clear", wanted.version, wanted.digest)
+        return _FINE
+
+    def midstream_rollback_global(self, version: int) -> Answer:
+        if self._faults.strikes("rollback", self.rank):
+            return False, "injected fault"
+        if self.current.version == version:
+            self.current = self._former
+            self._fold("global_rollback", version, self.current.digest)
+        return _FINE
+
+    def midstream_set_module(self, name: str, digest: str, tensors: list[str]) -> Answer:
+        if self._faults.strikes("set_module", self.rank):
+            return False, "injected fault"
+        if missing := [tensor for tensor in tensors if tensor not in self.vectors]:
+            return False, f"vector {missing[0][:12]} is not on this rank"
+        self._former_module = (name, digest, self.modules.pop(name, None))
+        if digest:
+            self.modules[name] = (digest, tensors)
+        self._fold("module_register" if digest else "module_unregister", name, digest)
+        return _FINE
+
+    def midstream_rollback_module(self, name: str, digest: str) -> Answer:
+        if self._faults.strikes("rollback", self.rank):
+            return False, "injected fault"
+        last, got, former = self._former_module
+        if (last, got) == (name, digest):
+            self.modules.pop(name, None)
+            if former is not None:
+                self.modules[name] = former
+            self._former_module = ("", "", None)
+            self._fold("module_rollback", name, former[0] if former is not None else "")
+        return _FINE
+
+    def midstream_restart_ledger(self) -> Answer:
+        if self._faults.strikes("restart", self.rank):
+            return False, "injected fault"
+        self.ledger.restart()
+        self.vectors, self.runs, self.modules, self._rows, self._live = {}, {}, {}, Counter(), {}
+        self.current = self._former = GlobalSteering()
+        self._former_module = ("", "", None)
+        return _FINE
+
+    def midstream_fingerprint(self) -> str:
+        has = (sorted(self._rows.items()), sorted(self.vectors), sorted(self.runs), sorted(self.modules.items()), self.current.digest)
+        other = self._faults.strikes("fingerprint", self.rank)
+        return f"{zlib.crc32(to_msgpack(has), int(other)):08x}"
+
+    def midstream_status(self) -> dict[str, Any]:
+        return {
+            "rank": self.rank,
+            "tp": self.tp,
+            "pp": self.pp,
+            "step": self.step,
+            "checksum": self.ledger.checksum,
+            "actions": self.ledger.count,
+            "epoch": self.ledger.epoch,
+            "global_version": self.current.version,
+            "global_digest": self.current.digest,
+            "modules": {name: digest for name, (digest, _) in self.modules.items()},
+            "rows_used": len(self._rows),
+            "rows": self._settings.steering_rows,
+            "entries_used": len(self._rows),
+            "entries": self._settings.steering_entries,
+            "vectors": len(self.vectors),
+            "runs": len(self.runs),
+            "run_bytes": sum(run.bytes for run in self.runs.values()),
+            "requests": len(self._live),
+            **self.load,
+        }
+
+    # Requests
+
+    def begin(self, spec: RankSpec) -> Answer:
+        """A request that is steered begins: its rows, then itself, are accounted for."""
+        steering = [*spec.global_steering, *spec.steering]
+        fits, why = self._fits(steering)
+        if not fits:
+            return fits, why
+        self._live[spec.key] = [row.key for row in (*steering_rows(spec.global_steering), *steering_rows(spec.steering))]
+        for row in self._live[spec.key]:
+            self._rows[row] += 1
+            if self._rows[row] == 1:
+                self._fold("row_admit", row, 0)
+        if steering:
+            self._fold("steer", spec.job, spec.request, spec.attempt, spec.digest)
+        return _FINE
+
+    def end(self, spec: RankSpec) -> None:
+        """The request is over; one of before the ledger began anew is forgotten already."""
+        for row in self._live.pop(spec.key, []):
+            self._rows[row] -= 1
+            if not self._rows[row]:
+                del self._rows[row]
+                self._fold("row_release", row)
+
+    def _fits(self, entries: list[SteeringTemplate] | list[StoredSteering]) -> Answer:
+        for entry in entries:
+            for name, shape in zip(entry.tensors, entry.shapes(HIDDEN_SIZE), strict=True):
+                if name == ZEROS:
+                    continue
+                if is_row(name):
+                    if lacking := self._lacks(name):
+                        return False, lacking
+                    continue
+                if name not in self.vectors:
+                    return False, f"vector {name[:12]} is not on this rank"
+                if self.vectors[name] != shape:
+                    return False, f"vector {name[:12]}: its shape is {self.vectors[name]}, {shape} is needed"
+        return _FINE
+
+    def _lacks(self, name: str) -> str:
+        """Why there is no such row of a source run; empty when there is one."""
+        row = parse_row(name)
+        run = self.runs.get(row.key)
+        if run is None or self._faults.strikes("lose_run", self.rank):
+            return f"source run {row.key} is not on this rank"
+        if row.layer not in run.sites.get(row.hook, ()):
+            return f"source run {row.key} has no rows of {row.hook} of layer {row.layer}"
+        missing = set(row.mean if row.position is None else (row.position,)) - set(run.positions)
+        return f"source run {row.key} has no row at position {min(missing)}" if missing else ""
+
+    def _fold(self, kind: Kind, *content: str | int) -> None:
+        if kind == "steer" and self._faults.strikes("desync", self.rank):
+            return
+        self.ledger.fold(self.step, kind, *content)
+
+
+def _global(steering: dict[str, Any]) -> GlobalSteering:
+    return msgspec.convert(steering, GlobalSteering)

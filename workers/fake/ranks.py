@@ -1,0 +1,220 @@
+"""How do the fake engine's ranks live and report? As real ones do: captures go through the writer, then a receipt into the outbox."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ...broker.receipts.curve import client_keys
+from ...broker.receipts.outbox import Outbox
+from ...schemas.receipts import Receipt
+from ...schemas.selectors import select
+from ...schemas.settings import Settings
+from ...schemas.specs import RankSpec, StoredCapture
+from ...schemas.version import __version__
+from ..engine.collective import check_apply_results
+from ..engine.identity import BOOT
+from ..engine.protocol import Ask
+from ..runner.finished import FinishedCapture
+from ..runner.layouts import StoreConfig
+from ..runner.writer import BOOT_DIGITS, WriteJob, Writer
+from .grades import FakeGrades, Ungradable
+from .model import HIDDEN_SIZE, NUM_LAYERS, residual_rows
+from .rank import FakeFaults, FakeRank
+
+#: Seconds that closing waits for the relay to take what is left; the rest is replayed by the next start.
+FLUSH_S = 2.0
+
+
+@dataclass(frozen=True)
+class _Finished:
+    ask: Ask
+    spec: RankSpec
+    token_ids: list[int]  # generated
+
+    @property
+    def prompt(self) -> list[int]:
+        return self.ask.token_ids
+
+    @property
+    def fed(self) -> list[int]:
+        """What the model was fed: the last sampled token never is."""
+        return self.prompt + self.token_ids[:-1]
+
+
+class FakeRanks:
+    """`tp x pp` ranks; TP rank 0 of each stage writes the stage's layers."""
+
+    def __init__(self, settings: Settings, faults: FakeFaults, on_fatal: Callable[[str], None]):
+        """`on_fatal(reason)` is called on the loop when receipts can no longer be kept or delivered."""
+        self._settings = settings
+        self._on_fatal = on_fatal
+        self._faults = faults
+        self._stages = np.array_split(np.arange(NUM_LAYERS), settings.pipeline_parallel_size)
+        places = [divmod(rank, settings.tensor_parallel_size) for rank in range(self.world)]
+        self.ranks = [FakeRank(rank, tp, pp, settings, faults) for rank, (pp, tp) in enumerate(places)]
+        self._outboxes: list[Outbox] = []
+        self._writers: list[Writer] = []
+        self._grades = FakeGrades(settings.capture_root, lambda: self.ranks[-1].runs)
+
+    @property
+    def world(self) -> int:
+        return self._settings.tensor_parallel_size * self._settings.pipeline_parallel_size
+
+    def call(self, method: str, arguments: tuple[Any, ...]) -> list[Any]:
+        """The answer of every rank, in rank order."""
+        return [getattr(rank, method)(*arguments) for rank in self.ranks]
+
+    def tell_load(self, running: int, queued: int) -> None:
+        """What a real rank knows besides: requests in the engine, and of its own its captures and its outbox."""
+        for rank, outbox, writer in zip(self.ranks, self._outboxes, self._writers, strict=False):  # before `start` there are none
+            busy = {"running": running, "queued": queued, "kv_cache": running / self._settings.max_num_seqs}
+            rank.load = {"outbox": outbox.depth(), "backlog": writer.backlog, **writer.totals, **busy}
+
+    def begin(self, spec: RankSpec) -> None:
+        """A request enters every rank. Raises MidstreamError("intervention_failed") when it cannot be steered."""
+        results = [rank.begin(spec) for rank in self.ranks]
+        check_apply_results("steering a request", results, self.world)
+
+    def end(self, spec: RankSpec) -> None:
+        """The request has left every rank."""
+        for rank in self.ranks:
+            rank.end(spec)
+
+    async def start(self) -> None:
+        """Open the outboxes, which replay what a former start left in them."""
+        directory = Path(self._settings.data_dir).resolve() / "outbox"
+        loop = asyncio.get_running_loop()
+
+        def fatal(error: Exception) -> None:
+            loop.call_soon_threadsafe(self._on_fatal, f"receipts cannot be delivered: {error}")
+
+        curve = client_keys(self._settings.curve_secret_file, self._settings.curve_server_key)
+        self._outboxes = [
+            await asyncio.to_thread(Outbox, directory, self._settings.worker_id, rank, self._settings.relay_url, fatal, curve=curve)
+            for rank in range(self.world)
+        ]
+        self._writers = [self._make_writer(rank, outbox) for rank, outbox in enumerate(self._outboxes)]
+
+    def _make_writer(self, rank: int, outbox: Outbox) -> Writer:
+        settings = self._settings
+        store = StoreConfig(
+            root=settings.capture_root,
+            owner=f"{settings.worker_id}.{BOOT[:BOOT_DIGITS]}.{rank}",
+            segment_limit=settings.segment_limit_kib << 10,
+            segment_bytes=settings.segment_mib << 20,
+            quota=settings.capture_quota_mib << 20,
+        )
+        return Writer(store, outbox, threads=1, memory_limit=settings.memory_limit_kib << 10)
+
+    async def close(self) -> None:
+        """Publish and report what is finished, then close the outboxes."""
+        for writer in self._writers:
+            await asyncio.to_thread(writer.close)
+        for outbox in self._outboxes:
+            await asyncio.to_thread(outbox.flush, FLUSH_S)
+            await asyncio.to_thread(outbox.close)
+
+    def report(self, ask: Ask, spec: RankSpec, token_ids: list[int]) -> None:
+        """A request has generated everything; its receipts follow when its files are durable."""
+        finished = _Finished(ask, spec, list(token_ids))
+        graded, failure = self._graded(finished)
+        for rank, writer in zip(self.ranks, self._writers, strict=True):
+            rank.step += 1
+            if rank.rank != self._faults.rank("silent"):
+                writer.submit(
+                    WriteJob(
+                        self._receipt(finished, rank, graded, failure), self._builds(finished, rank.rank, rank.pp) if rank.tp == 0 else []
+                    )
+                )
+
+    def _graded(self, finished: _Finished) -> tuple[list[float], str]:
+        """What the last stage's first rank tells of the next token, and why every rank fails the request; empty when none does."""
+        if (found := self._faults.get("refuse")) is not None and int(found["request"]) == finished.spec.request:
+            return [], "injected fault"
+        try:
+            return self._grades.of(finished.spec, finished.prompt), ""
+        except Ungradable as error:
+            return [], str(error)
+
+    def _receipt(self, finished: _Finished, rank: FakeRank, graded: list[float], failure: str) -> Receipt:
+        spec = finished.spec
+        differs = self._faults.strikes("disagree", rank.rank)
+        tells = rank.tp == 0 and rank.pp == len(self._stages) - 1
+        return Receipt(
+            version=__version__,
+            worker=self._settings.worker_id,
+            boot=BOOT,
+            job=spec.job,
+            request=spec.request,
+            attempt=spec.attempt,
+            rank=rank.rank,
+            world=self.world,
+            tp=rank.tp,
+            pp=rank.pp,
+            step=rank.step,
+            actions=rank.ledger.count,
+            checksum=f"{int(rank.ledger.checksum, 16) ^ differs:016x}",
+            status="error" if failure else "ok",
+            message=failure,
+            graded=graded if tells else [],
+            applied=self._applied(finished, rank.pp),
+            global_version=spec.global_version,
+            epoch=rank.ledger.epoch,
+            trace=spec.trace,
+        )
+
+    def _applied(self, finished: _Finished, pp: int) -> int:
+        """Token rows that steering would have changed on a stage, over its layers."""
+        rows = 0
+        for entry in (*finished.spec.global_steering, *finished.spec.steering):
+            layers = len(set(entry.layers) & set(self._stages[pp].tolist()))
+            rows += layers * len(select(entry.positions, 0, len(finished.fed), len(finished.prompt)))
+        return rows
+
+    def _builds(self, finished: _Finished, rank: int, pp: int) -> Sequence[Callable[[], FinishedCapture]]:
+        """One for each capture that has layers on this stage."""
+        builds = []
+        for capture in finished.spec.captures:
+            share = set(self._stages[pp].tolist())
+            sites = {str(hook): mine for hook, layers in capture.sites.items() if (mine := [layer for layer in layers if layer in share])}
+            if sites:
+                builds.append(partial(self._build, finished, capture, sites, rank, pp))
+        return builds
+
+    def _build(self, finished: _Finished, capture: StoredCapture, sites: dict[str, list[int]], rank: int, pp: int) -> FinishedCapture:
+        positions = np.array(capture.select(0, len(finished.fed), len(finished.prompt)), dtype=np.int64)
+        token_ids = np.array(finished.fed, dtype=np.int64)[positions]
+        dtype = "float32" if capture.dtype == "model" else capture.dtype
+
+        def rows(hook: str, layer: int) -> list[memoryview]:
+            return [memoryview(_stored_as(dtype, residual_rows(layer, positions, token_ids, hook)))]
+
+        return FinishedCapture(
+            spec=msgspec.structs.replace(finished.spec, captures=[capture]),
+            capture=capture,
+            sites=sites,
+            hidden_size=HIDDEN_SIZE,
+            dtype=dtype,
+            positions=positions.tolist(),
+            token_ids=token_ids.tolist(),
+            worker=self._settings.worker_id,
+            rank=rank,
+            pp=pp,
+            stages=len(self._stages),
+            rows=rows,
+            num_layers=NUM_LAYERS,
+        )
+
+
+def _stored_as(dtype: str, rows: np.ndarray) -> bytes:
+    """float32 rows in another dtype; bfloat16 by rounding to nearest, ties to even."""
+    if dtype != "bfloat16":
+        return rows.astype(dtype).tobytes()
+    bits = rows.view(np.uint32).astype(np.uint64)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2").tobytes()

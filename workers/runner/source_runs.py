@@ -1,0 +1,176 @@
+"""Which source runs are on this rank, and what is a row of one?
+
+A run is the captured rows of one prompt of a settled job. Every rank reads them from the capture files by itself, and keeps what its
+own sites need; so no rank waits for another, and one that cannot says why.
+"""
+
+import os
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ...broker.artifacts.local import inside
+from ...schemas.blobs import Header, read_header
+from ...schemas.selectors import Hook, as_ranges
+from ...schemas.source_runs import RunFile, RunFiles, RunRow, parse_row, run_key
+from .sites import Site
+
+#: safetensors' name of a dtype → torch's; rows are kept as they were captured.
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+#: Longer lists of numbers are cut.
+_SHOWN_RANGES = 16
+
+
+@dataclass(frozen=True)
+class _Run:
+    places: dict[int, int]  # position → row
+    rows: dict[tuple[str, int], torch.Tensor]  # of this rank's sites: `[positions, hidden_size]`, on the CPU
+    crc32: int  # of the rows
+    bytes: int
+
+
+class RunStore:
+    """One per rank. What it refuses it raises as LookupError or ValueError, and has changed nothing then."""
+
+    def __init__(self, root: Path, sites: Sequence[Site], hidden_size: int, lost: Callable[[], bool] = lambda: False) -> None:
+        """`root`: the capture root. `lost`: tests only, does the next look-up find nothing?"""
+        self._root, self._hidden_size, self._lost = root, hidden_size, lost
+        self._sites: set[tuple[str, int]] = {(site.hook, site.layer) for site in sites}
+        self._runs: dict[str, _Run] = {}
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._runs
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    @property
+    def bytes(self) -> int:
+        """Of the rows that are held."""
+        return sum(run.bytes for run in self._runs.values())
+
+    def names(self) -> list[tuple[str, int]]:
+        """Key and CRC32 of the rows of each run, sorted: equal on all ranks of a stage."""
+        return sorted((key, run.crc32) for key, run in self._runs.items())
+
+    def put(self, files: RunFiles) -> None:
+        """Read the rows of this rank's sites. A run that is here already stays: what a key names never changes.
+
+        Raises ValueError for files that are not there, damaged, of something else, or not all of it, and for paths that leave the
+        capture root.
+        """
+        if files.key in self._runs:
+            return
+        if files.hidden_size != self._hidden_size:
+            raise ValueError(f"run {files.key}: its rows have {files.hidden_size} elements, the model's {self._hidden_size}")
+        if not files.positions:
+            raise ValueError(f"run {files.key}: it has no rows")
+        wanted = self._sites.intersection((hook, layer) for hook, layers in files.sites.items() for layer in layers)
+        rows: dict[tuple[str, int], torch.Tensor] = {}
+        if wanted:
+            for file in files.files:
+                try:
+                    found = self._read(files, file, wanted)
+                except (OSError, ValueError, MemoryError) as error:
+                    raise ValueError(f"run {files.key}: {file.path}: {error}") from error
+                if twice := found.keys() & rows.keys():
+                    raise ValueError(f"run {files.key}: {_site(*min(twice))} is in two of its files")
+                rows |= found
+        if missing := wanted - rows.keys():
+            raise ValueError(f"run {files.key}: no file of it holds {_site(*min(missing))}")
+        crc = 0
+        for site in sorted(rows):
+            crc = zlib.crc32(rows[site].view(torch.uint8).numpy(), zlib.crc32(_site(*site).encode(), crc))
+        places = {position: place for place, position in enumerate(files.positions)}
+        self._runs[files.key] = _Run(places, rows, crc, sum(each.nbytes for each in rows.values()))
+
+    def drop(self, keys: Sequence[str]) -> None:
+        """Forget runs; one that is not here is no error. Rows of requests that are running are in the table."""
+        for key in keys:
+            self._runs.pop(key, None)
+
+    def clear(self) -> None:
+        self._runs.clear()
+
+    def row(self, name: str) -> torch.Tensor:
+        """What `schemas.source_runs.row_name` names: float32 `[hidden_size]`, on the CPU; a mean is taken in float64.
+
+        Raises LookupError when the run, its site or a position is not here, ValueError when a value is not finite or `name` is no
+        such name.
+        """
+        wanted = parse_row(name)
+        run, rows = self._find(wanted.key, wanted.hook, wanted.layer)
+        if wanted.position is not None:
+            values = rows[self._places(wanted, run, (wanted.position,))[0]].float()
+        else:
+            chosen = rows[self._places(wanted, run, wanted.mean)] if wanted.mean else rows
+            values = chosen.double().mean(0).float()
+        if not bool(torch.isfinite(values).all()):
+            raise ValueError(f"{name}: has values that are not finite")
+        return values
+
+    def rows(self, key: str, hook: Hook, layer: int, positions: Sequence[int]) -> torch.Tensor:
+        """`[len(positions), hidden_size]` as captured, on the CPU; a view where `positions` are in a row. Raises LookupError."""
+        run, rows = self._find(key, hook, layer)
+        places = self._places(RunRow(key, hook, layer, None), run, positions)
+        if places and places == list(range(places[0], places[0] + len(places))):
+            return rows[places[0] : places[0] + len(places)]
+        return rows[places]
+
+    def _find(self, key: str, hook: Hook, layer: int) -> tuple[_Run, torch.Tensor]:
+        run = self._runs.get(key)
+        if run is None or self._lost():
+            raise LookupError(f"source run {key} is not on this rank")
+        rows = run.rows.get((hook, layer))
+        if rows is None:
+            raise LookupError(f"source run {key} has no rows of {_site(hook, layer)}" + self._elsewhere(hook, layer))
+        return run, rows
+
+    def _elsewhere(self, hook: Hook, layer: int) -> str:
+        return "" if (hook, layer) in self._sites else ", which is not on this rank"
+
+    def _places(self, wanted: RunRow, run: _Run, positions: Sequence[int]) -> list[int]:
+        """Where the rows of `positions` are."""
+        try:
+            return [run.places[position] for position in positions]
+        except KeyError:
+            lacking = as_ranges([position for position in positions if position not in run.places], _SHOWN_RANGES)
+            raise LookupError(f"source run {wanted.key} has no row of {_site(wanted.hook, wanted.layer)} at position {lacking}") from None
+
+    def _read(self, files: RunFiles, file: RunFile, wanted: set[tuple[str, int]]) -> dict[tuple[str, int], torch.Tensor]:
+        """The wanted sites' rows of one blob. Raises OSError, ValueError, MemoryError."""
+        with inside(self._root, file.path).open("rb") as opened:
+            descriptor = opened.fileno()
+            header = read_header(lambda start, count: os.pread(descriptor, count, file.offset + start), file.bytes)
+            held = {place.site: place for place in header.tensors.values() if place.site is not None}
+            self._check(files, header)
+            mine = {site: place for site, place in held.items() if site in wanted}
+            if not mine:  # another stage's
+                return {}
+            raw = bytearray(file.bytes)
+            opened.seek(file.offset)
+            if opened.readinto(raw) != file.bytes or zlib.crc32(raw) != file.crc32:
+                raise ValueError("its bytes are not those that were captured")
+        rows = {}
+        for site, place in mine.items():
+            if place.shape != [len(files.positions), files.hidden_size] or place.dtype not in _DTYPES:
+                raise ValueError(f"{place.name} is {place.dtype} {place.shape}, not {[len(files.positions), files.hidden_size]}")
+            values = torch.frombuffer(raw, dtype=_DTYPES[place.dtype], count=place.shape[0] * place.shape[1], offset=place.start)
+            # Beside rows of others they are copied, so that those are not held as well.
+            rows[site] = values.view(place.shape) if len(mine) == len(held) else values.view(place.shape).clone()
+        return rows
+
+    def _check(self, files: RunFiles, header: Header) -> None:
+        manifest = header.manifest
+        if (key := run_key(manifest.job, manifest.request, manifest.tag)) != files.key:
+            raise ValueError(f"these are rows of {key}")
+        if manifest.positions != files.positions:
+            theirs, mine = as_ranges(manifest.positions, _SHOWN_RANGES), as_ranges(files.positions, _SHOWN_RANGES)
+            raise ValueError(f"it has positions {theirs}, the run {mine}")
+
+
+def _site(hook: str, layer: int) -> str:
+    return f"{hook} of layer {layer}"

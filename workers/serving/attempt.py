@@ -1,0 +1,69 @@
+"""One attempt at one job on this worker: its lease, its progress, and how it is being stopped."""
+
+import asyncio
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from ...broker.ledger.jobs import Ledger
+from ...schemas.jobs import Event, Job
+from .progress import Attempt
+from .redis_retry import patiently
+from .steering_leases import Lease
+
+
+class Outcome(StrEnum):
+    """How a run ended; what the Celery task returns, so that Flower shows it."""
+
+    SUCCEEDED = "succeeded"  # all is there
+    GENERATED = "generated"  # outputs are stored; receipts may still settle
+    NOT_OURS = "not ours"  # someone else has the job, or it is over
+    CANCELLED = "cancelled"
+    LOST = "lost"  # the lease went to another attempt
+    RELEASED = "released"  # the engine died; another attempt follows
+    OUT_OF_STEP = "out of step"  # its ranks disagree; another attempt follows, or the job has failed for it
+    PUT_BACK = "put back"  # not begun: the worker does not serve now
+
+
+class JobFailed(Exception):
+    """The job ended with a problem, which is in the ledger already."""
+
+
+@dataclass(eq=False)
+class Run:
+    """One attempt at one job, on this worker, now."""
+
+    job: Job
+    attempt: int
+    task: "asyncio.Task[object]"
+    lease: Lease  # on the global steering that it runs under
+    stages: Attempt  # how far it is
+    ending: Outcome | None = None  # why it is being stopped
+    detail: str = ""  # more of that
+    closed: bool = False  # past the point where stopping it means anything
+    finished: int = 0  # prompts
+    last: Event | None = None  # of the last prompt's output
+    emitted: int = 0  # events
+    _emitting: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def reported(self) -> bool:
+        """Do the ranks report on it?"""
+        return self.job.wants_receipts or bool(self.lease.steering.entries)
+
+    def stop(self, ending: Outcome, detail: str = "") -> None:
+        """Cancel the run; the first reason counts."""
+        if not self.closed and self.ending is None:
+            self.ending, self.detail = ending, detail
+            self.task.cancel()
+
+    async def emit(self, ledger: Ledger, event: Event) -> None:
+        """One event after the other, so that each has a number by which it is told once, however often the call is repeated."""
+        async with self._emitting:
+            self.emitted += 1
+            number = self.emitted
+            await patiently(lambda: ledger.emit(self.job.id, self.attempt, number, event), f"event of {self.job.id}")
+
+    def check(self) -> None:
+        """Raise CancelledError when the run is being stopped: a cancellation alone may be swallowed (see `patience`)."""
+        if self.ending is not None:
+            raise asyncio.CancelledError

@@ -1,0 +1,339 @@
+"""How does a worker take one job from claim to stored outputs, whatever happens in between?
+
+Every way out ends in the ledger: outputs, a typed problem, a cancellation, or a release to another attempt. A run that
+lost its lease says nothing any more: its attempt is fenced.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
+from contextlib import aclosing
+
+from ...broker.ledger.jobs import Claim, ClaimRefused, Ledger
+from ...broker.ledger.sweeps import Kept
+from ...schemas.base import now
+from ...schemas.errors import MidstreamError, Problem
+from ...schemas.faults import crash_point
+from ...schemas.jobs import Event, Output, State
+from ...schemas.source_runs import ZEROS, is_row, runs_named
+from ...schemas.steering import GlobalSteering
+from ...schemas.tensors import Tensor, content_hash
+from ..engine.admission import CellSlots, CrowdedOut
+from ..engine.collective import Quarantined
+from ..engine.protocol import Engine, Progress, ask_of, check_lengths
+from .attempt import JobFailed, Outcome, Run
+from .progress import Attempt, Totals
+from .redis_retry import UNAVAILABLE, patiently
+from .source_run_leases import RunHolds
+from .steering import Standing
+from .steering_leases import Lease
+from .sweeps import SweepRun
+
+logger = logging.getLogger(__name__)
+
+#: A request may see the engine's death before the watch on the engine does; how long the verdict is waited for.
+VERDICT_S = 5.0
+#: How long a job's message waits here for the worker to serve again; then it goes back to the queue.
+CLAIM_PATIENCE_S = 20.0
+#: After this it goes back already if another worker serves.
+ELSEWHERE_S = 1.0
+REDIS_PAUSE_S = 0.5
+#: Cancelled jobs that a worker remembers though it does not run them.
+UNWANTED = 256
+#: Beside other jobs sweeps have 1 / this of the cells in the engine that they may have alone.
+SHARE_BESIDE = 8
+
+
+class Runs:
+    """The attempts that this worker holds. Used from the engine's event loop only."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        engine: Engine,
+        standing: Standing,
+        worker: str,
+        boot: str,
+        engine_died: asyncio.Event,
+    ):
+        self._ledger = ledger
+        self._engine = engine
+        self._standing = standing
+        standing.stop_runs = self._stop_reported
+        self._worker = worker
+        self._boot = boot
+        self._engine_died = engine_died
+        self._running: dict[str, Run] = {}
+        #: Cancelled and not known here: perhaps the ledger's answer to their claim is on its way.
+        self._unwanted: deque[str] = deque(maxlen=UNWANTED)
+        self.sources = RunHolds(ledger, engine, worker)
+        self._cells = CellSlots(self._cells_at_once)  # of all sweeps
+        self.totals = Totals()
+
+    @property
+    def held(self) -> dict[str, int]:
+        """job id → attempt, for the renewal of leases."""
+        return {job_id: run.attempt for job_id, run in self._running.items()}
+
+    def _cells_at_once(self) -> int:
+        """Few while others wait for their tokens: a step with an ordinary request in it computes every cell from the first layer."""
+        limit = self._ledger.settings.sweep_cells_in_flight
+        alone = all(run.job.sweep is not None for run in self._running.values())
+        return limit if alone else max(1, limit // SHARE_BESIDE)
+
+    def stop(self, job_ids: Iterable[str], ending: Outcome, held: Mapping[str, int] | None = None) -> None:
+        """`held`: which attempts are meant, as of `held` at some time; without it, whichever runs."""
+        for job_id in job_ids:
+            if job_id in self._running:
+                run = self._running[job_id]
+                if held is None or held.get(job_id) == run.attempt:
+                    run.stop(ending)
+            elif ending is Outcome.CANCELLED:
+                self._unwanted.append(job_id)
+
+    def _stop_reported(self, why: str) -> None:
+        """The ranks are out of step: what was asked of them cannot be relied on."""
+        for run in self._running.values():
+            if run.reported:
+                run.stop(Outcome.OUT_OF_STEP, why)
+
+    async def drain(self) -> None:
+        """Wait until every run is over."""
+        while self._running:
+            await asyncio.wait([run.task for run in self._running.values()])
+
+    async def run_job(self, job_id: str) -> Outcome:
+        """Claim and run a job. Raises JobFailed when it ended with a problem."""
+        crash_point("worker.received")
+        patience = time.monotonic() + CLAIM_PATIENCE_S
+        while not self._engine_died.is_set():
+            lease = await self._lease(patience)
+            if lease is None:
+                break
+            try:
+                claim = await self._claim(job_id, lease.steering)
+                return Outcome.NOT_OURS if claim is None else await self._run(claim, lease)
+            except ClaimRefused as error:
+                logger.info("job %s waits: %s", job_id, error)
+            except MidstreamError as error:
+                if error.kind != UNAVAILABLE:
+                    raise
+                logger.warning("claim of %s waits for Redis: %s", job_id, error)
+                await asyncio.sleep(REDIS_PAUSE_S)
+                patience = time.monotonic() + CLAIM_PATIENCE_S
+            finally:
+                lease.end()
+            if time.monotonic() > patience:
+                break
+            await self._standing.catch_up(patience - time.monotonic())
+        return Outcome.NOT_OURS if self._engine_died.is_set() else Outcome.PUT_BACK
+
+    async def _lease(self, patience: float) -> Lease | None:
+        """None when this worker does not serve by then, or within `ELSEWHERE_S` while another one does."""
+        while True:
+            left = patience - time.monotonic()
+            lease = await self._standing.lease(min(left, ELSEWHERE_S))
+            if lease is not None or left <= ELSEWHERE_S or self._engine_died.is_set() or await self._another_serves():
+                return lease
+
+    async def _another_serves(self) -> bool:
+        try:
+            workers = await self._ledger.workers()
+        except MidstreamError as error:
+            if error.kind != UNAVAILABLE:
+                raise
+            return False
+        model = self._engine.info.name
+        return any(worker.healthy and worker.model == model and worker.worker != self._worker for worker in workers)
+
+    async def _run(self, claim: Claim, lease: Lease) -> Outcome:
+        task = asyncio.current_task()
+        assert task is not None, "run_job runs as a task"
+        run = Run(claim.job, claim.attempt, task, lease, Attempt(claim, self._worker, self.totals))
+        if not run.reported:
+            lease.end()  # nobody has to wait for it
+        job_id = claim.job.id
+        former = self._running.get(job_id)
+        if former is not None:  # our own, from before a stall that cost us the lease
+            former.stop(Outcome.LOST)
+        self._running[job_id] = run
+        if job_id in self._unwanted:
+            run.stop(Outcome.CANCELLED)
+        crash_point("worker.claimed")
+        try:
+            outcome = await self._attempt(run)
+            run.stages.over(outcome)
+            return outcome
+        finally:
+            run.stages.close()
+            if self._running.get(job_id) is run:
+                del self._running[job_id]
+
+    async def _claim(self, job_id: str, everyone: GlobalSteering) -> Claim | None:
+        """The claimed job, or None when there is nothing to run. Raises JobFailed for a job that cannot be read, ClaimRefused."""
+        try:
+            return await self._ledger.claim(
+                job_id, self._worker, self._boot, self._engine.world, global_version=everyone.version, everyone=bool(everyone.entries)
+            )
+        except MidstreamError as error:
+            if isinstance(error, ClaimRefused) or error.kind == UNAVAILABLE:
+                raise
+            if error.kind == "not_found":  # removed, or lost with Redis's last second
+                logger.warning("message for %s, of which the ledger knows nothing", job_id)
+                return None
+            problem = error.problem()
+            # Claimed all the same, perhaps: whoever waits for it must be told.
+            view = await patiently(lambda: self._ledger.view(job_id), f"view of {job_id}")
+            if view.worker == self._worker and job_id not in self._running:
+                await patiently(lambda: self._ledger.fail(job_id, view.attempt, problem), f"failure of {job_id}")
+            raise JobFailed(f"{job_id}: {error}") from error
+
+    async def _attempt(self, run: Run) -> Outcome:
+        try:
+            check_lengths(run.job, self._engine.info)
+            outputs = await (self._generate(run) if run.job.sweep is None else self._sweep(run))
+            run.check()
+            crash_point("worker.generated")
+            began = now()
+            stored = await patiently(
+                lambda: self._ledger.store_outputs(run.job.id, run.attempt, outputs, run.last), f"outputs of {run.job.id}"
+            )
+            run.closed = True
+            crash_point("worker.stored")
+            run.stages.stored(stored, run.reported, began)
+            if stored is None:
+                return Outcome.LOST
+            return Outcome.SUCCEEDED if stored is State.SUCCEEDED else Outcome.GENERATED
+        except asyncio.CancelledError:
+            if run.ending is None:
+                raise  # the event loop itself is going down
+            return await self._abandon(run, run.ending)
+        except (Exception, BaseExceptionGroup) as error:
+            if run.ending is not None:
+                logger.info("job %s attempt %d failed while it was being stopped: %r", run.job.id, run.attempt, error)
+                return await self._abandon(run, run.ending)
+            if (ending := _other_attempt(error)) is not None:
+                run.detail = str(error)
+                return await self._abandon(run, ending)
+            run.closed = True
+            return await self._give_up(run, problem_of(error))
+
+    async def _generate(self, run: Run) -> list[Output]:
+        """Every prompt of the job at once: they batch in the engine with each other and with other jobs."""
+        job = run.job
+        own = {name for entries in job.steering for entry in entries for name in entry.tensors}
+        names = sorted({name for name in own if not is_row(name) and name != ZEROS} | set(run.lease.steering.tensors))
+        async with self.sources.holding(job.id, runs_named(own), job.runs):
+            await self._engine.hold_vectors(names, self._fetch)
+            try:
+                run.check()
+                async with asyncio.TaskGroup() as group:
+                    outputs = [group.create_task(self._prompt(run, request)) for request in range(len(job.prompts))]
+            finally:
+                await self._engine.release_vectors(names)
+        return [output.result() for output in outputs]
+
+    async def _sweep(self, run: Run) -> list[Output]:
+        """What a sweep gives is kept as it comes."""
+
+        def refused(kept: Kept) -> None:
+            run.stop(Outcome.CANCELLED if kept == "cancelling" else Outcome.LOST)
+
+        await SweepRun(self._ledger, self._engine, self.sources, run, self._cells, self._fetch, refused).run()
+        return []
+
+    async def _prompt(self, run: Run, request: int) -> Output:
+        output: Output | None = None
+        ask = ask_of(run.job, request, run.attempt, run.stages.span.traceparent)
+        with run.stages.prompt(request, len(ask.token_ids)) as told:
+            async with aclosing(self._engine.generate(ask, run.lease.steering)) as stream:
+                async for progress in stream:
+                    run.check()
+                    told.heard(len(progress.token_ids))
+                    output = progress.finished
+                    if run.job.stream and (progress.text or progress.token_ids or output):
+                        await run.emit(self._ledger, _token_event(progress, run.attempt))
+        if output is None:
+            raise MidstreamError("engine_failed", f"the engine ended prompt {request} without an output")
+        told_of = Event(event="output", data={"index": request}, attempt=run.attempt)
+        run.finished += 1
+        if run.finished == len(run.job.prompts):
+            run.last = told_of  # goes along with the outputs
+        else:
+            await run.emit(self._ledger, told_of)
+        return output
+
+    async def _fetch(self, name: str) -> Tensor:
+        tensor = await patiently(lambda: self._ledger.get_tensor(name), f"vector {name[:12]}")
+        if content_hash(tensor) != name:
+            raise MidstreamError("intervention_failed", f"vector {name[:12]} does not have the content that its name says")
+        return tensor
+
+    async def _abandon(self, run: Run, ending: Outcome) -> Outcome:
+        """Stop the attempt in the engine, and say in the ledger what follows from it."""
+        run.closed = True
+        while run.task.cancelling():
+            run.task.uncancel()
+        logger.info("job %s attempt %d stops: %s", run.job.id, run.attempt, ending)
+        if ending is Outcome.RELEASED:
+            await patiently(lambda: self._ledger.release(run.job.id, run.attempt), f"release of {run.job.id}")
+            return ending
+        await self._engine.abort(run.job.id, run.attempt)
+        if ending is Outcome.OUT_OF_STEP:
+            await patiently(lambda: self._ledger.desync_release(run.job.id, run.attempt, run.detail), f"release of {run.job.id}")
+        if ending is Outcome.CANCELLED:
+            crash_point("worker.aborted")
+            await patiently(lambda: self._ledger.finish_cancel(run.job.id, run.attempt), f"cancel of {run.job.id}")
+        return ending
+
+    async def _give_up(self, run: Run, problem: Problem) -> Outcome:
+        """End the job with a problem, unless the engine's death is behind it: then another attempt follows."""
+        if problem.type.endswith(":engine_failed") and await self._engine_is_dead():
+            return await self._abandon(run, Outcome.RELEASED)
+        await self._engine.abort(run.job.id, run.attempt)
+        await patiently(lambda: self._ledger.fail(run.job.id, run.attempt, problem), f"failure of {run.job.id}")
+        raise JobFailed(f"{problem.title}: {problem.detail}")
+
+    async def _engine_is_dead(self) -> bool:
+        try:
+            await asyncio.wait_for(self._engine_died.wait(), VERDICT_S)
+        except TimeoutError:
+            return False
+        return True
+
+
+def _other_attempt(error: BaseException) -> Outcome | None:
+    """How an attempt ends that failed through no fault of the job's; None for what is the job's problem."""
+    leaves = list(_leaves(error))
+    if any(isinstance(leaf, Quarantined) for leaf in leaves):
+        return Outcome.OUT_OF_STEP
+    return Outcome.RELEASED if any(isinstance(leaf, CrowdedOut) for leaf in leaves) else None
+
+
+def problem_of(error: BaseException) -> Problem:
+    """The typed problem behind an exception; of a group, the first typed one, else the first."""
+    leaves = list(_leaves(error))
+    for leaf in leaves:
+        if isinstance(leaf, MidstreamError):
+            return leaf.problem()
+    logger.error("unexpected %s while running a job", type(leaves[0]).__name__, exc_info=leaves[0])
+    return MidstreamError("internal", f"{type(leaves[0]).__name__}: {leaves[0]}").problem()
+
+
+def _leaves(error: BaseException) -> Iterable[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _leaves(inner)
+    else:
+        yield error
+
+
+def _token_event(progress: Progress, attempt: int) -> Event:
+    finish_reason = progress.finished.finish_reason if progress.finished else None
+    return Event(
+        event="token",
+        data={"index": progress.request, "text": progress.text, "token_ids": progress.token_ids, "finish_reason": finish_reason},
+        attempt=attempt,
+    )

@@ -1,0 +1,73 @@
+"""How does a worker show that it lives, keep the leases of its jobs, and learn that one is not its own any more?"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from ...broker.ledger.jobs import Ledger
+from ...broker.ledger.source_runs import SourceRuns
+from ...schemas.errors import MidstreamError
+from ...schemas.models import WorkerInfo
+from ...schemas.settings import Settings
+from .attempt import Outcome
+from .attempts import Runs
+from .redis_retry import LONGEST_PAUSE_S, UNAVAILABLE
+
+logger = logging.getLogger(__name__)
+
+#: Leases are renewed this many times within their length, so that one missed renewal costs nothing.
+RENEWALS_PER_LEASE = 3
+#: A renewal without an answer is tried over a new connection, so many times within a lease. Where packets got lost TCP waits twice as
+#: long after each try of its own, so that a connection which met a short cut can stay silent for longer than the lease.
+TRIES_PER_LEASE = 16
+#: Seconds that a try gets all the same.
+SHORTEST_TRY_S = 0.5
+
+
+class Heartbeat:
+    """Has connections to Redis of its own; end them with `close()`.
+
+    `publish` is called again after Redis was unreachable, and whenever Redis lacks the model: it may have lost its data.
+    """
+
+    def __init__(self, settings: Settings, runs: Runs, info: Callable[[], WorkerInfo], publish: Callable[[], Awaitable[None]]):
+        self._ledger = Ledger.connect(settings, answer_s=max(SHORTEST_TRY_S, settings.lease_s / TRIES_PER_LEASE))
+        self._settings = settings
+        self._sources = SourceRuns(self._ledger)
+        self._runs = runs
+        self._period_s = settings.lease_s / RENEWALS_PER_LEASE
+        self._info = info
+        self._publish = publish
+
+    async def run(self) -> str:
+        """Beat until cancelled; returns never, raises what is no passing trouble of Redis."""
+        away = False
+        while True:
+            await asyncio.sleep(min(self._period_s, LONGEST_PAUSE_S) if away else self._period_s)
+            try:
+                await self.beat()
+                if away or not await self._ledger.serves(self._settings.served_model):
+                    logger.warning("Redis was unreachable or has lost its data: the model is published again")
+                    await self._publish()
+                away = False
+            except MidstreamError as error:
+                if error.kind != UNAVAILABLE:
+                    raise
+                if not away:
+                    logger.warning("no heartbeat, Redis is away: %s", error)
+                away = True
+
+    async def beat(self) -> None:
+        """Renew every lease, those on source runs too, stop what was lost or is being cancelled, and say that the worker lives."""
+        info = self._info()
+        held = self._runs.held
+        if held:
+            renewal = await self._ledger.renew(info.worker, info.boot, held)
+            # What was lost may have been claimed anew before the answer came.
+            self._runs.stop(renewal.lost, Outcome.LOST, held)
+            self._runs.stop(renewal.cancelling, Outcome.CANCELLED)
+        await self._runs.sources.renew(self._sources)
+        await self._ledger.heartbeat(info)
+
+    async def close(self) -> None:
+        await self._ledger.close()

@@ -1,0 +1,299 @@
+"""Where does the engine live inside a Celery worker, and what happens when it dies there?
+
+One thread runs one event loop for the process's whole life; on it are the engine, the ledger's connections, the runs and
+the heartbeat. Everybody else reaches them through this class. The thread must not end before the process: the engine's
+children are told to die with the thread that started them.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from celery import Celery
+
+from ...broker.ledger.dispatch import Dispatcher, Message
+from ...broker.ledger.jobs import Ledger
+from ...broker.ledger.reaper import Sweeper
+from ...broker.ledger.steering import Steering
+from ...schemas.base import now
+from ...schemas.disk import probe
+from ...schemas.errors import MidstreamError
+from ...schemas.faults import crash_point
+from ...schemas.jobs import JobView
+from ...schemas.models import WorkerInfo, encode_bundle
+from ...schemas.settings import Settings
+from ...schemas.version import __version__
+from ..engine.identity import BOOT
+from ..engine.protocol import Engine
+from ..engines import make_engine
+from .attempt import Outcome
+from .attempts import Runs
+from .heartbeat import Heartbeat
+from .metrics import Figures, versions
+from .redis_retry import end_tasks, patiently
+from .steering import Standing
+
+logger = logging.getLogger(__name__)
+
+#: How often a blocking start looks whether it should give up.
+INTERRUPT_CHECK_S = 0.2
+#: Interval of the checks whether captures and receipts can be written.
+DISK_LOOK_S = 2.0
+#: After the engine's death, how long releasing its jobs and stopping what is left of it may take together.
+DEATH_GRACE_S = 4.0
+
+
+class EngineHost:
+    """Owns the event-loop thread. `on_death(reason)` is called once, on that thread, when the engine has died by itself."""
+
+    def __init__(self, app: Celery, settings: Settings, on_death: Callable[[str], None]):
+        self._app = app
+        self.settings = settings
+        self.started_at = now()
+        self.death = ""  # why the engine died; empty while it has not
+        self._disk = ""  # why captures or receipts cannot be written
+        self._on_death = on_death
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="engine", daemon=True)
+        self._background: list[asyncio.Task[None]] = []
+        self.ready = False  # the engine has started
+        self._engine: Engine | None = None
+        self._runs: Runs | None = None
+        self._standing: Standing | None = None
+        self._figures: Figures | None = None
+        self._dispatcher = Dispatcher(app)
+        self._ledger = Ledger.connect(settings, self._send)
+        self._heartbeat: Heartbeat | None = None
+
+    # From the outside, any thread
+
+    def start(self, check_interrupt: Callable[[], None]) -> None:
+        """Block until the engine is ready. `check_interrupt` is called meanwhile and may raise to give up.
+
+        Raises MidstreamError when the engine does not start; whatever was started is stopped again.
+        """
+        self._thread.start()
+        starting = self._schedule(self._start())
+        try:
+            while True:
+                with contextlib.suppress(TimeoutError):
+                    starting.result(INTERRUPT_CHECK_S)
+                    self.ready = True
+                    return
+                if starting.done():  # its own TimeoutError
+                    starting.result()
+                check_interrupt()
+        except BaseException:
+            starting.cancel()
+            self.stop()
+            raise
+
+    @property
+    def caveats(self) -> list[str]:
+        """Of the model, once the engine is ready."""
+        return self._engine.info.caveats if self._engine is not None else []
+
+    def run(self, job_id: str) -> Outcome:
+        """Run a job on the engine's loop and wait for its end. Raises JobFailed when it ended with a problem."""
+        assert self._runs is not None, "start() first"
+        outcome: Outcome = self._schedule(self._runs.run_job(job_id)).result()
+        return outcome
+
+    def view(self, job_id: str) -> JobView:
+        """The job as the ledger has it. Raises MidstreamError: `not_found`, `unavailable`."""
+
+        async def look() -> JobView:
+            return await self._ledger.view(job_id)
+
+        try:
+            view: JobView = self._schedule(look()).result(DEATH_GRACE_S)
+        except TimeoutError as error:  # the loop may be at its end
+            raise MidstreamError("unavailable", f"nobody said in time what became of {job_id}") from error
+        return view
+
+    def cancel(self, job_id: str) -> None:
+        """Stop a job if it runs here; returns at once."""
+        if self._runs is not None:
+            self._loop.call_soon_threadsafe(self._runs.stop, [job_id], Outcome.CANCELLED)
+
+    def describe(self) -> dict[str, Any]:
+        """What `inspect midstream_engine` shows."""
+        assert self._engine is not None, "start() first"
+        assert self._runs is not None, "start() first"
+        info = self._engine.info
+        stats = self._figures.stats() if self._figures is not None else None
+        return {
+            "model": info.name,
+            "architecture": info.architecture,
+            "dtype": info.dtype,
+            "tp": info.tp,
+            "pp": info.pp,
+            "runner": info.runner,
+            "worker": self.settings.worker_id,
+            "boot": BOOT,
+            "healthy": not self._trouble,
+            "detail": self._trouble,
+            "started": self.started_at,
+            "running": self._runs.held,
+            "stats": msgspec.to_builtins(stats),
+            "versions": versions(),
+        }
+
+    def stop(self) -> None:
+        """Stop engine and loop; called when no run is left, or when they no longer matter."""
+        if not self._thread.is_alive():
+            return
+        stopping = self._schedule(self._stop())
+        try:
+            stopping.result(DEATH_GRACE_S if self.death else None)
+        except TimeoutError:
+            logger.error("the engine did not stop in %s s; leaving it to the process's end", DEATH_GRACE_S)
+        finally:
+            self._dispatcher.close()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(DEATH_GRACE_S)
+
+    def _schedule(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    # On the loop
+
+    async def _start(self) -> None:
+        settings = self.settings
+        await patiently(self._ledger.ping, "start")
+        await patiently(self._release_former_boots, "start")
+        await self._await_disks()
+        engine = make_engine(settings)
+        logger.info("engine starts: %s", settings.model)
+        await engine.start()
+        self._engine = engine
+        died = asyncio.Event()
+        standing = self._standing = Standing(Steering(self._ledger), engine, settings, BOOT, lambda: heartbeat.beat())
+        self._runs = Runs(self._ledger, engine, standing, settings.worker_id, BOOT, died)
+        self._figures = Figures(engine.info.name, self._runs, standing, lambda: engine.waiting)
+        self._figures.register()
+        heartbeat = self._heartbeat = Heartbeat(settings, self._runs, self._info, self._publish)
+        await patiently(self._publish, "start")
+        await standing.start()  # before the first job
+        await patiently(heartbeat.beat, "start")
+        self._background = [
+            self._loop.create_task(self._watch(engine.failed(), died), name="engine watch"),
+            self._loop.create_task(self._watch(heartbeat.run(), died), name="heartbeat"),
+            self._loop.create_task(self._watch(standing.run(), died), name="steering"),
+            self._loop.create_task(self._watch(self._watch_disks(), died), name="disks"),
+        ]
+
+    async def _publish(self) -> None:
+        """Tell everybody what this engine serves and how to write token ids for it."""
+        assert self._engine is not None
+        name, raw = encode_bundle(self._engine.tokenizer)
+        await self._ledger.put_blob(name, raw)
+        await self._ledger.publish_model(msgspec.structs.replace(self._engine.info, tokenizer=name))
+
+    def _info(self) -> WorkerInfo:
+        assert self._engine is not None
+        info = self._engine.info
+        return WorkerInfo(
+            worker=self.settings.worker_id,
+            boot=BOOT,
+            model=info.name,
+            version=__version__,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            started=self.started_at,
+            tp=info.tp,
+            pp=info.pp,
+            healthy=not self._trouble,
+            detail=self._trouble,
+            stats=self._figures.stats() if self._figures is not None else None,
+        )
+
+    @property
+    def _trouble(self) -> str:
+        """Why no job begins here; empty when it may."""
+        if self.death or self._disk or self._standing is None or self._standing.state == "serving":
+            return self.death or self._disk
+        return f"{self._standing.state}: {self._standing.detail}"
+
+    async def _look_at_disks(self) -> None:
+        """Note, and log once, whether captures and receipts can be written."""
+        folders = (Path(self.settings.capture_root), Path(self.settings.data_dir) / "outbox", Path(self.settings.data_dir))
+        found = next(filter(None, [await asyncio.to_thread(probe, folder) for folder in folders]), "")
+        if found and not self._disk:
+            logger.error("%s: captures and receipts wait", found)
+        elif self._disk and not found:
+            logger.warning("captures and receipts can be written again")
+        self._disk = found
+
+    async def _await_disks(self) -> None:
+        """Wait until outboxes can be opened, before an engine is loaded for minutes in vain."""
+        await self._look_at_disks()
+        while self._disk:
+            await asyncio.sleep(DISK_LOOK_S)
+            await self._look_at_disks()
+
+    async def _watch_disks(self) -> str:
+        """Check until cancelled. The result is sent with the heartbeat, and immediately when it changes."""
+        while True:
+            await asyncio.sleep(DISK_LOOK_S)
+            former = self._disk
+            await self._look_at_disks()
+            if bool(former) != bool(self._disk) and self._heartbeat is not None:
+                with contextlib.suppress(MidstreamError):  # the next one is due soon
+                    await self._heartbeat.beat()
+
+    async def _watch(self, watched: Coroutine[Any, Any, str], died: asyncio.Event) -> None:
+        """`watched` returns, or raises, only when this worker can do no more work."""
+        try:
+            reason = await watched
+        except Exception as error:
+            logger.exception("the worker's own machinery failed")
+            reason = f"{type(error).__name__}: {error}"
+        if not self.death:
+            await self._die(reason, died)
+
+    async def _die(self, reason: str, died: asyncio.Event) -> None:
+        """Hand the running jobs to another attempt, then ask for the process's end."""
+        logger.critical("engine died: %s", reason)
+        self.death = reason
+        died.set()
+        assert self._runs is not None
+        assert self._standing is not None
+        self._standing.close()
+        try:
+            async with asyncio.timeout(DEATH_GRACE_S / 2):
+                self._runs.stop(list(self._runs.held), Outcome.RELEASED)
+                await self._runs.drain()
+        except TimeoutError:
+            logger.error("the running jobs could not be released in time; their leases expire instead")
+        finally:
+            self._on_death(reason)
+
+    async def _release_former_boots(self) -> None:
+        """Requeue at once what this worker held when it was last killed."""
+        released = await Sweeper(self._ledger, self._app, self.settings).release_boots(self.settings.worker_id, BOOT)
+        if released:
+            logger.warning("requeued %s, which a former start of this worker held", released)
+
+    def _send(self, messages: list[Message]) -> None:
+        """What a claim has picked, or what goes back to the queue."""
+        crash_point("worker.released" if any(message.attempt for message in messages) else "worker.picked")
+        self._dispatcher.send(messages)
+
+    async def _stop(self) -> None:
+        await end_tasks(self._background)
+        if self._figures is not None:
+            self._figures.unregister()
+        if self._engine is not None:
+            await self._engine.shutdown()
+        if self._heartbeat is not None:
+            await self._heartbeat.close()
+        await self._ledger.close()

@@ -1,0 +1,47 @@
+"""What does a worker do while Redis is away, and how does it stop what talks to Redis?
+
+It waits and asks again: a restart must not cost a running job. And it cancels until the task is over, not once: redis-py
+awaits its writes with `asyncio.wait_for`, which on Python 3.11 swallows a cancellation that arrives together with the result.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Collection
+from typing import Any, TypeVar
+
+from ...schemas.errors import MidstreamError
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+#: What the ledger says when Redis is restarting, loading its AOF, or unreachable. All of it passes.
+UNAVAILABLE = "unavailable"
+FIRST_PAUSE_S = 0.05
+LONGEST_PAUSE_S = 1.0
+CANCEL_AGAIN_S = 0.5
+
+
+async def patiently(call: Callable[[], Awaitable[T]], what: str) -> T:
+    """The result of `call`, repeated for as long as Redis is away; other errors go through.
+
+    A call whose answer was lost may run twice: every ledger transition is fenced or idempotent, so the second is refused.
+    """
+    pause = FIRST_PAUSE_S
+    while True:
+        try:
+            return await call()
+        except MidstreamError as error:
+            if error.kind != UNAVAILABLE:
+                raise
+            if pause == FIRST_PAUSE_S:
+                logger.warning("%s waits for Redis: %s", what, error)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+
+
+async def end_tasks(tasks: Collection["asyncio.Task[Any]"]) -> None:
+    """Cancel `tasks` until each is over; what they raise stays in them."""
+    while pending := [task for task in tasks if not task.done()]:
+        for task in pending:
+            task.cancel()
+        await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)

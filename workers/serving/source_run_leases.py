@@ -1,0 +1,86 @@
+"""Which source runs do this worker's jobs use now? They are loaded before and while they are used, and leased so that nothing ages away."""
+
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+
+from ...broker.ledger.jobs import Ledger
+from ...broker.ledger.source_runs import SourceRuns
+from ...schemas.errors import MidstreamError
+from ...schemas.source_runs import RunFiles, parse_key
+from ..engine.collective import Quarantined
+from ..engine.protocol import Engine, Locate
+from .redis_retry import UNAVAILABLE, patiently
+
+logger = logging.getLogger(__name__)
+
+#: A lease on captures lasts this many of a job's leases: a Redis that was away for a while finds it still there when it is back.
+LEASES = 4
+
+
+class RunHolds:
+    """Used from the engine's event loop only."""
+
+    def __init__(self, ledger: Ledger, engine: Engine, worker: str) -> None:
+        self._sources, self._engine, self._worker = SourceRuns(ledger), engine, worker
+        self._lease_s = ledger.settings.lease_s
+        self._held: dict[str, Counter[str]] = {}  # job → keys of the runs that it holds, or waits for
+
+    @asynccontextmanager
+    async def holding(self, job: str, keys: Sequence[str], names: Mapping[str, str], locate: Locate | None = None) -> AsyncIterator[None]:
+        """Have these runs (`run_key`) on every rank in the block, and their captures kept from deletion for their age.
+
+        `names`: what the job calls them → the job whose captures they are. `locate`: instead of the ledger's. No holder may begin
+        another such block inside, see `RankRuns`. Raises MidstreamError("intervention_failed") naming the run when one is not
+        there or a rank cannot load it, and Quarantined.
+        """
+        if not keys:
+            yield
+            return
+        self._held.setdefault(job, Counter()).update(keys)
+        try:
+            await patiently(lambda: self._sources.lease({job: keys}, self._seconds), f"lease of {job} on source runs")
+            await self._hold(keys, names, locate or self._locate)
+            try:
+                yield
+            finally:
+                await self._engine.release_runs(keys)
+        finally:
+            await self._let_go(job, keys)
+
+    async def renew(self, sources: SourceRuns) -> None:
+        """With every heartbeat, over its connections: the leases of all that is held, and what this worker has in memory."""
+        await sources.lease(self._held, self._seconds)
+        await sources.tell_held(self._worker, self._engine.held_runs(), self._lease_s)
+
+    @property
+    def _seconds(self) -> float:
+        return LEASES * self._lease_s
+
+    async def _hold(self, keys: Sequence[str], names: Mapping[str, str], locate: Locate) -> None:
+        try:
+            await self._engine.hold_runs(keys, locate)
+        except MidstreamError as error:
+            meant = sorted(name for name, job in names.items() if name != job and f" {job}." in f" {error.detail}")
+            if isinstance(error, Quarantined) or not meant:
+                raise
+            raise MidstreamError(error.kind, f"run {', '.join(map(repr, meant))}: {error.detail}") from error
+
+    async def _locate(self, key: str) -> RunFiles:
+        return await patiently(lambda: self._sources.files(key), f"source run {key}")
+
+    async def _let_go(self, job: str, keys: Sequence[str]) -> None:
+        held = self._held[job]
+        held.subtract(keys)
+        ended = [key for key in keys if held[key] <= 0]
+        self._held[job] = +held
+        if not self._held[job]:
+            del self._held[job]
+        still = {parse_key(key)[0] for key in self._held.get(job, ())}
+        try:
+            await self._sources.unlease([key for key in ended if parse_key(key)[0] not in still], job)
+        except MidstreamError as error:
+            if error.kind != UNAVAILABLE:
+                raise
+            logger.info("leases of %s on source runs lapse by themselves: %s", job, error)

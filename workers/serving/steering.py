@@ -1,0 +1,444 @@
+"""How does a worker keep its ranks at what is desired for everyone, and what does it do when they are out of step?
+
+It looks in Redis every `steering_poll_s`: prepares what is proposed, applies what was decided (global steering, named modules),
+and reports. A job begins only while the worker is `serving`, under the global steering that is applied then, and keeps it to
+its end. When ranks of a stage disagree, or may, the worker takes no jobs, stops those that have interventions or captures,
+begins every rank anew from zero, applies all that is desired again, compares the ranks, and goes on; or the engine is given up.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import NamedTuple, cast
+
+from ...broker.ledger.steering import Steering
+from ...schemas.base import now
+from ...schemas.errors import MidstreamError
+from ...schemas.settings import Settings
+from ...schemas.steering import Desired, GlobalSteering, Module, Proposal, RankApplied, RankSteering, WorkerState, WorkerSteering
+from ...schemas.tensors import Tensor, content_hash
+from ..engine.collective import Quarantined, Refused, refusals
+from ..engine.protocol import Engine
+from ..engine.rank_control import disagreement
+from .redis_retry import UNAVAILABLE, patiently
+from .steering_leases import Applied, Lease
+
+logger = logging.getLogger(__name__)
+
+#: How often the ranks are compared beside the comparison in every receipt, and the worker reports without being asked.
+COMPARE_S = 5.0
+#: Global steering that the ranks refused, and what was not stored, is tried again this much later.
+RETRY_S = 1.0
+VERSION_MISMATCH = "version_mismatch"
+#: So often a resync begins anew without what was refused on some ranks and not on others.
+RESYNC_ROUNDS = 3
+#: A resync waits this long for the engine to let go of the requests that it stopped.
+DRAIN_S = 30.0
+DRAIN_CHECK_S = 0.02
+
+
+class ResyncFailed(MidstreamError):
+    """The ranks could not be made equal: the engine must be started anew."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__("engine_failed", detail)
+
+
+class Trouble(NamedTuple):
+    """A module that is not on the ranks."""
+
+    digest: str
+    why: str
+    lasting: bool  # the ranks refused this content: only another one is tried
+
+
+class _Answer:
+    """What was said to the last proposal."""
+
+    def __init__(self, proposal: str = "", applied: list[RankApplied] | None = None, refusal: str = "") -> None:
+        self.proposal, self.applied, self.refusal = proposal, applied or [], refusal
+        self.held: list[str] = []
+
+
+class Standing:
+    """What stands on an engine's ranks. `tell` is called when whether the worker serves has changed; it may raise `unavailable`.
+
+    `stop_runs(why)` asks every attempt with interventions or captures to end; set by the host.
+    """
+
+    def __init__(self, broker: Steering, engine: Engine, settings: Settings, boot: str, tell: Callable[[], Awaitable[None]]) -> None:
+        self._broker, self._engine, self._settings, self._boot, self._tell = broker, engine, settings, boot, tell
+        self._worker, self._model = settings.worker_id, settings.served_model
+        self.stop_runs: Callable[[str], None] = lambda why: None
+        self.state: WorkerState = "serving"
+        self.detail = ""  # why it does not serve
+        self.desyncs = self.resyncs = 0
+        self.last_desync, self.last_desync_at = "", cast("float | None", None)
+        self.ranks: list[RankSteering] = []  # as they were last asked
+        self._open = asyncio.Event()  # serving, or closed for good
+        self._closed = False
+        self._wake = asyncio.Event()
+        self._looked = asyncio.Event()  # replaced with every look
+        self._global = Applied(GlobalSteering())
+        self._former: list[Applied] = []  # attempts still run under these
+        self._modules: dict[str, Module] = {}
+        self._answer = _Answer()
+        self._last: list[RankApplied] = []  # answers to the last prepare or commit
+        self._version = 0  # of `Desired`, reconciled
+        self._seen: tuple[int, str, str] | None = None  # version, proposal and what was committed, as last looked into
+        self._asked = ""
+        self._said = ("", "")  # state and detail
+        self._troubles: dict[str, Trouble] = {}  # by module
+        self._out_of_step = ""  # why a resync is due
+        self._compared = self._retried = self._complained = float("-inf")
+        engine.on_quarantine = self.quarantine
+
+    # -- what runs ask -----------------------------------------------------------------------------------------------------
+
+    @property
+    def serving(self) -> bool:
+        return self._open.is_set() and not self._closed
+
+    async def lease(self, patience_s: float) -> Lease | None:
+        """The global steering for an attempt that begins now; None when the worker does not serve within `patience_s`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(patience_s):
+                await self._open.wait()
+        return Lease(self._global) if self.serving else None
+
+    async def catch_up(self, patience_s: float) -> None:
+        """Look now; returns after that, or when `patience_s` are over."""
+        looked = self._looked
+        self._wake.set()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(patience_s):
+                await looked.wait()
+
+    def quarantine(self, why: str) -> None:
+        """The ranks may differ: begin no job until they were made equal."""
+        if self.state != "resyncing":
+            self._stop_serving("quarantined", why)
+            self._out_of_step = self._out_of_step or why
+            self._wake.set()
+
+    def close(self) -> None:
+        """The engine is dead: let go of everybody who waits."""
+        self._closed = True
+        self._open.set()
+
+    # -- the loop ----------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Apply what is desired, before any job comes. Marks of a former start concern ranks that are gone."""
+        await patiently(lambda: self._broker.clear_desync(self._worker, self._boot), "start")
+        await patiently(self._look, "start")
+
+    async def run(self) -> str:
+        """Until cancelled; returns, with the reason, only when the engine must be given up."""
+        away = False
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._settings.steering_poll_s):
+                    await self._wake.wait()
+            self._wake.clear()
+            looked, self._looked = self._looked, asyncio.Event()
+            try:
+                await self._look()
+                away = False
+            except ResyncFailed as error:
+                return str(error)
+            except Quarantined as error:
+                self.quarantine(error.detail)
+            except MidstreamError as error:
+                if error.kind == UNAVAILABLE:
+                    if not away:
+                        logger.warning("global steering is not followed, Redis is away: %s", error)
+                    away = True
+                elif error.kind == "engine_failed":
+                    logger.warning("the ranks do not answer: %s", error)  # whether the engine is dead is found elsewhere
+                    await asyncio.sleep(RETRY_S)
+                else:
+                    raise
+            finally:
+                looked.set()
+
+    async def _look(self) -> None:
+        await self._let_go()
+        if self._out_of_step:
+            await self._resync(self._out_of_step)
+            if self._out_of_step:
+                return
+        look = await self._broker.look(self._model, self._worker)
+        if look.desync:
+            await self._resync(look.desync)
+            return
+        open_ends = self.state == "quarantined" or not all(trouble.lasting for trouble in self._troubles.values())
+        retry = open_ends and time.monotonic() - self._retried >= RETRY_S
+        seen = look.version, look.proposal, look.committed
+        news = self._seen != seen
+        if news or retry:
+            await self._follow()
+            self._seen = seen
+        due = time.monotonic() - self._compared >= COMPARE_S
+        if news or retry or due or look.ask != self._asked:
+            ranks = self.ranks = await self._engine.steering_status()
+            self._compared = time.monotonic()
+            if why := disagreement(ranks):
+                await self._resync(why)
+                return
+            self._asked = look.ask
+            await self._report(ranks)
+
+    async def _follow(self) -> None:
+        try:
+            desired = await self._broker.desired(self._model)
+        except MidstreamError as error:
+            if error.kind != VERSION_MISMATCH:
+                raise
+            # What everyone is to be steered with cannot be read: no job may run without it, and starting anew helps nobody.
+            self._retried = time.monotonic()
+            self._stop_serving("quarantined", error.detail)
+            await self._say()
+            return
+        await self._reconcile(desired)
+
+    async def _report(self, ranks: list[RankSteering]) -> None:
+        await self._broker.report(
+            WorkerSteering(
+                worker=self._worker,
+                boot=self._boot,
+                model=self._model,
+                state=self.state,
+                detail=self.detail or "; ".join(trouble.why for trouble in self._troubles.values()),
+                version=self._version,
+                global_version=self._global.steering.version,
+                at=now(),
+                ask=self._asked,
+                proposal=self._answer.proposal,
+                prepared=bool(self._answer.proposal) and not self._answer.refusal,
+                refusal=self._answer.refusal,
+                applied=self._last,
+                waiting=self._engine.waiting,
+                desyncs=self.desyncs,
+                resyncs=self.resyncs,
+                ranks=ranks,
+            )
+        )
+
+    # -- reconciling -------------------------------------------------------------------------------------------------------
+
+    async def _reconcile(self, desired: Desired, *, skip_global: bool = False) -> None:
+        """Modules, then global steering, then what is proposed. What the ranks refuse is said, and they are compared then."""
+        self._retried = time.monotonic()
+        await self._reconcile_modules(desired.modules)
+        why = self.detail if skip_global else await self._reconcile_global(desired.current)
+        await self._consider(desired.proposal)
+        if not why and not self._troubles:
+            self._version = desired.version
+        if why:
+            self._stop_serving("quarantined", why)
+        elif not self._out_of_step:  # or a resync is due, or its end is still to be verified
+            self._serve()
+        await self._say()
+
+    async def _reconcile_modules(self, wanted: dict[str, Module]) -> None:
+        for name in [*(self._modules.keys() - wanted.keys()), *wanted]:
+            module, former = wanted.get(name), self._modules.get(name)
+            digest = module.digest if module is not None else ""
+            trouble = self._troubles.get(name)
+            if (former is not None and digest == former.digest) or (trouble is not None and trouble.lasting and trouble.digest == digest):
+                continue
+            try:
+                await self._set_module(name, module)
+            except Refused as error:
+                self._trouble(name, Trouble(digest, error.detail, lasting=bool(error.answers)))
+                continue
+            self._troubles.pop(name, None)
+            if former is not None:
+                await self._engine.release_vectors(former.tensors, standing=True)
+        self._troubles = {name: trouble for name, trouble in self._troubles.items() if name in wanted or name in self._modules}
+
+    async def _set_module(self, name: str, module: Module | None) -> None:
+        tensors = module.tensors if module is not None else []
+        await self._hold(tensors)
+        try:
+            await self._engine.set_module(name, module.digest if module is not None else "", tensors)
+        except BaseException:
+            await self._engine.release_vectors(tensors, standing=True)
+            raise
+        if module is not None:
+            self._modules[name] = module
+        else:
+            del self._modules[name]
+
+    def _trouble(self, name: str, trouble: Trouble) -> None:
+        if self._troubles.get(name) != trouble:
+            logger.warning("module %s: %s", name, trouble.why)
+        self._troubles[name] = trouble
+        self._compared = float("-inf")  # a change that one rank refused is an action on the others, taken back or not
+
+    async def _reconcile_global(self, wanted: GlobalSteering) -> str:
+        """Why it is not applied; empty when it is."""
+        if (wanted.version, wanted.digest) == (self._global.steering.version, self._global.steering.digest):
+            return ""
+        try:
+            await self._hold(wanted.tensors)
+            try:
+                await self._check(wanted)
+                self._last = await self._engine.commit_global(wanted)
+            except BaseException:
+                await self._engine.release_vectors(wanted.tensors, standing=True)
+                raise
+        except Refused as error:
+            self._last, self._compared = error.answers, float("-inf")  # as for modules
+            return error.detail
+        self._former.append(self._global)
+        self._global = Applied(wanted)
+        return ""
+
+    async def _check(self, wanted: GlobalSteering) -> None:
+        """Who was not there when it was proposed looks at it now: ranks would leave out what is at a layer or hook that they lack."""
+        answers = await self._engine.prepare_global(wanted) if wanted.entries else []
+        if why := refusals(answers):
+            raise Refused(f"global steering version {wanted.version}: {why}", answers)
+
+    async def _consider(self, proposal: Proposal | None) -> None:
+        """Say whether the ranks could apply what is proposed; its tensors stay there until it is decided."""
+        if (proposal.id if proposal is not None else "") == self._answer.proposal:
+            return
+        former, self._answer = self._answer, _Answer()
+        try:
+            if proposal is not None:
+                self._answer = await self._prepare(proposal)
+                self._last = self._answer.applied
+        finally:
+            await self._engine.release_vectors(former.held, standing=True)
+
+    async def _prepare(self, proposal: Proposal) -> _Answer:
+        tensors = proposal.steering.tensors
+        try:
+            await self._hold(tensors)
+            answer = _Answer(proposal.id)
+            answer.held = tensors
+            answer.applied = await self._engine.prepare_global(proposal.steering)
+            answer.refusal = refusals(answer.applied)
+        except Refused as error:
+            return _Answer(proposal.id, error.answers, error.detail)
+        return answer
+
+    async def _let_go(self) -> None:
+        """Of the tensors of global steering that no attempt runs under any more."""
+        for applied in [applied for applied in self._former if not applied.users]:
+            self._former.remove(applied)
+            await self._engine.release_vectors(applied.steering.tensors, standing=True)
+
+    async def _hold(self, tensors: list[str]) -> None:
+        """Raises Refused also when a tensor is not stored any more (what needs it was taken back meanwhile), or cannot be read."""
+        try:
+            await self._engine.hold_vectors(tensors, self._fetch, standing=True)
+        except MidstreamError as error:
+            if error.kind not in ("intervention_failed", VERSION_MISMATCH) or isinstance(error, Refused | Quarantined):
+                raise
+            raise Refused(error.detail, []) from error
+
+    async def _fetch(self, name: str) -> Tensor:
+        tensor = await self._broker.get_tensor(name)
+        if content_hash(tensor) != name:
+            raise MidstreamError("intervention_failed", f"tensor {name[:12]} does not have the content that its name says")
+        return tensor
+
+    # -- out of step -------------------------------------------------------------------------------------------------------
+
+    async def _resync(self, why: str) -> None:
+        """Make the ranks equal from zero; what interrupts it has it begin again. Raises ResyncFailed when that is impossible."""
+        if self.state != "resyncing":
+            self.desyncs += 1
+            self.last_desync, self.last_desync_at = why, now()
+            self._complain(why)
+        self._stop_serving("resyncing", why)
+        self._out_of_step = why
+        await self._say()
+        await self._report(await self._engine.steering_status())
+        try:
+            await self._drain(why)
+            ranks = await self._replay()
+            if not await self._engine.same_content():
+                raise ResyncFailed("after a resync the ranks have different content in their tables")
+        except Quarantined as error:
+            raise ResyncFailed(f"the ranks could not be made equal: {error.detail}") from error
+        except MidstreamError as error:
+            if error.kind != VERSION_MISMATCH:
+                raise
+            self._stop_serving("resyncing", error.detail)  # once more when it can be read
+            await self._say()
+            await asyncio.sleep(RETRY_S)
+            return
+        epoch = max(rank.epoch for rank in ranks)
+        await self._broker.clear_desync(self._worker, self._boot, epoch)
+        self._out_of_step = ""
+        self.resyncs += 1
+        self._compared = time.monotonic()
+        logger.warning("the ranks are equal again, with ledgers from zero (epoch %d)", epoch)
+        if self.state == "resyncing":
+            self._serve()
+        await self._say()
+        await self._report(ranks)
+
+    async def _replay(self) -> list[RankSteering]:
+        """Begin every rank anew and apply all that is desired; what some ranks refuse then stays out."""
+        refused = False
+        for _ in range(RESYNC_ROUNDS):
+            await self._engine.restart_ledgers()
+            self._forget()
+            await self._reconcile(await self._broker.desired(self._model), skip_global=refused)
+            ranks = await self._engine.steering_status()
+            if not (unequal := disagreement(ranks)):
+                return ranks
+            refused = self.state == "quarantined"
+        raise ResyncFailed(f"after a resync {unequal}")
+
+    async def _drain(self, why: str) -> None:
+        """Stop what runs with interventions or captures, also what was being claimed just now.
+
+        They say so in the ledger before they are over: what ranks tell of them when they begin anew is stale then.
+        """
+        deadline = time.monotonic() + DRAIN_S
+        while self._global.users or any(applied.users for applied in self._former):
+            self.stop_runs(why)
+            await asyncio.sleep(DRAIN_CHECK_S)
+            if time.monotonic() > deadline:
+                await self._broker.look(self._model, self._worker)  # while Redis is away nobody can be over
+                raise ResyncFailed(f"requests could not be stopped within {DRAIN_S:.0f} s to resync: {why}")
+
+    def _forget(self) -> None:
+        """The ranks have nothing any more."""
+        self._global, self._former, self._modules = Applied(GlobalSteering()), [], {}
+        self._answer, self._version = _Answer(), 0
+
+    def _complain(self, why: str) -> None:
+        """An ERROR, but not more often than `desync_log_s`: whatever is wrong may be wrong with every request."""
+        if time.monotonic() - self._complained < self._settings.desync_log_s:
+            logger.info("ranks out of step again (%d times since the start): %s", self.desyncs, why)
+            return
+        self._complained = time.monotonic()
+        logger.error("ranks out of step, no job begins until they are equal: %s", why)
+
+    # -- whether it serves -------------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        if not self._closed:
+            self.state, self.detail = "serving", ""
+            self._open.set()
+
+    def _stop_serving(self, state: WorkerState, why: str) -> None:
+        self.state, self.detail = state, why
+        if not self._closed:
+            self._open.clear()
+
+    async def _say(self) -> None:
+        """Let it be known at once when whether the worker serves has changed."""
+        if self._said != (self.state, self.detail):
+            await self._tell()
+            self._said = (self.state, self.detail)

@@ -1,0 +1,24 @@
+"""Under which global steering does an attempt run, and who still runs under one that was replaced?"""
+
+from ...schemas.steering import GlobalSteering
+
+
+class Applied:
+    """A global steering that the ranks have, or had, and how many attempts run under it."""
+
+    def __init__(self, steering: GlobalSteering) -> None:
+        self.steering, self.users = steering, 0
+
+
+class Lease:
+    """One attempt's hold on the global steering it began under: its tensors stay on the ranks. End it, once or more often."""
+
+    def __init__(self, applied: Applied) -> None:
+        self.steering = applied.steering
+        self._applied: Applied | None = applied
+        applied.users += 1
+
+    def end(self) -> None:
+        applied, self._applied = self._applied, None
+        if applied is not None:
+            applied.users -= 1

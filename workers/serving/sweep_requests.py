@@ -1,0 +1,217 @@
+"""What is the engine asked for a unit of a sweep? Tokens, patches, captures, where to begin, and what to grade."""
+
+from collections.abc import Sequence
+
+from ...schemas.jobs import Job, Sampling
+from ...schemas.models import ModelInfo
+from ...schemas.receipts import Receipt
+from ...schemas.selectors import Hook, PositionSelector
+from ...schemas.source_runs import ZEROS, RunFile, RunFiles, RunRow, parse_key, row_name, run_key
+from ...schemas.specs import Entry, Grade, StoredCapture, StoredSteering
+from ...schemas.sweep_units import Units
+from ...schemas.sweeps import StoredSweep, Unit
+from ..engine.protocol import Ask
+
+BASE, SOURCE = "base", "source"  # tags
+_ONE_TOKEN = Sampling(max_tokens=1)
+
+
+class Asks:
+    """Of one attempt at one sweep. Pure; small enough per cell that a sweep of 20,000 costs the worker a second."""
+
+    def __init__(self, job: Job, attempt: int, info: ModelInfo, enters: bool) -> None:
+        """`enters`: forwards may begin at the layer that is patched, from what the base runs keep of `pre_attn`."""
+        assert job.sweep is not None
+        self._job, self._attempt, self._sweep = job, attempt, job.sweep
+        self._hidden_size = info.hidden_size
+        self.units = Units(job.sweep)
+        self._enters = enters and "pre_attn" in info.hooks
+        self._for_entry: dict[int, bool] = {}  # pair → do its base runs keep what forwards begin with? As the engine, where not said
+        self._captures: dict[tuple[int, int, str], StoredCapture | None] = {}
+        self._captured = {BASE: sum(map(len, self.units.nodes)), SOURCE: len(job.sweep.pairs)}
+        if job.sweep.ablation is not None:
+            del self._captured[SOURCE]
+
+    def reference(self, pair: int) -> Unit:
+        """The unit of the clean prompt, with whose distribution `kl` compares."""
+        clean_is_source = self._sweep.ablation is None and self._sweep.direction == "denoise"
+        return self.units.source(pair) if clean_is_source else self.units.base(pair)
+
+    def kept(self, pair: int) -> str:
+        """Under which name the ranks keep that distribution."""
+        return f"{self._job.id}.{self._attempt}.{pair}"
+
+    def control(self, unit: Unit, *, captures: bool = True) -> list[Ask]:
+        """The requests of a base or source unit, one per node."""
+        stored, tag = self._sweep.pairs[unit.pair], SOURCE if unit.kind == "source" else BASE
+        keeps = self._sweep.metric == "kl" and unit == self.reference(unit.pair)
+        asks = []
+        for place, node in enumerate(self.units.nodes[unit.pair]):
+            capture = self._capture(unit.pair, place, tag) if captures else None
+            prompt = stored.source if unit.kind == "source" else stored.base
+            grade = Grade(
+                token_ids=list(node.token_ids),
+                keep=self.kept(unit.pair) if keeps and place == 0 else "",
+                against=self.kept(unit.pair) if self.compares(unit) and place == 0 else "",
+            )
+            base = self._key(unit, place, BASE) if unit.kind == "base" else ""
+            ask = self._ask(unit, place, [*prompt, *node.prefix], captures=[capture] if capture else [], grade=grade, keep_blocks=base)
+            asks.append(ask)
+        return asks
+
+    def patched(self, unit: Unit) -> list[Ask]:
+        """The requests of a cell or a noise unit, one per node."""
+        stored = self._sweep.pairs[unit.pair]
+        layers, places = self.units.patched(unit)
+        asks = []
+        for place, node in enumerate(self.units.nodes[unit.pair]):
+            base = self._key(self.units.base(unit.pair), place, BASE)
+            enters = self._enters and self._for_entry.get(unit.pair, True)
+            entry = Entry(run=base, layer=layers[0]) if enters and layers[0] > 0 else None
+            grade = Grade(token_ids=list(node.token_ids), against=self.kept(unit.pair) if self.compares(unit) and place == 0 else "")
+            steering = self._patches(unit, layers, places, base)
+            asks.append(self._ask(unit, place, [*stored.base, *node.prefix], steering=steering, entry=entry, grade=grade))
+        return asks
+
+    def compares(self, unit: Unit) -> bool:
+        """Is its distribution compared with the clean prompt's?"""
+        return self._sweep.metric == "kl" and unit != self.reference(unit.pair)
+
+    def take_over(self, pair: int, told: Sequence[Receipt]) -> None:
+        """The pair's base runs are an earlier attempt's, as these receipts say: perhaps of an engine that enters where this one does
+        not, or the other way round.
+        """
+        request = self.units.request(self.units.base(pair), 0)
+        files = [file for receipt in told if receipt.request == request for file in receipt.files if file.tag == BASE]
+        there = {(hook, layer) for file in files for hook, layers in file.sites.items() for layer in layers}
+        positions, tokens = max((file.positions for file in files), default=0), len(self._sweep.pairs[pair].base)
+        for for_entry in (self._enters, not self._enters):
+            capture = self._base_capture(pair, 0, for_entry)
+            wanted = {(hook, layer) for hook, layers in capture.sites.items() for layer in layers} if capture else set()
+            if wanted == there and positions == (len(capture.select(0, tokens, tokens)) if capture else 0):
+                self._for_entry[pair] = for_entry
+                self._captures = {place: capture for place, capture in self._captures.items() if place[0] != pair}
+                return
+
+    def runs(self, pair: int) -> list[str]:
+        """Keys of the runs that the pair's patched units need."""
+        found = [
+            self._key(self.units.base(pair), place, BASE)
+            for place in range(len(self.units.nodes[pair]))
+            if self._capture(pair, place, BASE) is not None
+        ]
+        if self._capture(pair, 0, SOURCE) is not None:
+            found.append(self._key(self.units.source(pair), 0, SOURCE))
+        return found
+
+    def files(self, pair: int, key: str, receipts: list[Receipt]) -> RunFiles:
+        """Where the rows of one of `runs` are, as the receipts of its unit say. Raises ValueError when they name no file."""
+        _, request, tag = parse_key(key)
+        of_it = [file for told in receipts if told.request == request for file in told.files if file.tag == tag]
+        capture = self._capture(pair, request % self.units.width, tag)
+        if not of_it or capture is None:
+            raise ValueError(f"nothing was captured of {key}")
+        node = self.units.nodes[pair][request % self.units.width]
+        tokens = len(self._sweep.pairs[pair].base if tag == BASE else self._sweep.pairs[pair].source) + len(node.prefix)
+        return RunFiles(
+            key=key,
+            sites=capture.sites,
+            positions=list(capture.select(0, tokens, tokens)),
+            hidden_size=self._hidden_size,
+            bytes=sum(file.bytes for file in of_it),
+            files=[RunFile(path=file.path, offset=file.offset, bytes=file.bytes, crc32=file.crc32) for file in of_it],
+        )
+
+    def _ask(
+        self,
+        unit: Unit,
+        place: int,
+        token_ids: list[int],
+        *,
+        steering: list[StoredSteering] | None = None,
+        captures: list[StoredCapture] | None = None,
+        entry: Entry | None = None,
+        grade: Grade,
+        keep_blocks: str = "",
+    ) -> Ask:
+        return Ask(
+            job=self._job.id,
+            request=self.units.request(unit, place),
+            attempt=self._attempt,
+            token_ids=token_ids,
+            sampling=_ONE_TOKEN,
+            steering=steering or [],
+            captures=captures or [],
+            captured=self._captured if captures else {},
+            entry=entry,
+            grade=grade,
+            keep_blocks=keep_blocks,
+            tenant=self._job.tenant,
+        )
+
+    def _key(self, unit: Unit, place: int, tag: str) -> str:
+        return run_key(self._job.id, self.units.request(unit, place), tag)
+
+    def _patches(self, unit: Unit, layers: list[int], places: list[tuple[int, int]], base: str) -> list[StoredSteering]:
+        """`base`: the run of the very same tokens without a patch."""
+        sweep, hook = self._sweep, self._sweep.hooks[unit.hook]
+        everywhere = [position for position, _ in places]
+        if unit.kind == "noise":
+            return [_patch(sweep, hook, [at], [to], row_name(RunRow(base, hook, at, to))) for to in everywhere for at in layers]
+        if sweep.ablation == "zeros":
+            return [_patch(sweep, hook, layers, everywhere, ZEROS)]
+        if sweep.ablation == "mean":
+            prompt = self._key(self.units.base(unit.pair), 0, BASE)  # the prompt alone, without a beginning of the answer
+            return [_patch(sweep, hook, [at], everywhere, row_name(RunRow(prompt, hook, at, None))) for at in layers]
+        source = self._key(self.units.source(unit.pair), 0, SOURCE)
+        return [_patch(sweep, hook, [at], [to], row_name(RunRow(source, hook, at, of))) for to, of in places for at in layers]
+
+    def _capture(self, pair: int, place: int, tag: str) -> StoredCapture | None:
+        """What is captured of a base or source unit at a node; None for nothing."""
+        found = pair, place, tag
+        if found not in self._captures:
+            self._captures[found] = self._source_capture(pair) if tag == SOURCE and not place else None
+            if tag == BASE:
+                self._captures[found] = self._base_capture(pair, place, self._for_entry.get(pair, self._enters))
+        return self._captures[found]
+
+    def _source_capture(self, pair: int) -> StoredCapture | None:
+        """Only of the prompt itself: what follows it changes nothing before it."""
+        if self._sweep.ablation is not None:
+            return None
+        positions = sorted({source for column in self._sweep.pairs[pair].columns for _, source in column.places})
+        if not positions:
+            return None
+        return StoredCapture(sites={hook: self._sweep.layers for hook in self._sweep.hooks}, positions=positions, tag=SOURCE)
+
+    def _base_capture(self, pair: int, place: int, for_entry: bool) -> StoredCapture | None:
+        sweep, wanted = self._sweep, {hook: set[int]() for hook in ("pre_attn", *self._sweep.hooks)}
+        positions: set[int] = set()
+        for unit in self.units.noise(pair):
+            layers, places = self.units.patched(unit)
+            wanted[sweep.hooks[0]].update(layers)
+            positions.update(position for position, _ in places)
+        there = any(column.places for column in sweep.pairs[pair].columns)
+        mean = there and sweep.ablation == "mean" and place == 0
+        if mean:
+            for hook in sweep.hooks:
+                wanted[hook].update(sweep.layers)
+        if there and for_entry:
+            wanted["pre_attn"].update(layer for layer in sweep.layers if layer > 0)
+        sites: dict[Hook, list[int]] = {hook: sorted(layers) for hook, layers in wanted.items() if layers}
+        if not sites:
+            return None
+        every: PositionSelector = "all_prompt" if mean or for_entry else sorted(positions)
+        return StoredCapture(sites=sites, positions=every, tag=BASE)
+
+
+def _patch(sweep: StoredSweep, hook: Hook, layers: list[int], positions: list[int], vector: str) -> StoredSteering:
+    masked = bool(sweep.mask)
+    return StoredSteering(
+        layers=layers,
+        hook=hook,
+        positions=positions,
+        family="replace_masked" if masked else "replace",
+        tensors=[vector, sweep.mask] if masked else [vector],
+        numbers=[sweep.alpha],
+    )

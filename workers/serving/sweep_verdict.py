@@ -1,0 +1,56 @@
+"""Did every rank vouch for a unit of a sweep? Only then does what the ranks told of it become a value."""
+
+from collections.abc import Sequence
+
+from ...broker.ledger.sweep_metrics import Grades, grades
+from ...schemas.receipts import Receipt
+from ...schemas.sweep_units import Node
+from ...schemas.sweeps import StoredPair
+
+
+class Unvouched(Exception):
+    """There is no value; the text says why."""
+
+
+def verdict(pair: StoredPair, nodes: Sequence[Node], told: Sequence[Sequence[Receipt]], world: int, compared: bool) -> Grades:
+    """`told`: of the request of each node the receipts of all ranks. `compared`: the first was compared with the clean prompt.
+
+    Raises Unvouched.
+    """
+    for receipts in told:
+        _check(receipts, world)
+    try:
+        return grades(pair, nodes, [_graded(receipts) for receipts in told], compared)
+    except ValueError as error:
+        raise Unvouched(str(error)) from error
+
+
+def refusal(told: Sequence[Receipt]) -> str:
+    """Why a rank did not do all that it was asked, of the first that says so; empty when all that reported did."""
+    for receipt in told:
+        if receipt.verdict != "ok":
+            return f"rank {receipt.rank} (stage {receipt.pp}): {receipt.message or _short(receipt)}"
+    return ""
+
+
+def _short(receipt: Receipt) -> str:
+    dropped = sum(len(file.dropped) for file in receipt.files)
+    return f"{dropped} positions were dropped under overload" if dropped else "no reason was given"
+
+
+def _check(receipts: Sequence[Receipt], world: int) -> None:
+    if sorted(receipt.rank for receipt in receipts) != list(range(world)):
+        raise Unvouched(f"{len(receipts)} of {world} ranks reported")
+    if why := refusal(receipts):
+        raise Unvouched(why)
+    stages: dict[int, set[tuple[str, int, int, int]]] = {}
+    for receipt in receipts:
+        stages.setdefault(receipt.pp, set()).add((receipt.checksum, receipt.actions, receipt.epoch, receipt.applied))
+    if differing := sorted(stage for stage, accounts in stages.items() if len(accounts) > 1):
+        raise Unvouched(f"the ranks of stage {differing[0]} do not report the same")
+
+
+def _graded(receipts: Sequence[Receipt]) -> list[float]:
+    """What the last stage's first rank told."""
+    last = max(receipt.pp for receipt in receipts)
+    return next(receipt.graded for receipt in receipts if receipt.pp == last and receipt.tp == 0)

@@ -1,0 +1,441 @@
+"""How does a worker run a sweep? Its prompts as they are, then thousands of patched ones, a few in the engine at a time.
+
+A unit counts once every rank has vouched for it: its receipts are read from the ticket, and what they prove is kept in the ledger,
+so that an attempt that follows a killed worker goes on with the rest. What cannot be vouched for becomes a cell without a value and
+with the reason; it never becomes the value of an unpatched prompt, and never ends the sweep.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from ...broker.ledger.jobs import Ledger
+from ...broker.ledger.sweep_metrics import in_nats, recovered, useless_baseline
+from ...broker.ledger.sweep_result import sweep_cell, sweep_start, sweep_summary
+from ...broker.ledger.sweeps import Kept, Sweeps
+from ...schemas.base import from_json, to_json
+from ...schemas.errors import MidstreamError
+from ...schemas.faults import crash_point
+from ...schemas.jobs import Event, EventKind
+from ...schemas.receipts import Receipt
+from ...schemas.source_runs import RunFiles
+from ...schemas.sweeps import SweepCell, SweepStart, SweepSummary, Unit, UnitRecord
+from ..engine.admission import CellSlots, CrowdedOut
+from ..engine.collective import Quarantined
+from ..engine.protocol import Ask, Engine, Fetch
+from .attempt import Run
+from .redis_retry import end_tasks, patiently
+from .source_run_leases import RunHolds
+from .sweep_requests import Asks
+from .sweep_verdict import Unvouched, refusal, verdict
+
+logger = logging.getLogger(__name__)
+
+#: How often receipts are looked for while some are awaited. A step of the engine takes about as long.
+POLL_S = 0.05
+#: Redis was away for so long: receipts have had no time to arrive.
+STALL_S = 2.0
+#: Pairs at once: the next one's prompts are read while the last cells of one are on their way.
+PAIRS_AT_ONCE = 2
+#: So many times the cells in flight may have left the engine without their receipts having been read.
+UNREAD = 8
+#: Receipts that are asked for at once.
+POLL_UNITS = 256
+
+
+class _Pending:
+    """A unit that the engine was asked."""
+
+    def __init__(self, unit: Unit, asks: list[Ask]) -> None:
+        self.unit = unit
+        self.requests = [ask.request for ask in asks]
+        self.left = len(asks)  # that the engine has not answered
+        self.reason = ""  # why the engine refused
+        self.finished = 0.0  # when the engine was done with it
+        self.told: list[list[Receipt]] = []  # of each request, once all have arrived
+        self.kept: asyncio.Future[UnitRecord] = asyncio.get_running_loop().create_future()
+
+
+class _Pair:
+    """What the values of a pair's cells depend on."""
+
+    def __init__(self, noise: int) -> None:
+        self.base: float | None = None  # the metric in nats
+        self.source: float | None = None
+        self.noise: list[float] = []  # the same of patches that change nothing
+        self.noise_left = noise
+        self.useless = ""  # why there is no share to be told
+
+
+class SweepRun:
+    """One attempt at one sweep. `cells_in_flight` is shared by all sweeps of the worker; first come, first served."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        engine: Engine,
+        sources: RunHolds,
+        run: Run,
+        cells_in_flight: CellSlots,
+        fetch: Fetch,
+        refused: Callable[[Kept], None],
+    ) -> None:
+        """`refused`: stops the run when the ledger does not take its word any more."""
+        assert run.job.sweep is not None
+        settings = ledger.settings
+        self._ledger, self._sweeps, self._engine, self._sources, self._run = ledger, Sweeps(ledger), engine, sources, run
+        self._sweep, self._fetch, self._refused = run.job.sweep, fetch, refused
+        self._everyone = run.lease.steering
+        # What is applied to everyone may reach below the layer at which a forward would begin.
+        enters = settings.sweep_entry and engine.enters and not self._everyone.entries
+        self._asks = Asks(run.job, run.attempt, engine.info, enters)
+        self._units = self._asks.units
+        self._slots = cells_in_flight
+        self._unread = asyncio.Semaphore(UNREAD * settings.sweep_cells_in_flight)
+        self._patience_s = settings.capture_timeout_s
+        self._records: dict[int, UnitRecord] = {}
+        self._pairs = [_Pair(0) for _ in self._sweep.pairs]
+        self._waiting: list[_Pending] = []  # left the engine; in that order
+        self._decided: list[tuple[UnitRecord, Unit]] = []  # without the engine
+        self._work = asyncio.Event()
+        self._unkept = 0  # of those decided
+        self._all_kept = asyncio.Event()
+        self._ended = False  # nobody keeps anything any more
+
+    async def run(self) -> None:
+        """To the last cell. Raises MidstreamError("useless_baseline") when no pair has a use, and what ends an attempt."""
+        began = time.monotonic()
+        if not self._engine.info.grades:
+            raise MidstreamError("intervention_failed", "the worker's engine does not tell log-probabilities of given tokens")
+        job = self._run.job
+        self._records = await patiently(lambda: self._sweeps.records(job.id), f"units of {job.id}")
+        if not self._records:
+            await self._emit("start", sweep_start(self._sweep))
+        names = sorted({*self._everyone.tensors, *([self._sweep.mask] if self._sweep.mask else [])})
+        await self._engine.hold_vectors(names, self._fetch)
+        try:
+            self._run.check()
+            await self._whole()
+            await self._restore()
+        finally:
+            await self._engine.release_vectors(names)
+        if all(pair.useless for pair in self._pairs):
+            raise MidstreamError("useless_baseline", self._pairs[0].useless, field="metric")
+        await self._emit("summary", sweep_summary(self._sweep, self._records, time.monotonic() - began))
+
+    async def _whole(self) -> None:
+        # Tasks that talk to Redis are ended, not cancelled once: see `patience`.
+        tasks = [asyncio.ensure_future(self._collect()), asyncio.ensure_future(self._all_pairs())]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._ended = True
+            await end_tasks(tasks)
+        for task in tasks:
+            if not task.cancelled():
+                task.result()
+        self._run.check()
+
+    async def _restore(self) -> None:
+        """Say again what the ledger does not know any more: a Redis whose machine died has lost its last second."""
+        job = self._run.job.id
+        there = await patiently(lambda: self._sweeps.records(job), f"units of {job}")
+        lost = [record for number, record in self._records.items() if number not in there]
+        if lost:
+            logger.warning("%d units of %s are kept once more: the ledger had lost them", len(lost), job)
+            await self._keep((record, self._units.cell(record.unit) or Unit(record.unit, "base", 0)) for record in lost)
+
+    async def _emit(self, kind: EventKind, told: SweepStart | SweepSummary) -> None:
+        event = Event(event=kind, data=from_json(to_json(told), dict[str, Any]), attempt=self._run.attempt)
+        await self._run.emit(self._ledger, event)
+
+    # Asking
+
+    async def _all_pairs(self) -> None:
+        for pair in range(len(self._sweep.pairs)):
+            for unit in self._units.cells(pair):
+                column = self._sweep.pairs[pair].columns[unit.column]
+                if not column.places and unit.number not in self._records:
+                    self._decide(unit, column.reason or "the column is skipped")
+        begun = asyncio.Semaphore(PAIRS_AT_ONCE)
+        async with asyncio.TaskGroup() as group:
+            for pair in range(len(self._sweep.pairs)):
+                await begun.acquire()
+                group.create_task(self._pair(pair)).add_done_callback(lambda _: begun.release())
+        while self._unkept:
+            self._all_kept.clear()
+            await self._all_kept.wait()
+
+    async def _pair(self, pair: int) -> None:
+        """All units of a pair that are not known."""
+        state, missing = self._pairs[pair], self._missing(pair)
+        reason = await self._controls(pair, bool(missing))
+        if reason or (state.useless and len(self._pairs) > 1):
+            for unit in missing:
+                if unit.kind == "cell":
+                    self._decide(unit, reason or state.useless)
+            return
+        if not missing or state.useless:
+            return
+        try:
+            # The next pair waits for room beside this one, which waits for nothing: so they do not wait for each other.
+            async with self._sources.holding(self._run.job.id, self._asks.runs(pair), {}, self._locate(pair)), asyncio.TaskGroup() as group:
+                asked = [(await self._begin(group, unit)).kept for unit in missing if not self._given_up(unit)]
+                await asyncio.gather(*asked)
+        except MidstreamError as error:  # of loading the runs: those of requests come in a group
+            reason = _of_this_alone(error)
+            for unit in missing:
+                if unit.kind == "cell":
+                    self._decide(unit, reason)
+
+    def _missing(self, pair: int) -> list[Unit]:
+        """Patched units that are not known, in the order in which they are asked: by layer, so that forwards that begin at the same
+        layer share a step.
+
+        What `recovered` is a share of must be beyond the noise, so that is known first.
+        """
+        noise = [unit for unit in self._units.noise(pair) if unit.number not in self._records]
+        columns = self._sweep.pairs[pair].columns
+        cells = [unit for unit in self._units.cells(pair) if columns[unit.column].places and unit.number not in self._records]
+        self._pairs[pair].noise_left = len(noise)
+        early = self._sweep.metric == "recovered"
+        return sorted([*noise, *cells], key=lambda unit: (early and unit.kind == "cell", unit.layer, unit.column, unit.hook))
+
+    async def _controls(self, pair: int, needed: bool) -> str:
+        """Ask the two prompts as they are, and take in what is known of them. Returns why the pair has no values; empty when it has.
+
+        `needed`: cells will be compared with them.
+        """
+        units = [self._units.base(pair)]
+        if self._sweep.ablation is None:
+            units.append(self._units.source(pair))
+        reference = self._asks.reference(pair)
+        if self._sweep.metric == "kl":
+            units.sort(key=lambda unit: unit != reference)  # the others are compared with it
+        asked = []
+        async with asyncio.TaskGroup() as group:
+            for unit in units:
+                known = unit.number in self._records
+                if known and self._records[unit.number].value is None:
+                    continue  # its failure is kept, and stays
+                if known and unit.kind == "base":
+                    self._asks.take_over(pair, self._records[unit.number].receipts)
+                kept_anew = needed and self._sweep.metric == "kl" and unit == reference  # a new attempt's ranks have it no more
+                if not known or kept_anew:
+                    pending = await self._begin(group, unit, self._asks.control(unit, captures=not known))
+                    asked.append(pending)
+                    if self._sweep.metric == "kl":
+                        await asyncio.shield(pending.kept)
+            records = {pending.unit.number: await asyncio.shield(pending.kept) for pending in asked}
+        for unit in units:
+            record = records.get(unit.number) or self._records[unit.number]
+            if record.value is None:
+                return f"the prompt {'that rows come from' if unit.kind == 'source' else 'that is patched'} failed: {record.reason}"
+        return self._take_in(pair, units, needed)
+
+    def _take_in(self, pair: int, units: Sequence[Unit], needed: bool) -> str:
+        state = self._pairs[pair]
+        known = [self._records[unit.number] for unit in units]
+        for unit, record in zip(units, known, strict=True):
+            if unit.kind == "base":
+                state.base = record.value
+            else:
+                state.source = record.value
+        if self._sweep.metric == "recovered":
+            if state.base is None or state.source is None:
+                return "there is no other prompt of whose effect a share could be recovered"
+            for unit in self._units.noise(pair):
+                if (earlier := self._records.get(unit.number)) is not None and earlier.value is not None:
+                    state.noise.append(state.base + earlier.value * (state.source - state.base))
+            self._judge(state)
+        versions = {told.global_version for record in known for told in record.receipts} - {self._everyone.version}
+        if needed and versions:
+            return (
+                f"the sweep began under global steering version {min(versions)} and was interrupted; now it is version "
+                f"{self._everyone.version}, under which its cells cannot be compared with what is known"
+            )
+        return ""
+
+    def _judge(self, state: _Pair) -> None:
+        assert state.base is not None
+        assert state.source is not None
+        state.useless = useless_baseline(state.base, state.source, state.noise)
+
+    def _given_up(self, unit: Unit) -> bool:
+        """The pair turned out to be of no use meanwhile."""
+        state = self._pairs[unit.pair]
+        if state.useless and unit.kind == "cell":
+            self._decide(unit, state.useless)
+        return bool(state.useless)
+
+    async def _begin(self, group: asyncio.TaskGroup, unit: Unit, asks: list[Ask] | None = None) -> _Pending:
+        """Ask the engine, once there is room."""
+        if self._ended:  # a group cancels its tasks once, and this one's cancellation was swallowed (see `patience`)
+            raise asyncio.CancelledError
+        asks = self._asks.patched(unit) if asks is None else asks
+        await self._unread.acquire()
+        pending = _Pending(unit, asks)
+        for ask in asks:
+            await self._slots.acquire()
+            # Given back also when the task never runs.
+            group.create_task(self._request(pending, ask)).add_done_callback(lambda _: self._slots.release())
+        return pending
+
+    async def _request(self, pending: _Pending, ask: Ask) -> None:
+        try:
+            finished, totals = False, self._run.stages.totals
+            totals.prompt_tokens += len(ask.token_ids)
+            async with aclosing(self._engine.generate(ask, self._everyone)) as stream:
+                async for progress in stream:
+                    finished = progress.finished is not None
+                    totals.generated_tokens += len(progress.token_ids)
+            self._run.check()
+            if not finished:
+                raise MidstreamError("engine_failed", f"the engine ended request {ask.request} without an output")
+        except MidstreamError as error:
+            pending.reason = pending.reason or _of_this_alone(error)
+        pending.left -= 1
+        if not pending.left:
+            pending.finished = time.monotonic()
+            self._waiting.append(pending)
+            self._work.set()
+
+    def _locate(self, pair: int) -> "Callable[[str], Coroutine[Any, Any, RunFiles]]":
+        async def locate(key: str) -> RunFiles:
+            receipts = [
+                told
+                for unit in (self._units.base(pair), self._units.source(pair))
+                if (record := self._records.get(unit.number)) is not None
+                for told in record.receipts
+            ]
+            try:
+                return self._asks.files(pair, key, receipts)
+            except ValueError as error:
+                raise MidstreamError("intervention_failed", str(error)) from error
+
+        return locate
+
+    # Keeping
+
+    def _decide(self, unit: Unit, reason: str) -> None:
+        """The unit has no value, whatever the engine would say."""
+        self._unkept += 1
+        self._decided.append((UnitRecord(unit=unit.number, reason=reason, attempt=self._run.attempt), unit))
+        self._work.set()
+
+    async def _collect(self) -> None:
+        """Keep what was decided, and what all ranks have reported on, until cancelled."""
+        while True:
+            await self._work.wait()
+            self._run.check()
+            decided, self._decided = self._decided, []
+            await self._keep(decided)
+            self._unkept -= len(decided)
+            if not self._unkept:
+                self._all_kept.set()
+            settled = await self._settled()
+            await self._keep([(record, pending.unit) for pending, record in settled])
+            done = {id(pending) for pending, _ in settled}
+            self._waiting = [pending for pending in self._waiting if id(pending) not in done]
+            for pending, record in settled:
+                self._unread.release()
+                if not pending.kept.done():
+                    pending.kept.set_result(record)
+            if not self._decided and not self._waiting:
+                self._work.clear()
+            else:
+                await asyncio.sleep(POLL_S)
+
+    async def _keep(self, decided: Iterable[tuple[UnitRecord, Unit]]) -> None:
+        batch: list[tuple[UnitRecord, SweepCell | None]] = [
+            (record, sweep_cell(self._sweep, unit, record) if unit.kind == "cell" else None) for record, unit in decided
+        ]
+        if not batch:
+            return
+        job, info = self._run.job, self._engine.info
+        kept = await patiently(lambda: self._sweeps.keep(job, self._run.attempt, batch, self._engine.world, info.pp), f"cells of {job.id}")
+        crash_point("sweep.kept")
+        if kept != "kept":
+            self._refused(kept)
+            self._run.check()
+        self._run.stages.totals.cells += sum(cell is not None for _, cell in batch)
+        for record, _ in batch:
+            self._records.setdefault(record.unit, record)
+
+    async def _settled(self) -> list[tuple[_Pending, UnitRecord]]:
+        """Of the units that the engine is done with, those of which it is known what became of them."""
+        asked = time.monotonic()
+        read = [pending for pending in self._waiting if not pending.told and not pending.reason][:POLL_UNITS]
+        requests = [request for pending in read for request in pending.requests]
+        job, world = self._run.job.id, self._engine.world
+        told = await patiently(lambda: self._sweeps.receipts(job, requests, world), f"receipts of {job}")
+        now = time.monotonic()
+        if now - asked > STALL_S:
+            for pending in self._waiting:
+                pending.finished = now
+        late = []
+        for pending in read:
+            if all(request in told for request in pending.requests):
+                pending.told = [told[request] for request in pending.requests]
+            elif now - pending.finished > self._patience_s:
+                late.append(pending)
+        for pending in late:
+            some = await patiently(lambda of=pending.requests: self._sweeps.told(job, of, world), f"receipts of {job}")  # type: ignore[misc]
+            pending.reason = refusal(some) or (
+                f"{len(some)} of {world * len(pending.requests)} receipts arrived within {self._patience_s:g} s of the engine's answer"
+            )
+        settled = []
+        for pending in sorted(self._waiting, key=lambda pending: pending.unit.kind == "cell"):  # noise first, of which cells depend
+            if (pending.told or pending.reason) and (record := self._record(pending)) is not None:
+                settled.append((pending, record))
+        return settled
+
+    def _record(self, pending: _Pending) -> UnitRecord | None:
+        """What becomes of a unit; None: it depends on one of which that is not known."""
+        unit, state = pending.unit, self._pairs[pending.unit.pair]
+        if unit.kind == "cell" and self._sweep.metric == "recovered" and state.noise_left and not state.useless:
+            return None
+        record = UnitRecord(unit=unit.number, reason=pending.reason, attempt=self._run.attempt)
+        if not pending.reason:
+            record = self._value(pending)
+        if unit.kind == "noise":
+            state.noise_left -= 1
+            if not state.noise_left and self._sweep.metric == "recovered":
+                self._judge(state)
+        return record
+
+    def _value(self, pending: _Pending) -> UnitRecord:
+        unit, state, attempt = pending.unit, self._pairs[pending.unit.pair], self._run.attempt
+        stored, nodes = self._sweep.pairs[unit.pair], self._units.nodes[unit.pair]
+        try:
+            grades = verdict(stored, nodes, pending.told, self._engine.world, self._asks.compares(unit))
+            reference = self._sweep.metric == "kl" and unit == self._asks.reference(unit.pair)
+            value = 0.0 if reference else in_nats(self._sweep.metric, grades)
+        except (Unvouched, ValueError) as error:
+            return UnitRecord(unit=unit.number, reason=str(error), attempt=attempt)
+        if unit.kind == "noise":
+            state.noise.append(value)
+        if unit.kind in ("cell", "noise") and self._sweep.metric == "recovered":
+            assert state.base is not None
+            assert state.source is not None
+            if state.useless:
+                return UnitRecord(unit=unit.number, reason=state.useless, attempt=attempt)
+            value = recovered(value, state.base, state.source)
+        return UnitRecord(
+            unit=unit.number,
+            value=value,
+            logprob=grades.logprob,
+            foil_logprob=grades.foil_logprob,
+            attempt=attempt,
+            receipts=[told for receipts in pending.told for told in receipts] if unit.kind in ("base", "source") else [],
+        )
+
+
+def _of_this_alone(error: MidstreamError) -> str:
+    """What an error says that concerns one request; raises it when it concerns more."""
+    if error.kind == "engine_failed" or isinstance(error, Quarantined | CrowdedOut):
+        raise error
+    return error.detail
