@@ -36,8 +36,8 @@ from .resolve import admission, global_capture, patches, steering
 from .resolve.callback_url import check_callback
 from .resolve.model_state import NOTHING, Standing, find_runs
 from .resolve.request_parsing import Wish
-from .resolve.tokenizer import Beside, Codec
-from .resolve.tokenizer_pool import Helpers
+from .resolve.tokenizer import Codec
+from .resolve.tokenizer_pool import BundleHelpers, Helpers
 from .web import request_context
 from .web.auth import Gate, caller_of
 from .web.key_revocation import ALWAYS, Stay, Stays
@@ -131,8 +131,8 @@ class Edge:
             known = self._codecs.get(key)
             if known is None:
                 raw = await fetch()
-                beside = Beside(self.helpers, info.tokenizer, fetch)
-                known = await anyio.to_thread.run_sync(lambda: Codec(from_msgpack(raw, TokenizerBundle), info.max_model_len, beside))
+                helpers = BundleHelpers(self.helpers, info.tokenizer, fetch)
+                known = await anyio.to_thread.run_sync(lambda: Codec(from_msgpack(raw, TokenizerBundle), info.max_model_len, helpers))
                 self._codecs[key] = known
         return known
 

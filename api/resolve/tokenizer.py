@@ -6,11 +6,11 @@ never from a client) and run in jinja2's sandbox with the environment that trans
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import anyio.to_thread
 import jinja2
@@ -24,9 +24,6 @@ from tokenizers import Encoding, Tokenizer
 from ...schemas.errors import MidstreamError, invalid, shortened
 from ...schemas.models import TokenizerBundle
 from ...schemas.selectors import SelectorError, Span
-
-if TYPE_CHECKING:
-    from .tokenizer_pool import Helpers
 
 #: Above this many characters, or messages, tokenisation leaves the event loop; below, the hop costs more than the work.
 INLINE_CHARACTERS, INLINE_MESSAGES = 4096, 64
@@ -54,13 +51,12 @@ class Encoded(NamedTuple):
     offsets: np.ndarray | None = None
 
 
-@dataclass(frozen=True)
-class Beside:
-    """Where a codec's long texts are tokenised."""
+class LongTexts(Protocol):
+    """Tokenises a codec's long texts outside of the event loop (see `tokenizer_pool.BundleHelpers`)."""
 
-    processes: "Helpers"
-    tokenizer: str  # content hash of the bundle
-    fetch: Callable[[], Awaitable[bytes]]  # reads the bundle
+    async def encode(self, texts: Sequence[str], special_tokens: bool, limit: int, offsets: bool) -> list[Encoded]: ...
+
+    async def encode_chat(self, messages: Sequence[dict[str, str]], limit: int) -> tuple[np.ndarray, str]: ...
 
 
 @dataclass(frozen=True)
@@ -110,11 +106,11 @@ def _times(count: int) -> str:
 class Codec:
     """One model's tokenizer and chat template. Immutable after construction; safe to share between threads."""
 
-    def __init__(self, bundle: TokenizerBundle, limit: int = ANY_LENGTH, beside: Beside | None = None):
-        """`limit`: tokens that the model takes; `beside`: processes for long texts, which a thread tokenises otherwise."""
+    def __init__(self, bundle: TokenizerBundle, limit: int = ANY_LENGTH, long_texts: LongTexts | None = None):
+        """`limit`: tokens that the model takes; `long_texts`: for those; without it a thread tokenises them."""
         self._bundle = bundle
         self._limit = limit
-        self._beside = beside
+        self._long_texts = long_texts
         text, longest_token = _untrimmed(bundle.tokenizer_json)
         self._most_characters = max(SHORT_CHARACTERS, limit * longest_token)
         self._tokenizer = Tokenizer.from_str(text)
@@ -152,10 +148,9 @@ class Codec:
     async def _encodings(self, texts: list[str], special_tokens: bool, offsets: bool) -> list[Encoded]:
         if sum(map(len, texts)) <= INLINE_CHARACTERS and len(texts) <= INLINE_MESSAGES:
             return self.encode_here(texts, special_tokens, offsets)
-        if self._beside is None:
+        if self._long_texts is None:
             return await anyio.to_thread.run_sync(self.encode_here, texts, special_tokens, offsets)
-        beside = self._beside
-        return await beside.processes.encode(beside.tokenizer, beside.fetch, texts, special_tokens, self._limit, offsets)
+        return await self._long_texts.encode(texts, special_tokens, self._limit, offsets)
 
     def encode_here(self, texts: Sequence[str], special_tokens: bool, offsets: bool = False) -> list[Encoded]:
         """As `encodings`, of any length, in this thread."""
@@ -227,9 +222,9 @@ class Codec:
         """
         characters = sum(len(text) for message in messages for text in message.values())
         self._check_characters(0, characters)
-        beside = self._beside
-        if beside is not None and (characters > INLINE_CHARACTERS or len(messages) > INLINE_MESSAGES):
-            found, text = await beside.processes.encode_chat(beside.tokenizer, beside.fetch, messages, self._limit)
+        helpers = self._long_texts
+        if helpers is not None and (characters > INLINE_CHARACTERS or len(messages) > INLINE_MESSAGES):
+            found, text = await helpers.encode_chat(messages, self._limit)
             return self.as_list(found), text
         text = self.render(messages)
         (ids,) = await self.encode([text], special_tokens=False)  # the template writes them itself

@@ -13,6 +13,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import BinaryIO
 
@@ -164,6 +165,23 @@ class Helpers:
             self._all.discard(process)
             await process.wait()
         return process.returncode or 0
+
+
+@dataclass(frozen=True)
+class BundleHelpers:
+    """The helper processes, for one tokenizer."""
+
+    helpers: Helpers
+    tokenizer: str  # content hash of the bundle
+    fetch: Callable[[], Awaitable[bytes]]  # reads the bundle
+
+    async def encode(self, texts: Sequence[str], special_tokens: bool, limit: int, offsets: bool) -> list[Encoded]:
+        """As `Helpers.encode`."""
+        return await self.helpers.encode(self.tokenizer, self.fetch, texts, special_tokens, limit, offsets)
+
+    async def encode_chat(self, messages: Sequence[dict[str, str]], limit: int) -> tuple[np.ndarray, str]:
+        """As `Helpers.encode_chat`."""
+        return await self.helpers.encode_chat(self.tokenizer, self.fetch, messages, limit)
 
 
 async def _exchange(process: asyncio.subprocess.Process, ask: Ask) -> Answer:

@@ -11,8 +11,8 @@ import pytest
 from test_text import TEMPLATES, make_codec
 
 from midstream.api.resolve import tokenizer_pool
-from midstream.api.resolve.tokenizer import SHORT_CHARACTERS, Beside, Codec, TooLong
-from midstream.api.resolve.tokenizer_pool import Helpers
+from midstream.api.resolve.tokenizer import SHORT_CHARACTERS, Codec, TooLong
+from midstream.api.resolve.tokenizer_pool import BundleHelpers, Helpers
 from midstream.schemas.base import to_msgpack
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.settings import Settings
@@ -33,7 +33,7 @@ def use(check: Callable[[Helpers, Codec], Coroutine[Any, Any, None]], limit: int
 
         helpers = Helpers(Settings(**{"tokenizer_processes": 1, **settings}))
         try:
-            await check(helpers, Codec(bundle, limit, Beside(helpers, "t", fetch)))
+            await check(helpers, Codec(bundle, limit, BundleHelpers(helpers, "t", fetch)))
         finally:
             await helpers.close()
 

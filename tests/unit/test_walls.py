@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,15 @@ STARTERS = {
 #: Imported inside functions only, so it may reach further at its top.
 LOADED_LATE = {"client/cli/demo.py"}
 STARTERS_MAY = {"broker", "workers"}
+
+#: Folder → its rooms (and the modules beside them) from top to bottom, those of one line side by side. Each may import what stands
+#: below it, in any way: at its top, inside functions, or for types.
+ROOMS: dict[str, tuple[str, ...]] = {
+    "broker": ("callbacks flower health relay", "receipts webhooks", "ledger", "queue artifacts", "ops"),
+    "api": ("__main__", "app", "openapi", "routes", "responses", "context", "resolve operations", "web"),
+    "client": ("__main__", "cli", "study", "render", "stack", "sdk", "captures", "values", "notebook durations extras"),
+    "workers": ("__main__ remote", "app", "serving", "engines demo_model", "fake", "engine", "runner"),
+}
 
 #: Package → the folders (or single modules) that may import it at all.
 OWNERS: dict[str, set[str]] = {
@@ -67,6 +77,43 @@ def test_a_folder_imports_only_folders_below_it(folder: str) -> None:
             if parts[1] not in may:
                 wrong.append(f"{found.where} imports {found.module}")
     assert wrong == []
+
+
+def module_name(path: Path) -> str:
+    """`broker/relay.py` → `midstream.broker.relay`, a folder's `__init__.py` → the folder."""
+    return ".".join(["midstream", *path.relative_to(ROOT).with_suffix("").parts]).removesuffix(".__init__")
+
+
+def room_of(module: str) -> str:
+    """`midstream.broker.ledger.jobs` → `ledger`, `midstream.broker.relay` → `relay`."""
+    return module.split(".")[2]
+
+
+@pytest.mark.parametrize("folder", ROOMS)
+def test_a_room_imports_only_rooms_below_it(folder: str) -> None:
+    level = {room: depth for depth, line in enumerate(ROOMS[folder]) for room in line.split()}
+    wrong = []
+    for path in sources(folder):
+        name = module_name(path)
+        if name.count(".") < 2:
+            continue  # the folder itself: names that are loaded when they are asked for
+        for found in imports_of(path):
+            if not found.module.startswith(f"midstream.{folder}."):
+                continue
+            here, there = room_of(name), room_of(found.module)
+            if here != there and level[here] >= level[there]:
+                wrong.append(f"{found.where} imports {found.module}")
+    assert wrong == []
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    modules = {module_name(path): path for path in sources(*PACKAGES)}
+    below: dict[str, set[str]] = {}
+    for name, path in modules.items():
+        if path.name != "__init__.py":
+            found = {imported.module for imported in imports_of(path)}
+            below[name] = (found | {module.rpartition(".")[0] for module in found}) & modules.keys()
+    list(TopologicalSorter(below).static_order())  # raises CycleError, which names the circle
 
 
 def test_inside_the_package_our_own_imports_are_relative() -> None:
