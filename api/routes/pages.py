@@ -83,7 +83,7 @@ class Swagger(OpenAPIRenderPlugin):
 
 @cache
 def _stored(name: str) -> bytes:
-    return resources.files(__package__).joinpath("assets", name).read_bytes()
+    return resources.files(__package__.rpartition(".")[0]).joinpath("assets", name).read_bytes()
 
 
 @get("/schema/assets/{name:str}", include_in_schema=False, sync_to_thread=True)

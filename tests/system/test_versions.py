@@ -36,8 +36,10 @@ def ask(stack: Stack) -> httpx.Response:
 #: Runs a module of the package as a version that speaks another wire.
 OTHER = """
 import runpy, sys
-import midstream, midstream.schemas.compatibility as version
-midstream.__version__, version.WIRE, version.OLDEST_WIRE = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+import midstream.schemas.version as version
+version.__version__ = sys.argv[1]
+import midstream.schemas.compatibility as compatibility
+compatibility.WIRE, compatibility.OLDEST_WIRE = int(sys.argv[2]), int(sys.argv[3])
 sys.argv = [sys.argv[4]]
 runpy.run_module(sys.argv[0], run_name="__main__")
 """
