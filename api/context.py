@@ -12,7 +12,6 @@ import msgspec
 from litestar import Request
 
 from ..broker.artifacts.retention import Usage
-from ..broker.ledger.dispatch import Dispatcher, Message
 from ..broker.ledger.jobs import Ledger, new_job_id
 from ..broker.ledger.keys import Keys
 from ..broker.ledger.scripts import stored_tags
@@ -163,6 +162,7 @@ class Edge:
         operators = {spec.tag for spec in info.global_captures}
         request_context.accepting(job.id, self.job_url(job.id))
         job_id, _ = await self.ledger.submit(job, blobs, idempotency, pinned, operators)
+        crash_point("api.committed")
         request_context.accepted(job_id, self.job_url(job_id))
         logs.bind(job=job_id)
         return job_id
@@ -266,13 +266,7 @@ class Edge:
 @asynccontextmanager
 async def open_edge(settings: Settings) -> AsyncIterator[Edge]:
     celery = make_celery(settings)
-    dispatcher = Dispatcher(celery, "api.sent")
-
-    def send(messages: list[Message]) -> None:
-        crash_point("api.committed")
-        dispatcher.send(messages)
-
-    ledger = Ledger.connect(settings, send)
+    ledger = Ledger.connect(settings)
     try:
         async with Watcher(ledger) as watcher:
             edge = Edge(settings, ledger, watcher, celery)
@@ -283,7 +277,6 @@ async def open_edge(settings: Settings) -> AsyncIterator[Edge]:
                 await edge.helpers.close()
     finally:
         await ledger.close()
-        await anyio.to_thread.run_sync(dispatcher.close)
 
 
 def edge_of(request: Request[Any, Any, Any]) -> Edge:

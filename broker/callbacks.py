@@ -76,10 +76,10 @@ class LoopThread:
             self._loop.close()
 
 
-async def keep_sweeping(app: Celery, settings: Settings) -> None:
+async def keep_sweeping(settings: Settings) -> None:
     """Sweep every `sweep_interval_s` until cancelled; a sweep that fails is logged and the next one tries again."""
     ledger = Ledger.connect(settings)
-    sweeper = Sweeper(ledger, app, settings)
+    sweeper = Sweeper(ledger, settings)
     alive_s = math.ceil(SWEEPS_MISSED * settings.sweep_interval_s + STOP_TIMEOUT_S)
     away = False
     try:
@@ -128,8 +128,8 @@ class SweeperStep(bootsteps.StartStopStep):
     """Worker bootstep that owns the sweeper's thread."""
 
     def create(self, parent: Any) -> LoopThread:
-        app = parent.app
-        return LoopThread("sweeper", lambda: keep_sweeping(app, app.midstream_settings))
+        settings = parent.app.midstream_settings
+        return LoopThread("sweeper", lambda: keep_sweeping(settings))
 
 
 class SenderStep(bootsteps.StartStopStep):

@@ -14,14 +14,12 @@ from .settings import SettingsError
 
 #: Name → what has been done by then, and what has not.
 CRASH_POINTS: dict[str, str] = {
-    "api.committed": "the job is in the ledger; no message was sent, its client has no response",
-    "api.sent": "its message was sent; its client may have its response",
+    "api.committed": "the job is in the ledger and its message in the queue; its client has no response",
     "worker.received": "a worker has the message; it has not claimed the job",
     "worker.claimed": "the job is claimed; the engine was not called",
-    "worker.picked": "the claim has picked the next job; its message was not sent",
     "worker.generated": "the engine has finished; the outputs are not stored",
     "worker.stored": "the outputs are stored; the message is not acknowledged",
-    "worker.released": "a dead engine's job was requeued; no message was sent",
+    "worker.released": "a dead engine's job was requeued; the message of its last attempt is not acknowledged",
     "worker.aborted": "a cancelled job has left the engine; the ledger was not updated",
     "capture.written": "a capture's file is written under its temporary name",
     "capture.renamed": "the file has its final name; the directory is not synced, no receipt names it",
@@ -32,7 +30,7 @@ CRASH_POINTS: dict[str, str] = {
     "relay.received": "the relay has received receipts; they are not committed",
     "relay.committed": "the receipts are committed; they are not acknowledged",
     "sweep.kept": "one cell of a sweep is stored; the next is not",
-    "sweeper.requeued": "a dead worker's job was requeued; no message was sent",
+    "sweeper.requeued": "a dead worker's job was requeued; the other jobs that are due were not checked",
     "webhook.lent": "a webhook is leased to a sender; it was not sent",
     "webhook.sent": "its receiver has it; that is not recorded",
 }

@@ -8,7 +8,7 @@ import functools
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import msgspec
@@ -30,7 +30,6 @@ from ..ops import redis_availability
 from . import scripts, views
 from .aof_barrier import Written
 from .auto_pipeline import GroupedRedis
-from .dispatch import Send, messages_of
 from .memory_pressure import Pressure
 from .tenants import Tenants, limits_of, refusal
 
@@ -105,11 +104,9 @@ def not_found(job_id: str) -> MidstreamError:
 class Ledger:
     """The job ledger over one asyncio Redis client. Belongs to the event loop it is first used on."""
 
-    def __init__(self, client: redis.asyncio.Redis, settings: Settings, send: Send | None = None) -> None:
-        """`send` gets the messages that are to be sent after a change; without it that is left to the sweeper. It must not block."""
+    def __init__(self, client: redis.asyncio.Redis, settings: Settings) -> None:
         self.redis: Any = client  # redis-py types each answer as the union of all that it can be configured to give
         self.settings = settings
-        self.send = send
         self.tenants = Tenants(self.redis, settings)
         self._pressure = Pressure(self.redis)
         self._written = Written(self.redis)
@@ -118,7 +115,7 @@ class Ledger:
         self._result: Any = client.register_script(RESULT)
 
     @classmethod
-    def connect(cls, settings: Settings, send: Send | None = None, answer_s: float = SOCKET_TIMEOUT_S) -> "Ledger":
+    def connect(cls, settings: Settings, answer_s: float = SOCKET_TIMEOUT_S) -> "Ledger":
         """A ledger on `settings.redis_url`, with its own connections; end it with `close()`.
 
         `answer_s`: seconds without an answer after which a connection is given up, and the call repeated over a new one.
@@ -132,15 +129,10 @@ class Ledger:
             # A pooled connection that Redis's restart has cut is mended in silence; a Redis that is away is told within a second.
             retry=Retry(ExponentialBackoff(cap=min(0.4, answer_s / 5), base=0.05), RETRIES),
         )
-        return cls(GroupedRedis.from_pool(pool), settings, send)
+        return cls(GroupedRedis.from_pool(pool), settings)
 
     async def close(self) -> None:
         await self.redis.aclose()
-
-    def _send(self, flat: Sequence[bytes | int]) -> None:
-        """Hand over what a script has picked, the end of its reply."""
-        if flat and self.send is not None:
-            self.send(messages_of(flat))
 
     @reachable
     async def ping(self) -> None:
@@ -204,7 +196,6 @@ class Ledger:
         if outcome == "exists":
             raise MidstreamError("conflict", f"job {job_id} exists already")
         self._pressure.accepted(size)
-        self._send(reply[2:])
         await self._written()  # from here on its caller may wait for it
         return job_id, outcome == "created"
 
@@ -232,7 +223,6 @@ class Ledger:
             raise not_found(job_id)
         if outcome == "refused":
             raise MidstreamError("conflict", f"job {job_id} is over: its state is {state[0]}")
-        self._send(reply[1:])
         return await self.view(job_id)
 
     # ---- the worker's side -----------------------------------------------------------------------------------------
@@ -250,13 +240,11 @@ class Ledger:
         if outcome == b"unknown":
             raise not_found(job_id)
         if outcome == b"refused":
-            self._send(rest[1:])
             return None
         if outcome == b"behind":
             raise ClaimRefused("behind", f"global steering {int(rest[0])} is desired, the worker has {global_version}")
         if outcome == b"desynced":
             raise ClaimRefused("desynced", rest[0].decode())
-        self._send(rest[3:])
         attempt = int(rest[0])
         try:
             job = await self._decode_job(job_id, rest[1])
@@ -310,11 +298,9 @@ class Ledger:
     @reachable
     async def _tell(self, script: str, job_id: str, attempt: int, *rest: scripts.Argument) -> str:
         reply = await getattr(self._scripts, script)(args=scripts.of_attempt(self.settings, job_id, attempt, *rest))
-        first, *picked = reply if isinstance(reply, list_) else [reply]
-        outcome = str(first.decode())
+        outcome = str(reply.decode())
         if outcome == "unknown":
             raise not_found(job_id)
-        self._send(picked)
         return outcome
 
     @reachable

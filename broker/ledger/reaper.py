@@ -4,14 +4,12 @@ The queue is not at-least-once by itself (kombu pops a message before it notes i
 instead: `ms:live` holds every job that is not over by when it must be looked at next.
 """
 
-import asyncio
 import logging
 import re
 import sys
 from collections import defaultdict
 from dataclasses import dataclass, field, fields
-
-from celery import Celery
+from typing import NamedTuple
 
 from ...schemas.base import now
 from ...schemas.faults import crash_point
@@ -20,7 +18,6 @@ from ..queue.celery_app import lists_of, queue_of
 from ..queue.messages import job_of_task
 from . import scripts
 from .captures import Captures
-from .dispatch import Message, messages_of, send_now
 from .jobs import Ledger, reachable
 from .source_runs import SourceRuns
 from .usage_reconciliation import Recount
@@ -48,6 +45,13 @@ _TASK_ID = re.compile(rb'\\?"id\\?": ?\\?"([^"\\]+)')
 NOWHERE, ANY_ATTEMPT = -1, sys.maxsize
 
 
+class Queued(NamedTuple):
+    """A queued job whose message is to be looked for."""
+
+    job_id: str
+    attempt: int  # attempts made
+
+
 @dataclass
 class SweepReport:
     """Job ids by what one sweep did to them."""
@@ -70,13 +74,11 @@ class SweepReport:
 class Sweeper:
     """Runs on the ledger's event loop. Several may run at once: every step is a compare-and-set, a second message is harmless."""
 
-    def __init__(self, ledger: Ledger, app: Celery, settings: Settings) -> None:
-        self._app = app
+    def __init__(self, ledger: Ledger, settings: Settings) -> None:
         self._settings = settings
         self._redis = ledger.redis
         self._scripts = scripts.Scripts(ledger.redis)
         self._recount_at = 0.0
-        self._unsent: list[Message] = []
         self._captures = Captures(ledger)
         self._runs = SourceRuns(ledger)
 
@@ -88,7 +90,7 @@ class Sweeper:
         """
         at = now() if at is None else at
         report = SweepReport()
-        queued: dict[str, list[Message]] = defaultdict(list)  # by model
+        queued: dict[str, list[Queued]] = defaultdict(list)  # by model
         due: list[bytes] = await self._redis.zrangebyscore("ms:live", "-inf", at, start=0, num=SWEEP_LIMIT)
         up_since = await self._up_since() if due else 0.0
         waits = self._settings.capture_timeout_s, self._settings.lease_s
@@ -98,20 +100,17 @@ class Sweeper:
             found, *record = scripts.text(reply)
             if found in ("gone", "held"):
                 continue
-            job = Message(job_id, record[0], record[1], int(record[2]), int(record[3]))
+            model, attempt = record
             if found == "queued":
-                queued[job.model].append(job)
+                queued[model].append(Queued(job_id, int(attempt)))
             else:
                 getattr(report, found).append(job_id)
-                log.warning("job %s, attempt %d: %s", job_id, job.attempt, found)
+                log.warning("job %s, attempt %s: %s", job_id, attempt, found)
             if found == "requeued":
                 crash_point("sweeper.requeued")
-            await self._send(messages_of(reply[5:]))
         for model, jobs in queued.items():
             report.resent += await self._resend_lost(model, jobs, at)
-        topped = messages_of(await self._scripts.top_up(args=scripts.context(self._settings, at)))
-        report.picked = [message.job_id for message in topped]
-        await self._send(topped)
+        report.picked = scripts.text(await self._scripts.top_up(args=scripts.context(self._settings, at)))
         report.corrected = await self._recount(at)
         report.pruned = await self._prune(at) + await self._runs.prune(at)
         try:
@@ -123,22 +122,13 @@ class Sweeper:
     @reachable
     async def release_boots(self, worker: str, boot: str) -> list[str]:
         """Put back at once what former starts of `worker` held; `boot` is its present start. Returns the requeued ids."""
-        touched, picked = await self._scripts.release_boots(args=[*scripts.context(self._settings), worker, boot])
-        await self._send(messages_of(picked))
-        told = scripts.text(touched)
+        told = scripts.text(await self._scripts.release_boots(args=[*scripts.context(self._settings), worker, boot]))
         return [job_id for job_id, state in zip(told[::2], told[1::2], strict=True) if state == "queued"]
 
     async def _up_since(self) -> float:
         """When Redis started, in seconds since the epoch: while it was away, live workers could not renew their leases."""
         server = await self._redis.info("server")
         return float(now() - server["uptime_in_seconds"])
-
-    async def _send(self, messages: list[Message]) -> bool:
-        """Whether Redis accepted them; messages that it refused are sent with the next ones."""
-        messages = list(dict.fromkeys([*self._unsent, *messages]))
-        sent = not messages or await asyncio.to_thread(send_now, self._app, messages) == len(messages)
-        self._unsent = [] if sent else messages
-        return sent
 
     async def _recount(self, at: float) -> list[str]:
         """What is in use, counted anew once in a while, without the workers that are gone; says what differed."""
@@ -154,19 +144,16 @@ class Sweeper:
             log.warning("what is in use was counted wrong, and is corrected: %s", "; ".join(differed))
         return differed
 
-    async def _resend_lost(self, model: str, jobs: list[Message], at: float) -> list[str]:
+    async def _resend_lost(self, model: str, jobs: list[Queued], at: float) -> list[str]:
         """Send a message again for each of `jobs` that has none; returns their ids."""
         waiting, read = await self._messages(queue_of(model))
         resent = []
-        for job in jobs:
-            job_id = job.job_id
-            if waiting.get(job_id, NOWHERE) < job.attempt:
-                log.warning("job %s has no message in the queue: sending another", job_id)
-                if not await self._send([job]):
-                    break  # it is still due in the next sweep, as those behind it are
-                resent.append(job_id)
+        for job_id, attempt in jobs:
+            there = waiting.get(job_id, NOWHERE) >= attempt
             later = at + scripts.QUEUED_LOOK_S + SECONDS_PER_MESSAGE * read
-            await self._scripts.look_again(args=[*scripts.context(self._settings, at), job_id, later])
+            if await self._scripts.look_again(args=[*scripts.context(self._settings, at), job_id, attempt, int(there), later]):
+                log.warning("job %s had no message in the queue: another was sent", job_id)
+                resent.append(job_id)
         return resent
 
     async def _messages(self, queue: str) -> tuple[dict[str, int], int]:

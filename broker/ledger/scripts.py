@@ -23,6 +23,8 @@ from ...schemas.source_runs import Run
 from ...schemas.steering import Module, Proposal
 from ...schemas.sweep_units import Units
 from ...schemas.version import __version__
+from ..queue.celery_app import SEPARATOR, channels_of
+from ..queue.messages import SENT_CHANNEL, templates
 from .dispatch import STEPS, URGENCY, cost_of
 from .tenants import limits_of
 
@@ -44,9 +46,9 @@ NAMES = (
 )  # fmt: skip
 
 #: Place among the arguments of `submit`: the first behind the context.
-FILL = 6
+FILL = 7
 #: What every script begins with, in this order.
-PARTS = ("record", "announce", "dispatch", "prelude")
+PARTS = ("record", "announce", "message", "dispatch", "prelude")
 
 #: The hash field that gets the time at which a state was entered.
 STAMP: dict[State, str] = {
@@ -99,6 +101,9 @@ def _tables() -> str:
             f"local function PROBLEMS() return {_lua(problems)} end",  # built only where a job fails
             f"local STEPS = {_lua(STEPS)}",
             f"local URGENCY = {_lua(URGENCY)}",
+            *[f"local function {name}(of) return {expression} end" for name, expression in templates().items()],
+            f"local SEPARATOR = {_lua(SEPARATOR)}",
+            f"local SENT_CHANNEL = {_lua(SENT_CHANNEL)}",
             f"local QUEUED_LOOK_S = {QUEUED_LOOK_S}",
             f"local SWEEP_EVENTS = {SWEEP_EVENTS}",
             f"local MARK_TTL_S = {MARK_TTL_S}",
@@ -120,10 +125,10 @@ def _lua(value: Any) -> str:
 
 
 def context(settings: Settings, at: float | None = None) -> list[Argument]:
-    """The six arguments that every script begins with; `at` is the time, in seconds since the epoch."""
+    """The seven arguments that every script begins with; `at` is the time, in seconds since the epoch."""
     return [
         repr(now() if at is None else at), settings.result_ttl_s, settings.event_limit, settings.max_attempts, settings.on_desync,
-        settings.dispatch_window,
+        settings.dispatch_window, channels_of(settings.redis_url),
     ]  # fmt: skip
 
 

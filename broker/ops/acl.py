@@ -20,8 +20,10 @@ USERS_FILE = "users.acl"
 #: `ms:keys` has the API keys, `ms:hook-secret:…` the secrets of webhooks: what follows has neither.
 OPEN_KEYS = ("~ms:[^kh]*", "~ms:held:*", "~ms:hooks", "~ms:hook:*", "~ms:hook-[^s]*")
 HOOK_SECRETS = ("~ms:hook-secret:*",)
+#: What every change of a job may write to: a message, and the event that it was sent (database 0).
+QUEUES, SENT_CHANNEL = ("~midstream.*",), "&/0.celeryev/task.sent"
 #: Celery's: our queues, its table of queues, messages that are being worked on, answers to remote control.
-QUEUE_KEYS = ("~midstream.*", "~_kombu.binding*", "~unacked*", "~*.pidbox*", "~celeryev*")
+QUEUE_KEYS = (*QUEUES, "~_kombu.binding*", "~unacked*", "~*.pidbox*", "~celeryev*")
 OUR_CHANNELS = ("&ms:changed:*",)
 #: Events and remote control, in database 0: whoever subscribes to a pattern must be allowed that very pattern.
 QUEUE_CHANNELS = ("&/0.celeryev/*", "&/0.celery.pidbox")
@@ -40,7 +42,7 @@ class Role(NamedTuple):
 ROLES: dict[str, Role] = {
     "api": Role(("~ms:*", *QUEUE_KEYS), (*OUR_CHANNELS, *QUEUE_CHANNELS)),
     "worker": Role((*OPEN_KEYS, *QUEUE_KEYS), (*OUR_CHANNELS, *QUEUE_CHANNELS)),
-    "relay": Role(OPEN_KEYS, OUR_CHANNELS),
+    "relay": Role((*OPEN_KEYS, *QUEUES), (*OUR_CHANNELS, SENT_CHANNEL)),  # where ranks disagree it puts their job back into its queue
     "callbacks": Role((*OPEN_KEYS, *HOOK_SECRETS, *QUEUE_KEYS), (*OUR_CHANNELS, *QUEUE_CHANNELS)),
     "flower": Role(QUEUE_KEYS, QUEUE_CHANNELS),
 }

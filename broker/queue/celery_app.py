@@ -1,7 +1,7 @@
 """How is the queue set up: which queues, which priorities, which of Celery's many switches?
 
 A message carries a job id and nothing else. It is a hint that a job waits: the ledger decides who runs it, the sweeper
-sends it again when it was lost.
+sends it again when it was lost. The scripts of the ledger put the messages into these queues (`messages`).
 """
 
 import re
@@ -99,6 +99,11 @@ def tls_options(redis_url: str) -> dict[str, Any] | Literal[False]:
         return False
     chosen = {name: value for name, value in told.items() if name.startswith("ssl_")}
     return {"ssl_cert_reqs": "required", "ssl_check_hostname": True, **chosen}
+
+
+def channels_of(redis_url: str) -> str:
+    """kombu's prefix of the channels of this URL's database."""
+    return f"/{parse_url(redis_url).get('db', 0)}."  # type: ignore[no-untyped-call]
 
 
 def queue(name: str) -> Queue:

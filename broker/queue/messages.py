@@ -1,51 +1,28 @@
-"""What is the message that a job waits, and how are many of them sent at once?
+"""Templates of a job's Celery message and of its `task-sent` event, which the Lua scripts fill in and send (`lua/message.lua`).
 
-They are Celery's messages, made once per kind, model and step by Celery itself and filled in for each job: composing one anew costs
-more than everything else that happens to a small job outside its engine. Those of one call leave in one pipeline, and one event
-tells of them all. A test holds that a message is the same, part by part, as the one that `send_task` would send.
+Celery itself composes the message once, with placeholders; only what differs between jobs is filled in. A test compares a message
+with the one that `send_task` would send. Nothing in it belongs to a process: the scripts are the same text for every process, so
+Redis caches each of them once.
 """
 
-import base64
 import json
-import os
-import time
-import uuid
-from collections.abc import Sequence
-from functools import cache
-from typing import Any, NamedTuple
+import re
+from typing import Any
 
 from celery import Celery
-from celery.events.event import get_exchange
-from celery.utils.nodenames import anon_nodename
-from kombu import Producer
 
-from .celery_app import PRIORITY_OF_KIND, SEPARATOR, queue_of, task_of
+from .celery_app import task_of
 
-#: Job id, kind, model, attempts made, step of the queue (one of `PRIORITY_STEPS`).
-Waiting = tuple[str, str, str, int, int]
-
-#: What stands for the job's id, the task's id, the body and the delivery tag in a form that is to be filled in.
-JOB, TASK, BODY, TAG = "@job@", "@task@", "@body@", "@tag@"
-#: Celery's event of several tasks in one.
-EVENTS_TOPIC = "task.multi"
-
-
-class Form(NamedTuple):
-    """The message of any job of a kind, model and step, and what is told of it."""
-
-    list: str  # Redis list that the message waits in
-    text: str
-    body: str
-    event: dict[str, Any]
-
-
-def list_of(queue: str, step: int) -> str:
-    """The Redis list of a queue and priority step, as kombu names it."""
-    return queue if step == 0 else f"{queue}{SEPARATOR}{step}"
+#: Who sends, where Celery names a process. Replies are not expected: there is no result backend.
+ORIGIN = "ledger@midstream"
+#: The channel of `task-sent` behind kombu's prefix of the database.
+SENT_CHANNEL = "celeryev/task.sent"
+#: Filled in by Lua: `@name@` is a string or a part of one, `"@#name@"` a number.
+_PLACEHOLDER = re.compile(r'"@#(\w+)@"|@(\w+)@')
 
 
 def task_id_of(job_id: str, attempt: int) -> str:
-    """Each message has an id of its own: the job's, and from the second on how many attempts were made."""
+    """The id of a message's task: the job's, and from the second message on with the number of attempts made."""
     return job_id if attempt == 0 else f"{job_id}.{attempt}"
 
 
@@ -55,88 +32,39 @@ def job_of_task(task_id: str) -> tuple[str, int]:
     return job_id, int(attempts) if attempts.isdigit() else 0
 
 
-@cache
-def _form(app: Celery, kind: str, model: str, step: int) -> Form:
-    queue = queue_of(model)
+def templates() -> dict[str, str]:
+    """Lua expressions over a table `of` with job, task, kind, queue, step and at: `MESSAGE` and `SENT`."""
+    app = Celery("midstream", set_as_current=False)
     made = app.amqp.as_task_v2(
-        TASK, task_of(kind), [JOB], {}, origin=anon_nodename(), reply_to=app.thread_oid, create_sent_event=True, ignore_result=None
+        "@task@", task_of("@kind@"), ["@job@"], {}, origin=ORIGIN, reply_to="", create_sent_event=True, ignore_result=None
     )
-    properties = made.properties | {
-        "delivery_mode": 2,
-        "delivery_info": {"exchange": "", "routing_key": queue},
-        "priority": step,
-        "body_encoding": "base64",
-        "delivery_tag": TAG,
-    }
-    message = {
-        "body": BODY,
+    route = {"exchange": "", "routing_key": "@queue@"}
+    message = _envelope(made.body, made.headers, made.properties | {"delivery_mode": 2, "delivery_info": route, "priority": "@#step@"})
+    event = {"type": "task-sent", "hostname": ORIGIN, "pid": 0, "utcoffset": 0, "clock": 0, "timestamp": "@#at@"}
+    route = {"exchange": "celeryev", "routing_key": "task.sent"}
+    sent = _envelope(
+        event | made.sent_event | {"queue": "@queue@", "exchange": "", "routing_key": "@queue@"},
+        {"hostname": ORIGIN},
+        {"delivery_mode": 1, "delivery_info": route, "priority": 0},
+    )
+    return {"MESSAGE": _expression(message), "SENT": _expression(sent)}
+
+
+def _envelope(body: Any, headers: dict[str, Any], properties: dict[str, Any]) -> dict[str, Any]:
+    """A message as kombu's Redis transport has it. The body is JSON text, which kombu takes as it is (`body_encoding`)."""
+    return {
+        "body": _PLACEHOLDER.sub(lambda found: f"@{found[1] or found[2]}@", json.dumps(body)),
         "content-encoding": "utf-8",
         "content-type": "application/json",
-        "headers": made.headers,
-        "properties": properties,
+        "headers": headers,
+        "properties": properties | {"body_encoding": "utf-8", "delivery_tag": "@task@@@at@"},
     }
-    event = made.sent_event | {"queue": queue, "exchange": "", "routing_key": queue}
-    return Form(list_of(queue, step), json.dumps(message), json.dumps(made.body), event)
 
 
-def message_of(app: Celery, waiting: Waiting) -> tuple[str, str]:
-    """The list to put it into, and the message."""
-    job_id, kind, model, attempt, step = waiting
-    form = _form(app, kind, model, step)
-    body = base64.b64encode(form.body.replace(JOB, job_id).encode()).decode()
-    text = form.text.replace(TASK, task_id_of(job_id, attempt)).replace(JOB, job_id)
-    return form.list, text.replace(BODY, body).replace(TAG, str(uuid.uuid4()))
-
-
-def event_of(app: Celery, waiting: Waiting) -> dict[str, Any]:
-    """That the message was sent, for Flower."""
-    job_id, kind, model, attempt, step = waiting
-    task_id = task_id_of(job_id, attempt)
-    told = _form(app, kind, model, step).event | {"uuid": task_id, "root_id": task_id, "args": repr([job_id])}
-    frame = {"type": "task-sent", "hostname": anon_nodename(), "pid": os.getpid(), "utcoffset": 0, "clock": app.clock.forward()}
-    return frame | told | {"timestamp": time.time()}
-
-
-def post(app: Celery, waiting: Sequence[Waiting]) -> None:
-    """Send the messages of these jobs: all or, when it raises, perhaps none.
-
-    Blocks for two round trips to Redis; thread-safe. Raises kombu.exceptions.OperationalError when Redis is away.
-    """
-    lists: dict[str, list[str]] = {}
-    for one in waiting:
-        name, message = message_of(app, one)
-        lists.setdefault(name, []).append(message)
-    events = [event_of(app, one) for one in waiting]
-    policy = app.conf.task_publish_retry_policy
-
-    with app.producer_or_acquire() as producer:
-
-        def put() -> None:
-            if lists:
-                with producer.channel.conn_or_acquire() as client, client.pipeline(transaction=True) as pipe:
-                    for name, messages in lists.items():
-                        pipe.lpush(name, *messages)
-                    pipe.execute()
-                lists.clear()  # what is tried again is what is told of them
-            _tell(app, producer, events)
-
-        producer.connection.ensure(producer, put, **policy)()
-
-
-def _tell(app: Celery, producer: Producer, events: list[dict[str, Any]]) -> None:
-    exchange = get_exchange(producer.connection, name=app.conf.event_exchange)
-    producer.publish(
-        events,
-        exchange=exchange.name,
-        routing_key=EVENTS_TOPIC,
-        declare=[exchange],
-        serializer="json",
-        headers={"hostname": anon_nodename()},
-        delivery_mode=1,
-        retry=False,
-    )
-
-
-def enqueue(app: Celery, job_id: str, kind: str, model: str, attempt: int = 0, step: int | None = None) -> None:
-    """`post` the message of one job; `step` None: what the kind of job has by itself."""
-    post(app, [(job_id, kind, model, attempt, PRIORITY_OF_KIND[kind] if step is None else step)])
+def _expression(template: dict[str, Any]) -> str:
+    """A Lua concatenation of the template's JSON and the values that are filled in."""
+    parts, end, text = [], 0, json.dumps(template)
+    for found in _PLACEHOLDER.finditer(text):
+        parts += [f"[==[{text[end : found.start()]}]==]", f"of.{found[1] or found[2]}"]
+        end = found.end()
+    return " .. ".join([*parts, f"[==[{text[end:]}]==]"])

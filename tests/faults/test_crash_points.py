@@ -29,13 +29,11 @@ LONG = replace(PLAIN, max_tokens=200)
 
 #: Point → who comes to it, and with what. In an order in which each process is needed by the next.
 WALK: dict[str, tuple[str, Plan]] = {
-    "api.committed": ("api", PLAIN),
-    "api.sent": ("api", replace(PLAIN, way="completion")),
+    "api.committed": ("api", replace(PLAIN, way="completion")),
     "worker.received": ("worker", PLAIN),
     "worker.claimed": ("worker", replace(PLAIN, way="held job")),
     "worker.generated": ("worker", PLAIN),
     "worker.stored": ("worker", PACKED),
-    "worker.picked": ("worker", PLAIN),
     "worker.released": ("worker", PLAIN),
     "worker.aborted": ("worker", CANCELLED),
     "capture.written": ("worker", PACKED),
@@ -54,8 +52,6 @@ WALK: dict[str, tuple[str, Plan]] = {
 #: What has to go wrong besides, for a point to be reached.
 BESIDES = {"worker.released": "engine_dies:tokens=3;"}
 SETTINGS = {"fake_token_s": 0.01, "max_attempts": 50, "lease_s": 3.0, "dispatch_window": 1}
-#: How many jobs it takes; the others are given one.
-TIMES = {"worker.picked": 3}  # with a window of one message the others have to wait for theirs
 DEATH_S = 40.0
 
 
@@ -86,9 +82,7 @@ async def walk(cluster: Cluster, receiver: Receiver) -> list[Observed]:
     try:
         for number, (point, (name, plan)) in enumerate(WALK.items()):
             outage = await asyncio.to_thread(arm, cluster, name, point)
-            for more in range(TIMES.get(point, 1)):
-                plan = replace(plan, number=100 * number + more, callback=receiver.url)
-                following.append(asyncio.create_task(clients.follow(plan)))
+            following.append(asyncio.create_task(clients.follow(replace(plan, number=number, callback=receiver.url))))
             if point == "sweeper.requeued":
                 await asyncio.to_thread(lose_a_worker, cluster)
             await asyncio.to_thread(await_death, cluster, name, point)

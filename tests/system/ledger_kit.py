@@ -1,13 +1,17 @@
 """Jobs, receipts and a ledger for tests of the broker; the Redis behind them is real."""
 
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import redis
+from celery import Celery
 
 from midstream.broker.ledger.jobs import Ledger, new_job_id
 from midstream.broker.ledger.settlement import Settler
+from midstream.broker.queue.celery_app import PRIORITY_OF_KIND, PRIORITY_STEPS, lists_of, queue_of, task_of
+from midstream.broker.queue.messages import job_of_task, task_id_of
 from midstream.schemas.base import now
 from midstream.schemas.jobs import Job, Output, Sampling, StoredPrompt
 from midstream.schemas.models import WorkerInfo
@@ -48,6 +52,45 @@ def make_job(prompts: int = 1, capture: bool = False, steer: bool = False, **cha
         * (prompts if steer else 0),
     }
     return Job(**(fields | changes))
+
+
+def enqueue(app: Celery, job_id: str, kind: str, model: str, attempt: int = 0) -> None:
+    """Send a message by Celery's own means: one of a former attempt, or one beside the ledger's."""
+    app.send_task(task_of(kind), args=[job_id], queue=queue_of(model), priority=PRIORITY_OF_KIND[kind], task_id=task_id_of(job_id, attempt))
+
+
+class Sent(NamedTuple):
+    """A message that waits for a worker."""
+
+    job_id: str
+    attempt: int  # attempts made when it was sent
+    step: int
+
+
+async def sent(ledger: Ledger, model: str = MODEL) -> list[Sent]:
+    """The messages that wait, in the order in which workers get them."""
+    raw = [message for name in lists_of(queue_of(model)) for message in reversed(await ledger.redis.lrange(name, 0, -1))]
+    messages = [json.loads(each) for each in raw]
+    return [Sent(*job_of_task(message["headers"]["id"]), message["properties"]["priority"]) for message in messages]
+
+
+async def submit_unsent(ledger: Ledger, job: Job, blobs: dict[str, Any] | None = None) -> None:
+    """Accept a job and lose its message in the same moment, before a worker can take it."""
+    script = ledger._scripts._bound["submit"]
+
+    async def lossy(args: list[Any]) -> Any:
+        async with ledger.redis.pipeline(transaction=True) as pipe:
+            await script(args=args, client=pipe)
+            _ = pipe.lpop(lists_of(queue_of(job.model))[PRIORITY_STEPS.index(PRIORITY_OF_KIND[job.kind])])
+            reply, lost = await pipe.execute()
+        assert json.loads(lost)["headers"]["id"] == job.id
+        return reply
+
+    ledger._scripts._bound["submit"] = lossy
+    try:
+        await ledger.submit(job, blobs or {})
+    finally:
+        ledger._scripts._bound["submit"] = script
 
 
 def receipt(job: Job | str, request: int = 0, rank: int = 0, attempt: int = 1, **changes: Any) -> Receipt:

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+from ledger_kit import submit_unsent
 from ports import free_port
 
-from midstream.broker.ledger.dispatch import Message, send_now
 from midstream.broker.ledger.jobs import Ledger, new_job_id
 from midstream.broker.ops import redis_server
 from midstream.broker.queue.celery_app import make_app
@@ -80,7 +80,6 @@ class Stack:
         self.names = ["relay", *(["callbacks"] if callbacks else []), *ours, *(["api"] if api else [])]
         self._loop = asyncio.new_event_loop()
         self._ledger: Ledger | None = None
-        self._sending = True  # send messages, as the API does
         self.settings = Settings(**self._chosen)
         self.app = make_app(self.settings)
 
@@ -232,7 +231,7 @@ class Stack:
 
         async def run() -> T:
             if self._ledger is None:
-                self._ledger = Ledger.connect(self.settings, self._send)
+                self._ledger = Ledger.connect(self.settings)
             return await call(self._ledger)
 
         return self._loop.run_until_complete(run())
@@ -249,7 +248,7 @@ class Stack:
         send: bool = True,
         **more: Any,
     ) -> str:
-        """Commit a job and enqueue it (`send`), as the API does; token ids are the fake engine's (one per byte).
+        """Commit a job, as the API does; without `send` its message is lost. Token ids are the fake engine's (one per byte).
 
         `more`: other fields of the job.
         """
@@ -268,13 +267,9 @@ class Stack:
             steering=[steering] * len(prompts) if steering else [],
             **more,
         )
-        self._sending = send
-        self.do(lambda ledger: ledger.submit(job, blobs or {}))
+        accept = Ledger.submit if send else submit_unsent
+        self.do(lambda ledger: accept(ledger, job, blobs or {}))
         return job.id
-
-    def _send(self, messages: list[Message]) -> None:
-        if self._sending:
-            send_now(self.app, messages)  # what fails is accepted all the same: the sweeper sends the message
 
     def view(self, job_id: str) -> JobView:
         return self.do(lambda ledger: ledger.view(job_id))

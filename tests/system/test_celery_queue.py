@@ -1,5 +1,6 @@
 """Does the queue deliver by priority, keep what runs, and hold to json? With a real Celery worker and Redis."""
 
+import asyncio
 import base64
 import json
 import subprocess
@@ -7,51 +8,80 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
 from lease_worker import VISIBILITY_TIMEOUT_S
-from ledger_kit import MODEL, settings_for
+from ledger_kit import MODEL, claimed, enqueue, make_job, open_ledger, settings_for
 
 from midstream.broker.queue.celery_app import lists_of, make_app, queue_of
-from midstream.broker.queue.messages import enqueue, post
+from midstream.schemas.jobs import Job
 
 WORKER = Path(__file__).with_name("lease_worker.py")
 
 
+def waiting(url: str, model: str = MODEL) -> list[dict[str, Any]]:
+    """The messages in a model's queue, the next one first."""
+    with redis.Redis.from_url(url) as client:
+        return [json.loads(raw) for name in lists_of(queue_of(model)) for raw in reversed(client.lrange(name, 0, -1))]
+
+
+def accept(url: str, *jobs: Job, **changes: Any) -> None:
+    async def main() -> None:
+        async with open_ledger(url, **changes) as ledger:
+            for job in jobs:
+                await ledger.submit(job, {})
+
+    asyncio.run(main())
+
+
 def test_a_message_is_json_and_carries_the_job_id_alone(redis_url: str) -> None:  # field case 42
-    app = make_app(settings_for(redis_url))
-    enqueue(app, "job_1", "generate", MODEL)
-    enqueue(app, "job_1", "generate", MODEL, attempt=2)
-    with redis.Redis.from_url(redis_url) as client:
-        raw = [message for name in lists_of(queue_of(MODEL)) for message in client.lrange(name, 0, -1)]
-    messages = [json.loads(each) for each in raw]
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger:
+            attempt = await claimed(ledger, job)
+            await ledger.release(job.id, attempt)
+
+    job = make_job()
+    asyncio.run(main())
+    messages = waiting(redis_url)
     assert {message["content-type"] for message in messages} == {"application/json"}
-    assert {message["headers"]["id"] for message in messages} == {"job_1", "job_1.2"}
-    assert {message["headers"]["argsrepr"] for message in messages} == {"['job_1']"}
+    assert [message["headers"]["id"] for message in messages] == [job.id, f"{job.id}.1"]
+    assert [json.loads(message["body"])[0] for message in messages] == [[job.id]] * 2
+    assert len({message["properties"]["delivery_tag"] for message in messages}) == 2
+
+
+def test_a_message_of_the_ledger_is_the_one_that_celery_would_send(redis_url: str) -> None:
+    app, job = make_app(settings_for(redis_url)), make_job(kind="chat")
+    accept(redis_url, job)
+    enqueue(app, job.id, "chat", MODEL)
+    ours, celerys = waiting(redis_url)
+    assert json.loads(ours.pop("body")) == json.loads(base64.b64decode(celerys.pop("body")))
+    assert (ours["properties"].pop("body_encoding"), celerys["properties"].pop("body_encoding")) == ("utf-8", "base64")
+    for of_process in ("origin",):
+        assert ours["headers"].pop(of_process) != celerys["headers"].pop(of_process)
+    for of_process in ("delivery_tag", "reply_to"):
+        assert ours["properties"].pop(of_process) != celerys["properties"].pop(of_process)
+    assert ours == celerys
     app.close()
 
 
-def test_a_prepared_message_is_the_one_that_celery_would_send(redis_url: str) -> None:
-    app = make_app(settings_for(redis_url))
-    name = queue_of(MODEL)
-    app.send_task("midstream.chat", args=["job_1"], queue=name, priority=3, task_id="job_1.2")
-    post(app, [("job_1", "chat", MODEL, 2, 3), ("job_2", "generate", MODEL, 0, 0)])
-    with redis.Redis.from_url(redis_url) as client:
-        urgent, (prepared, composed), *_ = ([json.loads(raw) for raw in client.lrange(each, 0, -1)] for each in lists_of(name))
-    assert [message["headers"]["id"] for message in urgent] == ["job_2"]
-    assert prepared["properties"].pop("delivery_tag") != composed["properties"].pop("delivery_tag")
-    assert json.loads(base64.b64decode(prepared.pop("body"))) == json.loads(base64.b64decode(composed.pop("body")))
-    assert prepared == composed
-    app.close()
+@pytest.mark.parametrize("model", ["tiny", "org/Model-7b.v2", "a b\tc%d", "größe", "模型🙂_x", "\u0080\u07ff\u0800\uffff"])
+def test_lua_and_python_name_the_same_queue_for_any_model(redis_url: str, model: str) -> None:
+    accept(redis_url, job := make_job(model=model))
+    (message,) = waiting(redis_url, model)
+    assert message["headers"]["id"] == job.id
+    assert message["properties"]["delivery_info"]["routing_key"] == queue_of(model)
 
 
-def test_flower_hears_of_every_message_that_was_sent_together(redis_url: str) -> None:
-    app = make_app(settings_for(redis_url))
-    state = app.events.State()
+@pytest.mark.parametrize("database", [0, 5])
+def test_flower_hears_of_every_message_that_was_sent(redis_url: str, database: int) -> None:
+    url = redis_url.rpartition("/")[0] + f"/{database}"
+    app = make_app(settings_for(url))
+    state, jobs = app.events.State(), [make_job() for _ in range(3)]
 
     def listening() -> set[str]:
-        with redis.Redis.from_url(redis_url) as client:
+        with redis.Redis.from_url(url) as client:
             return {each["id"] for each in client.client_list(_type="pubsub")}
 
     others = listening()  # an API of other tests may listen as well
@@ -61,40 +91,33 @@ def test_flower_hears_of_every_message_that_was_sent_together(redis_url: str) ->
         while listening() <= others:
             assert time.monotonic() < deadline, "nobody listens"
             time.sleep(0.02)
-        post(app, [(f"job_{number}", "generate", MODEL, 0, 6) for number in range(3)])
+        accept(url, *jobs)
 
     sending = threading.Thread(target=send_once_heard)
     sending.start()
     with app.connection_for_read() as connection:
         for _ in app.events.Receiver(connection, handlers={"*": state.event}).itercapture(timeout=60, wakeup=False):
-            if state.tasks:  # the first that is heard may be that it listens
+            if len(state.tasks) == len(jobs):
                 break
     sending.join()
     told = {name: (task.name, task.args, task.state, task.routing_key) for name, task in state.tasks.items()}
-    assert told == {f"job_{n}": ("midstream.generate", f"['job_{n}']", "PENDING", queue_of(MODEL)) for n in range(3)}
+    assert told == {job.id: ("midstream.generate", f"['{job.id}']", "PENDING", queue_of(MODEL)) for job in jobs}
     app.close()
+    with redis.Redis.from_url(url) as client:
+        client.flushdb()
 
 
 def test_who_waits_for_an_answer_is_served_before_a_batch(redis_url: str) -> None:
     app = make_app(settings_for(redis_url))
-    enqueue(app, "batch", "generate", MODEL)
-    enqueue(app, "answer", "chat", MODEL)
+    batch, answer = make_job(), make_job(kind="chat")
+    accept(redis_url, batch, answer)
     with app.connection_for_read() as connection, connection.SimpleQueue(queue_of(MODEL)) as queue:
         order = []
         for _ in range(2):
             message = queue.get(timeout=30)
             order.append(message.headers["id"])
             message.ack()
-    assert order == ["answer", "batch"]
-    app.close()
-
-
-def test_an_enqueue_without_redis_fails_soon(redis_url: str) -> None:  # field case 39
-    app = make_app(settings_for("redis://127.0.0.1:1/0"))
-    began = time.monotonic()
-    with pytest.raises(Exception, match="refused"):
-        enqueue(app, "job_1", "generate", MODEL)
-    assert time.monotonic() - began < 30
+    assert order == [answer.id, batch.id]
     app.close()
 
 

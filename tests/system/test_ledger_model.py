@@ -11,19 +11,17 @@ from typing import ClassVar, TypeVar
 
 import pytest
 import redis
-from celery import Celery
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
-from ledger_kit import MODEL, WORKER, make_job, outputs, receipt, settings_for
+from ledger_kit import MODEL, WORKER, make_job, outputs, receipt, sent, settings_for
 
-from midstream.broker.ledger.dispatch import Message, cost_of
+from midstream.broker.ledger.dispatch import cost_of
 from midstream.broker.ledger.jobs import Ledger
 from midstream.broker.ledger.reaper import Sweeper
 from midstream.broker.ledger.scripts import Scripts
 from midstream.broker.ledger.settlement import Settler
 from midstream.broker.ledger.usage_reconciliation import Recount
-from midstream.broker.queue.celery_app import make_app
 from midstream.schemas.base import now
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import TERMINAL, TRANSITIONS, Job, Sampling, State
@@ -53,7 +51,6 @@ class Broker:
     ledger: Ledger
     settler: Settler
     sweeper: Sweeper
-    app: Celery
 
     def do(self, call: Awaitable[T]) -> T:
         async def run() -> T:
@@ -132,8 +129,6 @@ class LedgerModel(RuleBasedStateMachine):
         self.seq, self.clock = 0, 0.0
         self.recount: Recount | None = None
         self.wrong: dict[str, int] = {}  # what is counted too much, until it is counted anew
-        self.messages: list[Message] = []
-        self.broker.ledger.send = self.messages.extend
         self.do(self.broker.ledger.redis.flushall())
         for name, (weight, limit) in TENANTS.items():
             self.do(self.broker.ledger.tenants.put(Tenant(name=name, limits=Limits(weight=weight, jobs_in_flight=limit))))
@@ -241,8 +236,6 @@ class LedgerModel(RuleBasedStateMachine):
             again = not job.retried and job.attempt < MAX_ATTEMPTS
             job.retried = job.retried or again
             self.to(job, State.QUEUED if again else State.FAILED)
-            if again:
-                self.line.messages.pop()  # the relay sends none: the sweeper does
             self.do(self.ledger.redis.hdel("ms:desync", WORKER))  # its ranks are made equal
         elif status == "error" and job.state is State.RUNNING:
             self.to(job, State.FAILED)
@@ -316,8 +309,6 @@ class LedgerModel(RuleBasedStateMachine):
                     self.to(job, State.FAILED)
                 else:
                     self.put_back(job)
-        self.line.messages.clear()  # it sends by itself
-        self.messages.clear()
 
     @rule()
     def count_anew_a_little_further(self) -> None:
@@ -371,8 +362,8 @@ class LedgerModel(RuleBasedStateMachine):
         assert len(sent) + sum(map(len, waiting)) == sum(job.state is State.QUEUED for job in self.jobs)
 
     @invariant()
-    def what_is_picked_is_named_to_whoever_sends(self) -> None:
-        assert [(message.job_id, message.attempt) for message in self.messages] == self.line.messages
+    def the_queue_holds_the_messages_in_the_order_in_which_jobs_were_picked(self) -> None:
+        assert [(message.job_id, message.attempt) for message in self.do(sent(self.ledger))] == self.line.messages
 
     @invariant()
     def usage_is_what_there_is(self) -> None:
@@ -390,24 +381,23 @@ class LedgerModel(RuleBasedStateMachine):
     def teardown(self) -> None:
         while self.recount is not None:
             self.counted(self.do(self.recount.step()))
-        assert self.do(Sweeper(self.ledger, self.broker.app, self.ledger.settings)._recount(now())) == []
+        assert self.do(Sweeper(self.ledger, self.ledger.settings)._recount(now())) == []
 
 
 @pytest.fixture
 def broker(redis_url: str) -> Iterator[Broker]:
     config = settings_for(redis_url, max_attempts=MAX_ATTEMPTS, dispatch_window=WINDOW)
     loop = asyncio.new_event_loop()
-    ledger, app = Ledger.connect(config), make_app(config)
+    ledger = Ledger.connect(config)
     few = "zset-max-ziplist-entries"  # sets of so few are looked at in one go
     usual: dict[str, str] = loop.run_until_complete(ledger.redis.config_get(few))
     loop.run_until_complete(ledger.redis.config_set(few, 0))
-    sweeper = Sweeper(ledger, app, config)
+    sweeper = Sweeper(ledger, config)
     sweeper._recount_at = math.inf  # the model counts anew, whenever it likes
-    yield Broker(loop, ledger, Settler(redis.Redis.from_url(redis_url), config), sweeper, app)
+    yield Broker(loop, ledger, Settler(redis.Redis.from_url(redis_url), config), sweeper)
     loop.run_until_complete(ledger.redis.config_set(few, usual[few]))
     loop.run_until_complete(ledger.close())
     loop.close()
-    app.close()
 
 
 def test_the_ledger_follows_its_model(broker: Broker) -> None:

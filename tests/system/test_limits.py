@@ -250,12 +250,12 @@ def test_usage_outlives_a_killed_redis_and_what_was_counted_wrong_is_put_right(t
                 await asyncio.gather(*under_way, return_exceptions=True)
                 server = redis_server.start(tmp_path, port=server.port)
                 app = make_app(settings_for(server.url))
-                sweeper = Sweeper(ledger, app, ledger.settings)
+                sweeper = Sweeper(ledger, ledger.settings)
                 assert (await sweeper.sweep()).corrected == [], "a count is in the commit that changes it"
                 counted = await ledger.redis.hgetall("ms:usage")
                 await ledger.redis.hset("ms:usage", mapping={"t0/jobs": 1000, "t1/bytes": -5, "gone/cells": 3})
                 await ledger.redis.hdel("ms:usage", "/queued")
-                assert len((await Sweeper(ledger, app, ledger.settings).sweep()).corrected) >= 3
+                assert len((await Sweeper(ledger, ledger.settings).sweep()).corrected) >= 3
                 assert await ledger.redis.hgetall("ms:usage") == {name: number for name, number in counted.items() if number != b"0"}
                 app.close()
         finally:
@@ -491,7 +491,7 @@ def test_a_deadline_is_answered_504_where_somebody_waits(api: Any, hand: Hand) -
         settings = hand.settings
         ledger = Ledger.connect(settings)
         app = make_app(settings)
-        await Sweeper(ledger, app, settings).sweep(now() + 1)
+        await Sweeper(ledger, settings).sweep(now() + 1)
         app.close()
         await ledger.close()
 

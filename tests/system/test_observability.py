@@ -353,7 +353,7 @@ def lonely(stack: Seen) -> Seen:
         stack.kill(name)
     stack.do(lambda ledger: ledger.redis.delete("ms:relay", "ms:alive:w1"))  # as they expire by themselves
     for tenant in ("default", "alice", "alice"):
-        stack.submit(["wait"], tenant=tenant, send=False)
+        stack.submit(["wait"], tenant=tenant)
     return stack
 
 

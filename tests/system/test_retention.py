@@ -47,18 +47,18 @@ def test_nothing_of_an_expired_job_stays_and_its_reader_is_told_first(redis_url:
             for job in (plain, captured, swept):
                 assert await ledger.store_outputs(job.id, 1, outputs()) is State.SUCCEEDED
             await asyncio.sleep(0.1)
-            assert (await Sweeper(ledger, app, ledger.settings).sweep()).late == [late.id]
+            assert (await Sweeper(ledger, ledger.settings).sweep()).late == [late.id]
             await asyncio.sleep(1.0)
             for job in (plain, late, unwanted, captured, swept):
                 assert (await ledger.view(job.id)).state == "expired"
                 with pytest.raises(MidstreamError, match="removed after"):
                     await ledger.result(job.id)
-            await Sweeper(ledger, app, ledger.settings).sweep(now() + 1)
+            await Sweeper(ledger, ledger.settings).sweep(now() + 1)
             with pytest.raises(MidstreamError, match="deleted"):
                 await Captures(ledger).check(captured.id)
 
             async def left() -> set[str]:
-                await Sweeper(ledger, app, ledger.settings).sweep(now() + 1)
+                await Sweeper(ledger, ledger.settings).sweep(now() + 1)
                 keys = {key.decode(): await ledger.redis.ttl(key) for key in await ledger.redis.keys("ms:*")}
                 return {key for key, ttl in keys.items() if not (key.startswith(WITH_END) and ttl > 0)} - STANDING
 
@@ -80,7 +80,7 @@ def test_the_listings_of_many_tenants_forget_what_has_expired(redis_url: str) ->
                 await ledger.submit(job, {})
             for job in jobs[:-1]:
                 await ledger.redis.delete(f"ms:job:{job.id}")
-            sweeper = Sweeper(ledger, app, ledger.settings)
+            sweeper = Sweeper(ledger, ledger.settings)
             while await sweeper._prune(now()):
                 pass
             left = {tenant: await ledger.redis.zcard(f"ms:jobs:t{tenant}") for tenant in range(5)}
@@ -99,7 +99,7 @@ def test_a_busy_tenant_among_many_idle_ones_is_forgotten_as_fast_as_all_are(redi
             gone = {f"job_{number}": now() - 100 for number in range(3000)}
             for listed in ("ms:jobs", "ms:jobs:t7"):
                 await ledger.redis.zadd(listed, gone)
-            sweeper = Sweeper(ledger, app, ledger.settings)
+            sweeper = Sweeper(ledger, ledger.settings)
             left = []
             for _ in range(2):
                 await sweeper._prune(now())
@@ -121,10 +121,10 @@ def test_a_dead_worker_is_forgotten_once_it_holds_nothing(redis_url: str) -> Non
             await asyncio.sleep(0.1)
             assert sorted(await ledger.redis.hkeys("ms:workers")) == [b"holds", b"idle"]
             await ledger.redis.zadd("ms:live", {job.id: now() + 60})
-            await Sweeper(ledger, app, ledger.settings).sweep()
+            await Sweeper(ledger, ledger.settings).sweep()
             assert await ledger.redis.hkeys("ms:workers") == [b"holds"], "what it is known by decides what becomes of its jobs"
-            await Sweeper(ledger, app, ledger.settings).sweep(now() + 100)
-            await Sweeper(ledger, app, ledger.settings).sweep()
+            await Sweeper(ledger, ledger.settings).sweep(now() + 100)
+            await Sweeper(ledger, ledger.settings).sweep()
             assert await ledger.redis.hkeys("ms:workers") == []
             app.close()
 

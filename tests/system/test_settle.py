@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 import redis
-from ledger_kit import BOOT, EPOCH, MODEL, WORKER, claimed, make_job, open_ledger, outputs, receipt, settler, worker_info
+from ledger_kit import BOOT, EPOCH, MODEL, WORKER, claimed, make_job, open_ledger, outputs, receipt, sent, settler, worker_info
 
 from midstream.broker.ledger.jobs import Ledger
 from midstream.broker.ledger.steering import Steering
-from midstream.schemas.base import from_json, now, to_json
+from midstream.schemas.base import from_json, to_json
 from midstream.schemas.jobs import CaptureResults, Job, JobResult, State
 from midstream.schemas.receipts import CapturedFile, Consumed, LostRange
 
@@ -132,7 +132,7 @@ def test_ranks_that_disagree_cost_the_job_one_attempt_and_the_next_says_why(redi
             assert told == ["ok", "disagrees"], "the first receipt concerned is marked"
             view = await ledger.view(job.id)
             assert (view.state, view.receipts, view.generated) == (State.QUEUED, 0, None)
-            assert await ledger.redis.zscore("ms:live", job.id) <= now(), "the sweeper sends its message at once"
+            assert (await sent(ledger))[-1][:2] == (job.id, 1), "its message is sent in the same commit"
             assert await ledger.redis.hget("ms:desync", WORKER) is not None
             assert await ledger.claim(job.id, "w2", BOOT, 2) is not None
             for rank in (0, 1):

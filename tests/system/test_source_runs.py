@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+from ledger_kit import enqueue
 from redis_kit import handed_over
 from stack import Stack
 
 from midstream.broker.ledger.source_runs import SourceRuns
-from midstream.broker.queue.messages import enqueue
 from midstream.schemas.jobs import JobView, State
 from midstream.schemas.selectors import HOOKS
 from midstream.schemas.source_runs import RunRow, RunView, row_name, run_key

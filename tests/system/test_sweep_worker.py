@@ -10,7 +10,6 @@ from stack import Stack
 from sweep_rig import CLEAN, CORRUPT, check_grid, pair, sweep, sweep_job
 
 from midstream.broker.ledger.sweeps import Sweeps
-from midstream.broker.queue.messages import enqueue
 from midstream.schemas.jobs import Event, State
 from midstream.schemas.specs import StoredCapture
 from midstream.schemas.sweep_units import Units
@@ -20,7 +19,6 @@ from midstream.schemas.sweeps import Column, PatchWindow, StoredSweep, SweepResu
 def submit(stack: Stack, asked: StoredSweep) -> str:
     job = sweep_job(asked, stack.settings.served_model)
     stack.do(lambda ledger: ledger.submit(job, {}))
-    enqueue(stack.app, job.id, job.kind, job.model)
     return job.id
 
 

@@ -8,7 +8,21 @@ from typing import Any
 
 import pytest
 from celery import Celery
-from ledger_kit import BOOT, EPOCH, MODEL, WORKER, claimed, make_job, open_ledger, outputs, receipt, settings_for, settler
+from ledger_kit import (
+    BOOT,
+    EPOCH,
+    MODEL,
+    WORKER,
+    claimed,
+    make_job,
+    open_ledger,
+    outputs,
+    receipt,
+    sent,
+    settings_for,
+    settler,
+    submit_unsent,
+)
 from redis_kit import handed_over
 
 from midstream.broker.ledger import scripts
@@ -16,7 +30,6 @@ from midstream.broker.ledger.jobs import Ledger
 from midstream.broker.ledger.reaper import Sweeper
 from midstream.broker.ops import redis_server
 from midstream.broker.queue.celery_app import lists_of, make_app, queue_of
-from midstream.broker.queue.messages import enqueue
 from midstream.schemas.base import now
 from midstream.schemas.jobs import State
 from midstream.schemas.models import WorkerInfo
@@ -27,7 +40,7 @@ async def opened(url: str, **changes: Any) -> AsyncIterator[tuple[Ledger, Sweepe
     async with open_ledger(url, **changes) as ledger:
         settings = settings_for(url, **changes)
         app = make_app(settings)
-        yield ledger, Sweeper(ledger, app, settings), app
+        yield ledger, Sweeper(ledger, settings), app
         app.close()
 
 
@@ -41,12 +54,11 @@ async def heartbeat(ledger: Ledger, boot: str) -> None:
 
 def test_a_queued_job_without_a_message_gets_one(redis_url: str) -> None:  # field case 37
     async def main() -> None:
-        async with opened(redis_url) as (ledger, sweeper, app):
+        async with opened(redis_url) as (ledger, sweeper, _):
             began = now()
-            lost, sent = make_job(), make_job(kind="chat")
-            for job in (lost, sent):
-                await ledger.submit(job, {})
-            enqueue(app, sent.id, sent.kind, sent.model)
+            lost, there = make_job(), make_job(kind="chat")
+            await submit_unsent(ledger, lost)
+            await ledger.submit(there, {})
             assert not await sweeper.sweep(began + 9.9), "both are young: the message may be on its way"
             later = now() + 30
             report = await sweeper.sweep(later)
@@ -63,7 +75,6 @@ def test_a_delivered_message_counts_as_there(redis_url: str) -> None:
         async with opened(redis_url) as (ledger, sweeper, app):
             job = make_job()
             await ledger.submit(job, {})
-            enqueue(app, job.id, job.kind, job.model, attempt=1)
             with app.connection_for_read() as connection, connection.SimpleQueue(queue_of(MODEL)) as queue:
                 message = queue.get(timeout=5)
                 assert await messages(ledger) == 0
@@ -75,14 +86,13 @@ def test_a_delivered_message_counts_as_there(redis_url: str) -> None:
     asyncio.run(main())
 
 
-def test_a_job_whose_ranks_disagreed_is_sent_again_while_its_message_is_unacked(redis_url: str) -> None:
+def test_a_job_whose_ranks_disagreed_is_sent_again_by_the_commit_that_puts_it_back(redis_url: str) -> None:
     """The worker winds the former attempt up: its message is acknowledged only then, and starts nothing."""
 
     async def main() -> None:
         async with opened(redis_url) as (ledger, sweeper, app):
             job = make_job(steer=True)
             await ledger.submit(job, {})
-            enqueue(app, job.id, job.kind, job.model)
             with app.connection_for_read() as connection, connection.SimpleQueue(queue_of(MODEL)) as queue:
                 message = queue.get(timeout=5)
                 assert await ledger.claim(job.id, WORKER, BOOT, 2) is not None
@@ -90,7 +100,6 @@ def test_a_job_whose_ranks_disagreed_is_sent_again_while_its_message_is_unacked(
                 for rank in (0, 1):
                     settle.settle(WORKER, rank, EPOCH, [(1, receipt(job, rank=rank, actions=rank))])
                 assert (await ledger.view(job.id)).state is State.QUEUED
-                assert (await sweeper.sweep(now())).resent == [job.id]
                 assert await messages(ledger) == 1
                 again = queue.get(timeout=5)
                 assert not await sweeper.sweep(now() + 30), "its new message is out"
@@ -102,12 +111,11 @@ def test_a_job_whose_ranks_disagreed_is_sent_again_while_its_message_is_unacked(
 
 def test_the_messages_of_a_long_queue_are_all_seen(redis_url: str) -> None:
     async def main() -> None:
-        async with opened(redis_url, dispatch_window=2000) as (ledger, sweeper, app):
+        async with opened(redis_url, dispatch_window=2000) as (ledger, sweeper, _):
             jobs = [make_job() for _ in range(1203)]
-            for job in jobs:
-                await ledger.submit(job, {})
             for job in jobs[:-1]:
-                enqueue(app, job.id, job.kind, job.model)
+                await ledger.submit(job, {})
+            await submit_unsent(ledger, jobs[-1])
             assert (await sweeper.sweep(now() + 60)).resent == [jobs[-1].id]
 
     asyncio.run(main())
@@ -123,7 +131,7 @@ def test_an_expired_lease_requeues_with_the_attempt_unchanged_and_the_claim_adds
             assert report.requeued == [job.id]
             view = await ledger.view(job.id)
             assert (view.state, view.attempt, view.worker) == (State.QUEUED, 1, None)
-            assert await messages(ledger) == 1
+            assert (await sent(ledger))[-1][:2] == (job.id, 1)
             claim = await ledger.claim(job.id, "w2", "b2", 1)
             assert claim is not None
             assert claim.attempt == 2
@@ -269,7 +277,7 @@ def test_a_cancelled_job_whose_worker_died_ends_cancelled(redis_url: str) -> Non
             await ledger.request_cancel(job.id)
             assert (await sweeper.sweep(now() + 60)).cancelled == [job.id]
             assert (await ledger.view(job.id)).state is State.CANCELLED
-            assert await messages(ledger) == 0
+            assert [message.attempt for message in await sent(ledger)] == [0]
 
     asyncio.run(main())
 
@@ -290,37 +298,8 @@ def test_a_restarted_worker_puts_back_at_once_what_its_former_boots_held(redis_u
             states = [(await ledger.view(job.id)).state.value for job in (former, generated, unwanted, present, other, done)]
             assert states == ["queued", "queued", "cancelled", "running", "running", "succeeded"]
             assert (await ledger.result(generated.id)).outputs == [], "the next attempt's outputs are not the former one's"
-            assert await messages(ledger) == 2
+            assert {message.job_id for message in await sent(ledger) if message.attempt} == {former.id, generated.id}
             assert await sweeper.release_boots(WORKER, "boot2") == []
-
-    asyncio.run(main())
-
-
-def test_messages_that_redis_refused_go_out_with_the_next_sweep(redis_url: str) -> None:
-    """Not only when their jobs are due again, which is `QUEUED_LOOK_S` later."""
-
-    async def main() -> None:
-        async with opened(redis_url) as (ledger, _, _):
-            await ledger.redis.execute_command("ACL", "SETUSER", "poster", "on", ">pw", "~*", "&*", "+@all", "-lpush", "-eval", "-evalsha")
-            app = make_app(settings_for(redis_url.replace("//", "//poster:pw@")))
-            sweeper = Sweeper(ledger, app, settings_for(redis_url))
-            try:
-                jobs = [make_job(), make_job()]
-                for job in jobs:
-                    await claimed(ledger, job)
-                at = now() + 16
-                assert sorted((await sweeper.sweep(at)).requeued) == sorted(job.id for job in jobs)
-                assert await messages(ledger) == 0
-                assert not await sweeper.sweep(at), "nothing is due, and Redis still refuses"
-                assert await messages(ledger) == 0
-                await ledger.redis.execute_command("ACL", "SETUSER", "poster", "+@all")
-                assert not await sweeper.sweep(at)
-                assert await messages(ledger) == 2, "each once"
-                assert not await sweeper.sweep(at)
-                assert await messages(ledger) == 2
-            finally:
-                app.close()
-                await ledger.redis.execute_command("ACL", "DELUSER", "poster")
 
     asyncio.run(main())
 

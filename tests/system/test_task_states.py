@@ -13,13 +13,12 @@ import redis
 from celery.events.receiver import EventReceiver
 from celery.events.state import State as Events
 from celery.events.state import Task
-from ledger_kit import receipt
+from ledger_kit import enqueue, receipt
 from redis_kit import handed_over
 from stack import Stack
 
 from midstream.broker.ledger.settlement import Settler
 from midstream.broker.queue.celery_app import queue_of
-from midstream.broker.queue.messages import enqueue
 from midstream.schemas.jobs import State
 from midstream.schemas.specs import StoredCapture, StoredSteering
 from midstream.workers.serving import task_states

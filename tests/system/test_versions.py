@@ -9,11 +9,11 @@ from pathlib import Path
 import httpx
 import msgspec
 import pytest
+from ledger_kit import enqueue, submit_unsent
 from stack import Stack
 
 from midstream import __version__
 from midstream.broker.ledger.jobs import new_job_id
-from midstream.broker.queue.messages import enqueue
 from midstream.schemas.base import now, to_msgpack
 from midstream.schemas.compatibility import WIRE, disagreement
 from midstream.schemas.jobs import Job, Sampling, State, StoredPrompt
@@ -98,8 +98,7 @@ def test_a_job_that_asks_for_what_this_worker_does_not_know_fails_with_both_vers
     job = Job(
         id=new_job_id(), kind="generate", model=MODEL, prompts=[StoredPrompt(token_ids=[1])], sampling=Sampling(max_tokens=2), created=now()
     )
-    stack._sending = False
-    stack.do(lambda ledger: ledger.submit(job, {}))
+    stack.do(lambda ledger: submit_unsent(ledger, job))
     newer = msgspec.msgpack.encode(msgspec.msgpack.decode(to_msgpack(job)) | {"invented_later": 1})
     fields = {"spec": newer, "written_by": "9.0.0"}
     stack.do(lambda ledger: ledger.redis.hset(f"ms:job:{job.id}", mapping=fields))

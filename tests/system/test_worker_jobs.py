@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from ledger_kit import enqueue
 from stack import Stack
 
 from midstream import __version__
@@ -95,8 +96,6 @@ def test_a_vector_that_is_gone_fails_the_job_at_once(stack: Stack) -> None:
 
 # field case 21
 def test_a_job_that_this_version_cannot_read_fails_with_both_versions_named(stack: Stack) -> None:
-    from midstream.broker.queue.messages import enqueue
-
     async def spoil(ledger):  # type: ignore[no-untyped-def]
         await ledger.redis.hset(f"ms:job:{job_id}", "spec", b"\x93\x01\x02\x03")
 
@@ -168,8 +167,6 @@ def test_inspect_shows_the_engine_and_its_jobs(stack: Stack) -> None:
 
 
 def test_a_message_of_a_finished_or_unknown_job_does_nothing(stack: Stack) -> None:
-    from midstream.broker.queue.messages import enqueue
-
     job_id = stack.submit(["once"], max_tokens=2)
     version = stack.wait(job_id).version
     enqueue(stack.app, job_id, "generate", "fake-model")

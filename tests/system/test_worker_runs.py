@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ledger_kit import worker_info
+from ledger_kit import sent, worker_info
 
-from midstream.broker.ledger.dispatch import Message
 from midstream.broker.ledger.jobs import Ledger, Renewal, new_job_id
 from midstream.broker.ledger.steering import Steering
 from midstream.schemas.base import now
@@ -39,12 +38,11 @@ class Harness:
         self.settings = Settings(**values, relay_url="tcp://127.0.0.1:9", fake_token_s=0.01)  # type: ignore[arg-type]
         self.generate = generate
         self.died = asyncio.Event()
-        self.enqueued: list[tuple[str, int]] = []
         self.aborted: list[tuple[str, int]] = []
 
     def __call__(self, scenario: Callable[["Harness"], Coroutine[Any, Any, None]]) -> None:
         async def run() -> None:
-            self.ledger = Ledger.connect(self.settings, self._send)
+            self.ledger = Ledger.connect(self.settings)
             engine = FakeEngine(self.settings)
             await engine.start()
             if self.generate is not None:
@@ -62,8 +60,9 @@ class Harness:
 
         asyncio.run(run())
 
-    def _send(self, messages: list[Message]) -> None:
-        self.enqueued += [(message.job_id, message.attempt) for message in messages if message.attempt]
+    async def sent_again(self) -> list[tuple[str, int]]:
+        """Job and attempts made of each message that a job was sent with after its first."""
+        return [(message.job_id, message.attempt) for message in await sent(self.ledger, "fake-model") if message.attempt]
 
     async def _tell(self) -> None:
         """Nobody has to know whether the worker serves."""
@@ -173,7 +172,7 @@ def test_what_the_engines_death_interrupted_is_released_and_sent_again(redis_url
         at.died.set()  # the verdict comes after the request saw the death
         assert await task is Outcome.RELEASED
         assert (await at.view(job_id)).state is State.QUEUED
-        assert at.enqueued == [(job_id, 1)]
+        assert await at.sent_again() == [(job_id, 1)]
         assert await at.runs.run_job(job_id) is Outcome.NOT_OURS, "a dead engine claims nothing"
 
     Harness(redis_url, tmp_path, dying)(scenario)
@@ -236,7 +235,7 @@ def test_when_ranks_disagree_only_the_affected_requests_run_again(redis_url: str
         at.standing.stop_runs("rank 1 differs")
         assert await tasks[0] is Outcome.OUT_OF_STEP
         assert (await at.view(captured)).state is State.QUEUED
-        assert at.enqueued == [(captured, 1)]
+        assert await at.sent_again() == [(captured, 1)]
         assert at.aborted == [(captured, 1)]
         assert (await at.ledger.desync_release(captured, 1, "again")) is None, "its attempt is over"
         assert await tasks[1] is Outcome.SUCCEEDED

@@ -17,7 +17,7 @@ DIE = "import sys; from midstream.schemas.faults import arm, crash_point; arm(*s
 
 def test_every_crash_point_of_the_table_is_somewhere_in_the_code_and_no_other_is() -> None:
     lines = [line for path in sources(*PACKAGES) if path.name != "faults.py" for line in path.read_text().splitlines()]
-    found = {name for line in lines if "crash_point(" in line or "Dispatcher(" in line for name in NAMED.findall(line)}
+    found = {name for line in lines if "crash_point(" in line for name in NAMED.findall(line)}
     assert found == set(CRASH_POINTS)
 
 

@@ -279,6 +279,7 @@ class Runs:
         logger.info("job %s attempt %d stops: %s", run.job.id, run.attempt, ending)
         if ending is Outcome.RELEASED:
             await patiently(lambda: self._ledger.release(run.job.id, run.attempt), f"release of {run.job.id}")
+            crash_point("worker.released")
             return ending
         await self._engine.abort(run.job.id, run.attempt)
         if ending is Outcome.OUT_OF_STEP:

@@ -19,14 +19,12 @@ from typing import Any
 import msgspec
 from celery import Celery
 
-from ...broker.ledger.dispatch import Dispatcher, Message
 from ...broker.ledger.jobs import Ledger
 from ...broker.ledger.reaper import Sweeper
 from ...broker.ledger.steering import Steering
 from ...schemas.base import now
 from ...schemas.disk import probe
 from ...schemas.errors import MidstreamError
-from ...schemas.faults import crash_point
 from ...schemas.jobs import JobView
 from ...schemas.models import WorkerInfo, encode_bundle
 from ...schemas.settings import Settings
@@ -69,8 +67,7 @@ class EngineHost:
         self._runs: Runs | None = None
         self._standing: Standing | None = None
         self._figures: Figures | None = None
-        self._dispatcher = Dispatcher(app)
-        self._ledger = Ledger.connect(settings, self._send)
+        self._ledger = Ledger.connect(settings)
         self._heartbeat: Heartbeat | None = None
 
     # From the outside, any thread
@@ -157,7 +154,6 @@ class EngineHost:
         except TimeoutError:
             logger.error("the engine did not stop in %s s; leaving it to the process's end", DEATH_GRACE_S)
         finally:
-            self._dispatcher.close()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(DEATH_GRACE_S)
 
@@ -279,14 +275,9 @@ class EngineHost:
 
     async def _release_former_boots(self) -> None:
         """Requeue at once what this worker held when it was last killed."""
-        released = await Sweeper(self._ledger, self._app, self.settings).release_boots(self.settings.worker_id, BOOT)
+        released = await Sweeper(self._ledger, self.settings).release_boots(self.settings.worker_id, BOOT)
         if released:
             logger.warning("requeued %s, which a former start of this worker held", released)
-
-    def _send(self, messages: list[Message]) -> None:
-        """What a claim has picked, or what goes back to the queue."""
-        crash_point("worker.released" if any(message.attempt for message in messages) else "worker.picked")
-        self._dispatcher.send(messages)
 
     async def _stop(self) -> None:
         await end_tasks(self._background)

@@ -1,6 +1,6 @@
 -- A user asks for the end of a job.
 -- args: id
--- returns {'unknown'} | {'refused', state} | {state after it, messages}
+-- returns {'unknown'} | {'refused', state} | {state after it}
 local job = read(ARGV[FIRST])
 if not job then
   return {'unknown'}
@@ -16,4 +16,4 @@ elseif job.state == 'running' then
     move(job, 'cancelled') -- nothing runs any more that could be stopped; only receipts were awaited
   end
 end
-return with_messages({job.state})
+return {job.state}

@@ -1,8 +1,8 @@
 -- queued -> running: the attempt that comes back is the worker's fencing token.
 -- args: id, worker, boot, ranks, lease_s, version of the global steering that the worker has applied, whether that steers anything
 --       ('1': every prompt gets receipts then, not only those that ask for something), a random name of this call
--- returns {'unknown'} | {'refused', state, messages} | {'desynced', reason} | {'behind', version that is desired}
---         | {'claimed', attempt, spec, when it was queued, messages}
+-- returns {'unknown'} | {'refused', state} | {'desynced', reason} | {'behind', version that is desired}
+--         | {'claimed', attempt, spec, when it was queued}
 local id, worker, boot, ranks, lease_s, global_version, everyone, call = unpack(ARGV, FIRST, FIRST + 7)
 local job = read(id)
 if not job then
@@ -17,7 +17,7 @@ if job.state ~= 'queued' then
 end
 if overdue(job) then
   fail(job, 'not_started_in_time', LATE, nil, 'aborted')
-  return with_messages({'refused', job.state})
+  return {'refused', job.state}
 end
 local desync = redis.call('HGET', DESYNC, worker)
 if desync then
@@ -40,4 +40,4 @@ redis.call('SADD', key('held', worker), id)
 look_at(job, now + tonumber(lease_s))
 move(job, 'running')
 local spec, queued = unpack(redis.call('HMGET', hash, 'spec', 'queued'))
-return with_messages({'claimed', job.attempt, spec, queued})
+return {'claimed', job.attempt, spec, queued}

@@ -1,9 +1,6 @@
--- Whose message is sent next? A message of a queued job is sent while fewer than `window` of its model and step are under way (sent
+-- Whose message is sent next: a message of a queued job is sent while fewer than `window` of its model and step are under way (sent
 -- and not claimed); the other jobs wait here, per tenant, and the tenant with the least virtual time is next (stride scheduling).
 -- And what do tenants use? Counted in the commit that changes it.
-
--- What the caller of the script has to send: id, kind, model, attempt, step of each. Returned by every script that may move jobs.
-local messages = {}
 
 local function turn(what, model, step, tenant)
   return 'ms:' .. what .. ':' .. model .. ':' .. step .. (tenant and ':' .. tenant or '')
@@ -93,9 +90,7 @@ end
 local function send(job)
   redis.call('SADD', turn('sent', job.model, job.step), job.id)
   look_at_queued(job, now + QUEUED_LOOK_S)
-  for _, value in ipairs({job.id, job.kind, job.model, job.attempt, job.step}) do
-    messages[#messages + 1] = value
-  end
+  post(job)
 end
 
 -- The tenant whose turn it is, and its virtual time; nil when nobody waits. Tenants that wait for nothing are forgotten once their
@@ -158,12 +153,4 @@ local function leave(job)
     redis.call('ZREM', turn('wait', job.model, job.step, job.tenant), job.id)
   end
   fill(job.model, job.step)
-end
-
--- An answer with the messages behind it.
-local function with_messages(answer)
-  for _, value in ipairs(messages) do
-    answer[#answer + 1] = value
-  end
-  return answer
 end

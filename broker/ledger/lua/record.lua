@@ -1,6 +1,6 @@
 -- What every script begins with: its arguments, and how a job is read.
--- Above this text stand the generated tables ALLOWED, TERMINAL, STAMP, PROBLEMS, STEPS, URGENCY and the constants QUEUED_LOOK_S,
--- SWEEP_EVENTS and MARK_TTL_S. Below it follow announce.lua, dispatch.lua, prelude.lua and the script itself.
+-- Above this text stand the generated tables ALLOWED, TERMINAL, STAMP, PROBLEMS, STEPS, URGENCY, MESSAGE, SENT and the constants QUEUED_LOOK_S,
+-- SWEEP_EVENTS and MARK_TTL_S. Below it follow announce.lua, message.lua, dispatch.lua, prelude.lua and the script itself.
 -- Keys are built from job ids inside the scripts: Redis Cluster is not a target.
 
 local now = tonumber(ARGV[1])
@@ -9,7 +9,8 @@ local event_limit = tonumber(ARGV[3])
 local max_attempts = tonumber(ARGV[4])
 local on_desync = ARGV[5] -- 'retry' or 'fail'
 local window = tonumber(ARGV[6]) -- messages of a model and step that are under way at once
-local FIRST = 7 -- where a script's own arguments begin
+local channels = ARGV[7] -- kombu's prefix of this database's channels
+local FIRST = 8 -- where a script's own arguments begin
 
 -- worker -> why its ranks must be made equal; worker -> boot/epoch of the ledgers up to which that is dealt with.
 local DESYNC, SETTLED = 'ms:desync', 'ms:desync-settled'

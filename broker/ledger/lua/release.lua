@@ -1,10 +1,10 @@
 -- A worker gives a running job back, so that another attempt can be made at once.
 -- args: id, attempt
--- returns {'unknown'} | {'stale'} | {the state after it, messages}
+-- returns 'unknown' | 'stale' | the state after it
 local id, attempt = unpack(ARGV, FIRST, FIRST + 1)
 local job, why = job_of(id, attempt)
 if not job then
-  return {why}
+  return why
 end
 put_back(job)
-return with_messages({job.state})
+return job.state

@@ -1,6 +1,6 @@
 -- A worker has started: whatever its former starts held is put back.
 -- args: worker, boot of this start
--- returns {{id, state after it, ...} of the jobs touched, messages}
+-- returns {id, state after it, ...} of the jobs touched
 local worker, boot = unpack(ARGV, FIRST, FIRST + 1)
 local touched = {}
 redis.call('HDEL', DESYNC, worker) -- its ranks have begun anew
@@ -17,4 +17,4 @@ for _, id in ipairs(redis.call('SMEMBERS', key('held', worker))) do
     redis.call('SREM', key('held', worker), id)
   end
 end
-return {touched, messages}
+return touched

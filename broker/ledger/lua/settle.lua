@@ -135,9 +135,6 @@ local function receive(id, request, rank, pp, attempt, status, packed, bytes, ro
       mark_desync(worker, boot, last_epoch, detail)
       note(job)
       put_back_desynced(job, detail)
-      if job.state == 'queued' then
-        look_at(job, now) -- nobody sends its message but the sweeper
-      end
     elseif running and status == 'error' and not sweep then
       local kind, message = string.match(about, '^.-%z.-%z(.-)%z(.*)$')
       if kind == '' then

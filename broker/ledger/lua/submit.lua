@@ -5,7 +5,7 @@
 --       tenant, priority, when it expires ('' for never), JSON of its callback ('' for none), what it costs (tokens), whether
 --       its user captures into files ('1' or '0'), JSON of the limits that hold where the tenant has none of its own,
 --       then (sha256, bytes, '' to take what is pinned) per blob
--- returns {'created', id, messages} | {'repeated', id of the first} | {'mismatch', id of the first} | {'exists', id} | {'missing', sha256}
+-- returns {'created', id} | {'repeated', id of the first} | {'mismatch', id of the first} | {'exists', id} | {'missing', sha256}
 --         | {'refused', name of the limit, what is used, what is allowed, seconds until it would be accepted ('' where nobody knows)}
 -- The first limit that stands against a submission, or nil, and then what it takes of the rates is taken. A rate is a bucket that
 -- leaks (GCRA): `{name}_until` is when nothing of it is used any more, a minute ahead it is full. What is more than a minute's worth
@@ -131,4 +131,4 @@ end
 event(job, 'state', '{"state":"queued","attempt":0}')
 count(job)
 redis.call('PUBLISH', key('changed', id), '1 queued')
-return with_messages({'created', id})
+return {'created', id}

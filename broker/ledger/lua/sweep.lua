@@ -1,6 +1,6 @@
 -- One job that the sweeper was to look at by now.
 -- args: id, capture_timeout_s, lease_s, since when Redis is up (while it was away nobody could renew or settle)
--- returns {what was found or done, kind, model, attempt, step, messages}:
+-- returns {what was found or done, model, attempt}:
 --   gone | held (not due after all) | queued (does it have a message?) | late (aborted) | requeued | failed | timed_out | cancelled
 local id, capture_timeout, lease_s, up_since = unpack(ARGV, FIRST, FIRST + 3)
 local job = read(id)
@@ -9,7 +9,7 @@ if not job or TERMINAL[job.state] then
   return {'gone'}
 end
 local function answer(what)
-  return with_messages({what, job.kind, job.model, job.attempt, job.step})
+  return {what, job.model, job.attempt}
 end
 if job.state == 'queued' then
   if overdue(job) then

@@ -1,5 +1,5 @@
 -- Whatever should be under way is: what is claimed or over is not counted any more, and what waits and has room is sent.
--- returns messages
+-- returns ids of the jobs whose messages were sent
 for _, name in ipairs(redis.call('SMEMBERS', 'ms:queues')) do
   local model, step = string.match(name, '^(.*):(%d+)$')
   local sent = turn('sent', model, step)
@@ -13,4 +13,4 @@ for _, name in ipairs(redis.call('SMEMBERS', 'ms:queues')) do
     redis.call('SREM', 'ms:queues', name)
   end
 end
-return messages
+return posted

@@ -1,0 +1,31 @@
+-- A job's message goes to the workers in the commit that makes it the job's turn. The templates MESSAGE and SENT are generated
+-- (`messages.py`).
+
+local posted = {} -- ids of the jobs whose messages this script has put into their queues
+
+-- The code point of a character, as `celery_app.queue_of` writes what does not belong into a queue's name.
+local function code(char)
+  local first = string.byte(char)
+  local point = first < 128 and first or first % 2 ^ (7 - #char)
+  for at = 2, #char do
+    point = point * 64 + string.byte(char, at) % 64
+  end
+  return string.format('_%x_', point)
+end
+
+local function queue_of(model)
+  return 'midstream.' .. string.gsub(model, '[^A-Za-z0-9.-][\128-\191]*', code)
+end
+
+-- Put the job's message into its queue, and tell Flower. Every message has a tag of its own: its task and the time.
+local function post(job)
+  local task = job.attempt == 0 and job.id or job.id .. '.' .. job.attempt
+  local of = {job = job.id, task = task, kind = job.kind, queue = queue_of(job.model), step = job.step, at = ARGV[1]}
+  local list = job.step == 0 and of.queue or of.queue .. SEPARATOR .. job.step
+  if type(redis.pcall('LPUSH', list, MESSAGE(of))) == 'table' then
+    look_at(job, now) -- refused: a user of an older `users.acl` may not write queues; the sweeper may
+    return
+  end
+  redis.pcall('PUBLISH', channels .. SENT_CHANNEL, SENT(of))
+  posted[#posted + 1] = job.id
+end
