@@ -84,7 +84,7 @@ FAMILIES: tuple[Family, ...] = (
         "add_matched",
         "rewrite",
         "s ← s + scale · ‖s‖₂ · v0",
-        "activation addition, its length in units of the stream's",
+        "activation addition, scaled relative to the norm of the stream",
         scalars=("scale",),
         graded=True,
         unit=True,
@@ -103,7 +103,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "clamp",
         "rewrite",
-        "s ← s + strength · (min(max(s·v0, low), high) − s·v0) · v0; a component inside [low, high] leaves the row as it is",
+        "s ← s + strength · (min(max(s·v0, low), high) − s·v0) · v0; a component inside [low, high] leaves the row unchanged",
         "as feature clamping: Templeton et al. 2024, Scaling Monosemanticity",
         scalars=("strength", "low", "high"),
         graded=True,
