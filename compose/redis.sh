@@ -1,6 +1,6 @@
 #!/bin/sh
-# Redis as Midstream needs it: every change on disk within a second, nothing thrown away when it is full, a password.
-# The password goes through a file, because command lines are for everybody to read. `check`: whether it takes writes now.
+# Redis configured for Midstream: every change on disk within a second, no eviction, a password.
+# The password is passed in a file, because every user can read command lines. `check` tests whether it accepts writes.
 set -eu
 password=$(cat /run/secrets/redis_password)
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes what compose.yaml calls secrets, each once: what is there stays. usage: compose/secrets.sh [FOLDER]
-# The folder is closed to others; the files in it are not, because in the containers users other than their owner read them.
+# Creates the secrets of compose.yaml, each once: existing files are kept. usage: compose/secrets.sh [FOLDER]
+# The folder is closed to other users; the files in it are not, because in the containers users other than their owner read them.
 set -euo pipefail
 folder=${1:-$(cd "$(dirname "$0")" && pwd)/secrets}
 mkdir -p "$folder"

@@ -1,10 +1,10 @@
 #!/bin/sh
-# Starts the worker of a container: with the demo model where no model is set, and under a name that is free and that a container
-# put in its place takes again, so that it finds what its predecessor had not sent.
+# Starts the worker of a container: with the demo model if no model is set, and under a free name that a replacement container
+# takes again, so that it finds the receipts its predecessor had not sent.
 set -eu
 
-# Read by `python -m midstream.broker.health worker`: empty while the worker starts, else why it cannot. That check removes it once the
-# worker is ready. Until then every failure is retried here: a restarted container would be "health: starting" each time.
+# Read by `python -m midstream.broker.health worker`: empty while the worker starts, otherwise the reason why it cannot. That check removes the
+# file once the worker is ready. Until then every failure is retried here: a restarted container would be "health: starting" each time.
 starting=${TMPDIR:-/tmp}/midstream-worker-starting
 : >"$starting"
 export WORKER_STARTING_NOTE="$starting"
@@ -18,7 +18,7 @@ if [ -z "${MIDSTREAM_MODEL:-}" ] && [ "${MIDSTREAM_ENGINE:-vllm}" = vllm ]; then
     export MIDSTREAM_MODEL
 fi
 if [ -d "${MIDSTREAM_MODEL:-}" ]; then
-    export HF_HUB_OFFLINE=1 # everything is there: a hub that does not answer must not hold up the start
+    export HF_HUB_OFFLINE=1 # all files are local: an unresponsive hub must not delay the start
 fi
 
 if [ -z "${MIDSTREAM_WORKER_ID:-}" ]; then
@@ -34,7 +34,7 @@ if [ -z "${MIDSTREAM_WORKER_ID:-}" ]; then
     export MIDSTREAM_WORKER_ID="$name-$place"
 fi
 
-# Not `exec`: this shell starts the worker again, so it has to pass on what stops a container.
+# Not `exec`: this shell restarts the worker, so it must forward the signals that stop a container.
 stopping='' child='' code=0
 trap 'stopping=yes; kill -TERM $child 2>/dev/null || true' TERM INT
 

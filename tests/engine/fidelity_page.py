@@ -1,4 +1,4 @@
-"""What does `docs/fidelity.md` say, and to what is it held? Written by `fidelity.py`, checked without an engine."""
+"""Reads and writes the tables of `docs/fidelity.md`: measured by `fidelity.py`, checked without an engine."""
 
 import itertools
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from midstream.schemas.selectors import HOOKS, Hook
 from midstream.workers.runner.architectures import describe
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "fidelity.md"
-#: Between these lines the page is written by `fidelity.py`.
-BEGIN, END = "<!-- written by `make fidelity` -->", "<!-- end of what is written by `make fidelity` -->"
+#: `fidelity.py` writes the part of the page between these lines.
+BEGIN, END = "<!-- written by `make fidelity` -->", "<!-- end of the part written by `make fidelity` -->"
 
 
 def hooks_of(name: str) -> tuple[Hook, ...]:
@@ -23,7 +23,7 @@ def hooks_of(name: str) -> tuple[Hook, ...]:
 
 @dataclass(frozen=True)
 class Way:
-    """A way to run a model."""
+    """One combination of runner, mode and dtype."""
 
     runner: str  # v1 | v2
     mode: str  # eager | compiled
@@ -43,9 +43,9 @@ WAYS = tuple(Way(*choice) for choice in itertools.product(("v1", "v2"), ("eager"
 
 @dataclass(frozen=True)
 class Figure:
-    """Of one hook. `rows`: what is captured there; `edits`: the rows of all hooks when the edits are made there.
+    """The figures of one hook. `rows`: rows captured there; `edits`: rows of all hooks, with the edits made there.
 
-    fp32: the largest error of a row, relative to its length. bf16: distance from transformers in fp32, of all rows together, as
+    fp32: the largest error of a row, relative to its norm. bf16: distance from transformers in fp32, of all rows together, as
     a multiple of transformers' own in bf16; where a router chooses experts, of the median row, and the median of several prompts.
     """
 
@@ -61,7 +61,7 @@ class Figure:
 
 
 def parse(cell: str) -> Figure:
-    """Raises ValueError when it is not a figure."""
+    """The figure of a table cell. Raises ValueError for other text."""
     rows, edits = cell.split("/")
     return Figure(float(rows), float(edits))
 
@@ -78,7 +78,7 @@ def read_page(text: str) -> Table:
 
 
 def write_page(text: str, table: Table) -> str:
-    """The page with these figures, checkpoints in the order of `CHECKPOINTS`, hooks in that of `HOOKS`; the rest of it stays."""
+    """The page with these figures, checkpoints in the order of `CHECKPOINTS`, hooks in that of `HOOKS`; the rest is unchanged."""
     names = [way.name for way in WAYS]
     lines = ["| figures | tolerance | reason |", "|---|---|---|"]
     lines += [f"| {dtype} | {each.limit:g} | {each.reason} |" for dtype, each in FIDELITY.items()]

@@ -46,17 +46,17 @@ class Tolerance(NamedTuple):
     reason: str
 
 
-#: What `docs/fidelity.md` is held to; the page quotes it.
+#: The tolerances for `docs/fidelity.md`; the page quotes them.
 FIDELITY = {
     "float32": Tolerance(
         FP32_HOOKS,
-        "error of a row relative to its length, against transformers in fp32: the same arithmetic in another order (other matrix "
+        "error of a row relative to its norm, against transformers in fp32: the same arithmetic in a different order (other matrix "
         "kernels, another attention), over four layers",
     ),
     "bfloat16": Tolerance(
         BF16_EXCESS,
-        "multiple of transformers' own bf16 error, both against transformers in fp32: roundings happen in other places, so each is as "
-        "far from the truth as the other and neither equals the other; where a router chooses experts the median row counts, and the "
-        "median of five prompts, because a token near a tie goes another way under another rounding, and later tokens attend to it",
+        "multiple of transformers' own bf16 error, both against transformers in fp32: the two round in different places, so both are "
+        "equally far from the truth, but not equal; where a router chooses experts, the median row counts, and the median of five "
+        "prompts, because rounding decides the expert of a token near a tie, and later tokens attend to it",
     ),
 }
