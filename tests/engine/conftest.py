@@ -1,12 +1,15 @@
-"""Engines that tests share: each starts once. An idle engine costs memory only."""
+"""Engines that tests share: each starts once, and an idle one costs memory only. Others are forked from a process that imported all."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fidelity import nursery_for
 from host import Host
+from nursery import Nursery
 from reference import Reference
 from tiny import checkpoint
 from xdist.scheduler import LoadFileScheduling
@@ -62,6 +65,26 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def reference(llama: Path) -> Reference:
     return Reference(llama)
+
+
+@pytest.fixture(scope="session")
+def nurseries(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Nursery]]:
+    """Of each runner the process that engines are forked from: what is imported is imported once."""
+    started: list[Nursery] = []
+
+    @cache
+    def nursery(runner: str) -> Nursery:
+        started.append(nursery_for(runner, tmp_path_factory.mktemp(runner)))
+        return started[-1]
+
+    yield nursery
+    for each in started:
+        each.close()
+
+
+@pytest.fixture(scope="session")
+def nursery(nurseries: Callable[[str], Nursery]) -> Nursery:
+    return nurseries("v1")
 
 
 @pytest.fixture(scope="session")

@@ -4,16 +4,15 @@ All of `docs/fidelity.md` is measured by `make fidelity`; here every architectur
 compiled and on v2.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
-from fidelity import ADDED, ALL, Outcome, Truth, capture, judge, nursery_for, options_of, run
+from fidelity import ADDED, ALL, Outcome, Truth, capture, judge, options_of, run
 from fidelity_page import Way, hooks_of
 from host import Host, capture_of, prompt_of, relative_error
-from nursery import Nursery
 from reference import Edit, Reference
 from test_modes import one_of_each
 from tiny import CHECKPOINTS, checkpoint
@@ -53,20 +52,6 @@ Captured = Callable[[str, Way], list[dict[str, Outcome]]]
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     folder = tmp_path_factory.mktemp("checkpoints")
     return lambda name: checkpoint(name, folder / name)
-
-
-@pytest.fixture(scope="module")
-def nurseries(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Nursery]]:
-    started: list[Nursery] = []
-
-    @cache
-    def nursery(runner: str) -> Nursery:
-        started.append(nursery_for(runner, tmp_path_factory.mktemp(runner)))
-        return started[-1]
-
-    yield nursery
-    for each in started:
-        each.close()
 
 
 @pytest.fixture(scope="module")

@@ -3,16 +3,17 @@
 v1 runner, eager, fp32; the same batch in the other ways to run is in `test_modes.py`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
 import msgspec
 import numpy as np
 import pytest
-from fidelity import nursery_for, options_of
+from fidelity import options_of
 from fidelity_page import Way
 from host import Host, capture_of, prompt_of, relative_error
+from nursery import Nursery
 from reference import Edit, Reference
 from tiny import HIDDEN, LAYERS, checkpoint
 from tolerances import FP32_CANCELLED, FP32_COMPONENT, FP32_HOOKS, FP32_LOGPROBS, FP32_ROWS
@@ -109,16 +110,15 @@ def test_every_family_at_every_hook_gives_the_reference_rows_there_and_downstrea
 
 
 @pytest.fixture(scope="module")
-def other_models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], tuple[Host, Reference]]]:
+def other_models(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Host, Reference]]:
     folder = tmp_path_factory.mktemp("others")
-    with nursery_for("v1", folder / "nursery") as nursery:
 
-        @cache
-        def start(name: str) -> tuple[Host, Reference]:
-            path = checkpoint(name, folder / name)
-            return nursery.host(folder / f"{name}-engine", path, **options_of(Way("v1", "eager", "float32"))), Reference(path)
+    @cache
+    def start(name: str) -> tuple[Host, Reference]:
+        path = checkpoint(name, folder / name)
+        return nursery.host(folder / f"{name}-engine", path, **options_of(Way("v1", "eager", "float32"))), Reference(path)
 
-        yield start
+    return start
 
 
 @pytest.mark.parametrize(("name", "tolerance"), [("gpt2", FP32_ROWS), ("gemma3", FP32_ROWS), ("qwen3-moe", FP32_HOOKS)])

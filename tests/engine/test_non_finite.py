@@ -38,12 +38,6 @@ def rows_of(host: Host, job: Job) -> np.ndarray:
     return np.stack([host.capture(job).array(layer) for layer in ALL])
 
 
-@pytest.fixture(scope="module")
-def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    with Nursery(tmp_path_factory.mktemp("nursery")) as nursery:
-        yield nursery
-
-
 @pytest.mark.parametrize("dtype", LARGE)
 def test_attacks_change_no_bit_of_their_neighbours(nursery: Nursery, llama: Path, tmp_path: Path, dtype: str) -> None:
     """Every attack, in the same schedule as with finite numbers; the long form of this is in `tests/long`."""

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from host import Host, capture_of, prompt_of, relative_error
+from nursery import Nursery
 from reference import Reference
 from tiny import LAYERS
 from tolerances import FP32_ROWS
@@ -17,9 +18,9 @@ PROMPT = 200  # tokens: 1.2 MiB of rows
 
 
 @pytest.fixture(scope="module", params=["spill", "drop"])
-def flooded(request: pytest.FixtureRequest, llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
-    host = Host(
-        tmp_path_factory.mktemp(request.param),
+def flooded(request: pytest.FixtureRequest, llama: Path, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
+    host = nursery.host(
+        tmp_path_factory.mktemp(request.param) / "engine",
         llama,
         capture_overload=request.param,
         capture_queue_mib=1,

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from host import Host, capture_of, prompt_of
+from nursery import Nursery
 from patching_kit import Cell, patches
 from reference import Reference
 from test_graded_tokens import logprobs_of
@@ -44,8 +45,8 @@ def streams(model: Path, dtype: torch.dtype) -> list[np.ndarray]:
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def host(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
-    host = Host(tmp_path_factory.mktemp(request.param), model, dtype=request.param)
+def host(request: pytest.FixtureRequest, model: Path, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
+    host = nursery.host(tmp_path_factory.mktemp(request.param) / "engine", model, dtype=request.param)
     yield host
     host.close()
 

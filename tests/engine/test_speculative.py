@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from host import Host, capture_of, prompt_of, relative_error, steer
+from nursery import Nursery
 from reference import Reference
 from tiny import HIDDEN, LAYERS
 from tolerances import FP32_ROWS
@@ -16,8 +17,8 @@ ALL = list(range(LAYERS))
 
 
 @pytest.fixture(scope="module")
-def speculating(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
-    host = Host(tmp_path_factory.mktemp("speculating"), llama, speculative_tokens=3, enable_prefix_caching=False)
+def speculating(llama: Path, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
+    host = nursery.host(tmp_path_factory.mktemp("speculating") / "engine", llama, speculative_tokens=3, enable_prefix_caching=False)
     yield host
     host.close()
 

@@ -4,6 +4,7 @@ import contextlib
 import signal
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -148,31 +149,36 @@ def test_a_lone_worker_stalled_past_its_lease_discards_the_attempt_and_reruns_it
         assert "attempt 1 stops: lost" in stack.log("worker")
 
 
-def test_a_worker_that_is_told_to_stop_while_its_engine_starts_does_so(tmp_path: Path) -> None:
-    with Stack(tmp_path, workers=0) as stack:
-        stack.spawn("worker", fault="slow_start:seconds=120")
-        stack.wait_log("worker", "engine starts")
-        assert stack.end("worker", 40) == 0
+@pytest.fixture(scope="module")
+def without_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """For workers that do not start, or not to the end."""
+    with Stack(tmp_path_factory.mktemp("stack"), workers=0, callbacks=False) as stack:
+        yield stack
 
 
-def test_an_engine_that_does_not_start_is_named_on_the_last_line(tmp_path: Path) -> None:
-    with Stack(tmp_path, workers=0) as stack:
-        stack.spawn("worker", fault="start:reason=no such architecture")
-        assert stack.exit_code("worker", 60) == EXIT_NO_ENGINE
-        assert stack.log("worker").splitlines()[-1] == "worker failed: no such architecture"
+def test_a_worker_that_is_told_to_stop_while_its_engine_starts_does_so(without_worker: Stack) -> None:
+    without_worker.spawn("worker", fault="slow_start:seconds=120")
+    without_worker.wait_log("worker", "engine starts")
+    assert without_worker.end("worker", 40) == 0
 
 
-def test_a_capture_of_every_request_that_cannot_be_read_is_a_wrong_setting(tmp_path: Path) -> None:
-    with Stack(tmp_path, workers=0) as stack:
-        stack.spawn("worker", global_capture="pre_mlp:0")
-        assert stack.exit_code("worker", 60) == EXIT_BAD_SETTINGS
-        assert stack.log("worker").splitlines()[-1].startswith("worker failed: global_capture: 'pre_mlp' is not a hook: write hook:layers")
+def test_an_engine_that_does_not_start_is_named_on_the_last_line(without_worker: Stack) -> None:
+    without_worker.spawn("worker", fault="start:reason=no such architecture")
+    assert without_worker.exit_code("worker", 60) == EXIT_NO_ENGINE
+    assert without_worker.log("worker").splitlines()[-1] == "worker failed: no such architecture"
 
 
-def test_a_second_worker_of_the_same_id_is_refused(tmp_path: Path) -> None:
-    with Stack(tmp_path, workers=2) as stack:
-        stack.end("worker-2")
-        stack.spawn("worker-2", worker_id="w1", suffix=False)
-        assert stack.exit_code("worker-2", 60) == EXIT_BAD_SETTINGS
-        assert f"worker 'w1' already runs (pid {stack.pid('worker')})" in stack.log("worker-2")
-        assert stack.wait(stack.submit(["still works"])).state is State.SUCCEEDED
+def test_a_capture_of_every_request_that_cannot_be_read_is_a_wrong_setting(without_worker: Stack) -> None:
+    without_worker.spawn("worker", global_capture="pre_mlp:0")
+    assert without_worker.exit_code("worker", 60) == EXIT_BAD_SETTINGS
+    last = without_worker.log("worker").splitlines()[-1]
+    assert last.startswith("worker failed: global_capture: 'pre_mlp' is not a hook: write hook:layers")
+
+
+def test_a_second_worker_of_the_same_id_is_refused(without_worker: Stack) -> None:
+    without_worker.spawn("worker")
+    without_worker.wait_ready("worker")
+    without_worker.spawn("worker-2", suffix=False)
+    assert without_worker.exit_code("worker-2", 60) == EXIT_BAD_SETTINGS
+    assert f"worker 'w1' already runs (pid {without_worker.pid('worker')})" in without_worker.log("worker-2")
+    assert without_worker.wait(without_worker.submit(["still works"])).state is State.SUCCEEDED
