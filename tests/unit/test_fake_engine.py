@@ -20,6 +20,7 @@ from midstream.schemas.steering import GlobalSteering, SteeringTemplate
 from midstream.schemas.tensors import Tensor, content_hash, from_numpy
 from midstream.workers.engine.protocol import Progress, ask_of
 from midstream.workers.engines import make_engine
+from midstream.workers.fake import ranks
 from midstream.workers.fake.engine import FakeEngine
 from midstream.workers.fake.model import HIDDEN_SIZE, residual_rows
 from midstream.workers.fake.rank import FakeFaults, FakeRank
@@ -63,6 +64,11 @@ EVERYONE = GlobalSteering(
 async def fetch(name: str) -> Tensor:
     assert name == content_hash(VECTOR)
     return VECTOR
+
+
+@pytest.fixture(autouse=True)
+def _no_relay_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "FLUSH_S", 0.0)
 
 
 def generate(engine: FakeEngine, wanted: Job, everyone: GlobalSteering = NOTHING) -> list[Progress]:
