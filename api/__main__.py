@@ -75,9 +75,9 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         super().handle_exit(sig, frame)
-        edge = getattr(self._litestar.state, "edge", None)
-        if edge is not None:
-            self._loop.call_soon_threadsafe(edge.close)
+        context = getattr(self._litestar.state, "context", None)
+        if context is not None:
+            self._loop.call_soon_threadsafe(context.close)
         self._loop.call_soon_threadsafe(self._litestar.stop)
 
 

@@ -14,7 +14,7 @@ from litestar.types import Message, Scope
 from ..schemas.settings import Settings
 from ..schemas.version import __version__
 from . import openapi
-from .context import open_edge
+from .context import open_context
 from .routes import captures, completions, jobs, keys, pages, service, source_runs, status, steering, sweeps, tokens, webhooks
 from .web import problems
 from .web.auth import authorize
@@ -54,21 +54,21 @@ def make_app(settings: Settings) -> App:
     """The application over the Redis of `settings.redis_url`; needs no worker, relay or Redis to start."""
 
     @asynccontextmanager
-    async def edge(app: Litestar) -> AsyncIterator[None]:
-        async with open_edge(settings) as opened:
-            app.state.edge = opened
+    async def context(app: Litestar) -> AsyncIterator[None]:
+        async with open_context(settings) as opened:
+            app.state.context = opened
             yield
 
     async def keep(response: Response[Any]) -> Response[Any]:
         """What was accepted or changed is told once it stays so if Redis is killed; where that cannot be had, `unavailable` is."""
         if changes_something():
-            await app.state.edge.ledger.written()
+            await app.state.context.ledger.written()
         return response
 
     records = openapi.Records()
     app = App(
         route_handlers=ROUTES,
-        lifespan=[edge],
+        lifespan=[context],
         request_class=JsonRequest,
         request_max_body_size=settings.max_body_mib * 1024 * 1024,
         exception_handlers=problems.HANDLERS,

@@ -1,4 +1,4 @@
-"""What do the routes stand on? One `Edge` per process: ledger, watcher, Celery and the tokenizers it has met. Keeps no job state."""
+"""What do the routes stand on? One `AppContext` per process: ledger, watcher, Celery and the tokenizers it has met. Keeps no job state."""
 
 import asyncio
 import logging
@@ -39,7 +39,7 @@ from .resolve.tokenizer import Codec
 from .resolve.tokenizer_pool import BundleHelpers, Helpers
 from .web import request_context
 from .web.auth import Gate, caller_of
-from .web.key_revocation import ALWAYS, Stay, Stays
+from .web.key_revocation import ALWAYS, HeldKey, KeyWatch
 from .web.problems import ClientGone
 from .web.request_context import traceparent
 
@@ -58,8 +58,8 @@ QUOTA_SPARE = 16
 BROADCAST_S = 5.0
 
 
-class Edge:
-    """Everything a handler needs. Build with `open_edge`."""
+class AppContext:
+    """Everything a handler needs. Build with `open_context`."""
 
     def __init__(self, settings: Settings, ledger: Ledger, watcher: Watcher, celery: Any):
         self.settings = settings
@@ -67,7 +67,7 @@ class Edge:
         self.keys = Keys(ledger)
         self.gate = Gate(settings, self.keys)
         self.hosts = Hosts(settings, settings.api_host, asks_for_keys(settings))
-        self.stays = Stays(self.keys, self.gate.always)
+        self.key_watch = KeyWatch(self.keys, self.gate.always)
         self.steering = Steering(ledger)
         self.watcher = watcher
         self.celery = celery
@@ -80,7 +80,7 @@ class Edge:
 
     def close(self) -> None:
         """The server is stopping: held responses are answered with what is known by now. The jobs go on."""
-        self.stays.close()
+        self.key_watch.close()
         if not self._closing.done():
             self._closing.set_result(None)
 
@@ -216,27 +216,27 @@ class Edge:
         patient: bool = False,
         quiet: Collection[str] = (),
         known: int = 0,
-        stay: Stay = ALWAYS,
+        held_key: HeldKey = ALWAYS,
     ) -> JobView:
         """The job as soon as `until` holds of it, or as it is after `seconds` (or when the server stops).
 
         `known`: the version up to which `until` does not hold, where that is known: then nobody looks before there is a later one.
         `quiet`: states for whose coming `until` need not be asked, see `Watcher.changed`.
-        Raises `not_found`; `unauthorized` when `stay` is over;
+        Raises `not_found`; `unauthorized` when `held_key` is over;
         `unavailable` when Redis stays away longer than a restart takes, or (unless `patient`) is away
         at the beginning.
         """
         deadline = time.monotonic() + min(seconds, self.settings.max_wait_s)
         if known and seconds > 0 and not self.closing:
-            await self.or_closing(self.watcher.changed(job_id, known, deadline - time.monotonic(), quiet), stay)
+            await self.or_closing(self.watcher.changed(job_id, known, deadline - time.monotonic(), quiet), held_key)
         while True:
-            stay.check()
+            held_key.check()
             view = await (self.patiently(lambda: self.ledger.view(job_id)) if patient else self.ledger.view(job_id))
             patient = True
             left = deadline - time.monotonic()
             if until(view) or left <= 0 or self.closing:
                 return view
-            await self.or_closing(self.watcher.changed(job_id, view.version, left, quiet), stay)
+            await self.or_closing(self.watcher.changed(job_id, view.version, left, quiet), held_key)
 
     async def patiently(self, read: Callable[[], Awaitable[T]]) -> T:
         """`read`, repeated while Redis restarts."""
@@ -250,11 +250,11 @@ class Edge:
                     raise
             await self.or_closing(asyncio.sleep(OUTAGE_PAUSE_S))
 
-    async def or_closing(self, wait: Any, stay: Stay = ALWAYS) -> None:
-        """`wait`, cut short when the server stops, or when `stay` is over."""
+    async def or_closing(self, wait: Any, held_key: HeldKey = ALWAYS) -> None:
+        """`wait`, cut short when the server stops, or when `held_key` is over."""
         task = asyncio.ensure_future(wait)
         try:
-            await asyncio.wait({task, self._closing, *stay.ends}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({task, self._closing, *held_key.ends}, return_when=asyncio.FIRST_COMPLETED)
             if task.done() and (error := task.exception()) is not None:
                 if not (isinstance(error, MidstreamError) and error.kind == "unavailable"):
                     raise error
@@ -264,24 +264,24 @@ class Edge:
 
 
 @asynccontextmanager
-async def open_edge(settings: Settings) -> AsyncIterator[Edge]:
+async def open_context(settings: Settings) -> AsyncIterator[AppContext]:
     celery = make_celery(settings)
     ledger = Ledger.connect(settings)
     try:
         async with Watcher(ledger) as watcher:
-            edge = Edge(settings, ledger, watcher, celery)
+            context = AppContext(settings, ledger, watcher, celery)
             try:
-                yield edge
+                yield context
             finally:
-                edge.close()
-                await edge.helpers.close()
+                context.close()
+                await context.helpers.close()
     finally:
         await ledger.close()
 
 
-def edge_of(request: Request[Any, Any, Any]) -> Edge:
-    edge: Edge = request.app.state.edge
-    return edge
+def context_of(request: Request[Any, Any, Any]) -> AppContext:
+    context: AppContext = request.app.state.context
+    return context
 
 
 async def unless_client_leaves(request: Request[Any, Any, Any], work: Awaitable[T]) -> T:
@@ -292,12 +292,12 @@ async def unless_client_leaves(request: Request[Any, Any, Any], work: Awaitable[
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(request))
     try:
-        with edge_of(request).stays.of(caller_of(request)) as stay:
-            ends: set[asyncio.Future[Any]] = {task, gone, *stay.ends}
+        with context_of(request).key_watch.of(caller_of(request)) as held_key:
+            ends: set[asyncio.Future[Any]] = {task, gone, *held_key.ends}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
                 return task.result()
-            stay.check()
+            held_key.check()
             raise ClientGone
     finally:
         await _stopped(task, gone)

@@ -22,7 +22,7 @@ from midstream.schemas.settings import Settings, load_settings, to_environment
 from midstream.schemas.specs import StoredSteering
 from midstream.schemas.steering import GlobalSteering
 from midstream.schemas.tensors import Tensor, content_hash, from_numpy
-from midstream.workers.engine.protocol import ask_of
+from midstream.workers.engine.protocol import engine_request
 
 DATA = Path(__file__).with_name("data")
 DEMO_MODEL = Path.home() / ".cache" / "midstream" / "models" / "SmolLM2-135M-Instruct"
@@ -176,7 +176,7 @@ class _Ours:
         names = [name for entry in job.steering[0] for name in entry.tensors] if job.steering else []
         await self._engine.hold_vectors(names, self._fetch)
         count = 0
-        async for progress in self._engine.generate(ask_of(job, 0, 1), GlobalSteering()):
+        async for progress in self._engine.generate(engine_request(job, 0, 1), GlobalSteering()):
             count += len(progress.token_ids)
         await self._engine.release_vectors(names)
         return count

@@ -18,7 +18,7 @@ OF_SERVICE: dict[str, tuple[str, Callable[[Status], float]]] = {
 }
 
 
-class LedgerFigures(Collector):
+class LedgerMetrics(Collector):
     """Of the last `status`; nothing while the ledger does not answer."""
 
     def __init__(self) -> None:
@@ -54,5 +54,5 @@ def _queues() -> GaugeMetricFamily:
     return GaugeMetricFamily("midstream_queue_depth", "Jobs that wait", labels=["model", "priority", "place"])
 
 
-FIGURES = LedgerFigures()
+FIGURES = LedgerMetrics()
 REGISTRY.register(FIGURES)

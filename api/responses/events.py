@@ -9,8 +9,8 @@ from ...schemas.base import to_json
 from ...schemas.errors import MidstreamError, Problem, invalid
 from ...schemas.jobs import PROBLEM_EVENT, TERMINAL, Event
 from ...schemas.keys import Caller
-from ..context import Edge
-from ..web.key_revocation import ALWAYS, Stay
+from ..context import AppContext
+from ..web.key_revocation import ALWAYS, HeldKey
 from .outcome import job_url
 
 MEDIA_TYPE = "text/event-stream"
@@ -39,36 +39,38 @@ def resume_point(header: str | None) -> str:
     return header
 
 
-async def follow(edge: Edge, job_id: str, after: str, deadline: float = math.inf, stay: Stay = ALWAYS) -> AsyncIterator[list[Event]]:
+async def follow(
+    context: AppContext, job_id: str, after: str, deadline: float = math.inf, held_key: HeldKey = ALWAYS
+) -> AsyncIterator[list[Event]]:
     """Batches of events after the id `after`, in order, up to `done`; an empty batch is a sign of life.
 
     Also ends when the job is over and has no further events (they were trimmed), when the server stops, and at `deadline`
-    (of `time.monotonic`). Raises `unauthorized` when `stay` is over.
+    (of `time.monotonic`). Raises `unauthorized` when `held_key` is over.
     """
     last_sign = time.monotonic()
     over = False
     while True:
-        stay.check()
-        batch = await edge.patiently(lambda after=after: edge.ledger.events(job_id, after, BATCH))  # type: ignore[misc]
+        held_key.check()
+        batch = await context.patiently(lambda after=after: context.ledger.events(job_id, after, BATCH))  # type: ignore[misc]
         if batch:
             done = any(event.event == "done" for event in batch)
             if done:
-                await edge.patiently(edge.ledger.written)
+                await context.patiently(context.ledger.written)
             yield batch
             if done:
                 return
             after, last_sign = batch[-1].id, time.monotonic()
             continue
-        if over or edge.closing or time.monotonic() >= deadline:
+        if over or context.closing or time.monotonic() >= deadline:
             return
         left = min(last_sign + PING_S, deadline) - time.monotonic()
         if left <= 0:
             yield []
             last_sign = time.monotonic()
             # Looked at before the events are read again, so that none slips between the two.
-            over = (await edge.patiently(lambda: edge.ledger.view(job_id))).state in TERMINAL
+            over = (await context.patiently(lambda: context.ledger.view(job_id))).state in TERMINAL
         else:
-            await edge.or_closing(edge.watcher.stirred(job_id, after, left), stay)
+            await context.or_closing(context.watcher.stirred(job_id, after, left), held_key)
 
 
 def encode(event: Event) -> bytes:
@@ -82,13 +84,13 @@ def encode_problem(problem: Problem) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (PROBLEM_EVENT.encode(), to_json(problem))
 
 
-async def server_sent(edge: Edge, job_id: str, after: str, caller: Caller) -> AsyncIterator[bytes]:
+async def server_sent(context: AppContext, job_id: str, after: str, caller: Caller) -> AsyncIterator[bytes]:
     """The body of `GET /v1/jobs/{id}/events`; up to a problem when the caller's key counts no more."""
-    with edge.stays.of(caller) as stay:
+    with context.key_watch.of(caller) as held_key:
         try:
-            async for batch in follow(edge, job_id, after, stay=stay):
+            async for batch in follow(context, job_id, after, held_key=held_key):
                 yield b"".join(map(encode, batch)) if batch else PING
         except MidstreamError as error:
             if error.kind != "unauthorized":
                 raise
-            yield encode_problem(error.problem(job_url(edge, job_id)))
+            yield encode_problem(error.problem(job_url(context, job_id)))

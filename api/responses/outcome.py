@@ -7,7 +7,7 @@ from litestar import Response
 
 from ...schemas.errors import MidstreamError, Problem
 from ...schemas.jobs import TERMINAL, JobResult, JobView, State
-from ..context import Edge
+from ..context import AppContext
 from ..web import problems
 from ..web.body import JsonRequest
 from ..web.problems import JOB_HEADER
@@ -35,12 +35,12 @@ def matches(header: str | None, tag: str) -> bool:
     return header.strip() == "*" or any(given.strip().removeprefix("W/") == tag for given in header.split(","))
 
 
-def job_url(edge: Edge, job_id: str) -> str:
-    return edge.job_url(job_id)
+def job_url(context: AppContext, job_id: str) -> str:
+    return context.job_url(job_id)
 
 
-def capture_url(edge: Edge, job_id: str) -> str:
-    return f"{edge.settings.public_url.rstrip('/')}/v1/captures/{job_id}"
+def capture_url(context: AppContext, job_id: str) -> str:
+    return f"{context.settings.public_url.rstrip('/')}/v1/captures/{job_id}"
 
 
 def failure_of(view: JobView) -> Problem | None:
@@ -64,21 +64,21 @@ def failed(request: JsonRequest, problem: Problem, headers: dict[str, str]) -> R
     return problems.answer(request, problem, {**headers, "x-should-retry": "false"})
 
 
-def accepted(edge: Edge, view: JobView, headers: dict[str, str] | None = None) -> Response[Any]:
+def accepted(context: AppContext, view: JobView, headers: dict[str, str] | None = None) -> Response[Any]:
     """202: the job is durable, and this is where to look."""
-    where = {"Location": job_url(edge, view.id), "Retry-After": str(RETRY_AFTER_S), "ETag": etag(view.version), JOB_HEADER: view.id}
+    where = {"Location": job_url(context, view.id), "Retry-After": str(RETRY_AFTER_S), "ETag": etag(view.version), JOB_HEADER: view.id}
     return Response(view, status_code=202, headers={**where, **(headers or {})})
 
 
-async def result_of(edge: Edge, job_id: str) -> JobResult:
+async def result_of(context: AppContext, job_id: str) -> JobResult:
     """The outputs and receipts so far. Raises `gone`, `not_found`."""
-    return await edge.patiently(lambda: edge.ledger.result(job_id))
+    return await context.patiently(lambda: context.ledger.result(job_id))
 
 
-async def finished(request: JsonRequest, edge: Edge, view: JobView, headers: dict[str, str] | None = None) -> Response[Any]:
+async def finished(request: JsonRequest, context: AppContext, view: JobView, headers: dict[str, str] | None = None) -> Response[Any]:
     """The answer for a job that is over: 200 with its result, or its problem with its status."""
-    headers = {JOB_HEADER: view.id, "Location": job_url(edge, view.id), **(headers or {})}
+    headers = {JOB_HEADER: view.id, "Location": job_url(context, view.id), **(headers or {})}
     problem = failure_of(view)
     if problem is not None:
         return failed(request, problem, headers)
-    return Response(await result_of(edge, view.id), status_code=200, headers={**headers, "ETag": etag(view.version)})
+    return Response(await result_of(context, view.id), status_code=200, headers={**headers, "ETag": etag(view.version)})

@@ -15,9 +15,9 @@ from ...schemas.base import to_json
 from ...schemas.errors import MidstreamError, Problem
 from ...schemas.jobs import Event, JobView
 from ...schemas.keys import Caller
-from ..context import Edge
+from ..context import AppContext
 from ..web import problems
-from ..web.key_revocation import Stay
+from ..web.key_revocation import HeldKey
 from . import events, openai_shapes
 from .openai_shapes import Shape
 from .outcome import failure_of, is_over, job_url, result_of
@@ -54,7 +54,7 @@ class Sent:
 class Streamed:
     """One streamed request: `until`: the view is settled enough to end it; `with_extras`: it tells of captures and ranks."""
 
-    edge: Edge
+    context: AppContext
     shape: Shape
     job_id: str
     model: str
@@ -70,26 +70,26 @@ class Streamed:
     async def body(self) -> AsyncIterator[bytes]:
         """Chunks, then `[DONE]`; or chunks and then an error event, which ends the stream."""
         try:
-            with self.edge.stays.of(self.caller) as stay:
-                deadline = time.monotonic() + self.edge.settings.max_wait_s
-                async for batch in self._tokens(deadline, stay):
+            with self.context.key_watch.of(self.caller) as held_key:
+                deadline = time.monotonic() + self.context.settings.max_wait_s
+                async for batch in self._tokens(deadline, held_key):
                     yield batch
-                while not self.until(view := await self._look(deadline, stay)):
+                while not self.until(view := await self._look(deadline, held_key)):
                     yield events.PING
             if is_over(view):
-                await self.edge.patiently(self.edge.ledger.written)
+                await self.context.patiently(self.context.ledger.written)
             problem = failure_of(view) if is_over(view) else None
             if problem is not None:
                 yield error_event(problem)
                 return
             yield await self._ending(view)
         except MidstreamError as error:
-            yield error_event(error.problem(job_url(self.edge, self.job_id)))
+            yield error_event(error.problem(job_url(self.context, self.job_id)))
 
-    async def _tokens(self, deadline: float, stay: Stay) -> AsyncIterator[bytes]:
+    async def _tokens(self, deadline: float, held_key: HeldKey) -> AsyncIterator[bytes]:
         """The text as it is generated. Ends when every prompt is generated or the job is over."""
         finished: set[int] = set()
-        async for batch in events.follow(self.edge, self.job_id, events.BEGINNING, deadline, stay):
+        async for batch in events.follow(self.context, self.job_id, events.BEGINNING, deadline, held_key):
             chunks = []
             for event in batch:
                 if event.attempt > self.attempt:
@@ -127,23 +127,23 @@ class Streamed:
     def _of(self, index: int) -> Sent:
         return self.sent.setdefault(index, Sent())
 
-    async def _look(self, deadline: float, stay: Stay) -> JobView:
+    async def _look(self, deadline: float, held_key: HeldKey) -> JobView:
         """The job once `until` holds, or as it is when it is time for a sign of life."""
         self._check(deadline)
-        return await self.edge.wait(self.job_id, self.until, min(events.PING_S, deadline - time.monotonic()), stay=stay)
+        return await self.context.wait(self.job_id, self.until, min(events.PING_S, deadline - time.monotonic()), held_key=held_key)
 
     def _check(self, deadline: float) -> None:
         """Raises when the stream cannot be held any longer; the job goes on."""
-        if self.edge.closing:
+        if self.context.closing:
             raise MidstreamError("unavailable", f"the server is stopping; job {self.job_id} goes on: look there")
         if time.monotonic() >= deadline:
             raise MidstreamError(
-                "unavailable", f"a response is held for {self.edge.settings.max_wait_s:g} s; job {self.job_id} goes on: look there"
+                "unavailable", f"a response is held for {self.context.settings.max_wait_s:g} s; job {self.job_id} goes on: look there"
             )
 
     async def _ending(self, view: JobView) -> bytes:
         """What is missing of the texts, the finish reasons, the usage, and what was captured, in the last chunk."""
-        result = await result_of(self.edge, self.job_id)
+        result = await result_of(self.context, self.job_id)
         more = openai_shapes.extras(result, self.with_extras(view), is_over(view))
         outputs = sorted(result.outputs, key=lambda output: output.index)
         chunks = [chunk for output in outputs for chunk in self._text(output.index, self._of(output.index).upto(output.text))]

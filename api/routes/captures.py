@@ -19,7 +19,7 @@ from ...schemas.jobs import CaptureResults, FileEntry
 from ...schemas.keys import Caller
 from ...schemas.limits import MAX_COUNT, MAX_LAYER_TEXT, MAX_NAME, MAX_TAG
 from ...schemas.selectors import ALIASES, joined
-from ..context import Edge, edge_of
+from ..context import AppContext, context_of
 from ..responses import packed
 from ..responses.outcome import capture_url, matches, result_of
 from ..web.auth import caller_of, tenant_asked
@@ -40,13 +40,13 @@ def _sees(caller: Caller, owner: str | None) -> bool:
     return owner is not None and caller.sees(owner)
 
 
-async def _captured(edge: Edge, caller: Caller, job_id: str) -> CaptureResults:
+async def _captured(context: AppContext, caller: Caller, job_id: str) -> CaptureResults:
     """What the job's receipts say. Raises `not_found` when nothing was to be captured, `gone` when it was deleted."""
-    captures = Captures(edge.ledger)
-    if not _sees(caller, await edge.patiently(lambda: captures.owner(job_id))):
+    captures = Captures(context.ledger)
+    if not _sees(caller, await context.patiently(lambda: captures.owner(job_id))):
         raise not_found(job_id)
-    await edge.patiently(lambda: captures.check(job_id))
-    results = (await result_of(edge, job_id)).capture_results
+    await context.patiently(lambda: captures.check(job_id))
+    results = (await result_of(context, job_id)).capture_results
     if results.status == "not_requested":
         raise MidstreamError("not_found", f"job {job_id} did not ask for a capture")
     return results
@@ -62,33 +62,35 @@ def _name(entry: FileEntry) -> str:
     return f"{_tag(entry)}.p{entry.request:04d}.pp{entry.pp}{''.join(site)}.safetensors"
 
 
-async def _read(edge: Edge, job_id: str, entries: Sequence[FileEntry], read: Callable[[Edge, str, Sequence[FileEntry]], T]) -> T:
+async def _read(
+    context: AppContext, job_id: str, entries: Sequence[FileEntry], read: Callable[[AppContext, str, Sequence[FileEntry]], T]
+) -> T:
     """What `read` finds on the disk, in a thread. Raises what it raises; `gone` when the captures were deleted meanwhile."""
     try:
-        return await anyio.to_thread.run_sync(read, edge, job_id, entries)
+        return await anyio.to_thread.run_sync(read, context, job_id, entries)
     except MidstreamError as error:
         if error.kind == "capture_damaged":  # blobs that were deleted from a segment read as zeros
-            await edge.patiently(lambda: Captures(edge.ledger).check(job_id))
+            await context.patiently(lambda: Captures(context.ledger).check(job_id))
         raise
 
 
-def _open(edge: Edge, job_id: str, entries: Sequence[FileEntry]) -> list[packed.OpenBlob]:
+def _open(context: AppContext, job_id: str, entries: Sequence[FileEntry]) -> list[packed.OpenBlob]:
     checksums = [entry.crc32 for entry in entries]
-    return packed.open_blobs(edge.settings.capture_root, job_id, list(zip(_places(edge, job_id, entries), checksums, strict=True)))
+    return packed.open_blobs(context.settings.capture_root, job_id, list(zip(_places(context, job_id, entries), checksums, strict=True)))
 
 
-def _places(edge: Edge, job_id: str, entries: Sequence[FileEntry]) -> list[Place]:
+def _places(context: AppContext, job_id: str, entries: Sequence[FileEntry]) -> list[Place]:
     """Where the entries' blobs lie."""
-    return [place_in(edge.settings.capture_root, job_id, entry.request, entry) for entry in entries]
+    return [place_in(context.settings.capture_root, job_id, entry.request, entry) for entry in entries]
 
 
-def _described(edge: Edge, job_id: str, entries: Sequence[FileEntry]) -> tuple[list[ManifestFile], list[str]]:
+def _described(context: AppContext, job_id: str, entries: Sequence[FileEntry]) -> tuple[list[ManifestFile], list[str]]:
     """The entries, completed from the blobs' manifests; and the distinct caveats of all of them."""
-    headers = read_headers(edge.settings.capture_root, job_id, _places(edge, job_id, entries))
+    headers = read_headers(context.settings.capture_root, job_id, _places(context, job_id, entries))
     files = [
         ManifestFile(
             name=_name(entry),
-            url=f"{capture_url(edge, job_id)}/files/{_name(entry)}",
+            url=f"{capture_url(context, job_id)}/files/{_name(entry)}",
             path=entry.path,
             offset=entry.offset,
             request=entry.request,
@@ -126,18 +128,18 @@ async def list_captures(
     tenant: Whose = None,
 ) -> CapturePage:
     whose = tenant_asked(caller_of(request), tenant)
-    return await Captures(edge_of(request).ledger).list(tag=tag, limit=limit, cursor=cursor, tenant=whose)
+    return await Captures(context_of(request).ledger).list(tag=tag, limit=limit, cursor=cursor, tenant=whose)
 
 
 @get("/v1/captures/{job_id:str}", summary="What a job captured", responses=CAPTURE_ERRORS)
 async def get_manifest(job_id: JobId, request: JsonRequest) -> CaptureManifest:
-    edge = edge_of(request)
-    results = await _captured(edge, caller_of(request), job_id)
-    files, caveats = await _read(edge, job_id, results.files, _described)
+    context = context_of(request)
+    results = await _captured(context, caller_of(request), job_id)
+    files, caveats = await _read(context, job_id, results.files, _described)
     return CaptureManifest(
         job=job_id,
         status=results.status,
-        root=str(edge.settings.capture_root),
+        root=str(context.settings.capture_root),
         bytes=results.bytes,
         rows=results.rows,
         files=files,
@@ -154,7 +156,7 @@ async def get_manifest(job_id: JobId, request: JsonRequest) -> CaptureManifest:
     responses=CAPTURE_ERRORS,
 )
 async def delete_captures(job_id: JobId, request: JsonRequest) -> None:
-    captures = Captures(edge_of(request).ledger)
+    captures = Captures(context_of(request).ledger)
     if not _sees(caller_of(request), await captures.owner(job_id)):
         raise no_captures(job_id)
     await captures.delete(job_id)
@@ -173,11 +175,11 @@ async def get_file(
     request: JsonRequest,
     known: Known = None,
 ) -> Response[Any]:
-    edge = edge_of(request)
-    entries = [entry for entry in (await _captured(edge, caller_of(request), job_id)).files if _name(entry) == name]
+    context = context_of(request)
+    entries = [entry for entry in (await _captured(context, caller_of(request), job_id)).files if _name(entry) == name]
     if not entries:
         raise MidstreamError("not_found", f"job {job_id} has no file {name!r}")
-    return _known(entries[0], known) or _whole(entries[0], *await _read(edge, job_id, entries[:1], _open))
+    return _known(entries[0], known) or _whole(entries[0], *await _read(context, job_id, entries[:1], _open))
 
 
 def _etag(entry: FileEntry) -> str:
@@ -218,8 +220,8 @@ async def get_safetensors(
     tag: Annotated[str | None, QueryParameter(max_length=MAX_TAG, description="Of several captures; the job's own if left out")] = None,
     known: Known = None,
 ) -> Response[Any]:
-    edge = edge_of(request)
-    results = await _captured(edge, caller_of(request), job_id)
+    context = context_of(request)
+    results = await _captured(context, caller_of(request), job_id)
     wanted = None if layers is None else parse_layers(layers)
     entries = [entry for entry in results.files if entry.request == prompt]
     chosen_tag = tag or (_tag(entries[0]) if entries else "")
@@ -231,7 +233,7 @@ async def get_safetensors(
         if tag is not None and any(entry.request == prompt for entry in results.files):
             raise MidstreamError("not_found", f"job {job_id} has no capture under the tag {tag!r}", field="tag")
         raise MidstreamError("not_found", f"job {job_id} has no capture of prompt {prompt} in files", field="request")
-    blobs = await _read(edge, job_id, entries, _open)
+    blobs = await _read(context, job_id, entries, _open)
     sites = _chosen(blobs[0].header.manifest.all_sites, wanted, None if hook is None else ALIASES.get(hook, hook))
     if len(entries) == 1 and sites == entries[0].sites:
         return _known(entries[0], known) or _whole(entries[0], blobs[0])

@@ -17,7 +17,7 @@ from ...schemas.base import now
 from ...schemas.errors import MidstreamError
 from ...schemas.jobs import JobView
 from ...schemas.openai import ChatCompletion, ChatRequest, Completion, CompletionRequest, OpenAIRequest
-from ..context import edge_of, unless_client_leaves
+from ..context import context_of, unless_client_leaves
 from ..resolve.request_parsing import Wish, wish_of_chat, wish_of_completion
 from ..responses import events, openai_shapes
 from ..responses.openai_shapes import Shape
@@ -41,10 +41,10 @@ DESCRIPTION = (
 
 
 async def _answer(request: JsonRequest, body: OpenAIRequest, wish: Wish, shape: Shape, key: str | None) -> Response[Any]:
-    edge = edge_of(request)
+    context = context_of(request)
     created = now()
-    job_id = await edge.submit(wish, request.idempotency(key), caller_of(request))
-    headers = {JOB_HEADER: job_id, "Location": job_url(edge, job_id)}
+    job_id = await context.submit(wish, request.idempotency(key), caller_of(request))
+    headers = {JOB_HEADER: job_id, "Location": job_url(context, job_id)}
     hold = body.capture_wait or (wish.capture is not None and "memory" in wish.capture.consumers)
 
     def until(view: JobView) -> bool:
@@ -55,7 +55,7 @@ async def _answer(request: JsonRequest, body: OpenAIRequest, wish: Wish, shape: 
 
     if wish.stream:
         streamed = Streamed(
-            edge=edge,
+            context=context,
             shape=shape,
             job_id=job_id,
             model=wish.model,
@@ -70,18 +70,18 @@ async def _answer(request: JsonRequest, body: OpenAIRequest, wish: Wish, shape: 
     try:
         known = ACCEPTED
         while True:
-            held = edge.wait(job_id, until, edge.settings.max_wait_s, patient=True, quiet=UNDER_WAY, known=known)
+            held = context.wait(job_id, until, context.settings.max_wait_s, patient=True, quiet=UNDER_WAY, known=known)
             view, known = await unless_client_leaves(request, held), 0
             if not until(view):
-                return accepted(edge, view, headers)
+                return accepted(context, view, headers)
             problem = failure_of(view) if is_over(view) else None
             if problem is not None:
                 return failed(request, problem, headers)
-            result = await result_of(edge, job_id)
+            result = await result_of(context, job_id)
             if is_over(view) or len(result.outputs) == len(wish.prompts):
                 break  # else its worker died in between and the outputs went with the attempt
     except MidstreamError as error:  # the job is accepted all the same: say where it is
-        return problems.answer(request, error.problem(instance=job_url(edge, job_id)), {**headers, "x-should-retry": "false"})
+        return problems.answer(request, error.problem(instance=job_url(context, job_id)), {**headers, "x-should-retry": "false"})
     released(request, view)
     more = openai_shapes.extras(result, asked(view), is_over(view))
     return Response(openai_shapes.whole(shape, result, created, more), status_code=200, headers=headers)

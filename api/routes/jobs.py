@@ -11,7 +11,7 @@ from litestar.response import Stream
 from ...schemas.errors import MidstreamError, Problem
 from ...schemas.jobs import JobPage, JobRequest, JobResult, JobView, State
 from ...schemas.limits import MAX_HEADER, MAX_IDEMPOTENCY_KEY, MAX_NAME, MAX_PAGE, MAX_TAG, MAX_WAIT_S
-from ..context import Edge, edge_of, unless_client_leaves
+from ..context import AppContext, context_of, unless_client_leaves
 from ..resolve.request_parsing import wish_of_job
 from ..responses import events
 from ..responses.outcome import ACCEPTED, UNDER_WAY, accepted, etag, finished, is_over, job_url, matches, not_ready
@@ -68,25 +68,25 @@ def preferred_wait(header: str | None) -> float | None:
     responses={200: ResponseSpec(JobResult, description="The result, with `Prefer: wait=N`", generate_examples=False), **SUBMIT_ERRORS},
 )
 async def submit_job(data: JSONBody[JobRequest], request: JsonRequest, key: Key = None, prefer: Prefer = None) -> Response[JobView]:
-    edge = edge_of(request)
-    job_id = await edge.submit(wish_of_job(data), request.idempotency(key), caller_of(request))
-    return await answer_submission(request, edge, job_id, prefer)
+    context = context_of(request)
+    job_id = await context.submit(wish_of_job(data), request.idempotency(key), caller_of(request))
+    return await answer_submission(request, context, job_id, prefer)
 
 
-async def answer_submission(request: JsonRequest, edge: Edge, job_id: str, prefer: str | None) -> Response[JobView]:
+async def answer_submission(request: JsonRequest, context: AppContext, job_id: str, prefer: str | None) -> Response[JobView]:
     """202 and where to look; or, as `Prefer` asks, the result if the job is over in time."""
     seconds = preferred_wait(prefer)
     headers = {} if seconds is None else {"Preference-Applied": f"wait={seconds:.0f}"}
     try:
-        held = edge.wait(job_id, is_over, seconds or 0.0, patient=True, quiet=UNDER_WAY, known=ACCEPTED)
+        held = context.wait(job_id, is_over, seconds or 0.0, patient=True, quiet=UNDER_WAY, known=ACCEPTED)
         view = await unless_client_leaves(request, held)
         if not (seconds and is_over(view)):
-            return accepted(edge, view, headers)
+            return accepted(context, view, headers)
         released(request, view)
-        return await finished(request, edge, view, headers)
+        return await finished(request, context, view, headers)
     except MidstreamError as error:  # the job is accepted all the same: say where it is
         return problems.answer(
-            request, error.problem(instance=job_url(edge, job_id)), {"Location": job_url(edge, job_id), "x-should-retry": "false"}
+            request, error.problem(instance=job_url(context, job_id)), {"Location": job_url(context, job_id), "x-should-retry": "false"}
         )
 
 
@@ -104,7 +104,7 @@ async def list_jobs(
     tenant: Whose = None,
 ) -> JobPage:
     whose = tenant_asked(caller_of(request), tenant)
-    ledger = edge_of(request).ledger
+    ledger = context_of(request).ledger
     page = await ledger.list(state=job_state, model=model, limit=limit, cursor=cursor, tenant=whose)
     await ledger.written()
     return page
@@ -116,15 +116,15 @@ async def list_jobs(
     responses={304: ResponseSpec(None, description="Unchanged since If-None-Match"), **ERRORS},
 )
 async def get_job(job_id: JobId, request: JsonRequest, wait: Wait = None, known: Known = None) -> Response[JobView]:
-    edge, caller = edge_of(request), caller_of(request)
+    context, caller = context_of(request), caller_of(request)
 
     def news(view: JobView) -> bool:
         seen(caller, view)
         return is_over(view) if known is None else is_over(view) or not matches(known, etag(view.version))
 
-    view = await unless_client_leaves(request, edge.wait(job_id, news, wait or 0.0))
+    view = await unless_client_leaves(request, context.wait(job_id, news, wait or 0.0))
     if is_over(view):
-        await edge.ledger.written()
+        await context.ledger.written()
     headers = {"ETag": etag(view.version), "Cache-Control": "no-cache"}
     if matches(known, etag(view.version)):
         return Response(None, status_code=304, headers=headers)  # type: ignore[arg-type]
@@ -141,13 +141,13 @@ async def get_job(job_id: JobId, request: JsonRequest, wait: Wait = None, known:
     responses={204: ResponseSpec(None, description="The job is over and has no later event"), **ERRORS},
 )
 async def job_events(job_id: JobId, request: JsonRequest, last: Last = None) -> Response[Any]:
-    edge, caller = edge_of(request), caller_of(request)
-    view = seen(caller, await edge.ledger.view(job_id))
+    context, caller = context_of(request), caller_of(request)
+    view = seen(caller, await context.ledger.view(job_id))
     after = events.resume_point(last)
-    if is_over(view) and not await edge.ledger.events(job_id, after, 1):
-        await edge.ledger.written()
+    if is_over(view) and not await context.ledger.events(job_id, after, 1):
+        await context.ledger.written()
         return Response(None, status_code=204)  # an EventSource stops reconnecting at this
-    return Stream(events.server_sent(edge, job_id, after, caller), media_type=events.MEDIA_TYPE, headers=events.HEADERS)
+    return Stream(events.server_sent(context, job_id, after, caller), media_type=events.MEDIA_TYPE, headers=events.HEADERS)
 
 
 @get(
@@ -156,12 +156,12 @@ async def job_events(job_id: JobId, request: JsonRequest, last: Last = None) -> 
     responses={409: PROBLEM, 410: PROBLEM, 500: PROBLEM, 504: PROBLEM, **ERRORS},
 )
 async def job_result(job_id: JobId, request: JsonRequest) -> Response[JobResult]:
-    edge = edge_of(request)
-    view = seen(caller_of(request), await edge.ledger.view(job_id))
+    context = context_of(request)
+    view = seen(caller_of(request), await context.ledger.view(job_id))
     if not is_over(view):
         raise not_ready(view)
-    await edge.ledger.written()
-    return await finished(request, edge, view)
+    await context.ledger.written()
+    return await finished(request, context, view)
 
 
 @post(
@@ -171,10 +171,10 @@ async def job_result(job_id: JobId, request: JsonRequest) -> Response[JobResult]
     responses={409: PROBLEM, **ERRORS},
 )
 async def cancel_job(job_id: JobId, request: JsonRequest) -> Response[JobView]:
-    edge = edge_of(request)
-    seen(caller_of(request), await edge.ledger.view(job_id))
-    view = await edge.cancel(job_id)
-    return Response(view, status_code=202, headers={"Location": job_url(edge, job_id), "ETag": etag(view.version)})
+    context = context_of(request)
+    seen(caller_of(request), await context.ledger.view(job_id))
+    view = await context.cancel(job_id)
+    return Response(view, status_code=202, headers={"Location": job_url(context, job_id), "ETag": etag(view.version)})
 
 
 ROUTES = [submit_job, list_jobs, get_job, job_events, job_result, cancel_job]

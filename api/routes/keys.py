@@ -10,7 +10,7 @@ from ...broker.ledger.keys import view_of
 from ...schemas.base import now
 from ...schemas.keys import TENANT_PATTERN, CreatedKey, KeyList, KeyRequest, Limits, Tenant, TenantList, TenantView
 from ...schemas.limits import MAX_TAG
-from ..context import Edge, edge_of
+from ..context import AppContext, context_of
 from ..web.auth import caller_of
 from ..web.body import JsonRequest
 from .jobs import ERRORS, PROBLEM
@@ -33,15 +33,15 @@ TenantParameter = Annotated[
     responses=BODY_ERRORS,
 )
 async def create_key(data: JSONBody[KeyRequest], request: JsonRequest) -> Response[CreatedKey]:
-    edge = edge_of(request)
-    made = await edge.keys.create(data)
-    where = f"{edge.settings.public_url.rstrip('/')}/v1/keys/{made.id}"
+    context = context_of(request)
+    made = await context.keys.create(data)
+    where = f"{context.settings.public_url.rstrip('/')}/v1/keys/{made.id}"
     return Response(made, status_code=201, headers={"Cache-Control": "no-store", "Location": where})
 
 
 @get("/v1/keys", summary="List the keys", description="All tenants', the oldest first; those that have expired, too.", responses=ERRORS)
 async def list_keys(request: JsonRequest) -> KeyList:
-    return KeyList(keys=[view_of(key) for key in await edge_of(request).keys.list()])
+    return KeyList(keys=[view_of(key) for key in await context_of(request).keys.list()])
 
 
 @delete(
@@ -52,23 +52,23 @@ async def list_keys(request: JsonRequest) -> KeyList:
     responses=ERRORS,
 )
 async def revoke_key(key_id: KeyIdParameter, request: JsonRequest) -> None:
-    await edge_of(request).keys.revoke(key_id)
+    await context_of(request).keys.revoke(key_id)
 
 
 # --- Tenants -----------------------------------------------------------------------------------------------------------
 
 
 @reachable
-async def _view(edge: Edge, name: str) -> TenantView:
-    return await edge.ledger.tenants.view(name)
+async def _view(context: AppContext, name: str) -> TenantView:
+    return await context.ledger.tenants.view(name)
 
 
 @get("/v1/tenants", summary="List the tenants", description="Those that have keys, or limits of their own.", responses={503: PROBLEM})
 async def list_tenants(request: JsonRequest) -> TenantList:
-    edge = edge_of(request)
-    stored = {tenant.name for tenant in await reachable(edge.ledger.tenants.list)()}
-    names = stored | {key.tenant for key in await edge.keys.list() if key.expires is None or now() < key.expires}
-    return TenantList(tenants=[await _view(edge, name) for name in sorted(names)])
+    context = context_of(request)
+    stored = {tenant.name for tenant in await reachable(context.ledger.tenants.list)()}
+    names = stored | {key.tenant for key in await context.keys.list() if key.expires is None or now() < key.expires}
+    return TenantList(tenants=[await _view(context, name) for name in sorted(names)])
 
 
 @get(
@@ -78,7 +78,7 @@ async def list_tenants(request: JsonRequest) -> TenantList:
     responses=ERRORS,
 )
 async def get_tenant(name: TenantParameter, request: JsonRequest) -> TenantView:
-    return await _view(edge_of(request), name)
+    return await _view(context_of(request), name)
 
 
 @put(
@@ -89,14 +89,14 @@ async def get_tenant(name: TenantParameter, request: JsonRequest) -> TenantView:
     responses=BODY_ERRORS,
 )
 async def put_tenant(name: TenantParameter, data: JSONBody[Limits], request: JsonRequest) -> TenantView:
-    edge = edge_of(request)
-    await reachable(edge.ledger.tenants.put)(Tenant(name=name, limits=data))
-    return await _view(edge, name)
+    context = context_of(request)
+    await reachable(context.ledger.tenants.put)(Tenant(name=name, limits=data))
+    return await _view(context, name)
 
 
 @get("/v1/tenant", summary="Your tenant's limits and what it uses", responses={503: PROBLEM})
 async def own_tenant(request: JsonRequest) -> TenantView:
-    return await _view(edge_of(request), caller_of(request).tenant)
+    return await _view(context_of(request), caller_of(request).tenant)
 
 
 ROUTES: list[Any] = [create_key, list_keys, revoke_key, list_tenants, get_tenant, put_tenant, own_tenant]

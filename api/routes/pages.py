@@ -14,7 +14,7 @@ from ...schemas.base import to_json
 from ...schemas.errors import MidstreamError
 from ...schemas.settings import Settings
 from ...schemas.version import __version__
-from ..context import edge_of
+from ..context import context_of
 from ..web.body import JsonRequest
 
 #: Scripts, styles and calls of the pages go to this API alone. Swagger UI writes `style` attributes and draws icons from `data:` URLs.
@@ -103,7 +103,7 @@ def asset(request: JsonRequest, name: Annotated[str, PathParameter()]) -> Respon
 @get("/", include_in_schema=False)
 async def front(request: JsonRequest) -> Response[bytes]:
     """What is here and where: a page for browsers, JSON for everything else."""
-    links = _links(edge_of(request).settings)
+    links = _links(context_of(request).settings)
     headers = {**HEADERS, "Vary": "Accept"}
     if "text/html" not in request.headers.get("accept", ""):
         found = {"name": "midstream", "version": __version__, "links": {name: url for name, (url, _) in links.items()}}

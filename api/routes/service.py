@@ -22,7 +22,7 @@ from ...schemas.models import ModelInfo, WorkerInfo
 from ...schemas.openai import ModelCard, ModelList
 from ...schemas.status import Status
 from ...schemas.version import __version__
-from ..context import Edge, edge_of
+from ..context import AppContext, context_of
 from ..operations import ledger_metrics, steering_metrics
 from ..web.auth import knows_us
 from ..web.body import JsonRequest
@@ -41,7 +41,7 @@ HELD = Gauge("midstream_held_responses", "Calls of this process that wait for a 
 
 @get("/v1/models", summary="The models that are served", responses={503: PROBLEM})
 async def list_models(request: JsonRequest) -> ModelList:
-    ledger = edge_of(request).ledger
+    ledger = context_of(request).ledger
     live = Tally(worker.model for worker in await ledger.workers())
     return ModelList(object="list", data=[_card(info, live[info.name]) for info in await ledger.models()])
 
@@ -82,24 +82,24 @@ async def healthz() -> Health:
     responses={503: ResponseSpec(Readiness, description="Not ready; `missing` says why", generate_examples=False)},
 )
 async def readyz(request: JsonRequest) -> Response[Readiness]:
-    readiness = await look(edge_of(request))
+    readiness = await look(context_of(request))
     if not await knows_us(request):
         missing = sorted({re.split(r"\W", what, maxsplit=1)[0] for what in readiness.missing})
         readiness = msgspec.structs.replace(readiness, missing=missing, models=[], workers=[])
     return Response(readiness, status_code=200 if readiness.ready else 503, headers={} if readiness.ready else {"Retry-After": "1"})
 
 
-async def look(edge: Edge) -> Readiness:
+async def look(context: AppContext) -> Readiness:
     """Redis answers, and a healthy worker serves a model that is known, both of versions that we can work with.
 
     Without a relay jobs run, but captures wait for it. A disk that takes no captures or receipts, or no log of Redis', makes it not ready.
     """
-    disks = [f"{name}: {trouble}" for name, trouble in (await edge.disks.troubles()).items()]
+    disks = [f"{name}: {trouble}" for name, trouble in (await context.disks.troubles()).items()]
     try:
-        await edge.ledger.ping()  # which Redis refuses while it cannot write
-        relay = await _relay_seen(edge.ledger)
-        workers = [judged(worker) for worker in await edge.ledger.workers()]
-        models = await edge.ledger.models()
+        await context.ledger.ping()  # which Redis refuses while it cannot write
+        relay = await _relay_seen(context.ledger)
+        workers = [judged(worker) for worker in await context.ledger.workers()]
+        models = await context.ledger.models()
     except MidstreamError as error:
         return Readiness(ready=False, missing=[f"redis: {error.detail}", *disks], models=[], workers=[], relay=False)
     healthy = {worker.model for worker in workers if worker.healthy}
@@ -127,18 +127,18 @@ def _why(workers: list[WorkerInfo], models: list[ModelInfo]) -> list[str]:
 
 @get("/metrics", summary="Prometheus metrics", include_in_schema=False, media_type=METRICS_TYPE)
 async def metrics(request: JsonRequest) -> Response[Any]:
-    edge = edge_of(request)
+    context = context_of(request)
     status: Status | None = None
     accounts: list[Account] = []
     try:
-        status = await read_status(edge.ledger)
-        accounts = await fresh(edge, None, await ask_all(edge), SCRAPE_S)
+        status = await read_status(context.ledger)
+        accounts = await fresh(context, None, await ask_all(context), SCRAPE_S)
     except MidstreamError:  # the metrics of this process are worth having while Redis is away
         status = None
     # From here on without a pause: several may be scraping.
     LEDGER.set(status is not None)
     ledger_metrics.FIGURES.status = status
-    HELD.set(edge.watcher.waiting)
+    HELD.set(context.watcher.waiting)
     WORKERS.clear()
     for worker in status.workers if status is not None else ():
         WORKERS.labels(worker.model, str(worker.healthy).lower()).inc()

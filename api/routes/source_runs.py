@@ -11,7 +11,7 @@ from ...broker.ledger.source_runs import SourceRuns
 from ...schemas.errors import MidstreamError
 from ...schemas.limits import MAX_NAME
 from ...schemas.source_runs import RunPage, RunView
-from ..context import edge_of
+from ..context import context_of
 from ..web.auth import caller_of
 from ..web.body import JsonRequest
 from .jobs import ERRORS, PROBLEM, Cursor, Model, PageSize
@@ -26,15 +26,15 @@ async def list_runs(
     limit: PageSize = 50,
     cursor: Cursor = None,
 ) -> RunPage:
-    edge = edge_of(request)
-    return await SourceRuns(edge.ledger, caller_of(request)).list((await edge.the_model(model)).name, limit, cursor)
+    context = context_of(request)
+    return await SourceRuns(context.ledger, caller_of(request)).list((await context.the_model(model)).name, limit, cursor)
 
 
 @get("/v1/runs/{name:str}", summary="What is in a source run", responses=ERRORS)
 async def get_run(name: Name, request: JsonRequest, model: Model = None) -> RunView:
-    edge = edge_of(request)
-    info = await edge.the_model(model)
-    runs = SourceRuns(edge.ledger, caller_of(request))
+    context = context_of(request)
+    info = await context.the_model(model)
+    runs = SourceRuns(context.ledger, caller_of(request))
     async with _named(runs, info.name):
         return await runs.view(info.name, name)
 
@@ -48,9 +48,9 @@ async def get_run(name: Name, request: JsonRequest, model: Model = None) -> RunV
     responses={**ERRORS, 409: PROBLEM},
 )
 async def delete_run(name: Name, request: JsonRequest, model: Model = None) -> None:
-    edge = edge_of(request)
-    info = await edge.the_model(model)
-    runs = SourceRuns(edge.ledger, caller_of(request))
+    context = context_of(request)
+    info = await context.the_model(model)
+    runs = SourceRuns(context.ledger, caller_of(request))
     async with _named(runs, info.name):
         await runs.delete(info.name, name)
 

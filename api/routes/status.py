@@ -4,7 +4,7 @@ from litestar import get
 
 from ...broker.ledger.status import read_status
 from ...schemas.status import Status
-from ..context import edge_of
+from ..context import context_of
 from ..web.body import JsonRequest
 from .jobs import PROBLEM
 
@@ -17,8 +17,8 @@ from .jobs import PROBLEM
     responses={503: PROBLEM},
 )
 async def service_status(request: JsonRequest) -> Status:
-    edge = edge_of(request)
-    return await read_status(edge.ledger, held=edge.watcher.waiting)
+    context = context_of(request)
+    return await read_status(context.ledger, held=context.watcher.waiting)
 
 
 ROUTES = [service_status]

@@ -36,7 +36,7 @@ from ...schemas.steering import (
     WorkerSteering,
     content_digest,
 )
-from ..context import Edge, edge_of
+from ..context import AppContext, context_of
 from ..operations.global_change import change, is_applied
 from ..operations.rank_agreement import agreement
 from ..resolve import steering
@@ -92,8 +92,8 @@ async def put_module(
     model: Model = None,
     description: Annotated[str | None, QueryParameter(max_length=MAX_DESCRIPTION, description="Where the body is a file")] = None,
 ) -> Response[ModuleView]:
-    edge = edge_of(request)
-    info = await edge.the_model(data.model or model)
+    context = context_of(request)
+    info = await context.the_model(data.model or model)
     content = await anyio.to_thread.run_sync(steering.resolve_module, data.steering, info)
     caller = caller_of(request)
     module = Module(
@@ -107,9 +107,9 @@ async def put_module(
         hidden_size=info.hidden_size,
         reach=content.reach,
     )
-    former = await edge.steering.put_module(module, content.blobs)
+    former = await context.steering.put_module(module, content.blobs)
     if former is None:
-        where = f"{edge.settings.public_url.rstrip('/')}/v1/steering/modules/{name}"
+        where = f"{context.settings.public_url.rstrip('/')}/v1/steering/modules/{name}"
         return Response(_view(module), status_code=201, headers={"Location": where})
     if former.digest == module.digest:
         return Response(_view(msgspec.structs.replace(module, created=former.created)), status_code=200)
@@ -118,20 +118,20 @@ async def put_module(
 
 @get("/v1/steering/modules", summary="List the named modules", responses=ERRORS)
 async def list_modules(request: JsonRequest, model: Model = None) -> ModulePage:
-    edge = edge_of(request)
-    info = await edge.the_model(model)
-    modules = await edge.steering.modules(info.name)
+    context = context_of(request)
+    info = await context.the_model(model)
+    modules = await context.steering.modules(info.name)
     return ModulePage(modules=[_view(module) for module in modules if unscoped(module.name)[0] == caller_of(request).tenant])
 
 
 @get("/v1/steering/modules/{name:str}", summary="What a name means", responses=ERRORS)
 async def get_module(name: Name, request: JsonRequest, model: Model = None) -> ModuleView:
-    edge = edge_of(request)
-    info = await edge.the_model(model)
+    context = context_of(request)
+    info = await context.the_model(model)
     caller = caller_of(request)
-    module = await edge.steering.module(info.name, scoped(caller.tenant, name))
+    module = await context.steering.module(info.name, scoped(caller.tenant, name))
     if module is None:
-        raise await _no_module(edge, info.name, name, caller)
+        raise await _no_module(context, info.name, name, caller)
     return _view(module)
 
 
@@ -143,15 +143,15 @@ async def get_module(name: Name, request: JsonRequest, model: Model = None) -> M
     responses=ERRORS,
 )
 async def delete_module(name: Name, request: JsonRequest, model: Model = None) -> None:
-    edge = edge_of(request)
-    info = await edge.the_model(model)
+    context = context_of(request)
+    info = await context.the_model(model)
     caller = caller_of(request)
-    if await edge.steering.delete_module(info.name, scoped(caller.tenant, name)) is None:
-        raise await _no_module(edge, info.name, name, caller)
+    if await context.steering.delete_module(info.name, scoped(caller.tenant, name)) is None:
+        raise await _no_module(context, info.name, name, caller)
 
 
-async def _no_module(edge: Edge, model: str, name: str, caller: Caller) -> MidstreamError:
-    names = ", ".join(own(caller.tenant, await edge.steering.module_names(model))) or "there is none"
+async def _no_module(context: AppContext, model: str, name: str, caller: Caller) -> MidstreamError:
+    names = ", ".join(own(caller.tenant, await context.steering.module_names(model))) or "there is none"
     return MidstreamError("not_found", f"there is no module {name!r} of model {model!r}", field="name", allowed=names)
 
 
@@ -202,12 +202,12 @@ def _entry(entry: SteeringTemplate) -> EntryView:
     responses=CHANGE_ERRORS,
 )
 async def put_global(data: JSONBody[GlobalRequest], request: JsonRequest, model: Model = None) -> GlobalView:
-    edge = edge_of(request)
-    info = await edge.the_model(data.model or model)
-    standing = await edge.standing(info.name, steering.modules_named(data.steering), caller_of(request))
+    context = context_of(request)
+    info = await context.the_model(data.model or model)
+    standing = await context.standing(info.name, steering.modules_named(data.steering), caller_of(request))
     content = await anyio.to_thread.run_sync(steering.resolve_everyone, data.steering, info, standing)
-    desired = await change(edge.steering, edge.settings, info, content.entries, content.blobs)
-    return await _global(edge, info.name, desired, caller_of(request))
+    desired = await change(context.steering, context.settings, info, content.entries, content.blobs)
+    return await _global(context, info.name, desired, caller_of(request))
 
 
 @delete(
@@ -218,21 +218,21 @@ async def put_global(data: JSONBody[GlobalRequest], request: JsonRequest, model:
     responses=CHANGE_ERRORS,
 )
 async def delete_global(request: JsonRequest, model: Model = None) -> GlobalView:
-    edge = edge_of(request)
-    info = await edge.the_model(model)
-    return await _global(edge, info.name, await change(edge.steering, edge.settings, info, [], {}), caller_of(request))
+    context = context_of(request)
+    info = await context.the_model(model)
+    return await _global(context, info.name, await change(context.steering, context.settings, info, [], {}), caller_of(request))
 
 
 @get("/v1/steering/global", summary="What every request of a model is steered by", responses=ERRORS)
 async def get_global(request: JsonRequest, model: Model = None) -> GlobalView:
-    edge = edge_of(request)
-    info = await edge.the_model(model)
-    _, desired = await edge.steering.standing(info.name, [])
-    return await _global(edge, info.name, desired, caller_of(request))
+    context = context_of(request)
+    info = await context.the_model(model)
+    _, desired = await context.steering.standing(info.name, [])
+    return await _global(context, info.name, desired, caller_of(request))
 
 
-async def _global(edge: Edge, model: str, desired: GlobalSteering, caller: Caller) -> GlobalView:
-    accounts = await edge.steering.accounts(model)
+async def _global(context: AppContext, model: str, desired: GlobalSteering, caller: Caller) -> GlobalView:
+    accounts = await context.steering.accounts(model)
     return GlobalView(
         model=model,
         version=desired.version,
@@ -275,28 +275,28 @@ def _own(modules: Mapping[str, str], tenant: str) -> dict[str, str]:
     responses=ERRORS,
 )
 async def get_dynamic(request: JsonRequest, model: Model = None) -> Dynamic:
-    edge = edge_of(request)
+    context = context_of(request)
     if model is not None:
-        await edge.model(model)
-    asks = await ask_all(edge, model)
-    accounts = await fresh(edge, model, asks, ANSWER_S)
+        await context.model(model)
+    asks = await ask_all(context, model)
+    accounts = await fresh(context, model, asks, ANSWER_S)
     caller, found = caller_of(request), agreement(accounts, asks)
     if "admin" not in caller.scopes and found.detail:  # it may name modules of other tenants
         found = msgspec.structs.replace(found, detail="some ranks or workers do not agree: an admin is told which, and in what")
     return Dynamic(workers=_reports(accounts, caller), determinism=found)
 
 
-async def ask_all(edge: Edge, model: str | None = None) -> dict[str, str]:
+async def ask_all(context: AppContext, model: str | None = None) -> dict[str, str]:
     """Model that live workers serve → the question that was put to them."""
-    models = {account.info.model for account in await edge.steering.accounts(model)}
-    return {name: await edge.steering.ask(name) for name in sorted(models)}
+    models = {account.info.model for account in await context.steering.accounts(model)}
+    return {name: await context.steering.ask(name) for name in sorted(models)}
 
 
-async def fresh(edge: Edge, model: str | None, asks: dict[str, str], seconds: float) -> list[Account]:
+async def fresh(context: AppContext, model: str | None, asks: dict[str, str], seconds: float) -> list[Account]:
     """The accounts of those who were asked, once all have answered, or after `seconds`."""
     deadline = time.monotonic() + seconds
     while True:
-        accounts = [account for account in await edge.steering.accounts(model) if account.info.model in asks]
+        accounts = [account for account in await context.steering.accounts(model) if account.info.model in asks]
         if all(account.answers(asks[account.info.model]) for account in accounts) or time.monotonic() > deadline:
             return accounts
         await asyncio.sleep(LOOK_S)

@@ -9,7 +9,7 @@ from ...schemas.base import now
 from ...schemas.jobs import Job, JobResult, JobView, Sampling
 from ...schemas.keys import Caller
 from ...schemas.sweeps import SweepRequest
-from ..context import Edge, edge_of
+from ..context import AppContext, context_of
 from ..resolve.admission import handled
 from ..resolve.sweep_plan import plan_sweep
 from ..web.auth import caller_of
@@ -17,13 +17,13 @@ from ..web.body import JsonRequest
 from .jobs import SUBMIT_ERRORS, Key, Prefer, answer_submission
 
 
-async def submit_sweep(edge: Edge, body: SweepRequest, idempotency: tuple[str, str] | None, caller: Caller) -> str:
-    """As `Edge.submit`, of a sweep. Raises MidstreamError also with `too_many_cells`."""
-    info = await edge.model(body.model)
-    if idempotency and (known := await edge.ledger.repeated(idempotency)):
+async def submit_sweep(context: AppContext, body: SweepRequest, idempotency: tuple[str, str] | None, caller: Caller) -> str:
+    """As `AppContext.submit`, of a sweep. Raises MidstreamError also with `too_many_cells`."""
+    info = await context.model(body.model)
+    if idempotency and (known := await context.ledger.repeated(idempotency)):
         return known  # counted already
-    everyone = (await edge.standing(info.name, [], caller)).everyone
-    sweep, blobs = await plan_sweep(body, info, await edge.codec(info), edge.settings, everyone)
+    everyone = (await context.standing(info.name, [], caller)).everyone
+    sweep, blobs = await plan_sweep(body, info, await context.codec(info), context.settings, everyone)
     job = Job(
         id=new_job_id(),
         kind="sweep",
@@ -35,7 +35,7 @@ async def submit_sweep(edge: Edge, body: SweepRequest, idempotency: tuple[str, s
         sweep=sweep,
         **handled(body, caller),
     )
-    return await edge.accept(job, info, blobs, idempotency)
+    return await context.accept(job, info, blobs, idempotency)
 
 
 @post(
@@ -46,9 +46,9 @@ async def submit_sweep(edge: Edge, body: SweepRequest, idempotency: tuple[str, s
     responses={200: ResponseSpec(JobResult, description="The result, with `Prefer: wait=N`", generate_examples=False), **SUBMIT_ERRORS},
 )
 async def post_sweep(data: JSONBody[SweepRequest], request: JsonRequest, key: Key = None, prefer: Prefer = None) -> Response[JobView]:
-    edge = edge_of(request)
-    job_id = await submit_sweep(edge, data, request.idempotency(key), caller_of(request))
-    return await answer_submission(request, edge, job_id, prefer)
+    context = context_of(request)
+    job_id = await submit_sweep(context, data, request.idempotency(key), caller_of(request))
+    return await answer_submission(request, context, job_id, prefer)
 
 
 ROUTES = [post_sweep]

@@ -6,7 +6,7 @@ from litestar.params import JSONBody
 from ...schemas.errors import invalid
 from ...schemas.jobs import StoredPrompt
 from ...schemas.tokens import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
-from ..context import edge_of
+from ..context import context_of
 from ..resolve.admission import check_vocabulary
 from ..resolve.request_parsing import plain_messages
 from ..resolve.tokenizer import TooLong
@@ -24,9 +24,9 @@ from .jobs import SUBMIT_ERRORS
 async def tokenize(data: JSONBody[TokenizeRequest], request: JsonRequest) -> Response[Tokenized]:
     if (data.prompt is None) == (data.messages is None):
         raise invalid("prompt", "give one of prompt and messages", allowed="prompt, or messages")
-    edge = edge_of(request)
-    info = await edge.model(data.model)
-    codec = await edge.codec(info)
+    context = context_of(request)
+    info = await context.model(data.model)
+    codec = await context.codec(info)
     special_tokens = data.messages is None and data.add_special_tokens
     try:
         if data.messages is not None:
@@ -49,10 +49,10 @@ async def tokenize(data: JSONBody[TokenizeRequest], request: JsonRequest) -> Res
     responses=SUBMIT_ERRORS,
 )
 async def detokenize(data: JSONBody[DetokenizeRequest], request: JsonRequest) -> Response[Detokenized]:
-    edge = edge_of(request)
-    info = await edge.model(data.model)
+    context = context_of(request)
+    info = await context.model(data.model)
     check_vocabulary(data.tokens, "tokens", info)
-    text, words = await (await edge.codec(info)).decode(data.tokens)
+    text, words = await (await context.codec(info)).decode(data.tokens)
     return Response(Detokenized(prompt=text, token_strs=words))
 
 

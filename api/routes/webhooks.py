@@ -5,11 +5,11 @@ from typing import Annotated, Any
 from litestar import Response, delete, get, post
 from litestar.params import JSONBody, PathParameter, QueryParameter
 
-from ...broker.webhooks.outbox import HookOutbox, not_found
-from ...broker.webhooks.secrets import HookSecrets
+from ...broker.webhooks.outbox import WebhookOutbox, not_found
+from ...broker.webhooks.secrets import WebhookSecrets
 from ...schemas.limits import MAX_NAME, MAX_URL
 from ...schemas.webhooks import Delivery, DeliveryPage, DeliveryState, DisabledList, RotateRequest, SecretList
-from ..context import edge_of
+from ..context import context_of
 from ..web.auth import caller_of, tenant_asked
 from ..web.body import JsonRequest
 from .jobs import ERRORS, PROBLEM, Cursor, PageSize, Whose
@@ -30,7 +30,7 @@ async def list_deliveries(
     tenant: Whose = None,
 ) -> DeliveryPage:
     whose = tenant_asked(caller_of(request), tenant)
-    return await HookOutbox(edge_of(request).ledger).deliveries(whose, job, delivery_state, limit, cursor)
+    return await WebhookOutbox(context_of(request).ledger).deliveries(whose, job, delivery_state, limit, cursor)
 
 
 @get("/v1/webhooks/deliveries/{delivery_id:str}", summary="Look at a webhook and its attempts", responses=ERRORS)
@@ -47,12 +47,12 @@ async def get_delivery(delivery_id: DeliveryId, request: JsonRequest) -> Deliver
 )
 async def redeliver(delivery_id: DeliveryId, request: JsonRequest) -> Delivery:
     await _seen(request, delivery_id)
-    return await HookOutbox(edge_of(request).ledger).redeliver(delivery_id)
+    return await WebhookOutbox(context_of(request).ledger).redeliver(delivery_id)
 
 
 async def _seen(request: JsonRequest, delivery_id: str) -> Delivery:
     """Raises `not_found`, also for another tenant's."""
-    found = await HookOutbox(edge_of(request).ledger).delivery(delivery_id)
+    found = await WebhookOutbox(context_of(request).ledger).delivery(delivery_id)
     if not caller_of(request).sees(found.tenant):
         raise not_found(delivery_id)
     return found
@@ -66,7 +66,7 @@ async def _seen(request: JsonRequest, delivery_id: str) -> Delivery:
 )
 async def get_secrets(request: JsonRequest) -> Response[SecretList]:
     caller = caller_of(request)
-    return Response(await HookSecrets(edge_of(request).ledger).of(caller.tenant, caller.key), headers=UNKEPT)
+    return Response(await WebhookSecrets(context_of(request).ledger).of(caller.tenant, caller.key), headers=UNKEPT)
 
 
 @post(
@@ -78,14 +78,14 @@ async def get_secrets(request: JsonRequest) -> Response[SecretList]:
 )
 async def rotate_secret(data: JSONBody[RotateRequest], request: JsonRequest) -> Response[SecretList]:
     caller = caller_of(request)
-    made = await HookSecrets(edge_of(request).ledger).rotate(caller.tenant, caller.key, data.keep_former_s, data.own)
+    made = await WebhookSecrets(context_of(request).ledger).rotate(caller.tenant, caller.key, data.keep_former_s, data.own)
     return Response(made, status_code=201, headers=UNKEPT)
 
 
 @get("/v1/webhooks/disabled", summary="Receivers that answered 410: nothing is sent to them", responses=ERRORS)
 async def list_disabled(request: JsonRequest, tenant: Whose = None) -> DisabledList:
     whose = tenant_asked(caller_of(request), tenant)
-    return DisabledList(endpoints=await HookOutbox(edge_of(request).ledger).disabled(whose))
+    return DisabledList(endpoints=await WebhookOutbox(context_of(request).ledger).disabled(whose))
 
 
 @delete(
@@ -101,7 +101,7 @@ async def enable(
     tenant: Whose = None,
 ) -> None:
     caller = caller_of(request)
-    await HookOutbox(edge_of(request).ledger).enable(tenant_asked(caller, tenant) or caller.tenant, url)
+    await WebhookOutbox(context_of(request).ledger).enable(tenant_asked(caller, tenant) or caller.tenant, url)
 
 
 ROUTES: list[Any] = [list_deliveries, get_delivery, redeliver, get_secrets, rotate_secret, list_disabled, enable]

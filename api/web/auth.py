@@ -169,7 +169,7 @@ async def authorize(connection: ASGIConnection[Any, Any, Any, Any], handler: Bas
 
 
 async def _caller(connection: ASGIConnection[Any, Any, Any, Any]) -> Caller:
-    gate: Gate = connection.app.state.edge.gate
+    gate: Gate = connection.app.state.context.gate
     return await gate.caller(connection.headers.getall("authorization", []))
 
 

@@ -117,7 +117,7 @@ class JsonRequest(Request[Any, Any, Any]):
 
     async def _read_file(self, read: Callable[[bytes], Any]) -> Any:
         """What `read` makes of the body. Raises `payload_too_large`, and `unavailable` when the disk is full."""
-        settings: Settings = self.app.state.edge.settings
+        settings: Settings = self.app.state.context.settings
         try:
             with await anyio.to_thread.run_sync(_temporary, Path(settings.data_dir)) as file:
                 await self._save(file, settings.max_file_mib << 20)

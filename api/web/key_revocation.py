@@ -16,7 +16,7 @@ from .auth import HOW, KNOWN_S
 log = logging.getLogger("midstream.api")
 
 
-class Stay:
+class HeldKey:
     """Of one call: `lost` is done once its key counts no more; None: it came without one, or with one that always counts."""
 
     def __init__(self, lost: asyncio.Future[None] | None = None) -> None:
@@ -35,10 +35,10 @@ class Stay:
             )
 
 
-ALWAYS = Stay()
+ALWAYS = HeldKey()
 
 
-class Stays:
+class KeyWatch:
     """All of a process. Belongs to one event loop. `always`: id of the key that nobody can revoke."""
 
     def __init__(self, stored: Keys, always: str = "") -> None:
@@ -48,8 +48,8 @@ class Stays:
         self._task: asyncio.Task[None] | None = None
 
     @contextmanager
-    def of(self, caller: Caller) -> Iterator[Stay]:
-        """Whatever is answered inside ends when the caller's key is revoked, or expires: ask the `Stay`, or wait for it."""
+    def of(self, caller: Caller) -> Iterator[HeldKey]:
+        """Whatever is answered inside ends when the caller's key is revoked, or expires: ask the `HeldKey`, or wait for it."""
         if caller.key in ("", self._always):
             yield ALWAYS
             return
@@ -58,7 +58,7 @@ class Stays:
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._watch(), name="midstream-stays")
         try:
-            yield Stay(lost)
+            yield HeldKey(lost)
         finally:
             held = self._held[caller.key]
             held.discard(lost)

@@ -33,7 +33,7 @@ PAGE_CHUNK, PAGE_SCAN = 100, 2000
 FIELDS = ("job", "event", "tenant", "url", "state", "created", "next")
 
 
-class Loan(NamedTuple):
+class DeliveryLease(NamedTuple):
     """A delivery that is this sender's until `ends`."""
 
     id: str  # the `webhook-id`
@@ -57,7 +57,7 @@ class Loan(NamedTuple):
         return to_json(HookBody(type=cast(CallbackEvent, self.event), timestamp=stamp, data=data))
 
 
-class HookOutbox:
+class WebhookOutbox:
     """Over a ledger; `clock` gives seconds since the epoch. Belongs to the ledger's event loop."""
 
     def __init__(self, ledger: Ledger, clock: Callable[[], float] = now) -> None:
@@ -69,7 +69,7 @@ class HookOutbox:
     # ---- the sender's side -----------------------------------------------------------------------------------------
 
     @reachable
-    async def lend(self, limit: int, share: int, lease_s: float, under_way: Mapping[str, int]) -> list[Loan]:
+    async def lend(self, limit: int, share: int, lease_s: float, under_way: Mapping[str, int]) -> list[DeliveryLease]:
         """Up to `limit` deliveries that are due, of no tenant more than `share` with those that it has `under_way` here.
 
         What they tell stays so if Redis is killed.
@@ -84,12 +84,12 @@ class HookOutbox:
         for row in lent:
             id_, job, event, tenant, key, url, created, state, attempt, model, tries = (part.decode() for part in row)
             loans.append(
-                Loan(id_, job, event, tenant, key, url, created, state, int(attempt), model, int(tries), token, at + lease_s)
+                DeliveryLease(id_, job, event, tenant, key, url, created, state, int(attempt), model, int(tries), token, at + lease_s)
             )  # fmt: skip
         return loans
 
     @reachable
-    async def settle(self, loan: Loan, state: DeliveryState, attempt: DeliveryAttempt, again: float | None = None) -> str:
+    async def settle(self, loan: DeliveryLease, state: DeliveryState, attempt: DeliveryAttempt, again: float | None = None) -> str:
         """Note an attempt and what the delivery is now; `again`: when it is due if it stays `pending`.
 
         Returns the state after it, `stale` when somebody else has the delivery by now, `unknown` when it is gone.

@@ -17,7 +17,7 @@ from .http import SECRET_PREFIX
 SECRET_BYTES = 32
 
 
-class HookSecrets:
+class WebhookSecrets:
     """Over a ledger. Belongs to the ledger's event loop."""
 
     def __init__(self, ledger: Ledger) -> None:

@@ -22,9 +22,9 @@ from ...schemas.webhooks import DeliveryAttempt, DeliveryState
 from ..ledger.jobs import Ledger
 from ..ops import metrics
 from .http import NoAnswer, Poster, TargetRefused
-from .outbox import HookOutbox, Loan
+from .outbox import DeliveryLease, WebhookOutbox
 from .schedule import due_again, retry_after
-from .secrets import HookSecrets
+from .secrets import WebhookSecrets
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,9 @@ def clock_of(settings: Settings) -> Callable[[], float]:
 class Sender:
     """Sends what `outbox` lends, at the outbox's time. `poster` is this sender's to close."""
 
-    def __init__(self, outbox: HookOutbox, secrets: HookSecrets, poster: Poster, settings: Settings, chance: random.Random | None = None):
+    def __init__(
+        self, outbox: WebhookOutbox, secrets: WebhookSecrets, poster: Poster, settings: Settings, chance: random.Random | None = None
+    ):
         self._outbox = outbox
         self._secrets = secrets
         self._poster = poster
@@ -68,8 +70,8 @@ class Sender:
     def over(cls, ledger: Ledger, clock: Callable[[], float] | None = None) -> "Sender":
         """A sender with the ledger's settings; `clock` defaults to what the settings say."""
         settings = ledger.settings
-        outbox = HookOutbox(ledger, clock or clock_of(settings))
-        return cls(outbox, HookSecrets(ledger), Poster(settings.webhook_allow_private, settings.webhook_timeout_s), settings)
+        outbox = WebhookOutbox(ledger, clock or clock_of(settings))
+        return cls(outbox, WebhookSecrets(ledger), Poster(settings.webhook_allow_private, settings.webhook_timeout_s), settings)
 
     async def close(self) -> None:
         """Attempts under way get a moment to end; what is cut off is sent again by whoever comes next."""
@@ -109,7 +111,7 @@ class Sender:
     async def round(self) -> int:
         """Everything that is due by the outbox's clock, sent and settled; returns the number of attempts. For simulated time:
 
-        advance the clock to what `HookOutbox.depth` says is due first, and call this again.
+        advance the clock to what `WebhookOutbox.depth` says is due first, and call this again.
         """
         count = 0
         while (lent := await self._borrow()) or self._under_way:
@@ -145,7 +147,7 @@ class Sender:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a webhook's attempt was not noted, so it will be sent again", exc_info=error)
 
-    async def _deliver(self, loan: Loan, secrets: list[str]) -> None:
+    async def _deliver(self, loan: DeliveryLease, secrets: list[str]) -> None:
         """One attempt, signed with these, and its note."""
         at, started = self._outbox.clock(), time.monotonic()
         crash_point("webhook.lent")
@@ -163,7 +165,7 @@ class Sender:
         )  # fmt: skip
         await self._note(loan, state, attempt, again)
 
-    async def _attempt(self, loan: Loan, at: float, secrets: list[str]) -> tuple[DeliveryState, int | None, str, float]:
+    async def _attempt(self, loan: DeliveryLease, at: float, secrets: list[str]) -> tuple[DeliveryState, int | None, str, float]:
         """(what the delivery is now, HTTP status, what went wrong, seconds that the receiver wishes to be left alone)."""
         try:
             answer = await self._poster.post(loan.url, loan.id, int(at), loan.body(), secrets)
@@ -181,7 +183,7 @@ class Sender:
         wrong = "a redirect is not followed" if 300 <= answer.status < 400 else "not accepted"
         return "pending", answer.status, wrong, retry_after(answer.status, answer.retry_after, at)
 
-    async def _note(self, loan: Loan, state: DeliveryState, attempt: DeliveryAttempt, again: float | None) -> None:
+    async def _note(self, loan: DeliveryLease, state: DeliveryState, attempt: DeliveryAttempt, again: float | None) -> None:
         """As often as it takes while the loan lasts: Redis may restart meanwhile. Raises MidstreamError("unavailable") after that."""
         while True:
             try:

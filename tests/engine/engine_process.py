@@ -18,7 +18,7 @@ from midstream.schemas.source_runs import ZEROS, RunFiles, is_row, runs_named
 from midstream.schemas.specs import Entry, Grade
 from midstream.schemas.steering import GlobalSteering
 from midstream.schemas.tensors import Tensor
-from midstream.workers.engine.protocol import Ask, ask_of
+from midstream.workers.engine.protocol import EngineRequest, engine_request
 from midstream.workers.engine.rank_control import disagreement
 
 
@@ -94,9 +94,9 @@ async def run(engine: Any, job: Job, command: Command, answer: Answer) -> None:
             raise MidstreamError("not_found", f"run {key} was deleted")
         return command.runs[key]
 
-    def ask(request: int) -> Ask:
+    def ask(request: int) -> EngineRequest:
         grade = command.grades[job.id][request] if job.id in command.grades else None
-        return dataclasses.replace(ask_of(job, request, 1), entry=entry, grade=grade, keep_blocks=command.blocks.get(job.id, ""))
+        return dataclasses.replace(engine_request(job, request, 1), entry=entry, grade=grade, keep_blocks=command.blocks.get(job.id, ""))
 
     async def one(request: int) -> Output | None:
         tokens = 0

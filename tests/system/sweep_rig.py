@@ -24,8 +24,8 @@ from midstream.schemas.sweeps import Column, StoredPair, StoredSweep, SweepResul
 from midstream.workers.fake.engine import FakeEngine
 from midstream.workers.fake.grades import Edit, expected_divergence, expected_logprob, own_row, replaced
 from midstream.workers.fake.model import NUM_LAYERS, make_tokenizer
-from midstream.workers.serving.attempts import Runs
-from midstream.workers.serving.steering import Standing
+from midstream.workers.serving.attempts import Attempts
+from midstream.workers.serving.steering import SteeringReconciler
 
 CLEAN, CORRUPT = "The Eiffel Tower is in", "The Colosseum  is now in"
 LAYERS = list(range(NUM_LAYERS))
@@ -154,15 +154,15 @@ class Rig:
             serving.join()
 
     @asynccontextmanager
-    async def worker(self, boot: str = "boot", **settings: Any) -> AsyncIterator[Runs]:
+    async def worker(self, boot: str = "boot", **settings: Any) -> AsyncIterator[Attempts]:
         """Another start of the worker, with some settings of its engine changed."""
         engine = FakeEngine(Settings(**{name: getattr(self.settings, name) for name in Settings.__struct_fields__} | settings))
         await engine.start()
         self.engine = engine
-        standing = Standing(Steering(self.ledger), engine, self.settings, boot, self._tell)
+        standing = SteeringReconciler(Steering(self.ledger), engine, self.settings, boot, self._tell)
         try:
             await standing.start()
-            yield Runs(self.ledger, engine, standing, "w1", boot, asyncio.Event())
+            yield Attempts(self.ledger, engine, standing, "w1", boot, asyncio.Event())
         finally:
             standing.close()
             await engine.shutdown()

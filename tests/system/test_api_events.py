@@ -11,7 +11,7 @@ import pytest
 from edge import Api, Hand
 from server_sent import parse
 
-from midstream.api.context import open_edge
+from midstream.api.context import open_context
 from midstream.api.responses import events
 
 KINDS_OF_A_CAPTURE = ["state", "state", "output", "receipt", "state", "done"]
@@ -87,7 +87,7 @@ def test_silence_is_broken_by_signs_of_life_and_a_lost_done_still_ends_the_strea
     job_id = api.submit()
 
     async def follow() -> list[list[str]]:
-        async with open_edge(api.settings) as edge, asyncio.timeout(60):
+        async with open_context(api.settings) as edge, asyncio.timeout(60):
             batches = events.follow(edge, job_id, events.BEGINNING)
             seen = [[event.event for event in await anext(batches)] for _ in range(3)]
             await asyncio.to_thread(hand.finish, job_id)

@@ -19,7 +19,7 @@ from edge import MODEL, Api, Hand, model_info, running
 from ports import free_port
 from redis_kit import handed_over, hold_back, slow_disk
 
-from midstream.api.context import open_edge
+from midstream.api.context import open_context
 from midstream.broker.ops import redis_server
 from midstream.broker.queue.celery_app import lists_of, queue_of
 from midstream.schemas.base import to_json
@@ -169,7 +169,7 @@ def test_a_wait_for_an_accepted_job_begins_even_while_redis_restarts(
     own_redis.kill()
 
     async def wait() -> str:
-        async with open_edge(own_api.settings) as edge:
+        async with open_context(own_api.settings) as edge:
             waiting = asyncio.create_task(edge.wait(job_id, lambda view: True, 60, patient=True))
             await asyncio.sleep(1)
             assert not waiting.done()

@@ -11,8 +11,8 @@ from hook_kit import Receiver, receiving
 
 from midstream.broker.ledger.keys import Keys
 from midstream.broker.webhooks.http import Poster
-from midstream.broker.webhooks.outbox import HookOutbox
-from midstream.broker.webhooks.secrets import HookSecrets
+from midstream.broker.webhooks.outbox import WebhookOutbox
+from midstream.broker.webhooks.secrets import WebhookSecrets
 from midstream.broker.webhooks.sender import Sender
 from midstream.client import AsyncClient, Client
 from midstream.schemas.errors import MidstreamError
@@ -152,7 +152,7 @@ def test_the_key_that_submitted_is_the_one_whose_secret_signs(api: Api, hand: Ha
 
     async def send() -> None:
         poster = Poster(allow_private=True, timeout_s=60, resolve=resolve)
-        sender = Sender(HookOutbox(hand.ledger), HookSecrets(hand.ledger), poster, hand.settings)
+        sender = Sender(WebhookOutbox(hand.ledger), WebhookSecrets(hand.ledger), poster, hand.settings)
         await sender.round()
         await sender.close()
 

@@ -22,7 +22,7 @@ from midstream.schemas.jobs import Job, State
 from midstream.schemas.source_runs import RunFiles, RunView, run_key
 from midstream.schemas.specs import StoredCapture
 from midstream.workers.engine.protocol import Locate
-from midstream.workers.serving.source_run_leases import LEASES, RunHolds
+from midstream.workers.serving.source_run_leases import LEASES, SourceRunLeases
 
 SITES = {"pre_attn": [0, 2], "post_block": [0, 1, 2, 3]}
 STAGES = [{"pre_attn": [0], "post_block": [0, 1]}, {"pre_attn": [2], "post_block": [2, 3]}]
@@ -299,7 +299,7 @@ def test_a_run_that_a_job_uses_does_not_age_away_however_long_the_job_lasts(
 
             monkeypatch.setattr(runs_module, "now", clock)
             monkeypatch.setattr(scripts, "now", clock)
-            holds = RunHolds(ledger, Held(), WORKER)  # type: ignore[arg-type]
+            holds = SourceRunLeases(ledger, Held(), WORKER)  # type: ignore[arg-type]
             lease_s = ledger.settings.lease_s
             async with holds.holding("job_user", [run_key(job.id, 0, TAG)], {"clean": job.id}):
                 for _ in range(200):  # many times as long as a lease
@@ -339,7 +339,7 @@ def test_a_job_is_told_which_of_its_runs_is_not_there_and_holds_nothing(redis_ur
             runs, root = SourceRuns(ledger), tmp_path / "captures"
             jobs = [await ready(ledger, redis_url, root, name=name) for name in ("here", "gone")]
             await runs.delete(MODEL, "gone")
-            holds = RunHolds(ledger, Held(), WORKER)  # type: ignore[arg-type]
+            holds = SourceRunLeases(ledger, Held(), WORKER)  # type: ignore[arg-type]
             keys, entered = [run_key(job.id, 0, TAG) for job in jobs], False
             with pytest.raises(MidstreamError) as caught:
                 async with holds.holding("job_user", keys, {"here": jobs[0].id, "gone": jobs[1].id}):

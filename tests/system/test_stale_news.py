@@ -13,7 +13,7 @@ import pytest
 import redis
 from stack import Stack
 
-from midstream.api.context import open_edge
+from midstream.api.context import open_context
 from midstream.broker.queue.celery_app import queue_of
 from midstream.schemas.jobs import State
 from midstream.schemas.specs import StoredCapture
@@ -118,7 +118,7 @@ def test_a_cancel_is_told_to_the_worker_that_runs_the_job_and_to_nobody_else(sta
     stack.wait_running(job_id)
 
     async def cancel() -> None:
-        async with open_edge(stack.settings) as edge:
+        async with open_context(stack.settings) as edge:
             await edge.cancel(job_id)
 
     asyncio.run(cancel())

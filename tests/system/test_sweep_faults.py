@@ -15,7 +15,7 @@ from midstream.broker.ledger.source_runs import SourceRuns
 from midstream.schemas.base import to_msgpack
 from midstream.schemas.jobs import State
 from midstream.schemas.sweep_units import Units
-from midstream.workers.serving.attempt import Outcome
+from midstream.workers.serving.attempt import AttemptOutcome
 
 
 # field case 36
@@ -28,7 +28,7 @@ def test_only_cells_that_engine_or_ranks_fail_have_no_value(redis_url: str, tmp_
     async def scenario(at: Rig) -> None:
         job_id = await at.submit(asked)
         async with at.worker(fault=f"generate:request={refused};refuse:request={failed}") as runs:
-            assert await runs.run_job(job_id) is Outcome.SUCCEEDED
+            assert await runs.run_job(job_id) is AttemptOutcome.SUCCEEDED
         assert (await at.ledger.view(job_id)).state is State.SUCCEEDED
         result = await at.result(job_id)
         check_grid(asked, result, {refused: "rank 0 refused prompt", failed: "rank 0 (stage 0): injected fault"})
@@ -62,12 +62,12 @@ def test_source_files_missing_when_a_sweep_resumes_leave_cells_without_values(re
         async with at.worker(fake_token_s=0.01) as runs:
             running = asyncio.create_task(runs.run_job(job_id))
             await at.known(job_id, 40)
-            runs.stop([job_id], Outcome.RELEASED)
-            assert await running is Outcome.RELEASED
+            runs.stop([job_id], AttemptOutcome.RELEASED)
+            assert await running is AttemptOutcome.RELEASED
         kept = await at.records(job_id)
         shutil.rmtree(at.settings.capture_root)
         async with at.worker("boot2") as runs:
-            assert await runs.run_job(job_id) is Outcome.SUCCEEDED
+            assert await runs.run_job(job_id) is AttemptOutcome.SUCCEEDED
         lost = {number: "cannot be read" for number in (await at.records(job_id)).keys() - kept.keys() if number >= Units(asked).first_cell}
         assert lost
         check_grid(asked, await at.result(job_id), lost)
@@ -82,7 +82,7 @@ def test_a_source_run_that_a_rank_cannot_load_leaves_the_pairs_cells_without_val
     async def scenario(at: Rig) -> None:
         job_id = await at.submit(asked)
         async with at.worker(fault="put_run:rank=1") as runs:
-            assert await runs.run_job(job_id) is Outcome.SUCCEEDED
+            assert await runs.run_job(job_id) is AttemptOutcome.SUCCEEDED
         units = Units(asked)
         cells = range(units.first_cell, units.first_cell + asked.num_cells)
         check_grid(asked, await at.result(job_id), dict.fromkeys(cells, "rank 1: injected fault"))
@@ -97,7 +97,7 @@ def test_cells_of_which_a_rank_never_reports_have_no_value(redis_url: str, tmp_p
     async def scenario(at: Rig) -> None:
         job_id = await at.submit(asked)
         async with at.worker(fault="silent:rank=1") as runs:
-            assert await runs.run_job(job_id) is Outcome.SUCCEEDED
+            assert await runs.run_job(job_id) is AttemptOutcome.SUCCEEDED
         why = (await at.records(job_id))[units.base(0).number].reason
         assert why == "1 of 2 receipts arrived within 2 s of the engine's answer"
         cells = range(units.first_cell, units.first_cell + asked.num_cells)
@@ -115,12 +115,12 @@ def test_ranks_that_disagree_put_a_sweep_back_and_its_cells_stay(redis_url: str,
             running = asyncio.create_task(runs.run_job(job_id))
             while (view := await at.ledger.view(job_id)).state is not State.QUEUED or view.attempt == 0:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-            runs.stop([job_id], Outcome.LOST)  # as the next heartbeat does
-            assert await running is Outcome.LOST
+            runs.stop([job_id], AttemptOutcome.LOST)  # as the next heartbeat does
+            assert await running is AttemptOutcome.LOST
         kept = await at.records(job_id)
         await at.ledger.redis.delete("ms:desync")  # its ranks were made equal
         async with at.worker("boot2") as runs:
-            assert await runs.run_job(job_id) is Outcome.SUCCEEDED
+            assert await runs.run_job(job_id) is AttemptOutcome.SUCCEEDED
         records = await at.records(job_id)
         assert 50 < len(kept) < len(records)
         assert at.engine.ranks.ranks[0].step == len(records) - len(kept), "what is known is not asked again"
@@ -144,7 +144,7 @@ def test_a_cancelled_sweep_stops_at_once_and_keeps_what_it_has(redis_url: str, t
             await at.known(job_id, 20)
             await at.ledger.request_cancel(job_id)
             known, asked_for = (await at.ledger.view(job_id)).cells, at.engine.ranks.ranks[0].step
-            assert await running is Outcome.CANCELLED
+            assert await running is AttemptOutcome.CANCELLED
             assert at.engine.ranks.ranks[0].step <= asked_for + 20, "with the next cell, not with the last"
         view = await at.ledger.view(job_id)
         assert view.state is State.CANCELLED
@@ -164,11 +164,11 @@ def test_a_sweep_goes_on_where_forwards_begin_elsewhere_than_they_did(redis_url:
             at.engine.enters = entered
             running = asyncio.create_task(runs.run_job(job_id))
             await at.known(job_id, 10)
-            runs.stop([job_id], Outcome.RELEASED)
-            assert await running is Outcome.RELEASED
+            runs.stop([job_id], AttemptOutcome.RELEASED)
+            assert await running is AttemptOutcome.RELEASED
         async with at.worker("boot2") as runs:
             at.engine.enters = not entered
-            assert await runs.run_job(job_id) is Outcome.SUCCEEDED
+            assert await runs.run_job(job_id) is AttemptOutcome.SUCCEEDED
         check_grid(asked, await at.result(job_id))
         assert {record.attempt for record in (await at.records(job_id)).values()} == {1, 2}
 
@@ -183,14 +183,14 @@ def test_a_sweep_that_goes_on_under_another_global_steering_does_not_mix_its_cel
         async with at.worker(fake_token_s=0.01) as runs:
             running = asyncio.create_task(runs.run_job(job_id))
             await at.known(job_id, 10)
-            runs.stop([job_id], Outcome.RELEASED)
+            runs.stop([job_id], AttemptOutcome.RELEASED)
             await running
         kept = await at.records(job_id)
         base = kept[0]
         elsewhere = msgspec.structs.replace(base, receipts=[msgspec.structs.replace(told, global_version=7) for told in base.receipts])
         await at.ledger.redis.hset(f"ms:units:{job_id}", 0, to_msgpack(elsewhere))
         async with at.worker("boot2") as runs:
-            assert await runs.run_job(job_id) is Outcome.SUCCEEDED
+            assert await runs.run_job(job_id) is AttemptOutcome.SUCCEEDED
         units = Units(asked)
         cells = range(units.first_cell, units.first_cell + asked.num_cells)
         check_grid(asked, await at.result(job_id), {n: "began under global steering version 7" for n in cells if n not in kept})
@@ -208,15 +208,15 @@ def test_cells_that_the_ledger_has_lost_are_told_again_at_the_end(redis_url: str
             running = asyncio.create_task(runs.run_job(job_id))
             await at.known(job_id, 30)
             await at.ledger.redis.hdel(f"ms:units:{job_id}", *(await at.records(job_id)))
-            assert await running is Outcome.SUCCEEDED
+            assert await running is AttemptOutcome.SUCCEEDED
         check_grid(asked, await at.result(job_id))
 
     Rig(redis_url, tmp_path, sweep_cells_in_flight=2)(scenario)
 
 
-@pytest.mark.parametrize("ending", [Outcome.RELEASED, Outcome.LOST])
+@pytest.mark.parametrize("ending", [AttemptOutcome.RELEASED, AttemptOutcome.LOST])
 def test_a_sweep_that_is_stopped_while_it_leases_its_runs_stops(
-    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: Outcome
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: AttemptOutcome
 ) -> None:
     leasing, lease = asyncio.Event(), SourceRuns.lease
 
@@ -250,13 +250,13 @@ def test_a_prompt_that_failed_in_an_earlier_attempt_is_not_rerun_for_comparison(
         async with at.worker(fake_token_s=0.01) as runs:
             running = asyncio.create_task(runs.run_job(job_id))
             await at.known(job_id, 10)
-            runs.stop([job_id], Outcome.RELEASED)
+            runs.stop([job_id], AttemptOutcome.RELEASED)
             await running
         kept, clean = await at.records(job_id), units.source(0).number
         failed = msgspec.structs.replace(kept[clean], value=None, reason="no room", receipts=[])
         await at.ledger.redis.hset(f"ms:units:{job_id}", clean, to_msgpack(failed))
         async with at.worker("boot2") as runs:
-            assert await runs.run_job(job_id) is Outcome.SUCCEEDED
+            assert await runs.run_job(job_id) is AttemptOutcome.SUCCEEDED
         cells = range(units.first_cell, units.first_cell + asked.num_cells)
         check_grid(asked, await at.result(job_id), {n: "rows come from failed: no room" for n in cells if n not in kept})
 

@@ -15,8 +15,8 @@ import pytest
 from hook_kit import Got, Receiver, receiving
 from ledger_kit import claimed, make_job, open_ledger, outputs
 
-from midstream.broker.webhooks.outbox import HookOutbox
-from midstream.broker.webhooks.secrets import HookSecrets
+from midstream.broker.webhooks.outbox import WebhookOutbox
+from midstream.broker.webhooks.secrets import WebhookSecrets
 from midstream.schemas.handling import Callback
 from midstream.schemas.settings import Settings, to_environment
 from midstream.schemas.webhooks import Delivery
@@ -93,13 +93,13 @@ async def finish_jobs(redis_url: str, url: str, count: int) -> set[str]:
 
 async def secret(redis_url: str) -> str:
     async with open_ledger(redis_url) as ledger:
-        return (await HookSecrets(ledger).of("default", "")).secrets[0].secret
+        return (await WebhookSecrets(ledger).of("default", "")).secrets[0].secret
 
 
 async def settled(redis_url: str) -> list[Delivery]:
     """All deliveries once none is pending."""
     async with open_ledger(redis_url) as ledger:
-        outbox = HookOutbox(ledger)
+        outbox = WebhookOutbox(ledger)
         deadline = time.monotonic() + 60
         while (await outbox.depth())[0]:
             assert time.monotonic() < deadline, (await outbox.deliveries(None)).deliveries

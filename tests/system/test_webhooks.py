@@ -21,9 +21,9 @@ from standardwebhooks.webhooks import WebhookVerificationError
 from midstream.broker.ledger.jobs import Ledger
 from midstream.broker.ops import redis_server
 from midstream.broker.webhooks.http import CheckedBackend, NoAnswer, Poster, TargetRefused
-from midstream.broker.webhooks.outbox import HookOutbox
+from midstream.broker.webhooks.outbox import WebhookOutbox
 from midstream.broker.webhooks.schedule import LADDER_S
-from midstream.broker.webhooks.secrets import HookSecrets
+from midstream.broker.webhooks.secrets import WebhookSecrets
 from midstream.broker.webhooks.sender import Sender
 from midstream.schemas.base import now
 from midstream.schemas.errors import MidstreamError
@@ -40,8 +40,8 @@ class Service:
     def __init__(self, ledger: Ledger, **sender: Any):
         self.ledger = ledger
         self.ahead = 0.0
-        self.outbox = HookOutbox(ledger, lambda: now() + self.ahead)
-        self.secrets = HookSecrets(ledger)
+        self.outbox = WebhookOutbox(ledger, lambda: now() + self.ahead)
+        self.secrets = WebhookSecrets(ledger)
         self.poster = Poster(ledger.settings.webhook_allow_private, ledger.settings.webhook_timeout_s, sender.get("resolve"))
         self.sender = Sender(self.outbox, self.secrets, self.poster, ledger.settings)
 

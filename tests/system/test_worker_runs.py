@@ -18,20 +18,20 @@ from midstream.schemas.settings import Settings
 from midstream.schemas.specs import StoredCapture
 from midstream.schemas.steering import GlobalSteering
 from midstream.workers.engine.collective import Quarantined
-from midstream.workers.engine.protocol import Ask, Progress
+from midstream.workers.engine.protocol import EngineRequest, Progress
 from midstream.workers.fake.engine import FakeEngine
-from midstream.workers.serving.attempt import JobFailed, Outcome
-from midstream.workers.serving.attempts import Runs
+from midstream.workers.serving.attempt import AttemptOutcome, JobFailed
+from midstream.workers.serving.attempts import Attempts
 from midstream.workers.serving.heartbeat import Heartbeat
 from midstream.workers.serving.redis_retry import end_tasks
-from midstream.workers.serving.steering import Standing
+from midstream.workers.serving.steering import SteeringReconciler
 
 #: Only ends what hangs.
 TIMEOUT_S = 40
 
 
 class Harness:
-    """Runs over a real ledger; `generate` replaces the engine's."""
+    """Attempts over a real ledger; `generate` replaces the engine's."""
 
     def __init__(self, redis_url: str, directory: Path, generate: Callable[..., AsyncGenerator[Progress, None]] | None = None):
         values = {"redis_url": redis_url, "data_dir": str(directory), "model": "fake-model", "worker_id": "w1", "engine": "fake"}
@@ -48,9 +48,9 @@ class Harness:
             if self.generate is not None:
                 engine.generate = self.generate  # type: ignore[method-assign]
             engine.abort = self._abort  # type: ignore[method-assign]
-            self.standing = Standing(Steering(self.ledger), engine, self.settings, "boot", self._tell)
+            self.standing = SteeringReconciler(Steering(self.ledger), engine, self.settings, "boot", self._tell)
             await self.standing.start()
-            self.runs = Runs(self.ledger, engine, self.standing, "w1", "boot", self.died)
+            self.runs = Attempts(self.ledger, engine, self.standing, "w1", "boot", self.died)
             try:
                 async with asyncio.timeout(TIMEOUT_S):
                     await scenario(self)
@@ -84,7 +84,7 @@ class Harness:
         await self.ledger.submit(job, {})
         return job.id
 
-    async def running(self, job_id: str) -> "asyncio.Task[Outcome]":
+    async def running(self, job_id: str) -> "asyncio.Task[AttemptOutcome]":
         task = asyncio.create_task(self.runs.run_job(job_id))
         while job_id not in self.runs.held:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
@@ -96,7 +96,7 @@ class Harness:
 
 # field case 38
 def test_a_cancellation_that_something_swallowed_still_stops_the_run(redis_url: str, tmp_path: Path) -> None:
-    async def deaf(ask: Ask, everyone: GlobalSteering) -> AsyncGenerator[Progress, None]:
+    async def deaf(ask: EngineRequest, everyone: GlobalSteering) -> AsyncGenerator[Progress, None]:
         with contextlib.suppress(asyncio.CancelledError):  # once, or a failure of this test would never end
             await asyncio.sleep(60)
         while True:
@@ -107,8 +107,8 @@ def test_a_cancellation_that_something_swallowed_still_stops_the_run(redis_url: 
         job_id = await at.submit(prompts=2)
         task = await at.running(job_id)
         await at.ledger.request_cancel(job_id)
-        at.runs.stop([job_id], Outcome.CANCELLED)
-        assert await task is Outcome.CANCELLED
+        at.runs.stop([job_id], AttemptOutcome.CANCELLED)
+        assert await task is AttemptOutcome.CANCELLED
         assert (await at.view(job_id)).state is State.CANCELLED
         assert at.aborted == [(job_id, 1)]
 
@@ -119,7 +119,7 @@ def test_a_cancellation_that_something_swallowed_still_stops_the_run(redis_url: 
 def test_one_failing_prompt_fails_the_job_and_stops_the_others(redis_url: str, tmp_path: Path) -> None:
     stopped: list[int] = []
 
-    async def second_fails(ask: Ask, everyone: GlobalSteering) -> AsyncGenerator[Progress, None]:
+    async def second_fails(ask: EngineRequest, everyone: GlobalSteering) -> AsyncGenerator[Progress, None]:
         if ask.request == 1:
             raise MidstreamError("capture_failed", "rank 0: no space")
         try:
@@ -148,7 +148,7 @@ def test_an_engine_that_ends_a_request_without_a_word_fails_the_job(
 ) -> None:
     monkeypatch.setattr("midstream.workers.serving.attempts.VERDICT_S", 0.05)
 
-    async def silent(ask: Ask, everyone: GlobalSteering) -> AsyncGenerator[Progress, None]:
+    async def silent(ask: EngineRequest, everyone: GlobalSteering) -> AsyncGenerator[Progress, None]:
         yield Progress(ask.request, "a", [1])
 
     async def scenario(at: Harness) -> None:
@@ -161,7 +161,7 @@ def test_an_engine_that_ends_a_request_without_a_word_fails_the_job(
 
 
 def test_what_the_engines_death_interrupted_is_released_and_sent_again(redis_url: str, tmp_path: Path) -> None:
-    async def dying(ask: Ask, everyone: GlobalSteering) -> AsyncGenerator[Progress, None]:
+    async def dying(ask: EngineRequest, everyone: GlobalSteering) -> AsyncGenerator[Progress, None]:
         raise MidstreamError("engine_failed", "gone")
         yield
 
@@ -170,10 +170,10 @@ def test_what_the_engines_death_interrupted_is_released_and_sent_again(redis_url
         task = await at.running(job_id)
         await asyncio.sleep(0.05)
         at.died.set()  # the verdict comes after the request saw the death
-        assert await task is Outcome.RELEASED
+        assert await task is AttemptOutcome.RELEASED
         assert (await at.view(job_id)).state is State.QUEUED
         assert await at.sent_again() == [(job_id, 1)]
-        assert await at.runs.run_job(job_id) is Outcome.NOT_OURS, "a dead engine claims nothing"
+        assert await at.runs.run_job(job_id) is AttemptOutcome.NOT_OURS, "a dead engine claims nothing"
 
     Harness(redis_url, tmp_path, dying)(scenario)
 
@@ -185,7 +185,7 @@ def test_the_late_outputs_of_a_lost_attempt_change_nothing(redis_url: str, tmp_p
         task = await at.running(job_id)
         await at.ledger.release(job_id, 1)
         assert await at.ledger.claim(job_id, "w2", "boot", 1) is not None
-        assert await task is Outcome.LOST
+        assert await task is AttemptOutcome.LOST
         view = await at.view(job_id)
         assert (view.state, view.attempt, view.worker) == (State.RUNNING, 2, "w2")
         assert (await at.ledger.result(job_id)).outputs == []
@@ -197,7 +197,7 @@ def test_the_late_outputs_of_a_lost_attempt_change_nothing(redis_url: str, tmp_p
 def test_a_late_word_that_an_attempt_is_lost_does_not_stop_the_next_one(redis_url: str, tmp_path: Path) -> None:
     beaten = asyncio.Event()
 
-    async def lasting(ask: Ask, everyone: GlobalSteering) -> AsyncGenerator[Progress, None]:
+    async def lasting(ask: EngineRequest, everyone: GlobalSteering) -> AsyncGenerator[Progress, None]:
         if ask.attempt == 1:
             await asyncio.sleep(600)  # until the next one stops it
         await beaten.wait()
@@ -221,7 +221,7 @@ def test_a_late_word_that_an_attempt_is_lost_does_not_stop_the_next_one(redis_ur
         await heartbeat.beat()
         await heartbeat.close()
         beaten.set()
-        assert [await task for task in tasks] == [Outcome.LOST, Outcome.SUCCEEDED]
+        assert [await task for task in tasks] == [AttemptOutcome.LOST, AttemptOutcome.SUCCEEDED]
         view = await at.view(job_id)
         assert (view.state, view.attempt) == (State.SUCCEEDED, 2)
 
@@ -233,24 +233,24 @@ def test_when_ranks_disagree_only_the_affected_requests_run_again(redis_url: str
         captured, plain = await at.submit(max_tokens=100, capture=True), await at.submit(max_tokens=20)
         tasks = [await at.running(captured), await at.running(plain)]
         at.standing.stop_runs("rank 1 differs")
-        assert await tasks[0] is Outcome.OUT_OF_STEP
+        assert await tasks[0] is AttemptOutcome.OUT_OF_STEP
         assert (await at.view(captured)).state is State.QUEUED
         assert await at.sent_again() == [(captured, 1)]
         assert at.aborted == [(captured, 1)]
         assert (await at.ledger.desync_release(captured, 1, "again")) is None, "its attempt is over"
-        assert await tasks[1] is Outcome.SUCCEEDED
+        assert await tasks[1] is AttemptOutcome.SUCCEEDED
 
     Harness(redis_url, tmp_path)(scenario)
 
 
 def test_a_rank_that_may_differ_costs_the_job_an_attempt_and_not_its_life(redis_url: str, tmp_path: Path) -> None:
-    async def unsure(ask: Ask, everyone: GlobalSteering) -> AsyncGenerator[Progress, None]:
+    async def unsure(ask: EngineRequest, everyone: GlobalSteering) -> AsyncGenerator[Progress, None]:
         raise Quarantined("rank 1 kept what it should have dropped")
         yield
 
     async def scenario(at: Harness) -> None:
         job_id = await at.submit()
-        assert await at.runs.run_job(job_id) is Outcome.OUT_OF_STEP
+        assert await at.runs.run_job(job_id) is AttemptOutcome.OUT_OF_STEP
         assert (await at.view(job_id)).state is State.QUEUED
 
     Harness(redis_url, tmp_path, unsure)(scenario)
@@ -264,7 +264,7 @@ def test_a_job_waits_while_the_worker_does_not_serve_and_goes_back_when_that_las
     async def scenario(at: Harness) -> None:
         job_id = await at.submit()
         at.standing.quarantine("the ranks may differ")
-        assert await at.runs.run_job(job_id) is Outcome.PUT_BACK
+        assert await at.runs.run_job(job_id) is AttemptOutcome.PUT_BACK
         assert ((await at.view(job_id)).state, (await at.view(job_id)).attempt) == (State.QUEUED, 0)
 
     Harness(redis_url, tmp_path)(scenario)

@@ -7,7 +7,7 @@ from typing import Any
 
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import Event
-from midstream.workers.serving.attempt import Run
+from midstream.workers.serving.attempt import Attempt
 
 
 class Uneven:
@@ -32,7 +32,7 @@ def test_events_of_many_prompts_at_once_are_all_told_and_each_once() -> None:
         ledger: Any = Uneven()
         nothing: Any = None
         job: Any = SimpleNamespace(id="job_a")
-        run = Run(job, 1, nothing, nothing, nothing)
+        run = Attempt(job, 1, nothing, nothing, nothing)
         await asyncio.gather(*(run.emit(ledger, Event(event="output", data={"index": index}, attempt=1)) for index in range(100)))
         assert sorted(ledger.kept) == list(range(100))
 

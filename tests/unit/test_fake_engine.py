@@ -18,7 +18,7 @@ from midstream.schemas.source_runs import ZEROS, RunFiles, RunRow, row_name
 from midstream.schemas.specs import RankSpec, StoredCapture, StoredSteering
 from midstream.schemas.steering import GlobalSteering, SteeringTemplate
 from midstream.schemas.tensors import Tensor, content_hash, from_numpy
-from midstream.workers.engine.protocol import Progress, ask_of
+from midstream.workers.engine.protocol import Progress, engine_request
 from midstream.workers.engines import make_engine
 from midstream.workers.fake import ranks
 from midstream.workers.fake.engine import FakeEngine
@@ -76,7 +76,7 @@ def generate(engine: FakeEngine, wanted: Job, everyone: GlobalSteering = NOTHING
         await engine.start()
         await engine.hold_vectors([content_hash(VECTOR)], fetch)
         try:
-            return [progress async for progress in engine.generate(ask_of(wanted, 0, 1), everyone)]
+            return [progress async for progress in engine.generate(engine_request(wanted, 0, 1), everyone)]
         finally:
             await engine.shutdown()
 
@@ -180,10 +180,10 @@ def test_a_dead_engine_says_why_and_generates_nothing(tmp_path: Path) -> None:
         await engine.start()
         try:
             with pytest.raises(MidstreamError, match="died after 3 tokens"):
-                async for _ in engine.generate(ask_of(job(max_tokens=5), 0, 1), NOTHING):
+                async for _ in engine.generate(engine_request(job(max_tokens=5), 0, 1), NOTHING):
                     pass
             with pytest.raises(MidstreamError, match="died"):
-                await anext(engine.generate(ask_of(job(), 0, 1), NOTHING))
+                await anext(engine.generate(engine_request(job(), 0, 1), NOTHING))
             return await asyncio.wait_for(engine.failed(), 1)
         finally:
             await engine.shutdown()

@@ -6,7 +6,7 @@ from midstream.schemas.jobs import Job, Sampling, StoredPrompt
 from midstream.schemas.selectors import PositionWish, Span, Window
 from midstream.schemas.specs import RankSpec, StoredCapture, StoredSteering
 from midstream.schemas.steering import GlobalSteering, SteeringTemplate
-from midstream.workers.engine.protocol import ask_of
+from midstream.workers.engine.protocol import engine_request
 from midstream.workers.engine.rank_spec import rank_spec
 
 
@@ -33,14 +33,14 @@ def job(tokens: int, *own: StoredSteering, captures: bool = False) -> Job:
 
 
 def told(tokens: int, everyones: GlobalSteering, *own: StoredSteering) -> RankSpec:
-    spec = rank_spec(ask_of(job(tokens, *own), 0, 1), everyones)
+    spec = rank_spec(engine_request(job(tokens, *own), 0, 1), everyones)
     assert spec is not None
     return spec
 
 
 def test_a_request_that_nobody_asks_anything_of_is_not_told_of() -> None:
-    assert rank_spec(ask_of(job(4), 0, 1), everyone()) is None
-    captured = rank_spec(ask_of(job(4, captures=True), 0, 1), everyone())
+    assert rank_spec(engine_request(job(4), 0, 1), everyone()) is None
+    captured = rank_spec(engine_request(job(4, captures=True), 0, 1), everyone())
     assert captured is not None
     assert (captured.digest, captured.first_affected, captured.global_version) == ("", -1, 7)
 

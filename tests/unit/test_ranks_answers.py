@@ -7,7 +7,7 @@ import pytest
 
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.tensors import content_hash, from_numpy
-from midstream.workers.engine.admission import CaptureBudget, CellSlots, CrowdedOut, RowAdmission, RowWish, StepRows
+from midstream.workers.engine.admission import CaptureBudget, CellSlots, CrowdedOut, RowAdmission, RowDemand, StepRows
 from midstream.workers.engine.collective import Ranks, check_apply_results
 from midstream.workers.engine.vectors import RankVectors
 
@@ -111,11 +111,11 @@ def test_a_cancelled_waiter_gives_up_its_place() -> None:
     asyncio.run(story())
 
 
-def rows(*keys: str, entries: int = 1) -> frozenset[RowWish]:
-    return frozenset(RowWish(key, entries) for key in keys)
+def rows(*keys: str, entries: int = 1) -> frozenset[RowDemand]:
+    return frozenset(RowDemand(key, entries) for key in keys)
 
 
-async def use_once(gate: RowAdmission, wish: frozenset[RowWish]) -> None:
+async def use_once(gate: RowAdmission, wish: frozenset[RowDemand]) -> None:
     async with gate.admitted(wish):
         pass
 
@@ -214,7 +214,7 @@ def test_holder_and_waiter_cancelled_together_leave_nothing_behind() -> None:
 def test_global_rows_wait_for_room_and_replace_the_former_when_written() -> None:
     async def story() -> None:
         admission = RowAdmission(3, 9)
-        async with admission.replacing_standing(rows("a"), 60):
+        async with admission.replacing_pinned(rows("a"), 60):
             pass
         request, done = asyncio.Event(), asyncio.Event()
 
@@ -227,7 +227,7 @@ def test_global_rows_wait_for_room_and_replace_the_former_when_written() -> None
         await request.wait()
 
         async def replace() -> None:
-            async with admission.replacing_standing(rows("b"), 60):
+            async with admission.replacing_pinned(rows("b"), 60):
                 assert admission.used == 2, "both, until the ranks have changed over"
 
         replacing = asyncio.create_task(replace())
@@ -236,7 +236,7 @@ def test_global_rows_wait_for_room_and_replace_the_former_when_written() -> None
         done.set()
         await asyncio.gather(using, replacing)
         assert (admission.waiting, admission.used) == (0, 1)
-        admission.clear_standing()
+        admission.clear_pinned()
         assert admission.used == 0
 
     asyncio.run(story())  # field case 24
@@ -245,19 +245,19 @@ def test_global_rows_wait_for_room_and_replace_the_former_when_written() -> None
 def test_global_rows_that_time_out_or_fail_leave_the_former_rows() -> None:
     async def story() -> None:
         admission = RowAdmission(2, 9)
-        async with admission.replacing_standing(rows("a"), 60):
+        async with admission.replacing_pinned(rows("a"), 60):
             pass
         async with admission.admitted(rows("x")):
             with pytest.raises(MidstreamError, match="no room for 1 more"):
-                async with admission.replacing_standing(rows("b"), 0.01):
+                async with admission.replacing_pinned(rows("b"), 0.01):
                     pass
         with pytest.raises(ZeroDivisionError):
-            async with admission.replacing_standing(rows("b"), 60):
+            async with admission.replacing_pinned(rows("b"), 60):
                 _ = 1 / 0
         assert admission._standing == rows("a")
         assert (admission.waiting, admission.used) == (0, 1)
         with pytest.raises(MidstreamError, match="clear that first"):
-            async with admission.replacing_standing(rows("b", "c"), 60):
+            async with admission.replacing_pinned(rows("b", "c"), 60):
                 pass
 
     asyncio.run(story())
@@ -292,7 +292,7 @@ def test_a_request_that_no_longer_fits_beside_what_stands_does_not_wait_for_ever
 
 
 async def _replace(admission: RowAdmission, key: str) -> None:
-    async with admission.replacing_standing(rows(key), 60):
+    async with admission.replacing_pinned(rows(key), 60):
         pass
 
 
@@ -301,7 +301,7 @@ def test_those_who_waited_for_what_a_change_for_everyone_took_are_told() -> None
         admission, written = RowAdmission(2, 9), asyncio.Event()
 
         async def change() -> None:
-            async with admission.replacing_standing(rows("a"), 60):
+            async with admission.replacing_pinned(rows("a"), 60):
                 await written.wait()
 
         async def use(*keys: str) -> None:

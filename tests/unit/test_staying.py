@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from midstream.api.web import key_revocation
-from midstream.api.web.key_revocation import Stays
+from midstream.api.web.key_revocation import KeyWatch
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.keys import EVERYBODY, Caller
 
@@ -37,10 +37,10 @@ def stored(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_one_question_is_for_all_calls_and_those_of_a_revoked_key_end(stored: Any) -> None:
     async def hold() -> None:
-        stays = Stays(stored)
+        key_watch = KeyWatch(stored)
         with ExitStack() as held:
-            first = [held.enter_context(stays.of(Caller(key="one"))) for _ in range(50)]
-            second = held.enter_context(stays.of(Caller(key="two")))
+            first = [held.enter_context(key_watch.of(Caller(key="one"))) for _ in range(50)]
+            second = held.enter_context(key_watch.of(Caller(key="two")))
             stored.gone, stored.away = {"one"}, 2
             await asyncio.wait_for(asyncio.gather(*(end for stay in first for end in stay.ends)), 60)
             assert stored.asked == [{"one", "two"}] * 3, "twice in vain, because Redis was away"
@@ -55,8 +55,8 @@ def test_one_question_is_for_all_calls_and_those_of_a_revoked_key_end(stored: An
 
 def test_nothing_is_asked_for_who_has_no_key_or_one_that_nobody_can_revoke(stored: Any) -> None:
     async def hold() -> None:
-        stays = Stays(stored, always="admin")
-        with stays.of(EVERYBODY) as one, stays.of(Caller(key="admin")) as other:
+        key_watch = KeyWatch(stored, always="admin")
+        with key_watch.of(EVERYBODY) as one, key_watch.of(Caller(key="admin")) as other:
             assert one.ends == other.ends == ()
             assert asyncio.all_tasks() == {asyncio.current_task()}
 
@@ -65,12 +65,12 @@ def test_nothing_is_asked_for_who_has_no_key_or_one_that_nobody_can_revoke(store
 
 def test_nothing_is_asked_once_nobody_holds_anything(stored: Any) -> None:
     async def hold() -> None:
-        stays = Stays(stored)
-        with stays.of(Caller(key="one")):
+        key_watch = KeyWatch(stored)
+        with key_watch.of(Caller(key="one")):
             (task,) = asyncio.all_tasks() - {asyncio.current_task()}
         await task
         assert stored.asked == []
-        with stays.of(Caller(key="two")):
+        with key_watch.of(Caller(key="two")):
             while not stored.asked:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
         assert stored.asked[0] == {"two"}

@@ -8,7 +8,7 @@ from midstream.broker.ledger.sweep_metrics import Grades, grades, in_nats, noise
 from midstream.schemas.receipts import Receipt
 from midstream.schemas.sweep_units import nodes_of
 from midstream.schemas.sweeps import StoredPair
-from midstream.workers.serving.sweep_verdict import Unvouched, verdict
+from midstream.workers.serving.sweep_verdict import UnverifiedUnit, verdict
 
 PAIR = StoredPair(base=[1], source=[2], columns=[], answer=[10, 11], foil=[12])
 #: The prompt's next token: 10 or 12; behind 10: 11.
@@ -90,10 +90,10 @@ def test_a_unit_counts_when_every_rank_vouches_for_it() -> None:
 )
 # field case 31
 def test_a_unit_for_which_one_rank_does_not_vouch_has_no_value(changes: dict[str, object], why: str) -> None:
-    with pytest.raises(Unvouched, match=why):
+    with pytest.raises(UnverifiedUnit, match=why):
         verdict(PAIR, nodes_of(PAIR), told(**changes), 4, compared=False)
 
 
 def test_a_unit_of_which_a_rank_is_silent_has_no_value() -> None:
-    with pytest.raises(Unvouched, match="3 of 4 ranks reported"):
+    with pytest.raises(UnverifiedUnit, match="3 of 4 ranks reported"):
         verdict(PAIR, nodes_of(PAIR), [of_node[:3] for of_node in told()], 4, compared=False)

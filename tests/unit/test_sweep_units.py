@@ -17,7 +17,7 @@ from midstream.schemas.sweep_units import Units
 from midstream.schemas.sweeps import Column, PatchWindow, StoredPair, StoredSweep
 from midstream.workers.engine.protocol import check_lengths
 from midstream.workers.fake.model import make_bundle, make_info, make_tokenizer
-from midstream.workers.serving.sweep_requests import Asks
+from midstream.workers.serving.sweep_requests import SweepRequests
 
 BASE, SOURCE = [10, 11, 12, 13], [20, 21, 22, 23, 24]
 COLUMNS = [
@@ -39,9 +39,9 @@ def sweep(**changes: object) -> StoredSweep:
     return StoredSweep(**(fields | changes))  # type: ignore[arg-type]
 
 
-def asks(asked: StoredSweep, enters: bool = True) -> Asks:
+def asks(asked: StoredSweep, enters: bool = True) -> SweepRequests:
     job = Job(id="job_1", kind="sweep", model="m", prompts=[], sampling=Sampling(), created=0.0, sweep=asked)
-    return Asks(job, 2, INFO, enters)
+    return SweepRequests(job, 2, INFO, enters)
 
 
 def rows(asked: StoredSweep, hook: int, layer: int, column: int, node: int = 0) -> list[tuple[str, list[int], list[int], str]]:
@@ -94,7 +94,7 @@ def test_a_window_takes_its_neighbours_along_as_far_as_there_are_some() -> None:
 
 def test_every_request_of_a_sweep_is_its_tenants_whose_cached_blocks_it_may_reuse() -> None:
     job = Job(id="job_1", kind="sweep", model="m", prompts=[], sampling=Sampling(), created=0.0, sweep=sweep(), tenant="acme")
-    made = Asks(job, 2, INFO, True)
+    made = SweepRequests(job, 2, INFO, True)
     unit = next(iter(made.units.cells(0)))
     assert {ask.tenant for ask in made.patched(unit)} == {"acme"}
 

@@ -17,8 +17,8 @@ from midstream.schemas.steering import Desired, GlobalSteering, Module, Proposal
 from midstream.schemas.tensors import Tensor, content_hash, from_numpy
 from midstream.workers.fake.engine import FakeEngine
 from midstream.workers.serving.redis_retry import end_tasks
-from midstream.workers.serving.steering import Standing
-from midstream.workers.serving.steering_leases import Lease
+from midstream.workers.serving.steering import SteeringReconciler
+from midstream.workers.serving.steering_leases import SteeringLease
 
 TENSORS = {content_hash(t): t for t in (from_numpy(np.full(8, n, dtype=np.float32)) for n in range(4))}
 NAMES = list(TENSORS)
@@ -83,15 +83,15 @@ class Board:
 
 
 class Worker:
-    """A `Standing` over two fake ranks, with runs that are leases."""
+    """A `SteeringReconciler` over two fake ranks, with runs that are leases."""
 
     def __init__(self, directory: Path, **changed: Any) -> None:
         values = {"data_dir": str(directory), "engine": "fake", "model": "m", "worker_id": "w", "relay_url": "tcp://127.0.0.1:9"}
         self.settings = Settings(**(values | {"tensor_parallel_size": 2, "steering_poll_s": 0.01} | changed))
         self.engine, self.board, self.told = FakeEngine(self.settings), Board(), 0
-        self.standing = Standing(self.board, self.engine, self.settings, "boot", self._tell)  # type: ignore[arg-type]
+        self.standing = SteeringReconciler(self.board, self.engine, self.settings, "boot", self._tell)  # type: ignore[arg-type]
         self.standing.stop_runs = self._stop_runs
-        self.runs: list[Lease] = []
+        self.runs: list[SteeringLease] = []
         self.stopped: list[str] = []
 
     async def _tell(self) -> None:
@@ -103,7 +103,7 @@ class Worker:
             run.end()
         self.runs.clear()
 
-    async def begin(self) -> Lease:
+    async def begin(self) -> SteeringLease:
         lease = await self.standing.lease(60)
         assert lease is not None
         self.runs.append(lease)

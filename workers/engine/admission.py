@@ -12,68 +12,68 @@ from typing import Generic, NamedTuple, TypeVar
 
 from ...schemas.errors import MidstreamError
 
-Wish = TypeVar("Wish")
+Demand = TypeVar("Demand")
 
 
-class _Gate(ABC, Generic[Wish]):
+class _Gate(ABC, Generic[Demand]):
     """First come, first served: nobody overtakes a wish that waits. One event loop only."""
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[Wish, asyncio.Future[None]]] = deque()
+        self._waiting: deque[tuple[Demand, asyncio.Future[None]]] = deque()
 
     @property
     def waiting(self) -> int:
         return len(self._waiting)
 
-    def _check(self, wish: Wish) -> None:
+    def _check(self, demand: Demand) -> None:
         """Raises MidstreamError for what will never fit."""
 
     @abstractmethod
-    def _fits(self, wish: Wish) -> bool: ...
+    def _fits(self, demand: Demand) -> bool: ...
 
     @abstractmethod
-    def _take(self, wish: Wish) -> None: ...
+    def _take(self, demand: Demand) -> None: ...
 
     @abstractmethod
-    def _give_back(self, wish: Wish) -> None: ...
+    def _give_back(self, demand: Demand) -> None: ...
 
     @asynccontextmanager
-    async def admitted(self, wish: Wish) -> AsyncIterator[None]:
+    async def admitted(self, demand: Demand) -> AsyncIterator[None]:
         """Hold what is wished for the block, once there is room. An empty wish never waits."""
-        self._check(wish)
-        if wish:
-            await self._acquire(wish)
+        self._check(demand)
+        if demand:
+            await self._acquire(demand)
         try:
             yield
         finally:
-            self._release(wish)
+            self._release(demand)
 
-    async def _acquire(self, wish: Wish) -> None:
-        if not self._waiting and self._fits(wish):
-            self._take(wish)
+    async def _acquire(self, demand: Demand) -> None:
+        if not self._waiting and self._fits(demand):
+            self._take(demand)
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        entry = (wish, turn)
+        entry = (demand, turn)
         self._waiting.append(entry)
         try:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled() and turn.exception() is None:
-                self._release(wish)  # it was our turn in the same instant
+                self._release(demand)  # it was our turn in the same instant
             elif entry in self._waiting:
                 self._waiting.remove(entry)
                 self._wake()
             raise
 
-    def _release(self, wish: Wish) -> None:
-        self._give_back(wish)
+    def _release(self, demand: Demand) -> None:
+        self._give_back(demand)
         self._wake()
 
     def _wake(self) -> None:
         while self._waiting and self._fits(self._waiting[0][0]):
-            wish, turn = self._waiting.popleft()
+            demand, turn = self._waiting.popleft()
             if not turn.done():
-                self._take(wish)
+                self._take(demand)
                 turn.set_result(None)
 
 
@@ -84,14 +84,14 @@ class CrowdedOut(MidstreamError):
         super().__init__("intervention_failed", detail)
 
 
-class RowWish(NamedTuple):
+class RowDemand(NamedTuple):
     """A row of the steering table: its content's key, and how many entries of the pool it takes."""
 
     key: str
     entries: int
 
 
-class RowAdmission(_Gate[frozenset[RowWish]]):
+class RowAdmission(_Gate[frozenset[RowDemand]]):
     """Counts the distinct row contents in flight; never more than `rows` with `entries` at once. Equal contents share a row.
 
     Some stand for everyone, whether a request in flight uses them or not.
@@ -100,27 +100,27 @@ class RowAdmission(_Gate[frozenset[RowWish]]):
     def __init__(self, rows: int, entries: int) -> None:
         super().__init__()
         self._rows, self._entries = rows, entries
-        self._in_use: Counter[RowWish] = Counter()
-        self._standing: frozenset[RowWish] = frozenset()
+        self._in_use: Counter[RowDemand] = Counter()
+        self._pinned: frozenset[RowDemand] = frozenset()
 
     @property
     def used(self) -> int:
         return len(self._in_use)
 
-    def check_standing(self, rows: frozenset[RowWish]) -> None:
+    def check_pinned(self, rows: frozenset[RowDemand]) -> None:
         """Raises MidstreamError("intervention_failed") when these can never take the place of those that stand now."""
         self._check_size(rows)
-        if not self._within(rows | self._standing):
+        if not self._within(rows | self._pinned):
             detail = f"beside what stands now, which it would replace, it does not fit the {self._rows} steering rows: clear that first"
             raise MidstreamError("intervention_failed", detail)
 
     @asynccontextmanager
-    async def replacing_standing(self, rows: frozenset[RowWish], patience_s: float) -> AsyncIterator[None]:
+    async def replacing_pinned(self, rows: frozenset[RowDemand], patience_s: float) -> AsyncIterator[None]:
         """These and those that stand are held in the block; after it these stand, or, when it raises, those as before.
 
-        Raises as `check_standing`, and when there is no room within `patience_s`.
+        Raises as `check_pinned`, and when there is no room within `patience_s`.
         """
-        self.check_standing(rows)
+        self.check_pinned(rows)
         if rows:
             try:
                 async with asyncio.timeout(patience_s):
@@ -133,7 +133,7 @@ class RowAdmission(_Gate[frozenset[RowWish]]):
         except BaseException:
             self._release(rows)
             raise
-        former, self._standing = self._standing, rows
+        former, self._pinned = self._pinned, rows
         self._release(former)
         for entry in [entry for entry in self._waiting if not self._within(entry[0] | rows)]:
             self._waiting.remove(entry)
@@ -141,45 +141,45 @@ class RowAdmission(_Gate[frozenset[RowWish]]):
                 entry[1].set_exception(self._crowded_out(entry[0]))
         self._wake()
 
-    def clear_standing(self) -> None:
+    def clear_pinned(self) -> None:
         """None stand any more: the ranks have forgotten them."""
-        former, self._standing = self._standing, frozenset()
+        former, self._pinned = self._pinned, frozenset()
         self._release(former)
 
-    def _check(self, wish: frozenset[RowWish]) -> None:
-        self._check_size(wish)
-        if wish and not self._within(wish | self._standing):
-            raise self._crowded_out(wish)
+    def _check(self, demand: frozenset[RowDemand]) -> None:
+        self._check_size(demand)
+        if demand and not self._within(demand | self._pinned):
+            raise self._crowded_out(demand)
 
-    def _check_size(self, wish: frozenset[RowWish]) -> None:
+    def _check_size(self, demand: frozenset[RowDemand]) -> None:
         for needed, there, setting in (
-            (len(wish), self._rows, "steering_rows"),
-            (_entries(wish), self._entries, "steering_entries"),
+            (len(demand), self._rows, "steering_rows"),
+            (_entries(demand), self._entries, "steering_entries"),
         ):
             if needed > there:
                 detail = f"the request needs {needed} {setting.replace('_', ' ')}, the engine has {there} (setting {setting})"
                 raise MidstreamError("intervention_failed", detail)
 
-    def _crowded_out(self, wish: frozenset[RowWish]) -> CrowdedOut:
-        return CrowdedOut(f"its {len(wish)} steering rows and the {len(self._standing)} that now stand for everyone do not fit together")
+    def _crowded_out(self, demand: frozenset[RowDemand]) -> CrowdedOut:
+        return CrowdedOut(f"its {len(demand)} steering rows and the {len(self._pinned)} that now stand for everyone do not fit together")
 
-    def _fits(self, wish: frozenset[RowWish]) -> bool:
-        return self._within(self._in_use.keys() | wish)
+    def _fits(self, demand: frozenset[RowDemand]) -> bool:
+        return self._within(self._in_use.keys() | demand)
 
-    def _within(self, rows: Collection[RowWish]) -> bool:
+    def _within(self, rows: Collection[RowDemand]) -> bool:
         return len(rows) <= self._rows and _entries(rows) <= self._entries
 
-    def _take(self, wish: frozenset[RowWish]) -> None:
-        self._in_use.update(wish)
+    def _take(self, demand: frozenset[RowDemand]) -> None:
+        self._in_use.update(demand)
 
-    def _give_back(self, wish: frozenset[RowWish]) -> None:
-        self._in_use.subtract(wish)
-        for row in wish:
+    def _give_back(self, demand: frozenset[RowDemand]) -> None:
+        self._in_use.subtract(demand)
+        for row in demand:
             if not self._in_use[row]:
                 del self._in_use[row]
 
 
-def _entries(rows: Iterable[RowWish]) -> int:
+def _entries(rows: Iterable[RowDemand]) -> int:
     return sum(row.entries for row in rows)
 
 
@@ -194,14 +194,14 @@ class CaptureBudget(_Gate[int]):
         self._limit = limit
         self._held = 0
 
-    def _fits(self, wish: int) -> bool:
-        return self._held == 0 or self._held + wish <= self._limit
+    def _fits(self, demand: int) -> bool:
+        return self._held == 0 or self._held + demand <= self._limit
 
-    def _take(self, wish: int) -> None:
-        self._held += wish
+    def _take(self, demand: int) -> None:
+        self._held += demand
 
-    def _give_back(self, wish: int) -> None:
-        self._held -= wish
+    def _give_back(self, demand: int) -> None:
+        self._held -= demand
 
 
 class CellSlots(_Gate[int]):
@@ -218,14 +218,14 @@ class CellSlots(_Gate[int]):
     def release(self) -> None:
         self._release(1)
 
-    def _fits(self, wish: int) -> bool:
-        return self._held + wish <= self._limit()
+    def _fits(self, demand: int) -> bool:
+        return self._held + demand <= self._limit()
 
-    def _take(self, wish: int) -> None:
-        self._held += wish
+    def _take(self, demand: int) -> None:
+        self._held += demand
 
-    def _give_back(self, wish: int) -> None:
-        self._held -= wish
+    def _give_back(self, demand: int) -> None:
+        self._held -= demand
 
 
 class StepRows(CaptureBudget):
@@ -234,12 +234,12 @@ class StepRows(CaptureBudget):
     `limit` 0: there is no such buffer, and no limit.
     """
 
-    def _check(self, wish: int) -> None:
-        if self._limit and wish > self._limit:
+    def _check(self, demand: int) -> None:
+        if self._limit and demand > self._limit:
             raise MidstreamError(
                 "capture_failed",
-                f"the request captures {wish} rows in one step, the engine has room for {self._limit} (setting capture_buffer_mib)",
+                f"the request captures {demand} rows in one step, the engine has room for {self._limit} (setting capture_buffer_mib)",
             )
 
-    def _fits(self, wish: int) -> bool:
-        return not self._limit or self._held + wish <= self._limit
+    def _fits(self, demand: int) -> bool:
+        return not self._limit or self._held + demand <= self._limit

@@ -20,7 +20,7 @@ Locate = Callable[[str], Awaitable[RunFiles]]
 
 
 @dataclass(frozen=True)
-class Ask:
+class EngineRequest:
     """One prompt, and all that is asked of the engine for it."""
 
     job: str
@@ -39,9 +39,9 @@ class Ask:
     tenant: str = DEFAULT_TENANT
 
 
-def ask_of(job: Job, request: int, attempt: int, trace: str = "") -> Ask:
+def engine_request(job: Job, request: int, attempt: int, trace: str = "") -> EngineRequest:
     """What a job that is no sweep asks for one of its prompts."""
-    return Ask(
+    return EngineRequest(
         job=job.id,
         request=request,
         attempt=attempt,
@@ -83,20 +83,20 @@ class Engine(Protocol):
     info: ModelInfo
     tokenizer: TokenizerBundle
     world: int  # number of ranks (tp x pp): this many receipts for every request that wants them
-    enters: bool  # a forward may begin at `Ask.entry`; where it cannot, an entry changes nothing but the cache keys
+    enters: bool  # a forward may begin at `EngineRequest.entry`; where it cannot, an entry changes nothing but the cache keys
     on_quarantine: Callable[[str], None]  # set by the host; told why the ranks may differ, besides what is raised
 
     async def start(self) -> None:
         """Load the model; may take a minute. Raises MidstreamError("engine_failed")."""
 
-    async def hold_vectors(self, names: Sequence[str], fetch: Fetch, *, standing: bool = False) -> None:
+    async def hold_vectors(self, names: Sequence[str], fetch: Fetch, *, pinned: bool = False) -> None:
         """Have every one of these tensors on every rank, and keep them there until `release_vectors` with the same names.
 
-        `standing`: for modules and global steering, beside the cache's budget. Raises MidstreamError("intervention_failed")
+        `pinned`: for modules and global steering, beside the cache's budget. Raises MidstreamError("intervention_failed")
         naming rank and reason, and Quarantined; a call that raises, or is cancelled, holds nothing.
         """
 
-    async def release_vectors(self, names: Sequence[str], *, standing: bool = False) -> None:
+    async def release_vectors(self, names: Sequence[str], *, pinned: bool = False) -> None:
         """These are no longer needed by whoever held them; they may stay as a cache."""
 
     async def hold_runs(self, keys: Sequence[str], locate: Locate) -> None:
@@ -152,7 +152,7 @@ class Engine(Protocol):
     def waiting(self) -> int:
         """Requests that wait for rows of the steering table."""
 
-    def generate(self, ask: Ask, everyone: GlobalSteering) -> AsyncGenerator[Progress, None]:
+    def generate(self, ask: EngineRequest, everyone: GlobalSteering) -> AsyncGenerator[Progress, None]:
         """Generate for one prompt under `everyone`, which was applied when the job was claimed; the last item carries `finished`.
 
         Raises MidstreamError("engine_failed") when the engine has died. Closing the generator stops the request.

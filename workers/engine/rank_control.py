@@ -11,7 +11,7 @@ from ...schemas.errors import MidstreamError
 from ...schemas.settings import Settings
 from ...schemas.specs import RankSpec, steering_rows
 from ...schemas.steering import GlobalSteering, RankApplied, RankSteering
-from .admission import RowAdmission, RowWish
+from .admission import RowAdmission, RowDemand
 from .collective import Quarantined, Ranks, Refused, Undo
 from .protocol import Fetch, Locate
 from .source_runs import RankRuns
@@ -42,12 +42,12 @@ class RankControl(ABC):
     def waiting(self) -> int:
         return self._rows.waiting
 
-    async def hold_vectors(self, names: Sequence[str], fetch: Fetch, *, standing: bool = False) -> None:
+    async def hold_vectors(self, names: Sequence[str], fetch: Fetch, *, pinned: bool = False) -> None:
         if names:
-            await self._vectors.hold(names, fetch, standing=standing)
+            await self._vectors.hold(names, fetch, pinned=pinned)
 
-    async def release_vectors(self, names: Sequence[str], *, standing: bool = False) -> None:
-        self._vectors.release(names, standing=standing)
+    async def release_vectors(self, names: Sequence[str], *, pinned: bool = False) -> None:
+        self._vectors.release(names, pinned=pinned)
 
     async def hold_runs(self, keys: Sequence[str], locate: Locate) -> None:
         if keys:
@@ -61,14 +61,14 @@ class RankControl(ABC):
 
     async def prepare_global(self, steering: GlobalSteering) -> list[RankApplied]:
         try:
-            self._rows.check_standing(_standing(steering))
+            self._rows.check_pinned(_pinned_rows(steering))
         except MidstreamError as error:
             return self._by_all(error.detail)
         return await self._ranks.ask("preparing global steering", "midstream_prepare_global", msgspec.to_builtins(steering))
 
     async def commit_global(self, steering: GlobalSteering) -> list[RankApplied]:
         try:
-            async with self._rows.replacing_standing(_standing(steering), self._patience_s):
+            async with self._rows.replacing_pinned(_pinned_rows(steering), self._patience_s):
                 return await self._ranks.apply(
                     f"global steering version {steering.version}",
                     "midstream_commit_global",
@@ -95,7 +95,7 @@ class RankControl(ABC):
         await self._ranks.apply("beginning the ledgers anew", "midstream_restart_ledger")
         self._vectors.forget()
         self._runs.forget()
-        self._rows.clear_standing()
+        self._rows.clear_pinned()
 
     async def same_content(self) -> bool:
         prints = await self._call("midstream_fingerprint", ())
@@ -110,15 +110,15 @@ def rank_steering(status: dict[str, Any]) -> RankSteering:
     return msgspec.convert({name: status[name] for name in RankSteering.__struct_fields__ if name in status}, RankSteering)
 
 
-def row_wish(spec: RankSpec | None) -> frozenset[RowWish]:
+def row_wish(spec: RankSpec | None) -> frozenset[RowDemand]:
     """The rows of the table that a request needs, its own and everyone's."""
     if spec is None:
         return frozenset()
-    return frozenset(RowWish(row.key, row.num_vectors) for row in (*steering_rows(spec.global_steering), *steering_rows(spec.steering)))
+    return frozenset(RowDemand(row.key, row.num_vectors) for row in (*steering_rows(spec.global_steering), *steering_rows(spec.steering)))
 
 
-def _standing(steering: GlobalSteering) -> frozenset[RowWish]:
-    return frozenset(RowWish(row.key, row.num_vectors) for row in steering.standing_rows())
+def _pinned_rows(steering: GlobalSteering) -> frozenset[RowDemand]:
+    return frozenset(RowDemand(row.key, row.num_vectors) for row in steering.standing_rows())
 
 
 def disagreement(ranks: Sequence[RankSteering]) -> str:

@@ -4,17 +4,17 @@ from ...schemas.selectors import depends_on_prompt, lowest_position
 from ...schemas.specs import RankSpec, StoredSteering, content_key, steering_digest
 from ...schemas.steering import GlobalSteering
 from ...schemas.version import __version__
-from .protocol import Ask
+from .protocol import EngineRequest
 
 
-def rank_spec(ask: Ask, everyone: GlobalSteering) -> RankSpec | None:
+def rank_spec(ask: EngineRequest, everyone: GlobalSteering) -> RankSpec | None:
     """None when nothing is asked for, by nobody: then no rank reports."""
     own, captures = ask.steering, ask.captures
     if not own and not captures and not everyone.entries and ask.grade is None:
         return None
     prompt_tokens = len(ask.token_ids)
-    standing = everyone.at(prompt_tokens)
-    steering = [*standing, *own]
+    global_rows = everyone.at(prompt_tokens)
+    steering = [*global_rows, *own]
     lowest = min((lowest_position(capture.positions, prompt_tokens) for capture in captures), default=prompt_tokens)
     return RankSpec(
         version=__version__,
@@ -24,13 +24,13 @@ def rank_spec(ask: Ask, everyone: GlobalSteering) -> RankSpec | None:
         prompt_tokens=prompt_tokens,
         steering=own,
         captures=captures,
-        digest=_digest(standing, own, ask),
+        digest=_digest(global_rows, own, ask),
         by_prompt=any(depends_on_prompt(entry.positions) for entry in steering),
         first_affected=min((lowest_position(entry.positions, prompt_tokens) for entry in steering), default=-1),
         lowest_captured=lowest if lowest < prompt_tokens else -1,
         requests=ask.captured,
         told_when_over=bool(ask.sampling.stop),
-        global_steering=standing,
+        global_steering=global_rows,
         global_version=everyone.version,
         entry=ask.entry,
         grade=ask.grade,
@@ -39,7 +39,7 @@ def rank_spec(ask: Ask, everyone: GlobalSteering) -> RankSpec | None:
     )
 
 
-def _digest(everyone: list[StoredSteering], own: list[StoredSteering], ask: Ask) -> str:
+def _digest(everyone: list[StoredSteering], own: list[StoredSteering], ask: EngineRequest) -> str:
     """Of all that touches the request's KV cache. The same entries share it, whether they are everyone's or the request's own.
 
     With both they are told apart: each takes rows of its own, and what shares a row is rounded once. A forward that begins at a

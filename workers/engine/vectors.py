@@ -12,17 +12,17 @@ from .protocol import Fetch
 class RankVectors:
     """The worker's account of what the ranks hold; vectors that nobody holds stay as a cache within the budget.
 
-    What named modules and global steering hold (`standing`) does not count against it.
+    What named modules and global steering hold (`pinned`) does not count against it.
     """
 
     def __init__(self, ranks: Ranks, budget_bytes: int) -> None:
         self._ranks, self._budget = ranks, budget_bytes
         self._sizes: OrderedDict[str, int] = OrderedDict()  # least recently used first
         self._held: Counter[str] = Counter()
-        self._standing: Counter[str] = Counter()
+        self._pinned: Counter[str] = Counter()
         self._lock = asyncio.Lock()
 
-    async def hold(self, names: Sequence[str], fetch: Fetch, *, standing: bool = False) -> None:
+    async def hold(self, names: Sequence[str], fetch: Fetch, *, pinned: bool = False) -> None:
         """All of `names` on every rank, until `release`.
 
         Raises MidstreamError("intervention_failed") when a rank refuses; what other ranks took is rolled back.
@@ -35,15 +35,15 @@ class RankVectors:
                 if name not in self._sizes and name not in missing:  # evicted meanwhile
                     missing[name] = await fetch(name)
             if missing:
-                await unbroken(self._send(missing, keep=set(wanted), counted=not standing))
-            holders = self._standing if standing else self._held
+                await unbroken(self._send(missing, keep=set(wanted), counted=not pinned))
+            holders = self._pinned if pinned else self._held
             for name in wanted:
                 holders[name] += 1
                 self._sizes.move_to_end(name)
 
-    def release(self, names: Sequence[str], *, standing: bool = False) -> None:
+    def release(self, names: Sequence[str], *, pinned: bool = False) -> None:
         """Undo one `hold` of the same names."""
-        holders = self._standing if standing else self._held
+        holders = self._pinned if pinned else self._held
         for name in dict.fromkeys(names):
             holders[name] -= 1
             if holders[name] <= 0:  # below: `forget` came in between
@@ -53,7 +53,7 @@ class RankVectors:
         """The ranks have dropped everything, whoever held it."""
         self._sizes.clear()
         self._held.clear()
-        self._standing.clear()
+        self._pinned.clear()
 
     async def _send(self, tensors: dict[str, Tensor], keep: set[str], counted: bool) -> None:
         sizes = {name: len(tensor.data) for name, tensor in tensors.items()}
@@ -66,12 +66,12 @@ class RankVectors:
 
     async def _evict(self, coming: int, keep: set[str]) -> None:
         """Make room for `coming` bytes: drop what nobody holds, least recently used first."""
-        excess = sum(size for name, size in self._sizes.items() if name not in self._standing) + coming - self._budget
+        excess = sum(size for name, size in self._sizes.items() if name not in self._pinned) + coming - self._budget
         dropped = []
         for name, size in self._sizes.items():
             if excess <= 0:
                 break
-            if name not in self._held and name not in self._standing and name not in keep:
+            if name not in self._held and name not in self._pinned and name not in keep:
                 dropped.append(name)
                 excess -= size
         if dropped:

@@ -31,7 +31,7 @@ from ..runner.config import PlaneConfig
 from ..runner.consumers import available
 from .admission import CaptureBudget, StepRows
 from .identity import BOOT
-from .protocol import Ask, Progress
+from .protocol import EngineRequest, Progress
 from .rank_control import RankControl, rank_steering, row_wish
 from .rank_spec import rank_spec
 from .tokenizer import tokenizer_bundle
@@ -139,7 +139,7 @@ class VllmEngine(RankControl):
             caveats=list(adapter.caveats),
         )
 
-    async def generate(self, ask: Ask, everyone: GlobalSteering) -> AsyncGenerator[Progress, None]:
+    async def generate(self, ask: EngineRequest, everyone: GlobalSteering) -> AsyncGenerator[Progress, None]:
         spec = rank_spec(ask, everyone)
         request_id = f"{ask.job}.{ask.request}.{ask.attempt}"
         live = self._live.setdefault((ask.job, ask.attempt), set())
@@ -179,7 +179,7 @@ class VllmEngine(RankControl):
                 self._ending.add(task)
                 task.add_done_callback(self._ended)
 
-    def _captured_rows(self, ask: Ask, positions: int = sys.maxsize) -> int:
+    def _captured_rows(self, ask: EngineRequest, positions: int = sys.maxsize) -> int:
         """How many rows the captures of one prompt may have, of at most so many positions."""
         prompt_tokens = len(ask.token_ids)
         max_tokens = ask.sampling.max_tokens + self._settings.speculative_tokens  # drafts beyond the end are computed, too

@@ -25,7 +25,7 @@ from ...schemas.jobs import Output, Sampling, TokenLogprob
 from ...schemas.settings import Settings
 from ...schemas.specs import RankSpec, StoredSteering
 from ...schemas.steering import GlobalSteering, RankSteering
-from ..engine.protocol import Ask, Progress
+from ..engine.protocol import EngineRequest, Progress
 from ..engine.rank_control import RankControl, row_wish
 from ..engine.rank_spec import rank_spec
 from .model import Dice, make_bundle, make_info, make_tokenizer
@@ -72,7 +72,7 @@ class FakeEngine(RankControl):
         self.ranks.tell_load(self._running, sum(self._active.values()) - self._running)
         return await super().steering_status()
 
-    async def generate(self, ask: Ask, everyone: GlobalSteering) -> AsyncGenerator[Progress, None]:
+    async def generate(self, ask: EngineRequest, everyone: GlobalSteering) -> AsyncGenerator[Progress, None]:
         attempt = ask.job, ask.attempt
         self._active[attempt] += 1
         try:
@@ -85,7 +85,7 @@ class FakeEngine(RankControl):
                 del self._active[attempt]
                 self._aborted.discard(attempt)
 
-    async def _generate(self, ask: Ask, spec: RankSpec | None) -> AsyncGenerator[Progress, None]:
+    async def _generate(self, ask: EngineRequest, spec: RankSpec | None) -> AsyncGenerator[Progress, None]:
         steering = [*spec.global_steering, *spec.steering] if spec is not None else []
         async with self._rows.admitted(row_wish(spec)), self._slots, self._stepping():
             if (found := self.faults.get("generate")) is not None and int(found["request"]) == ask.request:
@@ -116,7 +116,7 @@ class FakeEngine(RankControl):
         finally:
             self._running -= 1
 
-    async def _take_time(self, ask: Ask) -> None:
+    async def _take_time(self, ask: EngineRequest) -> None:
         if self._settings.fake_token_s:
             await asyncio.sleep(self._settings.fake_token_s)
         elif ask.stream:
@@ -147,7 +147,7 @@ class FakeEngine(RankControl):
 class _Writing:
     """One output on its way."""
 
-    def __init__(self, tokenizer: Tokenizer, ask: Ask, steering: list[StoredSteering]):
+    def __init__(self, tokenizer: Tokenizer, ask: EngineRequest, steering: list[StoredSteering]):
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
         self._text = ""

@@ -19,7 +19,7 @@ from ...schemas.specs import RankSpec, StoredCapture
 from ...schemas.version import __version__
 from ..engine.collective import check_apply_results
 from ..engine.identity import BOOT
-from ..engine.protocol import Ask
+from ..engine.protocol import EngineRequest
 from ..runner.finished import FinishedCapture
 from ..runner.layouts import StoreConfig
 from ..runner.writer import BOOT_DIGITS, WriteJob, Writer
@@ -33,7 +33,7 @@ FLUSH_S = 2.0
 
 @dataclass(frozen=True)
 class _Finished:
-    ask: Ask
+    ask: EngineRequest
     spec: RankSpec
     token_ids: list[int]  # generated
 
@@ -120,7 +120,7 @@ class FakeRanks:
             await asyncio.to_thread(outbox.flush, FLUSH_S)
             await asyncio.to_thread(outbox.close)
 
-    def report(self, ask: Ask, spec: RankSpec, token_ids: list[int]) -> None:
+    def report(self, ask: EngineRequest, spec: RankSpec, token_ids: list[int]) -> None:
         """A request has generated everything; its receipts follow when its files are durable."""
         finished = _Finished(ask, spec, list(token_ids))
         graded, failure = self._graded(finished)

@@ -6,13 +6,13 @@ from enum import StrEnum
 
 from ...broker.ledger.jobs import Ledger
 from ...schemas.jobs import Event, Job
-from .progress import Attempt
+from .progress import AttemptProgress
 from .redis_retry import patiently
-from .steering_leases import Lease
+from .steering_leases import SteeringLease
 
 
-class Outcome(StrEnum):
-    """How a run ended; what the Celery task returns, so that Flower shows it."""
+class AttemptOutcome(StrEnum):
+    """How an attempt ended; what the Celery task returns, so that Flower shows it."""
 
     SUCCEEDED = "succeeded"  # all is there
     GENERATED = "generated"  # outputs are stored; receipts may still settle
@@ -29,15 +29,15 @@ class JobFailed(Exception):
 
 
 @dataclass(eq=False)
-class Run:
+class Attempt:
     """One attempt at one job, on this worker, now."""
 
     job: Job
-    attempt: int
+    number: int  # of the job's attempts
     task: "asyncio.Task[object]"
-    lease: Lease  # on the global steering that it runs under
-    stages: Attempt  # how far it is
-    ending: Outcome | None = None  # why it is being stopped
+    lease: SteeringLease  # on the global steering that it runs under
+    progress: AttemptProgress  # how far it is
+    ending: AttemptOutcome | None = None  # why it is being stopped
     detail: str = ""  # more of that
     closed: bool = False  # past the point where stopping it means anything
     finished: int = 0  # prompts
@@ -50,8 +50,8 @@ class Run:
         """Do the ranks report on it?"""
         return self.job.wants_receipts or bool(self.lease.steering.entries)
 
-    def stop(self, ending: Outcome, detail: str = "") -> None:
-        """Cancel the run; the first reason counts."""
+    def stop(self, ending: AttemptOutcome, detail: str = "") -> None:
+        """Cancel the attempt; the first reason counts."""
         if not self.closed and self.ending is None:
             self.ending, self.detail = ending, detail
             self.task.cancel()
@@ -61,9 +61,9 @@ class Run:
         async with self._emitting:
             self.emitted += 1
             number = self.emitted
-            await patiently(lambda: ledger.emit(self.job.id, self.attempt, number, event), f"event of {self.job.id}")
+            await patiently(lambda: ledger.emit(self.job.id, self.number, number, event), f"event of {self.job.id}")
 
     def check(self) -> None:
-        """Raise CancelledError when the run is being stopped: a cancellation alone may be swallowed (see `patience`)."""
+        """Raise CancelledError when the attempt is being stopped: a cancellation alone may be swallowed (see `redis_retry`)."""
         if self.ending is not None:
             raise asyncio.CancelledError

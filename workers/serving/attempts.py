@@ -22,14 +22,14 @@ from ...schemas.steering import GlobalSteering
 from ...schemas.tensors import Tensor, content_hash
 from ..engine.admission import CellSlots, CrowdedOut
 from ..engine.collective import Quarantined
-from ..engine.protocol import Engine, Progress, ask_of, check_lengths
-from .attempt import JobFailed, Outcome, Run
-from .progress import Attempt, Totals
+from ..engine.protocol import Engine, Progress, check_lengths, engine_request
+from .attempt import Attempt, AttemptOutcome, JobFailed
+from .progress import AttemptProgress, Totals
 from .redis_retry import UNAVAILABLE, patiently
-from .source_run_leases import RunHolds
-from .steering import Standing
-from .steering_leases import Lease
-from .sweeps import SweepRun
+from .source_run_leases import SourceRunLeases
+from .steering import SteeringReconciler
+from .steering_leases import SteeringLease
+from .sweeps import SweepAttempt
 
 logger = logging.getLogger(__name__)
 
@@ -46,65 +46,65 @@ UNWANTED = 256
 SHARE_BESIDE = 8
 
 
-class Runs:
+class Attempts:
     """The attempts that this worker holds. Used from the engine's event loop only."""
 
     def __init__(
         self,
         ledger: Ledger,
         engine: Engine,
-        standing: Standing,
+        reconciler: SteeringReconciler,
         worker: str,
         boot: str,
         engine_died: asyncio.Event,
     ):
         self._ledger = ledger
         self._engine = engine
-        self._standing = standing
-        standing.stop_runs = self._stop_reported
+        self._reconciler = reconciler
+        reconciler.stop_runs = self._stop_reported
         self._worker = worker
         self._boot = boot
         self._engine_died = engine_died
-        self._running: dict[str, Run] = {}
+        self._running: dict[str, Attempt] = {}
         #: Cancelled and not known here: perhaps the ledger's answer to their claim is on its way.
         self._unwanted: deque[str] = deque(maxlen=UNWANTED)
-        self.sources = RunHolds(ledger, engine, worker)
+        self.sources = SourceRunLeases(ledger, engine, worker)
         self._cells = CellSlots(self._cells_at_once)  # of all sweeps
         self.totals = Totals()
 
     @property
     def held(self) -> dict[str, int]:
         """job id → attempt, for the renewal of leases."""
-        return {job_id: run.attempt for job_id, run in self._running.items()}
+        return {job_id: attempt.number for job_id, attempt in self._running.items()}
 
     def _cells_at_once(self) -> int:
         """Few while others wait for their tokens: a step with an ordinary request in it computes every cell from the first layer."""
         limit = self._ledger.settings.sweep_cells_in_flight
-        alone = all(run.job.sweep is not None for run in self._running.values())
+        alone = all(attempt.job.sweep is not None for attempt in self._running.values())
         return limit if alone else max(1, limit // SHARE_BESIDE)
 
-    def stop(self, job_ids: Iterable[str], ending: Outcome, held: Mapping[str, int] | None = None) -> None:
+    def stop(self, job_ids: Iterable[str], ending: AttemptOutcome, held: Mapping[str, int] | None = None) -> None:
         """`held`: which attempts are meant, as of `held` at some time; without it, whichever runs."""
         for job_id in job_ids:
             if job_id in self._running:
-                run = self._running[job_id]
-                if held is None or held.get(job_id) == run.attempt:
-                    run.stop(ending)
-            elif ending is Outcome.CANCELLED:
+                attempt = self._running[job_id]
+                if held is None or held.get(job_id) == attempt.number:
+                    attempt.stop(ending)
+            elif ending is AttemptOutcome.CANCELLED:
                 self._unwanted.append(job_id)
 
     def _stop_reported(self, why: str) -> None:
         """The ranks are out of step: what was asked of them cannot be relied on."""
-        for run in self._running.values():
-            if run.reported:
-                run.stop(Outcome.OUT_OF_STEP, why)
+        for attempt in self._running.values():
+            if attempt.reported:
+                attempt.stop(AttemptOutcome.OUT_OF_STEP, why)
 
     async def drain(self) -> None:
-        """Wait until every run is over."""
+        """Wait until every attempt is over."""
         while self._running:
-            await asyncio.wait([run.task for run in self._running.values()])
+            await asyncio.wait([attempt.task for attempt in self._running.values()])
 
-    async def run_job(self, job_id: str) -> Outcome:
+    async def run_job(self, job_id: str) -> AttemptOutcome:
         """Claim and run a job. Raises JobFailed when it ended with a problem."""
         crash_point("worker.received")
         patience = time.monotonic() + CLAIM_PATIENCE_S
@@ -114,7 +114,7 @@ class Runs:
                 break
             try:
                 claim = await self._claim(job_id, lease.steering)
-                return Outcome.NOT_OURS if claim is None else await self._run(claim, lease)
+                return AttemptOutcome.NOT_OURS if claim is None else await self._run(claim, lease)
             except ClaimRefused as error:
                 logger.info("job %s waits: %s", job_id, error)
             except MidstreamError as error:
@@ -127,14 +127,14 @@ class Runs:
                 lease.end()
             if time.monotonic() > patience:
                 break
-            await self._standing.catch_up(patience - time.monotonic())
-        return Outcome.NOT_OURS if self._engine_died.is_set() else Outcome.PUT_BACK
+            await self._reconciler.catch_up(patience - time.monotonic())
+        return AttemptOutcome.NOT_OURS if self._engine_died.is_set() else AttemptOutcome.PUT_BACK
 
-    async def _lease(self, patience: float) -> Lease | None:
+    async def _lease(self, patience: float) -> SteeringLease | None:
         """None when this worker does not serve by then, or within `ELSEWHERE_S` while another one does."""
         while True:
             left = patience - time.monotonic()
-            lease = await self._standing.lease(min(left, ELSEWHERE_S))
+            lease = await self._reconciler.lease(min(left, ELSEWHERE_S))
             if lease is not None or left <= ELSEWHERE_S or self._engine_died.is_set() or await self._another_serves():
                 return lease
 
@@ -148,27 +148,27 @@ class Runs:
         model = self._engine.info.name
         return any(worker.healthy and worker.model == model and worker.worker != self._worker for worker in workers)
 
-    async def _run(self, claim: Claim, lease: Lease) -> Outcome:
+    async def _run(self, claim: Claim, lease: SteeringLease) -> AttemptOutcome:
         task = asyncio.current_task()
         assert task is not None, "run_job runs as a task"
-        run = Run(claim.job, claim.attempt, task, lease, Attempt(claim, self._worker, self.totals))
-        if not run.reported:
+        attempt = Attempt(claim.job, claim.attempt, task, lease, AttemptProgress(claim, self._worker, self.totals))
+        if not attempt.reported:
             lease.end()  # nobody has to wait for it
         job_id = claim.job.id
         former = self._running.get(job_id)
         if former is not None:  # our own, from before a stall that cost us the lease
-            former.stop(Outcome.LOST)
-        self._running[job_id] = run
+            former.stop(AttemptOutcome.LOST)
+        self._running[job_id] = attempt
         if job_id in self._unwanted:
-            run.stop(Outcome.CANCELLED)
+            attempt.stop(AttemptOutcome.CANCELLED)
         crash_point("worker.claimed")
         try:
-            outcome = await self._attempt(run)
-            run.stages.over(outcome)
+            outcome = await self._perform(attempt)
+            attempt.progress.over(outcome)
             return outcome
         finally:
-            run.stages.close()
-            if self._running.get(job_id) is run:
+            attempt.progress.close()
+            if self._running.get(job_id) is attempt:
                 del self._running[job_id]
 
     async def _claim(self, job_id: str, everyone: GlobalSteering) -> Claim | None:
@@ -190,79 +190,79 @@ class Runs:
                 await patiently(lambda: self._ledger.fail(job_id, view.attempt, problem), f"failure of {job_id}")
             raise JobFailed(f"{job_id}: {error}") from error
 
-    async def _attempt(self, run: Run) -> Outcome:
+    async def _perform(self, attempt: Attempt) -> AttemptOutcome:
         try:
-            check_lengths(run.job, self._engine.info)
-            outputs = await (self._generate(run) if run.job.sweep is None else self._sweep(run))
-            run.check()
+            check_lengths(attempt.job, self._engine.info)
+            outputs = await (self._generate(attempt) if attempt.job.sweep is None else self._sweep(attempt))
+            attempt.check()
             crash_point("worker.generated")
             began = now()
             stored = await patiently(
-                lambda: self._ledger.store_outputs(run.job.id, run.attempt, outputs, run.last), f"outputs of {run.job.id}"
+                lambda: self._ledger.store_outputs(attempt.job.id, attempt.number, outputs, attempt.last), f"outputs of {attempt.job.id}"
             )
-            run.closed = True
+            attempt.closed = True
             crash_point("worker.stored")
-            run.stages.stored(stored, run.reported, began)
+            attempt.progress.stored(stored, attempt.reported, began)
             if stored is None:
-                return Outcome.LOST
-            return Outcome.SUCCEEDED if stored is State.SUCCEEDED else Outcome.GENERATED
+                return AttemptOutcome.LOST
+            return AttemptOutcome.SUCCEEDED if stored is State.SUCCEEDED else AttemptOutcome.GENERATED
         except asyncio.CancelledError:
-            if run.ending is None:
+            if attempt.ending is None:
                 raise  # the event loop itself is going down
-            return await self._abandon(run, run.ending)
+            return await self._abandon(attempt, attempt.ending)
         except (Exception, BaseExceptionGroup) as error:
-            if run.ending is not None:
-                logger.info("job %s attempt %d failed while it was being stopped: %r", run.job.id, run.attempt, error)
-                return await self._abandon(run, run.ending)
+            if attempt.ending is not None:
+                logger.info("job %s attempt %d failed while it was being stopped: %r", attempt.job.id, attempt.number, error)
+                return await self._abandon(attempt, attempt.ending)
             if (ending := _other_attempt(error)) is not None:
-                run.detail = str(error)
-                return await self._abandon(run, ending)
-            run.closed = True
-            return await self._give_up(run, problem_of(error))
+                attempt.detail = str(error)
+                return await self._abandon(attempt, ending)
+            attempt.closed = True
+            return await self._give_up(attempt, problem_of(error))
 
-    async def _generate(self, run: Run) -> list[Output]:
+    async def _generate(self, attempt: Attempt) -> list[Output]:
         """Every prompt of the job at once: they batch in the engine with each other and with other jobs."""
-        job = run.job
+        job = attempt.job
         own = {name for entries in job.steering for entry in entries for name in entry.tensors}
-        names = sorted({name for name in own if not is_row(name) and name != ZEROS} | set(run.lease.steering.tensors))
+        names = sorted({name for name in own if not is_row(name) and name != ZEROS} | set(attempt.lease.steering.tensors))
         async with self.sources.holding(job.id, runs_named(own), job.runs):
             await self._engine.hold_vectors(names, self._fetch)
             try:
-                run.check()
+                attempt.check()
                 async with asyncio.TaskGroup() as group:
-                    outputs = [group.create_task(self._prompt(run, request)) for request in range(len(job.prompts))]
+                    outputs = [group.create_task(self._prompt(attempt, request)) for request in range(len(job.prompts))]
             finally:
                 await self._engine.release_vectors(names)
         return [output.result() for output in outputs]
 
-    async def _sweep(self, run: Run) -> list[Output]:
+    async def _sweep(self, attempt: Attempt) -> list[Output]:
         """What a sweep gives is kept as it comes."""
 
         def refused(kept: Kept) -> None:
-            run.stop(Outcome.CANCELLED if kept == "cancelling" else Outcome.LOST)
+            attempt.stop(AttemptOutcome.CANCELLED if kept == "cancelling" else AttemptOutcome.LOST)
 
-        await SweepRun(self._ledger, self._engine, self.sources, run, self._cells, self._fetch, refused).run()
+        await SweepAttempt(self._ledger, self._engine, self.sources, attempt, self._cells, self._fetch, refused).run()
         return []
 
-    async def _prompt(self, run: Run, request: int) -> Output:
+    async def _prompt(self, attempt: Attempt, request: int) -> Output:
         output: Output | None = None
-        ask = ask_of(run.job, request, run.attempt, run.stages.span.traceparent)
-        with run.stages.prompt(request, len(ask.token_ids)) as told:
-            async with aclosing(self._engine.generate(ask, run.lease.steering)) as stream:
+        ask = engine_request(attempt.job, request, attempt.number, attempt.progress.span.traceparent)
+        with attempt.progress.prompt(request, len(ask.token_ids)) as told:
+            async with aclosing(self._engine.generate(ask, attempt.lease.steering)) as stream:
                 async for progress in stream:
-                    run.check()
+                    attempt.check()
                     told.heard(len(progress.token_ids))
                     output = progress.finished
-                    if run.job.stream and (progress.text or progress.token_ids or output):
-                        await run.emit(self._ledger, _token_event(progress, run.attempt))
+                    if attempt.job.stream and (progress.text or progress.token_ids or output):
+                        await attempt.emit(self._ledger, _token_event(progress, attempt.number))
         if output is None:
             raise MidstreamError("engine_failed", f"the engine ended prompt {request} without an output")
-        told_of = Event(event="output", data={"index": request}, attempt=run.attempt)
-        run.finished += 1
-        if run.finished == len(run.job.prompts):
-            run.last = told_of  # goes along with the outputs
+        told_of = Event(event="output", data={"index": request}, attempt=attempt.number)
+        attempt.finished += 1
+        if attempt.finished == len(attempt.job.prompts):
+            attempt.last = told_of  # goes along with the outputs
         else:
-            await run.emit(self._ledger, told_of)
+            await attempt.emit(self._ledger, told_of)
         return output
 
     async def _fetch(self, name: str) -> Tensor:
@@ -271,30 +271,31 @@ class Runs:
             raise MidstreamError("intervention_failed", f"vector {name[:12]} does not have the content that its name says")
         return tensor
 
-    async def _abandon(self, run: Run, ending: Outcome) -> Outcome:
+    async def _abandon(self, attempt: Attempt, ending: AttemptOutcome) -> AttemptOutcome:
         """Stop the attempt in the engine, and say in the ledger what follows from it."""
-        run.closed = True
-        while run.task.cancelling():
-            run.task.uncancel()
-        logger.info("job %s attempt %d stops: %s", run.job.id, run.attempt, ending)
-        if ending is Outcome.RELEASED:
-            await patiently(lambda: self._ledger.release(run.job.id, run.attempt), f"release of {run.job.id}")
+        attempt.closed = True
+        while attempt.task.cancelling():
+            attempt.task.uncancel()
+        logger.info("job %s attempt %d stops: %s", attempt.job.id, attempt.number, ending)
+        if ending is AttemptOutcome.RELEASED:
+            await patiently(lambda: self._ledger.release(attempt.job.id, attempt.number), f"release of {attempt.job.id}")
             crash_point("worker.released")
             return ending
-        await self._engine.abort(run.job.id, run.attempt)
-        if ending is Outcome.OUT_OF_STEP:
-            await patiently(lambda: self._ledger.desync_release(run.job.id, run.attempt, run.detail), f"release of {run.job.id}")
-        if ending is Outcome.CANCELLED:
+        await self._engine.abort(attempt.job.id, attempt.number)
+        if ending is AttemptOutcome.OUT_OF_STEP:
+            job_id, number = attempt.job.id, attempt.number
+            await patiently(lambda: self._ledger.desync_release(job_id, number, attempt.detail), f"release of {job_id}")
+        if ending is AttemptOutcome.CANCELLED:
             crash_point("worker.aborted")
-            await patiently(lambda: self._ledger.finish_cancel(run.job.id, run.attempt), f"cancel of {run.job.id}")
+            await patiently(lambda: self._ledger.finish_cancel(attempt.job.id, attempt.number), f"cancel of {attempt.job.id}")
         return ending
 
-    async def _give_up(self, run: Run, problem: Problem) -> Outcome:
+    async def _give_up(self, attempt: Attempt, problem: Problem) -> AttemptOutcome:
         """End the job with a problem, unless the engine's death is behind it: then another attempt follows."""
         if problem.type.endswith(":engine_failed") and await self._engine_is_dead():
-            return await self._abandon(run, Outcome.RELEASED)
-        await self._engine.abort(run.job.id, run.attempt)
-        await patiently(lambda: self._ledger.fail(run.job.id, run.attempt, problem), f"failure of {run.job.id}")
+            return await self._abandon(attempt, AttemptOutcome.RELEASED)
+        await self._engine.abort(attempt.job.id, attempt.number)
+        await patiently(lambda: self._ledger.fail(attempt.job.id, attempt.number, problem), f"failure of {attempt.job.id}")
         raise JobFailed(f"{problem.title}: {problem.detail}")
 
     async def _engine_is_dead(self) -> bool:
@@ -305,12 +306,12 @@ class Runs:
         return True
 
 
-def _other_attempt(error: BaseException) -> Outcome | None:
+def _other_attempt(error: BaseException) -> AttemptOutcome | None:
     """How an attempt ends that failed through no fault of the job's; None for what is the job's problem."""
     leaves = list(_leaves(error))
     if any(isinstance(leaf, Quarantined) for leaf in leaves):
-        return Outcome.OUT_OF_STEP
-    return Outcome.RELEASED if any(isinstance(leaf, CrowdedOut) for leaf in leaves) else None
+        return AttemptOutcome.OUT_OF_STEP
+    return AttemptOutcome.RELEASED if any(isinstance(leaf, CrowdedOut) for leaf in leaves) else None
 
 
 def problem_of(error: BaseException) -> Problem:

@@ -9,8 +9,8 @@ from ...broker.ledger.source_runs import SourceRuns
 from ...schemas.errors import MidstreamError
 from ...schemas.models import WorkerInfo
 from ...schemas.settings import Settings
-from .attempt import Outcome
-from .attempts import Runs
+from .attempt import AttemptOutcome
+from .attempts import Attempts
 from .redis_retry import LONGEST_PAUSE_S, UNAVAILABLE
 
 logger = logging.getLogger(__name__)
@@ -30,11 +30,11 @@ class Heartbeat:
     `publish` is called again after Redis was unreachable, and whenever Redis lacks the model: it may have lost its data.
     """
 
-    def __init__(self, settings: Settings, runs: Runs, info: Callable[[], WorkerInfo], publish: Callable[[], Awaitable[None]]):
+    def __init__(self, settings: Settings, attempts: Attempts, info: Callable[[], WorkerInfo], publish: Callable[[], Awaitable[None]]):
         self._ledger = Ledger.connect(settings, answer_s=max(SHORTEST_TRY_S, settings.lease_s / TRIES_PER_LEASE))
         self._settings = settings
         self._sources = SourceRuns(self._ledger)
-        self._runs = runs
+        self._attempts = attempts
         self._period_s = settings.lease_s / RENEWALS_PER_LEASE
         self._info = info
         self._publish = publish
@@ -60,13 +60,13 @@ class Heartbeat:
     async def beat(self) -> None:
         """Renew every lease, those on source runs too, stop what was lost or is being cancelled, and say that the worker lives."""
         info = self._info()
-        held = self._runs.held
+        held = self._attempts.held
         if held:
             renewal = await self._ledger.renew(info.worker, info.boot, held)
             # What was lost may have been claimed anew before the answer came.
-            self._runs.stop(renewal.lost, Outcome.LOST, held)
-            self._runs.stop(renewal.cancelling, Outcome.CANCELLED)
-        await self._runs.sources.renew(self._sources)
+            self._attempts.stop(renewal.lost, AttemptOutcome.LOST, held)
+            self._attempts.stop(renewal.cancelling, AttemptOutcome.CANCELLED)
+        await self._attempts.sources.renew(self._sources)
         await self._ledger.heartbeat(info)
 
     async def close(self) -> None:

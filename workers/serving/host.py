@@ -32,12 +32,12 @@ from ...schemas.version import __version__
 from ..engine.identity import BOOT
 from ..engine.protocol import Engine
 from ..engines import make_engine
-from .attempt import Outcome
-from .attempts import Runs
+from .attempt import AttemptOutcome
+from .attempts import Attempts
 from .heartbeat import Heartbeat
-from .metrics import Figures, versions
+from .metrics import WorkerMetrics, versions
 from .redis_retry import end_tasks, patiently
-from .steering import Standing
+from .steering import SteeringReconciler
 
 logger = logging.getLogger(__name__)
 
@@ -64,9 +64,9 @@ class EngineHost:
         self._background: list[asyncio.Task[None]] = []
         self.ready = False  # the engine has started
         self._engine: Engine | None = None
-        self._runs: Runs | None = None
-        self._standing: Standing | None = None
-        self._figures: Figures | None = None
+        self._attempts: Attempts | None = None
+        self._reconciler: SteeringReconciler | None = None
+        self._metrics: WorkerMetrics | None = None
         self._ledger = Ledger.connect(settings)
         self._heartbeat: Heartbeat | None = None
 
@@ -98,10 +98,10 @@ class EngineHost:
         """Of the model, once the engine is ready."""
         return self._engine.info.caveats if self._engine is not None else []
 
-    def run(self, job_id: str) -> Outcome:
+    def run(self, job_id: str) -> AttemptOutcome:
         """Run a job on the engine's loop and wait for its end. Raises JobFailed when it ended with a problem."""
-        assert self._runs is not None, "start() first"
-        outcome: Outcome = self._schedule(self._runs.run_job(job_id)).result()
+        assert self._attempts is not None, "start() first"
+        outcome: AttemptOutcome = self._schedule(self._attempts.run_job(job_id)).result()
         return outcome
 
     def view(self, job_id: str) -> JobView:
@@ -118,15 +118,15 @@ class EngineHost:
 
     def cancel(self, job_id: str) -> None:
         """Stop a job if it runs here; returns at once."""
-        if self._runs is not None:
-            self._loop.call_soon_threadsafe(self._runs.stop, [job_id], Outcome.CANCELLED)
+        if self._attempts is not None:
+            self._loop.call_soon_threadsafe(self._attempts.stop, [job_id], AttemptOutcome.CANCELLED)
 
     def describe(self) -> dict[str, Any]:
         """What `inspect midstream_engine` shows."""
         assert self._engine is not None, "start() first"
-        assert self._runs is not None, "start() first"
+        assert self._attempts is not None, "start() first"
         info = self._engine.info
-        stats = self._figures.stats() if self._figures is not None else None
+        stats = self._metrics.stats() if self._metrics is not None else None
         return {
             "model": info.name,
             "architecture": info.architecture,
@@ -139,7 +139,7 @@ class EngineHost:
             "healthy": not self._trouble,
             "detail": self._trouble,
             "started": self.started_at,
-            "running": self._runs.held,
+            "running": self._attempts.held,
             "stats": msgspec.to_builtins(stats),
             "versions": versions(),
         }
@@ -172,18 +172,18 @@ class EngineHost:
         await engine.start()
         self._engine = engine
         died = asyncio.Event()
-        standing = self._standing = Standing(Steering(self._ledger), engine, settings, BOOT, lambda: heartbeat.beat())
-        self._runs = Runs(self._ledger, engine, standing, settings.worker_id, BOOT, died)
-        self._figures = Figures(engine.info.name, self._runs, standing, lambda: engine.waiting)
-        self._figures.register()
-        heartbeat = self._heartbeat = Heartbeat(settings, self._runs, self._info, self._publish)
+        reconciler = self._reconciler = SteeringReconciler(Steering(self._ledger), engine, settings, BOOT, lambda: heartbeat.beat())
+        self._attempts = Attempts(self._ledger, engine, reconciler, settings.worker_id, BOOT, died)
+        self._metrics = WorkerMetrics(engine.info.name, self._attempts, reconciler, lambda: engine.waiting)
+        self._metrics.register()
+        heartbeat = self._heartbeat = Heartbeat(settings, self._attempts, self._info, self._publish)
         await patiently(self._publish, "start")
-        await standing.start()  # before the first job
+        await reconciler.start()  # before the first job
         await patiently(heartbeat.beat, "start")
         self._background = [
             self._loop.create_task(self._watch(engine.failed(), died), name="engine watch"),
             self._loop.create_task(self._watch(heartbeat.run(), died), name="heartbeat"),
-            self._loop.create_task(self._watch(standing.run(), died), name="steering"),
+            self._loop.create_task(self._watch(reconciler.run(), died), name="steering"),
             self._loop.create_task(self._watch(self._watch_disks(), died), name="disks"),
         ]
 
@@ -209,15 +209,15 @@ class EngineHost:
             pp=info.pp,
             healthy=not self._trouble,
             detail=self._trouble,
-            stats=self._figures.stats() if self._figures is not None else None,
+            stats=self._metrics.stats() if self._metrics is not None else None,
         )
 
     @property
     def _trouble(self) -> str:
         """Why no job begins here; empty when it may."""
-        if self.death or self._disk or self._standing is None or self._standing.state == "serving":
+        if self.death or self._disk or self._reconciler is None or self._reconciler.state == "serving":
             return self.death or self._disk
-        return f"{self._standing.state}: {self._standing.detail}"
+        return f"{self._reconciler.state}: {self._reconciler.detail}"
 
     async def _look_at_disks(self) -> None:
         """Note, and log once, whether captures and receipts can be written."""
@@ -261,13 +261,13 @@ class EngineHost:
         logger.critical("engine died: %s", reason)
         self.death = reason
         died.set()
-        assert self._runs is not None
-        assert self._standing is not None
-        self._standing.close()
+        assert self._attempts is not None
+        assert self._reconciler is not None
+        self._reconciler.close()
         try:
             async with asyncio.timeout(DEATH_GRACE_S / 2):
-                self._runs.stop(list(self._runs.held), Outcome.RELEASED)
-                await self._runs.drain()
+                self._attempts.stop(list(self._attempts.held), AttemptOutcome.RELEASED)
+                await self._attempts.drain()
         except TimeoutError:
             logger.error("the running jobs could not be released in time; their leases expire instead")
         finally:
@@ -281,8 +281,8 @@ class EngineHost:
 
     async def _stop(self) -> None:
         await end_tasks(self._background)
-        if self._figures is not None:
-            self._figures.unregister()
+        if self._metrics is not None:
+            self._metrics.unregister()
         if self._engine is not None:
             await self._engine.shutdown()
         if self._heartbeat is not None:

@@ -16,8 +16,8 @@ from ...schemas.base import now
 from ...schemas.models import WorkerStats
 from ...schemas.steering import RankSteering
 from ...schemas.version import __version__
-from .attempts import Runs
-from .steering import Standing
+from .attempts import Attempts
+from .steering import SteeringReconciler
 
 #: Rates are of at least this long, in seconds: several ask, and two questions in a row must not make one of a moment.
 LEAST_S = 4.0
@@ -49,17 +49,17 @@ OF_RANK: tuple[tuple[str, bool, str, OfRank], ...] = (
 )
 
 
-class Figures(Collector):
+class WorkerMetrics(Collector):
     """Of one worker, while its engine runs."""
 
-    def __init__(self, model: str, runs: Runs, standing: Standing, waiting: Callable[[], int]) -> None:
+    def __init__(self, model: str, attempts: Attempts, reconciler: SteeringReconciler, waiting: Callable[[], int]) -> None:
         """`waiting`: requests that wait for rows of the steering table."""
-        self._model, self._runs, self._standing, self._waiting = model, runs, standing, waiting
+        self._model, self._attempts, self._reconciler, self._waiting = model, attempts, reconciler, waiting
         self._since = (time.monotonic(), 0, 0)  # when rates were last told, and the tokens then
         self._rates = (0.0, 0.0)
 
     def stats(self) -> WorkerStats:
-        ranks, totals, standing = self._standing.ranks, self._runs.totals, self._standing
+        ranks, totals, reconciler = self._reconciler.ranks, self._attempts.totals, self._reconciler
         at, prompt, generated = self._since
         passed = time.monotonic() - at
         if passed >= LEAST_S:
@@ -68,7 +68,7 @@ class Figures(Collector):
         first = ranks[0] if ranks else None
         return WorkerStats(
             at=now(),
-            jobs=len(self._runs.held),
+            jobs=len(self._attempts.held),
             running=first.running if first else 0,
             waiting=self._waiting() + (first.queued if first else 0),
             prompt_tokens_s=round(self._rates[0], 1),
@@ -86,10 +86,10 @@ class Figures(Collector):
             captured_rows=sum(rank.captured_rows for rank in ranks),
             captured_bytes=sum(rank.captured_bytes for rank in ranks),
             dropped_positions=sum(rank.dropped_positions for rank in ranks),
-            desyncs=standing.desyncs,
-            resyncs=standing.resyncs,
-            last_desync=standing.last_desync,
-            last_desync_at=standing.last_desync_at,
+            desyncs=reconciler.desyncs,
+            resyncs=reconciler.resyncs,
+            last_desync=reconciler.last_desync,
+            last_desync_at=reconciler.last_desync_at,
         )
 
     # For Prometheus
@@ -107,7 +107,7 @@ class Figures(Collector):
         yield from (_family(name, grows, words, ["model", "rank"]) for name, grows, words, _ in OF_RANK)
 
     def collect(self) -> Iterator[Metric]:
-        stats, ranks = self.stats(), self._standing.ranks
+        stats, ranks = self.stats(), self._reconciler.ranks
         for name, grows, words, of_worker in OF_WORKER:
             family = _family(name, grows, words, ["model"])
             family.add_metric([self._model], of_worker(stats))

@@ -28,7 +28,7 @@ class Totals:
 class Prompt:
     """One prompt in the engine."""
 
-    def __init__(self, attempt: "Attempt", tokens: int, span: traces.Span) -> None:
+    def __init__(self, attempt: "AttemptProgress", tokens: int, span: traces.Span) -> None:
         self._attempt, self._tokens, self._span = attempt, tokens, span
         self._begun = False
 
@@ -43,7 +43,7 @@ class Prompt:
         totals.generated_tokens += tokens
 
 
-class Attempt:
+class AttemptProgress:
     """One attempt at one job. `span.traceparent` goes to the ranks, and comes back with their receipts."""
 
     def __init__(self, claim: Claim, worker: str, totals: Totals) -> None:

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 LEASES = 4
 
 
-class RunHolds:
+class SourceRunLeases:
     """Used from the engine's event loop only."""
 
     def __init__(self, ledger: Ledger, engine: Engine, worker: str) -> None:

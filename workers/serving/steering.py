@@ -23,7 +23,7 @@ from ..engine.collective import Quarantined, Refused, refusals
 from ..engine.protocol import Engine
 from ..engine.rank_control import disagreement
 from .redis_retry import UNAVAILABLE, patiently
-from .steering_leases import Applied, Lease
+from .steering_leases import AppliedSteering, SteeringLease
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class _Answer:
         self.held: list[str] = []
 
 
-class Standing:
+class SteeringReconciler:
     """What stands on an engine's ranks. `tell` is called when whether the worker serves has changed; it may raise `unavailable`.
 
     `stop_runs(why)` asks every attempt with interventions or captures to end; set by the host.
@@ -81,8 +81,8 @@ class Standing:
         self._closed = False
         self._wake = asyncio.Event()
         self._looked = asyncio.Event()  # replaced with every look
-        self._global = Applied(GlobalSteering())
-        self._former: list[Applied] = []  # attempts still run under these
+        self._global = AppliedSteering(GlobalSteering())
+        self._former: list[AppliedSteering] = []  # attempts still run under these
         self._modules: dict[str, Module] = {}
         self._answer = _Answer()
         self._last: list[RankApplied] = []  # answers to the last prepare or commit
@@ -101,12 +101,12 @@ class Standing:
     def serving(self) -> bool:
         return self._open.is_set() and not self._closed
 
-    async def lease(self, patience_s: float) -> Lease | None:
+    async def lease(self, patience_s: float) -> SteeringLease | None:
         """The global steering for an attempt that begins now; None when the worker does not serve within `patience_s`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(patience_s):
                 await self._open.wait()
-        return Lease(self._global) if self.serving else None
+        return SteeringLease(self._global) if self.serving else None
 
     async def catch_up(self, patience_s: float) -> None:
         """Look now; returns after that, or when `patience_s` are over."""
@@ -257,7 +257,7 @@ class Standing:
                 continue
             self._troubles.pop(name, None)
             if former is not None:
-                await self._engine.release_vectors(former.tensors, standing=True)
+                await self._engine.release_vectors(former.tensors, pinned=True)
         self._troubles = {name: trouble for name, trouble in self._troubles.items() if name in wanted or name in self._modules}
 
     async def _set_module(self, name: str, module: Module | None) -> None:
@@ -266,7 +266,7 @@ class Standing:
         try:
             await self._engine.set_module(name, module.digest if module is not None else "", tensors)
         except BaseException:
-            await self._engine.release_vectors(tensors, standing=True)
+            await self._engine.release_vectors(tensors, pinned=True)
             raise
         if module is not None:
             self._modules[name] = module
@@ -289,13 +289,13 @@ class Standing:
                 await self._check(wanted)
                 self._last = await self._engine.commit_global(wanted)
             except BaseException:
-                await self._engine.release_vectors(wanted.tensors, standing=True)
+                await self._engine.release_vectors(wanted.tensors, pinned=True)
                 raise
         except Refused as error:
             self._last, self._compared = error.answers, float("-inf")  # as for modules
             return error.detail
         self._former.append(self._global)
-        self._global = Applied(wanted)
+        self._global = AppliedSteering(wanted)
         return ""
 
     async def _check(self, wanted: GlobalSteering) -> None:
@@ -314,7 +314,7 @@ class Standing:
                 self._answer = await self._prepare(proposal)
                 self._last = self._answer.applied
         finally:
-            await self._engine.release_vectors(former.held, standing=True)
+            await self._engine.release_vectors(former.held, pinned=True)
 
     async def _prepare(self, proposal: Proposal) -> _Answer:
         tensors = proposal.steering.tensors
@@ -332,12 +332,12 @@ class Standing:
         """Of the tensors of global steering that no attempt runs under any more."""
         for applied in [applied for applied in self._former if not applied.users]:
             self._former.remove(applied)
-            await self._engine.release_vectors(applied.steering.tensors, standing=True)
+            await self._engine.release_vectors(applied.steering.tensors, pinned=True)
 
     async def _hold(self, tensors: list[str]) -> None:
         """Raises Refused also when a tensor is not stored any more (what needs it was taken back meanwhile), or cannot be read."""
         try:
-            await self._engine.hold_vectors(tensors, self._fetch, standing=True)
+            await self._engine.hold_vectors(tensors, self._fetch, pinned=True)
         except MidstreamError as error:
             if error.kind not in ("intervention_failed", VERSION_MISMATCH) or isinstance(error, Refused | Quarantined):
                 raise
@@ -414,7 +414,7 @@ class Standing:
 
     def _forget(self) -> None:
         """The ranks have nothing any more."""
-        self._global, self._former, self._modules = Applied(GlobalSteering()), [], {}
+        self._global, self._former, self._modules = AppliedSteering(GlobalSteering()), [], {}
         self._answer, self._version = _Answer(), 0
 
     def _complain(self, why: str) -> None:

@@ -3,19 +3,19 @@
 from ...schemas.steering import GlobalSteering
 
 
-class Applied:
+class AppliedSteering:
     """A global steering that the ranks have, or had, and how many attempts run under it."""
 
     def __init__(self, steering: GlobalSteering) -> None:
         self.steering, self.users = steering, 0
 
 
-class Lease:
+class SteeringLease:
     """One attempt's hold on the global steering it began under: its tensors stay on the ranks. End it, once or more often."""
 
-    def __init__(self, applied: Applied) -> None:
+    def __init__(self, applied: AppliedSteering) -> None:
         self.steering = applied.steering
-        self._applied: Applied | None = applied
+        self._applied: AppliedSteering | None = applied
         applied.users += 1
 
     def end(self) -> None:

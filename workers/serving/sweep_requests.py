@@ -10,13 +10,13 @@ from ...schemas.source_runs import ZEROS, RunFile, RunFiles, RunRow, parse_key, 
 from ...schemas.specs import Entry, Grade, StoredCapture, StoredSteering
 from ...schemas.sweep_units import Units
 from ...schemas.sweeps import StoredSweep, Unit
-from ..engine.protocol import Ask
+from ..engine.protocol import EngineRequest
 
 BASE, SOURCE = "base", "source"  # tags
 _ONE_TOKEN = Sampling(max_tokens=1)
 
 
-class Asks:
+class SweepRequests:
     """Of one attempt at one sweep. Pure; small enough per cell that a sweep of 20,000 costs the worker a second."""
 
     def __init__(self, job: Job, attempt: int, info: ModelInfo, enters: bool) -> None:
@@ -41,7 +41,7 @@ class Asks:
         """Under which name the ranks keep that distribution."""
         return f"{self._job.id}.{self._attempt}.{pair}"
 
-    def control(self, unit: Unit, *, captures: bool = True) -> list[Ask]:
+    def control(self, unit: Unit, *, captures: bool = True) -> list[EngineRequest]:
         """The requests of a base or source unit, one per node."""
         stored, tag = self._sweep.pairs[unit.pair], SOURCE if unit.kind == "source" else BASE
         keeps = self._sweep.metric == "kl" and unit == self.reference(unit.pair)
@@ -59,7 +59,7 @@ class Asks:
             asks.append(ask)
         return asks
 
-    def patched(self, unit: Unit) -> list[Ask]:
+    def patched(self, unit: Unit) -> list[EngineRequest]:
         """The requests of a cell or a noise unit, one per node."""
         stored = self._sweep.pairs[unit.pair]
         layers, places = self.units.patched(unit)
@@ -133,8 +133,8 @@ class Asks:
         entry: Entry | None = None,
         grade: Grade,
         keep_blocks: str = "",
-    ) -> Ask:
-        return Ask(
+    ) -> EngineRequest:
+        return EngineRequest(
             job=self._job.id,
             request=self.units.request(unit, place),
             attempt=self._attempt,

@@ -8,7 +8,7 @@ from ...schemas.sweep_units import Node
 from ...schemas.sweeps import StoredPair
 
 
-class Unvouched(Exception):
+class UnverifiedUnit(Exception):
     """There is no value; the text says why."""
 
 
@@ -22,7 +22,7 @@ def verdict(pair: StoredPair, nodes: Sequence[Node], told: Sequence[Sequence[Rec
     try:
         return grades(pair, nodes, [_graded(receipts) for receipts in told], compared)
     except ValueError as error:
-        raise Unvouched(str(error)) from error
+        raise UnverifiedUnit(str(error)) from error
 
 
 def refusal(told: Sequence[Receipt]) -> str:
@@ -40,14 +40,14 @@ def _short(receipt: Receipt) -> str:
 
 def _check(receipts: Sequence[Receipt], world: int) -> None:
     if sorted(receipt.rank for receipt in receipts) != list(range(world)):
-        raise Unvouched(f"{len(receipts)} of {world} ranks reported")
+        raise UnverifiedUnit(f"{len(receipts)} of {world} ranks reported")
     if why := refusal(receipts):
-        raise Unvouched(why)
+        raise UnverifiedUnit(why)
     stages: dict[int, set[tuple[str, int, int, int]]] = {}
     for receipt in receipts:
         stages.setdefault(receipt.pp, set()).add((receipt.checksum, receipt.actions, receipt.epoch, receipt.applied))
     if differing := sorted(stage for stage, accounts in stages.items() if len(accounts) > 1):
-        raise Unvouched(f"the ranks of stage {differing[0]} do not report the same")
+        raise UnverifiedUnit(f"the ranks of stage {differing[0]} do not report the same")
 
 
 def _graded(receipts: Sequence[Receipt]) -> list[float]:

@@ -25,12 +25,12 @@ from ...schemas.source_runs import RunFiles
 from ...schemas.sweeps import SweepCell, SweepStart, SweepSummary, Unit, UnitRecord
 from ..engine.admission import CellSlots, CrowdedOut
 from ..engine.collective import Quarantined
-from ..engine.protocol import Ask, Engine, Fetch
-from .attempt import Run
+from ..engine.protocol import Engine, EngineRequest, Fetch
+from .attempt import Attempt
 from .redis_retry import end_tasks, patiently
-from .source_run_leases import RunHolds
-from .sweep_requests import Asks
-from .sweep_verdict import Unvouched, refusal, verdict
+from .source_run_leases import SourceRunLeases
+from .sweep_requests import SweepRequests
+from .sweep_verdict import UnverifiedUnit, refusal, verdict
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ POLL_UNITS = 256
 class _Pending:
     """A unit that the engine was asked."""
 
-    def __init__(self, unit: Unit, asks: list[Ask]) -> None:
+    def __init__(self, unit: Unit, asks: list[EngineRequest]) -> None:
         self.unit = unit
         self.requests = [ask.request for ask in asks]
         self.left = len(asks)  # that the engine has not answered
@@ -70,29 +70,29 @@ class _Pair:
         self.useless = ""  # why there is no share to be told
 
 
-class SweepRun:
+class SweepAttempt:
     """One attempt at one sweep. `cells_in_flight` is shared by all sweeps of the worker; first come, first served."""
 
     def __init__(
         self,
         ledger: Ledger,
         engine: Engine,
-        sources: RunHolds,
-        run: Run,
+        sources: SourceRunLeases,
+        attempt: Attempt,
         cells_in_flight: CellSlots,
         fetch: Fetch,
         refused: Callable[[Kept], None],
     ) -> None:
         """`refused`: stops the run when the ledger does not take its word any more."""
-        assert run.job.sweep is not None
+        assert attempt.job.sweep is not None
         settings = ledger.settings
-        self._ledger, self._sweeps, self._engine, self._sources, self._run = ledger, Sweeps(ledger), engine, sources, run
-        self._sweep, self._fetch, self._refused = run.job.sweep, fetch, refused
-        self._everyone = run.lease.steering
+        self._ledger, self._sweeps, self._engine, self._sources, self._attempt = ledger, Sweeps(ledger), engine, sources, attempt
+        self._sweep, self._fetch, self._refused = attempt.job.sweep, fetch, refused
+        self._everyone = attempt.lease.steering
         # What is applied to everyone may reach below the layer at which a forward would begin.
         enters = settings.sweep_entry and engine.enters and not self._everyone.entries
-        self._asks = Asks(run.job, run.attempt, engine.info, enters)
-        self._units = self._asks.units
+        self._requests = SweepRequests(attempt.job, attempt.number, engine.info, enters)
+        self._units = self._requests.units
         self._slots = cells_in_flight
         self._unread = asyncio.Semaphore(UNREAD * settings.sweep_cells_in_flight)
         self._patience_s = settings.capture_timeout_s
@@ -110,14 +110,14 @@ class SweepRun:
         began = time.monotonic()
         if not self._engine.info.grades:
             raise MidstreamError("intervention_failed", "the worker's engine does not tell log-probabilities of given tokens")
-        job = self._run.job
+        job = self._attempt.job
         self._records = await patiently(lambda: self._sweeps.records(job.id), f"units of {job.id}")
         if not self._records:
             await self._emit("start", sweep_start(self._sweep))
         names = sorted({*self._everyone.tensors, *([self._sweep.mask] if self._sweep.mask else [])})
         await self._engine.hold_vectors(names, self._fetch)
         try:
-            self._run.check()
+            self._attempt.check()
             await self._whole()
             await self._restore()
         finally:
@@ -137,11 +137,11 @@ class SweepRun:
         for task in tasks:
             if not task.cancelled():
                 task.result()
-        self._run.check()
+        self._attempt.check()
 
     async def _restore(self) -> None:
         """Say again what the ledger does not know any more: a Redis whose machine died has lost its last second."""
-        job = self._run.job.id
+        job = self._attempt.job.id
         there = await patiently(lambda: self._sweeps.records(job), f"units of {job}")
         lost = [record for number, record in self._records.items() if number not in there]
         if lost:
@@ -149,8 +149,8 @@ class SweepRun:
             await self._keep((record, self._units.cell(record.unit) or Unit(record.unit, "base", 0)) for record in lost)
 
     async def _emit(self, kind: EventKind, told: SweepStart | SweepSummary) -> None:
-        event = Event(event=kind, data=from_json(to_json(told), dict[str, Any]), attempt=self._run.attempt)
-        await self._run.emit(self._ledger, event)
+        event = Event(event=kind, data=from_json(to_json(told), dict[str, Any]), attempt=self._attempt.number)
+        await self._attempt.emit(self._ledger, event)
 
     # Asking
 
@@ -182,7 +182,8 @@ class SweepRun:
             return
         try:
             # The next pair waits for room beside this one, which waits for nothing: so they do not wait for each other.
-            async with self._sources.holding(self._run.job.id, self._asks.runs(pair), {}, self._locate(pair)), asyncio.TaskGroup() as group:
+            held = self._sources.holding(self._attempt.job.id, self._requests.runs(pair), {}, self._locate(pair))
+            async with held, asyncio.TaskGroup() as group:
                 asked = [(await self._begin(group, unit)).kept for unit in missing if not self._given_up(unit)]
                 await asyncio.gather(*asked)
         except MidstreamError as error:  # of loading the runs: those of requests come in a group
@@ -205,14 +206,14 @@ class SweepRun:
         return sorted([*noise, *cells], key=lambda unit: (early and unit.kind == "cell", unit.layer, unit.column, unit.hook))
 
     async def _controls(self, pair: int, needed: bool) -> str:
-        """Ask the two prompts as they are, and take in what is known of them. Returns why the pair has no values; empty when it has.
+        """Ask for the two prompts as they are, and take in what is known of them. Returns why the pair has no values; empty when it has.
 
         `needed`: cells will be compared with them.
         """
         units = [self._units.base(pair)]
         if self._sweep.ablation is None:
             units.append(self._units.source(pair))
-        reference = self._asks.reference(pair)
+        reference = self._requests.reference(pair)
         if self._sweep.metric == "kl":
             units.sort(key=lambda unit: unit != reference)  # the others are compared with it
         asked = []
@@ -222,10 +223,10 @@ class SweepRun:
                 if known and self._records[unit.number].value is None:
                     continue  # its failure is kept, and stays
                 if known and unit.kind == "base":
-                    self._asks.take_over(pair, self._records[unit.number].receipts)
+                    self._requests.take_over(pair, self._records[unit.number].receipts)
                 kept_anew = needed and self._sweep.metric == "kl" and unit == reference  # a new attempt's ranks have it no more
                 if not known or kept_anew:
-                    pending = await self._begin(group, unit, self._asks.control(unit, captures=not known))
+                    pending = await self._begin(group, unit, self._requests.control(unit, captures=not known))
                     asked.append(pending)
                     if self._sweep.metric == "kl":
                         await asyncio.shield(pending.kept)
@@ -271,11 +272,11 @@ class SweepRun:
             self._decide(unit, state.useless)
         return bool(state.useless)
 
-    async def _begin(self, group: asyncio.TaskGroup, unit: Unit, asks: list[Ask] | None = None) -> _Pending:
+    async def _begin(self, group: asyncio.TaskGroup, unit: Unit, asks: list[EngineRequest] | None = None) -> _Pending:
         """Ask the engine, once there is room."""
         if self._ended:  # a group cancels its tasks once, and this one's cancellation was swallowed (see `patience`)
             raise asyncio.CancelledError
-        asks = self._asks.patched(unit) if asks is None else asks
+        asks = self._requests.patched(unit) if asks is None else asks
         await self._unread.acquire()
         pending = _Pending(unit, asks)
         for ask in asks:
@@ -284,15 +285,15 @@ class SweepRun:
             group.create_task(self._request(pending, ask)).add_done_callback(lambda _: self._slots.release())
         return pending
 
-    async def _request(self, pending: _Pending, ask: Ask) -> None:
+    async def _request(self, pending: _Pending, ask: EngineRequest) -> None:
         try:
-            finished, totals = False, self._run.stages.totals
+            finished, totals = False, self._attempt.progress.totals
             totals.prompt_tokens += len(ask.token_ids)
             async with aclosing(self._engine.generate(ask, self._everyone)) as stream:
                 async for progress in stream:
                     finished = progress.finished is not None
                     totals.generated_tokens += len(progress.token_ids)
-            self._run.check()
+            self._attempt.check()
             if not finished:
                 raise MidstreamError("engine_failed", f"the engine ended request {ask.request} without an output")
         except MidstreamError as error:
@@ -312,7 +313,7 @@ class SweepRun:
                 for told in record.receipts
             ]
             try:
-                return self._asks.files(pair, key, receipts)
+                return self._requests.files(pair, key, receipts)
             except ValueError as error:
                 raise MidstreamError("intervention_failed", str(error)) from error
 
@@ -323,14 +324,14 @@ class SweepRun:
     def _decide(self, unit: Unit, reason: str) -> None:
         """The unit has no value, whatever the engine would say."""
         self._unkept += 1
-        self._decided.append((UnitRecord(unit=unit.number, reason=reason, attempt=self._run.attempt), unit))
+        self._decided.append((UnitRecord(unit=unit.number, reason=reason, attempt=self._attempt.number), unit))
         self._work.set()
 
     async def _collect(self) -> None:
         """Keep what was decided, and what all ranks have reported on, until cancelled."""
         while True:
             await self._work.wait()
-            self._run.check()
+            self._attempt.check()
             decided, self._decided = self._decided, []
             await self._keep(decided)
             self._unkept -= len(decided)
@@ -355,13 +356,13 @@ class SweepRun:
         ]
         if not batch:
             return
-        job, info = self._run.job, self._engine.info
-        kept = await patiently(lambda: self._sweeps.keep(job, self._run.attempt, batch, self._engine.world, info.pp), f"cells of {job.id}")
+        job, number, engine = self._attempt.job, self._attempt.number, self._engine
+        kept = await patiently(lambda: self._sweeps.keep(job, number, batch, engine.world, engine.info.pp), f"cells of {job.id}")
         crash_point("sweep.kept")
         if kept != "kept":
             self._refused(kept)
-            self._run.check()
-        self._run.stages.totals.cells += sum(cell is not None for _, cell in batch)
+            self._attempt.check()
+        self._attempt.progress.totals.cells += sum(cell is not None for _, cell in batch)
         for record, _ in batch:
             self._records.setdefault(record.unit, record)
 
@@ -370,7 +371,7 @@ class SweepRun:
         asked = time.monotonic()
         read = [pending for pending in self._waiting if not pending.told and not pending.reason][:POLL_UNITS]
         requests = [request for pending in read for request in pending.requests]
-        job, world = self._run.job.id, self._engine.world
+        job, world = self._attempt.job.id, self._engine.world
         told = await patiently(lambda: self._sweeps.receipts(job, requests, world), f"receipts of {job}")
         now = time.monotonic()
         if now - asked > STALL_S:
@@ -398,7 +399,7 @@ class SweepRun:
         unit, state = pending.unit, self._pairs[pending.unit.pair]
         if unit.kind == "cell" and self._sweep.metric == "recovered" and state.noise_left and not state.useless:
             return None
-        record = UnitRecord(unit=unit.number, reason=pending.reason, attempt=self._run.attempt)
+        record = UnitRecord(unit=unit.number, reason=pending.reason, attempt=self._attempt.number)
         if not pending.reason:
             record = self._value(pending)
         if unit.kind == "noise":
@@ -408,13 +409,13 @@ class SweepRun:
         return record
 
     def _value(self, pending: _Pending) -> UnitRecord:
-        unit, state, attempt = pending.unit, self._pairs[pending.unit.pair], self._run.attempt
+        unit, state, attempt = pending.unit, self._pairs[pending.unit.pair], self._attempt.number
         stored, nodes = self._sweep.pairs[unit.pair], self._units.nodes[unit.pair]
         try:
-            grades = verdict(stored, nodes, pending.told, self._engine.world, self._asks.compares(unit))
-            reference = self._sweep.metric == "kl" and unit == self._asks.reference(unit.pair)
+            grades = verdict(stored, nodes, pending.told, self._engine.world, self._requests.compares(unit))
+            reference = self._sweep.metric == "kl" and unit == self._requests.reference(unit.pair)
             value = 0.0 if reference else in_nats(self._sweep.metric, grades)
-        except (Unvouched, ValueError) as error:
+        except (UnverifiedUnit, ValueError) as error:
             return UnitRecord(unit=unit.number, reason=str(error), attempt=attempt)
         if unit.kind == "noise":
             state.noise.append(value)

@@ -7,7 +7,7 @@ from celery import Celery, Task
 
 from ...schemas.errors import MidstreamError
 from ...schemas.jobs import TERMINAL, JobView, State
-from .attempt import JobFailed, Outcome
+from .attempt import AttemptOutcome, JobFailed
 from .host import EngineHost
 from .task_states import JobRequest, PutBack, Settlements, Settling, Told
 
@@ -33,11 +33,11 @@ def register_tasks(app: Celery, host: EngineHost) -> None:
 def _body(host: EngineHost) -> Callable[[str], str]:
     def run(job_id: str) -> str:
         outcome = host.run(job_id)
-        if outcome is Outcome.SUCCEEDED:
+        if outcome is AttemptOutcome.SUCCEEDED:
             return outcome.value
-        if outcome is Outcome.GENERATED:
+        if outcome is AttemptOutcome.GENERATED:
             raise Settling
-        if outcome is Outcome.PUT_BACK or (host.death and outcome is Outcome.NOT_OURS):
+        if outcome is AttemptOutcome.PUT_BACK or (host.death and outcome is AttemptOutcome.NOT_OURS):
             time.sleep(REJECT_PAUSE_S)
             raise PutBack(host.death or outcome.value)
         try:
@@ -49,7 +49,7 @@ def _body(host: EngineHost) -> Callable[[str], str]:
     return run
 
 
-def _became(view: JobView, outcome: Outcome) -> str:
+def _became(view: JobView, outcome: AttemptOutcome) -> str:
     """What to say of a job that did not end here with its outputs, as the ledger has it; returned for a success, else raised."""
     if view.state is State.SUCCEEDED:
         return outcome.value
