@@ -41,7 +41,7 @@ class Rig:
         self.engine.on_quarantine = self.quarantined.append
 
     async def fill(self) -> None:
-        await self.engine.hold_vectors([FIRST, SECOND], fetch, standing=True)
+        await self.engine.hold_vectors([FIRST, SECOND], fetch, pinned=True)
         await self.engine.set_module("joy", "d1", [FIRST])
         await self.engine.commit_global(steering(1, SECOND))
 
@@ -199,7 +199,7 @@ def test_an_engine_that_died_is_no_refusal(tmp_path: Path) -> None:
 def test_global_steering_too_large_beside_the_former_is_refused_by_all_ranks(tmp_path: Path) -> None:
     async def story() -> None:
         rig = Rig(tmp_path, steering_entries=2)
-        await rig.engine.hold_vectors([FIRST, SECOND], fetch, standing=True)
+        await rig.engine.hold_vectors([FIRST, SECOND], fetch, pinned=True)
         await rig.engine.commit_global(steering(1, FIRST))
         wide = steering(2, SECOND, FIRST)
         assert [answer.ok for answer in await rig.engine.prepare_global(wide)] == [False, False]

@@ -254,7 +254,7 @@ def test_global_rows_that_time_out_or_fail_leave_the_former_rows() -> None:
         with pytest.raises(ZeroDivisionError):
             async with admission.replacing_pinned(rows("b"), 60):
                 _ = 1 / 0
-        assert admission._standing == rows("a")
+        assert admission._pinned == rows("a")
         assert (admission.waiting, admission.used) == (0, 1)
         with pytest.raises(MidstreamError, match="clear that first"):
             async with admission.replacing_pinned(rows("b", "c"), 60):

@@ -176,7 +176,7 @@ def test_a_proposal_refused_by_a_rank_names_rank_and_reason_and_frees_tensors(tm
         at.board.want()
         await at.follow()
         assert at.board.reports[-1].proposal == ""
-        assert not at.engine._vectors._standing
+        assert not at.engine._vectors._pinned
         assert at.standing.serving
 
     Worker(tmp_path, fault="prepare:rank=1")(story)
@@ -190,10 +190,10 @@ def test_an_attempt_keeps_the_global_steering_that_it_began_under_and_its_tensor
         at.board.want(current=steering(2))
         await at.follow()
         assert (old.steering.version, (await at.begin()).steering.version) == (1, 2)
-        assert NAMES[0] in at.engine._vectors._standing
+        assert NAMES[0] in at.engine._vectors._pinned
         old.end()
         await at.follow()
-        assert NAMES[0] not in at.engine._vectors._standing
+        assert NAMES[0] not in at.engine._vectors._pinned
 
     Worker(tmp_path)(story)
 
@@ -298,7 +298,7 @@ def test_a_proposal_that_redis_interrupts_leaves_no_tensor_held(tmp_path: Path) 
         assert at.board.reports[-1].proposal == "b"
         at.board.want()
         await at.follow()
-        assert not at.engine._vectors._standing
+        assert not at.engine._vectors._pinned
 
     Worker(tmp_path)(story)
 
@@ -401,7 +401,7 @@ def test_a_worker_that_cannot_apply_the_state_at_start_waits_until_it_is_cleared
         lease = await at.standing.lease(60)
         assert lease is not None
         assert lease.steering.version == 2
-        assert not at.engine._vectors._standing
+        assert not at.engine._vectors._pinned
 
     worker = Worker(tmp_path, fault="prepare:rank=1")
     worker.board.want(current=steering(1, NAMES[0]))
@@ -463,11 +463,11 @@ def test_modules_come_change_and_go_with_their_tensors(tmp_path: Path) -> None:
             at.board.want(modules={"joy": module(vector)})
             await at.follow()
             assert at.board.reports[-1].ranks[1].modules == {"joy": module(vector).digest}
-            assert set(at.engine._vectors._standing) == {vector}
+            assert set(at.engine._vectors._pinned) == {vector}
         at.board.want(modules={})
         await at.follow()
         assert at.board.reports[-1].ranks[1].modules == {}
-        assert not at.engine._vectors._standing
+        assert not at.engine._vectors._pinned
 
     Worker(tmp_path)(story)
 
