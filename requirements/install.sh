@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Makes the environment in which Midstream runs and is tested on CPU: a venv, the locked packages, Midstream itself (editable).
+# Creates the environment in which Midstream runs and is tested on CPU: a venv, the locked packages, Midstream itself (editable).
 # usage: requirements/install.sh VENV        (from the repository root)
-#   PYTHON            the interpreter, 3.11 to 3.13 (default: the first of python3.11, python3.12, python3.13, python3 that fits)
-#   TORCH_INDEX       index with the CPU build of torch, where pip's own configuration does not name one
-#   TORCH_UNVERIFIED  1: take a build of torch whose hash is not in torch-cpu.lock, such as one that you built yourself
+#   PYTHON            the interpreter, 3.11 to 3.13 (default: the first suitable one of python3.11, python3.12, python3.13, python3)
+#   TORCH_INDEX       index with the CPU build of torch, if pip's configuration does not name one
+#   TORCH_UNVERIFIED  1: accept a build of torch whose hash is not in torch-cpu.lock, such as your own build
 set -euo pipefail
 venv=$1
 say() { printf '  %s\n' "$*"; }
 
-# refuse WHAT APT-PACKAGES DNF-PACKAGES: ends with what is missing and the command that installs it here.
+# refuse WHAT APT-PACKAGES DNF-PACKAGES: exits with an error and the command that installs what is missing.
 refuse() {
     printf '%s\n' "$1" >&2
     local sudo=""
@@ -27,7 +27,7 @@ python=${PYTHON:-}
 if [ -z "$python" ]; then
     for name in python3.11 python3.12 python3.13 python3; do
         if ! command -v "$name" >/dev/null || ! in_range "$name"; then continue; fi
-        python=$name # even without venv: named below when no better one follows
+        python=$name # even without venv: reported below if no better one follows
         if makes_venvs "$name"; then break; fi
     done
     [ -n "$python" ] || refuse "Midstream needs Python 3.11, 3.12 or 3.13, and found $(version_of python3 || echo none)" \
@@ -51,7 +51,7 @@ log=$venv/install.log
 : >"$log"
 
 # Runs pip with its whole output in the log and a progress line per 25 packages; on failure shows the end of the log.
-# Three times at most: pip asks again for a connection, but not for a file that broke off in the middle.
+# Tries three times: pip retries a connection, but not an interrupted download.
 run_pip() {
     local try
     for try in 1 2 3; do
@@ -63,12 +63,12 @@ run_pip() {
         fi
         if grep -q "DO NOT MATCH THE HASHES" "$log"; then break; fi
         if [ "$try" -lt 3 ]; then
-            say "pip failed; once more in 10 s"
+            say "pip failed; retrying in 10 s"
             sleep 10
         fi
     done
     grep -v "^WARNING: Location" "$log" | tail -n 25 | cut -c1-300 >&2
-    echo "installation failed; all of pip's output is in $log" >&2
+    echo "installation failed; pip's output is in $log" >&2
     exit 1
 }
 locked() { run_pip install --progress-bar off --no-deps --require-hashes "$@"; }
@@ -76,14 +76,14 @@ locked() { run_pip install --progress-bar off --no-deps --require-hashes "$@"; }
 say "environment in $venv ($("$python" --version))"
 "$python" -m venv "$venv"
 
-# torch has a lock of its own: one version, built differently by different indexes. The CPU build is asked for by its name first: of
-# `torch==2.13.0` pip prefers a build whose link carries its hash, which a folder of wheels lacks.
+# torch has a separate lock: one version, built differently by different indexes. The CPU build is requested by name first: for
+# `torch==2.13.0`, pip prefers a build whose link carries its hash, which a folder of wheels lacks.
 index=(${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"})
 cpu_build=$venv/torch-cpu-build.lock
 sed 's/^torch==[0-9.]*/&+cpu/' requirements/torch-cpu.lock >"$cpu_build"
 say "torch (a CPU build has 180 MB)"
 if [ "${TORCH_UNVERIFIED:-}" = 1 ]; then
-    say "TORCH_UNVERIFIED=1: torch is taken without a look at its hash"
+    say "TORCH_UNVERIFIED=1: installing torch without checking its hash"
     run_pip install --progress-bar off --no-deps "${index[@]}" "$(grep -oE '^torch==[0-9.]+' requirements/torch-cpu.lock)"
 elif ! "$venv/bin/python" -m pip --disable-pip-version-check --no-input install --quiet --progress-bar off --no-deps --require-hashes \
     "${index[@]}" -r "$cpu_build" >>"$log" 2>&1; then
@@ -92,13 +92,13 @@ fi
 say "$(grep -c '==' requirements/cpu.lock) locked packages (about 400 MB; 2 to 5 minutes)"
 locked -r requirements/cpu.lock
 if ! "$venv/bin/python" -c 'import torch' 2>>"$log"; then
-    # The build for GPUs: it computes on CPU just as well, once its libraries are there.
+    # The GPU build also runs on a CPU once its libraries are installed.
     say "this torch is the CUDA build: fetching its libraries (2 GB; set TORCH_INDEX to an index with CPU builds to avoid this)"
     locked -r requirements/torch-cuda.lock
 fi
 say "midstream itself"
 run_pip install --no-deps --no-build-isolation -e .
-# An editable install is found after the working directory, where a mere folder called `midstream` would be taken for the package.
+# An editable install is found after the working directory, where any folder called `midstream` would be mistaken for the package.
 echo 'import sys; sys.meta_path.sort(key=lambda finder: not getattr(finder, "__module__", "").startswith("__editable___midstream"))' \
     >"$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/midstream_first.pth"
 "$venv/bin/python" -c 'import vllm, torch, midstream' >>"$log" 2>&1 || { tail -n 15 "$log" >&2; exit 1; }
