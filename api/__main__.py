@@ -10,7 +10,7 @@ from types import FrameType
 import uvicorn
 
 from ..broker.ledger.keys import any_key
-from ..broker.ops import logs, metrics, redis_durability, traces
+from ..broker.ops import logs, metrics_server, redis_durability, traces
 from ..broker.ops.hosts import named
 from ..schemas import faults
 from ..schemas.errors import MidstreamError
@@ -110,7 +110,7 @@ def serve(settings: Settings) -> None:
         log.warning("MIDSTREAM_AUTH=open on %s: whoever reaches this address may do everything", settings.api_host)
     faults.arm(settings.fault, settings.data_dir)
     traces.setup(settings, "api")
-    metrics.identify("api")
+    metrics_server.identify("api")
     listening, url = bind(settings.api_host, settings.api_port)
     app = make_app(settings)
     config = uvicorn.Config(

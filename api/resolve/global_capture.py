@@ -7,16 +7,13 @@ import logging
 import time
 
 import msgspec
-from prometheus_client import Counter
 
+from ...broker.ops.metrics import GLOBAL_CAPTURE_SKIPPED
 from ...schemas.jobs import Job
 from ...schemas.models import ModelInfo
 
 log = logging.getLogger("midstream.api")
 
-LEFT_OUT = Counter(
-    "midstream_global_captures_left_out", "Prompts without what the operator captures of every request, by reason", ["reason"]
-)
 #: Seconds between two lines of the log about the same reason.
 LOG_EVERY_S = 60.0
 
@@ -25,7 +22,7 @@ _logged: dict[str, float] = {}
 
 def left_out(reason: str, prompts: int, detail: str) -> None:
     """Count `prompts` under `reason`, and log `detail`, that once a minute at most. From any thread."""
-    LEFT_OUT.labels(reason).inc(prompts)
+    GLOBAL_CAPTURE_SKIPPED.labels(reason).inc(prompts)
     now = time.monotonic()
     if now >= _logged.get(reason, now):
         _logged[reason] = now + LOG_EVERY_S

@@ -8,12 +8,13 @@ from typing import Any
 import msgspec
 from litestar import Response, get
 from litestar.openapi.datastructures import ResponseSpec
-from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, Gauge, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest
 
 from ...broker.ledger.jobs import Ledger, reachable
 from ...broker.ledger.status import read_status
 from ...broker.ledger.steering import Account
 from ...broker.ops.liveness import RELAY_KEY
+from ...broker.ops.metrics import HELD
 from ...schemas.compatibility import judged, misfit_of
 from ...schemas.errors import MidstreamError
 from ...schemas.health import Health, Readiness
@@ -23,7 +24,7 @@ from ...schemas.openai import ModelCard, ModelList
 from ...schemas.status import Status
 from ...schemas.version import __version__
 from ..context import AppContext, context_of
-from ..operations import ledger_metrics, steering_metrics
+from ..operations import scraped
 from ..web.auth import knows_us
 from ..web.body import JsonRequest
 from .jobs import PROBLEM
@@ -33,10 +34,6 @@ from .steering import ask_all, fresh
 METRICS_TYPE = CONTENT_TYPE_LATEST.partition("; charset")[0]
 #: How long a scrape waits for what the workers say of their ranks, in seconds; then it takes what they said last.
 SCRAPE_S = 1.0
-
-WORKERS = Gauge("midstream_workers", "Live workers, by model and health", ["model", "healthy"])
-LEDGER = Gauge("midstream_ledger_reachable", "Whether the job ledger answers this API")
-HELD = Gauge("midstream_held_responses", "Calls of this process that wait for a job to change")
 
 
 @get("/v1/models", summary="The models that are served", responses={503: PROBLEM})
@@ -136,14 +133,8 @@ async def metrics(request: JsonRequest) -> Response[Any]:
     except MidstreamError:  # the metrics of this process are worth having while Redis is away
         status = None
     # From here on without a pause: several may be scraping.
-    LEDGER.set(status is not None)
-    ledger_metrics.FIGURES.status = status
+    scraped.replace(status, accounts)
     HELD.set(context.watcher.waiting)
-    WORKERS.clear()
-    for worker in status.workers if status is not None else ():
-        WORKERS.labels(worker.model, str(worker.healthy).lower()).inc()
-    steering_metrics.clear()
-    steering_metrics.fill(accounts)
     return Response(generate_latest(REGISTRY), media_type=METRICS_TYPE)
 
 

@@ -1,20 +1,20 @@
-"""Which figures does a process give to Prometheus, and where? The counters and histograms of every stage of a job.
+"""Every metric of Midstream, in one place: adding one means a line here and a row in docs/observability.md.
 
-All are named here, but for what the API and the workers read when they are asked
-(`api.operations.ledger_metrics`, `api.operations.steering_metrics`, `workers.serving.metrics`);
-docs/observability.md lists them all. A process exposes what it has counted itself: add them up.
+The counters, gauges and histograms of the first part are updated where things happen. The tables of the second part are read at
+each scrape, from what the ledger, the workers and their ranks report. A process exposes only what it has counted itself.
 """
 
-import logging
-import threading
-from wsgiref.simple_server import WSGIServer
+from collections import Counter as Tally
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from prometheus_client import Counter, Gauge, Histogram, disable_created_metrics, start_http_server
+from prometheus_client import Counter, Gauge, Histogram, disable_created_metrics
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
-from ...schemas.settings import Settings, SettingsError
-from ...schemas.version import __version__
-
-log = logging.getLogger(__name__)
+from ...schemas.models import WorkerStats
+from ...schemas.status import Status
+from ...schemas.steering import RankSteering, WorkerSteering
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series beside every counter, which nobody asks for
 
@@ -51,6 +51,11 @@ WEBHOOK_DEPTH = Gauge("midstream_webhook_outbox_depth", "Deliveries that are pen
 WEBHOOK_OLDEST = Gauge("midstream_webhook_oldest_due_seconds", "For how long the most overdue delivery has been due")
 
 # What the API does
+GLOBAL_CAPTURE_SKIPPED = Counter(
+    "midstream_global_captures_left_out_total", "Prompts for which global capture was skipped, by reason", ["reason"]
+)
+LEDGER = Gauge("midstream_ledger_reachable", "Whether the job ledger answers this API")
+HELD = Gauge("midstream_held_responses", "Calls of this process that wait for a job to change")
 REFUSALS = Counter("midstream_refusals_total", "Calls refused for a limit, a quota or an overload", ["kind"])
 
 #: In one statement each, so that a scrape right after the start shows zeros instead of nothing.
@@ -60,39 +65,169 @@ for _outcome in ("delivered", "retried", "failed", "disabled", "refused"):
     WEBHOOK_ATTEMPTS.labels(_outcome)
 
 
-class MetricsServer:
-    """This process's metrics over HTTP on a thread of their own; `close` ends it."""
-
-    def __init__(self, server: WSGIServer, thread: threading.Thread):
-        self._server, self._thread = server, thread
-
-    @property
-    def port(self) -> int:
-        return int(self._server.server_port)
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+T = TypeVar("T")
+#: Values of labels, and the number.
+Sample = tuple[tuple[str, ...], float]
 
 
-def start(settings: Settings, process: str) -> MetricsServer | None:
-    """Serve this process's metrics at `metrics_host:metrics_port`; None when no port is set.
+class Reading(NamedTuple, Generic[T]):
+    """A metric that is read at each scrape. `samples`: what it makes of a `T`."""
 
-    Raises SettingsError when the port cannot be used.
-    """
-    identify(process)
-    if not settings.metrics_port:
-        return None
-    try:
-        server, thread = start_http_server(settings.metrics_port, settings.metrics_host)
-    except OSError as error:
-        where = f"MIDSTREAM_METRICS_HOST={settings.metrics_host}, MIDSTREAM_METRICS_PORT={settings.metrics_port}"
-        raise SettingsError(f"{where}: {error.strerror or error}") from error
-    log.info("metrics of %s at http://%s:%d/metrics", process, settings.metrics_host, server.server_port)
-    return MetricsServer(server, thread)
+    name: str  # without the prefix, and without `_total`, which Prometheus adds to counters
+    family: type[CounterMetricFamily] | type[GaugeMetricFamily]
+    help: str
+    labels: tuple[str, ...]
+    samples: Callable[[T], Iterable[Sample]]
 
 
-def identify(process: str) -> None:
-    """Say which process's metrics these are."""
-    BUILD.labels(process, __version__).set(1)
+def _one(value: Callable[[T], float]) -> Callable[[T], Iterable[Sample]]:
+    """The samples of a metric without labels."""
+    return lambda source: [((), float(value(source)))]
+
+
+def _jobs(status: Status) -> Iterator[Sample]:
+    return (((model, state), count) for model, states in status.counts.items() for state, count in states.items())
+
+
+def _queues(status: Status) -> Iterator[Sample]:
+    for queue in status.queues:
+        yield (queue.model, queue.priority, "sent"), queue.sent
+        yield (queue.model, queue.priority, "waiting"), sum(queue.waiting.values())
+
+
+def _workers(status: Status) -> Iterator[Sample]:
+    counts = Tally((worker.model, str(worker.healthy).lower()) for worker in status.workers)
+    return iter(counts.items())
+
+
+#: Of the whole service, as the API reads it from the ledger.
+OF_SERVICE: tuple[Reading[Status], ...] = (
+    Reading("jobs", CounterMetricFamily, "How often jobs entered a state", ("model", "state"), _jobs),
+    Reading("workers", GaugeMetricFamily, "Live workers, by model and health", ("model", "healthy"), _workers),
+    Reading("queue_depth", GaugeMetricFamily, "Jobs that wait", ("model", "priority", "place"), _queues),
+    Reading("jobs_live", GaugeMetricFamily, "Jobs that have not ended", (), _one(lambda status: status.live)),
+    Reading("relay_up", GaugeMetricFamily, "Whether the relay was seen lately", (), _one(lambda status: status.relay.alive)),
+    Reading("callbacks_up", GaugeMetricFamily, "Whether the callbacks worker was", (), _one(lambda status: status.callbacks.alive)),
+    Reading("redis_memory_bytes", GaugeMetricFamily, "Memory that Redis uses", (), _one(lambda status: status.redis.used_bytes)),
+    Reading("redis_memory_limit_bytes", GaugeMetricFamily, "Its maxmemory, 0: none", (), _one(lambda status: status.redis.limit_bytes)),
+    Reading("redis_memory_share", GaugeMetricFamily, "Used / limit, 0 without a limit", (), _one(lambda status: status.redis.share)),
+)
+
+
+class SteeringReport(NamedTuple):
+    """A worker's last report on its ranks. `consistent`: pipeline stage → whether its ranks agree."""
+
+    worker: WorkerSteering
+    consistent: Mapping[int, bool]
+
+
+def _steering(name: str, words: str, value: Callable[[WorkerSteering], float]) -> Reading[SteeringReport]:
+    def samples(report: SteeringReport) -> Iterator[Sample]:
+        yield (report.worker.model, report.worker.worker), value(report.worker)
+
+    return Reading(f"steering_{name}", GaugeMetricFamily, words, ("model", "worker"), samples)
+
+
+def _steering_rank(name: str, words: str, value: Callable[[RankSteering], float]) -> Reading[SteeringReport]:
+    def samples(report: SteeringReport) -> Iterator[Sample]:
+        return (((report.worker.model, report.worker.worker, str(rank.rank)), value(rank)) for rank in report.worker.ranks)
+
+    return Reading(f"steering_{name}", GaugeMetricFamily, words, ("model", "worker", "rank"), samples)
+
+
+def _steering_state(report: SteeringReport) -> Iterator[Sample]:
+    yield (report.worker.model, report.worker.worker, report.worker.state), 1
+
+
+def _steering_consistent(report: SteeringReport) -> Iterator[Sample]:
+    return (((report.worker.model, report.worker.worker, str(stage)), agree) for stage, agree in report.consistent.items())
+
+
+#: Of every worker's steering, as the API has it from the workers' reports.
+OF_STEERING: tuple[Reading[SteeringReport], ...] = (
+    Reading("steering_state", GaugeMetricFamily, "1 for the state that the worker is in", ("model", "worker", "state"), _steering_state),
+    Reading(
+        "steering_consistent", GaugeMetricFamily, "Whether the ranks of a stage agree", ("model", "worker", "stage"), _steering_consistent
+    ),
+    _steering("waiting", "Requests that wait for rows of the steering table", lambda worker: worker.waiting),
+    _steering("desyncs", "Disagreements of ranks found since the worker started", lambda worker: worker.desyncs),
+    _steering("resyncs", "Disagreements after which all ranks were made equal", lambda worker: worker.resyncs),
+    _steering("global_version", "Version of the global steering that all ranks have applied", lambda worker: worker.global_version),
+    _steering_rank("rows_used", "Rows of the steering table in use", lambda rank: rank.rows_used),
+    _steering_rank("rows", "Rows of the steering table", lambda rank: rank.rows),
+    _steering_rank("entries_used", "Entries of the steering table in use", lambda rank: rank.entries_used),
+    _steering_rank("entries", "Entries of the steering table", lambda rank: rank.entries),
+    _steering_rank("vectors", "Tensors on the rank", lambda rank: rank.vectors),
+    _steering_rank("requests", "Requests with an intervention or a capture on the rank", lambda rank: rank.requests),
+    _steering_rank("actions", "Actions in the rank's ledger", lambda rank: rank.actions),
+    _steering_rank("outbox", "Receipts that the relay has not acknowledged", lambda rank: rank.outbox),
+    _steering_rank("backlog_bytes", "Captured rows that wait for the writers", lambda rank: rank.backlog),
+)
+
+
+class WorkerReport(NamedTuple):
+    """What a worker reports of itself at a scrape."""
+
+    model: str
+    stats: WorkerStats
+    ranks: list[RankSteering]
+
+
+def _worker(name: str, grows: bool, words: str, value: Callable[[WorkerStats], float]) -> Reading[WorkerReport]:
+    family = CounterMetricFamily if grows else GaugeMetricFamily
+    return Reading(name, family, words, ("model",), lambda report: [((report.model,), value(report.stats))])
+
+
+def _rank(name: str, grows: bool, words: str, value: Callable[[RankSteering], float]) -> Reading[WorkerReport]:
+    def samples(report: WorkerReport) -> Iterator[Sample]:
+        return (((report.model, str(rank.rank)), value(rank)) for rank in report.ranks)
+
+    return Reading(f"rank_{name}", CounterMetricFamily if grows else GaugeMetricFamily, words, ("model", "rank"), samples)
+
+
+GROWS, VARIES = True, False
+#: Of one worker, in its own process.
+OF_WORKER: tuple[Reading[WorkerReport], ...] = (
+    _worker("running_jobs", VARIES, "Jobs that the worker holds", lambda stats: stats.jobs),
+    _worker("engine_running", VARIES, "Requests in the engine's steps", lambda stats: stats.running),
+    _worker("engine_waiting", VARIES, "Requests that wait for the engine or for rows of the steering table", lambda stats: stats.waiting),
+    _worker("kv_cache_share", VARIES, "Share of the KV cache in use, 0 to 1", lambda stats: stats.kv_cache),
+    _worker("prompt_tokens", GROWS, "Tokens of prompts whose generation has begun", lambda stats: stats.prompt_tokens),
+    _worker("generated_tokens", GROWS, "Tokens generated", lambda stats: stats.generated_tokens),
+    _worker("cells", GROWS, "Cells of sweeps that are known", lambda stats: stats.cells),
+    _worker("desyncs", GROWS, "Disagreements of ranks that the worker found or was told of", lambda stats: stats.desyncs),
+    _worker("resyncs", GROWS, "Disagreements after which all ranks were made equal", lambda stats: stats.resyncs),
+    _rank("rows_used", VARIES, "Rows of the steering table in use", lambda rank: rank.rows_used),
+    _rank("rows", VARIES, "Rows of the steering table", lambda rank: rank.rows),
+    _rank("entries_used", VARIES, "Entries of the steering table in use", lambda rank: rank.entries_used),
+    _rank("entries", VARIES, "Entries of the steering table", lambda rank: rank.entries),
+    _rank("outbox_depth", VARIES, "Receipts that the relay has not acknowledged", lambda rank: rank.outbox),
+    _rank("backlog_bytes", VARIES, "Captured rows that wait for the writers", lambda rank: rank.backlog),
+    _rank("captured_rows", GROWS, "Rows captured: one hook of one layer at one position", lambda rank: rank.captured_rows),
+    _rank("captured_bytes", GROWS, "Bytes of captured rows, before they are written", lambda rank: rank.captured_bytes),
+    _rank("dropped_positions", GROWS, "Positions asked for and dropped under overload", lambda rank: rank.dropped_positions),
+)
+
+
+class Readings(Collector, Generic[T]):
+    """The metrics of a table. `sources`: what there is to read at a scrape; nothing while nothing is known."""
+
+    def __init__(self, table: tuple[Reading[T], ...], sources: Callable[[], Iterable[T]]) -> None:
+        self._table, self._sources = table, sources
+
+    def describe(self) -> Iterator[Metric]:
+        """Names without values, for the registry."""
+        return (_family(reading) for reading in self._table)
+
+    def collect(self) -> Iterator[Metric]:
+        sources = list(self._sources())
+        for reading in self._table:
+            family = _family(reading)
+            for source in sources:
+                for labels, value in reading.samples(source):
+                    family.add_metric(labels, float(value))
+            yield family
+
+
+def _family(reading: Reading[Any]) -> CounterMetricFamily | GaugeMetricFamily:
+    return reading.family(f"midstream_{reading.name}", reading.help, labels=reading.labels)

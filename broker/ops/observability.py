@@ -3,14 +3,14 @@
 from typing import Any
 
 from ...schemas.settings import Settings
-from . import logs, metrics, traces
+from . import logs, metrics_server, traces
 
 
-def start(settings: Settings, process: str, **fields: Any) -> metrics.MetricsServer | None:
+def start(settings: Settings, process: str, **fields: Any) -> metrics_server.MetricsServer | None:
     """`fields`: on every line that the process logs. Returns the server of its metrics, if it has one of its own.
 
     Raises SettingsError naming the setting that does not work.
     """
     logs.setup(settings, process, **fields)
     traces.setup(settings, process)
-    return metrics.start(settings, process)
+    return metrics_server.start(settings, process)

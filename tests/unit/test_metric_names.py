@@ -4,12 +4,10 @@ import re
 from typing import NamedTuple
 
 from prometheus_client import REGISTRY
-from tree import ROOT
+from tree import PACKAGES, ROOT, imports_of, sources
 
-from midstream.api.operations import ledger_metrics as _ledger_metrics  # noqa: F401
-from midstream.api.routes import service as _service  # noqa: F401
-from midstream.broker.ops import metrics as _metrics  # noqa: F401
-from midstream.workers.serving.metrics import OF_RANK, OF_WORKER
+from midstream.api.operations import scraped as _scraped  # noqa: F401
+from midstream.broker.ops.metrics import OF_WORKER, Readings
 
 
 class Metric(NamedTuple):
@@ -24,16 +22,25 @@ def listed() -> set[Metric]:
 
 
 def there() -> set[Metric]:
+    """Those that any process registers. (A worker registers its own when its engine runs.)"""
     found = set()
-    for collector in list(REGISTRY._collector_to_names):
+    for collector in [*REGISTRY._collector_to_names, Readings(OF_WORKER, list)]:
         labels = getattr(collector, "_labelnames", None)
         for family in collector.describe() if hasattr(collector, "describe") else ():
             if family.name.startswith("midstream_") and not family.name.startswith("midstream_http"):
                 name = f"{family.name}_total" if family.type == "counter" else family.name
                 found.add(Metric(name, family.type, tuple(getattr(family, "_labelnames", None) or labels or ())))
-    for table, own in ((OF_WORKER, ("model",)), (OF_RANK, ("model", "rank"))):
-        found |= {Metric(f"midstream_{name}{'_total' * grows}", "counter" if grows else "gauge", own) for name, grows, *_ in table}
     return found
+
+
+#: Modules that make metrics of prometheus_client; all others only update those of `broker/ops/metrics.py`.
+DECLARE = {"broker/ops/metrics.py"}
+
+
+def test_metrics_are_declared_in_one_module() -> None:
+    kinds = {f"prometheus_client.{kind}" for kind in ("Counter", "Gauge", "Histogram", "Summary", "Info", "Enum")}
+    declaring = {str(path.relative_to(ROOT)) for path in sources(*PACKAGES) for found in imports_of(path) if found.module in kinds}
+    assert declaring == DECLARE
 
 
 def test_the_table_lists_every_metric_that_there_is() -> None:

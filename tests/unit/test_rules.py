@@ -9,6 +9,7 @@ from midstream import __version__
 from midstream.api.resolve import captures as rules
 from midstream.api.resolve import global_capture as everyone
 from midstream.api.resolve.captures import Bounds, PromptFacts, resolve_captures
+from midstream.broker.ops.metrics import GLOBAL_CAPTURE_SKIPPED
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import Job, Sampling, StoredPrompt
 from midstream.schemas.models import ModelInfo
@@ -147,11 +148,11 @@ def test_global_capture_that_exceeds_a_steps_room_is_skipped_without_refusals(ca
         "capture_row_limit": 16,
         "global_captures": [CaptureSpec(layers="0-2", positions="all_prompt", tag="global")],
     }
-    before = everyone.LEFT_OUT.labels("buffer")._value.get()
+    before = GLOBAL_CAPTURE_SKIPPED.labels("buffer")._value.get()
     assert [len(captures) for captures in resolve_captures(None, bounds(5, 60, max_tokens=1, **limits))] == [1, 0]
     mine = captured({"layers": 0, "positions": "all_prompt", "tag": "mine"}, 4, 60, max_tokens=1, **limits)
     assert [[capture.tag for capture in captures] for captures in mine] == [["mine", "global"], ["mine"]]
-    assert everyone.LEFT_OUT.labels("buffer")._value.get() == before + 2
+    assert GLOBAL_CAPTURE_SKIPPED.labels("buffer")._value.get() == before + 2
     (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert "left out of 1 prompts" in line
     assert "capture_buffer_mib" in line
@@ -165,11 +166,11 @@ def test_removing_global_captures_keeps_the_captures_that_the_user_requested() -
         captures = resolve_captures(spec, limits)
         return Job(id="j", kind="generate", model="m", prompts=prompts, sampling=Sampling(), created=0.0, captures=captures)
 
-    before = everyone.LEFT_OUT.labels("quota")._value.get()
+    before = GLOBAL_CAPTURE_SKIPPED.labels("quota")._value.get()
     left = everyone.without(job(CaptureSpec(tag="mine")), limits.model, "quota", "full")
     assert [[capture.tag for capture in captures] for captures in left.captures] == [["mine"], ["mine"]]
     assert everyone.without(job(None), limits.model, "quota", "full").captures == []
-    assert everyone.LEFT_OUT.labels("quota")._value.get() == before + 4
+    assert GLOBAL_CAPTURE_SKIPPED.labels("quota")._value.get() == before + 4
 
 
 def test_a_user_cannot_capture_under_the_operators_tag() -> None:

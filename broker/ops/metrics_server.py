@@ -1,0 +1,51 @@
+"""Serves a process's metrics over HTTP."""
+
+import logging
+import threading
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import start_http_server
+
+from ...schemas.settings import Settings, SettingsError
+from ...schemas.version import __version__
+from .metrics import BUILD
+
+log = logging.getLogger(__name__)
+
+
+class MetricsServer:
+    """This process's metrics over HTTP on a thread of their own; `close` ends it."""
+
+    def __init__(self, server: WSGIServer, thread: threading.Thread):
+        self._server, self._thread = server, thread
+
+    @property
+    def port(self) -> int:
+        return int(self._server.server_port)
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def start(settings: Settings, process: str) -> MetricsServer | None:
+    """Serve this process's metrics at `metrics_host:metrics_port`; None when no port is set.
+
+    Raises SettingsError when the port cannot be used.
+    """
+    identify(process)
+    if not settings.metrics_port:
+        return None
+    try:
+        server, thread = start_http_server(settings.metrics_port, settings.metrics_host)
+    except OSError as error:
+        where = f"MIDSTREAM_METRICS_HOST={settings.metrics_host}, MIDSTREAM_METRICS_PORT={settings.metrics_port}"
+        raise SettingsError(f"{where}: {error.strerror or error}") from error
+    log.info("metrics of %s at http://%s:%d/metrics", process, settings.metrics_host, server.server_port)
+    return MetricsServer(server, thread)
+
+
+def identify(process: str) -> None:
+    """Say which process's metrics these are."""
+    BUILD.labels(process, __version__).set(1)
