@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from .families import FAMILIES, PLACE, SCALARS
+from ..schemas.interventions import FAMILIES, PLACE, SCALARS
 
 #: Columns of `token_rows`: so many configuration rows may edit one token, of its request and of what is applied to all.
 ROWS_PER_TOKEN = 8
@@ -63,8 +63,20 @@ class Planned(NamedTuple):
 class Does(NamedTuple):
     """What a configuration does at this site, in one family."""
 
-    vectors: torch.Tensor  # [entries of the application, hidden_size], as `families.Family` lays them out
+    vectors: torch.Tensor  # [entries of the application, hidden_size], as `schemas.interventions.Intervention` lays them out
     scalars: Sequence[float] | torch.Tensor = ()  # of the first entry, or [entries, up to SCALARS]
+
+
+def does_of(name: str, numbers: Sequence[float], tensors: Sequence[torch.Tensor], scale: float = 1.0) -> Does:
+    """What an entry of the family `name` does with its tensors, in their order and of their shapes, and its numbers.
+
+    `scale`: of the vector, where the family has one.
+    """
+    family = FAMILIES[PLACE[name]]
+    if family.ranked:
+        return lowrank(*numbers, *tensors)
+    first, *others = tensors
+    return Does(torch.stack([first if family.scale is None else first * scale, *others]), numbers)
 
 
 def lowrank(strength: float, rotation: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Does:

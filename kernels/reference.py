@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from .families import FAMILIES, PLACE, Family
+from ..schemas.interventions import FAMILIES, PLACE, Intervention
 from .plan import AFTER, ALIKE, ALIKE_FROM, BEFORE, DEPTH, EDITS, EDITS_AT, SITE, Port
 
 #: Of a `rewrite`: (rows, entries, pool, scalars) → new rows, and which of them it changed (None: all).
@@ -268,7 +268,7 @@ def _edit(
             _shift(family, stream, tokens, mine, pool, scalars)
 
 
-def _live(family: Family, entries: torch.Tensor, scalars: torch.Tensor) -> torch.Tensor:
+def _live(family: Intervention, entries: torch.Tensor, scalars: torch.Tensor) -> torch.Tensor:
     """`entries`, 0 where the strength is 0."""
     if not family.graded:
         return entries
@@ -279,7 +279,7 @@ def _rewrite(
     hidden: torch.Tensor | None,
     stream: torch.Tensor,
     tokens: torch.Tensor,
-    live: Sequence[tuple[Family, torch.Tensor]],
+    live: Sequence[tuple[Intervention, torch.Tensor]],
     pool: torch.Tensor,
     scalars: torch.Tensor,
 ) -> torch.Tensor:
@@ -346,7 +346,7 @@ def _total(formula: Shift, entries: torch.Tensor, pool: torch.Tensor, scalars: t
 
 
 def _shift(
-    family: Family, stream: torch.Tensor, tokens: torch.Tensor, entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor
+    family: Intervention, stream: torch.Tensor, tokens: torch.Tensor, entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor
 ) -> None:
     """For the tokens `[n]` that nothing rewrites. `entries`: `[n, depth]`."""
     named = entries.any(1)

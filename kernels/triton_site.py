@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .families import FAMILIES, PLACE, SCALARS
+from ..schemas.interventions import FAMILIES, PLACE, SCALARS
 from .plan import AFTER, BEFORE, DEPTH, EDITS, ROWS_PER_TOKEN, SITE
 
 #: Programs of a launch at most: several for each multiprocessor, and still a short launch when there is nothing to do.

@@ -12,11 +12,11 @@ from typing import Any
 import msgspec
 
 from .captures import FORMAT, BlobEntry, Manifest
+from .dtypes import DTYPE_OF_FILE, DTYPES, ITEM_BYTES
 from .tensors import Tensor
 
 #: Our name of a dtype → safetensors'.
-DTYPE_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64"}
-ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I64": 8}
+DTYPE_NAMES = {name: facts.file for name, facts in DTYPES.items()}
 #: The header is padded with spaces to this many bytes.
 _ALIGNMENT = 8
 _LENGTH_BYTES = 8
@@ -65,7 +65,7 @@ def encode_header(tensors: Sequence[tuple[str, str, Sequence[int], int]], manife
 
 def encode_safetensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
     """A whole safetensors file. The widest elements come first, so that each tensor is aligned."""
-    ordered = sorted(tensors.items(), key=lambda item: -ITEM_BYTES[DTYPE_NAMES[item[1].dtype]])
+    ordered = sorted(tensors.items(), key=lambda item: -ITEM_BYTES[item[1].dtype])
     header = _header([(name, DTYPE_NAMES[tensor.dtype], tensor.shape, len(tensor.data)) for name, tensor in ordered], metadata)
     return b"".join([header, *(tensor.data for _, tensor in ordered)])
 
@@ -109,7 +109,7 @@ def read_header(read: Callable[[int, int], bytes], size: int) -> Header:
 
 def _place(name: str, entry: dict[str, Any], start: int) -> TensorPlace:
     first, last = entry["data_offsets"]
-    count = ITEM_BYTES[entry["dtype"]]
+    count = ITEM_BYTES[DTYPE_OF_FILE[entry["dtype"]]]
     for side in entry["shape"]:
         count *= side
     if first < 0 or last - first != count:

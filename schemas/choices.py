@@ -7,11 +7,13 @@ from typing import Any, get_args
 
 import msgspec
 
+from .dtypes import RowDType
 from .errors import NO_FIELD, MidstreamError, invalid, misfit, shortened
 from .handling import CallbackEvent, Priority
+from .interventions import SteeringOp
 from .keys import SCOPES
 from .selectors import ALIASES, HOOKS, PositionName
-from .specs import At, Layout, RowDType, SteeringOp
+from .specs import At, Layout
 from .sweeps import Ablation, Alignment, Direction, Metric
 
 #: Names of positions where nothing is generated.

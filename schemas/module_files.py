@@ -15,24 +15,27 @@ from typing import Any, get_args
 import msgspec
 import safetensors
 
-from .blobs import DTYPE_NAMES, encode_safetensors
+from .blobs import encode_safetensors
+from .dtypes import DTYPES, DType
+from .interventions import STEERING_FIELDS, TENSORS
 from .json_bounds import TooManyValues, check_json
 from .limits import MAX_ENTRIES, MAX_FILE_HEADER, MAX_FILE_TENSORS
 from .selectors import ALIASES, HOOKS, resolve_hook
-from .specs import STEERING_FIELDS, SteeringSpec
-from .tensors import DType, Tensor
+from .specs import SteeringSpec
+from .tensors import Tensor
 
 #: The metadata key that makes a file a general one.
 ENTRIES_KEY = "midstream"
 #: Metadata that others write and that says nothing about steering (`format`: `pt`).
 _FOREIGN = frozenset({"format"})
-#: Fields of an entry that are tensors → their number of dimensions.
-TENSOR_DIMS = {"vector": 1, "rotation": 2, "weight": 2, "bias": 1}
-#: Those of them that are as wide as the stream.
-_WIDE = frozenset({"vector", "rotation", "weight"})
+#: Fields of an entry that are tensors → what their dimensions are.
+SHAPES = {
+    name: tuple(side for side, there in (("rank", TENSORS[name].ranked), ("hidden_size", TENSORS[name].wide)) if there)
+    for name in dict.fromkeys(name for takes in STEERING_FIELDS.values() for name in takes.tensors)
+}
 #: What the metadata of a simple file may say, for all its sites.
 SHARED = ("op", "positions", *dict.fromkeys(name for takes in STEERING_FIELDS.values() for name in takes.options))
-_DTYPE_OF: dict[str, DType] = {DTYPE_NAMES[name]: name for name in get_args(DType)}
+_DTYPE_OF: dict[str, DType] = {DTYPES[name].file: name for name in get_args(DType)}
 _SITE = re.compile(r"(?P<hook>[a-z_]+)\.(?P<layer>-?[0-9]{1,6})(?:\.(?P<field>[a-z]+))?")
 _INDEXED = re.compile(r"(?P<index>0|[1-9][0-9]{0,5})\.(?P<field>[a-z]+)")
 _FIELD_TYPES: dict[str, Any] = {field.name: field.type for field in msgspec.structs.fields(SteeringSpec)}
@@ -69,7 +72,7 @@ def to_bytes(specs: Sequence[SteeringSpec]) -> bytes:
         if spec.module is not None:
             raise ValueError(f"entry {index} is the module {spec.module!r}: a file holds vectors, not names")
         given = {name: value for name in _FIELD_TYPES if (value := getattr(spec, name)) is not None}
-        tensors |= {f"{index}.{name}": given.pop(name) for name in TENSOR_DIMS if name in given}
+        tensors |= {f"{index}.{name}": given.pop(name) for name in SHAPES if name in given}
         entries.append(given)
     return encode_safetensors(tensors, {ENTRIES_KEY: msgspec.json.encode(entries).decode()})
 
@@ -92,11 +95,13 @@ def of_sites(tensors: Mapping[str, Tensor], shared: Mapping[str, Any] | None = N
         if (before := named.setdefault((*site, field), key)) != key:
             raise ValueError(f"{_quoted(key)} is the same as {_quoted(before)}: keep one of them")
         sites.setdefault(site, {})[field] = _fitting(key, field, tensor)
-    _same_width({named[(*site, field)]: tensor for site, fields in sites.items() for field, tensor in fields.items() if field in _WIDE})
+    _same_width(
+        {named[(*site, field)]: tensor for site, fields in sites.items() for field, tensor in fields.items() if TENSORS[field].wide}
+    )
     specs = []
     for (hook_index, layer), fields in sorted(sites.items()):
-        trained = {} if "vector" in fields else {"op": "lowrank"}  # no other op takes these tensors
-        specs.append(SteeringSpec(layers=layer, hook=HOOKS[hook_index], **{**trained, **(shared or {}), **fields}))
+        implied = {} if "vector" in fields else {"op": next(op for op, takes in STEERING_FIELDS.items() if fields.keys() & takes.tensors)}
+        specs.append(SteeringSpec(layers=layer, hook=HOOKS[hook_index], **{**implied, **(shared or {}), **fields}))
     return specs
 
 
@@ -109,7 +114,7 @@ def _general(tensors: Mapping[str, Tensor], text: str) -> list[SteeringSpec]:
     for index, entry in enumerate(entries):
         if entry.module is not None:
             raise ValueError(f"entry {index} is the module {entry.module!r}: a file holds vectors, not names")
-        if inside := [name for name in TENSOR_DIMS if getattr(entry, name) is not None]:
+        if inside := [name for name in SHAPES if getattr(entry, name) is not None]:
             raise ValueError(f"entry {index} holds its {inside[0]} itself: make it the tensor {index}.{inside[0]}")
     of_entry: dict[int, dict[str, Tensor]] = {index: {} for index in range(len(entries))}
     for key, tensor in tensors.items():
@@ -120,7 +125,7 @@ def _general(tensors: Mapping[str, Tensor], text: str) -> list[SteeringSpec]:
     for index, found in of_entry.items():
         if not found:
             raise ValueError(f"entry {index} has no tensor, such as {index}.vector")
-    _same_width({f"{index}.{field}": tensor for index, found in of_entry.items() for field, tensor in found.items() if field in _WIDE})
+    _same_width({f"{index}.{field}": tensor for index, found in of_entry.items() for field, tensor in found.items() if TENSORS[field].wide})
     return [msgspec.structs.replace(entry, **of_entry[index]) for index, entry in enumerate(entries)]
 
 
@@ -169,11 +174,10 @@ def _tensor(name: str, found: Mapping[str, Any]) -> Tensor:
 
 
 def _fitting(key: str, field: str, tensor: Tensor) -> Tensor:
-    if field not in TENSOR_DIMS:
-        raise ValueError(f"{_quoted(key)}: there is no {field!r}, only {', '.join(TENSOR_DIMS)}")
-    if len(tensor.shape) != TENSOR_DIMS[field]:
-        right = "[hidden_size]" if field == "vector" else "[rank]" if field == "bias" else "[rank, hidden_size]"
-        raise ValueError(f"{_quoted(key)} is {tensor.shape}: a {field} is {right}")
+    if field not in SHAPES:
+        raise ValueError(f"{_quoted(key)}: there is no {field!r}, only {', '.join(SHAPES)}")
+    if len(tensor.shape) != len(SHAPES[field]):
+        raise ValueError(f"{_quoted(key)} is {tensor.shape}: a {field} is [{', '.join(SHAPES[field])}]")
     return tensor
 
 

@@ -10,6 +10,7 @@ from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
 import msgspec
 
 from .base import Record
+from .dtypes import DType
 
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 NonNegative = Annotated[float, msgspec.Meta(ge=0)]
@@ -57,7 +58,7 @@ class Settings(Record):
     # The model
     model: str = ""  # a checkpoint folder or hub name
     model_name: str = ""  # the name users ask for; empty: last part of `model`
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    dtype: Literal["auto", DType] = "auto"
     max_model_len: Count | None = None  # tokens; default: the model's own
     tensor_parallel_size: Count = 1
     pipeline_parallel_size: Count = 1

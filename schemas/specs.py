@@ -2,14 +2,16 @@
 
 import hashlib
 import math
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 import msgspec
 
 from .base import Record
+from .dtypes import ITEM_BYTES, RowDType
+from .interventions import FAMILY, MEANINGS, Family, SteeringOp
 from .limits import MAX_CONSUMERS, MAX_ENTRIES, MAX_HOOKS, MAX_MODULE_NAME, MAX_POSITIONS, MAX_TAG, Count, Index, Name
 from .selectors import DimensionSelector, Hook, HookName, LayerSelector, Place, PositionSelector, PositionWish, Window, select
-from .tensors import ITEM_BYTES, Tensor
+from .tensors import Tensor
 
 #: A tag is a folder name: one path segment, so it cannot leave the capture root.
 #: (`(?!\n)`: Python's `$` would let one line break follow.)
@@ -24,8 +26,6 @@ RunName = Annotated[str, msgspec.Meta(max_length=MAX_TAG, pattern=r"^(?!job_)[A-
 
 #: Before or after the interventions of the same site.
 At = Literal["before", "after"]
-#: What captured rows are stored as; `model`: as the model computes them.
-RowDType = Literal["model", "float32", "bfloat16", "float16"]
 #: How captured rows become files, see `docs/capture.md`; `auto`: `segment` for small captures, `packed` for others.
 Layout = Literal["auto", "packed", "per_file", "segment"]
 #: Who gets the rows, by name: `filesystem`, `memory`, `logging`, and what is installed besides.
@@ -66,36 +66,6 @@ class CaptureSpec(Record):
         return self.hooks if self.hooks is not None else {self.hook or "post_block": "all" if self.layers is None else self.layers}
 
 
-#: What a steering entry does to a row s at its hook; formulas, sources and order: `docs/steering.md`.
-#: `replace`: (1 − alpha) · s + alpha · scale · v, with alpha 1 bit for bit scale · v (activation patching: Vig et al. 2020,
-#: arXiv:2004.12265; Meng et al. 2022, arXiv:2202.05262).
-#: `lowrank`: s + strength · Rᵀ(W s + b − R s) (LoReFT: Wu et al. 2024, arXiv:2404.03592).
-#: `add`: s + scale · v (activation addition: Turner et al. 2023, arXiv:2308.10248); with `norm_match` s + scale · ‖s‖ · v̂.
-#: `ablate`: s − strength · (s·v̂) v̂ (directional ablation: Arditi et al. 2024, arXiv:2406.11717).
-#: `clamp`: s + strength · (min(max(s·v̂, low), high) − s·v̂) v̂ (as feature clamping: Templeton et al. 2024, Scaling
-#: Monosemanticity).
-#: v̂ = v/‖v‖. In this order where several touch a row, and of one kind in the order written.
-SteeringOp = Literal["replace", "lowrank", "add", "ablate", "clamp"]
-
-
-class OpFields(NamedTuple):
-    """What an op takes besides where it acts; other fields must be left out."""
-
-    tensors: tuple[str, ...]  # all of them, in the order of `StoredSteering.tensors`
-    options: tuple[str, ...]
-
-
-STEERING_FIELDS: dict[SteeringOp, OpFields] = {
-    "replace": OpFields(("vector",), ("scale", "alpha")),
-    "lowrank": OpFields(("rotation", "weight", "bias"), ("strength",)),
-    "add": OpFields(("vector",), ("scale", "norm_match")),
-    "ablate": OpFields(("vector",), ("strength",)),
-    "clamp": OpFields(("vector",), ("strength", "low", "high")),
-}
-#: The largest rank of one `lowrank`, as the kernels have it.
-MAX_RANK = 64
-
-
 class SteeringSpec(Record):
     """Edit the rows at `hook` of each of `layers`, at `positions`, as `op` says. Null: what the comment says, or not of this op.
 
@@ -109,7 +79,7 @@ class SteeringSpec(Record):
     vector: Tensor | None = None
     hook: HookName | None = None  # post_block
     positions: PositionWish | None = None  # all; of a module: its own
-    op: SteeringOp | None = None  # add
+    op: Annotated[SteeringOp, msgspec.Meta(description=MEANINGS)] | None = None  # add
     module: ModuleReference | None = None
     scale: float | None = None  # 1
     norm_match: bool | None = None  # false
@@ -179,11 +149,6 @@ SteeringList = Annotated[list[SteeringSpec], msgspec.Meta(max_length=MAX_ENTRIES
 PatchList = Annotated[list[PatchSpec], msgspec.Meta(max_length=MAX_ENTRIES)]
 
 
-#: What the ops are to the ranks, in the order in which they are applied: `kernels.families`. `add_matched` is `add` with
-#: `norm_match`, `replace_masked` is `replace` in some dimensions only.
-Family = Literal["replace", "replace_masked", "lowrank", "add", "add_matched", "ablate", "clamp"]
-
-
 class StoredSteering(Record):
     """A `SteeringSpec` after validation, for one prompt: layers are numbers, tensors are named by their content hashes."""
 
@@ -191,37 +156,26 @@ class StoredSteering(Record):
     hook: Hook
     positions: PositionSelector
     family: Family
-    tensors: list[str]  # the vector; of `lowrank` R, W and b; of `replace_masked` the vector and the mask (1: written, 0: not)
-    scale: float = 1.0  # of the vector, for `replace`, `replace_masked` and `add`
-    numbers: list[float] = []  # the family's first scalars: alpha, or strength, …
-    rank: int = 0  # of `lowrank`
+    tensors: list[str]  # those of its family, in their order; of a mask 1: written, 0: not
+    scale: float = 1.0  # of the vector, where the family has one
+    numbers: list[float] = []  # those of its family, in their order
+    rank: int = 0  # of a family whose tensors have one
 
     @property
     def num_vectors(self) -> int:
         """Entries of the ranks' pool for each site."""
-        return 2 if self.family == "replace_masked" else 2 * self.rank or 1
+        return FAMILY[self.family].entries(self.rank or 1)
 
     def shapes(self, hidden_size: int) -> list[list[int]]:
         """What its tensors must be."""
-        return shapes_of(self.family, self.rank, hidden_size)
-
-
-def shapes_of(family: Family, rank: int, hidden_size: int) -> list[list[int]]:
-    """The shapes of a family's tensors, in the order of `StoredSteering.tensors`."""
-    if family == "lowrank":
-        return [[rank, hidden_size], [rank, hidden_size], [rank]]
-    return [[hidden_size]] * (2 if family == "replace_masked" else 1)
-
-
-#: What a factor on the whole of a family scales: the vector, or the first of its numbers (its strength, or norm_match's scale).
-SCALED_VECTOR: frozenset[Family] = frozenset({"replace", "replace_masked", "add"})
+        return FAMILY[self.family].shapes(self.rank, hidden_size)
 
 
 def at_scale(entry: StoredSteering, factor: float) -> StoredSteering:
     """The entry with `factor` times its effect: scale · factor where the vector is scaled, strength · factor otherwise."""
     if factor == 1.0:
         return entry
-    if entry.family in SCALED_VECTOR:
+    if FAMILY[entry.family].scale is not None:
         return msgspec.structs.replace(entry, scale=entry.scale * factor)
     return msgspec.structs.replace(entry, numbers=[entry.numbers[0] * factor, *entry.numbers[1:]])
 
@@ -354,10 +308,6 @@ class SteeringRow(Record):
         return sum(self.entries[numbers[-1]].num_vectors for numbers in set(meet.values()))
 
 
-#: Families of which a row may have several at one site: they are joined to one.
-JOINED: frozenset[Family] = frozenset({"add", "replace"})
-
-
 #: A mask that leaves out no dimension; needs no bytes.
 ONES = "ones"
 
@@ -365,7 +315,7 @@ ONES = "ones"
 def steering_rows(steering: list[StoredSteering]) -> list[SteeringRow]:
     """Group a request's steering by its positions, in the order first named.
 
-    A family's entries at one site are applied in the order of the rows, and those of `JOINED` in one row in the order
+    A family's entries at one site are applied in the order of the rows, and those that are `joined` in one row in the order
     written. So an entry whose family is at one of its sites already joins no earlier row than that one, or, where it cannot
     be joined, a later one or a new one. The order of additions does not matter. To the user both ways to replace are one kind,
     to the ranks masked ones come behind: so a full one behind a masked one at its site becomes one with a mask of everything.
@@ -380,7 +330,7 @@ def steering_rows(steering: list[StoredSteering]) -> list[SteeringRow]:
         sites = [(entry.hook, layer, entry.family) for layer in entry.layers]
         before = -1 if entry.family == "add" else max((met.get(site, -1) for site in sites), default=-1)
         number = named.get(positions, -1)
-        if number < max(0, before if entry.family in JOINED else before + 1):
+        if number < max(0, before if FAMILY[entry.family].joined else before + 1):
             number = len(groups)
             groups.append([])
         groups[number].append(entry)

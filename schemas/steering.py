@@ -9,9 +9,10 @@ from typing import Annotated, Literal
 import msgspec
 
 from .base import Record
+from .interventions import FAMILY, Family
 from .limits import MAX_DESCRIPTION, MAX_ENTRIES, MAX_MODULE_NAME, Name
 from .selectors import Hook, PositionSelector, PositionWish, cut_positions, resolve_positions
-from .specs import Family, SteeringRow, SteeringSpec, StoredSteering, at_scale, content_key, shapes_of, steering_rows
+from .specs import SteeringRow, SteeringSpec, StoredSteering, at_scale, content_key, steering_rows
 
 #: Names of modules: one path segment.
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}(?!\n)$"
@@ -33,7 +34,7 @@ class SteeringTemplate(Record):
 
     def shapes(self, hidden_size: int) -> list[list[int]]:
         """What its tensors must be."""
-        return shapes_of(self.family, self.rank, hidden_size)
+        return FAMILY[self.family].shapes(self.rank, hidden_size)
 
     def stored(self, positions: PositionSelector, scale: float = 1.0) -> StoredSteering:
         """The same for one prompt, at `positions`, times `scale` (see `specs.at_scale`)."""

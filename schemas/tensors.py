@@ -1,19 +1,15 @@
-"""How does a tensor cross a wire? As dtype, shape and raw little-endian bytes, never as pickle or a list of floats."""
+"""Tensors as they cross a wire: dtype, shape and raw little-endian bytes, never pickle or a list of floats."""
 
 import hashlib
 import math
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 import numpy as np
 
 from .base import Record
+from .dtypes import DTYPES, ITEM_BYTES, DType, widened
 from .limits import MAX_TENSOR_BYTES, MAX_TENSOR_DIMS, Index
-
-DType = Literal["float32", "float16", "bfloat16"]
-
-#: Bytes of one element.
-ITEM_BYTES: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 class Tensor(Record):
@@ -29,16 +25,9 @@ class Tensor(Record):
             raise ValueError(f"data holds {len(self.data)} bytes; {self.dtype} of shape {self.shape} needs {expected}")
 
 
-def bfloat16_to_float32(bits: np.ndarray) -> np.ndarray:
-    """`bits`: uint16 patterns of bfloat16, any shape; returns float32 of the same shape, exactly."""
-    return (bits.astype(np.uint32) << 16).view(np.float32)
-
-
 def to_numpy(tensor: Tensor) -> np.ndarray:
-    """The tensor as numpy; bfloat16, which numpy lacks, is widened exactly to float32."""
-    if tensor.dtype == "bfloat16":
-        return bfloat16_to_float32(np.frombuffer(tensor.data, dtype="<u2")).reshape(tensor.shape)
-    return np.frombuffer(tensor.data, dtype=np.dtype(tensor.dtype).newbyteorder("<")).reshape(tensor.shape)
+    """The tensor as numpy; what numpy lacks is widened exactly to float32."""
+    return widened(np.frombuffer(tensor.data, dtype=DTYPES[tensor.dtype].raw), tensor.dtype).reshape(tensor.shape)
 
 
 def from_numpy(array: np.ndarray) -> Tensor:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 import torch
 from site_truth import truth
 
-from midstream.kernels.families import FAMILIES, PLACE
 from midstream.kernels.plan import (
     AFTER,
     ALIKE,
@@ -29,6 +28,7 @@ from midstream.kernels.plan import (
     SitePlan,
     lowrank,
 )
+from midstream.schemas.interventions import FAMILIES, PLACE
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: One lane; odd; a size of a real model that is not a power of two.

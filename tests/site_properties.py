@@ -6,8 +6,8 @@ from collections.abc import Callable
 import torch
 from site_kit import DTYPES, TOKENS, WIDTHS, Case, Op, check, check_broken, new_seed, random_case, run, same_bits, some_of
 
-from midstream.kernels.families import FAMILIES, MAX_RANK
 from midstream.kernels.plan import ROWS_PER_TOKEN, Does, SitePlan, lowrank
+from midstream.schemas.interventions import FAMILIES, MAX_RANK
 
 Property = Callable[[Op, Op], None]
 WIDTH = 37

@@ -1,7 +1,7 @@
-"""What does one entry of a body's steering come to on this model, and which of its fields is wrong?
+"""Resolves one entry of a body's `steering` on this model, or refuses it by the field that is wrong.
 
-Which fields an op takes is a table in `schemas.specs`; what must hold of a field is a row in `RULES`, as in `rules.py`.
-What all entries come to, named modules among them, is `steered.py`'s.
+What each op takes is a table, `schemas.interventions`; what must hold of a field is a row in `RULES`, as in `captures.py`.
+`steering.py` resolves all entries, named modules among them.
 """
 
 from collections.abc import Callable
@@ -12,44 +12,13 @@ import msgspec
 import numpy as np
 
 from ...schemas.base import to_msgpack
+from ...schemas.dtypes import DTYPES
+from ...schemas.interventions import FAMILIES, MAX_RANK, STEERING_FIELDS, TENSORS, VARIANTS, Intervention, Number
 from ...schemas.selectors import STREAM_HOOKS, Hook, PositionSelector, resolve_layers
-from ...schemas.specs import MAX_RANK, STEERING_FIELDS, Family, SteeringSpec
+from ...schemas.specs import SteeringSpec
 from ...schemas.steering import SteeringTemplate
 from ...schemas.tensors import Tensor, content_hash, to_numpy
 from .captures import Bounds, apply_rules, one_hook, positions_of_each
-
-#: Largest finite value of each dtype that a model may run in; bfloat16 has float32's exponent.
-LARGEST: dict[str, float] = {"float16": 65504.0, "bfloat16": 3.38e38, "float32": 3.4e38}
-#: The largest float32: as a limit of a component it is none. (Infinity has no place in JSON.)
-NO_LIMIT = float(np.finfo(np.float32).max)
-
-#: Families whose vector is a direction: only where it points matters.
-DIRECTIONS: frozenset[Family] = frozenset({"add_matched", "ablate", "clamp"})
-#: Families that take the vector times `scale`.
-SCALED: frozenset[Family] = frozenset({"replace", "replace_masked", "add"})
-#: Family → the fields that are its numbers, in the order in which the ranks take them.
-NUMBERS: dict[Family, tuple[str, ...]] = {
-    "replace": ("alpha",),
-    "replace_masked": ("alpha",),
-    "lowrank": ("strength",),
-    "add": (),
-    "add_matched": ("scale",),
-    "ablate": ("strength",),
-    "clamp": ("strength", "low", "high"),
-}
-#: Family → field → its largest absolute value. What is in units of the row itself needs no large numbers: 100 times a row or a
-#: component leaves nothing else of it. What is in units of the stream may be as large as streams get. `alpha` is 0 to 1 by schema.
-LIMITS: dict[Family, dict[str, float]] = {
-    "replace": {"scale": 1e6},
-    "replace_masked": {"scale": 1e6},
-    "lowrank": {"strength": 100.0},
-    "add": {"scale": 1e6},
-    "add_matched": {"scale": 100.0},
-    "ablate": {"strength": 100.0},
-    "clamp": {"strength": 100.0, "low": 1e6, "high": 1e6},
-}
-#: What a field that is left out means.
-DEFAULTS = {"scale": 1.0, "alpha": 1.0, "strength": 1.0, "low": -NO_LIMIT, "high": NO_LIMIT}
 
 
 def _filled_in(spec: SteeringSpec) -> SteeringSpec:
@@ -62,9 +31,10 @@ def _filled_in(spec: SteeringSpec) -> SteeringSpec:
     )
 
 
-def family_of(spec: SteeringSpec) -> Family:
-    """Of a filled-in spec."""
-    return "add_matched" if spec.norm_match else spec.op or "add"
+def family_of(spec: SteeringSpec) -> Intervention:
+    """Of a filled-in spec: its op, or the variant whose flag it sets."""
+    first, *others = VARIANTS[spec.op or "add"]
+    return next((family for family in others if getattr(spec, family.flag, None)), first)
 
 
 def _layers(spec: SteeringSpec, bounds: Bounds) -> list[int]:
@@ -102,16 +72,22 @@ def _shape(field: str, spec: SteeringSpec, bounds: Bounds) -> None:
     tensor, width = getattr(spec, field), bounds.model.hidden_size
     if tensor is None:
         return
-    if field == "vector":
+    if not TENSORS[field].ranked:
         if tensor.shape != [width]:
-            raise ValueError(f"{tensor.shape} is not the shape of a vector in this model: it is [{width}]")
+            raise ValueError(f"{tensor.shape} is not the shape of a {field} in this model: it is [{width}]")
         return
-    rank = spec.rotation.shape[0] if spec.rotation is not None and spec.rotation.shape else 0
-    if field == "rotation" and not (tensor.shape == [rank, width] and 1 <= rank <= MAX_RANK):
+    first, rank = family_of(spec).tensors[0], _rank(spec)
+    if field == first and not (tensor.shape == [rank, width] and 1 <= rank <= MAX_RANK):
         raise ValueError(f"{tensor.shape} is not [rank, {width}] with a rank of 1 to {MAX_RANK}")
-    wanted = [rank] if field == "bias" else [rank, width]
+    wanted = [rank, width] if TENSORS[field].wide else [rank]
     if tensor.shape != wanted:
-        raise ValueError(f"{tensor.shape} is not {wanted}: rotation is {[rank, width]}")
+        raise ValueError(f"{tensor.shape} is not {wanted}: {first} is {[rank, width]}")
+
+
+def _rank(spec: SteeringSpec) -> int:
+    """Of a family whose tensors have one: that of the first; 0 for what is no matrix."""
+    tensor: Tensor | None = getattr(spec, family_of(spec).tensors[0])
+    return tensor.shape[0] if tensor is not None and tensor.shape else 0
 
 
 def _data(field: str, spec: SteeringSpec, bounds: Bounds) -> None:
@@ -122,9 +98,10 @@ def _data(field: str, spec: SteeringSpec, bounds: Bounds) -> None:
     bad = np.flatnonzero(~np.isfinite(values))
     if len(bad):
         raise ValueError(f"element {bad[0]} is not finite ({len(bad)} of {values.size} are not)")
-    if field == "vector" and family_of(spec) in DIRECTIONS and not values.any():
-        raise ValueError(f"is 0 everywhere: {'norm_match' if spec.op == 'add' else spec.op} needs a direction")
-    if field in ("rotation", "weight") and (largest := _largest(tensor)) > limit_of(bounds):
+    family = family_of(spec)
+    if field == "vector" and family.unit and not values.any():
+        raise ValueError(f"is 0 everywhere: {family.flag or family.op} needs a direction")
+    if TENSORS[field].ranked and TENSORS[field].wide and (largest := _largest(tensor)) > limit_of(bounds):
         raise ValueError(f"reaches {largest:.3g}, beyond {bounds.model.dtype}'s {limit_of(bounds):.3g}")
 
 
@@ -134,72 +111,67 @@ def _largest(tensor: Tensor) -> float:
 
 def limit_of(bounds: Bounds) -> float:
     """The largest number in the model's dtype."""
-    return LARGEST.get(bounds.model.dtype, LARGEST["float32"])
+    return DTYPES.get(bounds.model.dtype, DTYPES["float32"]).largest
 
 
 # --- Numbers ----------------------------------------------------------------------------------------------------------
 
 
-def _number(field: str, spec: SteeringSpec, bounds: Bounds) -> float:
-    """As the ranks hold it, in float32."""
-    given = getattr(spec, field)
-    if given is None:
-        return DEFAULTS[field]
-    value: float = given
-    check_limit(family_of(spec), field, value)
+def _number(field: str, spec: SteeringSpec, bounds: Bounds) -> float | None:
+    """As the ranks hold it, in float32; None for what the family does not take."""
+    family, given = family_of(spec), getattr(spec, field)
+    number = numbers_of(family).get(field)
+    if number is None:
+        return None
+    value: float = number.default if given is None else given
+    if given is not None:
+        check_limit(family, number, value)
+    if number is family.scale and spec.vector is not None:
+        largest = _largest(spec.vector) * abs(value)
+        if not largest <= limit_of(bounds):
+            raise ValueError(f"scale times vector reaches {largest:.3g}, beyond {bounds.model.dtype}'s {limit_of(bounds):.3g}")
+    if family.limits is not None and field in family.limits:
+        _check_range(field, value, spec, family.limits)
     return value
 
 
-def check_limit(family: Family, field: str, value: float) -> None:
-    """Raises ValueError for a number that is larger than `LIMITS` has it."""
-    limit = LIMITS[family].get(field, NO_LIMIT)
-    if not abs(value) <= limit:
-        op = {"add_matched": "add with norm_match", "replace_masked": "replace"}.get(family, family)
-        raise ValueError(f"{value:.3g} is beyond the limit of op {op!r}: {-limit:g} to {limit:g}")
+def _check_range(field: str, value: float, spec: SteeringSpec, limits: tuple[str, str]) -> None:
+    """Of two limits at least one is given, and the lower is not above the upper."""
+    low, high = (getattr(spec, name) for name in limits)
+    if field == limits[0] and low is None and high is None:
+        raise ValueError(f"is required, or {limits[1]} is: {spec.op} limits a component from below, from above, or both")
+    if field == limits[1] and low is not None and low > value:
+        raise ValueError(f"{value:g} is below {limits[0]}, which is {low:g}")
 
 
-def _scale(spec: SteeringSpec, bounds: Bounds) -> float:
-    scale = _number("scale", spec, bounds)
-    if spec.vector is not None and family_of(spec) in SCALED:
-        largest = _largest(spec.vector) * abs(scale)
-        if not largest <= limit_of(bounds):
-            raise ValueError(f"scale times vector reaches {largest:.3g}, beyond {bounds.model.dtype}'s {limit_of(bounds):.3g}")
-    return scale
+def numbers_of(family: Intervention) -> dict[str, Number]:
+    """All numbers that users give for a family, by name."""
+    return {number.name: number for number in (family.scale, *family.numbers) if number is not None}
 
 
-def _low(spec: SteeringSpec, bounds: Bounds) -> float:
-    if spec.op == "clamp" and spec.low is None and spec.high is None:
-        raise ValueError("is required, or high is: clamp limits a component from below, from above, or both")
-    return _number("low", spec, bounds)
-
-
-def _high(spec: SteeringSpec, bounds: Bounds) -> float:
-    high = _number("high", spec, bounds)
-    if spec.low is not None and spec.low > high:
-        raise ValueError(f"{high:g} is below low, which is {spec.low:g}")
-    return high
+def check_limit(family: Intervention, number: Number, value: float) -> None:
+    """Raises ValueError for a value beyond the number's limit."""
+    if not abs(value) <= number.limit:
+        raise ValueError(f"{value:.3g} is beyond the limit of op {family.written!r}: {-number.limit:g} to {number.limit:g}")
 
 
 # --- All of them ------------------------------------------------------------------------------------------------------
 
 Rule = tuple[str, Callable[[SteeringSpec, Bounds], Any]]
 
-TENSORS = tuple(dict.fromkeys(field for takes in STEERING_FIELDS.values() for field in takes.tensors))
+NUMBERS = tuple(dict.fromkeys(name for family in FAMILIES for name in numbers_of(family)))
+GIVEN = tuple(dict.fromkeys(field for takes in STEERING_FIELDS.values() for field in takes.tensors))
 OPTIONS = tuple(dict.fromkeys(field for takes in STEERING_FIELDS.values() for field in takes.options))
 
 RULES: tuple[Rule, ...] = (
     ("hook", lambda spec, bounds: one_hook(spec.hook or "post_block", bounds)),
     ("layers", _layers),
     ("positions", positions_of_each),
-    *((field, partial(_taken, field)) for field in (*TENSORS, *OPTIONS)),
-    *((f"{field}.shape", partial(_shape, field)) for field in TENSORS),
-    *((f"{field}.data", partial(_data, field)) for field in TENSORS),
+    *((field, partial(_taken, field)) for field in (*GIVEN, *OPTIONS)),
+    *((f"{field}.shape", partial(_shape, field)) for field in GIVEN),
+    *((f"{field}.data", partial(_data, field)) for field in GIVEN),
     ("norm_match", _norm_match),
-    ("scale", _scale),
-    ("alpha", partial(_number, "alpha")),
-    ("strength", partial(_number, "strength")),
-    ("low", _low),
-    ("high", _high),
+    *((name, partial(_number, name)) for name in NUMBERS),
 )
 
 
@@ -215,19 +187,21 @@ def resolve_entry(spec: SteeringSpec, bounds: Bounds, at: str, blobs: dict[str, 
         layers=made["layers"],
         hook=made["hook"],
         positions=spec.positions or "all",
-        family=family,
-        tensors=[_keep(getattr(spec, field), blobs) for field in STEERING_FIELDS[spec.op or "add"].tensors],
-        scale=made["scale"] if family in SCALED else 1.0,
-        numbers=[made[number] for number in NUMBERS[family]],
-        rank=spec.bias.shape[0] if spec.bias is not None else 0,
+        family=family.name,
+        tensors=[_keep(getattr(spec, field), blobs) for field in family.tensors],
+        scale=made["scale"] if family.scale is not None else 1.0,
+        numbers=[made[number.name] for number in family.numbers],
+        rank=_rank(spec) if family.ranked else 0,
     )
     return entry, made["positions"]
 
 
 def reach_of(spec: SteeringSpec) -> float:
     """The largest coordinate of scale · v where the vector is scaled; 0 for other families. Of a spec that the rules have passed."""
-    scaled = spec.vector is not None and family_of(_filled_in(spec)) in SCALED
-    return _largest(spec.vector) * abs(DEFAULTS["scale"] if spec.scale is None else spec.scale) if scaled and spec.vector else 0.0
+    scale = family_of(_filled_in(spec)).scale
+    if scale is None or spec.vector is None:
+        return 0.0
+    return _largest(spec.vector) * abs(scale.default if spec.scale is None else spec.scale)
 
 
 def _keep(tensor: Tensor, blobs: dict[str, bytes]) -> str:

@@ -13,6 +13,7 @@ import numpy as np
 
 from ...schemas.base import to_msgpack
 from ...schemas.errors import invalid
+from ...schemas.interventions import FAMILIES, FAMILY
 from ...schemas.limits import MAX_MASKS, MAX_PATCH_ROWS
 from ...schemas.selectors import Hook, PositionSelector, SelectorError, Span, Window, as_ranges, resolve_layers, resolve_positions, select
 from ...schemas.source_runs import ZEROS, RunPrompt, RunRow, RunView, row_name, run_key
@@ -146,7 +147,11 @@ def _of_module(patch: Patch, bounds: Bounds, standing: Standing, blobs: dict[str
     if module is None:
         raise unknown_module(at, name, bounds.model.name, standing)
     if why := _is_no_vector(module):
-        raise invalid(at, f"module {name!r} is not one vector: it {why}", allowed="a module of one entry, whose op is add or replace")
+        raise invalid(
+            at,
+            f"module {name!r} is not one vector: it {why}",
+            allowed=f"a module of one entry, whose op is {' or '.join(_OPS_OF_ONE_VECTOR)}",
+        )
     if module.hidden_size != bounds.model.hidden_size:
         raise invalid(at, f"module {name!r} is {module.hidden_size} wide, the model {bounds.model.hidden_size}")
     (entry,) = module.entries
@@ -154,13 +159,16 @@ def _of_module(patch: Patch, bounds: Bounds, standing: Standing, blobs: dict[str
     return patch.everywhere(entry.tensors[0], entry.scale)
 
 
+#: What a patch can take a vector from.
+_OPS_OF_ONE_VECTOR = sorted(family.op for family in FAMILIES if family.is_one_vector)
+
+
 def _is_no_vector(module: Module) -> str:
     if len(module.entries) != 1:
         return f"has {len(module.entries)} entries"
     (entry,) = module.entries
-    if entry.family in ("add", "replace"):
-        return ""
-    return "adds by the stream's length (norm_match)" if entry.family == "add_matched" else f"is a {entry.family}"
+    family = FAMILY[entry.family]
+    return "" if family.is_one_vector else f"has op {family.written!r}"
 
 
 def _check_reach(at: str, reach: float, bounds: Bounds) -> None:

@@ -11,6 +11,7 @@ import msgspec
 
 from ...schemas.base import from_msgpack
 from ...schemas.errors import invalid
+from ...schemas.interventions import FAMILY
 from ...schemas.limits import MAX_ENTRIES, MAX_JOB_EDITS
 from ...schemas.models import ModelInfo
 from ...schemas.selectors import PositionName, PositionSelector, PositionWish, SelectorError, Span
@@ -18,7 +19,7 @@ from ...schemas.specs import MAX_STEERING_ROWS, PatchSpec, SteeringRow, Steering
 from ...schemas.steering import GlobalSteering, Module, SteeringTemplate
 from ...schemas.tensors import Tensor
 from .captures import Bounds, apply_rules, positions_of_each
-from .interventions import NUMBERS, SCALED, check_limit, limit_of, reach_of, resolve_entry
+from .interventions import check_limit, limit_of, reach_of, resolve_entry
 from .model_state import NOTHING as NOTHING
 from .model_state import Standing as Standing
 from .model_state import unknown_module
@@ -126,11 +127,12 @@ def _check_fits(module: Module, number: int, entry: SteeringTemplate, bounds: Bo
 
 def _check_scale(entry: SteeringTemplate, reach: float, scale: float, bounds: Bounds, at: str) -> None:
     made = entry.stored("all", scale)
-    field, number = ("scale", made.scale) if made.family in SCALED else (NUMBERS[made.family][0], made.numbers[0])
+    family = FAMILY[made.family]
+    number, value = (family.numbers[0], made.numbers[0]) if family.scale is None else (family.scale, made.scale)
     try:
-        check_limit(made.family, field, number)
+        check_limit(family, number, value)
     except ValueError as error:
-        raise invalid(f"{at}.scale", f"{scale:.3g} times the module's {field}: {error}") from error
+        raise invalid(f"{at}.scale", f"{scale:.3g} times the module's {number.name}: {error}") from error
     if not reach * abs(scale) <= limit_of(bounds):
         largest, limit = reach * abs(scale), limit_of(bounds)
         raise invalid(f"{at}.scale", f"scale times vector reaches {largest:.3g}, beyond {bounds.model.dtype}'s {limit:.3g}")

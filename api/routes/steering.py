@@ -17,10 +17,10 @@ from litestar.params import JSONBody, PathParameter, QueryParameter
 from ...broker.ledger.steering import Account
 from ...schemas.base import now
 from ...schemas.errors import MidstreamError
+from ...schemas.interventions import FAMILY
 from ...schemas.keys import Caller, own, scoped, shown, unscoped
 from ...schemas.limits import MAX_DESCRIPTION, MAX_MODULE_NAME
 from ...schemas.module_files import specs_of
-from ...schemas.specs import STEERING_FIELDS, Family, SteeringOp
 from ...schemas.steering import (
     NAME_PATTERN,
     Dynamic,
@@ -167,27 +167,23 @@ def _view(module: Module) -> ModuleView:
     )
 
 
-def op_of(family: Family) -> SteeringOp:
-    """The op that users write for it: `add` with `norm_match` is a family of its own."""
-    return family if family in STEERING_FIELDS else "add"
-
-
 def _entries(entries: Sequence[SteeringTemplate]) -> list[EntryView]:
     return [_entry(entry) for entry in entries]
 
 
 def _entry(entry: SteeringTemplate) -> EntryView:
-    matched = entry.family == "add_matched"
+    family = FAMILY[entry.family]
+    numbers = {number.name: given for number, given in zip(family.numbers, entry.numbers, strict=True)}
     return EntryView(
-        op=op_of(entry.family),
+        op=family.op,
         hook=entry.hook,
         layers=entry.layers,
         positions=entry.positions,
         tensors=entry.tensors,
-        scale=entry.numbers[0] if matched else entry.scale,
-        numbers=[] if matched else entry.numbers,
+        scale=numbers.pop("scale", entry.scale),
+        numbers=list(numbers.values()),
         rank=entry.rank,
-        norm_match=matched,
+        norm_match=family.flag == "norm_match",
     )
 
 

@@ -33,8 +33,8 @@ from site_kit import DTYPES, EXACT, Case, Op, check, random_case, run, same_bits
 from site_properties import PROPERTIES
 
 from midstream.kernels import pair_site, reference, single_site, triton_site
-from midstream.kernels.families import PLACE, SCALARS
 from midstream.kernels.plan import COLUMNS, NO_SLOT, ROWS_PER_TOKEN, Does, Planned, SitePlan, lowrank
+from midstream.schemas.interventions import PLACE, SCALARS
 
 HIDDEN = 4096
 TOKENS = (1, 64, 8192)

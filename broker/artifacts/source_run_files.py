@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import NamedTuple, cast
 
 from ...schemas.captures import Manifest
+from ...schemas.dtypes import ITEM_BYTES
 from ...schemas.errors import MidstreamError
 from ...schemas.receipts import CapturedFile
 from ...schemas.selectors import HOOKS, Hook
 from ...schemas.source_runs import RunFile, RunFiles, RunPrompt
-from ...schemas.tensors import ITEM_BYTES
 from .headers import find_entries, place_in, read_headers
 
 Sites = dict[Hook, list[int]]

@@ -19,11 +19,9 @@ import numpy as np
 
 from ...schemas.blobs import DamagedBlob, DeletedBlob, Header, read_entries, read_header
 from ...schemas.captures import DELETED, SEGMENTS, BlobEntry
+from ...schemas.dtypes import DTYPE_OF_FILE, DTYPES, widened
 from ...schemas.errors import MidstreamError
-from ...schemas.tensors import bfloat16_to_float32
 
-#: The `dtype` of a safetensors header → numpy's; bfloat16, which numpy lacks, is read as its bit patterns.
-_NUMPY_DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8"}
 _PROT_READ = _MAP_SHARED = 1  # mmap(2)
 
 
@@ -81,13 +79,13 @@ class Blob:
     def unchecked(self, name: str) -> np.ndarray:
         """As `raw`, without the check of the CRC32."""
         tensor = self.header.tensors[name]
-        dtype = np.dtype(_NUMPY_DTYPES[tensor.dtype])
+        dtype = np.dtype(DTYPES[DTYPE_OF_FILE[tensor.dtype]].raw)
         return np.frombuffer(self._data, dtype, count=tensor.length // dtype.itemsize, offset=tensor.start).reshape(tensor.shape)
 
     def array(self, name: str) -> np.ndarray:
         """The tensor as a float32 copy of its own, bfloat16 widened exactly."""
         raw = self.raw(name)
-        return bfloat16_to_float32(raw) if self.header.tensors[name].dtype == "BF16" else np.array(raw, dtype=np.float32)
+        return np.array(widened(raw, DTYPE_OF_FILE[self.header.tensors[name].dtype]), dtype=np.float32)
 
     @property
     def size(self) -> int:

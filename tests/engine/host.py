@@ -19,13 +19,14 @@ from midstream.api.resolve.captures import Bounds, PromptFacts
 from midstream.api.resolve.steering import resolve_edits
 from midstream.client.captures.reader import CaptureReader
 from midstream.schemas.base import from_json, from_msgpack, to_json
+from midstream.schemas.interventions import STEERING_FIELDS
 from midstream.schemas.jobs import Job, Output, Sampling, StoredPrompt
 from midstream.schemas.models import ModelInfo
 from midstream.schemas.receipts import Receipt
 from midstream.schemas.selectors import Hook, PositionSelector
 from midstream.schemas.settings import Settings, to_environment
 from midstream.schemas.source_runs import RunFile, RunFiles, run_key
-from midstream.schemas.specs import STEERING_FIELDS, SteeringSpec, StoredCapture, StoredSteering
+from midstream.schemas.specs import SteeringSpec, StoredCapture, StoredSteering
 from midstream.schemas.tensors import Tensor, content_hash, from_numpy
 
 _numbers = itertools.count()

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from midstream.kernels import pair_site, single_site
-from midstream.kernels.families import FAMILIES, SCALARS
 from midstream.kernels.plan import COLUMNS, NO_SLOT, ROWS_PER_TOKEN
+from midstream.schemas.interventions import FAMILIES, SCALARS
 from midstream.schemas.selectors import HOOKS
 from midstream.schemas.specs import RankSpec, SteeringRow, StoredCapture, StoredSteering, steering_rows
 from midstream.schemas.steering import GlobalSteering

@@ -1,6 +1,7 @@
 """Is what stands in a safetensors file what a module then does? And is what cannot be right refused by its key?"""
 
 import struct
+from typing import get_args
 
 import msgspec
 import numpy as np
@@ -12,10 +13,12 @@ from safetensors.numpy import save
 
 from midstream.schemas import module_files
 from midstream.schemas.blobs import encode_safetensors
-from midstream.schemas.module_files import MAX_ENTRIES, SHARED, TENSOR_DIMS, of_sites, specs_of, to_bytes
-from midstream.schemas.specs import STEERING_FIELDS, SteeringSpec
+from midstream.schemas.dtypes import ITEM_BYTES, DType
+from midstream.schemas.interventions import STEERING_FIELDS
+from midstream.schemas.module_files import MAX_ENTRIES, SHAPES, SHARED, of_sites, specs_of, to_bytes
+from midstream.schemas.specs import SteeringSpec
 from midstream.schemas.steering import Entries
-from midstream.schemas.tensors import ITEM_BYTES, Tensor, from_numpy, to_numpy
+from midstream.schemas.tensors import Tensor, from_numpy, to_numpy
 
 JOY = np.arange(4, dtype=np.float32)
 
@@ -82,7 +85,7 @@ def entries(draw: st.DrawFn) -> SteeringSpec:
     shapes = {"vector": [3], "rotation": [2, 3], "weight": [2, 3], "bias": [2]}
     tensors = {}
     for name in STEERING_FIELDS[op].tensors:
-        dtype = draw(st.sampled_from(list(ITEM_BYTES)))
+        dtype = draw(st.sampled_from(get_args(DType)))
         size = int(np.prod(shapes[name])) * ITEM_BYTES[dtype]
         tensors[name] = Tensor(dtype=dtype, shape=shapes[name], data=draw(st.binary(min_size=size, max_size=size)))
     options = {name: draw(_OPTIONS[name]) for name in STEERING_FIELDS[op].options if draw(st.booleans())}
@@ -95,7 +98,7 @@ def test_entries_survive_a_file_whatever_they_do(specs: list[SteeringSpec]) -> N
     raw = to_bytes(specs)
     assert specs_of(raw) == specs
     assert {name for name, _ in safetensors.deserialize(raw)} == {
-        f"{index}.{name}" for index, spec in enumerate(specs) for name in TENSOR_DIMS if getattr(spec, name) is not None
+        f"{index}.{name}" for index, spec in enumerate(specs) for name in SHAPES if getattr(spec, name) is not None
     }
 
 
@@ -108,7 +111,7 @@ def test_each_tensor_of_a_file_lies_at_a_multiple_of_its_elements_size() -> None
 
 
 def test_what_the_format_knows_is_what_an_entry_has() -> None:
-    named = {"layers", "hook", "module", *SHARED, *TENSOR_DIMS}
+    named = {"layers", "hook", "module", *SHARED, *SHAPES}
     assert named == set(SteeringSpec.__struct_fields__)
     assert next(found.max_length for found in Entries.__metadata__) == MAX_ENTRIES
 
@@ -127,7 +130,7 @@ def test_what_the_format_knows_is_what_an_entry_has() -> None:
         ({"post_block.3": JOY[None]}, {}, r"'post_block.3' is \[1, 4\]: a vector is \[hidden_size\]"),
         ({"post_block.3": JOY, "post_block.4": JOY[:3]}, {}, r"'post_block.[34]' is [34] wide, 'post_block.[34]' [34]: a model has one"),
         ({"post_block.3.matrix": JOY}, {}, "there is no 'matrix', only vector, rotation, weight, bias"),
-        ({"post_block.3": JOY.astype(np.float64)}, {}, "'post_block.3' is of F64: F32, F16, BF16 are taken"),
+        ({"post_block.3": JOY.astype(np.float64)}, {}, "'post_block.3' is of F64: F32, BF16, F16 are taken"),
         ({"post_block.3": JOY}, {"sclae": "2"}, "metadata 'sclae' is none that is known: use op, positions"),
         ({"post_block.3": JOY}, {"scale": "a lot"}, "metadata scale cannot be 'a lot'"),
         ({"post_block.3": JOY}, {"scale": "Infinity"}, "metadata scale cannot be 'Infinity'"),

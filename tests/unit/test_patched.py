@@ -315,9 +315,12 @@ def test_an_unknown_run_is_answered_with_those_there_are() -> None:
     ("specs", "words"),
     [
         ([SteeringSpec(layers=0, vector=VECTOR), SteeringSpec(layers=1, vector=VECTOR)], "it has 2 entries"),
-        ([SteeringSpec(layers=0, op="ablate", vector=VECTOR)], "it is a ablate"),
+        ([SteeringSpec(layers=0, op="ablate", vector=VECTOR)], "it has op 'ablate'"),
         ([SteeringSpec(layers=0, norm_match=True, vector=VECTOR)], "norm_match"),
-        ([SteeringSpec(layers=0, op="lowrank", rotation=RANK2, weight=RANK2, bias=from_numpy(np.zeros(2, np.float32)))], "it is a lowrank"),
+        (
+            [SteeringSpec(layers=0, op="lowrank", rotation=RANK2, weight=RANK2, bias=from_numpy(np.zeros(2, np.float32)))],
+            "it has op 'lowrank'",
+        ),
     ],
 )
 def test_a_module_that_is_not_one_vector_is_no_source(specs: list[SteeringSpec], words: str) -> None:

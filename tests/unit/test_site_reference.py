@@ -2,7 +2,7 @@
 
 import math
 import re
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +13,6 @@ from torch._inductor.utils import run_and_get_code
 from tree import ROOT
 
 from midstream.kernels import pair_site, reference, single_site
-from midstream.kernels.families import FAMILIES, MAX_RANK, PLACE, SCALARS
 from midstream.kernels.plan import (
     AFTER,
     ALIKE,
@@ -31,6 +30,7 @@ from midstream.kernels.plan import (
     unit,
 )
 from midstream.schemas import specs
+from midstream.schemas.interventions import FAMILIES, MAX_RANK, PLACE, SCALARS
 
 WIDTH = 24
 
@@ -142,8 +142,6 @@ def test_an_application_that_its_family_does_not_have_is_refused(name: str, vect
 
 def test_what_a_request_may_ask_for_is_what_the_kernels_have() -> None:
     assert ROWS_PER_TOKEN == 2 * specs.MAX_STEERING_ROWS, "as many for everyone's sake as for its request's"
-    assert MAX_RANK == specs.MAX_RANK
-    assert tuple(PLACE) == get_args(specs.Family)
 
 
 def test_the_columns_of_the_plan_are_distinct() -> None:

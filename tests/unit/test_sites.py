@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from midstream.kernels.families import PLACE
 from midstream.kernels.plan import AFTER, BEFORE, DEPTH, EDITS, EDITS_AT, NO_SLOT, Planned
+from midstream.schemas.interventions import PLACE
 from midstream.schemas.selectors import HOOKS, Hook
 from midstream.workers.runner.architectures import PRE_NORM, Adapter, Tap, UnsupportedArchitectureError, Variant, _materialised
 from midstream.workers.runner.sites import Buffers, Site, Sizes, install

@@ -1,6 +1,8 @@
 """What does steering come to on a model, and which of it is refused, by which field?"""
 
 import math
+import re
+from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
@@ -8,16 +10,18 @@ import pytest
 
 from midstream import __version__
 from midstream.api.resolve.captures import Bounds, PromptFacts
-from midstream.api.resolve.interventions import DEFAULTS, DIRECTIONS, LARGEST, NO_LIMIT, NUMBERS, OPTIONS, SCALED, TENSORS
+from midstream.api.resolve.interventions import GIVEN, OPTIONS
 from midstream.api.resolve.steering import resolve_edits
-from midstream.kernels.families import FAMILIES
 from midstream.schemas.base import from_msgpack, to_json, to_msgpack
+from midstream.schemas.dtypes import DTYPES
 from midstream.schemas.errors import MidstreamError
+from midstream.schemas.interventions import FAMILIES, MAX_RANK, NO_LIMIT, STEERING_FIELDS, VARIANTS, Family, SteeringOp
 from midstream.schemas.models import ModelInfo
 from midstream.schemas.selectors import HOOKS, STREAM_HOOKS
-from midstream.schemas.specs import MAX_RANK, STEERING_FIELDS, Family, SteeringOp, SteeringSpec, StoredSteering
+from midstream.schemas.specs import SteeringSpec, StoredSteering
 from midstream.schemas.tensors import Tensor, content_hash, from_numpy, to_numpy
 
+ROOT = Path(__file__).resolve().parents[2]
 HIDDEN = 8
 RANDOM = np.random.default_rng(0)
 
@@ -106,7 +110,7 @@ def test_a_lowrank_keeps_its_rank_and_three_tensors_in_order() -> None:
 def test_a_field_invalid_for_an_op_and_a_missing_field_are_refused_by_name(op: SteeringOp) -> None:
     takes = STEERING_FIELDS[op]
     values: dict[str, Any] = {"vector": VECTOR, "norm_match": False} | {name: LOW_RANK[name] for name in ("rotation", "weight", "bias")}
-    for field in (*TENSORS, *OPTIONS):
+    for field in (*GIVEN, *OPTIONS):
         if field not in (*takes.tensors, *takes.options):
             error = refused(LEAST[op] | {field: values.get(field, 1.0)})
             assert (error.field, f"is not of op {op!r}, which takes" in error.detail) == (f"steering[0].{field}", True)
@@ -223,12 +227,17 @@ def test_what_one_request_needs_must_fit_the_workers_tables() -> None:
         resolved(LEAST["ablate"], LEAST["ablate"], steering_rows=1)
 
 
-def test_the_tables_know_every_family_as_the_kernels_do() -> None:
-    assert set(STEERING_FIELDS) == set(get_args(SteeringOp))
-    assert set(NUMBERS) == set(get_args(Family)) == {family.name for family in FAMILIES}
-    for family in FAMILIES:
-        assert family.scalars[: len(NUMBERS[family.name])] == NUMBERS[family.name]
-        assert family.unit == (family.name in DIRECTIONS)
-    assert {family.name for family in FAMILIES if "v0" in family.vectors and not family.unit} == SCALED
-    assert set(DEFAULTS) == set(OPTIONS) - {"norm_match"}
-    assert NO_LIMIT == np.finfo(np.float32).max >= LARGEST["float32"]
+def test_the_table_has_a_row_for_every_op_and_family() -> None:
+    assert [family.name for family in FAMILIES] == list(get_args(Family))
+    assert [variants[0].name for variants in VARIANTS.values()] == list(get_args(SteeringOp))
+    assert all(family.flag for variants in VARIANTS.values() for family in variants[1:])
+    fields = SteeringSpec.__struct_fields__
+    assert all({*takes.tensors, *takes.options} <= {*fields} for takes in STEERING_FIELDS.values())
+    assert NO_LIMIT == np.finfo(np.float32).max >= DTYPES["float32"].largest
+
+
+def test_the_page_on_steering_and_the_table_agree_on_every_formula_and_field() -> None:
+    page = (ROOT / "docs" / "steering.md").read_text()
+    _, *said = re.findall(r"^\| (`.+) \| (.+) \| (.+) \| .+ \|$", page[: page.index("## Limits")], re.MULTILINE)
+    wanted = [(family.written, family.result, {*family.tensors, *family.options}) for family in FAMILIES if family.flag != "mask"]
+    assert [(op.replace("`", ""), result, set(re.findall(r"`(\w+)`", fields))) for op, result, fields in said] == wanted

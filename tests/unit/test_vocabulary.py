@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from midstream import __version__
 from midstream.schemas import jobs, specs
 from midstream.schemas.base import from_json, from_msgpack, to_json, to_msgpack
+from midstream.schemas.dtypes import bfloat16_to_float32
 from midstream.schemas.jobs import TERMINAL, TRANSITIONS, JobRequest, State
 from midstream.schemas.specs import CaptureSpec, RankSpec, StoredCapture, StoredSteering
-from midstream.schemas.tensors import Tensor, bfloat16_to_float32, content_hash, from_numpy, to_numpy
+from midstream.schemas.tensors import Tensor, content_hash, from_numpy, to_numpy
 
 
 @given(st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=16))

@@ -12,6 +12,7 @@ import numpy as np
 
 from ...broker.receipts.curve import client_keys
 from ...broker.receipts.outbox import Outbox
+from ...schemas.dtypes import narrowed
 from ...schemas.receipts import Receipt
 from ...schemas.selectors import select
 from ...schemas.settings import Settings
@@ -193,7 +194,7 @@ class FakeRanks:
         dtype = "float32" if capture.dtype == "model" else capture.dtype
 
         def rows(hook: str, layer: int) -> list[memoryview]:
-            return [memoryview(_stored_as(dtype, residual_rows(layer, positions, token_ids, hook)))]
+            return [memoryview(narrowed(residual_rows(layer, positions, token_ids, hook), dtype).tobytes())]
 
         return FinishedCapture(
             spec=msgspec.structs.replace(finished.spec, captures=[capture]),
@@ -210,11 +211,3 @@ class FakeRanks:
             rows=rows,
             num_layers=NUM_LAYERS,
         )
-
-
-def _stored_as(dtype: str, rows: np.ndarray) -> bytes:
-    """float32 rows in another dtype; bfloat16 by rounding to nearest, ties to even."""
-    if dtype != "bfloat16":
-        return rows.astype(dtype).tobytes()
-    bits = rows.view(np.uint32).astype(np.uint64)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2").tobytes()

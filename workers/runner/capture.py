@@ -21,8 +21,6 @@ from .finished import FinishedCapture
 from .sites import Site
 from .soundness import all_finite
 
-_NUMPY_VIEW = {torch.bfloat16: torch.uint16}  # numpy has no bfloat16: same bits, other name
-
 
 class Ports:
     """The capture ports of this rank: port 2·i is before the interventions of site i, port 2·i + 1 after them."""
@@ -299,8 +297,7 @@ class _Rows:
 
 
 def _bytes(rows: torch.Tensor, dtype: torch.dtype) -> memoryview:
-    rows = rows.to(dtype)
-    view = rows.view(_NUMPY_VIEW[dtype]) if dtype in _NUMPY_VIEW else rows
+    view = rows.to(dtype).view(torch.uint8)  # numpy does not have every dtype
     return memoryview(view.numpy()).cast("B").toreadonly()  # the rows may serve later requests, too
 
 

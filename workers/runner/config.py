@@ -8,9 +8,9 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from ...kernels.families import FAMILIES, SCALARS
 from ...kernels.plan import COLUMNS, ROWS_PER_TOKEN, Planned
 from ...schemas.base import Record, from_json, to_json
+from ...schemas.interventions import FAMILIES, SCALARS
 from ...schemas.version import __version__
 
 KEY = "midstream"

@@ -16,8 +16,8 @@ from importlib.metadata import entry_points
 
 import numpy as np
 
+from ...schemas.dtypes import DTYPES, widened
 from ...schemas.specs import memory_bytes
-from ...schemas.tensors import bfloat16_to_float32
 from .finished import Consumer, FinishedCapture, Outcome
 from .layouts import blob_of
 
@@ -29,8 +29,6 @@ ENTRY_POINTS = "midstream.capture_consumers"
 BUILT_IN = ("filesystem", "memory", "logging")
 #: Seconds that an installed consumer may take for a group; the writer then goes on without it.
 PATIENCE_S = 10.0
-
-_DTYPES = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
 
 
 class Memory:
@@ -85,8 +83,8 @@ def _norms(capture: FinishedCapture) -> str:
 
 def rows_of(capture: FinishedCapture, hook: str, layer: int) -> np.ndarray:
     """`[positions, hidden_size]` of one site as an array of its own; bfloat16 is widened to float32."""
-    raw = np.frombuffer(b"".join(capture.rows(hook, layer)), dtype=_DTYPES[capture.dtype]) if capture.positions else np.empty(0)
-    rows = bfloat16_to_float32(raw) if capture.dtype == "bfloat16" and len(raw) else raw
+    held = b"".join(capture.rows(hook, layer)) if capture.positions else b""
+    rows = widened(np.frombuffer(held, dtype=DTYPES[capture.dtype].raw), capture.dtype)
     return rows.reshape(len(capture.positions), capture.hidden_size)
 
 

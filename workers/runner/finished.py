@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ...schemas.captures import FORMAT, Manifest
+from ...schemas.dtypes import ITEM_BYTES
 from ...schemas.receipts import CapturedFile
 from ...schemas.specs import RankSpec, StoredCapture
-from ...schemas.tensors import ITEM_BYTES
 from ...schemas.version import __version__
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from ...kernels import pair_site, single_site
-from ...kernels.families import FAMILIES, SCALARS
 from ...kernels.plan import COLUMNS, NO_SLOT, ROWS_PER_TOKEN
+from ...schemas.interventions import FAMILIES, SCALARS
 from ...schemas.selectors import Hook
 from .architectures import Adapter, Kind, Side, Tap, UnsupportedArchitectureError
 

@@ -14,6 +14,7 @@ from typing import get_args
 import numpy as np
 import torch
 
+from ...schemas.interventions import FAMILY
 from ...schemas.selectors import Hook, select
 from ...schemas.specs import RankSpec, StoredSteering
 from .sites import Buffers, Site
@@ -163,13 +164,9 @@ def reason(spec: RankSpec, found: Unsound) -> str:
     if not found.edited:
         return f"the stream is not finite at {where}, after earlier edits of this request"
     ops = [
-        _NAMES.get(entry.family, entry.family)
+        FAMILY[entry.family].written
         for entry in entries_of(spec)
         if entry.hook == found.site.hook and found.site.layer in entry.layers
         if select(entry.positions, found.position, found.position + 1, spec.prompt_tokens)
     ]
     return f"{' and '.join(dict.fromkeys(ops)) or 'an edit'} left a row that is not finite at {where}: its numbers are too large"
-
-
-#: Families as a user knows them.
-_NAMES = {"add_matched": "add with norm_match", "replace_masked": "replace"}

@@ -14,12 +14,13 @@ import torch
 
 from ...broker.artifacts.local import inside
 from ...schemas.blobs import Header, read_header
+from ...schemas.dtypes import DTYPES
 from ...schemas.selectors import Hook, as_ranges
 from ...schemas.source_runs import RunFile, RunFiles, RunRow, parse_row, run_key
 from .sites import Site
 
 #: safetensors' name of a dtype → torch's; rows are kept as they were captured.
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES = {facts.file: getattr(torch, name) for name, facts in DTYPES.items()}
 #: Longer lists of numbers are cut.
 _SHOWN_RANGES = 16
 

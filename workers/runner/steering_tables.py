@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from ...kernels.families import PLACE
-from ...kernels.plan import Does, laid_out, lowrank
+from ...kernels.plan import Does, does_of, laid_out
+from ...schemas.interventions import FAMILIES, PLACE
 from ...schemas.source_runs import ZEROS, is_row
-from ...schemas.specs import JOINED, ONES, SteeringRow, StoredSteering
+from ...schemas.specs import ONES, SteeringRow, StoredSteering
 from ...schemas.tensors import Tensor, content_hash, to_numpy
 from .actions import ActionLedger
 from .sites import Buffers, Site
@@ -184,10 +184,7 @@ class RowTable:
         """What an entry does at each of its sites."""
         shapes = entry.shapes(self._buffers.pool.shape[1])
         tensors = [self._tensor(name, shape) for name, shape in zip(entry.tensors, shapes, strict=True)]
-        if entry.family == "lowrank":
-            return lowrank(*entry.numbers, *tensors)
-        vector, *masks = tensors
-        return Does(torch.stack([vector * entry.scale, *masks]), entry.numbers)
+        return does_of(entry.family, entry.numbers, tensors, entry.scale)
 
     def _tensor(self, name: str, shape: list[int]) -> torch.Tensor:
         """float32 on the CPU."""
@@ -219,9 +216,9 @@ def _replaced(before: Does, then: Does) -> Does:
     return Does((kept * before.vectors + alpha * then.vectors) / joined, (joined,))
 
 
-#: For each family of which a row may have several at one site, see `steering_rows`: a first and what follows it, as one.
+#: For each family that is `joined`, see `steering_rows`: a first and what follows it, as one.
 _JOINED = {"add": _added, "replace": _replaced}
-assert _JOINED.keys() == JOINED
+assert _JOINED.keys() == {family.name for family in FAMILIES if family.joined}
 
 
 def _crc32(content: Content) -> int:

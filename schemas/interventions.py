@@ -1,0 +1,217 @@
+"""The table of interventions: what users give for each op, its limits and defaults, and what the kernels keep of it.
+
+API rules, client options, modules, the ranks' rows and the kernels' families are read from `FAMILIES`; only the arithmetic is
+elsewhere (`kernels/reference.py`, `kernels/triton_site.py`). `docs/kernels.md` says how to add a row.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+#: What a steering entry does to a row s at its hook, as users write it.
+SteeringOp = Literal["replace", "lowrank", "add", "ablate", "clamp"]
+#: What the ops are to the ranks: an op may have variants, such as `add_matched`, which is `add` with `norm_match`.
+Family = Literal["replace", "replace_masked", "lowrank", "add", "add_matched", "ablate", "clamp"]
+#: `rewrite`: reads the row s and gives a new one. `shift`: gives something to be added that does not depend on s.
+#: A token that a rewrite changes is computed in float32 from the stream to the last family, and rounded once. A token that
+#: is only shifted never leaves the model's dtype, if there is one shift; several are summed in float32 and added at once.
+Effect = Literal["rewrite", "shift"]
+
+#: Numbers of one pool entry: columns of the ranks' `scalars`.
+SCALARS = 4
+#: The largest rank of one `lowrank`.
+MAX_RANK = 64
+#: The largest float32: as a limit of a component it is none. (Infinity has no place in JSON.)
+NO_LIMIT = float.fromhex("0x1.fffffep127")
+
+
+class TensorField(NamedTuple):
+    """A tensor of an entry."""
+
+    symbol: str  # in the formulas
+    ranked: bool  # one vector, or one number, for each term
+    wide: bool = True  # `hidden_size` numbers (for each term), else one
+
+
+TENSORS: dict[str, TensorField] = {
+    "vector": TensorField("v0", ranked=False),
+    "mask": TensorField("m", ranked=False),
+    "rotation": TensorField("R", ranked=True),
+    "weight": TensorField("W", ranked=True),
+    "bias": TensorField("bias", ranked=True, wide=False),
+}
+
+
+class Number(NamedTuple):
+    """A number that users give."""
+
+    name: str
+    limit: float = NO_LIMIT  # its largest absolute value
+    default: float = 1.0
+
+
+#: A multiple of the row itself, or of a component of it: 100 times leaves nothing else of it.
+_STRENGTH = Number("strength", 100.0)
+#: In units of the stream, which may be large.
+_STREAM = 1e6
+_ALPHA = Number("alpha")  # 0 to 1 by schema
+
+
+@dataclass(frozen=True)
+class Intervention:
+    """One kind of intervention. s is the row of the stream as the family finds it, a float32 row of the hidden size.
+
+    An application is `terms` terms; each takes `len(vectors)` consecutive entries of the ranks' pool, one term after the other.
+    Its numbers (`scalars`) are in its first entry, those named in `of_each_term` in the first entry of each term.
+    """
+
+    name: Family
+    op: SteeringOp
+    effect: Effect
+    result: str  # in users' terms; v̂ = v/‖v‖
+    formula: str  # in the kernels' terms, with what the pool holds
+    source: str
+    flag: str = ""  # the field that turns `op` into this variant: of a spec's, or `mask` of a patch
+    tensors: tuple[str, ...] = ("vector",)  # all are required
+    scale: Number | None = None  # the vector is written times this
+    numbers: tuple[Number, ...] = ()  # the first is its strength: at 0 the row keeps its bits
+    limits: tuple[str, str] | None = None  # two of the numbers: lower and upper limit, of which one is required
+    unit: bool = False  # its vector is a direction: written with length 1
+    sums: bool = False  # sums over the row, in an order of the device's own: devices agree to float32's rounding, not to the bit
+    joined: bool = False  # several at one site are joined to one where they have the same positions
+
+    @property
+    def written(self) -> str:
+        """As users write it."""
+        return self.op if self.flag in ("", "mask") else f"{self.op} with {self.flag}"
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """The fields of a steering entry that it takes besides its tensors."""
+        flags = (self.flag,) if self.flag not in ("", "mask") else ()
+        return tuple(number.name for number in (*filter(None, [self.scale]), *self.numbers)) + flags
+
+    @property
+    def vectors(self) -> tuple[str, ...]:
+        """What the entries of one term hold."""
+        return tuple(TENSORS[name].symbol for name in self.tensors if TENSORS[name].wide)
+
+    @property
+    def ranked(self) -> bool:
+        """Whether it has as many terms as its tensors have rows."""
+        return any(TENSORS[name].ranked for name in self.tensors)
+
+    @property
+    def most_terms(self) -> int:
+        return MAX_RANK if self.ranked else 1
+
+    @property
+    def of_each_term(self) -> tuple[str, ...]:
+        """The scalars that each term has."""
+        return tuple(name for name in self.tensors if not TENSORS[name].wide)
+
+    @property
+    def scalars(self) -> tuple[str, ...]:
+        """Names of the columns of the ranks' `scalars`."""
+        return (*(number.name for number in self.numbers), *(("rank",) if self.ranked else ()), *self.of_each_term)
+
+    @property
+    def graded(self) -> bool:
+        """Whether the first scalar is a strength: where it is 0 the row keeps its bits."""
+        return bool(self.numbers)
+
+    @property
+    def is_one_vector(self) -> bool:
+        """Whether its one tensor is a vector that is written as it is: what a patch can take from a module."""
+        return self.tensors == ("vector",) and not self.unit
+
+    def entries(self, terms: int = 1) -> int:
+        """Consecutive pool entries of one application."""
+        return len(self.vectors) * terms
+
+    def column(self, scalar: str) -> int:
+        """Where in `scalars` a number lies. Raises ValueError for one that the family does not have."""
+        return self.scalars.index(scalar)
+
+    def shapes(self, rank: int, hidden_size: int) -> list[list[int]]:
+        """The shapes of its tensors, in their order."""
+        found = map(TENSORS.__getitem__, self.tensors)
+        return [[rank] * field.ranked + [hidden_size] * field.wide for field in found]
+
+
+_REPLACE_SOURCE = "activation patching: Vig et al. 2020, arXiv:2004.12265; Meng et al. 2022, arXiv:2202.05262"
+
+#: In the order in which they are applied; within a family the configuration rows of a token in the order of their columns.
+FAMILIES: tuple[Intervention, ...] = (
+    Intervention(
+        "replace", "replace", "rewrite",
+        "(1 − alpha) · s + alpha · scale · v; with `alpha` 1, scale · v bit for bit",
+        "s ← (1 − alpha) · s + alpha · v0; alpha = 1 gives v0 bit for bit",
+        _REPLACE_SOURCE,
+        scale=Number("scale", _STREAM), numbers=(_ALPHA,), joined=True,
+    ),
+    Intervention(
+        "replace_masked", "replace", "rewrite",
+        "in some dimensions only (a patch's `mask`): as `replace`",
+        "where m = 1: s ← (1 − alpha) · s + alpha · v0, with alpha = 1 v0 bit for bit; where m = 0: s",
+        "`replace` in some dimensions only; with m = 1 everywhere it gives the same bits",
+        flag="mask", tensors=("vector", "mask"), scale=Number("scale", _STREAM), numbers=(_ALPHA,),
+    ),
+    Intervention(
+        "lowrank", "lowrank", "rewrite",
+        "s + strength · Rᵀ(W s + b − R s)",
+        "s ← s + strength · Σ_i R_i · (W_i·s + b_i − R_i·s)",
+        "LoReFT: Wu et al. 2024, arXiv:2404.03592",
+        tensors=("rotation", "weight", "bias"), numbers=(_STRENGTH,), sums=True,
+    ),
+    Intervention(
+        "add", "add", "shift",
+        "s + scale · v",
+        "s ← s + v0",
+        "activation addition: Turner et al. 2023, arXiv:2308.10248",
+        scale=Number("scale", _STREAM), joined=True,
+    ),
+    Intervention(
+        "add_matched", "add", "rewrite",
+        "s + scale · ‖s‖ · v̂",
+        "s ← s + scale · ‖s‖₂ · v0",
+        "activation addition, scaled relative to the norm of the stream",
+        flag="norm_match", numbers=(Number("scale", 100.0),), unit=True, sums=True,
+    ),
+    Intervention(
+        "ablate", "ablate", "rewrite",
+        "s − strength · (s·v̂) v̂",
+        "s ← s − strength · (s·v0) · v0",
+        "directional ablation: Arditi et al. 2024, arXiv:2406.11717",
+        numbers=(_STRENGTH,), unit=True, sums=True,
+    ),
+    Intervention(
+        "clamp", "clamp", "rewrite",
+        "s + strength · (min(max(s·v̂, low), high) − s·v̂) v̂; a component within the range leaves s unchanged, bit for bit",
+        "s ← s + strength · (min(max(s·v0, low), high) − s·v0) · v0; a component inside [low, high] leaves the row unchanged",
+        "as feature clamping: Templeton et al. 2024, Scaling Monosemanticity",
+        numbers=(_STRENGTH, Number("low", _STREAM, -NO_LIMIT), Number("high", _STREAM, NO_LIMIT)), limits=("low", "high"),
+        unit=True, sums=True,
+    ),
+)  # fmt: skip
+#: Name → place in `FAMILIES`, which is also its row of the ranks' `site_rows`.
+PLACE: dict[str, int] = {family.name: place for place, family in enumerate(FAMILIES)}
+FAMILY: dict[Family, Intervention] = {family.name: family for family in FAMILIES}
+#: Op → the family that it is, and its variants.
+VARIANTS: dict[SteeringOp, tuple[Intervention, ...]] = {
+    op: tuple(family for family in FAMILIES if family.op == op) for op in get_args(SteeringOp)
+}
+
+
+class OpFields(NamedTuple):
+    """What an op takes besides where it acts; other fields must be left out."""
+
+    tensors: tuple[str, ...]  # all of them, in the order of `StoredSteering.tensors`
+    options: tuple[str, ...]
+
+
+STEERING_FIELDS: dict[SteeringOp, OpFields] = {
+    op: OpFields(variants[0].tensors, tuple(dict.fromkeys(option for family in variants for option in family.options)))
+    for op, variants in VARIANTS.items()
+}
+#: For people: each op with its formula.
+MEANINGS = "; ".join(f"`{family.written}`: {family.result}" for family in FAMILIES if family.flag != "mask")
