@@ -9,11 +9,12 @@ import msgspec
 
 from .dtypes import RowDType
 from .errors import NO_FIELD, MidstreamError, invalid, misfit, shortened
-from .handling import CallbackEvent, Priority
+from .handling import Priority
 from .interventions import SteeringOp
 from .keys import SCOPES
 from .selectors import ALIASES, HOOKS, PositionName
 from .specs import At, Layout
+from .states import CallbackEvent
 from .sweeps import Ablation, Alignment, Direction, Metric
 
 #: Names of positions where nothing is generated.

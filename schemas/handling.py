@@ -7,12 +7,10 @@ import msgspec
 from .base import Record
 from .errors import invalid
 from .limits import MAX_EVENTS, MAX_URL
+from .states import ENDS, CallbackEvent
 
 #: `normal` is what the kind of job has by itself: someone waits at the OpenAI-style endpoints, a batch of jobs does not mind.
 Priority = Literal["high", "normal", "low"]
-#: What a webhook may tell: that an attempt began, and each way in which a job ends.
-CallbackEvent = Literal["job.running", "job.succeeded", "job.failed", "job.cancelled", "job.aborted"]
-ENDS: tuple[CallbackEvent, ...] = ("job.succeeded", "job.failed", "job.cancelled", "job.aborted")
 
 MAX_EXPIRES_S = 30 * 24 * 3600
 
@@ -40,9 +38,7 @@ class Callback(Record):
 
 def handling_of(body: Handling) -> Handling:
     """The part of a body that says how to handle the job."""
-    return Handling(
-        priority=body.priority, expires_in=body.expires_in, callback_url=body.callback_url, callback_events=body.callback_events
-    )
+    return Handling(**{name: getattr(body, name) for name in Handling.__struct_fields__})
 
 
 def callback_of(handling: Handling) -> Callback | None:

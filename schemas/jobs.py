@@ -1,7 +1,6 @@
 """What is a job, in which states can it be, and what does it give back?"""
 
 from collections import Counter
-from enum import StrEnum
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
@@ -14,33 +13,10 @@ from .handling import Callback, Handling, Priority
 from .keys import DEFAULT_TENANT
 from .limits import MAX_INT64, MAX_PROMPTS, MAX_STOP_TEXT, MAX_STOP_TOKENS, MAX_STOPS, Count, Index, Metadata, Name, Text, TokenIds
 from .specs import CaptureSpec, CaptureStatus, PatchList, SteeringList, StoredCapture, StoredSteering
+from .states import TERMINAL as TERMINAL
+from .states import TRANSITIONS as TRANSITIONS
+from .states import State as State
 from .sweeps import StoredSweep, SweepResult
-
-
-class State(StrEnum):
-    QUEUED = "queued"  # accepted and durable; no worker has it
-    RUNNING = "running"  # a worker holds it under a lease
-    CANCELLING = "cancelling"  # cancel was asked for while it ran
-    SUCCEEDED = "succeeded"  # outputs stored, every capture durable, every rank agrees
-    FAILED = "failed"  # `error` says why
-    CANCELLED = "cancelled"  # stopped on request while it ran
-    ABORTED = "aborted"  # ended before it ever ran
-    EXPIRED = "expired"  # read, never stored: the job ended longer ago than `result_ttl_s`, and its result was removed
-
-
-#: Which state may follow which; the Lua transitions are generated from this table. Terminal states have no successor.
-#: No transition leads to `expired`: a reader sees it instead of the stored terminal state.
-TRANSITIONS: dict[State, frozenset[State]] = {
-    State.QUEUED: frozenset({State.RUNNING, State.ABORTED, State.FAILED}),
-    State.RUNNING: frozenset({State.QUEUED, State.CANCELLING, State.SUCCEEDED, State.FAILED}),
-    State.CANCELLING: frozenset({State.CANCELLED, State.SUCCEEDED, State.FAILED}),
-    State.SUCCEEDED: frozenset(),
-    State.FAILED: frozenset(),
-    State.CANCELLED: frozenset(),
-    State.ABORTED: frozenset(),
-    State.EXPIRED: frozenset(),
-}
-TERMINAL = frozenset(state for state, following in TRANSITIONS.items() if not following)
 
 #: A prompt is text or token ids.
 Prompt = Text | TokenIds

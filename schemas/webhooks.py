@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from .base import Record
-from .handling import CallbackEvent
+from .states import CallbackEvent
 
 #: `pending`: to be sent, perhaps again. `delivered`: answered 2xx. `failed`: the last try of the ladder was not. `disabled`: its
 #: receiver answered 410, or had before. `refused`: its address may not be called.

@@ -281,14 +281,9 @@ async def admit(
 
 def handled(handling: Handling, caller: Caller) -> dict[str, Any]:
     """The members of a job that say whose it is and how it is handled."""
+    same = {name: getattr(handling, name) for name in Handling.__struct_fields__ if name in Job.__struct_fields__}
     expires = None if handling.expires_in is None else now() + handling.expires_in
-    return {
-        "tenant": caller.tenant,
-        "key": caller.key,
-        "priority": handling.priority,
-        "expires": expires,
-        "callback": callback_of(handling),
-    }
+    return {**same, "tenant": caller.tenant, "key": caller.key, "expires": expires, "callback": callback_of(handling)}
 
 
 def unknown_model(name: str, served: Sequence[str]) -> MidstreamError:

@@ -132,18 +132,11 @@ def _is_one_of(raw: bytes, values: Sequence[Any]) -> bool:
 
 
 def _sampling(body: OpenAIRequest, max_tokens: int, logprobs: int | None) -> Sampling:
-    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
-    return Sampling(
-        max_tokens=max_tokens,
-        temperature=1.0 if body.temperature is None else body.temperature,
-        top_p=1.0 if body.top_p is None else body.top_p,
-        top_k=body.top_k,
-        seed=body.seed,
-        stop=stop,
-        stop_token_ids=body.stop_token_ids,
-        ignore_eos=body.ignore_eos,
-        logprobs=logprobs,
-    )
+    """The body's fields that are a job's by name; of the others `max_tokens` and `logprobs`. Null: the default."""
+    given = {name: value for name in Sampling.__struct_fields__ if (value := getattr(body, name, None)) is not None}
+    if isinstance(body.stop, str):
+        given["stop"] = [body.stop]
+    return Sampling(**{"temperature": 1.0, **given, "max_tokens": max_tokens, "logprobs": logprobs})
 
 
 def _completion_prompts(prompt: str | list[str | int | list[int]]) -> list[WishedPrompt]:

@@ -16,7 +16,7 @@ import redis
 
 from ...schemas.base import from_json
 from ...schemas.errors import Problem
-from ...schemas.jobs import State
+from ...schemas.jobs import TERMINAL, State
 
 SUCCEEDED, FAILED, RETRIED, REVOKED = "task-succeeded", "task-failed", "task-retried", "task-revoked"
 
@@ -55,7 +55,7 @@ def event_of(state: State, problem: Problem | None = None) -> tuple[str, dict[st
             return FAILED, {"exception": said(problem), "traceback": ""}
         case State.QUEUED:
             return RETRIED, {"exception": "another attempt follows", "traceback": ""}
-        case State.CANCELLED | State.ABORTED | State.EXPIRED:
+        case _ if state in TERMINAL:
             return REVOKED, {"terminated": state is State.CANCELLED, "signum": None, "expired": state is State.EXPIRED}
         case _:
             raise ValueError(f"{state} is no end")

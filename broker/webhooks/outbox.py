@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 
 from ...schemas.base import from_json, now, to_json
 from ...schemas.errors import MidstreamError
-from ...schemas.handling import CallbackEvent
+from ...schemas.states import CallbackEvent
 from ...schemas.webhooks import Delivery, DeliveryAttempt, DeliveryPage, DeliveryState, DisabledEndpoint, HookBody, HookData
 from ..ledger import views
 from ..ledger.jobs import Ledger, reachable

@@ -2,7 +2,7 @@
 
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import msgspec
 import typer
@@ -10,8 +10,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from ...schemas.base import to_json
+from ...schemas.dtypes import DType
 from ...schemas.errors import MidstreamError, invalid
-from ...schemas.jobs import JobRequest, JobResult, JobView, State
+from ...schemas.jobs import JobRequest, JobResult, JobView, SamplingRequest, State
 from ...schemas.settings import load_settings
 from ..render import jobs, sweeps
 from ..sdk.client import Client
@@ -25,18 +26,9 @@ Url = Annotated[str | None, typer.Option(help="Where the API is; default: the st
 JobId = Annotated[str, typer.Argument(metavar="JOB", help="A job's id.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
-#: The options of a capture stand together in `--help`, and those of how a job is handled.
+DEFAULTS = SamplingRequest()
+#: The options of a capture stand together in `--help`.
 CAPTURE: dict[str, Any] = {"rich_help_panel": "Capture"}
-HANDLING: dict[str, Any] = {"rich_help_panel": "Handling"}
-
-Priority = Annotated[str | None, typer.Option(help="high, normal (if left out) or low.", **HANDLING)]
-ExpiresIn = Annotated[
-    str | None, typer.Option(metavar="TIME", help="Give up if no worker has begun it by then: 30s, 10m, 2h or 600.", **HANDLING)
-]
-Callback = Annotated[str | None, typer.Option(metavar="URL", help="Tell this receiver how the job ended: a signed webhook.", **HANDLING)]
-CallbackEvents = Annotated[
-    list[str] | None, typer.Option(metavar="EVENT", help="Tell of this instead, such as job.running; repeat as needed.", **HANDLING)
-]
 
 #: Between two looks at a job while a progress bar is shown.
 LOOK_S = 0.25
@@ -54,6 +46,7 @@ def connect(given: str | None) -> Client:
     return Client(given, load_settings().api_key)
 
 
+@options.with_handling
 def submit(
     prompts: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT]...", help="One or more prompts.")] = None,
     file: Annotated[Path | None, typer.Option(help="More prompts: one a line, or a JSON list of texts.")] = None,
@@ -78,7 +71,7 @@ def submit(
     ] = None,
     every_n: Annotated[int | None, typer.Option(help="Only every n-th generated token.", **CAPTURE)] = None,
     at: Annotated[str | None, typer.Option(help="before (if left out) or after the steering of the same site.", **CAPTURE)] = None,
-    dtype: Annotated[str | None, typer.Option(help="model (if left out), float32, bfloat16 or float16.", **CAPTURE)] = None,
+    dtype: Annotated[str | None, typer.Option(help=f"model (if left out), {options.one_of(get_args(DType))}.", **CAPTURE)] = None,
     layout: Annotated[str | None, typer.Option(help="auto (if left out), packed, per_file or segment.", **CAPTURE)] = None,
     consumer: Annotated[list[str] | None, typer.Option(help="Who gets the rows: filesystem (if left out), memory, …", **CAPTURE)] = None,
     tag: Annotated[str | None, typer.Option(help="Folder name of the capture; if left out: default.", **CAPTURE)] = None,
@@ -91,12 +84,10 @@ def submit(
         list[str] | None,
         typer.Option(metavar=options.PATCH, help="Put rows of a run, a vector or zeros in place of rows; repeat as needed."),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(help="Tokens to generate per prompt.")] = 16,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    priority: Priority = None,
-    expires_in: ExpiresIn = None,
-    callback: Callback = None,
-    callback_event: CallbackEvents = None,
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate per prompt.")] = DEFAULTS.max_tokens,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = DEFAULTS.temperature,
+    *,
+    handling: dict[str, Any],  # the options of `with_handling`
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait for the result, or print the id and go.")] = True,
     json_: AsJson = False,
     url: Url = None,
@@ -113,7 +104,7 @@ def submit(
             fields["sampling"] = {"max_tokens": max_tokens, "temperature": temperature}
             fields["steering"] = options.parse_steering(steer or [])
             fields["patch"] = options.parse_patches(patch or [])
-            fields |= options.parse_handling(priority, expires_in, callback, callback_event)
+            fields |= handling
             fields["capture"] = options.parse_capture(
                 layers=layers, hooks=hooks, positions=positions, spans=span, every_n=every_n, at=at, dtype=dtype,
                 layout=layout, consumers=consumer, tag=tag, run=run,

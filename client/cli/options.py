@@ -1,17 +1,21 @@
 """What do the options of `midstream submit` ask for? Text as typed becomes the fields of a request; the server judges the rest."""
 
+import inspect
 import json
 import re
 from collections.abc import Callable, Sequence
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 from zipfile import BadZipFile
 
 import numpy as np
+import typer
 
 from ...schemas.choices import suggestion
 from ...schemas.errors import MidstreamError, invalid
 from ...schemas.global_capture import HOOK_NAMES, parse_hooks
+from ...schemas.interventions import FAMILIES, STEERING_FIELDS
 from ...schemas.selectors import HookName, LayerSelector, written_range
 from ..durations import seconds
 from ..sdk.wire import Patch, Steering
@@ -25,6 +29,11 @@ CAPTURE_OPTIONS = {
 _ASKING = ("layers", "hooks")
 #: As `--help` shows it, wherever hooks are named.
 HOOKS_FORM = "HOOK[:LAYERS];…"
+
+
+def one_of(names: Sequence[str]) -> str:
+    """`a, b or c`."""
+    return f"{', '.join(names[:-1])} or {names[-1]}"
 
 
 def parse_layers(text: str) -> str | int:
@@ -116,10 +125,13 @@ def _positions(text: str | None, spans: Sequence[str]) -> Any:
 STEER_FILE = "FILE:[HOOK:]LAYERS[:SCALE][:NAME=VALUE]…"
 STEER = f"{STEER_FILE} | @MODULE[:SCALE][:NAME=VALUE]… | FILE.safetensors"
 _YES = {"true": True, "false": False}
+_OPTIONS = tuple(dict.fromkeys(name for takes in STEERING_FIELDS.values() for name in takes.options))
+_FLAGS = {family.flag for family in FAMILIES}
 #: What may be said by name → how it is read.
 STEER_NAMES: dict[str, Callable[[str], Any]] = {
-    "op": str, "positions": parse_positions, "norm_match": lambda text: _YES[text],
-    "scale": float, "alpha": float, "strength": float, "low": float, "high": float,
+    "op": str, "positions": parse_positions,
+    **{name: lambda text: _YES[text] for name in _OPTIONS if name in _FLAGS},
+    **{name: float for name in _OPTIONS if name not in _FLAGS},
 }  # fmt: skip
 #: Those of them that a named module takes.
 MODULE_NAMES = ("scale", "positions")
@@ -300,14 +312,48 @@ def read_prompts(path: Path) -> list[str]:
 # --- How a job is handled ----------------------------------------------------------------------------------------------
 
 
-def parse_handling(
-    priority: str | None, expires_in: str | None, callback: str | None, callback_events: Sequence[str] | None
-) -> dict[str, Any]:
-    """The fields of a submission that `--priority`, `--expires-in` and `--callback…` ask for, without those that were not given."""
-    given = {
-        "priority": priority,
-        "expires_in": seconds(expires_in, "--expires-in"),
-        "callback_url": callback,
-        "callback_events": callback_events or None,
-    }
-    return {name: value for name, value in given.items() if value is not None}
+class HandlingOption(NamedTuple):
+    """An option of how a job is handled."""
+
+    field: str  # of a submission
+    kind: Any  # as typer has it
+    read: Callable[[Any], Any] = lambda value: value
+
+
+def _option(kind: Any, **settings: Any) -> Any:
+    return Annotated[kind, typer.Option(rich_help_panel="Handling", **settings)]
+
+
+#: Option as a parameter → what it sets. Every command that submits takes all of them, by `with_handling`.
+HANDLING: dict[str, HandlingOption] = {
+    "priority": HandlingOption("priority", _option(str | None, help="high, normal (if left out) or low.")),
+    "expires_in": HandlingOption(
+        "expires_in",
+        _option(str | None, metavar="TIME", help="Give up if no worker has begun it by then: 30s, 10m, 2h or 600."),
+        lambda text: seconds(text, "--expires-in"),
+    ),
+    "callback": HandlingOption(
+        "callback_url", _option(str | None, metavar="URL", help="Tell this receiver how the job ended: a signed webhook.")
+    ),
+    "callback_event": HandlingOption(
+        "callback_events",
+        _option(list[str] | None, metavar="EVENT", help="Tell of this instead, such as job.running; repeat as needed."),
+    ),
+}
+
+
+def with_handling(command: Callable[..., None]) -> Callable[..., None]:
+    """A command with the options in `HANDLING` where it has the parameter `handling`, the fields that they set."""
+
+    @wraps(command)
+    def takes_options(**given: Any) -> None:
+        values = {name: given.pop(name) for name in HANDLING}
+        fields = {HANDLING[name].field: HANDLING[name].read(value) for name, value in values.items() if value not in (None, [])}
+        command(**given, handling=fields)
+
+    own = inspect.signature(command)
+    kind = inspect.Parameter.KEYWORD_ONLY
+    options = [inspect.Parameter(name, kind, default=None, annotation=option.kind) for name, option in HANDLING.items()]
+    found = [each for name, parameter in own.parameters.items() for each in (options if name == "handling" else [parameter])]
+    takes_options.__signature__ = own.replace(parameters=found)  # type: ignore[attr-defined]
+    return takes_options

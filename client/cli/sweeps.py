@@ -28,6 +28,7 @@ def register(app: typer.Typer) -> None:
     app.command()(sweep)
 
 
+@options.with_handling
 def sweep(
     clean: Annotated[str | None, typer.Option(help="The prompt that is answered right.", **PAIR)] = None,
     corrupt: Annotated[str | None, typer.Option(help="One that asks for something else.", **PAIR)] = None,
@@ -59,10 +60,8 @@ def sweep(
     alpha: Annotated[float | None, typer.Option(help="How much of a row is replaced; if left out: 1.", **CELLS)] = None,
     mask: Annotated[str | None, typer.Option(help="Replace only these dimensions of a row: 0-63,100.", **CELLS)] = None,
     noise: Annotated[int | None, typer.Option(help="Patches that change nothing, to measure the noise; if left out: 8.", **CELLS)] = None,
-    priority: jobs.Priority = None,
-    expires_in: jobs.ExpiresIn = None,
-    callback: jobs.Callback = None,
-    callback_event: jobs.CallbackEvents = None,
+    *,
+    handling: dict[str, Any],  # the options of `with_handling`
     heatmap: Annotated[Path | None, typer.Option(help="Draw it: out.png, out.pdf or out.svg (matplotlib).", **RESULT)] = None,
     save: Annotated[Path | None, typer.Option(help="Keep it as JSON, for PatchStudy.load.", **RESULT)] = None,
     pair: Annotated[int | None, typer.Option(help="Of several pairs show this one; if left out: their mean.", **RESULT)] = None,
@@ -89,7 +88,7 @@ def sweep(
                     "positions": positions and options.parse_positions(positions), "window": window and parse_window(window),
                     "metric": metric, "direction": direction, "ablation": ablation, "alignment": alignment, "alpha": alpha,
                     "mask": mask and options.parse_layers(mask),
-                    "noise": noise, **options.parse_handling(priority, expires_in, callback, callback_event),
+                    "noise": noise, **handling,
                 },
                 lambda: jobs.only_model(client),
             )  # fmt: skip

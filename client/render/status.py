@@ -16,10 +16,7 @@ from .jobs import size
 
 _LEVELS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 #: Columns of the table of jobs: how each state is called there.
-_STATES = {
-    State.QUEUED: "queued", State.RUNNING: "begun", State.SUCCEEDED: "succeeded", State.FAILED: "failed", State.CANCELLED: "cancelled",
-    State.ABORTED: "aborted",
-}  # fmt: skip
+_STATES = {state: "begun" if state is State.RUNNING else state.value for state in State if state not in (State.CANCELLING, State.EXPIRED)}
 #: Findings are printed as they come, one below the other: so wide is what they are about.
 _ABOUT = 14
 #: Longer names are cut, so that numbers have room on 80 columns.

@@ -27,8 +27,9 @@ from midstream.broker.webhooks.secrets import WebhookSecrets
 from midstream.broker.webhooks.sender import Sender
 from midstream.schemas.base import now
 from midstream.schemas.errors import MidstreamError
-from midstream.schemas.handling import ENDS, Callback, CallbackEvent
+from midstream.schemas.handling import Callback
 from midstream.schemas.jobs import Job, State
+from midstream.schemas.states import ENDS, CallbackEvent
 from midstream.schemas.webhooks import Delivery, DeliveryAttempt
 
 ALL: list[CallbackEvent] = ["job.running", *ENDS]

@@ -15,7 +15,8 @@ from midstream.broker.webhooks.schedule import JITTER, LADDER_S, RETRY_AFTER_MAX
 from midstream.broker.webhooks.sender import TENANT_SLOTS
 from midstream.broker.webhooks.targets import refusal, url_fault
 from midstream.schemas.errors import MidstreamError
-from midstream.schemas.handling import ENDS, Handling, callback_of
+from midstream.schemas.handling import Handling, callback_of
+from midstream.schemas.states import ENDS
 
 # The ladder
 

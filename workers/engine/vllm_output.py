@@ -12,17 +12,9 @@ from .protocol import Progress
 
 
 def sampling_params(sampling: Sampling, spec: RankSpec | None) -> SamplingParams:
-    """vLLM's parameters, with the spec for the ranks."""
+    """vLLM's parameters, whose names ours are, with the spec for the ranks."""
     return SamplingParams(
-        max_tokens=sampling.max_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        seed=sampling.seed,
-        stop=sampling.stop,
-        stop_token_ids=sampling.stop_token_ids,
-        ignore_eos=sampling.ignore_eos,
-        logprobs=sampling.logprobs,
+        **msgspec.structs.asdict(sampling),
         output_kind=RequestOutputKind.DELTA,
         extra_args={"midstream": msgspec.to_builtins(spec, builtin_types=(bytes,))} if spec else None,
     )
