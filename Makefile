@@ -18,7 +18,7 @@ PYTEST_ARGS ?=
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-PACKAGES := api broker client kernels schemas workers
+PACKAGES := api broker client kernels schemas storage workers
 
 # The model is loaded from a folder: no requests to a hub, no telemetry.
 export PYTHON TORCH_INDEX TORCH_UNVERIFIED

@@ -30,6 +30,7 @@ from ..schemas.keys import Caller, own, scoped, shown
 from ..schemas.models import ModelInfo, TokenizerBundle
 from ..schemas.settings import Settings, asks_for_keys
 from ..schemas.specs import PatchSpec
+from ..storage.store import open_store
 from .operations.disks import Disks
 from .resolve import admission, global_capture, patches, steering
 from .resolve.callback_url import check_callback
@@ -71,8 +72,9 @@ class AppContext:
         self.steering = Steering(ledger)
         self.watcher = watcher
         self.celery = celery
-        self.disks = Disks(settings)
-        self._usage = Usage(settings.capture_root, settings.capture_quota_mib << 20)
+        self.store = open_store(settings.capture_root)
+        self.disks = Disks(settings, self.store)
+        self._usage = Usage(self.store, settings.capture_quota_mib << 20)
         self.helpers = Helpers(settings)
         self._codecs: dict[tuple[str, int], Codec] = {}
         self._reading = asyncio.Lock()

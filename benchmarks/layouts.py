@@ -22,6 +22,7 @@ import numpy as np
 from midstream.broker.receipts.outbox import Outbox
 from midstream.schemas.receipts import Receipt
 from midstream.schemas.specs import RankSpec, StoredCapture
+from midstream.storage.store import open_store
 from midstream.workers.runner.finished import FinishedCapture
 from midstream.workers.runner.layouts import StoreConfig
 from midstream.workers.runner.writer import WriteJob, Writer
@@ -51,7 +52,7 @@ def job(number: int, layout: str, rows: memoryview) -> WriteJob:
 def measure(folder: Path, layout: str, requests: int, burst: int, threads: int) -> float:
     """Receipts per second; `burst` 0: all at once."""
     outbox = Outbox(folder / "outbox", "bench", 0, "tcp://127.0.0.1:9")  # nobody answers: it only keeps them
-    store = StoreConfig(folder / "captures", "bench.boot.0")
+    store = StoreConfig(open_store(folder / "captures"), "bench.boot.0")
     writer = Writer(store, outbox, threads, memory_limit=0)
     rows = memoryview(np.random.default_rng(0).integers(0, 1 << 16, HIDDEN, dtype=np.uint16).tobytes())
     jobs = [job(number, layout, rows) for number in range(requests)]

@@ -3,15 +3,13 @@
 Format: 8 bytes little-endian length of the header, the header as JSON (name → dtype, shape, data_offsets), the tensors' bytes.
 """
 
-import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from .captures import FORMAT, BlobEntry, Manifest
+from .captures import FORMAT, Manifest
 from .dtypes import DTYPE_OF_FILE, DTYPES, ITEM_BYTES
 from .tensors import Tensor
 
@@ -22,8 +20,6 @@ _ALIGNMENT = 8
 _LENGTH_BYTES = 8
 #: A header beyond this is not one of ours.
 _MAX_HEADER = 100_000_000
-#: The job of a line, found without decoding the rest.
-_JOB = re.compile(rb'"job":"([^"\\]*)"')
 
 
 class DamagedBlob(ValueError):
@@ -115,20 +111,3 @@ def _place(name: str, entry: dict[str, Any], start: int) -> TensorPlace:
     if first < 0 or last - first != count:
         raise ValueError(f"{name} of shape {entry['shape']} cannot lie in {last - first} bytes")
     return TensorPlace(name, entry["dtype"], entry["shape"], start + first, last - first)
-
-
-def read_entries(index: Path, jobs: Collection[str] | None = None) -> Iterator[BlobEntry]:
-    """The blobs that the file beside capture files names, of some jobs or all. A torn last line is left out.
-
-    Raises DamagedBlob for another line that is not ours, FileNotFoundError.
-    """
-    with index.open("rb") as lines:
-        for line in lines:
-            if not line.endswith(b"\n"):
-                return  # a crash, or a line that is being written
-            if jobs is not None and ((found := _JOB.search(line)) is None or found[1].decode(errors="replace") not in jobs):
-                continue
-            try:
-                yield msgspec.json.decode(line, type=BlobEntry)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise DamagedBlob(f"{index.name} has a line that is none of ours: {error}") from error

@@ -11,9 +11,13 @@ from .specs import CaptureStatus
 FORMAT = "midstream.capture.2"
 #: Folder of a tag that holds its segments: `<tag>/segments/<writer>.<n>.seg`, each with a `.jsonl` of `BlobEntry` beside it.
 SEGMENTS = "segments"
-#: `<capture root>/.deleted/<job>` exists from the moment at which a job's captures are deleted until nothing is left of them.
-#: Who reads files looks there after opening them: so it has everything that the job has, or nothing.
-DELETED = ".deleted"
+SEGMENT_SUFFIX = ".seg"
+
+
+def index_of(key: str) -> str:
+    """The JSON Lines of `BlobEntry` beside a capture file: `.jsonl` beside a segment, `.json` beside one of its own."""
+    path = PurePosixPath(key)
+    return str(path.with_suffix(".jsonl" if path.suffix == SEGMENT_SUFFIX else ".json"))
 
 
 def path_fault(path: str, job: str) -> str | None:
@@ -22,7 +26,7 @@ def path_fault(path: str, job: str) -> str | None:
     A job's files lie in `<tag>/<job>/` and in the segments that it shares: any other path is invalid.
     """
     parts = PurePosixPath(path).parts
-    if len(parts) == 3 and ".." not in parts and not path.startswith("/") and parts[0] != DELETED and parts[1] in (job, SEGMENTS):
+    if len(parts) == 3 and ".." not in parts and path[0] not in "/." and parts[1] in (job, SEGMENTS):
         return None
     return f"{path[:200]!r} is not a capture file of job {job}, which lie in TAG/{job} and TAG/{SEGMENTS}"
 

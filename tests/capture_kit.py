@@ -11,6 +11,7 @@ from midstream.schemas.receipts import CapturedFile
 from midstream.schemas.selectors import HOOKS
 from midstream.schemas.source_runs import RunFile, RunFiles, run_key
 from midstream.schemas.specs import RankSpec, StoredCapture
+from midstream.storage.store import ArtifactStore, open_store
 from midstream.workers.runner.finished import FinishedCapture, Outcome
 from midstream.workers.runner.layouts import Filesystem, StoreConfig
 
@@ -90,12 +91,16 @@ def finished(
     )
 
 
-def filesystem(root: Path, owner: str = "w.boot.0", **config: Any) -> Filesystem:
-    store = StoreConfig(root, owner, **config)
-    return Filesystem(store, Usage(root, store.quota))
+def store_at(root: ArtifactStore | Path) -> ArtifactStore:
+    return open_store(root) if isinstance(root, Path) else root
 
 
-def write(root: Path, *captures: FinishedCapture, **config: Any) -> list[CapturedFile]:
+def filesystem(root: ArtifactStore | Path, owner: str = "w.boot.0", **config: Any) -> Filesystem:
+    store = StoreConfig(store_at(root), owner, **config)
+    return Filesystem(store, Usage(store.store, store.quota))
+
+
+def write(root: ArtifactStore | Path, *captures: FinishedCapture, **config: Any) -> list[CapturedFile]:
     """Through the consumer `filesystem`; the files of all, which must have been written."""
     store = filesystem(root, **config)
     outcomes: list[Outcome] = store.consume(captures)
@@ -113,7 +118,7 @@ def run_of(
     return RunFiles(**(told | {"bytes": sum(file.bytes for file in files), "files": blobs} | other))
 
 
-def source_run(root: Path, sites: Sites, positions: Sequence[int], *, job: str = "job_s", **more: Any) -> RunFiles:
+def source_run(root: ArtifactStore | Path, sites: Sites, positions: Sequence[int], *, job: str = "job_s", **more: Any) -> RunFiles:
     """A run of `values`, in float32 if nothing else is said, whose files are under the capture root."""
     wrote = write(root, finished(job, sites=sites, positions=positions, **({"dtype": "float32"} | more)), segment_limit=0)
     return run_of(wrote, sites, positions, job=job)

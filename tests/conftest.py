@@ -2,9 +2,13 @@
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from midstream.storage.store import ArtifactStore
 
 # The processes that share the tests among them are told that their terminal has 80 columns; tests say how many they want.
 for _name in ("COLUMNS", "LINES"):
@@ -28,6 +32,18 @@ def stage_of(path: Path) -> str:
     if stage not in STAGES:
         raise ValueError(f"{path} lies in none of {', '.join(f'tests/{name}' for name in STAGES)}")
     return stage
+
+
+@pytest.fixture(params=["folder", "memory"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> "ArtifactStore":
+    """Every store that keeps the protocol: the local folder, and one in memory."""
+    from memory_store import MemoryStore
+
+    from midstream.storage.store import open_store
+
+    made = open_store(tmp_path / "captures") if request.param == "folder" else MemoryStore()
+    made.prepare()
+    return made
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("api", "broker", "client", "kernels", "schemas", "workers")
+PACKAGES = ("api", "broker", "client", "kernels", "schemas", "storage", "workers")
 #: Calls that import what their first argument names.
 DYNAMIC = {"importlib.import_module", "import_module", "__import__"}
 

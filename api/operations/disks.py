@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import anyio.to_thread
@@ -11,6 +12,7 @@ from ...schemas.disk import probe
 from ...schemas.errors import MidstreamError
 from ...schemas.jobs import Job
 from ...schemas.settings import Settings
+from ...storage.store import ArtifactStore
 
 #: Seconds for which a result is cached.
 LOOK_S = 1.0
@@ -19,8 +21,9 @@ LOOK_S = 1.0
 class Disks:
     """Folders that are not on this machine are skipped: a worker reports its own."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._folders = {"captures": Path(settings.capture_root), "outbox": Path(settings.data_dir) / "outbox"}
+    def __init__(self, settings: Settings, store: ArtifactStore) -> None:
+        outbox = Path(settings.data_dir) / "outbox"
+        self._probes: dict[str, Callable[[], str]] = {"captures": store.trouble, "outbox": lambda: probe(outbox)}
         self._lock = threading.Lock()
         self._due = 0.0
         self._found: dict[str, str] = {}
@@ -40,6 +43,6 @@ class Disks:
     def _look(self) -> dict[str, str]:
         with self._lock:
             if time.monotonic() >= self._due:
-                self._found = {name: trouble for name, folder in self._folders.items() if (trouble := probe(folder))}
+                self._found = {name: trouble for name, look in self._probes.items() if (trouble := look())}
                 self._due = time.monotonic() + LOOK_S
             return dict(self._found)

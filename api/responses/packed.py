@@ -1,30 +1,28 @@
 """How do a request's blobs become one safetensors? Headers are parsed and joined, tensor bytes are copied, nothing is loaded.
 
-Blobs are opened before the answer begins, so that a deletion meanwhile cannot cut it short: see `schemas.captures.DELETED`.
+Blobs are opened before the answer begins, so that a deletion meanwhile cannot cut it short: see `storage.store`.
 """
 
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from os import pread
-from pathlib import Path
-from typing import IO
 
 import msgspec
 
-from ...broker.artifacts.headers import Place, explained, header_of, must_be_there, opened
+from ...broker.artifacts.headers import Place, explained, header_of, must_be_there
 from ...schemas.blobs import DamagedBlob, Header, TensorPlace, encode_header
 from ...schemas.captures import Manifest
 from ...schemas.errors import MidstreamError
+from ...storage.store import ArtifactStore, Handle
 
 CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
 class OpenBlob:
-    """Stays readable for as long as this object is referred to; in a segment it is locked against deletion."""
+    """Stays readable for as long as this object is referred to."""
 
-    file: IO[bytes]
+    handle: Handle
     place: Place
     header: Header
 
@@ -43,29 +41,29 @@ class OpenBlob:
         """`count` bytes of the blob in chunks. Raises OSError, EOFError when the file has become shorter."""
         at, end = self.place.offset + start, self.place.offset + start + count
         while at < end:
-            chunk = pread(self.file.fileno(), min(CHUNK, end - at), at)
+            chunk = self.handle.read(at, min(CHUNK, end - at))
             if not chunk:
-                raise EOFError(f"{self.place.path.name} ends {end - at} bytes too early")
+                raise EOFError(f"{self.place.name} ends {end - at} bytes too early")
             at += len(chunk)
             yield chunk
 
 
-def open_blobs(root: Path, job: str, blobs: Sequence[tuple[Place, int]]) -> list[OpenBlob]:
+def open_blobs(store: ArtifactStore, job: str, blobs: Sequence[tuple[Place, int]]) -> list[OpenBlob]:
     """All of a job's blobs that are asked for, read once and compared with the CRC32 beside each place.
 
     Raises MidstreamError: `gone` when one is not there any more, `capture_damaged` for one that is not what was written,
     `capture_failed` when the disk refuses.
     """
-    files: dict[Path, IO[bytes]] = {}
+    handles: dict[str, Handle] = {}
     found = []
     try:
         for place, crc32 in blobs:
             with explained(job, place):
-                file = files.get(place.path) or files.setdefault(place.path, opened(place.path))
-                found.append(OpenBlob(file, place, header_of(file, place)))
+                handle = handles.get(place.key) or handles.setdefault(place.key, store.open(place.key))
+                found.append(OpenBlob(handle, place, header_of(handle, place)))
                 found[-1].check(crc32)
     finally:
-        must_be_there(root, job)  # raises with the reason: deleted, or missing
+        must_be_there(store, job)  # raises with the reason: deleted, or missing
     return found
 
 

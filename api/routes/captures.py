@@ -76,17 +76,17 @@ async def _read(
 
 def _open(context: AppContext, job_id: str, entries: Sequence[FileEntry]) -> list[packed.OpenBlob]:
     checksums = [entry.crc32 for entry in entries]
-    return packed.open_blobs(context.settings.capture_root, job_id, list(zip(_places(context, job_id, entries), checksums, strict=True)))
+    return packed.open_blobs(context.store, job_id, list(zip(_places(context, job_id, entries), checksums, strict=True)))
 
 
 def _places(context: AppContext, job_id: str, entries: Sequence[FileEntry]) -> list[Place]:
     """Where the entries' blobs lie."""
-    return [place_in(context.settings.capture_root, job_id, entry.request, entry) for entry in entries]
+    return [place_in(context.store, job_id, entry.request, entry) for entry in entries]
 
 
 def _described(context: AppContext, job_id: str, entries: Sequence[FileEntry]) -> tuple[list[ManifestFile], list[str]]:
     """The entries, completed from the blobs' manifests; and the distinct caveats of all of them."""
-    headers = read_headers(context.settings.capture_root, job_id, _places(context, job_id, entries))
+    headers = read_headers(context.store, job_id, _places(context, job_id, entries))
     files = [
         ManifestFile(
             name=_name(entry),
@@ -139,7 +139,7 @@ async def get_manifest(job_id: JobId, request: JsonRequest) -> CaptureManifest:
     return CaptureManifest(
         job=job_id,
         status=results.status,
-        root=str(context.settings.capture_root),
+        root=context.store.uri,
         bytes=results.bytes,
         rows=results.rows,
         files=files,

@@ -1,7 +1,6 @@
 """Where do the rows of a source run lie, and which are they? From the receipts of its job, or from what is on the disk alone."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple, cast
 
 from ...schemas.captures import Manifest
@@ -10,6 +9,7 @@ from ...schemas.errors import MidstreamError
 from ...schemas.receipts import CapturedFile
 from ...schemas.selectors import HOOKS, Hook
 from ...schemas.source_runs import RunFile, RunFiles, RunPrompt
+from ...storage.store import ArtifactStore
 from .headers import find_entries, place_in, read_headers
 
 Sites = dict[Hook, list[int]]
@@ -22,20 +22,20 @@ class Blob(NamedTuple):
     manifest: Manifest
 
 
-def reported(root: Path, job: str, files: Sequence[tuple[int, CapturedFile]]) -> list[Blob]:
+def reported(store: ArtifactStore, job: str, files: Sequence[tuple[int, CapturedFile]]) -> list[Blob]:
     """The blobs that receipts name, (prompt, file) each. Raises MidstreamError: `gone`, or `capture_failed` for one that cannot be
     read or is another job's."""
-    headers = read_headers(root, job, [place_in(root, job, request, file) for request, file in files])
+    headers = read_headers(store, job, [place_in(store, job, request, file) for request, file in files])
     return [
         Blob(RunFile(path=file.path, offset=file.offset, bytes=file.bytes, crc32=file.crc32), header.manifest)
         for (_, file), header in zip(files, headers, strict=True)
     ]
 
 
-def on_disk(root: Path, job: str, tag: str) -> dict[int, list[Blob]]:
+def on_disk(store: ArtifactStore, job: str, tag: str) -> dict[int, list[Blob]]:
     """Prompt → the blobs of its last attempt that is whole, or of its last. Raises MidstreamError as `find_entries`."""
     attempts: dict[int, dict[int, list[Blob]]] = {}
-    for path, entry in find_entries(root, job, tag):
+    for path, entry in find_entries(store, job, tag):
         if (entry.manifest.job, entry.manifest.tag) == (job, tag):
             blob = Blob(RunFile(path=path, offset=entry.offset, bytes=entry.bytes, crc32=entry.crc32), entry.manifest)
             attempts.setdefault(entry.manifest.request, {}).setdefault(entry.manifest.attempt, []).append(blob)

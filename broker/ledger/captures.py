@@ -7,7 +7,6 @@ repeated until then. A receipt that names files of it later than that puts it th
 
 import asyncio
 import logging
-from pathlib import Path
 from typing import Any, cast
 
 from ...schemas.base import from_json, now
@@ -16,6 +15,7 @@ from ...schemas.errors import MidstreamError
 from ...schemas.keys import DEFAULT_TENANT
 from ...schemas.settings import Settings
 from ...schemas.specs import CaptureStatus
+from ...storage.store import open_store
 from ..artifacts import retention
 from . import scripts, views
 from .jobs import Ledger, reachable
@@ -38,18 +38,15 @@ def no_captures(job_id: str) -> MidstreamError:
 
 
 class Captures:
-    """Over a ledger, and the capture root of its settings. Belongs to the ledger's event loop."""
+    """Over a ledger, and the artifact store of its settings. Belongs to the ledger's event loop."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._redis: Any = ledger.redis
         self._settings: Settings = ledger.settings
         self._scripts = scripts.Scripts(ledger.redis)
+        self.store = open_store(ledger.settings.capture_root)
         self._grace = ledger.settings.capture_timeout_s + GRACE_LEASES * ledger.settings.lease_s
         self._again = 0.0  # when those deleted before are looked at again
-
-    @property
-    def root(self) -> Path:
-        return self._settings.capture_root
 
     @reachable
     async def list(self, tag: str | None = None, limit: int = 50, cursor: str | None = None, tenant: str | None = None) -> CapturePage:
@@ -156,7 +153,7 @@ class Captures:
         """The jobs that are being deleted, and since when."""
         told = {name.decode(): since for name, since in await self._redis.zrange("ms:deleting", 0, -1, withscores=True)}
         # After the ledger's list: who ends a deletion takes the mark away first. What only the disk knows, the ledger has lost.
-        lost = {job: at for job in await asyncio.to_thread(retention.unfinished, self.root) if job not in told}
+        lost = {job: at for job in await asyncio.to_thread(self.store.marks) if job not in told}
         if lost:
             await self._redis.zadd("ms:deleting", lost, nx=True)
         return told | lost
@@ -173,7 +170,7 @@ class Captures:
         ending = {job: since for job, since in jobs.items() if since + self._grace <= at}
         failure = None
         try:
-            done = await asyncio.to_thread(retention.delete, self.root, list(jobs), jobs.keys() - ending.keys())
+            done = await asyncio.to_thread(retention.delete, self.store, list(jobs), jobs.keys() - ending.keys())
         except retention.RemovalError as error:
             done, failure = error.done, error
         if ended := [job for job in done if job in ending]:

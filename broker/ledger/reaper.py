@@ -116,7 +116,7 @@ class Sweeper:
         try:
             report.deleted = await self._captures.sweep(at)
         except OSError as error:  # jobs do not depend on it
-            log.error("captures cannot be removed from %s: %s", self._captures.root, error)
+            log.error("captures cannot be removed from %s: %s", self._captures.store.uri, error)
         return report
 
     @reachable

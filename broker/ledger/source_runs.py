@@ -19,6 +19,7 @@ from ...schemas.receipts import Receipt, receipt_decoder
 from ...schemas.settings import Settings
 from ...schemas.source_runs import Run, RunFiles, RunPage, RunPrompt, RunState, RunView, parse_key
 from ...schemas.version import __version__
+from ...storage.store import open_store
 from ..artifacts import source_run_files
 from ..artifacts.headers import UNREADABLE, must_be_there
 from ..artifacts.source_run_files import Blob, unusable
@@ -67,6 +68,7 @@ class SourceRuns:
         self._redis: Any = ledger.redis
         self._settings: Settings = ledger.settings
         self._scripts = scripts.Scripts(ledger.redis)
+        self._store = open_store(ledger.settings.capture_root)
         self._pruned = 0.0  # when names were last looked through
         self._scanned: tuple[str, str, dict[int, Blobs]] = "", "", {}  # job and tag that were last looked for on the disk
 
@@ -279,7 +281,7 @@ class SourceRuns:
         if not files:
             found = await self._on_disk(job, tag)
             return {request: blobs for request, blobs in found.items() if only is None or request in only}
-        blobs = await asyncio.to_thread(source_run_files.reported, self._settings.capture_root, job, files)
+        blobs = await asyncio.to_thread(source_run_files.reported, self._store, job, files)
         by_request: dict[int, Blobs] = {}
         for (request, _), blob in zip(files, blobs, strict=True):
             by_request.setdefault(request, []).append(blob)
@@ -287,12 +289,11 @@ class SourceRuns:
 
     async def _on_disk(self, job: str, tag: str) -> dict[int, Blobs]:
         """Remembered for the next key of the same job: to find one, manifests of many are read. What is whole does not change."""
-        root = self._settings.capture_root
         if self._scanned[:2] == (job, tag):
             found = self._scanned[2]
-            await asyncio.to_thread(must_be_there, root, job)
+            await asyncio.to_thread(must_be_there, self._store, job)
             return found
-        found = await asyncio.to_thread(source_run_files.on_disk, root, job, tag)
+        found = await asyncio.to_thread(source_run_files.on_disk, self._store, job, tag)
         if found and not any(map(source_run_files.shortfall, found.values())):
             self._scanned = job, tag, found
         return found

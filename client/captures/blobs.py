@@ -1,14 +1,9 @@
-"""Which blobs does a source hold, and how are they opened so that they stay whole while they are read?
+"""Blobs of a source: found in a store, and opened so that they stay whole while they are read.
 
-A file stays readable once it is mapped, whatever becomes of its name. Blobs of deleted jobs in a segment are overwritten by
-zeros: who reads a segment locks it, and whoever deletes waits for that. Deleting begins with `.deleted/<job>`; looking there *after*
-everything was opened tells whether everything was.
+What is opened stays readable, whatever becomes of its key. Blobs of deleted jobs in a segment are overwritten by zeros, but not while
+somebody holds the segment. Deleting begins with a mark; looking for it *after* everything was opened shows whether everything was.
 """
 
-import ctypes
-import os
-import sys
-import weakref
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -17,23 +12,45 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from ...schemas.blobs import DamagedBlob, DeletedBlob, Header, read_entries, read_header
-from ...schemas.captures import DELETED, SEGMENTS, BlobEntry
+from ...schemas.blobs import DamagedBlob, DeletedBlob, Header, read_header
+from ...schemas.captures import SEGMENT_SUFFIX, SEGMENTS, index_of
 from ...schemas.dtypes import DTYPE_OF_FILE, DTYPES, widened
-from ...schemas.errors import MidstreamError
-
-_PROT_READ = _MAP_SHARED = 1  # mmap(2)
+from ...schemas.errors import MidstreamError, invalid
+from ...storage.blobs import read_entries
+from ...storage.store import ArtifactStore, open_store
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a blob lies: a file, or a part of one."""
+    """Where a blob lies: an object of a store, or a part of one; of no store, bytes in memory."""
 
-    path: Path
+    store: ArtifactStore | None
+    key: str
     offset: int = 0
     bytes: int | None = None  # null: up to the file's end
     crc32: int | None = None  # as somebody promised; null: the file beside says it
     if_there: bool = False  # leave it out when it was deleted: nobody said whose blob it is
+
+    @property
+    def path(self) -> Path:
+        """For people, and for programs where the store is a local folder."""
+        return Path((self.store and self.store.link(self.key)) or self.key)
+
+    @property
+    def in_segment(self) -> bool:
+        return self.key.endswith(SEGMENT_SUFFIX)
+
+
+def at(path: Path, offset: int = 0, bytes: int | None = None, crc32: int | None = None) -> Place:
+    """The place of a local file, as an object of the capture root: `<root>/<tag>/<job>/<file>`, `<root>/<tag>/segments/<file>`."""
+    return Place(*_within(path, 3), offset, bytes, crc32)
+
+
+def _within(path: Path, depth: int) -> tuple[ArtifactStore, str]:
+    """The store that is `depth` levels above `path`, and the key of `path` in it."""
+    parts = (path.resolve() if ".." in path.parts else path.absolute()).parts
+    cut = max(len(parts) - depth, 1)
+    return open_store(Path(*parts[:cut])), "/".join(parts[cut:])
 
 
 class _Promise(msgspec.Struct):
@@ -54,7 +71,7 @@ class Blob:
         try:
             self.header: Header = read_header(lambda start, count: bytes(data[start : start + count]), len(data))
         except DeletedBlob as error:
-            if place.path.suffix == ".seg":
+            if place.in_segment:
                 raise gone(place.path) from error
             raise _damaged(place.path, "it begins with zeros") from error
         except DamagedBlob as error:
@@ -99,8 +116,11 @@ class Blob:
         place = self.place
         if place.bytes is not None and place.crc32 is not None:
             return place.bytes, place.crc32
+        if place.store is None:
+            return None
         try:
-            told = msgspec.json.decode(place.path.with_suffix(".json").read_bytes(), type=_Promise)
+            with place.store.open(index_of(place.key)) as handle:
+                told = msgspec.json.decode(handle.read(0, handle.size), type=_Promise)
         except FileNotFoundError:
             return None
         except msgspec.DecodeError as error:
@@ -116,19 +136,29 @@ def _damaged(path: Path, why: str) -> MidstreamError:
     return MidstreamError("capture_damaged", f"{path} is damaged: {why}")
 
 
-def find(source: Path, job: str | None, tag: str | None) -> list[Place]:
-    """The blobs in a folder, those of segments included: a job's folder, or with `job` a tag's folder or the capture root.
+def find(source: ArtifactStore | Path, job: str | None, tag: str | None) -> list[Place]:
+    """The blobs in a folder, those of segments included: a job's folder; or with `job` a tag's folder, the capture root, or a store.
 
     Raises MidstreamError for a manifest that cannot be read.
     """
-    if source.is_file():
-        return expand([Place(source)], job)
-    if job is None:  # a job's folder, which there is not if everything is in segments; or one with downloaded files
-        return _loose(source) + list(_in_segments(source.parent, source.name))
-    folders = [source, *(path for path in _listed(source) if path.is_dir() and path.name != DELETED)]
-    if tag is not None:
-        folders = [source / tag, *(folder for folder in folders if folder.name == tag)]
-    return [place for folder in dict.fromkeys(folders) for place in (*_loose(folder / job), *_in_segments(folder, job))]
+    if isinstance(source, Path) and source.is_file():
+        return expand([at(source)], job)
+    if isinstance(source, Path) and job is None:  # not there if everything is in segments; or a folder with downloaded files
+        store, folder = _within(source, 2)
+        above, _, name = folder.rpartition("/")
+        return _loose(store, folder) + list(_in_segments(store, above, name))
+    if job is None:
+        raise invalid("job", "a store holds captures of many jobs: name one")
+    found: list[Place] = []
+    if isinstance(source, Path):
+        store, name = _within(source, 1)
+        if name and tag in (None, name):
+            found += _of_tag(store, name, job)
+        source = open_store(source.absolute())
+    for folder in source.children():
+        if folder.endswith("/") and tag in (None, folder[:-1]):
+            found += _of_tag(source, folder[:-1], job)
+    return found
 
 
 def expand(places: Iterable[Place], job: str | None) -> list[Place]:
@@ -138,116 +168,82 @@ def expand(places: Iterable[Place], job: str | None) -> list[Place]:
     """
     found: list[Place] = []
     for place in places:
-        if place.path.suffix != ".seg" or place.bytes is not None:
+        if place.store is None or not place.in_segment or place.bytes is not None:
             found.append(place)
             continue
-        index = place.path.with_suffix(".jsonl")
         try:
-            found += _of_segment(index, job)
+            found += _of_segment(place.store, index_of(place.key), job)
         except FileNotFoundError as error:
-            if not place.path.exists():
+            try:
+                place.store.stat(place.key)
+            except FileNotFoundError:
                 raise gone(place.path) from error
-            raise MidstreamError("capture_failed", f"{index} is missing: without it nobody knows whose blobs {place.path} holds") from error
+            index, segment = place.path.with_suffix(".jsonl"), place.path
+            raise MidstreamError("capture_failed", f"{index} is missing: without it nobody knows whose blobs {segment} holds") from error
     return list(dict.fromkeys(found))
 
 
-def _listed(folder: Path) -> list[Path]:
-    try:
-        return sorted(folder.iterdir())
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+def _of_tag(store: ArtifactStore, tag: str, job: str) -> list[Place]:
+    return [*_loose(store, f"{tag}/{job}"), *_in_segments(store, tag, job)]
 
 
-def _loose(folder: Path) -> list[Place]:
-    return [Place(path) for path in _listed(folder) if path.suffix == ".safetensors" and not path.name.startswith(".")]
+def _loose(store: ArtifactStore, folder: str) -> list[Place]:
+    return [Place(store, key) for key in store.children(f"{folder}/") if key.endswith(".safetensors")]
 
 
-def _in_segments(tag: Path, job: str) -> Iterator[Place]:
-    for index in _listed(tag / SEGMENTS):
-        if index.suffix != ".jsonl":
+def _in_segments(store: ArtifactStore, tag: str, job: str) -> Iterator[Place]:
+    for index in store.children(f"{tag}/{SEGMENTS}/"):
+        if not index.endswith(".jsonl"):
             continue
         try:
-            yield from _of_segment(index, job)
+            yield from _of_segment(store, index, job)
         except FileNotFoundError:  # removed since it was listed, so nothing of this job is left in it
             continue
 
 
-def _of_segment(index: Path, job: str | None) -> list[Place]:
+def _of_segment(store: ArtifactStore, index: str, job: str | None) -> list[Place]:
+    folder = index.rpartition("/")[0]
     try:
-        entries: list[BlobEntry] = list(read_entries(index, None if job is None else {job}))
+        entries = list(read_entries(store, index, None if job is None else {job}))
     except DamagedBlob as error:
-        raise _damaged(index, str(error)) from error
-    return [Place(index.with_name(entry.file), entry.offset, entry.bytes, entry.crc32, if_there=job is None) for entry in entries]
+        raise _damaged(Place(store, index).path, str(error)) from error
+    return [Place(store, f"{folder}/{entry.file}", entry.offset, entry.bytes, entry.crc32, if_there=job is None) for entry in entries]
 
 
 def open_blobs(places: Iterable[Place]) -> list[Blob]:
     """All of them, or MidstreamError("gone") when one was deleted before it could be opened, ("capture_damaged") for a damaged one."""
-    maps: dict[Path, memoryview] = {}
+    views: dict[tuple[ArtifactStore | None, str], memoryview] = {}
     blobs: list[Blob] = []
-    deleted: Path | None = None
+    deleted: Place | None = None
     try:
         for place in places:
-            if place.path not in maps:
-                maps[place.path] = _mapped(place.path)
-            end = len(maps[place.path]) if place.bytes is None else place.offset + place.bytes
-            if end > len(maps[place.path]):
-                raise _damaged(place.path, f"it is cut short: {len(maps[place.path])} bytes of {end}")
+            if (spot := (place.store, place.key)) not in views:
+                views[spot] = _viewed(place)
+            end = len(views[spot]) if place.bytes is None else place.offset + place.bytes
+            if end > len(views[spot]):
+                raise _damaged(place.path, f"it is cut short: {len(views[spot])} bytes of {end}")
             try:
-                blobs.append(Blob(place, maps[place.path][place.offset : end]))
+                blobs.append(Blob(place, views[spot][place.offset : end]))
             except MidstreamError as error:
                 if error.kind != "gone" or not place.if_there:
                     raise
-                deleted = place.path
+                deleted = place
         if deleted is not None and not blobs:
-            raise gone(deleted)
-        for job, root in {(blob.header.manifest.job, root) for blob in blobs if (root := _root_of(blob.place.path))}:
-            if (root / DELETED / job).exists():
+            raise gone(deleted.path)
+        for job, store in {(blob.header.manifest.job, blob.place.store) for blob in blobs}:
+            if store is not None and store.marked(job):
                 raise gone(f"what job {job} captured")
     except BaseException:
-        blobs.clear()  # not kept, with their locks, by whoever keeps the exception
-        maps.clear()
+        blobs.clear()  # not kept, with what they hold, by whoever keeps the exception
+        views.clear()
         raise
     return blobs
 
 
-def _root_of(path: Path) -> Path | None:
-    """The capture root of `<root>/<tag>/<job>/<file>` or `<root>/<tag>/segments/<file>`."""
-    parents = path.absolute().parents
-    return parents[2] if len(parents) > 2 else None
-
-
-def _mapped(path: Path) -> memoryview:
-    """The file's bytes, read-only: mapped, without keeping a descriptor. A segment is locked for as long as it is mapped."""
+def _viewed(place: Place) -> memoryview:
+    assert place.store is not None, "bytes in memory are not opened"
     try:
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        with place.store.open(place.key) as handle:
+            return handle.view()
     except FileNotFoundError as error:
-        raise gone(path) from error
-    try:
-        if path.suffix == ".seg":
-            import fcntl
-
-            fcntl.flock(descriptor, fcntl.LOCK_SH)  # released with the last mapping of this open file
-        size = os.fstat(descriptor).st_size
-        if size == 0:
-            return memoryview(b"")
-        if sys.platform == "win32":
-            return memoryview(path.read_bytes())
-        return _map(descriptor, size, path)
-    finally:
-        os.close(descriptor)
-
-
-def _map(descriptor: int, size: int, path: Path) -> memoryview:
-    """mmap(2) itself: Python's `mmap` keeps a descriptor for each mapping, and there may be thousands."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
-    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    address = libc.mmap(None, size, _PROT_READ, _MAP_SHARED, descriptor, 0)
-    if address == ctypes.c_void_p(-1).value:
-        code = ctypes.get_errno()
-        raise MidstreamError("capture_failed", f"{path} cannot be mapped ({os.strerror(code)}): read fewer requests at once")
-    buffer = (ctypes.c_ubyte * size).from_address(address)
-    release = weakref.finalize(buffer, libc.munmap, address, size)  # views refer to the buffer
-    release.atexit = False  # the end of the program is not the end of the views: the system unmaps when nothing runs any more
-    return memoryview(buffer).cast("B").toreadonly()
+        raise gone(place.path) from error

@@ -3,17 +3,18 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 
-from ...schemas.captures import Manifest
+from ...schemas.captures import Manifest, index_of
 from ...schemas.errors import MidstreamError, invalid
 from ...schemas.selectors import ALIASES, HOOKS, as_ranges
+from ...storage.store import ArtifactStore, open_store
 from ..notebook import rendered
-from .blobs import Blob, Place, expand, find, open_blobs
+from .blobs import Blob, Place, at, expand, find, open_blobs
 
-Source = Path | str | Iterable[Path | str | Place]
+Source = Path | str | ArtifactStore | Iterable[Path | str | Place]
 DEFAULT_HOOK = "post_block"
 _PARTIAL = "partial=True reads what is there"
 #: Longer lists of numbers are cut.
@@ -37,7 +38,7 @@ class _Request:
     """One attempt at one request: its blobs of all stages."""
 
     def __init__(self, blobs: Sequence[Blob]):
-        self.blobs = sorted(blobs, key=lambda blob: (blob.header.manifest.pp, blob.place.path, blob.place.offset))
+        self.blobs = sorted(blobs, key=lambda blob: (blob.header.manifest.pp, blob.place.key, blob.place.offset))
         self.sites = {tensor.site: blob for blob in self.blobs for tensor in blob.header.tensors.values() if tensor.site is not None}
 
     @property
@@ -101,8 +102,8 @@ def _tokens(blob: Blob) -> dict[int, int]:
 class CaptureReader:
     """The captured rows of one job under one tag, merged over files and pipeline stages.
 
-    `source`: the job's folder `<capture root>/<tag>/<job>`; or the tag's folder or the capture root, with `job`; or files, and then
-    those are read and no more is expected. Of several attempts at a request the last whole one counts. Everything is opened at
+    `source`: the job's folder `<capture root>/<tag>/<job>`; or with `job` the tag's folder, the capture root or its store; or files, and
+    then those are read and no more is expected. Of several attempts at a request the last whole one counts. Everything is opened at
     once and stays readable, whatever is deleted meanwhile, until `close` or the reader's end.
 
     Raises MidstreamError: `not_found` when there is nothing, `gone` when it was deleted, `capture_damaged` for damaged files, and
@@ -117,12 +118,15 @@ class CaptureReader:
     read_tokens: Callable[[list[int]], list[str]] | None = None
 
     def __init__(self, source: Source, job: str | None = None, *, tag: str | None = None, partial: bool = False):
-        if isinstance(source, str | Path):
-            places, whole = find(Path(source), job, tag), not Path(source).is_file()
+        if isinstance(source, str):
+            source = open_store(source) if "://" in source else Path(source)
+        if listed := not isinstance(source, Path | ArtifactStore):
+            places = expand((place if isinstance(place, Place) else at(Path(place)) for place in source), job)
         else:
-            places, whole = expand((place if isinstance(place, Place) else Place(Path(place)) for place in source), job), False
+            places = find(source, job, tag)
+        whole = not listed and not (isinstance(source, Path) and source.is_file())
         # A list of files has an order, and what the user asked for comes first; what lies in a folder has not.
-        self._open(open_blobs(places), job, tag, partial, first_tag=not isinstance(source, str | Path), whole=whole)
+        self._open(open_blobs(places), job, tag, partial, first_tag=listed, whole=whole)
         if not self._requests:
             what = f"of job {job} " if job else ""
             raise MidstreamError("not_found", f"there are no capture files {what}in {source}")
@@ -132,7 +136,7 @@ class CaptureReader:
         """A reader of what the consumer `memory` gave back, or of files read into memory: the blobs of one job."""
         reader = cls.__new__(cls)
         parts = [blobs] if isinstance(blobs, bytes) else list(blobs)
-        opened = [Blob(Place(Path(f"<bytes {number}>")), memoryview(raw), checked=True) for number, raw in enumerate(parts)]
+        opened = [Blob(Place(None, f"<bytes {number}>"), memoryview(raw), checked=True) for number, raw in enumerate(parts)]
         reader._open(opened, None, tag, partial, first_tag=True, whole=False)
         if not reader._requests:
             raise MidstreamError("not_found", "no blob was given, so there is nothing to read")
@@ -144,7 +148,7 @@ class CaptureReader:
     ) -> "CaptureReader":
         """A reader of all the files that the API names of a job whose capture is `status`."""
         reader = cls.__new__(cls)
-        blobs = open_blobs(file if isinstance(file, Place) else Place(file) for file in files)
+        blobs = open_blobs(file if isinstance(file, Place) else at(file) for file in files)
         for blob in blobs:
             if blob.header.manifest.job != job:
                 raise MidstreamError("capture_failed", f"{blob.place.path.name} does not hold rows of job {job}")
@@ -357,7 +361,7 @@ def _check(blob: Blob) -> Check:
     manifest, crc, wrong = blob.header.manifest, blob.crc32(), []
     promised = blob.promised()
     if promised is None:
-        wrong.append(f"{blob.place.path.with_suffix('.json').name} is missing: without it the CRC32 cannot be checked")
+        wrong.append(f"{PurePosixPath(index_of(blob.place.key)).name} is missing: without it the CRC32 cannot be checked")
     elif promised != (blob.size, crc):
         wrong.append(f"{blob.size} bytes with CRC32 {crc:08x}, the manifest says {promised[0]} with {promised[1]:08x}")
     rows = len(manifest.positions)

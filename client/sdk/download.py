@@ -2,7 +2,6 @@
 
 import atexit
 import json
-import os
 import re
 import shutil
 import tempfile
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from ...schemas.captures import path_fault
 from ...schemas.errors import MidstreamError
+from ...storage.store import open_store
 from ..captures.blobs import Place
 from ..captures.reader import CaptureReader
 from .wire import Manifest, ManifestFile
@@ -40,11 +40,14 @@ def in_place(manifest: Manifest, job_id: str) -> list[Place]:
         return []
     if any(path_fault(file.path, job_id) for file in manifest.files):
         return []  # downloading raises the server's error
-    places = [Place(Path(manifest.root) / file.path, file.offset, file.bytes, file.crc32) for file in manifest.files]
-    # Another account's folder may be closed to this one: its files are fetched.
-    sizes = {path: path.stat().st_size for path in {place.path for place in places} if os.access(path, os.R_OK)}
-    here = all(sizes.get(place.path, 0) >= file.offset + file.bytes for place, file in zip(places, manifest.files, strict=True))
-    return places if here else []
+    try:
+        store = open_store(manifest.root)
+        # Another account's folder may be closed to this one: its files are fetched.
+        sizes = {key: store.stat(key) for key in {file.path for file in manifest.files}}
+    except (OSError, ValueError):
+        return []
+    here = all(sizes[file.path] >= file.offset + file.bytes for file in manifest.files)
+    return [Place(store, file.path, file.offset, file.bytes, file.crc32) for file in manifest.files] if here else []
 
 
 def reader(manifest: Manifest, job_id: str, files: Iterable[Path | Place], tag: str | None, partial: bool) -> CaptureReader:

@@ -22,7 +22,6 @@ import redis
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import midstream
-from midstream.broker.artifacts.local import Blob, PendingFile, make_blob, publish
 from midstream.broker.ledger.jobs import Claim, Ledger
 from midstream.broker.ledger.settlement import Settler
 from midstream.schemas.base import now
@@ -34,6 +33,8 @@ from midstream.schemas.receipts import CapturedFile, Receipt
 from midstream.schemas.selectors import HOOKS
 from midstream.schemas.settings import Settings, to_environment
 from midstream.schemas.specs import StoredCapture
+from midstream.storage.blobs import Blob, make_blob, publish
+from midstream.storage.store import open_store
 
 T = TypeVar("T")
 
@@ -259,10 +260,10 @@ class Hand:
         wanted = wanted or claim.job.captures[request][0]
         blob = self.blob(claim, request, rank, wanted)
         path = f"{wanted.tag}/{claim.job.id}/p{request:04d}.a{claim.attempt}.pp{self.ranks[rank][1]}.safetensors"
-        publish(self.settings.capture_root, [PendingFile(path=path, blob=blob)])
+        publish(open_store(self.settings.capture_root), [(path, blob)])
         sites, positions = blob.manifest.sites, len(blob.manifest.positions)
         rows = positions * sum(map(len, sites.values()))
-        return CapturedFile(path, blob.bytes, blob.crc32, rows, sites=sites, positions=positions, tag=wanted.tag)
+        return CapturedFile(path, blob.size, blob.crc32, rows, sites=sites, positions=positions, tag=wanted.tag)
 
     def blob(self, claim: Claim, request: int = 0, rank: int = 0, wanted: StoredCapture | None = None) -> Blob:
         """This stage's share of the layers at every prompt position, whatever positions were asked for."""

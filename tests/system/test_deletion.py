@@ -18,6 +18,8 @@ from midstream.schemas.base import now
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import Job, State
 from midstream.schemas.specs import CaptureSpec, StoredCapture
+from midstream.storage.file_store import FileStore
+from midstream.storage.store import open_store
 
 LAYOUTS = ["packed", "segment"]
 AGAIN = captures_module.SWEEP_AGAIN_S
@@ -72,9 +74,9 @@ def test_what_is_written_after_the_deletion_of_a_job_that_ended_early_is_removed
             write(root, finished(job.id, 1, layout=layout), owner="w.later.0")
             grace = 60 + captures_module.GRACE_LEASES * 15
             await captures.sweep(deleted + grace - AGAIN)
-            assert retention.unfinished(root) == [job.id]
+            assert open_store(root).marks() == [job.id]
             await captures.sweep(deleted + grace + 1)
-            assert (retention.unfinished(root), files_in(root)) == ([], [])
+            assert (open_store(root).marks(), files_in(root)) == ([], [])
             assert await ledger.redis.zcard("ms:deleting") == 0
 
     asyncio.run(main())
@@ -132,9 +134,9 @@ def test_a_deletion_that_only_the_disk_knows_is_brought_to_its_end(redis_url: st
             write(root, finished("job_x", layout="packed"))
             (root / ".deleted" / "job_x").mkdir(parents=True)
             await captures.sweep(now())
-            assert (files_in(root), retention.unfinished(root)) == ([], ["job_x"])
+            assert (files_in(root), open_store(root).marks()) == ([], ["job_x"])
             await captures.sweep(now() + 3600)
-            assert retention.unfinished(root) == []
+            assert open_store(root).marks() == []
 
     asyncio.run(main())
 
@@ -170,14 +172,14 @@ def test_captures_that_cannot_be_removed_do_not_keep_others_in_the_ledger(
             write(root, finished(stuck.id, layout="packed"), finished(fine.id, layout="packed"))
             for job in (stuck, fine):
                 await captures.delete(job.id)
-            clear = retention._clear
+            unmark = FileStore.unmark
 
-            def refusing(trash: Path, unmark: bool) -> None:
-                if trash.name == stuck.id:
+            def refusing(store: FileStore, name: str) -> None:
+                if name == stuck.id:
                     raise PermissionError(13, "Permission denied")
-                clear(trash, unmark)
+                unmark(store, name)
 
-            monkeypatch.setattr(retention, "_clear", refusing)
+            monkeypatch.setattr(FileStore, "unmark", refusing)
             with pytest.raises(OSError, match="Permission denied"):
                 await captures.sweep(now() + 3600)
             assert [name.decode() for name in await ledger.redis.zrange("ms:deleting", 0, -1)] == [stuck.id]

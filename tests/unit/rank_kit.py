@@ -19,6 +19,7 @@ from midstream.schemas.selectors import HOOKS
 from midstream.schemas.specs import RankSpec, SteeringRow, StoredCapture, StoredSteering, steering_rows
 from midstream.schemas.steering import GlobalSteering
 from midstream.schemas.tensors import content_hash, from_numpy
+from midstream.storage.store import open_store
 from midstream.workers.runner.capture import Ports, Recording
 from midstream.workers.runner.finished import FinishedCapture
 from midstream.workers.runner.overload import Overload
@@ -86,7 +87,7 @@ class Rank:
         self.sites = [Site(hook, layer, "pair" if HOOKS.index(hook) % 2 == 0 else "single") for layer in range(layers) for hook in HOOKS]
         self.buffers = make_buffers(len(self.sites), capacity=capacity, ring_rows=2 * len(self.sites) * capacity if traced else 0)
         self.vectors = VectorStore()
-        self.runs = RunStore(runs_root or Path("/nowhere"), self.sites, HIDDEN)
+        self.runs = RunStore(open_store(runs_root or "/nowhere"), self.sites, HIDDEN)
         self.table = RowTable(self.sites, self.buffers, self.vectors, self.runs)
         self.slabs = SlabPool(1 << 24, spill_dir)
         self.backlog = 0  # bytes that the writers are behind, of 100 that they may be

@@ -13,8 +13,10 @@ from capture_kit import HIDDEN, Sites, finished, values, write
 
 from midstream.broker.artifacts import retention
 from midstream.client import CaptureReader
-from midstream.client.captures.blobs import Place
+from midstream.client.captures.blobs import at
 from midstream.schemas.errors import MidstreamError
+from midstream.storage.file_store import FileStore
+from midstream.storage.store import ArtifactStore
 from midstream.workers.runner.finished import FinishedCapture
 from midstream.workers.runner.layouts import blob_of
 
@@ -44,9 +46,9 @@ def test_rows_come_back_as_float32_exactly(tmp_path: Path, dtype: str) -> None:
     np.testing.assert_array_equal(reader.row(3, 5), values("post_block", 3, [5])[0])
 
 
-def test_the_hook_is_optional_where_there_is_one_and_takes_transformer_lens_names(tmp_path: Path) -> None:
-    write(tmp_path, finished(sites={"pre_attn": [1]}))
-    reader = CaptureReader(tmp_path, "job_x")
+def test_the_hook_is_optional_where_there_is_one_and_takes_transformer_lens_names(store: ArtifactStore) -> None:
+    write(store, finished(sites={"pre_attn": [1]}))
+    reader = CaptureReader(store, "job_x")
     for hook in (None, "pre_attn", "resid_pre", "hook_resid_pre"):
         np.testing.assert_array_equal(reader.array(1, hook), values("pre_attn", 1, [0, 1, 2]))
     with pytest.raises(MidstreamError, match="layer 1 was not captured at mlp_out") as caught:
@@ -55,9 +57,9 @@ def test_the_hook_is_optional_where_there_is_one_and_takes_transformer_lens_name
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_raw_rows_are_views_of_the_file_that_cannot_be_written(tmp_path: Path, layout: str) -> None:
-    write(tmp_path, finished(layout=layout), finished(request=1, layout=layout, dtype="float32"))
-    reader = CaptureReader(tmp_path, "job_x")
+def test_raw_rows_are_views_of_the_file_that_cannot_be_written(store: ArtifactStore, layout: str) -> None:
+    write(store, finished(layout=layout), finished(request=1, layout=layout, dtype="float32"))
+    reader = CaptureReader(store, "job_x")
     bits, floats = reader.raw(2), reader.raw(2, request=1)
     assert (bits.dtype, floats.dtype) == (np.uint16, np.float32)
     np.testing.assert_array_equal(floats, values("post_block", 2, [0, 1, 2]))
@@ -70,48 +72,48 @@ def test_raw_rows_are_views_of_the_file_that_cannot_be_written(tmp_path: Path, l
     np.testing.assert_array_equal(floats, values("post_block", 2, [0, 1, 2]))
 
 
-def test_arrays_belong_to_the_caller_and_not_to_the_file(tmp_path: Path) -> None:
-    write(tmp_path, finished(dtype="float32"))
-    reader = CaptureReader(tmp_path, "job_x")
+def test_arrays_belong_to_the_caller_and_not_to_the_file(store: ArtifactStore) -> None:
+    write(store, finished(dtype="float32"))
+    reader = CaptureReader(store, "job_x")
     reader.array(2)[:] = 0
     np.testing.assert_array_equal(reader.array(2), values("post_block", 2, [0, 1, 2]))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_stages_of_a_pipeline_are_merged(tmp_path: Path, layout: str) -> None:
-    write(tmp_path, stage(1, layout=layout), stage(0, layout=layout))
-    reader = CaptureReader(tmp_path, "job_x")
+def test_the_stages_of_a_pipeline_are_merged(store: ArtifactStore, layout: str) -> None:
+    write(store, stage(1, layout=layout), stage(0, layout=layout))
+    reader = CaptureReader(store, "job_x")
     assert (reader.hooks(), reader.layers(), reader.layers(hook="pre_attn")) == (["pre_attn", "post_block"], [0, 1, 2, 3], [0])
     np.testing.assert_array_equal(reader.stack(), np.stack([values("post_block", layer, [0, 1, 2]) for layer in range(4)]))
 
 
 # field case 18
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_missing_stage_is_an_error_and_not_fewer_layers(tmp_path: Path, layout: str) -> None:
-    write(tmp_path, stage(0, layout=layout))
-    reader = CaptureReader(tmp_path, "job_x")
+def test_a_missing_stage_is_an_error_and_not_fewer_layers(store: ArtifactStore, layout: str) -> None:
+    write(store, stage(0, layout=layout))
+    reader = CaptureReader(store, "job_x")
     for read in (reader.layers, reader.positions, lambda: reader.array(0), reader.stack):
         with pytest.raises(MidstreamError, match=r"post_block\.2, post_block\.3 \(2 tensors\) are missing; of 2 stages there is 0"):
             read()
     assert [check.ok for check in reader.verify()] == [True] * (3 if layout == "per_file" else 1) + [False]
-    assert CaptureReader(tmp_path, "job_x", partial=True).layers() == [0, 1]
+    assert CaptureReader(store, "job_x", partial=True).layers() == [0, 1]
 
 
-def test_a_stage_that_holds_none_of_the_layers_is_not_missed(tmp_path: Path) -> None:
-    write(tmp_path, finished(sites={"post_block": [0]}, pp=0, stages=2))
-    assert CaptureReader(tmp_path, "job_x").layers() == [0]
+def test_a_stage_that_holds_none_of_the_layers_is_not_missed(store: ArtifactStore) -> None:
+    write(store, finished(sites={"post_block": [0]}, pp=0, stages=2))
+    assert CaptureReader(store, "job_x").layers() == [0]
 
 
-def test_stages_that_hold_different_positions_are_refused(tmp_path: Path) -> None:
-    write(tmp_path, stage(0, positions=[0, 1]), stage(1, positions=[0, 2]))
+def test_stages_that_hold_different_positions_are_refused(store: ArtifactStore) -> None:
+    write(store, stage(0, positions=[0, 1]), stage(1, positions=[0, 2]))
     with pytest.raises(MidstreamError, match="different positions") as caught:
-        CaptureReader(tmp_path, "job_x").positions()
+        CaptureReader(store, "job_x").positions()
     assert kind_of(caught) == "ranks_disagree"
 
 
-def test_of_stages_that_dropped_different_rows_those_are_read_that_both_have(tmp_path: Path) -> None:
-    write(tmp_path, stage(0, positions=[0, 1, 3], dropped=(2,)), stage(1, positions=[0, 2, 3], dropped=(1,)))
-    reader = CaptureReader(tmp_path, "job_x")
+def test_of_stages_that_dropped_different_rows_those_are_read_that_both_have(store: ArtifactStore) -> None:
+    write(store, stage(0, positions=[0, 1, 3], dropped=(2,)), stage(1, positions=[0, 2, 3], dropped=(1,)))
+    reader = CaptureReader(store, "job_x")
     assert (reader.positions(), reader.token_ids(), reader.dropped()) == ([0, 3], [100, 103], [1, 2])
     for layer in range(4):
         np.testing.assert_array_equal(reader.array(layer), values("post_block", layer, [0, 3]))
@@ -119,14 +121,14 @@ def test_of_stages_that_dropped_different_rows_those_are_read_that_both_have(tmp
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_last_attempt_counts_that_has_all_its_stages(tmp_path: Path, layout: str) -> None:
+def test_the_last_attempt_counts_that_has_all_its_stages(store: ArtifactStore, layout: str) -> None:
     for attempt, shift, stages in ((1, 2.0, [0, 1]), (2, 0.0, [0, 1]), (3, 8.0, [0])):
         write(
-            tmp_path,
+            store,
             *(stage(pp, attempt=attempt, shift=shift, layout=layout, dtype="float32") for pp in stages),
             owner=f"w.{attempt}",
         )
-    reader = CaptureReader(tmp_path, "job_x")
+    reader = CaptureReader(store, "job_x")
     assert reader.manifest().attempt == 2
     np.testing.assert_array_equal(reader.array(3), values("post_block", 3, [0, 1, 2]))
 
@@ -141,22 +143,22 @@ def test_requests_are_kept_apart_and_files_of_other_jobs_left_out(tmp_path: Path
     assert CaptureReader(tmp_path / "tag", "job_y").requests() == [5]
 
 
-def test_a_layer_that_was_not_captured_is_named_with_those_that_were(tmp_path: Path) -> None:
-    write(tmp_path, finished(sites={"post_block": [3, 7]}))
+def test_a_layer_that_was_not_captured_is_named_with_those_that_were(store: ArtifactStore) -> None:
+    write(store, finished(sites={"post_block": [3, 7]}))
     with pytest.raises(MidstreamError, match="layer 4 was not captured at post_block") as caught:
-        CaptureReader(tmp_path, "job_x").array(4)
+        CaptureReader(store, "job_x").array(4)
     assert caught.value.allowed == "[3, 7]"
 
 
 # --- Sources ---
 
 
-def test_several_tags_of_a_job_want_one_to_be_named(tmp_path: Path) -> None:
-    write(tmp_path, finished(tag="b"), finished(tag="a", layout="packed"))
+def test_several_tags_of_a_job_want_one_to_be_named(store: ArtifactStore) -> None:
+    write(store, finished(tag="b"), finished(tag="a", layout="packed"))
     with pytest.raises(MidstreamError, match="several tags") as caught:
-        CaptureReader(tmp_path, "job_x")
+        CaptureReader(store, "job_x")
     assert caught.value.allowed == "a, b"
-    assert CaptureReader(tmp_path, "job_x", tag="b").tag == "b"
+    assert CaptureReader(store, "job_x", tag="b").tag == "b"
 
 
 def test_of_a_list_of_files_the_first_ones_tag_counts(tmp_path: Path) -> None:
@@ -172,11 +174,12 @@ def test_files_of_several_jobs_want_one_to_be_named(tmp_path: Path) -> None:
     assert CaptureReader(files, "job_y").job == "job_y"
 
 
-def test_a_segment_among_files_stands_for_the_blobs_in_it_of_one_job(tmp_path: Path) -> None:
-    write(tmp_path, *(finished(f"job_{n}", request, shift=n, dtype="float32") for n in range(2) for request in range(3)))
-    reader = CaptureReader(tmp_path, "job_1")
+@pytest.mark.parametrize("store", ["folder"], indirect=True)
+def test_a_segment_among_files_stands_for_the_blobs_in_it_of_one_job(store: ArtifactStore) -> None:
+    write(store, *(finished(f"job_{n}", request, shift=n, dtype="float32") for n in range(2) for request in range(3)))
+    reader = CaptureReader(store, "job_1")
     (segment,) = reader.files
-    for source in (reader.files, segment, str(segment), [Place(segment)], [segment, segment]):
+    for source in (reader.files, segment, str(segment), [at(segment)], [segment, segment]):
         with pytest.raises(MidstreamError, match="several jobs") as caught:
             CaptureReader(source)
         assert caught.value.allowed == "job_0, job_1"
@@ -185,19 +188,21 @@ def test_a_segment_among_files_stands_for_the_blobs_in_it_of_one_job(tmp_path: P
         np.testing.assert_array_equal(again.array(3, request=2), values("post_block", 3, [0, 1, 2]) + 1)
 
 
-def test_of_a_segment_what_was_deleted_is_left_out_unless_it_is_asked_for(tmp_path: Path) -> None:
-    write(tmp_path, finished("job_a"), finished("job_b"))
-    (segment,) = CaptureReader(tmp_path, "job_a").files
-    retention.delete(tmp_path, ["job_a"])
+@pytest.mark.parametrize("store", ["folder"], indirect=True)
+def test_of_a_segment_what_was_deleted_is_left_out_unless_it_is_asked_for(store: ArtifactStore) -> None:
+    write(store, finished("job_a"), finished("job_b"))
+    (segment,) = CaptureReader(store, "job_a").files
+    retention.delete(store, ["job_a"])
     assert CaptureReader(segment).job == "job_b"
     with pytest.raises(MidstreamError, match="was deleted") as caught:
         CaptureReader(segment, "job_a")
     assert kind_of(caught) == "gone"
 
 
-def test_a_segment_without_its_manifest_is_refused_and_not_read_as_one_blob(tmp_path: Path) -> None:
-    write(tmp_path, finished("job_a"), finished("job_b"))
-    (segment,) = CaptureReader(tmp_path, "job_a").files
+@pytest.mark.parametrize("store", ["folder"], indirect=True)
+def test_a_segment_without_its_manifest_is_refused_and_not_read_as_one_blob(store: ArtifactStore) -> None:
+    write(store, finished("job_a"), finished("job_b"))
+    (segment,) = CaptureReader(store, "job_a").files
     segment.with_suffix(".jsonl").unlink()
     with pytest.raises(MidstreamError, match=r"\.jsonl is missing") as caught:
         CaptureReader(segment)
@@ -216,7 +221,7 @@ def test_bytes_behind_a_blob_are_refused_and_not_left_unread(tmp_path: Path) -> 
 
 def test_a_part_of_a_file_is_read_where_a_manifest_says_that_it_is(tmp_path: Path) -> None:
     first, second = write(tmp_path, finished(request=0), finished(request=1))
-    place = Place(tmp_path / second.path, second.offset, second.bytes, second.crc32)
+    place = at(tmp_path / second.path, second.offset, second.bytes, second.crc32)
     reader = CaptureReader([place])
     assert (first.path == second.path, reader.requests(), [check.ok for check in reader.verify()]) == (True, [1], [True])
 
@@ -252,10 +257,10 @@ def test_files_are_also_readable_by_the_safetensors_package(tmp_path: Path) -> N
         np.testing.assert_array_equal(opened.get_tensor("post_block.3"), values("post_block", 3, [0, 1, 2]))
 
 
-def test_thousands_of_files_need_no_descriptors(tmp_path: Path) -> None:
-    write(tmp_path, *(finished(request=n, layout="per_file", sites={"post_block": list(range(10))}) for n in range(30)))
+def test_thousands_of_files_need_no_descriptors(store: ArtifactStore) -> None:
+    write(store, *(finished(request=n, layout="per_file", sites={"post_block": list(range(10))}) for n in range(30)))
     before = len(os.listdir("/proc/self/fd"))
-    reader = CaptureReader(tmp_path, "job_x")
+    reader = CaptureReader(store, "job_x")
     assert len(reader.files) == 300
     assert len(os.listdir("/proc/self/fd")) == before
 
@@ -294,9 +299,9 @@ def test_of_files_that_the_user_names_no_more_is_expected(tmp_path: Path) -> Non
         assert (reader.requests(), all(check.ok for check in reader.verify())) == ([1], True)
 
 
-def test_dropped_positions_are_a_check_that_fails(tmp_path: Path) -> None:
-    write(tmp_path, finished(request=0), finished(request=1, positions=[0, 3], dropped=(1, 2)))
-    (failed,) = (check for check in CaptureReader(tmp_path, "job_x").verify() if not check.ok)
+def test_dropped_positions_are_a_check_that_fails(store: ArtifactStore) -> None:
+    write(store, finished(request=0), finished(request=1, positions=[0, 3], dropped=(1, 2)))
+    (failed,) = (check for check in CaptureReader(store, "job_x").verify() if not check.ok)
     assert (failed.request, failed.detail) == (1, "request 1 lacks 2 positions, dropped under overload: 1-2")
 
 
@@ -394,20 +399,20 @@ def test_a_missing_manifest_is_named_when_files_are_checked(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_reader_keeps_what_it_has_opened_and_a_later_one_is_told_that_it_is_gone(tmp_path: Path, layout: str) -> None:
-    write(tmp_path, *(finished(request=n, layout=layout) for n in range(3)), finished("job_other", layout=layout))
-    reader = CaptureReader(tmp_path, "job_x")
-    done = retention.delete(tmp_path, ["job_x"])
-    assert done == ([] if layout == "segment" else ["job_x"])
+def test_a_reader_keeps_what_it_has_opened_and_a_later_one_is_told_that_it_is_gone(store: ArtifactStore, layout: str) -> None:
+    write(store, *(finished(request=n, layout=layout) for n in range(3)), finished("job_other", layout=layout))
+    reader = CaptureReader(store, "job_x")
+    done = retention.delete(store, ["job_x"])
+    assert done == ([] if layout == "segment" and isinstance(store, FileStore) else ["job_x"])  # where blobs are erased in place
     for request in reader.requests():
         np.testing.assert_array_equal(reader.array(3, request=request), values("post_block", 3, [0, 1, 2]))
     assert all(check.ok for check in reader.verify() if layout == "segment")
     with pytest.raises(MidstreamError) as caught:
-        CaptureReader(tmp_path, "job_x")
+        CaptureReader(store, "job_x")
     assert kind_of(caught) == ("gone" if layout == "segment" else "not_found")
     del reader
-    assert retention.delete(tmp_path, ["job_x"]) == ["job_x"]
-    assert CaptureReader(tmp_path, "job_other").requests() == [0]
+    assert retention.delete(store, ["job_x"]) == ["job_x"]
+    assert CaptureReader(store, "job_other").requests() == [0]
 
 
 def test_a_job_that_is_being_deleted_is_gone_although_its_files_are_still_there(tmp_path: Path) -> None:
@@ -430,15 +435,15 @@ def test_a_file_that_vanishes_while_it_is_opened_means_gone_and_not_fewer_reques
     assert kind_of(caught) == "gone"
 
 
-def test_the_shape_of_rows_is_positions_by_hidden(tmp_path: Path) -> None:
-    write(tmp_path, finished(positions=range(7)))
-    assert CaptureReader(tmp_path, "job_x").stack().shape == (2, 7, HIDDEN)
+def test_the_shape_of_rows_is_positions_by_hidden(store: ArtifactStore) -> None:
+    write(store, finished(positions=range(7)))
+    assert CaptureReader(store, "job_x").stack().shape == (2, 7, HIDDEN)
 
 
-def test_negative_layers_count_from_the_models_last(tmp_path: Path) -> None:
-    write(tmp_path, finished(sites={"post_block": [3, 7]}, num_layers=8))
-    write(tmp_path, finished(job="older", sites={"post_block": [3]}), owner="older")
-    reader = CaptureReader(tmp_path, "job_x")
+def test_negative_layers_count_from_the_models_last(store: ArtifactStore) -> None:
+    write(store, finished(sites={"post_block": [3, 7]}, num_layers=8))
+    write(store, finished(job="older", sites={"post_block": [3]}), owner="older")
+    reader = CaptureReader(store, "job_x")
     np.testing.assert_array_equal(reader.array(-1), reader.array(7))
     np.testing.assert_array_equal(reader.stack([-5, -1]), reader.stack([3, 7]))
     with pytest.raises(MidstreamError, match="layer 6 was not captured") as caught:
@@ -448,12 +453,12 @@ def test_negative_layers_count_from_the_models_last(tmp_path: Path) -> None:
         reader.array(-9)
     assert caught.value.allowed == "-8 to 7"
     with pytest.raises(MidstreamError, match="does not name the number of layers"):
-        CaptureReader(tmp_path, "older").array(-1)
+        CaptureReader(store, "older").array(-1)
 
 
-def test_tokens_need_the_client_that_opened_the_reader(tmp_path: Path) -> None:
-    write(tmp_path, finished(positions=[0, 2]))
-    reader = CaptureReader(tmp_path, "job_x")
+def test_tokens_need_the_client_that_opened_the_reader(store: ArtifactStore) -> None:
+    write(store, finished(positions=[0, 2]))
+    reader = CaptureReader(store, "job_x")
     with pytest.raises(MidstreamError, match="no tokenizer"):
         reader.tokens()
     reader.read_tokens = lambda ids: [f" {token}" for token in ids]

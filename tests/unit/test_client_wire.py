@@ -1,6 +1,7 @@
 """Does the client say what is wrong in the user's terms, before and after a request? Against a real HTTP server."""
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -265,7 +266,7 @@ def test_unreadable_or_foreign_files_are_not_read_in_place(tmp_path: Path, monke
     for path in (f"tag/job_y/{name}", f"../{tmp_path.name}/tag/job_x/{name}", str(tmp_path / "tag" / "job_x" / name)):
         lie = wire.Manifest(status="ok", root=str(tmp_path), files=[msgspec.structs.replace(file, path=path)])
         assert download.in_place(lie, "job_x") == []
-    monkeypatch.setattr(download.os, "access", lambda path, how: False)  # another account's folder is closed to this one
+    monkeypatch.setattr(os, "access", lambda path, how: False)  # another account's folder is closed to this one
     assert download.in_place(manifest, "job_x") == []
 
 

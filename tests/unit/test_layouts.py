@@ -11,9 +11,12 @@ import numpy as np
 import pytest
 from capture_kit import filesystem, finished, values, write
 
-from midstream.broker.artifacts import local, retention
+from midstream.broker.artifacts import retention
 from midstream.client import CaptureReader
-from midstream.schemas.blobs import read_entries
+from midstream.schemas.captures import index_of
+from midstream.storage import file_store
+from midstream.storage.blobs import read_entries
+from midstream.storage.store import ArtifactStore, open_store
 from midstream.workers.runner.finished import FinishedCapture, Outcome
 
 SITES = {"pre_attn": [0, 3], "mlp_out": [1], "post_block": [0, 1, 2]}
@@ -21,16 +24,16 @@ SITES = {"pre_attn": [0, 3], "mlp_out": [1], "post_block": [0, 1, 2]}
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize(("layout", "blobs", "files"), [("packed", 1, 1), ("per_file", 6, 6), ("segment", 1, 1)])
-def test_every_layout_holds_every_row(tmp_path: Path, layout: str, blobs: int, files: int, dtype: str) -> None:
+def test_every_layout_holds_every_row(store: ArtifactStore, layout: str, blobs: int, files: int, dtype: str) -> None:
     captures = [finished(request=n, sites=SITES, positions=[n, n + 2], layout=layout, dtype=dtype) for n in range(3)]
     if dtype == "float16":  # a narrower range: one column is enough
         captures = [_narrow(capture) for capture in captures]
-    written = write(tmp_path, *captures)
+    written = write(store, *captures)
     assert len(written) == 3 * blobs
     assert sum(file.rows for file in written) == 3 * 6 * 2
     assert len({file.path for file in written}) == (1 if layout == "segment" else 3 * files)
     assert {(file.layout, file.tag, file.positions) for file in written} == {(layout, "tag", 2)}
-    with CaptureReader(tmp_path, "job_x") as reader:
+    with CaptureReader(store, "job_x") as reader:
         for request in range(3):
             for hook, layers in SITES.items():
                 for layer in layers:
@@ -64,16 +67,17 @@ def test_a_job_that_lies_in_segments_alone_is_found_by_its_folder_all_the_same(t
     assert CaptureReader(tmp_path / "tag" / "job_x").requests() == [0]
 
 
-def test_a_segment_is_closed_at_its_size_and_the_next_one_opened(tmp_path: Path) -> None:
-    store = filesystem(tmp_path, segment_bytes=8 << 10)
-    paths = [store.consume([finished(request=n)])[0].files[0].path for n in range(5)]
-    store.close()
+@pytest.mark.parametrize("store", ["folder"], indirect=True)
+def test_a_segment_is_closed_at_its_size_and_the_next_one_opened(store: ArtifactStore) -> None:
+    disk = filesystem(store, segment_bytes=8 << 10)
+    paths = [disk.consume([finished(request=n)])[0].files[0].path for n in range(5)]
+    disk.close()
     assert [path.rpartition(".seg")[0][-1] for path in paths] == ["0", "0", "0", "1", "1"]
-    assert CaptureReader(tmp_path, "job_x").requests() == [0, 1, 2, 3, 4]
+    assert CaptureReader(store, "job_x").requests() == [0, 1, 2, 3, 4]
 
 
-def test_threads_ranks_and_starts_never_share_a_segment(tmp_path: Path) -> None:
-    paths = [write(tmp_path, finished(request=n), owner=owner)[0].path for n, owner in enumerate(["w.boot1.0", "w.boot1.1", "w.boot2.0"])]
+def test_threads_ranks_and_starts_never_share_a_segment(store: ArtifactStore) -> None:
+    paths = [write(store, finished(request=n), owner=owner)[0].path for n, owner in enumerate(["w.boot1.0", "w.boot1.1", "w.boot2.0"])]
     assert len(set(paths)) == 3
 
 
@@ -86,45 +90,46 @@ def test_two_captures_of_one_job_lie_apart(tmp_path: Path) -> None:
         np.testing.assert_array_equal(everyones.array(2)[:, 0], values("post_block", 2, [0, 1, 2])[:, 0] + 512)
 
 
-def test_many_tags_do_not_keep_many_files_open(tmp_path: Path) -> None:
+def test_many_tags_do_not_keep_many_files_open(store: ArtifactStore) -> None:
     before = len(os.listdir("/proc/self/fd"))
-    store = filesystem(tmp_path)
-    store.consume([finished(job=f"job_{n}", tag=f"tag{n}") for n in range(60)])
+    disk = filesystem(store)
+    disk.consume([finished(job=f"job_{n}", tag=f"tag{n}") for n in range(60)])
     assert len(os.listdir("/proc/self/fd")) - before <= 2 * 16
-    store.close()
-    assert [CaptureReader(tmp_path, f"job_{n}").tag for n in (0, 59)] == ["tag0", "tag59"]
+    disk.close()
+    assert [CaptureReader(store, f"job_{n}").tag for n in (0, 59)] == ["tag0", "tag59"]
 
 
 # field case 20
 @pytest.mark.parametrize("layout", ["packed", "per_file", "segment"])
-def test_one_capture_that_cannot_be_written_fails_alone(tmp_path: Path, layout: str) -> None:
+def test_one_capture_that_cannot_be_written_fails_alone(store: ArtifactStore, layout: str) -> None:
     def broken(hook: str, layer: int) -> list[memoryview]:
         raise OSError("the spilled rows are gone")
 
     captures = [finished(request=n, layout=layout, **({"rows": broken} if n == 2 else {})) for n in range(5)]
-    store = filesystem(tmp_path)
-    outcomes = store.consume(captures)
-    store.close()
+    disk = filesystem(store)
+    outcomes = disk.consume(captures)
+    disk.close()
     assert [outcome.error for outcome in outcomes] == ["", "", "it could not be written: the spilled rows are gone", "", ""]
-    assert CaptureReader(tmp_path, "job_x").requests() == [0, 1, 3, 4]
+    assert CaptureReader(store, "job_x").requests() == [0, 1, 3, 4]
 
 
 # field case 46
-def test_a_group_of_any_layout_mix_costs_four_syncs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = filesystem(tmp_path)
-    store.consume([finished(layout="segment")])  # opens the segment
+@pytest.mark.parametrize("store", ["folder"], indirect=True)
+def test_a_group_of_any_layout_mix_costs_four_syncs(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = filesystem(store)
+    disk.consume([finished(layout="segment")])  # opens the segment
     calls: list[str] = []
-    for module, name in ((os, "fsync"), (os, "fdatasync"), (local, "_syncfs")):
+    for module, name in ((os, "fsync"), (os, "fdatasync"), (file_store, "_syncfs")):
         monkeypatch.setattr(module, name, lambda descriptor, name=name: calls.append(name))
-    store.consume([finished(f"job_{n}", layout=layout) for n in range(40) for layout in ("segment", "packed", "per_file")])
-    store.close()
+    disk.consume([finished(f"job_{n}", layout=layout) for n in range(40) for layout in ("segment", "packed", "per_file")])
+    disk.close()
     assert sorted(calls) == ["_syncfs", "_syncfs", "fdatasync", "fdatasync"]
 
 
-def test_what_was_dropped_and_reused_is_in_the_file_and_in_its_report(tmp_path: Path) -> None:
-    (file, *_) = write(tmp_path, finished(positions=[0, 3], dropped=(1, 2), reused=2, layout="per_file"))
+def test_what_was_dropped_and_reused_is_in_the_file_and_in_its_report(store: ArtifactStore) -> None:
+    (file, *_) = write(store, finished(positions=[0, 3], dropped=(1, 2), reused=2, layout="per_file"))
     assert (file.dropped, file.reused) == ([1, 2], 1)
-    reader = CaptureReader(tmp_path, "job_x")
+    reader = CaptureReader(store, "job_x")
     assert (reader.dropped(), reader.manifest().reused) == ([1, 2], 1)
 
 
@@ -154,8 +159,8 @@ def test_beyond_the_quota_nothing_is_written_until_something_is_deleted(
     assert written == list(range(len(written)))
     assert 3 <= len(written) < 20
     assert "capture_quota_mib" in outcomes[-1].error
-    assert retention.used_bytes(tmp_path / "captures") <= 60 << 10
-    retention.delete(tmp_path / "captures", [f"job_{n}" for n in written])
+    assert open_store(tmp_path / "captures").used() <= 60 << 10
+    retention.delete(open_store(tmp_path / "captures"), [f"job_{n}" for n in written])
     assert put("job_later").error == ""
     store.close()
 
@@ -195,7 +200,7 @@ def test_files_removed_while_they_are_written_are_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: Callable[[Path], None], layout: str
 ) -> None:
     """The file is replaced once, between the last sync and the report."""
-    module, name = (os, "fdatasync") if layout == "segment" else (local, "_sync")
+    module, name = (os, "fdatasync") if layout == "segment" else (file_store, "_sync")
     store, real, syncs = filesystem(tmp_path), getattr(module, name), []
 
     def sync(*args: Any) -> None:
@@ -214,14 +219,14 @@ def test_files_removed_while_they_are_written_are_written_again(
 
 
 def test_a_file_that_is_removed_each_time_fails_its_capture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = local._sync
+    real = file_store._sync
 
     def sync(root: Path, paths: Sequence[Path]) -> None:
         real(root, paths)
         for path in tmp_path.rglob("*.safetensors"):
             path.unlink()
 
-    monkeypatch.setattr(local, "_sync", sync)
+    monkeypatch.setattr(file_store, "_sync", sync)
     (outcome,) = filesystem(tmp_path).consume([finished(layout="packed")])
     assert (outcome.files, "was removed while it was written" in outcome.error) == ((), True)
 
@@ -232,8 +237,8 @@ def _read_where_reported(root: Path, outcomes: Sequence[Outcome]) -> None:
         for file in outcome.files:
             content = (root / file.path).read_bytes()[file.offset : file.offset + file.bytes]
             assert (len(content), zlib.crc32(content)) == (file.bytes, file.crc32)
-            index = (root / file.path).with_suffix(".jsonl" if file.layout == "segment" else ".json")
-            assert (file.offset, file.crc32) in [(entry.offset, entry.crc32) for entry in read_entries(index)]
+            index = index_of(file.path)
+            assert (file.offset, file.crc32) in [(entry.offset, entry.crc32) for entry in read_entries(open_store(root), index)]
 
 
 def test_a_read_only_folder_is_an_error_of_the_capture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,4 +270,4 @@ def test_a_crash_between_blobs_and_lines_loses_only_what_was_not_reported(tmp_pa
     reader = CaptureReader(tmp_path, "job_x")
     assert reader.requests() == [0, 1, 2]
     assert all(check.ok for check in reader.verify())
-    assert len(list(read_entries(index))) == 2
+    assert len(list(read_entries(open_store(tmp_path), str(index.relative_to(tmp_path))))) == 2

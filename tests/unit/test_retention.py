@@ -1,5 +1,7 @@
 """Is a job's capture removed whole, its space given back, and nobody else's touched?"""
 
+import ctypes
+import errno
 import fcntl
 import json
 import os
@@ -9,16 +11,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 from capture_kit import filesystem, finished, values, write
+from memory_store import MemoryStore
 
 from midstream.broker.artifacts import retention
 from midstream.client import CaptureReader
 from midstream.schemas.errors import MidstreamError
+from midstream.storage import file_store
+from midstream.storage.store import ArtifactStore, open_store
 
 LAYOUTS = ["packed", "per_file", "segment"]
 
 
-def names(root: Path) -> list[str]:
-    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+def names(root: ArtifactStore | Path) -> list[str]:
+    """The keys of everything in a store, of what is being deleted too."""
+    if isinstance(root, MemoryStore):
+        return sorted(root.objects)
+    folder = root if isinstance(root, Path) else Path(root.uri)
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -26,7 +35,7 @@ def test_everything_of_a_job_goes_and_nothing_else(tmp_path: Path, layout: str) 
     mine = [finished("job_x", n, layout=layout, tag=tag) for n in range(4) for tag in ("a", "b")]
     others = [finished("job_y", n, layout=layout, tag=tag) for n in range(4) for tag in ("a", "b")]
     write(tmp_path, *mine, *others)
-    assert retention.delete(tmp_path, ["job_x"]) == ["job_x"]
+    assert retention.delete(open_store(tmp_path), ["job_x"]) == ["job_x"]
     for tag in ("a", "b"):
         with pytest.raises(MidstreamError):
             CaptureReader(tmp_path, "job_x", tag=tag)
@@ -41,9 +50,9 @@ def test_the_space_of_blobs_in_a_segment_is_given_back(tmp_path: Path) -> None:
     store = filesystem(tmp_path)  # open while it happens
     captures = [finished(f"job_{n}", positions=range(500), layout="segment", dtype="float32") for n in range(8)]
     store.consume(captures)
-    before = retention.used_bytes(tmp_path)
-    retention.delete(tmp_path, [f"job_{n}" for n in range(0, 8, 2)])
-    assert retention.used_bytes(tmp_path) < 0.6 * before
+    before = open_store(tmp_path).used()
+    retention.delete(open_store(tmp_path), [f"job_{n}" for n in range(0, 8, 2)])
+    assert open_store(tmp_path).used() < 0.6 * before
     store.consume([finished("job_later", layout="segment")])
     assert CaptureReader(tmp_path, "job_later").requests() == [0]
     for n in range(1, 8, 2):
@@ -51,43 +60,48 @@ def test_the_space_of_blobs_in_a_segment_is_given_back(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_segment_goes_when_its_last_blob_has_and_its_writer_is_done_with_it(tmp_path: Path) -> None:
-    store = filesystem(tmp_path)
-    store.consume([finished("job_x"), finished("job_y", request=1)])
-    retention.delete(tmp_path, ["job_x", "job_y"])
-    assert len(names(tmp_path)) == 2  # it may still be appended to
-    store.consume([finished("job_z")])
-    store.close()
-    assert CaptureReader(tmp_path, "job_z").requests() == [0]
-    retention.delete(tmp_path, ["job_z"])
-    assert names(tmp_path) == []
+@pytest.mark.parametrize("store", ["folder"], indirect=True)
+def test_a_segment_goes_when_its_last_blob_has_and_its_writer_is_done_with_it(store: ArtifactStore) -> None:
+    disk = filesystem(store)
+    disk.consume([finished("job_x"), finished("job_y", request=1)])
+    retention.delete(store, ["job_x", "job_y"])
+    assert len(names(store)) == 2  # it may still be appended to
+    disk.consume([finished("job_z")])
+    disk.close()
+    assert CaptureReader(store, "job_z").requests() == [0]
+    retention.delete(store, ["job_z"])
+    assert names(store) == []
 
 
-def test_a_segment_that_its_writer_left_empty_goes_with_the_next_deletion(tmp_path: Path) -> None:
-    store = filesystem(tmp_path)
-    store.consume([finished("job_x")])
-    retention.delete(tmp_path, ["job_x"])
-    store.close()
-    write(tmp_path, finished("job_y"), owner="w.other.0")
-    retention.delete(tmp_path, ["job_y"])
-    assert names(tmp_path) == []
+def test_a_segment_that_its_writer_left_empty_goes_with_the_next_deletion(store: ArtifactStore) -> None:
+    disk = filesystem(store)
+    disk.consume([finished("job_x")])
+    retention.delete(store, ["job_x"])
+    disk.close()
+    write(store, finished("job_y"), owner="w.other.0")
+    retention.delete(store, ["job_y"])
+    assert names(store) == []
 
 
-def test_what_is_being_read_stays_until_it_is_not(tmp_path: Path) -> None:
-    write(tmp_path, finished("job_x"), finished("job_y", layout="packed"))
-    reader = CaptureReader(tmp_path, "job_x")
-    assert retention.delete(tmp_path, ["job_x", "job_y"]) == ["job_y"]
-    assert retention.unfinished(tmp_path) == ["job_x"]
+@pytest.mark.parametrize("store", ["folder"], indirect=True)
+def test_what_is_being_read_stays_until_it_is_not(store: ArtifactStore) -> None:
+    write(store, finished("job_x"), finished("job_y", layout="packed"))
+    reader = CaptureReader(store, "job_x")
+    assert retention.delete(store, ["job_x", "job_y"]) == ["job_y"]
+    assert store.marks() == ["job_x"]
     np.testing.assert_array_equal(reader.array(2), values("post_block", 2, [0, 1, 2]))
     reader.close()
-    assert retention.delete(tmp_path, retention.unfinished(tmp_path)) == ["job_x"]
-    assert (retention.unfinished(tmp_path), names(tmp_path)) == ([], [])
+    assert retention.delete(store, store.marks()) == ["job_x"]
+    assert (store.marks(), names(store)) == ([], [])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_deletion_that_was_interrupted_is_finished_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
-    write(tmp_path, *(finished("job_x", n, layout=layout, tag=tag) for n in range(3) for tag in ("a", "b")))
-    rename, punch = os.rename, retention._punch
+@pytest.mark.parametrize("store", ["folder"], indirect=True)
+def test_a_deletion_that_was_interrupted_is_finished_by_the_next(
+    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    write(store, *(finished("job_x", n, layout=layout, tag=tag) for n in range(3) for tag in ("a", "b")))
+    rename, punch = os.rename, file_store._punch
     seen: list[int] = []
 
     def dies(*arguments: object) -> None:
@@ -97,43 +111,43 @@ def test_a_deletion_that_was_interrupted_is_finished_by_the_next(tmp_path: Path,
         (punch if layout == "segment" else rename)(*arguments)  # type: ignore[operator]
 
     if layout == "segment":
-        monkeypatch.setattr(retention, "_punch", dies)
+        monkeypatch.setattr(file_store, "_punch", dies)
     else:
         monkeypatch.setattr(os, "rename", dies)
     with pytest.raises(KeyboardInterrupt):
-        retention.delete(tmp_path, ["job_x"])
+        retention.delete(store, ["job_x"])
     monkeypatch.undo()
     for tag in ("a", "b"):
         with pytest.raises(MidstreamError):
-            CaptureReader(tmp_path, "job_x", tag=tag)
-    assert retention.unfinished(tmp_path) == ["job_x"]
-    assert retention.delete(tmp_path, retention.unfinished(tmp_path)) == ["job_x"]
-    assert names(tmp_path) == []
+            CaptureReader(store, "job_x", tag=tag)
+    assert store.marks() == ["job_x"]
+    assert retention.delete(store, store.marks()) == ["job_x"]
+    assert names(store) == []
 
 
-def test_deleting_what_is_not_there_is_done_at_once(tmp_path: Path) -> None:
-    assert retention.delete(tmp_path, ["job_x"]) == ["job_x"]
+def test_deleting_what_is_not_there_is_done_at_once(store: ArtifactStore) -> None:
+    assert retention.delete(store, ["job_x"]) == ["job_x"]
 
 
 def test_where_there_is_no_capture_root_nothing_counts_as_deleted(tmp_path: Path) -> None:
     with pytest.raises(retention.RemovalError, match="nowhere") as caught:
-        retention.delete(tmp_path / "nowhere", ["job_x"])
+        retention.delete(open_store(tmp_path / "nowhere"), ["job_x"])
     assert caught.value.done == []
     filesystem(tmp_path / "nowhere").close()  # whoever writes captures makes it when it starts
-    assert retention.delete(tmp_path / "nowhere", ["job_x"]) == ["job_x"]
+    assert retention.delete(open_store(tmp_path / "nowhere"), ["job_x"]) == ["job_x"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_is_written_after_a_deletion_is_shown_to_nobody_and_removed_by_the_next(tmp_path: Path, layout: str) -> None:
     write(tmp_path, finished("job_x", 0, layout=layout))
-    assert retention.delete(tmp_path, ["job_x"], keep=["job_x"]) == ["job_x"]
+    assert retention.delete(open_store(tmp_path), ["job_x"], keep=["job_x"]) == ["job_x"]
     write(tmp_path, finished("job_x", 1, layout=layout), owner="w.late.0")
     for source in (tmp_path, tmp_path / "tag"):
         with pytest.raises(MidstreamError) as caught:
             CaptureReader(source, "job_x")
         assert caught.value.kind == "gone"
-    assert retention.delete(tmp_path, ["job_x"]) == ["job_x"]
-    assert (retention.unfinished(tmp_path), names(tmp_path)) == ([], [])
+    assert retention.delete(open_store(tmp_path), ["job_x"]) == ["job_x"]
+    assert (open_store(tmp_path).marks(), names(tmp_path)) == ([], [])
 
 
 @pytest.mark.parametrize("damage", [bytes(100), b'{"file":"\xff"}', b'{"manifest":{"job":"\xff"}}', b"[]"])
@@ -144,16 +158,17 @@ def test_a_damaged_line_does_not_stop_the_deletion_of_other_files(tmp_path: Path
     write(tmp_path, finished("job_z", 1, layout="packed"))
     index = (tmp_path / file.path).with_suffix(".jsonl")
     index.write_bytes(damage + b"\n" + b'{"manifest":{"job":"job_x"}\n' + index.read_bytes())
-    assert retention.delete(tmp_path, jobs) == jobs
+    assert retention.delete(open_store(tmp_path), jobs) == jobs
     assert names(tmp_path) == sorted(str(path.relative_to(tmp_path)) for path in (index, index.with_suffix(".seg")))
     blobs = index.with_suffix(".seg").read_bytes()
     assert [blobs[at : at + 8] != bytes(8) for at in range(0, len(blobs), 4096)] == [True, False, False]  # behind its own damaged line
     assert [record.message for record in caplog.records if index.name in record.message]
 
 
-def test_a_job_that_cannot_be_removed_does_not_hold_up_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("store", ["folder"], indirect=True)
+def test_a_job_that_cannot_be_removed_does_not_hold_up_the_others(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
     jobs = ["job_x", "job_y", "job_z"]
-    write(tmp_path, *(finished(job, layout="packed") for job in jobs))
+    write(store, *(finished(job, layout="packed") for job in jobs))
     rename = os.rename
 
     def refusing(source: Path, target: Path) -> None:
@@ -163,27 +178,27 @@ def test_a_job_that_cannot_be_removed_does_not_hold_up_the_others(tmp_path: Path
 
     monkeypatch.setattr(os, "rename", refusing)
     with pytest.raises(retention.RemovalError, match=r"1 of 3 jobs, job_x.*Permission denied") as caught:
-        retention.delete(tmp_path, jobs)
+        retention.delete(store, jobs)
     assert caught.value.done == ["job_y", "job_z"]
-    assert retention.unfinished(tmp_path) == ["job_x"]
+    assert store.marks() == ["job_x"]
     monkeypatch.undo()
-    assert retention.delete(tmp_path, ["job_x"]) == ["job_x"]
-    assert names(tmp_path) == []
+    assert retention.delete(store, ["job_x"]) == ["job_x"]
+    assert names(store) == []
 
 
-def test_many_may_delete_the_same_jobs_at_once(tmp_path: Path) -> None:
+def test_many_may_delete_the_same_jobs_at_once(store: ArtifactStore) -> None:
     """As several sweepers and an API do: rounds in which each goes through every step at about the same time."""
     errors: list[BaseException] = []
     for number in range(40):
         jobs = [f"job_{number}_{n}" for n in range(3)]
-        write(tmp_path, *(finished(job, q, layout=layout) for job in jobs for q, layout in enumerate(LAYOUTS)), owner=f"w.{number}")
+        write(store, *(finished(job, q, layout=layout) for job in jobs for q, layout in enumerate(LAYOUTS)), owner=f"w.{number}")
         go = threading.Barrier(4)
 
         def deletes(keep: list[str], jobs: list[str] = jobs, go: threading.Barrier = go) -> None:
             go.wait()
             try:
                 for _ in range(3):
-                    retention.delete(tmp_path, jobs, keep)
+                    retention.delete(store, jobs, keep)
             except BaseException as error:
                 errors.append(error)
 
@@ -193,31 +208,27 @@ def test_many_may_delete_the_same_jobs_at_once(tmp_path: Path) -> None:
         for thread in threads:
             thread.join()
         assert errors == []
-        assert retention.delete(tmp_path, jobs) == jobs
-        assert (retention.unfinished(tmp_path), names(tmp_path)) == ([], [])
+        assert retention.delete(store, jobs) == jobs
+        assert (store.marks(), names(store)) == ([], [])
 
 
-def test_where_the_disk_knows_no_holes_zeros_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path, finished("job_x", positions=range(40)), finished("job_y"))
+@pytest.mark.parametrize("store", ["folder"], indirect=True)
+def test_where_the_disk_knows_no_holes_zeros_are_written(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(store, finished("job_x", positions=range(40)), finished("job_y"))
 
-    class NoHoles:
-        @staticmethod
-        def fallocate(*_: object) -> int:
-            import ctypes
-            import errno
+    def no_holes(*_: object) -> int:
+        ctypes.set_errno(errno.EOPNOTSUPP)
+        return -1
 
-            ctypes.set_errno(errno.EOPNOTSUPP)
-            return -1
-
-    monkeypatch.setattr(retention, "_libc", NoHoles)
-    assert retention.delete(tmp_path, ["job_x"]) == ["job_x"]
+    monkeypatch.setattr(file_store._libc(), "fallocate", no_holes)
+    assert retention.delete(store, ["job_x"]) == ["job_x"]
     with pytest.raises(MidstreamError, match="deleted"):
-        CaptureReader(tmp_path, "job_x")
-    assert all(check.ok for check in CaptureReader(tmp_path, "job_y").verify())
+        CaptureReader(store, "job_x")
+    assert all(check.ok for check in CaptureReader(store, "job_y").verify())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_readers_beside_a_deletion_get_everything_or_are_told(tmp_path: Path, layout: str) -> None:
+def test_readers_beside_a_deletion_get_everything_or_are_told(store: ArtifactStore, layout: str) -> None:
     """Many rounds: readers open and read while another thread deletes."""
     rounds, readers, requests = 12, 3, 12
     bad: list[object] = []
@@ -227,7 +238,7 @@ def test_readers_beside_a_deletion_get_everything_or_are_told(tmp_path: Path, la
         go.wait()
         for _ in range(6):
             try:
-                with CaptureReader(tmp_path, job) as reader:
+                with CaptureReader(store, job) as reader:
                     for request in range(requests):
                         np.testing.assert_array_equal(reader.array(3, request=request), values("post_block", 3, [0, 1, 2]))
                     assert reader.requests() == list(range(requests))
@@ -241,16 +252,16 @@ def test_readers_beside_a_deletion_get_everything_or_are_told(tmp_path: Path, la
 
     for number in range(rounds):
         job = f"job_{number}"
-        write(tmp_path, *(finished(job, n, layout=layout) for n in range(requests)), owner=f"w.{number}", segment_bytes=20 << 10)
+        write(store, *(finished(job, n, layout=layout) for n in range(requests)), owner=f"w.{number}", segment_bytes=20 << 10)
         go = threading.Barrier(readers + 1)
         threads = [threading.Thread(target=read, args=(job, go)) for _ in range(readers)]
         for thread in threads:
             thread.start()
         go.wait()
-        retention.delete(tmp_path, [job])
+        retention.delete(store, [job])
         for thread in threads:
             thread.join()
-        assert retention.delete(tmp_path, [job]) == [job]
+        assert retention.delete(store, [job]) == [job]
     assert bad == []
     assert outcomes["gone"] > 0
 
@@ -259,13 +270,13 @@ def test_the_space_taken_counts_blocks_and_not_lengths(tmp_path: Path) -> None:
     with (tmp_path / "sparse").open("wb") as file:
         file.truncate(1 << 30)
     (tmp_path / "full").write_bytes(os.urandom(20_000))
-    assert 20_000 <= retention.used_bytes(tmp_path) < 100_000
+    assert 20_000 <= open_store(tmp_path).used() < 100_000
 
 
 def test_what_vanishes_while_space_is_measured_leaves_the_rest_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in range(10):
         (tmp_path / str(name)).write_bytes(os.urandom(20_000))
-    whole, scandir = retention.used_bytes(tmp_path), os.scandir
+    whole, scandir = open_store(tmp_path).used(), os.scandir
 
     class Racing:
         def __init__(self, path: Path) -> None:
@@ -280,7 +291,7 @@ def test_what_vanishes_while_space_is_measured_leaves_the_rest_counted(tmp_path:
             pass
 
     monkeypatch.setattr(os, "scandir", Racing)
-    assert retention.used_bytes(tmp_path) == whole * 9 // 10
+    assert open_store(tmp_path).used() == whole * 9 // 10
 
 
 def test_a_lock_of_a_reader_is_given_up_with_the_reader(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from capture_kit import HIDDEN, finished, run_of, values, write
 
 from midstream.schemas.selectors import HOOKS
 from midstream.schemas.source_runs import RunFiles, RunRow, row_name, run_key
+from midstream.storage.store import open_store
 from midstream.workers.runner.faults import Faults, answer
 from midstream.workers.runner.sites import Site
 from midstream.workers.runner.source_runs import RunStore
@@ -21,7 +22,7 @@ SITES = {"post_block": [2, 3], "pre_attn": [2]}
 
 
 def store_of(root: Path, layers: Sequence[int] = (0, 1, 2, 3), hidden_size: int = HIDDEN, **more: Any) -> RunStore:
-    return RunStore(root, [Site(hook, layer, "pair") for layer in layers for hook in HOOKS], hidden_size, **more)
+    return RunStore(open_store(root), [Site(hook, layer, "pair") for layer in layers for hook in HOOKS], hidden_size, **more)
 
 
 def name(hook: str = "post_block", layer: int = 2, position: int | None = 1, mean: Sequence[int] = (), key: str = KEY) -> str:

@@ -6,7 +6,7 @@ import os
 import resource
 import subprocess
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +14,10 @@ import pytest
 from capture_kit import finished, values
 from safetensors.numpy import load, load_file
 
-from midstream.broker.artifacts import local
-from midstream.broker.artifacts.local import SEGMENT_ALIGNMENT, Blob, PendingFile, Segment, publish
-from midstream.schemas.blobs import read_entries
+from midstream.storage import blobs, file_store
+from midstream.storage.blobs import SEGMENT_ALIGNMENT, Blob, read_entries
+from midstream.storage.file_store import FileSegment
+from midstream.storage.store import open_store
 from midstream.workers.runner.layouts import blob_of
 
 
@@ -25,21 +26,36 @@ def blob(request: int = 0, rows: int = 3) -> Blob:
     return blob_of(capture, capture.sites)
 
 
-def pending(path: str, rows: int = 3) -> PendingFile:
-    return PendingFile(path, blob(rows=rows))
+def pending(key: str, rows: int = 3) -> tuple[str, Blob]:
+    return key, blob(rows=rows)
+
+
+def publish(root: Path, files: Sequence[tuple[str, Blob]]) -> None:
+    blobs.publish(open_store(root), files)
+
+
+def opened(root: Path, key: str = "tag/segments/w.0.seg") -> FileSegment:
+    segment = open_store(root).segment(key)
+    assert isinstance(segment, FileSegment)
+    return segment
+
+
+def requests(root: Path) -> list[int]:
+    """Of the blobs that the segment's index names."""
+    return [entry.manifest.request for entry in read_entries(open_store(root), "tag/segments/w.0.jsonl")]
 
 
 @pytest.mark.parametrize("count", [1, 3, 20])
 def test_groups_of_any_size_are_readable_and_carry_their_checksum(tmp_path: Path, count: int) -> None:
     files = [pending(f"tag/job{n}/p0000.a1.pp0.safetensors", rows=n + 1) for n in range(count)]
     publish(tmp_path, files)
-    for n, file in enumerate(files):
-        path = tmp_path / file.path
+    for n, (key, one) in enumerate(files):
+        path = tmp_path / key
         raw = path.read_bytes()
-        assert (len(raw), zlib.crc32(raw)) == (file.blob.bytes, file.blob.crc32)
+        assert (len(raw), zlib.crc32(raw)) == (one.size, one.crc32)
         np.testing.assert_array_equal(load_file(path)["post_block.2"], values("post_block", 2, range(n + 1)))
         beside = json.loads(path.with_suffix(".json").read_text())
-        assert (beside["file"], beside["bytes"], beside["crc32"]) == (path.name, file.blob.bytes, file.blob.crc32)
+        assert (beside["file"], beside["bytes"], beside["crc32"]) == (path.name, one.size, one.crc32)
     assert not list(tmp_path.rglob("*.tmp"))
 
 
@@ -57,7 +73,7 @@ def test_a_path_that_leaves_the_root_is_refused(tmp_path: Path, path: str) -> No
     with pytest.raises(ValueError, match="not inside the capture root"):
         publish(root, [pending("tag/ok.safetensors"), pending(path)])
     with pytest.raises(ValueError, match="not inside the capture root"):
-        Segment(root, path)
+        opened(root, path)
     assert [file for file in tmp_path.rglob("*") if file.is_file()] == []
 
 
@@ -96,7 +112,7 @@ class Order:
 # field case 22
 def test_contents_are_synced_before_the_rename_and_directories_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The order in which a power cut cannot leave a name without its content, or a reported file without its name."""
-    monkeypatch.setattr(local, "_SYNC_SINGLY", 100)
+    monkeypatch.setattr(file_store, "_SYNC_SINGLY", 100)
     order = Order(monkeypatch)
     publish(tmp_path, [pending("tag/job/p.safetensors")])
     steps = [step for step in order.seen if step[0] != "write"]
@@ -108,10 +124,10 @@ def test_contents_are_synced_before_the_rename_and_directories_after_it(tmp_path
 # field case 22
 def test_a_segments_blobs_are_synced_before_the_lines_that_name_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order = Order(monkeypatch)
-    segment = Segment(tmp_path, "tag/segments/w.0.seg")
+    segment = opened(tmp_path)
     assert {str(tmp_path), str(tmp_path / "tag"), str(tmp_path / "tag" / "segments")} <= {path for _, path in order.seen}
     order.seen.clear()
-    segment.append([blob(request) for request in range(30)])
+    blobs.append(segment, [blob(request) for request in range(30)])
     segment.close()
     assert [(kind, Path(path).suffix) for kind, path in order.seen] == [
         ("write", ".seg"), ("fdatasync", ".seg"), ("write", ".jsonl"), ("fdatasync", ".jsonl"),
@@ -121,8 +137,8 @@ def test_a_segments_blobs_are_synced_before_the_lines_that_name_them(tmp_path: P
 # field case 46
 def test_many_files_cost_two_round_trips_to_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    syncfs = local._syncfs
-    monkeypatch.setattr(local, "_syncfs", lambda descriptor: (calls.append("syncfs"), syncfs(descriptor)))
+    syncfs = file_store._syncfs
+    monkeypatch.setattr(file_store, "_syncfs", lambda descriptor: (calls.append("syncfs"), syncfs(descriptor)))
     monkeypatch.setattr(os, "fsync", lambda descriptor: calls.append("fsync"))
     publish(tmp_path, [pending(f"tag/job{n}/p.safetensors") for n in range(50)])
     assert calls == ["syncfs", "syncfs"]
@@ -130,21 +146,21 @@ def test_many_files_cost_two_round_trips_to_the_disk(tmp_path: Path, monkeypatch
 
 def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "pwritev", lambda descriptor, buffers, offset: os.pwrite(descriptor, buffers[0][:7], offset))
-    file = pending("tag/job/p.safetensors", rows=9)
-    publish(tmp_path, [file])
-    assert zlib.crc32((tmp_path / file.path).read_bytes()) == file.blob.crc32
+    key, one = pending("tag/job/p.safetensors", rows=9)
+    publish(tmp_path, [(key, one)])
+    assert zlib.crc32((tmp_path / key).read_bytes()) == one.crc32
 
 
 # --- Segments ---
 
 
 def test_blobs_of_a_segment_begin_at_pages_and_are_whole_files(tmp_path: Path) -> None:
-    segment = Segment(tmp_path, "tag/segments/w.0.seg")
-    offsets = segment.append([blob(0), blob(1, rows=900)]) + segment.append([blob(2)])
+    segment = opened(tmp_path)
+    offsets = blobs.append(segment, [blob(0), blob(1, rows=900)]) + blobs.append(segment, [blob(2)])
     segment.close()
     assert [offset % SEGMENT_ALIGNMENT for offset in offsets] == [0, 0, 0]
     raw = (tmp_path / "tag/segments/w.0.seg").read_bytes()
-    entries = list(read_entries(tmp_path / "tag/segments/w.0.jsonl"))
+    entries = list(read_entries(open_store(tmp_path), "tag/segments/w.0.jsonl"))
     assert [(entry.file, entry.offset, entry.manifest.request) for entry in entries] == [("w.0.seg", at, n) for n, at in enumerate(offsets)]
     for entry in entries:
         part = raw[entry.offset : entry.offset + entry.bytes]
@@ -154,30 +170,30 @@ def test_blobs_of_a_segment_begin_at_pages_and_are_whole_files(tmp_path: Path) -
 
 @pytest.mark.parametrize("cut", [1, 40, 300])
 def test_a_torn_last_line_is_no_blob(tmp_path: Path, cut: int) -> None:
-    segment = Segment(tmp_path, "tag/segments/w.0.seg")
-    segment.append([blob(0)])
-    segment.append([blob(1)])
+    segment = opened(tmp_path)
+    blobs.append(segment, [blob(0)])
+    blobs.append(segment, [blob(1)])
     segment.close()
     index = tmp_path / "tag/segments/w.0.jsonl"
     index.write_bytes(index.read_bytes()[:-cut])
-    assert [entry.manifest.request for entry in read_entries(index)] == [0]
+    assert requests(tmp_path) == [0]
 
 
 def test_a_segment_that_is_there_is_never_appended_to(tmp_path: Path) -> None:
     """What a crash left in it stays as it is."""
-    segment = Segment(tmp_path, "tag/segments/w.0.seg")
-    segment.append([blob(0)])
+    segment = opened(tmp_path)
+    blobs.append(segment, [blob(0)])
     segment.close()
     before = {path: path.read_bytes() for path in (tmp_path / "tag/segments").iterdir()}
     with pytest.raises(FileExistsError):
-        Segment(tmp_path, "tag/segments/w.0.seg")
+        opened(tmp_path)
     assert {path: path.read_bytes() for path in (tmp_path / "tag/segments").iterdir()} == before
 
 
 @pytest.mark.parametrize("failing", [".seg", ".jsonl"])
 def test_a_group_that_cannot_be_appended_leaves_no_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
-    segment = Segment(tmp_path, "tag/segments/w.0.seg")
-    segment.append([blob(0)])
+    segment = opened(tmp_path)
+    blobs.append(segment, [blob(0)])
     before = {path.name: path.read_bytes() for path in (tmp_path / "tag/segments").iterdir()}
     pwritev = os.pwritev
 
@@ -189,26 +205,26 @@ def test_a_group_that_cannot_be_appended_leaves_no_byte(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(os, "pwritev", full)
     with pytest.raises(OSError, match="No space left"):
-        segment.append([blob(1), blob(2)])
+        blobs.append(segment, [blob(1), blob(2)])
     assert {path.name: path.read_bytes() for path in (tmp_path / "tag/segments").iterdir()} == before
     monkeypatch.undo()
     assert segment.usable
-    segment.append([blob(3)])
-    assert [entry.manifest.request for entry in read_entries(tmp_path / "tag/segments/w.0.jsonl")] == [0, 3]
+    blobs.append(segment, [blob(3)])
+    assert requests(tmp_path) == [0, 3]
 
 
 def test_after_a_failed_sync_a_segment_is_not_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel reports a lost write once; the next sync would succeed without it."""
-    segment = Segment(tmp_path, "tag/segments/w.0.seg")
+    segment = opened(tmp_path)
 
     def failing(descriptor: int) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, "fdatasync", failing)
     with pytest.raises(OSError, match="Input/output error"):
-        segment.append([blob(0)])
+        blobs.append(segment, [blob(0)])
     assert not segment.usable
-    assert list(read_entries(tmp_path / "tag/segments/w.0.jsonl")) == []
+    assert requests(tmp_path) == []
 
 
 # --- Disks that refuse ---
@@ -245,14 +261,14 @@ def test_a_full_disk_raises_and_leaves_no_temporary_file(small_disk: Path) -> No
 
 # field case 19
 def test_a_segment_on_a_full_disk_takes_back_what_did_not_fit(small_disk: Path) -> None:
-    segment = Segment(small_disk, "tag/segments/w.0.seg")
-    segment.append([blob(0)])
+    segment = opened(small_disk)
+    blobs.append(segment, [blob(0)])
     with pytest.raises(OSError, match="No space left"):
-        segment.append([blob(number, rows=700) for number in range(1, 20)])
+        blobs.append(segment, [blob(number, rows=700) for number in range(1, 20)])
     assert segment.usable
-    segment.append([blob(20)])
+    blobs.append(segment, [blob(20)])
     segment.close()
-    assert [entry.manifest.request for entry in read_entries(small_disk / "tag/segments/w.0.jsonl")] == [0, 20]
+    assert requests(small_disk) == [0, 20]
 
 
 # field case 19
@@ -268,4 +284,4 @@ def test_a_folder_in_the_way_raises(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"File exists|Not a directory"):
         publish(tmp_path, [pending("tag/job/p.safetensors")])
     with pytest.raises(OSError, match=r"File exists|Not a directory"):
-        Segment(tmp_path, "tag/segments/w.0.seg")
+        opened(tmp_path)

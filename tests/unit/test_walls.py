@@ -15,10 +15,11 @@ from tree import PACKAGES, ROOT, imports_of, sources, tracked
 ALLOWED: dict[str, set[str]] = {
     "schemas": set(),
     "kernels": {"schemas"},
-    "broker": {"schemas"},
-    "workers": {"broker", "kernels", "schemas"},
-    "api": {"broker", "schemas"},
-    "client": {"schemas"},
+    "storage": {"schemas"},  # artifacts are written and deleted by the service, and read by the client too
+    "broker": {"schemas", "storage"},
+    "workers": {"broker", "kernels", "schemas", "storage"},
+    "api": {"broker", "schemas", "storage"},
+    "client": {"schemas", "storage"},
 }
 #: Modules of the client that start the stack on this machine, or prepare it: they may reach further, inside functions only.
 STARTERS = {
@@ -175,6 +176,7 @@ def test_nothing_that_runs_code_when_it_is_read_is_called_anywhere() -> None:
 #: What starts with the key must not pull in the values, however deep the import goes.
 LIGHT = {
     "midstream.schemas": ("torch", "vllm", "transformers", "litestar", "celery", "zmq", "redis"),
+    "midstream.storage": ("torch", "vllm", "transformers", "litestar", "celery", "zmq", "redis"),
     "midstream.client": ("torch", "vllm", "transformers", "litestar", "celery", "zmq", "redis"),
     "midstream.broker": ("torch", "vllm", "transformers", "litestar"),
     "midstream.api": ("torch", "vllm", "transformers"),

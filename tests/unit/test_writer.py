@@ -20,6 +20,7 @@ from midstream.broker.receipts.outbox import Outbox
 from midstream.client import CaptureReader
 from midstream.schemas.receipts import Receipt, receipt_decoder
 from midstream.schemas.specs import memory_bytes
+from midstream.storage.store import ArtifactStore, open_store
 from midstream.workers.runner.consumers import Apart, available, installed
 from midstream.workers.runner.finished import FinishedCapture, Outcome
 from midstream.workers.runner.layouts import StoreConfig
@@ -31,8 +32,8 @@ MEMORY_LIMIT = 4096
 class Desk:
     """A writer over a real outbox that no relay answers; the receipts are read as it gets them."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, threads: int = 1, **store: int):
-        self.root = folder / "captures"
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, threads: int = 1, into: ArtifactStore | None = None, **store: int):
+        self.store = into or open_store(folder / "captures")
         self.receipts: list[Receipt] = []
         self.outbox = Outbox(folder / "outbox", "w", 0, "tcp://127.0.0.1:9")
         append = self.outbox.append
@@ -43,7 +44,7 @@ class Desk:
 
         monkeypatch.setattr(self.outbox, "append", appended)
         self.fail = False
-        config = StoreConfig(self.root, "w.boot.0", **store)
+        config = StoreConfig(self.store, "w.boot.0", **store)
         self.writer = Writer(config, self.outbox, threads, MEMORY_LIMIT, fail_writes=lambda: self.fail)
 
     def submit(self, *builds: Callable[[], FinishedCapture], request: int = 0, status: str = "ok") -> None:
@@ -60,8 +61,8 @@ class Desk:
 
 
 @pytest.fixture
-def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
-    return Desk(tmp_path, monkeypatch)
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: ArtifactStore) -> Desk:
+    return Desk(tmp_path, monkeypatch, into=store)
 
 
 def capture(**changes: object) -> Callable[[], FinishedCapture]:
@@ -78,7 +79,7 @@ def test_a_receipt_says_ok_when_its_files_are_there(desk: Desk) -> None:
     receipt = desk.close()[0]
     assert (receipt.status, receipt.message, [(told.name, told.ok) for told in receipt.consumed]) == ("ok", "", [("filesystem", True)])
     assert [file.rows for file in receipt.files] == [6]
-    np.testing.assert_array_equal(CaptureReader(desk.root, "job_x").array(2), values("post_block", 2, [0, 1, 2]))
+    np.testing.assert_array_equal(CaptureReader(desk.store, "job_x").array(2), values("post_block", 2, [0, 1, 2]))
 
 
 def test_a_request_without_captures_is_reported_at_once(desk: Desk) -> None:
@@ -152,7 +153,7 @@ def test_one_capture_that_fails_neither_fails_nor_holds_up_the_others(tmp_path: 
     receipts = desk.close()
     assert {request for request, receipt in receipts.items() if receipt.status == "error"} == set(range(2, 40, 5))
     assert all(receipts[request].status == "ok" for request in range(40) if request % 5 != 2)
-    assert CaptureReader(desk.root, "job_x").requests() == list(range(40))
+    assert CaptureReader(desk.store, "job_x").requests() == list(range(40))
 
 
 # field case 20
@@ -200,7 +201,7 @@ def test_rows_that_come_back_are_raw_bytes_in_the_receipt(desk: Desk) -> None:
     desk.submit(capture(consumers=["memory"], dtype="float32"))
     receipt = desk.close()[0]
     assert values("post_block", 3, [0, 1, 2]).tobytes() in receipt.consumed[0].rows
-    assert not any(desk.root.rglob("*"))
+    assert desk.store.children() == []
 
 
 # --- Consumers of other packages ---
@@ -326,7 +327,7 @@ def test_a_consumer_that_breaks_breaks_nobody_else(
     assert said in odd.consumed[1].message
     if name == "raising":
         assert [receipts[request].status for request in (0, 2)] == ["ok", "ok"]
-    assert CaptureReader(desk.root, "job_x").requests() == [0, 1, 2]
+    assert CaptureReader(desk.store, "job_x").requests() == [0, 1, 2]
 
 
 def test_a_consumer_that_calls_exit_is_asked_again_the_next_time(plugin: None) -> None:
@@ -356,7 +357,7 @@ def test_what_a_consumer_does_to_a_capture_shows_nowhere_else(
     receipt = desk.close()[0]
     assert (receipt.status, receipt.message) == ("ok", "")
     (rows, *_) = [told.rows for told in receipt.consumed if told.name == "memory"]
-    for reader in (CaptureReader.from_bytes(rows), CaptureReader(desk.root, "job_x")):
+    for reader in (CaptureReader.from_bytes(rows), CaptureReader(desk.store, "job_x")):
         assert reader.positions() == [0, 1, 2]
         np.testing.assert_array_equal(reader.array(3), values("post_block", 3, [0, 1, 2]))
     assert store == before

@@ -5,16 +5,15 @@ A row that an edit leaves as it is counts for nothing: so a patch with a prompt'
 
 import zlib
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import numpy as np
 
-from ...broker.artifacts.local import inside
 from ...schemas.base import to_msgpack
 from ...schemas.blobs import DamagedBlob, read_header
 from ...schemas.selectors import Hook, select
 from ...schemas.source_runs import ZEROS, RunFiles, RunRow, is_row, parse_row
 from ...schemas.specs import RankSpec, StoredSteering
+from ...storage.store import ArtifactStore
 from .model import HIDDEN_SIZE, residual_rows
 
 #: (hook, layer, position) and what stands there: a row's bytes, or what would be done to it.
@@ -52,8 +51,8 @@ def replaced(hook: str, layer: int, position: int, token_ids: Sequence[int], row
 class FakeGrades:
     """Grades requests as the last stage's first rank does. `runs()`: the source runs that the ranks have, by key."""
 
-    def __init__(self, root: Path, runs: Callable[[], dict[str, RunFiles]]) -> None:
-        self._root, self._runs = root, runs
+    def __init__(self, store: ArtifactStore, runs: Callable[[], dict[str, RunFiles]]) -> None:
+        self._store, self._runs = store, runs
         self._kept: dict[str, tuple[Sequence[int], Sequence[Edit]]] = {}
         self._read: dict[str, dict[tuple[str, int], np.ndarray]] = {}
 
@@ -123,7 +122,8 @@ class FakeGrades:
     def _load(self, run: RunFiles) -> dict[tuple[str, int], np.ndarray]:
         rows = {}
         for file in run.files:
-            raw = inside(self._root, file.path).read_bytes()[file.offset : file.offset + file.bytes]
+            with self._store.open(file.path) as handle:
+                raw = handle.read(file.offset, file.bytes)
             header = read_header(lambda start, count, raw=raw: raw[start : start + count], len(raw))  # type: ignore[misc]
             for place in header.tensors.values():
                 if place.site is not None:

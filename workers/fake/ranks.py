@@ -18,6 +18,7 @@ from ...schemas.selectors import select
 from ...schemas.settings import Settings
 from ...schemas.specs import RankSpec, StoredCapture
 from ...schemas.version import __version__
+from ...storage.store import open_store
 from ..engine.collective import check_apply_results
 from ..engine.identity import BOOT
 from ..engine.protocol import EngineRequest
@@ -61,7 +62,7 @@ class FakeRanks:
         self.ranks = [FakeRank(rank, tp, pp, settings, faults) for rank, (pp, tp) in enumerate(places)]
         self._outboxes: list[Outbox] = []
         self._writers: list[Writer] = []
-        self._grades = FakeGrades(settings.capture_root, lambda: self.ranks[-1].runs)
+        self._grades = FakeGrades(open_store(settings.capture_root), lambda: self.ranks[-1].runs)
 
     @property
     def world(self) -> int:
@@ -105,7 +106,7 @@ class FakeRanks:
     def _make_writer(self, rank: int, outbox: Outbox) -> Writer:
         settings = self._settings
         store = StoreConfig(
-            root=settings.capture_root,
+            store=open_store(settings.capture_root),
             owner=f"{settings.worker_id}.{BOOT[:BOOT_DIGITS]}.{rank}",
             segment_limit=settings.segment_limit_kib << 10,
             segment_bytes=settings.segment_mib << 20,

@@ -9,15 +9,15 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
-from ...broker.artifacts.local import SEGMENT_ALIGNMENT, Blob, NotAtItsPathError, PendingFile, Segment, make_blob, publish
 from ...broker.artifacts.retention import Usage
-from ...schemas.captures import SEGMENTS
+from ...schemas.captures import SEGMENT_SUFFIX, SEGMENTS
 from ...schemas.receipts import CapturedFile
+from ...storage.blobs import SEGMENT_ALIGNMENT, Blob, append, make_blob, publish
+from ...storage.store import ArtifactStore, NotInPlaceError, Segment
 from .finished import FinishedCapture, Outcome
 
 logger = logging.getLogger(__name__)
@@ -33,11 +33,11 @@ _OPEN_SEGMENTS = 16
 class StoreConfig:
     """Where captures go and what goes where. Sizes in bytes."""
 
-    root: Path  # the capture root
+    store: ArtifactStore
     owner: str  # part of the segments' names: no other process may have it
     segment_limit: int = 64 << 10  # `auto`: up to this size into a segment
     segment_bytes: int = 256 << 20  # a segment is closed at this size
-    quota: int = 0  # of the capture root; 0: none
+    quota: int = 0  # of the whole store; 0: none
 
 
 def _whole(capture: FinishedCapture) -> list[tuple[str, Sites]]:
@@ -73,13 +73,13 @@ def blob_of(capture: FinishedCapture, sites: Sites) -> Blob:
 
 
 def file_name(capture: FinishedCapture, suffix: str) -> str:
-    """Relative to the capture root, for a blob with a file of its own."""
+    """The key of a blob with a file of its own."""
     spec = capture.spec
     return f"{capture.capture.tag}/{spec.job}/p{spec.request:04d}.a{spec.attempt}.pp{capture.pp}{suffix}.safetensors"
 
 
 class Filesystem:
-    """The consumer `filesystem`: writes captures under `config.root`, durably. Belongs to one writer thread."""
+    """The consumer `filesystem`: writes captures into `config.store`, durably. Belongs to one writer thread."""
 
     def __init__(self, config: StoreConfig, usage: Usage, thread: int = 0) -> None:
         """`thread`: number of the writer thread, part of its segments' names. `usage` may be shared."""
@@ -89,10 +89,9 @@ class Filesystem:
         self._numbers = itertools.count()
         self._segments: OrderedDict[str, Segment] = OrderedDict()  # tag → the one appended to
         try:
-            # From the start: where there is no such folder, captures are elsewhere, and who deletes them must know.
-            config.root.mkdir(parents=True, exist_ok=True)
+            config.store.prepare()
         except OSError as error:  # every write says so again, to its own request
-            logger.error("captures cannot be written to %s: %s", config.root, error)
+            logger.error("captures cannot be written to %s: %s", config.store.uri, error)
 
     def consume(self, captures: Sequence[FinishedCapture]) -> list[Outcome]:
         """Raises nothing: what cannot be written says so in its outcome."""
@@ -121,41 +120,39 @@ class Filesystem:
         planned = [
             [(file_name(capture, suffix), sites) for suffix, sites in LAYOUTS[self._layout(capture)](capture)] for capture in captures
         ]
-        files = [
-            [PendingFile(path, blob_of(capture, sites)) for path, sites in parts] for capture, parts in zip(captures, planned, strict=True)
-        ]
-        self._usage.take(2 * SEGMENT_ALIGNMENT + file.blob.bytes for parts in files for file in parts)
-        publish(self._config.root, [file for parts in files for file in parts])
+        files = [[(key, blob_of(capture, sites)) for key, sites in parts] for capture, parts in zip(captures, planned, strict=True)]
+        self._usage.take(2 * SEGMENT_ALIGNMENT + blob.size for parts in files for _, blob in parts)
+        publish(self._config.store, [file for parts in files for file in parts])
         return [
-            Outcome(files=tuple(_captured(capture, file.blob, file.path, 0, self._layout(capture)) for file in parts))
+            Outcome(files=tuple(_captured(capture, blob, key, 0, self._layout(capture)) for key, blob in parts))
             for capture, parts in zip(captures, files, strict=True)
         ]
 
     def _append(self, captures: Sequence[FinishedCapture]) -> list[Outcome]:
         """Captures of one tag."""
         blobs = [blob_of(capture, capture.sites) for capture in captures]
-        self._usage.take(SEGMENT_ALIGNMENT + blob.bytes for blob in blobs)
+        self._usage.take(SEGMENT_ALIGNMENT + blob.size for blob in blobs)
         segment = self._segment(captures[0].capture.tag)
         try:
-            offsets = segment.append(blobs)
-        except NotAtItsPathError as error:
+            offsets = append(segment, blobs)
+        except NotInPlaceError as error:
             logger.warning("%s; its captures go into another segment", error)
             segment = self._segment(captures[0].capture.tag)
-            offsets = segment.append(blobs)
+            offsets = append(segment, blobs)
         return [
-            Outcome(files=(_captured(capture, blob, segment.path, offset, "segment"),))
+            Outcome(files=(_captured(capture, blob, segment.key, offset, "segment"),))
             for capture, blob, offset in zip(captures, blobs, offsets, strict=True)
         ]
 
     def _segment(self, tag: str) -> Segment:
         """The tag's open segment, or a new one: the old one may be full, in doubt after an error, or no longer at its path."""
         segment = self._segments.get(tag)
-        full = segment is not None and segment.size >= self._config.segment_bytes
-        if segment is not None and (full or not segment.usable or not segment.in_place()):
+        if segment is not None and (segment.size >= self._config.segment_bytes or not segment.usable):
             self._segments.pop(tag).close()
             segment = None
         if segment is None:
-            segment = self._segments[tag] = Segment(self._config.root, f"{tag}/{SEGMENTS}/{self._owner}.{next(self._numbers)}.seg")
+            segment = self._config.store.segment(f"{tag}/{SEGMENTS}/{self._owner}.{next(self._numbers)}{SEGMENT_SUFFIX}")
+            self._segments[tag] = segment
             while len(self._segments) > _OPEN_SEGMENTS:
                 self._segments.popitem(last=False)[1].close()
         self._segments.move_to_end(tag)
@@ -181,7 +178,7 @@ def _captured(capture: FinishedCapture, blob: Blob, path: str, offset: int, layo
     sites = blob.manifest.sites
     return CapturedFile(
         path=path,
-        bytes=blob.bytes,
+        bytes=blob.size,
         crc32=blob.crc32,
         rows=len(capture.positions) * sum(map(len, sites.values())),
         sites=sites,

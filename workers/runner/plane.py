@@ -22,6 +22,7 @@ from ...schemas.faults import arm
 from ...schemas.selectors import select
 from ...schemas.specs import RankSpec, columns_of, steering_rows
 from ...schemas.version import __version__
+from ...storage.store import open_store
 from .actions import ActionLedger
 from .capture import Ports, Recording
 from .config import Place, PlaneConfig
@@ -76,7 +77,7 @@ class DataPlane:
         self._hidden_size, self._dtype = buffers.ring.shape[1], buffers.ring.dtype
         self._ports = Ports(sites)
         self.actions = ActionLedger(self.faults.of_action)
-        self.runs = RunStore(Path(config.capture_root), sites, self._hidden_size, self.faults.of_run)
+        self.runs = RunStore(open_store(config.capture_root), sites, self._hidden_size, self.faults.of_run)
         self._table = RowTable(sites, buffers, VectorStore(), self.runs, self.faults.of_row)
         self._rows = HeldRows(self._table, self.actions)
         self.standing = Standing(sites, num_layers, self._table, self.actions, lambda: self._step)

@@ -4,19 +4,17 @@ A run is the captured rows of one prompt of a settled job. Every rank reads them
 own sites need; so no rank waits for another, and one that cannot says why.
 """
 
-import os
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from ...broker.artifacts.local import inside
 from ...schemas.blobs import Header, read_header
 from ...schemas.dtypes import DTYPES
 from ...schemas.selectors import Hook, as_ranges
 from ...schemas.source_runs import RunFile, RunFiles, RunRow, parse_row, run_key
+from ...storage.store import ArtifactStore
 from .sites import Site
 
 #: safetensors' name of a dtype → torch's; rows are kept as they were captured.
@@ -36,9 +34,9 @@ class _Run:
 class RunStore:
     """One per rank. What it refuses it raises as LookupError or ValueError, and has changed nothing then."""
 
-    def __init__(self, root: Path, sites: Sequence[Site], hidden_size: int, lost: Callable[[], bool] = lambda: False) -> None:
-        """`root`: the capture root. `lost`: tests only, does the next look-up find nothing?"""
-        self._root, self._hidden_size, self._lost = root, hidden_size, lost
+    def __init__(self, store: ArtifactStore, sites: Sequence[Site], hidden_size: int, lost: Callable[[], bool] = lambda: False) -> None:
+        """`lost`: tests only, does the next look-up find nothing?"""
+        self._store, self._hidden_size, self._lost = store, hidden_size, lost
         self._sites: set[tuple[str, int]] = {(site.hook, site.layer) for site in sites}
         self._runs: dict[str, _Run] = {}
 
@@ -143,25 +141,22 @@ class RunStore:
 
     def _read(self, files: RunFiles, file: RunFile, wanted: set[tuple[str, int]]) -> dict[tuple[str, int], torch.Tensor]:
         """The wanted sites' rows of one blob. Raises OSError, ValueError, MemoryError."""
-        with inside(self._root, file.path).open("rb") as opened:
-            descriptor = opened.fileno()
-            header = read_header(lambda start, count: os.pread(descriptor, count, file.offset + start), file.bytes)
+        with self._store.open(file.path) as handle:
+            header = read_header(lambda start, count: handle.read(file.offset + start, count), file.bytes)
             held = {place.site: place for place in header.tensors.values() if place.site is not None}
             self._check(files, header)
             mine = {site: place for site, place in held.items() if site in wanted}
             if not mine:  # another stage's
                 return {}
-            raw = bytearray(file.bytes)
-            opened.seek(file.offset)
-            if opened.readinto(raw) != file.bytes or zlib.crc32(raw) != file.crc32:
+            raw = handle.read(file.offset, file.bytes)
+            if len(raw) != file.bytes or zlib.crc32(raw) != file.crc32:
                 raise ValueError("its bytes are not those that were captured")
         rows = {}
         for site, place in mine.items():
             if place.shape != [len(files.positions), files.hidden_size] or place.dtype not in _DTYPES:
                 raise ValueError(f"{place.name} is {place.dtype} {place.shape}, not {[len(files.positions), files.hidden_size]}")
-            values = torch.frombuffer(raw, dtype=_DTYPES[place.dtype], count=place.shape[0] * place.shape[1], offset=place.start)
-            # Beside rows of others they are copied, so that those are not held as well.
-            rows[site] = values.view(place.shape) if len(mine) == len(held) else values.view(place.shape).clone()
+            own = bytearray(memoryview(raw)[place.start : place.start + place.length])  # so that rows of others are not held as well
+            rows[site] = torch.frombuffer(own, dtype=_DTYPES[place.dtype]).view(place.shape)
         return rows
 
     def _check(self, files: RunFiles, header: Header) -> None:

@@ -5,7 +5,6 @@ import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -13,6 +12,7 @@ import msgspec
 from ...broker.artifacts.retention import Usage
 from ...broker.receipts.outbox import Outbox
 from ...schemas.receipts import CapturedFile, Consumed, Receipt
+from ...storage.store import open_store
 from .consumers import BUILT_IN, Logging, Memory, installed
 from .finished import Consumer, FinishedCapture, Outcome
 from .layouts import Filesystem, StoreConfig, each
@@ -85,7 +85,7 @@ class Writer:
         self.totals = {"captured_rows": 0, "captured_bytes": 0, "dropped_positions": 0}  # since the start
         self._lock = threading.Lock()
         self._shared: dict[str, Consumer] = {"memory": Memory(memory_limit), "logging": Logging(), **installed()}
-        usage = Usage(store.root, store.quota)
+        usage = Usage(store.store, store.quota)
         self._threads = [
             threading.Thread(target=self._run, args=(Filesystem(store, usage, i),), name=f"midstream-writer-{i}", daemon=True)
             for i in range(threads)
@@ -217,7 +217,7 @@ def _cut(message: str) -> str:
 def make_writer(config: "PlaneConfig", rank: int, outbox: Outbox, fail_writes: Callable[[], bool]) -> Writer:
     """The writer of a rank, as its config says."""
     store = StoreConfig(
-        root=Path(config.capture_root),
+        store=open_store(config.capture_root),
         owner=f"{config.worker}.{config.boot[:BOOT_DIGITS]}.{rank}",
         segment_limit=config.segment_limit_kib << 10,
         segment_bytes=config.segment_mib << 20,

@@ -29,6 +29,7 @@ from ...schemas.jobs import JobView
 from ...schemas.models import WorkerInfo, encode_bundle
 from ...schemas.settings import Settings
 from ...schemas.version import __version__
+from ...storage.store import open_store
 from ..engine.identity import BOOT
 from ..engine.protocol import Engine
 from ..engines import make_engine
@@ -221,8 +222,10 @@ class EngineHost:
 
     async def _look_at_disks(self) -> None:
         """Note, and log once, whether captures and receipts can be written."""
-        folders = (Path(self.settings.capture_root), Path(self.settings.data_dir) / "outbox", Path(self.settings.data_dir))
-        found = next(filter(None, [await asyncio.to_thread(probe, folder) for folder in folders]), "")
+        data = Path(self.settings.data_dir)
+        troubles = [await asyncio.to_thread(open_store(self.settings.capture_root).trouble)]
+        troubles += [await asyncio.to_thread(probe, folder) for folder in (data / "outbox", data)]
+        found = next(filter(None, troubles), "")
         if found and not self._disk:
             logger.error("%s: captures and receipts wait", found)
         elif self._disk and not found:

@@ -1,0 +1,462 @@
+"""Artifacts in a local folder: written aside, synced in groups and renamed, or appended to a segment; mapped when they are read.
+
+A group costs two disk round trips however many objects it holds: for objects of their own one sync of all contents before the
+renames and one of all directories after them, for a segment one of the blobs and one of their index. Nothing is reported before
+the second.
+
+A marked name is a folder `.deleted/<name>`; a folder `…/<name>/` that is deleted is moved there first, so that its objects disappear
+together. Who reads a segment holds a shared lock on it, its writer an exclusive one on its index. Names that begin with a dot are
+not listed.
+"""
+
+import ctypes
+import errno
+import os
+import secrets
+import shutil
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Self
+from urllib.parse import unquote, urlsplit
+
+from ..schemas.captures import SEGMENT_SUFFIX, index_of
+from ..schemas.disk import probe
+from ..schemas.errors import MidstreamError
+from ..schemas.faults import crash_point
+from .store import Buffer, NotInPlaceError, check_key
+
+#: `<root>/.deleted/<job>` exists from the moment at which a job's captures are deleted until nothing is left of them.
+DELETED = ".deleted"
+#: Up to this many files are synced one by one; above it one `syncfs` is cheaper than a journal commit for each file.
+_SYNC_SINGLY = 4
+#: `writev` takes at most this many buffers (Linux IOV_MAX).
+_IOV_MAX = 1024
+#: Bytes of the unit of `st_blocks`, and of a page: erased ranges are whole pages where the disk can give them back.
+_BLOCK, _PAGE = 512, 4096
+_FALLOC_KEEP_SIZE, _FALLOC_PUNCH_HOLE = 1, 2  # fallocate(2)
+_PROT_READ = _MAP_SHARED = 1  # mmap(2)
+
+
+def open_store(uri: str) -> "FileStore":
+    """`/folder`, `folder` or `file:///folder`."""
+    return FileStore(Path(unquote(urlsplit(uri).path) if uri.startswith("file://") else uri).absolute())
+
+
+@dataclass(frozen=True)
+class FileStore:
+    """The store in the folder `root`."""
+
+    root: Path
+
+    @property
+    def uri(self) -> str:
+        return str(self.root)
+
+    def prepare(self) -> None:
+        self.root.mkdir(parents=True, exist_ok=True)
+
+    def trouble(self) -> str:
+        return probe(self.root)
+
+    def used(self) -> int:
+        """Blocks on the disk: holes count as nothing. What vanishes meanwhile is left out."""
+        total, folders = 0, [self.root]
+        while folders:
+            try:
+                with os.scandir(folders.pop()) as entries:
+                    for entry in entries:
+                        if entry.is_dir(follow_symlinks=False):
+                            folders.append(Path(entry.path))
+                        else:
+                            total += _blocks(entry) * _BLOCK
+            except FileNotFoundError:
+                continue
+        return total
+
+    def writer(self) -> "FileWriter":
+        return FileWriter(self)
+
+    def segment(self, key: str) -> "FileSegment":
+        return FileSegment(self, key)
+
+    def open(self, key: str, hold: bool = True) -> "FileHandle":
+        return FileHandle(self.path(key), lock=hold and key.endswith(SEGMENT_SUFFIX))
+
+    def stat(self, key: str) -> int:
+        path = self.path(key)
+        size = path.stat().st_size
+        if not os.access(path, os.R_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return size
+
+    def children(self, folder: str = "") -> list[str]:
+        try:
+            with os.scandir(self.path(folder) if folder else self.root) as entries:
+                return sorted(f"{folder}{each.name}{'/' if each.is_dir() else ''}" for each in entries if not each.name.startswith("."))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def check(self, key: str) -> None:
+        if not self.path(key).resolve().is_relative_to(self.root.resolve()):
+            raise ValueError(f"{key!r} is not inside the capture root")
+
+    def link(self, key: str) -> str:
+        return str(self.path(key))
+
+    def delete(self, key: str) -> None:
+        path = self.path(key)
+        if not key.endswith("/"):
+            path.unlink(missing_ok=True)
+            return
+        while path.is_dir():
+            try:
+                os.rename(path, self._mark(path.name) / f"{path.parent.name}.{secrets.token_hex(8)}")
+            except FileNotFoundError:  # another process has moved it, or it was done with the name and has taken the mark away
+                self.mark(path.name)
+        self._clear(path.name, unmark=False)
+
+    def erase(self, key: str, ranges: Sequence[tuple[int, int]]) -> bool:
+        with _locked(self.path(key)) as descriptor:
+            if descriptor is None:
+                return False
+            for offset, length in ranges:
+                _punch(descriptor, offset, length)
+            os.fdatasync(descriptor)
+        return True
+
+    def sealed(self, key: str) -> bool:
+        with _locked(self.path(index_of(key))) as descriptor:
+            return descriptor is not None
+
+    def mark(self, name: str) -> None:
+        if not self.root.is_dir():
+            raise FileNotFoundError(f"there is no {self.root} on this machine")
+        self._mark(name).parent.mkdir(exist_ok=True)
+        with suppress(FileExistsError):  # marked before, or by another process just now
+            self._mark(name).mkdir()
+
+    def unmark(self, name: str) -> None:
+        self._clear(name, unmark=True)
+
+    def marked(self, name: str) -> bool:
+        return self._mark(name).exists()
+
+    def marks(self) -> list[str]:
+        folder = self.root / DELETED
+        return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+    def path(self, key: str) -> Path:
+        """Raises ValueError for what would leave the folder."""
+        return self.root / check_key(key)
+
+    def _mark(self, name: str) -> Path:
+        return self.root / DELETED / name
+
+    def _clear(self, name: str, unmark: bool) -> None:
+        """Remove what was moved to the mark; others may be doing that as well, or still be moving something there."""
+        trash = self._mark(name)
+        while True:
+            try:
+                for path in trash.iterdir():
+                    shutil.rmtree(path)
+                if unmark:
+                    trash.rmdir()
+                return
+            except FileNotFoundError:
+                if not trash.is_dir():
+                    return
+            except OSError as error:
+                if error.errno != errno.ENOTEMPTY:
+                    raise
+
+
+class FileHandle:
+    """A file opened for reading; a segment is locked against `erase`."""
+
+    def __init__(self, path: Path, lock: bool) -> None:
+        self._path = path
+        self._file = path.open("rb", buffering=0)
+        try:
+            if lock:
+                _lock(self._file.fileno(), shared=True)  # released with the last mapping of this open file
+            self.size = os.fstat(self._file.fileno()).st_size
+        except BaseException:
+            self._file.close()
+            raise
+
+    def read(self, start: int, count: int) -> bytes:
+        parts = []
+        while count > 0 and (part := self._read(start, count)):
+            parts.append(part)
+            start, count = start + len(part), count - len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _read(self, start: int, count: int) -> bytes:
+        if sys.platform != "win32":
+            return os.pread(self._file.fileno(), count, start)
+        self._file.seek(start)
+        return self._file.read(count)
+
+    def view(self) -> memoryview:
+        """Mapped, without keeping a descriptor. Raises MidstreamError("capture_failed") when it cannot be mapped."""
+        if self.size == 0 or sys.platform == "win32":
+            return memoryview(self.read(0, self.size))
+        return _map(self._file.fileno(), self.size, self._path)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class FileWriter:
+    """Files that are written under temporary names and renamed in `commit`."""
+
+    def __init__(self, store: FileStore) -> None:
+        self._store = store
+        self._written: dict[str, tuple[Path, Path]] = {}  # key → (temporary, final)
+
+    def append(self, key: str, buffers: Sequence[Buffer]) -> None:
+        fresh = key not in self._written
+        if fresh:
+            final = self._store.path(key)
+            final.parent.mkdir(parents=True, exist_ok=True)
+            self._written[key] = final.with_name(f".{final.name}.{os.getpid()}.tmp"), final
+        descriptor = os.open(self._written[key][0], os.O_CREAT | os.O_WRONLY | (os.O_TRUNC if fresh else 0), 0o644)
+        try:
+            _write_at(descriptor, buffers, 0 if fresh else os.fstat(descriptor).st_size)
+        finally:
+            os.close(descriptor)
+
+    def commit(self) -> None:
+        written, root = list(self._written.values()), self._store.root
+        _sync(root, [temporary for temporary, _ in written])
+        crash_point("capture.written")
+        identities = [_identity(os.stat(temporary)) for temporary, _ in written]
+        for temporary, final in written:
+            os.rename(temporary, final)
+        crash_point("capture.renamed")
+        _sync(root, _directories(root, [final for _, final in written]))
+        for (_, final), identity in zip(written, identities, strict=True):
+            _must_be_at(final, identity)
+        self._written.clear()
+
+    def abort(self) -> None:
+        for temporary, _ in self._written.values():
+            temporary.unlink(missing_ok=True)
+        self._written.clear()
+
+
+class FileSegment:
+    """A file of many blobs, appended to, and the index that says where they lie.
+
+    A line is written after its blob is synced, so a crash leaves at most bytes that no line names, or a torn last line. Such
+    a file is never appended to again: every start of a process opens segments of its own.
+    """
+
+    def __init__(self, store: FileStore, key: str) -> None:
+        self.key, self.size = key, 0
+        self._lines = 0  # bytes of the index so far
+        self._doubtful = False  # it is not certain what the disk holds
+        self._paths = store.path(key), store.path(index_of(key))
+        self._data = self._index = -1
+        target, index = self._paths
+        target.parent.mkdir(parents=True, exist_ok=True)
+        created = []
+        try:
+            # The index first, locked while this process may append: who deletes captures leaves both standing until then.
+            self._index = os.open(index, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+            created.append(index)
+            _lock(self._index, shared=False)
+            self._data = os.open(target, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+            created.append(target)
+            _sync(store.root, _directories(store.root, [target]))
+        except BaseException:
+            self.close()
+            for path in created:
+                path.unlink(missing_ok=True)
+            raise
+
+    @property
+    def usable(self) -> bool:
+        """Other processes with write access can remove or replace the files: then not."""
+        if self._doubtful or self._data < 0:
+            return False
+        try:
+            self._must_be_in_place()
+        except OSError:
+            return False
+        return True
+
+    def append(self, data: Sequence[Buffer], index: bytes) -> None:
+        end = self.size + sum(map(len, data))
+        try:
+            _write_at(self._data, data, self.size)
+            self._synced(self._data)
+            crash_point("segment.written")
+            _write_at(self._index, [index], self._lines)
+            self._synced(self._index)
+            crash_point("segment.indexed")
+            self._must_be_in_place()
+        except BaseException as error:
+            self._doubtful = self._doubtful or isinstance(error, NotInPlaceError)
+            self._take_back()
+            raise
+        self.size, self._lines = end, self._lines + len(index)
+
+    def close(self) -> None:
+        for descriptor in (self._data, self._index):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._data = self._index = -1
+
+    def _must_be_in_place(self) -> None:
+        for path, descriptor in zip(self._paths, (self._data, self._index), strict=True):
+            _must_be_at(path, _identity(os.fstat(descriptor)))
+
+    def _synced(self, descriptor: int) -> None:
+        try:
+            os.fdatasync(descriptor)
+        except OSError:
+            self._doubtful = True  # the kernel may have dropped what it could not write, and will not say so twice
+            raise
+
+    def _take_back(self) -> None:
+        """Cut off what a failed group left behind."""
+        try:
+            os.ftruncate(self._index, self._lines)
+            os.ftruncate(self._data, self.size)
+        except OSError:
+            self._doubtful = True
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    return libc
+
+
+def _map(descriptor: int, size: int, path: Path) -> memoryview:
+    """mmap(2) itself: Python's `mmap` keeps a descriptor for each mapping, and there may be thousands."""
+    libc = _libc()
+    address = libc.mmap(None, size, _PROT_READ, _MAP_SHARED, descriptor, 0)
+    if address == ctypes.c_void_p(-1).value:
+        code = ctypes.get_errno()
+        raise MidstreamError("capture_failed", f"{path} cannot be mapped ({os.strerror(code)}): read fewer requests at once")
+    buffer = (ctypes.c_ubyte * size).from_address(address)
+    release = weakref.finalize(buffer, libc.munmap, address, size)  # views refer to the buffer
+    release.atexit = False  # the end of the program is not the end of the views: the system unmaps when nothing runs any more
+    return memoryview(buffer).cast("B").toreadonly()
+
+
+def _lock(descriptor: int, shared: bool, wait: bool = True) -> None:
+    """Raises BlockingIOError."""
+    import fcntl  # not on Windows, where captures are read but not served
+
+    fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[int | None]:
+    """A descriptor, or None when somebody else holds the lock."""
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        try:
+            _lock(descriptor, shared=False, wait=False)
+        except BlockingIOError:
+            yield None
+        else:
+            yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _punch(descriptor: int, offset: int, length: int) -> None:
+    """Give a range's blocks back: it reads as zeros from now on. Where the file system cannot, zeros are written."""
+    if _libc().fallocate(descriptor, _FALLOC_KEEP_SIZE | _FALLOC_PUNCH_HOLE, offset, length + -length % _PAGE) == 0:
+        return
+    code = ctypes.get_errno()
+    if code != errno.EOPNOTSUPP:
+        raise OSError(code, f"fallocate: {os.strerror(code)}")
+    os.pwrite(descriptor, bytes(length), offset)
+
+
+def _blocks(entry: os.DirEntry[str]) -> int:
+    try:
+        return entry.stat(follow_symlinks=False).st_blocks
+    except FileNotFoundError:
+        return 0
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
+
+
+def _must_be_at(path: Path, identity: tuple[int, int]) -> None:
+    """Raises NotInPlaceError unless the file with this device and inode is at `path`."""
+    try:
+        found = _identity(os.stat(path))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise NotInPlaceError(f"{path.name} was removed while it was written") from error
+    if found != identity:
+        raise NotInPlaceError(f"{path.name} was replaced while it was written")
+
+
+def _write_at(descriptor: int, buffers: Sequence[Buffer], offset: int) -> None:
+    """All of `buffers`, one behind the other from `offset` on."""
+    pending, first = [memoryview(buffer) for buffer in buffers if len(buffer)], 0
+    while first < len(pending):
+        count = os.pwritev(descriptor, pending[first : first + _IOV_MAX], offset)
+        offset += count
+        while first < len(pending) and count >= len(pending[first]):
+            count -= len(pending[first])
+            first += 1
+        if count:
+            pending[first] = pending[first][count:]
+
+
+def _sync(root: Path, paths: Sequence[Path]) -> None:
+    """Make files or directories durable: one by one when few, the whole file system when many."""
+    if len(paths) > _SYNC_SINGLY:
+        _with_descriptor(root, _syncfs)
+    else:
+        for path in paths:
+            _with_descriptor(path, os.fsync)
+
+
+def _with_descriptor(path: Path, action: Callable[[int], Any]) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        action(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _syncfs(descriptor: int) -> None:
+    if _libc().syncfs(descriptor) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"syncfs: {os.strerror(code)}")
+
+
+def _directories(root: Path, files: Iterable[Path]) -> list[Path]:
+    """Every directory from the files' parents up to `root` and root's own parent: a new entry may sit in each."""
+    found: dict[Path, None] = {root: None, root.parent: None}
+    for file in files:
+        for parent in file.parents:
+            if parent == root:
+                break
+            found[parent] = None
+    return list(found)

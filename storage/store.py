@@ -1,0 +1,158 @@
+"""The artifact store: the protocol between capture writers, readers and deletion, and the opening of a store by its URI.
+
+Keys are strings relative to the store, such as `tag/job_1/p0000.a1.pp0.safetensors`; a folder ends in "/". The protocol needs no
+rename and no append to an object that is complete, so that object storage can implement it. Failures are the OSErrors that a disk
+raises: FileNotFoundError for a key that is not there, PermissionError, and so on. See docs/decisions/0012-artifact-store.md.
+"""
+
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import PurePath, PurePosixPath
+from types import TracebackType
+from typing import Protocol, Self, runtime_checkable
+
+Buffer = bytes | bytearray | memoryview
+
+_SCHEME = re.compile(r"([a-z][a-z0-9]*)://")
+
+
+class NotInPlaceError(OSError):
+    """What was written is not at its key: it was removed or replaced meanwhile. Written again, it would be."""
+
+
+class Handle(Protocol):
+    """An object opened for reading. It shows what was there when it was opened, or raises; closed at the latest when it is dropped."""
+
+    size: int
+
+    def read(self, start: int, count: int) -> bytes:
+        """The bytes `[start, start + count)`; fewer only at the object's end. Raises OSError."""
+
+    def view(self) -> memoryview:
+        """All of it, read-only; mapped where the store can. Stays readable, and held, after `close`. Raises OSError, MidstreamError."""
+
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+
+
+class Writer(Protocol):
+    """New objects that become durable together. Belongs to one thread."""
+
+    def append(self, key: str, buffers: Sequence[Buffer]) -> None:
+        """Add bytes to the object `key`, which nobody sees before `commit`. Raises OSError, ValueError for a key outside the store."""
+
+    def commit(self) -> None:
+        """When this returns, contents and keys of all objects are durable, at a fixed number of disk round trips for any number.
+
+        Raises OSError; then nothing of the group may be reported, though some of it may be there, each object whole.
+        """
+
+    def abort(self) -> None:
+        """Drop what was appended and not committed."""
+
+
+class Segment(Protocol):
+    """An object that many blobs share and its index (`index_of(key)`), created with this. Belongs to one thread of one process."""
+
+    key: str
+    size: int  # bytes so far
+
+    @property
+    def usable(self) -> bool:
+        """Whether another group may follow: not when it is in doubt what the store holds, or when it takes one group alone."""
+
+    def append(self, data: Sequence[Buffer], index: bytes) -> None:
+        """Durable when this returns: first `data` at `size`, then `index` at the end of the index.
+
+        Raises OSError; then none of the group is in the segment. NotInPlaceError: the group belongs into another segment.
+        """
+
+    def close(self) -> None:
+        """Nothing is appended from now on."""
+
+
+@runtime_checkable
+class ArtifactStore(Protocol):
+    """Stateless for its callers: may be shared by threads. Equal stores hold the same objects."""
+
+    @property
+    def uri(self) -> str:
+        """What `open_store` takes."""
+
+    def prepare(self) -> None:
+        """Make the store before anything is written, so that whoever deletes can tell a store without objects from none. Raises OSError."""
+
+    def trouble(self) -> str:
+        """Why nothing can be written, such as `disk full: …`; empty when it can, or when the store is not here."""
+
+    def used(self) -> int:
+        """Bytes that all objects take."""
+
+    def writer(self) -> Writer: ...
+
+    def segment(self, key: str) -> Segment:
+        """Create a segment. Raises FileExistsError when there is one, OSError, ValueError for a key outside the store."""
+
+    def open(self, key: str, hold: bool = True) -> Handle:
+        """Open for reading. `hold`: nothing is erased in it until the handle and its views are dropped. Raises OSError, ValueError."""
+
+    def stat(self, key: str) -> int:
+        """Bytes of an object that this process may read. Raises OSError, ValueError."""
+
+    def children(self, folder: str = "") -> list[str]:
+        """The keys directly in `folder`, sorted; folders end in "/". Without those of objects that are still being written."""
+
+    def check(self, key: str) -> None:
+        """Raises ValueError for a key that leads outside the store, also through links in it."""
+
+    def link(self, key: str) -> str | None:
+        """Where other programs read the object: a path or a URL; None for nowhere."""
+
+    def delete(self, key: str) -> None:
+        """Remove an object, or with a final "/" everything below it. Nothing happens where there is none. Raises OSError."""
+
+    def erase(self, key: str, ranges: Sequence[tuple[int, int]]) -> bool:
+        """Durably replace (offset, bytes) ranges of a segment by zeros; False, with nothing done, while it is held. Raises OSError."""
+
+    def sealed(self, key: str) -> bool:
+        """Whether nothing is appended to the segment any more, by any process. Raises OSError."""
+
+    def mark(self, name: str) -> None:
+        """Note that the objects of `name` are being deleted. Raises OSError where there is no store."""
+
+    def unmark(self, name: str) -> None: ...
+
+    def marked(self, name: str) -> bool: ...
+
+    def marks(self) -> list[str]:
+        """Every marked name, sorted."""
+
+
+def check_key(key: str) -> PurePosixPath:
+    """The parts of a key. Raises ValueError for one that is not inside the store."""
+    pure = PurePosixPath(key)
+    if pure.is_absolute() or ".." in pure.parts or not pure.parts:
+        raise ValueError(f"capture path {key!r} is not inside the capture root")
+    return pure
+
+
+@lru_cache(maxsize=64)
+def open_store(uri: str | PurePath) -> ArtifactStore:
+    """The store at a URI, or in a local folder: `scheme://…` is opened by `open_store` of the module `<scheme>_store` beside this one.
+
+    Opening does not touch the store. Raises ValueError for a scheme that has no module.
+    """
+    text = str(uri)
+    found = _SCHEME.match(text)
+    scheme = found[1] if found else "file"
+    name = f"{__package__}.{scheme}_store"
+    if find_spec(name) is None:
+        raise ValueError(f"there is no artifact store for {scheme}://; valid: a folder, or file:///folder")
+    store: ArtifactStore = import_module(name).open_store(text)
+    return store
