@@ -1,0 +1,117 @@
+"""Capture files are opened by the artifact store alone: every other module that touches files is listed with what it opens."""
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from tree import PACKAGES, ROOT, sources
+
+from midstream.storage.store import open_store
+
+#: Module → the files that it opens instead. A module that opens capture files belongs into `storage/`.
+OPENS: dict[str, str] = {
+    "api/routes/pages.py": "assets of the package",
+    "api/web/body.py": "the folder of spooled request bodies",
+    "broker/flower.py": "the data directory",
+    "broker/health.py": "the note of why a process failed",
+    "broker/ledger/scripts.py": "Lua scripts",
+    "broker/ops/acl.py": "Redis ACL files",
+    "broker/ops/aof_repair.py": "Redis AOF files",
+    "broker/ops/install.py": "the data directory",
+    "broker/ops/private_files.py": "secrets",
+    "broker/ops/redis_server.py": "Redis files",
+    "broker/receipts/curve.py": "CURVE keys",
+    "broker/receipts/outbox_store.py": "the outbox",
+    "broker/webhooks/outbox.py": "Lua scripts",
+    "broker/webhooks/secrets.py": "Lua scripts",
+    "broker/webhooks/sender.py": "a test's clock",
+    "client/captures/export.py": "the user's export",
+    "client/cli/demo.py": "the demo's folder and figure",
+    "client/cli/jobs.py": "the user's request",
+    "client/cli/options.py": "the user's vectors and options",
+    "client/cli/stack.py": "logs; sizes of all parts of the data directory",
+    "client/cli/sweeps.py": "the user's sweep",
+    "client/sdk/discovery.py": "/proc, and the state of a stack",
+    "client/sdk/download.py": "the user's copies of capture files",
+    "client/sdk/steering.py": "the user's vectors",
+    "client/sdk/wire.py": "the user's key file",
+    "client/stack/doctor.py": "a file without a name, to time the disk",
+    "client/stack/processes.py": "/proc and logs",
+    "client/stack/supervisor.py": "the lock and state of a stack",
+    "client/study/patch_study.py": "the user's study",
+    "schemas/disk.py": "a file without a name, to probe the disk",
+    "schemas/faults.py": "notes of crash points",
+    "schemas/instance.py": "/proc",
+    "schemas/settings.py": "settings and secrets",
+    "workers/app.py": "the note of why a worker failed",
+    "workers/demo_model.py": "the demo model",
+    "workers/engine/identity.py": "the lock of a worker id",
+    "workers/engine/vllm_options.py": "vLLM's logging options",
+    "workers/runner/slabs.py": "rows that wait on the disk before they are captures",
+}
+#: Modules that name the capture root without opening a store: to show it, or to hand it to a rank.
+NAMES = {"broker/ledger/views.py", "client/cli/demo.py", "workers/engine/vllm.py"}
+#: Methods of our own that are called like those of paths.
+OTHERS = {"span.rename", "self._gate.open", "store.open", "self._store.open", "place.store.open"}
+
+_FUNCTIONS = re.compile(
+    r"open|io\.open|mmap\.mmap|shutil\.(rmtree|move|copy\w*)|tempfile\.\w*File"
+    r"|os\.(open|rename|renames|replace|unlink|remove|removedirs|rmdir|mkdir|makedirs|scandir|listdir|walk|link|symlink|truncate)"
+)
+_METHODS = {
+    "open", "read_bytes", "read_text", "write_bytes", "write_text", "unlink", "rename", "iterdir", "glob", "rglob", "walk",
+    "mkdir", "rmdir", "hardlink_to", "symlink_to",
+}  # fmt: skip
+
+
+def opened(module: str) -> list[str]:
+    """Calls in a module that open, list, rename or remove files, as `line: call`; those of an artifact store left out."""
+    found = []
+    for node in ast.walk(ast.parse((ROOT / module).read_text())):
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            method = isinstance(node.func, ast.Attribute) and node.func.attr in _METHODS and called not in OTHERS
+            if _FUNCTIONS.fullmatch(called) or method:
+                found.append(f"{module}:{node.lineno}: {called}")
+    return found
+
+
+MODULES = [name for path in sources(*PACKAGES) if not (name := str(path.relative_to(ROOT))).startswith("storage/")]
+
+
+def test_only_listed_modules_open_files() -> None:
+    assert [call for module in MODULES if module not in OPENS for call in opened(module)] == []
+
+
+@pytest.mark.parametrize("module", OPENS)
+def test_a_listed_module_opens_files(module: str) -> None:
+    assert opened(module)
+
+
+def test_the_capture_root_is_only_handed_to_open_store() -> None:
+    naming = set()
+    for module in MODULES:
+        nodes = list(ast.walk(ast.parse((ROOT / module).read_text())))
+        stores = [node.args[0] for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "open_store"]
+        if any(isinstance(node, ast.Attribute) and node.attr == "capture_root" and node not in stores for node in nodes):
+            naming.add(module)
+    assert naming == NAMES
+
+
+def test_the_wall_sees_each_way_to_open_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls = ["open(p)", "p.open()", "os.open(p, 0)", "p.read_bytes()", "mmap.mmap(1, 0)", "p.unlink()", "os.rename(p, q)", "p.glob('*')"]
+    (tmp_path / "module.py").write_text("\n".join([*calls, "store.open(key)", "text.replace('a', 'b')"]))
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    assert len(opened("module.py")) == len(calls)
+
+
+@pytest.mark.parametrize("uri", ["s3://bucket/captures", "gs://bucket", "store://x"])
+def test_a_store_of_an_unknown_scheme_is_refused_by_name(uri: str) -> None:
+    with pytest.raises(ValueError, match=f"no artifact store for {uri.partition(':')[0]}://; valid: a folder"):
+        open_store(uri)
+
+
+def test_a_folder_and_its_uri_open_the_same_store() -> None:
+    assert open_store("/data/cap tures") == open_store("file:///data/cap%20tures")
