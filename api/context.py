@@ -34,7 +34,7 @@ from ..storage.store import open_store
 from .operations.disks import Disks
 from .resolve import admission, global_capture, patches, steering
 from .resolve.callback_url import check_callback
-from .resolve.model_state import NOTHING, Standing, find_runs
+from .resolve.model_state import NOTHING, ModelState, find_runs
 from .resolve.request_parsing import Wish
 from .resolve.tokenizer import Codec
 from .resolve.tokenizer_pool import BundleHelpers, Helpers
@@ -147,8 +147,8 @@ class AppContext:
         named = steering.modules_named(wish.steering, wish.patch)
         if (named or patches.runs_of(wish.patch)) and idempotency and (known := await self.ledger.repeated(idempotency)):
             return known  # whatever has become of the modules and runs since
-        standing = await self.standing(info.name, named, caller, wish.patch) if wish.steering or wish.patch else NOTHING
-        admitted = await admission.admit(wish, info, await self.codec(info), new_job_id(), standing, caller)
+        model_state = await self.model_state(info.name, named, caller, wish.patch) if wish.steering or wish.patch else NOTHING
+        admitted = await admission.admit(wish, info, await self.codec(info), new_job_id(), model_state, caller)
         return await self.accept(admitted.job, info, admitted.blobs, idempotency, admitted.pinned)
 
     async def accept(
@@ -169,7 +169,7 @@ class AppContext:
         logs.bind(job=job_id)
         return job_id
 
-    async def standing(self, model: str, names: list[str], caller: Caller, patch: Sequence[PatchSpec] = ()) -> Standing:
+    async def model_state(self, model: str, names: list[str], caller: Caller, patch: Sequence[PatchSpec] = ()) -> ModelState:
         """The caller's modules of these names and what steers everyone, of one moment, and the runs that patches name."""
         kept, current = await self.steering.standing(model, [scoped(caller.tenant, name) for name in names])
         modules = {shown(name): msgspec.structs.replace(module, name=shown(name)) for name, module in kept.items()}
@@ -177,7 +177,7 @@ class AppContext:
         runs = await find_runs(self.ledger, model, patch, caller)
         wanted = patches.runs_of(patch)
         named = await SourceRuns(self.ledger, caller).names(model) if len(runs) < len(wanted) else []
-        return Standing(modules, current, known, runs, named)
+        return ModelState(modules, current, known, runs, named)
 
     async def _within_quota(self, job: Job, info: ModelInfo) -> Job:
         """The job as there is room for it. Raises `quota_exceeded` when there is none for what its user asked for."""

@@ -22,7 +22,7 @@ from ...schemas.models import ModelInfo
 from ...schemas.selectors import DimensionSelector, LayerSelector, PositionWish, Span, parts_of
 from ...schemas.specs import PatchSpec, StoredCapture, StoredSteering
 from .captures import Bounds, PromptFacts, has_text, resolve_captures
-from .model_state import NOTHING, Standing
+from .model_state import NOTHING, ModelState
 from .patches import runs_of
 from .request_parsing import Wish, WishedPrompt
 from .steering import check_number, modules_named, resolve_edits
@@ -134,30 +134,30 @@ Resolved = tuple[list[list[StoredCapture]], list[list[StoredSteering]], dict[str
 
 
 async def resolve(
-    wish: Wish, prompts: Sequence[StoredPrompt], model: ModelInfo, codec: Codec, max_tokens: int, standing: Standing = NOTHING
+    wish: Wish, prompts: Sequence[StoredPrompt], model: ModelInfo, codec: Codec, max_tokens: int, model_state: ModelState = NOTHING
 ) -> Resolved:
     """Captures and steering for each prompt, and the vectors that came with it by content hash. Raises a 400 naming the field."""
 
     def resolved() -> Resolved:
-        bounds = Bounds(model, facts_of(wish, prompts, codec, standing), max_tokens)
-        return resolve_captures(wish.capture, bounds), *resolve_edits(wish.patch, wish.steering, bounds, standing)
+        bounds = Bounds(model, facts_of(wish, prompts, codec, model_state), max_tokens)
+        return resolve_captures(wish.capture, bounds), *resolve_edits(wish.patch, wish.steering, bounds, model_state)
 
     characters = sum(map(_characters, prompts))
-    cost = check_cost(wish, len(prompts), characters, standing)
+    cost = check_cost(wish, len(prompts), characters, model_state)
     cost += sum(len(prompts) * (ENTRY_COST + _numbers(spec.positions)) for spec in model.global_captures)
-    mapped = characters if _needs_text(wish, standing) else 0
+    mapped = characters if _needs_text(wish, model_state) else 0
     if cost <= RESOLVE_INLINE and mapped <= INLINE_CHARACTERS:
         return resolved()
     return await anyio.to_thread.run_sync(resolved)
 
 
-def check_cost(wish: Wish, prompts: int, characters: int, standing: Standing = NOTHING) -> int:
+def check_cost(wish: Wish, prompts: int, characters: int, model_state: ModelState = NOTHING) -> int:
     """What captures and steering cost to resolve, see `RESOLVE_LIMIT`. Raises a 400 naming the field that costs most.
 
     `characters`: of all `prompts`.
     """
-    check_number(wish.steering, standing, prompts)
-    wanted = _wanted(wish, standing)
+    check_number(wish.steering, model_state, prompts)
+    wanted = _wanted(wish, model_state)
     costs: Counter[str] = Counter()
     for field, positions in wanted:
         numbers, items = _numbers(positions), positions if isinstance(positions, list) else [positions]
@@ -194,11 +194,11 @@ def _cost_of_patch(patch: PatchSpec, prompts: int, characters: int) -> int:
     return places + min(places * layers * ENTRY_COST, RESOLVE_INLINE + 1)
 
 
-def _wanted(wish: Wish, standing: Standing) -> list[tuple[str, PositionWish]]:
+def _wanted(wish: Wish, model_state: ModelState) -> list[tuple[str, PositionWish]]:
     """(Field, positions) of the capture, of every patch and of every edit, those of modules each."""
     found: list[tuple[str, PositionWish]] = [(f"patch[{index}].positions", spec.positions) for index, spec in enumerate(wish.patch)]
     for index, spec in enumerate(wish.steering):
-        module = None if spec.module is None else standing.modules.get(spec.module)
+        module = None if spec.module is None else model_state.modules.get(spec.module)
         if module is None or spec.positions is not None:
             found += [(f"steering[{index}].positions", spec.positions or "all")] * (1 if module is None else len(module.entries))
         else:
@@ -215,8 +215,8 @@ def _selectors(wish: Wish) -> Iterator[tuple[str, LayerSelector | DimensionSelec
         yield f"patch[{index}].mask", patch.mask
 
 
-def _needs_text(wish: Wish, standing: Standing) -> bool:
-    return any(has_text(positions) for _, positions in _wanted(wish, standing))
+def _needs_text(wish: Wish, model_state: ModelState) -> bool:
+    return any(has_text(positions) for _, positions in _wanted(wish, model_state))
 
 
 def _numbers(positions: PositionWish) -> int:
@@ -234,9 +234,9 @@ def _characters(prompt: StoredPrompt) -> int:
     return len(prompt.text) if prompt.text is not None else 4 * len(prompt.token_ids)
 
 
-def facts_of(wish: Wish, prompts: Sequence[StoredPrompt], codec: Codec, standing: Standing = NOTHING) -> list[PromptFacts]:
+def facts_of(wish: Wish, prompts: Sequence[StoredPrompt], codec: Codec, model_state: ModelState = NOTHING) -> list[PromptFacts]:
     """What the rules need to know of each prompt; where its tokens lie in its text is looked up only when a span asks for it."""
-    if not _needs_text(wish, standing):
+    if not _needs_text(wish, model_state):
         return [PromptFacts(len(prompt.token_ids)) for prompt in prompts]
     facts = []
     for prompt, wished in zip(prompts, wish.prompts, strict=True):
@@ -252,13 +252,13 @@ def facts_of(wish: Wish, prompts: Sequence[StoredPrompt], codec: Codec, standing
 
 
 async def admit(
-    wish: Wish, model: ModelInfo, codec: Codec, job_id: str, standing: Standing = NOTHING, caller: Caller = EVERYBODY
+    wish: Wish, model: ModelInfo, codec: Codec, job_id: str, model_state: ModelState = NOTHING, caller: Caller = EVERYBODY
 ) -> Admitted:
     """The wish as a job of `caller` under `job_id`. Raises a 400 with the path of the first field at fault."""
     check_sampling(wish.sampling, wish.sampling_at, model)
     prompts = await tokenise(wish.prompts, model, codec)
     max_tokens = check_lengths(wish, prompts, model)
-    captures, steering, blobs = await resolve(wish, prompts, model, codec, max_tokens, standing)
+    captures, steering, blobs = await resolve(wish, prompts, model, codec, max_tokens, model_state)
     job = Job(
         id=job_id,
         kind=wish.kind,
@@ -270,12 +270,12 @@ async def admit(
         captures=captures,
         stream=wish.stream,
         metadata=wish.metadata,
-        modules={name: standing.modules[name].digest for name in modules_named(wish.steering, wish.patch)},
-        runs={name: standing.runs[name].job for name in runs_of(wish.patch)},
+        modules={name: model_state.modules[name].digest for name in modules_named(wish.steering, wish.patch)},
+        runs={name: model_state.runs[name].job for name in runs_of(wish.patch)},
         run=scoped(caller.tenant, wish.capture.run) if wish.capture and wish.capture.run else "",
         **handled(wish.handling, caller),
     )
-    named = {name for module in standing.modules.values() for name in module.tensors}
+    named = {name for module in model_state.modules.values() for name in module.tensors}
     return Admitted(job, blobs, sorted(named - blobs.keys()))
 
 

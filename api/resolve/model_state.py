@@ -16,7 +16,7 @@ STATE_OF_KIND: dict[str, RunState] = {"gone": "deleted", "capture_failed": "fail
 
 
 @dataclass(frozen=True)
-class Standing:
+class ModelState:
     """Of one moment. Modules and runs: those that the request names and that there are."""
 
     modules: Mapping[str, Module] = field(default_factory=dict)
@@ -26,7 +26,7 @@ class Standing:
     run_names: Sequence[str] = ()  # of all runs
 
 
-NOTHING = Standing()
+NOTHING = ModelState()
 
 
 async def find_runs(ledger: Ledger, model: str, patch: Sequence[PatchSpec], caller: Caller) -> dict[str, RunView]:
@@ -46,9 +46,9 @@ async def find_runs(ledger: Ledger, model: str, patch: Sequence[PatchSpec], call
 
 
 async def _looked_at(runs: SourceRuns, run: Run, prompts: set[int]) -> RunView:
-    standing = await runs.standing(run)
-    if standing.state != "ready":
-        return _view(run, standing.state, standing.detail, None)
+    model_state = await runs.standing(run)
+    if model_state.state != "ready":
+        return _view(run, model_state.state, model_state.detail, None)
     try:
         return _view(run, "ready", "", await runs.prompts(run, prompts))
     except MidstreamError as error:
@@ -70,5 +70,5 @@ def _view(run: Run, state: RunState, detail: str, prompts: list[RunPrompt] | Non
     )
 
 
-def unknown_module(at: str, name: str | None, model: str, standing: Standing) -> MidstreamError:
-    return invalid(at, f"there is no module {name!r} of model {model!r}", allowed=", ".join(standing.names) or "there is none")
+def unknown_module(at: str, name: str | None, model: str, model_state: ModelState) -> MidstreamError:
+    return invalid(at, f"there is no module {name!r} of model {model!r}", allowed=", ".join(model_state.names) or "there is none")

@@ -23,7 +23,7 @@ from ...schemas.tensors import content_hash, from_numpy
 from .captures import Bounds, apply_rules, one_hook, positions_of_each
 from .interventions import RULES as STEERING_RULES
 from .interventions import limit_of, reach_of
-from .model_state import Standing, unknown_module
+from .model_state import ModelState, unknown_module
 
 #: Source runs that one request may name: a worker holds all of them at once.
 MAX_RUNS = 64
@@ -130,7 +130,7 @@ class Patch:
 VECTOR_RULES = tuple(rule for rule in STEERING_RULES if rule[0] in ("vector.shape", "vector.data"))
 
 
-def _of_vector(patch: Patch, bounds: Bounds, standing: Standing, blobs: dict[str, bytes]) -> list[list[StoredSteering]]:
+def _of_vector(patch: Patch, bounds: Bounds, model_state: ModelState, blobs: dict[str, bytes]) -> list[list[StoredSteering]]:
     vector = patch.spec.source.vector
     assert vector is not None
     spec = SteeringSpec(layers=patch.layers, op="replace", vector=vector)
@@ -141,11 +141,11 @@ def _of_vector(patch: Patch, bounds: Bounds, standing: Standing, blobs: dict[str
     return patch.everywhere(name)
 
 
-def _of_module(patch: Patch, bounds: Bounds, standing: Standing, blobs: dict[str, bytes]) -> list[list[StoredSteering]]:
+def _of_module(patch: Patch, bounds: Bounds, model_state: ModelState, blobs: dict[str, bytes]) -> list[list[StoredSteering]]:
     name, at = patch.spec.source.module, patch.source("module")
-    module = standing.modules.get(name or "")
+    module = model_state.modules.get(name or "")
     if module is None:
-        raise unknown_module(at, name, bounds.model.name, standing)
+        raise unknown_module(at, name, bounds.model.name, model_state)
     if why := _is_no_vector(module):
         raise invalid(
             at,
@@ -176,13 +176,13 @@ def _check_reach(at: str, reach: float, bounds: Bounds) -> None:
         raise invalid(at, f"reaches {reach:.3g}, beyond {bounds.model.dtype}'s {limit_of(bounds):.3g}")
 
 
-def _of_zeros(patch: Patch, bounds: Bounds, standing: Standing, blobs: dict[str, bytes]) -> list[list[StoredSteering]]:
+def _of_zeros(patch: Patch, bounds: Bounds, model_state: ModelState, blobs: dict[str, bytes]) -> list[list[StoredSteering]]:
     return patch.everywhere(ZEROS)
 
 
-def _of_run(patch: Patch, bounds: Bounds, standing: Standing, blobs: dict[str, bytes]) -> list[list[StoredSteering]]:
+def _of_run(patch: Patch, bounds: Bounds, model_state: ModelState, blobs: dict[str, bytes]) -> list[list[StoredSteering]]:
     """For each source position, and each layer, an entry."""
-    run = _run(patch, bounds, standing)
+    run = _run(patch, bounds, model_state)
     prompt = _prompt(patch, run, bounds)
     _check_captured(patch, run, prompt)
     key = run_key(run.job, prompt.request, run.tag)
@@ -204,11 +204,11 @@ def _of_run(patch: Patch, bounds: Bounds, standing: Standing, blobs: dict[str, b
     return per_prompt
 
 
-def _run(patch: Patch, bounds: Bounds, standing: Standing) -> RunView:
+def _run(patch: Patch, bounds: Bounds, model_state: ModelState) -> RunView:
     name, model, at = patch.spec.source.run, bounds.model, patch.source("run")
-    run = standing.runs.get(name or "")
+    run = model_state.runs.get(name or "")
     if run is None:
-        there = " or ".join(filter(None, [", ".join(standing.run_names), "the id of a job that captured"]))
+        there = " or ".join(filter(None, [", ".join(model_state.run_names), "the id of a job that captured"]))
         raise invalid(at, f"there is no source run {name!r} of model {model.name!r}", allowed=there)
     if run.model != model.name:
         raise invalid(at, f"{name!r} is a run of model {run.model!r}: a row means something to the model only that it was taken from")
@@ -312,7 +312,7 @@ def _no_text(span: Span) -> list[int]:
 
 
 #: What a source says → what it comes to, per prompt.
-SOURCES: dict[str, Callable[[Patch, Bounds, Standing, dict[str, bytes]], list[list[StoredSteering]]]] = {
+SOURCES: dict[str, Callable[[Patch, Bounds, ModelState, dict[str, bytes]], list[list[StoredSteering]]]] = {
     "run": _of_run,
     "vector": _of_vector,
     "module": _of_module,
@@ -323,7 +323,9 @@ SOURCES: dict[str, Callable[[Patch, Bounds, Standing, dict[str, bytes]], list[li
 # --- All of them -----------------------------------------------------------------------------------------------------------
 
 
-def resolve_patches(specs: Sequence[PatchSpec], bounds: Bounds, standing: Standing, blobs: dict[str, bytes]) -> list[list[StoredSteering]]:
+def resolve_patches(
+    specs: Sequence[PatchSpec], bounds: Bounds, model_state: ModelState, blobs: dict[str, bytes]
+) -> list[list[StoredSteering]]:
     """One list per prompt; empty without specs. Tensors that came with them are added to `blobs`, by content hash.
 
     Raises a 400 naming the field.
@@ -345,7 +347,7 @@ def resolve_patches(specs: Sequence[PatchSpec], bounds: Bounds, standing: Standi
         masks.add(mask)
         if len(masks) - 1 > MAX_MASKS:  # without the one that is no mask
             raise invalid(f"{at}.mask", f"is another mask than the {MAX_MASKS} before it", allowed=f"at most {MAX_MASKS} that differ")
-        for entries, mine in zip(per_prompt, SOURCES[kind](patch, bounds, standing, blobs), strict=True):
+        for entries, mine in zip(per_prompt, SOURCES[kind](patch, bounds, model_state, blobs), strict=True):
             entries += mine if not mask else _masked(mine, mask)
     return per_prompt
 

@@ -21,7 +21,7 @@ from ...schemas.tensors import Tensor
 from .captures import Bounds, apply_rules, positions_of_each
 from .interventions import check_limit, limit_of, reach_of, resolve_entry
 from .model_state import NOTHING as NOTHING
-from .model_state import Standing as Standing
+from .model_state import ModelState as ModelState
 from .model_state import unknown_module
 from .patches import resolve_patches
 
@@ -61,9 +61,9 @@ def modules_named(specs: Iterable[SteeringSpec], patch: Iterable[PatchSpec] = ()
     return list(dict.fromkeys(name for name in named if name is not None))
 
 
-def check_number(specs: Iterable[SteeringSpec], standing: Standing, prompts: int = 1) -> None:
+def check_number(specs: Iterable[SteeringSpec], model_state: ModelState, prompts: int = 1) -> None:
     """Raises a 400 for more entries than anybody needs. Of named modules none is looked at yet: each may be named often."""
-    named = (standing.modules.get(spec.module or "") for spec in specs)
+    named = (model_state.modules.get(spec.module or "") for spec in specs)
     entries = sum(1 if module is None else len(module.entries) for module in named)
     if entries > MAX_ENTRIES:
         raise invalid("steering", f"has {entries} entries", allowed=f"at most {MAX_ENTRIES}, those of modules among them")
@@ -96,12 +96,12 @@ REFERENCE_RULES: tuple[tuple[str, Callable[[SteeringSpec, Bounds], Any]], ...] =
 )
 
 
-def _parts_of_module(spec: SteeringSpec, bounds: Bounds, at: str, standing: Standing) -> list[Part]:
+def _parts_of_module(spec: SteeringSpec, bounds: Bounds, at: str, model_state: ModelState) -> list[Part]:
     """The entries of the module that `spec` names. Raises a 400 naming the field below `at`."""
     made = apply_rules(REFERENCE_RULES, spec, bounds, at)
-    module = standing.modules.get(spec.module or "")
+    module = model_state.modules.get(spec.module or "")
     if module is None:
-        raise unknown_module(f"{at}.module", spec.module, bounds.model.name, standing)
+        raise unknown_module(f"{at}.module", spec.module, bounds.model.name, model_state)
     scale = 1.0 if spec.scale is None else spec.scale
     parts = []
     for number, (entry, reach) in enumerate(zip(module.entries, module.reach, strict=True)):
@@ -151,7 +151,7 @@ def _own_positions(module: Module, number: int, entry: SteeringTemplate, bounds:
 
 
 def resolve_edits(
-    patch: Sequence[PatchSpec], specs: Sequence[SteeringSpec], bounds: Bounds, standing: Standing = NOTHING
+    patch: Sequence[PatchSpec], specs: Sequence[SteeringSpec], bounds: Bounds, model_state: ModelState = NOTHING
 ) -> tuple[list[list[StoredSteering]], dict[str, bytes]]:
     """Patches and the steering after them: one list per prompt, and the tensors that came with them by content hash. Both are empty when
     nothing is edited. Tensors of named modules are not included. Raises a 400 naming the field.
@@ -159,16 +159,16 @@ def resolve_edits(
     blobs: dict[str, bytes] = {}
     per_prompt: list[list[StoredSteering]] = [[] for _ in bounds.prompts] if specs else []
     for index, spec in enumerate(specs):
-        for part in _parts(spec, bounds, f"steering[{index}]", standing, blobs):
+        for part in _parts(spec, bounds, f"steering[{index}]", model_state, blobs):
             named = {name: part.entry.stored(name, part.scale) for name in POSITION_NAMES}  # the same for every prompt
             for entries, positions in zip(per_prompt, part.positions, strict=True):
                 same = named.get(positions) if isinstance(positions, str) else None
                 entries.append(same or part.entry.stored(positions, part.scale))
-    beside = _room_for_everyone(standing.everyone, bounds) if specs or patch else NO_ROOM
+    beside = _room_for_everyone(model_state.everyone, bounds) if specs or patch else NO_ROOM
     _check_each(per_prompt, "steering", bounds.model, beside)
     if not patch:
         return per_prompt, blobs
-    patched = resolve_patches(patch, bounds, standing, blobs)
+    patched = resolve_patches(patch, bounds, model_state, blobs)
     for index, entries in enumerate(per_prompt):
         patched[index] += entries
     _check_each(patched, "patch", bounds.model, beside)
@@ -187,9 +187,9 @@ def _check_each(per_prompt: Sequence[list[StoredSteering]], field: str, model: M
             rows[sharing] = _check_room(entries, f"for prompt {index}", model, beside, field=field)
 
 
-def _parts(spec: SteeringSpec, bounds: Bounds, at: str, standing: Standing, blobs: dict[str, bytes]) -> list[Part]:
+def _parts(spec: SteeringSpec, bounds: Bounds, at: str, model_state: ModelState, blobs: dict[str, bytes]) -> list[Part]:
     if spec.module is not None:
-        return _parts_of_module(spec, bounds, at, standing)
+        return _parts_of_module(spec, bounds, at, model_state)
     entry, positions = resolve_entry(spec, bounds, at, blobs)
     return [Part(entry, 1.0, positions)]
 
@@ -225,9 +225,9 @@ def resolve_module(specs: Sequence[SteeringSpec], model: ModelInfo) -> Content:
     return Content(entries, [reach_of(spec) for spec in specs], blobs)
 
 
-def resolve_everyone(specs: Sequence[SteeringSpec], model: ModelInfo, standing: Standing) -> Content:
+def resolve_everyone(specs: Sequence[SteeringSpec], model: ModelInfo, model_state: ModelState) -> Content:
     """What is to be done to every request. Raises a 400 naming the field."""
-    check_number(specs, standing)
+    check_number(specs, model_state)
     blobs: dict[str, bytes] = {}
     bounds = Bounds(model, [])
     entries = []
@@ -235,7 +235,7 @@ def resolve_everyone(specs: Sequence[SteeringSpec], model: ModelInfo, standing: 
     for index, spec in enumerate(specs):
         at = f"steering[{index}]"
         place = f"{at}.positions" if spec.module is None or spec.positions is not None else f"{at}.module"
-        for part in _parts(spec, bounds, at, standing, blobs):
+        for part in _parts(spec, bounds, at, model_state, blobs):
             entry = _at_scale(part.entry, part.scale, spec.positions)
             _check_for_everyone(entry.positions, place)
             listed += _listed(entry.positions, model)

@@ -200,8 +200,8 @@ def _entry(entry: SteeringTemplate) -> EntryView:
 async def put_global(data: JSONBody[GlobalRequest], request: JsonRequest, model: Model = None) -> GlobalView:
     context = context_of(request)
     info = await context.the_model(data.model or model)
-    standing = await context.standing(info.name, steering.modules_named(data.steering), caller_of(request))
-    content = await anyio.to_thread.run_sync(steering.resolve_everyone, data.steering, info, standing)
+    model_state = await context.model_state(info.name, steering.modules_named(data.steering), caller_of(request))
+    content = await anyio.to_thread.run_sync(steering.resolve_everyone, data.steering, info, model_state)
     desired = await change(context.steering, context.settings, info, content.entries, content.blobs)
     return await _global(context, info.name, desired, caller_of(request))
 

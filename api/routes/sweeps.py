@@ -22,7 +22,7 @@ async def submit_sweep(context: AppContext, body: SweepRequest, idempotency: tup
     info = await context.model(body.model)
     if idempotency and (known := await context.ledger.repeated(idempotency)):
         return known  # counted already
-    everyone = (await context.standing(info.name, [], caller)).everyone
+    everyone = (await context.model_state(info.name, [], caller)).everyone
     sweep, blobs = await plan_sweep(body, info, await context.codec(info), context.settings, everyone)
     job = Job(
         id=new_job_id(),

@@ -42,7 +42,7 @@ def run_under(host: Host, steering: GlobalSteering, job: Job) -> None:
     assert not answer.errors, answer.errors
 
 
-def standing(host: Host) -> list[tuple[Any, ...]]:
+def rank_state(host: Host) -> list[tuple[Any, ...]]:
     names = ("modules", "global_version", "global_digest", "rows_used", "entries_used", "vectors")
     return [tuple(rank[name] for name in names) for rank in host.call("midstream_status")]
 
@@ -69,7 +69,7 @@ def test_what_one_of_two_ranks_refuses_is_taken_back_on_the_other(anew: Host, ki
         anew.call("midstream_set_module", "joy", JOY, [name])
     anew.call("midstream_commit_global", first)
     assert agree(anew)
-    before, content = standing(anew), anew.call("midstream_fingerprint")
+    before, content = rank_state(anew), anew.call("midstream_fingerprint")
     calls = {
         "commit": ("commit_global", [second], "rollback_global", [2]),
         "clear": ("commit_global", [msgspec.to_builtins(everyone(2))], "rollback_global", [2]),
@@ -85,7 +85,7 @@ def test_what_one_of_two_ranks_refuses_is_taken_back_on_the_other(anew: Host, ki
     assert not anew.call("same_content")
     anew.call("midstream_fault", "")
     assert anew.call(f"midstream_{rollback}", *of) == [[True, ""], [True, ""]]
-    assert (standing(anew), anew.call("midstream_fingerprint")) == (before, content)
+    assert (rank_state(anew), anew.call("midstream_fingerprint")) == (before, content)
     assert not agree(anew), "the histories differ for good, until both begin anew"
 
 

@@ -65,7 +65,7 @@ class Rig:
         self._rank.buffers = make_buffers(len(self._rank.sites), capacity=CAPACITY, **sizes)
         place = Place(rank=rank, world=world, tp=rank, pp=0, stages=1)
         self.plane = DataPlane(config, place, self._rank.sites, self._rank.buffers, num_layers=2, traced=False)
-        self.plane.standing.put_vectors({content_hash(VECTOR): VECTOR})
+        self.plane.rank_state.put_vectors({content_hash(VECTOR): VECTOR})
 
     def left(self, hook: str, layer: int) -> np.ndarray:
         """The stream behind a site in the last forward: float32 `[rows, HIDDEN]`."""
@@ -74,7 +74,7 @@ class Rig:
     def vector(self, number: float) -> str:
         """The name of a vector `[number, …]`, which is on the rank."""
         tensor = from_numpy(np.full(HIDDEN, number, dtype=np.float32))
-        self.plane.standing.put_vectors({content_hash(tensor): tensor})
+        self.plane.rank_state.put_vectors({content_hash(tensor): tensor})
         return content_hash(tensor)
 
     def step(

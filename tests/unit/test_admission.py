@@ -13,7 +13,7 @@ from midstream import __version__
 from midstream.api.resolve import admission
 from midstream.api.resolve.admission import RESOLVE_LIMIT, check_cost, resolve
 from midstream.api.resolve.request_parsing import Wish, WishedPrompt
-from midstream.api.resolve.steering import MAX_ENTRIES, Standing
+from midstream.api.resolve.steering import MAX_ENTRIES, ModelState
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import Sampling, StoredPrompt
 from midstream.schemas.models import ModelInfo
@@ -99,7 +99,7 @@ def test_a_large_module_that_is_named_often_is_refused_without_being_written_out
     tracemalloc.start()
     try:
         with pytest.raises(MidstreamError) as refused:
-            check_cost(wish(None, *[SteeringSpec(module="large")] * 100), 1, 0, Standing({"large": large}))
+            check_cost(wish(None, *[SteeringSpec(module="large")] * 100), 1, 0, ModelState({"large": large}))
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()

@@ -12,7 +12,7 @@ from torch import nn
 from midstream.schemas.selectors import PositionSelector
 from midstream.schemas.specs import Entry, RankSpec, StoredCapture, StoredSteering
 from midstream.workers.runner.planner import Tracked
-from midstream.workers.runner.reentry import Entering, Gate, first_layer, install_gate
+from midstream.workers.runner.reentry import Reentry, ReentryGate, first_layer, install_gate
 from midstream.workers.runner.step import RequestRows, StepView
 
 HIDDEN, BLOCK, PROMPT = 8, 4, 10
@@ -116,7 +116,7 @@ class Model(nn.Module):
         return hidden, residual
 
 
-def gated(kind: type[nn.Module], layers: range = range(6)) -> tuple[Model, Gate]:
+def gated(kind: type[nn.Module], layers: range = range(6)) -> tuple[Model, ReentryGate]:
     model = Model(kind, layers)
     adapter = SimpleNamespace(
         layers="layers", architecture="", tap=lambda *_: SimpleNamespace(kind="pair" if kind is PairLayer else "single")
@@ -137,13 +137,13 @@ class Runs:
         return (100.0 * layer + torch.tensor(positions, dtype=torch.float32))[:, None].expand(-1, HIDDEN)
 
 
-def entering(gate: Gate, *keys: str) -> Entering:
-    made = Entering(gate, Runs(*keys), HIDDEN, torch.float32, torch.device("cpu"))  # type: ignore[arg-type]
+def entering(gate: ReentryGate, *keys: str) -> Reentry:
+    made = Reentry(gate, Runs(*keys), HIDDEN, torch.float32, torch.device("cpu"))  # type: ignore[arg-type]
     made.block_size = BLOCK
     return made
 
 
-def plan(entering: Entering, *step: tuple[RankSpec, int, int]) -> tuple[list[str], int]:
+def plan(entering: Reentry, *step: tuple[RankSpec, int, int]) -> tuple[list[str], int]:
     """The reasons of the requests that failed, and how many rows the step has."""
     mine, row = [], 0
     for number, (spec, first, count) in enumerate(step):

@@ -9,7 +9,7 @@ import pytest
 from midstream import __version__
 from midstream.api.resolve import patches
 from midstream.api.resolve.captures import Bounds, PromptFacts, resolve_captures
-from midstream.api.resolve.model_state import Standing
+from midstream.api.resolve.model_state import ModelState
 from midstream.api.resolve.patches import MAX_PATCH_ROWS, MAX_RUNS
 from midstream.api.resolve.steering import MAX_ENTRIES, resolve_edits, resolve_module
 from midstream.schemas.base import from_msgpack
@@ -58,7 +58,7 @@ def module(*specs: SteeringSpec) -> Module:
     )  # fmt: skip
 
 
-STANDING = Standing(runs={"clean": run()}, run_names=["clean", "corrupt"])
+STANDING = ModelState(runs={"clean": run()}, run_names=["clean", "corrupt"])
 
 
 def patch(source: Any = None, positions: Any = (0,), **fields: Any) -> PatchSpec:
@@ -68,11 +68,11 @@ def patch(source: Any = None, positions: Any = (0,), **fields: Any) -> PatchSpec
 
 
 def resolved(
-    specs: list[PatchSpec], steering: Any = (), lengths: tuple[int, ...] = (6,), max_tokens: int = 4, standing: Standing = STANDING,
+    specs: list[PatchSpec], steering: Any = (), lengths: tuple[int, ...] = (6,), max_tokens: int = 4, model_state: ModelState = STANDING,
     **changes: Any,
 ) -> tuple[list[list[StoredSteering]], dict[str, bytes]]:  # fmt: skip
     bounds = Bounds(model(**changes), [PromptFacts(length, _find) for length in lengths], max_tokens)
-    return resolve_edits(specs, list(steering), bounds, standing)
+    return resolve_edits(specs, list(steering), bounds, model_state)
 
 
 def entries(*specs: PatchSpec, **more: Any) -> list[StoredSteering]:
@@ -166,9 +166,9 @@ def test_where_one_token_is_generated_the_request_ends_with_its_prompt() -> None
 
 def test_the_rows_of_each_prompt_of_a_run_have_names_of_their_own() -> None:
     second = changed(request=7)
-    standing = Standing(runs={"clean": run(CLEAN, second), "job_9": run(name="job_9", job="job_9")})
+    model_state = ModelState(runs={"clean": run(CLEAN, second), "job_9": run(name="job_9", job="job_9")})
     wished = [patch({"run": "clean", "prompt": 7}), patch({"run": "job_9"}, (1,))]
-    assert [entry.tensors for entry in entries(*wished, standing=standing)] == [
+    assert [entry.tensors for entry in entries(*wished, model_state=model_state)] == [
         ["run:job_1.7.t:pre_attn:0:0"],
         ["run:job_9.0.t:pre_attn:0:1"],
     ]
@@ -186,7 +186,7 @@ def test_a_vector_of_the_request_is_named_by_its_content_and_comes_with_it() -> 
 @pytest.mark.parametrize("op", ["add", "replace"])
 def test_a_module_of_one_vector_is_that_vector_times_its_scale(op: Any) -> None:
     joy = module(SteeringSpec(layers=3, op=op, vector=VECTOR, scale=2.0, positions="all_generated"))
-    ((entry,),), blobs = resolved([patch({"module": "joy"})], standing=Standing({"joy": joy}))
+    ((entry,),), blobs = resolved([patch({"module": "joy"})], model_state=ModelState({"joy": joy}))
     assert (entry.layers, entry.positions, entry.tensors, entry.scale, blobs) == ([0], [0], [content_hash(VECTOR)], 2.0, {})
 
 
@@ -303,7 +303,7 @@ def test_in_several_prompts_the_one_at_fault_is_named() -> None:  # field case 3
     ],
 )
 def test_a_run_that_cannot_be_used_is_refused_with_why(source: RunView, words: str, allowed: str | None) -> None:
-    found = refused(patch(), standing=Standing(runs={"clean": source}))
+    found = refused(patch(), model_state=ModelState(runs={"clean": source}))
     assert (found.field, words in found.detail, (allowed or "") in (found.allowed or "")) == ("patch[0].source.run", True, True), found
 
 
@@ -324,7 +324,7 @@ def test_an_unknown_run_is_answered_with_those_there_are() -> None:
     ],
 )
 def test_a_module_that_is_not_one_vector_is_no_source(specs: list[SteeringSpec], words: str) -> None:
-    found = refused(patch({"module": "joy"}), standing=Standing({"joy": module(*specs)}))
+    found = refused(patch({"module": "joy"}), model_state=ModelState({"joy": module(*specs)}))
     assert (found.field, words in found.detail) == ("patch[0].source.module", True), found
 
 
@@ -371,7 +371,10 @@ def test_tables_of_the_worker_bound_a_request() -> None:
 def test_a_prompt_has_so_many_entries() -> None:
     tokens = MAX_ENTRIES // LAYERS
     long = run(changed(tokens=tokens, positions=list(range(tokens)), token_ids=[1] * tokens))
-    wished, more = patch({"run": "clean"}, "all_prompt", layers="all"), {"lengths": (tokens,), "standing": Standing(runs={"clean": long})}
+    wished, more = (
+        patch({"run": "clean"}, "all_prompt", layers="all"),
+        {"lengths": (tokens,), "model_state": ModelState(runs={"clean": long})},
+    )
     assert len(entries(wished, **more)) == MAX_ENTRIES
     found = refused(wished, steering=[SteeringSpec(layers=0, vector=VECTOR)], **more)
     assert (found.field, f"comes to {MAX_ENTRIES + 1} entries for prompt 0" in found.detail) == ("patch", True), found

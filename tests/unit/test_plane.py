@@ -173,24 +173,24 @@ def test_rows_missing_from_a_failed_request_are_reported_and_fail_dependent_ones
 def test_ten_thousand_requests_and_changes_of_all_that_stands_leave_nothing_behind(tmp_path: Path) -> None:
     """Distinct configurations come, end, are cancelled and preempted, while modules and global steering change under them."""
     rig, rng = Rig(tmp_path, steering_rows=24, steering_entries=64), np.random.default_rng(0)
-    standing = rig.plane.standing
+    rank_state = rig.plane.rank_state
     live: list[Request] = []
     everyone, version, checksums = for_everyone(0), 0, set()
     for number in range(10_000):
         if number % 50 == 0:
             version += 1
             vector = rig.vector(float(version))
-            standing.set_module(f"m{version % 5}", f"{version:064x}" if version % 7 else "", [vector] if version % 7 else [])
+            rank_state.set_module(f"m{version % 5}", f"{version:064x}" if version % 7 else "", [vector] if version % 7 else [])
             former, everyone = everyone, for_everyone(version, *([template(vector, scale=0.5)] if version % 3 else []))
-            standing.prepare_global(everyone)
-            standing.commit_global(everyone)
+            rank_state.prepare_global(everyone)
+            rank_state.commit_global(everyone)
             if version % 4 == 0:
-                standing.rollback_global(version)
+                rank_state.rollback_global(version)
                 everyone = former
-            for name in standing.vectors.names():
+            for name in rank_state.vectors.names():
                 with contextlib.suppress(RuntimeError):  # a module or global steering needs it
-                    standing.drop_vectors([name])
-            standing.put_vectors({content_hash(VECTOR): VECTOR})
+                    rank_state.drop_vectors([name])
+            rank_state.put_vectors({content_hash(VECTOR): VECTOR})
         asks = [StoredCapture(sites={"post_block": [1]}, positions="all_prompt", tag="t")] if rng.random() < 0.05 else []
         request = steered(number, scale=1.0 + number / 7, captures=asks, everyone=everyone if everyone.entries else None)
         ending = [r for r in live if rng.random() < 0.4]
@@ -202,10 +202,10 @@ def test_ten_thousand_requests_and_changes_of_all_that_stands_leave_nothing_behi
         live.append(request)
         checksums.add(rig.plane.actions.checksum)
     rig.step(finished=live)
-    for name in list(standing.modules):
-        standing.set_module(name, "", [])
-    standing.commit_global(for_everyone(version + 1))
-    standing.drop_vectors(standing.vectors.names())
+    for name in list(rank_state.modules):
+        rank_state.set_module(name, "", [])
+    rank_state.commit_global(for_everyone(version + 1))
+    rank_state.drop_vectors(rank_state.vectors.names())
     status = rig.plane.status()
     zero = ("requests", "rows_used", "entries_used", "vectors", "tainted", "kept_row_bytes", "spilled_bytes", "unkept")
     assert {name: status[name] for name in zero} == dict.fromkeys(zero, 0)
@@ -314,7 +314,7 @@ def test_ranks_that_hold_other_source_runs_are_told_apart(rig: Rig) -> None:
 
 def test_vectors_that_add_up_to_what_the_dtype_cannot_hold_fail_the_request(rig: Rig) -> None:
     huge = from_numpy(np.full(HIDDEN, 3e38, dtype=np.float32))
-    rig.plane.standing.put_vectors({content_hash(huge): huge})
+    rig.plane.rank_state.put_vectors({content_hash(huge): huge})
     entry = steered(1, vector=content_hash(huge)).steering[0]
     request = Request(1, 6, 8, (), [entry, entry])
     rig.step((request, 0, 6), new=[request])

@@ -44,11 +44,11 @@ def edit(rig: Rig, number: int, layer: int = 0) -> np.ndarray:
 
 
 def test_the_rows_of_global_steering_stay_written_and_requests_share_them(rig: Rig) -> None:
-    standing = rig.plane.standing
+    rank_state = rig.plane.rank_state
     everyone = for_everyone(1, template(), template(positions=[1, -1], scale=4.0))
-    standing.prepare_global(everyone)
+    rank_state.prepare_global(everyone)
     assert rig.plane.status()["rows_used"] == 0
-    standing.commit_global(everyone)
+    rank_state.commit_global(everyone)
     assert rig.plane.status()["rows_used"] == 1, "positions that are listed are cut to each prompt"
     request = Request(1, 6, 8, (), (), everyone)
     rig.step((request, 0, 6), new=[request])
@@ -56,7 +56,7 @@ def test_the_rows_of_global_steering_stay_written_and_requests_share_them(rig: R
     assert rig.plane.status()["rows_used"] == 2
     rig.step(finished=[request])
     assert rig.plane.status()["rows_used"] == 1
-    standing.commit_global(for_everyone(2))
+    rank_state.commit_global(for_everyone(2))
     assert (rig.plane.status()["rows_used"], rig.plane.status()["global_digest"]) == (0, "")
     (receipt,) = rig.receipts()
     assert (receipt.status, receipt.global_version, receipt.epoch, receipt.applied) == ("ok", 1, 0, 8)
@@ -64,15 +64,15 @@ def test_the_rows_of_global_steering_stay_written_and_requests_share_them(rig: R
 
 def test_a_request_keeps_the_global_steering_that_it_began_under(rig: Rig) -> None:
     first, second = for_everyone(1, template()), for_everyone(2, template(scale=3.0))
-    rig.plane.standing.commit_global(first)
+    rig.plane.rank_state.commit_global(first)
     old, new = steered(1, everyone=first), steered(2, everyone=second)
     rig.step((old, 0, 6), new=[old])
-    rig.plane.standing.commit_global(second)
+    rig.plane.rank_state.commit_global(second)
     rig.step((old, 6, 1), (new, 0, 6), new=[new])
     left = rig.left("pre_attn", 0)
     assert (left[:1] - stream_of(1, "pre_attn", 0, 6, 1) == 2 + 2).all(), "everyone's, then its own"
     assert (left[1:] - stream_of(2, "pre_attn", 0, 0, 6) == 6 + 2).all()
-    rig.plane.standing.commit_global(for_everyone(3))
+    rig.plane.rank_state.commit_global(for_everyone(3))
     rig.step((old, 7, 1), (new, 6, 1))
     assert (rig.left("pre_attn", 0)[:, 0] - [stream_of(n, "pre_attn", 0, p, 1)[0, 0] for n, p in ((1, 7), (2, 6))] == [4, 8]).all()
     rig.step(finished=[old, new])
@@ -101,54 +101,54 @@ def test_what_cannot_be_applied_to_everyone_is_refused_before_anything_changes(r
     wanted = for_everyone(4, template(), entry(rig))
     before = state(rig)
     with pytest.raises((LookupError, ValueError), match=words):
-        rig.plane.standing.prepare_global(wanted)
+        rig.plane.rank_state.prepare_global(wanted)
     assert state(rig) == before
 
 
 def test_global_steering_that_takes_more_than_its_share_of_rows_is_refused(rig: Rig) -> None:
     entries = [template(positions=name) for name in ("all", "all_prompt", "all_generated", "last_prompt")]
-    rig.plane.standing.prepare_global(for_everyone(1, *entries))
+    rig.plane.rank_state.prepare_global(for_everyone(1, *entries))
     entries.append(msgspec.structs.replace(template(positions="all"), family="ablate", numbers=[1.0]))
     entries.append(msgspec.structs.replace(template(positions="all"), family="ablate", numbers=[1.0]))
     with pytest.raises(ValueError, match="takes 5 rows of the steering table, 4 are everyone's"):
-        rig.plane.standing.prepare_global(for_everyone(1, *entries))
+        rig.plane.rank_state.prepare_global(for_everyone(1, *entries))
 
 
 def test_a_hook_that_the_worker_was_not_given_is_refused(rig: Rig) -> None:
-    rig.plane.standing._hooks.remove("mlp_in")
+    rig.plane.rank_state._hooks.remove("mlp_in")
     with pytest.raises(ValueError, match="there is no hook mlp_in: there are pre_attn, attn_out"):
-        rig.plane.standing.prepare_global(for_everyone(1, msgspec.structs.replace(template(), hook="mlp_in")))
+        rig.plane.rank_state.prepare_global(for_everyone(1, msgspec.structs.replace(template(), hook="mlp_in")))
 
 
 def test_a_rollback_restores_the_former_steering_once_for_the_last_commit_only(rig: Rig) -> None:
-    standing = rig.plane.standing
-    standing.commit_global(for_everyone(1, template()))
+    rank_state = rig.plane.rank_state
+    rank_state.commit_global(for_everyone(1, template()))
     bare = rig.plane.fingerprint()
-    standing.commit_global(for_everyone(2, template(scale=3.0)))
+    rank_state.commit_global(for_everyone(2, template(scale=3.0)))
     after = state(rig)
-    standing.rollback_global(1)
+    rank_state.rollback_global(1)
     assert state(rig) == after, "another version is current"
-    standing.rollback_global(2)
+    rank_state.rollback_global(2)
     assert rig.plane.fingerprint() == bare
     assert rig.plane.status()["global_version"] == 1
     once = state(rig)
-    standing.rollback_global(2)
+    rank_state.rollback_global(2)
     assert state(rig) == once
 
 
 def test_a_refused_commit_leaves_the_steering_and_its_rollback_changes_nothing(rig: Rig) -> None:
-    standing = rig.plane.standing
-    standing.commit_global(for_everyone(1, template()))
+    rank_state = rig.plane.rank_state
+    rank_state.commit_global(for_everyone(1, template()))
     live = [steered(number, scale=10.0 + number) for number in (1, 2)]
     rig.step(*((request, 0, 6) for request in live), new=live)
     before = state(rig)
     for version in (2, 1):  # also when a version comes twice
         with pytest.raises(RuntimeError, match="all 3 steering rows are in use"):  # the worker admits rows before: a bug, then
-            standing.commit_global(for_everyone(version, template(scale=3.0)))
-        standing.rollback_global(version)
+            rank_state.commit_global(for_everyone(version, template(scale=3.0)))
+        rank_state.rollback_global(version)
         assert state(rig) == before
     rig.step(finished=live)
-    standing.commit_global(for_everyone(3))
+    rank_state.commit_global(for_everyone(3))
     assert rig.plane.status()["rows_used"] == 0
 
 
@@ -156,51 +156,51 @@ def test_a_refused_commit_leaves_the_steering_and_its_rollback_changes_nothing(r
 
 
 def test_a_module_is_registered_changed_and_unregistered_and_each_can_be_taken_back(rig: Rig) -> None:
-    standing, other = rig.plane.standing, rig.vector(5.0)
+    rank_state, other = rig.plane.rank_state, rig.vector(5.0)
     for digest, tensors, before in ((JOY, [NAME], {}), ("e" * 64, [other], {"joy": JOY}), ("", [], {"joy": JOY})):
         had = rig.plane.fingerprint()
-        standing.set_module("joy", digest, tensors)
+        rank_state.set_module("joy", digest, tensors)
         assert rig.plane.status()["modules"] == ({"joy": digest} if digest else {})
-        standing.rollback_module("joy", "f" * 64)
-        standing.rollback_module("joy", digest)
-        standing.rollback_module("joy", digest)
+        rank_state.rollback_module("joy", "f" * 64)
+        rank_state.rollback_module("joy", digest)
+        rank_state.rollback_module("joy", digest)
         assert (rig.plane.status()["modules"], rig.plane.fingerprint()) == (before, had)
         if not before:
-            standing.set_module("joy", digest, tensors)
+            rank_state.set_module("joy", digest, tensors)
 
 
 def test_a_module_without_its_tensors_is_refused_and_the_name_keeps_its_value(rig: Rig) -> None:
-    rig.plane.standing.set_module("joy", JOY, [NAME])
+    rig.plane.rank_state.set_module("joy", JOY, [NAME])
     before = state(rig)
     for digest in ("e" * 64, JOY):  # also when it is what the name means
         with pytest.raises(LookupError, match="module 'joy': vector 000000000000 is not on this rank"):
-            rig.plane.standing.set_module("joy", digest, [NAME, "0" * 64])
-        rig.plane.standing.rollback_module("joy", digest)
+            rig.plane.rank_state.set_module("joy", digest, [NAME, "0" * 64])
+        rig.plane.rank_state.rollback_module("joy", digest)
         assert state(rig) == before
 
 
 def test_a_tensor_that_stands_is_not_dropped(rig: Rig) -> None:
-    standing, other = rig.plane.standing, rig.vector(5.0)
-    standing.set_module("joy", JOY, [NAME])
+    rank_state, other = rig.plane.rank_state, rig.vector(5.0)
+    rank_state.set_module("joy", JOY, [NAME])
     with pytest.raises(RuntimeError, match="is needed by module 'joy'"):
-        standing.drop_vectors([other, NAME])
+        rank_state.drop_vectors([other, NAME])
     assert rig.plane.status()["vectors"] == 2, "all or none"
-    standing.set_module("joy", "", [])
-    standing.commit_global(for_everyone(1, template()))
+    rank_state.set_module("joy", "", [])
+    rank_state.commit_global(for_everyone(1, template()))
     with pytest.raises(RuntimeError, match="is needed by global steering"):
-        standing.drop_vectors([NAME])
-    standing.commit_global(for_everyone(2))
-    standing.drop_vectors([NAME, other])
+        rank_state.drop_vectors([NAME])
+    rank_state.commit_global(for_everyone(2))
+    rank_state.drop_vectors([NAME, other])
     assert rig.plane.status()["vectors"] == 0
 
 
 # field case 26
 def test_a_module_can_be_unregistered_while_a_request_uses_it(rig: Rig) -> None:
-    rig.plane.standing.set_module("joy", JOY, [NAME])
+    rig.plane.rank_state.set_module("joy", JOY, [NAME])
     admitted = steered(1)
     rig.step((admitted, 0, 4), new=[admitted])
-    rig.plane.standing.set_module("joy", "", [])
-    rig.plane.standing.drop_vectors([NAME])
+    rig.plane.rank_state.set_module("joy", "", [])
+    rig.plane.rank_state.drop_vectors([NAME])
     rig.step((admitted, 4, 2))
     assert (rig.left("pre_attn", 0) - stream_of(1, "pre_attn", 0, 4, 2) == 2).all()
     rig.plane.begin([], {}, 1, None, {"1": 0})  # preempted, computed again
@@ -222,7 +222,7 @@ def test_a_module_of_one_phase_is_there_from_the_first_chunk_to_the_last_token(
     rig: Rig, positions: str, edited: list[int], chunks: list[int]
 ) -> None:
     """Its row is taken once, when the request comes, whichever phase will use it; the module may be gone by then."""
-    rig.plane.standing.set_module("joy", JOY, [NAME])
+    rig.plane.rank_state.set_module("joy", JOY, [NAME])
     request = Request(1, 6, 9, (), [template(positions=positions).stored(positions)])
     found: list[int] = []
     for number, count in enumerate([*chunks, 1, 1]):
@@ -230,8 +230,8 @@ def test_a_module_of_one_phase_is_there_from_the_first_chunk_to_the_last_token(
         found += (rig.left("pre_attn", 0) - stream_of(1, "pre_attn", 0, len(found), count))[:, 0].tolist()
         if not number:
             assert rig.plane.status()["rows_used"] == 1
-            rig.plane.standing.set_module("joy", "", [])
-            rig.plane.standing.drop_vectors([NAME])
+            rig.plane.rank_state.set_module("joy", "", [])
+            rig.plane.rank_state.drop_vectors([NAME])
     assert found == edited
     rig.step(finished=[request])
     (receipt,) = rig.receipts()
@@ -241,15 +241,15 @@ def test_a_module_of_one_phase_is_there_from_the_first_chunk_to_the_last_token(
 # -- what a rank refuses ---------------------------------------------------------------------------------------------------
 
 ACTIONS: dict[str, Callable[[Rig], None]] = {
-    "put_vectors": lambda rig: rig.plane.standing.put_vectors({content_hash(OTHER): OTHER}),
-    "drop_vectors": lambda rig: rig.plane.standing.drop_vectors([rig.vector(5.0)]),
+    "put_vectors": lambda rig: rig.plane.rank_state.put_vectors({content_hash(OTHER): OTHER}),
+    "drop_vectors": lambda rig: rig.plane.rank_state.drop_vectors([rig.vector(5.0)]),
     "put_run": lambda rig: rig.plane.runs.put(source_run(rig.directory / "captures", {"pre_attn": [0]}, [0, 1], job="job_other")),
     "drop_runs": lambda rig: rig.plane.runs.drop(["job_s.0.tag"]),
-    "prepare_global": lambda rig: rig.plane.standing.prepare_global(for_everyone(2, template())),
-    "commit_global": lambda rig: rig.plane.standing.commit_global(for_everyone(2, template(scale=9.0))),
-    "rollback_global": lambda rig: rig.plane.standing.rollback_global(1),
-    "set_module": lambda rig: rig.plane.standing.set_module("sad", JOY, [NAME]),
-    "rollback_module": lambda rig: rig.plane.standing.rollback_module("joy", JOY),
+    "prepare_global": lambda rig: rig.plane.rank_state.prepare_global(for_everyone(2, template())),
+    "commit_global": lambda rig: rig.plane.rank_state.commit_global(for_everyone(2, template(scale=9.0))),
+    "rollback_global": lambda rig: rig.plane.rank_state.rollback_global(1),
+    "set_module": lambda rig: rig.plane.rank_state.set_module("sad", JOY, [NAME]),
+    "rollback_module": lambda rig: rig.plane.rank_state.rollback_module("joy", JOY),
     "restart_ledger": lambda rig: rig.plane.restart(),
     "end": lambda rig: rig.plane.end("j1.0.1", 6),
     "cleanse": lambda rig: rig.plane.cleanse([0]),
@@ -259,8 +259,8 @@ ACTIONS: dict[str, Callable[[Rig], None]] = {
 # field case 29
 @pytest.mark.parametrize("call", CALLS)
 def test_a_call_that_fails_on_this_rank_says_why_and_has_changed_nothing(rig: Rig, call: str) -> None:
-    rig.plane.standing.set_module("joy", JOY, [NAME])
-    rig.plane.standing.commit_global(for_everyone(1, template()))
+    rig.plane.rank_state.set_module("joy", JOY, [NAME])
+    rig.plane.rank_state.commit_global(for_everyone(1, template()))
     rig.plane.runs.put(source_run(rig.directory / "captures", {"pre_attn": [0]}, [0, 1]))
     before = state(rig)
     rig.plane.faults.switch(call)
@@ -295,11 +295,11 @@ Act = Callable[[Rig], object]
 
 
 def commit(version: int, *entries: SteeringTemplate) -> Act:
-    return lambda rig: rig.plane.standing.commit_global(for_everyone(version, *entries))
+    return lambda rig: rig.plane.rank_state.commit_global(for_everyone(version, *entries))
 
 
 def module(name: str, digest: str) -> Act:
-    return lambda rig: rig.plane.standing.set_module(name, digest, [NAME] if digest else [])
+    return lambda rig: rig.plane.rank_state.set_module(name, digest, [NAME] if digest else [])
 
 
 def fault(text: str) -> Act:
@@ -313,12 +313,12 @@ BLIND_SPOTS: dict[str, tuple[list[Act], list[Act]]] = {
     "another version of the same": ([commit(1, template())], [commit(2, template())]),
     "one cleared what the other keeps": ([commit(1, template()), commit(2)], [commit(1, template())]),
     "one cleared what was clear": ([commit(1)], []),
-    "one rolled back": ([commit(1)], [commit(1), lambda rig: rig.plane.standing.rollback_global(1)]),
+    "one rolled back": ([commit(1)], [commit(1), lambda rig: rig.plane.rank_state.rollback_global(1)]),
     "a module on one of them": ([module("joy", JOY)], []),
     "one name, two meanings": ([module("joy", JOY)], [module("joy", "e" * 64)]),
     "one meaning, two names": ([module("joy", JOY)], [module("sad", JOY)]),
     "one unregistered": ([module("joy", JOY)], [module("joy", JOY), module("joy", "")]),
-    "one took a module back": ([module("joy", JOY)], [module("joy", JOY), lambda rig: rig.plane.standing.rollback_module("joy", JOY)]),
+    "one took a module back": ([module("joy", JOY)], [module("joy", JOY), lambda rig: rig.plane.rank_state.rollback_module("joy", JOY)]),
     "other bytes in the table": ([], [fault("alter_action:rank=1")]),
     "a row that one did not write": ([], [fault("skip_action:rank=1")]),
     "another row": ([lambda rig: run(rig, steered(1))], [lambda rig: run(rig, steered(1, scale=2.0))]),
@@ -343,8 +343,8 @@ def test_ranks_that_do_the_same_agree_in_every_receipt_and_in_content(tmp_path: 
     ranks = stage(tmp_path)
     everyone = for_everyone(1, template(), template(positions=[2], scale=0.25))
     for rig in ranks:
-        rig.plane.standing.set_module("joy", JOY, [NAME])
-        rig.plane.standing.commit_global(everyone)
+        rig.plane.rank_state.set_module("joy", JOY, [NAME])
+        rig.plane.rank_state.commit_global(everyone)
         for number in range(3):
             run(rig, steered(number, scale=1.0 + number, everyone=everyone))
         live = steered(8, everyone=everyone)
@@ -373,7 +373,7 @@ def test_a_row_that_is_skipped_or_altered_really_is_and_the_contents_differ(tmp_
 @pytest.mark.parametrize("stray", ["pool", "scalars", "site_rows"])
 def test_bytes_that_went_astray_on_the_device_show_in_the_fingerprint(tmp_path: Path, stray: str) -> None:
     rig = Rig(tmp_path)
-    rig.plane.standing.commit_global(for_everyone(1, template()))
+    rig.plane.rank_state.commit_global(for_everyone(1, template()))
     before = rig.plane.fingerprint()
     buffer = getattr(rig._rank.buffers, stray)
     buffer[..., 1, 0] += 1 if stray != "site_rows" else 0
@@ -390,10 +390,10 @@ def test_ranks_out_of_step_begin_anew_from_zero_and_agree_when_the_same_is_repla
     everyone = for_everyone(3, template())
 
     def replay(rig: Rig, text: str = "") -> None:
-        rig.plane.standing.put_vectors({NAME: VECTOR})
-        rig.plane.standing.set_module("joy", JOY, [NAME])
+        rig.plane.rank_state.put_vectors({NAME: VECTOR})
+        rig.plane.rank_state.set_module("joy", JOY, [NAME])
         rig.plane.faults.switch(text)
-        rig.plane.standing.commit_global(everyone)
+        rig.plane.rank_state.commit_global(everyone)
 
     for rig in ranks:
         replay(rig, "alter_action:rank=1")
@@ -423,7 +423,7 @@ def test_requests_present_when_a_rank_restarts_fail_with_the_reason(rig: Rig) ->
     rig.step(finished=[over])  # the worker has not said where it ends
     assert rig.plane.status()["requests"] == 3
     rig.plane.restart()
-    rig.plane.standing.put_vectors({NAME: VECTOR})
+    rig.plane.rank_state.put_vectors({NAME: VECTOR})
     rig.step((live, 6, 1), (plain, 6, 1))
     assert (rig.left("pre_attn", 0)[:1] == stream_of(1, "pre_attn", 0, 6, 1)).all()
     rig.step((live, 0, 6), new=[live])  # as the v2 runner tells of a preempted request that goes on
@@ -442,7 +442,7 @@ def test_a_restarted_ranks_table_is_complete_and_free_of_former_rows(rig: Rig) -
     old = [steered(number, scale=float(number)) for number in (1, 2, 3)]
     rig.step(*((request, 0, 6) for request in old), new=old)
     rig.plane.restart()
-    rig.plane.standing.put_vectors({NAME: VECTOR})
+    rig.plane.rank_state.put_vectors({NAME: VECTOR})
     new = [steered(number, scale=float(number - 3)) for number in (4, 5, 6)]
     rig.step(*((request, 0, 6) for request in new), new=new)
     assert rig.plane.status()["rows_used"] == 3
@@ -465,8 +465,8 @@ def test_the_failure_of_a_request_says_that_the_ranks_began_anew(rig: Rig) -> No
 
 
 def test_a_rank_tells_all_that_the_vocabulary_names(rig: Rig) -> None:
-    rig.plane.standing.set_module("joy", JOY, [NAME])
-    rig.plane.standing.commit_global(for_everyone(4, template()))
+    rig.plane.rank_state.set_module("joy", JOY, [NAME])
+    rig.plane.rank_state.commit_global(for_everyone(4, template()))
     status = rig.plane.status()
     told = msgspec.convert({name: status[name] for name in RankSteering.__struct_fields__}, RankSteering)
     assert (told.modules, told.global_version, told.global_digest) == ({"joy": JOY}, 4, for_everyone(4, template()).digest)

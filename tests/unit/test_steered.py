@@ -8,7 +8,7 @@ import pytest
 
 from midstream import __version__
 from midstream.api.resolve.captures import Bounds, PromptFacts
-from midstream.api.resolve.steering import Standing, resolve_edits, resolve_everyone, resolve_module
+from midstream.api.resolve.steering import ModelState, resolve_edits, resolve_everyone, resolve_module
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.models import ModelInfo
 from midstream.schemas.selectors import HOOKS, SelectorError, Span, Window
@@ -44,8 +44,8 @@ def module(*specs: SteeringSpec, name: str = "joy") -> Module:
 
 def resolved(specs: list[SteeringSpec], *modules: Module, lengths: tuple[int, ...] = (6,), everyone: Any = None, **changes: Any) -> Any:
     bounds = Bounds(model(**changes), [PromptFacts(length, _find) for length in lengths], 4)
-    standing = Standing({one.name: one for one in modules}, everyone or GlobalSteering(), sorted(one.name for one in modules))
-    return resolve_edits([], specs, bounds, standing)
+    model_state = ModelState({one.name: one for one in modules}, everyone or GlobalSteering(), sorted(one.name for one in modules))
+    return resolve_edits([], specs, bounds, model_state)
 
 
 def _find(span: Span) -> list[int]:
@@ -159,7 +159,9 @@ def test_the_rows_of_modules_count_as_those_of_the_request() -> None:
 
 
 def test_a_request_must_fit_beside_what_steers_everyone() -> None:
-    everyone = GlobalSteering(version=1, entries=resolve_everyone([spec(positions=[0]), spec(positions=[1])], model(), Standing()).entries)
+    everyone = GlobalSteering(
+        version=1, entries=resolve_everyone([spec(positions=[0]), spec(positions=[1])], model(), ModelState()).entries
+    )
     mine = [spec(positions=[place]) for place in range(3)]
     assert resolved(mine, steering_rows=5, everyone=everyone)
     problem = refused(resolved, mine, steering_rows=4, everyone=everyone)
@@ -202,7 +204,7 @@ def test_a_module_is_named_by_everything_that_it_does() -> None:
 )
 def test_what_is_wrong_in_a_module_or_for_everyone_is_named_by_its_field(entry: SteeringSpec, field: str) -> None:
     assert refused(resolve_module, [spec(), entry], model()).field == f"steering[1].{field}"
-    assert refused(resolve_everyone, [spec(), entry], model(), Standing()).field == f"steering[1].{field}"
+    assert refused(resolve_everyone, [spec(), entry], model(), ModelState()).field == f"steering[1].{field}"
 
 
 def test_a_module_that_no_request_could_use_is_refused() -> None:
@@ -218,7 +220,7 @@ def test_a_module_that_no_request_could_use_is_refused() -> None:
 
 def test_what_steers_everyone_is_cut_to_each_prompt() -> None:
     content = resolve_everyone(
-        [spec(positions=[1, 5]), spec(layers=1, positions=Span(start=2)), spec(layers=2, positions="all_generated")], model(), Standing()
+        [spec(positions=[1, 5]), spec(layers=1, positions=Span(start=2)), spec(layers=2, positions="all_generated")], model(), ModelState()
     )
     everyone = GlobalSteering(version=1, entries=content.entries)
     assert [entry.positions for entry in everyone.at(6)] == [[1, 5], Window(start=2), "all_generated"]
@@ -229,11 +231,11 @@ def test_what_steers_everyone_is_cut_to_each_prompt() -> None:
 
 def test_a_module_for_everyone_is_its_content_at_the_scale_and_place_that_is_said() -> None:
     joy = module(spec(scale=3.0, positions="all_prompt"), spec(layers=1, op="ablate", vector=OTHER))
-    standing = Standing({"joy": joy}, GlobalSteering(), ["joy"])
-    own = resolve_everyone([SteeringSpec(module="joy", scale=2.0)], model(), standing)
+    model_state = ModelState({"joy": joy}, GlobalSteering(), ["joy"])
+    own = resolve_everyone([SteeringSpec(module="joy", scale=2.0)], model(), model_state)
     assert [(entry.scale, entry.numbers, entry.positions) for entry in own.entries] == [(6.0, [], "all_prompt"), (1.0, [2.0], "all")]
     assert not own.blobs
-    placed = resolve_everyone([SteeringSpec(module="joy", positions=[0])], model(), standing)
+    placed = resolve_everyone([SteeringSpec(module="joy", positions=[0])], model(), model_state)
     assert [entry.positions for entry in placed.entries] == [[0], [0]]
 
 
@@ -250,29 +252,29 @@ def test_a_module_for_everyone_is_its_content_at_the_scale_and_place_that_is_sai
     ],
 )
 def test_positions_that_need_a_prompt_are_refused_for_everyone(positions: Any, place: str) -> None:
-    problem = refused(resolve_everyone, [spec(), spec(positions=positions)], model(), Standing())
+    problem = refused(resolve_everyone, [spec(), spec(positions=positions)], model(), ModelState())
     assert problem.field == f"steering[1].positions{place}"
     joy = module(spec(positions=positions))
-    inside = refused(resolve_everyone, [SteeringSpec(module="joy")], model(), Standing({"joy": joy}, GlobalSteering(), []))
+    inside = refused(resolve_everyone, [SteeringSpec(module="joy")], model(), ModelState({"joy": joy}, GlobalSteering(), []))
     assert inside.field == "steering[0].module"
 
 
 def test_what_steers_everyone_is_bounded_by_what_workers_do_with_each_prompt() -> None:
     large = module(*[spec()] * 2049)
-    problem = refused(resolve_everyone, [SteeringSpec(module="joy")] * 2, model(), Standing({"joy": large}))
+    problem = refused(resolve_everyone, [SteeringSpec(module="joy")] * 2, model(), ModelState({"joy": large}))
     assert (problem.field, problem.detail) == ("steering", "has 4098 entries")
     lists = [spec(positions=list(range(1 << 13)), layers=layer) for layer in range(4)]
-    assert resolve_everyone(lists, model(), Standing()), "at the limit"
-    assert refused(resolve_everyone, [*lists, spec(positions=[0])], model(), Standing()).field == "steering[4].positions"
+    assert resolve_everyone(lists, model(), ModelState()), "at the limit"
+    assert refused(resolve_everyone, [*lists, spec(positions=[0])], model(), ModelState()).field == "steering[4].positions"
     ranges = [spec(positions=[Span(start=0)] * 257)] * 2  # 64 positions each: as long as the model's requests
-    assert refused(resolve_everyone, ranges, model(), Standing()).field == "steering[1].positions"
-    assert resolve_everyone([spec(positions=Span(start=0))] * 1000, model(), Standing()), "alone they are no list"
+    assert refused(resolve_everyone, ranges, model(), ModelState()).field == "steering[1].positions"
+    assert resolve_everyone([spec(positions=Span(start=0))] * 1000, model(), ModelState()), "alone they are no list"
 
 
 def test_what_steers_everyone_leaves_half_of_the_tables_to_requests() -> None:
     two = [spec(positions=[0]), spec(positions=[1])]
-    assert resolve_everyone(two, model(steering_rows=4), Standing())
-    assert "global steering may take 1" in refused(resolve_everyone, two, model(steering_rows=3), Standing()).detail
+    assert resolve_everyone(two, model(steering_rows=4), ModelState())
+    assert "global steering may take 1" in refused(resolve_everyone, two, model(steering_rows=3), ModelState()).detail
     at_each_layer = [spec(layers=layer) for layer in range(4)]
-    assert refused(resolve_everyone, at_each_layer, model(steering_entries=7), Standing()).field == "steering"
-    assert resolve_everyone([spec(layers="all")], model(steering_entries=2), Standing()), "one vector, at four sites"
+    assert refused(resolve_everyone, at_each_layer, model(steering_entries=7), ModelState()).field == "steering"
+    assert resolve_everyone([spec(layers="all")], model(steering_entries=2), ModelState()), "one vector, at four sites"

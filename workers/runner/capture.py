@@ -18,8 +18,8 @@ import torch
 
 from ...schemas.specs import RankSpec, StoredCapture
 from .finished import FinishedCapture
+from .finite_check import all_finite
 from .sites import Site
-from .soundness import all_finite
 
 
 class Ports:
@@ -78,7 +78,7 @@ class StepRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class Extent:
     """`count` contiguous positions from `first_position`, in `step` at slot `slots[pattern]` of each port."""
 
     step: StepRows
@@ -103,9 +103,9 @@ class Recording:
     capture: StoredCapture
     ports: dict[tuple[str, int], int]  # (hook, layer) → port, at least one
     mask: np.ndarray  # bool [all ports of the rank]
-    runs: list[Run] = field(default_factory=list)
+    runs: list[Extent] = field(default_factory=list)
     recorded: int = 0  # positions in `runs`
-    reused: list[Run] = field(default_factory=list)  # rows that an earlier request recorded, see `row_store`
+    reused: list[Extent] = field(default_factory=list)  # rows that an earlier request recorded, see `row_store`
     dropped: set[int] = field(default_factory=set)  # positions not recorded, under overload
 
     @classmethod
@@ -131,7 +131,7 @@ class Recording:
         """Rows recorded so far over all ports, counting those recorded twice."""
         return len(self.ports) * (self.recorded + sum(run.count for run in self.reused))
 
-    def add(self, run: Run) -> None:
+    def add(self, run: Extent) -> None:
         self.runs.append(run)
         self.recorded += run.count
 
@@ -140,15 +140,15 @@ class Recording:
         self.recorded = 0
         self.reused.clear()
 
-    def owners(self, start: int, stop: int) -> dict[int, Run]:
+    def owners(self, start: int, stop: int) -> dict[int, Extent]:
         """Recorded position in `[start, stop)` → the run that computed it last."""
-        owners: dict[int, Run] = {}
+        owners: dict[int, Extent] = {}
         for run in self.runs:
             mine = range(max(start, run.first_position), min(stop, run.first_position + run.count))
             owners.update(dict.fromkeys(mine, run))
         return owners
 
-    def gather(self, start: int, stop: int, new_slab: Callable[[int], torch.Tensor] | None = None) -> list[Run]:
+    def gather(self, start: int, stop: int, new_slab: Callable[[int], torch.Tensor] | None = None) -> list[Extent]:
         """The recorded rows of positions in `[start, stop)`, each once, copied to a slab of their own.
 
         `new_slab(rows)` makes it; without it, it is plain memory.
@@ -171,7 +171,7 @@ class Recording:
         base = np.zeros(len(self.mask), dtype=np.int64)
         base[ports] = np.arange(len(ports)) * len(positions)
         step = StepRows(slab, base, np.zeros(len(self.mask), dtype=np.int64), Landed())
-        return [Run(step, np.array([first]), positions[first], count) for first, count in contiguous(np.array(positions))]
+        return [Extent(step, np.array([first]), positions[first], count) for first, count in contiguous(np.array(positions))]
 
     def compact(self, new_slab: Callable[[int], torch.Tensor]) -> None:
         """Keep the rows in memory of their own: until now each run holds all that its step captured, of everybody."""
@@ -236,12 +236,12 @@ class Recording:
 class Stretch:
     """Positions that lie together in one step's slab."""
 
-    run: Run
+    run: Extent
     offset: int  # from the run's first position
     count: int
 
 
-def stretches(owners: dict[int, Run], positions: Sequence[int]) -> list[Stretch]:
+def stretches(owners: dict[int, Extent], positions: Sequence[int]) -> list[Stretch]:
     """Ascending `positions`, cut where the next one lies elsewhere."""
     found: list[Stretch] = []
     for position in positions:

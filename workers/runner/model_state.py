@@ -26,7 +26,7 @@ class Named(NamedTuple):
 _NOTHING = Named("", ())
 
 
-class Standing:
+class RankState:
     """One per rank. Its methods raise LookupError, ValueError or RuntimeError for what this rank refuses, and change nothing then."""
 
     def __init__(self, sites: Sequence[Site], num_layers: int, table: RowTable, actions: ActionLedger, step: Callable[[], int]) -> None:

@@ -27,17 +27,17 @@ from .actions import ActionLedger
 from .capture import Ports, Recording
 from .config import Place, PlaneConfig
 from .faults import Faults
+from .finite_check import FiniteCheck, NonFinite, precedes_edits, reason
 from .grading import Grading
-from .model_state import Standing
+from .model_state import RankState
 from .overload import Overload
 from .planner import Planner, Tracked
-from .reentry import Entering, Gate
+from .reentry import Reentry, ReentryGate
 from .reports import Reports
 from .row_index import Keeping, KeptBlock
 from .row_store import RowStore
 from .sites import Buffers, Site
 from .slabs import SlabPool
-from .soundness import Soundness, Unsound, precedes_edits, reason
 from .source_runs import RunStore
 from .steering_tables import HeldRows, RowTable, VectorStore
 from .step import Finish, Load, NewRequest, StepView
@@ -68,7 +68,7 @@ class DataPlane:
         *,
         num_layers: int,
         traced: bool,
-        gate: Gate | None = None,
+        gate: ReentryGate | None = None,
     ) -> None:
         """`num_layers`: of the whole model. `traced`: the forward is compiled or graph-captured. `gate`: where it may begin, if it may."""
         self._config, self._place = config, place
@@ -80,7 +80,7 @@ class DataPlane:
         self.runs = RunStore(open_store(config.capture_root), sites, self._hidden_size, self.faults.of_run)
         self._table = RowTable(sites, buffers, VectorStore(), self.runs, self.faults.of_row)
         self._rows = HeldRows(self._table, self.actions)
-        self.standing = Standing(sites, num_layers, self._table, self.actions, lambda: self._step)
+        self.rank_state = RankState(sites, num_layers, self._table, self.actions, lambda: self._step)
         queue_bytes = config.capture_queue_mib << 20
         self._slabs = SlabPool(queue_bytes, Path(config.spill_dir), pinned=buffers.ring.device.type != "cpu")
         self._slabs_floor = queue_bytes
@@ -94,9 +94,9 @@ class DataPlane:
         self._planner = Planner(sites, buffers, self._table, self._slabs, self._overload, traced=traced)
         self._row_store, self._keeping = RowStore(), cast("Keeping | None", None)
         self._grading = Grading()
-        self._soundness = Soundness(sites, buffers)
+        self._finite = FiniteCheck(sites, buffers)
         self._view: StepView | None = None  # of the step that was planned and has not run
-        self.entering = Entering(gate, self.runs, self._hidden_size, self._dtype, buffers.ring.device) if gate is not None else None
+        self.entering = Reentry(gate, self.runs, self._hidden_size, self._dtype, buffers.ring.device) if gate is not None else None
         self._unkept = 0  # the last step in which a failed request did not leave rows that the scheduler takes for kept
         self._tracked: dict[str, Tracked] = {}
         self._taints = Taints()
@@ -146,13 +146,13 @@ class DataPlane:
         self._finished.clear()
         self._table.clear()
         self.runs.clear()
-        self.standing.forget()
+        self.rank_state.forget()
         self._grading.forget()
         self.actions.restart()
 
     def fingerprint(self) -> str:
         """CRC32, 8 hex digits, of all that is here and of the table as the device has it: equal where ranks of a stage are."""
-        content = self.standing.names(), self.runs.names(), self._table.fingerprint()
+        content = self.rank_state.names(), self.runs.names(), self._table.fingerprint()
         return f"{zlib.crc32(msgspec.msgpack.encode(content)):08x}"
 
     def status(self) -> dict[str, Any]:
@@ -165,14 +165,14 @@ class DataPlane:
             "checksum": self.actions.checksum,
             "actions": self.actions.count,
             "epoch": self.actions.epoch,
-            "global_version": self.standing.steering.version,
-            "global_digest": self.standing.steering.digest,
-            "modules": self.standing.modules,
+            "global_version": self.rank_state.steering.version,
+            "global_digest": self.rank_state.steering.digest,
+            "modules": self.rank_state.modules,
             "rows_used": self._table.used,
             "rows": self._config.steering_rows,
             "entries_used": self._table.entries_used,
             "entries": self._config.steering_entries,
-            "vectors": len(self.standing.vectors),
+            "vectors": len(self.rank_state.vectors),
             "runs": len(self.runs),
             "run_bytes": self.runs.bytes,
             "requests": len(self._tracked) + len(self._finished),
@@ -218,7 +218,7 @@ class DataPlane:
         self._step += 1
         self._preemptions += preempted
         needed = {request_id: len(finish.token_ids) for request_id, finish in finished.items() if request_id in self._tracked}
-        self._judge(self._soundness.settle(needed))
+        self._judge(self._finite.settle(needed))
         for request_id in sorted(finished):
             tracked = self._tracked.pop(request_id, None)
             if tracked is not None:
@@ -289,13 +289,13 @@ class DataPlane:
         `hidden`: `[tokens, hidden_size]`, what left the last layer; None on other stages.
         """
         view, self._view = self._view, None
-        self._soundness.take(self._step, view, self._planner.edits, hidden if self._place.grades else None)
+        self._finite.take(self._step, view, self._planner.edits, hidden if self._place.grades else None)
         if self.entering is not None:
             self.entering.done()
         if self._planner.busy:
             with self._guard([tracked for tracked in self._tracked.values() if tracked.recordings], "capture_failed"):
                 self._planner.drain()
-        self._judge(self._soundness.settle())
+        self._judge(self._finite.settle())
         if self._keeping is not None:
             for block in self._keeping.keep:
                 if block.request_id in self._tracked and self._tracked[block.request_id].reported:
@@ -306,10 +306,10 @@ class DataPlane:
 
     def found(self) -> Callable[[], list[tuple[str, int]]]:
         """Of the step that ran last: (request, first position) of rows that are not finite. Waits for the step, in any thread."""
-        finding = self._soundness.last
-        return lambda: [] if finding is None else self._soundness.of(finding)
+        finding = self._finite.last
+        return lambda: [] if finding is None else self._finite.of(finding)
 
-    def _judge(self, found: Sequence[Unsound]) -> None:
+    def _judge(self, found: Sequence[NonFinite]) -> None:
         """Fail the requests whose edits left rows that are not finite; note of others that the model did."""
         for each in found:
             tracked = self._tracked.get(each.id)
@@ -355,7 +355,7 @@ class DataPlane:
         try:
             for capture in spec.captures:
                 for hook, layers in capture.sites.items():
-                    self.standing.check_sites(hook, layers)
+                    self.rank_state.check_sites(hook, layers)
         except ValueError as error:  # it is steered all the same: its cached blocks say that they were
             self._fail(tracked, str(error), "capture_failed")
         if self._place.tp == 0 and not tracked.reported:  # the ranks of a stage hold equal rows: one records
@@ -370,7 +370,7 @@ class DataPlane:
             if (most := max(columns_of(wanted), default=-1) + 1) > ROWS_PER_TOKEN:
                 raise ValueError(f"its steering takes {most} rows of the table at one token, {ROWS_PER_TOKEN} may edit one")
             for entry in (*spec.global_steering, *spec.steering):
-                self.standing.check_sites(entry.hook, entry.layers)
+                self.rank_state.check_sites(entry.hook, entry.layers)
             tracked.holds(self._rows.acquire(self._step, wanted))
             if wanted:
                 self.actions.fold(self._step, "steer", spec.job, spec.request, spec.attempt, spec.digest)

@@ -14,7 +14,7 @@ from ...kernels import plan as columns
 from ...schemas.selectors import PositionSelector, select
 from ...schemas.specs import RankSpec, SteeringRow, columns_of
 from .buffers import Staging
-from .capture import Recording, Run, StepRows, contiguous
+from .capture import Extent, Recording, StepRows, contiguous
 from .overload import Overload
 from .sites import Buffers, Site
 from .slabs import SlabPool
@@ -73,7 +73,7 @@ class Planner:
         self._edits = False
         self._lists: list[np.ndarray] = []  # this step's entries of `buffers.lists`, in order
         self._lists_end = 0
-        self._runs: list[tuple[Recording, Run]] = []  # recorded by this step's forward
+        self._runs: list[tuple[Recording, Extent]] = []  # recorded by this step's forward
         self._step: StepRows | None = None
         self._busy = False
 
@@ -159,7 +159,7 @@ class Planner:
         slots = np.stack([np.searchsorted(each, first_tokens) for each in tokens], axis=1)  # [runs, patterns]
         self._step = StepRows(slab, base, pattern, self._staging.landing())
         self._runs = [
-            (item.recording, Run(self._step, slot, int(item.positions[first]), count))
+            (item.recording, Extent(self._step, slot, int(item.positions[first]), count))
             for (item, first, count), slot in zip(runs, slots, strict=True)
         ]
 

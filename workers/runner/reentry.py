@@ -11,9 +11,9 @@ from torch import nn
 
 from ...schemas.specs import RankSpec
 from .architectures import Adapter
+from .finite_check import all_finite
 from .planner import Tracked
 from .sites import held_layers, places
-from .soundness import all_finite
 from .source_runs import RunStore
 from .step import RequestRows, StepView
 
@@ -21,7 +21,7 @@ from .step import RequestRows, StepView
 _Member = tuple[Tracked, RequestRows]
 
 
-class Gate:
+class ReentryGate:
     """Where the rank's next forward begins. The layers below give back what they get, at no cost."""
 
     def __init__(self, layers: Sequence[int]) -> None:
@@ -50,16 +50,16 @@ class Gate:
         return stream
 
 
-def install_gate(model: nn.Module, adapter: Adapter) -> Gate:
+def install_gate(model: nn.Module, adapter: Adapter) -> ReentryGate:
     """Wrap the decoder layers that this rank holds. After `sites.install`: the sites of a layer that is left out must not run."""
     held = held_layers(model, adapter)
-    gate = Gate([number for number, _ in held])
+    gate = ReentryGate([number for number, _ in held])
     for number, layer in held:
         _wrap(gate, number, layer, pair=adapter.tap("pre_attn", 1).kind == "pair")
     return gate
 
 
-def _wrap(gate: Gate, number: int, layer: nn.Module, *, pair: bool) -> None:
+def _wrap(gate: ReentryGate, number: int, layer: nn.Module, *, pair: bool) -> None:
     """`pair`: the layer takes and gives `(hidden, residual)`, whose sum is the stream; else one tensor."""
     forward = layer.forward
     hidden_at, residual_at = places(type(layer).forward.__get__(layer))
@@ -118,10 +118,10 @@ def _may_enter(spec: RankSpec, rows: RequestRows, block_size: int) -> bool:
     return all(layer >= spec.entry.layer for entry in (*spec.global_steering, *spec.steering) for layer in entry.layers)
 
 
-class Entering:
+class Reentry:
     """One per rank: `plan` before the forward, `done` after it."""
 
-    def __init__(self, gate: Gate, runs: RunStore, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, gate: ReentryGate, runs: RunStore, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
         """`hidden_size` and `dtype`: of the stream."""
         self._gate, self._runs, self._hidden_size, self._dtype, self._device = gate, runs, hidden_size, dtype, device
         self.block_size = 1  # of the KV cache, once it is known

@@ -10,9 +10,9 @@ from .actions import ActionLedger
 from .capture import Recording
 from .config import Place, PlaneConfig
 from .finished import FinishedCapture
+from .finite_check import precedes_edits
 from .grading import lacking
 from .planner import Tracked
-from .soundness import precedes_edits
 from .writer import InterventionError, WriteJob, Writer
 
 

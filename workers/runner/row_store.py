@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from .capture import Recording, Run
+from .capture import Extent, Recording
 
 
 class RowStore:
@@ -12,7 +12,7 @@ class RowStore:
     """
 
     def __init__(self) -> None:
-        self._kept: dict[int, list[Run]] = {}
+        self._kept: dict[int, list[Extent]] = {}
         self._coming: dict[int, tuple[Recording, int, int]] = {}
         self.held = 0  # bytes
 

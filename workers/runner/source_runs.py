@@ -24,7 +24,7 @@ _SHOWN_RANGES = 16
 
 
 @dataclass(frozen=True)
-class _Run:
+class _LoadedRun:
     places: dict[int, int]  # position → row
     rows: dict[tuple[str, int], torch.Tensor]  # of this rank's sites: `[positions, hidden_size]`, on the CPU
     crc32: int  # of the rows
@@ -38,7 +38,7 @@ class RunStore:
         """`lost`: tests only, does the next look-up find nothing?"""
         self._store, self._hidden_size, self._lost = store, hidden_size, lost
         self._sites: set[tuple[str, int]] = {(site.hook, site.layer) for site in sites}
-        self._runs: dict[str, _Run] = {}
+        self._runs: dict[str, _LoadedRun] = {}
 
     def __contains__(self, key: str) -> bool:
         return key in self._runs
@@ -84,7 +84,7 @@ class RunStore:
         for site in sorted(rows):
             crc = zlib.crc32(rows[site].view(torch.uint8).numpy(), zlib.crc32(_site(*site).encode(), crc))
         places = {position: place for place, position in enumerate(files.positions)}
-        self._runs[files.key] = _Run(places, rows, crc, sum(each.nbytes for each in rows.values()))
+        self._runs[files.key] = _LoadedRun(places, rows, crc, sum(each.nbytes for each in rows.values()))
 
     def drop(self, keys: Sequence[str]) -> None:
         """Forget runs; one that is not here is no error. Rows of requests that are running are in the table."""
@@ -119,7 +119,7 @@ class RunStore:
             return rows[places[0] : places[0] + len(places)]
         return rows[places]
 
-    def _find(self, key: str, hook: Hook, layer: int) -> tuple[_Run, torch.Tensor]:
+    def _find(self, key: str, hook: Hook, layer: int) -> tuple[_LoadedRun, torch.Tensor]:
         run = self._runs.get(key)
         if run is None or self._lost():
             raise LookupError(f"source run {key} is not on this rank")
@@ -131,7 +131,7 @@ class RunStore:
     def _elsewhere(self, hook: Hook, layer: int) -> str:
         return "" if (hook, layer) in self._sites else ", which is not on this rank"
 
-    def _places(self, wanted: RunRow, run: _Run, positions: Sequence[int]) -> list[int]:
+    def _places(self, wanted: RunRow, run: _LoadedRun, positions: Sequence[int]) -> list[int]:
         """Where the rows of `positions` are."""
         try:
             return [run.places[position] for position in positions]

@@ -18,7 +18,7 @@ Held = tuple[torch.Tensor, torch.Tensor]
 Content = Mapping[tuple[int, int], Held]
 
 
-class _Run(NamedTuple):
+class _Extent(NamedTuple):
     site: int
     family: int
     first: int
@@ -32,7 +32,7 @@ class EntryPool:
         self._buffers = buffers
         self._device = buffers.pool.device
         self._capacity = len(buffers.pool) - 1
-        self._runs: dict[int, list[_Run]] = {}  # by row
+        self._runs: dict[int, list[_Extent]] = {}  # by row
         self._end = 1  # entries from here on are free; before it there may be gaps
         self._used = 0
 
@@ -61,7 +61,7 @@ class EntryPool:
             vectors, scalars = (torch.cat(parts) for parts in zip(*held.values(), strict=True))
         self._put(self._end, vectors, scalars)  # one copy for all sites
         for name, (mine, _) in held.items():
-            self._runs[row] += [_Run(site, family, self._end, mine.shape[0]) for site, family in places[name]]
+            self._runs[row] += [_Extent(site, family, self._end, mine.shape[0]) for site, family in places[name]]
             self._end += mine.shape[0]
         self._used += needed
         self._name(row)
@@ -128,7 +128,7 @@ class EntryPool:
         sites, families, firsts, _ = self._index(self._runs[row]).t()
         self._buffers.site_rows[sites, families, row] = firsts.to(torch.int32)
 
-    def _index(self, numbers: Sequence[int] | Sequence[_Run]) -> torch.Tensor:
+    def _index(self, numbers: Sequence[int] | Sequence[_Extent]) -> torch.Tensor:
         return self._there(torch.tensor(numbers, dtype=torch.int64))
 
     def _there(self, values: torch.Tensor) -> torch.Tensor:

@@ -92,11 +92,11 @@ class MidstreamWorker(PlatformWorker):
     # What changes something is answered with (ok, why not); a rank that refuses has changed nothing.
 
     def midstream_put_vectors(self, vectors: dict[str, Any]) -> tuple[bool, str]:
-        return self._answer("put_vectors", lambda plane: plane.standing.put_vectors(msgspec.convert(vectors, dict[str, Tensor])))
+        return self._answer("put_vectors", lambda plane: plane.rank_state.put_vectors(msgspec.convert(vectors, dict[str, Tensor])))
 
     def midstream_drop_vectors(self, names: list[str]) -> tuple[bool, str]:
         """Refused when a module or global steering needs one of them."""
-        return self._answer("drop_vectors", lambda plane: plane.standing.drop_vectors(names))
+        return self._answer("drop_vectors", lambda plane: plane.rank_state.drop_vectors(names))
 
     def midstream_put_run(self, run: dict[str, Any]) -> tuple[bool, str]:
         """`run`: a `RunFiles` as plain containers. This rank reads by itself what its own sites need: it waits for no other."""
@@ -107,23 +107,23 @@ class MidstreamWorker(PlatformWorker):
 
     def midstream_prepare_global(self, steering: dict[str, Any]) -> tuple[bool, str]:
         """`steering`: a `GlobalSteering` as plain containers. Changes nothing."""
-        return self._answer("prepare_global", lambda plane: plane.standing.prepare_global(msgspec.convert(steering, GlobalSteering)))
+        return self._answer("prepare_global", lambda plane: plane.rank_state.prepare_global(msgspec.convert(steering, GlobalSteering)))
 
     def midstream_commit_global(self, steering: dict[str, Any]) -> tuple[bool, str]:
         """Takes rows for the new steering before it gives back those of the former: both must have been admitted."""
-        return self._answer("commit_global", lambda plane: plane.standing.commit_global(msgspec.convert(steering, GlobalSteering)))
+        return self._answer("commit_global", lambda plane: plane.rank_state.commit_global(msgspec.convert(steering, GlobalSteering)))
 
     def midstream_rollback_global(self, version: int) -> tuple[bool, str]:
         """Undoes the commit of `version`; where that was refused, or is not the last change, nothing is done, which is fine."""
-        return self._answer("rollback_global", lambda plane: plane.standing.rollback_global(version))
+        return self._answer("rollback_global", lambda plane: plane.rank_state.rollback_global(version))
 
     def midstream_set_module(self, name: str, digest: str, tensors: list[str]) -> tuple[bool, str]:
         """With an empty `digest`: unregister."""
-        return self._answer("set_module", lambda plane: plane.standing.set_module(name, digest, tensors))
+        return self._answer("set_module", lambda plane: plane.rank_state.set_module(name, digest, tensors))
 
     def midstream_rollback_module(self, name: str, digest: str) -> tuple[bool, str]:
         """Undoes `midstream_set_module(name, digest, …)`, in the same way as `midstream_rollback_global`."""
-        return self._answer("rollback_module", lambda plane: plane.standing.rollback_module(name, digest))
+        return self._answer("rollback_module", lambda plane: plane.rank_state.rollback_module(name, digest))
 
     def midstream_end(self, key: str, num_tokens: int) -> tuple[bool, str]:
         return self._answer("end", lambda plane: plane.end(key, num_tokens))

@@ -24,7 +24,7 @@ _ORDER = {hook: place for place, hook in enumerate(get_args(Hook))}
 
 
 @dataclass(frozen=True, slots=True)
-class Unsound:
+class NonFinite:
     """The first row of a request in one step that is not finite."""
 
     id: str  # of the request in the engine
@@ -47,17 +47,17 @@ class _Finding:
     def done(self) -> bool:
         return self._event is None or self._event.query()
 
-    def read(self, sites: Sequence[Site]) -> list[Unsound]:
+    def read(self, sites: Sequence[Site]) -> list[NonFinite]:
         """Waits for the copies. By position; at one position first what edits did, then what left the last layer."""
         if self._event is not None:
             self._event.synchronize()
-        found: list[Unsound] = []
+        found: list[NonFinite] = []
         if self._broken is not None and (marks := self._broken.numpy()).any():
             for id_, place, position in self._first(marks != 0):
                 mark = int(marks[place])
-                found.append(Unsound(id_, self.step, position, sites[abs(mark) - 1], mark > 0))
+                found.append(NonFinite(id_, self.step, position, sites[abs(mark) - 1], mark > 0))
         if self._sums is not None and (bad := ~np.isfinite(self._sums.numpy())).any():
-            found += [Unsound(id_, self.step, position, None) for id_, _, position in self._first(bad)]
+            found += [NonFinite(id_, self.step, position, None) for id_, _, position in self._first(bad)]
         # The earliest position first: what the model did there excuses what is seen of it later.
         return sorted(found, key=lambda each: each.position)
 
@@ -69,7 +69,7 @@ class _Finding:
                 yield rows.id, rows.first_row + int(mine[0]), rows.first_position + int(mine[0])
 
 
-class Soundness:
+class FiniteCheck:
     """One per rank: `take` after each forward, `settle` for what is known by then."""
 
     def __init__(self, sites: Sequence[Site], buffers: Buffers) -> None:
@@ -100,12 +100,12 @@ class Soundness:
         self.last = _Finding(step, view, broken, sums, event)
         self._pending.append(self.last)
 
-    def settle(self, needed: Mapping[str, int] | None = None) -> list[Unsound]:
+    def settle(self, needed: Mapping[str, int] | None = None) -> list[NonFinite]:
         """What was found in the steps that are over, each once and in their order.
 
         `needed`: request → tokens that it has: waits for the steps that computed them.
         """
-        found: list[Unsound] = []
+        found: list[NonFinite] = []
         last = max((number for number, each in enumerate(self._pending) if _computed(each.view, needed or {})), default=-1)
         while self._pending and (last >= 0 or self._pending[0].done()):
             found += self._pending.popleft().read(self._sites)
@@ -156,7 +156,7 @@ def precedes_edits(spec: RankSpec, position: int, place: tuple[str, int] | None,
     return here < lowest or (here == lowest and not after)
 
 
-def reason(spec: RankSpec, found: Unsound) -> str:
+def reason(spec: RankSpec, found: NonFinite) -> str:
     """Why a request fails: which row, and which of its edits are to blame as far as that is known."""
     if found.site is None:
         return f"the stream behind the last layer is not finite at position {found.position}, after the edits of this request"
