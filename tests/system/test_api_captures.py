@@ -105,12 +105,14 @@ def test_chosen_layers_come_alone(api: Api, staged: str, chosen: str, layers: li
         ({"request": "7"}, 404, "request"),
     ],
 )
-def test_a_wrong_choice_is_named(api: Api, captured: str, parameters: dict[str, Any], status: int, field: str) -> None:
+def test_an_unknown_capture_selection_is_a_400_naming_the_field(
+    api: Api, captured: str, parameters: dict[str, Any], status: int, field: str
+) -> None:
     answer = api.http.get(f"/v1/captures/{captured}/safetensors", params=parameters)
     assert (answer.status_code, answer.json()["field"]) == (status, field)
 
 
-def test_a_capture_still_on_its_way_is_pending_and_its_tensors_a_conflict(api: Api, hand: Hand) -> None:
+def test_an_unfinished_capture_is_pending_and_its_tensors_409(api: Api, hand: Hand) -> None:
     job_id = api.submit(capture={"layers": "all"})
     assert api.http.get(f"/v1/captures/{job_id}").json()["status"] == "pending"
     assert api.http.get(f"/v1/captures/{job_id}/safetensors").status_code == 409
@@ -125,7 +127,7 @@ def test_a_job_without_a_capture_has_no_manifest(api: Api, hand: Hand) -> None:
 @pytest.mark.parametrize(
     "name", ["..%2f..%2f..%2fetc%2fpasswd", "%2e%2e", "p0000.a1.pp0.json", "..%2fredis%2fappendonly.aof", "p0000.a1.pp0.safetensors%00"]
 )
-def test_nothing_but_the_jobs_own_files_is_served(api: Api, captured: str, name: str) -> None:
+def test_capture_downloads_serve_only_files_of_the_job(api: Api, captured: str, name: str) -> None:
     assert api.http.get(f"/v1/captures/{captured}/files/{name}").status_code == 404
 
 
@@ -220,7 +222,7 @@ def verified(api: Api, job_id: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(("ends", "kind"), [(False, "conflict"), (True, "capture_failed")])
-def test_a_capture_that_is_not_over_or_failed_is_refused_unless_a_part_will_do(api: Api, hand: Hand, ends: bool, kind: str) -> None:
+def test_incomplete_captures_need_partial_true(api: Api, hand: Hand, ends: bool, kind: str) -> None:
     claim = half(api, hand)
     if ends:
         hand.receipt(claim, 1, status="error", kind="capture_failed", message="the disk is full")
@@ -373,7 +375,7 @@ def test_a_site_or_tag_that_was_not_captured_is_named(api: Api, hand: Hand, para
 
 
 # field case 18
-def test_a_stage_that_is_not_durable_yet_is_waited_for_and_not_left_out(api: Api) -> None:
+def test_a_download_waits_for_stages_that_are_not_durable(api: Api) -> None:
     hand = Hand(api.settings, ranks=[(0, 0), (0, 1)])
     hand.serve()
     claim = hand.claim(api.submit(capture={"hooks": {"pre_attn": [1], "post_block": "all"}, "tag": "mine"}))
@@ -420,7 +422,7 @@ def test_captures_are_listed_newest_first_with_their_size(api: Api, hand: Hand) 
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_deleted_captures_are_gone_for_everybody(api: Api, hand: Hand, layout: str) -> None:
+def test_deleted_captures_are_410_for_every_caller(api: Api, hand: Hand, layout: str) -> None:
     job_id, other = layered(api, hand, layout), layered(api, hand, layout)
     urls = [file["url"] for file in api.http.get(f"/v1/captures/{job_id}").json()["files"]]
     answer = api.http.delete(f"/v1/captures/{job_id}")
@@ -447,7 +449,7 @@ def test_only_captures_in_files_can_be_deleted(api: Api, hand: Hand) -> None:
     assert api.http.delete(f"/v1/captures/{api.submit()}").status_code == 404
 
 
-def test_bytes_of_an_attempt_that_was_given_up_are_not_counted(api: Api, hand: Hand) -> None:
+def test_capture_bytes_exclude_abandoned_attempts(api: Api, hand: Hand) -> None:
     job_id = api.submit(capture={"hooks": {"post_block": "all"}, "tag": "mine"})
     claim = hand.claim(job_id)
     written(hand, claim, "packed")
@@ -457,7 +459,7 @@ def test_bytes_of_an_attempt_that_was_given_up_are_not_counted(api: Api, hand: H
     assert api.http.get("/v1/captures").json()["captures"][0]["bytes"] == api.http.get(f"/v1/captures/{job_id}").json()["bytes"]
 
 
-def test_a_download_that_has_begun_is_not_cut_by_a_deletion(api: Api, hand: Hand) -> None:
+def test_a_deletion_does_not_interrupt_a_download(api: Api, hand: Hand) -> None:
     """A blob of 50 MiB in a segment: far more than the buffers between here and the server."""
     claim = hand.claim(api.submit(capture={"layers": [2], "tag": "mine", "layout": "segment"}))
     hand.store(claim)
@@ -501,7 +503,7 @@ def test_captures_beyond_the_quota_are_refused_and_other_jobs_are_not(redis_url:
         hand.close()
 
 
-def test_captures_older_than_their_time_are_deleted_by_the_sweep(redis_url: str, tmp_path: Path) -> None:
+def test_captures_past_their_ttl_are_deleted(redis_url: str, tmp_path: Path) -> None:
     with running(tmp_path, redis_url, capture_ttl_s=1000, lease_s=300.0) as api:
         hand = Hand(api.settings)
         hand.serve()

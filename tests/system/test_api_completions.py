@@ -183,7 +183,7 @@ def test_capture_wait_holds_the_answer_until_every_rank_and_prompt_has_reported(
     hand.close()
 
 
-def test_without_capture_wait_the_answer_comes_first_and_says_where_to_look(api: Api, hand: Hand, pool: ThreadPoolExecutor) -> None:
+def test_without_capture_wait_the_response_links_to_the_capture(api: Api, hand: Hand, pool: ThreadPoolExecutor) -> None:
     asked = pool.submit(api.http.post, "/v1/completions", json={"model": MODEL, "prompt": "hello", "capture": CAPTURE})
     claim = hand.claim_next()
     hand.store(claim)
@@ -197,7 +197,7 @@ def test_without_capture_wait_the_answer_comes_first_and_says_where_to_look(api:
     assert api.http.get(results["url"]).json()["status"] == "ok"
 
 
-def test_rows_for_the_response_hold_it_and_come_back_in_it(api: Api, hand: Hand, pool: ThreadPoolExecutor) -> None:
+def test_memory_captures_hold_the_response_and_return_in_it(api: Api, hand: Hand, pool: ThreadPoolExecutor) -> None:
     capture = {"hooks": {"resid_pre": 3, "post_block": [0, 2]}, "positions": "all_prompt", "consumers": ["memory"]}
     asked = pool.submit(api.http.post, "/v1/completions", json={"model": MODEL, "prompt": ["hello there", "a"], "capture": capture})
     claim = hand.claim_next()
@@ -232,7 +232,7 @@ def test_a_chats_span_is_found_in_the_templated_text(api: Api, hand: Hand, pool:
     assert asked.result().status_code == 200
 
 
-def test_what_the_operator_captures_neither_holds_an_answer_nor_shows_in_it(api: Api, hand: Hand, pool: ThreadPoolExecutor) -> None:
+def test_global_captures_neither_delay_nor_appear_in_responses(api: Api, hand: Hand, pool: ThreadPoolExecutor) -> None:
     hand.serve(global_captures=[CaptureSpec(hooks={"pre_attn": "0-1"}, positions=[-1], tag="ops")])
     asked = pool.submit(api.http.post, "/v1/completions", json={"model": MODEL, "prompt": "hello"})
     claim = hand.claim_next()
@@ -245,7 +245,7 @@ def test_what_the_operator_captures_neither_holds_an_answer_nor_shows_in_it(api:
     assert (results["status"], [file["tag"] for file in results["files"]]) == ("ok", ["ops"])
 
 
-def test_a_steered_answer_is_held_until_the_ranks_say_that_it_was_applied(api: Api, hand: Hand, pool: ThreadPoolExecutor) -> None:
+def test_a_steered_response_waits_for_receipts_of_all_ranks(api: Api, hand: Hand, pool: ThreadPoolExecutor) -> None:
     body = {"model": MODEL, "prompt": "hello", "steering": [{"layers": [1], "vector": VECTOR}]}
     asked = pool.submit(api.http.post, "/v1/completions", json=body)
     claim = hand.claim_next()
@@ -259,7 +259,7 @@ def test_a_steered_answer_is_held_until_the_ranks_say_that_it_was_applied(api: A
 
 
 # field case 39
-def test_a_steering_that_failed_on_a_rank_is_never_answered_as_a_success(api: Api, hand: Hand, pool: ThreadPoolExecutor) -> None:
+def test_steering_that_failed_on_a_rank_never_succeeds(api: Api, hand: Hand, pool: ThreadPoolExecutor) -> None:
     body = {"model": MODEL, "prompt": "hello", "steering": [{"layers": [1], "vector": VECTOR}]}
     asked = pool.submit(api.http.post, "/v1/completions", json=body)
     claim = hand.claim_next()
@@ -270,7 +270,7 @@ def test_a_steering_that_failed_on_a_rank_is_never_answered_as_a_success(api: Ap
     assert "choices" not in answer.json()
 
 
-def test_ranks_that_disagree_cost_an_attempt_and_are_reported_in_the_answer(api: Api) -> None:  # field case 29
+def test_rank_disagreement_uses_an_attempt_and_is_in_the_response(api: Api) -> None:  # field case 29
     hand = Hand(api.settings, ranks=[(0, 0), (1, 0)])
     hand.serve()
     body = {"model": MODEL, "prompt": "hello", "capture": CAPTURE, "capture_wait": True}
@@ -302,7 +302,7 @@ def test_ranks_that_disagree_cost_an_attempt_and_are_reported_in_the_answer(api:
     hand.close()
 
 
-def test_the_openai_client_raises_a_failed_job_once_and_does_not_run_it_again(api: Api, hand: Hand, pool: ThreadPoolExecutor) -> None:
+def test_the_openai_client_does_not_retry_a_failed_job(api: Api, hand: Hand, pool: ThreadPoolExecutor) -> None:
     with openai.OpenAI(base_url=f"{api.url}/v1", api_key="none", max_retries=3, timeout=60) as client:
         asked = pool.submit(client.completions.create, model=MODEL, prompt="hello")
         hand.fail(hand.claim_next(), MidstreamError("engine_failed", "out of memory").problem())
@@ -322,9 +322,7 @@ def test_the_openai_client_raises_bad_input_with_the_field(client: openai.OpenAI
 # --- Streams ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_stream_gives_tokens_as_they_come_and_ends_with_the_finish_reason(
-    client: openai.OpenAI, hand: Hand, pool: ThreadPoolExecutor
-) -> None:
+def test_a_stream_sends_tokens_and_ends_with_the_finish_reason(client: openai.OpenAI, hand: Hand, pool: ThreadPoolExecutor) -> None:
     stream = client.completions.create(model=MODEL, prompt="hello", stream=True)
     claim = hand.claim_next()
     assert claim.job.stream
@@ -399,7 +397,7 @@ def test_a_stream_without_capture_wait_ends_with_pending(client: openai.OpenAI, 
 
 
 # field case 39
-def test_a_failure_in_the_middle_of_a_stream_is_an_error_and_not_an_end(client: openai.OpenAI, hand: Hand) -> None:
+def test_a_failure_mid_stream_is_an_error_event(client: openai.OpenAI, hand: Hand) -> None:
     stream = client.completions.create(model=MODEL, prompt="hello", stream=True)
     claim = hand.claim_next()
     hand.say(claim, "hello")
@@ -410,7 +408,7 @@ def test_a_failure_in_the_middle_of_a_stream_is_an_error_and_not_an_end(client: 
         list(chunks)
 
 
-def test_a_captures_failure_after_the_last_token_is_an_error_in_the_stream(client: openai.OpenAI, hand: Hand) -> None:
+def test_a_capture_failure_after_the_last_token_is_an_error_event(client: openai.OpenAI, hand: Hand) -> None:
     extra = {"capture": CAPTURE, "capture_wait": True}
     stream = client.completions.create(model=MODEL, prompt="hello", stream=True, extra_body=extra)
     claim = hand.claim_next()
@@ -421,7 +419,7 @@ def test_a_captures_failure_after_the_last_token_is_an_error_in_the_stream(clien
         list(stream)
 
 
-def test_a_stream_goes_on_where_it_was_when_another_worker_starts_the_job_again(client: openai.OpenAI, hand: Hand) -> None:
+def test_a_stream_resumes_when_another_worker_retries_the_job(client: openai.OpenAI, hand: Hand) -> None:
     stream = client.completions.create(model=MODEL, prompt="hello", stream=True)
     first = hand.claim_next()
     hand.say(first, "hello")
@@ -433,7 +431,7 @@ def test_a_stream_goes_on_where_it_was_when_another_worker_starts_the_job_again(
     assert "".join(choice.text for chunk in stream for choice in chunk.choices) == "hello world"
 
 
-def test_a_second_attempt_with_another_text_is_an_error_and_no_splice(client: openai.OpenAI, hand: Hand) -> None:
+def test_a_stream_fails_when_a_retry_generates_other_text(client: openai.OpenAI, hand: Hand) -> None:
     stream = client.completions.create(model=MODEL, prompt="hello", stream=True)
     first = hand.claim_next()
     hand.say(first, "hello")
@@ -444,7 +442,7 @@ def test_a_second_attempt_with_another_text_is_an_error_and_no_splice(client: op
         list(stream)
 
 
-def test_text_that_no_event_carried_is_in_the_stream_all_the_same(client: openai.OpenAI, hand: Hand) -> None:
+def test_a_stream_includes_text_whose_event_was_lost(client: openai.OpenAI, hand: Hand) -> None:
     stream = client.completions.create(model=MODEL, prompt="hello", stream=True)
     claim = hand.claim_next()
     hand.say(claim, "hello")
@@ -457,7 +455,7 @@ def test_text_that_no_event_carried_is_in_the_stream_all_the_same(client: openai
 
 # field case 38
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_loses_nothing(api: Api, hand: Hand, stream: bool) -> None:
+def test_a_job_completes_after_its_client_disconnects(api: Api, hand: Hand, stream: bool) -> None:
     body = {"model": MODEL, "prompt": "hello", "capture": CAPTURE, "capture_wait": True, "stream": stream}
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{api.url}/v1/completions", json=body, timeout=httpx.Timeout(60, read=0.5))
@@ -469,7 +467,7 @@ def test_a_client_that_leaves_loses_nothing(api: Api, hand: Hand, stream: bool) 
     assert result["outputs"][0]["text"] == "hello world"
 
 
-def test_an_idempotency_key_finds_the_job_of_a_lost_answer(api: Api, hand: Hand) -> None:
+def test_an_idempotency_key_returns_the_job_of_a_lost_response(api: Api, hand: Hand) -> None:
     body, key = {"model": MODEL, "prompt": "hello"}, {"Idempotency-Key": "once"}
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{api.url}/v1/completions", json=body, headers=key, timeout=httpx.Timeout(60, read=0.5))
@@ -479,7 +477,7 @@ def test_an_idempotency_key_finds_the_job_of_a_lost_answer(api: Api, hand: Hand)
     assert hand.count_jobs() == 1
 
 
-def test_an_answer_held_longer_than_the_limit_becomes_a_job_to_look_at(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_response_held_past_the_limit_becomes_202_with_a_job(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     with running(tmp_path_factory.mktemp("hasty"), redis_url, max_wait_s=0.5) as api:
         hand = Hand(api.settings)
         hand.serve()

@@ -86,7 +86,7 @@ def test_a_request_that_arrives_slowly_but_in_time_is_answered(hasty: Api) -> No
         assert connection.recv(64).startswith(b"HTTP/1.1 400")
 
 
-def test_a_client_that_waits_for_its_answer_is_not_late(hasty: Api) -> None:
+def test_waiting_for_a_response_does_not_time_out_the_connection(hasty: Api) -> None:
     hand = Hand(hasty.settings)
     try:
         hand.serve()

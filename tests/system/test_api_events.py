@@ -50,7 +50,7 @@ def test_a_broken_connection_resumes_behind_the_last_event_seen(api: Api, hand: 
         assert parse(rest.text) == whole[seen:]
 
 
-def test_resuming_behind_done_is_204_so_that_a_browser_stops(api: Api, hand: Hand) -> None:
+def test_resuming_after_done_is_204(api: Api, hand: Hand) -> None:
     job_id = api.submit()
     hand.finish(job_id)
     last = parse(api.http.get(f"/v1/jobs/{job_id}/events").text)[-1]["id"]
@@ -75,14 +75,12 @@ def test_a_stream_survives_a_restart_of_the_api_by_resuming(api: Api, hand: Hand
 
 
 @pytest.mark.parametrize("header", ["x", "12", "1-2-3", "0-0; DROP", "9" * 400])
-def test_an_id_that_is_none_of_ours_is_refused(api: Api, hand: Hand, header: str) -> None:
+def test_an_unknown_last_event_id_is_refused(api: Api, hand: Hand, header: str) -> None:
     answer = api.http.get(f"/v1/jobs/{api.submit()}/events", headers={"Last-Event-ID": header})
     assert (answer.status_code, answer.json()["field"]) == (400, "Last-Event-ID")
 
 
-def test_silence_is_broken_by_signs_of_life_and_a_lost_done_still_ends_the_stream(
-    api: Api, hand: Hand, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_event_streams_send_keepalives_and_end_despite_a_lost_done(api: Api, hand: Hand, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events, "PING_S", 0.2)
     job_id = api.submit()
 
@@ -98,7 +96,7 @@ def test_silence_is_broken_by_signs_of_life_and_a_lost_done_still_ends_the_strea
 
 
 # field case 38
-def test_followers_that_went_away_leave_nothing_waiting(api: Api, hand: Hand) -> None:
+def test_disconnected_event_followers_leave_no_waiters(api: Api, hand: Hand) -> None:
     job_id = api.submit()
 
     def follow_and_leave(_: int) -> None:

@@ -61,9 +61,7 @@ def again(server: redis_server.RedisServer) -> redis_server.RedisServer:
 
 
 # field case 39
-def test_while_redis_is_away_everything_is_503_and_nothing_is_accepted(
-    own_redis: redis_server.RedisServer, own_api: Api, own_hand: Hand
-) -> None:
+def test_all_calls_are_503_while_redis_is_unreachable(own_redis: redis_server.RedisServer, own_api: Api, own_hand: Hand) -> None:
     job_id = own_api.submit()
     own_redis.kill()
     assert own_api.http.get("/healthz").status_code == 200, "the process itself is well"
@@ -111,7 +109,7 @@ def test_a_held_answer_outlives_a_restart_of_redis(own_redis: redis_server.Redis
 
 # field case 37
 @pytest.mark.parametrize("promise", ["accepted", "over", "listed", "told"])
-def test_what_was_answered_while_the_disk_is_slow_is_so_after_redis_was_killed(
+def test_answers_given_on_a_slow_disk_survive_a_redis_kill(
     on_slow_disk: None, own_redis: redis_server.RedisServer, own_api: Api, own_hand: Hand, promise: str
 ) -> None:
     """A Redis whose last fsync still runs answers before it writes."""
@@ -138,7 +136,7 @@ def test_what_was_answered_while_the_disk_is_slow_is_so_after_redis_was_killed(
         server.stop()
 
 
-def test_what_is_not_written_before_redis_is_killed_is_told_to_be_unavailable(
+def test_unsynced_writes_are_503_when_redis_is_killed(
     on_slow_disk: None, own_redis: redis_server.RedisServer, own_api: Api, own_hand: Hand
 ) -> None:
     server = own_redis
@@ -203,7 +201,7 @@ def test_a_stream_outlives_a_restart_of_redis(own_redis: redis_server.RedisServe
 
 
 # field case 37
-def test_a_killed_api_loses_no_job_and_another_one_tells_of_it(own_api: Api, own_hand: Hand) -> None:
+def test_a_killed_api_loses_no_job_and_another_serves_it(own_api: Api, own_hand: Hand) -> None:
     ids = [own_api.submit() for _ in range(10)]
     own_api.kill()
     own_hand.finish(ids[3])
@@ -214,7 +212,7 @@ def test_a_killed_api_loses_no_job_and_another_one_tells_of_it(own_api: Api, own
 
 
 # field case 38
-def test_an_api_that_is_stopped_answers_those_it_holds_and_ends_at_once(own_api: Api, own_hand: Hand) -> None:
+def test_a_stopped_api_answers_held_requests_and_exits(own_api: Api, own_hand: Hand) -> None:
     job_id = own_api.submit()
     with ThreadPoolExecutor(4) as pool:
         poll = pool.submit(own_api.http.get, f"/v1/jobs/{job_id}", params={"wait": 25})
@@ -236,7 +234,7 @@ def test_an_api_that_is_stopped_answers_those_it_holds_and_ends_at_once(own_api:
 
 
 # field case 38
-def test_a_client_that_leaves_while_its_job_is_made_leaves_a_job_that_runs(api: Api, hand: Hand) -> None:
+def test_a_client_disconnect_during_submission_leaves_a_running_job(api: Api, hand: Hand) -> None:
     host, port = api.url.removeprefix("http://").split(":")
     raw = b'{"model":"tiny","prompts":["hello there"]}'
     with socket.create_connection((host, int(port))) as connection:
@@ -260,7 +258,7 @@ def messages(hand: Hand) -> list[str]:
     return [json.loads(message)["headers"]["id"] for message in raw]
 
 
-def test_a_client_that_leaves_in_the_middle_of_its_body_makes_nothing(api: Api, hand: Hand) -> None:
+def test_a_client_disconnect_mid_body_creates_no_job(api: Api, hand: Hand) -> None:
     host, port = api.url.removeprefix("http://").split(":")
     mark = api.said
     with socket.create_connection((host, int(port))) as connection:
@@ -273,7 +271,7 @@ def test_a_client_that_leaves_in_the_middle_of_its_body_makes_nothing(api: Api, 
 
 
 # field case 38
-def test_held_answers_whose_clients_left_do_not_pile_up(api: Api, hand: Hand) -> None:
+def test_held_responses_of_disconnected_clients_are_released(api: Api, hand: Hand) -> None:
     job_id = api.submit()
 
     def ask_and_leave(_: int) -> None:
@@ -307,7 +305,7 @@ def test_a_job_whose_queue_takes_no_message_is_accepted_and_left_to_the_sweeper(
     assert hand.view(answer.json()["id"]).state == "queued"
 
 
-def test_a_worker_that_is_ill_is_not_ready_and_says_why(api: Api, hand: Hand) -> None:
+def test_readyz_is_503_with_the_reason_of_an_unhealthy_worker(api: Api, hand: Hand) -> None:
     assert api.http.get("/readyz").json()["models"] == [MODEL]
     hand.do(hand.ledger.heartbeat(hand.sign(healthy=False, detail="ranks disagree")))
     answer = api.http.get("/readyz")
@@ -373,7 +371,7 @@ class Muted:
                     target.sendall(data)
 
 
-def test_a_stop_while_redis_hangs_answers_503_and_names_what_may_be_accepted(
+def test_stopping_with_redis_hung_is_503_and_names_accepted_jobs(
     own_redis: redis_server.RedisServer, own_hand: Hand, tmp_path: Path
 ) -> None:
     way = Muted(own_redis.port, b"mute from here")

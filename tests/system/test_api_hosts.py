@@ -10,7 +10,7 @@ JOB = b'{"model": "tiny", "prompts": ["hello there"]}'
 @pytest.mark.parametrize(
     "call", ["GET /v1/jobs", "POST /v1/jobs", "GET /healthz", "GET /metrics", "GET /schema/openapi.json", "OPTIONS /v1/jobs"]
 )
-def test_under_a_name_that_was_made_to_point_here_nothing_is_answered(api: Api, call: str) -> None:
+def test_a_rebound_host_name_is_refused(api: Api, call: str) -> None:
     answer = api.http.request(*call.split(), headers={"host": "evil.example:8321"})
     problem = answer.json()
     assert (answer.status_code, problem["type"], problem["field"]) == (421, "urn:midstream:misdirected", "Host")
@@ -18,18 +18,18 @@ def test_under_a_name_that_was_made_to_point_here_nothing_is_answered(api: Api, 
     assert "localhost" in problem["allowed"]
 
 
-def test_the_openai_style_endpoints_say_so_in_openais_words(api: Api) -> None:
+def test_openai_endpoints_refuse_hosts_in_openai_error_shape(api: Api) -> None:
     answer = api.http.post("/v1/completions", json={"model": MODEL, "prompt": "a"}, headers={"host": "evil.example"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (421, "misdirected")
 
 
-def test_under_its_own_names_it_answers(api: Api, hand: Hand) -> None:
+def test_own_host_names_are_accepted(api: Api, hand: Hand) -> None:
     port = api.url.rpartition(":")[2]
     for host in (f"localhost:{port}", "127.0.0.1", f"[::1]:{port}"):
         assert api.http.get("/v1/models", headers={"host": host}).status_code == 200
 
 
-def test_no_other_page_is_allowed_to_read_or_to_send_json(api: Api, hand: Hand) -> None:
+def test_cross_origin_pages_cannot_read_or_send_json(api: Api, hand: Hand) -> None:
     asked = {"origin": EVIL, "access-control-request-method": "POST", "access-control-request-headers": "content-type"}
     answers = [api.http.options("/v1/jobs", headers=asked), api.http.get("/v1/jobs", headers={"origin": EVIL})]
     told = [name for answer in answers for name in answer.headers if name.startswith("access-control")]
@@ -39,7 +39,7 @@ def test_no_other_page_is_allowed_to_read_or_to_send_json(api: Api, hand: Hand) 
 @pytest.mark.parametrize(
     "media", ["text/plain; x=application/json", "multipart/form-data; boundary=x", "application/x-www-form-urlencoded", ""]
 )
-def test_what_a_form_can_send_begins_nothing(api: Api, hand: Hand, media: str) -> None:
+def test_cross_origin_form_posts_are_refused(api: Api, hand: Hand, media: str) -> None:
     form = {"content-type": media} if media else {}
     for path in ("/v1/jobs", "/v1/completions", "/v1/chat/completions", "/v1/sweeps", "/v1/keys"):
         assert api.http.post(path, content=JOB, headers=form).status_code == 415
@@ -47,7 +47,7 @@ def test_what_a_form_can_send_begins_nothing(api: Api, hand: Hand, media: str) -
     assert hand.do(hand.ledger.list()).jobs == []
 
 
-def test_what_needs_no_body_is_not_done_for_another_page(api: Api, hand: Hand) -> None:
+def test_cross_origin_posts_without_a_body_are_refused(api: Api, hand: Hand) -> None:
     job_id = api.submit()
     answer = api.http.post(f"/v1/jobs/{job_id}/cancel", headers={"origin": EVIL})
     assert (answer.status_code, answer.json()["field"]) == (403, "Origin")

@@ -185,7 +185,7 @@ def test_a_position_beyond_one_of_the_prompts_names_that_prompt(api: Api, hand: 
     assert "2 tokens" in answer.json()["detail"]
 
 
-def test_a_span_that_is_not_there_is_answered_with_the_prompts_beginning(api: Api, hand: Hand) -> None:
+def test_an_absent_span_error_shows_the_start_of_the_prompt(api: Api, hand: Hand) -> None:
     answer = api.http.post("/v1/jobs", json={**BODY, "prompts": ["a b", "c d"], **capture(positions=[{"text": "a b"}])}).json()
     assert (answer["field"], answer["detail"]) == (
         "capture.positions[0].text",
@@ -210,7 +210,7 @@ def test_an_unknown_model_is_answered_with_those_that_are_served(api: Api, hand:
     assert api.http.post("/v1/jobs", json={**BODY, "model": "gpt"}).json()["allowed"] == MODEL
 
 
-def test_before_any_model_is_known_a_job_may_be_tried_again_later(api: Api) -> None:
+def test_submitting_before_any_worker_is_a_retryable_503(api: Api) -> None:
     answer = api.http.post("/v1/jobs", json=BODY)
     assert (answer.status_code, answer.json()["field"]) == (503, "model")
     assert int(answer.headers["retry-after"]) >= 1
@@ -254,7 +254,7 @@ def test_an_idempotency_key_that_cannot_be_one_is_refused(api: Api, hand: Hand, 
 
 
 @pytest.mark.parametrize("wait", ["soon", "-1", "nan"])
-def test_a_wait_that_is_no_time_is_refused(api: Api, hand: Hand, wait: str) -> None:
+def test_an_invalid_wait_is_refused(api: Api, hand: Hand, wait: str) -> None:
     answer = api.http.get(f"/v1/jobs/{api.submit()}", params={"wait": wait})
     assert (answer.status_code, answer.json()["field"]) == (400, "wait")
 
@@ -289,7 +289,7 @@ def test_a_bad_parameter_is_400_with_its_name(
     assert len(answer.content) < 2000
 
 
-def test_whose_job_it_is_comes_before_what_its_parameters_say(api: Api, hand: Hand) -> None:
+def test_ownership_is_checked_before_parameters(api: Api, hand: Hand) -> None:
     unknown = api.http.get("/v1/captures/job_unknown/safetensors", params={"layers": "x"})
     events = api.http.get("/v1/jobs/job_unknown/events", headers={"Last-Event-ID": "x"})
     assert (unknown.status_code, events.status_code) == (404, 404)
@@ -298,14 +298,14 @@ def test_whose_job_it_is_comes_before_what_its_parameters_say(api: Api, hand: Ha
 @pytest.mark.parametrize("name", ["\0", "\ud800", "é" * 60, " ", "%00%ff"])
 @pytest.mark.parametrize("path", ["/v1/jobs/{}", "/v1/captures/{}", "/v1/captures/{}/files/{}", "/v1/runs/{}", "/v1/webhooks/deliveries/{}",
     "/v1/jobs?tenant={}&model={}&cursor={}", "/v1/captures?tag={}", "/v1/runs?model={}"])  # fmt: skip
-def test_no_name_is_a_failure_of_ours(api: Api, hand: Hand, path: str, name: str) -> None:
+def test_no_path_parameter_causes_a_500(api: Api, hand: Hand, path: str, name: str) -> None:
     quoted = quote(name.encode(errors="surrogatepass"), safe="%")
     assert api.http.get(path.replace("{}", quoted)).status_code < 500
 
 
 @pytest.mark.parametrize("field", ["requests_per_minute", "capture_mib", "module_mib", "weight"])
 @pytest.mark.parametrize("value", [2**64, -1])
-def test_limits_of_a_tenant_that_are_no_limits_are_refused(api: Api, field: str, value: int) -> None:
+def test_invalid_tenant_limits_are_refused(api: Api, field: str, value: int) -> None:
     answer = api.http.put("/v1/tenants/someone", json={field: value})
     assert (answer.status_code, answer.json()["field"]) == (400, field)
 
@@ -353,7 +353,7 @@ def test_a_pickle_is_refused_wherever_it_is_put_and_never_run(api: Api, hand: Ha
 
 # field case 41, 42
 @pytest.mark.parametrize("field", ["webhook", "callback_url", "hooks_fn", "vector_path"])
-def test_nothing_is_called_back_loaded_or_run_because_a_body_names_it(api: Api, hand: Hand, field: str) -> None:
+def test_names_in_a_body_are_never_loaded_or_executed(api: Api, hand: Hand, field: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as trap:
         trap.settimeout(0.3)
         target = f"http://127.0.0.1:{trap.getsockname()[1]}/x"
@@ -385,7 +385,7 @@ def test_a_template_error_never_shows_a_traceback(api: Api, hand: Hand) -> None:
     assert "Traceback" not in api.log(mark)
 
 
-def test_a_failure_of_ours_is_a_numbered_500_without_its_reason(api: Api, hand: Hand) -> None:
+def test_an_internal_error_is_a_500_with_an_id_and_no_reason(api: Api, hand: Hand) -> None:
     job_id = api.submit()
     with redis.Redis.from_url(api.settings.redis_url) as client:
         client.hset(f"ms:job:{job_id}", "version", "not a number: secret")

@@ -164,7 +164,7 @@ def test_a_long_poll_returns_when_the_job_is_over(api: Api, hand: Hand) -> None:
         assert time.monotonic() - before < TOLD_S
 
 
-def test_a_long_poll_of_a_job_that_stays_returns_at_its_timeout(api: Api, hand: Hand) -> None:
+def test_a_long_poll_of_an_unchanged_job_returns_at_its_timeout(api: Api, hand: Hand) -> None:
     before = time.monotonic()
     assert api.view(api.submit(), wait=0.5)["state"] == "queued"
     assert 0.4 < time.monotonic() - before < 20
@@ -240,7 +240,7 @@ def test_the_result_of_a_cancelled_job_is_a_conflict(api: Api, hand: Hand) -> No
     assert api.http.get(f"/v1/jobs/{job_id}/result").status_code == 409
 
 
-def test_a_running_job_that_is_cancelled_is_cancelling_until_the_worker_says_so(api: Api, hand: Hand) -> None:
+def test_a_cancelled_running_job_is_cancelling_until_the_worker_confirms(api: Api, hand: Hand) -> None:
     claim = hand.claim(api.submit())
     assert api.http.post(f"/v1/jobs/{claim.job.id}/cancel").json()["state"] == "cancelling"
     hand.do(hand.ledger.finish_cancel(claim.job.id, claim.attempt))
@@ -274,7 +274,7 @@ def test_cancel_of_an_unknown_job_is_404(api: Api, hand: Hand) -> None:
 
 
 # field case 38
-def test_a_held_response_hears_of_a_job_that_ended_while_messages_were_lost(api: Api, hand: Hand) -> None:
+def test_a_held_response_ends_although_notifications_were_lost(api: Api, hand: Hand) -> None:
     job_id = api.submit()
     with ThreadPoolExecutor(1) as pool, redis.Redis.from_url(api.settings.redis_url) as client:
         poll = pool.submit(api.view, job_id, wait=25)
@@ -296,7 +296,7 @@ def test_a_job_that_fails_before_anything_was_registered_ends_the_wait_at_once(a
         assert time.monotonic() - before < TOLD_S
 
 
-def test_many_held_responses_do_not_hold_each_other_up(api: Api, hand: Hand) -> None:
+def test_held_responses_do_not_block_each_other(api: Api, hand: Hand) -> None:
     ids = [api.submit() for _ in range(30)]
     with ThreadPoolExecutor(30) as pool:
         polls = [pool.submit(api.view, job_id, wait=50) for job_id in ids]
@@ -305,7 +305,7 @@ def test_many_held_responses_do_not_hold_each_other_up(api: Api, hand: Hand) -> 
         assert {poll.result()["state"] for poll in polls} == {"succeeded"}
 
 
-def test_two_apis_tell_the_same_of_a_job(api: Api, hand: Hand, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_two_apis_return_the_same_job(api: Api, hand: Hand, tmp_path_factory: pytest.TempPathFactory) -> None:
     with running(tmp_path_factory.mktemp("replica"), api.settings.redis_url) as replica:
         job_id = api.submit()
         with ThreadPoolExecutor(1) as pool:

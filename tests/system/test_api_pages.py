@@ -47,7 +47,7 @@ def test_pages_load_only_from_this_api(api: Api, path: str) -> None:
     assert policy["script-src"] == "'self'"
 
 
-def test_swagger_starts_on_our_document_and_reports_to_no_validator(api: Api) -> None:
+def test_swagger_ui_uses_our_document_and_no_validator(api: Api) -> None:
     script = api.http.get("/schema/assets/swagger-start.js").text
     assert re.findall(r"\w+://", script) == []
     assert 'url: "/schema/openapi.json"' in script
@@ -68,7 +68,7 @@ def test_an_unknown_asset_is_not_found(api: Api) -> None:
     assert (answer.status_code, answer.headers["content-type"]) == (404, "application/problem+json")
 
 
-def test_front_page_links_lead_somewhere(api: Api) -> None:
+def test_front_page_links_resolve(api: Api) -> None:
     page = Loaded(api.http.get("/", headers=BROWSER).text)
     answer = api.http.get("/", headers={"accept": "application/json"})
     assert answer.headers["content-type"] == "application/json"

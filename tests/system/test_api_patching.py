@@ -106,7 +106,7 @@ def stored(stack: Stack, job: str) -> Job:
 # --- From a capture to a patch -----------------------------------------------------------------------------------------------
 
 
-def test_a_capture_with_a_name_is_a_run_that_says_what_it_has(http: httpx.Client, clean: str) -> None:
+def test_a_named_capture_is_a_source_run_listing_its_sites(http: httpx.Client, clean: str) -> None:
     view = from_json(http.get("/v1/runs/clean").content, RunView)
     assert (view.name, view.model, view.job, view.tag, view.state) == ("clean", MODEL, clean, "default", "ready")
     assert view.prompts is not None
@@ -227,7 +227,7 @@ def test_a_deleted_run_is_refused_by_name_and_by_its_jobs_id(http: httpx.Client,
     assert (again.status_code, again.json()["id"]) == (202, kept), "a repeated submission is the same job"
 
 
-def test_a_run_is_ready_when_its_job_is(http: httpx.Client, stack: Stack) -> None:
+def test_a_source_run_is_pending_until_its_job_succeeds(http: httpx.Client, stack: Stack) -> None:
     job = submit(http, [CLEAN], capture={"layers": 1, "run": "slow"}, sampling={"max_tokens": 4000})
     body = {"model": MODEL, "prompts": [CORRUPT], "patch": [patch("slow", hook="post_block")]}
     problem = refused(http.post("/v1/jobs", json=body))
@@ -273,9 +273,7 @@ def test_a_run_is_ready_when_its_job_is(http: httpx.Client, stack: Stack) -> Non
         (patch("clean", [0, 2**64]), "patch[0].positions[1]"),
     ],
 )
-def test_what_cannot_be_patched_is_a_400_with_its_field_and_leaves_nothing(
-    http: httpx.Client, stack: Stack, clean: str, wish: dict[str, Any], field: str
-) -> None:
+def test_an_invalid_patch_is_a_400_naming_the_field(http: httpx.Client, stack: Stack, clean: str, wish: dict[str, Any], field: str) -> None:
     async def keys(ledger: Ledger) -> set[bytes]:
         return {key async for key in ledger.redis.scan_iter("ms:*") if key.split(b":")[1] in (b"job", b"blob", b"capture", b"idem")}
 

@@ -92,7 +92,7 @@ def refused(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
 # --- Named modules -----------------------------------------------------------------------------------------------------
 
 
-def test_a_module_is_registered_listed_inspected_changed_and_taken_away(http: httpx.Client) -> None:
+def test_steering_module_crud(http: httpx.Client) -> None:
     made = register(http, "joy", JOY, CALM)
     assert (made.name, made.model, made.bytes, made.replaced) == ("joy", MODEL, 2 * 4 * HIDDEN, None)
     assert [(entry.op, entry.hook, entry.layers, entry.positions, entry.scale, entry.numbers) for entry in made.entries] == [
@@ -129,7 +129,7 @@ def test_a_safetensors_file_is_the_same_module_as_its_entries(http: httpx.Client
     assert "application/vnd.safetensors" in other["allowed"]
 
 
-def test_every_way_of_asking_is_steered_by_a_module_as_by_its_entries(stack: Stack, http: httpx.Client) -> None:  # field case 11
+def test_a_module_steers_every_endpoint_like_its_entries(stack: Stack, http: httpx.Client) -> None:  # field case 11
     register(http, "joy", JOY, CALM)
     inline, named = [JOY | {"scale": 1.0}, CALM | {"strength": 0.5}], [{"module": "joy", "scale": 0.5}]
     prompts = [PROMPT, "Another one"]
@@ -188,7 +188,7 @@ def _chunks(http: httpx.Client, path: str, body: Any) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1]]
 
 
-def test_what_is_in_flight_keeps_what_the_name_meant(http: httpx.Client) -> None:  # field case 15, 26
+def test_jobs_in_flight_keep_the_module_content_they_resolved(http: httpx.Client) -> None:  # field case 15, 26
     expected = {name: text(http, steering=[entry]) for name, entry in (("old", JOY), ("new", CALM))}
     first = register(http, "joy", JOY)
     with ThreadPoolExecutor(8) as pool:
@@ -236,7 +236,7 @@ def test_a_repeated_submission_is_the_same_job_also_when_its_module_is_gone(http
         (JOY | {"positions": {"text": "a", "occurrence": 2**64}}, "steering[1].positions.occurrence"),
     ],
 )
-def test_bad_input_is_a_400_with_the_field_wherever_steering_is_written(http: httpx.Client, entry: Any, field: str) -> None:
+def test_invalid_steering_is_a_400_with_its_field_at_every_endpoint(http: httpx.Client, entry: Any, field: str) -> None:
     before = http.get("/v1/steering/global").json()["version"]
     steering = [JOY, entry]
     for answer in (
@@ -264,7 +264,7 @@ def test_bad_input_is_a_400_with_the_field_wherever_steering_is_written(http: ht
         ("GET", "/v1/steering/dynamic?model=gpt", None, 404, "model"),
     ],
 )
-def test_what_cannot_be_done_is_said_by_its_field(http: httpx.Client, method: str, path: str, body: Any, status: int, field: str) -> None:
+def test_steering_conflicts_name_the_field(http: httpx.Client, method: str, path: str, body: Any, status: int, field: str) -> None:
     assert refused(http.request(method, path, json=body) if body is not None else http.request(method, path), status)["field"] == field
 
 
@@ -277,7 +277,7 @@ def put_global(http: httpx.Client, *entries: dict[str, Any]) -> GlobalView:
     return from_json(answer.content, GlobalView)
 
 
-def test_global_steering_is_on_every_rank_of_every_worker_when_it_is_answered(http: httpx.Client) -> None:
+def test_global_steering_is_on_all_ranks_before_the_response(http: httpx.Client) -> None:
     plain, steered = text(http), text(http, steering=[JOY])
     made = put_global(http, JOY)
     assert made.applied
@@ -298,7 +298,7 @@ def test_global_steering_is_on_every_rank_of_every_worker_when_it_is_answered(ht
     assert from_json(http.delete("/v1/steering/global").content, GlobalView).version == cleared.version
 
 
-def test_no_job_begins_under_what_was_once_a_change_is_answered(http: httpx.Client) -> None:
+def test_no_job_starts_under_replaced_global_steering(http: httpx.Client) -> None:
     expected = [text(http, steering=[JOY]), text(http, steering=[CALM])]
     assert expected[0] != expected[1]
     with ThreadPoolExecutor(6) as pool:
@@ -311,7 +311,7 @@ def test_no_job_begins_under_what_was_once_a_change_is_answered(http: httpx.Clie
                 found.result()
 
 
-def test_changes_at_once_follow_each_other(http: httpx.Client) -> None:
+def test_concurrent_global_steering_changes_are_serialised(http: httpx.Client) -> None:
     with ThreadPoolExecutor(4) as pool:
         made = list(pool.map(lambda scale: put_global(http, JOY | {"scale": scale}), (1.0, 2.0, 3.0, 4.0)))
     assert len({view.version for view in made}) == 4
@@ -319,7 +319,7 @@ def test_changes_at_once_follow_each_other(http: httpx.Client) -> None:
     assert from_json(http.get("/v1/steering/global").content, GlobalView).digest == last.digest
 
 
-def test_global_steering_by_a_module_is_its_content_of_that_moment(http: httpx.Client) -> None:
+def test_global_steering_pins_the_module_content(http: httpx.Client) -> None:
     expected = text(http, steering=[JOY | {"scale": 1.0}])
     register(http, "joy", JOY)
     made = put_global(http, {"module": "joy", "scale": 0.5})
@@ -330,7 +330,7 @@ def test_global_steering_by_a_module_is_its_content_of_that_moment(http: httpx.C
     assert text(http) == expected
 
 
-def test_a_worker_that_does_not_answer_keeps_everything_as_it_was(stack: Stack, http: httpx.Client) -> None:
+def test_an_unresponsive_worker_blocks_a_global_steering_change(stack: Stack, http: httpx.Client) -> None:
     made = put_global(http, JOY)
     stack.wait_ready("api-2")
     stack.kill("worker-2", signal.SIGSTOP)
@@ -350,7 +350,7 @@ def test_a_worker_that_does_not_answer_keeps_everything_as_it_was(stack: Stack, 
     assert put_global(http, CALM).applied
 
 
-def test_a_rank_that_refuses_keeps_everything_as_it_was_and_a_new_worker_catches_up(stack: Stack, http: httpx.Client) -> None:
+def test_a_refusing_rank_blocks_the_change_and_a_new_worker_catches_up(stack: Stack, http: httpx.Client) -> None:
     register(http, "joy", JOY)
     made = put_global(http, JOY)
     stack.end("worker-2")
@@ -370,7 +370,7 @@ def test_a_rank_that_refuses_keeps_everything_as_it_was_and_a_new_worker_catches
 # --- What the ranks say ------------------------------------------------------------------------------------------------
 
 
-def test_the_ranks_say_what_they_have_and_that_they_agree(http: httpx.Client) -> None:
+def test_rank_reports_show_content_and_agreement(http: httpx.Client) -> None:
     register(http, "joy", JOY)
     made = put_global(http, CALM)
     complete(http, steering=[{"module": "joy"}])
@@ -387,7 +387,7 @@ def test_the_ranks_say_what_they_have_and_that_they_agree(http: httpx.Client) ->
         assert [(rank.tp, rank.pp, rank.global_digest) for rank in worker.ranks] == [(0, 0, made.digest), (1, 0, made.digest)]
 
 
-def test_metrics_tell_of_every_rank(http: httpx.Client) -> None:
+def test_steering_metrics_cover_every_rank(http: httpx.Client) -> None:
     made = put_global(http, JOY)
     lines = http.get("/metrics").text.splitlines()
     for wanted in (
@@ -402,7 +402,7 @@ def test_metrics_tell_of_every_rank(http: httpx.Client) -> None:
         assert any(line.startswith(f'midstream_steering_{name}{{model="{MODEL}",rank="1",worker="w1"}}') for line in lines), name
 
 
-def test_scrapes_at_once_tell_the_same_number_of_workers(http: httpx.Client) -> None:
+def test_concurrent_scrapes_agree_on_the_worker_count(http: httpx.Client) -> None:
     def scrape(_: int) -> list[str]:
         return [line for line in http.get("/metrics").text.splitlines() if line.startswith("midstream_workers{")]
 

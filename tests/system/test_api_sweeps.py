@@ -60,7 +60,7 @@ def test_the_exact_token_ids_of_answer_and_foil_reach_the_job(api: Api, hand: Ha
     assert Units(job.sweep).nodes[0][0].token_ids == (10, 11), "asked for by their ids, whatever is likely"
 
 
-def test_the_bytes_of_a_mask_come_with_the_job(api: Api, hand: Hand) -> None:
+def test_a_sweep_job_carries_its_mask_tensor(api: Api, hand: Hand) -> None:
     job = hand.job(swept(api, mask=[0, -1]))
     assert job.sweep is not None
     mask = to_numpy(hand.do(hand.ledger.get_tensor(job.sweep.mask)))
@@ -97,7 +97,7 @@ def test_a_repeated_submission_is_the_same_sweep(api: Api, hand: Hand) -> None:
         ({"pairs": [PAIR | {"answer": "b"}]}, "pairs[0].answer", "changes the tokens that it follows"),
     ],
 )
-def test_what_cannot_be_is_a_400_with_its_field(api: Api, hand: Hand, changes: dict[str, Any], field: str, words: str) -> None:
+def test_an_invalid_sweep_is_a_400_naming_the_field(api: Api, hand: Hand, changes: dict[str, Any], field: str, words: str) -> None:
     # field case 34
     answer = api.http.post("/v1/sweeps", json=BODY | changes)
     assert (answer.status_code, answer.json()["field"]) == (400, field)
@@ -122,7 +122,7 @@ def test_an_unknown_model_and_one_whose_worker_does_not_grade_are_refused(api: A
 # --- Quotas ----------------------------------------------------------------------------------------------------------------
 
 
-def test_cells_are_capped_for_one_sweep_and_for_all_that_are_not_over(redis_url: str, tmp_path: Path) -> None:
+def test_sweep_cells_are_capped_per_sweep_and_in_total(redis_url: str, tmp_path: Path) -> None:
     # field case 36
     with running(tmp_path, redis_url, sweep_cells=2 * CELLS, sweep_cells_waiting=2 * CELLS + 1) as api:
         hand = Hand(api.settings)
@@ -146,7 +146,7 @@ def test_cells_are_capped_for_one_sweep_and_for_all_that_are_not_over(redis_url:
 # --- Following ---------------------------------------------------------------------------------------------------------------
 
 
-def test_events_of_a_sweep_come_as_they_were_said_and_can_be_resumed(api: Api, hand: Hand) -> None:
+def test_sweep_events_are_streamed_in_order_and_resumable(api: Api, hand: Hand) -> None:
     job_id = swept(api)
     claim = hand.claim(job_id)
     sweep = claim.job.sweep
@@ -177,7 +177,7 @@ def test_events_of_a_sweep_come_as_they_were_said_and_can_be_resumed(api: Api, h
     assert rest[0]["data"]["reason"] == "why"
 
 
-def test_a_sweep_that_waits_is_cancelled_at_once(api: Api, hand: Hand) -> None:
+def test_a_queued_sweep_is_cancelled_immediately(api: Api, hand: Hand) -> None:
     job_id = swept(api)
     assert api.http.post(f"/v1/jobs/{job_id}/cancel").json()["state"] == "aborted"
     assert hand.do(hand.ledger.tenants.usage("default")).sweep_cells == 0
@@ -215,7 +215,7 @@ def test_a_sweep_runs_from_the_request_to_the_grid(stack: Stack) -> None:
     assert (kinds[2], kinds[-3], kinds[-1]) == ("start", "summary", "done")
 
 
-def test_zoom_into_a_span_of_unequal_sides_writes_the_rows_that_the_span_did(stack: Stack) -> None:
+def test_zooming_into_an_unequal_span_patches_the_same_rows(stack: Stack) -> None:
     # field case 34
     spans = [{"name": "subject", "clean": [{"text": "Eiffel Tower"}], "corrupt": [{"text": "Colosseum"}]}]
     with Client(stack.url) as client:

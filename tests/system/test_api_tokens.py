@@ -9,7 +9,9 @@ CHAT = [{"role": "user", "content": "hello there"}]
 
 
 @pytest.mark.parametrize(("given", "of_job"), [({"prompt": "hello there"}, {"prompts": ["hello there"]}), ({"messages": CHAT}, None)])
-def test_tokens_are_those_that_a_job_has(api: Api, hand: Hand, given: dict[str, Any], of_job: dict[str, Any] | None) -> None:
+def test_the_tokens_endpoint_matches_the_tokens_of_a_job(
+    api: Api, hand: Hand, given: dict[str, Any], of_job: dict[str, Any] | None
+) -> None:
     answer = api.http.post("/v1/tokenize", json={"model": MODEL, **given})
     assert answer.status_code == 200, answer.text
     found = answer.json()
@@ -36,9 +38,7 @@ def test_special_tokens_can_be_left_out(api: Api, hand: Hand) -> None:
         ("detokenize", {"tokens": [-1]}, "tokens[0]"),
     ],
 )
-def test_what_is_no_text_or_token_of_the_model_is_refused_by_field(
-    api: Api, hand: Hand, path: str, body: dict[str, Any], field: str
-) -> None:
+def test_invalid_text_or_token_ids_are_refused_by_field(api: Api, hand: Hand, path: str, body: dict[str, Any], field: str) -> None:
     hand.serve()
     answer = api.http.post(f"/v1/{path}", json={"model": MODEL, **body})
     assert (answer.status_code, answer.json()["field"]) == (400, field)

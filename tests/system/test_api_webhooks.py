@@ -55,7 +55,7 @@ def test_a_blocked_receiver_is_refused_by_name_before_the_job_is_accepted(  # fi
     assert hand.count_jobs() == 0
 
 
-def test_every_way_to_submit_looks_at_the_receiver(api: Api, hand: Hand) -> None:  # field case 41
+def test_every_submission_endpoint_checks_callback_url(api: Api, hand: Hand) -> None:  # field case 41
     hand.serve(grades=True)
     hook = {"model": MODEL, "callback_url": "http://127.0.0.1/"}
     bodies: dict[str, dict[str, Any]] = {
@@ -78,7 +78,7 @@ def test_events_are_named_and_need_a_receiver(api: Api, hand: Hand) -> None:
     assert (answer.status_code, answer.json()["field"]) == (400, "callback_events[0]")
 
 
-def test_what_became_of_a_webhook_is_seen_and_it_is_sent_again_on_request(api: Api, hand: Hand, receiver: Receiver) -> None:
+def test_webhook_deliveries_are_listed_and_resent_on_request(api: Api, hand: Hand, receiver: Receiver) -> None:
     job = api.submit(callback_url=HOOK)
     other = api.submit(callback_url=HOOK, callback_events=["job.failed"])
     assert api.view(job)["callback_url"] == HOOK
@@ -112,7 +112,7 @@ def test_what_became_of_a_webhook_is_seen_and_it_is_sent_again_on_request(api: A
 
 
 # field case 40
-def test_webhooks_and_secrets_of_another_tenant_are_as_if_they_were_not(api: Api, hand: Hand) -> None:
+def test_webhooks_of_another_tenant_are_not_found(api: Api, hand: Hand) -> None:
     ours, theirs, admin = (key_for(hand, tenant, scopes) for tenant, scopes in (("ours", None), ("theirs", None), ("ops", ["admin"])))
     answer = api.http.post("/v1/jobs", json={"model": MODEL, "prompts": ["hello"], "callback_url": HOOK}, headers=ours)
     job = answer.json()["id"]
@@ -142,7 +142,7 @@ def test_webhooks_and_secrets_of_another_tenant_are_as_if_they_were_not(api: Api
     assert api.http.get("/v1/webhooks/secrets", headers=reader).status_code == 403, "who may sign is not who may look"
 
 
-def test_the_key_that_submitted_is_the_one_whose_secret_signs(api: Api, hand: Hand, receiver: Receiver) -> None:
+def test_webhooks_are_signed_with_the_submitting_keys_secret(api: Api, hand: Hand, receiver: Receiver) -> None:
     first, second = key_for(hand, "lab"), key_for(hand, "lab")
     own = api.http.post("/v1/webhooks/secrets", json={"own": True}, headers=second).json()
     assert own["of"] == "key"

@@ -16,7 +16,7 @@ from midstream.broker.queue.celery_app import lists_of, queue_of
 from midstream.schemas.settings import Settings, to_environment
 
 
-def test_it_resends_a_lost_message_also_after_redis_was_away_and_stops_on_sigterm(tmp_path: Path) -> None:  # field case 37
+def test_the_reaper_resends_lost_messages_across_redis_restarts(tmp_path: Path) -> None:  # field case 37
     server = redis_server.start(tmp_path / "redis", port=free_port())
     settings = Settings(redis_url=server.url, sweep_interval_s=0.2)
     log = (tmp_path / "log").open("w+")
@@ -53,7 +53,7 @@ def test_it_resends_a_lost_message_also_after_redis_was_away_and_stops_on_sigter
         log.close()
 
 
-def test_it_names_the_setting_that_is_missing() -> None:
+def test_a_missing_setting_is_named_at_start() -> None:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("MIDSTREAM_")}
     ended = subprocess.run([sys.executable, "-m", "midstream.broker.callbacks"], env=clean, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 2

@@ -67,7 +67,7 @@ def in_time(took: list[float]) -> bool:
     return min(took) < BOUND_S
 
 
-def test_while_its_message_is_out_and_while_it_waits_behind_the_window(stack: Stack, http: httpx.Client) -> None:
+def test_cancel_of_a_queued_job(stack: Stack, http: httpx.Client) -> None:
     took: list[list[float]] = [[], []]
     for _ in range(TRIES):
         with long(stack, http):
@@ -78,7 +78,7 @@ def test_while_its_message_is_out_and_while_it_waits_behind_the_window(stack: St
     assert all(in_time(each) for each in took)
 
 
-def test_while_it_generates(stack: Stack, http: httpx.Client) -> None:
+def test_cancel_while_generating(stack: Stack, http: httpx.Client) -> None:
     took = []
     for _ in range(TRIES):
         with long(stack, http) as job_id:
@@ -86,7 +86,7 @@ def test_while_it_generates(stack: Stack, http: httpx.Client) -> None:
     assert in_time(took)
 
 
-def test_at_once_after_its_claim(stack: Stack, http: httpx.Client) -> None:
+def test_cancel_right_after_the_claim(stack: Stack, http: httpx.Client) -> None:
     """The broadcast may come before the worker has heard that the job is its own."""
     took = []
     for _ in range(5):
@@ -97,7 +97,7 @@ def test_at_once_after_its_claim(stack: Stack, http: httpx.Client) -> None:
     assert in_time(took)
 
 
-def test_while_its_receipts_are_awaited(stack: Stack, http: httpx.Client) -> None:
+def test_cancel_while_awaiting_receipts(stack: Stack, http: httpx.Client) -> None:
     took = []
     stack.end("relay")
     try:
@@ -110,7 +110,7 @@ def test_while_its_receipts_are_awaited(stack: Stack, http: httpx.Client) -> Non
     assert in_time(took)
 
 
-def test_while_a_sweep_is_in_flight(stack: Stack, http: httpx.Client) -> None:
+def test_cancel_of_a_running_sweep(stack: Stack, http: httpx.Client) -> None:
     pair = {"clean": "The Eiffel Tower is here", "corrupt": "The Colosseum is in here", "answer": "P", "foil": "R"}
     hooks = ["pre_attn", "attn_out", "post_attn", "mlp_in", "mlp_out", "post_block"]  # so many cells that it is not over meanwhile
     body = {"model": stack.settings.served_model, "pairs": [pair], "metric": "logit_diff", "hooks": hooks}
@@ -127,7 +127,7 @@ def test_while_a_sweep_is_in_flight(stack: Stack, http: httpx.Client) -> None:
     assert in_time(took)
 
 
-def test_when_it_was_put_back(stack: Stack, http: httpx.Client) -> None:
+def test_cancel_of_a_requeued_job(stack: Stack, http: httpx.Client) -> None:
     took = []
     for _ in range(TRIES):
         with long(stack, http):

@@ -75,7 +75,7 @@ def test_lua_and_python_name_the_same_queue_for_any_model(redis_url: str, model:
 
 
 @pytest.mark.parametrize("database", [0, 5])
-def test_flower_hears_of_every_message_that_was_sent(redis_url: str, database: int) -> None:
+def test_every_sent_message_is_a_task_sent_event(redis_url: str, database: int) -> None:
     url = redis_url.rpartition("/")[0] + f"/{database}"
     app = make_app(settings_for(url))
     state, jobs = app.events.State(), [make_job() for _ in range(3)]
@@ -107,7 +107,7 @@ def test_flower_hears_of_every_message_that_was_sent(redis_url: str, database: i
         client.flushdb()
 
 
-def test_who_waits_for_an_answer_is_served_before_a_batch(redis_url: str) -> None:
+def test_interactive_jobs_are_served_before_batch_jobs(redis_url: str) -> None:
     app = make_app(settings_for(redis_url))
     batch, answer = make_job(), make_job(kind="chat")
     accept(redis_url, batch, answer)

@@ -55,7 +55,7 @@ def test_captures_can_be_downloaded_and_are_the_same(client: Client, tmp_path: P
     assert [check.ok for check in there.verify()] == [True]
 
 
-def test_a_download_is_kept_for_the_program_when_the_server_is_elsewhere(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_downloads_from_a_remote_server_are_cached_for_the_process(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     from midstream.client.sdk import download
 
     result = client.run(model="fake", prompts=["far away"], capture=CAPTURE, timeout=120)
@@ -98,7 +98,7 @@ def test_an_answer_without_rows_says_how_to_ask_for_them(client: Client) -> None
         assert answer.rows
 
 
-def test_what_the_operator_captures_of_everyone_is_there_without_asking(tmp_path: Path) -> None:
+def test_global_captures_are_taken_of_every_request(tmp_path: Path) -> None:
     up = Up(tmp_path / "data", global_capture="post_block:all;pre_attn:0-1", global_capture_positions="0,-1", global_capture_tag="ops")
     try:
         with Client(up.ready()) as client:
@@ -177,7 +177,7 @@ def test_jobs_are_listed_and_a_finished_one_cannot_be_cancelled(client: Client) 
     assert caught.value.kind == "conflict"
 
 
-def test_a_job_that_is_not_there_is_not_found(client: Client) -> None:
+def test_an_unknown_job_is_not_found_in_the_client(client: Client) -> None:
     with pytest.raises(MidstreamError) as caught:
         client.result("job_nothing")
     assert caught.value.kind == "not_found"
@@ -318,7 +318,7 @@ def test_captures_are_listed_exported_and_deleted(up: Up, client: Client, tmp_pa
     assert client.captures(tag="passing").captures == []
 
 
-def test_a_study_sweeps_looks_closer_and_is_cancelled_when_interrupted(up: Up, client: Client, tmp_path: Path) -> None:
+def test_a_patch_study_zooms_and_cancels_on_interrupt(up: Up, client: Client, tmp_path: Path) -> None:
     study = PatchStudy("hello you", "hallo you", " a", " b", client=client, model="fake").sweep(
         hooks=["resid_pre", "mlp_out"], metric="logit_diff"
     )

@@ -53,7 +53,7 @@ def text(client: Client, *steering: Any) -> str:
     return client.completion("fake", "once upon a time", steering=list(steering), max_tokens=12, temperature=0).text
 
 
-def test_a_name_does_what_its_entries_do_at_the_scale_asked_for(client: Client) -> None:
+def test_a_module_steers_like_its_scaled_entries(client: Client) -> None:
     view = client.register_module("joy", {"post_block.2": JOY, "mlp_out.1": CALM}, description="to smile")
     assert [(entry.hook, entry.layers) for entry in view.entries] == [("mlp_out", [1]), ("post_block", [2])]
     assert (client.module("joy"), client.modules()) == (view, [view])
@@ -75,7 +75,7 @@ def test_a_name_registered_again_means_the_new_content(client: Client) -> None:
     assert text(client, {"module": "mood"}) == text(client, {"layers": 2, "vector": CALM}) != happy
 
 
-def test_a_name_that_is_gone_is_refused_by_its_field(client: Client) -> None:
+def test_a_deleted_module_is_refused_by_its_field(client: Client) -> None:
     client.register_module("joy", {"post_block.2": JOY})
     client.unregister_module("joy")
     with pytest.raises(MidstreamError) as caught:
@@ -87,7 +87,7 @@ def test_a_name_that_is_gone_is_refused_by_its_field(client: Client) -> None:
         assert caught.value.kind == "not_found"
 
 
-def test_global_steering_is_everyones_until_it_is_cleared(client: Client) -> None:
+def test_global_steering_applies_to_all_requests_until_cleared(client: Client) -> None:
     plain, joyful = text(client), text(client, {"layers": 2, "vector": JOY})
     before = client.global_steering().version
     view = client.set_global([{"layers": 2, "vector": JOY}])
@@ -97,7 +97,7 @@ def test_global_steering_is_everyones_until_it_is_cleared(client: Client) -> Non
     assert text(client) == plain
 
 
-def test_the_awaiting_client_does_the_same(client: Client) -> None:
+def test_the_async_client_steers_alike(client: Client) -> None:
     async def use() -> tuple[str, str, list[str]]:
         async with AsyncClient(client.url) as calls:
             await calls.register_module("joy", {"post_block.2": JOY})
@@ -113,7 +113,7 @@ def test_the_awaiting_client_does_the_same(client: Client) -> None:
     assert answered(client).determinism.consistent
 
 
-def test_every_rank_tells_its_checksum_and_they_agree(client: Client) -> None:
+def test_rank_checksums_agree(client: Client) -> None:
     client.register_module("joy", {"post_block.2": JOY})
     client.set_global([{"layers": 1, "vector": CALM}])
     text(client, {"module": "joy"})
@@ -126,7 +126,7 @@ def test_every_rank_tells_its_checksum_and_they_agree(client: Client) -> None:
     assert found.determinism.consistent
 
 
-def test_the_command_line_names_uses_and_forgets(up: Up, client: Client, tmp_path: Path) -> None:
+def test_the_cli_registers_uses_and_deletes_modules(up: Up, client: Client, tmp_path: Path) -> None:
     save_file({"post_block.2": JOY}, tmp_path / "joy.safetensors", {"op": "add", "scale": "0.5"})
     made = up.midstream("modules", "register", "joy", f"{tmp_path}/joy.safetensors", "--description", "to smile")
     assert made.returncode == 0, made.stderr
@@ -141,7 +141,7 @@ def test_the_command_line_names_uses_and_forgets(up: Up, client: Client, tmp_pat
     assert (gone.returncode, "steering[0].module" in gone.stderr) == (1, True)
 
 
-def test_the_command_line_steers_everyone_and_asks_the_ranks(up: Up, client: Client, tmp_path: Path) -> None:
+def test_the_cli_sets_global_steering_and_shows_ranks(up: Up, client: Client, tmp_path: Path) -> None:
     np.save(tmp_path / "joy.npy", JOY)
     plain = text(client)
     done = up.midstream("global", "set", "--steer", f"{tmp_path}/joy.npy:2:2.0")
@@ -158,7 +158,7 @@ def test_the_command_line_steers_everyone_and_asks_the_ranks(up: Up, client: Cli
     assert text(client) == plain
 
 
-def test_what_the_model_cannot_hold_is_refused_and_changes_nothing(up: Up, client: Client) -> None:
+def test_steering_beyond_the_dtype_is_refused_and_changes_nothing(up: Up, client: Client) -> None:
     before = client.global_steering()
     for ask in (client.set_global, lambda entries: client.register_module("wide", entries)):
         with pytest.raises(MidstreamError) as caught:

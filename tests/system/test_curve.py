@@ -113,7 +113,7 @@ class Stranger:
         self.context.term()
 
 
-def test_nothing_is_taken_in_the_name_of_a_worker_that_the_key_does_not_stand_for(relay: RelayProcess, keys: Keys, jobs: Jobs) -> None:
+def test_receipts_for_another_workers_id_are_refused(relay: RelayProcess, keys: Keys, jobs: Jobs) -> None:
     keys.worker("w")
     other = keys.worker("other")
     [job] = jobs.claim(1, 1)
@@ -133,7 +133,7 @@ def test_nothing_is_taken_in_the_name_of_a_worker_that_the_key_does_not_stand_fo
         assert "has no key here (any more)" in frames.refusal(itself.ask(Kind.HELLO, 3)).detail
 
 
-def test_a_sender_without_keys_or_with_another_relays_key_gets_nowhere_and_says_why(
+def test_a_sender_with_missing_or_wrong_curve_keys_logs_why(
     relay: RelayProcess, keys: Keys, jobs: Jobs, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     mine = keys.worker("w")._replace(server=keys.worker("another").public)
@@ -152,7 +152,7 @@ def test_a_sender_without_keys_or_with_another_relays_key_gets_nowhere_and_says_
     assert jobs.arrived(job) == {}
 
 
-def test_a_sender_without_keys_says_so_also_when_the_relay_hangs_up_first(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_sender_without_keys_logs_it_when_disconnected_first(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Both sides see in the other's greeting that only one has keys; here the other one is always first."""
     with (
         caplog.at_level(logging.ERROR),

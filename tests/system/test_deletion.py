@@ -56,9 +56,7 @@ def files_in(root: Path) -> list[str]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("end", ["error", "cancel"])
-def test_what_is_written_after_the_deletion_of_a_job_that_ended_early_is_removed_too(
-    redis_url: str, tmp_path: Path, layout: str, end: str
-) -> None:
+def test_files_written_after_an_early_deletion_are_removed(redis_url: str, tmp_path: Path, layout: str, end: str) -> None:
     async def main() -> None:
         async with open_ledger(redis_url, data_dir=str(tmp_path)) as ledger:
             captures, root = Captures(ledger), tmp_path / "captures"
@@ -101,7 +99,7 @@ def test_files_that_a_worker_reports_long_after_their_deletion_are_removed(redis
     asyncio.run(main())
 
 
-def test_a_deletion_does_not_end_while_more_is_reported(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deletion_continues_while_receipts_arrive(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         async with open_ledger(redis_url, data_dir=str(tmp_path)) as ledger:
             captures, root = Captures(ledger), tmp_path / "captures"
@@ -125,7 +123,7 @@ def test_a_deletion_does_not_end_while_more_is_reported(redis_url: str, tmp_path
     asyncio.run(main())
 
 
-def test_a_deletion_that_only_the_disk_knows_is_brought_to_its_end(redis_url: str, tmp_path: Path) -> None:
+def test_a_deletion_recorded_only_on_disk_is_completed(redis_url: str, tmp_path: Path) -> None:
     """Redis has lost its last second."""
 
     async def main() -> None:
@@ -141,7 +139,7 @@ def test_a_deletion_that_only_the_disk_knows_is_brought_to_its_end(redis_url: st
     asyncio.run(main())
 
 
-def test_deleting_where_the_files_are_not_is_an_error_and_is_done_where_they_are(redis_url: str, tmp_path: Path) -> None:
+def test_a_deletion_without_the_capture_root_is_left_to_a_process_with_it(redis_url: str, tmp_path: Path) -> None:
     async def main() -> None:
         async with (
             open_ledger(redis_url, data_dir=str(tmp_path)) as here,
@@ -162,9 +160,7 @@ def test_deleting_where_the_files_are_not_is_an_error_and_is_done_where_they_are
     asyncio.run(main())
 
 
-def test_captures_that_cannot_be_removed_do_not_keep_others_in_the_ledger(
-    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_undeletable_captures_do_not_block_other_deletions(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         async with open_ledger(redis_url, data_dir=str(tmp_path)) as ledger:
             captures, root = Captures(ledger), tmp_path / "captures"
@@ -187,7 +183,7 @@ def test_captures_that_cannot_be_removed_do_not_keep_others_in_the_ledger(
     asyncio.run(main())
 
 
-def test_jobs_that_wait_for_ever_do_not_keep_old_captures_from_expiring(redis_url: str, tmp_path: Path) -> None:
+def test_queued_jobs_do_not_block_capture_expiry(redis_url: str, tmp_path: Path) -> None:
     async def main() -> None:
         async with open_ledger(redis_url, data_dir=str(tmp_path), capture_ttl_s=100) as ledger:
             (tmp_path / "captures").mkdir()
@@ -238,7 +234,7 @@ def filled(directory: Path, size: int) -> None:
     (directory / "captures" / "earlier").write_bytes(bytes(size))
 
 
-def test_a_repeated_submission_finds_its_job_although_the_quota_is_full_by_now(redis_url: str, tmp_path: Path) -> None:
+def test_idempotent_submission_ignores_a_full_capture_quota(redis_url: str, tmp_path: Path) -> None:
     body, key = {"model": "tiny", "prompts": ["a"], "capture": {"layers": "all"}}, {"Idempotency-Key": "k"}
     with running(tmp_path, redis_url, capture_quota_mib=1) as api:
         hand = Hand(api.settings)
@@ -274,7 +270,7 @@ def test_a_full_quota_skips_global_captures_and_refuses_no_job_without_captures(
         hand.close()
 
 
-def test_with_room_the_operators_captures_are_taken(redis_url: str, tmp_path: Path) -> None:
+def test_global_captures_are_taken_within_the_quota(redis_url: str, tmp_path: Path) -> None:
     filled(tmp_path, 1000)
     with running(tmp_path, redis_url, capture_quota_mib=1) as api:
         hand = Hand(api.settings)

@@ -60,7 +60,7 @@ async def swept(line: Line) -> AsyncIterator[Sweeper]:
     yield Sweeper(line.ledger, line.ledger.settings)
 
 
-def test_a_tenant_with_ten_jobs_is_not_kept_waiting_by_two_thousand_of_another(redis_url: str) -> None:
+def test_ten_jobs_are_not_delayed_by_two_thousand_of_another_tenant(redis_url: str) -> None:
     async def main() -> None:
         async with opened(redis_url, dispatch_window=16) as line:
             await line.submit(2000, tenant="batch")
@@ -73,7 +73,7 @@ def test_a_tenant_with_ten_jobs_is_not_kept_waiting_by_two_thousand_of_another(r
     asyncio.run(main())
 
 
-def test_weights_one_and_three_share_one_to_three_by_tokens(redis_url: str) -> None:
+def test_weights_one_and_three_share_tokens_one_to_three(redis_url: str) -> None:
     async def main() -> None:
         async with opened(redis_url, dispatch_window=4) as line:
             await line.ledger.tenants.put(Tenant(name="paying", limits=Limits(weight=3)))
@@ -91,7 +91,7 @@ def test_weights_one_and_three_share_one_to_three_by_tokens(redis_url: str) -> N
     asyncio.run(main())
 
 
-def test_who_comes_back_does_not_make_up_for_the_time_when_it_wanted_nothing(redis_url: str) -> None:
+def test_idle_tenants_accrue_no_credit(redis_url: str) -> None:
     async def main() -> None:
         async with opened(redis_url, dispatch_window=1) as line:
             await line.submit(1, tenant="old")
@@ -137,7 +137,7 @@ def test_jobs_of_a_tenant_keep_their_order_and_priorities_have_windows_of_their_
     asyncio.run(main())
 
 
-def test_nobody_is_more_urgent_than_its_tenant_may_be(redis_url: str) -> None:
+def test_priority_is_capped_by_the_tenant(redis_url: str) -> None:
     async def main() -> None:
         async with opened(redis_url) as line:
             await line.ledger.tenants.put(Tenant(name="guest", limits=Limits(highest_priority="low")))
@@ -148,7 +148,7 @@ def test_nobody_is_more_urgent_than_its_tenant_may_be(redis_url: str) -> None:
     asyncio.run(main())
 
 
-def test_every_end_of_a_queued_job_lets_the_next_one_go(redis_url: str) -> None:
+def test_every_end_of_a_queued_job_dispatches_the_next(redis_url: str) -> None:
     async def main() -> None:
         async with opened(redis_url, dispatch_window=1) as line, swept(line) as sweeper:
             first, waiting, late, next_, last = [
@@ -167,7 +167,7 @@ def test_every_end_of_a_queued_job_lets_the_next_one_go(redis_url: str) -> None:
     asyncio.run(main())
 
 
-def test_a_put_back_job_does_not_wait_again(redis_url: str) -> None:
+def test_a_requeued_job_skips_the_dispatch_window(redis_url: str) -> None:
     async def main() -> None:
         async with opened(redis_url, dispatch_window=1) as line:
             attempt = await claimed(line.ledger, job := make_job())
@@ -198,7 +198,7 @@ def test_the_sweeper_leaves_waiting_jobs_alone_and_fills_windows_that_have_room(
     asyncio.run(main())
 
 
-def test_a_queued_job_that_neither_waits_nor_was_sent_is_found(redis_url: str) -> None:
+def test_a_queued_job_without_message_or_place_is_resent(redis_url: str) -> None:
     async def main() -> None:
         async with opened(redis_url, dispatch_window=1) as line, swept(line) as sweeper:
             _, stray = await line.submit(2)
@@ -209,7 +209,7 @@ def test_a_queued_job_that_neither_waits_nor_was_sent_is_found(redis_url: str) -
     asyncio.run(main())
 
 
-def test_what_was_accepted_before_there_were_windows_is_served(redis_url: str) -> None:
+def test_jobs_from_before_dispatch_windows_are_served(redis_url: str) -> None:
     async def main() -> None:
         async with opened(redis_url, dispatch_window=1) as line, swept(line) as sweeper:
             redis = line.ledger.redis
@@ -231,7 +231,7 @@ def test_what_was_accepted_before_there_were_windows_is_served(redis_url: str) -
     asyncio.run(main())
 
 
-def test_a_job_is_never_begun_after_it_expired_and_says_so(redis_url: str) -> None:
+def test_an_expired_job_is_never_started(redis_url: str) -> None:
     async def main() -> None:
         async with opened(redis_url) as line, swept(line) as sweeper:
             (missed,) = await line.submit(1, expires=now() - 0.01)
@@ -267,7 +267,7 @@ def test_a_user_who_may_not_write_queues_leaves_the_message_to_the_sweeper(redis
     asyncio.run(main())
 
 
-def test_a_sweep_takes_turns_with_jobs_that_come_to_as_many_tokens(redis_url: str) -> None:
+def test_a_sweep_is_scheduled_by_its_token_count(redis_url: str) -> None:
     async def main() -> None:
         async with opened(redis_url, dispatch_window=1) as line:
             await line.submit(1, tenant="first")  # it fills the window

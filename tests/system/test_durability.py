@@ -41,12 +41,12 @@ def test_a_redis_that_may_forget_jobs_is_refused(part: str, lossy: str, tmp_path
     assert "MIDSTREAM_REDIS_ALLOW_LOSSY=true" in done.stderr
 
 
-def test_the_setting_takes_it_all_the_same(lossy: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_redis_allow_lossy_accepts_a_lossy_redis(lossy: str, caplog: pytest.LogCaptureFixture) -> None:
     redis_durability.require(Settings(redis_url=lossy, redis_allow_lossy=True))
     assert "may forget jobs" in caplog.text
 
 
-def test_one_that_is_unreachable_at_the_start_is_asked_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_redis_is_checked_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redis_durability, "ASK_AGAIN_S", 0.05)
     port, ended = free_port(), threading.Event()
     codes: list[int] = []
@@ -67,5 +67,5 @@ def test_one_that_is_unreachable_at_the_start_is_asked_later(tmp_path: Path, mon
         server.wait()
 
 
-def test_a_durable_one_is_taken(redis_url: str) -> None:
+def test_a_durable_redis_is_accepted(redis_url: str) -> None:
     redis_durability.require(Settings(redis_url=redis_url))

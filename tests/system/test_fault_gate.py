@@ -17,7 +17,7 @@ KILLS = {"worker": 4, "redis": 1, "relay": 1, "api": 1, "callbacks": 1, "worker 
 @pytest.mark.long
 # field case 37, 38, 39
 @pytest.mark.timeout(600)
-def test_nothing_accepted_is_lost_or_happens_twice_while_every_part_is_killed(tmp_path: Path) -> None:
+def test_the_fault_gate_loses_and_duplicates_nothing(tmp_path: Path) -> None:
     seed = random.SystemRandom().randrange(10**9)
     report = gate.run(tmp_path, seed, JOBS, KILLS, max_attempts=MAX_ATTEMPTS)
     print(report.table(), json.dumps(report.figures()), sep="\n")  # with the seed, should it fail

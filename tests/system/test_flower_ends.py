@@ -45,7 +45,7 @@ def seen(redis_url: str) -> Iterator[Seen]:
     flower.ledger.close()
 
 
-def test_each_end_is_told_as_a_worker_would_have_told_it(seen: Seen) -> None:
+def test_job_ends_are_reported_to_flower_as_a_worker_would(seen: Seen) -> None:
     for name in ("succeeded", "failed", "cancelled", "aborted", "gone"):
         seen.hears(f"job_{name}", "sent", "received", "started")
     finished = seen.state.tasks["job_succeeded"].started + 7.5
@@ -62,7 +62,7 @@ def test_each_end_is_told_as_a_worker_would_have_told_it(seen: Seen) -> None:
     assert seen.state.search_engine.search(seen.state.tasks, state="SUCCESS").task_ids == ["job_succeeded"]
 
 
-def test_what_runs_or_is_queued_again_stays_as_it_is(seen: Seen) -> None:
+def test_running_and_requeued_jobs_are_not_reported_to_flower(seen: Seen) -> None:
     for state, events in (("running", ("started",)), ("cancelling", ("started",)), ("queued", ("started", "retried"))):
         seen.hears(f"job_{state}", *events)
         seen.stands(f"job_{state}", state)
@@ -87,7 +87,7 @@ def test_a_task_that_was_put_back_tells_the_end_when_flower_missed_those_after_i
     assert seen.states("job_a") == ["SUCCESS"]
 
 
-def test_what_a_worker_tells_between_two_looks_is_not_told_again(seen: Seen) -> None:
+def test_ends_reported_by_a_worker_are_not_reported_again(seen: Seen) -> None:
     seen.hears("job_a", "started")
     seen.stands("job_a", "succeeded")
     seen.looks(1)
@@ -97,7 +97,7 @@ def test_what_a_worker_tells_between_two_looks_is_not_told_again(seen: Seen) -> 
     assert seen.state.counter[WORKER]["task-succeeded"] == 1
 
 
-def test_a_worker_that_is_gone_does_not_count_as_alive_for_what_is_told_of_its_task(seen: Seen) -> None:
+def test_ends_reported_for_a_dead_worker_do_not_revive_it(seen: Seen) -> None:
     seen.hears("job_a", "started")
     seen.hears("job_b", "sent")  # no worker ever had it
     seen.stands("job_a", "succeeded")
@@ -107,7 +107,7 @@ def test_a_worker_that_is_gone_does_not_count_as_alive_for_what_is_told_of_its_t
     assert [worker.hostname for worker in seen.state.alive_workers()] == []
 
 
-def test_nobody_is_asked_when_nothing_is_unfinished() -> None:
+def test_flower_polls_nothing_without_unfinished_tasks() -> None:
     seen = Seen("redis://127.0.0.1:1/0")  # nobody there
     seen.hears("job_a", "started", "succeeded")
     seen.hears("job_b", "started", "retried")
@@ -119,7 +119,7 @@ def test_nobody_is_asked_when_nothing_is_unfinished() -> None:
         seen.looks()
 
 
-def test_of_more_tasks_than_are_asked_for_at_once_each_has_its_turn(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unfinished_tasks_beyond_the_batch_size_take_turns(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flower_tasks, "ASKED", 2)
     for number in range(5):
         seen.hears(f"job_{number}", "started")

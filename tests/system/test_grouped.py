@@ -23,7 +23,7 @@ def with_client(url: str, body: Callable[[Any], Awaitable[None]]) -> None:
     asyncio.run(run())
 
 
-def test_everybody_gets_the_answer_to_what_they_asked(redis_url: str) -> None:
+def test_pipelined_callers_get_their_own_answers(redis_url: str) -> None:
     async def body(client: Any) -> None:
         many = 3 * GROUP_LIMIT + 5
         await client.hset("numbers", mapping={str(number): number * number for number in range(many)})
@@ -54,7 +54,7 @@ def test_commands_are_packed_as_hiredis_does_without_empty_pieces(sizes: tuple[i
     assert b"".join(pieces) == b"".join(map(hiredis.pack_command, commands))
 
 
-def test_an_error_is_its_commands_alone(redis_url: str) -> None:
+def test_a_pipelined_error_affects_only_its_command(redis_url: str) -> None:
     async def body(client: Any) -> None:
         await client.set("text", "no hash")
         await client.hset("hash", "field", "value")
@@ -73,7 +73,7 @@ def test_a_script_that_redis_has_forgotten_is_loaded_again_for_all_who_call_it(r
     with_client(redis_url, body)
 
 
-def test_who_leaves_takes_nobody_along(redis_url: str) -> None:
+def test_a_cancelled_pipelined_call_affects_no_other(redis_url: str) -> None:
     async def body(client: Any) -> None:
         await client.hset("hash", "field", "value")
         leaving, staying = (asyncio.create_task(client.hget("hash", "field")) for _ in range(2))
@@ -86,7 +86,7 @@ def test_who_leaves_takes_nobody_along(redis_url: str) -> None:
     with_client(redis_url, body)
 
 
-def test_a_cut_connection_costs_a_repetition_and_no_answer(redis_url: str) -> None:  # field case 38
+def test_a_lost_connection_repeats_pipelined_commands(redis_url: str) -> None:  # field case 38
     async def body(client: Any) -> None:
         await client.hset("hash", "field", "value")
         await asyncio.gather(*(client.hget("hash", "field") for _ in range(10)))
@@ -97,7 +97,7 @@ def test_a_cut_connection_costs_a_repetition_and_no_answer(redis_url: str) -> No
     with_client(redis_url, body)
 
 
-def test_without_redis_everybody_is_told() -> None:
+def test_an_unreachable_redis_fails_every_pipelined_call() -> None:
     async def body(client: Any) -> None:
         answers = await asyncio.gather(*(client.hget("hash", "field") for _ in range(3)), return_exceptions=True)
         assert all(isinstance(answer, redis.exceptions.ConnectionError) for answer in answers)

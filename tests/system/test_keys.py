@@ -119,7 +119,7 @@ def test_a_revoked_key_is_refused_within_five_seconds(api: Api, hand: Hand) -> N
     assert KNOWN_S < REFUSED_AFTER_S
 
 
-def test_what_is_held_open_with_a_key_ends_when_the_key_is_revoked(api: Api, hand: Hand) -> None:
+def test_held_responses_end_when_their_key_is_revoked(api: Api, hand: Hand) -> None:
     caller, other = Caller(api, hand, "held"), Caller(api, hand, "held")
     job_id = caller.submit()
 
@@ -191,11 +191,11 @@ NO_KEYS = {
 
 
 @pytest.mark.parametrize("header", NO_KEYS.values(), ids=NO_KEYS)
-def test_what_is_no_bearer_key_is_refused(api: Api, header: str) -> None:
+def test_malformed_authorization_is_refused(api: Api, header: str) -> None:
     assert status(api, header) == 401
 
 
-def test_two_keys_at_once_are_none(api: Api, hand: Hand) -> None:
+def test_two_authorization_headers_are_refused(api: Api, hand: Hand) -> None:
     answer = httpx.get(f"{api.url}/v1/jobs", headers=[("Authorization", f"Bearer {ADMIN}"), ("Authorization", "Bearer x")], timeout=60)
     assert answer.status_code == 401
 
@@ -219,7 +219,7 @@ almost = st.builds(
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(header=printable(200) | printable(40).map(lambda raw: b"Bearer ms_" + raw) | almost)
-def test_whatever_stands_in_the_header_is_answered_401_or_let_in_by_the_very_key(api: Api, header: bytes) -> None:
+def test_any_authorization_header_but_the_key_is_401(api: Api, header: bytes) -> None:
     try:
         answer = api.http.get("/v1/jobs", headers=[(b"authorization", header)])
     except httpx.LocalProtocolError:  # what HTTP does not let stand there
@@ -242,7 +242,7 @@ CALLS: dict[Scope, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("scope", SCOPES)
-def test_a_key_may_what_its_scope_says_and_nothing_else(api: Api, hand: Hand, scope: Scope) -> None:
+def test_a_key_is_limited_to_its_scope(api: Api, hand: Hand, scope: Scope) -> None:
     caller = Caller(api, hand, "acme", scope)
     for needed, (method, path) in CALLS.items():
         answer = caller.http.request(method, path)
@@ -253,13 +253,13 @@ def test_a_key_may_what_its_scope_says_and_nothing_else(api: Api, hand: Hand, sc
             assert 'error="insufficient_scope"' in answer.headers["www-authenticate"]
 
 
-def test_metrics_are_for_who_may_observe(api: Api, hand: Hand) -> None:
+def test_metrics_need_scope_observe(api: Api, hand: Hand) -> None:
     assert Caller(api, hand, "acme").http.get("/metrics").status_code == 403
     assert Caller(api, hand, "ops", "observe").http.get("/metrics").status_code == 200
     assert api.http.get("/metrics").status_code == 401
 
 
-def test_strangers_learn_whether_it_is_ready_and_no_more(api: Api, hand: Hand) -> None:
+def test_unauthenticated_readyz_gives_no_reasons(api: Api, hand: Hand) -> None:
     hand.do(hand.ledger.heartbeat(hand.sign(worker="secret-host", healthy=False, detail="out of memory")))
     told, stranger = api.http.get("/readyz", headers=bearer(ADMIN)), api.http.get("/readyz")
     assert "secret-host" in told.text
@@ -270,7 +270,7 @@ def test_strangers_learn_whether_it_is_ready_and_no_more(api: Api, hand: Hand) -
     assert stranger.json()["missing"] == ["relay"]
 
 
-def test_strangers_are_not_told_which_worker_is_ill(api: Api, hand: Hand) -> None:
+def test_unauthenticated_readyz_names_no_unhealthy_worker(api: Api, hand: Hand) -> None:
     hand.do(hand.ledger.heartbeat(hand.sign(healthy=False, detail="out of memory")))
     try:
         assert api.http.get("/readyz").json()["missing"] == ["relay", "worker"]
@@ -281,7 +281,7 @@ def test_strangers_are_not_told_which_worker_is_ill(api: Api, hand: Hand) -> Non
 # --- Keys over HTTP and from a terminal ------------------------------------------------------------------------------
 
 
-def test_a_key_made_over_http_works_is_listed_and_can_be_taken_back(api: Api, hand: Hand) -> None:
+def test_a_key_is_created_listed_and_revoked_over_http(api: Api, hand: Hand) -> None:
     with Client(api.url, ADMIN) as admin:
         made = admin.create_key("ci", tenant="acme", scopes=["read"])
         assert made.key.startswith(f"ms_{made.id}_")
@@ -352,7 +352,7 @@ def started(settings: Settings) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def test_off_loopback_it_does_not_start_without_a_key_and_says_what_to_do(redis_session: RedisServer, api: Api, hand: Hand) -> None:
+def test_off_loopback_the_api_needs_a_key_to_start(redis_session: RedisServer, api: Api, hand: Hand) -> None:
     empty = f"{redis_session.url.rpartition('/')[0]}/9"
     process = started(Settings(redis_url=empty, api_host=EVERYWHERE, api_port=0))
     said, _ = process.communicate(timeout=120)
@@ -362,7 +362,7 @@ def test_off_loopback_it_does_not_start_without_a_key_and_says_what_to_do(redis_
     assert "MIDSTREAM_AUTH=open" in said
 
 
-def test_off_loopback_it_asks_for_keys_once_there_is_one(api: Api, hand: Hand, tmp_path: Path) -> None:
+def test_off_loopback_the_api_requires_keys(api: Api, hand: Hand, tmp_path: Path) -> None:
     caller = Caller(api, hand, "acme")
     with running(tmp_path, api.settings.redis_url, api_host=EVERYWHERE) as public:
         url = public.url.replace(EVERYWHERE, "127.0.0.1")
@@ -370,13 +370,13 @@ def test_off_loopback_it_asks_for_keys_once_there_is_one(api: Api, hand: Hand, t
         assert httpx.get(f"{url}/v1/jobs", headers=bearer(caller.key.key), timeout=60).status_code == 200
 
 
-def test_off_loopback_it_is_open_only_where_that_was_said_and_warns(api: Api, hand: Hand, tmp_path: Path) -> None:
+def test_off_loopback_auth_open_must_be_explicit_and_warns(api: Api, hand: Hand, tmp_path: Path) -> None:
     with running(tmp_path, api.settings.redis_url, api_host=EVERYWHERE, auth="open") as public:
         assert httpx.get(f"{public.url.replace(EVERYWHERE, '127.0.0.1')}/v1/jobs", timeout=60).status_code == 200
         assert "MIDSTREAM_AUTH=open on 0.0.0.0" in public.log()
 
 
-def test_while_redis_is_away_at_the_start_nobody_gets_in_and_without_a_key_it_ends(tmp_path: Path) -> None:
+def test_the_api_admits_no_one_while_redis_is_down_at_start(tmp_path: Path) -> None:
     from midstream.broker.ops import redis_server
 
     port = free_port()
@@ -398,7 +398,7 @@ def test_while_redis_is_away_at_the_start_nobody_gets_in_and_without_a_key_it_en
         process.stdout.close()
 
 
-def test_a_key_that_is_none_in_the_settings_ends_the_start(tmp_path: Path) -> None:
+def test_a_malformed_key_in_the_settings_stops_the_start(tmp_path: Path) -> None:
     process = started(Settings(redis_url="redis://127.0.0.1:1/0", admin_key="hunter2", api_port=0))
     said, _ = process.communicate(timeout=120)
     assert process.returncode == 2
@@ -407,7 +407,7 @@ def test_a_key_that_is_none_in_the_settings_ends_the_start(tmp_path: Path) -> No
     assert "hunter2" not in said
 
 
-def test_on_loopback_it_is_open_and_a_key_counts_all_the_same(api: Api, hand: Hand, tmp_path: Path) -> None:
+def test_on_loopback_keys_are_optional_but_checked(api: Api, hand: Hand, tmp_path: Path) -> None:
     caller = Caller(api, hand, "acme")
     with running(tmp_path, api.settings.redis_url) as local:
         assert local.http.get("/v1/tenant", headers=bearer("EMPTY")).json()["name"] == "default"

@@ -62,7 +62,7 @@ REACHABLE = [state for state in State if state is not State.EXPIRED]
 
 @pytest.mark.parametrize("state", REACHABLE)
 @pytest.mark.parametrize("deed", DEEDS)
-def test_a_deed_leads_where_the_table_allows_and_nowhere_else(redis_url: str, deed: str, state: State) -> None:
+def test_every_action_follows_the_transition_table(redis_url: str, deed: str, state: State) -> None:
     async def main() -> None:
         async with open_ledger(redis_url) as ledger:
             job = await bring_to(ledger, state)
@@ -136,7 +136,7 @@ def test_a_claim_whose_answer_was_lost_is_the_same_claim_when_it_is_repeated(red
     asyncio.run(main())
 
 
-def test_a_stale_attempt_changes_nothing_and_is_told_so(redis_url: str) -> None:  # field case 37
+def test_a_stale_attempt_is_rejected_and_changes_nothing(redis_url: str) -> None:  # field case 37
     async def main() -> None:
         async with open_ledger(redis_url) as ledger:
             job = make_job()
@@ -163,7 +163,7 @@ def test_a_stale_attempt_changes_nothing_and_is_told_so(redis_url: str) -> None:
     asyncio.run(main())
 
 
-def test_renewal_tells_what_is_lost_and_what_is_to_be_cancelled(redis_url: str) -> None:
+def test_lease_renewal_reports_lost_and_cancelled_jobs(redis_url: str) -> None:
     async def main() -> None:
         async with open_ledger(redis_url) as ledger:
             kept, lost, unwanted, done = (make_job() for _ in range(4))
@@ -296,7 +296,7 @@ def test_events_are_read_from_where_the_reader_left_off(redis_url: str) -> None:
     asyncio.run(main())
 
 
-def test_an_event_whose_answer_was_lost_is_told_once_in_every_attempt(redis_url: str) -> None:
+def test_an_event_retried_after_a_lost_response_is_stored_once(redis_url: str) -> None:
     async def main() -> None:
         async with open_ledger(redis_url) as ledger:
             job = make_job()
@@ -362,7 +362,7 @@ def test_a_result_past_its_retention_is_gone_and_the_job_expired(redis_url: str,
     asyncio.run(main())
 
 
-def test_models_stay_and_workers_go_with_their_heartbeat(redis_url: str) -> None:
+def test_workers_expire_with_their_heartbeat_and_models_stay(redis_url: str) -> None:
     model = ModelInfo(
         name="tiny", version="0", architecture="A", num_layers=2, hidden_size=4, vocab_size=8, max_model_len=16, dtype="float32",
         hooks=["post_block"], tokenizer="0" * 64, wire=WIRE, oldest_wire=OLDEST_WIRE,
@@ -387,7 +387,7 @@ def test_models_stay_and_workers_go_with_their_heartbeat(redis_url: str) -> None
     asyncio.run(main())
 
 
-def test_redis_away_is_one_typed_error_soon(tmp_path: Path) -> None:
+def test_an_unreachable_redis_is_one_typed_error(tmp_path: Path) -> None:
     server = redis_server.start(tmp_path)
     server.kill()
 

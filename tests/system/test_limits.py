@@ -66,7 +66,7 @@ async def early_in_a_minute() -> None:
         await asyncio.sleep(left)
 
 
-def test_requests_per_minute_are_refused_until_the_second_that_was_told(redis_url: str) -> None:
+def test_requests_per_minute_limit_and_retry_after(redis_url: str) -> None:
     async def main() -> None:
         async with open_ledger(redis_url) as ledger:
             await limited(ledger, requests_per_minute=60)
@@ -144,7 +144,7 @@ def test_a_refused_or_repeated_submission_takes_nothing(redis_url: str) -> None:
     asyncio.run(main())
 
 
-def test_jobs_in_flight_are_given_back_by_every_end(redis_url: str) -> None:
+def test_every_end_releases_jobs_in_flight(redis_url: str) -> None:
     async def main() -> None:
         async with open_ledger(redis_url, max_attempts=1) as ledger:
             await limited(ledger, jobs_in_flight=1)
@@ -219,7 +219,7 @@ def test_a_tenants_own_capture_files_count_until_they_are_deleted(redis_url: str
     asyncio.run(main())
 
 
-def test_two_hundred_submissions_at_once_get_exactly_as_far_as_they_may(redis_url: str) -> None:
+def test_two_hundred_concurrent_submissions_respect_the_limit(redis_url: str) -> None:
     async def main() -> None:
         async with open_ledger(redis_url, limit_jobs_in_flight=50) as ledger:
             answers = await asyncio.gather(*[ledger.submit(make_job(), {}) for _ in range(200)], return_exceptions=True)
@@ -228,7 +228,7 @@ def test_two_hundred_submissions_at_once_get_exactly_as_far_as_they_may(redis_ur
     asyncio.run(main())
 
 
-def test_usage_outlives_a_killed_redis_and_what_was_counted_wrong_is_put_right(tmp_path: Path) -> None:
+def test_usage_survives_a_redis_kill_and_is_reconciled(tmp_path: Path) -> None:
     async def main() -> None:
         server = redis_server.start(tmp_path)
         try:
@@ -285,7 +285,7 @@ def test_a_count_is_abandoned_when_redis_restarts_since_its_scan_cursors_are_inv
     asyncio.run(main())
 
 
-def test_a_count_that_was_given_up_changes_nothing_and_the_next_one_is_right(redis_url: str) -> None:
+def test_an_abandoned_usage_count_changes_nothing(redis_url: str) -> None:
     async def main() -> None:
         async with open_ledger(redis_url) as ledger:
             await ledger.submit(make_job(tenant="t", capture=True), {})
@@ -385,7 +385,7 @@ def test_a_module_that_replaces_another_needs_room_for_the_difference_only(redis
     asyncio.run(main())
 
 
-def test_a_hundred_modules_at_once_get_exactly_as_far_as_they_may(redis_url: str) -> None:
+def test_a_hundred_concurrent_modules_respect_the_limit(redis_url: str) -> None:
     async def main() -> None:
         async with open_ledger(redis_url, limit_modules=30) as ledger:
             steering = Steering(ledger)
@@ -433,7 +433,7 @@ def crowded(redis_url: str, tmp_path: Path) -> Iterator[tuple[Any, Hand]]:
         hand.close()
 
 
-def test_a_long_queue_and_a_hasty_client_are_told_when_to_come_again(crowded: tuple[Any, Hand]) -> None:
+def test_a_full_queue_and_a_rate_limit_give_retry_after(crowded: tuple[Any, Hand]) -> None:
     api, hand = crowded
     body = {"model": MODEL, "prompts": ["hello"]}
     first, *_ = [api.submit() for _ in range(3)]
@@ -486,7 +486,7 @@ def test_submissions_are_refused_before_redis_is_full_and_accepted_jobs_finish(t
         server.stop()
 
 
-def test_a_deadline_is_answered_504_where_somebody_waits(api: Any, hand: Hand) -> None:
+def test_an_expired_deadline_is_504_for_held_requests(api: Any, hand: Hand) -> None:
     async def overdue() -> None:
         settings = hand.settings
         ledger = Ledger.connect(settings)

@@ -31,16 +31,14 @@ def test_a_client_without_an_address_takes_the_stack_on_the_data_directory(up: U
     assert httpx.get(f"{client.url}/healthz").json()["instance"] == stack.instance
 
 
-def test_a_data_directory_on_which_nothing_runs_is_said_and_no_other_stack_is_taken(
-    up: Up, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_idle_data_directory_is_an_error_and_no_other_stack_is_used(up: Up, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MIDSTREAM_DATA_DIR", str(tmp_path / "other"))
     with pytest.raises(ServerUnreachable, match=r"the stack on .*other does not run; `midstream up` starts it"):
         Client()
 
 
 @pytest.mark.parametrize("lie", ["a dead process", "another process"])
-def test_a_state_file_that_does_not_fit_is_not_believed(up: Up, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lie: str) -> None:
+def test_a_stale_state_file_is_ignored(up: Up, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lie: str) -> None:
     """As after a crash, or when the port went to another stack."""
     state = up.state() | {"pid": os.getpid() if lie == "another process" else 2**22 + 1}
     (tmp_path / STATE_FILE).write_text(json.dumps(state))
@@ -50,12 +48,12 @@ def test_a_state_file_that_does_not_fit_is_not_believed(up: Up, tmp_path: Path, 
         Client()
 
 
-def test_a_state_file_of_another_user_is_not_believed(up: Up, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_file_of_another_user_is_ignored(up: Up, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getuid", lambda: 4711)
     assert discovery.running(up.data) is None
 
 
-def test_what_another_user_runs_at_the_default_address_is_not_taken(up: Up, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stack_of_another_user_is_not_used(up: Up, monkeypatch: pytest.MonkeyPatch) -> None:
     port = httpx.URL(up.ready()).port
     monkeypatch.setenv("MIDSTREAM_API_PORT", str(port))
     monkeypatch.chdir(up.data.parent)

@@ -97,7 +97,7 @@ def ended_once(caller: Caller, answer: httpx.Response) -> dict[str, Any]:
     return view
 
 
-def test_a_cut_of_half_a_lease_is_not_noticed_by_anybody_who_waits(machines: Machines, caller: Caller) -> None:
+def test_a_partition_of_half_a_lease_fails_no_job(machines: Machines, caller: Caller) -> None:
     assert machines.link is not None
     # One ends while the wire is cut, so that its receipts wait in the outbox; the other goes on after it.
     answers = [caller.held(120), caller.held(260)]
@@ -111,7 +111,7 @@ def test_a_cut_of_half_a_lease_is_not_noticed_by_anybody_who_waits(machines: Mac
     assert [view["attempt"] for view in views] == [1, 1]
 
 
-def test_after_a_cut_longer_than_the_lease_jobs_rerun_and_late_receipts_are_ignored(machines: Machines, caller: Caller) -> None:
+def test_after_a_partition_past_the_lease_jobs_rerun_and_late_receipts_are_ignored(machines: Machines, caller: Caller) -> None:
     assert machines.link is not None
     before = caller.marks()
     answers = [caller.held(30), caller.held(60)]
@@ -127,7 +127,7 @@ def test_after_a_cut_longer_than_the_lease_jobs_rerun_and_late_receipts_are_igno
     assert "does not let us in" not in machines.log("worker")
 
 
-def test_the_worker_that_was_away_takes_new_jobs_and_its_captures_can_be_read(machines: Machines, caller: Caller) -> None:
+def test_a_worker_takes_jobs_again_after_a_partition(machines: Machines, caller: Caller) -> None:
     done = caller.held(4).result(30).json()
     assert done["capture_results"]["status"] == "ok"
     files = [machines.settings("api").capture_root / file["path"] for file in done["capture_results"]["files"]]

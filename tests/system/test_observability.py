@@ -129,7 +129,7 @@ def test_one_trace_follows_a_held_completion_from_its_caller_to_its_release(span
     }
 
 
-def test_each_process_tells_its_own_part_of_the_trace(spans: list[Span]) -> None:
+def test_each_process_exports_its_own_spans(spans: list[Span]) -> None:
     services = {span.name: span.service for span in spans if span.name != "durable"}  # relay or worker, whoever is last
     worker, api = "midstream-worker", "midstream-api"
     expected = {
@@ -149,14 +149,14 @@ def test_every_prompt_and_every_rank_has_a_span(spans: list[Span]) -> None:
     assert told == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
-def test_the_stages_of_a_trace_follow_each_other(spans: list[Span]) -> None:
+def test_trace_stages_are_consecutive(spans: list[Span]) -> None:
     post, queue, attempt, release = (named(spans, name)[0] for name in ("POST /v1/completions", "queue", "attempt", "release"))
     assert post.start <= queue.start <= queue.end == pytest.approx(attempt.start, abs=1e-3)
     assert attempt.start <= min(span.start for span in named(spans, "prompt"))
     assert release.end <= post.end
 
 
-def test_a_job_that_fails_fails_its_attempt_in_the_trace(stack: Seen, collector: Collector) -> None:
+def test_a_failed_job_marks_its_attempt_span(stack: Seen, collector: Collector) -> None:
     trace = "ab" * 16
     missing = StoredSteering(layers=[0], hook="post_block", positions="all", family="add", tensors=["0" * 64], scale=1.0)
     job = stack.submit(["x"], steering=[missing], trace=f"00-{trace}-{CALLER_SPAN}-01")
@@ -168,7 +168,7 @@ def test_a_job_that_fails_fails_its_attempt_in_the_trace(stack: Seen, collector:
 # --- Logs -------------------------------------------------------------------------------------------------------------------
 
 
-def test_the_access_line_of_a_call_has_its_ids_and_what_it_took(stack: Seen, held: httpx.Response) -> None:
+def test_access_log_lines_have_ids_and_duration(stack: Seen, held: httpx.Response) -> None:
     line = stack.line("api", lambda line: line.get("request_id") == "mine-1" and "status" in line)
     job = held.headers["x-midstream-job"]
     wanted = {"method": "POST", "path": "/v1/completions", "status": 200, "job": job, "tenant": "default", "trace_id": TRACE}
@@ -177,7 +177,7 @@ def test_the_access_line_of_a_call_has_its_ids_and_what_it_took(stack: Seen, hel
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", line["time"])
 
 
-def test_the_worker_says_of_which_job_and_attempt_each_line_is(stack: Seen, held: httpx.Response) -> None:
+def test_worker_log_lines_name_job_and_attempt(stack: Seen, held: httpx.Response) -> None:
     job = held.headers["x-midstream-job"]
     line = stack.line("worker", lambda line: line["message"].startswith("attempt over") and line.get("job") == job)
     assert (line["attempt"], line["worker"], line["process"], line["trace_id"]) == (1, "w1", "worker", TRACE)
@@ -186,14 +186,14 @@ def test_the_worker_says_of_which_job_and_attempt_each_line_is(stack: Seen, held
     assert {line["job"] for line in celery} == {job}
 
 
-def test_a_request_id_is_taken_if_it_is_sane_and_made_otherwise(stack: Seen, held: httpx.Response) -> None:
+def test_a_valid_request_id_is_kept_and_others_are_replaced(stack: Seen, held: httpx.Response) -> None:
     assert held.headers["x-request-id"] == "mine-1"
     for odd in (b"", b"a b", b"x" * 200, "é".encode()):
         answer = httpx.get(f"{stack.url}/v1/nothing", headers={b"x-request-id": odd}, timeout=LONG_S)
         assert re.fullmatch("[0-9a-f]{32}", answer.headers["x-request-id"]), odd
 
 
-def test_no_log_of_any_process_has_a_secret_in_it(stack: Seen, held: httpx.Response) -> None:
+def test_no_process_logs_a_secret(stack: Seen, held: httpx.Response) -> None:
     text = "".join(stack.log(name) for name in stack.names)
     assert "s3cr3t" not in text
     assert "mine-1" in text, "or nothing was logged at all"
@@ -214,7 +214,7 @@ def test_each_stage_of_a_job_is_measured_where_it_ends(stack: Seen, held: httpx.
     assert relay['midstream_receipts_total{status="ok"}'] >= 4
 
 
-def test_what_the_ranks_have_captured_reaches_the_worker_s_metrics(stack: Seen, held: httpx.Response) -> None:
+def test_rank_capture_counts_are_in_the_workers_metrics(stack: Seen, held: httpx.Response) -> None:
     def captured() -> float:
         return stack.metrics("worker").get('midstream_rank_captured_rows_total{model="fake-model",rank="0"}', 0)
 
@@ -243,7 +243,7 @@ def test_the_api_counts_every_change_of_state_once(stack: Seen, held: httpx.Resp
 # --- Status, top, inspect ---------------------------------------------------------------------------------------------------
 
 
-def test_the_status_tells_of_the_worker_and_its_engine(stack: Seen, held: httpx.Response) -> None:
+def test_the_status_shows_the_worker_and_its_engine(stack: Seen, held: httpx.Response) -> None:
     status = from_json(httpx.get(f"{stack.url}/v1/status", timeout=LONG_S).content, Status)
     (worker,) = status.workers
     assert (worker.worker, worker.tp, worker.healthy) == ("w1", 2, True)
@@ -367,7 +367,7 @@ def test_the_status_counts_what_waits_by_priority_and_tenant(lonely: Seen) -> No
     assert lonely.metrics("api")[depth] == 2
 
 
-def test_the_doctor_misses_a_dead_relay_and_a_dead_worker_and_exits_with_1(lonely: Seen, patient_doctor: None) -> None:
+def test_the_doctor_reports_a_dead_relay_and_worker_and_exits_1(lonely: Seen, patient_doctor: None) -> None:
     found = {about: finding.level for about, finding in bad(lonely).items()}
     assert found == {"ready": "fail", "workers": "fail", "relay": "fail", "queue": "fail"}
     code, text = command(lonely, "doctor", "--data-dir", str(lonely.directory))
@@ -375,7 +375,7 @@ def test_the_doctor_misses_a_dead_relay_and_a_dead_worker_and_exits_with_1(lonel
     assert "python -m midstream.broker.relay" in text
 
 
-def test_the_doctor_names_a_redis_and_an_api_that_do_not_answer(stack: Seen) -> None:
+def test_the_doctor_reports_an_unreachable_redis_and_api(stack: Seen) -> None:
     nowhere = free_port()
     found = list(examine(stack.settings, f"redis://:s3cr3t@127.0.0.1:{nowhere}/0", f"http://127.0.0.1:{nowhere}"))
     assert {finding.about for finding in found if finding.level == "fail"} == {"redis", "api", "service"}

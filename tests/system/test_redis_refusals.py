@@ -79,7 +79,7 @@ def survives(stack: Stack, refuse: Callable[["redis.Redis"], object], allow: Cal
     assert stack.processes == processes
 
 
-def test_a_redis_out_of_memory_is_awaited(stack: Stack) -> None:
+def test_processes_wait_for_a_redis_out_of_memory(stack: Stack) -> None:
     """It still gives messages out, and the worker keeps those that it took."""
     processes = dict(stack.processes)
     job = keep_under_way(stack)
@@ -100,7 +100,7 @@ def test_a_redis_out_of_memory_is_awaited(stack: Stack) -> None:
     assert all(process.poll() is None for process in processes.values())
 
 
-def test_a_redis_that_cannot_save_is_awaited(stack: Stack) -> None:
+def test_processes_wait_for_a_redis_that_cannot_save(stack: Stack) -> None:
     home = str(stack.directory / "redis")
 
     def refuse(client: "redis.Redis") -> None:
@@ -116,7 +116,7 @@ def test_a_redis_that_cannot_save_is_awaited(stack: Stack) -> None:
     survives(stack, refuse, allow, ["worker", "callbacks"])
 
 
-def test_a_redis_that_is_read_only_is_awaited(stack: Stack) -> None:
+def test_processes_wait_for_a_read_only_redis(stack: Stack) -> None:
     """As a managed Redis is for a moment when another takes over. (It keeps its data: there is none to copy from.)"""
     survives(stack, lambda client: client.slaveof("127.0.0.1", free_port()), lambda client: client.slaveof(), ["worker", "callbacks"])
 

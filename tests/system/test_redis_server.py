@@ -34,7 +34,7 @@ def test_what_was_written_is_there_after_kill_9_and_restart(tmp_path: Path) -> N
         again.stop()
 
 
-def test_no_other_account_reads_what_redis_keeps(tmp_path: Path) -> None:
+def test_redis_files_are_private_to_the_account(tmp_path: Path) -> None:
     server = redis_server.start(tmp_path / "data" / "redis")
     try:
         assert stat.S_IMODE(server.directory.stat().st_mode) == 0o700
@@ -55,7 +55,7 @@ def test_a_redis_that_syncs_always_has_on_disk_what_it_answered(tmp_path: Path) 
     again.stop()
 
 
-def test_half_a_transaction_that_a_power_failure_left_is_never_applied(tmp_path: Path) -> None:
+def test_a_truncated_aof_transaction_is_not_applied(tmp_path: Path) -> None:
     """Redis 6.2 drops the command that was cut off, keeps what stood before it in its transaction, and applies that a start later."""
 
     def start_and_add(times: int) -> list[bytes | None]:
@@ -149,7 +149,7 @@ def test_an_aof_that_ends_in_zeros_is_repaired(tmp_path: Path, tail: bytes, rewr
     assert stat.S_IMODE(kept.stat().st_mode) == 0o600
 
 
-def test_no_valid_data_is_cut_off_with_damage_in_the_middle(tmp_path: Path) -> None:
+def test_aof_damage_in_the_middle_is_not_truncated(tmp_path: Path) -> None:
     """The command that is named instead exists here, and does what it says."""
     file = write_some(tmp_path)
     whole = file.read_bytes()
@@ -169,7 +169,7 @@ def test_no_valid_data_is_cut_off_with_damage_in_the_middle(tmp_path: Path) -> N
     assert 0 < keys_after_start(tmp_path, []) < 10
 
 
-def test_loading_takes_as_long_as_it_makes_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_redis_loading_may_take_long_while_it_progresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_some(tmp_path, rewritten=True)
     server = redis_server.start(tmp_path)
     with redis.Redis.from_url(server.url) as client:
@@ -191,7 +191,7 @@ def test_loading_takes_as_long_as_it_makes_progress(tmp_path: Path, monkeypatch:
     assert any(re.match(r"redis loads its data: [\d.]+ %, about \d+ s left", line) for line in said)
 
 
-def test_a_start_without_progress_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_redis_start_without_progress_is_abandoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stuck = tmp_path / "redis-server"
     stuck.write_text("#!/bin/sh\nexec sleep 600\n")
     stuck.chmod(0o755)

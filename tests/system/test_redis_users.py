@@ -55,7 +55,7 @@ def shown(machines: Machines, job: str) -> set[str]:
     return {task["state"] for task_id, task in tasks.items() if task_id.partition(".")[0] == job}
 
 
-def test_jobs_with_captures_steering_and_answers_that_are_held_go_all_the_way(http: httpx.Client) -> None:
+def test_jobs_run_end_to_end_with_redis_users_and_tls(http: httpx.Client) -> None:
     body = {"model": "fake-model", "prompt": "hello", "max_tokens": 4, "capture": CAPTURE, "capture_wait": True}
     done = http.post("/v1/completions", json=body).json()
     assert done["capture_results"]["status"] == "ok"
@@ -81,7 +81,7 @@ def test_flower_and_inspect_see_the_worker(machines: Machines, http: httpx.Clien
         app.close()
 
 
-def test_what_a_killed_worker_held_is_run_again(machines: Machines, http: httpx.Client) -> None:
+def test_jobs_of_a_killed_worker_are_rerun(machines: Machines, http: httpx.Client) -> None:
     job = submit(http, 150)
     wait_until(lambda: http.get(f"/v1/jobs/{job}").json()["state"] == "running")
     machines.processes["worker"].kill()
@@ -92,7 +92,7 @@ def test_what_a_killed_worker_held_is_run_again(machines: Machines, http: httpx.
     assert (view["state"], view["attempt"]) == ("succeeded", 2)
 
 
-def test_flower_shows_ends_of_jobs_whose_worker_died_or_that_it_missed(machines: Machines, http: httpx.Client) -> None:
+def test_flower_shows_ends_it_missed_or_whose_worker_died(machines: Machines, http: httpx.Client) -> None:
     machines.end("relay")
     killed = submit(http, 2, capture=CAPTURE)
     wait_until(lambda: "generated" in http.get(f"/v1/jobs/{killed}").json())
@@ -115,7 +115,7 @@ def test_flower_shows_ends_of_jobs_whose_worker_died_or_that_it_missed(machines:
     wait_until(lambda: "SUCCESS" in shown(machines, killed) <= {"SUCCESS", "RETRY"})
 
 
-def test_flower_may_ask_how_a_job_stands_and_nothing_else(machines: Machines, http: httpx.Client) -> None:
+def test_the_flower_user_may_only_read_job_states(machines: Machines, http: httpx.Client) -> None:
     job = f"ms:job:{submit(http, 1)}"
     with machines.client("flower") as client, pytest.raises(redis.exceptions.NoPermissionError):
         client.hmget(job, "state")
@@ -129,7 +129,7 @@ def test_flower_may_ask_how_a_job_stands_and_nothing_else(machines: Machines, ht
                 client.execute_command(*forbidden)
 
 
-def test_nobody_may_do_what_is_not_theirs(machines: Machines) -> None:
+def test_every_redis_user_is_limited_to_its_role(machines: Machines) -> None:
     for role in ("worker", "relay", "callbacks", "flower"):
         with machines.client(role) as client, pytest.raises(redis.exceptions.NoPermissionError):
             client.hgetall("ms:keys")
@@ -145,7 +145,7 @@ def test_nobody_may_do_what_is_not_theirs(machines: Machines) -> None:
         client.hgetall("unacked")
 
 
-def test_no_command_that_was_needed_was_refused(machines: Machines) -> None:
+def test_redis_acl_log_is_empty_after_the_tests(machines: Machines) -> None:
     # redis-py tells its name and version, which nobody needs; what the tests before asked for on purpose comes last.
     asked_for = {"ms:keys", "ms:hook-secret:default", "keys", "flushall", "config", "shutdown", "script", "other", "unacked"}
     asked_for |= {"hgetall", "hset", "del", "llen", "scan", "eval", "publish", "info", "multi"}
@@ -154,7 +154,7 @@ def test_no_command_that_was_needed_was_refused(machines: Machines) -> None:
     assert {(user, what) for user, what in refused if what not in {"client", *asked_for}} == set()
 
 
-def test_a_redis_with_another_name_or_another_authority_is_not_spoken_to(machines: Machines, tmp_path: Path) -> None:
+def test_a_redis_with_a_wrong_certificate_is_refused(machines: Machines, tmp_path: Path) -> None:
     make_certificates(tmp_path, "127.0.0.1")
     url = machines.redis_url("api")
     with pytest.raises(redis.exceptions.ConnectionError, match="certificate verify failed"):

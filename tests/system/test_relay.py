@@ -26,7 +26,7 @@ LONG_S = 60.0
 
 
 # field case 18
-def test_a_job_succeeds_with_the_last_receipt_of_the_last_rank_and_not_before(relay: RelayProcess, jobs: Jobs, tmp_path: Path) -> None:
+def test_a_job_succeeds_with_its_last_receipt(relay: RelayProcess, jobs: Jobs, tmp_path: Path) -> None:
     (job,) = jobs.claim(1, 2, ranks=2)
     outputs = [Output(index=index, text="", token_ids=[1], finish_reason="length", prompt_tokens=1) for index in range(2)]
     assert jobs.ledger(lambda ledger: ledger.store_outputs(job, 1, outputs))
@@ -44,7 +44,7 @@ def test_a_job_succeeds_with_the_last_receipt_of_the_last_rank_and_not_before(re
 
 
 # field case 17
-def test_a_receipt_arrives_at_once_though_nothing_follows_it(
+def test_a_single_receipt_is_delivered_immediately(
     relay: RelayProcess, jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("midstream.broker.receipts.sender.PATIENCE_S", 60.0)  # asking again would not help here
@@ -153,7 +153,7 @@ def test_five_kills_of_the_sending_process_lose_and_double_nothing_that_was_dura
     assert [jobs.arrived(job) for job in made] == [once_each(200)] * 15
 
 
-def test_receipts_of_a_killed_process_arrive_though_the_next_one_has_nothing_to_say(jobs: Jobs, redis_url: str, tmp_path: Path) -> None:
+def test_a_restarted_sender_delivers_receipts_of_its_killed_predecessor(jobs: Jobs, redis_url: str, tmp_path: Path) -> None:
     made = jobs.claim(1, 50)
     url = f"tcp://127.0.0.1:{free_port()}"
     sender = SenderProcess(tmp_path / "outbox", url, made, 50, 0)  # there is no relay yet
@@ -332,7 +332,7 @@ def test_an_outbox_put_back_to_an_older_state_does_not_lose_its_new_receipts(rel
     assert jobs.arrived(job) == once_each(8)
 
 
-def test_a_redis_that_forgot_its_last_second_is_given_those_receipts_again(
+def test_receipts_lost_by_redis_are_sent_again(
     relay: RelayProcess, jobs: Jobs, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("midstream.broker.receipts.outbox.KEEP_ACKED_S", 600.0)  # a relay may take its time to start
@@ -350,7 +350,7 @@ def test_a_redis_that_forgot_its_last_second_is_given_those_receipts_again(
         assert jobs.mark(outbox.epoch) == 10
 
 
-def test_acknowledged_receipts_leave_the_disk_after_a_while_though_nothing_follows(
+def test_acknowledged_receipts_are_deleted_without_further_traffic(
     relay: RelayProcess, jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("midstream.broker.receipts.outbox.KEEP_ACKED_S", 0.3)
@@ -369,7 +369,7 @@ def test_acknowledged_receipts_leave_the_disk_after_a_while_though_nothing_follo
 # -- the process ---------------------------------------------------------------------------------------------------------------
 
 
-def test_the_relay_on_a_free_port_says_which(redis_url: str, tmp_path: Path) -> None:
+def test_the_relay_prints_its_chosen_port(redis_url: str, tmp_path: Path) -> None:
     relay = RelayProcess(redis_url, tmp_path / "relay.log", "tcp://127.0.0.1:0")
     try:
         with Outbox(tmp_path, "w", 0, relay.endpoint) as outbox:
@@ -378,7 +378,7 @@ def test_the_relay_on_a_free_port_says_which(redis_url: str, tmp_path: Path) -> 
         assert relay.stop() == 0
 
 
-def test_the_relay_shows_in_redis_that_it_lives(relay: RelayProcess, redis_url: str) -> None:
+def test_the_relay_keeps_a_heartbeat_in_redis(relay: RelayProcess, redis_url: str) -> None:
     with redis.Redis.from_url(redis_url) as client:
         wait_until(lambda: client.exists("ms:relay") == 1)
         assert relay.url.encode() in client.get("ms:relay")

@@ -141,7 +141,7 @@ def test_invalid_identities_and_frames_are_refused_without_effect(relay: RelayPr
         assert peer.ask(Kind.RECEIPT, 1, to_msgpack(receipt(job, 0))).seq == 1
 
 
-def test_a_frame_beyond_the_largest_ends_its_connection_and_no_other(relay: RelayProcess, jobs: Jobs) -> None:
+def test_an_oversized_frame_closes_only_its_connection(relay: RelayProcess, jobs: Jobs) -> None:
     (job,) = jobs.claim(1, 1)
     with Peer(relay.url) as peer, Peer(relay.url, b"w/1/test") as oversized:
         oversized.ask(Kind.HELLO, 1, to_msgpack(frames.Hello(__version__, 1, 0)))

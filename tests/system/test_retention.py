@@ -24,7 +24,7 @@ STANDING = {"ms:models", "ms:owners", "ms:counts"}
 WITH_END = ("ms:mark:", "ms:rate:")
 
 
-def test_nothing_of_an_expired_job_stays_and_its_reader_is_told_first(redis_url: str, tmp_path: Path) -> None:
+def test_an_expired_job_leaves_no_keys_and_its_reader_is_told_first(redis_url: str, tmp_path: Path) -> None:
     async def main() -> None:
         (tmp_path / "captures").mkdir()
         times = {"result_ttl_s": 1, "capture_ttl_s": 1, "capture_timeout_s": 0.1, "lease_s": 0.1}
@@ -91,7 +91,7 @@ def test_the_listings_of_many_tenants_forget_what_has_expired(redis_url: str) ->
     asyncio.run(main())
 
 
-def test_a_busy_tenant_among_many_idle_ones_is_forgotten_as_fast_as_all_are(redis_url: str) -> None:
+def test_expiry_of_a_busy_tenant_is_not_delayed_by_idle_ones(redis_url: str) -> None:
     async def main() -> None:
         async with open_ledger(redis_url, result_ttl_s=1) as ledger:
             app = make_app(ledger.settings)

@@ -195,7 +195,7 @@ def test_deleted_runs_are_refused_by_name_and_key_after_their_records_are_gone(r
     asyncio.run(main())
 
 
-def test_names_of_what_was_deleted_long_ago_are_taken_away_in_the_end(redis_url: str, tmp_path: Path) -> None:
+def test_run_names_of_deleted_captures_expire(redis_url: str, tmp_path: Path) -> None:
     async def main() -> None:
         async with open_ledger(redis_url, data_dir=str(tmp_path)) as ledger:
             runs, at = SourceRuns(ledger), now()
@@ -285,9 +285,7 @@ class Held:
 
 
 # field case 36
-def test_a_run_that_a_job_uses_does_not_age_away_however_long_the_job_lasts(
-    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_in_use_does_not_expire(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         async with open_ledger(redis_url, data_dir=str(tmp_path), capture_ttl_s=60) as ledger:
             captures, runs, root = Captures(ledger), SourceRuns(ledger), tmp_path / "captures"

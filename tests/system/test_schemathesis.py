@@ -75,7 +75,7 @@ def run(stack: Stack, folder: Path, document: dict[str, Any], phases: str, secon
     return done.stdout
 
 
-def test_every_answer_to_generated_requests_is_one_that_the_document_promises(stack: Stack, tmp_path: Path) -> None:
+def test_generated_requests_get_documented_responses(stack: Stack, tmp_path: Path) -> None:
     document = httpx.get(f"{stack.url}/schema/openapi.json", timeout=60).json()
     all_of_them = f"Tested: {sum(map(len, document['paths'].values()))}"
     for seconds in SECONDS:
@@ -86,7 +86,7 @@ def test_every_answer_to_generated_requests_is_one_that_the_document_promises(st
 
 
 @pytest.mark.long
-def test_along_the_links_of_answers_every_answer_is_one_that_the_document_promises(stack: Stack, tmp_path: Path) -> None:
+def test_linked_requests_get_documented_responses(stack: Stack, tmp_path: Path) -> None:
     stack.do(lambda ledger: ledger.redis.delete("ms:tenants"))  # the other test may have set any limits
     document = runnable(httpx.get(f"{stack.url}/schema/openapi.json", timeout=60).json(), stack.settings.served_model)
     for seconds in LINKS_SECONDS:

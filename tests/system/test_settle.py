@@ -30,7 +30,7 @@ ARRIVALS = [(0, 0), (0, 1), (1, 0), (1, 1), "outputs"]
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(ARRIVALS))[::7])
-def test_a_job_succeeds_with_the_last_of_outputs_and_receipts_and_not_before(redis_url: str, order: tuple[object, ...]) -> None:
+def test_a_job_succeeds_once_outputs_and_all_receipts_are_there(redis_url: str, order: tuple[object, ...]) -> None:
     # field case 18: not with the first stage, not with the first prompt of a batch
     async def main() -> None:
         async with open_ledger(redis_url) as ledger:
@@ -179,7 +179,7 @@ def test_a_cancelled_job_whose_ranks_disagree_is_not_run_again(redis_url: str) -
     asyncio.run(main())
 
 
-def test_what_a_worker_gives_up_for_its_ranks_is_run_once_more_or_not_at_all(redis_url: str) -> None:
+def test_attempts_abandoned_for_desync_are_retried_once(redis_url: str) -> None:
     async def main() -> None:
         for on_desync, after in (("retry", State.QUEUED), ("fail", State.FAILED)):
             async with open_ledger(redis_url, on_desync=on_desync) as ledger:
@@ -453,7 +453,7 @@ def test_a_rank_says_in_its_own_words_why_a_capture_is_partial(redis_url: str) -
     assert (results.status, results.detail) == ("partial", "request 0, rank 0: position 4 was dropped")
 
 
-def test_rows_that_come_back_in_the_response_are_told_with_prompt_and_stage(redis_url: str) -> None:
+def test_returned_rows_name_their_prompt_and_stage(redis_url: str) -> None:
     results = result_of(redis_url, pp=1, consumed=[Consumed("memory", rows=b"\x00\xffrows")]).capture_results
     assert results.status == "ok"
     assert [(report.name, report.request, report.pp, report.rows) for report in results.consumers] == [("memory", 0, 1, b"\x00\xffrows")]
@@ -466,7 +466,7 @@ def test_the_result_says_how_many_rows_an_earlier_request_computed(redis_url: st
     assert results.detail == "3 of 4 rows were computed by an earlier request"
 
 
-def test_a_file_is_told_with_its_sites_tag_layout_and_place(redis_url: str) -> None:
+def test_captured_files_list_sites_tag_layout_and_offset(redis_url: str) -> None:
     sites = {"pre_attn": [0], "post_block": [1, 2]}
     (entry,) = result_of(redis_url, files=[file(sites=sites, tag="t", layout="segment", offset=4096)]).capture_results.files
     assert (entry.sites, entry.tag, entry.layout, entry.offset) == (sites, "t", "segment", 4096)

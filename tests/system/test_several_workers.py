@@ -54,7 +54,7 @@ def test_global_steering_of_a_model_is_that_of_all_its_workers_and_of_no_others(
     client.clear_global(SHARED)
 
 
-def test_what_one_killed_worker_held_the_other_finishes(stack: Stack, client: Client) -> None:
+def test_another_worker_finishes_the_jobs_of_a_killed_one(stack: Stack, client: Client) -> None:
     jobs = [client.submit(model=SHARED, prompts=["a"], sampling={"max_tokens": 250}).id for _ in range(16)]
     held = [job for job in jobs if stack.wait(job, until=lambda view: view.worker is not None or view.state in TERMINAL).worker == "w1"]
     stack.kill("worker")
@@ -108,7 +108,7 @@ class Load(threading.Thread):
 
 
 @pytest.mark.long
-def test_all_restarted_one_after_the_other_under_load_fails_and_loses_nothing(stack: Stack, client: Client) -> None:
+def test_a_rolling_restart_under_load_loses_nothing(stack: Stack, client: Client) -> None:
     load = Load([stack.url, f"http://127.0.0.1:{API_2}"])
     before = stack.do(lambda ledger: ledger.redis.zcard("ms:jobs"))
     load.start()

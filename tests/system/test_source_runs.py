@@ -119,7 +119,7 @@ def test_an_evicted_run_is_read_from_disk_again_with_the_same_result(stack: Stac
     assert {stack.view(job).attempt for job in both} == {1}
 
 
-def test_a_job_that_waits_for_room_is_cancelled_at_once_and_keeps_nothing(stack: Stack) -> None:
+def test_a_job_waiting_for_run_memory_is_cancelled_cleanly(stack: Stack) -> None:
     first, second = make_run(stack, "large", "c" * LONG), make_run(stack, "larger", "d" * LONG)
     running = patched(stack, "large", first, max_tokens=250)
     until(stack, "large", lambda found: found.in_use == 1)
@@ -134,7 +134,7 @@ def test_a_job_that_waits_for_room_is_cancelled_at_once_and_keeps_nothing(stack:
     assert text(stack, patched(stack, "larger", second))
 
 
-def test_every_rank_of_whichever_worker_takes_the_job_has_the_run(stack: Stack) -> None:
+def test_source_runs_are_loaded_on_every_rank_of_any_worker(stack: Stack) -> None:
     stack.spawn("worker-2", fault="")
     stack.wait_ready("worker-2")
     job = make_run(stack, "eiffel")

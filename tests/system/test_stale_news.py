@@ -88,7 +88,7 @@ def marks(stack: Stack, worker: str) -> int:
 
 # field case 42
 @pytest.mark.parametrize("kind", ["application/x-python-serialize", "application/json"])
-def test_a_pickle_in_the_queue_is_thrown_away_and_never_run(stack: Stack, tmp_path: Path, kind: str) -> None:
+def test_a_pickled_message_is_discarded_unread(stack: Stack, tmp_path: Path, kind: str) -> None:
     mark = tmp_path / "ran"
     bomb = b"cposix\nsystem\n(S'touch " + str(mark).encode() + b"'\ntR."
     name, tag = queue_of(stack.settings.served_model), str(uuid.uuid4())
@@ -113,7 +113,7 @@ def test_a_pickle_in_the_queue_is_thrown_away_and_never_run(stack: Stack, tmp_pa
     assert not mark.exists()
 
 
-def test_a_cancel_is_told_to_the_worker_that_runs_the_job_and_to_nobody_else(stack: Stack) -> None:
+def test_a_cancel_reaches_only_the_worker_that_runs_the_job(stack: Stack) -> None:
     job_id = stack.submit(["a"], max_tokens=1000)
     stack.wait_running(job_id)
 

@@ -76,7 +76,7 @@ async def change(steering: Steering, *tensors: str) -> GlobalSteering:
 
 
 # field case 43
-def test_what_another_version_has_stored_is_named_with_both_versions(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_of_another_version_names_both_versions(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def later(value: object) -> bytes:
         return to_msgpack(msgspec.msgpack.decode(to_msgpack(value)) | {"tomorrow": 1})
 
@@ -120,7 +120,7 @@ def test_what_another_version_has_stored_is_named_with_both_versions(redis_url: 
     asyncio.run(main())
 
 
-def test_a_change_is_proposed_then_committed_and_every_step_is_news_to_workers(redis_url: str) -> None:
+def test_proposals_and_commits_notify_workers(redis_url: str) -> None:
     async def main() -> None:
         async with open_ledger(redis_url) as ledger:
             steering = Steering(ledger)
@@ -140,7 +140,7 @@ def test_a_change_is_proposed_then_committed_and_every_step_is_news_to_workers(r
     asyncio.run(main())
 
 
-def test_a_proposal_that_is_given_up_leaves_what_was_and_takes_its_tensors_along(redis_url: str) -> None:
+def test_a_withdrawn_proposal_changes_nothing_and_frees_its_tensors(redis_url: str) -> None:
     async def main() -> None:
         async with open_ledger(redis_url) as ledger:
             steering = Steering(ledger)
@@ -179,7 +179,7 @@ def test_one_proposal_at_a_time_until_its_deadline(redis_url: str, monkeypatch: 
     asyncio.run(main())
 
 
-def test_a_number_is_never_used_twice_also_of_what_was_given_up_or_cleared(redis_url: str) -> None:
+def test_global_steering_versions_are_never_reused(redis_url: str) -> None:
     async def main() -> None:
         async with open_ledger(redis_url) as ledger:
             steering = Steering(ledger)
@@ -193,7 +193,7 @@ def test_a_number_is_never_used_twice_also_of_what_was_given_up_or_cleared(redis
     asyncio.run(main())
 
 
-def test_a_tensor_that_nobody_has_cannot_be_named(redis_url: str) -> None:
+def test_a_proposal_with_an_unknown_tensor_is_refused(redis_url: str) -> None:
     async def main() -> None:
         async with open_ledger(redis_url) as ledger:
             steering = Steering(ledger)
@@ -233,7 +233,7 @@ def test_no_job_is_claimed_under_another_global_steering_than_the_desired_one(re
     asyncio.run(main())
 
 
-def test_a_job_that_is_put_back_forgets_what_steered_everyone(redis_url: str) -> None:
+def test_a_requeued_job_forgets_its_global_steering(redis_url: str) -> None:
     async def main() -> None:
         async with open_ledger(redis_url) as ledger:
             steering, job = Steering(ledger), make_job()
@@ -268,7 +268,7 @@ def test_a_worker_whose_ranks_disagree_claims_nothing_until_they_are_equal(redis
 # --- Reports -----------------------------------------------------------------------------------------------------------
 
 
-def test_only_live_workers_count_with_what_they_said_since_they_started(redis_url: str) -> None:
+def test_only_current_reports_of_live_workers_count(redis_url: str) -> None:
     async def main() -> None:
         async with open_ledger(redis_url) as ledger:
             steering = Steering(ledger)
@@ -384,7 +384,7 @@ def test_an_accepted_job_has_its_tensors_whatever_becomes_of_the_module(redis_ur
     asyncio.run(main())
 
 
-def test_unregistering_races_with_submission_and_either_is_whole(redis_url: str) -> None:  # field case 26
+def test_unregistering_racing_a_submission_is_atomic(redis_url: str) -> None:  # field case 26
     async def main() -> None:
         async with open_ledger(redis_url) as ledger:
             steering = Steering(ledger)
@@ -508,7 +508,7 @@ def broker(redis_url: str) -> Iterator[Broker]:
     loop.close()
 
 
-def test_tensors_are_pinned_exactly_while_somebody_owns_them(broker: Broker) -> None:
+def test_tensors_are_pinned_exactly_while_referenced(broker: Broker) -> None:
     Pins.broker = broker
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         Pins,

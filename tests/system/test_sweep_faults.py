@@ -154,7 +154,7 @@ def test_a_cancelled_sweep_stops_at_once_and_keeps_what_it_has(redis_url: str, t
 
 
 @pytest.mark.parametrize("entered", [True, False])
-def test_a_sweep_goes_on_where_forwards_begin_elsewhere_than_they_did(redis_url: str, tmp_path: Path, entered: bool) -> None:
+def test_a_sweep_resumes_on_an_engine_with_other_reentry(redis_url: str, tmp_path: Path, entered: bool) -> None:
     """A compiled engine after an eager one, or the other way round: base runs that are known keep other rows than it would ask for."""
     asked = sweep(pair(CLEAN * 2, CORRUPT * 2))
 
@@ -199,7 +199,7 @@ def test_a_sweep_that_goes_on_under_another_global_steering_does_not_mix_its_cel
 
 
 # field case 36
-def test_cells_that_the_ledger_has_lost_are_told_again_at_the_end(redis_url: str, tmp_path: Path) -> None:
+def test_sweep_cells_lost_by_the_ledger_are_resent_at_the_end(redis_url: str, tmp_path: Path) -> None:
     asked = sweep()
 
     async def scenario(at: Rig) -> None:

@@ -68,7 +68,7 @@ def test_a_unit_is_kept_once_with_its_event_and_its_receipts_are_forgotten(redis
     asyncio.run(run())
 
 
-def test_what_is_kept_outlives_the_attempt_and_a_former_one_has_no_say(redis_url: str) -> None:
+def test_kept_cells_outlive_the_attempt_and_stale_attempts_add_none(redis_url: str) -> None:
     async def run() -> None:
         async with open_ledger(redis_url, result_ttl_s=1000) as ledger:
             job, sweeps = await begun(ledger)
@@ -106,7 +106,7 @@ def test_an_error_of_one_cell_does_not_fail_a_sweep_and_a_disagreement_puts_it_b
     asyncio.run(run())
 
 
-def test_all_cells_stay_in_the_event_stream_however_short_others_are(redis_url: str) -> None:
+def test_sweep_events_are_exempt_from_the_event_limit(redis_url: str) -> None:
     async def run() -> None:
         async with open_ledger(redis_url, event_limit=10) as ledger:
             job, sweeps = await begun(ledger, hooks=["pre_attn", "post_attn", "post_block", "attn_out"])

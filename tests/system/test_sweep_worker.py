@@ -71,7 +71,7 @@ def test_every_cell_of_a_sweep_has_the_value_that_its_patch_gives(stack: Stack) 
     assert {file.tag for file in told.capture_results.files} == {"base", "source"}
 
 
-def test_a_sweep_tells_its_start_every_cell_once_and_its_end(stack: Stack) -> None:
+def test_sweep_events_are_start_each_cell_once_and_end(stack: Stack) -> None:
     asked = sweep()
     job_id = submit(stack, asked)
     stack.wait(job_id)
@@ -136,7 +136,7 @@ def test_two_prompts_that_do_not_differ_are_refused_as_a_baseline(stack: Stack) 
 
 
 # field case 35
-def test_of_several_pairs_only_the_useless_one_has_no_values(stack: Stack) -> None:
+def test_only_the_pair_with_a_useless_baseline_has_no_values(stack: Stack) -> None:
     asked = sweep(pair(CLEAN, CLEAN), pair(), metric="recovered")
     job_id = submit(stack, asked)
     assert stack.wait(job_id).state is State.SUCCEEDED

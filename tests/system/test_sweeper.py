@@ -70,7 +70,7 @@ def test_a_queued_job_without_a_message_gets_one(redis_url: str) -> None:  # fie
     asyncio.run(main())
 
 
-def test_a_delivered_message_counts_as_there(redis_url: str) -> None:
+def test_a_delivered_message_is_not_resent(redis_url: str) -> None:
     async def main() -> None:
         async with opened(redis_url) as (ledger, sweeper, app):
             job = make_job()
@@ -157,7 +157,7 @@ def test_a_renewed_lease_is_left_alone(redis_url: str) -> None:
     asyncio.run(main())
 
 
-def test_a_renewal_that_was_long_on_its_way_takes_nothing_from_the_lease(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_delayed_renewal_does_not_shorten_the_lease(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         async with opened(redis_url, lease_s=10) as (ledger, _, _):
             job = make_job()
@@ -180,7 +180,7 @@ def test_a_renewal_that_was_long_on_its_way_takes_nothing_from_the_lease(redis_u
     asyncio.run(main())
 
 
-def test_a_lease_that_is_renewed_while_the_sweeper_looks_is_not_broken(redis_url: str) -> None:
+def test_a_lease_renewed_during_the_sweep_is_kept(redis_url: str) -> None:
     async def main() -> None:
         async with opened(redis_url, lease_s=60) as (ledger, sweeper, _):
             job = make_job()
@@ -257,7 +257,7 @@ def test_missing_receipts_time_out_with_what_is_there_and_what_is_not(redis_url:
 
 
 @pytest.mark.parametrize(("boot", "found"), [(BOOT, "timed_out"), ("a later boot", "requeued")])
-def test_receipts_of_a_worker_known_to_be_gone_are_not_awaited_but_tried_again(redis_url: str, boot: str, found: str) -> None:
+def test_jobs_awaiting_receipts_of_a_dead_worker_are_retried(redis_url: str, boot: str, found: str) -> None:
     async def main() -> None:
         async with opened(redis_url) as (ledger, sweeper, _):
             job = make_job(capture=True)
@@ -282,7 +282,7 @@ def test_a_cancelled_job_whose_worker_died_ends_cancelled(redis_url: str) -> Non
     asyncio.run(main())
 
 
-def test_a_restarted_worker_puts_back_at_once_what_its_former_boots_held(redis_url: str) -> None:
+def test_a_restarted_worker_requeues_jobs_of_its_former_boots(redis_url: str) -> None:
     async def main() -> None:
         async with opened(redis_url) as (ledger, sweeper, _):
             former, generated, unwanted, present, other, done = (make_job(capture=True) for _ in range(6))

@@ -105,7 +105,7 @@ def test_a_succeeded_job_is_a_task_with_its_kind_id_queue_worker_and_runtime(sta
     assert task.runtime >= 10 * 0.02
 
 
-def test_a_capture_is_no_success_before_its_receipts_are_there(stack: Stack, flower: Watcher) -> None:
+def test_a_capture_task_succeeds_only_with_its_receipts(stack: Stack, flower: Watcher) -> None:
     stack.kill("relay")
     job_id = stack.submit(["hello"], max_tokens=2, capture=CAPTURE)
     flower.task(job_id, "STARTED")
@@ -164,7 +164,7 @@ def test_a_job_aborted_before_it_began_is_revoked_when_its_message_comes_round(s
     agrees(stack, flower, job_id, State.ABORTED)
 
 
-def test_a_message_of_a_job_that_is_over_changes_nothing(stack: Stack, flower: Watcher) -> None:
+def test_a_redelivered_message_of_a_finished_job_changes_no_task_state(stack: Stack, flower: Watcher) -> None:
     failed, succeeded = stack.submit(["abc"], steering=GONE), stack.submit(["abc"])
     for job_id, end in ((failed, State.FAILED), (succeeded, State.SUCCEEDED)):
         agrees(stack, flower, job_id, end)
@@ -176,7 +176,7 @@ def test_a_message_of_a_job_that_is_over_changes_nothing(stack: Stack, flower: W
     assert [flower.state.tasks[job_id].state for job_id in (failed, succeeded)] == ["FAILURE", "SUCCESS"]
 
 
-def test_an_attempt_that_was_taken_over_does_not_count_as_the_end(stack: Stack, flower: Watcher) -> None:
+def test_a_fenced_attempt_is_not_the_end_of_a_task(stack: Stack, flower: Watcher) -> None:
     job_id = stack.submit(["taken over"], max_tokens=300)
     flower.task(job_id, "STARTED")
     stack.kill("worker")
@@ -190,13 +190,13 @@ def test_an_attempt_that_was_taken_over_does_not_count_as_the_end(stack: Stack, 
     eventually(lambda: "SUCCESS" in states() <= {"SUCCESS", "RETRY"})
 
 
-def test_flower_is_told_of_the_engine_with_the_statistics_of_its_worker(stack: Stack) -> None:
+def test_worker_stats_include_the_engine(stack: Stack) -> None:
     node = f"w1@{socket.gethostname()}"
     shown = stack.app.control.inspect([node], timeout=60).stats()[node]["midstream"]
     assert (shown["model"], shown["tp"], shown["pp"], shown["healthy"]) == ("fake-model", 1, 1, True)
 
 
-def test_an_end_is_told_also_when_the_connection_of_its_task_is_gone(stack: Stack, flower: Watcher) -> None:
+def test_a_task_end_is_reported_after_a_redis_restart(stack: Stack, flower: Watcher) -> None:
     flower.close()  # its own connection would break
     stack.kill("relay")
     job_id = stack.submit(["hello"], max_tokens=2, capture=CAPTURE)
@@ -213,7 +213,7 @@ def test_an_end_is_told_also_when_the_connection_of_its_task_is_gone(stack: Stac
     listening.close()
 
 
-def test_an_end_that_cannot_be_told_stops_no_other(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_unreportable_task_end_does_not_block_others(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(task_states, "LOOK_S", 0.05)
 
     class Asked:

@@ -89,7 +89,7 @@ BY_JOB = [
 # field case 40
 @pytest.mark.parametrize(("method", "path"), BY_JOB)
 @pytest.mark.parametrize("state", ["queued", "running", "over"])
-def test_another_tenants_job_is_answered_just_as_one_that_there_is_not(
+def test_jobs_of_another_tenant_are_404_like_unknown_ones(
     ours: Caller, theirs: Caller, hand: Hand, captured: str, method: str, path: str, state: str
 ) -> None:
     job_id = captured if state == "over" else ours.submit(capture=CAPTURE)
@@ -103,7 +103,7 @@ def test_another_tenants_job_is_answered_just_as_one_that_there_is_not(
     assert ours.http.get(f"/v1/jobs/{job_id}").json()["state"] == {"over": "succeeded"}.get(state, state)
 
 
-def test_another_tenants_deleted_captures_are_not_gone_but_not_there(ours: Caller, theirs: Caller, hand: Hand) -> None:
+def test_deleted_captures_of_another_tenant_are_404_not_410(ours: Caller, theirs: Caller, hand: Hand) -> None:
     job_id = ours.submit(capture=CAPTURE)
     hand.finish(job_id)
     assert ours.http.delete(f"/v1/captures/{job_id}").status_code == 204
@@ -112,7 +112,7 @@ def test_another_tenants_deleted_captures_are_not_gone_but_not_there(ours: Calle
     assert theirs.http.delete(f"/v1/captures/{job_id}").status_code == 404
 
 
-def test_captures_stay_their_tenants_own_when_the_jobs_record_is_gone(ours: Caller, theirs: Caller, hand: Hand) -> None:
+def test_captures_keep_their_tenant_after_the_job_expires(ours: Caller, theirs: Caller, hand: Hand) -> None:
     job_id = ours.submit(capture=CAPTURE)
     hand.finish(job_id)
     hand.do(hand.ledger.redis.delete(f"ms:job:{job_id}"))
@@ -127,7 +127,7 @@ def listed(caller: Caller, path: str, what: str, name: str, **parameters: Any) -
     return [entry[name] for entry in answer.json()[what]]
 
 
-def test_each_tenant_lists_its_own_and_an_admin_lists_all(api: Api, ours: Caller, theirs: Caller, hand: Hand, captured: str) -> None:
+def test_listings_are_per_tenant_and_complete_for_admins(api: Api, ours: Caller, theirs: Caller, hand: Hand, captured: str) -> None:
     other = theirs.submit()
     assert captured in listed(ours, "/v1/jobs", "jobs", "id")
     assert other not in listed(ours, "/v1/jobs", "jobs", "id")
@@ -179,7 +179,7 @@ def test_the_same_idempotency_key_of_two_tenants_makes_two_jobs(ours: Caller, th
     assert send(theirs, "there") != first  # and not 422 for another body
 
 
-def test_a_key_that_looks_like_another_tenants_is_not_taken_for_it(ours: Caller, everyday: Caller) -> None:
+def test_idempotency_keys_cannot_collide_across_tenants(ours: Caller, everyday: Caller) -> None:
     body = {"model": MODEL, "prompts": ["hello"]}
     first = ours.http.post("/v1/jobs", json=body, headers={"Idempotency-Key": "mine"}).json()["id"]
     guess = everyday.http.post("/v1/jobs", json=body, headers={"Idempotency-Key": "ours/mine"})
@@ -190,7 +190,7 @@ def test_a_key_that_looks_like_another_tenants_is_not_taken_for_it(ours: Caller,
 # --- Modules -----------------------------------------------------------------------------------------------------------
 
 
-def test_tenants_give_one_name_to_modules_of_their_own(ours: Caller, theirs: Caller) -> None:
+def test_module_names_are_per_tenant(ours: Caller, theirs: Caller) -> None:
     for caller, layer in ((ours, 0), (theirs, 1)):
         answer = caller.http.put("/v1/steering/modules/joy", json={"steering": [{"layers": [layer], "vector": vector()}]})
         assert (answer.status_code, answer.json()["name"]) == (201, "joy")
@@ -233,7 +233,7 @@ def test_another_tenants_module_cannot_be_used_by_any_name(ours: Caller, theirs:
     assert list(hand.job(job_id).modules) == ["secret"]
 
 
-def test_global_steering_names_modules_of_whoever_sets_it(api: Api, ours: Caller, hand: Hand) -> None:
+def test_global_steering_resolves_modules_of_the_callers_tenant(api: Api, ours: Caller, hand: Hand) -> None:
     ours.http.put("/v1/steering/modules/calm", json={"steering": steering()})
     body = {"steering": [{"module": "calm"}]}
     of_us, of_them = (Caller(api, hand, tenant, "steer-global") for tenant in ("ours", "theirs"))
@@ -266,7 +266,7 @@ def test_what_ranks_report_names_no_other_tenants_modules(api: Api, ours: Caller
 # --- Source runs -------------------------------------------------------------------------------------------------------
 
 
-def test_tenants_give_one_name_to_runs_of_their_own(ours: Caller, theirs: Caller, hand: Hand, captured: str) -> None:
+def test_run_names_are_per_tenant(ours: Caller, theirs: Caller, hand: Hand, captured: str) -> None:
     job_id = theirs.submit(capture={**CAPTURE, "run": "clean"})
     hand.finish(job_id)
     assert ours.http.get("/v1/runs/clean").json()["job"] == captured
@@ -291,7 +291,7 @@ def test_another_tenants_run_cannot_be_patched_with(ours: Caller, everyday: Call
         assert send(ours, name).status_code == 202
 
 
-def test_a_row_of_another_tenants_run_has_no_name_that_a_client_could_write(everyday: Caller, captured: str) -> None:
+def test_internal_row_names_are_refused_in_requests(everyday: Caller, captured: str) -> None:
     row = f"run:{captured}.0.default:post_block:0:0"
     for body in (
         {"steering": [{"layers": [0], "module": row}]},
@@ -316,7 +316,7 @@ def test_tensors_are_never_addressed_by_their_hash(ours: Caller, everyday: Calle
 # --- Completions and sweeps --------------------------------------------------------------------------------------------
 
 
-def test_a_completions_job_belongs_to_its_callers_tenant(ours: Caller, theirs: Caller, hand: Hand) -> None:
+def test_completion_jobs_belong_to_the_callers_tenant(ours: Caller, theirs: Caller, hand: Hand) -> None:
     job_id = ours.http.post("/v1/completions", json={"model": MODEL, "prompt": "hello"}, headers={"Idempotency-Key": "held"}).headers[
         "x-midstream-job"
     ]
@@ -328,7 +328,7 @@ def test_a_completions_job_belongs_to_its_callers_tenant(ours: Caller, theirs: C
 # --- Limits ------------------------------------------------------------------------------------------------------------
 
 
-def test_limits_are_set_by_admins_and_seen_by_their_tenant(api: Api, ours: Caller, theirs: Caller) -> None:
+def test_admins_set_limits_and_tenants_see_them(api: Api, ours: Caller, theirs: Caller) -> None:
     with Client(api.url, ADMIN) as admin:
         admin.set_tenant("theirs", Limits(jobs_in_flight=1000, weight=4))
         assert {"ours", "theirs"} <= {tenant.name for tenant in admin.tenants()}
@@ -340,7 +340,7 @@ def test_limits_are_set_by_admins_and_seen_by_their_tenant(api: Api, ours: Calle
     assert api.http.put("/v1/tenants/Bad_Name", json={}, headers=bearer(ADMIN)).status_code == 400
 
 
-def test_a_tenant_that_is_over_its_limit_is_told_when_to_come_back(api: Api, hand: Hand) -> None:
+def test_a_tenant_over_its_limit_gets_retry_after(api: Api, hand: Hand) -> None:
     caller = Caller(api, hand, "small")
     with Client(api.url, ADMIN) as admin:
         admin.set_tenant("small", Limits(jobs_in_flight=1))

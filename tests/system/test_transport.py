@@ -73,9 +73,7 @@ def noted(client: redis.Redis, messages: list[Message]) -> list[bool]:
     ]
 
 
-def test_one_look_takes_all_that_waits_and_notes_each_message(
-    redis_url: str, client: redis.Redis, connection: Connection, name: str
-) -> None:
+def test_one_poll_takes_all_waiting_messages(redis_url: str, client: redis.Redis, connection: Connection, name: str) -> None:
     put(redis_url, name, 1, 2, 3)
     messages = take(connection, name)
     assert numbers(messages) == [1, 2, 3]
@@ -86,21 +84,21 @@ def test_one_look_takes_all_that_waits_and_notes_each_message(
     assert noted(client, messages) == [False] * 3
 
 
-def test_no_more_are_taken_than_there_is_room_for(redis_url: str, client: redis.Redis, connection: Connection, name: str) -> None:
+def test_prefetch_is_limited_to_free_slots(redis_url: str, client: redis.Redis, connection: Connection, name: str) -> None:
     put(redis_url, name, *range(AT_ONCE + 5))
     assert numbers(take(connection, name, prefetch=3)) == [0, 1, 2]
     assert numbers(take(connection, name)) == list(range(3, 3 + AT_ONCE))
     assert client.llen(name) == 2
 
 
-def test_what_is_urgent_is_taken_first(redis_url: str, connection: Connection, name: str) -> None:
+def test_urgent_messages_are_taken_first(redis_url: str, connection: Connection, name: str) -> None:
     put(redis_url, name, 1, 2, priority=9)
     put(redis_url, name, 3, 4, priority=3)
     assert numbers(take(connection, name)) == [3, 4, 1, 2]
 
 
 @pytest.mark.parametrize("stock", [False, True])
-def test_messages_of_a_worker_that_is_gone_are_delivered_again(
+def test_unacknowledged_messages_of_a_dead_worker_are_redelivered(
     redis_url: str, client: redis.Redis, connection: Connection, name: str, stock: bool
 ) -> None:
     put(redis_url, name, 1, 2, 3)
@@ -159,7 +157,7 @@ def test_acknowledgements_wait_for_the_next_message(
     assert noted(client, messages) == [False, False, True]
 
 
-def test_acknowledgements_are_told_soon_when_no_message_comes(
+def test_acknowledgements_are_flushed_without_further_messages(
     redis_url: str, client: redis.Redis, connection: Connection, name: str, loop: Hub
 ) -> None:
     put(redis_url, name, 1)
@@ -171,7 +169,7 @@ def test_acknowledgements_are_told_soon_when_no_message_comes(
     assert noted(client, messages) == [False]
 
 
-def test_what_was_acknowledged_is_not_restored_when_the_channel_closes(
+def test_acknowledged_messages_are_not_restored_on_close(
     redis_url: str, client: redis.Redis, connection: Connection, name: str, loop: Hub
 ) -> None:
     put(redis_url, name, 1, 2)
@@ -182,7 +180,7 @@ def test_what_was_acknowledged_is_not_restored_when_the_channel_closes(
     assert numbers(take(connection, name)) == [2], "what was not acknowledged is there again"
 
 
-def test_an_acknowledgement_that_redis_does_not_hear_of_is_a_warning(
+def test_a_failed_acknowledgement_is_a_warning(
     redis_url: str, connection: Connection, name: str, loop: Hub, caplog: pytest.LogCaptureFixture
 ) -> None:
     put(redis_url, name, 1)

@@ -44,7 +44,7 @@ def in_shell(command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_one_line_says_where_everything_is_and_ctrl_c_leaves_no_process(up: Up) -> None:
+def test_up_prints_addresses_and_ctrl_c_leaves_no_process(up: Up) -> None:
     url = up.ready()
     lines = [line for line in up.output().splitlines() if "ready:" in line]
     assert len(lines) == 1
@@ -66,7 +66,7 @@ def test_one_line_says_where_everything_is_and_ctrl_c_leaves_no_process(up: Up) 
     assert not (up.data / STATE_FILE).exists()
 
 
-def test_what_was_accepted_is_there_after_a_stop_and_another_start(up: Up, tmp_path: Path) -> None:
+def test_jobs_survive_a_stop_and_start_of_up(up: Up, tmp_path: Path) -> None:
     with Client(up.ready()) as client:
         done = client.run(model="fake", prompts=["hello"], sampling={"max_tokens": 4}, timeout=90)
     assert up.interrupt(signal.SIGTERM) == 0
@@ -78,7 +78,7 @@ def test_what_was_accepted_is_there_after_a_stop_and_another_start(up: Up, tmp_p
         again.close()
 
 
-def test_a_second_up_on_the_same_data_directory_says_so_and_harms_nothing(up: Up) -> None:
+def test_a_second_up_on_a_data_directory_is_refused(up: Up) -> None:
     url = up.ready()
     second = up.midstream("up")
     assert second.returncode == 1
@@ -114,7 +114,7 @@ def test_a_part_that_is_killed_is_started_again_and_the_job_completes(tmp_path: 
     assert up.alive() == []
 
 
-def test_an_engine_that_does_not_start_ends_up_with_its_reason(tmp_path: Path) -> None:
+def test_up_exits_with_the_reason_of_a_failed_engine(tmp_path: Path) -> None:
     up = Up(tmp_path / "data", fault="start:reason=GPT-J is not supported")
     try:
         assert up.process.wait(START_S) == 1
@@ -142,7 +142,7 @@ def test_ctrl_c_while_it_starts_leaves_no_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_an_up_that_was_killed_is_cleaned_up_by_the_next(up: Up, tmp_path: Path) -> None:
+def test_up_cleans_up_after_a_killed_up(up: Up, tmp_path: Path) -> None:
     up.ready()
     redis, born = up.state()["processes"]["redis"]
     up.process.kill()
@@ -159,7 +159,7 @@ def test_an_up_that_was_killed_is_cleaned_up_by_the_next(up: Up, tmp_path: Path)
     assert up.alive() == []
 
 
-def test_what_up_starts_is_closed_to_other_accounts(tmp_path: Path) -> None:
+def test_everything_up_starts_is_private_to_the_account(tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.mkdir()
     data.chmod(0o755)  # as a former version left it
@@ -209,7 +209,7 @@ def test_what_up_starts_is_closed_to_other_accounts(tmp_path: Path) -> None:
         up.close()
 
 
-def test_flower_without_a_password_is_called_by_its_own_name_alone(up: Up) -> None:
+def test_flower_without_a_password_checks_the_host_name(up: Up) -> None:
     up.ready()
     flower = re.search(r"flower (http://\S+)", up.output())
     assert flower is not None
@@ -217,7 +217,7 @@ def test_flower_without_a_password_is_called_by_its_own_name_alone(up: Up) -> No
     assert httpx.get(f"{flower[1]}/metrics", headers={"Host": "evil.example:5555"}).status_code == 421
 
 
-def test_a_demo_that_falls_short_fails_and_stops_what_it_started(tmp_path: Path) -> None:
+def test_a_failing_demo_stops_what_it_started(tmp_path: Path) -> None:
     demo = Up(
         tmp_path / "data", command=("demo", "--keep", str(tmp_path / "data"))
     )  # the fake engine is not the demo's model: it has other layers

@@ -65,7 +65,7 @@ def clean() -> dict[str, str]:
 @pytest.mark.parametrize(
     ("version", "wire", "oldest", "upgrade"), [("0.0.9", WIRE - 1, 0, "that one"), ("9.0.0", WIRE + 1, WIRE + 1, "this one")]
 )
-def test_a_worker_that_would_misunderstand_gets_no_jobs_and_both_versions_are_named(
+def test_an_incompatible_worker_gets_no_jobs_and_both_versions_are_named(
     stack: Stack, version: str, wire: int, oldest: int, upgrade: str
 ) -> None:
     restart_worker(stack, version, wire, oldest)
@@ -85,7 +85,7 @@ def test_a_worker_that_would_misunderstand_gets_no_jobs_and_both_versions_are_na
     assert [(worker["healthy"], worker["detail"].endswith(f"upgrade {upgrade}")) for worker in seen] == [(False, True)]
 
 
-def test_a_newer_worker_that_still_understands_us_takes_our_jobs(stack: Stack) -> None:
+def test_a_newer_compatible_worker_takes_jobs(stack: Stack) -> None:
     restart_worker(stack, "9.0.0", WIRE + 1, WIRE)
     answer = ask(stack)
     assert (answer.status_code, answer.json()["state"]) == (200, "succeeded")
@@ -93,7 +93,7 @@ def test_a_newer_worker_that_still_understands_us_takes_our_jobs(stack: Stack) -
 
 
 # field case 43
-def test_a_job_that_asks_for_what_this_worker_does_not_know_fails_with_both_versions(stack: Stack) -> None:
+def test_a_job_beyond_the_workers_version_fails_naming_both_versions(stack: Stack) -> None:
     restart_worker(stack, __version__, WIRE, WIRE)
     job = Job(
         id=new_job_id(), kind="generate", model=MODEL, prompts=[StoredPrompt(token_ids=[1])], sampling=Sampling(max_tokens=2), created=now()
@@ -111,12 +111,12 @@ def test_a_job_that_asks_for_what_this_worker_does_not_know_fails_with_both_vers
     assert "invented_later" in view.error.detail
 
 
-def test_versions_that_overlap_agree() -> None:
+def test_overlapping_version_ranges_are_compatible() -> None:
     assert disagreement("x", "1", WIRE, WIRE) is None
     assert disagreement("x", "1", WIRE + 5, WIRE) is None
     assert disagreement("x", "1", 0, 0) is not None, "a version that told no number is older than all that do"
 
 
-def test_the_document_says_in_which_order_to_upgrade() -> None:
+def test_the_docs_give_the_upgrade_order() -> None:
     page = (Path(__file__).parents[2] / "docs" / "machines.md").read_text()
     assert "workers first" in page

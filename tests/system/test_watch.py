@@ -96,7 +96,7 @@ def test_a_change_before_the_wait_answers_at_once_and_none_answers_at_the_timeou
     asyncio.run(main())
 
 
-def test_a_job_that_redis_has_set_back_is_news(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_rolled_back_by_redis_wakes_waiters(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "POLL_S", 0.1)
 
     async def main() -> None:
@@ -111,7 +111,7 @@ def test_a_job_that_redis_has_set_back_is_news(redis_url: str, monkeypatch: pyte
     asyncio.run(main())
 
 
-def test_who_waits_for_a_result_sleeps_through_the_start(redis_url: str, no_polling: None) -> None:
+def test_a_result_waiter_is_not_woken_by_the_start(redis_url: str, no_polling: None) -> None:
     async def main() -> None:
         async with open_ledger(redis_url) as ledger, Watcher(ledger) as watcher:
             await until_hearing(ledger, watcher)  # who is connected while it waits looks by itself
@@ -128,7 +128,7 @@ def test_who_waits_for_a_result_sleeps_through_the_start(redis_url: str, no_poll
     asyncio.run(main())
 
 
-def test_who_begins_to_wait_after_the_message_is_answered_without_asking_redis(redis_url: str, no_polling: None) -> None:
+def test_a_late_waiter_is_answered_from_memory(redis_url: str, no_polling: None) -> None:
     async def main() -> None:
         async with open_ledger(redis_url) as ledger, AsyncExitStack() as stack:
             others = await subscribers(ledger)
@@ -173,7 +173,7 @@ def test_a_follower_of_events_is_woken_by_one_that_changes_no_state(redis_url: s
     asyncio.run(main())
 
 
-def test_without_a_single_message_the_wait_still_ends(redis_url: str) -> None:  # field case 38
+def test_a_wait_ends_without_notifications(redis_url: str) -> None:  # field case 38
     async def main() -> None:
         async with open_ledger(redis_url) as ledger, Watcher(ledger) as watcher:
             job = make_job()
@@ -186,7 +186,7 @@ def test_without_a_single_message_the_wait_still_ends(redis_url: str) -> None:  
     asyncio.run(main())
 
 
-def test_what_was_heard_before_the_connection_was_lost_is_not_believed_after_it(
+def test_notifications_from_before_a_reconnect_are_discarded(
     redis_url: str, no_polling: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # field case 38
     monkeypatch.setattr(watch, "RECONNECT_S", 1.0)
@@ -209,7 +209,7 @@ def test_what_was_heard_before_the_connection_was_lost_is_not_believed_after_it(
     asyncio.run(main())
 
 
-def test_a_waiter_gets_its_answer_over_a_restart_of_redis(tmp_path: Path, no_polling: None) -> None:  # field case 38
+def test_a_wait_survives_a_redis_restart(tmp_path: Path, no_polling: None) -> None:  # field case 38
     async def main() -> None:
         server = redis_server.start(tmp_path)
         async with open_ledger(server.url) as ledger, Watcher(ledger) as watcher:

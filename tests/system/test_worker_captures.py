@@ -80,7 +80,7 @@ def test_rows_in_memory_come_back_with_the_result_and_nothing_is_written(stack: 
 
 
 # field case 19
-def test_a_folder_in_the_way_fails_its_jobs_and_no_other(stack: Stack) -> None:
+def test_an_unwritable_capture_folder_fails_only_its_jobs(stack: Stack) -> None:
     (stack.settings.capture_root / "blocked").write_text("not a folder")
     jobs = [stack.submit(["one"], capture=capture(tag, layout=layout)) for layout in ("packed", "segment") for tag in ("blocked", "free")]
     views = [stack.wait(job_id) for job_id in jobs]
@@ -131,7 +131,7 @@ def test_a_consumer_plugin_gets_rows_and_a_failing_one_makes_the_result_partial(
     assert CaptureReader(stack.settings.capture_root, short).requests() == [0, 1]
 
 
-def test_the_callbacks_worker_deletes_what_is_too_old(tmp_path: Path) -> None:
+def test_the_callbacks_worker_deletes_expired_captures(tmp_path: Path) -> None:
     with Stack(tmp_path, lease_s=15, capture_ttl_s=1) as short:
         jobs = [short.submit(["one"], capture=capture("passing", layout=layout)) for layout in ("packed", "segment")]
         assert [short.wait(job_id).state for job_id in jobs] == [State.SUCCEEDED] * 2

@@ -71,7 +71,7 @@ def test_when_the_engine_dies_the_worker_exits_and_its_jobs_are_run_again(tmp_pa
 
 
 @pytest.mark.long
-def test_a_job_whose_every_attempt_kills_the_engine_fails_in_the_end(tmp_path: Path) -> None:
+def test_a_job_that_always_kills_the_engine_fails(tmp_path: Path) -> None:
     with Stack(tmp_path, fake_token_s=TOKEN_S, max_attempts=2, lease_s=15, fault="engine_dies:tokens=3") as stack:
         job_id = stack.submit(["a"], max_tokens=40)
         assert stack.exit_code("worker", 60) == EXIT_ENGINE_DIED
@@ -156,7 +156,7 @@ def without_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         yield stack
 
 
-def test_a_worker_that_is_told_to_stop_while_its_engine_starts_does_so(without_worker: Stack) -> None:
+def test_sigterm_stops_a_worker_whose_engine_is_starting(without_worker: Stack) -> None:
     without_worker.spawn("worker", fault="slow_start:seconds=120")
     without_worker.wait_log("worker", "engine starts")
     assert without_worker.end("worker", 40) == 0
@@ -168,7 +168,7 @@ def test_an_engine_that_does_not_start_is_named_on_the_last_line(without_worker:
     assert without_worker.log("worker").splitlines()[-1] == "worker failed: no such architecture"
 
 
-def test_a_capture_of_every_request_that_cannot_be_read_is_a_wrong_setting(without_worker: Stack) -> None:
+def test_an_invalid_global_capture_setting_stops_the_worker(without_worker: Stack) -> None:
     without_worker.spawn("worker", global_capture="pre_mlp:0")
     assert without_worker.exit_code("worker", 60) == EXIT_BAD_SETTINGS
     last = without_worker.log("worker").splitlines()[-1]

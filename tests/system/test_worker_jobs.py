@@ -84,7 +84,7 @@ def test_a_steered_job_reports_what_every_rank_applied(stack: Stack) -> None:
 
 
 # field case 21
-def test_a_vector_that_is_gone_fails_the_job_at_once(stack: Stack) -> None:
+def test_a_missing_vector_fails_the_job(stack: Stack) -> None:
     started = time.monotonic()
     job_id = stack.submit(["abc"], steering=steering("0" * 64), max_tokens=2)
     view = stack.wait(job_id)
@@ -109,7 +109,7 @@ def test_a_job_that_this_version_cannot_read_fails_with_both_versions_named(stac
     assert view.error.detail.count(f"midstream {__version__}") == 2
 
 
-def test_a_running_job_is_cancelled_at_once(stack: Stack) -> None:
+def test_a_running_job_is_cancelled_promptly(stack: Stack) -> None:
     took = []
     for _ in range(3):
         job_id = stack.submit(["long"], max_tokens=2000)
@@ -124,14 +124,14 @@ def test_a_running_job_is_cancelled_at_once(stack: Stack) -> None:
     assert min(took) < 1, f"{took}, by the ledger's clock: a stall of the machine hits one of them, a worker that waits hits all"
 
 
-def test_a_cancel_whose_broadcast_was_lost_is_noticed_all_the_same(stack: Stack) -> None:
+def test_a_cancel_with_a_lost_broadcast_is_noticed_by_the_heartbeat(stack: Stack) -> None:
     job_id = stack.submit(["long"], max_tokens=2000)
     stack.wait_running(job_id)
     stack.do(lambda ledger: ledger.request_cancel(job_id))
     assert stack.wait(job_id, 2 * stack.settings.lease_s).state is State.CANCELLED
 
 
-def test_a_stream_is_told_token_by_token(stack: Stack) -> None:
+def test_streaming_publishes_each_token(stack: Stack) -> None:
     job_id = stack.submit(["abc"], max_tokens=6, stream=True)
     stack.wait(job_id)
     events = stack.do(lambda ledger: ledger.events(job_id))
@@ -143,7 +143,7 @@ def test_a_stream_is_told_token_by_token(stack: Stack) -> None:
     assert [event.event for event in events if event.event != "token"] == ["state", "state", "output", "state", "done"]
 
 
-def test_the_worker_says_what_it_serves(stack: Stack) -> None:
+def test_the_worker_registers_its_model(stack: Stack) -> None:
     info = stack.do(lambda ledger: ledger.model("fake-model"))
     assert info is not None
     assert (info.num_layers, info.hidden_size, info.tp, info.pp) == (4, HIDDEN_SIZE, 2, 2)

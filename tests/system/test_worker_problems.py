@@ -38,7 +38,7 @@ def _no_worker_afterwards(stack: Stack) -> Iterator[None]:
         ("silent:rank=1", "receipts_timed_out", "of 4 receipts"),
     ],
 )
-def test_what_went_wrong_on_a_rank_is_the_jobs_error(stack: Stack, fault: str, kind: str, detail: str) -> None:
+def test_a_rank_failure_is_the_jobs_error(stack: Stack, fault: str, kind: str, detail: str) -> None:
     if kind == "receipts_timed_out":  # seconds; only there they never come
         stack.kill("callbacks")
         stack.restart("callbacks", capture_timeout_s=1)

@@ -143,9 +143,7 @@ def test_one_failing_prompt_fails_the_job_and_stops_the_others(redis_url: str, t
 
 
 # field case 21
-def test_an_engine_that_ends_a_request_without_a_word_fails_the_job(
-    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_that_ends_without_output_fails_the_job(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("midstream.workers.serving.attempts.VERDICT_S", 0.05)
 
     async def silent(ask: EngineRequest, everyone: GlobalSteering) -> AsyncGenerator[Progress, None]:
@@ -160,7 +158,7 @@ def test_an_engine_that_ends_a_request_without_a_word_fails_the_job(
     Harness(redis_url, tmp_path, silent)(scenario)
 
 
-def test_what_the_engines_death_interrupted_is_released_and_sent_again(redis_url: str, tmp_path: Path) -> None:
+def test_jobs_of_a_dead_engine_are_released_and_resent(redis_url: str, tmp_path: Path) -> None:
     async def dying(ask: EngineRequest, everyone: GlobalSteering) -> AsyncGenerator[Progress, None]:
         raise MidstreamError("engine_failed", "gone")
         yield
@@ -194,7 +192,7 @@ def test_the_late_outputs_of_a_lost_attempt_change_nothing(redis_url: str, tmp_p
 
 
 # field case 38
-def test_a_late_word_that_an_attempt_is_lost_does_not_stop_the_next_one(redis_url: str, tmp_path: Path) -> None:
+def test_a_late_lost_notice_does_not_stop_the_next_attempt(redis_url: str, tmp_path: Path) -> None:
     beaten = asyncio.Event()
 
     async def lasting(ask: EngineRequest, everyone: GlobalSteering) -> AsyncGenerator[Progress, None]:
@@ -243,7 +241,7 @@ def test_when_ranks_disagree_only_the_affected_requests_run_again(redis_url: str
     Harness(redis_url, tmp_path)(scenario)
 
 
-def test_a_rank_that_may_differ_costs_the_job_an_attempt_and_not_its_life(redis_url: str, tmp_path: Path) -> None:
+def test_a_possibly_desynced_rank_costs_one_attempt(redis_url: str, tmp_path: Path) -> None:
     async def unsure(ask: EngineRequest, everyone: GlobalSteering) -> AsyncGenerator[Progress, None]:
         raise Quarantined("rank 1 kept what it should have dropped")
         yield
@@ -256,9 +254,7 @@ def test_a_rank_that_may_differ_costs_the_job_an_attempt_and_not_its_life(redis_
     Harness(redis_url, tmp_path, unsure)(scenario)
 
 
-def test_a_job_waits_while_the_worker_does_not_serve_and_goes_back_when_that_lasts(
-    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_waits_for_a_quarantined_worker_then_is_requeued(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("midstream.workers.serving.attempts.CLAIM_PATIENCE_S", 0.2)
 
     async def scenario(at: Harness) -> None:
@@ -270,7 +266,7 @@ def test_a_job_waits_while_the_worker_does_not_serve_and_goes_back_when_that_las
     Harness(redis_url, tmp_path)(scenario)
 
 
-def test_a_task_that_swallows_its_first_cancellation_is_ended_all_the_same() -> None:
+def test_a_task_that_swallows_a_cancellation_still_ends() -> None:
     async def deaf_once() -> None:
         try:
             await asyncio.sleep(60)

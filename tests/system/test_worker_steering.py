@@ -142,7 +142,7 @@ def test_a_running_job_keeps_the_global_steering_that_it_began_under(stack: Stac
     set_global(stack)
 
 
-def test_once_a_change_is_decided_no_job_begins_under_what_was_before(stack: Stack) -> None:
+def test_no_job_starts_under_steering_replaced_by_a_commit(stack: Stack) -> None:
     """Jobs arrive all the time; what a worker says that it began after the decision has the new version, on both workers."""
     expected = {0: text(stack, stack.submit(["race"], max_tokens=2))}
     expected |= {n: text(stack, stack.submit(["race"], max_tokens=2, steering=own(n), blobs=blobs(n))) for n in (1, 2, 3)}
@@ -171,7 +171,7 @@ def test_once_a_change_is_decided_no_job_begins_under_what_was_before(stack: Sta
     set_global(stack)
 
 
-def test_a_rank_that_refuses_keeps_a_change_from_being_applied_anywhere(stack: Stack) -> None:
+def test_a_refusing_rank_prevents_the_change_on_all_ranks(stack: Stack) -> None:
     before = {worker: report.global_version for worker, report in reports(stack).items()}
     stack.end("worker-2")
     stack.restart("worker-2", fault="prepare:rank=1")
@@ -186,7 +186,7 @@ def test_a_rank_that_refuses_keeps_a_change_from_being_applied_anywhere(stack: S
     assert {worker: report.global_version for worker, report in found.items()} == before
 
 
-def test_a_worker_that_was_away_has_modules_and_global_steering_before_its_first_job(stack: Stack) -> None:
+def test_a_returning_worker_syncs_steering_before_its_first_job(stack: Stack) -> None:
     steered = text(stack, stack.submit(["late"], steering=own(3), blobs=blobs(3)))
     for name in ("worker", "worker-2"):
         stack.end(name)
@@ -204,7 +204,7 @@ def test_a_worker_that_was_away_has_modules_and_global_steering_before_its_first
     set_global(stack)
 
 
-def test_jobs_do_not_wait_for_a_worker_that_does_not_serve_while_another_does(stack: Stack) -> None:
+def test_jobs_are_not_delayed_by_a_quarantined_worker(stack: Stack) -> None:
     set_global(stack, 2)
     stack.end("worker-2")
     stack.restart("worker-2", fault="prepare:rank=1")
@@ -232,7 +232,7 @@ def test_a_commit_that_one_rank_refuses_is_rolled_back_and_applied_after_a_resyn
 
 
 @pytest.mark.parametrize("on_desync", ["retry", "fail"])
-def test_ranks_out_of_step_are_found_by_the_first_result_and_brought_back_in_step(tmp_path: Path, on_desync: str) -> None:
+def test_desynced_ranks_are_found_by_the_first_receipt_and_resynced(tmp_path: Path, on_desync: str) -> None:
     settings = {"tensor_parallel_size": 2, "fake_token_s": 0.01, "lease_s": 10, "on_desync": on_desync}
     with Stack(tmp_path, **settings, fault="desync:rank=1,times=1") as stack:
         job_id = stack.submit(["drill"], steering=own(1), blobs=blobs(1))

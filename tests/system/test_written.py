@@ -34,7 +34,7 @@ def slow_redis(directory: Path, monkeypatch: pytest.MonkeyPatch) -> redis_server
         monkeypatch.delenv("LD_PRELOAD")
 
 
-def test_what_a_busy_disk_keeps_redis_from_writing_is_not_acknowledged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsynced_receipts_are_not_acknowledged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = slow_redis(tmp_path, monkeypatch)
     jobs = Jobs(server.url)
     relay = RelayProcess(server.url, tmp_path / "relay.log")
@@ -84,7 +84,7 @@ def test_receipts_are_acknowledged_while_others_keep_a_busy_disk_busy(tmp_path: 
         server.stop()
 
 
-def test_what_a_redis_forgot_that_is_back_already_is_not_acknowledged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_receipts_lost_by_a_restarted_redis_are_not_acknowledged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     servers = [slow_redis(tmp_path, monkeypatch)]
     jobs = Jobs(servers[0].url)
 
@@ -119,7 +119,7 @@ def test_what_a_redis_forgot_that_is_back_already_is_not_acknowledged(tmp_path: 
         servers[-1].stop()
 
 
-def test_what_a_redis_had_answered_that_died_is_not_told_on_the_word_of_the_next(tmp_path: Path) -> None:
+def test_writes_to_a_dead_redis_are_not_confirmed_by_its_successor(tmp_path: Path) -> None:
     async def main() -> None:
         nonlocal server
         async with open_ledger(server.url) as ledger:
