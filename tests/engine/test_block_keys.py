@@ -62,9 +62,7 @@ def scheduler_of(module: ModuleType) -> Any:
 
 
 @pytest.mark.parametrize("when", ["it is on its way", "it waits", "before it comes"])
-def test_nothing_from_before_the_cache_began_anew_serves_a_request_whenever_it_came(
-    scheduler: ModuleType, when: str
-) -> None:  # field case 13
+def test_blocks_from_before_a_cache_reset_serve_no_request(scheduler: ModuleType, when: str) -> None:  # field case 13
     ours, former = scheduler_of(scheduler), request(1, "d")
     ours.add_request(former)
     old = list(former.block_hashes)
@@ -81,7 +79,7 @@ def test_nothing_from_before_the_cache_began_anew_serves_a_request_whenever_it_c
 
 
 @pytest.mark.parametrize("digest", ["", "d"])
-def test_blocks_of_a_request_that_is_not_finite_are_its_own_from_there_on(scheduler: ModuleType, digest: str) -> None:
+def test_blocks_after_a_non_finite_row_are_not_shared(scheduler: ModuleType, digest: str) -> None:
     evicted: list[int] = []
     blocks = [SimpleNamespace(block_id=number) for number in range(4)]
     group = SimpleNamespace(block_size=BLOCK, req_to_blocks={"1": blocks})
@@ -101,7 +99,7 @@ def test_blocks_of_a_request_that_is_not_finite_are_its_own_from_there_on(schedu
     assert sorted(evicted) == [1, 2, 3], "also when it is gone"
 
 
-def test_plain_requests_find_their_blocks_in_every_epoch(scheduler: ModuleType) -> None:
+def test_plain_requests_share_blocks_in_every_epoch(scheduler: ModuleType) -> None:
     ours, before = scheduler_of(scheduler), request(1, "")
     ours.reset_prefix_cache()
     after = request(2, "")
@@ -110,7 +108,7 @@ def test_plain_requests_find_their_blocks_in_every_epoch(scheduler: ModuleType) 
 
 
 @pytest.mark.parametrize("digest", ["", "d"])
-def test_no_block_of_a_tenant_is_found_by_another_where_the_cache_is_theirs_alone(scheduler: ModuleType, digest: str) -> None:
+def test_prefix_blocks_are_not_shared_across_tenants_in_tenant_scope(scheduler: ModuleType, digest: str) -> None:
     one, same, other, unsalted = (request(number, digest, salt) for number, salt in enumerate(("a", "a", "b", None)))
     assert one.block_hashes == same.block_hashes
     assert not set(one.block_hashes) & set(other.block_hashes)

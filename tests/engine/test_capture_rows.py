@@ -44,7 +44,7 @@ def test_each_position_selector_names_the_rows_that_it_says(v1: Host, reference:
     assert check_against_reference(v1, reference, job, outputs) == len(wanted) * LAYERS
 
 
-def test_layer_12_of_a_capture_is_the_output_of_block_12_and_layers_differ(v1: Host, reference: Reference) -> None:
+def test_layer_12_is_the_output_of_block_12(v1: Host, reference: Reference) -> None:
     """`post_block` L is HF `hidden_states[L + 1]`."""  # field case 8, field case 4
     prompt = prompt_of(10)
     job = v1.job(prompt, max_tokens=1, capture=capture_of(ALL, "all_prompt"))
@@ -68,7 +68,7 @@ def test_prompts_longer_than_a_step_are_captured_whole(v1: Host, reference: Refe
     assert check_against_reference(v1, reference, job, outputs) == 203 * LAYERS
 
 
-def test_64_mixed_requests_get_their_own_rows(v1: Host, reference: Reference) -> None:
+def test_sixty_four_mixed_requests_get_their_own_rows(v1: Host, reference: Reference) -> None:
     """Random lengths, layers and positions, captured, steered and plain requests in one batch."""  # field case 1
     rng = random.Random(7)
     name = v1.vector(np.random.default_rng(1).normal(size=64))
@@ -102,7 +102,7 @@ def test_padded_rows_and_warm_up_runs_are_never_captured(v1: Host) -> None:
     assert {receipt.job[:3] for receipt in v1.all_receipts()} == {"job"}
 
 
-def test_an_idle_engine_delivers_at_once(v1: Host) -> None:
+def test_receipts_do_not_wait_for_another_step(v1: Host) -> None:
     """The receipt of the last request comes although no further step follows for anybody."""  # field case 17
     job = v1.job(prompt_of(7), max_tokens=2, capture=capture_of(ALL, "last_prompt"))
     v1.run(job)
@@ -120,7 +120,7 @@ def test_a_cancelled_request_leaves_no_file_and_frees_its_rows(v1: Host) -> None
 
 
 @pytest.mark.parametrize("stop_at", [1, 3, 7])
-def test_a_stop_string_ends_the_rows_where_it_ends_the_output(v1: Host, reference: Reference, stop_at: int) -> None:
+def test_captured_rows_end_at_the_stop_string(v1: Host, reference: Reference, stop_at: int) -> None:
     """vLLM finds stop strings after the fact and aborts the request, which may have computed further by then."""
     prompt = prompt_of(20, seed=stop_at)
     free = v1.run(job := v1.job(prompt, max_tokens=12))[job.id][0].token_ids

@@ -22,7 +22,7 @@ AGREED = re.compile(r"determinism: consistent, 1 rank in 1 stage of 1 worker, ch
 
 # field case 19
 @pytest.mark.long
-def test_the_demo_captures_steers_patches_checks_and_leaves_files_that_hold(tmp_path: Path) -> None:
+def test_the_demo_runs_and_leaves_valid_files(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "midstream.client.cli.main", "demo", "--keep", str(tmp_path / "kept")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=580, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

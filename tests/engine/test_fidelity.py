@@ -73,7 +73,7 @@ def test_every_hook_of_every_architecture_gives_transformers_rows_plain_and_edit
 # field case 5
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "way"), OTHERS, ids=[f"{name} {way.name}" for name, way in OTHERS])
-def test_compiled_forwards_and_the_v2_runner_give_them_too(name: str, way: Way, captured, checkpoints) -> None:
+def test_compiled_and_v2_captures_match_transformers(name: str, way: Way, captured, checkpoints) -> None:
     """A site that a compiler dropped would give zeros, and an edit there would do nothing."""
     figures = judge(captured(name, way), Truth(checkpoints(name), way.dtype), way.dtype)
     assert {hook: str(figure) for hook, figure in figures.items() if figure.worst > way.tolerance} == {}
@@ -109,7 +109,7 @@ def test_every_family_at_every_hook_gives_transformers_rows_in_every_way_to_run(
 
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "split"), [("mixtral", "tensor_parallel_size"), ("olmo2", "pipeline_parallel_size")])
-def test_two_ranks_give_them_too(name: str, split: str, checkpoints, two_ranks, tmp_path) -> None:
+def test_captures_of_two_ranks_match_transformers(name: str, split: str, checkpoints, two_ranks, tmp_path) -> None:
     """A branch is whole only after the ranks' parts were summed; a later stage's first layer gets the stream from the stage before."""
     host = Host(tmp_path, checkpoints(name), **options_of(EAGER), **{split: 2})
     try:
@@ -122,7 +122,7 @@ def test_two_ranks_give_them_too(name: str, split: str, checkpoints, two_ranks, 
 
 # field case 2
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_the_stream_is_what_enters_and_the_branches_added_to_it(name: str, captured) -> None:
+def test_the_stream_is_its_input_plus_the_branches(name: str, captured) -> None:
     """So `post_block` holds the MLP, `post_attn` the attention, and the branches are meant after their own norms."""
     rows = captured(name, EAGER)[0][""].rows
     for layer in ALL:
@@ -167,7 +167,7 @@ def test_what_reads_the_edited_tensor_in_the_same_layer_reads_the_edit(name: str
         ("gpt2-by-layer", "scale_attn_by_inverse_layer_idx=True is not served"),
     ],
 )
-def test_what_we_do_not_know_is_refused_at_boot_with_the_list_or_the_reason(name, reason, checkpoints, nurseries, tmp_path) -> None:
+def test_unsupported_architectures_are_refused_at_boot(name, reason, checkpoints, nurseries, tmp_path) -> None:
     with pytest.raises(AssertionError, match=reason):
         nurseries("v1").host(tmp_path / name, checkpoints(name), max_model_len=128)
 

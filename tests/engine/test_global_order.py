@@ -75,13 +75,13 @@ def check(host: Host, reference: Reference, wanted: dict[str, tuple[list[StoredS
 
 
 @pytest.mark.parametrize("op", ORDER)
-def test_every_op_of_a_request_meets_a_global_one_in_the_documented_order(v1: Host, reference: Reference, op: str) -> None:
+def test_request_and_global_ops_apply_in_the_documented_order(v1: Host, reference: Reference, op: str) -> None:
     theirs, mine = ops(1)[op], ops(2)
     wanted = {name: (stored(v1, name, edit), in_order((op, theirs), (name, edit))) for name, edit in mine.items()}
     check(v1, reference, wanted, of_everyone(v1, theirs))
 
 
-def test_a_patch_comes_behind_global_steering_and_before_the_requests_own(v1: Host, reference: Reference) -> None:
+def test_patches_apply_between_global_and_request_steering(v1: Host, reference: Reference) -> None:
     theirs, patched, own = ops(1)["replace"], ops(2), ops(3)["replace"]
     wanted = {}
     for name in ("patch", "partial patch", "masked patch"):

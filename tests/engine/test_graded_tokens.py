@@ -63,7 +63,7 @@ def test_log_probabilities_equal_transformers_and_neighbours_keep_theirs(v1: Hos
             tokens.append(token)
 
 
-def test_a_divergence_is_that_of_the_distributions_in_float64(v1: Host, reference: Reference) -> None:
+def test_kl_divergence_equals_float64(v1: Host, reference: Reference) -> None:
     clean, *others = (prompt_of(12, seed=seed) for seed in (81, 82, 83))
     graded(v1, (v1.job(clean, max_tokens=1), Grade(token_ids=[3], keep="clean")))
     asked = [(v1.job(prompt, max_tokens=1), Grade(token_ids=[5], against="clean")) for prompt in (clean, *others)]
@@ -76,7 +76,7 @@ def test_a_divergence_is_that_of_the_distributions_in_float64(v1: Host, referenc
     assert min(values[1] for values in told[1:]) > 0.1
 
 
-def test_what_cannot_be_graded_fails_with_the_reason_and_alone(v1: Host) -> None:
+def test_ungradable_requests_fail_alone(v1: Host) -> None:
     lost, outside, fine = (v1.job(prompt_of(8), max_tokens=1) for _ in range(3))
     grades = {lost.id: [Grade([3], against="nobody's")], outside.id: [Grade([VOCABULARY])], fine.id: [Grade([3])]}
     v1.run_any(lost, outside, fine, grades=grades)
@@ -88,7 +88,7 @@ def test_what_cannot_be_graded_fails_with_the_reason_and_alone(v1: Host) -> None
     assert found[lost.id].graded == found[outside.id].graded == []
 
 
-def test_a_prompt_that_the_prefix_cache_serves_is_graded_alike(cached: Host, reference: Reference) -> None:
+def test_cached_prompts_are_graded_alike(cached: Host, reference: Reference) -> None:
     prompt = prompt_of(300, seed=84)
     right = truth(reference, prompt)
     for hit in (0, 256):
@@ -109,7 +109,7 @@ def test_preempted_requests_are_graded_once_and_right(cached: Host, reference: R
 
 
 @pytest.mark.parametrize(("way", "grader"), [("tp2", 0), ("pp2", 1), ("v2", 0)])
-def test_one_rank_grades_and_the_others_vouch(request: pytest.FixtureRequest, way: str, grader: int) -> None:
+def test_one_rank_grades_and_all_ranks_confirm(request: pytest.FixtureRequest, way: str, grader: int) -> None:
     """Two tensor-parallel ranks, two pipeline stages, the v2 runner; a steered request among them."""
     host: Host = request.getfixturevalue(way)
     reference = Reference(request.getfixturevalue("llama" if way == "v2" else "qwen3"))

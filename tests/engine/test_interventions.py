@@ -140,7 +140,7 @@ def test_a_stack_of_all_families_is_applied_in_the_documented_order(v1: Host, re
     assert worst(found["shuffled"], reference, shuffled) > 0.01, "the order matters here"
 
 
-def test_a_tier_is_the_prompt_or_what_is_generated(v1: Host, reference: Reference) -> None:
+def test_steering_phases_are_prompt_or_generated(v1: Host, reference: Reference) -> None:
     """Prefill-only and decode-only steering, and the two as one."""  # field case 9
     prompt = prompt_of(100)  # two steps of prefill
     tiers = {"all_prompt": range(100), "all_generated": range(100, 104), "last_prompt": [99]}
@@ -224,7 +224,7 @@ def plain(v1: Host) -> Trial:
 
 
 @pytest.mark.parametrize("what", NOTHING)
-def test_what_comes_to_nothing_leaves_every_bit(v1: Host, plain: Trial, what: str) -> None:
+def test_no_op_interventions_are_bit_exact(v1: Host, plain: Trial, what: str) -> None:
     found = alone(v1, NOTHING[what])
     assert found.applied > 0, "it was applied, and changed nothing"
     assert same_bits(found, plain)
@@ -239,7 +239,7 @@ def test_an_addition_subtracted_at_the_next_site_leaves_the_stream_up_to_roundin
 
 
 @pytest.mark.parametrize("hook", HOOKS)
-def test_ablating_takes_the_component_away_and_nothing_else(at_every_hook, hook: str) -> None:
+def test_ablation_removes_only_the_component(at_every_hook, hook: str) -> None:
     found = at_every_hook[f"ablate {hook}"]
     before, after = found.before[hook, 1], found.after[hook, 1]
     assert np.abs(before @ UNIT).max() > 0.05
@@ -272,7 +272,7 @@ def test_clamp_bounds_a_component_and_keeps_rows_within_the_range_bit_for_bit(at
 
 
 @pytest.mark.parametrize("hook", sorted(STREAM_HOOKS))
-def test_a_matched_addition_is_as_long_as_its_share_of_the_whole_stream(at_every_hook, hook: str) -> None:
+def test_norm_match_scales_to_the_stream_norm(at_every_hook, hook: str) -> None:
     """Of hidden + residual, which vLLM keeps apart: a branch alone is shorter or longer."""  # field case 10
     found = at_every_hook[f"add_matched {hook}"]
     before, step = found.before[hook, 1], found.after[hook, 1] - found.before[hook, 1]
@@ -282,18 +282,18 @@ def test_a_matched_addition_is_as_long_as_its_share_of_the_whole_stream(at_every
     np.testing.assert_allclose(step, 0.3 * lengths[:, None] * UNIT, atol=1e-4 * lengths.max())
 
 
-def test_a_length_is_not_matched_at_a_branch(v1: Host) -> None:
+def test_norm_match_is_refused_at_branches(v1: Host) -> None:
     with pytest.raises(MidstreamError, match="attn_out is a branch beside it"):  # field case 10
         v1.steering(FAMILIES["add_matched"]._replace(hook="attn_out"))
 
 
-def test_a_vector_of_another_length_points_the_same_way(v1: Host) -> None:
+def test_directions_are_independent_of_vector_length(v1: Host) -> None:
     for family in ("ablate", "clamp", "add_matched"):
         once, longer = (alone(v1, [FAMILIES[family]._replace(vector=length * V)]) for length in (1.0, 64.0))
         assert same_bits(once, longer), family
 
 
-def test_a_low_rank_with_no_weight_and_bias_takes_a_subspace_away(v1: Host) -> None:
+def test_lowrank_with_zero_weight_and_bias_removes_the_subspace(v1: Host) -> None:
     edit = Edit(1, op="lowrank", rotation=ROTATION, weight=0 * WEIGHT, bias=0 * BIAS)
     found = alone(v1, [edit])
     after = found.after["post_block", 1]
@@ -301,7 +301,7 @@ def test_a_low_rank_with_no_weight_and_bias_takes_a_subspace_away(v1: Host) -> N
     assert np.abs(found.before["post_block", 1] @ ROTATION.T).max() > 0.05
 
 
-def test_a_low_rank_sets_what_the_subspace_holds_to_what_was_learned(v1: Host) -> None:
+def test_lowrank_sets_the_subspace_to_the_learned_values(v1: Host) -> None:
     """With orthonormal rows R·s becomes W·s + b: what LoReFT means."""
     found = alone(v1, [FAMILIES["lowrank"]._replace(strength=1.0)])
     before, after = found.before["post_block", 1], found.after["post_block", 1]

@@ -38,7 +38,7 @@ def corrupt(cached: Host) -> Job:
 
 
 @pytest.mark.parametrize("hook", ["pre_attn", "attn_out", "post_attn", "mlp_in", "mlp_out", "post_block"])
-def test_alpha_zero_and_a_row_of_ones_own_change_no_bit(cached: Host, clean: Job, corrupt: Job, hook) -> None:
+def test_patching_with_alpha_zero_or_its_own_row_is_bit_exact(cached: Host, clean: Job, corrupt: Job, hook) -> None:
     cells = [Cell(hook, layer, position) for layer in ALL for position in (0, 3, 23)]
     plain = rows_of(cached, corrupt)
     assert same(rows_of(cached, ran(cached, CORRUPT, patches(cached.keep(clean), cells, alpha=0.0))), plain)
@@ -46,7 +46,7 @@ def test_alpha_zero_and_a_row_of_ones_own_change_no_bit(cached: Host, clean: Job
 
 
 @pytest.mark.parametrize("hook", sorted(STREAM_HOOKS))
-def test_the_whole_stream_of_another_run_makes_it_that_run(cached: Host, clean: Job, corrupt: Job, hook) -> None:
+def test_patching_the_whole_stream_reproduces_the_source_run(cached: Host, clean: Job, corrupt: Job, hook) -> None:
     """Bit for bit from there on, to the log-probabilities of the next token."""
     whole = patches(cached.keep(clean), [Cell(hook, 1, position) for position in range(len(CLEAN))])
     tokens = list(range(8, 40))
@@ -65,7 +65,7 @@ def test_the_whole_stream_of_another_run_makes_it_that_run(cached: Host, clean: 
 
 
 @pytest.mark.parametrize("hook", ["pre_attn", "attn_out", "post_attn", "mlp_in", "mlp_out", "post_block"])
-def test_alpha_goes_straight_from_the_row_to_the_sources_row(cached: Host, clean: Job, corrupt: Job, hook) -> None:
+def test_alpha_interpolates_linearly(cached: Host, clean: Job, corrupt: Job, hook) -> None:
     """Each in float64 from the rows as captured; with 1 the source's row bit for bit."""
     cell, key = Cell(hook, 2, 11, 7), cached.keep(clean)
     h, t = (rows_of(cached, job)[hook, 2][position].astype(np.float64) for job, position in ((corrupt, 11), (clean, 7)))
@@ -79,7 +79,7 @@ def test_alpha_goes_straight_from_the_row_to_the_sources_row(cached: Host, clean
     assert len(set(shares)) == len(shares)
 
 
-def test_nothing_but_the_patched_rows_and_what_follows_from_them_is_touched(tp2: Host) -> None:
+def test_patches_change_only_downstream_rows(tp2: Host) -> None:
     """Twenty requests in one step of two ranks, every other one patched, and the same again with no patch: bit for bit."""
     clean, (hook, layer, position) = ran(tp2, CLEAN), ("post_attn", 1, 6)
     key, source = tp2.keep(clean), rows_of(tp2, clean)
@@ -125,7 +125,7 @@ def test_only_the_dimensions_of_the_mask_are_written(cached: Host, clean: Job, c
         assert np.array_equal(np.delete(got, 4, 0), np.delete(h, 4, 0))
 
 
-def test_generated_positions_are_patched_when_they_come(cached: Host, reference: Reference, clean: Job) -> None:
+def test_generated_positions_are_patched(cached: Host, reference: Reference, clean: Job) -> None:
     """A range beyond the prompt's end, and everything that is generated; each is fed back and seen by the next."""
     (row,) = patches(cached.keep(clean), [Cell("post_block", 1, 4)])
     vector = rows_of(cached, clean)["post_block", 1][4]
@@ -139,7 +139,7 @@ def test_generated_positions_are_patched_when_they_come(cached: Host, reference:
         assert cached.receipts(job)[0].applied == len(where)
 
 
-def test_zeros_and_a_mean_need_no_row_of_their_own(cached: Host, clean: Job) -> None:
+def test_zero_and_mean_patches_match_the_reference(cached: Host, clean: Job) -> None:
     mean = row_name(RunRow(cached.keep(clean), "pre_attn", 2, None, (1, 2, 5)))
     job = ran(cached, CORRUPT, [patch(ZEROS, "pre_attn", [1], [8]), patch(mean, "pre_attn", [2], [9])], at="after")
     got, source = rows_of(cached, job), rows_of(cached, clean)
@@ -148,7 +148,7 @@ def test_zeros_and_a_mean_need_no_row_of_their_own(cached: Host, clean: Job) -> 
 
 
 @pytest.mark.parametrize("way", ["cached", "compiled", "v2", "tp2", "pp2"])
-def test_every_way_to_run_patches_as_the_reference_does(way: str, request: pytest.FixtureRequest) -> None:
+def test_every_engine_mode_patches_like_the_reference(way: str, request: pytest.FixtureRequest) -> None:
     """Eager, compiled in chunks, the v2 runner, two ranks, two stages each with the layers of its own."""
     host: Host = request.getfixturevalue(way)
     reference = Reference(request.getfixturevalue("qwen3")) if way in ("tp2", "pp2") else request.getfixturevalue("reference")

@@ -50,7 +50,7 @@ def test_cells_share_blocks_below_their_patch_and_none_with_unpatched_requests(c
     assert len({tuple(values) for _, values in (fresh[1], late, middle, early, beside)}) == 5, "every patch showed"
 
 
-def test_a_run_that_is_gone_when_a_row_is_needed_fails_its_request_and_no_other(cached: Host) -> None:
+def test_a_run_lost_mid_request_fails_only_that_request(cached: Host) -> None:
     """The worker believes that the ranks have it; a cell beside it, of another run, and a plain request have their own numbers."""
     (gone, _), (kept, rows) = (source_of(cached, prompt_of(20, seed=93 + number)) for number in range(2))  # field case 31, 32
     warm = cached.job(prompt_of(12), max_tokens=1, steering=patches(gone, [Cell("post_block", 1, 2)]))
@@ -86,7 +86,7 @@ def test_a_deleted_run_is_refused_before_anything_is_computed(cached: Host) -> N
 
 
 @pytest.mark.parametrize("fault", ["put_run", "lose_run"])
-def test_one_rank_that_cannot_have_a_row_fails_the_request_while_its_peers_go_on(tp2: Host, fault: str) -> None:
+def test_a_row_missing_on_one_rank_fails_the_request_without_a_hang(tp2: Host, fault: str) -> None:
     """Loading it: the other rank drops it again. Finding a row of it: that is in the receipts. The forward's collectives go on."""
     key, _ = source_of(tp2, prompt_of(20, seed=96))  # field case 28
     before = [rank["runs"] for rank in tp2.call("midstream_status")]

@@ -101,7 +101,7 @@ def test_every_cell_of_a_sweep_is_the_logit_difference_that_transformer_lens_giv
     assert result.summary.cells + result.summary.skipped == result.summary.total
 
 
-def test_the_last_stream_of_the_corrupt_prompt_undoes_all_of_the_clean_one(service: Service, golden: Golden) -> None:
+def test_noising_the_last_stream_removes_the_whole_effect(service: Service, golden: Golden) -> None:
     """The other direction, as a share of the difference: all of it at the last layer's last token, nothing at its first."""
     pair = golden.pairs[0]
     result = service.sweep(pairs=[asked(pair)], layers=[29], positions=[-1, 0], direction="noise", noise=1)
@@ -142,7 +142,7 @@ def test_a_chat_is_patched_with_the_rows_of_another_chat(service: Service) -> No
     assert max(abs(untouched[token] - plain[token]) for token in plain) <= FP32_BATCH_LOGITS
 
 
-def test_a_run_that_is_not_there_is_refused_by_name(service: Service) -> None:
+def test_an_unknown_source_run_is_refused_by_name(service: Service) -> None:
     answer = service.http.post(
         "/v1/completions", json={"model": "demo", "prompt": "a", "patch": [{"layers": 1, "positions": [0], "source": {"run": "nobodys"}}]}
     )

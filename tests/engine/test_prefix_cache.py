@@ -58,7 +58,7 @@ def test_equal_interventions_share_blocks_and_another_scale_does_not(cached: Hos
     assert cached.run(other)[other.id][0].cached_tokens == 0
 
 
-def test_whoever_comes_in_whatever_turn_finds_the_blocks_of_its_own_steering_only(cached: Host, reference: Reference) -> None:
+def test_prefix_blocks_are_not_shared_across_steering_digests(cached: Host, reference: Reference) -> None:
     """Steered, plain, steered again, and steered by another vector that differs in one value; all of it fits the cache."""
     prompt, vector = prompt_of(300, seed=63), direction(9)  # field case 13, field case 15
     other = vector.copy()
@@ -108,7 +108,7 @@ def test_blocks_below_the_first_steered_position_stay_shared(cached: Host, refer
 @pytest.mark.parametrize(
     ("positions", "reused"), [("all_prompt", 0), ([130], BLOCK), ("last_prompt", 2 * BLOCK), ("all_generated", 2 * BLOCK)]
 )
-def test_a_capture_is_never_short_and_reuses_what_lies_below_its_first_row(cached: Host, reference: Reference, positions, reused) -> None:
+def test_captures_on_cached_prompts_are_complete(cached: Host, reference: Reference, positions, reused) -> None:
     prompt = prompt_of(300, seed=20 + reused)  # field case 14
     cached.run(cached.job(prompt, max_tokens=1))
     job = cached.job(prompt, max_tokens=4, capture=capture_of(ALL, positions))

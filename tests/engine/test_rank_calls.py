@@ -62,7 +62,7 @@ def anew(tp2: Host) -> Iterator[Host]:
 
 # field case 29
 @pytest.mark.parametrize("kind", ["commit", "clear", "register", "change", "unregister"])
-def test_what_one_of_two_ranks_refuses_is_taken_back_on_the_other(anew: Host, kind: str) -> None:
+def test_an_action_refused_by_one_rank_is_rolled_back_on_the_other(anew: Host, kind: str) -> None:
     name = send_vector(anew, 61)
     first, second = (msgspec.to_builtins(everyone(version, steer(name, [1], float(version)))) for version in (1, 2))
     if kind in ("change", "unregister"):
@@ -91,7 +91,7 @@ def test_what_one_of_two_ranks_refuses_is_taken_back_on_the_other(anew: Host, ki
 
 # field case 30
 @pytest.mark.parametrize("fault", ["alter_action", "skip_action"])
-def test_ranks_out_of_step_begin_anew_and_are_equal_again(anew: Host, fault: str) -> None:
+def test_desynced_ranks_are_resynced(anew: Host, fault: str) -> None:
     name = send_vector(anew, 62)
     steering = everyone(1, steer(name, [1]))
     anew.call("midstream_fault", f"{fault}:rank=1")
@@ -117,7 +117,7 @@ def test_ranks_out_of_step_begin_anew_and_are_equal_again(anew: Host, fault: str
 
 
 @pytest.mark.parametrize("way", ["compiled", "pp2"])
-def test_what_stands_and_what_began_anew_is_obeyed(way: str, request: pytest.FixtureRequest) -> None:
+def test_global_steering_is_applied_before_and_after_a_resync(way: str, request: pytest.FixtureRequest) -> None:
     """In a compiled forward, which reads the tables where they are written, moved and zeroed; on two stages, each with its layers."""
     host: Host = request.getfixturevalue(way)
     reference = Reference(request.getfixturevalue("qwen3")) if way == "pp2" else request.getfixturevalue("reference")

@@ -100,7 +100,7 @@ def test_the_next_token_is_graded_as_vllm_and_transformers_say_it(host, model) -
         assert graded == pytest.approx(logprobs_of(reference.logits[-1])[tokens].tolist(), abs=FP32_LOGPROBS)
 
 
-def test_cells_that_begin_at_their_layer_come_to_the_same(host) -> None:
+def test_reentry_at_the_patched_layer_equals_a_full_forward(host) -> None:
     prompt, other = PROMPTS[1], PROMPTS[2][:40]
     runs = [host.job(tokens, max_tokens=1, capture=capture_of(LAYERS, "all_prompt", hook="pre_attn")) for tokens in (prompt, other)]
     host.run(*runs)
@@ -149,7 +149,7 @@ def tokenised(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
     return [tokenizer.encode(text).ids for text in texts]
 
 
-def test_a_direction_out_of_captures_moves_what_the_model_writes_both_ways(host, study, tokenizer) -> None:
+def test_a_captured_direction_steers_in_both_signs(host, study, tokenizer) -> None:
     found = study.materials()
     texts = tokenised(tokenizer, [*found.positive, *found.negative])
     job = host.job(*texts, max_tokens=1, capture=capture_of([LAYER], "all_prompt"))
@@ -169,7 +169,7 @@ def test_a_direction_out_of_captures_moves_what_the_model_writes_both_ways(host,
     assert high - low >= 1.0, "a word more in every text"
 
 
-def test_log_probabilities_out_of_captured_rows_are_those_that_the_engine_gives(host, study, model) -> None:
+def test_logprobs_from_captured_rows_equal_the_engines(host, study, model) -> None:
     """The last layer's `post_block` is what the final norm and the last matrix read."""
     unembedding = study.Unembedding(model)
     plain = host.job(PROMPTS[1], max_tokens=TOKENS, logprobs=0)

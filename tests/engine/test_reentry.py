@@ -79,7 +79,7 @@ def patched_truth(reference: Reference, prompt: list[int], *edits: Edit) -> np.n
 
 
 @pytest.mark.parametrize("layer", range(1, LAYERS))
-def test_every_hook_gives_the_same_with_the_layers_below_left_out(cached: Host, reference: Reference, layer: int) -> None:
+def test_reentry_equals_a_full_forward_at_every_hook(cached: Host, reference: Reference, layer: int) -> None:
     prompt = prompt_of(24, seed=61)
     key, edits = base_run(cached, prompt), [edit_of(layer, position, hook) for hook in HOOKS for position in (3, 23)]
     full = ask(cached, *(cell(cached, prompt, edit) for edit in edits))
@@ -92,7 +92,7 @@ def test_every_hook_gives_the_same_with_the_layers_below_left_out(cached: Host, 
         assert short[0].applied == whole[0].applied == 1
 
 
-def test_with_cached_base_blocks_a_cell_begins_at_the_token_that_it_patches(cached: Host, reference: Reference) -> None:
+def test_reentry_with_cached_blocks_starts_at_the_patched_token(cached: Host, reference: Reference) -> None:
     """And where they had to make room it begins at the first, with the same result."""
     prompt = prompt_of(40, seed=70)
     key = base_run(cached, prompt, blocks=True)
@@ -135,7 +135,7 @@ def test_a_step_with_an_ordinary_request_in_it_computes_all_layers(cached: Host,
     np.testing.assert_allclose(row, reference.post_block(beside)[3][-1], rtol=1e-4, atol=1e-4)
 
 
-def test_blocks_that_others_share_are_filled_in_full_and_the_cells_own_serve_nobody(cached: Host, reference: Reference) -> None:
+def test_reentry_fills_shared_blocks_and_shares_none_of_its_own(cached: Host, reference: Reference) -> None:
     """Not even the same cell again, as after a preemption: below its layer there is nothing in them."""
     prompt, edit = prompt_of(300, seed=63), edit_of(3, 200)
     wanted, plain = patched_truth(reference, prompt, edit), truth(reference, prompt)
@@ -160,7 +160,7 @@ def test_blocks_that_others_share_are_filled_in_full_and_the_cells_own_serve_nob
         np.testing.assert_allclose(graded(cached.receipts(job)), plain, atol=FP32_LOGPROBS, rtol=0)
 
 
-def test_without_a_prefix_cache_there_is_no_block_to_fill_for_others(v1: Host, reference: Reference) -> None:
+def test_reentry_without_a_prefix_cache_fills_no_shared_blocks(v1: Host, reference: Reference) -> None:
     prompt, edit = prompt_of(60, seed=74), edit_of(3, 50)
     key, count = base_run(v1, prompt), counting(v1)
     mine = cell(v1, prompt, edit)
@@ -168,7 +168,7 @@ def test_without_a_prefix_cache_there_is_no_block_to_fill_for_others(v1: Host, r
     assert count() == [(60, 3 * 60)]
 
 
-def test_a_cell_whose_rows_are_gone_fails_and_the_one_beside_it_does_not(cached: Host, reference: Reference) -> None:
+def test_a_cell_without_rows_fails_alone(cached: Host, reference: Reference) -> None:
     prompts = [prompt_of(24, seed=seed) for seed in (67, 68)]
     keys = [base_run(cached, prompt) for prompt in prompts]
     gone, there = (cell(cached, prompt, edit_of(2, 5)) for prompt in prompts)
@@ -193,7 +193,7 @@ WAYS = [("tp2", "qwen3", (3, 3)), ("pp2", "qwen3", (2, 1)), ("v2", "llama", (3,)
 
 
 @pytest.mark.parametrize(("way", "checkpoint", "below"), WAYS)
-def test_other_ways_to_run_begin_there_too_unless_they_are_compiled(request, way: str, checkpoint: str, below: tuple[int, ...]) -> None:
+def test_reentry_works_in_every_mode_but_compiled(request, way: str, checkpoint: str, below: tuple[int, ...]) -> None:
     host, reference = request.getfixturevalue(way), Reference(request.getfixturevalue(checkpoint))
     prompt = prompt_of(10, seed=69)
     key, count = base_run(host, prompt), counting(host)
@@ -204,7 +204,7 @@ def test_other_ways_to_run_begin_there_too_unless_they_are_compiled(request, way
         np.testing.assert_allclose(graded(receipts), patched_truth(reference, prompt, edit), atol=FP32_LOGPROBS, rtol=0)
 
 
-def test_a_rank_that_lacks_the_rows_leaves_out_the_same_layers_so_that_nobody_hangs(tp2: Host, qwen3) -> None:
+def test_a_rank_without_rows_skips_the_same_layers(tp2: Host, qwen3) -> None:
     prompt = prompt_of(10, seed=70)  # field case 28
     key = base_run(tp2, prompt)
     job = cell(tp2, prompt, edit_of(2, 5))

@@ -62,7 +62,7 @@ def ask(service: Stack, path: str, **body: Any) -> tuple[np.ndarray, dict[str, f
 
 
 # field case 11, field case 12
-def test_completions_and_chats_alone_in_a_batch_and_streamed_are_all_steered(service: Stack, vector: np.ndarray) -> None:
+def test_every_endpoint_is_steered_on_the_real_engine(service: Stack, vector: np.ndarray) -> None:
     """Every way of asking gives the steered stream of the same prompt, and not the plain one: rows are compared, not tokens."""
     steering, prompts = [{"layers": [10], "vector": packed(vector)}], ["The sky is", "My favourite food is"]
     for path, asked in (("chat/completions", [{"messages": CHAT}]), ("completions", [{"prompt": prompt} for prompt in prompts])):
@@ -134,7 +134,7 @@ def test_bad_input_is_refused_by_field_and_the_engine_never_sees_it(service: Sta
         assert len(http.get("/v1/jobs").json()["jobs"]) == before
 
 
-def test_the_engine_says_how_busy_it_is_while_it_generates(service: Stack) -> None:
+def test_engine_load_is_reported_while_generating(service: Stack) -> None:
     body = {"model": "demo", "prompt": "The sky is", "max_tokens": 120, "ignore_eos": True}
     seen: dict[str, Any] = {"running": 0}
     for _ in range(5):  # on a busy machine a request may be over before the worker was asked

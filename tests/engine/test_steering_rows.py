@@ -99,7 +99,7 @@ def test_scale_zero_and_a_vector_with_its_negative_change_nothing(v1: Host) -> N
         assert relative_error(v1.capture(both).array(layer), wanted) <= FP32_BATCH
 
 
-def test_more_configurations_than_rows_wait_and_all_come_right(v1: Host, reference: Reference) -> None:
+def test_configurations_beyond_the_table_wait_and_are_right(v1: Host, reference: Reference) -> None:
     """The engine of this fixture has 4 rows; 20 distinct configurations are sent at once."""  # field case 24
     vectors = [direction(100 + n) for n in range(20)]
     jobs = [
@@ -137,7 +137,7 @@ def test_vectors_that_a_rank_refuses_fail_the_job_before_it_runs(v1: Host) -> No
     assert v1.receipts(job)[0].status == "ok"
 
 
-def test_a_vector_crosses_to_the_ranks_once(v1: Host) -> None:
+def test_a_vector_is_sent_to_the_ranks_once(v1: Host) -> None:
     name = v1.vector(direction(10))  # field case 45, field case 47
     before = v1.call("midstream_status")[0]["vectors"]
     jobs = [v1.job(prompt_of(5, seed=n), max_tokens=2, steering=[steer(name, [0])]) for n in range(5)]

@@ -72,7 +72,7 @@ def test_a_range_is_captured_once_per_position_over_chunks_and_decode_steps(v1: 
         check(v1, reference, job, answers[job.id][0], EDITS[2]._replace(scale=0.0), window)
 
 
-def test_a_range_is_edited_as_once_when_its_request_is_preempted_and_computed_again(cached: Host, reference: Reference) -> None:
+def test_a_range_is_edited_alike_after_preemption(cached: Host, reference: Reference) -> None:
     """Seven blocks for six requests of up to three blocks each; the range begins before, at and behind the end of the prompt."""
     before = cached.call("midstream_status")[0]["preemptions"]  # field case 6, field case 9
     windows = [Window(start=start) for start in (5, 100, 109, 110, 200, 270)]
@@ -107,7 +107,7 @@ def test_the_prompt_below_a_range_is_shared_with_plain_requests_both_ways(
         check(cached, reference, plain, outputs[plain.id], EDITS[2]._replace(scale=0.0), window)
 
 
-def test_the_next_turn_of_a_chat_reuses_all_that_a_range_touched(cached: Host, reference: Reference) -> None:
+def test_the_next_chat_turn_reuses_blocks_of_a_range(cached: Host, reference: Reference) -> None:
     """From token n on is the same in a longer prompt: unlike `all_generated`, it does not go by where the prompt ended."""
     steering, first = over(cached, EDITS[2], Window(start=200)), prompt_of(300, seed=75)
     second = first + cached.run(job := cached.job(first, max_tokens=141, steering=steering))[job.id][0].token_ids[:140]

@@ -74,7 +74,7 @@ def start_long_job(stack: Stack) -> str:
 
 
 # field case 37
-def test_a_killed_worker_takes_its_engine_along_and_the_job_is_run_again(stack: Stack) -> None:
+def test_killing_a_worker_kills_its_engine_and_the_job_is_rerun(stack: Stack) -> None:
     engine = descendants(stack.pid("worker"))
     job_id = start_long_job(stack)
     stack.kill("worker")

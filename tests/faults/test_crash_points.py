@@ -55,12 +55,12 @@ SETTINGS = {"fake_token_s": 0.01, "max_attempts": 50, "lease_s": 3.0, "dispatch_
 DEATH_S = 40.0
 
 
-def test_the_walk_comes_to_every_crash_point_that_there_is() -> None:
+def test_the_workload_reaches_every_crash_point() -> None:
     assert set(WALK) == set(CRASH_POINTS)
 
 
 # field case 37, 38
-def test_a_job_ends_right_wherever_a_process_is_killed(tmp_path: Path) -> None:
+def test_a_job_survives_a_kill_at_every_crash_point(tmp_path: Path) -> None:
     clock = Clock(tmp_path / "clock")
     with Receiver() as receiver, Cluster(tmp_path, workers=1, apis=1, callbacks_fault=clock.fault, **SETTINGS) as cluster:
         monitor = Monitor(cluster.settings.redis_url)

@@ -13,7 +13,7 @@ JOBS, SEED = 10_000, 20_260
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", [SEED, None], ids=["fixed", "random"])
-def test_nothing_accepted_is_lost_or_happens_twice(tmp_path: Path, seed: int | None) -> None:  # field case 37, 38, 39
+def test_the_gate_loses_and_duplicates_no_accepted_job(tmp_path: Path, seed: int | None) -> None:  # field case 37, 38, 39
     chosen = random.SystemRandom().randrange(10**9) if seed is None else seed
     print(f"\nfault gate with seed {chosen}")
     report = gate.run(tmp_path, chosen, JOBS, FULL)

@@ -80,7 +80,7 @@ def strike(stack: Stack, victim: str) -> None:
 
 
 @pytest.mark.timeout(2400)
-def test_every_capture_is_right_after_ten_kills_of_a_real_engine(tmp_path: Path) -> None:  # field case 37
+def test_captures_are_right_after_ten_engine_kills(tmp_path: Path) -> None:  # field case 37
     seed = random.SystemRandom().randrange(10**9)
     rng = random.Random(seed)
     victims = rng.sample(VICTIMS, len(VICTIMS))

@@ -16,7 +16,7 @@ SECONDS = float(os.environ.get("ATTACK_SECONDS", "150"))
 
 @pytest.mark.timeout(SECONDS * 2 + 600)
 @pytest.mark.parametrize(("model", "dtype"), [*(("llama", dtype) for dtype in LARGE), ("demo", "bfloat16")])
-def test_no_attack_reaches_a_victim(tmp_path: Path, model: str, dtype: str) -> None:
+def test_attacks_do_not_change_victims(tmp_path: Path, model: str, dtype: str) -> None:
     path = fetch_demo_model() if model == "demo" else checkpoint(model, tmp_path / model)
     (tmp_path / "engine").mkdir()
     host = Host(tmp_path / "engine", path, **options(dtype))
