@@ -47,9 +47,7 @@ def steered(positions: Any, layers: Any = 0) -> SteeringSpec:
         (wish(None, steered("all")), 4096, True),
     ],
 )
-def test_what_takes_long_to_resolve_is_resolved_off_the_event_loop(
-    monkeypatch: pytest.MonkeyPatch, asked: Wish, prompts: int, apart: bool
-) -> None:
+def test_slow_resolution_runs_off_the_event_loop(monkeypatch: pytest.MonkeyPatch, asked: Wish, prompts: int, apart: bool) -> None:
     """A span costs the tokenisation of every prompt's text, 100 characters here."""
     threads = []
     bounds = admission.Bounds
@@ -85,7 +83,7 @@ def test_what_takes_long_to_resolve_is_resolved_off_the_event_loop(
         (wish(None, *[steered("all")] * (MAX_ENTRIES + 1)), 1, 0, "steering"),
     ],
 )
-def test_what_would_take_too_long_is_refused_by_the_field_that_takes_most(asked: Wish, prompts: int, characters: int, field: str) -> None:
+def test_requests_too_costly_to_resolve_are_refused_by_field(asked: Wish, prompts: int, characters: int, field: str) -> None:
     with pytest.raises(MidstreamError) as refused:
         check_cost(asked, prompts, characters)
     assert (refused.value.status, refused.value.field) == (400, field)
@@ -93,7 +91,7 @@ def test_what_would_take_too_long_is_refused_by_the_field_that_takes_most(asked:
     assert check_cost(asked, prompts // 2, characters // 2) <= RESOLVE_LIMIT if prompts > 1 else True
 
 
-def test_a_large_module_that_is_named_often_is_refused_without_being_written_out() -> None:
+def test_a_large_module_used_often_is_refused_before_expansion() -> None:
     entry = SteeringTemplate(layers=[0], hook="post_block", positions="all", family="add", tensors=["a"])
     large = Module(name="large", model="m", digest="d", entries=[entry] * 4096, bytes=1, created=0.0)
     tracemalloc.start()
@@ -106,7 +104,7 @@ def test_a_large_module_that_is_named_often_is_refused_without_being_written_out
     assert (refused.value.field, refused.value.detail) == ("steering", "has 409600 entries")
 
 
-def test_a_range_costs_what_it_comes_to_written_out_and_nothing_alone() -> None:
+def test_a_range_costs_its_expanded_positions() -> None:
     alone, short, open_end = wish(None, steered(Span(start=5))), wish(None, steered([Span(stop=50)])), wish(None, steered([Span(stop=-1)]))
     costs = [check_cost(asked, 100, 1_000_000) for asked in (wish(None, steered("all")), alone, short, open_end)]
     assert costs == [800, 900, 5900, 1_000_900]

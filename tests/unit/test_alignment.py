@@ -54,7 +54,7 @@ def test_unequal_prompts_pair_different_tokens_only_in_blocks_of_equal_length(cl
 
 
 @given(st.lists(st.integers(), min_size=2, max_size=20, unique=True), st.data())
-def test_what_one_prompt_has_more_shifts_no_row(ids: list[int], data: st.DataObject) -> None:
+def test_an_insertion_shifts_no_aligned_row(ids: list[int], data: st.DataObject) -> None:
     """Tokens that are all different leave no doubt about who is whose counterpart."""
     # field case 34
     start = data.draw(st.integers(0, len(ids) - 1))
@@ -80,13 +80,13 @@ def test_a_name_of_another_length_has_no_counterpart_and_the_reason_shows_its_to
     assert "clean 1-2, corrupt 1" in made.notes[0]
 
 
-def test_what_is_in_one_prompt_only_is_said_to_be() -> None:
+def test_tokens_of_one_prompt_only_are_reported() -> None:
     made = align(tokens("The", " old", " tower"), tokens("The", " tower"))
     assert made.clean_alone == {1: "' old' is in the clean prompt only, so it has no counterpart"}
     assert align(tokens("a"), tokens("a", "b")).corrupt_alone == {1: "'b' is in the corrupt prompt only, so it has no counterpart"}
 
 
-def test_a_block_of_equal_length_in_unequal_prompts_is_aligned_and_told_of() -> None:
+def test_equal_length_blocks_in_unequal_prompts_are_aligned_with_a_note() -> None:
     made = align(tokens("x", "A", "B", "y", "z"), tokens("x", "C", "D", "y", "z", "w"))
     assert made.pairs == [(place, place) for place in range(5)]
     assert "'AB' (clean, 1-2) was aligned with 'CD' (corrupt, 1-2)" in made.notes[0]
@@ -108,7 +108,7 @@ def test_equal_length_prompts_align_by_position_with_a_note_where_doubtful(clean
     assert (words is None and not made.notes) or (words is not None and words in made.notes[0])
 
 
-def test_left_and_right_leave_out_what_hangs_over() -> None:
+def test_left_and_right_alignment_drop_the_overhang() -> None:
     left, right = align(EIFFEL, COLOSSEUM, "left"), align(EIFFEL, COLOSSEUM, "right")
     assert left.pairs == [(place, place) for place in range(7)]
     assert right.pairs == [(place + 1, place) for place in range(7)]
@@ -117,7 +117,7 @@ def test_left_and_right_leave_out_what_hangs_over() -> None:
     assert "beginning" in right.clean_alone[0]
 
 
-def test_a_list_is_taken_as_it_is() -> None:
+def test_an_alignment_list_is_used_verbatim() -> None:
     made = align(EIFFEL, COLOSSEUM, [(-1, -1), (2, 1)])
     assert made.pairs == [(2, 1), (7, 6)]
     assert made.corrupt_alone[0] == "it is not named in the alignment"
@@ -151,7 +151,7 @@ def test_prompts_that_repeat_themselves_endlessly_are_refused_and_not_compared(m
     assert not align(numbered([1, 2, 3] * 900), numbered([2, 3, 1] * 900)).clean_alone, "of equal length there is nothing to compare"
 
 
-def test_of_prompts_that_have_little_in_common_not_every_block_is_told() -> None:
+def test_notes_on_dissimilar_prompts_are_bounded() -> None:
     clean = [token for place in range(40) for token in (place, 100 + place)]
     made = align(numbered(clean), numbered([token for place in range(40) for token in (place, 200 + place, 300 + place)]))
     assert made.notes[-1] == "and 24 more blocks differ: these prompts have little in common"
@@ -172,7 +172,7 @@ def test_spans_of_unequal_length_are_aligned_from_the_right_and_say_so() -> None
     assert "'The' of the corrupt prompt" in other.note
 
 
-def test_spans_of_equal_length_are_aligned_in_order_without_a_word() -> None:
+def test_equal_length_spans_align_in_order_without_a_note() -> None:
     assert match_spans("s", [1, 4], [2, 3], (EIFFEL, COLOSSEUM)) == ([(1, 2), (4, 3)], "", "")
 
 

@@ -34,7 +34,7 @@ from midstream.schemas.selectors import HOOKS
         ("{", None, "not JSON"),
     ],
 )
-def test_what_msgspec_finds_becomes_a_problem_at_the_fields_path(body: str, field: str | None, said: str) -> None:
+def test_decoding_errors_become_problems_with_the_field_path(body: str, field: str | None, said: str) -> None:
     with pytest.raises(msgspec.DecodeError) as found:
         from_json(body, JobRequest)
     error = malformed(found.value)
@@ -59,7 +59,7 @@ def test_what_msgspec_finds_becomes_a_problem_at_the_fields_path(body: str, fiel
         ),
     ],
 )
-def test_a_name_that_is_none_is_answered_with_those_there_are(fields: dict[str, Any], allowed: str | None) -> None:
+def test_unknown_names_are_refused_with_the_valid_ones(fields: dict[str, Any], allowed: str | None) -> None:
     with pytest.raises(msgspec.DecodeError) as found:
         from_json(to_json({"model": "m", "prompts": ["a"], **fields}), JobRequest)
     assert malformed(found.value).allowed == allowed
@@ -97,11 +97,11 @@ def test_layers_that_cannot_be_read_are_refused_by_name(text: str) -> None:
 
 
 @pytest.mark.parametrize(("header", "after"), [(None, "0-0"), ("", "0-0"), ("17-3", "17-3")])
-def test_a_stream_is_resumed_where_the_client_is(header: str | None, after: str) -> None:
+def test_a_stream_resumes_after_the_last_event_id(header: str | None, after: str) -> None:
     assert resume_point(header) == after
 
 
-def test_what_was_sent_is_not_sent_again_by_a_second_attempt() -> None:
+def test_a_second_attempt_does_not_resend_text() -> None:
     sent = Sent()
     assert [sent.news("he"), sent.news("llo")] == ["he", "llo"]
     sent.seen = ""  # a new attempt

@@ -173,7 +173,7 @@ def size_of(value: Any) -> tuple[int, int]:
 
 
 @given(DOCUMENTS, st.integers(1, 9))
-def test_what_is_counted_are_values_outside_of_strings(value: Any, piece: int) -> None:
+def test_json_limits_count_values_outside_strings(value: Any, piece: int) -> None:
     commas, containers = size_of(value)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(json_bounds, "PIECE", piece)
@@ -194,7 +194,7 @@ def test_what_is_counted_are_values_outside_of_strings(value: Any, piece: int) -
         (b'{"model": "m", "tools": ' + b"[" * 60_000, "inside one another"),
     ],
 )
-def test_what_cannot_be_decoded_is_a_problem(raw: bytes, says: str) -> None:
+def test_undecodable_json_is_a_problem(raw: bytes, says: str) -> None:
     with pytest.raises(problems.UNREADABLE) as refused:
         msgspec.json.decode(raw, type=dict[str, Any])
     error = problems.malformed(refused.value)
@@ -205,7 +205,7 @@ def test_what_cannot_be_decoded_is_a_problem(raw: bytes, says: str) -> None:
 # --- Errors ----------------------------------------------------------------------------------------------------------------
 
 
-def test_an_error_repeats_little_of_what_was_sent() -> None:
+def test_errors_quote_little_of_the_input() -> None:
     with pytest.raises(msgspec.ValidationError) as refused:
         from_json(b'{"model": "m", "prompts": ["a"], "' + b"x" * 1_000_000 + b'": 1}', JobRequest)
     shown = problems.bounded(problems.malformed(refused.value).problem("/" + "y" * 50_000))
@@ -216,7 +216,7 @@ def test_an_error_repeats_little_of_what_was_sent() -> None:
 
 
 @pytest.mark.parametrize("member", ['"capture": {"at": "VALUE"}', '"capture": {"tag": "VALUE"}', '"capture": {"hooks": {"VALUE": 0}}'])
-def test_a_value_that_is_refused_is_shown_in_part(member: str) -> None:
+def test_refused_values_are_truncated_in_errors(member: str) -> None:
     raw = '{"model": "m", "prompts": ["a"], ' + member.replace("VALUE", "/" * 50_000) + "}"
     with pytest.raises(msgspec.ValidationError) as refused:
         from_json(raw, JobRequest)

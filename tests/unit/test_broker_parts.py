@@ -97,7 +97,7 @@ def test_the_app_is_set_up_for_late_acks_json_and_short_leases() -> None:
     assert conf.broker_transport_options["unacked_restore_interval"] == RESTORE_INTERVAL_S
 
 
-def test_cursors_come_back_and_others_are_refused() -> None:
+def test_cursors_round_trip_and_invalid_ones_are_refused() -> None:
     assert views.parse_cursor(views.format_cursor(1795145199.4220054, "job_a1")) == (1795145199.4220054, "job_a1")
     assert views.parse_cursor(None) == (float("inf"), "")
     for bad in ("1", "x:job_a", "1:job a", "nan:job_a", "1:"):
@@ -125,6 +125,6 @@ def test_event_ids_are_checked_before_they_reach_redis() -> None:
         (redis.exceptions.ResponseError("WRONGTYPE Operation against a key holding the wrong kind of value"), False),
     ],
 )
-def test_a_redis_that_cannot_write_is_away_and_a_wrong_command_is_a_bug(error: redis.exceptions.RedisError, absent: bool) -> None:
+def test_redis_write_refusals_are_outages_and_bad_commands_are_bugs(error: redis.exceptions.RedisError, absent: bool) -> None:
     """A full disk must not look like a broken worker."""
     assert is_absence(error) is absent

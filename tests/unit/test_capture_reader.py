@@ -111,7 +111,7 @@ def test_stages_that_hold_different_positions_are_refused(store: ArtifactStore) 
     assert kind_of(caught) == "ranks_disagree"
 
 
-def test_of_stages_that_dropped_different_rows_those_are_read_that_both_have(store: ArtifactStore) -> None:
+def test_stages_that_dropped_different_rows_are_intersected(store: ArtifactStore) -> None:
     write(store, stage(0, positions=[0, 1, 3], dropped=(2,)), stage(1, positions=[0, 2, 3], dropped=(1,)))
     reader = CaptureReader(store, "job_x")
     assert (reader.positions(), reader.token_ids(), reader.dropped()) == ([0, 3], [100, 103], [1, 2])
@@ -121,7 +121,7 @@ def test_of_stages_that_dropped_different_rows_those_are_read_that_both_have(sto
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_last_attempt_counts_that_has_all_its_stages(store: ArtifactStore, layout: str) -> None:
+def test_the_last_complete_attempt_is_read(store: ArtifactStore, layout: str) -> None:
     for attempt, shift, stages in ((1, 2.0, [0, 1]), (2, 0.0, [0, 1]), (3, 8.0, [0])):
         write(
             store,
@@ -153,7 +153,7 @@ def test_a_layer_that_was_not_captured_is_named_with_those_that_were(store: Arti
 # --- Sources ---
 
 
-def test_several_tags_of_a_job_want_one_to_be_named(store: ArtifactStore) -> None:
+def test_a_job_with_several_tags_needs_a_tag(store: ArtifactStore) -> None:
     write(store, finished(tag="b"), finished(tag="a", layout="packed"))
     with pytest.raises(MidstreamError, match="several tags") as caught:
         CaptureReader(store, "job_x")
@@ -161,13 +161,13 @@ def test_several_tags_of_a_job_want_one_to_be_named(store: ArtifactStore) -> Non
     assert CaptureReader(store, "job_x", tag="b").tag == "b"
 
 
-def test_of_a_list_of_files_the_first_ones_tag_counts(tmp_path: Path) -> None:
+def test_the_tag_of_a_file_list_is_the_first_files(tmp_path: Path) -> None:
     mine, other = write(tmp_path, finished(tag="mine", layout="packed"), finished(tag="all", layout="packed"))
     reader = CaptureReader([tmp_path / mine.path, tmp_path / other.path])
     assert (reader.tag, reader.tags) == ("mine", ["mine", "all"])
 
 
-def test_files_of_several_jobs_want_one_to_be_named(tmp_path: Path) -> None:
+def test_files_of_several_jobs_need_a_job(tmp_path: Path) -> None:
     files = [tmp_path / file.path for file in write(tmp_path, finished(layout="packed"), finished("job_y", layout="packed"))]
     with pytest.raises(MidstreamError, match="several jobs"):
         CaptureReader(files)
@@ -189,7 +189,7 @@ def test_a_segment_among_files_stands_for_the_blobs_in_it_of_one_job(store: Arti
 
 
 @pytest.mark.parametrize("store", ["folder"], indirect=True)
-def test_of_a_segment_what_was_deleted_is_left_out_unless_it_is_asked_for(store: ArtifactStore) -> None:
+def test_deleted_blobs_of_a_segment_are_skipped_by_default(store: ArtifactStore) -> None:
     write(store, finished("job_a"), finished("job_b"))
     (segment,) = CaptureReader(store, "job_a").files
     retention.delete(store, ["job_a"])
@@ -243,7 +243,7 @@ def test_a_folder_without_captures_says_so(tmp_path: Path) -> None:
         assert kind_of(caught) == "not_found"
 
 
-def test_what_is_no_capture_file_is_refused_by_name(tmp_path: Path) -> None:
+def test_non_capture_files_are_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "notes.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}      ")
     with pytest.raises(MidstreamError, match=r"notes\.safetensors.*not one of our capture files"):
         CaptureReader(tmp_path)
@@ -292,7 +292,7 @@ def test_a_request_whose_files_are_missing_is_named_and_not_left_out(tmp_path: P
     assert (partial.requests(), partial.gaps()) == ([0, 1, 3], [gap])
 
 
-def test_of_files_that_the_user_names_no_more_is_expected(tmp_path: Path) -> None:
+def test_explicitly_named_files_need_not_be_complete(tmp_path: Path) -> None:
     files = write(tmp_path, *(finished(request=n, layout="packed", requests=3) for n in range(3)))
     for source in (tmp_path / files[1].path, [tmp_path / files[1].path]):
         reader = CaptureReader(source)
@@ -308,7 +308,7 @@ def test_dropped_positions_are_a_check_that_fails(store: ArtifactStore) -> None:
 # --- Views ---
 
 
-def test_views_may_be_read_until_the_very_end_of_the_program(tmp_path: Path) -> None:
+def test_views_are_readable_at_interpreter_exit(tmp_path: Path) -> None:
     write(tmp_path, finished(positions=range(5000), dtype="float32", layout="packed"))
     program = f"""
 import atexit
@@ -364,7 +364,7 @@ def test_a_file_that_was_cut_short_is_refused_when_it_is_opened(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_damaged_row_is_not_given(tmp_path: Path, layout: str) -> None:
+def test_damaged_rows_are_not_returned(tmp_path: Path, layout: str) -> None:
     file, *_ = write(tmp_path, finished(layout=layout))
     path, reader = tmp_path / file.path, CaptureReader(tmp_path, "job_x")
     raw = bytearray(path.read_bytes())
@@ -399,7 +399,7 @@ def test_a_missing_manifest_is_named_when_files_are_checked(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_reader_keeps_what_it_has_opened_and_a_later_one_is_told_that_it_is_gone(store: ArtifactStore, layout: str) -> None:
+def test_open_readers_survive_deletion_and_new_ones_are_refused(store: ArtifactStore, layout: str) -> None:
     write(store, *(finished(request=n, layout=layout) for n in range(3)), finished("job_other", layout=layout))
     reader = CaptureReader(store, "job_x")
     done = retention.delete(store, ["job_x"])
@@ -415,7 +415,7 @@ def test_a_reader_keeps_what_it_has_opened_and_a_later_one_is_told_that_it_is_go
     assert CaptureReader(store, "job_other").requests() == [0]
 
 
-def test_a_job_that_is_being_deleted_is_gone_although_its_files_are_still_there(tmp_path: Path) -> None:
+def test_a_job_under_deletion_is_gone_before_its_files(tmp_path: Path) -> None:
     write(tmp_path, finished(layout="packed"), finished(request=1))
     (tmp_path / ".deleted" / "job_x").mkdir(parents=True)
     for source in (tmp_path, tmp_path / "tag"):

@@ -95,7 +95,7 @@ def test_a_steering_vector_comes_from_a_file_with_layers_and_scale(tmp_path: Pat
         ("joy.npy:mlp_out:3:op=replace:alpha=0.5", {"layers": 3, "op": "replace", "alpha": 0.5, "hook": "mlp_out"}),
     ],
 )
-def test_what_a_vector_does_is_said_by_name(tmp_path: Path, text: str, fields: dict[str, Any]) -> None:
+def test_the_cli_names_the_op_of_a_vector(tmp_path: Path, text: str, fields: dict[str, Any]) -> None:
     np.save(tmp_path / "joy.npy", np.ones(4, np.float32))
     entry = options.parse_steer(text)
     assert {name: value for name, value in entry.items() if name != "vector"} == fields
@@ -110,7 +110,7 @@ def test_a_trained_intervention_comes_from_a_file_with_its_matrices(tmp_path: Pa
     assert [tensor.shape for tensor in (spec.rotation, spec.weight, spec.bias) if tensor] == [[2, 4], [2, 4], [2]]
 
 
-def test_a_capture_is_asked_for_with_what_was_typed_and_no_more() -> None:
+def test_capture_options_send_only_what_was_typed() -> None:
     assert options.parse_capture() is None
     assert options.parse_capture(layers="all", positions=None, spans=[]) == {"layers": "all"}
     assert options.parse_capture(layers="3", positions="0,-1", tag="mine") == {"layers": 3, "positions": [0, -1], "tag": "mine"}
@@ -169,7 +169,7 @@ def told_commands() -> list[tuple[str, list[str]]]:
     return [(file.name, words.split()) for file in files for words in told.findall(file.read_text())]
 
 
-def test_every_command_that_is_told_of_is_there_with_its_options() -> None:
+def test_every_documented_command_and_option_exists() -> None:
     for where, words in told_commands():
         command, rest = typer.main.get_command(main.app), list(words)
         while (known := getattr(command, "commands", None)) and rest and not rest[0].startswith("-"):
@@ -189,7 +189,7 @@ def test_submit_and_sweep_take_the_same_options_of_handling() -> None:
     assert there == [{"--priority", "--expires-in", "--callback", "--callback-event"}] * 2
 
 
-def test_a_key_ends_at_a_time_that_every_calendar_knows() -> None:
+def test_key_expiry_is_within_the_calendar() -> None:
     assert key_request("x", "default", ["read"], 20 * 365 * 86400.0).expires_in == 20 * 365 * 86400
     with pytest.raises(MidstreamError) as refused:
         key_request("x", "default", ["read"], 1e18)  # no listing could show it
@@ -253,7 +253,7 @@ def test_prompts_come_from_lines_or_a_json_list(tmp_path: Path) -> None:
         (["submit", "--body", "missing.json"], "missing.json"),
     ],
 )
-def test_a_mistake_is_one_line_that_names_it(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
+def test_cli_errors_are_one_line_naming_the_option(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
     code, out, err = call(capsys, *arguments)
     assert code == 1
     assert words in err
@@ -319,7 +319,7 @@ def test_receipts_count_the_rows_of_all_files_of_a_rank() -> None:
     assert second.split()[-2:] == ["5", "000000ab"]
 
 
-def test_sizes_are_for_people() -> None:
+def test_sizes_are_human_readable() -> None:
     assert [jobs.size(count) for count in (12, 2048, 3 << 20)] == ["12 B", "2.0 KiB", "3.0 MiB"]
 
 
@@ -358,7 +358,7 @@ def test_ids_stay_whole_in_every_table_on_80_columns() -> None:
     assert max(map(len, text.splitlines())) <= 80
 
 
-def test_h_and_version_are_understood_everywhere(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_accepts_h_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     from midstream import __version__
 
     assert call(capsys, "--version")[:2] == (0, f"midstream {__version__}\n")
@@ -367,7 +367,7 @@ def test_h_and_version_are_understood_everywhere(capsys: pytest.CaptureFixture[s
         assert (code, "Usage: " in out) == (0, True)
 
 
-def test_every_group_that_holds_something_has_a_list() -> None:
+def test_every_cli_group_has_a_list_command() -> None:
     groups = typer.main.get_command(main.app).commands  # type: ignore[attr-defined]
     assert {name for name, group in groups.items() if hasattr(group, "commands") and "list" not in group.commands} == {"global", "curve"}
 
@@ -385,7 +385,7 @@ def test_hooks_and_layers_are_the_only_names_of_sites() -> None:
     }
 
 
-def test_nothing_that_runs_is_said_with_an_exit_code_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_running_has_its_own_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call(capsys, "status")
     assert (code, "nothing runs on" in out) == (3, True)
     code, out, _ = call(capsys, "down")

@@ -27,7 +27,7 @@ def swept(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[SweepReque
         return from_json(seen.bodies[0], SweepRequest), capsys.readouterr().out
 
 
-def test_what_is_typed_is_what_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sweep_options_become_the_request(capsys: pytest.CaptureFixture[str]) -> None:
     asked, _ = swept(
         capsys, *PROMPTS, "--model", "m", "--hooks", "resid_pre,mlp_out", "--layers", "0-9", "--positions", "1:4", "--window", "3x1",
         "--metric", "logit_diff", "--direction", "noise", "--alignment", "right", "--alpha", "0.5", "--mask", "0-63", "--noise", "2",
@@ -76,12 +76,12 @@ def test_a_sweep_none_of_whose_cells_has_a_value_is_shown_and_fails(capsys: pyte
     assert printed.err.startswith("error: no cell has a value; 60 cells without a value: the first tokens are the same")
 
 
-def test_json_is_the_result_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_output_is_only_the_result(capsys: pytest.CaptureFixture[str]) -> None:
     _, shown = swept(capsys, *PROMPTS, "--model", "m", "--json")
     assert from_json(shown, SweepResult) == result()
 
 
-def test_a_sweep_of_before_is_shown_by_its_job(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_earlier_sweep_is_shown_by_job_id(capsys: pytest.CaptureFixture[str]) -> None:
     with server(reply(VIEW), over(result())) as (url, seen), pytest.raises(SystemExit):
         main.main(["sweep", "--job", "job_1", "--url", url])
     assert not any(line.startswith("POST") for line in seen)

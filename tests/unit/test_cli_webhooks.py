@@ -49,7 +49,7 @@ def test_ids_and_receivers_stay_whole_on_a_terminal_of_80_columns(
     assert any(line.strip() == f"→ {long.url}" for line in lines)
 
 
-def test_one_is_shown_with_all_its_attempts_and_sent_again(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_delivery_is_shown_with_its_attempts_and_resent(capsys: pytest.CaptureFixture[str]) -> None:
     with server(reply(SENT)) as (url, seen):
         typed("show", SENT.id, "--url", url)
         typed("redeliver", SENT.id, "msg_2", "--url", url)
@@ -70,7 +70,7 @@ def test_the_new_secret_alone_goes_to_standard_output(capsys: pytest.CaptureFixt
     assert "whsec_old" in told.err
 
 
-def test_receivers_that_want_no_more_are_listed_and_enabled(capsys: pytest.CaptureFixture[str]) -> None:
+def test_disabled_receivers_are_listed_and_enabled(capsys: pytest.CaptureFixture[str]) -> None:
     listed = DisabledList(endpoints=[DisabledEndpoint(tenant="lab", url=SENT.url, since=1.0)])
     with server(reply(listed), (204, {}, b"")) as (url, seen):
         typed("list", "--disabled", "--url", url)

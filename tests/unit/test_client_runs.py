@@ -155,13 +155,13 @@ def test_a_patch_may_bring_its_vector(tmp_path: Path, monkeypatch: pytest.Monkey
         ("12@5=gone.npy", "No such file"),
     ],
 )
-def test_what_cannot_be_read_is_refused_with_an_example(text: str, words: str) -> None:
+def test_an_unreadable_patch_is_refused_with_an_example(text: str, words: str) -> None:
     with pytest.raises(MidstreamError, match=words) as found:
         options.parse_patch(text)
     assert found.value.field == "--patch"
 
 
-def test_a_capture_is_given_a_runs_name() -> None:
+def test_a_capture_is_named_as_a_run() -> None:
     assert options.parse_capture(layers="all", run="clean") == {"layers": "all", "run": "clean"}
     with pytest.raises(MidstreamError, match="captures nothing"):
         options.parse_capture(run="clean")
@@ -189,7 +189,7 @@ def test_runs_are_deleted_by_name_and_mistakes_are_one_line(capsys: pytest.Captu
 
 
 @pytest.mark.parametrize(("arguments", "value"), [(["list", "--limit", "3"], PAGE), (["show", "clean"], RUN)])
-def test_runs_as_json_are_what_the_server_said(capsys: pytest.CaptureFixture[str], arguments: list[str], value: Any) -> None:
+def test_runs_as_json_are_the_servers_answer(capsys: pytest.CaptureFixture[str], arguments: list[str], value: Any) -> None:
     with server(reply(value)) as (url, _), pytest.raises(SystemExit):
         main.main(["runs", *arguments, "--json", "--url", url])
     assert from_json(capsys.readouterr().out.encode(), type(value)) == value

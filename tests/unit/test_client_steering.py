@@ -106,7 +106,7 @@ def test_each_call_is_the_request_that_the_page_says() -> None:
     assert from_json(seen.bodies[4], GlobalRequest) == GlobalRequest(steering=[SteeringSpec(module="joy", scale=2)])
 
 
-def test_the_awaiting_client_asks_the_same() -> None:
+def test_the_async_client_sends_the_same_requests() -> None:
     async def ask(url: str) -> None:
         async with AsyncClient(url) as client:
             await client.register_module("joy", {"post_block.3": JOY})
@@ -127,7 +127,7 @@ def test_the_awaiting_client_asks_the_same() -> None:
     ]  # fmt: skip
 
 
-def test_entries_sites_and_a_file_say_the_same(tmp_path: Path) -> None:
+def test_entries_sites_and_a_file_are_equivalent(tmp_path: Path) -> None:
     save_file({"resid_post.3": JOY}, tmp_path / "joy.safetensors")
     wanted = [SteeringSpec(layers=3, hook="post_block", vector=from_numpy(JOY))]
     for given in (wanted, [{"layers": 3, "hook": "post_block", "vector": JOY}], {"post_block.3": JOY}, tmp_path / "joy.safetensors"):
@@ -150,7 +150,7 @@ def test_what_is_wrong_in_itself_is_said_before_anything_is_sent(given: Any, say
 
 # field case 40
 @pytest.mark.parametrize("name", ["", "..", "../jobs", "a/b", "joy\n", "x" * 129])
-def test_what_cannot_be_a_name_reaches_no_other_address(name: str) -> None:
+def test_invalid_names_cannot_change_the_request_path(name: str) -> None:
     with server(reply(MODULE)) as (url, seen), Client(url) as client:
         for ask in (client.module, client.unregister_module, lambda name: client.register_module(name, {"post_block.3": JOY})):
             with pytest.raises(MidstreamError, match=r"^name: ") as caught:
@@ -178,17 +178,17 @@ def test_a_wrong_file_is_named(tmp_path: Path) -> None:
         ("@joy:positions=5:9", {"module": "joy", "positions": {"start": 5, "stop": 9}}),
     ],
 )
-def test_a_module_is_named_with_an_at(text: str, entry: dict[str, Any]) -> None:
+def test_at_prefix_names_a_module(text: str, entry: dict[str, Any]) -> None:
     assert options.parse_steering([text]) == [entry]
 
 
 @pytest.mark.parametrize("text", ["@", "@:2", "@joy:much", "@joy:2:3", "@joy:op=ablate", "@joy:scale=2:3", "@joy:layers=3"])
-def test_what_a_module_does_not_take_is_refused(text: str) -> None:
+def test_options_invalid_for_a_module_are_refused(text: str) -> None:
     with pytest.raises(MidstreamError, match="--steer"):
         options.parse_steering([text])
 
 
-def test_a_file_of_entries_stands_beside_vectors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entry_files_combine_with_vectors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     save_file({"post_block.3": JOY, "mlp_out.2": JOY}, "joy.safetensors")
     np.save("calm.npy", JOY)
@@ -284,7 +284,7 @@ def test_a_change_that_a_worker_does_not_have_yet_names_it() -> None:
     assert "no worker is alive" in show_steering.global_line(everyone(workers=[]))
 
 
-def test_entries_are_told_with_their_numbers() -> None:
+def test_entries_are_listed_with_their_scalars() -> None:
     clamp = EntryView(
         op="clamp", hook="mlp_out", layers=[1, 2, 3, 7], positions=[0, -1], tensors=["12" * 32], scale=1.0, numbers=[0.5, -1.0, 2.0]
     )
@@ -293,6 +293,6 @@ def test_entries_are_told_with_their_numbers() -> None:
     assert show_steering.what([ENTRY, clamp, ENTRY]) == "add at post_block 3; clamp at mlp_out 1-3, 7"
 
 
-def test_modules_are_a_line_each() -> None:
+def test_modules_are_listed_one_per_line() -> None:
     text = shown(show_steering.modules([MODULE]))
     assert [word in text for word in ("joy", "cdcdcdcdcdcd", "add at post_block 3", "16 B")] == [True] * 4

@@ -102,7 +102,7 @@ def test_one_prompt_may_be_given_as_text() -> None:
     assert wire.job_request(None, {"model": "m", "prompts": "hello"}) == JobRequest(model="m", prompts=["hello"])
 
 
-def test_an_id_cannot_leave_its_place_in_the_path() -> None:
+def test_ids_are_escaped_in_request_paths() -> None:
     assert wire.job_path("../../healthz?x=1#", "result") == "/v1/jobs/..%2F..%2Fhealthz%3Fx%3D1%23/result"
 
 
@@ -144,7 +144,7 @@ def test_another_version_that_is_understood_is_no_error() -> None:
         assert Client(url).job("job_x").id == "job_x"
 
 
-def test_what_is_not_midstream_is_called_so() -> None:
+def test_a_server_that_is_not_midstream_is_reported() -> None:
     with (
         server((404, {"content-type": "text/html"}, b"<html>nginx</html>")) as (url, _),
         pytest.raises(MidstreamError, match="is not Midstream"),
@@ -152,7 +152,7 @@ def test_what_is_not_midstream_is_called_so() -> None:
         Client(url).job("job_x")
 
 
-def test_nobody_there_is_said_with_the_address() -> None:
+def test_an_unreachable_server_is_named_with_its_address() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{probe.getsockname()[1]}"
@@ -185,7 +185,7 @@ def test_waiting_ends_with_its_timeout_and_names_the_state() -> None:
         Client(url).wait("job_x", timeout=0.05)
 
 
-def test_waiting_for_a_job_that_is_not_there_does_not_go_on() -> None:
+def test_waiting_for_an_unknown_job_fails_immediately() -> None:
     with server(reply(MidstreamError("not_found", "there is no job job_x").problem(), 404)) as (url, seen), pytest.raises(MidstreamError):
         Client(url).wait("job_x", timeout=60)
     assert len(seen) == 1
@@ -225,7 +225,7 @@ def test_events_resume_behind_the_last_one_seen_after_a_cut_connection(monkeypat
     assert seen == ["GET /v1/jobs/job_x/events", "GET /v1/jobs/job_x/events 1-0"]
 
 
-def test_following_a_job_that_is_long_over_ends_at_once() -> None:
+def test_following_a_finished_job_ends_immediately() -> None:
     with server((204, {}, b"")) as (url, _):
         assert list(Client(url).events("job_x", after="9-0")) == []
 
@@ -248,7 +248,7 @@ def promised(name: str, content: bytes) -> wire.ManifestFile:
     return wire.ManifestFile(name=name, path=f"tag/job_x/{name}", bytes=len(content), crc32=zlib.crc32(content))
 
 
-def test_a_download_that_is_not_what_was_promised_is_not_kept(tmp_path: Path) -> None:
+def test_a_download_with_a_wrong_checksum_is_discarded(tmp_path: Path) -> None:
     file = promised("tag.p0000.pp0.safetensors", b"right")
     with pytest.raises(MidstreamError, match="CRC32"):
         download.save(tmp_path, "job_x", file, [b"wro", b"ng"])

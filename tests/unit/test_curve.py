@@ -23,7 +23,7 @@ def test_a_new_key_is_readable_by_its_owner_alone_and_never_written_over(tmp_pat
         new_keys("worker", "../w1", tmp_path / "keys")
 
 
-def test_half_of_the_keys_is_refused_with_the_name_of_the_other_half(tmp_path: Path) -> None:
+def test_incomplete_curve_keys_name_the_missing_one(tmp_path: Path) -> None:
     private, public = new_keys("relay", "relay", tmp_path)
     with pytest.raises(SettingsError, match=r"curve_clients_dir is not: .* anybody"):
         server_keys(Settings(curve_secret_file=str(private)))
@@ -37,7 +37,7 @@ def test_half_of_the_keys_is_refused_with_the_name_of_the_other_half(tmp_path: P
     assert server_keys(Settings()) is None
 
 
-def test_what_is_no_key_is_refused_by_its_place_and_not_repeated(tmp_path: Path) -> None:
+def test_an_invalid_curve_key_is_refused_without_quoting_it(tmp_path: Path) -> None:
     broken = tmp_path / "broken.key"
     broken.write_text("secret but wrong\n")
     with pytest.raises(SettingsError, match=r"broken\.key.*no CURVE key") as refused:
@@ -52,7 +52,7 @@ def test_what_is_no_key_is_refused_by_its_place_and_not_repeated(tmp_path: Path)
         server_keys(Settings(curve_secret_file=str(private), curve_clients_dir=str(tmp_path / "nowhere")))
 
 
-def test_workers_come_and_go_with_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_allowed_workers_follow_the_key_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr("midstream.broker.receipts.curve.LOOK_EVERY_S", 0.0)
     keys = {name: zmq.curve_keypair()[0] for name in ("w1", "w2")}
     (tmp_path / "w1.pub").write_bytes(keys["w1"] + b"\n")
@@ -71,7 +71,7 @@ def test_workers_come_and_go_with_their_files(tmp_path: Path, monkeypatch: pytes
     assert "w3.pub" in caplog.text
 
 
-def test_a_folder_that_disappears_lets_in_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_key_folder_admits_no_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("midstream.broker.receipts.curve.LOOK_EVERY_S", 0.0)
     key, _ = zmq.curve_keypair()
     folder = tmp_path / "clients"

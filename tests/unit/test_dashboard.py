@@ -29,13 +29,13 @@ def listed() -> set[str]:
     return set(re.findall(r"^\| `(midstream_\w+)` \|", (ROOT / "docs/observability.md").read_text(), re.MULTILINE))
 
 
-def test_every_figure_on_the_dashboard_is_one_that_some_process_gives() -> None:
+def test_every_dashboard_metric_exists() -> None:
     assert asked() - listed() - FLOWERS == set()
     assert len(asked()) > 25
 
 
 @pytest.mark.parametrize("topic", ["jobs_total", "queue_depth", "job_seconds", "receipts_total", "desyncs_total", "webhook_attempts"])
-def test_the_dashboard_shows_what_an_operator_looks_for(topic: str) -> None:
+def test_the_dashboard_has_the_operators_panels(topic: str) -> None:
     assert any(topic in expression for expression in expressions())
 
 

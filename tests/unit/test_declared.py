@@ -45,7 +45,7 @@ def declared(extras: tuple[str, ...]) -> set[str]:
 
 
 @pytest.mark.parametrize("folder", EXTRAS_OF)
-def test_what_a_folder_imports_is_declared_for_it(folder: str) -> None:
+def test_every_import_is_a_declared_dependency(folder: str) -> None:
     distributions = packages_distributions()
     own = {path.stem for path in sources("tests", "benchmarks")} | {"midstream", "tests", "benchmarks"}
     wrong = []

@@ -89,7 +89,7 @@ def test_flower_keeps_a_bounded_number_of_tasks_and_workers() -> None:
         assert 0 < int(found[name]) <= 5000
 
 
-def test_a_container_whose_redis_is_away_is_not_healthy(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_container_without_redis_is_unhealthy(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("MIDSTREAM_REDIS_URL", "redis://127.0.0.1:1/0")
     for name in ("relay", "worker", "callbacks"):
         assert health.main([name]) == 1

@@ -69,7 +69,7 @@ def _slug(title: str) -> str:
 
 
 # field case 8
-def test_the_docs_say_of_every_hook_on_which_side_of_a_layer_it_lies() -> None:
+def test_the_docs_place_every_hook_in_its_layer() -> None:
     page = (ROOT / "docs" / "http.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| (.+) \| (?:`(\w+)`)? ?\|$", page, re.MULTILINE)
     told = {hook: (meaning, alias) for hook, meaning, alias in rows if hook in HOOKS}

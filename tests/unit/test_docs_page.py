@@ -86,5 +86,5 @@ def test_an_output_that_is_shown_may_end_with_any_code(tmp_path: Path) -> None:
         ("two words", "two swords", False),
     ],
 )
-def test_what_varies_from_run_to_run_is_masked_and_nothing_else(shown: str, printed: str, same: bool) -> None:
+def test_docs_output_masks_only_varying_values(shown: str, printed: str, same: bool) -> None:
     assert bool(pattern_of(shown).fullmatch(re.sub(r"\s+", "", printed))) is same

@@ -27,7 +27,7 @@ class Uneven:
         return True
 
 
-def test_events_of_many_prompts_at_once_are_all_told_and_each_once() -> None:
+def test_concurrent_prompt_events_are_published_once_each() -> None:
     async def main() -> None:
         ledger: Any = Uneven()
         nothing: Any = None

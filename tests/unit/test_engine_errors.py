@@ -27,7 +27,7 @@ SAID = {
 
 
 @pytest.mark.parametrize("said", SAID, ids=[str(number) for number in range(len(SAID))])
-def test_a_reason_of_vllm_names_our_setting(said: str) -> None:
+def test_vllm_errors_are_translated_to_settings(said: str) -> None:
     answer = in_our_settings(said)
     assert SAID[said] in answer
     assert "gpu_memory_utilization" not in answer
@@ -52,7 +52,7 @@ def test_every_reason_is_tried_and_other_text_stays() -> None:
         ("config/scheduler.py", ["must be greater than or equal to max_num_seqs"]),
     ],
 )
-def test_this_vllm_still_says_so(file: str, fragments: list[str]) -> None:
+def test_the_installed_vllm_still_raises_these_errors(file: str, fragments: list[str]) -> None:
     spec = find_spec("vllm")
     assert spec is not None
     source = Path(str(spec.submodule_search_locations[0]) if spec.submodule_search_locations else "", file).read_text()

@@ -155,7 +155,7 @@ def plan(entering: Reentry, *step: tuple[RankSpec, int, int]) -> tuple[list[str]
 
 
 @pytest.mark.parametrize("kind", [PairLayer, SingleLayer])
-def test_lower_layers_are_skipped_and_the_first_gets_the_runs_rows_bit_for_bit(kind: type[nn.Module]) -> None:
+def test_reentry_skips_lower_layers_and_restores_rows_exactly(kind: type[nn.Module]) -> None:
     model, gate = gated(kind)
     forward = entering(gate, "j.0.base", "j.1.base")
     failed, rows = plan(forward, (cell(3), *FROM_BLOCK), (cell(4, "j.1.base"), 8, 2))
@@ -203,7 +203,7 @@ def test_a_rank_without_a_requests_rows_fails_it_and_skips_the_same_layers() -> 
     assert other.begin == 3
 
 
-def test_what_a_rank_knows_of_a_request_does_not_count() -> None:
+def test_reentry_decisions_ignore_rank_state() -> None:
     """A request that failed here may run on elsewhere."""
     _, gate = gated(PairLayer)
     forward = entering(gate, "j.0.base")

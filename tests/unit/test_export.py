@@ -65,7 +65,7 @@ def test_several_requests_safetensors_opens_with_the_safetensors_package(tmp_pat
         ({"requests": [5]}, "request", "[0, 1]"),
     ],
 )
-def test_what_was_not_captured_is_named(root: Path, tmp_path: Path, chosen: dict[str, object], field: str, allowed: str) -> None:
+def test_exporting_uncaptured_sites_names_them(root: Path, tmp_path: Path, chosen: dict[str, object], field: str, allowed: str) -> None:
     with pytest.raises(MidstreamError) as caught:
         export(CaptureReader(root, "job_x"), tmp_path / "rows.npz", **chosen)  # type: ignore[arg-type]
     assert (caught.value.field, caught.value.allowed) == (field, allowed)
@@ -120,7 +120,7 @@ def test_a_request_that_is_missing_is_refused_unless_what_is_there_is_wanted(tmp
     assert run("capture", "export", tmp_path, tmp_path / "rows.npz", "--job", "job_x", "--partial")[0] == 0
 
 
-def test_an_exported_request_is_whole_by_itself(tmp_path: Path) -> None:
+def test_an_exported_request_is_self_contained(tmp_path: Path) -> None:
     write(tmp_path, *(finished(request=n, requests=2) for n in range(2)))
     export(CaptureReader(tmp_path, "job_x"), tmp_path / "out" / "job_x" / "rows.safetensors", requests=[1])
     assert CaptureReader(tmp_path / "out" / "job_x").requests() == [1]

@@ -50,7 +50,7 @@ def test_a_missing_extra_is_named_with_its_command(tmp_path: Path, missing: list
         assert "Traceback" not in done.stderr
 
 
-def test_a_module_that_no_extra_brings_is_left_as_it_is() -> None:
+def test_an_import_error_without_an_extra_is_unchanged() -> None:
     error = ModuleNotFoundError("No module named 'nothing'", name="nothing")
     assert extras.explained(error) is error
 

@@ -98,7 +98,7 @@ def test_manifests_say_of_how_many_prompts_there_are_rows_under_their_tag(tmp_pa
     assert [(reader.manifest().requests, len(reader.gaps())) for reader in readers] == [(3, 1), (1, 0)]
 
 
-def test_captured_rows_say_which_they_are_at_every_hook_and_stage(tmp_path: Path) -> None:
+def test_fake_captures_encode_hook_layer_and_position(tmp_path: Path) -> None:
     sites: dict[Hook, list[int]] = {"pre_attn": [0, 3], "mlp_in": [2], "post_block": [0, 1, 2, 3]}
     capture = StoredCapture(sites=sites, positions="all", tag="mine")
     (reader,) = captured(tmp_path, capture, pipeline_parallel_size=2, tensor_parallel_size=2)
@@ -123,7 +123,7 @@ def test_several_captures_of_a_prompt_are_written_each_in_its_form(tmp_path: Pat
     np.testing.assert_allclose(sparse.array(1), rows, rtol=1e-3)
 
 
-def test_the_model_says_what_can_be_captured_and_what_always_is(tmp_path: Path) -> None:
+def test_model_info_lists_hooks_and_global_captures(tmp_path: Path) -> None:
     info = FakeEngine(settings(tmp_path, global_capture="post_block:all;pre_attn:0-1", global_capture_tag="all")).info
     assert info.hooks == list(HOOKS)
     assert info.consumers == ["filesystem", "memory", "logging"]
@@ -141,7 +141,7 @@ def test_the_same_prompt_gives_the_same_text(tmp_path: Path) -> None:
     assert output(tmp_path, job()) == output(tmp_path, job())
 
 
-def test_steering_changes_the_text_alike_for_a_request_and_for_everyone(tmp_path: Path) -> None:
+def test_request_and_global_steering_change_fake_text_alike(tmp_path: Path) -> None:
     steered = output(tmp_path, job(steering=[STEERING])).text
     assert steered != output(tmp_path, job()).text
     assert steered == output(tmp_path, job(), EVERYONE).text

@@ -15,13 +15,13 @@ NAMED = re.compile(r'"((?:api|worker|capture|segment|receipt|relay|sweep|sweeper
 DIE = "import sys; from midstream.schemas.faults import arm, crash_point; arm(*sys.argv[1:3]); crash_point(sys.argv[3]); print('alive')"
 
 
-def test_every_crash_point_of_the_table_is_somewhere_in_the_code_and_no_other_is() -> None:
+def test_the_crash_point_table_matches_the_code() -> None:
     lines = [line for path in sources(*PACKAGES) if path.name != "faults.py" for line in path.read_text().splitlines()]
     found = {name for line in lines if "crash_point(" in line for name in NAMED.findall(line)}
     assert found == set(CRASH_POINTS)
 
 
-def test_whoever_comes_to_the_armed_point_dies_once_and_at_no_other(tmp_path: Path) -> None:
+def test_an_armed_crash_point_kills_once(tmp_path: Path) -> None:
     def run(point: str) -> int:
         return subprocess.run([sys.executable, "-c", DIE, "slow;crash:at=relay.committed", str(tmp_path), point], check=False).returncode
 
@@ -31,14 +31,14 @@ def test_whoever_comes_to_the_armed_point_dies_once_and_at_no_other(tmp_path: Pa
     assert [path.name for path in (tmp_path / FOLDER).iterdir()] == ["relay.committed"]
 
 
-def test_without_the_setting_a_point_does_nothing(tmp_path: Path) -> None:
+def test_crash_points_are_off_by_default(tmp_path: Path) -> None:
     arm("", tmp_path)
     for name in ("", *CRASH_POINTS):
         crash_point(name)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_point_that_there_is_not_is_named(tmp_path: Path) -> None:
+def test_an_unknown_crash_point_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"there is no crash point 'relay\.lost': api\.committed"):
         arm("crash:at=relay.lost", tmp_path)
 

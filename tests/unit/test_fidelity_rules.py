@@ -97,7 +97,7 @@ def test_every_field_that_one_library_alone_reads_has_a_verdict(architecture: st
     assert sorted(read_by_one_alone(architecture) - judged) == []
 
 
-def test_no_verdict_is_stale() -> None:
+def test_no_config_verdict_is_stale() -> None:
     alone = {architecture: read_by_one_alone(architecture) for architecture in ARCHITECTURES}
     anywhere = set().union(*alone.values())
     stale = [name for name in IRRELEVANT if "." not in name and name not in anywhere]

@@ -52,13 +52,13 @@ def test_the_other_frames_have_exactly_these_bytes() -> None:
 
 
 @given(kind=st.sampled_from(Kind), epoch=st.uuids(), seq=st.integers(0, frames.MAX_SEQ), payload=st.binary(max_size=200))
-def test_what_is_packed_is_unpacked(kind: Kind, epoch: object, seq: int, payload: bytes) -> None:
+def test_frames_round_trip(kind: Kind, epoch: object, seq: int, payload: bytes) -> None:
     hexed = epoch.hex  # type: ignore[attr-defined]
     assert frames.unpack(frames.pack(kind, hexed, seq, payload)) == (kind, hexed, seq, payload)
 
 
 @given(st.binary(max_size=80))
-def test_no_bytes_make_anything_but_a_frame_or_a_frame_error(raw: bytes) -> None:
+def test_any_bytes_are_a_frame_or_a_frame_error(raw: bytes) -> None:
     try:
         assert isinstance(frames.unpack(raw).kind, Kind)
     except FrameError:
@@ -94,7 +94,7 @@ def test_a_receipt_of_a_later_version_with_more_fields_is_still_readable() -> No
     assert receipt_decoder.decode(to_msgpack(fields)) == RECEIPT
 
 
-def test_a_routing_id_says_worker_and_rank_whatever_the_worker_is_called() -> None:
+def test_routing_ids_encode_any_worker_name_and_rank() -> None:
     for worker in ("w", "host/model", "größe", "a/1/b"):
         assert frames.peer_of(frames.routing_id(worker, 3, "abcd")) == (worker, 3)
     with pytest.raises(ValueError, match="200 bytes"):

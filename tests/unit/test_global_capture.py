@@ -8,7 +8,7 @@ from midstream.schemas.settings import Settings, SettingsError
 from midstream.schemas.specs import CaptureSpec
 
 
-def test_no_text_is_no_capture() -> None:
+def test_an_empty_global_capture_captures_nothing() -> None:
     assert parse("") == parse("  ") == []
 
 
@@ -45,7 +45,7 @@ def test_positions_are_a_name_or_numbers_and_the_tag_is_the_operators() -> None:
         (("post_block", "0", "../x"), "a tag is one folder name"),
     ],
 )
-def test_what_is_wrong_is_named_with_what_would_be_right(arguments: tuple[str, ...], words: str) -> None:
+def test_invalid_global_captures_are_refused_with_valid_values(arguments: tuple[str, ...], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         parse(*arguments)
 

@@ -78,7 +78,7 @@ def test_tokens_without_probability_add_nothing_to_a_divergence() -> None:
     assert lacking(cell) == ""
 
 
-def test_what_is_kept_is_bounded_and_a_comparison_with_what_is_gone_is_refused_alone() -> None:
+def test_kept_distributions_are_bounded_and_missing_ones_fail_alone() -> None:
     grading = Grading()
     step(grading, logits_of(1), (asking(keep="old"), 0, PROMPT, 1))
     step(grading, logits_of(1), (asking(keep="used"), 0, PROMPT, 1))
@@ -107,7 +107,7 @@ def test_a_prompt_that_is_computed_again_after_a_preemption_is_graded_once() -> 
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_logits_that_are_not_the_steps_grade_nobody(rows: int) -> None:
+def test_logits_of_another_step_are_not_graded(rows: int) -> None:
     grading, tracked = Grading(), asking()
     ((refused, why),) = step(grading, logits_of(rows), (tracked, 0, PROMPT, 1), (None, 9, 1, 1))
     assert refused is tracked
@@ -121,7 +121,7 @@ def test_a_token_that_the_model_does_not_have_is_refused_before_it_is_looked_up(
     assert "[50] are not among the 50" in why
 
 
-def test_a_grade_that_is_no_number_is_a_failure() -> None:
+def test_a_non_finite_grade_fails() -> None:
     grading, tracked = Grading(), asking()
     step(grading, torch.full((1, VOCABULARY), torch.nan), (tracked, 0, PROMPT, 1))
     assert "not finite" in lacking(tracked)

@@ -87,13 +87,13 @@ def test_a_noise_floor_of_zero_reports_its_resolution_and_sample_count(given: di
     assert described(result(pair(**given)))[-1].endswith(words)  # float32 at 9.4 nats: 9.5e-7, of a difference of 13.8
 
 
-def test_values_beyond_the_scale_are_pointed_at() -> None:
+def test_values_beyond_the_scale_are_marked() -> None:
     beyond = pair(grids={"pre_attn": grid(0.95), "mlp_out": grid(-1.2)})
     bar = heatmap.figure(result(beyond)).axes[-1]
     assert bar._colorbar.extend == "min"
 
 
-def test_a_dollar_in_a_token_is_no_formula_and_text_in_a_vector_file_stays_text(tmp_path: Path) -> None:
+def test_heatmap_tokens_are_not_parsed_as_math(tmp_path: Path) -> None:
     tokens = ["$x$", "$\\frac", "a", "b", "c", "d"]
     heatmap.figure(result(pair(labels=tokens, base_tokens=tokens)), tmp_path / "out.svg")
     assert "$\\frac 1" in (tmp_path / "out.svg").read_text()
@@ -112,7 +112,7 @@ def test_a_format_that_matplotlib_cannot_write_is_refused_by_name(tmp_path: Path
         assert caught.value.field == "heatmap"
 
 
-def test_of_a_long_prompt_the_title_has_both_ends() -> None:
+def test_long_prompts_in_titles_are_cut_in_the_middle() -> None:
     tokens = ["Once", *[" and\n again"] * 60, " in"]
     title = heatmap.figure(result(pair(base_tokens=tokens))).get_suptitle().replace("\n", " ")
     assert "“Once and again and" in title
@@ -158,7 +158,7 @@ def test_of_very_many_tokens_the_rows_with_the_strongest_effects_are_shown() -> 
     assert any(line.startswith("t77") for line in text.splitlines())
 
 
-def test_notes_and_what_has_no_value_are_told_with_the_reason() -> None:
+def test_heatmaps_show_notes_and_reasons_of_missing_values() -> None:
     text = printed(result(), width=200)
     assert "note: position 3: aligned from the end" in text
     assert "60 cells without a value: the first tokens are the same (such as pre_attn at “The”)" in text
@@ -177,7 +177,7 @@ def test_a_position_stands_behind_a_token_and_not_behind_the_name_of_a_span() ->
     assert grid_of(result(pair(), later)).names[4:] == ["is 4", "in"], "of pairs that have it in different places"
 
 
-def test_a_sweep_none_of_whose_cells_has_a_value_is_drawn_all_the_same() -> None:
+def test_a_sweep_without_values_is_still_drawn() -> None:
     nothing = {hook: [[None] * 6 for _ in LAYERS] for hook in ("pre_attn", "mlp_out")}
     for metric in ("recovered", "kl"):
         sweep = result(pair(grids=nothing, base=None, source=None), metric=metric)

@@ -22,7 +22,7 @@ def refused(settings: Settings, hosts: list[str], origins: list[str] | None = No
 
 
 @pytest.mark.parametrize("host", ["localhost", "LocalHost:8321", "127.0.0.1", "127.0.0.1:80", "127.0.0.2", "[::1]", "[::1]:8321"])
-def test_on_loopback_its_own_names_are_right_with_any_port(host: str) -> None:
+def test_loopback_names_are_allowed_with_any_port(host: str) -> None:
     assert refused(OPEN, [host]) == ""
 
 
@@ -34,16 +34,16 @@ def test_on_loopback_its_own_names_are_right_with_any_port(host: str) -> None:
         " localhost", "localhost\t", "localhost/x", "10.0.0.7", "0.0.0.0", "[fe80::1]",
     ],
 )  # fmt: skip
-def test_a_name_that_was_made_to_point_here_is_not_ours(host: str) -> None:
+def test_rebound_host_names_are_refused(host: str) -> None:
     assert refused(OPEN, [host]) == "misdirected"
 
 
 @pytest.mark.parametrize("hosts", [[], ["localhost", "evil.example"], ["localhost", "localhost"]])
-def test_a_call_names_one_host(hosts: list[str]) -> None:
+def test_several_host_headers_are_refused(hosts: list[str]) -> None:
     assert refused(OPEN, hosts) == "misdirected"
 
 
-def test_names_of_the_setting_and_of_the_public_address_are_right_as_well() -> None:
+def test_configured_and_public_host_names_are_allowed() -> None:
     settings = Settings(allowed_hosts="Lab.example, 10.0.0.7,fe80::1", public_url="https://mid.example/x")
     assert [refused(settings, [host]) for host in ("lab.EXAMPLE:99", "10.0.0.7", "[fe80::1]:1", "mid.example", "localhost")] == [""] * 5
     assert refused(settings, ["x.lab.example"]) == "misdirected"
@@ -66,25 +66,25 @@ def test_a_refusal_names_each_host_once(settings: Settings, allowed: str) -> Non
     assert error.value.allowed == allowed
 
 
-def test_with_keys_every_name_is_right_until_some_are_named() -> None:
+def test_with_keys_any_host_is_allowed_until_some_are_configured() -> None:
     assert refused(KEYS, ["any.example"]) == ""
     named = Settings(auth="keys", allowed_hosts="mid.example")
     assert [refused(named, [host]) for host in ("mid.example", "127.0.0.1:8321", "any.example")] == ["", "", "misdirected"]
 
 
-def test_open_off_loopback_any_address_is_right_and_no_name() -> None:
+def test_open_off_loopback_allows_addresses_and_no_names() -> None:
     settings = Settings(api_host="0.0.0.0", auth="open")
     assert [refused(settings, [host]) for host in ("10.0.0.7:8321", "[fe80::1]", "localhost")] == ["", "", ""]
     assert refused(settings, ["evil.example"]) == "misdirected"
 
 
-def test_with_keys_off_loopback_addresses_stay_right_when_names_are_named() -> None:
+def test_with_keys_addresses_stay_allowed_beside_configured_names() -> None:
     settings = Settings(api_host="0.0.0.0", allowed_hosts="mid.example")
     assert refused(settings, ["172.18.0.5:8321"]) == "", "Prometheus finds containers by their addresses"
     assert refused(settings, ["evil.example"]) == "misdirected"
 
 
-def test_a_page_at_an_address_of_elsewhere_changes_nothing_where_any_address_is_ours() -> None:
+def test_cross_origin_writes_from_other_addresses_are_refused() -> None:
     settings = Settings(api_host="0.0.0.0", auth="open")
     assert refused(settings, ["10.0.0.7:8321"], ["http://203.0.113.5"], "POST") == "cross_site"
     assert refused(settings, ["10.0.0.7:8321"], ["http://10.0.0.7:8321"], "POST") == ""
@@ -92,22 +92,22 @@ def test_a_page_at_an_address_of_elsewhere_changes_nothing_where_any_address_is_
 
 
 @pytest.mark.parametrize("origin", ["http://evil.example", "https://localhost.evil.example:8321", "null", "file://", "http://10.0.0.7", ""])
-def test_a_page_of_elsewhere_may_look_and_change_nothing(origin: str) -> None:
+def test_cross_origin_pages_may_only_read(origin: str) -> None:
     assert refused(OPEN, ["localhost:8321"], [origin], "POST") == "cross_site"
     assert refused(OPEN, ["localhost:8321"], [OWN, origin], "DELETE") == "cross_site"
     assert refused(OPEN, ["localhost:8321"], [origin]) == ""
 
 
-def test_our_own_page_may_change_things() -> None:
+def test_same_origin_pages_may_write() -> None:
     assert refused(OPEN, ["localhost:8321"], [OWN], "POST") == ""
     assert refused(Settings(allowed_hosts="lab.example"), ["lab.example"], ["https://lab.example"], "PUT") == ""
 
 
-def test_with_keys_a_page_is_not_looked_at_because_it_has_none() -> None:
+def test_with_keys_the_origin_is_not_checked() -> None:
     assert refused(KEYS, ["mid.example"], ["https://evil.example"], "POST") == ""
 
 
 @pytest.mark.parametrize("wrong", ["https://mid.example", "mid.example:8321", "a b", "mid.example,x/y", "*@x"])
-def test_what_is_no_host_ends_the_start(wrong: str) -> None:
+def test_an_invalid_allowed_host_stops_the_start(wrong: str) -> None:
     with pytest.raises(SettingsError, match="MIDSTREAM_ALLOWED_HOSTS"):
         serve(Settings(redis_url="redis://127.0.0.1:1/0", allowed_hosts=wrong))

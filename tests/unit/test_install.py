@@ -27,7 +27,7 @@ def test_a_data_directory_is_closed_but_to_a_group_that_was_let_in(tmp_path: Pat
     assert len(said) == (before == 0o755)
 
 
-def test_a_folder_for_everybody_is_no_data_directory(tmp_path: Path) -> None:
+def test_a_world_writable_data_directory_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o1777)
     with pytest.raises(SettingsError, match=r"data_dir=.* all accounts share"):
         close_folder(tmp_path, print)
@@ -78,6 +78,6 @@ def test_relay_and_worker_find_each_others_keys_in_one_folder(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("more", "worker"), [({"curve_secret_file": "k"}, "w1"), ({}, "relay")])
-def test_what_would_mix_up_keys_is_refused(tmp_path: Path, more: dict[str, str], worker: str) -> None:
+def test_ambiguous_key_folders_are_refused(tmp_path: Path, more: dict[str, str], worker: str) -> None:
     with pytest.raises(SettingsError, match=r"curve_dir"):
         with_kept_keys(Settings(curve_dir=str(tmp_path), **more), worker)  # type: ignore[arg-type]

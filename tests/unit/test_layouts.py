@@ -126,7 +126,7 @@ def test_a_group_of_any_layout_mix_costs_four_syncs(store: ArtifactStore, monkey
     assert sorted(calls) == ["_syncfs", "_syncfs", "fdatasync", "fdatasync"]
 
 
-def test_what_was_dropped_and_reused_is_in_the_file_and_in_its_report(store: ArtifactStore) -> None:
+def test_dropped_and_reused_positions_are_in_file_and_receipt(store: ArtifactStore) -> None:
     (file, *_) = write(store, finished(positions=[0, 3], dropped=(1, 2), reused=2, layout="per_file"))
     assert (file.dropped, file.reused) == ([1, 2], 1)
     reader = CaptureReader(store, "job_x")

@@ -57,7 +57,7 @@ def test_a_json_line_has_time_level_logger_message_and_process(stream: Stream) -
     assert set(line) == {"time", "level", "logger", "message", "process", "pid"}
 
 
-def test_what_was_bound_is_on_every_line_below_and_on_no_other(stream: Stream) -> None:
+def test_bound_log_fields_cover_nested_lines_only(stream: Stream) -> None:
     log = start("json", worker="w1")
 
     async def job(name: str) -> None:
@@ -89,7 +89,7 @@ def test_an_exception_is_a_field_of_its_line(stream: Stream) -> None:
     assert "ValueError: cannot reach redis://:***@host/0" in line["exception"]
 
 
-def test_a_line_of_celery_s_about_a_task_names_the_job(stream: Stream) -> None:
+def test_celery_task_lines_name_the_job(stream: Stream) -> None:
     start("json")
     logging.getLogger("celery.worker").info("received", extra={"data": {"id": "job_x.2", "name": "midstream.generate"}})
     assert lines(stream)[0]["job"] == "job_x"
@@ -107,7 +107,7 @@ def test_a_text_line_has_its_ids_behind_the_message_and_before_the_traceback(str
     assert traceback[-1] == "ValueError: no"
 
 
-def test_what_a_stranger_writes_begins_no_line_of_its_own(stream: Stream) -> None:
+def test_user_input_cannot_inject_log_lines(stream: Stream) -> None:
     start("text").info("no such path %s", "/v1/x\n2026-11-20 00:00:00,000 ERROR midstream.api: forged\r\x1b[2K")
     first, second = stream.getvalue().splitlines()
     assert first.endswith("no such path /v1/x")
@@ -126,7 +126,7 @@ def test_what_a_stranger_writes_begins_no_line_of_its_own(stream: Stream) -> Non
     ],
 )
 @pytest.mark.parametrize("log_format", ["json", "text"])
-def test_no_line_shows_a_secret(text: str, shown: str, log_format: str, stream: Stream) -> None:
+def test_logs_redact_secrets(text: str, shown: str, log_format: str, stream: Stream) -> None:
     start(log_format).warning("%s", text)
     assert SECRET not in stream.getvalue()
     if log_format == "json":

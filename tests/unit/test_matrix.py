@@ -59,7 +59,7 @@ def test_a_mean_is_over_the_captured_positions_of_a_request(readers: list[Captur
 
 
 @pytest.mark.parametrize(("rows", "said"), [("lst", "none of the rows"), (2, "position 2 of request 1 was not captured")])
-def test_other_rows_are_refused_with_what_there_is(readers: list[CaptureReader], rows: Any, said: str) -> None:
+def test_unavailable_rows_are_refused_with_the_available_ones(readers: list[CaptureReader], rows: Any, said: str) -> None:
     with pytest.raises(MidstreamError, match=said) as caught:
         matrix(readers, readers[0].layers()[0], rows=rows)
     assert caught.value.field == "rows"

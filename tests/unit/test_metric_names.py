@@ -43,9 +43,9 @@ def test_metrics_are_declared_in_one_module() -> None:
     assert declaring == DECLARE
 
 
-def test_the_table_lists_every_metric_that_there_is() -> None:
+def test_every_metric_is_documented() -> None:
     assert there() - listed() == set()
 
 
-def test_every_metric_of_the_table_is_there() -> None:
+def test_every_documented_metric_exists() -> None:
     assert listed() - there() == set()

@@ -94,7 +94,7 @@ def entries(draw: st.DrawFn) -> SteeringSpec:
 
 
 @given(st.lists(entries(), min_size=1, max_size=5))
-def test_entries_survive_a_file_whatever_they_do(specs: list[SteeringSpec]) -> None:
+def test_entries_round_trip_through_files(specs: list[SteeringSpec]) -> None:
     raw = to_bytes(specs)
     assert specs_of(raw) == specs
     assert {name for name, _ in safetensors.deserialize(raw)} == {
@@ -110,7 +110,7 @@ def test_each_tensor_of_a_file_lies_at_a_multiple_of_its_elements_size() -> None
     assert [(start + header[name]["data_offsets"][0]) % size for name, size in (("0.vector", 2), ("1.vector", 4))] == [0, 0]
 
 
-def test_what_the_format_knows_is_what_an_entry_has() -> None:
+def test_the_file_format_covers_every_entry_field() -> None:
     named = {"layers", "hook", "module", *SHARED, *SHAPES}
     assert named == set(SteeringSpec.__struct_fields__)
     assert next(found.max_length for found in Entries.__metadata__) == MAX_ENTRIES
@@ -181,19 +181,19 @@ def test_a_header_beyond_its_limits_is_refused_before_it_is_read(monkeypatch: py
 
 
 @given(st.binary(max_size=64) | st.binary(max_size=64).map(lambda tail: len(tail).to_bytes(8, "little") + tail))
-def test_no_bytes_raise_anything_else(raw: bytes) -> None:
+def test_any_module_bytes_decode_or_raise_module_error(raw: bytes) -> None:
     with pytest.raises(ValueError):  # noqa: PT011  # whichever it is
         specs_of(raw)
 
 
-def test_names_and_nothing_are_not_written() -> None:
+def test_names_and_absent_fields_are_not_written() -> None:
     with pytest.raises(ValueError, match="entry 0 is the module 'joy'"):
         to_bytes([SteeringSpec(module="joy")])
     with pytest.raises(ValueError, match="give at least one"):
         to_bytes([])
 
 
-def test_a_header_that_says_nothing_about_the_file_says_nothing() -> None:
+def test_a_header_without_metadata_has_no_defaults() -> None:
     raw = file({"post_block.3": JOY})
     header = b'{"__metadata__":null,' + raw[9 : 8 + int.from_bytes(raw[:8], "little")]
     assert specs_of(len(header).to_bytes(8, "little") + header + JOY.tobytes()) == specs_of(raw)

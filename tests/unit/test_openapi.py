@@ -62,7 +62,7 @@ def spec(raw: bytes) -> dict[str, Any]:
     return dict(json.loads(raw))
 
 
-def test_the_document_is_the_one_that_is_kept(raw: bytes) -> None:
+def test_the_openapi_document_equals_the_committed_one(raw: bytes) -> None:
     assert raw == KEPT.read_bytes(), (
         "the API has changed: `python -m midstream.api --openapi > docs/openapi.json`, and review the difference"
     )
@@ -79,7 +79,7 @@ def test_every_type_refuses_unknown_fields_but_what_processes_say_of_themselves(
     assert {name for name, schema in objects.items() if schema.get("additionalProperties") is not False} - lenient == set()
 
 
-def test_every_reference_leads_somewhere(spec: dict[str, Any]) -> None:
+def test_every_openapi_reference_resolves(spec: dict[str, Any]) -> None:
     found = set()
 
     def walk(node: Any) -> None:
@@ -115,7 +115,7 @@ def test_every_operation_says_its_problems(spec: dict[str, Any]) -> None:
         ({"model": "m", "prompts": ["a"], "unknown": 1}, False),
     ],
 )
-def test_a_validator_that_reads_only_the_document_judges_as_we_do(spec: dict[str, Any], body: dict[str, Any], good: bool) -> None:
+def test_jsonschema_with_the_document_agrees_with_the_api(spec: dict[str, Any], body: dict[str, Any], good: bool) -> None:
     schema = {"$ref": "#/components/schemas/JobRequest", "components": spec["components"]}
     assert jsonschema.Draft202012Validator(schema).is_valid(body) is good
 

@@ -38,7 +38,7 @@ def live(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("when", ["after it asked", "before it asked"])
-def test_a_process_whose_parent_was_killed_ends_although_it_had_not_asked_to_yet(tmp_path: Path, when: str) -> None:
+def test_an_orphan_ends_even_if_the_parent_died_first(tmp_path: Path, when: str) -> None:
     program = tmp_path / "parent.py"
     program.write_text(PARENT.format(here=str(Path(__file__).parent), folder=str(tmp_path)))
     parent = subprocess.Popen([sys.executable, str(program)], stdout=subprocess.PIPE)
@@ -63,7 +63,7 @@ def test_a_process_whose_parent_was_killed_ends_although_it_had_not_asked_to_yet
         parent.communicate()
 
 
-def test_a_process_that_nobody_started_so_asks_and_goes_on() -> None:
+def test_a_process_without_a_parent_to_watch_goes_on() -> None:
     assert multiprocessing.parent_process() is None
     program = "from midstream.workers.runner.process import die_with_parent; die_with_parent(); print('alive')"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "alive\n"

@@ -35,7 +35,7 @@ def outbox(tmp_path: Path) -> Iterator[Outbox]:
         yield box
 
 
-def test_a_receipt_is_on_disk_when_its_caller_is_told_so(outbox: Outbox) -> None:
+def test_append_returns_after_the_receipt_is_on_disk(outbox: Outbox) -> None:
     seen: list[list[tuple[int, str]]] = []
     told = threading.Event()
 
@@ -92,14 +92,14 @@ def test_receipts_of_many_threads_are_all_kept_in_the_order_of_each(outbox: Outb
         assert [job for job in jobs if base <= job < base + 1000] == list(range(base, base + 200))
 
 
-def test_flush_without_a_relay_says_no_in_time(outbox: Outbox) -> None:
+def test_flush_without_a_relay_times_out(outbox: Outbox) -> None:
     outbox.append(receipt(1))
     start = time.monotonic()
     assert outbox.flush(0.2) is False
     assert time.monotonic() - start < 30
 
 
-def test_flush_of_an_empty_outbox_says_yes(outbox: Outbox) -> None:
+def test_flush_of_an_empty_outbox_succeeds(outbox: Outbox) -> None:
     assert outbox.flush(0) is True
 
 
@@ -126,7 +126,7 @@ def test_a_receipt_of_another_rank_is_refused(outbox: Outbox) -> None:
         outbox.append(receipt(1, rank=1))
 
 
-def test_a_second_process_on_the_same_outbox_is_told_who_has_it(tmp_path: Path) -> None:
+def test_a_second_process_on_an_outbox_is_refused_with_the_owner(tmp_path: Path) -> None:
     program = f"""
 import sys, time
 from pathlib import Path

@@ -55,7 +55,7 @@ def asked_by(study: PatchStudy, call: str, *arguments: Any, **fields: Any) -> Sw
         return from_json(seen.bodies[0], SweepRequest)
 
 
-def test_a_sweep_asks_for_what_was_said_and_for_no_more() -> None:
+def test_sweep_arguments_send_only_what_was_given() -> None:
     study = PatchStudy(*PROMPTS, model="m")
     asked = asked_by(study, "sweep", hooks=["attn_out"], layers=range(3), positions=np.array([1, 2]), window={"layers": np.int64(3)})
     assert asked.pairs == [SweepPair(clean=PROMPTS[0], corrupt=PROMPTS[1], answer=" Paris", foil=" Rome")]
@@ -76,7 +76,7 @@ def test_several_pairs_share_their_spans_and_ablations_need_no_corrupt_prompt() 
     ("pair", "metric"),
     [(("a", None, " b", " c"), "logit_diff"), (("a", None, " b"), "logprob"), (("a",), "kl")],
 )
-def test_an_ablation_asks_for_what_its_pair_can_tell(pair: tuple[str | None, ...], metric: str) -> None:
+def test_an_ablation_defaults_to_a_metric_of_its_pair(pair: tuple[str | None, ...], metric: str) -> None:
     study = PatchStudy(*pair, model="m")  # type: ignore[arg-type]
     assert asked_by(study, "sweep", ablation="mean").metric == metric
     assert asked_by(study, "sweep", ablation="mean", metric="kl").metric == "kl"
@@ -92,7 +92,7 @@ def test_a_mistake_is_named_before_anything_is_sent(fields: dict[str, Any], fiel
     assert field in f"{caught.value.field} {caught.value.detail}"
 
 
-def test_the_one_model_that_is_served_is_asked_and_of_several_one_must_be_named() -> None:
+def test_the_model_may_be_omitted_when_one_is_served() -> None:
     models = reply({"data": [{"id": "one"}, {"id": "two"}]})
     with server(models) as (url, _), Client(url) as client, pytest.raises(MidstreamError, match="several are served"):
         PatchStudy(*PROMPTS, client=client).sweep()
@@ -271,7 +271,7 @@ def test_progress_is_told_of_every_cell_also_after_a_lost_connection() -> None:
     assert [line for line in seen if "events" in line] == ["GET /v1/jobs/job_1/events", "GET /v1/jobs/job_1/events 2-0"]
 
 
-def test_the_awaiting_study_does_the_same() -> None:
+def test_the_async_study_does_the_same() -> None:
     async def ask(url: str) -> tuple[AsyncPatchStudy, list[Any]]:
         show: list[Any] = []
         async with AsyncClient(url) as client:
@@ -283,12 +283,12 @@ def test_the_awaiting_study_does_the_same() -> None:
     assert from_json(seen.bodies[0], SweepRequest).hooks == ["resid_pre"]
 
 
-def test_another_jobs_result_is_no_sweep() -> None:
+def test_a_result_of_another_job_kind_is_refused() -> None:
     with server(reply(VIEW), over(None)) as (url, _), Client(url) as client, pytest.raises(MidstreamError, match="job_1 is no sweep"):
         client.sweep_result("job_1")
 
 
-def test_who_interrupts_the_wait_cancels_the_sweep() -> None:
+def test_interrupting_the_wait_cancels_the_sweep() -> None:
     def stop(show: object) -> None:
         raise KeyboardInterrupt
 
@@ -299,7 +299,7 @@ def test_who_interrupts_the_wait_cancels_the_sweep() -> None:
     assert caught.value.__notes__ == ["sweep job_1 was cancelled"]
 
 
-def test_who_cancels_the_awaited_sweep_cancels_it_on_the_server_too() -> None:
+def test_cancelling_the_async_sweep_cancels_it_on_the_server() -> None:
     async def ask(url: str) -> None:
         async with AsyncClient(url) as client:
             waiting = asyncio.create_task(client.sweep(model="m", pairs=[SweepPair(clean="a")], progress=lambda show: waiting.cancel()))
@@ -326,7 +326,7 @@ def test_the_bar_counts_each_cell_once_and_is_not_drawn_without_a_terminal(monke
     assert "sweep: 100%" in screen.getvalue()
 
 
-def test_ipython_renders_what_has_no_method_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ipython_renders_reports_without_repr_methods(monkeypatch: pytest.MonkeyPatch) -> None:
     formatters = pytest.importorskip("IPython.core.formatters", reason="ipykernel is not installed (extra `dev`)")
     shell = SimpleNamespace(display_formatter=formatters.DisplayFormatter())
     assert set(shell.display_formatter.format(result())[0]) == {"text/plain"}

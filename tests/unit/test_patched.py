@@ -267,7 +267,7 @@ def test_patches_stand_in_front_of_the_requests_steering() -> None:
         ({"source": {"module": "sad"}}, "source.module", "there is no module 'sad'"),
     ],
 )
-def test_what_is_wrong_is_said_at_its_field(wish: dict[str, Any], field: str, words: str) -> None:
+def test_invalid_patches_name_the_field(wish: dict[str, Any], field: str, words: str) -> None:
     wish = dict(wish)
     found = refused(patch(wish.pop("source", None), wish.pop("positions", (0,)), **wish))
     assert (found.field, words in found.detail) == (f"patch[0].{field}", True), found
@@ -355,7 +355,7 @@ def test_positions_that_meet_in_one_prompt_only_are_refused_for_that_one() -> No
     assert (found.field, "for prompt 1" in found.detail) == ("patch", True), found
 
 
-def test_what_steering_alone_needs_too_much_of_is_said_of_steering() -> None:
+def test_steering_over_its_limit_alone_names_steering() -> None:
     crowd = [SteeringSpec(layers=0, vector=VECTOR, positions=[0, place]) for place in range(1, 6)]
     assert refused(patch(), steering=crowd).field == "steering"
 
@@ -368,7 +368,7 @@ def test_tables_of_the_worker_bound_a_request() -> None:
         assert (found.field, setting in found.detail) == ("patch", True)
 
 
-def test_a_prompt_has_so_many_entries() -> None:
+def test_entries_per_prompt_are_bounded() -> None:
     tokens = MAX_ENTRIES // LAYERS
     long = run(changed(tokens=tokens, positions=list(range(tokens)), token_ids=[1] * tokens))
     wished, more = (
@@ -380,7 +380,7 @@ def test_a_prompt_has_so_many_entries() -> None:
     assert (found.field, f"comes to {MAX_ENTRIES + 1} entries for prompt 0" in found.detail) == ("patch", True), found
 
 
-def test_a_job_has_so_many_rows_and_a_request_so_many_runs() -> None:
+def test_rows_per_job_and_runs_per_request_are_bounded() -> None:
     wished = [patch({"run": "clean"}, [0, 1, 2, 3], layers="all")] * 2
     found = refused(*wished, lengths=(6,) * (MAX_PATCH_ROWS // 32 + 1))
     assert (found.field, found.allowed) == ("patch", f"at most {MAX_PATCH_ROWS}")

@@ -71,7 +71,7 @@ def test_a_request_cut_by_a_stop_string_is_reported_as_far_as_it_went(rig: Rig) 
 
 
 @pytest.mark.parametrize("positions", ["all", "all_generated", Window(start=6), [0, 5]])
-def test_what_was_computed_beyond_the_end_is_not_counted_as_applied(rig: Rig, positions: PositionSelector) -> None:  # field case 9
+def test_rows_beyond_the_end_are_not_counted_as_applied(rig: Rig, positions: PositionSelector) -> None:  # field case 9
     """Drafts that were rejected, or a step that had begun when the end was found."""
     edit = steering(rig.vector(1.0), [0, 1], "pre_attn", positions)
     request = Request(1, 6, 9, (), [edit])
@@ -93,7 +93,7 @@ def test_an_unknown_vector_fails_its_request_at_once_and_no_other(rig: Rig) -> N
     assert (second.job, second.status, second.applied) == ("j2", "ok", 6)
 
 
-def test_what_another_model_of_the_name_would_have_is_refused_and_not_skipped(rig: Rig) -> None:
+def test_sites_the_model_lacks_fail_the_request(rig: Rig) -> None:
     """Accepted by what the last worker published; this one has fewer layers, or other hooks."""
     edits, records = steered(1), steered(2, captures=capturing(2).captures)
     edits.tracked.spec.steering.append(steering(content_hash(VECTOR), [0, 9], "pre_attn"))
@@ -170,7 +170,7 @@ def test_rows_missing_from_a_failed_request_are_reported_and_fail_dependent_ones
 
 
 @pytest.mark.long
-def test_ten_thousand_requests_and_changes_of_all_that_stands_leave_nothing_behind(tmp_path: Path) -> None:
+def test_ten_thousand_requests_leave_no_state_behind(tmp_path: Path) -> None:
     """Distinct configurations come, end, are cancelled and preempted, while modules and global steering change under them."""
     rig, rng = Rig(tmp_path, steering_rows=24, steering_entries=64), np.random.default_rng(0)
     rank_state = rig.plane.rank_state
@@ -303,7 +303,7 @@ def test_a_missing_source_run_fails_the_request_and_taints_the_blocks_it_fills(r
     assert "cached prefix was computed by a request whose intervention failed" in told["j3"].message
 
 
-def test_ranks_that_hold_other_source_runs_are_told_apart(rig: Rig) -> None:
+def test_checksums_differ_when_ranks_hold_other_source_runs(rig: Rig) -> None:
     nothing = rig.plane.fingerprint()
     run_files = source_run(rig.directory / "captures", {"pre_attn": [0, 1]}, range(6))
     rig.plane.runs.put(run_files)
@@ -323,7 +323,7 @@ def test_vectors_that_add_up_to_what_the_dtype_cannot_hold_fail_the_request(rig:
     assert "add up to more than torch.float32 holds" in receipt.message
 
 
-def test_a_long_capture_does_not_hold_the_rows_of_all_who_came_and_went(tmp_path: Path) -> None:
+def test_a_long_capture_does_not_retain_others_slabs(tmp_path: Path) -> None:
     """Its few rows lie among theirs; when that adds up to the queue's size they are moved."""
     rig = Rig(tmp_path)
     long = Request(0, 2, 400, [StoredCapture(sites={"post_block": [1]}, positions="all", tag="t")])

@@ -177,7 +177,7 @@ def test_rows_that_may_touch_one_token_have_places_of_their_own_in_their_order(e
     assert max(columns, default=-1) + 1 <= alone, "what fits alone, as everyone's and as its own, fits together"
 
 
-def test_many_rows_of_disjoint_positions_share_one_place_of_a_token_behind_everyones() -> None:
+def test_rows_of_disjoint_positions_share_a_token_column() -> None:
     rank = Rank(capacity=16)
     everyone = GlobalSteering(
         version=1,
@@ -199,7 +199,7 @@ def test_many_rows_of_disjoint_positions_share_one_place_of_a_token_behind_every
     assert rank.buffers.token_rows[0].tolist() == [request.tracked.rows[0][0]] + [0] * (ROWS_PER_TOKEN - 1)
 
 
-def test_requests_that_want_nothing_of_a_step_leave_the_forward_alone() -> None:
+def test_idle_requests_plan_nothing() -> None:
     rank = Rank()
     request = rank.admit(Request(0, 4, 9, [capture("last_prompt", post_block=[0])]))
     rank.plan((request, 0, 3))
@@ -224,7 +224,7 @@ def test_after_a_drain_that_fails_nothing_is_steered_or_recorded() -> None:
     assert not rank.planner.busy
 
 
-def test_rows_given_back_leave_the_tables_zero() -> None:
+def test_released_rows_are_zeroed() -> None:
     rank = Rank()
     name = rank.vector(np.ones(HIDDEN))
     edits = [
@@ -274,12 +274,12 @@ def _calls(rank: Rank, windows: list[tuple[Request, int, int]]) -> int:
     return counted
 
 
-def test_what_a_step_costs_does_not_grow_with_the_number_of_layers() -> None:
+def test_step_cost_is_independent_of_layers() -> None:
     """No loop over layers and requests, and no copy or synchronisation for each."""  # field case 44
     assert calls_of(40) <= calls_of(2) + 40
 
 
-def test_a_steered_request_more_costs_a_step_no_array_of_its_own() -> None:  # field case 44
+def test_a_further_steered_request_adds_no_array_to_a_step() -> None:  # field case 44
     assert calls_to_steer(100) - calls_to_steer(20) <= 80 * 2 * 14, "a few calls for each row of each request"
 
 
@@ -316,7 +316,7 @@ def test_only_rows_of_tokens_with_current_or_former_edits_go_to_an_accelerator()
     assert staging.sent == plan.nbytes
 
 
-def test_a_run_of_tokens_that_one_row_edits_is_told_as_such_and_anything_else_is_not() -> None:
+def test_contiguous_single_row_edits_are_flagged_alike() -> None:
     rank = Rank()
     name = rank.vector(np.ones(HIDDEN))
     mine, same, other = (

@@ -64,7 +64,7 @@ TAKEN_BACK: dict[str, tuple[str, Act]] = {
 
 
 @pytest.mark.parametrize("what", TAKEN_BACK)
-def test_what_one_rank_refuses_is_taken_back_on_all_and_works_the_next_time(tmp_path: Path, what: str) -> None:  # field case 29
+def test_a_change_refused_by_one_rank_is_rolled_back_on_all(tmp_path: Path, what: str) -> None:  # field case 29
     fault, act = TAKEN_BACK[what]
 
     async def story() -> None:
@@ -85,7 +85,7 @@ def test_what_one_rank_refuses_is_taken_back_on_all_and_works_the_next_time(tmp_
 
 
 @pytest.mark.parametrize("what", TAKEN_BACK)
-def test_what_cannot_be_taken_back_quarantines_the_worker(tmp_path: Path, what: str) -> None:  # field case 29
+def test_a_failed_rollback_quarantines_the_worker(tmp_path: Path, what: str) -> None:  # field case 29
     fault, act = TAKEN_BACK[what]
 
     async def story() -> None:
@@ -111,7 +111,7 @@ def test_a_preparation_that_one_rank_refuses_says_which_and_changes_nothing(tmp_
     asyncio.run(story())
 
 
-def test_what_has_no_way_back_quarantines_the_worker_when_one_rank_fails(tmp_path: Path) -> None:  # field case 29
+def test_an_irreversible_failure_quarantines_the_worker(tmp_path: Path) -> None:  # field case 29
     async def evicts(engine: FakeEngine) -> None:
         await engine.hold_vectors([THIRD], fetch)
         await engine.release_vectors([THIRD])
@@ -129,7 +129,7 @@ def test_what_has_no_way_back_quarantines_the_worker_when_one_rank_fails(tmp_pat
     asyncio.run(story())
 
 
-def test_ranks_that_begin_anew_have_nothing_and_agree_from_zero(tmp_path: Path) -> None:
+def test_resynced_ranks_are_empty_and_agree(tmp_path: Path) -> None:
     async def story() -> None:
         rig = Rig(tmp_path)
         await rig.fill()
@@ -147,7 +147,7 @@ def test_ranks_that_begin_anew_have_nothing_and_agree_from_zero(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("turns", range(8))
-def test_a_caller_cancelled_at_any_moment_leaves_nothing_half_done(tmp_path: Path, turns: int) -> None:
+def test_cancellation_at_any_point_leaves_ranks_consistent(tmp_path: Path, turns: int) -> None:
     async def story() -> None:
         rig = Rig(tmp_path)
         sending = asyncio.create_task(rig.engine.hold_vectors([THIRD], fetch))
@@ -162,7 +162,7 @@ def test_a_caller_cancelled_at_any_moment_leaves_nothing_half_done(tmp_path: Pat
     asyncio.run(story())
 
 
-def test_work_that_must_not_break_ends_before_a_cancellation_does() -> None:
+def test_shielded_work_finishes_before_cancellation() -> None:
     async def story() -> None:
         done: list[int] = []
 
@@ -182,7 +182,7 @@ def test_work_that_must_not_break_ends_before_a_cancellation_does() -> None:
     asyncio.run(story())
 
 
-def test_an_engine_that_died_is_no_refusal(tmp_path: Path) -> None:
+def test_a_dead_engine_is_not_a_refusal(tmp_path: Path) -> None:
     async def story() -> None:
         rig = Rig(tmp_path)
         await rig.fill()

@@ -130,7 +130,7 @@ def test_a_held_run_is_never_evicted_and_waiters_are_served_in_order() -> None:
 
 
 # field case 31
-def test_what_is_held_stays_even_if_what_nobody_holds_was_used_later() -> None:
+def test_held_runs_are_not_evicted_before_newer_unheld_ones() -> None:
     async def story() -> None:
         rig = Rig(2 * SIZE)
         await rig.hold(A)
@@ -220,7 +220,7 @@ def test_a_run_that_one_rank_cannot_load_is_dropped_by_all_with_the_reason() -> 
 
 
 # field case 31
-def test_a_run_that_was_deleted_serves_those_who_hold_it_and_nobody_else() -> None:
+def test_a_deleted_run_serves_only_its_holders() -> None:
     async def story() -> None:
         rig = Rig(10 * SIZE)
         async with rig.held(A):
@@ -235,7 +235,7 @@ def test_a_run_that_was_deleted_serves_those_who_hold_it_and_nobody_else() -> No
     tell(story())
 
 
-def test_a_rank_that_does_not_give_a_run_up_is_quarantined() -> None:
+def test_failing_to_drop_a_run_quarantines_the_worker() -> None:
     async def story() -> None:
         rig = Rig(SIZE, fault="drop_runs:rank=0")
         async with rig.held(A):

@@ -38,7 +38,7 @@ def told(tokens: int, everyones: GlobalSteering, *own: StoredSteering) -> RankSp
     return spec
 
 
-def test_a_request_that_nobody_asks_anything_of_is_not_told_of() -> None:
+def test_plain_requests_have_no_rank_spec() -> None:
     assert rank_spec(engine_request(job(4), 0, 1), everyone()) is None
     captured = rank_spec(engine_request(job(4, captures=True), 0, 1), everyone())
     assert captured is not None
@@ -59,23 +59,23 @@ def test_global_entries_are_resolved_per_prompt_without_absent_positions() -> No
     assert spec.steering == []
 
 
-def test_a_request_that_everyones_steering_does_not_touch_is_reported_all_the_same() -> None:
+def test_requests_untouched_by_global_steering_are_reported() -> None:
     spec = told(4, everyone(template("a", [9])))
     assert (spec.global_steering, spec.digest, spec.first_affected, spec.global_version) == ([], "", -1, 7)
 
 
-def test_what_is_touched_first_is_of_everyones_entries_and_the_requests_own() -> None:
+def test_first_touched_position_covers_global_and_own_entries() -> None:
     assert told(9, everyone(template("a", [5])), template("b").stored([3])).first_affected == 3
     assert told(9, everyone(template("a", [2])), template("b").stored([3])).first_affected == 2
     assert told(9, everyone(template("a", "all_generated"))).first_affected == 9
 
 
 @pytest.mark.parametrize(("positions", "by_prompt"), [("all", False), ("all_prompt", True), ("all_generated", True), ([1], False)])
-def test_where_the_prompt_ends_matters_for_everyones_entries_too(positions: PositionWish, by_prompt: bool) -> None:
+def test_the_prompt_end_is_in_the_digest_of_global_entries(positions: PositionWish, by_prompt: bool) -> None:
     assert told(9, everyone(template("a", positions))).by_prompt is by_prompt
 
 
-def test_the_same_entries_share_the_cache_whoever_asks_for_them_and_others_do_not() -> None:
+def test_equal_entries_share_a_cache_digest() -> None:
     own, alone = template("a").stored("all"), told(4, everyone(template("a"))).digest
     assert alone == told(4, everyone(), own).digest
     digests = {

@@ -263,7 +263,7 @@ def test_global_rows_that_time_out_or_fail_leave_the_former_rows() -> None:
     asyncio.run(story())
 
 
-def test_a_request_that_no_longer_fits_beside_what_stands_does_not_wait_for_ever() -> None:
+def test_a_request_that_cannot_fit_beside_global_rows_is_refused() -> None:
     async def story() -> None:
         admission, done = RowAdmission(3, 9), asyncio.Event()
 
@@ -296,7 +296,7 @@ async def _replace(admission: RowAdmission, key: str) -> None:
         pass
 
 
-def test_those_who_waited_for_what_a_change_for_everyone_took_are_told() -> None:
+def test_waiters_displaced_by_global_rows_are_refused() -> None:
     async def story() -> None:
         admission, written = RowAdmission(2, 9), asyncio.Event()
 
@@ -321,7 +321,7 @@ def test_those_who_waited_for_what_a_change_for_everyone_took_are_told() -> None
     asyncio.run(story())
 
 
-def test_cells_leave_room_as_soon_as_others_come_and_take_it_back_in_turn() -> None:
+def test_sweep_cells_yield_rows_to_other_requests() -> None:
     async def scenario() -> None:
         limit = 3
         slots = CellSlots(lambda: limit)

@@ -31,7 +31,7 @@ def names(root: ArtifactStore | Path) -> list[str]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_everything_of_a_job_goes_and_nothing_else(tmp_path: Path, layout: str) -> None:
+def test_a_deletion_removes_only_the_jobs_files(tmp_path: Path, layout: str) -> None:
     mine = [finished("job_x", n, layout=layout, tag=tag) for n in range(4) for tag in ("a", "b")]
     others = [finished("job_y", n, layout=layout, tag=tag) for n in range(4) for tag in ("a", "b")]
     write(tmp_path, *mine, *others)
@@ -61,7 +61,7 @@ def test_the_space_of_blobs_in_a_segment_is_given_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("store", ["folder"], indirect=True)
-def test_a_segment_goes_when_its_last_blob_has_and_its_writer_is_done_with_it(store: ArtifactStore) -> None:
+def test_a_segment_is_removed_after_its_last_blob_and_writer(store: ArtifactStore) -> None:
     disk = filesystem(store)
     disk.consume([finished("job_x"), finished("job_y", request=1)])
     retention.delete(store, ["job_x", "job_y"])
@@ -84,7 +84,7 @@ def test_a_segment_that_its_writer_left_empty_goes_with_the_next_deletion(store:
 
 
 @pytest.mark.parametrize("store", ["folder"], indirect=True)
-def test_what_is_being_read_stays_until_it_is_not(store: ArtifactStore) -> None:
+def test_files_being_read_are_kept_until_released(store: ArtifactStore) -> None:
     write(store, finished("job_x"), finished("job_y", layout="packed"))
     reader = CaptureReader(store, "job_x")
     assert retention.delete(store, ["job_x", "job_y"]) == ["job_y"]
@@ -97,9 +97,7 @@ def test_what_is_being_read_stays_until_it_is_not(store: ArtifactStore) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("store", ["folder"], indirect=True)
-def test_a_deletion_that_was_interrupted_is_finished_by_the_next(
-    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch, layout: str
-) -> None:
+def test_an_interrupted_deletion_is_completed_by_the_next(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
     write(store, *(finished("job_x", n, layout=layout, tag=tag) for n in range(3) for tag in ("a", "b")))
     rename, punch = os.rename, file_store._punch
     seen: list[int] = []
@@ -125,11 +123,11 @@ def test_a_deletion_that_was_interrupted_is_finished_by_the_next(
     assert names(store) == []
 
 
-def test_deleting_what_is_not_there_is_done_at_once(store: ArtifactStore) -> None:
+def test_deleting_an_absent_job_succeeds(store: ArtifactStore) -> None:
     assert retention.delete(store, ["job_x"]) == ["job_x"]
 
 
-def test_where_there_is_no_capture_root_nothing_counts_as_deleted(tmp_path: Path) -> None:
+def test_without_a_capture_root_nothing_counts_as_deleted(tmp_path: Path) -> None:
     with pytest.raises(retention.RemovalError, match="nowhere") as caught:
         retention.delete(open_store(tmp_path / "nowhere"), ["job_x"])
     assert caught.value.done == []
@@ -138,7 +136,7 @@ def test_where_there_is_no_capture_root_nothing_counts_as_deleted(tmp_path: Path
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_is_written_after_a_deletion_is_shown_to_nobody_and_removed_by_the_next(tmp_path: Path, layout: str) -> None:
+def test_files_written_after_a_deletion_are_hidden_then_removed(tmp_path: Path, layout: str) -> None:
     write(tmp_path, finished("job_x", 0, layout=layout))
     assert retention.delete(open_store(tmp_path), ["job_x"], keep=["job_x"]) == ["job_x"]
     write(tmp_path, finished("job_x", 1, layout=layout), owner="w.late.0")
@@ -186,7 +184,7 @@ def test_a_job_that_cannot_be_removed_does_not_hold_up_the_others(store: Artifac
     assert names(store) == []
 
 
-def test_many_may_delete_the_same_jobs_at_once(store: ArtifactStore) -> None:
+def test_concurrent_deletions_of_one_job_succeed(store: ArtifactStore) -> None:
     """As several sweepers and an API do: rounds in which each goes through every step at about the same time."""
     errors: list[BaseException] = []
     for number in range(40):
@@ -213,7 +211,7 @@ def test_many_may_delete_the_same_jobs_at_once(store: ArtifactStore) -> None:
 
 
 @pytest.mark.parametrize("store", ["folder"], indirect=True)
-def test_where_the_disk_knows_no_holes_zeros_are_written(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_hole_punching_zeros_are_written(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
     write(store, finished("job_x", positions=range(40)), finished("job_y"))
 
     def no_holes(*_: object) -> int:
@@ -228,7 +226,7 @@ def test_where_the_disk_knows_no_holes_zeros_are_written(store: ArtifactStore, m
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_readers_beside_a_deletion_get_everything_or_are_told(store: ArtifactStore, layout: str) -> None:
+def test_readers_during_a_deletion_get_all_rows_or_an_error(store: ArtifactStore, layout: str) -> None:
     """Many rounds: readers open and read while another thread deletes."""
     rounds, readers, requests = 12, 3, 12
     bad: list[object] = []
@@ -273,7 +271,7 @@ def test_the_space_taken_counts_blocks_and_not_lengths(tmp_path: Path) -> None:
     assert 20_000 <= open_store(tmp_path).used() < 100_000
 
 
-def test_what_vanishes_while_space_is_measured_leaves_the_rest_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_removed_while_measuring_do_not_stop_the_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in range(10):
         (tmp_path / str(name)).write_bytes(os.urandom(20_000))
     whole, scandir = open_store(tmp_path).used(), os.scandir

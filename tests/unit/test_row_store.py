@@ -87,7 +87,7 @@ def test_rows_that_alone_exceed_the_limit_are_not_kept() -> None:
     assert RowIndex(0, ROW, BLOCK).keep("r", spec_of(capture()), HASHES, 0, 8) == []
 
 
-def test_a_wider_capture_replaces_a_narrower_one_and_others_are_few() -> None:
+def test_wider_kept_rows_replace_narrower_ones() -> None:
     index = RowIndex(1 << 20, ROW, BLOCK)
     narrow = index.keep("r", spec_of(capture(post_block=[0])), HASHES, 0, 4)
     index.keep("r", spec_of(capture(post_block=[0, 1])), HASHES, 0, 4)
@@ -135,7 +135,7 @@ def test_captures_served_by_kept_rows_equal_computed_ones(seed: int) -> None:
     assert reused > 0
 
 
-def test_rows_that_are_gone_are_an_error_that_says_so() -> None:
+def test_evicted_rows_are_a_typed_error() -> None:
     rank = Rank()
     request = rank.admit(Request(0, 6, 8, [capture()]))
     with pytest.raises(LookupError, match="positions 0 to 3, which the prefix cache serves, are no longer kept"):

@@ -68,7 +68,7 @@ def test_each_hook_has_its_own_layers_and_every_option_is_kept() -> None:
     ],
 )
 # field case 27
-def test_what_the_model_or_the_worker_does_not_have_is_refused_by_field(wish: dict[str, Any], field: str, words: str) -> None:
+def test_captures_the_model_or_worker_lacks_are_refused_by_field(wish: dict[str, Any], field: str, words: str) -> None:
     with pytest.raises(MidstreamError, match=words) as refused:
         captured(wish)
     assert (refused.value.status, refused.value.field) == (400, field)
@@ -108,7 +108,7 @@ def test_the_rows_of_one_step_must_fit_the_workers_buffer() -> None:
     assert (refused.value.field, "at most 32 rows" in str(refused.value.allowed)) == ("capture", True)
 
 
-def test_what_the_operator_captures_comes_with_every_prompt_asked_or_not() -> None:
+def test_global_captures_are_added_to_every_prompt() -> None:
     everyone = [CaptureSpec(hooks={"pre_attn": "0-1"}, positions=[0, 5, -1], tag="global")]
     resolved = resolve_captures(None, bounds(6, 3, 1, global_captures=everyone))
     assert [[capture.positions for capture in captures] for captures in resolved] == [[[0, 5]], [[0, 2]], [[0]]]
@@ -134,7 +134,7 @@ def test_the_operator_captures_ranges_as_far_as_prompts_go() -> None:
     assert [[capture.positions for capture in captures] for captures in resolved] == [[[2, 3, 4]], [[2]], []]
 
 
-def test_a_prompt_too_short_for_the_operators_positions_is_left_alone() -> None:
+def test_global_capture_skips_prompts_too_short_for_it() -> None:
     everyone = [CaptureSpec(positions=[5], tag="global")]
     assert [len(captures) for captures in resolve_captures(None, bounds(6, 3, global_captures=everyone))] == [1, 0]
     assert resolve_captures(None, bounds(3, global_captures=everyone)) == []
@@ -179,7 +179,7 @@ def test_a_user_cannot_capture_under_the_operators_tag() -> None:
     assert refused.value.field == "capture.tag"
 
 
-def test_a_capture_of_everyone_that_does_not_fit_the_model_is_not_the_users_mistake() -> None:
+def test_an_unfitting_global_capture_is_not_a_user_error() -> None:
     with pytest.raises(MidstreamError) as failed:
         resolve_captures(None, bounds(6, global_captures=[CaptureSpec(hook="mlp_in")]))
     assert failed.value.kind == "internal"

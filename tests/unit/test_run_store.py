@@ -107,7 +107,7 @@ def test_of_a_file_with_other_stages_layers_only_the_own_rows_stay(tmp_path: Pat
     assert store.bytes == 2 * held.nbytes
 
 
-def test_what_is_not_there_is_named(tmp_path: Path) -> None:
+def test_missing_rows_of_a_run_are_named(tmp_path: Path) -> None:
     store = store_of(tmp_path)
     store.put(run_of(write(tmp_path, finished(sites=SITES)), SITES))
     for asked, words in (
@@ -148,7 +148,7 @@ def test_a_row_with_a_value_that_is_not_finite_is_refused(tmp_path: Path, bad: f
         ({"files": []}, "no file of it holds post_block of layer 2"),
     ],
 )
-def test_a_run_that_is_not_what_it_is_said_to_be_is_refused(tmp_path: Path, other: dict[str, Any], words: str) -> None:
+def test_a_run_file_that_mismatches_its_record_is_refused(tmp_path: Path, other: dict[str, Any], words: str) -> None:
     store = store_of(tmp_path)
     run = msgspec.structs.replace(run_of(write(tmp_path, finished()), {"post_block": [2, 3]}), **other)
     with pytest.raises(ValueError, match=words):
@@ -156,7 +156,7 @@ def test_a_run_that_is_not_what_it_is_said_to_be_is_refused(tmp_path: Path, othe
     assert (len(store), store.bytes, store.names()) == (0, 0, [])
 
 
-def test_a_file_that_is_gone_damaged_or_elsewhere_is_refused(tmp_path: Path) -> None:
+def test_missing_damaged_or_foreign_run_files_are_refused(tmp_path: Path) -> None:
     root = tmp_path / "captures"
     store = store_of(root)
     (wrote,) = write(root, finished())
@@ -193,7 +193,7 @@ def test_a_rank_answers_why_it_refuses_a_run_and_raises_nothing(tmp_path: Path) 
     assert len(store) == 0, "and one that was never here is dropped without a word"
 
 
-def test_equal_runs_have_equal_names_and_other_rows_others(tmp_path: Path) -> None:
+def test_run_keys_are_equal_exactly_for_equal_runs(tmp_path: Path) -> None:
     prints = []
     for folder, shift in (("a", 0.0), ("b", 0.0), ("c", 1.0)):
         store = store_of(tmp_path / folder)

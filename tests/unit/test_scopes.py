@@ -22,11 +22,11 @@ def test_every_route_has_its_scope_in_the_table_and_the_table_no_other() -> None
     assert auth.SCOPE_OF.keys() - there == set()
 
 
-def test_a_route_that_nobody_thought_of_is_for_admins() -> None:
+def test_unlisted_routes_need_scope_admin() -> None:
     assert auth.needed("GET", "/v1/new") == "admin"
 
 
-def test_only_health_and_documents_are_open() -> None:
+def test_only_health_and_documents_need_no_key() -> None:
     opened = {route for route, scope in auth.SCOPE_OF.items() if scope is None}
     assert {route for route in opened if not route.startswith("GET /schema")} == {"GET /", "GET /healthz", "GET /readyz"}
 
@@ -39,7 +39,7 @@ def test_only_health_and_documents_are_open() -> None:
         ("127.0.0.1", "keys", True), ("0.0.0.0", "open", False),
     ],
 )  # fmt: skip
-def test_keys_are_asked_for_off_loopback_or_where_it_is_said(host: str, setting: str, asks: bool) -> None:
+def test_keys_are_required_off_loopback_or_by_setting(host: str, setting: str, asks: bool) -> None:
     assert asks_for_keys(Settings(api_host=host, auth=setting)) is asks  # type: ignore[arg-type]
 
 
@@ -48,14 +48,14 @@ names = st.text(st.characters(min_codepoint=32, max_codepoint=126), min_size=1, 
 
 
 @given(tenants | st.just(DEFAULT_TENANT), names, tenants | st.just(DEFAULT_TENANT), names)
-def test_names_of_different_tenants_are_never_kept_under_one(tenant: str, name: str, other: str, its: str) -> None:
+def test_tenant_names_never_collide_in_keys(tenant: str, name: str, other: str, its: str) -> None:
     assert (scoped(tenant, name) == scoped(other, its)) is ((tenant, name) == (other, its))
     assert unscoped(scoped(tenant, name)) == (tenant, name)
     assert shown(scoped(tenant, name)) == name
     assert own(tenant, [scoped(other, its)]) == ([its] if other == tenant else [])
 
 
-def test_another_tenants_list_is_for_admins() -> None:
+def test_listing_another_tenant_needs_admin() -> None:
     caller, admin = Caller("acme", scopes=frozenset({"read"})), Caller()
     assert auth.tenant_asked(caller, None) == "acme"
     assert auth.tenant_asked(caller, "acme") == "acme"

@@ -202,7 +202,7 @@ def test_a_range_that_names_nothing_or_leaves_the_prompt_is_refused_with_its_pla
         ('{"start": 1, "end": 2}', "end"),
     ],
 )
-def test_a_span_is_a_text_or_a_range_and_never_nothing(raw: str, words: str) -> None:
+def test_a_span_needs_a_text_or_a_range(raw: str, words: str) -> None:
     with pytest.raises(msgspec.ValidationError, match=words):
         from_json(raw, PositionWish)
 
@@ -215,7 +215,7 @@ def test_overlapping_ranges_are_written_out_once() -> None:
 
 
 @given(prompt=st.integers(1, 20), data=st.data())
-def test_only_names_that_go_by_where_the_prompt_ends_depend_on_it(prompt: int, data) -> None:
+def test_only_prompt_end_selectors_depend_on_it(prompt: int, data) -> None:
     """What is cached of a prompt may serve a longer one, unless that one is touched elsewhere."""
     resolved = resolve_positions(data.draw(wishes(prompt)), prompt)
     assert depends_on_prompt(resolved) == (list(select(resolved, 0, 99, prompt)) != list(select(resolved, 0, 99, prompt + 3)))

@@ -7,7 +7,7 @@ import pytest
 from midstream.schemas.settings import FILE_VARIABLE, Settings, SettingsError, load_settings, to_environment
 
 
-def test_without_anything_set_the_defaults_hold() -> None:
+def test_defaults_without_settings() -> None:
     assert load_settings({}) == Settings()
 
 

@@ -72,13 +72,13 @@ def test_a_busy_service_with_long_names_fits_on_80_columns_and_keeps_its_numbers
         assert number in text, number
 
 
-def test_what_is_not_there_is_said() -> None:
+def test_status_shows_missing_parts() -> None:
     text = printed(status(workers=[], relay=RelayStatus(alive=False), callbacks=CallbacksStatus(alive=False)))
     for words in ("no worker is alive", "relay not seen", "callbacks not seen"):
         assert words in text
 
 
-def test_jobs_per_second_are_told_from_two_looks() -> None:
+def test_jobs_per_second_come_from_two_samples() -> None:
     later = status(at=AT + 2, counts={"meta-llama-3.1-70b-instruct": {"succeeded": 1_200_041}})
     assert " 20.5" in printed(later, status())
 
@@ -107,13 +107,13 @@ def test_ranks_that_disagreed_lately_are_shown_and_long_ago_are_not() -> None:
         ({"queues": [QueueStatus(model="other", priority="batch", sent=2, waiting={})]}, "queue", "fail"),
     ],
 )
-def test_the_doctor_judges_what_goes_on(changes: dict[str, Any], about: str, level: str) -> None:
+def test_the_doctor_grades_status_findings(changes: dict[str, Any], about: str, level: str) -> None:
     found = [finding for finding in doctor._parts(status(**{"queues": [], **changes}), Settings()) if finding.level != "ok"]
     assert [(finding.about, finding.level) for finding in found] == ([] if level == "ok" else [(about, level)])
     assert all(finding.advice for finding in found)
 
 
-def test_the_doctor_says_by_which_names_the_api_may_be_called() -> None:
+def test_the_doctor_lists_allowed_hosts() -> None:
     problem = MidstreamError("misdirected", "this API is not called 'box'", field="Host", allowed="localhost, api.example").problem()
     with server(reply(problem, status=421)) as (url, _):
         found = [*doctor._api(url, {}), *doctor._keys(url, {})]

@@ -42,13 +42,13 @@ def same_draws(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.mark.parametrize("sentence", PROPERTIES)
-def test_the_reference_keeps_what_the_sentence_says(sentence: str) -> None:
+def test_the_reference_has_the_property(sentence: str) -> None:
     PROPERTIES[sentence](pair_site, single_site)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", PLACE)
-def test_the_kit_itself_notices_a_row_that_is_slightly_off(name: str, dtype: torch.dtype) -> None:
+def test_the_kit_detects_a_slightly_wrong_row(name: str, dtype: torch.dtype) -> None:
     numbers = {"replace": (0.5,), "replace_masked": (0.5,), "add_matched": (0.1,), "ablate": (1.0,), "clamp": (1.0, 50.0, 60.0)}
     does = Does(torch.randn(1, WIDTH), numbers.get(name, ()))
     if name == "lowrank":
@@ -78,7 +78,7 @@ def test_every_family_has_one_formula_and_a_place() -> None:
 
 
 # field case 10
-def test_an_addition_that_matches_the_norm_goes_by_the_stream_and_not_by_a_branch() -> None:
+def test_norm_match_uses_the_stream_norm_not_the_branch() -> None:
     a_matched_addition_is_measured_by_the_whole_stream(pair_site, single_site)
 
 
@@ -140,7 +140,7 @@ def test_an_application_that_its_family_does_not_have_is_refused(name: str, vect
         laid_out(name, Does(torch.ones(vectors, WIDTH), scalars))
 
 
-def test_what_a_request_may_ask_for_is_what_the_kernels_have() -> None:
+def test_request_families_equal_kernel_families() -> None:
     assert ROWS_PER_TOKEN == 2 * specs.MAX_STEERING_ROWS, "as many for everyone's sake as for its request's"
 
 

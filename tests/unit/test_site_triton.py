@@ -42,11 +42,11 @@ def faults() -> dict[str, str | None]:
 
 
 @pytest.mark.parametrize("sentence", [*PROPERTIES, *OWN])
-def test_the_interpreted_kernels_keep_what_the_sentence_says(sentence: str, faults: dict[str, str | None]) -> None:
+def test_the_interpreted_kernels_have_the_property(sentence: str, faults: dict[str, str | None]) -> None:
     assert faults[sentence] is None, faults[sentence]
 
 
-def test_every_sentence_that_was_tried_is_looked_at(faults: dict[str, str | None]) -> None:
+def test_every_tried_property_is_asserted(faults: dict[str, str | None]) -> None:
     assert set(faults) == {*PROPERTIES, *OWN}
 
 

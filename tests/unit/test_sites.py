@@ -134,7 +134,7 @@ X = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1))
 
 @pytest.mark.parametrize("traced", [False, True], ids=["eager", "traced"])
 @pytest.mark.parametrize("kind", ["pair", "single"])
-def test_each_hook_sees_what_its_name_says(kind: str, traced: bool) -> None:
+def test_each_hook_captures_its_named_tensor(kind: str, traced: bool) -> None:
     """The streams add up, layer by layer, and the branches are what is added."""
     model, adapter = toy(kind)
     plain = model(X)
@@ -273,7 +273,7 @@ def test_the_buffers_are_not_saved_with_the_model() -> None:
     assert set(model.state_dict()) == before
 
 
-def test_a_model_built_otherwise_is_refused() -> None:
+def test_a_model_with_another_structure_is_refused() -> None:
     model, _ = toy("pair")
     elsewhere = Adapter("Toy", Variant("layers", {"post_attn": Tap("ln_2", "input")}), HIDDEN, 2)
     with pytest.raises(UnsupportedArchitectureError, match="built otherwise"):

@@ -58,7 +58,7 @@ def test_rows_of_the_unedited_model_are_counted_and_fail_no_request(rig: Rig, mo
         assert sum(file.non_finite for file in receipt.files) == 2 * 2, "two layers, two positions"
 
 
-def test_what_is_not_finite_behind_an_edit_fails_its_request(rig: Rig) -> None:
+def test_non_finite_rows_after_an_edit_fail_the_request(rig: Rig) -> None:
     """Neither row was broken by an edit itself: what the model made of it is not the unedited model's."""
     request = clamping(rig, 1, 1.0, Window(3))
     rig.step((request, 0, 6), new=[request], hidden=[0, 0, 0, 0, np.inf, 0])
@@ -79,7 +79,7 @@ def test_a_captured_row_that_is_not_finite_behind_an_edit_fails_its_request(rig:
     assert "layer 0, position 5, is not finite, after edits" in receipt.message
 
 
-def test_requests_served_by_a_broken_ones_blocks_fail_too(rig: Rig) -> None:
+def test_requests_that_reused_broken_blocks_fail(rig: Rig) -> None:
     """The one that came in the same step, on blocks that were to be filled, and one that comes later; not those that compute their own."""
     first, beside, later, own = (steered(number) for number in range(1, 5))
     rig.step((first, 0, 6), (beside, 4, 2), new=[first, beside], cached=4, hidden=[0, 0, 0, np.nan, 0, 0, 0, 0])

@@ -97,7 +97,7 @@ KINDS: dict[str, tuple[Callable[[], Tokenizer], Callable[[str], bytes], int]] = 
 @pytest.mark.parametrize("kind", KINDS)
 @given(text=TEXTS)
 @settings(max_examples=50, deadline=None)
-def test_words_are_what_the_tokens_spell_with_their_spaces(kind: str, text: str) -> None:
+def test_words_are_token_text_with_spaces(kind: str, text: str) -> None:
     make, _, before = KINDS[kind]
     tokenizer = make()
     ids, codec = tokenizer.encode(text).ids, codec_of(tokenizer)
@@ -162,7 +162,7 @@ def test_a_span_that_is_not_there_is_refused_with_its_place_and_what_is_there(wi
     assert refused.value.at == at
 
 
-def test_of_a_long_prompt_only_the_beginning_is_shown() -> None:
+def test_errors_show_the_start_of_a_long_prompt() -> None:
     with pytest.raises(SelectorError) as refused:
         find("the beginning " + "a" * 10_000, Span(text="nowhere"))
     assert "the beginning" in str(refused.value)

@@ -80,7 +80,7 @@ def test_a_request_keeps_the_global_steering_that_it_began_under(rig: Rig) -> No
     assert [(receipt.status, receipt.global_version) for receipt in rig.receipts()] == [("ok", 1), ("ok", 2)]
 
 
-def test_what_is_everyones_comes_before_what_is_the_requests_own(rig: Rig) -> None:
+def test_global_entries_precede_request_entries(rig: Rig) -> None:
     theirs, mine = (msgspec.structs.replace(template(rig.vector(n)), family="replace", numbers=[1.0]) for n in (7.0, 8.0))
     request = Request(1, 6, 8, (), [mine.stored([2])], for_everyone(1, theirs))
     rig.step((request, 0, 6), new=[request])
@@ -97,7 +97,7 @@ def test_what_is_everyones_comes_before_what_is_the_requests_own(rig: Rig) -> No
         (lambda rig: msgspec.structs.replace(template(), rank=3, family="lowrank", tensors=[NAME] * 3, numbers=[1.0]), "its shape is"),
     ],
 )
-def test_what_cannot_be_applied_to_everyone_is_refused_before_anything_changes(rig: Rig, entry: Callable[[Rig], Any], words: str) -> None:
+def test_invalid_global_steering_is_refused_before_any_change(rig: Rig, entry: Callable[[Rig], Any], words: str) -> None:
     wanted = for_everyone(4, template(), entry(rig))
     before = state(rig)
     with pytest.raises((LookupError, ValueError), match=words):
@@ -179,7 +179,7 @@ def test_a_module_without_its_tensors_is_refused_and_the_name_keeps_its_value(ri
         assert state(rig) == before
 
 
-def test_a_tensor_that_stands_is_not_dropped(rig: Rig) -> None:
+def test_tensors_in_global_steering_are_not_dropped(rig: Rig) -> None:
     rank_state, other = rig.plane.rank_state, rig.vector(5.0)
     rank_state.set_module("joy", JOY, [NAME])
     with pytest.raises(RuntimeError, match="is needed by module 'joy'"):
@@ -271,7 +271,7 @@ def test_a_call_that_fails_on_this_rank_says_why_and_has_changed_nothing(rig: Ri
 
 
 @pytest.mark.parametrize("error", [LookupError("gone"), ValueError("gone"), RuntimeError("gone")])
-def test_a_refusal_is_an_answer_and_a_bug_is_not(rig: Rig, error: Exception) -> None:
+def test_refusals_are_returned_and_bugs_are_raised(rig: Rig, error: Exception) -> None:
     def refuse() -> None:
         raise error
 
@@ -355,7 +355,7 @@ def test_ranks_that_do_the_same_agree_in_every_receipt_and_in_content(tmp_path: 
 
 
 @pytest.mark.parametrize(("kind", "edited"), [("alter_action", -2), ("skip_action", 0)])
-def test_a_row_that_is_skipped_or_altered_really_is_and_the_contents_differ(tmp_path: Path, kind: str, edited: int) -> None:
+def test_skip_and_alter_faults_change_rank_content(tmp_path: Path, kind: str, edited: int) -> None:
     first, second = stage(tmp_path)
     second.plane.faults.switch(f"{kind}:rank=1")
     request = steered(1)
@@ -371,7 +371,7 @@ def test_a_row_that_is_skipped_or_altered_really_is_and_the_contents_differ(tmp_
 
 
 @pytest.mark.parametrize("stray", ["pool", "scalars", "site_rows"])
-def test_bytes_that_went_astray_on_the_device_show_in_the_fingerprint(tmp_path: Path, stray: str) -> None:
+def test_corrupted_device_rows_change_the_fingerprint(tmp_path: Path, stray: str) -> None:
     rig = Rig(tmp_path)
     rig.plane.rank_state.commit_global(for_everyone(1, template()))
     before = rig.plane.fingerprint()
@@ -385,7 +385,7 @@ def test_bytes_that_went_astray_on_the_device_show_in_the_fingerprint(tmp_path: 
 # -- beginning anew --------------------------------------------------------------------------------------------------------
 
 
-def test_ranks_out_of_step_begin_anew_from_zero_and_agree_when_the_same_is_replayed(tmp_path: Path) -> None:
+def test_desynced_ranks_agree_after_reset_and_replay(tmp_path: Path) -> None:
     ranks = stage(tmp_path)
     everyone = for_everyone(3, template())
 
@@ -453,7 +453,7 @@ def test_a_restarted_ranks_table_is_complete_and_free_of_former_rows(rig: Rig) -
     assert [receipt.status for receipt in rig.receipts()] == ["error"] * 3 + ["ok"] * 3
 
 
-def test_the_failure_of_a_request_says_that_the_ranks_began_anew(rig: Rig) -> None:
+def test_requests_failed_by_a_resync_say_so(rig: Rig) -> None:
     request = steered(1)
     rig.step((request, 0, 6), new=[request])
     rig.plane.restart()
@@ -464,7 +464,7 @@ def test_the_failure_of_a_request_says_that_the_ranks_began_anew(rig: Rig) -> No
 # -- what is told ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_rank_tells_all_that_the_vocabulary_names(rig: Rig) -> None:
+def test_rank_reports_fill_every_field(rig: Rig) -> None:
     rig.plane.rank_state.set_module("joy", JOY, [NAME])
     rig.plane.rank_state.commit_global(for_everyone(4, template()))
     status = rig.plane.status()

@@ -35,7 +35,7 @@ def stored(monkeypatch: pytest.MonkeyPatch) -> Any:
     return Stored()
 
 
-def test_one_question_is_for_all_calls_and_those_of_a_revoked_key_end(stored: Any) -> None:
+def test_one_check_covers_all_held_calls_and_ends_revoked_ones(stored: Any) -> None:
     async def hold() -> None:
         key_watch = KeyWatch(stored)
         with ExitStack() as held:
@@ -53,7 +53,7 @@ def test_one_question_is_for_all_calls_and_those_of_a_revoked_key_end(stored: An
     asyncio.run(hold())
 
 
-def test_nothing_is_asked_for_who_has_no_key_or_one_that_nobody_can_revoke(stored: Any) -> None:
+def test_calls_without_a_revocable_key_are_not_checked(stored: Any) -> None:
     async def hold() -> None:
         key_watch = KeyWatch(stored, always="admin")
         with key_watch.of(EVERYBODY) as one, key_watch.of(Caller(key="admin")) as other:
@@ -63,7 +63,7 @@ def test_nothing_is_asked_for_who_has_no_key_or_one_that_nobody_can_revoke(store
     asyncio.run(hold())
 
 
-def test_nothing_is_asked_once_nobody_holds_anything(stored: Any) -> None:
+def test_no_check_runs_without_held_calls(stored: Any) -> None:
     async def hold() -> None:
         key_watch = KeyWatch(stored)
         with key_watch.of(Caller(key="one")):

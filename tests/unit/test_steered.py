@@ -75,7 +75,7 @@ def test_a_module_is_its_entries_at_their_own_positions_and_brings_no_tensor() -
     assert list(blobs) == [content_hash(OTHER)], "what came with the request, not with the module"
 
 
-def test_a_request_says_how_much_of_a_module_and_where_instead_of_its_own_positions() -> None:
+def test_a_request_sets_scale_and_positions_of_a_module() -> None:
     everything = module(
         spec(scale=3.0), spec(layers=1, norm_match=True, scale=0.5), spec(layers=1, op="ablate", strength=0.25),
         spec(layers=1, op="clamp", strength=0.5, low=-1.0, high=1.0), spec(layers=2, op="replace", alpha=0.5, scale=2.0),
@@ -99,7 +99,7 @@ def test_a_module_of_one_phase_stays_one_in_each_prompt(positions: Any) -> None:
     assert [[entry.positions for entry in entries] for entries in per_prompt] == [[positions], [positions]]
 
 
-def test_a_name_is_resolved_to_content_so_that_what_it_means_later_changes_nothing() -> None:  # field case 15
+def test_module_names_are_resolved_to_content_at_admission() -> None:  # field case 15
     before, after = module(spec()), module(spec(vector=OTHER))
     assert before.digest != after.digest
     ((entry,),), _ = resolved([SteeringSpec(module="joy")], before)
@@ -124,7 +124,7 @@ def test_a_name_is_resolved_to_content_so_that_what_it_means_later_changes_nothi
         ({"module": "joy", "positions": Span(text="nowhere")}, "positions", "not there"),
     ],
 )
-def test_what_is_wrong_about_a_module_in_a_request_is_named_by_its_field(wish: dict[str, Any], field: str, words: str) -> None:
+def test_invalid_module_use_in_a_request_names_the_field(wish: dict[str, Any], field: str, words: str) -> None:
     problem = refused(resolved, [spec(), SteeringSpec(**wish)], module())
     assert problem.field == f"steering[1].{field}"
     assert words in problem.detail
@@ -158,7 +158,7 @@ def test_the_rows_of_modules_count_as_those_of_the_request() -> None:
     assert resolved([SteeringSpec(module=f"m{place}") for place in range(1, 5)], *five)
 
 
-def test_a_request_must_fit_beside_what_steers_everyone() -> None:
+def test_a_request_must_fit_beside_global_steering() -> None:
     everyone = GlobalSteering(
         version=1, entries=resolve_everyone([spec(positions=[0]), spec(positions=[1])], model(), ModelState()).entries
     )
@@ -174,7 +174,7 @@ def test_a_request_must_fit_beside_what_steers_everyone() -> None:
 # --- Modules -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_module_is_named_by_everything_that_it_does() -> None:
+def test_the_module_digest_covers_every_field() -> None:
     one = module(spec())
     variants = [
         spec(vector=OTHER), spec(scale=2.0), spec(layers=1), spec(hook="pre_attn"), spec(positions="all_prompt"), spec(op="ablate"),
@@ -202,7 +202,7 @@ def test_a_module_is_named_by_everything_that_it_does() -> None:
         (SteeringSpec(vector=VECTOR), "layers"),
     ],
 )
-def test_what_is_wrong_in_a_module_or_for_everyone_is_named_by_its_field(entry: SteeringSpec, field: str) -> None:
+def test_invalid_modules_and_global_steering_name_the_field(entry: SteeringSpec, field: str) -> None:
     assert refused(resolve_module, [spec(), entry], model()).field == f"steering[1].{field}"
     assert refused(resolve_everyone, [spec(), entry], model(), ModelState()).field == f"steering[1].{field}"
 
@@ -218,7 +218,7 @@ def test_a_module_that_no_request_could_use_is_refused() -> None:
 # --- Everyone ----------------------------------------------------------------------------------------------------------
 
 
-def test_what_steers_everyone_is_cut_to_each_prompt() -> None:
+def test_global_steering_is_clipped_to_each_prompt() -> None:
     content = resolve_everyone(
         [spec(positions=[1, 5]), spec(layers=1, positions=Span(start=2)), spec(layers=2, positions="all_generated")], model(), ModelState()
     )
@@ -229,7 +229,7 @@ def test_what_steers_everyone_is_cut_to_each_prompt() -> None:
     assert [content_hash(msgspec.msgpack.decode(raw, type=Tensor)) for raw in content.blobs.values()] == [content_hash(VECTOR)]
 
 
-def test_a_module_for_everyone_is_its_content_at_the_scale_and_place_that_is_said() -> None:
+def test_a_global_module_is_its_content_at_scale_and_positions() -> None:
     joy = module(spec(scale=3.0, positions="all_prompt"), spec(layers=1, op="ablate", vector=OTHER))
     model_state = ModelState({"joy": joy}, GlobalSteering(), ["joy"])
     own = resolve_everyone([SteeringSpec(module="joy", scale=2.0)], model(), model_state)
@@ -251,7 +251,7 @@ def test_a_module_for_everyone_is_its_content_at_the_scale_and_place_that_is_sai
         ([3, Span(start=-2, stop=-1)], "[1]"),
     ],
 )
-def test_positions_that_need_a_prompt_are_refused_for_everyone(positions: Any, place: str) -> None:
+def test_positions_that_need_a_prompt_are_refused_globally(positions: Any, place: str) -> None:
     problem = refused(resolve_everyone, [spec(), spec(positions=positions)], model(), ModelState())
     assert problem.field == f"steering[1].positions{place}"
     joy = module(spec(positions=positions))
@@ -259,7 +259,7 @@ def test_positions_that_need_a_prompt_are_refused_for_everyone(positions: Any, p
     assert inside.field == "steering[0].module"
 
 
-def test_what_steers_everyone_is_bounded_by_what_workers_do_with_each_prompt() -> None:
+def test_global_steering_is_bounded_by_per_prompt_cost() -> None:
     large = module(*[spec()] * 2049)
     problem = refused(resolve_everyone, [SteeringSpec(module="joy")] * 2, model(), ModelState({"joy": large}))
     assert (problem.field, problem.detail) == ("steering", "has 4098 entries")
@@ -271,7 +271,7 @@ def test_what_steers_everyone_is_bounded_by_what_workers_do_with_each_prompt() -
     assert resolve_everyone([spec(positions=Span(start=0))] * 1000, model(), ModelState()), "alone they are no list"
 
 
-def test_what_steers_everyone_leaves_half_of_the_tables_to_requests() -> None:
+def test_global_steering_uses_at_most_half_of_the_tables() -> None:
     two = [spec(positions=[0]), spec(positions=[1])]
     assert resolve_everyone(two, model(steering_rows=4), ModelState())
     assert "global steering may take 1" in refused(resolve_everyone, two, model(steering_rows=3), ModelState()).detail

@@ -120,7 +120,7 @@ def test_a_field_invalid_for_an_op_and_a_missing_field_are_refused_by_name(op: S
 
 
 @pytest.mark.parametrize("hook", HOOKS)
-def test_a_length_is_matched_at_the_stream_and_nowhere_else(hook: str) -> None:
+def test_norm_match_is_valid_only_at_stream_hooks(hook: str) -> None:
     """A branch is as long as it happens to be: matched to it, the same scale would be another dose at every hook."""
     spec = LEAST["add"] | {"hook": hook, "norm_match": True}  # field case 10
     if hook in STREAM_HOOKS:
@@ -178,7 +178,7 @@ def test_a_hook_that_the_model_lacks_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["scale", "alpha", "strength", "low", "high"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_number_that_json_cannot_write_is_refused_where_it_is_made(name: str, value: float) -> None:
+def test_non_finite_numbers_are_refused_at_construction(name: str, value: float) -> None:
     """It would arrive as null, which means "as usual"."""
     with pytest.raises(ValueError, match=f"{name} is {value}"):
         SteeringSpec(layers=0, vector=VECTOR, **{name: value})
@@ -211,7 +211,7 @@ def test_more_overlapping_position_sets_than_rows_per_token_are_refused() -> Non
         assert "write those that replace rows at the same positions behind one another" in str(found.value.allowed)
 
 
-def test_prompts_whose_positions_fall_together_otherwise_are_checked_each() -> None:
+def test_overlap_limits_are_checked_per_prompt() -> None:
     """In a prompt of six tokens [0, -1] is [0, 5]; in one of seven it is a fifth set."""
     specs = [SteeringSpec(layers=0, vector=VECTOR, positions=[0, position]) for position in (1, 2, 3, 5, -1)]
     resolve_edits([], specs, bounds(6, 6))

@@ -58,7 +58,7 @@ def same(found: np.ndarray, wanted: np.ndarray) -> bool:
 
 @pytest.mark.parametrize("hook", ["pre_attn", "attn_out"])
 @pytest.mark.parametrize("family", FORMULAS)
-def test_a_family_does_at_its_site_what_its_formula_says(family: Family, hook: str) -> None:
+def test_families_apply_their_formula(family: Family, hook: str) -> None:
     rank = Rank()
     stream = stream_of(1, hook, 0, 0, 6)
     wanted = stream.copy()
@@ -82,7 +82,7 @@ def test_families_are_applied_in_the_documented_order_whatever_the_given_order(s
 
 
 @pytest.mark.parametrize("family", ["add_matched", "ablate", "clamp", "lowrank", "replace", "replace_masked"])
-def test_two_of_a_family_at_one_site_are_applied_in_the_order_written(family: Family) -> None:
+def test_one_family_applies_in_the_order_written(family: Family) -> None:
     rank = Rank()
     first, second = entry(rank, family), entry(rank, family, positions=[1, 2])
     formula = FORMULAS[family][1]
@@ -181,7 +181,7 @@ def test_a_row_of_a_run_lies_in_the_pool_with_the_bits_that_were_captured(tmp_pa
     assert torch.equal(rank.buffers.pool[1].view(torch.uint8), captured[1].view(torch.uint8))
 
 
-def test_only_what_has_a_site_here_is_looked_up(tmp_path: Path) -> None:
+def test_only_entries_with_a_local_site_are_resolved(tmp_path: Path) -> None:
     """A row of another stage's layer is on that stage's ranks alone."""
     rank = Rank(layers=2, runs_root=tmp_path)
     run = source_run(tmp_path, {"pre_attn": [0, 1, 2, 3]}, range(3))
@@ -255,7 +255,7 @@ def test_entries_that_meet_at_many_sites_are_joined_once() -> None:  # field cas
     assert np.allclose(found, [2 * V] + [3 * V] * 7)
 
 
-def test_what_decides_the_outcome_decides_the_key_and_the_digest() -> None:
+def test_row_keys_and_digests_cover_what_affects_the_result() -> None:
     base = steering(["v"], [0], "pre_attn", "all", "clamp", [1.0, 0.0, 1.0])
     others = [
         steering(["v"], [0], "pre_attn", "all", "clamp", [1.0, 0.0, 2.0]),
@@ -283,7 +283,7 @@ def test_what_decides_the_outcome_decides_the_key_and_the_digest() -> None:
         ("add", [np.full(HIDDEN, 3e38)], "add up to more than"),
     ],
 )
-def test_what_cannot_be_applied_is_refused_and_takes_nothing(family: Family, tensors: list[np.ndarray], words: str) -> None:
+def test_unapplicable_configurations_are_refused_and_take_no_row(family: Family, tensors: list[np.ndarray], words: str) -> None:
     rank = Rank()
     names = [rank.vector(values) for values in tensors]
     rank_of = 2 if family == "lowrank" else 0
@@ -293,7 +293,7 @@ def test_what_cannot_be_applied_is_refused_and_takes_nothing(family: Family, ten
     assert not rank.buffers.site_rows.any()
 
 
-def test_a_table_that_is_full_refuses_and_changes_nothing() -> None:
+def test_a_full_table_refuses_and_changes_nothing() -> None:
     rank = Rank()
     rank.admit(Request(1, 2, 3, (), [entry(rank, "lowrank", hook=hook, layers=[0, 1]) for hook in ("pre_attn", "mlp_in", "mlp_out")]))
     before = [tensor.clone() for tensor in (rank.buffers.pool, rank.buffers.scalars, rank.buffers.site_rows)]
@@ -393,7 +393,7 @@ def test_gaps_are_closed_only_when_a_row_would_not_fit_behind_the_last() -> None
     assert int(buffers.site_rows[1, PLACE["add"], 4]) == 17
 
 
-def test_bytes_are_summed_whatever_the_dtype_and_the_strides() -> None:
+def test_fingerprints_cover_any_dtype_and_strides() -> None:
     """Also those of a stage without a layer."""
     numbers = torch.arange(24, dtype=torch.int32).view(2, 3, 4)
     assert crc32_of(numbers[:, :, 1]) == zlib.crc32(numbers[:, :, 1].numpy().tobytes())

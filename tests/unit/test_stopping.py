@@ -6,7 +6,7 @@ import contextlib
 from midstream.api.context import _stopped
 
 
-def test_a_wait_inside_a_wait_is_stopped_although_it_takes_several_cancellations() -> None:
+def test_nested_waits_are_cancelled() -> None:
     async def main() -> None:
         async def stubborn() -> None:
             for _ in range(4):

@@ -279,7 +279,7 @@ def test_a_file_that_may_not_grow_raises_and_leaves_nothing(tmp_path: Path, shor
 
 
 # field case 19
-def test_a_folder_in_the_way_raises(tmp_path: Path) -> None:
+def test_a_directory_at_the_target_path_raises(tmp_path: Path) -> None:
     (tmp_path / "tag").write_text("a file where a folder should be")
     with pytest.raises(OSError, match=r"File exists|Not a directory"):
         publish(tmp_path, [pending("tag/job/p.safetensors")])

@@ -61,7 +61,7 @@ def test_a_secret_goes_to_the_child_alone_that_needs_it(tmp_path: Path) -> None:
     assert [name for name, environment in found.items() if "MIDSTREAM_FLOWER_AUTH" in environment] == ["flower"]
 
 
-def test_what_is_told_when_everything_is_up_has_no_password_in_it(tmp_path: Path) -> None:
+def test_the_ready_message_shows_no_password(tmp_path: Path) -> None:
     stack = Supervisor(load_settings({}, data_dir=str(tmp_path), redis_url="redis://10.0.0.7:6379/0", redis_password="hunter2"))
     assert "redis redis://:***@10.0.0.7:6379/0" in stack.ready_line()
     assert "hunter2" not in stack.ready_line()
@@ -71,7 +71,7 @@ def test_a_model_in_a_folder_needs_no_hub(tmp_path: Path) -> None:
     assert child_environment(Settings(model=str(tmp_path)))["HF_HUB_OFFLINE"] == "1"
 
 
-def test_a_port_that_is_taken_is_replaced_and_said(tmp_path: Path) -> None:
+def test_a_taken_port_is_replaced_with_a_notice(tmp_path: Path) -> None:
     said: list[str] = []
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -88,7 +88,7 @@ def test_a_port_that_is_taken_is_replaced_and_said(tmp_path: Path) -> None:
     ("host", "url"),
     [("::1", "http://[::1]:9"), ("::", "http://127.0.0.1:9"), ("0.0.0.0", "http://127.0.0.1:9"), ("a.example", "http://a.example:9")],
 )
-def test_the_address_that_is_told_can_be_called(host: str, url: str) -> None:
+def test_the_printed_address_is_reachable(host: str, url: str) -> None:
     assert Supervisor(Settings(api_host=host, api_port=9)).url == url
 
 
@@ -148,7 +148,7 @@ def test_the_first_cause_in_the_output_is_reported(case: str, tmp_path: Path) ->
     assert part.last_words() == reason
 
 
-def test_of_one_that_was_killed_it_is_said_so_instead_of_its_last_line(tmp_path: Path) -> None:
+def test_a_killed_child_is_reported_as_killed(tmp_path: Path) -> None:
     part = run(child(tmp_path, "import os; print('all is well', flush=True); os.kill(os.getpid(), 9)"))
     assert (part.ending, part.last_words()) == ("SIGKILL", "it was killed, by somebody or by the kernel for want of memory")
 
@@ -172,7 +172,7 @@ def test_a_child_that_ignores_sigterm_is_killed_and_that_is_known(tmp_path: Path
     assert birth(pid) == 0
 
 
-def test_what_a_dead_child_left_behind_is_ended_with_it(tmp_path: Path) -> None:
+def test_processes_left_by_a_dead_child_are_ended(tmp_path: Path) -> None:
     spawn = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']).pid, flush=True)"
     part = run(child(tmp_path, spawn))
     orphan, session = int(part.output()), part.pid
@@ -216,7 +216,7 @@ def test_the_pause_before_a_restart_grows_and_is_kept(tmp_path: Path, monkeypatc
     assert pauses == [200.0, 400.0, 500.0]
 
 
-def test_what_died_long_after_its_start_is_started_again_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_that_ran_long_restarts_without_delay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     part = child(tmp_path, "raise SystemExit(1)")
     pauses = []
     for healthy_after in (60.0, 60.0, 60.0, 60.0, -1.0, 60.0):
@@ -285,7 +285,7 @@ def test_a_second_up_on_the_same_data_directory_names_the_first(tmp_path: Path) 
     assert json.loads((tmp_path / STATE_FILE).read_text())["pid"] == 4711, "the first one's notes are its own"
 
 
-def test_what_a_killed_supervisor_left_running_is_ended_by_the_next(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_supervisor_are_ended(tmp_path: Path) -> None:
     left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
     try:
         state = {"pid": 1, "processes": {"relay": [left.pid, birth(left.pid)]}}
@@ -301,7 +301,7 @@ def test_what_a_killed_supervisor_left_running_is_ended_by_the_next(tmp_path: Pa
         left.wait()
 
 
-def test_what_a_killed_supervisor_had_not_written_down_is_ended_too(tmp_path: Path) -> None:
+def test_unrecorded_leftovers_of_a_supervisor_are_ended(tmp_path: Path) -> None:
     sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
     ours, others = (
         subprocess.Popen(sleep, env={**os.environ, processes.MARK: str(folder)}, start_new_session=True)
@@ -322,7 +322,7 @@ def test_what_a_killed_supervisor_had_not_written_down_is_ended_too(tmp_path: Pa
             left.wait()
 
 
-def test_waiting_gives_up_in_time() -> None:
+def test_waiting_for_children_times_out() -> None:
     began = time.monotonic()
     assert wait_for(lambda: False, 0.1) is False
     assert time.monotonic() - began < 30

@@ -40,7 +40,7 @@ def test_the_divergence_follows_the_token_ids_of_the_first_node() -> None:
 
 @pytest.mark.parametrize("graded", [[[-1.0], [-0.5]], [[-1.0, -3.0], []], [[-1.0, math.nan], [-0.5]], [[-1.0, -math.inf], [-0.5]]])
 # field case 33
-def test_what_was_not_told_of_an_answer_is_no_value(graded: list[list[float]]) -> None:
+def test_missing_answer_logprobs_give_no_value(graded: list[list[float]]) -> None:
     with pytest.raises(ValueError, match=r"asked for|not finite"):
         grades(PAIR, nodes_of(PAIR), graded)
 
@@ -74,7 +74,7 @@ def test_a_baseline_is_useless_below_a_tenth_of_a_nat_or_ten_times_the_noise() -
     assert "0.3000 are needed (a patch that changes nothing changes 0.0300)" in useless_baseline(1.0, 1.2, [1.03])
 
 
-def test_a_unit_counts_when_every_rank_vouches_for_it() -> None:
+def test_a_unit_counts_when_all_ranks_confirm_it() -> None:
     assert verdict(PAIR, nodes_of(PAIR), told(), 4, compared=False) == Grades(-1.5, -3.0)
 
 
@@ -89,11 +89,11 @@ def test_a_unit_counts_when_every_rank_vouches_for_it() -> None:
     ],
 )
 # field case 31
-def test_a_unit_for_which_one_rank_does_not_vouch_has_no_value(changes: dict[str, object], why: str) -> None:
+def test_a_unit_one_rank_does_not_confirm_has_no_value(changes: dict[str, object], why: str) -> None:
     with pytest.raises(UnverifiedUnit, match=why):
         verdict(PAIR, nodes_of(PAIR), told(**changes), 4, compared=False)
 
 
-def test_a_unit_of_which_a_rank_is_silent_has_no_value() -> None:
+def test_a_unit_missing_a_ranks_receipt_has_no_value() -> None:
     with pytest.raises(UnverifiedUnit, match="3 of 4 ranks reported"):
         verdict(PAIR, nodes_of(PAIR), [of_node[:3] for of_node in told()], 4, compared=False)

@@ -90,7 +90,7 @@ def test_rows_of_the_clean_prompt_go_to_their_counterparts_in_the_corrupt_one() 
     assert (sweep.hooks, sweep.layers, sweep.num_cells, blobs) == (["post_block"], [0, 1, 2, 3], 20, {})
 
 
-def test_to_noise_is_to_patch_the_clean_prompt_by_the_same_counterparts_turned_round() -> None:
+def test_noising_patches_the_clean_prompt_with_reversed_alignment() -> None:
     denoised, noised = plan().sweep.pairs[0], plan(direction="noise").sweep.pairs[0]
     assert (noised.base, noised.source) == (denoised.source, denoised.base)
     turned = sorted((source, base) for column in denoised.columns for base, source in column.places)
@@ -104,7 +104,7 @@ def test_an_ablation_patches_the_clean_prompt_without_another() -> None:
     assert [column.places for column in sweep.pairs[0].columns] == [[(place, -1)] for place in range(6)]
 
 
-def test_answers_have_the_tokens_that_they_have_behind_the_prompt() -> None:
+def test_answers_are_tokenised_after_the_prompt() -> None:
     # field case 33
     stored = plan(pair(answer=" Paris of France", foil=[10, 11])).sweep.pairs[0]
     assert (stored.answer, stored.answer_text) == ([9, 8, 11], " Paris of France")
@@ -146,7 +146,7 @@ def test_spans_are_columns_with_their_names() -> None:
     assert alone.columns[0].places == [(2, -1), (3, -1)]
 
 
-def test_a_pairs_own_alignment_stands_instead_of_the_sweeps() -> None:
+def test_a_pairs_alignment_overrides_the_sweeps() -> None:
     pairs = plan(pair(alignment=[(3, 2), (-1, -1)]), pair(), alignment="right").sweep.pairs
     assert [column.places for column in pairs[0].columns] == [[], [], [(2, 3)], [], [(4, 5)]]
     assert [column.places for column in pairs[1].columns] == [[(place, place + 1)] for place in range(5)]
@@ -162,7 +162,7 @@ def test_hooks_layers_mask_and_the_rest_are_resolved() -> None:
     assert np.prod([len(sweep.hooks), len(sweep.layers), 5]) == sweep.num_cells
 
 
-def test_a_reader_is_told_of_what_is_easily_taken_for_something_else() -> None:
+def test_notes_explain_easily_misread_settings() -> None:
     joined = plan(ablated(clean="The Eiffel ,", answer=" Paris of", foil=" Rome"), ablation="zeros", metric="kl").sweep.pairs[0]
     assert joined.notes == ["kl is over the first token behind the prompt; the log-probability of the answer is that of its 2"]
 
@@ -245,7 +245,7 @@ SPAN = {"name": "s", "clean": [1]}
         ([pair()], {"info": model(steering_entries=3), "window": {"layers": 4}, "mask": [0]}, "window", "needs 8 entries"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused_by_its_field(pairs: list[dict[str, Any]], fields: dict[str, Any], field: str, words: str) -> None:
+def test_invalid_sweeps_are_refused_by_field(pairs: list[dict[str, Any]], fields: dict[str, Any], field: str, words: str) -> None:
     # field case 34, 36
     error = refusal(*pairs, **fields)
     assert error.field == field
@@ -259,7 +259,7 @@ def test_too_many_cells_are_refused_with_what_to_do() -> None:
     assert "fewer layers" in str(error.allowed)
 
 
-def test_what_would_take_long_to_look_up_is_refused_before_it_is() -> None:
+def test_costly_alignments_are_refused_before_running() -> None:
     many = [{"name": str(number), "clean": "all_prompt"} for number in range(20)]
     error = refusal(pair(spans=many), limits={"sweep_cells": 19})
     assert error.field == "pairs[0].spans"
@@ -331,7 +331,7 @@ def test_text_longer_than_the_model_is_refused_by_its_field(monkeypatch: pytest.
     assert refusal(pair(clean=[2] * 33)).field == "pairs[0].clean"
 
 
-def test_columns_beyond_the_cells_of_a_sweep_are_not_made() -> None:
+def test_columns_beyond_the_cell_limit_are_not_built() -> None:
     error = refusal(*[pair()] * 9, limits={"sweep_cells": 20})
     assert (error.field, error.detail) == ("pairs", "come to more than 20 cells")
 
@@ -363,7 +363,7 @@ def test_rows_that_the_prompts_give_fit_the_capture_buffer(fields: dict[str, Any
     assert f" {rows} rows" in refusal(asked, info=model(capture_row_limit=rows - 1), limits=limits, **fields).detail
 
 
-def test_what_steers_everyone_takes_its_part_of_the_room() -> None:
+def test_global_steering_counts_in_a_sweeps_room() -> None:
     info = model(steering_rows=4)
     assert plan(info=info, window={"positions": 5})
     template = SteeringTemplate(layers=[0], hook="post_block", positions="all", family="add", tensors=["t"])

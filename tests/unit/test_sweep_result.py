@@ -38,7 +38,7 @@ def records(asked: StoredSweep, values: dict[tuple[int, int, int, int], float | 
     return found
 
 
-def test_every_value_stands_in_its_place_and_the_rest_is_null() -> None:
+def test_grids_hold_values_in_place_and_null_elsewhere() -> None:
     asked = sweep()
     result = sweep_result(asked, records(asked, {(0, 0, 1, 0): 0.5, (1, 1, 0, 1): -2.0}), None)
     assert result.pairs[0].grids == {"post_block": [[None] * 3, [0.5, None, None]], "attn_out": [[None] * 3, [None] * 3]}
@@ -58,7 +58,7 @@ def test_mean_and_spread_are_over_the_pairs_that_have_a_value_there() -> None:
     assert result.spread["post_block"][0] == [pytest.approx(7**0.5), None, None]
 
 
-def test_holes_are_grouped_by_reason_with_their_layers() -> None:
+def test_missing_cells_are_grouped_by_reason() -> None:
     asked = sweep(pairs=1)
     found = records(asked, {(0, 0, 0, 2): "alone", (0, 0, 1, 2): "alone", (0, 1, 0, 2): "alone", (0, 1, 1, 2): "lost", (0, 0, 0, 0): 1.0})
     skipped = [(hole.hook, hole.layers, hole.column, hole.reason) for hole in sweep_result(asked, found, None).skipped]
@@ -80,7 +80,7 @@ def test_the_summary_counts_cells_and_tells_baselines_and_noise() -> None:
     assert (result.pairs[0].base.logprob, result.pairs[0].source) == (-5.0, None)
 
 
-def test_what_is_skipped_beforehand_is_told_at_the_start() -> None:
+def test_cells_skipped_in_advance_are_in_the_start_event() -> None:
     start = sweep_start(sweep(pairs=1))
     assert start.total == 12
     assert [(hole.hook, hole.layers, hole.column, hole.reason) for hole in start.skipped] == [
@@ -89,7 +89,7 @@ def test_what_is_skipped_beforehand_is_told_at_the_start() -> None:
     ]
 
 
-def test_twenty_thousand_cells_are_assembled_in_one_pass_and_not_in_minutes() -> None:
+def test_twenty_thousand_cells_are_assembled_in_one_pass() -> None:
     asked = sweep(pairs=2, layers=list(range(50)))
     asked = StoredSweep(**{name: getattr(asked, name) for name in asked.__struct_fields__} | {"pairs": [pair(100)] * 2})
     assert asked.num_cells == 20_000

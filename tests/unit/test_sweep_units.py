@@ -87,12 +87,12 @@ def test_a_cell_is_patched_with_the_other_prompts_rows_at_the_aligned_positions(
     assert rows(sweep(), 1, 2, 1) == [("attn_out", [3], [1], f"{run}:attn_out:3:1"), ("attn_out", [3], [2], f"{run}:attn_out:3:3")]
 
 
-def test_a_window_takes_its_neighbours_along_as_far_as_there_are_some() -> None:
+def test_windows_are_clipped_at_the_ends() -> None:
     places = rows(sweep(window=PatchWindow(layers=2, positions=3)), 0, 0, 1)
     assert [(layers, positions) for _, layers, positions, _ in places] == [([at], [to]) for to in (0, 1, 2) for at in (0, 1)]
 
 
-def test_every_request_of_a_sweep_is_its_tenants_whose_cached_blocks_it_may_reuse() -> None:
+def test_sweep_requests_use_the_tenants_prefix_cache_scope() -> None:
     job = Job(id="job_1", kind="sweep", model="m", prompts=[], sampling=Sampling(), created=0.0, sweep=sweep(), tenant="acme")
     made = SweepRequests(job, 2, INFO, True)
     unit = next(iter(made.units.cells(0)))

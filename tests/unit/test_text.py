@@ -113,7 +113,7 @@ def test_a_conversation_the_template_refuses_is_a_bad_request_about_messages(tem
 @pytest.mark.parametrize(
     "content", ["{{ 7 * 7 }}", "{% for x in range(9) %}x{% endfor %}", "{{ ''.__class__.__mro__[1].__subclasses__() }}"]
 )
-def test_a_message_is_text_and_never_a_template(content: str) -> None:
+def test_chat_messages_are_not_rendered_as_templates(content: str) -> None:
     assert make_codec("{{ messages[0].content }}").render([{"role": "user", "content": content}]) == content
 
 
@@ -121,7 +121,7 @@ def test_a_message_is_text_and_never_a_template(content: str) -> None:
 @pytest.mark.parametrize(
     "attack", ["{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ messages.append(1) }}", "{{ raise_exception.__globals__['x'] }}"]
 )
-def test_even_a_models_template_runs_in_a_sandbox(attack: str) -> None:
+def test_chat_templates_run_in_a_sandbox(attack: str) -> None:
     with pytest.raises(MidstreamError) as refused:
         make_codec(attack).render(MESSAGES)
     assert refused.value.field == "messages"

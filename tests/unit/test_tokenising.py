@@ -67,7 +67,7 @@ def test_a_text_longer_than_the_model_is_refused_before_its_ids_are_sent() -> No
     assert limit > SHORT_CHARACTERS
 
 
-def test_what_a_chat_template_refuses_is_refused_from_beside_as_well() -> None:
+def test_template_errors_cross_from_the_tokeniser_process() -> None:
     async def check(_: Helpers, codec: Codec) -> None:
         with pytest.raises(MidstreamError) as error:
             await codec.encode_chat([{"role": "user", "content": "x" * 5000}])
@@ -90,7 +90,7 @@ def test_a_template_that_never_ends_costs_a_bounded_time_and_the_next_is_served(
     use(check, bundle=msgspec.structs.replace(BUNDLE, chat_template=endless), tokenizer_timeout_s=0.5)
 
 
-def test_a_process_that_dies_is_replaced() -> None:
+def test_a_dead_tokeniser_process_is_replaced() -> None:
     async def check(helpers: Helpers, codec: Codec) -> None:
         text = "hello " * 2000
         await codec.encode([text], special_tokens=False)
@@ -123,7 +123,7 @@ def test_requests_over_the_queue_limit_get_retry_after(monkeypatch: pytest.Monke
     use(check)
 
 
-def test_a_wait_that_is_given_up_leaves_no_answer_for_the_next() -> None:
+def test_an_abandoned_tokenisation_leaves_no_answer_behind() -> None:
     async def check(_: Helpers, codec: Codec) -> None:
         first = asyncio.ensure_future(codec.encode(["a" * 50_000], special_tokens=False))
         await asyncio.sleep(0.3)

@@ -48,7 +48,7 @@ def test_bfloat16_is_widened_exactly() -> None:
 
 
 # field case 23
-def test_what_a_rank_is_told_is_plain_and_survives_the_engines_wire_unchanged() -> None:
+def test_rank_specs_survive_the_engine_rpc_unchanged() -> None:
     spec = RankSpec(
         version=__version__,
         job="job_x",
@@ -101,7 +101,7 @@ def test_a_wrong_field_is_refused_with_its_path(body: bytes, path: str) -> None:
 
 @pytest.mark.parametrize("tag", ["..", "../x", "a/b", "", ".hidden", "a" * 65, "a\n"])
 # field case 40
-def test_a_tag_that_is_no_plain_folder_name_is_refused(tag: str) -> None:
+def test_a_tag_that_is_not_a_plain_folder_name_is_refused(tag: str) -> None:
     with pytest.raises(msgspec.ValidationError):
         from_json(to_json({"tag": tag}), CaptureSpec)
 

@@ -21,7 +21,7 @@ from midstream.schemas.states import ENDS
 # The ladder
 
 
-def test_the_ladder_has_ten_rungs_over_three_days_and_then_ends() -> None:
+def test_the_retry_schedule_is_ten_attempts_over_three_days() -> None:
     at, seen = 0.0, []
     while (due := due_again(len(seen) + 1, at, chance=_Least())) is not None:
         seen.append(due - at)
@@ -41,7 +41,7 @@ def test_jitter_only_makes_a_pause_longer_and_by_a_fifth_at_most(tries: int, see
     assert 1000 + LADDER_S[tries] <= due <= 1000 + LADDER_S[tries] * (1 + JITTER)
 
 
-def test_deliveries_that_failed_together_do_not_come_back_together() -> None:
+def test_retries_are_spread_by_jitter() -> None:
     assert len({due_again(2, 0.0, chance=random.Random(seed)) for seed in range(20)}) == 20
 
 
@@ -75,7 +75,7 @@ def test_no_retry_after_breaks_the_schedule(header: str) -> None:
     assert 0 <= retry_after(503, header, 0.0) <= RETRY_AFTER_MAX_S
 
 
-def test_the_longer_of_ladder_and_wish_counts() -> None:
+def test_the_longer_of_schedule_and_retry_after_counts() -> None:
     assert due_again(1, 0.0, wish=3600.0) == 3600.0
     longer = due_again(5, 0.0, wish=10.0)
     assert longer is not None
@@ -129,7 +129,7 @@ def test_public_addresses_are_called(address: str) -> None:
         "2002:a83f:8110::", "::100.100.100.200",
     ],
 )  # fmt: skip
-def test_a_clouds_metadata_is_not_called_even_where_private_addresses_are(address: str) -> None:  # field case 41
+def test_cloud_metadata_is_blocked_even_with_private_allowed(address: str) -> None:  # field case 41
     assert refusal(ip_address(address), allow_private=True)
     assert refusal(ip_address("127.0.0.1"), allow_private=True) is None
     host = f"[{address}]" if ":" in address else address
@@ -143,7 +143,7 @@ async def nothing(host: str, port: int) -> list[str]:
 
 
 @given(st.ip_addresses(v=4))
-def test_what_is_called_is_public_by_the_standard_library_as_well(address: IPv4Address) -> None:  # field case 41
+def test_allowed_ipv4_addresses_are_global(address: IPv4Address) -> None:  # field case 41
     if refusal(address) is None:
         assert address.is_global
         assert not address.is_multicast
@@ -160,7 +160,7 @@ def test_an_ipv4_address_is_not_smuggled_inside_an_ipv6_address(inner: IPv4Addre
 
 
 @given(st.ip_addresses(v=6))
-def test_of_ipv6_only_global_unicast_is_called(address: IPv6Address) -> None:  # field case 41
+def test_only_global_unicast_ipv6_is_allowed(address: IPv6Address) -> None:  # field case 41
     if refusal(address) is None:
         assert address in IPv6Network("2000::/3") or address in IPv6Network("64:ff9b::/96")
 
@@ -195,7 +195,7 @@ def test_a_private_address_in_a_url_is_refused_unless_it_is_allowed(url: str) ->
 
 # What the C library would read as 127.0.0.1, and the standard library would not.
 @pytest.mark.parametrize("host", ["127.1", "2130706433", "0x7f000001", "0177.0.0.1", "127.0.0.1.", "0x7f.1", "1.2.3.400", "127.0.0.01"])
-def test_an_ipv4_address_in_disguise_is_refused(host: str) -> None:  # field case 41
+def test_disguised_ipv4_addresses_are_refused(host: str) -> None:  # field case 41
     assert "IPv4" in (url_fault(f"http://{host}/", False) or "")
 
 
@@ -209,14 +209,14 @@ def test_an_ipv4_address_in_disguise_is_refused(host: str) -> None:  # field cas
         "http://my_host/",
     ],
 )
-def test_an_ordinary_receiver_is_fine(url: str) -> None:
+def test_an_ordinary_webhook_url_is_accepted(url: str) -> None:
     assert url_fault(url, False) is None
 
 
 # What is told
 
 
-def test_whoever_names_a_host_of_our_network_does_not_learn_its_address() -> None:
+def test_errors_do_not_reveal_internal_addresses() -> None:
     async def found(host: str, port: int) -> list[str]:
         return ["10.11.12.13"]
 
@@ -226,7 +226,7 @@ def test_whoever_names_a_host_of_our_network_does_not_learn_its_address() -> Non
         asyncio.run(CheckedBackend(allow_private=False, resolve=found).connect_tcp("10.0.0.1", 443))
 
 
-def test_names_that_nobody_answers_for_do_not_keep_others_from_being_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unresolvable_names_do_not_block_other_lookups(monkeypatch: pytest.MonkeyPatch) -> None:
     answered = threading.Event()
 
     def look_up(host: str, port: int, **_: object) -> list[tuple[object, ...]]:
@@ -249,7 +249,7 @@ def test_names_that_nobody_answers_for_do_not_keep_others_from_being_looked_up(m
     asyncio.run(main())
 
 
-def test_a_callback_tells_of_every_end_unless_events_are_named_and_of_each_once() -> None:
+def test_callback_events_default_to_every_end_once_each() -> None:
     assert callback_of(Handling()) is None
     told = callback_of(Handling(callback_url="https://a.example"))
     assert told is not None

@@ -23,7 +23,7 @@ HOW = "they have changed: if that is meant, run `python tests/unit/wire_samples.
 
 
 @pytest.mark.parametrize("name", [*NAMES, "Frame"])
-def test_what_is_written_is_what_was_agreed_byte_for_byte(name: str) -> None:
+def test_encoded_samples_equal_the_golden_bytes(name: str) -> None:
     assert written()[name] == KEPT[name]["now"], HOW
 
 
@@ -33,7 +33,7 @@ def reader(name: str) -> Callable[[bytes], Any]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_was_agreed_is_read_back_as_it_was_meant(name: str) -> None:
+def test_golden_bytes_decode_to_the_samples(name: str) -> None:
     kind, _ = encoders()[name]
     read = reader(name)
     assert read(bytes.fromhex(KEPT[name]["now"]["small"])) == small(kind)
@@ -41,17 +41,17 @@ def test_what_was_agreed_is_read_back_as_it_was_meant(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if KEPT[name]["former"]])
-def test_what_a_former_version_wrote_is_still_read(name: str) -> None:
+def test_bytes_of_former_versions_decode(name: str) -> None:
     for raw in KEPT[name]["former"]:
         reader(name)(bytes.fromhex(raw))
 
 
-def test_there_are_bytes_of_a_former_version_to_read() -> None:
+def test_golden_bytes_include_former_versions() -> None:
     assert {"Job", "Receipt", "ModelInfo", "WorkerInfo"} & {name for name in NAMES if KEPT[name]["former"]}
 
 
 @pytest.mark.parametrize("kind", list(frames.Kind), ids=lambda kind: kind.name)
-def test_a_frame_is_read_back_as_it_was_meant(kind: frames.Kind) -> None:
+def test_golden_frames_decode(kind: frames.Kind) -> None:
     frame = frames.unpack(bytes.fromhex(KEPT["Frame"]["now"][kind.name]))
     assert frame == frames.Frame(kind, "0123456789abcdef" * 2, 7, b"payload")
 
@@ -91,19 +91,19 @@ def test_the_samples_fill_every_field() -> None:
                 assert getattr(value, field.name) != field.default, f"{kind.__name__}.{field.name}"
 
 
-def test_a_job_that_uses_nothing_new_says_nothing_new() -> None:
+def test_jobs_without_new_fields_keep_their_old_bytes() -> None:
     # So an older worker, which refuses fields that it does not know, can still run it.
     assert set(msgspec.msgpack.decode(to_msgpack(small(Job)))) == {"id", "kind", "model", "prompts", "sampling", "created"}
 
 
 @pytest.mark.parametrize("kind", [ModelInfo, WorkerInfo])
-def test_what_a_newer_worker_says_besides_is_no_reason_not_to_read_the_rest(kind: type[Record]) -> None:
+def test_unknown_fields_from_newer_workers_are_ignored(kind: type[Record]) -> None:
     assert issubclass(kind, Published)
     told = msgspec.json.decode(to_json(full(kind))) | {"invented_later": 1}
     assert from_json(msgspec.json.encode(told), kind) == full(kind)
 
 
-def test_what_asks_for_something_unknown_is_refused_and_not_half_obeyed() -> None:
+def test_unknown_fields_in_jobs_are_refused() -> None:
     told = msgspec.msgpack.decode(to_msgpack(small(Job))) | {"invented_later": 1}
     with pytest.raises(msgspec.ValidationError, match="invented_later"):
         from_msgpack(msgspec.msgpack.encode(told), Job)

@@ -136,7 +136,7 @@ class Worker:
         asyncio.run(live())
 
 
-def test_what_is_desired_is_applied_before_the_first_job_begins(tmp_path: Path) -> None:
+def test_desired_steering_is_applied_before_the_first_job(tmp_path: Path) -> None:
     worker = Worker(tmp_path)
     worker.board.want(current=steering(3, NAMES[0]), modules={"joy": module(NAMES[1])})
 
@@ -339,7 +339,7 @@ def test_a_resync_that_redis_interrupts_begins_again_and_counts_once(tmp_path: P
     Worker(tmp_path)(story)
 
 
-def test_a_resync_that_cannot_read_what_is_desired_is_made_once_it_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resync_waits_until_the_desired_state_is_readable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("midstream.workers.serving.steering.RETRY_S", 0.02)
 
     async def story(at: Worker) -> None:
@@ -424,7 +424,7 @@ def test_a_worker_that_cannot_read_the_desired_state_reports_it_and_begins_no_jo
     worker(story)
 
 
-def test_a_module_that_a_rank_refuses_is_said_and_does_not_keep_the_worker_from_jobs(tmp_path: Path) -> None:
+def test_a_module_refused_by_a_rank_does_not_stop_jobs(tmp_path: Path) -> None:
     async def story(at: Worker) -> None:
         at.engine.faults.switch("set_module")
         at.board.want(modules={"joy": module(NAMES[0])})
@@ -457,7 +457,7 @@ def test_a_module_whose_tensor_is_gone_is_tried_again(tmp_path: Path, monkeypatc
     Worker(tmp_path)(story)
 
 
-def test_modules_come_change_and_go_with_their_tensors(tmp_path: Path) -> None:
+def test_modules_follow_changes_and_release_tensors(tmp_path: Path) -> None:
     async def story(at: Worker) -> None:
         for vector in NAMES[:2]:
             at.board.want(modules={"joy": module(vector)})
@@ -472,7 +472,7 @@ def test_modules_come_change_and_go_with_their_tensors(tmp_path: Path) -> None:
     Worker(tmp_path)(story)
 
 
-def test_a_question_is_answered_by_a_fresh_report(tmp_path: Path) -> None:
+def test_a_report_request_gets_a_fresh_report(tmp_path: Path) -> None:
     async def story(at: Worker) -> None:
         at.board.asked = "7"
         await at.follow()
@@ -481,7 +481,7 @@ def test_a_question_is_answered_by_a_fresh_report(tmp_path: Path) -> None:
     Worker(tmp_path)(story)
 
 
-def test_while_redis_is_away_the_worker_serves_what_it_has(tmp_path: Path) -> None:
+def test_without_redis_the_worker_serves_its_current_steering(tmp_path: Path) -> None:
     async def story(at: Worker) -> None:
         at.board.away = True
         with contextlib.suppress(TimeoutError):

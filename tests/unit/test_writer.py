@@ -103,7 +103,7 @@ def test_several_captures_go_each_to_its_own_consumers(desk: Desk, caplog: pytes
     assert f"post_block.2 {first:.4g} … {last:.4g}" in line
 
 
-def test_where_nobody_set_up_logging_the_lines_of_the_logging_consumer_go_to_stderr() -> None:
+def test_the_logging_consumer_defaults_to_stderr() -> None:
     """As in a rank's process: vLLM sets up its own loggers only."""
     code = "from midstream.workers.runner.consumers import Logging; from capture_kit import finished; Logging().consume([finished()])"
     paths = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -122,7 +122,7 @@ def test_where_nobody_set_up_logging_the_lines_of_the_logging_consumer_go_to_std
         (capture(positions=[0, 9], dropped=(4, 5)), "partial", "rows of 2 positions were dropped under overload: 4, 5"),
     ],
 )
-def test_what_failed_or_was_dropped_is_never_ok(desk: Desk, build: Callable[[], FinishedCapture], status: str, said: str) -> None:
+def test_failed_or_dropped_captures_are_never_ok(desk: Desk, build: Callable[[], FinishedCapture], status: str, said: str) -> None:
     desk.submit(build)
     receipt = desk.close()[0]
     assert receipt.status == status
@@ -139,7 +139,7 @@ def test_a_capture_that_cannot_be_written_is_an_error_with_the_reason(desk: Desk
     assert "fault injected" in receipt.message
 
 
-def test_an_error_that_was_one_before_keeps_its_reason(desk: Desk) -> None:
+def test_an_earlier_error_keeps_its_reason(desk: Desk) -> None:
     desk.submit(capture(dropped=(7,)), status="error")
     assert (desk.close()[0].status, desk.receipts[0].message) == ("error", "")
 
@@ -186,7 +186,7 @@ def test_the_quota_is_named_in_the_receipt(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_what_admission_lets_through_comes_back_to_the_last_byte_of_the_limit(desk: Desk, dtype: str) -> None:
+def test_memory_captures_up_to_the_limit_are_returned(desk: Desk, dtype: str) -> None:
     """Neither the blob's header nor the manifest in it counts."""
     fit = MEMORY_LIMIT // memory_bytes(1, 2, HIDDEN, dtype)
     for positions in (fit, fit + 1):
@@ -197,7 +197,7 @@ def test_what_admission_lets_through_comes_back_to_the_last_byte_of_the_limit(de
 
 
 # field case 47
-def test_rows_that_come_back_are_raw_bytes_in_the_receipt(desk: Desk) -> None:
+def test_returned_rows_are_raw_bytes_in_the_receipt(desk: Desk) -> None:
     desk.submit(capture(consumers=["memory"], dtype="float32"))
     receipt = desk.close()[0]
     assert values("post_block", 3, [0, 1, 2]).tobytes() in receipt.consumed[0].rows
@@ -307,7 +307,7 @@ def test_an_installed_consumer_gets_the_captures_that_name_it(plugin: None, tmp_
 
 
 @pytest.mark.parametrize(("name", "said"), [("raising", "an odd request"), ("careless", "NoneType"), ("leaving", "SystemExit")])
-def test_a_consumer_that_breaks_breaks_nobody_else(
+def test_a_failing_consumer_does_not_affect_others(
     plugin: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, said: str
 ) -> None:
     desk = Desk(tmp_path, monkeypatch)
@@ -338,9 +338,7 @@ def test_a_consumer_that_calls_exit_is_asked_again_the_next_time(plugin: None) -
 
 
 @pytest.mark.parametrize("reused", [False, True])
-def test_what_a_consumer_does_to_a_capture_shows_nowhere_else(
-    plugin: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reused: bool
-) -> None:
+def test_a_consumer_cannot_modify_anothers_capture(plugin: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reused: bool) -> None:
     """Neither in what the others get, before or after it, nor in rows that serve a later request, too."""
     store = {(hook, layer): bytearray(values(hook, layer, [0, 1, 2]).tobytes()) for hook, layer in (("post_block", 2), ("post_block", 3))}
 
@@ -365,7 +363,7 @@ def test_what_a_consumer_does_to_a_capture_shows_nowhere_else(
     assert [rows for _, rows in sys.modules["capture_plugin_of_the_tests"].SEEN] == [6, 6]  # type: ignore[attr-defined]
 
 
-def test_those_built_in_come_before_those_installed(plugin: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_built_in_consumers_take_precedence(plugin: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that rows are durable and on their way whatever an installed one does."""
     order: list[str] = []
     desk = Desk(tmp_path, monkeypatch)
@@ -381,7 +379,7 @@ def test_those_built_in_come_before_those_installed(plugin: None, tmp_path: Path
     assert order == ["filesystem", "memory", "logging", "altering", "counting"]
 
 
-def test_a_consumer_that_hangs_is_given_up_and_then_left_alone_until_it_answers() -> None:
+def test_a_hung_consumer_is_skipped_until_it_answers() -> None:
     let_go = threading.Event()
 
     class Hanging:
@@ -408,7 +406,7 @@ def test_a_consumer_that_hangs_is_given_up_and_then_left_alone_until_it_answers(
     assert hanging.calls == 2
 
 
-def test_the_memory_of_rows_is_free_once_the_receipt_is_on_its_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_memory_is_freed_once_the_receipt_is_queued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     desk = Desk(tmp_path, monkeypatch)
     made: list[weakref.ref[FinishedCapture]] = []
 

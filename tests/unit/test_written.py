@@ -13,23 +13,23 @@ def told(size: int, held_back: int, base: int = 100, syncing: bool = True, statu
     }  # fmt: skip
 
 
-def test_without_a_log_there_is_nothing_to_wait_for() -> None:
+def test_without_an_aof_the_barrier_returns() -> None:
     assert Goal().reached({"aof_enabled": 0})
 
 
-def test_what_is_held_back_while_no_sync_runs_is_written_before_the_answer() -> None:
+def test_unsynced_writes_are_synced_before_the_answer() -> None:
     assert Goal().reached(told(500, 20, syncing=False))
     assert not Goal().reached(told(500, 20, syncing=False, status="err"))
 
 
-def test_what_others_say_later_is_not_waited_for() -> None:
+def test_later_writes_are_not_waited_for() -> None:
     goal = Goal()
     assert not goal.reached(told(500, 20))
     assert not goal.reached(told(519, 40))
     assert goal.reached(told(520, 60))
 
 
-def test_a_log_that_was_written_anew_meanwhile_is_waited_for_anew() -> None:
+def test_a_rewritten_aof_is_waited_for_again() -> None:
     goal = Goal()
     assert not goal.reached(told(500, 20))
     assert not goal.reached(told(900, 30, base=900))
