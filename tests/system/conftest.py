@@ -41,10 +41,8 @@ def api(api_session: Api, redis_url: str) -> Api:
 @pytest.fixture
 def hand(api: Api) -> Iterator[Hand]:
     """A worker by hand that serves the tiny model of `edge`."""
-    worker = Hand(api.settings)
-    worker.serve()
-    yield worker
-    worker.close()
+    with Hand(api.settings) as worker:
+        yield worker
 
 
 @pytest.fixture

@@ -183,6 +183,13 @@ class Hand:
         self._thread.join()
         self._redis.close()
 
+    def __enter__(self) -> "Hand":
+        self.serve()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def do(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(CALL_TIMEOUT_S)
 

@@ -12,24 +12,21 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import ledger_kit
 import redis
 from ports import free_port
 
-from midstream.broker.ledger.jobs import Ledger, new_job_id
-from midstream.schemas.base import now
-from midstream.schemas.jobs import Job, JobView, Sampling, StoredPrompt
+from midstream.broker.ledger.jobs import Ledger
+from midstream.schemas.jobs import JobView
 from midstream.schemas.receipts import Receipt
 from midstream.schemas.settings import Settings, to_environment
-from midstream.schemas.specs import StoredCapture
 
 T = TypeVar("T")
 BOOT = "boot-1"
 
 
-def receipt(job: str, request: int, *, worker: str = "w", rank: int = 0, world: int = 1, attempt: int = 1) -> Receipt:
-    return Receipt(
-        "0.1.0", worker, BOOT, job, request, attempt, rank, world, tp=rank, pp=0, step=request, actions=0, checksum="0" * 16, status="ok"
-    )
+def receipt(job: str, request: int, *, rank: int = 0, world: int = 1, **changes: Any) -> Receipt:
+    return ledger_kit.receipt(job, request, rank, **{"worker": "w", "boot": BOOT, "world": world, "step": request} | changes)
 
 
 class RelayProcess:
@@ -126,15 +123,11 @@ class Jobs:
 
     def claim(self, count: int, requests: int, *, worker: str = "w", ranks: int = 1) -> list[str]:
         """`count` running jobs of `requests` prompts each, all of which wait for a receipt per prompt and rank."""
-        capture = StoredCapture(sites={"post_block": [0]}, positions="last_prompt", tag="t")
 
         async def make(ledger: Ledger) -> list[str]:
             made = []
             for _ in range(count):
-                job = Job(
-                    id=new_job_id(), kind="generate", model="m", prompts=[StoredPrompt(token_ids=[1])] * requests,
-                    sampling=Sampling(), created=now(), captures=[[capture]] * requests,
-                )  # fmt: skip
+                job = ledger_kit.make_job(requests, capture=True, model="m")
                 await ledger.submit(job, {})
                 assert await ledger.claim(job.id, worker, BOOT, ranks) is not None
                 made.append(job.id)

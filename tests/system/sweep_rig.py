@@ -24,6 +24,7 @@ from midstream.schemas.sweeps import Column, StoredPair, StoredSweep, SweepResul
 from midstream.workers.fake.engine import FakeEngine
 from midstream.workers.fake.grades import Edit, expected_divergence, expected_logprob, own_row, replaced
 from midstream.workers.fake.model import NUM_LAYERS, make_tokenizer
+from midstream.workers.serving.attempt import AttemptOutcome
 from midstream.workers.serving.attempts import Attempts
 from midstream.workers.serving.steering import SteeringReconciler
 
@@ -179,6 +180,18 @@ class Rig:
         """Until so many cells are."""
         while (await self.ledger.view(job_id)).cells < cells:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+
+    async def interrupted(self, asked: StoredSweep, cells: int, **enters: bool) -> str:
+        """Submit a sweep and release it once so many cells are known; `enters`: an attribute of its engine."""
+        job_id = await self.submit(asked)
+        async with self.worker(fake_token_s=0.01) as runs:
+            for name, value in enters.items():
+                setattr(self.engine, name, value)
+            running = asyncio.create_task(runs.run_job(job_id))
+            await self.known(job_id, cells)
+            runs.stop([job_id], AttemptOutcome.RELEASED)
+            assert await running is AttemptOutcome.RELEASED
+        return job_id
 
     async def result(self, job_id: str) -> SweepResult:
         result = (await self.ledger.result(job_id)).sweep

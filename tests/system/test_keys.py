@@ -45,10 +45,8 @@ def api(redis_session: RedisServer, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="module")
 def hand(api: Api) -> Iterator[Hand]:
-    worker = Hand(api.settings)
-    worker.serve()
-    yield worker
-    worker.close()
+    with Hand(api.settings) as worker:
+        yield worker
 
 
 def status(api: Api, header: str | None, path: str = "/v1/jobs") -> int:

@@ -7,6 +7,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,22 @@ from midstream.schemas.jobs import Output, State
 
 #: Time limit against hangs.
 LONG_S = 60.0
+
+
+@contextmanager
+def appended(outbox: Outbox, jobs: list[str], requests: int, every_s: float) -> Iterator[None]:
+    """Meanwhile a thread appends one receipt per job and request, a request of all jobs at a time; the end waits for it."""
+
+    def append() -> None:
+        for request in range(requests):
+            for job in jobs:
+                outbox.append(receipt(job, request))
+            time.sleep(every_s)
+
+    writer = threading.Thread(target=append)
+    writer.start()
+    yield
+    writer.join()
 
 
 # -- the plain way -------------------------------------------------------------------------------------------------------------
@@ -114,21 +132,12 @@ def test_receipts_are_settled_in_groups(relay: RelayProcess, jobs: Jobs, tmp_pat
 def test_five_kills_of_the_relay_under_load_lose_and_double_nothing(relay: RelayProcess, jobs: Jobs, tmp_path: Path) -> None:
     made = jobs.claim(20, 200)
     with Outbox(tmp_path, "w", 0, relay.url) as outbox:
-
-        def load() -> None:
-            for request in range(200):
-                for job in made:
-                    outbox.append(receipt(job, request))
-                time.sleep(0.02)
-
-        writer = threading.Thread(target=load)
-        writer.start()
-        for _ in range(5):
-            time.sleep(0.4)
-            relay.kill()
-            time.sleep(0.1)
-            relay.start()
-        writer.join()
+        with appended(outbox, made, 200, every_s=0.02):
+            for _ in range(5):
+                time.sleep(0.4)
+                relay.kill()
+                time.sleep(0.1)
+                relay.start()
         assert outbox.flush(LONG_S)
         assert jobs.mark(outbox.epoch) == 4000
     assert [jobs.arrived(job) for job in made] == [once_each(200)] * 20
@@ -177,21 +186,12 @@ def test_a_kill_of_redis_under_load_loses_and_doubles_nothing(tmp_path: Path) ->
     try:
         made = jobs.claim(10, 200)
         with Outbox(tmp_path, "w", 0, relay.url) as outbox:
-
-            def load() -> None:
-                for request in range(200):
-                    for job in made:
-                        outbox.append(receipt(job, request))
-                    time.sleep(0.015)
-
-            writer = threading.Thread(target=load)
-            writer.start()
-            for _ in range(2):
-                time.sleep(0.5)
-                server.kill()
-                time.sleep(0.5)
-                server = redis_server.start(tmp_path / "redis", port=server.port)
-            writer.join()
+            with appended(outbox, made, 200, every_s=0.015):
+                for _ in range(2):
+                    time.sleep(0.5)
+                    server.kill()
+                    time.sleep(0.5)
+                    server = redis_server.start(tmp_path / "redis", port=server.port)
             assert outbox.flush(LONG_S)
         assert relay.process is not None
         assert relay.process.poll() is None, "the relay waited for Redis and did not die"

@@ -58,12 +58,7 @@ def test_source_files_missing_when_a_sweep_resumes_leave_cells_without_values(re
     asked = sweep(pair(CLEAN * 3, CORRUPT * 3))
 
     async def scenario(at: Rig) -> None:
-        job_id = await at.submit(asked)
-        async with at.worker(fake_token_s=0.01) as runs:
-            running = asyncio.create_task(runs.run_job(job_id))
-            await at.known(job_id, 40)
-            runs.stop([job_id], AttemptOutcome.RELEASED)
-            assert await running is AttemptOutcome.RELEASED
+        job_id = await at.interrupted(asked, 40)
         kept = await at.records(job_id)
         shutil.rmtree(at.settings.capture_root)
         async with at.worker("boot2") as runs:
@@ -159,13 +154,7 @@ def test_a_sweep_resumes_on_an_engine_with_other_reentry(redis_url: str, tmp_pat
     asked = sweep(pair(CLEAN * 2, CORRUPT * 2))
 
     async def scenario(at: Rig) -> None:
-        job_id = await at.submit(asked)
-        async with at.worker(fake_token_s=0.01) as runs:
-            at.engine.enters = entered
-            running = asyncio.create_task(runs.run_job(job_id))
-            await at.known(job_id, 10)
-            runs.stop([job_id], AttemptOutcome.RELEASED)
-            assert await running is AttemptOutcome.RELEASED
+        job_id = await at.interrupted(asked, 10, enters=entered)
         async with at.worker("boot2") as runs:
             at.engine.enters = not entered
             assert await runs.run_job(job_id) is AttemptOutcome.SUCCEEDED
@@ -179,12 +168,7 @@ def test_a_sweep_that_goes_on_under_another_global_steering_does_not_mix_its_cel
     asked = sweep()
 
     async def scenario(at: Rig) -> None:
-        job_id = await at.submit(asked)
-        async with at.worker(fake_token_s=0.01) as runs:
-            running = asyncio.create_task(runs.run_job(job_id))
-            await at.known(job_id, 10)
-            runs.stop([job_id], AttemptOutcome.RELEASED)
-            await running
+        job_id = await at.interrupted(asked, 10)
         kept = await at.records(job_id)
         base = kept[0]
         elsewhere = msgspec.structs.replace(base, receipts=[msgspec.structs.replace(told, global_version=7) for told in base.receipts])
@@ -246,12 +230,7 @@ def test_a_prompt_that_failed_in_an_earlier_attempt_is_not_rerun_for_comparison(
     units = Units(asked)
 
     async def scenario(at: Rig) -> None:
-        job_id = await at.submit(asked)
-        async with at.worker(fake_token_s=0.01) as runs:
-            running = asyncio.create_task(runs.run_job(job_id))
-            await at.known(job_id, 10)
-            runs.stop([job_id], AttemptOutcome.RELEASED)
-            await running
+        job_id = await at.interrupted(asked, 10)
         kept, clean = await at.records(job_id), units.source(0).number
         failed = msgspec.structs.replace(kept[clean], value=None, reason="no room", receipts=[])
         await at.ledger.redis.hset(f"ms:units:{job_id}", clean, to_msgpack(failed))

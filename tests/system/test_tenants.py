@@ -29,10 +29,8 @@ def api(redis_session: RedisServer, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="module")
 def hand(api: Api) -> Iterator[Hand]:
-    worker = Hand(api.settings)
-    worker.serve()
-    yield worker
-    worker.close()
+    with Hand(api.settings) as worker:
+        yield worker
 
 
 @pytest.fixture(scope="module")
