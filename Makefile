@@ -83,11 +83,11 @@ format: $(READY) ## format the code with ruff
 
 test-unit: $(READY) ## unit tests: no engine, no server
 	@echo "== unit tests"
-	@$(PYTEST) --numprocesses 2 --dist loadfile -m "not long" tests/unit
+	@$(PYTEST) --numprocesses 2 --dist loadfile --no-loadscope-reorder -m "not long" tests/unit
 
 test-system: $(READY) model ## system tests: real Redis, Celery, ZeroMQ and HTTP
 	@echo "== system tests"
-	@$(PYTEST) --numprocesses 3 --dist loadfile --no-loadscope-reorder -m "not long" tests/system
+	@$(PYTEST) --numprocesses 4 --dist loadfile --no-loadscope-reorder -m "not long" tests/system
 
 # Two engines run in parallel, one thread each, without core binding: vLLM would bind both to the same core. Engines of two ranks run alone.
 test-engine: $(READY) model ## engine tests: real vLLM on CPU

@@ -21,7 +21,11 @@ settings.load_profile("repeatable")
 
 TESTS = Path(__file__).parent
 #: Where several processes share the tests these begin, so that none of them is left over in the end.
-LONGEST = ("test_fault_gate.py", "test_schemathesis.py", "test_netns.py")
+LONGEST = (
+    "test_site_triton.py", "test_site_reference.py",
+    "test_fault_gate.py", "test_netns.py", "test_up.py", "test_worker_faults.py", "test_api_faults.py", "test_worker_steering.py",
+    "test_client.py", "test_redis_users.py", "test_schemathesis.py",
+)  # fmt: skip
 #: Folders in the order in which they run.
 STAGES = ("unit", "system", "engine", "faults", "long")
 

@@ -76,7 +76,13 @@ def asked(pair: dict[str, Any]) -> dict[str, Any]:
     return texts | ({"alignment": pair["places"]} if pair["places"] else {})
 
 
-@pytest.mark.parametrize("numbers", [[0], [1, 2]], ids=["one pair", "two pairs, one of them aligned by hand"])
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        pytest.param([0], id="one pair", marks=pytest.mark.long),
+        pytest.param([1, 2], id="two pairs, one of them aligned by hand"),
+    ],
+)
 def test_every_cell_of_a_sweep_is_the_logit_difference_that_transformer_lens_gives(service: Service, golden: Golden, numbers) -> None:
     pairs = [golden.pairs[number] for number in numbers]
     result = service.sweep(pairs=[asked(pair) for pair in pairs], hooks=HOOKS, metric="logit_diff", noise=2)
