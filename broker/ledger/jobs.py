@@ -28,7 +28,7 @@ from ...schemas.tensors import Tensor
 from ...schemas.version import __version__
 from ..ops import redis_availability
 from . import scripts, views
-from .aof_barrier import Written
+from .aof_barrier import AofBarrier
 from .auto_pipeline import GroupedRedis
 from .memory_pressure import Pressure
 from .tenants import Tenants, limits_of, refusal
@@ -109,7 +109,7 @@ class Ledger:
         self.settings = settings
         self.tenants = Tenants(self.redis, settings)
         self._pressure = Pressure(self.redis)
-        self._written = Written(self.redis)
+        self._written = AofBarrier(self.redis)
         self._scripts = scripts.Scripts(client)
         self._models: dict[str, tuple[bytes, ModelInfo]] = {}  # as stored, and read
         self._result: Any = client.register_script(RESULT)

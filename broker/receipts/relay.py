@@ -32,7 +32,7 @@ from ...schemas.faults import crash_point
 from ...schemas.receipts import LostRange, Receipt, receipt_decoder
 from ...schemas.settings import Settings, SettingsError, load_settings
 from ...schemas.version import __version__
-from ..ledger.aof_barrier import PATIENCE_S, PAUSE_S, Goal
+from ..ledger.aof_barrier import PATIENCE_S, PAUSE_S, Barrier
 from ..ledger.settlement import mark_key
 from ..ops import metrics, observability, redis_durability
 from ..ops.liveness import RELAY_KEY
@@ -280,14 +280,14 @@ class Relay:
         They are read anew, over the connection that is asked whether they are written: Redis may be another by now, which has what the
         former had written. Empty when it is away, or cannot write: nobody is answered then, and the outboxes ask again.
         """
-        deadline, goal = time.monotonic() + PATIENCE_S, Goal()
+        deadline, barrier = time.monotonic() + PATIENCE_S, Barrier()
         try:
             while True:
                 with client.pipeline(transaction=False) as pipe:
                     pipe.mget([mark_key(*stream) for stream in streams])
-                    pipe.info("persistence")
-                    found, persistence = pipe.execute()
-                if goal.reached(persistence):
+                    barrier.ask(pipe)
+                    found, answer = pipe.execute()
+                if barrier.passed(answer):
                     return {stream: int(mark or 0) for stream, mark in zip(streams, found, strict=True)}
                 if self._stopping or time.monotonic() >= deadline:
                     self._complain("written", "Redis cannot write its log, receipts stay unacknowledged")

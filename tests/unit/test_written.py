@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from midstream.broker.ledger.aof_barrier import Goal
+from midstream.broker.ledger.aof_barrier import Barrier
 
 
 def told(size: int, held_back: int, base: int = 100, syncing: bool = True, status: str = "ok") -> dict[str, Any]:
@@ -14,24 +14,24 @@ def told(size: int, held_back: int, base: int = 100, syncing: bool = True, statu
 
 
 def test_without_an_aof_the_barrier_returns() -> None:
-    assert Goal().reached({"aof_enabled": 0})
+    assert Barrier().passed({"aof_enabled": 0})
 
 
 def test_unsynced_writes_are_synced_before_the_answer() -> None:
-    assert Goal().reached(told(500, 20, syncing=False))
-    assert not Goal().reached(told(500, 20, syncing=False, status="err"))
+    assert Barrier().passed(told(500, 20, syncing=False))
+    assert not Barrier().passed(told(500, 20, syncing=False, status="err"))
 
 
 def test_later_writes_are_not_waited_for() -> None:
-    goal = Goal()
-    assert not goal.reached(told(500, 20))
-    assert not goal.reached(told(519, 40))
-    assert goal.reached(told(520, 60))
+    barrier = Barrier()
+    assert not barrier.passed(told(500, 20))
+    assert not barrier.passed(told(519, 40))
+    assert barrier.passed(told(520, 60))
 
 
 def test_a_rewritten_aof_is_waited_for_again() -> None:
-    goal = Goal()
-    assert not goal.reached(told(500, 20))
-    assert not goal.reached(told(900, 30, base=900))
-    assert not goal.reached(told(929, 30, base=900))
-    assert goal.reached(told(930, 30, base=900))
+    barrier = Barrier()
+    assert not barrier.passed(told(500, 20))
+    assert not barrier.passed(told(900, 30, base=900))
+    assert not barrier.passed(told(929, 30, base=900))
+    assert barrier.passed(told(930, 30, base=900))
