@@ -68,6 +68,7 @@ lint: $(READY) ## run ruff and mypy
 	@failed=0; \
 	$(BIN)/ruff check . || failed=1; \
 	$(BIN)/ruff format --check . || failed=1; \
+	$(BIN)/python tests/check_lua.py || failed=1; \
 	$(MAKE) types || failed=1; \
 	exit $$failed
 

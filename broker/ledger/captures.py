@@ -159,7 +159,7 @@ class Captures:
         return told | lost
 
     async def _forgotten(self, job_id: str, spare_leased: bool = False) -> str:
-        arguments = [*scripts.context(self._settings), job_id, int(spare_leased)]
+        arguments = scripts.pack(self._settings, id=job_id, spare=spare_leased)
         return str((await self._scripts.forget_captures(args=arguments)).decode())
 
     @reachable
@@ -174,8 +174,7 @@ class Captures:
         except retention.RemovalError as error:
             done, failure = error.done, error
         if ended := [job for job in done if job in ending]:
-            flat = [part for job in ended for part in (job, repr(ending[job]))]
-            await self._scripts.removed_captures(args=[*scripts.context(self._settings), *flat])
+            await self._scripts.removed_captures(args=scripts.pack(self._settings, jobs=[(job, ending[job]) for job in ended]))
         if failure is not None:
             raise failure
         if len(done) < len(jobs):

@@ -177,10 +177,9 @@ class Ledger:
         What is returned stays so if Redis is killed (`written`).
         """
         raw = {name: to_msgpack(blob) if isinstance(blob, Tensor) else blob for name, blob in blobs.items()}
-        arguments = scripts.submit(self.settings, job, raw, pinned, idempotency, __version__, operators)
-        size = sum(len(part) for part in arguments if isinstance(part, (bytes, str)))
-        arguments[scripts.FILL] = await self._pressure.percent(size)
-        reply = await self._scripts.submit(args=arguments)
+        [packed] = scripts.submit(self.settings, job, raw, pinned, idempotency, operators)
+        size = len(packed)
+        reply = await self._scripts.submit(args=[packed, await self._pressure.percent(size)])
         outcome, job_id = scripts.text(reply[:2])
         if outcome == "refused":
             used, allowed, seconds = scripts.text(reply[2:])
@@ -217,7 +216,7 @@ class Ledger:
 
         Raises not_found, and conflict when the job is over. Asking twice is harmless.
         """
-        reply = await self._scripts.cancel(args=[*scripts.context(self.settings), job_id])
+        reply = await self._scripts.cancel(args=scripts.pack(self.settings, id=job_id))
         (outcome, *state) = scripts.text(reply)
         if outcome == "unknown":
             raise not_found(job_id)
@@ -260,13 +259,15 @@ class Ledger:
         None: the attempt is stale or was cancelled, nothing is kept. Otherwise the state after it: succeeded, or running while
         receipts are awaited.
         """
-        told = to_json(last) if last else ""
-        outcome = await self._tell("store", job_id, attempt, self.settings.capture_timeout_s, to_msgpack(outputs), told)
+        told = to_json(last) if last else None
+        outcome = await self._tell(
+            "store", job_id, attempt, capture_timeout=self.settings.capture_timeout_s, outputs=to_msgpack(outputs), last=told
+        )
         return State(outcome) if outcome in (State.RUNNING, State.SUCCEEDED) else None
 
     async def fail(self, job_id: str, attempt: int, problem: Problem) -> bool:
         """End the job `failed` with `problem`. False: the attempt is stale."""
-        return await self._tell("fail", job_id, attempt, to_json(problem)) == "failed"
+        return await self._tell("fail", job_id, attempt, problem=to_json(problem)) == "failed"
 
     async def finish_cancel(self, job_id: str, attempt: int) -> bool:
         """The cancelled job has left the engine. False: the attempt is stale, or nobody asked for its end."""
@@ -285,7 +286,7 @@ class Ledger:
 
         Returns the state after it ; None when the attempt is stale.
         """
-        outcome = await self._tell("desync", job_id, attempt, detail)
+        outcome = await self._tell("desync", job_id, attempt, detail=detail)
         return None if outcome == "stale" else State(outcome)
 
     async def emit(self, job_id: str, attempt: int, number: int, event: Event) -> bool:
@@ -293,11 +294,11 @@ class Ledger:
 
         One whose number is not above that of the last is there already: a call may be repeated, but not overtake another.
         """
-        return await self._tell("emit", job_id, attempt, number, to_json(event)) == "emitted"
+        return await self._tell("emit", job_id, attempt, number=number, event=to_json(event)) == "emitted"
 
     @reachable
-    async def _tell(self, script: str, job_id: str, attempt: int, *rest: scripts.Argument) -> str:
-        reply = await getattr(self._scripts, script)(args=scripts.of_attempt(self.settings, job_id, attempt, *rest))
+    async def _tell(self, script: str, job_id: str, attempt: int, **own: Any) -> str:
+        reply = await getattr(self._scripts, script)(args=scripts.pack(self.settings, id=job_id, attempt=attempt, **own))
         outcome = str(reply.decode())
         if outcome == "unknown":
             raise not_found(job_id)
@@ -306,7 +307,8 @@ class Ledger:
     @reachable
     async def renew(self, worker: str, boot: str, held: Mapping[str, int]) -> Renewal:
         """Renew the leases of `held` (job id -> attempt) by `lease_s`."""
-        lost, cancelling = await self._scripts.renew(args=scripts.renew(self.settings, worker, boot, held))
+        arguments = scripts.pack(self.settings, worker=worker, boot=boot, lease_s=self.settings.lease_s, held=list_(held.items()))
+        lost, cancelling = await self._scripts.renew(args=arguments)
         return Renewal(set(scripts.text(lost)), set(scripts.text(cancelling)))
 
     # ---- reading ---------------------------------------------------------------------------------------------------

@@ -93,10 +93,10 @@ class Sweeper:
         queued: dict[str, list[Queued]] = defaultdict(list)  # by model
         due: list[bytes] = await self._redis.zrangebyscore("ms:live", "-inf", at, start=0, num=SWEEP_LIMIT)
         up_since = await self._up_since() if due else 0.0
-        waits = self._settings.capture_timeout_s, self._settings.lease_s
+        waits = {"capture_timeout": self._settings.capture_timeout_s, "lease_s": self._settings.lease_s, "up_since": up_since}
         for raw in due:
             job_id = raw.decode()
-            reply = await self._scripts.sweep(args=[*scripts.context(self._settings, at), job_id, *waits, up_since])
+            reply = await self._scripts.sweep(args=scripts.pack(self._settings, at, id=job_id, **waits))
             found, *record = scripts.text(reply)
             if found in ("gone", "held"):
                 continue
@@ -110,7 +110,7 @@ class Sweeper:
                 crash_point("sweeper.requeued")
         for model, jobs in queued.items():
             report.resent += await self._resend_lost(model, jobs, at)
-        report.picked = scripts.text(await self._scripts.top_up(args=scripts.context(self._settings, at)))
+        report.picked = scripts.text(await self._scripts.top_up(args=scripts.pack(self._settings, at)))
         report.corrected = await self._recount(at)
         report.pruned = await self._prune(at) + await self._runs.prune(at)
         try:
@@ -122,7 +122,7 @@ class Sweeper:
     @reachable
     async def release_boots(self, worker: str, boot: str) -> list[str]:
         """Put back at once what former starts of `worker` held; `boot` is its present start. Returns the requeued ids."""
-        told = scripts.text(await self._scripts.release_boots(args=[*scripts.context(self._settings), worker, boot]))
+        told = scripts.text(await self._scripts.release_boots(args=scripts.pack(self._settings, worker=worker, boot=boot)))
         return [job_id for job_id, state in zip(told[::2], told[1::2], strict=True) if state == "queued"]
 
     async def _up_since(self) -> float:
@@ -135,7 +135,7 @@ class Sweeper:
         if at < self._recount_at:
             return []
         self._recount_at = at + RECOUNT_AGAIN_S
-        await self._scripts.forget_workers(args=scripts.context(self._settings, at))
+        await self._scripts.forget_workers(args=scripts.pack(self._settings, at))
         recount = Recount(self._scripts, self._settings, at)
         while (differed := await recount.step()) is None:
             pass
@@ -151,7 +151,7 @@ class Sweeper:
         for job_id, attempt in jobs:
             there = waiting.get(job_id, NOWHERE) >= attempt
             later = at + scripts.QUEUED_LOOK_S + SECONDS_PER_MESSAGE * read
-            if await self._scripts.look_again(args=[*scripts.context(self._settings, at), job_id, attempt, int(there), later]):
+            if await self._scripts.look_again(args=scripts.pack(self._settings, at, id=job_id, attempt=attempt, there=there, later=later)):
                 log.warning("job %s had no message in the queue: another was sent", job_id)
                 resent.append(job_id)
         return resent

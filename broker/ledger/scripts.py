@@ -1,7 +1,8 @@
-"""Which Lua scripts change the ledger, and in which order do they take their arguments?
+"""The Lua scripts that change the ledger, and their arguments.
 
 Every change of a job is one script in `lua/`, so that it is atomic. The tables of states and problems that the scripts read
-are generated from `schemas`, so that there is one truth. The packers below are the scripts' typed signatures.
+are generated from `schemas`, so that there is one truth. The packers below are typed signatures of the scripts
+with many arguments; the others are called with `pack`.
 """
 
 import secrets
@@ -25,7 +26,9 @@ from ...schemas.sweep_units import Units
 from ...schemas.version import __version__
 from ..queue.celery_app import SEPARATOR, channels_of
 from ..queue.messages import SENT_CHANNEL, templates
+from . import script_arguments
 from .dispatch import STEPS, URGENCY, cost_of
+from .script_arguments import binary
 from .tenants import limits_of
 
 #: A job that has been queued this long without being claimed is looked for in the broker's lists.
@@ -45,10 +48,8 @@ NAMES = (
     "list_modules", "forget_workers",
 )  # fmt: skip
 
-#: Place among the arguments of `submit`: the first behind the context.
-FILL = 7
 #: What every script begins with, in this order.
-PARTS = ("record", "announce", "message", "dispatch", "prelude")
+PARTS = ("arguments", "job", "announce", "usage", "message", "dispatch", "transitions", "pins")
 
 #: The hash field that gets the time at which a state was entered.
 STAMP: dict[State, str] = {
@@ -58,7 +59,6 @@ STAMP: dict[State, str] = {
     **dict.fromkeys(TERMINAL, "finished"),
 }
 
-Argument = bytes | str | int | float
 #: Number of the unit, its packed record, and its event as JSON; no event: it is no cell.
 KeptUnit = tuple[int, bytes, bytes]
 
@@ -84,7 +84,7 @@ class Scripts:
 
 @cache
 def source(name: str) -> str:
-    """The whole text of a script: generated tables, prelude, body."""
+    """The whole text of a script: generated tables, what the scripts share, the script itself."""
     folder = Path(__file__).parent / "lua"
     return "\n".join([_tables(), *[(folder / f"{part}.lua").read_text() for part in (*PARTS, name)]])
 
@@ -124,12 +124,13 @@ def _lua(value: Any) -> str:
     return repr(value)
 
 
-def context(settings: Settings, at: float | None = None) -> list[Argument]:
-    """The seven arguments that every script begins with; `at` is the time, in seconds since the epoch."""
-    return [
-        repr(now() if at is None else at), settings.result_ttl_s, settings.event_limit, settings.max_attempts, settings.on_desync,
-        settings.dispatch_window, channels_of(settings.redis_url),
-    ]  # fmt: skip
+def pack(settings: Settings, at: float | None = None, **own: Any) -> list[bytes]:
+    """ARGV of a script of the ledger: what each of them gets, and its own arguments; `at` is the time, in seconds since the epoch."""
+    return script_arguments.pack(
+        now() if at is None else at, result_ttl=settings.result_ttl_s, event_limit=settings.event_limit,
+        max_attempts=settings.max_attempts, on_desync=settings.on_desync, window=settings.dispatch_window,
+        channels=channels_of(settings.redis_url), **own,
+    )  # fmt: skip
 
 
 def asked_requests(job: Job) -> int:
@@ -138,9 +139,9 @@ def asked_requests(job: Job) -> int:
     return sum(1 for captures, steering in zip_longest(job.captures, job.steering) if captures or steering)
 
 
-def _callback(job: Job) -> bytes | str:
+def _callback(job: Job) -> bytes | None:
     """With the key whose secret signs what is told."""
-    return to_json(msgspec.structs.replace(job.callback, key=job.key)) if job.callback else ""
+    return to_json(msgspec.structs.replace(job.callback, key=job.key)) if job.callback else None
 
 
 def stored_tags(job: Job) -> list[str]:
@@ -157,78 +158,96 @@ def submit(
     blobs: Mapping[str, bytes],
     pinned: Iterable[str],
     idempotency: tuple[str, str] | None,
-    written_by: str,
     operators: Collection[str] = (),
-) -> list[Argument]:
-    """A blob without bytes is one that is copied from what is pinned. `operators`: tags that its user did not ask for. At
-    `FILL` it is to be said how full Redis is, in percent."""
-    key, body = idempotency or ("", "")
-    blobs = {**dict.fromkeys(pinned, b""), **blobs}
-    flat = [part for pair in blobs.items() for part in pair]
+) -> list[bytes]:
+    """Without the last argument: how full Redis is, in percent. `pinned`: blobs that are copied from what is pinned. `operators`: tags
+    that its user did not ask for."""
     tags = stored_tags(job)
-    requests = len(job.prompts) if job.sweep is None else Units(job.sweep).requests
-    return [
-        *context(settings), 0.0,
-        job.id, to_msgpack(job), repr(job.created), job.kind, job.model, requests, asked_requests(job),
-        int(any(job.captures) or job.sweep is not None), int(any(job.steering)), to_json(job.metadata), written_by, key, body,
-        BLOB_TTL_FACTOR * settings.result_ttl_s, to_json(tags) if tags else "", to_json(job.modules),
-        job.sweep.num_cells if job.sweep is not None else 0, to_json(job.runs), job.run,
-        to_msgpack(Run(name=job.run, model=job.model, job=job.id, tag=tags[0], created=job.created)) if job.run else "",
-        job.tenant, job.priority, "" if job.expires is None else repr(job.expires), _callback(job),
-        cost_of(job), int(bool(set(tags) - set(operators))), to_json(limits_of(settings)), *flat,
-    ]  # fmt: skip
+    key, body = idempotency or (None, None)
+    run = Run(name=job.run, model=job.model, job=job.id, tag=tags[0], created=job.created) if job.run else None
+    return pack(
+        settings,
+        id=job.id,
+        spec=to_msgpack(job),
+        created=repr(job.created),
+        kind=job.kind,
+        model=job.model,
+        prompts=len(job.prompts) if job.sweep is None else Units(job.sweep).requests,
+        asked=asked_requests(job),
+        captures=any(job.captures) or job.sweep is not None,
+        steers=any(job.steering),
+        metadata=to_json(job.metadata),
+        written_by=__version__,
+        idem=key,
+        body=body,
+        blob_ttl=BLOB_TTL_FACTOR * settings.result_ttl_s,
+        tags=to_json(tags) if tags else None,
+        modules=to_json(job.modules),
+        cells=job.sweep.num_cells if job.sweep is not None else 0,
+        runs=to_json(job.runs),
+        run=job.run or None,
+        packed_run=to_msgpack(run) if run else None,
+        tenant=job.tenant,
+        priority=job.priority,
+        expires=None if job.expires is None else repr(job.expires),
+        callback=_callback(job),
+        cost=cost_of(job),
+        files=bool(set(tags) - set(operators)),
+        limits=limits_of(settings),
+        blobs=_tensors({**dict.fromkeys(pinned, b""), **blobs}),
+    )
 
 
-def claim(settings: Settings, job_id: str, worker: str, boot: str, ranks: int, global_version: int, everyone: bool) -> list[Argument]:
+def claim(settings: Settings, job_id: str, worker: str, boot: str, ranks: int, global_version: int, everyone: bool) -> list[bytes]:
     """With a name of its own, by which the same call is known when redis-py repeats it."""
-    return [*context(settings), job_id, worker, boot, ranks, settings.lease_s, global_version, int(everyone), secrets.token_hex(8)]
+    return pack(
+        settings, id=job_id, worker=worker, boot=boot, ranks=ranks, lease_s=settings.lease_s, global_version=global_version,
+        everyone=everyone, call=secrets.token_hex(8),
+    )  # fmt: skip
 
 
-def of_attempt(settings: Settings, job_id: str, attempt: int, *rest: Argument) -> list[Argument]:
-    """What every script of a worker's attempt begins with."""
-    return [*context(settings), job_id, attempt, *rest]
-
-
-def renew(settings: Settings, worker: str, boot: str, held: Mapping[str, int]) -> list[Argument]:
-    return [*context(settings), worker, boot, settings.lease_s, *[part for pair in held.items() for part in pair]]
-
-
-def settle(settings: Settings, receipts: Iterable[tuple[int, Receipt]]) -> list[Argument]:
+def settle(settings: Settings, receipts: Iterable[tuple[int, Receipt]]) -> list[bytes]:
     """`receipts` ascending by sequence number."""
-    arguments = context(settings)
-    for seq, told in receipts:
-        arguments += (
+    rows = [
+        (
             seq, told.job, told.request, told.rank, told.pp, told.attempt, told.verdict,
-            to_msgpack(told), sum(file.bytes for file in told.files), sum(file.rows for file in told.files),
+            binary(to_msgpack(told)), sum(file.bytes for file in told.files), sum(file.rows for file in told.files),
             f"{told.checksum}:{told.actions}:{told.epoch}:{told.applied}", f"{told.worker}\0{told.boot}\0{told.kind}\0{told.message}",
-        )  # fmt: skip
-    return arguments
+        )
+        for seq, told in receipts
+    ]  # fmt: skip
+    return pack(settings, receipts=rows)
 
 
 def keep_units(
     settings: Settings, job_id: str, attempt: int, width: int, ranks: int, stages: int, units: Iterable[KeptUnit]
-) -> list[Argument]:
-    return of_attempt(settings, job_id, attempt, width, ranks, stages, *[part for unit in units for part in unit])
+) -> list[bytes]:
+    rows = [(number, binary(record), binary(event) if event else False) for number, record, event in units]
+    return pack(settings, id=job_id, attempt=attempt, width=width, ranks=ranks, stages=stages, units=rows)
 
 
-def lost(settings: Settings, worker: str, rank: int, lost_range: LostRange) -> list[Argument]:
-    return [*context(settings), lost_range.first, lost_range.last, worker, rank, lost_range.message, *lost_range.jobs]
+def lost(settings: Settings, worker: str, rank: int, lost_range: LostRange) -> list[bytes]:
+    return pack(
+        settings, first=lost_range.first, last=lost_range.last, worker=worker, rank=rank, message=lost_range.message, jobs=lost_range.jobs
+    )
 
 
-def propose(settings: Settings, model: str, proposal: Proposal, steering: bytes, blobs: Mapping[str, bytes]) -> list[Argument]:
+def propose(settings: Settings, model: str, proposal: Proposal, steering: bytes, blobs: Mapping[str, bytes]) -> list[bytes]:
     """`steering`: the proposal's, packed by itself."""
-    return [
-        *context(settings), model, proposal.id, proposal.steering.version, repr(proposal.deadline), to_msgpack(proposal), steering,
-        *_tensors(proposal.steering.tensors, blobs),
-    ]  # fmt: skip
+    return pack(
+        settings, model=model, id=proposal.id, version=proposal.steering.version, deadline=repr(proposal.deadline),
+        proposal=to_msgpack(proposal), steering=steering,
+        tensors=_tensors({name: blobs.get(name, b"") for name in proposal.steering.tensors}),
+    )  # fmt: skip
 
 
-def put_module(settings: Settings, module: Module, former: bytes, other: bool, blobs: Mapping[str, bytes]) -> list[Argument]:
-    """`former`: as it is stored, empty for none; `other`: its content is not the module's."""
-    return [
-        *context(settings), module.model, module.name, to_msgpack(module), former, int(other), unscoped(module.name)[0],
-        size_of(module), to_json(limits_of(settings)), *_tensors(module.tensors, blobs),
-    ]  # fmt: skip
+def put_module(settings: Settings, module: Module, former: bytes | None, other: bool, blobs: Mapping[str, bytes]) -> list[bytes]:
+    """`former`: as it is stored; `other`: its content is not the module's."""
+    return pack(
+        settings, model=module.model, name=module.name, module=to_msgpack(module), former=former, other=other,
+        tenant=unscoped(module.name)[0], size=size_of(module), limits=limits_of(settings),
+        tensors=_tensors({name: blobs.get(name, b"") for name in module.tensors}),
+    )  # fmt: skip
 
 
 def size_of(module: Module) -> int:
@@ -236,9 +255,9 @@ def size_of(module: Module) -> int:
     return module.bytes + len(to_msgpack(module))
 
 
-def _tensors(names: Sequence[str], blobs: Mapping[str, bytes]) -> list[Argument]:
-    """How many, and (name, bytes) of each; no bytes: it is pinned already."""
-    return [len(names), *[part for name in names for part in (name, blobs.get(name, b""))]]
+def _tensors(blobs: Mapping[str, bytes]) -> list[tuple[str, msgspec.Raw | bool]]:
+    """(name, bytes) of each; no bytes: it is pinned already."""
+    return [(name, binary(data) if data else False) for name, data in blobs.items()]
 
 
 def text(reply: Sequence[Any]) -> list[str]:

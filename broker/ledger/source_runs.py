@@ -182,7 +182,7 @@ class SourceRuns:
 
     @reachable
     async def _forget(self, run: Run) -> None:
-        await self._scripts.delete_run(args=[*scripts.context(self._settings), run.model, run.name, run.job])
+        await self._scripts.delete_run(args=scripts.pack(self._settings, model=run.model, name=run.name, job=run.job))
 
     async def prune(self, at: float) -> int:
         """Take away the names of runs that were deleted long ago; looks through them once an hour. Returns how many."""

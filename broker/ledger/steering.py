@@ -213,7 +213,7 @@ class Steering:
 
         Raises MidstreamError("conflict") when it is not open any more: nothing has changed then.
         """
-        outcome, *packed = await self._scripts.commit(args=[*scripts.context(self._settings), model, proposal_id])
+        outcome, *packed = await self._scripts.commit(args=scripts.pack(self._settings, model=model, id=proposal_id))
         if outcome != b"committed":
             raise MidstreamError("conflict", f"the change of the global steering of {model!r} was given up before it was applied")
         return await self._read(model, CURRENT, packed[0])
@@ -221,7 +221,7 @@ class Steering:
     @reachable
     async def abort(self, model: str, proposal_id: str) -> bool:
         """Give the proposal up. False when it is not open any more."""
-        outcome: bytes = await self._scripts.abort(args=[*scripts.context(self._settings), model, proposal_id])
+        outcome: bytes = await self._scripts.abort(args=scripts.pack(self._settings, model=model, id=proposal_id))
         return outcome == b"aborted"
 
     # ---- named modules ---------------------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ class Steering:
                 return former
             await self._ledger.check_room(_size(raw))
             outcome, *detail = scripts.text(
-                await self._scripts.put_module(args=scripts.put_module(self._settings, stored, packed or b"", not same, raw))
+                await self._scripts.put_module(args=scripts.put_module(self._settings, stored, packed, not same, raw))
             )
             _check_there(outcome, detail)
             if outcome == "refused":
@@ -258,7 +258,8 @@ class Steering:
     async def delete_module(self, model: str, name: str) -> Module | None:
         """Take the name away; returns what it pointed at, None when there is no such module. Accepted jobs keep what it was."""
         await self.module(model, name)  # one that cannot be read stays: its version may still need it
-        packed = await self._scripts.delete_module(args=[*scripts.context(self._settings), model, name, unscoped(name)[0]])
+        arguments = scripts.pack(self._settings, model=model, name=name, tenant=unscoped(name)[0])
+        packed = await self._scripts.delete_module(args=arguments)
         return await self._read(model, a_module(name), packed) if packed else None
 
     @reachable

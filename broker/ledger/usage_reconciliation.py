@@ -26,11 +26,11 @@ class Recount:
 
     async def step(self) -> list[str] | None:
         """Look at a slice more. None: there is more to look at. At the end what was counted wrong, and is right now."""
-        context = scripts.context(self._settings, self._at)
         if not self._left:
-            counted = await self._scripts.recounted(args=[*context, self._name])
-            return [*_differences(counted), *_differences(await self._scripts.list_modules(args=context))]
-        self._cursor = await self._scripts.recount(args=[*context, self._name, self._left[0], self._cursor, self._slice])
+            counted = await self._scripts.recounted(args=scripts.pack(self._settings, self._at, name=self._name))
+            return [*_differences(counted), *_differences(await self._scripts.list_modules(args=scripts.pack(self._settings, self._at)))]
+        here = {"name": self._name, "which": self._left[0], "cursor": self._cursor, "many": self._slice}
+        self._cursor = await self._scripts.recount(args=scripts.pack(self._settings, self._at, **here))
         if not self._cursor:
             return []
         if self._cursor == b"0":

@@ -17,6 +17,7 @@ from ...schemas.states import CallbackEvent
 from ...schemas.webhooks import Delivery, DeliveryAttempt, DeliveryPage, DeliveryState, DisabledEndpoint, HookBody, HookData
 from ..ledger import views
 from ..ledger.jobs import Ledger, reachable
+from ..ledger.script_arguments import ARGUMENTS, pack
 
 SCRIPTS = ("hooks_lease", "hooks_settle", "hooks_redeliver", "hooks_clean")
 #: One lane (a tenant's receivers at one host) has this many deliveries under way at most, once it is known to answer well.
@@ -75,8 +76,9 @@ class WebhookOutbox:
         What they tell stays so if Redis is killed.
         """
         at, token = self.clock(), secrets.token_hex(8)
-        busy = [part for pair in under_way.items() for part in pair]
-        arguments = [repr(at), repr(at + lease_s), token, limit, share, LANES_SCANNED, *busy]
+        arguments = pack(
+            at, ends=repr(at + lease_s), token=token, limit=limit, share=share, scan=LANES_SCANNED, under_way=dict(under_way)
+        )  # fmt: skip
         lent = await self._scripts["hooks_lease"](args=arguments)
         if lent:
             await self._written()
@@ -95,16 +97,17 @@ class WebhookOutbox:
         Returns the state after it, `stale` when somebody else has the delivery by now, `unknown` when it is gone.
         """
         well = state == "delivered" and attempt.seconds <= QUICK_S
-        arguments = [
-            repr(self.clock()), loan.id, loan.token, state, to_json(attempt), repr(again or 0.0), ATTEMPTS_KEPT, int(well), LANE_ROOM,
-        ]  # fmt: skip
+        arguments = pack(
+            self.clock(), id=loan.id, token=loan.token, verdict=state, attempt=to_json(attempt), due=repr(again or 0.0),
+            kept=ATTEMPTS_KEPT, well=well, most=LANE_ROOM,
+        )  # fmt: skip
         return cast(str, (await self._scripts["hooks_settle"](args=arguments)).decode())
 
     @reachable
     async def clean(self, ttl_s: float, limit: int = 1000) -> int:
         """Forget what was settled more than `ttl_s` ago, up to `limit` of it; returns how many."""
         at = self.clock()
-        return int(await self._scripts["hooks_clean"](args=[repr(at), repr(at - ttl_s), limit]))
+        return int(await self._scripts["hooks_clean"](args=pack(at, before=repr(at - ttl_s), limit=limit)))
 
     @reachable
     async def depth(self) -> tuple[int, float | None]:
@@ -186,7 +189,7 @@ class WebhookOutbox:
     @reachable
     async def redeliver(self, delivery_id: str) -> Delivery:
         """Send it again, or now, under its id; whatever became of it. Raises not_found, and conflict while its receiver is disabled."""
-        outcome = await self._scripts["hooks_redeliver"](args=[repr(self.clock()), delivery_id])
+        outcome = await self._scripts["hooks_redeliver"](args=pack(self.clock(), id=delivery_id))
         if outcome == b"unknown":
             raise not_found(delivery_id)
         if outcome == b"off":
@@ -233,5 +236,5 @@ def _delivery(name: str, values: Sequence[bytes | None], log: Sequence[bytes]) -
 @cache
 def _source(name: str) -> str:
     folder = Path(__file__).parent / "lua"
-    announce = folder.parents[1] / "ledger" / "lua" / "announce.lua"  # what the ledger's scripts queue here
-    return "\n".join(path.read_text() for path in (announce, folder / "hooks_common.lua", folder / f"{name}.lua"))
+    announce = ARGUMENTS.with_name("announce.lua")  # what the ledger's scripts queue here
+    return "\n".join(path.read_text() for path in (ARGUMENTS, announce, folder / "hooks_common.lua", folder / f"{name}.lua"))

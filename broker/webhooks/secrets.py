@@ -12,6 +12,7 @@ from typing import Any
 from ...schemas.base import now
 from ...schemas.webhooks import Secret, SecretList
 from ..ledger.jobs import Ledger, reachable
+from ..ledger.script_arguments import ARGUMENTS, pack
 from .http import SECRET_PREFIX
 
 SECRET_BYTES = 32
@@ -48,7 +49,9 @@ class WebhookSecrets:
     async def _turn(self, owner: str, keep_former_s: float = 0.0, heir_of: str = "", keep: bool = False) -> list[Secret]:
         at = now()
         fresh = SECRET_PREFIX + base64.b64encode(secrets.token_bytes(SECRET_BYTES)).decode()
-        found = await self._script(args=[repr(at), owner, fresh, repr(at + keep_former_s), heir_of, int(keep)])
+        found = await self._script(
+            args=pack(at, owner=owner, secret=fresh, ends=repr(at + keep_former_s), heir_of=heir_of or None, keep=keep)
+        )
         known = [Secret(secret=found[0].decode(), created=float(found[1]))]
         if found[2] is not None and float(found[4]) > at:
             known.append(Secret(secret=found[2].decode(), created=float(found[3]), until=float(found[4])))
@@ -61,4 +64,4 @@ def _owner(tenant: str, key: str) -> str:
 
 @cache
 def _source() -> str:
-    return (Path(__file__).parent / "lua" / "hooks_rotate.lua").read_text()
+    return ARGUMENTS.read_text() + (Path(__file__).parent / "lua" / "hooks_rotate.lua").read_text()

@@ -1,12 +1,11 @@
 -- A proposal is given up.
--- args: model, proposal id
+-- args: model, id (of the proposal)
 -- returns 'gone' | 'aborted'
-local model, id = unpack(ARGV, FIRST, FIRST + 1)
-local state = key('steering', model)
-if redis.call('HGET', state, 'proposal_id') ~= id then
+local state = key('steering', args.model)
+if redis.call('HGET', state, 'proposal_id') ~= args.id then
   return 'gone'
 end
-pin('proposal:' .. model, 0, 0)
+pin('proposal:' .. args.model, {})
 close_proposal(state)
 redis.call('HINCRBY', state, 'version', 1)
 return 'aborted'

@@ -1,5 +1,5 @@
--- Webhooks: what a change of state puts into the outbox, in the same commit. Included above the prelude, whose `move` calls
--- `announce`, and above the outbox's own scripts (`hooks_….lua`); of the arguments only ARGV[1], the time, is known here.
+-- Webhooks: what a change of state puts into the outbox, in the same commit. Included above transitions.lua, whose `move`
+-- calls `announce`, and above the outbox's own scripts (`hooks_….lua`); of the arguments only `at` is known here.
 --   ms:hook:{id}            hash: a delivery, with all that its body needs; ms:hook-log:{id}: its attempts as JSON, the last ones
 --   ms:hooks                zset: ids of all that is pending, by when it is due
 --   ms:hook-lanes           zset: lanes (a tenant's receivers at one host) by when one has something to send
@@ -65,13 +65,13 @@ local function announce(job)
     id = id .. '_' .. job.attempt
   end
   local tenant = job.tenant or 'default'
-  if redis.call('HSETNX', 'ms:hook:' .. id, 'created', ARGV[1]) == 0 then
+  if redis.call('HSETNX', 'ms:hook:' .. id, 'created', args.at) == 0 then
     return
   end
   redis.call('HSET', 'ms:hook:' .. id, 'job', job.id, 'event', name, 'tenant', tenant, 'key', told.key or '', 'url', told.url,
     'job_state', job.state, 'attempt', job.attempt, 'model', job.model, 'tries', 0)
-  redis.call('ZADD', 'ms:hook-index', ARGV[1], id)
-  redis.call('ZADD', 'ms:hook-index:' .. tenant, ARGV[1], id)
+  redis.call('ZADD', 'ms:hook-index', args.at, id)
+  redis.call('ZADD', 'ms:hook-index:' .. tenant, args.at, id)
   redis.call('SADD', 'ms:hook-job:' .. job.id, id)
-  hook_put(id, hook_lane(tenant, told.url), ARGV[1])
+  hook_put(id, hook_lane(tenant, told.url), args.at)
 end

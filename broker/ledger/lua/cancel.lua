@@ -1,7 +1,7 @@
 -- A user asks for the end of a job.
 -- args: id
 -- returns {'unknown'} | {'refused', state} | {state after it}
-local job = read(ARGV[FIRST])
+local job = read(args.id)
 if not job then
   return {'unknown'}
 end

@@ -1,12 +1,11 @@
 -- The worker says that a cancelled job has left its engine.
 -- args: id, attempt
--- returns 'unknown' | 'stale' (also: nobody asked for it) | 'cancelled'
-local id, attempt = unpack(ARGV, FIRST, FIRST + 1)
-local job = read(id)
+-- returns 'unknown' | 'stale' (also: no end was asked for) | 'cancelled'
+local job = read(args.id)
 if not job then
   return 'unknown'
 end
-if not (working(job, attempt) and job.state == 'cancelling') then
+if not (working(job, args.attempt) and job.state == 'cancelling') then
   return 'stale'
 end
 move(job, 'cancelled')

@@ -1,16 +1,16 @@
 -- queued -> running: the attempt that comes back is the worker's fencing token.
--- args: id, worker, boot, ranks, lease_s, version of the global steering that the worker has applied, whether that steers anything
---       ('1': every prompt gets receipts then, not only those that ask for something), a random name of this call
+-- args: id, worker, boot, ranks, lease_s, global_version (of the global steering that the worker has applied), everyone (whether that
+--       steers anything: every prompt gets receipts then, not only those that ask for something), call (a random name of this call)
 -- returns {'unknown'} | {'refused', state} | {'desynced', reason} | {'behind', version that is desired}
 --         | {'claimed', attempt, spec, when it was queued}
-local id, worker, boot, ranks, lease_s, global_version, everyone, call = unpack(ARGV, FIRST, FIRST + 7)
+local id, worker = args.id, args.worker
 local job = read(id)
 if not job then
   return {'unknown'}
 end
 if job.state ~= 'queued' then
   local made, spec, queued = unpack(redis.call('HMGET', key('job', id), 'claim', 'spec', 'queued'))
-  if job.state == 'running' and made == call then -- the same again: the connection broke before its answer came
+  if job.state == 'running' and made == args.call then -- the same again: the connection broke before its answer came
     return {'claimed', job.attempt, spec, queued}
   end
   return {'refused', job.state}
@@ -24,20 +24,20 @@ if desync then
   return {'desynced', desync}
 end
 local desired = redis.call('HGET', key('steering', job.model), 'global_version') or '0'
-if tonumber(desired) ~= tonumber(global_version) then
+if tonumber(desired) ~= args.global_version then
   return {'behind', desired}
 end
 local hash = key('job', id)
 job.attempt = redis.call('HINCRBY', hash, 'attempt', 1)
 job.worker = worker
-local asked = everyone == '1' and job.prompts or job.asked
+local asked = args.everyone and job.prompts or job.asked
 if job.kind == 'sweep' then
   asked = 0 -- its worker reads what is told of each unit
 end
-redis.call('HSET', hash, 'worker', worker, 'boot', boot, 'claim', call, 'lease', now + tonumber(lease_s), 'receipts', 0, 'said', 0,
-  'expected', asked * tonumber(ranks), 'everyone', everyone, 'global_version', global_version)
+redis.call('HSET', hash, 'worker', worker, 'boot', args.boot, 'claim', args.call, 'lease', now + args.lease_s, 'receipts', 0,
+  'said', 0, 'expected', asked * args.ranks, 'everyone', args.everyone and '1' or '0', 'global_version', args.global_version)
 redis.call('SADD', key('held', worker), id)
-look_at(job, now + tonumber(lease_s))
+look_at(job, now + args.lease_s)
 move(job, 'running')
 local spec, queued = unpack(redis.call('HMGET', hash, 'spec', 'queued'))
 return {'claimed', job.attempt, spec, queued}

@@ -1,7 +1,7 @@
 -- Phase two of a change of global steering: what was proposed is what is desired now.
--- args: model, proposal id
+-- args: model, id (of the proposal)
 -- returns {'gone'} (not open any more) | {'committed', packed steering}
-local model, id = unpack(ARGV, FIRST, FIRST + 1)
+local model, id = args.model, args.id
 local state = key('steering', model)
 local open, version, deadline, steering =
   unpack(redis.call('HMGET', state, 'proposal_id', 'proposal_version', 'proposal_deadline', 'proposed'))

@@ -1,7 +1,7 @@
 -- A name is taken away.
 -- args: model, name, tenant
 -- returns the packed module that it pointed at, '' when there was none
-local model, name, tenant = unpack(ARGV, FIRST, FIRST + 2)
+local model, name = args.model, args.name
 local modules = key('modules', model)
 local packed = redis.call('HGET', modules, name)
 if not packed then
@@ -9,7 +9,7 @@ if not packed then
 end
 redis.call('HDEL', modules, name)
 redis.call('HDEL', key('steering', model), 'module_by:' .. name)
-redis.call('HDEL', key('module-bytes', tenant), model .. '/' .. name)
-pin('module:' .. model .. ':' .. name, 0, 0)
+redis.call('HDEL', key('module-bytes', args.tenant), model .. '/' .. name)
+pin('module:' .. model .. ':' .. name, {})
 redis.call('HINCRBY', key('steering', model), 'version', 1)
 return packed

@@ -1,11 +1,10 @@
 -- The worker says that its attempt failed, and why.
 -- args: id, attempt, problem (JSON)
 -- returns 'unknown' | 'stale' | 'failed'
-local id, attempt, problem = unpack(ARGV, FIRST, FIRST + 2)
-local job, why = job_of(id, attempt)
+local job, why = job_of(args.id, args.attempt)
 if not job then
   return why
 end
-redis.call('HSET', key('job', id), 'error', problem)
+redis.call('HSET', key('job', args.id), 'error', args.problem)
 move(job, 'failed')
 return 'failed'

@@ -1,7 +1,7 @@
--- Somebody deletes a job's captures: from here on nobody is shown them; the files follow.
--- args: id, whether what jobs are patched with just now is to be spared ('1' or '0')
+-- A job's captures are deleted: from here on nobody is shown them; the files follow.
+-- args: id, spare (true: not what jobs are patched with just now)
 -- returns 'unknown' | 'running' (the job is not over) | 'gone' (they were deleted before) | 'leased' | 'forgotten'
-local id, spare = unpack(ARGV, FIRST, FIRST + 1)
+local id = args.id
 local capture = key('capture', id)
 if redis.call('EXISTS', capture) == 0 then
   redis.call('ZREM', 'ms:captured', id)
@@ -14,12 +14,12 @@ local job = read(id)
 if job and not TERMINAL[job.state] then
   return 'running'
 end
-if spare == '1' and redis.call('ZCOUNT', key('run-lease', id), now, '+inf') > 0 then
+if args.spare and redis.call('ZCOUNT', key('run-lease', id), now, '+inf') > 0 then
   return 'leased'
 end
-redis.call('HSET', capture, 'deleted', ARGV[1])
+redis.call('HSET', capture, 'deleted', args.at)
 charge(id, -(tonumber(redis.call('HGET', capture, 'bytes')) or 0))
-redis.call('EXPIRE', capture, 2 * result_ttl) -- as long as somebody may still ask
+redis.call('EXPIRE', capture, 2 * args.result_ttl) -- as long as somebody may still ask
 redis.call('ZREM', 'ms:captures', id)
 redis.call('ZREM', key('captures', redis.call('HGET', capture, 'tenant') or 'default'), id)
 redis.call('ZREM', 'ms:captured', id)

@@ -1,8 +1,9 @@
 -- Units of a sweep about which every rank has reported: what became of them stays, whatever becomes of the attempt.
--- args: id, attempt, requests of a unit, ranks, stages, then (unit, packed record, its `cell` event (JSON), or '' for what is no cell)
--- returns 'unknown' | 'stale' | 'cancelling' (nobody wants them any more: not kept) | 'kept'
-local id, attempt, width, ranks, stages = unpack(ARGV, FIRST, FIRST + 4)
-local job, why = job_of(id, attempt)
+-- args: id, attempt, width (requests of a unit), ranks, stages, units: {number, packed record, its `cell` event (JSON), or false for what
+--       is no cell} of each
+-- returns 'unknown' | 'stale' | 'cancelling' (its end is asked for: not kept) | 'kept'
+local id, width = args.id, args.width
+local job, why = job_of(id, args.attempt)
 if not job then
   return why
 end
@@ -10,9 +11,9 @@ if job.state == 'cancelling' then
   return 'cancelling'
 end
 local cells = 0
-for at = FIRST + 5, #ARGV, 3 do
-  local unit, record, body = ARGV[at], ARGV[at + 1], ARGV[at + 2]
-  if redis.call('HSETNX', key('units', id), unit, record) == 1 and body ~= '' then
+for _, kept in ipairs(args.units) do
+  local unit, record, body = unpack(kept)
+  if redis.call('HSETNX', key('units', id), unit, record) == 1 and body then
     redis.call('XADD', key('events', id), 'MAXLEN', '~', events_kept(job), '*', 'e', body)
     cells = cells + 1
   end
@@ -20,10 +21,10 @@ for at = FIRST + 5, #ARGV, 3 do
   for request = unit * width, (unit + 1) * width - 1 do
     request = string.format('%d', request)
     local tickets, agreed = {}, {}
-    for rank = 0, ranks - 1 do
+    for rank = 0, args.ranks - 1 do
       tickets[#tickets + 1] = request .. '/' .. rank
     end
-    for stage = 0, stages - 1 do
+    for stage = 0, args.stages - 1 do
       agreed[#agreed + 1] = request .. '/' .. stage
     end
     redis.call('HDEL', key('ticket', id), unpack(tickets))

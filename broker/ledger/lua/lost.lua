@@ -1,23 +1,23 @@
 -- A stream's sender has lost a range of receipts: the jobs concerned fail, and the mark passes the range.
 -- keys: the mark of (worker, rank, epoch)
--- args: first, last, worker, rank, message, then the job ids
+-- args: first, last, worker, rank, message, jobs (ids)
 -- returns {mark, jobs failed}
-local first, last, worker, rank, message = unpack(ARGV, FIRST, FIRST + 4)
+local first, last, worker = args.first, args.last, args.worker
 local mark = tonumber(redis.call('GET', KEYS[1]) or '0')
-if tonumber(first) > mark + 1 or tonumber(last) <= mark then
+if first > mark + 1 or last <= mark then
   return {mark, 0} -- beyond a gap, or told before
 end
 local failed = 0
-for at = FIRST + 5, #ARGV do
-  local job = read(ARGV[at])
+for _, id in ipairs(args.jobs) do
+  local job = read(id)
   -- A sweep goes on: what is not told of a cell makes that cell fail.
   if job and job.state == 'running' and job.worker == worker and job.kind ~= 'sweep' then
     local kind = (job.captures or not job.steers) and 'capture_failed' or 'intervention_failed'
-    if fail(job, kind, 'rank ' .. rank .. ' of worker ' .. worker .. ' lost its receipts ' .. first .. ' to ' .. last .. ': '
-      .. (message ~= '' and message or 'its outbox was damaged')) then
+    if fail(job, kind, 'rank ' .. args.rank .. ' of worker ' .. worker .. ' lost its receipts ' .. first .. ' to ' .. last .. ': '
+      .. (args.message ~= '' and args.message or 'its outbox was damaged')) then
       failed = failed + 1
     end
   end
 end
 redis.call('SET', KEYS[1], last, 'EX', MARK_TTL_S)
-return {tonumber(last), failed}
+return {last, failed}

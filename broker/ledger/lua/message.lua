@@ -20,12 +20,12 @@ end
 -- Put the job's message into its queue, and tell Flower. Every message has a tag of its own: its task and the time.
 local function post(job)
   local task = job.attempt == 0 and job.id or job.id .. '.' .. job.attempt
-  local of = {job = job.id, task = task, kind = job.kind, queue = queue_of(job.model), step = job.step, at = ARGV[1]}
+  local of = {job = job.id, task = task, kind = job.kind, queue = queue_of(job.model), step = job.step, at = args.at}
   local list = job.step == 0 and of.queue or of.queue .. SEPARATOR .. job.step
   if type(redis.pcall('LPUSH', list, MESSAGE(of))) == 'table' then
     look_at(job, now) -- refused: a user of an older `users.acl` may not write queues; the sweeper may
     return
   end
-  redis.pcall('PUBLISH', channels .. SENT_CHANNEL, SENT(of))
+  redis.pcall('PUBLISH', args.channels .. SENT_CHANNEL, SENT(of))
   posted[#posted + 1] = job.id
 end

@@ -1,8 +1,7 @@
 -- Phase one of a change of global steering: the workers are asked to prepare it.
--- args: model, proposal id, version, deadline, packed proposal, packed steering of it, number of tensors,
---       then (sha256, bytes or '') per tensor
+-- args: model, id, version, deadline, proposal (packed), steering (of it, packed), tensors: {sha256, bytes or false} of each
 -- returns {'busy'} (another one is open) | {'raced'} (a later number was committed) | {'missing', sha256} | {'proposed'}
-local model, id, version, deadline, packed, steering, count = unpack(ARGV, FIRST, FIRST + 6)
+local model, id = args.model, args.id
 local state = key('steering', model)
 local open_id, open = unpack(redis.call('HMGET', state, 'proposal_id', 'proposal_deadline'))
 if open_id == id then -- the same again: its answer was lost
@@ -11,14 +10,14 @@ end
 if open and tonumber(open) > now then
   return {'busy'}
 end
-if tonumber(redis.call('HGET', state, 'global_version') or '0') >= tonumber(version) then
+if tonumber(redis.call('HGET', state, 'global_version') or '0') >= args.version then
   return {'raced'}
 end
-local missing = pin('proposal:' .. model, FIRST + 7, tonumber(count))
+local missing = pin('proposal:' .. model, args.tensors)
 if missing then
   return {'missing', missing}
 end
-redis.call('HSET', state, 'proposal_id', id, 'proposal_version', version, 'proposal_deadline', deadline, 'proposal', packed,
-  'proposed', steering, 'proposal_by', VERSION)
+redis.call('HSET', state, 'proposal_id', id, 'proposal_version', args.version, 'proposal_deadline', args.deadline,
+  'proposal', args.proposal, 'proposed', args.steering, 'proposal_by', VERSION)
 redis.call('HINCRBY', state, 'version', 1)
 return {'proposed'}

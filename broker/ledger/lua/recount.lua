@@ -2,10 +2,9 @@
 -- meanwhile. What was looked at is in `ms:recount-seen`, and whoever changes what it uses changes both counts (`tally`); what was not is
 -- counted as it is when its turn comes, and what is new from its beginning. So at the end it is the count of that moment.
 -- And every queued job is found where the sweeper looks.
--- args: name of this count, 'live' or 'captures', cursor ('0' at first), how many
+-- args: name (of this count), which ('live' or 'captures'), cursor ('0' at first), many (how many to look at)
 -- returns the next cursor, '0' when all of them were looked at; '' when there is another count by now, or Redis has started anew
-local name, which, cursor, many = unpack(ARGV, FIRST, FIRST + 3)
-name = of_this_start(name)
+local name, which, cursor = of_this_start(args.name), args.which, args.cursor
 if redis.call('HGET', RECOUNT, 'name') ~= name then
   if which ~= 'live' or cursor ~= '0' then
     return ''
@@ -50,7 +49,7 @@ function look.captures(id)
   end
 end
 
-local found = redis.call('ZSCAN', 'ms:' .. which, cursor, 'COUNT', many)
+local found = redis.call('ZSCAN', 'ms:' .. which, cursor, 'COUNT', args.many)
 for at = 1, #found[2], 2 do
   look[which](found[2][at])
 end

@@ -1,7 +1,7 @@
 -- All was looked at (recount.lua): what was counted there is what is in use.
--- args: name of the count
+-- args: name (of the count)
 -- returns {what, as it was counted, as it is, ...} of what differed; {''} when there is another count by now, or Redis has started anew
-if redis.call('HGET', RECOUNT, 'name') ~= of_this_start(ARGV[FIRST]) then
+if redis.call('HGET', RECOUNT, 'name') ~= of_this_start(args.name) then
   return {''}
 end
 redis.call('HDEL', RECOUNT, 'name')

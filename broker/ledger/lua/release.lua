@@ -1,8 +1,7 @@
 -- A worker gives a running job back, so that another attempt can be made at once.
 -- args: id, attempt
 -- returns 'unknown' | 'stale' | the state after it
-local id, attempt = unpack(ARGV, FIRST, FIRST + 1)
-local job, why = job_of(id, attempt)
+local job, why = job_of(args.id, args.attempt)
 if not job then
   return why
 end

@@ -1,14 +1,14 @@
 -- A worker has started: whatever its former starts held is put back.
--- args: worker, boot of this start
+-- args: worker, boot (of this start)
 -- returns {id, state after it, ...} of the jobs touched
-local worker, boot = unpack(ARGV, FIRST, FIRST + 1)
+local worker = args.worker
 local touched = {}
 redis.call('HDEL', DESYNC, worker) -- its ranks have begun anew
 redis.call('HDEL', SETTLED, worker)
 for _, id in ipairs(redis.call('SMEMBERS', key('held', worker))) do
   local job = read(id)
   if job and working(job, job.attempt) and job.worker == worker then
-    if job.boot ~= boot then
+    if job.boot ~= args.boot then
       put_back(job)
       touched[#touched + 1] = id
       touched[#touched + 1] = job.state

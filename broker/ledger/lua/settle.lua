@@ -1,11 +1,10 @@
 -- A batch of receipts of one stream, committed together with the stream's mark, the tickets and the jobs.
 -- keys: the mark of (worker, rank, epoch)
--- args: then (seq, job, request, rank, pp, attempt, status, packed receipt, bytes and rows of its files, account, about) per receipt,
---       by seq. What is not looked at one by one is one argument, as each takes its time: an account is checksum:actions:epoch of the
---       rank's ledger:token rows edited; about is worker, its boot, kind and message with a zero byte in between
+-- args: receipts: {seq, job, request, rank, pp, attempt, status, packed receipt, bytes and rows of its files, account, about} of each, by
+--       seq. What is not looked at one by one is one value: an account is checksum:actions:epoch of the rank's ledger:token rows edited;
+--       about is worker, its boot, kind and message with a zero byte in between
 -- returns {mark, applied, duplicate, stale, unknown, beyond a gap, {worker, what its ranks disagree on, ...},
 --          partial and error among the applied, {id, model, created, generated of each job that has succeeded with it, ...}}
-local WIDTH = 12
 local before = tonumber(redis.call('GET', KEYS[1]) or '0')
 local mark = before
 local applied, duplicate, stale, unknown, beyond = 0, 0, 0, 0, 0
@@ -91,11 +90,11 @@ local function receive(id, request, rank, pp, attempt, status, packed, bytes, ro
       found[#found + 1] = job
     end
   end
-  local held = bytes ~= '0' and listed(id)
+  local held = bytes ~= 0 and listed(id)
   if status ~= 'ok' and status ~= 'partial' then
     status = 'error' -- what we do not know is not fine
   end
-  if not job or tonumber(request) >= job.prompts then
+  if not job or request >= job.prompts then
     unknown = unknown + 1 -- a request that the job does not have must not count towards those it has
   elseif not working(job, attempt) or string.match(about, '^(.-)%z') ~= job.worker then
     stale = stale + 1 -- of a former attempt, or of a worker that does not have the job
@@ -118,7 +117,7 @@ local function receive(id, request, rank, pp, attempt, status, packed, bytes, ro
       redis.call('HSET', key('job', id), 'partial', '1')
     end
     if held then
-      held.bytes, held.rows, held.more = held.bytes + tonumber(bytes), held.rows + tonumber(rows), true
+      held.bytes, held.rows, held.more = held.bytes + bytes, held.rows + rows, true
     end
     -- An error or a disagreement ends the attempt at once; what is wanted no more is not failed, its cancel is under way.
     local running, detail, last_epoch = job.state == 'running', nil, nil
@@ -146,13 +145,13 @@ local function receive(id, request, rank, pp, attempt, status, packed, bytes, ro
   end
 end
 
-for at = FIRST, #ARGV, WIDTH do
-  local seq = tonumber(ARGV[at])
+for _, told in ipairs(args.receipts) do
+  local seq = told[1]
   if seq <= mark then
     duplicate = duplicate + 1
   elseif seq == mark + 1 then
     mark = seq
-    receive(unpack(ARGV, at + 1, at + WIDTH - 1))
+    receive(unpack(told, 2))
   else
     beyond = beyond + 1
   end

@@ -1,24 +1,28 @@
 -- Accept a job: record, blobs, listing and idempotency key in one commit.
--- args: how full Redis is, in percent, id, spec, created, kind, model, prompts, asked, captures, steers, metadata, written_by, idempotency key, body sha256,
---       blob ttl, JSON list of the tags under which captures become files ('' for none), JSON of the named modules, cells of a sweep,
---       JSON of the source runs that it is patched with, name of the run that it makes ('' for none), that run, packed,
---       tenant, priority, when it expires ('' for never), JSON of its callback ('' for none), what it costs (tokens), whether
---       its user captures into files ('1' or '0'), JSON of the limits that hold where the tenant has none of its own,
---       then (sha256, bytes, '' to take what is pinned) per blob
+-- args: id, spec (packed), created (text), kind, model, prompts, asked, captures, steers, metadata (JSON), written_by, idem (idempotency
+--       key, or nil), body (its body's sha256), blob_ttl, tags (JSON list of the tags under which captures become files, or nil), modules
+--       (JSON of the named ones), cells (of a sweep), runs (JSON of the source runs that it is patched with), run (name of the run that
+--       it makes, or nil), packed_run, tenant, priority, expires (text, or nil), callback (JSON, or nil), cost (tokens), files (whether its
+--       user captures into files), limits (those that hold where the tenant has none of its own), blobs: {sha256, bytes, or false to take
+--       what is pinned} of each
+-- ARGV[2]: how full Redis is, in percent. It is sampled with the size of the arguments.
 -- returns {'created', id} | {'repeated', id of the first} | {'mismatch', id of the first} | {'exists', id} | {'missing', sha256}
 --         | {'refused', name of the limit, what is used, what is allowed, seconds until it would be accepted ('' where nobody knows)}
+local id, spec, model, tenant, tags, idem = args.id, args.spec, args.model, args.tenant, args.tags, args.idem
+local redis_fill, priority = tonumber(ARGV[2]), args.priority
+
 -- The first limit that stands against a submission, or nil, and then what it takes of the rates is taken. A rate is a bucket that
 -- leaks (GCRA): `{name}_until` is when nothing of it is used any more, a minute ahead it is full. What is more than a minute's worth
 -- by itself is accepted once nothing is used.
-local function over_limit(tenant, limits, job)
+local function over_limit(limits)
   local queued, all_cells, jobs, cells, bytes =
     unpack(redis.call('HMGET', 'ms:usage', '/queued', '/cells', tenant .. '/jobs', tenant .. '/cells', tenant .. '/bytes'))
   for _, check in ipairs({ -- limit, what is used of it, how much more, in units of
     {'queue_limit', queued, 1, 1},
     {'jobs_in_flight', jobs, 1, 1},
-    {'sweep_cells', cells, job.cells, 1},
-    {'sweep_cells_waiting', all_cells, job.cells, 1},
-    {'capture_mib', bytes, job.files, MIB}, -- nobody knows how large they will be: until it is all taken
+    {'sweep_cells', cells, args.cells, 1},
+    {'sweep_cells_waiting', all_cells, args.cells, 1},
+    {'capture_mib', bytes, args.files and 1 or 0, MIB}, -- nobody knows how large they will be: until it is all taken
   }) do
     local name, used, more, unit = unpack(check)
     local refused = over(limits, name, tonumber(used) or 0, more, unit)
@@ -30,7 +34,7 @@ local function over_limit(tenant, limits, job)
   local minute, requests, requests_until, tokens, tokens_until =
     unpack(redis.call('HMGET', rate, 'minute', 'requests', 'requests_until', 'tokens', 'tokens_until'))
   local taken, new = {'minute', this_minute}, tonumber(minute) ~= this_minute
-  for _, each in ipairs({{'requests', 1, requests, requests_until}, {'tokens', job.cost, tokens, tokens_until}}) do
+  for _, each in ipairs({{'requests', 1, requests, requests_until}, {'tokens', args.cost, tokens, tokens_until}}) do
     local name, more, counted, till = unpack(each)
     local allowed = limits[name .. '_per_minute']
     till = math.max(now, tonumber(till) or 0)
@@ -50,15 +54,12 @@ local function over_limit(tenant, limits, job)
   redis.call('EXPIRE', rate, math.ceil(lasts))
 end
 
-local fill, id, spec, created, kind, model, prompts, asked, captures, steers, metadata, written_by, idem, body, blob_ttl,
-  tags, modules, cells, runs, run, packed_run, tenant, priority, expires, callback, cost, files, defaults = unpack(ARGV, FIRST, FIRST + 27)
-local BLOBS = FIRST + 28
-if idem ~= '' then
+if idem then
   local first = redis.call('GET', key('idem', idem))
   if first then
     local first_id, first_body = string.match(first, '^([^:]+):(.*)$')
     if redis.call('EXISTS', key('job', first_id)) == 1 then
-      if first_body ~= body then
+      if first_body ~= args.body then
         return {'mismatch', first_id}
       end
       return {first_id == id and 'created' or 'repeated', first_id}
@@ -69,63 +70,67 @@ local there = redis.call('HGET', key('job', id), 'spec')
 if there then -- the same again: a client whose connection broke before it got the answer
   return {there == spec and 'created' or 'exists', id}
 end
-for at = BLOBS, #ARGV, 2 do
-  if ARGV[at + 1] == '' and redis.call('EXISTS', key('pinned', ARGV[at]), key('blob', ARGV[at])) == 0 then
-    return {'missing', ARGV[at]} -- its module was changed or taken away since it was looked up
+for _, blob in ipairs(args.blobs) do
+  local name, bytes = unpack(blob)
+  if not bytes and redis.call('EXISTS', key('pinned', name), key('blob', name)) == 0 then
+    return {'missing', name} -- its module was changed or taken away since it was looked up
   end
 end
-local limits, own = limits_for(tenant, defaults)
-if tonumber(fill) >= limits.redis_fill then
-  return {'refused', 'redis_fill', math.floor(tonumber(fill)), limits.redis_fill, ''}
+local limits, own = limits_for(tenant)
+if redis_fill >= limits.redis_fill then
+  return {'refused', 'redis_fill', math.floor(redis_fill), limits.redis_fill, ''}
 end
-local refused = over_limit(tenant, limits, {cost = tonumber(cost), cells = tonumber(cells), files = tonumber(files)})
+local refused = over_limit(limits)
 if refused then
   return refused
 end
 if own.highest_priority and URGENCY[priority] < URGENCY[own.highest_priority] then
   priority = own.highest_priority
 end
-for at = BLOBS, #ARGV, 2 do -- the job's own copies: what becomes of a module is nothing to it
-  local blob = key('blob', ARGV[at])
-  if ARGV[at + 1] ~= '' then
-    redis.call('SET', blob, ARGV[at + 1])
+for _, each in ipairs(args.blobs) do -- the job's own copies: what becomes of a module is nothing to it
+  local name, bytes = unpack(each)
+  local blob = key('blob', name)
+  if bytes then
+    redis.call('SET', blob, bytes)
   elseif redis.call('EXISTS', blob) == 0 then
-    redis.call('COPY', key('pinned', ARGV[at]), blob)
+    redis.call('COPY', key('pinned', name), blob)
   end
-  redis.call('EXPIRE', blob, blob_ttl)
+  redis.call('EXPIRE', blob, args.blob_ttl)
 end
-redis.call('HSET', key('job', id), 'spec', spec, 'state', 'queued', 'attempt', 0, 'version', 1, 'created', created, 'queued', ARGV[1],
-  'kind', kind, 'model', model, 'prompts', prompts, 'asked', asked, 'captures', captures, 'steers', steers, 'metadata', metadata,
-  'modules', modules, 'cells', 0, 'cells_expected', cells, 'runs', runs, 'run', run,
-  'tenant', tenant, 'priority', priority, 'step', STEPS[kind][priority], 'cost', cost, 'written_by', written_by, 'receipts', 0, 'expected', 0, 'capture_status', captures == '1' and 'pending' or 'not_requested')
-if expires ~= '' then
-  redis.call('HSET', key('job', id), 'expires', expires)
+redis.call('HSET', key('job', id), 'spec', spec, 'state', 'queued', 'attempt', 0, 'version', 1, 'created', args.created,
+  'queued', args.at, 'kind', args.kind, 'model', model, 'prompts', args.prompts, 'asked', args.asked,
+  'captures', args.captures and '1' or '0', 'steers', args.steers and '1' or '0', 'metadata', args.metadata, 'modules', args.modules,
+  'cells', 0, 'cells_expected', args.cells, 'runs', args.runs, 'run', args.run or '', 'tenant', tenant, 'priority', priority,
+  'step', STEPS[args.kind][priority], 'cost', args.cost, 'written_by', args.written_by, 'receipts', 0, 'expected', 0,
+  'capture_status', args.captures and 'pending' or 'not_requested')
+if args.expires then
+  redis.call('HSET', key('job', id), 'expires', args.expires)
 end
-if callback ~= '' then
-  redis.call('HSET', key('job', id), 'callback', callback)
+if args.callback then
+  redis.call('HSET', key('job', id), 'callback', args.callback)
 end
-redis.call('ZADD', 'ms:jobs', created, id)
-redis.call('ZADD', key('jobs', tenant), created, id) -- its tenant's own list
+redis.call('ZADD', 'ms:jobs', args.created, id)
+redis.call('ZADD', key('jobs', tenant), args.created, id) -- its tenant's own list
 redis.call('SADD', 'ms:owners', tenant)
-if tags ~= '' then -- outlives the job's record: files stay until they are deleted
-  redis.call('HSET', key('capture', id), 'tags', tags, 'created', created, 'status', 'pending', 'bytes', 0, 'rows', 0, 'model', model,
+if tags then -- outlives the job's record: files stay until they are deleted
+  redis.call('HSET', key('capture', id), 'tags', tags, 'created', args.created, 'status', 'pending', 'bytes', 0, 'rows', 0, 'model', model,
     'tenant', tenant)
-  if files == '1' then
+  if args.files then
     redis.call('HSET', key('capture', id), 'charged', tenant)
     tally_from_here(key('capture', id))
   end
-  redis.call('ZADD', 'ms:captures', created, id)
-  redis.call('ZADD', key('captures', tenant), created, id)
+  redis.call('ZADD', 'ms:captures', args.created, id)
+  redis.call('ZADD', key('captures', tenant), args.created, id)
 end
-if run ~= '' then -- from here on the name means this job, whatever it meant before
-  redis.call('HSET', key('runs', model), run, packed_run)
+if args.run then -- from here on the name means this job, whatever it meant before
+  redis.call('HSET', key('runs', model), args.run, args.packed_run)
 end
-if idem ~= '' then
-  redis.call('SET', key('idem', idem), id .. ':' .. body, 'EX', result_ttl)
+if idem then
+  redis.call('SET', key('idem', idem), id .. ':' .. args.body, 'EX', args.result_ttl)
 end
 local job = read(id)
 enter(job)
-if cells ~= '0' then
+if args.cells > 0 then
   tally_cells(job, job.cells_expected)
 end
 event(job, 'state', '{"state":"queued","attempt":0}')

@@ -1,8 +1,8 @@
 -- One job that the sweeper was to look at by now.
--- args: id, capture_timeout_s, lease_s, since when Redis is up (while it was away nobody could renew or settle)
+-- args: id, capture_timeout, lease_s, up_since (when Redis started: while it was away nobody could renew or settle)
 -- returns {what was found or done, model, attempt}:
 --   gone | held (not due after all) | queued (does it have a message?) | late (aborted) | requeued | failed | timed_out | cancelled
-local id, capture_timeout, lease_s, up_since = unpack(ARGV, FIRST, FIRST + 3)
+local id, capture_timeout = args.id, args.capture_timeout
 local job = read(id)
 if not job or TERMINAL[job.state] then
   redis.call('ZREM', 'ms:live', id)
@@ -23,11 +23,11 @@ if job.state == 'queued' then
   redis.call('SADD', turn('sent', job.model, job.step), id) -- also what was accepted before there were windows
   return answer('queued')
 end
-local grace = tonumber(lease_s)
+local grace = args.lease_s
 if job.generated then
-  grace = math.min(grace, tonumber(capture_timeout))
+  grace = math.min(grace, capture_timeout)
 end
-local deadline = math.max(job.lease, tonumber(up_since) + grace)
+local deadline = math.max(job.lease, args.up_since + grace)
 if deadline > now then
   look_at(job, deadline)
   return answer('held')

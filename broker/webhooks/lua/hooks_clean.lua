@@ -1,7 +1,7 @@
 -- What was settled before a time is forgotten.
--- args: now, that time, how many at most
+-- args: before (that time), limit (how many at most)
 -- returns how many
-local ids = redis.call('ZRANGEBYSCORE', 'ms:hook-done', '-inf', ARGV[2], 'LIMIT', 0, ARGV[3])
+local ids = redis.call('ZRANGEBYSCORE', 'ms:hook-done', '-inf', args.before, 'LIMIT', 0, args.limit)
 for _, id in ipairs(ids) do
   local job, tenant = unpack(redis.call('HMGET', 'ms:hook:' .. id, 'job', 'tenant'))
   redis.call('DEL', 'ms:hook:' .. id, 'ms:hook-log:' .. id)

@@ -6,5 +6,5 @@ local function hook_end(id, lane, state)
   redis.call('ZREM', 'ms:hooks', id)
   redis.call('ZREM', 'ms:hook-lane:' .. lane, id)
   redis.call('ZREM', 'ms:hook-busy:' .. lane, id)
-  redis.call('ZADD', 'ms:hook-done', ARGV[1], id)
+  redis.call('ZADD', 'ms:hook-done', args.at, id)
 end

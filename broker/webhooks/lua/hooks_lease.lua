@@ -1,14 +1,10 @@
 -- What is due is lent to a sender: oldest lanes first, of each lane no more at once than it has room for.
--- args: now, end of the lease, its token, how many at most, how many of one tenant at most, lanes looked at at most,
---       then (tenant, how many of it this sender has already)
+-- args: ends (of the lease), token (of it), limit (how many at most), share (how many of one tenant at most), scan (lanes looked at at
+--       most), under_way: tenant -> how many of it this sender has already
 -- returns per delivery {id, job, event, tenant, key, url, created, job_state, attempt, model, tries}
-local now, ends, token = tonumber(ARGV[1]), tonumber(ARGV[2]), ARGV[3]
-local limit, share, scan = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
+local limit, share, has = args.limit, args.share, args.under_way
 local LANES_AT_ONCE = 1000
-local has, lent = {}, {}
-for at = 7, #ARGV, 2 do
-  has[ARGV[at]] = tonumber(ARGV[at + 1])
-end
+local lent = {}
 local function owner(lane)
   return string.match(lane, '^([^|]*)')
 end
@@ -25,7 +21,7 @@ repeat
     end
   end
   looked = looked + #due
-until #due < LANES_AT_ONCE or #lanes >= LANES_AT_ONCE or looked >= scan
+until #due < LANES_AT_ONCE or #lanes >= LANES_AT_ONCE or looked >= args.scan
 for _, lane in ipairs(lanes) do
   local tenant = owner(lane)
   local waiting, busy = 'ms:hook-lane:' .. lane, 'ms:hook-busy:' .. lane
@@ -42,8 +38,8 @@ for _, lane in ipairs(lanes) do
         hook_end(id, lane, 'disabled')
       else
         redis.call('ZREM', waiting, id)
-        redis.call('ZADD', busy, ends, id)
-        redis.call('HSET', 'ms:hook:' .. id, 'lease', token)
+        redis.call('ZADD', busy, args.ends, id)
+        redis.call('HSET', 'ms:hook:' .. id, 'lease', args.token)
         table.insert(told, 1, id)
         lent[#lent + 1] = told
         has[tenant] = (has[tenant] or 0) + 1

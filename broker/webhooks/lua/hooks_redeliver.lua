@@ -1,7 +1,7 @@
--- Somebody wants it sent again, or now: under its id, the ladder from its first rung.
--- args: now, id
+-- A delivery is to be sent again, or now: under its id, the ladder from its first rung.
+-- args: id
 -- returns 'unknown' | 'off' (its receiver is disabled) | 'pending'
-local id = ARGV[2]
+local id = args.id
 local hook = 'ms:hook:' .. id
 local state, tenant, url, lease = unpack(redis.call('HMGET', hook, 'state', 'tenant', 'url', 'lease'))
 if not state then
@@ -13,6 +13,6 @@ end
 if not lease then -- else it is being sent just now
   redis.call('HSET', hook, 'tries', 0)
   redis.call('ZREM', 'ms:hook-done', id)
-  hook_put(id, hook_lane(tenant, url), ARGV[1])
+  hook_put(id, hook_lane(tenant, url), args.at)
 end
 return 'pending'

@@ -1,16 +1,4 @@
--- What every script begins with: its arguments, and how a job is read.
--- Above this text stand the generated tables ALLOWED, TERMINAL, STAMP, PROBLEMS, STEPS, URGENCY, MESSAGE, SENT and the constants QUEUED_LOOK_S,
--- SWEEP_EVENTS and MARK_TTL_S. Below it follow announce.lua, message.lua, dispatch.lua, prelude.lua and the script itself.
--- Keys are built from job ids inside the scripts: Redis Cluster is not a target.
-
-local now = tonumber(ARGV[1])
-local result_ttl = tonumber(ARGV[2])
-local event_limit = tonumber(ARGV[3])
-local max_attempts = tonumber(ARGV[4])
-local on_desync = ARGV[5] -- 'retry' or 'fail'
-local window = tonumber(ARGV[6]) -- messages of a model and step that are under way at once
-local channels = ARGV[7] -- kombu's prefix of this database's channels
-local FIRST = 8 -- where a script's own arguments begin
+-- A job's record: how it is read, and how readers are told of a change.
 
 -- worker -> why its ranks must be made equal; worker -> boot/epoch of the ledgers up to which that is dealt with.
 local DESYNC, SETTLED = 'ms:desync', 'ms:desync-settled'
@@ -66,9 +54,9 @@ end
 -- How long the job's event stream may be: a sweep's holds all its cells.
 local function events_kept(job)
   if job.kind ~= 'sweep' then
-    return event_limit
+    return args.event_limit
   end
-  return math.max(event_limit, job.cells_expected + SWEEP_EVENTS)
+  return math.max(args.event_limit, job.cells_expected + SWEEP_EVENTS)
 end
 
 local function event(job, kind, data)

@@ -1,0 +1,154 @@
+-- How a job is moved to another state, failed, put back, finished.
+
+-- What is listed of a job's captures. False when it has none in files.
+local function note_capture(job, ...)
+  if redis.call('EXISTS', key('capture', job.id)) == 0 then
+    return false
+  end
+  redis.call('HSET', key('capture', job.id), ...)
+  return true
+end
+
+-- How often jobs came into each state: what metrics tell. Here, so that each change is counted once, whoever makes it.
+local function count(job)
+  redis.call('HINCRBY', 'ms:counts', job.model .. '/' .. job.state, 1)
+end
+
+-- What follows from leaving a state, and from entering one, before readers are told: `on_leave[state](job, to)` and
+-- `on_enter[state](job, capture_status)`. States without an effect are in neither.
+local on_leave, on_enter = {}, {}
+
+local function let_go(job, to)
+  if to ~= 'cancelling' then
+    redis.call('SREM', key('held', job.worker), job.id)
+  end
+end
+on_leave.queued, on_leave.running, on_leave.cancelling = leave, let_go, let_go
+
+function on_enter.queued(job)
+  local hash = key('job', job.id)
+  -- What the former attempt left must not be taken for the next one's. (Units of a sweep are its own: they stay.)
+  redis.call('DEL', key('out', job.id), key('ticket', job.id), key('agree', job.id))
+  redis.call('HDEL', hash, 'worker', 'boot', 'lease', 'started', 'generated', 'partial', 'everyone', 'global_version')
+  redis.call('HSET', hash, 'receipts', 0, 'expected', 0)
+  job.generated, job.receipts, job.expected, job.partial = nil, 0, 0, nil
+  if job.kind ~= 'sweep' then
+    charge(job.id, -(tonumber(redis.call('HGET', key('capture', job.id), 'bytes')) or 0))
+    note_capture(job, 'bytes', 0, 'rows', 0)
+  end
+  enter_again(job)
+end
+
+-- Every terminal state. `capture_status`: what the captures of a job end with that has not succeeded.
+local function ended(job, capture_status)
+  local hash = key('job', job.id)
+  if job.captures then
+    local status = capture_status or 'error'
+    redis.call('HSET', hash, 'capture_status', status)
+    if note_capture(job, 'status', status) then
+      redis.call('ZADD', 'ms:captured', now, job.id) -- their age counts from here
+    end
+  end
+  tally(hash, job.tenant, 'jobs', -1)
+  if job.kind == 'sweep' then
+    tally_cells(job, job.cells - job.cells_expected)
+  end
+  event(job, 'done', '{"state":"' .. job.state .. '"}')
+  redis.call('ZREM', 'ms:live', job.id)
+  redis.call('DEL', key('agree', job.id))
+  -- The record outlives its result, so that a late reader is told `expired` and not `unknown`.
+  redis.call('EXPIRE', hash, 2 * args.result_ttl)
+  for _, kind in ipairs({'out', 'ticket', 'events', 'units'}) do
+    redis.call('EXPIRE', key(kind, job.id), args.result_ttl)
+  end
+end
+for state in pairs(TERMINAL) do
+  on_enter[state] = ended
+end
+function on_enter.succeeded(job)
+  ended(job, job.partial and 'partial' or 'ok')
+end
+
+-- The only place where a job's state changes. False, and nothing done, when the table does not allow it.
+local function move(job, to, capture_status)
+  local from = job.state
+  if not ALLOWED[from][to] then
+    return false
+  end
+  if on_leave[from] then
+    on_leave[from](job, to)
+  end
+  job.state = to
+  redis.call('HSET', key('job', job.id), 'state', to, STAMP[to], args.at)
+  event(job, 'state', '{"state":"' .. to .. '","attempt":' .. job.attempt .. '}')
+  announce(job)
+  count(job)
+  if on_enter[to] then
+    on_enter[to](job, capture_status)
+  end
+  changed(job)
+  return true
+end
+
+-- `to`: 'aborted' for what never began.
+local function fail(job, kind, detail, capture_status, to)
+  to = to or 'failed'
+  if not ALLOWED[job.state][to] then
+    return false
+  end
+  local problem = PROBLEMS()[kind]
+  redis.call('HSET', key('job', job.id), 'error', cjson.encode({
+    type = 'urn:midstream:' .. kind, title = problem[1], status = problem[2], detail = detail,
+  }))
+  return move(job, to, capture_status)
+end
+
+local LATE = 'no worker had begun the job when its `expires_in` was over'
+
+-- The worker is gone or gives up its hold: another attempt, unless there were enough or nobody wants it any more.
+local function put_back(job)
+  if job.state == 'cancelling' then
+    move(job, 'cancelled')
+  elseif job.attempt >= args.max_attempts then
+    fail(job, 'worker_lost', 'attempt ' .. job.attempt .. ' of ' .. args.max_attempts .. ' ended with the loss of worker '
+      .. job.worker .. '; there will be no other')
+  else
+    move(job, 'queued')
+  end
+end
+
+-- The finish rule: outputs stored and every expected receipt arrived. Errors and disagreement have ended the job before.
+local function finish(job)
+  if not job.generated or job.receipts < job.expected then
+    return false
+  end
+  return move(job, job.state == 'cancelling' and 'cancelled' or 'succeeded')
+end
+
+-- The ranks of this worker disagree: it takes no jobs until they were made equal. Late news of ledgers that are settled, or of a
+-- former start of the worker, mark nothing.
+local function mark_desync(worker, boot, epoch, detail)
+  local alive = redis.call('GET', key('alive', worker))
+  if alive and alive ~= boot then
+    return
+  end
+  local settled_boot, settled_epoch = string.match(redis.call('HGET', SETTLED, worker) or '', '^(.*)/(.*)$')
+  if settled_boot ~= boot or tonumber(epoch) > tonumber(settled_epoch) then
+    redis.call('HSETNX', DESYNC, worker, detail)
+  end
+end
+
+-- Its ranks disagreed, or their ledgers began anew under it: another attempt, once, or none (setting on_desync).
+local function put_back_desynced(job, detail)
+  if job.state == 'cancelling' then
+    move(job, 'cancelled')
+  elseif job.state ~= 'running' then
+    return
+  elseif args.on_desync == 'retry' and not job.retried and job.attempt < args.max_attempts then
+    redis.call('HSET', key('job', job.id), 'retried', detail)
+    job.retried = detail
+    move(job, 'queued')
+  else
+    fail(job, 'ranks_disagree', detail)
+  end
+end

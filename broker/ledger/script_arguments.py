@@ -1,0 +1,23 @@
+"""Arguments of Lua scripts: one map in MessagePack, which `lua/arguments.lua` reads."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+#: What every script begins with.
+ARGUMENTS = Path(__file__).parent / "lua" / "arguments.lua"
+
+
+def pack(at: float, **own: Any) -> list[bytes]:
+    """ARGV of a script: `at`, the time in seconds since the epoch, and its own arguments.
+
+    None is left out, which is nil in Lua. Bytes inside of lists need `binary`.
+    """
+    values = {name: binary(value) if isinstance(value, bytes) else value for name, value in own.items() if value is not None}
+    return [msgspec.msgpack.encode({"at": repr(at), **values})]
+
+
+def binary(data: bytes) -> msgspec.Raw:
+    """Bytes as a MessagePack string: Lua's cmsgpack knows no binary type, and its strings are bytes."""
+    return msgspec.Raw(b"\xdb" + len(data).to_bytes(4, "big") + data)

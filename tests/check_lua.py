@@ -1,0 +1,58 @@
+"""Compile every Lua script in a real Redis: `python tests/check_lua.py`, a part of `make lint`. Prints file, line and error of each."""
+
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import redis
+
+from midstream.broker.ledger import jobs, scripts
+from midstream.broker.ops import redis_server
+from midstream.broker.queue import transport
+from midstream.broker.webhooks import outbox, secrets
+
+BROKER = Path(scripts.__file__).parents[1]
+
+
+def sources() -> Iterator[tuple[str, str]]:
+    """Name and text of each script as it is sent."""
+    for name in scripts.NAMES:
+        yield name, scripts.source(name)
+    for name in outbox.SCRIPTS:
+        yield name, outbox._source(name)
+    yield from (("hooks_rotate", secrets._source()), ("transport.TAKE", transport.TAKE), ("jobs.RESULT", jobs.RESULT))
+
+
+def place(text: str, line: int, name: str) -> str:
+    """File and line of a line of a script's text, which is made of several files."""
+    for path in BROKER.glob("*/lua/*.lua"):
+        part = path.read_text()
+        before = text.count("\n", 0, at) if (at := text.find(part)) >= 0 else line
+        if before < line <= before + part.count("\n"):
+            return f"{path.relative_to(BROKER.parent)}:{line - before}"
+    return f"{name}:{line}"
+
+
+def main() -> int:
+    """The number of errors, each once however many scripts share it."""
+    found = set()
+    with tempfile.TemporaryDirectory(prefix="midstream-lua-") as folder:
+        server = redis_server.start(Path(folder))
+        try:
+            with redis.Redis.from_url(server.url) as client:
+                for name, text in sources():
+                    try:
+                        client.script_load(text)
+                    except redis.ResponseError as error:
+                        told = re.search(r"user_script:(\d+): (.*)", str(error))
+                        found.add(f"{place(text, int(told[1]), name)}: {told[2]}" if told else f"{name}: {error}")
+        finally:
+            server.kill()
+    print(*sorted(found), sep="\n", end="\n" if found else "")
+    return len(found)
+
+
+if __name__ == "__main__":
+    sys.exit(min(main(), 1))
