@@ -1,7 +1,7 @@
 """Is what tenants use what was counted of it? Counted anew from what there is, a slice at a time, while everybody goes on.
 
 Usage is changed in the commits that change what is used, so it is right, but for what a process of another version did without
-counting. A count that is under way is kept up by all scripts (`tally` in lua/dispatch.lua), so it needs no standstill.
+counting. A count that is under way is kept up by all scripts (`tally` in lua/usage.lua), so it needs no standstill.
 """
 
 import secrets
