@@ -5,7 +5,7 @@ and its state in Flower is the job's:
 
     succeeded                       SUCCESS
     failed                          FAILURE, with the problem
-    cancelled, aborted, expired     REVOKED
+    cancelled, aborted, expired     REVOKED, as any other end
     back in the queue               RETRY: another attempt, a task of its own, or the same message again
 """
 
