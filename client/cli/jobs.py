@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from ...schemas.base import to_json
-from ...schemas.dtypes import DType
+from ...schemas.dtypes import RowDType
 from ...schemas.errors import MidstreamError, invalid
 from ...schemas.jobs import JobRequest, JobResult, JobView, SamplingRequest, State
 from ...schemas.settings import load_settings
@@ -71,7 +71,7 @@ def submit(
     ] = None,
     every_n: Annotated[int | None, typer.Option(help="Only every n-th generated token.", **CAPTURE)] = None,
     at: Annotated[str | None, typer.Option(help="before (if left out) or after the steering of the same site.", **CAPTURE)] = None,
-    dtype: Annotated[str | None, typer.Option(help=f"model (if left out), {options.one_of(get_args(DType))}.", **CAPTURE)] = None,
+    dtype: Annotated[str | None, typer.Option(help=f"model (if left out), {options.one_of(get_args(RowDType)[1:])}.", **CAPTURE)] = None,
     layout: Annotated[str | None, typer.Option(help="auto (if left out), packed, per_file or segment.", **CAPTURE)] = None,
     consumer: Annotated[list[str] | None, typer.Option(help="Who gets the rows: filesystem (if left out), memory, …", **CAPTURE)] = None,
     tag: Annotated[str | None, typer.Option(help="Folder name of the capture; if left out: default.", **CAPTURE)] = None,

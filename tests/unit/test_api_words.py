@@ -1,6 +1,6 @@
 """Do the small readers of the HTTP edge understand what clients write, and say what they do not?"""
 
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -12,9 +12,12 @@ from midstream.api.routes.captures import parse_layers
 from midstream.api.routes.jobs import preferred_wait
 from midstream.api.web.problems import malformed
 from midstream.schemas.base import from_json, to_json
+from midstream.schemas.dtypes import RowDType
 from midstream.schemas.errors import MidstreamError
+from midstream.schemas.interventions import STEERING_FIELDS
 from midstream.schemas.jobs import JobRequest
 from midstream.schemas.selectors import HOOKS
+from midstream.schemas.states import ENDS
 
 
 @pytest.mark.parametrize(
@@ -45,17 +48,17 @@ def test_decoding_errors_become_problems_with_the_field_path(body: str, field: s
 @pytest.mark.parametrize(
     ("fields", "allowed"),
     [
-        ({"capture": {"hook": "pre_mlp"}}, "pre_attn, attn_out, post_attn, mlp_in, mlp_out, post_block"),
-        ({"capture": {"hooks": {"pre_mlp": 0}}}, "pre_attn, attn_out, post_attn, mlp_in, mlp_out, post_block"),
+        ({"capture": {"hook": "pre_mlp"}}, ", ".join(HOOKS)),
+        ({"capture": {"hooks": {"pre_mlp": 0}}}, ", ".join(HOOKS)),
         ({"capture": {"positions": "first"}}, "last_prompt, all_prompt, all_generated, all"),
-        ({"capture": {"dtype": "float64"}}, "model, float32, bfloat16, float16"),
+        ({"capture": {"dtype": "float8"}}, ", ".join(get_args(RowDType))),
         ({"capture": {"tag": "../x"}}, None),
         ({"patch": [{"layers": 0, "hook": "resid", "positions": [0], "source": {"zeros": True}}]}, ", ".join(HOOKS)),
         ({"priority": "urgent"}, "high, normal, low"),
-        ({"callback_events": ["job.done"]}, "job.running, job.succeeded, job.failed, job.cancelled, job.aborted"),
+        ({"callback_events": ["job.done"]}, ", ".join(("job.running", *ENDS))),
         (
             {"steering": [{"layers": 0, "vector": {"dtype": "float32", "shape": [0], "data": ""}, "op": "mul"}]},
-            "replace, lowrank, add, ablate, clamp",
+            ", ".join(STEERING_FIELDS),
         ),
     ],
 )

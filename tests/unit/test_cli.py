@@ -186,7 +186,7 @@ def test_submit_and_sweep_take_the_same_options_of_handling() -> None:
         {option for parameter in commands[name].params for option in parameter.opts if parameter.rich_help_panel == "Handling"}
         for name in ("submit", "sweep")
     ]
-    assert there == [{"--priority", "--expires-in", "--callback", "--callback-event"}] * 2
+    assert there == [{f"--{name.replace('_', '-')}" for name in options.HANDLING}] * 2
 
 
 def test_key_expiry_is_within_the_calendar() -> None:

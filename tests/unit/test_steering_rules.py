@@ -34,10 +34,8 @@ VECTOR = tensor(HIDDEN, fill=1.0)
 LOW_RANK = {"op": "lowrank", "rotation": tensor(3, HIDDEN), "weight": tensor(3, HIDDEN), "bias": tensor(3)}
 #: Op → the least that it takes.
 LEAST: dict[str, dict[str, Any]] = {
-    "replace": {"op": "replace", "vector": VECTOR},
+    **{op: {"op": op, "vector": VECTOR} for op in STEERING_FIELDS},
     "lowrank": LOW_RANK,
-    "add": {"op": "add", "vector": VECTOR},
-    "ablate": {"op": "ablate", "vector": VECTOR},
     "clamp": {"op": "clamp", "vector": VECTOR, "low": -1.0, "high": 2.0},
 }
 
