@@ -7,9 +7,13 @@ import pytest
 import redis
 from edge import Api, Hand, running
 from receipt_rig import Jobs, RelayProcess
+from redis_keys import documented, family
 from up_kit import Up
 
 from midstream.broker.ops import redis_server
+
+#: Keys that a test left, whose types are compared with docs/redis.md.
+CHECKED = 500
 
 
 @pytest.fixture(scope="session")
@@ -20,10 +24,16 @@ def redis_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[redis_se
 
 
 @pytest.fixture
-def redis_url(redis_session: redis_server.RedisServer) -> str:
+def redis_url(redis_session: redis_server.RedisServer) -> Iterator[str]:
     with redis.Redis.from_url(redis_session.url) as client:
         client.flushall()
-    return redis_session.url
+        yield redis_session.url
+        left = [key.decode() for key in client.scan_iter("ms:*", count=1000)][:CHECKED]
+        with client.pipeline(transaction=False) as pipe:
+            for key in left:
+                pipe.type(key)
+            types = [kind.decode() for kind in pipe.execute()]
+        assert [(key, kind) for key, kind in zip(left, types, strict=True) if kind not in (documented().get(family(key)), "none")] == []
 
 
 @pytest.fixture(scope="session")

@@ -60,7 +60,7 @@ CODE_CARRIERS = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal
 TOP_LEVEL = {
     *PACKAGES,
     "tests", "benchmarks", "examples", "docs", "requirements", ".ci",
-    "__init__.py", "py.typed", "pyproject.toml", "Makefile", "README.md", "LICENSE", "CHANGELOG.md", ".gitignore",
+    "__init__.py", "py.typed", "pyproject.toml", "Makefile", "README.md", "CONTRIBUTING.md", "LICENSE", "CHANGELOG.md", ".gitignore",
     "compose.yaml", "compose", "Dockerfile", ".dockerignore", ".env",
 }  # fmt: skip
 

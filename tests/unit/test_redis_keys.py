@@ -1,0 +1,31 @@
+"""docs/redis.md lists every key family that code and scripts name, and no others. (System tests check the types.)"""
+
+import re
+
+from redis_keys import documented
+from tree import PACKAGES, ROOT, tracked
+
+#: A channel, and prefixes of ACL patterns.
+NO_KEYS = {"changed", "hook-"}
+
+
+def named() -> dict[str, str]:
+    """Family → one place that names it."""
+    found: dict[str, str] = {}
+    for path in tracked():
+        if path.parts[0] not in PACKAGES or path.suffix not in (".py", ".lua"):
+            continue
+        text = (ROOT / path).read_text()
+        families = re.findall(r"\bms:([a-z][a-z-]*)", text)
+        if path.suffix == ".lua":
+            families += re.findall(r"\b(?:key|turn)\('([a-z-]+)'", text)
+        found |= dict.fromkeys(families, str(path))
+    return {name: place for name, place in found.items() if name not in NO_KEYS}
+
+
+def test_the_key_table_lists_every_family_that_the_code_names() -> None:
+    assert {name: place for name, place in named().items() if name not in documented()} == {}
+
+
+def test_every_family_of_the_key_table_is_in_the_code() -> None:
+    assert documented().keys() - named().keys() == set()
