@@ -16,11 +16,11 @@ from midstream.broker.ledger.captures import Captures
 from midstream.broker.ledger.jobs import Ledger
 from midstream.broker.ledger.source_runs import SourceRuns
 from midstream.schemas.base import now
-from midstream.storage.file_store import DELETED
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import Job, State
 from midstream.schemas.source_runs import RunFiles, RunView, run_key
 from midstream.schemas.specs import StoredCapture
+from midstream.storage.file_store import DELETED
 from midstream.workers.engine.protocol import Locate
 from midstream.workers.serving.source_run_leases import LEASES, SourceRunLeases
 
