@@ -34,9 +34,9 @@ ASK_AGAIN_S = 1.0
 GC_OBJECTS = 10_000
 
 NO_KEYS = (
-    "MIDSTREAM_API_HOST={host}: off loopback keys are required, and none exists. Make one with "
+    "MIDSTREAM_API_HOST={host}: API keys are required beyond loopback, and none exists. Create one with "
     "`midstream keys create first --scope admin --redis-url …`, or set MIDSTREAM_ADMIN_KEY (`midstream keys generate` prints one), or "
-    "MIDSTREAM_AUTH=keys to start without a key; MIDSTREAM_AUTH=open admits everybody"
+    "MIDSTREAM_AUTH=keys to start without a key; MIDSTREAM_AUTH=open turns authentication off"
 )
 
 log = logging.getLogger("midstream.api")
@@ -99,7 +99,7 @@ def bind(host: str, port: int) -> tuple[socket.socket, str]:
 def serve(settings: Settings) -> None:
     """Until SIGTERM or SIGINT."""
     if not settings.redis_url:
-        raise SettingsError("MIDSTREAM_REDIS_URL: is required here; `midstream up` sets it")
+        raise SettingsError("MIDSTREAM_REDIS_URL: is required; `midstream up` sets it")
     auth.admin_key(settings)  # what is wrong with them is said before anything listens
     named(settings)
     redis_durability.require(settings)
@@ -107,7 +107,7 @@ def serve(settings: Settings) -> None:
     if refused:
         raise SettingsError(refused)
     if settings.auth == "open" and not is_loopback(settings.api_host):
-        log.warning("MIDSTREAM_AUTH=open on %s: whoever reaches this address may do everything", settings.api_host)
+        log.warning("MIDSTREAM_AUTH=open on %s: anyone who can reach this address has full access", settings.api_host)
     faults.arm(settings.fault, settings.data_dir)
     traces.setup(settings, "api")
     metrics_server.identify("api")

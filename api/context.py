@@ -113,7 +113,7 @@ class AppContext:
             live = {worker.model for worker in await self.ledger.workers()}
             models = [model for model in models if model.name in live] if len(live) == 1 else models
         if len(models) > 1:
-            raise invalid("model", "is needed: there are several models", allowed=", ".join(model.name for model in models))
+            raise invalid("model", "is required: several models are served", allowed=", ".join(model.name for model in models))
         if not models:
             raise admission.unknown_model("", [])
         return models[0]
@@ -204,7 +204,7 @@ class AppContext:
                         abandon_on_cancel=True,
                     )
             except Exception as error:  # kombu raises what its transport raises
-                log.warning("cancel of job %s waits for the worker's next renewal: broadcast failed (%r)", job_id, error)
+                log.warning("cannot broadcast the cancel of job %s (%r): it takes effect at the worker's next lease renewal", job_id, error)
         return view
 
     # --- Waiting ---
@@ -323,7 +323,7 @@ async def _stopped(*tasks: asyncio.Future[Any]) -> None:
                 interrupted = again
     for task in tasks:
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.debug("a wait that was given up had failed: %r", error)
+            log.debug("an abandoned wait failed: %r", error)
     if interrupted is not None:
         raise interrupted
 

@@ -71,19 +71,19 @@ def _dedented(schema: dict[str, Any]) -> dict[str, Any]:
 
 #: Of the one security scheme.
 KEY = "key"
-BEARER = {"type": "http", "scheme": "bearer", "description": "An API key, `ms_…`. Where the API asks for none, everybody is let in."}
+BEARER = {"type": "http", "scheme": "bearer", "description": "An API key, `ms_…`. Not needed where authentication is off."}
 _PROBLEM = {"application/problem+json": {"schema": {"$ref": "#/components/schemas/Problem"}}}
 _CHALLENGE = {"WWW-Authenticate": {"schema": {"type": "string"}}}
 REFUSALS = {
-    "401": {"description": "No key, or none that is valid", "headers": _CHALLENGE, "content": _PROBLEM},
+    "401": {"description": "The key is missing or invalid", "headers": _CHALLENGE, "content": _PROBLEM},
     "403": {
-        "description": "The key lacks the scope; `detail` names it. Or a page of another site sent it (`cross_site`)",
+        "description": "The key lacks the scope that `detail` names; or the request comes from a page of another site (`cross_site`)",
         "headers": _CHALLENGE,
         "content": _PROBLEM,
     },
 }
 #: Of every operation, also of those that are open to everybody.
-MISDIRECTED = {"421": {"description": "The name in the header `Host` is not one of the API's", "content": _PROBLEM}}
+MISDIRECTED = {"421": {"description": "The `Host` header does not name this API", "content": _PROBLEM}}
 
 #: Type of an answer → name of the link → the operation that it leads to, its parameter, and where the answer has its value.
 LINKS: dict[str, dict[str, tuple[str, str, str]]] = {

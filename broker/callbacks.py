@@ -92,17 +92,17 @@ async def keep_sweeping(settings: Settings) -> None:
                     for action, found in vars(report).items():
                         metrics.SWEPT.labels(action).inc(found if isinstance(found, int) else len(found))
                 if away:
-                    log.warning("sweeps go on")
+                    log.warning("sweeps resumed")
                 away = False
             except (MidstreamError, redis.RedisError) as error:
                 if not is_unavailable(error):
-                    log.exception("a sweep failed; the next one is in %s s", settings.sweep_interval_s)
+                    log.exception("a sweep failed; next one in %s s", settings.sweep_interval_s)
                 elif not away:
-                    log.warning("no sweeps until Redis is back: %s", error)
+                    log.warning("sweeps suspended, Redis unreachable: %s", error)
                 away = away or is_unavailable(error)
             except Exception:
                 # Whatever it was, the other jobs still need the next sweep.
-                log.exception("a sweep failed; the next one is in %s s", settings.sweep_interval_s)
+                log.exception("a sweep failed; next one in %s s", settings.sweep_interval_s)
             await asyncio.sleep(settings.sweep_interval_s)
     finally:
         await ledger.close()
@@ -154,7 +154,7 @@ def main() -> int:
     try:
         settings = load_settings()
         if not settings.redis_url:
-            raise SettingsError("MIDSTREAM_REDIS_URL: the callbacks worker needs it")
+            raise SettingsError("MIDSTREAM_REDIS_URL: is required by the callbacks worker")
         redis_durability.require(settings)
         faults.arm(settings.fault, settings.data_dir)
         observability.start(settings, "callbacks")

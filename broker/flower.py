@@ -36,15 +36,15 @@ MISDIRECTED = STATUS_OF_KIND["misdirected"]
 def options(settings: Settings) -> dict[str, str]:
     """Flower's options as it reads them from its environment. Raises SettingsError naming the setting."""
     if settings.flower_auth and not all(re.fullmatch(r"[^:]+:.+", pair) for pair in settings.flower_auth.split(",")):
-        raise SettingsError("MIDSTREAM_FLOWER_AUTH: is not user:password, several separated by commas")
+        raise SettingsError("MIDSTREAM_FLOWER_AUTH: must be user:password, several separated by commas")
     if not settings.flower_auth and not is_loopback(settings.flower_host):
         raise SettingsError(
-            f"MIDSTREAM_FLOWER_HOST={settings.flower_host} is off loopback: Flower needs MIDSTREAM_FLOWER_AUTH=user:password there, "
-            "because it shows the jobs of all tenants"
+            f"MIDSTREAM_FLOWER_HOST={settings.flower_host} is not loopback: MIDSTREAM_FLOWER_AUTH=user:password is required, "
+            "because Flower shows the jobs of all tenants"
         )
     if not settings.flower_auth and asks_for_keys(settings):
         raise SettingsError(
-            "MIDSTREAM_FLOWER_AUTH: the API asks for keys, so Flower needs user:password as well, because it shows the jobs of all tenants"
+            "MIDSTREAM_FLOWER_AUTH: user:password is required when the API requires keys, because Flower shows the jobs of all tenants"
         )
     found = {
         "FLOWER_ADDRESS": settings.flower_host,
@@ -90,7 +90,7 @@ def main() -> int:
     try:
         settings = load_settings()
         if not settings.redis_url:
-            raise SettingsError("MIDSTREAM_REDIS_URL: Flower needs it")
+            raise SettingsError("MIDSTREAM_REDIS_URL: is required by Flower")
         os.environ.update(options(settings))
     except SettingsError as error:
         print(f"flower failed: {error}", file=sys.stderr, flush=True)

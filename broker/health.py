@@ -37,11 +37,11 @@ def flower(settings: Settings) -> str:
 
 
 def relay(settings: Settings) -> str:
-    return "" if _redis(settings).exists(RELAY_KEY) else "the relay has not been seen in Redis lately"
+    return "" if _redis(settings).exists(RELAY_KEY) else "the relay has not reported to Redis recently"
 
 
 def callbacks(settings: Settings) -> str:
-    return "" if _redis(settings).exists(REAPER_KEY) else "no sweep has ended lately"
+    return "" if _redis(settings).exists(REAPER_KEY) else "no sweep has completed recently"
 
 
 def worker(settings: Settings) -> str:
@@ -66,7 +66,7 @@ def _worker_seen(settings: Settings) -> str:
     here = [info for info in known if info.host == socket.gethostname()]
     alive = [info for info in here if client.get(f"ms:alive:{info.worker}") == info.boot.encode()]
     if not alive:
-        return "no worker of this machine has been seen in Redis lately"
+        return "no worker of this machine has reported to Redis recently"
     return "; ".join(info.detail or "it is not healthy" for info in alive if not info.healthy)
 
 
@@ -99,7 +99,7 @@ def main(arguments: list[str]) -> int:
     except redis.RedisError as error:
         trouble = f"redis does not answer: {error}"
     except msgspec.DecodeError as error:
-        trouble = f"what a worker says of itself cannot be read: {error}"
+        trouble = f"a worker's record is invalid: {error}"
     if trouble:
         print(trouble)
     return 1 if trouble else 0

@@ -15,5 +15,5 @@ def seconds(value: Any, field: str) -> Any:
         return value
     match = _DURATION.fullmatch(value)
     if match is None:
-        raise invalid(field, f"{value!r} is not a length of time", allowed="such as 90d, 12h, 30m or 600 (seconds)")
+        raise invalid(field, f"{value!r} is not a duration", allowed="such as 90d, 12h, 30m or 600 (seconds)")
     return float(match[1]) * _UNITS[match[2]]

@@ -171,9 +171,9 @@ def packed(values: Any, field: str) -> Tensor:
     try:
         array = _from_torch(values) if is_torch(values) else np.asarray(values)
     except ValueError as error:  # rows of different lengths
-        raise invalid(field, f"is no array: {error}") from error
+        raise invalid(field, f"is not an array: {error}") from error
     if array.dtype.kind not in "fiu":
-        raise invalid(field, f"an array of {array.dtype} is not one of numbers")
+        raise invalid(field, f"must be numeric, not an array of {array.dtype}")
     return from_numpy(array)
 
 
@@ -218,7 +218,7 @@ def _job(value: Any, field: str) -> Any:
         sampling = fields.get("sampling") or {}
         known = {name: getattr(sampling, name) for name in Sampling.__struct_fields__} if isinstance(sampling, Sampling) else dict(sampling)
         if twice := [name for name in own if not isinstance(sampling, Sampling) and name in known]:
-            raise invalid(twice[0], "is in `sampling` as well: give it once")
+            raise invalid(twice[0], "is also in `sampling`: give it once")
         fields["sampling"] = known | own
     return fields
 

@@ -87,19 +87,19 @@ def read_header(read: Callable[[int, int], bytes], size: int) -> Header:
     if len(first) == _LENGTH_BYTES and length == 0:
         raise DeletedBlob("it was deleted")
     if size < _LENGTH_BYTES or not length <= min(size - _LENGTH_BYTES, _MAX_HEADER):
-        raise DamagedBlob(f"it is cut short: {size} bytes hold no header")
+        raise DamagedBlob(f"it is truncated: {size} bytes hold no header")
     try:
         header = msgspec.json.decode(read(_LENGTH_BYTES, length))
         manifest = msgspec.json.decode(header.pop("__metadata__")["manifest"], type=Manifest)
         start = _LENGTH_BYTES + length
         tensors = sorted((_place(name, entry, start) for name, entry in header.items()), key=lambda tensor: tensor.start)
     except (msgspec.DecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DamagedBlob(f"it is not one of our capture files: {error!r}") from error
+        raise DamagedBlob(f"it is not a Midstream capture file: {error!r}") from error
     if manifest.format != FORMAT:
-        raise DamagedBlob(f"its format is {manifest.format!r}, this version reads {FORMAT!r}")
+        raise DamagedBlob(f"its format is {manifest.format!r}; this version reads {FORMAT!r}")
     end = max((tensor.start + tensor.length for tensor in tensors), default=start)
     if end > size:
-        raise DamagedBlob(f"it is cut short: {size} bytes of {end}")
+        raise DamagedBlob(f"it is truncated: {size} of {end} bytes")
     return Header(manifest, {tensor.name: tensor for tensor in tensors}, end)
 
 
@@ -109,5 +109,5 @@ def _place(name: str, entry: dict[str, Any], start: int) -> TensorPlace:
     for side in entry["shape"]:
         count *= side
     if first < 0 or last - first != count:
-        raise ValueError(f"{name} of shape {entry['shape']} cannot lie in {last - first} bytes")
+        raise ValueError(f"{name} of shape {entry['shape']} does not fit {last - first} bytes")
     return TensorPlace(name, entry["dtype"], entry["shape"], start + first, last - first)

@@ -28,7 +28,7 @@ def path_fault(path: str, job: str) -> str | None:
     parts = PurePosixPath(path).parts
     if len(parts) == 3 and ".." not in parts and path[0] not in "/." and parts[1] in (job, SEGMENTS):
         return None
-    return f"{path[:200]!r} is not a capture file of job {job}, which lie in TAG/{job} and TAG/{SEGMENTS}"
+    return f"{path[:200]!r} is not a capture file of job {job}: those are in TAG/{job} and TAG/{SEGMENTS}"
 
 
 class Manifest(msgspec.Struct):

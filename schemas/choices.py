@@ -59,7 +59,7 @@ def suggestion(word: str, names: Iterable[str]) -> str:
 
 def unknown(word: str, names: Iterable[str]) -> str:
     """What is wrong with a field's name, with the name that was probably meant."""
-    return "; ".join(part for part in ("there is no such field", suggestion(word, names)) if part)
+    return "; ".join(part for part in ("unknown field", suggestion(word, names)) if part)
 
 
 def refusal(error: msgspec.ValidationError, prefix: str = "", whole: str | None = None, kind: Any = None) -> MidstreamError:
@@ -71,7 +71,7 @@ def refusal(error: msgspec.ValidationError, prefix: str = "", whole: str | None 
     dot = "." if prefix and path and not path.startswith("[") else ""
     field = f"{prefix}{dot}{path}" or whole
     if found := _PATTERN.match(detail):
-        detail = f"is not of the form {found['form']}"
+        detail = f"does not match the pattern {found['form']}"
     if field is None:
         return MidstreamError("invalid_request", f"the body: {detail}")
     names: tuple[str, ...] = ()

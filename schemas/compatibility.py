@@ -20,7 +20,7 @@ def disagreement(who: str, version: str, wire: int, oldest: int) -> MidstreamErr
     """Why `who`, which runs Midstream `version`, and this process cannot work together; None: they can."""
     if wire >= OLDEST_WIRE and oldest <= WIRE:
         return None
-    older = "that one" if wire < WIRE else "this one"
+    older = "the other" if wire < WIRE else "this process"
     return MidstreamError(
         "version_mismatch",
         f"{who} runs midstream {version} (wire {wire}, works with {oldest} and newer), this is midstream {__version__} "

@@ -12,22 +12,22 @@ REASONS: tuple[tuple[str, str], ...] = (
     ),
     (
         r"No available memory for the cache blocks",
-        "no memory is left for the KV cache. Increase the setting kv_cache_gib (on a CPU), or take a smaller model or a larger "
+        "no memory is left for the KV cache. Increase the setting kv_cache_gib (on a CPU), or use a smaller model or a larger "
         "tensor_parallel_size",
     ),
     (
         r"Available memory on node \d+ \(([\d.]+)/([\d.]+) GiB\) on kv cache allocation is less than requested memory for kv \(([\d.]+)",
         "the KV cache is too large for this machine: the setting kv_cache_gib asks for {3} GiB, and {1} of {2} GiB are free. Decrease "
-        "kv_cache_gib, or end other processes",
+        "kv_cache_gib, or stop other processes",
     ),
     (
         r"DefaultCPUAllocator: can't allocate memory: you tried to allocate (\d+) bytes",
-        "there is not enough memory: an allocation of {1} bytes failed. Decrease the setting kv_cache_gib, capture_buffer_mib or "
-        "max_num_batched_tokens, or take a smaller model",
+        "out of memory: an allocation of {1} bytes failed. Decrease the setting kv_cache_gib, capture_buffer_mib or "
+        "max_num_batched_tokens, or use a smaller model",
     ),
     (
         r"User-specified max_model_len \((\d+)\) is greater than the derived max_model_len \(\w+=(\d+)",
-        "the setting max_model_len={1} is longer than the model was made for: at most {2}",
+        "the setting max_model_len={1} exceeds the model's own limit of {2}",
     ),
     (
         r"max_num_batched_tokens \((\d+)\) must be greater than or equal to max_num_seqs \((\d+)\)",

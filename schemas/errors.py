@@ -40,7 +40,7 @@ STATUS_OF_KIND: dict[str, int] = {
     "capture_limit": 429,  # the tenant's capture files take all the space that it may use
     "module_limit": 429,  # the tenant has as many named modules, or as large ones, as it may: it is to delete some
     "overloaded": 503,  # the queue, or Redis, is nearly full: nothing was accepted
-    "not_started_in_time": 504,  # no worker had begun the job when its `expires_in` was over
+    "not_started_in_time": 504,  # no worker started the job before its `expires_in` ran out
     "quota_exceeded": 507,  # the captures take all the space that they may
     "receipts_timed_out": 504,  # not every rank reported in time
 }
@@ -101,7 +101,7 @@ def shortened(text: str, most: int = MAX_SHOWN) -> str:
 
 
 #: What `misfit` says of a field that is unknown.
-NO_FIELD = "there is no such field"
+NO_FIELD = "unknown field"
 
 #: msgspec writes "… - at `$.capture.layers`", or "… - at `key` in `$.capture.hooks`"; at the top level it writes no path.
 _PATH = re.compile(r"^(?P<detail>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>.*)`)?$", re.DOTALL)

@@ -51,7 +51,7 @@ def arm(fault: str, data_dir: str | Path) -> None:
     global _armed, _folder
     found = _FAULT.search(fault)
     if found is not None and found[1] not in CRASH_POINTS:
-        raise SettingsError(f"MIDSTREAM_FAULT={fault}: there is no crash point {found[1]!r}: {', '.join(CRASH_POINTS)}")
+        raise SettingsError(f"MIDSTREAM_FAULT={fault}: unknown crash point {found[1]!r}; valid: {', '.join(CRASH_POINTS)}")
     _armed, _folder = found[1] if found else "", Path(data_dir).resolve() / FOLDER
 
 

@@ -34,7 +34,7 @@ def from_settings(settings: Settings, num_layers: int | None = None, hooks: Sequ
             for spec in specs:
                 sites = sum(map(len, resolve_sites(spec.wanted, num_layers, hooks).values()))
                 if row_limit and sites > row_limit:
-                    raise ValueError(f"it names {sites} sites: one step has room for {row_limit} rows (setting capture_buffer_mib)")
+                    raise ValueError(f"{sites} sites: one step has room for {row_limit} rows (setting capture_buffer_mib)")
     except ValueError as error:
         raise SettingsError(f"global_capture: {error}") from error
     return specs
@@ -65,10 +65,10 @@ def parse_hooks(text: str, layers: LayerSelector = "all") -> dict[HookName, Laye
         hook, _, own = (word.strip() for word in part.partition(":"))
         if hook not in HOOK_NAMES:
             meant = suggestion(hook, HOOK_NAMES)
-            known = f"write hook:layers;hook:layers with hooks of {', '.join(HOOKS)}"
+            known = f"write hook:layers;hook:layers, with hooks {', '.join(HOOKS)}"
             raise ValueError(f"{hook[:40]!r} is not a hook: {known}" + (f"; {meant}" if meant else ""))
         if hook in hooks:
-            raise ValueError(f"{hook} is named twice: write its layers together, such as {hook}:0-3,7")
+            raise ValueError(f"{hook} is listed twice: write its layers together, such as {hook}:0-3,7")
         hooks[cast(Hook | Alias, hook)] = own or layers
     return hooks
 
@@ -83,5 +83,5 @@ def parse_positions(text: str) -> PositionName | dict[str, int] | list[int | dic
     parts = [part.strip() for part in text.split(",")]
     if not all(written_range(part) or _NUMBER.fullmatch(part) for part in parts):
         names = ", ".join(get_args(PositionName))
-        raise ValueError(f"{text[:40]!r} names no positions: use one of {names}, numbers such as 0,5,-1, or a range such as 5:9 or 5:")
+        raise ValueError(f"{text[:40]!r} is not a position selector: use {names}, numbers such as 0,5,-1, or a range such as 5:9 or 5:")
     return [written_range(part) or int(part) for part in parts]

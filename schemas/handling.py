@@ -45,6 +45,6 @@ def callback_of(handling: Handling) -> Callback | None:
     """What was asked to be told, defaults filled in; None for nothing. Raises a 400 for events of which nobody is told."""
     if handling.callback_url is None:
         if handling.callback_events is not None:
-            raise invalid("callback_events", "nobody is told of them: callback_url is missing")
+            raise invalid("callback_events", "requires callback_url, which is missing")
         return None
     return Callback(url=handling.callback_url, events=list(dict.fromkeys(handling.callback_events or ENDS)))

@@ -42,9 +42,9 @@ class JsonCounter:
         self._commas += outside.count(b",")
         self._containers += outside.count(b"{") + outside.count(b"[")
         if self._containers > MAX_JSON_CONTAINERS:
-            raise TooManyValues(f"it holds more than {MAX_JSON_CONTAINERS} objects and arrays")
+            raise TooManyValues(f"more than {MAX_JSON_CONTAINERS} objects and arrays")
         if self._commas >= MAX_JSON_VALUES:
-            raise TooManyValues(f"it holds more than {MAX_JSON_VALUES} values")
+            raise TooManyValues(f"more than {MAX_JSON_VALUES} values")
 
 
 def check_json(raw: bytes) -> None:

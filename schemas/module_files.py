@@ -52,20 +52,20 @@ def specs_of(raw: bytes) -> list[SteeringSpec]:
         read = safetensors.deserialize(raw)  # type: ignore[no-untyped-call]  # its stub has no types
         metadata = _metadata(raw)
     except (safetensors.SafetensorError, msgspec.DecodeError) as error:
-        raise ValueError(f"it is no safetensors file: {error}") from error
+        raise ValueError(f"it is not a safetensors file: {error}") from error
     tensors = {name: _tensor(name, found) for name, found in read}
     if not tensors:
-        raise ValueError("it holds no tensor: name them {hook}.{layer}, such as post_block.12")
+        raise ValueError("it has no tensors: name them {hook}.{layer}, such as post_block.12")
     specs = _general(tensors, metadata[ENTRIES_KEY]) if ENTRIES_KEY in metadata else of_sites(tensors, _shared(metadata))
     if len(specs) > MAX_ENTRIES:
-        raise ValueError(f"it holds {len(specs)} entries: {MAX_ENTRIES} are the most")
+        raise ValueError(f"it has {len(specs)} entries: at most {MAX_ENTRIES}")
     return specs
 
 
 def to_bytes(specs: Sequence[SteeringSpec]) -> bytes:
     """The entries as a general file: `specs_of` gives the same again. Raises ValueError for what is no content, or nothing."""
     if not specs:
-        raise ValueError("there is no entry to write: give at least one")
+        raise ValueError("no entries to write: give at least one")
     entries: list[dict[str, Any]] = []
     tensors: dict[str, Tensor] = {}
     for index, spec in enumerate(specs):
@@ -89,7 +89,7 @@ def of_sites(tensors: Mapping[str, Tensor], shared: Mapping[str, Any] | None = N
         hook = match and resolve_hook(match["hook"])  # type: ignore[arg-type]  # whether it is a hook is what the next line asks
         if match is None or hook not in HOOKS:
             names = ", ".join([*HOOKS, *(name for name in ALIASES if not name.startswith("hook_"))])
-            raise ValueError(f"{_quoted(key)} names no site: write {{hook}}.{{layer}}, such as post_block.12, with a hook of {names}")
+            raise ValueError(f"{_quoted(key)} is not a site: write {{hook}}.{{layer}}, such as post_block.12, with hooks {names}")
         field = match["field"] or "vector"
         site = (HOOKS.index(hook), int(match["layer"]))
         if (before := named.setdefault((*site, field), key)) != key:
@@ -110,12 +110,12 @@ def _general(tensors: Mapping[str, Tensor], text: str) -> list[SteeringSpec]:
         check_json(text.encode())
         entries = msgspec.json.decode(text, type=list[SteeringSpec])
     except (msgspec.DecodeError, TooManyValues) as error:
-        raise ValueError(f"metadata {ENTRIES_KEY} is no list of entries: {error}") from error
+        raise ValueError(f"metadata {ENTRIES_KEY} is not a list of entries: {error}") from error
     for index, entry in enumerate(entries):
         if entry.module is not None:
             raise ValueError(f"entry {index} is the module {entry.module!r}: a file holds vectors, not names")
         if inside := [name for name in SHAPES if getattr(entry, name) is not None]:
-            raise ValueError(f"entry {index} holds its {inside[0]} itself: make it the tensor {index}.{inside[0]}")
+            raise ValueError(f"entry {index} contains its {inside[0]} inline: make it the tensor {index}.{inside[0]}")
     of_entry: dict[int, dict[str, Tensor]] = {index: {} for index in range(len(entries))}
     for key, tensor in tensors.items():
         match = _INDEXED.fullmatch(key)
@@ -135,7 +135,7 @@ def _check_header(raw: bytes) -> None:
     if length > MAX_FILE_HEADER:
         raise ValueError(f"its header is {length} bytes: at most {MAX_FILE_HEADER}")
     if (tensors := raw.count(b'"data_offsets"', 8, 8 + length)) > MAX_FILE_TENSORS:
-        raise ValueError(f"it holds {tensors} tensors: at most {MAX_FILE_TENSORS}")
+        raise ValueError(f"it has {tensors} tensors: at most {MAX_FILE_TENSORS}")
 
 
 def _metadata(raw: bytes) -> dict[str, str]:
@@ -151,7 +151,7 @@ def _shared(metadata: Mapping[str, str]) -> dict[str, Any]:
         if name in _FOREIGN:
             continue
         if name not in SHARED:
-            raise ValueError(f"metadata {_quoted(name)} is none that is known: use {', '.join(SHARED)}, or {ENTRIES_KEY}")
+            raise ValueError(f"unknown metadata {_quoted(name)}: use {', '.join(SHARED)}, or {ENTRIES_KEY}")
         values[name] = _value(name, text)
     return values
 
@@ -164,12 +164,12 @@ def _value(name: str, text: str) -> Any:
         try:
             return msgspec.convert(text, _FIELD_TYPES[name])
         except msgspec.ValidationError:
-            raise ValueError(f"metadata {name} cannot be {_quoted(text)}: {not_json}") from not_json
+            raise ValueError(f"metadata {name} has the invalid value {_quoted(text)}: {not_json}") from not_json
 
 
 def _tensor(name: str, found: Mapping[str, Any]) -> Tensor:
     if found["dtype"] not in _DTYPE_OF:
-        raise ValueError(f"{_quoted(name)} is of {found['dtype']}: {', '.join(_DTYPE_OF)} are taken")
+        raise ValueError(f"{_quoted(name)} has dtype {found['dtype']}; valid: {', '.join(_DTYPE_OF)}")
     return Tensor(dtype=_DTYPE_OF[found["dtype"]], shape=list(found["shape"]), data=bytes(found["data"]))
 
 
@@ -185,7 +185,7 @@ def _same_width(tensors: Mapping[str, Tensor]) -> None:
     first, of_first = next(iter(tensors.items()), ("", None))
     for key, tensor in tensors.items():
         if of_first is not None and tensor.shape[-1] != of_first.shape[-1]:
-            raise ValueError(f"{_quoted(key)} is {tensor.shape[-1]} wide, {_quoted(first)} {of_first.shape[-1]}: a model has one width")
+            raise ValueError(f"{_quoted(key)} has width {tensor.shape[-1]}, {_quoted(first)} {of_first.shape[-1]}: all must have one width")
 
 
 def _quoted(text: str) -> str:

@@ -106,10 +106,10 @@ class Span(Record):
         if self.is_range == (self.text is not None) or (self.is_range and self.occurrence != 0):
             raise ValueError("a span is either `text` (with `occurrence`) or a range of positions with `start`, `stop` or both")
         if self.text == "":
-            raise ValueError("text is empty: name a part of the prompt")
+            raise ValueError("text is empty: give a part of the prompt")
         first, stop = self.start or 0, self.stop
         if stop is not None and first >= stop and (first < 0) == (stop < 0):
-            raise ValueError(f"the range from {first} up to {stop} is empty: `stop` is the first position that is not in it")
+            raise ValueError(f"the range from {first} up to {stop} is empty: `stop` is exclusive")
 
     @property
     def is_range(self) -> bool:
@@ -140,7 +140,7 @@ def resolve_layers(selector: LayerSelector | DimensionSelector, num_layers: int,
         return joined(_layer_range(part.strip(), num_layers, thing) for part in selector.split(","))
     wanted = [selector] if isinstance(selector, int) else selector
     if not wanted:
-        raise SelectorError(f"no {thing} named: give at least one")
+        raise SelectorError(f"no {thing} given: give at least one")
     return sorted({_layer(layer, num_layers, thing) for layer in wanted})
 
 
@@ -168,7 +168,7 @@ def _layer_range(text: str, num_layers: int, thing: str) -> range:
     first = _layer(int(match[1]), num_layers, thing)
     last = first if match[2] is None else _layer(int(match[2]), num_layers, thing)
     if first > last:
-        raise SelectorError(f"range {text!r} is empty: the first {thing} is above the last")
+        raise SelectorError(f"range {text!r} is empty: its first {thing} is greater than its last")
     return range(first, last + 1)
 
 
@@ -188,9 +188,9 @@ def resolve_sites(wanted: Mapping[HookName, LayerSelector], num_layers: int, hoo
     for name, layers in wanted.items():
         hook = resolve_hook(name)
         if hook in named:
-            raise SelectorError(f"{hook} is named twice: as {named[hook]!r} and as {name!r}", f".{name}")
+            raise SelectorError(f"{hook} is given twice: as {named[hook]!r} and as {name!r}", f".{name}")
         if hook not in hooks:
-            raise SelectorError(f"the model has no hook {name!r}: it has {', '.join(hooks)}", f".{name}")
+            raise SelectorError(f"unknown hook {name!r}: the model has {', '.join(hooks)}", f".{name}")
         try:
             sites[hook] = resolve_layers(layers, num_layers)
         except SelectorError as error:
@@ -208,7 +208,7 @@ class SpanFinder(Protocol):
 
 def no_text(span: Span) -> list[int]:
     """The finder of a prompt that has no text."""
-    raise SelectorError("a span needs a prompt whose text is known: give text instead of token ids")
+    raise SelectorError("a text span needs a prompt given as text, not as token ids")
 
 
 def resolve_positions(wish: PositionWish, prompt_tokens: int, find: SpanFinder = no_text) -> PositionSelector:
@@ -222,7 +222,7 @@ def resolve_positions(wish: PositionWish, prompt_tokens: int, find: SpanFinder =
     if isinstance(wish, Span):
         return _window(wish, prompt_tokens, "") if wish.is_range else sorted(_span(wish, find, ""))
     if not wish:
-        raise SelectorError("no position named: give at least one")
+        raise SelectorError("no position given: give at least one")
     positions: set[int] = set()
     ranges: list[range] = []
     for index, item in enumerate(wish):
@@ -259,9 +259,9 @@ def _counted(place: int, prompt_tokens: int) -> int:
 def _inside(window: Window, prompt_tokens: int, at: str) -> range:
     """A range beside other positions: those are the prompt's. Raises SelectorError."""
     if window.stop is None:
-        raise SelectorError("a range among other positions needs a `stop`: alone it may go on to the end", at)
+        raise SelectorError("a range in a list needs a `stop`; only a single range may be open-ended", at)
     if window.stop > prompt_tokens:
-        detail = f"the range goes up to {window.stop}, beyond the prompt, which has {prompt_tokens} tokens: alone it may"
+        detail = f"the range goes up to {window.stop}, beyond the prompt, which has {prompt_tokens} tokens; only a single range may"
         raise SelectorError(detail, f"{at}.stop")
     return range(window.start, window.stop)
 

@@ -202,7 +202,7 @@ def _with_files(from_env: dict[str, str], known: dict[str, Any]) -> dict[str, st
         if name in known or setting == name or setting not in known:
             continue
         if setting in from_env:
-            raise SettingsError(f"{PREFIX}{setting.upper()} and {PREFIX}{name.upper()} are both set: take one")
+            raise SettingsError(f"{PREFIX}{setting.upper()} and {PREFIX}{name.upper()} are both set: use one")
         try:
             values[setting] = Path(path).read_text().strip()
         except OSError as error:
@@ -218,7 +218,7 @@ def _with_password(settings: Settings) -> Settings:
     parts = urlsplit(settings.redis_url)
     user, _, known = parts.netloc.rpartition("@")[0].partition(":")
     if known:
-        raise SettingsError("redis_url holds a password and redis_password is set: take one")
+        raise SettingsError("redis_url contains a password and redis_password is set: use one")
     netloc = f"{user}:{quote(settings.redis_password, safe='')}@{parts.netloc.rpartition('@')[2]}"
     return msgspec.structs.replace(settings, redis_url=urlunsplit(parts._replace(netloc=netloc)), redis_password="")
 
@@ -238,9 +238,9 @@ def _with_tls(settings: Settings) -> Settings:
     query = dict(parse_qsl(parts.query))
     for name, path in files.items():
         if _TLS[name] in query:
-            raise SettingsError(f"redis_url has {_TLS[name]} and {name} is set: take one")
+            raise SettingsError(f"redis_url has {_TLS[name]} and {name} is set: use one")
         if not Path(path).is_file():
-            raise SettingsError(f"{name}={path!r}: there is no such file")
+            raise SettingsError(f"{name}={path!r}: no such file")
         query[_TLS[name]] = path
     url = urlunsplit(parts._replace(query=urlencode(query)))
     return msgspec.structs.replace(settings, redis_url=url, **dict.fromkeys(_TLS, ""))
@@ -252,7 +252,7 @@ def _checked(raw: dict[str, Any], known: dict[str, Any], source: str) -> dict[st
     for name, value in raw.items():
         label = f"{PREFIX}{name.upper()}" if source == "environment" else name
         if name not in known:
-            raise SettingsError(f"{label} ({source}): there is no such setting")
+            raise SettingsError(f"{label} ({source}): unknown setting")
         try:
             checked[name] = msgspec.convert(value, known[name].type, strict=source != "environment")
         except msgspec.ValidationError as error:

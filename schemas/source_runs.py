@@ -88,7 +88,7 @@ def parse_key(key: str) -> tuple[str, int, Tag]:
         job, request, tag = key.split(".")
         return job, int(request), tag
     except ValueError as error:
-        raise ValueError(f"{key!r} is not the key of a run") from error
+        raise ValueError(f"{key!r} is not a run's key") from error
 
 
 ROW_PREFIX = "run:"
@@ -128,7 +128,7 @@ def parse_row(name: str) -> RunRow:
             positions += range(int(first), int(last or first) + 1)
         return RunRow(key, msgspec.convert(hook, Hook), int(layer), None, tuple(positions))
     except (ValueError, msgspec.ValidationError) as error:
-        raise ValueError(f"{name!r} is not the name of a run's row") from error
+        raise ValueError(f"{name!r} is not the name of a row of a run") from error
 
 
 def runs_named(names: "list[str] | set[str]") -> list[str]:

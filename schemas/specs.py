@@ -31,7 +31,7 @@ Layout = Literal["auto", "packed", "per_file", "segment"]
 #: Who gets the rows, by name: `filesystem`, `memory`, `logging`, and what is installed besides.
 Consumers = Annotated[list[Name], msgspec.Meta(min_length=1, max_length=MAX_CONSUMERS)]
 DEFAULT_CONSUMERS = ("filesystem",)
-LAYERS_AND_HOOKS = "name layers per hook in `hooks`, or `hook` with `layers`, not both"
+LAYERS_AND_HOOKS = "give either `hooks` or `hook` with `layers`, not both"
 
 
 class CaptureSpec(Record):
@@ -58,7 +58,7 @@ class CaptureSpec(Record):
         if self.hooks is not None and (self.hook is not None or self.layers is not None):
             raise ValueError(LAYERS_AND_HOOKS)
         if self.hooks is not None and not self.hooks:
-            raise ValueError("hooks is empty: name at least one")
+            raise ValueError("hooks is empty: give at least one")
 
     @property
     def wanted(self) -> dict[HookName, LayerSelector]:
@@ -96,7 +96,7 @@ class SteeringSpec(Record):
         for name in ("scale", "alpha", "strength", "low", "high"):
             value = getattr(self, name)
             if value is not None and not math.isfinite(value):
-                raise ValueError(f"{name} is {value}: leave it out, or give a finite number")
+                raise ValueError(f"{name} is {value}: omit it, or give a finite number")
 
 
 class PatchSource(Record):
@@ -120,13 +120,13 @@ class PatchSource(Record):
 
     def __post_init__(self) -> None:
         if sum((self.run is not None, self.vector is not None, self.module is not None, self.zeros)) != 1:
-            raise ValueError("a source is exactly one of run, vector, module and zeros")
+            raise ValueError("a source must be exactly one of run, vector, module and zeros")
         if self.run is None and (self.prompt or self.position is not None or self.mean or self.positions is not None):
-            raise ValueError("prompt, position, mean and positions are of a run: name one in `run`")
+            raise ValueError("prompt, position, mean and positions require `run`")
         if self.mean and self.position is not None:
-            raise ValueError("position is of one row: a mean is over `positions`")
+            raise ValueError("`mean` takes `positions`, not `position`")
         if not self.mean and self.positions is not None:
-            raise ValueError("positions are those of a mean: set `mean`, or name the row in `position`")
+            raise ValueError("`positions` requires `mean`; use `position` for single rows")
 
 
 class PatchSpec(Record):

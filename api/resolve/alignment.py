@@ -75,12 +75,12 @@ def _shifted(clean: Tokens, corrupt: Tokens, shift: int, how: str) -> Aligned:
     """Clean position p with corrupt position p + shift, as far as both are there."""
     made = Aligned([(place, place + shift) for place in range(len(clean.ids)) if 0 <= place + shift < len(corrupt.ids)])
     edge, names = ("end", "beginning") if how == "left" else ("beginning", "end")
-    reason = f"it stands beyond the {edge} of the other prompt, counted from the {names} (alignment {how})"
+    reason = f"it lies beyond the {edge} of the other prompt, counted from the {names} (alignment {how})"
     _fill_in(made, clean, corrupt, reason, reason)
     if made.clean_alone or made.corrupt_alone:
         longer, alone, tokens = (CLEAN, made.clean_alone, clean) if made.clean_alone else (CORRUPT, made.corrupt_alone, corrupt)
         left = tokens.quoted(min(alone), max(alone) + 1)
-        made.notes.append(f"alignment {how}: {left}, {_at(alone)} of the {longer} prompt, is beyond the other prompt and was left out")
+        made.notes.append(f"alignment {how}: {left}, {_at(alone)} of the {longer} prompt, lies beyond the other prompt and was left out")
     return made
 
 
@@ -111,8 +111,8 @@ def _why_alone(clean: Tokens, corrupt: Tokens, first: int, last: int, other: int
     if first == last:
         return f"{corrupt.quoted(other, end)} is in the corrupt prompt only, so it has no counterpart"
     return (
-        f"{clean.quoted(first, last)} of the clean prompt is {_tokens(last - first)} and {corrupt.quoted(other, end)} in its place in the "
-        f"corrupt one {_tokens(end - other)}, so they have no counterparts (name them as a span, or give the alignment as a list)"
+        f"{clean.quoted(first, last)} of the clean prompt is {_tokens(last - first)} and {corrupt.quoted(other, end)}, in its place in the "
+        f"corrupt one, is {_tokens(end - other)}, so they have no counterparts (name them as a span, or give the alignment as a list)"
     )
 
 
@@ -124,7 +124,7 @@ def _blocks(clean: Sequence[int], corrupt: Sequence[int]) -> list[tuple[str, int
     middles = clean[head : len(clean) - tail], corrupt[head : len(corrupt) - tail]
     if _matches(*middles) > MOST_MATCHES:
         raise SelectorError(
-            f"the prompts differ from token {head} on in too many tokens to align them: say `left` or `right`, or give pairs of positions"
+            f"the prompts differ in too many tokens, from token {head} on, to align: use `left` or `right`, or give pairs of positions"
         )
     found = SequenceMatcher(None, *middles, autojunk=False).get_opcodes()
     blocks = [(tag, *(head + place for place in places)) for tag, *places in found]
@@ -147,10 +147,10 @@ def _differences(clean: Tokens, corrupt: Tokens) -> list[str]:
     moved = _moved(clean, corrupt, differ[0], differ[-1] + 1)
     if not apart and not moved:
         return []
-    seen = f"and {moved} is in both at different ones" if moved else "which is not one block"
+    seen = f"and {moved} occurs in both at different positions" if moved else "which are not contiguous"
     return [
-        f"the prompts have as many tokens and differ at positions {as_ranges(differ, SHOWN_RANGES)}, {seen}: they were aligned position by "
-        "position, which is wrong where a token was put in at one place and another left out elsewhere (then give the alignment as a list)"
+        f"the prompts are equally long and differ at positions {as_ranges(differ, SHOWN_RANGES)}, {seen}: they were aligned by "
+        "position, which is wrong if one token was inserted and another removed elsewhere (then give the alignment as a list)"
     ]
 
 
@@ -178,13 +178,13 @@ def _listed(clean: Tokens, corrupt: Tokens, pairs: Sequence[tuple[int, int]], pa
             resolved.append(place % total)
         mine = resolved[0] if patched == CLEAN else resolved[1]
         if mine in named:
-            raise SelectorError(f"position {mine} of the {patched} prompt, which is patched, is named twice", f"[{index}]")
+            raise SelectorError(f"position {mine} of the {patched} prompt (the patched one) is listed twice", f"[{index}]")
         named[mine] = index
         made.pairs.append((resolved[0], resolved[1]))
     if not made.pairs:
-        raise SelectorError('no pair of positions named: give at least one, or say "auto", "left" or "right"')
+        raise SelectorError('no pair of positions given: give at least one, or "auto", "left" or "right"')
     made.pairs.sort()
-    reason = "it is not named in the alignment"
+    reason = "the alignment does not list it"
     _fill_in(made, clean, corrupt, reason, reason)
     return made
 
@@ -232,7 +232,7 @@ def match_span(name: str, clean: Sequence[int], aligned: Aligned, text: Tokens) 
     why = "; ".join(dict.fromkeys(aligned.clean_alone[place] for place in alone))
     if not pairs:
         return Matched([], reason=why)
-    return Matched(pairs, note=f"of span {name!r} {_words(text, alone)} ({_at(alone)} of the clean prompt) was left out: {why}")
+    return Matched(pairs, note=f"in span {name!r}, {_words(text, alone)} ({_at(alone)} of the clean prompt) was left out: {why}")
 
 
 def _words(text: Tokens, places: Sequence[int]) -> str:

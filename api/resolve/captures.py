@@ -81,7 +81,7 @@ def positions_of_each(spec: Spec | SteeringTemplate, bounds: Bounds) -> list[Pos
 def _reachable(positions: PositionSelector, total: int) -> PositionSelector:
     """A range that begins behind everything that a request may have is a mistake."""
     if isinstance(positions, Window) and positions.start >= total:
-        raise SelectorError(f"position {positions.start} is beyond prompt and generated tokens, which are {total} at most", ".start")
+        raise SelectorError(f"position {positions.start} is beyond the prompt and generated tokens, at most {total}", ".start")
     return positions
 
 
@@ -126,16 +126,16 @@ def _consumers(spec: CaptureSpec, bounds: Bounds) -> list[str]:
     there = bounds.model.consumers or list(DEFAULT_CONSUMERS)
     for index, name in enumerate(spec.consumers):
         if name not in there:
-            raise SelectorError(f"there is no consumer {name!r}: the worker has {', '.join(there)}", f"[{index}]")
+            raise SelectorError(f"unknown consumer {name!r}: the worker has {', '.join(there)}", f"[{index}]")
         if name in spec.consumers[:index]:
-            raise SelectorError(f"{name!r} is named twice", f"[{index}]")
+            raise SelectorError(f"{name!r} is listed twice", f"[{index}]")
     return spec.consumers
 
 
 def _run(spec: CaptureSpec, bounds: Bounds) -> None:
     """A source run is files: workers read them when it is needed, also long after."""
     if spec.run is not None and "filesystem" not in spec.consumers:
-        raise ValueError(f"is kept in files, and consumers are {', '.join(spec.consumers) or 'none'}: add 'filesystem', or leave run out")
+        raise ValueError(f"needs rows in files, and consumers are {', '.join(spec.consumers) or 'empty'}: add 'filesystem', or omit run")
 
 
 CAPTURE_RULES: tuple[tuple[str, Callable[[CaptureSpec, Bounds], Any]], ...] = (
@@ -156,7 +156,7 @@ def resolve_captures(spec: CaptureSpec | None, bounds: Bounds) -> list[list[Stor
     per_prompt: list[list[StoredCapture]] = [[] for _ in bounds.prompts]
     if spec is not None:
         if spec.tag in {everyones.tag for everyones in bounds.model.global_captures}:
-            raise invalid("capture.tag", f"{spec.tag!r} is the tag of what the operator captures of every request: choose another")
+            raise invalid("capture.tag", f"{spec.tag!r} is the tag of the operator's global capture: choose another")
         for index, mine in enumerate(_captures(spec, bounds, "capture")):
             per_prompt[index].append(mine)
             _check_step(mine, index, bounds)
@@ -189,9 +189,7 @@ def _add(spec: CaptureSpec, per_prompt: Sequence[list[StoredCapture]], bounds: B
         else:
             crowded += 1
     if crowded:
-        global_capture.left_out(
-            "buffer", crowded, "the rows of one engine step are more than the worker's buffer holds (capture_buffer_mib)"
-        )
+        global_capture.left_out("buffer", crowded, "one engine step has more rows than the worker's buffer holds (capture_buffer_mib)")
 
 
 def _of_everyone(spec: CaptureSpec, bounds: Bounds) -> Iterator[StoredCapture | None]:
@@ -206,7 +204,7 @@ def _of_everyone(spec: CaptureSpec, bounds: Bounds) -> Iterator[StoredCapture | 
             else:
                 yield msgspec.structs.replace(capture, positions=resolve_positions(positions, prompt.tokens))
     except (MidstreamError, SelectorError) as error:  # not the user's mistake: the worker checked it against its model when it started
-        raise MidstreamError("internal", f"what the operator captures of every request does not fit the model: {error}") from error
+        raise MidstreamError("internal", f"global capture does not fit the model: {error}") from error
 
 
 def _fits_step(captures: Sequence[StoredCapture], index: int, bounds: Bounds) -> bool:
@@ -227,9 +225,9 @@ def _check_step(capture: StoredCapture, index: int, bounds: Bounds) -> None:
     if not _fits_step([capture], index, bounds):
         raise invalid(
             "capture",
-            f"prompt {index} may give {_rows_in_step([capture], index, bounds)} rows in one engine step: more than the worker's buffer "
+            f"prompt {index} may give {_rows_in_step([capture], index, bounds)} rows in one engine step, more than the worker's buffer "
             "holds (setting capture_buffer_mib)",
-            allowed=f"at most {bounds.model.capture_row_limit} rows: fewer layers, hooks or positions",
+            allowed=f"at most {bounds.model.capture_row_limit} rows per step: fewer layers, hooks or positions",
         )
 
 
@@ -246,12 +244,12 @@ def _check_memory(captures: Sequence[StoredCapture], bounds: Bounds) -> None:
             raise invalid(
                 "capture.consumers",
                 f"prompt {index} may give {size} bytes of rows: consumer 'memory' returns at most {model.memory_limit_kib} KiB per prompt "
-                "(setting memory_limit_kib); capture fewer, or leave them to 'filesystem'",
+                "(setting memory_limit_kib); capture fewer rows, or use 'filesystem' alone",
             )
         total += size
     if total > max(limit, MEMORY_JOB_BYTES):
         raise invalid(
             "capture.consumers",
             f"the job's {len(captures)} prompts may give {total} bytes of rows: consumer 'memory' returns at most "
-            f"{max(limit, MEMORY_JOB_BYTES) >> 20} MiB per job; send fewer prompts in one job, or leave the rows to 'filesystem'",
+            f"{max(limit, MEMORY_JOB_BYTES) >> 20} MiB per job; send fewer prompts in one job, or use 'filesystem' alone",
         )

@@ -50,7 +50,7 @@ async def continue_prompts(
     plain: list[tuple[str, str]] = []  # field, text
     for field, value, prompts in wanted:
         if not value:
-            raise invalid(field, "is empty: it has at least one token")
+            raise invalid(field, "is empty: it needs at least one token")
         if isinstance(value, str):
             parts = [part for prompt in prompts if prompt.text is not None for part in (prompt.text, prompt.text + value)] or [value]
             plain += [(field, part) for part in parts]
@@ -59,7 +59,7 @@ async def continue_prompts(
     try:
         encoded = iter(await codec.encodings([text for _, text in plain], special_tokens=False))
     except TooLong as error:
-        raise invalid(plain[error.index][0], f"behind its prompt {error.detail}", allowed=f"{model.max_model_len} in all") from None
+        raise invalid(plain[error.index][0], f"after its prompt {error.detail}", allowed=f"{model.max_model_len} in all") from None
     made = []
     for field, value, prompts in wanted:
         if isinstance(value, str):
@@ -84,8 +84,8 @@ def _behind(field: str, value: str, prompt: np.ndarray, whole: np.ndarray, codec
     before, after = (codec.words(codec.as_list(ids[first : first + 2 * SHOWN_TOKENS + 1]), None) for ids in (prompt, whole))
     raise invalid(
         field,
-        f"{value!r} changes the tokens that it follows: the prompt ends in {_shown(before)}, with it in {_shown(after)}",
-        allowed="text that begins with a space, after a prompt that does not end in one; or token ids",
+        f"{value!r} changes the tokens before it: the prompt alone ends in {_shown(before)}, with it in {_shown(after)}",
+        allowed="text that begins with a space after a prompt that does not end with one; or token ids",
     )
 
 
@@ -93,14 +93,14 @@ def _agreed(field: str, behind: list[list[int]], codec: Codec) -> list[int]:
     if all(ids == behind[0] for ids in behind):
         return behind[0]
     shown = " and ".join(_shown(codec.words(ids, None)) for ids in behind)
-    raise invalid(field, f"has other tokens behind the clean than behind the corrupt prompt: {shown}", allowed="token ids")
+    raise invalid(field, f"has different tokens after the clean and the corrupt prompt: {shown}", allowed="token ids")
 
 
 def _joined(field: str, value: str, texts: Sequence[str]) -> str:
     """A word that is written on at the prompt's last one is rarely meant."""
     if value[0].isascii() and value[0].isalnum() and any(text[-1:].isascii() and text[-1:].isalnum() for text in texts):
         name = field.rpartition(".")[2]
-        return f"{name} {value!r} continues the prompt's last word: begin it with a space if it is a word of its own"
+        return f"{name} {value!r} continues the prompt's last word: begin it with a space if it is a separate word"
     return ""
 
 

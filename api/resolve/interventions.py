@@ -39,7 +39,7 @@ def family_of(spec: SteeringSpec) -> Intervention:
 
 def _layers(spec: SteeringSpec, bounds: Bounds) -> list[int]:
     if spec.layers is None:
-        raise ValueError("is required: name the layers to edit")
+        raise ValueError("is required: the layers to edit")
     return resolve_layers(spec.layers, bounds.model.num_layers)
 
 
@@ -50,19 +50,16 @@ def _taken(field: str, spec: SteeringSpec, bounds: Bounds) -> None:
     """A field is there when the op needs it, and only if the op takes it."""
     takes, given = STEERING_FIELDS[spec.op or "add"], getattr(spec, field) is not None
     if given and field not in (*takes.tensors, *takes.options):
-        raise ValueError(f"is not of op {spec.op!r}, which takes {', '.join((*takes.tensors, *takes.options))}")
+        raise ValueError(f"is not valid for op {spec.op!r}; valid fields: {', '.join((*takes.tensors, *takes.options))}")
     if not given and field in takes.tensors:
-        raise ValueError(f"is required: op {spec.op!r} takes {' and '.join(takes.tensors)}")
+        raise ValueError(f"is required for op {spec.op!r}, which takes {' and '.join(takes.tensors)}")
 
 
 def _norm_match(spec: SteeringSpec, bounds: Bounds) -> None:
     hook = one_hook(spec.hook or "post_block", bounds)
     if spec.norm_match and hook not in STREAM_HOOKS:
         streams = ", ".join(name for name in get_args(Hook) if name in STREAM_HOOKS)
-        raise ValueError(
-            f"measures the residual stream, and {hook} is a branch beside it, whose length says nothing of the stream's: "
-            f"steer at {streams}, or leave norm_match out"
-        )
+        raise ValueError(f"scales by the length of the residual stream, and {hook} is a branch: steer at {streams}, or omit norm_match")
 
 
 # --- Tensors ----------------------------------------------------------------------------------------------------------
@@ -74,14 +71,14 @@ def _shape(field: str, spec: SteeringSpec, bounds: Bounds) -> None:
         return
     if not TENSORS[field].ranked:
         if tensor.shape != [width]:
-            raise ValueError(f"{tensor.shape} is not the shape of a {field} in this model: it is [{width}]")
+            raise ValueError(f"has shape {tensor.shape}: a {field} of this model is [{width}]")
         return
     first, rank = family_of(spec).tensors[0], _rank(spec)
     if field == first and not (tensor.shape == [rank, width] and 1 <= rank <= MAX_RANK):
-        raise ValueError(f"{tensor.shape} is not [rank, {width}] with a rank of 1 to {MAX_RANK}")
+        raise ValueError(f"has shape {tensor.shape}: it must be [rank, {width}] with rank 1 to {MAX_RANK}")
     wanted = [rank, width] if TENSORS[field].wide else [rank]
     if tensor.shape != wanted:
-        raise ValueError(f"{tensor.shape} is not {wanted}: {first} is {[rank, width]}")
+        raise ValueError(f"has shape {tensor.shape}: it must be {wanted}, as {first} is {[rank, width]}")
 
 
 def _rank(spec: SteeringSpec) -> int:
@@ -100,7 +97,7 @@ def _data(field: str, spec: SteeringSpec, bounds: Bounds) -> None:
         raise ValueError(f"element {bad[0]} is not finite ({len(bad)} of {values.size} are not)")
     family = family_of(spec)
     if field == "vector" and family.unit and not values.any():
-        raise ValueError(f"is 0 everywhere: {family.flag or family.op} needs a direction")
+        raise ValueError(f"is all zeros: {family.flag or family.op} needs a direction")
     if TENSORS[field].ranked and TENSORS[field].wide and (largest := _largest(tensor)) > limit_of(bounds):
         raise ValueError(f"reaches {largest:.3g}, beyond {bounds.model.dtype}'s {limit_of(bounds):.3g}")
 
@@ -139,9 +136,9 @@ def _check_range(field: str, value: float, spec: SteeringSpec, limits: tuple[str
     """Of two limits at least one is given, and the lower is not above the upper."""
     low, high = (getattr(spec, name) for name in limits)
     if field == limits[0] and low is None and high is None:
-        raise ValueError(f"is required, or {limits[1]} is: {spec.op} limits a component from below, from above, or both")
+        raise ValueError(f"is required unless {limits[1]} is given: {spec.op} limits a component from below, from above, or both")
     if field == limits[1] and low is not None and low > value:
-        raise ValueError(f"{value:g} is below {limits[0]}, which is {low:g}")
+        raise ValueError(f"{value:g} is less than {limits[0]}, {low:g}")
 
 
 def numbers_of(family: Intervention) -> dict[str, Number]:

@@ -71,4 +71,4 @@ def _view(run: Run, state: RunState, detail: str, prompts: list[RunPrompt] | Non
 
 
 def unknown_module(at: str, name: str | None, model: str, model_state: ModelState) -> MidstreamError:
-    return invalid(at, f"there is no module {name!r} of model {model!r}", allowed=", ".join(model_state.names) or "there is none")
+    return invalid(at, f"unknown module {name!r} of model {model!r}", allowed=", ".join(model_state.names) or "none exists")

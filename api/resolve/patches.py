@@ -72,10 +72,10 @@ def _listed(selector: PositionSelector, tokens: int, end: int) -> PositionSelect
     if selector in ("last_prompt", "all_prompt") or (end == tokens and selector == "all"):
         return list(select(selector, 0, tokens, tokens))
     if selector == "all_generated" and end == tokens:
-        raise SelectorError("nothing would be patched: of one generated token none is fed back to the model", "")
+        raise SelectorError("nothing would be patched: with one generated token, none is fed back to the model", "")
     if not isinstance(selector, Window):
         return selector
-    there = f"the model computes positions 0 to {end - 1} at most, as the last generated token is not fed back"
+    there = f"the model computes at most positions 0 to {end - 1}; the last generated token is not fed back"
     if selector.start >= end:
         raise SelectorError(f"position {selector.start} is never patched: {there}", ".start")
     if selector.stop is None and end > tokens:
@@ -149,11 +149,11 @@ def _of_module(patch: Patch, bounds: Bounds, model_state: ModelState, blobs: dic
     if why := _is_no_vector(module):
         raise invalid(
             at,
-            f"module {name!r} is not one vector: it {why}",
+            f"module {name!r} is not a single vector: it {why}",
             allowed=f"a module of one entry, whose op is {' or '.join(_OPS_OF_ONE_VECTOR)}",
         )
     if module.hidden_size != bounds.model.hidden_size:
-        raise invalid(at, f"module {name!r} is {module.hidden_size} wide, the model {bounds.model.hidden_size}")
+        raise invalid(at, f"module {name!r} has hidden size {module.hidden_size}, the model {bounds.model.hidden_size}")
     (entry,) = module.entries
     _check_reach(at, module.reach[0], bounds)
     return patch.everywhere(entry.tensors[0], entry.scale)
@@ -209,12 +209,12 @@ def _run(patch: Patch, bounds: Bounds, model_state: ModelState) -> RunView:
     run = model_state.runs.get(name or "")
     if run is None:
         there = " or ".join(filter(None, [", ".join(model_state.run_names), "the id of a job that captured"]))
-        raise invalid(at, f"there is no source run {name!r} of model {model.name!r}", allowed=there)
+        raise invalid(at, f"unknown source run {name!r} of model {model.name!r}", allowed=there)
     if run.model != model.name:
-        raise invalid(at, f"{name!r} is a run of model {run.model!r}: a row means something to the model only that it was taken from")
+        raise invalid(at, f"{name!r} is a run of model {run.model!r}: rows can only be used with the model they were captured from")
     if run.state != "ready":
         why = f": {run.detail}" if run.detail else ""
-        allowed = f"a run that is ready: GET /v1/jobs/{run.job}?wait=30" if run.state == "pending" else None
+        allowed = f"a ready run: GET /v1/jobs/{run.job}?wait=30" if run.state == "pending" else None
         raise invalid(at, f"run {name!r} of job {run.job} is {run.state}{why}", allowed=allowed)
     return run
 
@@ -223,11 +223,11 @@ def _prompt(patch: Patch, run: RunView, bounds: Bounds) -> RunPrompt:
     prompts = {prompt.request: prompt for prompt in run.prompts or []}
     prompt = prompts.get(patch.spec.source.prompt)
     if prompt is None:
-        detail = f"run {patch.spec.source.run!r} of job {run.job} has no rows of a prompt {patch.spec.source.prompt}"
+        detail = f"run {patch.spec.source.run!r} of job {run.job} has no rows of prompt {patch.spec.source.prompt}"
         raise invalid(patch.source("prompt"), detail, allowed="the index of a prompt in that job")
     if prompt.hidden_size != bounds.model.hidden_size:
-        detail = f"run {patch.spec.source.run!r} has rows of {prompt.hidden_size} numbers, the model of {bounds.model.hidden_size}"
-        raise invalid(patch.source("run"), f"{detail}: it was captured from another {bounds.model.name!r}")
+        detail = f"run {patch.spec.source.run!r} has rows of hidden size {prompt.hidden_size}, the model has {bounds.model.hidden_size}"
+        raise invalid(patch.source("run"), f"{detail}: it was captured from a different model named {bounds.model.name!r}")
     return prompt
 
 
@@ -239,7 +239,7 @@ def _check_captured(patch: Patch, run: RunView, prompt: RunPrompt) -> None:
     captured = prompt.sites[patch.hook]
     if missing := sorted(set(patch.layers) - set(captured)):
         there = as_ranges(captured, SHOWN_RANGES)
-        raise invalid(f"{patch.at}.layers", f"layer {missing[0]} was not captured at {patch.hook} in run {name!r}: it has {there}")
+        raise invalid(f"{patch.at}.layers", f"layer {missing[0]} was not captured at {patch.hook} in run {name!r}, which has {there}")
 
 
 def _rows_of(
@@ -253,12 +253,12 @@ def _rows_of(
     if not isinstance(written, list):
         raise invalid(
             at,
-            f"{which}is needed: positions go on for as long as tokens are generated",
-            allowed="one position, whose row is written to all of them, or mean",
+            f"{which}is required: positions are open-ended here",
+            allowed="one position, whose row is written to all patched positions, or mean",
         )
     if wanted is not None and len(wanted) != len(written):
         raise invalid(
-            at, f"{which}names {len(wanted)} positions for {len(written)} that are patched: one for each, in ascending order of those"
+            at, f"{which}gives {len(wanted)} positions for {len(written)} patched ones: give one for each, in their ascending order"
         )
     shared: dict[int, list[int]] = {}
     for number, place in enumerate(written):
@@ -282,7 +282,7 @@ def _captured(place: int, prompt: RunPrompt) -> int:
 
 def _check_has(positions: Iterable[int], prompt: RunPrompt) -> None:
     if missing := set(positions) - set(prompt.positions):
-        raise SelectorError(f"position {min(missing)} was not captured: it has {as_ranges(prompt.positions, SHOWN_RANGES)}")
+        raise SelectorError(f"position {min(missing)} was not captured: the run has {as_ranges(prompt.positions, SHOWN_RANGES)}")
 
 
 def _mean_of(patch: Patch, prompt: RunPrompt) -> tuple[int, ...]:
@@ -296,19 +296,19 @@ def _mean_of(patch: Patch, prompt: RunPrompt) -> tuple[int, ...]:
         there = set(prompt.positions)
         chosen = [position for position in select(selector, 0, last + 1, prompt.tokens) if position in there]
         if not chosen:
-            raise SelectorError(f"the run has no row there: it has {as_ranges(prompt.positions, SHOWN_RANGES)}")
+            raise SelectorError(f"the run has no rows there: it has positions {as_ranges(prompt.positions, SHOWN_RANGES)}")
     else:
         if isinstance(selector, Window):  # one that goes on for long is not written out to find that it is not there
             _check_has([selector.start, cast(int, selector.stop) - 1], prompt)
         chosen = list(select(selector, 0, max(last + 1, prompt.tokens), prompt.tokens))
         _check_has(chosen, prompt)
     if (ranges := as_ranges(chosen).count(",") + 1) > MAX_MEAN_RANGES:
-        raise SelectorError(f"lies in {ranges} ranges: a mean may be over {MAX_MEAN_RANGES}")
+        raise SelectorError(f"covers {ranges} ranges: a mean may cover {MAX_MEAN_RANGES}")
     return () if chosen == prompt.positions else tuple(chosen)
 
 
 def _no_text(span: Span) -> list[int]:
-    raise SelectorError("a run is known by its positions, not by its text: give numbers or a range", ".text")
+    raise SelectorError("is not available: a run has positions but no text; give numbers or a range", ".text")
 
 
 #: What a source says → what it comes to, per prompt.
@@ -331,7 +331,7 @@ def resolve_patches(
     Raises a 400 naming the field.
     """
     if specs and bounds.model.multimodal:
-        raise invalid("patch", f"{bounds.model.name!r} is a multimodal model: positions of its prompts are not those of text alone")
+        raise invalid("patch", f"{bounds.model.name!r} is a multimodal model: its prompts cannot be patched")
     runs_of(specs)
     per_prompt: list[list[StoredSteering]] = [[] for _ in bounds.prompts] if specs else []
     total, masks = 0, {""}
@@ -342,11 +342,15 @@ def resolve_patches(
         kind = next(name for name in SOURCES if getattr(spec.source, name) not in (None, False))
         total += _most_entries(patch)
         if total > MAX_PATCH_ROWS:
-            raise invalid("patch", f"comes to {total} rows of runs and vectors over all prompts", allowed=f"at most {MAX_PATCH_ROWS}")
+            raise invalid("patch", f"needs {total} rows of runs and vectors over all prompts", allowed=f"at most {MAX_PATCH_ROWS}")
         mask = "" if made["mask"] is None else mask_tensor(made["mask"], bounds.model.hidden_size, blobs)
         masks.add(mask)
         if len(masks) - 1 > MAX_MASKS:  # without the one that is no mask
-            raise invalid(f"{at}.mask", f"is another mask than the {MAX_MASKS} before it", allowed=f"at most {MAX_MASKS} that differ")
+            raise invalid(
+                f"{at}.mask",
+                f"is one mask too many: the request already has {MAX_MASKS} different ones",
+                allowed=f"at most {MAX_MASKS} different masks",
+            )
         for entries, mine in zip(per_prompt, SOURCES[kind](patch, bounds, model_state, blobs), strict=True):
             entries += mine if not mask else _masked(mine, mask)
     return per_prompt

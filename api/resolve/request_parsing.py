@@ -50,8 +50,8 @@ class Wish:
 def wish_of_job(body: JobRequest) -> Wish:
     """The body of `POST /v1/jobs`. Raises a 400 naming `prompts` when there is nothing to run, or both kinds of prompts."""
     if (body.prompts is None) == (body.messages is None):
-        what = "not both prompts and messages" if body.prompts else "no prompt is given"
-        raise invalid("prompts", what, allowed="prompts (texts or lists of token ids), or messages (lists of chat messages)")
+        what = "prompts and messages are both given" if body.prompts else "no prompt given"
+        raise invalid("prompts", what, allowed="either prompts (texts or lists of token ids) or messages (lists of chat messages)")
     prompts = [WishedPrompt(f"prompts[{index}]", prompt) for index, prompt in enumerate(body.prompts or [])]
     chats = [WishedPrompt(f"messages[{index}]", plain_messages(messages)) for index, messages in enumerate(body.messages or [])]
     return Wish(
@@ -73,7 +73,7 @@ def wish_of_completion(body: CompletionRequest) -> Wish:
     """The body of `POST /v1/completions`. Raises a 400 naming the field that we do not serve."""
     _refuse_unserved(body)
     if body.stream and body.logprobs is not None:
-        raise invalid("logprobs", "is not available with stream: true", allowed="null, or stream: false")
+        raise invalid("logprobs", "is not valid with stream: true", allowed="null, or stream: false")
     return Wish(
         kind="completion",
         model=body.model,
@@ -92,7 +92,7 @@ def wish_of_chat(body: ChatRequest) -> Wish:
     """The body of `POST /v1/chat/completions`. Raises a 400 naming the field that we do not serve."""
     _refuse_unserved(body)
     if body.stream and body.logprobs:
-        raise invalid("logprobs", "is not available with stream: true", allowed="false, or stream: false")
+        raise invalid("logprobs", "is not valid with stream: true", allowed="false, or stream: false")
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("top_logprobs", "needs logprobs: true")
     named = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
@@ -118,7 +118,7 @@ def _refuse_unserved(body: OpenAIRequest) -> None:
         raw = getattr(body, name, UNSET)
         if raw is not UNSET and not _is_one_of(bytes(raw), harmless):
             shown = bytes(raw)[:80].decode(errors="replace")
-            raise invalid(name, f"{shown} is not supported", allowed=f"leave it out, or {msgspec.json.encode(harmless[0]).decode()}")
+            raise invalid(name, f"{shown} is not supported", allowed=f"omit it, or {msgspec.json.encode(harmless[0]).decode()}")
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "needs stream: true")
 
@@ -151,7 +151,7 @@ def _completion_prompts(prompt: str | list[str | int | list[int]]) -> list[Wishe
     if len(ids) == len(prompt):
         return [WishedPrompt("prompt", ids)]
     if ids:
-        raise invalid("prompt", "mixes token ids with prompts", allowed="text, a list of texts, token ids, or lists of token ids")
+        raise invalid("prompt", "mixes token ids and texts", allowed="text, a list of texts, token ids, or lists of token ids")
     return [WishedPrompt(f"prompt[{index}]", item) for index, item in enumerate(prompt) if not isinstance(item, int)]
 
 

@@ -34,7 +34,7 @@ MAX_EVERYONES_POSITIONS = 1 << 15
 #: Resolved positions that are a name.
 POSITION_NAMES: tuple[PositionName, ...] = get_args(PositionName)
 
-NO_POSITION = "no position named: give at least one"
+NO_POSITION = "no position given: give at least one"
 
 
 class Room(NamedTuple):
@@ -66,7 +66,7 @@ def check_number(specs: Iterable[SteeringSpec], model_state: ModelState, prompts
     named = (model_state.modules.get(spec.module or "") for spec in specs)
     entries = sum(1 if module is None else len(module.entries) for module in named)
     if entries > MAX_ENTRIES:
-        raise invalid("steering", f"has {entries} entries", allowed=f"at most {MAX_ENTRIES}, those of modules among them")
+        raise invalid("steering", f"has {entries} entries", allowed=f"at most {MAX_ENTRIES}, including those of modules")
     if entries * prompts > MAX_JOB_EDITS:
         allowed = f"at most {MAX_JOB_EDITS} over all prompts: fewer entries, or fewer prompts in one job"
         raise invalid("steering", f"has {entries} entries for {prompts} prompts", allowed=allowed)
@@ -81,7 +81,7 @@ BESIDE_MODULE = ("module", "scale", "positions")
 def _left_out(name: str) -> Callable[[SteeringSpec, Bounds], None]:
     def rule(spec: SteeringSpec, bounds: Bounds) -> None:
         if getattr(spec, name) is not None:
-            raise ValueError("is not taken beside module, which says itself what it does: give scale and positions, or leave module out")
+            raise ValueError("is not valid together with module, which defines it; valid fields: scale, positions")
 
     return rule
 
@@ -115,14 +115,14 @@ def _check_fits(module: Module, number: int, entry: SteeringTemplate, bounds: Bo
     """A model may come back under its name with other sizes."""
     model = bounds.model
     if module.hidden_size != model.hidden_size:
-        wrong = f"is {module.hidden_size} wide, the model {model.hidden_size}"
+        wrong = f"has hidden size {module.hidden_size}, the model {model.hidden_size}"
     elif entry.layers[-1] >= model.num_layers:
-        wrong = f"names layer {entry.layers[-1]} in its entry {number}, the model has layers 0 to {model.num_layers - 1}"
+        wrong = f"has layer {entry.layers[-1]} in entry {number}; the model has layers 0 to {model.num_layers - 1}"
     elif entry.hook not in model.hooks:
-        wrong = f"names hook {entry.hook} in its entry {number}, the model has {', '.join(model.hooks)}"
+        wrong = f"has hook {entry.hook} in entry {number}; the model has {', '.join(model.hooks)}"
     else:
         return
-    raise invalid(f"{at}.module", f"module {module.name!r} {wrong}: it was registered for another {model.name!r}")
+    raise invalid(f"{at}.module", f"module {module.name!r} {wrong}; it was registered for a different model named {model.name!r}")
 
 
 def _check_scale(entry: SteeringTemplate, reach: float, scale: float, bounds: Bounds, at: str) -> None:
@@ -180,7 +180,7 @@ def _check_each(per_prompt: Sequence[list[StoredSteering]], field: str, model: M
     rows: dict[tuple[int, ...], int] = {}
     for index, entries in enumerate(per_prompt):
         if len(entries) > MAX_ENTRIES and field == "patch":
-            detail = f"comes to {len(entries)} entries for prompt {index}: one for each layer and source position, and the steering's"
+            detail = f"needs {len(entries)} entries for prompt {index}: one per layer and source position, plus those of steering"
             raise invalid(field, detail, allowed=f"at most {MAX_ENTRIES}")
         sharing = _sharing(entries)
         if rows.get(sharing, MAX_STEERING_ROWS + 1) > MAX_STEERING_ROWS:  # which of them meet is another matter in each prompt
@@ -217,7 +217,7 @@ def resolve_module(specs: Sequence[SteeringSpec], model: ModelInfo) -> Content:
     entries = []
     for index, spec in enumerate(specs):
         if spec.module is not None:
-            raise invalid(f"steering[{index}].module", "a module holds entries, not other modules: write out what it does")
+            raise invalid(f"steering[{index}].module", "a module cannot refer to another module: give its entries")
         if spec.positions == []:
             raise invalid(f"steering[{index}].positions", NO_POSITION)
         entries.append(resolve_entry(spec, Bounds(model, []), f"steering[{index}]", blobs)[0])
@@ -241,8 +241,8 @@ def resolve_everyone(specs: Sequence[SteeringSpec], model: ModelInfo, model_stat
             listed += _listed(entry.positions, model)
             entries.append(entry)
         if listed > MAX_EVERYONES_POSITIONS:
-            allowed = f"at most {MAX_EVERYONES_POSITIONS} in all lists; a range that stands alone is none"
-            raise invalid(place, f"makes {listed} positions in lists, which are looked up for each prompt", allowed=allowed)
+            allowed = f"at most {MAX_EVERYONES_POSITIONS} in all lists; a single range outside a list does not count"
+            raise invalid(place, f"brings the positions in lists to {listed}", allowed=allowed)
     _check_room([_anywhere(entry) for entry in entries], "", model, share=SHARE_OF_EVERYONE)
     return Content(entries, [], blobs)
 
@@ -274,11 +274,11 @@ def _check_for_everyone(wish: PositionWish, at: str) -> None:
     for index, item in enumerate(wish if isinstance(wish, list) else [wish]):
         where = f"{at}[{index}]" if isinstance(wish, list) and not at.endswith(".module") else at
         if isinstance(item, Span) and not item.is_range:
-            raise invalid(where, "a text is in some prompts only: global steering holds for all of them", allowed=allowed)
+            raise invalid(where, "a text is not valid here: global steering applies to every prompt", allowed=allowed)
         places = (item.start, item.stop) if isinstance(item, Span) else (item,)
         for place in places:
             if isinstance(place, int) and place < 0:
-                raise invalid(where, f"{place} is another position in each prompt: count from the beginning", allowed=allowed)
+                raise invalid(where, f"{place} is a different position in each prompt: count from the beginning", allowed=allowed)
     if wish == []:
         raise invalid(at, NO_POSITION, allowed=allowed)
 
@@ -325,17 +325,17 @@ def _check_room(
     if needed.rows > MAX_STEERING_ROWS and (places := _places(rows)) > MAX_STEERING_ROWS:
         raise invalid(
             field,
-            f"needs {places} rows of the steering table for one token{whom}: one for each set of positions that it may be in, and one "
-            "more where an op that cannot be joined with another of its kind is at the same site again",
-            allowed=f"at most {MAX_STEERING_ROWS} for one token: list positions that have none in common, give entries the same "
-            "positions, write those that replace rows at the same positions behind one another, or make one lowrank of several directions",
+            f"needs {places} rows of the steering table for one token{whom}: one for each set of positions that may contain it, and one "
+            "more where an op repeats at the same site and cannot be merged",
+            allowed=f"at most {MAX_STEERING_ROWS} for one token: use disjoint positions, give entries the same "
+            "positions, place entries that replace rows at the same positions next to each other, or merge directions into one lowrank",
         )
     for wanted, taken, there, setting in (
         (needed.rows, beside.rows, model.steering_rows, "steering_rows"),
         (needed.entries, beside.entries, model.steering_entries, "steering_entries"),
     ):
         if there and wanted + taken > max(1, there // share):
-            words = f"needs {wanted} {setting.replace('_', ' ')}{whom}, the worker has {there} (setting {setting})"
+            words = f"needs {wanted} {setting.replace('_', ' ')}{whom}; the worker has {there} (setting {setting})"
             if taken:
                 words += f", of which global steering takes {taken}"
             if share > 1:

@@ -33,15 +33,15 @@ def _check_columns(sweep: StoredSweep) -> None:
         )
         raise invalid(
             "pairs",
-            f"have different numbers of columns, so their grids have no average: {shown}",
-            allowed="the same number in every pair: positions counted from the end (-1, -2, …), or spans of the same names",
+            f"have different numbers of columns, so their grids cannot be averaged: {shown}",
+            allowed="the same number in every pair: positions counted from the end (-1, -2, …), or spans with the same names",
         )
 
 
 def _check_window(sweep: StoredSweep) -> None:
     for name, there in (("layers", len(sweep.layers)), ("positions", sweep.num_columns)):
         if (wanted := getattr(sweep.window, name)) > there:
-            raise invalid(f"window.{name}", f"{wanted} are more than the sweep has", allowed=f"1 to {there}")
+            raise invalid(f"window.{name}", f"{wanted} exceeds the number of cells in the sweep", allowed=f"1 to {there}")
 
 
 def _check_cells(sweep: StoredSweep, settings: Settings) -> None:
@@ -55,7 +55,7 @@ def too_many_cells(found: str, limit: int) -> MidstreamError:
     return invalid(
         "pairs",
         f"come to {found}",
-        allowed=f"at most {limit} (setting sweep_cells): fewer layers or hooks, positions that matter, spans instead of single positions, "
+        allowed=f"at most {limit} (setting sweep_cells): fewer layers, hooks or positions, spans instead of single positions, "
         "or fewer pairs in one sweep",
     )
 
@@ -68,7 +68,7 @@ def _check_lengths(sweep: StoredSweep, model: ModelInfo) -> None:
                 clean = is_base == (sweep.direction == "noise" or sweep.ablation is not None)
                 raise invalid(
                     f"pairs[{index}].{CLEAN if clean else CORRUPT}",
-                    f"has {len(ids)} tokens, and {behind} follow: the model takes {model.max_model_len} in all",
+                    f"has {len(ids)} tokens, and {behind} follow: the model's limit is {model.max_model_len} in total",
                 )
 
 
@@ -110,7 +110,7 @@ def _check_capture(sweep: StoredSweep, model: ModelInfo, settings: Settings) -> 
     if model.capture_row_limit and rows > model.capture_row_limit:
         raise invalid(
             "layers",
-            f"a prompt of {longest} tokens gives {rows} rows in one engine step: more than the worker's buffer holds (setting "
+            f"a prompt of {longest} tokens gives {rows} rows in one engine step, more than the worker's buffer holds (setting "
             "capture_buffer_mib)",
-            allowed=f"at most {model.capture_row_limit} rows: fewer layers or hooks in one sweep",
+            allowed=f"at most {model.capture_row_limit} rows per step: fewer layers or hooks in one sweep",
         )

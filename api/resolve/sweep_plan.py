@@ -97,60 +97,58 @@ async def plan_sweep(
 
 def _check_model(model: ModelInfo) -> None:
     if model.multimodal:
-        raise invalid("model", f"{model.name!r} takes more than text: its prompts cannot be patched")
+        raise invalid("model", f"{model.name!r} is a multimodal model: its prompts cannot be patched")
     if not model.grades:
-        raise invalid("model", f"the worker of {model.name!r} does not say log-probabilities of single tokens, so it runs no sweeps")
+        raise invalid("model", f"the worker of {model.name!r} cannot return log-probabilities of single tokens, so it runs no sweeps")
 
 
 def _check_asked(request: SweepRequest) -> None:
     """Fields that exclude or need one another."""
     ablation = request.ablation
     if ablation and request.direction != "denoise":
-        raise invalid("direction", f"is not of an ablation, which has one prompt: leave it out, or ablation ({ablation!r})")
+        raise invalid("direction", f"is not valid with ablation, which has one prompt: omit it, or omit ablation ({ablation!r})")
     if ablation and request.alignment != "auto":
-        raise invalid("alignment", f"is not of an ablation, which has one prompt: leave it out, or ablation ({ablation!r})")
+        raise invalid("alignment", f"is not valid with ablation, which has one prompt: omit it, or omit ablation ({ablation!r})")
     if ablation and request.metric == "recovered":
         raise invalid(
             "metric",
-            "recovered is a share of the difference between two prompts, and an ablation has one",
-            allowed="logprob, logit_diff, kl; or leave ablation out",
+            "'recovered' compares two prompts, and an ablation has one",
+            allowed="logprob, logit_diff, kl; or omit ablation",
         )
     for index, pair in enumerate(request.pairs):
         at = f"pairs[{index}]"
         if ablation is None and pair.corrupt is None:
-            raise invalid(f"{at}.corrupt", "is required: the prompt without the fact; or say `ablation`")
+            raise invalid(f"{at}.corrupt", "is required: the corrupted prompt, unless `ablation` is given")
         for name in ("corrupt", "alignment"):
             if ablation and getattr(pair, name) is not None:
-                raise invalid(f"{at}.{name}", f"is not of an ablation, which has one prompt: leave it out, or ablation ({ablation!r})")
+                raise invalid(f"{at}.{name}", f"is not valid with ablation, which has one prompt: omit it, or omit ablation ({ablation!r})")
         if pair.answer is None and request.metric != "kl":
-            raise invalid(f"{at}.answer", f"is required: metric {request.metric} is about it; kl is not")
+            raise invalid(f"{at}.answer", f"is required for metric {request.metric}; only kl needs none")
         if pair.foil is None and request.metric == "logit_diff":
-            raise invalid(f"{at}.foil", "is required: logit_diff is the answer's log-probability less the foil's")
+            raise invalid(f"{at}.foil", "is required: logit_diff is the answer's log-probability minus the foil's")
         _check_spans(at, pair, request)
 
 
 def _check_spans(at: str, pair: SweepPair, request: SweepRequest) -> None:
     if (pair.spans is None) != (request.pairs[0].spans is None):
-        raise invalid(
-            f"{at}.spans", "the columns of all pairs are spans, or those of none", allowed="spans of the same names in every pair"
-        )
+        raise invalid(f"{at}.spans", "some pairs have spans and others do not", allowed="spans with the same names in every pair")
     if pair.spans is None:
         return
     if pair.positions is not None:
-        raise invalid(f"{at}.positions", "stands beside spans: a column is a position or a span, so give one of the two")
+        raise invalid(f"{at}.positions", "is not valid together with spans: a column is either a position or a span")
     if request.window.positions > 1:
-        raise invalid("window.positions", "is of columns that are positions: a span says itself what is patched together", allowed="1")
+        raise invalid("window.positions", "is not valid together with spans: a window applies to columns that are positions", allowed="1")
     if not pair.spans:
-        raise invalid(f"{at}.spans", "is empty: name at least one, or leave it out")
+        raise invalid(f"{at}.spans", "is empty: give at least one, or omit it")
     first = request.pairs[0].spans or []
     names = [span.name for span in pair.spans]
     for index, span in enumerate(pair.spans):
         if not span.name:
             raise invalid(f"{at}.spans[{index}].name", "is empty: it is the column's label")
         if span.name in names[:index]:
-            raise invalid(f"{at}.spans[{index}].name", f"{span.name!r} is there twice")
+            raise invalid(f"{at}.spans[{index}].name", f"{span.name!r} is listed twice")
         if request.ablation and span.corrupt is not None:
-            raise invalid(f"{at}.spans[{index}].corrupt", "is not of an ablation, which has one prompt: leave it out")
+            raise invalid(f"{at}.spans[{index}].corrupt", "is not valid with ablation, which has one prompt: omit it")
     if first and names != [span.name for span in first]:
         raise invalid(f"{at}.spans", f"has the columns {', '.join(names)}", allowed=f"as in pairs[0]: {', '.join(s.name for s in first)}")
 
@@ -163,7 +161,7 @@ def _hooks(request: SweepRequest, model: ModelInfo) -> list[Hook]:
         except SelectorError as error:
             raise invalid(f"hooks[{index}]", str(error)) from error
         if hook in hooks:
-            raise invalid(f"hooks[{index}]", f"{name!r} is {hook}, which is there already")
+            raise invalid(f"hooks[{index}]", f"{name!r} is {hook}, which is already listed")
         hooks.append(hook)
     return hooks
 
@@ -194,7 +192,7 @@ async def _read_pairs(request: SweepRequest, model: ModelInfo, codec: Codec) -> 
         clean = next(prompts)
         corrupt = None if wish.corrupt is None else next(prompts)
         if corrupt is not None and corrupt.ids == clean.ids:
-            raise invalid(f"pairs[{index}].corrupt", "has the same tokens as clean: there is no difference to look for")
+            raise invalid(f"pairs[{index}].corrupt", "has the same tokens as clean, so there is nothing to compare")
         pairs.append(_Pair(f"pairs[{index}]", wish, clean, corrupt, patched))
     return pairs
 
@@ -213,13 +211,12 @@ async def _continue_pairs(request: SweepRequest, pairs: Sequence[_Pair], model: 
         if answer is None or foil is None:
             continue
         if answer.ids == foil.ids:
-            raise invalid(foil.field, f"has the same tokens as the answer, {foil.text!r}: there is nothing to tell apart")
+            raise invalid(foil.field, f"has the same tokens as the answer, {foil.text!r}")
         if all(one == other for one, other in zip(answer.ids, foil.ids, strict=False)):
             shorter, longer = sorted((answer, foil), key=lambda found: len(found.ids))
             raise invalid(
                 foil.field,
-                f"{shorter.text!r} is the beginning of {longer.text!r}, so whichever comes, the beginning does: name two that exclude "
-                "each other",
+                f"{shorter.text!r} is a prefix of {longer.text!r}: give two continuations that exclude each other",
             )
     return made
 
@@ -247,11 +244,11 @@ def _store_pair(request: SweepRequest, pair: _Pair, answers: dict[str, Continuat
     columns = list(_spans(pair, aligned, notes) if pair.wish.spans is not None else _positions(request, pair, aligned))
     if not any(column.places for column in columns):
         field = f"{pair.at}.{'spans' if pair.wish.spans is not None else 'positions'}"
-        raise invalid(field, f"names nothing that can be patched: {columns[0].label!r}: {columns[0].reason}")
+        raise invalid(field, f"contains nothing that can be patched: {columns[0].label!r}: {columns[0].reason}")
     answer, foil = answers.get(f"{pair.at}.answer"), answers.get(f"{pair.at}.foil")
     notes += [found.note for found in (answer, foil) if found is not None and found.note]
     if request.metric == "kl" and answer is not None and len(answer.ids) > 1:
-        notes.append(f"kl is over the first token behind the prompt; the log-probability of the answer is that of its {len(answer.ids)}")
+        notes.append(f"kl covers the first token after the prompt; the answer's log-probability covers all of its {len(answer.ids)} tokens")
     return StoredPair(
         base=pair.base.ids,
         source=pair.source.ids if pair.source else [],
@@ -325,7 +322,7 @@ def _resolved(wish: PositionWish, prompt: ReadPrompt, field: str, whose: str = "
     """Ascending positions of the prompt. Raises a 400 naming the field for what is not in it."""
     tokens = len(prompt.ids)
     if isinstance(wish, str) and wish not in ("all_prompt", "last_prompt"):
-        raise invalid(field, f"{wish!r} names generated tokens, and a sweep generates none", allowed="all_prompt, last_prompt, or a list")
+        raise invalid(field, f"{wish!r} selects generated tokens, and a sweep generates none", allowed="all_prompt, last_prompt, or a list")
     find: SpanFinder = no_text if prompt.where is None else prompt.where.find
     try:
         return list(select(_inside(resolve_positions(wish, tokens, find), tokens), 0, tokens, tokens))

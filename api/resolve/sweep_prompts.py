@@ -28,7 +28,7 @@ def check_text(pairs: Sequence[SweepPair], spelled: Mapping[str, str] | None = N
             field = f"pairs[{index}].{name}"
             total += len((spelled or {}).get(field) or getattr(pair, name) or "")
             if total > MAX_SWEEP_TEXT:
-                detail = f"brings the sweep's prompts and answers to more than {MAX_SWEEP_TEXT} characters"
+                detail = f"brings the sweep's prompts and answers over {MAX_SWEEP_TEXT} characters"
                 raise invalid(field, detail, allowed="shorter prompts, or fewer pairs in one sweep")
 
 
@@ -61,7 +61,7 @@ async def _read_texts(prompts: Sequence[WishedPrompt], model: ModelInfo, codec: 
     texts = [str(prompt.value) for prompt in prompts]
     for prompt in prompts:
         if not prompt.value:
-            raise invalid(prompt.field, "is empty: a prompt has at least one token")
+            raise invalid(prompt.field, "is empty: a prompt needs at least one token")
     try:
         encoded = await codec.encodings(texts, special_tokens=True, offsets=True)
     except TooLong as error:

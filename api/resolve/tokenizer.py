@@ -39,7 +39,7 @@ class TooLong(MidstreamError):
     """Text number `index` is longer than the model; `tokens` is None where the number of characters decides."""
 
     def __init__(self, index: int, tokens: int | None, detail: str = ""):
-        super().__init__("invalid_request", detail or f"has {tokens} tokens: more than the model takes")
+        super().__init__("invalid_request", detail or f"has {tokens} tokens, more than the model's limit")
         self.index = index
         self.tokens = tokens
 
@@ -76,7 +76,7 @@ class TextMap:
         starts = self._occurrences(span.text)
         if span.occurrence is not None:
             if not -len(starts) <= span.occurrence < len(starts):
-                detail = f"{shortened(span.text)!r} occurs {_times(len(starts))} in the prompt: occurrence {span.occurrence} is not there"
+                detail = f"{shortened(span.text)!r} occurs {_times(len(starts))} in the prompt: there is no occurrence {span.occurrence}"
                 raise SelectorError(detail, ".occurrence")
             starts = [starts[span.occurrence]]
         touched = np.zeros(len(self.text) + 1, np.int64)
@@ -85,7 +85,7 @@ class TextMap:
         before = np.cumsum(touched)  # touched characters before each place of the text
         positions: list[int] = np.flatnonzero(before[self.offsets[:, 1]] > before[self.offsets[:, 0]]).tolist()
         if not positions:
-            raise SelectorError(f"{shortened(span.text)!r} is in the prompt, but no token stands for it", ".text")
+            raise SelectorError(f"{shortened(span.text)!r} is in the prompt, but no token covers it", ".text")
         return positions
 
     def _occurrences(self, part: str) -> list[int]:
@@ -167,7 +167,7 @@ class Codec:
 
     def _check_characters(self, index: int, characters: int) -> None:
         if characters > self._most_characters:
-            detail = f"has {characters} characters, which is more than the model's {self._limit} tokens"
+            detail = f"has {characters} characters, more than the model's limit of {self._limit} tokens can hold"
             raise TooLong(index, None, detail)
 
     def map_text(self, text: str, ids: Sequence[int], *, special_tokens: bool) -> TextMap | None:
@@ -235,7 +235,7 @@ class Codec:
         try:
             return template.render(messages=messages, tools=None, documents=None, add_generation_prompt=True, **self._bundle.special_tokens)
         except Exception as error:  # whatever a template may raise, it is this conversation that it refuses
-            raise invalid("messages", f"the model's chat template refuses them: {error}") from error
+            raise invalid("messages", f"the model's chat template rejects them: {error}") from error
 
     @cached_property
     def _template(self) -> jinja2.Template:

@@ -112,7 +112,7 @@ class Helpers:
 
     async def _ask(self, ask: Ask, fetch: Callable[[], Awaitable[bytes]]) -> Answer:
         if self._free.statistics().tasks_waiting >= MAX_WAITING:
-            raise MidstreamError("overloaded", "too many long prompts wait to be tokenised: try again later")
+            raise MidstreamError("overloaded", "too many long prompts are waiting to be tokenised: try again later")
         async with self._free:
             process = await self._start()
             try:
@@ -124,9 +124,9 @@ class Helpers:
                 ended = await self._end(process)
                 if ended == -signal.SIGPROF:
                     shown = "the conversation" if ask.messages else "the text"
-                    detail = f"{shown} takes more than {self._seconds:g} s to tokenise (setting tokenizer_timeout_s)"
+                    detail = f"{shown} took more than {self._seconds:g} s to tokenise (setting tokenizer_timeout_s)"
                     raise MidstreamError("invalid_request", detail, allowed="shorter ones") from None
-                log.warning("a tokenising process ended with %s: %r", ended, error)
+                log.warning("a tokeniser process ended with %s: %r", ended, error)
                 raise MidstreamError("unavailable", "tokenising failed or took too long: try again") from None
             except BaseException:  # cancelled before the answer was complete
                 await self._end(process)
@@ -151,7 +151,7 @@ class Helpers:
                 sys.executable, "-m", __name__, str(self._seconds), stdin=pipe, stdout=pipe, limit=1 << 20
             )
         except OSError as error:
-            raise MidstreamError("unavailable", f"no process for tokenising can be started: {error.strerror}") from error
+            raise MidstreamError("unavailable", f"cannot start a tokeniser process: {error.strerror}") from error
         self._all.add(process)
         return process
 

@@ -33,9 +33,7 @@ def resume_point(header: str | None) -> str:
     if header is None or header == "":
         return BEGINNING
     if not (match := _ID.fullmatch(header)) or max(map(int, match.groups())) > MAX_ID:
-        raise invalid(
-            "Last-Event-ID", f"{header[:40]!r} is not the id of an event", allowed="an `id` of this stream, such as 1700000000000-0"
-        )
+        raise invalid("Last-Event-ID", f"{header[:40]!r} is not an event id", allowed="an `id` of this stream, such as 1700000000000-0")
     return header
 
 

@@ -49,10 +49,10 @@ def failure_of(view: JobView) -> Problem | None:
     if view.state is State.SUCCEEDED:
         return None
     if view.state is State.EXPIRED:
-        return MidstreamError("gone", "the result was removed after its retention time").problem(instance)
+        return MidstreamError("gone", "the result was deleted after its retention time").problem(instance)
     if view.error is not None:
         return msgspec.structs.replace(view.error, instance=instance)
-    return MidstreamError("conflict", f"the job was {view.state}: it has no result").problem(instance)
+    return MidstreamError("conflict", f"the job was {view.state}, so it has no result").problem(instance)
 
 
 def not_ready(view: JobView) -> MidstreamError:

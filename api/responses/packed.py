@@ -35,7 +35,7 @@ class OpenBlob:
         except EOFError as error:
             raise DamagedBlob(str(error)) from error
         if found != crc32:
-            raise DamagedBlob(f"its {self.place.bytes} bytes have the CRC32 {found:08x}, and {crc32:08x} was written")
+            raise DamagedBlob(f"CRC32 mismatch in {self.place.bytes} bytes: {found:08x} read, {crc32:08x} written")
 
     def read(self, start: int, count: int) -> Iterator[bytes]:
         """`count` bytes of the blob in chunks. Raises OSError, EOFError when the file has become shorter."""
@@ -43,7 +43,7 @@ class OpenBlob:
         while at < end:
             chunk = self.handle.read(at, min(CHUNK, end - at))
             if not chunk:
-                raise EOFError(f"{self.place.name} ends {end - at} bytes too early")
+                raise EOFError(f"{self.place.name} ends {end - at} bytes early")
             at += len(chunk)
             yield chunk
 
@@ -94,7 +94,7 @@ def join(blobs: Sequence[OpenBlob], sites: dict[str, list[int]]) -> Joined:
         other = blob.header.manifest
         if (other.positions, other.token_ids) != (first.positions, first.token_ids):
             raise MidstreamError(
-                "conflict", "the pipeline stages hold rows of different positions, as some were dropped: fetch the files themselves"
+                "conflict", "the pipeline stages hold rows of different positions because some were dropped: download the files instead"
             )
     held = {tensor.site: (blob, tensor) for blob in blobs for tensor in blob.header.tensors.values() if tensor.site is not None}
     parts = []

@@ -44,7 +44,7 @@ class Sent:
             return ""
         if not text.startswith(self.text):
             raise MidstreamError(
-                "worker_lost", "the job was started again on another worker and generated another text; ask again, or set a seed"
+                "worker_lost", "the job restarted on another worker and generated different text; repeat the request, or set a seed"
             )
         missing, self.text = text[len(self.text) :], text
         return missing
@@ -135,10 +135,11 @@ class Streamed:
     def _check(self, deadline: float) -> None:
         """Raises when the stream cannot be held any longer; the job goes on."""
         if self.context.closing:
-            raise MidstreamError("unavailable", f"the server is stopping; job {self.job_id} goes on: look there")
+            raise MidstreamError("unavailable", f"the server is stopping; job {self.job_id} continues: follow it there")
         if time.monotonic() >= deadline:
             raise MidstreamError(
-                "unavailable", f"a response is held for {self.context.settings.max_wait_s:g} s; job {self.job_id} goes on: look there"
+                "unavailable",
+                f"responses are held for at most {self.context.settings.max_wait_s:g} s; job {self.job_id} continues: follow it there",
             )
 
     async def _ending(self, view: JobView) -> bytes:

@@ -48,7 +48,7 @@ async def _captured(context: AppContext, caller: Caller, job_id: str) -> Capture
     await context.patiently(lambda: captures.check(job_id))
     results = (await result_of(context, job_id)).capture_results
     if results.status == "not_requested":
-        raise MidstreamError("not_found", f"job {job_id} did not ask for a capture")
+        raise MidstreamError("not_found", f"job {job_id} has no capture")
     return results
 
 
@@ -117,7 +117,7 @@ def _described(context: AppContext, job_id: str, entries: Sequence[FileEntry]) -
 @get(
     "/v1/captures",
     summary="List captures, newest first",
-    description="Jobs whose captures were written into files and not deleted, also when the jobs' results are gone.",
+    description="Jobs with capture files that have not been deleted, including jobs whose results have expired.",
     responses=ERRORS,
 )
 async def list_captures(
@@ -131,7 +131,7 @@ async def list_captures(
     return await Captures(context_of(request).ledger).list(tag=tag, limit=limit, cursor=cursor, tenant=whose)
 
 
-@get("/v1/captures/{job_id:str}", summary="What a job captured", responses=CAPTURE_ERRORS)
+@get("/v1/captures/{job_id:str}", summary="Get a job's capture manifest", responses=CAPTURE_ERRORS)
 async def get_manifest(job_id: JobId, request: JsonRequest) -> CaptureManifest:
     context = context_of(request)
     results = await _captured(context, caller_of(request), job_id)
@@ -151,8 +151,8 @@ async def get_manifest(job_id: JobId, request: JsonRequest) -> CaptureManifest:
 @delete(
     "/v1/captures/{job_id:str}",
     status_code=204,
-    summary="Delete what a job captured",
-    description="From then on the manifest and the files are answered 410. Who is reading keeps what was opened. The job's record stays.",
+    summary="Delete a job's captures",
+    description="The manifest and the files are then answered 410. Downloads in progress complete. The job's record stays.",
     responses=CAPTURE_ERRORS,
 )
 async def delete_captures(job_id: JobId, request: JsonRequest) -> None:
@@ -164,7 +164,7 @@ async def delete_captures(job_id: JobId, request: JsonRequest) -> None:
 
 @get(
     "/v1/captures/{job_id:str}/files/{name:str}",
-    summary="One blob: a whole safetensors file",
+    summary="Download one blob: a whole safetensors file",
     description="The ETag is the blob's CRC32, as 8 hexadecimal digits.",
     media_type=MEDIA_TYPE,
     responses={304: ResponseSpec(None, description="Unchanged since If-None-Match"), **CAPTURE_ERRORS},
@@ -202,7 +202,7 @@ def _attachment(name: str, length: int) -> dict[str, str]:
 
 @get(
     "/v1/captures/{job_id:str}/safetensors",
-    summary="The rows of one prompt as one safetensors file",
+    summary="Download the rows of one prompt as one safetensors file",
     description="Joins the files of the pipeline stages. Tensors: `<hook>.<layer>` `[positions, hidden_size]`, `positions`, `token_ids`.",
     media_type=MEDIA_TYPE,
     responses=CAPTURE_ERRORS,
@@ -212,12 +212,10 @@ async def get_safetensors(
     request: JsonRequest,
     prompt: Annotated[int, QueryParameter(name="request", ge=0, le=MAX_COUNT, description="Index of the prompt")] = 0,
     layers: Annotated[
-        str | None, QueryParameter(max_length=MAX_LAYER_TEXT, description="Such as `3`, `3,7` or `3-7`; all if left out")
+        str | None, QueryParameter(max_length=MAX_LAYER_TEXT, description="For example `3`, `3,7` or `3-7`; default: all")
     ] = None,
-    hook: Annotated[
-        str | None, QueryParameter(max_length=MAX_TAG, description="Only this hook point; all captured ones if left out")
-    ] = None,
-    tag: Annotated[str | None, QueryParameter(max_length=MAX_TAG, description="Of several captures; the job's own if left out")] = None,
+    hook: Annotated[str | None, QueryParameter(max_length=MAX_TAG, description="Only this hook point; default: all captured ones")] = None,
+    tag: Annotated[str | None, QueryParameter(max_length=MAX_TAG, description="Tag of the capture; default: the job's own")] = None,
     known: Known = None,
 ) -> Response[Any]:
     context = context_of(request)
@@ -264,7 +262,7 @@ def parse_layers(text: str) -> frozenset[int]:
     for part in text.split(","):
         match = _LAYERS.fullmatch(part.strip())
         if match is None:
-            raise invalid("layers", f"{part[:40]!r} is not a layer or a range of layers", allowed="such as 3, 3,7 or 3-7")
+            raise invalid("layers", f"{part[:40]!r} is not a layer or a layer range", allowed="such as 3, 3,7 or 3-7")
         first, last = int(match[1]), int(match[2] or match[1])
         if not 0 <= last - first < MAX_LAYER_SPAN:
             raise invalid("layers", f"the range {part[:40]!r} is empty or too long")

@@ -31,7 +31,7 @@ from ..web.problems import JOB_HEADER
 from .jobs import SUBMIT_ERRORS, Key
 
 RESPONSES = {
-    202: ResponseSpec(JobView, description="Held for as long as responses are held; the job goes on", generate_examples=False),
+    202: ResponseSpec(JobView, description="The response was held for the maximum time; the job continues", generate_examples=False),
     **SUBMIT_ERRORS,
 }
 DESCRIPTION = (
@@ -87,12 +87,12 @@ async def _answer(request: JsonRequest, body: OpenAIRequest, wish: Wish, shape: 
     return Response(openai_shapes.whole(shape, result, created, more), status_code=200, headers=headers)
 
 
-@post("/v1/completions", status_code=200, summary="Complete prompts", description=DESCRIPTION, responses=RESPONSES)
+@post("/v1/completions", status_code=200, summary="Create a completion", description=DESCRIPTION, responses=RESPONSES)
 async def complete(data: JSONBody[CompletionRequest], request: JsonRequest, key: Key = None) -> Response[Completion]:
     return await _answer(request, data, wish_of_completion(data), openai_shapes.COMPLETION, key)
 
 
-@post("/v1/chat/completions", status_code=200, summary="Answer a conversation", description=DESCRIPTION, responses=RESPONSES)
+@post("/v1/chat/completions", status_code=200, summary="Create a chat completion", description=DESCRIPTION, responses=RESPONSES)
 async def chat(data: JSONBody[ChatRequest], request: JsonRequest, key: Key = None) -> Response[ChatCompletion]:
     return await _answer(request, data, wish_of_chat(data), openai_shapes.CHAT, key)
 

@@ -22,7 +22,7 @@ from ..web.middleware import released
 
 WAIT = re.compile(r"\s*wait\s*=\s*\"?(\d{1,9})\"?\s*")
 
-PROBLEM = ResponseSpec(Problem, media_type=problems.MEDIA_TYPE, description="What is wrong, with the field's path", generate_examples=False)
+PROBLEM = ResponseSpec(Problem, media_type=problems.MEDIA_TYPE, description="The error, with the field's path", generate_examples=False)
 ERRORS = {400: PROBLEM, 404: PROBLEM, 503: PROBLEM}
 #: 409, 500 and 504: also a job's own end, where the answer was held for it.
 SUBMIT_ERRORS = {**ERRORS, **dict.fromkeys((409, 413, 415, 422, 429, 500, 504, 507), PROBLEM)}
@@ -31,24 +31,26 @@ JobId = Annotated[str, PathParameter(max_length=MAX_NAME, description="The job's
 Wait = Annotated[
     float | None,
     QueryParameter(
-        ge=0, le=MAX_WAIT_S, description="Seconds to hold the answer: until the job is over, or with If-None-Match until it has changed"
+        ge=0, le=MAX_WAIT_S, description="Seconds to hold the response: until the job ends, or with If-None-Match until it changes"
     ),
 ]
-Known = Annotated[str | None, HeaderParameter(name="If-None-Match", max_length=MAX_HEADER, description="The ETag that the client has")]
-Whose = Annotated[str | None, QueryParameter(max_length=MAX_TAG, description="Only this tenant's; all tenants' are there for admins alone")]
+Known = Annotated[str | None, HeaderParameter(name="If-None-Match", max_length=MAX_HEADER, description="The client's ETag")]
+Whose = Annotated[str | None, QueryParameter(max_length=MAX_TAG, description="Only this tenant's; other tenants require scope `admin`")]
 Key = Annotated[
     str | None,
-    HeaderParameter(name="Idempotency-Key", max_length=MAX_IDEMPOTENCY_KEY, description="Makes a repeated submission the same job"),
+    HeaderParameter(
+        name="Idempotency-Key", max_length=MAX_IDEMPOTENCY_KEY, description="Repeated submissions with one key return the same job"
+    ),
 ]
 Prefer = Annotated[
     str | None,
-    HeaderParameter(name="Prefer", max_length=MAX_HEADER, description="`wait=N`: hold the answer for up to N seconds; `respond-async`"),
+    HeaderParameter(name="Prefer", max_length=MAX_HEADER, description="`wait=N`: hold the response for up to N seconds; `respond-async`"),
 ]
-Last = Annotated[str | None, HeaderParameter(name="Last-Event-ID", max_length=MAX_NAME, description="The last event that the client has")]
+Last = Annotated[str | None, HeaderParameter(name="Last-Event-ID", max_length=MAX_NAME, description="Id of the last event received")]
 
 PageSize = Annotated[int, QueryParameter(ge=1, le=MAX_PAGE)]
-Cursor = Annotated[str | None, QueryParameter(max_length=MAX_NAME, description="`next` of the page before")]
-Model = Annotated[str | None, QueryParameter(max_length=MAX_NAME, description="May be left out while there is one model")]
+Cursor = Annotated[str | None, QueryParameter(max_length=MAX_NAME, description="`next` of the previous page")]
+Model = Annotated[str | None, QueryParameter(max_length=MAX_NAME, description="Optional while only one model is served")]
 
 
 def preferred_wait(header: str | None) -> float | None:
@@ -63,8 +65,8 @@ def preferred_wait(header: str | None) -> float | None:
     "/v1/jobs",
     status_code=202,
     summary="Submit a job",
-    description="Durable once answered. `Prefer: wait=N` holds the answer and gives the result with 200 if the job is over in time; "
-    "`Idempotency-Key` makes a repeated submission the same job.",
+    description="Durable once answered. `Prefer: wait=N` holds the response and returns the result with 200 if the job ends in time; "
+    "repeating a submission with the same `Idempotency-Key` returns the same job.",
     responses={200: ResponseSpec(JobResult, description="The result, with `Prefer: wait=N`", generate_examples=False), **SUBMIT_ERRORS},
 )
 async def submit_job(data: JSONBody[JobRequest], request: JsonRequest, key: Key = None, prefer: Prefer = None) -> Response[JobView]:
@@ -112,7 +114,7 @@ async def list_jobs(
 
 @get(
     "/v1/jobs/{job_id:str}",
-    summary="Look at a job",
+    summary="Get a job",
     responses={304: ResponseSpec(None, description="Unchanged since If-None-Match"), **ERRORS},
 )
 async def get_job(job_id: JobId, request: JsonRequest, wait: Wait = None, known: Known = None) -> Response[JobView]:
@@ -133,12 +135,12 @@ async def get_job(job_id: JobId, request: JsonRequest, wait: Wait = None, known:
 
 @get(
     "/v1/jobs/{job_id:str}/events",
-    summary="Follow a job",
-    description="Server-sent events: `state`, `token`, `output`, `receipt`, of a sweep `start`, `cell` and `summary`, and `done` as the "
-    "last; or `error` with a problem, when the key is revoked meanwhile. Resume with `Last-Event-ID`; "
-    "204 when there is nothing after it and the job is over.",
+    summary="Stream a job's events",
+    description="Server-sent events: `state`, `token`, `output`, `receipt`; for sweeps also `start`, `cell` and `summary`; `done` is the "
+    "last, or `error` with a problem if the key is revoked or expires. Resume with `Last-Event-ID`; "
+    "204 if the job has ended and no event follows.",
     media_type=events.MEDIA_TYPE,
-    responses={204: ResponseSpec(None, description="The job is over and has no later event"), **ERRORS},
+    responses={204: ResponseSpec(None, description="The job has ended and no event follows"), **ERRORS},
 )
 async def job_events(job_id: JobId, request: JsonRequest, last: Last = None) -> Response[Any]:
     context, caller = context_of(request), caller_of(request)
@@ -152,7 +154,7 @@ async def job_events(job_id: JobId, request: JsonRequest, last: Last = None) -> 
 
 @get(
     "/v1/jobs/{job_id:str}/result",
-    summary="The result of a job",
+    summary="Get a job's result",
     responses={409: PROBLEM, 410: PROBLEM, 500: PROBLEM, 504: PROBLEM, **ERRORS},
 )
 async def job_result(job_id: JobId, request: JsonRequest) -> Response[JobResult]:

@@ -17,7 +17,7 @@ from .jobs import ERRORS, PROBLEM
 
 BODY_ERRORS = {400: PROBLEM, 413: PROBLEM, 415: PROBLEM, 503: PROBLEM}
 
-KeyIdParameter = Annotated[str, PathParameter(max_length=MAX_TAG, description="The key's id: what stands between `ms_` and the secret")]
+KeyIdParameter = Annotated[str, PathParameter(max_length=MAX_TAG, description="The key's id: the part between `ms_` and the secret")]
 TenantParameter = Annotated[
     str, PathParameter(description="The tenant's name: lower-case letters, digits and `-`", max_length=MAX_TAG, pattern=TENANT_PATTERN)
 ]
@@ -28,8 +28,8 @@ TenantParameter = Annotated[
 
 @post(
     "/v1/keys",
-    summary="Make a key",
-    description="The answer is the only place where the key is told: what is stored is the SHA-256 of its secret.",
+    summary="Create a key",
+    description="Only this response contains the key; the service stores the SHA-256 of its secret.",
     responses=BODY_ERRORS,
 )
 async def create_key(data: JSONBody[KeyRequest], request: JsonRequest) -> Response[CreatedKey]:
@@ -39,7 +39,7 @@ async def create_key(data: JSONBody[KeyRequest], request: JsonRequest) -> Respon
     return Response(made, status_code=201, headers={"Cache-Control": "no-store", "Location": where})
 
 
-@get("/v1/keys", summary="List the keys", description="All tenants', the oldest first; those that have expired, too.", responses=ERRORS)
+@get("/v1/keys", summary="List keys", description="Keys of all tenants, oldest first, including expired ones.", responses=ERRORS)
 async def list_keys(request: JsonRequest) -> KeyList:
     return KeyList(keys=[view_of(key) for key in await context_of(request).keys.list()])
 
@@ -63,7 +63,7 @@ async def _view(context: AppContext, name: str) -> TenantView:
     return await context.ledger.tenants.view(name)
 
 
-@get("/v1/tenants", summary="List the tenants", description="Those that have keys, or limits of their own.", responses={503: PROBLEM})
+@get("/v1/tenants", summary="List tenants", description="Tenants that have keys or limits of their own.", responses={503: PROBLEM})
 async def list_tenants(request: JsonRequest) -> TenantList:
     context = context_of(request)
     stored = {tenant.name for tenant in await reachable(context.ledger.tenants.list)()}
@@ -73,8 +73,8 @@ async def list_tenants(request: JsonRequest) -> TenantList:
 
 @get(
     "/v1/tenants/{name:str}",
-    summary="A tenant's limits and what it uses",
-    description="A tenant needs not be made: whatever has no limits of its own has those of the settings.",
+    summary="Get a tenant's limits and usage",
+    description="A tenant need not be created: a tenant without limits of its own has those of the settings.",
     responses=ERRORS,
 )
 async def get_tenant(name: TenantParameter, request: JsonRequest) -> TenantView:
@@ -84,7 +84,7 @@ async def get_tenant(name: TenantParameter, request: JsonRequest) -> TenantView:
 @put(
     "/v1/tenants/{name:str}",
     summary="Set a tenant's limits",
-    description="The whole of them: what is left out takes the setting `limit_*` of its name, 0 is no limit. They hold from the next "
+    description="Replaces all limits: an omitted one takes its `limit_*` setting; 0 means no limit. They apply from the next "
     "submission on.",
     responses=BODY_ERRORS,
 )
@@ -94,7 +94,7 @@ async def put_tenant(name: TenantParameter, data: JSONBody[Limits], request: Jso
     return await _view(context, name)
 
 
-@get("/v1/tenant", summary="Your tenant's limits and what it uses", responses={503: PROBLEM})
+@get("/v1/tenant", summary="Get your tenant's limits and usage", responses={503: PROBLEM})
 async def own_tenant(request: JsonRequest) -> TenantView:
     return await _view(context_of(request), caller_of(request).tenant)
 

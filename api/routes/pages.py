@@ -65,7 +65,7 @@ class Operations(OpenAPIRenderPlugin):
             f"Midstream {__version__}",
             f"<h1>Midstream {__version__}</h1><p>{html.escape(openapi_schema['info']['description'])}</p>"
             '<p>The document: <a href="/schema/openapi.json">openapi.json</a>. '
-            'To try calls out: <a href="/schema/swagger">Swagger UI</a>.</p>'
+            'To try out calls: <a href="/schema/swagger">Swagger UI</a>.</p>'
             f"<table>{''.join(rows)}</table>",
         )
 
@@ -89,7 +89,7 @@ def _stored(name: str) -> bytes:
 @get("/schema/assets/{name:str}", include_in_schema=False, sync_to_thread=True)
 def asset(request: JsonRequest, name: Annotated[str, PathParameter()]) -> Response[bytes]:
     if name not in ASSETS:
-        raise MidstreamError("not_found", f"there is no asset {name!r}", allowed=", ".join(ASSETS))
+        raise MidstreamError("not_found", f"unknown asset {name!r}", allowed=", ".join(ASSETS))
     media_type, compressed = ASSETS[name]
     raw = _stored(f"{name}.gz" if compressed else name)
     headers = {**HEADERS, "Cache-Control": f"max-age={ASSET_AGE_S}", "Vary": "Accept-Encoding"}
@@ -120,11 +120,11 @@ def _links(settings: Settings) -> dict[str, tuple[str, str]]:
     """Name → URL and one line about it."""
     links = {
         "docs": ("/schema", "all operations of the API"),
-        "swagger": ("/schema/swagger", "the same, to try calls out"),
+        "swagger": ("/schema/swagger", "the same, with a form to try out calls"),
         "openapi": ("/schema/openapi.json", "the OpenAPI document"),
-        "models": ("/v1/models", "the models that are served"),
-        "health": ("/healthz", "this process answers"),
-        "ready": ("/readyz", "a job would run now"),
+        "models": ("/v1/models", "the served models"),
+        "health": ("/healthz", "this process responds (liveness)"),
+        "ready": ("/readyz", "a job would run now (readiness)"),
         "metrics": ("/metrics", "Prometheus metrics"),
     }
     if settings.flower_port:

@@ -36,7 +36,7 @@ METRICS_TYPE = CONTENT_TYPE_LATEST.partition("; charset")[0]
 SCRAPE_S = 1.0
 
 
-@get("/v1/models", summary="The models that are served", responses={503: PROBLEM})
+@get("/v1/models", summary="List the served models", responses={503: PROBLEM})
 async def list_models(request: JsonRequest) -> ModelList:
     ledger = context_of(request).ledger
     live = Tally(worker.model for worker in await ledger.workers())
@@ -68,15 +68,15 @@ def _card(info: ModelInfo, workers: int) -> ModelCard:
 _INSTANCE = instance_of(os.getppid())
 
 
-@get("/healthz", summary="This process answers")
+@get("/healthz", summary="Liveness: this process responds")
 async def healthz() -> Health:
     return Health(status="ok", version=__version__, instance=_INSTANCE)
 
 
 @get(
     "/readyz",
-    summary="A job would run now",
-    responses={503: ResponseSpec(Readiness, description="Not ready; `missing` says why", generate_examples=False)},
+    summary="Readiness: a job would run now",
+    responses={503: ResponseSpec(Readiness, description="Not ready; `missing` gives the reasons", generate_examples=False)},
 )
 async def readyz(request: JsonRequest) -> Response[Readiness]:
     readiness = await look(context_of(request))
@@ -104,7 +104,7 @@ async def look(context: AppContext) -> Readiness:
     missing = (
         disks
         + ([] if served else _why(workers, models))
-        + ([] if relay else ["relay: has not been seen lately, captures would wait for it"])
+        + ([] if relay else ["relay: has not reported recently; captures would wait for it"])
     )
     return Readiness(ready=bool(served) and not disks, missing=missing, models=served, workers=workers, relay=relay)
 
@@ -119,7 +119,7 @@ def _why(workers: list[WorkerInfo], models: list[ModelInfo]) -> list[str]:
     live = {worker.model for worker in workers}
     foreign = [f"model {info.name}: {trouble.detail}" for info in models if info.name in live and (trouble := misfit_of(info)) is not None]
     unknown = [f"model {name}: is not published yet" for name in sorted(live - {info.name for info in models})]
-    return ill or foreign or unknown or ["worker: none is alive"]
+    return ill or foreign or unknown or ["worker: none is running"]
 
 
 @get("/metrics", summary="Prometheus metrics", include_in_schema=False, media_type=METRICS_TYPE)

@@ -16,10 +16,10 @@ from ..web.auth import caller_of
 from ..web.body import JsonRequest
 from .jobs import ERRORS, PROBLEM, Cursor, Model, PageSize
 
-Name = Annotated[str, PathParameter(max_length=MAX_NAME, description="A run's name, or the id of a job that captured into files")]
+Name = Annotated[str, PathParameter(max_length=MAX_NAME, description="A run's name, or the id of a job with capture files")]
 
 
-@get("/v1/runs", summary="List the source runs, newest first", description="Those that have a name.", responses=ERRORS)
+@get("/v1/runs", summary="List the source runs, newest first", description="Named runs only.", responses=ERRORS)
 async def list_runs(
     request: JsonRequest,
     model: Model = None,
@@ -30,7 +30,7 @@ async def list_runs(
     return await SourceRuns(context.ledger, caller_of(request)).list((await context.the_model(model)).name, limit, cursor)
 
 
-@get("/v1/runs/{name:str}", summary="What is in a source run", responses=ERRORS)
+@get("/v1/runs/{name:str}", summary="Describe a source run", responses=ERRORS)
 async def get_run(name: Name, request: JsonRequest, model: Model = None) -> RunView:
     context = context_of(request)
     info = await context.the_model(model)
@@ -43,8 +43,8 @@ async def get_run(name: Name, request: JsonRequest, model: Model = None) -> RunV
     "/v1/runs/{name:str}",
     status_code=204,
     summary="Delete a source run",
-    description="Its captures, as `DELETE /v1/captures/{id}` does, and its name. Who has its rows by now keeps them; who needs them "
-    "later fails.",
+    description="Deletes its captures, as `DELETE /v1/captures/{id}` does, and its name. Jobs that have loaded its rows keep them; "
+    "later jobs fail.",
     responses={**ERRORS, 409: PROBLEM},
 )
 async def delete_run(name: Name, request: JsonRequest, model: Model = None) -> None:
@@ -63,7 +63,7 @@ async def _named(runs: SourceRuns, model: str) -> AsyncIterator[None]:
     except MidstreamError as error:
         if error.kind != "not_found":
             raise
-        names = ", ".join(await runs.names(model)) or "there is none"
+        names = ", ".join(await runs.names(model)) or "none exists"
         raise MidstreamError("not_found", f"{error.detail} of model {model!r}", field="name", allowed=names) from error
 
 

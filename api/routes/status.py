@@ -11,9 +11,9 @@ from .jobs import PROBLEM
 
 @get(
     "/v1/status",
-    summary="What goes on in the whole service",
-    description="Queues by model, priority and tenant, the live workers and what they do, relay, webhooks and Redis. Needs the scope "
-    "`observe`. Figures of workers are as old as their last heartbeat.",
+    summary="Status of the whole service",
+    description="Queues by model, priority and tenant; live workers and their load; relay, webhooks and Redis. Needs the scope "
+    "`observe`. Worker figures are as of their last heartbeat.",
     responses={503: PROBLEM},
 )
 async def service_status(request: JsonRequest) -> Status:

@@ -78,9 +78,9 @@ class ModuleOperation(Operation):
 @put(
     "/v1/steering/modules/{name:str}",
     status_code=200,
-    summary="Give a module its name",
-    description="Entries as in a request's `steering`, as JSON or as a safetensors file. Requests that were accepted before keep what the "
-    "name meant then.",
+    summary="Create or replace a named module",
+    description="Entries as in a request's `steering`, as JSON or as a safetensors file. Requests accepted earlier keep the module's "
+    "previous content.",
     responses={201: ResponseSpec(ModuleView, description="The name is new", generate_examples=False), **CHANGE_ERRORS, 429: PROBLEM},
     operation_class=ModuleOperation,
     opt={"file": _module_of},
@@ -90,7 +90,7 @@ async def put_module(
     data: JSONBody[ModuleRequest],
     request: JsonRequest,
     model: Model = None,
-    description: Annotated[str | None, QueryParameter(max_length=MAX_DESCRIPTION, description="Where the body is a file")] = None,
+    description: Annotated[str | None, QueryParameter(max_length=MAX_DESCRIPTION, description="If the body is a file")] = None,
 ) -> Response[ModuleView]:
     context = context_of(request)
     info = await context.the_model(data.model or model)
@@ -116,7 +116,7 @@ async def put_module(
     return Response(msgspec.structs.replace(_view(module), replaced=former.digest), status_code=200)
 
 
-@get("/v1/steering/modules", summary="List the named modules", responses=ERRORS)
+@get("/v1/steering/modules", summary="List named modules", responses=ERRORS)
 async def list_modules(request: JsonRequest, model: Model = None) -> ModulePage:
     context = context_of(request)
     info = await context.the_model(model)
@@ -124,7 +124,7 @@ async def list_modules(request: JsonRequest, model: Model = None) -> ModulePage:
     return ModulePage(modules=[_view(module) for module in modules if unscoped(module.name)[0] == caller_of(request).tenant])
 
 
-@get("/v1/steering/modules/{name:str}", summary="What a name means", responses=ERRORS)
+@get("/v1/steering/modules/{name:str}", summary="Get a named module", responses=ERRORS)
 async def get_module(name: Name, request: JsonRequest, model: Model = None) -> ModuleView:
     context = context_of(request)
     info = await context.the_model(model)
@@ -138,8 +138,8 @@ async def get_module(name: Name, request: JsonRequest, model: Model = None) -> M
 @delete(
     "/v1/steering/modules/{name:str}",
     status_code=204,
-    summary="Take a module's name away",
-    description="Requests that were accepted before keep what it meant.",
+    summary="Delete a named module",
+    description="Requests accepted earlier keep its content.",
     responses=ERRORS,
 )
 async def delete_module(name: Name, request: JsonRequest, model: Model = None) -> None:
@@ -151,8 +151,8 @@ async def delete_module(name: Name, request: JsonRequest, model: Model = None) -
 
 
 async def _no_module(context: AppContext, model: str, name: str, caller: Caller) -> MidstreamError:
-    names = ", ".join(own(caller.tenant, await context.steering.module_names(model))) or "there is none"
-    return MidstreamError("not_found", f"there is no module {name!r} of model {model!r}", field="name", allowed=names)
+    names = ", ".join(own(caller.tenant, await context.steering.module_names(model))) or "none exists"
+    return MidstreamError("not_found", f"unknown module {name!r} of model {model!r}", field="name", allowed=names)
 
 
 def _view(module: Module) -> ModuleView:
@@ -192,9 +192,9 @@ def _entry(entry: SteeringTemplate) -> EntryView:
 
 @put(
     "/v1/steering/global",
-    summary="Steer every request of a model",
-    description="Every live worker prepares it on all its ranks; if one cannot, nothing changes anywhere (409, 503). Once answered, no "
-    "request begins under what was before; those that run end under it.",
+    summary="Set a model's global steering",
+    description="Every live worker prepares the change on all its ranks; if one cannot, nothing changes (409, 503). Once answered, new "
+    "requests use the new steering; running requests keep the old.",
     responses=CHANGE_ERRORS,
 )
 async def put_global(data: JSONBody[GlobalRequest], request: JsonRequest, model: Model = None) -> GlobalView:
@@ -209,8 +209,8 @@ async def put_global(data: JSONBody[GlobalRequest], request: JsonRequest, model:
 @delete(
     "/v1/steering/global",
     status_code=200,
-    summary="Steer every request of a model no more",
-    description="As setting it. Harmless when nothing is steered.",
+    summary="Remove global steering from a model",
+    description="The same protocol as setting it. No effect if there is none.",
     responses=CHANGE_ERRORS,
 )
 async def delete_global(request: JsonRequest, model: Model = None) -> GlobalView:
@@ -219,7 +219,7 @@ async def delete_global(request: JsonRequest, model: Model = None) -> GlobalView
     return await _global(context, info.name, await change(context.steering, context.settings, info, [], {}), caller_of(request))
 
 
-@get("/v1/steering/global", summary="What every request of a model is steered by", responses=ERRORS)
+@get("/v1/steering/global", summary="Get a model's global steering", responses=ERRORS)
 async def get_global(request: JsonRequest, model: Model = None) -> GlobalView:
     context = context_of(request)
     info = await context.the_model(model)
@@ -266,8 +266,8 @@ def _own(modules: Mapping[str, str], tenant: str) -> dict[str, str]:
 
 @get(
     "/v1/steering/dynamic",
-    summary="What the ranks have applied, and whether they agree",
-    description="Asks every live worker now. 200 also when ranks differ or a worker does not answer: `determinism` says so.",
+    summary="Steering applied by the ranks, and whether they agree",
+    description="Queries every live worker. Answers 200 even if ranks differ or a worker does not answer: see `determinism`.",
     responses=ERRORS,
 )
 async def get_dynamic(request: JsonRequest, model: Model = None) -> Dynamic:
@@ -278,7 +278,7 @@ async def get_dynamic(request: JsonRequest, model: Model = None) -> Dynamic:
     accounts = await fresh(context, model, asks, ANSWER_S)
     caller, found = caller_of(request), agreement(accounts, asks)
     if "admin" not in caller.scopes and found.detail:  # it may name modules of other tenants
-        found = msgspec.structs.replace(found, detail="some ranks or workers do not agree: an admin is told which, and in what")
+        found = msgspec.structs.replace(found, detail="some ranks or workers do not agree; scope admin shows the details")
     return Dynamic(workers=_reports(accounts, caller), determinism=found)
 
 

@@ -42,7 +42,7 @@ async def submit_sweep(context: AppContext, body: SweepRequest, idempotency: tup
     "/v1/sweeps",
     status_code=202,
     summary="Submit a sweep of patches",
-    description="One job: both prompts of every pair as they are, then each cell, patched. Follow, fetch and cancel it as any job.",
+    description="One job: both prompts of every pair unpatched, then every cell. Follow, fetch and cancel it like any job.",
     responses={200: ResponseSpec(JobResult, description="The result, with `Prefer: wait=N`", generate_examples=False), **SUBMIT_ERRORS},
 )
 async def post_sweep(data: JSONBody[SweepRequest], request: JsonRequest, key: Key = None, prefer: Prefer = None) -> Response[JobView]:

@@ -17,13 +17,13 @@ from .jobs import SUBMIT_ERRORS
 @post(
     "/v1/tokenize",
     status_code=200,
-    summary="Turn text or a conversation into token ids",
-    description="With the model's own tokenizer and chat template: a job with the same `prompt` or `messages` has these tokens.",
+    summary="Tokenise text or a conversation",
+    description="Uses the model's own tokenizer and chat template: a job with the same `prompt` or `messages` has these tokens.",
     responses=SUBMIT_ERRORS,
 )
 async def tokenize(data: JSONBody[TokenizeRequest], request: JsonRequest) -> Response[Tokenized]:
     if (data.prompt is None) == (data.messages is None):
-        raise invalid("prompt", "give one of prompt and messages", allowed="prompt, or messages")
+        raise invalid("prompt", "give either prompt or messages", allowed="prompt, or messages")
     context = context_of(request)
     info = await context.model(data.model)
     codec = await context.codec(info)
@@ -45,7 +45,7 @@ async def tokenize(data: JSONBody[TokenizeRequest], request: JsonRequest) -> Res
 @post(
     "/v1/detokenize",
     status_code=200,
-    summary="Turn token ids into text",
+    summary="Convert token ids to text",
     responses=SUBMIT_ERRORS,
 )
 async def detokenize(data: JSONBody[DetokenizeRequest], request: JsonRequest) -> Response[Detokenized]:

@@ -14,16 +14,18 @@ from ..web.auth import caller_of, tenant_asked
 from ..web.body import JsonRequest
 from .jobs import ERRORS, PROBLEM, Cursor, PageSize, Whose
 
-DeliveryId = Annotated[str, PathParameter(max_length=MAX_NAME, description="The delivery's id: the `webhook-id` of all its attempts")]
+DeliveryId = Annotated[
+    str, PathParameter(max_length=MAX_NAME, description="The delivery's id: the `webhook-id` header of all its attempts")
+]
 WITH_BODY = {400: PROBLEM, 413: PROBLEM, 415: PROBLEM, 503: PROBLEM}
 #: No cache on the way keeps a secret.
 UNKEPT = {"Cache-Control": "no-store"}
 
 
-@get("/v1/webhooks/deliveries", summary="List webhooks and what came of them, newest first", responses=ERRORS)
+@get("/v1/webhooks/deliveries", summary="List webhook deliveries, newest first", responses=ERRORS)
 async def list_deliveries(
     request: JsonRequest,
-    job: Annotated[str | None, QueryParameter(max_length=MAX_NAME, description="Only webhooks about this job")] = None,
+    job: Annotated[str | None, QueryParameter(max_length=MAX_NAME, description="Only deliveries about this job")] = None,
     delivery_state: Annotated[DeliveryState | None, QueryParameter(name="state", description="Only deliveries in this state")] = None,
     limit: PageSize = 50,
     cursor: Cursor = None,
@@ -33,7 +35,7 @@ async def list_deliveries(
     return await WebhookOutbox(context_of(request).ledger).deliveries(whose, job, delivery_state, limit, cursor)
 
 
-@get("/v1/webhooks/deliveries/{delivery_id:str}", summary="Look at a webhook and its attempts", responses=ERRORS)
+@get("/v1/webhooks/deliveries/{delivery_id:str}", summary="Get a webhook delivery and its attempts", responses=ERRORS)
 async def get_delivery(delivery_id: DeliveryId, request: JsonRequest) -> Delivery:
     return await _seen(request, delivery_id)
 
@@ -41,8 +43,8 @@ async def get_delivery(delivery_id: DeliveryId, request: JsonRequest) -> Deliver
 @post(
     "/v1/webhooks/deliveries/{delivery_id:str}/redeliver",
     status_code=202,
-    summary="Send a webhook again",
-    description="Under the same `webhook-id`, whatever became of it; one that waits for its next attempt is sent now.",
+    summary="Redeliver a webhook",
+    description="Keeps the `webhook-id`. Works in any state; a delivery waiting for its next attempt is sent now.",
     responses={**ERRORS, 409: PROBLEM},
 )
 async def redeliver(delivery_id: DeliveryId, request: JsonRequest) -> Delivery:
@@ -60,8 +62,8 @@ async def _seen(request: JsonRequest, delivery_id: str) -> Delivery:
 
 @get(
     "/v1/webhooks/secrets",
-    summary="The secrets that sign webhooks",
-    description="Those that sign webhooks about jobs submitted with this key; created by this call if there is none.",
+    summary="Get the signing secrets",
+    description="The secrets that sign webhooks about jobs submitted with this key; created by this call if there are none.",
     responses={503: PROBLEM},
 )
 async def get_secrets(request: JsonRequest) -> Response[SecretList]:
@@ -72,8 +74,8 @@ async def get_secrets(request: JsonRequest) -> Response[SecretList]:
 @post(
     "/v1/webhooks/secrets",
     status_code=201,
-    summary="Make a new signing secret",
-    description="The former one signs as well for `keep_former_s`, so that receivers can change over; one before that signs no more.",
+    summary="Rotate the signing secret",
+    description="The previous secret also signs for `keep_former_s`, so that receivers can switch over; any older one stops signing.",
     responses=WITH_BODY,
 )
 async def rotate_secret(data: JSONBody[RotateRequest], request: JsonRequest) -> Response[SecretList]:
@@ -82,7 +84,7 @@ async def rotate_secret(data: JSONBody[RotateRequest], request: JsonRequest) -> 
     return Response(made, status_code=201, headers=UNKEPT)
 
 
-@get("/v1/webhooks/disabled", summary="Receivers that answered 410: nothing is sent to them", responses=ERRORS)
+@get("/v1/webhooks/disabled", summary="List disabled receivers: those that answered 410", responses=ERRORS)
 async def list_disabled(request: JsonRequest, tenant: Whose = None) -> DisabledList:
     whose = tenant_asked(caller_of(request), tenant)
     return DisabledList(endpoints=await WebhookOutbox(context_of(request).ledger).disabled(whose))
@@ -91,8 +93,8 @@ async def list_disabled(request: JsonRequest, tenant: Whose = None) -> DisabledL
 @delete(
     "/v1/webhooks/disabled",
     status_code=204,
-    summary="Enable a receiver again",
-    description="What was disabled meanwhile stays so until it is sent again by hand.",
+    summary="Re-enable a receiver",
+    description="Deliveries disabled meanwhile are not sent unless redelivered.",
     responses=ERRORS,
 )
 async def enable(

@@ -81,10 +81,7 @@ SCOPE_OF: dict[str, Scope | None] = {
     "GET /v1/tenant": "read",
 }
 
-HOW = (
-    f"Authorization: Bearer {KEY_PREFIX}<id>_<secret>; an operator makes one with `midstream keys create`, and the client takes it from "
-    "MIDSTREAM_API_KEY"
-)
+HOW = f"Authorization: Bearer {KEY_PREFIX}<id>_<secret>; an operator creates keys with `midstream keys create`; the client reads "
 
 
 def needed(method: str, path: str) -> Scope | None:
@@ -118,13 +115,13 @@ class Gate:
         """
         if not headers:
             if self.asks:
-                raise MidstreamError("unauthorized", "no API key was given", field="Authorization", allowed=HOW)
+                raise MidstreamError("unauthorized", "no API key given", field="Authorization", allowed=HOW)
             return EVERYBODY
         key = await self._key(headers[0]) if len(headers) == 1 else None
         if key is not None:
             return Caller(key.tenant, key.id, frozenset(key.scopes))
         if self.asks:
-            raise MidstreamError("unauthorized", "this is no API key that is valid here", field="Authorization", allowed=HOW)
+            raise MidstreamError("unauthorized", "the API key is not valid", field="Authorization", allowed=HOW)
         return EVERYBODY
 
     async def _key(self, header: str) -> Key | None:
@@ -164,7 +161,7 @@ async def authorize(connection: ASGIConnection[Any, Any, Any, Any], handler: Bas
     caller = await _caller(connection)
     if not caller.may(scope):
         has = ", ".join(sorted(caller.scopes))
-        raise MidstreamError("forbidden", f"this needs the scope {scope!r}, and the key has {has}", allowed=f"a key with scope {scope}")
+        raise MidstreamError("forbidden", f"scope {scope!r} is required; the key has {has}", allowed=f"a key with scope {scope}")
     connection.scope["auth"] = caller
 
 
@@ -199,5 +196,5 @@ def tenant_asked(caller: Caller, tenant: str | None) -> str | None:
     if "admin" in caller.scopes:
         return tenant
     if tenant not in (None, caller.tenant):
-        raise MidstreamError("forbidden", "another tenant's things are for admins", field="tenant", allowed="a key with scope admin")
+        raise MidstreamError("forbidden", "another tenant's data requires scope admin", field="tenant", allowed="a key with scope admin")
     return caller.tenant

@@ -101,7 +101,7 @@ class JsonRequest(Request[Any, Any, Any]):
         if media != "application/json":
             allowed = ", ".join(("application/json", *(FILE_TYPES if self.route_handler.opt.get("file") else ())))
             raise MidstreamError(
-                "unsupported_media_type", f"the body is {media or 'of unnamed type'}", field="Content-Type", allowed=allowed
+                "unsupported_media_type", f"the body is {media or 'without a content type'}", field="Content-Type", allowed=allowed
             )
         wanted = self.route_handler.parsed_data_field
         body = await self.body()
@@ -124,7 +124,7 @@ class JsonRequest(Request[Any, Any, Any]):
                 return await anyio.to_thread.run_sync(lambda: read(_content(file)))
         except OSError as error:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            detail = "disk full" if full else f"the file cannot be kept: {error.strerror}"
+            detail = "disk full" if full else f"the file cannot be stored: {error.strerror}"
             raise MidstreamError("unavailable", detail) from error
 
     async def _save(self, file: IO[bytes], limit: int) -> None:

@@ -202,6 +202,6 @@ def _problem(kind: str, detail: str) -> tuple[int, list[tuple[bytes, bytes]], by
 
 async def _full(scope: Any, receive: Any, send: Any) -> None:
     """The ASGI application that answers while there are too many connections."""
-    status, headers, body = _problem("overloaded", "there are too many connections: try again later")
+    status, headers, body = _problem("overloaded", "too many connections: try again later")
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

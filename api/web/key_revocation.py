@@ -31,7 +31,7 @@ class HeldKey:
         """Raises `unauthorized`."""
         if self.lost is not None and self.lost.done():
             raise MidstreamError(
-                "unauthorized", "the key was revoked or has expired while this answer was under way", field="Authorization", allowed=HOW
+                "unauthorized", "the key was revoked or expired while the response was in progress", field="Authorization", allowed=HOW
             )
 
 
@@ -79,7 +79,7 @@ class KeyWatch:
             try:
                 valid = await self._stored.valid(asked)
             except MidstreamError as error:  # while Redis is away nobody can revoke a key, either
-                log.debug("the keys of %d held calls are looked at later: %s", len(asked), error)
+                log.debug("cannot check the keys of %d held calls, will retry: %s", len(asked), error)
                 continue
             for key in asked - valid:
                 for lost in self._held.get(key, ()):

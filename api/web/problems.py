@@ -62,7 +62,7 @@ def malformed(error: Exception) -> MidstreamError:
     if isinstance(error, UnicodeDecodeError):
         return MidstreamError("invalid_request", f"the body is not UTF-8: {error.reason} 0x{error.object[error.start]:02x}")
     if isinstance(error, RecursionError):
-        return MidstreamError("invalid_request", "the body holds too many objects or arrays inside one another")
+        return MidstreamError("invalid_request", "the body nests objects or arrays too deeply")
     return MidstreamError("invalid_request", f"the body is not JSON: {error}")
 
 
@@ -110,7 +110,7 @@ def with_job(problem: Problem) -> tuple[Problem, dict[str, str]]:
     if call is None or not call.job:
         return problem, {}
     known = f"job {call.job} is accepted" if call.accepted else f"job {call.job} may have been accepted"
-    detail = f"{problem.detail}; {known}: look for it, or repeat the call with the same Idempotency-Key"
+    detail = f"{problem.detail}; {known}: look it up, or repeat the call with the same Idempotency-Key"
     return msgspec.structs.replace(problem, detail=detail, instance=call.url), {"Location": call.url, JOB_HEADER: call.job}
 
 
@@ -130,10 +130,10 @@ def on_http_error(request: Request[Any, Any, Any], error: HTTPException) -> Resp
     kind = _KIND_OF_STATUS.get(error.status_code, "invalid_request")
     found = MidstreamError(kind, error.detail or kind.replace("_", " "))
     if kind == "not_found":
-        found = MidstreamError(kind, f"there is nothing at {shortened(request.url.path)}", allowed="what /schema lists")
+        found = MidstreamError(kind, f"no such path: {shortened(request.url.path)}", allowed="the paths listed at /schema")
     elif kind == "method_not_allowed":
         found = MidstreamError(
-            kind, f"{request.method} is not offered at {shortened(request.url.path)}", allowed=(error.headers or {}).get("allow")
+            kind, f"{request.method} is not supported at {shortened(request.url.path)}", allowed=(error.headers or {}).get("allow")
         )
     elif isinstance(error, ValidationException):
         found = _parameter(request, error)
@@ -165,7 +165,7 @@ def on_any_error(request: Request[Any, Any, Any], error: Exception) -> Response[
     """A failure of ours: logged with its traceback under a number, which is all that the client is told."""
     number = secrets.token_hex(4)
     log.error("failure %s at %s %s", number, request.method, request.url.path, exc_info=error)
-    found = MidstreamError("internal", f"the server failed on this request; its log says why under {number}")
+    found = MidstreamError("internal", f"the server failed on this request; see its log under {number}")
     return answer(request, found.problem(instance=request.url.path))
 
 

@@ -102,7 +102,7 @@ def explained(job: str, place: Place) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        detail = f"{place.name} is not in the capture root of this process: it was removed, or the worker writes elsewhere"
+        detail = f"{place.name} is not in this process's capture root: it was deleted, or the worker writes to another folder"
         raise MidstreamError("gone", detail) from error
     except DamagedBlob as error:
         raise MidstreamError("capture_damaged", f"the capture file {place.name} of job {job} is damaged: {error}") from error
@@ -118,10 +118,10 @@ def header_of(handle: Handle, place: Place) -> Header:
     size = min(place.bytes, max(0, handle.size - place.offset))
     header = read_header(lambda start, count: handle.read(place.offset + start, count), size)
     if size < place.bytes:
-        raise DamagedBlob(f"it is cut short: {size} bytes of {place.bytes}")
+        raise DamagedBlob(f"it is truncated: {size} of {place.bytes} bytes")
     found = header.manifest
     if (found.job, found.request, found.tag or place.tag) != (place.job, place.request, place.tag):
         # The owner is not named: it may be another tenant's job.
-        detail = f"at byte {place.offset} it does not hold rows of request {place.request} of job {place.job}"
+        detail = f"byte {place.offset} does not start rows of request {place.request} of job {place.job}"
         raise MidstreamError("capture_failed", f"the capture file {place.name} cannot be read: {detail}")
     return header

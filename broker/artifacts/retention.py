@@ -54,7 +54,7 @@ class Usage:
             if self._used + wanted + spare > self._quota:
                 raise MidstreamError(
                     "quota_exceeded",
-                    f"captures take {self._used >> 20} MiB of the {self._quota >> 20} MiB that they may (capture_quota_mib)",
+                    f"captures use {self._used >> 20} of {self._quota >> 20} MiB (capture_quota_mib)",
                     allowed="delete captures, or raise the quota",
                 )
             self._used += wanted
@@ -110,7 +110,7 @@ def delete(store: ArtifactStore, jobs: Collection[str], keep: Collection[str] = 
     done = [job for job in jobs if job not in failed and job not in busy]
     if failed:
         job, first = next(iter(failed.items()))
-        raise RemovalError(f"{len(failed)} of {len(jobs)} jobs, {job} the first: {first}", done)
+        raise RemovalError(f"{len(failed)} of {len(jobs)} jobs, first {job}: {first}", done)
     return done
 
 

@@ -50,13 +50,13 @@ def _last_whole(attempts: dict[int, list[Blob]]) -> list[Blob]:
 def shortfall(blobs: Sequence[Blob]) -> str:
     """Why these are not all rows of a prompt; empty when they are."""
     if not blobs:
-        return "nothing of this prompt was captured"
+        return "no rows of this prompt were captured"
     first = blobs[0].manifest
     for _, manifest in blobs:
         if manifest.dropped:
             return f"{len(manifest.dropped)} positions were dropped under overload"
         if (manifest.positions, manifest.token_ids) != (first.positions, first.token_ids):
-            return "its files hold rows of different positions or tokens"
+            return "its files disagree on positions or tokens"
     held = {(hook, layer) for _, manifest in blobs for hook, layers in manifest.sites.items() for layer in layers}
     lacking = sorted({(hook, layer) for hook, layers in first.all_sites.items() for layer in layers} - held)
     return f"{lacking[0][0]} of layer {lacking[0][1]} is in no file" if lacking else ""

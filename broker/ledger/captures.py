@@ -119,13 +119,15 @@ class Captures:
             raise retention.gone(job_id)
         if outcome == "running":
             raise MidstreamError(
-                "conflict", f"job {job_id} is not over: its captures are still being written", allowed=f"POST /v1/jobs/{job_id}/cancel"
+                "conflict", f"job {job_id} has not ended: its captures are still being written", allowed=f"POST /v1/jobs/{job_id}/cancel"
             )
         at = now()
         try:
             await self._remove({job_id: at}, at)
         except OSError as error:
-            raise MidstreamError("internal", f"the captures of job {job_id} are deleted, but not yet from the disk: {error}") from error
+            raise MidstreamError(
+                "internal", f"the captures of job {job_id} are deleted, but their files are still on disk: {error}"
+            ) from error
 
     async def sweep(self, at: float | None = None) -> list_of_text:
         """Delete what ended more than `capture_ttl_s` ago, and go on with what was deleted. Returns the ids of expired jobs.
@@ -178,4 +180,4 @@ class Captures:
         if failure is not None:
             raise failure
         if len(done) < len(jobs):
-            log.info("captures of %d jobs are being read: they are removed later", len(jobs) - len(done))
+            log.info("captures of %d jobs are being read: deleting them later", len(jobs) - len(done))

@@ -98,7 +98,7 @@ def reachable(call: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
 
 
 def not_found(job_id: str) -> MidstreamError:
-    return MidstreamError("not_found", f"there is no job {job_id}")
+    return MidstreamError("not_found", f"unknown job {job_id}")
 
 
 class Ledger:
@@ -186,14 +186,16 @@ class Ledger:
             cells = job.sweep.num_cells if job.sweep is not None else 0
             raise refusal(job.tenant, job_id, int(used), int(allowed), cells, float(seconds) if seconds else None)
         if outcome == "missing":
-            named = ", ".join(sorted(job.modules)) or "what it was taken from"
-            raise MidstreamError("conflict", f"{named} was changed or unregistered while the request was accepted: send it again")
+            named = ", ".join(sorted(job.modules)) or "its source"
+            raise MidstreamError(
+                "conflict", f"{named} was changed or unregistered while the request was being accepted: repeat the request"
+            )
         if outcome == "mismatch":
             raise MidstreamError(
-                "idempotency_mismatch", f"this Idempotency-Key was used for job {job_id} with another body", field="Idempotency-Key"
+                "idempotency_mismatch", f"this Idempotency-Key was used for job {job_id} with a different body", field="Idempotency-Key"
             )
         if outcome == "exists":
-            raise MidstreamError("conflict", f"job {job_id} exists already")
+            raise MidstreamError("conflict", f"job {job_id} already exists")
         self._pressure.accepted(size)
         await self._written()  # from here on its caller may wait for it
         return job_id, outcome == "created"
@@ -221,7 +223,7 @@ class Ledger:
         if outcome == "unknown":
             raise not_found(job_id)
         if outcome == "refused":
-            raise MidstreamError("conflict", f"job {job_id} is over: its state is {state[0]}")
+            raise MidstreamError("conflict", f"job {job_id} has ended: its state is {state[0]}")
         return await self.view(job_id)
 
     # ---- the worker's side -----------------------------------------------------------------------------------------
@@ -241,7 +243,7 @@ class Ledger:
         if outcome == b"refused":
             return None
         if outcome == b"behind":
-            raise ClaimRefused("behind", f"global steering {int(rest[0])} is desired, the worker has {global_version}")
+            raise ClaimRefused("behind", f"global steering version {int(rest[0])} is required, the worker has {global_version}")
         if outcome == b"desynced":
             raise ClaimRefused("desynced", rest[0].decode())
         attempt = int(rest[0])
@@ -342,7 +344,7 @@ class Ledger:
         if view is None:
             raise not_found(job_id)
         if view.state is State.EXPIRED:
-            raise MidstreamError("gone", f"the result of job {job_id} was removed after {self.settings.result_ttl_s} s")
+            raise MidstreamError("gone", f"the result of job {job_id} was deleted after {self.settings.result_ttl_s} s")
         if view.kind != "sweep":
             return views.result(view, values, outputs, receipts, self.settings)
         async with self.redis.pipeline(transaction=True) as pipe:
@@ -426,7 +428,7 @@ class Ledger:
             writer = (await self.redis.hget(f"ms:job:{job_id}", "written_by") or b"(unknown)").decode()
             raise MidstreamError(
                 "version_mismatch",
-                f"job {job_id} was accepted by midstream {writer}, and midstream {__version__} cannot read it: {error}; "
+                f"job {job_id} was accepted by midstream {writer}; midstream {__version__} cannot read it: {error}; "
                 "upgrade the older one, workers first",
             ) from error
 

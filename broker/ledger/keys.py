@@ -61,7 +61,7 @@ def admin_key(text: str) -> Key | None:
         low, high = SECRET_LENGTH
         raise ValueError(
             f"is not a key: {KEY_PREFIX}<{ID_LENGTH} lower-case letters or digits>_<{low} to {high} letters or digits>; "
-            "`midstream keys generate` makes one"
+            "`midstream keys generate` prints one"
         )
     return Key(id=shown.id, name="the setting admin_key", tenant=DEFAULT_TENANT, scopes=["admin"], sha256=shown.sha256, created=0.0)
 
@@ -127,7 +127,7 @@ class Keys:
     async def revoke(self, key_id: str) -> None:
         """Raises MidstreamError("not_found"). APIs that know the key forget it within `api.web.auth.KNOWN_S` seconds."""
         if not await self._redis.hdel(KEYS, key_id):
-            raise MidstreamError("not_found", f"there is no key {key_id!r}", field="id")
+            raise MidstreamError("not_found", f"unknown key {key_id!r}", field="id")
 
     @reachable
     async def any(self) -> bool:
@@ -156,4 +156,6 @@ def _decoded(raw: bytes) -> Key:
     try:
         return from_msgpack(raw, Key)
     except msgspec.ValidationError as error:
-        raise MidstreamError("version_mismatch", f"a key is of another version of Midstream than {__version__}: {error}") from error
+        raise MidstreamError(
+            "version_mismatch", f"a key was stored by a version of Midstream incompatible with {__version__}: {error}"
+        ) from error

@@ -116,7 +116,7 @@ class Sweeper:
         try:
             report.deleted = await self._captures.sweep(at)
         except OSError as error:  # jobs do not depend on it
-            log.error("captures cannot be removed from %s: %s", self._captures.store.uri, error)
+            log.error("cannot delete captures from %s: %s", self._captures.store.uri, error)
         return report
 
     @reachable
@@ -141,7 +141,7 @@ class Sweeper:
             pass
         self._recount_at = at + RECOUNT_S
         if differed:
-            log.warning("what is in use was counted wrong, and is corrected: %s", "; ".join(differed))
+            log.warning("usage counters corrected: %s", "; ".join(differed))
         return differed
 
     async def _resend_lost(self, model: str, jobs: list[Queued], at: float) -> list[str]:

@@ -319,7 +319,7 @@ class SourceRuns:
 
 
 def unknown(name: str) -> MidstreamError:
-    return MidstreamError("not_found", f"there is no source run {name!r}")
+    return MidstreamError("not_found", f"unknown source run {name!r}")
 
 
 def _standing(deleted: bytes | None, status: bytes | None, size: bytes | None, state: bytes | None, error: bytes | None) -> Standing | None:
@@ -340,7 +340,9 @@ def _decoded(packed: bytes) -> Run:
     try:
         return from_msgpack(packed, Run)
     except msgspec.ValidationError as error:
-        raise MidstreamError("version_mismatch", f"a run's name is of another version of Midstream than {__version__}: {error}") from error
+        raise MidstreamError(
+            "version_mismatch", f"a run's name was stored by a version of Midstream incompatible with {__version__}: {error}"
+        ) from error
 
 
 def _place(run: Run) -> tuple[float, str]:

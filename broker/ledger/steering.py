@@ -61,8 +61,7 @@ def a_module(name: str) -> Kept[Module]:
 def unreadable(what: str, writer: str, error: msgspec.DecodeError) -> MidstreamError:
     return MidstreamError(
         "version_mismatch",
-        f"{what} was stored by midstream {writer}, and midstream {__version__} cannot read it: {error}; "
-        "upgrade the older one, workers first",
+        f"{what} was stored by midstream {writer}; midstream {__version__} cannot read it: {error}; upgrade the older one, workers first",
     )
 
 
@@ -200,12 +199,12 @@ class Steering:
                 await self._scripts.propose(args=scripts.propose(self._settings, model, proposal, to_msgpack(steering), raw))
             )
             if outcome == "busy":
-                raise MidstreamError("conflict", f"another change of the global steering of {model!r} is under way: try again")
+                raise MidstreamError("conflict", f"another change of the global steering of {model!r} is in progress: try again")
             _check_there(outcome, detail)
             if outcome == "proposed":
                 self._ledger.took_room(_size(raw))
                 return proposal
-        raise MidstreamError("conflict", f"the global steering of {model!r} is being changed by too many at once: try again")
+        raise MidstreamError("conflict", f"too many concurrent changes of the global steering of {model!r}: try again")
 
     @reachable
     async def commit(self, model: str, proposal_id: str) -> GlobalSteering:
@@ -215,7 +214,7 @@ class Steering:
         """
         outcome, *packed = await self._scripts.commit(args=scripts.pack(self._settings, model=model, id=proposal_id))
         if outcome != b"committed":
-            raise MidstreamError("conflict", f"the change of the global steering of {model!r} was given up before it was applied")
+            raise MidstreamError("conflict", f"the change of the global steering of {model!r} was abandoned before it was applied")
         return await self._read(model, CURRENT, packed[0])
 
     @reachable
@@ -252,7 +251,7 @@ class Steering:
             if outcome == "stored":
                 self._ledger.took_room(_size(raw))
                 return former
-        raise MidstreamError("conflict", f"module {module.name!r} is being changed by too many at once: try again")
+        raise MidstreamError("conflict", f"too many concurrent changes of module {module.name!r}: try again")
 
     @reachable
     async def delete_module(self, model: str, name: str) -> Module | None:
@@ -301,7 +300,7 @@ def _told(packed: bytes | None) -> WorkerSteering | None:
     try:
         return None if packed is None else from_msgpack(packed, WorkerSteering)
     except msgspec.ValidationError as error:  # of a worker of another version: as if it had said nothing
-        log.warning("a worker's report cannot be read: %s", error)
+        log.warning("cannot read a worker's report: %s", error)
         return None
 
 

@@ -28,9 +28,9 @@ def grades(pair: StoredPair, nodes: Sequence[Node], graded: Sequence[Sequence[fl
     for number, (node, values) in enumerate(zip(nodes, graded, strict=True)):
         expected = len(node.token_ids) + (compared and number == 0)
         if len(values) != expected:
-            raise ValueError(f"{len(values)} values were told of the next token, {expected} were asked for")
+            raise ValueError(f"{len(values)} values of the next token were returned, {expected} were requested")
         if not all(map(math.isfinite, values)):
-            raise ValueError(f"the values that were told of the next token are not finite: {list(values)}")
+            raise ValueError(f"the returned values of the next token are not finite: {list(values)}")
     known = {
         (node.prefix, token): value
         for node, values in zip(nodes, graded, strict=True)
@@ -54,7 +54,7 @@ def in_nats(metric: Metric, told: Grades) -> float:
     if metric == "logit_diff" or (metric == "recovered" and told.foil_logprob is not None):
         value = None if told.logprob is None or told.foil_logprob is None else told.logprob - told.foil_logprob
     if value is None:
-        raise ValueError(f"{metric} needs what was not asked")
+        raise ValueError(f"{metric} needs values that were not requested")
     return value
 
 
@@ -85,7 +85,7 @@ def useless_baseline(base: float, source: float, noise: Sequence[float]) -> str:
     if difference >= needed:
         return ""
     return (
-        f"the two prompts differ too little for `recovered`: {base:.4f} of the patched prompt, {source:.4f} of the other, a difference "
-        f"of {difference:.4f} nats where {needed:.4f} are needed (a patch that changes nothing changes {floor:.4f}); use prompts that "
+        f"the two prompts differ too little for `recovered`: {base:.4f} for the patched prompt, {source:.4f} for the other, a difference "
+        f"of {difference:.4f} nats where {needed:.4f} are needed (an empty patch changes {floor:.4f}); use prompts that "
         "differ in the answer, or another metric"
     )

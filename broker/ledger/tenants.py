@@ -19,31 +19,31 @@ DEFAULTED = ("requests_per_minute", "tokens_per_minute", "jobs_in_flight", "capt
 
 #: Name of a limit → kind of problem, and how it is told; and what would be accepted.
 REFUSALS: dict[str, tuple[str, str]] = {
-    "queue_limit": ("overloaded", "{used} jobs wait, and no more than {allowed} may (setting queue_limit)"),
-    "redis_fill": ("overloaded", "the job ledger's memory would be {used} % full, and {allowed} % are for new jobs (redis_fill_limit)"),
-    "jobs_in_flight": ("too_many_jobs", "{used} jobs of tenant {tenant} are not over, and it may have {allowed}"),
-    "sweep_cells": ("too_many_cells", "{used} cells of other sweeps of tenant {tenant} wait or run, and this one has {more}"),
-    "sweep_cells_waiting": ("too_many_cells", "{used} cells of other sweeps wait or run, and this one has {more}"),
-    "capture_mib": ("capture_limit", "the capture files of tenant {tenant} take {used} MiB, and they may take {allowed} MiB"),
-    "modules": ("module_limit", "tenant {tenant} has {used} named modules, and it may have {allowed}"),
-    "module_mib": ("module_limit", "with this one, of {more} MiB, the named modules of tenant {tenant} would take more than {allowed} MiB"),
+    "queue_limit": ("overloaded", "{used} jobs are waiting, the limit is {allowed} (setting queue_limit)"),
+    "redis_fill": ("overloaded", "Redis memory would be {used} % full, the limit for new jobs is {allowed} % (setting redis_fill_limit)"),
+    "jobs_in_flight": ("too_many_jobs", "tenant {tenant} has {used} jobs in flight, the limit is {allowed}"),
+    "sweep_cells": ("too_many_cells", "{used} cells of tenant {tenant}'s sweeps are waiting or running, and this sweep has {more}"),
+    "sweep_cells_waiting": ("too_many_cells", "{used} cells of other sweeps are waiting or running, and this sweep has {more}"),
+    "capture_mib": ("capture_limit", "the capture files of tenant {tenant} use {used} MiB, the limit is {allowed} MiB"),
+    "modules": ("module_limit", "tenant {tenant} has {used} named modules, the limit is {allowed}"),
+    "module_mib": ("module_limit", "with this module of {more} MiB, tenant {tenant} exceeds its limit of {allowed} MiB of named modules"),
     "requests_per_minute": ("rate_limited", "tenant {tenant} may submit {allowed} requests per minute"),
-    "tokens_per_minute": ("rate_limited", "tenant {tenant} may submit {allowed} tokens per minute: of the last, {used} still count"),
+    "tokens_per_minute": ("rate_limited", "tenant {tenant} may submit {allowed} tokens per minute and has used {used}"),
 }
 ALLOWED: dict[str, str] = {
-    "sweep_cells": "{allowed} in all: try again when some are over, or ask for fewer cells",
-    "sweep_cells_waiting": "{allowed} in all (setting sweep_cells_waiting): try again when some are over, or ask for fewer cells",
+    "sweep_cells": "{allowed} in total: retry when some have finished, or request fewer cells",
+    "sweep_cells_waiting": "{allowed} in total (setting sweep_cells_waiting): retry when some have finished, or request fewer cells",
     "capture_mib": "delete some (DELETE /v1/captures/<job>)",
     "modules": "delete some (DELETE /v1/steering/modules/<name>)",
-    "module_mib": "delete some (DELETE /v1/steering/modules/<name>), or smaller ones",
+    "module_mib": "delete some (DELETE /v1/steering/modules/<name>), or use smaller ones",
 }
 #: Name of a limit → what is wrong with one thing that is larger than the limit by itself, so that waiting does not help: field,
 #: how it is told, what would be accepted.
-_TOO_MANY_CELLS = ("pairs", "come to {more} cells", "at most {allowed} of all sweeps together (limit {name}): a smaller sweep")
+_TOO_MANY_CELLS = ("pairs", "give {more} cells", "at most {allowed} over all sweeps (limit {name}): a smaller sweep")
 TOO_LARGE: dict[str, tuple[str, str, str]] = {
     "sweep_cells": _TOO_MANY_CELLS,
     "sweep_cells_waiting": _TOO_MANY_CELLS,
-    "module_mib": ("steering", "comes to {more} MiB", "at most {allowed} MiB of all modules together (limit {name}): a smaller module"),
+    "module_mib": ("steering", "is {more} MiB", "at most {allowed} MiB over all modules (limit {name}): a smaller module"),
 }
 MIB = 1 << 20
 

@@ -177,7 +177,7 @@ def _capture_detail(view: JobView, ticket: Sequence[Receipt]) -> str:
         return view.error.detail
     if view.capture_status == "pending":
         if view.kind == "sweep" and view.state is not State.QUEUED:
-            return f"{view.cells} of {view.cells_expected} cells are known"
+            return f"{view.cells} of {view.cells_expected} cells are done"
         if view.receipts_expected == 0:
             return "no worker has started the job yet"
         return f"{view.receipts} of {view.receipts_expected} receipts have arrived"
@@ -199,7 +199,7 @@ def _shortcomings(told: Receipt) -> Iterator[str]:
             yield f"{where}: {len(file.dropped)} positions dropped under overload ({as_ranges(file.dropped, SHOWN_RANGES)})"
     for made in told.consumed:
         if not made.ok:
-            yield f"{where}: consumer {made.name} failed: {made.message or 'no reason was given'}"
+            yield f"{where}: consumer {made.name} failed: {made.message or 'no reason given'}"
 
 
 def _reuse(ticket: Sequence[Receipt]) -> list[str]:
@@ -260,5 +260,5 @@ def parse_cursor(cursor: str | None) -> tuple[float, str]:
         return float("inf"), ""
     match = _CURSOR.match(cursor)
     if match is None:
-        raise invalid("cursor", f"{cursor!r} is not a cursor", "the `next` of a former page")
+        raise invalid("cursor", f"{cursor!r} is not a cursor", "the `next` of a previous page")
     return float(match[1]), match[2]

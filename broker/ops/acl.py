@@ -97,5 +97,5 @@ def _write(path: Path, text: str) -> Path:
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(text + "\n")
     except FileExistsError:
-        raise MidstreamError("conflict", f"{path} is there already: take another folder") from None
+        raise MidstreamError("conflict", f"{path} already exists: use another folder") from None
     return path

@@ -37,18 +37,16 @@ def repair(directory: Path, server: str) -> str:
     check = _checker(directory, server)
     size, good = _analyze(path, check)
     if good is None or good >= size:
-        raise _refusal(path, check, "it is damaged, and not at its end alone")
+        raise _refusal(path, check, "it is damaged, and not only at its end")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         if not _is_cut_off(data, good):
-            raise _refusal(path, check, f"it is damaged at byte {good} of {size}, and what follows is neither zeros nor half a command")
+            raise _refusal(path, check, f"it is damaged at byte {good} of {size}; what follows is neither zeros nor a truncated command")
         kept = path.with_name(f"{path.name}.cut-at-{good}.{time.strftime('%Y%m%dT%H%M%S')}")
         _copy(data, good, kept)
     with path.open("rb+") as whole:
         whole.truncate(good)
         os.fsync(whole.fileno())
-    return (
-        f"{path} had a damaged end, as after a power failure: {size - good} bytes from byte {good} on were cut off and are kept in {kept}"
-    )
+    return f"{path} had a damaged end, as after a power failure: {size - good} bytes from byte {good} were cut off and saved in {kept}"
 
 
 def _written_file(directory: Path) -> Path:
@@ -128,6 +126,6 @@ def _refusal(path: Path, check: str, why: str) -> MidstreamError:
     checked = next(path.parent.glob("*.manifest"), path)
     return MidstreamError(
         "unavailable",
-        f"Redis cannot load {path}: {why}. Nothing was changed. Restore it from a backup; or give up everything behind the damage: "
+        f"Redis cannot load {path}: {why}. Nothing was changed. Restore it from a backup; or discard everything after the damage: "
         f"`cp {path} {path}.backup && {check} --fix {checked}`, then start again",
     )

@@ -32,8 +32,8 @@ def named(settings: Settings) -> frozenset[str]:
     for name in names:
         if not _is_address(name) and host_of(name) != name.lower():
             raise SettingsError(
-                f"MIDSTREAM_ALLOWED_HOSTS: {name!r} is neither a host's name nor an address (allowed: midstream.example,10.0.0.7 and "
-                "such, without scheme and port)"
+                f"MIDSTREAM_ALLOWED_HOSTS: {name!r} is neither a host name nor an address (such as midstream.example,10.0.0.7, "
+                "without scheme and port)"
             )
     return frozenset(name.lower() for name in names)
 
@@ -66,7 +66,7 @@ class Hosts:
         if not self.allows(hosts):
             shown = ", ".join(hosts)[:200] or "(none)"
             raise MidstreamError(
-                "misdirected", f"{shown!r} is not a name of this API; MIDSTREAM_ALLOWED_HOSTS lists its names", field="Host",
+                "misdirected", f"{shown!r} is not a host name of this API; add it to MIDSTREAM_ALLOWED_HOSTS", field="Host",
                 allowed=self._allowed,
             )  # fmt: skip
         if self._any:

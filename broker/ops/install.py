@@ -31,11 +31,11 @@ def close_folder(data: Path, say: Callable[[str], None]) -> int:
     data.mkdir(mode=OWNER_ALONE, parents=True, exist_ok=True)
     mode = data.stat().st_mode
     if mode & stat.S_ISVTX:
-        raise SettingsError(f"data_dir={str(data)!r} is a folder that all accounts share: name one inside it")
+        raise SettingsError(f"data_dir={str(data)!r} is shared by all accounts: use a folder inside it")
     if mode & stat.S_IRWXO:
         try:
             data.chmod(OWNER_ALONE)
-            say(f"{data} was open to other accounts of this machine: closed (mode 700; `chmod g+rx` lets a group in)")
+            say(f"{data} was readable by other accounts: changed to mode 700 (`chmod g+rx` admits a group)")
         except PermissionError:
             private_folder(data)  # logs what to do
     return 0o777 & ~(stat.S_IMODE(data.stat().st_mode) & (stat.S_IRWXU | stat.S_IRWXG))
@@ -50,7 +50,7 @@ def with_secrets(settings: Settings, data: Path, say: Callable[[str], None]) -> 
         changes["curve_dir"] = str(folder / CURVE)
     if not settings.flower_auth and (asks_for_keys(settings) or not is_loopback(settings.flower_host)):
         changes["flower_auth"] = kept_secret(folder / FLOWER_AUTH, lambda: f"{FLOWER_USER}:{secrets.token_hex(PASSWORD_BYTES)}")
-        say(f"flower asks for the user and password in {folder / FLOWER_AUTH}")
+        say(f"flower login: see {folder / FLOWER_AUTH}")
     return msgspec.structs.replace(settings, **changes)
 
 

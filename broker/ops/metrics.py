@@ -21,42 +21,40 @@ disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series be
 #: Upper bounds in seconds: from an answer without a model to a job that waited for a day.
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800, 7200, 86400)
 
-BUILD = Gauge("midstream_build_info", "1; which process this is and what it runs", ["process", "version"])
+BUILD = Gauge("midstream_build_info", "1; labels: process, version", ["process", "version"])
 
 # A job's stages, each observed where it ends
-QUEUE_WAIT = Histogram(
-    "midstream_queue_wait_seconds", "From acceptance (or its return to the queue) to a claim", ["model"], buckets=SECONDS
-)
+QUEUE_WAIT = Histogram("midstream_queue_wait_seconds", "From acceptance (or return to the queue) to the claim", ["model"], buckets=SECONDS)
 FIRST_TOKEN = Histogram("midstream_first_token_seconds", "From the claim to a prompt's first token", ["model"], buckets=SECONDS)
 GENERATION = Histogram("midstream_generation_seconds", "From the claim until all outputs are stored", ["model"], buckets=SECONDS)
 DURABLE = Histogram(
-    "midstream_durable_seconds", "From stored outputs to the last receipt, of jobs that have any", ["model"], buckets=SECONDS
+    "midstream_durable_seconds", "From stored outputs to the last receipt, for jobs with receipts", ["model"], buckets=SECONDS
 )
 JOB = Histogram("midstream_job_seconds", "From acceptance to success", ["model"], buckets=SECONDS)
-RELEASE = Histogram("midstream_release_seconds", "From POST to the answer, of held responses", ["route"], buckets=SECONDS)
+RELEASE = Histogram("midstream_release_seconds", "From POST to the response, for held responses", ["route"], buckets=SECONDS)
 
 # What workers do
-ATTEMPTS = Counter("midstream_attempts_total", "Attempts of this worker that are over", ["model", "outcome"])
+ATTEMPTS = Counter("midstream_attempts_total", "Attempts that this worker has ended", ["model", "outcome"])
 
 # What the relay does
-RECEIPTS = Counter("midstream_receipts_total", "Receipts by what became of them", ["status"])
-LOST = Counter("midstream_receipts_lost_jobs_total", "Jobs failed because an outbox lost their receipts", ["worker"])
-DISAGREEMENTS = Counter("midstream_disagreements_total", "Requests whose ranks told different actions", ["worker"])
-REFUSED_FRAMES = Counter("midstream_relay_refused_frames_total", "Frames that the relay refused", ["reason"])
+RECEIPTS = Counter("midstream_receipts_total", "Receipts, by outcome", ["status"])
+LOST = Counter("midstream_receipts_lost_jobs_total", "Jobs that failed because an outbox lost their receipts", ["worker"])
+DISAGREEMENTS = Counter("midstream_disagreements_total", "Requests whose ranks reported different actions", ["worker"])
+REFUSED_FRAMES = Counter("midstream_relay_refused_frames_total", "Frames rejected by the relay", ["reason"])
 
 # What the callbacks worker does
-SWEPT = Counter("midstream_swept_total", "What the sweeper has done, by kind", ["action"])
-WEBHOOK_ATTEMPTS = Counter("midstream_webhook_attempts_total", "Webhooks sent, by what came of it", ["outcome"])
-WEBHOOK_DEPTH = Gauge("midstream_webhook_outbox_depth", "Deliveries that are pending, over all senders")
-WEBHOOK_OLDEST = Gauge("midstream_webhook_oldest_due_seconds", "For how long the most overdue delivery has been due")
+SWEPT = Counter("midstream_swept_total", "Actions of the sweeper, by kind", ["action"])
+WEBHOOK_ATTEMPTS = Counter("midstream_webhook_attempts_total", "Webhook attempts, by outcome", ["outcome"])
+WEBHOOK_DEPTH = Gauge("midstream_webhook_outbox_depth", "Pending deliveries, over all senders")
+WEBHOOK_OLDEST = Gauge("midstream_webhook_oldest_due_seconds", "Age of the most overdue delivery")
 
 # What the API does
 GLOBAL_CAPTURE_SKIPPED = Counter(
     "midstream_global_captures_left_out_total", "Prompts for which global capture was skipped, by reason", ["reason"]
 )
-LEDGER = Gauge("midstream_ledger_reachable", "Whether the job ledger answers this API")
-HELD = Gauge("midstream_held_responses", "Calls of this process that wait for a job to change")
-REFUSALS = Counter("midstream_refusals_total", "Calls refused for a limit, a quota or an overload", ["kind"])
+LEDGER = Gauge("midstream_ledger_reachable", "1 if the job ledger (Redis) answers this process")
+HELD = Gauge("midstream_held_responses", "Calls to this process waiting for a job to change")
+REFUSALS = Counter("midstream_refusals_total", "Calls rejected for a limit, a quota or overload", ["kind"])
 
 #: In one statement each, so that a scrape right after the start shows zeros instead of nothing.
 for _status in ("ok", "partial", "error", "duplicate", "stale", "unknown", "beyond_gap"):
@@ -104,13 +102,19 @@ def _workers(status: Status) -> Iterator[Sample]:
 OF_SERVICE: tuple[Reading[Status], ...] = (
     Reading("jobs", CounterMetricFamily, "How often jobs entered a state", ("model", "state"), _jobs),
     Reading("workers", GaugeMetricFamily, "Live workers, by model and health", ("model", "healthy"), _workers),
-    Reading("queue_depth", GaugeMetricFamily, "Jobs that wait", ("model", "priority", "place"), _queues),
+    Reading("queue_depth", GaugeMetricFamily, "Jobs waiting for a worker", ("model", "priority", "place"), _queues),
     Reading("jobs_live", GaugeMetricFamily, "Jobs that have not ended", (), _one(lambda status: status.live)),
-    Reading("relay_up", GaugeMetricFamily, "Whether the relay was seen lately", (), _one(lambda status: status.relay.alive)),
-    Reading("callbacks_up", GaugeMetricFamily, "Whether the callbacks worker was", (), _one(lambda status: status.callbacks.alive)),
-    Reading("redis_memory_bytes", GaugeMetricFamily, "Memory that Redis uses", (), _one(lambda status: status.redis.used_bytes)),
-    Reading("redis_memory_limit_bytes", GaugeMetricFamily, "Its maxmemory, 0: none", (), _one(lambda status: status.redis.limit_bytes)),
-    Reading("redis_memory_share", GaugeMetricFamily, "Used / limit, 0 without a limit", (), _one(lambda status: status.redis.share)),
+    Reading("relay_up", GaugeMetricFamily, "1 if the relay reported recently", (), _one(lambda status: status.relay.alive)),
+    Reading(
+        "callbacks_up", GaugeMetricFamily, "1 if the callbacks worker reported recently", (), _one(lambda status: status.callbacks.alive)
+    ),
+    Reading("redis_memory_bytes", GaugeMetricFamily, "Memory used by Redis", (), _one(lambda status: status.redis.used_bytes)),
+    Reading(
+        "redis_memory_limit_bytes", GaugeMetricFamily, "Redis maxmemory; 0: no limit", (), _one(lambda status: status.redis.limit_bytes)
+    ),
+    Reading(
+        "redis_memory_share", GaugeMetricFamily, "Redis memory used / limit; 0 without a limit", (), _one(lambda status: status.redis.share)
+    ),
 )
 
 
@@ -145,23 +149,23 @@ def _steering_consistent(report: SteeringReport) -> Iterator[Sample]:
 
 #: Of every worker's steering, as the API has it from the workers' reports.
 OF_STEERING: tuple[Reading[SteeringReport], ...] = (
-    Reading("steering_state", GaugeMetricFamily, "1 for the state that the worker is in", ("model", "worker", "state"), _steering_state),
+    Reading("steering_state", GaugeMetricFamily, "1 for the worker's current state", ("model", "worker", "state"), _steering_state),
     Reading(
         "steering_consistent", GaugeMetricFamily, "Whether the ranks of a stage agree", ("model", "worker", "stage"), _steering_consistent
     ),
-    _steering("waiting", "Requests that wait for rows of the steering table", lambda worker: worker.waiting),
-    _steering("desyncs", "Disagreements of ranks found since the worker started", lambda worker: worker.desyncs),
+    _steering("waiting", "Requests waiting for rows of the steering table", lambda worker: worker.waiting),
+    _steering("desyncs", "Rank disagreements found since the worker started", lambda worker: worker.desyncs),
     _steering("resyncs", "Disagreements after which all ranks were made equal", lambda worker: worker.resyncs),
-    _steering("global_version", "Version of the global steering that all ranks have applied", lambda worker: worker.global_version),
+    _steering("global_version", "Version of global steering that all ranks have applied", lambda worker: worker.global_version),
     _steering_rank("rows_used", "Rows of the steering table in use", lambda rank: rank.rows_used),
     _steering_rank("rows", "Rows of the steering table", lambda rank: rank.rows),
     _steering_rank("entries_used", "Entries of the steering table in use", lambda rank: rank.entries_used),
     _steering_rank("entries", "Entries of the steering table", lambda rank: rank.entries),
-    _steering_rank("vectors", "Tensors on the rank", lambda rank: rank.vectors),
-    _steering_rank("requests", "Requests with an intervention or a capture on the rank", lambda rank: rank.requests),
+    _steering_rank("vectors", "Tensors held by the rank", lambda rank: rank.vectors),
+    _steering_rank("requests", "Requests on the rank with an intervention or a capture", lambda rank: rank.requests),
     _steering_rank("actions", "Actions in the rank's ledger", lambda rank: rank.actions),
     _steering_rank("outbox", "Receipts that the relay has not acknowledged", lambda rank: rank.outbox),
-    _steering_rank("backlog_bytes", "Captured rows that wait for the writers", lambda rank: rank.backlog),
+    _steering_rank("backlog_bytes", "Captured rows waiting for the writers", lambda rank: rank.backlog),
 )
 
 
@@ -188,24 +192,24 @@ def _rank(name: str, grows: bool, words: str, value: Callable[[RankSteering], fl
 GROWS, VARIES = True, False
 #: Of one worker, in its own process.
 OF_WORKER: tuple[Reading[WorkerReport], ...] = (
-    _worker("running_jobs", VARIES, "Jobs that the worker holds", lambda stats: stats.jobs),
-    _worker("engine_running", VARIES, "Requests in the engine's steps", lambda stats: stats.running),
+    _worker("running_jobs", VARIES, "Jobs held by the worker", lambda stats: stats.jobs),
+    _worker("engine_running", VARIES, "Requests running in the engine", lambda stats: stats.running),
     _worker("engine_waiting", VARIES, "Requests that wait for the engine or for rows of the steering table", lambda stats: stats.waiting),
     _worker("kv_cache_share", VARIES, "Share of the KV cache in use, 0 to 1", lambda stats: stats.kv_cache),
-    _worker("prompt_tokens", GROWS, "Tokens of prompts whose generation has begun", lambda stats: stats.prompt_tokens),
+    _worker("prompt_tokens", GROWS, "Prompt tokens of requests that have begun to generate", lambda stats: stats.prompt_tokens),
     _worker("generated_tokens", GROWS, "Tokens generated", lambda stats: stats.generated_tokens),
-    _worker("cells", GROWS, "Cells of sweeps that are known", lambda stats: stats.cells),
-    _worker("desyncs", GROWS, "Disagreements of ranks that the worker found or was told of", lambda stats: stats.desyncs),
+    _worker("cells", GROWS, "Sweep cells completed", lambda stats: stats.cells),
+    _worker("desyncs", GROWS, "Rank disagreements found by or reported to the worker", lambda stats: stats.desyncs),
     _worker("resyncs", GROWS, "Disagreements after which all ranks were made equal", lambda stats: stats.resyncs),
     _rank("rows_used", VARIES, "Rows of the steering table in use", lambda rank: rank.rows_used),
     _rank("rows", VARIES, "Rows of the steering table", lambda rank: rank.rows),
     _rank("entries_used", VARIES, "Entries of the steering table in use", lambda rank: rank.entries_used),
     _rank("entries", VARIES, "Entries of the steering table", lambda rank: rank.entries),
     _rank("outbox_depth", VARIES, "Receipts that the relay has not acknowledged", lambda rank: rank.outbox),
-    _rank("backlog_bytes", VARIES, "Captured rows that wait for the writers", lambda rank: rank.backlog),
+    _rank("backlog_bytes", VARIES, "Captured rows waiting for the writers", lambda rank: rank.backlog),
     _rank("captured_rows", GROWS, "Rows captured: one hook of one layer at one position", lambda rank: rank.captured_rows),
     _rank("captured_bytes", GROWS, "Bytes of captured rows, before they are written", lambda rank: rank.captured_bytes),
-    _rank("dropped_positions", GROWS, "Positions asked for and dropped under overload", lambda rank: rank.dropped_positions),
+    _rank("dropped_positions", GROWS, "Requested positions dropped under overload", lambda rank: rank.dropped_positions),
 )
 
 

@@ -27,7 +27,7 @@ def private_folder(path: Path) -> Path:
         try:
             path.chmod(mode & ~stat.S_IRWXO)
         except PermissionError:
-            log.warning("%s is open to everybody on this machine, and another account's: chmod o-rwx it", path)
+            log.warning("%s is accessible to every account and owned by another: run chmod o-rwx on it", path)
     return path
 
 

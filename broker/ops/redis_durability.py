@@ -30,7 +30,7 @@ def dangers(info: dict[str, Any]) -> list[str]:
     if not info.get("aof_enabled"):
         found.append("it has no append-only file (`CONFIG SET appendonly yes`)")
     if (policy := info.get("maxmemory_policy")) != "noeviction":
-        found.append(f"it evicts keys when it is full: maxmemory-policy is {policy} (`CONFIG SET maxmemory-policy noeviction`)")
+        found.append(f"it evicts keys when full: maxmemory-policy is {policy} (`CONFIG SET maxmemory-policy noeviction`)")
     return found
 
 
@@ -54,10 +54,10 @@ def _decide(settings: Settings) -> bool:
         raise SettingsError(f"redis_url: Redis does not answer INFO: {error}") from error
     if found and not settings.redis_allow_lossy:
         raise SettingsError(
-            f"redis_url: this Redis may forget jobs that were accepted: {'; '.join(found)}; MIDSTREAM_REDIS_ALLOW_LOSSY=true accepts it"
+            f"redis_url: this Redis may lose accepted jobs: {'; '.join(found)}; set MIDSTREAM_REDIS_ALLOW_LOSSY=true to allow this"
         )
     if found:
-        log.warning("redis_allow_lossy is set; this Redis may forget jobs that were accepted: %s", "; ".join(found))
+        log.warning("redis_allow_lossy is set; this Redis may lose accepted jobs: %s", "; ".join(found))
     return True
 
 

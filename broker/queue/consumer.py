@@ -68,7 +68,7 @@ class Consumer(CeleryConsumer):
         except AttributeError as error:
             if self.connection is not None:  # not from the closing: Celery has let go of it by then
                 raise
-            logger.warning("what was left of a lost connection could not be closed: %s", error)
+            logger.warning("could not close a lost connection: %s", error)
         self._await_writes(exc)
 
     def on_connection_error_before_connected(self, exc: Exception) -> None:
@@ -79,9 +79,9 @@ class Consumer(CeleryConsumer):
     def _await_writes(self, exc: Exception) -> None:
         """Wait for a Redis that answers and takes no writes (full disk, full memory, read-only); Celery handles an unreachable one."""
         if isinstance(exc, ResponseError):
-            logger.error("Redis takes no writes, no jobs are taken until it does: %s", exc)
+            logger.error("Redis rejects writes, no jobs are taken until it accepts them: %s", exc)
             await_writes(self.app.conf.broker_url, maybe_shutdown)
-            logger.warning("Redis takes writes again")
+            logger.warning("Redis accepts writes again")
 
     def call_soon_ack(self, p: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """`p` is `ack_log_error` or `reject_log_error` of a message."""
@@ -102,4 +102,4 @@ def settle(act: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         message = act.__self__  # type: ignore[attr-defined]
         if not is_closed(message.channel):
             raise
-        logger.warning("message %s stays unacknowledged, its connection is gone: %s", message.delivery_tag, error)
+        logger.warning("message %s stays unacknowledged, its connection is closed: %s", message.delivery_tag, error)

@@ -53,10 +53,10 @@ class MissedEnds:
                 self._trouble = ""
             except redis.RedisError as error:
                 if str(error) != self._trouble:
-                    log.warning("the ledger cannot be asked how jobs ended that no event tells of: %s", error)
+                    log.warning("cannot read from the ledger how jobs without end events ended: %s", error)
                 self._trouble = str(error)
             except Exception:  # the others' ends are still to be told
-                log.exception("the end of a task could not be told")
+                log.exception("could not report the end of a task")
 
     async def look(self) -> None:
         """Tell of the tasks that were over at the look before and that nobody has told of since; ask for the others.
@@ -112,4 +112,4 @@ class MissedEnds:
         # Nothing was received from the worker, so that it does not count as alive.
         frame = {"type": kind, "uuid": task.uuid, "hostname": worker, "timestamp": told_at, "local_received": None, "clock": task.clock}
         self._events.event(frame | fields)
-        log.info("%s: told of task %s, of which no event came", kind, task.uuid)
+        log.info("%s: reported task %s, which had no event", kind, task.uuid)

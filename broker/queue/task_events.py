@@ -58,9 +58,9 @@ def event_of(state: State, problem: Problem | None = None) -> tuple[str, dict[st
         case _ if state in TERMINAL:
             return REVOKED, {"terminated": state is State.CANCELLED, "signum": None, "expired": state is State.EXPIRED}
         case _:
-            raise ValueError(f"{state} is no end")
+            raise ValueError(f"{state} is not a terminal state")
 
 
 def said(problem: Problem | None) -> str:
     """A problem in one line."""
-    return f"JobFailed({f'{problem.title}: {problem.detail}' if problem else 'the ledger does not say why'!r})"
+    return f"JobFailed({f'{problem.title}: {problem.detail}' if problem else 'the ledger gives no reason'!r})"

@@ -77,7 +77,7 @@ class KnownClients:
                 if len(self._told) >= REMEMBERED:
                     self._told.clear()
                 self._told[text] = now
-                log.error("refused a sender whose public key %s is none of %d in %s", text, len(self._keys), self.folder)
+                log.error("rejected a sender: its public key %s is not among the %d in %s", text, len(self._keys), self.folder)
         return False
 
     def _refresh(self, at_once: bool = False) -> None:
@@ -88,7 +88,7 @@ class KnownClients:
                 self._look()
             except OSError as error:
                 self._keys, self._seen = {}, None
-                log.error("nobody is let in: the folder of the senders' public keys cannot be read: %s", error)
+                log.error("all senders are rejected: cannot read the folder of their public keys: %s", error)
 
     def _look(self) -> None:
         self._next_look = time.monotonic() + LOOK_EVERY_S
@@ -101,9 +101,9 @@ class KnownClients:
             try:
                 keys[name.removesuffix(PUBLIC)] = public_key((self.folder / name).read_text(), str(self.folder / name))
             except (SettingsError, OSError, UnicodeDecodeError) as error:
-                log.error("a sender's public key cannot be used: %s", error)
+                log.error("ignoring a sender's public key: %s", error)
         if self._seen is not None:
-            log.info("senders known by their keys are now: %s", ", ".join(keys) or "none")
+            log.info("senders with known keys: %s", ", ".join(keys) or "none")
         self._keys, self._seen = keys, files
 
 
@@ -148,9 +148,9 @@ def server_keys(settings: Settings) -> ServerKeys | None:
     if not settings.curve_secret_file and not settings.curve_clients_dir:
         return None
     if not settings.curve_clients_dir:
-        raise SettingsError("curve_secret_file is set and curve_clients_dir is not: without known keys the relay would let in anybody")
+        raise SettingsError("curve_secret_file is set without curve_clients_dir: the relay would accept any sender")
     if not settings.curve_secret_file:
-        raise SettingsError("curve_clients_dir is set and curve_secret_file is not: the relay needs a key of its own")
+        raise SettingsError("curve_clients_dir is set without curve_secret_file: the relay needs its own key")
     return ServerKeys(*secret_key(settings.curve_secret_file), KnownClients(Path(settings.curve_clients_dir)))
 
 
@@ -159,9 +159,9 @@ def client_keys(secret_file: str, server_key: str) -> ClientKeys | None:
     if not secret_file and not server_key:
         return None
     if not server_key:
-        raise SettingsError("curve_secret_file is set and curve_server_key is not: a worker needs the relay's public key")
+        raise SettingsError("curve_secret_file is set without curve_server_key: a worker needs the relay's public key")
     if not secret_file:
-        raise SettingsError("curve_server_key is set and curve_secret_file is not: a worker needs a key of its own")
+        raise SettingsError("curve_server_key is set without curve_secret_file: a worker needs its own key")
     return ClientKeys(*secret_key(secret_file), public_key(server_key, "curve_server_key"))
 
 
@@ -173,9 +173,9 @@ def with_kept_keys(settings: Settings, worker: str = "") -> Settings:
     if not settings.curve_dir:
         return settings
     if settings.curve_secret_file or settings.curve_clients_dir or settings.curve_server_key:
-        raise SettingsError("curve_dir is set and other curve_… settings as well: take one or the others")
+        raise SettingsError("curve_dir and other curve_… settings are both set: use either")
     if worker == RELAY:
-        raise SettingsError(f"worker_id={worker!r}: with curve_dir this is the name of the relay's key, take another")
+        raise SettingsError(f"worker_id={worker!r}: with curve_dir, this is the name of the relay's key; use another")
     folder = Path(settings.curve_dir)
     try:
         private_folder(folder)
@@ -209,10 +209,10 @@ def secret_key(path: str) -> tuple[str, str]:
     try:
         text, mode = file.read_text().strip(), file.stat().st_mode
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"curve_secret_file={path!r}: {getattr(error, 'strerror', None) or 'this is no text'}") from error
+        raise SettingsError(f"curve_secret_file={path!r}: {getattr(error, 'strerror', None) or 'not a text file'}") from error
     _check(text, f"curve_secret_file={path!r}")
     if mode & 0o007:
-        log.warning("curve_secret_file=%r can be read by everybody on this machine: chmod 600 it", path)
+        log.warning("curve_secret_file=%r is readable by other accounts: run chmod 600 on it", path)
     return zmq.curve_public(text.encode()).decode(), text
 
 
@@ -229,7 +229,9 @@ def _check(text: str, where: str) -> None:
     except (ValueError, KeyError):  # not its alphabet
         fits = False
     if not fits:
-        raise SettingsError(f"{where}: this is no CURVE key, which is one line of {Z85_CHARACTERS} characters (Z85): midstream curve new")
+        raise SettingsError(
+            f"{where}: not a CURVE key, which is one line of {Z85_CHARACTERS} characters (Z85): create one with midstream curve new"
+        )
 
 
 def new_keys(role: Role, name: str, folder: Path) -> tuple[Path, Path]:
@@ -238,12 +240,12 @@ def new_keys(role: Role, name: str, folder: Path) -> tuple[Path, Path]:
     Raises MidstreamError: the name is no file's, or there is a key of this name already.
     """
     if not name or name != Path(name).name or name.startswith("."):
-        raise invalid("name", f"{name!r} cannot be the name of a file")
+        raise invalid("name", f"{name!r} is not valid as a file name")
     private, public = _files(role, name, folder)
     for file in (private, public):
         file.parent.mkdir(parents=True, exist_ok=True)
         if file.exists():
-            raise MidstreamError("conflict", f"{file} is there already: remove it first, or take another name", field="name")
+            raise MidstreamError("conflict", f"{file} already exists: remove it first, or use another name", field="name")
     there, kept = zmq.curve_keypair()
     for file, key, mode in ((private, kept, 0o600), (public, there, 0o644)):
         with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as out:

@@ -81,7 +81,7 @@ class ProtocolMismatch(FrameError):
     """The other side speaks another version of the protocol."""
 
     def __init__(self, theirs: int, refusal: Refusal | None = None):
-        super().__init__(f"the other side speaks relay protocol {theirs}, this side speaks {PROTOCOL} (midstream {__version__})")
+        super().__init__(f"the peer uses relay protocol {theirs}, this side {PROTOCOL} (midstream {__version__})")
         self.theirs = theirs
         self.refusal = refusal  # when the frame said why
 
@@ -101,15 +101,15 @@ def unpack(raw: bytes) -> Frame:
     that is not a frame.
     """
     if len(raw) < 2:
-        raise FrameError(f"{len(raw)} bytes are too short for a frame, which starts with {HEADER_BYTES}")
+        raise FrameError(f"{len(raw)} bytes are too few for a frame, whose header has {HEADER_BYTES}")
     if raw[0] != PROTOCOL:
         raise ProtocolMismatch(raw[0], _refusal_of_any_version(raw))
     if len(raw) < HEADER_BYTES:
-        raise FrameError(f"{len(raw)} bytes are too short for a frame, which starts with {HEADER_BYTES}")
+        raise FrameError(f"{len(raw)} bytes are too few for a frame, whose header has {HEADER_BYTES}")
     try:
         kind = Kind(raw[1])
     except ValueError:
-        raise FrameError(f"kind {raw[1]} is unknown: there are {', '.join(f'{k.value} {k.name}' for k in Kind)}") from None
+        raise FrameError(f"unknown kind {raw[1]}; valid: {', '.join(f'{k.value} {k.name}' for k in Kind)}") from None
     return Frame(kind, raw[2 : 2 + EPOCH_BYTES].hex(), int.from_bytes(raw[2 + EPOCH_BYTES : HEADER_BYTES], "big"), raw[HEADER_BYTES:])
 
 
@@ -117,7 +117,7 @@ def refuse(raw: bytes, reason: str, detail: str) -> bytes:
     """A REFUSED frame that answers the bytes in `raw`, whatever they are."""
     peer = raw[0] if raw else 0
     if reason == "protocol":
-        detail = f"the relay speaks protocol {PROTOCOL} (midstream {__version__}), the sender speaks {peer}: {detail}"
+        detail = f"the relay uses protocol {PROTOCOL} (midstream {__version__}), the sender {peer}: {detail}"
     seq = int.from_bytes(raw[2 + EPOCH_BYTES : HEADER_BYTES], "big") if len(raw) >= HEADER_BYTES else 0
     refusal = Refusal(reason, detail, PROTOCOL, __version__, peer)
     return pack(Kind.REFUSED, NO_EPOCH, seq, to_msgpack(refusal))
@@ -128,7 +128,7 @@ def refusal(frame: Frame) -> Refusal:
     try:
         return from_msgpack(frame.payload, Refusal)
     except msgspec.DecodeError as error:
-        raise FrameError(f"the relay refused something, but its reason cannot be read: {error}") from error
+        raise FrameError(f"the relay sent a refusal whose reason cannot be read: {error}") from error
 
 
 def _refusal_of_any_version(raw: bytes) -> Refusal | None:
@@ -151,7 +151,7 @@ def routing_id(worker: str, rank: int, instance: str) -> bytes:
     Raises ValueError when the worker's name is too long for it.
     """
     if not worker or len(worker.encode()) > MAX_WORKER_BYTES:
-        raise ValueError(f"worker {worker!r}: a worker's name has 1 to {MAX_WORKER_BYTES} bytes")
+        raise ValueError(f"worker {worker!r}: a worker's name must have 1 to {MAX_WORKER_BYTES} bytes")
     return f"{worker}/{rank}/{instance}".encode()
 
 

@@ -82,7 +82,7 @@ class Outbox:
             fatal=self._fatal, curve=curve,
         )  # fmt: skip
         if self._store.last > self._store.acked:
-            log.info("outbox %s: %d receipts of a former process wait", self._store.path, self._store.last - self._store.acked)
+            log.info("outbox %s: %d receipts of an earlier process are waiting", self._store.path, self._store.last - self._store.acked)
         self._writer = threading.Thread(target=self._write_loop, name=f"receipt-writer-{worker}-{rank}", daemon=True)
         self._writer.start()
         self._sender.start()
@@ -203,7 +203,7 @@ class Outbox:
             with self._changed:
                 self._broken = error
                 self._changed.notify_all()
-            log.exception("outbox %s: receipts cannot be kept any more", self._store.path)
+            log.exception("outbox %s: receipts can no longer be stored", self._store.path)
             self._fatal(error)
 
     def _write_once(self) -> bool:
@@ -264,16 +264,16 @@ class Outbox:
                 if self._closing or (trouble != FULL and time.monotonic() - started > GIVE_UP_S):
                     raise
                 if pause == RETRY_S:  # once, not with every try
-                    log.error("outbox %s: %s: receipts wait until they can be written", self._store.path, trouble or error)
+                    log.error("outbox %s: %s: receipts wait until the outbox is writable", self._store.path, trouble or error)
                 time.sleep(pause)
                 pause = min(2 * pause, MAX_RETRY_S)
             else:
                 if pause > RETRY_S:
-                    log.warning("outbox %s can be written again", self._store.path)
+                    log.warning("outbox %s is writable again", self._store.path)
                 return last
 
     def _call(self, on_durable: Callable[[], object]) -> None:
         try:
             on_durable()
         except Exception:
-            log.exception("outbox %s: a caller's on_durable failed; its receipt is durable all the same", self._store.path)
+            log.exception("outbox %s: an on_durable callback failed; its receipt is durable", self._store.path)

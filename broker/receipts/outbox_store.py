@@ -76,7 +76,7 @@ class Lock:
             except BlockingIOError:
                 if time.monotonic() >= deadline:
                     self._file.seek(0)
-                    holder = self._file.read().strip() or "a process that left no name"
+                    holder = self._file.read().strip() or "an unknown process"
                     self._file.close()
                     raise OutboxError("conflict", f"outbox {path.with_suffix('')} is in use by {holder}: one process per rank") from None
                 time.sleep(0.05)
@@ -259,7 +259,7 @@ class Store:
                 damage = str(error)
         known = self._jobs.read()
         if known and not damage:
-            damage = "it is gone, though its job log is there"
+            damage = "it is missing, though its job log exists"
         if damage:
             self._set_aside(damage, known)
         return self._create(known)
@@ -270,7 +270,7 @@ class Store:
         try:
             layout = db.execute("PRAGMA user_version").fetchone()[0]
             if layout > LAYOUT:
-                raise OutboxError("conflict", f"outbox {self.path} has layout {layout}, this version of Midstream knows up to {LAYOUT}")
+                raise OutboxError("conflict", f"outbox {self.path} has layout {layout}; this version of Midstream supports up to {LAYOUT}")
             problems = [text for (text,) in db.execute("PRAGMA quick_check(3)") if text != "ok"]
             tables = {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
             if layout == 0 and not tables and not problems:
@@ -280,7 +280,7 @@ class Store:
                 raise sqlite3.DatabaseError("; ".join(problems) or "tables are missing")
             owner = db.execute("SELECT worker, rank FROM outbox").fetchone()
             if owner is None:
-                raise sqlite3.DatabaseError("it does not say whose it is")
+                raise sqlite3.DatabaseError("it names no owner")
             if owner != (self.worker, self.rank):
                 raise OutboxError("conflict", f"outbox {self.path} belongs to worker {owner[0]!r}, rank {owner[1]}")
         except BaseException:
@@ -305,7 +305,7 @@ class Store:
             part = self.path.with_name(self.path.name + tail)
             if part.exists():
                 part.rename(part.with_name(part.name + suffix))
-        told = f"epoch {known.epoch} ended at {known.last}" if known else "what it held is unknown: its jobs will time out"
+        told = f"epoch {known.epoch} ended at {known.last}" if known else "its contents are unknown: its jobs will time out"
         log.error("outbox %s is damaged (%s): moved aside as *%s, a new epoch starts; %s", self.path, damage, suffix, told)
 
     def _held(self) -> list[tuple[int, str]]:

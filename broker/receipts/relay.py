@@ -92,7 +92,7 @@ class Batch:
         if frame.kind is Kind.RECEIPT:
             receipt = _decoded(frame.payload)
             if (receipt.worker, receipt.rank) != (worker, rank):
-                raise FrameError(f"receipt {frame.seq} names worker {receipt.worker!r} rank {receipt.rank}, its sender is another")
+                raise FrameError(f"receipt {frame.seq} names worker {receipt.worker!r} rank {receipt.rank}, which is not its sender")
             for file in receipt.files:
                 if fault := path_fault(file.path, receipt.job):
                     raise FrameError(f"receipt {frame.seq}: {fault}")
@@ -102,7 +102,7 @@ class Batch:
         elif frame.kind is Kind.LOST:
             self.losses.append((stream, _decoded_loss(frame.payload)))
         else:
-            raise FrameError(f"{frame.kind.name} is the relay's to say")
+            raise FrameError(f"only the relay sends {frame.kind.name}")
         self.peers[stream] = identity
 
 
@@ -199,7 +199,7 @@ class Relay:
             identity, raw = message[0], message[1] if len(message) == 2 else b""
             try:
                 if len(message) != 2:
-                    raise FrameError(f"a message has one part, this one has {len(message) - 1}")
+                    raise FrameError(f"a message must have one part, this one has {len(message) - 1}")
                 frame = frames.unpack(raw)
                 self._check_key(identity, key)
                 batch.add(identity, frame)
@@ -229,14 +229,14 @@ class Relay:
         worker, _ = frames.peer_of(identity)
         known = self._known.key_of(worker)
         if known != key:
-            belongs = "has no key here (any more)" if known is None else "has another key"
-            raise ImpostorError(f"a sender with the CURVE key {key} speaks as worker {worker!r}, which {belongs}")
+            belongs = "has no key here" if known is None else "has a different key"
+            raise ImpostorError(f"the sender with CURVE key {key} identifies as worker {worker!r}, which {belongs}")
 
     def _refuse(self, identity: bytes, raw: bytes, reason: str, detail: str) -> None:
         self.refused += 1
         metrics.REFUSED_FRAMES.labels(reason).inc()
         answer = frames.refuse(raw, reason, detail)
-        self._complain(f"{identity!r} {reason}", "refused a frame of %r: %s", identity, frames.refusal(frames.unpack(answer)).detail)
+        self._complain(f"{identity!r} {reason}", "rejected a frame of %r: %s", identity, frames.refusal(frames.unpack(answer)).detail)
         self._send(identity, answer)
 
     # -- committing and answering -------------------------------------------------------------------------------------------
@@ -294,7 +294,7 @@ class Relay:
                     return {}
                 time.sleep(PAUSE_S)
         except (redis.RedisError, OSError) as error:
-            self._complain("redis", "Redis cannot be reached, receipts stay unacknowledged: %s", error)
+            self._complain("redis", "Redis is unreachable, receipts stay unacknowledged: %s", error)
             return {}
 
     def _patiently(self, stream: Stream, call: Callable[[], int]) -> int | None:
@@ -308,15 +308,15 @@ class Relay:
                     self._gave_up = True
                     log.warning("stopping without Redis (%s): receipts stay in their outboxes", error)
                     break
-                self._complain("redis", "Redis cannot be reached, receipts stay unacknowledged: %s", error)
+                self._complain("redis", "Redis is unreachable, receipts stay unacknowledged: %s", error)
                 self._pause(pause)
                 pause = min(2 * pause, MAX_RETRY_S)
             except redis.RedisError as error:
-                self._complain(f"{stream} redis", "Redis refuses receipts of worker %s rank %d: %s", *stream[:2], error)
+                self._complain(f"{stream} redis", "Redis rejects receipts of worker %s rank %d: %s", *stream[:2], error)
                 break
             except Exception:
                 # One stream that cannot be settled must not stop the others; its outbox keeps it and asks again.
-                log.exception("receipts of worker %s rank %d cannot be settled", *stream[:2])
+                log.exception("cannot settle receipts of worker %s rank %d", *stream[:2])
                 break
         return None
 
@@ -348,7 +348,7 @@ class Relay:
                 try:
                     self._redis.set(RELAY_KEY, json.dumps(sign), ex=ALIVE_S)
                 except (redis.RedisError, OSError) as error:
-                    self._complain("beat", "no sign of life in Redis: %s", error)
+                    self._complain("beat", "cannot write the heartbeat to Redis: %s", error)
         return max(1, int((self._next_beat - time.monotonic()) * 1000))
 
     def _complain(self, about: str, text: str, *values: object) -> None:
@@ -376,8 +376,8 @@ def bind_address(url: str, allow_remote: bool) -> str:
         raise SettingsError(f"relay_url={url!r} is not an address such as tcp://127.0.0.1:5557")
     if host not in LOOPBACK and not allow_remote:
         raise SettingsError(
-            f"relay_url={url!r} is off loopback, where the relay would take receipts from anybody: give relay and workers keys "
-            "(midstream curve new), bind 127.0.0.1, or set MIDSTREAM_RELAY_ALLOW_REMOTE=true where every machine is trusted"
+            f"relay_url={url!r} is not loopback, and the relay would accept receipts from anyone: give relay and workers keys "
+            "(midstream curve new), bind 127.0.0.1, or set MIDSTREAM_RELAY_ALLOW_REMOTE=true on a trusted network"
         )
     return f"tcp://{'127.0.0.1' if host == 'localhost' else f'[{host}]' if ':' in host else host}:{port}"
 
@@ -406,7 +406,7 @@ def run(settings: Settings) -> None:
     from ..ledger.settlement import Settler
 
     if not settings.redis_url:
-        raise SettingsError("redis_url (MIDSTREAM_REDIS_URL) is empty: the relay needs a Redis")
+        raise SettingsError("redis_url (MIDSTREAM_REDIS_URL) is empty: the relay requires Redis")
     redis_durability.require(settings)
     faults.arm(settings.fault, settings.data_dir)
     gc.freeze()  # what is there by now stays
@@ -421,7 +421,7 @@ def run(settings: Settings) -> None:
     signal.signal(signal.SIGINT, on_signal)
     print(f"relay ready {relay.endpoint}", flush=True)
     relay.serve()
-    log.info("relay stopped; %d receipts taken", relay.received)
+    log.info("relay stopped; %d receipts accepted", relay.received)
 
 
 def main() -> int:

@@ -47,13 +47,13 @@ COMPLAIN_EVERY_S = 30.0
 
 _UNHEARD: dict[int, str] = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it does not know this worker's public CURVE key {public} (curve_clients_dir of the relay)",
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "one side has CURVE keys and the other has none, or what listens there is no relay{keyless}",
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it hung up during the handshake: is curve_server_key the public key of this relay?",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "one side has CURVE keys and the other has none, or no relay listens there{keyless}",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it closed the connection in the handshake: curve_server_key may not be this relay's public key",
 }
 #: Added to the message where this side has no keys.
 _KEYLESS = (
-    ". This worker has none: set MIDSTREAM_CURVE_DIR to the relay's curve_dir (of `midstream up`: secrets/curve in its data directory), "
-    "or give it keys (midstream curve new)"
+    ". This worker has no key: set MIDSTREAM_CURVE_DIR to the relay's curve_dir (of `midstream up`: secrets/curve in its data directory), "
+    "or create keys (midstream curve new)"
 )
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 for _event in _UNHEARD:
@@ -216,7 +216,12 @@ class Sender(threading.Thread):
                 self._unheard(socket, event)
             elif self._phase is not Phase.OFF:
                 waiting = self._committed - self._acked
-                log.warning("outbox %s: connection to the relay at %s lost; %d receipts wait", self._store.path, self._url, waiting)
+                log.warning(
+                    "outbox %s: connection to the relay at %s lost; %d receipts waitinginginginginginging",
+                    self._store.path,
+                    self._url,
+                    waiting,
+                )
                 self._enter(Phase.OFF)
 
     def _unheard(self, socket: "zmq.Socket[bytes]", event: int) -> None:
@@ -229,7 +234,7 @@ class Sender(threading.Thread):
             public, keyless = (self._curve.public, "") if self._curve else ("", _KEYLESS)
             why = _UNHEARD[event].format(public=public, keyless=keyless)
             waiting = self._committed - self._acked
-            log.error("outbox %s: the relay at %s does not let us in; %d receipts wait: %s", self._store.path, self._url, waiting, why)
+            log.error("outbox %s: rejected by the relay at %s; %d receipts waiting: %s", self._store.path, self._url, waiting, why)
         if self._knock_at == float("inf"):
             with contextlib.suppress(zmq.ZMQError):  # libzmq has forgotten the address already
                 socket.disconnect(self._url)
@@ -304,7 +309,7 @@ class Sender(threading.Thread):
     def _tell(self, socket: "zmq.Socket[bytes]", lost: LostRange) -> None:
         if self._send(socket, Kind.LOST, lost.last, to_msgpack(lost)):
             count = lost.last - lost.first + 1
-            log.error("outbox %s: %d receipts are lost, of jobs %s: %s", self._store.path, count, lost.jobs, lost.message)
+            log.error("outbox %s: %d receipts of jobs %s are lost: %s", self._store.path, count, lost.jobs, lost.message)
             self._told = lost
             self._enter(Phase.TOLD)
 
@@ -337,7 +342,7 @@ class Sender(threading.Thread):
             except ProtocolMismatch as error:
                 self._refused("protocol", error.refusal.detail if error.refusal else str(error))
             except FrameError as error:
-                self._refused("malformed", f"what the relay at {self._url} answered cannot be read: {error}")
+                self._refused("malformed", f"cannot read the answer of the relay at {self._url}: {error}")
 
     def _on_mark(self, socket: "zmq.Socket[bytes]", frame: Frame) -> None:
         if self._phase is not Phase.ASKED or frame.payload != to_msgpack(self._nonce):
@@ -352,7 +357,7 @@ class Sender(threading.Thread):
             self._tell(socket, LostRange(mark + 1, former.last, jobs, f"the outbox of rank {self._store.rank} was damaged"))
         elif mark > self._highest_sent:
             log.error(
-                "outbox %s was put back to an older state: the relay has receipts up to %d, it ends at %d; a new epoch starts",
+                "outbox %s was restored to an older state: the relay has receipts up to %d, the outbox ends at %d; a new epoch starts",
                 self._store.path,
                 mark,
                 self._highest_sent,
@@ -392,6 +397,8 @@ class Sender(threading.Thread):
     def _refused(self, reason: str, detail: str) -> None:
         if reason not in self._refusals:
             self._refusals.add(reason)
-            log.error("outbox %s (relay protocol %d, midstream %s): the relay refuses: %s", self._store.path, PROTOCOL, __version__, detail)
-            self._fatal(OutboxError("internal", f"the relay at {self._url} refuses receipts: {detail}"))
+            log.error(
+                "outbox %s (relay protocol %d, midstream %s): rejected by the relay: %s", self._store.path, PROTOCOL, __version__, detail
+            )
+            self._fatal(OutboxError("internal", f"the relay at {self._url} rejects receipts: {detail}"))
         self._enter(Phase.REFUSED)

@@ -74,7 +74,7 @@ class CheckedBackend(httpcore.AsyncNetworkBackend):
         for address in addresses:  # one is enough: a name with a public and an inner address is no receiver's
             if why := refusal(address, self._allow_private):
                 # Whose receiver it is reads this: what the names of our network stand for is nothing to him.
-                raise TargetRefused(f"{host} has an address that is {why}" if host != str(address) else f"{host} is {why}")
+                raise TargetRefused(f"{host} resolves to an address that is {why}" if host != str(address) else f"{host} is {why}")
         failure: Exception = httpcore.ConnectError(f"{host} has no address")
         for address in addresses:
             try:
@@ -91,7 +91,7 @@ class CheckedBackend(httpcore.AsyncNetworkBackend):
         try:
             return [ip_address(found) for found in await self._resolve(host, port)]
         except (OSError, UnicodeError) as error:
-            raise httpcore.ConnectError(f"the name {host} could not be looked up: {error}") from error
+            raise httpcore.ConnectError(f"cannot resolve {host}: {error}") from error
 
 
 class Poster:

@@ -194,7 +194,7 @@ class WebhookOutbox:
             raise not_found(delivery_id)
         if outcome == b"off":
             raise MidstreamError(
-                "conflict", "its receiver answered 410 and is disabled: enable it first", allowed="DELETE /v1/webhooks/disabled"
+                "conflict", "its receiver answered 410 and is disabled: re-enable it first", allowed="DELETE /v1/webhooks/disabled"
             )
         return await self.delivery(delivery_id)
 
@@ -213,7 +213,7 @@ class WebhookOutbox:
 
 
 def not_found(delivery_id: str) -> MidstreamError:
-    return MidstreamError("not_found", f"there is no delivery {delivery_id}")
+    return MidstreamError("not_found", f"unknown delivery {delivery_id}")
 
 
 def _delivery(name: str, values: Sequence[bytes | None], log: Sequence[bytes]) -> Delivery | None:

@@ -96,11 +96,11 @@ class Sender:
                     away = False
             except MidstreamError as error:
                 if not away:  # once, not every `POLL_S`
-                    log.warning("webhooks wait: %s", error.detail)
+                    log.warning("webhooks suspended: %s", error.detail)
                 away = True
             except Exception:
                 # Whatever it was, the other deliveries still need the next round.
-                log.exception("a round of webhooks failed; the next one is in %s s", POLL_S)
+                log.exception("a round of webhooks failed; next one in %s s", POLL_S)
             if lent and len(self._under_way) < SLOTS:
                 continue  # there may be more
             if self._under_way:
@@ -145,7 +145,7 @@ class Sender:
     def _ended(self, task: asyncio.Task[None]) -> None:
         del self._under_way[task]
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("a webhook's attempt was not noted, so it will be sent again", exc_info=error)
+            log.error("could not record a webhook attempt, so it will be repeated", exc_info=error)
 
     async def _deliver(self, loan: DeliveryLease, secrets: list[str]) -> None:
         """One attempt, signed with these, and its note."""
@@ -179,8 +179,8 @@ class Sender:
         if 200 <= answer.status < 300:
             return "delivered", answer.status, "", 0.0
         if answer.status == GONE:
-            return "disabled", GONE, "the receiver wants no more", 0.0
-        wrong = "a redirect is not followed" if 300 <= answer.status < 400 else "not accepted"
+            return "disabled", GONE, "disabled by the receiver (410)", 0.0
+        wrong = "redirects are not followed" if 300 <= answer.status < 400 else "not accepted"
         return "pending", answer.status, wrong, retry_after(answer.status, answer.retry_after, at)
 
     async def _note(self, loan: DeliveryLease, state: DeliveryState, attempt: DeliveryAttempt, again: float | None) -> None:

@@ -14,12 +14,12 @@ _METADATA = {
     IPv4Address("169.254.169.254"), IPv4Address("169.254.170.2"), IPv4Address("168.63.129.16"), IPv4Address("100.100.100.200"),
     IPv6Address("fd00:ec2::254"), IPv6Address("fd20:ce::254"),
 }  # fmt: skip
-METADATA = "the metadata address of a cloud"
+METADATA = "a cloud metadata address"
 #: Not private by the book, and yet nobody's receiver.
 _EXTRA_V4 = {
     IPv4Network("192.0.0.0/24"): "reserved",
     IPv4Network("192.88.99.0/24"): "reserved",
-    IPv4Network("100.64.0.0/10"): "of a carrier's inner network",
+    IPv4Network("100.64.0.0/10"): "in a carrier's network (CGNAT)",
 }
 #: All of IPv6 that is anybody's receiver lies here, or leads to an IPv4 address through NAT64.
 _GLOBAL_V6 = IPv6Network("2000::/3")
@@ -40,9 +40,9 @@ _EMBEDDING: tuple[tuple[IPv6Network, int, int], ...] = (
 _ISATAP = {0x00005EFE, 0x02005EFE}
 _EXTRA_V6 = {
     IPv6Network("2001::/23"): "reserved, or a tunnel",
-    IPv6Network("2001:db8::/32"): "for documentation",
+    IPv6Network("2001:db8::/32"): "reserved for documentation",
     IPv6Network("2002::/16"): "a tunnel",
-    IPv6Network("3fff::/20"): "for documentation",
+    IPv6Network("3fff::/20"): "reserved for documentation",
 }
 _KINDS = (
     ("is_unspecified", "unspecified"), ("is_loopback", "loopback"), ("is_link_local", "link-local"), ("is_multicast", "multicast"),
@@ -78,7 +78,7 @@ def refusal(address: Address, allow_private: bool = False) -> str | None:
         found = next((what for network, what in _EXTRA_V4.items() if address in network), None)
         return found or (None if address.is_global else "not public")
     if address.scope_id is not None:
-        return "of one link"
+        return "link-local"
     if address not in _GLOBAL_V6:
         return "not public"
     found = next((what for network, what in _EXTRA_V6.items() if address in network), None)
@@ -100,20 +100,20 @@ def url_fault(url: str, allow_private: bool) -> str | None:
     `allow_private`: the setting `webhook_allow_private`.
     """
     if not _PRINTABLE.fullmatch(url) or "\\" in url:
-        return "is to be of printable ASCII characters: write others percent-encoded, a host's name as xn--…"
+        return "must consist of printable ASCII: percent-encode other characters, write host names as xn--…"
     try:
         parts = urlsplit(url)
         port = parts.port
     except ValueError as error:
-        return f"is no URL: {error}"
+        return f"is not a URL: {error}"
     if parts.scheme not in ("http", "https"):
-        return f"{parts.scheme or 'no scheme'} is not called: http and https are"
+        return f"scheme {parts.scheme or 'missing'}: must be http or https"
     if "@" in parts.netloc:
-        return "may not hold a user's name or a password: it is shown to whoever may see the job"
+        return "must not contain a user name or password: everyone who can see the job sees it"
     if "#" in url:
-        return "may not have a fragment: it is never sent"
+        return "must not have a fragment: it is never sent"
     if port == 0:
-        return "port 0 is none"
+        return "port 0 is not valid"
     return _host_fault(parts.netloc, parts.hostname or "", allow_private)
 
 
@@ -122,22 +122,22 @@ def _host_fault(netloc: str, host: str, allow_private: bool) -> str | None:
         try:
             address: Address = IPv6Address(host)
         except ValueError:
-            return f"[{host}] is no IPv6 address"
+            return f"[{host}] is not an IPv6 address"
         why = refusal(address, allow_private)
     elif _NUMBER.fullmatch(host.rstrip(".").rpartition(".")[2]):
         if not _DOTTED.fullmatch(host):
-            return f"{host!r} is no host: write an IPv4 address as four decimal numbers"
+            return f"{host!r} is not a host: write an IPv4 address as four decimal numbers"
         try:
             why = refusal(ip_address(host), allow_private)
         except ValueError:
-            return f"{host!r} is no IPv4 address"
+            return f"{host!r} is not an IPv4 address"
     else:
         if not _HOST.fullmatch(host) or len(host) > MAX_HOST:
-            return f"{host!r} is no host's name"
+            return f"{host!r} is not a host name"
         bare = host.rstrip(".")
         why = "loopback" if bare == "localhost" or bare.endswith(".localhost") else None
     if why == METADATA:
-        return f"{host} is {why}: it is never called"
+        return f"{host} is {why}: always blocked"
     if why is None or allow_private:
         return None
-    return f"{host} is {why}: such addresses are not called (setting webhook_allow_private)"
+    return f"{host} is {why}: blocked (SSRF protection, setting webhook_allow_private)"

@@ -77,8 +77,8 @@ class Blob:
         except DamagedBlob as error:
             raise _damaged(place.path, str(error)) from error
         if self.header.end != len(data):
-            more = f"{len(data)} bytes, of which its first blob has {self.header.end}"
-            raise _damaged(place.path, f"it is not a whole blob: it has {more}")
+            more = f"{len(data)} bytes, the first blob has {self.header.end}"
+            raise _damaged(place.path, f"it is not a complete blob: it has {more}")
 
     def raw(self, name: str) -> np.ndarray:
         """The tensor as it lies in the file, read-only and not copied; bfloat16 as uint16.
@@ -89,7 +89,7 @@ class Blob:
         if not self._checked:
             promised = self.promised()
             if promised not in (None, (self.size, self.crc32())):
-                raise _damaged(self.place.path, f"{self.size} bytes with CRC32 {self.crc32():08x} are not what was written")
+                raise _damaged(self.place.path, f"{self.size} bytes with CRC32 {self.crc32():08x} are not the data written")
             self._checked = True
         return self.unchecked(name)
 
@@ -232,7 +232,7 @@ def open_blobs(places: Iterable[Place]) -> list[Blob]:
             raise gone(deleted.path)
         for job, store in {(blob.header.manifest.job, blob.place.store) for blob in blobs}:
             if store is not None and store.marked(job):
-                raise gone(f"what job {job} captured")
+                raise gone(f"the capture of job {job}")
     except BaseException:
         blobs.clear()  # not kept, with what they hold, by whoever keeps the exception
         views.clear()

@@ -32,7 +32,7 @@ def export(
     Raises MidstreamError naming what was not captured.
     """
     if target.suffix not in FORMATS:
-        raise invalid("target", f"{target.name} is neither of {' or '.join(FORMATS)}", allowed="rows.npz")
+        raise invalid("target", f"{target.name}: the name must end in {' or '.join(FORMATS)}", allowed="rows.npz")
     chosen = list(requests) or reader.requests()
     sites = {request: _sites(reader, request, hooks, layers) for request in chosen}
     write = _write_npz if target.suffix == ".npz" else _write_safetensors

@@ -16,7 +16,7 @@ from .blobs import Blob, Place, at, expand, find, open_blobs
 
 Source = Path | str | ArtifactStore | Iterable[Path | str | Place]
 DEFAULT_HOOK = "post_block"
-_PARTIAL = "partial=True reads what is there"
+_PARTIAL = "partial=True reads the available rows"
 #: Longer lists of numbers are cut.
 _SHOWN_RANGES = 16
 
@@ -59,8 +59,8 @@ class _Request:
         names = ", ".join(missing[:4]) + (", …" if len(missing) > 4 else "")
         stages = ", ".join(str(pp) for pp in sorted({blob.header.manifest.pp for blob in self.blobs}))
         return (
-            f"request {self.manifest.request} is not whole: {names} ({len(missing)} tensors) are missing; "
-            f"of {self.manifest.stages} stages there is {stages}"
+            f"request {self.manifest.request} is incomplete: {names} ({len(missing)} tensors) are missing; "
+            f"of {self.manifest.stages} stages only {stages} present"
         )
 
     @property
@@ -139,7 +139,7 @@ class CaptureReader:
         opened = [Blob(Place(None, f"<bytes {number}>"), memoryview(raw), checked=True) for number, raw in enumerate(parts)]
         reader._open(opened, None, tag, partial, first_tag=True, whole=False)
         if not reader._requests:
-            raise MidstreamError("not_found", "no blob was given, so there is nothing to read")
+            raise MidstreamError("not_found", "no blobs given")
         return reader
 
     @classmethod
@@ -165,12 +165,12 @@ class CaptureReader:
             blobs = [blob for blob in blobs if blob.header.manifest.job == job]
         jobs = sorted({blob.header.manifest.job for blob in blobs})
         if len(jobs) > 1:
-            raise invalid("job", "there are captures of several jobs: name one", allowed=", ".join(jobs))
+            raise invalid("job", "captures of several jobs found: pass job", allowed=", ".join(jobs))
         self.job = jobs[0] if jobs else ""
         #: The tags that the source holds rows of; this reader reads one of them.
         self.tags = list(dict.fromkeys(blob.header.manifest.tag for blob in blobs))
         if tag is None and len(self.tags) > 1 and not first_tag:
-            raise invalid("tag", f"job {self.job} was captured under several tags: name one", allowed=", ".join(self.tags))
+            raise invalid("tag", f"job {self.job} has captures under several tags: pass tag", allowed=", ".join(self.tags))
         self.tag = tag if tag is not None else next(iter(self.tags), "")
         attempts: dict[int, dict[int, list[Blob]]] = {}
         for blob in blobs:
@@ -307,7 +307,7 @@ class CaptureReader:
         if len(there) >= self._expected:
             return ""
         ranges = as_ranges(there, _SHOWN_RANGES)
-        return f"of job {self.job} {self._expected} requests were captured, and there are files of {len(there)}: {ranges}"
+        return f"job {self.job} captured {self._expected} requests, and files of {len(there)} exist: {ranges}"
 
     def _of(self, request: int) -> _Request:
         if request not in self._requests:
@@ -340,8 +340,8 @@ class CaptureReader:
 def _from_the_end(layer: int, manifest: Manifest) -> int:
     """The layer that a negative number names, counted from the model's last."""
     if not manifest.num_layers:
-        detail = f"layer {layer} counts from the model's last layer, and this capture does not name the number of layers"
-        raise invalid("layer", detail, allowed="a layer of 0 or above: an older version of Midstream wrote this capture")
+        detail = f"layer {layer} counts from the model's last layer, and this capture does not record the number of layers"
+        raise invalid("layer", detail, allowed="a layer from 0 on: an older version of Midstream wrote this capture")
     if layer < -manifest.num_layers:
         raise invalid("layer", f"{layer} is below the first layer", allowed=f"{-manifest.num_layers} to {manifest.num_layers - 1}")
     return manifest.num_layers + layer
@@ -372,5 +372,5 @@ def _check(blob: Blob) -> Check:
                 wrong.append(f"{hook}.{layer} is {'missing' if tensor is None else tensor.shape}, not [{rows}, {manifest.hidden_size}]")
     for name, values in (("positions", manifest.positions), ("token_ids", manifest.token_ids)):
         if name not in blob.header.tensors or blob.unchecked(name).tolist() != values:
-            wrong.append(f"the tensor {name} is not what the manifest says")
+            wrong.append(f"the tensor {name} does not match the manifest")
     return Check(blob.place.path, blob.size, crc, not wrong, "; ".join(wrong), manifest.request, blob.place.offset)

@@ -36,10 +36,10 @@ def matrix(readers: "CaptureReader | Iterable[CaptureReader]", layer: int, hook:
     """
     parts = [_chosen(reader.array(layer, hook, request), reader, request, rows) for reader, request in _each(readers)]
     if not parts:
-        raise MidstreamError("not_found", "there are no captured rows to make a matrix of")
+        raise MidstreamError("not_found", "there are no captured rows")
     widths = sorted({part.shape[1] for part in parts})
     if len(widths) > 1:
-        raise invalid("readers", f"rows of models of different width cannot be one matrix: {widths}", allowed="captures of one model")
+        raise invalid("readers", f"rows of different width cannot form one matrix: {widths}", allowed="captures of a single model")
     return np.concatenate(parts)
 
 
@@ -76,9 +76,7 @@ def _indices(reader: CaptureReader, request: int, rows: Rows) -> list[int]:
     positions = reader.positions(request)
     if isinstance(rows, str):
         if rows not in get_args(Named):
-            raise invalid(
-                "rows", f"{rows!r} is none of the rows of a request", allowed=f"{', '.join(get_args(Named))}, or a token position"
-            )
+            raise invalid("rows", f"{rows!r} is not a selection of rows", allowed=f"{', '.join(get_args(Named))}, or a token position")
         if rows == "all":
             return list(range(len(positions)))
         if not positions:

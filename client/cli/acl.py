@@ -12,9 +12,9 @@ def register(app: typer.Typer) -> None:
 
 
 def acl(
-    folder: Annotated[Path, typer.Option("--dir", help="Where the files are written.")] = Path("acl"),
+    folder: Annotated[Path, typer.Option("--dir", help="Folder for the files.")] = Path("acl"),
 ) -> None:
-    """Users of Redis, one per part of Midstream, with the least that each needs, and their passwords."""
+    """Write an ACL file for Redis with one least-privilege user per part of Midstream, and their passwords."""
     from ...broker.ops.acl import ROLES, USERS_FILE, write_users
 
     write_users(folder)

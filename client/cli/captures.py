@@ -16,11 +16,11 @@ from . import options
 from .jobs import AsJson, JobId, Url, connect, out
 
 Source = Annotated[str, typer.Argument(metavar="JOB|FOLDER", help="A job's id, or a folder or file of captures.")]
-Job = Annotated[str | None, typer.Option(help="Where a folder holds several jobs' captures: which one.")]
-Tag = Annotated[str | None, typer.Option(help="Of several captures of a job; if left out, the job's own.")]
-Partial = Annotated[bool, typer.Option("--partial", help="Also if some of it is missing: what is there.")]
+Job = Annotated[str | None, typer.Option(help="Which job, if a folder has captures of several.")]
+Tag = Annotated[str | None, typer.Option(help="Which capture of the job; default: the job's own.")]
+Partial = Annotated[bool, typer.Option("--partial", help="Accept incomplete captures.")]
 
-capture_app = typer.Typer(no_args_is_help=True, help="Look at captured activations, export and delete them.")
+capture_app = typer.Typer(no_args_is_help=True, help="Inspect, export and delete captured activations.")
 
 
 def register(app: typer.Typer) -> None:
@@ -37,7 +37,7 @@ def capture_show(
     partial: Partial = False,
     url: Url = None,
 ) -> None:
-    """What was captured: requests, layers, positions, shapes, norms."""
+    """Show a capture: requests, layers, positions, shapes, norms."""
     reader = open_capture(source, url, job, tag, partial)
     out.print(show.capture(reader))
     for gap in reader.gaps():
@@ -54,7 +54,7 @@ def capture_show(
 
 @capture_app.command("verify")
 def capture_verify(source: Source, job: Job = None, tag: Tag = None, url: Url = None) -> None:
-    """Recompute every CRC32, and see that no request, stage, site or position is missing; the exit code says whether all is right."""
+    """Recompute every CRC32 and check that no request, stage, site or position is missing; exits non-zero if a check fails."""
     found = open_capture(source, url, job, tag, partial=True).verify()
     out.print(show.checks(found))
     wrong = [check for check in found if not check.ok]
@@ -65,11 +65,11 @@ def capture_verify(source: Source, job: Job = None, tag: Tag = None, url: Url = 
 @capture_app.command("save")
 def capture_save(
     job_id: JobId,
-    folder: Annotated[Path, typer.Argument(help="Where to put the files.")],
+    folder: Annotated[Path, typer.Argument(help="Target folder.")],
     partial: Partial = False,
     url: Url = None,
 ) -> None:
-    """Download a job's capture files, checked on arrival."""
+    """Download a job's capture files and verify them."""
     with connect(url) as client:
         reader = client.capture(job_id, folder, partial=partial)
     out.print(f"{show.count(len(reader.files), 'file')} in {folder}", markup=False, soft_wrap=True)
@@ -98,11 +98,11 @@ def capture_export(
 @capture_app.command("list")
 def capture_list(
     tag: Annotated[str | None, typer.Option(help="Only captures under this tag.")] = None,
-    limit: Annotated[int, typer.Option(help="How many.")] = 20,
+    limit: Annotated[int, typer.Option(help="Number of captures.")] = 20,
     json_: AsJson = False,
     url: Url = None,
 ) -> None:
-    """The newest captures on the server, with their size."""
+    """List the newest captures on the server, with their sizes."""
     with connect(url) as client:
         page = client.captures(tag=tag, limit=limit)
     if json_:
@@ -115,10 +115,10 @@ def capture_list(
 
 @capture_app.command("delete")
 def capture_delete(
-    jobs: Annotated[list[str], typer.Argument(metavar="JOB...", help="The jobs whose captures are to go.")],
+    jobs: Annotated[list[str], typer.Argument(metavar="JOB...", help="Ids of the jobs.")],
     url: Url = None,
 ) -> None:
-    """Delete what jobs captured. Their records stay; who is reading keeps what was opened."""
+    """Delete the captures of jobs. Job records stay; downloads in progress complete."""
     with connect(url) as client:
         for job_id in jobs:
             client.delete_capture(job_id)
@@ -131,6 +131,6 @@ def open_capture(source: str, url: str | None, job: str | None = None, tag: str 
     if path.exists() or (path.parent / "segments").is_dir():  # a job that lies in segments alone has no folder
         return CaptureReader(path, job, tag=tag, partial=partial)
     if "/" in source:
-        raise MidstreamError("not_found", f"there is no folder {source}")
+        raise MidstreamError("not_found", f"no such folder: {source}")
     with connect(url) as client:
         return client.capture(source, tag=tag, partial=partial)

@@ -7,7 +7,7 @@ import typer
 
 from ...schemas.errors import invalid
 
-curve_app = typer.Typer(no_args_is_help=True, help="Keys that workers and relay know each other by, where they are on several machines.")
+curve_app = typer.Typer(no_args_is_help=True, help="CURVE keys that authenticate workers and relay to each other across machines.")
 
 
 def register(app: typer.Typer) -> None:
@@ -17,16 +17,16 @@ def register(app: typer.Typer) -> None:
 
 @curve_app.command("new")
 def curve_new(
-    role: Annotated[str, typer.Argument(metavar="relay|worker", help="Whose key it is to be.")],
-    name: Annotated[str, typer.Argument(help="Of a worker: its worker_id.")],
-    folder: Annotated[Path, typer.Option("--dir", help="Where the files are written.")] = Path("curve"),
+    role: Annotated[str, typer.Argument(metavar="relay|worker", help="Owner of the key: relay or worker.")],
+    name: Annotated[str, typer.Argument(help="For a worker: its worker_id.")],
+    folder: Annotated[Path, typer.Option("--dir", help="Folder for the files.")] = Path("curve"),
 ) -> None:
-    """A new key pair: NAME.key is private and goes to its owner, NAME.pub is public."""
+    """Create a key pair: NAME.key is private and goes to its owner, NAME.pub is public."""
     from ...broker.receipts.curve import new_keys
 
     roles: dict[str, Literal["relay", "worker"]] = {"relay": "relay", "worker": "worker"}
     if role not in roles:
-        raise invalid("role", f"{role!r} is neither of them", allowed="relay, worker")
+        raise invalid("role", f"unknown role {role!r}", allowed="relay, worker")
     private, public = new_keys(roles[role], name, folder)
     if role == "relay":
         said = [

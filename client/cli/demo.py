@@ -119,7 +119,7 @@ def run_demo(keep: Path | None = None, console: Console | None = None) -> int:
     verdict.check(not stack.survivors(), "everything stopped, no process left behind")
     _farewell(console, stack.settings, job, time.monotonic() - began)
     if verdict.short:
-        console.print(f"[red]{len(verdict.short)} of the checks fell short[/]; logs: {Path(stack.settings.data_dir) / 'logs'}")
+        console.print(f"[red]{len(verdict.short)} of the checks failed[/]; logs: {Path(stack.settings.data_dir) / 'logs'}")
         return 1
     return 0
 
@@ -136,9 +136,9 @@ def run_demo_at(url: str, keep: Path | None = None, console: Console | None = No
     folder.mkdir(parents=True, exist_ok=True)
     with Client(url, load_settings().api_key) as client:
         if MODEL_NAME not in (served := client.models()):
-            raise MidstreamError("not_found", f"{url} does not serve {MODEL_NAME}, which the demo needs", allowed=", ".join(served))
+            raise MidstreamError("not_found", f"{url} does not serve {MODEL_NAME}, which the demo requires", allowed=", ".join(served))
         if MODULE in {module.name for module in client.modules(MODEL_NAME)}:
-            raise MidstreamError("conflict", f"{url} has a module {MODULE!r} already: the demo would replace it")
+            raise MidstreamError("conflict", f"{url} already has a module {MODULE!r}, which the demo would replace")
         _line(console, f"[green]✓[/] stack: [bold]{url}[/]")
         verdict = Verdict(console)
         try:
@@ -149,7 +149,7 @@ def run_demo_at(url: str, keep: Path | None = None, console: Console | None = No
     console.print()
     console.rule(f"[bold]Done in {time.monotonic() - began:.0f} s[/]", align="left")
     if verdict.short:
-        console.print(f"[red]{len(verdict.short)} of the checks fell short[/]")
+        console.print(f"[red]{len(verdict.short)} of the checks failed[/]")
     return 1 if verdict.short else 0
 
 
@@ -194,7 +194,7 @@ def _settings(keep: Path | None, console: Console) -> Settings:
 def _capture(client: Client, model: str, console: Console, verdict: Verdict) -> str:
     """Every layer of every prompt token, held until durable; returns one job's id."""
     console.print()
-    console.rule("[bold]Capture[/]: every layer at every prompt token, answered when all is on disk", align="left")
+    console.rule("[bold]Capture[/]: every layer at every prompt token, answered once all rows are on disk", align="left")
     wish = {"layers": "all", "positions": "all_prompt", "tag": "demo"}
 
     def ask(prompt: str) -> Answer:
@@ -204,29 +204,29 @@ def _capture(client: Client, model: str, console: Console, verdict: Verdict) -> 
     for prompt, answer in zip(FACTS, answers, strict=True):
         _line(console, f"[dim]{escape(prompt)}[/][bold]{escape(answer.text.replace(chr(10), ' '))}[/]")
     console.print()
-    console.print(_receipts("Receipts: what each rank says about each request", answers))
+    console.print(_receipts("Receipts: each rank's report on each request", answers))
     readers = [client.capture(answer.job) for answer in answers]
     _draw_norms(console, readers[0], FACTS[0])
     statuses = [answer.capture_results.status if answer.capture_results else "missing" for answer in answers]
-    verdict.check(statuses == ["ok"] * len(FACTS), f"{statuses.count('ok')}/{len(FACTS)} captures ok when the answer came")
+    verdict.check(statuses == ["ok"] * len(FACTS), f"{statuses.count('ok')}/{len(FACTS)} captures complete when the response arrived")
     checks = [check for reader in readers for check in reader.verify()]
     total = jobs.size(sum(check.bytes for check in checks))
-    verdict.check(all(check.ok for check in checks), f"CRC32 of {len(checks)} files ({total}) recomputed and right")
+    verdict.check(all(check.ok for check in checks), f"CRC32 of {len(checks)} files ({total}) recomputed and correct")
     stacks = [reader.stack() for reader in readers]
     shapes = all(stack.shape == (NUM_LAYERS, len(reader.token_ids()), HIDDEN_SIZE) for stack, reader in zip(stacks, readers, strict=True))
     rows = sum(stack.shape[0] * stack.shape[1] for stack in stacks)
     finite = all(bool(np.isfinite(stack).all()) for stack in stacks)
     verdict.check(shapes and finite, f"{rows} rows: {NUM_LAYERS} layers × every token × {HIDDEN_SIZE}, all finite")
     agree = all(answer.determinism is not None and answer.determinism.consistent for answer in answers)
-    verdict.check(agree, "determinism: every rank's checksum and action count agrees")
-    verdict.check("Paris" in answers[0].text, "and the Eiffel Tower is in Paris")
+    verdict.check(agree, "determinism: checksums and action counts of all ranks agree")
+    verdict.check("Paris" in answers[0].text, "and the model answers that the Eiffel Tower is in Paris")
     return answers[0].job
 
 
 def _steer(client: Client, model: str, console: Console, verdict: Verdict) -> None:
     """The same prompts plain and steered by a named module, side by side; then what the ranks say of themselves."""
     console.print()
-    console.rule(f"[bold]Steering[/]: a direction out of our own captures, with a name, added at layer {LAYER}", align="left")
+    console.rule(f"[bold]Steering[/]: a direction computed from captures, registered as a module, added at layer {LAYER}", align="left")
     wish = {"layers": LAYER, "positions": "all_prompt", "tag": "direction"}
     source = client.run(model=model, prompts=[*SEA, *LAND], capture=wish, sampling={"max_tokens": 1})
     reader = client.capture(source.id)
@@ -235,10 +235,10 @@ def _steer(client: Client, model: str, console: Console, verdict: Verdict) -> No
     norm = float(np.linalg.norm(direction))
     typical = float(np.linalg.norm(means, axis=1).mean())
     sets = f"mean of {len(SEA)} texts about the sea − mean of {len(LAND)} others"
-    _line(console, f"{sets}: norm {norm:.1f}, beside activations of {typical:.1f}")
+    _line(console, f"{sets}: norm {norm:.1f}, activations have {typical:.1f}")
     module = client.register_module(MODULE, {f"post_block.{LAYER}": direction}, model, sets)
     push = [{"module": MODULE, "scale": SCALE}]
-    _line(console, f"registered as module {MODULE}, digest {module.digest[:DIGEST]}; a request says {escape(to_json(push).decode())}")
+    _line(console, f"registered as module {MODULE}, digest {module.digest[:DIGEST]}; a request uses {escape(to_json(push).decode())}")
 
     def ask(steering: list[dict[str, Any]]) -> Answer:
         capture = {"layers": LAYER + 1, "positions": "all_prompt", "tag": "steered" if steering else "plain"}
@@ -246,15 +246,15 @@ def _steer(client: Client, model: str, console: Console, verdict: Verdict) -> No
             model, list(STEERED), steering=steering, capture=capture, capture_wait=True, max_tokens=STEER_TOKENS, temperature=0
         )  # fmt: skip
 
-    plain, steered = _all([partial(ask, []), partial(ask, push)], "plain and steered, at once", console)
+    plain, steered = _all([partial(ask, []), partial(ask, push)], "plain and steered, concurrently", console)
     for index, prompt in enumerate(STEERED):
         console.print(f"\n  [bold]{escape(prompt)} …[/]")
         jobs.side_by_side(console, ("as it is", plain.texts[index]), (f"+ {SCALE:g} · {MODULE}", steered.texts[index]))
     console.print()
-    console.print(_receipts("Receipts of the steered answers", [steered]))
+    console.print(_receipts("Receipts of the steered completions", [steered]))
     shift = _shift(client.capture(plain.job), client.capture(steered.job), direction)
-    verdict.check(plain.texts != steered.texts, "the steered answers differ from the plain ones")
-    moved = f"at layer {LAYER + 1} the stream lies {shift.found:.1f} further along the direction (pushed by {shift.asked:.1f})"
+    verdict.check(plain.texts != steered.texts, "the steered completions differ from the plain ones")
+    moved = f"at layer {LAYER + 1} the stream moved {shift.found:.1f} along the direction (pushed by {shift.asked:.1f})"
     verdict.check(shift.found >= LEAST_SHIFT * shift.asked, moved)
     applied = sum(report.applied for stage in steered.determinism.stages for report in stage.ranks) if steered.determinism else 0
     verdict.check(applied > 0, f"receipts: {applied} token rows changed")
@@ -266,31 +266,29 @@ def _steer(client: Client, model: str, console: Console, verdict: Verdict) -> No
 def _patch(client: Client, model: str, folder: Path, console: Console, verdict: Verdict) -> None:
     """Where does it know that the tower is in Paris? Causal tracing (Meng et al. 2022, arXiv:2202.05262), drawn twice."""
     console.print()
-    console.rule("[bold]Patching[/]: one prompt's rows put into another, and which bring the answer", align="left")
+    console.rule("[bold]Patching[/]: rows of one prompt copied into another, to find where the answer is computed", align="left")
     study = PatchStudy(CLEAN, CORRUPT, ANSWER, FOIL, client=client, model=model).sweep(hooks=[HOOK])
     result, (pair,) = study.result, study.result.pairs
     console.print(Padding(sweeps.report(result, count=3), (0, 0, 0, 2)))
     summary, grid = result.summary, study.grid()
     path = folder / "sweep.png"
     study.heatmap(path)
-    _line(console, f"[bold]{escape(_short(path))}[/]: the same as a figure")
+    _line(console, f"[bold]{escape(_short(path))}[/]: the same heatmap as a figure")
     took = f" in {summary.seconds:.1f} s" if summary.seconds else ""
     verdict.check(
         summary.cells + summary.skipped == summary.total,
-        f"{summary.cells} cells, each vouched for by every rank{took}; {summary.skipped} skipped",
+        f"{summary.cells} cells, each confirmed by every rank{took}; {summary.skipped} skipped",
     )
     knows = [each is not None and each.value * sign > 0 for each, sign in ((pair.source, 1), (pair.base, -1))]
-    verdict.check(all(knows), "unpatched, the model says Paris of the one and Rome of the other")
+    verdict.check(all(knows), "unpatched, the model answers Paris for one prompt and Rome for the other")
     values = np.nan_to_num(grid.values[grid.hooks[0]])
-    verdict.check(values[-1, -1] >= LEAST_AT_THE_END, f"the last token in the last layer brings back {values[-1, -1]:.0%}")
+    verdict.check(values[-1, -1] >= LEAST_AT_THE_END, f"the last token in the last layer recovers {values[-1, -1]:.0%}")
     layer, column = np.unravel_index(values[:, :-1].argmax(), values[:, :-1].shape)
     found, late = values[layer, column], values[-1, column]
-    early = (
-        f"before that it sits at the subject: “{grid.names[column]}” alone brings back {found:.0%} in layer {layer}, {late:.0%} in the last"
-    )
+    early = f"earlier, it is at the subject: “{grid.names[column]}” alone recovers {found:.0%} in layer {layer}, {late:.0%} in the last"
     verdict.check(found >= LEAST_AT_THE_SUBJECT and late <= MOST_WHEN_READ, early)
     floor = pair.noise_floor
-    verdict.check(floor is not None and floor < found, f"patches that change nothing change {floor or 0:.2g}")
+    verdict.check(floor is not None and floor < found, f"noise floor, from patches of a prompt with its own rows: {floor or 0:.2g}")
 
 
 def _ask_the_ranks(client: Client, console: Console, verdict: Verdict) -> None:
@@ -344,13 +342,13 @@ def _farewell(console: Console, settings: Settings, job: str, seconds: float) ->
     _line(console, f"captures: {_short(settings.capture_root)}\n")
     _line(console, "Try next:")
     tries = (
-        (f"{command} capture show {folder} --values {LAYER}", "the rows of the first prompt as numbers"),
-        (f"{command} up", "the stack, until Ctrl-C; then, in another terminal:"),
-        (f'{command} submit "The sky is" --layers all --positions all_prompt', "your own prompt's activations"),
+        (f"{command} capture show {folder} --values {LAYER}", "print the rows of the first prompt"),
+        (f"{command} up", "run the stack until Ctrl-C; then, in another terminal:"),
+        (f'{command} submit "The sky is" --layers all --positions all_prompt', "capture the activations of your own prompt"),
         (
             f'{command} sweep --clean "{CLEAN}" --corrupt "{CORRUPT}" --answer "{ANSWER}" --foil "{FOIL}" '
             "--hooks attn_out,mlp_out --heatmap sweep.png",
-            "which layer's attention carries it to the last token?",
+            "find the layers whose attention moves it to the last token",
         ),
     )
     for line, why in tries:

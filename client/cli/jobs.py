@@ -22,7 +22,7 @@ from . import options
 out = Console(soft_wrap=False, highlight=False)
 err = Console(stderr=True, soft_wrap=True, highlight=False)
 
-Url = Annotated[str | None, typer.Option(help="Where the API is; default: the stack that runs on the data directory.")]
+Url = Annotated[str | None, typer.Option(help="URL of the API; default: the stack running on the data directory.")]
 JobId = Annotated[str, typer.Argument(metavar="JOB", help="A job's id.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -33,7 +33,7 @@ CAPTURE: dict[str, Any] = {"rich_help_panel": "Capture"}
 #: Between two looks at a job while a progress bar is shown.
 LOOK_S = 0.25
 
-job_app = typer.Typer(no_args_is_help=True, help="Look at jobs, wait for them, cancel them.")
+job_app = typer.Typer(no_args_is_help=True, help="List, inspect, await and cancel jobs.")
 
 
 def register(app: typer.Typer) -> None:
@@ -49,50 +49,50 @@ def connect(given: str | None) -> Client:
 @options.with_handling
 def submit(
     prompts: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT]...", help="One or more prompts.")] = None,
-    file: Annotated[Path | None, typer.Option(help="More prompts: one a line, or a JSON list of texts.")] = None,
+    file: Annotated[Path | None, typer.Option(help="File with more prompts: one per line, or a JSON list of texts.")] = None,
     body: Annotated[Path | None, typer.Option(help="A whole JobRequest as JSON instead of all options.")] = None,
     model: Annotated[str | None, typer.Option(help="Default: the first model served.")] = None,
     layers: Annotated[str | None, typer.Option(help="Capture these layers: all, 3, 0-5, or 0-5,9,-1.", **CAPTURE)] = None,
     hooks: Annotated[
         str | None,
         typer.Option(
-            metavar=options.HOOKS_FORM, help="At these hooks, each at its own layers or at --layers; if left out: post_block.", **CAPTURE
+            metavar=options.HOOKS_FORM, help="At these hooks, each with its own layers or with --layers; default: post_block.", **CAPTURE
         ),
     ] = None,
     positions: Annotated[
         str | None,
         typer.Option(
-            help="Capture these: last_prompt (if left out), all_prompt, all_generated, all, 0,5,-1, or 5:9, or from 5: on.", **CAPTURE
+            help="Capture these: last_prompt (default), all_prompt, all_generated, all, 0,5,-1, or 5:9, or from 5: on.", **CAPTURE
         ),
     ] = None,
     span: Annotated[
         list[str] | None,
-        typer.Option(metavar="TEXT[#N]", help="The tokens of this part of the prompt; N: 0 the first time it occurs, or all.", **CAPTURE),
+        typer.Option(metavar="TEXT[#N]", help="The tokens of this part of the prompt; N: which occurrence, from 0, or all.", **CAPTURE),
     ] = None,
     every_n: Annotated[int | None, typer.Option(help="Only every n-th generated token.", **CAPTURE)] = None,
-    at: Annotated[str | None, typer.Option(help="before (if left out) or after the steering of the same site.", **CAPTURE)] = None,
+    at: Annotated[str | None, typer.Option(help="before (default) or after steering at the same site.", **CAPTURE)] = None,
     dtype: Annotated[str | None, typer.Option(help=f"model (if left out), {options.one_of(get_args(RowDType)[1:])}.", **CAPTURE)] = None,
-    layout: Annotated[str | None, typer.Option(help="auto (if left out), packed, per_file or segment.", **CAPTURE)] = None,
-    consumer: Annotated[list[str] | None, typer.Option(help="Who gets the rows: filesystem (if left out), memory, …", **CAPTURE)] = None,
-    tag: Annotated[str | None, typer.Option(help="Folder name of the capture; if left out: default.", **CAPTURE)] = None,
-    run: Annotated[str | None, typer.Option(help="Keep the rows as a source run of this name, for --patch.", **CAPTURE)] = None,
+    layout: Annotated[str | None, typer.Option(help="auto (default), packed, per_file or segment.", **CAPTURE)] = None,
+    consumer: Annotated[list[str] | None, typer.Option(help="Consumers of the rows: filesystem (default), memory, …", **CAPTURE)] = None,
+    tag: Annotated[str | None, typer.Option(help="Folder name of the capture; default: default.", **CAPTURE)] = None,
+    run: Annotated[str | None, typer.Option(help="Keep the rows as a source run with this name, for --patch.", **CAPTURE)] = None,
     steer: Annotated[
         list[str] | None,
-        typer.Option(metavar=options.STEER, help="Add a vector, or do what op=… says, or what has a name; repeat as needed."),
+        typer.Option(metavar=options.STEER, help="Add a vector, apply op=…, or use a named module; repeatable."),
     ] = None,
     patch: Annotated[
         list[str] | None,
-        typer.Option(metavar=options.PATCH, help="Put rows of a run, a vector or zeros in place of rows; repeat as needed."),
+        typer.Option(metavar=options.PATCH, help="Replace rows by rows of a run, a vector or zeros; repeatable."),
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate per prompt.")] = DEFAULTS.max_tokens,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = DEFAULTS.temperature,
     *,
     handling: dict[str, Any],  # the options of `with_handling`
-    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait for the result, or print the id and go.")] = True,
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait for the result, or print the id and exit.")] = True,
     json_: AsJson = False,
     url: Url = None,
 ) -> None:
-    """Submit a job; by default wait for it and show what came out."""
+    """Submit a job; by default, wait for it and show the result."""
     with connect(url) as client:
         if body is not None:
             request = read_request(body)
@@ -123,7 +123,7 @@ def submit(
 
 @job_app.command("show")
 def job_show(job_id: JobId, json_: AsJson = False, url: Url = None) -> None:
-    """One job, and its outputs and receipts once it is over."""
+    """Show a job, with outputs and receipts once it has ended."""
     with connect(url) as client:
         view = client.job(job_id)
         if json_:
@@ -138,11 +138,11 @@ def job_show(job_id: JobId, json_: AsJson = False, url: Url = None) -> None:
 def job_list(
     state: Annotated[State | None, typer.Option(help="Only jobs in this state.")] = None,
     model: Annotated[str | None, typer.Option(help="Only jobs of this model.")] = None,
-    limit: Annotated[int, typer.Option(help="How many.")] = 20,
+    limit: Annotated[int, typer.Option(help="Number of jobs.")] = 20,
     json_: AsJson = False,
     url: Url = None,
 ) -> None:
-    """The newest jobs."""
+    """List the newest jobs."""
     with connect(url) as client:
         page = client.jobs(state=state.value if state else None, model=model, limit=limit)
     if json_:
@@ -156,25 +156,25 @@ def job_list(
 @job_app.command("wait")
 def job_wait(
     job_id: JobId,
-    timeout: Annotated[float | None, typer.Option(help="Seconds; default: as long as it takes.")] = None,
+    timeout: Annotated[float | None, typer.Option(help="Seconds; default: no limit.")] = None,
     json_: AsJson = False,
     url: Url = None,
 ) -> None:
-    """Wait until a job is over; the exit code says whether it succeeded."""
+    """Wait until a job ends; exits non-zero unless it succeeded."""
     with connect(url) as client:
         report_end(client, client.wait(job_id, timeout), json_)
 
 
 @job_app.command("result")
 def job_result(job_id: JobId, url: Url = None) -> None:
-    """A job's result as JSON."""
+    """Print a job's result as JSON."""
     with connect(url) as client:
         print(to_json(client.result(job_id)).decode())
 
 
 @job_app.command("cancel")
 def job_cancel(job_id: JobId, url: Url = None) -> None:
-    """Ask for a job's cancellation."""
+    """Cancel a job."""
     with connect(url) as client:
         out.print(f"{job_id} {jobs.coloured(client.cancel(job_id).state)}")
 
@@ -182,11 +182,11 @@ def job_cancel(job_id: JobId, url: Url = None) -> None:
 @job_app.command("events")
 def job_events(
     job_id: JobId,
-    after: Annotated[str, typer.Option(help="Resume behind this event id.")] = "",
+    after: Annotated[str, typer.Option(help="Resume after this event id.")] = "",
     json_: AsJson = False,
     url: Url = None,
 ) -> None:
-    """Follow a job's events until it is over."""
+    """Stream a job's events until it ends."""
     with connect(url) as client:
         for event in client.events(job_id, after):
             if json_:
@@ -237,20 +237,20 @@ def print_result(result: JobResult) -> None:
         returned = sum(len(report.rows) for report in captures.consumers)
         there = f"{jobs.count(len(captures.files), 'file')}, {jobs.count(captures.rows, 'row')}, {jobs.size(captures.bytes)}"
         if returned:
-            there = (f"{there}; " if captures.files else "") + f"{jobs.size(returned)} in the answer"
+            there = (f"{there}; " if captures.files else "") + f"{jobs.size(returned)} in the response"
         out.print(f"captures {jobs.coloured(captures.status)}: {there}")
         if captures.detail:
             out.print(captures.detail, style="dim", markup=False, soft_wrap=True)
         if returned:
             out.print(jobs.capture(returned_rows(captures)))
     if captures.files:
-        out.print(f"look at them: midstream capture show {result.id}", style="bold", markup=False, soft_wrap=True)
+        out.print(f"to inspect them: midstream capture show {result.id}", style="bold", markup=False, soft_wrap=True)
 
 
 def only_model(client: Client) -> str:
     served = client.models()
     if not served:
-        raise MidstreamError("unavailable", "no model is served yet")
+        raise MidstreamError("unavailable", "no model is served")
     return served[0]
 
 

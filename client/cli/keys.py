@@ -25,12 +25,14 @@ from .jobs import AsJson, Url, connect, err, out
 
 RedisUrl = Annotated[
     str | None,
-    typer.Option(help="Straight into this Redis, without an API: for the first key. `-`: that of the settings.", show_default=False),
+    typer.Option(
+        help="Write directly to this Redis, without the API: for the first key. `-`: the Redis of the settings.", show_default=False
+    ),
 ]
-TenantOption = Annotated[str | None, typer.Argument(metavar="[NAME]", help="A tenant; if left out: the key's own.")]
+TenantOption = Annotated[str | None, typer.Argument(metavar="[NAME]", help="A tenant; default: the key's own.")]
 
-keys_app = typer.Typer(no_args_is_help=True, help="API keys: who may call.")
-tenants_app = typer.Typer(no_args_is_help=True, help="Tenants: how much they may use, and do.")
+keys_app = typer.Typer(no_args_is_help=True, help="Manage API keys.")
+tenants_app = typer.Typer(no_args_is_help=True, help="Manage tenants: limits and usage.")
 
 
 def register(app: typer.Typer) -> None:
@@ -44,17 +46,15 @@ def register(app: typer.Typer) -> None:
 
 @keys_app.command("create")
 def keys_create(
-    name: Annotated[str, typer.Argument(help="Whose it is, or what for.")],
-    tenant: Annotated[str, typer.Option(help="To whom belongs what is made with it.")] = DEFAULT_TENANT,
-    scope: Annotated[
-        list[str] | None, typer.Option(help=f"What it may do: {', '.join(SCOPES)}; repeat as needed. If left out: submit and read.")
-    ] = None,
-    expires_in: Annotated[str | None, typer.Option(metavar="TIME", help="Such as 90d, 12h or 600 (seconds); if left out: never.")] = None,
+    name: Annotated[str, typer.Argument(help="A label: its owner or purpose.")],
+    tenant: Annotated[str, typer.Option(help="Tenant that owns everything created with it.")] = DEFAULT_TENANT,
+    scope: Annotated[list[str] | None, typer.Option(help=f"Scopes: {', '.join(SCOPES)}; repeatable. Default: submit and read.")] = None,
+    expires_in: Annotated[str | None, typer.Option(metavar="TIME", help="Such as 90d, 12h or 600 (seconds); default: never.")] = None,
     redis_url: RedisUrl = None,
     json_: AsJson = False,
     url: Url = None,
 ) -> None:
-    """A new key. It is printed once, here; what is stored cannot be turned into it again."""
+    """Create a key. It is printed only here; the service stores a hash of its secret."""
     request = key_request(name, tenant, scope or ["submit", "read"], seconds(expires_in, "--expires-in"))
     if redis_url is None:
         with connect(url) as client:
@@ -80,8 +80,8 @@ async def _create(redis_url: str, request: KeyRequest) -> CreatedKey:
     elif not settings.redis_url:
         settings = msgspec.structs.replace(settings, redis_url=own_redis_url(Path(settings.data_dir).expanduser().resolve()))
     if not settings.redis_url:
-        allowed = "redis://host:port/0, MIDSTREAM_REDIS_URL, or MIDSTREAM_DATA_DIR of a `midstream up` that runs"
-        raise invalid("--redis-url", "the settings name no Redis", allowed=allowed)
+        allowed = "redis://host:port/0, MIDSTREAM_REDIS_URL, or MIDSTREAM_DATA_DIR of a running `midstream up`"
+        raise invalid("--redis-url", "no Redis configured", allowed=allowed)
     ledger = Ledger.connect(settings)
     try:
         return await Keys(ledger).create(request)
@@ -91,7 +91,7 @@ async def _create(redis_url: str, request: KeyRequest) -> CreatedKey:
 
 @keys_app.command("generate")
 def keys_generate() -> None:
-    """Print a key that nobody knows yet, for the setting admin_key (MIDSTREAM_ADMIN_KEY, or a file: MIDSTREAM_ADMIN_KEY_FILE)."""
+    """Print a new random key for the setting admin_key (MIDSTREAM_ADMIN_KEY, or a file: MIDSTREAM_ADMIN_KEY_FILE)."""
     from ...broker.ledger.keys import new_key
 
     print(new_key())
@@ -99,7 +99,7 @@ def keys_generate() -> None:
 
 @keys_app.command("list")
 def keys_list(json_: AsJson = False, url: Url = None) -> None:
-    """All keys, of every tenant."""
+    """List the keys of all tenants."""
     with connect(url) as client:
         found = client.api_keys()
     if json_:
@@ -112,10 +112,10 @@ def keys_list(json_: AsJson = False, url: Url = None) -> None:
 
 @keys_app.command("revoke")
 def keys_revoke(
-    ids: Annotated[list[str], typer.Argument(metavar="ID...", help="What stands between ms_ and the secret.")],
+    ids: Annotated[list[str], typer.Argument(metavar="ID...", help="The key's id: the part between ms_ and the secret.")],
     url: Url = None,
 ) -> None:
-    """Keys are refused from now on: everywhere within five seconds."""
+    """Revoke keys: they are rejected everywhere within five seconds."""
     with connect(url) as client:
         for key_id in ids:
             client.revoke_key(key_id)
@@ -126,7 +126,7 @@ def _keys(found: Sequence[KeyView]) -> Table:
     """Each key with its tenant below its name."""
     made = jobs.table("keys", "id", "name, tenant", "scopes", "created", "expires")
     for key in found:
-        expires = "never" if key.expires is None else _day(key.expires) if key.expires > time.time() else "[red]has expired[/]"
+        expires = "never" if key.expires is None else _day(key.expires) if key.expires > time.time() else "[red]expired[/]"
         made.add_row(key.id, f"{escape(key.name)}\n{key.tenant}", " ".join(key.scopes), _day(key.created), expires)
     return made
 
@@ -144,20 +144,20 @@ def _time(at: float) -> str:
 
 @tenants_app.command("set")
 def tenants_set(
-    name: Annotated[str, typer.Argument(help="The tenant.")],
+    name: Annotated[str, typer.Argument(help="The tenant's name.")],
     requests_per_minute: Annotated[int | None, typer.Option(help="Submissions per minute.")] = None,
     tokens_per_minute: Annotated[int | None, typer.Option(help="Prompt tokens and max_tokens per minute.")] = None,
-    jobs_in_flight: Annotated[int | None, typer.Option(help="Jobs that are not over.")] = None,
+    jobs_in_flight: Annotated[int | None, typer.Option(help="Jobs that have not ended.")] = None,
     capture_mib: Annotated[int | None, typer.Option(help="Capture files, in MiB.")] = None,
-    sweep_cells: Annotated[int | None, typer.Option(help="Cells of sweeps that are not over.")] = None,
+    sweep_cells: Annotated[int | None, typer.Option(help="Cells of sweeps that have not ended.")] = None,
     modules: Annotated[int | None, typer.Option(help="Named steering modules.")] = None,
     module_mib: Annotated[int | None, typer.Option(help="Named steering modules, in MiB.")] = None,
-    weight: Annotated[int, typer.Option(help="Share of the engine beside other tenants.")] = 1,
-    highest_priority: Annotated[str, typer.Option(help="high, normal or low: what asks for more gets this.")] = "high",
+    weight: Annotated[int, typer.Option(help="Weight of the tenant's share of the engine.")] = 1,
+    highest_priority: Annotated[str, typer.Option(help="high, normal or low: the highest priority its jobs may have.")] = "high",
     json_: AsJson = False,
     url: Url = None,
 ) -> None:
-    """A tenant's limits, all of them: what is left out is as the service's settings say. 0 is no limit."""
+    """Set all limits of a tenant; omitted ones follow the service's settings. 0: no limit."""
     given = {
         "requests_per_minute": requests_per_minute, "tokens_per_minute": tokens_per_minute, "jobs_in_flight": jobs_in_flight,
         "capture_mib": capture_mib, "sweep_cells": sweep_cells, "modules": modules, "module_mib": module_mib,
@@ -169,18 +169,18 @@ def tenants_set(
 
 @tenants_app.command("show")
 def tenants_show(name: TenantOption = None, json_: AsJson = False, url: Url = None) -> None:
-    """Its limits as they hold, and what it uses now."""
+    """Show a tenant's limits and current usage."""
     with connect(url) as client:
         if name is not None and name not in (known := [view.name for view in client.tenants()]):
             meant = suggestion(name, known)
-            detail = f"there is no tenant {name!r}: none has a key or limits of its own by this name" + (f"; {meant}" if meant else "")
+            detail = f"unknown tenant {name!r}: it has neither keys nor limits of its own" + (f"; {meant}" if meant else "")
             raise MidstreamError("not_found", detail, allowed=", ".join(known) or None)
         _show([client.tenant(name)], json_)
 
 
 @tenants_app.command("list")
 def tenants_list(json_: AsJson = False, url: Url = None) -> None:
-    """Every tenant with a key or limits of its own."""
+    """List the tenants that have keys or limits of their own."""
     with connect(url) as client:
         found = client.tenants()
     if json_:
@@ -197,7 +197,7 @@ def _show(found: Sequence[TenantView], as_json: bool) -> None:
         return
     for view in found:
         usage, limits = view.usage, view.limits
-        out.print(f"tenant {view.name}: used / allowed", style="bold", markup=False)
+        out.print(f"tenant {view.name}: used / limit", style="bold", markup=False)
         out.print(
             jobs.facts(
                 ("jobs in flight", _of(usage.jobs_in_flight, limits.jobs_in_flight)),

@@ -33,7 +33,7 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def root(
-    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print this version.")] = False,
+    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")] = False,
 ) -> None:
     """Activation steering, capture and patching on stock vLLM, as a job service."""
 
@@ -41,17 +41,17 @@ def root(
 @app.command()
 def up(
     model: Annotated[str | None, typer.Option(help="Checkpoint folder or hub name; default: the demo model.")] = None,
-    data_dir: Annotated[Path | None, typer.Option(help="Where Redis, captures and logs live.")] = None,
-    port: Annotated[int | None, typer.Option(help="The API's port; 0: a free one.")] = None,
-    flower_port: Annotated[int | None, typer.Option(help="Flower's port; 0: a free one.")] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Folder for Redis data, captures and logs.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port of the API; 0: any free port.")] = None,
+    flower_port: Annotated[int | None, typer.Option(help="Port of Flower; 0: any free port.")] = None,
     global_capture: Annotated[
         str | None, typer.Option(metavar=HOOKS_FORM, help="Capture this of every request, such as post_block:all;pre_attn:0-17.")
     ] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Any other setting; repeat as needed.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Any other setting; repeatable.")] = None,
 ) -> None:
     """Run the whole stack on this machine until Ctrl-C.
 
-    Settings come from the file named by MIDSTREAM_CONFIG, MIDSTREAM_* in the environment, and these options, the last one wins.
+    Settings come from the file named by MIDSTREAM_CONFIG, MIDSTREAM_* in the environment, and these options; later sources override earlier ones.
     """
     need("up", "`midstream up`")
     from ..stack.supervisor import Supervisor
@@ -68,9 +68,9 @@ def up(
 @app.command()
 def demo(
     keep: Annotated[Path | None, typer.Option(help="Keep data and captures in this folder.")] = None,
-    url: Annotated[str | None, typer.Option(help="On a stack that runs and serves the demo model, instead of one of its own.")] = None,
+    url: Annotated[str | None, typer.Option(help="Use this running stack, which serves the demo model, instead of starting one.")] = None,
 ) -> None:
-    """Start everything, capture, steer and patch a real model, check what came, stop. Non-zero if anything fell short."""
+    """Start everything, capture, steer and patch a real model, check the results, stop. Exits non-zero if a check fails."""
     need("demo" if url is None else "client", "`midstream demo`")
     from .demo import run_demo, run_demo_at
 
@@ -79,9 +79,9 @@ def demo(
 
 @model_app.command("fetch")
 def model_fetch(
-    verify: Annotated[bool, typer.Option("--verify", help="Recompute the checksums of what is in the cache.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Recompute the checksums of the cached files.")] = False,
 ) -> None:
-    """Get the demo model, SmolLM2-135M-Instruct, into the cache folder; prints where it is."""
+    """Download the demo model, SmolLM2-135M-Instruct, to the cache folder and print its path."""
     from ...workers.demo_model import fetch_demo_model
 
     folder = fetch_demo_model(say=lambda line: err.print(line, style="dim"), verify=verify)
@@ -90,7 +90,7 @@ def model_fetch(
 
 @model_app.command("list")
 def model_list(json_: AsJson = False, url: Url = None) -> None:
-    """The models that are served."""
+    """List the served models."""
     with connect(url) as client:
         served = client.models()
     print(to_json(served).decode() if json_ else "\n".join(served) or "no models")
@@ -98,7 +98,7 @@ def model_list(json_: AsJson = False, url: Url = None) -> None:
 
 @app.command()
 def version(url: Url = None) -> None:
-    """This version, and the server's if one answers."""
+    """Print this version, and the server's if one answers."""
     import httpx
 
     from ..sdk.wire import VERSION_HEADER
@@ -107,7 +107,7 @@ def version(url: Url = None) -> None:
     address = discovery.find_url(url, sure=False)
     try:
         found = httpx.get(f"{address}/healthz", timeout=3.0).headers.get(VERSION_HEADER)
-        print(f"server {found} at {address}" if found else f"what answers at {address} is not Midstream")
+        print(f"server {found} at {address}" if found else f"the server at {address} is not Midstream")
     except httpx.TransportError:
         print(f"no server at {address}")
 

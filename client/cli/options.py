@@ -69,7 +69,7 @@ def parse_capture(**options: Any) -> dict[str, Any] | None:
     if not any(field in given for field in _ASKING):
         for option, field in CAPTURE_OPTIONS.items():
             if field in given:
-                raise invalid(option, "captures nothing without --layers or --hooks", allowed="such as --layers all")
+                raise invalid(option, "requires --layers or --hooks", allowed="such as --layers all")
         return None
     if "layers" in given:
         given["layers"] = parse_layers(given["layers"])
@@ -98,7 +98,7 @@ def sweep_sites(hooks: str | None, layers: str | None) -> dict[str, Any]:
     read = read_hooks(hooks, chosen)
     if any(own != next(iter(read.values())) for own in read.values()):
         raise invalid(
-            "--hooks", "a sweep has the same layers at every hook", allowed="hooks alone, such as resid_pre,mlp_out, and --layers"
+            "--hooks", "a sweep uses the same layers at every hook", allowed="hooks without layers, such as resid_pre,mlp_out, and --layers"
         )
     return {"hooks": list(read), "layers": next(iter(read.values()))}
 
@@ -170,9 +170,9 @@ def parse_steer(text: str) -> dict[str, Any]:
     named = [part for part in parts if "=" in part]
     placed = [part for part in parts if "=" not in part]
     if not is_module and (not placed or not placed[0]):
-        raise _unreadable(text, "names no layers")
+        raise _unreadable(text, "layers are missing")
     if len(placed) > len(places) or parts[: len(placed)] != placed or source == "@":
-        raise _unreadable(text, "cannot be read")
+        raise _unreadable(text, "is not valid")
     given = dict(zip(places, placed, strict=False)) | dict(part.split("=", 1) for part in named)
     entry: dict[str, Any] = {"module": source[1:]} if is_module else {"layers": parse_layers(given.pop("layers"))}
     if hook is not None:
@@ -186,7 +186,7 @@ def parse_steer(text: str) -> dict[str, Any]:
             try:
                 entry[name] = STEER_NAMES[name](value)
             except (ValueError, KeyError) as error:
-                raise _unreadable(text, f"{name} cannot be {value!r}") from error
+                raise _unreadable(text, f"invalid {name} {value!r}") from error
     return entry if is_module else entry | _tensors(source, text)
 
 
@@ -240,7 +240,7 @@ def parse_patch(text: str) -> dict[str, Any]:
     """
     match = _PATCH.fullmatch(text)
     if match is None:
-        raise _no_patch(text, "cannot be read")
+        raise _no_patch(text, "is not valid")
     name, *parts = _parts(match["source"])
     entry: dict[str, Any] = {"layers": parse_layers(match["layers"]), "positions": _written(match)}
     if match["hook"]:
@@ -255,7 +255,7 @@ def parse_patch(text: str) -> dict[str, Any]:
         elif equals and key in names:
             (entry if key in PATCH_NAMES else source)[key] = _read(text, key, value, names[key])
         else:
-            raise _no_patch(text, f"there is no {part!r} there: use {', '.join(names)}")
+            raise _no_patch(text, f"unknown part {part!r}: use {', '.join(names)}")
     return {**entry, "source": source}
 
 
@@ -285,7 +285,7 @@ def _read(text: str, name: str, value: str, read: Callable[[str], Any]) -> Any:
     try:
         return read(value)
     except ValueError as error:
-        raise _no_patch(text, f"{name} cannot be {value!r}") from error
+        raise _no_patch(text, f"invalid {name} {value!r}") from error
 
 
 def _no_patch(text: str, why: str) -> MidstreamError:
@@ -304,7 +304,7 @@ def read_prompts(path: Path) -> list[str]:
     if text.lstrip().startswith("["):
         found = json.loads(text)
         if not all(isinstance(entry, str) for entry in found):
-            raise invalid("file", f"{path}: a JSON file of prompts is a list of texts")
+            raise invalid("file", f"{path}: a JSON file of prompts must be a list of texts")
         return list(found)
     return [line for line in text.splitlines() if line.strip()]
 

@@ -30,12 +30,12 @@ def register(app: typer.Typer) -> None:
 
 
 def top(
-    once: Annotated[bool, typer.Option("--once", help="Print it once and end.")] = False,
-    interval: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.2)] = INTERVAL_S,
+    once: Annotated[bool, typer.Option("--once", help="Print once and exit.")] = False,
+    interval: Annotated[float, typer.Option(help="Seconds between updates.", min=0.2)] = INTERVAL_S,
     json_: AsJson = False,
     url: Url = None,
 ) -> None:
-    """What goes on: queues, workers, relay, webhooks, Redis. Ends with Ctrl-C."""
+    """Show live status: queues, workers, relay, webhooks, Redis. Stop with Ctrl-C."""
     with connect(url) as client:
         if once or json_:
             status = client.status()
@@ -61,16 +61,16 @@ def _look(ask: Callable[[], Status], url: str, before: Status) -> tuple[Status, 
         status = ask()
     except MidstreamError as error:
         seen = time.strftime("%H:%M:%S", time.localtime(before.at))
-        return before, Text.assemble((f"{error}\n", "bold red"), f"what was seen last is from {seen}")
+        return before, Text.assemble((f"{error}\n", "bold red"), f"last update at {seen}")
     return status, show_status.status(status, url, before)
 
 
 def doctor(
-    data_dir: Annotated[Path | None, typer.Option(help="Of a `midstream up`; default: the settings'.")] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Data directory of a `midstream up`; default: from the settings.")] = None,
     json_: AsJson = False,
     url: Url = None,
 ) -> None:
-    """Check Redis, clocks, disk, versions, workers, relay, webhooks and keys; say what to do. Exit code 1 when something fails."""
+    """Check Redis, clocks, disk, versions, workers, relay, webhooks and keys, with advice. Exit code 1 if a check fails."""
     from ..stack.supervisor import own_redis_url
 
     settings = load_settings(data_dir=str(data_dir) if data_dir else None)
@@ -86,5 +86,5 @@ def doctor(
     if json_:
         print(to_json([finding._asdict() for finding in found]).decode())
     else:
-        out.print(f"{counts['ok']} ok, {counts['warn']} to look at, {counts['fail']} to mend")
+        out.print(f"{counts['ok']} ok, {counts['warn']} warnings, {counts['fail']} failures")
     raise typer.Exit(1 if counts["fail"] else 0)

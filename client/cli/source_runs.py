@@ -8,10 +8,10 @@ from ...schemas.base import to_json
 from ..render import jobs
 from .jobs import AsJson, Url, connect, out
 
-Name = Annotated[str, typer.Argument(metavar="RUN", help="A run's name, or the id of a job that captured.")]
-Model = Annotated[str | None, typer.Option(help="Of which model; needed only where several are served.")]
+Name = Annotated[str, typer.Argument(metavar="RUN", help="A run's name, or the id of a job with capture files.")]
+Model = Annotated[str | None, typer.Option(help="Its model; required only if several are served.")]
 
-runs_app = typer.Typer(no_args_is_help=True, help="Look at source runs, whose rows others are patched with.")
+runs_app = typer.Typer(no_args_is_help=True, help="List, inspect and delete source runs: rows for patching.")
 
 
 def register(app: typer.Typer) -> None:
@@ -21,12 +21,12 @@ def register(app: typer.Typer) -> None:
 
 @runs_app.command("list")
 def runs_list(
-    limit: Annotated[int, typer.Option(help="How many.")] = 20,
+    limit: Annotated[int, typer.Option(help="Number of runs.")] = 20,
     model: Model = None,
     json_: AsJson = False,
     url: Url = None,
 ) -> None:
-    """The newest runs that have a name."""
+    """List the newest named runs."""
     with connect(url) as client:
         page = client.source_runs(model, limit=limit)
     if json_:
@@ -39,7 +39,7 @@ def runs_list(
 
 @runs_app.command("show")
 def runs_show(name: Name, model: Model = None, json_: AsJson = False, url: Url = None) -> None:
-    """Is it ready, and which layers and positions has it of each prompt?"""
+    """Show a run: its state, and layers and positions of each prompt."""
     with connect(url) as client:
         view = client.source_run(name, model)
     if json_:
@@ -52,7 +52,7 @@ def runs_show(name: Name, model: Model = None, json_: AsJson = False, url: Url =
 
 @runs_app.command("delete")
 def runs_delete(
-    names: Annotated[list[str], typer.Argument(metavar="RUN...", help="The runs that are to go, with their captures.")],
+    names: Annotated[list[str], typer.Argument(metavar="RUN...", help="Names of the runs.")],
     model: Model = None,
     url: Url = None,
 ) -> None:

@@ -22,7 +22,7 @@ from ..sdk import discovery
 from ..stack.processes import birth, end_leftover, wait_for
 from .jobs import AsJson, out
 
-DataDir = Annotated[Path | None, typer.Option(help="Of the `midstream up`; default: the settings'.")]
+DataDir = Annotated[Path | None, typer.Option(help="Data directory of the `midstream up`; default: from the settings.")]
 
 #: Exit codes of `status`, as of service managers: everything runs, some part does not, nothing does.
 ALL_RUN, PART_RUNS, NOTHING_RUNS = 0, 1, 3
@@ -46,7 +46,7 @@ def _folder(given: Path | None) -> Path:
 
 
 def status(data_dir: DataDir = None, json_: AsJson = False) -> None:
-    """Processes, ports and disk usage of this machine's stack. Exit code 0 when all runs, 1 when a part does not, 3 when nothing does."""
+    """Show processes, ports and disk usage of this machine's stack. Exit code 0: all running, 1: a part is down, 3: not running."""
     data = _folder(data_dir)
     stack = discovery.running(data)
     known = stack.processes if stack else discovery.processes_of(discovery.written(data))
@@ -54,10 +54,10 @@ def status(data_dir: DataDir = None, json_: AsJson = False) -> None:
     if json_:
         print(to_json(_facts(data, stack, known, alive)).decode())
     elif stack is None:
-        out.print(f"nothing runs on {data}", markup=False, soft_wrap=True)
+        out.print(f"no stack is running on {data}", markup=False, soft_wrap=True)
         if alive:
             left = ", ".join(f"{name} (pid {pid})" for name, pid in alive.items())
-            out.print(f"left behind by a `midstream up` that was killed: {left}; `midstream down` ends them", markup=False, soft_wrap=True)
+            out.print(f"left over from a killed `midstream up`: {left}; `midstream down` stops them", markup=False, soft_wrap=True)
         elif data.is_dir():
             out.print(_disk_line(data), markup=False, soft_wrap=True)
     else:
@@ -128,20 +128,20 @@ def _disk_line(data: Path) -> str:
 
 
 def logs(
-    names: Annotated[list[str] | None, typer.Argument(metavar="[PROCESS]...", help="Such as worker or api; if left out: all.")] = None,
-    lines: Annotated[int, typer.Option("-n", "--lines", help="Number of last lines of each.", min=0)] = 20,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Print new lines too, until Ctrl-C.")] = False,
+    names: Annotated[list[str] | None, typer.Argument(metavar="[PROCESS]...", help="Such as worker or api; default: all.")] = None,
+    lines: Annotated[int, typer.Option("-n", "--lines", help="Number of lines from the end of each log.", min=0)] = 20,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Keep printing new lines until Ctrl-C.")] = False,
     data_dir: DataDir = None,
 ) -> None:
-    """Logs of the stack's processes on this machine, also after it ended."""
+    """Show the logs of the stack's processes on this machine, also after it has stopped."""
     folder = _folder(data_dir) / "logs"
     files = {path.stem: path for path in sorted(folder.glob("*.log"))}
     if not files:
-        raise MidstreamError("not_found", f"there are no logs in {folder}")
+        raise MidstreamError("not_found", f"no logs in {folder}")
     for name in names or ():
         if name not in files:
             meant = suggestion(name, files)
-            raise MidstreamError("not_found", f"there is no log of {name!r}" + (f"; {meant}" if meant else ""), allowed=", ".join(files))
+            raise MidstreamError("not_found", f"no log of {name!r}" + (f"; {meant}" if meant else ""), allowed=", ".join(files))
     chosen = {name: files[name] for name in (names or files)}
     wide = max(map(len, chosen)) if len(chosen) > 1 else 0
     opened: dict[str, IO[str]] = {}
@@ -173,18 +173,18 @@ def _print_lines(name: str, wide: int, found: Iterable[str]) -> None:
 
 def down(
     now_: Annotated[
-        bool, typer.Option("--now", help="Kill what is left instead of waiting for jobs under way; they are done again.")
+        bool, typer.Option("--now", help="Kill the processes instead of waiting for running jobs, which restart later.")
     ] = False,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for the end.", min=0)] = 120.0,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for the stack to stop.", min=0)] = 120.0,
     data_dir: DataDir = None,
 ) -> None:
-    """Stop the stack that runs on this machine, in order, as Ctrl-C does at its terminal. Harmless when nothing runs."""
+    """Stop the stack running on this machine, as Ctrl-C in its terminal does. No effect if none is running."""
     data = _folder(data_dir)
     stack = discovery.running(data)
     if stack is None:
         left = [name for name, (pid, born) in discovery.processes_of(discovery.written(data)).items() if end_leftover(pid, born)]
-        ended = f"; ended what a `midstream up` that was killed had left: {', '.join(left)}" if left else ""
-        out.print(f"nothing runs on {data}{ended}", markup=False, soft_wrap=True)
+        ended = f"; stopped leftovers of a killed `midstream up`: {', '.join(left)}" if left else ""
+        out.print(f"no stack is running on {data}{ended}", markup=False, soft_wrap=True)
         return
     _signal(stack)
     if now_:
@@ -192,8 +192,8 @@ def down(
         _signal(stack)
     if not wait_for(lambda: instance_of(stack.pid) != stack.instance, timeout):
         detail = f"the stack on {data} (pid {stack.pid}) is still stopping after {timeout:.0f} s"
-        raise MidstreamError("conflict", detail, allowed="`midstream down --now` kills what is left, `midstream logs` shows it")
-    out.print(f"stopped what ran on {data}", markup=False, soft_wrap=True)
+        raise MidstreamError("conflict", detail, allowed="`midstream down --now` kills it, `midstream logs` shows its logs")
+    out.print(f"stopped the stack on {data}", markup=False, soft_wrap=True)
 
 
 def _signal(stack: discovery.Stack) -> None:

@@ -12,11 +12,11 @@ from . import options
 from .jobs import AsJson, Url, connect, out
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="A module's name.")]
-Model = Annotated[str | None, typer.Option(help="Of which model; needed only where several are served.")]
-Steer = Annotated[list[str], typer.Option(metavar=options.STEER, help="What to do to every request; repeat as needed.")]
+Model = Annotated[str | None, typer.Option(help="Its model; required only if several are served.")]
+Steer = Annotated[list[str], typer.Option(metavar=options.STEER, help="Steering for every request; repeatable.")]
 
-modules_app = typer.Typer(no_args_is_help=True, help="Name steering, for requests to use by its name.")
-global_app = typer.Typer(no_args_is_help=True, help="Steer every request of a model.")
+modules_app = typer.Typer(no_args_is_help=True, help="Manage named modules: steering that requests refer to by name.")
+global_app = typer.Typer(no_args_is_help=True, help="Manage global steering: steering of every request of a model.")
 
 
 def register(app: typer.Typer) -> None:
@@ -28,7 +28,7 @@ def register(app: typer.Typer) -> None:
 
 @modules_app.command("list")
 def modules_list(model: Model = None, json_: AsJson = False, url: Url = None) -> None:
-    """The names there are."""
+    """List the modules."""
     with connect(url) as client:
         found = client.modules(model)
     if json_:
@@ -43,12 +43,12 @@ def modules_list(model: Model = None, json_: AsJson = False, url: Url = None) ->
 def modules_register(
     name: Name,
     files: Annotated[list[str], typer.Argument(metavar="FILE...", help=f"A .safetensors file, or {options.STEER_FILE}.")],
-    description: Annotated[str, typer.Option(help="What it does, for people.")] = "",
+    description: Annotated[str, typer.Option(help="A description.")] = "",
     model: Model = None,
     json_: AsJson = False,
     url: Url = None,
 ) -> None:
-    """Give steering a name. A name that is taken gets the new content; requests under way keep the old one."""
+    """Register a module, or replace it; running requests keep the old content."""
     entries = options.parse_steering(files, "FILE")
     with connect(url) as client:
         _print_module(client.register_module(name, entries, model, description), json_)
@@ -56,14 +56,14 @@ def modules_register(
 
 @modules_app.command("show")
 def modules_show(name: Name, model: Model = None, json_: AsJson = False, url: Url = None) -> None:
-    """What a name points at."""
+    """Show a module."""
     with connect(url) as client:
         _print_module(client.module(name, model), json_)
 
 
 @modules_app.command("remove")
 def modules_remove(name: Name, model: Model = None, url: Url = None) -> None:
-    """Forget a name. Requests that were accepted with it keep what it was."""
+    """Remove a module. Requests accepted earlier keep its content."""
     with connect(url) as client:
         client.unregister_module(name, model)
     out.print(f"{name} removed", markup=False)
@@ -71,14 +71,14 @@ def modules_remove(name: Name, model: Model = None, url: Url = None) -> None:
 
 @global_app.command("show")
 def global_show(model: Model = None, json_: AsJson = False, url: Url = None) -> None:
-    """What every request is steered by, and whether every worker has it."""
+    """Show global steering, and whether every worker has applied it."""
     with connect(url) as client:
         _print_global(client.global_steering(model), json_)
 
 
 @global_app.command("set")
 def global_set(steer: Steer, model: Model = None, json_: AsJson = False, url: Url = None) -> None:
-    """Steer every request that begins from now on; non-zero, and nothing is changed, when a rank of a worker refuses."""
+    """Set global steering for new requests; exits non-zero, with nothing changed, if a rank rejects it."""
     entries = options.parse_steering(steer)
     with connect(url) as client:
         _print_global(client.set_global(entries, model), json_)
@@ -86,13 +86,13 @@ def global_set(steer: Steer, model: Model = None, json_: AsJson = False, url: Ur
 
 @global_app.command("clear")
 def global_clear(model: Model = None, json_: AsJson = False, url: Url = None) -> None:
-    """Steer nothing any more, from the next request on."""
+    """Clear global steering for new requests."""
     with connect(url) as client:
         _print_global(client.clear_global(model), json_)
 
 
 def dynamic(model: Model = None, json_: AsJson = False, url: Url = None) -> None:
-    """What each rank of each worker says of itself now: checksums, table, versions, queues. Non-zero when they do not agree."""
+    """Show each rank's checksums, table, versions and queues now. Exits non-zero if they disagree."""
     with connect(url) as client:
         found = client.dynamic(model)
     if json_:

@@ -30,54 +30,54 @@ def register(app: typer.Typer) -> None:
 
 @options.with_handling
 def sweep(
-    clean: Annotated[str | None, typer.Option(help="The prompt that is answered right.", **PAIR)] = None,
-    corrupt: Annotated[str | None, typer.Option(help="One that asks for something else.", **PAIR)] = None,
-    answer: Annotated[str | None, typer.Option(help="What is right after --clean; mind the space before a word.", **PAIR)] = None,
-    foil: Annotated[str | None, typer.Option(help="What is right after --corrupt.", **PAIR)] = None,
-    pairs: Annotated[Path | None, typer.Option(help="Several pairs: a JSON list of objects with these names.", **PAIR)] = None,
+    clean: Annotated[str | None, typer.Option(help="The prompt with the right answer.", **PAIR)] = None,
+    corrupt: Annotated[str | None, typer.Option(help="A prompt with a different answer.", **PAIR)] = None,
+    answer: Annotated[str | None, typer.Option(help="The answer to --clean, usually with a leading space.", **PAIR)] = None,
+    foil: Annotated[str | None, typer.Option(help="The answer to --corrupt, usually with a leading space.", **PAIR)] = None,
+    pairs: Annotated[Path | None, typer.Option(help="File with several pairs: a JSON list of objects with these fields.", **PAIR)] = None,
     body: Annotated[Path | None, typer.Option(help="A whole SweepRequest as JSON instead of all options.", **PAIR)] = None,
     model: Annotated[str | None, typer.Option(help="Default: the first model served.", **PAIR)] = None,
     hooks: Annotated[
-        str | None, typer.Option(metavar=options.HOOKS_FORM, help="Such as resid_pre,attn_out,mlp_out; if left out: post_block.", **CELLS)
+        str | None, typer.Option(metavar=options.HOOKS_FORM, help="Such as resid_pre,attn_out,mlp_out; default: post_block.", **CELLS)
     ] = None,
-    layers: Annotated[str | None, typer.Option(help="all (if left out), 3, 0-5, or 0-5,9,-1.", **CELLS)] = None,
+    layers: Annotated[str | None, typer.Option(help="all (default), 3, 0-5, or 0-5,9,-1.", **CELLS)] = None,
     positions: Annotated[
-        str | None, typer.Option(help="Of the patched prompt: all_prompt (if left out), 0,5,-1, or 5:9, or from 5: on.", **CELLS)
+        str | None, typer.Option(help="Of the patched prompt: all_prompt (default), 0,5,-1, or 5:9, or from 5: on.", **CELLS)
     ] = None,
     span: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=TEXT[|TEXT]", help="Tokens patched together: of both prompts, or of clean|corrupt; repeat.", **CELLS),
+        typer.Option(metavar="NAME=TEXT[|TEXT]", help="Tokens patched together: in both prompts, or clean|corrupt; repeatable.", **CELLS),
     ] = None,
-    window: Annotated[str | None, typer.Option(metavar="LAYERS[xPOSITIONS]", help="Patched together around a cell.", **CELLS)] = None,
+    window: Annotated[
+        str | None, typer.Option(metavar="LAYERS[xPOSITIONS]", help="Layers and positions patched together around a cell.", **CELLS)
+    ] = None,
     metric: Annotated[
-        str | None, typer.Option(help="recovered (if left out, but not of an ablation), logit_diff, logprob or kl.", **CELLS)
+        str | None, typer.Option(help="recovered (default, except with --ablation), logit_diff, logprob or kl.", **CELLS)
     ] = None,
-    direction: Annotated[
-        str | None, typer.Option(help="denoise: clean rows into corrupt (if left out); noise: the other way.", **CELLS)
-    ] = None,
+    direction: Annotated[str | None, typer.Option(help="denoise (default): clean rows into corrupt; noise: the reverse.", **CELLS)] = None,
     ablation: Annotated[str | None, typer.Option(help="zeros or mean, instead of rows of --corrupt.", **CELLS)] = None,
-    alignment: Annotated[str | None, typer.Option(help="auto (if left out), left or right.", **CELLS)] = None,
-    alpha: Annotated[float | None, typer.Option(help="How much of a row is replaced; if left out: 1.", **CELLS)] = None,
+    alignment: Annotated[str | None, typer.Option(help="auto (default), left or right.", **CELLS)] = None,
+    alpha: Annotated[float | None, typer.Option(help="Fraction of a row that is replaced; default: 1.", **CELLS)] = None,
     mask: Annotated[str | None, typer.Option(help="Replace only these dimensions of a row: 0-63,100.", **CELLS)] = None,
-    noise: Annotated[int | None, typer.Option(help="Patches that change nothing, to measure the noise; if left out: 8.", **CELLS)] = None,
+    noise: Annotated[int | None, typer.Option(help="Number of no-op patches that measure the noise floor; default: 8.", **CELLS)] = None,
     *,
     handling: dict[str, Any],  # the options of `with_handling`
-    heatmap: Annotated[Path | None, typer.Option(help="Draw it: out.png, out.pdf or out.svg (matplotlib).", **RESULT)] = None,
-    save: Annotated[Path | None, typer.Option(help="Keep it as JSON, for PatchStudy.load.", **RESULT)] = None,
-    pair: Annotated[int | None, typer.Option(help="Of several pairs show this one; if left out: their mean.", **RESULT)] = None,
-    top: Annotated[int, typer.Option(help="List so many of the strongest cells.", **RESULT)] = 5,
-    job: Annotated[str | None, typer.Option(help="Show this sweep (wait for it) instead of asking for one.", **RESULT)] = None,
-    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait for the result, or print the id and go.", **RESULT)] = True,
+    heatmap: Annotated[Path | None, typer.Option(help="Draw a heatmap: out.png, out.pdf or out.svg (matplotlib).", **RESULT)] = None,
+    save: Annotated[Path | None, typer.Option(help="Save as JSON, for PatchStudy.load.", **RESULT)] = None,
+    pair: Annotated[int | None, typer.Option(help="Show this pair; default: the mean of all.", **RESULT)] = None,
+    top: Annotated[int, typer.Option(help="Number of strongest cells to list.", **RESULT)] = 5,
+    job: Annotated[str | None, typer.Option(help="Show this sweep (waiting for it) instead of submitting one.", **RESULT)] = None,
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait for the result, or print the id and exit.", **RESULT)] = True,
     json_: AsJson = False,
     url: Url = None,
 ) -> None:
-    """Causal tracing: patch rows of one prompt into another, cell by cell, and see what brings the answer back."""
+    """Causal tracing: patch rows of one prompt into another, cell by cell, and measure how far each recovers the answer."""
     if job is not None and save is not None:
-        raise invalid("--save", "keeps what was asked, too: it goes with a sweep that is asked for here, not with --job")
+        raise invalid("--save", "also saves the request, so it is not valid with --job")
     if heatmap is not None:
         check(heatmap)
     if save is not None and not save.absolute().parent.is_dir():
-        raise invalid("--save", f"{save}: there is no such folder")
+        raise invalid("--save", f"{save}: no such folder")
     with connect(url) as client:
         request = None
         if job is None:
@@ -93,7 +93,7 @@ def sweep(
                 lambda: jobs.only_model(client),
             )  # fmt: skip
             if pair is not None and not 0 <= pair < len(request.pairs):
-                raise invalid("--pair", f"there is no pair {pair}", allowed=f"0 to {len(request.pairs) - 1}")
+                raise invalid("--pair", f"no pair {pair}", allowed=f"0 to {len(request.pairs) - 1}")
             view = client.submit_sweep(request)
             if not wait:
                 print(to_json(view).decode() if json_ else view.id)
@@ -129,13 +129,13 @@ def _request(
     own = {name: value for name, value in pair.items() if value is not None}
     if body is not None:
         if given or own or spans or pairs:
-            raise invalid("--body", "is the whole request: no other option of prompts or cells goes with it")
+            raise invalid("--body", "is the whole request: not valid with other options for prompts or cells")
         whole: SweepRequest = _read(body, SweepRequest, "--body")
         return whole
     if pairs is not None and own:
-        raise invalid(f"--{next(iter(own))}", "stands in the file that --pairs names")
+        raise invalid(f"--{next(iter(own))}", "is not valid with --pairs, whose file contains it")
     if pairs is None and "clean" not in own:
-        raise invalid("--clean", "is required, or --pairs, --body or --job")
+        raise invalid("--clean", "is required unless --pairs, --body or --job is given")
     asked: list[dict[str, Any]] = _read(pairs, list[dict[str, Any]], "--pairs") if pairs else [own]
     if spans:
         columns = [parse_span(text) for text in spans]
@@ -147,7 +147,7 @@ def parse_window(text: str) -> dict[str, int]:
     """`3`: layers; `3x2`: layers and positions. Raises MidstreamError naming `--window`."""
     parts = text.lower().split("x")
     if len(parts) > 2 or not all(part.isdecimal() for part in parts):
-        raise invalid("--window", f"{text!r} cannot be read", allowed="a number of layers, or LAYERSxPOSITIONS such as 3x1")
+        raise invalid("--window", f"{text!r} is not valid", allowed="a number of layers, or LAYERSxPOSITIONS such as 3x1")
     return dict(zip(("layers", "positions"), map(int, parts), strict=False))
 
 
@@ -159,7 +159,7 @@ def parse_span(text: str) -> dict[str, Any]:
     name, equals, places = text.partition("=")
     parts = places.split("|")
     if not (equals and name and all(parts)) or len(parts) > 2:
-        raise invalid("--span", f"{text!r} cannot be read", allowed="NAME=TEXT or NAME=TEXT|TEXT, such as subject=Paris|Rome")
+        raise invalid("--span", f"{text!r} is not valid", allowed="NAME=TEXT or NAME=TEXT|TEXT, such as subject=Paris|Rome")
     return {"name": name} | dict(zip(("clean", "corrupt"), map(_place, parts), strict=False))
 
 
@@ -175,4 +175,4 @@ def _read(path: Path, kind: Any, option: str) -> Any:
         detail, field = misfit(error)
         raise invalid(option, f"{path}: {field}: {detail}") from error
     except msgspec.DecodeError as error:
-        raise MidstreamError("invalid_request", f"{path} is no JSON: {error}", field=option) from error
+        raise MidstreamError("invalid_request", f"{path} is not JSON: {error}", field=option) from error

@@ -14,9 +14,9 @@ from ..durations import seconds
 from ..render import jobs
 from .jobs import AsJson, Url, connect, err, out
 
-Tenant = Annotated[str | None, typer.Option(help="Of this tenant; for admins.")]
+Tenant = Annotated[str | None, typer.Option(help="This tenant's; requires scope admin.")]
 
-webhooks_app = typer.Typer(no_args_is_help=True, help="Webhooks: what was sent, again, and with which secret.")
+webhooks_app = typer.Typer(no_args_is_help=True, help="List and redeliver webhooks; manage signing secrets and receivers.")
 
 
 def register(app: typer.Typer) -> None:
@@ -26,15 +26,15 @@ def register(app: typer.Typer) -> None:
 
 @webhooks_app.command("list")
 def webhooks_list(
-    job: Annotated[str | None, typer.Option(help="Only what tells of this job.")] = None,
+    job: Annotated[str | None, typer.Option(help="Only webhooks about this job.")] = None,
     state: Annotated[str | None, typer.Option(help="Only those that are pending, delivered, failed, disabled or refused.")] = None,
-    limit: Annotated[int, typer.Option(help="How many.")] = 20,
-    disabled: Annotated[bool, typer.Option("--disabled", help="List the receivers that get none because they answered 410.")] = False,
+    limit: Annotated[int, typer.Option(help="Number of webhooks.")] = 20,
+    disabled: Annotated[bool, typer.Option("--disabled", help="List the receivers disabled because they answered 410.")] = False,
     tenant: Tenant = None,
     json_: AsJson = False,
     url: Url = None,
 ) -> None:
-    """The newest webhooks and what came of them."""
+    """List the newest webhooks and their outcome."""
     with connect(url) as client:
         if disabled:
             _print_disabled(client.disabled_webhooks(tenant=tenant), json_)
@@ -50,11 +50,11 @@ def webhooks_list(
 
 @webhooks_app.command("show")
 def webhooks_show(
-    delivery_id: Annotated[str, typer.Argument(metavar="ID", help="A delivery's id, the header `webhook-id`.")],
+    delivery_id: Annotated[str, typer.Argument(metavar="ID", help="A delivery's id: the header `webhook-id`.")],
     json_: AsJson = False,
     url: Url = None,
 ) -> None:
-    """One webhook and all its attempts."""
+    """Show a webhook and all its attempts."""
     with connect(url) as client:
         found = client.delivery(delivery_id)
     if json_:
@@ -69,19 +69,19 @@ def webhooks_show(
 
 @webhooks_app.command("redeliver")
 def webhooks_redeliver(
-    ids: Annotated[list[str], typer.Argument(metavar="ID...", help="Deliveries that are to be sent again, whatever became of them.")],
+    ids: Annotated[list[str], typer.Argument(metavar="ID...", help="Ids of the deliveries, in any state.")],
     url: Url = None,
 ) -> None:
     """Send webhooks again, under the same ids."""
     with connect(url) as client:
         for delivery_id in ids:
             client.redeliver(delivery_id)
-            out.print(f"{delivery_id} is sent again", markup=False)
+            out.print(f"{delivery_id} will be sent again", markup=False)
 
 
 @webhooks_app.command("secret")
 def webhooks_secret(json_: AsJson = False, url: Url = None) -> None:
-    """The secret that signs webhooks about this key's jobs, and the former one while it does."""
+    """Show the secret that signs webhooks about this key's jobs, and the previous one while it also signs."""
     with connect(url) as client:
         _print_secrets(client.webhook_secrets(), json_)
 
@@ -89,13 +89,13 @@ def webhooks_secret(json_: AsJson = False, url: Url = None) -> None:
 @webhooks_app.command("rotate")
 def webhooks_rotate(
     keep_former: Annotated[
-        str, typer.Option(metavar="TIME", help="For how long the former signs as well, such as 12h; 0: no more.")
+        str, typer.Option(metavar="TIME", help="How long the previous secret also signs, such as 12h; 0: not at all.")
     ] = "1d",
-    own: Annotated[bool, typer.Option("--own", help="A secret for this key alone, apart from its tenant's.")] = False,
+    own: Annotated[bool, typer.Option("--own", help="A secret for this key only, instead of its tenant's.")] = False,
     json_: AsJson = False,
     url: Url = None,
 ) -> None:
-    """A new signing secret."""
+    """Create a new signing secret."""
     with connect(url) as client:
         _print_secrets(client.rotate_webhook_secret(keep_former_s=seconds(keep_former, "--keep-former"), own=own), json_)
 
@@ -107,7 +107,7 @@ def _print_secrets(known: SecretList, json_: bool) -> None:
     print(known.secrets[0].secret)
     for former in known.secrets[1:]:
         until = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(former.until))
-        err.print(f"until {until} also {former.secret}", style="dim")
+        err.print(f"also valid until {until}: {former.secret}", style="dim")
 
 
 def _print_disabled(endpoints: list[DisabledEndpoint], as_json: bool) -> None:
@@ -118,16 +118,16 @@ def _print_disabled(endpoints: list[DisabledEndpoint], as_json: bool) -> None:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(endpoint.since))
         out.print(f"{endpoint.url}  since {since}  ({endpoint.tenant})", markup=False, soft_wrap=True)
     if not endpoints:
-        out.print("none is disabled", style="dim")
+        out.print("no disabled receivers", style="dim")
 
 
 @webhooks_app.command("enable")
 def webhooks_enable(
-    receiver: Annotated[str, typer.Argument(metavar="RECEIVER", help="Its URL, as `midstream webhooks list --disabled` shows it.")],
+    receiver: Annotated[str, typer.Argument(metavar="RECEIVER", help="Its URL, as shown by `midstream webhooks list --disabled`.")],
     tenant: Tenant = None,
     url: Url = None,
 ) -> None:
-    """Send to a receiver again that answered 410. What was disabled meanwhile is sent with `redeliver`."""
+    """Re-enable a receiver that answered 410. Use `redeliver` for webhooks disabled meanwhile."""
     with connect(url) as client:
         client.enable_webhooks(receiver, tenant=tenant)
     out.print(f"{receiver} is enabled", markup=False)

@@ -70,11 +70,9 @@ def check(path: Path | str) -> None:
     """Raises MidstreamError unless a figure can be written there: better said before a long sweep than behind it."""
     formats = _matplotlib().figure.Figure().canvas.get_supported_filetypes()
     if Path(path).suffix.removeprefix(".").lower() not in formats:
-        raise invalid(
-            "heatmap", f"{path}: the ending names no format of figures", allowed=", ".join(f".{name}" for name in sorted(formats))
-        )
+        raise invalid("heatmap", f"{path}: the extension is not a figure format", allowed=", ".join(f".{name}" for name in sorted(formats)))
     if not Path(path).absolute().parent.is_dir():
-        raise invalid("heatmap", f"{path}: there is no such folder")
+        raise invalid("heatmap", f"{path}: no such folder")
 
 
 def _matplotlib() -> Any:

@@ -83,9 +83,9 @@ def job(view: JobView) -> Table:
         ("attempt", str(view.attempt)),
         ("waited", seconds(view.queued or view.created, view.started)),
         ("generated in", seconds(view.started, view.generated)),
-        ("over after", seconds(view.created, view.finished)),
+        ("ended after", seconds(view.created, view.finished)),
         ("worker", escape(view.worker or "")),
-        ("captures", coloured(view.capture_status) if view.capture_status != "not_requested" else "none asked for"),
+        ("captures", coloured(view.capture_status) if view.capture_status != "not_requested" else "none requested"),
         ("receipts", f"{view.receipts} of {view.receipts_expected}" if view.receipts_expected else ""),
         ("error", f"[red]{escape(view.error.detail)}[/]" if view.error else ""),
     )
@@ -182,7 +182,7 @@ def determinism_line(determinism: Determinism | None) -> str:
     ranks = len({report.rank for stage in determinism.stages for report in stage.ranks})
     extent = f"{count(ranks, 'rank')} in {count(len(determinism.stages), 'stage')}"
     if determinism.consistent:
-        return f"determinism: [green]consistent[/], {extent}, every checksum and action count agrees"
+        return f"determinism: [green]consistent[/], {extent}, all checksums and action counts agree"
     return f"determinism: [red]ranks disagree[/] ({extent})"
 
 
@@ -204,7 +204,7 @@ def capture(reader: CaptureReader) -> Table:
 
 def checks(found: Sequence[Check]) -> Table:
     """What is wrong, and then what is right as far as there is room."""
-    shown = table("Files against their manifests", "file", "request", "bytes", "crc32", "verdict")
+    shown = table("Files compared with their manifests", "file", "request", "bytes", "crc32", "verdict")
     for check in sorted(found, key=lambda check: check.ok)[:TABLE_ROWS]:
         verdict = "[green]right[/]" if check.ok else f"[red]wrong: {escape(check.detail)}[/]"
         segment = check.path.suffix == ".seg"  # of a long name, of which the end tells one from another
@@ -212,7 +212,7 @@ def checks(found: Sequence[Check]) -> Table:
         numbers = (size(check.bytes), f"{check.crc32:08x}") if check.bytes else ("", "")  # none where something is missing
         shown.add_row(name, str(check.request), *numbers, verdict)
     right = sum(check.ok for check in found)
-    shown.caption = f"{right} of {len(found)} are right"
+    shown.caption = f"{right} of {len(found)} are correct"
     return shown
 
 

@@ -86,12 +86,12 @@ def _queues(queues: Iterable[QueueStatus]) -> Table:
     for queue in queues:
         tenants = ", ".join(f"{tenant} {count}" for tenant, count in sorted(queue.waiting.items(), key=lambda item: -item[1]))
         rows.append([queue.model, tenants, queue.priority, str(queue.sent), str(sum(queue.waiting.values()))])
-    return _table("queues", ["model", "who waits", "priority", "sent", "waiting"], rows, left=2)
+    return _table("queues", ["model", "waiting", "priority", "sent", "waiting"], rows, left=2)
 
 
 def _workers(workers: Sequence[WorkerInfo]) -> RenderableType:
     if not workers:
-        return Text("\nno worker is alive", style="bold red")
+        return Text("\nno worker is running", style="bold red")
     columns = ["worker", "tp×pp", "jobs", "run", "wait", "tok/s in", "out", "kv", "rows", "outbox"]
     tables: list[RenderableType] = []
     for model in sorted({worker.model for worker in workers}):

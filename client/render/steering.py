@@ -71,7 +71,7 @@ def global_line(view: GlobalView) -> str:
     content = f"{what(view.entries)}, digest {view.digest[:DIGEST]}" if view.entries else "nothing"
     line = f"global steering of {escape(view.model)}, version {view.version}: {content}"
     if not view.workers:
-        return f"{line}; no worker is alive, each applies it before its first job"
+        return f"{line}; no worker is running, each applies it before its first job"
     behind = [worker for worker in view.workers if worker.global_version != view.version]
     if view.applied:
         return f"{line}; [green]applied[/] by {count(len(view.workers), 'worker')} on every rank"
@@ -81,7 +81,7 @@ def global_line(view: GlobalView) -> str:
 
 def worker_line(worker: WorkerSteering) -> str:
     state = f"[{_STATES[worker.state]}]{worker.state}[/]" + (f" ({escape(worker.detail)})" if worker.detail else "")
-    found = f", {count(worker.desyncs, 'desync')} found, {worker.resyncs} mended" if worker.desyncs else ""
+    found = f", {count(worker.desyncs, 'desync')} found, {worker.resyncs} repaired" if worker.desyncs else ""
     waits = f"{count(worker.waiting, 'request')} wait{'s' if worker.waiting == 1 else ''} for rows"
     versions = f"desired state {worker.version}, global {worker.global_version}"
     return f"{escape(worker.worker)} of {escape(worker.model)}: {state}, {versions}, {waits}{found}"
@@ -106,12 +106,12 @@ def agreement_line(dynamic: Dynamic) -> str:
     """The verdict over all ranks of all workers."""
     agreement = dynamic.determinism
     if not agreement.consistent:
-        return f"determinism: [red]not consistent[/]: {escape(agreement.detail or 'a rank says something else than its peers')}"
+        return f"determinism: [red]not consistent[/]: {escape(agreement.detail or 'a rank differs from its peers')}"
     stages = agreement.stages
     many = sum(len(stage.checksums) for stage in stages)
     extent = f"{count(many, 'rank')} in {count(len(stages), 'stage')} of {count(len(dynamic.workers), 'worker')}"
     if len(stages) != 1:
-        return f"determinism: [green]consistent[/], {extent}, every checksum and action count agrees within its stage"
+        return f"determinism: [green]consistent[/], {extent}, all checksums and action counts agree within each stage"
     (stage,) = stages
     checksum, actions = next(iter(stage.checksums.values())), next(iter(stage.actions.values()))
     return f"determinism: [green]consistent[/], {extent}, checksum {checksum} over {count(actions, 'action')}"

@@ -96,11 +96,11 @@ def find_url(given: str | None = None, settings: Settings | None = None, *, sure
     default = Settings()
     is_placed = (settings.api_host, settings.api_port) != (default.api_host, default.api_port)
     if sure and not is_placed and (stack is not None or settings.data_dir != default.data_dir):
-        why = "is still starting" if stack is not None else "does not run"
+        why = "is still starting" if stack is not None else "is not running"
         raise ServerUnreachable(f"the stack on {data} {why}; `midstream up` starts it, `midstream status` shows it")
     url = f"http://{reachable(settings.api_host)}:{settings.api_port}"
     if sure and is_local(settings.api_host) and (owner := owner_of(settings.api_port)) not in (None, os.getuid()):
-        raise ServerUnreachable(f"what listens at {url} belongs to another user (uid {owner}): name it with `url` if you mean it")
+        raise ServerUnreachable(f"the server at {url} belongs to another user (uid {owner}): pass `url` explicitly to use it")
     return url
 
 
@@ -112,9 +112,7 @@ def _same(stack: Stack) -> None:
     except (httpx.HTTPError, msgspec.DecodeError):
         return
     if found != stack.instance:
-        raise ServerUnreachable(
-            f"another stack answers at {stack.url} than the one on {stack.data}: `midstream status` shows what runs there"
-        )
+        raise ServerUnreachable(f"the stack at {stack.url} is not the one on {stack.data}: `midstream status` shows which stack is running")
 
 
 def reachable(host: str) -> str:

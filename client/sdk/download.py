@@ -30,8 +30,8 @@ def check(manifest: Manifest, job_id: str, partial: bool) -> None:
     if not manifest.files:
         raise MidstreamError("not_found", f"job {job_id} has no capture files: status {manifest.status}{because}")
     if not partial and (kind := _REFUSED.get(manifest.status)):
-        detail = f"the capture of job {job_id} is not whole: status {manifest.status}{because}"
-        raise MidstreamError(kind, detail, allowed="partial=True reads what is there")
+        detail = f"the capture of job {job_id} is incomplete: status {manifest.status}{because}"
+        raise MidstreamError(kind, detail, allowed="partial=True reads the available rows")
 
 
 def in_place(manifest: Manifest, job_id: str) -> list[Place]:

@@ -89,7 +89,7 @@ class Grid:
 def grid_of(result: SweepResult, pair: int | None = None) -> Grid:
     """The grids of one pair, or with None those of their mean. Raises MidstreamError for a pair that there is not."""
     if pair is not None and not 0 <= pair < len(result.pairs):
-        raise invalid("pair", f"there is no pair {pair}", allowed=f"0 to {len(result.pairs) - 1}, or None for the mean")
+        raise invalid("pair", f"no pair {pair}", allowed=f"0 to {len(result.pairs) - 1}, or None for the mean")
     chosen = result.pairs if pair is None else [result.pairs[pair]]
     values = {hook: np.array([_array(each, hook, result) for each in chosen]) for hook in result.hooks}
     bases = np.array([_base(result.metric, each.base) for each in chosen])

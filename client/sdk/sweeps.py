@@ -61,7 +61,7 @@ def _submission(request: SweepRequest | None, key: str | None, fields: dict[str,
 
 def _grid(result: JobResult) -> SweepResult:
     if result.sweep is None:
-        raise MidstreamError("not_found", f"job {result.id} is no sweep")
+        raise MidstreamError("not_found", f"job {result.id} is not a sweep")
     return result.sweep
 
 

@@ -58,7 +58,7 @@ class VersionMismatch(MidstreamError):
     """Client and server cannot understand each other because their versions differ."""
 
     def __init__(self, server: str, problem: str):
-        super().__init__("version_mismatch", f"client {__version__} and server {server} do not understand each other: {problem}")
+        super().__init__("version_mismatch", f"client {__version__} and server {server} are incompatible: {problem}")
         self.server = server
 
 
@@ -182,7 +182,9 @@ def id_of(job: JobLike) -> str:
     """The id of a job that is given by its id, or by what a call returned about it. Raises MidstreamError for anything else."""
     found = next((given for name in ("id", "job") if isinstance(given := getattr(job, name, None), str)), job)
     if not isinstance(found, str) or not found:
-        raise invalid("job", f"{type(job).__name__} names no job", allowed="a job's id, or what submit, run, completion or job returned")
+        raise invalid(
+            "job", f"{type(job).__name__} does not identify a job", allowed="a job's id, or what submit, run, completion or job returned"
+        )
     return found
 
 
@@ -201,7 +203,7 @@ def idempotency_key() -> str:
 
 
 def unreachable(url: str, error: Exception) -> ServerUnreachable:
-    return ServerUnreachable(f"no Midstream answers at {url} ({error or type(error).__name__}); `midstream up` starts one")
+    return ServerUnreachable(f"no Midstream server answers at {url} ({error or type(error).__name__}); `midstream up` starts one")
 
 
 def decode(response: httpx.Response, kind: type[T]) -> T:
@@ -247,7 +249,7 @@ def not_understood(response: httpx.Response, problem: str) -> MidstreamError:
     """The error for an answer that cannot be read: it names both versions when they differ."""
     server = response.headers.get(VERSION_HEADER)
     if server is None:
-        return MidstreamError("unavailable", f"what answers at {response.request.url} is not Midstream: {problem}")
+        return MidstreamError("unavailable", f"the server at {response.request.url} is not Midstream: {problem}")
     if server != __version__:
         return VersionMismatch(server, problem)
     return MidstreamError("internal", problem)
@@ -267,7 +269,7 @@ def answer(response: httpx.Response) -> Answer:
             raw=raw,
         )
     except (KeyError, TypeError, msgspec.ValidationError) as error:
-        raise not_understood(response, f"the answer of {response.request.url.path} has another shape: {error!r}") from error
+        raise not_understood(response, f"the answer of {response.request.url.path} has an unexpected shape: {error!r}") from error
 
 
 def answer_from_result(result: JobResult) -> Answer:
@@ -295,7 +297,7 @@ def returned_rows(results: CaptureResults | None) -> CaptureReader:
     blobs = [report.rows for report in reports if report.rows]
     if not blobs:
         status = results.status if results else "not_requested"
-        detail = f'the answer carries no rows (captures: {status}); ask with "consumers": ["memory"]'
+        detail = f'the response contains no rows (captures: {status}); request them with "consumers": ["memory"]'
         raise MidstreamError("not_found", detail)
     return CaptureReader.from_bytes(blobs)
 

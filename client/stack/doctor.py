@@ -61,7 +61,7 @@ def examine(settings: Settings, redis_url: str, url: str) -> Iterator[Finding]:
         yield Finding(
             "warn",
             "redis",
-            "no Redis URL is configured here, and no `midstream up` runs on the data directory",
+            "Redis URL not configured, and no `midstream up` is running on the data directory",
             "set MIDSTREAM_REDIS_URL, or MIDSTREAM_DATA_DIR of `midstream up`",
         )
     headers = wire.headers(settings.api_key)
@@ -71,7 +71,7 @@ def examine(settings: Settings, redis_url: str, url: str) -> Iterator[Finding]:
         yield from _parts(status, settings)
     else:
         yield Finding(
-            "fail", "service", f"what goes on cannot be read: {status}", "mend what is said above, or use a key with scope observe"
+            "fail", "service", f"cannot read the service's status: {status}", "fix the problems above, or use a key with scope observe"
         )
     yield from _disk(Path(settings.data_dir).expanduser().resolve())
     yield from _keys(url, headers)
@@ -87,7 +87,7 @@ def _redis(url: str, settings: Settings) -> Iterator[Finding]:
     try:
         info: dict[str, Any] = client.info()
     except redis.AuthenticationError as error:
-        yield Finding("fail", "redis", f"it refuses us: {error}", "set MIDSTREAM_REDIS_PASSWORD, or the user in MIDSTREAM_REDIS_URL")
+        yield Finding("fail", "redis", f"access denied: {error}", "set MIDSTREAM_REDIS_PASSWORD, or the user in MIDSTREAM_REDIS_URL")
         return
     except (redis.RedisError, OSError) as error:
         yield Finding("fail", "redis", f"it does not answer: {error}", "start it, and check MIDSTREAM_REDIS_URL and the network")
@@ -95,7 +95,7 @@ def _redis(url: str, settings: Settings) -> Iterator[Finding]:
     version = str(info["redis_version"])
     known = tuple(int(part) for part in version.split(".")[:2])
     if known < LEAST_REDIS:
-        yield Finding("fail", "redis", f"version {version}", "6.2 or later is needed")
+        yield Finding("fail", "redis", f"version {version}", "6.2 or later is required")
     else:
         yield Finding("ok", "redis", f"version {version}, {info['connected_clients']} clients")
     yield from _latency(client)
@@ -113,7 +113,7 @@ def _latency(client: Any) -> Iterator[Finding]:
         took.append((time.perf_counter() - began) * 1000)
     middle = statistics.median(took)
     level: Level = "fail" if middle > PING_FAIL_MS else "warn" if middle > PING_WARN_MS else "ok"
-    advice = "" if level == "ok" else "move it nearer, and look for what keeps it busy: `redis-cli slowlog get`"
+    advice = "" if level == "ok" else "move it closer, and check for slow commands: `redis-cli slowlog get`"
     yield Finding(level, "redis latency", f"{middle:.2f} ms, at most {max(took):.2f} ms of {PINGS}", advice)
 
 
@@ -121,11 +121,11 @@ def _memory(info: dict[str, Any], settings: Settings) -> Iterator[Finding]:
     policy, used, limit = str(info["maxmemory_policy"]), int(info["used_memory"]), int(info["maxmemory"])
     if policy != "noeviction":
         advice = "`CONFIG SET maxmemory-policy noeviction`, and the same in its configuration"
-        yield Finding("fail", "redis eviction", f"maxmemory-policy is {policy}: when it is full it forgets jobs that were accepted", advice)
+        yield Finding("fail", "redis eviction", f"maxmemory-policy is {policy}: accepted jobs are lost when memory is full", advice)
     else:
         yield Finding("ok", "redis eviction", "maxmemory-policy is noeviction")
     if gone := int(info["evicted_keys"]):
-        yield Finding("fail", "redis eviction", f"{gone} keys were evicted since it started: jobs are lost", "submit again what is missing")
+        yield Finding("fail", "redis eviction", f"{gone} keys evicted since its start: jobs are lost", "resubmit the missing jobs")
     if not limit:
         yield Finding("ok", "redis memory", f"{used / 2**20:.0f} MiB used, no limit (maxmemory 0)")
         return
@@ -144,16 +144,16 @@ def _memory(info: dict[str, Any], settings: Settings) -> Iterator[Finding]:
 def _durability(info: dict[str, Any], appendfsync: str | None) -> Iterator[Finding]:
     if not int(info["aof_enabled"]):
         advice = "`CONFIG SET appendonly yes`, and the same in its configuration"
-        yield Finding("fail", "redis AOF", "off: what was accepted since the last snapshot is lost when it restarts", advice)
+        yield Finding("fail", "redis AOF", "off: jobs accepted since the last snapshot are lost on restart", advice)
         return
     if info.get("aof_last_write_status", "ok") != "ok" or info.get("aof_last_bgrewrite_status", "ok") != "ok":
-        yield Finding("fail", "redis AOF", "the last write or rewrite failed", "look at its log and at the free space of its disk")
+        yield Finding("fail", "redis AOF", "the last write or rewrite failed", "check its log and its free disk space")
     if appendfsync is None:
         yield Finding("ok", "redis AOF", "on; appendfsync may not be read by this user")
     elif appendfsync == "no":
-        yield Finding("fail", "redis AOF", "appendfsync is no: the last half minute may be lost", "`CONFIG SET appendfsync everysec`")
+        yield Finding("fail", "redis AOF", "appendfsync is no: the last 30 seconds may be lost", "`CONFIG SET appendfsync everysec`")
     else:
-        loses = "nothing" if appendfsync == "always" else "up to a second of accepted jobs, when its machine fails"
+        loses = "nothing" if appendfsync == "always" else "up to a second of accepted jobs if its machine fails"
         yield Finding("ok", "redis AOF", f"on, appendfsync {appendfsync}: may lose {loses}")
 
 
@@ -171,7 +171,7 @@ def _config(client: Any, name: str) -> str | None:
 def _clock(about: str, ahead: float, warn: float = SKEW_WARN_S) -> Finding:
     level: Level = "fail" if abs(ahead) > SKEW_FAIL_S else "warn" if abs(ahead) > warn else "ok"
     said = f"{abs(ahead):.2f} s {'ahead of' if ahead > 0 else 'behind'} this machine's"
-    return Finding(level, about, said, "" if level == "ok" else "leases and deadlines go by the clock: run NTP on both machines")
+    return Finding(level, about, said, "" if level == "ok" else "leases and deadlines depend on clocks: run NTP on both machines")
 
 
 # --- API --------------------------------------------------------------------------------------------------------------------
@@ -183,12 +183,12 @@ def _api(url: str, headers: dict[str, str]) -> Iterator[Finding]:
         ready = httpx.get(f"{url}/readyz", headers=headers, timeout=TIMEOUT_S)
     except httpx.HTTPError as error:
         yield Finding(
-            "fail", "api", f"nobody answers at {url}: {error}", "start it (`midstream up`, or `python -m midstream.api`), or give --url"
+            "fail", "api", f"no answer from {url}: {error}", "start it (`midstream up`, or `python -m midstream.api`), or give --url"
         )
         return
     version = answer.headers.get(wire.VERSION_HEADER)
     if version is None:
-        yield Finding("fail", "api", f"what answers at {url} is not Midstream", "give --url")
+        yield Finding("fail", "api", f"the server at {url} is not Midstream", "give --url")
         return
     if answer.status_code == MISDIRECTED:
         problem = answer.json()
@@ -201,14 +201,14 @@ def _api(url: str, headers: dict[str, str]) -> Iterator[Finding]:
         yield Finding("ok", "ready", "a job would run now")
     else:
         missing = "; ".join(ready.json().get("missing", [])) or f"/readyz answers {ready.status_code}"
-        yield Finding("fail", "ready", f"no job would run now: {missing}", "start a worker, and look at its log")
+        yield Finding("fail", "ready", f"no job would run now: {missing}", "start a worker, and check its log")
 
 
 def _version(about: str, version: str, more: str = "") -> Finding:
     said = f"version {version}{' ' + more if more else ''}"
     if version == __version__:
         return Finding("ok", about, said)
-    return Finding("warn", about, f"{said}, this one is {__version__}", "run the same version everywhere: see the notes on upgrades")
+    return Finding("warn", about, f"{said}, this one is {__version__}", "run one version everywhere: see the notes on upgrades")
 
 
 # --- What goes on -----------------------------------------------------------------------------------------------------------
@@ -242,39 +242,37 @@ async def _from_redis(redis_url: str) -> Status:
 def _parts(status: Status, settings: Settings) -> Iterator[Finding]:
     yield from _workers(status, settings)
     if status.relay.alive:
-        yield _version("relay", status.relay.version, f"at {status.relay.url}, {status.relay.received} receipts taken")
+        yield _version("relay", status.relay.version, f"at {status.relay.url}, {status.relay.received} receipts accepted")
     else:
-        found = "it has not been seen for 15 s: captures and interventions wait for it, and time out"
-        yield Finding("fail", "relay", found, "start it (`python -m midstream.broker.relay`), and look at its log")
+        found = "not seen for 15 s: captures and interventions wait for it, then time out"
+        yield Finding("fail", "relay", found, "start it (`python -m midstream.broker.relay`), and check its log")
     if status.callbacks.alive:
         ago = f", the last sweep {max(0.0, status.at - status.callbacks.last_sweep):.1f} s ago" if status.callbacks.last_sweep else ""
         yield Finding("ok", "callbacks", f"alive{ago}")
     else:
-        found = "no sweep has ended lately: lost messages and dead workers' jobs lie, webhooks are not sent"
-        yield Finding("fail", "callbacks", found, "start it (`python -m midstream.broker.callbacks`), and look at its log")
+        found = "no sweep has completed recently: lost messages and dead workers' jobs lie, webhooks are not sent"
+        yield Finding("fail", "callbacks", found, "start it (`python -m midstream.broker.callbacks`), and check its log")
     pending, overdue = status.callbacks.webhooks_pending, status.callbacks.webhooks_overdue_s
     late = overdue > OVERDUE_WARN_S
-    advice = "`midstream webhooks list --state pending` says which receivers do not answer" if late else ""
-    more = f", the most overdue one for {overdue:.0f} s" if overdue >= 1 else ""
+    advice = "`midstream webhooks list --state pending` lists receivers that do not answer" if late else ""
+    more = f", the oldest overdue by {overdue:.0f} s" if overdue >= 1 else ""
     yield Finding("warn" if late else "ok", "webhooks", f"{pending} pending{more}", advice)
     served = {worker.model for worker in status.workers if worker.healthy}
     for queue in status.queues:
         if queue.model not in served:
             waiting = queue.sent + sum(queue.waiting.values())
             yield Finding(
-                "fail", "queue", f"{waiting} jobs wait for {queue.model}, which nobody serves", f"start a worker for {queue.model}"
+                "fail", "queue", f"{waiting} jobs wait for {queue.model}, which no worker serves", f"start a worker for {queue.model}"
             )
 
 
 def _workers(status: Status, settings: Settings) -> Iterator[Finding]:
     if not status.workers:
-        yield Finding("fail", "workers", "none is alive", "start one (`python -m midstream.workers`), and look at its log")
+        yield Finding("fail", "workers", "none is running", "start one (`python -m midstream.workers`), and check its log")
     for worker in status.workers:
         about, stats = f"worker {worker.worker}", worker.stats
         if not worker.healthy:
-            yield Finding(
-                "fail", about, f"{worker.model}: {worker.detail or 'it is not healthy'}", "look at its log; a restart loses no job"
-            )
+            yield Finding("fail", about, f"{worker.model}: {worker.detail or 'unhealthy'}", "check its log; restarting it loses no jobs")
         else:
             more = f"serves {worker.model} (TP {worker.tp}, PP {worker.pp}) on {worker.host}"
             yield _version(about, worker.version, more)
@@ -284,12 +282,17 @@ def _workers(status: Status, settings: Settings) -> Iterator[Finding]:
         if ahead > SKEW_WARN_S or ahead < -(settings.lease_s + SKEW_WARN_S):
             yield _clock(f"{about} clock", ahead)
         if stats.last_desync_at is not None and status.at - stats.last_desync_at < DESYNC_WARN_S:
-            said = f"its ranks disagreed {stats.desyncs} times, the last time {(status.at - stats.last_desync_at) / 60:.0f} min ago"
+            said = f"its ranks disagreed {stats.desyncs} times, most recently {(status.at - stats.last_desync_at) / 60:.0f} min ago"
             yield Finding(
-                "warn", about, f"{said}: {stats.last_desync}", "the jobs concerned were tried again; if it recurs, suspect the hardware"
+                "warn", about, f"{said}: {stats.last_desync}", "the affected jobs were retried; if it recurs, suspect the hardware"
             )
         if stats.outbox > OUTBOX_WARN:
-            yield Finding("warn", about, f"{stats.outbox} receipts wait for the relay", "is the relay up, and can the worker reach it?")
+            yield Finding(
+                "warn",
+                about,
+                f"{stats.outbox} receipts wait for the relay",
+                "check that the relay is running and reachable from the worker",
+            )
 
 
 # --- This machine -----------------------------------------------------------------------------------------------------------
@@ -306,7 +309,7 @@ def _disk(data: Path) -> Iterator[Finding]:
     try:
         took = _fsyncs(data)
     except OSError as error:
-        yield Finding("fail", "disk", f"{data} cannot be written: {error}", "give it to the user that the worker runs as")
+        yield Finding("fail", "disk", f"{data} cannot be written: {error}", "make it writable for the worker's user")
         return
     middle = statistics.median(took)
     level = "fail" if middle > FSYNC_FAIL_MS else "warn" if middle > FSYNC_WARN_MS else "ok"
@@ -338,11 +341,11 @@ def _keys(url: str, headers: dict[str, str]) -> Iterator[Finding]:
         return  # said above
     if stranger != 401:
         if is_loopback(urlsplit(url).hostname or ""):
-            yield Finding("ok", "keys", "none are asked for; this address is this machine's own")
+            yield Finding("ok", "keys", "not required; the address is loopback")
         else:
-            found = f"{url} asks for no keys: whoever reaches it may do everything"
-            yield Finding("fail", "keys", found, "`midstream keys create`, then take MIDSTREAM_AUTH=open away")
+            found = f"{url} requires no keys: anyone who can reach it has full access"
+            yield Finding("fail", "keys", found, "`midstream keys create`, then unset MIDSTREAM_AUTH")
     elif we == 401:
-        yield Finding("warn", "keys", "are asked for, and ours is missing or not valid", "set MIDSTREAM_API_KEY")
+        yield Finding("warn", "keys", "required; the configured key is missing or not valid", "set MIDSTREAM_API_KEY")
     else:
-        yield Finding("ok", "keys", "are asked for, and ours is valid")
+        yield Finding("ok", "keys", "required; the configured key is valid")

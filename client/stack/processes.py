@@ -121,10 +121,10 @@ class Child:
     def last_words(self) -> str:
         """The line that best says why it ended: the last complaint, else the last line. Who is killed has no last words."""
         if self.exit_code == -signal.SIGKILL:
-            return "it was killed, by somebody or by the kernel for want of memory"
+            return "it was killed, possibly by the kernel for lack of memory"
         lines = [line.strip() for line in self.output().splitlines() if line.strip() and not _NOISE.match(line)]
         complaints = [line for line in lines if _COMPLAINT.search(line)]
-        words = (complaints or lines or ["it wrote nothing"])[-1]
+        words = (complaints or lines or ["no output"])[-1]
         if _POINTS_ABOVE in words:
             words = _root_cause(lines) or words
         return in_our_settings(words)[:500]

@@ -173,7 +173,7 @@ class Supervisor:
             return
         here = f"MIDSTREAM_DATA_DIR={shlex.quote(str(self.data))} " if self._own_redis else ""
         redis_url = "-" if self._own_redis else shlex.quote(redacted(self.settings.redis_url))
-        self._say(f"no API key exists yet; make the first: {here}midstream keys create first --scope admin --redis-url {redis_url}")
+        self._say(f"no API key exists; create the first one: {here}midstream keys create first --scope admin --redis-url {redis_url}")
 
     def watch(self) -> None:
         """Until a signal: start again, after a growing pause, whatever has died."""
@@ -192,14 +192,14 @@ class Supervisor:
             if child.exit_code is not None:
                 ending, words = child.ending, child.last_words()
                 pause = child.died()
-                self._say(f"{child.name} ended with {ending}; starting again in {pause:.0f} s ({words}; log: {child.log})")
+                self._say(f"{child.name} ended with {ending}; restarting in {pause:.0f} s ({words}; log: {child.log})")
             elif child.due:
                 try:
                     child.start()
                 except OSError as error:  # no process or no memory is left
-                    self._say(f"{child.name} could not be started, again in {child.died():.0f} s: {error}")
+                    self._say(f"{child.name} could not be started, retrying in {child.died():.0f} s: {error}")
                     continue
-                self._say(f"{child.name} started again")
+                self._say(f"{child.name} restarted")
                 self._unwritten = True
         if self._unwritten:
             self._write_state()
@@ -211,22 +211,22 @@ class Supervisor:
         self._disk_due = time.monotonic() + DISK_LOOK_S
         trouble = probe(self.data)
         if trouble and not self._disk:
-            self._say(f"{trouble}: captures and receipts wait for room, and jobs may be refused until then")
+            self._say(f"{trouble}: captures and receipts are on hold, and jobs may be rejected")
         elif self._disk and not trouble:
-            self._say(f"{self.data} can be written again")
+            self._say(f"{self.data} is writable again")
         self._disk = trouble
 
     def _restart_redis(self) -> None:
         """Once, and again after a growing pause when it fails: the others wait for it and lose nothing."""
         assert self._redis is not None
         if not self._redis_trouble:
-            self._say(f"redis ended with {exit_name(self._redis.process.returncode)}; starting it again")
+            self._say(f"redis ended with {exit_name(self._redis.process.returncode)}; restarting it")
         try:
             self._start_redis(self._while_redis_starts)
         except (MidstreamError, OSError) as error:
             trouble = disk_trouble(error) or str(error)
             if trouble != self._redis_trouble:
-                self._say(f"redis did not start, it will be tried again: {error}")
+                self._say(f"redis did not start, will retry: {error}")
             self._redis_trouble = trouble
             self._redis_due = time.monotonic() + self._redis_pause
             self._redis_pause = min(BACKOFF_S[1], 2 * self._redis_pause)
@@ -234,7 +234,7 @@ class Supervisor:
             return  # the watch ends
         else:
             if self._redis_trouble:
-                self._say("redis started again")
+                self._say("redis restarted")
             self._redis_trouble, self._redis_pause = "", BACKOFF_S[0]
 
     def _while_starting(self) -> None:
@@ -281,7 +281,7 @@ class Supervisor:
         if self._stopping.is_set():
             self._hurry = True
         else:
-            self._say("stopping … (again to kill)")
+            self._say("stopping … (Ctrl-C again to kill)")
         self._stopping.set()
 
     def _take_folder(self) -> None:
@@ -310,7 +310,7 @@ class Supervisor:
         self._lock = lock
         for name, pid, born in self._leftovers():
             if end_leftover(pid, born):
-                self._say(f"ended {name} (pid {pid}), left by a `midstream up` that was killed")
+                self._say(f"stopped {name} (pid {pid}), left over from a killed `midstream up`")
         self._write_state()
 
     def _leftovers(self) -> Iterator[tuple[str, int, int]]:
@@ -405,14 +405,14 @@ def prepare(settings: Settings, data: Path, say: Say) -> Settings:
     if settings.engine == "fake":
         changes["model_name"] = settings.served_model or "fake"
     elif not settings.model:
-        say("no model is set (MIDSTREAM_MODEL, --model): taking the demo model")
+        say("no model is set (MIDSTREAM_MODEL, --model): using the demo model")
         from ...workers.demo_model import fetch_demo_model
 
         changes["model"] = str(fetch_demo_model(Path(settings.cache_dir), say))
     elif settings.model.startswith(("/", "./", "../", "~")):
         folder = Path(settings.model).expanduser().resolve()
         if not (folder / "config.json").is_file():
-            raise SettingsError(f"model={settings.model!r}: there is no checkpoint (no config.json in {folder})")
+            raise SettingsError(f"model={settings.model!r}: no checkpoint found (no config.json in {folder})")
         changes["model"] = str(folder)
     elif (Path(settings.model) / "config.json").is_file():
         changes["model"] = str(Path(settings.model).resolve())
@@ -469,7 +469,7 @@ def _decided_port(name: str, host: str, wanted: int, say: Say) -> int:
             probe.bind((host, wanted))
         except OSError as error:
             port = free_port(host)
-            say(f"{name} {wanted} cannot be used ({error.strerror}): using {port}")
+            say(f"{name} {wanted} is not available ({error.strerror}): using {port}")
             return port
     return wanted
 

@@ -199,7 +199,7 @@ class _Study:
             numbers = range(len(found.labels)) if columns is None else [_column(found.labels, wanted) for wanted in columns]
             places = _places(found, numbers)
             if not places:
-                raise invalid("columns", f"none of them could be patched in pair {number}: there is nothing to look closer at")
+                raise invalid("columns", f"none of them could be patched in pair {number}")
             own: dict[str, Any] = {"spans": None, "positions": sorted({other if turned else place for place, other in places})}
             if any(found.sources) and "alignment" not in fields:
                 clean_first = result.direction == "noise"
@@ -348,7 +348,7 @@ class AsyncPatchStudy(_Study):
 
 def _pairs(pairs: Sequence[Pair]) -> list[SweepPair]:
     if not pairs:
-        raise invalid("pairs", "name at least one pair")
+        raise invalid("pairs", "give at least one pair")
     return [_pair(pair, f"pairs[{number}]") for number, pair in enumerate(pairs)]
 
 
@@ -358,7 +358,7 @@ def _pair(pair: Pair, field: str = "") -> SweepPair:
         return pair
     if not isinstance(pair, Mapping):
         if isinstance(pair, str) or not 1 <= len(pair) <= 4:
-            raise invalid(field, "write a pair as clean, corrupt, answer, foil, or as its fields")
+            raise invalid(field, "give a pair as (clean, corrupt, answer, foil), or as its fields")
         pair = dict(zip(("clean", "corrupt", "answer", "foil"), pair, strict=False))
     return values.checked(dict(pair), SweepPair, field)
 
@@ -383,9 +383,7 @@ def _places(found: PairResult, columns: Iterable[int]) -> list[tuple[int, int]]:
     for column in columns if found.positions else ():
         for place, other in zip(found.positions[column], sources[column], strict=True):
             if places.setdefault(place, other) != other:
-                raise invalid(
-                    "columns", f"position {place} gets rows of {places[place]} and {other} in two of them", allowed="one of the two"
-                )
+                raise invalid("columns", f"position {place} gets rows of both {places[place]} and {other}", allowed="one of them")
     return sorted(places.items())
 
 
@@ -394,7 +392,7 @@ def _column(labels: list[str], wanted: str | int) -> int:
     if isinstance(wanted, int):
         if -len(labels) <= wanted < len(labels):
             return wanted % len(labels)
-        raise invalid("columns", f"there is no column {wanted}", allowed=f"0 to {len(labels) - 1}")
+        raise invalid("columns", f"no column {wanted}", allowed=f"0 to {len(labels) - 1}")
     found = [number for number, label in enumerate(labels) if wanted in (label, grids.written(label))]
     if len(found) != 1:
         detail = f"{len(found)} columns are called {wanted!r}" + (": give its number" if found else "")
@@ -404,7 +402,9 @@ def _column(labels: list[str], wanted: str | int) -> int:
 
 def _only(served: list[str]) -> str:
     if len(served) != 1:
-        raise invalid("model", "none is served yet" if not served else "several are served: name one", allowed=", ".join(served) or None)
+        raise invalid(
+            "model", "no model is served" if not served else "is required: several models are served", allowed=", ".join(served) or None
+        )
     return served[0]
 
 
@@ -419,4 +419,4 @@ def _shown(progress: bool | sweeps.Progress) -> Iterator[sweeps.Progress | None]
 
 
 def _no_sweep() -> MidstreamError:
-    return MidstreamError("not_found", "nothing was swept yet: call sweep() first")
+    return MidstreamError("not_found", "no sweep yet: call sweep() first")

@@ -147,7 +147,7 @@ def test_a_failing_writer_fails_the_request_with_the_reason_and_the_engine_goes_
         v1.run(job)
         receipt = v1.receipts(job)[0]
         assert receipt.status == "error"
-        assert "could not be written" in receipt.message
+        assert "write failed" in receipt.message
         assert receipt.files == []
     finally:
         v1.call("midstream_fault", "")

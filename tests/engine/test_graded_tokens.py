@@ -83,7 +83,7 @@ def test_ungradable_requests_fail_alone(v1: Host) -> None:
     found = {job.id: v1.receipts(job)[0] for job in (lost, outside, fine)}
     assert [found[job.id].status for job in (lost, outside, fine)] == ["error", "error", "ok"]
     assert {found[job.id].kind for job in (lost, outside)} == {"intervention_failed"}
-    assert "is not kept any more" in found[lost.id].message
+    assert "is no longer stored" in found[lost.id].message
     assert str(VOCABULARY) in found[outside.id].message
     assert found[lost.id].graded == found[outside.id].graded == []
 

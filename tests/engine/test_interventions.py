@@ -283,7 +283,7 @@ def test_norm_match_scales_to_the_stream_norm(at_every_hook, hook: str) -> None:
 
 
 def test_norm_match_is_refused_at_branches(v1: Host) -> None:
-    with pytest.raises(MidstreamError, match="attn_out is a branch beside it"):  # field case 10
+    with pytest.raises(MidstreamError, match="attn_out is a branch"):  # field case 10
         v1.steering(FAMILIES["add_matched"]._replace(hook="attn_out"))
 
 

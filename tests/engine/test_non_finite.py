@@ -65,7 +65,7 @@ def test_an_edit_that_overflows_fails_its_request_and_names_the_row(engine: str,
         failed = [receipt for receipt in host.receipts(attack) if receipt.status == "error"]
         assert failed
         assert {receipt.kind for receipt in failed} == {"intervention_failed"}
-        assert any("add left a row that is not finite at post_block of layer 1, position 5" in each.message for each in failed), failed
+        assert any("add produced a non-finite row at post_block of layer 1, position 5" in each.message for each in failed), failed
     assert np.isfinite(rows_of(host, beside)).all()
     for _ in range(3):  # in blocks that the attacks had, and partly filled
         after = capturing(host, other)

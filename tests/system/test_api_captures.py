@@ -236,7 +236,7 @@ def test_incomplete_captures_need_partial_true(api: Api, hand: Hand, ends: bool,
     assert (reader.status, reader.requests()) == (status, [0])
     assert [gap.detail.partition(":")[0] for gap in reader.gaps()] == [
         f"the status of the capture is {status}",
-        f"of job {job_id} 2 requests were captured, and there are files of 1",
+        f"job {job_id} captured 2 requests, and files of 1 exist",
     ]
     code, text = verified(api, job_id)
     assert (code != 0, f"the status of the capture is {status}" in text) == (True, True), text
@@ -496,7 +496,7 @@ def test_captures_beyond_the_quota_are_refused_and_other_jobs_are_not(redis_url:
         for path, body in (("/v1/jobs", captures), ("/v1/sweeps", sweep)):
             answer = api.http.post(path, json=body)
             assert (answer.status_code, answer.json()["type"]) == (507, "urn:midstream:quota_exceeded")
-            assert "2 MiB of the 1 MiB" in answer.json()["detail"]
+            assert "2 of 1 MiB" in answer.json()["detail"]
         assert hand.count_jobs() == 0
         api.submit()
         api.submit(capture={"layers": [0], "consumers": ["memory"]})

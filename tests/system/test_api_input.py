@@ -195,7 +195,7 @@ def test_an_absent_span_error_shows_the_start_of_the_prompt(api: Api, hand: Hand
 
 def test_a_hook_that_the_model_lacks_is_answered_with_those_it_has(api: Api, hand: Hand) -> None:
     answer = api.http.post("/v1/jobs", json={**BODY, **capture(hook="resid_mid")}).json()
-    assert answer["detail"] == "the model has no hook 'resid_mid': it has pre_attn, attn_out, mlp_out, post_block"
+    assert answer["detail"] == "unknown hook 'resid_mid': the model has pre_attn, attn_out, mlp_out, post_block"
 
 
 # field case 40

@@ -216,7 +216,7 @@ def test_a_deleted_run_is_refused_by_name_and_by_its_jobs_id(http: httpx.Client,
     assert http.delete("/v1/runs/short").status_code == 204
     problem = refused(http.get("/v1/runs/short"), 404)
     assert (problem["field"], problem["detail"], problem["allowed"]) == (
-        "name", f"there is no source run 'short' of model {MODEL!r}", "clean",
+        "name", f"unknown source run 'short' of model {MODEL!r}", "clean",
     )  # fmt: skip
     refused(http.delete("/v1/runs/short"), 404)
     problem = refused(http.post("/v1/jobs", json=body))

@@ -124,7 +124,7 @@ def test_a_safetensors_file_is_the_same_module_as_its_entries(http: httpx.Client
         assert (filed.digest, filed.description) == (by_json.digest, "glad")
     assert answer.status_code == 200
     broken = refused(http.put("/v1/steering/modules/filed", content=raw[:-1], headers={"Content-Type": "application/octet-stream"}))
-    assert "no safetensors file" in broken["detail"]
+    assert "not a safetensors file" in broken["detail"]
     other = refused(http.put("/v1/steering/modules/filed", content=raw, headers={"Content-Type": "text/plain"}), 415)
     assert "application/vnd.safetensors" in other["allowed"]
 
@@ -206,7 +206,7 @@ def test_jobs_in_flight_keep_the_module_content_they_resolved(http: httpx.Client
         assert view["modules"] == {"joy": digest}
         assert result["outputs"][0]["text"] == expected[meant]
     problem = refused(http.post("/v1/jobs", json=body))
-    assert (problem["field"], problem["detail"]) == ("steering[0].module", "there is no module 'joy' of model 'fake-model'")
+    assert (problem["field"], problem["detail"]) == ("steering[0].module", "unknown module 'joy' of model 'fake-model'")
 
 
 def test_a_repeated_submission_is_the_same_job_also_when_its_module_is_gone(http: httpx.Client) -> None:

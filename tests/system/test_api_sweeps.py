@@ -89,12 +89,12 @@ def test_a_repeated_submission_is_the_same_sweep(api: Api, hand: Hand) -> None:
     [
         ({"metric": "accuracy"}, "metric", "Invalid enum value"),
         ({"pairs": []}, "pairs", "length >= 1"),
-        ({"pairs": [PAIR | {"answers": " b"}]}, "pairs[0].answers", "no such field"),
+        ({"pairs": [PAIR | {"answers": " b"}]}, "pairs[0].answers", "unknown field"),
         ({"window": {"layers": 0}}, "window.layers", ">= 1"),
         ({"pairs": [PAIR | {"positions": [4]}]}, "pairs[0].positions[0]", "beyond the prompt"),
-        ({"hooks": ["resid_mid"]}, "hooks[0]", "no hook"),
+        ({"hooks": ["resid_mid"]}, "hooks[0]", "unknown hook"),
         ({"layers": 4}, "layers", "out of range"),
-        ({"pairs": [PAIR | {"answer": "b"}]}, "pairs[0].answer", "changes the tokens that it follows"),
+        ({"pairs": [PAIR | {"answer": "b"}]}, "pairs[0].answer", "changes the tokens before it"),
     ],
 )
 def test_an_invalid_sweep_is_a_400_naming_the_field(api: Api, hand: Hand, changes: dict[str, Any], field: str, words: str) -> None:

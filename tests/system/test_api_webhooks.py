@@ -91,7 +91,7 @@ def test_webhook_deliveries_are_listed_and_resent_on_request(api: Api, hand: Han
         assert client.delivery(delivery.id) == delivery
         again = client.redeliver(delivery.id)
         assert (again.id, again.state) == (delivery.id, "pending")
-        with pytest.raises(MidstreamError, match="there is no delivery"):
+        with pytest.raises(MidstreamError, match="unknown delivery"):
             client.delivery("msg_nothing")
         assert client.disabled_webhooks() == []
         with pytest.raises(MidstreamError) as refused:

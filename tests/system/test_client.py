@@ -197,7 +197,7 @@ def test_many_coroutines_share_one_async_client(up: Up) -> None:
             assert events[-1] == "done"
             answer = await client.completion("fake", "hi", capture=CAPTURE, capture_wait=True, max_tokens=2)
             assert answer.capture_results is not None
-            with pytest.raises(MidstreamError, match="there is no model"):
+            with pytest.raises(MidstreamError, match="unknown model"):
                 await client.chat("nobody", [{"role": "user", "content": "x"}])
 
     asyncio.run(go())
@@ -238,7 +238,7 @@ def test_the_capture_options_of_submit_reach_the_worker(up: Up) -> None:
     assert (rows.positions(), rows.layers(hook="pre_attn"), len(rows.layers())) == ([0, 2, 3, 7, 9], [0], NUM_LAYERS)
     shown = up.midstream("submit", "hello", "--hooks", "mlp_in", "--layers", "1", "--consumer", "memory")
     assert "mlp_in" in shown.stdout, shown.stderr
-    assert re.search(r"\d B in the answer", shown.stdout)
+    assert re.search(r"\d B in the response", shown.stdout)
 
 
 def test_a_job_can_be_submitted_now_and_looked_at_later(up: Up) -> None:

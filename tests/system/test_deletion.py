@@ -147,7 +147,7 @@ def test_a_deletion_without_the_capture_root_is_left_to_a_process_with_it(redis_
         ):
             job = await ended(here, redis_url)
             write(tmp_path / "captures", finished(job.id))
-            with pytest.raises(MidstreamError, match="not yet from the disk") as caught:
+            with pytest.raises(MidstreamError, match="their files are still on disk") as caught:
                 await Captures(elsewhere).delete(job.id)
             assert caught.value.kind == "internal"
             with pytest.raises(OSError, match="no"):

@@ -370,7 +370,7 @@ def test_a_module_that_replaces_another_needs_room_for_the_difference_only(redis
             await steering.put_module(*large)  # of eight vectors, less what entries take
             error = await no_module(steering, "two", 2)
             assert (error.kind, error.retry_after) == ("module_limit", None)
-            assert "with this one, of 1 MiB" in error.detail
+            assert "with this module of 1 MiB" in error.detail
             await steering.put_module(*a_module("two", 1))
             assert (await no_module(steering, "one", 7)).kind == "module_limit"
             await steering.put_module(msgspec.structs.replace(large[0], description="the same"), {})
@@ -380,7 +380,7 @@ def test_a_module_that_replaces_another_needs_room_for_the_difference_only(redis
             await steering.put_module(*a_module("two", 6))
             never = await no_module(steering, "three", 8)
             assert (never.kind, never.field) == ("invalid_request", "steering"), "to delete others would be in vain"
-            assert "comes to 3 MiB" in never.detail
+            assert "is 3 MiB" in never.detail
 
     asyncio.run(main())
 

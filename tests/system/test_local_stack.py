@@ -33,7 +33,7 @@ def test_a_client_without_an_address_takes_the_stack_on_the_data_directory(up: U
 
 def test_an_idle_data_directory_is_an_error_and_no_other_stack_is_used(up: Up, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MIDSTREAM_DATA_DIR", str(tmp_path / "other"))
-    with pytest.raises(ServerUnreachable, match=r"the stack on .*other does not run; `midstream up` starts it"):
+    with pytest.raises(ServerUnreachable, match=r"the stack on .*other is not running; `midstream up` starts it"):
         Client()
 
 
@@ -43,7 +43,7 @@ def test_a_stale_state_file_is_ignored(up: Up, tmp_path: Path, monkeypatch: pyte
     state = up.state() | {"pid": os.getpid() if lie == "another process" else 2**22 + 1}
     (tmp_path / STATE_FILE).write_text(json.dumps(state))
     monkeypatch.setenv("MIDSTREAM_DATA_DIR", str(tmp_path))
-    words = "another stack answers at" if lie == "another process" else "does not run"
+    words = "the stack at" if lie == "another process" else "is not running"
     with pytest.raises(ServerUnreachable, match=words):
         Client()
 
@@ -90,11 +90,11 @@ def test_down_stops_everything_and_status_says_that_nothing_runs(tmp_path: Path)
         pids = up.state()["processes"].values()
         done = up.midstream("down")
         assert done.returncode == 0, done.stderr
-        assert f"stopped what ran on {up.data}" in done.stdout
+        assert f"stopped the stack on {up.data}" in done.stdout
         assert [pid for pid, born in pids if birth(pid) == born] == [], "it returns when all has ended"
         assert up.process.wait(60) == 0
         after = up.midstream("status")
-        assert (after.returncode, f"nothing runs on {up.data}" in after.stdout) == (3, True)
+        assert (after.returncode, f"no stack is running on {up.data}" in after.stdout) == (3, True)
         again = up.midstream("down")
         assert (again.returncode, "nothing runs" in again.stdout) == (0, True)
         assert "worker ready" in up.midstream("logs", "worker").stdout

@@ -13,7 +13,7 @@ from stack import Stack
 from midstream.schemas.jobs import State
 
 WAIT_S = 90.0
-NOTICED = "Redis takes no writes"
+NOTICED = "Redis rejects writes"
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def test_processes_wait_for_a_redis_out_of_memory(stack: Stack) -> None:
         try:
             client.config_set("maxmemory", 1)
             stack.kill("worker", signal.SIGCONT)
-            until(lambda: f"claim of {job} waits for Redis" in stack.log("worker"), "the worker takes the message")
+            until(lambda: f"claim of {job} waiting for Redis" in stack.log("worker"), "the worker takes the message")
             answer = ask(stack)
         finally:
             client.config_set("maxmemory", 0)

@@ -142,7 +142,7 @@ def test_an_aof_that_ends_in_zeros_is_repaired(tmp_path: Path, tail: bytes, rewr
     file.write_bytes(whole + tail)
     said: list[str] = []
     assert keys_after_start(tmp_path, said) == 10
-    assert f"{len(tail)} bytes from byte {len(whole)} on were cut off" in said[0]
+    assert f"{len(tail)} bytes from byte {len(whole)} were cut off" in said[0]
     (kept,) = file.parent.glob("*.cut-at-*")
     assert str(kept) in said[0]
     assert kept.read_bytes() == tail
@@ -188,7 +188,7 @@ def test_redis_loading_may_take_long_while_it_progresses(tmp_path: Path, monkeyp
     monkeypatch.setattr(redis_server, "PROGRESS_S", 0.5)
     said: list[str] = []
     assert keys_after_start(tmp_path, said) == 310
-    assert any(re.match(r"redis loads its data: [\d.]+ %, about \d+ s left", line) for line in said)
+    assert any(re.match(r"redis is loading its data: [\d.]+ %, about \d+ s left", line) for line in said)
 
 
 def test_a_redis_start_without_progress_is_abandoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,12 +119,12 @@ def test_invalid_identities_and_frames_are_refused_without_effect(relay: RelayPr
         return frames.pack(Kind.RECEIPT, frames.new_epoch(), 1, to_msgpack(naming))
 
     cases = [
-        (b"w/0/a", b"", "too short"),
+        (b"w/0/a", b"", "too few"),
         (b"w/0/b", bytes([PROTOCOL, 99]) + bytes(24), "kind 99 is unknown"),
         (b"w/0/c", frames.pack(Kind.RECEIPT, frames.new_epoch(), 1, b"\xc1"), "receipt cannot be read"),
-        (b"w/0/d", frames.pack(Kind.ACK, frames.new_epoch(), 1), "the relay's to say"),
+        (b"w/0/d", frames.pack(Kind.ACK, frames.new_epoch(), 1), "only the relay sends"),
         (b"someone else", good, "worker/rank/instance"),
-        (b"v/0/e", good, "its sender is another"),
+        (b"v/0/e", good, "which is not its sender"),
         (b"w/0/f", names("../secret"), "not a capture file of job"),
         (b"w/0/g", names(f"/{job}/x"), "not a capture file of job"),
         (b"w/0/h", names(f"{job}/../x"), "not a capture file of job"),
@@ -161,7 +161,7 @@ def test_a_sender_of_another_protocol_is_refused_with_both_versions(relay: Relay
     with Peer(relay.url) as peer:
         peer.socket.send(bytes([PROTOCOL + 1]) + b"\x01some other layout")
         refusal = frames.refusal(peer.answer())
-    named = f"the relay speaks protocol {PROTOCOL} (midstream {__version__}), the sender speaks {PROTOCOL + 1}"
+    named = f"the relay uses protocol {PROTOCOL} (midstream {__version__}), the sender {PROTOCOL + 1}"
     assert (refusal.reason, named in refusal.detail) == ("protocol", True)
     wait_until(lambda: named in relay.log.read_text())
 
@@ -185,7 +185,7 @@ def test_a_rank_reports_both_protocol_versions_and_keeps_its_receipts(
         assert isinstance(errors[0], OutboxError)
         for text in (str(errors[0]), caplog.text):
             assert f"relay protocol {PROTOCOL + 1}" in text
-            assert f"this side speaks {PROTOCOL} (midstream {__version__})" in text
+            assert f"this side {PROTOCOL} (midstream {__version__})" in text
         assert outbox.depth() == 1
         other.close()
         context.term()

@@ -159,7 +159,7 @@ def test_rows_are_found_by_receipts_and_without_them_and_without_the_ledger(redi
             await ledger.redis.flushall()
             assert told(await runs.files(key)) == told(by_receipts)
             kind, detail = await refusal(runs.files(run_key(job.id, 7, TAG)))
-            assert (kind, detail.endswith("nothing of this prompt was captured")) == ("intervention_failed", True)
+            assert (kind, detail.endswith("no rows of this prompt were captured")) == ("intervention_failed", True)
             mark = root / DELETED / job.id
             mark.mkdir(parents=True)  # only the disk knows that it is being deleted
             assert (await refusal(runs.files(key)))[1].endswith("were deleted")
@@ -190,7 +190,7 @@ def test_deleted_runs_are_refused_by_name_and_key_after_their_records_are_gone(r
                 assert (await refusal(runs.files(key)))[0] == "intervention_failed"
             await runs.delete(MODEL, "clean")
             assert await runs.lookup(MODEL, "clean") is None
-            assert await refusal(runs.delete(MODEL, "clean")) == ("not_found", "there is no source run 'clean'")
+            assert await refusal(runs.delete(MODEL, "clean")) == ("not_found", "unknown source run 'clean'")
 
     asyncio.run(main())
 

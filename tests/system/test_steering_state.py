@@ -102,7 +102,7 @@ def test_state_of_another_version_names_both_versions(redis_url: str, monkeypatc
                     with pytest.raises(MidstreamError) as found:
                         await call
                     assert found.value.kind == "version_mismatch"
-                    said = f"{what} of {MODEL!r} was stored by midstream 9.0.0, and midstream {__version__} cannot read it: "
+                    said = f"{what} of {MODEL!r} was stored by midstream 9.0.0; midstream {__version__} cannot read it: "
                     assert found.value.detail.startswith(said)
                     assert "tomorrow" in found.value.detail
             assert await steering.module_names(MODEL) == ["joy"], "what cannot be read is not deleted"

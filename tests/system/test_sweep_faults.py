@@ -31,7 +31,7 @@ def test_only_cells_that_engine_or_ranks_fail_have_no_value(redis_url: str, tmp_
             assert await runs.run_job(job_id) is AttemptOutcome.SUCCEEDED
         assert (await at.ledger.view(job_id)).state is State.SUCCEEDED
         result = await at.result(job_id)
-        check_grid(asked, result, {refused: "rank 0 refused prompt", failed: "rank 0 (stage 0): injected fault"})
+        check_grid(asked, result, {refused: "rank 0 rejected prompt", failed: "rank 0 (stage 0): injected fault"})
         assert result.summary.skipped == len(LAYERS) + 2
 
     Rig(redis_url, tmp_path)(scenario)
@@ -94,7 +94,7 @@ def test_cells_of_which_a_rank_never_reports_have_no_value(redis_url: str, tmp_p
         async with at.worker(fault="silent:rank=1") as runs:
             assert await runs.run_job(job_id) is AttemptOutcome.SUCCEEDED
         why = (await at.records(job_id))[units.base(0).number].reason
-        assert why == "1 of 2 receipts arrived within 2 s of the engine's answer"
+        assert why == "1 of 2 receipts arrived within 2 s of the engine's output"
         cells = range(units.first_cell, units.first_cell + asked.num_cells)
         check_grid(asked, await at.result(job_id), dict.fromkeys(cells, "of 2 receipts arrived within 2 s"))
 

@@ -222,7 +222,7 @@ def test_another_tenants_module_cannot_be_used_by_any_name(ours: Caller, theirs:
         ):
             answer = caller.http.post("/v1/jobs", json={"model": MODEL, "prompts": ["hello"], **body})
             assert answer.status_code == 400, answer.text
-            assert answer.json()["allowed"] == "there is none"
+            assert answer.json()["allowed"] == "none exists"
         for method in ("GET", "DELETE"):
             answer = caller.http.request(method, f"/v1/steering/modules/{name.replace('/', '%2F')}")
             assert answer.status_code == 404
@@ -284,7 +284,7 @@ def test_another_tenants_run_cannot_be_patched_with(ours: Caller, everyday: Call
     there, absent = send(everyday, name), send(everyday, nowhere)
     assert there.status_code == absent.status_code == 400
     assert there.text.replace(name, nowhere) == absent.text.replace(name, nowhere) or how == "name"
-    assert "there is no source run" in there.json()["detail"]
+    assert "unknown source run" in there.json()["detail"]
     if how != "ours/{}":
         assert send(ours, name).status_code == 202
 

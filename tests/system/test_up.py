@@ -166,7 +166,7 @@ def test_everything_up_starts_is_private_to_the_account(tmp_path: Path) -> None:
     up = Up(data, auth="keys")
     try:
         url = up.ready()
-        assert f"{data} was open to other accounts" in up.output()
+        assert f"{data} was readable by other accounts" in up.output()
         assert {stat.S_IMODE(path.stat().st_mode) & 0o077 for path in [data, *data.rglob("*")] if not path.is_symlink()} == {0}
         # Redis asks for a password, which no command line and no line of ours shows
         password = (data / "secrets" / "redis.password").read_text().strip()
@@ -195,9 +195,9 @@ def test_everything_up_starts_is_private_to_the_account(tmp_path: Path) -> None:
             assert not forged.flush(2.0)
             assert not forged.connected
         # callers need a key, and the command that is printed makes the first
-        with pytest.raises(MidstreamError, match="no API key was given"), Client(url) as client:
+        with pytest.raises(MidstreamError, match="no API key given"), Client(url) as client:
             client.models()
-        command = re.search(r"make the first: (MIDSTREAM_DATA_DIR=.*)", up.output())
+        command = re.search(r"create the first one: (MIDSTREAM_DATA_DIR=.*)", up.output())
         assert command is not None
         made = in_shell(command[1])
         assert made.returncode == 0, made.stderr
@@ -302,7 +302,7 @@ def test_up_outlives_a_full_disk_and_a_read_only_one(disk: Path) -> None:
         up.until(lambda: "redis ended with" in up.output())
         refused_for(url, "")
         (disk / "filler").unlink()
-        up.until(lambda: "can be written again" in up.output())
+        up.until(lambda: "is writable again" in up.output())
         up.until(lambda: httpx.get(f"{url}/readyz", timeout=30).status_code == 200)
         with Client(url) as client:
             result = client.result(client.wait(capture_job(url).json()["id"], timeout=120).id)

@@ -63,7 +63,7 @@ def clean() -> dict[str, str]:
 
 # field case 43
 @pytest.mark.parametrize(
-    ("version", "wire", "oldest", "upgrade"), [("0.0.9", WIRE - 1, 0, "that one"), ("9.0.0", WIRE + 1, WIRE + 1, "this one")]
+    ("version", "wire", "oldest", "upgrade"), [("0.0.9", WIRE - 1, 0, "the other"), ("9.0.0", WIRE + 1, WIRE + 1, "this process")]
 )
 def test_an_incompatible_worker_gets_no_jobs_and_both_versions_are_named(
     stack: Stack, version: str, wire: int, oldest: int, upgrade: str
@@ -107,7 +107,7 @@ def test_a_job_beyond_the_workers_version_fails_naming_both_versions(stack: Stac
     assert (view.state, view.attempt) == (State.FAILED, 1)
     assert view.error is not None
     assert view.error.type == "urn:midstream:version_mismatch"
-    assert f"accepted by midstream 9.0.0, and midstream {__version__} cannot read it" in view.error.detail
+    assert f"accepted by midstream 9.0.0; midstream {__version__} cannot read it" in view.error.detail
     assert "invented_later" in view.error.detail
 
 

@@ -443,7 +443,7 @@ def test_a_host_with_any_private_address_is_not_called(redis_url: str, receiver:
 
     delivery = asyncio.run(main())
     assert (delivery.state, receiver.got) == ("refused", [])
-    assert "hooks.example has an address that is " in delivery.attempts[0].error
+    assert "hooks.example resolves to an address that is " in delivery.attempts[0].error
 
 
 def test_webhooks_connect_to_the_checked_address(receiver: Receiver) -> None:  # field case 41

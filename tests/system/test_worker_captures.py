@@ -88,7 +88,7 @@ def test_an_unwritable_capture_folder_fails_only_its_jobs(stack: Stack) -> None:
     for view in views[::2]:
         assert view.error is not None
         assert view.error.type == "urn:midstream:capture_failed"
-        assert "could not be written" in view.error.detail
+        assert "write failed" in view.error.detail
         assert view.capture_status == "error"
 
 

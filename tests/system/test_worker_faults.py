@@ -158,7 +158,7 @@ def without_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 def test_sigterm_stops_a_worker_whose_engine_is_starting(without_worker: Stack) -> None:
     without_worker.spawn("worker", fault="slow_start:seconds=120")
-    without_worker.wait_log("worker", "engine starts")
+    without_worker.wait_log("worker", "engine starting")
     assert without_worker.end("worker", 40) == 0
 
 
@@ -180,5 +180,5 @@ def test_a_second_worker_of_the_same_id_is_refused(without_worker: Stack) -> Non
     without_worker.wait_ready("worker")
     without_worker.spawn("worker-2", suffix=False)
     assert without_worker.exit_code("worker-2", 60) == EXIT_BAD_SETTINGS
-    assert f"worker 'w1' already runs (pid {without_worker.pid('worker')})" in without_worker.log("worker-2")
+    assert f"worker 'w1' is already running (pid {without_worker.pid('worker')})" in without_worker.log("worker-2")
     assert without_worker.wait(without_worker.submit(["still works"])).state is State.SUCCEEDED

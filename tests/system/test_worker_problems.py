@@ -33,7 +33,7 @@ def _no_worker_afterwards(stack: Stack) -> Iterator[None]:
     ("fault", "kind", "detail"),
     [
         ("hold:rank=1", "intervention_failed", "rank 1: refused vector"),
-        ("generate:request=1", "intervention_failed", "rank 0 refused prompt 1"),
+        ("generate:request=1", "intervention_failed", "rank 0 rejected prompt 1"),
         ("disagree:rank=1", "ranks_disagree", ""),
         ("silent:rank=1", "receipts_timed_out", "of 4 receipts"),
     ],

@@ -180,7 +180,7 @@ def test_a_refusing_rank_prevents_the_change_on_all_ranks(stack: Stack) -> None:
     assert found["w1"].prepared
     assert (found["w1-2"].prepared, found["w1-2"].refusal) == (False, "rank 1: injected fault")
     stack.do(lambda ledger: Steering(ledger).abort(MODEL, proposal))
-    with pytest.raises(MidstreamError, match="given up"):
+    with pytest.raises(MidstreamError, match="abandoned"):
         commit(stack, proposal)
     found = until(stack, lambda found: not any(report.proposal for report in found.values()))
     assert {worker: report.global_version for worker, report in found.items()} == before
@@ -256,5 +256,5 @@ def test_desynced_ranks_are_found_by_the_first_receipt_and_resynced(tmp_path: Pa
         following = stack.submit(["the next"], steering=own(1), blobs=blobs(1))
         assert (stack.wait(following).state, stack.view(following).attempt) == (State.SUCCEEDED, 1)
         assert stack.wait(bystander).state is State.SUCCEEDED
-        assert stack.log("worker").count("ERROR midstream.workers.serving.steering: ranks out of step") == 1
+        assert stack.log("worker").count("ERROR midstream.workers.serving.steering: ranks diverged") == 1
         assert stack.processes["worker"].poll() is None, "the engine lives on"

@@ -68,7 +68,7 @@ def test_the_table_of_kinds_is_closed() -> None:
     assert list(KINDS) == list(get_args(Kind)) == [action[1] for action in ONE_OF_EACH]
     ledger = ActionLedger()
     for action in [(1, "row_drop", "key"), (1, "row_admit", "key"), (1, "row_release", "key", 3)]:
-        with pytest.raises(ValueError, match="is no action"):
+        with pytest.raises(ValueError, match="is not an action"):
             ledger.fold(*action)  # type: ignore[arg-type]
     assert (ledger.count, ledger.checksum) == (0, "0" * 16), "what is rejected is not folded"
 

@@ -97,8 +97,8 @@ def test_equal_length_blocks_in_unequal_prompts_are_aligned_with_a_note() -> Non
     [
         ("abcde", "abXde", None),
         ("abcde", "aXYde", None),
-        ("abcde", "aXcYe", "which is not one block"),
-        ("abcde", "aXbce", "'bc' is in both"),
+        ("abcde", "aXcYe", "which are not contiguous"),
+        ("abcde", "aXbce", "'bc' occurs in both"),
     ],
 )
 def test_equal_length_prompts_align_by_position_with_a_note_where_doubtful(clean: str, corrupt: str, words: str | None) -> None:
@@ -120,7 +120,7 @@ def test_left_and_right_alignment_drop_the_overhang() -> None:
 def test_an_alignment_list_is_used_verbatim() -> None:
     made = align(EIFFEL, COLOSSEUM, [(-1, -1), (2, 1)])
     assert made.pairs == [(2, 1), (7, 6)]
-    assert made.corrupt_alone[0] == "it is not named in the alignment"
+    assert made.corrupt_alone[0] == "the alignment does not list it"
     shared = align(EIFFEL, COLOSSEUM, [(2, 1), (2, 2)], "corrupt")
     assert shared.counterparts("corrupt") == {1: 2, 2: 2}, "a row may be written at several positions"
 

@@ -25,8 +25,8 @@ from midstream.schemas.states import ENDS
     [
         ('{"model":1,"prompts":["a"]}', "model", "Expected `str`"),
         ('{"prompts":["a"]}', "model", "is required"),
-        ('{"model":"m","prompts":["a"],"x":1}', "x", "no such field"),
-        ('{"model":"m","prompts":["a"],"capture":{"x":1}}', "capture.x", "no such field"),
+        ('{"model":"m","prompts":["a"],"x":1}', "x", "unknown field"),
+        ('{"model":"m","prompts":["a"],"capture":{"x":1}}', "capture.x", "unknown field"),
         ('{"model":"m","prompts":["a"],"capture":{"hooks":{"x":1}}}', "capture.hooks", "Invalid enum value 'x'"),
         ('{"model":"m","prompts":["a"],"capture":{"hooks":{}}}', "capture", "hooks is empty"),
         ('{"model":"m","prompts":["a"],"capture":{"hooks":{"pre_attn":1},"layers":1}}', "capture", "not both"),
@@ -116,5 +116,5 @@ def test_a_second_attempt_that_contradicts_what_was_sent_is_an_error() -> None:
     sent = Sent()
     sent.news("hello")
     sent.seen = ""
-    with pytest.raises(MidstreamError, match="started again"):
+    with pytest.raises(MidstreamError, match="restarted"):
         sent.news("help")

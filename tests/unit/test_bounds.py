@@ -191,7 +191,7 @@ def test_json_limits_count_values_outside_strings(value: Any, piece: int) -> Non
     [
         (b'{"model": "\xff"}', "not UTF-8"),
         (b'{"model": "\\ud800"}', "not JSON"),
-        (b'{"model": "m", "tools": ' + b"[" * 60_000, "inside one another"),
+        (b'{"model": "m", "tools": ' + b"[" * 60_000, "too deeply"),
     ],
 )
 def test_undecodable_json_is_a_problem(raw: bytes, says: str) -> None:

@@ -93,7 +93,7 @@ def test_a_missing_stage_is_an_error_and_not_fewer_layers(store: ArtifactStore, 
     write(store, stage(0, layout=layout))
     reader = CaptureReader(store, "job_x")
     for read in (reader.layers, reader.positions, lambda: reader.array(0), reader.stack):
-        with pytest.raises(MidstreamError, match=r"post_block\.2, post_block\.3 \(2 tensors\) are missing; of 2 stages there is 0"):
+        with pytest.raises(MidstreamError, match=r"post_block\.2, post_block\.3 \(2 tensors\) are missing; of 2 stages only 0 present"):
             read()
     assert [check.ok for check in reader.verify()] == [True] * (3 if layout == "per_file" else 1) + [False]
     assert CaptureReader(store, "job_x", partial=True).layers() == [0, 1]
@@ -214,7 +214,7 @@ def test_bytes_behind_a_blob_are_refused_and_not_left_unread(tmp_path: Path) -> 
     both = first.read_bytes() + second.read_bytes()
     first.write_bytes(both)
     for read in (lambda: CaptureReader(first), lambda: CaptureReader.from_bytes(both)):
-        with pytest.raises(MidstreamError, match="not a whole blob") as caught:
+        with pytest.raises(MidstreamError, match="not a complete blob") as caught:
             read()
         assert kind_of(caught) == "capture_damaged"
 
@@ -232,7 +232,7 @@ def test_rows_in_memory_are_read_like_files() -> None:
     np.testing.assert_array_equal(reader.array(2), values("post_block", 2, [0, 1, 2]))
     with pytest.raises(MidstreamError, match="post_block"):
         CaptureReader.from_bytes(blobs[0]).layers()
-    with pytest.raises(MidstreamError, match="nothing to read"):
+    with pytest.raises(MidstreamError, match="no blobs given"):
         CaptureReader.from_bytes([])
 
 
@@ -245,7 +245,7 @@ def test_a_folder_without_captures_says_so(tmp_path: Path) -> None:
 
 def test_non_capture_files_are_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "notes.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}      ")
-    with pytest.raises(MidstreamError, match=r"notes\.safetensors.*not one of our capture files"):
+    with pytest.raises(MidstreamError, match=r"notes\.safetensors.*not a Midstream capture file"):
         CaptureReader(tmp_path)
 
 
@@ -281,7 +281,7 @@ def test_a_request_whose_files_are_missing_is_named_and_not_left_out(tmp_path: P
     for source, job in ((folder, None), (tmp_path / "tag", "job_x"), (tmp_path, "job_x")):
         reader = CaptureReader(source, job)
         (gap,) = reader.gaps()
-        assert "4 requests were captured, and there are files of 3: 0-1, 3" in gap.detail
+        assert "captured 4 requests, and files of 3 exist: 0-1, 3" in gap.detail
         assert [check for check in reader.verify() if not check.ok] == [gap]
         assert "requests=3 of 4" in repr(reader)
         with pytest.raises(MidstreamError, match="files of 3") as caught:
@@ -348,7 +348,7 @@ def test_verify_finds_a_blob_that_is_not_what_it_says_though_its_checksum_is_rig
     wrong = right.replace(b'\\"token_ids\\":[100,101]', b'\\"token_ids\\":[100,107]')
     assert wrong != right
     path = tmp_path / "tag.p0000.pp0.safetensors"
-    for raw, said in ((right, ""), (wrong, "the tensor token_ids is not what the manifest says")):
+    for raw, said in ((right, ""), (wrong, "the tensor token_ids does not match the manifest")):
         path.write_bytes(raw)
         path.with_suffix(".json").write_text(json.dumps({"bytes": len(raw), "crc32": zlib.crc32(raw)}))
         assert [check.detail for check in CaptureReader(tmp_path).verify()] == [said]
@@ -359,7 +359,7 @@ def test_a_file_that_was_cut_short_is_refused_when_it_is_opened(tmp_path: Path) 
     path = tmp_path / file.path
     for length in (file.bytes - 1, 20, 0):
         os.truncate(path, length)
-        with pytest.raises(MidstreamError, match="cut short"):
+        with pytest.raises(MidstreamError, match="truncated"):
             CaptureReader(path)
 
 
@@ -452,7 +452,7 @@ def test_negative_layers_count_from_the_models_last(store: ArtifactStore) -> Non
     with pytest.raises(MidstreamError, match="below the first layer") as caught:
         reader.array(-9)
     assert caught.value.allowed == "-8 to 7"
-    with pytest.raises(MidstreamError, match="does not name the number of layers"):
+    with pytest.raises(MidstreamError, match="does not record the number of layers"):
         CaptureReader(store, "older").array(-1)
 
 

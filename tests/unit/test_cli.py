@@ -245,11 +245,11 @@ def test_prompts_come_from_lines_or_a_json_list(tmp_path: Path) -> None:
         (["up", "--set", "api_port=many"], "MIDSTREAM_API_PORT"),
         (["up", "--port", "70000"], "api_port"),
         (["up", "--global-capture", "pre_mlp:0"], "global_capture: 'pre_mlp' is not a hook"),
-        (["up", "--set", "global_capture=post_block", "--set", "global_capture_positions=first"], "'first' names no positions"),
+        (["up", "--set", "global_capture=post_block", "--set", "global_capture_positions=first"], "'first' is not a position selector"),
         (["up", "--model", "./nowhere"], "model='./nowhere'"),
         (["submit"], "prompts: give a prompt"),
-        (["job", "show", "job_x"], "no Midstream answers at http://127.0.0.1:1"),
-        (["capture", "show", "./nowhere"], "there is no folder ./nowhere"),
+        (["job", "show", "job_x"], "no Midstream server answers at http://127.0.0.1:1"),
+        (["capture", "show", "./nowhere"], "no such folder: ./nowhere"),
         (["submit", "--body", "missing.json"], "missing.json"),
     ],
 )
@@ -387,11 +387,11 @@ def test_hooks_and_layers_are_the_only_names_of_sites() -> None:
 
 def test_nothing_running_has_its_own_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call(capsys, "status")
-    assert (code, "nothing runs on" in out) == (3, True)
+    assert (code, "no stack is running on" in out) == (3, True)
     code, out, _ = call(capsys, "down")
-    assert (code, "nothing runs on" in out) == (0, True)
+    assert (code, "no stack is running on" in out) == (0, True)
     code, _, err = call(capsys, "logs")
-    assert (code, "there are no logs in" in err) == (1, True)
+    assert (code, "no logs in" in err) == (1, True)
 
 
 def test_an_unknown_tenant_is_named_with_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
@@ -402,4 +402,4 @@ def test_an_unknown_tenant_is_named_with_those_there_are(capsys: pytest.CaptureF
     )
     with server(reply({"tenants": [view]})) as (url, _):
         code, _, err = call(capsys, "tenants", "show", "visoin", "--url", url)
-    assert (code, "there is no tenant 'visoin'" in err, "did you mean 'vision'?" in err) == (1, True, True)
+    assert (code, "unknown tenant 'visoin'" in err, "did you mean 'vision'?" in err) == (1, True, True)

@@ -144,14 +144,14 @@ def test_a_patch_may_bring_its_vector(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("12=clean:5", "cannot be read"),
-        ("12@5", "cannot be read"),
-        ("12@5=", "cannot be read"),
-        ("12@5=clean:five", "position cannot be 'five'"),
-        ("12@5=clean:5:6", "there is no '6' there: use alpha, mask, prompt, positions"),
-        ("12@5=clean:5:alpha=much", "alpha cannot be 'much'"),
-        ("12@5=zeros:prompt=1", "there is no 'prompt=1' there: use alpha, mask"),
-        ("12@5=clean:5:scale=2", "there is no 'scale=2'"),
+        ("12=clean:5", "is not valid"),
+        ("12@5", "is not valid"),
+        ("12@5=", "is not valid"),
+        ("12@5=clean:five", "invalid position 'five'"),
+        ("12@5=clean:5:6", "unknown part '6' : use alpha, mask, prompt, positions"),
+        ("12@5=clean:5:alpha=much", "invalid alpha 'much'"),
+        ("12@5=zeros:prompt=1", "unknown part 'prompt=1' : use alpha, mask"),
+        ("12@5=clean:5:scale=2", "unknown part 'scale=2'"),
         ("12@5=gone.npy", "No such file"),
     ],
 )
@@ -163,7 +163,7 @@ def test_an_unreadable_patch_is_refused_with_an_example(text: str, words: str) -
 
 def test_a_capture_is_named_as_a_run() -> None:
     assert options.parse_capture(layers="all", run="clean") == {"layers": "all", "run": "clean"}
-    with pytest.raises(MidstreamError, match="captures nothing"):
+    with pytest.raises(MidstreamError, match="requires --layers"):
         options.parse_capture(run="clean")
 
 
@@ -180,11 +180,11 @@ def test_runs_are_shown_with_their_rows() -> None:
 
 
 def test_runs_are_deleted_by_name_and_mistakes_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    problem = MidstreamError("not_found", "there is no source run 'b'").problem()
+    problem = MidstreamError("not_found", "unknown source run 'b'").problem()
     with server(reply(None, 204), reply(problem, 404)) as (url, seen), pytest.raises(SystemExit) as code:
         main.main(["runs", "delete", "a", "b", "--url", url])
     out, err = capsys.readouterr()
-    assert (code.value.code, out, err) == (1, "a deleted\n", "error: there is no source run 'b'\n")
+    assert (code.value.code, out, err) == (1, "a deleted\n", "error: unknown source run 'b'\n")
     assert seen == ["DELETE /v1/runs/a", "DELETE /v1/runs/b"]
 
 

@@ -138,9 +138,9 @@ def test_entries_sites_and_a_file_are_equivalent(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"post_blok.3": JOY}, "steering: 'post_blok.3' names no site"),
-        ({"post_block.3": ["x"]}, r"steering\.post_block\.3: an array of <U1 is not one of numbers"),
-        ([{"layers": 3, "vector": JOY, "sclae": 2}], r"steering\[0\]\.sclae: there is no such field"),
+        ({"post_blok.3": JOY}, "steering: 'post_blok.3' is not a site"),
+        ({"post_block.3": ["x"]}, r"steering\.post_block\.3: must be numeric, not an array of <U1"),
+        ([{"layers": 3, "vector": JOY, "sclae": 2}], r"steering\[0\]\.sclae: unknown field"),
     ],
 )
 def test_what_is_wrong_in_itself_is_said_before_anything_is_sent(given: Any, says: str) -> None:
@@ -161,7 +161,7 @@ def test_invalid_names_cannot_change_the_request_path(name: str) -> None:
 
 def test_a_wrong_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "joy.safetensors").write_bytes(b"PK")
-    with pytest.raises(MidstreamError, match=r"joy\.safetensors: it is no safetensors file"):
+    with pytest.raises(MidstreamError, match=r"joy\.safetensors: it is not a safetensors file"):
         steering.entries_of(tmp_path / "joy.safetensors")
 
 
@@ -281,7 +281,7 @@ def test_a_change_that_a_worker_does_not_have_yet_names_it() -> None:
     line = show_steering.global_line(everyone(applied=False, workers=[worker(rank()), behind]))
     assert "not applied everywhere" in line
     assert "w1 has version 2, resyncing ranks disagree" in line
-    assert "no worker is alive" in show_steering.global_line(everyone(workers=[]))
+    assert "no worker is running" in show_steering.global_line(everyone(workers=[]))
 
 
 def test_entries_are_listed_with_their_scalars() -> None:

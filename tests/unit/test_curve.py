@@ -17,21 +17,21 @@ def test_a_new_key_is_readable_by_its_owner_alone_and_never_written_over(tmp_pat
     assert (private, public) == (tmp_path / "keys" / "w1.key", tmp_path / "keys" / "clients" / "w1.pub")
     assert stat.S_IMODE(private.stat().st_mode) == 0o600
     assert secret_key(str(private))[0] == public.read_text().strip()
-    with pytest.raises(MidstreamError, match=r"w1\.key is there already"):
+    with pytest.raises(MidstreamError, match=r"w1\.key already exists"):
         new_keys("worker", "w1", tmp_path / "keys")
-    with pytest.raises(MidstreamError, match="cannot be the name of a file"):
+    with pytest.raises(MidstreamError, match="is not valid as a file name"):
         new_keys("worker", "../w1", tmp_path / "keys")
 
 
 def test_incomplete_curve_keys_name_the_missing_one(tmp_path: Path) -> None:
     private, public = new_keys("relay", "relay", tmp_path)
-    with pytest.raises(SettingsError, match=r"curve_clients_dir is not: .* anybody"):
+    with pytest.raises(SettingsError, match=r"without curve_clients_dir: .* any sender"):
         server_keys(Settings(curve_secret_file=str(private)))
-    with pytest.raises(SettingsError, match="curve_secret_file is not: the relay needs"):
+    with pytest.raises(SettingsError, match="without curve_secret_file: the relay needs"):
         server_keys(Settings(curve_clients_dir=str(tmp_path)))
-    with pytest.raises(SettingsError, match="curve_server_key is not"):
+    with pytest.raises(SettingsError, match="without curve_server_key"):
         client_keys(str(private), "")
-    with pytest.raises(SettingsError, match="curve_secret_file is not: a worker needs"):
+    with pytest.raises(SettingsError, match="without curve_secret_file: a worker needs"):
         client_keys("", public.read_text())
     assert client_keys("", "") is None
     assert server_keys(Settings()) is None
@@ -40,13 +40,13 @@ def test_incomplete_curve_keys_name_the_missing_one(tmp_path: Path) -> None:
 def test_an_invalid_curve_key_is_refused_without_quoting_it(tmp_path: Path) -> None:
     broken = tmp_path / "broken.key"
     broken.write_text("secret but wrong\n")
-    with pytest.raises(SettingsError, match=r"broken\.key.*no CURVE key") as refused:
+    with pytest.raises(SettingsError, match=r"broken\.key.*not a CURVE key") as refused:
         secret_key(str(broken))
     assert "secret but wrong" not in str(refused.value)
     with pytest.raises(SettingsError, match=r"gone\.key.*No such file"):
         secret_key(str(tmp_path / "gone.key"))
     private, _ = new_keys("worker", "w1", tmp_path)
-    with pytest.raises(SettingsError, match="curve_server_key: this is no CURVE key"):
+    with pytest.raises(SettingsError, match="curve_server_key: not a CURVE key"):
         client_keys(str(private), "~" * 40)
     with pytest.raises(SettingsError, match=r"nowhere.*No such file"):
         server_keys(Settings(curve_secret_file=str(private), curve_clients_dir=str(tmp_path / "nowhere")))

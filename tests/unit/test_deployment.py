@@ -136,7 +136,7 @@ def worker_container(
 def health_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The temporary directory of the health check, to which no worker has reported."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(health, "_worker_seen", lambda settings: "no worker of this machine has been seen in Redis lately")
+    monkeypatch.setattr(health, "_worker_seen", lambda settings: "no worker of this machine has reported to Redis recently")
     monkeypatch.setattr(health, "START_S", 30.0)
     return tmp_path
 
@@ -179,10 +179,10 @@ def test_a_worker_that_cannot_start_is_unhealthy_with_the_reason_until_stopped(h
         "START_RETRY_S": "600",
     }
     with worker_container(health_folder, Path(sys.executable).parent, **variables) as container:
-        assert reason_why_unhealthy(health_folder, container) == "MIDSTREAM_MODEL=/no/such/model: there is no such folder here"
+        assert reason_why_unhealthy(health_folder, container) == "MIDSTREAM_MODEL=/no/such/model: no such folder"
         container.terminate()
         _, err = container.communicate(timeout=60)
-    assert err.count("worker failed: MIDSTREAM_MODEL=/no/such/model: there is no such folder here") == 1
+    assert err.count("worker failed: MIDSTREAM_MODEL=/no/such/model: no such folder") == 1
 
 
 WORKER_THAT_DRAINS = """#!/bin/sh

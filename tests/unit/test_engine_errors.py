@@ -20,7 +20,7 @@ SAID = {
     "RuntimeError: [enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes. "
     "Error code 12": "an allocation of 99 bytes failed. Decrease the setting kv_cache_gib",
     "1 validation error for ModelConfig\n  Value error, User-specified max_model_len (1000000) is greater than the derived max_model_len "
-    "(max_position_embeddings=8192.0 or model_max_length=8192 in model's config.json).": "max_model_len=1000000 is longer than the model",
+    "(max_position_embeddings=8192.0 or model_max_length=8192 in model's config.json).": "max_model_len=1000000 exceeds the model",
     "max_num_batched_tokens (16) must be greater than or equal to max_num_seqs (64).": "max_num_batched_tokens=16 is less than",
     "Total number of attention heads (9) must be divisible by tensor parallel size (7).": "tensor_parallel_size=7 does not divide",
 }

@@ -70,7 +70,7 @@ def test_exporting_uncaptured_sites_names_them(root: Path, tmp_path: Path, chose
         export(CaptureReader(root, "job_x"), tmp_path / "rows.npz", **chosen)  # type: ignore[arg-type]
     assert (caught.value.field, caught.value.allowed) == (field, allowed)
     assert not (tmp_path / "rows.npz").exists()
-    with pytest.raises(MidstreamError, match=r"neither of \.npz or \.safetensors"):
+    with pytest.raises(MidstreamError, match=r"must end in \.npz or \.safetensors"):
         export(CaptureReader(root, "job_x"), tmp_path / "rows.csv")
 
 
@@ -105,12 +105,12 @@ def test_verify_names_a_stage_that_is_missing(tmp_path: Path) -> None:
     write(tmp_path, finished(sites={"post_block": [0]}, all_sites={"post_block": [0, 1]}, stages=2))
     code, text = run("capture", "verify", tmp_path, "--job", "job_x")
     assert code != 0
-    assert "post_block.1 (1 tensors) are missing; of 2 stages there is 0" in text
+    assert "post_block.1 (1 tensors) are missing; of 2 stages only 0 present" in text
 
 
 def test_a_request_that_is_missing_is_refused_unless_what_is_there_is_wanted(tmp_path: Path) -> None:
     write(tmp_path, finished(request=0, requests=2, positions=[0, 2], dropped=(1,)))
-    source, said = (tmp_path, "--job", "job_x"), "2 requests were captured, and there are files of 1: 0"
+    source, said = (tmp_path, "--job", "job_x"), "captured 2 requests, and files of 1 exist: 0"
     for command in (("show", *source), ("export", tmp_path, tmp_path / "rows.npz", "--job", "job_x"), ("verify", *source)):
         code, text = run("capture", *command)
         assert (code != 0, said in text) == (True, True), text

@@ -39,7 +39,7 @@ def test_crash_points_are_off_by_default(tmp_path: Path) -> None:
 
 
 def test_an_unknown_crash_point_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"there is no crash point 'relay\.lost': api\.committed"):
+    with pytest.raises(SettingsError, match=r"unknown crash point 'relay\.lost'; valid: api\.committed"):
         arm("crash:at=relay.lost", tmp_path)
 
 

@@ -34,13 +34,13 @@ def test_positions_are_a_name_or_numbers_and_the_tag_is_the_operators() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("pre_mlp:0",), "'pre_mlp' is not a hook: write hook:layers;hook:layers with hooks of pre_attn, attn_out"),
+        (("pre_mlp:0",), "'pre_mlp' is not a hook: write hook:layers;hook:layers, with hooks pre_attn, attn_out"),
         (("post_block:0;",), "'' is not a hook"),
-        (("post_block:0;post_block:1",), "post_block is named twice"),
-        (("post_block", "first"), "'first' names no positions: use one of last_prompt"),
-        (("post_block", "1-3"), "names no positions"),
-        (("post_block", ""), "names no positions"),
-        (("post_block", "5:x"), "names no positions"),
+        (("post_block:0;post_block:1",), "post_block is listed twice"),
+        (("post_block", "first"), "'first' is not a position selector: use last_prompt"),
+        (("post_block", "1-3"), "is not a position selector"),
+        (("post_block", ""), "is not a position selector"),
+        (("post_block", "5:x"), "is not a position selector"),
         (("post_block", "9:5"), "range from 9 up to 5 is empty"),
         (("post_block", "0", "../x"), "a tag is one folder name"),
     ],
@@ -52,7 +52,7 @@ def test_invalid_global_captures_are_refused_with_valid_values(arguments: tuple[
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("post_block:0-4", "layer 4 is out of range"), ("mlp_in", "no hook 'mlp_in'"), ("post_block;resid_post", "named twice")],
+    [("post_block:0-4", "layer 4 is out of range"), ("mlp_in", "unknown hook 'mlp_in'"), ("post_block;resid_post", "given twice")],
 )
 def test_settings_that_do_not_fit_the_model_are_refused_as_settings(text: str, words: str) -> None:
     hooks = ["attn_out", "post_block"]
@@ -65,7 +65,7 @@ def test_settings_that_do_not_fit_the_model_are_refused_as_settings(text: str, w
 def test_sites_that_no_step_has_room_for_are_refused_at_start() -> None:
     wide = Settings(global_capture="pre_attn;post_block")
     assert from_settings(wide, 4, row_limit=8)
-    with pytest.raises(SettingsError, match=r"^global_capture: it names 8 sites: one step has room for 7 rows .*capture_buffer_mib"):
+    with pytest.raises(SettingsError, match=r"^global_capture: 8 sites: one step has room for 7 rows .*capture_buffer_mib"):
         from_settings(wide, 4, row_limit=7)
 
 

@@ -111,14 +111,14 @@ def test_logits_of_another_step_are_not_graded(rows: int) -> None:
     grading, tracked = Grading(), asking()
     ((refused, why),) = step(grading, logits_of(rows), (tracked, 0, PROMPT, 1), (None, 9, 1, 1))
     assert refused is tracked
-    assert "2 rows were expected" in why
+    assert "expected 2 rows" in why
     assert tracked.graded is None
 
 
 def test_a_token_that_the_model_does_not_have_is_refused_before_it_is_looked_up() -> None:
     grading, tracked = Grading(), asking(token_ids=(3, VOCABULARY))
     ((_, why),) = step(grading, logits_of(1), (tracked, 0, PROMPT, 1))
-    assert "[50] are not among the 50" in why
+    assert "[50] are outside the vocabulary of 50" in why
 
 
 def test_a_non_finite_grade_fails() -> None:

@@ -106,7 +106,7 @@ def test_a_missing_matplotlib_is_named_with_the_extra_that_brings_it(monkeypatch
 
 
 def test_a_format_that_matplotlib_cannot_write_is_refused_by_name(tmp_path: Path) -> None:
-    for path, detail in ((tmp_path / "out.xyz", "no format"), (tmp_path / "nowhere" / "out.png", "no such folder")):
+    for path, detail in ((tmp_path / "out.xyz", "not a figure format"), (tmp_path / "nowhere" / "out.png", "no such folder")):
         with pytest.raises(MidstreamError, match=detail) as caught:
             heatmap.figure(result(), path)
         assert caught.value.field == "heatmap"

@@ -29,7 +29,7 @@ def test_a_data_directory_is_closed_but_to_a_group_that_was_let_in(tmp_path: Pat
 
 def test_a_world_writable_data_directory_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o1777)
-    with pytest.raises(SettingsError, match=r"data_dir=.* all accounts share"):
+    with pytest.raises(SettingsError, match=r"data_dir=.* shared by all accounts"):
         close_folder(tmp_path, print)
     assert mode(tmp_path) == 0o1777
 

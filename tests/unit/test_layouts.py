@@ -109,7 +109,7 @@ def test_one_capture_that_cannot_be_written_fails_alone(store: ArtifactStore, la
     disk = filesystem(store)
     outcomes = disk.consume(captures)
     disk.close()
-    assert [outcome.error for outcome in outcomes] == ["", "", "it could not be written: the spilled rows are gone", "", ""]
+    assert [outcome.error for outcome in outcomes] == ["", "", "write failed: the spilled rows are gone", "", ""]
     assert CaptureReader(store, "job_x").requests() == [0, 1, 3, 4]
 
 
@@ -228,7 +228,7 @@ def test_a_file_that_is_removed_each_time_fails_its_capture(tmp_path: Path, monk
 
     monkeypatch.setattr(file_store, "_sync", sync)
     (outcome,) = filesystem(tmp_path).consume([finished(layout="packed")])
-    assert (outcome.files, "was removed while it was written" in outcome.error) == ((), True)
+    assert (outcome.files, "was deleted while being written" in outcome.error) == ((), True)
 
 
 def _read_where_reported(root: Path, outcomes: Sequence[Outcome]) -> None:

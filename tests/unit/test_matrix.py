@@ -58,7 +58,7 @@ def test_a_mean_is_over_the_captured_positions_of_a_request(readers: list[Captur
     assert samples(readers[0], "mean")[1] == ("job_a", 1, None)
 
 
-@pytest.mark.parametrize(("rows", "said"), [("lst", "none of the rows"), (2, "position 2 of request 1 was not captured")])
+@pytest.mark.parametrize(("rows", "said"), [("lst", "not a selection of rows"), (2, "position 2 of request 1 was not captured")])
 def test_unavailable_rows_are_refused_with_the_available_ones(readers: list[CaptureReader], rows: Any, said: str) -> None:
     with pytest.raises(MidstreamError, match=said) as caught:
         matrix(readers, readers[0].layers()[0], rows=rows)
@@ -75,7 +75,7 @@ def test_without_rows_there_is_no_matrix(tmp_path: Path) -> None:
             matrix(reader, layer, rows=rows)  # type: ignore[arg-type]
         assert caught.value.kind == "not_found"
     assert matrix(reader, layer, rows="all").shape[0] == 2
-    with pytest.raises(MidstreamError, match="no captured rows to make a matrix of"):
+    with pytest.raises(MidstreamError, match="no captured rows"):
         matrix([], layer)
 
 

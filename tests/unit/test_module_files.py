@@ -122,33 +122,33 @@ def test_the_file_format_covers_every_entry_field() -> None:
 @pytest.mark.parametrize(
     ("tensors", "metadata", "says"),
     [
-        ({"12": JOY}, {}, r"'12' names no site: write \{hook\}.\{layer\}, such as post_block.12, with a hook of pre_attn"),
-        ({"post_blok.12": JOY}, {}, "'post_blok.12' names no site"),
-        ({"post_block.twelve": JOY}, {}, "'post_block.twelve' names no site"),
+        ({"12": JOY}, {}, r"'12' is not a site: write \{hook\}.\{layer\}, such as post_block.12, with hooks pre_attn"),
+        ({"post_blok.12": JOY}, {}, "'post_blok.12' is not a site"),
+        ({"post_block.twelve": JOY}, {}, "'post_block.twelve' is not a site"),
         ({"resid_post.3": JOY, "post_block.3": JOY}, {}, r"'(resid_post|post_block).3' is the same as '(resid_post|post_block).3'"),
         ({"post_block.3": JOY, "post_block.3.vector": JOY}, {}, "is the same as"),
         ({"post_block.3": JOY[None]}, {}, r"'post_block.3' is \[1, 4\]: a vector is \[hidden_size\]"),
-        ({"post_block.3": JOY, "post_block.4": JOY[:3]}, {}, r"'post_block.[34]' is [34] wide, 'post_block.[34]' [34]: a model has one"),
-        ({"post_block.3.matrix": JOY}, {}, "there is no 'matrix', only vector, rotation, weight, bias"),
+        ({"post_block.3": JOY, "post_block.4": JOY[:3]}, {}, r"'post_block.[34]' has width [34], 'post_block.[34]' [34]: all must be"),
+        ({"post_block.3.matrix": JOY}, {}, "unknown tensor 'matrix'; valid: vector, rotation, weight, bias"),
         ({"post_block.3": JOY.astype(np.float64)}, {}, "'post_block.3' is of F64: F32, BF16, F16 are taken"),
-        ({"post_block.3": JOY}, {"sclae": "2"}, "metadata 'sclae' is none that is known: use op, positions"),
-        ({"post_block.3": JOY}, {"scale": "a lot"}, "metadata scale cannot be 'a lot'"),
-        ({"post_block.3": JOY}, {"scale": "Infinity"}, "metadata scale cannot be 'Infinity'"),
-        ({"post_block.3": JOY}, {"op": "subtract"}, "metadata op cannot be 'subtract'"),
-        ({"post_block.3": JOY}, {"positions": '["all"]'}, "metadata positions cannot be"),
-        ({"post_block.3": JOY}, {"layers": "3"}, "metadata 'layers' is none that is known"),
-        ({}, {}, "it holds no tensor"),
-        ({"0.vector": JOY}, {"midstream": "{}"}, "metadata midstream is no list of entries"),
+        ({"post_block.3": JOY}, {"sclae": "2"}, "unknown metadata 'sclae': use op, positions"),
+        ({"post_block.3": JOY}, {"scale": "a lot"}, "metadata scale has the invalid value 'a lot'"),
+        ({"post_block.3": JOY}, {"scale": "Infinity"}, "metadata scale has the invalid value 'Infinity'"),
+        ({"post_block.3": JOY}, {"op": "subtract"}, "metadata op has the invalid value 'subtract'"),
+        ({"post_block.3": JOY}, {"positions": '["all"]'}, "metadata positions has the invalid value"),
+        ({"post_block.3": JOY}, {"layers": "3"}, "unknown metadata 'layers'"),
+        ({}, {}, "it has no tensors"),
+        ({"0.vector": JOY}, {"midstream": "{}"}, "metadata midstream is not a list of entries"),
         ({"0.vector": JOY}, {"midstream": '[{"layer": 3}]'}, r"unknown field `layer` - at `\$\[0\]`"),
-        ({"0.vector": JOY}, {"midstream": "[" * 100_000}, "metadata midstream is no list of entries"),
+        ({"0.vector": JOY}, {"midstream": "[" * 100_000}, "metadata midstream is not a list of entries"),
         ({"1.vector": JOY}, {"midstream": '[{"layers": 3}]'}, "'1.vector' belongs to no entry"),
         ({"0.vector": JOY}, {"midstream": '[{"layers": 3}, {"layers": 4}]'}, "entry 1 has no tensor, such as 1.vector"),
-        ({"0.vektor": JOY}, {"midstream": '[{"layers": 3}]'}, "there is no 'vektor'"),
+        ({"0.vektor": JOY}, {"midstream": '[{"layers": 3}]'}, "unknown tensor 'vektor'"),
         ({"0.vector": JOY}, {"midstream": '[{"module": "joy"}]'}, "entry 0 is the module 'joy': a file holds vectors, not names"),
         (
             {"0.vector": JOY},
             {"midstream": '[{"layers": 3, "vector": {"dtype": "float32", "shape": [1], "data": "AAAAAA=="}}]'},
-            "entry 0 holds its vector itself: make it the tensor 0.vector",
+            "entry 0 contains its vector inline: make it the tensor 0.vector",
         ),
     ],
 )
@@ -159,13 +159,13 @@ def test_a_wrong_key_is_named(tensors: dict[str, np.ndarray], metadata: dict[str
 
 @pytest.mark.parametrize("cut", [0, 4, 8, 40, -1])
 def test_a_file_that_is_cut_short_is_refused(cut: int) -> None:
-    with pytest.raises(ValueError, match="it is no safetensors file"):
+    with pytest.raises(ValueError, match="it is not a safetensors file"):
         specs_of(file({"post_block.3": JOY})[:cut])
 
 
 def test_more_entries_than_a_request_may_have_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module_files, "MAX_ENTRIES", 2)
-    with pytest.raises(ValueError, match="3 entries: 2 are the most"):
+    with pytest.raises(ValueError, match="3 entries: at most 2"):
         specs_of(file({f"post_block.{layer}": JOY for layer in range(3)}))
 
 
@@ -173,7 +173,7 @@ def test_a_header_beyond_its_limits_is_refused_before_it_is_read(monkeypatch: py
     raw = file({f"post_block.{layer}": JOY for layer in range(3)})
     monkeypatch.setattr(safetensors, "deserialize", None)
     monkeypatch.setattr(module_files, "MAX_FILE_TENSORS", 2)
-    with pytest.raises(ValueError, match="holds 3 tensors: at most 2"):
+    with pytest.raises(ValueError, match="has 3 tensors: at most 2"):
         specs_of(raw)
     monkeypatch.setattr(module_files, "MAX_FILE_HEADER", 100)
     with pytest.raises(ValueError, match=r"header is \d+ bytes: at most 100"):

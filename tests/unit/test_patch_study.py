@@ -94,7 +94,7 @@ def test_a_mistake_is_named_before_anything_is_sent(fields: dict[str, Any], fiel
 
 def test_the_model_may_be_omitted_when_one_is_served() -> None:
     models = reply({"data": [{"id": "one"}, {"id": "two"}]})
-    with server(models) as (url, _), Client(url) as client, pytest.raises(MidstreamError, match="several are served"):
+    with server(models) as (url, _), Client(url) as client, pytest.raises(MidstreamError, match="several models are served"):
         PatchStudy(*PROMPTS, client=client).sweep()
 
 
@@ -200,7 +200,7 @@ def test_zoom_into_two_columns_that_write_other_rows_at_one_place_is_refused() -
         labels=["a", "b"], positions=[[3], [3]], sources=[[2], [1]], grids={h: grid(0.9, columns=2) for h in ("pre_attn", "mlp_out")}
     )
     study = swept(result(two, skipped=[]))
-    with pytest.raises(MidstreamError, match="position 3 gets rows of 2 and 1"):
+    with pytest.raises(MidstreamError, match="position 3 gets rows of both positions 2 and 1"):
         study.zoom()
     assert asked_by(study, "zoom", columns=["b"]).pairs[0].alignment == [(1, 3)]
 
@@ -284,7 +284,7 @@ def test_the_async_study_does_the_same() -> None:
 
 
 def test_a_result_of_another_job_kind_is_refused() -> None:
-    with server(reply(VIEW), over(None)) as (url, _), Client(url) as client, pytest.raises(MidstreamError, match="job_1 is no sweep"):
+    with server(reply(VIEW), over(None)) as (url, _), Client(url) as client, pytest.raises(MidstreamError, match="job_1 is not a sweep"):
         client.sweep_result("job_1")
 
 

@@ -203,7 +203,7 @@ def test_masks_that_differ_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     two = [patch(mask=0), patch(mask=[1]), patch(mask="0"), patch()]
     assert len(entries(*two)) == 4
     found = refused(*two, patch(mask=2))
-    assert (found.field, found.allowed) == ("patch[4].mask", "at most 2 that differ")
+    assert (found.field, found.allowed) == ("patch[4].mask", "at most 2 different masks")
 
 
 def test_a_mask_is_a_tensor_of_ones_where_it_writes() -> None:
@@ -230,41 +230,49 @@ def test_patches_stand_in_front_of_the_requests_steering() -> None:
     ("wish", "field", "words"),
     [
         ({"layers": 9}, "layers", "layer 9 is out of range"),
-        ({"layers": []}, "layers", "no layer named"),
-        ({"hook": "mlp_in"}, "hook", "the model has no hook 'mlp_in'"),
+        ({"layers": []}, "layers", "no layer given"),
+        ({"hook": "mlp_in"}, "hook", "unknown hook 'mlp_in': the model has"),
         ({"positions": [0, 6]}, "positions[1]", "position 6 is beyond the prompt, which has 6 tokens"),
         ({"positions": [-7]}, "positions[0]", "position -7 is beyond the prompt"),
-        ({"positions": []}, "positions", "no position named"),
+        ({"positions": []}, "positions", "no position given"),
         ({"positions": [Span(text="gone")]}, "positions[0]", "'gone' is not there"),
-        ({"positions": Span(start=9)}, "positions.start", "position 9 is never patched: the model computes positions 0 to 8"),
+        ({"positions": Span(start=9)}, "positions.start", "position 9 is never patched: the model computes at most positions 0 to 8"),
         ({"positions": Span(start=7, stop=10)}, "positions.stop", "goes up to 10"),
-        ({"positions": Span(start=20)}, "positions.start", "position 20 is beyond prompt and generated tokens"),
-        ({"mask": []}, "mask", "no dimension named"),
+        ({"positions": Span(start=20)}, "positions.start", "position 20 is beyond the prompt and generated tokens"),
+        ({"mask": []}, "mask", "no dimension given"),
         ({"mask": ""}, "mask", "not a dimension selector"),
         ({"mask": "0-8"}, "mask", "dimension 8 is out of range: the model has dimensions 0 to 7"),
         ({"mask": [-9]}, "mask", "dimension -9 is out of range"),
-        ({"source": {"run": "cleaner"}}, "source.run", "there is no source run 'cleaner' of model 'm'"),
-        ({"source": {"run": ""}}, "source.run", "there is no source run ''"),
-        ({"source": {"run": "clean", "prompt": 1}}, "source.prompt", "has no rows of a prompt 1"),
+        ({"source": {"run": "cleaner"}}, "source.run", "unknown source run 'cleaner' of model 'm'"),
+        ({"source": {"run": ""}}, "source.run", "unknown source run ''"),
+        ({"source": {"run": "clean", "prompt": 1}}, "source.prompt", "has no rows of prompt 1"),
         ({"hook": "post_attn"}, "hook", "post_attn was not captured in run 'clean'"),
-        ({"hook": "post_block", "layers": "0-2"}, "layers", "layer 1 was not captured at post_block in run 'clean': it has 0, 2"),
-        ({"positions": [4]}, "source.position", "position 4 was not captured: it has 0-3"),
-        ({"source": {"run": "clean", "position": 7}}, "source.position", "position 7 was not captured: it has 0-3"),
-        ({"source": {"run": "clean", "position": -1}}, "source.position", "position 4 was not captured: it has 0-3"),
+        ({"hook": "post_block", "layers": "0-2"}, "layers", "layer 1 was not captured at post_block in run 'clean', which has 0, 2"),
+        ({"positions": [4]}, "source.position", "position 4 was not captured: the run has 0-3"),
+        ({"source": {"run": "clean", "position": 7}}, "source.position", "position 7 was not captured: the run has 0-3"),
+        ({"source": {"run": "clean", "position": -1}}, "source.position", "position 4 was not captured: the run has 0-3"),
         ({"source": {"run": "clean", "position": -6}}, "source.position", "position -6 is before the run's prompt, which has 5 tokens"),
-        ({"source": {"run": "clean", "position": [0, 1]}}, "source.position", "names 2 positions for 1 that are patched"),
+        ({"source": {"run": "clean", "position": [0, 1]}}, "source.position", "gives 2 positions for 1 patched"),
         ({"source": {"run": "clean", "position": [8]}}, "source.position[0]", "position 8 was not captured"),
-        ({"positions": "all_generated"}, "source.position", "is needed: positions go on"),
-        ({"positions": Span(start=2), "source": {"run": "clean", "position": [1]}}, "source.position", "is needed: positions go on"),
-        ({"source": {"run": "clean", "mean": True, "positions": [0, 4]}}, "source.positions", "position 4 was not captured: it has 0-3"),
+        ({"positions": "all_generated"}, "source.position", "is required: positions are open-ended"),
+        (
+            {"positions": Span(start=2), "source": {"run": "clean", "position": [1]}},
+            "source.position",
+            "is required: positions are open-ended",
+        ),
+        (
+            {"source": {"run": "clean", "mean": True, "positions": [0, 4]}},
+            "source.positions",
+            "position 4 was not captured: the run has 0-3",
+        ),
         ({"source": {"run": "clean", "mean": True, "positions": [5]}}, "source.positions[0]", "position 5 is beyond the prompt"),
         ({"source": {"run": "clean", "mean": True, "positions": Span(start=1, stop=1 << 30)}}, "source.positions", "was not captured"),
-        ({"source": {"run": "clean", "mean": True, "positions": "all_generated"}}, "source.positions", "the run has no row there"),
-        ({"source": {"run": "clean", "mean": True, "positions": [Span(text="x")]}}, "source.positions[0].text", "not by its text"),
-        ({"source": {"vector": from_numpy(np.ones(4, np.float32))}}, "source.vector.shape", "[4] is not the shape of a vector"),
+        ({"source": {"run": "clean", "mean": True, "positions": "all_generated"}}, "source.positions", "the run has no rows there"),
+        ({"source": {"run": "clean", "mean": True, "positions": [Span(text="x")]}}, "source.positions[0].text", "positions but no text"),
+        ({"source": {"vector": from_numpy(np.ones(4, np.float32))}}, "source.vector.shape", "has shape [4]: a vector of this model"),
         ({"source": {"vector": from_numpy(np.full(HIDDEN, np.nan))}}, "source.vector.data", "element 0 is not finite (8 of 8"),
         ({"source": {"vector": from_numpy(np.full(HIDDEN, 1e6))}}, "source.vector.data", "beyond float16's"),
-        ({"source": {"module": "sad"}}, "source.module", "there is no module 'sad'"),
+        ({"source": {"module": "sad"}}, "source.module", "unknown module 'sad'"),
     ],
 )
 def test_invalid_patches_name_the_field(wish: dict[str, Any], field: str, words: str) -> None:
@@ -279,9 +287,9 @@ def test_in_several_prompts_the_one_at_fault_is_named() -> None:  # field case 3
         "patch[1].positions[0]", "prompt 1: position 4 is beyond the prompt, which has 3 tokens (0 to 2)",
     )  # fmt: skip
     found = refused(patch(positions=[-1]), lengths=(4, 6))
-    assert (found.field, found.detail) == ("patch[0].source.position", "prompt 1: position 5 was not captured: it has 0-3")
+    assert (found.field, found.detail) == ("patch[0].source.position", "prompt 1: position 5 was not captured: the run has 0-3")
     found = refused(patch({"run": "clean", "position": [0, 1]}, Span(start=4, stop=-1)), lengths=(7, 6))
-    assert (found.field, "prompt 1: names 2 positions for 1" in found.detail) == ("patch[0].source.position", True)
+    assert (found.field, "prompt 1: gives 2 positions for 1" in found.detail) == ("patch[0].source.position", True)
 
 
 @pytest.mark.parametrize(
@@ -297,7 +305,7 @@ def test_in_several_prompts_the_one_at_fault_is_named() -> None:  # field case 3
         (run(model="other"), "is a run of model 'other'", None),
         (
             run(changed(hidden_size=16)),
-            "rows of 16 numbers",
+            "rows of hidden size 16",
             None,
         ),
     ],
@@ -377,7 +385,7 @@ def test_entries_per_prompt_are_bounded() -> None:
     )
     assert len(entries(wished, **more)) == MAX_ENTRIES
     found = refused(wished, steering=[SteeringSpec(layers=0, vector=VECTOR)], **more)
-    assert (found.field, f"comes to {MAX_ENTRIES + 1} entries for prompt 0" in found.detail) == ("patch", True), found
+    assert (found.field, f"needs {MAX_ENTRIES + 1} entries for prompt 0" in found.detail) == ("patch", True), found
 
 
 def test_rows_per_job_and_runs_per_request_are_bounded() -> None:

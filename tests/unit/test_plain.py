@@ -87,7 +87,7 @@ def test_lengths_of_time_may_be_texts() -> None:
     assert sweep(expires_in="10m").expires_in == 600.0
     assert wire.openai_body(CompletionRequest, {"model": "m", "prompt": "a", "expires_in": "1m"})["expires_in"] == 60.0
     assert key_request("k", "default", "read", "90d") == key_request("k", "default", ["read"], 90 * 86400.0)
-    with pytest.raises(MidstreamError, match=r"'soon' is not a length of time \(allowed: such as 90d") as refused:
+    with pytest.raises(MidstreamError, match=r"'soon' is not a duration \(allowed: such as 90d") as refused:
         job(expires_in="soon")
     assert refused.value.field == "expires_in"
 
@@ -153,9 +153,9 @@ def test_token_ids_are_not_taken_for_prompts_of_one_token() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: job(promts=["x"]), "promts: there is no such field; did you mean 'prompts'?"),
+        (lambda: job(promts=["x"]), "promts: unknown field; did you mean 'prompts'?"),
         (lambda: job(max_token=3), "did you mean 'max_tokens'?"),
-        (lambda: sweep(hook="mlp_out"), "hook: there is no such field; did you mean 'hooks'? (allowed: priority, "),
+        (lambda: sweep(hook="mlp_out"), "hook: unknown field; did you mean 'hooks'? (allowed: priority, "),
         (lambda: wire.openai_body(CompletionRequest, {"model": "m", "prompt": "x", "temprature": 1}), "did you mean 'temperature'?"),
     ],
 )
@@ -169,10 +169,10 @@ def test_an_unknown_keyword_is_a_type_error_that_names_the_right_one(make: Any, 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: job(capture={"lyers": 3}), "capture.lyers: there is no such field; did you mean 'layers'? (allowed: layers, hook, "),
+        (lambda: job(capture={"lyers": 3}), "capture.lyers: unknown field; did you mean 'layers'? (allowed: layers, hook, "),
         (lambda: job(capture={"hook": "resid_prr"}), "did you mean 'resid_pre'? (allowed: pre_attn, attn_out, "),
         (lambda: job(steering={"layers": 0, "op": "abalte"}), "steering[0].op: Invalid enum value 'abalte'; did you mean 'ablate'?"),
-        (lambda: sweep(pairs=[{"clean": "a", "fiol": "b"}]), "pairs[0].fiol: there is no such field; did you mean 'foil'?"),
+        (lambda: sweep(pairs=[{"clean": "a", "fiol": "b"}]), "pairs[0].fiol: unknown field; did you mean 'foil'?"),
         (lambda: sweep(metric="logit_dif"), "did you mean 'logit_diff'? (allowed: logprob, logit_diff, recovered, kl)"),
     ],
 )
@@ -188,14 +188,14 @@ def test_a_job_is_named_by_its_id_or_by_what_a_call_returned() -> None:
             assert client.job(given).state is State.SUCCEEDED
             assert client.wait(given).state is State.SUCCEEDED
     assert {line.partition("?")[0] for line in seen} == {"GET /v1/jobs/job_1"}
-    with pytest.raises(MidstreamError, match="job: list names no job"):
+    with pytest.raises(MidstreamError, match="job: list does not identify a job"):
         client.capture([])  # type: ignore[arg-type]
 
 
 def test_a_server_that_is_down_is_one_error_without_a_chain() -> None:
     client = Client("http://127.0.0.1:1")
     for call in (client.models, lambda: client.job("job_1"), lambda: client.completion("m", "x"), lambda: client.capture("job_1")):
-        with pytest.raises(ServerUnreachable, match=r"no Midstream answers at http://127\.0\.0\.1:1 ") as caught:
+        with pytest.raises(ServerUnreachable, match=r"no Midstream server answers at http://127\.0\.0\.1:1 ") as caught:
             call()
         assert "During handling" not in "".join(traceback.format_exception(caught.value))
         assert "direct cause" not in "".join(traceback.format_exception(caught.value))

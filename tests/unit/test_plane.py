@@ -166,7 +166,7 @@ def test_rows_missing_from_a_failed_request_are_reported_and_fail_dependent_ones
         ("j1", "error", "capture_failed"),
         ("j2", "error", "capture_failed"),
     ]
-    assert "which the prefix cache serves, are no longer kept" in told[1].message
+    assert "served by the prefix cache, are no longer stored" in told[1].message
 
 
 @pytest.mark.long
@@ -320,7 +320,7 @@ def test_vectors_that_add_up_to_what_the_dtype_cannot_hold_fail_the_request(rig:
     rig.step((request, 0, 6), new=[request])
     (receipt,) = rig.receipts()
     assert (receipt.status, receipt.kind) == ("error", "intervention_failed")
-    assert "add up to more than torch.float32 holds" in receipt.message
+    assert "exceeds the range of torch.float32" in receipt.message
 
 
 def test_a_long_capture_does_not_retain_others_slabs(tmp_path: Path) -> None:

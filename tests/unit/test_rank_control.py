@@ -92,7 +92,7 @@ def test_a_failed_rollback_quarantines_the_worker(tmp_path: Path, what: str) -> 
         rig = Rig(tmp_path)
         await rig.fill()
         rig.engine.faults.switch(f"{fault}:rank=1;rollback:rank=0;drop:rank=0")
-        with pytest.raises(Quarantined, match=r"rank 1: .*; taking back .* rank 0: injected fault"):
+        with pytest.raises(Quarantined, match=r"rank 1: .*; undoing .* rank 0: injected fault"):
             await act(rig.engine)
         assert len(rig.quarantined) == 1
 

@@ -164,7 +164,7 @@ def test_captures_beyond_a_steps_buffers_wait_and_oversized_ones_are_refused() -
 
         await asyncio.gather(use("a", 6), use("b", 6))
         assert order == ["a", "a done", "b", "b done"]
-        with pytest.raises(MidstreamError, match="captures 11 rows in one step, the engine has room for 10"):
+        with pytest.raises(MidstreamError, match="captures 11 rows in one step, the limit is 10"):
             await use("c", 11)
         async with StepRows(0).admitted(10**9):
             pass
@@ -248,7 +248,7 @@ def test_global_rows_that_time_out_or_fail_leave_the_former_rows() -> None:
         async with admission.replacing_pinned(rows("a"), 60):
             pass
         async with admission.admitted(rows("x")):
-            with pytest.raises(MidstreamError, match="no room for 1 more"):
+            with pytest.raises(MidstreamError, match="1 of the 2 steering rows did not become free"):
                 async with admission.replacing_pinned(rows("b"), 0.01):
                     pass
         with pytest.raises(ZeroDivisionError):

@@ -52,19 +52,19 @@ def test_each_hook_has_its_own_layers_and_every_option_is_kept() -> None:
 @pytest.mark.parametrize(
     ("wish", "field", "words"),
     [
-        ({"hook": "resid_mid"}, "capture.hook", "no hook 'resid_mid': it has pre_attn, attn_out, mlp_out, post_block"),
-        ({"hook": "mlp_in", "layers": 99}, "capture.hook", "no hook 'mlp_in'"),
+        ({"hook": "resid_mid"}, "capture.hook", "unknown hook 'resid_mid': the model has pre_attn, attn_out, mlp_out, post_block"),
+        ({"hook": "mlp_in", "layers": 99}, "capture.hook", "unknown hook 'mlp_in'"),
         ({"layers": "0-9"}, "capture.layers", "layer 9"),
-        ({"hooks": {"mlp_in": 0}}, "capture.hooks.mlp_in", "no hook 'mlp_in'"),
+        ({"hooks": {"mlp_in": 0}}, "capture.hooks.mlp_in", "unknown hook 'mlp_in'"),
         ({"hooks": {"pre_attn": "4"}}, "capture.hooks.pre_attn", "layer 4"),
-        ({"hooks": {"pre_attn": 0, "resid_pre": 1}}, "capture.hooks.resid_pre", "named twice"),
+        ({"hooks": {"pre_attn": 0, "resid_pre": 1}}, "capture.hooks.resid_pre", "given twice"),
         ({"positions": [0, 9]}, "capture.positions[1]", "position 9 is beyond the prompt"),
         ({"positions": [0, Span(start=3, stop=9)]}, "capture.positions[1].stop", "beyond the prompt, which has 6 tokens"),
         ({"positions": [Span(start=3)]}, "capture.positions[0]", "needs a `stop`"),
         ({"positions": Span(start=-7)}, "capture.positions.start", "position -7 is before the prompt"),
-        ({"positions": Span(start=10)}, "capture.positions.start", "position 10 is beyond prompt and generated tokens, which are 10"),
-        ({"consumers": ["filesystem", "kafka"]}, "capture.consumers[1]", "no consumer 'kafka': the worker has filesystem, memory"),
-        ({"consumers": ["memory", "memory"]}, "capture.consumers[1]", "named twice"),
+        ({"positions": Span(start=10)}, "capture.positions.start", "position 10 is beyond the prompt and generated tokens, at most 10"),
+        ({"consumers": ["filesystem", "kafka"]}, "capture.consumers[1]", "unknown consumer 'kafka': the worker has filesystem, memory"),
+        ({"consumers": ["memory", "memory"]}, "capture.consumers[1]", "listed twice"),
     ],
 )
 # field case 27
@@ -154,7 +154,7 @@ def test_global_capture_that_exceeds_a_steps_room_is_skipped_without_refusals(ca
     assert [[capture.tag for capture in captures] for captures in mine] == [["mine", "global"], ["mine"]]
     assert GLOBAL_CAPTURE_SKIPPED.labels("buffer")._value.get() == before + 2
     (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert "left out of 1 prompts" in line
+    assert "skipped for 1 prompts" in line
     assert "capture_buffer_mib" in line
 
 

@@ -120,7 +120,7 @@ def test_missing_rows_of_a_run_are_named(tmp_path: Path) -> None:
             store.row(asked)
     with pytest.raises(LookupError, match="at position 3"):
         store.rows(KEY, "post_block", 2, range(4))
-    with pytest.raises(ValueError, match="not the name of a run's row"):
+    with pytest.raises(ValueError, match="not the name of a row of a run"):
         store.row("run:x")
 
 
@@ -144,8 +144,8 @@ def test_a_row_with_a_value_that_is_not_finite_is_refused(tmp_path: Path, bad: f
         ({"positions": [0, 1]}, "it has positions 0-2, the run 0-1"),
         ({"positions": [0, 1, 4]}, "it has positions 0-2, the run 0-1, 4"),
         ({"positions": []}, "it has no rows"),
-        ({"sites": {"post_block": [1, 2, 3]}}, "no file of it holds post_block of layer 1"),
-        ({"files": []}, "no file of it holds post_block of layer 2"),
+        ({"sites": {"post_block": [1, 2, 3]}}, "none of its files contains post_block of layer 1"),
+        ({"files": []}, "none of its files contains post_block of layer 2"),
     ],
 )
 def test_a_run_file_that_mismatches_its_record_is_refused(tmp_path: Path, other: dict[str, Any], words: str) -> None:
@@ -167,8 +167,8 @@ def test_missing_damaged_or_foreign_run_files_are_refused(tmp_path: Path) -> Non
             store.put(msgspec.structs.replace(run, files=[msgspec.structs.replace(run.files[0], **changes)]))
         assert len(store) == 0
 
-    refused("not those that were captured", crc32=wrote.crc32 ^ 1)
-    refused("cut short", bytes=wrote.bytes - 1)
+    refused("has changed since the capture", crc32=wrote.crc32 ^ 1)
+    refused("truncated", bytes=wrote.bytes - 1)
     (tmp_path / "outside.seg").write_bytes((root / wrote.path).read_bytes())
     refused("not inside the capture root", path="../outside.seg")
     refused("not inside the capture root", path=str(tmp_path / "outside.seg"))

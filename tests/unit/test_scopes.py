@@ -61,5 +61,5 @@ def test_listing_another_tenant_needs_admin() -> None:
     assert auth.tenant_asked(caller, "acme") == "acme"
     assert auth.tenant_asked(admin, None) is None
     assert auth.tenant_asked(admin, "acme") == "acme"
-    with pytest.raises(MidstreamError, match="are for admins"):
+    with pytest.raises(MidstreamError, match="requires scope admin"):
         auth.tenant_asked(caller, "other")

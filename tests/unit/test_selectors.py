@@ -110,8 +110,8 @@ def test_every_name_of_transformerlens_means_one_of_our_hooks() -> None:
 @pytest.mark.parametrize(
     ("wanted", "at", "words"),
     [
-        ({"post_block": "all", "resid_post": 1}, ".resid_post", "post_block is named twice: as 'post_block' and as 'resid_post'"),
-        ({"attn_out": 0, "resid_mid": 0}, ".resid_mid", "the model has no hook 'resid_mid': it has attn_out, post_block"),
+        ({"post_block": "all", "resid_post": 1}, ".resid_post", "post_block is given twice: as 'post_block' and as 'resid_post'"),
+        ({"attn_out": 0, "resid_mid": 0}, ".resid_mid", "unknown hook 'resid_mid': the model has attn_out, post_block"),
         ({"attn_out": 9}, ".attn_out", "layer 9 is out of range"),
     ],
 )
@@ -122,7 +122,7 @@ def test_sites_that_the_model_does_not_have_are_refused_by_the_name_that_was_use
 
 
 def test_a_span_of_a_prompt_without_text_is_refused() -> None:
-    with pytest.raises(SelectorError, match="give text instead of token ids"):
+    with pytest.raises(SelectorError, match="given as text, not as token ids"):
         resolve_positions([0, Span(text="a")], 3)
 
 
@@ -177,7 +177,7 @@ def test_a_range_alone_may_go_on_behind_the_prompt_and_beside_others_is_written_
         (Span(start=0, stop=-11), ".stop", "position -11 is before the prompt"),
         (Span(start=8, stop=-2), "", "from 8 up to 8 is empty in a prompt of 10"),
         ([0, Span(start=8, stop=-5)], "[1]", "is empty"),
-        ([0, Span(start=8)], "[1]", "needs a `stop`: alone it may go on"),
+        ([0, Span(start=8)], "[1]", "needs a `stop`; only a single range may"),
         ([Span(start=8, stop=11)], "[0].stop", "up to 11, beyond the prompt, which has 10 tokens"),
     ],
 )

@@ -74,7 +74,7 @@ def test_a_busy_service_with_long_names_fits_on_80_columns_and_keeps_its_numbers
 
 def test_status_shows_missing_parts() -> None:
     text = printed(status(workers=[], relay=RelayStatus(alive=False), callbacks=CallbacksStatus(alive=False)))
-    for words in ("no worker is alive", "relay not seen", "callbacks not seen"):
+    for words in ("no worker is running", "relay not seen", "callbacks not seen"):
         assert words in text
 
 

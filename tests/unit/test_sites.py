@@ -276,7 +276,7 @@ def test_the_buffers_are_not_saved_with_the_model() -> None:
 def test_a_model_with_another_structure_is_refused() -> None:
     model, _ = toy("pair")
     elsewhere = Adapter("Toy", Variant("layers", {"post_attn": Tap("ln_2", "input")}), HIDDEN, 2)
-    with pytest.raises(UnsupportedArchitectureError, match="built otherwise"):
+    with pytest.raises(UnsupportedArchitectureError, match="does not match its adapter"):
         put(model, elsewhere, ("post_attn",))
     with pytest.raises(UnsupportedArchitectureError, match="Transformers backend"):
         put(model, Adapter("Toy", Variant("layers", PRE_NORM, backend=True), HIDDEN, 2))

@@ -41,7 +41,7 @@ def test_an_edit_that_overflows_fails_its_request_alone(rig: Rig) -> None:
     rig.step(finished=both)
     receipts = {receipt.job: receipt for receipt in rig.receipts()}
     assert receipts["j1"].kind == "intervention_failed"
-    assert "clamp left a row that is not finite at post_block of layer 1, position 2" in receipts["j1"].message
+    assert "clamp produced a non-finite row at post_block of layer 1, position 2" in receipts["j1"].message
     assert [receipts[job].status for job in ("j2", "j3")] == ["ok", "ok"]
     assert not rig._rank.buffers.broken.any(), "the marks are gone"
 
@@ -64,7 +64,7 @@ def test_non_finite_rows_after_an_edit_fail_the_request(rig: Rig) -> None:
     rig.step((request, 0, 6), new=[request], hidden=[0, 0, 0, 0, np.inf, 0])
     (receipt,) = rig.receipts()
     assert receipt.kind == "intervention_failed"
-    assert "behind the last layer is not finite at position 4" in receipt.message
+    assert "after the last layer is not finite at position 4" in receipt.message
 
 
 def test_a_captured_row_that_is_not_finite_behind_an_edit_fails_its_request(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +76,7 @@ def test_a_captured_row_that_is_not_finite_behind_an_edit_fails_its_request(rig:
     rig.step(finished=[request])
     (receipt,) = rig.receipts()
     assert receipt.kind == "intervention_failed"
-    assert "layer 0, position 5, is not finite, after edits" in receipt.message
+    assert "layer 0, position 5 is not finite, after edits" in receipt.message
 
 
 def test_requests_that_reused_broken_blocks_fail(rig: Rig) -> None:

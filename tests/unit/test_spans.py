@@ -150,7 +150,7 @@ def test_occurrences_are_counted_as_pythons_count_counts_them() -> None:
     [
         ([0, Span(text="x")], "[1].text", "'x' occurs 0 times in the prompt, which begins 'a b a'"),
         (Span(text="x"), ".text", "occurs 0 times"),
-        (Span(text="a", occurrence=2), ".occurrence", "'a' occurs 2 times in the prompt: occurrence 2 is not there"),
+        (Span(text="a", occurrence=2), ".occurrence", "'a' occurs 2 times in the prompt: there is no occurrence 2"),
         ([Span(text="b", occurrence=-2)], "[0].occurrence", "'b' occurs once"),
         ([0, 5], "[1]", "position 5 is beyond the prompt, which has 5 tokens"),
     ],
@@ -175,7 +175,7 @@ def test_text_that_the_tokenizer_passes_over_is_refused() -> None:
     found = codec_of(tokenizer).map_text("a b", [0, 1], special_tokens=False)
     assert found is not None
     assert found.find(Span(text="a b")) == [0, 1]
-    with pytest.raises(SelectorError, match="no token stands for it"):
+    with pytest.raises(SelectorError, match="no token covers it"):
         found.find(Span(text=" "))
 
 
@@ -203,5 +203,5 @@ def test_a_span_in_token_ids_that_no_text_gives_asks_for_text() -> None:
         return resolve_positions([Span(text="the")], facts.tokens, facts.find)
 
     assert resolved(ids) == [0, 1, 2]
-    with pytest.raises(SelectorError, match="give text instead of token ids"):
+    with pytest.raises(SelectorError, match="given as text, not as token ids"):
         resolved(torn(codec, ids))

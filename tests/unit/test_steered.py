@@ -111,13 +111,13 @@ def test_module_names_are_resolved_to_content_at_admission() -> None:  # field c
 @pytest.mark.parametrize(
     ("wish", "field", "words"),
     [
-        ({"module": "sad"}, "module", "there is no module 'sad'"),
-        ({"module": "joy", "layers": 1}, "layers", "not taken beside module"),
-        ({"module": "joy", "vector": VECTOR}, "vector", "not taken beside module"),
-        ({"module": "joy", "op": "ablate"}, "op", "not taken beside module"),
-        ({"module": "joy", "hook": "pre_attn"}, "hook", "not taken beside module"),
-        ({"module": "joy", "norm_match": True}, "norm_match", "not taken beside module"),
-        ({"module": "joy", "strength": 1.0}, "strength", "not taken beside module"),
+        ({"module": "sad"}, "module", "unknown module 'sad'"),
+        ({"module": "joy", "layers": 1}, "layers", "not valid together with module"),
+        ({"module": "joy", "vector": VECTOR}, "vector", "not valid together with module"),
+        ({"module": "joy", "op": "ablate"}, "op", "not valid together with module"),
+        ({"module": "joy", "hook": "pre_attn"}, "hook", "not valid together with module"),
+        ({"module": "joy", "norm_match": True}, "norm_match", "not valid together with module"),
+        ({"module": "joy", "strength": 1.0}, "strength", "not valid together with module"),
         ({"module": "joy", "scale": 1e6}, "scale", "beyond float16"),
         ({"module": "joy", "scale": 1e300}, "scale", "beyond the limit of op"),
         ({"module": "joy", "positions": [6]}, "positions[0]", "beyond the prompt"),
@@ -134,7 +134,7 @@ def test_invalid_module_use_in_a_request_names_the_field(wish: dict[str, Any], f
 
 @pytest.mark.parametrize(
     ("changes", "words"),
-    [({"hidden_size": 4}, "8 wide, the model 4"), ({"num_layers": 1}, "layer 3"), ({"hooks": ["pre_attn"]}, "hook post_block")],
+    [({"hidden_size": 4}, "hidden size 8, the model 4"), ({"num_layers": 1}, "layer 3"), ({"hooks": ["pre_attn"]}, "hook post_block")],
 )
 def test_a_module_for_a_former_model_of_that_name_is_refused(changes: dict[str, Any], words: str) -> None:  # field case 27
     problem = refused(resolved, [SteeringSpec(module="joy")], module(spec(layers="0-3")), **changes)
@@ -166,7 +166,7 @@ def test_a_request_must_fit_beside_global_steering() -> None:
     assert resolved(mine, steering_rows=5, everyone=everyone)
     problem = refused(resolved, mine, steering_rows=4, everyone=everyone)
     assert (
-        "needs 3 steering rows for prompt 0, the worker has 4 (setting steering_rows), of which global steering takes 2" in problem.detail
+        "needs 3 steering rows for prompt 0; the worker has 4 (setting steering_rows), of which global steering takes 2" in problem.detail
     )
     assert resolved(mine, steering_rows=4, lengths=(6,)), "alone it fits"
 

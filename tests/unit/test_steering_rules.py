@@ -111,7 +111,7 @@ def test_a_field_invalid_for_an_op_and_a_missing_field_are_refused_by_name(op: S
     for field in (*GIVEN, *OPTIONS):
         if field not in (*takes.tensors, *takes.options):
             error = refused(LEAST[op] | {field: values.get(field, 1.0)})
-            assert (error.field, f"is not of op {op!r}, which takes" in error.detail) == (f"steering[0].{field}", True)
+            assert (error.field, f"is not valid for op {op!r}; valid fields:" in error.detail) == (f"steering[0].{field}", True)
         if field in takes.tensors:
             error = refused({name: value for name, value in LEAST[op].items() if name != field})
             assert (error.field, "is required" in error.detail) == (f"steering[0].{field}", True)
@@ -126,7 +126,7 @@ def test_norm_match_is_valid_only_at_stream_hooks(hook: str) -> None:
         return
     error = refused(spec)
     assert error.field == "steering[0].norm_match"
-    assert f"{hook} is a branch beside it" in error.detail
+    assert f"{hook} is a branch" in error.detail
     assert "steer at pre_attn, post_attn, post_block" in error.detail
     assert resolved(spec | {"norm_match": False})[0].family == "add"
 
@@ -141,23 +141,23 @@ ZERO = tensor(HIDDEN, fill=0.0)
     [
         (LEAST["add"] | {"layers": 4}, "layers", "layer 4"),
         (LEAST["add"] | {"positions": [6]}, "positions[0]", "beyond the prompt"),
-        (LEAST["ablate"] | {"vector": WIDE}, "vector.shape", r"\[9\] is not the shape of a vector in this model: it is \[8\]"),
-        (LEAST["clamp"] | {"vector": tensor(1, HIDDEN)}, "vector.shape", r"\[1, 8\] is not"),
+        (LEAST["ablate"] | {"vector": WIDE}, "vector.shape", r"has shape \[9\]: a vector of this model is \[8\]"),
+        (LEAST["clamp"] | {"vector": tensor(1, HIDDEN)}, "vector.shape", r"has shape \[1, 8\]"),
         (LEAST["replace"] | {"vector": NOT_FINITE}, "vector.data", r"element 0 is not finite \(8 of 8 are not\)"),
-        (LEAST["ablate"] | {"vector": ZERO}, "vector.data", "0 everywhere: ablate needs a direction"),
+        (LEAST["ablate"] | {"vector": ZERO}, "vector.data", "all zeros: ablate needs a direction"),
         (LEAST["clamp"] | {"vector": ZERO}, "vector.data", "clamp needs a direction"),
         (LEAST["add"] | {"vector": ZERO, "norm_match": True}, "vector.data", "norm_match needs a direction"),
         (LEAST["add"] | {"scale": 1e5}, "scale", "scale times vector reaches 1e"),
         (LEAST["add"] | {"scale": 1e39, "norm_match": True}, "scale", "beyond the limit of op"),
         (LEAST["ablate"] | {"strength": -1e39}, "strength", "beyond the limit of op"),
-        (LEAST["clamp"] | {"low": 3.0}, "high", "2 is below low, which is 3"),
-        (LEAST["clamp"] | {"low": None, "high": None}, "low", "is required, or high is"),
+        (LEAST["clamp"] | {"low": 3.0}, "high", "2 is less than low, 3"),
+        (LEAST["clamp"] | {"low": None, "high": None}, "low", "is required unless high is"),
         (LEAST["clamp"] | {"high": 1e39}, "high", "beyond the limit of op"),
-        (LOW_RANK | {"rotation": tensor(HIDDEN)}, "rotation.shape", r"\[8\] is not \[rank, 8\] with a rank of 1 to 64"),
-        (LOW_RANK | {"rotation": tensor(0, HIDDEN)}, "rotation.shape", r"\[0, 8\] is not \[rank, 8\]"),
-        (LOW_RANK | {"rotation": tensor(MAX_RANK + 1, HIDDEN)}, "rotation.shape", "rank of 1 to 64"),
-        (LOW_RANK | {"weight": tensor(2, HIDDEN)}, "weight.shape", r"\[2, 8\] is not \[3, 8\]: rotation is \[3, 8\]"),
-        (LOW_RANK | {"bias": tensor(3, 1)}, "bias.shape", r"\[3, 1\] is not \[3\]"),
+        (LOW_RANK | {"rotation": tensor(HIDDEN)}, "rotation.shape", r"has shape \[8\]: it must be \[rank, 8\] with rank 1 to 64"),
+        (LOW_RANK | {"rotation": tensor(0, HIDDEN)}, "rotation.shape", r"has shape \[0, 8\]: it must be \[rank, 8\]"),
+        (LOW_RANK | {"rotation": tensor(MAX_RANK + 1, HIDDEN)}, "rotation.shape", "rank 1 to 64"),
+        (LOW_RANK | {"weight": tensor(2, HIDDEN)}, "weight.shape", r"has shape \[2, 8\]: it must be \[3, 8\], as rotation is \[3, 8\]"),
+        (LOW_RANK | {"bias": tensor(3, 1)}, "bias.shape", r"has shape \[3, 1\]: it must be \[3\]"),
         (LOW_RANK | {"bias": tensor(3, fill=math.nan)}, "bias.data", "not finite"),
         (LOW_RANK | {"weight": tensor(3, HIDDEN, fill=1e6)}, "weight.data", "reaches 1e.06, beyond float16's 6.55e.04"),
     ],
@@ -171,7 +171,7 @@ def test_steering_that_the_model_cannot_take_is_refused_by_field(spec: dict[str,
 
 def test_a_hook_that_the_model_lacks_is_refused() -> None:
     error = refused(LEAST["add"] | {"hook": "post_attn"}, hooks=["pre_attn", "post_block"])
-    assert (error.field, "it has pre_attn, post_block" in error.detail) == ("steering[0].hook", True)
+    assert (error.field, "the model has pre_attn, post_block" in error.detail) == ("steering[0].hook", True)
 
 
 @pytest.mark.parametrize("name", ["scale", "alpha", "strength", "low", "high"])
@@ -187,7 +187,7 @@ def test_entries_that_cannot_share_a_row_are_counted() -> None:
     assert len(resolved(*again[:4])) == 4
     with pytest.raises(MidstreamError, match="needs 5 rows of the steering table for one token for prompt 0") as found:
         resolved(*again)
-    assert (found.value.field, "make one lowrank of several directions" in str(found.value.allowed)) == ("steering", True)
+    assert (found.value.field, "merge directions into one lowrank" in str(found.value.allowed)) == ("steering", True)
     assert len(resolved(*([LEAST["add"]] * 9), LEAST["ablate"], LEAST["clamp"], LEAST["replace"], LEAST["replace"], LOW_RANK)) == 14
     assert len(resolved(*(spec | {"layers": layer % 4} for layer, spec in enumerate(again)))) == 5, "at another layer"
 
@@ -206,7 +206,7 @@ def test_more_overlapping_position_sets_than_rows_per_token_are_refused() -> Non
         with pytest.raises(MidstreamError, match="needs 5 rows of the steering table for one token for prompt 0") as found:
             steering(*positions, op=op)
         assert (found.value.status, found.value.field) == (400, "steering")
-        assert "write those that replace rows at the same positions behind one another" in str(found.value.allowed)
+        assert "place entries that replace rows at the same positions next to each other" in str(found.value.allowed)
 
 
 def test_overlap_limits_are_checked_per_prompt() -> None:
@@ -219,9 +219,9 @@ def test_overlap_limits_are_checked_per_prompt() -> None:
 
 def test_what_one_request_needs_must_fit_the_workers_tables() -> None:
     assert resolved(LOW_RANK | {"layers": "all"}, steering_entries=6)
-    with pytest.raises(MidstreamError, match=r"needs 6 steering entries for prompt 0, the worker has 5 \(setting steering_entries\)"):
+    with pytest.raises(MidstreamError, match=r"needs 6 steering entries for prompt 0; the worker has 5 \(setting steering_entries\)"):
         resolved(LOW_RANK | {"layers": "all"}, steering_entries=5)
-    with pytest.raises(MidstreamError, match=r"needs 2 steering rows for prompt 0, the worker has 1 \(setting steering_rows\)"):
+    with pytest.raises(MidstreamError, match=r"needs 2 steering rows for prompt 0; the worker has 1 \(setting steering_rows\)"):
         resolved(LEAST["ablate"], LEAST["ablate"], steering_rows=1)
 
 

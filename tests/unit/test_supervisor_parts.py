@@ -150,7 +150,7 @@ def test_the_first_cause_in_the_output_is_reported(case: str, tmp_path: Path) ->
 
 def test_a_killed_child_is_reported_as_killed(tmp_path: Path) -> None:
     part = run(child(tmp_path, "import os; print('all is well', flush=True); os.kill(os.getpid(), 9)"))
-    assert (part.ending, part.last_words()) == ("SIGKILL", "it was killed, by somebody or by the kernel for want of memory")
+    assert (part.ending, part.last_words()) == ("SIGKILL", "it was killed, possibly by the kernel for lack of memory")
 
 
 def test_only_the_last_start_is_quoted(tmp_path: Path) -> None:
@@ -235,7 +235,7 @@ def test_a_start_that_fails_ends_no_supervisor(tmp_path: Path) -> None:
     part.command = [str(tmp_path / "nothing")]
     stack._children = {"part": part}
     stack.tend()
-    assert "part could not be started, again in 1 s" in said[0]
+    assert "part could not be started, retrying in 1 s" in said[0]
     assert not part.due
 
 
@@ -252,7 +252,7 @@ def test_a_data_directory_that_cannot_be_written_ends_no_supervisor(tmp_path: Pa
         monkeypatch.setattr(supervisor, "probe", lambda folder, trouble=trouble: trouble)
         stack._unwritten = True  # there is no directory to write to
         stack.tend()
-    assert [line.split(":")[0] for line in said] == ["disk full", f"{tmp_path}/data can be written again", "disk read-only"]
+    assert [line.split(":")[0] for line in said] == ["disk full", f"{tmp_path}/data is writable again", "disk read-only"]
     (tmp_path / "data").mkdir()
     stack.tend()
     assert supervisor.read_state(tmp_path / "data")["pid"] == os.getpid()
@@ -315,7 +315,7 @@ def test_unrecorded_leftovers_of_a_supervisor_are_ended(tmp_path: Path) -> None:
         stack.stop()
         assert ours.wait(60) == -signal.SIGTERM
         assert others.poll() is None
-        assert said == [f"ended a process (pid {ours.pid}), left by a `midstream up` that was killed"]
+        assert said == [f"stopped a process (pid {ours.pid}), left over from a killed `midstream up`"]
     finally:
         for left in (ours, others):
             left.kill()

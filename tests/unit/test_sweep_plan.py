@@ -164,7 +164,7 @@ def test_hooks_layers_mask_and_the_rest_are_resolved() -> None:
 
 def test_notes_explain_easily_misread_settings() -> None:
     joined = plan(ablated(clean="The Eiffel ,", answer=" Paris of", foil=" Rome"), ablation="zeros", metric="kl").sweep.pairs[0]
-    assert joined.notes == ["kl is over the first token behind the prompt; the log-probability of the answer is that of its 2"]
+    assert joined.notes == ["kl covers the first token after the prompt; the answer's log-probability covers all of its 2 tokens"]
 
 
 def test_windows_are_neighbours_among_the_sweeps_own_layers_and_columns() -> None:
@@ -194,22 +194,22 @@ SPAN = {"name": "s", "clean": [1]}
         ([ablated()], {"ablation": "zeros"}, "metric", "two prompts"),
         ([pair(), pair(answer=None)], {}, "pairs[1].answer", "is required"),
         ([pair(foil=None)], {"metric": "logit_diff"}, "pairs[0].foil", "is required"),
-        ([pair(spans=[SPAN], positions=[0])], {}, "pairs[0].positions", "stands beside spans"),
-        ([pair(spans=[SPAN])], {"window": {"positions": 2}}, "window.positions", "a span says itself"),
+        ([pair(spans=[SPAN], positions=[0])], {}, "pairs[0].positions", "is not valid together with spans"),
+        ([pair(spans=[SPAN])], {"window": {"positions": 2}}, "window.positions", "a window applies to columns"),
         ([pair(spans=[])], {}, "pairs[0].spans", "is empty"),
         ([pair(spans=[SPAN, SPAN])], {}, "pairs[0].spans[1].name", "twice"),
         ([pair(spans=[{"name": "", "clean": [1]}])], {}, "pairs[0].spans[0].name", "is empty"),
         ([pair(spans=[SPAN]), pair(spans=[{"name": "t", "clean": [1]}])], {}, "pairs[1].spans", "columns t"),
-        ([pair(positions=[1]), pair(spans=[SPAN])], {}, "pairs[1].spans", "or those of none"),
-        ([pair(spans=[SPAN]), pair(positions=[1])], {}, "pairs[1].spans", "or those of none"),
+        ([pair(positions=[1]), pair(spans=[SPAN])], {}, "pairs[1].spans", "and others do not"),
+        ([pair(spans=[SPAN]), pair(positions=[1])], {}, "pairs[1].spans", "and others do not"),
         ([ablated(spans=[SPAN | {"corrupt": [1]}])], {"ablation": "zeros", "metric": "kl"}, "pairs[0].spans[0].corrupt", "one prompt"),
         # the model
-        ([pair()], {"hooks": ["post_attn"]}, "hooks[0]", "no hook"),
-        ([pair()], {"hooks": ["pre_attn", "resid_pre"]}, "hooks[1]", "there already"),
+        ([pair()], {"hooks": ["post_attn"]}, "hooks[0]", "unknown hook"),
+        ([pair()], {"hooks": ["pre_attn", "resid_pre"]}, "hooks[1]", "already listed"),
         ([pair()], {"layers": "0-4"}, "layers", "out of range"),
         ([pair()], {"mask": "0-8"}, "mask", "dimension 8 is out of range"),
         ([pair()], {"info": model(grades=False)}, "model", "log-probabilities"),
-        ([pair()], {"info": model(multimodal=True)}, "model", "more than text"),
+        ([pair()], {"info": model(multimodal=True)}, "model", "is a multimodal model"),
         # prompts and answers
         ([pair(clean="")], {}, "pairs[0].clean", "is empty"),
         ([pair(corrupt=[2, 99])], {}, "pairs[0].corrupt[1]", "outside the vocabulary"),
@@ -219,14 +219,14 @@ SPAN = {"name": "s", "clean": [1]}
         ([pair(answer=[99])], {}, "pairs[0].answer[0]", "outside the vocabulary"),
         ([pair(answer=" Paris" * 33)], {}, "pairs[0].answer", "33 tokens"),
         ([pair(foil=[9])], {}, "pairs[0].foil", "same tokens as the answer"),
-        ([pair(foil=" Paris France")], {}, "pairs[0].foil", "is the beginning of"),
+        ([pair(foil=" Paris France")], {}, "pairs[0].foil", "is a prefix of"),
         ([pair(clean="The of", answer="Paris")], {}, "pairs[0].answer", "ends in 'The' ' of', with it in 'The' ' ofParis'"),
         # columns
         ([pair(positions=[0, 5])], {}, "pairs[0].positions[1]", "beyond the prompt"),
         ([pair()], {"positions": [-6]}, "positions[0]", "pairs[0]: position -6 is beyond"),
         ([pair()], {"positions": {"start": 5}}, "positions.start", "beyond the prompt"),
         ([pair()], {"positions": {"start": 1, "stop": 6}}, "positions.stop", "position 5 is beyond"),
-        ([pair()], {"positions": []}, "positions", "no position named"),
+        ([pair()], {"positions": []}, "positions", "no position given"),
         ([pair()], {"positions": "all"}, "positions", "generates none"),
         ([pair(positions=[{"text": "Eiffel"}])], {}, "pairs[0].positions[0].text", "occurs 0 times"),
         ([pair(positions=[2])], {}, "pairs[0].positions", "nothing that can be patched"),
@@ -235,8 +235,8 @@ SPAN = {"name": "s", "clean": [1]}
         ([pair(alignment=[(0, 0), (1, 9)])], {}, "pairs[0].alignment[1][1]", "beyond the corrupt prompt"),
         ([pair(), pair(corrupt="The Colosseum is")], {}, "pairs", "pairs[0] 5, pairs[1] 4"),
         # limits
-        ([pair()], {"window": {"layers": 5}}, "window.layers", "more than the sweep has"),
-        ([pair()], {"window": {"positions": 6}}, "window.positions", "more than the sweep has"),
+        ([pair()], {"window": {"layers": 5}}, "window.layers", "exceeds the number of cells"),
+        ([pair()], {"window": {"positions": 6}}, "window.positions", "exceeds the number of cells"),
         ([pair()], {"limits": {"sweep_cells": 19}}, "pairs", "20 cells (1 pair × 1 hook × 4 layers × 5 columns)"),
         ([pair()], {"info": model(max_model_len=6)}, "pairs[0].clean", "has 6 tokens, and 1 follow"),
         ([pair(answer=[9, 9, 9])], {"info": model(max_model_len=7), "direction": "noise"}, "pairs[0].clean", "3 follow"),
@@ -275,7 +275,7 @@ def test_text_that_has_other_tokens_behind_the_other_prompt_is_refused() -> None
     prompts = [ReadPrompt([token], [word], split.map_ids([token])) for token, word in ((0, "a"), (4, "x"))]
     (glued,) = asyncio.run(continue_prompts([("pairs[0].foil", "bc", prompts[:1])], model(), split))
     assert glued.ids == [3]
-    assert glued.note == "foil 'bc' continues the prompt's last word: begin it with a space if it is a word of its own"
+    assert glued.note == "foil 'bc' continues the prompt's last word: begin it with a space if it is a separate word"
     assert asyncio.run(continue_prompts([("f", "bc", prompts[1:])], model(), split))[0].ids == [1, 2]
     with pytest.raises(MidstreamError) as refused:
         asyncio.run(continue_prompts([("pairs[0].foil", "bc", prompts)], model(), split))

@@ -133,7 +133,7 @@ def test_cloud_metadata_is_blocked_even_with_private_allowed(address: str) -> No
     assert refusal(ip_address(address), allow_private=True)
     assert refusal(ip_address("127.0.0.1"), allow_private=True) is None
     host = f"[{address}]" if ":" in address else address
-    assert "never called" in (url_fault(f"http://{host}/latest", True) or "")
+    assert "always blocked" in (url_fault(f"http://{host}/latest", True) or "")
     with pytest.raises(TargetRefused):
         asyncio.run(CheckedBackend(allow_private=True, resolve=nothing).connect_tcp(address, 80))
 
@@ -220,7 +220,7 @@ def test_errors_do_not_reveal_internal_addresses() -> None:
     async def found(host: str, port: int) -> list[str]:
         return ["10.11.12.13"]
 
-    with pytest.raises(TargetRefused, match=r"^wiki\.corp has an address that is private$"):
+    with pytest.raises(TargetRefused, match=r"^wiki\.corp resolves to an address that is private$"):
         asyncio.run(CheckedBackend(allow_private=False, resolve=found).connect_tcp("wiki.corp", 443))
     with pytest.raises(TargetRefused, match=r"^10\.0\.0\.1 is private$"):
         asyncio.run(CheckedBackend(allow_private=False, resolve=found).connect_tcp("10.0.0.1", 443))

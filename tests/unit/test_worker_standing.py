@@ -303,7 +303,7 @@ def test_a_proposal_that_redis_interrupts_leaves_no_tensor_held(tmp_path: Path) 
     Worker(tmp_path)(story)
 
 
-@pytest.mark.parametrize(("fault", "why"), [("fingerprint:rank=1", "different content"), ("restart:rank=1", "could not be made equal")])
+@pytest.mark.parametrize(("fault", "why"), [("fingerprint:rank=1", "tables differ"), ("restart:rank=1", "resync of the ranks failed")])
 def test_an_engine_whose_ranks_stay_different_is_given_up(tmp_path: Path, fault: str, why: str) -> None:
     async def story(at: Worker) -> None:
         at.board.desync = "a disagreement"

@@ -115,7 +115,7 @@ def test_the_logging_consumer_defaults_to_stderr() -> None:
 @pytest.mark.parametrize(
     ("build", "status", "said"),
     [
-        (broken, "error", "could not be taken: positions [3] were not recorded"),
+        (broken, "error", "failed: positions [3] were not recorded"),
         (capture(positions=range(500), consumers=["memory", "logging"]), "error", "4096 (4 KiB, memory_limit_kib)"),
         (capture(consumers=["nobody"]), "error", "rank 0 has no such consumer"),
         (capture(consumers=["filesystem", "nobody"]), "partial", "consumer nobody failed: rank 0 has no such consumer"),
@@ -289,7 +289,7 @@ def test_consumers_of_installed_packages_are_found_and_broken_ones_left_out(plug
     assert available() == available()
     told = [record.getMessage() for record in caplog.records]
     for name in ("unmakeable", "exiting", "missing", "nowhere", "filesystem"):
-        assert len([line for line in told if f"the capture consumer {name} " in line]) == 1
+        assert len([line for line in told if f"capture consumer {name} " in line]) == 1
 
 
 def test_an_installed_consumer_gets_the_captures_that_name_it(plugin: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -396,7 +396,7 @@ def test_a_hung_consumer_is_skipped_until_it_answers() -> None:
     assert "longer than 0.05 s" in apart.consume([finished()])[0].error
     apart._patience_s = 60.0
     start = time.monotonic()
-    assert "still busy" in apart.consume([finished(), finished(request=1)])[1].error
+    assert "has been busy" in apart.consume([finished(), finished(request=1)])[1].error
     assert time.monotonic() - start < 10, "nobody sits out the patience again"
     let_go.set()
     deadline = time.monotonic() + 60

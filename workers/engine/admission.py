@@ -111,7 +111,7 @@ class RowAdmission(_Gate[frozenset[RowDemand]]):
         """Raises MidstreamError("intervention_failed") when these can never take the place of those that stand now."""
         self._check_size(rows)
         if not self._within(rows | self._pinned):
-            detail = f"beside what stands now, which it would replace, it does not fit the {self._rows} steering rows: clear that first"
+            detail = f"it does not fit the {self._rows} steering rows beside the current global steering: clear that first"
             raise MidstreamError("intervention_failed", detail)
 
     @asynccontextmanager
@@ -126,7 +126,7 @@ class RowAdmission(_Gate[frozenset[RowDemand]]):
                 async with asyncio.timeout(patience_s):
                     await self._acquire(rows)
             except TimeoutError:
-                detail = f"no room for {len(rows)} more of the {self._rows} steering rows in {patience_s:g} s"
+                detail = f"{len(rows)} of the {self._rows} steering rows did not become free within {patience_s:g} s"
                 raise MidstreamError("intervention_failed", detail) from None
         try:
             yield
@@ -238,7 +238,7 @@ class StepRows(CaptureBudget):
         if self._limit and demand > self._limit:
             raise MidstreamError(
                 "capture_failed",
-                f"the request captures {demand} rows in one step, the engine has room for {self._limit} (setting capture_buffer_mib)",
+                f"the request captures {demand} rows in one step, the limit is {self._limit} (setting capture_buffer_mib)",
             )
 
     def _fits(self, demand: int) -> bool:

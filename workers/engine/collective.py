@@ -82,7 +82,7 @@ class Ranks:
             if undo is None:
                 raise self._quarantine(failure.detail) from failure
             try:
-                check_apply_results(f"taking back {action}", await self._ask(*undo), self._world)
+                check_apply_results(f"undoing {action}", await self._ask(*undo), self._world)
             except Refused as second:
                 raise self._quarantine(f"{failure.detail}; {second.detail}") from second
             raise
@@ -113,7 +113,7 @@ async def unbroken(work: Coroutine[Any, Any, T]) -> T:
             cancelled = error
         except Exception as error:
             if cancelled is not None:
-                logger.info("what a cancelled caller had begun failed: %s", error)
+                logger.info("a call begun by a cancelled caller failed: %s", error)
     if cancelled is not None:
         raise cancelled
     return task.result()

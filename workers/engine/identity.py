@@ -45,7 +45,7 @@ class WorkerLock:
                     self._file.close()
                     raise MidstreamError(
                         "conflict",
-                        f"worker {settings.worker_id!r} already runs (pid {holder}) on {settings.data_dir}: give this one another id",
+                        f"worker {settings.worker_id!r} is already running (pid {holder}) in {settings.data_dir}: use another worker_id",
                         field="worker_id",
                     ) from None
                 time.sleep(0.1)

@@ -92,7 +92,7 @@ class RankControl(ABC):
         return [rank_steering(status) for status in await self._call("midstream_status", ())]
 
     async def restart_ledgers(self) -> None:
-        await self._ranks.apply("beginning the ledgers anew", "midstream_restart_ledger")
+        await self._ranks.apply("resetting the ledgers", "midstream_restart_ledger")
         self._vectors.forget()
         self._runs.forget()
         self._rows.clear_pinned()

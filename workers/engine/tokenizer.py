@@ -17,10 +17,10 @@ def tokenizer_bundle(model: str) -> TokenizerBundle:
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     if not tokenizer.is_fast:
-        raise ValueError(f"the tokenizer of {model} has no fast form (tokenizer.json), which the API needs")
+        raise ValueError(f"the tokenizer of {model} has no fast version (tokenizer.json), which the API requires")
     text = tokenizer.backend_tokenizer.to_str()
     if Tokenizer.from_str(text).encode(_PROBE).ids != tokenizer(_PROBE)["input_ids"]:
-        raise ValueError(f"the tokenizer of {model} behaves otherwise than its tokenizer.json: text prompts cannot be served safely")
+        raise ValueError(f"the tokenizer of {model} does not match its tokenizer.json: text prompts cannot be served safely")
     special = {name: str(value) for name, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
     return TokenizerBundle(
         tokenizer_json=text,

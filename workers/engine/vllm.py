@@ -225,7 +225,7 @@ class VllmEngine(RankControl):
     def _ended(self, task: "asyncio.Future[None]") -> None:
         self._ending.discard(task)
         if not task.cancelled() and task.exception() is not None and not self._llm.errored:
-            logger.error("the ranks could not be told of a cancelled request: %s", task.exception())
+            logger.error("could not notify the ranks of a cancelled request: %s", task.exception())
 
     async def _call(self, method: str, args: tuple[Any, ...]) -> list[Any]:
         try:
@@ -250,7 +250,7 @@ def _hooks(settings: Settings) -> list[str]:
     names = [] if settings.hooks == "all" else [name.strip() for name in settings.hooks.split(",")]
     for name in names:
         if name not in HOOKS:
-            raise SettingsError(f"hooks: {name!r} is not a hook point: use `all`, or some of {', '.join(HOOKS)}")
+            raise SettingsError(f"hooks: {name!r} is not a hook point: use `all`, or any of {', '.join(HOOKS)}")
     return names
 
 

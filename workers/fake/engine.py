@@ -89,7 +89,7 @@ class FakeEngine(RankControl):
         steering = [*spec.global_steering, *spec.steering] if spec is not None else []
         async with self._rows.admitted(row_wish(spec)), self._slots, self._stepping():
             if (found := self.faults.get("generate")) is not None and int(found["request"]) == ask.request:
-                raise MidstreamError("intervention_failed", f"rank 0 refused prompt {ask.request}: injected fault")
+                raise MidstreamError("intervention_failed", f"rank 0 rejected prompt {ask.request}: injected fault")
             writing = _Writing(self._tokenizer, ask, steering)
             if spec is not None:
                 self.ranks.begin(spec)

@@ -69,7 +69,7 @@ class FakeGrades:
         values = [expected_logprob(token_ids, edits, token) for token in grade.token_ids]
         if grade.against:
             if grade.against not in self._kept:
-                raise Ungradable(f"the distribution {grade.against!r} that it is compared with is not kept any more")
+                raise Ungradable(f"the reference distribution {grade.against!r} is no longer stored")
             values.append(expected_divergence(self._kept[grade.against], (token_ids, edits)))
         return values
 
@@ -101,9 +101,9 @@ class FakeGrades:
             raise Ungradable(f"source run {run} does not have all positions of the prompt")
         own = residual_rows(layer, np.arange(len(token_ids)), np.array(token_ids), "pre_attn")
         if not (rows == own).all():
-            raise Ungradable(f"source run {run} is of other tokens")
+            raise Ungradable(f"source run {run} has different tokens")
         if below := [edit for edit in edits if edit[1] < layer]:
-            raise Ungradable(f"layer {below[0][1]} is edited below layer {layer}, at which the forward begins")
+            raise Ungradable(f"layer {below[0][1]} is edited below layer {layer}, where the forward pass begins")
 
     def _rows(self, key: str, hook: Hook, layer: int) -> tuple[np.ndarray, list[int]]:
         """`[positions, HIDDEN_SIZE]`, and which positions these are."""

@@ -65,7 +65,7 @@ class ActionLedger:
     def fold(self, step: int, kind: Kind, *content: str | int) -> None:
         """Account for one applied action in engine step `step`. Raises ValueError when `content` is not what `KINDS` says."""
         if kind not in KINDS or len(content) != len(KINDS[kind]):
-            raise ValueError(f"{kind!r} with {len(content)} values is no action")
+            raise ValueError(f"{kind!r} with {len(content)} values is not an action")
         folded = self._faulty(content)
         if folded is None:
             return

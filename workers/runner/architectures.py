@@ -191,4 +191,4 @@ def describe(architecture: str, hf_config: Any, max_model_len: int = 0) -> Adapt
             except DifferentNumbersError as error:
                 raise UnsupportedArchitectureError(f"{architecture}: {error}") from error
             return Adapter(architecture, variant, config.hidden_size, config.num_hidden_layers, found)
-    raise UnsupportedArchitectureError(f"{architecture}: no variant of it matches this configuration")
+    raise UnsupportedArchitectureError(f"{architecture}: no supported variant matches this configuration")

@@ -199,7 +199,7 @@ class Recording:
         expected = self._expected(spec.prompt_tokens, len(token_ids))
         owners = self.owners(0, len(token_ids) - 1)
         if extra := owners.keys() - expected:
-            raise RuntimeError(f"positions {sorted(extra)[:8]} were recorded and not asked for")
+            raise RuntimeError(f"positions {sorted(extra)[:8]} were recorded but not requested")
         reused = {position: run for run in self.reused for position in run.positions if position in expected and position not in owners}
         owners |= reused
         positions = sorted(owners)

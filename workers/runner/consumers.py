@@ -45,9 +45,7 @@ class Memory:
         size = memory_bytes(len(capture.positions), sum(map(len, capture.sites.values())), capture.hidden_size, capture.dtype)
         if size <= self._limit:
             return Outcome(rows=b"".join(blob_of(capture, capture.sites).buffers))
-        return Outcome(
-            error=f"{size} bytes of rows are more than the {self._limit} ({self._limit >> 10} KiB, memory_limit_kib) that a response takes"
-        )
+        return Outcome(error=f"{size} bytes of rows exceed the response limit of {self._limit} ({self._limit >> 10} KiB, memory_limit_kib)")
 
 
 class Logging:
@@ -107,7 +105,7 @@ class Apart:
         with self._turn:
             if self._busy.is_set():  # with a call that was given up
                 late = time.monotonic() - self._since
-                return [Outcome(error=f"it is still busy with another capture, for {late:.0f} s now")] * len(captures)
+                return [Outcome(error=f"it has been busy with another capture for {late:.0f} s")] * len(captures)
             answer: queue.SimpleQueue[list[Outcome] | Exception] = queue.SimpleQueue()
             self._since = time.monotonic()
             self._busy.set()
@@ -115,7 +113,7 @@ class Apart:
             try:
                 told = answer.get(timeout=self._patience_s)
             except queue.Empty:
-                logger.error("the capture consumer %s takes longer than %g s", self._name, self._patience_s)
+                logger.error("capture consumer %s takes longer than %g s", self._name, self._patience_s)
                 return [Outcome(error=f"it took longer than {self._patience_s:g} s")] * len(captures)
         if isinstance(told, Exception):
             raise told
@@ -133,13 +131,13 @@ class Apart:
         try:
             told = list(self._consumer.consume(captures))
             if len(told) != len(captures) or not all(isinstance(outcome, Outcome) for outcome in told):
-                raise TypeError(f"consume() gave {len(told)} answers to {len(captures)} captures, or not as Outcome")
+                raise TypeError(f"consume() must return one Outcome per capture: {len(told)} returned for {len(captures)}")
             return [Outcome(error=outcome.error) for outcome in told]  # files and rows are for those built in
         except Exception as error:
-            logger.exception("the capture consumer %s failed", self._name)
+            logger.exception("capture consumer %s failed", self._name)
             return error.with_traceback(None)
         except BaseException as error:  # such as SystemExit: it must end neither this thread nor a writer's
-            logger.exception("the capture consumer %s failed", self._name)
+            logger.exception("capture consumer %s failed", self._name)
             return RuntimeError(f"it raised {error!r}")
 
 
@@ -162,7 +160,7 @@ def installed() -> dict[str, Apart]:
     found: dict[str, Apart] = {}
     for entry in entry_points(group=ENTRY_POINTS):
         if entry.name in BUILT_IN or entry.name in found:
-            logger.error("the capture consumer %s of %s is left out: that name is taken", entry.name, entry.value)
+            logger.error("capture consumer %s of %s skipped: the name is already in use", entry.name, entry.value)
             continue
         try:
             make: Callable[[], Consumer] = entry.load()
@@ -170,7 +168,7 @@ def installed() -> dict[str, Apart]:
         except KeyboardInterrupt:
             raise
         except BaseException:  # a module that calls sys.exit() must not end the rank
-            logger.exception("the capture consumer %s (%s) is left out: it cannot be loaded", entry.name, entry.value)
+            logger.exception("capture consumer %s (%s) skipped: it cannot be loaded", entry.name, entry.value)
     return found
 
 

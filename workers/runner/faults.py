@@ -51,7 +51,7 @@ class Faults:
     def switch(self, text: str) -> None:
         """Replace the active faults; raises RuntimeError unless booted with `rpc`."""
         if "rpc" not in self._active:
-            raise RuntimeError("this rank was not started for fault tests")
+            raise RuntimeError("this rank was not started with fault injection")
         self._active = {"rpc"}
         self._add(text)
 

@@ -159,7 +159,7 @@ def precedes_edits(spec: RankSpec, position: int, place: tuple[str, int] | None,
 def reason(spec: RankSpec, found: NonFinite) -> str:
     """Why a request fails: which row, and which of its edits are to blame as far as that is known."""
     if found.site is None:
-        return f"the stream behind the last layer is not finite at position {found.position}, after the edits of this request"
+        return f"the stream after the last layer is not finite at position {found.position}, after the edits of this request"
     where = f"{found.site.hook} of layer {found.site.layer}, position {found.position}"
     if not found.edited:
         return f"the stream is not finite at {where}, after earlier edits of this request"
@@ -169,4 +169,4 @@ def reason(spec: RankSpec, found: NonFinite) -> str:
         if entry.hook == found.site.hook and found.site.layer in entry.layers
         if select(entry.positions, found.position, found.position + 1, spec.prompt_tokens)
     ]
-    return f"{' and '.join(dict.fromkeys(ops)) or 'an edit'} left a row that is not finite at {where}: its numbers are too large"
+    return f"{' and '.join(dict.fromkeys(ops)) or 'an edit'} produced a non-finite row at {where}: its values are too large"

@@ -65,7 +65,7 @@ class Grading:
         if not due:
             return []
         if logits.ndim != 2 or len(logits) != self._rows:
-            return [(each.tracked, f"the step gave logits {list(logits.shape)}, {self._rows} rows were expected") for each in due]
+            return [(each.tracked, f"the step returned logits {list(logits.shape)}, expected {self._rows} rows") for each in due]
         logprobs = torch.log_softmax(logits.index_select(0, _there([each.row for each in due], logits.device)).float(), dim=-1)
         for number, each in enumerate(due):
             if each.grade.keep:
@@ -86,9 +86,9 @@ class Grading:
     def _refusal(self, grade: Grade, vocabulary: int) -> str:
         outside = [token for token in grade.token_ids if not 0 <= token < vocabulary]
         if outside:  # an accelerator would end the process
-            return f"token ids {outside} are not among the {vocabulary} of the model"
+            return f"token ids {outside} are outside the vocabulary of {vocabulary}"
         if grade.against and grade.against not in self._kept:
-            return f"the distribution {grade.against!r} that it is compared with is not kept any more"
+            return f"the reference distribution {grade.against!r} is no longer stored"
         return ""
 
     def _grade(self, due: Sequence[_Due], numbers: Sequence[int], logprobs: torch.Tensor) -> None:
@@ -160,7 +160,7 @@ def lacking(tracked: Tracked) -> str:
     if tracked.spec.grade is None:
         return ""
     if tracked.graded is None:
-        return "the next token was not graded: no logits of the prompt's end were seen"
+        return "the next token was not graded: no logits at the end of the prompt"
     values = tracked.graded()
     return "" if all(map(math.isfinite, values)) else f"the next token's grade is not finite: {values}"
 

@@ -91,7 +91,7 @@ class Filesystem:
         try:
             config.store.prepare()
         except OSError as error:  # every write says so again, to its own request
-            logger.error("captures cannot be written to %s: %s", config.store.uri, error)
+            logger.error("cannot write captures to %s: %s", config.store.uri, error)
 
     def consume(self, captures: Sequence[FinishedCapture]) -> list[Outcome]:
         """Raises nothing: what cannot be written says so in its outcome."""
@@ -136,7 +136,7 @@ class Filesystem:
         try:
             offsets = append(segment, blobs)
         except NotInPlaceError as error:
-            logger.warning("%s; its captures go into another segment", error)
+            logger.warning("%s; writing its captures to another segment", error)
             segment = self._segment(captures[0].capture.tag)
             offsets = append(segment, blobs)
         return [
@@ -171,7 +171,7 @@ def each(action: Callable[[Sequence[T]], Sequence[Outcome]], items: Sequence[T])
 
 
 def _reason(error: Exception) -> str:
-    return f"it could not be written: {error}"
+    return f"write failed: {error}"
 
 
 def _captured(capture: FinishedCapture, blob: Blob, path: str, offset: int, layout: str) -> CapturedFile:

@@ -109,7 +109,7 @@ class RankState:
         What was accepted fits the model that was published last; a worker with other hooks or layers must not skip it in silence.
         """
         if hook not in self._hooks:
-            raise ValueError(f"there is no hook {hook}: there are {', '.join(self._hooks)}")
+            raise ValueError(f"unknown hook {hook}; valid: {', '.join(self._hooks)}")
         for layer in (min(layers), max(layers)):
             if not 0 <= layer < self._num_layers:
                 raise ValueError(f"layer {layer} is out of range: the model has layers 0 to {self._num_layers - 1}")
@@ -122,7 +122,7 @@ class RankState:
             self.check_sites(entry.hook, entry.layers)
         rows = steering.standing_rows()
         if len(rows) > MAX_STEERING_ROWS:
-            raise ValueError(f"it takes {len(rows)} rows of the steering table, {MAX_STEERING_ROWS} are everyone's")
+            raise ValueError(f"it takes {len(rows)} rows of the steering table, the limit is {MAX_STEERING_ROWS}")
         # Positions that are listed are cut to each prompt; alone each of these entries must be possible.
         listed = [steering_rows([entry.stored([0])])[0] for entry in steering.entries if isinstance(entry.positions, list)]
         for row in rows + listed:

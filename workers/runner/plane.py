@@ -53,7 +53,7 @@ FLUSH_S = 5.0
 
 _TAINTED = "its cached prefix was computed by a request whose intervention failed"
 _TAINTING = "its cached prefix is being computed by a request whose intervention failed"
-_BEGAN_ANEW = "the ranks of this worker began anew from zero while the request ran: what was applied to it cannot be vouched for"
+_BEGAN_ANEW = "the worker's ranks were resynced while the request ran: its steering cannot be verified"
 
 
 class DataPlane:

@@ -76,7 +76,7 @@ class Reports:
             hook, layer, position = capture.unsound
             if not precedes_edits(tracked.spec, position, (hook, layer), after=recording.capture.at == "after"):
                 where = f"{hook} of layer {layer}, position {position}"
-                raise InterventionError(f"the captured row at {where}, is not finite, after edits of this request (rank {place.rank})")
+                raise InterventionError(f"the captured row at {where} is not finite, after edits of this request (rank {place.rank})")
         return capture
 
     def _receipt(self, step: int, tracked: Tracked) -> Receipt:

@@ -31,7 +31,7 @@ class RowStore:
         if number in self._coming:
             self._copy(number)
         if number not in self._kept:
-            raise LookupError(f"the rows of positions {first} to {stop - 1}, which the prefix cache serves, are no longer kept")
+            raise LookupError(f"the rows of positions {first} to {stop - 1}, served by the prefix cache, are no longer stored")
         recording.reused += self._kept[number]
 
     def drop(self, numbers: Sequence[int]) -> None:

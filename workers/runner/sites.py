@@ -82,7 +82,9 @@ def install(
     """
     if type(model).__module__.startswith(BACKEND_MODULE) != adapter.variant.backend:
         served = "is" if not adapter.variant.backend else "is not"
-        raise UnsupportedArchitectureError(f"{adapter.architecture} {served} served by vLLM's Transformers backend: not the model we know")
+        raise UnsupportedArchitectureError(
+            f"{adapter.architecture} {served} served by vLLM's Transformers backend, which is not supported here"
+        )
     ordered = [hook for hook in adapter.hooks if hook in hooks]
     for hook in hooks:
         adapter.tap(hook, 0)
@@ -109,7 +111,7 @@ def _submodule(module: nn.Module, path: str, adapter: Adapter) -> Any:
     try:
         return module.get_submodule(path)
     except AttributeError as error:
-        raise UnsupportedArchitectureError(f"{adapter.architecture} is built otherwise than the adapter says: {error}") from error
+        raise UnsupportedArchitectureError(f"{adapter.architecture} does not match its adapter: {error}") from error
 
 
 def _buffers(sites: int, sizes: Sizes, hidden: int, dtype: torch.dtype, device: torch.device) -> Buffers:

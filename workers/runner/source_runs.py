@@ -76,10 +76,10 @@ class RunStore:
                 except (OSError, ValueError, MemoryError) as error:
                     raise ValueError(f"run {files.key}: {file.path}: {error}") from error
                 if twice := found.keys() & rows.keys():
-                    raise ValueError(f"run {files.key}: {_site(*min(twice))} is in two of its files")
+                    raise ValueError(f"run {files.key}: {_site(*min(twice))} occurs in two of its files")
                 rows |= found
         if missing := wanted - rows.keys():
-            raise ValueError(f"run {files.key}: no file of it holds {_site(*min(missing))}")
+            raise ValueError(f"run {files.key}: none of its files contains {_site(*min(missing))}")
         crc = 0
         for site in sorted(rows):
             crc = zlib.crc32(rows[site].view(torch.uint8).numpy(), zlib.crc32(_site(*site).encode(), crc))
@@ -150,7 +150,7 @@ class RunStore:
                 return {}
             raw = handle.read(file.offset, file.bytes)
             if len(raw) != file.bytes or zlib.crc32(raw) != file.crc32:
-                raise ValueError("its bytes are not those that were captured")
+                raise ValueError("its content has changed since the capture")
         rows = {}
         for site, place in mine.items():
             if place.shape != [len(files.positions), files.hidden_size] or place.dtype not in _DTYPES:

@@ -32,7 +32,7 @@ class VectorStore:
     def put(self, name: str, tensor: Tensor) -> None:
         """Raises ValueError when the bytes are not what `name` says or a value is not finite. Shapes are checked at use."""
         if content_hash(tensor) != name:
-            raise ValueError(f"vector {name[:12]}: its bytes have another hash")
+            raise ValueError(f"vector {name[:12]}: its content does not match its hash")
         values = torch.from_numpy(to_numpy(tensor).astype("float32"))
         if not bool(torch.isfinite(values).all()):
             raise ValueError(f"vector {name[:12]}: has values that are not finite")
@@ -177,7 +177,7 @@ class RowTable:
         vectors, scalars = laid_out(family, does)
         vectors = vectors.to(self._buffers.pool.dtype)
         if not bool(torch.isfinite(vectors).all()):
-            raise ValueError(f"the entries of {family} add up to more than {self._buffers.pool.dtype} holds")
+            raise ValueError(f"the sum of the {family} entries exceeds the range of {self._buffers.pool.dtype}")
         return vectors, scalars
 
     def _does(self, entry: StoredSteering) -> Does:

@@ -50,7 +50,7 @@ class EntryPool:
             places.setdefault(id(what), []).append(place)
         needed = sum(vectors.shape[0] for vectors, _ in held.values())
         if self._used + needed > self._capacity:
-            raise RuntimeError(f"{needed} steering entries are needed, {self._capacity - self._used} of {self._capacity} are free")
+            raise RuntimeError(f"{needed} steering entries needed, {self._capacity - self._used} of {self._capacity} free")
         if self._end + needed > 1 + self._capacity:
             self._close_gaps()
         self._runs[row] = []

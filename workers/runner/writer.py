@@ -175,7 +175,7 @@ class Writer:
 
     def _action(self, name: str, consumers: Mapping[str, Consumer]) -> Callable[[Sequence[FinishedCapture]], Sequence[Outcome]]:
         if name == "filesystem" and self._fail_writes():
-            return lambda captures: [Outcome(error="it could not be written: fault injected: write")] * len(captures)
+            return lambda captures: [Outcome(error="write failed: fault injected: write")] * len(captures)
         if name not in consumers:
             return lambda captures: [Outcome(error=f"rank {captures[0].rank} has no such consumer")] * len(captures)
         return consumers[name].consume
@@ -191,8 +191,8 @@ def _built(report: _Report, build: Callable[[], FinishedCapture]) -> FinishedCap
         return None
     except Exception as error:
         receipt = report.job.receipt
-        logger.exception("a capture of job %s request %d could not be taken", receipt.job, receipt.request)
-        report.failed.append(f"capture could not be taken: {error}")
+        logger.exception("capture of job %s request %d failed", receipt.job, receipt.request)
+        report.failed.append(f"capture failed: {error}")
         return None
 
 

@@ -116,11 +116,11 @@ class Attempts:
                 claim = await self._claim(job_id, lease.steering)
                 return AttemptOutcome.NOT_OURS if claim is None else await self._run(claim, lease)
             except ClaimRefused as error:
-                logger.info("job %s waits: %s", job_id, error)
+                logger.info("job %s waiting: %s", job_id, error)
             except MidstreamError as error:
                 if error.kind != UNAVAILABLE:
                     raise
-                logger.warning("claim of %s waits for Redis: %s", job_id, error)
+                logger.warning("claim of %s waiting for Redis: %s", job_id, error)
                 await asyncio.sleep(REDIS_PAUSE_S)
                 patience = time.monotonic() + CLAIM_PATIENCE_S
             finally:
@@ -181,7 +181,7 @@ class Attempts:
             if isinstance(error, ClaimRefused) or error.kind == UNAVAILABLE:
                 raise
             if error.kind == "not_found":  # removed, or lost with Redis's last second
-                logger.warning("message for %s, of which the ledger knows nothing", job_id)
+                logger.warning("message for %s, which is not in the ledger", job_id)
                 return None
             problem = error.problem()
             # Claimed all the same, perhaps: whoever waits for it must be told.
@@ -268,7 +268,7 @@ class Attempts:
     async def _fetch(self, name: str) -> Tensor:
         tensor = await patiently(lambda: self._ledger.get_tensor(name), f"vector {name[:12]}")
         if content_hash(tensor) != name:
-            raise MidstreamError("intervention_failed", f"vector {name[:12]} does not have the content that its name says")
+            raise MidstreamError("intervention_failed", f"vector {name[:12]}: content does not match its hash")
         return tensor
 
     async def _abandon(self, attempt: Attempt, ending: AttemptOutcome) -> AttemptOutcome:

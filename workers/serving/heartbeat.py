@@ -47,14 +47,14 @@ class Heartbeat:
             try:
                 await self.beat()
                 if away or not await self._ledger.serves(self._settings.served_model):
-                    logger.warning("Redis was unreachable or has lost its data: the model is published again")
+                    logger.warning("Redis was unreachable or has lost its data: publishing the model again")
                     await self._publish()
                 away = False
             except MidstreamError as error:
                 if error.kind != UNAVAILABLE:
                     raise
                 if not away:
-                    logger.warning("no heartbeat, Redis is away: %s", error)
+                    logger.warning("heartbeat failed, Redis unreachable: %s", error)
                 away = True
 
     async def beat(self) -> None:

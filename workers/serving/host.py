@@ -114,7 +114,7 @@ class EngineHost:
         try:
             view: JobView = self._schedule(look()).result(DEATH_GRACE_S)
         except TimeoutError as error:  # the loop may be at its end
-            raise MidstreamError("unavailable", f"nobody said in time what became of {job_id}") from error
+            raise MidstreamError("unavailable", f"no outcome for {job_id} in time") from error
         return view
 
     def cancel(self, job_id: str) -> None:
@@ -153,7 +153,7 @@ class EngineHost:
         try:
             stopping.result(DEATH_GRACE_S if self.death else None)
         except TimeoutError:
-            logger.error("the engine did not stop in %s s; leaving it to the process's end", DEATH_GRACE_S)
+            logger.error("the engine did not stop within %s s; it ends with the process", DEATH_GRACE_S)
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(DEATH_GRACE_S)
@@ -169,7 +169,7 @@ class EngineHost:
         await patiently(self._release_former_boots, "start")
         await self._await_disks()
         engine = make_engine(settings)
-        logger.info("engine starts: %s", settings.model)
+        logger.info("engine starting: %s", settings.model)
         await engine.start()
         self._engine = engine
         died = asyncio.Event()
@@ -227,9 +227,9 @@ class EngineHost:
         troubles += [await asyncio.to_thread(probe, folder) for folder in (data / "outbox", data)]
         found = next(filter(None, troubles), "")
         if found and not self._disk:
-            logger.error("%s: captures and receipts wait", found)
+            logger.error("%s: captures and receipts are on hold", found)
         elif self._disk and not found:
-            logger.warning("captures and receipts can be written again")
+            logger.warning("captures and receipts are writable again")
         self._disk = found
 
     async def _await_disks(self) -> None:
@@ -254,7 +254,7 @@ class EngineHost:
         try:
             reason = await watched
         except Exception as error:
-            logger.exception("the worker's own machinery failed")
+            logger.exception("a worker task failed")
             reason = f"{type(error).__name__}: {error}"
         if not self.death:
             await self._die(reason, died)
@@ -272,7 +272,7 @@ class EngineHost:
                 self._attempts.stop(list(self._attempts.held), AttemptOutcome.RELEASED)
                 await self._attempts.drain()
         except TimeoutError:
-            logger.error("the running jobs could not be released in time; their leases expire instead")
+            logger.error("could not release the running jobs in time; their leases will expire")
         finally:
             self._on_death(reason)
 
@@ -280,7 +280,7 @@ class EngineHost:
         """Requeue at once what this worker held when it was last killed."""
         released = await Sweeper(self._ledger, self.settings).release_boots(self.settings.worker_id, BOOT)
         if released:
-            logger.warning("requeued %s, which a former start of this worker held", released)
+            logger.warning("requeued %s, held by an earlier start of this worker", released)
 
     async def _stop(self) -> None:
         await end_tasks(self._background)

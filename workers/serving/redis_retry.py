@@ -34,7 +34,7 @@ async def patiently(call: Callable[[], Awaitable[T]], what: str) -> T:
             if error.kind != UNAVAILABLE:
                 raise
             if pause == FIRST_PAUSE_S:
-                logger.warning("%s waits for Redis: %s", what, error)
+                logger.warning("%s waiting for Redis: %s", what, error)
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
 

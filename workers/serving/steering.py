@@ -154,10 +154,10 @@ class SteeringReconciler:
             except MidstreamError as error:
                 if error.kind == UNAVAILABLE:
                     if not away:
-                        logger.warning("global steering is not followed, Redis is away: %s", error)
+                        logger.warning("cannot poll global steering, Redis unreachable: %s", error)
                     away = True
                 elif error.kind == "engine_failed":
-                    logger.warning("the ranks do not answer: %s", error)  # whether the engine is dead is found elsewhere
+                    logger.warning("the ranks do not respond: %s", error)  # whether the engine is dead is found elsewhere
                     await asyncio.sleep(RETRY_S)
                 else:
                     raise
@@ -346,7 +346,7 @@ class SteeringReconciler:
     async def _fetch(self, name: str) -> Tensor:
         tensor = await self._broker.get_tensor(name)
         if content_hash(tensor) != name:
-            raise MidstreamError("intervention_failed", f"tensor {name[:12]} does not have the content that its name says")
+            raise MidstreamError("intervention_failed", f"tensor {name[:12]}: content does not match its hash")
         return tensor
 
     # -- out of step -------------------------------------------------------------------------------------------------------
@@ -365,9 +365,9 @@ class SteeringReconciler:
             await self._drain(why)
             ranks = await self._replay()
             if not await self._engine.same_content():
-                raise ResyncFailed("after a resync the ranks have different content in their tables")
+                raise ResyncFailed("after a resync the ranks' tables differ")
         except Quarantined as error:
-            raise ResyncFailed(f"the ranks could not be made equal: {error.detail}") from error
+            raise ResyncFailed(f"resync of the ranks failed: {error.detail}") from error
         except MidstreamError as error:
             if error.kind != VERSION_MISMATCH:
                 raise
@@ -380,7 +380,7 @@ class SteeringReconciler:
         self._out_of_step = ""
         self.resyncs += 1
         self._compared = time.monotonic()
-        logger.warning("the ranks are equal again, with ledgers from zero (epoch %d)", epoch)
+        logger.warning("the ranks are in the same state again, with empty ledgers (epoch %d)", epoch)
         if self.state == "resyncing":
             self._serve()
         await self._say()
@@ -410,7 +410,7 @@ class SteeringReconciler:
             await asyncio.sleep(DRAIN_CHECK_S)
             if time.monotonic() > deadline:
                 await self._broker.look(self._model, self._worker)  # while Redis is away nobody can be over
-                raise ResyncFailed(f"requests could not be stopped within {DRAIN_S:.0f} s to resync: {why}")
+                raise ResyncFailed(f"could not stop requests within {DRAIN_S:.0f} s to resync: {why}")
 
     def _forget(self) -> None:
         """The ranks have nothing any more."""
@@ -420,10 +420,10 @@ class SteeringReconciler:
     def _complain(self, why: str) -> None:
         """An ERROR, but not more often than `desync_log_s`: whatever is wrong may be wrong with every request."""
         if time.monotonic() - self._complained < self._settings.desync_log_s:
-            logger.info("ranks out of step again (%d times since the start): %s", self.desyncs, why)
+            logger.info("ranks diverged again (%d times since the start): %s", self.desyncs, why)
             return
         self._complained = time.monotonic()
-        logger.error("ranks out of step, no job begins until they are equal: %s", why)
+        logger.error("ranks diverged, no job begins until they are resynced: %s", why)
 
     # -- whether it serves -------------------------------------------------------------------------------------------------
 

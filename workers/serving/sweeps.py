@@ -109,7 +109,7 @@ class SweepAttempt:
         """To the last cell. Raises MidstreamError("useless_baseline") when no pair has a use, and what ends an attempt."""
         began = time.monotonic()
         if not self._engine.info.grades:
-            raise MidstreamError("intervention_failed", "the worker's engine does not tell log-probabilities of given tokens")
+            raise MidstreamError("intervention_failed", "the worker's engine cannot return log-probabilities of given tokens")
         job = self._attempt.job
         self._records = await patiently(lambda: self._sweeps.records(job.id), f"units of {job.id}")
         if not self._records:
@@ -145,7 +145,7 @@ class SweepAttempt:
         there = await patiently(lambda: self._sweeps.records(job), f"units of {job}")
         lost = [record for number, record in self._records.items() if number not in there]
         if lost:
-            logger.warning("%d units of %s are kept once more: the ledger had lost them", len(lost), job)
+            logger.warning("storing %d units of %s again: the ledger had lost them", len(lost), job)
             await self._keep((record, self._units.cell(record.unit) or Unit(record.unit, "base", 0)) for record in lost)
 
     async def _emit(self, kind: EventKind, told: SweepStart | SweepSummary) -> None:
@@ -234,7 +234,7 @@ class SweepAttempt:
         for unit in units:
             record = records.get(unit.number) or self._records[unit.number]
             if record.value is None:
-                return f"the prompt {'that rows come from' if unit.kind == 'source' else 'that is patched'} failed: {record.reason}"
+                return f"the {'source' if unit.kind == 'source' else 'patched'} prompt failed: {record.reason}"
         return self._take_in(pair, units, needed)
 
     def _take_in(self, pair: int, units: Sequence[Unit], needed: bool) -> str:
@@ -247,7 +247,7 @@ class SweepAttempt:
                 state.source = record.value
         if self._sweep.metric == "recovered":
             if state.base is None or state.source is None:
-                return "there is no other prompt of whose effect a share could be recovered"
+                return "there is no second prompt to compare with"
             for unit in self._units.noise(pair):
                 if (earlier := self._records.get(unit.number)) is not None and earlier.value is not None:
                     state.noise.append(state.base + earlier.value * (state.source - state.base))
@@ -255,8 +255,8 @@ class SweepAttempt:
         versions = {told.global_version for record in known for told in record.receipts} - {self._everyone.version}
         if needed and versions:
             return (
-                f"the sweep began under global steering version {min(versions)} and was interrupted; now it is version "
-                f"{self._everyone.version}, under which its cells cannot be compared with what is known"
+                f"the sweep began under global steering version {min(versions)} and was interrupted; it is now version "
+                f"{self._everyone.version}, so its remaining cells are not comparable with those done"
             )
         return ""
 
@@ -386,7 +386,7 @@ class SweepAttempt:
         for pending in late:
             some = await patiently(lambda of=pending.requests: self._sweeps.told(job, of, world), f"receipts of {job}")  # type: ignore[misc]
             pending.reason = refusal(some) or (
-                f"{len(some)} of {world * len(pending.requests)} receipts arrived within {self._patience_s:g} s of the engine's answer"
+                f"{len(some)} of {world * len(pending.requests)} receipts arrived within {self._patience_s:g} s of the engine's output"
             )
         settled = []
         for pending in sorted(self._waiting, key=lambda pending: pending.unit.kind == "cell"):  # noise first, of which cells depend

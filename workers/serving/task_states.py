@@ -119,9 +119,9 @@ class Settlements:
             try:
                 self.look()
             except redis.RedisError as error:
-                logger.info("the ends of settling jobs are told later: %s", error)
+                logger.info("could not report the ends of settling jobs, will retry: %s", error)
             except Exception:  # the others' ends are still to be told
-                logger.exception("the end of a settling job could not be told")
+                logger.exception("could not report the end of a settling job")
             with self._lock:
                 if not self._waiting:
                     self._some.clear()

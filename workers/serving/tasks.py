@@ -54,7 +54,7 @@ def _became(view: JobView, outcome: AttemptOutcome) -> str:
     if view.state is State.SUCCEEDED:
         return outcome.value
     if view.state is State.FAILED:
-        raise JobFailed(f"{view.error.title}: {view.error.detail}" if view.error else "the ledger does not say why")
+        raise JobFailed(f"{view.error.title}: {view.error.detail}" if view.error else "the ledger gives no reason")
     if view.state is State.QUEUED or view.state in TERMINAL:
         raise Told(view.state, outcome.value)
     raise Settling  # somebody else has it: its end is this message's as well
