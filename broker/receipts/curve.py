@@ -44,7 +44,7 @@ class KnownClients:
     """The workers that a folder of public keys names, read again when it changes; from any thread."""
 
     def __init__(self, folder: Path):
-        """Raises SettingsError when there is no such folder."""
+        """Raises SettingsError when no such folder."""
         self.folder = folder
         self.denied = 0  # handshakes
         self._lock = threading.Lock()

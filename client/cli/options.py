@@ -326,18 +326,18 @@ def _option(kind: Any, **settings: Any) -> Any:
 
 #: Option as a parameter → what it sets. Every command that submits takes all of them, by `with_handling`.
 HANDLING: dict[str, HandlingOption] = {
-    "priority": HandlingOption("priority", _option(str | None, help="high, normal (if left out) or low.")),
+    "priority": HandlingOption("priority", _option(str | None, help="high, normal (default) or low.")),
     "expires_in": HandlingOption(
         "expires_in",
-        _option(str | None, metavar="TIME", help="Give up if no worker has begun it by then: 30s, 10m, 2h or 600."),
+        _option(str | None, metavar="TIME", help="Abort if no worker has started it by then: 30s, 10m, 2h or 600."),
         lambda text: seconds(text, "--expires-in"),
     ),
     "callback": HandlingOption(
-        "callback_url", _option(str | None, metavar="URL", help="Tell this receiver how the job ended: a signed webhook.")
+        "callback_url", _option(str | None, metavar="URL", help="Send a signed webhook to this URL when the job ends.")
     ),
     "callback_event": HandlingOption(
         "callback_events",
-        _option(list[str] | None, metavar="EVENT", help="Tell of this instead, such as job.running; repeat as needed."),
+        _option(list[str] | None, metavar="EVENT", help="Event to send instead, such as job.running; repeatable."),
     ),
 }
 

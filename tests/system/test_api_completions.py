@@ -438,7 +438,7 @@ def test_a_stream_fails_when_a_retry_generates_other_text(client: openai.OpenAI,
     hand.do(hand.ledger.release(first.job.id, first.attempt))
     second = hand.claim(first.job.id)
     hand.say(second, "good bye")
-    with pytest.raises(openai.APIError, match="started again"):
+    with pytest.raises(openai.APIError, match="restarted"):
         list(stream)
 
 
