@@ -295,7 +295,7 @@ def test_leftovers_of_a_killed_supervisor_are_ended(tmp_path: Path) -> None:
         stack._take_lock()
         stack.stop()
         assert left.wait(60) == -signal.SIGTERM
-        assert any("ended relay" in line for line in said)
+        assert any("stopped relay" in line for line in said)
     finally:
         left.kill()
         left.wait()
