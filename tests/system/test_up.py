@@ -152,7 +152,7 @@ def test_up_cleans_up_after_a_killed_up(up: Up, tmp_path: Path) -> None:
     try:
         again.ready()
         assert birth(redis) != born
-        assert f"ended redis (pid {redis})" in again.output()
+        assert f"stopped redis (pid {redis})" in again.output()
     finally:
         again.close()
     assert again.alive() == []
@@ -341,7 +341,7 @@ def test_a_redis_that_was_orphaned_while_it_loaded_is_ended_by_the_next_up(tmp_p
     up = Up(data)
     try:
         up.ready()
-        assert f"ended redis (pid {server.pid})" in up.output()
+        assert f"stopped redis (pid {server.pid})" in up.output()
         assert server.process.wait(60) is not None
     finally:
         server.kill()

@@ -200,4 +200,4 @@ def test_a_server_that_is_down_is_one_error_without_a_chain() -> None:
         assert "During handling" not in "".join(traceback.format_exception(caught.value))
         assert "direct cause" not in "".join(traceback.format_exception(caught.value))
         (line,) = caught.value._render_traceback_()
-        assert line.startswith("ServerUnreachable: no Midstream answers")
+        assert line.startswith("ServerUnreachable: no Midstream server answers")
