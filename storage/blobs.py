@@ -94,7 +94,7 @@ def read_entries(store: ArtifactStore, index: str, jobs: Collection[str] | None 
         try:
             yield msgspec.json.decode(line, type=BlobEntry)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise DamagedBlob(f"{PurePosixPath(index).name} has a line that is none of ours: {error}") from error
+            raise DamagedBlob(f"{PurePosixPath(index).name} has an invalid line: {error}") from error
 
 
 def _lines(store: ArtifactStore, index: str) -> Iterator[bytes]:

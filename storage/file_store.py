@@ -410,9 +410,9 @@ def _must_be_at(path: Path, identity: tuple[int, int]) -> None:
     try:
         found = _identity(os.stat(path))
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise NotInPlaceError(f"{path.name} was removed while it was written") from error
+        raise NotInPlaceError(f"{path.name} was deleted while being written") from error
     if found != identity:
-        raise NotInPlaceError(f"{path.name} was replaced while it was written")
+        raise NotInPlaceError(f"{path.name} was replaced while being written")
 
 
 def _write_at(descriptor: int, buffers: Sequence[Buffer], offset: int) -> None:

@@ -170,4 +170,4 @@ def _tell_damage(store: ArtifactStore, segment: str, error: DamagedBlob) -> None
     """Once per process: the same segment is looked at in every deletion."""
     if (store, segment) not in _told:
         _told.add((store, segment))
-        log.error("%s is damaged, what it does not name is left in the store: %s", index_of(segment), error)
+        log.error("%s is damaged; blobs it does not list stay in the store: %s", index_of(segment), error)
