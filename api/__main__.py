@@ -21,13 +21,13 @@ from .web import auth
 from .web.connections import Connections
 from .web.middleware import App
 
-#: Held responses end at once when the server stops; this is for bodies that are still being sent, in seconds.
+#: Seconds to wait at shutdown for bodies still being sent; held responses end immediately.
 GRACE_S = 5
 BACKLOG = 2048
 #: Seconds that an idle connection is kept: longer than clients keep theirs (httpx 5, OpenAI's 5, aiohttp 15), so that it is never closed
 #: under a request that is on its way.
 KEEP_ALIVE_S = 75
-#: Between two looks for a Redis that was away at the start.
+#: Seconds between attempts to reach a Redis that was unreachable at the start.
 ASK_AGAIN_S = 1.0
 #: Allocations between two garbage collections. A body of 8 MiB makes some ten thousand objects; with Python's default (700) every such
 #: body triggers a collection of the whole process, which takes longer than decoding it.
@@ -43,7 +43,7 @@ log = logging.getLogger("midstream.api")
 
 
 class Server(uvicorn.Server):
-    """uvicorn, which says where it listens and lets go of held responses when it is told to stop."""
+    """uvicorn that logs its address when ready and releases held responses on shutdown."""
 
     def __init__(self, config: uvicorn.Config, app: App, url: str, undecided: Settings | None = None):
         """`undecided`: the settings, where it is not known yet whether there are keys."""
@@ -132,9 +132,9 @@ def serve(settings: Settings) -> None:
 
 
 async def _refusal(settings: Settings) -> str | None:
-    """Why this API must not run: off loopback it asks for keys, and there is none. Empty: it may; None: Redis is away, ask again.
+    """Why this API must not run: keys are required beyond loopback, and none exists. Empty: it may; None: Redis is unreachable, retry.
 
-    Meanwhile it asks for keys all the same, so nobody gets in.
+    Until then it requires keys, so no caller is admitted.
     """
     if settings.auth != "auto" or not asks_for_keys(settings) or settings.admin_key:
         return ""

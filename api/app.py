@@ -1,4 +1,4 @@
-"""What is the HTTP edge made of? `make_app` puts the routes, the error answers and the documents together. Stateless: run many."""
+"""The HTTP application: `make_app` assembles routes, error handlers and documents. Stateless: run as many as needed."""
 
 import logging
 from collections.abc import AsyncIterator
@@ -60,7 +60,7 @@ def make_app(settings: Settings) -> App:
             yield
 
     async def keep(response: Response[Any]) -> Response[Any]:
-        """What was accepted or changed is told once it stays so if Redis is killed; where that cannot be had, `unavailable` is."""
+        """Confirm acceptances and changes only once they survive a kill of Redis; otherwise answer `unavailable`."""
         if changes_something():
             await app.state.context.ledger.written()
         return response

@@ -1,4 +1,4 @@
-"""What do the routes stand on? One `AppContext` per process: ledger, watcher, Celery and the tokenizers it has met. Keeps no job state."""
+"""Application context of the routes: one `AppContext` per process with ledger, watcher, Celery and tokenizers. Holds no job state."""
 
 import asyncio
 import logging
@@ -51,11 +51,11 @@ T = TypeVar("T")
 #: A held response outlives a Redis that restarts within this many seconds.
 OUTAGE_S = 20.0
 OUTAGE_PAUSE_S = 0.25
-#: A wait that is given up is over long before; if its cancellation was lost, it is cancelled again.
+#: An abandoned wait normally ends long before; if its cancellation was lost, it is cancelled again.
 CANCEL_AGAIN_S = 0.2
 #: The last part of a full quota is kept for what users ask for: what the operator captures of every request is then left out.
 QUOTA_SPARE = 16
-#: Telling the workers of a cancellation may take this long; then they notice it at their next renewal.
+#: Time limit for broadcasting a cancellation to workers; otherwise they notice it at their next renewal.
 BROADCAST_S = 5.0
 
 
@@ -180,7 +180,7 @@ class AppContext:
         return ModelState(modules, current, known, runs, named)
 
     async def _within_quota(self, job: Job, info: ModelInfo) -> Job:
-        """The job as there is room for it. Raises `quota_exceeded` when there is none for what its user asked for."""
+        """The job, without global capture if there is no room. Raises `quota_exceeded` if there is none for its user's captures."""
         tags, operators = set(stored_tags(job)), {spec.tag for spec in info.global_captures}
         if tags - operators:
             await anyio.to_thread.run_sync(self._usage.take, [1])
@@ -287,7 +287,7 @@ def context_of(request: Request[Any, Any, Any]) -> AppContext:
 
 
 async def unless_client_leaves(request: Request[Any, Any, Any], work: Awaitable[T]) -> T:
-    """`work`, given up with ClientGone when the connection closes, and with `unauthorized` when the caller's key counts no more.
+    """Await `work`; raises ClientGone if the connection closes, `unauthorized` if the caller's key is revoked or expires.
 
     (The framework would leave the handler waiting.) Only for waiting: what changes anything is done before.
     """

@@ -82,7 +82,7 @@ REFUSALS = {
         "content": _PROBLEM,
     },
 }
-#: Of every operation, also of those that are open to everybody.
+#: For every operation, including unauthenticated ones.
 MISDIRECTED = {"421": {"description": "The `Host` header does not name this API", "content": _PROBLEM}}
 
 #: Type of an answer → name of the link → the operation that it leads to, its parameter, and where the answer has its value.

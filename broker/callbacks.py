@@ -1,4 +1,4 @@
-"""Who looks after jobs that nobody holds, and who tells of their ends? The `callbacks` worker: a Celery worker with the sweeper and the
+"""The `callbacks` worker: recovery of abandoned jobs and delivery of webhooks. A Celery worker with the sweeper and the
 sender of webhooks beside its pool.
 
 Either runs on a thread of its own and not as a task, because it must also run when messages get lost. Run as many as there are

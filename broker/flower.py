@@ -1,4 +1,4 @@
-"""How does Flower run, the view on the queue? `python -m midstream.broker.flower`, with the settings of the environment.
+"""Flower, the dashboard of the task queue: `python -m midstream.broker.flower`, configured by the environment.
 
 Secrets go in by the options object and the Celery app, never by a command line that everybody on the machine can read. What
 Flower shows comes from events, and from the ledger where an event was missed (`flower_ends`); it is read-only here, because a task

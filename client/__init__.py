@@ -1,4 +1,4 @@
-"""How do people and programs use Midstream? The Python client, the CLI, and what starts the stack on one machine.
+"""The Python client, the command line, and the local stack.
 
 Importing this is light: no torch, no vLLM, no Celery.
 """

@@ -1,4 +1,4 @@
-"""Which torch ops does the model's traced forward call, and which code serves them on which device?
+"""Torch ops called by the model's traced forward, and their implementation per device.
 
 The schemas name every tensor that is written, so that no compiler drops or reorders a call.
 """

@@ -1,4 +1,4 @@
-"""How is a site told what to do in this step? The columns of its plan, and the buffers around it from a readable description.
+"""The plan of a site for one step: its columns, and the buffers built from a readable description.
 
 All buffers are persistent and filled before the forward, so that a compiled or replayed forward obeys them. The rank's
 planner fills them for many sites at once; `SitePlan` does it for one, for tests and benchmarks.

@@ -1,4 +1,4 @@
-"""What exactly happens at a hook site? In plain torch: the definition, and what runs on the CPU.
+"""Definition of the site ops in plain torch; also the CPU implementation.
 
 Capture before, then the families in order, then capture after, for the token rows that the plan names.
 A stream site of the kind *deferred pair* holds s = hidden + residual, an addition that vLLM fuses into the next norm; a

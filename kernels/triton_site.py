@@ -1,4 +1,4 @@
-"""How does a GPU do what `reference.py` defines? One Triton launch for a site, the same whatever the step asks for.
+"""Triton implementation of `reference.py`: one launch per site, the same for every step.
 
 The grid follows from shapes alone and everything else is read on the device, so a replayed CUDA graph obeys the buffers as
 they are then. A program owns whole token rows and walks over the tokens; at a site without work it reads three numbers and ends.

@@ -1,4 +1,4 @@
-"""What do all of our records have in common?"""
+"""Base class and serialization of all records."""
 
 import time
 from typing import Any, TypeVar, dataclass_transform
@@ -8,7 +8,7 @@ import msgspec
 T = TypeVar("T")
 
 
-# Type checkers do not inherit `frozen` and `kw_only` from a base class; these tell them.
+# Type checkers do not inherit `frozen` and `kw_only` from a base class; these declare them.
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(msgspec.field,))
 class Record(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     """A JSON object of the public vocabulary: immutable, keyword-only, unknown fields refused."""
@@ -16,7 +16,7 @@ class Record(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=Tr
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(msgspec.field,))
 class Published(Record, forbid_unknown_fields=False):
-    """What a process says of itself for others to look at: what a newer one says besides is no reason not to read the rest."""
+    """A process's report for other processes; unknown fields of newer versions are ignored."""
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(msgspec.field,))

@@ -1,4 +1,4 @@
-"""How do tensors lie in a capture blob? As in a safetensors file, our manifest in its metadata.
+"""Layout of a capture blob: a safetensors file with our manifest in its metadata.
 
 Format: 8 bytes little-endian length of the header, the header as JSON (name → dtype, shape, data_offsets), the tensors' bytes.
 """
@@ -32,7 +32,7 @@ class DeletedBlob(DamagedBlob):
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """Where a tensor's bytes lie in a blob: `[start, start + length)`."""
+    """A tensor's bytes in a blob: `[start, start + length)`."""
 
     name: str
     dtype: str  # as safetensors names it

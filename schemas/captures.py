@@ -1,4 +1,4 @@
-"""What is in a job's capture files? The manifest as it lies in each of them, and as `GET /v1/captures/{id}` shows it."""
+"""The capture manifest, as stored in each capture file and as returned by `GET /v1/captures/{id}`."""
 
 from pathlib import PurePosixPath
 
@@ -23,7 +23,7 @@ def index_of(key: str) -> str:
 def path_fault(path: str, job: str) -> str | None:
     """What is wrong with the path of a capture file as a receipt of `job` names it, relative to the capture root; None for nothing.
 
-    A job's files lie in `<tag>/<job>/` and in the segments that it shares: any other path is invalid.
+    A job's files are in `<tag>/<job>/` and in shared segments: any other path is invalid.
     """
     parts = PurePosixPath(path).parts
     if len(parts) == 3 and ".." not in parts and path[0] not in "/." and parts[1] in (job, SEGMENTS):
@@ -58,7 +58,7 @@ class Manifest(msgspec.Struct):
     dropped: list[int] = []
     tag: str = ""
     all_sites: dict[str, list[int]] = {}  # hook → layers over all stages: a capture is whole when its blobs hold these
-    requests: int = 0  # how many of the job's prompts have a capture under this tag; 0: nobody says
+    requests: int = 0  # how many of the job's prompts have a capture under this tag; 0: unknown
     num_layers: int = 0  # of the whole model, for negative layers; 0: written by an older version
     caveats: list[str] = []  # in what rows of this model, as it was served, may differ from transformers'
     non_finite: int = 0  # rows of this blob with values that are not finite: the model gave them, or `dtype` does not hold them
@@ -67,7 +67,7 @@ class Manifest(msgspec.Struct):
 class BlobEntry(msgspec.Struct):
     """A line of the JSON Lines file beside capture files: `<stem>.json` beside a file of its own, `.jsonl` beside a segment."""
 
-    file: str  # name of the file beside which this stands
+    file: str  # name of the file that this describes
     offset: int  # of the blob in the file
     bytes: int  # of the blob
     crc32: int  # of the blob
@@ -112,7 +112,7 @@ class CaptureManifest(Record):
 
 
 class CaptureEntry(Record):
-    """One job's captures in the listing. `bytes` and `rows` are of the receipts that have arrived."""
+    """One job's captures in the listing. `bytes` and `rows` count the receipts that have arrived."""
 
     job: str
     tags: list[str]

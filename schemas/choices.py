@@ -1,4 +1,4 @@
-"""What would have been right where msgspec found something wrong? It says only that a name is another, or a pattern not matched."""
+"""Valid values for msgspec's validation errors, which name only the invalid one."""
 
 import re
 from collections.abc import Iterable
@@ -52,7 +52,7 @@ _INDEX = re.compile(r"\[.*?\]")
 
 
 def suggestion(word: str, names: Iterable[str]) -> str:
-    """`did you mean 'resid_pre'?`, or nothing when no name is close to `word`."""
+    """A `did you mean` hint with the closest name; empty if no name is close to `word`."""
     found = get_close_matches(word[:100], list(names), n=1)
     return f"did you mean {found[0]!r}?" if found else ""
 
@@ -86,7 +86,7 @@ def refusal(error: msgspec.ValidationError, prefix: str = "", whole: str | None 
 
 
 def fields_at(kind: Any, path: str) -> tuple[str, ...]:
-    """The names of the fields at a path of msgspec's inside a struct type, such as `pairs[0].spans[...]`; none where it is no struct."""
+    """The names of the fields at a path of msgspec's inside a struct type, such as `pairs[0].spans[...]`; none if it is not a struct."""
     if kind is None:
         return ()
     found = structs_in(msgspec.inspect.type_info(kind))

@@ -1,7 +1,7 @@
-"""Which versions of Midstream can work together? A number for what they say to each other, and what is said when it does not fit.
+"""Compatibility between versions of Midstream: wire numbers, and the error for a mismatch.
 
-`WIRE` grows with every change of what API, workers, relay and callbacks tell each other that a process of the number before could
-misunderstand: a field with a new meaning, a key in Redis that must be kept up by everybody. `OLDEST_WIRE` is the oldest that this one
+`WIRE` grows with every change to what API, workers, relay and callbacks exchange that a process with the previous number could
+misunderstand: a field with a new meaning, a key in Redis that every process must maintain. `OLDEST_WIRE` is the oldest that this one
 still works with. A field that is new, left out where it is not used, and refused where it is not known needs no new number.
 """
 
@@ -11,7 +11,7 @@ from .errors import MidstreamError
 from .models import ModelInfo, WorkerInfo
 from .version import __version__
 
-#: 0: versions that did not tell one.
+#: 0: versions that did not report one.
 WIRE = 1
 OLDEST_WIRE = 1
 
@@ -35,6 +35,6 @@ def misfit_of(info: ModelInfo | WorkerInfo) -> MidstreamError | None:
 
 
 def judged(worker: WorkerInfo) -> WorkerInfo:
-    """As we see it: one that we cannot work with is of no use to us, however well it is."""
+    """Health as this process sees it: a worker with an incompatible version counts as unhealthy."""
     trouble = misfit_of(worker)
     return worker if trouble is None else msgspec.structs.replace(worker, healthy=False, detail=trouble.detail)

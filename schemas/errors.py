@@ -1,4 +1,4 @@
-"""What can go wrong, and how does it cross the wire? RFC 9457 problem details with the field at fault."""
+"""Errors and their wire format: RFC 9457 problem details with the field at fault."""
 
 import re
 
@@ -25,9 +25,9 @@ STATUS_OF_KIND: dict[str, int] = {
     "head_too_large": 431,  # request line and headers
     "idempotency_mismatch": 422,  # the Idempotency-Key was used with another body
     "internal": 500,
-    "capture_failed": 500,  # a rank could not capture or persist what was asked for
+    "capture_failed": 500,  # a rank could not capture or persist the requested rows
     "capture_damaged": 500,  # bytes of a capture file are not those that were written
-    "intervention_failed": 500,  # a rank could not apply what was asked for
+    "intervention_failed": 500,  # a rank could not apply the requested steering or patches
     "ranks_disagree": 500,  # ranks of one pipeline stage applied different actions
     "engine_failed": 500,
     "worker_lost": 500,  # every attempt ended with the worker's death
@@ -100,7 +100,7 @@ def shortened(text: str, most: int = MAX_SHOWN) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
-#: What `misfit` says of a field that is unknown.
+#: The detail from `misfit` for an unknown field.
 NO_FIELD = "unknown field"
 
 #: msgspec writes "… - at `$.capture.layers`", or "… - at `key` in `$.capture.hooks`"; at the top level it writes no path.
@@ -112,7 +112,7 @@ _NAMED = re.compile(r"^Object (?:contains unknown|missing required) field `(?P<n
 def misfit(error: msgspec.ValidationError) -> tuple[str, str]:
     """What does not fit and where: `$.capture.layers` becomes `capture.layers`; the path is empty for the whole object."""
     text = str(error)
-    if len(text) > 2 * MAX_DETAIL:  # it quotes names of any length; the path stands last
+    if len(text) > 2 * MAX_DETAIL:  # it quotes names of any length; the path comes last
         text = f"{text[:MAX_DETAIL]}…{text[-MAX_DETAIL:]}"
     match = _PATH.match(text)
     detail, path = (match["detail"], match["path"] or "") if match else (text, "")

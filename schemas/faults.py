@@ -1,6 +1,6 @@
-"""Where can a process be killed so that something is half done? Named crash points, one at every durable boundary.
+"""Crash points for tests: named places, one at every durable boundary, where a process can be killed.
 
-`MIDSTREAM_FAULT=crash:at=relay.committed` kills the first process of the stack that comes to that point, with SIGKILL, once:
+`MIDSTREAM_FAULT=crash:at=relay.committed` kills the first process of the stack that reaches that point, with SIGKILL, once:
 a file in the data directory remembers it. For tests; without that setting a point costs one comparison. Each point is
 followed by what must hold for the job all the same: `tests/faults/test_crash_points.py` kills at every one of them.
 """
@@ -56,7 +56,7 @@ def arm(fault: str, data_dir: str | Path) -> None:
 
 
 def crash_point(name: str) -> None:
-    """Die here if this is the point, and nobody has died at it before. An empty name is no point."""
+    """Kill this process if this is the armed point and no process has died at it before. No effect for an empty name."""
     if _armed and name == _armed:
         _crash(name)
 

@@ -1,4 +1,4 @@
-"""Which captures does the operator take of every request? The settings `global_capture…` as specs.
+"""Global capture: the settings `global_capture…` as capture specs.
 
 `post_block:all;pre_attn:0-17` names hooks (ours, or TransformerLens' names) with their layers; a hook without layers means all.
 Options of the command line are written alike: `parse_hooks` is the one grammar of hooks.
@@ -17,7 +17,7 @@ from .specs import CaptureSpec
 
 #: Names of hooks, aliases included.
 HOOK_NAMES = (*HOOKS, *get_args(Alias))
-#: A separator behind which a name begins; others stand between layers.
+#: A separator that is followed by a name; other commas separate layers.
 _BEFORE_HOOK = re.compile(r"[;,]\s*(?=[A-Za-z_])|;")
 _NUMBER = re.compile(r"-?[0-9]{1,9}")
 

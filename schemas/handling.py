@@ -1,4 +1,4 @@
-"""How is a job to be handled besides what it computes: how urgent is it, how long may it wait, who is told of its end?"""
+"""Handling of a job apart from its computation: priority, expiry and callbacks."""
 
 from typing import Annotated, Literal
 
@@ -9,7 +9,7 @@ from .errors import invalid
 from .limits import MAX_EVENTS, MAX_URL
 from .states import ENDS, CallbackEvent
 
-#: `normal` is what the kind of job has by itself: someone waits at the OpenAI-style endpoints, a batch of jobs does not mind.
+#: `normal` is the default priority of the kind of job: the OpenAI-style endpoints have a waiting client, batch jobs do not.
 Priority = Literal["high", "normal", "low"]
 
 MAX_EXPIRES_S = 30 * 24 * 3600
@@ -29,7 +29,7 @@ class Handling(Record, kw_only=True):
 
 
 class Callback(Record):
-    """Whom a job tells of what, as the ledger keeps it."""
+    """The webhook receiver and events of a job, as stored in the ledger."""
 
     url: str
     events: list[CallbackEvent]
@@ -42,7 +42,7 @@ def handling_of(body: Handling) -> Handling:
 
 
 def callback_of(handling: Handling) -> Callback | None:
-    """What was asked to be told, defaults filled in; None for nothing. Raises a 400 for events of which nobody is told."""
+    """The requested callback with defaults filled in; None for none. Raises a 400 for events without a callback_url."""
     if handling.callback_url is None:
         if handling.callback_events is not None:
             raise invalid("callback_events", "requires callback_url, which is missing")

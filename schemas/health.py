@@ -1,4 +1,4 @@
-"""What does the API say of its own health?"""
+"""Health responses of the API."""
 
 from .base import Published, Record
 from .models import WorkerInfo

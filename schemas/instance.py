@@ -8,7 +8,7 @@ _STATE, _STARTTIME = 0, 19
 
 
 def instance_of(pid: int) -> str:
-    """The name of the stack whose `midstream up` is process `pid`; empty where there is none.
+    """The name of the stack whose `midstream up` is process `pid`; empty if there is none.
 
     Boot, pid and start time name a process for good, so that a state file of another boot or of a process that is gone matches nothing.
     """

@@ -13,7 +13,7 @@ SteeringOp = Literal["replace", "lowrank", "add", "ablate", "clamp"]
 Family = Literal["replace", "replace_masked", "lowrank", "add", "add_matched", "ablate", "clamp"]
 #: `rewrite`: reads the row s and gives a new one. `shift`: gives something to be added that does not depend on s.
 #: A token that a rewrite changes is computed in float32 from the stream to the last family, and rounded once. A token that
-#: is only shifted never leaves the model's dtype, if there is one shift; several are summed in float32 and added at once.
+#: is only shifted never leaves the model's dtype if there is one shift; several are summed in float32 and added in one operation.
 Effect = Literal["rewrite", "shift"]
 
 #: Numbers of one pool entry: columns of the ranks' `scalars`.
@@ -86,7 +86,7 @@ class Intervention:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The fields of a steering entry that it takes besides its tensors."""
+        """The fields of a steering entry apart from its tensors."""
         flags = (self.flag,) if self.flag not in ("", "mask") else ()
         return tuple(number.name for number in (*filter(None, [self.scale]), *self.numbers)) + flags
 
@@ -129,7 +129,7 @@ class Intervention:
         return len(self.vectors) * terms
 
     def column(self, scalar: str) -> int:
-        """Where in `scalars` a number lies. Raises ValueError for one that the family does not have."""
+        """Index of a number in `scalars`. Raises ValueError for one that the family does not have."""
         return self.scalars.index(scalar)
 
     def shapes(self, rank: int, hidden_size: int) -> list[list[int]]:
@@ -203,7 +203,7 @@ VARIANTS: dict[SteeringOp, tuple[Intervention, ...]] = {
 
 
 class OpFields(NamedTuple):
-    """What an op takes besides where it acts; other fields must be left out."""
+    """Fields of an op apart from its sites and positions; other fields must be omitted."""
 
     tensors: tuple[str, ...]  # all of them, in the order of `StoredSteering.tensors`
     options: tuple[str, ...]

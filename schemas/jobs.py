@@ -1,4 +1,4 @@
-"""What is a job, in which states can it be, and what does it give back?"""
+"""Jobs: request, states and transitions, result."""
 
 from collections import Counter
 from functools import cached_property
@@ -80,7 +80,7 @@ class Job(Record, dict=True, omit_defaults=True):  # `dict`: for the cached prop
     prompts: list[StoredPrompt]  # none of a sweep
     sampling: Sampling
     created: float
-    #: One list per prompt: positions are resolved against that prompt. Empty when nothing is asked for. Patches come before steering.
+    #: One list per prompt: positions are resolved against that prompt. Empty if nothing is requested. Patches come before steering.
     steering: list[list[StoredSteering]] = []
     captures: list[list[StoredCapture]] = []
     stream: bool = False  # publish token events while generating
@@ -89,8 +89,8 @@ class Job(Record, dict=True, omit_defaults=True):  # `dict`: for the cached prop
     runs: dict[str, str] = {}  # source runs that it is patched with → the job that the name pointed at then
     run: str = ""  # its captures are kept as the source run of this name
     sweep: StoredSweep | None = None
-    tenant: str = DEFAULT_TENANT  # to whom it belongs, with its captures and its source run; others do not see it
-    key: str = ""  # id of the API key that it was submitted with; empty: none was asked for
+    tenant: str = DEFAULT_TENANT  # owner of the job, its captures and its source run; invisible to other tenants
+    key: str = ""  # id of the API key that it was submitted with; empty: authentication is off
     priority: Priority = "normal"
     expires: float | None = None  # seconds since the epoch: aborted if it was never begun by then
     callback: Callback | None = None
@@ -193,7 +193,7 @@ class StageReport(Record):
 class Determinism(Record):
     """Whether, for every request, the ranks of each pipeline stage report the same actions.
 
-    `consistent` is of the attempt that gave the result; a disagreement that an earlier attempt was given up for is in `retried`.
+    `consistent` covers the attempt that produced the result; a disagreement that ended an earlier attempt is in `retried`.
     """
 
     consistent: bool
@@ -255,7 +255,7 @@ class JobPage(Record):
     next: str | None = None  # pass as `?cursor=`
 
 
-#: No event of a job: it tells, as the last of a stream, the problem that ended it.
+#: Not an event of a job: the last event of a stream, with the problem that ended it.
 PROBLEM_EVENT = "error"
 EventKind = Literal["state", "token", "output", "receipt", "start", "cell", "summary", "done"]
 

@@ -1,4 +1,4 @@
-"""Who calls, what may they do, and how much of it? API keys, the tenants they belong to, and the limits of a tenant."""
+"""API keys and their scopes, callers, tenants and limits."""
 
 from collections.abc import Iterable
 from typing import Annotated, Literal, NamedTuple
@@ -10,12 +10,12 @@ from .handling import Priority
 from .limits import MAX_INT64, MAX_SCOPES, MAX_TAG
 
 #: `submit`: jobs and sweeps, their cancel, modules, source runs, deletion of what is one's own. `read`: look at what is one's own.
-#: `steer-global`: what steers everyone. `observe`: look at the service as a whole, its metrics and its workers.
+#: `steer-global`: change global steering. `observe`: read service-wide status, metrics and workers.
 #: `admin`: everything, of every tenant, and the keys themselves.
 Scope = Literal["submit", "read", "steer-global", "observe", "admin"]
 SCOPES: tuple[Scope, ...] = ("submit", "read", "steer-global", "observe", "admin")
 
-#: To whom everything belongs where no keys are asked for.
+#: Owner of everything where authentication is off.
 DEFAULT_TENANT = "default"
 TENANT_PATTERN = r"^[a-z0-9][a-z0-9-]{0,62}(?!\n)$"
 TenantName = Annotated[str, msgspec.Meta(max_length=MAX_TAG, pattern=TENANT_PATTERN)]
@@ -25,14 +25,14 @@ KeyId = Annotated[str, msgspec.Meta(max_length=MAX_TAG, pattern=r"^[0-9a-z]{12}(
 #: A key as its user has it: `ms_<id>_<secret>`; the secret has 256 bits, so its SHA-256 is as good as a slow hash.
 KEY_PREFIX = "ms_"
 
-#: The longest that a key may be given at once: within what every calendar knows.
+#: The longest lifetime of a key: dates beyond it may not be representable.
 MAX_KEY_EXPIRES_S = 100 * 365 * 24 * 3600
 
 Natural = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT64)]
 
 
 class Limits(Record, omit_defaults=True):
-    """What a tenant may use; null takes the setting `limit_*` of the same name, 0 is no limit."""
+    """Limits of a tenant; null takes the setting `limit_*` of the same name, 0 is no limit."""
 
     requests_per_minute: Natural | None = None  # submissions
     tokens_per_minute: Natural | None = None  # prompt tokens and `max_tokens` of what is submitted, of all its prompts
@@ -41,7 +41,7 @@ class Limits(Record, omit_defaults=True):
     sweep_cells: Natural | None = None  # of sweeps that are not over
     modules: Natural | None = None  # named steering modules, of all models
     module_mib: Natural | None = None  # of their vectors and entries
-    weight: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 1  # share of the engine beside other tenants
+    weight: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 1  # weight of its share of the engine
     highest_priority: Priority = "high"  # what asks for more gets this
 
 
@@ -87,7 +87,7 @@ class KeyView(Record, kw_only=True):
 
 
 class CreatedKey(KeyView, kw_only=True):
-    """Answer of `POST /v1/keys`: the only time that the key itself is told."""
+    """Answer of `POST /v1/keys`: the only response that contains the key itself."""
 
     key: str
 
@@ -123,7 +123,7 @@ class TenantList(Record):
 
 
 class Caller(NamedTuple):
-    """Whoever a request comes from. Without keys: the default tenant, everything allowed."""
+    """The caller of a request. With authentication off: the default tenant, all scopes."""
 
     tenant: str = DEFAULT_TENANT
     key: str = ""  # id of the key
@@ -133,11 +133,11 @@ class Caller(NamedTuple):
         return scope in self.scopes or "admin" in self.scopes
 
     def sees(self, tenant: str) -> bool:
-        """Whether what belongs to `tenant` is there for this caller."""
+        """Whether the caller may see what belongs to `tenant`."""
         return tenant == self.tenant or "admin" in self.scopes
 
 
-#: Every caller, where no keys are asked for.
+#: Every caller, where authentication is off.
 EVERYBODY = Caller()
 
 

@@ -1,4 +1,4 @@
-"""What does a worker say about the model it serves, so that the API can validate without an engine?"""
+"""A worker's published facts about its model, for validation in the API without an engine."""
 
 import hashlib
 
@@ -26,8 +26,8 @@ class ModelInfo(Published):
     memory_limit_kib: int = 0  # the largest capture that comes back in a response
     step_tokens: int = 0  # token rows in one engine step, at most
     capture_row_limit: int = 0  # rows that one prompt may capture in one step: sites × min(positions, step_tokens); 0: no limit
-    steering_rows: int = 0  # distinct rows of steering that the engine holds at once; 0: not told
-    steering_entries: int = 0  # vectors of those rows, over all sites; 0: not told
+    steering_rows: int = 0  # distinct steering rows that the engine can hold; 0: not reported
+    steering_entries: int = 0  # vectors of those rows, over all sites; 0: not reported
     global_captures: list[CaptureSpec] = []  # taken of every request
     grades: bool = False  # ranks answer `RankSpec.grade`: sweeps can run
     multimodal: bool = False

@@ -1,7 +1,7 @@
-"""How do interventions lie in a safetensors file? As tensors named by their sites, or as a list of entries with their tensors.
+"""Interventions in safetensors files: tensors named by site, or a list of entries with their tensors.
 
 Simple: tensors `{hook}.{layer}`, `[hidden_size]`, hook by our name or TransformerLens'; of a `lowrank` `{hook}.{layer}.rotation`,
-`.weight` and `.bias`. Each site is an entry of its own. The file's `__metadata__` may hold the fields in `SHARED`, for all of them,
+`.weight` and `.bias`. Each site is a separate entry. The file's `__metadata__` may hold the fields in `SHARED`, for all of them,
 written as in JSON or, where they are names, bare: `{"op": "clamp", "low": "-1.5", "positions": "[0, -1]"}`.
 
 General, which `to_bytes` writes: the metadata key `midstream` holds a JSON list of entries without their tensors, and tensor
@@ -44,8 +44,8 @@ _FIELD_TYPES: dict[str, Any] = {field.name: field.type for field in msgspec.stru
 def specs_of(raw: bytes) -> list[SteeringSpec]:
     """The entries in a file, in its order: of a simple one by hook as a forward meets them, then by layer.
 
-    Raises ValueError saying which key is wrong and what would be right. What only a model can tell (its layers, its width), and
-    which fields an op takes, is for whoever uses the entries.
+    Raises ValueError naming the wrong key and what is valid. What depends on the model (its layers, its width), and
+    which fields an op takes, is checked by the caller.
     """
     _check_header(raw)
     try:
@@ -63,7 +63,7 @@ def specs_of(raw: bytes) -> list[SteeringSpec]:
 
 
 def to_bytes(specs: Sequence[SteeringSpec]) -> bytes:
-    """The entries as a general file: `specs_of` gives the same again. Raises ValueError for what is no content, or nothing."""
+    """The entries as a general file, the inverse of `specs_of`. Raises ValueError for an empty list or entries without tensors."""
     if not specs:
         raise ValueError("no entries to write: give at least one")
     entries: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""What do the OpenAI-style endpoints accept and answer? OpenAI's shapes, with `steering`, `patch`, `capture` and `capture_wait` added.
+"""Requests and responses of the OpenAI-style endpoints, with `steering`, `patch`, `capture` and `capture_wait` added.
 
 Fields of OpenAI's that change nothing here (`user`, `store`, …) are accepted. Fields that we do not serve are accepted only
 at the value that asks for nothing (`ONLY`), and refused by name otherwise; any other field is unknown and refused as well.
@@ -152,7 +152,7 @@ class Answer(Record, kw_only=True):
     object: str
     created: int
     model: str
-    #: Present when capture or steering was asked for, or everyone is steered; in the last chunk of a stream.
+    #: Present with capture, steering or global steering; in the last chunk of a stream.
     capture_results: CaptureResults | UnsetType = UNSET
     determinism: Determinism | UnsetType | None = UNSET
 

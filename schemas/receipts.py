@@ -1,4 +1,4 @@
-"""What does a rank say about a request once it is finished there? And how is that carried to the relay?"""
+"""Receipts: a rank's report on a finished request, and its form on the wire to the relay."""
 
 import msgspec
 
@@ -25,7 +25,7 @@ class CapturedFile(Wire):
     layout: str = "packed"
     tag: str = ""
     reused: int = 0  # rows of it that came from the store of earlier rows instead of this request's forward passes
-    dropped: list[int] = []  # positions that were asked for and dropped under overload
+    dropped: list[int] = []  # requested positions dropped under overload
     non_finite: int = 0  # rows of it with values that are not finite
 
 
@@ -58,10 +58,10 @@ class Receipt(Wire):
     message: str = ""
     applied: int = 0  # token rows that an intervention changed, over all layers
     files: list[CapturedFile] = []
-    kind: str = ""  # with `error`: capture_failed | intervention_failed; empty: what the job asked for decides
+    kind: str = ""  # with `error`: capture_failed | intervention_failed; empty: derived from what the job requested
     consumed: list[Consumed] = []
     global_version: int = 0  # of the global steering that the request began under
-    epoch: int = 0  # how often this rank's action ledger began anew: checksums are compared within one epoch
+    epoch: int = 0  # how often this rank's action ledger was reset: checksums are compared within one epoch
     graded: list[float] = []  # what `RankSpec.grade` asked, from the last stage's first rank
     trace: str = ""  # W3C traceparent of the attempt, as `RankSpec.trace`
 

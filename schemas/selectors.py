@@ -1,4 +1,4 @@
-"""Which layers, which positions, which hook point? Selectors as users write them, resolved to plain names and numbers."""
+"""Selectors of layers, positions and hook points, as users write them, resolved to plain names and numbers."""
 
 import re
 import sys
@@ -29,7 +29,7 @@ class SelectorError(ValueError):
 #: `post_block`: s leaving the layer (HF `hidden_states[L+1]`).
 Hook = Literal["pre_attn", "attn_out", "post_attn", "mlp_in", "mlp_out", "post_block"]
 HOOKS: tuple[Hook, ...] = get_args(Hook)
-#: Hooks that are the residual stream itself; the others are branches beside it.
+#: Hooks on the residual stream itself; the others are on branches.
 STREAM_HOOKS: frozenset[Hook] = frozenset({"pre_attn", "post_attn", "post_block"})
 
 #: TransformerLens' names, with and without `hook_`.
@@ -122,7 +122,7 @@ _RANGE = re.compile(r"(-?[0-9]{1,9})?:(-?[0-9]{1,9})?")
 
 
 def written_range(text: str) -> dict[str, int] | None:
-    """`5:`, `5:9`, `-4:` or `:9` as the fields of a `Span`; None for what is no range."""
+    """`5:`, `5:9`, `-4:` or `:9` as the fields of a `Span`; None if it is not a range."""
     match = _RANGE.fullmatch(text.strip())
     if match is None or not any(match.groups()):
         return None
@@ -215,7 +215,7 @@ def resolve_positions(wish: PositionWish, prompt_tokens: int, find: SpanFinder =
     """A name is kept, one range becomes a window; positions and spans become sorted unique positions, each inside the prompt.
 
     Raises SelectorError for a position outside `[-prompt_tokens, prompt_tokens)`, a span that is not there, an empty list or
-    range, or a range beside others that does not end in the prompt.
+    range, or a range in a list that does not end in the prompt.
     """
     if isinstance(wish, str):
         return wish
@@ -257,7 +257,7 @@ def _counted(place: int, prompt_tokens: int) -> int:
 
 
 def _inside(window: Window, prompt_tokens: int, at: str) -> range:
-    """A range beside other positions: those are the prompt's. Raises SelectorError."""
+    """A range in a list of positions: it must lie in the prompt. Raises SelectorError."""
     if window.stop is None:
         raise SelectorError("a range in a list needs a `stop`; only a single range may be open-ended", at)
     if window.stop > prompt_tokens:
@@ -304,7 +304,7 @@ def lowest_position(selector: PositionSelector, prompt_tokens: int) -> int:
 
 
 def depends_on_prompt(selector: PositionSelector) -> bool:
-    """Does a resolved selector name other positions in a longer prompt with the same beginning?"""
+    """Whether a resolved selector selects other positions in a longer prompt with the same beginning."""
     return selector in ("last_prompt", "all_prompt", "all_generated")
 
 

@@ -1,4 +1,4 @@
-"""Which settings are there? One object from environment and one TOML file, validated once at start."""
+"""Settings: one object from environment and one TOML file, validated once at start."""
 
 import ipaddress
 import os
@@ -41,18 +41,18 @@ class Settings(Record):
     )
     redis_maxmemory_mib: Natural = 0  # of the Redis that `midstream up` starts; 0: no limit but the machine's
     redis_url: str = ""  # empty: `midstream up` starts its own on a free loopback port
-    redis_allow_lossy: bool = False  # take a Redis without AOF, or one that evicts keys: accepted jobs may be lost
+    redis_allow_lossy: bool = False  # accept a Redis without AOF, or one that evicts keys: accepted jobs may be lost
     relay_url: str = ""  # tcp://host:port of the relay's ROUTER; empty: `midstream up` picks a free port
-    relay_allow_remote: bool = False  # let the relay listen off loopback without CURVE keys: only in a trusted network
-    curve_dir: str = ""  # folder where relay and workers of one account make and find their CURVE keys by themselves
+    relay_allow_remote: bool = False  # let the relay listen beyond loopback without CURVE keys: only on a trusted network
+    curve_dir: str = ""  # folder where relay and workers of one account create and find their CURVE keys automatically
     curve_secret_file: str = ""  # this process's private CURVE key, of the relay or of a worker: `midstream curve new`
     curve_server_key: str = ""  # worker: the relay's public key
     curve_clients_dir: str = ""  # relay: folder of the workers' public keys, `<worker_id>.pub`; read again when it changes
     api_host: str = "127.0.0.1"
     api_port: Port = 8321  # 0: a free port
-    flower_host: str = "127.0.0.1"  # off loopback Flower needs `flower_auth`
+    flower_host: str = "127.0.0.1"  # beyond loopback Flower requires `flower_auth`
     flower_port: Port = 5555  # 0: a free port
-    flower_auth: str = ""  # user:password of Flower, several separated by commas; empty: none is asked for
+    flower_auth: str = ""  # user:password of Flower, several separated by commas; empty: no login
     public_url: str = ""  # how users reach the API; empty: relative links
 
     # The model
@@ -68,7 +68,7 @@ class Settings(Record):
     max_num_seqs: Count = 64  # requests in one engine step
     max_num_batched_tokens: Count = 2048  # tokens in one engine step
     enable_prefix_caching: bool = True
-    prefix_cache_scope: Literal["shared", "tenant"] = "shared"  # `tenant`: a tenant's requests reuse only what its own have computed
+    prefix_cache_scope: Literal["shared", "tenant"] = "shared"  # `tenant`: requests reuse only blocks of the same tenant
     speculative_tokens: Natural = 0  # draft tokens by n-gram lookup in the prompt; 0: none
     kv_cache_gib: Positive = 1.0  # CPU only
     block_size: Count | None = None  # tokens in a block of the KV cache, of which only whole ones are shared; default: the platform's
@@ -76,18 +76,16 @@ class Settings(Record):
 
     # The data plane
     hooks: str = "all"  # hook points that exist, separated by commas: fewer cost less in compiled forwards
-    steering_rows: Count = 256  # distinct steering configurations in the engine; more than `max_num_seqs`, so that the next are there
-    steering_entries: Count = 8192  # vectors of all those configurations; sites where the same entries meet share theirs
-    vector_cache_mib: Count = 256  # vectors kept on the ranks beside those of named modules and global steering
-    on_desync: Literal["retry", "fail"] = "retry"  # jobs whose ranks disagreed: once more with a fresh attempt, or failed at once
-    desync_log_s: Positive = 60.0  # a disagreement of ranks is logged as ERROR at most this often
+    steering_rows: Count = 256  # distinct steering configurations in the engine; more than `max_num_seqs`: waiting requests prepare theirs
+    steering_entries: Count = 8192  # vectors of all those configurations; sites with the same entries share them
+    vector_cache_mib: Count = 256  # vectors cached on the ranks, in addition to named modules and global steering
+    on_desync: Literal["retry", "fail"] = "retry"  # jobs whose ranks disagreed: retried in a new attempt, or failed immediately
+    desync_log_s: Positive = 60.0  # minimum interval between ERROR log lines on rank disagreements
     steering_poll_s: Positive = 0.25  # how often a worker looks for changes of global steering and named modules
-    steering_wait_s: Positive = (
-        20.0  # how long a change of global steering waits for each of its two phases; a lost worker counts for `lease_s`
-    )
+    steering_wait_s: Positive = 20.0  # timeout of each of the two phases of a change of global steering; a lost worker counts for `lease_s`
     capture_buffer_mib: Count = 512  # compiled and on accelerators: rows captured in one step; bounds the sites of one capture
     capture_queue_mib: Count = 512  # captured rows waiting for the writers, per rank
-    capture_overload: Literal["block", "spill", "drop"] = "block"  # that queue is full: steps wait, rows go to disk, or rows are dropped
+    capture_overload: Literal["block", "spill", "drop"] = "block"  # if that queue is full: steps wait, rows go to disk, or rows are dropped
     capture_memory_mib: Count = 4096  # captured rows of the requests in the engine, per rank; beyond it requests wait
     row_store_mib: Natural = 256  # rows kept for captures whose prompt the prefix cache serves; 0: recomputed instead
     writer_threads: Count = 2
@@ -98,24 +96,24 @@ class Settings(Record):
     memory_limit_kib: Annotated[int, msgspec.Meta(ge=1, le=32 * 1024)] = (
         256  # consumer `memory`: the most that comes back in a response, per prompt
     )
-    capture_quota_mib: Natural = 0  # of the capture root; beyond it captures are refused; 0: no quota
-    capture_ttl_s: Natural = 0  # captures are deleted so long after the end of their job; 0: kept
+    capture_quota_mib: Natural = 0  # of the capture root; beyond it captures are rejected; 0: no quota
+    capture_ttl_s: Natural = 0  # captures are deleted this long after the end of their job; 0: kept
     global_capture: str = ""  # taken of every request, such as `post_block:all;pre_attn:0-17`
     global_capture_positions: str = "last_prompt"  # a name, positions separated by commas, or a range: 5:9, 5:
     global_capture_tag: str = "global"
 
     # Source runs and sweeps
-    run_cache_mib: Count = 1024  # rows of source runs in memory, per rank; what is not in use is given up first, and read again from disk
+    run_cache_mib: Count = 1024  # rows of source runs in memory, per rank; unused ones are evicted and read from disk when needed
     sweep_cells: Count = 20_000  # cells of one sweep
-    sweep_cells_waiting: Count = 200_000  # cells of all sweeps that are not over; beyond it new ones are refused
-    sweep_cells_in_flight: Count = 32  # cells of all sweeps in the engine at once: the rest of a step is for others
-    sweep_entry: bool = True  # begin a cell's forward pass at the layer that it patches, where the engine can
+    sweep_cells_waiting: Count = 200_000  # cells of all sweeps that have not ended; beyond it new sweeps are rejected
+    sweep_cells_in_flight: Count = 32  # cells of all sweeps in the engine at a time: the rest of a step is for other requests
+    sweep_entry: bool = True  # start a cell's forward pass at the patched layer, where the engine can
 
     # The worker
     engine: Literal["vllm", "fake"] = "vllm"  # `fake` generates without a model: control-plane tests and benchmarks only
-    fake_token_s: NonNegative = 0.0  # seconds that the fake engine takes for a token
+    fake_token_s: NonNegative = 0.0  # seconds per token of the fake engine
     worker_id: str = ""  # stable over restarts; empty: host name and model
-    worker_concurrency: Count = 128  # jobs held at once by one worker
+    worker_concurrency: Count = 128  # concurrent jobs of one worker
     capture_timeout_s: Positive = 60.0  # from the last output to the last receipt
     lease_s: Positive = 15.0  # a running job's lease; renewed every third of it
     max_attempts: Count = 5
@@ -123,11 +121,11 @@ class Settings(Record):
     sweep_interval_s: Positive = 2.0
 
     # Who may do what
-    auth: Literal["auto", "keys", "open"] = "auto"  # `auto`: keys are asked for off loopback; `open`: everybody may do everything
+    auth: Literal["auto", "keys", "open"] = "auto"  # `auto`: keys are required beyond loopback; `open`: no authentication
     admin_key: str = ""  # a key with scope `admin` that is always valid: ms_<12 letters or digits>_<secret>; for the first start
-    allowed_hosts: str = ""  # names and addresses by which the API may be called, separated by commas, beside those of loopback
-    api_key: str = ""  # that the Python client and the command line show
-    limit_requests_per_minute: Natural = 0  # of a tenant that has no limits of its own; 0: no limit
+    allowed_hosts: str = ""  # host names and addresses of the API, separated by commas, in addition to loopback
+    api_key: str = ""  # sent by the Python client and the command line
+    limit_requests_per_minute: Natural = 0  # of a tenant without limits of its own; 0: no limit
     limit_tokens_per_minute: Natural = 0
     limit_jobs_in_flight: Natural = 0
     limit_capture_mib: Natural = 0
@@ -136,14 +134,14 @@ class Settings(Record):
     limit_module_mib: Natural = 0
 
     # Scheduling
-    dispatch_window: Count = 64  # messages of a model and priority under way at once; the rest waits in the ledger, fair between tenants
-    queue_limit: Natural = 100_000  # jobs that wait, over all models; beyond it submissions are answered 503; 0: no limit
-    redis_fill_limit: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.85  # share of Redis' maxmemory beyond which they are as well
+    dispatch_window: Count = 64  # messages in the queue per model and priority; further jobs wait in the ledger, fair between tenants
+    queue_limit: Natural = 100_000  # waiting jobs over all models; beyond it submissions get 503; 0: no limit
+    redis_fill_limit: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.85  # share of Redis' maxmemory beyond which submissions get 503
 
     # Webhooks
     webhook_allow_private: bool = False  # also call loopback, private and link-local addresses
     webhook_timeout_s: Positive = 20.0
-    webhook_log_ttl_s: Count = 7 * 24 * 3600  # how long it is known what became of a delivery
+    webhook_log_ttl_s: Count = 7 * 24 * 3600  # how long the record of a delivery is kept
 
     # Seeing it
     log_format: Literal["text", "json"] = "text"
@@ -155,12 +153,12 @@ class Settings(Record):
     max_body_mib: Count = 8  # of JSON
     max_file_mib: Count = 64  # of a file in place of JSON: modules
     max_connections: Count = 10_000  # of clients; fewer where the process may not open so many files
-    head_timeout_s: Positive = 15.0  # a new connection, and one that has begun a request, has sent its headers by then
-    body_timeout_s: Positive = 30.0  # a body has arrived by then; a large one has a second more for each 16 KiB
-    tokenizer_processes: Count = 2  # that tokenise long texts beside the API
-    tokenizer_timeout_s: Positive = 20.0  # of one long prompt or conversation
+    head_timeout_s: Positive = 15.0  # time for a new connection, or one that has begun a request, to send its headers
+    body_timeout_s: Positive = 30.0  # time for a body to arrive; large ones get another second per 16 KiB
+    tokenizer_processes: Count = 2  # processes that tokenise long texts for the API
+    tokenizer_timeout_s: Positive = 20.0  # per long prompt or conversation
     max_wait_s: Positive = 600.0  # the longest a response is held
-    result_ttl_s: Count = 7 * 24 * 3600  # after this a finished job's record is gone
+    result_ttl_s: Count = 7 * 24 * 3600  # after this a finished job's result is deleted and it reads `expired`
     event_limit: Count = 10_000  # events kept per job
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     fault: str = ""  # tests only: a named fault, such as `apply:rank=1`
@@ -212,7 +210,7 @@ def _with_files(from_env: dict[str, str], known: dict[str, Any]) -> dict[str, st
 
 
 def _with_password(settings: Settings) -> Settings:
-    """The password inside the URL, where everybody looks for it."""
+    """The settings with the password inserted into the URL, where every client reads it."""
     if not settings.redis_password or not settings.redis_url:
         return settings
     parts = urlsplit(settings.redis_url)
@@ -228,7 +226,7 @@ _TLS = {"redis_tls_ca": "ssl_ca_certs", "redis_tls_cert": "ssl_certfile", "redis
 
 
 def _with_tls(settings: Settings) -> Settings:
-    """The files inside the URL, where every client of Redis finds them."""
+    """The settings with the TLS files inserted into the URL, where every client of Redis reads them."""
     files = {name: path for name in _TLS if (path := getattr(settings, name))}
     if not files or not settings.redis_url:
         return settings

@@ -1,4 +1,4 @@
-"""What is a source run, and how is a row of one named? The captures of a job, kept so that other requests can be patched with them."""
+"""Source runs: stored captures of a job that other requests are patched with, and the names of their rows."""
 
 from typing import Literal, NamedTuple
 
@@ -67,7 +67,7 @@ class RunFile(Record):
 
 
 class RunFiles(Record):
-    """What a rank is told to load: the rows of one prompt of a run. It reads the blobs that hold sites of its own."""
+    """What a rank is to load: the rows of one prompt of a run. It reads the blobs that contain its own sites."""
 
     key: str  # `run_key`
     sites: dict[Hook, list[int]]
@@ -83,7 +83,7 @@ def run_key(job: str, request: int, tag: Tag) -> str:
 
 
 def parse_key(key: str) -> tuple[str, int, Tag]:
-    """The inverse of `run_key`. Raises ValueError for what is no such key."""
+    """The inverse of `run_key`. Raises ValueError for an invalid key."""
     try:
         job, request, tag = key.split(".")
         return job, int(request), tag
@@ -117,7 +117,7 @@ def is_row(name: str) -> bool:
 
 
 def parse_row(name: str) -> RunRow:
-    """The inverse of `row_name`. Raises ValueError for what is no such name."""
+    """The inverse of `row_name`. Raises ValueError for an invalid name."""
     try:
         _, key, hook, layer, where = name.split(":")
         if not where.startswith("mean"):

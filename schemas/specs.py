@@ -1,4 +1,4 @@
-"""What may a user ask to be captured or steered? And in which compact form does a rank get it?"""
+"""Specs of captures, steering and patches as users write them, and the compact form for ranks."""
 
 import hashlib
 import math
@@ -28,7 +28,7 @@ RunName = Annotated[str, msgspec.Meta(max_length=MAX_TAG, pattern=r"^(?!job_)[A-
 At = Literal["before", "after"]
 #: How captured rows become files, see `docs/capture.md`; `auto`: `segment` for small captures, `packed` for others.
 Layout = Literal["auto", "packed", "per_file", "segment"]
-#: Who gets the rows, by name: `filesystem`, `memory`, `logging`, and what is installed besides.
+#: Consumers of the rows, by name: `filesystem`, `memory`, `logging`, and any installed ones.
 Consumers = Annotated[list[Name], msgspec.Meta(min_length=1, max_length=MAX_CONSUMERS)]
 DEFAULT_CONSUMERS = ("filesystem",)
 LAYERS_AND_HOOKS = "give either `hooks` or `hook` with `layers`, not both"
@@ -37,7 +37,7 @@ LAYERS_AND_HOOKS = "give either `hooks` or `hook` with `layers`, not both"
 class CaptureSpec(Record):
     """Record rows of the residual stream or its branches. One row per (hook, layer, position): `[hidden_size]`.
 
-    `hooks` gives each hook point its own layers (`{"post_block": "all", "pre_attn": "0-17"}`) and stands instead of `hook`
+    `hooks` gives each hook point its own layers (`{"post_block": "all", "pre_attn": "0-17"}`) and replaces `hook`
     and `layers`. `all_generated` names the generated tokens that were fed back to the model: the last sampled token
     never is, so n generated tokens give n − 1 rows; with `every_n` only every n-th generated token, from the first.
     """
@@ -215,14 +215,14 @@ class StoredCapture(Record):
         return len(of_prompt) + len(range(first, chosen.stop, self.every_n))
 
 
-#: Bytes of a captured position besides its rows: its number and its token id, int64 each.
+#: Bytes of a captured position apart from its rows: its number and its token id, int64 each.
 POSITION_BYTES = 16
 
 
 def memory_bytes(positions: int, sites: int, hidden_size: int, dtype: str, stages: int = 1) -> int:
     """What one prompt's rows count against `memory_limit_kib`: rows, numbers and token ids, but not the blob's header.
 
-    `positions` `[hidden_size]` rows of `dtype` at each of `sites`; each of `stages` tells the positions anew.
+    `positions` `[hidden_size]` rows of `dtype` at each of `sites`; each of `stages` repeats the positions.
     """
     return positions * (sites * hidden_size * ITEM_BYTES[dtype] + stages * POSITION_BYTES)
 
@@ -247,7 +247,7 @@ class Grade(Record):
 
 
 class RankSpec(Record):
-    """What a rank is told about one request, in `SamplingParams.extra_args["midstream"]` (as plain containers).
+    """What a rank receives about one request, in `SamplingParams.extra_args["midstream"]` (as plain containers).
 
     Positions are resolved against this request's prompt.
     """
@@ -258,8 +258,8 @@ class RankSpec(Record):
     attempt: int  # fencing token
     prompt_tokens: int
     steering: list[StoredSteering] = []
-    captures: list[StoredCapture] = []  # what the user asked for, and what the operator captures of everyone
-    digest: str = ""  # content of the interventions; empty when there is none
+    captures: list[StoredCapture] = []  # the user's captures and global capture
+    digest: str = ""  # content hash of the interventions; empty if there are none
     first_affected: int = -1  # lowest absolute position an intervention touches; -1: none
     by_prompt: bool = False  # where the prompt ends decides what is touched: `all_prompt`, `last_prompt`, `all_generated`
     lowest_captured: int = -1  # lowest captured prompt position; -1: none
@@ -267,7 +267,7 @@ class RankSpec(Record):
     told_when_over: bool = False  # the worker says where the output ends (stop strings are found there, after the fact)
     global_steering: list[StoredSteering] = []  # the operator's, applied before `steering`; part of `digest` and what follows from it
     global_version: int = 0  # of the global steering that the request began under
-    entry: Entry | None = None  # only of requests that generate one token; their `digest` is nobody else's
+    entry: Entry | None = None  # only of requests that generate one token; their `digest` is unique
     grade: Grade | None = None
     keep_blocks: str = ""  # keep the KV cache of its prompt, where there is room, for requests whose `entry` names this run
     trace: str = ""  # W3C traceparent of the attempt: goes into the receipts
@@ -344,7 +344,7 @@ def steering_rows(steering: list[StoredSteering]) -> list[SteeringRow]:
 
 
 def columns_of(rows: list[SteeringRow]) -> list[int]:
-    """In which of a token's places each row stands: behind all earlier rows that may touch a token of its own.
+    """The slot of each row among a token's rows: after all earlier rows that may share a token with it.
 
     Rows of listed positions that have none in common share a place, so a request may have many of them.
     """
@@ -369,7 +369,7 @@ def hashable(positions: PositionSelector) -> str | tuple[int, ...] | Window:
 
 
 def steering_digest(steering: list[StoredSteering]) -> str:
-    """Names everything that the steering does to a request's KV cache; empty when there is none."""
+    """Digest of everything that steering does to a request's KV cache; empty without steering."""
     if not steering:
         return ""
     return content_key([(e.hook, e.layers, e.family, e.tensors, e.scale, e.numbers, e.positions) for e in steering])

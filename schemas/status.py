@@ -1,4 +1,4 @@
-"""What goes on in the whole service, as `GET /v1/status` tells it and `midstream top` shows it?"""
+"""Service-wide status, as returned by `GET /v1/status` and shown by `midstream top`."""
 
 from .base import Published
 from .models import WorkerInfo

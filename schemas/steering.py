@@ -1,4 +1,4 @@
-"""What is steered for everyone, what has a name, and what does each rank say of it?
+"""Global steering, named modules, and the ranks' reports on them.
 
 All of it is desired state in Redis: workers reconcile to it and report. A name points at content: changing what it means
 never touches a request that was accepted before.
@@ -151,7 +151,7 @@ class GlobalSteering(Record):
         return [entry.stored(resolve_positions(wish, prompt_tokens)) for entry, wish in cut if wish != []]
 
     def standing_rows(self) -> list[SteeringRow]:
-        """The rows that ranks keep written while nobody needs them: of entries whose positions are a name or a range.
+        """The rows that ranks keep written even while unused: those of entries whose positions are a name or a range.
 
         A list of positions is cut to each prompt.
         """
@@ -164,7 +164,7 @@ class Proposal(Record):
 
     id: str
     steering: GlobalSteering  # with the version that it will have
-    deadline: float  # nobody commits it later: workers forget it then
+    deadline: float  # it cannot be committed later: workers drop it then
 
 
 class Desired(Record):
@@ -188,7 +188,7 @@ class RankSteering(Record):
     step: int
     checksum: str  # of every action since `epoch` began, 16 hex digits
     actions: int
-    epoch: int  # how often its ledger began anew (resyncs)
+    epoch: int  # how often its ledger was reset (resyncs)
     global_version: int
     global_digest: str
     modules: dict[str, str]  # name → digest
@@ -202,7 +202,7 @@ class RankSteering(Record):
     backlog: int  # bytes of captured rows that wait for the writers
     captured_rows: int = 0  # since the rank started: one hook of one layer at one position
     captured_bytes: int = 0
-    dropped_positions: int = 0  # asked for and dropped under overload
+    dropped_positions: int = 0  # requested positions dropped under overload
     running: int = 0  # requests in the engine's last step, with or without interventions
     queued: int = 0  # requests that waited for it
     kv_cache: float = 0.0  # share of the KV cache in use then, 0 to 1

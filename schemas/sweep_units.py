@@ -1,4 +1,4 @@
-"""Which requests does a sweep come to, and how are they numbered? The same for whoever plans, runs and reads one.
+"""The requests of a sweep and their numbering, shared by planner, worker and reader.
 
 Each pair has the units base, source (not in an ablation) and `noise` patches that change nothing; then come all cells, pair by
 pair, hook by hook, layer by layer, column by column. A unit is one request for each node of its continuations: what is asked of

@@ -1,4 +1,4 @@
-"""What is a sweep: one question (where does this fact live?), asked as many patched forward passes, and answered as a grid?
+"""Sweeps: grids of patched forward passes that locate where a model computes an answer.
 
 A sweep is a job. The edge resolves what was asked to a `StoredSweep`; the worker runs its units; readers see a `SweepResult`.
 """
@@ -33,9 +33,9 @@ from .selectors import DimensionSelector, Hook, HookName, LayerSelector, Place, 
 Metric = Literal["logprob", "logit_diff", "recovered", "kl"]
 #: `denoise`: rows of the clean prompt are written into the corrupt one. `noise`: rows of the corrupt one into the clean one.
 Direction = Literal["denoise", "noise"]
-#: What stands where no other prompt gives rows; `mean`: over all positions of the patched prompt itself, at that hook and layer.
+#: Replacement rows without a second prompt; `mean`: over all positions of the patched prompt itself, at that hook and layer.
 Ablation = Literal["zeros", "mean"]
-#: `auto`: tokens that stand alone in one of the two prompts are left out; `left`, `right`: counted from the beginning or the end.
+#: `auto`: tokens without a counterpart are left out; `left`, `right`: counted from the beginning or the end.
 Alignment = Literal["auto", "left", "right"]
 
 
@@ -164,7 +164,7 @@ class Unit(NamedTuple):
 
 
 class UnitRecord(Record):
-    """What became of a unit: kept in the ledger from the moment when every rank has vouched for it."""
+    """Record of a unit: stored in the ledger once every rank has confirmed it."""
 
     unit: int
     value: float | None = None  # in the metric's units; of `base` and `source` under `recovered`: the metric that it is made of
@@ -212,7 +212,7 @@ class Skipped(Record):
 
 
 class SweepSummary(Record):
-    """How a sweep stands, without its grids: data of the event `summary`."""
+    """Progress of a sweep, without its grids: data of the event `summary`."""
 
     cells: int  # with a value
     skipped: int

@@ -1,4 +1,4 @@
-"""What does a webhook say, what became of it, and what may its receiver's owner ask? Standard Webhooks 1.0."""
+"""Webhooks: payloads, deliveries and secrets. Standard Webhooks 1.0."""
 
 from typing import Annotated, Literal
 
@@ -13,7 +13,7 @@ DeliveryState = Literal["pending", "delivered", "failed", "disabled", "refused"]
 
 
 class HookData(Record):
-    """What is told of a job: thin, so that a receiver fetches what it wants under its own key."""
+    """Payload about a job: minimal, so that a receiver fetches details with its own key."""
 
     id: str  # the job's
     state: str
@@ -70,11 +70,11 @@ class DisabledList(Record):
 
 
 class Secret(Record):
-    """A signing secret, `whsec_…`; both of two sign while the former one is still accepted."""
+    """A signing secret, `whsec_…`; while the previous one is still accepted, both sign."""
 
     secret: str
     created: float
-    until: float | None = None  # the former one's end
+    until: float | None = None  # end of the previous one
 
 
 class SecretList(Record):
@@ -87,5 +87,5 @@ class SecretList(Record):
 class RotateRequest(Record):
     """Body of `POST /v1/webhooks/secrets`."""
 
-    keep_former_s: Annotated[float, msgspec.Meta(ge=0, le=30 * 24 * 3600)] = 24 * 3600.0  # how long the former one signs as well
-    own: bool = False  # this key gets a secret of its own, apart from its tenant's; one that has its own keeps it that way
+    keep_former_s: Annotated[float, msgspec.Meta(ge=0, le=30 * 24 * 3600)] = 24 * 3600.0  # how long the previous one also signs
+    own: bool = False  # give this key its own secret instead of its tenant's; a key that has its own keeps its own

@@ -1,4 +1,4 @@
-"""How does a Celery worker host an engine? A bootstep that starts before the pool and stops after it has drained.
+"""The Celery worker that hosts an engine: a bootstep that starts before the pool and stops after it has drained.
 
 Nothing is consumed before the engine is ready, and the engine outlives the last running task. When the engine dies, the
 jobs go back to the queue and the process ends with `EXIT_ENGINE_DIED`, so that a supervisor starts another.

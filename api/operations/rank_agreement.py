@@ -1,4 +1,4 @@
-"""Do the ranks of each worker's stages agree, as their workers report it?"""
+"""Agreement of the ranks in each pipeline stage, from the workers' reports."""
 
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -9,7 +9,7 @@ from ...schemas.steering import Agreement, RankSteering, StageAgreement, WorkerS
 def agreement(accounts: Iterable[Account], asks: Mapping[str, str]) -> Agreement:
     """Over all workers, by stage. `asks`: model → the question that the reports of its workers are to answer.
 
-    A worker that did not answer, a rank that did not report, and a rank without a checksum agree with nobody.
+    A worker that did not answer, a rank that did not report, and a rank without a checksum count as disagreeing.
     """
     stages, wrong = [], []
     for account in accounts:

@@ -1,4 +1,4 @@
-"""Is this wish something the model can do? Turns a `Wish` into a `Job`, or says which field is wrong and what would be right.
+"""Validation of a parsed request against the model: a `Wish` becomes a `Job`, or a 400 names the field and what is valid.
 
 Everything is checked here, against what the worker has published of its model, so that a bad request never reaches the engine.
 """
@@ -90,7 +90,7 @@ def too_long(error: TooLong, field: str, model: ModelInfo) -> MidstreamError:
 
 
 def check_vocabulary(ids: Sequence[int], at: str, model: ModelInfo) -> None:
-    """Raises a 400 naming the first of `ids` that is no token of the model."""
+    """Raises a 400 naming the first of `ids` outside the model's vocabulary."""
     if not ids or (min(ids) >= 0 and max(ids) < model.vocab_size):
         return
     for index, token in enumerate(ids):
@@ -180,7 +180,7 @@ def check_cost(wish: Wish, prompts: int, characters: int, model_state: ModelStat
 
 
 def _cost_of_patch(patch: PatchSpec, prompts: int, characters: int) -> int:
-    """Besides what its positions cost wherever they are named: they are listed, and those of a run become entries in each layer.
+    """In addition to the cost of its positions, which are listed, and those of a run become entries in each layer.
 
     How many entries there may be is limited where they are made.
     """

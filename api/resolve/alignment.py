@@ -1,4 +1,4 @@
-"""Which token of the clean prompt is the counterpart of which token of the corrupt one? And which tokens have none, and why?
+"""Alignment of clean and corrupt prompts: counterpart positions, and the tokens without one, with reasons.
 
 A row is never written at a position that merely has the same number: where the prompts are of unequal length, only tokens that
 are known to correspond do, and all others are named with the reason.
@@ -190,7 +190,7 @@ def _listed(clean: Tokens, corrupt: Tokens, pairs: Sequence[tuple[int, int]], pa
 
 
 def _fill_in(made: Aligned, clean: Tokens, corrupt: Tokens, of_clean: str, of_corrupt: str) -> None:
-    """Whoever has no counterpart has this reason."""
+    """Give all positions without a counterpart this reason."""
     paired = {one for one, _ in made.pairs}, {other for _, other in made.pairs}
     made.clean_alone = {place: of_clean for place in range(len(clean.ids)) if place not in paired[0]}
     made.corrupt_alone = {place: of_corrupt for place in range(len(corrupt.ids)) if place not in paired[1]}
@@ -203,7 +203,7 @@ class Matched(NamedTuple):
     """A span's tokens. `pairs`: (clean, corrupt), ascending."""
 
     pairs: list[tuple[int, int]]
-    reason: str = ""  # why there is none
+    reason: str = ""  # the reason if there is none
     note: str = ""  # what was left out
 
 

@@ -1,4 +1,4 @@
-"""May a job tell this receiver? What can be said of a `callback_url` before anything is sent to it."""
+"""Validation of a `callback_url` at submission, before anything is sent to it."""
 
 from ...broker.webhooks.targets import url_fault
 from ...schemas.errors import invalid

@@ -1,4 +1,4 @@
-"""What do the captures that a body names come to on this model, for each of its prompts? And what do all rules share?
+"""Resolution of captures per prompt, and what the rules of captures, steering and patches share.
 
 A rule reads a spec and returns the value to store; a ValueError's text becomes the problem's detail, at the rule's field (and
 below it, when a SelectorError says where). A new hook or option is a row in `CAPTURE_RULES`.
@@ -54,7 +54,7 @@ class Bounds:
 
 
 def has_text(positions: PositionWish) -> bool:
-    """Does it name parts of the prompt's text?"""
+    """Whether the selector contains spans of the prompt's text."""
     return any(isinstance(item, Span) and not item.is_range for item in (positions if isinstance(positions, list) else [positions]))
 
 
@@ -149,7 +149,7 @@ CAPTURE_RULES: tuple[tuple[str, Callable[[CaptureSpec, Bounds], Any]], ...] = (
 
 
 def resolve_captures(spec: CaptureSpec | None, bounds: Bounds) -> list[list[StoredCapture]]:
-    """One list per prompt: what the user asks for, then what the operator captures of everyone; empty when there is neither.
+    """One list per prompt: the user's captures, then global capture; empty if there is neither.
 
     Raises a 400 naming the field: of what the user asks for, never of what the operator captures.
     """
@@ -179,7 +179,7 @@ def _captures(spec: CaptureSpec, bounds: Bounds, at: str) -> list[StoredCapture]
 
 
 def _add(spec: CaptureSpec, per_prompt: Sequence[list[StoredCapture]], bounds: Bounds) -> None:
-    """What the operator captures of everyone, for the prompts in whose steps there is room for it. Nobody is refused for it."""
+    """Global capture, for the prompts in whose steps there is room for it. No request is rejected because of it."""
     crowded = 0
     for index, (captures, more) in enumerate(zip(per_prompt, _of_everyone(spec, bounds), strict=True)):
         if more is None:
@@ -193,7 +193,7 @@ def _add(spec: CaptureSpec, per_prompt: Sequence[list[StoredCapture]], bounds: B
 
 
 def _of_everyone(spec: CaptureSpec, bounds: Bounds) -> Iterator[StoredCapture | None]:
-    """Nobody asked for it, so positions beyond a short prompt are left out, and with them perhaps the whole capture."""
+    """No user requested it, so positions beyond a short prompt are skipped, and possibly the whole capture."""
     try:
         named = msgspec.structs.replace(spec, positions="all")
         (capture,) = _captures(named, Bounds(bounds.model, [PromptFacts(1)]), "global_capture")

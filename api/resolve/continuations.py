@@ -1,4 +1,4 @@
-"""Which tokens are an answer, when it is written behind a prompt? Not always those that the answer has when it stands alone."""
+"""Tokenisation of answers after a prompt; the tokens may differ from those of the answer alone."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

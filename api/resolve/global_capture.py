@@ -1,6 +1,6 @@
-"""When is what the operator captures of every request left out of one, and who hears of it?
+"""Global capture of a request's prompts: where it is skipped, with a log line and a metric.
 
-Nobody asked for these captures, so no request fails for want of room for them: it runs without, and that is counted and logged.
+No user requested these captures, so a request without room for them runs without them; this is counted and logged.
 """
 
 import logging
@@ -30,7 +30,7 @@ def left_out(reason: str, prompts: int, detail: str) -> None:
 
 
 def without(job: Job, model: ModelInfo, reason: str, detail: str) -> Job:
-    """The job with what its user asked for alone."""
+    """The job with only its user's captures."""
     tags = {spec.tag for spec in model.global_captures}
     captures = [[capture for capture in captures if capture.tag not in tags] for captures in job.captures]
     left_out(reason, sum(map(len, job.captures)) - sum(map(len, captures)), detail)

@@ -47,7 +47,7 @@ def _layers(spec: SteeringSpec, bounds: Bounds) -> list[int]:
 
 
 def _taken(field: str, spec: SteeringSpec, bounds: Bounds) -> None:
-    """A field is there when the op needs it, and only if the op takes it."""
+    """A field must be present if the op requires it, and absent if it is not valid for the op."""
     takes, given = STEERING_FIELDS[spec.op or "add"], getattr(spec, field) is not None
     if given and field not in (*takes.tensors, *takes.options):
         raise ValueError(f"is not valid for op {spec.op!r}; valid fields: {', '.join((*takes.tensors, *takes.options))}")
@@ -82,7 +82,7 @@ def _shape(field: str, spec: SteeringSpec, bounds: Bounds) -> None:
 
 
 def _rank(spec: SteeringSpec) -> int:
-    """Of a family whose tensors have one: that of the first; 0 for what is no matrix."""
+    """Rank of the family's first tensor; 0 if it is not a matrix."""
     tensor: Tensor | None = getattr(spec, family_of(spec).tensors[0])
     return tensor.shape[0] if tensor is not None and tensor.shape else 0
 
@@ -173,7 +173,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def resolve_entry(spec: SteeringSpec, bounds: Bounds, at: str, blobs: dict[str, bytes]) -> tuple[SteeringTemplate, list[PositionSelector]]:
-    """An entry that is no module, and its positions in each of the prompts; its tensors are added to `blobs`, by content hash.
+    """An entry other than a module, and its positions in each prompt; its tensors are added to `blobs`, by content hash.
 
     Raises a 400 naming the field below `at`.
     """

@@ -1,4 +1,4 @@
-"""What is there on a model before a request comes, that the request may name? Modules, source runs, and what steers everyone."""
+"""State of a model that requests can refer to: modules, source runs, global steering."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ NOTHING = ModelState()
 
 
 async def find_runs(ledger: Ledger, model: str, patch: Sequence[PatchSpec], caller: Caller) -> dict[str, RunView]:
-    """The runs that are named and that there are for the caller, also of other models, with those of their prompts that are asked for."""
+    """The named runs that exist for the caller, also of other models, with the requested prompts of each."""
     asked: dict[str, set[int]] = {}
     for spec in patch:
         if spec.source.run is not None:

@@ -1,6 +1,6 @@
-"""What does a body's `patch` come to for each of its prompts? Entries that put rows in place of rows, one for each source vector.
+"""Resolution of `patch` per prompt: entries that replace rows, one per source vector.
 
-A rule reads a spec and returns a value, as in `rules.py`; what each kind of source comes to is a row in `SOURCES`. Runs and modules
+A rule reads a spec and returns a value, as in `rules.py`; `SOURCES` has one row per kind of source. Runs and modules
 are named here and nowhere behind: entries hold content (`schemas.source_runs.row_name`).
 """
 
@@ -25,9 +25,9 @@ from .interventions import RULES as STEERING_RULES
 from .interventions import limit_of, reach_of
 from .model_state import ModelState, unknown_module
 
-#: Source runs that one request may name: a worker holds all of them at once.
+#: Source runs that one request may use: a worker holds all of them in memory together.
 MAX_RUNS = 64
-#: A mean's positions are part of its name: they may lie in so many ranges.
+#: Limit on the ranges of a mean's positions, which are part of its name.
 MAX_MEAN_RANGES = 256
 #: So many ranges are shown of what was captured.
 SHOWN_RANGES = 8

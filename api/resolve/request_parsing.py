@@ -1,4 +1,4 @@
-"""What does a request body wish for, whichever endpoint it came through? Three body shapes, one `Wish`."""
+"""Parsing of the three request body shapes into one `Wish`."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""What do all entries of a body's `steering` come to: for each prompt of a request, or for whoever comes, as a module or for everyone?
+"""Resolution of `steering`: for the prompts of a request, as a module, or as global steering.
 
 A named module is replaced by its entries here, so that nothing behind this knows names. Patches (`patched.py`) come in front.
 """
@@ -25,9 +25,9 @@ from .model_state import ModelState as ModelState
 from .model_state import unknown_module
 from .patches import resolve_patches
 
-#: What steers everyone may take of the worker's tables, so that what requests bring finds room: 1 / this.
+#: Global steering may use 1 / this of the worker's tables, which leaves room for the requests' own steering.
 SHARE_OF_EVERYONE = 2
-#: Positions in lists that steer everyone: workers go through them for each prompt that comes.
+#: Limit on listed positions of global steering: workers scan them for every prompt.
 MAX_EVERYONES_POSITIONS = 1 << 15
 
 
@@ -74,7 +74,7 @@ def check_number(specs: Iterable[SteeringSpec], model_state: ModelState, prompts
 
 # --- A named module in a request ---------------------------------------------------------------------------------------
 
-#: What may stand beside `module`.
+#: Fields that are valid together with `module`.
 BESIDE_MODULE = ("module", "scale", "positions")
 
 
@@ -194,12 +194,12 @@ def _parts(spec: SteeringSpec, bounds: Bounds, at: str, model_state: ModelState,
     return [Part(entry, 1.0, positions)]
 
 
-# --- Whoever comes -----------------------------------------------------------------------------------------------------
+# --- Any request -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Content:
-    """Entries that hold for prompts which nobody has seen yet."""
+    """Entries that apply to prompts not known yet."""
 
     entries: list[SteeringTemplate]
     reach: list[float]  # of each entry, see `Module.reach`
@@ -260,7 +260,7 @@ def _anywhere(entry: SteeringTemplate) -> StoredSteering:
 
 
 def _listed(wish: PositionWish, model: ModelInfo) -> int:
-    """How many positions a list comes to, at the most. (Its ranges begin at 0 or later.)"""
+    """Upper bound on the number of positions in a list. (Its ranges begin at 0 or later.)"""
     if not isinstance(wish, list):
         return 0
     end = model.max_model_len
@@ -315,9 +315,9 @@ def _sharing(entries: list[StoredSteering]) -> tuple[int, ...]:
 def _check_room(
     entries: list[StoredSteering], whom: str, model: ModelInfo, beside: Room = NO_ROOM, share: int = 1, field: str = "steering"
 ) -> int:
-    """All of it must fit into a `share`-th of the worker's tables, beside what steers everyone. Returns the number of its rows.
+    """Check that it fits into a `share`-th of the worker's tables together with global steering. Returns the number of its rows.
 
-    Raises a 400 naming `field`. That several do not fit at once only makes them wait.
+    Raises a 400 naming `field`. Requests that do not fit together only wait.
     """
     rows = steering_rows(entries)
     needed = _room(rows)

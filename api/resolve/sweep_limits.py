@@ -1,4 +1,4 @@
-"""Is there room for a sweep: in one grid, in the model's length, in a cell's share of the worker's tables, in the quota of cells?"""
+"""Limits of a sweep: one grid, the model's length, a cell's share of the worker's tables, the cell quota."""
 
 from itertools import accumulate
 
@@ -16,7 +16,7 @@ SHOWN_PAIRS = 8
 
 
 def check_limits(sweep: StoredSweep, model: ModelInfo, settings: Settings, everyone: GlobalSteering) -> None:
-    """`everyone`: what steers every request. Raises a 400 that says how many there are and how to ask for fewer."""
+    """`everyone`: global steering. Raises a 400 with the number of cells and how to reduce it."""
     _check_columns(sweep)
     _check_window(sweep)
     _check_cells(sweep, settings)

@@ -1,4 +1,4 @@
-"""What does a sweep come to on this model: which tokens, which columns, which cells? Or which field is wrong, and what would be right?
+"""Planning of a sweep: tokens, columns and cells; a 400 names the invalid field and what is valid.
 
 Everything is resolved here, so that the worker has positions, token ids and nothing to guess. What the prompts' tokens have to do
 with one another is `alignment.py`'s, what an answer's tokens are `continuations.py`'s.
@@ -54,7 +54,7 @@ class Planned(NamedTuple):
 
 @dataclass(frozen=True)
 class _Pair:
-    """One pair with what is known of its prompts. In an ablation there is no corrupt one."""
+    """One pair with its tokenised prompts. An ablation has no corrupt prompt."""
 
     at: str
     wish: SweepPair
@@ -74,7 +74,7 @@ class _Pair:
 async def plan_sweep(
     request: SweepRequest, model: ModelInfo, codec: Codec, settings: Settings, everyone: GlobalSteering = NOBODY
 ) -> Planned:
-    """`everyone`: what steers every request. Raises a 400 with the path of the first field at fault."""
+    """`everyone`: global steering. Raises a 400 with the path of the first field at fault."""
     _check_model(model)
     _check_asked(request)
     hooks = _hooks(request, model)

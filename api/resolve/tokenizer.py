@@ -29,7 +29,7 @@ from ...schemas.selectors import SelectorError, Span
 INLINE_CHARACTERS, INLINE_MESSAGES = 4096, 64
 #: A text of this many characters is tokenised, whatever the model's length: its normaliser may leave out most of it.
 SHORT_CHARACTERS = 64 * 1024
-#: Without a limit of its own.
+#: Used where the model has no limit.
 ANY_LENGTH = 2**31 - 1
 #: This much of a prompt is shown in an error.
 SHOWN_CHARACTERS = 60
@@ -45,7 +45,7 @@ class TooLong(MidstreamError):
 
 
 class Encoded(NamedTuple):
-    """The tokens of a text. `ids`: int32 `[tokens]`; `offsets`: as in `TextMap`, None where not asked for."""
+    """The tokens of a text. `ids`: int32 `[tokens]`; `offsets`: as in `TextMap`, None if not requested."""
 
     ids: np.ndarray
     offsets: np.ndarray | None = None
@@ -61,8 +61,8 @@ class LongTexts(Protocol):
 
 @dataclass(frozen=True)
 class TextMap:
-    """Where each token of a prompt lies in its text. `offsets`: int32 `[tokens, 2]`, `[start, end)` in characters; empty for tokens that
-    no text stands for."""
+    """Map from the tokens of a prompt to its text. `offsets`: int32 `[tokens, 2]`, `[start, end)` in characters; empty for tokens that
+    have no text."""
 
     text: str
     offsets: np.ndarray
@@ -70,7 +70,7 @@ class TextMap:
     def find(self, span: Span) -> list[int]:
         """The positions of the tokens that overlap the span, which has a text. Occurrences do not overlap, as in `str.count`.
 
-        Raises SelectorError when the text does not occur, or not so often, or no token stands for it.
+        Raises SelectorError if the text does not occur, not often enough, or no token covers it.
         """
         assert span.text is not None
         starts = self._occurrences(span.text)
@@ -134,7 +134,7 @@ class Codec:
         return [lists[text] for text in texts]
 
     async def encodings(self, texts: Sequence[str], *, special_tokens: bool, offsets: bool = False) -> list[Encoded]:
-        """As `encode`, as arrays, with `offsets` if asked. A text that is there several times is tokenised once."""
+        """As `encode`, as arrays, with `offsets` if requested. Repeated texts are tokenised once."""
         for index, text in enumerate(texts):
             self._check_characters(index, len(text))
         distinct = [*dict.fromkeys(texts)]
@@ -171,12 +171,12 @@ class Codec:
             raise TooLong(index, None, detail)
 
     def map_text(self, text: str, ids: Sequence[int], *, special_tokens: bool) -> TextMap | None:
-        """Where each of `ids` lies in `text`; None when they are not this text's tokens. Takes its time (~ 1 µs per character)."""
+        """Range of each of `ids` in `text`; None if they are not this text's tokens. Slow: ~ 1 µs per character."""
         (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=special_tokens)  # `encode` would keep the GIL
         return TextMap(text, _offsets(encoding)) if encoding.ids == list(ids) else None
 
     def map_ids(self, ids: Sequence[int]) -> TextMap | None:
-        """The text of `ids`, and where each lies in it; None when that text has other tokens."""
+        """The text of `ids`, and the range of each in it; None if that text has different tokens."""
         return self.map_text(self.text_of(ids), ids, special_tokens=False)
 
     def text_of(self, ids: Sequence[int]) -> str:
@@ -194,7 +194,7 @@ class Codec:
 
     def _word(self, token: int) -> str:
         text = self._tokenizer.decode([token], skip_special_tokens=False)
-        if text and "\N{REPLACEMENT CHARACTER}" not in text:  # else it is no text, or a part of a character
+        if text and "\N{REPLACEMENT CHARACTER}" not in text:  # otherwise it is not text, or part of a character
             return str(text)
         return self._tokenizer.id_to_token(token) or f"<{token}>"
 
@@ -248,7 +248,7 @@ class Codec:
 
 
 def found_map(text: str, found: Encoded, ids: Sequence[int]) -> TextMap | None:
-    """Where each of `ids` lies in `text`, whose tokens were `found`; None when `ids` are others."""
+    """Range of each of `ids` in `text`, whose tokens were `found`; None if `ids` differ."""
     if found.offsets is None or not np.array_equal(found.ids, np.asarray(ids)):
         return None
     return TextMap(text, found.offsets)

@@ -29,13 +29,13 @@ from .tokenizer import Codec, Encoded, TooLong
 
 log = logging.getLogger("midstream.api")
 
-#: Characters sent to a helper at once, unless one text has more.
+#: Characters sent to a helper per message, unless a single text has more.
 BATCH_CHARACTERS = 256 * 1024
 #: Requests that may wait for a helper; more are refused.
 MAX_WAITING = 64
 #: A helper that shares its processor may take so many times its limit of processor time.
 PATIENCE = 3
-#: And so long to start, on a busy machine.
+#: Seconds for a helper to start on a busy machine.
 START_S = 30.0
 #: Bytes of data that a helper may have: a text of 8 MiB takes up to one GiB.
 MEMORY = 4 << 30
@@ -52,7 +52,7 @@ class Ask(Wire):
     messages: list[dict[str, str]]  # one conversation in place of texts
     special_tokens: bool
     limit: int  # tokens; of a text with more only their number is answered
-    offsets: bool = False  # whether the answer says where each token lies in its text
+    offsets: bool = False  # whether the answer includes offsets
 
 
 class Answer(Wire):

@@ -1,4 +1,4 @@
-"""How does a client follow a job as it runs? Server-sent events out of the job's event stream, resumable by id."""
+"""Server-sent events of a job, from its event stream; resumable by id."""
 
 import math
 import re
@@ -72,7 +72,7 @@ async def follow(
 
 
 def encode(event: Event) -> bytes:
-    """One server-sent event; the attempt travels in the data, so that a reader of tokens sees when a job began anew."""
+    """One server-sent event; the attempt travels in the data, so that a reader of tokens sees when a job restarted."""
     data = to_json({**event.data, "attempt": event.attempt})
     return b"id: %b\nevent: %b\ndata: %b\n\n" % (event.id.encode(), event.event.encode(), data)
 

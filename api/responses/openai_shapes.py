@@ -1,4 +1,4 @@
-"""How does a job's result look in OpenAI's two shapes, whole and in chunks? Two `Shape`s; the routes know no difference."""
+"""Job results in OpenAI's two shapes, whole and in chunks: two `Shape`s that routes use alike."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ def usage(outputs: Sequence[Output]) -> Usage:
 
 
 def extras(result: JobResult, wanted: bool, settled: bool) -> dict[str, Any]:
-    """`capture_results` and `determinism` when they were asked for. Ranks that have not all reported agree on nothing yet."""
+    """`capture_results` and `determinism` if requested. Agreement is undecided until all ranks have reported."""
     if not wanted:
         return {}
     return {"capture_results": result.capture_results, "determinism": result.determinism if settled else None}
@@ -124,5 +124,5 @@ def whole(shape: Shape, result: JobResult, created: float, more: dict[str, Any])
 
 
 def piece(shape: Shape, job_id: str, created: float, model: str, choices: list[Any], *, counted: Any = UNSET, **more: Any) -> Any:
-    """One chunk of a stream. `counted`: the usage, null before the last chunk when it was asked for."""
+    """One chunk of a stream. `counted`: the usage, if requested; null before the last chunk."""
     return shape.chunk(id=job_id, object=shape.chunk_object, created=int(created), model=model, choices=choices, usage=counted, **more)

@@ -1,4 +1,4 @@
-"""How did a job end, as an HTTP client is told? A failed job is its problem with its status, never a success."""
+"""Outcome of a job over HTTP: a failed job is its problem document with its status, never a success."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from ..web import problems
 from ..web.body import JsonRequest
 from ..web.problems import JOB_HEADER
 
-#: States that nobody waits for who waits for a result.
+#: States that end the wait for a result.
 UNDER_WAY = frozenset({"queued", "running"})
 #: The version of a job that was accepted and nothing more: it is queued.
 ACCEPTED = 1
@@ -44,7 +44,7 @@ def capture_url(context: AppContext, job_id: str) -> str:
 
 
 def failure_of(view: JobView) -> Problem | None:
-    """Why there is no result; None for a job that succeeded. For jobs that are over."""
+    """The problem of an ended job without a result; None if it succeeded."""
     instance = f"/v1/jobs/{view.id}"
     if view.state is State.SUCCEEDED:
         return None
@@ -60,7 +60,7 @@ def not_ready(view: JobView) -> MidstreamError:
 
 
 def failed(request: JsonRequest, problem: Problem, headers: dict[str, str]) -> Response[Any]:
-    """The answer for a job that failed. Asking again would run it again: OpenAI's clients are told not to."""
+    """Response for a failed job. A retry would run it again, so OpenAI's clients are told not to retry."""
     return problems.answer(request, problem, {**headers, "x-should-retry": "false"})
 
 

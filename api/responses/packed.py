@@ -1,4 +1,4 @@
-"""How do a request's blobs become one safetensors? Headers are parsed and joined, tensor bytes are copied, nothing is loaded.
+"""A request's blobs joined into one safetensors stream: headers are merged, tensor bytes are copied, nothing is loaded.
 
 Blobs are opened before the answer begins, so that a deletion meanwhile cannot cut it short: see `storage.store`.
 """
@@ -49,7 +49,7 @@ class OpenBlob:
 
 
 def open_blobs(store: ArtifactStore, job: str, blobs: Sequence[tuple[Place, int]]) -> list[OpenBlob]:
-    """All of a job's blobs that are asked for, read once and compared with the CRC32 beside each place.
+    """The requested blobs of a job, read once and compared with the CRC32 of each place.
 
     Raises MidstreamError: `gone` when one is not there any more, `capture_damaged` for one that is not what was written,
     `capture_failed` when the disk refuses.

@@ -1,6 +1,6 @@
-"""How is a completion streamed? Tokens out of the job's event stream, then the finish, held until what was asked for is settled.
+"""Streaming of completions: tokens from the job's event stream, then the finish, held until everything requested is settled.
 
-What a client has been sent is kept beside what the job says, so that a job which begins anew on another worker goes on where
+What was sent to the client is compared with the job's output, so that a job restarted on another worker continues where
 the client is, and a text that turns out different is an error and not a silent splice.
 """
 
@@ -52,7 +52,7 @@ class Sent:
 
 @dataclass
 class Streamed:
-    """One streamed request: `until`: the view is settled enough to end it; `with_extras`: it tells of captures and ranks."""
+    """One streamed request: `until`: the view is settled enough to end it; `with_extras`: it includes captures and ranks."""
 
     context: AppContext
     shape: Shape

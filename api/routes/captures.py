@@ -57,7 +57,7 @@ def _tag(entry: FileEntry) -> str:
 
 
 def _name(entry: FileEntry) -> str:
-    """Names the blob within its job, whichever file it lies in: `mine.p0003.pp0.safetensors`."""
+    """Name of the blob within its job, independent of its file: `mine.p0003.pp0.safetensors`."""
     site = [f".{hook}.{layer}" for hook, layers in entry.sites.items() for layer in layers] if entry.layout == "per_file" else []
     return f"{_tag(entry)}.p{entry.request:04d}.pp{entry.pp}{''.join(site)}.safetensors"
 
@@ -80,7 +80,7 @@ def _open(context: AppContext, job_id: str, entries: Sequence[FileEntry]) -> lis
 
 
 def _places(context: AppContext, job_id: str, entries: Sequence[FileEntry]) -> list[Place]:
-    """Where the entries' blobs lie."""
+    """The places of the entries' blobs."""
     return [place_in(context.store, job_id, entry.request, entry) for entry in entries]
 
 
@@ -244,7 +244,7 @@ async def get_safetensors(
 
 
 def _chosen(captured: dict[str, list[int]], layers: frozenset[int] | None, hook: str | None) -> dict[str, list[int]]:
-    """The captured sites that are asked for. Raises a 400 naming `hook` or `layers`."""
+    """The requested captured sites. Raises a 400 naming `hook` or `layers`."""
     if hook is not None and hook not in captured:
         raise invalid("hook", f"{hook!r} was not captured", allowed=", ".join(captured))
     sites = {name: some for name, some in captured.items() if hook is None or name == hook}

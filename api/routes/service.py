@@ -32,7 +32,7 @@ from .steering import ask_all, fresh
 
 #: Litestar adds the charset itself.
 METRICS_TYPE = CONTENT_TYPE_LATEST.partition("; charset")[0]
-#: How long a scrape waits for what the workers say of their ranks, in seconds; then it takes what they said last.
+#: Seconds that a scrape waits for the workers' reports on their ranks; after that it uses the last ones.
 SCRAPE_S = 1.0
 
 
@@ -130,7 +130,7 @@ async def metrics(request: JsonRequest) -> Response[Any]:
     try:
         status = await read_status(context.ledger)
         accounts = await fresh(context, None, await ask_all(context), SCRAPE_S)
-    except MidstreamError:  # the metrics of this process are worth having while Redis is away
+    except MidstreamError:  # the metrics of this process are useful while Redis is unreachable
         status = None
     # From here on without a pause: several may be scraping.
     scraped.replace(status, accounts)

@@ -1,4 +1,4 @@
-"""The route that tells what goes on in the whole service: queues, workers, relay, webhooks, Redis."""
+"""Route of the service-wide status: queues, workers, relay, webhooks, Redis."""
 
 from litestar import get
 

@@ -1,4 +1,4 @@
-"""The routes of what stands whatever requests come: named modules, global steering, and what the ranks say of both."""
+"""Routes of named modules, global steering, and the ranks' reports on both."""
 
 import asyncio
 import time
@@ -241,7 +241,7 @@ async def _global(context: AppContext, model: str, desired: GlobalSteering, call
 
 
 def _reports(accounts: Sequence[Account], caller: Caller) -> list[WorkerSteering]:
-    """What workers say, as far as it concerns the caller: their words may name modules of other tenants, and are for admins."""
+    """The workers' reports as the caller may see them: details may name modules of other tenants and are for admins only."""
     reports = [account.report for account in accounts if account.report is not None]
     if "admin" in caller.scopes:
         return reports

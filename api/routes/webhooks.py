@@ -1,4 +1,4 @@
-"""The routes of webhooks: what was sent and what came of it, sending again, signing secrets, receivers that want no more."""
+"""Routes of webhooks: deliveries, redelivery, signing secrets, disabled receivers."""
 
 from typing import Annotated, Any
 

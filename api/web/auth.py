@@ -1,4 +1,4 @@
-"""Who is calling, and may they do this? Every request passes `authorize` before anything of it is read.
+"""Authentication and authorization. Every request passes `authorize` before its body is read.
 
 What a route needs is a row in `SCOPE_OF`; a route without one is for admins alone. What belongs to another tenant is answered as
 what is not there, so handlers ask `seen` (jobs), or look names up as their caller's tenant knows them.
@@ -20,16 +20,16 @@ from ...schemas.jobs import JobView
 from ...schemas.keys import EVERYBODY, KEY_PREFIX, Caller, Key, Scope
 from ...schemas.settings import Settings, SettingsError, asks_for_keys
 
-#: For so many seconds a process takes a key for what it was when it last looked: a revoked key is refused after that everywhere.
+#: Seconds for which a process caches a key: after that, a revoked key is rejected everywhere.
 KNOWN_S = 3.0
-#: Ids that a process remembers, also of keys that there are not; those asked for longest ago are forgotten.
+#: Key ids that a process caches, including unknown ones; the least recently used are dropped.
 REMEMBERED = 10_000
 
-#: Method and path → the scope that is needed; None: open to everybody.
+#: Method and path → required scope; None: no authentication.
 SCOPE_OF: dict[str, Scope | None] = {
     "GET /": None,  # links
     "GET /healthz": None,
-    "GET /readyz": None,  # strangers are told whether, and not what is missing
+    "GET /readyz": None,  # reports readiness to unauthenticated callers, without reasons
     "GET /schema": None,  # what our documentation says as well
     "GET /schema/openapi.json": None,
     "GET /schema/swagger": None,
@@ -85,7 +85,7 @@ HOW = f"Authorization: Bearer {KEY_PREFIX}<id>_<secret>; an operator creates key
 
 
 def needed(method: str, path: str) -> Scope | None:
-    """The scope that a route needs; None: it is open to everybody."""
+    """The scope that a route requires; None: no authentication."""
     return None if method == "OPTIONS" else SCOPE_OF.get(f"{method} {path.rstrip('/') or '/'}", "admin")
 
 
@@ -103,14 +103,14 @@ class Gate:
     def __init__(self, settings: Settings, stored: Keys) -> None:
         self.asks = asks_for_keys(settings)
         self._admin = admin_key(settings)
-        self.always = "" if self._admin is None else self._admin.id  # of the key that nobody can revoke
+        self.always = "" if self._admin is None else self._admin.id  # id of the admin key of the settings, which cannot be revoked
         self._stored = stored
         self._known: OrderedDict[str, tuple[float, Key | None]] = OrderedDict()  # id → until when, and the key
 
     async def caller(self, headers: list[str]) -> Caller:
-        """Whom the `Authorization` headers name. Raises `unauthorized`, and `unavailable` while nobody can say.
+        """The caller that the `Authorization` headers identify. Raises `unauthorized`, and `unavailable` if the key cannot be checked.
 
-        Where no keys are asked for, one that is right counts all the same, and anything else is everybody: OpenAI's clients
+        Where authentication is off, a valid key still counts, and anything else means the default caller: OpenAI's clients
         always send something.
         """
         if not headers:
@@ -143,7 +143,7 @@ class Gate:
         try:
             key = await self._stored.get(shown.id)
         except MidstreamError as error:
-            # While Redis is away nobody can revoke a key, either.
+            # While Redis is unreachable, no key can be revoked either.
             if error.kind != "unavailable" or key is None:
                 raise
         self._known[shown.id] = at + KNOWN_S, key
@@ -171,13 +171,13 @@ async def _caller(connection: ASGIConnection[Any, Any, Any, Any]) -> Caller:
 
 
 def caller_of(request: ASGIConnection[Any, Any, Any, Any]) -> Caller:
-    """Whoever `authorize` has found."""
+    """The caller that `authorize` has identified."""
     caller: Caller = request.scope["auth"]
     return caller
 
 
 async def knows_us(request: ASGIConnection[Any, Any, Any, Any]) -> bool:
-    """Of a route that is open to everybody: is it somebody who may look at the service as a whole?"""
+    """On an open route: whether the caller has scope `observe`."""
     try:
         return (await _caller(request)).may("observe")
     except MidstreamError:
@@ -192,7 +192,7 @@ def seen(caller: Caller, view: JobView) -> JobView:
 
 
 def tenant_asked(caller: Caller, tenant: str | None) -> str | None:
-    """Whose things are listed; None: everybody's. Raises `forbidden` for another tenant's than the caller's own."""
+    """The tenant whose data is listed; None: all. Raises `forbidden` for a tenant other than the caller's own."""
     if "admin" in caller.scopes:
         return tenant
     if tenant not in (None, caller.tenant):

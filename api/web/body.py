@@ -25,7 +25,7 @@ from ...schemas.settings import Settings
 from . import problems
 from .auth import caller_of
 
-#: A client that sends too much hears of it only once it has stopped sending; we read this many times the limit for it.
+#: A client that sends too much sees the error only after it stops sending; we read up to this many times the limit.
 DRAIN_FACTOR = 4
 DRAIN_S = 5.0
 
@@ -151,7 +151,7 @@ class JsonRequest(Request[Any, Any, Any]):
         return MidstreamError("payload_too_large", "the body is too large", allowed=allowed)
 
     async def _drain(self, most: int) -> None:
-        """Throw away what is still being sent, up to `most` bytes and a few seconds."""
+        """Discard what is still being sent, up to `most` bytes and a few seconds."""
         if "expect" in self.headers:  # this client asks before it sends
             return
         with anyio.move_on_after(DRAIN_S):

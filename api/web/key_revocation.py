@@ -1,6 +1,6 @@
-"""May a caller who was let in still be answered? Responses that are held and event streams can outlive the key that they were asked with.
+"""Key revocation during held responses and event streams, which can outlive the key they were opened with.
 
-One look at all keys that hold something open, every `KNOWN_S` and for however many calls; none while nobody holds anything with a key.
+One check of all keys with open calls every `KNOWN_S`, however many calls there are; none while no call with a key is open.
 """
 
 import asyncio
@@ -17,14 +17,14 @@ log = logging.getLogger("midstream.api")
 
 
 class HeldKey:
-    """Of one call: `lost` is done once its key counts no more; None: it came without one, or with one that always counts."""
+    """One open call: `lost` is done once its key is revoked or expires; None: no key, or one that cannot be revoked."""
 
     def __init__(self, lost: asyncio.Future[None] | None = None) -> None:
         self.lost = lost
 
     @property
     def ends(self) -> tuple[asyncio.Future[None], ...]:
-        """To wait for beside what is waited for."""
+        """Futures to wait for in addition to the call's own."""
         return () if self.lost is None else (self.lost,)
 
     def check(self) -> None:
@@ -39,7 +39,7 @@ ALWAYS = HeldKey()
 
 
 class KeyWatch:
-    """All of a process. Belongs to one event loop. `always`: id of the key that nobody can revoke."""
+    """All open calls of a process. Belongs to one event loop. `always`: id of the key that cannot be revoked."""
 
     def __init__(self, stored: Keys, always: str = "") -> None:
         self._stored = stored
@@ -70,7 +70,7 @@ class KeyWatch:
             self._task.cancel()
 
     async def _watch(self) -> None:
-        """Ends when nobody holds anything."""
+        """Ends when no call is open."""
         while True:
             await asyncio.sleep(KNOWN_S)
             asked = set(self._held)
@@ -78,7 +78,7 @@ class KeyWatch:
                 return
             try:
                 valid = await self._stored.valid(asked)
-            except MidstreamError as error:  # while Redis is away nobody can revoke a key, either
+            except MidstreamError as error:  # while Redis is unreachable, no key can be revoked either
                 log.debug("cannot check the keys of %d held calls, will retry: %s", len(asked), error)
                 continue
             for key in asked - valid:

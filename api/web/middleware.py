@@ -46,7 +46,7 @@ def released(request: Request[Any, Any, Any], view: JobView) -> None:
 
 
 class App(Litestar):
-    """The application, and what is told of its calls."""
+    """The application with metrics and logs of its calls."""
 
     access_level = logging.DEBUG  # of the line about a call: INFO where lines are read by machines
 

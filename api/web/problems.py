@@ -1,4 +1,4 @@
-"""How is every failure answered? As RFC 9457 problem details that name the field, never as a traceback."""
+"""Error responses: RFC 9457 problem details that name the field, never a traceback."""
 
 import logging
 import math
@@ -39,7 +39,7 @@ HEADERS_OF: dict[str, dict[str, str]] = {
 #: Refused for a limit of a tenant's, a quota, or because the service is full: counted.
 REFUSALS = frozenset({kind for kind, status in STATUS_OF_KIND.items() if status in (429, 507)} | {"overloaded"})
 
-#: nginx's status for a client that left before its answer; nobody receives it, the metrics count it.
+#: nginx's status for a client that left before its answer; never received, counted in metrics.
 CLIENT_GONE = 499
 
 _KIND_OF_STATUS = {status: kind for kind, status in STATUS_OF_KIND.items() if status < HTTP_500_INTERNAL_SERVER_ERROR and status != 422}
@@ -105,7 +105,7 @@ def body_of(problem: Problem, path: str) -> bytes:
 
 
 def with_job(problem: Problem) -> tuple[Problem, dict[str, str]]:
-    """`unavailable`, when the call has begun a job: the id of it, so that its caller can find out what became of it."""
+    """`unavailable`, when the call has begun a job: its id, so that the caller can look it up."""
     call = CURRENT.get()
     if call is None or not call.job:
         return problem, {}
@@ -162,7 +162,7 @@ def on_client_gone(request: Request[Any, Any, Any], error: ClientGone) -> Respon
 
 
 def on_any_error(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
-    """A failure of ours: logged with its traceback under a number, which is all that the client is told."""
+    """An internal error: logged with its traceback under a number; the client gets only the number."""
     number = secrets.token_hex(4)
     log.error("failure %s at %s %s", number, request.method, request.url.path, exc_info=error)
     found = MidstreamError("internal", f"the server failed on this request; see its log under {number}")

@@ -1,4 +1,4 @@
-"""Where do the rows of a source run lie, and which are they? From the receipts of its job, or from what is on the disk alone."""
+"""Files of a source run's rows, from its job's receipts or from the disk alone."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, cast

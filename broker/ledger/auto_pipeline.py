@@ -1,4 +1,4 @@
-"""How do the many small commands of one process reach Redis in few round trips? Those that are asked for at the same time go together.
+"""Automatic pipelining: concurrent commands of a process reach Redis in few round trips.
 
 A round trip costs a process several times what Redis spends on the command. So while `IN_FLIGHT` groups are on their way, further
 commands collect and leave as one group when an answer comes: an idle system waits for nothing, a busy one groups by itself.

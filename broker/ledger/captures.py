@@ -1,4 +1,4 @@
-"""Which jobs have captures on disk, and who may delete them? The ledger's side of `retention`.
+"""Ledger records of captures on disk: listing, leases and deletion. The ledger's side of `retention`.
 
 A job may be over while its captures are still being written: the first error ends it, a cancel does, and a worker that was given up
 may wake. So a deleted job stays in `ms:deleting`, and its mark on the disk, until a grace has passed, and its removal is

@@ -1,4 +1,4 @@
-"""What is true about each job? The ledger in Redis: accepted, claimed, stored, ended, and what readers see of it.
+"""The job ledger in Redis: acceptance, claim, outputs, end, and the views that readers get.
 
 Everything here may be called from any process at any time; what changes a job is one Lua script (`scripts.py`). Whatever a
 worker says carries its `attempt`: a stale one changes nothing, and the call says so by returning None or False.

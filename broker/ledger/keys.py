@@ -1,4 +1,4 @@
-"""Which API keys are there, and whose is one that is shown? Kept in `ms:keys`, id → packed `Key`: never the key itself.
+"""API keys in `ms:keys`, id → packed `Key` with a hash of the secret; the secret itself is never stored.
 
 A secret has 256 random bits, so its plain SHA-256 cannot be tried through, and is quick enough to be asked for with each request.
 """

@@ -1,4 +1,4 @@
-"""How full is Redis, so that submissions stop before it refuses what workers have to write? Looked at once a second per process."""
+"""Memory pressure of Redis, sampled once a second per process: submissions stop before workers' writes fail."""
 
 import time
 from typing import Any

@@ -1,4 +1,4 @@
-"""What has been left lying, and what becomes of it? Messages that were lost, workers that died, receipts that never came.
+"""The sweeper: recovers lost messages, jobs of dead workers and overdue receipts.
 
 The queue is not at-least-once by itself (kombu pops a message before it notes it as unacknowledged), so the ledger is asked
 instead: `ms:live` holds every job that is not over by when it must be looked at next.

@@ -1,4 +1,4 @@
-"""How do receipts become part of the ledger, each exactly once, many at a time?
+"""Settlement of receipts in the ledger: exactly once each, in batches.
 
 The relay calls this with what one stream (worker, rank, epoch) sent. A batch, the stream's mark, the tickets and the jobs
 are committed in one script, so a crash in between leaves the mark where the receipts are.

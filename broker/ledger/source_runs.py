@@ -1,4 +1,4 @@
-"""Which source runs are there, are they ready, and where are their rows? The ledger's side of `schemas.source_runs`.
+"""Source runs in the ledger: names, state and the places of their rows. The ledger's side of `schemas.source_runs`.
 
 A name points at the captures of a job and is written in the commit that accepts the job (`submit.lua`). What it points at never
 changes; a name that is used again points at another job. The rows are capture files, deleted like others: for their age only while no
@@ -102,7 +102,7 @@ class SourceRuns:
 
     @reachable
     async def standing(self, run: Run) -> Standing:
-        """Is it ready, and why not?"""
+        """State of a run, and the reason if it is not ready."""
         (standing,) = await self._known([run.job])
         return standing or DELETED
 

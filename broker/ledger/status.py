@@ -1,4 +1,4 @@
-"""What goes on in the whole service? Read from Redis, where everybody leaves word of himself; nobody is asked anything."""
+"""Service-wide status, read from Redis, where every process reports; no process is queried."""
 
 import time
 from typing import Any

@@ -1,4 +1,4 @@
-"""What is desired of the steering of each model, and what do its workers report? Named modules, global steering, their tensors.
+"""Desired steering state per model and the workers' reports: named modules, global steering, their tensors.
 
 The tensors of modules and of global steering are *pinned*: kept without end under their content hash, while at least one owner
 (a module, the global steering of a model, a proposal of it) names them. A job gets copies of its own when it is accepted.

@@ -1,4 +1,4 @@
-"""What is the number in a cell? From the log-probabilities that the ranks told to the metric that was asked for."""
+"""Values of sweep cells: from the log-probabilities that ranks report to the requested metric."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What does a sweep come to? Its units' records, assembled to grids: the same for a result, a stream's start and its end."""
+"""Assembly of a sweep's unit records into grids: the same for results and for the start and end of a stream."""
 
 import math
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""What does the ledger know of a sweep's units? Receipts come in by the ticket; what they prove is kept, and outlives an attempt."""
+"""Ledger records of sweep units: receipts arrive by ticket; confirmed units are stored and survive an attempt."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, cast

@@ -1,4 +1,4 @@
-"""How much may a tenant use, and how much does it? Limits are stored by name; usage is counted by the scripts of the ledger."""
+"""Limits and usage of tenants: limits are stored by name, usage is counted by the ledger's scripts."""
 
 from typing import Any
 

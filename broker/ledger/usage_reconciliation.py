@@ -1,4 +1,4 @@
-"""Is what tenants use what was counted of it? Counted anew from what there is, a slice at a time, while everybody goes on.
+"""Reconciliation of usage counters with actual usage: a slice at a time, while the service runs.
 
 Usage is changed in the commits that change what is used, so it is right, but for what a process of another version did without
 counting. A count that is under way is kept up by all scripts (`tally` in lua/usage.lua), so it needs no standstill.

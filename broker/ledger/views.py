@@ -1,4 +1,4 @@
-"""How does a job's record in Redis become what users read: view, result, ticket, determinism?"""
+"""Views of a job's record: state, result, ticket, determinism."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence

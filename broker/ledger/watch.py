@@ -1,4 +1,4 @@
-"""How do thousands of held responses learn that their job has changed, without thousands of connections, and never hang?
+"""Notification of held responses about changes of their jobs: thousands of waiters on one connection, none lost.
 
 One pub/sub connection per process hears of every change. A message is only a hint: it may be lost with the connection, so
 whoever waits also looks by itself from time to time, and everybody looks when the connection is back.

@@ -1,4 +1,4 @@
-"""What may each part of Midstream do in Redis? One user per role, as lines for Redis' `aclfile`.
+"""Redis users: one per role, as lines for Redis' `aclfile`.
 
 The commands are those that work on data, by Redis' own categories, without any that Redis calls dangerous (KEYS, FLUSHALL, CONFIG,
 SHUTDOWN, …) but INFO, which says how full it is. The keys keep the roles apart: API keys are the API's alone, secrets of webhooks

@@ -1,4 +1,4 @@
-"""How does every process log? One line each: plain text with the ids behind it, or (`log_format=json`) one JSON object.
+"""Logging of every process: one line per entry, plain text with ids, or a JSON object with `log_format=json`.
 
 What a line is about (job, request, attempt, worker, rank, …) is bound where it becomes known, and is on every line logged below
 that, also on those of libraries. Nothing secret gets into a line: passwords in URLs, API keys and signing secrets are cut out of it.

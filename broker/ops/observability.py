@@ -1,4 +1,4 @@
-"""How does a process begin to be seen? Its log, its traces and its metrics, as the settings say: the first thing that it does."""
+"""Start of logging, tracing and metrics by the settings: the first call of every process."""
 
 from typing import Any
 

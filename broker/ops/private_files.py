@@ -1,4 +1,4 @@
-"""Which folders are nobody else's business, and how are they made?
+"""Private folders: creation with mode 700.
 
 What Redis, SQLite and loggers write has the mode that they give it, so it is the folder that keeps other accounts of the machine out: of
 the ledger's log (prompts, outputs, secrets of webhooks), of the outboxes (receipts) and of what our processes print. Capture files are

@@ -1,4 +1,4 @@
-"""How do we run a Redis of our own, durable enough to be the ledger's truth?
+"""A local Redis server, durable enough for the ledger.
 
 AOF with `appendfsync everysec` loses nothing when the process is killed (the data is in the kernel's page cache) and at
 most a second when the machine dies; `noeviction` refuses writes rather than dropping jobs.

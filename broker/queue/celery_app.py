@@ -1,4 +1,4 @@
-"""How is the queue set up: which queues, which priorities, which of Celery's many switches?
+"""Celery configuration: queues, priorities and switches.
 
 A message carries a job id and nothing else. It is a hint that a job waits: the ledger decides who runs it, the sweeper
 sends it again when it was lost. The scripts of the ledger put the messages into these queues (`messages`).

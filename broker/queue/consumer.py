@@ -1,4 +1,4 @@
-"""What must Celery's consumer survive, when Redis restarts under load, that it does not by itself? And how often does it tell?
+"""Celery consumer that survives restarts of Redis under load, with rate-limited logging.
 
 kombu clears a lost connection's `client`. What touches the connection afterwards, an acknowledgement or the second attempt
 to close it, ends in an AttributeError, which Celery takes for unrecoverable: the worker would end, and with it an engine

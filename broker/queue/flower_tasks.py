@@ -1,4 +1,4 @@
-"""Which of the tasks that Flower takes for unfinished are over, though no event said so?
+"""Repair of Flower's task list: tasks without an end event whose jobs have ended.
 
 Events are lossy: nobody tells the end of a task whose worker was killed while the receipts were on their way, or that ended while
 Flower was away. Flower's process therefore asks the ledger now and then for the jobs of all tasks that it takes for unfinished, and

@@ -1,4 +1,4 @@
-"""What do Celery's events say of how a job stands, so that Flower and the ledger agree?
+"""Celery task events for job states, so that Flower and the ledger agree.
 
 Workers tell it of their tasks; Flower's own process tells it of tasks whose worker could not. A task carries one attempt at a job,
 and its state in Flower is the job's:

@@ -1,4 +1,4 @@
-"""How does a message stay ours while its task runs? By renewing its place in kombu's index of unacknowledged messages.
+"""Renewal of messages of running tasks in kombu's index of unacknowledged messages.
 
 kombu gives a message that was not acknowledged within the visibility timeout to somebody else, whether or not its task is
 alive: a healthy 150 s task under a 10 s timeout ran twice at once. So a live consumer keeps its messages young, and the

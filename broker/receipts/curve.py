@@ -1,4 +1,4 @@
-"""Who may speak to the relay, and as which worker? CURVE keys in files, and the relay's authenticator (ZAP).
+"""CURVE authentication of senders at the relay: keys in files, and the ZAP authenticator.
 
 A key is one line of Z85 (40 characters). Private ones lie in `NAME.key`, for their owner's eyes only; public ones in `NAME.pub`. The
 relay knows its senders by a folder of public keys, `WORKER.pub`: who is in none of them does not get past the handshake, and who

@@ -1,4 +1,4 @@
-"""What do a rank's outbox and the relay say to each other, byte for byte?
+"""Frames of the protocol between a rank's outbox and the relay, byte for byte.
 
 One ZeroMQ message is one frame, laid out as `[version u8, kind u8, epoch 16 bytes, seq u64be, payload]`; the payload is
 MessagePack. The sender's routing id says which worker and rank it is, so the relay keeps no state about peers.

@@ -1,4 +1,4 @@
-"""How does a rank hand over a receipt so that it is never lost, without waiting for disk or network?
+"""Outbox of a rank: accepts receipts without loss and without waiting for disk or network.
 
 `append` queues; one writer thread commits what is queued in one SQLite transaction (group commit); one sender thread sends
 what is committed until the relay has acknowledged it. What a process leaves behind, the next one on the same file sends.

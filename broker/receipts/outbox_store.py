@@ -1,4 +1,4 @@
-"""What does an outbox keep on disk, and what does it still know when that disk was damaged?
+"""Outbox storage on disk, and recovery when the disk was damaged.
 
 Three files per rank: `<name>.sqlite` holds the receipts, `<name>.jobs` repeats which receipt belonged to which job (plain
 lines, so that it survives when the database does not), `<name>.lock` is held while a process uses the other two.

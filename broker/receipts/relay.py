@@ -1,4 +1,4 @@
-"""How do receipts from all ranks get into Redis, and who tells the ranks that they are there?
+"""The relay: commits receipts of all ranks to Redis and acknowledges them.
 
 `python -m midstream.broker.relay`: one ROUTER socket and one thread. It takes what is there, commits it to the ledger in
 groups of one outbox epoch each, and acknowledges what is written. It keeps nothing of its own: killed at any moment, it loses

@@ -1,4 +1,4 @@
-"""How do committed receipts get from an outbox to the relay, each at least once and in order, whatever dies in between?
+"""Sender of committed receipts from an outbox to the relay: at least once, in order, across crashes of either side.
 
 One thread with one DEALER socket. After every (re)connection it asks the relay for its mark, and goes on from there with at
 most `WINDOW` receipts under way; acknowledgements are cumulative. When nothing moves it asks again. What the outbox no
@@ -217,7 +217,7 @@ class Sender(threading.Thread):
             elif self._phase is not Phase.OFF:
                 waiting = self._committed - self._acked
                 log.warning(
-                    "outbox %s: connection to the relay at %s lost; %d receipts waitinginginginginginging",
+                    "outbox %s: connection to the relay at %s lost; %d receipts waitinginginginginginginging",
                     self._store.path,
                     self._url,
                     waiting,

@@ -1,4 +1,4 @@
-"""How does one webhook reach its receiver? Signed, to an address that was checked, without redirects, in bounded time and size."""
+"""HTTP request of a webhook: signed, to a checked address, without redirects, bounded in time and size."""
 
 import asyncio
 import base64

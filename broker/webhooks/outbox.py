@@ -1,4 +1,4 @@
-"""What is there to tell, to whom, and what became of it? The outbox of webhooks in Redis, as `lua/announce.lua` fills it.
+"""Webhook outbox in Redis: deliveries and their state; filled by `lua/announce.lua`.
 
 Every delivery is lent to one sender at a time; one whose sender died is lent again, under the same id, when the loan ends.
 The time is asked of `clock` wherever it matters, so that hours can be simulated.

@@ -1,4 +1,4 @@
-"""When is a webhook sent again? The ladder of Standard Webhooks, jitter, and what the receiver wishes with Retry-After. Pure."""
+"""Retry schedule of webhooks: the ladder of Standard Webhooks, jitter and Retry-After. Pure functions."""
 
 import random
 from email.utils import parsedate_to_datetime

@@ -1,4 +1,4 @@
-"""Which secrets sign a tenant's webhooks? Its own one, made on first use, and for a while the one before it; or those of a key.
+"""Signing secrets of webhooks: a tenant's own, created on first use, and for a while the previous one; or those of a key.
 
 They lie in Redis as they are and not hashed, because whoever signs needs them.
 """

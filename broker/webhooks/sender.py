@@ -1,4 +1,4 @@
-"""Who sends webhooks? A loop in the `callbacks` process that borrows what is due from the outbox, sends it and notes what came of it.
+"""Webhook sender: a loop in the `callbacks` process that leases due deliveries, sends them and records the outcome.
 
 Receivers do not wait for each other: each lane has its own room in the outbox, and no tenant has all of a sender's slots. For a
 simulated clock see `clock_of` (a whole process) and `Sender.round` (inside a test).

@@ -1,4 +1,4 @@
-"""Which addresses may a webhook be sent to? Public ones: nobody may have this machine call its own network for him.
+"""Allowed webhook addresses: public ones only (SSRF protection).
 
 A URL is looked at twice: as it is written, when a job is submitted; and by every address that its name has, when something is sent.
 """

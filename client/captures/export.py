@@ -1,4 +1,4 @@
-"""How do captured rows leave Midstream's files for other programs? As one `.npz`, or one `.safetensors`."""
+"""Export of captured rows as one `.npz` or one `.safetensors` file."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""How do captured activations become numpy arrays, on any machine, without torch? Whatever the layout of their files."""
+"""Reader of captured activations as numpy arrays, on any machine, without torch, for every file layout."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

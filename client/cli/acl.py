@@ -1,4 +1,4 @@
-"""How does one make the users that the parts of Midstream are in Redis? `midstream acl`."""
+"""`midstream acl`: users of Redis for the parts of Midstream."""
 
 from pathlib import Path
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""What can one do with captured rows from a terminal? `capture show`, `verify`, `save`, `export`, `list`, `delete`."""
+"""Captured rows on the command line: `capture show`, `verify`, `save`, `export`, `list`, `delete`."""
 
 from pathlib import Path
 from typing import Annotated

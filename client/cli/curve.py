@@ -1,4 +1,4 @@
-"""How does one make the keys that workers and relay know each other by? `curve new`."""
+"""CURVE keys of workers and relay on the command line: `curve new`."""
 
 from pathlib import Path
 from typing import Annotated, Literal

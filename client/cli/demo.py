@@ -1,4 +1,4 @@
-"""Does it all work here? `midstream demo`: the real stack, a real model, a real capture, real steering, a real sweep, and a check
+"""`midstream demo`: the real stack, a real model, a real capture, real steering and a real sweep, with a check
 of each."""
 
 import os
@@ -264,7 +264,7 @@ def _steer(client: Client, model: str, console: Console, verdict: Verdict) -> No
 
 
 def _patch(client: Client, model: str, folder: Path, console: Console, verdict: Verdict) -> None:
-    """Where does it know that the tower is in Paris? Causal tracing (Meng et al. 2022, arXiv:2202.05262), drawn twice."""
+    """Causal tracing of the fact that the tower is in Paris (Meng et al. 2022, arXiv:2202.05262), drawn twice."""
     console.print()
     console.rule("[bold]Patching[/]: rows of one prompt copied into another, to find where the answer is computed", align="left")
     study = PatchStudy(CLEAN, CORRUPT, ANSWER, FOIL, client=client, model=model).sweep(hooks=[HOOK])

@@ -1,4 +1,4 @@
-"""What can one do with jobs from a terminal? `submit`, `job …`."""
+"""Jobs on the command line: `submit`, `job …`."""
 
 import time
 from pathlib import Path

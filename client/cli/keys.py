@@ -1,4 +1,4 @@
-"""Who may call, from a terminal? `keys create`, `list`, `revoke`, `generate`; `tenants set`, `show`, `list`."""
+"""Keys and tenants on the command line: `keys create`, `list`, `revoke`, `generate`; `tenants set`, `show`, `list`."""
 
 import asyncio
 import time

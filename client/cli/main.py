@@ -1,4 +1,4 @@
-"""What can one type? `midstream up`, `demo`, `model`, `version`, and what the other modules called `cli_…` add."""
+"""The `midstream` command: `up`, `demo`, `model`, `version`, and the commands that the other modules register."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""What do the options of `midstream submit` ask for? Text as typed becomes the fields of a request; the server judges the rest."""
+"""Parsing of `midstream submit` options into request fields; the server validates the rest."""
 
 import inspect
 import json

@@ -1,4 +1,4 @@
-"""How is the whole service, from a terminal? `top` shows what goes on, `doctor` what is wrong and what to do about it."""
+"""`midstream top` and `midstream doctor`: live status of the service, and checks with advice."""
 
 import time
 from collections.abc import Callable

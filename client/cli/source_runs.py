@@ -1,4 +1,4 @@
-"""What can one do with source runs from a terminal? `runs list`, `show`, `delete`."""
+"""Source runs on the command line: `runs list`, `show`, `delete`."""
 
 from typing import Annotated
 

@@ -1,4 +1,4 @@
-"""What can one do with steering from a terminal? `modules …`, `global …`, `dynamic`."""
+"""Steering on the command line: `modules …`, `global …`, `dynamic`."""
 
 from typing import Annotated
 

@@ -1,4 +1,4 @@
-"""What can one do with sweeps from a terminal? `midstream sweep`: ask, watch, draw, keep."""
+"""Sweeps on the command line: `midstream sweep` submits, follows, draws and saves."""
 
 from pathlib import Path
 from typing import Annotated, Any

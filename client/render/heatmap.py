@@ -1,4 +1,4 @@
-"""How does a sweep look in a figure? Tokens by layers, one panel for each hook, all on one colour scale (matplotlib, `plots`)."""
+"""Heatmap of a sweep: tokens by layers, one panel per hook, one colour scale (matplotlib, extra `plots`)."""
 
 import io
 import math

@@ -1,4 +1,4 @@
-"""How do jobs, receipts and captures look on a terminal?"""
+"""Terminal output of jobs, receipts and captures."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any

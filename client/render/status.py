@@ -1,4 +1,4 @@
-"""How does the whole service look on a terminal of 80 columns, and how the findings of `midstream doctor`?"""
+"""Terminal output of the service's status, for 80 columns, and of the findings of `midstream doctor`."""
 
 import time
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,4 @@
-"""How do named modules, global steering and what the ranks say of themselves look on a terminal?"""
+"""Terminal output of named modules, global steering and the ranks' reports."""
 
 import time
 from collections.abc import Sequence

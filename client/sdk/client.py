@@ -1,4 +1,4 @@
-"""How does a Python program talk to Midstream? `Client` blocks, `AsyncClient` awaits; both offer the same calls."""
+"""The Python clients: `Client` blocks, `AsyncClient` awaits; both have the same calls."""
 
 import asyncio
 import threading

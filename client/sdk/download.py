@@ -1,4 +1,4 @@
-"""Where do a job's capture files lie for this client: on this machine already, or to be fetched over HTTP?"""
+"""Capture files of a job: found on this machine, or downloaded over HTTP."""
 
 import atexit
 import json

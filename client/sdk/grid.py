@@ -1,4 +1,4 @@
-"""What does a sweep say, cell by cell? A `SweepResult` as arrays, its strongest cells, and plain records."""
+"""Grids of a sweep: a `SweepResult` as arrays, strongest cells, and plain records."""
 
 import math
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Which HTTP request is each call about jobs and captures, and how long is a server that does not answer put up with?"""
+"""HTTP requests of the calls on jobs and captures, and retries while the server does not answer."""
 
 import time
 from typing import Any

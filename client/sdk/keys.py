@@ -1,4 +1,4 @@
-"""Who may call, and how much may each tenant use? The calls about keys and tenants, of both clients. All but `tenant` need scope admin."""
+"""Calls on keys and tenants, of both clients. All but `tenant` require scope admin."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What goes on in the whole service? The call about it, of both clients."""
+"""The call for the service's status, of both clients."""
 
 from abc import ABC, abstractmethod
 

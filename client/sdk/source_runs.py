@@ -1,4 +1,4 @@
-"""Which captures have a name, and what is in them? The calls about source runs, of both clients."""
+"""Calls on source runs, of both clients."""
 
 from abc import ABC, abstractmethod
 from urllib.parse import quote
@@ -32,7 +32,7 @@ class RunCalls(ABC):
         return wire.decode(self._send(_page(model, limit, cursor)), RunPage)
 
     def source_run(self, name: str, model: str | None = None) -> RunView:
-        """Is it ready, and which layers and positions has it of each prompt? Raises `not_found`."""
+        """A run's state, and the layers and positions of each prompt. Raises `not_found`."""
         return wire.decode(self._send(_one("GET", name, model)), RunView)
 
     def delete_run(self, name: str, model: str | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What has a name, what is steered for everyone, and do the ranks agree? The calls about it, of both clients.
+"""Calls on modules, global steering and rank agreement, of both clients.
 
 Steering is given as a list of entries or as one, as a mapping from site to array (`{"post_block.12": vector}`), or as a safetensors
 file: `schemas.module_files` says how both name their tensors.

@@ -1,4 +1,4 @@
-"""How does one ask for a sweep, follow it cell by cell, and get its grid? The calls about it, of both clients.
+"""Calls on sweeps, of both clients: submit, follow cell by cell, get the grid.
 
 A sweep is a job: `job`, `wait`, `cancel` and `events` of the clients hold for it, too.
 """

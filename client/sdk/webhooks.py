@@ -1,4 +1,4 @@
-"""What was told to receivers of webhooks, and with which secret? The calls about them, of both clients."""
+"""Calls on webhook deliveries, secrets and receivers, of both clients."""
 
 from abc import ABC, abstractmethod
 from typing import Any

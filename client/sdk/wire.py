@@ -1,4 +1,4 @@
-"""What does a request to the API look like, and what does an answer mean? Shared by the blocking and the async client."""
+"""Requests and responses of the API, shared by the blocking and the async client."""
 
 import json
 import os

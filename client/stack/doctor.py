@@ -1,4 +1,4 @@
-"""Is everything as it has to be, and what is to be done where it is not? The checks of `midstream doctor`.
+"""The checks of `midstream doctor`, each with advice.
 
 Redis is asked as an operator would ask it, the rest as it is seen from outside; nothing is changed.
 """

@@ -1,4 +1,4 @@
-"""How is one child process started, watched, understood from its log, and stopped without a trace?"""
+"""A child process: started, watched, diagnosed from its log, and stopped with all its children."""
 
 import contextlib
 import ctypes

@@ -1,4 +1,4 @@
-"""How does the whole stack run on one machine? Redis, relay, worker, API, callbacks and Flower as children of one process."""
+"""The whole stack on one machine: Redis, relay, worker, API, callbacks and Flower as children of one process."""
 
 import asyncio
 import contextlib

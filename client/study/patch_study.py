@@ -1,4 +1,4 @@
-"""Where does a model keep this fact? A study of two prompts: sweep, look closer, draw, keep.
+"""Patch studies of two prompts: sweep, zoom in, draw, save.
 
 study = PatchStudy("The Eiffel Tower is in the city of", "The Colosseum is in the city of", " Paris", " Rome")
 study.sweep(hooks=["resid_pre", "attn_out", "mlp_out"])

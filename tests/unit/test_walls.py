@@ -251,6 +251,19 @@ def test_no_file_is_larger_than_a_source_file_should_be() -> None:
     assert [str(path) for path in tracked() if (ROOT / path).stat().st_size > limit] == []
 
 
+def test_a_docstring_begins_with_a_statement() -> None:
+    """The first sentence of a module, class or function says what it is; a question leaves the reader to find the answer."""
+    described = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    wrong = [
+        f"{path.relative_to(ROOT)}:{node.body[0].lineno}: {first}"
+        for path in sources(*PACKAGES)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, described) and (first := (ast.get_docstring(node) or "").partition("\n")[0])
+        if "?" in first.partition(". ")[0]
+    ]
+    assert wrong == []
+
+
 def test_names_of_tests_fit_in_eighty_characters() -> None:
     names = [
         node.name

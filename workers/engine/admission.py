@@ -1,4 +1,4 @@
-"""May this request enter the engine now? What does not fit waits, in order of arrival, and never fails for it.
+"""Admission of requests to the engine. Requests that do not fit wait in order of arrival and never fail for it.
 
 What is limited: the distinct steering rows in flight, the memory that captured rows may take, and the cells of sweeps.
 """

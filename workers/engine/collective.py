@@ -1,4 +1,4 @@
-"""Did a call succeed on every rank? Every answer is looked at; what did not succeed everywhere is undone everywhere."""
+"""Calls to all ranks: every answer is checked; what did not succeed everywhere is undone everywhere."""
 
 import asyncio
 import logging

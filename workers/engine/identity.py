@@ -1,4 +1,4 @@
-"""Which worker is this, and which start of it?"""
+"""Identity of a worker and of its current start."""
 
 import fcntl
 import os

@@ -1,4 +1,4 @@
-"""What must an engine be able to do, so that a worker can host it?"""
+"""The engine protocol: what a worker requires of an engine."""
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -146,7 +146,7 @@ class Engine(Protocol):
         """
 
     async def same_content(self) -> bool:
-        """Resync, last half: do the ranks of every stage have the same bytes in their tables?"""
+        """Second half of a resync: whether the ranks of every stage have the same bytes in their tables."""
 
     @property
     def waiting(self) -> int:

@@ -1,4 +1,4 @@
-"""How does an engine tell all of its ranks what stands, and learn what they have? The same for every engine."""
+"""Control of all ranks of an engine: steering state and reports. The same for every engine."""
 
 import logging
 from abc import ABC, abstractmethod

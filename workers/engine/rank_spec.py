@@ -1,4 +1,4 @@
-"""What are the ranks told about one prompt of a job?"""
+"""What ranks receive about one prompt of a job."""
 
 from ...schemas.selectors import depends_on_prompt, lowest_position
 from ...schemas.specs import RankSpec, StoredSteering, content_key, steering_digest

@@ -1,4 +1,4 @@
-"""Which source runs are on the ranks? Each is loaded once, whole, by all ranks or by none, and kept while somebody needs it."""
+"""Source runs on the ranks: each is loaded once, by all ranks or by none, and kept while in use."""
 
 import asyncio
 from collections import Counter, OrderedDict

@@ -1,4 +1,4 @@
-"""How does the API tokenise exactly as the engine would? The worker hands over its tokenizer as data."""
+"""The tokenizer as data, so that the API tokenises exactly as the engine does."""
 
 from transformers import AutoTokenizer
 

@@ -1,4 +1,4 @@
-"""Which vectors are on the ranks? Each is sent once, to all ranks or to none, and kept while somebody needs it."""
+"""Vectors on the ranks: each is sent once, to all ranks or to none, and kept while in use."""
 
 import asyncio
 from collections import Counter, OrderedDict

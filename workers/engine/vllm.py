@@ -1,4 +1,4 @@
-"""How is stock vLLM hosted? One AsyncLLM, told to use our worker and scheduler classes, and nothing patched in its files."""
+"""Stock vLLM as an engine: one AsyncLLM configured with our worker and scheduler classes; no vLLM file is patched."""
 
 import asyncio
 import logging

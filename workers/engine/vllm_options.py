@@ -1,4 +1,4 @@
-"""What do the settings ask of vLLM, besides what is ours?"""
+"""Translation of settings to vLLM's engine arguments."""
 
 import os
 from pathlib import Path

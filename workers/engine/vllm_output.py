@@ -1,4 +1,4 @@
-"""How does a job's sampling become vLLM's, and how do vLLM's deltas become our output?"""
+"""Translation of sampling parameters to vLLM's, and of vLLM's deltas to our output."""
 
 import msgspec
 from vllm import SamplingParams

@@ -1,4 +1,4 @@
-"""What does the control plane do when no model is in the way?
+"""The fake engine: the control plane without a model.
 
 `FakeEngine` generates without a model: deterministic text, a settable time per token, and real receipts and real capture
 files for every rank it claims to have. Steering of every op is checked, accounted for on each rank and decides the text;

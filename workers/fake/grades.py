@@ -1,4 +1,4 @@
-"""What would the model that is none expect next? A number that tokens and edited rows decide, so that a wrong patch shows.
+"""Next-token grades of the fake engine: a function of tokens and edited rows, so that a wrong patch shows.
 
 A row that an edit leaves as it is counts for nothing: so a patch with a prompt's own row changes nothing here either.
 """

@@ -1,4 +1,4 @@
-"""What does the model that is none look like from outside? Its facts, its tokenizer, its text and its residual stream."""
+"""The fake engine's model: facts, tokenizer, text and residual stream."""
 
 import zlib
 from typing import cast

@@ -1,4 +1,4 @@
-"""What does one rank of the fake engine keep? Vectors, source runs, modules, global steering, rows in use, and a real action ledger.
+"""State of one fake rank: vectors, source runs, modules, global steering, rows in use, and a real action ledger.
 
 It answers the same calls as a real rank (`runner.worker_class`), so that all that the worker does with ranks runs unchanged.
 """
@@ -44,7 +44,7 @@ class FakeFaults:
         return int(found["rank"]) if found is not None else None
 
     def strikes(self, name: str, rank: int) -> bool:
-        """Does it happen to this rank now? Counts against `times`."""
+        """Whether the fault happens on this rank now. Counts against `times`."""
         found = self._known.get(name)
         if found is None or int(found.get("rank", rank)) != rank or found.get("times") == "0":
             return False

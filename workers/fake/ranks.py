@@ -1,4 +1,4 @@
-"""How do the fake engine's ranks live and report? As real ones do: captures go through the writer, then a receipt into the outbox."""
+"""The fake engine's ranks, which report like real ones: captures go through the writer, then a receipt to the outbox."""
 
 import asyncio
 from collections.abc import Callable, Sequence

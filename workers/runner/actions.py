@@ -1,4 +1,4 @@
-"""Did every rank do the same? A running checksum over every action that a rank applied.
+"""Action ledger of a rank: a running checksum over every action that it applied.
 
 Ranks of one pipeline stage see the same schedule, so they must reach the same checksum after the same actions.
 The fold is splitmix64 (Steele, Lea, Flood 2014, doi:10.1145/2660193.2660195) over CRC32 digests, so it is sensitive

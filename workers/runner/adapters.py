@@ -1,4 +1,4 @@
-"""How do vLLM's v1 and v2 model runners tell what they do in a step? Nothing else here knows a runner's attribute.
+"""Adapters of vLLM's v1 and v2 model runners. No other module knows a runner's attributes.
 
 Both adapters are mixed in front of the platform's runner class; see `docs/decisions/0001-contracts.md`.
 """

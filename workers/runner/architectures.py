@@ -1,4 +1,4 @@
-"""Where in a model's decoder layer is each hook point? One table entry per architecture, and nothing else.
+"""Places of the hook points in a decoder layer: one table entry per architecture.
 
 A tap names a module below the layer and one side of it; `sites` wraps that module when the model is loaded. Model files
 stay as they are. What is not in the table is refused at boot; a hook that an architecture does not have is refused by name.

@@ -1,4 +1,4 @@
-"""How does a step's plan get into the buffers that the forward reads, and how do captured rows get out?
+"""Buffers of a step: the plan into those that the forward reads, and captured rows out of them.
 
 On the CPU the buffers are written in place, and where the forward runs as Python it captures straight into the slab. A
 compiled forward on the CPU writes the ring, which is copied. On an accelerator everything goes through pinned memory

@@ -1,4 +1,4 @@
-"""Which rows did a request have recorded, and where do they lie until they are written?
+"""Captured rows of a request, from recording until they are written.
 
 All rows that a step captures lie in one slab `[rows, hidden]`, port after port (a port is a site's before or after); a
 request remembers the runs of rows that are its own and joins them when it ends. A position recorded twice (after a

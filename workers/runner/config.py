@@ -1,4 +1,4 @@
-"""What is a rank told at boot?
+"""Configuration of a rank at boot.
 
 What compiled graphs depend on (version and buffer layout) goes through vLLM's `additional_config`, which is part of
 the compile cache's key. The rest changes with every boot and goes through one environment variable, which is not.
@@ -29,7 +29,7 @@ class Place:
 
     @property
     def grades(self) -> bool:
-        """Is it this rank that grades next tokens?"""
+        """Whether this rank grades next tokens."""
         return self.tp == 0 and self.pp == self.stages - 1
 
 

@@ -1,4 +1,4 @@
-"""Who gets captured rows? The consumers built in, and those that other packages offer under an entry point.
+"""Consumers of captured rows: built in, or offered by other packages under an entry point.
 
 A package offers one by an entry point of the group `midstream.capture_consumers`: its name is the consumer's, its object a
 class or function that is called without arguments, once per process, and gives a `Consumer`. See `docs/capture.md`.

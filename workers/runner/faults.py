@@ -1,4 +1,4 @@
-"""Tests only: which faults is this rank told to have? `name` or `name:rank=1`, several separated by commas."""
+"""Faults of a rank, for tests only: `name` or `name:rank=1`, several separated by commas."""
 
 import time
 from collections.abc import Callable
@@ -67,19 +67,19 @@ class Faults:
         return name in self._active
 
     def _once(self, name: str) -> bool:
-        """Is it active? From now on it is not."""
+        """Whether it is active; it is consumed by the call."""
         active = name in self._active
         self._active.discard(name)
         return active
 
     def of_write(self) -> bool:
-        """Asked in a writer thread before it writes a group: does that fail?"""
+        """Whether writing a group fails; called in a writer thread before it writes."""
         if "slow_write" in self:
             time.sleep(_SLOW_S)
         return "write" in self
 
     def of_run(self) -> bool:
-        """Does this look-up of a source run find nothing?"""
+        """Whether this look-up of a source run finds nothing."""
         return self._once("lose_run")
 
     def of_row(self, content: RowContent) -> RowContent:

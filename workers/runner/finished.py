@@ -1,4 +1,4 @@
-"""What did a finished request record on this stage, ready for those who consume it? And what did they make of it?"""
+"""Rows that a finished request recorded on this stage, ready for consumers, and the consumers' results."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -141,7 +141,7 @@ def entries_of(spec: RankSpec) -> list[StoredSteering]:
 
 
 def precedes_edits(spec: RankSpec, position: int, place: tuple[str, int] | None, *, after: bool) -> bool:
-    """Was this row computed before any edit of the request could reach it? Then the unedited model made it what it is.
+    """Whether this row was computed before any edit of the request could reach it, that is, by the unedited model.
 
     `place`: (hook, layer), behind its edits or `after` them; None: behind the last layer.
     """

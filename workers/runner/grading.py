@@ -1,4 +1,4 @@
-"""What does the model expect next after a prompt? Read off the logits that vLLM's sampler is about to get, before it changes them.
+"""Grading of the next token after a prompt, from the logits before vLLM's sampler changes them.
 
 Why not by `SamplingParams.logprob_token_ids`: `docs/decisions/0006-reentry-and-grading.md`.
 """

@@ -1,4 +1,4 @@
-"""Where do the keys and values of a sweep's unpatched prompt lie, so that its cells need not compute what stands before their patch?
+"""KV blocks of a sweep's unpatched prompt, kept so that its cells skip what precedes their patch.
 
 The prefix cache shares whole blocks only, and a prompt of a sentence fills none. So the blocks of such a prompt stay referenced when it
 ends, the last one perhaps filled in part. A cell of the very same tokens begins behind them, at the first position that it patches:

@@ -1,4 +1,4 @@
-"""How do captures become files? By layout: one file per request and stage, one per tensor, or many requests in one segment.
+"""File layouts of captures: one file per request and stage, one per tensor, or many requests in one segment.
 
 `filesystem`, the consumer that does it, groups what it gets into as few disk round trips as it can. If a group fails, each
 capture is tried alone, so that one that cannot be written does not fail the others.

@@ -1,4 +1,4 @@
-"""What stands on this rank, whatever requests come? Tensors, modules by name, and what is applied to everyone.
+"""Request-independent state of a rank: tensors, named modules, global steering.
 
 Requests name tensors by content and bring global steering in their own specs, so nothing here changes what a request does.
 Modules and global steering are kept so that ranks can be compared, tensors in use stay, and everyone's rows stay written.
@@ -117,7 +117,7 @@ class RankState:
     # -- global steering ---------------------------------------------------------------------------------------------------
 
     def prepare_global(self, steering: GlobalSteering) -> None:
-        """Could this be committed? Tensors, shapes, sites and sums are looked at; nothing is changed."""
+        """Check that this could be committed: tensors, shapes, sites and sums. Changes nothing."""
         for entry in steering.entries:
             self.check_sites(entry.hook, entry.layers)
         rows = steering.standing_rows()

@@ -1,4 +1,4 @@
-"""What happens when more rows are captured than the writers take? One of three policies, by the bytes that wait for them.
+"""Overload policies for captured rows that arrive faster than they are written, by bytes waiting.
 
 `block`: steps wait. `spill`: the rows lie in a file instead of memory. `drop`: they are not recorded, and the result says so.
 """
@@ -22,9 +22,9 @@ class Overload:
             time.sleep(_WAIT_S)
 
     def drops(self) -> bool:
-        """Is this step not to be recorded?"""
+        """Whether to skip recording this step."""
         return self._policy == "drop" and self._backlog() > self._limit
 
     def spills(self) -> bool:
-        """Are this step's rows to lie on disk?"""
+        """Whether to spill this step's rows to disk."""
         return self._policy == "spill" and self._backlog() > self._limit

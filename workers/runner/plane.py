@@ -1,4 +1,4 @@
-"""What does this rank do in each engine step? It keeps the requests, has their rows planned, and accounts for both.
+"""Per-rank data plane: tracks requests, has their rows planned, and accounts for both.
 
 The adapters call `begin` (who came, who ended), `plan` (which rows are whose), let the forward run, then `drain`.
 Nothing that goes wrong in here may take the engine down: it fails the requests concerned, through their receipts.

@@ -1,4 +1,4 @@
-"""Which rows of this step's batch are edited and which recorded? Fills the buffers before the forward, empties them after.
+"""Planner of a step: fills the buffers with edited and recorded rows before the forward, empties them after.
 
 `row = first_row + position − first_position`, and only inside the step's window: so chunked prefill, preemption and
 resume need no case of their own.
@@ -79,12 +79,12 @@ class Planner:
 
     @property
     def busy(self) -> bool:
-        """Does the forward that runs now do anything?"""
+        """Whether the current forward edits or records anything."""
         return self._busy
 
     @property
     def edits(self) -> bool:
-        """Does it edit a row?"""
+        """Whether it edits a row."""
         return self._edits
 
     def plan_steering(self, mine: Sequence[tuple[Tracked, RequestRows]]) -> None:

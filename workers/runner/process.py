@@ -1,4 +1,4 @@
-"""How does a rank process live beside its parent and its own compute threads?
+"""Process settings of a rank: its tie to the parent process, and its compute threads.
 
 It ends when its parent does, because an orphan would hold the device and the outbox. And its helper threads stay off the
 cores that vLLM binds the model's threads to.

@@ -1,4 +1,4 @@
-"""May this step's forward begin above the first layer? And how does it, with rows that a source run kept?
+"""Re-entry: starting a step's forward above the first layer, with rows of a source run.
 
 Only forwards that run as Python do. Why, how, and what it gains: `docs/decisions/0006-reentry-and-grading.md`.
 """
@@ -108,7 +108,7 @@ def first_layer(step: Sequence[tuple[RankSpec | None, RequestRows]], block_size:
 
 
 def _may_enter(spec: RankSpec, rows: RequestRows, block_size: int) -> bool:
-    """Does nobody need what the layers below the entry would compute of these rows?"""
+    """Whether nothing needs what the layers below the entry would compute of these rows."""
     assert spec.entry is not None
     if spec.captures or rows.first_position + rows.num_rows != spec.prompt_tokens:
         return False

@@ -1,4 +1,4 @@
-"""What does a rank say of a request that is over, or that failed? Makes its receipt and has its captures written."""
+"""Reports of ended or failed requests: makes the receipt and hands captures to the writer."""
 
 from functools import partial
 

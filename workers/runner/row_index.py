@@ -1,4 +1,4 @@
-"""Which captured rows of cached prompts do the ranks still hold? Kept by the scheduler, which alone decides what they keep.
+"""Index of captured rows of cached prompts; kept by the scheduler, which alone decides what ranks store.
 
 A capture whose prompt is served by the prefix cache would be short by what the hit skips. Rows of full prompt blocks are
 therefore kept on the ranks, bounded, by the hash of their block (which covers everything before it and the interventions in
@@ -101,7 +101,7 @@ class RowIndex:
 
     @property
     def pending(self) -> bool:
-        """Is there something to tell the ranks even in a step without captures?"""
+        """Whether the ranks must be notified even in a step without captures."""
         return bool(self._dropped)
 
     def dropped(self) -> list[int]:

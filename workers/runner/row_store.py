@@ -1,4 +1,4 @@
-"""Where does a rank keep captured rows of cached prompts? Under the numbers that the scheduler gives, see `row_index`."""
+"""Store of captured rows of cached prompts on a rank, under the scheduler's numbers; see `row_index`."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""What must vLLM's scheduler do differently? Tell the ranks how a request ended, and keep the prefix cache honest.
+"""Extension of vLLM's scheduler: reports to ranks how requests ended, and keeps the prefix cache correct.
 
 Named by `scheduler_cls`, so it runs in the engine-core process. Importing it patches the one function there that
 decides what a KV block's hash covers.

@@ -1,4 +1,4 @@
-"""How do the hook points get into a loaded model? The modules that the adapter names are wrapped, on the instances.
+"""Installation of hook points in a loaded model: wraps the instances of the modules that the adapter names.
 
 Sites are installed after loading and before compilation or graph capture; model files stay as they are. In a traced
 forward every site is one opaque op whose tensors are buffers of its module, so the same graph serves idle and busy

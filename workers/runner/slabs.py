@@ -1,4 +1,4 @@
-"""Where do captured rows lie between the forward pass and the disk? In slabs: memory that is reused, because touching fresh
+"""Slabs: memory for captured rows between forward pass and disk. They are reused, because touching fresh
 pages costs more than copying the rows.
 """
 

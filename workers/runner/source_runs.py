@@ -1,4 +1,4 @@
-"""Which source runs are on this rank, and what is a row of one?
+"""Source runs on this rank, and their rows.
 
 A run is the captured rows of one prompt of a settled job. Every rank reads them from the capture files by itself, and keeps what its
 own sites need; so no rank waits for another, and one that cannot says why.
@@ -35,7 +35,7 @@ class RunStore:
     """One per rank. What it refuses it raises as LookupError or ValueError, and has changed nothing then."""
 
     def __init__(self, store: ArtifactStore, sites: Sequence[Site], hidden_size: int, lost: Callable[[], bool] = lambda: False) -> None:
-        """`lost`: tests only, does the next look-up find nothing?"""
+        """`lost`: tests only; whether the next look-up finds nothing."""
         self._store, self._hidden_size, self._lost = store, hidden_size, lost
         self._sites: set[tuple[str, int]] = {(site.hook, site.layer) for site in sites}
         self._runs: dict[str, _LoadedRun] = {}

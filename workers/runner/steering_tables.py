@@ -1,4 +1,4 @@
-"""Which vectors are on this rank, and which rows of the steering tables are in use?"""
+"""Vectors of this rank, and the rows of its steering tables in use."""
 
 import zlib
 from collections.abc import Callable, Sequence

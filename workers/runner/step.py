@@ -1,4 +1,4 @@
-"""What does the data plane need to know of an engine step? The same for vLLM's v1 and v2 runners."""
+"""An engine step as the data plane sees it, the same for vLLM's v1 and v2 runners."""
 
 from dataclasses import dataclass
 from typing import Any

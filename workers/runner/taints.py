@@ -1,4 +1,4 @@
-"""Under which digests may the prefix cache hold what was computed without the edit?
+"""Digests whose cached prefixes may have been computed without the edit.
 
 A request whose intervention failed goes on in the engine and fills cache blocks that claim the edit.
 """
@@ -29,7 +29,7 @@ class Taints:
             self._failed[digest] = step
 
     def spoil(self, spec: RankSpec, cached_tokens: int) -> bool:
-        """May what the cache serves of this request be without its edit?"""
+        """Whether what the cache serves for this request may lack its edit."""
         return spec.digest in self._failed and cached_tokens > spec.first_affected
 
     def forget(self, step: int, running: Collection[str]) -> None:

@@ -1,4 +1,4 @@
-"""Where in the pool does a configuration row keep its vectors? One run of consecutive entries for each site and family,
+"""Allocation of pool entries to configuration rows: one run of consecutive entries per site and family,
 which sites that hold the same share.
 
 Runs differ in length, so free entries may lie scattered; then those in use are moved together. Entry 0 stays zero.

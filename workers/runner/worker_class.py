@@ -1,4 +1,4 @@
-"""What is a vLLM worker with the data plane in it? The platform's own, with another model runner class.
+"""vLLM worker with the data plane: the platform's worker with another model runner class.
 
 Named by `worker_cls`. Its public `midstream_*` methods are called on all ranks by `collective_rpc`.
 """

@@ -1,4 +1,4 @@
-"""How do finished captures reach those who consume them, and their receipts the outbox, without the engine waiting for either?"""
+"""Writer: passes finished captures to consumers and their receipts to the outbox, without blocking the engine."""
 
 import logging
 import queue
@@ -104,7 +104,7 @@ class Writer:
         self._queue.put(job)
 
     def busy(self) -> bool:
-        """Is anything still to be written?"""
+        """Whether anything remains to be written."""
         return self._pending > 0
 
     def close(self) -> None:

@@ -47,7 +47,7 @@ class Attempt:
 
     @property
     def reported(self) -> bool:
-        """Do the ranks report on it?"""
+        """Whether the ranks report on it."""
         return self.job.wants_receipts or bool(self.lease.steering.entries)
 
     def stop(self, ending: AttemptOutcome, detail: str = "") -> None:

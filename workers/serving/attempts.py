@@ -1,4 +1,4 @@
-"""How does a worker take one job from claim to stored outputs, whatever happens in between?
+"""Attempts: a worker takes one job from claim to stored outputs, through failures in between.
 
 Every way out ends in the ledger: outputs, a typed problem, a cancellation, or a release to another attempt. A run that
 lost its lease says nothing any more: its attempt is fenced.

@@ -1,4 +1,4 @@
-"""How does a worker show that it lives, keep the leases of its jobs, and learn that one is not its own any more?"""
+"""Heartbeat of a worker: renews its record and its jobs' leases, and detects jobs that it has lost."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""Where does the engine live inside a Celery worker, and what happens when it dies there?
+"""The engine's host inside a Celery worker, and recovery when the engine dies.
 
 One thread runs one event loop for the process's whole life; on it are the engine, the ledger's connections, the runs and
 the heartbeat. Everybody else reaches them through this class. The thread must not end before the process: the engine's

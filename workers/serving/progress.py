@@ -1,4 +1,4 @@
-"""How far is an attempt, and who is told of it? Metrics, a trace and the ids on log lines, from the claim to stored outputs.
+"""Progress of an attempt, from claim to stored outputs: metrics, a trace, and ids on log lines.
 
 All of it happens in coroutines that are there anyway; a token costs an addition.
 """

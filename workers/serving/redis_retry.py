@@ -1,4 +1,4 @@
-"""What does a worker do while Redis is away, and how does it stop what talks to Redis?
+"""Retries of a worker while Redis is unreachable, and their end at shutdown.
 
 It waits and asks again: a restart must not cost a running job. And it cancels until the task is over, not once: redis-py
 awaits its writes with `asyncio.wait_for`, which on Python 3.11 swallows a cancellation that arrives together with the result.

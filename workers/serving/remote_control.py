@@ -1,4 +1,4 @@
-"""Which remote-control commands does a worker answer? Importing this module registers them with Celery.
+"""Remote-control commands of a worker. Importing this module registers them with Celery.
 
 `app.control.broadcast("midstream_cancel", arguments={"job_id": …})` stops a running job within milliseconds. A broadcast
 may be lost, so the ledger is told first, and the heartbeat notices as well.

@@ -1,4 +1,4 @@
-"""Which source runs do this worker's jobs use now? They are loaded before and while they are used, and leased so that nothing ages away."""
+"""Source runs in use by this worker's jobs: loaded before use, and leased so that retention keeps them."""
 
 import logging
 from collections import Counter

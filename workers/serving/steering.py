@@ -1,4 +1,4 @@
-"""How does a worker keep its ranks at what is desired for everyone, and what does it do when they are out of step?
+"""Convergence of the ranks to the desired global steering, and resync when they diverge.
 
 It looks in Redis every `steering_poll_s`: prepares what is proposed, applies what was decided (global steering, named modules),
 and reports. A job begins only while the worker is `serving`, under the global steering that is applied then, and keeps it to

@@ -1,4 +1,4 @@
-"""Under which global steering does an attempt run, and who still runs under one that was replaced?"""
+"""Global steering versions that attempts run under, and those still in use after replacement."""
 
 from ...schemas.steering import GlobalSteering
 

@@ -1,4 +1,4 @@
-"""What is the engine asked for a unit of a sweep? Tokens, patches, captures, where to begin, and what to grade."""
+"""Engine requests of a sweep's units: tokens, patches, captures, entry layer and grading."""
 
 from collections.abc import Sequence
 
@@ -74,7 +74,7 @@ class SweepRequests:
         return asks
 
     def compares(self, unit: Unit) -> bool:
-        """Is its distribution compared with the clean prompt's?"""
+        """Whether its distribution is compared with the clean prompt's."""
         return self._sweep.metric == "kl" and unit != self.reference(unit.pair)
 
     def take_over(self, pair: int, told: Sequence[Receipt]) -> None:

@@ -1,4 +1,4 @@
-"""Did every rank vouch for a unit of a sweep? Only then does what the ranks told of it become a value."""
+"""Verdict on a sweep unit: its reported numbers become a value only if every rank confirms it."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""How does a worker run a sweep? Its prompts as they are, then thousands of patched ones, a few in the engine at a time.
+"""Execution of a sweep: its unpatched prompts, then thousands of patched ones, a few in the engine at a time.
 
 A unit counts once every rank has vouched for it: its receipts are read from the ticket, and what they prove is kept in the ledger,
 so that an attempt that follows a killed worker goes on with the rest. What cannot be vouched for becomes a cell without a value and

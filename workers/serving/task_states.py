@@ -1,4 +1,4 @@
-"""When does a worker tell how the job of a task ended? (What it tells then: `broker.queue.task_events`.)
+"""Task events at the end of a worker's jobs: when they are sent. (Their content: `broker.queue.task_events`.)
 
 A job whose receipts are still on their way is no success yet, and neither is one that another attempt has taken over. Such a task
 gives its place in the pool free and is STARTED until the ledger says how the job ended; a thread looks once a second after all of

@@ -1,4 +1,4 @@
-"""Which Celery tasks does a worker run? One per kind of job, all with the same body: the job's id is all that they carry."""
+"""Celery tasks of a worker: one per kind of job, all with the same body; the job's id is their only argument."""
 
 import time
 from collections.abc import Callable
