@@ -170,7 +170,7 @@ class AppContext:
         return job_id
 
     async def model_state(self, model: str, names: list[str], caller: Caller, patch: Sequence[PatchSpec] = ()) -> ModelState:
-        """The caller's modules of these names and what steers everyone, of one moment, and the runs that patches name."""
+        """A consistent snapshot of the caller's modules with these names and global steering, and the runs that patches name."""
         kept, current = await self.steering.standing(model, [scoped(caller.tenant, name) for name in names])
         modules = {shown(name): msgspec.structs.replace(module, name=shown(name)) for name, module in kept.items()}
         known = own(caller.tenant, await self.steering.module_names(model)) if len(modules) < len(names) else []

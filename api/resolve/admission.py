@@ -235,7 +235,7 @@ def _characters(prompt: StoredPrompt) -> int:
 
 
 def facts_of(wish: Wish, prompts: Sequence[StoredPrompt], codec: Codec, model_state: ModelState = NOTHING) -> list[PromptFacts]:
-    """What the rules need to know of each prompt; where its tokens lie in its text is looked up only when a span asks for it."""
+    """Facts about each prompt for the rules; offsets of tokens in the text are computed only if a span needs them."""
     if not _needs_text(wish, model_state):
         return [PromptFacts(len(prompt.token_ids)) for prompt in prompts]
     facts = []

@@ -311,7 +311,7 @@ def _no_text(span: Span) -> list[int]:
     raise SelectorError("is not available: a run has positions but no text; give numbers or a range", ".text")
 
 
-#: What a source says → what it comes to, per prompt.
+#: Kind of source → function that resolves it per prompt.
 SOURCES: dict[str, Callable[[Patch, Bounds, ModelState, dict[str, bytes]], list[list[StoredSteering]]]] = {
     "run": _of_run,
     "vector": _of_vector,
@@ -345,7 +345,7 @@ def resolve_patches(
             raise invalid("patch", f"needs {total} rows of runs and vectors over all prompts", allowed=f"at most {MAX_PATCH_ROWS}")
         mask = "" if made["mask"] is None else mask_tensor(made["mask"], bounds.model.hidden_size, blobs)
         masks.add(mask)
-        if len(masks) - 1 > MAX_MASKS:  # without the one that is no mask
+        if len(masks) - 1 > MAX_MASKS:  # without the empty one
             raise invalid(
                 f"{at}.mask",
                 f"is one mask too many: the request already has {MAX_MASKS} different ones",
