@@ -175,7 +175,7 @@ def _tensor(name: str, found: Mapping[str, Any]) -> Tensor:
 
 def _fitting(key: str, field: str, tensor: Tensor) -> Tensor:
     if field not in SHAPES:
-        raise ValueError(f"{_quoted(key)}: there is no {field!r}, only {', '.join(SHAPES)}")
+        raise ValueError(f"{_quoted(key)}: unknown tensor {field!r}; valid: {', '.join(SHAPES)}")
     if len(tensor.shape) != len(SHAPES[field]):
         raise ValueError(f"{_quoted(key)} is {tensor.shape}: a {field} is [{', '.join(SHAPES[field])}]")
     return tensor

@@ -51,7 +51,7 @@ def up(
 ) -> None:
     """Run the whole stack on this machine until Ctrl-C.
 
-    Settings come from the file named by MIDSTREAM_CONFIG, MIDSTREAM_* in the environment, and these options; later sources override earlier ones.
+    Settings come from the file named by MIDSTREAM_CONFIG, MIDSTREAM_* in the environment, and these options, in increasing precedence.
     """
     need("up", "`midstream up`")
     from ..stack.supervisor import Supervisor
