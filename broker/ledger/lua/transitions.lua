@@ -103,7 +103,7 @@ local function fail(job, kind, detail, capture_status, to)
   return move(job, to, capture_status)
 end
 
-local LATE = 'no worker had begun the job when its `expires_in` was over'
+local LATE = 'no worker started the job before its `expires_in` ran out'
 
 -- The worker is gone or gives up its hold: another attempt, unless there were enough or nobody wants it any more.
 local function put_back(job)
