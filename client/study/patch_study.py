@@ -383,7 +383,7 @@ def _places(found: PairResult, columns: Iterable[int]) -> list[tuple[int, int]]:
     for column in columns if found.positions else ():
         for place, other in zip(found.positions[column], sources[column], strict=True):
             if places.setdefault(place, other) != other:
-                raise invalid("columns", f"position {place} gets rows of both {places[place]} and {other}", allowed="one of them")
+                raise invalid("columns", f"position {place} gets rows of both positions {places[place]} and {other}", allowed="one of them")
     return sorted(places.items())
 
 
