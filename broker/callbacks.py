@@ -36,12 +36,12 @@ EXIT_BAD_SETTINGS = 2
 CONCURRENCY = 4
 #: Seconds that a sweep under way may take to end at shutdown.
 STOP_TIMEOUT_S = 10.0
-#: After so many sweeps that did not come, nobody takes the sweeper to be alive.
+#: After this many missed sweeps, the sweeper counts as dead.
 SWEEPS_MISSED = 3
 
 
 class LoopThread:
-    """Runs `work` on an event loop in a thread of its own until stopped; what `work` does about failures is its own affair."""
+    """Runs `work` on an event loop in its own thread until stopped; `work` handles its own failures."""
 
     def __init__(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         self._name = name
@@ -150,7 +150,7 @@ def make_callbacks_app(settings: Settings) -> Celery:
 
 
 def main() -> int:
-    """Run until told to stop; returns the exit code."""
+    """Run until stopped; returns the exit code."""
     try:
         settings = load_settings()
         if not settings.redis_url:

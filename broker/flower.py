@@ -27,7 +27,7 @@ TASKS_KEPT = 5_000
 WORKERS_KEPT = 200
 #: Of the tasks page: kind, job, state, times, queue (one per model), and what went wrong.
 COLUMNS = "name,args,state,received,runtime,routing_key,worker,exception"
-#: For so long a worker that went away is listed, in seconds.
+#: Seconds for which a disconnected worker stays listed.
 OFFLINE_KEPT_S = 3600
 INSPECT_TIMEOUT_MS = 3000
 MISDIRECTED = STATUS_OF_KIND["misdirected"]
@@ -86,7 +86,7 @@ def serve(settings: Settings) -> None:
 
 
 def main() -> int:
-    """Run until told to stop; returns the exit code."""
+    """Run until stopped; returns the exit code."""
     try:
         settings = load_settings()
         if not settings.redis_url:

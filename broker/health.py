@@ -24,7 +24,7 @@ from .ops.liveness import REAPER_KEY, RELAY_KEY
 TIMEOUT_S = 5.0
 #: In the folder for temporary files of a container, from its start until its worker was ready: empty, or why it cannot start.
 STARTING = "midstream-worker-starting"
-#: A start may take so long: a model is fetched and loaded.
+#: Time limit of a start, in which a model is downloaded and loaded.
 START_S, LOOK_S = 1800.0, 1.0
 
 
@@ -88,7 +88,7 @@ def _redis(settings: Settings) -> "redis.Redis":
 
 
 def main(arguments: list[str]) -> int:
-    """0: it does its work; 1: it does not, and why is printed; 2: nobody knows what was asked."""
+    """0: healthy; 1: unhealthy, the reason is printed; 2: unknown check."""
     if len(arguments) != 1 or arguments[0] not in CHECKS:
         print(f"usage: python -m midstream.broker.health {'|'.join(CHECKS)}", file=sys.stderr)
         return 2

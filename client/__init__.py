@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .study.patch_study import PatchStudy as PatchStudy
     from .values import UnknownArgument as UnknownArgument
 
-#: Module → the names that it is asked for, loaded when first used.
+#: Module → its public names, loaded on first use.
 _MODULES: dict[str, tuple[str, ...]] = {
     ".sdk.client": (
         "AsyncClient",

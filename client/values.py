@@ -1,6 +1,6 @@
 """Converts what a Python program passes to a schema's plain values: numpy, torch, ranges, and one item where a list is meant.
 
-Every request body of both clients goes through `checked`, so that a new field needs no conversion of its own.
+Every request body of both clients goes through `checked`, so that a new field needs no separate conversion.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -59,7 +59,7 @@ def request(given: T | None, fields: dict[str, Any], kind: type[T]) -> T:
 
 
 def known_keywords(fields: Iterable[str], kind: Any) -> None:
-    """Raises UnknownArgument for the first that is no field of `kind`, and no other name of one."""
+    """Raises UnknownArgument for the first that is neither a field of `kind` nor an alias of one."""
     names = [*kind.__struct_fields__, *(Sampling.__struct_fields__ if kind is JobRequest else ())]
     for name in fields:
         if name not in names and not (kind is JobRequest and name == "prompt"):

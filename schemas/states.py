@@ -12,7 +12,7 @@ class State(StrEnum):
     FAILED = "failed"  # `error` says why
     CANCELLED = "cancelled"  # stopped on request while it ran
     ABORTED = "aborted"  # ended before it ever ran
-    EXPIRED = "expired"  # read, never stored: the job ended longer ago than `result_ttl_s`, and its result was removed
+    EXPIRED = "expired"  # shown only, never stored: it ended longer than `result_ttl_s` ago, and its result was deleted
 
 
 #: Which state may follow which; the Lua transitions are generated from this table. Terminal states have no successor.

@@ -98,7 +98,7 @@ def read_entries(store: ArtifactStore, index: str, jobs: Collection[str] | None 
 
 
 def _lines(store: ArtifactStore, index: str) -> Iterator[bytes]:
-    """Whole ones: what follows the last line's end is of a crash, or is being written."""
+    """Complete lines only: what follows the last line's end was torn by a crash or is still being written."""
     with store.open(index) as handle:
         at, rest = 0, b""
         while chunk := handle.read(at, _CHUNK):

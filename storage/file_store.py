@@ -257,7 +257,7 @@ class FileWriter:
 
 
 class FileSegment:
-    """A file of many blobs, appended to, and the index that says where they lie.
+    """A file of many blobs, appended to, and the index of their places.
 
     A line is written after its blob is synced, so a crash leaves at most bytes that no line names, or a torn last line. Such
     a file is never appended to again: every start of a process opens segments of its own.
@@ -371,7 +371,7 @@ def _lock(descriptor: int, shared: bool, wait: bool = True) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[int | None]:
-    """A descriptor, or None when somebody else holds the lock."""
+    """A descriptor, or None if another process holds the lock."""
     descriptor = os.open(path, os.O_RDWR)
     try:
         try:

@@ -45,7 +45,7 @@ class Writer(Protocol):
     """New objects that become durable together. Belongs to one thread."""
 
     def append(self, key: str, buffers: Sequence[Buffer]) -> None:
-        """Add bytes to the object `key`, which nobody sees before `commit`. Raises OSError, ValueError for a key outside the store."""
+        """Add bytes to the object `key`, invisible before `commit`. Raises OSError, ValueError for a key outside the store."""
 
     def commit(self) -> None:
         """When this returns, contents and keys of all objects are durable, at a fixed number of disk round trips for any number.
@@ -86,7 +86,7 @@ class ArtifactStore(Protocol):
         """What `open_store` takes."""
 
     def prepare(self) -> None:
-        """Make the store before anything is written, so that whoever deletes can tell a store without objects from none. Raises OSError."""
+        """Make the store before anything is written, so that deletion can distinguish an empty store from a missing one. Raises OSError."""
 
     def trouble(self) -> str:
         """Why nothing can be written, such as `disk full: …`; empty when it can, or when the store is not here."""

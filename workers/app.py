@@ -96,7 +96,7 @@ def _end_process(app: Celery) -> None:
 
 
 def main() -> int:
-    """Run a worker until it is told to stop; returns the exit code."""
+    """Run a worker until it is stopped; returns the exit code."""
     try:
         settings = with_worker_id(load_settings())
         _check(settings)

@@ -1,7 +1,7 @@
 """Automatic pipelining: concurrent commands of a process reach Redis in few round trips.
 
 A round trip costs a process several times what Redis spends on the command. So while `IN_FLIGHT` groups are on their way, further
-commands collect and leave as one group when an answer comes: an idle system waits for nothing, a busy one groups by itself.
+commands collect and leave as one group when an answer arrives: an idle system never waits, a busy one groups automatically.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ import redis.asyncio
 import redis.exceptions
 from redis.connection import PythonRespSerializer
 
-#: Groups that are on their way at once: enough that a large answer does not hold up everybody.
+#: Groups in flight: enough that one large answer does not hold up the others.
 IN_FLIGHT = 3
 #: Commands of one group at most: Redis serves a group's commands one after the other, between those of others.
 GROUP_LIMIT = 64
@@ -31,7 +31,7 @@ Command = tuple[tuple[Any, ...], "asyncio.Future[Any]"]
 class GroupedRedis(redis.asyncio.Redis):
     """redis-py's client, whose short commands travel in groups. Belongs to one event loop.
 
-    A caller that is cancelled no longer hears the answer; its command is carried out all the same.
+    A cancelled caller does not get the answer; its command is executed nevertheless.
     """
 
     _waiting: list[Command]
@@ -89,7 +89,7 @@ class GroupedRedis(redis.asyncio.Redis):
 
 
 def packed(commands: Iterable[tuple[Any, ...]], encoder: Any) -> list[bytes]:
-    """The commands in Redis' protocol, in pieces; a large argument is a piece of its own, which is not copied."""
+    """The commands in Redis' protocol, in pieces; a large argument is a separate piece, which is not copied."""
     pieces: list[bytes] = []
     small: list[bytes] = []
     for args in commands:

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 list_of_text = list[str]  # the method `Captures.list` hides the builtin inside the class
 entries = list[CaptureEntry]
 
-#: Entries read at once while a filtered page is filled, and the most that are read for one page.
+#: Entries read per query while filling a filtered page, and in total for one page.
 PAGE_CHUNK, PAGE_SCAN = 100, 5000
 #: Captures that one sweep deletes for their age at most; and how long, in seconds, before it looks again at those deleted before.
 SWEEP_LIMIT = 200
@@ -107,7 +107,7 @@ class Captures:
 
     @reachable
     async def delete(self, job_id: str) -> None:
-        """Delete a job's captures: nobody is shown them once this returns. What is being read is removed later.
+        """Delete a job's captures: they are invisible once this returns. Files being read are removed later.
 
         Raises MidstreamError: `not_found` when it has none in files, `gone` when they were deleted before, `conflict` while it
         runs, `internal` when the disk refuses (the sweeper tries again).
@@ -132,7 +132,7 @@ class Captures:
     async def sweep(self, at: float | None = None) -> list_of_text:
         """Delete what ended more than `capture_ttl_s` ago, and go on with what was deleted. Returns the ids of expired jobs.
 
-        Several may do this at once. Raises MidstreamError("unavailable") when Redis is away, OSError.
+        Safe to run concurrently. Raises MidstreamError("unavailable") if Redis is unreachable, OSError.
         """
         at = now() if at is None else at
         expired = await self._expire(at) if self._settings.capture_ttl_s else []

@@ -11,7 +11,7 @@ from ..queue.celery_app import PRIORITY_OF_KIND, PRIORITY_STEPS
 
 #: The lower the earlier.
 URGENCY: dict[Priority, int] = {"high": 0, "normal": 1, "low": 2}
-#: Kind of job → priority → step of the queue. `normal` is what the kind has by itself.
+#: Kind of job → priority → step of the queue. `normal` is the default of the kind.
 STEPS: dict[str, dict[Priority, int]] = {
     kind: {"high": PRIORITY_STEPS[0], "normal": step, "low": PRIORITY_STEPS[-1]} for kind, step in PRIORITY_OF_KIND.items()
 }

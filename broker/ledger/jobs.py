@@ -42,11 +42,11 @@ list_ = list  # the method `Ledger.list` hides the builtin inside the class
 
 #: Connections to Redis that one process opens at most; more callers wait for a free one.
 MAX_CONNECTIONS = 64
-#: Seconds without an answer after which Redis counts as away.
+#: Seconds without an answer after which Redis counts as unreachable.
 SOCKET_TIMEOUT_S = 10.0
 #: Repeats of a command whose connection broke. Every script may be repeated: what was done already is seen as done or refused.
 RETRIES = 3
-#: Jobs read at once while a filtered page is filled, and the most that are read for one page.
+#: Jobs read per query while filling a filtered page, and in total for one page.
 PAGE_CHUNK, PAGE_SCAN = 100, 5000
 #: What a result is made of, as of one moment: fields of the record, outputs, receipts.
 RESULT = "return {redis.call('HMGET', KEYS[1], unpack(ARGV)), redis.call('GET', KEYS[2]), redis.call('HVALS', KEYS[3])}"
@@ -61,7 +61,7 @@ class Claim(NamedTuple):
 
 
 class ClaimRefused(MidstreamError):
-    """The job is there, but this worker may not take it now: claim again once what `why` says is mended."""
+    """The job exists, but this worker may not take it now: claim again once the cause in `why` is resolved."""
 
     def __init__(self, why: Literal["behind", "desynced"], detail: str) -> None:
         super().__init__("conflict", detail)
@@ -70,7 +70,7 @@ class ClaimRefused(MidstreamError):
 
 class Renewal(NamedTuple):
     lost: set[str]  # no longer this boot's: stop them, drop what they give
-    cancelling: set[str]  # still held, but nobody wants them any more
+    cancelling: set[str]  # still held, but no longer wanted
 
 
 def new_job_id() -> str:
@@ -83,7 +83,7 @@ def new_job_id() -> str:
 
 
 def reachable(call: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
-    """Redis away, loading or full is one typed error: MidstreamError("unavailable")."""
+    """An unreachable, loading or full Redis raises one typed error: MidstreamError("unavailable")."""
 
     @functools.wraps(call)
     async def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -118,7 +118,7 @@ class Ledger:
     def connect(cls, settings: Settings, answer_s: float = SOCKET_TIMEOUT_S) -> "Ledger":
         """A ledger on `settings.redis_url`, with its own connections; end it with `close()`.
 
-        `answer_s`: seconds without an answer after which a connection is given up, and the call repeated over a new one.
+        `answer_s`: seconds without an answer after which a connection is dropped and the call repeated over a new one.
         """
         pool = redis.asyncio.BlockingConnectionPool.from_url(
             settings.redis_url,
@@ -126,7 +126,7 @@ class Ledger:
             timeout=answer_s,
             socket_timeout=answer_s,
             socket_connect_timeout=answer_s,
-            # A pooled connection that Redis's restart has cut is mended in silence; a Redis that is away is told within a second.
+            # A pooled connection that Redis's restart has cut is repaired silently; an unreachable Redis is reported within a second.
             retry=Retry(ExponentialBackoff(cap=min(0.4, answer_s / 5), base=0.05), RETRIES),
         )
         return cls(GroupedRedis.from_pool(pool), settings)
@@ -141,7 +141,7 @@ class Ledger:
 
     @reachable
     async def written(self) -> None:
-        """Wait until what was answered before stays if Redis is killed. For whoever is going to promise it."""
+        """Wait until all earlier answers survive a kill of Redis. For callers about to confirm them."""
         await self._written()
 
     # ---- accepting -------------------------------------------------------------------------------------------------
@@ -207,14 +207,14 @@ class Ledger:
 
     @reachable
     async def repeated(self, idempotency: tuple[str, str]) -> str | None:
-        """The job that was accepted under this (key, SHA-256 of the body), if there is one; another body may be told by `submit`."""
+        """The job accepted under this (key, SHA-256 of the body), if any; `submit` reports a different body."""
         first: bytes | None = await self.redis.get(f"ms:idem:{idempotency[0]}")
         job_id, _, body = (first or b"").decode().partition(":")
         return job_id if body == idempotency[1] and await self.redis.exists(f"ms:job:{job_id}") else None
 
     @reachable
     async def request_cancel(self, job_id: str) -> JobView:
-        """Queued: aborted at once. Running: `cancelling`, until the worker says that it has stopped.
+        """Queued: aborted immediately. Running: `cancelling`, until the worker reports that it has stopped.
 
         Raises not_found, and conflict when the job is over. Asking twice is harmless.
         """
@@ -230,7 +230,7 @@ class Ledger:
 
     @reachable
     async def claim(self, job_id: str, worker: str, boot: str, ranks: int, global_version: int = 0, everyone: bool = False) -> Claim | None:
-        """Take a queued job: running, attempt + 1, leased for `lease_s`. None when somebody else has it, or it is over.
+        """Take a queued job: running, attempt + 1, leased for `lease_s`. None if another worker has it, or it has ended.
 
         `ranks`: how many receipts each request with an intervention or a capture will get. `global_version`: of the global
         steering that this attempt will run under from start to end; `everyone`: it steers something, so every request gets
@@ -256,7 +256,7 @@ class Ledger:
         return Claim(job, attempt, float(rest[2]))
 
     async def store_outputs(self, job_id: str, attempt: int, outputs: list[Output], last: Event | None = None) -> State | None:
-        """All outputs of the attempt, at once, and the event of the last of them.
+        """Store all outputs of the attempt together, and the event of the last of them.
 
         None: the attempt is stale or was cancelled, nothing is kept. Otherwise the state after it: succeeded, or running while
         receipts are awaited.
@@ -272,7 +272,7 @@ class Ledger:
         return await self._tell("fail", job_id, attempt, problem=to_json(problem)) == "failed"
 
     async def finish_cancel(self, job_id: str, attempt: int) -> bool:
-        """The cancelled job has left the engine. False: the attempt is stale, or nobody asked for its end."""
+        """Record that the cancelled job has left the engine. False: the attempt is stale, or no cancel was requested."""
         return await self._tell("cancelled", job_id, attempt) == "cancelled"
 
     async def release(self, job_id: str, attempt: int) -> State | None:
@@ -294,7 +294,7 @@ class Ledger:
     async def emit(self, job_id: str, attempt: int, number: int, event: Event) -> bool:
         """Append to the job's event stream what is `number` of the attempt's events. False: the attempt is stale.
 
-        One whose number is not above that of the last is there already: a call may be repeated, but not overtake another.
+        Numbers not above the last are duplicates: a call may be repeated, but not overtake another.
         """
         return await self._tell("emit", job_id, attempt, number=number, event=to_json(event)) == "emitted"
 
@@ -325,7 +325,7 @@ class Ledger:
 
     @reachable
     async def view(self, job_id: str) -> JobView:
-        """Where the job stands. Raises not_found."""
+        """The job's state. Raises not_found."""
         values = await self.redis.hmget(f"ms:job:{job_id}", views.FIELDS)
         view = views.view(job_id, values, self.settings)
         if view is None:

@@ -21,7 +21,7 @@ from .jobs import ALPHABET, Ledger, reachable
 
 KEYS = "ms:keys"
 ID_LENGTH, SECRET_BYTES = 12, 32
-#: One that somebody thinks of himself (`admin_key`) has at least so many characters, and no key has more than so many.
+#: Least number of characters of a self-chosen secret (`admin_key`), and the most of any secret.
 SECRET_LENGTH = (32, 256)
 _KEY = re.compile(rf"{KEY_PREFIX}([0-9a-z]{{{ID_LENGTH}}})_([A-Za-z0-9]{{{SECRET_LENGTH[0]},{SECRET_LENGTH[1]}}})")
 
@@ -53,7 +53,7 @@ def new_key() -> str:
 
 
 def admin_key(text: str) -> Key | None:
-    """The key of the setting `admin_key`, which is always valid; None where it is empty. Raises ValueError for what is no key."""
+    """The key of the setting `admin_key`, which is always valid; None where it is empty. Raises ValueError for an invalid key."""
     if not text:
         return None
     shown = parse(text)
@@ -81,14 +81,14 @@ def view_of(key: Key) -> KeyView:
 
 
 class Keys:
-    """Over a ledger's Redis. All calls raise MidstreamError("unavailable") while that is away."""
+    """API keys in the ledger's Redis. All calls raise MidstreamError("unavailable") while it is unreachable."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._redis: Any = ledger.redis
 
     @reachable
     async def create(self, request: KeyRequest) -> CreatedKey:
-        """A new key; what is returned is the only place where it is told."""
+        """A new key; only the return value contains it."""
         at = now()
         while True:
             text = new_key()

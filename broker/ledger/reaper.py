@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 #: Jobs looked at in one sweep; the rest is due in the next one.
 SWEEP_LIMIT = 5000
-#: Messages read from a list at once.
+#: Messages read from a list per query.
 MESSAGES_CHUNK = 500
 #: Old jobs whose entry is checked in one sweep, of the list of all and of all tenants' lists together; of each tenant's at least.
 PRUNE_LIMIT, PRUNE_LEAST = 2000, 50
@@ -72,7 +72,7 @@ class SweepReport:
 
 
 class Sweeper:
-    """Runs on the ledger's event loop. Several may run at once: every step is a compare-and-set, a second message is harmless."""
+    """Runs on the ledger's event loop. Several may run concurrently: every step is a compare-and-set, a second message is harmless."""
 
     def __init__(self, ledger: Ledger, settings: Settings) -> None:
         self._settings = settings
@@ -86,7 +86,7 @@ class Sweeper:
     async def sweep(self, at: float | None = None) -> SweepReport:
         """Look at every job that is due at `at` (seconds since the epoch; default: now).
 
-        Raises MidstreamError("unavailable") when Redis is away: what was not done is still due in the next sweep.
+        Raises MidstreamError("unavailable") if Redis is unreachable: the rest is still due in the next sweep.
         """
         at = now() if at is None else at
         report = SweepReport()
@@ -121,17 +121,17 @@ class Sweeper:
 
     @reachable
     async def release_boots(self, worker: str, boot: str) -> list[str]:
-        """Put back at once what former starts of `worker` held; `boot` is its present start. Returns the requeued ids."""
+        """Requeue immediately what earlier starts of `worker` held; `boot` is its current start. Returns the requeued ids."""
         told = scripts.text(await self._scripts.release_boots(args=scripts.pack(self._settings, worker=worker, boot=boot)))
         return [job_id for job_id, state in zip(told[::2], told[1::2], strict=True) if state == "queued"]
 
     async def _up_since(self) -> float:
-        """When Redis started, in seconds since the epoch: while it was away, live workers could not renew their leases."""
+        """When Redis started, in seconds since the epoch: while it was down, live workers could not renew their leases."""
         server = await self._redis.info("server")
         return float(now() - server["uptime_in_seconds"])
 
     async def _recount(self, at: float) -> list[str]:
-        """What is in use, counted anew once in a while, without the workers that are gone; says what differed."""
+        """Recount usage from time to time, without dead workers; log differences."""
         if at < self._recount_at:
             return []
         self._recount_at = at + RECOUNT_AGAIN_S
@@ -213,6 +213,6 @@ class Sweeper:
 
 
 def _job_of(message: bytes) -> tuple[str, int]:
-    """(job id, attempts made when it was sent) of a Celery message, from its task id; an empty id for what is none of ours."""
+    """(job id, attempts made when it was sent) of a Celery message, from its task id; an empty id for foreign messages."""
     match = _TASK_ID.search(message)
     return ("", NOWHERE) if match is None else job_of_task(match[1].decode())

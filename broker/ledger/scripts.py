@@ -33,10 +33,10 @@ from .tenants import limits_of
 
 #: A job that has been queued this long without being claimed is looked for in the broker's lists.
 QUEUED_LOOK_S = 10.0
-#: Events of a sweep besides its cells, at most: every attempt has a few.
+#: Limit on a sweep's events other than cells: every attempt has a few.
 SWEEP_EVENTS = 1000
 #: How long it is remembered up to where a stream of receipts was committed; then its worker is long gone. (One that comes back
-#: all the same says that what it had before is lost, which concerns nobody any more, and goes on.)
+#: nevertheless reports that its earlier data is lost, which no longer matters, and continues.)
 MARK_TTL_S = 30 * 24 * 3600
 #: Blobs outlive the jobs that name them: they were stored before, and a repeated submit refreshes them.
 BLOB_TTL_FACTOR = 3
@@ -140,7 +140,7 @@ def asked_requests(job: Job) -> int:
 
 
 def _callback(job: Job) -> bytes | None:
-    """With the key whose secret signs what is told."""
+    """With the key whose secret signs its webhooks."""
     return to_json(msgspec.structs.replace(job.callback, key=job.key)) if job.callback else None
 
 
@@ -199,7 +199,7 @@ def submit(
 
 
 def claim(settings: Settings, job_id: str, worker: str, boot: str, ranks: int, global_version: int, everyone: bool) -> list[bytes]:
-    """With a name of its own, by which the same call is known when redis-py repeats it."""
+    """With a unique name that identifies the call when redis-py repeats it."""
     return pack(
         settings, id=job_id, worker=worker, boot=boot, ranks=ranks, lease_s=settings.lease_s, global_version=global_version,
         everyone=everyone, call=secrets.token_hex(8),

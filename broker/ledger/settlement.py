@@ -30,7 +30,7 @@ class SettleCounts:
     """What has become of the receipts of this process, for metrics and tests."""
 
     applied: int = 0  # changed a ticket
-    duplicate: int = 0  # sequence number committed before, or a rank that had told this already
+    duplicate: int = 0  # sequence number committed before, or a rank that had already reported this
     stale: int = 0  # of a former attempt, or of a job that is over: acknowledged, changes nothing
     unknown: int = 0  # of a job that the ledger does not have (any more): acknowledged
     beyond_gap: int = 0  # not taken: a predecessor is missing, so the sender has to replay
@@ -140,7 +140,7 @@ class Settler:
 
 
 def _batches(receipts: Iterable[tuple[int, Receipt]]) -> Iterator[list[tuple[int, Receipt]]]:
-    """In order, each of at most `BATCH` receipts and `BATCH_BYTES`, or one that is larger by itself."""
+    """Batches in order, each of at most `BATCH` receipts and `BATCH_BYTES`, or a single larger one."""
     batch: list[tuple[int, Receipt]] = []
     size = 0
     for numbered in receipts:

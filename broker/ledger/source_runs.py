@@ -59,7 +59,7 @@ class SourceRuns:
     """Over a ledger, and the capture root of its settings. Belongs to the ledger's event loop.
 
     `caller`: names are those of its tenant, and jobs that it does not see are none. Without one, names are as they are kept.
-    All calls raise MidstreamError("unavailable") while Redis is away.
+    All calls raise MidstreamError("unavailable") while Redis is unreachable.
     """
 
     def __init__(self, ledger: Ledger, caller: Caller | None = None) -> None:
@@ -76,7 +76,7 @@ class SourceRuns:
 
     @reachable
     async def lookup(self, model: str, name_or_job: str) -> Run | None:
-        """What a name points at, or the captures of a job: of its first tag, which is its user's. None when there is no such run.
+        """The run with this name, or a job's captures under its first tag, which is its user's. None if there is no such run.
 
         A run that is pending, failed or deleted is found all the same: see `standing`.
         """
@@ -96,7 +96,7 @@ class SourceRuns:
 
     @reachable
     async def names(self, model: str) -> list[str]:
-        """Every name, sorted, whatever became of its run."""
+        """All names, sorted, whatever the state of the run."""
         names = [name.decode() for name in await self._redis.hkeys(_names(model))]
         return sorted(names if self._caller is None else own(self._caller.tenant, names))
 
@@ -202,7 +202,7 @@ class SourceRuns:
 
     @reachable
     async def lease(self, held: Mapping[str, Iterable[str]], seconds: float) -> None:
-        """Keep the age of captures from deleting them for so long: job → keys of the runs that it holds."""
+        """Protect captures from expiry for this long: job → keys of the runs that it holds."""
         if not held:
             return
         at = now()
@@ -225,7 +225,7 @@ class SourceRuns:
 
     @reachable
     async def tell_held(self, worker: str, keys: Iterable[str], seconds: float) -> None:
-        """For so long it counts that `worker` has these runs in memory."""
+        """Record for this long that `worker` has these runs in memory."""
         held = sorted({_captures_of(key) for key in keys})
         await self._redis.set(_cache(worker), to_json(held), px=int(seconds * 1000))
 

@@ -12,13 +12,13 @@ from ..ops.liveness import REAPER_KEY, RELAY_KEY
 from .jobs import Ledger, reachable
 
 #: The relay's sign of life, see `relay`.
-#: Steps of the queue as they are called: what is asked for, and for `normal` what the kind of job has by itself.
+#: Names of the queue's steps: the requested priority, and for `normal` the default of the kind of job.
 NAME_OF_STEP = {"0": "high", "3": "interactive", "6": "batch", "9": "low"}
 
 
 @reachable
 async def read_status(ledger: Ledger, held: int = 0) -> Status:
-    """`held`: responses that the caller holds. Raises MidstreamError("unavailable") while Redis is away."""
+    """`held`: responses that the caller holds. Raises MidstreamError("unavailable") while Redis is unreachable."""
     redis = ledger.redis
     began = time.perf_counter()
     info: dict[str, Any] = await redis.info()

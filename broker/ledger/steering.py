@@ -1,7 +1,7 @@
 """Desired steering state per model and the workers' reports: named modules, global steering, their tensors.
 
 The tensors of modules and of global steering are *pinned*: kept without end under their content hash, while at least one owner
-(a module, the global steering of a model, a proposal of it) names them. A job gets copies of its own when it is accepted.
+(a module, the global steering of a model, a proposal of it) names them. A job gets its own copies when it is accepted.
 """
 
 import logging
@@ -43,7 +43,7 @@ UNKNOWN = "(unknown)"
 
 
 class Kept(NamedTuple, Generic[T_co]):
-    """Something that is stored of a model's steering: what it is, and in which field stands who wrote it."""
+    """A stored item of a model's steering: its kind, and the field with its writer's version."""
 
     kind: type[T_co]
     what: str
@@ -66,13 +66,13 @@ def unreadable(what: str, writer: str, error: msgspec.DecodeError) -> MidstreamE
 
 
 class Look(NamedTuple):
-    """Whether there is news for a worker. Empty: there is none of that kind."""
+    """Markers of changes for a worker. Empty: none of that kind."""
 
     version: int  # of `Desired`
     proposal: str  # id of the proposal that is to be prepared
     ask: str  # the last question
     desync: str  # why the worker's ranks are to be made equal again
-    committed: str = ""  # id of the proposal that steers everyone: versions may come again where Redis lost its last second
+    committed: str = ""  # id of the committed proposal: versions may repeat if Redis lost its last second
 
 
 class Account(NamedTuple):
@@ -89,7 +89,7 @@ class Account(NamedTuple):
 class Steering:
     """The desired state over a ledger's Redis. Belongs to the ledger's event loop.
 
-    All calls raise MidstreamError("unavailable") while Redis is away.
+    All calls raise MidstreamError("unavailable") while Redis is unreachable.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -102,7 +102,7 @@ class Steering:
 
     @reachable
     async def desired(self, model: str) -> Desired:
-        """Everything that a worker of `model` is to reconcile to, of one moment. A proposal past its deadline is none.
+        """A consistent snapshot of what a worker of `model` reconciles to. Expired proposals are excluded.
 
         Raises MidstreamError("version_mismatch"), as all that reads what is stored, for what another version of Midstream has stored and
         this one cannot read; it names both.
@@ -190,7 +190,7 @@ class Steering:
         if entries:  # to steer no more is possible however full Redis is
             await self._ledger.check_room(_size(raw))
         for _ in range(RACES):
-            # Numbers are given away once, also to what is never committed: a rank never sees one number with two contents.
+            # Numbers are never reused, even for uncommitted proposals: a rank never sees one number with two contents.
             version = await self._redis.hincrby(_state(model), "global_numbers", 1)
             at = now()
             steering = GlobalSteering(version=version, entries=list(entries), changed=at)
@@ -230,7 +230,7 @@ class Steering:
         """Let the name point at this content; returns what it pointed at before, None when it is new.
 
         The same content again changes at most the description: version and `created` stay. `blobs` as in `propose`.
-        Raises MidstreamError("module_limit") when its tenant has what it may have, and a 400 for what is more by itself.
+        Raises MidstreamError("module_limit") if its tenant's limit is reached, and a 400 for a module larger than the limit.
         """
         raw = _packed(blobs)
         for _ in range(RACES):
@@ -255,7 +255,7 @@ class Steering:
 
     @reachable
     async def delete_module(self, model: str, name: str) -> Module | None:
-        """Take the name away; returns what it pointed at, None when there is no such module. Accepted jobs keep what it was."""
+        """Delete the module and return it; None if there is no such module. Accepted jobs keep its content."""
         await self.module(model, name)  # one that cannot be read stays: its version may still need it
         arguments = scripts.pack(self._settings, model=model, name=name, tenant=unscoped(name)[0])
         packed = await self._scripts.delete_module(args=arguments)
@@ -263,7 +263,7 @@ class Steering:
 
     @reachable
     async def standing(self, model: str, names: Sequence[str]) -> tuple[dict[str, Module], GlobalSteering]:
-        """The modules of these names that there are, and what steers everyone; of one moment."""
+        """A consistent snapshot of the existing modules with these names and of global steering."""
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.hget(_state(model), "current")
             if names:

@@ -14,7 +14,7 @@ LEAST_OVER_NOISE = 10.0
 
 
 class Grades(NamedTuple):
-    """What was told of one unit, in nats."""
+    """Reported values of one unit, in nats."""
 
     logprob: float | None  # of the answer: the sum over its tokens, each behind those before; None: there is no answer
     foil_logprob: float | None
@@ -75,7 +75,7 @@ def noise_floor(metric: Metric, values: Sequence[float], base: float | None) -> 
 
 
 def useless_baseline(base: float, source: float, noise: Sequence[float]) -> str:
-    """Why no share of the difference between two prompts can be told; empty when it can. `noise`: of patches that change nothing.
+    """Why the recovered share is undefined; empty if it is defined. `noise`: of no-op patches.
 
     All in nats.
     """

@@ -26,7 +26,7 @@ Records = Mapping[int, UnitRecord]
 
 
 def sweep_result(sweep: StoredSweep, records: Records, seconds: float | None) -> SweepResult:
-    """`records`: number of the unit → what became of it, for all that is known. `seconds`: that the sweep took; None: not over."""
+    """`records`: number of the unit → its record, for all finished units. `seconds`: duration of the sweep; None: not ended."""
     grids = [_grids(sweep, records, pair) for pair in range(len(sweep.pairs))]
     mean: dict[Hook, Grid] = {}
     spread: dict[Hook, Grid] = {}
@@ -51,7 +51,7 @@ def sweep_result(sweep: StoredSweep, records: Records, seconds: float | None) ->
 
 
 def sweep_summary(sweep: StoredSweep, records: Records, seconds: float | None) -> SweepSummary:
-    """How it stands; arguments as of `sweep_result`."""
+    """Progress of the sweep; arguments as of `sweep_result`."""
     units, pairs = Units(sweep), range(len(sweep.pairs))
     known = [record for number, record in records.items() if number >= units.first_cell]
     with_value = sum(record.value is not None for record in known)

@@ -28,7 +28,7 @@ class Sweeps:
 
     @reachable
     async def records(self, job_id: str) -> dict[int, UnitRecord]:
-        """Number of the unit → what became of it, for all that is known."""
+        """Number of the unit → its record, for all finished units."""
         raw = await self._redis.hvals(f"ms:units:{job_id}")
         return {record.unit: record for record in map(unit_decoder.decode, raw)}
 
@@ -49,7 +49,7 @@ class Sweeps:
 
     @reachable
     async def keep(self, job: Job, attempt: int, units: Iterable[tuple[UnitRecord, SweepCell | None]], ranks: int, stages: int) -> Kept:
-        """Keep what became of units, in this order, each with its event (no event: it is no cell), and forget their receipts.
+        """Store unit records, in this order, each with its event (none if it is not a cell), and drop their receipts.
 
         What is known of a unit already stays as it is. `stale`: the attempt has no say any more. `cancelling`: nobody wants the
         sweep. Nothing of a batch is kept then. Raises not_found.

@@ -17,7 +17,7 @@ USAGE = "ms:usage"
 #: Limits of a tenant for which there are settings.
 DEFAULTED = ("requests_per_minute", "tokens_per_minute", "jobs_in_flight", "capture_mib", "sweep_cells", "modules", "module_mib")
 
-#: Name of a limit → kind of problem, and how it is told; and what would be accepted.
+#: Name of a limit → kind of problem and its detail; and what would be accepted.
 REFUSALS: dict[str, tuple[str, str]] = {
     "queue_limit": ("overloaded", "{used} jobs are waiting, the limit is {allowed} (setting queue_limit)"),
     "redis_fill": ("overloaded", "Redis memory would be {used} % full, the limit for new jobs is {allowed} % (setting redis_fill_limit)"),
@@ -49,7 +49,7 @@ MIB = 1 << 20
 
 
 def limits_of(settings: Settings) -> dict[str, int]:
-    """The limits that hold where a tenant has none of its own, and those of all together; 0 is no limit."""
+    """Default limits of tenants, and limits over all tenants; 0 is no limit."""
     own: dict[str, int] = {name: getattr(settings, f"limit_{name}") for name in DEFAULTED}
     full = round(100 * settings.redis_fill_limit)
     return {**own, "queue_limit": settings.queue_limit, "sweep_cells_waiting": settings.sweep_cells_waiting, "redis_fill": full}
@@ -79,7 +79,7 @@ class Tenants:
         await self._redis.hset(TENANTS, tenant.name, to_msgpack(tenant))
 
     async def delete(self, name: str) -> bool:
-        """The settings' limits hold for it again. False: it had none of its own."""
+        """Remove the tenant's own limits, so that the settings apply again. False: it had none."""
         return bool(await self._redis.hdel(TENANTS, name))
 
     async def get(self, name: str) -> Tenant:

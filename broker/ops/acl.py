@@ -25,7 +25,7 @@ QUEUES, SENT_CHANNEL = ("~midstream.*",), "&/0.celeryev/task.sent"
 #: Celery's: our queues, its table of queues, messages that are being worked on, answers to remote control.
 QUEUE_KEYS = (*QUEUES, "~_kombu.binding*", "~unacked*", "~*.pidbox*", "~celeryev*")
 OUR_CHANNELS = ("&ms:changed:*",)
-#: Events and remote control, in database 0: whoever subscribes to a pattern must be allowed that very pattern.
+#: Events and remote control, in database 0: a pattern subscription requires permission for exactly that pattern.
 QUEUE_CHANNELS = ("&/0.celeryev/*", "&/0.celery.pidbox")
 
 DATA = "+@string +@hash +@set +@sortedset +@stream +@list +@keyspace +@transaction +@scripting +@pubsub +@connection"
@@ -55,7 +55,7 @@ OPERATOR = "operator"
 
 
 def rules(role: str) -> str:
-    """What a user of the role may do, as Redis' ACL SETUSER takes it, without its password."""
+    """Permissions of the role's user in the syntax of Redis' ACL SETUSER, without its password."""
     if role == OPERATOR:
         return "allkeys allchannels +@all"
     if role == FLOWER_JOBS:

@@ -51,7 +51,7 @@ def bind_process(**fields: Any) -> None:
 
 
 def bind(**fields: Any) -> None:
-    """These are on every line that the current task, and those that it starts from now on, log; None takes a field away."""
+    """Add these to every log line of the current task and of tasks it starts from now on; None removes a field."""
     _of_task.set({**_of_task.get(), **fields})
 
 

@@ -16,7 +16,7 @@ from ...schemas.models import WorkerStats
 from ...schemas.status import Status
 from ...schemas.steering import RankSteering, WorkerSteering
 
-disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series beside every counter, which nobody asks for
+disable_created_metrics()  # type: ignore[no-untyped-call]  # an unused second series for every counter
 
 #: Upper bounds in seconds: from an answer without a model to a job that waited for a day.
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800, 7200, 86400)

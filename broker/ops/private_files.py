@@ -19,7 +19,7 @@ OWNER_ALONE = 0o700
 def private_folder(path: Path) -> Path:
     """`path`, made for its owner alone where it is missing.
 
-    One that is there is closed to everybody but its owner and its group: what the group may do is an operator's wish, and stays.
+    An existing folder is closed to all but its owner and group: group permissions are the operator's choice and stay.
     """
     path.mkdir(mode=OWNER_ALONE, parents=True, exist_ok=True)
     mode = stat.S_IMODE(path.stat().st_mode)
@@ -32,7 +32,7 @@ def private_folder(path: Path) -> Path:
 
 
 def kept_secret(path: Path, make: Callable[[], str]) -> str:
-    """The secret in a file that only its owner can read; `make` creates one where there is none yet.
+    """The secret in a file that only its owner can read; `make` creates one if it does not exist.
 
     Written to another file and renamed, so that a crash leaves no incomplete secret.
     """

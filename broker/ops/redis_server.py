@@ -31,7 +31,7 @@ Say = Callable[[str], None]
 
 #: The oldest Redis that knows every command used here (`ZADD GT`, effect-replicated scripts, `ZRANGE BYSCORE`).
 OLDEST = (6, 2)
-#: A start is given up after so many seconds without progress. Loading a large file may take as long as it needs.
+#: A start is abandoned after this many seconds without progress. Loading a large file may take as long as it needs.
 STALLED_S = 60.0
 #: Seconds between two lines about the progress of loading.
 PROGRESS_S = 10.0

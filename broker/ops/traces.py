@@ -23,7 +23,7 @@ Value = str | int | float | bool
 
 
 def valid(traceparent: str | None) -> str:
-    """The traceparent as it is to be handed on; empty for what is none."""
+    """The traceparent to hand on; empty if invalid."""
     text = (traceparent or "").strip().lower()
     return text if _TRACEPARENT.fullmatch(text) else ""
 

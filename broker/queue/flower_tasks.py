@@ -55,7 +55,7 @@ class MissedEnds:
                 if str(error) != self._trouble:
                     log.warning("cannot read from the ledger how jobs without end events ended: %s", error)
                 self._trouble = str(error)
-            except Exception:  # the others' ends are still to be told
+            except Exception:  # the ends of the others are still to be reported
                 log.exception("could not report the end of a task")
 
     async def look(self) -> None:

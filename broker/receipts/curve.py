@@ -63,7 +63,7 @@ class KnownClients:
         return self._keys.get(worker)
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """As the authenticator asks: whether whoever has the public key `key` may come in."""
+        """Called by the authenticator: whether the sender with public key `key` is accepted."""
         self._refresh()
         text = key.decode()
         if text not in self._keys.values():
@@ -217,7 +217,7 @@ def secret_key(path: str) -> tuple[str, str]:
 
 
 def public_key(text: str, where: str) -> str:
-    """`text` without what surrounds it; raises SettingsError naming `where` when it is no key."""
+    """`text` stripped; raises SettingsError naming `where` if it is not a key."""
     _check(text.strip(), where)
     return text.strip()
 
@@ -237,7 +237,7 @@ def _check(text: str, where: str) -> None:
 def new_keys(role: Role, name: str, folder: Path) -> tuple[Path, Path]:
     """Files (private, public) of a new key pair in `folder`, a worker's public one in `folder/clients`.
 
-    Raises MidstreamError: the name is no file's, or there is a key of this name already.
+    Raises MidstreamError if the name is not valid as a file name, or the key already exists.
     """
     if not name or name != Path(name).name or name.startswith("."):
         raise invalid("name", f"{name!r} is not valid as a file name")

@@ -32,7 +32,7 @@ GROUP = 4096
 #: Acknowledged receipts stay this long: Redis with `appendfsync everysec` may forget its last second when the machine dies,
 #: and then asks for them again.
 KEEP_ACKED_S = 5.0
-#: A disk that refuses writes is tried again for this long before the worker is given up; a full one for as long as it is full.
+#: How long writes to a failing disk are retried before the worker stops; a full disk is retried for as long as it is full.
 GIVE_UP_S = 30.0
 RETRY_S, MAX_RETRY_S = 0.05, 2.0
 
@@ -165,7 +165,7 @@ class Outbox:
     def _note_acked(self, acked: int) -> None:
         with self._changed:
             if acked < self._acked:
-                self._aging = None  # Redis lost its tail: nothing may be dropped before it is acknowledged anew
+                self._aging = None  # Redis lost its tail: nothing may be dropped before it is acknowledged again
             self._acked = acked
             if self._aging is None and acked > 0:
                 self._aging = (time.monotonic(), acked)

@@ -98,7 +98,7 @@ class JobLog:
         self._size = 0
 
     def read(self) -> Former | None:
-        """What the file knows, or None when there is none. Lines after a torn or odd one are not trusted."""
+        """Contents of the file, or None if there is none. Lines after a torn or invalid one are not trusted."""
         try:
             lines = self.path.read_bytes().split(b"\n")
         except FileNotFoundError:
@@ -233,7 +233,7 @@ class Store:
         return unique_jobs([*logged, *rows], first, last)
 
     def formers(self) -> list[Former]:
-        """Epochs of which the relay must still be told what is lost."""
+        """Epochs whose losses must still be reported to the relay."""
         found = self._reader.execute("SELECT epoch, last, jobs FROM former ORDER BY rowid")
         return [Former(epoch, last, msgspec.msgpack.decode(jobs, type=list[tuple[int, str]])) for epoch, last, jobs in found]
 

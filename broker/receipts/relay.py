@@ -73,7 +73,7 @@ class Settles(Protocol):
 
 
 class ImpostorError(FrameError):
-    """Somebody speaks as a worker that its key does not stand for."""
+    """A sender identifies as a worker that its key does not belong to."""
 
 
 class Batch:
@@ -82,7 +82,7 @@ class Batch:
     def __init__(self) -> None:
         self.receipts: OrderedDict[Stream, list[tuple[int, Receipt]]] = OrderedDict()
         self.losses: list[tuple[Stream, LostRange]] = []
-        self.peers: dict[Stream, bytes] = {}  # who is answered: the latest that spoke for the stream
+        self.peers: dict[Stream, bytes] = {}  # where answers go: the latest sender of the stream
         self.greetings: dict[Stream, int] = {}  # the latest nonce
 
     def add(self, identity: bytes, frame: Frame) -> None:
@@ -146,7 +146,7 @@ class Relay:
         self.refused = 0  # frames
         self._stopping = False
         self._closed = False
-        self._gave_up = False  # while stopping, Redis was found away
+        self._gave_up = False  # while stopping, Redis was unreachable
         self._next_beat = 0.0
         self._complained: OrderedDict[str, float] = OrderedDict()
         self._wake_read, self._wake_write = os.pipe()
@@ -213,7 +213,7 @@ class Relay:
         return batch if taken else None
 
     def _receive(self) -> tuple[list[bytes], str]:
-        """A message, and the public key that its connection was authenticated with; raises `zmq.Again` when there is none."""
+        """A message and the public key of its connection; raises `zmq.Again` if there is none."""
         if self._known is None:
             message = [self._socket.recv(zmq.DONTWAIT), self._socket.recv(zmq.DONTWAIT)]  # a ROUTER has two parts of anything at least
             while self._socket.getsockopt(zmq.RCVMORE):

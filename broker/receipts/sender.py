@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 #: Receipts sent and not yet acknowledged.
 WINDOW = 1024
-#: Rows read from the database at once.
+#: Rows read from the database per query.
 READ_ROWS = 256
 #: Without progress for this long the relay is asked again; doubled each time, up to the second number.
 PATIENCE_S, MAX_PATIENCE_S = 2.0, 16.0
@@ -225,7 +225,7 @@ class Sender(threading.Thread):
                 self._enter(Phase.OFF)
 
     def _unheard(self, socket: "zmq.Socket[bytes]", event: int) -> None:
-        """There is somebody, and no way to talk: say so, and knock again later, as it may have been put right."""
+        """A peer answers but the handshake fails: log it and retry later, as it may have been fixed."""
         if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and self._curve is None:
             event = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL  # it saw first that only it has keys
         now = time.monotonic()
@@ -253,7 +253,7 @@ class Sender(threading.Thread):
             self._deadline = time.monotonic() + self._patience if waits else float("inf")
 
     def _ask_again(self) -> None:
-        """Nothing moved: the relay, or what we sent it, may be gone, or its Redis is away."""
+        """No progress: the relay or the sent frames may be lost, or its Redis is unreachable."""
         self._patience = min(2 * self._patience, MAX_PATIENCE_S)
         self._enter(Phase.GREET)
 

@@ -71,9 +71,9 @@ class CheckedBackend(httpcore.AsyncNetworkBackend):
     ) -> httpcore.AsyncNetworkStream:
         """Raises TargetRefused when any address of the host is refused, httpcore.ConnectError when none answers."""
         addresses = await self._addresses(host, port)
-        for address in addresses:  # one is enough: a name with a public and an inner address is no receiver's
+        for address in addresses:  # one is enough: a name with both public and private addresses is not a valid receiver
             if why := refusal(address, self._allow_private):
-                # Whose receiver it is reads this: what the names of our network stand for is nothing to him.
+                # The receiver's owner reads this, so it must not reveal addresses of our network.
                 raise TargetRefused(f"{host} resolves to an address that is {why}" if host != str(address) else f"{host} is {why}")
         failure: Exception = httpcore.ConnectError(f"{host} has no address")
         for address in addresses:
@@ -97,7 +97,7 @@ class CheckedBackend(httpcore.AsyncNetworkBackend):
 class Poster:
     """Posts webhooks over kept connections. Belongs to the event loop it is used on; end it with `close()`.
 
-    `resolve` is for tests: who looks names up.
+    `resolve`: the name lookup, replaced in tests.
     """
 
     def __init__(self, allow_private: bool, timeout_s: float, resolve: Resolver | None = None) -> None:

@@ -22,13 +22,13 @@ from ..ledger.script_arguments import ARGUMENTS, pack
 SCRIPTS = ("hooks_lease", "hooks_settle", "hooks_redeliver", "hooks_clean")
 #: One lane (a tenant's receivers at one host) has this many deliveries under way at most, once it is known to answer well.
 LANE_ROOM = 16
-#: An answer that took longer than this many seconds does not show that a receiver can take more at once.
+#: An answer that took longer than this many seconds does not raise the receiver's concurrency.
 QUICK_S = 2.0
 #: Lanes looked at for one loan, at most: a tenant that has its share may have thousands that are due before those of others.
 LANES_SCANNED = 20_000
 #: Attempts that are kept of a delivery: more than the ladder has, for those sent again by hand.
 ATTEMPTS_KEPT = 50
-#: Deliveries read at once while a filtered page is filled, and the most that are read for one page.
+#: Deliveries read per query while filling a filtered page, and in total for one page.
 PAGE_CHUNK, PAGE_SCAN = 100, 2000
 
 FIELDS = ("job", "event", "tenant", "url", "state", "created", "next")
@@ -136,7 +136,7 @@ class WebhookOutbox:
         limit: int = 50,
         cursor: str | None = None,
     ) -> DeliveryPage:
-        """A tenant's deliveries (None: everybody's), newest first. `cursor`: a former page's `next`.
+        """A tenant's deliveries (None: all), newest first. `cursor`: a previous page's `next`.
 
         A rare filter may give a short page with a `next`. Raises MidstreamError("invalid_request") for a cursor that is not ours.
         """
@@ -188,7 +188,7 @@ class WebhookOutbox:
 
     @reachable
     async def redeliver(self, delivery_id: str) -> Delivery:
-        """Send it again, or now, under its id; whatever became of it. Raises not_found, and conflict while its receiver is disabled."""
+        """Send it again, or now, under its id, in any state. Raises not_found, and conflict while its receiver is disabled."""
         outcome = await self._scripts["hooks_redeliver"](args=pack(self.clock(), id=delivery_id))
         if outcome == b"unknown":
             raise not_found(delivery_id)
@@ -200,7 +200,7 @@ class WebhookOutbox:
 
     @reachable
     async def disabled(self, tenant: str | None) -> list[DisabledEndpoint]:
-        """The tenant's receivers (None: everybody's) that answered 410, by tenant and URL."""
+        """The tenant's receivers (None: all) that answered 410, by tenant and URL."""
         raw = await self._redis.hgetall("ms:hook-off")
         known = [(*field.decode().split("|", 1), float(raw[field])) for field in sorted(raw)]
         return [DisabledEndpoint(tenant=owner, url=url, since=at) for owner, url, at in known if tenant in (None, owner)]

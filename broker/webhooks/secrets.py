@@ -1,6 +1,6 @@
 """Signing secrets of webhooks: a tenant's own, created on first use, and for a while the previous one; or those of a key.
 
-They lie in Redis as they are and not hashed, because whoever signs needs them.
+They are stored in Redis unhashed, because the signer needs them.
 """
 
 import base64

@@ -28,7 +28,7 @@ from .secrets import WebhookSecrets
 
 log = logging.getLogger(__name__)
 
-#: Deliveries that one process sends at once, and how many of them may be one tenant's.
+#: Concurrent deliveries of one process, and how many of them may belong to one tenant.
 SLOTS, TENANT_SLOTS = 128, 96
 #: How often an idle sender looks for something due, in seconds.
 POLL_S = 0.2
@@ -84,7 +84,7 @@ class Sender:
         await self._poster.close()
 
     async def run(self) -> None:
-        """Until cancelled. Redis away, or anything else that fails, is logged and tried again."""
+        """Run until cancelled. An unreachable Redis or any other failure is logged and retried."""
         housekeeping, away = 0.0, False
         while True:
             lent = 0

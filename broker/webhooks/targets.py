@@ -15,7 +15,7 @@ _METADATA = {
     IPv6Address("fd00:ec2::254"), IPv6Address("fd20:ce::254"),
 }  # fmt: skip
 METADATA = "a cloud metadata address"
-#: Not private by the book, and yet nobody's receiver.
+#: Not private by definition, but never a valid receiver.
 _EXTRA_V4 = {
     IPv4Network("192.0.0.0/24"): "reserved",
     IPv4Network("192.88.99.0/24"): "reserved",

@@ -29,7 +29,7 @@ class Place:
     offset: int = 0
     bytes: int | None = None  # null: up to the file's end
     crc32: int | None = None  # as somebody promised; null: the file beside says it
-    if_there: bool = False  # leave it out when it was deleted: nobody said whose blob it is
+    if_there: bool = False  # skip it if it was deleted: its owner is unknown
 
     @property
     def path(self) -> Path:
@@ -81,7 +81,7 @@ class Blob:
             raise _damaged(place.path, f"it is not a complete blob: it has {more}")
 
     def raw(self, name: str) -> np.ndarray:
-        """The tensor as it lies in the file, read-only and not copied; bfloat16 as uint16.
+        """The tensor as stored in the file, read-only and not copied; bfloat16 as uint16.
 
         With the first tensor that is read the whole blob is compared with its CRC32, where that is known. Raises
         MidstreamError("capture_damaged").
@@ -112,7 +112,7 @@ class Blob:
         return zlib.crc32(self._data)
 
     def promised(self) -> tuple[int, int] | None:
-        """(bytes, CRC32) as they were when the blob was written; None when nobody says."""
+        """(bytes, CRC32) recorded when the blob was written; None if unknown."""
         place = self.place
         if place.bytes is not None and place.crc32 is not None:
             return place.bytes, place.crc32

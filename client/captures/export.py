@@ -110,7 +110,7 @@ def _write_safetensors(reader: CaptureReader, target: Path, sites: dict[int, dic
 
 
 class _aside:
-    """A path beside `target` that becomes it when all went well."""
+    """A temporary path next to `target`, renamed to it on success."""
 
     def __init__(self, target: Path):
         self._target = target

@@ -125,7 +125,7 @@ class CaptureReader:
         else:
             places = find(source, job, tag)
         whole = not listed and not (isinstance(source, Path) and source.is_file())
-        # A list of files has an order, and what the user asked for comes first; what lies in a folder has not.
+        # A list of files keeps the user's order; files in a folder have none.
         self._open(open_blobs(places), job, tag, partial, first_tag=listed, whole=whole)
         if not self._requests:
             what = f"of job {job} " if job else ""
@@ -178,7 +178,7 @@ class CaptureReader:
             if manifest.tag == self.tag:
                 attempts.setdefault(manifest.request, {}).setdefault(manifest.attempt, []).append(blob)
         self._requests = {request: _last_whole(attempts[request]) for request in sorted(attempts)}
-        #: Of how many requests there should be rows; 0: nobody says.
+        #: Number of requests that should have rows; 0: unknown.
         self._expected = max((request.manifest.requests for request in self._requests.values()), default=0) if whole else 0
 
     def __repr__(self) -> str:
@@ -241,7 +241,7 @@ class CaptureReader:
         return self.read_tokens(self.token_ids(request))
 
     def dropped(self, request: int = 0) -> list[int]:
-        """Positions that were asked for and that some stage dropped under overload."""
+        """Requested positions that some stage dropped under overload."""
         return self._of(request).dropped
 
     def array(self, layer: int, hook: str | None = None, request: int = 0) -> np.ndarray:
@@ -286,7 +286,7 @@ class CaptureReader:
         return [_check(blob) for request in self._requests.values() for blob in request.blobs] + self.gaps()
 
     def gaps(self) -> list[Check]:
-        """What was asked for and is not here: requests, stages, tensors, dropped positions; and what the API says of the capture."""
+        """What is missing: requests, stages, tensors, dropped positions; and the capture's status from the API."""
         found = []
         if self.status not in ("", "ok"):
             found.append(Check(Path(self.job), 0, 0, ok=False, detail=_told(self.status, self.detail)))

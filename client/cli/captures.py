@@ -128,7 +128,7 @@ def capture_delete(
 def open_capture(source: str, url: str | None, job: str | None = None, tag: str | None = None, partial: bool = False) -> CaptureReader:
     """A folder or file of captures when there is one of that name, else a job's captures through the API."""
     path = Path(source)
-    if path.exists() or (path.parent / "segments").is_dir():  # a job that lies in segments alone has no folder
+    if path.exists() or (path.parent / "segments").is_dir():  # a job stored in segments only has no folder
         return CaptureReader(path, job, tag=tag, partial=partial)
     if "/" in source:
         raise MidstreamError("not_found", f"no such folder: {source}")

@@ -107,7 +107,7 @@ class Verdict:
 
 
 def run_demo(keep: Path | None = None, console: Console | None = None) -> int:
-    """The demo; its exit code. `keep`: the data directory, by default `demo/` in the setting `data_dir`, made anew."""
+    """The demo; its exit code. `keep`: the data directory, by default `demo/` in the setting `data_dir`, re-created."""
     console = console or Console(highlight=False)
     began = time.monotonic()
     console.rule(f"[bold]Midstream {__version__}[/]: activation capture, steering and patching on stock vLLM")
@@ -163,7 +163,7 @@ def demonstrate(client: Client, folder: Path, console: Console, verdict: Verdict
 
 @contextmanager
 def _started(settings: Settings, console: Console) -> Iterator[Supervisor]:
-    """The running stack; a line that counts the seconds while it starts. (Redrawn by the wait itself: no threads beside forks.)"""
+    """The running stack; a line counts the seconds while it starts. (Redrawn by the wait itself: no threads together with forks.)"""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, auto_refresh=False) as progress:
         progress.add_task("Redis, relay, worker, API, callbacks, Flower; the engine takes about half a minute")
@@ -178,7 +178,7 @@ def _started(settings: Settings, console: Console) -> Iterator[Supervisor]:
 
 
 def _settings(keep: Path | None, console: Console) -> Settings:
-    """Free ports, the demo model, a data directory of its own; other settings as the user has them."""
+    """Free ports, the demo model and a separate data directory; other settings are the user's."""
     base = load_settings()
     folder = Path(keep or Path(base.data_dir) / "demo").expanduser().resolve()
     if keep is None and (folder / LOCK_FILE).exists() and not _in_use(folder):
@@ -311,7 +311,7 @@ def _shift(plain: CaptureReader, steered: CaptureReader, direction: np.ndarray) 
 
 
 def _all(calls: list[Callable[[], Answer]], title: str, console: Console) -> list[Answer]:
-    """The calls at once, with a bar that moves as their answers come; in the order of the calls."""
+    """Results of concurrent calls, in their order, with a progress bar."""
     columns = (TextColumn("  {task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress, ThreadPoolExecutor(len(calls)) as pool:
         task = progress.add_task(title, total=len(calls))

@@ -27,7 +27,7 @@ JobId = Annotated[str, typer.Argument(metavar="JOB", help="A job's id.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 DEFAULTS = SamplingRequest()
-#: The options of a capture stand together in `--help`.
+#: Capture options are grouped in `--help`.
 CAPTURE: dict[str, Any] = {"rich_help_panel": "Capture"}
 
 #: Between two looks at a job while a progress bar is shown.
@@ -209,7 +209,7 @@ def follow(client: Client, view: JobView) -> None:
 
 
 def report_end(client: Client, view: JobView, as_json: bool) -> None:
-    """The result of a job that succeeded; raises what stands in the way of one that did not."""
+    """Show the result of a job that succeeded; raises the problem of one that did not."""
     if view.state is not State.SUCCEEDED:
         if view.error is not None:
             raise MidstreamError(

@@ -56,7 +56,7 @@ def top(
 
 
 def _look(ask: Callable[[], Status], url: str, before: Status) -> tuple[Status, RenderableType]:
-    """While nobody answers: what was seen last, and why there is no news."""
+    """While the service does not answer: the last status, and the error."""
     try:
         status = ask()
     except MidstreamError as error:

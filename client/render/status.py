@@ -57,7 +57,7 @@ def _alive(name: str, alive: bool, more: str) -> Text:
 
 
 def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str | Text]], left: int = 1) -> Table:
-    """The first `left` columns hold names, which are cut where there is no room; the others numbers, which never are."""
+    """The first `left` columns contain names, which are truncated to fit; the others numbers, which are not."""
     made = Table(title=f"\n{title}", title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for place, column in enumerate(columns):
         if place < left:

@@ -12,7 +12,7 @@ from ...schemas.selectors import as_ranges
 from ...schemas.steering import Agreement, Dynamic, EntryView, GlobalView, ModuleView, WorkerSteering
 from .jobs import TABLE_ROWS, count, size, table
 
-#: So much of a digest or hash is shown: enough to tell one from another.
+#: Shown characters of a digest or hash: enough to distinguish them.
 DIGEST = 12
 _STATES = {"serving": "green", "resyncing": "yellow", "quarantined": "red"}
 
@@ -67,7 +67,7 @@ def entries(views: Sequence[EntryView]) -> Table:
 
 
 def global_line(view: GlobalView) -> str:
-    """What is steered for everyone, and who does not have it yet."""
+    """Global steering, and the workers that have not applied it yet."""
     content = f"{what(view.entries)}, digest {view.digest[:DIGEST]}" if view.entries else "nothing"
     line = f"global steering of {escape(view.model)}, version {view.version}: {content}"
     if not view.workers:

@@ -56,7 +56,7 @@ class Client(SteeringCalls, RunCalls, SweepCalls, KeyCalls, WebhookCalls, Servic
     def submit(self, request: JobRequest | None = None, *, idempotency_key: str | None = None, **fields: Any) -> JobView:
         """Submit a job, by struct or by its fields (`model=…, prompts=[…], capture={…}, steering=[…], patch=[…]`); returns at once.
 
-        Safe to repeat: a key of its own makes a retried submission the same job.
+        Safe to retry: a unique key makes a repeated submission return the same job.
         """
         return wire.decode(self._send_patiently(calls.submission(request, idempotency_key, fields)), JobView)
 
@@ -142,7 +142,7 @@ class Client(SteeringCalls, RunCalls, SweepCalls, KeyCalls, WebhookCalls, Servic
         return [entry["id"] for entry in wire.decode(self._send(Call("GET", "/v1/models")), dict[str, Any])["data"]]
 
     def ready(self) -> bool:
-        """Whether a live worker serves a model. Raises nothing when nobody answers: that is not ready either."""
+        """Whether a live worker serves a model. An unreachable server counts as not ready and raises nothing."""
         try:
             return self._send(Call("GET", "/readyz", timeout=5.0)).status_code == 200
         except MidstreamError:
@@ -214,7 +214,7 @@ class Client(SteeringCalls, RunCalls, SweepCalls, KeyCalls, WebhookCalls, Servic
         return download.reader(manifest, job_id, paths, tag, partial)
 
     def captures(self, *, tag: str | None = None, limit: int | None = None, cursor: str | None = None) -> CapturePage:
-        """One page of what lies in capture files, newest first; `next` of the page is the next `cursor`."""
+        """One page of stored captures, newest first; `next` of the page is the next `cursor`."""
         return wire.decode(self._send(calls.page_of_captures(tag, limit, cursor)), CapturePage)
 
     def delete_capture(self, job_id: JobLike) -> None:
@@ -236,7 +236,7 @@ class Client(SteeringCalls, RunCalls, SweepCalls, KeyCalls, WebhookCalls, Servic
             raise wire.unreachable(self.url, error) from None
 
     def _send_patiently(self, call: Call) -> httpx.Response:
-        """For calls that are safe to repeat: tried again for a few seconds while nobody answers."""
+        """For calls that are safe to repeat: retried for a few seconds while the server does not answer."""
         patience = calls.Patience(seconds=5.0)
         while True:
             try:

@@ -116,7 +116,7 @@ def _same(stack: Stack) -> None:
 
 
 def reachable(host: str) -> str:
-    """An address that a client on this machine can call, as it stands in a URL."""
+    """An address that a client on this machine can call, as written in a URL."""
     if host in ("0.0.0.0", "::", ""):
         return "127.0.0.1"
     return f"[{host}]" if ":" in host else host

@@ -58,7 +58,7 @@ class KeyCalls(ABC):
         return wire.decode(self._send(Call("GET", "/v1/tenant") if name is None else _tenant("GET", name)), TenantView)
 
     def set_tenant(self, name: str, limits: Limits) -> TenantView:
-        """Its limits from now on; null takes the service's setting, 0 is no limit."""
+        """Set its limits; null takes the service's setting, 0 is no limit."""
         return wire.decode(self._send(_tenant("PUT", name, limits)), TenantView)
 
 

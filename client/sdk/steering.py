@@ -66,7 +66,7 @@ def _of(model: str | None) -> dict[str, str | int | float]:
 class SteeringCalls(ABC):
     """Of the blocking client. `model` may be left out where one is served.
 
-    What a name points at, and what is steered for everyone, changes for requests that come later: those under way keep
+    Changes to modules and global steering apply to later requests: running ones keep
     what they began with.
     """
 
@@ -98,7 +98,7 @@ class SteeringCalls(ABC):
         return wire.decode(self._send(_about("DELETE", _GLOBAL, model)), GlobalView)
 
     def global_steering(self, model: str | None = None) -> GlobalView:
-        """What is steered for everyone, and whether every worker has it."""
+        """Global steering, and whether every worker has applied it."""
         return wire.decode(self._send(_about("GET", _GLOBAL, model)), GlobalView)
 
     def dynamic(self, model: str | None = None) -> Dynamic:

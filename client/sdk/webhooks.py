@@ -27,7 +27,7 @@ def _rotation(keep_former_s: float | str, own: bool) -> Call:
 
 
 class WebhookCalls(ABC):
-    """Of the blocking client. `tenant` is for admins, who see everybody's deliveries without it."""
+    """Webhook calls of the blocking client. `tenant` is for admins, who see all deliveries without it."""
 
     @abstractmethod
     def _send(self, call: Call) -> httpx.Response: ...
@@ -46,7 +46,7 @@ class WebhookCalls(ABC):
         return wire.decode(self._send(Call("GET", _DELIVERIES, params=params)), DeliveryPage)
 
     def delivery(self, delivery_id: str) -> Delivery:
-        """`delivery_id`: the `webhook-id`. Raises `not_found`, also when what became of it was forgotten."""
+        """`delivery_id`: the `webhook-id`. Raises `not_found`, also after the record has expired."""
         return wire.decode(self._send(_one("GET", delivery_id)), Delivery)
 
     def redeliver(self, delivery_id: str) -> Delivery:
@@ -54,11 +54,11 @@ class WebhookCalls(ABC):
         return wire.decode(self._send(_one("POST", delivery_id, "redeliver")), Delivery)
 
     def webhook_secrets(self) -> SecretList:
-        """What signs webhooks about jobs of this key, newest first; made now if there is none."""
+        """The secrets that sign webhooks about jobs of this key, newest first; created if there are none."""
         return wire.decode(self._send(Call("GET", _SECRETS)), SecretList)
 
     def rotate_webhook_secret(self, *, keep_former_s: float | str = _DAY_S, own: bool = False) -> SecretList:
-        """A new secret; the former one signs as well for `keep_former_s`: seconds, or `12h`. `own`: for this key alone, from now on."""
+        """A new secret; the previous one also signs for `keep_former_s`: seconds, or `12h`. `own`: for this key only, from now on."""
         return wire.decode(self._send(_rotation(keep_former_s, own)), SecretList)
 
     def disabled_webhooks(self, *, tenant: str | None = None) -> list[DisabledEndpoint]:

@@ -238,7 +238,7 @@ def _told(problem: Problem) -> MidstreamError:
 
 
 def _lenient(content: bytes | str) -> dict[str, Any]:
-    """A problem document without the extension members that we do not know (RFC 9457 tells clients to ignore them)."""
+    """A problem document without unknown extension members (RFC 9457: clients must ignore them)."""
     document = json.loads(content)
     if not isinstance(document, dict):
         raise ValueError("not a problem document")

@@ -54,7 +54,7 @@ class Finding(NamedTuple):
 
 
 def examine(settings: Settings, redis_url: str, url: str) -> Iterator[Finding]:
-    """Everything, in the order in which one thing stands on another. `redis_url`: empty where none is configured."""
+    """All checks, in order of dependency. `redis_url`: empty if not configured."""
     if redis_url:
         yield from _redis(redis_url, settings)
     else:

@@ -13,7 +13,7 @@ from typing import IO
 
 from ...schemas.engine_errors import in_our_settings
 
-#: A log file above this size is set aside as `<name>.log.1` when its process is started anew.
+#: A log file above this size is renamed to `<name>.log.1` when its process restarts.
 LOG_LIMIT_BYTES = 32 << 20
 #: Pause before a dead child is started again, doubled with each death, and the longest unless the child has another; a child that ran
 #: this long starts over at the first.
@@ -46,8 +46,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 class Child:
     """A process of ours: its command, its log file, and how often it has died.
 
-    It runs in a session of its own, so that a Ctrl-C at the terminal reaches only the supervisor, which then stops
-    everything in order; and it is told by the kernel when the supervisor is killed.
+    It runs in its own session, so that Ctrl-C in the terminal reaches only the supervisor, which then stops
+    everything in order; the kernel signals it if the supervisor is killed.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Child:
             return ""
 
     def last_words(self) -> str:
-        """The line that best says why it ended: the last complaint, else the last line. Who is killed has no last words."""
+        """The log line that best explains its end: the last error, else the last line. Empty for a killed process."""
         if self.exit_code == -signal.SIGKILL:
             return "it was killed, possibly by the kernel for lack of memory"
         lines = [line.strip() for line in self.output().splitlines() if line.strip() and not _NOISE.match(line)]
@@ -185,7 +185,7 @@ def _die_with_parent() -> None:
 
 
 def wait_for(condition: Callable[[], bool], timeout: float, hurry: Callable[[], bool] = lambda: False, step: float = 0.05) -> bool:
-    """Poll `condition` until it holds; False after `timeout` seconds, or at once when `hurry()`."""
+    """Poll `condition` until it holds; False after `timeout` seconds, or as soon as `hurry()`."""
     deadline = time.monotonic() + timeout
     while not condition():
         if time.monotonic() > deadline or hurry():

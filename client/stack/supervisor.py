@@ -109,7 +109,7 @@ class Supervisor:
         return f"http://{reachable(self.settings.flower_host)}:{self.settings.flower_port}" if "flower" in self._children else ""
 
     def ready_line(self) -> str:
-        """What is told once everything is up: where it is, without a secret."""
+        """The line printed once everything is up: addresses, without secrets."""
         from ...broker.ops.logs import redacted
 
         parts = [f"api {self.url}", f"openapi {self.url}/schema", f"flower {self.flower_url}" if self.flower_url else ""]
@@ -176,7 +176,7 @@ class Supervisor:
         self._say(f"no API key exists; create the first one: {here}midstream keys create first --scope admin --redis-url {redis_url}")
 
     def watch(self) -> None:
-        """Until a signal: start again, after a growing pause, whatever has died."""
+        """Until a signal: restart, after a growing pause, whatever has died."""
         while not self._stopping.wait(TICK_S):
             self.tend()
 
@@ -238,7 +238,7 @@ class Supervisor:
             self._redis_trouble, self._redis_pause = "", BACKOFF_S[0]
 
     def _while_starting(self) -> None:
-        """Called while something starts; raises KeyboardInterrupt when it is to be given up."""
+        """Called while something starts; raises KeyboardInterrupt if the start is aborted."""
         self._waiting()
         if self._stopping.is_set():
             raise KeyboardInterrupt
@@ -355,7 +355,7 @@ class Supervisor:
         return {variable: value for variable, value in environment.items() if WHOSE.get(variable, name) == name}
 
     def _metrics_port(self, name: str) -> dict[str, str]:
-        """Each process that serves its metrics itself has a port of its own, counted from `metrics_port`."""
+        """Each process that serves metrics has its own port, counted from `metrics_port`."""
         if not self.settings.metrics_port or name not in METRICS_OFFSETS:
             return {}
         return {f"{PREFIX}METRICS_PORT": str(self.settings.metrics_port + METRICS_OFFSETS[name])}
@@ -375,7 +375,7 @@ class Supervisor:
                 self._stopping.wait(TICK_S)
 
     def _write_state(self) -> None:
-        """Who runs here, for a second `up`, for the CLI, and for a successor that has to clean up."""
+        """Write the running processes to the state file: for a second `up`, the CLI, and a successor that has to clean up."""
         pids = {name: child.pid for name, child in self._children.items() if child.pid}
         if self._redis is not None:
             pids["redis"] = self._redis.pid

@@ -62,7 +62,7 @@ class _Header(msgspec.Struct):
 
 
 class _Study:
-    """What both kinds have in common: what is asked, and what came of it."""
+    """Base of both kinds of study: the request and its result."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class _Study:
 
     @property
     def result(self) -> SweepResult:
-        """What came of the last sweep. Raises MidstreamError before the first."""
+        """The result of the last sweep. Raises MidstreamError before the first."""
         if self._result is None:
             raise _no_sweep()
         return self._result
@@ -237,7 +237,7 @@ class PatchStudy(_Study):
 
     @classmethod
     def of(cls, job: str, request: SweepRequest, result: SweepResult, client: Client | None = None) -> Self:
-        """A study of a sweep that was asked for by other means."""
+        """A study of a sweep that was submitted by other means."""
         return cls.pairs(request.pairs, client=client, model=request.model)._keep(job, request, result)
 
     @classmethod
@@ -273,7 +273,7 @@ class PatchStudy(_Study):
         progress: bool | sweeps.Progress = True,
         **fields: Any,
     ) -> Self:
-        """A study of a part of this one's grid: each token of these columns, each of these layers, by itself (window 1).
+        """A study of a part of this one's grid: each token of these columns and each of these layers separately (window 1).
 
         `region`: a `Region`, or a cell of `top()`: its hook, its tokens, and the layers around it. `fields`: what else is to
         be otherwise than in this study's sweep.

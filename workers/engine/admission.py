@@ -16,7 +16,7 @@ Demand = TypeVar("Demand")
 
 
 class _Gate(ABC, Generic[Demand]):
-    """First come, first served: nobody overtakes a wish that waits. One event loop only."""
+    """First come, first served: waiting requests are never overtaken. One event loop only."""
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[Demand, asyncio.Future[None]]] = deque()
@@ -78,7 +78,7 @@ class _Gate(ABC, Generic[Demand]):
 
 
 class CrowdedOut(MidstreamError):
-    """What stands for everyone leaves no room for this request, which is not from its time: another attempt fits it."""
+    """Global steering leaves no room for this request, which was admitted under an earlier version: another attempt will fit."""
 
     def __init__(self, detail: str) -> None:
         super().__init__("intervention_failed", detail)
@@ -92,9 +92,9 @@ class RowDemand(NamedTuple):
 
 
 class RowAdmission(_Gate[frozenset[RowDemand]]):
-    """Counts the distinct row contents in flight; never more than `rows` with `entries` at once. Equal contents share a row.
+    """Counts the distinct row contents in flight; never more than `rows` with `entries`. Equal contents share a row.
 
-    Some stand for everyone, whether a request in flight uses them or not.
+    Some belong to global steering, whether a request in flight uses them or not.
     """
 
     def __init__(self, rows: int, entries: int) -> None:
@@ -108,7 +108,7 @@ class RowAdmission(_Gate[frozenset[RowDemand]]):
         return len(self._in_use)
 
     def check_pinned(self, rows: frozenset[RowDemand]) -> None:
-        """Raises MidstreamError("intervention_failed") when these can never take the place of those that stand now."""
+        """Raises MidstreamError("intervention_failed") if these can never replace the current ones."""
         self._check_size(rows)
         if not self._within(rows | self._pinned):
             detail = f"it does not fit the {self._rows} steering rows beside the current global steering: clear that first"
@@ -116,9 +116,9 @@ class RowAdmission(_Gate[frozenset[RowDemand]]):
 
     @asynccontextmanager
     async def replacing_pinned(self, rows: frozenset[RowDemand], patience_s: float) -> AsyncIterator[None]:
-        """These and those that stand are held in the block; after it these stand, or, when it raises, those as before.
+        """Hold both these and the current rows in the block; afterwards these are current, or the previous ones if it raises.
 
-        Raises as `check_pinned`, and when there is no room within `patience_s`.
+        Raises as `check_pinned`, and if there is no room within `patience_s`.
         """
         self.check_pinned(rows)
         if rows:
@@ -142,7 +142,7 @@ class RowAdmission(_Gate[frozenset[RowDemand]]):
         self._wake()
 
     def clear_pinned(self) -> None:
-        """None stand any more: the ranks have forgotten them."""
+        """Drop all current rows: the ranks have cleared them."""
         former, self._pinned = self._pinned, frozenset()
         self._release(former)
 
@@ -184,9 +184,9 @@ def _entries(rows: Iterable[RowDemand]) -> int:
 
 
 class CaptureBudget(_Gate[int]):
-    """Bytes of captured rows in flight: they lie in memory until the request ends and its file is written.
+    """Bytes of captured rows in flight: they stay in memory until the request ends and its file is written.
 
-    At most `limit`, or one request that is larger by itself.
+    At most `limit`, or a single request that is larger.
     """
 
     def __init__(self, limit: int) -> None:
@@ -231,7 +231,7 @@ class CellSlots(_Gate[int]):
 class StepRows(CaptureBudget):
     """Rows that the requests in the engine may capture in one step: the buffers of a compiled forward hold so many.
 
-    `limit` 0: there is no such buffer, and no limit.
+    `limit` 0: no buffer and no limit.
     """
 
     def _check(self, demand: int) -> None:

@@ -54,7 +54,7 @@ def refusals(answers: Sequence[RankApplied]) -> str:
 
 
 class Ranks:
-    """All ranks of an engine. `on_quarantine(reason)` is called where they may differ from now on, besides what is raised."""
+    """All ranks of an engine. `on_quarantine(reason)` is called, in addition to the exception, if the ranks may differ from now on."""
 
     def __init__(self, call: CollectiveCall, world: int, on_quarantine: Callable[[str], None]) -> None:
         self._call, self._world, self._on_quarantine = call, world, on_quarantine

@@ -13,7 +13,7 @@ from ...schemas.specs import Entry, Grade, StoredCapture, StoredSteering
 from ...schemas.steering import GlobalSteering, RankApplied, RankSteering
 from ...schemas.tensors import Tensor
 
-#: Gives the tensor of a content hash; raises MidstreamError when nobody has it.
+#: Returns the tensor of a content hash; raises MidstreamError if it is not stored.
 Fetch = Callable[[str], Awaitable[Tensor]]
 #: Says where the rows of a run (`run_key`) are; raises MidstreamError when it is not ready, or deleted.
 Locate = Callable[[str], Awaitable[RunFiles]]
@@ -40,7 +40,7 @@ class EngineRequest:
 
 
 def engine_request(job: Job, request: int, attempt: int, trace: str = "") -> EngineRequest:
-    """What a job that is no sweep asks for one of its prompts."""
+    """The request for one prompt of a job other than a sweep."""
     return EngineRequest(
         job=job.id,
         request=request,
@@ -84,7 +84,7 @@ class Engine(Protocol):
     tokenizer: TokenizerBundle
     world: int  # number of ranks (tp x pp): this many receipts for every request that wants them
     enters: bool  # a forward may begin at `EngineRequest.entry`; where it cannot, an entry changes nothing but the cache keys
-    on_quarantine: Callable[[str], None]  # set by the host; told why the ranks may differ, besides what is raised
+    on_quarantine: Callable[[str], None]  # set by the host; called with the reason if the ranks may differ, in addition to the exception
 
     async def start(self) -> None:
         """Load the model; may take a minute. Raises MidstreamError("engine_failed")."""
@@ -92,12 +92,12 @@ class Engine(Protocol):
     async def hold_vectors(self, names: Sequence[str], fetch: Fetch, *, pinned: bool = False) -> None:
         """Have every one of these tensors on every rank, and keep them there until `release_vectors` with the same names.
 
-        `pinned`: for modules and global steering, beside the cache's budget. Raises MidstreamError("intervention_failed")
+        `pinned`: for modules and global steering, outside the cache's budget. Raises MidstreamError("intervention_failed")
         naming rank and reason, and Quarantined; a call that raises, or is cancelled, holds nothing.
         """
 
     async def release_vectors(self, names: Sequence[str], *, pinned: bool = False) -> None:
-        """These are no longer needed by whoever held them; they may stay as a cache."""
+        """Release these; they may stay cached."""
 
     async def hold_runs(self, keys: Sequence[str], locate: Locate) -> None:
         """Have the rows of every one of these source runs (`run_key`) on every rank of the stages that have its layers, and keep them
@@ -109,12 +109,12 @@ class Engine(Protocol):
         """
 
     async def release_runs(self, keys: Sequence[str]) -> None:
-        """These are no longer needed by whoever held them; they may stay as a cache."""
+        """Release these; they may stay cached."""
 
     def held_runs(self) -> list[str]:
         """Keys of the runs that the ranks have now, in use or not."""
 
-    # What is applied to everyone and what has a name: `workers.serving.steering` calls these one at a time, never side by side.
+    # Global steering and modules: `workers.serving.steering` calls these one at a time, never concurrently.
 
     async def prepare_global(self, steering: GlobalSteering) -> list[RankApplied]:
         """Phase one: every rank checks that it could apply this, and changes nothing. Its tensors are held by the caller.
@@ -159,10 +159,10 @@ class Engine(Protocol):
         """
 
     async def abort(self, job_id: str, attempt: int) -> None:
-        """Stop every request of this attempt; one that is over already is no error."""
+        """Stop every request of this attempt; ended ones are ignored."""
 
     async def shutdown(self) -> None:
         """Stop the engine and end its processes; what is captured already is delivered first."""
 
     async def failed(self) -> str:
-        """Return, with the reason, only when the engine has died by itself."""
+        """Return, with the reason, only if the engine dies unexpectedly."""

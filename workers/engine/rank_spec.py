@@ -8,7 +8,7 @@ from .protocol import EngineRequest
 
 
 def rank_spec(ask: EngineRequest, everyone: GlobalSteering) -> RankSpec | None:
-    """None when nothing is asked for, by nobody: then no rank reports."""
+    """None if nothing is requested by user or operator: then no rank reports."""
     own, captures = ask.steering, ask.captures
     if not own and not captures and not everyone.entries and ask.grade is None:
         return None
@@ -43,7 +43,7 @@ def _digest(everyone: list[StoredSteering], own: list[StoredSteering], ask: Engi
     """Of all that touches the request's KV cache. The same entries share it, whether they are everyone's or the request's own.
 
     With both they are told apart: each takes rows of its own, and what shares a row is rounded once. A forward that begins at a
-    layer above the first leaves the cache below it unwritten: those blocks are for nobody.
+    layer above the first leaves the cache below it unwritten: those blocks are never shared.
     """
     digest = steering_digest(everyone or own)
     if everyone and own:

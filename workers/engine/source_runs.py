@@ -12,17 +12,17 @@ from .protocol import Locate
 
 
 class RankRuns:
-    """The worker's account of the runs that the ranks hold; those that nobody holds stay as a cache within the budget.
+    """The worker's record of the runs on the ranks; unused ones stay cached within the budget.
 
-    Whoever holds runs must not ask for more of them before it releases those: two that did would wait for each other.
+    A holder must not request more runs before releasing its own: two such holders would deadlock.
     """
 
     def __init__(self, ranks: Ranks, budget_bytes: int) -> None:
-        """`budget_bytes`: of the rows of all runs, over all stages. What one holder needs may be more, while nobody else holds any."""
+        """`budget_bytes`: of the rows of all runs, over all stages. One holder may need more while no other holds any."""
         self._ranks, self._budget = ranks, budget_bytes
         self._sizes: OrderedDict[str, int] = OrderedDict()  # least recently used first
         self._held: Counter[str] = Counter()
-        self._turn = asyncio.Lock()  # first come, first served: nobody overtakes one that waits for room
+        self._turn = asyncio.Lock()  # first come, first served: requests waiting for room are never overtaken
         self._freed = asyncio.Event()
 
     @property
@@ -33,7 +33,7 @@ class RankRuns:
     async def hold(self, keys: Sequence[str], locate: Locate) -> None:
         """All of `keys` on every rank, until `release`. Waits while what others hold leaves no room.
 
-        Every run is asked for by `locate`, also one that is loaded: it may have been deleted since. Raises what `locate` raises,
+        Every run is looked up with `locate`, even if loaded: it may have been deleted since. Raises what `locate` raises,
         MidstreamError("intervention_failed") when a rank cannot load a run (what other ranks took is rolled back), and Quarantined.
         A call that raises, or is cancelled, holds nothing.
         """
@@ -56,13 +56,13 @@ class RankRuns:
         self._freed.set()
 
     def forget(self) -> None:
-        """The ranks have dropped every run, whoever held it."""
+        """The ranks have dropped every run, including held ones."""
         self._sizes.clear()
         self._held.clear()
         self._freed.set()
 
     async def _make_room(self, coming: int, wanted: Sequence[str]) -> None:
-        """Wait until `coming` bytes find room beside `wanted` and what others hold, then drop what is in the way."""
+        """Wait until `coming` bytes fit together with `wanted` and held runs, then evict unused runs."""
         while True:
             others = sum(size for key, size in self._sizes.items() if key in self._held and key not in wanted)
             staying = others + sum(size for key, size in self._sizes.items() if key in wanted)
@@ -82,7 +82,7 @@ class RankRuns:
                 dropped.append(key)
                 excess -= size
         if dropped:
-            for key in dropped:  # first: a rank that refuses leaves us not knowing who has them
+            for key in dropped:  # first: after a failure on one rank it is unknown which ranks have them
                 del self._sizes[key]
             await self._ranks.apply("dropping source runs", "midstream_drop_runs", dropped)
 

@@ -10,7 +10,7 @@ from .protocol import Fetch
 
 
 class RankVectors:
-    """The worker's account of what the ranks hold; vectors that nobody holds stay as a cache within the budget.
+    """The worker's record of vectors on the ranks; unused ones stay cached within the budget.
 
     What named modules and global steering hold (`pinned`) does not count against it.
     """
@@ -50,7 +50,7 @@ class RankVectors:
                 del holders[name]
 
     def forget(self) -> None:
-        """The ranks have dropped everything, whoever held it."""
+        """The ranks have dropped everything, including held vectors."""
         self._sizes.clear()
         self._held.clear()
         self._pinned.clear()
@@ -65,7 +65,7 @@ class RankVectors:
         self._sizes.update(sizes)
 
     async def _evict(self, coming: int, keep: set[str]) -> None:
-        """Make room for `coming` bytes: drop what nobody holds, least recently used first."""
+        """Make room for `coming` bytes: evict unused vectors, least recently used first."""
         excess = sum(size for name, size in self._sizes.items() if name not in self._pinned) + coming - self._budget
         dropped = []
         for name, size in self._sizes.items():
@@ -75,6 +75,6 @@ class RankVectors:
                 dropped.append(name)
                 excess -= size
         if dropped:
-            for name in dropped:  # first: a rank that refuses leaves us not knowing who has them
+            for name in dropped:  # first: after a failure on one rank it is unknown which ranks have them
                 del self._sizes[name]
             await self._ranks.apply("dropping vectors", "midstream_drop_vectors", dropped)

@@ -157,7 +157,7 @@ class VllmEngine(RankControl):
                     prompt["cache_salt"] = ask.tenant  # part of the first block's hash, and so of all that follow
                 parts = Parts(ask.request)
                 submitted = True
-                # Closed before the rows are given back and the ranks are told: an abort then goes ahead of both.
+                # Closed before the rows are released and the ranks notified, so that an abort precedes both.
                 async with aclosing(self._llm.generate(prompt, sampling_params(ask.sampling, spec), request_id)) as outputs:
                     async for output in outputs:
                         progress = parts.add(output)
@@ -174,7 +174,7 @@ class VllmEngine(RankControl):
             if not live:
                 self._live.pop((ask.job, ask.attempt), None)
             if submitted and not over and spec is not None and not self._llm.errored:
-                # Cancelled: vLLM has sent its abort by now, so the ranks hear this after it or with it.
+                # Cancelled: vLLM has already sent its abort, so the ranks receive this after it or with it.
                 task = asyncio.ensure_future(self._end(spec, -1))
                 self._ending.add(task)
                 task.add_done_callback(self._ended)
@@ -190,7 +190,7 @@ class VllmEngine(RankControl):
             await self._llm.abort(request_id)
 
     async def steering_status(self) -> list[RankSteering]:
-        """Also has the prefix cache begin anew after a failed intervention."""
+        """Also resets the prefix cache after a failed intervention."""
         statuses = await self._call("midstream_status", ())
         if any(rank["tainted"] or rank["unkept"] for rank in statuses):
             await self._llm.reset_prefix_cache()  # see our scheduler: what matters is forgotten also while requests run
@@ -219,7 +219,7 @@ class VllmEngine(RankControl):
             await asyncio.sleep(_HEALTH_INTERVAL_S)
 
     async def _end(self, spec: RankSpec, num_tokens: int) -> None:
-        """Tell the ranks where a request ends, see `DataPlane.end`."""
+        """Notify the ranks where a request ends, see `DataPlane.end`."""
         await self._ranks.apply("ending a request", "midstream_end", spec.key, num_tokens)
 
     def _ended(self, task: "asyncio.Future[None]") -> None:

@@ -35,7 +35,7 @@ def engine_options(settings: Settings) -> dict[str, Any]:
         "num_gpu_blocks_override": settings.num_gpu_blocks,
         "async_scheduling": overlaps(settings),
         "disable_log_stats": True,
-        "generation_config": "vllm",  # sampling is what the job says, never a file beside the weights
+        "generation_config": "vllm",  # sampling comes from the job, never from a file next to the weights
     }
     if settings.executor != "auto":
         options["distributed_executor_backend"] = settings.executor

@@ -58,7 +58,7 @@ class ActionLedger:
     def __init__(self, faulty: Callable[[Content], Content | None] = _honest) -> None:
         """`faulty`: tests only, what is folded instead of an action's content; None: nothing."""
         self.count = 0
-        self.epoch = 0  # how often it began anew
+        self.epoch = 0  # how often it was reset
         self._state = 0
         self._faulty = faulty
 

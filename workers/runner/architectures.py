@@ -75,7 +75,7 @@ class Adapter:
             why = self.variant.absent.get(hook, "it does not exist")
             raise UnsupportedArchitectureError(f"{self.architecture} has no {hook}: {why}; it has {', '.join(self.hooks)}")
         tap = self.variant.taps[hook]
-        # Nothing was deferred yet when the stream enters the first layer: there is no residual beside it.
+        # Nothing is deferred yet when the stream enters the first layer: there is no separate residual.
         return Tap(tap.path, tap.side) if layer == 0 and (tap.path, tap.side) == ("", "input") else tap
 
 

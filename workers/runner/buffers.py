@@ -26,7 +26,7 @@ class Staging:
         self._direct = self._on_cpu and not traced
         self._token_rows = np.zeros(tuple(buffers.token_rows.shape), dtype=np.int32)
         self._edited: list[np.ndarray] = []  # rows of `_token_rows` that are not zero
-        self._end = 0  # they lie before this one
+        self._end = 0  # they precede this one
         self._end_there = 0  # the same on the device
         self._slots: dict[int, np.ndarray] = {}  # pattern → tokens, of this step
         self._area = _Areas(buffers.ring) if not self._on_cpu else None

@@ -174,7 +174,7 @@ class Recording:
         return [Extent(step, np.array([first]), positions[first], count) for first, count in contiguous(np.array(positions))]
 
     def compact(self, new_slab: Callable[[int], torch.Tensor]) -> None:
-        """Keep the rows in memory of their own: until now each run holds all that its step captured, of everybody."""
+        """Copy the rows: until now each run keeps the whole slab of its step alive, with the rows of all requests."""
         self.runs = self.gather(0, sys.maxsize, new_slab)
         self.recorded = sum(run.count for run in self.runs)
 
@@ -234,7 +234,7 @@ class Recording:
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Positions that lie together in one step's slab."""
+    """Positions that are contiguous in one step's slab."""
 
     run: Extent
     offset: int  # from the run's first position
@@ -242,7 +242,7 @@ class Stretch:
 
 
 def stretches(owners: dict[int, Extent], positions: Sequence[int]) -> list[Stretch]:
-    """Ascending `positions`, cut where the next one lies elsewhere."""
+    """Ascending `positions`, split where the next one is not contiguous."""
     found: list[Stretch] = []
     for position in positions:
         run = owners[position]
@@ -256,7 +256,7 @@ def stretches(owners: dict[int, Extent], positions: Sequence[int]) -> list[Stret
 
 
 class _Rows:
-    """(hook, layer) → its rows as buffers over the slabs: nothing is copied unless another dtype is asked for."""
+    """(hook, layer) → its rows as buffers over the slabs: nothing is copied unless another dtype is requested."""
 
     def __init__(self, ports: dict[tuple[str, int], int], stretches: Sequence[Stretch], dtype: torch.dtype) -> None:
         self._places = {site: number for number, site in enumerate(ports)}

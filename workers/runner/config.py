@@ -19,7 +19,7 @@ VARIABLE = "_MIDSTREAM_PLANE"
 
 @dataclass(frozen=True)
 class Place:
-    """Where this rank stands: global rank, number of ranks, place in its stage, stage, number of stages."""
+    """Position of this rank: global rank, number of ranks, rank in its stage, stage, number of stages."""
 
     rank: int
     world: int

@@ -87,7 +87,7 @@ def rows_of(capture: FinishedCapture, hook: str, layer: int) -> np.ndarray:
 
 
 class Apart:
-    """An installed consumer in a thread of its own: neither what it raises nor how long it takes holds up the writers."""
+    """An installed consumer in its own thread: neither its exceptions nor its duration hold up the writers."""
 
     def __init__(self, name: str, consumer: Consumer, patience_s: float = PATIENCE_S) -> None:
         self._name = name
@@ -103,7 +103,7 @@ class Apart:
         """Raises what the consumer raises, and TypeError for an answer that is not one outcome per capture."""
         copies = [_copy(capture) for capture in captures]
         with self._turn:
-            if self._busy.is_set():  # with a call that was given up
+            if self._busy.is_set():  # with an abandoned call
                 late = time.monotonic() - self._since
                 return [Outcome(error=f"it has been busy with another capture for {late:.0f} s")] * len(captures)
             answer: queue.SimpleQueue[list[Outcome] | Exception] = queue.SimpleQueue()
@@ -142,7 +142,7 @@ class Apart:
 
 
 def _copy(capture: FinishedCapture) -> FinishedCapture:
-    """With lists and specs of its own: what a consumer does to them shows nowhere else. The rows are read-only anyway."""
+    """A copy with separate lists and specs, so that a consumer's changes have no effect elsewhere. The rows are read-only anyway."""
     return dataclasses.replace(
         capture,
         spec=copy.deepcopy(capture.spec),

@@ -15,7 +15,7 @@ from ...schemas.specs import Grade
 from .planner import Tracked
 from .step import RequestRows, StepView
 
-#: Distributions that are kept for comparison, least recently used given up first.
+#: Distributions kept for comparison; the least recently used are evicted first.
 KEPT = 64
 
 
@@ -39,7 +39,7 @@ class Grading:
         return [due.tracked for due in self._due]
 
     def plan(self, mine: Sequence[tuple[Tracked, RequestRows]], view: StepView) -> None:
-        """`mine`: the requests of `view` that asked for something."""
+        """`mine`: the requests of `view` with a spec."""
         self._due = []
         ending = {
             rows.id: tracked
@@ -156,7 +156,7 @@ class _Values:
 
 
 def lacking(tracked: Tracked) -> str:
-    """Why a request that is over has not been told what it asked of the next token; empty when it has, or asked nothing."""
+    """Why an ended request has no grade of the next token; empty if it has one or requested none."""
     if tracked.spec.grade is None:
         return ""
     if tracked.graded is None:
@@ -166,7 +166,7 @@ def lacking(tracked: Tracked) -> str:
 
 
 def tap(model: nn.Module, take: Callable[[torch.Tensor], None]) -> None:
-    """Have `take` see what `model.compute_logits` returns, whoever asks: also dummy runs, and for the logits of prompt tokens."""
+    """Pass every result of `model.compute_logits` to `take`, including dummy runs and logits of prompt tokens."""
     compute_logits = model.compute_logits
 
     def with_grades(*args: Any, **kwargs: Any) -> Any:

@@ -8,9 +8,9 @@ vLLM's own partial hits copy the block in which that is. Lives in the scheduler,
 from collections import OrderedDict
 from typing import Any
 
-#: Prompts that are kept, least recently used given up first.
+#: Prompts kept; the least recently used are evicted first.
 PROMPTS = 16
-#: And this part of all blocks, at most; they go at once when fewer than twice as many are free.
+#: And at most this share of all blocks; they are freed when fewer than twice as many are free.
 SHARE = 8
 
 

@@ -64,7 +64,7 @@ class RankState:
     def drop_vectors(self, names: Sequence[str]) -> None:
         """Forget tensors, also as the rollback of a `put_vectors` that failed elsewhere; none when one of them is needed.
 
-        Having a tensor is no action: what is done with it is accounted for, by content, when a row is written. Requests that are
+        Having a tensor is not an action: its use is accounted for, by content, when a row is written. Requests that are
         steered with it already have their rows.
         """
         needed = {name: "global steering" for name in self.steering.tensors}
@@ -159,11 +159,11 @@ class RankState:
         return former
 
     def forget(self) -> None:
-        """Everything; the table's rows are forgotten by whoever clears the table."""
+        """Drop everything; the table's rows are dropped by the caller that clears the table."""
         self.vectors.clear()
         self._modules.clear()
         self.steering, self._rows, self._changed = GlobalSteering(), [], None
 
     def names(self) -> tuple[list[str], list[tuple[str, Named]], int, str]:
-        """Everything that stands but the rows."""
+        """All state except the rows."""
         return self.vectors.names(), sorted(self._modules.items()), self.steering.version, self.steering.digest

@@ -1,6 +1,6 @@
 """Overload policies for captured rows that arrive faster than they are written, by bytes waiting.
 
-`block`: steps wait. `spill`: the rows lie in a file instead of memory. `drop`: they are not recorded, and the result says so.
+`block`: steps wait. `spill`: rows go to a file instead of memory. `drop`: they are not recorded, and the result reports it.
 """
 
 import time

@@ -112,7 +112,7 @@ class DataPlane:
     # -- what the worker asks for -------------------------------------------------------------------------------------------
 
     def cleanse(self, steps: list[int]) -> None:
-        """Since each rank's step in `steps` the prefix cache has begun anew: what failed before it can serve nobody."""
+        """The prefix cache was reset at each rank's step in `steps`: earlier failures can no longer be served from it."""
         step = steps[self._place.rank]
         self._taints.forget(step, {tracked.spec.digest for tracked in self._tracked.values() if tracked.failure})
         if self._unkept <= step:
@@ -132,7 +132,7 @@ class DataPlane:
             self._ends[key] = num_tokens
 
     def restart(self) -> None:
-        """Begin anew: no row, no tensor, no source run, nothing standing, the ledger at zero in its next epoch.
+        """Reset: no rows, tensors, source runs or steering state, and an empty ledger in its next epoch.
 
         Every request that is here fails with the reason. The engine may go on with some of them, without any edit, until the
         worker's abort arrives: they are kept as failed ones, so that none is taken up again in its middle and nobody is
@@ -209,7 +209,7 @@ class DataPlane:
         keeping: Keeping | None = None,
         resumed: dict[str, int] | None = None,
     ) -> None:
-        """Who ended before this step, then who came: rows are given back before they are asked for.
+        """Requests that ended before this step, then new ones: rows are released before they are acquired.
 
         `preempted`: requests that lost their KV cache before this step; their rows stay recorded. `resumed`: those that go on
         now → tokens that the prefix cache serves them.
@@ -277,7 +277,7 @@ class DataPlane:
             self._grading.plan(mine, view)
 
     def grade(self, logits: torch.Tensor) -> None:
-        """These are the logits of the step that was planned, unless nobody waits for any."""
+        """Take these as the logits of the planned step, unless no request waits for any."""
         if self._grading.due:
             with self._guard(self._grading.due, "intervention_failed"):
                 for tracked, why in self._grading.take(logits):
@@ -412,14 +412,14 @@ class DataPlane:
             self._reports.over(self._step, tracked, mine)
 
     def _fail(self, tracked: Tracked, message: str, kind: str, since: int | None = None) -> None:
-        """Report the failure now: nobody has to wait for the request to end.
+        """Report the failure now, without waiting for the request to end.
 
         The request goes on in the engine and fills cache blocks that claim its interventions: their digest is tainted.
         `since`: the step in which it went wrong, where that is not this one.
         """
         self._reports.failed(self._step, tracked, message, kind)
         digest = tracked.spec.digest
-        shared = tracked.spec.entry is None  # else nobody, not even itself, is served what it fills under this digest
+        shared = tracked.spec.entry is None  # otherwise no request, not even itself, is served what it fills under this digest
         if digest and shared and kind != "capture_failed" and (self._taints.add(digest, self._step) or since is not None):
             first = self._step if since is None else since
             for other in list(self._tracked.values()):  # came in the same step or later, on blocks that this one was to fill

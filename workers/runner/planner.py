@@ -24,7 +24,7 @@ from .step import RequestRows
 
 @dataclass
 class Tracked:
-    """A live request that asked for something."""
+    """A live request with a spec."""
 
     spec: RankSpec
     rows: list[tuple[int, SteeringRow]] = field(default_factory=list)  # of the table, which it holds
@@ -112,7 +112,7 @@ class Planner:
             tracked.reached = max(tracked.reached, stop)
         if runs:
             self._edits = True
-            # All requests at once: a call for each would cost more than all else here.
+            # All requests in one call: a call for each would dominate the cost.
             begins, counts, column_of, row_of = np.array(runs, dtype=np.int64).T
             run = np.repeat(np.arange(len(runs)), counts)
             tokens = (begins - np.cumsum(counts) + counts)[run] + np.arange(len(run))
@@ -216,7 +216,7 @@ class Planner:
                 self._staging.take(self._step.slab)
                 for recording, run in self._runs:
                     recording.add(run)
-        finally:  # what was planned must not reach a forward that nobody planned
+        finally:  # the plan must not reach a forward that was not planned
             self.plan_steering([])
             self.plan_capture([])
             self.commit()

@@ -22,7 +22,7 @@ _Member = tuple[Tracked, RequestRows]
 
 
 class ReentryGate:
-    """Where the rank's next forward begins. The layers below give back what they get, at no cost."""
+    """The entry layer of the rank's next forward. The layers below return their input, at no cost."""
 
     def __init__(self, layers: Sequence[int]) -> None:
         """`layers`: the absolute numbers of those that the rank holds, ascending."""
@@ -92,7 +92,7 @@ def _put(args: list[Any], kwargs: dict[str, Any], place: int, name: str, value: 
 def first_layer(step: Sequence[tuple[RankSpec | None, RequestRows]], block_size: int) -> int:
     """The layer at which a step of these requests begins, the same on every rank; 0: the first, as ever.
 
-    `None` for a request that asked for nothing. `block_size`: tokens in a block of the KV cache. What is known only here, such as
+    `None` for a request without a spec. `block_size`: tokens in a block of the KV cache. What is known only here, such as
     whether the rows are, must not count: ranks that leave out other layers would wait for each other.
     """
     layers: list[int] = []
@@ -129,7 +129,7 @@ class Reentry:
         self.skipped = 0  # (token row, layer of this rank) pairs that were not computed
 
     def plan(self, mine: Sequence[_Member], view: StepView, fail: Callable[[Tracked, str], None]) -> None:
-        """`mine`: the requests of `view` that asked for something. Calls `fail` for those whose rows are not on this rank."""
+        """`mine`: the requests of `view` with a spec. Calls `fail` for those whose rows are not on this rank."""
         if not any(tracked.spec.entry is not None for tracked, _ in mine):
             return
         specs = {rows.id: tracked.spec for tracked, rows in mine}

@@ -49,7 +49,7 @@ class Reports:
         self._writer.submit(WriteJob(self._receipt(step, tracked), builds, size))
 
     def failed(self, step: int, tracked: Tracked, message: str, kind: str) -> None:
-        """Say so now: nobody has to wait for the request to end. `kind`: see `Receipt.kind`."""
+        """Report it now, without waiting for the request to end. `kind`: see `Receipt.kind`."""
         if tracked.reported:
             return
         tracked.failure, tracked.failure_kind, tracked.reported = message, kind, True

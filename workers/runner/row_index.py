@@ -3,7 +3,7 @@
 A capture whose prompt is served by the prefix cache would be short by what the hit skips. Rows of full prompt blocks are
 therefore kept on the ranks, bounded, by the hash of their block (which covers everything before it and the interventions in
 it); a hit may then reach as far as they do, and the rows come from there. Everything is decided here, in the order of the
-schedule, and told to the ranks with the step: they never guess.
+schedule, and sent to the ranks with the step: they never guess.
 """
 
 from collections import OrderedDict
@@ -30,7 +30,7 @@ class KeptBlock(NamedTuple):
 
 @dataclass
 class Keeping:
-    """What a step tells the ranks about kept rows; they obey in this order, `keep` and `drop` after the forward."""
+    """Orders to the ranks about stored rows, executed in this order, `keep` and `drop` after the forward."""
 
     serve: list[KeptBlock] = field(default_factory=list)  # take these rows: the prefix cache skips their computation
     keep: list[KeptBlock] = field(default_factory=list)  # keep these rows of the request
@@ -105,7 +105,7 @@ class RowIndex:
         return bool(self._dropped)
 
     def dropped(self) -> list[int]:
-        """Numbers given up since the last call."""
+        """Numbers freed since the last call."""
         dropped, self._dropped = self._dropped, []
         return dropped
 

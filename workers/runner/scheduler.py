@@ -42,17 +42,17 @@ def _spec(request: Any) -> dict[str, Any] | None:
 
 
 def finishes(scheduler_output: Any) -> dict[str, Finish]:
-    """How the requests with a spec ended that this step tells the ranks about."""
+    """How the requests with a spec ended that this step reports to the ranks."""
     return getattr(scheduler_output, _FINISHES, {})
 
 
 def keeping(scheduler_output: Any) -> Keeping | None:
-    """What this step tells the ranks about kept rows."""
+    """Orders to the ranks about stored rows in this step."""
     return getattr(scheduler_output, _KEEPING, None)
 
 
 def load(scheduler_output: Any) -> Load:
-    """How busy the engine is in this step: told to the ranks because they are asked anyway."""
+    """Load of the engine in this step: sent to the ranks because they are polled anyway."""
     return Load(*getattr(scheduler_output, _LOAD, ()))
 
 
@@ -168,7 +168,7 @@ class _Midstream:
             if limit is not None and (found := self._midstream_blocks.find(base, request, limit)) is not None:
                 return *found, 0
             if spec is not None:
-                # What a preempted request had recorded it keeps; it computes the rest anew.
+                # A preempted request keeps what it has recorded and recomputes the rest.
                 kept = spec.lowest_captured if request.num_preemptions else self._midstream_rows.reach(spec, request.block_hashes)
                 limit = kept if limit is None else min(kept, limit)
             if limit is None:

@@ -19,7 +19,7 @@ from ...schemas.interventions import FAMILIES, SCALARS
 from ...schemas.selectors import Hook
 from .architectures import Adapter, Kind, Side, Tap, UnsupportedArchitectureError
 
-#: vLLM's Transformers backend lies here.
+#: Module of vLLM's Transformers backend.
 BACKEND_MODULE = "vllm.model_executor.models.transformers"
 
 

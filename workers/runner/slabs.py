@@ -27,9 +27,9 @@ class SlabPool:
         self._returned: deque[torch.Tensor] = deque()  # filled from any thread, by garbage collection too: no lock there
 
     def new_slab(self, rows: int, hidden_size: int, dtype: torch.dtype, *, spill: bool = False) -> torch.Tensor:
-        """An uninitialised CPU slab `[rows, hidden_size]`; its memory is reused once nobody refers to the slab.
+        """An uninitialised CPU slab `[rows, hidden_size]`; its memory is reused once there is no reference to the slab.
 
-        `spill`: it lies in a file instead of memory. Raises OSError when the disk is full.
+        `spill`: in a file instead of memory. Raises OSError if the disk is full.
         """
         size = rows * hidden_size * dtype.itemsize
         self.collect()
@@ -41,7 +41,7 @@ class SlabPool:
         return slab
 
     def collect(self) -> None:
-        """Take back the memory of slabs that nobody refers to."""
+        """Reclaim the memory of slabs without references."""
         while self._returned:
             memory = self._returned.popleft()
             self.alive -= len(memory)

@@ -87,7 +87,7 @@ class RunStore:
         self._runs[files.key] = _LoadedRun(places, rows, crc, sum(each.nbytes for each in rows.values()))
 
     def drop(self, keys: Sequence[str]) -> None:
-        """Forget runs; one that is not here is no error. Rows of requests that are running are in the table."""
+        """Drop runs; unknown ones are ignored. Rows of running requests are in the table."""
         for key in keys:
             self._runs.pop(key, None)
 

@@ -58,7 +58,7 @@ class VectorStore:
 
 
 class RowTable:
-    """Configuration rows, keyed by content and reference-counted. What a row does at a site lies in entries of the pool.
+    """Configuration rows, keyed by content and reference-counted. A row's effect at a site is stored in entries of the pool.
 
     Row 0 and entry 0 stay zero: they mean "do nothing".
     """
@@ -122,7 +122,7 @@ class RowTable:
         return row, _crc32(content)
 
     def release(self, key: str) -> bool:
-        """Give back one reference; True when the row became free (it is zeroed)."""
+        """Release one reference; True if the row became free (it is zeroed)."""
         self._references[key] -= 1
         if self._references[key]:
             return False
@@ -133,7 +133,7 @@ class RowTable:
         return True
 
     def clear(self) -> None:
-        """Forget all rows, whoever holds them, and zero the buffers."""
+        """Drop all rows, including held ones, and zero the buffers."""
         self._pool.clear()
         self._free_rows = self._all_rows()
         for of_rows in (self._rows, self._references, self._sites, self._num_sites):

@@ -33,5 +33,5 @@ class Taints:
         return spec.digest in self._failed and cached_tokens > spec.first_affected
 
     def forget(self, step: int, running: Collection[str]) -> None:
-        """The cache began anew after `step`: what failed before serves nobody, unless it is among `running` and fills blocks still."""
+        """The cache was reset after `step`: earlier failures are no longer served, except those in `running`, which still fill blocks."""
         self._failed = {digest: failed for digest, failed in self._failed.items() if failed > step or digest in running}

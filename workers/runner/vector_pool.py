@@ -14,7 +14,7 @@ from .sites import Buffers
 
 #: Vectors `[entries, hidden_size]`, scalars `[entries, SCALARS]`.
 Held = tuple[torch.Tensor, torch.Tensor]
-#: (site, family) → what is held there. The same object at several sites lies in the pool once.
+#: (site, family) → what is held there. The same object at several sites is stored in the pool once.
 Content = Mapping[tuple[int, int], Held]
 
 
@@ -103,7 +103,7 @@ class EntryPool:
         return found
 
     def _close_gaps(self) -> None:
-        """Move all runs together, in the order in which they lie."""
+        """Compact all runs, keeping their order."""
         placed = sorted({(run.first, run.entries) for runs in self._runs.values() for run in runs})
         index = self._index([entry for first, entries in placed for entry in range(first, first + entries)])
         pool, scalars = self._buffers.pool[index], self._buffers.scalars[index]  # copies
@@ -124,7 +124,7 @@ class EntryPool:
         self._buffers.scalars[first : first + len(scalars)] = self._there(scalars)
 
     def _name(self, row: int) -> None:
-        """Tell each site where the row's entries begin."""
+        """Write the start of the row's entries to each site."""
         sites, families, firsts, _ = self._index(self._runs[row]).t()
         self._buffers.site_rows[sites, families, row] = firsts.to(torch.int32)
 

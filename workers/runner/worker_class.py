@@ -99,7 +99,7 @@ class MidstreamWorker(PlatformWorker):
         return self._answer("drop_vectors", lambda plane: plane.rank_state.drop_vectors(names))
 
     def midstream_put_run(self, run: dict[str, Any]) -> tuple[bool, str]:
-        """`run`: a `RunFiles` as plain containers. This rank reads by itself what its own sites need: it waits for no other."""
+        """`run`: a `RunFiles` as plain containers. This rank reads only what its own sites need and waits for no other."""
         return self._answer("put_run", lambda plane: plane.runs.put(msgspec.convert(run, RunFiles)))
 
     def midstream_drop_runs(self, keys: list[str]) -> tuple[bool, str]:
@@ -110,7 +110,7 @@ class MidstreamWorker(PlatformWorker):
         return self._answer("prepare_global", lambda plane: plane.rank_state.prepare_global(msgspec.convert(steering, GlobalSteering)))
 
     def midstream_commit_global(self, steering: dict[str, Any]) -> tuple[bool, str]:
-        """Takes rows for the new steering before it gives back those of the former: both must have been admitted."""
+        """Acquires rows for the new steering before releasing those of the previous one: both must have been admitted."""
         return self._answer("commit_global", lambda plane: plane.rank_state.commit_global(msgspec.convert(steering, GlobalSteering)))
 
     def midstream_rollback_global(self, version: int) -> tuple[bool, str]:

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 #: A group is one durable commit: at most this many requests and about this many bytes.
 GROUP_REQUESTS = 256
 GROUP_BYTES = 64 << 20
-#: Where these fail, the capture has: what was asked for is nowhere. Others only leave it incomplete.
+#: If these fail, the capture has failed: its rows are nowhere. Failures of others only leave it incomplete.
 ESSENTIAL = frozenset({"filesystem", "memory"})
 #: A message names at most this many positions, and is cut at this many characters.
 _POSITIONS, _MESSAGE = 16, 1000
@@ -51,7 +51,7 @@ class WriteJob:
 
 @dataclass
 class _Report:
-    """What became of one request's captures so far."""
+    """Outcome of one request's captures so far."""
 
     job: WriteJob
     files: list[CapturedFile] = field(default_factory=list)
@@ -182,7 +182,7 @@ class Writer:
 
 
 def _built(report: _Report, build: Callable[[], FinishedCapture]) -> FinishedCapture | None:
-    """The capture, or why there is none in `report.failed`."""
+    """The capture, or the reason for its failure in `report.failed`."""
     try:
         return build()
     except InterventionError as error:

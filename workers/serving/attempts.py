@@ -153,7 +153,7 @@ class Attempts:
         assert task is not None, "run_job runs as a task"
         attempt = Attempt(claim.job, claim.attempt, task, lease, AttemptProgress(claim, self._worker, self.totals))
         if not attempt.reported:
-            lease.end()  # nobody has to wait for it
+            lease.end()  # awaited by no caller
         job_id = claim.job.id
         former = self._running.get(job_id)
         if former is not None:  # our own, from before a stall that cost us the lease
@@ -184,7 +184,7 @@ class Attempts:
                 logger.warning("message for %s, which is not in the ledger", job_id)
                 return None
             problem = error.problem()
-            # Claimed all the same, perhaps: whoever waits for it must be told.
+            # It may have been claimed nevertheless: waiting callers must be notified.
             view = await patiently(lambda: self._ledger.view(job_id), f"view of {job_id}")
             if view.worker == self._worker and job_id not in self._running:
                 await patiently(lambda: self._ledger.fail(job_id, view.attempt, problem), f"failure of {job_id}")
@@ -221,7 +221,7 @@ class Attempts:
             return await self._give_up(attempt, problem_of(error))
 
     async def _generate(self, attempt: Attempt) -> list[Output]:
-        """Every prompt of the job at once: they batch in the engine with each other and with other jobs."""
+        """Run all prompts of the job concurrently: the engine batches them with each other and with other jobs."""
         job = attempt.job
         own = {name for entries in job.steering for entry in entries for name in entry.tensors}
         names = sorted({name for name in own if not is_row(name) and name != ZEROS} | set(attempt.lease.steering.tensors))

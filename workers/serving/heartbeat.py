@@ -25,7 +25,7 @@ SHORTEST_TRY_S = 0.5
 
 
 class Heartbeat:
-    """Has connections to Redis of its own; end them with `close()`.
+    """Has its own connections to Redis; close them with `close()`.
 
     `publish` is called again after Redis was unreachable, and whenever Redis lacks the model: it may have lost its data.
     """
@@ -40,7 +40,7 @@ class Heartbeat:
         self._publish = publish
 
     async def run(self) -> str:
-        """Beat until cancelled; returns never, raises what is no passing trouble of Redis."""
+        """Beat until cancelled; never returns, raises errors other than transient ones of Redis."""
         away = False
         while True:
             await asyncio.sleep(min(self._period_s, LONGEST_PAUSE_S) if away else self._period_s)
@@ -63,7 +63,7 @@ class Heartbeat:
         held = self._attempts.held
         if held:
             renewal = await self._ledger.renew(info.worker, info.boot, held)
-            # What was lost may have been claimed anew before the answer came.
+            # What was lost may have been claimed again before the answer arrived.
             self._attempts.stop(renewal.lost, AttemptOutcome.LOST, held)
             self._attempts.stop(renewal.cancelling, AttemptOutcome.CANCELLED)
         await self._attempts.sources.renew(self._sources)

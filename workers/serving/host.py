@@ -1,8 +1,8 @@
 """The engine's host inside a Celery worker, and recovery when the engine dies.
 
 One thread runs one event loop for the process's whole life; on it are the engine, the ledger's connections, the runs and
-the heartbeat. Everybody else reaches them through this class. The thread must not end before the process: the engine's
-children are told to die with the thread that started them.
+the heartbeat. All other code reaches them through this class. The thread must not end before the process: the engine's
+children are killed when the thread that started them ends.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ DEATH_GRACE_S = 4.0
 
 
 class EngineHost:
-    """Owns the event-loop thread. `on_death(reason)` is called once, on that thread, when the engine has died by itself."""
+    """Owns the event-loop thread. `on_death(reason)` is called once, on that thread, if the engine dies unexpectedly."""
 
     def __init__(self, app: Celery, settings: Settings, on_death: Callable[[str], None]):
         self._app = app
@@ -118,7 +118,7 @@ class EngineHost:
         return view
 
     def cancel(self, job_id: str) -> None:
-        """Stop a job if it runs here; returns at once."""
+        """Stop a job if it runs here; returns immediately."""
         if self._attempts is not None:
             self._loop.call_soon_threadsafe(self._attempts.stop, [job_id], AttemptOutcome.CANCELLED)
 
@@ -189,7 +189,7 @@ class EngineHost:
         ]
 
     async def _publish(self) -> None:
-        """Tell everybody what this engine serves and how to write token ids for it."""
+        """Publish the engine's model and its tokenizer."""
         assert self._engine is not None
         name, raw = encode_bundle(self._engine.tokenizer)
         await self._ledger.put_blob(name, raw)
@@ -277,7 +277,7 @@ class EngineHost:
             self._on_death(reason)
 
     async def _release_former_boots(self) -> None:
-        """Requeue at once what this worker held when it was last killed."""
+        """Requeue immediately what this worker held when it was last killed."""
         released = await Sweeper(self._ledger, self.settings).release_boots(self.settings.worker_id, BOOT)
         if released:
             logger.warning("requeued %s, held by an earlier start of this worker", released)

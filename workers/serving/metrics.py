@@ -1,6 +1,6 @@
 """A worker's numbers: the same for its heartbeat, for `inspect midstream_engine` and for Prometheus.
 
-Those of the ranks are what they were last asked for (`steering.COMPARE_S`): nobody asks them anew for the sake of a figure.
+Those of the ranks are what they were last asked for (`steering.COMPARE_S`): metrics do not cause another query.
 """
 
 import time

@@ -22,7 +22,7 @@ CANCEL_AGAIN_S = 0.5
 
 
 async def patiently(call: Callable[[], Awaitable[T]], what: str) -> T:
-    """The result of `call`, repeated for as long as Redis is away; other errors go through.
+    """The result of `call`, retried while Redis is unreachable; other errors propagate.
 
     A call whose answer was lost may run twice: every ledger transition is fenced or idempotent, so the second is refused.
     """

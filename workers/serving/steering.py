@@ -27,12 +27,12 @@ from .steering_leases import AppliedSteering, SteeringLease
 
 logger = logging.getLogger(__name__)
 
-#: How often the ranks are compared beside the comparison in every receipt, and the worker reports without being asked.
+#: How often the ranks are compared, in addition to every receipt, and the worker reports unprompted.
 COMPARE_S = 5.0
 #: Global steering that the ranks refused, and what was not stored, is tried again this much later.
 RETRY_S = 1.0
 VERSION_MISMATCH = "version_mismatch"
-#: So often a resync begins anew without what was refused on some ranks and not on others.
+#: How often a resync restarts without the items that some ranks rejected and others did not.
 RESYNC_ROUNDS = 3
 #: A resync waits this long for the engine to let go of the requests that it stopped.
 DRAIN_S = 30.0
@@ -40,7 +40,7 @@ DRAIN_CHECK_S = 0.02
 
 
 class ResyncFailed(MidstreamError):
-    """The ranks could not be made equal: the engine must be started anew."""
+    """The resync of the ranks failed: the engine must be restarted."""
 
     def __init__(self, detail: str) -> None:
         super().__init__("engine_failed", detail)
@@ -124,7 +124,7 @@ class SteeringReconciler:
             self._wake.set()
 
     def close(self) -> None:
-        """The engine is dead: let go of everybody who waits."""
+        """The engine is dead: release all waiting callers."""
         self._closed = True
         self._open.set()
 
@@ -136,7 +136,7 @@ class SteeringReconciler:
         await patiently(self._look, "start")
 
     async def run(self) -> str:
-        """Until cancelled; returns, with the reason, only when the engine must be given up."""
+        """Run until cancelled; returns, with the reason, only if the engine must be abandoned."""
         away = False
         while True:
             with contextlib.suppress(TimeoutError):
@@ -197,7 +197,7 @@ class SteeringReconciler:
         except MidstreamError as error:
             if error.kind != VERSION_MISMATCH:
                 raise
-            # What everyone is to be steered with cannot be read: no job may run without it, and starting anew helps nobody.
+            # Global steering cannot be read: no job may run without it, and a restart would not help.
             self._retried = time.monotonic()
             self._stop_serving("quarantined", error.detail)
             await self._say()
@@ -387,7 +387,7 @@ class SteeringReconciler:
         await self._report(ranks)
 
     async def _replay(self) -> list[RankSteering]:
-        """Begin every rank anew and apply all that is desired; what some ranks refuse then stays out."""
+        """Reset every rank and apply the desired state; items that some ranks reject stay out."""
         refused = False
         for _ in range(RESYNC_ROUNDS):
             await self._engine.restart_ledgers()
@@ -402,14 +402,14 @@ class SteeringReconciler:
     async def _drain(self, why: str) -> None:
         """Stop what runs with interventions or captures, also what was being claimed just now.
 
-        They say so in the ledger before they are over: what ranks tell of them when they begin anew is stale then.
+        They record it in the ledger before they end, so that reports of reset ranks about them are stale.
         """
         deadline = time.monotonic() + DRAIN_S
         while self._global.users or any(applied.users for applied in self._former):
             self.stop_runs(why)
             await asyncio.sleep(DRAIN_CHECK_S)
             if time.monotonic() > deadline:
-                await self._broker.look(self._model, self._worker)  # while Redis is away nobody can be over
+                await self._broker.look(self._model, self._worker)  # while Redis is unreachable, no job can end
                 raise ResyncFailed(f"could not stop requests within {DRAIN_S:.0f} s to resync: {why}")
 
     def _forget(self) -> None:
@@ -438,7 +438,7 @@ class SteeringReconciler:
             self._open.clear()
 
     async def _say(self) -> None:
-        """Let it be known at once when whether the worker serves has changed."""
+        """Publish immediately when the worker starts or stops serving."""
         if self._said != (self.state, self.detail):
             await self._tell()
             self._said = (self.state, self.detail)

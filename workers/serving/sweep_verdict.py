@@ -9,7 +9,7 @@ from ...schemas.sweeps import StoredPair
 
 
 class UnverifiedUnit(Exception):
-    """There is no value; the text says why."""
+    """No value; the text gives the reason."""
 
 
 def verdict(pair: StoredPair, nodes: Sequence[Node], told: Sequence[Sequence[Receipt]], world: int, compared: bool) -> Grades:
@@ -51,6 +51,6 @@ def _check(receipts: Sequence[Receipt], world: int) -> None:
 
 
 def _graded(receipts: Sequence[Receipt]) -> list[float]:
-    """What the last stage's first rank told."""
+    """The report of the last stage's first rank."""
     last = max(receipt.pp for receipt in receipts)
     return next(receipt.graded for receipt in receipts if receipt.pp == last and receipt.tp == 0)

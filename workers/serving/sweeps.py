@@ -36,13 +36,13 @@ logger = logging.getLogger(__name__)
 
 #: How often receipts are looked for while some are awaited. A step of the engine takes about as long.
 POLL_S = 0.05
-#: Redis was away for so long: receipts have had no time to arrive.
+#: How long Redis was unreachable: receipts had no time to arrive.
 STALL_S = 2.0
-#: Pairs at once: the next one's prompts are read while the last cells of one are on their way.
+#: Concurrent pairs: the prompts of the next are processed while the last cells of one are running.
 PAIRS_AT_ONCE = 2
 #: So many times the cells in flight may have left the engine without their receipts having been read.
 UNREAD = 8
-#: Receipts that are asked for at once.
+#: Receipts read per call.
 POLL_UNITS = 256
 
 
@@ -89,7 +89,7 @@ class SweepAttempt:
         self._ledger, self._sweeps, self._engine, self._sources, self._attempt = ledger, Sweeps(ledger), engine, sources, attempt
         self._sweep, self._fetch, self._refused = attempt.job.sweep, fetch, refused
         self._everyone = attempt.lease.steering
-        # What is applied to everyone may reach below the layer at which a forward would begin.
+        # Global steering may apply below the layer at which a forward would begin.
         enters = settings.sweep_entry and engine.enters and not self._everyone.entries
         self._requests = SweepRequests(attempt.job, attempt.number, engine.info, enters)
         self._units = self._requests.units
@@ -103,7 +103,7 @@ class SweepAttempt:
         self._work = asyncio.Event()
         self._unkept = 0  # of those decided
         self._all_kept = asyncio.Event()
-        self._ended = False  # nobody keeps anything any more
+        self._ended = False  # nothing is kept from here on
 
     async def run(self) -> None:
         """To the last cell. Raises MidstreamError("useless_baseline") when no pair has a use, and what ends an attempt."""
@@ -367,7 +367,7 @@ class SweepAttempt:
             self._records.setdefault(record.unit, record)
 
     async def _settled(self) -> list[tuple[_Pending, UnitRecord]]:
-        """Of the units that the engine is done with, those of which it is known what became of them."""
+        """Those of the finished units whose outcome is known."""
         asked = time.monotonic()
         read = [pending for pending in self._waiting if not pending.told and not pending.reason][:POLL_UNITS]
         requests = [request for pending in read for request in pending.requests]

@@ -27,7 +27,7 @@ AWAITED = 20_000
 
 
 class Told(Ignore):
-    """The message is done. `state`: what became of the job; None: somebody else tells."""
+    """The message is done. `state`: the job's outcome; None: reported elsewhere."""
 
     def __init__(self, state: State | None, why: str = ""):
         super().__init__(why)
@@ -96,10 +96,10 @@ class Settlements:
         self._some.set()
 
     def look(self) -> None:
-        """Tell the end of every job that has one. Raises redis.RedisError."""
+        """Report the end of every ended job. Raises redis.RedisError."""
         dispatcher = self._dispatcher()
         if dispatcher is None or not dispatcher.enabled:
-            return  # nobody would hear it: there is no connection
+            return  # there is no connection to send it on
         with self._lock:
             waiting = dict(self._waiting)
         found = standings(self._client, [request.args[0] for request in waiting.values()])
@@ -120,7 +120,7 @@ class Settlements:
                 self.look()
             except redis.RedisError as error:
                 logger.info("could not report the ends of settling jobs, will retry: %s", error)
-            except Exception:  # the others' ends are still to be told
+            except Exception:  # the ends of the others are still to be reported
                 logger.exception("could not report the end of a settling job")
             with self._lock:
                 if not self._waiting:

@@ -42,7 +42,7 @@ def _body(host: EngineHost) -> Callable[[str], str]:
             raise PutBack(host.death or outcome.value)
         try:
             view = host.view(job_id)
-        except MidstreamError as error:  # removed since; or Redis is away, and Flower misses this end
+        except MidstreamError as error:  # removed since; or Redis is unreachable, and Flower misses this end
             raise Told(State.EXPIRED if error.kind == "not_found" else None, str(error)) from error
         return _became(view, outcome)
 
@@ -50,11 +50,11 @@ def _body(host: EngineHost) -> Callable[[str], str]:
 
 
 def _became(view: JobView, outcome: AttemptOutcome) -> str:
-    """What to say of a job that did not end here with its outputs, as the ledger has it; returned for a success, else raised."""
+    """The outcome of a job that did not end here, from the ledger; returned for a success, otherwise raised."""
     if view.state is State.SUCCEEDED:
         return outcome.value
     if view.state is State.FAILED:
         raise JobFailed(f"{view.error.title}: {view.error.detail}" if view.error else "the ledger gives no reason")
     if view.state is State.QUEUED or view.state in TERMINAL:
         raise Told(view.state, outcome.value)
-    raise Settling  # somebody else has it: its end is this message's as well
+    raise Settling  # another message has it: its end is this message's as well
