@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from ...schemas.base import to_json
 from ...schemas.errors import MidstreamError
@@ -18,9 +19,25 @@ from . import acl, captures, curve, jobs, keys, service, source_runs, stack, ste
 from .jobs import AsJson, Url, connect, err, out
 from .options import HOOKS_FORM
 
+
+class Commands(TyperGroup):
+    """The top-level commands; an unknown one that some group has is answered with its full name."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] not in self.commands:
+            found = [f"midstream {name} {args[0]}" for name, group in self.commands.items() if args[0] in getattr(group, "commands", ())]
+            if found:
+                ctx.fail(f"No such command {args[0]!r}. Did you mean {' or '.join(map(repr, found))}?")
+        return super().resolve_command(ctx, args)
+
+
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
-)  # fmt: skip
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 model_app = typer.Typer(no_args_is_help=True, help="Checkpoints.")
 app.add_typer(model_app, name="model")
 

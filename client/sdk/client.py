@@ -56,9 +56,15 @@ class Client(SteeringCalls, RunCalls, SweepCalls, KeyCalls, WebhookCalls, Servic
     def submit(self, request: JobRequest | None = None, *, idempotency_key: str | None = None, **fields: Any) -> JobView:
         """Submit a job, by struct or by its fields (`model=…, prompts=[…], capture={…}, steering=[…], patch=[…]`); returns at once.
 
-        Safe to retry: a unique key makes a repeated submission return the same job.
+        Safe to retry: a unique key makes a repeated submission return the same job. `model` may be omitted while one is served.
         """
-        return wire.decode(self._send_patiently(calls.submission(request, idempotency_key, fields)), JobView)
+        try:
+            call = calls.submission(request, idempotency_key, fields)
+        except MidstreamError as error:
+            if request is not None or "model" in fields or error.field != "model":
+                raise
+            call = calls.submission(None, idempotency_key, {"model": wire.only_model(self.models()), **fields})
+        return wire.decode(self._send_patiently(call), JobView)
 
     def job(self, job_id: JobLike) -> JobView:
         return wire.decode(self._send(Call("GET", wire.job_path(job_id))), JobView)
@@ -268,7 +274,13 @@ class AsyncClient(AsyncSteeringCalls, AsyncRunCalls, AsyncSweepCalls, AsyncKeyCa
         await self._http.aclose()
 
     async def submit(self, request: JobRequest | None = None, *, idempotency_key: str | None = None, **fields: Any) -> JobView:
-        return wire.decode(await self._send_patiently(calls.submission(request, idempotency_key, fields)), JobView)
+        try:
+            call = calls.submission(request, idempotency_key, fields)
+        except MidstreamError as error:
+            if request is not None or "model" in fields or error.field != "model":
+                raise
+            call = calls.submission(None, idempotency_key, {"model": wire.only_model(await self.models()), **fields})
+        return wire.decode(await self._send_patiently(call), JobView)
 
     async def job(self, job_id: JobLike) -> JobView:
         return wire.decode(await self._send(Call("GET", wire.job_path(job_id))), JobView)

@@ -332,3 +332,12 @@ class EventParser:
         body = json.loads("\n".join(fields["data"]))
         attempt = body.pop("attempt", 0)
         return msgspec.convert({"event": fields["event"][-1], "data": body, "attempt": attempt, "id": self.last_id}, Event)
+
+
+def only_model(served: list[str]) -> str:
+    """The model to use where the caller names none. Raises MidstreamError unless exactly one is served."""
+    if len(served) != 1:
+        raise invalid(
+            "model", "no model is served" if not served else "is required: several models are served", allowed=", ".join(served) or None
+        )
+    return served[0]

@@ -169,7 +169,12 @@ class Supervisor:
         from ...broker.ledger.keys import any_key
         from ...broker.ops.logs import redacted
 
-        if not asks_for_keys(self.settings) or self.settings.admin_key or asyncio.run(any_key(self.settings)):
+        if not asks_for_keys(self.settings) or self.settings.admin_key:
+            return
+        try:
+            if asyncio.run(any_key(self.settings)):
+                return
+        except MidstreamError:  # Redis is unreachable just now: the hint is not worth failing the start
             return
         here = f"MIDSTREAM_DATA_DIR={shlex.quote(str(self.data))} " if self._own_redis else ""
         redis_url = "-" if self._own_redis else shlex.quote(redacted(self.settings.redis_url))

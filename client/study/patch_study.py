@@ -21,7 +21,7 @@ from ...schemas.version import __version__
 from .. import values
 from ..render import heatmap, notebook
 from ..sdk import grid as grids
-from ..sdk import sweeps
+from ..sdk import sweeps, wire
 from ..sdk.client import AsyncClient, Client
 from ..sdk.grid import Effect, Grid
 from ..sdk.progress import bar
@@ -258,7 +258,7 @@ class PatchStudy(_Study):
         `progress`: True: a bar on a terminal or in a notebook; or a callable that gets every event of the sweep.
         """
         with self._connected() as client:
-            request = self._asked(self._model or _only(client.models()), spans, fields)
+            request = self._asked(self._model or wire.only_model(client.models()), spans, fields)
             with _shown(progress) as show:
                 job = client.submit_sweep(request).id
                 return self._keep(job, request, client.sweep_result(job, show, cancel=True))
@@ -325,7 +325,7 @@ class AsyncPatchStudy(_Study):
         progress: bool | sweeps.Progress = True,
         **fields: Any,
     ) -> Self:
-        request = self._asked(self._model or _only(await self._client.models()), spans, fields)
+        request = self._asked(self._model or wire.only_model(await self._client.models()), spans, fields)
         with _shown(progress) as show:
             job = (await self._client.submit_sweep(request)).id
             return self._keep(job, request, await self._client.sweep_result(job, show, cancel=True))
@@ -398,14 +398,6 @@ def _column(labels: list[str], wanted: str | int) -> int:
         detail = f"{len(found)} columns are called {wanted!r}" + (": give its number" if found else "")
         raise invalid("columns", detail, allowed=", ".join(map(repr, labels)))
     return found[0]
-
-
-def _only(served: list[str]) -> str:
-    if len(served) != 1:
-        raise invalid(
-            "model", "no model is served" if not served else "is required: several models are served", allowed=", ".join(served) or None
-        )
-    return served[0]
 
 
 @contextmanager

@@ -403,3 +403,10 @@ def test_an_unknown_tenant_is_named_with_those_there_are(capsys: pytest.CaptureF
     with server(reply({"tenants": [view]})) as (url, _):
         code, _, err = call(capsys, "tenants", "show", "visoin", "--url", url)
     assert (code, "unknown tenant 'visoin'" in err, "did you mean 'vision'?" in err) == (1, True, True)
+
+
+def test_a_command_of_a_group_is_suggested_by_its_full_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main.main(["list"])
+    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert (ended.value.code, "'midstream job list'" in said) == (2, True)

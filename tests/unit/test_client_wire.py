@@ -70,7 +70,6 @@ def test_the_matrices_of_a_low_rank_intervention_are_packed_too() -> None:
         ({"model": "m", "prompts": ["a"], "steering": [{"layers": 1, "vector": [1.0], "strength": float("nan")}]}, "steering[0]"),
         ({"model": "m", "prompts": ["a"], "steering": [{"layers": 1, "vector": [1.0], "sclae": 2}]}, "steering[0].sclae"),
         ({"model": "m", "prompts": ["a"], "captures": {}}, "captures"),
-        ({"prompts": ["a"]}, "model"),
         ({"model": "m", "prompts": ["a"], "capture": {"tag": "../up"}}, "capture.tag"),
         ({"model": "m", "prompts": []}, "prompts"),
         ({"model": "m", "prompts": ["a"], "sampling": {"max_tokens": 0}}, "sampling.max_tokens"),
@@ -285,3 +284,16 @@ def test_importing_the_client_loads_nothing_heavy() -> None:
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     heavy = {"torch", "vllm", "celery", "litestar", "transformers", "redis", "zmq"} & set(loaded)
     assert heavy == set()
+
+
+def test_a_submission_without_a_model_takes_the_only_one_that_is_served() -> None:
+    with server(reply({"data": [{"id": "m"}]}), reply(view(), 202)) as (url, seen):
+        assert Client(url).submit(prompts=["a"]).id == "job_x"
+    assert [line.split()[:2] for line in seen] == [["GET", "/v1/models"], ["POST", "/v1/jobs"]]
+    assert json.loads(seen.bodies[-1])["model"] == "m"
+
+
+def test_a_submission_without_a_model_lists_those_that_are_served() -> None:
+    with server(reply({"data": [{"id": "m"}, {"id": "n"}]})) as (url, _), pytest.raises(MidstreamError) as caught:
+        Client(url).submit(prompts=["a"])
+    assert (caught.value.field, caught.value.allowed) == ("model", "m, n")

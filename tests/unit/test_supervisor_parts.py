@@ -326,3 +326,10 @@ def test_waiting_for_children_times_out() -> None:
     began = time.monotonic()
     assert wait_for(lambda: False, 0.1) is False
     assert time.monotonic() - began < 30
+
+
+def test_a_redis_that_is_unreachable_does_not_end_the_search_for_a_first_key(tmp_path: Path) -> None:
+    said: list[str] = []
+    settings = Settings(data_dir=str(tmp_path), auth="keys", redis_url="redis://127.0.0.1:1/0")
+    Supervisor(settings, say=said.append)._say_how_to_make_a_key()
+    assert said == []
