@@ -16,8 +16,7 @@ SEGMENT_SUFFIX = ".seg"
 
 def index_of(key: str) -> str:
     """The JSON Lines of `BlobEntry` beside a capture file: `.jsonl` beside a segment, `.json` beside one of its own."""
-    path = PurePosixPath(key)
-    return str(path.with_suffix(".jsonl" if path.suffix == SEGMENT_SUFFIX else ".json"))
+    return key.removesuffix(SEGMENT_SUFFIX) + ".jsonl" if key.endswith(SEGMENT_SUFFIX) else key.rpartition(".")[0] + ".json"
 
 
 def path_fault(path: str, job: str) -> str | None:

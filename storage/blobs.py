@@ -4,7 +4,6 @@ import re
 import zlib
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import PurePosixPath
 
 import msgspec
 
@@ -31,7 +30,7 @@ class Blob:
 
     def line(self, key: str, offset: int = 0) -> bytes:
         """The line that describes it in the index of the object `key`."""
-        return msgspec.json.encode(BlobEntry(PurePosixPath(key).name, offset, self.size, self.crc32, self.manifest)) + b"\n"
+        return msgspec.json.encode(BlobEntry(key.rpartition("/")[2], offset, self.size, self.crc32, self.manifest)) + b"\n"
 
 
 def make_blob(manifest: Manifest, tensors: Sequence[tuple[str, str, Sequence[int], Sequence[Buffer]]]) -> Blob:
@@ -94,7 +93,7 @@ def read_entries(store: ArtifactStore, index: str, jobs: Collection[str] | None 
         try:
             yield msgspec.json.decode(line, type=BlobEntry)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise DamagedBlob(f"{PurePosixPath(index).name} has an invalid line: {error}") from error
+            raise DamagedBlob(f"{index.rpartition('/')[2]} has an invalid line: {error}") from error
 
 
 def _lines(store: ArtifactStore, index: str) -> Iterator[bytes]:
