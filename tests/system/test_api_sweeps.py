@@ -72,7 +72,7 @@ def test_prompts_of_unequal_length_are_stored_with_every_row_at_its_counterpart(
     job = hand.job(swept(api, pairs=[PAIR | {"clean": "hello user world a"}]))
     assert job.sweep is not None
     assert [column.places for column in job.sweep.pairs[0].columns] == [[(0, 0)], [(1, 1)], [], [(3, 4)]]
-    assert "2 tokens and 'there' in its place" in job.sweep.pairs[0].columns[2].reason
+    assert "2 tokens and 'there', in its place" in job.sweep.pairs[0].columns[2].reason
 
 
 def test_a_repeated_submission_is_the_same_sweep(api: Api, hand: Hand) -> None:

@@ -123,7 +123,7 @@ def test_receipts_for_another_workers_id_are_refused(relay: RelayProcess, keys: 
             assert answer.kind is Kind.REFUSED
             refusal = frames.refusal(answer)
             assert refusal.reason == "identity"
-            assert f"the CURVE key {other.public} identifies as worker 'w', which has a different key" in refusal.detail
+            assert f"the sender with CURVE key {other.public} identifies as worker 'w', which has a different key" in refusal.detail
     assert jobs.arrived(job) == {}
     assert "identifies as worker 'w'" in relay.log.read_text()
     with Stranger(relay.url, b"other/0/x", other) as itself:

@@ -266,7 +266,7 @@ def test_a_full_quota_skips_global_captures_and_refuses_no_job_without_captures(
         assert api.view(plain)["capture_status"] == "not_requested"
         mine = api.http.post("/v1/jobs", json={"model": "tiny", "prompts": ["a"], "capture": {"layers": "all"}})
         assert mine.status_code == (202 if size < 1 << 20 else 507)
-        assert api.log().count("left out") == 1
+        assert api.log().count("global capture skipped") == 1
         hand.close()
 
 

@@ -228,7 +228,7 @@ def test_a_repeated_submit_after_a_broken_connection_is_no_conflict(redis_url: s
             assert await ledger.submit(job, {}, ("key", "body")) == (job.id, True)
             assert await ledger.submit(job, {}, ("key", "body")) == (job.id, True)
             assert await ledger.submit(job, {}) == (job.id, True)
-            with pytest.raises(MidstreamError, match="exists already"):
+            with pytest.raises(MidstreamError, match="already exists"):
                 await ledger.submit(make_job(prompts=2, id=job.id), {})
 
     asyncio.run(main())

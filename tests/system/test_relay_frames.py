@@ -120,7 +120,7 @@ def test_invalid_identities_and_frames_are_refused_without_effect(relay: RelayPr
 
     cases = [
         (b"w/0/a", b"", "too few"),
-        (b"w/0/b", bytes([PROTOCOL, 99]) + bytes(24), "kind 99 is unknown"),
+        (b"w/0/b", bytes([PROTOCOL, 99]) + bytes(24), "unknown kind 99"),
         (b"w/0/c", frames.pack(Kind.RECEIPT, frames.new_epoch(), 1, b"\xc1"), "receipt cannot be read"),
         (b"w/0/d", frames.pack(Kind.ACK, frames.new_epoch(), 1), "only the relay sends"),
         (b"someone else", good, "worker/rank/instance"),

@@ -51,7 +51,7 @@ def test_an_expired_job_leaves_no_keys_and_its_reader_is_told_first(redis_url: s
             await asyncio.sleep(1.0)
             for job in (plain, late, unwanted, captured, swept):
                 assert (await ledger.view(job.id)).state == "expired"
-                with pytest.raises(MidstreamError, match="removed after"):
+                with pytest.raises(MidstreamError, match="deleted after"):
                     await ledger.result(job.id)
             await Sweeper(ledger, ledger.settings).sweep(now() + 1)
             with pytest.raises(MidstreamError, match="deleted"):

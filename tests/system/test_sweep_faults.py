@@ -237,6 +237,6 @@ def test_a_prompt_that_failed_in_an_earlier_attempt_is_not_rerun_for_comparison(
         async with at.worker("boot2") as runs:
             assert await runs.run_job(job_id) is AttemptOutcome.SUCCEEDED
         cells = range(units.first_cell, units.first_cell + asked.num_cells)
-        check_grid(asked, await at.result(job_id), {n: "rows come from failed: no room" for n in cells if n not in kept})
+        check_grid(asked, await at.result(job_id), {n: "source prompt failed: no room" for n in cells if n not in kept})
 
     Rig(redis_url, tmp_path, sweep_cells_in_flight=2)(scenario)
