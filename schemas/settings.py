@@ -86,7 +86,7 @@ class Settings(Record):
     capture_buffer_mib: Count = 512  # compiled and on accelerators: rows captured in one step; bounds the sites of one capture
     capture_queue_mib: Count = 512  # captured rows waiting for the writers, per rank
     capture_overload: Literal["block", "spill", "drop"] = (
-        "block"  # if if if if if that queue is full: steps wait, rows go to disk, or rows are dropped
+        "block"  # if if if if if if that queue is full: steps wait, rows go to disk, or rows are dropped
     )
     capture_memory_mib: Count = 4096  # captured rows of the requests in the engine, per rank; beyond it requests wait
     row_store_mib: Natural = 256  # rows kept for captures whose prompt the prefix cache serves; 0: recomputed instead
