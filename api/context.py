@@ -35,7 +35,7 @@ from .operations.disks import Disks
 from .resolve import admission, global_capture, patches, steering
 from .resolve.callback_url import check_callback
 from .resolve.model_state import NOTHING, ModelState, find_runs
-from .resolve.request_parsing import Wish
+from .resolve.request_parsing import ParsedRequest
 from .resolve.tokenizer import Codec
 from .resolve.tokenizer_pool import BundleHelpers, Helpers
 from .web import request_context
@@ -137,18 +137,18 @@ class AppContext:
                 self._codecs[key] = known
         return known
 
-    async def submit(self, wish: Wish, idempotency: tuple[str, str] | None, caller: Caller) -> str:
+    async def submit(self, parsed: ParsedRequest, idempotency: tuple[str, str] | None, caller: Caller) -> str:
         """Validate, commit to the ledger, hand to Celery; returns the job's id. Once this returns the job is durable.
 
         Raises MidstreamError: 4xx for a bad wish, `idempotency_mismatch`, `quota_exceeded` when captures would have no room,
         `unavailable` when nothing was accepted.
         """
-        info = await self.model(wish.model)
-        named = steering.modules_named(wish.steering, wish.patch)
-        if (named or patches.runs_of(wish.patch)) and idempotency and (known := await self.ledger.repeated(idempotency)):
+        info = await self.model(parsed.model)
+        named = steering.modules_named(parsed.steering, parsed.patch)
+        if (named or patches.runs_of(parsed.patch)) and idempotency and (known := await self.ledger.repeated(idempotency)):
             return known  # whatever has become of the modules and runs since
-        model_state = await self.model_state(info.name, named, caller, wish.patch) if wish.steering or wish.patch else NOTHING
-        admitted = await admission.admit(wish, info, await self.codec(info), new_job_id(), model_state, caller)
+        model_state = await self.model_state(info.name, named, caller, parsed.patch) if parsed.steering or parsed.patch else NOTHING
+        admitted = await admission.admit(parsed, info, await self.codec(info), new_job_id(), model_state, caller)
         return await self.accept(admitted.job, info, admitted.blobs, idempotency, admitted.pinned)
 
     async def accept(

@@ -23,7 +23,7 @@ from ..schemas.base import now
 from ..schemas.errors import MidstreamError
 from ..schemas.settings import Settings, SettingsError, load_settings
 from .ledger.jobs import Ledger
-from .ledger.reaper import Sweeper
+from .ledger.reaper import Reaper
 from .ops import metrics, observability, redis_durability
 from .ops.liveness import REAPER_KEY
 from .ops.redis_availability import is_absence
@@ -79,13 +79,13 @@ class LoopThread:
 async def keep_sweeping(settings: Settings) -> None:
     """Sweep every `sweep_interval_s` until cancelled; a sweep that fails is logged and the next one tries again."""
     ledger = Ledger.connect(settings)
-    sweeper = Sweeper(ledger, settings)
+    reaper = Reaper(ledger, settings)
     alive_s = math.ceil(SWEEPS_MISSED * settings.sweep_interval_s + STOP_TIMEOUT_S)
     away = False
     try:
         while True:
             try:
-                report = await sweeper.sweep()
+                report = await reaper.sweep()
                 await ledger.redis.set(REAPER_KEY, f"{now():.3f}", ex=alive_s)
                 if report:
                     log.info("swept: %s", report)
@@ -124,12 +124,12 @@ async def keep_sending(settings: Settings) -> None:
         await ledger.close()
 
 
-class SweeperStep(bootsteps.StartStopStep):
+class ReaperStep(bootsteps.StartStopStep):
     """Worker bootstep that owns the sweeper's thread."""
 
     def create(self, parent: Any) -> LoopThread:
         settings = parent.app.midstream_settings
-        return LoopThread("sweeper", lambda: keep_sweeping(settings))
+        return LoopThread("reaper", lambda: keep_sweeping(settings))
 
 
 class SenderStep(bootsteps.StartStopStep):
@@ -145,7 +145,7 @@ def make_callbacks_app(settings: Settings) -> Celery:
     app = make_app(settings)
     app.conf.broker_transport = "midstream.broker.queue.transport:Transport"
     app.midstream_settings = settings
-    app.steps["worker"].update({SweeperStep, SenderStep})
+    app.steps["worker"].update({ReaperStep, SenderStep})
     return app
 
 

@@ -117,7 +117,7 @@ class Span(Record):
 
 
 #: As users write it: a name, positions and spans in any mixture, or one span.
-PositionWish = PositionName | Annotated[list[Place | Span], msgspec.Meta(max_length=MAX_POSITIONS)] | Span
+RequestedPositions = PositionName | Annotated[list[Place | Span], msgspec.Meta(max_length=MAX_POSITIONS)] | Span
 _RANGE = re.compile(r"(-?[0-9]{1,9})?:(-?[0-9]{1,9})?")
 
 
@@ -211,21 +211,21 @@ def no_text(span: Span) -> list[int]:
     raise SelectorError("a text span needs a prompt given as text, not as token ids")
 
 
-def resolve_positions(wish: PositionWish, prompt_tokens: int, find: SpanFinder = no_text) -> PositionSelector:
+def resolve_positions(asked: RequestedPositions, prompt_tokens: int, find: SpanFinder = no_text) -> PositionSelector:
     """A name is kept, one range becomes a window; positions and spans become sorted unique positions, each inside the prompt.
 
     Raises SelectorError for a position outside `[-prompt_tokens, prompt_tokens)`, a span that is not there, an empty list or
     range, or a range in a list that does not end in the prompt.
     """
-    if isinstance(wish, str):
-        return wish
-    if isinstance(wish, Span):
-        return _window(wish, prompt_tokens, "") if wish.is_range else sorted(_span(wish, find, ""))
-    if not wish:
+    if isinstance(asked, str):
+        return asked
+    if isinstance(asked, Span):
+        return _window(asked, prompt_tokens, "") if asked.is_range else sorted(_span(asked, find, ""))
+    if not asked:
         raise SelectorError("no position given: give at least one")
     positions: set[int] = set()
     ranges: list[range] = []
-    for index, item in enumerate(wish):
+    for index, item in enumerate(asked):
         if isinstance(item, Span):
             if item.is_range:
                 ranges.append(_inside(_window(item, prompt_tokens, f"[{index}]"), prompt_tokens, f"[{index}]"))
@@ -273,7 +273,7 @@ def _span(span: Span, find: SpanFinder, at: str) -> list[int]:
         raise SelectorError(str(error), at + error.at) from error
 
 
-def cut_positions(selector: PositionWish, prompt_tokens: int) -> PositionWish:
+def cut_positions(selector: RequestedPositions, prompt_tokens: int) -> RequestedPositions:
     """Without what is beyond the prompt: for what is taken of prompts of every length. An empty list where nothing is left.
 
     A range alone keeps what may be generated.

@@ -10,7 +10,7 @@ from .base import Record
 from .dtypes import ITEM_BYTES, RowDType
 from .interventions import FAMILY, MEANINGS, Family, SteeringOp
 from .limits import MAX_CONSUMERS, MAX_ENTRIES, MAX_HOOKS, MAX_MODULE_NAME, MAX_POSITIONS, MAX_TAG, Count, Index, Name
-from .selectors import DimensionSelector, Hook, HookName, LayerSelector, Place, PositionSelector, PositionWish, Window, select
+from .selectors import DimensionSelector, Hook, HookName, LayerSelector, Place, PositionSelector, RequestedPositions, Window, select
 from .tensors import Tensor
 
 #: A tag is a folder name: one path segment, so it cannot leave the capture root.
@@ -45,7 +45,7 @@ class CaptureSpec(Record):
     layers: LayerSelector | None = None  # null: all
     hook: HookName | None = None  # null: post_block
     hooks: Annotated[dict[HookName, LayerSelector], msgspec.Meta(max_length=MAX_HOOKS)] | None = None
-    positions: PositionWish = "last_prompt"
+    positions: RequestedPositions = "last_prompt"
     every_n: Count = 1
     at: At = "before"
     dtype: RowDType = "model"
@@ -78,7 +78,7 @@ class SteeringSpec(Record):
     layers: LayerSelector | None = None  # required without `module`
     vector: Tensor | None = None
     hook: HookName | None = None  # post_block
-    positions: PositionWish | None = None  # all; of a module: its own
+    positions: RequestedPositions | None = None  # all; of a module: its own
     op: Annotated[SteeringOp, msgspec.Meta(description=MEANINGS)] | None = None  # add
     module: ModuleReference | None = None
     scale: float | None = None  # 1
@@ -113,7 +113,7 @@ class PatchSource(Record):
         None  # a list: one for each position that is patched, in ascending order of those
     )
     mean: bool = False
-    positions: PositionWish | None = None  # of the mean
+    positions: RequestedPositions | None = None  # of the mean
     vector: Tensor | None = None  # `[hidden_size]`
     module: ModuleReference | None = None  # a named module that is one vector
     zeros: bool = False
@@ -137,7 +137,7 @@ class PatchSpec(Record):
     """
 
     layers: LayerSelector
-    positions: PositionWish
+    positions: RequestedPositions
     source: PatchSource
     hook: HookName = "post_block"
     alpha: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0

@@ -11,7 +11,7 @@ import msgspec
 from .base import Record
 from .interventions import FAMILY, Family
 from .limits import MAX_DESCRIPTION, MAX_ENTRIES, MAX_MODULE_NAME, Name
-from .selectors import Hook, PositionSelector, PositionWish, cut_positions, resolve_positions
+from .selectors import Hook, PositionSelector, RequestedPositions, cut_positions, resolve_positions
 from .specs import SteeringRow, SteeringSpec, StoredSteering, at_scale, content_key, steering_rows
 
 #: Names of modules: one path segment.
@@ -25,7 +25,7 @@ class SteeringTemplate(Record):
 
     layers: list[int]
     hook: Hook
-    positions: PositionWish
+    positions: RequestedPositions
     family: Family
     tensors: list[str]  # content hashes
     scale: float = 1.0
@@ -88,7 +88,7 @@ class EntryView(Record):
     op: str
     hook: str
     layers: list[int]
-    positions: PositionWish
+    positions: RequestedPositions
     tensors: list[str]
     scale: float
     numbers: list[float]
@@ -148,7 +148,7 @@ class GlobalSteering(Record):
     def at(self, prompt_tokens: int) -> list[StoredSteering]:
         """What it does to a prompt of this length; an entry without a position there is left out."""
         cut = [(entry, cut_positions(entry.positions, prompt_tokens)) for entry in self.entries]
-        return [entry.stored(resolve_positions(wish, prompt_tokens)) for entry, wish in cut if wish != []]
+        return [entry.stored(resolve_positions(asked, prompt_tokens)) for entry, asked in cut if asked != []]
 
     def standing_rows(self) -> list[SteeringRow]:
         """The rows that ranks keep written even while unused: those of entries whose positions are a name or a range.

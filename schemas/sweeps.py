@@ -25,7 +25,7 @@ from .limits import (
     TokenIds,
 )
 from .receipts import Receipt
-from .selectors import DimensionSelector, Hook, HookName, LayerSelector, Place, PositionWish
+from .selectors import DimensionSelector, Hook, HookName, LayerSelector, Place, RequestedPositions
 
 #: `logprob`: of the answer. `logit_diff`: log-probability of the answer less that of the foil (of one token each: the difference of
 #: their logits). `recovered`: (m − m_base) / (m_source − m_base) with m the logit_diff, or without a foil the logprob.
@@ -52,8 +52,8 @@ class PairSpan(Record):
     """A column of the grid: these tokens are patched together."""
 
     name: Name
-    clean: PositionWish
-    corrupt: PositionWish | None = None  # null: the counterparts of `clean`, by the alignment
+    clean: RequestedPositions
+    corrupt: RequestedPositions | None = None  # null: the counterparts of `clean`, by the alignment
 
 
 class SweepPair(Record):
@@ -63,7 +63,7 @@ class SweepPair(Record):
     corrupt: Text | TokenIds | None = None
     answer: Answer | None = None  # the continuation that is right after `clean`; null only with metric `kl`
     foil: Answer | None = None  # one that is right after `corrupt`
-    positions: PositionWish | None = None  # of the prompt that is patched, instead of the sweep's
+    positions: RequestedPositions | None = None  # of the prompt that is patched, instead of the sweep's
     spans: Annotated[list[PairSpan], msgspec.Meta(max_length=MAX_SPANS)] | None = (
         None  # columns of several tokens, instead of positions; the same names in every pair
     )
@@ -84,7 +84,7 @@ class SweepRequest(Handling, kw_only=True):
     pairs: Annotated[list[SweepPair], msgspec.Meta(min_length=1, max_length=MAX_PAIRS)]
     hooks: Hooks = msgspec.field(default_factory=lambda: ["post_block"])
     layers: LayerSelector = "all"
-    positions: PositionWish = "all_prompt"  # of the prompt that is patched; one column each
+    positions: RequestedPositions = "all_prompt"  # of the prompt that is patched; one column each
     window: PatchWindow = PatchWindow()
     metric: Metric = "recovered"
     direction: Direction = "denoise"

@@ -1,4 +1,4 @@
-"""Validation of a parsed request against the model: a `Wish` becomes a `Job`, or a 400 names the field and what is valid.
+"""Validation of a parsed request against the model: a `ParsedRequest` becomes a `Job`, or a 400 names the field and what is valid.
 
 Everything is checked here, against what the worker has published of its model, so that a bad request never reaches the engine.
 """
@@ -19,12 +19,12 @@ from ...schemas.handling import Handling, callback_of
 from ...schemas.jobs import Job, Sampling, StoredPrompt
 from ...schemas.keys import EVERYBODY, Caller, scoped
 from ...schemas.models import ModelInfo
-from ...schemas.selectors import DimensionSelector, LayerSelector, PositionWish, Span, parts_of
+from ...schemas.selectors import DimensionSelector, LayerSelector, RequestedPositions, Span, parts_of
 from ...schemas.specs import PatchSpec, StoredCapture, StoredSteering
 from .captures import Bounds, PromptFacts, has_text, resolve_captures
 from .model_state import NOTHING, ModelState
 from .patches import runs_of
-from .request_parsing import Wish, WishedPrompt
+from .request_parsing import ParsedPrompt, ParsedRequest
 from .steering import check_number, modules_named, resolve_edits
 from .tokenizer import INLINE_CHARACTERS, Codec, TooLong
 
@@ -50,7 +50,7 @@ class Admitted:
 # --- Prompts and sampling --------------------------------------------------------------------------------------------
 
 
-async def tokenise(prompts: Sequence[WishedPrompt], model: ModelInfo, codec: Codec) -> list[StoredPrompt]:
+async def tokenise(prompts: Sequence[ParsedPrompt], model: ModelInfo, codec: Codec) -> list[StoredPrompt]:
     """Every prompt as token ids of this model. Raises a 400 naming the prompt that is empty or outside the vocabulary."""
     for prompt in prompts:
         if not prompt.value:
@@ -98,24 +98,24 @@ def check_vocabulary(ids: Sequence[int], at: str, model: ModelInfo) -> None:
             raise invalid(f"{at}[{index}]", f"token id {token} is outside the vocabulary", allowed=f"0 to {model.vocab_size - 1}")
 
 
-def check_lengths(wish: Wish, prompts: Sequence[StoredPrompt], model: ModelInfo) -> int:
+def check_lengths(parsed: ParsedRequest, prompts: Sequence[StoredPrompt], model: ModelInfo) -> int:
     """How many tokens to generate. Raises a 400 when a prompt, or a prompt with what it generates, is longer than the model."""
     longest = 0
-    for prompt, wished in zip(prompts, wish.prompts, strict=True):
+    for prompt, from_body in zip(prompts, parsed.prompts, strict=True):
         tokens = len(prompt.token_ids)
         if tokens >= model.max_model_len:
-            raise too_long(TooLong(0, tokens), wished.field, model)
+            raise too_long(TooLong(0, tokens), from_body.field, model)
         longest = max(longest, tokens)
     room = model.max_model_len - longest
-    if wish.fill_max_tokens:
+    if parsed.fill_max_tokens:
         return room
-    if wish.sampling.max_tokens > room:
+    if parsed.sampling.max_tokens > room:
         raise invalid(
-            wish.max_tokens_at,
-            f"{wish.sampling.max_tokens} after a prompt of {longest} tokens exceeds the model's limit of {model.max_model_len}",
+            parsed.max_tokens_at,
+            f"{parsed.sampling.max_tokens} after a prompt of {longest} tokens exceeds the model's limit of {model.max_model_len}",
             allowed=f"1 to {room}",
         )
-    return wish.sampling.max_tokens
+    return parsed.sampling.max_tokens
 
 
 def check_sampling(sampling: Sampling, at: str, model: ModelInfo) -> None:
@@ -134,30 +134,35 @@ Resolved = tuple[list[list[StoredCapture]], list[list[StoredSteering]], dict[str
 
 
 async def resolve(
-    wish: Wish, prompts: Sequence[StoredPrompt], model: ModelInfo, codec: Codec, max_tokens: int, model_state: ModelState = NOTHING
+    parsed: ParsedRequest,
+    prompts: Sequence[StoredPrompt],
+    model: ModelInfo,
+    codec: Codec,
+    max_tokens: int,
+    model_state: ModelState = NOTHING,
 ) -> Resolved:
     """Captures and steering for each prompt, and the vectors that came with it by content hash. Raises a 400 naming the field."""
 
     def resolved() -> Resolved:
-        bounds = Bounds(model, facts_of(wish, prompts, codec, model_state), max_tokens)
-        return resolve_captures(wish.capture, bounds), *resolve_edits(wish.patch, wish.steering, bounds, model_state)
+        bounds = Bounds(model, facts_of(parsed, prompts, codec, model_state), max_tokens)
+        return resolve_captures(parsed.capture, bounds), *resolve_edits(parsed.patch, parsed.steering, bounds, model_state)
 
     characters = sum(map(_characters, prompts))
-    cost = check_cost(wish, len(prompts), characters, model_state)
+    cost = check_cost(parsed, len(prompts), characters, model_state)
     cost += sum(len(prompts) * (ENTRY_COST + _numbers(spec.positions)) for spec in model.global_captures)
-    mapped = characters if _needs_text(wish, model_state) else 0
+    mapped = characters if _needs_text(parsed, model_state) else 0
     if cost <= RESOLVE_INLINE and mapped <= INLINE_CHARACTERS:
         return resolved()
     return await anyio.to_thread.run_sync(resolved)
 
 
-def check_cost(wish: Wish, prompts: int, characters: int, model_state: ModelState = NOTHING) -> int:
+def check_cost(parsed: ParsedRequest, prompts: int, characters: int, model_state: ModelState = NOTHING) -> int:
     """What captures and steering cost to resolve, see `RESOLVE_LIMIT`. Raises a 400 naming the field that costs most.
 
     `characters`: of all `prompts`.
     """
-    check_number(wish.steering, model_state, prompts)
-    wanted = _wanted(wish, model_state)
+    check_number(parsed.steering, model_state, prompts)
+    wanted = _wanted(parsed, model_state)
     costs: Counter[str] = Counter()
     for field, positions in wanted:
         numbers, items = _numbers(positions), positions if isinstance(positions, list) else [positions]
@@ -166,9 +171,9 @@ def check_cost(wish: Wish, prompts: int, characters: int, model_state: ModelStat
         searched = texts * characters // SEARCHED_CHARACTERS
         written_out = min(prompts * sum(map(_length, ranges)), characters) if isinstance(positions, list) else 0
         costs[field] += prompts * (ENTRY_COST + numbers + len(ranges) + SPAN_COST * texts) + searched + written_out
-    for field, selector in _selectors(wish):
+    for field, selector in _selectors(parsed):
         costs[field] += PART_COST * (parts_of(selector) - 1)  # the first is in the entry's cost
-    for index, patch in enumerate(wish.patch):
+    for index, patch in enumerate(parsed.patch):
         costs[f"patch[{index}].positions"] += _cost_of_patch(patch, prompts, characters)
     if sum(costs.values()) > RESOLVE_LIMIT:
         raise invalid(
@@ -184,9 +189,9 @@ def _cost_of_patch(patch: PatchSpec, prompts: int, characters: int) -> int:
 
     How many entries there may be is limited where they are made.
     """
-    wish = patch.positions
-    named = len(wish) if isinstance(wish, list) else 1
-    whole = wish in ("all", "all_prompt") or (isinstance(wish, Span) and wish.is_range)
+    parsed = patch.positions
+    named = len(parsed) if isinstance(parsed, list) else 1
+    whole = parsed in ("all", "all_prompt") or (isinstance(parsed, Span) and parsed.is_range)
     places = characters if whole else prompts * named
     if patch.source.run is None or patch.source.mean or isinstance(patch.source.position, int):
         return places
@@ -194,32 +199,32 @@ def _cost_of_patch(patch: PatchSpec, prompts: int, characters: int) -> int:
     return places + min(places * layers * ENTRY_COST, RESOLVE_INLINE + 1)
 
 
-def _wanted(wish: Wish, model_state: ModelState) -> list[tuple[str, PositionWish]]:
+def _wanted(parsed: ParsedRequest, model_state: ModelState) -> list[tuple[str, RequestedPositions]]:
     """(Field, positions) of the capture, of every patch and of every edit, those of modules each."""
-    found: list[tuple[str, PositionWish]] = [(f"patch[{index}].positions", spec.positions) for index, spec in enumerate(wish.patch)]
-    for index, spec in enumerate(wish.steering):
+    found: list[tuple[str, RequestedPositions]] = [(f"patch[{index}].positions", spec.positions) for index, spec in enumerate(parsed.patch)]
+    for index, spec in enumerate(parsed.steering):
         module = None if spec.module is None else model_state.modules.get(spec.module)
         if module is None or spec.positions is not None:
             found += [(f"steering[{index}].positions", spec.positions or "all")] * (1 if module is None else len(module.entries))
         else:
             found += [(f"steering[{index}].module", entry.positions) for entry in module.entries]
-    return found + ([("capture.positions", wish.capture.positions)] if wish.capture else [])
+    return found + ([("capture.positions", parsed.capture.positions)] if parsed.capture else [])
 
 
-def _selectors(wish: Wish) -> Iterator[tuple[str, LayerSelector | DimensionSelector | None]]:
+def _selectors(parsed: ParsedRequest) -> Iterator[tuple[str, LayerSelector | DimensionSelector | None]]:
     """(Field, layers or dimensions) of every patch and every edit: resolved once for all prompts. (Those of a capture are few.)"""
-    for index, spec in enumerate(wish.steering):
+    for index, spec in enumerate(parsed.steering):
         yield f"steering[{index}].layers", spec.layers
-    for index, patch in enumerate(wish.patch):
+    for index, patch in enumerate(parsed.patch):
         yield f"patch[{index}].layers", patch.layers
         yield f"patch[{index}].mask", patch.mask
 
 
-def _needs_text(wish: Wish, model_state: ModelState) -> bool:
-    return any(has_text(positions) for _, positions in _wanted(wish, model_state))
+def _needs_text(parsed: ParsedRequest, model_state: ModelState) -> bool:
+    return any(has_text(positions) for _, positions in _wanted(parsed, model_state))
 
 
-def _numbers(positions: PositionWish) -> int:
+def _numbers(positions: RequestedPositions) -> int:
     return sum(isinstance(item, int) for item in positions) if isinstance(positions, list) else 0
 
 
@@ -234,16 +239,16 @@ def _characters(prompt: StoredPrompt) -> int:
     return len(prompt.text) if prompt.text is not None else 4 * len(prompt.token_ids)
 
 
-def facts_of(wish: Wish, prompts: Sequence[StoredPrompt], codec: Codec, model_state: ModelState = NOTHING) -> list[PromptFacts]:
+def facts_of(parsed: ParsedRequest, prompts: Sequence[StoredPrompt], codec: Codec, model_state: ModelState = NOTHING) -> list[PromptFacts]:
     """Facts about each prompt for the rules; offsets of tokens in the text are computed only if a span needs them."""
-    if not _needs_text(wish, model_state):
+    if not _needs_text(parsed, model_state):
         return [PromptFacts(len(prompt.token_ids)) for prompt in prompts]
     facts = []
-    for prompt, wished in zip(prompts, wish.prompts, strict=True):
+    for prompt, from_body in zip(prompts, parsed.prompts, strict=True):
         if prompt.text is None:
             found = codec.map_ids(prompt.token_ids)
         else:
-            found = codec.map_text(prompt.text, prompt.token_ids, special_tokens=not wished.is_conversation)
+            found = codec.map_text(prompt.text, prompt.token_ids, special_tokens=not from_body.is_conversation)
         facts.append(PromptFacts(len(prompt.token_ids), found.find) if found else PromptFacts(len(prompt.token_ids)))
     return facts
 
@@ -252,28 +257,28 @@ def facts_of(wish: Wish, prompts: Sequence[StoredPrompt], codec: Codec, model_st
 
 
 async def admit(
-    wish: Wish, model: ModelInfo, codec: Codec, job_id: str, model_state: ModelState = NOTHING, caller: Caller = EVERYBODY
+    parsed: ParsedRequest, model: ModelInfo, codec: Codec, job_id: str, model_state: ModelState = NOTHING, caller: Caller = EVERYBODY
 ) -> Admitted:
     """The wish as a job of `caller` under `job_id`. Raises a 400 with the path of the first field at fault."""
-    check_sampling(wish.sampling, wish.sampling_at, model)
-    prompts = await tokenise(wish.prompts, model, codec)
-    max_tokens = check_lengths(wish, prompts, model)
-    captures, steering, blobs = await resolve(wish, prompts, model, codec, max_tokens, model_state)
+    check_sampling(parsed.sampling, parsed.sampling_at, model)
+    prompts = await tokenise(parsed.prompts, model, codec)
+    max_tokens = check_lengths(parsed, prompts, model)
+    captures, steering, blobs = await resolve(parsed, prompts, model, codec, max_tokens, model_state)
     job = Job(
         id=job_id,
-        kind=wish.kind,
+        kind=parsed.kind,
         model=model.name,
         prompts=prompts,
-        sampling=msgspec.structs.replace(wish.sampling, max_tokens=max_tokens),
+        sampling=msgspec.structs.replace(parsed.sampling, max_tokens=max_tokens),
         created=now(),
         steering=steering,
         captures=captures,
-        stream=wish.stream,
-        metadata=wish.metadata,
-        modules={name: model_state.modules[name].digest for name in modules_named(wish.steering, wish.patch)},
-        runs={name: model_state.runs[name].job for name in runs_of(wish.patch)},
-        run=scoped(caller.tenant, wish.capture.run) if wish.capture and wish.capture.run else "",
-        **handled(wish.handling, caller),
+        stream=parsed.stream,
+        metadata=parsed.metadata,
+        modules={name: model_state.modules[name].digest for name in modules_named(parsed.steering, parsed.patch)},
+        runs={name: model_state.runs[name].job for name in runs_of(parsed.patch)},
+        run=scoped(caller.tenant, parsed.capture.run) if parsed.capture and parsed.capture.run else "",
+        **handled(parsed.handling, caller),
     )
     named = {name for module in model_state.modules.values() for name in module.tensors}
     return Admitted(job, blobs, sorted(named - blobs.keys()))

@@ -16,7 +16,7 @@ from ...schemas.models import ModelInfo
 from ...schemas.selectors import (
     Hook,
     PositionSelector,
-    PositionWish,
+    RequestedPositions,
     SelectorError,
     Span,
     SpanFinder,
@@ -53,7 +53,7 @@ class Bounds:
     max_tokens: int = 1  # tokens generated, at most
 
 
-def has_text(positions: PositionWish) -> bool:
+def has_text(positions: RequestedPositions) -> bool:
     """Whether the selector contains spans of the prompt's text."""
     return any(isinstance(item, Span) and not item.is_range for item in (positions if isinstance(positions, list) else [positions]))
 

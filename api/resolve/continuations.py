@@ -9,7 +9,7 @@ from ...schemas.errors import invalid
 from ...schemas.limits import MAX_ANSWER_TOKENS
 from ...schemas.models import ModelInfo
 from .admission import tokenise
-from .request_parsing import WishedPrompt
+from .request_parsing import ParsedPrompt
 from .tokenizer import Codec, TextMap, TooLong
 
 #: Tokens before the first that differs which an error shows.
@@ -55,7 +55,7 @@ async def continue_prompts(
             parts = [part for prompt in prompts if prompt.text is not None for part in (prompt.text, prompt.text + value)] or [value]
             plain += [(field, part) for part in parts]
         else:
-            await tokenise([WishedPrompt(field, value)], model, codec)
+            await tokenise([ParsedPrompt(field, value)], model, codec)
     try:
         encoded = iter(await codec.encodings([text for _, text in plain], special_tokens=False))
     except TooLong as error:

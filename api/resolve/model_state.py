@@ -20,7 +20,7 @@ class ModelState:
     """Of one moment. Modules and runs: those that the request names and that there are."""
 
     modules: Mapping[str, Module] = field(default_factory=dict)
-    everyone: GlobalSteering = field(default_factory=GlobalSteering)
+    global_steering: GlobalSteering = field(default_factory=GlobalSteering)
     names: Sequence[str] = ()  # of all modules
     runs: Mapping[str, RunView] = field(default_factory=dict)  # by what the request calls them: a name, or a job's id
     run_names: Sequence[str] = ()  # of all runs

@@ -287,10 +287,10 @@ def _check_has(positions: Iterable[int], prompt: RunPrompt) -> None:
 
 def _mean_of(patch: Patch, prompt: RunPrompt) -> tuple[int, ...]:
     """The positions of the run over which the mean is taken; empty: all that it has. Raises SelectorError."""
-    wish = patch.spec.source.positions
-    if wish is None or wish == "all":
+    asked = patch.spec.source.positions
+    if asked is None or asked == "all":
         return ()
-    selector = resolve_positions(wish, prompt.tokens, _no_text)
+    selector = resolve_positions(asked, prompt.tokens, _no_text)
     last = prompt.positions[-1]
     if selector == "all_generated" or (isinstance(selector, Window) and selector.stop is None):
         there = set(prompt.positions)

@@ -1,4 +1,4 @@
-"""Parsing of the three request body shapes into one `Wish`."""
+"""Parsing of the three request body shapes into one `ParsedRequest`."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from ...schemas.specs import CaptureSpec, PatchSpec, SteeringSpec
 
 
 @dataclass(frozen=True)
-class WishedPrompt:
+class ParsedPrompt:
     """A prompt before tokenisation: text, token ids or a conversation; `field` is where the user wrote it."""
 
     field: str
@@ -29,12 +29,12 @@ class WishedPrompt:
 
 
 @dataclass(frozen=True)
-class Wish:
+class ParsedRequest:
     """A body with defaults filled in, before anything is known of the model. `sampling_at` prefixes sampling's field names."""
 
     kind: Literal["generate", "completion", "chat"]
     model: str
-    prompts: list[WishedPrompt]
+    prompts: list[ParsedPrompt]
     sampling: Sampling
     sampling_at: str = ""
     max_tokens_at: str = "max_tokens"
@@ -47,14 +47,14 @@ class Wish:
     handling: Handling = field(default_factory=Handling)
 
 
-def wish_of_job(body: JobRequest) -> Wish:
+def parse_job(body: JobRequest) -> ParsedRequest:
     """The body of `POST /v1/jobs`. Raises a 400 naming `prompts` when there is nothing to run, or both kinds of prompts."""
     if (body.prompts is None) == (body.messages is None):
         what = "prompts and messages are both given" if body.prompts else "no prompt given"
         raise invalid("prompts", what, allowed="either prompts (texts or lists of token ids) or messages (lists of chat messages)")
-    prompts = [WishedPrompt(f"prompts[{index}]", prompt) for index, prompt in enumerate(body.prompts or [])]
-    chats = [WishedPrompt(f"messages[{index}]", plain_messages(messages)) for index, messages in enumerate(body.messages or [])]
-    return Wish(
+    prompts = [ParsedPrompt(f"prompts[{index}]", prompt) for index, prompt in enumerate(body.prompts or [])]
+    chats = [ParsedPrompt(f"messages[{index}]", plain_messages(messages)) for index, messages in enumerate(body.messages or [])]
+    return ParsedRequest(
         kind="generate",
         model=body.model,
         prompts=prompts or chats,
@@ -69,12 +69,12 @@ def wish_of_job(body: JobRequest) -> Wish:
     )
 
 
-def wish_of_completion(body: CompletionRequest) -> Wish:
+def parse_completion(body: CompletionRequest) -> ParsedRequest:
     """The body of `POST /v1/completions`. Raises a 400 naming the field that we do not serve."""
     _refuse_unserved(body)
     if body.stream and body.logprobs is not None:
         raise invalid("logprobs", "is not valid with stream: true", allowed="null, or stream: false")
-    return Wish(
+    return ParsedRequest(
         kind="completion",
         model=body.model,
         prompts=_completion_prompts(body.prompt),
@@ -88,7 +88,7 @@ def wish_of_completion(body: CompletionRequest) -> Wish:
     )
 
 
-def wish_of_chat(body: ChatRequest) -> Wish:
+def parse_chat(body: ChatRequest) -> ParsedRequest:
     """The body of `POST /v1/chat/completions`. Raises a 400 naming the field that we do not serve."""
     _refuse_unserved(body)
     if body.stream and body.logprobs:
@@ -97,10 +97,10 @@ def wish_of_chat(body: ChatRequest) -> Wish:
         raise invalid("top_logprobs", "needs logprobs: true")
     named = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     max_tokens = getattr(body, named)
-    return Wish(
+    return ParsedRequest(
         kind="chat",
         model=body.model,
-        prompts=[WishedPrompt("messages", plain_messages(body.messages))],
+        prompts=[ParsedPrompt("messages", plain_messages(body.messages))],
         sampling=_sampling(body, max_tokens or 1, (body.top_logprobs or 0) if body.logprobs else None),
         max_tokens_at=named,
         fill_max_tokens=max_tokens is None,
@@ -139,20 +139,20 @@ def _sampling(body: OpenAIRequest, max_tokens: int, logprobs: int | None) -> Sam
     return Sampling(**{"temperature": 1.0, **given, "max_tokens": max_tokens, "logprobs": logprobs})
 
 
-def _completion_prompts(prompt: str | list[str | int | list[int]]) -> list[WishedPrompt]:
+def _completion_prompts(prompt: str | list[str | int | list[int]]) -> list[ParsedPrompt]:
     """One prompt (text or token ids), or a list of prompts; a mixture of token ids and prompts is neither."""
     if isinstance(prompt, str):
-        return [WishedPrompt("prompt", prompt)]
+        return [ParsedPrompt("prompt", prompt)]
     if not prompt:
         raise invalid("prompt", "is empty: give text or token ids")
     if len(prompt) > MAX_PROMPTS and not isinstance(prompt[0], int):
         raise invalid("prompt", f"holds {len(prompt)} prompts", allowed=f"at most {MAX_PROMPTS}")
     ids = [item for item in prompt if isinstance(item, int)]
     if len(ids) == len(prompt):
-        return [WishedPrompt("prompt", ids)]
+        return [ParsedPrompt("prompt", ids)]
     if ids:
         raise invalid("prompt", "mixes token ids and texts", allowed="text, a list of texts, token ids, or lists of token ids")
-    return [WishedPrompt(f"prompt[{index}]", item) for index, item in enumerate(prompt) if not isinstance(item, int)]
+    return [ParsedPrompt(f"prompt[{index}]", item) for index, item in enumerate(prompt) if not isinstance(item, int)]
 
 
 def plain_messages(messages: Iterable[ChatMessage]) -> list[dict[str, str]]:

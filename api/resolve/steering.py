@@ -14,7 +14,7 @@ from ...schemas.errors import invalid
 from ...schemas.interventions import FAMILY
 from ...schemas.limits import MAX_ENTRIES, MAX_JOB_EDITS
 from ...schemas.models import ModelInfo
-from ...schemas.selectors import PositionName, PositionSelector, PositionWish, SelectorError, Span
+from ...schemas.selectors import PositionName, PositionSelector, RequestedPositions, SelectorError, Span
 from ...schemas.specs import MAX_STEERING_ROWS, PatchSpec, SteeringRow, SteeringSpec, StoredSteering, columns_of, hashable, steering_rows
 from ...schemas.steering import GlobalSteering, Module, SteeringTemplate
 from ...schemas.tensors import Tensor
@@ -164,7 +164,7 @@ def resolve_edits(
             for entries, positions in zip(per_prompt, part.positions, strict=True):
                 same = named.get(positions) if isinstance(positions, str) else None
                 entries.append(same or part.entry.stored(positions, part.scale))
-    beside = _room_for_everyone(model_state.everyone, bounds) if specs or patch else NO_ROOM
+    beside = _room_for_everyone(model_state.global_steering, bounds) if specs or patch else NO_ROOM
     _check_each(per_prompt, "steering", bounds.model, beside)
     if not patch:
         return per_prompt, blobs
@@ -247,7 +247,7 @@ def resolve_everyone(specs: Sequence[SteeringSpec], model: ModelInfo, model_stat
     return Content(entries, [], blobs)
 
 
-def _at_scale(entry: SteeringTemplate, scale: float, positions: PositionWish | None) -> SteeringTemplate:
+def _at_scale(entry: SteeringTemplate, scale: float, positions: RequestedPositions | None) -> SteeringTemplate:
     made = entry.stored("all", scale)
     return msgspec.structs.replace(
         entry, scale=made.scale, numbers=made.numbers, positions=entry.positions if positions is None else positions
@@ -259,27 +259,27 @@ def _anywhere(entry: SteeringTemplate) -> StoredSteering:
     return entry.stored(entry.positions)  # type: ignore[arg-type]
 
 
-def _listed(wish: PositionWish, model: ModelInfo) -> int:
+def _listed(asked: RequestedPositions, model: ModelInfo) -> int:
     """Upper bound on the number of positions in a list. (Its ranges begin at 0 or later.)"""
-    if not isinstance(wish, list):
+    if not isinstance(asked, list):
         return 0
     end = model.max_model_len
-    ranges = [(item.start or 0, end if item.stop is None else min(item.stop, end)) for item in wish if isinstance(item, Span)]
-    return len(wish) - len(ranges) + sum(max(stop - start, 0) for start, stop in ranges)
+    ranges = [(item.start or 0, end if item.stop is None else min(item.stop, end)) for item in asked if isinstance(item, Span)]
+    return len(asked) - len(ranges) + sum(max(stop - start, 0) for start, stop in ranges)
 
 
-def _check_for_everyone(wish: PositionWish, at: str) -> None:
+def _check_for_everyone(asked: RequestedPositions, at: str) -> None:
     """Raises a 400 for positions that need to know the prompt."""
     allowed = "a name, positions from 0 on, or a range with `start` and `stop` from 0 on"
-    for index, item in enumerate(wish if isinstance(wish, list) else [wish]):
-        where = f"{at}[{index}]" if isinstance(wish, list) and not at.endswith(".module") else at
+    for index, item in enumerate(asked if isinstance(asked, list) else [asked]):
+        where = f"{at}[{index}]" if isinstance(asked, list) and not at.endswith(".module") else at
         if isinstance(item, Span) and not item.is_range:
             raise invalid(where, "a text is not valid here: global steering applies to every prompt", allowed=allowed)
         places = (item.start, item.stop) if isinstance(item, Span) else (item,)
         for place in places:
             if isinstance(place, int) and place < 0:
                 raise invalid(where, f"{place} is a different position in each prompt: count from the beginning", allowed=allowed)
-    if wish == []:
+    if asked == []:
         raise invalid(at, NO_POSITION, allowed=allowed)
 
 
@@ -290,10 +290,10 @@ def _room(rows: Sequence[SteeringRow]) -> Room:
     return Room(len(rows), sum(row.num_vectors for row in rows))
 
 
-def _room_for_everyone(everyone: GlobalSteering, bounds: Bounds) -> Room:
-    if not everyone.entries:
+def _room_for_everyone(global_steering: GlobalSteering, bounds: Bounds) -> Room:
+    if not global_steering.entries:
         return NO_ROOM
-    return _room(steering_rows(everyone.at(max(prompt.tokens for prompt in bounds.prompts))))
+    return _room(steering_rows(global_steering.at(max(prompt.tokens for prompt in bounds.prompts))))
 
 
 def _places(rows: Sequence[SteeringRow]) -> int:

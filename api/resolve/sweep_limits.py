@@ -15,13 +15,13 @@ from .steering import Room
 SHOWN_PAIRS = 8
 
 
-def check_limits(sweep: StoredSweep, model: ModelInfo, settings: Settings, everyone: GlobalSteering) -> None:
-    """`everyone`: global steering. Raises a 400 with the number of cells and how to reduce it."""
+def check_limits(sweep: StoredSweep, model: ModelInfo, settings: Settings, global_steering: GlobalSteering) -> None:
+    """`global_steering`: global steering. Raises a 400 with the number of cells and how to reduce it."""
     _check_columns(sweep)
     _check_window(sweep)
     _check_cells(sweep, settings)
     _check_lengths(sweep, model)
-    _check_room(sweep, model, everyone)
+    _check_room(sweep, model, global_steering)
     _check_capture(sweep, model, settings)
 
 
@@ -85,9 +85,9 @@ def room_of_cell(sweep: StoredSweep) -> Room:
     return Room(widest, widest * each)
 
 
-def _check_room(sweep: StoredSweep, model: ModelInfo, everyone: GlobalSteering) -> None:
+def _check_room(sweep: StoredSweep, model: ModelInfo, global_steering: GlobalSteering) -> None:
     needed = room_of_cell(sweep)
-    rows = steering_rows(everyone.at(max(len(pair.base) for pair in sweep.pairs)))
+    rows = steering_rows(global_steering.at(max(len(pair.base) for pair in sweep.pairs)))
     taken = Room(len(rows), sum(row.num_vectors for row in rows))
     for name, wanted, held, there in zip(Room._fields, needed, taken, (model.steering_rows, model.steering_entries), strict=True):
         if there and wanted + held > there:

@@ -17,7 +17,7 @@ from ...schemas.selectors import (
     Hook,
     LayerSelector,
     PositionSelector,
-    PositionWish,
+    RequestedPositions,
     SelectorError,
     Span,
     SpanFinder,
@@ -57,7 +57,7 @@ class _Pair:
     """One pair with its tokenised prompts. An ablation has no corrupt prompt."""
 
     at: str
-    wish: SweepPair
+    asked: SweepPair
     clean: ReadPrompt
     corrupt: ReadPrompt | None
     patched: str  # CLEAN or CORRUPT
@@ -72,9 +72,9 @@ class _Pair:
 
 
 async def plan_sweep(
-    request: SweepRequest, model: ModelInfo, codec: Codec, settings: Settings, everyone: GlobalSteering = NOBODY
+    request: SweepRequest, model: ModelInfo, codec: Codec, settings: Settings, global_steering: GlobalSteering = NOBODY
 ) -> Planned:
-    """`everyone`: global steering. Raises a 400 with the path of the first field at fault."""
+    """`global_steering`: global steering. Raises a 400 with the path of the first field at fault."""
     _check_model(model)
     _check_asked(request)
     hooks = _hooks(request, model)
@@ -88,7 +88,7 @@ async def plan_sweep(
         pairs=stored, hooks=hooks, layers=layers, metric=request.metric, direction=request.direction, ablation=request.ablation,
         window=request.window, alpha=request.alpha, mask=mask, noise=request.noise,
     )  # fmt: skip
-    check_limits(sweep, model, settings, everyone)
+    check_limits(sweep, model, settings, global_steering)
     return Planned(sweep, blobs)
 
 
@@ -188,12 +188,12 @@ async def _read_pairs(request: SweepRequest, model: ModelInfo, codec: Codec) -> 
     prompts = iter(await read_prompts(request.pairs, model, codec))
     patched = CORRUPT if request.ablation is None and request.direction == "denoise" else CLEAN
     pairs = []
-    for index, wish in enumerate(request.pairs):
+    for index, asked in enumerate(request.pairs):
         clean = next(prompts)
-        corrupt = None if wish.corrupt is None else next(prompts)
+        corrupt = None if asked.corrupt is None else next(prompts)
         if corrupt is not None and corrupt.ids == clean.ids:
             raise invalid(f"pairs[{index}].corrupt", "has the same tokens as clean, so there is nothing to compare")
-        pairs.append(_Pair(f"pairs[{index}]", wish, clean, corrupt, patched))
+        pairs.append(_Pair(f"pairs[{index}]", asked, clean, corrupt, patched))
     return pairs
 
 
@@ -202,7 +202,7 @@ async def _continue_pairs(request: SweepRequest, pairs: Sequence[_Pair], model: 
     wanted = [
         (f"{pair.at}.{name}", value, [prompt for prompt in (pair.clean, pair.corrupt) if prompt is not None])
         for pair in pairs
-        for name, value in (("answer", pair.wish.answer), ("foil", pair.wish.foil))
+        for name, value in (("answer", pair.asked.answer), ("foil", pair.asked.foil))
         if value is not None
     ]
     made = {found.field: found for found in await continue_prompts(wanted, model, codec)}
@@ -241,9 +241,9 @@ def _store_pair(request: SweepRequest, pair: _Pair, answers: dict[str, Continuat
     aligned = _aligned(request, pair)
     if aligned is not None:
         notes += aligned.notes
-    columns = list(_spans(pair, aligned, notes) if pair.wish.spans is not None else _positions(request, pair, aligned))
+    columns = list(_spans(pair, aligned, notes) if pair.asked.spans is not None else _positions(request, pair, aligned))
     if not any(column.places for column in columns):
-        field = f"{pair.at}.{'spans' if pair.wish.spans is not None else 'positions'}"
+        field = f"{pair.at}.{'spans' if pair.asked.spans is not None else 'positions'}"
         raise invalid(field, f"contains nothing that can be patched: {columns[0].label!r}: {columns[0].reason}")
     answer, foil = answers.get(f"{pair.at}.answer"), answers.get(f"{pair.at}.foil")
     notes += [found.note for found in (answer, foil) if found is not None and found.note]
@@ -265,14 +265,14 @@ def _store_pair(request: SweepRequest, pair: _Pair, answers: dict[str, Continuat
 
 def _aligned(request: SweepRequest, pair: _Pair) -> Aligned | None:
     """None in an ablation, and where spans name their tokens in both prompts."""
-    told = pair.wish.spans is not None and all(span.corrupt is not None for span in pair.wish.spans) and pair.wish.alignment is None
+    told = pair.asked.spans is not None and all(span.corrupt is not None for span in pair.asked.spans) and pair.asked.alignment is None
     if pair.corrupt is None or told:
         return None
-    how: Alignment | list[tuple[int, int]] = request.alignment if pair.wish.alignment is None else pair.wish.alignment
+    how: Alignment | list[tuple[int, int]] = request.alignment if pair.asked.alignment is None else pair.asked.alignment
     try:
         return align(_tokens(pair.clean), _tokens(pair.corrupt), how, pair.patched)
     except SelectorError as error:
-        raise invalid(f"{'' if pair.wish.alignment is None else pair.at + '.'}alignment{error.at}", str(error)) from error
+        raise invalid(f"{'' if pair.asked.alignment is None else pair.at + '.'}alignment{error.at}", str(error)) from error
 
 
 def _tokens(prompt: ReadPrompt) -> Tokens:
@@ -281,12 +281,12 @@ def _tokens(prompt: ReadPrompt) -> Tokens:
 
 def _positions(request: SweepRequest, pair: _Pair, aligned: Aligned | None) -> Iterator[Column]:
     """A column for each position of the prompt that is patched."""
-    own = pair.wish.positions is not None
+    own = pair.asked.positions is not None
     field = f"{pair.at}.positions" if own else "positions"
-    wish = request.positions if pair.wish.positions is None else pair.wish.positions
+    asked = request.positions if pair.asked.positions is None else pair.asked.positions
     whose = "" if own else f"{pair.at}: "
     counterparts = {} if aligned is None else aligned.counterparts(pair.patched)
-    for place in _resolved(wish, pair.base, field, whose):
+    for place in _resolved(asked, pair.base, field, whose):
         label = pair.base.words[place]
         if aligned is None:
             yield Column(label=label, places=[(place, NO_SOURCE)])
@@ -297,7 +297,7 @@ def _positions(request: SweepRequest, pair: _Pair, aligned: Aligned | None) -> I
 
 
 def _spans(pair: _Pair, aligned: Aligned | None, notes: list[str]) -> Iterator[Column]:
-    for index, span in enumerate(pair.wish.spans or []):
+    for index, span in enumerate(pair.asked.spans or []):
         field = f"{pair.at}.spans[{index}]"
         clean = _resolved(span.clean, pair.clean, f"{field}.clean")
         if pair.corrupt is None:
@@ -318,16 +318,18 @@ def _matched(span: PairSpan, clean: list[int], pair: _Pair, corrupt: ReadPrompt,
     return match_spans(span.name, clean, others, (_tokens(pair.clean), _tokens(corrupt)))
 
 
-def _resolved(wish: PositionWish, prompt: ReadPrompt, field: str, whose: str = "") -> list[int]:
+def _resolved(asked: RequestedPositions, prompt: ReadPrompt, field: str, whose: str = "") -> list[int]:
     """Ascending positions of the prompt. Raises a 400 naming the field for what is not in it."""
     tokens = len(prompt.ids)
-    if isinstance(wish, str) and wish not in ("all_prompt", "last_prompt"):
-        raise invalid(field, f"{wish!r} selects generated tokens, and a sweep generates none", allowed="all_prompt, last_prompt, or a list")
+    if isinstance(asked, str) and asked not in ("all_prompt", "last_prompt"):
+        raise invalid(
+            field, f"{asked!r} selects generated tokens, and a sweep generates none", allowed="all_prompt, last_prompt, or a list"
+        )
     find: SpanFinder = no_text if prompt.where is None else prompt.where.find
     try:
-        return list(select(_inside(resolve_positions(wish, tokens, find), tokens), 0, tokens, tokens))
+        return list(select(_inside(resolve_positions(asked, tokens, find), tokens), 0, tokens, tokens))
     except SelectorError as error:
-        raise invalid(f"{field}{error.at}", whose + (NO_POSITION if wish == [] else str(error))) from error
+        raise invalid(f"{field}{error.at}", whose + (NO_POSITION if asked == [] else str(error))) from error
 
 
 def _inside(positions: PositionSelector, tokens: int) -> PositionSelector:
@@ -343,24 +345,24 @@ def _check_cost(request: SweepRequest, pairs: Sequence[_Pair], limit: int) -> No
     """What takes long to look up is refused before it is: see `admission.RESOLVE_LIMIT`."""
     total = 0
     for pair in pairs:
-        if pair.wish.spans is None:
-            wishes = [("positions", request.positions if pair.wish.positions is None else pair.wish.positions)]
+        if pair.asked.spans is None:
+            every = [("positions", request.positions if pair.asked.positions is None else pair.asked.positions)]
         else:
-            if len(pair.wish.spans) > limit:
-                raise invalid(f"{pair.at}.spans", f"has {len(pair.wish.spans)} spans", allowed=f"at most {limit} cells in one sweep")
-            wishes = [("spans", wish) for span in pair.wish.spans for wish in (span.clean, span.corrupt) if wish is not None]
-        for field, wish in wishes:
-            total += max(_cost(wish, prompt) for prompt in (pair.clean, pair.base))
+            if len(pair.asked.spans) > limit:
+                raise invalid(f"{pair.at}.spans", f"has {len(pair.asked.spans)} spans", allowed=f"at most {limit} cells in one sweep")
+            every = [("spans", asked) for span in pair.asked.spans for asked in (span.clean, span.corrupt) if asked is not None]
+        for field, asked in every:
+            total += max(_cost(asked, prompt) for prompt in (pair.clean, pair.base))
             if total > RESOLVE_LIMIT:
                 raise invalid(
                     f"{pair.at}.{field}", "is too much to resolve", allowed="fewer positions or spans, or fewer pairs in one sweep"
                 )
 
 
-def _cost(wish: PositionWish, prompt: ReadPrompt) -> int:
+def _cost(asked: RequestedPositions, prompt: ReadPrompt) -> int:
     """As `admission.check_cost` has it."""
     characters = len(prompt.text or "")
-    items = wish if isinstance(wish, list) else [wish]
+    items = asked if isinstance(asked, list) else [asked]
     texts = sum(isinstance(item, Span) and not item.is_range for item in items)
     named = sum(1 if isinstance(item, int) else len(prompt.ids) for item in items)
     return ENTRY_COST + named + texts * (SPAN_COST + characters // SEARCHED_CHARACTERS)

@@ -10,7 +10,7 @@ from ...schemas.models import ModelInfo
 from ...schemas.sweeps import SweepPair
 from .admission import EMPTY_ONCE_TOKENISED, tokenise, too_long
 from .continuations import ReadPrompt
-from .request_parsing import WishedPrompt
+from .request_parsing import ParsedPrompt
 from .tokenizer import Codec, Encoded, TooLong, found_map
 
 #: The fields of a pair that are text or token ids.
@@ -35,29 +35,29 @@ def check_text(pairs: Sequence[SweepPair], spelled: Mapping[str, str] | None = N
 async def read_prompts(pairs: Sequence[SweepPair], model: ModelInfo, codec: Codec) -> list[ReadPrompt]:
     """The prompts of all pairs in turn, clean before corrupt. Raises a 400 naming the first at fault."""
     check_text(pairs)
-    wished = [
-        WishedPrompt(f"pairs[{index}].{name}", prompt)
+    parsed = [
+        ParsedPrompt(f"pairs[{index}].{name}", prompt)
         for index, pair in enumerate(pairs)
         for name, prompt in (("clean", pair.clean), ("corrupt", pair.corrupt))
         if prompt is not None
     ]
-    distinct: dict[str | tuple[int, ...], WishedPrompt] = {}
-    for prompt in wished:
+    distinct: dict[str | tuple[int, ...], ParsedPrompt] = {}
+    for prompt in parsed:
         distinct.setdefault(_key(prompt), prompt)
     texts = [prompt for prompt in distinct.values() if isinstance(prompt.value, str)]
     spelled = [prompt for prompt in distinct.values() if not isinstance(prompt.value, str)]
     read = await _read_ids(pairs, spelled, model, codec) | await _read_texts(texts, model, codec)  # in this order: one checks lengths
-    return [read[_key(prompt)] for prompt in wished]
+    return [read[_key(prompt)] for prompt in parsed]
 
 
-def _key(prompt: WishedPrompt) -> str | tuple[int, ...]:
+def _key(prompt: ParsedPrompt) -> str | tuple[int, ...]:
     return prompt.value if isinstance(prompt.value, str) else tuple(token for token in prompt.value if isinstance(token, int))
 
 
 Read = dict[str | tuple[int, ...], ReadPrompt]
 
 
-async def _read_texts(prompts: Sequence[WishedPrompt], model: ModelInfo, codec: Codec) -> Read:
+async def _read_texts(prompts: Sequence[ParsedPrompt], model: ModelInfo, codec: Codec) -> Read:
     texts = [str(prompt.value) for prompt in prompts]
     for prompt in prompts:
         if not prompt.value:
@@ -72,7 +72,7 @@ async def _read_texts(prompts: Sequence[WishedPrompt], model: ModelInfo, codec: 
     return await anyio.to_thread.run_sync(_made, texts, texts, [codec.as_list(found.ids) for found in encoded], encoded, codec)
 
 
-async def _read_ids(pairs: Sequence[SweepPair], prompts: Sequence[WishedPrompt], model: ModelInfo, codec: Codec) -> Read:
+async def _read_ids(pairs: Sequence[SweepPair], prompts: Sequence[ParsedPrompt], model: ModelInfo, codec: Codec) -> Read:
     for prompt in prompts:
         if len(prompt.value) > model.max_model_len:
             raise too_long(TooLong(0, len(prompt.value)), prompt.field, model)

@@ -18,7 +18,7 @@ from ...schemas.errors import MidstreamError
 from ...schemas.jobs import JobView
 from ...schemas.openai import ChatCompletion, ChatRequest, Completion, CompletionRequest, OpenAIRequest
 from ..context import context_of, unless_client_leaves
-from ..resolve.request_parsing import Wish, wish_of_chat, wish_of_completion
+from ..resolve.request_parsing import ParsedRequest, parse_chat, parse_completion
 from ..responses import events, openai_shapes
 from ..responses.openai_shapes import Shape
 from ..responses.outcome import ACCEPTED, UNDER_WAY, accepted, failed, failure_of, is_over, job_url, result_of
@@ -40,27 +40,27 @@ DESCRIPTION = (
 )
 
 
-async def _answer(request: JsonRequest, body: OpenAIRequest, wish: Wish, shape: Shape, key: str | None) -> Response[Any]:
+async def _answer(request: JsonRequest, body: OpenAIRequest, parsed: ParsedRequest, shape: Shape, key: str | None) -> Response[Any]:
     context = context_of(request)
     created = now()
-    job_id = await context.submit(wish, request.idempotency(key), caller_of(request))
+    job_id = await context.submit(parsed, request.idempotency(key), caller_of(request))
     headers = {JOB_HEADER: job_id, "Location": job_url(context, job_id)}
-    hold = body.capture_wait or (wish.capture is not None and "memory" in wish.capture.consumers)
+    hold = body.capture_wait or (parsed.capture is not None and "memory" in parsed.capture.consumers)
 
     def until(view: JobView) -> bool:
         return is_over(view) or (not hold and not view.steered and view.generated is not None)
 
     def asked(view: JobView) -> bool:
-        return wish.capture is not None or view.steered
+        return parsed.capture is not None or view.steered
 
-    if wish.stream:
+    if parsed.stream:
         streamed = Streamed(
             context=context,
             shape=shape,
             job_id=job_id,
-            model=wish.model,
+            model=parsed.model,
             created=created,
-            prompts=len(wish.prompts),
+            prompts=len(parsed.prompts),
             caller=caller_of(request),
             until=until,
             with_usage=body.stream_options is not None and body.stream_options.include_usage,
@@ -78,7 +78,7 @@ async def _answer(request: JsonRequest, body: OpenAIRequest, wish: Wish, shape: 
             if problem is not None:
                 return failed(request, problem, headers)
             result = await result_of(context, job_id)
-            if is_over(view) or len(result.outputs) == len(wish.prompts):
+            if is_over(view) or len(result.outputs) == len(parsed.prompts):
                 break  # else its worker died in between and the outputs went with the attempt
     except MidstreamError as error:  # the job is accepted all the same: say where it is
         return problems.answer(request, error.problem(instance=job_url(context, job_id)), {**headers, "x-should-retry": "false"})
@@ -89,12 +89,12 @@ async def _answer(request: JsonRequest, body: OpenAIRequest, wish: Wish, shape: 
 
 @post("/v1/completions", status_code=200, summary="Create a completion", description=DESCRIPTION, responses=RESPONSES)
 async def complete(data: JSONBody[CompletionRequest], request: JsonRequest, key: Key = None) -> Response[Completion]:
-    return await _answer(request, data, wish_of_completion(data), openai_shapes.COMPLETION, key)
+    return await _answer(request, data, parse_completion(data), openai_shapes.COMPLETION, key)
 
 
 @post("/v1/chat/completions", status_code=200, summary="Create a chat completion", description=DESCRIPTION, responses=RESPONSES)
 async def chat(data: JSONBody[ChatRequest], request: JsonRequest, key: Key = None) -> Response[ChatCompletion]:
-    return await _answer(request, data, wish_of_chat(data), openai_shapes.CHAT, key)
+    return await _answer(request, data, parse_chat(data), openai_shapes.CHAT, key)
 
 
 ROUTES = [complete, chat]

@@ -12,7 +12,7 @@ from ...schemas.errors import MidstreamError, Problem
 from ...schemas.jobs import JobPage, JobRequest, JobResult, JobView, State
 from ...schemas.limits import MAX_HEADER, MAX_IDEMPOTENCY_KEY, MAX_NAME, MAX_PAGE, MAX_TAG, MAX_WAIT_S
 from ..context import AppContext, context_of, unless_client_leaves
-from ..resolve.request_parsing import wish_of_job
+from ..resolve.request_parsing import parse_job
 from ..responses import events
 from ..responses.outcome import ACCEPTED, UNDER_WAY, accepted, etag, finished, is_over, job_url, matches, not_ready
 from ..web import problems
@@ -71,7 +71,7 @@ def preferred_wait(header: str | None) -> float | None:
 )
 async def submit_job(data: JSONBody[JobRequest], request: JsonRequest, key: Key = None, prefer: Prefer = None) -> Response[JobView]:
     context = context_of(request)
-    job_id = await context.submit(wish_of_job(data), request.idempotency(key), caller_of(request))
+    job_id = await context.submit(parse_job(data), request.idempotency(key), caller_of(request))
     return await answer_submission(request, context, job_id, prefer)
 
 

@@ -22,8 +22,8 @@ async def submit_sweep(context: AppContext, body: SweepRequest, idempotency: tup
     info = await context.model(body.model)
     if idempotency and (known := await context.ledger.repeated(idempotency)):
         return known  # counted already
-    everyone = (await context.model_state(info.name, [], caller)).everyone
-    sweep, blobs = await plan_sweep(body, info, await context.codec(info), context.settings, everyone)
+    global_steering = (await context.model_state(info.name, [], caller)).global_steering
+    sweep, blobs = await plan_sweep(body, info, await context.codec(info), context.settings, global_steering)
     job = Job(
         id=new_job_id(),
         kind="sweep",

@@ -28,7 +28,7 @@ LARGE = 1 << 16
 Command = tuple[tuple[Any, ...], "asyncio.Future[Any]"]
 
 
-class GroupedRedis(redis.asyncio.Redis):
+class PipelinedRedis(redis.asyncio.Redis):
     """redis-py's client, whose short commands travel in groups. Belongs to one event loop.
 
     A cancelled caller does not get the answer; its command is executed nevertheless.

@@ -29,8 +29,8 @@ from ...schemas.version import __version__
 from ..ops import redis_availability
 from . import scripts, views
 from .aof_barrier import AofBarrier
-from .auto_pipeline import GroupedRedis
-from .memory_pressure import Pressure
+from .auto_pipeline import PipelinedRedis
+from .memory_pressure import MemoryPressure
 from .tenants import Tenants, limits_of, refusal
 
 P = ParamSpec("P")
@@ -108,7 +108,7 @@ class Ledger:
         self.redis: Any = client  # redis-py types each answer as the union of all that it can be configured to give
         self.settings = settings
         self.tenants = Tenants(self.redis, settings)
-        self._pressure = Pressure(self.redis)
+        self._pressure = MemoryPressure(self.redis)
         self._written = AofBarrier(self.redis)
         self._scripts = scripts.Scripts(client)
         self._models: dict[str, tuple[bytes, ModelInfo]] = {}  # as stored, and read
@@ -129,7 +129,7 @@ class Ledger:
             # A pooled connection that Redis's restart has cut is repaired silently; an unreachable Redis is reported within a second.
             retry=Retry(ExponentialBackoff(cap=min(0.4, answer_s / 5), base=0.05), RETRIES),
         )
-        return cls(GroupedRedis.from_pool(pool), settings)
+        return cls(PipelinedRedis.from_pool(pool), settings)
 
     async def close(self) -> None:
         await self.redis.aclose()

@@ -7,7 +7,7 @@ from typing import Any
 LOOK_S = 1.0
 
 
-class Pressure:
+class MemoryPressure:
     """Over a redis.asyncio client. Belongs to its event loop."""
 
     def __init__(self, redis: Any) -> None:

@@ -20,7 +20,7 @@ from . import scripts
 from .captures import Captures
 from .jobs import Ledger, reachable
 from .source_runs import SourceRuns
-from .usage_reconciliation import Recount
+from .usage_reconciliation import UsageReconciliation
 from .views import listing
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class Queued(NamedTuple):
 
 
 @dataclass
-class SweepReport:
+class ReaperReport:
     """Job ids by what one sweep did to them."""
 
     resent: list[str] = field(default_factory=list)  # queued, but their message was lost
@@ -71,7 +71,7 @@ class SweepReport:
         return any(getattr(self, each.name) for each in fields(self))
 
 
-class Sweeper:
+class Reaper:
     """Runs on the ledger's event loop. Several may run concurrently: every step is a compare-and-set, a second message is harmless."""
 
     def __init__(self, ledger: Ledger, settings: Settings) -> None:
@@ -83,13 +83,13 @@ class Sweeper:
         self._runs = SourceRuns(ledger)
 
     @reachable
-    async def sweep(self, at: float | None = None) -> SweepReport:
+    async def sweep(self, at: float | None = None) -> ReaperReport:
         """Look at every job that is due at `at` (seconds since the epoch; default: now).
 
         Raises MidstreamError("unavailable") if Redis is unreachable: the rest is still due in the next sweep.
         """
         at = now() if at is None else at
-        report = SweepReport()
+        report = ReaperReport()
         queued: dict[str, list[Queued]] = defaultdict(list)  # by model
         due: list[bytes] = await self._redis.zrangebyscore("ms:live", "-inf", at, start=0, num=SWEEP_LIMIT)
         up_since = await self._up_since() if due else 0.0
@@ -131,12 +131,12 @@ class Sweeper:
         return float(now() - server["uptime_in_seconds"])
 
     async def _recount(self, at: float) -> list[str]:
-        """Recount usage from time to time, without dead workers; log differences."""
+        """UsageReconciliation usage from time to time, without dead workers; log differences."""
         if at < self._recount_at:
             return []
         self._recount_at = at + RECOUNT_AGAIN_S
         await self._scripts.forget_workers(args=scripts.pack(self._settings, at))
-        recount = Recount(self._scripts, self._settings, at)
+        recount = UsageReconciliation(self._scripts, self._settings, at)
         while (differed := await recount.step()) is None:
             pass
         self._recount_at = at + RECOUNT_S

@@ -42,7 +42,7 @@ PRUNE_S = 3600.0
 KIND_OF_STATE: dict[RunState, str] = {"pending": "conflict", "failed": "capture_failed", "deleted": "gone"}
 
 
-class Standing(NamedTuple):
+class RunReadiness(NamedTuple):
     """What the ledger knows of a run's captures."""
 
     state: RunState
@@ -50,9 +50,9 @@ class Standing(NamedTuple):
     bytes: int = 0  # of its files
 
 
-Standings = list[Standing | None]
+Standings = list[RunReadiness | None]
 #: Its record outlives captures, so what a name points at and has none any more was deleted long ago.
-DELETED = Standing("deleted", "its captures were deleted")
+DELETED = RunReadiness("deleted", "its captures were deleted")
 
 
 class SourceRuns:
@@ -101,7 +101,7 @@ class SourceRuns:
         return sorted(names if self._caller is None else own(self._caller.tenant, names))
 
     @reachable
-    async def standing(self, run: Run) -> Standing:
+    async def standing(self, run: Run) -> RunReadiness:
         """State of a run, and the reason if it is not ready."""
         (standing,) = await self._known([run.job])
         return standing or DELETED
@@ -243,7 +243,7 @@ class SourceRuns:
             for job in jobs:
                 pipe.hmget(f"ms:capture:{job}", "deleted", "status", "bytes").hmget(f"ms:job:{job}", "state", "error")
             answers = await pipe.execute()
-        return [_standing(*answers[at], *answers[at + 1]) for at in range(0, len(answers), 2)]
+        return [_readiness(*answers[at], *answers[at + 1]) for at in range(0, len(answers), 2)]
 
     @reachable
     async def _views(self, runs: Runs, model: str) -> Views:
@@ -322,18 +322,20 @@ def unknown(name: str) -> MidstreamError:
     return MidstreamError("not_found", f"unknown source run {name!r}")
 
 
-def _standing(deleted: bytes | None, status: bytes | None, size: bytes | None, state: bytes | None, error: bytes | None) -> Standing | None:
+def _readiness(
+    deleted: bytes | None, status: bytes | None, size: bytes | None, state: bytes | None, error: bytes | None
+) -> RunReadiness | None:
     """From the fields of the capture's record and of its job's; either may be gone."""
     if deleted is not None:
         return DELETED
     if status is None:
-        return None if state is None else Standing("failed", "its job has no captures in files")
+        return None if state is None else RunReadiness("failed", "its job has no captures in files")
     if state is not None and (job_state := State(state.decode())) not in TERMINAL:
-        return Standing("pending", f"its job is {job_state}", int(size or 0))
+        return RunReadiness("pending", f"its job is {job_state}", int(size or 0))
     if status != b"ok":
         why = from_json(error, Problem).detail if error is not None else f"the status of its captures is {status.decode()}"
-        return Standing("failed", why, int(size or 0))
-    return Standing("ready", bytes=int(size or 0))
+        return RunReadiness("failed", why, int(size or 0))
+    return RunReadiness("ready", bytes=int(size or 0))
 
 
 def _decoded(packed: bytes) -> Run:

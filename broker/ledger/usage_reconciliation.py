@@ -14,7 +14,7 @@ from . import scripts
 SLICE = 250
 
 
-class Recount:
+class UsageReconciliation:
     """One count; `step` until it says what differed. Another one that begins takes its place."""
 
     def __init__(self, bound: scripts.Scripts, settings: Settings, at: float, slice_: int = SLICE) -> None:

@@ -20,7 +20,7 @@ from celery.states import READY_STATES, RETRY
 from ...schemas.jobs import TERMINAL, State
 from ..ops.acl import jobs_url
 from .messages import job_of_task
-from .task_events import SUCCEEDED, Standing, event_of, standings
+from .task_events import SUCCEEDED, JobEnding, event_of, standings
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class MissedEnds:
     def __init__(self, events: Any, redis_url: str):
         self._events = events
         self._client = redis.Redis.from_url(jobs_url(redis_url), socket_timeout=5, socket_connect_timeout=5)
-        self._over: dict[str, Standing] = {}  # by task, as the look before found it
+        self._over: dict[str, JobEnding] = {}  # by task, as the look before found it
         self._last_attempts: dict[str, int] = {}  # as of the present look
         self._turn = 0
         self._trouble = ""  # that was told
@@ -102,7 +102,7 @@ class MissedEnds:
         self._turn = begin + ASKED
         return (task_ids[begin:] + task_ids[:begin])[:ASKED]
 
-    def _tell(self, task: Any, standing: Standing) -> None:
+    def _tell(self, task: Any, standing: JobEnding) -> None:
         state = State.QUEUED if self._is_followed(task.uuid) else standing.state
         kind, fields = event_of(state, standing.problem)
         told_at = standing.finished or time.time()

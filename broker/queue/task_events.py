@@ -21,7 +21,7 @@ from ...schemas.jobs import TERMINAL, State
 SUCCEEDED, FAILED, RETRIED, REVOKED = "task-succeeded", "task-failed", "task-retried", "task-revoked"
 
 
-class Standing(NamedTuple):
+class JobEnding(NamedTuple):
     """How a job stands in the ledger."""
 
     state: State  # of what the ledger no longer has: expired
@@ -29,7 +29,7 @@ class Standing(NamedTuple):
     finished: float | None = None  # seconds since the epoch
 
 
-def standings(client: redis.Redis, job_ids: Sequence[str]) -> list[Standing]:
+def standings(client: redis.Redis, job_ids: Sequence[str]) -> list[JobEnding]:
     """How these jobs stand, in one round trip. Raises redis.RedisError."""
     pipe = client.pipeline(transaction=False)
     for job_id in job_ids:
@@ -37,10 +37,10 @@ def standings(client: redis.Redis, job_ids: Sequence[str]) -> list[Standing]:
     return [_standing(*values) for values in pipe.execute()]
 
 
-def _standing(state: bytes | None, error: bytes | None, finished: bytes | None) -> Standing:
+def _standing(state: bytes | None, error: bytes | None, finished: bytes | None) -> JobEnding:
     if state is None:
-        return Standing(State.EXPIRED)
-    return Standing(State(state.decode()), from_json(error, Problem) if error else None, float(finished) if finished else None)
+        return JobEnding(State.EXPIRED)
+    return JobEnding(State(state.decode()), from_json(error, Problem) if error else None, float(finished) if finished else None)
 
 
 def event_of(state: State, problem: Problem | None = None) -> tuple[str, dict[str, Any]]:

@@ -151,12 +151,12 @@ class Sender:
         """One attempt, signed with these, and its note."""
         at, started = self._outbox.clock(), time.monotonic()
         crash_point("webhook.lent")
-        state, status, error, wish = await self._attempt(loan, at, secrets)
+        state, status, error, asked = await self._attempt(loan, at, secrets)
         crash_point("webhook.sent")
         attempt = DeliveryAttempt(at=at, status=status, error=error, seconds=round(time.monotonic() - started, 6))
         again = None
         if state == "pending":
-            again = due_again(loan.tries + 1, self._outbox.clock(), wish, self._chance)
+            again = due_again(loan.tries + 1, self._outbox.clock(), asked, self._chance)
             state = "failed" if again is None else "pending"
         metrics.WEBHOOK_ATTEMPTS.labels("retried" if state == "pending" else state).inc()
         log.log(  # of the URL only the host: what follows may be a password

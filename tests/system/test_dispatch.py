@@ -12,7 +12,7 @@ from ledger_kit import BOOT, MODEL, WORKER, Sent, claimed, make_job, open_ledger
 from sweep_rig import sweep, sweep_job
 
 from midstream.broker.ledger.jobs import Ledger
-from midstream.broker.ledger.reaper import Sweeper
+from midstream.broker.ledger.reaper import Reaper
 from midstream.broker.queue.celery_app import PRIORITY_STEPS, lists_of, queue_of
 from midstream.schemas.base import now
 from midstream.schemas.jobs import Job, Sampling, State
@@ -56,8 +56,8 @@ async def opened(url: str, **changes: Any) -> AsyncIterator[Line]:
 
 
 @asynccontextmanager
-async def swept(line: Line) -> AsyncIterator[Sweeper]:
-    yield Sweeper(line.ledger, line.ledger.settings)
+async def swept(line: Line) -> AsyncIterator[Reaper]:
+    yield Reaper(line.ledger, line.ledger.settings)
 
 
 def test_ten_jobs_are_not_delayed_by_two_thousand_of_another_tenant(redis_url: str) -> None:
@@ -150,7 +150,7 @@ def test_priority_is_capped_by_the_tenant(redis_url: str) -> None:
 
 def test_every_end_of_a_queued_job_dispatches_the_next(redis_url: str) -> None:
     async def main() -> None:
-        async with opened(redis_url, dispatch_window=1) as line, swept(line) as sweeper:
+        async with opened(redis_url, dispatch_window=1) as line, swept(line) as reaper:
             first, waiting, late, next_, last = [
                 *await line.submit(2), *await line.submit(1, expires=now() + 60), *await line.submit(2),
             ]  # fmt: skip
@@ -158,7 +158,7 @@ def test_every_end_of_a_queued_job_dispatches_the_next(redis_url: str) -> None:
             assert len(await line.sent()) == 1, "one that only waited made no room"
             await line.ledger.request_cancel(first.id)
             assert [message.job_id for message in await line.sent()] == [first.id, late.id]
-            report = await sweeper.sweep(now() + 61)
+            report = await reaper.sweep(now() + 61)
             assert report.late == [late.id]
             assert (await line.sent())[-1].job_id == next_.id
             assert await line.ledger.claim(next_.id, WORKER, BOOT, 1) is not None
@@ -180,18 +180,18 @@ def test_a_requeued_job_skips_the_dispatch_window(redis_url: str) -> None:
 
 def test_the_sweeper_leaves_waiting_jobs_alone_and_fills_windows_that_have_room(redis_url: str) -> None:
     async def main() -> None:
-        async with opened(redis_url, dispatch_window=2) as line, swept(line) as sweeper:
+        async with opened(redis_url, dispatch_window=2) as line, swept(line) as reaper:
             jobs = await line.submit(8)
             await line.lose_messages()
-            assert (await sweeper.sweep(now() + 60)).resent == [job.id for job in jobs[:2]], "what was sent and lost; not what waits"
+            assert (await reaper.sweep(now() + 60)).resent == [job.id for job in jobs[:2]], "what was sent and lost; not what waits"
             await line.ledger.redis.zadd("ms:live", {jobs[5].id: now()})
-            assert not await sweeper.sweep(now() + 61), "one that waits is not sent before its turn, though it was to be looked at"
+            assert not await reaper.sweep(now() + 61), "one that waits is not sent before its turn, though it was to be looked at"
             assert len(await line.sent()) == 2
-        async with opened(redis_url, dispatch_window=5) as line, swept(line) as sweeper:
-            assert (await sweeper.sweep()).picked == [job.id for job in jobs[2:5]], "the window was made larger"
+        async with opened(redis_url, dispatch_window=5) as line, swept(line) as reaper:
+            assert (await reaper.sweep()).picked == [job.id for job in jobs[2:5]], "the window was made larger"
             await line.ledger.redis.sadd(f"ms:sent:{MODEL}:6", "job_of_which_nothing_is_known")
             await line.ledger.redis.srem(f"ms:sent:{MODEL}:6", jobs[0].id)
-            await sweeper.sweep(now() + 200)
+            await reaper.sweep(now() + 200)
             under_way = {name.decode() for name in await line.ledger.redis.smembers(f"ms:sent:{MODEL}:6")}
             assert under_way == {job.id for job in jobs[:5]}, "what is not so is put right"
 
@@ -200,18 +200,18 @@ def test_the_sweeper_leaves_waiting_jobs_alone_and_fills_windows_that_have_room(
 
 def test_a_queued_job_without_message_or_place_is_resent(redis_url: str) -> None:
     async def main() -> None:
-        async with opened(redis_url, dispatch_window=1) as line, swept(line) as sweeper:
+        async with opened(redis_url, dispatch_window=1) as line, swept(line) as reaper:
             _, stray = await line.submit(2)
             await line.ledger.redis.zrem(f"ms:wait:{MODEL}:6:default", stray.id)
-            await sweeper.sweep()
-            assert (await sweeper.sweep()).resent == [stray.id]
+            await reaper.sweep()
+            assert (await reaper.sweep()).resent == [stray.id]
 
     asyncio.run(main())
 
 
 def test_jobs_from_before_dispatch_windows_are_served(redis_url: str) -> None:
     async def main() -> None:
-        async with opened(redis_url, dispatch_window=1) as line, swept(line) as sweeper:
+        async with opened(redis_url, dispatch_window=1) as line, swept(line) as reaper:
             redis = line.ledger.redis
             former = await line.submit(3)
             for job in former:  # as an older version left it
@@ -219,7 +219,7 @@ def test_jobs_from_before_dispatch_windows_are_served(redis_url: str) -> None:
                 await redis.zadd("ms:live", {job.id: now()})
             await redis.delete(f"ms:sent:{MODEL}:6", f"ms:wait:{MODEL}:6:default", f"ms:fair:{MODEL}:6", "ms:queues", "ms:usage")
             await line.lose_messages()
-            report = await sweeper.sweep(now() + 1)
+            report = await reaper.sweep(now() + 1)
             assert set(report.resent) == {job.id for job in former}
             assert (await line.ledger.tenants.usage("default")).jobs_in_flight == 3
             for job in former:
@@ -233,7 +233,7 @@ def test_jobs_from_before_dispatch_windows_are_served(redis_url: str) -> None:
 
 def test_an_expired_job_is_never_started(redis_url: str) -> None:
     async def main() -> None:
-        async with opened(redis_url) as line, swept(line) as sweeper:
+        async with opened(redis_url) as line, swept(line) as reaper:
             (missed,) = await line.submit(1, expires=now() - 0.01)
             (begun,) = await line.submit(1, expires=now() + 60)
             assert await line.ledger.claim(missed.id, WORKER, BOOT, 1) is None
@@ -242,7 +242,7 @@ def test_an_expired_job_is_never_started(redis_url: str) -> None:
             claim = await line.ledger.claim(begun.id, WORKER, BOOT, 1)
             assert claim is not None
             assert await line.ledger.release(begun.id, 1) is State.QUEUED
-            report = await sweeper.sweep(now() + 100)
+            report = await reaper.sweep(now() + 100)
             assert report.late == [], "what was begun once has no deadline any more"
             assert await line.ledger.claim(begun.id, WORKER, BOOT, 1) is not None
 
@@ -253,13 +253,13 @@ def test_a_user_who_may_not_write_queues_leaves_the_message_to_the_sweeper(redis
     """As a relay with a `users.acl` of before the scripts wrote messages: what it changes is whole, and the job goes on."""
 
     async def main() -> None:
-        async with opened(redis_url) as line, swept(line) as sweeper:
+        async with opened(redis_url) as line, swept(line) as reaper:
             await line.ledger.redis.execute_command("ACL", "SETUSER", "former", "on", ">pw", "resetchannels", "~ms:*", "&ms:*", "+@all")
             try:
                 async with opened(redis_url.replace("//", "//former:pw@")) as former:
                     (job,) = await former.submit()
                 assert await line.sent() == []
-                assert (await sweeper.sweep()).resent == [job.id]
+                assert (await reaper.sweep()).resent == [job.id]
                 assert await line.sent() == [Sent(job.id, 0, 6)]
             finally:
                 await line.ledger.redis.execute_command("ACL", "DELUSER", "former")

@@ -18,10 +18,10 @@ from ledger_kit import MODEL, WORKER, make_job, outputs, receipt, sent, settings
 
 from midstream.broker.ledger.dispatch import cost_of
 from midstream.broker.ledger.jobs import Ledger
-from midstream.broker.ledger.reaper import Sweeper
+from midstream.broker.ledger.reaper import Reaper
 from midstream.broker.ledger.scripts import Scripts
 from midstream.broker.ledger.settlement import Settler
-from midstream.broker.ledger.usage_reconciliation import Recount
+from midstream.broker.ledger.usage_reconciliation import UsageReconciliation
 from midstream.schemas.base import now
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import TERMINAL, TRANSITIONS, Job, Sampling, State
@@ -50,7 +50,7 @@ class Broker:
     loop: asyncio.AbstractEventLoop
     ledger: Ledger
     settler: Settler
-    sweeper: Sweeper
+    reaper: Reaper
 
     def do(self, call: Awaitable[T]) -> T:
         async def run() -> T:
@@ -127,7 +127,7 @@ class LedgerModel(RuleBasedStateMachine):
         self.jobs: list[Modelled] = []
         self.line = Line()
         self.seq, self.clock = 0, 0.0
-        self.recount: Recount | None = None
+        self.recount: UsageReconciliation | None = None
         self.wrong: dict[str, int] = {}  # what is counted too much, until it is counted anew
         self.do(self.broker.ledger.redis.flushall())
         for name, (weight, limit) in TENANTS.items():
@@ -297,7 +297,7 @@ class LedgerModel(RuleBasedStateMachine):
     def let_deadlines_and_leases_run_out(self) -> None:
         self.clock += 1000
         met = {raw.decode(): place for place, raw in enumerate(self.do(self.ledger.redis.zrange("ms:live", 0, -1)))}
-        self.do(self.broker.sweeper.sweep(now() + self.clock))
+        self.do(self.broker.reaper.sweep(now() + self.clock))
         while True:  # as the sweeper meets them: what it aborts may make room for what is then met as sent
             due = sorted(filter(self._is_over, self.jobs), key=lambda job: met[job.job.id])
             if not due:
@@ -313,7 +313,7 @@ class LedgerModel(RuleBasedStateMachine):
     @rule()
     def count_anew_a_little_further(self) -> None:
         if self.recount is None:
-            self.recount = Recount(Scripts(self.ledger.redis), self.ledger.settings, now(), slice_=1)
+            self.recount = UsageReconciliation(Scripts(self.ledger.redis), self.ledger.settings, now(), slice_=1)
             if not self.wrong:
                 self.wrong = {"b/bytes": 700, "/cells": 3}
                 for name, number in self.wrong.items():
@@ -381,7 +381,7 @@ class LedgerModel(RuleBasedStateMachine):
     def teardown(self) -> None:
         while self.recount is not None:
             self.counted(self.do(self.recount.step()))
-        assert self.do(Sweeper(self.ledger, self.ledger.settings)._recount(now())) == []
+        assert self.do(Reaper(self.ledger, self.ledger.settings)._recount(now())) == []
 
 
 @pytest.fixture
@@ -392,9 +392,9 @@ def broker(redis_url: str) -> Iterator[Broker]:
     few = "zset-max-ziplist-entries"  # sets of so few are looked at in one go
     usual: dict[str, str] = loop.run_until_complete(ledger.redis.config_get(few))
     loop.run_until_complete(ledger.redis.config_set(few, 0))
-    sweeper = Sweeper(ledger, config)
-    sweeper._recount_at = math.inf  # the model counts anew, whenever it likes
-    yield Broker(loop, ledger, Settler(redis.Redis.from_url(redis_url), config), sweeper)
+    reaper = Reaper(ledger, config)
+    reaper._recount_at = math.inf  # the model counts anew, whenever it likes
+    yield Broker(loop, ledger, Settler(redis.Redis.from_url(redis_url), config), reaper)
     loop.run_until_complete(ledger.redis.config_set(few, usual[few]))
     loop.run_until_complete(ledger.close())
     loop.close()

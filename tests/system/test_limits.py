@@ -19,10 +19,10 @@ from sweep_rig import sweep, sweep_job
 from midstream.broker.ledger.captures import Captures
 from midstream.broker.ledger.jobs import Ledger
 from midstream.broker.ledger.memory_pressure import LOOK_S
-from midstream.broker.ledger.reaper import Sweeper
+from midstream.broker.ledger.reaper import Reaper
 from midstream.broker.ledger.scripts import Scripts
 from midstream.broker.ledger.steering import Steering
-from midstream.broker.ledger.usage_reconciliation import Recount
+from midstream.broker.ledger.usage_reconciliation import UsageReconciliation
 from midstream.broker.ops import redis_server
 from midstream.broker.queue.celery_app import make_app
 from midstream.schemas.base import now
@@ -45,7 +45,7 @@ async def limited(ledger: Ledger, name: str = "t", **limits: Any) -> None:
 
 
 async def counted_anew(ledger: Ledger) -> list[str]:
-    count = Recount(Scripts(ledger.redis), ledger.settings, now())
+    count = UsageReconciliation(Scripts(ledger.redis), ledger.settings, now())
     while (differed := await count.step()) is None:
         pass
     return differed
@@ -250,12 +250,12 @@ def test_usage_survives_a_redis_kill_and_is_reconciled(tmp_path: Path) -> None:
                 await asyncio.gather(*under_way, return_exceptions=True)
                 server = redis_server.start(tmp_path, port=server.port)
                 app = make_app(settings_for(server.url))
-                sweeper = Sweeper(ledger, ledger.settings)
-                assert (await sweeper.sweep()).corrected == [], "a count is in the commit that changes it"
+                reaper = Reaper(ledger, ledger.settings)
+                assert (await reaper.sweep()).corrected == [], "a count is in the commit that changes it"
                 counted = await ledger.redis.hgetall("ms:usage")
                 await ledger.redis.hset("ms:usage", mapping={"t0/jobs": 1000, "t1/bytes": -5, "gone/cells": 3})
                 await ledger.redis.hdel("ms:usage", "/queued")
-                assert len((await Sweeper(ledger, ledger.settings).sweep()).corrected) >= 3
+                assert len((await Reaper(ledger, ledger.settings).sweep()).corrected) >= 3
                 assert await ledger.redis.hgetall("ms:usage") == {name: number for name, number in counted.items() if number != b"0"}
                 app.close()
         finally:
@@ -271,7 +271,7 @@ def test_a_count_is_abandoned_when_redis_restarts_since_its_scan_cursors_are_inv
             async with open_ledger(server.url) as ledger:
                 await ledger.submit(make_job(tenant="t"), {})
                 for steps in (1, 2):  # before all was looked at, and after
-                    count = Recount(Scripts(ledger.redis), ledger.settings, now())
+                    count = UsageReconciliation(Scripts(ledger.redis), ledger.settings, now())
                     assert [await count.step() for _ in range(steps)] == [None] * steps
                     await ledger.redis.hset("ms:usage", "t/jobs", 9)
                     handed_over(server.url)
@@ -291,7 +291,7 @@ def test_an_abandoned_usage_count_changes_nothing(redis_url: str) -> None:
             await ledger.submit(make_job(tenant="t", capture=True), {})
             await ledger.redis.hset("ms:usage", mapping={"t/bytes": 700, "t/jobs": 9})
             bound = Scripts(ledger.redis)
-            first, second, present = (Recount(bound, ledger.settings, now()) for _ in range(3))
+            first, second, present = (UsageReconciliation(bound, ledger.settings, now()) for _ in range(3))
             assert await first.step() is None
             assert [await ledger.redis.ttl(kept) > 0 for kept in ("ms:recount", "ms:recount-seen")] == [True, True], "nobody may go on"
             assert await first.step() is None
@@ -491,7 +491,7 @@ def test_an_expired_deadline_is_504_for_held_requests(api: Any, hand: Hand) -> N
         settings = hand.settings
         ledger = Ledger.connect(settings)
         app = make_app(settings)
-        await Sweeper(ledger, settings).sweep(now() + 1)
+        await Reaper(ledger, settings).sweep(now() + 1)
         app.close()
         await ledger.close()
 

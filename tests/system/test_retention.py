@@ -10,7 +10,7 @@ from ledger_kit import BOOT, EPOCH, WORKER, make_job, open_ledger, outputs, rece
 from sweep_rig import sweep, sweep_job
 
 from midstream.broker.ledger.captures import Captures
-from midstream.broker.ledger.reaper import Sweeper
+from midstream.broker.ledger.reaper import Reaper
 from midstream.broker.queue.celery_app import make_app
 from midstream.schemas.base import now
 from midstream.schemas.errors import MidstreamError
@@ -47,18 +47,18 @@ def test_an_expired_job_leaves_no_keys_and_its_reader_is_told_first(redis_url: s
             for job in (plain, captured, swept):
                 assert await ledger.store_outputs(job.id, 1, outputs()) is State.SUCCEEDED
             await asyncio.sleep(0.1)
-            assert (await Sweeper(ledger, ledger.settings).sweep()).late == [late.id]
+            assert (await Reaper(ledger, ledger.settings).sweep()).late == [late.id]
             await asyncio.sleep(1.0)
             for job in (plain, late, unwanted, captured, swept):
                 assert (await ledger.view(job.id)).state == "expired"
                 with pytest.raises(MidstreamError, match="deleted after"):
                     await ledger.result(job.id)
-            await Sweeper(ledger, ledger.settings).sweep(now() + 1)
+            await Reaper(ledger, ledger.settings).sweep(now() + 1)
             with pytest.raises(MidstreamError, match="deleted"):
                 await Captures(ledger).check(captured.id)
 
             async def left() -> set[str]:
-                await Sweeper(ledger, ledger.settings).sweep(now() + 1)
+                await Reaper(ledger, ledger.settings).sweep(now() + 1)
                 keys = {key.decode(): await ledger.redis.ttl(key) for key in await ledger.redis.keys("ms:*")}
                 return {key for key, ttl in keys.items() if not (key.startswith(WITH_END) and ttl > 0)} - STANDING
 
@@ -80,8 +80,8 @@ def test_the_listings_of_many_tenants_forget_what_has_expired(redis_url: str) ->
                 await ledger.submit(job, {})
             for job in jobs[:-1]:
                 await ledger.redis.delete(f"ms:job:{job.id}")
-            sweeper = Sweeper(ledger, ledger.settings)
-            while await sweeper._prune(now()):
+            reaper = Reaper(ledger, ledger.settings)
+            while await reaper._prune(now()):
                 pass
             left = {tenant: await ledger.redis.zcard(f"ms:jobs:t{tenant}") for tenant in range(5)}
             assert left == {0: 0, 1: 0, 2: 0, 3: 0, 4: 1}
@@ -99,10 +99,10 @@ def test_expiry_of_a_busy_tenant_is_not_delayed_by_idle_ones(redis_url: str) -> 
             gone = {f"job_{number}": now() - 100 for number in range(3000)}
             for listed in ("ms:jobs", "ms:jobs:t7"):
                 await ledger.redis.zadd(listed, gone)
-            sweeper = Sweeper(ledger, ledger.settings)
+            reaper = Reaper(ledger, ledger.settings)
             left = []
             for _ in range(2):
-                await sweeper._prune(now())
+                await reaper._prune(now())
                 left.append((await ledger.redis.zcard("ms:jobs"), await ledger.redis.zcard("ms:jobs:t7")))
             assert left == [(1000, 1000), (0, 0)]
             app.close()
@@ -121,10 +121,10 @@ def test_a_dead_worker_is_forgotten_once_it_holds_nothing(redis_url: str) -> Non
             await asyncio.sleep(0.1)
             assert sorted(await ledger.redis.hkeys("ms:workers")) == [b"holds", b"idle"]
             await ledger.redis.zadd("ms:live", {job.id: now() + 60})
-            await Sweeper(ledger, ledger.settings).sweep()
+            await Reaper(ledger, ledger.settings).sweep()
             assert await ledger.redis.hkeys("ms:workers") == [b"holds"], "what it is known by decides what becomes of its jobs"
-            await Sweeper(ledger, ledger.settings).sweep(now() + 100)
-            await Sweeper(ledger, ledger.settings).sweep()
+            await Reaper(ledger, ledger.settings).sweep(now() + 100)
+            await Reaper(ledger, ledger.settings).sweep()
             assert await ledger.redis.hkeys("ms:workers") == []
             app.close()
 

@@ -12,7 +12,7 @@ import pytest
 from midstream import __version__
 from midstream.api.resolve import admission
 from midstream.api.resolve.admission import RESOLVE_LIMIT, check_cost, resolve
-from midstream.api.resolve.request_parsing import Wish, WishedPrompt
+from midstream.api.resolve.request_parsing import ParsedPrompt, ParsedRequest
 from midstream.api.resolve.steering import MAX_ENTRIES, ModelState
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import Sampling, StoredPrompt
@@ -29,8 +29,8 @@ MODEL = ModelInfo(
 )  # fmt: skip
 
 
-def wish(capture: CaptureSpec | None = None, *steering: SteeringSpec) -> Wish:
-    return Wish("generate", "m", [], Sampling(), capture=capture, steering=list(steering))
+def wish(capture: CaptureSpec | None = None, *steering: SteeringSpec) -> ParsedRequest:
+    return ParsedRequest("generate", "m", [], Sampling(), capture=capture, steering=list(steering))
 
 
 def steered(positions: Any, layers: Any = 0) -> SteeringSpec:
@@ -47,7 +47,7 @@ def steered(positions: Any, layers: Any = 0) -> SteeringSpec:
         (wish(None, steered("all")), 4096, True),
     ],
 )
-def test_slow_resolution_runs_off_the_event_loop(monkeypatch: pytest.MonkeyPatch, asked: Wish, prompts: int, apart: bool) -> None:
+def test_slow_resolution_runs_off_the_event_loop(monkeypatch: pytest.MonkeyPatch, asked: ParsedRequest, prompts: int, apart: bool) -> None:
     """A span costs the tokenisation of every prompt's text, 100 characters here."""
     threads = []
     bounds = admission.Bounds
@@ -64,7 +64,7 @@ def test_slow_resolution_runs_off_the_event_loop(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(admission, "Bounds", noted)
     stored = [StoredPrompt(token_ids=[1] * 100, text="a" * 100)] * prompts
-    asked = dataclasses.replace(asked, prompts=[WishedPrompt(f"prompts[{index}]", "a" * 100) for index in range(prompts)])
+    asked = dataclasses.replace(asked, prompts=[ParsedPrompt(f"prompts[{index}]", "a" * 100) for index in range(prompts)])
     captures, steering, _ = asyncio.run(resolve(asked, stored, MODEL, Letters(), 4))  # type: ignore[arg-type]
     assert len(captures or steering) == prompts
     assert (threads[0] is not threading.main_thread()) == apart
@@ -83,7 +83,7 @@ def test_slow_resolution_runs_off_the_event_loop(monkeypatch: pytest.MonkeyPatch
         (wish(None, *[steered("all")] * (MAX_ENTRIES + 1)), 1, 0, "steering"),
     ],
 )
-def test_requests_too_costly_to_resolve_are_refused_by_field(asked: Wish, prompts: int, characters: int, field: str) -> None:
+def test_requests_too_costly_to_resolve_are_refused_by_field(asked: ParsedRequest, prompts: int, characters: int, field: str) -> None:
     with pytest.raises(MidstreamError) as refused:
         check_cost(asked, prompts, characters)
     assert (refused.value.status, refused.value.field) == (400, field)

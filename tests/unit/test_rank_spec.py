@@ -3,18 +3,18 @@
 import pytest
 
 from midstream.schemas.jobs import Job, Sampling, StoredPrompt
-from midstream.schemas.selectors import PositionWish, Span, Window
+from midstream.schemas.selectors import RequestedPositions, Span, Window
 from midstream.schemas.specs import RankSpec, StoredCapture, StoredSteering
 from midstream.schemas.steering import GlobalSteering, SteeringTemplate
 from midstream.workers.engine.protocol import engine_request
 from midstream.workers.engine.rank_spec import rank_spec
 
 
-def template(vector: str, positions: PositionWish = "all") -> SteeringTemplate:
+def template(vector: str, positions: RequestedPositions = "all") -> SteeringTemplate:
     return SteeringTemplate(layers=[1], hook="post_block", positions=positions, family="add", tensors=[vector])
 
 
-def everyone(*entries: SteeringTemplate) -> GlobalSteering:
+def global_steering(*entries: SteeringTemplate) -> GlobalSteering:
     return GlobalSteering(version=7, entries=list(entries))
 
 
@@ -39,8 +39,8 @@ def told(tokens: int, everyones: GlobalSteering, *own: StoredSteering) -> RankSp
 
 
 def test_plain_requests_have_no_rank_spec() -> None:
-    assert rank_spec(engine_request(job(4), 0, 1), everyone()) is None
-    captured = rank_spec(engine_request(job(4, captures=True), 0, 1), everyone())
+    assert rank_spec(engine_request(job(4), 0, 1), global_steering()) is None
+    captured = rank_spec(engine_request(job(4, captures=True), 0, 1), global_steering())
     assert captured is not None
     assert (captured.digest, captured.first_affected, captured.global_version) == ("", -1, 7)
 
@@ -53,41 +53,41 @@ def test_global_entries_are_resolved_per_prompt_without_absent_positions() -> No
         template("d", Span(start=2)),
         template("e", Span(start=5, stop=8)),
     ]
-    spec = told(4, everyone(*entries))
+    spec = told(4, global_steering(*entries))
     placed = {entry.tensors[0]: entry.positions for entry in spec.global_steering}
     assert placed == {"a": "all", "b": [0, 2], "d": Window(start=2), "e": Window(start=5, stop=8)}
     assert spec.steering == []
 
 
 def test_requests_untouched_by_global_steering_are_reported() -> None:
-    spec = told(4, everyone(template("a", [9])))
+    spec = told(4, global_steering(template("a", [9])))
     assert (spec.global_steering, spec.digest, spec.first_affected, spec.global_version) == ([], "", -1, 7)
 
 
 def test_first_touched_position_covers_global_and_own_entries() -> None:
-    assert told(9, everyone(template("a", [5])), template("b").stored([3])).first_affected == 3
-    assert told(9, everyone(template("a", [2])), template("b").stored([3])).first_affected == 2
-    assert told(9, everyone(template("a", "all_generated"))).first_affected == 9
+    assert told(9, global_steering(template("a", [5])), template("b").stored([3])).first_affected == 3
+    assert told(9, global_steering(template("a", [2])), template("b").stored([3])).first_affected == 2
+    assert told(9, global_steering(template("a", "all_generated"))).first_affected == 9
 
 
 @pytest.mark.parametrize(("positions", "by_prompt"), [("all", False), ("all_prompt", True), ("all_generated", True), ([1], False)])
-def test_the_prompt_end_is_in_the_digest_of_global_entries(positions: PositionWish, by_prompt: bool) -> None:
-    assert told(9, everyone(template("a", positions))).by_prompt is by_prompt
+def test_the_prompt_end_is_in_the_digest_of_global_entries(positions: RequestedPositions, by_prompt: bool) -> None:
+    assert told(9, global_steering(template("a", positions))).by_prompt is by_prompt
 
 
 def test_equal_entries_share_a_cache_digest() -> None:
-    own, alone = template("a").stored("all"), told(4, everyone(template("a"))).digest
-    assert alone == told(4, everyone(), own).digest
+    own, alone = template("a").stored("all"), told(4, global_steering(template("a"))).digest
+    assert alone == told(4, global_steering(), own).digest
     digests = {
         alone,
-        told(4, everyone(template("b"))).digest,
-        told(4, everyone(template("a"), template("b"))).digest,
-        told(4, everyone(template("b")), own).digest,
-        told(4, everyone(template("a")), template("b").stored("all")).digest,
-        told(4, everyone(template("a", [1]))).digest,
+        told(4, global_steering(template("b"))).digest,
+        told(4, global_steering(template("a"), template("b"))).digest,
+        told(4, global_steering(template("b")), own).digest,
+        told(4, global_steering(template("a")), template("b").stored("all")).digest,
+        told(4, global_steering(template("a", [1]))).digest,
     }
     assert len(digests) == 6
 
 
 def test_entries_beyond_a_short_prompt_do_not_keep_it_from_sharing_the_cache() -> None:  # field case 16
-    assert told(4, everyone(template("a"), template("b", [9]))).digest == told(4, everyone(template("a"))).digest
+    assert told(4, global_steering(template("a"), template("b", [9]))).digest == told(4, global_steering(template("a"))).digest

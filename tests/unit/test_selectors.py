@@ -14,7 +14,7 @@ from midstream.schemas.base import from_json, from_msgpack, to_msgpack
 from midstream.schemas.selectors import (
     ALIASES,
     HOOKS,
-    PositionWish,
+    RequestedPositions,
     SelectorError,
     Span,
     Window,
@@ -204,7 +204,7 @@ def test_a_range_that_names_nothing_or_leaves_the_prompt_is_refused_with_its_pla
 )
 def test_a_span_needs_a_text_or_a_range(raw: str, words: str) -> None:
     with pytest.raises(msgspec.ValidationError, match=words):
-        from_json(raw, PositionWish)
+        from_json(raw, RequestedPositions)
 
 
 def test_overlapping_ranges_are_written_out_once() -> None:

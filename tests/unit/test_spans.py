@@ -11,7 +11,7 @@ from spelling import byte_level, fallback, overlapping
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from midstream.api.resolve.admission import facts_of
-from midstream.api.resolve.request_parsing import Wish, WishedPrompt
+from midstream.api.resolve.request_parsing import ParsedPrompt, ParsedRequest
 from midstream.api.resolve.tokenizer import Codec
 from midstream.schemas.jobs import Sampling, StoredPrompt
 from midstream.schemas.models import TokenizerBundle
@@ -196,7 +196,7 @@ def torn(codec: Codec, ids: list[int]) -> list[int]:
 def test_a_span_in_token_ids_that_no_text_gives_asks_for_text() -> None:
     codec = codec_of(merged_byte_level())
     (ids,) = asyncio.run(codec.encode(["the 東京 Tower"], special_tokens=False))
-    wish = Wish("generate", "m", [WishedPrompt("prompts[0]", ids)], Sampling(), capture=CaptureSpec(positions=[Span(text="the")]))
+    wish = ParsedRequest("generate", "m", [ParsedPrompt("prompts[0]", ids)], Sampling(), capture=CaptureSpec(positions=[Span(text="the")]))
 
     def resolved(token_ids: list[int]) -> PositionSelector:
         (facts,) = facts_of(wish, [StoredPrompt(token_ids=token_ids)], codec)

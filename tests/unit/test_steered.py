@@ -42,9 +42,11 @@ def module(*specs: SteeringSpec, name: str = "joy") -> Module:
     )  # fmt: skip
 
 
-def resolved(specs: list[SteeringSpec], *modules: Module, lengths: tuple[int, ...] = (6,), everyone: Any = None, **changes: Any) -> Any:
+def resolved(
+    specs: list[SteeringSpec], *modules: Module, lengths: tuple[int, ...] = (6,), global_steering: Any = None, **changes: Any
+) -> Any:
     bounds = Bounds(model(**changes), [PromptFacts(length, _find) for length in lengths], 4)
-    model_state = ModelState({one.name: one for one in modules}, everyone or GlobalSteering(), sorted(one.name for one in modules))
+    model_state = ModelState({one.name: one for one in modules}, global_steering or GlobalSteering(), sorted(one.name for one in modules))
     return resolve_edits([], specs, bounds, model_state)
 
 
@@ -159,12 +161,12 @@ def test_the_rows_of_modules_count_as_those_of_the_request() -> None:
 
 
 def test_a_request_must_fit_beside_global_steering() -> None:
-    everyone = GlobalSteering(
+    global_steering = GlobalSteering(
         version=1, entries=resolve_everyone([spec(positions=[0]), spec(positions=[1])], model(), ModelState()).entries
     )
     mine = [spec(positions=[place]) for place in range(3)]
-    assert resolved(mine, steering_rows=5, everyone=everyone)
-    problem = refused(resolved, mine, steering_rows=4, everyone=everyone)
+    assert resolved(mine, steering_rows=5, global_steering=global_steering)
+    problem = refused(resolved, mine, steering_rows=4, global_steering=global_steering)
     assert (
         "needs 3 steering rows for prompt 0; the worker has 4 (setting steering_rows), of which global steering takes 2" in problem.detail
     )
@@ -222,10 +224,10 @@ def test_global_steering_is_clipped_to_each_prompt() -> None:
     content = resolve_everyone(
         [spec(positions=[1, 5]), spec(layers=1, positions=Span(start=2)), spec(layers=2, positions="all_generated")], model(), ModelState()
     )
-    everyone = GlobalSteering(version=1, entries=content.entries)
-    assert [entry.positions for entry in everyone.at(6)] == [[1, 5], Window(start=2), "all_generated"]
-    assert [entry.positions for entry in everyone.at(3)] == [[1], Window(start=2), "all_generated"]
-    assert [entry.positions for entry in everyone.at(1)] == [Window(start=2), "all_generated"]
+    global_steering = GlobalSteering(version=1, entries=content.entries)
+    assert [entry.positions for entry in global_steering.at(6)] == [[1, 5], Window(start=2), "all_generated"]
+    assert [entry.positions for entry in global_steering.at(3)] == [[1], Window(start=2), "all_generated"]
+    assert [entry.positions for entry in global_steering.at(1)] == [Window(start=2), "all_generated"]
     assert [content_hash(msgspec.msgpack.decode(raw, type=Tensor)) for raw in content.blobs.values()] == [content_hash(VECTOR)]
 
 

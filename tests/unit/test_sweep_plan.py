@@ -59,11 +59,11 @@ def ablated(**fields: Any) -> dict[str, Any]:
 
 
 def plan(
-    *pairs: dict[str, Any], info: ModelInfo | None = None, everyone: GlobalSteering | None = None, limits: Any = None, **fields: Any
+    *pairs: dict[str, Any], info: ModelInfo | None = None, global_steering: GlobalSteering | None = None, limits: Any = None, **fields: Any
 ) -> Planned:
     request = msgspec.convert({"model": "m", "pairs": list(pairs) or [pair()], **fields}, SweepRequest)
     settings = Settings(**(limits or {}))
-    return asyncio.run(plan_sweep(request, info or model(), CODEC, settings, everyone or GlobalSteering()))
+    return asyncio.run(plan_sweep(request, info or model(), CODEC, settings, global_steering or GlobalSteering()))
 
 
 def refusal(*pairs: dict[str, Any], **fields: Any) -> MidstreamError:
@@ -368,4 +368,4 @@ def test_global_steering_counts_in_a_sweeps_room() -> None:
     assert plan(info=info, window={"positions": 5})
     template = SteeringTemplate(layers=[0], hook="post_block", positions="all", family="add", tensors=["t"])
     steered = GlobalSteering(version=1, entries=[template])
-    assert "of which global steering takes 1" in refusal(info=info, window={"positions": 5}, everyone=steered).detail
+    assert "of which global steering takes 1" in refusal(info=info, window={"positions": 5}, global_steering=steered).detail

@@ -152,8 +152,8 @@ class Engine(Protocol):
     def waiting(self) -> int:
         """Requests that wait for rows of the steering table."""
 
-    def generate(self, ask: EngineRequest, everyone: GlobalSteering) -> AsyncGenerator[Progress, None]:
-        """Generate for one prompt under `everyone`, which was applied when the job was claimed; the last item carries `finished`.
+    def generate(self, ask: EngineRequest, global_steering: GlobalSteering) -> AsyncGenerator[Progress, None]:
+        """Generate for one prompt under `global_steering`, which was applied when the job was claimed; the last item carries `finished`.
 
         Raises MidstreamError("engine_failed") when the engine has died. Closing the generator stops the request.
         """

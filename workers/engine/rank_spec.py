@@ -7,13 +7,13 @@ from ...schemas.version import __version__
 from .protocol import EngineRequest
 
 
-def rank_spec(ask: EngineRequest, everyone: GlobalSteering) -> RankSpec | None:
+def rank_spec(ask: EngineRequest, global_steering: GlobalSteering) -> RankSpec | None:
     """None if nothing is requested by user or operator: then no rank reports."""
     own, captures = ask.steering, ask.captures
-    if not own and not captures and not everyone.entries and ask.grade is None:
+    if not own and not captures and not global_steering.entries and ask.grade is None:
         return None
     prompt_tokens = len(ask.token_ids)
-    global_rows = everyone.at(prompt_tokens)
+    global_rows = global_steering.at(prompt_tokens)
     steering = [*global_rows, *own]
     lowest = min((lowest_position(capture.positions, prompt_tokens) for capture in captures), default=prompt_tokens)
     return RankSpec(
@@ -31,7 +31,7 @@ def rank_spec(ask: EngineRequest, everyone: GlobalSteering) -> RankSpec | None:
         requests=ask.captured,
         told_when_over=bool(ask.sampling.stop),
         global_steering=global_rows,
-        global_version=everyone.version,
+        global_version=global_steering.version,
         entry=ask.entry,
         grade=ask.grade,
         keep_blocks=ask.keep_blocks,
@@ -39,13 +39,13 @@ def rank_spec(ask: EngineRequest, everyone: GlobalSteering) -> RankSpec | None:
     )
 
 
-def _digest(everyone: list[StoredSteering], own: list[StoredSteering], ask: EngineRequest) -> str:
+def _digest(global_steering: list[StoredSteering], own: list[StoredSteering], ask: EngineRequest) -> str:
     """Of all that touches the request's KV cache. The same entries share it, whether they are everyone's or the request's own.
 
     With both they are told apart: each takes rows of its own, and what shares a row is rounded once. A forward that begins at a
     layer above the first leaves the cache below it unwritten: those blocks are never shared.
     """
-    digest = steering_digest(everyone or own)
-    if everyone and own:
-        digest = content_key([steering_digest(everyone), steering_digest(own)])
+    digest = steering_digest(global_steering or own)
+    if global_steering and own:
+        digest = content_key([steering_digest(global_steering), steering_digest(own)])
     return digest if ask.entry is None else content_key([digest, ask.job, ask.request, ask.attempt])

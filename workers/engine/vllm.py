@@ -139,8 +139,8 @@ class VllmEngine(RankControl):
             caveats=list(adapter.caveats),
         )
 
-    async def generate(self, ask: EngineRequest, everyone: GlobalSteering) -> AsyncGenerator[Progress, None]:
-        spec = rank_spec(ask, everyone)
+    async def generate(self, ask: EngineRequest, global_steering: GlobalSteering) -> AsyncGenerator[Progress, None]:
+        spec = rank_spec(ask, global_steering)
         request_id = f"{ask.job}.{ask.request}.{ask.attempt}"
         live = self._live.setdefault((ask.job, ask.attempt), set())
         live.add(request_id)

@@ -72,11 +72,11 @@ class FakeEngine(RankControl):
         self.ranks.tell_load(self._running, sum(self._active.values()) - self._running)
         return await super().steering_status()
 
-    async def generate(self, ask: EngineRequest, everyone: GlobalSteering) -> AsyncGenerator[Progress, None]:
+    async def generate(self, ask: EngineRequest, global_steering: GlobalSteering) -> AsyncGenerator[Progress, None]:
         attempt = ask.job, ask.attempt
         self._active[attempt] += 1
         try:
-            async with aclosing(self._generate(ask, rank_spec(ask, everyone))) as progresses:
+            async with aclosing(self._generate(ask, rank_spec(ask, global_steering))) as progresses:
                 async for progress in progresses:
                     yield progress
         finally:

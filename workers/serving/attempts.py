@@ -171,11 +171,16 @@ class Attempts:
             if self._running.get(job_id) is attempt:
                 del self._running[job_id]
 
-    async def _claim(self, job_id: str, everyone: GlobalSteering) -> Claim | None:
+    async def _claim(self, job_id: str, global_steering: GlobalSteering) -> Claim | None:
         """The claimed job, or None when there is nothing to run. Raises JobFailed for a job that cannot be read, ClaimRefused."""
         try:
             return await self._ledger.claim(
-                job_id, self._worker, self._boot, self._engine.world, global_version=everyone.version, everyone=bool(everyone.entries)
+                job_id,
+                self._worker,
+                self._boot,
+                self._engine.world,
+                global_version=global_steering.version,
+                everyone=bool(global_steering.entries),
             )
         except MidstreamError as error:
             if isinstance(error, ClaimRefused) or error.kind == UNAVAILABLE:

@@ -20,7 +20,7 @@ import msgspec
 from celery import Celery
 
 from ...broker.ledger.jobs import Ledger
-from ...broker.ledger.reaper import Sweeper
+from ...broker.ledger.reaper import Reaper
 from ...broker.ledger.steering import Steering
 from ...schemas.base import now
 from ...schemas.disk import probe
@@ -278,7 +278,7 @@ class EngineHost:
 
     async def _release_former_boots(self) -> None:
         """Requeue immediately what this worker held when it was last killed."""
-        released = await Sweeper(self._ledger, self.settings).release_boots(self.settings.worker_id, BOOT)
+        released = await Reaper(self._ledger, self.settings).release_boots(self.settings.worker_id, BOOT)
         if released:
             logger.warning("requeued %s, held by an earlier start of this worker", released)
 

@@ -27,7 +27,7 @@ from redis_kit import handed_over
 
 from midstream.broker.ledger import scripts
 from midstream.broker.ledger.jobs import Ledger
-from midstream.broker.ledger.reaper import Sweeper
+from midstream.broker.ledger.reaper import Reaper
 from midstream.broker.ops import redis_server
 from midstream.broker.queue.celery_app import lists_of, make_app, queue_of
 from midstream.schemas.base import now
@@ -36,11 +36,11 @@ from midstream.schemas.models import WorkerInfo
 
 
 @asynccontextmanager
-async def opened(url: str, **changes: Any) -> AsyncIterator[tuple[Ledger, Sweeper, Celery]]:
+async def opened(url: str, **changes: Any) -> AsyncIterator[tuple[Ledger, Reaper, Celery]]:
     async with open_ledger(url, **changes) as ledger:
         settings = settings_for(url, **changes)
         app = make_app(settings)
-        yield ledger, Sweeper(ledger, settings), app
+        yield ledger, Reaper(ledger, settings), app
         app.close()
 
 
@@ -54,34 +54,34 @@ async def heartbeat(ledger: Ledger, boot: str) -> None:
 
 def test_a_queued_job_without_a_message_gets_one(redis_url: str) -> None:  # field case 37
     async def main() -> None:
-        async with opened(redis_url) as (ledger, sweeper, _):
+        async with opened(redis_url) as (ledger, reaper, _):
             began = now()
             lost, there = make_job(), make_job(kind="chat")
             await submit_unsent(ledger, lost)
             await ledger.submit(there, {})
-            assert not await sweeper.sweep(began + 9.9), "both are young: the message may be on its way"
+            assert not await reaper.sweep(began + 9.9), "both are young: the message may be on its way"
             later = now() + 30
-            report = await sweeper.sweep(later)
+            report = await reaper.sweep(later)
             assert report.resent == [lost.id]
             assert await messages(ledger) == 2
-            assert not await sweeper.sweep(later), "and not a second time"
-            assert not await sweeper.sweep(later + 60), "also when it waits for long"
+            assert not await reaper.sweep(later), "and not a second time"
+            assert not await reaper.sweep(later + 60), "also when it waits for long"
 
     asyncio.run(main())
 
 
 def test_a_delivered_message_is_not_resent(redis_url: str) -> None:
     async def main() -> None:
-        async with opened(redis_url) as (ledger, sweeper, app):
+        async with opened(redis_url) as (ledger, reaper, app):
             job = make_job()
             await ledger.submit(job, {})
             with app.connection_for_read() as connection, connection.SimpleQueue(queue_of(MODEL)) as queue:
                 message = queue.get(timeout=5)
                 assert await messages(ledger) == 0
                 assert await ledger.redis.hlen("unacked") == 1
-                assert not await sweeper.sweep(now() + 30)
+                assert not await reaper.sweep(now() + 30)
                 message.ack()
-            assert (await sweeper.sweep(now() + 90)).resent == [job.id]
+            assert (await reaper.sweep(now() + 90)).resent == [job.id]
 
     asyncio.run(main())
 
@@ -90,7 +90,7 @@ def test_a_job_whose_ranks_disagreed_is_sent_again_by_the_commit_that_puts_it_ba
     """The worker winds the former attempt up: its message is acknowledged only then, and starts nothing."""
 
     async def main() -> None:
-        async with opened(redis_url) as (ledger, sweeper, app):
+        async with opened(redis_url) as (ledger, reaper, app):
             job = make_job(steer=True)
             await ledger.submit(job, {})
             with app.connection_for_read() as connection, connection.SimpleQueue(queue_of(MODEL)) as queue:
@@ -102,7 +102,7 @@ def test_a_job_whose_ranks_disagreed_is_sent_again_by_the_commit_that_puts_it_ba
                 assert (await ledger.view(job.id)).state is State.QUEUED
                 assert await messages(ledger) == 1
                 again = queue.get(timeout=5)
-                assert not await sweeper.sweep(now() + 30), "its new message is out"
+                assert not await reaper.sweep(now() + 30), "its new message is out"
                 message.ack()
                 again.ack()
 
@@ -111,23 +111,23 @@ def test_a_job_whose_ranks_disagreed_is_sent_again_by_the_commit_that_puts_it_ba
 
 def test_the_messages_of_a_long_queue_are_all_seen(redis_url: str) -> None:
     async def main() -> None:
-        async with opened(redis_url, dispatch_window=2000) as (ledger, sweeper, _):
+        async with opened(redis_url, dispatch_window=2000) as (ledger, reaper, _):
             jobs = [make_job() for _ in range(1203)]
             for job in jobs[:-1]:
                 await ledger.submit(job, {})
             await submit_unsent(ledger, jobs[-1])
-            assert (await sweeper.sweep(now() + 60)).resent == [jobs[-1].id]
+            assert (await reaper.sweep(now() + 60)).resent == [jobs[-1].id]
 
     asyncio.run(main())
 
 
 def test_an_expired_lease_requeues_with_the_attempt_unchanged_and_the_claim_adds_one(redis_url: str) -> None:  # field case 37
     async def main() -> None:
-        async with opened(redis_url) as (ledger, sweeper, _):
+        async with opened(redis_url) as (ledger, reaper, _):
             began, job = now(), make_job()
             assert await claimed(ledger, job) == 1
-            assert not await sweeper.sweep(began + 14.9)
-            report = await sweeper.sweep(now() + 16)
+            assert not await reaper.sweep(began + 14.9)
+            report = await reaper.sweep(now() + 16)
             assert report.requeued == [job.id]
             view = await ledger.view(job.id)
             assert (view.state, view.attempt, view.worker) == (State.QUEUED, 1, None)
@@ -141,7 +141,7 @@ def test_an_expired_lease_requeues_with_the_attempt_unchanged_and_the_claim_adds
 
 def test_a_renewed_lease_is_left_alone(redis_url: str) -> None:
     async def main() -> None:
-        async with opened(redis_url, lease_s=10) as (ledger, sweeper, _):
+        async with opened(redis_url, lease_s=10) as (ledger, reaper, _):
             job = make_job()
             await claimed(ledger, job)
             for _ in range(4):
@@ -151,8 +151,8 @@ def test_a_renewed_lease_is_left_alone(redis_url: str) -> None:
                 await ledger.renew(WORKER, BOOT, {job.id: 1})
                 at = renewed + 9.9
                 assert at > leased + 10, "the former lease is over by then"
-                assert not await sweeper.sweep(at)
-            assert (await sweeper.sweep(now() + 10.1)).requeued == [job.id]
+                assert not await reaper.sweep(at)
+            assert (await reaper.sweep(now() + 10.1)).requeued == [job.id]
 
     asyncio.run(main())
 
@@ -182,11 +182,11 @@ def test_a_delayed_renewal_does_not_shorten_the_lease(redis_url: str, monkeypatc
 
 def test_a_lease_renewed_during_the_sweep_is_kept(redis_url: str) -> None:
     async def main() -> None:
-        async with opened(redis_url, lease_s=60) as (ledger, sweeper, _):
+        async with opened(redis_url, lease_s=60) as (ledger, reaper, _):
             job = make_job()
             await claimed(ledger, job)
             await ledger.redis.zadd("ms:live", {job.id: 0})  # as if it had been due when the list was read
-            assert not await sweeper.sweep()
+            assert not await reaper.sweep()
             assert (await ledger.view(job.id)).state is State.RUNNING
             assert await ledger.redis.zscore("ms:live", job.id) > now() + 10
 
@@ -197,7 +197,7 @@ def test_a_restart_of_redis_gives_every_live_worker_the_time_to_renew(tmp_path: 
     async def main() -> None:
         server = redis_server.start(tmp_path)
         try:
-            async with opened(server.url, lease_s=10) as (ledger, sweeper, _):
+            async with opened(server.url, lease_s=10) as (ledger, reaper, _):
                 job = make_job()
                 await claimed(ledger, job)
                 leased = now()
@@ -206,11 +206,11 @@ def test_a_restart_of_redis_gives_every_live_worker_the_time_to_renew(tmp_path: 
                 await asyncio.sleep(2.5)  # Redis tells its uptime in whole seconds
                 server = redis_server.start(tmp_path, port=server.port)
                 at = leased + 10.1
-                assert not await sweeper.sweep(at), "the lease ran out while nobody could renew it"
+                assert not await reaper.sweep(at), "the lease ran out while nobody could renew it"
                 renewed = now()
                 await ledger.renew(WORKER, BOOT, {job.id: 1})
-                assert not await sweeper.sweep(renewed + 9.9)
-                assert (await sweeper.sweep(now() + 20)).requeued == [job.id]
+                assert not await reaper.sweep(renewed + 9.9)
+                assert (await reaper.sweep(now() + 20)).requeued == [job.id]
         finally:
             server.stop()
 
@@ -219,12 +219,12 @@ def test_a_restart_of_redis_gives_every_live_worker_the_time_to_renew(tmp_path: 
 
 def test_the_last_attempt_ends_as_worker_lost(redis_url: str) -> None:
     async def main() -> None:
-        async with opened(redis_url, max_attempts=2) as (ledger, sweeper, _):
+        async with opened(redis_url, max_attempts=2) as (ledger, reaper, _):
             job = make_job(capture=True)
             await claimed(ledger, job)
-            assert (await sweeper.sweep(now() + 60)).requeued == [job.id]
+            assert (await reaper.sweep(now() + 60)).requeued == [job.id]
             await ledger.claim(job.id, WORKER, BOOT, 1)
-            assert (await sweeper.sweep(now() + 60)).failed == [job.id]
+            assert (await reaper.sweep(now() + 60)).failed == [job.id]
             view = await ledger.view(job.id)
             assert (view.state, view.capture_status) == (State.FAILED, "error")
             assert view.error is not None
@@ -236,15 +236,15 @@ def test_the_last_attempt_ends_as_worker_lost(redis_url: str) -> None:
 
 def test_missing_receipts_time_out_with_what_is_there_and_what_is_not(redis_url: str) -> None:  # field case 18, 20
     async def main() -> None:
-        async with opened(redis_url, capture_timeout_s=5.0) as (ledger, sweeper, _):
+        async with opened(redis_url, capture_timeout_s=5.0) as (ledger, reaper, _):
             job = make_job(prompts=2, capture=True)
             await claimed(ledger, job, ranks=1)
             settler(redis_url).settle(WORKER, 0, EPOCH, [(1, receipt(job, 0))])
             began = now()
             await ledger.store_outputs(job.id, 1, outputs(2))
             await ledger.renew(WORKER, BOOT, {job.id: 1})
-            assert not await sweeper.sweep(began + 4.9)
-            assert (await sweeper.sweep(now() + 6)).timed_out == [job.id]
+            assert not await reaper.sweep(began + 4.9)
+            assert (await reaper.sweep(now() + 6)).timed_out == [job.id]
             result = await ledger.result(job.id)
             assert result.state is State.FAILED
             assert result.capture_results.status == "timed_out"
@@ -259,23 +259,23 @@ def test_missing_receipts_time_out_with_what_is_there_and_what_is_not(redis_url:
 @pytest.mark.parametrize(("boot", "found"), [(BOOT, "timed_out"), ("a later boot", "requeued")])
 def test_jobs_awaiting_receipts_of_a_dead_worker_are_retried(redis_url: str, boot: str, found: str) -> None:
     async def main() -> None:
-        async with opened(redis_url) as (ledger, sweeper, _):
+        async with opened(redis_url) as (ledger, reaper, _):
             job = make_job(capture=True)
             await claimed(ledger, job)
             await ledger.store_outputs(job.id, 1, outputs())
             await heartbeat(ledger, boot)
-            assert getattr(await sweeper.sweep(now() + 100), found) == [job.id]
+            assert getattr(await reaper.sweep(now() + 100), found) == [job.id]
 
     asyncio.run(main())
 
 
 def test_a_cancelled_job_whose_worker_died_ends_cancelled(redis_url: str) -> None:  # field case 38
     async def main() -> None:
-        async with opened(redis_url) as (ledger, sweeper, _):
+        async with opened(redis_url) as (ledger, reaper, _):
             job = make_job()
             await claimed(ledger, job)
             await ledger.request_cancel(job.id)
-            assert (await sweeper.sweep(now() + 60)).cancelled == [job.id]
+            assert (await reaper.sweep(now() + 60)).cancelled == [job.id]
             assert (await ledger.view(job.id)).state is State.CANCELLED
             assert [message.attempt for message in await sent(ledger)] == [0]
 
@@ -284,7 +284,7 @@ def test_a_cancelled_job_whose_worker_died_ends_cancelled(redis_url: str) -> Non
 
 def test_a_restarted_worker_requeues_jobs_of_its_former_boots(redis_url: str) -> None:
     async def main() -> None:
-        async with opened(redis_url) as (ledger, sweeper, _):
+        async with opened(redis_url) as (ledger, reaper, _):
             former, generated, unwanted, present, other, done = (make_job(capture=True) for _ in range(6))
             for job in (former, generated, unwanted, done):
                 await claimed(ledger, job, ranks=1)
@@ -294,23 +294,23 @@ def test_a_restarted_worker_requeues_jobs_of_its_former_boots(redis_url: str) ->
             await ledger.request_cancel(unwanted.id)
             await ledger.store_outputs(done.id, 1, outputs())
             settler(redis_url).settle(WORKER, 0, EPOCH, [(1, receipt(done))])
-            assert set(await sweeper.release_boots(WORKER, "boot2")) == {former.id, generated.id}
+            assert set(await reaper.release_boots(WORKER, "boot2")) == {former.id, generated.id}
             states = [(await ledger.view(job.id)).state.value for job in (former, generated, unwanted, present, other, done)]
             assert states == ["queued", "queued", "cancelled", "running", "running", "succeeded"]
             assert (await ledger.result(generated.id)).outputs == [], "the next attempt's outputs are not the former one's"
             assert {message.job_id for message in await sent(ledger) if message.attempt} == {former.id, generated.id}
-            assert await sweeper.release_boots(WORKER, "boot2") == []
+            assert await reaper.release_boots(WORKER, "boot2") == []
 
     asyncio.run(main())
 
 
 def test_two_sweepers_at_once_requeue_a_job_once(redis_url: str) -> None:
     async def main() -> None:
-        async with opened(redis_url) as (ledger, sweeper, _):
+        async with opened(redis_url) as (ledger, reaper, _):
             jobs = [make_job() for _ in range(20)]
             for job in jobs:
                 await claimed(ledger, job)
-            reports = await asyncio.gather(*[sweeper.sweep(now() + 60) for _ in range(3)])
+            reports = await asyncio.gather(*[reaper.sweep(now() + 60) for _ in range(3)])
             assert sorted(job_id for report in reports for job_id in report.requeued) == sorted(job.id for job in jobs)
 
     asyncio.run(main())
@@ -318,13 +318,13 @@ def test_two_sweepers_at_once_requeue_a_job_once(redis_url: str) -> None:
 
 def test_the_listing_forgets_what_has_expired(redis_url: str) -> None:
     async def main() -> None:
-        async with opened(redis_url, result_ttl_s=1) as (ledger, sweeper, _):
+        async with opened(redis_url, result_ttl_s=1) as (ledger, reaper, _):
             gone, kept = make_job(created=now() - 100), make_job(created=now() - 100)
             await claimed(ledger, gone)
             await claimed(ledger, kept)
             await ledger.store_outputs(gone.id, 1, outputs())
             await ledger.redis.delete(f"ms:job:{gone.id}")
-            assert (await sweeper.sweep()).pruned == 1
+            assert (await reaper.sweep()).pruned == 1
             assert [view.id for view in (await ledger.list()).jobs] == [kept.id]
 
     asyncio.run(main())
