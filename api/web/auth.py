@@ -81,7 +81,10 @@ SCOPE_OF: dict[str, Scope | None] = {
     "GET /v1/tenant": "read",
 }
 
-HOW = f"Authorization: Bearer {KEY_PREFIX}<id>_<secret>; an operator creates keys with `midstream keys create`; the client reads "
+HOW = (
+    f"Authorization: Bearer {KEY_PREFIX}<id>_<secret>; an operator creates keys with `midstream keys create`; the client reads "
+    "MIDSTREAM_API_KEY"
+)
 
 
 def needed(method: str, path: str) -> Scope | None:

@@ -206,7 +206,7 @@ def checks(found: Sequence[Check]) -> Table:
     """What is wrong, and then what is right as far as there is room."""
     shown = table("Files compared with their manifests", "file", "request", "bytes", "crc32", "verdict")
     for check in sorted(found, key=lambda check: check.ok)[:TABLE_ROWS]:
-        verdict = "[green]right[/]" if check.ok else f"[red]wrong: {escape(check.detail)}[/]"
+        verdict = "[green]correct[/]" if check.ok else f"[red]wrong: {escape(check.detail)}[/]"
         segment = check.path.suffix == ".seg"  # of a long name, of which the end tells one from another
         name = f"…{check.path.name[-_SEGMENT_NAME:]} @{check.offset}" if segment else check.path.name
         numbers = (size(check.bytes), f"{check.crc32:08x}") if check.bytes else ("", "")  # none where something is missing
