@@ -217,7 +217,7 @@ class Sender(threading.Thread):
             elif self._phase is not Phase.OFF:
                 waiting = self._committed - self._acked
                 log.warning(
-                    "outbox %s: connection to the relay at %s lost; %d receipts waitinginginginginginginging",
+                    "outbox %s: connection to the relay at %s lost; %d receipts waiting",
                     self._store.path,
                     self._url,
                     waiting,

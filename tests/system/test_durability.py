@@ -1,4 +1,4 @@
-"""Is a Redis that may forget accepted jobs refused by every process that relies on it?"""
+"""Is a Redis that may lose accepted jobs refused by every process that relies on it?"""
 
 import os
 import subprocess
@@ -43,7 +43,7 @@ def test_a_redis_that_may_forget_jobs_is_refused(part: str, lossy: str, tmp_path
 
 def test_redis_allow_lossy_accepts_a_lossy_redis(lossy: str, caplog: pytest.LogCaptureFixture) -> None:
     redis_durability.require(Settings(redis_url=lossy, redis_allow_lossy=True))
-    assert "may forget jobs" in caplog.text
+    assert "may lose accepted jobs" in caplog.text
 
 
 def test_an_unreachable_redis_is_checked_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

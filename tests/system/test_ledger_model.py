@@ -169,7 +169,7 @@ class LedgerModel(RuleBasedStateMachine):
         job = Modelled(make_job(prompts=2, capture=True, tenant=tenant, sampling=Sampling(max_tokens=max_tokens), expires=expires))
         limit = TENANTS[tenant][1]
         if limit and sum(each.job.tenant == tenant and each.state not in TERMINAL for each in self.jobs) >= limit:
-            with pytest.raises(MidstreamError, match="not over"):
+            with pytest.raises(MidstreamError, match="in flight"):
                 self.do(self.ledger.submit(job.job, {}))
             return
         assert self.do(self.ledger.submit(job.job, {})) == (job.job.id, True)
