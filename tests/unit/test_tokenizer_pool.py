@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from test_text import TEMPLATES, make_codec
+from test_tokenizer import TEMPLATES, make_codec
 
 from midstream.api.resolve import tokenizer_pool
 from midstream.api.resolve.tokenizer import SHORT_CHARACTERS, Codec, TooLong
