@@ -87,7 +87,7 @@ def read_header(read: Callable[[int, int], bytes], size: int) -> Header:
     if len(first) == _LENGTH_BYTES and length == 0:
         raise DeletedBlob("it was deleted")
     if size < _LENGTH_BYTES or not length <= min(size - _LENGTH_BYTES, _MAX_HEADER):
-        raise DamagedBlob(f"it is truncated: {size} bytes hold no header")
+        raise DamagedBlob(f"it is truncated: {size} bytes do not contain a header")
     try:
         header = msgspec.json.decode(read(_LENGTH_BYTES, length))
         manifest = msgspec.json.decode(header.pop("__metadata__")["manifest"], type=Manifest)

@@ -45,6 +45,6 @@ def callback_of(handling: Handling) -> Callback | None:
     """The requested callback with defaults filled in; None for none. Raises a 400 for events without a callback_url."""
     if handling.callback_url is None:
         if handling.callback_events is not None:
-            raise invalid("callback_events", "requires callback_url, which is missing")
+            raise invalid("callback_events", "requires callback_url")
         return None
     return Callback(url=handling.callback_url, events=list(dict.fromkeys(handling.callback_events or ENDS)))

@@ -178,7 +178,7 @@ def check_cost(parsed: ParsedRequest, prompts: int, characters: int, model_state
     if sum(costs.values()) > RESOLVE_LIMIT:
         raise invalid(
             max(costs, key=lambda field: costs[field]),
-            f"is too much to resolve over {prompts} prompts",
+            f"names too many positions over {prompts} prompts",
             allowed="fewer positions or spans, or fewer prompts in one job",
         )
     return sum(costs.values())

@@ -242,7 +242,7 @@ def resolve_everyone(specs: Sequence[SteeringSpec], model: ModelInfo, model_stat
             entries.append(entry)
         if listed > MAX_EVERYONES_POSITIONS:
             allowed = f"at most {MAX_EVERYONES_POSITIONS} in all lists; a single range outside a list does not count"
-            raise invalid(place, f"brings the positions in lists to {listed}", allowed=allowed)
+            raise invalid(place, f"the lists have {listed} positions in total", allowed=allowed)
     _check_room([_anywhere(entry) for entry in entries], "", model, share=SHARE_OF_EVERYONE)
     return Content(entries, [], blobs)
 
@@ -274,7 +274,7 @@ def _check_for_everyone(asked: RequestedPositions, at: str) -> None:
     for index, item in enumerate(asked if isinstance(asked, list) else [asked]):
         where = f"{at}[{index}]" if isinstance(asked, list) and not at.endswith(".module") else at
         if isinstance(item, Span) and not item.is_range:
-            raise invalid(where, "a text is not valid here: global steering applies to every prompt", allowed=allowed)
+            raise invalid(where, "text is not valid here: global steering applies to every prompt", allowed=allowed)
         places = (item.start, item.stop) if isinstance(item, Span) else (item,)
         for place in places:
             if isinstance(place, int) and place < 0:

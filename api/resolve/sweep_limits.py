@@ -110,7 +110,7 @@ def _check_capture(sweep: StoredSweep, model: ModelInfo, settings: Settings) -> 
     if model.capture_row_limit and rows > model.capture_row_limit:
         raise invalid(
             "layers",
-            f"a prompt of {longest} tokens gives {rows} rows in one engine step, more than the worker's buffer holds (setting "
+            f"a prompt of {longest} tokens produces {rows} rows in one engine step, more than the worker's buffer holds (setting "
             "capture_buffer_mib)",
             allowed=f"at most {model.capture_row_limit} rows per step: fewer layers or hooks in one sweep",
         )

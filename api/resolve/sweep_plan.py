@@ -144,7 +144,7 @@ def _check_spans(at: str, pair: SweepPair, request: SweepRequest) -> None:
     names = [span.name for span in pair.spans]
     for index, span in enumerate(pair.spans):
         if not span.name:
-            raise invalid(f"{at}.spans[{index}].name", "is empty: it is the column's label")
+            raise invalid(f"{at}.spans[{index}].name", "is empty: a span needs a name, which labels its column")
         if span.name in names[:index]:
             raise invalid(f"{at}.spans[{index}].name", f"{span.name!r} is listed twice")
         if request.ablation and span.corrupt is not None:
@@ -355,7 +355,7 @@ def _check_cost(request: SweepRequest, pairs: Sequence[_Pair], limit: int) -> No
             total += max(_cost(asked, prompt) for prompt in (pair.clean, pair.base))
             if total > RESOLVE_LIMIT:
                 raise invalid(
-                    f"{pair.at}.{field}", "is too much to resolve", allowed="fewer positions or spans, or fewer pairs in one sweep"
+                    f"{pair.at}.{field}", "names too many positions", allowed="fewer positions or spans, or fewer pairs in one sweep"
                 )
 
 

@@ -28,7 +28,7 @@ def check_text(pairs: Sequence[SweepPair], spelled: Mapping[str, str] | None = N
             field = f"pairs[{index}].{name}"
             total += len((spelled or {}).get(field) or getattr(pair, name) or "")
             if total > MAX_SWEEP_TEXT:
-                detail = f"brings the sweep's prompts and answers over {MAX_SWEEP_TEXT} characters"
+                detail = f"the sweep's prompts and answers exceed {MAX_SWEEP_TEXT} characters in total"
                 raise invalid(field, detail, allowed="shorter prompts, or fewer pairs in one sweep")
 
 
