@@ -12,7 +12,7 @@ from midstream.client import CaptureReader
 from midstream.client.cli.demo import FACTS, HIDDEN_SIZE, NUM_LAYERS
 
 CLAIMS = (
-    "6/6 captures ok", "Paris", "registered as module sea", "along the direction", "no process left behind", "Try next",
+    "6/6 captures complete", "Paris", "registered as module sea", "along the direction", "no process left behind", "Try next",
     "300 cells, each confirmed by every rank", "; 0 skipped", "unpatched, the model answers Paris for one prompt and Rome for the other",
 )  # fmt: skip
 #: The first prompt's subject and its last token are the rows of the heatmap that carry the answer.
