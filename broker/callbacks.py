@@ -1,4 +1,4 @@
-"""The `callbacks` worker: recovery of abandoned jobs and delivery of webhooks. A Celery worker with the sweeper and the
+"""The `callbacks` worker: recovery of abandoned jobs and delivery of webhooks. A Celery worker with the reaper and the
 sender of webhooks beside its pool.
 
 Either runs on a thread of its own and not as a task, because it must also run when messages get lost. Run as many as there are
@@ -36,7 +36,7 @@ EXIT_BAD_SETTINGS = 2
 CONCURRENCY = 4
 #: Seconds that a sweep under way may take to end at shutdown.
 STOP_TIMEOUT_S = 10.0
-#: After this many missed sweeps, the sweeper counts as dead.
+#: After this many missed sweeps, the reaper counts as dead.
 SWEEPS_MISSED = 3
 
 
@@ -125,7 +125,7 @@ async def keep_sending(settings: Settings) -> None:
 
 
 class ReaperStep(bootsteps.StartStopStep):
-    """Worker bootstep that owns the sweeper's thread."""
+    """Worker bootstep that owns the reaper's thread."""
 
     def create(self, parent: Any) -> LoopThread:
         settings = parent.app.midstream_settings

@@ -1,7 +1,7 @@
 """Container health checks: `python -m midstream.broker.health api|relay|worker|callbacks|flower` exits 0 if healthy.
 
 Each is asked for what it is there for, not whether its process runs: the API whether a job would run now, the relay, the worker
-and the sweeper whether they have been seen in Redis lately, which they are only after they have reached it.
+and the reaper whether they have been seen in Redis lately, which they are only after they have reached it.
 """
 
 import socket

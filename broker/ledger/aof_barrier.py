@@ -1,8 +1,8 @@
-"""The durability barrier: waits until Redis has written to its log all that it has answered, so that a killed Redis keeps it.
+"""The durability barrier: waits until Redis has logged every write that it has confirmed, so that a kill loses none.
 
 With `appendfsync everysec` Redis writes to the kernel before it answers, with one exception: while a background fsync runs, which
-takes long on a busy disk, it holds writes back for up to 2 s and answers all the same. An answer is passed on as a promise only after
-`INFO persistence` shows that nothing from before is held back. (`redis_appendfsync = "always"` also covers a machine that dies.)
+takes long on a busy disk, it holds writes back for up to 2 s but still answers. An answer is passed on as confirmed only after
+`INFO persistence` shows that no earlier write is held back. (`redis_appendfsync = "always"` also covers a machine that dies.)
 Why this and neither `appendfsync always` nor `WAITAOF`: docs/decisions/0014-durability-barrier.md.
 """
 
@@ -12,11 +12,11 @@ from typing import Any
 
 import redis.exceptions
 
-#: Seconds between two questions while a sync is running.
+#: Seconds between two polls while a sync is running.
 PAUSE_S = 0.01
 #: A Redis that cannot write for this long counts as unavailable.
 PATIENCE_S = 10.0
-#: A killed Redis takes longer than this to return, so an answer within this time comes from the Redis that was asked before. (A
+#: A killed Redis takes longer than this to return, so an answer within this time comes from the same Redis process. (A
 #: connection cut by an earlier restart costs half of it.)
 BACK_S = 0.2
 #: A Redis whose uptime exceeds the wait by more than this was not restarted. (It counts whole seconds.)
@@ -24,25 +24,25 @@ MARGIN_S = 2.0
 
 
 class Barrier:
-    """What one wait asks, and whether the answer is enough.
+    """One wait: the query to send, and whether its answer is sufficient.
 
-    Both users, the asynchronous ledger and the synchronous relay, queue `ask` on a pipeline and give what it returned to `passed`. This is
-    where replicas would be waited for as well: a write and `WAIT` on the same connection behind INFO, and their count in `passed`.
+    Both users, the asynchronous ledger and the synchronous relay, queue `ask` on a pipeline and pass its answer to `passed`. This is
+    where replicas would be awaited, too: a write and `WAIT` on the same connection after INFO, and their count in `passed`.
     """
 
     def __init__(self) -> None:
         self._base = self._size = -1
 
     def ask(self, pipe: Any) -> None:
-        """Queue the question on a pipeline, synchronous or not. It has one answer."""
+        """Queue the query on a pipeline, synchronous or not. It yields one answer."""
         pipe.info("persistence")
 
     def passed(self, persistence: dict[str, Any]) -> bool:
-        """Whether all is written that was answered before the first of the answers given here.
+        """Whether everything confirmed before the first answer passed here is written.
 
-        Redis writes before it answers in each round of its loop. So if no sync was running when it was asked, everything held back was
-        written before this answer left. Where one sync follows the other and there is always something new to hold back, the size of
-        the log decides.
+        Redis writes before it answers in each round of its loop. So if no sync was running then, everything held back was
+        written before this answer left. If syncs follow each other without a pause and something is always held back, the size of
+        the log is the criterion.
         """
         if not persistence.get("aof_enabled") or not persistence["aof_buffer_length"]:
             return True
@@ -64,10 +64,10 @@ class AofBarrier:
         self._next: asyncio.Task[None] | None = None
 
     async def __call__(self) -> None:
-        """Wait until all is written that was answered before. Concurrent callers share one question.
+        """Wait until everything confirmed so far is written. Concurrent callers share one query.
 
-        Raises redis.RedisError: a TimeoutError if Redis cannot write, a ConnectionError if it was restarted meanwhile, because then
-        nothing shows whether it had written what it had answered.
+        Raises redis.RedisError: a TimeoutError if Redis cannot write, a ConnectionError if it was restarted meanwhile: then
+        it is unknown whether it had written what it had confirmed.
         """
         if self._next is None:
             self._next = asyncio.create_task(self._wait(time.monotonic(), self._run), name="midstream-aof-barrier")
@@ -76,7 +76,7 @@ class AofBarrier:
     async def _wait(self, since: float, run: str) -> None:
         """`run`: the Redis process that was known at `since` (monotonic)."""
         async with self._asking:
-            self._next = None  # the question is sent now: later callers need another
+            self._next = None  # the query is sent now: later callers need another
             deadline = time.monotonic() + PATIENCE_S
             barrier = Barrier()
             while not barrier.passed(await self._answer(barrier, since, run)):
@@ -85,7 +85,7 @@ class AofBarrier:
                 await asyncio.sleep(PAUSE_S)
 
     async def _answer(self, barrier: Barrier, since: float, run: str) -> dict[str, Any]:
-        """The answer of the Redis process that was there before `since`."""
+        """The answer of the Redis process that was running before `since`."""
         async with self._client.pipeline(transaction=False) as pipe:
             pipe.info("server")
             barrier.ask(pipe)

@@ -16,12 +16,12 @@ from redis.connection import PythonRespSerializer
 
 #: Groups in flight: enough that one large answer does not hold up the others.
 IN_FLIGHT = 3
-#: Commands of one group at most: Redis serves a group's commands one after the other, between those of others.
+#: Maximum number of commands in one group: Redis executes a group's commands in sequence, interleaved with those of other clients.
 GROUP_LIMIT = 64
-#: What is grouped: short answers, and may be repeated when a connection breaks, as the ledger's scripts may.
+#: Commands that are grouped: their answers are short, and they may be repeated if a connection breaks, as the ledger's scripts may.
 GROUPED = frozenset({"EVALSHA", "HGET", "HMGET"})
 _Serializer: Any = PythonRespSerializer  # without types
-#: Bytes above which an argument, such as a job of many long prompts, is sent as it is; below, one copy is cheaper than many pieces.
+#: Bytes above which an argument, such as a job of many long prompts, is sent without copying; below, one copy is cheaper than many pieces.
 LARGE = 1 << 16
 
 
@@ -29,7 +29,7 @@ Command = tuple[tuple[Any, ...], "asyncio.Future[Any]"]
 
 
 class PipelinedRedis(redis.asyncio.Redis):
-    """redis-py's client, whose short commands travel in groups. Belongs to one event loop.
+    """redis-py's client, with short commands sent in groups. Belongs to one event loop.
 
     A cancelled caller does not get the answer; its command is executed nevertheless.
     """
@@ -61,7 +61,7 @@ class PipelinedRedis(redis.asyncio.Redis):
         self._depart()
 
     async def _travel(self, group: list[Command]) -> None:
-        """Every command's answer, or the error that it, or the whole group, met."""
+        """Set every command's answer, or the error that it or the whole group caused."""
         answers: list[Any]
         try:
             pool: Any = self.connection_pool  # without types
@@ -80,7 +80,7 @@ class PipelinedRedis(redis.asyncio.Redis):
                 answer.cancel()
             raise
         for (_, answer), found in zip(group, answers, strict=True):
-            if answer.done():  # whoever asked has left
+            if answer.done():  # its caller was cancelled
                 continue
             if isinstance(found, Exception):
                 answer.set_exception(found)
@@ -98,14 +98,14 @@ def packed(commands: Iterable[tuple[Any, ...]], encoder: Any) -> list[bytes]:
             small = []
         else:
             small.append(hiredis.pack_command(args))
-    # No empty piece: asyncio's `writelines` of Python 3.12 and later never gets done with one.
+    # No empty piece: asyncio's `writelines` of Python 3.12 and later never finishes with one.
     return [*pieces, b"".join(small)] if small else pieces
 
 
 async def _exchange(connection: Any, pieces: list[bytes], count: int) -> list[Any]:
-    """Send `count` commands and read their answers, each within the connection's timeout. An error that one of them met is its answer.
+    """Send `count` commands and read their answers, each within the connection's timeout. A failed command's answer is its error.
 
-    This is redis-py's pipeline without what it does for commands that we do not group, which took half of the time.
+    This is redis-py's pipeline without the handling of commands that we do not group, which took half of the time.
     """
     answers: list[Any] = []
     await connection.send_packed_command(pieces)
@@ -116,6 +116,6 @@ async def _exchange(connection: Any, pieces: list[bytes], count: int) -> list[An
                     answers.append(await connection.read_response(timeout=math.inf))
                 except redis.exceptions.ResponseError as error:
                     answers.append(error)
-    except TimeoutError:  # the connection is closed by then: what was not read must not be taken for another's answer
+    except TimeoutError:  # the connection is closed by then: unread answers must not be taken for those of later commands
         raise redis.exceptions.TimeoutError(f"no answer from Redis within {connection.socket_timeout} s") from None
     return answers

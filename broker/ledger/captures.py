@@ -1,8 +1,8 @@
 """Ledger records of captures on disk: listing, leases and deletion. The ledger's side of `retention`.
 
-A job may be over while its captures are still being written: the first error ends it, a cancel does, and a worker that was given up
-may wake. So a deleted job stays in `ms:deleting`, and its mark on the disk, until a grace has passed, and its removal is
-repeated until then. A receipt that names files of it later than that puts it there again (`settle.lua`).
+A job may be over while its captures are still being written: the first error ends it, a cancellation does, and a worker presumed dead
+may resume. So a deleted job stays in `ms:deleting`, and its mark on the disk, until a grace period has passed; the removal is
+repeated until then. A later receipt that names its files adds it again (`settle.lua`).
 """
 
 import asyncio
@@ -26,10 +26,10 @@ entries = list[CaptureEntry]
 
 #: Entries read per query while filling a filtered page, and in total for one page.
 PAGE_CHUNK, PAGE_SCAN = 100, 5000
-#: Captures that one sweep deletes for their age at most; and how long, in seconds, before it looks again at those deleted before.
+#: Maximum number of expired captures deleted by one sweep; and seconds until earlier deletions are checked again.
 SWEEP_LIMIT = 200
 SWEEP_AGAIN_S = 30.0
-#: The grace of a deletion: this many leases, and the time that receipts are waited for.
+#: Grace period of a deletion: this many leases, plus the time for which receipts are awaited.
 GRACE_LEASES = 4
 
 
@@ -38,7 +38,7 @@ def no_captures(job_id: str) -> MidstreamError:
 
 
 class Captures:
-    """Over a ledger, and the artifact store of its settings. Belongs to the ledger's event loop."""
+    """Captures of a ledger, in the artifact store of its settings. Belongs to the ledger's event loop."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._redis: Any = ledger.redis
@@ -46,11 +46,11 @@ class Captures:
         self._scripts = scripts.Scripts(ledger.redis)
         self.store = open_store(ledger.settings.capture_root)
         self._grace = ledger.settings.capture_timeout_s + GRACE_LEASES * ledger.settings.lease_s
-        self._again = 0.0  # when those deleted before are looked at again
+        self._again = 0.0  # when earlier deletions are checked again
 
     @reachable
     async def list(self, tag: str | None = None, limit: int = 50, cursor: str | None = None, tenant: str | None = None) -> CapturePage:
-        """What was captured (for `tenant`) into files and not deleted, newest first. `cursor`: a former page's `next`.
+        """Captures (of `tenant`) in files that are not deleted, newest first. `cursor`: a former page's `next`.
 
         A rare tag may give a short page with a `next`. Raises MidstreamError("invalid_request") for a cursor that is not ours.
         """
@@ -69,7 +69,7 @@ class Captures:
             for (name, created), (tags, status, size, count) in zip(rows, records, strict=True):
                 job = name.decode()
                 if (created == score and last and job >= last) or tags is None:
-                    continue  # of a former page; or deleted just now
+                    continue  # of a former page, or just deleted
                 entry = CaptureEntry(
                     job=job,
                     tags=from_json(tags, list_of_text),
@@ -90,7 +90,7 @@ class Captures:
 
     @reachable
     async def owner(self, job_id: str) -> str | None:
-        """The tenant of a job or of its captures, which outlive it; None when nothing is known of either."""
+        """The tenant of a job or of its captures, which outlive it; None if neither is known."""
         async with self._redis.pipeline(transaction=False) as pipe:
             pipe.hmget(f"ms:job:{job_id}", "tenant", "created").hmget(f"ms:capture:{job_id}", "tenant", "created")
             records = await pipe.execute()
@@ -101,7 +101,7 @@ class Captures:
 
     @reachable
     async def check(self, job_id: str) -> None:
-        """Raises MidstreamError("gone") when the job's captures were deleted."""
+        """Raises MidstreamError("gone") if the job's captures were deleted."""
         if await self._redis.hexists(f"ms:capture:{job_id}", "deleted"):
             raise retention.gone(job_id)
 
@@ -109,8 +109,8 @@ class Captures:
     async def delete(self, job_id: str) -> None:
         """Delete a job's captures: they are invisible once this returns. Files being read are removed later.
 
-        Raises MidstreamError: `not_found` when it has none in files, `gone` when they were deleted before, `conflict` while it
-        runs, `internal` when the disk refuses (the sweeper tries again).
+        Raises MidstreamError: `not_found` if it has none in files, `gone` if they were already deleted, `conflict` while it
+        runs, `internal` on a disk error (the reaper tries again).
         """
         outcome = await self._forgotten(job_id)
         if outcome == "unknown":
@@ -130,7 +130,7 @@ class Captures:
             ) from error
 
     async def sweep(self, at: float | None = None) -> list_of_text:
-        """Delete what ended more than `capture_ttl_s` ago, and go on with what was deleted. Returns the ids of expired jobs.
+        """Delete captures of jobs that ended more than `capture_ttl_s` ago, and resume earlier deletions. Returns the ids of expired jobs.
 
         Safe to run concurrently. Raises MidstreamError("unavailable") if Redis is unreachable, OSError.
         """
@@ -152,9 +152,9 @@ class Captures:
 
     @reachable
     async def _pending(self, at: float) -> dict[str, float]:
-        """The jobs that are being deleted, and since when."""
+        """The jobs whose captures are being deleted, with the time at which that began."""
         told = {name.decode(): since for name, since in await self._redis.zrange("ms:deleting", 0, -1, withscores=True)}
-        # After the ledger's list: who ends a deletion takes the mark away first. What only the disk knows, the ledger has lost.
+        # After the ledger's list: the mark is removed first when a deletion ends. A mark without a ledger entry means that Redis lost it.
         lost = {job: at for job in await asyncio.to_thread(self.store.marks) if job not in told}
         if lost:
             await self._redis.zadd("ms:deleting", lost, nx=True)
@@ -166,7 +166,7 @@ class Captures:
 
     @reachable
     async def _remove(self, jobs: dict[str, float], at: float) -> None:
-        """`jobs`: those deleted, and since when. Raises OSError after it has done what could be done."""
+        """`jobs`: those deleted, with the time at which that began. Raises OSError after removing all that it can."""
         if not jobs:
             return
         ending = {job: since for job, since in jobs.items() if since + self._grace <= at}

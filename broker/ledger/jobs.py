@@ -1,7 +1,7 @@
-"""The job ledger in Redis: acceptance, claim, outputs, end, and the views that readers get.
+"""The job ledger in Redis: acceptance, claim, outputs, completion, and views for readers.
 
-Everything here may be called from any process at any time; what changes a job is one Lua script (`scripts.py`). Whatever a
-worker says carries its `attempt`: a stale one changes nothing, and the call says so by returning None or False.
+Everything here may be called from any process at any time; each change of a job is one Lua script (`scripts.py`). Every report of
+a worker carries its `attempt`: a stale one changes nothing, and the call returns None or False.
 """
 
 import functools
@@ -44,11 +44,11 @@ list_ = list  # the method `Ledger.list` hides the builtin inside the class
 MAX_CONNECTIONS = 64
 #: Seconds without an answer after which Redis counts as unreachable.
 SOCKET_TIMEOUT_S = 10.0
-#: Repeats of a command whose connection broke. Every script may be repeated: what was done already is seen as done or refused.
+#: Repeats of a command whose connection broke. Every script may be repeated: a completed change is recognised or refused.
 RETRIES = 3
 #: Jobs read per query while filling a filtered page, and in total for one page.
 PAGE_CHUNK, PAGE_SCAN = 100, 5000
-#: What a result is made of, as of one moment: fields of the record, outputs, receipts.
+#: The parts of a result, a consistent snapshot: fields of the record, outputs, receipts.
 RESULT = "return {redis.call('HMGET', KEYS[1], unpack(ARGV)), redis.call('GET', KEYS[2]), redis.call('HVALS', KEYS[3])}"
 #: Crockford's base 32: no letter that reads like a digit.
 ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
@@ -56,7 +56,7 @@ ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 
 class Claim(NamedTuple):
     job: Job
-    attempt: int  # the fencing token: everything the worker says about the job carries it
+    attempt: int  # the fencing token, carried by every report of the worker about the job
     queued: float  # when it began to wait, in seconds since the epoch
 
 
@@ -65,12 +65,12 @@ class ClaimRefused(MidstreamError):
 
     def __init__(self, why: Literal["behind", "desynced"], detail: str) -> None:
         super().__init__("conflict", detail)
-        self.why = why  # `behind`: another global steering is desired than it has applied; `desynced`: its ranks disagree
+        self.why = why  # `behind`: it has not applied the desired global steering; `desynced`: its ranks disagree
 
 
 class Renewal(NamedTuple):
-    lost: set[str]  # no longer this boot's: stop them, drop what they give
-    cancelling: set[str]  # still held, but no longer wanted
+    lost: set[str]  # no longer this boot's: stop them, drop their output
+    cancelling: set[str]  # still held, but being cancelled
 
 
 def new_job_id() -> str:
@@ -105,18 +105,18 @@ class Ledger:
     """The job ledger over one asyncio Redis client. Belongs to the event loop it is first used on."""
 
     def __init__(self, client: redis.asyncio.Redis, settings: Settings) -> None:
-        self.redis: Any = client  # redis-py types each answer as the union of all that it can be configured to give
+        self.redis: Any = client  # redis-py types each answer as the union of all that it can be configured to return
         self.settings = settings
         self.tenants = Tenants(self.redis, settings)
         self._pressure = MemoryPressure(self.redis)
         self._written = AofBarrier(self.redis)
         self._scripts = scripts.Scripts(client)
-        self._models: dict[str, tuple[bytes, ModelInfo]] = {}  # as stored, and read
+        self._models: dict[str, tuple[bytes, ModelInfo]] = {}  # as stored, and decoded
         self._result: Any = client.register_script(RESULT)
 
     @classmethod
     def connect(cls, settings: Settings, answer_s: float = SOCKET_TIMEOUT_S) -> "Ledger":
-        """A ledger on `settings.redis_url`, with its own connections; end it with `close()`.
+        """A ledger on `settings.redis_url`, with its own connections; close it with `close()`.
 
         `answer_s`: seconds without an answer after which a connection is dropped and the call repeated over a new one.
         """
@@ -126,7 +126,7 @@ class Ledger:
             timeout=answer_s,
             socket_timeout=answer_s,
             socket_connect_timeout=answer_s,
-            # A pooled connection that Redis's restart has cut is repaired silently; an unreachable Redis is reported within a second.
+            # A pooled connection cut by a restart of Redis is reconnected silently; an unreachable Redis is reported within a second.
             retry=Retry(ExponentialBackoff(cap=min(0.4, answer_s / 5), base=0.05), RETRIES),
         )
         return cls(PipelinedRedis.from_pool(pool), settings)
@@ -136,25 +136,25 @@ class Ledger:
 
     @reachable
     async def ping(self) -> None:
-        """Raises MidstreamError("unavailable") when Redis does not answer."""
+        """Raises MidstreamError("unavailable") if Redis does not answer."""
         await self.redis.ping()
 
     @reachable
     async def written(self) -> None:
-        """Wait until all earlier answers survive a kill of Redis. For callers about to confirm them."""
+        """Wait until all earlier answers survive a kill of Redis. For callers that are about to confirm them."""
         await self._written()
 
     # ---- accepting -------------------------------------------------------------------------------------------------
 
     @reachable
     async def check_room(self, size: int) -> None:
-        """Raises MidstreamError("overloaded") where Redis would be too full with so many bytes more: the rest is for what is accepted."""
+        """Raises MidstreamError("overloaded") if `size` more bytes would fill Redis too far: the rest is reserved for accepted jobs."""
         used, allowed = await self._pressure.percent(size), limits_of(self.settings)["redis_fill"]
         if used >= allowed:
             raise refusal("", "redis_fill", int(used), allowed, size, None)
 
     def took_room(self, size: int) -> None:
-        """So many bytes were stored since."""
+        """Count `size` bytes stored since the last sample."""
         self._pressure.accepted(size)
 
     @reachable
@@ -168,13 +168,13 @@ class Ledger:
     ) -> tuple[str, bool]:
         """Accept `job` and its vectors (content hash -> tensor) in one commit; returns its id and whether it is new.
 
-        `pinned`: content hashes of tensors of named modules, of which the job gets copies of its own. `operators`: tags of captures
-        that its user did not ask for. `idempotency`: (the client's key, SHA-256 of the body). The job's message is sent when its
-        turn comes, at once as a rule.
+        `pinned`: content hashes of tensors of named modules, which are copied for the job. `operators`: tags of captures
+        that its user did not request. `idempotency`: (the client's key, SHA-256 of the body). The job's message is sent when its
+        turn comes, usually immediately.
         Same key and same body: the first job's id and False. Raises MidstreamError("idempotency_mismatch") for another body,
-        and MidstreamError("conflict") when a pinned tensor is nowhere any more; rate_limited, too_many_jobs, too_many_cells,
-        capture_limit when the tenant uses what it may, and overloaded when too many jobs wait: nothing is accepted then.
-        What is returned stays so if Redis is killed (`written`).
+        and MidstreamError("conflict") if a pinned tensor is gone; rate_limited, too_many_jobs, too_many_cells,
+        capture_limit if the tenant has reached a limit, and overloaded if too many jobs wait: nothing is accepted then.
+        The returned result survives a kill of Redis (`written`).
         """
         raw = {name: to_msgpack(blob) if isinstance(blob, Tensor) else blob for name, blob in blobs.items()}
         [packed] = scripts.submit(self.settings, job, raw, pinned, idempotency, operators)
@@ -197,7 +197,7 @@ class Ledger:
         if outcome == "exists":
             raise MidstreamError("conflict", f"job {job_id} already exists")
         self._pressure.accepted(size)
-        await self._written()  # from here on its caller may wait for it
+        await self._written()  # from here on its caller may rely on it
         return job_id, outcome == "created"
 
     @reachable
@@ -216,7 +216,7 @@ class Ledger:
     async def request_cancel(self, job_id: str) -> JobView:
         """Queued: aborted immediately. Running: `cancelling`, until the worker reports that it has stopped.
 
-        Raises not_found, and conflict when the job is over. Asking twice is harmless.
+        Raises not_found, and conflict if the job is over. A repeated request is harmless.
         """
         reply = await self._scripts.cancel(args=scripts.pack(self.settings, id=job_id))
         (outcome, *state) = scripts.text(reply)
@@ -232,7 +232,7 @@ class Ledger:
     async def claim(self, job_id: str, worker: str, boot: str, ranks: int, global_version: int = 0, everyone: bool = False) -> Claim | None:
         """Take a queued job: running, attempt + 1, leased for `lease_s`. None if another worker has it, or it has ended.
 
-        `ranks`: how many receipts each request with an intervention or a capture will get. `global_version`: of the global
+        `ranks`: number of receipts that each request with an intervention or a capture will get. `global_version`: of the global
         steering that this attempt will run under from start to end; `everyone`: it steers something, so every request gets
         receipts. Raises not_found; ClaimRefused while another version is desired, or while the worker's ranks disagree.
         """
@@ -258,7 +258,7 @@ class Ledger:
     async def store_outputs(self, job_id: str, attempt: int, outputs: list[Output], last: Event | None = None) -> State | None:
         """Store all outputs of the attempt together, and the event of the last of them.
 
-        None: the attempt is stale or was cancelled, nothing is kept. Otherwise the state after it: succeeded, or running while
+        None: the attempt is stale or was cancelled; nothing is stored. Otherwise the state after it: succeeded, or running while
         receipts are awaited.
         """
         told = to_json(last) if last else None
@@ -278,7 +278,7 @@ class Ledger:
     async def release(self, job_id: str, attempt: int) -> State | None:
         """Give the job back: queued, failed `worker_lost` after the last attempt, or cancelled.
 
-        Returns the state after it; None when the attempt is stale.
+        Returns the new state; None if the attempt is stale.
         """
         outcome = await self._tell("release", job_id, attempt)
         return None if outcome == "stale" else State(outcome)
@@ -286,15 +286,15 @@ class Ledger:
     async def desync_release(self, job_id: str, attempt: int, detail: str) -> State | None:
         """Give the job back because this worker's ranks disagree (`detail`): queued once, if `on_desync` says so, else failed.
 
-        Returns the state after it ; None when the attempt is stale.
+        Returns the new state; None if the attempt is stale.
         """
         outcome = await self._tell("desync", job_id, attempt, detail=detail)
         return None if outcome == "stale" else State(outcome)
 
     async def emit(self, job_id: str, attempt: int, number: int, event: Event) -> bool:
-        """Append to the job's event stream what is `number` of the attempt's events. False: the attempt is stale.
+        """Append event `number` of the attempt to the job's event stream. False: the attempt is stale.
 
-        Numbers not above the last are duplicates: a call may be repeated, but not overtake another.
+        Numbers not above the last are duplicates: a call may be repeated, but calls must stay in order.
         """
         return await self._tell("emit", job_id, attempt, number=number, event=to_json(event)) == "emitted"
 
@@ -334,9 +334,9 @@ class Ledger:
 
     @reachable
     async def result(self, job_id: str) -> JobResult:
-        """Outputs, captures and determinism as far as they are known: read `state` for whether the job is over.
+        """Outputs, captures and determinism as far as they are known; `state` shows whether the job is over.
 
-        Raises not_found, and gone when the retention time is over.
+        Raises not_found, and gone after the retention time.
         """
         names = [f"ms:{kind}:{job_id}" for kind in ("job", "out", "ticket")]
         values, outputs, receipts = await self._result(keys=names, args=views.FIELDS)
@@ -395,7 +395,7 @@ class Ledger:
         jobs = views.listing("jobs", tenant)
         found: list_[tuple[str, float]] = []
         offset = 0
-        while len(found) < count:  # jobs of one and the same time are ordered by id: skip those already given
+        while len(found) < count:  # jobs with the same time are ordered by id: skip those already returned
             rows = await self.redis.zrevrangebyscore(jobs, score, "-inf", start=offset, num=count, withscores=True)
             offset += count
             found += [(name.decode(), at) for name, at in rows if at < score or name.decode() < last]
@@ -436,7 +436,7 @@ class Ledger:
 
     @reachable
     async def put_blob(self, name: str, data: bytes) -> None:
-        """Keep `data` under its content hash, without end: for tokenizer bundles. A job's vectors come with `submit`."""
+        """Keep `data` under its content hash, without expiry: for tokenizer bundles. A job's vectors come with `submit`."""
         await self.redis.set(f"ms:blob:{name}", data)
 
     @reachable
@@ -445,7 +445,7 @@ class Ledger:
         return raw
 
     async def get_tensor(self, name: str) -> Tensor:
-        """A steering vector by its content hash. Raises MidstreamError("intervention_failed") when it is gone."""
+        """A steering vector by its content hash. Raises MidstreamError("intervention_failed") if it is gone."""
         raw = await self.get_blob(name)
         if raw is None:
             raise MidstreamError("intervention_failed", f"the vector {name} is no longer stored")
@@ -453,7 +453,7 @@ class Ledger:
 
     @reachable
     async def publish_model(self, info: ModelInfo) -> None:
-        """`info`, with what this process understands."""
+        """Publish `info`, with the features that this process supports."""
         told = msgspec.structs.replace(info, wire=WIRE, oldest_wire=OLDEST_WIRE)
         await self.redis.hset("ms:models", info.name, to_json(told))
 
@@ -462,7 +462,7 @@ class Ledger:
         raw = await self.redis.hget("ms:models", name)
         if raw is None:
             return None
-        if self._models.get(name, (b"",))[0] != raw:  # every request asks, and it seldom changes
+        if self._models.get(name, (b"",))[0] != raw:  # read by every request, rarely changed
             self._models[name] = raw, from_json(raw, ModelInfo)
         return self._models[name][1]
 
@@ -480,7 +480,7 @@ class Ledger:
 
     @reachable
     async def heartbeat(self, info: WorkerInfo) -> None:
-        """This worker lives for another `lease_s`."""
+        """Record that this worker is alive for another `lease_s`."""
         told = msgspec.structs.replace(info, wire=WIRE, oldest_wire=OLDEST_WIRE)
         async with self.redis.pipeline(transaction=True) as pipe:
             pipe.hset("ms:workers", info.worker, to_json(told))

@@ -1,6 +1,6 @@
 """API keys in `ms:keys`, id → packed `Key` with a hash of the secret; the secret itself is never stored.
 
-A secret has 256 random bits, so its plain SHA-256 cannot be tried through, and is quick enough to be asked for with each request.
+A secret has 256 random bits, so its plain SHA-256 cannot be brute-forced, and is fast enough to check on each request.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from .jobs import ALPHABET, Ledger, reachable
 
 KEYS = "ms:keys"
 ID_LENGTH, SECRET_BYTES = 12, 32
-#: Least number of characters of a self-chosen secret (`admin_key`), and the most of any secret.
+#: Minimum length of a self-chosen secret (`admin_key`), and maximum length of any secret, in characters.
 SECRET_LENGTH = (32, 256)
 _KEY = re.compile(rf"{KEY_PREFIX}([0-9a-z]{{{ID_LENGTH}}})_([A-Za-z0-9]{{{SECRET_LENGTH[0]},{SECRET_LENGTH[1]}}})")
 
@@ -31,18 +31,18 @@ list_of_ids = list[str]
 
 
 class Shown(NamedTuple):
-    """A key as its user shows it, taken apart."""
+    """The parts of a key as presented by its user."""
 
     id: str
     sha256: str  # of its secret, hex
 
 
-#: What is compared where there is nothing to compare with, so that it takes as long.
+#: Compared with when there is no such key, so that the check takes as long.
 NOBODY = Shown("", hashlib.sha256(secrets.token_bytes(SECRET_BYTES)).hexdigest())
 
 
 def parse(text: str) -> Shown | None:
-    """None for what does not look like a key of ours."""
+    """None if the text is not formatted like one of our keys."""
     match = _KEY.fullmatch(text)
     return None if match is None else Shown(match[1], hashlib.sha256(match[2].encode()).hexdigest())
 
@@ -53,7 +53,7 @@ def new_key() -> str:
 
 
 def admin_key(text: str) -> Key | None:
-    """The key of the setting `admin_key`, which is always valid; None where it is empty. Raises ValueError for an invalid key."""
+    """The key of the setting `admin_key`, which is always valid; None if it is empty. Raises ValueError for an invalid key."""
     if not text:
         return None
     shown = parse(text)
@@ -67,7 +67,7 @@ def admin_key(text: str) -> Key | None:
 
 
 def is_right(shown: Shown, key: Key | None, at: float) -> bool:
-    """Whether `key` is what is shown, and has not expired. Takes as long for a key that there is not."""
+    """Whether `key` matches the presented one and has not expired. Constant time, even for a missing key."""
     same = hmac.compare_digest(shown.sha256, NOBODY.sha256 if key is None else key.sha256)
     return same and key is not None and not has_expired(key, at)
 
@@ -113,14 +113,14 @@ class Keys:
 
     @reachable
     async def valid(self, key_ids: Iterable[str]) -> set[str]:
-        """Those of these ids whose keys are there and have not expired; one round trip."""
+        """Those of these ids whose keys exist and have not expired; one round trip."""
         asked, at = list_of_ids(key_ids), now()
         found = await self._redis.hmget(KEYS, asked) if asked else []
         return {key_id for key_id, raw in zip(asked, found, strict=True) if raw is not None and _holds(raw, at)}
 
     @reachable
     async def list(self) -> list_of_keys:
-        """All keys, also those that have expired; the oldest first."""
+        """All keys, including expired ones; oldest first."""
         return sorted(map(_decoded, await self._redis.hvals(KEYS)), key=lambda key: (key.created, key.id))
 
     @reachable
@@ -131,7 +131,7 @@ class Keys:
 
     @reachable
     async def any(self) -> bool:
-        """Whether there is one at all."""
+        """Whether any key exists."""
         return bool(await self._redis.hlen(KEYS))
 
 
@@ -145,7 +145,7 @@ async def any_key(settings: Settings) -> bool:
 
 
 def _holds(raw: bytes, at: float) -> bool:
-    """Not where it cannot be read: such a key lets nobody in, either."""
+    """Whether the key is valid; False if it cannot be read, since such a key admits no request, either."""
     try:
         return not has_expired(_decoded(raw), at)
     except MidstreamError:

@@ -3,12 +3,12 @@
 import time
 from typing import Any
 
-#: Seconds between two looks. What this process has accepted since the last one counts on top of what it showed.
+#: Seconds between two samples. What this process has accepted since the last one is added to it.
 LOOK_S = 1.0
 
 
 class MemoryPressure:
-    """Over a redis.asyncio client. Belongs to its event loop."""
+    """Samples a redis.asyncio client. Belongs to its event loop."""
 
     def __init__(self, redis: Any) -> None:
         self._redis = redis
@@ -16,7 +16,7 @@ class MemoryPressure:
         self._used = self._most = 0  # bytes; 0: no limit
 
     async def percent(self, more: int) -> float:
-        """How much of its `maxmemory` Redis uses once `more` bytes are accepted; 0 where it has none."""
+        """Percentage of `maxmemory` that Redis uses once `more` bytes are accepted; 0 if it has no limit."""
         at = time.monotonic()
         if at >= self._look_at:
             self._look_at = at + LOOK_S
@@ -25,5 +25,5 @@ class MemoryPressure:
         return 100 * (self._used + more) / self._most if self._most else 0.0
 
     def accepted(self, more: int) -> None:
-        """So many bytes went in."""
+        """Count `more` bytes as stored."""
         self._used += more

@@ -1,7 +1,7 @@
-"""The sweeper: recovers lost messages, jobs of dead workers and overdue receipts.
+"""The reaper: recovers lost messages, jobs of dead workers and overdue receipts.
 
-The queue is not at-least-once by itself (kombu pops a message before it notes it as unacknowledged), so the ledger is asked
-instead: `ms:live` holds every job that is not over by when it must be looked at next.
+The queue alone is not at-least-once (kombu pops a message before it records it as unacknowledged), so the ledger is checked
+instead: `ms:live` holds every unfinished job by the time of its next check.
 """
 
 import logging
@@ -25,23 +25,23 @@ from .views import listing
 
 log = logging.getLogger(__name__)
 
-#: Jobs looked at in one sweep; the rest is due in the next one.
+#: Jobs checked in one sweep; the rest are due in the next one.
 SWEEP_LIMIT = 5000
 #: Messages read from a list per query.
 MESSAGES_CHUNK = 500
-#: Old jobs whose entry is checked in one sweep, of the list of all and of all tenants' lists together; of each tenant's at least.
+#: Old entries checked in one sweep: in the list of all jobs, and in all tenants' lists together; minimum per tenant's list.
 PRUNE_LIMIT, PRUNE_LEAST = 2000, 50
-#: A queued job that has its message is looked at again after `QUEUED_LOOK_S` and this many seconds per message that had
-#: to be read for it, so that a long queue is not read all the time.
+#: A queued job that has its message is checked again after `QUEUED_LOOK_S` plus this many seconds per message that was
+#: read to find it, so that a long queue is not read all the time.
 SECONDS_PER_MESSAGE = 1e-3
-#: Seconds between two counts of all that is in use; where one could not be ended, until the next.
+#: Seconds between two recounts of usage; and until the next one if a recount could not be completed.
 RECOUNT_S, RECOUNT_AGAIN_S = 3600.0, 60.0
-#: kombu's hash of messages that were delivered and not acknowledged.
+#: kombu's hash of delivered, unacknowledged messages.
 UNACKED = "unacked"
 
 #: The task id in a message's headers; `\\` because a message may be quoted inside another JSON document.
 _TASK_ID = re.compile(rb'\\?"id\\?": ?\\?"([^"\\]+)')
-#: In place of a number of attempts: no message, and a message that starts whichever attempt is next.
+#: Used instead of a number of attempts: no message, and a message that starts whichever attempt is next.
 NOWHERE, ANY_ATTEMPT = -1, sys.maxsize
 
 
@@ -56,23 +56,23 @@ class Queued(NamedTuple):
 class ReaperReport:
     """Job ids by what one sweep did to them."""
 
-    resent: list[str] = field(default_factory=list)  # queued, but their message was lost
+    resent: list[str] = field(default_factory=list)  # queued, but their message was lost: sent again
     requeued: list[str] = field(default_factory=list)  # their worker's lease had run out
     failed: list[str] = field(default_factory=list)  # ... and it was the last attempt
-    timed_out: list[str] = field(default_factory=list)  # generated, but receipts are missing
-    late: list[str] = field(default_factory=list)  # never begun, and their `expires_in` was over: aborted
-    cancelled: list[str] = field(default_factory=list)  # their worker died before it could say so
+    timed_out: list[str] = field(default_factory=list)  # generated, but receipts were missing at the deadline
+    late: list[str] = field(default_factory=list)  # never begun, and `expires_in` had passed: aborted
+    cancelled: list[str] = field(default_factory=list)  # being cancelled when their worker died
     picked: list[str] = field(default_factory=list)  # waited, and there was room for their message
     deleted: list[str] = field(default_factory=list)  # their captures were older than `capture_ttl_s`
-    pruned: int = 0  # entries of the listing whose job's record has expired; names of runs that were deleted as long ago
-    corrected: list[str] = field(default_factory=list)  # what had been counted wrong of tenants' usage
+    pruned: int = 0  # listing entries whose job's record has expired, and names of runs deleted as long ago
+    corrected: list[str] = field(default_factory=list)  # usage counters of tenants that were wrong
 
     def __bool__(self) -> bool:
         return any(getattr(self, each.name) for each in fields(self))
 
 
 class Reaper:
-    """Runs on the ledger's event loop. Several may run concurrently: every step is a compare-and-set, a second message is harmless."""
+    """Runs on the ledger's event loop. Several may run concurrently: every step is a compare-and-set; duplicate messages are harmless."""
 
     def __init__(self, ledger: Ledger, settings: Settings) -> None:
         self._settings = settings
@@ -84,7 +84,7 @@ class Reaper:
 
     @reachable
     async def sweep(self, at: float | None = None) -> ReaperReport:
-        """Look at every job that is due at `at` (seconds since the epoch; default: now).
+        """Check every job that is due at `at` (seconds since the epoch; default: now).
 
         Raises MidstreamError("unavailable") if Redis is unreachable: the rest is still due in the next sweep.
         """
@@ -131,7 +131,7 @@ class Reaper:
         return float(now() - server["uptime_in_seconds"])
 
     async def _recount(self, at: float) -> list[str]:
-        """UsageReconciliation usage from time to time, without dead workers; log differences."""
+        """Reconcile usage from time to time, and forget dead workers; log differences."""
         if at < self._recount_at:
             return []
         self._recount_at = at + RECOUNT_AGAIN_S
@@ -157,18 +157,18 @@ class Reaper:
         return resent
 
     async def _messages(self, queue: str) -> tuple[dict[str, int], int]:
-        """Job id → how many attempts had been made when its latest message was sent, and how many messages were read.
+        """Job id → number of attempts made when its latest message was sent; and the number of messages read.
 
-        Of the messages that wait in `queue`, which may start any attempt (so they count as new ones), and of those that were
-        delivered from any queue: there the message of an attempt that is over may still lie while its worker winds up.
+        Covers the messages that wait in `queue`, which may start any attempt (so they count as new ones), and those
+        delivered from any queue, where the message of an ended attempt may remain while its worker finishes.
         """
         found: dict[str, int] = {}
         read = 0
-        # Waiting first: a message that is delivered in between is found among the delivered, not in neither.
+        # Waiting first: a message delivered in between is found among the delivered ones instead of being missed.
         for name in lists_of(queue):
             start = 0
             while True:
-                # From the publishers' end: a message put in meanwhile makes us read another twice, none is passed over.
+                # From the publishers' end: a message added meanwhile makes us read another twice, but none is skipped.
                 chunk: list[bytes] = await self._redis.lrange(name, start, start + MESSAGES_CHUNK - 1)
                 found.update((_job_of(message)[0], ANY_ATTEMPT) for message in chunk)
                 read += len(chunk)
@@ -181,13 +181,13 @@ class Reaper:
         return found, read + len(delivered)
 
     async def _prune(self, at: float) -> int:
-        """Drop the oldest listing entries whose records have expired; returns how many of the list of all."""
+        """Drop the oldest listing entries whose records have expired; returns the number dropped from the list of all jobs."""
         before = at - self._settings.result_ttl_s
         owners: set[bytes] = await self._redis.smembers("ms:owners")
         share = max(PRUNE_LEAST, PRUNE_LIMIT // max(1, len(owners)))
         own = dict.fromkeys([listing("jobs", owner.decode()) for owner in owners], share)
         old = await self._oldest({"ms:jobs": PRUNE_LIMIT} | own, before)
-        # Most tenants have nothing old: what they leave is for those who have more.
+        # Most tenants have no old entries: their unused share goes to tenants with more.
         if long := [name for name in own if len(old[name]) == share < PRUNE_LIMIT]:
             old |= await self._oldest(dict.fromkeys(long, max(share, PRUNE_LIMIT // len(long))), before)
         ids = sorted({job_id for found in old.values() for job_id in found})
@@ -205,7 +205,7 @@ class Reaper:
         return pruned
 
     async def _oldest(self, limits: dict[str, int], before: float) -> dict[str, list[bytes]]:
-        """Of each listing up to so many jobs that are older than `before`, the oldest first."""
+        """For each listing, up to its limit of jobs older than `before`, oldest first."""
         async with self._redis.pipeline(transaction=False) as pipe:
             for name, limit in limits.items():
                 pipe.zrangebyscore(name, "-inf", before, start=0, num=limit)

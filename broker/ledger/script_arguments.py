@@ -5,14 +5,14 @@ from typing import Any
 
 import msgspec
 
-#: What every script begins with.
+#: Included at the start of every script.
 ARGUMENTS = Path(__file__).parent / "lua" / "arguments.lua"
 
 
 def pack(at: float, **own: Any) -> list[bytes]:
     """ARGV of a script: `at`, the time in seconds since the epoch, and its own arguments.
 
-    None is left out, which is nil in Lua. Bytes inside of lists need `binary`.
+    None is omitted, which reads as nil in Lua. Bytes inside lists need `binary`.
     """
     values = {name: binary(value) if isinstance(value, bytes) else value for name, value in own.items() if value is not None}
     return [msgspec.msgpack.encode({"at": repr(at), **values})]

@@ -1,7 +1,7 @@
 """The Lua scripts that change the ledger, and their arguments.
 
 Every change of a job is one script in `lua/`, so that it is atomic. The tables of states and problems that the scripts read
-are generated from `schemas`, so that there is one truth. The packers below are typed signatures of the scripts
+are generated from `schemas`, the single source. The packers below are typed signatures of the scripts
 with many arguments; the others are called with `pack`.
 """
 
@@ -31,12 +31,12 @@ from .dispatch import STEPS, URGENCY, cost_of
 from .script_arguments import binary
 from .tenants import limits_of
 
-#: A job that has been queued this long without being claimed is looked for in the broker's lists.
+#: A job that has been queued this long without being claimed is searched for in the broker's lists.
 QUEUED_LOOK_S = 10.0
 #: Limit on a sweep's events other than cells: every attempt has a few.
 SWEEP_EVENTS = 1000
-#: How long it is remembered up to where a stream of receipts was committed; then its worker is long gone. (One that comes back
-#: nevertheless reports that its earlier data is lost, which no longer matters, and continues.)
+#: Retention of the mark of a receipt stream; by then its worker is long gone. (One that returns
+#: anyway reports that its earlier data is lost, which no longer matters, and continues.)
 MARK_TTL_S = 30 * 24 * 3600
 #: Blobs outlive the jobs that name them: they were stored before, and a repeated submit refreshes them.
 BLOB_TTL_FACTOR = 3
@@ -48,10 +48,10 @@ NAMES = (
     "list_modules", "forget_workers",
 )  # fmt: skip
 
-#: What every script begins with, in this order.
+#: Included at the start of every script, in this order.
 PARTS = ("arguments", "job", "announce", "usage", "message", "dispatch", "transitions", "pins")
 
-#: The hash field that gets the time at which a state was entered.
+#: The hash field for the time at which a state was entered.
 STAMP: dict[State, str] = {
     State.QUEUED: "queued",
     State.RUNNING: "started",
@@ -59,7 +59,7 @@ STAMP: dict[State, str] = {
     **dict.fromkeys(TERMINAL, "finished"),
 }
 
-#: Number of the unit, its packed record, and its event as JSON; no event: it is no cell.
+#: Number of the unit, its packed record, and its event as JSON; without an event it is not a cell.
 KeptUnit = tuple[int, bytes, bytes]
 
 
@@ -84,7 +84,7 @@ class Scripts:
 
 @cache
 def source(name: str) -> str:
-    """The whole text of a script: generated tables, what the scripts share, the script itself."""
+    """The whole text of a script: generated tables, shared functions, the script itself."""
     folder = Path(__file__).parent / "lua"
     return "\n".join([_tables(), *[(folder / f"{part}.lua").read_text() for part in (*PARTS, name)]])
 
@@ -98,7 +98,7 @@ def _tables() -> str:
             f"local ALLOWED = {_lua(allowed)}",
             f"local TERMINAL = {_lua(dict.fromkeys(TERMINAL, True))}",
             f"local STAMP = {_lua(STAMP)}",
-            f"local function PROBLEMS() return {_lua(problems)} end",  # built only where a job fails
+            f"local function PROBLEMS() return {_lua(problems)} end",  # built only when a job fails
             f"local STEPS = {_lua(STEPS)}",
             f"local URGENCY = {_lua(URGENCY)}",
             *[f"local function {name}(of) return {expression} end" for name, expression in templates().items()],
@@ -125,7 +125,7 @@ def _lua(value: Any) -> str:
 
 
 def pack(settings: Settings, at: float | None = None, **own: Any) -> list[bytes]:
-    """ARGV of a script of the ledger: what each of them gets, and its own arguments; `at` is the time, in seconds since the epoch."""
+    """ARGV of a ledger script: the common arguments and its own; `at` is the time, in seconds since the epoch."""
     return script_arguments.pack(
         now() if at is None else at, result_ttl=settings.result_ttl_s, event_limit=settings.event_limit,
         max_attempts=settings.max_attempts, on_desync=settings.on_desync, window=settings.dispatch_window,
@@ -134,13 +134,13 @@ def pack(settings: Settings, at: float | None = None, **own: Any) -> list[bytes]
 
 
 def asked_requests(job: Job) -> int:
-    """How many of the job's prompts have an intervention or a capture, and so get a receipt from every rank. (None of a sweep's, which
-    reads its receipts itself.)"""
+    """Number of the job's prompts that have an intervention or a capture, and so get a receipt from every rank. (0 for a sweep, which
+    reads its own receipts.)"""
     return sum(1 for captures, steering in zip_longest(job.captures, job.steering) if captures or steering)
 
 
 def _callback(job: Job) -> bytes | None:
-    """With the key whose secret signs its webhooks."""
+    """The packed callback, with the key whose secret signs its webhooks."""
     return to_json(msgspec.structs.replace(job.callback, key=job.key)) if job.callback else None
 
 
@@ -160,8 +160,8 @@ def submit(
     idempotency: tuple[str, str] | None,
     operators: Collection[str] = (),
 ) -> list[bytes]:
-    """Without the last argument: how full Redis is, in percent. `pinned`: blobs that are copied from what is pinned. `operators`: tags
-    that its user did not ask for."""
+    """Without the last argument: memory usage of Redis, in percent. `pinned`: blobs copied from pinned tensors. `operators`: tags
+    that its user did not request."""
     tags = stored_tags(job)
     key, body = idempotency or (None, None)
     run = Run(name=job.run, model=job.model, job=job.id, tag=tags[0], created=job.created) if job.run else None
@@ -199,7 +199,7 @@ def submit(
 
 
 def claim(settings: Settings, job_id: str, worker: str, boot: str, ranks: int, global_version: int, everyone: bool) -> list[bytes]:
-    """With a unique name that identifies the call when redis-py repeats it."""
+    """Includes a unique id that identifies the call if redis-py repeats it."""
     return pack(
         settings, id=job_id, worker=worker, boot=boot, ranks=ranks, lease_s=settings.lease_s, global_version=global_version,
         everyone=everyone, call=secrets.token_hex(8),
@@ -233,7 +233,7 @@ def lost(settings: Settings, worker: str, rank: int, lost_range: LostRange) -> l
 
 
 def propose(settings: Settings, model: str, proposal: Proposal, steering: bytes, blobs: Mapping[str, bytes]) -> list[bytes]:
-    """`steering`: the proposal's, packed by itself."""
+    """`steering`: the proposal's steering, packed separately."""
     return pack(
         settings, model=model, id=proposal.id, version=proposal.steering.version, deadline=repr(proposal.deadline),
         proposal=to_msgpack(proposal), steering=steering,
@@ -242,7 +242,7 @@ def propose(settings: Settings, model: str, proposal: Proposal, steering: bytes,
 
 
 def put_module(settings: Settings, module: Module, former: bytes | None, other: bool, blobs: Mapping[str, bytes]) -> list[bytes]:
-    """`former`: as it is stored; `other`: its content is not the module's."""
+    """`former`: as stored; `other`: whether its content differs from the module's."""
     return pack(
         settings, model=module.model, name=module.name, module=to_msgpack(module), former=former, other=other,
         tenant=unscoped(module.name)[0], size=size_of(module), limits=limits_of(settings),
@@ -251,12 +251,12 @@ def put_module(settings: Settings, module: Module, former: bytes | None, other: 
 
 
 def size_of(module: Module) -> int:
-    """Bytes that a module counts with: its vectors, and the record that names them."""
+    """Size of a module for its tenant's limit, in bytes: its vectors and the record that names them."""
     return module.bytes + len(to_msgpack(module))
 
 
 def _tensors(blobs: Mapping[str, bytes]) -> list[tuple[str, msgspec.Raw | bool]]:
-    """(name, bytes) of each; no bytes: it is pinned already."""
+    """(name, bytes) of each; False instead of bytes if it is already pinned."""
     return [(name, binary(data) if data else False) for name, data in blobs.items()]
 
 

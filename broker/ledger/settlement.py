@@ -1,7 +1,7 @@
 """Settlement of receipts in the ledger: exactly once each, in batches.
 
-The relay calls this with what one stream (worker, rank, epoch) sent. A batch, the stream's mark, the tickets and the jobs
-are committed in one script, so a crash in between leaves the mark where the receipts are.
+The relay calls this with the receipts of one stream (worker, rank, epoch). A batch, the stream's mark, the tickets and the jobs
+are committed in one script, so a crash cannot separate the mark from the receipts.
 """
 
 import logging
@@ -21,19 +21,19 @@ from . import scripts
 log = logging.getLogger(__name__)
 
 #: Receipts in one script call: enough to make the round trip cheap, few enough to hold Redis for a few milliseconds only.
-#: So do their bytes: rows that come back in the response are a large receipt, everything else in one is small.
+#: The same holds for bytes: a receipt is large only if it contains rows for the response.
 BATCH, BATCH_BYTES = 256, 8 << 20
 
 
 @dataclass
 class SettleCounts:
-    """What has become of the receipts of this process, for metrics and tests."""
+    """Outcomes of the receipts handled by this process, for metrics and tests."""
 
     applied: int = 0  # changed a ticket
-    duplicate: int = 0  # sequence number committed before, or a rank that had already reported this
+    duplicate: int = 0  # already committed, or the rank had already reported on this request
     stale: int = 0  # of a former attempt, or of a job that is over: acknowledged, changes nothing
-    unknown: int = 0  # of a job that the ledger does not have (any more): acknowledged
-    beyond_gap: int = 0  # not taken: a predecessor is missing, so the sender has to replay
+    unknown: int = 0  # of a job that the ledger does not (or no longer) have: acknowledged
+    beyond_gap: int = 0  # not accepted: a predecessor is missing, so the sender must replay
     lost: int = 0  # jobs failed by a LOST range
     disagreements: int = 0  # requests whose ranks differ
 
@@ -45,7 +45,7 @@ def mark_key(worker: str, rank: int, epoch: str) -> str:
 class Settler:
     """Commits receipts through one synchronous Redis client; used by one thread.
 
-    Errors of Redis (`redis.RedisError`) come through: nothing of the failing batch counts as committed then, and
+    Errors of Redis (`redis.RedisError`) propagate: nothing of the failing batch counts as committed then, and
     settling it again is harmless.
     """
 
@@ -64,7 +64,7 @@ class Settler:
     def settle(self, worker: str, rank: int, epoch: str, receipts: Iterable[tuple[int, Receipt]]) -> int:
         """Commit (sequence number, receipt) pairs, in any order; returns the stream's new mark.
 
-        Numbers at or below the mark are dropped as duplicates; from a gap on nothing is taken and the mark stays before it.
+        Numbers at or below the mark are dropped as duplicates; from a gap on nothing is accepted and the mark stays before it.
         """
         ordered = sorted(receipts, key=lambda item: item[0])
         if not ordered:
@@ -118,7 +118,7 @@ class Settler:
         self.counts.beyond_gap += beyond
 
     def _follow(self, batch: list[tuple[int, Receipt]], began: float, succeeded: list[str]) -> None:
-        """What took how long. `succeeded`: id, model, created and generated of each job whose last receipt this was."""
+        """Record durations. `succeeded`: id, model, created and generated of each job whose last receipt this was."""
         at = now()
         traced = {told.job: told.trace for _, told in batch if told.trace}
         for told in (told for _, told in batch if told.trace):
@@ -132,7 +132,7 @@ class Settler:
             traces.record("durable", traced.get(job_id, ""), float(generated), at, job=job_id)
 
     def _tell(self, worker: str, detail: str) -> None:
-        """Once there is one disagreement, every request of the worker disagrees until its ranks are made equal."""
+        """Log a disagreement, rate-limited: after the first, every request of the worker disagrees until its ranks are resynced."""
         at = time.monotonic()
         if at >= self._told.get(worker, at):
             self._told[worker] = at + self._settings.desync_log_s

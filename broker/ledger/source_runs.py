@@ -1,7 +1,7 @@
-"""Source runs in the ledger: names, state and the places of their rows. The ledger's side of `schemas.source_runs`.
+"""Source runs in the ledger: names, state and locations of their rows. The ledger's side of `schemas.source_runs`.
 
-A name points at the captures of a job and is written in the commit that accepts the job (`submit.lua`). What it points at never
-changes; a name that is used again points at another job. The rows are capture files, deleted like others: for their age only while no
+A name points at the captures of a job and is written in the commit that accepts the job (`submit.lua`). The captures never
+change; a reused name points at another job. The rows are capture files, deleted like others, but not on expiry while a
 job holds a lease on them.
 """
 
@@ -27,7 +27,7 @@ from . import scripts, views
 from .captures import Captures
 from .jobs import Ledger, reachable
 
-#: Job ids name the captures of their jobs; names of runs do not begin so.
+#: Job ids name the captures of their jobs; names of runs must not begin like this.
 JOB_PREFIX = "job_"
 
 list_of_text = list[str]  # the method `SourceRuns.list` hides the builtin inside the class
@@ -36,14 +36,14 @@ Views = list[RunView]
 Blobs = list[Blob]
 Receipts = list[Receipt]
 
-#: Seconds between two looks for names of runs of which nothing is known any more.
+#: Seconds between two searches for names of runs that the ledger no longer knows.
 PRUNE_S = 3600.0
 #: Why a run that is not ready cannot be read.
 KIND_OF_STATE: dict[RunState, str] = {"pending": "conflict", "failed": "capture_failed", "deleted": "gone"}
 
 
 class RunReadiness(NamedTuple):
-    """What the ledger knows of a run's captures."""
+    """The ledger's knowledge of a run's captures."""
 
     state: RunState
     detail: str = ""  # why it is not ready
@@ -51,14 +51,14 @@ class RunReadiness(NamedTuple):
 
 
 Standings = list[RunReadiness | None]
-#: Its record outlives captures, so what a name points at and has none any more was deleted long ago.
+#: The record outlives the captures, so a named run without a record was deleted long ago.
 DELETED = RunReadiness("deleted", "its captures were deleted")
 
 
 class SourceRuns:
-    """Over a ledger, and the capture root of its settings. Belongs to the ledger's event loop.
+    """Source runs of a ledger, in the capture root of its settings. Belongs to the ledger's event loop.
 
-    `caller`: names are those of its tenant, and jobs that it does not see are none. Without one, names are as they are kept.
+    `caller`: names are those of its tenant, and jobs that it may not see do not exist. Without one, names are as stored.
     All calls raise MidstreamError("unavailable") while Redis is unreachable.
     """
 
@@ -69,16 +69,16 @@ class SourceRuns:
         self._settings: Settings = ledger.settings
         self._scripts = scripts.Scripts(ledger.redis)
         self._store = open_store(ledger.settings.capture_root)
-        self._pruned = 0.0  # when names were last looked through
-        self._scanned: tuple[str, str, dict[int, Blobs]] = "", "", {}  # job and tag that were last looked for on the disk
+        self._pruned = 0.0  # time of the last search through the names
+        self._scanned: tuple[str, str, dict[int, Blobs]] = "", "", {}  # the last job and tag read from disk, and their blobs
 
     # ---- what a name means -----------------------------------------------------------------------------------------
 
     @reachable
     async def lookup(self, model: str, name_or_job: str) -> Run | None:
-        """The run with this name, or a job's captures under its first tag, which is its user's. None if there is no such run.
+        """The run with this name, or a job's captures under its first tag, the user's. None if there is no such run.
 
-        A run that is pending, failed or deleted is found all the same: see `standing`.
+        Also finds runs that are pending, failed or deleted: see `standing`.
         """
         if not name_or_job.startswith(JOB_PREFIX):
             kept = name_or_job if self._caller is None else scoped(self._caller.tenant, name_or_job)
@@ -107,9 +107,9 @@ class SourceRuns:
         return standing or DELETED
 
     async def prompts(self, run: Run, only: Collection[int] | None = None) -> list[RunPrompt]:
-        """What it has of each prompt, ascending; of those in `only` alone, where that is given and they were captured.
+        """Its captured prompts, ascending; with `only`, those of them that were captured.
 
-        Raises MidstreamError: `conflict` while its job runs, `capture_failed` when it failed or not all rows are there, `gone` when
+        Raises MidstreamError: `conflict` while its job runs, `capture_failed` if it failed or rows are missing, `gone` if
         they were deleted.
         """
         standing = await self.standing(run)
@@ -122,9 +122,9 @@ class SourceRuns:
         return [source_run_files.run_prompt(blobs) for blobs in found.values()]
 
     async def files(self, key: str) -> RunFiles:
-        """What ranks load for a `run_key`. Where the ledger knows nothing of its job, the disk is believed.
+        """The files that ranks load for a `run_key`. If the ledger does not know its job, the disk is authoritative.
 
-        Raises MidstreamError("intervention_failed") with the reason when the captures are not whole, failed, deleted or gone.
+        Raises MidstreamError("intervention_failed") with the reason if the captures are incomplete, failed, deleted or gone.
         """
         job, request, tag = parse_key(key)
         (standing,) = await self._known([job])
@@ -185,7 +185,7 @@ class SourceRuns:
         await self._scripts.delete_run(args=scripts.pack(self._settings, model=run.model, name=run.name, job=run.job))
 
     async def prune(self, at: float) -> int:
-        """Take away the names of runs that were deleted long ago; looks through them once an hour. Returns how many."""
+        """Remove the names of runs deleted long ago; searches once an hour. Returns the number removed."""
         if at < self._pruned + PRUNE_S:
             return 0
         self._pruned = at
@@ -202,7 +202,7 @@ class SourceRuns:
 
     @reachable
     async def lease(self, held: Mapping[str, Iterable[str]], seconds: float) -> None:
-        """Protect captures from expiry for this long: job → keys of the runs that it holds."""
+        """Protect captures from expiry for `seconds`; `held`: job → keys of the runs that it holds."""
         if not held:
             return
         at = now()
@@ -217,7 +217,7 @@ class SourceRuns:
 
     @reachable
     async def unlease(self, keys: Iterable[str], holder: str) -> None:
-        """The job `holder` is done with these."""
+        """Release the lease of the job `holder` on these runs."""
         async with self._redis.pipeline(transaction=False) as pipe:
             for lease in _leases(keys):
                 pipe.zrem(lease, holder)
@@ -225,7 +225,7 @@ class SourceRuns:
 
     @reachable
     async def tell_held(self, worker: str, keys: Iterable[str], seconds: float) -> None:
-        """Record for this long that `worker` has these runs in memory."""
+        """Record for `seconds` that `worker` has these runs in memory."""
         held = sorted({_captures_of(key) for key in keys})
         await self._redis.set(_cache(worker), to_json(held), px=int(seconds * 1000))
 
@@ -238,7 +238,7 @@ class SourceRuns:
 
     @reachable
     async def _known(self, jobs: Sequence[str]) -> Standings:
-        """What the ledger knows of each job's captures; None where it knows nothing."""
+        """The ledger's knowledge of each job's captures; None for unknown jobs."""
         async with self._redis.pipeline(transaction=True) as pipe:
             for job in jobs:
                 pipe.hmget(f"ms:capture:{job}", "deleted", "status", "bytes").hmget(f"ms:job:{job}", "state", "error")
@@ -275,7 +275,7 @@ class SourceRuns:
         ]
 
     async def _blobs(self, job: str, tag: str, only: Collection[int] | None) -> dict[int, Blobs]:
-        """Prompt → its blobs, ascending. From the receipts while they are kept, later from the disk."""
+        """Prompt → its blobs, ascending. From the receipts while they exist, later from the disk."""
         receipts = await self._receipts(job, only)
         files = [(told.request, file) for told in receipts for file in told.files if file.tag == tag]
         if not files:
@@ -288,7 +288,7 @@ class SourceRuns:
         return dict(sorted(by_request.items()))
 
     async def _on_disk(self, job: str, tag: str) -> dict[int, Blobs]:
-        """Remembered for the next key of the same job: to find one, manifests of many are read. What is whole does not change."""
+        """Blobs read from disk, cached for the job's next key: finding one reads many manifests, and complete runs do not change."""
         if self._scanned[:2] == (job, tag):
             found = self._scanned[2]
             await asyncio.to_thread(must_be_there, self._store, job)
@@ -300,7 +300,7 @@ class SourceRuns:
 
     @reachable
     async def _receipts(self, job: str, only: Collection[int] | None) -> Receipts:
-        """Of these prompts, or of all; none when one of them has expired."""
+        """Receipts of these prompts, or of all; none if any has expired."""
         ticket = f"ms:ticket:{job}"
         if only is None:
             return [receipt_decoder.decode(raw) for raw in await self._redis.hvals(ticket)]
@@ -325,7 +325,7 @@ def unknown(name: str) -> MidstreamError:
 def _readiness(
     deleted: bytes | None, status: bytes | None, size: bytes | None, state: bytes | None, error: bytes | None
 ) -> RunReadiness | None:
-    """From the fields of the capture's record and of its job's; either may be gone."""
+    """Readiness from the fields of the capture's record and its job's; either may be gone."""
     if deleted is not None:
         return DELETED
     if status is None:
@@ -348,7 +348,7 @@ def _decoded(packed: bytes) -> Run:
 
 
 def _place(run: Run) -> tuple[float, str]:
-    """Where it stands in the listing."""
+    """Position of a run in the listing."""
     return run.created, run.job
 
 
@@ -361,7 +361,7 @@ def _lease(job: str) -> str:
 
 
 def _leases(keys: Iterable[str]) -> list_of_text:
-    """Captures are deleted by job."""
+    """Lease keys by job, since captures are deleted by job."""
     return sorted({_lease(parse_key(key)[0]) for key in keys})
 
 

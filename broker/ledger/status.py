@@ -11,14 +11,14 @@ from ...schemas.version import __version__
 from ..ops.liveness import REAPER_KEY, RELAY_KEY
 from .jobs import Ledger, reachable
 
-#: The relay's sign of life, see `relay`.
+#: The relay's heartbeat key, see `relay`.
 #: Names of the queue's steps: the requested priority, and for `normal` the default of the kind of job.
 NAME_OF_STEP = {"0": "high", "3": "interactive", "6": "batch", "9": "low"}
 
 
 @reachable
 async def read_status(ledger: Ledger, held: int = 0) -> Status:
-    """`held`: responses that the caller holds. Raises MidstreamError("unavailable") while Redis is unreachable."""
+    """`held`: responses that the caller holds open. Raises MidstreamError("unavailable") while Redis is unreachable."""
     redis = ledger.redis
     began = time.perf_counter()
     info: dict[str, Any] = await redis.info()
@@ -59,7 +59,7 @@ def _counts(raw: dict[bytes, bytes]) -> dict[str, dict[str, int]]:
 
 
 async def _queue(ledger: Ledger, name: str) -> QueueStatus | None:
-    """`name`: `{model}:{step}`. None when nothing waits there."""
+    """`name`: `{model}:{step}`. None if nothing waits there."""
     model, _, step = name.rpartition(":")
     tenants: list[bytes] = await ledger.redis.zrange(f"ms:fair:{name}", 0, -1)
     async with ledger.redis.pipeline(transaction=False) as pipe:

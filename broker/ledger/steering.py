@@ -1,6 +1,6 @@
 """Desired steering state per model and the workers' reports: named modules, global steering, their tensors.
 
-The tensors of modules and of global steering are *pinned*: kept without end under their content hash, while at least one owner
+The tensors of modules and of global steering are *pinned*: kept without expiry under their content hash, while at least one owner
 (a module, the global steering of a model, a proposal of it) names them. A job gets its own copies when it is accepted.
 """
 
@@ -28,17 +28,17 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
-#: Reports count only while their worker lives, so this merely removes those of workers that are gone.
+#: Reports count only while their worker lives, so this only removes reports of workers that are gone.
 REPORT_TTL_S = 24 * 3600
 #: Marks of workers whose ranks disagree: worker → reason.
 DESYNC_KEY = "ms:desync"
-#: Which disagreement is dealt with: worker → "boot/epoch" of the ledgers up to which receipts do not mark it any more.
+#: Resolved disagreements: worker → "boot/epoch" of the ledgers up to which receipts no longer mark it.
 SETTLED_KEY = "ms:desync-settled"
-#: Repeats of a change that another one overtook.
+#: Retries of a change that lost a race with another one.
 RACES = 16
 
 
-#: Who wrote what was stored before versions said so.
+#: Assumed writer of items stored before versions were recorded.
 UNKNOWN = "(unknown)"
 
 
@@ -70,24 +70,24 @@ class Look(NamedTuple):
 
     version: int  # of `Desired`
     proposal: str  # id of the proposal that is to be prepared
-    ask: str  # the last question
-    desync: str  # why the worker's ranks are to be made equal again
+    ask: str  # id of the last query
+    desync: str  # why the worker's ranks need a resync
     committed: str = ""  # id of the committed proposal: versions may repeat if Redis lost its last second
 
 
 class Account(NamedTuple):
-    """A live worker, and what it reported last since its start; None: nothing yet."""
+    """A live worker and its last report since its start; None: no report yet."""
 
     info: WorkerInfo
     report: WorkerSteering | None
 
     def answers(self, ask: str) -> bool:
-        """Whether the report was made after the question `ask` was put: questions are numbered."""
+        """Whether the report was made after the query `ask`: queries are numbered."""
         return self.report is not None and self.report.ask != "" and int(self.report.ask) >= int(ask)
 
 
 class Steering:
-    """The desired state over a ledger's Redis. Belongs to the ledger's event loop.
+    """The desired state in a ledger's Redis. Belongs to the ledger's event loop.
 
     All calls raise MidstreamError("unavailable") while Redis is unreachable.
     """
@@ -102,10 +102,10 @@ class Steering:
 
     @reachable
     async def desired(self, model: str) -> Desired:
-        """A consistent snapshot of what a worker of `model` reconciles to. Expired proposals are excluded.
+        """A consistent snapshot of the state that a worker of `model` reconciles to. Expired proposals are excluded.
 
-        Raises MidstreamError("version_mismatch"), as all that reads what is stored, for what another version of Midstream has stored and
-        this one cannot read; it names both.
+        Raises MidstreamError("version_mismatch"), as every such read does, for items that another version of Midstream has stored
+        and this one cannot read; it names both versions.
         """
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.hmget(_state(model), "version", "current", "proposal").hgetall(_modules(model))
@@ -120,7 +120,7 @@ class Steering:
 
     @reachable
     async def look(self, model: str, worker: str) -> Look:
-        """Whether there is news; one round trip."""
+        """Markers of changes since the last look; one round trip."""
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.hmget(_state(model), "version", "proposal_id", "ask", "committed_id").hget(DESYNC_KEY, worker)
             (version, proposal, ask, committed), desync = await pipe.execute()
@@ -128,12 +128,12 @@ class Steering:
 
     @reachable
     async def report(self, report: WorkerSteering) -> None:
-        """What a worker says of itself; the last report is the one that counts."""
+        """Store a worker's report on itself; it replaces the previous one."""
         await self._redis.set(_report(report.worker), to_msgpack(report), ex=REPORT_TTL_S)
 
     @reachable
     async def clear_desync(self, worker: str, boot: str = "", epoch: int = 0) -> None:
-        """The worker's ranks are equal again. Receipts of ledgers of this `boot` before `epoch` do not mark it once more."""
+        """Clear the mark: the worker's ranks agree again. Receipts of ledgers of this `boot` before `epoch` no longer mark it."""
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.hdel(DESYNC_KEY, worker)
             if boot:
@@ -144,7 +144,7 @@ class Steering:
     async def get_tensor(self, name: str) -> Tensor:
         """A pinned tensor, or one that a job brought, by content hash.
 
-        Raises MidstreamError: `intervention_failed` when it is gone, `version_mismatch`.
+        Raises MidstreamError: `intervention_failed` if it is gone, `version_mismatch`.
         """
         pinned, blob = await self._redis.mget(_pinned(name), f"ms:blob:{name}")
         raw = blob if pinned is None else pinned
@@ -155,20 +155,20 @@ class Steering:
         except msgspec.DecodeError as error:
             raise unreadable(f"the tensor {name}", UNKNOWN, error) from error
 
-    # ---- what workers say ------------------------------------------------------------------------------------------
+    # ---- workers' reports ------------------------------------------------------------------------------------------
 
     @reachable
     async def ask(self, model: str) -> str:
-        """Put a question to the workers of `model`; they answer it with a fresh report (see `Account.answers`)."""
+        """Send a query to the workers of `model`; they answer with a new report (see `Account.answers`)."""
         return str(await self._redis.hincrby(_state(model), "ask", 1))
 
     async def reports(self, model: str) -> list[WorkerSteering]:
-        """The last report of each live worker of `model`, by worker; one that has not reported since its start is not there."""
+        """The last report of each live worker of `model`, by worker; workers that have not reported since their start are left out."""
         return [account.report for account in await self.accounts(model) if account.report is not None]
 
     @reachable
     async def accounts(self, model: str | None = None) -> list[Account]:
-        """The live workers (of `model`, or all) and what they reported last, by worker."""
+        """The live workers (of `model`, or all) and their last reports, by worker."""
         live = [info for info in await self._ledger.workers() if model is None or info.model == model]
         raw = await self._redis.mget([_report(info.worker) for info in live]) if live else []
         told = [_told(packed) for packed in raw]
@@ -184,10 +184,10 @@ class Steering:
         """Phase one: workers are to prepare `entries` (none: clear) until `steering_wait_s` have passed; nothing is applied yet.
 
         `blobs`: content hash → tensor, of those that may not be pinned yet. Raises MidstreamError("conflict") while another
-        proposal is open, or when a tensor is neither brought nor pinned; overloaded when Redis is too full for `entries`.
+        proposal is open, or if a tensor is neither supplied nor pinned; overloaded if Redis is too full for `entries`.
         """
         raw = _packed(blobs)
-        if entries:  # to steer no more is possible however full Redis is
+        if entries:  # clearing is allowed however full Redis is
             await self._ledger.check_room(_size(raw))
         for _ in range(RACES):
             # Numbers are never reused, even for uncommitted proposals: a rank never sees one number with two contents.
@@ -208,9 +208,9 @@ class Steering:
 
     @reachable
     async def commit(self, model: str, proposal_id: str) -> GlobalSteering:
-        """Phase two: the proposal is what is desired now; from here on no job begins under what was before.
+        """Phase two: the proposal becomes the desired state; from here on no job begins under the former one.
 
-        Raises MidstreamError("conflict") when it is not open any more: nothing has changed then.
+        Raises MidstreamError("conflict") if it is no longer open: nothing has changed then.
         """
         outcome, *packed = await self._scripts.commit(args=scripts.pack(self._settings, model=model, id=proposal_id))
         if outcome != b"committed":
@@ -219,7 +219,7 @@ class Steering:
 
     @reachable
     async def abort(self, model: str, proposal_id: str) -> bool:
-        """Give the proposal up. False when it is not open any more."""
+        """Abandon the proposal. False if it is no longer open."""
         outcome: bytes = await self._scripts.abort(args=scripts.pack(self._settings, model=model, id=proposal_id))
         return outcome == b"aborted"
 
@@ -227,7 +227,7 @@ class Steering:
 
     @reachable
     async def put_module(self, module: Module, blobs: Mapping[str, bytes | Tensor]) -> Module | None:
-        """Let the name point at this content; returns what it pointed at before, None when it is new.
+        """Point the name at this content; returns the module that it pointed at before, None if it is new.
 
         The same content again changes at most the description: version and `created` stay. `blobs` as in `propose`.
         Raises MidstreamError("module_limit") if its tenant's limit is reached, and a 400 for a module larger than the limit.
@@ -256,7 +256,7 @@ class Steering:
     @reachable
     async def delete_module(self, model: str, name: str) -> Module | None:
         """Delete the module and return it; None if there is no such module. Accepted jobs keep its content."""
-        await self.module(model, name)  # one that cannot be read stays: its version may still need it
+        await self.module(model, name)  # an unreadable one stays: the version that wrote it may still need it
         arguments = scripts.pack(self._settings, model=model, name=name, tenant=unscoped(name)[0])
         packed = await self._scripts.delete_module(args=arguments)
         return await self._read(model, a_module(name), packed) if packed else None
@@ -282,7 +282,7 @@ class Steering:
             raise unreadable(f"{kept.what} of {model!r}", _text(writer) or UNKNOWN, error) from error
 
     async def module(self, model: str, name: str) -> Module | None:
-        """None when there is none of this name."""
+        """The module of this name; None if there is none."""
         return (await self.standing(model, [name]))[0].get(name)
 
     @reachable
@@ -299,7 +299,7 @@ class Steering:
 def _told(packed: bytes | None) -> WorkerSteering | None:
     try:
         return None if packed is None else from_msgpack(packed, WorkerSteering)
-    except msgspec.ValidationError as error:  # of a worker of another version: as if it had said nothing
+    except msgspec.ValidationError as error:  # of a worker of another version: treated as no report
         log.warning("cannot read a worker's report: %s", error)
         return None
 

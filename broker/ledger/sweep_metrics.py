@@ -7,23 +7,23 @@ from typing import NamedTuple
 from ...schemas.sweep_units import Node
 from ...schemas.sweeps import Metric, StoredPair
 
-#: Two prompts whose metric differs by less, in nats, say nothing about what share of the difference was recovered; …
+#: Two prompts whose metric differs by less than this, in nats, are useless for a recovered share; …
 LEAST_DIFFERENCE = 0.1
-#: … nor do those whose difference is less than this many times what a patch changes that changes nothing.
+#: … so are those whose difference is less than this many times the effect of a no-op patch.
 LEAST_OVER_NOISE = 10.0
 
 
 class Grades(NamedTuple):
     """Reported values of one unit, in nats."""
 
-    logprob: float | None  # of the answer: the sum over its tokens, each behind those before; None: there is no answer
+    logprob: float | None  # of the answer: the sum over its tokens, each given those before; None: there is no answer
     foil_logprob: float | None
-    kl: float | None = None  # D(P_clean ‖ P) over the token after the prompt; None: not asked
+    kl: float | None = None  # D(P_clean ‖ P) over the token after the prompt; None: not requested
 
 
 def grades(pair: StoredPair, nodes: Sequence[Node], graded: Sequence[Sequence[float]], compared: bool = False) -> Grades:
-    """`graded`: of each node, the log-probability of each of its token ids, in nats; `compared`: of the first, the divergence behind
-    them. Raises ValueError for what is not that, or not finite.
+    """`graded`: for each node, the log-probability of each of its token ids, in nats; with `compared`, the first node's divergence after
+    them. Raises ValueError for values of another shape, or not finite.
     """
     for number, (node, values) in enumerate(zip(nodes, graded, strict=True)):
         expected = len(node.token_ids) + (compared and number == 0)
@@ -48,7 +48,7 @@ def grades(pair: StoredPair, nodes: Sequence[Node], graded: Sequence[Sequence[fl
 def in_nats(metric: Metric, told: Grades) -> float:
     """The metric; under `recovered`, what it is a share of: the difference to the foil, or without one the answer's log-probability.
 
-    Raises ValueError where that was not asked.
+    Raises ValueError if that was not requested.
     """
     value = told.kl if metric == "kl" else told.logprob
     if metric == "logit_diff" or (metric == "recovered" and told.foil_logprob is not None):
@@ -59,12 +59,12 @@ def in_nats(metric: Metric, told: Grades) -> float:
 
 
 def recovered(value: float, base: float, source: float) -> float:
-    """Which share of the way from the patched prompt to the other one a patch has gone; all in nats."""
+    """The share of the difference between the patched prompt and the other one that a patch recovers; all in nats."""
     return (value - base) / (source - base) + 0.0  # no share is 0, not −0
 
 
 def noise_floor(metric: Metric, values: Sequence[float], base: float | None) -> float | None:
-    """The largest change of a patch that changes nothing, in the metric's units. `values`: of such patches; None without any.
+    """The largest effect of a no-op patch, in the metric's units. `values`: of such patches; None without any.
 
     `base`: of the prompt without one, as `Baseline.value`; a share of 0 is no change.
     """

@@ -68,7 +68,7 @@ def sweep_summary(sweep: StoredSweep, records: Records, seconds: float | None) -
 
 
 def sweep_start(sweep: StoredSweep) -> SweepStart:
-    """What is known before a sweep begins."""
+    """The facts known before a sweep begins."""
     skipped = [
         Skipped(pair=pair, hook=hook, layers=sweep.layers, column=column, reason=of_pair.columns[column].reason)
         for pair, of_pair in enumerate(sweep.pairs)
@@ -90,7 +90,7 @@ def sweep_start(sweep: StoredSweep) -> SweepStart:
 
 
 def sweep_cell(sweep: StoredSweep, unit: Unit, record: UnitRecord) -> SweepCell:
-    """A cell as readers see it."""
+    """A cell as returned to readers."""
     return SweepCell(
         pair=unit.pair,
         hook=sweep.hooks[unit.hook],
@@ -121,7 +121,7 @@ def _value(record: UnitRecord | None) -> float | None:
 
 
 def _over_pairs(values: tuple[float | None, ...]) -> tuple[float | None, float | None]:
-    """Mean and sample standard deviation of those that are there."""
+    """Mean and sample standard deviation of the values that exist."""
     there = [value for value in values if value is not None]
     if not there:
         return None, None

@@ -19,7 +19,7 @@ Kept = Literal["kept", "stale", "cancelling"]
 
 
 class Sweeps:
-    """Over a ledger. Belongs to the ledger's event loop."""
+    """Sweep units in a ledger. Belongs to the ledger's event loop."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._redis: Any = ledger.redis
@@ -34,7 +34,7 @@ class Sweeps:
 
     @reachable
     async def receipts(self, job_id: str, requests: Sequence[int], ranks: int) -> dict[int, list[Receipt]]:
-        """Of these requests, the receipts of those about which all `ranks` have reported, in rank order."""
+        """The receipts of those of these requests that all `ranks` have reported on, in rank order."""
         if not requests:
             return {}
         raw = await self._redis.hmget(f"ms:ticket:{job_id}", [f"{request}/{rank}" for request in requests for rank in range(ranks)])
@@ -43,7 +43,7 @@ class Sweeps:
 
     @reachable
     async def told(self, job_id: str, requests: Sequence[int], ranks: int) -> list[Receipt]:
-        """All receipts of these requests that have arrived, also where some rank has not reported."""
+        """All receipts of these requests so far, even if some rank has not reported."""
         raw = await self._redis.hmget(f"ms:ticket:{job_id}", [f"{request}/{rank}" for request in requests for rank in range(ranks)])
         return [receipt_decoder.decode(one) for one in raw if one is not None]
 
@@ -51,8 +51,8 @@ class Sweeps:
     async def keep(self, job: Job, attempt: int, units: Iterable[tuple[UnitRecord, SweepCell | None]], ranks: int, stages: int) -> Kept:
         """Store unit records, in this order, each with its event (none if it is not a cell), and drop their receipts.
 
-        What is known of a unit already stays as it is. `stale`: the attempt has no say any more. `cancelling`: nobody wants the
-        sweep. Nothing of a batch is kept then. Raises not_found.
+        An existing record of a unit is not replaced. `stale`: the attempt is no longer current. `cancelling`: the sweep is being
+        cancelled. In both cases nothing of the batch is kept. Raises not_found.
         """
         assert job.sweep is not None
         width = Units(job.sweep).width

@@ -9,15 +9,15 @@ from ...schemas.errors import MidstreamError, invalid
 from ...schemas.keys import Limits, Tenant, TenantView, Usage
 from ...schemas.settings import Settings
 
-#: name → packed `Tenant`, of those whose limits were said.
+#: name → packed `Tenant`, of tenants with limits of their own.
 TENANTS = "ms:tenants"
-#: `{tenant}/jobs`, `{tenant}/cells`, `{tenant}/bytes`; with no tenant what all use: `/cells`, `/queued`.
+#: `{tenant}/jobs`, `{tenant}/cells`, `{tenant}/bytes`; without a tenant, the totals: `/cells`, `/queued`.
 USAGE = "ms:usage"
 
-#: Limits of a tenant for which there are settings.
+#: Limits of a tenant that have a default in the settings.
 DEFAULTED = ("requests_per_minute", "tokens_per_minute", "jobs_in_flight", "capture_mib", "sweep_cells", "modules", "module_mib")
 
-#: Name of a limit → kind of problem and its detail; and what would be accepted.
+#: Name of a limit → kind of problem, its detail, and what would be accepted.
 REFUSALS: dict[str, tuple[str, str]] = {
     "queue_limit": ("overloaded", "{used} jobs are waiting, the limit is {allowed} (setting queue_limit)"),
     "redis_fill": ("overloaded", "Redis memory would be {used} % full, the limit for new jobs is {allowed} % (setting redis_fill_limit)"),
@@ -37,8 +37,8 @@ ALLOWED: dict[str, str] = {
     "modules": "delete some (DELETE /v1/steering/modules/<name>)",
     "module_mib": "delete some (DELETE /v1/steering/modules/<name>), or use smaller ones",
 }
-#: Name of a limit → what is wrong with one thing that is larger than the limit by itself, so that waiting does not help: field,
-#: how it is told, what would be accepted.
+#: Name of a limit → problem of a single item larger than the limit, for which waiting does not help: field,
+#: message, what would be accepted.
 _TOO_MANY_CELLS = ("pairs", "give {more} cells", "at most {allowed} over all sweeps (limit {name}): a smaller sweep")
 TOO_LARGE: dict[str, tuple[str, str, str]] = {
     "sweep_cells": _TOO_MANY_CELLS,
@@ -49,14 +49,14 @@ MIB = 1 << 20
 
 
 def limits_of(settings: Settings) -> dict[str, int]:
-    """Default limits of tenants, and limits over all tenants; 0 is no limit."""
+    """Default limits of tenants, and limits over all tenants; 0 means no limit."""
     own: dict[str, int] = {name: getattr(settings, f"limit_{name}") for name in DEFAULTED}
     full = round(100 * settings.redis_fill_limit)
     return {**own, "queue_limit": settings.queue_limit, "sweep_cells_waiting": settings.sweep_cells_waiting, "redis_fill": full}
 
 
 def refusal(tenant: str, name: str, used: int, allowed: int, more: int, retry_after: float | None) -> MidstreamError:
-    """Why something was not accepted, and from when on it would be. `more`: what it would have taken of the limit."""
+    """The error for a rejected item, and when it would be accepted. `more`: its share of the limit."""
     facts = {"name": name, "tenant": tenant, "used": used, "allowed": allowed, "more": more}
     if name in TOO_LARGE and more > allowed:
         field, *words = TOO_LARGE[name]
@@ -68,14 +68,14 @@ def refusal(tenant: str, name: str, used: int, allowed: int, more: int, retry_af
 
 
 class Tenants:
-    """Over a redis.asyncio client, such as a ledger's. Belongs to its event loop."""
+    """Tenants in a redis.asyncio client's Redis, such as a ledger's. Belongs to its event loop."""
 
     def __init__(self, redis: Any, settings: Settings) -> None:
         self._redis = redis
         self._settings = settings
 
     async def put(self, tenant: Tenant) -> None:
-        """From now on these limits hold for it, also for what it has submitted."""
+        """Set the tenant's limits; they also apply to what it has already submitted."""
         await self._redis.hset(TENANTS, tenant.name, to_msgpack(tenant))
 
     async def delete(self, name: str) -> bool:
@@ -83,17 +83,17 @@ class Tenants:
         return bool(await self._redis.hdel(TENANTS, name))
 
     async def get(self, name: str) -> Tenant:
-        """With what was said of it by name; limits that are null are the settings'."""
+        """The tenant with the limits set by name; null limits default to the settings."""
         raw = await self._redis.hget(TENANTS, name)
         return Tenant(name=name) if raw is None else from_msgpack(raw, Tenant)
 
     async def list(self) -> list[Tenant]:
-        """Those with limits of their own, by name."""
+        """Tenants with limits of their own, by name."""
         raw = await self._redis.hgetall(TENANTS)
         return [from_msgpack(raw[name], Tenant) for name in sorted(raw)]
 
     async def usage(self, name: str) -> Usage:
-        """What it uses now, and what it has submitted in this minute of the clock."""
+        """Its current usage, and what it has submitted in the current clock minute."""
         counted = await self._redis.hmget(USAGE, [f"{name}/{what}" for what in ("jobs", "cells", "bytes")])
         jobs, cells, kept = (max(0, int(number or 0)) for number in counted)
         rates = await self._redis.hmget(f"ms:rate:{name}", "minute", "requests", "tokens")
@@ -106,11 +106,11 @@ class Tenants:
         )  # fmt: skip
 
     async def view(self, name: str) -> TenantView:
-        """Its limits as they hold, settings filled in, and its usage."""
+        """Its effective limits, with defaults filled in, and its usage."""
         return TenantView(name=name, limits=filled((await self.get(name)).limits, self._settings), usage=await self.usage(name))
 
 
 def filled(limits: Limits, settings: Settings) -> Limits:
-    """The limits as they hold."""
+    """The effective limits."""
     defaults = limits_of(settings)
     return msgspec.structs.replace(limits, **{name: defaults[name] for name in DEFAULTED if getattr(limits, name) is None})

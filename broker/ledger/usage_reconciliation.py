@@ -1,7 +1,7 @@
 """Reconciliation of usage counters with actual usage: a slice at a time, while the service runs.
 
-Usage is changed in the commits that change what is used, so it is right, but for what a process of another version did without
-counting. A count that is under way is kept up by all scripts (`tally` in lua/usage.lua), so it needs no standstill.
+Usage is updated in the commits that change it, so it is correct except for changes that a process of another version made without
+counting. All scripts keep a running recount up to date (`tally` in lua/usage.lua), so the service need not stop.
 """
 
 import secrets
@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from ...schemas.settings import Settings
 from . import scripts
 
-#: Jobs or captures that are looked at in one script, in which Redis serves nobody else: some milliseconds.
+#: Jobs or captures examined per script call, which blocks Redis for a few milliseconds.
 SLICE = 250
 
 
 class UsageReconciliation:
-    """One count; `step` until it says what differed. Another one that begins takes its place."""
+    """One recount: call `step` until it returns the differences. A recount that begins later replaces it."""
 
     def __init__(self, bound: scripts.Scripts, settings: Settings, at: float, slice_: int = SLICE) -> None:
         """`bound`: the `Scripts` of an asynchronous client. `at`: the time, in seconds since the epoch."""
@@ -25,7 +25,7 @@ class UsageReconciliation:
         self._cursor = b"0"
 
     async def step(self) -> list[str] | None:
-        """Look at a slice more. None: there is more to look at. At the end what was counted wrong, and is right now."""
+        """Count one more slice. None: more slices remain. At the end, the counters that were wrong and are now corrected."""
         if not self._left:
             counted = await self._scripts.recounted(args=scripts.pack(self._settings, self._at, name=self._name))
             return [*_differences(counted), *_differences(await self._scripts.list_modules(args=scripts.pack(self._settings, self._at)))]

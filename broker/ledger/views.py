@@ -36,7 +36,7 @@ FIELDS = [
     "tenant", "priority", "expires", "callback",
 ]  # fmt: skip
 
-#: Ranges of positions that a detail lists before it only counts them.
+#: Ranges of positions that a detail lists; the rest are only counted.
 SHOWN_RANGES = 8
 
 _STREAM_ID = re.compile(r"^\d{1,20}(-\d{1,20})?$")
@@ -44,7 +44,7 @@ _CURSOR = re.compile(r"^(\d+(?:\.\d+)?):([A-Za-z0-9_]+)$")
 
 
 class Facts(NamedTuple):
-    """What a result needs of the record beside the view."""
+    """Fields of the record that a result needs in addition to the view."""
 
     captures: bool
     global_version: int
@@ -62,7 +62,7 @@ def facts(values: Sequence[bytes | None]) -> Facts:
 
 
 def view(job_id: str, values: Sequence[bytes | None], settings: Settings) -> JobView | None:
-    """`values` as HMGET gives them for `FIELDS`; None when there is no such job. A result past its retention reads `expired`."""
+    """`values` as HMGET returns them for `FIELDS`; None if there is no such job. A result past its retention reads `expired`."""
     record = {name: value for name, value in zip(FIELDS, values, strict=True) if value is not None}
     if "state" not in record:
         return None
@@ -114,7 +114,7 @@ def result(
     settings: Settings,
     swept: tuple[StoredSweep, Records] | None = None,
 ) -> JobResult:
-    """`values` as for `view`; `outputs` and `receipts` as stored; receipts of one attempt, in any order. `swept`: of a sweep."""
+    """`values` as for `view`; `outputs` and `receipts` as stored; receipts of one attempt, in any order. `swept`: the result of a sweep."""
     known = facts(values)
     told = [receipt_decoder.decode(raw) for raw in receipts]
     sweep = None
@@ -172,7 +172,7 @@ def _sites(file: CapturedFile) -> dict[str, list[int]]:
 
 
 def _capture_detail(view: JobView, ticket: Sequence[Receipt]) -> str:
-    """Why the status is what it is, when it is not `ok`; and what a prefix cache hit has saved."""
+    """The reason for a status other than `ok`; and what a prefix cache hit has saved."""
     if view.error is not None:
         return view.error.detail
     if view.capture_status == "pending":
@@ -187,7 +187,7 @@ def _capture_detail(view: JobView, ticket: Sequence[Receipt]) -> str:
 
 
 def _shortcomings(told: Receipt) -> Iterator[str]:
-    """What a rank could not do for a request: in its own words, or as its receipt shows."""
+    """What a rank could not do for a request: its own message, or derived from its receipt."""
     if told.verdict == "ok":
         return
     where = f"request {told.request}, rank {told.rank}"
@@ -209,9 +209,9 @@ def _reuse(ticket: Sequence[Receipt]) -> list[str]:
 
 
 def determinism(view: JobView, known: Facts, ticket: Sequence[Receipt]) -> Determinism:
-    """Whether, for every request, the ranks of each pipeline stage report the same: checksum, actions and edited rows, of one epoch.
+    """Whether, for every request, the ranks of each pipeline stage report the same checksum, actions and edited rows, in one epoch.
 
-    Says it of the receipts that have arrived; a rank that has not reported agrees with nobody and contradicts nobody.
+    Covers the receipts that have arrived; a rank that has not reported counts neither as agreeing nor as disagreeing.
     """
     stages = []
     for pp in sorted({told.pp for told in ticket}):
@@ -237,7 +237,7 @@ def determinism(view: JobView, known: Facts, ticket: Sequence[Receipt]) -> Deter
 
 
 def after_id(last: str) -> str:
-    """XRANGE's lower bound for the entries after `last`. Raises MidstreamError("invalid_request") for what is no stream id."""
+    """XRANGE's lower bound for the entries after `last`. Raises MidstreamError("invalid_request") for an invalid stream id."""
     if last in ("", "0"):
         return "-"
     if not _STREAM_ID.match(last):
@@ -255,7 +255,7 @@ def format_cursor(score: float, last: str) -> str:
 
 
 def parse_cursor(cursor: str | None) -> tuple[float, str]:
-    """(creation time, job id) to go on after. Raises MidstreamError("invalid_request") for what is no cursor."""
+    """(creation time, job id) to continue after. Raises MidstreamError("invalid_request") for an invalid cursor."""
     if not cursor:
         return float("inf"), ""
     match = _CURSOR.match(cursor)

@@ -1,7 +1,7 @@
 """Notification of held responses about changes of their jobs: thousands of waiters on one connection, none lost.
 
-One pub/sub connection per process hears of every change. A message is only a hint: it may be lost with the connection, so
-whoever waits also looks by itself from time to time, and everybody looks when the connection is back.
+One pub/sub connection per process receives every change. A message is only a hint: it may be lost with the connection, so
+each waiter also polls from time to time, and all waiters poll when the connection is restored.
 """
 
 import asyncio
@@ -23,13 +23,13 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: Seconds between looks of one waiter while messages come through, and while the connection is down.
+#: Seconds between polls of one waiter while messages arrive, and while the connection is down.
 POLL_S, POLL_DEAF_S = 5.0, 0.25
-#: Of so many jobs the latest message is remembered, for whoever begins to wait just after it came.
+#: Number of jobs whose latest message is remembered, for callers that start to wait just after it arrived.
 REMEMBERED = 4096
-#: What is heard of an event that changes nothing but the job's stream.
+#: The message for an event that changes only the job's stream.
 STIRRED = b"e"
-#: Seconds after which the silent pub/sub connection is asked whether it still lives.
+#: Seconds of silence after which the pub/sub connection is pinged.
 HEALTH_CHECK_S = 5
 RECONNECT_S = 0.2
 PATTERN = "ms:changed:*"
@@ -37,12 +37,12 @@ PREFIX = len("ms:changed:")
 
 
 class Waiter:
-    """One call that waits for news of a job."""
+    """One call that waits for changes of a job."""
 
     def __init__(self, quiet: Collection[str], stirred: bool) -> None:
         self.woken = asyncio.Event()
-        self.quiet = quiet  # states whose coming is no news
-        self.stirred = stirred  # are events of its stream?
+        self.quiet = quiet  # states that do not wake it
+        self.stirred = stirred  # whether events of its stream wake it
 
 
 class Watcher:
@@ -54,7 +54,7 @@ class Watcher:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._waiting: dict[str, set[Waiter]] = {}
-        self._heard: OrderedDict[str, tuple[int, str]] = OrderedDict()  # version and state, since the connection is there
+        self._heard: OrderedDict[str, tuple[int, str]] = OrderedDict()  # version and state, heard on the current connection
         self._task: asyncio.Task[None] | None = None
         self._hearing = asyncio.Event()
 
@@ -66,12 +66,12 @@ class Watcher:
         await self.close()
 
     def start(self) -> None:
-        """Begin to listen; harmless when repeated. Must be called on the event loop."""
+        """Start listening; idempotent. Must be called on the event loop."""
         if self._task is None:
             self._task = asyncio.create_task(self._listen(), name="midstream-watcher")
 
     async def close(self) -> None:
-        """Stop listening and wake everybody who waits; they see their deadline or go on by polling."""
+        """Stop listening and wake all waiters, which reach their deadline or continue by polling."""
         if self._task is not None:
             while not self._task.done():  # redis-py may swallow a cancellation (asyncio.wait_for of Python 3.11)
                 self._task.cancel()
@@ -82,7 +82,7 @@ class Watcher:
 
     @property
     def waiting(self) -> int:
-        """How many calls wait now."""
+        """Number of waiting calls."""
         return sum(map(len, self._waiting.values()))
 
     @property
@@ -91,10 +91,10 @@ class Watcher:
         return set(self._heard)
 
     async def changed(self, job_id: str, version: int, timeout: float, quiet: Collection[str] = ()) -> int:
-        """The job's current version: at once when it is another than `version`, else when it grows, or after `timeout` seconds.
+        """The job's current version: immediately if it differs from `version`, else when it grows, or after `timeout` seconds.
 
-        `quiet`: states for whose coming it need not return; beside those of jobs, `generated`: only receipts are awaited.
-        While Redis is away it waits on; then, at the timeout, it returns `version`. Raises not_found.
+        `quiet`: states that need not wake it; in addition to job states, `generated`: only receipts are awaited.
+        While Redis is unreachable it keeps waiting; at the timeout it returns `version`. Raises not_found.
         """
 
         async def look(polled: bool) -> int | None:
@@ -104,7 +104,7 @@ class Watcher:
             found = await self._ledger.version(job_id)
             if found is None:
                 raise not_found(job_id)
-            return found if found != version else None  # a lower one: Redis has lost its last second, and the job is at an earlier state
+            return found if found != version else None  # lower: Redis has lost its last second, and the job is in an earlier state
 
         found = await self._until(job_id, Waiter(quiet, stirred=False), look, timeout)
         return version if found is None else found
@@ -112,7 +112,7 @@ class Watcher:
     async def stirred(self, job_id: str, after: str, timeout: float) -> bool:
         """Whether the job's event stream has an entry after the event id `after`; waits up to `timeout` seconds for one.
 
-        Raises not_found, and invalid_request for what is no event id.
+        Raises not_found, and invalid_request for an invalid event id.
         """
         after_id(after)
 
@@ -122,9 +122,9 @@ class Watcher:
         return await self._until(job_id, Waiter((), stirred=True), look, timeout) is not None
 
     async def _until(self, job_id: str, waiter: Waiter, look: Callable[[bool], Awaitable[T | None]], timeout: float) -> T | None:
-        """What `look` finds, or None after `timeout`. Registers before it looks, so that no change slips in between.
+        """The result of `look`, or None after `timeout`. Registers before it looks, so that no change is missed.
 
-        `look` is told whether it looks for no other reason than that some time has passed.
+        The argument of `look`: whether it is called only because some time has passed.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
@@ -158,7 +158,7 @@ class Watcher:
                 del self._waiting[job_id]
 
     async def _listen(self) -> None:
-        """Hear messages for ever; after any failure wake everybody, connect again, wake everybody again."""
+        """Receive messages forever; after any failure wake all waiters, reconnect, and wake them again."""
         while True:
             try:
                 await self._hear()
@@ -172,7 +172,7 @@ class Watcher:
 
     async def _hear(self) -> None:
         settings = self._ledger.settings
-        # A connection of its own, that reports a failure at once instead of mending it in silence; read as it is, because redis-py's
+        # A separate connection that reports failures immediately instead of reconnecting silently; read directly, because redis-py's
         # PubSub takes several times as long over each message (and more still with RESP3).
         client = redis.asyncio.Redis.from_url(
             settings.redis_url, retry=None, socket_connect_timeout=5, socket_timeout=None, socket_keepalive=True, protocol=2
@@ -188,7 +188,7 @@ class Watcher:
                         await connection.send_command("PING")  # its answer is a message; a dead peer makes the next read or write fail
                     elif message[0] == b"psubscribe":
                         self._hearing.set()
-                        self._wake_all()  # what changed while nobody heard
+                        self._wake_all()  # changes may have been missed while disconnected
                     elif message[0] == b"pmessage":
                         self._wake(message[2][PREFIX:].decode(), message[3])
             finally:

@@ -43,7 +43,7 @@ DISAGREEMENTS = Counter("midstream_disagreements_total", "Requests whose ranks r
 REFUSED_FRAMES = Counter("midstream_relay_refused_frames_total", "Frames rejected by the relay", ["reason"])
 
 # What the callbacks worker does
-SWEPT = Counter("midstream_swept_total", "Actions of the sweeper, by kind", ["action"])
+SWEPT = Counter("midstream_swept_total", "Actions of the reaper, by kind", ["action"])
 WEBHOOK_ATTEMPTS = Counter("midstream_webhook_attempts_total", "Webhook attempts, by outcome", ["outcome"])
 WEBHOOK_DEPTH = Gauge("midstream_webhook_outbox_depth", "Pending deliveries, over all senders")
 WEBHOOK_OLDEST = Gauge("midstream_webhook_oldest_due_seconds", "Age of the most overdue delivery")

@@ -1,7 +1,7 @@
 """Celery configuration: queues, priorities and switches.
 
-A message carries a job id and nothing else. It is a hint that a job waits: the ledger decides who runs it, the sweeper
-sends it again when it was lost. The scripts of the ledger put the messages into these queues (`messages`).
+A message carries a job id and nothing else. It is a hint that a job waits: the ledger decides which worker runs it, and the reaper
+sends it again if it was lost. The scripts of the ledger put the messages into these queues (`messages`).
 """
 
 import re
@@ -14,17 +14,17 @@ from redis.connection import parse_url
 
 from ...schemas.settings import Settings
 
-#: Redis priorities of kombu: one list per step, 0 is served first.
+#: kombu's Redis priorities: one list per step; 0 is served first.
 PRIORITY_STEPS = (0, 3, 6, 9)
-#: Someone waits for an answer at the OpenAI-style endpoints; a batch of jobs does not mind.
+#: Clients of the OpenAI-style endpoints wait for an answer; batch jobs are not urgent.
 PRIORITY_OF_KIND = {"chat": 3, "completion": 3, "generate": 6, "sweep": 6}
 #: The queue of the `callbacks` worker.
 CALLBACKS_QUEUE = "midstream.callbacks"
-#: Abandoned messages are looked for this often, in seconds (kombu's default amounts to about 100 s).
+#: Seconds between searches for abandoned messages (kombu's default amounts to about 100 s).
 RESTORE_INTERVAL_S = 2
 #: Only one process checks at a time. The lock of a killed process expires after so many seconds (kombu's default: 300 s).
 RESTORE_LOCK_S = 5
-#: A connection whose other end went away without a word (a cut link, a machine that lost power) is given up after 20 s: kombu waits
+#: A connection whose peer has vanished silently (a cut link, a machine that lost power) is dropped after 20 s: kombu waits
 #: for messages without a timeout, and the kernel alone would take two hours.
 KEEPALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3, socket.TCP_USER_TIMEOUT: 20_000}
 #: Between the queue's name and the priority in the name of kombu's Redis lists.
@@ -32,7 +32,7 @@ SEPARATOR = "\x06\x16"
 
 
 def queue_of(model: str) -> str:
-    """`midstream.<model>`; characters that do not belong into a queue's name become `_` and their code."""
+    """`midstream.<model>`; characters not allowed in a queue's name become `_` and their code."""
     return "midstream." + re.sub(r"[^A-Za-z0-9.-]", lambda odd: f"_{ord(odd[0]):x}_", model)
 
 
@@ -66,11 +66,11 @@ def make_app(settings: Settings) -> Celery:
         worker_cancel_long_running_tasks_on_connection_loss=False,  # not possible on threads
         worker_enable_remote_control=True,
         worker_consumer="midstream.broker.queue.consumer:Consumer",
-        worker_enable_prefetch_count_reduction=False,  # after a reconnect at full strength: what runs twice is refused by the ledger
+        worker_enable_prefetch_count_reduction=False,  # full concurrency after a reconnect: the ledger refuses duplicate runs
         broker_connection_retry_on_startup=True,
         broker_connection_max_retries=None,  # Redis may restart: keep trying
-        broker_channel_error_retry=True,  # and it may refuse writes for a while: see `consumer`
-        # A publisher that cannot reach Redis says so soon; the job is committed, and the sweeper sends its message later.
+        broker_channel_error_retry=True,  # Redis may refuse writes for a while: see `consumer`
+        # A publisher that cannot reach Redis fails quickly; the job is committed, and the reaper sends its message later.
         task_publish_retry_policy={"max_retries": 2, "interval_start": 0, "interval_step": 0.2, "interval_max": 0.5},
         broker_transport_options={
             "visibility_timeout": settings.visibility_timeout_s,
@@ -93,7 +93,7 @@ def make_app(settings: Settings) -> Celery:
 
 
 def tls_options(redis_url: str) -> dict[str, Any] | Literal[False]:
-    """What Celery and Flower must be told beside a rediss:// URL: kombu would speak in the clear, and Flower reads no URL."""
+    """TLS options that Celery and Flower need in addition to a rediss:// URL: kombu would use plain text, and Flower ignores the URL."""
     told = parse_url(redis_url) if redis_url.startswith("rediss://") else None  # type: ignore[no-untyped-call]
     if told is None:
         return False

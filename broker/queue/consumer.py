@@ -1,12 +1,12 @@
 """Celery consumer that survives restarts of Redis under load, with rate-limited logging.
 
-kombu clears a lost connection's `client`. What touches the connection afterwards, an acknowledgement or the second attempt
-to close it, ends in an AttributeError, which Celery takes for unrecoverable: the worker would end, and with it an engine
-that takes a minute to load. The message itself is safe: it is delivered again, and the ledger refuses it then. A Redis that answers
-but refuses writes would end the worker as well; it is awaited like one that is unreachable.
+kombu clears a lost connection's `client`. Any later use of the connection, an acknowledgement or the second attempt
+to close it, raises an AttributeError, which Celery treats as unrecoverable: the worker would end, and with it an engine
+that takes a minute to load. The message itself is safe: it is delivered again, and the ledger then refuses it. A Redis that answers
+but refuses writes would also end the worker; it is awaited like an unreachable one.
 
-What it tells of tasks (received, started, succeeded; Flower listens) is sent a few times a second, all together: by itself Celery
-sends it at every turn of its loop, which under load costs worker and Flower more than the tasks do.
+Task events (received, started, succeeded; for Flower) are sent in batches a few times a second: by default Celery
+sends them on every turn of its loop, which under load costs worker and Flower more than the tasks do.
 """
 
 import logging
@@ -23,7 +23,7 @@ from .transport import is_closed
 logger = logging.getLogger(__name__)
 
 
-#: Events of tasks are told at the latest after this many seconds, and as soon as there are `EVENTS_AT_ONCE`.
+#: Task events are sent after at most this many seconds, and as soon as there are `EVENTS_AT_ONCE`.
 EVENTS_S = 0.1
 EVENTS_AT_ONCE = 240
 
@@ -31,10 +31,10 @@ EVENTS_AT_ONCE = 240
 class Consumer(CeleryConsumer):
     """Celery's consumer, named by the setting `worker_consumer`."""
 
-    _events_wait = False  # until they are told
+    _events_wait = False  # until they are sent
 
     def on_send_event_buffered(self) -> None:
-        """An event was put into the buffer, by any thread: see that the buffer is sent soon."""
+        """Schedule sending the buffer after any thread has added an event."""
         if self.hub and not self._events_wait:
             self._events_wait = True
             self.hub.call_soon(self.hub.call_later, EVENTS_S, self._tell_events)  # timers are set on the loop's thread alone
@@ -44,12 +44,12 @@ class Consumer(CeleryConsumer):
         self._flush_events()
 
     def shutdown(self) -> None:
-        """The pool has drained: how its last tasks ended is told, too."""
+        """Also send the events of the last tasks: the pool has drained."""
         self._flush_events()
         super().shutdown()
 
     def register_with_event_loop(self, hub: Any) -> None:
-        """The loop starts, perhaps again: timers of a former start were dropped with its connection."""
+        """Restore the timers when the loop starts: those of a former start were dropped with its connection."""
         self._events_wait = False
         self.app.task_events = self.event_dispatcher  # for what outlives a connection
         if self.event_dispatcher is not None:
@@ -57,16 +57,16 @@ class Consumer(CeleryConsumer):
         super().register_with_event_loop(hub)
 
     def on_connection_error_after_connected(self, exc: Exception) -> None:
-        """Give up a lost connection; a new one follows.
+        """Drop a lost connection; a new one follows.
 
-        Celery closes it twice, the second time without `client` when the first attempt failed, as it does when messages
-        are to be restored and Redis is still away.
+        Celery closes it twice, the second time without `client` if the first attempt failed, as happens when messages
+        must be restored and Redis is still unreachable.
         """
         _reraise_failure(exc)
         try:
             super().on_connection_error_after_connected(exc)
         except AttributeError as error:
-            if self.connection is not None:  # not from the closing: Celery has let go of it by then
+            if self.connection is not None:  # not while closing: Celery has already released it
                 raise
             logger.warning("could not close a lost connection: %s", error)
         self._await_writes(exc)
@@ -77,25 +77,25 @@ class Consumer(CeleryConsumer):
         self._await_writes(exc)
 
     def _await_writes(self, exc: Exception) -> None:
-        """Wait for a Redis that answers and takes no writes (full disk, full memory, read-only); Celery handles an unreachable one."""
+        """Wait for a Redis that answers but refuses writes (full disk, full memory, read-only); Celery handles an unreachable one."""
         if isinstance(exc, ResponseError):
             logger.error("Redis rejects writes, no jobs are taken until it accepts them: %s", exc)
             await_writes(self.app.conf.broker_url, maybe_shutdown)
             logger.warning("Redis accepts writes again")
 
     def call_soon_ack(self, p: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`p` is `ack_log_error` or `reject_log_error` of a message."""
+        """Schedule `p`, which is `ack_log_error` or `reject_log_error` of a message."""
         return super().call_soon_ack(settle, p, *args, **kwargs)
 
 
 def _reraise_failure(exc: Exception) -> None:
-    """Raise errors that waiting does not cure, such as a missing permission."""
+    """Raise errors that waiting does not resolve, such as a missing permission."""
     if isinstance(exc, ResponseError) and not is_absence(exc):
         raise exc
 
 
 def settle(act: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Acknowledge or reject; a message whose connection is closed is left to be delivered again, when the ledger refuses it."""
+    """Acknowledge or reject; a message whose connection is closed will be delivered again, and the ledger then refuses it."""
     try:
         act(*args, **kwargs)
     except AttributeError as error:

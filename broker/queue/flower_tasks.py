@@ -1,11 +1,11 @@
 """Repair of Flower's task list: tasks without an end event whose jobs have ended.
 
-Events are lossy: nobody tells the end of a task whose worker was killed while the receipts were on their way, or that ended while
-Flower was away. Flower's process therefore asks the ledger now and then for the jobs of all tasks that it takes for unfinished, and
-tells itself what their workers would have told. A job may have several tasks, one per attempt: the last tells how the job ended, and
-those before it that another attempt followed.
+Events are lossy: no process reports the end of a task whose worker was killed while receipts were in flight, or that ended while
+Flower was down. Flower's process therefore queries the ledger periodically for the jobs of all tasks that it considers unfinished,
+and emits the events that their workers would have sent. A job may have several tasks, one per attempt: the last reports the job's
+end, the earlier ones that another attempt followed.
 
-All of it happens on Flower's event loop, which alone touches Flower's state, but the round trip to Redis.
+Except for the round trip to Redis, everything runs on Flower's event loop, which alone touches Flower's state.
 """
 
 import asyncio
@@ -24,28 +24,28 @@ from .task_events import SUCCEEDED, JobEnding, event_of, standings
 
 log = logging.getLogger(__name__)
 
-#: Seconds between two looks. A job that is over at one is told at the next, unless its worker told meanwhile.
+#: Seconds between two looks. A job found ended in one look is reported in the next, unless its worker has reported it meanwhile.
 LOOK_S = 3.0
-#: Of so many tasks at most the jobs are asked for in one look; where more are unfinished, each has its turn.
+#: Maximum number of tasks whose jobs are queried in one look; if more are unfinished, they take turns.
 ASKED = 2000
 JOB_PREFIX = "job_"
-#: Who tells of a task that no worker is known to have had.
+#: Reported worker of a task whose worker is unknown.
 TELLER = f"flower@{socket.gethostname()}"
 
 
 class MissedEnds:
-    """`events`: Flower's state, a flower.events.EventsState."""
+    """Emits missed end events. `events`: Flower's state, a flower.events.EventsState."""
 
     def __init__(self, events: Any, redis_url: str):
         self._events = events
         self._client = redis.Redis.from_url(jobs_url(redis_url), socket_timeout=5, socket_connect_timeout=5)
-        self._over: dict[str, JobEnding] = {}  # by task, as the look before found it
-        self._last_attempts: dict[str, int] = {}  # as of the present look
+        self._over: dict[str, JobEnding] = {}  # by task, as found by the previous look
+        self._last_attempts: dict[str, int] = {}  # as of the current look
         self._turn = 0
-        self._trouble = ""  # that was told
+        self._trouble = ""  # last error logged
 
     async def run(self) -> None:
-        """Look for ever."""
+        """Look periodically, forever."""
         while True:
             await asyncio.sleep(LOOK_S)
             try:
@@ -59,7 +59,7 @@ class MissedEnds:
                 log.exception("could not report the end of a task")
 
     async def look(self) -> None:
-        """Tell of the tasks that were over at the look before and that nobody has told of since; ask for the others.
+        """Report tasks that had ended by the previous look and have not been reported since; query the others.
 
         Raises redis.RedisError.
         """
@@ -73,7 +73,7 @@ class MissedEnds:
             self._over = {task_id: standing for task_id, standing in zip(asked, found, strict=True) if standing.state in TERMINAL}
 
     def _unfinished(self) -> dict[str, Any]:
-        """Tasks of jobs that still have an end to be told, by id; one that was put back and whose job went on in a later task has none."""
+        """Tasks whose end is still to be reported, by id; excludes those put back whose job continued in a later task."""
         found = {
             task_id: task
             for task_id, task in self._events.tasks.data.items()
@@ -83,7 +83,7 @@ class MissedEnds:
         return {task_id: task for task_id, task in found.items() if task.state != RETRY or not self._is_followed(task_id)}
 
     def _known_attempts(self) -> dict[str, int]:
-        """Of each job with a task for a later attempt than the first: the last of those."""
+        """Job → its last attempt, for jobs with a task for a later attempt than the first."""
         last: dict[str, int] = {}
         for task_id in self._events.tasks.data:
             job_id, attempt = job_of_task(task_id)
@@ -109,7 +109,7 @@ class MissedEnds:
         if kind == SUCCEEDED and task.started:
             fields["runtime"] = max(0.0, told_at - task.started)
         worker = task.worker.hostname if task.worker else TELLER
-        # Nothing was received from the worker, so that it does not count as alive.
+        # Received time is unset, so that the worker does not count as alive.
         frame = {"type": kind, "uuid": task.uuid, "hostname": worker, "timestamp": told_at, "local_received": None, "clock": task.clock}
         self._events.event(frame | fields)
         log.info("%s: reported task %s, which had no event", kind, task.uuid)

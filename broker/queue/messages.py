@@ -1,7 +1,7 @@
 """Templates of a job's Celery message and of its `task-sent` event, which the Lua scripts fill in and send (`lua/message.lua`).
 
 Celery itself composes the message once, with placeholders; only what differs between jobs is filled in. A test compares a message
-with the one that `send_task` would send. Nothing in it belongs to a process: the scripts are the same text for every process, so
+with the one that `send_task` would send. Nothing in it is specific to a process: the scripts are the same text everywhere, so
 Redis caches each of them once.
 """
 
@@ -13,16 +13,16 @@ from celery import Celery
 
 from .celery_app import task_of
 
-#: Who sends, where Celery names a process. Replies are not expected: there is no result backend.
+#: The sender, where Celery names a process. No replies are expected: there is no result backend.
 ORIGIN = "ledger@midstream"
-#: The channel of `task-sent` behind kombu's prefix of the database.
+#: The channel of `task-sent`, after kombu's prefix of the database.
 SENT_CHANNEL = "celeryev/task.sent"
 #: Filled in by Lua: `@name@` is a string or a part of one, `"@#name@"` a number.
 _PLACEHOLDER = re.compile(r'"@#(\w+)@"|@(\w+)@')
 
 
 def task_id_of(job_id: str, attempt: int) -> str:
-    """The id of a message's task: the job's, and from the second message on with the number of attempts made."""
+    """The id of a message's task: the job's id, from the second message on followed by the number of attempts made."""
     return job_id if attempt == 0 else f"{job_id}.{attempt}"
 
 
@@ -51,7 +51,7 @@ def templates() -> dict[str, str]:
 
 
 def _envelope(body: Any, headers: dict[str, Any], properties: dict[str, Any]) -> dict[str, Any]:
-    """A message as kombu's Redis transport has it. The body is JSON text, which kombu takes as it is (`body_encoding`)."""
+    """A message in the format of kombu's Redis transport. The body is JSON text, which kombu does not decode (`body_encoding`)."""
     return {
         "body": _PLACEHOLDER.sub(lambda found: f"@{found[1] or found[2]}@", json.dumps(body)),
         "content-encoding": "utf-8",

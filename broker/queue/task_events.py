@@ -1,12 +1,12 @@
 """Celery task events for job states, so that Flower and the ledger agree.
 
-Workers tell it of their tasks; Flower's own process tells it of tasks whose worker could not. A task carries one attempt at a job,
+Workers emit them for their tasks; Flower's own process emits them for tasks whose worker could not. A task is one attempt at a job,
 and its state in Flower is the job's:
 
     succeeded                       SUCCESS
     failed                          FAILURE, with the problem
-    cancelled, aborted, expired     REVOKED, as any other end
-    back in the queue               RETRY: another attempt, a task of its own, or the same message again
+    cancelled, aborted, expired     REVOKED, as is any other end
+    back in the queue               RETRY: another attempt in a new task, or the same message again
 """
 
 from collections.abc import Sequence
@@ -22,15 +22,15 @@ SUCCEEDED, FAILED, RETRIED, REVOKED = "task-succeeded", "task-failed", "task-ret
 
 
 class JobEnding(NamedTuple):
-    """How a job stands in the ledger."""
+    """State of a job in the ledger, and how it ended."""
 
-    state: State  # of what the ledger no longer has: expired
-    problem: Problem | None = None  # of a failed one
+    state: State  # `expired` if the ledger no longer has the job
+    problem: Problem | None = None  # of a failed job
     finished: float | None = None  # seconds since the epoch
 
 
 def standings(client: redis.Redis, job_ids: Sequence[str]) -> list[JobEnding]:
-    """How these jobs stand, in one round trip. Raises redis.RedisError."""
+    """The states of these jobs, in one round trip. Raises redis.RedisError."""
     pipe = client.pipeline(transaction=False)
     for job_id in job_ids:
         pipe.hmget(f"ms:job:{job_id}", "state", "error", "finished")
@@ -44,9 +44,9 @@ def _standing(state: bytes | None, error: bytes | None, finished: bytes | None) 
 
 
 def event_of(state: State, problem: Problem | None = None) -> tuple[str, dict[str, Any]]:
-    """The type of the event that tells that a job is over, or queued again, and what is in it.
+    """Type and fields of the event for a job that has ended or is queued again.
 
-    Raises ValueError for a job that runs: nothing is to be told of it.
+    Raises ValueError for a running job, which has no such event.
     """
     match state:
         case State.SUCCEEDED:

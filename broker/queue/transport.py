@@ -1,11 +1,11 @@
 """kombu's Redis transport with fewer round trips: takes several messages at once and acknowledges several at once.
 
-kombu needs three for each message: one to take it, one to note it as unacknowledged, one to acknowledge it. Here the note takes further
-messages along, as many as there is room for, and the acknowledgements that have collected. What kombu keeps in Redis stays as it is. A
-message that is taken along is noted in the same moment; an acknowledgement that comes late, or is lost with its worker, means that the
-message is delivered again, and the ledger refuses it then.
+kombu needs three for each message: one to take it, one to note it as unacknowledged, one to acknowledge it. Here the second fetches more
+messages, as many as there is room for, and sends the collected acknowledgements. kombu's data keeps its format. A
+message fetched along is noted in the same script; an acknowledgement that is late, or lost with its worker, means that the
+message is delivered again, and the ledger then refuses it.
 
-This builds on private names of kombu 5.7 (pinned; a test checks that they exist). It doubles what a worker carries:
+This builds on private names of kombu 5.7 (pinned; a test checks that they exist). It doubles a worker's throughput:
 docs/decisions/0013-transport.md.
 """
 
@@ -25,16 +25,16 @@ from ..ops.redis_availability import is_absence
 
 logger = logging.getLogger(__name__)
 
-#: Messages taken at once, at most: what one worker takes, another one that is free cannot.
+#: Maximum number of messages taken together: an idle worker cannot take those that another has taken.
 AT_ONCE = 8
-#: Acknowledgements wait at most so many seconds for a message to go along with.
+#: Maximum number of seconds that acknowledgements wait to be sent with a message.
 SETTLE_S = 0.02
 
-#: Keys: kombu's index and hash of unacknowledged messages, the lists to take from, first ones first.
-#: Args: now, tag of a message that was taken, the message as kombu notes it, how many to take along, tags that are acknowledged.
-#: Returns the list and the text of each that was taken along.
-#: ZREM comes first because Redis without memory gives messages out (BRPOP) but refuses a script whose first write takes memory; it does not
-#: refuse the writes that follow. A refusal would lose the message until the sweeper finds that. The note is no larger than what ZREM frees.
+#: Keys: kombu's index and hash of unacknowledged messages, the lists to take from, in order.
+#: Args: now, tag of a message that was taken, the message as kombu notes it, how many more to take, acknowledged tags.
+#: Returns the list and the text of each further message taken.
+#: ZREM comes first because Redis at its memory limit serves BRPOP but refuses a script whose first write needs memory; it does not
+#: refuse the writes that follow. A refusal would lose the message until the reaper notices. The note is no larger than what ZREM frees.
 TAKE = """
 local now, tag, noted, room = unpack(ARGV, 1, 4)
 redis.call('ZREM', KEYS[1], tag, unpack(ARGV, 5))
@@ -64,16 +64,16 @@ return taken
 
 
 def is_closed(channel: Any) -> bool:
-    """Whether kombu has given up the connection below a channel; it clears `client` when it does."""
+    """Whether kombu has closed the connection of a channel; it clears `client` when it does."""
     return channel.connection is None or channel.connection.client is None
 
 
 class QoS(kombu_redis.QoS):
-    """What a channel has delivered, and what of it is acknowledged. Acknowledge on the thread of the event loop."""
+    """Tracks a channel's delivered and acknowledged messages. Acknowledge on the thread of the event loop."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._acknowledged: list[str] = []  # Redis is still to be told
+        self._acknowledged: list[str] = []  # not yet sent to Redis
         self._settles = False  # a timer is set
 
     def append(self, message: Any, delivery_tag: str) -> None:
@@ -97,7 +97,7 @@ class QoS(kombu_redis.QoS):
             hub.call_later(SETTLE_S, self.settle)
 
     def settle(self) -> None:
-        """Tell Redis what is acknowledged. Where it is away the messages are delivered again."""
+        """Send acknowledgements to Redis. If it is unreachable the messages are delivered again."""
         self._settles = False
         tags, self._acknowledged = self._acknowledged, []
         if not tags:
@@ -112,7 +112,7 @@ class QoS(kombu_redis.QoS):
             logger.warning("%d messages stay unacknowledged, Redis unreachable or rejecting writes: %s", len(tags), error)
 
     def restore_visible(self, *args: Any, **kwargs: Any) -> None:
-        """Give abandoned messages back. With a Redis that takes no writes this is repeated in two seconds; the consumer reports it."""
+        """Restore abandoned messages. If Redis refuses writes this is repeated in two seconds; the consumer logs it."""
         try:
             super().restore_visible(*args, **kwargs)
         except ResponseError as error:
@@ -122,13 +122,13 @@ class QoS(kombu_redis.QoS):
 
 
 class Channel(kombu_redis.Channel):
-    """kombu's channel, which takes several messages at once, and keeps its client."""
+    """kombu's channel, extended to take several messages together and to keep its client."""
 
     QoS = QoS
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.noted: set[str] = set()  # tags of messages that were taken along and are being delivered
-        self._room = 0  # for messages to take along, while one is delivered
+        self.noted: set[str] = set()  # tags of further messages taken, which are being delivered
+        self._room = 0  # for further messages, while one is delivered
         self._along: list[bytes] = []
         self._kept: Any = None
         self._take: Any = None
@@ -144,7 +144,7 @@ class Channel(kombu_redis.Channel):
         yield client
 
     def take_along(self, tag: str, noted: str, acknowledged: list[str]) -> None:
-        """Note a message as unacknowledged, and take those along that there is room for."""
+        """Note a message as unacknowledged, and take as many further messages as there is room for."""
         lists = [self._q_for_pri(queue, step) for step in self.priority_steps for queue in self.active_queues] if self._room > 0 else []
         with self.conn_or_acquire() as client:
             keys = [self.unacked_index_key, self.unacked_key, *lists]
@@ -172,7 +172,7 @@ class Channel(kombu_redis.Channel):
 
     def close(self) -> None:
         if self._qos is not None:
-            self._qos.settle()  # or what is acknowledged would be restored
+            self._qos.settle()  # otherwise acknowledged messages would be restored
         super().close()
 
 

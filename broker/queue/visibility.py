@@ -1,8 +1,8 @@
 """Renewal of messages of running tasks in kombu's index of unacknowledged messages.
 
-kombu gives a message that was not acknowledged within the visibility timeout to somebody else, whether or not its task is
-alive: a healthy 150 s task under a 10 s timeout ran twice at once. So a live consumer keeps its messages young, and the
-timeout can be short. This reads private names of kombu 5.7 (pinned; a test holds that they are there).
+kombu delivers a message that was not acknowledged within the visibility timeout to another consumer, whether or not its task is
+alive: a healthy 150 s task under a 10 s timeout ran twice concurrently. So a live consumer renews its messages, and the
+timeout can be short. This reads private names of kombu 5.7 (pinned; a test checks that they exist).
 """
 
 import logging
@@ -14,7 +14,7 @@ from redis.exceptions import ResponseError
 
 log = logging.getLogger(__name__)
 
-#: Seconds between renewals, and how many at least fit into the visibility timeout: one may come late.
+#: Seconds between renewals, and how many at least fit into the visibility timeout: one may be late.
 RENEW_S = 2.0
 RENEWALS = 4
 
@@ -22,8 +22,8 @@ RENEWALS = 4
 class LeaseStep(bootsteps.StartStopStep):
     """Consumer bootstep: add with `app.steps["consumer"].add(LeaseStep)`.
 
-    Renews as long as `app.may_renew()` says so; an app without that attribute always may. A worker whose engine has died
-    must let its messages go.
+    Renews while `app.may_renew()` is true; an app without that attribute always renews. A worker whose engine has died
+    must release its messages.
     """
 
     requires = ("celery.worker.consumer.tasks:Tasks",)
@@ -45,9 +45,9 @@ class LeaseStep(bootsteps.StartStopStep):
 
 
 def renew_unacked(consumer: Any) -> int:
-    """Put every message that this consumer holds at `now` in the index; returns how many it held.
+    """Set every message that this consumer holds to the current time in the index; returns how many it held.
 
-    XX: a message that was acknowledged, or given to somebody else, in the meantime does not come back.
+    XX: a message that was acknowledged or delivered elsewhere meanwhile is not added again.
     """
     may_renew = getattr(consumer.app, "may_renew", None)
     if consumer.task_consumer is None or (may_renew is not None and not may_renew()):

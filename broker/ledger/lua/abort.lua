@@ -1,4 +1,4 @@
--- A proposal is given up.
+-- Abandon a proposal.
 -- args: model, id (of the proposal)
 -- returns 'gone' | 'aborted'
 local state = key('steering', args.model)

@@ -1,16 +1,16 @@
--- Webhooks: what a change of state puts into the outbox, in the same commit. Included above transitions.lua, whose `move`
--- calls `announce`, and above the outbox's own scripts (`hooks_….lua`); of the arguments only `at` is known here.
---   ms:hook:{id}            hash: a delivery, with all that its body needs; ms:hook-log:{id}: its attempts as JSON, the last ones
---   ms:hooks                zset: ids of all that is pending, by when it is due
---   ms:hook-lanes           zset: lanes (a tenant's receivers at one host) by when one has something to send
---   ms:hook-lane:{lane}     zset: its pending ids that nobody sends just now, by when they are due
---   ms:hook-busy:{lane}     zset: its ids that are being sent, by the end of their lease
---   ms:hook-room            hash: lane -> how many at once
+-- Webhooks: outbox entries of a state change, written in the same commit. Included above transitions.lua, whose `move`
+-- calls `announce`, and above the outbox's own scripts (`hooks_….lua`); the only argument available here is `at`.
+--   ms:hook:{id}            hash: a delivery, with all that its body needs; ms:hook-log:{id}: its latest attempts as JSON
+--   ms:hooks                zset: ids of all pending deliveries, by due time
+--   ms:hook-lanes           zset: lanes (a tenant's receivers at one host), by the time of their next delivery
+--   ms:hook-lane:{lane}     zset: its pending ids that no sender holds, by due time
+--   ms:hook-busy:{lane}     zset: its ids that are being sent, by end of lease
+--   ms:hook-room            hash: lane -> number of concurrent deliveries
 --   ms:hook-index           zset: all ids by creation; ms:hook-index:{tenant}: a tenant's; ms:hook-job:{job}: set of a job's
---   ms:hook-done            zset: what is settled, by when
---   ms:hook-off             hash: tenant|url -> since when this receiver is disabled
+--   ms:hook-done            zset: settled deliveries, by time
+--   ms:hook-off             hash: tenant|url -> time at which this receiver was disabled
 
-local HOOK_FIRST_ROOM = 4 -- of a lane of which nothing is known
+local HOOK_FIRST_ROOM = 4 -- of a lane without history
 
 local function hook_lane(tenant, url)
   return tenant .. '|' .. string.lower(string.match(url, '^%a+://([^/?#]*)') or '')
@@ -20,7 +20,7 @@ local function hook_room(lane)
   return tonumber(redis.call('HGET', 'ms:hook-room', lane) or HOOK_FIRST_ROOM)
 end
 
--- When is something of this lane to be sent: when its first is due, if there is room for it, or when a lease ends.
+-- When this lane next has something to send: when its first delivery is due, if there is room for it, or when a lease ends.
 local function hook_plan(lane)
   local first = redis.call('ZRANGE', 'ms:hook-lane:' .. lane, 0, 0, 'WITHSCORES')
   local lease = redis.call('ZRANGE', 'ms:hook-busy:' .. lane, 0, 0, 'WITHSCORES')
@@ -39,7 +39,7 @@ local function hook_plan(lane)
   end
 end
 
--- It is pending from now on, and due at `at`.
+-- Mark a delivery pending, due at `at`.
 local function hook_put(id, lane, at)
   redis.call('HSET', 'ms:hook:' .. id, 'state', 'pending', 'next', at)
   redis.call('ZADD', 'ms:hooks', at, id)
@@ -47,7 +47,7 @@ local function hook_put(id, lane, at)
   hook_plan(lane)
 end
 
--- `job` has just entered its state. Nothing is put twice: an attempt begins once and a job ends once, and either has one id.
+-- `job` has just entered its state. No event is added twice: an attempt begins once and a job ends once, and each has one id.
 local function announce(job)
   if not job.callback then
     return

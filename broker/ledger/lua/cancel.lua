@@ -1,6 +1,6 @@
--- A user asks for the end of a job.
+-- Cancel a job at its user's request.
 -- args: id
--- returns {'unknown'} | {'refused', state} | {state after it}
+-- returns {'unknown'} | {'refused', state} | {new state}
 local job = read(args.id)
 if not job then
   return {'unknown'}
@@ -13,7 +13,7 @@ if job.state == 'queued' then
 elseif job.state == 'running' then
   move(job, 'cancelling')
   if job.generated then
-    move(job, 'cancelled') -- nothing runs any more that could be stopped; only receipts were awaited
+    move(job, 'cancelled') -- nothing is running; only receipts were awaited
   end
 end
 return {job.state}

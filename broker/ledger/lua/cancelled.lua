@@ -1,6 +1,6 @@
--- The worker says that a cancelled job has left its engine.
+-- The worker reports that a cancelled job has left its engine.
 -- args: id, attempt
--- returns 'unknown' | 'stale' (also: no end was asked for) | 'cancelled'
+-- returns 'unknown' | 'stale' (also: no cancellation was requested) | 'cancelled'
 local job = read(args.id)
 if not job then
   return 'unknown'

@@ -1,8 +1,8 @@
--- queued -> running: the attempt that comes back is the worker's fencing token.
--- args: id, worker, boot, ranks, lease_s, global_version (of the global steering that the worker has applied), everyone (whether that
---       steers anything: every prompt gets receipts then, not only those that ask for something), call (a random name of this call)
--- returns {'unknown'} | {'refused', state} | {'desynced', reason} | {'behind', version that is desired}
---         | {'claimed', attempt, spec, when it was queued}
+-- queued -> running: the returned attempt is the worker's fencing token.
+-- args: id, worker, boot, ranks, lease_s, global_version (of the global steering that the worker has applied), everyone (whether it
+--       steers anything: then every prompt gets receipts, not only those with requests of their own), call (random id of this call)
+-- returns {'unknown'} | {'refused', state} | {'desynced', reason} | {'behind', desired version}
+--         | {'claimed', attempt, spec, time of queueing}
 local id, worker = args.id, args.worker
 local job = read(id)
 if not job then
@@ -10,7 +10,7 @@ if not job then
 end
 if job.state ~= 'queued' then
   local made, spec, queued = unpack(redis.call('HMGET', key('job', id), 'claim', 'spec', 'queued'))
-  if job.state == 'running' and made == args.call then -- the same again: the connection broke before its answer came
+  if job.state == 'running' and made == args.call then -- a repeat: the connection broke before the reply arrived
     return {'claimed', job.attempt, spec, queued}
   end
   return {'refused', job.state}
@@ -32,7 +32,7 @@ job.attempt = redis.call('HINCRBY', hash, 'attempt', 1)
 job.worker = worker
 local asked = args.everyone and job.prompts or job.asked
 if job.kind == 'sweep' then
-  asked = 0 -- its worker reads what is told of each unit
+  asked = 0 -- its worker reads the receipts of each unit
 end
 redis.call('HSET', hash, 'worker', worker, 'boot', args.boot, 'claim', args.call, 'lease', now + args.lease_s, 'receipts', 0,
   'said', 0, 'expected', asked * args.ranks, 'everyone', args.everyone and '1' or '0', 'global_version', args.global_version)

@@ -1,11 +1,11 @@
--- Phase two of a change of global steering: what was proposed is what is desired now.
+-- Phase two of a change of global steering: the proposal becomes the desired state.
 -- args: model, id (of the proposal)
--- returns {'gone'} (not open any more) | {'committed', packed steering}
+-- returns {'gone'} (no longer open) | {'committed', packed steering}
 local model, id = args.model, args.id
 local state = key('steering', model)
 local open, version, deadline, steering =
   unpack(redis.call('HMGET', state, 'proposal_id', 'proposal_version', 'proposal_deadline', 'proposed'))
-if redis.call('HGET', state, 'committed_id') == id then -- the same again: its answer was lost
+if redis.call('HGET', state, 'committed_id') == id then -- a repeat: the reply was lost
   return {'committed', redis.call('HGET', state, 'current')}
 end
 if open ~= id or tonumber(deadline) <= now then

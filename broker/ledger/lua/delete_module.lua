@@ -1,6 +1,6 @@
--- A name is taken away.
+-- Delete a module's name.
 -- args: model, name, tenant
--- returns the packed module that it pointed at, '' when there was none
+-- returns the packed module that it pointed at, '' if there was none
 local model, name = args.model, args.name
 local modules = key('modules', model)
 local packed = redis.call('HGET', modules, name)

@@ -1,6 +1,6 @@
--- A name of a source run is taken away.
--- args: model, name, job (that the caller believes it points at)
--- returns 1, or 0 when it points at another job, or at none
+-- Delete the name of a source run.
+-- args: model, name, job (which the caller expects it to point at)
+-- returns 1, or 0 if it points at another job or does not exist
 local packed = redis.call('HGET', key('runs', args.model), args.name)
 if not packed or cmsgpack.unpack(packed).job ~= args.job then
   return 0

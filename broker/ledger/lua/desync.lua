@@ -1,6 +1,6 @@
--- The worker gives an attempt up because its ranks are out of step: another attempt, once, or none (setting on_desync).
+-- The worker abandons an attempt because its ranks are out of step: one more attempt, or none (setting on_desync).
 -- args: id, attempt, detail
--- returns 'unknown' | 'stale' | the state after it
+-- returns 'unknown' | 'stale' | the new state
 local job, why = job_of(args.id, args.attempt)
 if not job then
   return why

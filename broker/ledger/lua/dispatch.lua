@@ -1,16 +1,16 @@
--- Whose message is sent next. A message of a queued job is sent while fewer than `args.window` of its model and step are under way
+-- Order in which messages are sent. A queued job's message is sent while fewer than `args.window` of its model and step are in flight
 -- (sent and not claimed); the other jobs wait here, per tenant, and the tenant with the least virtual time is next (stride scheduling).
 
 local function turn(what, model, step, tenant)
   return 'ms:' .. what .. ':' .. model .. ':' .. step .. (tenant and ':' .. tenant or '')
 end
 
--- Too late to begin it: what was begun once has no deadline any more.
+-- Whether a job has expired: only jobs that never began can expire.
 local function overdue(job)
   return job.attempt == 0 and job.expires and job.expires <= now
 end
 
--- When a queued job is to be looked at: at `at`, or when it expires.
+-- Schedule the next check of a queued job: at `at`, or when it expires.
 local function look_at_queued(job, at)
   look_at(job, job.attempt == 0 and job.expires and math.min(job.expires, at) or at)
 end
@@ -21,8 +21,8 @@ local function send(job)
   post(job)
 end
 
--- The tenant whose turn it is, and its virtual time; nil when nobody waits. Tenants that wait for nothing are forgotten once their
--- time is past: they would begin again at the time of those who do.
+-- The tenant whose turn it is, and its virtual time; nil if no job waits. Idle tenants are forgotten once their
+-- time is past: a returning tenant starts at the virtual time of the waiting ones.
 local function front(model, step)
   while true do
     local tenant, at = unpack(redis.call('ZRANGE', turn('fair', model, step), 0, 0, 'WITHSCORES'))
@@ -33,7 +33,7 @@ local function front(model, step)
   end
 end
 
--- Send what waits while there is room.
+-- Send waiting messages while there is room.
 local function fill(model, step)
   local under_way = redis.call('SCARD', turn('sent', model, step))
   while under_way < args.window do
@@ -50,7 +50,7 @@ local function fill(model, step)
   end
 end
 
--- A job was accepted: its message is sent now if there is room and nobody waits, else when its turn comes.
+-- A job was accepted: its message is sent now if there is room and no job waits, else when its turn comes.
 local function enter(job)
   tally_from_here(key('job', job.id))
   tally(key('job', job.id), job.tenant, 'jobs', 1)
@@ -67,14 +67,14 @@ local function enter(job)
   fill(job.model, job.step)
 end
 
--- A job that had begun is queued again: it does not wait another time.
+-- A job that had begun is queued again: it is not made to wait a second time.
 local function enter_again(job)
   tally(key('job', job.id), '', 'queued', 1)
   redis.call('SADD', 'ms:queues', job.model .. ':' .. job.step)
   send(job)
 end
 
--- A job is queued no more: the next may come.
+-- A job has left the queue: send the next one.
 local function leave(job)
   tally(key('job', job.id), '', 'queued', -1)
   if redis.call('SREM', turn('sent', job.model, job.step), job.id) == 0 then

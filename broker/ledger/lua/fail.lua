@@ -1,4 +1,4 @@
--- The worker says that its attempt failed, and why.
+-- The worker reports that its attempt failed, and why.
 -- args: id, attempt, problem (JSON)
 -- returns 'unknown' | 'stale' | 'failed'
 local job, why = job_of(args.id, args.attempt)

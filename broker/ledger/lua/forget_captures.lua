@@ -1,5 +1,5 @@
--- A job's captures are deleted: from here on nobody is shown them; the files follow.
--- args: id, spare (true: not what jobs are patched with just now)
+-- Delete a job's captures: they are hidden from here on; the files are removed later.
+-- args: id, spare (true: keep captures that running jobs are patched with)
 -- returns 'unknown' | 'running' (the job is not over) | 'gone' (they were deleted before) | 'leased' | 'forgotten'
 local id = args.id
 local capture = key('capture', id)
@@ -19,9 +19,9 @@ if args.spare and redis.call('ZCOUNT', key('run-lease', id), now, '+inf') > 0 th
 end
 redis.call('HSET', capture, 'deleted', args.at)
 charge(id, -(tonumber(redis.call('HGET', capture, 'bytes')) or 0))
-redis.call('EXPIRE', capture, 2 * args.result_ttl) -- as long as somebody may still ask
+redis.call('EXPIRE', capture, 2 * args.result_ttl) -- as long as clients may still request it
 redis.call('ZREM', 'ms:captures', id)
 redis.call('ZREM', key('captures', redis.call('HGET', capture, 'tenant') or 'default'), id)
 redis.call('ZREM', 'ms:captured', id)
-redis.call('ZADD', 'ms:deleting', now, id) -- until nothing is left on disk and nothing more can come
+redis.call('ZADD', 'ms:deleting', now, id) -- until nothing is left on disk and no more files can arrive
 return 'forgotten'

@@ -1,4 +1,4 @@
--- Workers that are gone and hold nothing are not known any more; one that comes back says all of it again.
+-- Forget workers that are gone and hold nothing; one that returns registers again.
 -- returns their ids
 local forgotten = {}
 for _, worker in ipairs(redis.call('HKEYS', 'ms:workers')) do

@@ -1,6 +1,6 @@
--- A job's record: how it is read, and how readers are told of a change.
+-- A job's record: reading it, and notifying readers of changes.
 
--- worker -> why its ranks must be made equal; worker -> boot/epoch of the ledgers up to which that is dealt with.
+-- worker -> why its ranks need a resync; worker -> boot/epoch of the ledgers up to which that is resolved.
 local DESYNC, SETTLED = 'ms:desync', 'ms:desync-settled'
 
 local function key(kind, id)
@@ -13,7 +13,7 @@ local FIELDS = {
   'tenant', 'priority', 'expires', 'callback', 'step', 'cost', 'cells',
 }
 
--- The job as a table, or nil when there is none.
+-- The job as a table, or nil if there is none.
 local function read(id)
   local values = redis.call('HMGET', key('job', id), unpack(FIELDS))
   if not values[1] then
@@ -27,20 +27,20 @@ local function read(id)
     'cells', 'expires', 'cost'}) do
     job[name] = job[name] and tonumber(job[name])
   end
-  -- Jobs of before there were tenants have none, and no step.
+  -- Jobs from before tenants existed have neither a tenant nor a step.
   job.tenant = job.tenant or 'default'
   job.step = tonumber(job.step) or STEPS[job.kind].normal
   job.captures = job.captures == '1'
-  job.steers = job.steers == '1' or job.everyone == '1' -- by its own entries, or by what is applied to everyone
+  job.steers = job.steers == '1' or job.everyone == '1' -- by its own entries or by global steering
   return job
 end
 
--- Whether a worker that claimed `attempt` still has a say in this job: the fence.
+-- The fence: whether `attempt` is current and has not ended.
 local function working(job, attempt)
   return (job.state == 'running' or job.state == 'cancelling') and job.attempt == tonumber(attempt)
 end
 
--- The job of an attempt that still has a say in it; nil and 'unknown' or 'stale' where it has none.
+-- The job if `attempt` is current; otherwise nil and 'unknown' or 'stale'.
 local function job_of(id, attempt)
   local job = read(id)
   if not job then
@@ -51,7 +51,7 @@ local function job_of(id, attempt)
   return job
 end
 
--- How long the job's event stream may be: a sweep's holds all its cells.
+-- Maximum length of the job's event stream: a sweep's holds all its cells.
 local function events_kept(job)
   if job.kind ~= 'sweep' then
     return args.event_limit
@@ -64,7 +64,7 @@ local function event(job, kind, data)
     '{"event":"' .. kind .. '","data":' .. data .. ',"attempt":' .. job.attempt .. '}')
 end
 
--- A change that readers may want to see: its version, and the state since then (`generated` while only receipts are awaited).
+-- Publish a change to readers: its version, and the new state (`generated` while only receipts are awaited).
 local function changed(job)
   job.version = redis.call('HINCRBY', key('job', job.id), 'version', 1)
   local state = job.state == 'running' and job.generated and 'generated' or job.state

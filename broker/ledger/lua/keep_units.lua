@@ -1,7 +1,7 @@
--- Units of a sweep about which every rank has reported: what became of them stays, whatever becomes of the attempt.
--- args: id, attempt, width (requests of a unit), ranks, stages, units: {number, packed record, its `cell` event (JSON), or false for what
---       is no cell} of each
--- returns 'unknown' | 'stale' | 'cancelling' (its end is asked for: not kept) | 'kept'
+-- Store the outcomes of sweep units that every rank has reported on; they outlive the attempt.
+-- args: id, attempt, width (requests of a unit), ranks, stages, units: {number, packed record, its `cell` event (JSON), or false if
+--       it is not a cell} of each
+-- returns 'unknown' | 'stale' | 'cancelling' (cancellation was requested: not kept) | 'kept'
 local id, width = args.id, args.width
 local job, why = job_of(id, args.attempt)
 if not job then
@@ -17,7 +17,7 @@ for _, kept in ipairs(args.units) do
     redis.call('XADD', key('events', id), 'MAXLEN', '~', events_kept(job), '*', 'e', body)
     cells = cells + 1
   end
-  -- What the ranks told is in the record, as far as it matters.
+  -- The record contains everything needed from the ranks' receipts.
   for request = unit * width, (unit + 1) * width - 1 do
     request = string.format('%d', request)
     local tickets, agreed = {}, {}

@@ -1,6 +1,6 @@
--- Of each tenant the list of its modules, by which its limits are judged, is what its modules are: a process of a version of before there
--- were such lists puts, changes and deletes modules and leaves the lists as they are.
--- returns {what, as it was listed, as it is, ...} of what differed
+-- Rebuild each tenant's list of modules, on which its limits are checked, from the modules: processes of versions older than
+-- these lists put, change and delete modules without updating them.
+-- returns {entry, listed value, actual value, ...} for each difference
 local owned = {}
 for _, tenant in ipairs(redis.call('SMEMBERS', 'ms:owners')) do
   owned[tenant] = {}

@@ -1,6 +1,6 @@
--- The message of a queued job was looked for: where there is none another is sent, and it is looked at again later.
--- args: id, attempt (attempts made when it was looked for), there (whether there is one), later (when to look again)
--- returns 1 where a message was sent, else 0
+-- Result of a search for a queued job's message: if it is missing, another is sent; either way the job is checked again later.
+-- args: id, attempt (attempts made at the time of the search), there (whether it was found), later (time of the next check)
+-- returns 1 if a message was sent, else 0
 local job = read(args.id)
 if not job or job.state ~= 'queued' or job.attempt ~= args.attempt then
   return 0

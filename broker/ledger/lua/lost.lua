@@ -5,12 +5,12 @@
 local first, last, worker = args.first, args.last, args.worker
 local mark = tonumber(redis.call('GET', KEYS[1]) or '0')
 if first > mark + 1 or last <= mark then
-  return {mark, 0} -- beyond a gap, or told before
+  return {mark, 0} -- beyond a gap, or reported before
 end
 local failed = 0
 for _, id in ipairs(args.jobs) do
   local job = read(id)
-  -- A sweep goes on: what is not told of a cell makes that cell fail.
+  -- A sweep continues: only cells with missing receipts fail.
   if job and job.state == 'running' and job.worker == worker and job.kind ~= 'sweep' then
     local kind = (job.captures or not job.steers) and 'capture_failed' or 'intervention_failed'
     if fail(job, kind, 'rank ' .. args.rank .. ' of worker ' .. worker .. ' lost its receipts ' .. first .. ' to ' .. last .. ': '

@@ -1,9 +1,9 @@
--- A job's message goes to the workers in the commit that makes it the job's turn. The templates MESSAGE and SENT are generated
+-- A job's message is sent to the workers in the commit that gives the job its turn. The templates MESSAGE and SENT are generated
 -- (`messages.py`).
 
 local posted = {} -- ids of the jobs whose messages this script has put into their queues
 
--- The code point of a character, as `celery_app.queue_of` writes what does not belong into a queue's name.
+-- The code point of a character, as `celery_app.queue_of` escapes characters that are not allowed in a queue's name.
 local function code(char)
   local first = string.byte(char)
   local point = first < 128 and first or first % 2 ^ (7 - #char)
@@ -17,13 +17,13 @@ local function queue_of(model)
   return 'midstream.' .. string.gsub(model, '[^A-Za-z0-9.-][\128-\191]*', code)
 end
 
--- Put the job's message into its queue, and tell Flower. Every message has a tag of its own: its task and the time.
+-- Put the job's message into its queue and notify Flower. Every message has a unique tag: its task and the time.
 local function post(job)
   local task = job.attempt == 0 and job.id or job.id .. '.' .. job.attempt
   local of = {job = job.id, task = task, kind = job.kind, queue = queue_of(job.model), step = job.step, at = args.at}
   local list = job.step == 0 and of.queue or of.queue .. SEPARATOR .. job.step
   if type(redis.pcall('LPUSH', list, MESSAGE(of))) == 'table' then
-    look_at(job, now) -- refused: a user of an older `users.acl` may not write queues; the sweeper may
+    look_at(job, now) -- refused: a user of an older `users.acl` may not write queues; the reaper may
     return
   end
   redis.pcall('PUBLISH', args.channels .. SENT_CHANNEL, SENT(of))

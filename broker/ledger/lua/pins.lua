@@ -1,6 +1,6 @@
--- Tensors of modules and of global steering: who holds them, and that they go with the last holder.
+-- Tensors of modules and of global steering: their owners, and their deletion with the last one.
 
--- The tensor is not this owner's any more; nobody's tensor is not kept.
+-- Remove this owner from the tensor; a tensor without owners is deleted.
 local function unpin(name, owner)
   redis.call('SREM', key('pinners', name), owner)
   if redis.call('SCARD', key('pinners', name)) == 0 then
@@ -8,8 +8,8 @@ local function unpin(name, owner)
   end
 end
 
--- Let `owner` hold these tensors, and no others any more: {sha256, bytes, or false if it is pinned already} of each. Returns the first
--- that is nowhere, and has done nothing then.
+-- Make `owner` hold exactly these tensors: {sha256, bytes, or false if it is already pinned} of each. Returns the first
+-- that is missing; then nothing has changed.
 local function pin(owner, tensors)
   local wanted = {}
   for _, tensor in ipairs(tensors) do
@@ -35,7 +35,7 @@ local function pin(owner, tensors)
   end
 end
 
--- What one owner held is another's now, who lets go of what it had.
+-- Transfer one owner's tensors to another, which releases those it had.
 local function hand_over(owner, heir)
   local left = redis.call('SMEMBERS', key('pins', owner))
   local former = redis.call('SMEMBERS', key('pins', heir))

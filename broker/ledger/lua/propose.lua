@@ -1,10 +1,10 @@
--- Phase one of a change of global steering: the workers are asked to prepare it.
+-- Phase one of a change of global steering: ask the workers to prepare it.
 -- args: model, id, version, deadline, proposal (packed), steering (of it, packed), tensors: {sha256, bytes or false} of each
 -- returns {'busy'} (another one is open) | {'raced'} (a later number was committed) | {'missing', sha256} | {'proposed'}
 local model, id = args.model, args.id
 local state = key('steering', model)
 local open_id, open = unpack(redis.call('HMGET', state, 'proposal_id', 'proposal_deadline'))
-if open_id == id then -- the same again: its answer was lost
+if open_id == id then -- a repeat: the reply was lost
   return {'proposed'}
 end
 if open and tonumber(open) > now then

@@ -1,18 +1,18 @@
--- A name points at other content from now on.
--- args: model, name, module (packed), former (as it is stored, nil for none), other (whether the content is another), tenant, size (bytes
---       that it counts with), limits (those that hold where the tenant has none of its own), tensors: {sha256, bytes or false} of each
--- returns {'raced'} (the former is another by now) | {'refused', name of the limit, what is used, what is allowed, ''}
+-- Point a module's name at new content.
+-- args: model, name, module (packed), former (as it is stored, nil for none), other (whether the content differs), tenant, size (bytes
+--       counted towards the limits), limits (defaults where the tenant has none of its own), tensors: {sha256, bytes or false} of each
+-- returns {'raced'} (the former has changed) | {'refused', name of the limit, used, allowed, ''}
 --         | {'missing', sha256} | {'stored'}
 local model, name, tenant, size = args.model, args.name, args.tenant, args.size
 local modules = key('modules', model)
 local there = redis.call('HGET', modules, name) or nil
-if there == args.module then -- the same again: its answer was lost
+if there == args.module then -- a repeat: the reply was lost
   return {'stored'}
 end
 if there ~= args.former then
   return {'raced'}
 end
--- How large each is, of one tenant: what replaces another needs room for what it has more.
+-- Sizes of one tenant's modules: a replacement needs room only for the difference.
 local sizes, place = key('module-bytes', tenant), model .. '/' .. name
 local was, taken = tonumber(redis.call('HGET', sizes, place)), 0
 for _, bytes in ipairs(redis.call('HVALS', sizes)) do

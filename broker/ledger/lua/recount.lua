@@ -1,9 +1,9 @@
--- What is in use, counted anew from the jobs that are not over and the captures that are kept, some at a time: nobody is served
--- meanwhile. What was looked at is in `ms:recount-seen`, and whoever changes what it uses changes both counts (`tally`); what was not is
--- counted as it is when its turn comes, and what is new from its beginning. So at the end it is the count of that moment.
--- And every queued job is found where the sweeper looks.
--- args: name (of this count), which ('live' or 'captures'), cursor ('0' at first), many (how many to look at)
--- returns the next cursor, '0' when all of them were looked at; '' when there is another count by now, or Redis has started anew
+-- Recount usage from unfinished jobs and stored captures, in slices, because Redis serves no other client during a script.
+-- Items already counted are in `ms:recount-seen`: a change of their usage updates both counts (`tally`). Other items are
+-- counted as they are when their turn comes, and new ones from their creation. So the final count is that of its last moment.
+-- Every queued job is also put back where the reaper looks.
+-- args: name (of this count), which ('live' or 'captures'), cursor ('0' at first), many (how many to examine)
+-- returns the next cursor, '0' when all were examined; '' if another count has replaced this one, or Redis has restarted
 local name, which, cursor = of_this_start(args.name), args.which, args.cursor
 if redis.call('HGET', RECOUNT, 'name') ~= name then
   if which ~= 'live' or cursor ~= '0' then
@@ -19,7 +19,7 @@ local function add(tenant, what, by)
   is[field] = (is[field] or 0) + by
 end
 
--- Only what is needed is read.
+-- Only the required fields are read.
 local look = {}
 function look.live(id)
   local state, kind, tenant, expected, cells, model, step =
@@ -56,6 +56,6 @@ end
 for field, by in pairs(is) do
   redis.call('HINCRBY', RECOUNT, field, by)
 end
-redis.call('EXPIRE', RECOUNT, RECOUNT_TTL_S) -- nobody goes on with it: then nobody is to keep it up
+redis.call('EXPIRE', RECOUNT, RECOUNT_TTL_S) -- an abandoned count is no longer kept up to date
 redis.call('EXPIRE', SEEN, 2 * RECOUNT_TTL_S)
 return found[1]

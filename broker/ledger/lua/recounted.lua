@@ -1,6 +1,6 @@
--- All was looked at (recount.lua): what was counted there is what is in use.
+-- The recount (recount.lua) is complete: its result replaces the usage counters.
 -- args: name (of the count)
--- returns {what, as it was counted, as it is, ...} of what differed; {''} when there is another count by now, or Redis has started anew
+-- returns {counter, former value, actual value, ...} for each difference; {''} if another count has replaced it, or Redis has restarted
 if redis.call('HGET', RECOUNT, 'name') ~= of_this_start(args.name) then
   return {''}
 end

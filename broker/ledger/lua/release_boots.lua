@@ -1,9 +1,9 @@
--- A worker has started: whatever its former starts held is put back.
+-- A worker has started: requeue the jobs that its former starts held.
 -- args: worker, boot (of this start)
--- returns {id, state after it, ...} of the jobs touched
+-- returns {id, new state, ...} of the affected jobs
 local worker = args.worker
 local touched = {}
-redis.call('HDEL', DESYNC, worker) -- its ranks have begun anew
+redis.call('HDEL', DESYNC, worker) -- its ranks have restarted
 redis.call('HDEL', SETTLED, worker)
 for _, id in ipairs(redis.call('SMEMBERS', key('held', worker))) do
   local job = read(id)

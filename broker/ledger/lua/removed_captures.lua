@@ -1,6 +1,6 @@
--- Nothing is left of deleted captures: they are no longer looked for.
--- args: jobs: {id, since when it was being deleted, as the caller knows it} of each
--- returns how many; one of which more was reported meanwhile stays
+-- Deleted captures are fully removed: stop looking for their files.
+-- args: jobs: {id, start of the deletion as the caller knows it} of each
+-- returns how many; a job for which more files were reported meanwhile stays
 local ended = 0
 for _, deleted in ipairs(args.jobs) do
   local id, known = unpack(deleted)

@@ -1,4 +1,4 @@
--- A live worker's word on what it holds.
+-- Renew the leases that a live worker reports.
 -- args: worker, boot, lease_s, held: {id, attempt} of each job
 -- returns {ids it no longer holds}, {ids that are to be cancelled}
 local lost, cancelling = {}, {}
@@ -9,8 +9,8 @@ for _, held in ipairs(args.held) do
   if same and working(job, job.attempt) and job.worker == args.worker and job.boot == args.boot then
     if not job.generated then -- once generated, the lease is the deadline of its receipts
       local lease = now + args.lease_s
-      if job.lease < now + 2 * args.lease_s then -- beyond is a clock that went wrong
-        lease = math.max(job.lease, lease) -- a renewal that was long on its way comes after younger ones
+      if job.lease < now + 2 * args.lease_s then -- a later lease comes from a wrong clock
+        lease = math.max(job.lease, lease) -- a delayed renewal may arrive after newer ones
       end
       redis.call('HSET', key('job', job.id), 'lease', lease)
       look_at(job, lease)

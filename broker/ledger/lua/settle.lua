@@ -1,10 +1,10 @@
 -- A batch of receipts of one stream, committed together with the stream's mark, the tickets and the jobs.
 -- keys: the mark of (worker, rank, epoch)
 -- args: receipts: {seq, job, request, rank, pp, attempt, status, packed receipt, bytes and rows of its files, account, about} of each, by
---       seq. What is not looked at one by one is one value: an account is checksum:actions:epoch of the rank's ledger:token rows edited;
+--       seq. Values that are not read separately are joined: an account is checksum:actions:epoch of the rank's ledger:token rows edited;
 --       about is worker, its boot, kind and message with a zero byte in between
--- returns {mark, applied, duplicate, stale, unknown, beyond a gap, {worker, what its ranks disagree on, ...},
---          partial and error among the applied, {id, model, created, generated of each job that has succeeded with it, ...}}
+-- returns {mark, applied, duplicate, stale, unknown, beyond a gap, {worker, disagreement of its ranks, ...},
+--          partial and error among the applied, {id, model, created, generated of each job that has succeeded by it, ...}}
 local before = tonumber(redis.call('GET', KEYS[1]) or '0')
 local mark = before
 local applied, duplicate, stale, unknown, beyond = 0, 0, 0, 0, 0
@@ -12,22 +12,22 @@ local partial, errors = 0, 0
 local jobs, found, touched, files = {}, {}, {}, {}
 local disagreements, succeeded = {}, {}
 
--- What is listed of a job's captures, asked for by the first receipt that names bytes; false when it has none in files.
+-- The job's capture record, read for the first receipt that names bytes; false if it has none in files.
 local function listed(id)
   if files[id] == nil then
     files[id] = false
     if redis.call('EXISTS', key('capture', id)) == 1 then
       files[id] = {bytes = 0, rows = 0, deleted = redis.call('HEXISTS', key('capture', id), 'deleted') == 1}
       if files[id].deleted then
-        redis.call('ZADD', 'ms:deleting', now, id) -- written after it was deleted: it is to be removed again
+        redis.call('ZADD', 'ms:deleting', now, id) -- written after its deletion: must be removed again
       end
     end
   end
   return files[id]
 end
 
--- What a job's receipts have added to its counters since this was last called: one write each for many receipts. Whatever reads or
--- resets a counter in Redis comes after it.
+-- Write what a job's receipts have added to its counters since the last call: one write each for many receipts. Any code that reads or
+-- resets a counter in Redis must run after it.
 local function note(job)
   if job.more > 0 then
     redis.call('HINCRBY', key('job', job.id), 'receipts', job.more)
@@ -54,7 +54,7 @@ local function parts(account)
   return told
 end
 
--- The accounts of two ranks of a stage; ledgers are named where they are not of the same epoch.
+-- Describe the accounts of two ranks of a stage; ledgers are named if their epochs differ.
 local function difference(request, pp, first, second)
   local function account(told)
     local epoch = first.epoch ~= second.epoch and ' of its ledger number ' .. told.epoch or ''
@@ -64,8 +64,8 @@ local function difference(request, pp, first, second)
   return 'request ' .. request .. ', stage ' .. pp .. ': ' .. account(first) .. ', ' .. account(second)
 end
 
--- What a rank tells of a request against what the first rank of its stage told: how they differ and the later of their epochs; nil
--- when they do not, or it is the first.
+-- Compare a rank's report on a request with that of the first rank of its stage: the difference and the later of their epochs; nil
+-- if they agree, or this is the first.
 local function compare(job, request, rank, pp, account)
   local agree, field = key('agree', job.id), request .. '/' .. pp
   local mine = account .. ':' .. rank
@@ -92,10 +92,10 @@ local function receive(id, request, rank, pp, attempt, status, packed, bytes, ro
   end
   local held = bytes ~= 0 and listed(id)
   if status ~= 'ok' and status ~= 'partial' then
-    status = 'error' -- what we do not know is not fine
+    status = 'error' -- an unknown status counts as an error
   end
   if not job or request >= job.prompts then
-    unknown = unknown + 1 -- a request that the job does not have must not count towards those it has
+    unknown = unknown + 1 -- a request that is not in the job must not count towards its requests
   elseif not working(job, attempt) or string.match(about, '^(.-)%z') ~= job.worker then
     stale = stale + 1 -- of a former attempt, or of a worker that does not have the job
   elseif redis.call('HSETNX', key('ticket', id), request .. '/' .. rank, packed) == 0 then
@@ -119,7 +119,7 @@ local function receive(id, request, rank, pp, attempt, status, packed, bytes, ro
     if held then
       held.bytes, held.rows, held.more = held.bytes + bytes, held.rows + rows, true
     end
-    -- An error or a disagreement ends the attempt at once; what is wanted no more is not failed, its cancel is under way.
+    -- An error or a disagreement ends the attempt immediately; a job that is being cancelled is not failed.
     local running, detail, last_epoch = job.state == 'running', nil, nil
     if running and status ~= 'error' then
       detail, last_epoch = compare(job, request, rank, pp, account)

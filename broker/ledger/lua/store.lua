@@ -1,6 +1,6 @@
--- The outputs of an attempt, all at once. From here on the job waits for its receipts alone.
+-- Store all outputs of an attempt together. From here on the job waits only for its receipts.
 -- args: id, attempt, capture_timeout, outputs (packed), last (the event of the last of them as JSON, nil for none)
--- returns 'unknown' | 'stale' | 'cancelled' (asked for meanwhile: the outputs are dropped) | 'running' (receipts are awaited) | 'succeeded'
+-- returns 'unknown' | 'stale' | 'cancelled' (requested meanwhile: the outputs are dropped) | 'running' (receipts are awaited) | 'succeeded'
 local id = args.id
 local job, why = job_of(id, args.attempt)
 if not job then

@@ -1,28 +1,28 @@
 -- Accept a job: record, blobs, listing and idempotency key in one commit.
 -- args: id, spec (packed), created (text), kind, model, prompts, asked, captures, steers, metadata (JSON), written_by, idem (idempotency
 --       key, or nil), body (its body's sha256), blob_ttl, tags (JSON list of the tags under which captures become files, or nil), modules
---       (JSON of the named ones), cells (of a sweep), runs (JSON of the source runs that it is patched with), run (name of the run that
+--       (JSON of the named ones), cells (of a sweep), runs (JSON of the source runs that patch it), run (name of the run that
 --       it makes, or nil), packed_run, tenant, priority, expires (text, or nil), callback (JSON, or nil), cost (tokens), files (whether its
---       user captures into files), limits (those that hold where the tenant has none of its own), blobs: {sha256, bytes, or false to take
---       what is pinned} of each
--- ARGV[2]: how full Redis is, in percent. It is sampled with the size of the arguments.
+--       user captures into files), limits (defaults where the tenant has none of its own), blobs: {sha256, bytes, or false to take
+--       the pinned tensor} of each
+-- ARGV[2]: memory usage of Redis, in percent, sampled with the size of the arguments.
 -- returns {'created', id} | {'repeated', id of the first} | {'mismatch', id of the first} | {'exists', id} | {'missing', sha256}
---         | {'refused', name of the limit, what is used, what is allowed, seconds until it would be accepted ('' where nobody knows)}
+--         | {'refused', name of the limit, used, allowed, seconds until it would be accepted ('' if unknown)}
 local id, spec, model, tenant, tags, idem = args.id, args.spec, args.model, args.tenant, args.tags, args.idem
 local redis_fill, priority = tonumber(ARGV[2]), args.priority
 
--- The first limit that stands against a submission, or nil, and then what it takes of the rates is taken. A rate is a bucket that
--- leaks (GCRA): `{name}_until` is when nothing of it is used any more, a minute ahead it is full. What is more than a minute's worth
--- by itself is accepted once nothing is used.
+-- The first limit that a submission exceeds; if none, charges its cost to the rates and returns nil. A rate is a leaky
+-- bucket (GCRA): `{name}_until` is when it is empty; a minute ahead it is full. A submission worth more than a minute
+-- is accepted when the bucket is empty.
 local function over_limit(limits)
   local queued, all_cells, jobs, cells, bytes =
     unpack(redis.call('HMGET', 'ms:usage', '/queued', '/cells', tenant .. '/jobs', tenant .. '/cells', tenant .. '/bytes'))
-  for _, check in ipairs({ -- limit, what is used of it, how much more, in units of
+  for _, check in ipairs({ -- limit, used, requested, unit
     {'queue_limit', queued, 1, 1},
     {'jobs_in_flight', jobs, 1, 1},
     {'sweep_cells', cells, args.cells, 1},
     {'sweep_cells_waiting', all_cells, args.cells, 1},
-    {'capture_mib', bytes, args.files and 1 or 0, MIB}, -- nobody knows how large they will be: until it is all taken
+    {'capture_mib', bytes, args.files and 1 or 0, MIB}, -- their size is unknown in advance: accepted until the limit is reached
   }) do
     local name, used, more, unit = unpack(check)
     local refused = over(limits, name, tonumber(used) or 0, more, unit)
@@ -67,13 +67,13 @@ if idem then
   end
 end
 local there = redis.call('HGET', key('job', id), 'spec')
-if there then -- the same again: a client whose connection broke before it got the answer
+if there then -- a repeat: the client's connection broke before the reply arrived
   return {there == spec and 'created' or 'exists', id}
 end
 for _, blob in ipairs(args.blobs) do
   local name, bytes = unpack(blob)
   if not bytes and redis.call('EXISTS', key('pinned', name), key('blob', name)) == 0 then
-    return {'missing', name} -- its module was changed or taken away since it was looked up
+    return {'missing', name} -- its module was changed or deleted since the look-up
   end
 end
 local limits, own = limits_for(tenant)
@@ -87,7 +87,7 @@ end
 if own.highest_priority and URGENCY[priority] < URGENCY[own.highest_priority] then
   priority = own.highest_priority
 end
-for _, each in ipairs(args.blobs) do -- the job's own copies: what becomes of a module is nothing to it
+for _, each in ipairs(args.blobs) do -- the job's own copies: later changes of a module do not affect it
   local name, bytes = unpack(each)
   local blob = key('blob', name)
   if bytes then
@@ -122,7 +122,7 @@ if tags then -- outlives the job's record: files stay until they are deleted
   redis.call('ZADD', 'ms:captures', args.created, id)
   redis.call('ZADD', key('captures', tenant), args.created, id)
 end
-if args.run then -- from here on the name means this job, whatever it meant before
+if args.run then -- from here on the name points at this job
   redis.call('HSET', key('runs', model), args.run, args.packed_run)
 end
 if idem then

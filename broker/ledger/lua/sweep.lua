@@ -1,6 +1,6 @@
--- One job that the sweeper was to look at by now.
--- args: id, capture_timeout, lease_s, up_since (when Redis started: while it was away nobody could renew or settle)
--- returns {what was found or done, model, attempt}:
+-- Check one job that is due for the reaper.
+-- args: id, capture_timeout, lease_s, up_since (when Redis started: while it was down no lease could be renewed and no receipt settled)
+-- returns {finding or action, model, attempt}:
 --   gone | held (not due after all) | queued (does it have a message?) | late (aborted) | requeued | failed | timed_out | cancelled
 local id, capture_timeout = args.id, args.capture_timeout
 local job = read(id)
@@ -20,7 +20,7 @@ if job.state == 'queued' then
     look_at_queued(job, math.huge)
     return answer('held')
   end
-  redis.call('SADD', turn('sent', job.model, job.step), id) -- also what was accepted before there were windows
+  redis.call('SADD', turn('sent', job.model, job.step), id) -- including jobs accepted before windows existed
   return answer('queued')
 end
 local grace = args.lease_s
@@ -33,7 +33,7 @@ if deadline > now then
   return answer('held')
 end
 if job.generated and job.state == 'running' then
-  -- A worker that is known to be gone sends no more receipts: try again. Otherwise the receipts are late: say so.
+  -- A worker known to be gone sends no more receipts: try again. Otherwise the receipts are late: report that.
   local known = redis.call('HEXISTS', 'ms:workers', job.worker) == 1
   if not known or redis.call('GET', key('alive', job.worker)) == job.boot then
     fail(job, 'receipts_timed_out', job.receipts .. ' of ' .. job.expected .. ' receipts arrived within ' .. capture_timeout

@@ -1,4 +1,4 @@
--- Whatever should be under way is: what is claimed or over is not counted any more, and what waits and has room is sent.
+-- Refill the dispatch windows: drop claimed and ended jobs from the count, then send waiting messages for which there is room.
 -- returns ids of the jobs whose messages were sent
 for _, name in ipairs(redis.call('SMEMBERS', 'ms:queues')) do
   local model, step = string.match(name, '^(.*):(%d+)$')

@@ -1,6 +1,6 @@
--- How a job is moved to another state, failed, put back, finished.
+-- State transitions of a job: move, fail, put back, finish.
 
--- What is listed of a job's captures. False when it has none in files.
+-- The job's capture record; false if it has none in files.
 local function note_capture(job, ...)
   if redis.call('EXISTS', key('capture', job.id)) == 0 then
     return false
@@ -9,12 +9,12 @@ local function note_capture(job, ...)
   return true
 end
 
--- How often jobs came into each state: what metrics tell. Here, so that each change is counted once, whoever makes it.
+-- Count of entries into each state, for metrics. Kept here so that each change is counted once, whichever process makes it.
 local function count(job)
   redis.call('HINCRBY', 'ms:counts', job.model .. '/' .. job.state, 1)
 end
 
--- What follows from leaving a state, and from entering one, before readers are told: `on_leave[state](job, to)` and
+-- Effects of leaving a state and of entering one, before readers are notified: `on_leave[state](job, to)` and
 -- `on_enter[state](job, capture_status)`. States without an effect are in neither.
 local on_leave, on_enter = {}, {}
 
@@ -27,7 +27,7 @@ on_leave.queued, on_leave.running, on_leave.cancelling = leave, let_go, let_go
 
 function on_enter.queued(job)
   local hash = key('job', job.id)
-  -- What the former attempt left must not be taken for the next one's. (Units of a sweep are its own: they stay.)
+  -- Drop what the former attempt left, so that it is not attributed to the next. (Units of a sweep belong to the job: they stay.)
   redis.call('DEL', key('out', job.id), key('ticket', job.id), key('agree', job.id))
   redis.call('HDEL', hash, 'worker', 'boot', 'lease', 'started', 'generated', 'partial', 'everyone', 'global_version')
   redis.call('HSET', hash, 'receipts', 0, 'expected', 0)
@@ -39,7 +39,7 @@ function on_enter.queued(job)
   enter_again(job)
 end
 
--- Every terminal state. `capture_status`: what the captures of a job end with that has not succeeded.
+-- Every terminal state. `capture_status`: final status of the captures of a job that has not succeeded.
 local function ended(job, capture_status)
   local hash = key('job', job.id)
   if job.captures then
@@ -56,7 +56,7 @@ local function ended(job, capture_status)
   event(job, 'done', '{"state":"' .. job.state .. '"}')
   redis.call('ZREM', 'ms:live', job.id)
   redis.call('DEL', key('agree', job.id))
-  -- The record outlives its result, so that a late reader is told `expired` and not `unknown`.
+  -- The record outlives its result, so that a late reader gets `expired` and not `unknown`.
   redis.call('EXPIRE', hash, 2 * args.result_ttl)
   for _, kind in ipairs({'out', 'ticket', 'events', 'units'}) do
     redis.call('EXPIRE', key(kind, job.id), args.result_ttl)
@@ -69,7 +69,7 @@ function on_enter.succeeded(job)
   ended(job, job.partial and 'partial' or 'ok')
 end
 
--- The only place where a job's state changes. False, and nothing done, when the table does not allow it.
+-- The only place where a job's state changes. Returns false, and changes nothing, if the table does not allow it.
 local function move(job, to, capture_status)
   local from = job.state
   if not ALLOWED[from][to] then
@@ -90,7 +90,7 @@ local function move(job, to, capture_status)
   return true
 end
 
--- `to`: 'aborted' for what never began.
+-- `to`: 'aborted' for a job that never began.
 local function fail(job, kind, detail, capture_status, to)
   to = to or 'failed'
   if not ALLOWED[job.state][to] then
@@ -105,7 +105,7 @@ end
 
 local LATE = 'no worker started the job before its `expires_in` ran out'
 
--- The worker is gone or gives up its hold: another attempt, unless there were enough or nobody wants it any more.
+-- The worker is gone or releases the job: another attempt, unless the limit is reached or the job is being cancelled.
 local function put_back(job)
   if job.state == 'cancelling' then
     move(job, 'cancelled')
@@ -125,8 +125,8 @@ local function finish(job)
   return move(job, job.state == 'cancelling' and 'cancelled' or 'succeeded')
 end
 
--- The ranks of this worker disagree: it takes no jobs until they were made equal. Late news of ledgers that are settled, or of a
--- former start of the worker, mark nothing.
+-- The ranks of this worker disagree: it takes no jobs until they are resynced. Late reports of ledgers already settled, or of a
+-- former start of the worker, are ignored.
 local function mark_desync(worker, boot, epoch, detail)
   local alive = redis.call('GET', key('alive', worker))
   if alive and alive ~= boot then
@@ -138,7 +138,7 @@ local function mark_desync(worker, boot, epoch, detail)
   end
 end
 
--- Its ranks disagreed, or their ledgers began anew under it: another attempt, once, or none (setting on_desync).
+-- Its ranks disagreed, or their ledgers were reset during it: one more attempt, or none (setting on_desync).
 local function put_back_desynced(job, detail)
   if job.state == 'cancelling' then
     move(job, 'cancelled')

@@ -1,4 +1,4 @@
--- What was settled before a time is forgotten.
+-- Forget deliveries settled before a given time.
 -- args: before (that time), limit (how many at most)
 -- returns how many
 local ids = redis.call('ZRANGEBYSCORE', 'ms:hook-done', '-inf', args.before, 'LIMIT', 0, args.limit)

@@ -1,4 +1,4 @@
--- What the outbox's own scripts share.
+-- Functions shared by the outbox's scripts.
 
 local function hook_end(id, lane, state)
   redis.call('HSET', 'ms:hook:' .. id, 'state', state)

@@ -1,6 +1,6 @@
--- What is due is lent to a sender: oldest lanes first, of each lane no more at once than it has room for.
--- args: ends (of the lease), token (of it), limit (how many at most), share (how many of one tenant at most), scan (lanes looked at at
---       most), under_way: tenant -> how many of it this sender has already
+-- Lease due deliveries to a sender: oldest lanes first, and per lane no more concurrently than it has room for.
+-- args: ends (of the lease), token (of it), limit (how many at most), share (how many of one tenant at most), scan (lanes examined at
+--       most), under_way: tenant -> how many of its deliveries this sender already holds
 -- returns per delivery {id, job, event, tenant, key, url, created, job_state, attempt, model, tries}
 local limit, share, has = args.limit, args.share, args.under_way
 local LANES_AT_ONCE = 1000
@@ -8,7 +8,7 @@ local lent = {}
 local function owner(lane)
   return string.match(lane, '^([^|]*)')
 end
--- Lanes of those who have their share already are passed over: they must not stand in the way of the others'.
+-- Lanes of tenants that have used up their share are skipped, so that they do not block others.
 local lanes, looked, taken = {}, 0, {}
 repeat
   local due = redis.call('ZRANGEBYSCORE', 'ms:hook-lanes', '-inf', now, 'LIMIT', looked, LANES_AT_ONCE)

@@ -1,4 +1,4 @@
--- A delivery is to be sent again, or now: under its id, the ladder from its first rung.
+-- Send a delivery again, or now: under the same id, with the retry schedule from its start.
 -- args: id
 -- returns 'unknown' | 'off' (its receiver is disabled) | 'pending'
 local id = args.id
@@ -10,7 +10,7 @@ end
 if redis.call('HEXISTS', 'ms:hook-off', tenant .. '|' .. url) == 1 then
   return 'off'
 end
-if not lease then -- else it is being sent just now
+if not lease then -- otherwise it is being sent
   redis.call('HSET', hook, 'tries', 0)
   redis.call('ZREM', 'ms:hook-done', id)
   hook_put(id, hook_lane(tenant, url), args.at)

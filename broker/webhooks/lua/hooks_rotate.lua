@@ -1,6 +1,6 @@
--- A new signing secret; the one before it signs as well for a while.
--- args: owner (of the secrets), secret (the new one), ends (until when the former one signs), heir_of (owner of the former one when this
---       has none yet), keep (true: leave it as it is when there is one)
+-- Create a new signing secret; the former one also signs for a while.
+-- args: owner (of the secrets), secret (the new one), ends (until when the former one signs), heir_of (owner of the former one if this
+--       has none yet), keep (true: leave an existing one as it is)
 -- returns {secret, created, former or '', its creation, its end}
 local mine = 'ms:hook-secret:' .. args.owner
 if not (args.keep and redis.call('EXISTS', mine) == 1) then

@@ -1,7 +1,7 @@
--- What became of an attempt.
+-- Record the outcome of a delivery attempt.
 -- args: id, token (of the lease), verdict ('delivered' | 'pending' (again later) | 'failed' | 'disabled' | 'refused'), attempt (JSON),
---       due (when it is due again), kept (attempts kept), well (whether it was answered quickly and well), most (at once)
--- returns 'unknown' | 'stale' (another sender has it, or it is settled: noted all the same) | the state after it
+--       due (when it is due again), kept (attempts kept), well (whether the response was quick and successful), most (concurrently)
+-- returns 'unknown' | 'stale' (another sender has it, or it is settled: the attempt is still logged) | the new state
 local id, verdict = args.id, args.verdict
 local hook = 'ms:hook:' .. id
 local state, lease, tenant, url = unpack(redis.call('HMGET', hook, 'state', 'lease', 'tenant', 'url'))
@@ -17,7 +17,7 @@ local lane = hook_lane(tenant, url)
 if args.well then
   redis.call('HSET', 'ms:hook-room', lane, math.min(2 * hook_room(lane), args.most))
 else
-  redis.call('HSET', 'ms:hook-room', lane, 1) -- one that does not answer, or slowly, is asked one thing at a time
+  redis.call('HSET', 'ms:hook-room', lane, 1) -- an unresponsive or slow receiver gets one delivery at a time
 end
 if verdict == 'pending' then
   redis.call('HINCRBY', hook, 'tries', 1)
