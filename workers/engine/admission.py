@@ -1,6 +1,6 @@
 """Admission of requests to the engine. Requests that do not fit wait in order of arrival and never fail for it.
 
-What is limited: the distinct steering rows in flight, the memory that captured rows may take, and the cells of sweeps.
+Limited are the distinct steering rows in flight, the memory that captured rows may take, and the cells of sweeps.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ class _Gate(ABC, Generic[Demand]):
         return len(self._waiting)
 
     def _check(self, demand: Demand) -> None:
-        """Raises MidstreamError for what will never fit."""
+        """Raises MidstreamError for a demand that can never fit."""
 
     @abstractmethod
     def _fits(self, demand: Demand) -> bool: ...
@@ -39,7 +39,7 @@ class _Gate(ABC, Generic[Demand]):
 
     @asynccontextmanager
     async def admitted(self, demand: Demand) -> AsyncIterator[None]:
-        """Hold what is wished for the block, once there is room. An empty wish never waits."""
+        """Hold the demand for the block, once there is room. An empty demand never waits."""
         self._check(demand)
         if demand:
             await self._acquire(demand)
@@ -205,7 +205,7 @@ class CaptureBudget(_Gate[int]):
 
 
 class CellSlots(_Gate[int]):
-    """Cells of sweeps in the engine; `limit()` may be another each time, and is at least 1."""
+    """Cells of sweeps in the engine; `limit()` may change between calls, and is at least 1."""
 
     def __init__(self, limit: Callable[[], int]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Calls to all ranks: every answer is checked; what did not succeed everywhere is undone everywhere."""
+"""Calls to all ranks: every answer is checked; an action that fails on one rank is undone on all."""
 
 import asyncio
 import logging
@@ -16,7 +16,7 @@ CollectiveCall = Callable[[str, tuple[Any, ...]], Awaitable[Sequence[Any]]]
 
 
 class Refused(MidstreamError):
-    """A rank did not do what all were asked; `answers`: those of every rank."""
+    """A rank refused an action requested of all; `answers`: those of every rank."""
 
     def __init__(self, detail: str, answers: list[RankApplied]) -> None:
         super().__init__("intervention_failed", detail)
@@ -24,14 +24,14 @@ class Refused(MidstreamError):
 
 
 class Quarantined(MidstreamError):
-    """The ranks may differ in what they have: no job may run here until they were made equal again."""
+    """The state of the ranks may differ: no job may run here until they are resynced."""
 
     def __init__(self, detail: str) -> None:
         super().__init__("intervention_failed", detail)
 
 
 class Undo(NamedTuple):
-    """The call that takes an action back; harmless on a rank where it never succeeded."""
+    """The call that undoes an action; harmless on a rank where it never succeeded."""
 
     method: str
     arguments: tuple[Any, ...]
@@ -49,7 +49,7 @@ def check_apply_results(action: str, results: Sequence[tuple[bool, str]], world:
 
 
 def refusals(answers: Sequence[RankApplied]) -> str:
-    """Which ranks said no, and why; empty when none did."""
+    """The ranks that refused, and why; empty if none did."""
     return "; ".join(f"rank {answer.rank}: {answer.message or 'no reason was given'}" for answer in answers if not answer.ok)
 
 
@@ -60,17 +60,17 @@ class Ranks:
         self._call, self._world, self._on_quarantine = call, world, on_quarantine
 
     async def ask(self, action: str, method: str, *arguments: Any) -> list[RankApplied]:
-        """The answers of a call that changes nothing, good or bad. Raises MidstreamError when a rank gave none."""
+        """The answers of a call that changes nothing, good or bad. Raises MidstreamError if a rank did not answer."""
         results = await self._ask(method, arguments)
         if len(results) != self._world:
             check_apply_results(action, results, self._world)
         return _told(results)
 
     async def apply(self, action: str, method: str, *arguments: Any, undo: Undo | None = None) -> list[RankApplied]:
-        """Change something on every rank, or on none. Once begun it is brought to its end, also when the caller is cancelled.
+        """Change something on every rank, or on none. Once begun it is completed, even if the caller is cancelled.
 
-        Raises Refused with rank and reason when a rank failed and all took it back, and Quarantined when that failed as well
-        or there is no way back.
+        Raises Refused with rank and reason if a rank failed and all rolled back, and Quarantined if the rollback also failed
+        or there is none.
         """
         return await unbroken(self._apply(action, method, arguments, undo))
 
@@ -101,7 +101,7 @@ def _told(results: Sequence[tuple[bool, str]]) -> list[RankApplied]:
 
 
 async def unbroken(work: Coroutine[Any, Any, T]) -> T:
-    """`work` to its end; a cancellation takes effect then."""
+    """Run `work` to completion; a cancellation takes effect afterwards."""
     task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():

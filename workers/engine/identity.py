@@ -14,7 +14,7 @@ import msgspec
 from ...schemas.errors import MidstreamError
 from ...schemas.settings import Settings
 
-#: This start of the process; receipts and leases carry it, so that what a former start left behind is recognised.
+#: This start of the process; receipts and leases carry it, so that leftovers of a former start are recognised.
 BOOT = uuid.uuid4().hex
 
 

@@ -15,13 +15,13 @@ from ...schemas.tensors import Tensor
 
 #: Returns the tensor of a content hash; raises MidstreamError if it is not stored.
 Fetch = Callable[[str], Awaitable[Tensor]]
-#: Says where the rows of a run (`run_key`) are; raises MidstreamError when it is not ready, or deleted.
+#: Returns the files with the rows of a run (`run_key`); raises MidstreamError if it is not ready, or deleted.
 Locate = Callable[[str], Awaitable[RunFiles]]
 
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """One prompt, and all that is asked of the engine for it."""
+    """One prompt, and everything requested of the engine for it."""
 
     job: str
     request: int  # index of the prompt in its job; of a sweep see `schemas.sweep_units`
@@ -78,11 +78,11 @@ class Progress:
 
 
 class Engine(Protocol):
-    """One model, loaded once, used from one event loop. `info` and `tokenizer` are there after `start`."""
+    """One model, loaded once, used from one event loop. `info` and `tokenizer` are available after `start`."""
 
     info: ModelInfo
     tokenizer: TokenizerBundle
-    world: int  # number of ranks (tp x pp): this many receipts for every request that wants them
+    world: int  # number of ranks (tp x pp): this many receipts for every request that gets them
     enters: bool  # a forward may begin at `EngineRequest.entry`; where it cannot, an entry changes nothing but the cache keys
     on_quarantine: Callable[[str], None]  # set by the host; called with the reason if the ranks may differ, in addition to the exception
 
@@ -90,7 +90,7 @@ class Engine(Protocol):
         """Load the model; may take a minute. Raises MidstreamError("engine_failed")."""
 
     async def hold_vectors(self, names: Sequence[str], fetch: Fetch, *, pinned: bool = False) -> None:
-        """Have every one of these tensors on every rank, and keep them there until `release_vectors` with the same names.
+        """Load all of these tensors on every rank, and keep them there until `release_vectors` with the same names.
 
         `pinned`: for modules and global steering, outside the cache's budget. Raises MidstreamError("intervention_failed")
         naming rank and reason, and Quarantined; a call that raises, or is cancelled, holds nothing.
@@ -101,8 +101,8 @@ class Engine(Protocol):
 
     async def hold_runs(self, keys: Sequence[str], locate: Locate) -> None:
         """Have the rows of every one of these source runs (`run_key`) on every rank of the stages that have its layers, and keep them
-        there until `release_runs` with the same keys. Whole runs, least recently used given up first; waits while what others hold
-        leaves no room.
+        there until `release_runs` with the same keys. Whole runs, least recently used evicted first; waits while runs held by others
+        leave no room.
 
         Raises MidstreamError("intervention_failed") naming rank and reason, what `locate` raises, and Quarantined; a call that
         raises, or is cancelled, holds nothing.
@@ -112,7 +112,7 @@ class Engine(Protocol):
         """Release these; they may stay cached."""
 
     def held_runs(self) -> list[str]:
-        """Keys of the runs that the ranks have now, in use or not."""
+        """Keys of the runs loaded on the ranks, in use or not."""
 
     # Global steering and modules: `workers.serving.steering` calls these one at a time, never concurrently.
 
@@ -125,12 +125,12 @@ class Engine(Protocol):
     async def commit_global(self, steering: GlobalSteering) -> list[RankApplied]:
         """Phase two: every rank applies it, to requests that begin from now on.
 
-        When a rank fails, all are rolled back to what they had; raises MidstreamError("intervention_failed") with rank and
-        reason then, and Quarantined when that fails as well.
+        If a rank fails, all are rolled back to their former state; raises MidstreamError("intervention_failed") with rank and
+        reason then, and Quarantined if the rollback also fails.
         """
 
     async def set_module(self, name: str, digest: str, tensors: Sequence[str]) -> list[RankApplied]:
-        """Register a module on every rank, or change what its name points at; with an empty digest unregister it.
+        """Register a module on every rank, or point its name at new content; with an empty digest unregister it.
 
         As `commit_global` when a rank fails. Its tensors are held by the caller.
         """
@@ -139,10 +139,10 @@ class Engine(Protocol):
         """Every rank's ledger and occupancy, in rank order."""
 
     async def restart_ledgers(self) -> None:
-        """Resync, first half: every rank forgets all rows, modules, tensors and global steering, fails the requests that it
-        still has, and begins its ledger anew from zero; cached blocks that interventions touched are not found again.
+        """Resync, first half: every rank drops all rows, modules, tensors and global steering, fails the requests that it
+        still has, and resets its ledger to zero; cached blocks affected by interventions are not reused.
 
-        The caller replays the desired state then, as at the start. Raises Quarantined when a rank does not obey.
+        The caller then replays the desired state, as at the start. Raises Quarantined if a rank does not comply.
         """
 
     async def same_content(self) -> bool:
@@ -162,7 +162,7 @@ class Engine(Protocol):
         """Stop every request of this attempt; ended ones are ignored."""
 
     async def shutdown(self) -> None:
-        """Stop the engine and end its processes; what is captured already is delivered first."""
+        """Stop the engine and end its processes; completed captures are delivered first."""
 
     async def failed(self) -> str:
         """Return, with the reason, only if the engine dies unexpectedly."""

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class RankControl(ABC):
-    """The half of `workers.engine.protocol.Engine` that is calls on all ranks; an engine adds `_call` and the generation."""
+    """The part of `workers.engine.protocol.Engine` that calls all ranks; an engine adds `_call` and the generation."""
 
     on_quarantine: Callable[[str], None]
 
@@ -106,7 +106,7 @@ class RankControl(ABC):
 
 
 def rank_steering(status: dict[str, Any]) -> RankSteering:
-    """What `midstream_status` says of steering; it says more."""
+    """The steering part of `midstream_status`."""
     return msgspec.convert({name: status[name] for name in RankSteering.__struct_fields__ if name in status}, RankSteering)
 
 
@@ -122,7 +122,7 @@ def _pinned_rows(steering: GlobalSteering) -> frozenset[RowDemand]:
 
 
 def disagreement(ranks: Sequence[RankSteering]) -> str:
-    """What the ranks of a stage do not agree on; empty when they do."""
+    """The disagreement among the ranks of a stage; empty if they agree."""
     stages: dict[int, list[RankSteering]] = {}
     for rank in ranks:
         stages.setdefault(rank.pp, []).append(rank)

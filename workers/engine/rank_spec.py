@@ -1,4 +1,4 @@
-"""What ranks receive about one prompt of a job."""
+"""The spec that ranks receive for one prompt of a job."""
 
 from ...schemas.selectors import depends_on_prompt, lowest_position
 from ...schemas.specs import RankSpec, StoredSteering, content_key, steering_digest
@@ -40,9 +40,9 @@ def rank_spec(ask: EngineRequest, global_steering: GlobalSteering) -> RankSpec |
 
 
 def _digest(global_steering: list[StoredSteering], own: list[StoredSteering], ask: EngineRequest) -> str:
-    """Of all that touches the request's KV cache. The same entries share it, whether they are everyone's or the request's own.
+    """Digest of everything that affects the request's KV cache. The same entries share it, whether global or the request's own.
 
-    With both they are told apart: each takes rows of its own, and what shares a row is rounded once. A forward that begins at a
+    With both they are kept apart: each has its own rows, and entries that share a row are rounded once. A forward that begins at a
     layer above the first leaves the cache below it unwritten: those blocks are never shared.
     """
     digest = steering_digest(global_steering or own)

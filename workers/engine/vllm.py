@@ -57,7 +57,7 @@ class VllmEngine(RankControl):
         self._captures = CaptureBudget(settings.capture_memory_mib << 20)
         self._live: dict[tuple[str, int], set[str]] = {}
         self._stopping = False
-        self._broken = ""  # why the ranks' answers can no longer be relied on
+        self._broken = ""  # why the ranks' answers are no longer reliable
         self._ending: set[asyncio.Future[None]] = set()
 
     async def start(self) -> None:
@@ -99,7 +99,7 @@ class VllmEngine(RankControl):
             config = asked.model_config
             adapter = describe(
                 config.architectures[0], config.hf_config, config.max_model_len
-            )  # before any process of the engine starts: refused in words
+            )  # before any process of the engine starts, for a clear error
             self._llm = await asyncio.to_thread(AsyncLLM.from_vllm_config, asked, disable_log_stats=True)
             self.tokenizer = await asyncio.to_thread(tokenizer_bundle, settings.model)
         except UnsupportedArchitectureError:
@@ -182,7 +182,7 @@ class VllmEngine(RankControl):
     def _captured_rows(self, ask: EngineRequest, positions: int = sys.maxsize) -> int:
         """How many rows the captures of one prompt may have, of at most so many positions."""
         prompt_tokens = len(ask.token_ids)
-        max_tokens = ask.sampling.max_tokens + self._settings.speculative_tokens  # drafts beyond the end are computed, too
+        max_tokens = ask.sampling.max_tokens + self._settings.speculative_tokens  # drafts beyond the end are also computed
         return sum(capture.num_sites * min(positions, capture.count_positions(prompt_tokens, max_tokens)) for capture in ask.captures)
 
     async def abort(self, job_id: str, attempt: int) -> None:
@@ -199,15 +199,15 @@ class VllmEngine(RankControl):
 
     async def restart_ledgers(self) -> None:
         await super().restart_ledgers()
-        await self._llm.reset_prefix_cache()  # of what was touched nothing is found again, see our scheduler
+        await self._llm.reset_prefix_cache()  # blocks affected by interventions are not reused, see our scheduler
 
     async def shutdown(self) -> None:
-        """Captures and receipts that are on their way are written and sent first."""
+        """Pending captures and receipts are written and sent first."""
         self._stopping = True
         if not self._llm.errored:
             await self._call("midstream_close", ())
         if self._llm.output_handler is not None:
-            self._llm.output_handler.cancel()  # or it would log the end of the engine as its death
+            self._llm.output_handler.cancel()  # otherwise it would log the shutdown as a crash
         await asyncio.to_thread(self._llm.shutdown)
 
     async def failed(self) -> str:
@@ -233,7 +233,7 @@ class VllmEngine(RankControl):
         except EngineDeadError as error:
             raise MidstreamError("engine_failed", f"the engine died: {error}") from error
         except Exception as error:
-            # vLLM leaves the other ranks' answers lying: the next call would take them for its own.
+            # vLLM leaves the other ranks' answers unread: the next call would take them for its own.
             self._broken = f"a rank failed in {method}: {error}"
             raise MidstreamError("engine_failed", self._broken) from error
         return results
@@ -255,14 +255,14 @@ def _hooks(settings: Settings) -> list[str]:
 
 
 def _row_limit(settings: Settings, plane: PlaneConfig, config: Any) -> int:
-    """How many rows a step may capture; 0 where rows are captured straight into memory that is made for the step."""
+    """Maximum rows captured per step; 0 if rows are captured directly into memory allocated for the step."""
     if current_platform.is_cpu():
         return 0 if settings.enforce_eager else plane.ring_rows(config.get_hidden_size(), config.dtype.itemsize)
     return plane.ring_rows(config.get_hidden_size(), config.dtype.itemsize) // 2  # one half is filled while the other is read
 
 
 def _row_store_mib(settings: Settings) -> int:
-    """What is promised to a later request must be there: rows that may be dropped are not kept for others."""
+    """Size of the row store; 0 if rows may be dropped, since rows promised to a later request must exist."""
     return settings.row_store_mib if settings.enable_prefix_caching and settings.capture_overload != "drop" else 0
 
 

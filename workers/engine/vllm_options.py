@@ -20,7 +20,7 @@ _CPU_BLOCK = 32
 
 
 def engine_options(settings: Settings) -> dict[str, Any]:
-    """What the settings ask of vLLM, without anything of ours: a stock engine started so is what we compare with."""
+    """vLLM's arguments from the settings, without our additions: a stock engine with these is the baseline of comparisons."""
     options: dict[str, Any] = {
         "model": settings.model,
         "served_model_name": settings.served_model,
@@ -52,7 +52,7 @@ def engine_options(settings: Settings) -> dict[str, Any]:
 def check_architecture(model: str) -> None:
     """Raises UnsupportedArchitectureError by the name in the checkpoint's config.json, before vLLM imports anything for it.
 
-    A checkpoint without that file, or that is not there, is left to vLLM's own error.
+    A checkpoint without that file, or a missing one, is left to vLLM's own error.
     """
     try:
         config, _ = PretrainedConfig.get_config_dict(model)
@@ -68,7 +68,7 @@ def overlaps(settings: Settings) -> bool:
 
 
 def prepare_environment(settings: Settings) -> None:
-    """What vLLM reads from the environment; set before its processes start."""
+    """Set the environment that vLLM reads, before its processes start."""
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     if settings.log_format == "json":

@@ -2,9 +2,9 @@
 
 `FakeEngine` generates without a model: deterministic text, a settable time per token, and real receipts and real capture
 files for every rank it claims to have. Steering of every op is checked, accounted for on each rank and decides the text;
-captured rows stay as they are. For control-plane tests and benchmarks only; nothing it says is about a language model. Faults
+captured rows stay as they are. For control-plane tests and benchmarks only; its output says nothing about a language model. Faults
 that `settings.fault` may name (see `FakeFaults`): `engine_dies:tokens=N` (after N tokens in all), `generate:request=I` (that
-prompt of each job fails), `disagree:rank=R` (rank R's receipts tell another checksum), `refuse:request=I` (the ranks report an
+prompt of each job fails), `disagree:rank=R` (rank R's receipts report another checksum), `refuse:request=I` (the ranks report an
 error of that prompt of each job), `silent:rank=R` (rank R never reports), `start:reason=TEXT`, `slow_start:seconds=S`; and of a
 call to rank R: `hold`, `drop`, `put_run`, `drop_runs`, `prepare`, `commit`, `set_module`, `rollback`, `restart` (the rank refuses),
 `lose_run` (it has none of the source run that a request names), `desync` (it does not account for a steered request), `fingerprint`
@@ -34,9 +34,9 @@ from .ranks import FakeRanks
 
 
 class FakeEngine(RankControl):
-    """An `Engine` without a model. `settings.fake_token_s`: seconds per token; 0 gives a whole output at once."""
+    """An `Engine` without a model. `settings.fake_token_s`: seconds per token; 0 returns a whole output immediately."""
 
-    enters = True  # nothing is left out, but what a forward would begin with is checked
+    enters = True  # no layer is skipped, but the rows at the entry are checked
 
     def __init__(self, settings: Settings):
         super().__init__(settings)

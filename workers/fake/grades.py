@@ -1,6 +1,6 @@
 """Next-token grades of the fake engine: a function of tokens and edited rows, so that a wrong patch shows.
 
-A row that an edit leaves as it is counts for nothing: so a patch with a prompt's own row changes nothing here either.
+An edit that leaves a row unchanged has no effect: so a patch with a prompt's own row changes nothing here, either.
 """
 
 import zlib
@@ -21,7 +21,7 @@ Edit = tuple[str, int, int, bytes]
 
 
 class Ungradable(Exception):
-    """The request's grade cannot be told; the text says why."""
+    """The request's grade is undefined; the text gives the reason."""
 
 
 def expected_logprob(token_ids: Sequence[int], edits: Sequence[Edit], token: int) -> float:
@@ -57,7 +57,7 @@ class FakeGrades:
         self._read: dict[str, dict[tuple[str, int], np.ndarray]] = {}
 
     def of(self, spec: RankSpec, token_ids: Sequence[int]) -> list[float]:
-        """What `spec.grade` asks. Raises Ungradable."""
+        """The grades that `spec.grade` requests. Raises Ungradable."""
         grade = spec.grade
         if grade is None:
             return []

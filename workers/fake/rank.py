@@ -1,6 +1,6 @@
 """State of one fake rank: vectors, source runs, modules, global steering, rows in use, and a real action ledger.
 
-It answers the same calls as a real rank (`runner.worker_class`), so that all that the worker does with ranks runs unchanged.
+It answers the same calls as a real rank (`runner.worker_class`), so that the worker's code for ranks runs unchanged.
 """
 
 import zlib
@@ -63,10 +63,10 @@ class FakeRank:
         self.rank, self.tp, self.pp = rank, tp, pp
         self.ledger = ActionLedger()
         self.step = 0
-        #: What a real rank knows of the scheduler, its writer and its outbox.
+        #: A real rank's figures of the scheduler, its writer and its outbox.
         self.load: dict[str, float] = {"outbox": 0, "backlog": 0}
         self.vectors: dict[str, list[int]] = {}  # name → shape
-        self.runs: dict[str, RunFiles] = {}  # by key; the rows themselves nobody reads
+        self.runs: dict[str, RunFiles] = {}  # by key; the rows themselves are not read
         self.modules: dict[str, tuple[str, list[str]]] = {}  # name → (digest, tensors)
         self.current = GlobalSteering()
         self._former = GlobalSteering()
@@ -209,7 +209,7 @@ class FakeRank:
         return _FINE
 
     def end(self, spec: RankSpec) -> None:
-        """The request is over; one of before the ledger began anew is forgotten already."""
+        """The request is over; one from before a reset of the ledger is already forgotten."""
         for row in self._live.pop(spec.key, []):
             self._rows[row] -= 1
             if not self._rows[row]:

@@ -73,7 +73,7 @@ class FakeRanks:
         return [getattr(rank, method)(*arguments) for rank in self.ranks]
 
     def tell_load(self, running: int, queued: int) -> None:
-        """What a real rank knows besides: requests in the engine, and of its own its captures and its outbox."""
+        """Set the further figures of a real rank: requests in the engine, and its own captures and outbox."""
         for rank, outbox, writer in zip(self.ranks, self._outboxes, self._writers, strict=False):  # before `start` there are none
             busy = {"running": running, "queued": queued, "kv_cache": running / self._settings.max_num_seqs}
             rank.load = {"outbox": outbox.depth(), "backlog": writer.backlog, **writer.totals, **busy}
@@ -136,7 +136,7 @@ class FakeRanks:
                 )
 
     def _graded(self, finished: _Finished) -> tuple[list[float], str]:
-        """What the last stage's first rank tells of the next token, and why every rank fails the request; empty when none does."""
+        """The next-token grades of the last stage's first rank, and why every rank fails the request; empty if none does."""
         if (found := self._faults.get("refuse")) is not None and int(found["request"]) == finished.spec.request:
             return [], "injected fault"
         try:

@@ -298,7 +298,7 @@ class _Rows:
 
 def _bytes(rows: torch.Tensor, dtype: torch.dtype) -> memoryview:
     view = rows.to(dtype).view(torch.uint8)  # numpy does not have every dtype
-    return memoryview(view.numpy()).cast("B").toreadonly()  # the rows may serve later requests, too
+    return memoryview(view.numpy()).cast("B").toreadonly()  # the rows may also serve later requests
 
 
 def contiguous(values: np.ndarray) -> list[tuple[int, int]]:

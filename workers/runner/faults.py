@@ -67,7 +67,7 @@ class Faults:
         return name in self._active
 
     def _once(self, name: str) -> bool:
-        """Whether it is active; it is consumed by the call."""
+        """Whether the fault is active; the call consumes it."""
         active = name in self._active
         self._active.discard(name)
         return active
@@ -84,7 +84,7 @@ class Faults:
 
     def of_row(self, content: RowContent) -> RowContent:
         """What is written to the table instead of a row's content."""
-        if "skip_action" in self:  # `of_action`, which follows, leaves it out of the account
+        if "skip_action" in self:  # `of_action`, called next, omits it from the ledger
             return {}
         if content and self._once("alter_action"):
             return {place: (-vectors, scalars) for place, (vectors, scalars) in content.items()}
@@ -98,7 +98,7 @@ class Faults:
 
 
 def answer(faults: Faults, call: str, action: Callable[[], None]) -> tuple[bool, str]:
-    """How a rank answers a call of the worker: (ok, why not). What is refused has changed nothing here."""
+    """How a rank answers a call of the worker: (ok, why not). A refused call has changed nothing on this rank."""
     try:
         if call in faults:
             raise RuntimeError(f"fault injected: {call}")

@@ -167,7 +167,7 @@ ROPE_KEYS = frozenset(
 _ROPE_REST = frozenset(("type",))
 
 
-#: Whose transformers model rotates a part of each head where `partial_rotary_factor` says so. Others of vLLM's models do, too.
+#: Whose transformers model rotates a part of each head where `partial_rotary_factor` says so. Other models of vLLM also do.
 _PARTLY_ROTATED = frozenset({"Phi3ForCausalLM"})
 
 

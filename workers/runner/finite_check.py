@@ -2,7 +2,7 @@
 
 Two observations of each step: the mark that a site leaves for a row it edits (`kernels.plan.Planned.broken`), and the sum of
 each row that leaves the last layer, which is not finite when a value of the row is not. On an accelerator both travel to
-pinned memory and are read when the step is over; on the CPU they are read at once.
+pinned memory and are read when the step is over; on the CPU they are read immediately.
 """
 
 import math
@@ -30,12 +30,12 @@ class NonFinite:
     id: str  # of the request in the engine
     step: int
     position: int
-    site: Site | None  # None: behind the last layer
-    edited: bool = False  # the edits at the site made it so; else it was so before them
+    site: Site | None  # None: after the last layer
+    edited: bool = False  # caused by the edits at the site; otherwise it was non-finite before them
 
 
 class _Finding:
-    """What one step's forward leaves behind, and when it is there."""
+    """The observations of one step's forward, and when they are available."""
 
     def __init__(
         self, step: int, view: StepView, broken: torch.Tensor | None, sums: torch.Tensor | None, event: "torch.cuda.Event | None"
@@ -58,7 +58,7 @@ class _Finding:
                 found.append(NonFinite(id_, self.step, position, sites[abs(mark) - 1], mark > 0))
         if self._sums is not None and (bad := ~np.isfinite(self._sums.numpy())).any():
             found += [NonFinite(id_, self.step, position, None) for id_, _, position in self._first(bad)]
-        # The earliest position first: what the model did there excuses what is seen of it later.
+        # The earliest position first: non-finite values of the model there excuse later ones.
         return sorted(found, key=lambda each: each.position)
 
     def _first(self, bad: np.ndarray) -> Iterator[tuple[str, int, int]]:
@@ -132,7 +132,7 @@ def _computed(view: StepView, needed: Mapping[str, int]) -> bool:
     return any(rows.first_position < needed.get(rows.id, 0) for rows in view.requests)
 
 
-# --- Whose doing it was -------------------------------------------------------------------------------------------------
+# --- Attribution --------------------------------------------------------------------------------------------------------
 
 
 def entries_of(spec: RankSpec) -> list[StoredSteering]:

@@ -79,7 +79,7 @@ class Grading:
         return [(due[number].tracked, why) for number, why in wrong.items()]
 
     def forget(self) -> None:
-        """Give up all that is kept."""
+        """Drop all kept distributions."""
         self._due.clear()
         self._kept.clear()
 
@@ -123,7 +123,7 @@ def _divergence(kept: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
     """D(kept ‖ each of them), nats, float64 `[rows]`, of log-probabilities `[vocabulary]` and `[rows, vocabulary]`."""
     first = kept.double()
     share = first.exp()
-    # What has no probability adds nothing, whatever the other says of it.
+    # A token of probability 0 adds nothing, whatever its probability in the other.
     return torch.where(share > 0, share * (first - logprobs.double()), 0.0).sum(dim=-1)
 
 

@@ -47,7 +47,7 @@ class KeptBlocks:
     def find(self, name: str, request: Any, tokens: int) -> tuple[Any, int] | None:
         """(vLLM's blocks, `tokens`) of the first `tokens` positions of a prompt that is kept.
 
-        None where it is not, where the request begins otherwise, or where nothing of it would be left to compute.
+        None if it is not kept, if the request begins differently, or if nothing of it would be left to compute.
         """
         prompt, blocks = self._kept.get(name, ([], []))
         if not 0 < tokens < request.num_prompt_tokens or prompt[:tokens] != list(request.prompt_token_ids[:tokens]):
@@ -56,7 +56,7 @@ class KeptBlocks:
         return self._manager.create_kv_cache_blocks((blocks[: -(-tokens // self._block_size)],)), tokens
 
     def make_room(self, stuck: bool) -> None:
-        """Give all up where blocks are scarce, or when requests wait and none can go on (`stuck`)."""
+        """Free all kept blocks if blocks are scarce, or if requests wait and none can proceed (`stuck`)."""
         if self._kept and (stuck or self._pool.get_num_free_blocks() < 2 * self._pool.num_gpu_blocks // SHARE):
             self.clear()
 

@@ -90,11 +90,11 @@ class Filesystem:
         self._segments: OrderedDict[str, Segment] = OrderedDict()  # tag → the one appended to
         try:
             config.store.prepare()
-        except OSError as error:  # every write says so again, to its own request
+        except OSError as error:  # every write reports it again, to its own request
             logger.error("cannot write captures to %s: %s", config.store.uri, error)
 
     def consume(self, captures: Sequence[FinishedCapture]) -> list[Outcome]:
-        """Raises nothing: what cannot be written says so in its outcome."""
+        """Raises nothing: a failed write is reported in its outcome."""
         outcomes: list[Outcome] = [Outcome()] * len(captures)
         groups: dict[tuple[str, str], list[int]] = {}  # one commit each: all files, and the segment of each tag
         for number, capture in enumerate(captures):

@@ -2,7 +2,7 @@
 
 Requests name tensors by content and bring global steering in their own specs, so nothing here changes what a request does.
 Modules and global steering are kept so that ranks can be compared, tensors in use stay, and everyone's rows stay written.
-Calls come one at a time; a rollback takes back the last change, and nothing where that change was refused.
+Calls come one at a time; a rollback undoes the last change, or nothing if that change was refused.
 """
 
 from collections.abc import Callable, Sequence
@@ -78,7 +78,7 @@ class RankState:
     # -- modules -----------------------------------------------------------------------------------------------------------
 
     def set_module(self, name: str, digest: str, tensors: Sequence[str]) -> None:
-        """From now on `name` points at this content; with an empty digest at nothing."""
+        """Point `name` at this content; with an empty digest, at nothing."""
         self._changed = None
         for tensor in tensors:
             if tensor not in self.vectors:
@@ -106,7 +106,7 @@ class RankState:
     def check_sites(self, hook: str, layers: Sequence[int]) -> None:
         """Raises ValueError for what the model does not have. (Sites that other stages have are not an error of this one.)
 
-        What was accepted fits the model that was published last; a worker with other hooks or layers must not skip it in silence.
+        What was accepted fits the model that was published last; a worker with other hooks or layers must not skip it silently.
         """
         if hook not in self._hooks:
             raise ValueError(f"unknown hook {hook}; valid: {', '.join(self._hooks)}")
@@ -129,7 +129,7 @@ class RankState:
             self._table.content(row)
 
     def commit_global(self, steering: GlobalSteering) -> None:
-        """It is everyone's from now on: its rows stay written until the next commit. New rows are taken before old ones are given back."""
+        """Make it the global steering: its rows stay written until the next commit. New rows are acquired before old ones are released."""
         self._changed = None
         former = self._switch(steering)
         self._actions.fold(self._step(), "global_set" if steering.entries else "global_clear", steering.version, steering.digest)
@@ -152,7 +152,7 @@ class RankState:
     # -- all ---------------------------------------------------------------------------------------------------------------
 
     def _undo(self, change: object) -> GlobalSteering | Named | None:
-        """What was before `change`, if that was the last one; it can be taken back once."""
+        """The state before `change`, if that was the last one; it can be undone once."""
         if self._changed is None or self._changed[0] != change:
             return None
         former, self._changed = self._changed[1], None

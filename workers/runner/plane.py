@@ -1,7 +1,7 @@
 """Per-rank data plane: tracks requests, has their rows planned, and accounts for both.
 
-The adapters call `begin` (who came, who ended), `plan` (which rows are whose), let the forward run, then `drain`.
-Nothing that goes wrong in here may take the engine down: it fails the requests concerned, through their receipts.
+The adapters call `begin` (new and ended requests), `plan` (the rows of each request), let the forward run, then `drain`.
+An error in here must not take the engine down: it fails the requests concerned, through their receipts.
 """
 
 import logging
@@ -101,15 +101,15 @@ class DataPlane:
         self._tracked: dict[str, Tracked] = {}
         self._taints = Taints()
         self._live: set[str] = set()  # keys of the tracked
-        self._ends: dict[str, int] = {}  # said by the worker of requests that have not finished here
-        self._finished: dict[str, tuple[Tracked, Finish]] = {}  # over here; the worker has not said where they end
+        self._ends: dict[str, int] = {}  # reported by the worker, for requests that have not finished here
+        self._finished: dict[str, tuple[Tracked, Finish]] = {}  # finished here; the worker has not reported where they end
         self.load = Load()
         self._step = 0
         self._preemptions = 0
         self._schedule = 0  # how batches were composed since this rank last began with nothing to do: two runs can be compared
         self._token_rows = 0  # computed so far, rejected drafts included
 
-    # -- what the worker asks for -------------------------------------------------------------------------------------------
+    # -- calls of the worker ------------------------------------------------------------------------------------------------
 
     def cleanse(self, steps: list[int]) -> None:
         """The prefix cache was reset at each rank's step in `steps`: earlier failures can no longer be served from it."""
@@ -119,7 +119,7 @@ class DataPlane:
             self._unkept = 0
 
     def end(self, key: str, num_tokens: int) -> None:
-        """The worker says where a request (`RankSpec.key`) ends: after `num_tokens`, prompt included, or -1: forget it.
+        """Record where a request (`RankSpec.key`) ends, as reported by the worker: after `num_tokens`, prompt included, or -1: forget it.
 
         The engine may have computed more by then, and calls an output that a stop string ended, as well as a cancelled
         one, aborted.
@@ -135,7 +135,7 @@ class DataPlane:
         """Reset: no rows, tensors, source runs or steering state, and an empty ledger in its next epoch.
 
         Every request that is here fails with the reason. The engine may go on with some of them, without any edit, until the
-        worker's abort arrives: they are kept as failed ones, so that none is taken up again in its middle and nobody is
+        worker's abort arrives: they are kept as failed ones, so that none is resumed halfway and no request is
         served the cache blocks that they fill.
         """
         waiting = [tracked for tracked, _ in self._finished.values()]
@@ -375,12 +375,12 @@ class DataPlane:
             if wanted:
                 self.actions.fold(self._step, "steer", spec.job, spec.request, spec.attempt, spec.digest)
         except Exception as error:
-            known = type(error) in (LookupError, ValueError)  # raised with a reason; a sweep may come to thousands of them
+            known = type(error) in (LookupError, ValueError)  # raised with a reason; a sweep may raise thousands of them
             logger.error("request %s cannot be steered: %s", spec.key, error, exc_info=not known)
             self._fail(tracked, str(error), "intervention_failed")
 
     def _check_cached(self, tracked: Tracked, cached_tokens: int) -> None:
-        """A preempted request goes on, perhaps on blocks that another one computed."""
+        """Check a resumed request, which may continue on blocks that another one computed."""
         tracked.admitted, tracked.cached_tokens = self._step, cached_tokens
         if self._taints.spoil(tracked.spec, cached_tokens):
             self._fail(tracked, _TAINTED, "intervention_failed")

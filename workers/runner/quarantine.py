@@ -45,7 +45,7 @@ def found_in(output: Any) -> Found:
 
 
 def private(request: Any, end: int) -> str:
-    """What the hash of a block that ends before token `end` must have in it, so that no other request finds the block; or nothing."""
+    """What the hash of a block that ends before token `end` must include so that no other request finds the block; or nothing."""
     start = getattr(request, _PRIVATE_FROM, None)
     return request.request_id if start is not None and end > start else ""
 
@@ -71,7 +71,7 @@ class Quarantine:
         return True
 
     def clean(self, request: Any) -> bool:
-        """Whether no row of it was found that is not finite."""
+        """Whether no non-finite row of the request was found."""
         return not hasattr(request, _PRIVATE_FROM)
 
     def leaving(self, request_id: str) -> None:

@@ -36,7 +36,7 @@ class ReentryGate:
         return sum(layer < begin for layer in self.layers)
 
     def close(self) -> None:
-        """The next forward begins where forwards do."""
+        """The next forward begins at the first layer again."""
         self.begin, self.stream = 0, None
 
     def entering(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -159,7 +159,7 @@ class Reentry:
                 if len(members) == 1:
                     fail(members[0][0], str(error))
                     continue
-                for member in members:  # whose rows are missing?
+                for member in members:  # find the requests whose rows are missing
                     try:
                         self._fill(stream, key, layer, [member])
                     except LookupError as of_one:

@@ -1,7 +1,7 @@
 """Source runs on this rank, and their rows.
 
-A run is the captured rows of one prompt of a settled job. Every rank reads them from the capture files by itself, and keeps what its
-own sites need; so no rank waits for another, and one that cannot says why.
+A run is the captured rows of one prompt of a settled job. Every rank reads them from the capture files independently, and keeps what its
+own sites need; so no rank waits for another, and one that fails reports the reason.
 """
 
 import zlib
@@ -32,7 +32,7 @@ class _LoadedRun:
 
 
 class RunStore:
-    """One per rank. What it refuses it raises as LookupError or ValueError, and has changed nothing then."""
+    """One per rank. Refusals are raised as LookupError or ValueError and change nothing."""
 
     def __init__(self, store: ArtifactStore, sites: Sequence[Site], hidden_size: int, lost: Callable[[], bool] = lambda: False) -> None:
         """`lost`: tests only; whether the next look-up finds nothing."""

@@ -159,7 +159,7 @@ class RowTable:
             if not here:
                 continue
             mine = self._does(entry)
-            joined: dict[int, tuple[Does, Does]] = {}  # what is there before it is mostly the same, too
+            joined: dict[int, tuple[Does, Does]] = {}  # the entries before it are usually the same as well
             for number in here:
                 before = does.get((number, entry.family))
                 if before is not None and id(before) not in joined:
@@ -233,7 +233,7 @@ def _crc32(content: Content) -> int:
 
 
 class HeldRows:
-    """Rows of the table that a request or global steering holds. What that does to the table is accounted for."""
+    """Rows of the table that a request or global steering holds. Changes of the table are recorded in the ledger."""
 
     def __init__(self, table: RowTable, actions: ActionLedger) -> None:
         self._table, self._actions = table, actions

@@ -18,18 +18,18 @@ class Taints:
         return len(self._failed)
 
     def add(self, digest: str, step: int) -> bool:
-        """Whether this is the step's first word of it."""
+        """Whether this is the step's first report of the digest."""
         first = self._failed.get(digest) != step
         self._failed[digest] = step
         return first
 
     def renew(self, digest: str, step: int) -> None:
-        """A request that has it filled blocks until this step; nothing where none failed."""
+        """Record that a request with this digest filled blocks until this step; no effect if none failed."""
         if digest in self._failed:
             self._failed[digest] = step
 
     def spoil(self, spec: RankSpec, cached_tokens: int) -> bool:
-        """Whether what the cache serves for this request may lack its edit."""
+        """Whether the cached blocks served to this request may lack its edit."""
         return spec.digest in self._failed and cached_tokens > spec.first_affected
 
     def forget(self, step: int, running: Collection[str]) -> None:

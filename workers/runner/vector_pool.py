@@ -80,7 +80,7 @@ class EntryPool:
             self._end = 1
 
     def clear(self) -> None:
-        """Zero everything, also what no row owns."""
+        """Zero everything, including entries that no row owns."""
         for buffer in (self._buffers.site_rows, self._buffers.pool, self._buffers.scalars):
             buffer.zero_()
         self._runs, self._end, self._used = {}, 1, 0

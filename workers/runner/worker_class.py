@@ -86,16 +86,16 @@ class MidstreamWorker(PlatformWorker):
         plane = self.model_runner.midstream = self._connected()
         if plane.entering is not None:
             cache = self.vllm_config.cache_config
-            plane.entering.block_size = (cache.block_size or 1) if cache.enable_prefix_caching else sys.maxsize  # nobody finds any
+            plane.entering.block_size = (cache.block_size or 1) if cache.enable_prefix_caching else sys.maxsize  # no cache: none shared
         return result
 
-    # What changes something is answered with (ok, why not); a rank that refuses has changed nothing.
+    # Calls that change something return (ok, reason); a rank that refuses has changed nothing.
 
     def midstream_put_vectors(self, vectors: dict[str, Any]) -> tuple[bool, str]:
         return self._answer("put_vectors", lambda plane: plane.rank_state.put_vectors(msgspec.convert(vectors, dict[str, Tensor])))
 
     def midstream_drop_vectors(self, names: list[str]) -> tuple[bool, str]:
-        """Refused when a module or global steering needs one of them."""
+        """Refused if a module or global steering needs one of them."""
         return self._answer("drop_vectors", lambda plane: plane.rank_state.drop_vectors(names))
 
     def midstream_put_run(self, run: dict[str, Any]) -> tuple[bool, str]:

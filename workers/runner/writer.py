@@ -17,7 +17,7 @@ from .consumers import BUILT_IN, Logging, Memory, installed
 from .finished import Consumer, FinishedCapture, Outcome
 from .layouts import Filesystem, StoreConfig, each
 
-if TYPE_CHECKING:  # it knows the kernels' buffers, and so torch, which the fake engine's worker starts without
+if TYPE_CHECKING:  # it imports the kernels' buffers, and so torch, which the fake engine's worker does without
     from .config import PlaneConfig
 
 logger = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class Writer:
             thread.start()
 
     def submit(self, job: WriteJob) -> None:
-        """Returns at once. Without captures the receipt goes straight to the outbox."""
+        """Returns immediately. Without captures the receipt goes directly to the outbox."""
         if not job.builds:
             self._outbox.append(job.receipt)
             return
@@ -146,7 +146,7 @@ class Writer:
         return group, False
 
     def _write(self, group: Sequence[WriteJob], consumers: Mapping[str, Consumer]) -> list[Receipt]:
-        """Build, consume, and say how it went: whatever fails, fails for its own request alone."""
+        """Build, consume, and report the outcome: a failure affects only its own request."""
         reports = [_Report(job) for job in group]
         captures: list[tuple[_Report, FinishedCapture]] = []
         for of_request in reports:
@@ -215,7 +215,7 @@ def _cut(message: str) -> str:
 
 
 def make_writer(config: "PlaneConfig", rank: int, outbox: Outbox, fail_writes: Callable[[], bool]) -> Writer:
-    """The writer of a rank, as its config says."""
+    """The writer of a rank, from its config."""
     store = StoreConfig(
         store=open_store(config.capture_root),
         owner=f"{config.worker}.{config.boot[:BOOT_DIGITS]}.{rank}",
