@@ -32,9 +32,12 @@ from ..render import steering as show_steering
 from ..render.steering import DIGEST
 from ..sdk.client import Client
 from ..sdk.wire import Answer
+from ..stack.processes import wait_for
 from ..stack.supervisor import LOCK_FILE, Supervisor, read_state
 from ..study.patch_study import PatchStudy
 
+#: Seconds that processes may take to end after they were killed: an engine frees gigabytes.
+END_S = 5.0
 FACTS = (
     "The Eiffel Tower is located in the city of",
     "The capital of Japan is",
@@ -116,7 +119,8 @@ def run_demo(keep: Path | None = None, console: Console | None = None) -> int:
         verdict = Verdict(console)
         job = demonstrate(client, Path(stack.settings.data_dir), console, verdict)
         console.print()
-    verdict.check(not stack.survivors(), "everything stopped, no process left behind")
+    ended = wait_for(lambda: not stack.survivors(), END_S)
+    verdict.check(ended, "everything stopped, no process left behind")
     _farewell(console, stack.settings, job, time.monotonic() - began)
     if verdict.short:
         console.print(f"[red]{len(verdict.short)} of the checks failed[/]; logs: {Path(stack.settings.data_dir) / 'logs'}")
