@@ -20,9 +20,7 @@ from ...schemas.steering import GlobalSteering, Module, SteeringTemplate
 from ...schemas.tensors import Tensor
 from .captures import Bounds, apply_rules, positions_of_each
 from .interventions import check_limit, limit_of, reach_of, resolve_entry
-from .model_state import NOTHING as NOTHING
-from .model_state import ModelState as ModelState
-from .model_state import unknown_module
+from .model_state import NOTHING, ModelState, unknown_module
 from .patches import resolve_patches
 
 #: Global steering may use 1 / this of the worker's tables, which leaves room for the requests' own steering.

@@ -275,10 +275,10 @@ class Relay:
                 self._send(batch.peers[stream], frames.pack(kind, stream[2], marks[stream], payload))
 
     def _written(self, client: "redis.Redis", streams: list[Stream]) -> dict[Stream, int]:
-        """The streams' marks, once Redis has written what says so: killed before, it would have forgotten it.
+        """The streams' marks, once Redis has written them to its log. A Redis killed earlier would have forgotten them.
 
-        They are read anew, over the connection that is asked whether they are written: Redis may be another by now, which has what the
-        former had written. Empty when it is away, or cannot write: nobody is answered then, and the outboxes ask again.
+        They are read again on the connection that confirms the write, because Redis may have restarted since. Empty if Redis is
+        unreachable or cannot write: no outbox is answered then, and each asks again.
         """
         deadline, barrier = time.monotonic() + PATIENCE_S, Barrier()
         try:
@@ -331,7 +331,7 @@ class Relay:
         try:
             self._socket.send_multipart([identity, raw], zmq.DONTWAIT)
         except zmq.ZMQError as error:
-            # Gone, or not reading: marks are cumulative and asked for anew, so an answer may be dropped.
+            # Gone, or not reading: marks are cumulative and requested again, so an answer may be dropped.
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
             log.debug("no answer to %r: %s", identity, error)

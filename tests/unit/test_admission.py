@@ -12,8 +12,9 @@ import pytest
 from midstream import __version__
 from midstream.api.resolve import admission
 from midstream.api.resolve.admission import RESOLVE_LIMIT, check_cost, resolve
+from midstream.api.resolve.model_state import ModelState
 from midstream.api.resolve.request_parsing import ParsedPrompt, ParsedRequest
-from midstream.api.resolve.steering import MAX_ENTRIES, ModelState
+from midstream.api.resolve.steering import MAX_ENTRIES
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import Sampling, StoredPrompt
 from midstream.schemas.models import ModelInfo

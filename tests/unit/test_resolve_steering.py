@@ -8,7 +8,8 @@ import pytest
 
 from midstream import __version__
 from midstream.api.resolve.captures import Bounds, PromptFacts
-from midstream.api.resolve.steering import ModelState, resolve_edits, resolve_everyone, resolve_module
+from midstream.api.resolve.model_state import ModelState
+from midstream.api.resolve.steering import resolve_edits, resolve_everyone, resolve_module
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.models import ModelInfo
 from midstream.schemas.selectors import HOOKS, SelectorError, Span, Window
