@@ -7,18 +7,21 @@ import numpy as np
 import pytest
 from host import Host, capture_of, prompt_of, relative_error, steer
 from nursery import Nursery
-from reference import Reference
+from reference import Edit, Reference
+from test_graded_tokens import EVERY, logprobs_of, truth
+from test_reentry import ask, base_run, cell, graded
 from tiny import HIDDEN, LAYERS
-from tolerances import FP32_ROWS
+from tolerances import FP32_LOGPROBS, FP32_ROWS
 
 from midstream.schemas.selectors import Window
+from midstream.schemas.specs import Grade
 
 ALL = list(range(LAYERS))
 
 
 @pytest.fixture(scope="module")
 def speculating(llama: Path, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
-    host = nursery.host(tmp_path_factory.mktemp("speculating") / "engine", llama, speculative_tokens=3, enable_prefix_caching=False)
+    host = nursery.host(tmp_path_factory.mktemp("speculating") / "engine", llama, speculative_tokens=3)
     yield host
     host.close()
 
@@ -58,3 +61,30 @@ def test_an_edit_that_overflows_drafts_fails_and_leaves_nothing_behind(speculati
     assert speculating.run_together(after)[after.id][0].token_ids == text
     for layer in ALL:
         assert np.array_equal(speculating.capture(after).array(layer), speculating.capture(first).array(layer))
+
+
+def test_prompts_cached_up_to_their_last_token_are_graded_by_its_row(speculating: Host, reference: Reference) -> None:
+    """vLLM computes that token with placeholder drafts behind it."""
+    prompt = prompt_of(257, seed=41)
+    right = truth(reference, prompt)
+    for hit in (0, 256):
+        job = speculating.job(prompt, max_tokens=2, capture=capture_of(ALL, "last_prompt") if hit else None)
+        before = speculating.call("midstream_status")[0]["token_rows"]
+        answer = speculating.run_any(job, grades={job.id: [Grade(EVERY)]})
+        assert answer.outputs[job.id][0].cached_tokens == hit
+        (receipt,) = speculating.receipts(job)
+        assert (receipt.status, receipt.message) == ("ok", "")
+        np.testing.assert_allclose(receipt.graded, right, atol=FP32_LOGPROBS, rtol=0)
+    assert speculating.call("midstream_status")[0]["token_rows"] - before >= 4, "the last token was computed without drafts"
+    assert relative_error(speculating.capture(job).array(2), reference.post_block(prompt)[2][-1:]) <= FP32_ROWS
+
+
+def test_cells_that_patch_the_last_token_are_graded_beside_others(speculating: Host, reference: Reference) -> None:
+    prompt = prompt_of(40, seed=42)
+    key = base_run(speculating, prompt, blocks=True)
+    vector = np.random.default_rng(17).normal(size=HIDDEN).astype(np.float32)
+    edits = [Edit(layer, vector, [position], "post_block", "replace") for layer in (1, 3) for position in (39, 17, 39)]
+    found = ask(speculating, *(cell(speculating, prompt, edit) for edit in edits), key=key, together=True)
+    for edit, receipts in zip(edits, found.values(), strict=True):
+        reference.rows(prompt, [edit])
+        np.testing.assert_allclose(graded(receipts), logprobs_of(reference.logits[-1]), atol=FP32_LOGPROBS, rtol=0)

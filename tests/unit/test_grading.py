@@ -53,6 +53,17 @@ def test_each_prompt_that_ends_in_a_step_is_graded_by_its_own_last_row() -> None
     assert lacking(later) == ""
 
 
+def test_a_prompts_last_token_with_drafts_behind_it_is_graded_by_its_own_row() -> None:
+    """vLLM pads the last token of a cached prompt with placeholder drafts."""
+    grading, logits = Grading(), logits_of(10)
+    alone, longer, full = asking(0), asking(1, (1,)), asking(2, (49, 0, 5))
+    windows = [(None, 9, 1, 1), (alone, PROMPT - 1, 4, 4), (longer, PROMPT - 3, 6, 4), (full, 0, PROMPT, 1)]
+    assert step(grading, logits, *windows) == []
+    for tracked, row, tokens in ((alone, 1, [3, 7]), (longer, 5, [1]), (full, 9, [49, 0, 5])):
+        assert tracked.graded is not None
+        np.testing.assert_allclose(tracked.graded(), truth(logits)[row, tokens], atol=1e-6)
+
+
 def test_divergences_are_those_of_float64_for_each_distribution_that_was_kept() -> None:
     grading, logits = Grading(), logits_of(3)
     one, other, both = asking(0, keep="one"), asking(1, (), keep="other"), asking(2, (4,), keep="third", against="one")

@@ -45,7 +45,7 @@ class Grading:
             rows.id: tracked
             for tracked, rows in mine
             if tracked.spec.grade is not None and tracked.graded is None and not tracked.reported
-            if rows.first_position + rows.num_rows == tracked.spec.prompt_tokens
+            if rows.first_position < tracked.spec.prompt_tokens <= rows.first_position + rows.num_rows
         }
         if not ending:
             return
@@ -54,7 +54,8 @@ class Grading:
             self._rows += rows.samples
             tracked = ending.get(rows.id)
             if tracked is not None and tracked.spec.grade is not None:
-                self._due.append(_Due(tracked, tracked.spec.grade, self._rows - 1))
+                drafts = rows.first_position + rows.num_rows - tracked.spec.prompt_tokens  # vLLM pads a prompt's last token with them
+                self._due.append(_Due(tracked, tracked.spec.grade, self._rows - 1 - drafts))
 
     def take(self, logits: torch.Tensor) -> list[tuple[Tracked, str]]:
         """Grade the requests that are due, of whose step these `[rows, vocabulary]` are; returns those that cannot be, with the reason.
