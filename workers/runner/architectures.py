@@ -5,7 +5,7 @@ stay as they are. What is not in the table is refused at boot; a hook that an ar
 How to add an architecture: `docs/architectures.md`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -47,6 +47,8 @@ class Variant:
     backend: bool = False  # served by vLLM's Transformers backend, on transformers' own module
     when: Mapping[str, Any] = field(default_factory=dict)  # attributes of the HF text config
     refused: str = ""  # why this configuration is not supported
+    #: The model's loop hands what a layer gives to the next one as it is, and nothing else reads or writes it in between.
+    hands_on: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,26 @@ class Adapter:
         tap = self.variant.taps[hook]
         # Nothing is deferred yet when the stream enters the first layer: there is no separate residual.
         return Tap(tap.path, tap.side) if layer == 0 and (tap.path, tap.side) == ("", "input") else tap
+
+
+def neighbours(variant: Variant, hooks: Collection[Hook], *, next_layer: bool) -> list[tuple[Hook, ...]]:
+    """The launches that a layer's sites take: hooks whose tensors are those of the hook before them, with nothing in between.
+
+    In the order of a forward, which begins behind `pre_attn`: that of the *next* layer closes the list. `next_layer`: it may share
+    a launch with what this layer ends with. The ops edit branches first, so no single tensor follows a pair.
+    """
+    cycle = [hook for hook in (*HOOKS[1:], HOOKS[0]) if hook in variant.taps and hook in hooks]
+    groups: list[list[Hook]] = []
+    for hook in cycle:
+        tap, last = variant.taps[hook], variant.taps[groups[-1][-1]] if groups else None
+        same = last is not None and (tap.path, tap.side) == (last.path, last.side)
+        if hook == HOOKS[0] and last is not None:
+            same = next_layer and variant.hands_on and (tap.path, tap.side) == ("", "input") and (last.path, last.side) == ("", "output")
+        if same and last is not None and (last.kind, tap.kind) != ("pair", "single"):
+            groups[-1].append(hook)
+        else:
+            groups.append([hook])
+    return [tuple(group) for group in groups]
 
 
 #: Llama and what is built like it: norms fuse the addition, `hidden, residual = norm(hidden, residual)`.
@@ -124,7 +146,7 @@ PARALLEL = "attention and MLP both read the stream that enters the layer (parall
 
 #: HF `architectures[0]` → its variants; the first whose `when` holds is taken.
 ARCHITECTURES: Mapping[str, tuple[Variant, ...]] = {
-    "GPT2LMHeadModel": (Variant("transformer.h", _materialised("attn", "ln_2", "mlp")),),
+    "GPT2LMHeadModel": (Variant("transformer.h", _materialised("attn", "ln_2", "mlp"), hands_on=True),),
     "GPTNeoXForCausalLM": (
         Variant(
             "model.layers",
@@ -135,28 +157,28 @@ ARCHITECTURES: Mapping[str, tuple[Variant, ...]] = {
         ),
         Variant("model.layers", NEOX, backend=True),
     ),
-    "Gemma2ForCausalLM": (Variant("model.layers", SANDWICH),),
-    "Gemma3ForCausalLM": (Variant("model.layers", SANDWICH),),
-    "GemmaForCausalLM": (Variant("model.layers", PRE_NORM),),
-    "LlamaForCausalLM": (Variant("model.layers", PRE_NORM),),
-    "MistralForCausalLM": (Variant("model.layers", PRE_NORM),),
-    "MixtralForCausalLM": (Variant("model.layers", PRE_NORM),),
+    "Gemma2ForCausalLM": (Variant("model.layers", SANDWICH, hands_on=True),),
+    "Gemma3ForCausalLM": (Variant("model.layers", SANDWICH, hands_on=True),),
+    "GemmaForCausalLM": (Variant("model.layers", PRE_NORM, hands_on=True),),
+    "LlamaForCausalLM": (Variant("model.layers", PRE_NORM, hands_on=True),),
+    "MistralForCausalLM": (Variant("model.layers", PRE_NORM, hands_on=True),),
+    "MixtralForCausalLM": (Variant("model.layers", PRE_NORM, hands_on=True),),
     "OPTForCausalLM": (
         Variant(
             "model.decoder.layers",
             when={"do_layer_norm_before": False},
             refused="with do_layer_norm_before=false the sums are normed before anything reads them: there is no residual stream",
         ),
-        Variant("model.decoder.layers", _materialised("self_attn", "final_layer_norm", "fc2")),
+        Variant("model.decoder.layers", _materialised("self_attn", "final_layer_norm", "fc2"), hands_on=True),
     ),
     "Olmo2ForCausalLM": (
         Variant("model.layers", POST_NORM, absent={"mlp_in": "the MLP reads the stream, which is post_attn"}, backend=True),
     ),
     "OlmoForCausalLM": (Variant("model.layers", BACKEND_PRE_NORM, backend=True),),
-    "Phi3ForCausalLM": (Variant("model.layers", PRE_NORM),),
-    "Qwen2ForCausalLM": (Variant("model.layers", PRE_NORM),),
-    "Qwen3ForCausalLM": (Variant("model.layers", PRE_NORM),),
-    "Qwen3MoeForCausalLM": (Variant("model.layers", PRE_NORM),),
+    "Phi3ForCausalLM": (Variant("model.layers", PRE_NORM, hands_on=True),),
+    "Qwen2ForCausalLM": (Variant("model.layers", PRE_NORM, hands_on=True),),
+    "Qwen3ForCausalLM": (Variant("model.layers", PRE_NORM, hands_on=True),),
+    "Qwen3MoeForCausalLM": (Variant("model.layers", PRE_NORM, hands_on=True),),
     "SmolLM3ForCausalLM": (Variant("model.layers", BACKEND_PRE_NORM, backend=True),),
     "Starcoder2ForCausalLM": (Variant("model.layers", BACKEND_PRE_NORM, backend=True),),
 }
